@@ -1,0 +1,237 @@
+"""Every error that a caller of the HTTP interface can get.
+
+GatehouseError
+├── BadRequest 400 ─── InvalidValue, UnknownParameter, UnsupportedParameter, ContextLengthExceeded
+├── Unauthenticated 401 ─── InvalidApiKey, ExpiredApiKey
+├── Forbidden 403 ─── ModelNotAllowed, AddressNotAllowed, TenantSuspended, ScopeNotAllowed, RoleNotAllowed
+├── Missing 404 ─── ModelNotFound, NotFound
+├── Conflict 409
+├── RequestTooLarge 413
+├── Refused 429 ─── RateLimitExceeded, RequestExceedsLimit, BudgetExceeded
+└── ServerError 5xx ─── InternalError 500, EngineUnavailable, ModelLoading, Overloaded, Draining 503
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class GatehouseError(Exception):
+    """Base of all errors that reach a caller; `{"error": {"message", "type", "param", "code"}}` is made from its fields."""
+
+    status: ClassVar[int] = 500
+    type: str = "server_error"
+    code: ClassVar[str] = "internal_error"
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        param: str | None = None,
+        retry_after_s: float | None = None,
+        should_retry: bool | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        self.retry_after_s = retry_after_s
+        self.should_retry = should_retry
+
+
+class BadRequest(GatehouseError):
+    """The request cannot be served as it stands; sending it again will not help."""
+
+    status = 400
+    type = "invalid_request_error"
+    code = "invalid_value"
+
+
+class InvalidValue(BadRequest):
+    """A field has a value outside its limits, or the body is not what the path takes."""
+
+
+class UnknownParameter(BadRequest):
+    """A field that this path does not know."""
+
+    code = "unknown_parameter"
+
+
+class UnsupportedParameter(BadRequest):
+    """A field of OpenAI's interface that this version cannot honour."""
+
+    code = "unsupported_parameter"
+
+
+class ContextLengthExceeded(BadRequest):
+    """Prompt and requested output do not fit the model's context."""
+
+    code = "context_length_exceeded"
+
+
+class Unauthenticated(GatehouseError):
+    """The caller did not say who it is."""
+
+    status = 401
+    type = "authentication_error"
+    code = "invalid_api_key"
+
+
+class InvalidApiKey(Unauthenticated):
+    """The key is missing, malformed, unknown or revoked."""
+
+
+class ExpiredApiKey(Unauthenticated):
+    """The key was valid until its expiry."""
+
+    code = "expired_api_key"
+
+
+class Forbidden(GatehouseError):
+    """The caller is known and may not do this."""
+
+    status = 403
+    type = "permission_error"
+    code = "scope_not_allowed"
+
+
+class ModelNotAllowed(Forbidden):
+    """The tenant or key may not use this model."""
+
+    code = "model_not_allowed"
+
+
+class AddressNotAllowed(Forbidden):
+    """The key may not be used from this address."""
+
+    code = "ip_not_allowed"
+
+
+class TenantSuspended(Forbidden):
+    """The tenant is suspended or archived."""
+
+    code = "tenant_suspended"
+
+
+class ScopeNotAllowed(Forbidden):
+    """The key lacks the scope of this path."""
+
+
+class RoleNotAllowed(Forbidden):
+    """The administrator's role does not cover this action."""
+
+    code = "role_not_allowed"
+
+
+class Missing(GatehouseError):
+    """What the path or body names does not exist for this caller."""
+
+    status = 404
+    type = "invalid_request_error"
+    code = "not_found"
+
+
+class ModelNotFound(Missing):
+    """No model of that name is served."""
+
+    code = "model_not_found"
+
+
+class NotFound(Missing):
+    """No such path, tenant, key or request."""
+
+
+class Conflict(GatehouseError):
+    """The state on the server contradicts the request (a name that is taken, an idempotency key with another body)."""
+
+    status = 409
+    type = "conflict"
+    code = "idempotency_conflict"
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        super().__init__(message, param=param, should_retry=False)
+
+
+class NameTaken(Conflict):
+    """Another tenant or member has this name or address."""
+
+    code = "name_taken"
+
+
+class RequestTooLarge(GatehouseError):
+    """The body is larger than the server accepts."""
+
+    status = 413
+    type = "invalid_request_error"
+    code = "request_too_large"
+
+
+class Refused(GatehouseError):
+    """A limit stands in the way. Nothing was consumed."""
+
+    status = 429
+    type = "requests"
+    code = "rate_limit_exceeded"
+
+
+class RateLimitExceeded(Refused):
+    """A limit that frees with time; `retry_after_s` is exact. `limit_type` is `tokens` or `requests`."""
+
+    def __init__(self, message: str, *, limit_type: str, retry_after_s: float) -> None:
+        super().__init__(message, retry_after_s=retry_after_s)
+        self.type = limit_type
+
+
+class RequestExceedsLimit(Refused):
+    """The request alone is larger than the limit: waiting cannot help."""
+
+    code = "request_exceeds_limit"
+
+    def __init__(self, message: str, *, limit_type: str) -> None:
+        super().__init__(message, should_retry=False)
+        self.type = limit_type
+
+
+class BudgetExceeded(Refused):
+    """The monthly budget in money is spent."""
+
+    type = "insufficient_quota"
+    code = "budget_exceeded"
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, should_retry=False)
+
+
+class ServerError(GatehouseError):
+    """The fault is on this side."""
+
+    status = 503
+    code = "engine_unavailable"
+
+
+class InternalError(ServerError):
+    """A bug. The request id finds the traceback in the log."""
+
+    status = 500
+    code = "internal_error"
+
+
+class EngineUnavailable(ServerError):
+    """The engine process is not running or ended in the middle of the request."""
+
+
+class ModelLoading(ServerError):
+    """The model is being loaded."""
+
+    code = "model_loading"
+
+
+class Overloaded(ServerError):
+    """The waiting queue is full."""
+
+    code = "overloaded"
+
+
+class Draining(ServerError):
+    """The appliance is shutting down and takes no new requests."""
+
+    code = "draining"
