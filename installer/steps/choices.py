@@ -1,0 +1,101 @@
+"""What was asked for, by option, environment or gatehouse.toml: as much of it as must be known before anything is installed.
+
+The appliance reads its settings itself, strictly; this is only the look ahead that lets a bad port or path be told in a second.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from steps.place import default_data_dir
+from steps.refusal import Refusal
+
+PORT_DEFAULT = 8000
+HOST_DEFAULT = "127.0.0.1"
+DEVICES = ("auto", "cuda", "cpu")
+_DATABASES = re.compile(r"^(sqlite:///.+|postgres(ql)?://.+)$", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Choices:
+    """The effective values, and for each option that was given on the command line its text for the appliance."""
+
+    host: str
+    port: int
+    data_dir: Path
+    models: tuple[str, ...]
+    device: str
+
+
+def choose(options: Mapping[str, Any], environ: Mapping[str, str]) -> Choices:
+    """Merge options over environment over gatehouse.toml over defaults. Raises Refusal on a value that cannot be meant."""
+    data_dir = _data_dir(options.get("data_dir") or environ.get("GATEHOUSE_DATA_DIR"))
+    stored = _stored(data_dir)
+
+    def value(name: str, default: Any) -> Any:
+        given = options.get(name)
+        return given if given is not None else environ.get(f"GATEHOUSE_{name.upper()}") or stored.get(name, default)
+
+    _check_database(str(options.get("database") or environ.get("GATEHOUSE_DATABASE_URL") or stored.get("database_url", "")))
+    return Choices(
+        host=str(value("host", HOST_DEFAULT)),
+        port=_port(value("port", PORT_DEFAULT)),
+        data_dir=data_dir,
+        models=_models(options.get("model"), environ.get("GATEHOUSE_MODELS"), stored.get("models")),
+        device=_device(str(value("device", "auto"))),
+    )
+
+
+def _data_dir(given: str | None) -> Path:
+    return Path(os.path.abspath(os.path.expanduser(given))) if given else default_data_dir()
+
+
+def _stored(data_dir: Path) -> Mapping[str, Any]:
+    path = data_dir / "gatehouse.toml"
+    try:
+        return tomllib.loads(path.read_text("utf-8"))
+    except (FileNotFoundError, NotADirectoryError):
+        return {}
+    except OSError as error:
+        raise Refusal(f"{path} cannot be read: {error.strerror}.", "Correct its permissions or move it away.") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise Refusal(f"{path} is not valid TOML: {error}.", "Correct it or move it away.") from error
+
+
+def _port(given: Any) -> int:
+    try:
+        port = int(given)
+    except (TypeError, ValueError):
+        port = -1
+    if not 0 <= port <= 65535:
+        raise Refusal(f"{given!r} is not a port.", "Give --port a number between 1 and 65535.")
+    return port
+
+
+def _models(option: list[str] | None, environment: str | None, stored: Any) -> tuple[str, ...]:
+    if option:
+        return tuple(option)
+    if environment:
+        return tuple(part.strip() for part in environment.split(",") if part.strip())
+    return tuple(stored) if isinstance(stored, list) else ()
+
+
+def _device(device: str) -> str:
+    if device not in DEVICES:
+        raise Refusal(f"{device!r} is not a device.", f"--device takes {', '.join(DEVICES)}.")
+    return device
+
+
+def _check_database(url: str) -> None:
+    """Judge the shape only, and never show the address: it may hold a password."""
+    if url and not _DATABASES.match(url):
+        raise Refusal(
+            "The database address is not one that Gatehouse knows.",
+            "Give sqlite:///PATH or postgresql://USER:PASSWORD@HOST:PORT/NAME.",
+        )

@@ -1,0 +1,188 @@
+"""Making `.venv`: from nothing, again after an interruption, or just adding the test packages. Complete or not there at all."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from steps import machine, pip, stamp
+from steps.locks import Lock, read_lock
+from steps.place import REPO, VENV, venv_python
+from steps.progress import Step
+from steps.refusal import Refusal
+
+_NEEDED_MIB = {"cpu": 2200, "gpu": 9000}
+_NEEDED_TEST_MIB = 600
+_LOCK_POLL_S = 0.3
+# Where the builds of torch without a GPU's libraries are published; the ordinary index has one build per system.
+_SMALL_TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
+_SCRIPT = """#!{python}
+import sys
+from appliance.cli.main import main
+sys.exit(main())
+"""
+
+
+def profile_for(device: str) -> str:
+    """Return the lock to install, cpu or gpu, for what was asked (auto, cuda, cpu) and what the machine has."""
+    if device == "cpu":
+        return "cpu"
+    found = machine.has_nvidia_gpu()
+    if device == "cuda" and not found:
+        raise Refusal(
+            "--device cuda was asked for, but no NVIDIA driver answers on this machine.",
+            "Install the driver (nvidia-smi must show the GPU), or leave --device away to run on the CPU.",
+        )
+    return "gpu" if found else "cpu"
+
+
+def ensure(profile: str, *, with_tests: bool, venv: Path = VENV) -> None:
+    """Make `venv` complete for `profile`. Raises Refusal when that cannot be done; then no `venv` of ours stays behind."""
+    run = read_lock(profile)
+    test = read_lock("test") if with_tests else None
+    if stamp.state(venv, run, test) == "ready":
+        return
+    machine.check_interpreter()
+    if not os.access(REPO, os.W_OK):
+        raise Refusal(f"{REPO} cannot be written.", "Run the installer as the user who owns this folder.")
+    with _only_one_installer():
+        state = stamp.state(venv, run, test)
+        if state == "foreign":
+            raise Refusal(f"{venv} was not made by this installer.", "Move it away, then run the same command again.")
+        needed = _NEEDED_TEST_MIB if state == "untested" else _NEEDED_MIB[profile] + (_NEEDED_TEST_MIB if test else 0)
+        if state in ("broken", "stale"):
+            _remove(venv, "left by an interrupted run" if state == "broken" else "made for an older version")
+        if state != "ready":
+            machine.check_disk(venv, needed * machine.MIB, "the environment")
+            _build(venv, run, test, add_tests_only=state == "untested")
+
+
+def describe(profile: str, venv: Path = VENV) -> str:
+    """Return the state of `venv` in a few words; it begins with `ready` when the appliance can start from it."""
+    words = {
+        "absent": "not there yet",
+        "foreign": "there, but not made by this installer",
+        "broken": "incomplete (an interrupted run); the next start makes it anew",
+        "stale": "made for an older version; the next start makes it anew",
+        "untested": "ready, without the test packages",
+        "ready": "ready, with the test packages",
+    }
+    return words[stamp.state(venv, read_lock(profile), read_lock("test"))]
+
+
+@contextlib.contextmanager
+def _only_one_installer() -> Iterator[None]:
+    """Hold a lock on the clone's folder itself: it leaves no file behind and ends with the process."""
+    folder = os.open(REPO, os.O_RDONLY)
+    told = False
+    try:
+        while True:
+            try:
+                fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if not told:
+                    print("Another installer is at work in this folder; waiting for it to finish ...", flush=True)
+                    told = True
+                time.sleep(_LOCK_POLL_S)
+        yield
+    finally:
+        os.close(folder)
+
+
+def _remove(venv: Path, why: str) -> None:
+    with Step(f"Removing an environment {why}"):
+        shutil.rmtree(venv)
+
+
+def _build(venv: Path, run: Lock, test: Lock | None, *, add_tests_only: bool) -> None:
+    stamp.mark_incomplete(venv)
+    try:
+        if not add_tests_only:
+            _make_venv(venv)
+            _install_torch(venv, run)
+            _install_lock(venv, run, "packages")
+            _link_clone(venv)
+        if test is not None:
+            _install_lock(venv, test, "test packages")
+        shutil.rmtree(venv / "tmp", ignore_errors=True)
+        version = stamp.interpreter_version(venv) or platform.python_version()
+        stamp.write_stamp(
+            venv, stamp.Stamp(str(venv), version, run.profile, run.digest, test.digest if test is not None else "")
+        )
+    except BaseException:
+        shutil.rmtree(venv, ignore_errors=True)
+        raise
+
+
+def _make_venv(venv: Path) -> None:
+    with Step("Creating .venv"):
+        answer = subprocess.run(
+            [sys.executable, "-m", "venv", str(venv)], capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL
+        )
+        if answer.returncode != 0:
+            lines = (answer.stdout + answer.stderr).strip().splitlines()
+            version = f"{sys.version_info.major}.{sys.version_info.minor}"
+            raise Refusal(
+                "Python could not make the environment.",
+                f"On Debian or Ubuntu: apt-get install python{version}-venv; then run the same command again.",
+                pip.relevant(lines),
+            )
+
+
+def _install_torch(venv: Path, lock: Lock) -> None:
+    """Install torch before everything else, so that nothing else can draw in another build of it."""
+    version = lock.version("torch")
+    with Step(f"Installing torch {version}, the largest part,") as step:
+        if lock.profile == "gpu" or sys.platform != "linux":
+            pip.install(venv, ["--no-deps", f"torch=={version}"], step, expected=1)
+            return
+        _install_small_torch(venv, version, step)
+
+
+def _install_small_torch(venv: Path, version: str, step: Step) -> None:
+    """Take the build without a GPU's libraries: from the index that pip is set up for, else from where it is published.
+
+    Where neither has it, the locked version is taken as the index has it, with whatever it needs: larger, and as good.
+    """
+    pin = f"torch=={version}+cpu"
+    try:
+        pip.install(venv, ["--no-deps", pin], step, expected=1)
+        return
+    except pip.PipFailed as failure:
+        if not failure.missing:
+            raise
+    try:
+        pip.install(venv, ["--no-deps", "--retries", "2", "--index-url", _SMALL_TORCH_INDEX, pin], step, expected=1)
+    except pip.PipFailed:
+        machine.check_disk(venv, _NEEDED_MIB["gpu"] * machine.MIB, "the only build of torch that the package index has")
+        pip.install(venv, [f"torch=={version}"], step, expected=1)
+
+
+def _install_lock(venv: Path, lock: Lock, what: str) -> None:
+    """Install a whole lock without resolving anything: it is the full closure."""
+    wanted = [pin for pin in lock.pins if pin.name != "torch"]
+    listing = venv / "tmp" / f"{lock.profile}.txt"
+    listing.parent.mkdir(exist_ok=True)
+    listing.write_text(
+        "".join(f"{pin.name}=={pin.version}{' ; ' + pin.marker if pin.marker else ''}\n" for pin in wanted), "utf-8"
+    )
+    with Step(f"Installing {len(wanted)} {what}") as step:
+        pip.install(venv, ["--no-deps", "-r", str(listing)], step, expected=len(wanted))
+
+
+def _link_clone(venv: Path) -> None:
+    """Put the clone on the environment's path and write the `gatehouse` command: no build step, edits take effect at once."""
+    (site_packages,) = venv.glob("lib/python3*/site-packages")
+    (site_packages / "gatehouse.pth").write_text(f"{REPO}\n", "utf-8")
+    script = venv / "bin" / "gatehouse"
+    script.write_text(_SCRIPT.format(python=venv_python(venv)), "utf-8")
+    script.chmod(0o755)

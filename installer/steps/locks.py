@@ -1,0 +1,63 @@
+"""The lock files: exact versions of everything that is installed, read without pip's help."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from steps.place import REQUIREMENTS
+
+_PIN = re.compile(r"^(?P<name>[A-Za-z0-9._-]+)==(?P<version>[^\s;#]+)\s*(?:;\s*(?P<marker>[^#]*?))?\s*(?:#.*)?$")
+
+
+@dataclass(frozen=True)
+class Pin:
+    """One line of a lock: a package at one version, on the machines its marker names (empty: on all)."""
+
+    name: str
+    version: str
+    marker: str = ""
+
+
+@dataclass(frozen=True)
+class Lock:
+    """One lock file. `profile` is cpu, gpu or test; `digest` changes with every byte of the file."""
+
+    profile: str
+    path: Path
+    pins: tuple[Pin, ...]
+    digest: str
+
+    def version(self, name: str) -> str:
+        """Return the public version (no local part) that the lock holds for `name`; KeyError when it has none."""
+        for pin in self.pins:
+            if pin.name == name:
+                return pin.version.partition("+")[0]
+        raise KeyError(name)
+
+
+def parse(text: str) -> tuple[Pin, ...]:
+    """Return the pins of a lock file. Raises ValueError on a line that is neither a comment nor an exact pin."""
+    pins = []
+    for line in text.splitlines():
+        if not line.strip() or line.lstrip().startswith("#"):
+            continue
+        match = _PIN.match(line.strip())
+        if match is None:
+            raise ValueError(f"not an exact pin: {line.strip()!r}")
+        pins.append(Pin(normalised(match["name"]), match["version"], (match["marker"] or "").strip()))
+    return tuple(pins)
+
+
+def read_lock(profile: str, folder: Path = REQUIREMENTS) -> Lock:
+    """Read `<folder>/<profile>.txt`."""
+    path = folder / f"{profile}.txt"
+    content = path.read_bytes()
+    return Lock(profile, path, parse(content.decode("utf-8")), hashlib.sha256(content).hexdigest())
+
+
+def normalised(name: str) -> str:
+    """Return a package name as the index compares it."""
+    return re.sub(r"[-_.]+", "-", name).lower()

@@ -1,0 +1,32 @@
+"""Where things lie: the clone, its `.venv`, the lock files and the platform's data folder."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+REPO = Path(__file__).resolve().parents[2]
+VENV = REPO / ".venv"
+REQUIREMENTS = REPO / "installer" / "requirements"
+
+
+def venv_python(venv: Path = VENV) -> Path:
+    """Return the interpreter inside `venv`."""
+    return venv / "bin" / "python"
+
+
+def default_data_dir() -> Path:
+    """Return the platform's folder for the data of a program (the appliance's settings give the same answer)."""
+    if sys.platform == "darwin":
+        return Path.home() / "Library" / "Application Support" / "gatehouse"
+    base = os.environ.get("XDG_DATA_HOME", "")
+    root = Path(base) if os.path.isabs(base) else Path.home() / ".local" / "share"
+    return root / "gatehouse"
+
+
+def nearest_existing(path: Path) -> Path:
+    """Return `path`, or its nearest parent that exists."""
+    while not path.exists() and path != path.parent:
+        path = path.parent
+    return path

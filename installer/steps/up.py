@@ -1,0 +1,64 @@
+"""`installer up`: look ahead, install what is missing, then become the appliance."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+from typing import NoReturn
+
+from steps import environment, machine, preflight
+from steps.choices import choose
+from steps.place import VENV, venv_python
+
+_PASSED_ON = ("host", "port", "database", "device")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Install if needed and start in the foreground. On success it does not return: this process becomes the appliance."""
+    given = vars(options)
+    choices = choose(given, os.environ)
+    preflight.check(choices)
+    profile = environment.profile_for(choices.device)
+    environment.ensure(profile, with_tests=False)
+    _become(serve_command(given))
+
+
+def _become(arguments: list[str]) -> NoReturn:
+    """Go on as the `gatehouse` command: the same process, so that Ctrl-C, SIGTERM and the exit status need no passing on."""
+    sys.stdout.flush()
+    python = str(venv_python(VENV))
+    # Safe path: a folder named like one of ours in the place where the user stands must not be imported instead of it.
+    os.execve(python, [python, "-m", "appliance.cli.main", *arguments], {**os.environ, "PYTHONSAFEPATH": "1"})
+
+
+def serve_command(given: dict[str, object]) -> list[str]:
+    """Return the arguments of `gatehouse`; paths are made absolute, what was not given is left to its settings."""
+    command = ["serve"]
+    for name in _PASSED_ON:
+        if given.get(name) is not None:
+            command += [f"--{name}", str(given[name])]
+    if given.get("data_dir"):
+        command += ["--data-dir", os.path.abspath(os.path.expanduser(str(given["data_dir"])))]
+    models = given.get("model") or []
+    assert isinstance(models, list)
+    for model in models:
+        path = Path(str(model)).expanduser()
+        command += ["--model", str(path.absolute()) if path.exists() else str(model)]
+    return command
+
+
+def doctor() -> int:
+    """Print what this machine offers and whether the environment is complete; then let the appliance look at itself."""
+    machine.check_interpreter()
+    print(machine.describe_interpreter())
+    print(f"free disk space at {VENV.parent}: {machine.free_bytes(VENV) // machine.MIB} MiB")
+    profile = environment.profile_for("auto")
+    print("NVIDIA GPU: found" if profile == "gpu" else "no NVIDIA GPU: models run on the CPU")
+    state = environment.describe(profile)
+    print(f"environment {VENV}: {state}")
+    if not state.startswith("ready"):
+        print("Start it with: python3 installer up")
+        return 1
+    _become(["doctor"])
