@@ -2,7 +2,7 @@
 
 GatehouseError
 ├── BadRequest 400 ─── InvalidValue, UnknownParameter, UnsupportedParameter, ContextLengthExceeded
-├── Unauthenticated 401 ─── InvalidApiKey, ExpiredApiKey
+├── Unauthenticated 401 ─── InvalidApiKey, ExpiredApiKey, InvalidCredentials
 ├── Forbidden 403 ─── ModelNotAllowed, AddressNotAllowed, TenantSuspended, ScopeNotAllowed, RoleNotAllowed
 ├── Missing 404 ─── ModelNotFound, NotFound
 ├── Conflict 409
@@ -84,6 +84,12 @@ class ExpiredApiKey(Unauthenticated):
     """The key was valid until its expiry."""
 
     code = "expired_api_key"
+
+
+class InvalidCredentials(Unauthenticated):
+    """E-mail address and password do not belong together, or the member may no longer sign in."""
+
+    code = "invalid_credentials"
 
 
 class Forbidden(GatehouseError):

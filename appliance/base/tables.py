@@ -51,7 +51,7 @@ class UtcDateTime(TypeDecorator[datetime]):
         moment = value.astimezone(UTC)
         return moment.replace(tzinfo=None) if dialect.name == "sqlite" else moment
 
-    def process_result_value(self, value: Any, dialect: Dialect) -> datetime | None:
+    def process_result_value(self, value: Any, dialect: Dialect) -> datetime | None:  # noqa: ARG002 - SQLAlchemy's signature
         """Return the stored time as aware UTC."""
         if value is None:
             return None
@@ -194,6 +194,7 @@ usage_events = Table(
         postgresql_where=text("kind = 'usage'"),
     ),
     Index("ix_usage_events_tenant_id_admitted_at", "tenant_id", "admitted_at"),
+    Index("ix_usage_events_key_id_admitted_at", "key_id", "admitted_at"),
     Index("ix_usage_events_admitted_at", "admitted_at"),
     Index(
         "ix_usage_events_pending",

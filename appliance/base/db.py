@@ -1,0 +1,214 @@
+"""One database for the appliance, SQLite or PostgreSQL: read-only connections, one-transaction writers, migrations.
+
+Nobody else opens connections. SQLAlchemy's own transaction handling for SQLite is switched off, so that a writer begins with
+BEGIN IMMEDIATE: a deferred transaction that reads first and writes later is refused at once when another one wrote between.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from alembic import command
+from alembic.config import Config
+from alembic.runtime.migration import MigrationContext
+from alembic.script import ScriptDirectory
+from sqlalchemy import Connection, Engine, create_engine, event, make_url, text
+from sqlalchemy.engine import URL
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
+from sqlalchemy.pool import NullPool
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+Kind = Literal["sqlite", "postgresql"]
+
+BUSY_TIMEOUT_MS = 5000
+READERS_MAX = 8
+POSTGRESQL_CONNECTIONS_MAX = 16
+CHECKOUT_TIMEOUT_S = 10.0
+_MIGRATIONS = Path(__file__).resolve().parents[2] / "migrations"
+
+
+class Database:
+    """Connections to one database. `reading` sees one snapshot; `writing` is one transaction, and on SQLite the only one."""
+
+    def __init__(self, kind: Kind, writers: AsyncEngine, readers: AsyncEngine) -> None:
+        self.kind: Kind = kind
+        self.principals = ChangeCount()
+        self._writers = writers
+        self._readers = readers
+        self._writer_lock = asyncio.Lock()
+
+    @classmethod
+    def open(cls, url: str) -> Database:
+        """Return the database at `url` without connecting yet. Raises ValueError when it is not a URL that we serve."""
+        kind, target = _parse(url)
+        if kind == "sqlite":
+            return cls(kind, _sqlite_writer(target), _sqlite_readers(target))
+        engine = create_async_engine(
+            target.set(drivername="postgresql+psycopg"),
+            pool_size=POSTGRESQL_CONNECTIONS_MAX,
+            max_overflow=0,
+            pool_timeout=CHECKOUT_TIMEOUT_S,
+            pool_pre_ping=True,
+        )
+        return cls(kind, engine, engine)
+
+    @asynccontextmanager
+    async def reading(self) -> AsyncIterator[AsyncConnection]:
+        """Yield a connection that sees one snapshot and cannot write."""
+        async with self._readers.connect() as connection:
+            if self.kind == "postgresql":
+                await connection.execute(text("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ READ ONLY"))
+            yield connection
+
+    @asynccontextmanager
+    async def writing(self) -> AsyncIterator[AsyncConnection]:
+        """Yield a connection inside one transaction: committed when the block ends, rolled back when it raises.
+
+        An error of COMMIT is raised to the caller: leaving the block without one means that the rows are durable.
+        """
+        if self.kind == "postgresql":
+            async with self._writers.begin() as connection:
+                yield connection
+            return
+        async with self._writer_lock, self._writers.begin() as connection:
+            yield connection
+
+    async def ping(self) -> None:
+        """Raise the driver's error when the database cannot be written."""
+        async with self.writing() as connection:
+            if self.kind == "sqlite":
+                # Writes the header page with the value it has: a full disk or a read-only file shows at COMMIT.
+                version = (await connection.execute(text("PRAGMA user_version"))).scalar_one()
+                await connection.execute(text(f"PRAGMA user_version = {int(version)}"))
+            elif (await connection.execute(text("SHOW transaction_read_only"))).scalar_one() != "off":
+                raise OSError("the database accepts no writes")
+
+    async def close(self) -> None:
+        """Close every connection."""
+        await self._readers.dispose()
+        await self._writers.dispose()
+
+    def checked_out(self) -> int:
+        """Return how many connections are in use now."""
+        pools: set[Any] = {self._readers.pool, self._writers.pool}
+        return sum(pool.checkedout() for pool in pools)
+
+
+class ChangeCount:
+    """Counts commits to rows that this process caches; whoever caches them compares the count and reads again."""
+
+    def __init__(self) -> None:
+        self.value = 0
+
+    def bump(self) -> None:
+        """Say that rows have changed. Called after COMMIT and before the caller hears of it."""
+        self.value += 1
+
+
+def _parse(url: str) -> tuple[Kind, URL]:
+    target = make_url("postgresql://" + url.removeprefix("postgres://") if url.startswith("postgres://") else url)
+    if target.drivername == "sqlite":
+        if not target.database or target.database == ":memory:":
+            raise ValueError("a SQLite database needs a file: sqlite:///PATH")
+        return "sqlite", target
+    if target.drivername == "postgresql":
+        return "postgresql", target
+    raise ValueError("the database must be sqlite:///PATH or postgresql://…")
+
+
+def _sqlite_writer(target: URL) -> AsyncEngine:
+    engine = create_async_engine(
+        target.set(drivername="sqlite+aiosqlite"), pool_size=1, max_overflow=0, pool_timeout=CHECKOUT_TIMEOUT_S
+    )
+    _prepare_sqlite(engine.sync_engine, begin="BEGIN IMMEDIATE")
+    return engine
+
+
+def _sqlite_readers(target: URL) -> AsyncEngine:
+    engine = create_async_engine(
+        target.set(drivername="sqlite+aiosqlite"), pool_size=READERS_MAX, max_overflow=0, pool_timeout=CHECKOUT_TIMEOUT_S
+    )
+    _prepare_sqlite(engine.sync_engine, begin="BEGIN", query_only=True)
+    return engine
+
+
+def _prepare_sqlite(engine: Engine, *, begin: str, query_only: bool = False) -> None:
+    """Make every connection of `engine` durable and strict, and begin its transactions with the statement `begin`."""
+    pragmas = [f"busy_timeout={BUSY_TIMEOUT_MS}", "foreign_keys=ON", "synchronous=FULL"]
+    pragmas += ["query_only=ON"] if query_only else ["journal_mode=WAL"]
+
+    def on_connect(connection: Any, _record: object) -> None:
+        connection.isolation_level = None  # no BEGIN from the driver: `on_begin` sends ours
+        cursor = connection.cursor()
+        for pragma in pragmas:
+            cursor.execute(f"PRAGMA {pragma}")
+        cursor.close()
+
+    def on_begin(connection: Connection) -> None:
+        connection.exec_driver_sql(begin)
+
+    event.listen(engine, "connect", on_connect)
+    event.listen(engine, "begin", on_begin)
+
+
+# Migrations are synchronous: they run at start and from the command line, before anything is served.
+
+
+@contextmanager
+def _connected(url: str) -> Iterator[Connection]:
+    kind, target = _parse(url)
+    if kind == "sqlite":
+        _create_private(Path(str(target.database)))
+        engine = create_engine(target, poolclass=NullPool)
+        _prepare_sqlite(engine, begin="BEGIN IMMEDIATE")
+    else:
+        engine = create_engine(target.set(drivername="postgresql+psycopg"), poolclass=NullPool)
+    with engine.begin() as connection:
+        yield connection
+    engine.dispose()
+
+
+def _create_private(path: Path) -> None:
+    """Create the file readable by its owner alone, if it is not there; the WAL inherits its mode."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
+
+
+def _config(connection: Connection | None = None) -> Config:
+    config = Config()
+    config.set_main_option("script_location", str(_MIGRATIONS).replace("%", "%%"))
+    config.set_main_option("path_separator", "os")
+    config.attributes["connection"] = connection
+    return config
+
+
+def upgrade(url: str, revision: str = "head") -> None:
+    """Bring the schema to `revision` in one transaction."""
+    with _connected(url) as connection:
+        command.upgrade(_config(connection), revision)
+
+
+def downgrade(url: str, revision: str) -> None:
+    """Take the schema back to `revision` (`base` for none) in one transaction. Rows of removed tables are lost."""
+    with _connected(url) as connection:
+        command.downgrade(_config(connection), revision)
+
+
+def current_revision(url: str) -> str | None:
+    """Return the revision of the schema, or None when no migration ran."""
+    with _connected(url) as connection:
+        return MigrationContext.configure(connection).get_current_revision()
+
+
+def head_revision() -> str:
+    """Return the newest revision that this version brings."""
+    head = ScriptDirectory.from_config(_config()).get_current_head()
+    assert head is not None
+    return head

@@ -1,0 +1,57 @@
+"""How the appliance logs: structured lines on standard error, JSON for machines, plain text for a terminal."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from typing import Any
+
+import structlog
+
+
+def configure_logging(level: str, *, json: bool) -> None:
+    """Send structlog and the standard library's loggers to standard error from `level` (debug, info, warning, error) up.
+
+    Values bound with `structlog.contextvars.bind_contextvars(request_id=…)` stand on every line of that task.
+    """
+    number = logging.getLevelNamesMapping()[level.upper()]
+    shared: list[Any] = [
+        structlog.contextvars.merge_contextvars,
+        structlog.stdlib.add_log_level,
+        structlog.processors.TimeStamper(fmt="iso", utc=True),
+    ]
+    last: list[Any] = (
+        [structlog.processors.dict_tracebacks, structlog.processors.JSONRenderer()]
+        if json
+        else [structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())]
+    )
+    structlog.configure(
+        processors=[*shared, *last],
+        wrapper_class=structlog.make_filtering_bound_logger(number),
+        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        cache_logger_on_first_use=False,
+    )
+    _route_standard_library(number, shared, last)
+
+
+def _route_standard_library(number: int, shared: list[Any], last: list[Any]) -> None:
+    """Give lines of libraries (uvicorn, alembic) the same form. Their access log is ours to write, so it is off."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(
+        structlog.stdlib.ProcessorFormatter(
+            foreign_pre_chain=[*shared, structlog.stdlib.add_logger_name],
+            processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, *last],
+        )
+    )
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(number)
+    for name in ("uvicorn", "uvicorn.error"):
+        logger = logging.getLogger(name)
+        logger.handlers.clear()
+        logger.propagate = True
+    access = logging.getLogger("uvicorn.access")
+    access.handlers.clear()
+    access.propagate = False
+    for name in ("alembic", "sqlalchemy", "aiosqlite", "asyncio"):
+        logging.getLogger(name).setLevel(max(number, logging.WARNING))

@@ -1,0 +1,278 @@
+"""The settings of one appliance: every key, its default and its limits. Read once at start, never at import."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import platform
+import tomllib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+ENVIRONMENT_PREFIX = "GATEHOUSE_"
+FILE_NAME = "gatehouse.toml"
+MIB = 1024 * 1024
+SECRET_CHARS_MIN = 8
+_TESTS_ONLY = {"REQUIRE"}  # GATEHOUSE_REQUIRE speaks to the test suite
+_SIZE_UNITS = {"kib": 1024, "mib": MIB, "gib": 1024 * MIB}
+_NOT_IN_FILE = {"data_dir"}  # the file lies in it
+
+
+class SettingsError(Exception):
+    """A setting is unknown or cannot be used. The message names key and source, and never a secret's value."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Settings:
+    """What one appliance runs with. `models` empty means the bundled demo model; None means that the engine chooses."""
+
+    data_dir: Path
+    database_url: str = field(repr=False)
+    host: str = "127.0.0.1"
+    port: int = 8000
+    models: tuple[str, ...] = ()
+    device: str = "auto"
+    admin_email: str | None = None
+    admin_password: str | None = field(default=None, repr=False)
+    admin_token: str | None = field(default=None, repr=False)
+    log_level: str = "info"
+    log_json: bool | None = None
+    max_body_bytes: int = 10 * MIB
+    drain_timeout_s: float = 30.0
+    engine_threads: int | None = None
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int | None = None
+    max_model_len: int | None = None
+    kv_cache_bytes: int | None = None
+    block_size: int = 16
+    max_waiting_requests: int = 1024
+    stream_buffer_events: int = 256
+    probe_interval_s: float = 30.0
+    currency: str = "EUR"
+    session_idle_s: int = 8 * 3600
+    session_absolute_s: int = 7 * 24 * 3600
+    secure_cookies: bool = False
+
+
+def default_data_dir() -> Path:
+    """Return the platform's folder for a program's own data: XDG on Linux, Application Support on macOS, LOCALAPPDATA."""
+    home = Path.home()
+    system = platform.system()
+    if system == "Darwin":
+        return home / "Library" / "Application Support" / "gatehouse"
+    if system == "Windows":
+        return Path(os.environ.get("LOCALAPPDATA") or home / "AppData" / "Local") / "gatehouse"
+    return Path(os.environ.get("XDG_DATA_HOME") or home / ".local" / "share") / "gatehouse"
+
+
+def load_settings(*, options: Mapping[str, object], environ: Mapping[str, str]) -> Settings:
+    """Return the settings from `options`, then `GATEHOUSE_*`, then `gatehouse.toml` in the data directory, then defaults.
+
+    An option that is None was not given. Raises SettingsError naming the key and where it stood.
+    """
+    given = {key: value for key, value in options.items() if value is not None}
+    from_options = _parse_source(given, lambda key: f"option {key}")
+    from_environ = _parse_source(_environment(environ), lambda key: f"environment {ENVIRONMENT_PREFIX}{key.upper()}")
+    data_dir = from_options.get("data_dir") or from_environ.get("data_dir") or default_data_dir()
+    path = data_dir / FILE_NAME
+    from_file = _parse_source(_read_file(path), lambda key: f"{key} in {path}")
+    values = {**from_file, **from_environ, **from_options, "data_dir": data_dir}
+    values.setdefault("database_url", f"sqlite:///{data_dir / 'gatehouse.db'}")
+    _check_together(values)
+    return Settings(**values)
+
+
+def _environment(environ: Mapping[str, str]) -> dict[str, object]:
+    names = {
+        name.removeprefix(ENVIRONMENT_PREFIX): value for name, value in environ.items() if name.startswith(ENVIRONMENT_PREFIX)
+    }
+    return {name.lower(): value for name, value in names.items() if name not in _TESTS_ONLY}
+
+
+def _read_file(path: Path) -> dict[str, object]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return {}
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingsError(f"{path} cannot be read: {error}") from error
+    try:
+        values = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise SettingsError(f"{path} is not TOML: {error}") from error
+    misplaced = _NOT_IN_FILE & values.keys()
+    if misplaced:
+        raise SettingsError(f"{misplaced.pop()} cannot be set in {path}, which lies in it")
+    return values
+
+
+def _parse_source(values: Mapping[str, object], name_of: Callable[[str], str]) -> dict[str, Any]:
+    parsed: dict[str, Any] = {}
+    for key, value in values.items():
+        parser = _PARSERS.get(key)
+        if parser is None:
+            raise SettingsError(f"unknown setting: {name_of(key)}")
+        try:
+            parsed[key] = parser(value)
+        except (ValueError, TypeError) as error:
+            raise SettingsError(f"{name_of(key)} {error}") from None
+    return parsed
+
+
+def _check_together(values: Mapping[str, Any]) -> None:
+    idle_s = values.get("session_idle_s", _default("session_idle_s"))
+    absolute_s = values.get("session_absolute_s", _default("session_absolute_s"))
+    if idle_s > absolute_s:
+        raise SettingsError(f"session_idle_s ({idle_s}) is longer than session_absolute_s ({absolute_s})")
+
+
+def _default(name: str) -> Any:
+    return next(f.default for f in dataclasses.fields(Settings) if f.name == name)
+
+
+# Parsers: each returns the value or raises ValueError (TypeError) with the rest of the sentence "KEY ...".
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str) or not value.strip():
+        raise ValueError("must be a text that is not empty")
+    return value.strip()
+
+
+def _whole(low: int, high: int) -> Callable[[object], int]:
+    def parse(value: object) -> int:
+        message = f"must be a whole number from {low} to {high}"
+        if isinstance(value, bool) or not isinstance(value, int | str):
+            raise TypeError(message)
+        try:
+            number = int(value)
+        except ValueError:
+            raise ValueError(message) from None
+        if not low <= number <= high:
+            raise ValueError(message)
+        return number
+
+    return parse
+
+
+def _size(low: int, high: int) -> Callable[[object], int]:
+    """Return a parser for bytes: a whole number, or one with the unit KiB, MiB or GiB."""
+    whole = _whole(0, high)
+
+    def parse(value: object) -> int:
+        unit = 1
+        if isinstance(value, str) and value.strip().lower()[-3:] in _SIZE_UNITS:
+            unit = _SIZE_UNITS[value.strip().lower()[-3:]]
+            value = value.strip()[:-3]
+        number = whole(value) * unit
+        if not low <= number <= high:
+            raise ValueError(f"must be from {low} to {high} bytes")
+        return number
+
+    return parse
+
+
+def _seconds(low: float, high: float) -> Callable[[object], float]:
+    def parse(value: object) -> float:
+        message = f"must be a number of seconds from {low:g} to {high:g}"
+        if isinstance(value, bool) or not isinstance(value, int | float | str):
+            raise TypeError(message)
+        try:
+            number = float(value)
+        except ValueError:
+            raise ValueError(message) from None
+        if not low <= number <= high:
+            raise ValueError(message)
+        return number
+
+    return parse
+
+
+def _flag(value: object) -> bool:
+    if isinstance(value, bool):
+        return value
+    words = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0": False, "no": False, "off": False}
+    if isinstance(value, str) and value.strip().lower() in words:
+        return words[value.strip().lower()]
+    raise ValueError("must be true or false")
+
+
+def _choice(*choices: str) -> Callable[[object], str]:
+    def parse(value: object) -> str:
+        if not isinstance(value, str) or value.strip().lower() not in choices:
+            raise ValueError(f"must be one of {', '.join(choices)}")
+        return value.strip().lower()
+
+    return parse
+
+
+def _secret(value: object) -> str:
+    if not isinstance(value, str) or len(value) < SECRET_CHARS_MIN or value != value.strip():
+        raise ValueError(f"must have at least {SECRET_CHARS_MIN} characters and no space at either end")
+    return value
+
+
+def _email(value: object) -> str:
+    text = _text(value)
+    local, at, domain = text.partition("@")
+    if not (local and at and domain) or "@" in domain or " " in text:
+        raise ValueError("must be an e-mail address")
+    return text.lower()
+
+
+def _currency(value: object) -> str:
+    if not isinstance(value, str) or len(value) != 3 or not value.isascii() or not value.isalpha():
+        raise ValueError("must be a currency code of three letters")
+    return value.upper()
+
+
+def _models(value: object) -> tuple[str, ...]:
+    items = value.split(",") if isinstance(value, str) else value
+    if not isinstance(items, list | tuple) or not all(isinstance(item, str) and item.strip() for item in items):
+        raise ValueError("must be a list of paths or names")
+    return tuple(item.strip() for item in items)
+
+
+def _folder(value: object) -> Path:
+    if not isinstance(value, str | os.PathLike) or not str(value).strip():
+        raise ValueError("must be a folder")
+    return Path(value).expanduser().absolute()
+
+
+def _database_url(value: object) -> str:
+    url = _text(value)
+    if not url.startswith(("sqlite:///", "postgresql://", "postgres://")):
+        raise ValueError("must begin with sqlite:///, postgresql:// or postgres://")
+    return url
+
+
+_PARSERS: dict[str, Callable[[object], Any]] = {
+    "host": _text,
+    "port": _whole(0, 65535),
+    "data_dir": _folder,
+    "database_url": _database_url,
+    "models": _models,
+    "device": _choice("auto", "cuda", "cpu"),
+    "admin_email": _email,
+    "admin_password": _secret,
+    "admin_token": _secret,
+    "log_level": _choice("debug", "info", "warning", "error"),
+    "log_json": _flag,
+    "max_body_bytes": _size(1024, 1024 * MIB),
+    "drain_timeout_s": _seconds(0, 3600),
+    "engine_threads": _whole(1, 1024),
+    "max_num_seqs": _whole(1, 4096),
+    "max_num_batched_tokens": _whole(1, 1_000_000),
+    "max_model_len": _whole(1, 10_000_000),
+    "kv_cache_bytes": _size(MIB, 1024**5),
+    "block_size": _whole(1, 1024),
+    "max_waiting_requests": _whole(0, 1_000_000),
+    "stream_buffer_events": _whole(1, 65536),
+    "probe_interval_s": _seconds(1, 3600),
+    "currency": _currency,
+    "session_idle_s": _whole(60, 366 * 86400),
+    "session_absolute_s": _whole(60, 366 * 86400),
+    "secure_cookies": _flag,
+}

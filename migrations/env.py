@@ -1,0 +1,16 @@
+"""Runs migrations on the connection that `appliance.base.db` hands over, inside its transaction, on both databases."""
+
+from __future__ import annotations
+
+from alembic import context
+
+from appliance.base.tables import metadata
+
+context.configure(
+    connection=context.config.attributes["connection"],
+    target_metadata=metadata,
+    render_as_batch=True,  # SQLite cannot alter most things in place
+    transactional_ddl=True,  # true of SQLite as well once the driver's own transaction handling is off
+    compare_type=True,
+)
+context.run_migrations()
