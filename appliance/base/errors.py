@@ -8,7 +8,8 @@ GatehouseError
 ├── Conflict 409
 ├── RequestTooLarge 413
 ├── Refused 429 ─── RateLimitExceeded, RequestExceedsLimit, BudgetExceeded
-└── ServerError 5xx ─── InternalError 500, EngineUnavailable, ModelLoading, Overloaded, Draining 503
+└── ServerError 5xx ─── InternalError 500, EngineUnavailable, ModelLoading, Overloaded, Draining, RequestAborted,
+                        DeadlineExceeded 503
 """
 
 from __future__ import annotations
@@ -241,3 +242,21 @@ class Draining(ServerError):
     """The appliance is shutting down and takes no new requests."""
 
     code = "draining"
+
+
+class RequestAborted(ServerError):
+    """An administrator ended the request. Sending it again by itself would undo that."""
+
+    code = "request_aborted"
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, should_retry=False)
+
+
+class DeadlineExceeded(ServerError):
+    """The request ran longer than the appliance allows."""
+
+    code = "deadline_exceeded"
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, should_retry=False)
