@@ -24,7 +24,8 @@ What needs PostgreSQL or a browser is skipped where there is none; GATEHOUSE_REQ
 
 def main(arguments: Sequence[str]) -> int:
     """Run one subcommand and return the exit status: 0, 1 (it could not be done), 2 (it was asked wrongly), 130 (Ctrl-C)."""
-    signal.signal(signal.SIGTERM, _as_interrupt)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _as_interrupt)
     try:
         return _dispatch(list(arguments))
     except Refusal as refusal:

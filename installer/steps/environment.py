@@ -80,8 +80,12 @@ def describe(profile: str, venv: Path = VENV) -> str:
 
 @contextlib.contextmanager
 def _only_one_installer() -> Iterator[None]:
-    """Hold a lock on the clone's folder itself: it leaves no file behind and ends with the process."""
+    """Hold a lock on the clone's folder itself: it leaves no file behind and ends with the process.
+
+    pip inherits it, so that a pip which outlives a killed installer still keeps the next one out.
+    """
     folder = os.open(REPO, os.O_RDONLY)
+    os.set_inheritable(folder, True)
     told = False
     try:
         while True:
@@ -141,7 +145,7 @@ def _make_venv(venv: Path) -> None:
 def _install_torch(venv: Path, lock: Lock) -> None:
     """Install torch before everything else, so that nothing else can draw in another build of it."""
     version = lock.version("torch")
-    with Step(f"Installing torch {version}, the largest part,") as step:
+    with Step(f"Installing torch {version} (the largest part)") as step:
         if lock.profile == "gpu" or sys.platform != "linux":
             pip.install(venv, ["--no-deps", f"torch=={version}"], step, expected=1)
             return

@@ -101,6 +101,7 @@ def install(venv: Path, arguments: Sequence[str], step: Step, *, expected: int) 
         stderr=subprocess.STDOUT,
         text=True,
         errors="replace",
+        close_fds=False,  # the installer's lock goes along
     )
     lines: list[str] = []
     try:

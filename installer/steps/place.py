@@ -20,9 +20,7 @@ def default_data_dir() -> Path:
     """Return the platform's folder for the data of a program (the appliance's settings give the same answer)."""
     if sys.platform == "darwin":
         return Path.home() / "Library" / "Application Support" / "gatehouse"
-    base = os.environ.get("XDG_DATA_HOME", "")
-    root = Path(base) if os.path.isabs(base) else Path.home() / ".local" / "share"
-    return root / "gatehouse"
+    return Path(os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share") / "gatehouse"
 
 
 def nearest_existing(path: Path) -> Path:
