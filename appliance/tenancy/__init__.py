@@ -1,0 +1,1 @@
+"""Who may use the appliance: tenants and their keys, members and their sessions, administrator tokens, roles."""

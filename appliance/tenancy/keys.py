@@ -1,0 +1,296 @@
+"""The table of API keys, and who stands behind a secret. Knows no HTTP; the secret itself is never stored."""
+
+from __future__ import annotations
+
+import dataclasses
+import hmac
+import ipaddress
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+from sqlalchemy import BindParameter, ColumnElement, bindparam, insert, or_, select, update
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from appliance.base.clock import Clock
+from appliance.base.db import Database
+from appliance.base.errors import AddressNotAllowed, ExpiredApiKey, InvalidApiKey, InvalidValue, NotFound, TenantSuspended
+from appliance.base.ids import new_id
+from appliance.base.tables import api_keys, tenants
+from appliance.tenancy.fields import LIST_ITEMS_MAX, Unset, check_name, check_names, check_scopes
+from appliance.tenancy.pages import PAGE_ROWS_DEFAULT, Page, check_limit, decode_cursor, page_of
+from appliance.tenancy.principals import ApiKey, KeyChanges, Limits, Principal, Tenant
+from appliance.tenancy.rows import changed_limits_to_row, key_from_row, limits_to_row, list_column, tenant_from_row
+from appliance.tenancy.secrets import api_key_prefix, keyed_digest, new_api_key
+
+CACHED_KEYS_MAX = 10_000
+Network = ipaddress.IPv4Network | ipaddress.IPv6Network
+
+
+@dataclass(frozen=True, slots=True)
+class _CachedKey:
+    """A verified key, as of the count of changes at which it was read."""
+
+    principal: Principal
+    networks: tuple[Network, ...] | None
+    change_count: int
+
+
+class Keys:
+    """All keys. Verified ones are cached by digest; a change of any tenant or key by this process empties the cache."""
+
+    def __init__(self, db: Database, clock: Clock, pepper: bytes) -> None:
+        self._db = db
+        self._clock = clock
+        self._pepper = pepper
+        self._cache: dict[str, _CachedKey] = {}
+        self._last_used: dict[str, datetime] = {}
+
+    async def create(
+        self,
+        tenant_id: str,
+        *,
+        name: str,
+        scopes: Sequence[str] = ("inference",),
+        expires_at: datetime | None = None,
+        allowed_models: Sequence[str] | None = None,
+        allowed_networks: Sequence[str] | None = None,
+        limits: Limits | None = None,
+    ) -> tuple[ApiKey, str]:
+        """Return (key, secret); the secret cannot be had again. Raises NotFound (tenant) and InvalidValue."""
+        prefix, secret = new_api_key()
+        key = ApiKey(
+            id=new_id("key"),
+            tenant_id=tenant_id,
+            name=check_name(name),
+            prefix=prefix,
+            scopes=check_scopes(scopes),
+            limits=limits or Limits(),
+            allowed_models=None if allowed_models is None else check_names(allowed_models, "allowed_models"),
+            allowed_networks=check_networks(allowed_networks),
+            expires_at=self._check_expiry(expires_at),
+            revoked_at=None,
+            last_used_at=None,
+            created_at=self._clock.now(),
+        )
+        async with self._db.writing() as connection:
+            await _check_tenant(connection, tenant_id)
+            await self._insert(connection, key, secret)
+        self._db.principals.bump()
+        return key, secret
+
+    async def get(self, key_id: str) -> ApiKey:
+        """Return the key. Raises NotFound."""
+        async with self._db.reading() as connection:
+            return await _get(connection, key_id)
+
+    async def list(
+        self, tenant_id: str | None = None, limit: int = PAGE_ROWS_DEFAULT, cursor: str | None = None
+    ) -> Page[ApiKey]:
+        """Return the keys of one tenant, or of all when None, in the order they were made, revoked ones too."""
+        query = select(api_keys).order_by(api_keys.c.id).limit(check_limit(limit) + 1)
+        if tenant_id is not None:
+            query = query.where(api_keys.c.tenant_id == tenant_id)
+        if cursor is not None:
+            (last_id,) = decode_cursor("keys", cursor, [str])
+            query = query.where(api_keys.c.id > last_id)
+        async with self._db.reading() as connection:
+            rows = (await connection.execute(query)).mappings().all()
+        return page_of([key_from_row(row) for row in rows], limit, "keys", lambda key: [key.id])
+
+    async def update(self, key_id: str, changes: KeyChanges) -> ApiKey:
+        """Return the key after `changes`. Raises NotFound, and InvalidValue (also for a revoked key)."""
+        columns = self._changed_columns(changes)
+        async with self._db.writing() as connection:
+            if columns:
+                await connection.execute(update(api_keys).where(_unrevoked(key_id)).values(**columns))
+            key = await _get(connection, key_id)
+        self._db.principals.bump()
+        if key.revoked_at is not None:
+            raise InvalidValue("a revoked key cannot be changed", param="id")
+        return key
+
+    async def revoke(self, key_id: str) -> ApiKey:
+        """Return the key, refused from now on. Raises NotFound; idempotent."""
+        async with self._db.writing() as connection:
+            await _revoke(connection, key_id, self._clock.now())
+            key = await _get(connection, key_id)
+        self._db.principals.bump()
+        return key
+
+    async def rotate(self, key_id: str) -> tuple[ApiKey, str]:
+        """Return (successor, its secret). The old key is refused from now on. Raises NotFound, InvalidValue when revoked."""
+        prefix, secret = new_api_key()
+        now = self._clock.now()
+        async with self._db.writing() as connection:
+            current = await _get(connection, key_id)
+            if not await _revoke(connection, key_id, now):
+                raise InvalidValue("a revoked key cannot be rotated", param="id")
+            key = dataclasses.replace(current, id=new_id("key"), prefix=prefix, created_at=now, last_used_at=None)
+            await self._insert(connection, key, secret)
+        self._db.principals.bump()
+        return key, secret
+
+    async def authenticate(self, secret: str, address: str) -> Principal:
+        """Return who stands behind `secret` when it comes from `address`.
+
+        Raises InvalidApiKey, ExpiredApiKey, TenantSuspended or AddressNotAllowed.
+        """
+        prefix = api_key_prefix(secret)
+        if prefix is None:
+            raise _unknown_key()
+        digest = keyed_digest(self._pepper, secret)
+        known = self._cache.get(digest)
+        if known is None or known.change_count != self._db.principals.value:
+            known = await self._read(prefix, digest)
+        now = self._clock.now()
+        _check_usable(known, now, address)
+        self._last_used[known.principal.key.id] = now
+        return known.principal
+
+    async def flush_last_used(self) -> None:
+        """Write when keys were used since the last flush, in one batch. A time never goes backwards."""
+        used, self._last_used = self._last_used, {}
+        if not used:
+            return
+        moment: BindParameter[datetime] = bindparam("used_at", type_=api_keys.c.last_used_at.type)
+        later = or_(api_keys.c.last_used_at.is_(None), api_keys.c.last_used_at < moment)
+        statement = update(api_keys).where(api_keys.c.id == bindparam("key_id"), later).values(last_used_at=moment)
+        rows = [{"key_id": key_id, "used_at": used[key_id]} for key_id in sorted(used)]
+        try:
+            async with self._db.writing() as connection:
+                await connection.execute(statement, rows)
+        except BaseException:
+            self._last_used = used | self._last_used
+            raise
+
+    async def _read(self, prefix: str, digest: str) -> _CachedKey:
+        change_count = self._db.principals.value
+        found = await self._find(prefix)
+        if found is None or not hmac.compare_digest(found[0], digest) or found[2].revoked_at is not None:
+            raise _unknown_key()
+        _, tenant, key = found
+        networks = None if key.allowed_networks is None else tuple(map(ipaddress.ip_network, key.allowed_networks))
+        known = _CachedKey(Principal(tenant=tenant, key=key), networks, change_count)
+        while len(self._cache) >= CACHED_KEYS_MAX:
+            del self._cache[next(iter(self._cache))]
+        self._cache[digest] = known
+        return known
+
+    async def _find(self, prefix: str) -> tuple[str, Tenant, ApiKey] | None:
+        async with self._db.reading() as connection:
+            row = (await connection.execute(select(api_keys).where(api_keys.c.prefix == prefix))).mappings().first()
+            if row is None:
+                return None
+            owner = (await connection.execute(select(tenants).where(tenants.c.id == row["tenant_id"]))).mappings().one()
+        return row["digest"], tenant_from_row(owner), key_from_row(row)
+
+    async def _insert(self, connection: AsyncConnection, key: ApiKey, secret: str) -> None:
+        await connection.execute(
+            insert(api_keys).values(
+                id=key.id,
+                tenant_id=key.tenant_id,
+                name=key.name,
+                prefix=key.prefix,
+                digest=keyed_digest(self._pepper, secret),
+                scopes=list(key.scopes),
+                allowed_models=list_column(key.allowed_models),
+                allowed_networks=list_column(key.allowed_networks),
+                expires_at=key.expires_at,
+                created_at=key.created_at,
+                **limits_to_row(key.limits),
+            )
+        )
+
+    def _check_expiry(self, expires_at: datetime | None) -> datetime | None:
+        if expires_at is None:
+            return None
+        if expires_at.tzinfo is None:
+            raise InvalidValue("expires_at must have a zone", param="expires_at")
+        if expires_at <= self._clock.now():
+            raise InvalidValue("expires_at must lie in the future", param="expires_at")
+        return expires_at
+
+    def _changed_columns(self, changes: KeyChanges) -> dict[str, Any]:
+        columns: dict[str, Any] = {**changed_limits_to_row(changes.limits)}
+        if not isinstance(changes.name, Unset):
+            columns["name"] = check_name(changes.name)
+        if not isinstance(changes.scopes, Unset):
+            columns["scopes"] = list(check_scopes(changes.scopes))
+        if not isinstance(changes.expires_at, Unset):
+            columns["expires_at"] = self._check_expiry(changes.expires_at)
+        if not isinstance(changes.allowed_models, Unset):
+            models = changes.allowed_models
+            columns["allowed_models"] = None if models is None else list(check_names(models, "allowed_models"))
+        if not isinstance(changes.allowed_networks, Unset):
+            columns["allowed_networks"] = list_column(check_networks(changes.allowed_networks))
+        return columns
+
+
+def check_networks(value: Sequence[str] | None) -> tuple[str, ...] | None:
+    """Return the networks in CIDR form (a single address is a network of one); None is every network."""
+    if value is None:
+        return None
+    if isinstance(value, str) or not isinstance(value, Sequence) or len(value) > LIST_ITEMS_MAX:
+        raise InvalidValue(f"allowed_networks must be a list of at most {LIST_ITEMS_MAX} networks", param="allowed_networks")
+    return tuple(dict.fromkeys(str(_network(item)) for item in value))
+
+
+def _network(text: object) -> Network:
+    try:
+        if not isinstance(text, str):
+            raise TypeError
+        return ipaddress.ip_network(text.strip())
+    except (TypeError, ValueError):
+        raise InvalidValue(f"allowed_networks: {text!r} is not a network like 10.0.0.0/8", param="allowed_networks") from None
+
+
+def _unknown_key() -> InvalidApiKey:
+    return InvalidApiKey("the API key is not known or was revoked")
+
+
+def _check_usable(known: _CachedKey, now: datetime, address: str) -> None:
+    tenant, key = known.principal.tenant, known.principal.key
+    if key.expires_at is not None and key.expires_at <= now:
+        raise ExpiredApiKey("the API key has expired")
+    if tenant.suspended or tenant.archived:
+        raise TenantSuspended("the tenant of this key is " + ("archived" if tenant.archived else "suspended"))
+    if known.networks is not None and not _lies_in(address, known.networks):
+        raise AddressNotAllowed("this key may not be used from this address")
+
+
+def _lies_in(address: str, networks: tuple[Network, ...]) -> bool:
+    """Return whether `address` is in one of `networks`. An IPv4 address that came over an IPv6 socket counts as IPv4."""
+    try:
+        parsed = ipaddress.ip_address(address)
+    except ValueError:
+        return False
+    if isinstance(parsed, ipaddress.IPv6Address) and parsed.ipv4_mapped is not None:
+        parsed = parsed.ipv4_mapped
+    return any(parsed in network for network in networks)
+
+
+def _unrevoked(key_id: str) -> ColumnElement[bool]:
+    return (api_keys.c.id == key_id) & api_keys.c.revoked_at.is_(None)
+
+
+async def _get(connection: AsyncConnection, key_id: str) -> ApiKey:
+    row = (await connection.execute(select(api_keys).where(api_keys.c.id == key_id))).mappings().first()
+    if row is None:
+        raise NotFound("no such key", param="key_id")
+    return key_from_row(row)
+
+
+async def _revoke(connection: AsyncConnection, key_id: str, now: datetime) -> bool:
+    """Return whether the key was revoked by this call."""
+    statement = update(api_keys).where(_unrevoked(key_id)).values(revoked_at=now)
+    return (await connection.execute(statement)).rowcount == 1
+
+
+async def _check_tenant(connection: AsyncConnection, tenant_id: str) -> None:
+    row = (await connection.execute(select(tenants.c.archived_at).where(tenants.c.id == tenant_id))).first()
+    if row is None:
+        raise NotFound("no such tenant", param="tenant_id")
+    if row.archived_at is not None:
+        raise InvalidValue("an archived tenant gets no keys", param="tenant_id")

@@ -1,0 +1,65 @@
+"""Keyset paging: a page of a list and the opaque cursor that continues it. Knows no table."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from appliance.base.errors import InvalidValue
+
+PAGE_ROWS_DEFAULT = 50
+PAGE_ROWS_MAX = 1000
+_CURSOR_CHARS_MAX = 500
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Page(Generic[T]):
+    """Some rows of a list in its order. `next_cursor` is None on the last page."""
+
+    data: list[T]
+    has_more: bool
+    next_cursor: str | None
+
+
+def check_limit(limit: int) -> int:
+    """Return `limit`; raise InvalidValue unless it is 1..PAGE_ROWS_MAX."""
+    if isinstance(limit, bool) or not isinstance(limit, int) or not 1 <= limit <= PAGE_ROWS_MAX:
+        raise InvalidValue(f"limit must be a whole number from 1 to {PAGE_ROWS_MAX}", param="limit")
+    return limit
+
+
+def encode_cursor(name: str, position: Sequence[str | int]) -> str:
+    """Return the cursor after the row at `position` of the list `name`."""
+    return base64.urlsafe_b64encode(json.dumps([name, *position]).encode()).decode().rstrip("=")
+
+
+def decode_cursor(name: str, cursor: str, types: Sequence[type]) -> list[Any]:
+    """Return the position in `cursor`. Raise InvalidValue unless it is a cursor of the list `name` with these types."""
+    refusal = InvalidValue("cursor is not one of this list", param="cursor")
+    if not isinstance(cursor, str) or not 0 < len(cursor) <= _CURSOR_CHARS_MAX or not cursor.isascii():
+        raise refusal
+    try:
+        padded = cursor + "=" * (-len(cursor) % 4)
+        values = json.loads(base64.b64decode(padded, altchars=b"-_", validate=True))
+    except (binascii.Error, ValueError, RecursionError):
+        raise refusal from None
+    if not isinstance(values, list) or [type(value) for value in values] != [str, *types] or values[0] != name:
+        raise refusal
+    if any(isinstance(value, int) and abs(value) >= 2**63 for value in values):
+        raise refusal
+    if any(isinstance(value, str) and not value.isprintable() for value in values):
+        raise refusal
+    return values[1:]
+
+
+def page_of(rows: Sequence[T], limit: int, name: str, position_of: Callable[[T], Sequence[str | int]]) -> Page[T]:
+    """Return a page from `limit + 1` rows that were asked for: the extra one tells whether there is more."""
+    data = list(rows[:limit])
+    has_more = len(rows) > limit
+    return Page(data=data, has_more=has_more, next_cursor=encode_cursor(name, position_of(data[-1])) if has_more else None)

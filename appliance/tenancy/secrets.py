@@ -1,0 +1,86 @@
+"""Secrets that are shown once: how they are made, what of them is stored, and the pepper that only this machine has."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import re
+import secrets
+from pathlib import Path
+
+PEPPER_FILE = "secret.key"
+PEPPER_BYTES = 32
+_ALPHABET = "abcdefghijklmnopqrstuvwxyz234567"  # base 32 of RFC 4648, lower case: 5 bits a character
+_PREFIX_CHARS = 8
+_SECRET_CHARS = 26  # 130 bits
+_KEY_PATTERN = re.compile(rf"gh_[{_ALPHABET}]{{{_PREFIX_CHARS}}}_[{_ALPHABET}]{{{_SECRET_CHARS}}}", re.ASCII)
+
+
+def _random_text(chars: int) -> str:
+    return "".join(secrets.choice(_ALPHABET) for _ in range(chars))
+
+
+def new_api_key() -> tuple[str, str]:
+    """Return (public prefix, whole key): `gh_` + 8 characters, and that + `_` + 26 random characters."""
+    prefix = f"gh_{_random_text(_PREFIX_CHARS)}"
+    return prefix, f"{prefix}_{_random_text(_SECRET_CHARS)}"
+
+
+def new_admin_secret() -> str:
+    """Return a new administrator token, `gha_` + 26 random characters."""
+    return f"gha_{_random_text(_SECRET_CHARS)}"
+
+
+def new_password() -> str:
+    """Return a password of 100 random bits in four groups that can be typed."""
+    return "-".join(_random_text(5) for _ in range(4))
+
+
+def api_key_prefix(key: str) -> str | None:
+    """Return the public prefix of `key`, or None when it does not have the form of one."""
+    return key[: len("gh_") + _PREFIX_CHARS] if _KEY_PATTERN.fullmatch(key) else None
+
+
+def keyed_digest(pepper: bytes, secret: str) -> str:
+    """Return HMAC-SHA256 of the whole secret in hexadecimal: fast, and worthless without the pepper."""
+    return hmac.new(pepper, secret.encode(), hashlib.sha256).hexdigest()
+
+
+def plain_digest(secret: str) -> str:
+    """Return SHA-256 of `secret` in hexadecimal; only for secrets that are random and long."""
+    return hashlib.sha256(secret.encode(errors="surrogatepass")).hexdigest()
+
+
+def read_or_create_pepper(data_dir: Path) -> bytes:
+    """Return the 32 bytes of `secret.key` in `data_dir`, made and fsynced on first use, readable by the owner alone.
+
+    Raises ValueError when the file has another size: with a wrong pepper every key would be refused without a reason.
+    """
+    path = data_dir / PEPPER_FILE
+    if not path.exists():
+        _write_once(path, secrets.token_bytes(PEPPER_BYTES))
+    pepper = path.read_bytes()
+    if len(pepper) != PEPPER_BYTES:
+        raise ValueError(f"{path} must hold {PEPPER_BYTES} bytes, not {len(pepper)}; restore it from a backup")
+    return pepper
+
+
+def _write_once(path: Path, content: bytes) -> None:
+    """Write a new file that is there whole or not at all, also after a power cut. A file that is there already wins."""
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    draft = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
+    descriptor = os.open(draft, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    try:
+        os.link(draft, path)
+    except FileExistsError:
+        pass
+    finally:
+        draft.unlink()
+    folder = os.open(path.parent, os.O_RDONLY)
+    os.fsync(folder)
+    os.close(folder)
