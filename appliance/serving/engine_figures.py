@@ -1,0 +1,44 @@
+"""Running figures of one model for the live pages: tokens per second and recent times to first token."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from engine.protocol import EngineStatus
+
+RATE_WINDOW_S = 2.0
+TTFTS_MAX = 256
+
+
+class EngineFigures:
+    """Fed with every status frame and every first token; asked once a second."""
+
+    def __init__(self) -> None:
+        self._totals: deque[tuple[float, int]] = deque(maxlen=1024)
+        self._ttfts_s: deque[float] = deque(maxlen=TTFTS_MAX)
+
+    def note_status(self, status: EngineStatus, monotonic_s: float) -> None:
+        """Remember how many tokens the engine had generated at that moment."""
+        if self._totals and status.generation_tokens_total < self._totals[-1][1]:
+            self._totals.clear()  # a new engine process counts from zero
+        self._totals.append((monotonic_s, status.generation_tokens_total))
+
+    def note_ttft(self, ttft_s: float) -> None:
+        """Remember the time to first token of one request."""
+        self._ttfts_s.append(ttft_s)
+
+    def tokens_per_second(self, monotonic_s: float) -> float:
+        """Return generated tokens per second over the last RATE_WINDOW_S."""
+        while len(self._totals) > 1 and self._totals[1][0] <= monotonic_s - RATE_WINDOW_S:
+            self._totals.popleft()
+        if len(self._totals) < 2:
+            return 0.0
+        elapsed_s = monotonic_s - self._totals[0][0]
+        return (self._totals[-1][1] - self._totals[0][1]) / elapsed_s if elapsed_s > 0 else 0.0
+
+    def ttft_quantile_s(self, quantile: float) -> float | None:
+        """Return the nearest-rank quantile of the last TTFTS_MAX requests, or None when there were none."""
+        if not self._ttfts_s:
+            return None
+        ordered = sorted(self._ttfts_s)
+        return ordered[min(len(ordered) - 1, int(quantile * len(ordered)))]

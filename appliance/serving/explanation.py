@@ -1,0 +1,68 @@
+"""Says in one sentence where a request's time went. Works on figures alone, so live and past requests share it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+NOTICEABLE_S = 0.5  # below this nobody asks why
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timeline:
+    """Where the time of a request went, in seconds; None where that stage was not reached."""
+
+    queue_s: float | None
+    ttft_s: float | None
+    decode_s: float | None
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+    preemptions: int
+    queue_position: int | None = None
+    finish_reason: str | None = None
+
+
+def explain(timeline: Timeline) -> str:
+    """Return the sentence: what took longest, with its figure, and what made it worse."""
+    if timeline.ttft_s is None:
+        return _explain_before_first_token(timeline)
+    queue_s = timeline.queue_s or 0.0
+    prefill_s = max(0.0, timeline.ttft_s - queue_s)
+    decode_s = timeline.decode_s or 0.0
+    total_s = queue_s + prefill_s + decode_s
+    if total_s < NOTICEABLE_S and not timeline.preemptions:
+        return f"Quick: {_seconds(total_s)} in all."
+    name, longest_s = max((("queue", queue_s), ("prefill", prefill_s), ("decode", decode_s)), key=lambda stage: stage[1])
+    return f"{_cause(name, longest_s, total_s, timeline)}{_preempted(timeline.preemptions)}."
+
+
+def _explain_before_first_token(timeline: Timeline) -> str:
+    waited = "" if timeline.queue_s is None else f" after {_seconds(timeline.queue_s)} in the queue"
+    if timeline.finish_reason is not None:
+        return f"Ended before its first token ({timeline.finish_reason}){waited}{_preempted(timeline.preemptions)}."
+    if timeline.queue_position is not None:
+        return f"Waiting for a place in the batch: {timeline.queue_position} ahead of it{_preempted(timeline.preemptions)}."
+    computed = timeline.prompt_tokens - timeline.cached_tokens
+    return f"Reading its prompt: {computed} of {timeline.prompt_tokens} tokens to compute{waited}."
+
+
+def _cause(stage: str, longest_s: float, total_s: float, timeline: Timeline) -> str:
+    share = f"{_seconds(longest_s)} of {_seconds(total_s)}"
+    if stage == "queue":
+        return f"Mostly waited for a place in the batch: {share}"
+    if stage == "prefill":
+        computed = timeline.prompt_tokens - timeline.cached_tokens
+        return f"Mostly read its prompt: {share} for {computed} tokens that were not cached"
+    rate = timeline.completion_tokens / longest_s if longest_s > 0 else 0.0
+    return f"Mostly generated: {share} for {timeline.completion_tokens} tokens at {rate:.1f} per second"
+
+
+def _preempted(preemptions: int) -> str:
+    if preemptions == 0:
+        return ""
+    times = "once" if preemptions == 1 else f"{preemptions} times"
+    return f"; preempted {times} because KV blocks ran out, so part of it was computed again"
+
+
+def _seconds(duration_s: float) -> str:
+    return f"{duration_s * 1000:.0f} ms" if duration_s < 1 else f"{duration_s:.1f} s"

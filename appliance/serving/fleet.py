@@ -1,0 +1,115 @@
+"""Makes the served models out of the settings: one folder, one tokenizer, one supervised engine process each."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from datetime import datetime
+from pathlib import Path
+
+from appliance.base.clock import Clock
+from appliance.base.settings import Settings
+from appliance.serving.model_registry import ModelFolder, ModelRegistry, ServedModel
+from appliance.serving.prompting import Prompting
+from appliance.serving.supervisor import Supervisor
+from appliance.telemetry.events import EngineReading
+from appliance.telemetry.metrics import Metrics
+from engine.protocol import EngineFrame
+
+DEMO_MODEL = Path(__file__).resolve().parents[2] / "engine" / "demo" / "gatehouse-demo"
+MS_PER_S = 1000
+
+
+def model_folders(settings: Settings) -> list[ModelFolder]:
+    """Return the folders that the settings name, checked. Raises NotAModel."""
+    paths = [Path(model) for model in settings.models] or [DEMO_MODEL]
+    return [ModelFolder.check(path) for path in paths]
+
+
+def build_models(
+    settings: Settings, *, clock: Clock, metrics: Metrics, on_frame: Callable[[EngineFrame], None]
+) -> ModelRegistry:
+    """Return the registry, with engines that are not started yet. Raises NotAModel."""
+    created = clock.now()
+    return ModelRegistry(
+        _serve(folder, settings, clock=clock, metrics=metrics, on_frame=on_frame, created=created)
+        for folder in model_folders(settings)
+    )
+
+
+def engine_reading(model: ServedModel, clock: Clock) -> EngineReading:
+    """Return what the live pages show of a model's engine."""
+    client = model.client
+    return EngineReading(
+        model=model.name,
+        state=client.state,
+        error=client.error,
+        load_fraction=client.load_fraction,
+        info=client.info,
+        status=client.status,
+        pid=client.pid,
+        started_at=client.started_at,
+        restarts=client.restarts,
+        tokens_per_second=client.figures.tokens_per_second(clock.monotonic_s()),
+        ttft_p50_s=client.figures.ttft_quantile_s(0.5),
+        ttft_p95_s=client.figures.ttft_quantile_s(0.95),
+    )
+
+
+def engine_command(folder: ModelFolder, settings: Settings, fd: int) -> list[str]:
+    """Return the command line of an engine process that speaks on the inherited socket `fd`."""
+    options = {
+        "--fd": fd,
+        "--model": folder.path,
+        "--name": folder.name,
+        "--device": settings.device,
+        "--max-num-seqs": settings.max_num_seqs,
+        "--max-num-batched-tokens": settings.max_num_batched_tokens,
+        "--max-model-len": settings.max_model_len,
+        "--block-size": settings.block_size,
+        "--kv-cache-bytes": settings.kv_cache_bytes,
+        "--threads": settings.engine_threads,
+    }
+    given = [(option, str(value)) for option, value in options.items() if value is not None]
+    return [sys.executable, "-m", "engine.main", *(part for pair in given for part in pair)]
+
+
+def _serve(
+    folder: ModelFolder,
+    settings: Settings,
+    *,
+    clock: Clock,
+    metrics: Metrics,
+    on_frame: Callable[[EngineFrame], None],
+    created: datetime,
+) -> ServedModel:
+    supervisor = Supervisor(
+        name=folder.name,
+        command=lambda fd: engine_command(folder, settings, fd),
+        clock=clock,
+        on_frame=_observed(on_frame, metrics, folder.name),
+        on_restart=lambda: metrics.engine_restarted(folder.name),
+    )
+    return ServedModel(
+        name=folder.name,
+        path=folder.path,
+        client=supervisor,
+        prompting=Prompting.load(folder.path),
+        context_len=folder.context_len,
+        sampling_defaults=folder.sampling_defaults,
+        created=created,
+    )
+
+
+def _observed(on_frame: Callable[[EngineFrame], None], metrics: Metrics, model: str) -> Callable[[EngineFrame], None]:
+    """Return `on_frame` that also counts each engine step once; idle status frames repeat the last step."""
+    last_step = 0
+
+    def observe(frame: EngineFrame) -> None:
+        nonlocal last_step
+        if frame.status is not None and frame.status.steps_total != last_step:
+            last_step = frame.status.steps_total
+            metrics.engine_step(model, frame.status.step_ms / MS_PER_S)
+        on_frame(frame)
+
+    return observe

@@ -1,0 +1,248 @@
+"""One generation from admission to settlement, owned by a task that outlives the HTTP response.
+
+admitted ─► pending committed ─► engine ─► text … ─► final counts ─► quota settled ─► record committed ─► outcome
+Whatever happens on the way (the client leaves, the engine dies, a bug here), the task reaches the settlement exactly once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import structlog
+
+from appliance.base.clock import Clock
+from appliance.base.errors import DeadlineExceeded, EngineUnavailable, GatehouseError, InternalError, RequestAborted
+from appliance.metering.admission import Reservation
+from appliance.metering.ledger import Ledger, PendingEntry, RequestRecord, Settlement, Usage
+from appliance.serving.chunk_queue import ChunkQueue
+from appliance.serving.live_requests import LiveRequest
+from appliance.serving.model_registry import ServedModel
+from appliance.serving.text_output import Chunk, TextOutput
+from appliance.telemetry.metrics import Metrics
+from engine.protocol import FinishReason, GenerationRequest, SamplingParams, TokenEvent
+
+SETTLE_WAIT_S = 2.0  # how long the client's last frame waits for the record to be on disk
+
+log = structlog.get_logger()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """How a generation ended. `finish_reason` is the ledger's word; `error` is set when the client must be told of a failure."""
+
+    finish_reason: str
+    usage: Usage
+    error: GatehouseError | None = None
+
+
+class Generation:
+    """A request that was admitted. Read `chunks`, then await `outcome`; call `leave` when nobody reads any more."""
+
+    def __init__(
+        self,
+        *,
+        live: LiveRequest,
+        model: ServedModel,
+        prompt_token_ids: list[int],
+        sampling: SamplingParams,
+        entry: PendingEntry,
+        reservation: Reservation,
+        ledger: Ledger,
+        clock: Clock,
+        metrics: Metrics,
+        buffer_chunks: int,
+        deadline_s: float,
+        on_end: Callable[[Generation], None],
+    ) -> None:
+        loop = asyncio.get_running_loop()
+        self.live = live
+        self.chunks = ChunkQueue(buffer_chunks)
+        self.outcome: asyncio.Future[Outcome] = loop.create_future()
+        self.admitted: asyncio.Future[None] = loop.create_future()
+        self._model = model
+        self._prompt_token_ids = prompt_token_ids
+        self._sampling = sampling
+        self._entry = entry
+        self._reservation = reservation
+        self._ledger = ledger
+        self._clock = clock
+        self._metrics = metrics
+        self._deadline_s = deadline_s
+        self._on_end = on_end
+        self._left: str | None = None
+        self._submitted = False
+        self._billable = False
+
+    @property
+    def request_id(self) -> str:
+        """Return the id that header, log, ledger, engine and console share."""
+        return self.live.id
+
+    def leave(self, reason: str) -> None:
+        """End early: `disconnected`, `aborted` or `deadline`. The first reason counts; after the end this does nothing."""
+        if self.live.state == "finished" or self._left is not None:
+            return
+        self._left = reason
+        if self._submitted:
+            self._model.client.abort(self.request_id)
+
+    async def run(self) -> None:
+        """Own the generation to its end. Never raises: failures are told through `admitted` and `outcome`."""
+        try:
+            await self._ledger.open(self._entry)
+        except Exception as error:  # owned task: without its pending record a request must not reach the engine
+            log.exception("pending record could not be written", request_id=self.request_id)
+            self._reservation.void()
+            self._on_end(self)
+            refusal = InternalError("the request could not be recorded and was not started")
+            refusal.__cause__ = error
+            self.admitted.set_exception(refusal)
+            return
+        self.admitted.set_result(None)
+        reason, failure = await self._generate()
+        await self._settle(reason, failure)
+
+    async def _generate(self) -> tuple[str, GatehouseError | None]:
+        """Run the request in the engine; return the ledger's finish reason and what to tell the client."""
+        if self._left is not None:
+            return self._left, _told(self._left)
+        timer = asyncio.get_running_loop().call_later(self._deadline_s, self.leave, "deadline")
+        try:
+            return await self._follow_engine()
+        except EngineUnavailable as error:
+            return "error", error
+        except Exception:  # owned task: a bug here must not leave the record pending
+            log.exception("generation failed", request_id=self.request_id)
+            self._model.client.abort(self.request_id)
+            return "error", InternalError("the answer could not be completed")
+        finally:
+            timer.cancel()
+
+    async def _follow_engine(self) -> tuple[str, GatehouseError | None]:
+        request = GenerationRequest(
+            request_id=self.request_id,
+            tenant_id=self.live.tenant_id,
+            prompt_token_ids=self._prompt_token_ids,
+            sampling=self._sampling,
+        )
+        events = self._model.client.submit(request)
+        self._submitted = True
+        output = TextOutput(self._model.prompting, stop=self._sampling.stop, min_tokens=self._sampling.min_tokens)
+        while True:
+            for event in await events.take():
+                self._count(event)
+                if not output.stopped:
+                    self._show(output, event)
+                if event.finish_reason is not None:
+                    return self._end(event, output)
+
+    def _count(self, event: TokenEvent) -> None:
+        is_first = self.live.ttft_s is None
+        intervals_s = self.live.apply_event(event, now=self._clock.now(), monotonic_s=self._clock.monotonic_s())
+        self._billable |= event.num_output_tokens > 0 or event.num_prompt_tokens_computed >= self.live.prompt_tokens
+        self._metrics.inter_token(self.live.model, intervals_s)
+        if is_first and self.live.ttft_s is not None:
+            self._model.client.figures.note_ttft(self.live.ttft_s)
+
+    def _show(self, output: TextOutput, event: TokenEvent) -> None:
+        chunk = output.push(event)
+        if chunk.text or chunk.logprobs:
+            self.chunks.put(chunk)
+        if output.stopped and event.finish_reason is None:
+            self._model.client.abort(self.request_id)
+
+    def _end(self, event: TokenEvent, output: TextOutput) -> tuple[str, GatehouseError | None]:
+        if output.stopped:
+            return "stop", None
+        if event.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
+            rest = output.flush()
+            if rest:
+                self.chunks.put(
+                    Chunk(text=rest, completion_tokens=event.num_output_tokens, cached_tokens=event.num_cached_tokens)
+                )
+            return ("stop" if output.stopped else str(event.finish_reason)), None
+        if event.finish_reason is FinishReason.ERROR:
+            return "error", InternalError(f"the engine could not go on: {event.error}")
+        reason = self._left or "aborted"
+        return reason, _told(reason)
+
+    async def _settle(self, reason: str, failure: GatehouseError | None) -> None:
+        """Close the books once: quota now, then the record; then tell the reader."""
+        usage = self._usage()
+        if self._billable:
+            self._reservation.settle(usage.prompt_tokens + usage.completion_tokens)
+        else:
+            self._reservation.void()
+        self.live.finish(reason, now=self._clock.now(), error=None if failure is None else failure.message)
+        self.live.kv_blocks = 0
+        writing = asyncio.create_task(self._write(self._settlement(reason, usage), usage), name=f"settle {self.request_id}")
+        await asyncio.wait({writing}, timeout=SETTLE_WAIT_S)
+        self._observe(reason, usage)
+        self.outcome.set_result(Outcome(finish_reason=reason, usage=usage, error=failure))
+        self.chunks.close()
+        await writing
+        self._on_end(self)
+
+    async def _write(self, settlement: Settlement, usage: Usage) -> None:
+        try:
+            await self._ledger.settle(settlement)
+        except Exception:  # owned task: the metric is what shows that the books are short
+            log.exception("usage record could not be written", request_id=self.request_id)
+            self._metrics.unrecorded(usage.prompt_tokens + usage.completion_tokens)
+
+    def _usage(self) -> Usage:
+        if not self._billable:
+            return Usage(prompt_tokens=0, cached_tokens=0, completion_tokens=0)
+        live = self.live
+        cached_tokens = min(live.cached_tokens, live.prompt_tokens)
+        return Usage(prompt_tokens=live.prompt_tokens, cached_tokens=cached_tokens, completion_tokens=live.completion_tokens)
+
+    def _settlement(self, reason: str, usage: Usage) -> Settlement:
+        live = self.live
+        assert live.finished_at is not None
+        return Settlement(
+            request_id=live.id,
+            status="posted" if self._billable else "voided",
+            finish_reason=reason,
+            usage=usage,
+            record=RequestRecord(
+                queue_s=live.queue_s,
+                ttft_s=live.ttft_s,
+                inter_token_p50_s=live.inter_token_p50_s,
+                decode_s=live.decode_s,
+                kv_blocks=live.kv_blocks_max,
+                preemptions=live.preemptions,
+                first_token_at=live.first_token_at,
+                finished_at=live.finished_at,
+                error=live.error,
+            ),
+        )
+
+    def _observe(self, reason: str, usage: Usage) -> None:
+        live = self.live
+        self._metrics.settled(
+            model=live.model,
+            tenant=live.tenant_name,
+            reason=reason,
+            prompt_tokens=usage.prompt_tokens,
+            cached_tokens=usage.cached_tokens,
+            completion_tokens=usage.completion_tokens,
+        )
+        self._metrics.timings(
+            model=live.model,
+            request_s=self._clock.monotonic_s() - live.admitted_monotonic_s,
+            queue_s=live.queue_s,
+            ttft_s=live.ttft_s,
+            preemptions=live.preemptions,
+        )
+
+
+def _told(reason: str) -> GatehouseError | None:
+    """Return what the client of an early end is told; one that disconnected is told nothing."""
+    if reason == "deadline":
+        return DeadlineExceeded("the request ran longer than the appliance allows and was ended")
+    if reason == "aborted":
+        return RequestAborted("the request was ended by an administrator")
+    return None

@@ -1,0 +1,221 @@
+"""All generations of the gateway: starts them in the right order, knows the live ones, checkpoints them, drains them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+
+import structlog
+
+from appliance.base.clock import Clock
+from appliance.base.errors import Draining, NotFound, Overloaded
+from appliance.metering.admission import Admission
+from appliance.metering.ledger import Checkpoint, Ledger, PendingEntry
+from appliance.metering.prices import PriceBook
+from appliance.serving.generation import Generation
+from appliance.serving.live_requests import LiveRequest
+from appliance.serving.model_registry import ServedModel
+from appliance.telemetry.metrics import Metrics
+from appliance.tenancy.principals import Principal
+from engine.protocol import EngineFrame, SamplingParams
+
+CHECKPOINT_INTERVAL_S = 1.0
+RETRY_AFTER_OVERLOADED_S = 1.0
+RETRY_AFTER_DRAINING_S = 5.0
+DEADLINE_S = 3600.0
+
+log = structlog.get_logger()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Order:
+    """A request that was decoded, authenticated and tokenised. `max_output_tokens` is as asked, None when it was not."""
+
+    request_id: str
+    principal: Principal
+    model: ServedModel
+    endpoint: str
+    stream: bool
+    prompt_token_ids: list[int]
+    sampling: SamplingParams
+    max_output_tokens: int | None
+
+
+class Generations:
+    """Starts generations and keeps those that live. `draining` refuses new ones."""
+
+    def __init__(
+        self,
+        *,
+        admission: Admission,
+        ledger: Ledger,
+        prices: PriceBook,
+        clock: Clock,
+        metrics: Metrics,
+        buffer_chunks: int,
+        max_waiting_requests: int,
+        max_num_seqs: int,
+        deadline_s: float = DEADLINE_S,
+    ) -> None:
+        self.draining = False
+        self._admission = admission
+        self._ledger = ledger
+        self._prices = prices
+        self._clock = clock
+        self._metrics = metrics
+        self._buffer_chunks = buffer_chunks
+        self._open_requests_max = max_waiting_requests + max_num_seqs
+        self._deadline_s = deadline_s
+        self._generations: dict[str, Generation] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._checkpointer: asyncio.Task[None] | None = None
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    @property
+    def live(self) -> Mapping[str, LiveRequest]:
+        """Return the requests that are not yet settled, oldest first."""
+        return {request_id: generation.live for request_id, generation in self._generations.items()}
+
+    def find(self, request_id: str) -> LiveRequest | None:
+        """Return one live request."""
+        generation = self._generations.get(request_id)
+        return None if generation is None else generation.live
+
+    def check_open(self, model: ServedModel) -> None:
+        """Raise Draining, ModelLoading, EngineUnavailable or Overloaded when a request could not be taken now."""
+        if self.draining:
+            raise Draining("the appliance is shutting down", retry_after_s=RETRY_AFTER_DRAINING_S)
+        model.client.check_ready()
+        if sum(generation.live.model == model.name for generation in self._generations.values()) >= self._open_requests_max:
+            raise Overloaded("the waiting queue is full", retry_after_s=RETRY_AFTER_OVERLOADED_S)
+
+    async def start(self, order: Order) -> Generation:
+        """Admit `order`, commit its pending record and hand it to the engine. Refusals raise and consume nothing."""
+        self.check_open(order.model)
+        now = self._clock.now()
+        price = await self._prices.current(order.model.name, now)
+        reservation = await self._admission.admit(
+            order.principal,
+            model=order.model.name,
+            prompt_tokens=len(order.prompt_token_ids),
+            max_output_tokens=order.max_output_tokens,
+            price=price,
+        )
+        live = self._live_request(order)
+        entry = PendingEntry(
+            request_id=order.request_id,
+            tenant_id=live.tenant_id,
+            key_id=live.key_id,
+            model=live.model,
+            endpoint=order.endpoint,
+            stream=order.stream,
+            prompt_tokens=live.prompt_tokens,
+            reserved_tokens=reservation.tokens_reserved,
+            price=price,
+            admitted_at=live.admitted_at,
+        )
+        generation = Generation(
+            live=live,
+            model=order.model,
+            prompt_token_ids=order.prompt_token_ids,
+            sampling=order.sampling,
+            entry=entry,
+            reservation=reservation,
+            ledger=self._ledger,
+            clock=self._clock,
+            metrics=self._metrics,
+            buffer_chunks=self._buffer_chunks,
+            deadline_s=self._deadline_s,
+            on_end=self._forget,
+        )
+        self._own(generation)
+        await asyncio.shield(generation.admitted)
+        return generation
+
+    def abort(self, request_id: str) -> None:
+        """End a live request on an administrator's behalf. Raises NotFound when it does not live."""
+        generation = self._generations.get(request_id)
+        if generation is None:
+            raise NotFound(f"no live request {request_id}")
+        generation.leave("aborted")
+
+    def note_frame(self, frame: EngineFrame) -> None:
+        """Take over what an engine says of its live requests."""
+        if frame.status is None or frame.status.requests is None:
+            return
+        for progress in frame.status.requests:
+            generation = self._generations.get(progress.request_id)
+            if generation is not None and generation.live.state != "finished":
+                generation.live.apply_progress(progress)
+
+    def start_checkpoints(self) -> None:
+        """Begin to write down, about once a second, what the live requests have used so far."""
+        self._checkpointer = asyncio.create_task(self._checkpoint_forever(), name="checkpoints")
+
+    async def drain(self, timeout_s: float) -> bool:
+        """Refuse new requests and wait for the live ones; return whether all of them ended in time."""
+        self.draining = True
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._idle.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    async def stop(self, timeout_s: float) -> None:
+        """End what still lives and wait until it is settled, at most `timeout_s`."""
+        for generation in list(self._generations.values()):
+            generation.leave("aborted")
+        if not await self.drain(timeout_s):
+            log.error("requests left unsettled at stop", requests=list(self._generations))
+        if self._checkpointer is not None:
+            self._checkpointer.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._checkpointer
+
+    def _live_request(self, order: Order) -> LiveRequest:
+        tenant, key = order.principal.tenant, order.principal.key
+        return LiveRequest(
+            id=order.request_id,
+            tenant_id=tenant.id,
+            tenant_name=tenant.name,
+            key_id=key.id,
+            key_prefix=key.prefix,
+            model=order.model.name,
+            endpoint=order.endpoint,
+            stream=order.stream,
+            prompt_tokens=len(order.prompt_token_ids),
+            admitted_at=self._clock.now(),
+            admitted_monotonic_s=self._clock.monotonic_s(),
+        )
+
+    def _own(self, generation: Generation) -> None:
+        self._generations[generation.request_id] = generation
+        self._idle.clear()
+        task = asyncio.create_task(generation.run(), name=f"generation {generation.request_id}")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _forget(self, generation: Generation) -> None:
+        del self._generations[generation.request_id]
+        if not self._generations:
+            self._idle.set()
+
+    async def _checkpoint_forever(self) -> None:
+        while True:
+            await asyncio.sleep(CHECKPOINT_INTERVAL_S)
+            rows = [
+                Checkpoint(
+                    request_id=live.id,
+                    prompt_tokens=live.prompt_tokens,
+                    cached_tokens=live.cached_tokens,
+                    completion_tokens=live.completion_tokens,
+                )
+                for live in self.live.values()
+                if live.state != "finished" and live.completion_tokens > 0
+            ]
+            if rows:
+                self._ledger.checkpoint(rows)

@@ -1,0 +1,121 @@
+"""What is known of a request while it lives: the row of the request table, updated by the task that owns the generation."""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass, field
+from datetime import datetime
+from statistics import median
+
+from appliance.serving.explanation import Timeline, explain
+from engine.protocol import RequestProgress, TokenEvent
+
+INTERVALS_MAX = 4096  # enough for a median; longer answers keep their latest ones
+
+
+@dataclass(slots=True, kw_only=True)
+class LiveRequest:
+    """One admitted request. States: queued → prefill → decode → finished; a preemption leads back to queued or prefill."""
+
+    id: str
+    tenant_id: str
+    tenant_name: str
+    key_id: str
+    key_prefix: str
+    model: str
+    endpoint: str
+    stream: bool
+    prompt_tokens: int
+    admitted_at: datetime
+    admitted_monotonic_s: float
+    state: str = "queued"
+    queue_position: int | None = None
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+    num_prompt_tokens_computed: int = 0
+    kv_blocks: int = 0
+    kv_blocks_max: int = 0
+    preemptions: int = 0
+    first_token_at: datetime | None = None
+    finished_at: datetime | None = None
+    queue_s: float | None = None
+    ttft_s: float | None = None
+    decode_s: float | None = None
+    finish_reason: str | None = None
+    error: str | None = None
+    _last_token_monotonic_s: float | None = None
+    _intervals_s: array[float] = field(default_factory=lambda: array("d"))
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Return generated tokens per second of decoding, or None before the second token."""
+        if not self.decode_s or self.completion_tokens < 2:
+            return None
+        return (self.completion_tokens - 1) / self.decode_s
+
+    @property
+    def inter_token_p50_s(self) -> float | None:
+        """Return the median time between two tokens, or None before the second token."""
+        return median(self._intervals_s) if self._intervals_s else None
+
+    @property
+    def explanation(self) -> str:
+        """Return one sentence that says where the time went so far."""
+        return explain(
+            Timeline(
+                queue_s=self.queue_s,
+                ttft_s=self.ttft_s,
+                decode_s=self.decode_s,
+                prompt_tokens=self.prompt_tokens,
+                cached_tokens=self.cached_tokens,
+                completion_tokens=self.completion_tokens,
+                preemptions=self.preemptions,
+                queue_position=self.queue_position if self.state == "queued" else None,
+                finish_reason=self.finish_reason,
+            )
+        )
+
+    def apply_progress(self, progress: RequestProgress) -> None:
+        """Take over what the engine says of this request a few times per second."""
+        self.state = progress.state
+        self.queue_position = progress.queue_position
+        self.kv_blocks = progress.kv_blocks
+        self.kv_blocks_max = max(self.kv_blocks_max, progress.kv_blocks)
+        self.preemptions = progress.num_preemptions
+
+    def apply_event(self, event: TokenEvent, *, now: datetime, monotonic_s: float) -> list[float]:
+        """Take over the counts of `event`; return the inter-token intervals (seconds) that it closed."""
+        self.completion_tokens = event.num_output_tokens
+        self.num_prompt_tokens_computed = event.num_prompt_tokens_computed
+        self.cached_tokens = event.num_cached_tokens
+        self.preemptions = event.num_preemptions
+        if event.num_prompt_tokens_computed or event.token_ids:
+            self.queue_s = event.queue_s
+        if not event.token_ids:
+            return []
+        self.state = "decode"
+        self.queue_position = None
+        return self._count_tokens(len(event.token_ids), now, monotonic_s)
+
+    def finish(self, reason: str, *, now: datetime, error: str | None = None) -> None:
+        """Set the end; the first reason stays."""
+        if self.finish_reason is None:
+            self.state = "finished"
+            self.queue_position = None
+            self.finish_reason = reason
+            self.finished_at = now
+            self.error = error
+
+    def _count_tokens(self, count: int, now: datetime, monotonic_s: float) -> list[float]:
+        last_s = self._last_token_monotonic_s
+        self._last_token_monotonic_s = monotonic_s
+        if last_s is None:
+            self.first_token_at = now
+            self.ttft_s = monotonic_s - self.admitted_monotonic_s
+            self.decode_s = 0.0
+            return []
+        self.decode_s = (self.decode_s or 0.0) + (monotonic_s - last_s)
+        intervals = [(monotonic_s - last_s) / count] * count
+        self._intervals_s.extend(intervals)
+        del self._intervals_s[:-INTERVALS_MAX]
+        return intervals

@@ -1,0 +1,52 @@
+"""Everything that the HTTP interface and the console are given. A value: `app.py` fills it, nobody else builds parts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from datetime import datetime
+
+from appliance.base.clock import Clock
+from appliance.base.db import Database
+from appliance.base.settings import Settings
+from appliance.metering.admission import Admission
+from appliance.metering.ledger import Ledger
+from appliance.metering.prices import PriceBook
+from appliance.metering.usage import UsageReports
+from appliance.serving.generations import Generations
+from appliance.serving.model_registry import ModelRegistry
+from appliance.serving.readiness import Readiness
+from appliance.telemetry.events import SystemSampler
+from appliance.telemetry.metrics import Metrics
+from appliance.tenancy.admin_tokens import AdminTokens
+from appliance.tenancy.keys import Keys
+from appliance.tenancy.members import Members
+from appliance.tenancy.sessions import Sessions
+from appliance.tenancy.tenants import Tenants
+
+
+@dataclass(slots=True, kw_only=True)
+class Services:
+    """The parts of a running appliance. `control_token` is the owner's token of this run, for the local command line."""
+
+    settings: Settings
+    clock: Clock
+    version: str
+    epoch_id: str
+    started_at: datetime
+    db: Database
+    tenants: Tenants
+    keys: Keys
+    members: Members
+    sessions: Sessions
+    admin_tokens: AdminTokens
+    admission: Admission
+    ledger: Ledger
+    prices: PriceBook
+    reports: UsageReports
+    models: ModelRegistry
+    generations: Generations
+    readiness: Readiness
+    sampler: SystemSampler
+    metrics: Metrics
+    control_token: str | None = field(default=None, repr=False)
+    engines: bool = True

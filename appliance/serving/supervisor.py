@@ -1,0 +1,247 @@
+"""Keeps one engine process running. Knows how to start, watch and restart it; not what is asked of it.
+
+       ┌─────────┐ ready  ┌───────┐
+start ►│ loading ├───────►│ ready │
+       └──┬───┬──┘        └───┬───┘
+   fatal, │   │ died          │ died
+ or five  │   ▼               ▼
+  crashes │  ┌────────────┐ ready again ──► ready
+          │  │ restarting │◄── backoff 0.5 s doubling to 30 s
+          ▼  └────────────┘
+       failed                  stop from anywhere ──► stopped
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from datetime import datetime
+from pathlib import Path
+
+import structlog
+
+import appliance
+from appliance.base.clock import Clock
+from appliance.base.errors import EngineUnavailable, ModelLoading
+from appliance.serving.engine_client import EngineClient
+from appliance.serving.engine_figures import EngineFigures
+from appliance.serving.event_stream import EventStream
+from engine.protocol import EngineFrame, EngineInfo, EngineStatus, GenerationRequest
+
+BACKOFF_FIRST_S = 0.5
+BACKOFF_MAX_S = 30.0
+STEADY_S = 60.0  # ready for this long, an engine starts again with the first backoff
+CRASHES_BEFORE_READY_MAX = 5
+EXIT_GRACE_S = 5.0
+LOG_LINE_BYTES_MAX = 8192
+RETRY_AFTER_LOADING_S = 2.0
+
+log = structlog.get_logger()
+
+
+class Supervisor:
+    """One engine process and its successors. `state` is loading, ready, restarting, failed or stopped."""
+
+    def __init__(
+        self,
+        *,
+        name: str,
+        command: Callable[[int], Sequence[str]],
+        clock: Clock,
+        on_frame: Callable[[EngineFrame], None] = lambda _frame: None,
+        on_restart: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.name = name
+        self.state = "stopped"
+        self.error: str | None = None
+        self.pid: int | None = None
+        self.started_at: datetime | None = None
+        self.restarts = 0
+        self.figures = EngineFigures()
+        self.last_token_monotonic_s: float | None = None
+        self.ready_monotonic_s: float | None = None
+        self._command = command
+        self._clock = clock
+        self._on_frame = on_frame
+        self._on_restart = on_restart
+        self._client: EngineClient | None = None
+        self._process: asyncio.subprocess.Process | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._changed = asyncio.Event()
+
+    @property
+    def info(self) -> EngineInfo | None:
+        """Return the facts of the loaded model, or None before it is ready."""
+        return self._client.info if self._client is not None else None
+
+    @property
+    def status(self) -> EngineStatus | None:
+        """Return the last status frame of the running process."""
+        return self._client.status if self._client is not None else None
+
+    @property
+    def load_fraction(self) -> float | None:
+        """Return how much of the model is loaded, 0 to 1, while it is being loaded."""
+        return self._client.load_fraction if self._client is not None and self.state != "ready" else None
+
+    def start(self) -> None:
+        """Start the engine in the background; `state` tells how far it is."""
+        self._set_state("loading")
+        self._task = asyncio.create_task(self._keep_running(), name=f"engine supervisor {self.name}")
+
+    async def stop(self) -> None:
+        """End the engine in order, then by force after EXIT_GRACE_S."""
+        self._set_state("stopped")
+        if self._client is not None:
+            self._client.shut_down()
+        if self._process is not None:
+            await _end(self._process, grace_s=EXIT_GRACE_S)
+        if self._task is not None:
+            self._task.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._task
+
+    def check_ready(self) -> None:
+        """Raise ModelLoading or EngineUnavailable unless a request can be submitted now."""
+        if self.state == "ready":
+            return
+        if self.state == "loading":
+            raise ModelLoading(f"model {self.name} is being loaded", retry_after_s=RETRY_AFTER_LOADING_S)
+        reason = f": {self.error}" if self.error else ""
+        retry_after_s = RETRY_AFTER_LOADING_S if self.state == "restarting" else BACKOFF_MAX_S
+        raise EngineUnavailable(f"the engine of {self.name} is {self.state}{reason}", retry_after_s=retry_after_s)
+
+    def submit(self, request: GenerationRequest) -> EventStream:
+        """Hand `request` to the engine. Raises like `check_ready`."""
+        self.check_ready()
+        assert self._client is not None
+        return self._client.submit(request)
+
+    def abort(self, request_id: str) -> None:
+        """Ask the engine to end a request; unknown ids are ignored."""
+        if self._client is not None:
+            self._client.abort(request_id)
+
+    async def wait_for_state(self, *states: str) -> None:
+        """Return as soon as the state is one of `states`."""
+        while self.state not in states:
+            await self._changed.wait()
+
+    def _set_state(self, state: str) -> None:
+        self.state = state
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def _keep_running(self) -> None:
+        backoff_s = BACKOFF_FIRST_S
+        crashes_before_ready = 0
+        while True:
+            began_s = self._clock.monotonic_s()
+            was_ready, fatal = await self._run_process()
+            if self.state == "stopped":
+                return
+            crashes_before_ready = 0 if was_ready else crashes_before_ready + 1
+            if (fatal is not None and not was_ready) or crashes_before_ready >= CRASHES_BEFORE_READY_MAX:
+                self._set_state("failed")
+                log.error("engine failed", role="engine", model=self.name, reason=self.error)
+                return
+            if self._clock.monotonic_s() - began_s >= STEADY_S:
+                backoff_s = BACKOFF_FIRST_S
+            self._set_state("restarting")
+            log.warning("engine ended; restarting", role="engine", model=self.name, reason=self.error, wait_s=backoff_s)
+            await asyncio.sleep(backoff_s)
+            backoff_s = min(BACKOFF_MAX_S, backoff_s * 2)
+            self.restarts += 1
+            self._on_restart()
+
+    async def _run_process(self) -> tuple[bool, str | None]:
+        """Run one engine process to its end; return whether it was ever ready, and its last words."""
+        ours, theirs = socket.socketpair()
+        ours.setblocking(False)
+        try:
+            process = await self._spawn(theirs)
+        finally:
+            theirs.close()
+        reader, writer = await asyncio.open_unix_connection(sock=ours)
+        client = EngineClient(reader, writer, on_frame=self._receive)
+        self._process, self._client = process, client
+        self.pid, self.started_at = process.pid, self._clock.now()
+        logging_task = asyncio.create_task(_forward_log(process, self.name))
+        try:
+            await client.run()
+            exit_status = await _end(process, grace_s=EXIT_GRACE_S)
+        finally:
+            if process.returncode is None:
+                process.kill()
+            await logging_task
+            self.pid = None
+        self.error = client.fatal or f"the process ended with {_exit_name(exit_status)}"
+        return client.info is not None, client.fatal
+
+    async def _spawn(self, theirs: socket.socket) -> asyncio.subprocess.Process:
+        """Start the process in a session of its own, so that Ctrl-C in a terminal reaches the gateway alone."""
+        return await asyncio.create_subprocess_exec(
+            *self._command(theirs.fileno()),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+            pass_fds=[theirs.fileno()],
+            env=_environment(),
+            limit=LOG_LINE_BYTES_MAX,
+            start_new_session=True,
+        )
+
+    def _receive(self, frame: EngineFrame) -> None:
+        now_s = self._clock.monotonic_s()
+        if frame.status is not None:
+            self.figures.note_status(frame.status, now_s)
+        if any(event.token_ids for event in frame.events):
+            self.last_token_monotonic_s = now_s
+        if frame.ready is not None and self.state in ("loading", "restarting"):
+            self.error = None
+            self.ready_monotonic_s = now_s
+            self._set_state("ready")
+            log.info("engine ready", role="engine", model=self.name, device=frame.ready.device, load_s=frame.ready.load_s)
+        self._on_frame(frame)
+
+
+def _environment() -> dict[str, str]:
+    """Return our environment with the folder of our packages on the path, wherever the gateway was started from."""
+    root = str(Path(appliance.__file__).resolve().parent.parent)
+    inherited = os.environ.get("PYTHONPATH")
+    return {**os.environ, "PYTHONPATH": f"{root}{os.pathsep}{inherited}" if inherited else root}
+
+
+def _exit_name(exit_status: int) -> str:
+    return f"signal {-exit_status}" if exit_status < 0 else f"exit status {exit_status}"
+
+
+async def _end(process: asyncio.subprocess.Process, *, grace_s: float) -> int:
+    """Wait for `process` to exit by itself, kill it after `grace_s`, and return its exit status."""
+    try:
+        async with asyncio.timeout(grace_s):
+            return await process.wait()
+    except TimeoutError:
+        with suppress(ProcessLookupError):
+            process.kill()
+        return await process.wait()
+
+
+async def _forward_log(process: asyncio.subprocess.Process, model: str) -> None:
+    """Copy what the engine prints into our log, a line each; lines over LOG_LINE_BYTES_MAX are cut."""
+    assert process.stdout is not None
+    while True:
+        try:
+            line = await process.stdout.readuntil(b"\n")
+        except asyncio.IncompleteReadError as ending:
+            line = ending.partial
+            if not line:
+                return
+        except asyncio.LimitOverrunError:
+            line = await process.stdout.read(LOG_LINE_BYTES_MAX)
+        text = line.decode("utf-8", "replace").rstrip()
+        if text:
+            log.info(text, role="engine", model=model, pid=process.pid)

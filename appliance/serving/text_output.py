@@ -1,0 +1,86 @@
+"""Token events to text: detokenises, applies stop strings, names single tokens where log-probabilities were asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from appliance.serving.prompting import Prompting
+from appliance.serving.stop_strings import StopStrings
+from engine.protocol import TokenEvent, TokenLogprob
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NamedLogprob:
+    """A token as text and bytes with its natural log-probability, and the likeliest ones beside it."""
+
+    token: str
+    token_bytes: bytes
+    logprob: float
+    top: list[NamedLogprob] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chunk:
+    """What one or more steps added to the answer. Token counts are those of the whole answer so far."""
+
+    text: str
+    completion_tokens: int
+    cached_tokens: int
+    logprobs: list[NamedLogprob] = field(default_factory=list)
+
+
+def joined(earlier: Chunk, later: Chunk) -> Chunk:
+    """Return one chunk that says what both said."""
+    return Chunk(
+        text=earlier.text + later.text,
+        completion_tokens=later.completion_tokens,
+        cached_tokens=later.cached_tokens,
+        logprobs=[*earlier.logprobs, *later.logprobs],
+    )
+
+
+class TextOutput:
+    """The answer of one request as it grows. `stopped` turns true when a stop string was found; nothing is shown after it."""
+
+    def __init__(self, prompting: Prompting, *, stop: Sequence[str], min_tokens: int) -> None:
+        self._vocabulary = prompting.vocabulary
+        self._detokenizer = prompting.detokenizer()
+        self._stop = StopStrings(stop)
+        self._min_tokens = min_tokens
+
+    @property
+    def stopped(self) -> bool:
+        """Return whether a stop string was found."""
+        return self._stop.matched is not None
+
+    def push(self, event: TokenEvent) -> Chunk:
+        """Return what `event` adds. Stop strings count only after `min_tokens` tokens."""
+        text = self._detokenizer.push(event.token_ids)
+        shown = text if event.num_output_tokens < self._min_tokens else self._stop.push(text)
+        return Chunk(
+            text=shown,
+            completion_tokens=event.num_output_tokens,
+            cached_tokens=event.num_cached_tokens,
+            logprobs=[] if self.stopped else self._named(event),
+        )
+
+    def flush(self) -> str:
+        """Return the text that was held back, at the end of an answer that no stop string ended."""
+        rest = self._stop.push(self._detokenizer.flush())
+        return rest + self._stop.flush()
+
+    def _named(self, event: TokenEvent) -> list[NamedLogprob]:
+        if event.logprobs is None:
+            return []
+        return [self._name(token_id, entry) for token_id, entry in zip(event.token_ids, event.logprobs, strict=True)]
+
+    def _name(self, token_id: int, entry: TokenLogprob) -> NamedLogprob:
+        top = [self._single(top_id, logprob) for top_id, logprob in zip(entry.top_token_ids, entry.top_logprobs, strict=True)]
+        return self._single(token_id, entry.logprob, top)
+
+    def _single(self, token_id: int, logprob: float, top: list[NamedLogprob] | None = None) -> NamedLogprob:
+        token_bytes = self._vocabulary.token_bytes(token_id)
+        return NamedLogprob(
+            token=token_bytes.decode("utf-8", "replace"), token_bytes=token_bytes, logprob=logprob, top=top or []
+        )

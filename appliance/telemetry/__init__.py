@@ -1,0 +1,1 @@
+"""What the machine and the engines are doing: readings, one sampler, Prometheus metrics. Knows no tenant's data."""

@@ -1,0 +1,205 @@
+"""One sampler for the whole appliance and its fan-out. A subscriber that is slow misses samples; it never holds anybody up.
+
+It is given functions to read from, so that it knows neither the serving layer nor the database.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import datetime
+
+import structlog
+
+from appliance.base.clock import Clock
+from appliance.telemetry.gpu import GpuReading
+from appliance.telemetry.host import HostReading
+from engine.protocol import EngineInfo, EngineStatus
+
+SAMPLE_INTERVAL_S = 1.0
+HISTORY_SAMPLES = 120
+SUBSCRIBERS_MAX = 256
+
+log = structlog.get_logger()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineReading:
+    """One served model at one moment. `tokens_per_second` counts generated tokens over the last second."""
+
+    model: str
+    state: str
+    error: str | None
+    load_fraction: float | None
+    info: EngineInfo | None
+    status: EngineStatus | None
+    pid: int | None
+    started_at: datetime | None
+    restarts: int
+    tokens_per_second: float
+    ttft_p50_s: float | None
+    ttft_p95_s: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DatabaseReading:
+    """Which database, and whether it took a write lately."""
+
+    kind: str
+    ok: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessReading:
+    """One process of the appliance: role is `gateway` or `engine`; only an engine has a model."""
+
+    role: str
+    pid: int | None
+    model: str | None
+    started_at: datetime | None
+    restarts: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SystemSnapshot:
+    """Everything the live pages show, at one moment."""
+
+    at: datetime
+    engines: list[EngineReading]
+    gpus: list[GpuReading]
+    gpu_error: str | None
+    host: HostReading
+    database: DatabaseReading
+    processes: list[ProcessReading]
+    requests_running: int
+    requests_waiting: int
+    tokens_per_second: float
+
+
+class TooManySubscribers(Exception):
+    """More live streams are open than the sampler serves."""
+
+
+class _Slot:
+    """A box for one snapshot; a newer one replaces it."""
+
+    def __init__(self) -> None:
+        self._snapshot: SystemSnapshot | None = None
+        self._filled = asyncio.Event()
+
+    def put(self, snapshot: SystemSnapshot) -> None:
+        self._snapshot = snapshot
+        self._filled.set()
+
+    async def take(self) -> SystemSnapshot:
+        await self._filled.wait()
+        self._filled.clear()
+        assert self._snapshot is not None
+        return self._snapshot
+
+
+class SystemSampler:
+    """Samples once a second in one task; `latest` and `history` are for reading, `subscribe` for following."""
+
+    def __init__(
+        self,
+        *,
+        clock: Clock,
+        host: Callable[[], HostReading],
+        gpus: Callable[[], list[GpuReading]],
+        gpu_error: Callable[[], str | None],
+        engines: Callable[[], Sequence[EngineReading]],
+        gateway: Callable[[], ProcessReading],
+        database: Callable[[], Awaitable[DatabaseReading]],
+        interval_s: float = SAMPLE_INTERVAL_S,
+    ) -> None:
+        self._clock = clock
+        self._host = host
+        self._gpus = gpus
+        self._gpu_error = gpu_error
+        self._engines = engines
+        self._gateway = gateway
+        self._database = database
+        self._interval_s = interval_s
+        self._subscribers: set[_Slot] = set()
+        self._task: asyncio.Task[None] | None = None
+        self._latest: SystemSnapshot | None = None
+        self.history: deque[SystemSnapshot] = deque(maxlen=HISTORY_SAMPLES)
+
+    @property
+    def latest(self) -> SystemSnapshot:
+        """Return the newest snapshot; there is one from the moment that `start` has returned."""
+        if self._latest is None:
+            raise RuntimeError("the sampler has not been started")
+        return self._latest
+
+    async def start(self) -> None:
+        """Take the first sample and go on in the background."""
+        await self.sample()
+        self._task = asyncio.create_task(self._run(), name="system sampler")
+
+    async def stop(self) -> None:
+        """End the task; open subscriptions end when their readers are cancelled."""
+        if self._task is not None:
+            self._task.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._task
+            self._task = None
+
+    async def sample(self) -> SystemSnapshot:
+        """Read everything now, keep it, and hand it to every subscriber."""
+        snapshot = await self._read()
+        self._latest = snapshot
+        self.history.append(snapshot)
+        for slot in self._subscribers:
+            slot.put(snapshot)
+        return snapshot
+
+    async def subscribe(self) -> AsyncIterator[SystemSnapshot]:
+        """Yield the newest snapshot at once and each newer one as it comes. Raises TooManySubscribers."""
+        if len(self._subscribers) >= SUBSCRIBERS_MAX:
+            raise TooManySubscribers(f"at most {SUBSCRIBERS_MAX} live streams can be open")
+        slot = _Slot()
+        if self._latest is not None:
+            slot.put(self._latest)
+        self._subscribers.add(slot)
+        try:
+            while True:
+                yield await slot.take()
+        finally:
+            self._subscribers.discard(slot)
+
+    async def _run(self) -> None:
+        while True:
+            await asyncio.sleep(self._interval_s)
+            try:
+                await self.sample()
+            except Exception:  # owned task: one failed sample must not end the live view
+                log.exception("system sample failed")
+
+    async def _read(self) -> SystemSnapshot:
+        engines = list(self._engines())
+        gpus = self._gpus()
+        statuses = [engine.status for engine in engines if engine.status is not None]
+        gateway = self._gateway()
+        return SystemSnapshot(
+            at=self._clock.now(),
+            engines=engines,
+            gpus=gpus,
+            gpu_error=self._gpu_error(),
+            host=self._host(),
+            database=await self._database(),
+            processes=[gateway, *(_engine_process(engine) for engine in engines)],
+            requests_running=sum(status.num_running for status in statuses),
+            requests_waiting=sum(status.num_waiting for status in statuses),
+            tokens_per_second=sum(engine.tokens_per_second for engine in engines),
+        )
+
+
+def _engine_process(engine: EngineReading) -> ProcessReading:
+    return ProcessReading(
+        role="engine", pid=engine.pid, model=engine.model, started_at=engine.started_at, restarts=engine.restarts
+    )

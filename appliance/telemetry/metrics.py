@@ -1,0 +1,156 @@
+"""The Prometheus metrics of the appliance. Labels are bounded: model, tenant (up to TENANTS_MAX, then `other`) and reason."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from appliance.telemetry.events import EngineReading, SystemSnapshot
+
+TENANTS_MAX = 500
+OTHER_TENANTS = "other"
+LATENCY_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
+TOKEN_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0)
+
+ENGINE_GAUGES: dict[str, tuple[str, Callable[[EngineReading], float]]] = {
+    "gatehouse_requests_running": ("Requests in the running batch", lambda e: e.status.num_running if e.status else 0),
+    "gatehouse_requests_waiting": ("Requests that wait for a place", lambda e: e.status.num_waiting if e.status else 0),
+    "gatehouse_kv_cache_usage_ratio": (
+        "Used share of the KV blocks, 0 to 1",
+        lambda e: e.status.kv_blocks_used / e.status.kv_blocks_total if e.status and e.status.kv_blocks_total else 0.0,
+    ),
+    "gatehouse_engine_up": ("1 when the engine takes requests", lambda e: float(e.state == "ready")),
+}
+
+
+class Metrics:
+    """Counters and histograms that the serving layer feeds; `attach` adds the gauges read from the sampler."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self._tenants: set[str] = set()
+        by_tenant = ["model", "tenant"]
+        self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of settled requests", by_tenant)
+        self._cached_tokens = self._counter("prefix_cache_hit_tokens", "Prompt tokens that were found in the cache", by_tenant)
+        self._generation_tokens = self._counter("generation_tokens", "Generated tokens of settled requests", by_tenant)
+        self._requests = self._counter("requests", "Settled requests", ["model", "reason"])
+        self._rejected = self._counter("requests_rejected", "Requests refused before any work", ["reason"])
+        self._preemptions = self._counter("preemptions", "Preemptions of settled requests", ["model"])
+        self._restarts = self._counter("engine_restarts", "Engine processes started again", ["model"])
+        self._unrecorded = Counter(
+            "gatehouse_unrecorded_usage_tokens", "Tokens whose record could not be written", registry=self.registry
+        )
+        self._ttft_s = self._histogram("time_to_first_token_seconds", "Admission to first token", LATENCY_BUCKETS_S)
+        self._inter_token_s = self._histogram("inter_token_latency_seconds", "Time between two tokens", TOKEN_BUCKETS_S)
+        self._request_s = self._histogram("request_seconds", "Admission to end", LATENCY_BUCKETS_S)
+        self._queue_s = self._histogram("queue_seconds", "Admission to first place in a batch", LATENCY_BUCKETS_S)
+        self._step_s = self._histogram("engine_step_seconds", "One engine step", TOKEN_BUCKETS_S)
+
+    def attach(self, snapshot: Callable[[], SystemSnapshot]) -> None:
+        """Export the gauges of the newest snapshot with every scrape."""
+        self.registry.register(_SnapshotCollector(snapshot))
+
+    def render(self) -> bytes:
+        """Return the exposition in Prometheus' text format."""
+        return generate_latest(self.registry)
+
+    def settled(
+        self, *, model: str, tenant: str, reason: str, prompt_tokens: int, cached_tokens: int, completion_tokens: int
+    ) -> None:
+        """Count one settled request and what it is billed for."""
+        labels = (model, self._tenant_label(tenant))
+        self._requests.labels(model, reason).inc()
+        self._prompt_tokens.labels(*labels).inc(prompt_tokens)
+        self._cached_tokens.labels(*labels).inc(cached_tokens)
+        self._generation_tokens.labels(*labels).inc(completion_tokens)
+
+    def timings(self, *, model: str, request_s: float, queue_s: float | None, ttft_s: float | None, preemptions: int) -> None:
+        """Count the durations of one settled request; a stage that was not reached is None."""
+        self._request_s.labels(model).observe(request_s)
+        if queue_s is not None:
+            self._queue_s.labels(model).observe(queue_s)
+        if ttft_s is not None:
+            self._ttft_s.labels(model).observe(ttft_s)
+        if preemptions:
+            self._preemptions.labels(model).inc(preemptions)
+
+    def inter_token(self, model: str, intervals_s: list[float]) -> None:
+        """Count times between tokens of one stream."""
+        histogram = self._inter_token_s.labels(model)
+        for interval_s in intervals_s:
+            histogram.observe(interval_s)
+
+    def engine_step(self, model: str, step_s: float) -> None:
+        """Count one engine step."""
+        self._step_s.labels(model).observe(step_s)
+
+    def engine_restarted(self, model: str) -> None:
+        """Count an engine process that was started again."""
+        self._restarts.labels(model).inc()
+
+    def rejected(self, reason: str) -> None:
+        """Count a request that was refused before any work; `reason` is the error code."""
+        self._rejected.labels(reason).inc()
+
+    def unrecorded(self, tokens: int) -> None:
+        """Count tokens whose ledger record could not be written."""
+        self._unrecorded.inc(tokens)
+
+    def _tenant_label(self, tenant: str) -> str:
+        if tenant in self._tenants or len(self._tenants) < TENANTS_MAX:
+            self._tenants.add(tenant)
+            return tenant
+        return OTHER_TENANTS
+
+    def _counter(self, name: str, text: str, labels: list[str]) -> Counter:
+        return Counter(f"gatehouse_{name}", text, labels, registry=self.registry)
+
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+        return Histogram(f"gatehouse_{name}", text, ["model"], buckets=buckets, registry=self.registry)
+
+
+class _SnapshotCollector(Collector):
+    """Turns the sampler's newest snapshot into gauges at scrape time."""
+
+    def __init__(self, snapshot: Callable[[], SystemSnapshot]) -> None:
+        self._snapshot = snapshot
+
+    def describe(self) -> list[Metric]:
+        """Return nothing: the names are fixed above, and registering must not read a snapshot."""
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield one family per gauge."""
+        snapshot = self._snapshot()
+        for name, (text, value) in ENGINE_GAUGES.items():
+            family = GaugeMetricFamily(name, text, labels=["model"])
+            for engine in snapshot.engines:
+                family.add_metric([engine.model], float(value(engine)))
+            yield family
+        yield from _gpu_families(snapshot)
+        yield from _host_families(snapshot)
+
+
+def _gpu_families(snapshot: SystemSnapshot) -> Iterator[Metric]:
+    used = GaugeMetricFamily("gatehouse_gpu_memory_used_bytes", "Used GPU memory", labels=["gpu"])
+    total = GaugeMetricFamily("gatehouse_gpu_memory_total_bytes", "GPU memory", labels=["gpu"])
+    for gpu in snapshot.gpus:
+        used.add_metric([str(gpu.index)], gpu.memory_used_bytes)
+        total.add_metric([str(gpu.index)], gpu.memory_total_bytes)
+    yield used
+    yield total
+
+
+def _host_families(snapshot: SystemSnapshot) -> Iterator[Metric]:
+    yield GaugeMetricFamily("gatehouse_host_memory_used_bytes", "Used memory", value=snapshot.host.memory_used_bytes)
+    yield GaugeMetricFamily(
+        "gatehouse_host_disk_free_bytes", "Free disk of the data folder", value=snapshot.host.disk_free_bytes
+    )
+    yield GaugeMetricFamily("gatehouse_database_up", "1 when the database takes writes", value=float(snapshot.database.ok))
+    steps = CounterMetricFamily("gatehouse_engine_steps", "Steps of the running engine process", labels=["model"])
+    for engine in snapshot.engines:
+        steps.add_metric([engine.model], engine.status.steps_total if engine.status else 0)
+    yield steps
