@@ -1,0 +1,257 @@
+"""The statements of the ledger: rows for new entries, checkpoints and settlements. Decides nothing about time or retries."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from datetime import datetime
+from typing import Any
+
+from sqlalchemy import Insert, RowMapping, Select, Update, bindparam, insert, select, update
+
+from appliance.base.tables import prices, requests, usage_events
+from appliance.metering.prices import Price
+from appliance.metering.records import ERROR_CHARS_MAX, Checkpoint, PendingEntry, RequestRow, Settlement, UsageEvent
+
+MICROS_PER_S = 1_000_000
+COST_PICOS_MAX = 2**63 - 1
+_EVENT_FIELDS = tuple(field.name for field in dataclasses.fields(UsageEvent))
+_PRICE_FIELDS = tuple(field.name for field in dataclasses.fields(Price))
+_DURATIONS = ("queue", "ttft", "inter_token_p50", "decode")
+
+INSERT_EVENTS: Insert = insert(usage_events)
+INSERT_REQUESTS: Insert = insert(requests)
+
+SETTLE_EVENTS: Update = (
+    update(usage_events)
+    .where(
+        usage_events.c.request_id == bindparam("of_request"),
+        usage_events.c.kind == "usage",
+        usage_events.c.status == "pending",
+    )
+    .values(
+        {
+            name: bindparam(f"new_{name}")
+            for name in (
+                "status",
+                "finish_reason",
+                "prompt_tokens",
+                "cached_tokens",
+                "completion_tokens",
+                "estimated",
+                "cost_picos",
+                "settled_at",
+            )
+        }
+    )
+)
+
+SETTLE_REQUESTS: Update = (
+    update(requests)
+    .where(requests.c.id == bindparam("of_request"))
+    .values(
+        {
+            name: bindparam(f"new_{name}")
+            for name in (
+                "prompt_tokens",
+                "cached_tokens",
+                "completion_tokens",
+                "kv_blocks",
+                "preemptions",
+                "finish_reason",
+                "error",
+                "queue_us",
+                "ttft_us",
+                "inter_token_p50_us",
+                "decode_us",
+                "first_token_at",
+                "finished_at",
+            )
+        }
+    )
+)
+
+WRITE_CHECKPOINTS: Update = (
+    update(usage_events)
+    .where(
+        usage_events.c.request_id == bindparam("of_request"),
+        usage_events.c.kind == "usage",
+        usage_events.c.status == "pending",
+    )
+    .values({name: bindparam(f"new_{name}") for name in ("prompt_tokens", "cached_tokens", "completion_tokens")})
+)
+
+
+def event_row(entry: PendingEntry, epoch_id: str, default_currency: str) -> dict[str, Any]:
+    """Return the pending row of `entry`: nothing computed, nothing owed."""
+    return {
+        "request_id": entry.request_id,
+        "tenant_id": entry.tenant_id,
+        "key_id": entry.key_id,
+        "epoch_id": epoch_id,
+        "model": entry.model,
+        "endpoint": entry.endpoint,
+        "kind": "usage",
+        "status": "pending",
+        "reserved_tokens": entry.reserved_tokens,
+        "prompt_tokens": 0,
+        "cached_tokens": 0,
+        "completion_tokens": 0,
+        "estimated": False,
+        "price_id": entry.price.id if entry.price else None,
+        "cost_picos": 0,
+        "currency": entry.price.currency if entry.price else default_currency,
+        "admitted_at": entry.admitted_at,
+    }
+
+
+def request_row(entry: PendingEntry) -> dict[str, Any]:
+    """Return the row of `requests` of an entry that has not finished."""
+    return {
+        "id": entry.request_id,
+        "tenant_id": entry.tenant_id,
+        "key_id": entry.key_id,
+        "model": entry.model,
+        "endpoint": entry.endpoint,
+        "stream": entry.stream,
+        "prompt_tokens": entry.prompt_tokens,
+        "cached_tokens": 0,
+        "completion_tokens": 0,
+        "kv_blocks": 0,
+        "preemptions": 0,
+        "admitted_at": entry.admitted_at,
+    }
+
+
+def events_with_prices(request_ids: Sequence[str]) -> Select[Any]:
+    """Return the query for the events of these requests, each with its price where it has one."""
+    return (
+        select(usage_events, *(prices.c[name].label(f"price_{name}") for name in _PRICE_FIELDS if name != "id"))
+        .join_from(usage_events, prices, prices.c.id == usage_events.c.price_id, isouter=True)
+        .where(usage_events.c.request_id.in_(request_ids), usage_events.c.kind == "usage")
+    )
+
+
+def price_of(row: RowMapping) -> Price | None:
+    """Return the price in a row of `events_with_prices`."""
+    if row["price_id"] is None:
+        return None
+    return Price(id=row["price_id"], **{name: row[f"price_{name}"] for name in _PRICE_FIELDS if name != "id"})
+
+
+def event_from_row(row: RowMapping) -> UsageEvent:
+    """Return the event of a row that has the columns of `usage_events`."""
+    return UsageEvent(**{name: row[name] for name in _EVENT_FIELDS})
+
+
+def cost_of(price: Price | None, prompt_tokens: int, cached_tokens: int, completion_tokens: int) -> int:
+    """Return what these tokens cost; raise OverflowError when it does not fit the column."""
+    if price is None:
+        return 0
+    cost = price.cost_picos(prompt_tokens=prompt_tokens, cached_tokens=cached_tokens, completion_tokens=completion_tokens)
+    if cost > COST_PICOS_MAX:
+        raise OverflowError(f"a cost of {cost} pico-units does not fit 64 bits")
+    return cost
+
+
+def settled(event: UsageEvent, settlement: Settlement, cost_picos: int, now: datetime) -> UsageEvent:
+    """Return `event` as it stands after `settlement`."""
+    return dataclasses.replace(
+        event,
+        status=settlement.status,
+        finish_reason=settlement.finish_reason,
+        prompt_tokens=settlement.usage.prompt_tokens,
+        cached_tokens=settlement.usage.cached_tokens,
+        completion_tokens=settlement.usage.completion_tokens,
+        estimated=False,
+        cost_picos=cost_picos,
+        settled_at=now,
+    )
+
+
+def same_outcome(event: UsageEvent, settlement: Settlement) -> bool:
+    """Return whether `event` was settled with these very figures."""
+    usage = settlement.usage
+    return (event.status, event.finish_reason, event.prompt_tokens, event.cached_tokens, event.completion_tokens) == (
+        settlement.status,
+        settlement.finish_reason,
+        usage.prompt_tokens,
+        usage.cached_tokens,
+        usage.completion_tokens,
+    )
+
+
+def settle_event_parameters(event: UsageEvent) -> dict[str, Any]:
+    """Return the parameters of SETTLE_EVENTS for an event in its final state."""
+    return {
+        "of_request": event.request_id,
+        "new_status": event.status,
+        "new_finish_reason": event.finish_reason,
+        "new_prompt_tokens": event.prompt_tokens,
+        "new_cached_tokens": event.cached_tokens,
+        "new_completion_tokens": event.completion_tokens,
+        "new_estimated": event.estimated,
+        "new_cost_picos": event.cost_picos,
+        "new_settled_at": event.settled_at,
+    }
+
+
+def settle_request_parameters(settlement: Settlement, prompt_tokens: int, now: datetime) -> dict[str, Any]:
+    """Return the parameters of SETTLE_REQUESTS. `prompt_tokens` is what the request asked for, billed or not."""
+    record = settlement.record
+    durations = {f"new_{name}_us": _micros(getattr(record, f"{name}_s")) for name in _DURATIONS}
+    return durations | {
+        "of_request": settlement.request_id,
+        "new_prompt_tokens": prompt_tokens,
+        "new_cached_tokens": settlement.usage.cached_tokens,
+        "new_completion_tokens": settlement.usage.completion_tokens,
+        "new_kv_blocks": record.kv_blocks,
+        "new_preemptions": record.preemptions,
+        "new_finish_reason": settlement.finish_reason,
+        "new_error": None if record.error is None else _storable(record.error),
+        "new_first_token_at": record.first_token_at,
+        "new_finished_at": record.finished_at or now,
+    }
+
+
+def checkpoint_parameters(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Return the parameters of WRITE_CHECKPOINTS."""
+    return {
+        "of_request": checkpoint.request_id,
+        "new_prompt_tokens": checkpoint.prompt_tokens,
+        "new_cached_tokens": checkpoint.cached_tokens,
+        "new_completion_tokens": checkpoint.completion_tokens,
+    }
+
+
+def request_from_row(row: RowMapping) -> RequestRow:
+    """Return the request of a row of `requests`."""
+    direct = (
+        "id tenant_id key_id model endpoint stream prompt_tokens cached_tokens completion_tokens kv_blocks preemptions "
+        "finish_reason error admitted_at first_token_at finished_at"
+    ).split()
+    durations = {f"{name}_s": _seconds(row[f"{name}_us"]) for name in _DURATIONS}
+    return RequestRow(
+        **{name: row[name] for name in direct},
+        **durations,
+        tokens_per_second=tokens_per_second(row["completion_tokens"], durations["decode_s"]),
+    )
+
+
+def tokens_per_second(completion_tokens: int, decode_s: float | None) -> float | None:
+    """Return the speed of decoding: the tokens after the first over the time they took. None when there was no second one."""
+    return (completion_tokens - 1) / decode_s if decode_s and completion_tokens > 1 else None
+
+
+def _storable(text: str) -> str:
+    """Return `text` as every database takes it: no NUL, no half surrogates, not too long."""
+    clean = text.replace("\x00", "").encode(errors="replace").decode()
+    return clean[:ERROR_CHARS_MAX]
+
+
+def _micros(seconds: float | None) -> int | None:
+    return None if seconds is None else round(seconds * MICROS_PER_S)
+
+
+def _seconds(micros: int | None) -> float | None:
+    return None if micros is None else micros / MICROS_PER_S

@@ -1,0 +1,159 @@
+"""What tokens cost from when on. A price is never changed or removed: a later one takes its place."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from typing import Any
+
+from sqlalchemy import RowMapping, insert, select
+from sqlalchemy.exc import IntegrityError
+
+from appliance.base.clock import Clock, rfc3339
+from appliance.base.db import Database
+from appliance.base.errors import InvalidValue
+from appliance.base.ids import new_id
+from appliance.base.money import PERCENT_MAX, PRICE_MICROS_MAX, cost_picos
+from appliance.base.tables import prices
+from appliance.tenancy.fields import check_name, check_whole
+from appliance.tenancy.pages import PAGE_ROWS_DEFAULT, Page, check_limit, decode_cursor, page_of
+
+PAST_TOLERANCE = timedelta(minutes=1)  # "now" of the sender may be a little earlier than ours
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Price:
+    """Micro-units of `currency` per million tokens, for requests admitted from `effective_from` on."""
+
+    id: str
+    model: str
+    effective_from: datetime
+    currency: str
+    prompt: int
+    cached_prompt: int
+    completion: int
+    batch_percent: int
+    created_at: datetime
+
+    def cost_picos(self, *, prompt_tokens: int, cached_tokens: int, completion_tokens: int) -> int:
+        """Return the exact cost in pico-units."""
+        return cost_picos(
+            prompt_tokens=prompt_tokens,
+            cached_tokens=cached_tokens,
+            completion_tokens=completion_tokens,
+            prompt_price=self.prompt,
+            cached_price=self.cached_prompt,
+            completion_price=self.completion,
+        )
+
+
+class PriceBook:
+    """All prices. Those of a model are kept in memory once read; `add` forgets them."""
+
+    def __init__(self, db: Database, clock: Clock) -> None:
+        self._db = db
+        self._clock = clock
+        self._by_model: dict[str, Sequence[Price]] = {}
+        self._additions = 0
+
+    async def add(
+        self,
+        *,
+        model: str,
+        currency: str,
+        prompt: int,
+        cached_prompt: int,
+        completion: int,
+        effective_from: datetime | None = None,
+        batch_percent: int = PERCENT_MAX,
+    ) -> Price:
+        """Return the new price, in force from `effective_from` (None: now) on.
+
+        Only the first price of a model may begin in the past, where nothing had a price. Raises InvalidValue.
+        """
+        now = self._clock.now()
+        price = Price(
+            id=new_id("price"),
+            model=check_name(model, "model"),
+            effective_from=_check_start(effective_from or now),
+            currency=_check_currency(currency),
+            prompt=check_whole(prompt, "prompt", 0, PRICE_MICROS_MAX),
+            cached_prompt=check_whole(cached_prompt, "cached_prompt", 0, PRICE_MICROS_MAX),
+            completion=check_whole(completion, "completion", 0, PRICE_MICROS_MAX),
+            batch_percent=check_whole(batch_percent, "batch_percent", 0, PERCENT_MAX),
+            created_at=now,
+        )
+        await self._insert(price, earliest=now - PAST_TOLERANCE)
+        self._additions += 1
+        self._by_model.pop(price.model, None)
+        return price
+
+    async def list(self, limit: int = PAGE_ROWS_DEFAULT, cursor: str | None = None) -> Page[Price]:
+        """Return prices in the order they were added."""
+        query = select(prices).order_by(prices.c.id).limit(check_limit(limit) + 1)
+        if cursor is not None:
+            (last_id,) = decode_cursor("prices", cursor, [str])
+            query = query.where(prices.c.id > last_id)
+        async with self._db.reading() as connection:
+            rows = (await connection.execute(query)).mappings().all()
+        return page_of([price_from_row(row) for row in rows], limit, "prices", lambda price: [price.id])
+
+    async def current(self, model: str, at: datetime) -> Price | None:
+        """Return the price of `model` that is in force at `at`, or None when it has none."""
+        known = self._by_model.get(model)
+        if known is None:
+            known = await self._read(model)
+        in_force = [price for price in known if price.effective_from <= at]
+        return in_force[-1] if in_force else None
+
+    async def _read(self, model: str) -> Sequence[Price]:
+        additions = self._additions
+        query = select(prices).where(prices.c.model == model).order_by(prices.c.effective_from)
+        async with self._db.reading() as connection:
+            rows = (await connection.execute(query)).mappings().all()
+        found = [price_from_row(row) for row in rows]
+        if additions == self._additions:  # else a price was added while we read; the next caller reads again
+            self._by_model[model] = found
+        return found
+
+    async def _insert(self, price: Price, earliest: datetime) -> None:
+        try:
+            async with self._db.writing() as connection:
+                others = await connection.execute(select(prices.c.id).where(prices.c.model == price.model).limit(1))
+                if others.first() is not None and price.effective_from < earliest:
+                    raise InvalidValue(
+                        f"{price.model} has a price already; a new one cannot begin in the past", param="effective_from"
+                    )
+                await connection.execute(insert(prices).values(**_columns(price)))
+        except IntegrityError as error:
+            moment = rfc3339(price.effective_from)
+            raise InvalidValue(f"{price.model} has a price from {moment} already", param="effective_from") from error
+
+
+def price_from_row(row: RowMapping) -> Price:
+    """Return the price of a row of `prices`."""
+    return Price(**{column: row[column] for column in _COLUMNS})
+
+
+def _columns(price: Price) -> dict[str, Any]:
+    return {column: getattr(price, column) for column in _COLUMNS}
+
+
+_COLUMNS = tuple(column.name for column in prices.columns)
+
+
+def _check_start(effective_from: datetime) -> datetime:
+    if effective_from.tzinfo is None:
+        raise InvalidValue("effective_from must have a zone", param="effective_from")
+    return effective_from
+
+
+def _check_currency(currency: object) -> str:
+    if (
+        not isinstance(currency, str)
+        or len(currency) != 3
+        or not (currency.isascii() and currency.isalpha() and currency.isupper())
+    ):
+        raise InvalidValue("currency must be a code of three capital letters", param="currency")
+    return currency

@@ -1,0 +1,77 @@
+"""What a tenant or key has used today and this month, read once from the ledger; admission keeps count from there."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from typing import Protocol
+
+from sqlalchemy import ColumnElement, case, func, select
+
+from appliance.base.db import Database
+from appliance.base.tables import usage_events
+from appliance.metering.quotas import LimitScope
+
+SPLIT = 10**9
+SETTLED = ("posted", "recovered")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeriodSums:
+    """Tokens since midnight and cost since the first of the month, both in UTC."""
+
+    tokens_today: int
+    cost_month_picos: int
+
+
+class SumsReader(Protocol):
+    """Where admission gets the sums from when it meets a tenant or key for the first time."""
+
+    async def read(self, scope: LimitScope, owner_id: str, now: datetime) -> PeriodSums:
+        """Return the sums of settled events of the tenant or key `owner_id`."""
+        ...
+
+
+class LedgerSums:
+    """Reads the sums from the usage events."""
+
+    def __init__(self, db: Database) -> None:
+        self._db = db
+
+    async def read(self, scope: LimitScope, owner_id: str, now: datetime) -> PeriodSums:
+        """Return the sums of settled events of the tenant or key `owner_id`. A request belongs to the time of its admission."""
+        events = usage_events.c
+        owner = events.tenant_id if scope == "tenant" else events.key_id
+        tokens = case((events.admitted_at >= day_start(now), events.prompt_tokens + events.completion_tokens), else_=0)
+        high, low = split_sum(events.cost_picos)
+        query = select(func.coalesce(func.sum(tokens), 0), high, low).where(
+            owner == owner_id, events.admitted_at >= month_start(now), events.status.in_(SETTLED)
+        )
+        async with self._db.reading() as connection:
+            row = (await connection.execute(query)).one()
+        return PeriodSums(tokens_today=int(row[0]), cost_month_picos=join_sum(row[1], row[2]))
+
+
+def split_sum(column: ColumnElement[int]) -> tuple[ColumnElement[int], ColumnElement[int]]:
+    """Return the sums of the two halves of `column`: SQLite's own SUM fails beyond 64 bits, these do not."""
+    return func.coalesce(func.sum(column / SPLIT), 0), func.coalesce(func.sum(column % SPLIT), 0)
+
+
+def join_sum(high: int, low: int) -> int:
+    """Return the exact sum from its two halves."""
+    return int(high) * SPLIT + int(low)
+
+
+def day_start(now: datetime) -> datetime:
+    """Return the last midnight in UTC."""
+    return now.astimezone(UTC).replace(hour=0, minute=0, second=0, microsecond=0)
+
+
+def next_day_start(now: datetime) -> datetime:
+    """Return the coming midnight in UTC."""
+    return day_start(now) + timedelta(days=1)
+
+
+def month_start(now: datetime) -> datetime:
+    """Return the beginning of the month in UTC."""
+    return day_start(now).replace(day=1)
