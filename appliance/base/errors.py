@@ -5,7 +5,7 @@ GatehouseError
 ├── Unauthenticated 401 ─── InvalidApiKey, ExpiredApiKey, InvalidCredentials
 ├── Forbidden 403 ─── ModelNotAllowed, AddressNotAllowed, TenantSuspended, ScopeNotAllowed, RoleNotAllowed
 ├── Missing 404 ─── ModelNotFound, NotFound
-├── Conflict 409
+├── Conflict 409 ─── NameTaken
 ├── RequestTooLarge 413
 ├── Refused 429 ─── RateLimitExceeded, RequestExceedsLimit, BudgetExceeded
 └── ServerError 5xx ─── InternalError 500, EngineUnavailable, ModelLoading, Overloaded, Draining, RequestAborted,

@@ -1,0 +1,76 @@
+"""Dependencies: every one has a reason, and the locks hold exactly what the project file asks for."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+from packaging.markers import Marker
+from packaging.requirements import Requirement
+from steps.locks import Lock, normalised, read_lock
+
+REPO = Path(__file__).resolve().parents[2]
+PROJECT = tomllib.loads((REPO / "pyproject.toml").read_text("utf-8"))["project"]
+LINUX = {"sys_platform": "linux", "platform_system": "Linux", "implementation_name": "cpython", "python_full_version": "3.11.9"}
+
+
+def direct(*extras: str) -> list[Requirement]:
+    lines = [*PROJECT["dependencies"], *(line for extra in extras for line in PROJECT["optional-dependencies"][extra])]
+    return [Requirement(line) for line in lines]
+
+
+def versions(lock: Lock) -> dict[str, str]:
+    return {pin.name: pin.version for pin in lock.pins if not pin.marker or Marker(pin.marker).evaluate(dict(LINUX))}
+
+
+@pytest.mark.parametrize(("profile", "extras"), [("cpu", ()), ("gpu", ("gpu",)), ("test", ("test",))])
+def test_a_lock_holds_a_version_that_the_project_file_allows(profile: str, extras: tuple[str, ...]) -> None:
+    held = versions(read_lock(profile)) | (versions(read_lock("cpu")) if profile == "test" else {})
+    for requirement in direct(*extras):
+        version = held.get(normalised(requirement.name))
+        assert version is not None, f"{requirement.name} is not in {profile}.txt"
+        assert requirement.specifier.contains(version.partition("+")[0]), f"{requirement} against {version}"
+
+
+def test_every_dependency_says_why_it_is_here() -> None:
+    text = (REPO / "pyproject.toml").read_text("utf-8")
+    lists = re.findall(r"^(?:dependencies|gpu|test) = \[\n(.*?)^\]", text, re.DOTALL | re.MULTILINE)
+    assert len(lists) == 3
+    assert not [line for block in lists for line in block.splitlines() if not re.search(r'",\s+# \S', line)]
+
+
+def test_the_locks_repeat_the_reasons() -> None:
+    text = (REPO / "installer" / "requirements" / "cpu.txt").read_text("utf-8").split("# What these need in turn")[0]
+    assert len(re.findall(r"^# .+\n\w", text, re.MULTILINE)) == len(direct()) + 1  # torch stands there for Linux and for others
+
+
+def test_the_profiles_agree_where_they_overlap() -> None:
+    cpu, gpu = versions(read_lock("cpu")), versions(read_lock("gpu"))
+    differing = {name for name in cpu if cpu[name].partition("+")[0] != gpu[name].partition("+")[0]}
+    assert not differing
+
+
+def test_a_machine_without_a_gpu_gets_nothing_for_one() -> None:
+    names = set(versions(read_lock("cpu")))
+    assert not {name for name in names if name.startswith(("nvidia-", "cuda-", "triton"))} - {"nvidia-ml-py"}
+    assert versions(read_lock("cpu"))["torch"].endswith("+cpu")
+
+
+def test_the_lock_is_whole() -> None:
+    from importlib import metadata
+
+    held = versions(read_lock("cpu"))
+    missing = set()
+    for name in held:
+        try:
+            needs = metadata.requires(name) or []
+        except metadata.PackageNotFoundError:
+            continue  # this interpreter was not made from the lock; the others are still compared
+        for line in needs:
+            requirement = Requirement(line)
+            wanted = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
+            if wanted and normalised(requirement.name) not in held:
+                missing.add(f"{name} needs {requirement.name}")
+    assert not missing

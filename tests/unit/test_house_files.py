@@ -1,0 +1,74 @@
+"""How the repository looks: sizes, names, notes, the tree in the README, versions that agree."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tomllib
+from pathlib import Path
+
+REPO = Path(__file__).resolve().parents[2]
+LINES_MAX = 400
+TEST_LINES_MAX = 700
+BYTES_MAX = 300 * 1024
+LARGE_ALLOWED = ("engine/demo/", "docs/images/")  # the demo model's weights and its vocabulary, screenshots
+EMPTY_NAMES = {"utils", "util", "helpers", "helper", "manager", "common", "misc", "v2"}
+# Spelled in two parts, so that this file does not hold what it forbids.
+UNFINISHED = re.compile("TO" + "DO|FIX" + "ME|XX" + "X|raise NotImplemented" + "Error")
+NAMELESS = "/wo" + "rk/"
+
+
+def tracked() -> list[str]:
+    answer = subprocess.run(["git", "ls-files"], cwd=REPO, capture_output=True, text=True, check=True)
+    return [name for name in answer.stdout.splitlines() if (REPO / name).is_file()]
+
+
+def sources(*suffixes: str) -> list[str]:
+    return [name for name in tracked() if name.endswith(suffixes) and not name.startswith("web/static/vendor/")]
+
+
+def test_no_file_is_too_long_to_read() -> None:
+    lengths = {name: len((REPO / name).read_text("utf-8").splitlines()) for name in sources(".py", ".css", ".js", ".html")}
+    long = {
+        name: lines for name, lines in lengths.items() if lines > (TEST_LINES_MAX if name.startswith("tests/") else LINES_MAX)
+    }
+    assert not long
+
+
+def test_no_module_has_an_empty_name() -> None:
+    assert not [name for name in sources(".py") if Path(name).stem in EMPTY_NAMES]
+
+
+def test_every_module_says_what_it_is_for() -> None:
+    silent = [name for name in sources(".py") if not re.match(r'(#.*\n)*"""\S', (REPO / name).read_text("utf-8") or '"""x')]
+    assert not silent
+
+
+def test_nothing_is_left_unfinished() -> None:
+    found = [name for name in sources(".py", ".js", ".css", ".html") if UNFINISHED.search((REPO / name).read_text("utf-8"))]
+    assert not found
+
+
+def test_nothing_names_the_machine_it_was_written_on() -> None:
+    texts = sources(".py", ".js", ".css", ".html", ".md", ".toml", ".txt", ".yaml", ".json", "run")
+    assert not [name for name in texts if NAMELESS in (REPO / name).read_text("utf-8")]
+
+
+def test_only_the_demo_model_is_large() -> None:
+    large = {name: (REPO / name).stat().st_size for name in tracked() if (REPO / name).stat().st_size > BYTES_MAX}
+    assert not [name for name in large if not name.startswith(LARGE_ALLOWED)]
+
+
+def test_the_tree_in_the_readme_is_the_tree() -> None:
+    readme = (REPO / "README.md").read_text("utf-8")
+    match = re.search(r"^## The tree\n.*?```\w*\n(.*?)```", readme, re.DOTALL | re.MULTILINE)
+    assert match, "README.md has no tree under the heading `## The tree`"
+    written = {line.split("/")[0] for line in match[1].splitlines() if re.match(r"[\w.]+/ +\S", line)}
+    assert written == {name.split("/")[0] for name in tracked() if "/" in name and not name.startswith(".")}
+
+
+def test_the_version_is_the_newest_of_the_changelog() -> None:
+    version = tomllib.loads((REPO / "pyproject.toml").read_text("utf-8"))["project"]["version"]
+    newest = re.search(r"^## (\S+)", (REPO / "CHANGELOG.md").read_text("utf-8"), re.MULTILINE)
+    assert newest
+    assert newest[1] == version

@@ -1,0 +1,122 @@
+"""Who may import whom: read from the source, so that a wrong import fails even where no test runs it."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+REPO = Path(__file__).resolve().parents[2]
+
+# The pure half of the engine: integers and text, so that a laptop with no torch can test it.
+ENGINE_PURE = {
+    "errors", "request", "block_pool", "prefix_cache", "scheduler", "scheduled_batch", "config", "options", "transport",
+    "models.families",
+}  # fmt: skip
+PROTOCOL = {"engine.protocol", "engine.transport"}
+
+# area -> what it may import beside itself and the packages of others
+ALLOWED: dict[str, set[str]] = {
+    "appliance.base": set(),
+    "appliance.tenancy": {"appliance.base"},
+    "appliance.metering": {"appliance.base", "appliance.tenancy"},
+    "appliance.telemetry": {"appliance.base", *PROTOCOL},
+    "appliance.serving": {"appliance.base", "appliance.tenancy", "appliance.metering", "appliance.telemetry", *PROTOCOL},
+    "appliance.api": {
+        "appliance.base", "appliance.tenancy", "appliance.metering", "appliance.telemetry", "appliance.serving", *PROTOCOL,
+    },
+    "appliance.console": {
+        "appliance.base", "appliance.tenancy", "appliance.metering", "appliance.telemetry", "appliance.serving", *PROTOCOL,
+    },
+    "appliance.cli": {"appliance"},
+    "appliance.app": {"appliance", *PROTOCOL},
+    "engine": {"kernels.ops"},
+    "kernels": set(),
+}  # fmt: skip
+OURS = ("appliance", "engine", "kernels", "installer", "migrations", "tests", "bench", "web", "steps")
+
+
+def modules(*folders: str) -> Iterator[tuple[str, Path]]:
+    for folder in folders:
+        for path in sorted((REPO / folder).rglob("*.py")):
+            name = ".".join(path.relative_to(REPO).with_suffix("").parts)
+            yield name.removesuffix(".__init__"), path
+
+
+def imports(path: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: imports are absolute"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def within(name: str, area: str) -> bool:
+    return name == area or name.startswith(area + ".")
+
+
+def area_of(module: str) -> str:
+    return max((area for area in ALLOWED if within(module, area)), key=len, default="")
+
+
+def test_areas_import_only_what_lies_below_them() -> None:
+    wrong = [
+        f"{module} imports {name}"
+        for module, path in modules("appliance", "engine", "kernels")
+        for name in imports(path)
+        if name.split(".")[0] in OURS
+        and not any(within(name, allowed) for allowed in {area_of(module), *ALLOWED.get(area_of(module), set())} if allowed)
+        and module != "appliance"
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_the_pure_half_of_the_engine_imports_no_tensor_library() -> None:
+    wrong = [
+        f"{module} imports {name}"
+        for module, path in modules("engine")
+        if module.removeprefix("engine.") in ENGINE_PURE | {"protocol"}
+        for name in imports(path)
+        if name.split(".")[0] in {"torch", "numpy", "triton", "kernels"}
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_the_appliance_names_no_tensor_library() -> None:
+    wrong = [
+        f"{module} imports {name}"
+        for module, path in modules("appliance", "migrations")
+        for name in imports(path)
+        if name.split(".")[0] in {"torch", "triton", "transformers", "kernels"}
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_the_installer_uses_the_standard_library_alone() -> None:
+    wrong = [
+        f"{module} imports {name}"
+        for module, path in modules("installer")
+        for name in imports(path)
+        if name.split(".")[0] not in {*sys.stdlib_module_names, "steps"}
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("start", ["appliance.cli.main", "appliance.app", "engine.protocol", "engine.transport"])
+def test_a_process_of_the_gateway_never_loads_torch(start: str) -> None:
+    program = f"import sys, {start}; print(sorted({{'torch', 'triton', 'transformers'}} & set(sys.modules)))"
+    answer = subprocess.run([sys.executable, "-c", program], cwd=REPO, capture_output=True, text=True, check=True)
+    assert answer.stdout.strip() == "[]"
+
+
+def test_the_folder_named_kernels_does_not_stop_transformers() -> None:
+    # transformers looks for a package `kernels` of its own; ours has the name and must not be taken for it.
+    program = "import kernels; from transformers import AutoModelForCausalLM; print(AutoModelForCausalLM.__name__)"
+    answer = subprocess.run([sys.executable, "-c", program], cwd=REPO, capture_output=True, text=True, check=False)
+    assert answer.stdout.strip() == "AutoModelForCausalLM", answer.stderr
+    assert (REPO / "kernels" / "__init__.py").read_text("utf-8").count("=") == 0
