@@ -16,6 +16,7 @@ from appliance.metering.records import ERROR_CHARS_MAX, Checkpoint, PendingEntry
 MICROS_PER_S = 1_000_000
 COST_PICOS_MAX = 2**63 - 1
 _EVENT_FIELDS = tuple(field.name for field in dataclasses.fields(UsageEvent))
+_REQUEST_FIELDS = tuple(field.name for field in dataclasses.fields(RequestRow))
 _PRICE_FIELDS = tuple(field.name for field in dataclasses.fields(Price))
 _DURATIONS = ("queue", "ttft", "inter_token_p50", "decode")
 
@@ -53,7 +54,6 @@ SETTLE_REQUESTS: Update = (
         {
             name: bindparam(f"new_{name}")
             for name in (
-                "prompt_tokens",
                 "cached_tokens",
                 "completion_tokens",
                 "kv_blocks",
@@ -170,7 +170,9 @@ def settled(event: UsageEvent, settlement: Settlement, cost_picos: int, now: dat
 
 
 def same_outcome(event: UsageEvent, settlement: Settlement) -> bool:
-    """Return whether `event` was settled with these very figures."""
+    """Return whether `event` was settled with these very figures. Voided is voided: why is told by the first."""
+    if event.status == settlement.status == "voided":
+        return True
     usage = settlement.usage
     return (event.status, event.finish_reason, event.prompt_tokens, event.cached_tokens, event.completion_tokens) == (
         settlement.status,
@@ -196,13 +198,12 @@ def settle_event_parameters(event: UsageEvent) -> dict[str, Any]:
     }
 
 
-def settle_request_parameters(settlement: Settlement, prompt_tokens: int, now: datetime) -> dict[str, Any]:
-    """Return the parameters of SETTLE_REQUESTS. `prompt_tokens` is what the request asked for, billed or not."""
+def settle_request_parameters(settlement: Settlement, now: datetime) -> dict[str, Any]:
+    """Return the parameters of SETTLE_REQUESTS. The prompt's length stays as asked for, billed or not."""
     record = settlement.record
     durations = {f"new_{name}_us": _micros(getattr(record, f"{name}_s")) for name in _DURATIONS}
     return durations | {
         "of_request": settlement.request_id,
-        "new_prompt_tokens": prompt_tokens,
         "new_cached_tokens": settlement.usage.cached_tokens,
         "new_completion_tokens": settlement.usage.completion_tokens,
         "new_kv_blocks": record.kv_blocks,
@@ -226,16 +227,9 @@ def checkpoint_parameters(checkpoint: Checkpoint) -> dict[str, Any]:
 
 def request_from_row(row: RowMapping) -> RequestRow:
     """Return the request of a row of `requests`."""
-    direct = (
-        "id tenant_id key_id model endpoint stream prompt_tokens cached_tokens completion_tokens kv_blocks preemptions "
-        "finish_reason error admitted_at first_token_at finished_at"
-    ).split()
-    durations = {f"{name}_s": _seconds(row[f"{name}_us"]) for name in _DURATIONS}
-    return RequestRow(
-        **{name: row[name] for name in direct},
-        **durations,
-        tokens_per_second=tokens_per_second(row["completion_tokens"], durations["decode_s"]),
-    )
+    values: dict[str, Any] = {name: row[name] for name in _REQUEST_FIELDS if name in row}
+    values |= {f"{name}_s": _seconds(row[f"{name}_us"]) for name in _DURATIONS}
+    return RequestRow(**values, tokens_per_second=tokens_per_second(row["completion_tokens"], values["decode_s"]))
 
 
 def tokens_per_second(completion_tokens: int, decode_s: float | None) -> float | None:

@@ -54,7 +54,7 @@ class LedgerSums:
 
 def split_sum(column: ColumnElement[int]) -> tuple[ColumnElement[int], ColumnElement[int]]:
     """Return the sums of the two halves of `column`: SQLite's own SUM fails beyond 64 bits, these do not."""
-    return func.coalesce(func.sum(column / SPLIT), 0), func.coalesce(func.sum(column % SPLIT), 0)
+    return func.coalesce(func.sum(column // SPLIT), 0), func.coalesce(func.sum(column % SPLIT), 0)
 
 
 def join_sum(high: int, low: int) -> int:

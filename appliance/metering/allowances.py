@@ -1,0 +1,163 @@
+"""What one tenant or key has left of each of its limits, in memory. Every method is synchronous: check and take are one step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import datetime
+
+from appliance.metering.quotas import MICROS_PER_S, LimitDecision, LimitKind, LimitScope, TokenBucket, Window, ceil_to_ms
+from appliance.metering.sums import PeriodSums, day_start, month_start, next_day_start
+from appliance.tenancy.principals import Limits
+
+CONCURRENCY_RETRY_S = 1.0  # nobody knows when a running request ends
+PICOS_PER_MICRO = 10**6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Need:
+    """What one request reserves. `cost_picos` is the price of `tokens`."""
+
+    tokens: int
+    cost_picos: int
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """One reading of both clocks, so that all limits of a decision see the same time."""
+
+    now: datetime
+    monotonic_s: float
+
+
+class Allowance:
+    """Buckets, windows and running requests of one tenant or key. A limit that is None is not counted against."""
+
+    def __init__(self, scope: LimitScope, sums: PeriodSums, at: Moment) -> None:
+        self.scope: LimitScope = scope
+        self.running = 0
+        self.limits = Limits()
+        self.tokens: TokenBucket | None = None
+        self.requests: TokenBucket | None = None
+        self._day = Window(day_start(at.now).date(), used=sums.tokens_today)
+        self._month = Window(month_start(at.now).date(), used=sums.cost_month_picos)
+
+    def configure(self, limits: Limits, at: Moment) -> None:
+        """Take over the limits as they are now; what was used counts against the new ones."""
+        self.tokens = _resized(self.tokens, limits.tokens_per_minute, at.monotonic_s)
+        self.requests = _resized(self.requests, limits.requests_per_minute, at.monotonic_s)
+        self.limits = limits
+
+    def refusals(self, need: Need, at: Moment) -> list[LimitDecision]:
+        """Return the decisions of the limits that refuse `need`; none of them changes anything."""
+        return [decision for decision in self._decisions(need, at) if not decision.allowed]
+
+    def take(self, need: Need, at: Moment) -> Hold:
+        """Take `need`. Call it only when `refusals` is empty and without an await in between."""
+        assert self.tokens is None or self.tokens.take(need.tokens, at.monotonic_s)
+        assert self.requests is None or self.requests.take(1, at.monotonic_s)
+        day, month = self._windows(at.now)
+        day.reserved += need.tokens
+        month.reserved += need.cost_picos
+        self.running += 1
+        return Hold(allowance=self, need=need, tokens=self.tokens, requests=self.requests, day=day, month=month)
+
+    def _decisions(self, need: Need, at: Moment) -> Iterator[LimitDecision]:
+        day, month = self._windows(at.now)
+        if self.limits.concurrent_requests is not None:
+            yield self._concurrency(self.limits.concurrent_requests)
+        if self.requests is not None:
+            yield self._bucket("requests", self.requests, 1, at)
+        if self.tokens is not None:
+            yield self._bucket("tokens", self.tokens, need.tokens, at)
+        if self.limits.tokens_per_day is not None:
+            yield self._per_day(self.limits.tokens_per_day, day, need.tokens, at.now)
+        if self.limits.monthly_budget is not None:
+            yield self._budget(self.limits.monthly_budget * PICOS_PER_MICRO, month, need.cost_picos)
+
+    def _concurrency(self, limit: int) -> LimitDecision:
+        allowed = self.running < limit
+        wait_s = None if limit < 1 else CONCURRENCY_RETRY_S
+        return self._decide("concurrency", allowed, 1, limit, limit - self.running, wait_s)
+
+    def _bucket(self, kind: LimitKind, bucket: TokenBucket, need: int, at: Moment) -> LimitDecision:
+        wait_s = bucket.wait_s(need, at.monotonic_s)
+        return self._decide(kind, wait_s == 0, need, bucket.capacity, bucket.level(at.monotonic_s), wait_s)
+
+    def _per_day(self, limit: int, day: Window, need: int, now: datetime) -> LimitDecision:
+        wait_s = None if need > limit else _until(next_day_start(now), now)
+        return self._decide("tokens_per_day", day.taken + need <= limit, need, limit, limit - day.taken, wait_s)
+
+    def _budget(self, limit: int, month: Window, need: int) -> LimitDecision:
+        return self._decide("budget", month.taken + need <= limit, need, limit, limit - month.taken, None)
+
+    def _decide(self, kind: LimitKind, allowed: bool, need: int, limit: int, level: int, wait_s: float | None) -> LimitDecision:
+        return LimitDecision(
+            allowed=allowed,
+            scope=self.scope,
+            kind=kind,
+            need=need,
+            limit=limit,
+            level=level,
+            wait_s=0.0 if allowed else wait_s,
+        )
+
+    def _windows(self, now: datetime) -> tuple[Window, Window]:
+        """Return today's and this month's window. A hold keeps the windows that it was taken from."""
+        today, month = day_start(now).date(), month_start(now).date()
+        if self._day.start < today:
+            self._day = Window(today)
+        if self._month.start < month:
+            self._month = Window(month)
+        return self._day, self._month
+
+
+@dataclass(slots=True, kw_only=True)
+class Hold:
+    """What one request has taken from one allowance, from the very buckets and windows it was taken from."""
+
+    allowance: Allowance
+    need: Need
+    tokens: TokenBucket | None
+    requests: TokenBucket | None
+    day: Window
+    month: Window
+
+    def settle(self, used: Need, monotonic_s: float) -> None:
+        """Replace what was reserved by what was used."""
+        self._release()
+        self.day.used += used.tokens
+        self.month.used += used.cost_picos
+        if self.tokens is not None:
+            difference = used.tokens - self.need.tokens
+            if difference > 0:
+                self.tokens.charge(difference, monotonic_s)
+            else:
+                self.tokens.put_back(-difference, monotonic_s)
+
+    def void(self, monotonic_s: float) -> None:
+        """Put everything back, as if the request had never been."""
+        self._release()
+        if self.tokens is not None:
+            self.tokens.put_back(self.need.tokens, monotonic_s)
+        if self.requests is not None:
+            self.requests.put_back(1, monotonic_s)
+
+    def _release(self) -> None:
+        self.allowance.running -= 1
+        self.day.reserved -= self.need.tokens
+        self.month.reserved -= self.need.cost_picos
+
+
+def _resized(bucket: TokenBucket | None, capacity: int | None, now_s: float) -> TokenBucket | None:
+    if capacity is None:
+        return None
+    if bucket is None:
+        return TokenBucket(capacity, now_s)
+    bucket.resize(capacity, now_s)
+    return bucket
+
+
+def _until(moment: datetime, now: datetime) -> float:
+    difference = moment - now
+    return ceil_to_ms((difference.days * 86400 + difference.seconds) * MICROS_PER_S + difference.microseconds)

@@ -1,0 +1,228 @@
+"""The one writer of usage events: a task that takes what is queued and commits it in groups. Nobody else writes them.
+
+    open ─────────┐                       ┌─► COMMIT ─► every waiting caller hears that its rows are durable
+    settle ───────┤ inbox ─► one round = one transaction
+    checkpoint ───┘ (latest wins, once a second)        └─► error ─► each operation alone, so that one bad row fails alone
+
+A settlement is never given up while the process lives: when the database fails it is tried again, and as it is a conditional
+update on `status = 'pending'` a second try after a COMMIT of unknown outcome changes nothing. An `open` that fails is refused,
+and in case its COMMIT did happen the entry is voided as soon as the database answers again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Sequence
+
+import structlog
+from sqlalchemy.exc import DBAPIError
+from sqlalchemy.exc import TimeoutError as PoolTimeout
+
+from appliance.base.clock import Clock
+from appliance.base.db import Database
+from appliance.base.errors import InternalError, Overloaded
+from appliance.metering.ledger_round import LedgerBroken, Open, Operation, Round, Settle, Void
+from appliance.metering.records import Checkpoint, PendingEntry, RequestRecord, Settlement, Usage, UsageEvent
+
+__all__ = [
+    "Checkpoint",
+    "Ledger",
+    "LedgerBroken",
+    "PendingEntry",
+    "RequestRecord",
+    "Settlement",
+    "Usage",
+    "UsageEvent",
+]
+
+QUEUED_OPENS_MAX = 4096
+ROUND_OPERATIONS_MAX = 256
+CHECKPOINT_INTERVAL_S = 1.0
+RETRY_S_MIN = 0.05
+RETRY_S_MAX = 2.0
+STOP_TIMEOUT_S = 10.0
+
+_log = structlog.get_logger()
+
+
+class Ledger:
+    """Writes the usage events of one epoch. `start` before the first `open`, `stop` drains."""
+
+    def __init__(
+        self,
+        db: Database,
+        clock: Clock,
+        epoch_id: str,
+        *,
+        currency: str = "EUR",
+        checkpoint_interval_s: float = CHECKPOINT_INTERVAL_S,
+        queued_opens_max: int = QUEUED_OPENS_MAX,
+    ) -> None:
+        self.last_error: str | None = None
+        self.unrecorded_usage_tokens = 0
+        """Tokens that the engine reported at settlement and that stand in no committed event: zero when all is well."""
+        self._db = db
+        self._clock = clock
+        self._epoch_id = epoch_id
+        self._currency = currency
+        self._checkpoint_interval_s = checkpoint_interval_s
+        self._queued_opens_max = queued_opens_max
+        self._inbox: deque[Operation] = deque()
+        self._queued_opens = 0
+        self._checkpoints: dict[str, Checkpoint] = {}
+        self._checkpoints_due_s = 0.0
+        self._wake = asyncio.Event()
+        self._stopping = False
+        self._retry_s = 0.0
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def healthy(self) -> bool:
+        """Return whether the writer runs and its last round was committed."""
+        return self._task is not None and not self._task.done() and self.last_error is None
+
+    async def start(self) -> None:
+        """Start the writer task."""
+        assert self._task is None, "a ledger is started once"
+        self._task = asyncio.create_task(self._run(), name="ledger")
+
+    async def stop(self, timeout_s: float = STOP_TIMEOUT_S) -> None:
+        """Write what is queued and end. Raises LedgerBroken when that was not possible in `timeout_s`."""
+        if self._task is None:
+            return
+        self._stopping = True
+        self._wake.set()
+        _done, running = await asyncio.wait({self._task}, timeout=timeout_s)
+        if running:
+            self._task.cancel()
+            await asyncio.wait({self._task})
+        left = len(self._inbox)
+        self._fail_all(LedgerBroken("the ledger has stopped"))
+        if left:
+            raise LedgerBroken(f"the ledger stopped with {left} operations unwritten: {self.last_error}")
+
+    async def open(self, entry: PendingEntry) -> None:
+        """Return once the pending entry is durable. Raises InternalError when it cannot be written, Overloaded when too many
+        wait. When it raises, or is cancelled, no entry stays pending.
+        """
+        self._check_running()
+        if self._queued_opens >= self._queued_opens_max:
+            raise Overloaded("too many requests are waiting to be recorded", retry_after_s=1.0)
+        operation = Open(entry, asyncio.get_running_loop().create_future())
+        self._queued_opens += 1
+        self._put(operation)
+        try:
+            await operation.done
+        except asyncio.CancelledError:
+            # The caller went away between asking and hearing; whether the row was written is decided here.
+            operation.abandoned = True
+            self._put(Void(entry.request_id))
+            raise
+
+    async def settle(self, settlement: Settlement) -> UsageEvent:
+        """Return the event once its final state is durable; settling again with the same figures returns it again.
+
+        Raises LedgerBroken when there is no such entry or it was settled otherwise. Cancelling the caller does not stop it.
+        """
+        self._check_running()
+        operation = Settle(settlement, asyncio.get_running_loop().create_future())
+        self._checkpoints.pop(settlement.request_id, None)
+        self.unrecorded_usage_tokens += settlement.usage.total_tokens
+        self._put(operation)
+        return await asyncio.shield(operation.done)
+
+    def checkpoint(self, rows: Sequence[Checkpoint]) -> None:
+        """Remember how far running requests are; the latest of each is written about once a second."""
+        self._checkpoints.update((row.request_id, row) for row in rows)
+        self._wake.set()
+
+    def _check_running(self) -> None:
+        if self._task is None or self._task.done() or self._stopping:
+            raise InternalError("the ledger is not running; nothing can be recorded")
+
+    def _put(self, operation: Operation) -> None:
+        self._inbox.append(operation)
+        self._wake.set()
+
+    async def _run(self) -> None:
+        """Write rounds until stopped. A bug in here ends the task, which turns readiness red; callers get an error."""
+        try:
+            while not (self._stopping and not self._inbox and not self._checkpoints):
+                await self._wait()
+                await self._write_round()
+        except Exception as error:  # noqa: BLE001 - an owned task says how it ended
+            self.last_error = f"the writer ended: {error!r}"
+            _log.exception("ledger_writer_ended", epoch_id=self._epoch_id)
+            self._fail_all(LedgerBroken(self.last_error))
+
+    async def _wait(self) -> None:
+        """Return when there is something to write; after a failed round not before the pause has passed."""
+        if self._retry_s:
+            await asyncio.sleep(self._retry_s)
+            return
+        while not self._inbox and not self._stopping:
+            self._wake.clear()
+            pause_s = self._checkpoints_due_s - self._clock.monotonic_s() if self._checkpoints else None
+            if pause_s is not None and pause_s <= 0:
+                return
+            try:
+                async with asyncio.timeout(pause_s):
+                    await self._wake.wait()
+            except TimeoutError:
+                return
+
+    async def _write_round(self) -> None:
+        operations = self._take_operations()
+        checkpoints = self._take_checkpoints()
+        work = Round(self._db, self._epoch_id, self._currency, self._clock.now(), operations, checkpoints)
+        try:
+            await work.write()
+        except (DBAPIError, PoolTimeout, OSError) as error:
+            self._keep_for_retry(operations, checkpoints, error)
+            return
+        self.last_error = None
+        self._retry_s = 0.0
+        for operation in operations:
+            if isinstance(operation, Settle) and operation.written:
+                self.unrecorded_usage_tokens -= operation.settlement.usage.total_tokens
+        work.tell()
+
+    def _take_operations(self) -> list[Operation]:
+        count = min(len(self._inbox), ROUND_OPERATIONS_MAX)
+        operations = [self._inbox.popleft() for _ in range(count)]
+        self._queued_opens -= sum(isinstance(operation, Open) for operation in operations)
+        return [operation for operation in operations if not (isinstance(operation, Open) and operation.abandoned)]
+
+    def _take_checkpoints(self) -> list[Checkpoint]:
+        if not self._checkpoints or (self._clock.monotonic_s() < self._checkpoints_due_s and not self._stopping):
+            return []
+        self._checkpoints_due_s = self._clock.monotonic_s() + self._checkpoint_interval_s
+        rows = sorted(self._checkpoints.values(), key=lambda row: row.request_id)
+        self._checkpoints = {}
+        return rows
+
+    def _keep_for_retry(self, operations: list[Operation], checkpoints: list[Checkpoint], error: Exception) -> None:
+        """The database failed: refuse the opens, keep the rest for the next round, in order."""
+        self.last_error = f"{type(error).__name__}: {error}"
+        _log.error("ledger_round_failed", error=self.last_error, operations=len(operations), retry_s=self._retry_s)
+        self._retry_s = min(max(self._retry_s * 2, RETRY_S_MIN), RETRY_S_MAX)
+        kept: list[Operation] = []
+        for operation in operations:
+            if isinstance(operation, Open):
+                operation.fail(InternalError("the usage record could not be written; nothing was started"))
+                kept.append(Void(operation.entry.request_id))
+            else:
+                kept.append(operation)
+        self._inbox.extendleft(reversed(kept))
+        settling = {operation.settlement.request_id for operation in self._inbox if isinstance(operation, Settle)}
+        for row in checkpoints:
+            if row.request_id not in settling:
+                self._checkpoints.setdefault(row.request_id, row)
+
+    def _fail_all(self, error: LedgerBroken) -> None:
+        while self._inbox:
+            operation = self._inbox.popleft()
+            if not isinstance(operation, Void):
+                operation.fail(error)
+        self._queued_opens = 0

@@ -1,0 +1,100 @@
+"""Epochs, and what a dead one left behind: its pending events become `recovered`, once, before anything is served."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from datetime import datetime
+from typing import Any
+
+from sqlalchemy import RowMapping, bindparam, insert, select, update
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from appliance.base.clock import Clock
+from appliance.base.db import Database
+from appliance.base.ids import new_id
+from appliance.base.tables import epochs, requests, usage_events
+from appliance.metering.ledger_rows import SETTLE_EVENTS, cost_of, events_with_prices, price_of
+
+EVENTS_PER_TRANSACTION = 500
+RECOVERED_ERROR = "the appliance stopped while this request ran"
+
+_FINISH_REQUESTS = (
+    update(requests)
+    .where(requests.c.id == bindparam("of_request"), requests.c.finished_at.is_(None))
+    .values(
+        cached_tokens=bindparam("new_cached_tokens"),
+        completion_tokens=bindparam("new_completion_tokens"),
+        finish_reason="error",
+        error=RECOVERED_ERROR,
+        finished_at=bindparam("new_settled_at", type_=requests.c.finished_at.type),
+    )
+)
+
+
+async def begin_epoch(db: Database, clock: Clock, version: str) -> str:
+    """Return the id of a new epoch: one run of the gateway."""
+    epoch_id = new_id("epoch")
+    async with db.writing() as connection:
+        await connection.execute(insert(epochs).values(id=epoch_id, version=version, pid=os.getpid(), started_at=clock.now()))
+    return epoch_id
+
+
+async def end_epoch(db: Database, clock: Clock, epoch_id: str) -> None:
+    """Note that the epoch ended in order, with nothing pending."""
+    async with db.writing() as connection:
+        await connection.execute(
+            update(epochs).where(epochs.c.id == epoch_id, epochs.c.ended_at.is_(None)).values(ended_at=clock.now())
+        )
+
+
+async def recover(db: Database, clock: Clock, current_epoch: str) -> int:
+    """Settle every pending event of other epochs at its last checkpoint, as an estimate, and return how many there were.
+
+    Call it before the ledger of `current_epoch` starts: there is one writer at a time. Interrupted or run twice, each event
+    still changes once.
+    """
+    total = 0
+    while True:
+        async with db.writing() as connection:
+            count = await _recover_some(connection, current_epoch, clock.now())
+        total += count
+        if count < EVENTS_PER_TRANSACTION:
+            return total
+
+
+async def _recover_some(connection: AsyncConnection, current_epoch: str, now: datetime) -> int:
+    left_behind = (
+        select(usage_events.c.request_id)
+        .where(usage_events.c.status == "pending", usage_events.c.epoch_id != current_epoch)
+        .order_by(usage_events.c.id)
+        .limit(EVENTS_PER_TRANSACTION)
+    )
+    request_ids = (await connection.execute(left_behind)).scalars().all()
+    if not request_ids:
+        return 0
+    rows = (await connection.execute(events_with_prices(request_ids))).mappings().all()
+    parameters = [_recovered(row, now) for row in rows]
+    await connection.execute(SETTLE_EVENTS, parameters)
+    await connection.execute(_FINISH_REQUESTS, _request_parameters(parameters))
+    return len(request_ids)
+
+
+def _recovered(row: RowMapping, now: datetime) -> dict[str, Any]:
+    tokens = (row["prompt_tokens"], row["cached_tokens"], row["completion_tokens"])
+    return {
+        "of_request": row["request_id"],
+        "new_status": "recovered",
+        "new_finish_reason": "error",
+        "new_prompt_tokens": tokens[0],
+        "new_cached_tokens": tokens[1],
+        "new_completion_tokens": tokens[2],
+        "new_estimated": True,
+        "new_cost_picos": cost_of(price_of(row), *tokens),
+        "new_settled_at": now,
+    }
+
+
+def _request_parameters(events: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    names = ("of_request", "new_cached_tokens", "new_completion_tokens", "new_settled_at")
+    return [{name: event[name] for name in names} for event in events]
