@@ -1,0 +1,31 @@
+"""Environment of the process that must be set before torch is imported. Knows no torch.
+
+MKL picks slow paths for small matrices on AMD processors unless told to stay with AVX2, and its results then also repeat
+from run to run.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from pathlib import Path
+
+log = logging.getLogger("gatehouse.engine")
+
+
+def prepare_cpu() -> None:
+    """Set what helps on this processor; what the operator has set himself stays. Says so when it comes too late."""
+    if "MKL_CBWR" in os.environ or not _is_amd():
+        return
+    if "torch" in sys.modules:
+        log.info("torch was imported before the engine: MKL_CBWR=AVX2 is not set, small batches may be slower")
+        return
+    os.environ["MKL_CBWR"] = "AVX2"
+
+
+def _is_amd() -> bool:
+    try:
+        return "AuthenticAMD" in Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return False

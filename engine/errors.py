@@ -1,0 +1,49 @@
+"""Everything the engine refuses, as types. Knows no torch.
+
+EngineError
+├── ModelError                 the model directory cannot be served
+│   ├── NotAModelDirectory     no directory, or no config.json / weights / tokenizer in it
+│   ├── UnsupportedModel       a known file asks for something that this version does not compute
+│   └── WeightsError           tensors are missing, unexpected, misshapen or unreadable
+├── EngineConfigError          an engine option has a value that cannot be honoured; names the option
+├── PromptError                a prompt cannot be run: empty, too long, or with ids outside the vocabulary
+└── EngineBroken               a step fails for every request again and again: the process must be replaced
+"""
+
+from __future__ import annotations
+
+
+class EngineError(Exception):
+    """Base of every error that the engine raises on purpose."""
+
+
+class ModelError(EngineError):
+    """The model directory cannot be served; the message says what to change."""
+
+
+class NotAModelDirectory(ModelError):
+    """The path is not a directory with config.json, safetensors weights and tokenizer.json."""
+
+
+class UnsupportedModel(ModelError):
+    """The architecture or one of its options is not computed by this version; the message lists what is."""
+
+
+class WeightsError(ModelError):
+    """A tensor is missing, unexpected, misshapen or cannot be read; the message names it."""
+
+
+class EngineConfigError(EngineError, ValueError):
+    """An engine option cannot be honoured. `option` names it."""
+
+    def __init__(self, option: str, message: str) -> None:
+        super().__init__(f"{option} {message}")
+        self.option = option
+
+
+class PromptError(EngineError, ValueError):
+    """A prompt cannot be run as it stands; the message names the limit."""
+
+
+class EngineBroken(EngineError):
+    """Several steps in a row failed for every request; only a new process can help."""

@@ -1,0 +1,147 @@
+"""The engine process: `python -m engine.main --fd N --model PATH …`, started by the gateway with one inherited socket.
+
+It answers every frame it owes and exits when the gateway closes the socket; SIGINT is the gateway's to interpret. Exit
+status 0 is an orderly end, 1 a model or option that cannot be served (the last frame says why), 2 a wrong command line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import signal
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from engine.cpu_environment import prepare_cpu
+from engine.errors import EngineError
+from engine.options import DEVICES, DTYPES, EngineOptions
+from engine.protocol import EngineFrame, TokenEvent
+from engine.transport import FrameSocket, PeerClosed, TransportError, decode_gateway_frame
+
+prepare_cpu()
+
+from engine.build import build_engine  # noqa: E402 - torch must see the environment set above
+from engine.loop import Engine  # noqa: E402
+
+STATUS_INTERVAL_S = 0.5
+PROGRESS_INTERVAL_S = 0.25
+LOAD_REPORT_FRACTION = 0.02
+DRAIN_TIMEOUT_S = 5.0
+
+log = logging.getLogger("gatehouse.engine")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Serve one model over one socket until told to stop; returns the exit status."""
+    options = parse_arguments(arguments)
+    logging.basicConfig(
+        stream=sys.stderr, level=options.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s %(message)s"
+    )
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    connection = FrameSocket(socket.socket(fileno=options.fd))
+    try:
+        return run(connection, options)
+    except PeerClosed:
+        log.info("the gateway closed the socket")
+        return 0
+    except TransportError:
+        log.exception("the gateway cannot be reached")
+        return 1
+
+
+def run(connection: FrameSocket, options: argparse.Namespace) -> int:
+    """Load, serve, and tell the gateway the reason of an end that it did not ask for."""
+    try:
+        engine = build_engine(_engine_options(options), progress=LoadReport(connection))
+        log.info("ready model=%s kernels=%s kv_blocks=%d", engine.info.model, engine.info.kernels, engine.info.num_kv_blocks)
+        connection.send(EngineFrame(ready=engine.info, status=engine.status()))
+        serve(engine, connection)
+        return 0
+    except EngineError as error:
+        log.error("the engine stops: %s", error)
+        connection.send(EngineFrame(fatal=str(error)))
+        connection.drain(DRAIN_TIMEOUT_S)
+        return 1
+
+
+class LoadReport:
+    """Sends the loaded fraction, a few dozen times in all."""
+
+    def __init__(self, connection: FrameSocket) -> None:
+        self._connection = connection
+        self._reported = -1.0
+
+    def __call__(self, fraction: float) -> None:
+        if fraction - self._reported >= LOAD_REPORT_FRACTION or fraction == 1.0 > self._reported:
+            self._reported = fraction
+            self._connection.send(EngineFrame(load_fraction=fraction))
+
+
+def serve(engine: Engine, connection: FrameSocket) -> None:
+    """Inbox, step, outbox, until the gateway asks for a shutdown. Raises `PeerClosed` when it goes without asking."""
+    progress_due_s = 0.0
+    while True:
+        events: list[TokenEvent] = []
+        bodies = connection.receive(0.0 if engine.has_requests else STATUS_INTERVAL_S)
+        answers = [_take(engine, body, events) for body in bodies]
+        if any(answers):
+            connection.send(EngineFrame(events=events + engine.abort_all(), status=engine.status()))
+            connection.drain(DRAIN_TIMEOUT_S)
+            return
+        events += engine.step()
+        now_s = time.monotonic()
+        with_requests = now_s >= progress_due_s
+        if with_requests:
+            progress_due_s = now_s + PROGRESS_INTERVAL_S
+        connection.send(EngineFrame(events=events, status=engine.status(with_requests=with_requests)))
+
+
+def _take(engine: Engine, body: bytes, events: list[TokenEvent]) -> bool:
+    """Apply one frame of the gateway; whether it asks for a shutdown."""
+    frame = decode_gateway_frame(body)
+    answers = [engine.submit(wanted) for wanted in frame.submit] + [engine.abort(request_id) for request_id in frame.abort]
+    events += [event for event in answers if event is not None]
+    return frame.shutdown
+
+
+def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="engine.main", description="One engine process of Gatehouse.", allow_abbrev=False)
+    parser.add_argument("--fd", type=int, required=True, help="inherited stream socket to the gateway")
+    parser.add_argument("--model", type=Path, required=True, help="Hugging Face model directory")
+    parser.add_argument("--name", help="name under which the model is served")
+    parser.add_argument("--device", choices=DEVICES, default="auto")
+    parser.add_argument("--dtype", choices=DTYPES, default="auto")
+    parser.add_argument("--max-num-seqs", type=int, default=64)
+    parser.add_argument("--max-num-batched-tokens", type=int)
+    parser.add_argument("--max-model-len", type=int)
+    parser.add_argument("--block-size", type=int, default=16)
+    parser.add_argument("--kv-cache-bytes", type=int)
+    parser.add_argument("--gpu-memory-utilization", type=float, default=0.9)
+    parser.add_argument("--no-prefix-caching", action="store_true")
+    parser.add_argument("--threads", type=int)
+    parser.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default="info")
+    return parser.parse_args(arguments)
+
+
+def _engine_options(options: argparse.Namespace) -> EngineOptions:
+    return EngineOptions(
+        model=options.model,
+        name=options.name,
+        device=options.device,
+        dtype=options.dtype,
+        max_num_seqs=options.max_num_seqs,
+        max_num_batched_tokens=options.max_num_batched_tokens,
+        max_model_len=options.max_model_len,
+        block_size=options.block_size,
+        kv_cache_bytes=options.kv_cache_bytes,
+        gpu_memory_utilization=options.gpu_memory_utilization,
+        enable_prefix_caching=not options.no_prefix_caching,
+        threads=options.threads,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,53 @@
+"""Runs one scheduled batch on the device: inputs, forward pass, sampling. Keeps weights, cache and tables; decides nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from engine.batch_inputs import make_batch_inputs
+from engine.config import ModelConfig
+from engine.kv_cache import allocate_kv_cache
+from engine.layers.rotary import RotaryTable
+from engine.memory_plan import MemoryPlan
+from engine.models.decoder import Decoder
+from engine.sampler import Sampler
+from engine.scheduled_batch import ScheduledRequest, StepOutput
+from kernels.ops import AttentionPlanner, AttentionShape
+
+
+class ModelRunner:
+    """The device half behind one call. Running the same items twice writes the same cache slots: a step may be repeated."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        decoder: Decoder,
+        plan: MemoryPlan,
+        block_size: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self._decoder = decoder
+        self._block_size = block_size
+        self._device = device
+        self._kv_caches = allocate_kv_cache(config, plan, block_size, dtype=dtype, device=device)
+        self._rotary = RotaryTable(config.rope, config.head_dim, plan.max_model_len, dtype=dtype, device=device)
+        shape = AttentionShape(block_size, config.num_heads, config.num_kv_heads, config.head_dim, config.sliding_window)
+        self._planner = AttentionPlanner(shape, dtype=dtype, device=device)
+        self._sampler = Sampler(config.vocab_size, device)
+
+    @torch.inference_mode()
+    def run(self, items: Sequence[ScheduledRequest]) -> list[StepOutput]:
+        """Compute `items`; one output per item, in their order."""
+        inputs = make_batch_inputs(
+            items, block_size=self._block_size, rotary=self._rotary, planner=self._planner, device=self._device
+        )
+        hidden = self._decoder(inputs, self._kv_caches)
+        sampling = [item.request for item in items if item.samples]
+        if not sampling:
+            return [StepOutput() for _ in items]
+        sampled = iter(self._sampler.sample(self._decoder.logits(hidden), sampling))
+        return [next(sampled) if item.samples else StepOutput() for item in items]

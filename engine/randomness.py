@@ -1,0 +1,23 @@
+"""Randomness of sampling as a function of (seed, position): the same wherever and with whomever a request runs. No torch.
+
+One uniform number per sampled token, from two rounds of the SplitMix64 finaliser (Steele, Lea, Flood: Fast Splittable
+Pseudorandom Number Generators, OOPSLA 2014), which passes BigCrush as a counter-based generator. The engine inverts the
+cumulative distribution with it. A replayed or preempted request therefore draws the very tokens it would have drawn.
+"""
+
+from __future__ import annotations
+
+_MASK = 2**64 - 1
+_GAMMA = 0x9E3779B97F4A7C15
+
+
+def uniform(seed: int, position: int) -> float:
+    """A number in [0, 1) with 48 random bits; `position` is the index of the token in prompt plus output."""
+    stream = _mix((seed + _GAMMA) & _MASK)
+    return (_mix((stream + _GAMMA * (position + 1)) & _MASK) >> 16) / 2.0**48
+
+
+def _mix(z: int) -> int:
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
+    return z ^ (z >> 31)

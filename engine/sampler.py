@@ -1,0 +1,140 @@
+"""Chooses the next token of each row of logits. A row's choice depends on its own logits, parameters, seed and position only.
+
+Greedy rows take the largest logit. Sampled rows invert a cumulative distribution with the one uniform number of
+`engine.randomness`: over the whole vocabulary when nothing filters, else over the most likely candidates after temperature,
+top-k, top-p (arXiv 1904.09751) and min-p (arXiv 2407.01082), in this order. Candidates come from a partial top-k; only rows
+whose filter reaches beyond it are sorted in full. A row without a finite maximum fails alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from engine.logits_rules import LogitsRules, has_rules
+from engine.protocol import SamplingParams, TokenLogprob
+from engine.randomness import uniform
+from engine.request import Request
+from engine.scheduled_batch import StepOutput
+
+CANDIDATES = 256
+"""Partial top-k for rows that filter by probability: enough for nearly every row of a trained model."""
+
+NOT_FINITE = "the model computed logits that are not finite for this request"
+
+
+def is_filtered(sampling: SamplingParams) -> bool:
+    return sampling.top_k > 0 or sampling.top_p < 1.0 or sampling.min_p > 0.0
+
+
+class Sampler:
+    """Sampling for one engine; holds token counts of live requests and nothing else."""
+
+    def __init__(self, vocab_size: int, device: torch.device) -> None:
+        self._device = device
+        self._rules = LogitsRules(vocab_size, device)
+
+    def sample(self, logits: torch.Tensor, requests: Sequence[Request]) -> list[StepOutput]:
+        """logits: [B, V] float32 (may be changed), row i of `requests[i]` → one output per row"""
+        raw = logits
+        if any(has_rules(request) for request in requests):
+            raw = logits.clone() if any(request.sampling.logprobs is not None for request in requests) else logits
+            self._rules.apply(logits, requests)
+        maxima, chosen = logits.max(dim=-1)
+        sampled = [i for i, request in enumerate(requests) if request.sampling.temperature > 0.0]
+        for rows in _split(sampled, requests):
+            if rows:
+                chosen[rows] = self._draw(logits, maxima, requests, rows)
+        return self._outputs(raw, maxima, chosen, requests)
+
+    def _draw(self, logits: torch.Tensor, maxima: torch.Tensor, requests: Sequence[Request], rows: list[int]) -> torch.Tensor:
+        """Token ids of `rows`, which either all filter or all do not: [len(rows)] int64"""
+        params = [requests[row].sampling for row in rows]
+        temperatures = self._column([p.temperature for p in params], torch.float32)
+        noise = self._column([_uniform(requests[row]) for row in rows], torch.float64)
+        scaled = (logits[rows] - maxima[rows, None]) / temperatures
+        if not is_filtered(params[0]):
+            return invert(torch.softmax(scaled, dim=-1), noise)
+        return self._draw_filtered(scaled, params, noise)
+
+    def _draw_filtered(self, scaled: torch.Tensor, params: Sequence[SamplingParams], noise: torch.Tensor) -> torch.Tensor:
+        top_k = self._column([p.top_k if p.top_k > 0 else scaled.shape[-1] for p in params], torch.int64)
+        top_p = self._column([p.top_p for p in params], torch.float32)
+        min_p = self._column([p.min_p for p in params], torch.float32)
+        count = min(scaled.shape[-1], max(CANDIDATES, *(p.top_k for p in params)))
+        ids, kept = filtered_candidates(scaled, count, top_k, top_p, min_p)
+        chosen = ids.gather(1, invert(kept, noise)[:, None])[:, 0]
+        cut_short = ((kept[:, -1] > 0) & (top_k[:, 0] > count)).nonzero()[:, 0]
+        if count < scaled.shape[-1] and cut_short.numel():
+            r = cut_short
+            ids, kept = filtered_candidates(scaled[r], scaled.shape[-1], top_k[r], top_p[r], min_p[r])
+            chosen[r] = ids.gather(1, invert(kept, noise[r])[:, None])[:, 0]
+        return chosen
+
+    def _column(self, values: Sequence[float], dtype: torch.dtype) -> torch.Tensor:
+        return torch.tensor(values, dtype=dtype).to(self._device)[:, None]
+
+    def _outputs(
+        self, raw: torch.Tensor, maxima: torch.Tensor, chosen: torch.Tensor, requests: Sequence[Request]
+    ) -> list[StepOutput]:
+        finite, token_ids = torch.isfinite(maxima).tolist(), chosen.tolist()
+        asked = [i for i, request in enumerate(requests) if request.sampling.logprobs is not None and finite[i]]
+        logprobs = (
+            dict(zip(asked, _logprobs(raw[asked], chosen[asked], [requests[i] for i in asked]), strict=True)) if asked else {}
+        )
+        return [
+            StepOutput(token_id=token_ids[i], logprob=logprobs.get(i)) if finite[i] else StepOutput(error=NOT_FINITE)
+            for i in range(len(requests))
+        ]
+
+
+def _split(sampled: list[int], requests: Sequence[Request]) -> tuple[list[int], list[int]]:
+    filtered = [i for i in sampled if is_filtered(requests[i].sampling)]
+    return filtered, [i for i in sampled if not is_filtered(requests[i].sampling)]
+
+
+def _uniform(request: Request) -> float:
+    assert request.sampling.seed is not None, f"request {request.request_id} has no seed"
+    return uniform(request.sampling.seed, request.num_tokens)
+
+
+def invert(weights: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+    """weights: [B, V] ≥ 0, noise: [B, 1] float64 in [0, 1) → index drawn in proportion to the weights: [B]
+
+    Rows that are not finite yield some valid index; their caller fails them.
+    """
+    cumulative = weights.cumsum(dim=-1, dtype=torch.float64)
+    index = torch.searchsorted(cumulative, noise * cumulative[:, -1:], right=True)[:, 0]
+    return index.clamp_(max=weights.shape[-1] - 1)
+
+
+def filtered_candidates(
+    scaled: torch.Tensor, count: int, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The `count` most likely ids of each row, and their weights with everything that is filtered out set to zero.
+
+    scaled: [B, V] logits over temperature; top_k, top_p, min_p: [B, 1] → ids [B, count] int64, weights [B, count]
+    """
+    values, ids = scaled.topk(count, dim=-1)
+    within_k = torch.arange(count, device=scaled.device)[None, :] < top_k
+    in_vocabulary = torch.logsumexp(scaled, dim=-1, keepdim=True)
+    in_top_k = torch.logsumexp(values.masked_fill(~within_k, float("-inf")), dim=-1, keepdim=True)
+    total = torch.where(top_k > count, in_vocabulary, in_top_k)
+    weights = (values - total).exp().masked_fill_(~within_k, 0.0)
+    before = weights.cumsum(dim=-1) - weights
+    keep = (before < top_p) & (weights >= min_p * weights[:, :1])
+    return ids, weights * keep
+
+
+def _logprobs(raw: torch.Tensor, chosen: torch.Tensor, requests: Sequence[Request]) -> list[TokenLogprob]:
+    """raw: [B, V] logits of the model, chosen: [B] → one entry per row with as many alternatives as it asked for"""
+    totals = torch.logsumexp(raw, dim=-1)
+    own = (raw.gather(1, chosen[:, None])[:, 0] - totals).tolist()
+    counts = [request.sampling.logprobs or 0 for request in requests]
+    values, ids = raw.topk(max(*counts, 1), dim=-1)
+    top_values, top_ids = (values - totals[:, None]).tolist(), ids.tolist()
+    return [
+        TokenLogprob(logprob=own[i], top_token_ids=top_ids[i][:count], top_logprobs=top_values[i][:count])
+        for i, count in enumerate(counts)
+    ]

@@ -1,0 +1,156 @@
+"""Frames on the socket between gateway and engine: four bytes of length, then MessagePack. Knows no torch.
+
+The gateway reads with asyncio (`read_frame`); the engine, which must not wait while requests run, uses `FrameSocket`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import select
+import socket
+import struct
+
+import msgspec
+
+from engine.protocol import FRAME_BYTES_MAX, EngineFrame, GatewayFrame
+
+LENGTH = struct.Struct(">I")
+READ_BYTES = 256 * 1024
+UNSENT_BYTES_MAX = FRAME_BYTES_MAX
+"""What the engine keeps for a gateway that does not read; beyond it the gateway is taken to be dead."""
+
+
+class TransportError(Exception):
+    """Base of what can go wrong on the socket."""
+
+
+class PeerClosed(TransportError):
+    """The other process closed the socket or died."""
+
+
+class PeerStalled(TransportError):
+    """The other process does not read what is sent."""
+
+
+class FrameTooLarge(TransportError):
+    """A frame exceeds `FRAME_BYTES_MAX`."""
+
+
+class MalformedFrame(TransportError):
+    """A frame is not what the protocol says."""
+
+
+_encoder = msgspec.msgpack.Encoder()
+_gateway_decoder = msgspec.msgpack.Decoder(GatewayFrame)
+_engine_decoder = msgspec.msgpack.Decoder(EngineFrame)
+
+
+def encode_frame(frame: GatewayFrame | EngineFrame) -> bytes:
+    """Length and body, ready to send. Raises `FrameTooLarge`."""
+    body = _encoder.encode(frame)
+    _check_length(len(body))
+    return LENGTH.pack(len(body)) + body
+
+
+def decode_gateway_frame(body: bytes) -> GatewayFrame:
+    """The frame in `body` (without its length). Raises `MalformedFrame`."""
+    try:
+        return _gateway_decoder.decode(body)
+    except msgspec.DecodeError as error:
+        raise MalformedFrame(f"gateway frame: {error}") from error
+
+
+def decode_engine_frame(body: bytes) -> EngineFrame:
+    """The frame in `body` (without its length). Raises `MalformedFrame`."""
+    try:
+        return _engine_decoder.decode(body)
+    except msgspec.DecodeError as error:
+        raise MalformedFrame(f"engine frame: {error}") from error
+
+
+def _check_length(length: int) -> None:
+    if length > FRAME_BYTES_MAX:
+        raise FrameTooLarge(f"a frame of {length} bytes exceeds {FRAME_BYTES_MAX}")
+
+
+async def read_frame(reader: asyncio.StreamReader) -> bytes:
+    """Body of the next frame. Raises `PeerClosed` at the end of the stream and `FrameTooLarge`."""
+    try:
+        (length,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
+        _check_length(length)
+        return await reader.readexactly(length)
+    except (asyncio.IncompleteReadError, ConnectionError) as error:
+        raise PeerClosed("the socket was closed") from error
+
+
+class FrameSocket:
+    """A stream socket that sends and receives frames without ever blocking longer than asked."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        connection.setblocking(False)
+        self._connection = connection
+        self._received = bytearray()
+        self._unsent = bytearray()
+
+    def receive(self, timeout_s: float) -> list[bytes]:
+        """Bodies of all frames that are here, after waiting up to `timeout_s` for something to happen."""
+        writable = [self._connection] if self._unsent else []
+        readable, writable, _ = select.select([self._connection], writable, [], timeout_s)
+        if writable:
+            self.flush()
+        if readable:
+            self._read_all()
+        return self._take_frames()
+
+    def send(self, frame: EngineFrame | GatewayFrame) -> None:
+        """Queue a frame and send what the socket takes. Raises `PeerClosed` and `PeerStalled`."""
+        self._unsent += encode_frame(frame)
+        self.flush()
+        if len(self._unsent) > UNSENT_BYTES_MAX:
+            raise PeerStalled(f"{len(self._unsent)} bytes are unsent")
+
+    def flush(self) -> None:
+        """Send what the socket takes now."""
+        while self._unsent:
+            try:
+                sent = self._connection.send(self._unsent)
+            except BlockingIOError:
+                return
+            except ConnectionError as error:
+                raise PeerClosed("the socket was closed") from error
+            del self._unsent[:sent]
+
+    def drain(self, timeout_s: float) -> None:
+        """Send the rest before the process ends, as far as `timeout_s` allows."""
+        self._connection.settimeout(timeout_s)
+        try:
+            self._connection.sendall(self._unsent)
+        except (TimeoutError, ConnectionError) as error:
+            raise PeerStalled("the last frames could not be sent") from error
+        self._unsent.clear()
+
+    def _read_all(self) -> None:
+        while True:
+            try:
+                data = self._connection.recv(READ_BYTES)
+            except BlockingIOError:
+                return
+            except ConnectionError as error:
+                raise PeerClosed("the socket was closed") from error
+            if not data:
+                raise PeerClosed("the socket was closed")
+            self._received += data
+            if len(data) < READ_BYTES:
+                return
+
+    def _take_frames(self) -> list[bytes]:
+        bodies: list[bytes] = []
+        while len(self._received) >= LENGTH.size:
+            (length,) = LENGTH.unpack_from(self._received)
+            _check_length(length)
+            end = LENGTH.size + length
+            if len(self._received) < end:
+                break
+            bodies.append(bytes(self._received[LENGTH.size : end]))
+            del self._received[:end]
+        return bodies

@@ -1,0 +1,29 @@
+"""Normalisation, rotation and the gated activation as their papers write them, in float32."""
+
+from __future__ import annotations
+
+import torch
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """x: [..., hidden], weight: [hidden] → x / rms(x) · weight (arXiv 1910.07467, eq. 4)"""
+    wide = x.float()
+    rms = (wide.pow(2).sum(dim=-1, keepdim=True) / wide.shape[-1] + eps).sqrt()
+    return (wide / rms * weight.float()).to(x.dtype)
+
+
+def rope(qk: torch.Tensor, cos: torch.Tensor, signed_sin: torch.Tensor) -> None:
+    """qk: [T, heads, D], cos and signed_sin: [T, 1, D]; rotates pairs (i, i + D/2) in place (arXiv 2104.09864, eq. 34)"""
+    half = qk.shape[-1] // 2
+    for token in range(qk.shape[0]):
+        for head in range(qk.shape[1]):
+            first, second = qk[token, head, :half].float().clone(), qk[token, head, half:].float().clone()
+            c, s = cos[token, 0, :half].float(), signed_sin[token, 0, half:].float()
+            qk[token, head, :half] = (first * c - second * s).to(qk.dtype)
+            qk[token, head, half:] = (second * c + first * s).to(qk.dtype)
+
+
+def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """gate_up: [T, 2·inner] → silu(gate) · up: [T, inner]"""
+    gate, up = gate_up.float().chunk(2, dim=-1)
+    return (gate / (1 + torch.exp(-gate)) * up).to(gate_up.dtype)

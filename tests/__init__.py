@@ -1,0 +1,1 @@
+"""Tests of the whole repository; each is a sentence."""

@@ -1,0 +1,1 @@
+"""What several tests share: small models, databases, clocks and the cast."""

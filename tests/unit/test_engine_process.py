@@ -1,0 +1,159 @@
+"""The engine as a process: frames over a socket pair, from loading to the death of either side."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from engine.protocol import EngineFrame, EngineInfo, FinishReason, GatewayFrame, GenerationRequest, SamplingParams, TokenEvent
+from engine.transport import PeerClosed, decode_engine_frame, encode_frame, read_frame
+from tests.support.tiny_models import make_model
+
+DEADLINE_S = 60
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+class EngineProcess:
+    """A running `engine.main` and our end of its socket."""
+
+    def __init__(self, process: subprocess.Popen[bytes], reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.process = process
+        self._reader = reader
+        self._writer = writer
+        self.last_frame = EngineFrame()
+
+    async def send(self, frame: GatewayFrame) -> None:
+        self._writer.write(encode_frame(frame))
+        await self._writer.drain()
+
+    async def frame(self) -> EngineFrame:
+        self.last_frame = decode_engine_frame(await asyncio.wait_for(read_frame(self._reader), DEADLINE_S))
+        return self.last_frame
+
+    async def ready(self) -> EngineInfo:
+        while (info := (await self.frame()).ready) is None:
+            pass
+        return info
+
+    async def events(self, request_id: str) -> AsyncIterator[TokenEvent]:
+        """Events of one request, to its last."""
+        while True:
+            for event in (await self.frame()).events:
+                if event.request_id == request_id:
+                    yield event
+                    if event.finish_reason is not None:
+                        return
+
+    async def exit_status(self) -> int:
+        return await asyncio.wait_for(asyncio.to_thread(self.process.wait), DEADLINE_S)
+
+    def hang_up(self) -> None:
+        self._writer.transport.abort()
+
+
+@contextlib.asynccontextmanager
+async def engine_process(model: Path, *options: str) -> AsyncIterator[EngineProcess]:
+    ours, theirs = socket.socketpair()
+    command = [sys.executable, "-m", "engine.main", "--fd", str(theirs.fileno()), "--model", str(model), "--device", "cpu"]
+    command += ["--threads", "1", "--kv-cache-bytes", "2000000", *options]
+    process = subprocess.Popen(  # noqa: ASYNC220 - starting is quick and waiting is done in a thread
+        command, pass_fds=[theirs.fileno()], cwd=REPOSITORY, stderr=subprocess.DEVNULL
+    )
+    theirs.close()
+    reader, writer = await asyncio.open_connection(sock=ours)
+    try:
+        yield EngineProcess(process, reader, writer)
+    finally:
+        writer.close()
+        with contextlib.suppress(ConnectionError):
+            await writer.wait_closed()
+        process.kill()
+        process.wait()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("model")
+    make_model("llama", directory)
+    return directory
+
+
+def request(request_id: str, *, max_tokens: int) -> GenerationRequest:
+    sampling = SamplingParams(temperature=0.0, seed=1, max_tokens=max_tokens, ignore_eos=True)
+    return GenerationRequest(request_id=request_id, tenant_id="alice", prompt_token_ids=[5, 6, 7], sampling=sampling)
+
+
+async def test_a_request_streams_to_its_end_and_an_abort_frees_its_blocks_with_exact_counts(model: Path) -> None:
+    async with engine_process(model) as engine:
+        info = await engine.ready()
+        assert (info.architecture, info.device, info.max_model_len) == ("LlamaForCausalLM", "cpu", 256)
+
+        await engine.send(GatewayFrame(submit=[request("short", max_tokens=12)]))
+        events = [event async for event in engine.events("short")]
+        assert sum(len(event.token_ids) for event in events) == events[-1].num_output_tokens == 12
+        assert events[-1].finish_reason is FinishReason.LENGTH
+
+        await engine.send(GatewayFrame(submit=[request("long", max_tokens=250)]))
+        received = 0
+        async for event in engine.events("long"):
+            received += len(event.token_ids)
+            if received == 3:
+                await engine.send(GatewayFrame(abort=["long", "never known"]))
+            if event.finish_reason is not None:
+                assert event.finish_reason is FinishReason.ABORTED
+                assert event.num_output_tokens == received < 250
+                assert event.num_prompt_tokens_computed == 3
+        status = engine.last_frame.status
+        assert status is not None
+        assert status.kv_blocks_used == 0
+        assert status.generation_tokens_total == 12 + received
+        assert status.prompt_tokens_total == 6
+
+
+async def test_a_prompt_that_cannot_run_is_answered_and_the_engine_goes_on(model: Path) -> None:
+    async with engine_process(model) as engine:
+        await engine.ready()
+        sampling = SamplingParams(seed=1)
+        bad = GenerationRequest(request_id="bad", tenant_id="bob", prompt_token_ids=[5, 9999], sampling=sampling)
+        await engine.send(GatewayFrame(submit=[bad, request("good", max_tokens=2)]))
+        last_events: dict[str, TokenEvent] = {}
+        while len(last_events) < 2:
+            last_events |= {event.request_id: event for event in (await engine.frame()).events if event.finish_reason}
+        assert last_events["bad"].finish_reason is FinishReason.ERROR
+        assert "outside" in (last_events["bad"].error or "")
+        assert last_events["good"].num_output_tokens == 2
+
+
+async def test_a_shutdown_aborts_live_requests_and_ends_the_process_in_order(model: Path) -> None:
+    async with engine_process(model) as engine:
+        await engine.ready()
+        await engine.send(GatewayFrame(submit=[request("open", max_tokens=250)]))
+        await engine.send(GatewayFrame(shutdown=True))
+        events = [event async for event in engine.events("open")]
+        assert events[-1].finish_reason is FinishReason.ABORTED
+        with pytest.raises(PeerClosed):
+            await engine.ready()
+        assert await engine.exit_status() == 0
+
+
+async def test_the_process_ends_when_the_gateway_is_gone(model: Path) -> None:
+    async with engine_process(model) as engine:
+        await engine.ready()
+        await engine.send(GatewayFrame(submit=[request("open", max_tokens=250)]))
+        engine.hang_up()
+        assert await engine.exit_status() == 0
+
+
+async def test_a_folder_that_is_no_model_is_a_fatal_frame_that_says_so(tmp_path: Path) -> None:
+    async with engine_process(tmp_path) as engine:
+        while (reason := (await engine.frame()).fatal) is None:
+            pass
+        assert "config.json" in reason
+        assert await engine.exit_status() == 1
