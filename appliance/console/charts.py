@@ -1,0 +1,64 @@
+"""Geometry of the small charts that templates draw as SVG: numbers in, coordinates out. Knows no colours and no markup."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+SPARK_WIDTH, SPARK_HEIGHT = 240, 40
+_FULL = 100.0
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """One part of a stacked bar, in percent of its length. `name` chooses the colour, `label` is for people."""
+
+    name: str
+    label: str
+    start: float
+    width: float
+
+
+def stack(parts: Sequence[tuple[str, str, float]], total: float) -> list[Segment]:
+    """Return (name, label, amount) parts as adjoining segments of a bar of length `total`; empty parts are left out.
+
+    Amounts are clipped to what is left of the bar, because readings of different moments may add up to a little more.
+    """
+    segments: list[Segment] = []
+    start = 0.0
+    for name, label, amount in parts:
+        share = _FULL * amount / total if total > 0 else 0.0
+        width = min(max(share, 0.0), _FULL - start)
+        if width > 0:
+            segments.append(Segment(name, label, round(start, 3), round(width, 3)))
+            start += width
+    return segments
+
+
+def spark_points(values: Sequence[float], slots: int) -> str:
+    """Return the `points` of a polyline through `values`, the newest at the right edge of `slots` places, zero at the bottom."""
+    recent = list(values)[-slots:]
+    top = max(recent, default=0.0) or 1.0
+    step = SPARK_WIDTH / max(slots - 1, 1)
+    first = slots - len(recent)
+    return " ".join(
+        f"{(first + place) * step:.1f},{1 + (SPARK_HEIGHT - 2) * (1 - value / top):.1f}" for place, value in enumerate(recent)
+    )
+
+
+def spark_area(values: Sequence[float], slots: int) -> str:
+    """Return the `points` of the polygon under the line of `spark_points`."""
+    line = spark_points(values, slots)
+    if not line:
+        return ""
+    left = line.split(" ", 1)[0].split(",")[0]
+    return f"{left},{SPARK_HEIGHT} {line} {SPARK_WIDTH},{SPARK_HEIGHT}"
+
+
+def timeline(queue_s: float | None, ttft_s: float | None, total_s: float | None) -> list[Segment]:
+    """Return the life of a request as segments queue, prefill and decode; phases that were not reached are left out."""
+    queue = queue_s or 0.0
+    prefill = max((ttft_s or 0.0) - queue, 0.0)
+    decode = max((total_s or 0.0) - (ttft_s or 0.0), 0.0) if ttft_s is not None else 0.0
+    parts = [("queue", "Queue", queue), ("prefill", "Prefill", prefill), ("decode", "Decode", decode)]
+    return stack(parts, sum(amount for _, _, amount in parts))

@@ -1,0 +1,38 @@
+"""What every handler of the console is given: the services, the templates, and the few things that outlive one request."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from appliance.console.forms import Form
+from appliance.console.live_board import LiveBoard
+from appliance.console.login_attempts import LoginAttempts
+from appliance.console.rendering import Pages
+from appliance.console.security import ConsoleRequest
+
+if TYPE_CHECKING:
+    from appliance.serving.services import Services
+
+
+class Console:
+    """One per appliance; made by `create_console_router`."""
+
+    def __init__(self, services: Services) -> None:
+        self.services = services
+        self.pages = Pages(services)
+        self.attempts = LoginAttempts(services.clock)
+        self.board = LiveBoard(services)
+        self.open_streams = 0
+        # The newest frame of each live view, with the time of its sample; filled by `live_stream`.
+        self.frames: dict[tuple[str, bool], tuple[str, bytes]] = {}
+
+    async def form(self, request: ConsoleRequest) -> Form:
+        """Return the fields that the request carries; an uploaded file is no field."""
+        return Form({name: value for name, value in (await request.form()).items() if isinstance(value, str)})
+
+    def example(self) -> dict[str, str]:
+        """Return what a ready curl line names: the address of this appliance and the first model it serves."""
+        settings = self.services.settings
+        served = self.services.models.list()
+        host = "127.0.0.1" if settings.host in ("0.0.0.0", "::") else settings.host  # noqa: S104  a name to print, not a bind
+        return {"address": f"http://{host}:{settings.port}", "first_model": served[0].name if served else "MODEL"}

@@ -1,0 +1,80 @@
+"""Every error of the console as a page, or as a short message where htmx asked. The traceback goes to the log, never to the page."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import structlog
+from litestar import Response
+from litestar.exceptions import HTTPException
+
+from appliance.base.errors import GatehouseError, Unauthenticated
+from appliance.base.ids import new_id
+from appliance.console.forms import sentence
+from appliance.console.rendering import HTML, Html, Pages, is_fragment, toast_header
+from appliance.console.security import SECURITY_HEADERS, ConsoleRequest, login_path
+
+log = structlog.get_logger()
+
+HEADINGS = {
+    400: "That did not make sense",
+    403: "Not allowed",
+    404: "Not here",
+    405: "Not this way",
+    409: "That is taken",
+    413: "Too large",
+    429: "Too many requests",
+    500: "Something broke here",
+    503: "Not available just now",
+}
+INTERNAL = "The appliance made a mistake, and nothing of this request was kept."
+NOT_FOUND = "There is no such page, or what it showed is gone."
+
+
+def error_handler(pages: Pages) -> Callable[[ConsoleRequest, Exception], Html]:
+    """Return the function that answers for an exception on any console path, unknown paths included."""
+
+    def answer(request: ConsoleRequest, error: Exception) -> Html:
+        if isinstance(error, Unauthenticated):
+            return _to_login(request)
+        status, message = _describe(error)
+        reference = _logged(request, error) if status >= 500 else None
+        response = _render(pages, request, status, message, reference)
+        if isinstance(error, GatehouseError) and error.retry_after_s is not None:
+            response.headers["retry-after"] = str(math.ceil(error.retry_after_s))
+        return response
+
+    return answer
+
+
+def _describe(error: Exception) -> tuple[int, str]:
+    if isinstance(error, GatehouseError):
+        return error.status, sentence(error.message)
+    if isinstance(error, HTTPException) and error.status_code < 500:
+        return error.status_code, NOT_FOUND if error.status_code == 404 else sentence(error.detail)
+    return 500, INTERNAL
+
+
+def _logged(request: ConsoleRequest, error: Exception) -> str:
+    reference = new_id("err")
+    log.error("console request failed", request_id=reference, path=request.url.path, exc_info=error)
+    return reference
+
+
+def _render(pages: Pages, request: ConsoleRequest, status: int, message: str, reference: str | None) -> Html:
+    heading = HEADINGS.get(status, "Not possible")
+    template = "fragments/error.html" if is_fragment(request) else "pages/error.html"
+    answer = pages.page(request, template, status=status, heading=heading, message=message, reference=reference)
+    answer.headers.update(SECURITY_HEADERS | {"cache-control": "no-store"})
+    if is_fragment(request):
+        answer.headers["hx-trigger"] = toast_header(f"{heading}. {message}", "error")
+    return answer
+
+
+def _to_login(request: ConsoleRequest) -> Html:
+    """Send the visitor to the sign-in page; htmx gets a 401 that moves the whole window there."""
+    headers = SECURITY_HEADERS | {"cache-control": "no-store", "vary": "HX-Request, Cookie"}
+    if is_fragment(request):
+        return Response("", status_code=401, media_type=HTML, headers=headers | {"hx-redirect": "/login"})
+    return Response("", status_code=303, media_type=HTML, headers=headers | {"location": login_path(request)})

@@ -1,0 +1,150 @@
+"""How numbers, times and money look on a page: pure functions, registered as template filters. Knows no request and no service."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+
+from markupsafe import Markup
+
+from appliance.base.clock import rfc3339
+from appliance.base.money import MICROS_PER_UNIT, PICOS_PER_MICRO, format_picos
+
+NOTHING = "–"
+_BYTE_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+_MINUTE_S, _HOUR_S, _DAY_S = 60, 3600, 86400
+_EXACT_COUNT_MAX = 99_999
+_CENTS_DECIMALS = 2
+_MONEY_DECIMALS = 6
+
+
+def count(value: int | None) -> str:
+    """Return `value` with its thousands grouped: 12,345."""
+    return NOTHING if value is None else f"{value:,}"
+
+
+def compact(value: float | None) -> str:
+    """Return `value` exactly up to five digits, then with three digits that count: 123 k, 4.56 M."""
+    if value is None:
+        return NOTHING
+    if abs(value) <= _EXACT_COUNT_MAX:
+        return f"{round(value):,}"
+    for unit, size in (("G", 1e9), ("M", 1e6)):
+        if abs(value) >= size:
+            return f"{value / size:.3g} {unit}"
+    return f"{value / 1e3:.0f} k"
+
+
+def size(value: int | None) -> str:
+    """Return bytes in binary units with at most one decimal: 10.2 GiB."""
+    if value is None:
+        return NOTHING
+    number, unit = float(value), _BYTE_UNITS[0]
+    for unit in _BYTE_UNITS:
+        if abs(number) < 1024 or unit == _BYTE_UNITS[-1]:
+            break
+        number /= 1024
+    decimals = 0 if unit in ("B", "KiB") or number >= 100 else 1
+    return f"{number:.{decimals}f} {unit}"
+
+
+def duration(seconds: float | None) -> str:
+    """Return a length of time for reading at a glance: 240 ms, 3.42 s, 4 m 05 s, 3 h 12 m, 5 d 3 h."""
+    if seconds is None:
+        return NOTHING
+    if seconds < 0.9995:
+        return f"{seconds * 1000:.0f} ms"
+    if seconds < 10:
+        return f"{seconds:.2f} s"
+    if seconds < _MINUTE_S:
+        return f"{seconds:.1f} s"
+    whole = int(seconds)
+    if whole < _HOUR_S:
+        return f"{whole // _MINUTE_S} m {whole % _MINUTE_S:02d} s"
+    if whole < _DAY_S:
+        return f"{whole // _HOUR_S} h {whole % _HOUR_S // _MINUTE_S:02d} m"
+    return f"{whole // _DAY_S} d {whole % _DAY_S // _HOUR_S} h"
+
+
+def rate(per_second: float | None) -> str:
+    """Return a rate without its unit, one decimal below a hundred."""
+    if per_second is None:
+        return NOTHING
+    return f"{per_second:.1f}" if per_second < 99.95 else f"{per_second:,.0f}"
+
+
+def percent(fraction: float | None) -> str:
+    """Return a fraction of one as a whole percentage."""
+    return NOTHING if fraction is None else f"{fraction * 100:.0f} %"
+
+
+def money(picos: int | None, currency: str) -> str:
+    """Return a cost in pico-units with six decimals; a cost below the last of them says so instead of showing zero."""
+    if picos is None:
+        return NOTHING
+    if 0 < picos < PICOS_PER_MICRO:
+        return f"< {format_picos(PICOS_PER_MICRO, currency, _MONEY_DECIMALS)}"
+    return format_picos(picos, currency, _MONEY_DECIMALS)
+
+
+def budget(micros: int | None, currency: str) -> str:
+    """Return an amount in micro-units, with as many decimals as it needs and at least two."""
+    return NOTHING if micros is None else f"{units(micros)} {currency}"
+
+
+def units(micros: int | None) -> str:
+    """Return micro-units as a decimal number of units, the form that a person types: 12.50."""
+    if micros is None:
+        return ""
+    whole, rest = divmod(micros, MICROS_PER_UNIT)
+    return f"{whole}.{f'{rest:06d}'.rstrip('0').ljust(_CENTS_DECIMALS, '0')}"
+
+
+def exact_time(moment: datetime | None) -> str:
+    """Return a time of day and date in UTC, to the second."""
+    return NOTHING if moment is None else moment.astimezone(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+
+
+def ago(moment: datetime | None, now: datetime) -> Markup:
+    """Return a `<time>` that reads as a distance from `now` (3 m ago, in 2 d) and carries the exact time."""
+    if moment is None:
+        return Markup(NOTHING)
+    return Markup('<time datetime="{}" title="{}">{}</time>').format(rfc3339(moment), exact_time(moment), distance(moment, now))
+
+
+def distance(moment: datetime, now: datetime) -> str:
+    """Return how far `moment` lies from `now` in its largest unit."""
+    seconds = (now - moment).total_seconds()
+    size_s = abs(seconds)
+    if size_s < 5:
+        return "just now"
+    length = _largest_unit(size_s)
+    return f"{length} ago" if seconds > 0 else f"in {length}"
+
+
+def _largest_unit(seconds: float) -> str:
+    for unit, unit_s in (("d", _DAY_S), ("h", _HOUR_S), ("m", _MINUTE_S)):
+        if seconds >= unit_s:
+            return f"{int(seconds // unit_s)} {unit}"
+    return f"{int(seconds)} s"
+
+
+def clock_time(moment: datetime) -> str:
+    """Return the time of day in UTC, to the second."""
+    return moment.astimezone(UTC).strftime("%H:%M:%S UTC")
+
+
+FILTERS = {
+    "ago": ago,
+    "budget": budget,
+    "clock_time": clock_time,
+    "compact": compact,
+    "count": count,
+    "duration": duration,
+    "exact_time": exact_time,
+    "money": money,
+    "percent": percent,
+    "rate": rate,
+    "rfc3339": rfc3339,
+    "size": size,
+    "units": units,
+}

@@ -1,0 +1,107 @@
+"""Reads the fields of an HTML form into values, collecting one sentence per wrong field. Knows no tenant and no template."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+
+from appliance.base.errors import GatehouseError
+from appliance.base.money import MICROS_PER_UNIT
+
+NAME_CHARS_MAX = 200
+COUNT_MAX = 2**53  # exact in every client that reads our JSON
+_AMOUNT = re.compile(r"(\d{1,9})(?:[.,](\d{1,6}))?")
+FORM_ERROR = "form"
+
+
+def sentence(message: str) -> str:
+    """Return an error message as a sentence: `limit is 5` reads `Limit is 5.`"""
+    return message[:1].upper() + message[1:] + ("" if message.endswith((".", "?")) else ".")
+
+
+class Form:
+    """The fields as typed, what they mean, and what is wrong with them. Each reader returns None where the field is wrong.
+
+    `errors` maps a field, or `form` for the whole, to the sentence that stands beside it. `values` gives back what was
+    typed, so that a form with an error loses nothing.
+    """
+
+    def __init__(self, values: Mapping[str, str]) -> None:
+        self.values = dict(values)
+        self.errors: dict[str, str] = {}
+
+    def raw(self, field: str) -> str:
+        """Return what was typed, without surrounding space."""
+        return self.values.get(field, "").strip()
+
+    def fail(self, field: str, sentence: str) -> None:
+        """Put `sentence` beside `field`; the first one stays."""
+        self.errors.setdefault(field, sentence)
+
+    def fail_with(self, error: GatehouseError, fields: Sequence[str]) -> None:
+        """Put what a service refused beside the field that it names, or above the form when that is none of `fields`."""
+        field = (error.param or "").rsplit(".", 1)[-1]
+        self.fail(field if field in fields else FORM_ERROR, sentence(error.message))
+
+    def text(self, field: str, *, chars_max: int = NAME_CHARS_MAX) -> str:
+        """Return a text that must not be empty."""
+        value = self.raw(field)
+        if not value:
+            self.fail(field, "Fill this in.")
+        elif len(value) > chars_max:
+            self.fail(field, f"At most {chars_max} characters, not {len(value)}.")
+        return value
+
+    def choice(self, field: str, allowed: Sequence[str]) -> str:
+        """Return one of `allowed`."""
+        value = self.raw(field)
+        if value not in allowed:
+            self.fail(field, f"Choose one of {', '.join(allowed)}.")
+        return value
+
+    def whole_number(self, field: str, *, least: int = 0, most: int = COUNT_MAX) -> int | None:
+        """Return a whole number within the limits, or None for an empty field. Spaces and commas between digits are fine."""
+        typed = re.sub(r"[\s,_]", "", self.raw(field))
+        if not typed:
+            return None
+        if not typed.isascii() or not typed.isdigit():
+            self.fail(field, "A whole number, or empty.")
+            return None
+        value = int(typed) if len(typed) <= 20 else most + 1
+        if not least <= value <= most:
+            self.fail(field, f"Between {least:,} and {most:,}.")
+            return None
+        return value
+
+    def amount_micros(self, field: str) -> int | None:
+        """Return an amount of money in micro-units, or None for an empty field. No floating point on the way."""
+        typed = self.raw(field)
+        if not typed:
+            return None
+        match = _AMOUNT.fullmatch(typed)
+        if match is None:
+            self.fail(field, "An amount like 250 or 12.50, with at most six decimals, or empty.")
+            return None
+        whole, decimals = match.group(1), match.group(2) or ""
+        return int(whole) * MICROS_PER_UNIT + int(decimals.ljust(6, "0"))
+
+    def last_day(self, field: str, now: datetime) -> datetime | None:
+        """Return the end (UTC) of a day that is not yet over, or None for an empty field."""
+        typed = self.raw(field)
+        if not typed:
+            return None
+        try:
+            moment = datetime.strptime(typed, "%Y-%m-%d").replace(hour=23, minute=59, second=59, tzinfo=UTC)
+        except ValueError:
+            self.fail(field, "A day like 2027-03-31, or empty.")
+            return None
+        if moment <= now:
+            self.fail(field, "A day that is not over yet.")
+            return None
+        return moment
+
+    def names(self, field: str) -> tuple[str, ...] | None:
+        """Return the names of a list typed with commas or line breaks, or None for an empty field (no restriction)."""
+        found = tuple(dict.fromkeys(name.strip() for name in re.split(r"[,\n]", self.raw(field)) if name.strip()))
+        return found or None

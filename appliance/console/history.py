@@ -1,0 +1,82 @@
+"""The history of requests: what the query string asks for, and one page of it. Knows no live request."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+from urllib.parse import urlencode
+
+from appliance.console.request_lines import RequestLine, past_line
+from appliance.console.security import ConsoleRequest
+
+if TYPE_CHECKING:
+    from appliance.serving.services import Services
+    from appliance.tenancy.tenants import Tenant
+
+PAGE_ROWS = 50
+TENANTS_LISTED_MAX = 1000
+TEXT_CHARS_MAX = 100
+ENDS = ("stop", "length", "tool_calls", "aborted", "disconnected", "deadline", "error", "refused")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Filters:
+    """What the history is narrowed to; empty texts narrow nothing."""
+
+    q: str
+    tenant: str
+    state: str
+    cursor: str
+
+    @classmethod
+    def of(cls, request: ConsoleRequest) -> Filters:
+        """Return the filters that the query string names; an end that does not exist narrows nothing."""
+        query = request.query_params
+        state = query.get("state", "")
+        return cls(
+            q=query.get("q", "").strip()[:TEXT_CHARS_MAX],
+            tenant=query.get("tenant", ""),
+            state=state if state in ENDS else "",
+            cursor=query.get("cursor", ""),
+        )
+
+    @property
+    def any(self) -> bool:
+        """Return whether anything is narrowed, the place in the list included."""
+        return bool(self.q or self.tenant or self.state or self.cursor)
+
+    @property
+    def first_page(self) -> str:
+        """Return the address of the newest rows with the same filters."""
+        return self.page("")
+
+    def page(self, cursor: str) -> str:
+        """Return the address of the rows after `cursor` with the same filters."""
+        given = {"q": self.q, "tenant": self.tenant, "state": self.state, "cursor": cursor}
+        query = urlencode({name: value for name, value in given.items() if value})
+        return f"/requests?{query}" if query else "/requests"
+
+
+async def tenants_by_name(services: Services) -> list[Tenant]:
+    """Return the tenants for a list to choose from, archived ones too."""
+    page = await services.tenants.list(TENANTS_LISTED_MAX, None, include_archived=True)
+    return sorted(page.data, key=lambda tenant: tenant.name.casefold())
+
+
+async def tenant_names(services: Services) -> dict[str, str]:
+    """Return names by tenant id."""
+    return {tenant.id: tenant.name for tenant in await tenants_by_name(services)}
+
+
+async def history_page(services: Services, filters: Filters, names: dict[str, str]) -> tuple[list[RequestLine], str | None]:
+    """Return the rows that match and the address of the page after them."""
+    page = await services.reports.requests_page(
+        PAGE_ROWS,
+        filters.cursor or None,
+        tenant_id=filters.tenant or None,
+        finish_reason=filters.state or None,
+        text=filters.q or None,
+    )
+    live = services.generations.live
+    rows = [past_line(row, names) for row in page.data if row.id not in live]
+    return rows, filters.page(page.next_cursor) if page.next_cursor else None

@@ -1,0 +1,164 @@
+"""Keys: the list of all, a new one of a tenant, its page, rotation and revocation. A secret is shown in one answer only."""
+
+from __future__ import annotations
+
+from typing import Any
+from urllib.parse import urlencode
+
+from litestar import get, post
+
+from appliance.base.errors import BadRequest, Conflict
+from appliance.console.context import Console
+from appliance.console.forms import Form
+from appliance.console.history import tenant_names
+from appliance.console.limits import limit_levels, read_limits
+from appliance.console.rendering import Html
+from appliance.console.security import ConsoleRequest, require_changer
+from appliance.tenancy.fields import UNSET, Unset
+from appliance.tenancy.principals import LIMIT_NAMES, ApiKey, KeyChanges, Tenant
+
+PAGE_ROWS = 100
+FIELDS = ("name", "allowed_models", "allowed_networks", *LIMIT_NAMES)
+CONSEQUENCES = {
+    "rotate": "The key gets a new secret, and the old secret is refused from that moment. Running requests go on.",
+    "revoke": "Requests with this key are refused from that moment, for good. Running requests go on.",
+}
+
+
+@get("/keys")
+async def list_keys(request: ConsoleRequest, console: Console) -> Html:
+    """Every key of every tenant."""
+    page = await console.services.keys.list(None, PAGE_ROWS, request.query_params.get("cursor"))
+    return console.pages.page(
+        request,
+        "pages/keys.html",
+        keys=page.data,
+        tenant_names=await tenant_names(console.services),
+        next_page=f"/keys?{urlencode({'cursor': page.next_cursor or ''})}" if page.has_more else None,
+    )
+
+
+@get("/tenants/{tenant_id:str}/keys/new", guards=[require_changer])
+async def new_key(request: ConsoleRequest, console: Console, tenant_id: str) -> Html:
+    """The form of a new key."""
+    return _new_form(request, console, await console.services.tenants.get(tenant_id), None)
+
+
+@post("/tenants/{tenant_id:str}/keys", guards=[require_changer], status_code=200)
+async def create_key(request: ConsoleRequest, console: Console, tenant_id: str) -> Html:
+    """Create a key and show its secret, or show the form again with what is wrong."""
+    tenant = await console.services.tenants.get(tenant_id)
+    form = await console.form(request)
+    values = _read(form, console)
+    if not form.errors:
+        try:
+            key, secret = await console.services.keys.create(tenant_id, **values)
+            return _secret(request, console, key, secret, f"Key for {tenant.name}")
+        except (BadRequest, Conflict) as error:
+            form.fail_with(error, FIELDS)
+    return _new_form(request, console, tenant, form)
+
+
+@get("/keys/{key_id:str}")
+async def show_key(request: ConsoleRequest, console: Console, key_id: str) -> Html:
+    """One key and its settings."""
+    return await _key_page(request, console, await console.services.keys.get(key_id))
+
+
+@post("/keys/{key_id:str}", guards=[require_changer], status_code=200)
+async def save_key(request: ConsoleRequest, console: Console, key_id: str) -> Html:
+    """Save name, last day, restrictions and limits, or show the page again with what is wrong."""
+    key = await console.services.keys.get(key_id)
+    form = await console.form(request)
+    # A day that was not touched stays the exact time it stands for, also when it is over.
+    same_day = key.expires_at is not None and form.raw("expires_on") == key.expires_at.strftime("%Y-%m-%d")
+    values = _read(form, console, expires_at=UNSET if same_day else None)
+    if not form.errors:
+        try:
+            await console.services.keys.update(key_id, KeyChanges(**values))
+            return console.pages.redirect(request, f"/keys/{key_id}", done="key-saved")
+        except (BadRequest, Conflict) as error:
+            form.fail_with(error, FIELDS)
+    return await _key_page(request, console, key, form)
+
+
+@get("/keys/{key_id:str}/rotate", guards=[require_changer])
+async def confirm_rotate(request: ConsoleRequest, console: Console, key_id: str) -> Html:
+    """Say what rotation does before it is done."""
+    return _confirm(request, console, await console.services.keys.get(key_id), "rotate")
+
+
+@post("/keys/{key_id:str}/rotate", guards=[require_changer], status_code=200)
+async def rotate_key(request: ConsoleRequest, console: Console, key_id: str) -> Html:
+    """Replace the secret and show the new one."""
+    try:
+        key, secret = await console.services.keys.rotate(key_id)
+    except BadRequest as error:
+        return _confirm(request, console, await console.services.keys.get(key_id), "rotate", error)
+    return _secret(request, console, key, secret, f"New secret of {key.name}")
+
+
+@get("/keys/{key_id:str}/revoke", guards=[require_changer])
+async def confirm_revoke(request: ConsoleRequest, console: Console, key_id: str) -> Html:
+    """Say what revocation does before it is done."""
+    return _confirm(request, console, await console.services.keys.get(key_id), "revoke")
+
+
+@post("/keys/{key_id:str}/revoke", guards=[require_changer], status_code=200)
+async def revoke_key(request: ConsoleRequest, console: Console, key_id: str) -> Html:
+    """Refuse the key from now on."""
+    key = await console.services.keys.revoke(key_id)
+    return console.pages.redirect(request, f"/tenants/{key.tenant_id}", done="key-revoked")
+
+
+def _read(form: Form, console: Console, expires_at: Unset | None = None) -> dict[str, Any]:
+    return {
+        "name": form.text("name"),
+        "expires_at": expires_at or form.last_day("expires_on", console.services.clock.now()),
+        "allowed_models": form.names("allowed_models"),
+        "allowed_networks": form.names("allowed_networks"),
+        "limits": read_limits(form),
+    }
+
+
+def _new_form(request: ConsoleRequest, console: Console, tenant: Tenant, form: Form | None) -> Html:
+    status = 422 if form else 200
+    title = f"New key for {tenant.name}"
+    return console.pages.sheet(request, "fragments/key_new.html", title=title, status=status, tenant=tenant, form=form)
+
+
+def _secret(request: ConsoleRequest, console: Console, key: ApiKey, secret: str, heading: str) -> Html:
+    values = {"key": key, "secret": secret, "heading": heading, **console.example()}
+    return console.pages.sheet(request, "fragments/key_secret.html", title=heading, **values)
+
+
+def _confirm(
+    request: ConsoleRequest, console: Console, key: ApiKey, verb: str, error: BadRequest | None = None
+) -> Html:
+    form = None
+    if error is not None:
+        form = Form({})
+        form.fail_with(error, ())
+    return console.pages.sheet(
+        request,
+        "fragments/key_confirm.html",
+        title=f"{verb.capitalize()} {key.name}",
+        status=422 if form else 200,
+        key=key,
+        verb=verb,
+        consequence=CONSEQUENCES[verb],
+        form=form,
+    )
+
+
+async def _key_page(request: ConsoleRequest, console: Console, key: ApiKey, form: Form | None = None) -> Html:
+    tenant = await console.services.tenants.get(key.tenant_id)
+    return console.pages.page(
+        request,
+        "pages/key.html",
+        status=422 if form else 200,
+        key=key,
+        tenant=tenant,
+        levels=limit_levels(console.services, tenant, key),
+        form=form,
+    )

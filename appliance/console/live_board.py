@@ -1,0 +1,269 @@
+"""What the overview shows, gathered once per sample for all who watch: the snapshot, today's totals, the latest requests.
+
+Sums of the ledger are read every few seconds, not at every tick. Knows no request and no markup.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import TYPE_CHECKING, Any
+
+from appliance.console.charts import Segment, stack
+from appliance.console.formatting import duration, size
+from appliance.console.history import tenant_names
+from appliance.console.request_lines import RequestLine, past_line
+
+if TYPE_CHECKING:
+    from appliance.serving.services import Services
+    from appliance.telemetry.events import EngineReading, SystemSnapshot
+    from appliance.telemetry.gpu import GpuReading
+
+TOTALS_KEPT_S = 4.0
+RECENT_ROWS = 8
+NO_GPU = "no NVIDIA GPU"
+_TONES = {"ready": "ok", "loading": "warn", "restarting": "warn", "failed": "bad", "stopped": "bad"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Totals:
+    """Sums of the ledger over a time."""
+
+    requests: int = 0
+    tokens: int = 0
+    cost_picos: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineView:
+    """One served model as a card. Histories hold one value per sample, oldest first."""
+
+    model: str
+    state: str
+    tone: str
+    reason: str | None
+    facts: list[str]
+    tokens_out_per_s: float
+    tokens_in_per_s: float
+    out_history: list[float]
+    in_history: list[float]
+    block_size: int
+    kv_total: int
+    kv_used: int
+    kv_cached: int
+    kv_free: int
+    step_text: str
+    hit_rate: float | None
+    preemptions: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuView:
+    """One GPU as a card; its memory is split as far as the engines tell what they hold."""
+
+    index: int
+    name: str
+    memory_total_bytes: int
+    memory_used_bytes: int
+    utilization: int | None
+    power_w: float | None
+    temperature_c: int | None
+    segments: list[Segment]
+    legend: list[tuple[str, str, str]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OverviewView:
+    """Everything on the overview at one moment."""
+
+    at: datetime
+    running: int
+    waiting: int
+    tokens_out_per_s: float
+    tokens_in_per_s: float
+    ttft_p50_s: float | None
+    ttft_p95_s: float | None
+    today: Totals
+    engines: list[EngineView]
+    gpus: list[GpuView]
+    gpu_absent: bool
+    gpu_error: str | None
+    engine_device: str | None
+    host: Any
+    database_ok: bool
+    database_kind: str
+    recent: list[RequestLine]
+
+
+class LiveBoard:
+    """Makes the views; keeps the last one of each sample, so that a hundred watchers cost as much as one."""
+
+    def __init__(self, services: Services) -> None:
+        self._services = services
+        self._overview: OverviewView | None = None
+        self._totals = Totals()
+        self._recent: list[RequestLine] = []
+        self._read_at_s: float | None = None
+
+    async def overview(self) -> OverviewView:
+        """Return the view of the newest sample."""
+        snapshot = self._services.sampler.latest
+        if self._overview is None or self._overview.at != snapshot.at:
+            await self._refresh()
+            self._overview = overview_view(snapshot, list(self._services.sampler.history), self._totals, self._recent)
+        return self._overview
+
+    async def _refresh(self) -> None:
+        now_s = self._services.clock.monotonic_s()
+        if self._read_at_s is not None and now_s - self._read_at_s < TOTALS_KEPT_S:
+            return
+        self._read_at_s = now_s
+        self._totals = await totals_today(self._services)
+        page = await self._services.reports.requests_page(RECENT_ROWS)
+        names = await tenant_names(self._services)
+        self._recent = [past_line(row, names) for row in page.data]
+
+
+async def totals_today(services: Services, tenant_id: str | None = None) -> Totals:
+    """Return the sums since midnight UTC, of one tenant or of all."""
+    now = services.clock.now()
+    return await totals(services, now.replace(hour=0, minute=0, second=0, microsecond=0), now, tenant_id)
+
+
+async def totals_this_month(services: Services, tenant_id: str) -> Totals:
+    """Return the sums of one tenant since the first of the month, UTC."""
+    now = services.clock.now()
+    return await totals(services, now.replace(day=1, hour=0, minute=0, second=0, microsecond=0), now, tenant_id)
+
+
+async def totals(services: Services, start: datetime, end: datetime, tenant_id: str | None) -> Totals:
+    """Return the sums of the ledger from `start` to `end`."""
+    rows = await services.reports.usage(start, end, bucket="day", group_by=(), tenant_id=tenant_id)
+    return Totals(
+        requests=sum(row.requests for row in rows),
+        tokens=sum(row.prompt_tokens + row.completion_tokens for row in rows),
+        cost_picos=sum(row.cost_picos for row in rows),
+    )
+
+
+def overview_view(
+    snapshot: SystemSnapshot, history: Sequence[SystemSnapshot], today: Totals, recent: list[RequestLine]
+) -> OverviewView:
+    """Return the view of `snapshot`; `history` holds the samples before it, oldest first, itself included."""
+    engines = [engine_view(engine, history, snapshot.at) for engine in snapshot.engines]
+    infos = [engine.info for engine in snapshot.engines if engine.info is not None]
+    return OverviewView(
+        at=snapshot.at,
+        running=snapshot.requests_running,
+        waiting=snapshot.requests_waiting,
+        tokens_out_per_s=snapshot.tokens_per_second,
+        tokens_in_per_s=sum(engine.tokens_in_per_s for engine in engines),
+        ttft_p50_s=_slowest([engine.ttft_p50_s for engine in snapshot.engines]),
+        ttft_p95_s=_slowest([engine.ttft_p95_s for engine in snapshot.engines]),
+        today=today,
+        engines=engines,
+        gpus=[gpu_view(gpu, snapshot) for gpu in snapshot.gpus],
+        gpu_absent=snapshot.gpu_error in (None, NO_GPU),
+        gpu_error=snapshot.gpu_error,
+        engine_device=infos[0].device_name if infos else None,
+        host=snapshot.host,
+        database_ok=snapshot.database.ok,
+        database_kind=snapshot.database.kind,
+        recent=recent,
+    )
+
+
+def _slowest(values: Sequence[float | None]) -> float | None:
+    return max((value for value in values if value is not None), default=None)
+
+
+def engine_view(engine: EngineReading, history: Sequence[SystemSnapshot], now: datetime) -> EngineView:
+    """Return the card of one engine."""
+    status = engine.status
+    prompt_rates = prompt_history(engine.model, history)
+    prompt_tokens = status.prompt_tokens_total if status else 0
+    return EngineView(
+        model=engine.model,
+        state=engine.state,
+        tone=_TONES.get(engine.state, ""),
+        reason=_reason(engine),
+        facts=_facts(engine, now),
+        tokens_out_per_s=engine.tokens_per_second,
+        tokens_in_per_s=prompt_rates[-1] if prompt_rates else 0.0,
+        out_history=[reading.tokens_per_second for snapshot in history for reading in _of(engine.model, snapshot)],
+        in_history=prompt_rates,
+        block_size=engine.info.block_size if engine.info else 0,
+        kv_total=status.kv_blocks_total if status else 0,
+        kv_used=status.kv_blocks_used if status else 0,
+        kv_cached=status.kv_blocks_cached if status else 0,
+        kv_free=status.kv_blocks_free if status else 0,
+        step_text=f"{status.step_ms:.1f} ms" if status else "–",
+        hit_rate=min(status.prefix_cache_hit_tokens_total / prompt_tokens, 1.0) if status and prompt_tokens else None,
+        preemptions=status.preemptions_total if status else 0,
+    )
+
+
+def _of(model: str, snapshot: SystemSnapshot) -> list[EngineReading]:
+    return [engine for engine in snapshot.engines if engine.model == model]
+
+
+def prompt_history(model: str, history: Sequence[SystemSnapshot]) -> list[float]:
+    """Return prompt tokens per second between neighbouring samples; a restarted engine's totals begin again at zero."""
+    counts = [
+        (snapshot.at, reading.status.prompt_tokens_total)
+        for snapshot in history
+        for reading in _of(model, snapshot)
+        if reading.status is not None
+    ]
+    rates = []
+    for (before_at, before), (after_at, after) in zip(counts, counts[1:], strict=False):
+        elapsed_s = (after_at - before_at).total_seconds()
+        rates.append(max(after - before, 0) / elapsed_s if elapsed_s > 0 else 0.0)
+    return rates
+
+
+def _reason(engine: EngineReading) -> str | None:
+    if engine.state == "loading" and engine.load_fraction is not None:
+        return f"Loading the model, {engine.load_fraction:.0%}."
+    return None if engine.state == "ready" else engine.error
+
+
+def _facts(engine: EngineReading, now: datetime) -> list[str]:
+    facts = []
+    if engine.info is not None:
+        info = engine.info
+        facts += [info.device_name, f"{info.num_parameters / 1e6:,.1f} M parameters", info.dtype]
+        facts += [f"weights {size(info.weights_bytes)}", f"KV {size(info.kv_bytes)}", f"context {info.max_model_len:,} tokens"]
+    if engine.started_at is not None:
+        facts.append(f"up {duration(max((now - engine.started_at).total_seconds(), 1.0))}")
+    facts.append(f"{engine.restarts} {'restart' if engine.restarts == 1 else 'restarts'}")
+    return facts
+
+
+def gpu_view(gpu: GpuReading, snapshot: SystemSnapshot) -> GpuView:
+    """Return the card of one GPU. With several GPUs it is not known which engine holds what, so only used is shown."""
+    parts = _memory_parts(gpu, snapshot)
+    return GpuView(
+        index=gpu.index,
+        name=gpu.name,
+        memory_total_bytes=gpu.memory_total_bytes,
+        memory_used_bytes=gpu.memory_used_bytes,
+        utilization=gpu.utilization,
+        power_w=gpu.power_w,
+        temperature_c=gpu.temperature_c,
+        segments=stack(parts, gpu.memory_total_bytes),
+        legend=[
+            *((name, label, size(amount)) for name, label, amount in parts),
+            ("track", "free", size(gpu.memory_total_bytes - gpu.memory_used_bytes)),
+        ],
+    )
+
+
+def _memory_parts(gpu: GpuReading, snapshot: SystemSnapshot) -> list[tuple[str, str, int]]:
+    infos = [engine.info for engine in snapshot.engines if engine.info is not None and engine.info.device.startswith("cuda")]
+    if len(snapshot.gpus) != 1 or not infos:
+        return [("used", "used", gpu.memory_used_bytes)]
+    weights, kv = sum(info.weights_bytes for info in infos), sum(info.kv_bytes for info in infos)
+    other = max(gpu.memory_used_bytes - weights - kv, 0)
+    return [("weights", "weights", weights), ("kv", "KV", kv), ("other", "other", other)]

@@ -1,0 +1,63 @@
+"""The one live stream of a page: a rendered fragment per sample, for as long as the session lives."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+
+from litestar import get
+from litestar.response import Stream
+
+from appliance.base.errors import InvalidValue, Overloaded
+from appliance.console.context import Console
+from appliance.console.overview import overview_fragment
+from appliance.console.requests import live_requests_fragment
+from appliance.console.security import ConsoleRequest, may_change, session_token
+
+STREAMS_MAX = 64
+SESSION_CHECKED_EVERY_TICKS = 10
+RETRY_AFTER_S = 10.0
+VIEWS = {"overview": overview_fragment, "requests": live_requests_fragment}
+
+
+@get("/console/events")
+async def live_stream(request: ConsoleRequest, console: Console, view: str = "overview") -> Stream:
+    """Send the live part of a page whenever the sampler has a new sample."""
+    if view not in VIEWS:
+        raise InvalidValue(f"view must be one of {', '.join(VIEWS)}", param="view")
+    if console.open_streams >= STREAMS_MAX:
+        raise Overloaded(f"at most {STREAMS_MAX} live pages can be open", retry_after_s=RETRY_AFTER_S)
+    frames = _frames(console, view, token=session_token(request, console.services) or "", changing=may_change(request))
+    headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
+    return Stream(frames, media_type="text/event-stream", headers=headers)
+
+
+async def _frames(console: Console, view: str, *, token: str, changing: bool) -> AsyncIterator[bytes]:
+    console.open_streams += 1
+    try:
+        async with aclosing(console.services.sampler.subscribe()) as ticks:
+            count = 0
+            async for snapshot in ticks:
+                if count % SESSION_CHECKED_EVERY_TICKS == 0 and await console.services.sessions.resolve(token) is None:
+                    yield event("signed-out", "sign in again")
+                    return
+                count += 1
+                yield await _rendered(console, view, at=snapshot.at.isoformat(), changing=changing)
+    finally:
+        console.open_streams -= 1
+
+
+async def _rendered(console: Console, view: str, *, at: str, changing: bool) -> bytes:
+    """Return the frame of this sample, rendered once for all who look at the same thing."""
+    known = console.frames.get((view, changing))
+    if known is None or known[0] != at:
+        known = (at, event(None, await VIEWS[view](console, changing=changing)))
+        console.frames[view, changing] = known
+    return known[1]
+
+
+def event(name: str | None, text: str) -> bytes:
+    """Return one event of a stream; blank lines of the text are dropped, lines end in LF."""
+    head = f"event: {name}\n" if name else ""
+    body = "".join(f"data: {line.strip()}\n" for line in text.splitlines() if line.strip())
+    return f"{head}{body}\n".encode()

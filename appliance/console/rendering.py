@@ -1,0 +1,147 @@
+"""Turns a template and its values into an answer: whole page or fragment, redirect, message of what was done. Knows no service call."""
+
+from __future__ import annotations
+
+import json
+from datetime import datetime
+from functools import lru_cache
+from hashlib import sha256
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from litestar import Response
+from litestar.datastructures import Cookie
+
+from appliance.console.charts import spark_area, spark_points, stack, timeline
+from appliance.console.formatting import FILTERS
+from appliance.console.security import ConsoleRequest, current_session, may_change
+
+if TYPE_CHECKING:
+    from appliance.serving.services import Services
+
+Html = Response[str]
+
+WEB_DIR = Path(__file__).resolve().parents[2] / "web"
+STATIC_DIR = WEB_DIR / "static"
+THEME_COOKIE, DONE_COOKIE = "gatehouse_theme", "gatehouse_done"
+THEMES = ("auto", "light", "dark")
+DONE_SHOWN_FOR_S = 30
+HTML = "text/html"
+# One file per component, in the order of the cascade layers that the first of them declares.
+STYLES = (
+    "layers", "base", "shell", "buttons", "forms", "badges", "tiles", "cards", "charts", "tables", "dialog", "toasts", "login", "print",
+)  # fmt: skip
+SCRIPTS = ("live", "dialog", "toasts", "keyboard", "copy")
+# What a finished change says on the page it leads to. The cookie carries the name, never the text.
+DONE = {
+    "tenant-created": "Tenant created. Give it a key next.",
+    "tenant-saved": "Tenant saved. New limits hold from the next request on.",
+    "tenant-suspended": "Tenant suspended. Its keys are refused from now on.",
+    "tenant-resumed": "Tenant resumed.",
+    "tenant-archived": "Tenant archived. Its ledger stays.",
+    "key-saved": "Key saved. New limits hold from the next request on.",
+    "key-revoked": "Key revoked. It is refused from now on.",
+    "request-cancelled": "Cancelled. Its KV blocks are free; what was generated is billed.",
+    "signed-out": "Signed out.",
+}
+
+
+@lru_cache(maxsize=256)
+def asset(path: str) -> str:
+    """Return the address of a static file with a piece of its hash, so that a browser may keep it for ever."""
+    digest = sha256((STATIC_DIR / path).read_bytes()).hexdigest()
+    return f"/static/{path}?v={digest[:12]}"
+
+
+def is_fragment(request: ConsoleRequest) -> bool:
+    """Return whether htmx asks for a part of a page; when it restores history it needs the whole one."""
+    return request.headers.get("hx-request") == "true" and request.headers.get("hx-history-restore-request") != "true"
+
+
+def toast_header(text: str, kind: str) -> str:
+    """Return the value of `HX-Trigger` that makes the page show `text`; kind is `done` or `error`."""
+    return json.dumps({"gatehouse:toast": {"text": text, "kind": kind}})
+
+
+class Pages:
+    """The templates and what every page knows: who is signed in, the theme, the time, the message of the last change."""
+
+    def __init__(self, services: Services) -> None:
+        self._services = services
+        self._templates = Environment(
+            loader=FileSystemLoader(WEB_DIR / "templates"),
+            autoescape=True,
+            undefined=StrictUndefined,
+            trim_blocks=True,
+            lstrip_blocks=True,
+        )
+        self._templates.filters.update(FILTERS)
+        self._templates.globals.update(
+            asset=asset,
+            spark_area=spark_area,
+            spark_points=spark_points,
+            stack=stack,
+            timeline=timeline,
+            styles=STYLES,
+            scripts=SCRIPTS,
+            version=services.version,
+            currency=services.settings.currency,
+        )
+
+    def now(self) -> datetime:
+        """Return the time that pages measure distances from."""
+        return self._services.clock.now()
+
+    def fragment(self, template: str, **values: Any) -> str:
+        """Return a rendered template that needs nothing of the request: what live streams send."""
+        return self._templates.get_template(template).render(now=self.now(), **values)
+
+    def page(self, request: ConsoleRequest, template: str, *, part: str | None = None, status: int = 200, **values: Any) -> Html:
+        """Return the whole page, or its template `part` when htmx asks for a fragment."""
+        if part is not None and is_fragment(request):
+            template = part
+        return self._answer(request, template, status, values)
+
+    def sheet(self, request: ConsoleRequest, template: str, *, title: str, status: int = 200, **values: Any) -> Html:
+        """Return a form that stands in a dialog where htmx asks for it, and on a page of its own where not."""
+        values |= {"title": title, "sheet": template}
+        return self._answer(request, template if is_fragment(request) else "pages/sheet.html", status, values)
+
+    def redirect(self, request: ConsoleRequest, path: str, *, done: str | None = None) -> Html:
+        """Return the way on after a change: 303 for a form, `HX-Redirect` for htmx. `done` names the message shown there."""
+        headers = {"vary": "HX-Request, Cookie"}
+        headers["hx-redirect" if is_fragment(request) else "location"] = path
+        status = 200 if is_fragment(request) else 303
+        answer = Response("", status_code=status, media_type=HTML, headers=headers)
+        if done is not None:
+            assert done in DONE
+            answer.set_cookie(done_cookie(done, DONE_SHOWN_FOR_S))
+        return answer
+
+    def _answer(self, request: ConsoleRequest, template: str, status: int, values: dict[str, Any]) -> Html:
+        done = request.cookies.get(DONE_COOKIE)
+        text = self._templates.get_template(template).render(**self._shared(request), **values)
+        answer = Response(text, status_code=status, media_type=HTML, headers={"vary": "HX-Request, Cookie"})
+        if done is not None and not is_fragment(request):
+            answer.set_cookie(done_cookie("", 0))
+        return answer
+
+    def _shared(self, request: ConsoleRequest) -> dict[str, Any]:
+        session = current_session(request)
+        theme = request.cookies.get(THEME_COOKIE, "auto")
+        return {
+            "now": self.now(),
+            "path": request.url.path,
+            "here": request.url.path + (f"?{request.url.query}" if request.url.query else ""),
+            "theme": theme if theme in THEMES else "auto",
+            "member": session.member if session else None,
+            "csrf_token": session.csrf_token if session else "",
+            "may_change": may_change(request),
+            "done": DONE.get(request.cookies.get(DONE_COOKIE, "")),
+        }
+
+
+def done_cookie(name: str, max_age_s: int) -> Cookie:
+    """Return the cookie that carries the name of a finished change to the next page."""
+    return Cookie(key=DONE_COOKIE, value=name, path="/", httponly=True, samesite="lax", max_age=max_age_s)

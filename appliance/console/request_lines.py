@@ -1,0 +1,152 @@
+"""One row of a request table, made the same way from a live request and from a past one. Knows no page."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from typing import TYPE_CHECKING
+
+from appliance.serving.explanation import Timeline, explain
+
+if TYPE_CHECKING:
+    from appliance.metering.records import RequestRow
+    from appliance.serving.live_requests import LiveRequest
+
+TAIL_CHARS = 8  # the random end of an id; its head is the time and alike for neighbours
+_TONES = {"stop": "ok", "length": "ok", "tool_calls": "ok", "error": "bad", "refused": "bad"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestLine:
+    """What tables and the detail page show of a request. `end` is empty while it lives."""
+
+    id: str
+    live: bool
+    state: str
+    state_text: str
+    end: str
+    tone: str
+    tenant_id: str
+    tenant_name: str
+    key_id: str
+    key_prefix: str
+    model: str
+    endpoint: str
+    stream: bool
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+    kv_blocks: int
+    preemptions: int
+    queue_s: float | None
+    ttft_s: float | None
+    decode_s: float | None
+    total_s: float | None
+    tokens_per_second: float | None
+    inter_token_p50_s: float | None
+    admitted_at: datetime
+    first_token_at: datetime | None
+    finished_at: datetime | None
+    explanation: str
+    error: str | None
+
+    @property
+    def short_id(self) -> str:
+        """Return the end of the id, enough to tell neighbours apart."""
+        return f"…{self.id[-TAIL_CHARS:]}"
+
+    @property
+    def prefill_s(self) -> float | None:
+        """Return the time between leaving the queue and the first token."""
+        if self.ttft_s is None:
+            return None
+        return max(self.ttft_s - (self.queue_s or 0.0), 0.0)
+
+
+def live_line(live: LiveRequest, now: datetime) -> RequestLine:
+    """Return the row of a request that is not settled yet; its total is its age."""
+    return RequestLine(
+        id=live.id,
+        live=True,
+        state=live.state,
+        state_text=_state_text(live),
+        end=live.finish_reason or "",
+        tone="",
+        tenant_id=live.tenant_id,
+        tenant_name=live.tenant_name,
+        key_id=live.key_id,
+        key_prefix=live.key_prefix,
+        model=live.model,
+        endpoint=live.endpoint,
+        stream=live.stream,
+        prompt_tokens=live.prompt_tokens,
+        cached_tokens=live.cached_tokens,
+        completion_tokens=live.completion_tokens,
+        kv_blocks=live.kv_blocks,
+        preemptions=live.preemptions,
+        queue_s=live.queue_s,
+        ttft_s=live.ttft_s,
+        decode_s=live.decode_s,
+        total_s=max(((live.finished_at or now) - live.admitted_at).total_seconds(), 0.0),
+        tokens_per_second=live.tokens_per_second,
+        inter_token_p50_s=live.inter_token_p50_s,
+        admitted_at=live.admitted_at,
+        first_token_at=live.first_token_at,
+        finished_at=live.finished_at,
+        explanation=live.explanation,
+        error=live.error,
+    )
+
+
+def _state_text(live: LiveRequest) -> str:
+    if live.state == "queued" and live.queue_position is not None:
+        return f"queued, {live.queue_position} ahead"
+    return live.state
+
+
+def past_line(row: RequestRow, tenant_names: Mapping[str, str], key_prefix: str = "") -> RequestLine:
+    """Return the row of a request that the ledger has settled."""
+    end = row.finish_reason or "unsettled"
+    return RequestLine(
+        id=row.id,
+        live=False,
+        state="finished",
+        state_text="finished",
+        end=end,
+        tone=_TONES.get(end, "warn"),
+        tenant_id=row.tenant_id,
+        tenant_name=tenant_names.get(row.tenant_id, row.tenant_id),
+        key_id=row.key_id,
+        key_prefix=key_prefix,
+        model=row.model,
+        endpoint=row.endpoint,
+        stream=row.stream,
+        prompt_tokens=row.prompt_tokens,
+        cached_tokens=row.cached_tokens,
+        completion_tokens=row.completion_tokens,
+        kv_blocks=row.kv_blocks,
+        preemptions=row.preemptions,
+        queue_s=row.queue_s,
+        ttft_s=row.ttft_s,
+        decode_s=row.decode_s,
+        total_s=(row.finished_at - row.admitted_at).total_seconds() if row.finished_at else None,
+        tokens_per_second=row.tokens_per_second,
+        inter_token_p50_s=row.inter_token_p50_s,
+        admitted_at=row.admitted_at,
+        first_token_at=row.first_token_at,
+        finished_at=row.finished_at,
+        explanation=explain(
+            Timeline(
+                queue_s=row.queue_s,
+                ttft_s=row.ttft_s,
+                decode_s=row.decode_s,
+                prompt_tokens=row.prompt_tokens,
+                cached_tokens=row.cached_tokens,
+                completion_tokens=row.completion_tokens,
+                preemptions=row.preemptions,
+                finish_reason=row.finish_reason,
+            )
+        ),
+        error=row.error,
+    )

@@ -1,0 +1,121 @@
+"""Requests: those in flight, live, above the history; one request in detail; cancelling."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from litestar import Response, get, post
+
+from appliance.base.errors import NotFound
+from appliance.console.context import Console
+from appliance.console.history import ENDS, Filters, history_page, tenants_by_name
+from appliance.console.rendering import DONE, HTML, Html, is_fragment, toast_header
+from appliance.console.request_lines import RequestLine, live_line, past_line
+from appliance.console.security import ConsoleRequest, require_changer
+from appliance.metering.prices import Price
+from appliance.metering.records import UsageEvent
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CostLine:
+    """Tokens of one kind and what they cost; None where no price was in force."""
+
+    label: str
+    tokens: int
+    cost_picos: int | None
+    currency: str
+
+
+@get("/requests")
+async def list_requests(request: ConsoleRequest, console: Console) -> Html:
+    """In flight above, history below; htmx asks for the history alone when a filter changes."""
+    filters = Filters.of(request)
+    tenants = await tenants_by_name(console.services)
+    names = {tenant.id: tenant.name for tenant in tenants}
+    past, next_page = await history_page(console.services, filters, names)
+    if is_fragment(request):
+        values = {"rows": past, "next_page": next_page, "filters": filters, **console.example()}
+        return console.pages.page(request, "fragments/request_history.html", **values)
+    return console.pages.page(
+        request,
+        "pages/requests.html",
+        live=live_lines(console),
+        at=console.services.clock.now(),
+        rows=past,
+        next_page=next_page,
+        filters=filters,
+        tenants=tenants,
+        ends=ENDS,
+        **console.example(),
+    )
+
+
+async def live_requests_fragment(console: Console, *, changing: bool) -> str:
+    """Return the live part of the page; the cancel buttons are there for those who may use them."""
+    now = console.services.clock.now()
+    return console.pages.fragment("fragments/live_requests.html", live=live_lines(console), at=now, may_change=changing)
+
+
+def live_lines(console: Console) -> list[RequestLine]:
+    """Return the requests in flight, oldest first."""
+    now = console.services.clock.now()
+    return [live_line(live, now) for live in console.services.generations.live.values()]
+
+
+@get("/requests/{request_id:str}")
+async def show_request(request: ConsoleRequest, console: Console, request_id: str) -> Html:
+    """Where the time of one request went, and what it cost."""
+    row, event = await _find(console, request_id)
+    price = None
+    return console.pages.page(
+        request, "pages/request.html", row=row, event=event, cost_lines=cost_lines(row, event, price)
+    )
+
+
+@post("/requests/cancel", guards=[require_changer], status_code=200)
+async def cancel_request(request: ConsoleRequest, console: Console) -> Html:
+    """End a request in flight; what it generated so far is billed."""
+    form = await console.form(request)
+    request_id = form.raw("request_id")
+    console.services.generations.abort(request_id)
+    if not is_fragment(request):
+        return console.pages.redirect(request, "/requests", done="request-cancelled")
+    return Response("", media_type=HTML, headers={"hx-trigger": toast_header(DONE["request-cancelled"], "done")})
+
+
+async def _find(console: Console, request_id: str) -> tuple[RequestLine, UsageEvent | None]:
+    live = console.services.generations.find(request_id)
+    if live is not None:
+        return live_line(live, console.services.clock.now()), None
+    row = await console.services.reports.request(request_id)
+    tenant = await console.services.tenants.get(row.tenant_id)
+    key = await console.services.keys.get(row.key_id)
+    return past_line(row, {tenant.id: tenant.name}, key.prefix), None
+
+
+def cost_lines(row: RequestLine, event: UsageEvent | None, price: Price | None) -> list[CostLine]:
+    """Return the tokens of the bill by kind, each with its part of the cost where the price is known."""
+    usage = event or row
+    uncached = usage.prompt_tokens - usage.cached_tokens
+    parts = (
+        ("Prompt, computed", uncached, {"prompt_tokens": uncached, "cached_tokens": 0, "completion_tokens": 0}),
+        (
+            "Prompt, cached",
+            usage.cached_tokens,
+            {"prompt_tokens": usage.cached_tokens, "cached_tokens": usage.cached_tokens, "completion_tokens": 0},
+        ),
+        (
+            "Output",
+            usage.completion_tokens,
+            {"prompt_tokens": 0, "cached_tokens": 0, "completion_tokens": usage.completion_tokens},
+        ),
+    )
+    return [
+        CostLine(
+            label=label,
+            tokens=tokens,
+            cost_picos=price.cost_picos(**counts) if price else None,
+            currency=price.currency if price else "",
+        )
+        for label, tokens, counts in parts
+    ]

@@ -1,0 +1,59 @@
+"""Puts the console together: its routes, what guards them, and the static files. The only thing `app.py` needs of it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from litestar import Response, Router
+from litestar.di import Provide
+from litestar.static_files import create_static_files_router
+
+from appliance.base.errors import GatehouseError
+from appliance.console import keys, live_stream, login, overview, requests, tenants
+from appliance.console.context import Console
+from appliance.console.error_pages import error_handler
+from appliance.console.rendering import STATIC_DIR
+from appliance.console.security import RequireSession, SecurityHeaders, require_csrf_token
+
+if TYPE_CHECKING:
+    from appliance.serving.services import Services
+
+HANDLERS = (
+    login.show_login, login.sign_in, login.sign_out, login.choose_theme,
+    overview.show_overview, live_stream.live_stream,
+    requests.list_requests, requests.show_request, requests.cancel_request,
+    tenants.list_tenants, tenants.new_tenant, tenants.create_tenant, tenants.show_tenant, tenants.save_tenant,
+    tenants.suspend_tenant, tenants.resume_tenant, tenants.confirm_archive, tenants.archive_tenant,
+    keys.list_keys, keys.new_key, keys.create_key, keys.show_key, keys.save_key,
+    keys.confirm_rotate, keys.rotate_key, keys.confirm_revoke, keys.revoke_key,
+)  # fmt: skip
+# An address of a static file changes with its content, so a browser may keep what it has.
+STATIC_KEPT = "public, max-age=31536000, immutable"
+
+
+def create_console_router(services: Services) -> Router:
+    """Return the router with every page of the console and its static files."""
+    console = Console(services)
+
+    def provide_console() -> Console:
+        return console
+
+    pages = Router(
+        path="/",
+        route_handlers=list(HANDLERS),
+        dependencies={"console": Provide(provide_console, sync_to_thread=False)},
+        guards=[RequireSession(services)],
+        before_request=require_csrf_token,
+        exception_handlers={Exception: error_handler(console.pages), GatehouseError: error_handler(console.pages)},
+        include_in_schema=False,
+    )
+    return Router(path="/", route_handlers=[pages, _static_files()], middleware=[SecurityHeaders()])
+
+
+def _static_files() -> Router:
+    return create_static_files_router(path="/static", directories=[STATIC_DIR], include_in_schema=False, after_request=_keep)
+
+
+def _keep(response: Response[bytes]) -> Response[bytes]:
+    response.headers["cache-control"] = STATIC_KEPT
+    return response

@@ -1,0 +1,175 @@
+"""Who may open a page and who may change something: session cookie, roles, cross-site checks, security headers.
+
+A guard resolves the session before anything else runs; a second check compares the session-bound token of every form.
+Knows no page.
+"""
+
+from __future__ import annotations
+
+import hmac
+from typing import TYPE_CHECKING, Any
+from urllib.parse import quote, urlsplit
+
+from litestar import Request
+from litestar.connection import ASGIConnection
+from litestar.datastructures import Cookie, MutableScopeHeaders
+from litestar.enums import ScopeType
+from litestar.handlers import BaseRouteHandler
+from litestar.middleware import ASGIMiddleware
+from litestar.types import ASGIApp, Message, Receive, Scope, Send
+
+from appliance.base.errors import Forbidden, Unauthenticated
+from appliance.tenancy.roles import Action, may, require
+
+if TYPE_CHECKING:
+    from appliance.serving.services import Services
+    from appliance.tenancy.sessions import Session
+
+Connection = ASGIConnection[Any, Any, Any, Any]
+ConsoleRequest = Request[Any, Any, Any]
+
+SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
+CSRF_FIELD = "csrf_token"
+CSRF_HEADER = "x-csrf-token"
+# The prefix makes the browser refuse the cookie unless it is Secure, host-only and for the whole site; it needs HTTPS.
+SECURE_COOKIE, PLAIN_COOKIE = "__Host-gatehouse", "gatehouse_session"
+
+CONTENT_SECURITY_POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
+    "form-action 'self'; base-uri 'none'; frame-ancestors 'none'"
+)
+SECURITY_HEADERS = {
+    "content-security-policy": CONTENT_SECURITY_POLICY,
+    "x-content-type-options": "nosniff",
+    "x-frame-options": "DENY",
+    # Not `no-referrer`: with it a browser sends `Origin: null` on our own forms, and the check below would refuse them.
+    "referrer-policy": "same-origin",
+    "cross-origin-opener-policy": "same-origin",
+    "cross-origin-resource-policy": "same-origin",
+    "permissions-policy": "camera=(), geolocation=(), microphone=(), payment=()",
+}
+
+
+class SecurityHeaders(ASGIMiddleware):
+    """Sets the security headers on every answer, errors included; pages are never stored by a cache."""
+
+    scopes = (ScopeType.HTTP,)
+
+    async def handle(self, scope: Scope, receive: Receive, send: Send, next_app: ASGIApp) -> None:
+        """Pass the request on and add what the answer does not set itself."""
+
+        async def send_with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = MutableScopeHeaders.from_message(message)
+                for name, value in SECURITY_HEADERS.items():
+                    headers.setdefault(name, value)
+                headers.setdefault("cache-control", "no-store")
+            await send(message)
+
+        await next_app(scope, receive, send_with_headers)
+
+
+def is_secure(connection: Connection, services: Services) -> bool:
+    """Return whether cookies of this connection travel over HTTPS, by its own scheme or because the settings say so."""
+    return services.settings.secure_cookies or connection.url.scheme == "https"
+
+
+def session_token(connection: Connection, services: Services) -> str | None:
+    """Return the session token that the browser sent, if any."""
+    return connection.cookies.get(SECURE_COOKIE if is_secure(connection, services) else PLAIN_COOKIE)
+
+
+def session_cookie(connection: Connection, services: Services, token: str) -> Cookie:
+    """Return the cookie that carries `token`; an empty token removes it."""
+    secure = is_secure(connection, services)
+    return Cookie(
+        key=SECURE_COOKIE if secure else PLAIN_COOKIE,
+        value=token,
+        path="/",
+        secure=secure,
+        httponly=True,
+        samesite="lax",
+        max_age=None if token else 0,
+    )
+
+
+def current_session(connection: Connection) -> Session | None:
+    """Return the session that the guard found for this request; None on pages that need none."""
+    session: Session | None = connection.state.get("session")
+    return session
+
+
+def may_change(connection: Connection) -> bool:
+    """Return whether the signed-in member's role covers changes."""
+    session = current_session(connection)
+    return session is not None and may(session.member.role, Action.WRITE)
+
+
+class RequireSession:
+    """Guard of the whole console: resolves the session, and refuses whoever has none where a page needs one.
+
+    A handler with `opt={"public": True}` is served to anybody; it still learns of a session that is there.
+    """
+
+    def __init__(self, services: Services) -> None:
+        self._services = services
+
+    async def __call__(self, connection: Connection, handler: BaseRouteHandler) -> None:
+        """Raise Unauthenticated without a live session, Forbidden for a change that another site asks for."""
+        if connection.scope["method"] not in SAFE_METHODS:
+            require_own_origin(connection)
+        token = session_token(connection, self._services)
+        connection.state["session"] = await self._services.sessions.resolve(token) if token else None
+        if connection.state["session"] is None and not handler.opt.get("public"):
+            raise Unauthenticated("Sign in first.")
+
+
+def require_changer(connection: Connection, handler: BaseRouteHandler) -> None:
+    """Guard of handlers that change something: raise RoleNotAllowed unless the member's role covers it."""
+    session = current_session(connection)
+    if session is None:
+        raise Unauthenticated("Sign in first.")
+    require(session.member.role, Action.WRITE)
+
+
+def require_own_origin(connection: Connection) -> None:
+    """Raise Forbidden when a browser says that the request began on another site.
+
+    `Sec-Fetch-Site` decides where the browser sends it; otherwise the host of `Origin`, whose scheme may differ behind a
+    proxy that ends TLS. A client that sends neither is no browser, and no browser can be made to send neither.
+    """
+    site = connection.headers.get("sec-fetch-site")
+    origin = connection.headers.get("origin")
+    if site is not None:
+        allowed = site in ("same-origin", "none")
+    else:
+        allowed = origin is None or urlsplit(origin).netloc == connection.headers.get("host")
+    if not allowed:
+        raise Forbidden("This form was sent from another site, so nothing was done.")
+
+
+async def require_csrf_token(request: ConsoleRequest) -> None:
+    """Raise Forbidden unless a change carries the token of its session, in the form or in the header that htmx sends."""
+    session = current_session(request)
+    if request.method in SAFE_METHODS or session is None:
+        return
+    sent = request.headers.get(CSRF_HEADER) or (await request.form()).get(CSRF_FIELD) or ""
+    if not hmac.compare_digest(str(sent).encode(), session.csrf_token.encode()):
+        raise Forbidden("The form is from an older session. Reload the page and send it again; nothing was done.")
+
+
+def safe_next(target: str | None) -> str:
+    """Return `target` if it is a path of this site, else the overview: never a way to another host."""
+    if not target or not target.startswith("/") or target.startswith("//") or "\\" in target:
+        return "/"
+    if any(character < " " or character == "\x7f" for character in target):
+        return "/"
+    return target
+
+
+def login_path(request: ConsoleRequest) -> str:
+    """Return where a visitor without a session goes: the sign-in page, which leads back here after a GET."""
+    if request.method not in SAFE_METHODS or request.url.path == "/":
+        return "/login"
+    query = f"?{request.url.query}" if request.url.query else ""
+    return f"/login?next={quote(request.url.path + query, safe='')}"

@@ -1,0 +1,158 @@
+"""Tenants: the list, a new one, its page with limits and keys, suspension and archive."""
+
+from __future__ import annotations
+
+from typing import Any
+from urllib.parse import urlencode
+
+from litestar import get, post
+
+from appliance.base.errors import BadRequest, Conflict
+from appliance.console.context import Console
+from appliance.console.forms import Form
+from appliance.console.limits import limit_levels, read_limits
+from appliance.console.live_board import totals_this_month, totals_today
+from appliance.console.rendering import Html
+from appliance.console.security import ConsoleRequest, require_changer
+from appliance.tenancy.fields import TIERS, WEIGHT_MAX
+from appliance.tenancy.principals import LIMIT_NAMES, Tenant, TenantChanges
+
+PAGE_ROWS = 100
+KEYS_SHOWN_MAX = 200
+FIELDS = ("name", "tier", "weight", "allowed_models", *LIMIT_NAMES)
+
+
+@get("/tenants")
+async def list_tenants(request: ConsoleRequest, console: Console) -> Html:
+    """Every tenant, archived ones on request."""
+    archived = request.query_params.get("archived") == "yes"
+    page = await console.services.tenants.list(PAGE_ROWS, request.query_params.get("cursor"), include_archived=archived)
+    more = {"cursor": page.next_cursor or ""} | ({"archived": "yes"} if archived else {})
+    return console.pages.page(
+        request,
+        "pages/tenants.html",
+        tenants=page.data,
+        archived=archived,
+        next_page=f"/tenants?{urlencode(more)}" if page.has_more else None,
+    )
+
+
+@get("/tenants/new", guards=[require_changer])
+async def new_tenant(request: ConsoleRequest, console: Console) -> Html:
+    """The form of a new tenant."""
+    return _new_form(request, console, None)
+
+
+@post("/tenants", guards=[require_changer], status_code=200)
+async def create_tenant(request: ConsoleRequest, console: Console) -> Html:
+    """Create a tenant, or show the form again with what is wrong."""
+    form = await console.form(request)
+    changes = _read(form)
+    if not form.errors:
+        try:
+            tenant = await console.services.tenants.create(
+                name=changes["name"],
+                tier=changes["tier"],
+                weight=changes["weight"],
+                limits=changes["limits"],
+                allowed_models=changes["allowed_models"],
+            )
+            return console.pages.redirect(request, f"/tenants/{tenant.id}", done="tenant-created")
+        except (BadRequest, Conflict) as error:
+            form.fail_with(error, FIELDS)
+    return _new_form(request, console, form)
+
+
+@get("/tenants/{tenant_id:str}")
+async def show_tenant(request: ConsoleRequest, console: Console, tenant_id: str) -> Html:
+    """One tenant: what it used, its keys, its settings."""
+    return await _tenant_page(request, console, await console.services.tenants.get(tenant_id))
+
+
+@post("/tenants/{tenant_id:str}", guards=[require_changer], status_code=200)
+async def save_tenant(request: ConsoleRequest, console: Console, tenant_id: str) -> Html:
+    """Save name, tier, weight, limits and models, or show the page again with what is wrong."""
+    form = await console.form(request)
+    changes = _read(form)
+    if not form.errors:
+        try:
+            await console.services.tenants.update(tenant_id, TenantChanges(**changes))
+            return console.pages.redirect(request, f"/tenants/{tenant_id}", done="tenant-saved")
+        except (BadRequest, Conflict) as error:
+            form.fail_with(error, FIELDS)
+    return await _tenant_page(request, console, await console.services.tenants.get(tenant_id), form)
+
+
+@post("/tenants/{tenant_id:str}/suspend", guards=[require_changer], status_code=200)
+async def suspend_tenant(request: ConsoleRequest, console: Console, tenant_id: str) -> Html:
+    """Refuse the tenant's keys until it is resumed."""
+    await console.services.tenants.update(tenant_id, TenantChanges(suspended=True))
+    return console.pages.redirect(request, f"/tenants/{tenant_id}", done="tenant-suspended")
+
+
+@post("/tenants/{tenant_id:str}/resume", guards=[require_changer], status_code=200)
+async def resume_tenant(request: ConsoleRequest, console: Console, tenant_id: str) -> Html:
+    """Serve the tenant again."""
+    await console.services.tenants.update(tenant_id, TenantChanges(suspended=False))
+    return console.pages.redirect(request, f"/tenants/{tenant_id}", done="tenant-resumed")
+
+
+@get("/tenants/{tenant_id:str}/archive", guards=[require_changer])
+async def confirm_archive(request: ConsoleRequest, console: Console, tenant_id: str) -> Html:
+    """Ask for the tenant's name before it is archived."""
+    return _archive_form(request, console, await console.services.tenants.get(tenant_id), None)
+
+
+@post("/tenants/{tenant_id:str}/archive", guards=[require_changer], status_code=200)
+async def archive_tenant(request: ConsoleRequest, console: Console, tenant_id: str) -> Html:
+    """Archive the tenant for good when its name was typed."""
+    tenant = await console.services.tenants.get(tenant_id)
+    form = await console.form(request)
+    if form.raw("confirm") != tenant.name:
+        form.fail("confirm", "This is not the name of the tenant.")
+        return _archive_form(request, console, tenant, form)
+    await console.services.tenants.archive(tenant_id)
+    return console.pages.redirect(request, "/tenants", done="tenant-archived")
+
+
+def _read(form: Form) -> dict[str, Any]:
+    weight = form.whole_number("weight", least=1, most=WEIGHT_MAX)
+    if weight is None:
+        form.fail("weight", "Fill this in.")
+    return {
+        "name": form.text("name"),
+        "tier": form.choice("tier", TIERS),
+        "weight": weight,
+        "limits": read_limits(form),
+        "allowed_models": form.names("allowed_models"),
+    }
+
+
+def _new_form(request: ConsoleRequest, console: Console, form: Form | None) -> Html:
+    status = 422 if form else 200
+    return console.pages.sheet(
+        request, "fragments/tenant_new.html", title="New tenant", status=status, form=form, tiers=TIERS
+    )
+
+
+def _archive_form(request: ConsoleRequest, console: Console, tenant: Tenant, form: Form | None) -> Html:
+    status = 422 if form else 200
+    title = f"Archive {tenant.name}"
+    return console.pages.sheet(request, "fragments/tenant_archive.html", title=title, status=status, tenant=tenant, form=form)
+
+
+async def _tenant_page(request: ConsoleRequest, console: Console, tenant: Tenant, form: Form | None = None) -> Html:
+    services = console.services
+    keys = await services.keys.list(tenant.id, KEYS_SHOWN_MAX, None)
+    return console.pages.page(
+        request,
+        "pages/tenant.html",
+        status=422 if form else 200,
+        tenant=tenant,
+        keys=sorted(keys.data, key=lambda key: key.revoked_at is not None),
+        levels=limit_levels(services, tenant, None),
+        today=await totals_today(services, tenant.id),
+        month=await totals_this_month(services, tenant.id),
+        tiers=TIERS,
+        form=form,
+    )

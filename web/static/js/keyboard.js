@@ -1,0 +1,16 @@
+// "/" goes to the search field; a marked checkbox sends its form at once.
+(() => {
+  const typing = (element) => element.matches("input, select, textarea, [contenteditable]");
+
+  document.addEventListener("keydown", (event) => {
+    if (event.key !== "/" || event.ctrlKey || event.metaKey || event.altKey || typing(event.target)) return;
+    const search = document.querySelector("[data-search]");
+    if (!search) return;
+    event.preventDefault();
+    search.focus();
+    search.select();
+  });
+  document.addEventListener("change", (event) => {
+    if (event.target.matches("[data-submit-on-change]")) event.target.form.requestSubmit();
+  });
+})();

@@ -1,0 +1,33 @@
+// Shows what the server says beside its answer, and says so when there was no answer. Errors stay until closed.
+(() => {
+  const SHOWN_FOR_MS = 6000;
+  const region = document.getElementById("toasts");
+  if (!region) return;
+
+  const close = (toast) => toast.remove();
+  const show = (text, kind) => {
+    const toast = document.createElement("div");
+    toast.className = "toast";
+    toast.dataset.kind = kind;
+    const line = document.createElement("p");
+    line.textContent = text;
+    const button = document.createElement("button");
+    button.className = "quiet";
+    button.textContent = "Close";
+    button.addEventListener("click", () => close(toast));
+    toast.append(line, button);
+    region.append(toast);
+    if (kind !== "error") setTimeout(() => close(toast), SHOWN_FOR_MS);
+  };
+
+  for (const toast of region.children) setTimeout(() => close(toast), SHOWN_FOR_MS);
+  document.addEventListener("gatehouse:toast", (event) => show(event.detail.text, event.detail.kind));
+  document.addEventListener("htmx:response:error", (event) => {
+    const { raw, status } = event.detail.ctx.response;
+    const told = raw.headers.has("hx-trigger") || raw.headers.has("hx-redirect") || status === 422;
+    if (!told) show(`The appliance answered with an error (${status}). Nothing was changed here.`, "error");
+  });
+  document.addEventListener("htmx:error", (event) => {
+    if (!event.detail.ctx?.response) show("The appliance did not answer. Is it running?", "error");
+  });
+})();
