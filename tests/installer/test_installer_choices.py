@@ -1,0 +1,51 @@
+"""What the installer looks at before it installs agrees with what the appliance will read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from steps import choices, place, preflight, up
+from steps.refusal import Refusal
+
+from appliance.base import settings
+
+
+def test_both_sides_have_the_same_data_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("XDG_DATA_HOME", raising=False)
+    assert place.default_data_dir() == settings.default_data_dir()
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    assert place.default_data_dir() == settings.default_data_dir()
+
+
+@pytest.mark.parametrize("source", ["option", "environment", "file", "default"])
+def test_precedence_is_that_of_the_appliance(source: str, tmp_path: Path) -> None:
+    options: dict[str, object] = {"data_dir": str(tmp_path)}
+    environ: dict[str, str] = {}
+    if source in ("option", "environment", "file"):
+        (tmp_path / "gatehouse.toml").write_text('port = 7001\nhost = "127.0.0.3"\nmodels = ["/m/file"]\ndevice = "cpu"\n')
+    if source in ("option", "environment"):
+        environ = {"GATEHOUSE_PORT": "7002", "GATEHOUSE_HOST": "127.0.0.2", "GATEHOUSE_MODELS": "/m/one,/m/two"}
+    if source == "option":
+        options |= {"port": "7003"}
+    ours = choices.choose({**options, "model": ["/m/option"] if source == "option" else None}, environ)
+    theirs = settings.load_settings(
+        options={**options, "models": ["/m/option"] if source == "option" else None}, environ=environ
+    )
+    assert (ours.host, ours.port, ours.data_dir, ours.device) == (theirs.host, theirs.port, theirs.data_dir, theirs.device)
+    assert ours.models == theirs.models
+
+
+def test_only_what_was_given_is_passed_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model").mkdir()
+    given = {"command": "up", "host": None, "port": "9000", "data_dir": "data", "model": ["model", "added"], "database": None}
+    command = up.serve_command(given)
+    assert command == ["serve", "--port", "9000", "--data-dir", str(tmp_path / "data"), "--model", str(tmp_path / "model"),
+                       "--model", "added"]  # fmt: skip
+
+
+def test_a_data_folder_that_cannot_be_written_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.access", lambda path, mode: False)
+    with pytest.raises(Refusal, match="cannot be written by this user"):
+        preflight.check_data_dir(tmp_path / "data")
