@@ -1,0 +1,44 @@
+"""Engines for tests: over a model directory, and ways to run requests through one to their end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from engine.build import build_engine
+from engine.loop import Engine
+from engine.options import EngineOptions
+from engine.protocol import GenerationRequest, SamplingParams, TokenEvent
+
+KV_CACHE_BYTES = 1_000_000
+
+
+def small_engine(model: Path, **changes: Any) -> Engine:
+    """An engine on the CPU with one thread and a cache of a megabyte."""
+    options = {"device": "cpu", "threads": 1, "kv_cache_bytes": KV_CACHE_BYTES, "max_num_seqs": 16, **changes}
+    return build_engine(EngineOptions(model=model, **options))
+
+
+def wanted(request_id: str, prompt: Sequence[int], *, tenant_id: str = "alice", **sampling: Any) -> GenerationRequest:
+    """A request; greedy and without end-of-sequence unless `sampling` says otherwise."""
+    params = SamplingParams(**{"temperature": 0.0, "seed": 1, "ignore_eos": True, **sampling})
+    return GenerationRequest(request_id=request_id, tenant_id=tenant_id, prompt_token_ids=list(prompt), sampling=params)
+
+
+def run_to_end(engine: Engine, requests: Iterable[GenerationRequest]) -> dict[str, list[TokenEvent]]:
+    """Submit all, step until idle; the events of each request. Invariants are checked after every step."""
+    events: dict[str, list[TokenEvent]] = {}
+    for request in requests:
+        refused = engine.submit(request)
+        events[request.request_id] = [] if refused is None else [refused]
+    while engine.has_requests:
+        for event in engine.step():
+            events[event.request_id].append(event)
+        engine.check_invariants()
+    return events
+
+
+def tokens(events: Sequence[TokenEvent]) -> list[int]:
+    """Output token ids of one request."""
+    return [token_id for event in events for token_id in event.token_ids]
