@@ -7,6 +7,7 @@ prompt, which is known exactly, and the output that is to be expected; the expec
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from appliance.metering.sums import SumsReader
 from appliance.tenancy.principals import Limits, Principal
 
 EXPECTED_OUTPUT_TOKENS = 256
-"""Output expected of a key of which fewer than OUTPUTS_MIN requests are known."""
+"""Output expected of a key of which fewer than OUTPUTS_MIN requests with this model are known."""
 OUTPUTS_MIN = 20
 OUTPUTS_KEPT = 100
 
@@ -57,7 +58,7 @@ class Admission:
         self._clock = clock
         self._sums = sums
         self._allowances: dict[str, Allowance] = {}
-        self._outputs: dict[str, deque[int]] = {}
+        self._outputs: dict[tuple[str, str], deque[int]] = {}
         self._first_use = asyncio.Lock()
 
     async def admit(
@@ -82,13 +83,13 @@ class Admission:
         at = self._moment()
         tenant.configure(principal.tenant.limits, at)
         key.configure(principal.key.limits, at)
-        expected = self._expected_output(principal.key.id, max_output_tokens)
+        outputs = self._outputs.setdefault((principal.key.id, model), deque(maxlen=OUTPUTS_KEPT))
+        expected = expected_output(outputs, max_output_tokens, room=_room(principal) - prompt_tokens)
         need = Need(tokens=prompt_tokens + expected, cost_picos=_cost(price, prompt_tokens, 0, expected))
         refusals = tenant.refusals(need, at) + key.refusals(need, at)
         if refusals:
             raise refusal(refusals)
         holds = (tenant.take(need, at), key.take(need, at))
-        outputs = self._outputs.setdefault(principal.key.id, deque(maxlen=OUTPUTS_KEPT))
         return Reservation(self._clock, holds, prompt_tokens, need.tokens, price, outputs)
 
     def snapshot(self, principal: Principal) -> RateLimitState:
@@ -114,11 +115,6 @@ class Admission:
                     sums = await self._sums.read(scope, owner_id, at.now)
                     self._allowances[owner_id] = Allowance(scope, sums, at)
         return self._allowances[owner_id]
-
-    def _expected_output(self, key_id: str, max_output_tokens: int | None) -> int:
-        outputs = self._outputs.get(key_id, ())
-        expected = percentile_90(outputs) if len(outputs) >= OUTPUTS_MIN else EXPECTED_OUTPUT_TOKENS
-        return expected if max_output_tokens is None else min(expected, max_output_tokens)
 
     def _rate_limit(self, owner_id: str, kind: str, limits: Limits, at: Moment) -> RateLimit | None:
         capacity = limits.tokens_per_minute if kind == "tokens" else limits.requests_per_minute
@@ -186,6 +182,24 @@ class Reservation:
         self._ended = True
 
 
+def expected_output(outputs: Sequence[int] | deque[int], max_output_tokens: int | None, room: float) -> int:
+    """Return the output to reserve: what nine in ten of the key's recent requests stayed within, never above the asked maximum.
+
+    A guess alone never makes a request larger than a limit: it is cut to the `room` that the limits leave beside the prompt.
+    """
+    guess = percentile_90(outputs) if len(outputs) >= OUTPUTS_MIN else EXPECTED_OUTPUT_TOKENS
+    if max_output_tokens is not None and max_output_tokens <= guess:
+        return max_output_tokens
+    return int(max(0, min(guess, room)))
+
+
+def _room(principal: Principal) -> float:
+    """Return the smallest limit in tokens that tenant and key have."""
+    limits = (principal.tenant.limits, principal.key.limits)
+    sizes = [size for each in limits for size in (each.tokens_per_minute, each.tokens_per_day) if size is not None]
+    return min(sizes, default=math.inf)
+
+
 def percentile_90(values: Sequence[int] | deque[int]) -> int:
     """Return the smallest value that nine in ten of `values` do not pass."""
     ordered = sorted(values)
@@ -198,8 +212,8 @@ def refusal(decisions: Sequence[LimitDecision]) -> Refused:
     if never:
         decision = never[0]
         return RequestExceedsLimit(
-            f"the request needs {decision.need} of the {decision.scope}'s limit of {decision.limit} {_LIMIT_NAMES[decision.kind]}:"
-            " it can never be admitted",
+            f"the request needs {decision.need} and the {decision.scope}'s limit is {decision.limit} "
+            f"{_LIMIT_NAMES[decision.kind]}: it can never be admitted",
             limit_type=_limit_type(decision),
         )
     for decision in decisions:

@@ -1,4 +1,4 @@
-"""What one tenant or key has left of each of its limits, in memory. Every method is synchronous: check and take are one step."""
+"""What one tenant or key has left of each of its limits, in memory. Nothing here awaits: check and take are one step."""
 
 from __future__ import annotations
 
@@ -54,8 +54,9 @@ class Allowance:
 
     def take(self, need: Need, at: Moment) -> Hold:
         """Take `need`. Call it only when `refusals` is empty and without an await in between."""
-        assert self.tokens is None or self.tokens.take(need.tokens, at.monotonic_s)
-        assert self.requests is None or self.requests.take(1, at.monotonic_s)
+        for bucket, count in ((self.requests, 1), (self.tokens, need.tokens)):
+            taken = bucket is None or bucket.take(count, at.monotonic_s)
+            assert taken, "take after a refusal"
         day, month = self._windows(at.now)
         day.reserved += need.tokens
         month.reserved += need.cost_picos

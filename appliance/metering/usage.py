@@ -1,0 +1,252 @@
+"""What was used and what it cost: sums over settled events, and the pages of ledger and requests. Reads only."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from typing import Any, Literal
+
+from sqlalchemy import ColumnElement, Integer, Select, and_, case, cast, extract, func, literal_column, or_, select
+from sqlalchemy.types import BigInteger
+
+from appliance.base.db import Database
+from appliance.base.errors import InvalidValue, NotFound
+from appliance.base.tables import requests, usage_events
+from appliance.metering.ledger_rows import event_from_row, request_from_row
+from appliance.metering.records import RequestRow, Status, UsageEvent
+from appliance.metering.sums import SETTLED, join_sum, split_sum
+from appliance.tenancy.fields import check_choice
+from appliance.tenancy.pages import PAGE_ROWS_DEFAULT, Page, check_limit, decode_cursor, page_of
+
+Bucket = Literal["minute", "hour", "day"]
+BUCKET_S: dict[str, int] = {"minute": 60, "hour": 3600, "day": 86400}
+GROUPS = ("tenant", "key", "model")
+USAGE_ROWS_MAX = 50_000
+STATUSES = ("pending", "posted", "voided", "recovered")
+_MICROS_PER_S = 1_000_000
+_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UsageRow:
+    """Sums of one bucket `start <= admitted_at < end` in UTC; what was not grouped by is None."""
+
+    start: datetime
+    end: datetime
+    tenant_id: str | None
+    key_id: str | None
+    model: str | None
+    requests: int
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+    cost_picos: int
+    currency: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LedgerFilter:
+    """Which events a page of the ledger shows; None is all. `start <= admitted_at < end`."""
+
+    tenant_id: str | None = None
+    key_id: str | None = None
+    model: str | None = None
+    status: Status | None = None
+    request_id: str | None = None
+    start: datetime | None = None
+    end: datetime | None = None
+
+
+class UsageReports:
+    """Reports over the ledger and the table of requests. Every method takes the tenant that may be seen, or None for all."""
+
+    def __init__(self, db: Database) -> None:
+        self._db = db
+
+    async def usage(
+        self,
+        start: datetime,
+        end: datetime,
+        bucket: str = "day",
+        group_by: Sequence[str] = (),
+        tenant_id: str | None = None,
+    ) -> list[UsageRow]:
+        """Return the sums of posted and recovered events admitted in `start <= t < end`, per bucket and group.
+
+        Buckets begin at whole minutes, hours or days of UTC; empty ones are left out. Amounts of different currencies are
+        never added. Raises InvalidValue, also when there would be more than USAGE_ROWS_MAX rows.
+        """
+        check_choice(bucket, "bucket", tuple(BUCKET_S))
+        _check_period(start, end)
+        groups = _check_groups(group_by)
+        query = self._usage_query(start, end, BUCKET_S[bucket], groups, tenant_id)
+        async with self._db.reading() as connection:
+            rows = (await connection.execute(query)).mappings().all()
+        if len(rows) > USAGE_ROWS_MAX:
+            raise InvalidValue(f"the report has more than {USAGE_ROWS_MAX} rows; choose a larger bucket", param="bucket")
+        return [_usage_row(row, BUCKET_S[bucket]) for row in rows]
+
+    async def ledger_page(
+        self,
+        limit: int = PAGE_ROWS_DEFAULT,
+        cursor: str | None = None,
+        filters: LedgerFilter | None = None,
+        *,
+        newest_first: bool = False,
+    ) -> Page[UsageEvent]:
+        """Return usage events in the order they were opened (or the reverse). Raises InvalidValue for a bad cursor."""
+        events = usage_events.c
+        name = "ledger_newest" if newest_first else "ledger"
+        order = events.id.desc() if newest_first else events.id
+        query = select(usage_events).where(*_ledger_conditions(filters or LedgerFilter())).order_by(order)
+        if cursor is not None:
+            (last_id,) = decode_cursor(name, cursor, [int])
+            query = query.where(events.id < last_id if newest_first else events.id > last_id)
+        async with self._db.reading() as connection:
+            rows = (await connection.execute(query.limit(check_limit(limit) + 1))).mappings().all()
+        return page_of([event_from_row(row) for row in rows], limit, name, lambda event: [event.id])
+
+    async def event(self, request_id: str, tenant_id: str | None = None) -> UsageEvent:
+        """Return the usage event of a request. Raises NotFound, also for another tenant's."""
+        filters = LedgerFilter(request_id=request_id, tenant_id=tenant_id)
+        page = await self.ledger_page(1, None, filters)
+        if not page.data:
+            raise NotFound("no such request", param="request_id")
+        return page.data[0]
+
+    async def requests_page(
+        self,
+        limit: int = PAGE_ROWS_DEFAULT,
+        cursor: str | None = None,
+        tenant_id: str | None = None,
+        *,
+        key_id: str | None = None,
+        model: str | None = None,
+        finished_only: bool = True,
+    ) -> Page[RequestRow]:
+        """Return past requests, the newest first. Raises InvalidValue for a bad cursor."""
+        columns = requests.c
+        query = select(requests).order_by(columns.admitted_at.desc(), columns.id.desc())
+        wanted = {columns.tenant_id: tenant_id, columns.key_id: key_id, columns.model: model}
+        query = query.where(*(column == value for column, value in wanted.items() if value is not None))
+        if finished_only:
+            query = query.where(columns.finished_at.is_not(None))
+        if cursor is not None:
+            micros, last_id = decode_cursor("requests", cursor, [int, str])
+            moment = _from_micros(micros)
+            earlier = or_(columns.admitted_at < moment, and_(columns.admitted_at == moment, columns.id < last_id))
+            query = query.where(columns.admitted_at <= moment, earlier)
+        async with self._db.reading() as connection:
+            rows = (await connection.execute(query.limit(check_limit(limit) + 1))).mappings().all()
+        found = [request_from_row(row) for row in rows]
+        return page_of(found, limit, "requests", lambda row: [_to_micros(row.admitted_at), row.id])
+
+    async def request(self, request_id: str, tenant_id: str | None = None) -> RequestRow:
+        """Return a request. Raises NotFound, also for another tenant's."""
+        query = select(requests).where(requests.c.id == request_id)
+        if tenant_id is not None:
+            query = query.where(requests.c.tenant_id == tenant_id)
+        async with self._db.reading() as connection:
+            row = (await connection.execute(query)).mappings().first()
+        if row is None:
+            raise NotFound("no such request", param="request_id")
+        return request_from_row(row)
+
+    def _usage_query(
+        self, start: datetime, end: datetime, bucket_s: int, groups: Sequence[str], tenant_id: str | None
+    ) -> Select[Any]:
+        events = usage_events.c
+        seconds = self._epoch_seconds(events.admitted_at)
+        bucket = (seconds - seconds % bucket_s).label("bucket")
+        grouping = [column for name, column in _group_columns().items() if name in groups]
+        high, low = split_sum(events.cost_picos)
+        query = (
+            select(
+                bucket,
+                *grouping,
+                events.currency,
+                func.sum(case((events.kind == "usage", 1), else_=0)).label("requests"),
+                *(func.sum(events[name]).label(name) for name in _TOKEN_COLUMNS),
+                high.label("cost_high"),
+                low.label("cost_low"),
+            )
+            .where(events.admitted_at >= start, events.admitted_at < end, events.status.in_(SETTLED))
+            .group_by(literal_column("bucket"), *grouping, events.currency)
+            .order_by(literal_column("bucket"), *grouping, events.currency)
+            .limit(USAGE_ROWS_MAX + 1)
+        )
+        return query if tenant_id is None else query.where(events.tenant_id == tenant_id)
+
+    def _epoch_seconds(self, moment: ColumnElement[Any]) -> ColumnElement[int]:
+        """Return whole seconds since 1970, rounded down, as an integer."""
+        if self._db.kind == "sqlite":
+            # Without the fraction, which strftime would round to the next second.
+            return cast(func.strftime("%s", func.substr(moment, 1, 19)), Integer)
+        return cast(func.floor(extract("epoch", moment)), BigInteger)
+
+
+_TOKEN_COLUMNS = ("prompt_tokens", "cached_tokens", "completion_tokens")
+
+
+def _group_columns() -> dict[str, Any]:
+    return {"tenant": usage_events.c.tenant_id, "key": usage_events.c.key_id, "model": usage_events.c.model}
+
+
+def _check_groups(group_by: Sequence[str]) -> tuple[str, ...]:
+    for name in group_by:
+        check_choice(name, "group_by", GROUPS)
+    return tuple(name for name in GROUPS if name in group_by)
+
+
+def _check_period(start: datetime, end: datetime) -> None:
+    for name, moment in (("start", start), ("end", end)):
+        if moment.tzinfo is None:
+            raise InvalidValue(f"{name} must have a zone", param=name)
+    if start >= end:
+        raise InvalidValue("end must be later than start", param="end")
+
+
+def _usage_row(row: Any, bucket_s: int) -> UsageRow:
+    start = _EPOCH + timedelta(seconds=int(row["bucket"]))
+    return UsageRow(
+        start=start,
+        end=start + timedelta(seconds=bucket_s),
+        tenant_id=row.get("tenant_id"),
+        key_id=row.get("key_id"),
+        model=row.get("model"),
+        requests=int(row["requests"]),
+        **{name: int(row[name]) for name in _TOKEN_COLUMNS},
+        cost_picos=join_sum(row["cost_high"], row["cost_low"]),
+        currency=row["currency"],
+    )
+
+
+def _ledger_conditions(filters: LedgerFilter) -> list[ColumnElement[bool]]:
+    events = usage_events.c
+    if filters.status is not None:
+        check_choice(filters.status, "status", STATUSES)
+    equal = {
+        events.tenant_id: filters.tenant_id,
+        events.key_id: filters.key_id,
+        events.model: filters.model,
+        events.status: filters.status,
+        events.request_id: filters.request_id,
+    }
+    conditions: list[ColumnElement[bool]] = [column == value for column, value in equal.items() if value is not None]
+    if filters.start is not None:
+        conditions.append(events.admitted_at >= filters.start)
+    if filters.end is not None:
+        conditions.append(events.admitted_at < filters.end)
+    return conditions
+
+
+def _to_micros(moment: datetime) -> int:
+    return (moment - _EPOCH) // timedelta(microseconds=1)
+
+
+def _from_micros(micros: int) -> datetime:
+    try:
+        return _EPOCH + timedelta(microseconds=micros)
+    except OverflowError:
+        raise InvalidValue("cursor is not one of this list", param="cursor") from None

@@ -1,0 +1,113 @@
+"""Bearer tokens for `/admin/v1`: random, stored as a digest, shown once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import datetime
+
+from sqlalchemy import RowMapping, insert, select, update
+from sqlalchemy.exc import IntegrityError
+
+from appliance.base.clock import Clock
+from appliance.base.db import Database
+from appliance.base.errors import InvalidApiKey, NotFound
+from appliance.base.ids import new_id
+from appliance.base.tables import admin_tokens
+from appliance.tenancy.fields import check_name
+from appliance.tenancy.pages import PAGE_ROWS_DEFAULT, Page, check_limit, decode_cursor, page_of
+from appliance.tenancy.roles import Role, check_role
+from appliance.tenancy.secrets import new_admin_secret, plain_digest
+
+_SECRET_CHARS_MAX = 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdminToken:
+    """What is known of an administrator token; its secret is not."""
+
+    id: str
+    name: str
+    role: Role
+    revoked_at: datetime | None
+    created_at: datetime
+
+
+class AdminTokens:
+    """All administrator tokens. Each use reads the database, so a revocation is immediate."""
+
+    def __init__(self, db: Database, clock: Clock) -> None:
+        self._db = db
+        self._clock = clock
+
+    async def create(self, name: str, role: str) -> tuple[AdminToken, str]:
+        """Return (token, secret); the secret cannot be had again. Raises InvalidValue."""
+        secret = new_admin_secret()
+        return await self._insert(secret, name, role), secret
+
+    async def ensure(self, secret: str, name: str, role: str) -> AdminToken:
+        """Return the token whose secret the operator has chosen, made if it is not there; one that was revoked stays so."""
+        known = await self._find(secret)
+        if known is not None:
+            return known
+        try:
+            return await self._insert(secret, name, role)
+        except IntegrityError:
+            known = await self._find(secret)
+            assert known is not None, "the digest was taken and is gone"
+            return known
+
+    async def authenticate(self, secret: str) -> AdminToken:
+        """Return the token of `secret`. Raises InvalidApiKey."""
+        token = await self._find(secret) if 0 < len(secret) <= _SECRET_CHARS_MAX else None
+        if token is None or token.revoked_at is not None:
+            raise InvalidApiKey("the administrator token is not known or was revoked")
+        return token
+
+    async def revoke(self, token_id: str) -> AdminToken:
+        """Return the token, refused from now on. Raises NotFound; idempotent."""
+        async with self._db.writing() as connection:
+            await connection.execute(
+                update(admin_tokens)
+                .where(admin_tokens.c.id == token_id, admin_tokens.c.revoked_at.is_(None))
+                .values(revoked_at=self._clock.now())
+            )
+            row = (await connection.execute(select(admin_tokens).where(admin_tokens.c.id == token_id))).mappings().first()
+        if row is None:
+            raise NotFound("no such administrator token", param="token_id")
+        return _from_row(row)
+
+    async def list(self, limit: int = PAGE_ROWS_DEFAULT, cursor: str | None = None) -> Page[AdminToken]:
+        """Return the tokens in the order they were made, revoked ones too."""
+        query = select(admin_tokens).order_by(admin_tokens.c.id).limit(check_limit(limit) + 1)
+        if cursor is not None:
+            (last_id,) = decode_cursor("admin_tokens", cursor, [str])
+            query = query.where(admin_tokens.c.id > last_id)
+        async with self._db.reading() as connection:
+            rows = (await connection.execute(query)).mappings().all()
+        return page_of([_from_row(row) for row in rows], limit, "admin_tokens", lambda token: [token.id])
+
+    async def _find(self, secret: str) -> AdminToken | None:
+        # Found by the digest of a secret that cannot be guessed: the index look-up tells an attacker nothing.
+        query = select(admin_tokens).where(admin_tokens.c.digest == plain_digest(secret))
+        async with self._db.reading() as connection:
+            row = (await connection.execute(query)).mappings().first()
+        return None if row is None else _from_row(row)
+
+    async def _insert(self, secret: str, name: str, role: str) -> AdminToken:
+        token = AdminToken(
+            id=new_id("adm"), name=check_name(name), role=check_role(role), revoked_at=None, created_at=self._clock.now()
+        )
+        row = {"id": token.id, "name": token.name, "role": token.role.value, "created_at": token.created_at}
+        async with self._db.writing() as connection:
+            await connection.execute(insert(admin_tokens).values(digest=plain_digest(secret), **row))
+        return token
+
+
+def _from_row(row: RowMapping) -> AdminToken:
+    return AdminToken(
+        id=row["id"],
+        name=row["name"],
+        role=Role(row["role"]),
+        revoked_at=row["revoked_at"],
+        created_at=row["created_at"],
+    )

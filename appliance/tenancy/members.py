@@ -1,0 +1,160 @@
+"""People who sign in to the console. Passwords are kept as argon2 hashes, computed in a thread, a few at a time."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from datetime import datetime
+
+from argon2 import PasswordHasher
+from argon2.exceptions import InvalidHashError, VerificationError
+from sqlalchemy import RowMapping, delete, insert, select, update
+from sqlalchemy.exc import IntegrityError
+
+from appliance.base.clock import Clock
+from appliance.base.db import Database
+from appliance.base.errors import InvalidCredentials, InvalidValue, NameTaken, NotFound
+from appliance.base.ids import new_id
+from appliance.base.tables import members, sessions
+from appliance.tenancy.pages import PAGE_ROWS_DEFAULT, Page, check_limit, decode_cursor, page_of
+from appliance.tenancy.roles import Role, check_role
+
+EMAIL_CHARS_MAX = 320
+PASSWORD_CHARS_MIN = 8
+PASSWORD_CHARS_MAX = 1024
+HASHES_AT_ONCE = 2  # each takes 64 MiB and a core
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Member:
+    """A person who signs in. `disabled`: may no longer."""
+
+    id: str
+    email: str
+    role: Role
+    disabled: bool
+    created_at: datetime
+
+
+class Members:
+    """All members. E-mail addresses are compared in lower case."""
+
+    def __init__(self, db: Database, clock: Clock, *, hasher: PasswordHasher | None = None) -> None:
+        self._db = db
+        self._clock = clock
+        self._hasher = hasher or PasswordHasher()
+        self._hashing = asyncio.Semaphore(HASHES_AT_ONCE)
+        self._decoy_hash: str | None = None
+
+    async def create(self, email: str, password: str, role: str = Role.VIEWER) -> Member:
+        """Return the new member. Raises NameTaken and InvalidValue."""
+        member = Member(
+            id=new_id("mb"), email=check_email(email), role=check_role(role), disabled=False, created_at=self._clock.now()
+        )
+        password_hash = await self._hash(check_password(password))
+        row = {"id": member.id, "email": member.email, "role": member.role.value, "created_at": member.created_at}
+        try:
+            async with self._db.writing() as connection:
+                await connection.execute(insert(members).values(password_hash=password_hash, **row))
+        except IntegrityError as error:
+            raise NameTaken(f"there is a member {member.email} already", param="email") from error
+        return member
+
+    async def get_by_email(self, email: str) -> Member:
+        """Return the member. Raises NotFound."""
+        row = await self._row(email)
+        if row is None:
+            raise NotFound("no such member", param="email")
+        return member_from_row(row)
+
+    async def verify_password(self, email: str, password: str) -> Member:
+        """Return the member whose address and password these are.
+
+        Raises InvalidCredentials, after the same work whether the address is known or not.
+        """
+        row = await self._row(email)
+        expected = row["password_hash"] if row is not None else await self._decoy()
+        matches = await self._matches(expected, password)
+        if row is None or not matches or row["disabled_at"] is not None:
+            raise InvalidCredentials("e-mail address or password is wrong")
+        return member_from_row(row)
+
+    async def reset_password(self, email: str, password: str) -> Member:
+        """Return the member, with a new password and signed out everywhere. Raises NotFound and InvalidValue."""
+        password_hash = await self._hash(check_password(password))
+        member = await self.get_by_email(email)
+        async with self._db.writing() as connection:
+            await connection.execute(update(members).where(members.c.id == member.id).values(password_hash=password_hash))
+            await connection.execute(delete(sessions).where(sessions.c.member_id == member.id))
+        return member
+
+    async def list(self, limit: int = PAGE_ROWS_DEFAULT, cursor: str | None = None) -> Page[Member]:
+        """Return members in the order they were made."""
+        query = select(members).order_by(members.c.id).limit(check_limit(limit) + 1)
+        if cursor is not None:
+            (last_id,) = decode_cursor("members", cursor, [str])
+            query = query.where(members.c.id > last_id)
+        async with self._db.reading() as connection:
+            rows = (await connection.execute(query)).mappings().all()
+        return page_of([member_from_row(row) for row in rows], limit, "members", lambda member: [member.id])
+
+    async def any_exist(self) -> bool:
+        """Return whether anybody can sign in."""
+        async with self._db.reading() as connection:
+            return (await connection.execute(select(members.c.id).limit(1))).first() is not None
+
+    async def _row(self, email: str) -> RowMapping | None:
+        query = select(members).where(members.c.email == email.strip().lower().replace("\x00", ""))
+        async with self._db.reading() as connection:
+            return (await connection.execute(query)).mappings().first()
+
+    async def _hash(self, password: str) -> str:
+        async with self._hashing:
+            return await asyncio.to_thread(self._hasher.hash, password)
+
+    async def _matches(self, password_hash: str, password: str) -> bool:
+        if len(password) > PASSWORD_CHARS_MAX:
+            return False
+        async with self._hashing:
+            try:
+                return await asyncio.to_thread(self._hasher.verify, password_hash, password)
+            except (VerificationError, InvalidHashError, UnicodeEncodeError):
+                return False
+
+    async def _decoy(self) -> str:
+        """Return a hash of nothing that can be typed, made once."""
+        if self._decoy_hash is None:
+            self._decoy_hash = await self._hash(new_id("decoy"))
+        return self._decoy_hash
+
+
+def member_from_row(row: RowMapping) -> Member:
+    """Return the member of a row that has the columns of `members`."""
+    return Member(
+        id=row["id"],
+        email=row["email"],
+        role=Role(row["role"]),
+        disabled=row["disabled_at"] is not None,
+        created_at=row["created_at"],
+    )
+
+
+def check_email(value: object) -> str:
+    """Return `value` in lower case: something@somewhere, without spaces or control characters."""
+    if isinstance(value, str) and len(value) <= EMAIL_CHARS_MAX:
+        email = value.strip().lower()
+        local, at, domain = email.partition("@")
+        if local and at and domain and "@" not in domain and email.isprintable() and " " not in email:
+            return email
+    raise InvalidValue(f"email must be an e-mail address of at most {EMAIL_CHARS_MAX} characters", param="email")
+
+
+def check_password(value: object) -> str:
+    """Return `value`: long enough, and not so long that hashing it is an attack."""
+    if not isinstance(value, str) or not PASSWORD_CHARS_MIN <= len(value) <= PASSWORD_CHARS_MAX:
+        raise InvalidValue(f"password must have {PASSWORD_CHARS_MIN} to {PASSWORD_CHARS_MAX} characters", param="password")
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise InvalidValue("password must be text", param="password") from None
+    return value
