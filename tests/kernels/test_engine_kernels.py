@@ -1,0 +1,140 @@
+"""The torch kernels against their float32 twins: awkward shapes, poisoned caches, sentinels around what may be written."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+import torch
+
+from kernels import ops
+from kernels.attention_rows import AttentionRow, AttentionShape
+from kernels.reference import attention as reference_attention
+from kernels.reference import elementwise as reference_elementwise
+
+BLOCK_SIZE = 16
+CPU = torch.device("cpu")
+
+# Sums of up to a few hundred float32 products in another order: a few units in the last place of their largest term.
+RELATIVE_TOLERANCE = 2e-5
+ABSOLUTE_TOLERANCE = 2e-6
+
+
+def assert_near(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(actual, expected, rtol=RELATIVE_TOLERANCE, atol=ABSOLUTE_TOLERANCE)
+
+
+def poisoned_cache(num_blocks: int, kv_heads: int, head_dim: int) -> torch.Tensor:
+    return torch.full((num_blocks, BLOCK_SIZE, 2, kv_heads, head_dim), math.nan)
+
+
+def fill(cache: torch.Tensor, table: list[int], length: int) -> None:
+    """Content for the first `length` tokens of a request; everything else stays NaN."""
+    for position in range(length):
+        cache[table[position // BLOCK_SIZE], position % BLOCK_SIZE] = torch.randn(cache.shape[2:])
+
+
+def tables(lengths: list[int]) -> tuple[list[list[int]], int]:
+    """Scattered, disjoint block tables and the size of their pool; a table may be longer than its request needs."""
+    counts = [-(-length // BLOCK_SIZE) + index % 2 for index, length in enumerate(lengths)]
+    ids = list(range(sum(counts) + 3))
+    random.Random(5).shuffle(ids)
+    return [[ids.pop() for _ in range(count)] for count in counts], sum(counts) + 3
+
+
+def compare_attention(rows: list[tuple[int, int]], shape: AttentionShape) -> None:
+    """rows: (query_len, context_len)"""
+    torch.manual_seed(1)
+    block_tables, num_blocks = tables([context for _, context in rows])
+    cache = poisoned_cache(num_blocks, shape.num_kv_heads, shape.head_dim)
+    total = sum(query_len for query_len, _ in rows)
+    qkv = torch.randn(total, shape.num_heads + 2 * shape.num_kv_heads, shape.head_dim)
+    planned = [AttentionRow(table, query_len, context) for table, (query_len, context) in zip(block_tables, rows, strict=True)]
+    slots = []
+    for row in planned:
+        fill(cache, list(row.block_table), row.start)
+        positions = range(row.start, row.context_len)
+        slots += [row.block_table[p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE for p in positions]
+    ops.write_kv(qkv[:, shape.num_heads :], cache, torch.tensor(slots))
+    before = cache.clone()
+    planner = ops.AttentionPlanner(shape, dtype=torch.float32, device=CPU)
+    attended = ops.paged_attention(qkv, cache, planner.plan(planned))
+    expected = reference_attention.paged_attention(qkv, cache, planned, shape)
+    assert_near(attended, expected)
+    assert torch.equal(torch.nan_to_num(cache, nan=7.0), torch.nan_to_num(before, nan=7.0)), "attention wrote to the cache"
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+@pytest.mark.parametrize("head_dim", [16, 64, 96, 128])
+def test_decodes_of_awkward_lengths_equal_the_loops(kv_heads: int, head_dim: int) -> None:
+    lengths = [33, 17, 16, 15, 1]
+    compare_attention([(1, length) for length in lengths], AttentionShape(BLOCK_SIZE, 4, kv_heads, head_dim))
+
+
+@pytest.mark.parametrize("order", [[1, 15, 16, 17, 33], [33, 1, 17, 15, 16], [400, 1, 1, 390, 2]])
+def test_the_order_of_decodes_does_not_matter(order: list[int]) -> None:
+    compare_attention([(1, length) for length in order], AttentionShape(BLOCK_SIZE, 4, 2, 64))
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+@pytest.mark.parametrize("head_dim", [16, 64, 96, 128])
+def test_first_chunks_later_chunks_and_decodes_together_equal_the_loops(kv_heads: int, head_dim: int) -> None:
+    rows = [(1, 33), (1, 1), (17, 17), (2, 16), (16, 33), (15, 15), (3, 20)]
+    compare_attention(rows, AttentionShape(BLOCK_SIZE, 4, kv_heads, head_dim))
+
+
+@pytest.mark.parametrize("window", [1, 7, 16, 21, 64])
+def test_a_sliding_window_hides_what_lies_before_it(window: int) -> None:
+    rows = [(1, 50), (1, 22), (1, 3), (33, 33), (5, 40), (2, 17)]
+    compare_attention(rows, AttentionShape(BLOCK_SIZE, 4, 2, 16, sliding_window=window))
+
+
+def test_a_group_of_decodes_is_cut_where_padding_costs_more_than_a_call() -> None:
+    shape = AttentionShape(BLOCK_SIZE, 4, 4, 128)
+    planner = ops.AttentionPlanner(shape, dtype=torch.float32, device=CPU)
+    table = list(range(300))
+    plan = planner.plan([AttentionRow(table, 1, length) for length in (4095, 4000, 40, 33, 1)])
+    assert [(group.first, group.last) for group in plan.groups] == [(0, 2), (2, 5)]
+
+
+def test_a_cache_write_touches_its_slots_only() -> None:
+    cache = torch.full((4, BLOCK_SIZE, 2, 2, 8), -7.0)
+    kv = torch.randn(3, 4, 8)
+    slots = torch.tensor([5, 63, 16])
+    expected = cache.clone()
+    reference_attention.write_kv(kv, expected, slots)
+    ops.write_kv(kv, cache, slots)
+    torch.testing.assert_close(cache, expected, rtol=0, atol=0)
+    assert (cache == -7.0).sum() == cache.numel() - kv.numel()
+
+
+@pytest.mark.parametrize("tokens", [1, 15, 16, 17, 33])
+@pytest.mark.parametrize("size", [16, 96, 130])
+def test_rms_norm_equals_its_definition(tokens: int, size: int) -> None:
+    torch.manual_seed(2)
+    x, weight = torch.randn(tokens, size) * 30, torch.randn(size)
+    expected = reference_elementwise.rms_norm(x, weight, 1e-6)
+    assert_near(ops.rms_norm(x, weight, 1e-6), expected)
+
+
+@pytest.mark.parametrize("tokens", [1, 15, 17])
+@pytest.mark.parametrize("head_dim", [16, 64, 96, 128])
+def test_rope_rotates_in_place_and_leaves_the_values_alone(tokens: int, head_dim: int) -> None:
+    torch.manual_seed(3)
+    angles = torch.rand(tokens, 1, head_dim // 2) * 6
+    cos, signed_sin = torch.cat((angles.cos(),) * 2, -1), torch.cat((-angles.sin(), angles.sin()), -1)
+    qkv = torch.randn(tokens, 6, head_dim)
+    expected = qkv.clone()
+    reference_elementwise.rope(expected[:, :4], cos, signed_sin)
+    ops.rope(qkv[:, :4], cos, signed_sin)
+    assert_near(qkv, expected)
+
+
+@pytest.mark.parametrize("tokens", [1, 15, 17])
+def test_silu_mul_equals_its_definition_and_leaves_its_input_alone(tokens: int) -> None:
+    torch.manual_seed(4)
+    gate_up = torch.randn(tokens, 66) * 5
+    before = gate_up.clone()
+    assert_near(ops.silu_mul(gate_up), reference_elementwise.silu_mul(before))
+    assert torch.equal(gate_up, before)
