@@ -36,7 +36,7 @@ def stack(parts: Sequence[tuple[str, str, float]], total: float) -> list[Segment
 
 
 def spark_points(values: Sequence[float], slots: int) -> str:
-    """Return the `points` of a polyline through `values`, the newest at the right edge of `slots` places, zero at the bottom."""
+    """Return the `points` of a polyline through `values`, the newest at the right of `slots` places, zero at the bottom."""
     recent = list(values)[-slots:]
     top = max(recent, default=0.0) or 1.0
     step = SPARK_WIDTH / max(slots - 1, 1)

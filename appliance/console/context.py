@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from appliance.console.forms import Form
 from appliance.console.live_board import LiveBoard
@@ -30,7 +30,7 @@ class Console:
         """Return the fields that the request carries; an uploaded file is no field."""
         return Form({name: value for name, value in (await request.form()).items() if isinstance(value, str)})
 
-    def example(self) -> dict[str, str]:
+    def example(self) -> dict[str, Any]:
         """Return what a ready curl line names: the address of this appliance and the first model it serves."""
         settings = self.services.settings
         served = self.services.models.list()

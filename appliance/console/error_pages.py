@@ -1,4 +1,4 @@
-"""Every error of the console as a page, or as a short message where htmx asked. The traceback goes to the log, never to the page."""
+"""Every error of the console as a page, or as a short message where htmx asked. Tracebacks go to the log alone."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def _logged(request: ConsoleRequest, error: Exception) -> str:
 def _render(pages: Pages, request: ConsoleRequest, status: int, message: str, reference: str | None) -> Html:
     heading = HEADINGS.get(status, "Not possible")
     template = "fragments/error.html" if is_fragment(request) else "pages/error.html"
-    answer = pages.page(request, template, status=status, heading=heading, message=message, reference=reference)
+    answer = pages.page(request, template, status=status, code=status, heading=heading, message=message, reference=reference)
     answer.headers.update(SECURITY_HEADERS | {"cache-control": "no-store"})
     if is_fragment(request):
         answer.headers["hx-trigger"] = toast_header(f"{heading}. {message}", "error")

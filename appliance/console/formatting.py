@@ -1,4 +1,4 @@
-"""How numbers, times and money look on a page: pure functions, registered as template filters. Knows no request and no service."""
+"""How numbers, times and money look on a page: pure functions, the filters of the templates. Knows no service."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ from datetime import UTC, datetime
 from markupsafe import Markup
 
 from appliance.base.clock import rfc3339
-from appliance.base.money import MICROS_PER_UNIT, PICOS_PER_MICRO, format_picos
+from appliance.base.money import MICROS_PER_UNIT, PICOS_PER_MICRO, PICOS_PER_UNIT, format_picos
 
 NOTHING = "–"
+_NO_TIME = Markup("–")
+_TIME = Markup('<time datetime="{}" title="{}">{}</time>')
 _BYTE_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 _MINUTE_S, _HOUR_S, _DAY_S = 60, 3600, 86400
 _EXACT_COUNT_MAX = 99_999
@@ -86,6 +88,13 @@ def money(picos: int | None, currency: str) -> str:
     return format_picos(picos, currency, _MONEY_DECIMALS)
 
 
+def money_short(picos: int | None, currency: str) -> str:
+    """Return a cost for a tile: two decimals from one unit up, where the rest would only be noise, else as `money` does."""
+    if picos is None or picos < PICOS_PER_UNIT:
+        return money(picos, currency)
+    return format_picos(picos, currency, _CENTS_DECIMALS)
+
+
 def budget(micros: int | None, currency: str) -> str:
     """Return an amount in micro-units, with as many decimals as it needs and at least two."""
     return NOTHING if micros is None else f"{units(micros)} {currency}"
@@ -107,8 +116,8 @@ def exact_time(moment: datetime | None) -> str:
 def ago(moment: datetime | None, now: datetime) -> Markup:
     """Return a `<time>` that reads as a distance from `now` (3 m ago, in 2 d) and carries the exact time."""
     if moment is None:
-        return Markup(NOTHING)
-    return Markup('<time datetime="{}" title="{}">{}</time>').format(rfc3339(moment), exact_time(moment), distance(moment, now))
+        return _NO_TIME
+    return _TIME.format(rfc3339(moment), exact_time(moment), distance(moment, now))
 
 
 def distance(moment: datetime, now: datetime) -> str:
@@ -142,6 +151,7 @@ FILTERS = {
     "duration": duration,
     "exact_time": exact_time,
     "money": money,
+    "money_short": money_short,
     "percent": percent,
     "rate": rate,
     "rfc3339": rfc3339,

@@ -11,7 +11,7 @@ from appliance.console.security import ConsoleRequest
 
 if TYPE_CHECKING:
     from appliance.serving.services import Services
-    from appliance.tenancy.tenants import Tenant
+    from appliance.tenancy.principals import Tenant
 
 PAGE_ROWS = 50
 TENANTS_LISTED_MAX = 1000

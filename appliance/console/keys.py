@@ -11,7 +11,7 @@ from appliance.base.errors import BadRequest, Conflict
 from appliance.console.context import Console
 from appliance.console.forms import Form
 from appliance.console.history import tenant_names
-from appliance.console.limits import limit_levels, read_limits
+from appliance.console.limits import key_levels, read_limits
 from appliance.console.rendering import Html
 from appliance.console.security import ConsoleRequest, require_changer
 from appliance.tenancy.fields import UNSET, Unset
@@ -128,13 +128,12 @@ def _new_form(request: ConsoleRequest, console: Console, tenant: Tenant, form: F
 
 
 def _secret(request: ConsoleRequest, console: Console, key: ApiKey, secret: str, heading: str) -> Html:
-    values = {"key": key, "secret": secret, "heading": heading, **console.example()}
-    return console.pages.sheet(request, "fragments/key_secret.html", title=heading, **values)
+    return console.pages.sheet(
+        request, "fragments/key_secret.html", title=heading, key=key, secret=secret, heading=heading, **console.example()
+    )
 
 
-def _confirm(
-    request: ConsoleRequest, console: Console, key: ApiKey, verb: str, error: BadRequest | None = None
-) -> Html:
+def _confirm(request: ConsoleRequest, console: Console, key: ApiKey, verb: str, error: BadRequest | None = None) -> Html:
     form = None
     if error is not None:
         form = Form({})
@@ -159,6 +158,6 @@ async def _key_page(request: ConsoleRequest, console: Console, key: ApiKey, form
         status=422 if form else 200,
         key=key,
         tenant=tenant,
-        levels=limit_levels(console.services, tenant, key),
+        levels=key_levels(console.services, tenant, key),
         form=form,
     )

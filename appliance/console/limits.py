@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from appliance.console.formatting import count
+from appliance.base.money import PICOS_PER_MICRO
+from appliance.console.formatting import budget, count, money_short
 from appliance.console.forms import Form
-from appliance.tenancy.principals import ApiKey, Limits, Tenant
+from appliance.console.totals import Totals
+from appliance.tenancy.principals import ApiKey, Limits, Principal, Tenant
 
 if TYPE_CHECKING:
     from appliance.serving.services import Services
@@ -30,12 +32,44 @@ def read_limits(form: Form) -> Limits:
     return Limits(**limits, monthly_budget=form.amount_micros("monthly_budget"))
 
 
-def limit_levels(services: Services, tenant: Tenant, key: ApiKey | None) -> list[Level]:
-    """Return the limits of the tenant, or of one key, that are set, with what of them is taken now."""
-    return []
+def tenant_levels(services: Services, tenant: Tenant, key: ApiKey, today: Totals, month: Totals) -> list[Level]:
+    """Return the tenant's own limits that are set, with what of them is taken now; any of its keys serves as the other half."""
+    alone = Principal(tenant=tenant, key=replace(key, limits=Limits()))
+    levels = _levels(services, alone, tenant.id, tenant.limits)
+    if tenant.limits.tokens_per_day is not None:
+        levels.append(_level("Tokens today", today.tokens, tenant.limits.tokens_per_day))
+    if tenant.limits.monthly_budget is not None:
+        levels.append(_budget_level(month.cost_picos, tenant.limits.monthly_budget, services.settings.currency))
+    return levels
 
 
-def level(label: str, taken: int, limit: int) -> Level:
-    """Return one level; a limit of zero is always full."""
-    fraction = min(max(taken / limit, 0.0), 1.0) if limit else 1.0
-    return Level(label=label, fraction=fraction, text=f"{count(taken)} of {count(limit)}")
+def key_levels(services: Services, tenant: Tenant, key: ApiKey) -> list[Level]:
+    """Return the key's own limits that are counted in memory and set, with what of them is taken now."""
+    return _levels(services, Principal(tenant=replace(tenant, limits=Limits()), key=key), key.id, key.limits)
+
+
+def _levels(services: Services, principal: Principal, owner_id: str, limits: Limits) -> list[Level]:
+    state = services.admission.snapshot(principal)
+    levels = []
+    for label, rate in (("Tokens this minute", state.tokens), ("Requests this minute", state.requests)):
+        if rate is not None:
+            levels.append(_level(label, rate.limit - rate.remaining, rate.limit))
+    if limits.concurrent_requests is not None:
+        levels.append(_level("Requests at once", services.admission.running(owner_id), limits.concurrent_requests))
+    return levels
+
+
+def _level(label: str, taken: int, limit: int) -> Level:
+    return Level(label=label, fraction=_fraction(taken, limit), text=f"{count(taken)} of {count(limit)}")
+
+
+def _budget_level(spent_picos: int, limit_micros: int, currency: str) -> Level:
+    spent, limit = money_short(spent_picos, currency), budget(limit_micros, currency)
+    return Level(
+        label="Budget this month", fraction=_fraction(spent_picos, limit_micros * PICOS_PER_MICRO), text=f"{spent} of {limit}"
+    )
+
+
+def _fraction(taken: int, limit: int) -> float:
+    """Return the share that is taken; a limit of zero is always full."""
+    return min(max(taken / limit, 0.0), 1.0) if limit else 1.0

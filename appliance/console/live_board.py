@@ -8,12 +8,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from appliance.console.charts import Segment, stack
 from appliance.console.formatting import duration, size
 from appliance.console.history import tenant_names
 from appliance.console.request_lines import RequestLine, past_line
+from appliance.console.totals import Totals, totals_today
 
 if TYPE_CHECKING:
     from appliance.serving.services import Services
@@ -24,15 +26,6 @@ TOTALS_KEPT_S = 4.0
 RECENT_ROWS = 8
 NO_GPU = "no NVIDIA GPU"
 _TONES = {"ready": "ok", "loading": "warn", "restarting": "warn", "failed": "bad", "stopped": "bad"}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Totals:
-    """Sums of the ledger over a time."""
-
-    requests: int = 0
-    tokens: int = 0
-    cost_picos: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,28 +118,6 @@ class LiveBoard:
         self._recent = [past_line(row, names) for row in page.data]
 
 
-async def totals_today(services: Services, tenant_id: str | None = None) -> Totals:
-    """Return the sums since midnight UTC, of one tenant or of all."""
-    now = services.clock.now()
-    return await totals(services, now.replace(hour=0, minute=0, second=0, microsecond=0), now, tenant_id)
-
-
-async def totals_this_month(services: Services, tenant_id: str) -> Totals:
-    """Return the sums of one tenant since the first of the month, UTC."""
-    now = services.clock.now()
-    return await totals(services, now.replace(day=1, hour=0, minute=0, second=0, microsecond=0), now, tenant_id)
-
-
-async def totals(services: Services, start: datetime, end: datetime, tenant_id: str | None) -> Totals:
-    """Return the sums of the ledger from `start` to `end`."""
-    rows = await services.reports.usage(start, end, bucket="day", group_by=(), tenant_id=tenant_id)
-    return Totals(
-        requests=sum(row.requests for row in rows),
-        tokens=sum(row.prompt_tokens + row.completion_tokens for row in rows),
-        cost_picos=sum(row.cost_picos for row in rows),
-    )
-
-
 def overview_view(
     snapshot: SystemSnapshot, history: Sequence[SystemSnapshot], today: Totals, recent: list[RequestLine]
 ) -> OverviewView:
@@ -217,7 +188,7 @@ def prompt_history(model: str, history: Sequence[SystemSnapshot]) -> list[float]
         if reading.status is not None
     ]
     rates = []
-    for (before_at, before), (after_at, after) in zip(counts, counts[1:], strict=False):
+    for (before_at, before), (after_at, after) in pairwise(counts):
         elapsed_s = (after_at - before_at).total_seconds()
         rates.append(max(after - before, 0) / elapsed_s if elapsed_s > 0 else 0.0)
     return rates

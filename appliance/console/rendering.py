@@ -1,4 +1,4 @@
-"""Turns a template and its values into an answer: whole page or fragment, redirect, message of what was done. Knows no service call."""
+"""Turns a template and its values into an answer: page or fragment, redirect, message of what was done."""
 
 from __future__ import annotations
 
@@ -30,8 +30,9 @@ DONE_SHOWN_FOR_S = 30
 HTML = "text/html"
 # One file per component, in the order of the cascade layers that the first of them declares.
 STYLES = (
-    "layers", "base", "shell", "buttons", "forms", "badges", "tiles", "cards", "charts", "tables", "dialog", "toasts", "login", "print",
-)  # fmt: skip
+    *("layers", "base", "shell", "buttons", "forms", "badges", "tiles"),
+    *("cards", "charts", "tables", "dialog", "toasts", "login", "print"),
+)
 SCRIPTS = ("live", "dialog", "toasts", "keyboard", "copy")
 # What a finished change says on the page it leads to. The cookie carries the name, never the text.
 DONE = {
@@ -97,7 +98,9 @@ class Pages:
         """Return a rendered template that needs nothing of the request: what live streams send."""
         return self._templates.get_template(template).render(now=self.now(), **values)
 
-    def page(self, request: ConsoleRequest, template: str, *, part: str | None = None, status: int = 200, **values: Any) -> Html:
+    def page(
+        self, request: ConsoleRequest, template: str, *, part: str | None = None, status: int = 200, **values: Any
+    ) -> Html:
         """Return the whole page, or its template `part` when htmx asks for a fragment."""
         if part is not None and is_fragment(request):
             template = part

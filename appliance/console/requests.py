@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from litestar import Response, get, post
 
-from appliance.base.errors import NotFound
 from appliance.console.context import Console
 from appliance.console.history import ENDS, Filters, history_page, tenants_by_name
 from appliance.console.rendering import DONE, HTML, Html, is_fragment, toast_header
@@ -34,8 +33,8 @@ async def list_requests(request: ConsoleRequest, console: Console) -> Html:
     names = {tenant.id: tenant.name for tenant in tenants}
     past, next_page = await history_page(console.services, filters, names)
     if is_fragment(request):
-        values = {"rows": past, "next_page": next_page, "filters": filters, **console.example()}
-        return console.pages.page(request, "fragments/request_history.html", **values)
+        template = "fragments/request_history.html"
+        return console.pages.page(request, template, rows=past, next_page=next_page, filters=filters, **console.example())
     return console.pages.page(
         request,
         "pages/requests.html",
@@ -66,10 +65,8 @@ def live_lines(console: Console) -> list[RequestLine]:
 async def show_request(request: ConsoleRequest, console: Console, request_id: str) -> Html:
     """Where the time of one request went, and what it cost."""
     row, event = await _find(console, request_id)
-    price = None
-    return console.pages.page(
-        request, "pages/request.html", row=row, event=event, cost_lines=cost_lines(row, event, price)
-    )
+    price = await _price(console, event)
+    return console.pages.page(request, "pages/request.html", row=row, event=event, cost_lines=cost_lines(event, price))
 
 
 @post("/requests/cancel", guards=[require_changer], status_code=200)
@@ -83,39 +80,39 @@ async def cancel_request(request: ConsoleRequest, console: Console) -> Html:
     return Response("", media_type=HTML, headers={"hx-trigger": toast_header(DONE["request-cancelled"], "done")})
 
 
-async def _find(console: Console, request_id: str) -> tuple[RequestLine, UsageEvent | None]:
+async def _find(console: Console, request_id: str) -> tuple[RequestLine, UsageEvent]:
+    """Return the request, live or past, and its event in the ledger. Raises NotFound."""
+    event = await console.services.reports.event(request_id)
     live = console.services.generations.find(request_id)
     if live is not None:
-        return live_line(live, console.services.clock.now()), None
+        return live_line(live, console.services.clock.now()), event
     row = await console.services.reports.request(request_id)
     tenant = await console.services.tenants.get(row.tenant_id)
     key = await console.services.keys.get(row.key_id)
-    return past_line(row, {tenant.id: tenant.name}, key.prefix), None
+    return past_line(row, {tenant.id: tenant.name}, key.prefix), event
 
 
-def cost_lines(row: RequestLine, event: UsageEvent | None, price: Price | None) -> list[CostLine]:
+async def _price(console: Console, event: UsageEvent) -> Price | None:
+    """Return the price that the event was made with."""
+    price = await console.services.prices.current(event.model, event.admitted_at)
+    return price if price is not None and price.id == event.price_id else None
+
+
+def cost_lines(event: UsageEvent, price: Price | None) -> list[CostLine]:
     """Return the tokens of the bill by kind, each with its part of the cost where the price is known."""
-    usage = event or row
-    uncached = usage.prompt_tokens - usage.cached_tokens
+    uncached, cached, output = event.prompt_tokens - event.cached_tokens, event.cached_tokens, event.completion_tokens
     parts = (
-        ("Prompt, computed", uncached, {"prompt_tokens": uncached, "cached_tokens": 0, "completion_tokens": 0}),
-        (
-            "Prompt, cached",
-            usage.cached_tokens,
-            {"prompt_tokens": usage.cached_tokens, "cached_tokens": usage.cached_tokens, "completion_tokens": 0},
-        ),
-        (
-            "Output",
-            usage.completion_tokens,
-            {"prompt_tokens": 0, "cached_tokens": 0, "completion_tokens": usage.completion_tokens},
-        ),
+        ("Prompt, computed", uncached, (uncached, 0, 0)),
+        ("Prompt, cached", cached, (cached, cached, 0)),
+        ("Output", output, (0, 0, output)),
     )
     return [
-        CostLine(
-            label=label,
-            tokens=tokens,
-            cost_picos=price.cost_picos(**counts) if price else None,
-            currency=price.currency if price else "",
-        )
+        CostLine(label=label, tokens=tokens, cost_picos=_part(price, *counts), currency=event.currency)
         for label, tokens, counts in parts
     ]
+
+
+def _part(price: Price | None, prompt_tokens: int, cached_tokens: int, completion_tokens: int) -> int | None:
+    if price is None:
+        return None
+    return price.cost_picos(prompt_tokens=prompt_tokens, cached_tokens=cached_tokens, completion_tokens=completion_tokens)

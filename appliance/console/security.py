@@ -116,7 +116,7 @@ class RequireSession:
 
     async def __call__(self, connection: Connection, handler: BaseRouteHandler) -> None:
         """Raise Unauthenticated without a live session, Forbidden for a change that another site asks for."""
-        if connection.scope["method"] not in SAFE_METHODS:
+        if connection.scope.get("method") not in SAFE_METHODS:
             require_own_origin(connection)
         token = session_token(connection, self._services)
         connection.state["session"] = await self._services.sessions.resolve(token) if token else None
@@ -124,7 +124,7 @@ class RequireSession:
             raise Unauthenticated("Sign in first.")
 
 
-def require_changer(connection: Connection, handler: BaseRouteHandler) -> None:
+def require_changer(connection: Connection, _: BaseRouteHandler) -> None:
     """Guard of handlers that change something: raise RoleNotAllowed unless the member's role covers it."""
     session = current_session(connection)
     if session is None:

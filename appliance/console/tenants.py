@@ -10,10 +10,10 @@ from litestar import get, post
 from appliance.base.errors import BadRequest, Conflict
 from appliance.console.context import Console
 from appliance.console.forms import Form
-from appliance.console.limits import limit_levels, read_limits
-from appliance.console.live_board import totals_this_month, totals_today
+from appliance.console.limits import read_limits, tenant_levels
 from appliance.console.rendering import Html
 from appliance.console.security import ConsoleRequest, require_changer
+from appliance.console.totals import totals_this_month, totals_today
 from appliance.tenancy.fields import TIERS, WEIGHT_MAX
 from appliance.tenancy.principals import LIMIT_NAMES, Tenant, TenantChanges
 
@@ -130,9 +130,7 @@ def _read(form: Form) -> dict[str, Any]:
 
 def _new_form(request: ConsoleRequest, console: Console, form: Form | None) -> Html:
     status = 422 if form else 200
-    return console.pages.sheet(
-        request, "fragments/tenant_new.html", title="New tenant", status=status, form=form, tiers=TIERS
-    )
+    return console.pages.sheet(request, "fragments/tenant_new.html", title="New tenant", status=status, form=form, tiers=TIERS)
 
 
 def _archive_form(request: ConsoleRequest, console: Console, tenant: Tenant, form: Form | None) -> Html:
@@ -144,15 +142,17 @@ def _archive_form(request: ConsoleRequest, console: Console, tenant: Tenant, for
 async def _tenant_page(request: ConsoleRequest, console: Console, tenant: Tenant, form: Form | None = None) -> Html:
     services = console.services
     keys = await services.keys.list(tenant.id, KEYS_SHOWN_MAX, None)
+    today = await totals_today(services, tenant.id)
+    month = await totals_this_month(services, tenant.id)
     return console.pages.page(
         request,
         "pages/tenant.html",
         status=422 if form else 200,
         tenant=tenant,
         keys=sorted(keys.data, key=lambda key: key.revoked_at is not None),
-        levels=limit_levels(services, tenant, None),
-        today=await totals_today(services, tenant.id),
-        month=await totals_this_month(services, tenant.id),
+        levels=tenant_levels(services, tenant, keys.data[0], today, month) if keys.data else [],
+        today=today,
+        month=month,
         tiers=TIERS,
         form=form,
     )

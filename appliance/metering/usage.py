@@ -12,7 +12,7 @@ from sqlalchemy.types import BigInteger
 
 from appliance.base.db import Database
 from appliance.base.errors import InvalidValue, NotFound
-from appliance.base.tables import requests, usage_events
+from appliance.base.tables import api_keys, requests, usage_events
 from appliance.metering.ledger_rows import event_from_row, request_from_row
 from appliance.metering.records import RequestRow, Status, UsageEvent
 from appliance.metering.sums import SETTLED, join_sum, split_sum
@@ -123,13 +123,25 @@ class UsageReports:
         *,
         key_id: str | None = None,
         model: str | None = None,
+        finish_reason: str | None = None,
+        text: str | None = None,
         finished_only: bool = True,
     ) -> Page[RequestRow]:
-        """Return past requests, the newest first. Raises InvalidValue for a bad cursor."""
+        """Return past requests, the newest first. Raises InvalidValue for a bad cursor.
+
+        `text` is looked for, in any case, in the request's id, its model, and its key's name and prefix.
+        """
         columns = requests.c
         query = select(requests).order_by(columns.admitted_at.desc(), columns.id.desc())
-        wanted = {columns.tenant_id: tenant_id, columns.key_id: key_id, columns.model: model}
+        wanted = {
+            columns.tenant_id: tenant_id,
+            columns.key_id: key_id,
+            columns.model: model,
+            columns.finish_reason: finish_reason,
+        }
         query = query.where(*(column == value for column, value in wanted.items() if value is not None))
+        if text:
+            query = query.where(_mentions(text))
         if finished_only:
             query = query.where(columns.finished_at.is_not(None))
         if cursor is not None:
@@ -239,6 +251,15 @@ def _ledger_conditions(filters: LedgerFilter) -> list[ColumnElement[bool]]:
     if filters.end is not None:
         conditions.append(events.admitted_at < filters.end)
     return conditions
+
+
+def _mentions(text: str) -> ColumnElement[bool]:
+    """Return the condition that a request has `text` somewhere in what names it."""
+    columns = (requests.c.id, requests.c.model)
+    keys = select(api_keys.c.id).where(
+        or_(*(column.icontains(text, autoescape=True) for column in (api_keys.c.name, api_keys.c.prefix)))
+    )
+    return or_(*(column.icontains(text, autoescape=True) for column in columns), requests.c.key_id.in_(keys))
 
 
 def _to_micros(moment: datetime) -> int:

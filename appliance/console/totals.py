@@ -1,0 +1,47 @@
+"""Sums of the ledger for the heads of pages. Knows no page."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from appliance.serving.services import Services
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Totals:
+    """Sums over a time. `cost_picos` is in the appliance's currency; amounts in others stand beside it, never added."""
+
+    requests: int = 0
+    tokens: int = 0
+    cost_picos: int = 0
+    other_costs: tuple[tuple[str, int], ...] = ()
+
+
+async def totals_today(services: Services, tenant_id: str | None = None) -> Totals:
+    """Return the sums since midnight UTC, of one tenant or of all."""
+    now = services.clock.now()
+    return await totals_since(services, now.replace(hour=0, minute=0, second=0, microsecond=0), tenant_id)
+
+
+async def totals_this_month(services: Services, tenant_id: str) -> Totals:
+    """Return the sums of one tenant since the first of the month, UTC."""
+    now = services.clock.now()
+    return await totals_since(services, now.replace(day=1, hour=0, minute=0, second=0, microsecond=0), tenant_id)
+
+
+async def totals_since(services: Services, start: datetime, tenant_id: str | None) -> Totals:
+    """Return the sums of what was admitted since `start` and is settled."""
+    end = services.clock.now() + timedelta(seconds=1)
+    rows = await services.reports.usage(start, end, bucket="day", group_by=(), tenant_id=tenant_id)
+    costs: dict[str, int] = {}
+    for row in rows:
+        costs[row.currency] = costs.get(row.currency, 0) + row.cost_picos
+    return Totals(
+        requests=sum(row.requests for row in rows),
+        tokens=sum(row.prompt_tokens + row.completion_tokens for row in rows),
+        cost_picos=costs.pop(services.settings.currency, 0),
+        other_costs=tuple((currency, picos) for currency, picos in sorted(costs.items()) if picos),
+    )
