@@ -1,0 +1,83 @@
+"""Fixtures of the whole suite: a clock that stands still, databases of both kinds, and the cast."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+
+from appliance.base import db
+from appliance.base.db import Database
+from tests.support.cast import Cast, make_cast
+from tests.support.clock import FakeClock
+from tests.support.databases import Cluster, postgresql_binaries, required, running_cluster
+
+
+@pytest.fixture
+def clock() -> FakeClock:
+    """A clock that stands still."""
+    return FakeClock()
+
+
+@pytest.fixture(scope="session")
+def postgresql() -> Iterator[Cluster]:
+    """A throw-away PostgreSQL server; skips without one, unless GATEHOUSE_REQUIRE names postgres."""
+    binaries = postgresql_binaries()
+    if binaries is None:
+        reason = "no PostgreSQL binaries on this machine"
+        if required("postgres"):
+            pytest.fail(reason)
+        pytest.skip(reason)
+    with running_cluster(binaries) as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="session")
+def migrated_sqlite_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A SQLite file with all migrations applied, to be copied."""
+    path = tmp_path_factory.mktemp("sqlite") / "template.db"
+    db.upgrade(f"sqlite:///{path}")
+    return path
+
+
+@pytest.fixture(params=["sqlite", pytest.param("postgresql", marks=pytest.mark.postgres)])
+def empty_database_url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    """The URL of a database without tables, once of each kind."""
+    if request.param == "sqlite":
+        yield f"sqlite:///{tmp_path / 'gatehouse.db'}"
+        return
+    cluster: Cluster = request.getfixturevalue("postgresql")
+    url = cluster.create()
+    yield url
+    cluster.drop(url)
+
+
+@pytest.fixture(params=["sqlite", pytest.param("postgresql", marks=pytest.mark.postgres)])
+def database_url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    """The URL of a migrated database of this test alone, once of each kind."""
+    if request.param == "sqlite":
+        path = tmp_path / "gatehouse.db"
+        shutil.copyfile(request.getfixturevalue("migrated_sqlite_file"), path)
+        yield f"sqlite:///{path}"
+        return
+    cluster: Cluster = request.getfixturevalue("postgresql")
+    url = cluster.create_migrated()
+    yield url
+    cluster.drop(url)
+
+
+@pytest.fixture
+async def database(database_url: str) -> AsyncIterator[Database]:
+    """A migrated database of this test alone, once of each kind. No connection may be left in use."""
+    opened = Database.open(database_url)
+    yield opened
+    assert opened.checked_out() == 0, "a connection was not given back"
+    await opened.close()
+
+
+@pytest.fixture
+async def cast(database: Database, clock: FakeClock) -> Cast:
+    """Alice, Bob and Charlie, present in `database`."""
+    return await make_cast(database, clock)

@@ -1,0 +1,65 @@
+"""Who appears in every test: Alice owns the box, Bob belongs to a tenant, Charlie is a stranger with a tenant of his own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from argon2 import PasswordHasher
+
+from appliance.base.clock import Clock
+from appliance.base.db import Database
+from appliance.metering.recovery import begin_epoch
+from appliance.tenancy.keys import Keys
+from appliance.tenancy.members import Member, Members
+from appliance.tenancy.principals import ApiKey, Limits, Principal, Tenant
+from appliance.tenancy.tenants import Tenants
+
+PEPPER = b"p" * 32
+ALICE_PASSWORD = "alice's long password"
+
+
+def quick_hasher() -> PasswordHasher:
+    """Return argon2 with the smallest cost: tests are about what is checked, not about how long it takes."""
+    return PasswordHasher(time_cost=1, memory_cost=8, parallelism=1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Person:
+    """A tenant with one key."""
+
+    tenant: Tenant
+    key: ApiKey
+    secret: str
+
+    @property
+    def principal(self) -> Principal:
+        """Return tenant and key as authentication would."""
+        return Principal(tenant=self.tenant, key=self.key)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cast:
+    """Alice's login, Bob's and Charlie's tenants, and an epoch in which they act."""
+
+    alice: Member
+    bob: Person
+    charlie: Person
+    epoch_id: str
+
+
+async def make_person(database: Database, clock: Clock, name: str, limits: Limits | None = None) -> Person:
+    """Return a new tenant `name` with one key."""
+    tenant = await Tenants(database, clock).create(name=name, limits=limits)
+    key, secret = await Keys(database, clock, PEPPER).create(tenant.id, name=f"{name}'s key")
+    return Person(tenant=tenant, key=key, secret=secret)
+
+
+async def make_cast(database: Database, clock: Clock) -> Cast:
+    """Return the cast, present in `database`."""
+    members = Members(database, clock, hasher=quick_hasher())
+    return Cast(
+        alice=await members.create("alice@example.com", ALICE_PASSWORD, "owner"),
+        bob=await make_person(database, clock, "bob"),
+        charlie=await make_person(database, clock, "charlie"),
+        epoch_id=await begin_epoch(database, clock, "test"),
+    )

@@ -1,0 +1,34 @@
+"""A clock that stands still until a test moves it."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+
+START = datetime(2026, 11, 21, 12, 0, tzinfo=UTC)
+
+
+class FakeClock:
+    """Both readings of time, in whole microseconds, moved by `advance` alone."""
+
+    def __init__(self, start: datetime = START, monotonic_s: float = 1000.0) -> None:
+        self._now = start
+        self._monotonic_us = round(monotonic_s * 1e6)
+
+    def now(self) -> datetime:
+        """Return the time that the test has set."""
+        return self._now
+
+    def monotonic_s(self) -> float:
+        """Return the monotonic reading that the test has set."""
+        return self._monotonic_us / 1e6
+
+    def advance(self, seconds: float) -> None:
+        """Move both readings forward."""
+        micros = round(seconds * 1e6)
+        assert micros >= 0, "time does not run backwards"
+        self._now += timedelta(microseconds=micros)
+        self._monotonic_us += micros
+
+    def jump_wall(self, seconds: float) -> None:
+        """Move the wall clock alone, forward or back, as an operator or NTP would."""
+        self._now += timedelta(seconds=seconds)

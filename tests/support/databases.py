@@ -1,0 +1,107 @@
+"""Databases for tests: a SQLite file or a throw-away PostgreSQL server, migrated once, copied for each test."""
+
+from __future__ import annotations
+
+import getpass
+import os
+import shutil
+import subprocess
+import tempfile
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psycopg
+
+from appliance.base import db
+
+BINARIES = Path("/usr/lib/postgresql")
+TEMPLATE = "gatehouse_template"
+_SERVER_OPTIONS = {
+    "listen_addresses": "",  # a socket in our own folder: no port to collide with
+    "fsync": "off",
+    "synchronous_commit": "off",
+    "full_page_writes": "off",
+    "shared_buffers": "64MB",
+    "max_connections": "100",
+}
+
+
+def postgresql_binaries() -> Path | None:
+    """Return the folder of the newest PostgreSQL of this machine, or None."""
+    found = [path.parent for path in BINARIES.glob("*/bin/initdb")] if BINARIES.is_dir() else []
+    if found:
+        return max(found, key=lambda path: int(path.parent.name))
+    on_path = shutil.which("initdb")
+    return Path(on_path).resolve().parent if on_path else None
+
+
+def required(part: str) -> bool:
+    """Return whether GATEHOUSE_REQUIRE names `part`: then its absence is a failure and no reason to skip."""
+    return part in os.environ.get("GATEHOUSE_REQUIRE", "").split(",")
+
+
+class Cluster:
+    """A running throw-away PostgreSQL server with a migrated template database."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def url(self, name: str) -> str:
+        """Return the URL of the database `name`."""
+        return f"postgresql://postgres@/{name}?host={self._folder}"
+
+    def create(self, template: str = "template0") -> str:
+        """Return the URL of a new database."""
+        name = f"test_{uuid.uuid4().hex[:12]}"
+        self._execute(f"CREATE DATABASE {name} TEMPLATE {template}")
+        return self.url(name)
+
+    def create_migrated(self) -> str:
+        """Return the URL of a new database with all migrations applied."""
+        if not self._exists(TEMPLATE):
+            self._execute(f"CREATE DATABASE {TEMPLATE} TEMPLATE template0")
+            db.upgrade(self.url(TEMPLATE))
+        return self.create(TEMPLATE)
+
+    def drop(self, url: str) -> None:
+        """Remove a database that `create` made, whoever is connected."""
+        name = url.removeprefix("postgresql://postgres@/").partition("?")[0]
+        self._execute(f"DROP DATABASE {name} WITH (FORCE)")
+
+    def _exists(self, name: str) -> bool:
+        with psycopg.connect(self.url("postgres"), autocommit=True) as connection:
+            return connection.execute("SELECT 1 FROM pg_database WHERE datname = %s", [name]).fetchone() is not None
+
+    def _execute(self, statement: str) -> None:
+        with psycopg.connect(self.url("postgres"), autocommit=True) as connection:
+            connection.execute(statement.encode())
+
+
+@contextmanager
+def running_cluster(binaries: Path) -> Iterator[Cluster]:
+    """Start a server in a temporary folder and stop it afterwards. As root it runs as the user `postgres`."""
+    folder = Path(tempfile.mkdtemp(prefix="gatehouse-pg-"))
+    as_root = os.geteuid() == 0
+    prefix = ["runuser", "-u", "postgres", "--"] if as_root else []
+    if as_root:
+        shutil.chown(folder, "postgres", "postgres")
+    options = " ".join(f"-c {name}='{value}'" for name, value in {**_SERVER_OPTIONS, "unix_socket_directories": folder}.items())
+    data, log = str(folder / "data"), str(folder / "log")
+    try:
+        _call([*prefix, f"{binaries}/initdb", "-D", data, "-A", "trust", "-U", "postgres", "-N", "-E", "UTF8", "--no-locale"])
+        _call([*prefix, f"{binaries}/pg_ctl", "-D", data, "-w", "-l", log, "-o", options, "start"])
+        try:
+            yield Cluster(folder)
+        finally:
+            _call([*prefix, f"{binaries}/pg_ctl", "-D", data, "-w", "-m", "immediate", "stop"])
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _call(command: list[str]) -> None:
+    done = subprocess.run(
+        command, cwd="/", stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
+    )
+    assert done.returncode == 0, f"{command} as {getpass.getuser()} ended with {done.returncode}:\n{done.stdout}"

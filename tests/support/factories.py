@@ -1,0 +1,87 @@
+"""Values that tests vary in one field: ledger entries, settlements, prices, principals that need no database."""
+
+from __future__ import annotations
+
+import dataclasses
+from datetime import datetime
+from typing import Any
+
+from appliance.base.ids import new_id
+from appliance.metering.prices import Price
+from appliance.metering.records import PendingEntry, Settlement, Usage
+from appliance.tenancy.principals import ApiKey, Limits, Principal, Tenant
+from tests.support.cast import Person
+from tests.support.clock import START
+
+
+def pending(person: Person, *, admitted_at: datetime = START, **changes: Any) -> PendingEntry:
+    """Return an entry of `person`."""
+    entry = PendingEntry(
+        request_id=new_id("req"),
+        tenant_id=person.tenant.id,
+        key_id=person.key.id,
+        model="demo",
+        endpoint="/v1/chat/completions",
+        stream=True,
+        prompt_tokens=10,
+        reserved_tokens=266,
+        price=None,
+        admitted_at=admitted_at,
+    )
+    return dataclasses.replace(entry, **changes)
+
+
+def posted(request_id: str, *, prompt: int = 10, cached: int = 0, completion: int = 5, reason: str = "stop") -> Settlement:
+    """Return the settlement of a request that was served."""
+    usage = Usage(prompt_tokens=prompt, cached_tokens=cached, completion_tokens=completion)
+    return Settlement(request_id=request_id, status="posted", finish_reason=reason, usage=usage)
+
+
+def voided(request_id: str) -> Settlement:
+    """Return the settlement of a request for which nothing is owed."""
+    return Settlement(request_id=request_id, status="voided", finish_reason="refused")
+
+
+def price(prompt: int = 1_000_000, cached: int = 100_000, completion: int = 3_000_000, *, at: datetime = START) -> Price:
+    """Return a price that no table knows, in micro-units per million tokens."""
+    return Price(
+        id=new_id("price"),
+        model="demo",
+        effective_from=at,
+        currency="EUR",
+        prompt=prompt,
+        cached_prompt=cached,
+        completion=completion,
+        batch_percent=50,
+        created_at=at,
+    )
+
+
+def principal(tenant: Limits | None = None, key: Limits | None = None) -> Principal:
+    """Return a principal that no table knows, with these limits."""
+    owner = Tenant(
+        id=new_id("tn"),
+        name="bob",
+        tier="standard",
+        weight=1,
+        limits=tenant or Limits(),
+        allowed_models=None,
+        suspended=False,
+        archived=False,
+        created_at=START,
+    )
+    held = ApiKey(
+        id=new_id("key"),
+        tenant_id=owner.id,
+        name="bob's key",
+        prefix="gh_aaaaaaaa",
+        scopes=("inference",),
+        limits=key or Limits(),
+        allowed_models=None,
+        allowed_networks=None,
+        expires_at=None,
+        revoked_at=None,
+        last_used_at=None,
+        created_at=START,
+    )
+    return Principal(tenant=owner, key=held)

@@ -1,0 +1,66 @@
+"""The migrations lead to the tables that the code uses, and back."""
+
+from __future__ import annotations
+
+import stat
+from pathlib import Path
+
+from alembic.autogenerate import compare_metadata
+from alembic.runtime.migration import MigrationContext
+from sqlalchemy import create_engine, inspect
+from sqlalchemy.pool import NullPool
+
+from appliance.base import db
+from appliance.base.tables import metadata
+
+
+def _inspect(url: str) -> tuple[set[str], list[object]]:
+    """Return the tables that are there and how they differ from `metadata`."""
+    target = url.replace("postgresql://", "postgresql+psycopg://")
+    engine = create_engine(target, poolclass=NullPool)
+    with engine.connect() as connection:
+        tables = set(inspect(connection).get_table_names())
+        context = MigrationContext.configure(connection, opts={"compare_type": True})
+        differences = compare_metadata(context, metadata)
+    engine.dispose()
+    return tables, differences
+
+
+def test_an_upgrade_from_nothing_makes_the_tables_of_the_code(empty_database_url: str) -> None:
+    db.upgrade(empty_database_url)
+    tables, differences = _inspect(empty_database_url)
+    assert tables == {"alembic_version", *metadata.tables}
+    assert differences == []
+    assert db.current_revision(empty_database_url) == db.head_revision()
+
+
+def test_a_downgrade_removes_every_table_and_an_upgrade_brings_them_back(empty_database_url: str) -> None:
+    db.upgrade(empty_database_url)
+    db.downgrade(empty_database_url, "base")
+    assert _inspect(empty_database_url)[0] == {"alembic_version"}
+    assert db.current_revision(empty_database_url) is None
+    db.upgrade(empty_database_url)
+    assert _inspect(empty_database_url)[1] == []
+
+
+def test_an_upgrade_of_an_upgraded_database_changes_nothing(empty_database_url: str) -> None:
+    db.upgrade(empty_database_url)
+    db.upgrade(empty_database_url)
+    assert db.current_revision(empty_database_url) == db.head_revision()
+
+
+def test_an_empty_database_has_no_revision(empty_database_url: str) -> None:
+    assert db.current_revision(empty_database_url) is None
+
+
+def test_the_sqlite_file_is_readable_by_its_owner_alone(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "gatehouse.db"
+    db.upgrade(f"sqlite:///{path}")
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+def test_every_migration_is_named_by_date_and_number() -> None:
+    folder = Path(db.__file__).resolve().parents[2] / "migrations" / "versions"
+    names = [path.name for path in folder.glob("*.py")]
+    assert names
+    assert all(name[:10].count("_") == 2 and name[11:15].isdigit() for name in names)
