@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator
+from contextlib import suppress
 
 from appliance.serving.text_output import Chunk, joined
 
@@ -18,6 +18,11 @@ class ChunkQueue:
         self._closed = False
         self._changed = asyncio.Event()
 
+    @property
+    def ended(self) -> bool:
+        """Return whether everything was taken and nothing more comes."""
+        return self._closed and not self._chunks
+
     def put(self, chunk: Chunk) -> None:
         """Add `chunk` without waiting."""
         if len(self._chunks) >= self._limit:
@@ -30,12 +35,13 @@ class ChunkQueue:
         self._closed = True
         self._changed.set()
 
-    async def __aiter__(self) -> AsyncIterator[Chunk]:
-        """Yield chunks until closed and empty."""
-        while True:
-            while self._chunks:
-                yield self._chunks.popleft()
-            if self._closed:
-                return
+    async def take(self, timeout_s: float) -> list[Chunk]:
+        """Return all chunks that are there; wait for one if need be. Empty after `timeout_s`, or when the queue has ended."""
+        if not self._chunks and not self._closed:
             self._changed.clear()
-            await self._changed.wait()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(timeout_s):
+                    await self._changed.wait()
+        chunks = list(self._chunks)
+        self._chunks.clear()
+        return chunks

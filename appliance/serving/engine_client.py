@@ -12,7 +12,7 @@ from contextlib import suppress
 from appliance.base.errors import EngineUnavailable
 from appliance.serving.event_stream import EventStream
 from engine.protocol import EngineFrame, EngineInfo, EngineStatus, GatewayFrame, GenerationRequest
-from engine.transport import decode_engine_frame, encode_frame, read_frame
+from engine.transport import PeerClosed, TransportError, decode_engine_frame, encode_frame, read_frame
 
 PROMPT_TOKENS_PER_FRAME_MAX = 2_000_000  # at five bytes a token, a frame stays far below FRAME_BYTES_MAX
 
@@ -71,11 +71,11 @@ class EngineClient:
         """Read frames until the engine closes its end. Every open stream then ends in EngineUnavailable."""
         reason = "the engine process ended"
         try:
-            while (payload := await read_frame(self._reader)) is not None:
-                self._receive(decode_engine_frame(payload))
-        except (asyncio.IncompleteReadError, ConnectionError):
-            reason = "the engine process ended in the middle of a frame"
-        except ValueError as error:
+            while True:
+                self._receive(decode_engine_frame(await read_frame(self._reader)))
+        except PeerClosed:
+            pass
+        except TransportError as error:
             reason = f"the engine sent a frame that cannot be read: {error}"
         finally:
             await self._close(self.fatal or reason)

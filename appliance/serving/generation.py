@@ -15,7 +15,8 @@ import structlog
 from appliance.base.clock import Clock
 from appliance.base.errors import DeadlineExceeded, EngineUnavailable, GatehouseError, InternalError, RequestAborted
 from appliance.metering.admission import Reservation
-from appliance.metering.ledger import Ledger, PendingEntry, RequestRecord, Settlement, Usage
+from appliance.metering.ledger import Ledger
+from appliance.metering.records import PendingEntry, RequestRecord, Settlement, Usage
 from appliance.serving.chunk_queue import ChunkQueue
 from appliance.serving.live_requests import LiveRequest
 from appliance.serving.model_registry import ServedModel
@@ -30,7 +31,7 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """How a generation ended. `finish_reason` is the ledger's word; `error` is set when the client must be told of a failure."""
+    """How a generation ended: `finish_reason` as in the ledger, `error` when the client must be told of a failure."""
 
     finish_reason: str
     usage: Usage
@@ -90,19 +91,26 @@ class Generation:
 
     async def run(self) -> None:
         """Own the generation to its end. Never raises: failures are told through `admitted` and `outcome`."""
-        try:
-            await self._ledger.open(self._entry)
-        except Exception as error:  # owned task: without its pending record a request must not reach the engine
-            log.exception("pending record could not be written", request_id=self.request_id)
+        refusal = await self._record()
+        if refusal is not None:
             self._reservation.void()
             self._on_end(self)
-            refusal = InternalError("the request could not be recorded and was not started")
-            refusal.__cause__ = error
             self.admitted.set_exception(refusal)
             return
         self.admitted.set_result(None)
         reason, failure = await self._generate()
         await self._settle(reason, failure)
+
+    async def _record(self) -> GatehouseError | None:
+        """Commit the pending record; return why that failed. Without it the request must not reach the engine."""
+        try:
+            await self._ledger.open(self._entry)
+        except GatehouseError as refusal:
+            return refusal
+        except Exception:  # owned task
+            log.exception("pending record could not be written", request_id=self.request_id)
+            return InternalError("the request could not be recorded and was not started")
+        return None
 
     async def _generate(self) -> tuple[str, GatehouseError | None]:
         """Run the request in the engine; return the ledger's finish reason and what to tell the client."""
@@ -172,7 +180,7 @@ class Generation:
         """Close the books once: quota now, then the record; then tell the reader."""
         usage = self._usage()
         if self._billable:
-            self._reservation.settle(usage.prompt_tokens + usage.completion_tokens)
+            self._reservation.settle(usage.total_tokens, cached_tokens=usage.cached_tokens)
         else:
             self._reservation.void()
         self.live.finish(reason, now=self._clock.now(), error=None if failure is None else failure.message)
@@ -190,11 +198,11 @@ class Generation:
             await self._ledger.settle(settlement)
         except Exception:  # owned task: the metric is what shows that the books are short
             log.exception("usage record could not be written", request_id=self.request_id)
-            self._metrics.unrecorded(usage.prompt_tokens + usage.completion_tokens)
+            self._metrics.unrecorded(usage.total_tokens)
 
     def _usage(self) -> Usage:
         if not self._billable:
-            return Usage(prompt_tokens=0, cached_tokens=0, completion_tokens=0)
+            return Usage()
         live = self.live
         cached_tokens = min(live.cached_tokens, live.prompt_tokens)
         return Usage(prompt_tokens=live.prompt_tokens, cached_tokens=cached_tokens, completion_tokens=live.completion_tokens)

@@ -12,8 +12,9 @@ import structlog
 from appliance.base.clock import Clock
 from appliance.base.errors import Draining, NotFound, Overloaded
 from appliance.metering.admission import Admission
-from appliance.metering.ledger import Checkpoint, Ledger, PendingEntry
+from appliance.metering.ledger import Ledger
 from appliance.metering.prices import PriceBook
+from appliance.metering.records import Checkpoint, PendingEntry
 from appliance.serving.generation import Generation
 from appliance.serving.live_requests import LiveRequest
 from appliance.serving.model_registry import ServedModel

@@ -12,6 +12,7 @@ from appliance.metering.admission import Admission
 from appliance.metering.ledger import Ledger
 from appliance.metering.prices import PriceBook
 from appliance.metering.usage import UsageReports
+from appliance.serving.database_watch import DatabaseWatch
 from appliance.serving.generations import Generations
 from appliance.serving.model_registry import ModelRegistry
 from appliance.serving.readiness import Readiness
@@ -34,6 +35,7 @@ class Services:
     epoch_id: str
     started_at: datetime
     db: Database
+    database_watch: DatabaseWatch
     tenants: Tenants
     keys: Keys
     members: Members

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
@@ -158,7 +158,7 @@ class SystemSampler:
             slot.put(snapshot)
         return snapshot
 
-    async def subscribe(self) -> AsyncIterator[SystemSnapshot]:
+    async def subscribe(self) -> AsyncGenerator[SystemSnapshot, None]:
         """Yield the newest snapshot at once and each newer one as it comes. Raises TooManySubscribers."""
         if len(self._subscribers) >= SUBSCRIBERS_MAX:
             raise TooManySubscribers(f"at most {SUBSCRIBERS_MAX} live streams can be open")

@@ -1,0 +1,62 @@
+"""`/admin/v1/requests`: live and past requests as one list, the newest first; DELETE ends a live one."""
+
+from __future__ import annotations
+
+from litestar import delete, get
+
+from appliance.api.auth import authenticate_administrator
+from appliance.api.queries import PAGING, AdminRequest, check_query, paging
+from appliance.api.services_of import services_of
+from appliance.api.shapes import PageShape, RequestShape, live_request_shape, page_shape, past_request_shape
+from appliance.base.errors import NotFound
+from appliance.serving.services import Services
+from appliance.tenancy.roles import Action
+
+TAGS = ["administration"]
+
+
+@get("/requests", summary="List requests", tags=TAGS)
+async def list_requests(request: AdminRequest) -> PageShape[RequestShape]:
+    """Return requests in the order of admission, the newest first. Live ones carry the figures of this moment."""
+    await authenticate_administrator(request, Action.READ)
+    check_query(request, (*PAGING, "tenant_id", "key_id", "model"))
+    services = services_of(request)
+    limit, cursor = paging(request)
+    page = await services.reports.requests_page(
+        limit,
+        cursor,
+        request.query_params.get("tenant_id"),
+        key_id=request.query_params.get("key_id"),
+        model=request.query_params.get("model"),
+        finished_only=False,
+    )
+    return page_shape(page, lambda row: _live_shape(services, row.id) or past_request_shape(row))
+
+
+@get("/requests/{request_id:str}", summary="Retrieve a request", tags=TAGS)
+async def retrieve_request(request: AdminRequest, request_id: str) -> RequestShape:
+    """Return one live or past request."""
+    await authenticate_administrator(request, Action.READ)
+    services = services_of(request)
+    return _live_shape(services, request_id) or past_request_shape(await services.reports.request(request_id))
+
+
+@delete("/requests/{request_id:str}", status_code=202, summary="Abort a request", tags=TAGS)
+async def abort_request(request: AdminRequest, request_id: str) -> RequestShape:
+    """End a live request; its client is told. What it used so far is billed."""
+    await authenticate_administrator(request, Action.WRITE)
+    services = services_of(request)
+    live = services.generations.find(request_id)
+    if live is None:
+        await services.reports.request(request_id)
+        raise NotFound(f"the request {request_id} is not live any more")
+    services.generations.abort(request_id)
+    return live_request_shape(live)
+
+
+def _live_shape(services: Services, request_id: str) -> RequestShape | None:
+    live = services.generations.find(request_id)
+    return None if live is None else live_request_shape(live)
+
+
+HANDLERS = [list_requests, retrieve_request, abort_request]

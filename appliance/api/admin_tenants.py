@@ -1,0 +1,218 @@
+"""`/admin/v1/tenants` and their keys. Rules live in the tenancy layer; here is only JSON in and JSON out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from litestar import delete, get, patch, post
+
+from appliance.api.auth import authenticate_administrator
+from appliance.api.bodies import decode_body
+from appliance.api.queries import PAGING, AdminRequest, check_query, flag, paging, parse_moment
+from appliance.api.services_of import services_of
+from appliance.api.shapes import (
+    KeyShape,
+    NewKeyShape,
+    PageShape,
+    TenantShape,
+    key_shape,
+    new_key_shape,
+    page_shape,
+    tenant_shape,
+)
+from appliance.tenancy.fields import UNSET
+from appliance.tenancy.principals import KeyChanges, Limits, TenantChanges
+from appliance.tenancy.roles import Action
+
+OMITTED = msgspec.UNSET
+Omittable = msgspec.UnsetType
+TAGS = ["administration"]
+
+
+class LimitsBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Limits to set; a field that is left out stays as it is, null takes a limit away."""
+
+    tokens_per_minute: int | Omittable | None = OMITTED
+    requests_per_minute: int | Omittable | None = OMITTED
+    concurrent_requests: int | Omittable | None = OMITTED
+    tokens_per_day: int | Omittable | None = OMITTED
+    monthly_budget: int | Omittable | None = OMITTED
+
+    def given(self) -> dict[str, int | None]:
+        """Return the limits that were given."""
+        return {name: getattr(self, name) for name in self.__struct_fields__ if getattr(self, name) is not OMITTED}
+
+
+class NewTenantBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """A tenant to create."""
+
+    name: str
+    tier: str = "standard"
+    weight: int = 1
+    limits: LimitsBody | None = None
+    allowed_models: list[str] | None = None
+    suspended: bool = False
+
+
+class TenantPatch(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """What to change of a tenant."""
+
+    name: str | Omittable = OMITTED
+    tier: str | Omittable = OMITTED
+    weight: int | Omittable = OMITTED
+    limits: LimitsBody | Omittable = OMITTED
+    allowed_models: list[str] | Omittable | None = OMITTED
+    suspended: bool | Omittable = OMITTED
+
+
+class NewKeyBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """A key to create."""
+
+    name: str
+    scopes: list[str] = ["inference"]
+    expires_at: str | None = None
+    allowed_models: list[str] | None = None
+    allowed_networks: list[str] | None = None
+    limits: LimitsBody | None = None
+
+
+class KeyPatch(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """What to change of a key."""
+
+    name: str | Omittable = OMITTED
+    scopes: list[str] | Omittable = OMITTED
+    expires_at: str | Omittable | None = OMITTED
+    allowed_models: list[str] | Omittable | None = OMITTED
+    allowed_networks: list[str] | Omittable | None = OMITTED
+    limits: LimitsBody | Omittable = OMITTED
+
+
+@get("/tenants", summary="List tenants", tags=TAGS)
+async def list_tenants(request: AdminRequest) -> PageShape[TenantShape]:
+    """Return tenants in the order they were made; archived ones with `include_archived=true`."""
+    await authenticate_administrator(request, Action.READ)
+    check_query(request, (*PAGING, "include_archived"))
+    limit, cursor = paging(request)
+    page = await services_of(request).tenants.list(limit, cursor, include_archived=flag(request, "include_archived"))
+    return page_shape(page, tenant_shape)
+
+
+@post("/tenants", summary="Create a tenant", tags=TAGS, opt={"body": NewTenantBody})
+async def create_tenant(request: AdminRequest) -> TenantShape:
+    """Create a tenant and return it."""
+    await authenticate_administrator(request, Action.WRITE)
+    body = decode_body(await request.body(), NewTenantBody)
+    tenants = services_of(request).tenants
+    tenant = await tenants.create(
+        name=body.name,
+        tier=body.tier,
+        weight=body.weight,
+        limits=_limits(body.limits),
+        allowed_models=body.allowed_models,
+    )
+    if body.suspended:
+        tenant = await tenants.update(tenant.id, TenantChanges(suspended=True))
+    return tenant_shape(tenant)
+
+
+@get("/tenants/{tenant_id:str}", summary="Retrieve a tenant", tags=TAGS)
+async def retrieve_tenant(request: AdminRequest, tenant_id: str) -> TenantShape:
+    """Return one tenant, archived or not."""
+    await authenticate_administrator(request, Action.READ)
+    return tenant_shape(await services_of(request).tenants.get(tenant_id))
+
+
+@patch("/tenants/{tenant_id:str}", summary="Change a tenant", tags=TAGS, opt={"body": TenantPatch})
+async def change_tenant(request: AdminRequest, tenant_id: str) -> TenantShape:
+    """Change what the body names; it counts from the next request on."""
+    await authenticate_administrator(request, Action.WRITE)
+    body = decode_body(await request.body(), TenantPatch)
+    return tenant_shape(await services_of(request).tenants.update(tenant_id, TenantChanges(**_given(body))))
+
+
+@delete("/tenants/{tenant_id:str}", status_code=200, summary="Archive a tenant", tags=TAGS)
+async def archive_tenant(request: AdminRequest, tenant_id: str) -> TenantShape:
+    """Archive a tenant: its keys are refused, its records stay."""
+    await authenticate_administrator(request, Action.WRITE)
+    return tenant_shape(await services_of(request).tenants.archive(tenant_id))
+
+
+@get("/tenants/{tenant_id:str}/keys", summary="List a tenant's keys", tags=TAGS)
+async def list_keys(request: AdminRequest, tenant_id: str) -> PageShape[KeyShape]:
+    """Return the keys of a tenant, revoked ones too."""
+    await authenticate_administrator(request, Action.READ)
+    check_query(request, PAGING)
+    services = services_of(request)
+    tenant = await services.tenants.get(tenant_id)
+    limit, cursor = paging(request)
+    return page_shape(await services.keys.list(tenant.id, limit, cursor), key_shape)
+
+
+@post("/tenants/{tenant_id:str}/keys", summary="Create a key", tags=TAGS, opt={"body": NewKeyBody})
+async def create_key(request: AdminRequest, tenant_id: str) -> NewKeyShape:
+    """Create a key; its secret stands in `key` of this answer and nowhere else."""
+    await authenticate_administrator(request, Action.WRITE)
+    body = decode_body(await request.body(), NewKeyBody)
+    key, secret = await services_of(request).keys.create(
+        tenant_id,
+        name=body.name,
+        scopes=body.scopes,
+        expires_at=None if body.expires_at is None else parse_moment(body.expires_at, "expires_at"),
+        allowed_models=body.allowed_models,
+        allowed_networks=body.allowed_networks,
+        limits=_limits(body.limits),
+    )
+    return new_key_shape(key, secret)
+
+
+@post("/keys/{key_id:str}/rotate", status_code=200, summary="Rotate a key", tags=TAGS)
+async def rotate_key(request: AdminRequest, key_id: str) -> NewKeyShape:
+    """Revoke a key and return its successor with the new secret."""
+    await authenticate_administrator(request, Action.WRITE)
+    key, secret = await services_of(request).keys.rotate(key_id)
+    return new_key_shape(key, secret)
+
+
+@patch("/keys/{key_id:str}", summary="Change a key", tags=TAGS, opt={"body": KeyPatch})
+async def change_key(request: AdminRequest, key_id: str) -> KeyShape:
+    """Change what the body names."""
+    await authenticate_administrator(request, Action.WRITE)
+    changes = _given(decode_body(await request.body(), KeyPatch))
+    if changes.get("expires_at") is not None:
+        changes["expires_at"] = parse_moment(changes["expires_at"], "expires_at")
+    return key_shape(await services_of(request).keys.update(key_id, KeyChanges(**changes)))
+
+
+@delete("/keys/{key_id:str}", status_code=200, summary="Revoke a key", tags=TAGS)
+async def revoke_key(request: AdminRequest, key_id: str) -> KeyShape:
+    """Revoke a key: it is refused from now on."""
+    await authenticate_administrator(request, Action.WRITE)
+    return key_shape(await services_of(request).keys.revoke(key_id))
+
+
+def _limits(body: LimitsBody | None) -> Limits | None:
+    return None if body is None else Limits(**body.given())
+
+
+def _given(body: TenantPatch | KeyPatch) -> dict[str, Any]:
+    """Return the fields of a change, with what was left out as the tenancy layer marks it."""
+    changes = {name: getattr(body, name) for name in body.__struct_fields__}
+    changes = {name: UNSET if value is OMITTED else value for name, value in changes.items()}
+    if isinstance(changes["limits"], LimitsBody):
+        changes["limits"] = changes["limits"].given()
+    return changes
+
+
+HANDLERS = [
+    list_tenants,
+    create_tenant,
+    retrieve_tenant,
+    change_tenant,
+    archive_tenant,
+    list_keys,
+    create_key,
+    rotate_key,
+    change_key,
+    revoke_key,
+]

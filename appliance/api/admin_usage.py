@@ -1,0 +1,140 @@
+"""`/admin/v1/usage`, `/costs`, `/ledger`, `/prices`: what was used, what it cost, and at what price."""
+
+from __future__ import annotations
+
+from datetime import datetime, timedelta
+
+import msgspec
+from litestar import get, post
+
+from appliance.api.auth import authenticate_administrator
+from appliance.api.bodies import decode_body
+from appliance.api.queries import PAGING, AdminRequest, check_query, choice, moment, paging, parse_moment
+from appliance.api.services_of import services_of
+from appliance.api.shapes import (
+    LedgerEventShape,
+    PageShape,
+    PriceShape,
+    UsageRowShape,
+    ledger_event_shape,
+    page_shape,
+    price_shape,
+    usage_row_shape,
+)
+from appliance.base.errors import InvalidValue
+from appliance.base.money import PERCENT_MAX
+from appliance.metering.usage import BUCKET_S, STATUSES, LedgerFilter
+from appliance.tenancy.pages import PAGE_ROWS_MAX, check_limit, decode_cursor, encode_cursor
+from appliance.tenancy.roles import Action
+
+TAGS = ["administration"]
+PERIOD_DEFAULT = timedelta(days=30)
+USAGE_QUERY = ("start", "end", "bucket", "group_by", "tenant_id", *PAGING)
+
+
+class NewPriceBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """A price to add: micro-units of money per million tokens."""
+
+    model: str
+    prompt: int
+    completion: int
+    cached_prompt: int | None = None
+    effective_from: str | None = None
+    currency: str | None = None
+    batch_percent: int = PERCENT_MAX
+
+
+@get("/usage", summary="Tokens and cost per period", tags=TAGS)
+async def list_usage(request: AdminRequest) -> PageShape[UsageRowShape]:
+    """Return sums per bucket and group (`group_by=tenant,key,model`), by default of the last thirty days per day."""
+    return await _usage(request)
+
+
+@get("/costs", summary="Cost per period", tags=TAGS)
+async def list_costs(request: AdminRequest) -> PageShape[UsageRowShape]:
+    """Return the same rows as `/usage`: tokens stand beside what they cost."""
+    return await _usage(request)
+
+
+@get("/ledger", summary="Usage events in order", tags=TAGS)
+async def list_ledger(request: AdminRequest) -> PageShape[LedgerEventShape]:
+    """Return usage events in the order they were opened; the newest first with `order=desc`."""
+    await authenticate_administrator(request, Action.READ)
+    check_query(request, (*PAGING, "tenant_id", "key_id", "model", "status", "request_id", "start", "end", "order"))
+    filters = LedgerFilter(
+        tenant_id=request.query_params.get("tenant_id"),
+        key_id=request.query_params.get("key_id"),
+        model=request.query_params.get("model"),
+        status=choice(request, "status", STATUSES, None),  # type: ignore[arg-type]
+        request_id=request.query_params.get("request_id"),
+        start=moment(request, "start"),
+        end=moment(request, "end"),
+    )
+    newest_first = choice(request, "order", ("asc", "desc"), "asc") == "desc"
+    limit, cursor = paging(request)
+    page = await services_of(request).reports.ledger_page(limit, cursor, filters, newest_first=newest_first)
+    return page_shape(page, ledger_event_shape)
+
+
+@get("/prices", summary="List prices", tags=TAGS)
+async def list_prices(request: AdminRequest) -> PageShape[PriceShape]:
+    """Return prices in the order they were added."""
+    await authenticate_administrator(request, Action.READ)
+    check_query(request, PAGING)
+    limit, cursor = paging(request)
+    return page_shape(await services_of(request).prices.list(limit, cursor), price_shape)
+
+
+@post("/prices", summary="Add a price", tags=TAGS, opt={"body": NewPriceBody})
+async def create_price(request: AdminRequest) -> PriceShape:
+    """Add a price; earlier ones stay, and what was billed stays billed. `cached_prompt` left out is the price of the prompt."""
+    await authenticate_administrator(request, Action.BILLING)
+    body = decode_body(await request.body(), NewPriceBody)
+    services = services_of(request)
+    price = await services.prices.add(
+        model=body.model,
+        currency=body.currency or services.settings.currency,
+        prompt=body.prompt,
+        cached_prompt=body.prompt if body.cached_prompt is None else body.cached_prompt,
+        completion=body.completion,
+        effective_from=None if body.effective_from is None else parse_moment(body.effective_from, "effective_from"),
+        batch_percent=body.batch_percent,
+    )
+    return price_shape(price)
+
+
+async def _usage(request: AdminRequest) -> PageShape[UsageRowShape]:
+    await authenticate_administrator(request, Action.READ)
+    check_query(request, USAGE_QUERY)
+    services = services_of(request)
+    start, end = _period(request, services.clock.now())
+    groups = [name for text in request.query_params.getall("group_by", []) for name in text.split(",") if name]
+    rows = await services.reports.usage(
+        start,
+        end,
+        bucket=choice(request, "bucket", tuple(BUCKET_S), "day") or "day",
+        group_by=groups,
+        tenant_id=request.query_params.get("tenant_id"),
+    )
+    return _page([usage_row_shape(row) for row in rows], *paging(request, limit_default=PAGE_ROWS_MAX))
+
+
+def _page(rows: list[UsageRowShape], limit: int, cursor: str | None) -> PageShape[UsageRowShape]:
+    """Return a part of a report. A report is computed anew for each part; sums of past periods do not change."""
+    check_limit(limit)
+    begin = 0
+    if cursor is not None:
+        (begin,) = decode_cursor("usage", cursor, [int])
+        if begin < 0:
+            raise InvalidValue("cursor is not one of this list", param="cursor")
+    end = begin + limit
+    has_more = len(rows) > end
+    return PageShape(data=rows[begin:end], has_more=has_more, next_cursor=encode_cursor("usage", [end]) if has_more else None)
+
+
+def _period(request: AdminRequest, now: datetime) -> tuple[datetime, datetime]:
+    end = moment(request, "end") or now
+    return moment(request, "start") or end - PERIOD_DEFAULT, end
+
+
+HANDLERS = [list_usage, list_costs, list_ledger, list_prices, create_price]

@@ -1,0 +1,96 @@
+"""Who asks: a tenant's program by its API key, an administrator by token or by the console's session."""
+
+from __future__ import annotations
+
+import hmac
+from dataclasses import dataclass
+from typing import Any
+
+import structlog
+from litestar import Request
+from litestar.connection import ASGIConnection
+
+from appliance.api.exchange import exchange_of
+from appliance.api.rate_limit_headers import rate_limit_headers
+from appliance.api.services_of import services_of
+from appliance.base.errors import InvalidApiKey, RoleNotAllowed
+from appliance.tenancy.principals import Principal
+from appliance.tenancy.roles import Action, Role, require
+
+INFERENCE_SCOPE = "inference"
+SESSION_COOKIES = ("__Host-gatehouse", "gatehouse_session")  # the console sets them: the first over HTTPS
+CSRF_HEADER = "x-csrf-token"
+SAFE_METHODS = ("GET", "HEAD", "OPTIONS")
+SAME_SITE = ("same-origin", "none")  # `none` is a person's own doing: a typed address, a bookmark
+
+Connection = ASGIConnection[Any, Any, Any, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Administrator:
+    """Who acts on the administrators' API: `name` for the log, `role` for what is allowed."""
+
+    name: str
+    role: str
+
+
+async def authenticate_tenant(request: Request[Any, Any, Any]) -> Principal:
+    """Return the principal of `Authorization: Bearer` or `x-api-key`, and put its rate limits on the answer."""
+    services = services_of(request)
+    secret = _bearer(request) or request.headers.get("x-api-key")
+    if not secret:
+        raise InvalidApiKey("no API key was sent: use the header Authorization: Bearer gh_...")
+    principal = await services.keys.authenticate(secret, _address(request))
+    principal.check_scope(INFERENCE_SCOPE)
+    structlog.contextvars.bind_contextvars(tenant_id=principal.tenant.id, key_id=principal.key.id)
+    exchange = exchange_of(request)
+    exchange.headers.append(lambda: rate_limit_headers(services.admission.snapshot(principal)))
+    exchange.headers.append(lambda: {"openai-processing-ms": str(exchange.elapsed_ms)})
+    return principal
+
+
+async def authenticate_administrator(connection: Connection, action: Action) -> Administrator:
+    """Return who acts, if the role covers `action`. Raises InvalidApiKey or RoleNotAllowed.
+
+    A browser's session writes only with its CSRF token and never from another site.
+    """
+    secret = _bearer(connection)
+    administrator = await _by_token(connection, secret) if secret else await _by_session(connection)
+    require(administrator.role, action)
+    structlog.contextvars.bind_contextvars(administrator=administrator.name)
+    return administrator
+
+
+async def _by_token(connection: Connection, secret: str) -> Administrator:
+    services = services_of(connection)
+    control = services.control_token
+    if control is not None and hmac.compare_digest(secret.encode(), control.encode()):
+        return Administrator(name="command line", role=Role.OWNER)
+    token = await services.admin_tokens.authenticate(secret)
+    return Administrator(name=f"token {token.name}", role=token.role)
+
+
+async def _by_session(connection: Connection) -> Administrator:
+    cookie = next((connection.cookies[name] for name in SESSION_COOKIES if connection.cookies.get(name)), None)
+    session = await services_of(connection).sessions.resolve(cookie) if cookie else None
+    if session is None:
+        raise InvalidApiKey("no administrator token was sent: use the header Authorization: Bearer gha_...")
+    if connection.scope.get("method") not in SAFE_METHODS:
+        _check_same_site(connection, session.csrf_token)
+    return Administrator(name=session.member.email, role=session.member.role)
+
+
+def _check_same_site(connection: Connection, csrf_token: str) -> None:
+    site = connection.headers.get("sec-fetch-site")
+    sent = connection.headers.get(CSRF_HEADER, "")
+    if (site is not None and site not in SAME_SITE) or not hmac.compare_digest(sent.encode(), csrf_token.encode()):
+        raise RoleNotAllowed(f"a session may change things only from its own pages, with the header {CSRF_HEADER}")
+
+
+def _bearer(connection: Connection) -> str | None:
+    scheme, _, secret = connection.headers.get("authorization", "").partition(" ")
+    return secret.strip() if scheme.lower() == "bearer" and secret.strip() else None
+
+
+def _address(connection: Connection) -> str:
+    return connection.client.host if connection.client is not None else ""

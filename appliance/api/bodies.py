@@ -1,0 +1,46 @@
+"""Decodes request bodies. Whatever is wrong with one becomes a 400 that names the field, in the words of this interface."""
+
+from __future__ import annotations
+
+import re
+from typing import TypeVar
+
+import msgspec
+
+from appliance.base.errors import InvalidValue, UnknownParameter
+
+T = TypeVar("T")
+
+_PATH = re.compile(r" - at `\$\.?(?P<path>[^`]*)`$")
+_UNKNOWN = re.compile(r"Object contains unknown field `(?P<name>[^`]*)`")
+_MISSING = re.compile(r"Object missing required field `(?P<name>[^`]*)`")
+
+
+def decode_body(body: bytes, kind: type[T]) -> T:
+    """Return `body` (JSON) as `kind`. Raises UnknownParameter or InvalidValue."""
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except msgspec.ValidationError as error:
+        raise _refusal(str(error)) from error
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise InvalidValue(f"the body is not valid JSON: {error}") from error
+    except RecursionError as error:
+        raise InvalidValue("the body is nested too deeply") from error
+
+
+def _refusal(message: str) -> InvalidValue | UnknownParameter:
+    found = _PATH.search(message)
+    path = found.group("path").replace("[...]", "") if found else ""
+    problem = message[: found.start()] if found else message
+    unknown, missing = _UNKNOWN.match(problem), _MISSING.match(problem)
+    if unknown:
+        name = _joined(path, unknown.group("name"))
+        return UnknownParameter(f"unknown parameter: {name}", param=name)
+    if missing:
+        name = _joined(path, missing.group("name"))
+        return InvalidValue(f"missing parameter: {name}", param=name)
+    return InvalidValue(f"{path or 'the body'}: {problem[:1].lower()}{problem[1:]}", param=path or None)
+
+
+def _joined(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name

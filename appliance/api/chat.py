@@ -1,0 +1,136 @@
+"""`POST /v1/chat/completions`: auth, decode, prompt, admission, then an answer in one piece or as a stream."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable
+from contextlib import suppress
+from typing import Any
+
+from litestar import Request, Response, post
+from litestar.types import Receive
+
+from appliance.api.auth import authenticate_tenant
+from appliance.api.bodies import decode_body
+from appliance.api.chat_answers import ChatCompletion, ChunkFramer, whole_answer
+from appliance.api.error_responses import MEDIA_TYPE
+from appliance.api.exchange import exchange_of
+from appliance.api.sampling import asked_max_tokens, sampling_params
+from appliance.api.schemas import ChatCompletionRequest, check_messages, check_supported
+from appliance.api.services_of import services_of
+from appliance.api.sse import chat_frames, event_stream
+from appliance.base.errors import GatehouseError
+from appliance.serving.generation import Generation
+from appliance.serving.generations import Order
+from appliance.serving.services import Services
+from appliance.serving.text_output import Chunk
+from appliance.tenancy.principals import Principal
+
+ENDPOINT = "/v1/chat/completions"
+CLIENT_CLOSED_REQUEST = 499  # nobody reads it; the log line says what happened
+COLLECT_WAIT_S = 3600.0
+
+
+@post(
+    [ENDPOINT, "/chat/completions"],
+    status_code=200,
+    summary="Create a chat completion",
+    tags=["inference"],
+    opt={"body": ChatCompletionRequest, "answer": ChatCompletion},
+)
+async def create_chat_completion(request: Request[Any, Any, Any]) -> Response[Any]:
+    """Answer a conversation. With `stream` true the answer comes as server-sent events."""
+    services = services_of(request)
+    try:
+        principal = await authenticate_tenant(request)
+        body = decode_body(await request.body(), ChatCompletionRequest)
+        order = await _order(exchange_of(request).request_id, body, principal, services)
+        generation = await services.generations.start(order)
+    except GatehouseError as refusal:
+        services.metrics.rejected(refusal.code)
+        raise
+    exchange_of(request).closers.append(lambda: generation.leave("disconnected"))
+    created = int(generation.live.admitted_at.timestamp())
+    if body.stream:
+        return event_stream(chat_frames(generation, _framer(generation, body, created)))
+    return await _answer_whole(request, generation, created, logprobs=bool(body.logprobs))
+
+
+async def _order(request_id: str, body: ChatCompletionRequest, principal: Principal, services: Services) -> Order:
+    """Return the checked order: model, messages, prompt ids, sampling. Nothing is reserved yet."""
+    check_supported(body)
+    messages = check_messages(body.messages)
+    asked, _ = asked_max_tokens(body)
+    model = services.models.get(body.model)
+    principal.check_model(model.name)
+    services.generations.check_open(model)
+    prompt_token_ids = await model.prompting.chat_prompt(messages)
+    return Order(
+        request_id=request_id,
+        principal=principal,
+        model=model,
+        endpoint=ENDPOINT,
+        stream=bool(body.stream),
+        prompt_token_ids=prompt_token_ids,
+        sampling=sampling_params(body, model, prompt_tokens=len(prompt_token_ids)),
+        max_output_tokens=asked,
+    )
+
+
+def _framer(generation: Generation, body: ChatCompletionRequest, created: int) -> ChunkFramer:
+    options = body.stream_options
+    return ChunkFramer(
+        request_id=generation.request_id,
+        created=created,
+        model=generation.live.model,
+        prompt_tokens=generation.live.prompt_tokens,
+        logprobs=bool(body.logprobs),
+        include_usage=bool(options and options.include_usage),
+        continuous_usage=bool(options and options.continuous_usage_stats),
+    )
+
+
+async def _answer_whole(
+    request: Request[Any, Any, Any], generation: Generation, created: int, *, logprobs: bool
+) -> Response[Any]:
+    chunks = await _unless_disconnected(_collect(generation), request.receive)
+    if chunks is None:
+        return Response(b"", status_code=CLIENT_CLOSED_REQUEST, media_type=MEDIA_TYPE)
+    outcome = await generation.outcome
+    if outcome.error is not None:
+        raise outcome.error
+    body = whole_answer(
+        request_id=generation.request_id,
+        created=created,
+        model=generation.live.model,
+        chunks=chunks,
+        outcome=outcome,
+        logprobs=logprobs,
+    )
+    return Response(body, media_type=MEDIA_TYPE)
+
+
+async def _collect(generation: Generation) -> list[Chunk]:
+    chunks: list[Chunk] = []
+    while not generation.chunks.ended:
+        chunks.extend(await generation.chunks.take(COLLECT_WAIT_S))
+    return chunks
+
+
+async def _unless_disconnected(collecting: Awaitable[list[Chunk]], receive: Receive) -> list[Chunk] | None:
+    """Return what `collecting` returns, or None as soon as the client has gone: nothing else would tell of it."""
+    collector = asyncio.ensure_future(collecting)
+    watcher = asyncio.ensure_future(_disconnect(receive))
+    try:
+        await asyncio.wait({collector, watcher}, return_when=asyncio.FIRST_COMPLETED)
+        return collector.result() if collector.done() else None
+    finally:
+        for task in (collector, watcher):
+            task.cancel()
+            with suppress(asyncio.CancelledError):
+                await task
+
+
+async def _disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

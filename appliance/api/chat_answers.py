@@ -1,0 +1,174 @@
+"""The shapes of a chat completion: the whole answer, and the chunks of a stream as bytes that are ready to be sent."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from appliance.metering.records import Usage
+from appliance.serving.generation import Outcome
+from appliance.serving.text_output import Chunk, NamedLogprob
+
+DONE = b"data: [DONE]\n\n"
+PING = b": ping\n\n"
+
+encode = msgspec.json.encode
+
+
+class TokenDetails(msgspec.Struct, kw_only=True):
+    """Of the prompt's tokens, those that were found in the cache."""
+
+    cached_tokens: int
+
+
+class UsageShape(msgspec.Struct, kw_only=True):
+    """Tokens as they are billed."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: TokenDetails
+
+
+class AnswerMessage(msgspec.Struct, kw_only=True):
+    """The assistant's turn."""
+
+    role: str
+    content: str
+    refusal: str | None = None
+
+
+class Choice(msgspec.Struct, kw_only=True):
+    """The one answer."""
+
+    index: int
+    message: AnswerMessage
+    logprobs: dict[str, Any] | None
+    finish_reason: str
+
+
+class ChatCompletion(msgspec.Struct, kw_only=True):
+    """A whole answer. `id` is the request id."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+    choices: list[Choice]
+    usage: UsageShape
+    system_fingerprint: str | None = None
+
+
+def usage_shape(usage: Usage) -> UsageShape:
+    """Return `usage` as clients read it."""
+    return UsageShape(
+        prompt_tokens=usage.prompt_tokens,
+        completion_tokens=usage.completion_tokens,
+        total_tokens=usage.total_tokens,
+        prompt_tokens_details=TokenDetails(cached_tokens=usage.cached_tokens),
+    )
+
+
+def logprobs_shape(entries: Sequence[NamedLogprob]) -> dict[str, Any]:
+    """Return the log-probabilities of some tokens as clients read them."""
+    return {
+        "content": [{**_token(entry), "top_logprobs": [_token(top) for top in entry.top]} for entry in entries],
+        "refusal": None,
+    }
+
+
+def _token(entry: NamedLogprob) -> dict[str, Any]:
+    return {"token": entry.token, "logprob": entry.logprob, "bytes": list(entry.token_bytes)}
+
+
+class ChunkFramer:
+    """Makes the frames of one stream. What all chunks share is encoded once."""
+
+    def __init__(
+        self,
+        *,
+        request_id: str,
+        created: int,
+        model: str,
+        prompt_tokens: int,
+        logprobs: bool,
+        include_usage: bool,
+        continuous_usage: bool,
+    ) -> None:
+        head = encode({"id": request_id, "object": "chat.completion.chunk", "created": created, "model": model})
+        self._head = b"data: " + head[:-1] + b',"system_fingerprint":null,"choices":['
+        self._prompt_tokens = prompt_tokens
+        self._logprobs = logprobs
+        self._include_usage = include_usage
+        self._continuous_usage = continuous_usage
+
+    def first(self) -> bytes:
+        """Return the chunk that names the role."""
+        return self._frame({"role": "assistant", "content": "", "refusal": None}, completion_tokens=0, cached_tokens=0)
+
+    def text(self, chunk: Chunk) -> bytes:
+        """Return a chunk of text."""
+        logprobs = logprobs_shape(chunk.logprobs) if self._logprobs else None
+        return self._frame(
+            {"content": chunk.text},
+            logprobs=logprobs,
+            completion_tokens=chunk.completion_tokens,
+            cached_tokens=chunk.cached_tokens,
+        )
+
+    def last(self, outcome: Outcome) -> bytes:
+        """Return what ends a stream that went well: the finish reason, the usage when it was asked for, and `[DONE]`."""
+        usage = outcome.usage
+        finish = self._frame(
+            {},
+            finish_reason=outcome.finish_reason,
+            completion_tokens=usage.completion_tokens,
+            cached_tokens=usage.cached_tokens,
+        )
+        if not self._include_usage:
+            return finish + DONE
+        return finish + self._head + b'],"usage":' + encode(usage_shape(usage)) + b"}\n\n" + DONE
+
+    def _frame(
+        self,
+        delta: dict[str, Any],
+        *,
+        completion_tokens: int,
+        cached_tokens: int,
+        logprobs: dict[str, Any] | None = None,
+        finish_reason: str | None = None,
+    ) -> bytes:
+        choice = encode({"index": 0, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason})
+        return self._head + choice + b"]" + self._usage(completion_tokens, cached_tokens) + b"}\n\n"
+
+    def _usage(self, completion_tokens: int, cached_tokens: int) -> bytes:
+        if self._continuous_usage:
+            cached_tokens = min(cached_tokens, self._prompt_tokens)
+            usage = Usage(prompt_tokens=self._prompt_tokens, cached_tokens=cached_tokens, completion_tokens=completion_tokens)
+            return b',"usage":' + encode(usage_shape(usage))
+        return b',"usage":null' if self._include_usage else b""
+
+
+def whole_answer(
+    *, request_id: str, created: int, model: str, chunks: Sequence[Chunk], outcome: Outcome, logprobs: bool
+) -> bytes:
+    """Return the body of an answer that was not streamed."""
+    named = [entry for chunk in chunks for entry in chunk.logprobs]
+    choice = Choice(
+        index=0,
+        message=AnswerMessage(role="assistant", content="".join(chunk.text for chunk in chunks)),
+        logprobs=logprobs_shape(named) if logprobs else None,
+        finish_reason=outcome.finish_reason,
+    )
+    return encode(
+        ChatCompletion(
+            id=request_id,
+            object="chat.completion",
+            created=created,
+            model=model,
+            choices=[choice],
+            usage=usage_shape(outcome.usage),
+        )
+    )

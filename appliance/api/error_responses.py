@@ -1,0 +1,72 @@
+"""Every error of the HTTP interface in one shape: `{"error": {"message", "type", "param", "code"}}`."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import msgspec
+import structlog
+from litestar import Request, Response
+from litestar.exceptions import HTTPException
+
+from appliance.base.errors import GatehouseError, InternalError
+
+MEDIA_TYPE = "application/json"
+
+# Errors that the framework itself raises, by status: the type and the code that callers see.
+_FRAMEWORK_ERRORS = {
+    400: ("invalid_request_error", "invalid_value"),
+    404: ("invalid_request_error", "not_found"),
+    405: ("invalid_request_error", "method_not_allowed"),
+    413: ("invalid_request_error", "request_too_large"),
+    415: ("invalid_request_error", "invalid_value"),
+}
+
+log = structlog.get_logger()
+
+
+def encode_error(error: GatehouseError) -> bytes:
+    """Return the body of `error`, also the payload of an error frame in a stream."""
+    return _encode(error.message, error.type, error.param, error.code)
+
+
+def answer_error(request: Request[Any, Any, Any], error: Exception) -> Response[bytes]:
+    """Return the answer to any exception that left a handler, or that the framework raised before one was found."""
+    if isinstance(error, GatehouseError):
+        return Response(encode_error(error), status_code=error.status, media_type=MEDIA_TYPE, headers=_headers(error))
+    if isinstance(error, HTTPException) and error.status_code in _FRAMEWORK_ERRORS:
+        return _answer_framework_error(request, error)
+    log.error("request failed", path=request.scope["path"], exc_info=error)
+    return answer_error(request, InternalError("an internal error occurred; the request id finds it in the log"))
+
+
+def _answer_framework_error(request: Request[Any, Any, Any], error: HTTPException) -> Response[bytes]:
+    kind, code = _FRAMEWORK_ERRORS[error.status_code]
+    method, path = request.scope["method"], request.scope["path"]
+    messages = {404: f"there is nothing at {method} {path}", 405: f"{path} does not take {method}"}
+    message = messages.get(error.status_code, error.detail)
+    return Response(
+        _encode(message, kind, None, code), status_code=error.status_code, media_type=MEDIA_TYPE, headers=error.headers or {}
+    )
+
+
+def _headers(error: GatehouseError) -> dict[str, str]:
+    headers = {}
+    if error.retry_after_s is not None:
+        headers["retry-after"] = retry_after(error.retry_after_s)
+        headers["retry-after-ms"] = str(math.ceil(error.retry_after_s * 1000))
+    elif error.status == 503 and error.should_retry is None:
+        headers["retry-after"] = "1"
+    if error.should_retry is not None:
+        headers["x-should-retry"] = "true" if error.should_retry else "false"
+    return headers
+
+
+def retry_after(wait_s: float) -> str:
+    """Return whole seconds, rounded up: after them the limit really has room."""
+    return str(max(1, math.ceil(wait_s)))
+
+
+def _encode(message: str, kind: str, param: str | None, code: str) -> bytes:
+    return msgspec.json.encode({"error": {"message": message, "type": kind, "param": param, "code": code}})

@@ -1,0 +1,102 @@
+"""One HTTP exchange seen from outside Litestar: its id, what must stand on the answer, what must happen when it ends.
+
+The wrapper sits around the whole application, so that answers of unknown paths and crashes carry the id too.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import structlog
+from litestar.connection import ASGIConnection
+from litestar.enums import ScopeType
+from litestar.types import ASGIApp, Message, Receive, Scope, Send
+
+from appliance.api.error_responses import encode_error
+from appliance.base.errors import InternalError
+from appliance.base.ids import new_id
+
+QUIET_PATHS = ("/health", "/metrics", "/static")
+MS_PER_S = 1000
+
+log = structlog.get_logger()
+
+
+@dataclass(slots=True)
+class Exchange:
+    """What handlers may say about the answer. `headers` are asked for when the answer starts, `closers` run at its end."""
+
+    request_id: str
+    started_s: float
+    headers: list[Callable[[], Mapping[str, str]]] = field(default_factory=list)
+    closers: list[Callable[[], None]] = field(default_factory=list)
+    status: int | None = None
+
+    @property
+    def elapsed_ms(self) -> int:
+        """Return milliseconds since the request arrived."""
+        return round((time.perf_counter() - self.started_s) * MS_PER_S)
+
+
+def exchange_of(connection: ASGIConnection[Any, Any, Any, Any]) -> Exchange:
+    """Return the exchange that `connection` belongs to."""
+    exchange: Exchange = connection.scope["state"]["exchange"]
+    return exchange
+
+
+class ExchangeWrapper:
+    """ASGI wrapper that makes an Exchange for each request."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one connection; anything but HTTP passes through."""
+        if scope["type"] != ScopeType.HTTP:
+            await self._app(scope, receive, send)
+            return
+        exchange = Exchange(request_id=new_id("req"), started_s=time.perf_counter())
+        scope["state"]["exchange"] = exchange
+        with structlog.contextvars.bound_contextvars(request_id=exchange.request_id):
+            await self._serve(exchange, scope, receive, send)
+
+    async def _serve(self, exchange: Exchange, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                exchange.status = message["status"]
+                message["headers"] = [*message["headers"], *_header_lines(exchange)]
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_with_headers)
+        except Exception:  # HTTP edge: the last one that can still answer
+            log.exception("request failed outside its handler", path=scope["path"])
+            if exchange.status is None:
+                await _send_internal_error(send_with_headers)
+        finally:
+            for closer in exchange.closers:
+                closer()
+            _log_access(exchange, scope)
+
+
+def _header_lines(exchange: Exchange) -> list[tuple[bytes, bytes]]:
+    headers = {"x-request-id": exchange.request_id}
+    for source in exchange.headers:
+        headers.update(source())
+    return [(name.encode(), value.encode("latin-1", "replace")) for name, value in headers.items()]
+
+
+async def _send_internal_error(send: Send) -> None:
+    body = encode_error(InternalError("an internal error occurred; the request id finds it in the log"))
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": InternalError.status, "headers": headers})
+    await send({"type": "http.response.body", "body": body, "more_body": False})
+
+
+def _log_access(exchange: Exchange, scope: Scope) -> None:
+    path = scope["path"]
+    record = log.debug if path.startswith(QUIET_PATHS) else log.info
+    record("request", method=scope.get("method"), path=path, status=exchange.status, duration_ms=exchange.elapsed_ms)

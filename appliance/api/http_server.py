@@ -1,0 +1,169 @@
+"""Runs the application as a service: one per data folder, a socket, signals, an orderly end.
+
+first SIGINT or SIGTERM ─► new requests get 503 `draining`, running ones finish within `drain_timeout_s` ─► stop
+second one              ─► stop at once; what still lives is aborted and settled
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import signal
+import socket
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import structlog
+import uvicorn
+from litestar.types import ASGIApp
+
+from appliance.base.settings import Settings
+from appliance.serving.generations import Generations
+
+BACKLOG = 2048
+LOCK_FILE = "gatehouse.lock"
+CONTROL_FILE = "control.json"
+CLOSE_TIMEOUT_S = 2
+
+log = structlog.get_logger()
+
+
+class CannotStart(Exception):
+    """Something on the machine stands in the way. The message says what, and what to do."""
+
+
+class HttpServer:
+    """uvicorn on a socket that is bound already, with draining before closing."""
+
+    def __init__(self, app: ASGIApp, listener: socket.socket) -> None:
+        self._server = _Server(_config(app))
+        self._listener = listener
+
+    async def run(self, generations: Generations, *, drain_timeout_s: float) -> None:
+        """Serve until the first signal, drain, and return."""
+        serving = asyncio.create_task(self._server.serve(sockets=[self._listener]), name="http server")
+        stopping = _stop_on_signals()
+        told_to_stop = asyncio.ensure_future(stopping.first.wait())
+        await asyncio.wait({serving, told_to_stop}, return_when=asyncio.FIRST_COMPLETED)
+        told_to_stop.cancel()
+        if not serving.done():
+            await _drain(generations, stopping, drain_timeout_s)
+        self._server.should_exit = True
+        self._server.force_exit = stopping.second.is_set()
+        await serving
+
+
+async def _drain(generations: Generations, stopping: _Stopping, timeout_s: float) -> None:
+    log.info("draining", requests=len(generations.live), timeout_s=timeout_s)
+    draining = asyncio.ensure_future(generations.drain(timeout_s))
+    hurrying = asyncio.ensure_future(stopping.second.wait())
+    await asyncio.wait({draining, hurrying}, return_when=asyncio.FIRST_COMPLETED)
+    for task in (draining, hurrying):
+        task.cancel()
+    for request_id in generations.live:
+        generations.abort(request_id)
+
+
+@dataclass(slots=True)
+class _Stopping:
+    first: asyncio.Event
+    second: asyncio.Event
+
+    def signal(self) -> None:
+        (self.second if self.first.is_set() else self.first).set()
+
+
+def _stop_on_signals() -> _Stopping:
+    stopping = _Stopping(asyncio.Event(), asyncio.Event())
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, stopping.signal)
+    return stopping
+
+
+class _Server(uvicorn.Server):
+    """uvicorn without its own signal handlers: draining comes before closing."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Capture nothing."""
+        yield
+
+
+def _config(app: ASGIApp) -> uvicorn.Config:
+    return uvicorn.Config(
+        app,
+        loop="none",
+        http="httptools",
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        timeout_graceful_shutdown=CLOSE_TIMEOUT_S,
+    )
+
+
+@contextlib.contextmanager
+def only_one(data_dir: Path) -> Iterator[None]:
+    """Hold the lock of the data folder; it is free again when this process ends, however it ends. Raises CannotStart."""
+    with open(data_dir / LOCK_FILE, "a", encoding="utf-8") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise CannotStart(
+                f"another Gatehouse already runs with the data folder {data_dir}; stop it or choose another --data-dir"
+            ) from error
+        yield
+
+
+@contextlib.contextmanager
+def listening_socket(settings: Settings) -> Iterator[socket.socket]:
+    """Bind what the settings say, before anything else starts. Raises CannotStart."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            settings.host, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+    except socket.gaierror as error:
+        raise CannotStart(f"--host {settings.host} is not an address of this machine: {error.strerror}") from error
+    with socket.socket(family, kind, protocol) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind(address)
+        except OSError as error:
+            raise CannotStart(_why_not_bound(settings, error)) from error
+        listener.listen(BACKLOG)
+        listener.setblocking(False)
+        yield listener
+
+
+def _why_not_bound(settings: Settings, error: OSError) -> str:
+    if error.errno == errno.EADDRINUSE:
+        return f"port {settings.port} on {settings.host} is in use; choose another with --port"
+    if error.errno == errno.EACCES:
+        return f"port {settings.port} needs more rights than this user has; choose one above 1023 with --port"
+    return f"cannot listen on {settings.host} port {settings.port}: {error.strerror}; choose others with --host and --port"
+
+
+@contextlib.contextmanager
+def control_file(data_dir: Path, host: str, port: int, token: str) -> Iterator[None]:
+    """Tell local commands where the appliance is and how to be let in; gone when it stops in order."""
+    path = data_dir / CONTROL_FILE
+    everywhere = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104 - read, not bound
+    reachable = everywhere.get(host, host)
+    address = f"[{reachable}]" if ":" in reachable else reachable
+    content = {"url": f"http://{address}:{port}", "pid": os.getpid(), "token": token}
+    descriptor, draft = tempfile.mkstemp(dir=data_dir, prefix=CONTROL_FILE)
+    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+        json.dump(content, file)
+    os.replace(draft, path)
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)

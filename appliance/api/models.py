@@ -1,0 +1,56 @@
+"""`GET /v1/models`: what can be asked for, with the longest context. Never rate-limited: clients ask it all the time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from litestar import Request, get
+
+from appliance.api.auth import authenticate_tenant
+from appliance.api.services_of import services_of
+from appliance.base.errors import ModelNotFound
+from appliance.serving.model_registry import ServedModel
+
+OWNER = "gatehouse"
+
+
+class ModelShape(msgspec.Struct, kw_only=True):
+    """One model."""
+
+    id: str
+    created: int
+    max_model_len: int | None
+    object: str = "model"
+    owned_by: str = OWNER
+
+
+class ModelListShape(msgspec.Struct, kw_only=True):
+    """The models that the key may use."""
+
+    data: list[ModelShape]
+    object: str = "list"
+
+
+@get(["/v1/models", "/models"], summary="List models", tags=["inference"])
+async def list_models(request: Request[Any, Any, Any]) -> ModelListShape:
+    """Return the models that this key may use."""
+    principal = await authenticate_tenant(request)
+    models = services_of(request).models.list()
+    return ModelListShape(data=[model_shape(model) for model in models if principal.may_use(model.name)])
+
+
+@get(["/v1/models/{model_id:path}", "/models/{model_id:path}"], summary="Retrieve a model", tags=["inference"])
+async def retrieve_model(request: Request[Any, Any, Any], model_id: str) -> ModelShape:
+    """Return one model; one that this key may not use does not exist for it."""
+    principal = await authenticate_tenant(request)
+    name = model_id.removeprefix("/")
+    model = services_of(request).models.get(name)
+    if not principal.may_use(model.name):
+        raise ModelNotFound(f"the model {name!r} does not exist here", param="model")
+    return model_shape(model)
+
+
+def model_shape(model: ServedModel) -> ModelShape:
+    """Return `model` as clients read it."""
+    return ModelShape(id=model.name, created=int(model.created.timestamp()), max_model_len=model.max_model_len)

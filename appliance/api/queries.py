@@ -1,0 +1,64 @@
+"""Query parameters of the administrators' API: checked, with errors in our own words. An unknown one is an error too."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from datetime import datetime
+from typing import Any
+
+from litestar import Request
+
+from appliance.base.errors import InvalidValue, UnknownParameter
+from appliance.tenancy.pages import PAGE_ROWS_DEFAULT
+
+AdminRequest = Request[Any, Any, Any]
+PAGING = ("limit", "cursor")
+
+
+def check_query(request: AdminRequest, known: Collection[str]) -> None:
+    """Raise UnknownParameter for a query parameter that is not in `known`."""
+    for name in request.query_params:
+        if name not in known:
+            raise UnknownParameter(f"unknown parameter: {name}", param=name)
+
+
+def paging(request: AdminRequest, *, limit_default: int = PAGE_ROWS_DEFAULT) -> tuple[int, str | None]:
+    """Return limit and cursor of a list."""
+    text = request.query_params.get("limit")
+    if text is None:
+        return limit_default, request.query_params.get("cursor")
+    if not (text.isascii() and text.isdigit()) or len(text) > 9:
+        raise InvalidValue("limit must be a whole number", param="limit")
+    return int(text), request.query_params.get("cursor")
+
+
+def moment(request: AdminRequest, name: str) -> datetime | None:
+    """Return an RFC 3339 time, None when it was not given."""
+    text = request.query_params.get(name)
+    return None if text is None else parse_moment(text, name)
+
+
+def parse_moment(text: str, param: str) -> datetime:
+    """Return `text`, an RFC 3339 time with a zone. A plus sign that a form turned into a space is understood."""
+    try:
+        parsed = datetime.fromisoformat(text.replace(" ", "+") if "T" in text else text)
+    except ValueError as error:
+        raise InvalidValue(f"{param} must be a time like 2026-01-31T12:00:00Z", param=param) from error
+    if parsed.tzinfo is None:
+        raise InvalidValue(f"{param} must name its zone, like 2026-01-31T12:00:00Z", param=param)
+    return parsed
+
+
+def choice(request: AdminRequest, name: str, choices: Collection[str], default: str | None) -> str | None:
+    """Return one of `choices`, or `default` when it was not given."""
+    value = request.query_params.get(name)
+    if value is None:
+        return default
+    if value not in choices:
+        raise InvalidValue(f"{name} must be one of {', '.join(choices)}", param=name)
+    return str(value)
+
+
+def flag(request: AdminRequest, name: str) -> bool:
+    """Return a true/false parameter; false when it was not given."""
+    return choice(request, name, ("true", "false"), "false") == "true"

@@ -1,0 +1,27 @@
+"""Every route of the HTTP interface except the console's pages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from litestar import Router
+from litestar.types import ControllerRouterHandler
+
+from appliance.api import admin_requests, admin_system, admin_tenants, admin_usage
+from appliance.api.chat import create_chat_completion
+from appliance.api.health import live, metrics, ready
+from appliance.api.models import list_models, retrieve_model
+
+
+def api_routers() -> Sequence[ControllerRouterHandler]:
+    """Return the tenants' API, health and metrics, and the administrators' API under `/admin/v1`."""
+    admin = Router(
+        path="/admin/v1",
+        route_handlers=[
+            *admin_tenants.HANDLERS,
+            *admin_usage.HANDLERS,
+            *admin_requests.HANDLERS,
+            *admin_system.HANDLERS,
+        ],
+    )
+    return [create_chat_completion, list_models, retrieve_model, live, ready, metrics, admin]

@@ -1,0 +1,97 @@
+"""From the fields of a request to the engine's SamplingParams: the model's own defaults, limits, and who to blame."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping
+from typing import Any
+
+from appliance.api.schemas import STOP_CHARS_MAX, ChatCompletionRequest
+from appliance.base.errors import ContextLengthExceeded, InvalidValue, UnsupportedParameter
+from appliance.serving.model_registry import ServedModel
+from appliance.serving.prompting import output_room
+from engine.protocol import InvalidOption, SamplingParams, UnsupportedOption
+
+_PLAIN_FIELDS = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "stop_token_ids",
+    "ignore_eos",
+    "min_tokens",
+)
+
+
+def asked_max_tokens(body: ChatCompletionRequest) -> tuple[int | None, str]:
+    """Return the output limit that was asked for, None when none was, and the field it stands in."""
+    old, new = body.max_tokens, body.max_completion_tokens
+    if old is not None and new is not None and old != new:
+        raise InvalidValue(f"max_tokens ({old}) and max_completion_tokens ({new}) disagree", param="max_completion_tokens")
+    asked, name = (old, "max_tokens") if new is None else (new, "max_completion_tokens")
+    if asked is not None and asked < 1:
+        raise InvalidValue(f"{name} must be at least 1, not {asked}", param=name)
+    return asked, name
+
+
+def sampling_params(body: ChatCompletionRequest, model: ServedModel, *, prompt_tokens: int) -> SamplingParams:
+    """Return what the engine is asked for; `max_tokens` and `seed` are always set.
+
+    Raises ContextLengthExceeded, InvalidValue or UnsupportedParameter, naming the field as the client wrote it.
+    """
+    asked, name = asked_max_tokens(body)
+    assert model.max_model_len is not None
+    try:
+        room = output_room(prompt_tokens=prompt_tokens, max_tokens=asked, max_model_len=model.max_model_len)
+    except ContextLengthExceeded as error:
+        if error.param == "max_tokens":
+            error.param = name
+        raise
+    given = {field: getattr(body, field) for field in _PLAIN_FIELDS if getattr(body, field) is not None}
+    return _build({**model.sampling_defaults, **given}, body, model, max_tokens=room)
+
+
+def _build(fields: Mapping[str, Any], body: ChatCompletionRequest, model: ServedModel, *, max_tokens: int) -> SamplingParams:
+    try:
+        return SamplingParams(
+            **fields,
+            max_tokens=max_tokens,
+            seed=secrets.randbits(63) if body.seed is None else body.seed,
+            stop=_stop(body.stop),
+            logit_bias=_logit_bias(body.logit_bias, model),
+            logprobs=_logprobs(body),
+        )
+    except UnsupportedOption as error:
+        raise UnsupportedParameter(str(error), param=error.param) from error
+    except InvalidOption as error:
+        raise InvalidValue(str(error), param="top_logprobs" if error.param == "logprobs" else error.param) from error
+
+
+def _stop(stop: str | list[str] | None) -> list[str]:
+    strings = [stop] if isinstance(stop, str) else stop or []
+    if any(len(string) > STOP_CHARS_MAX for string in strings):
+        raise InvalidValue(f"a stop string has at most {STOP_CHARS_MAX} characters", param="stop")
+    return strings
+
+
+def _logit_bias(bias: Mapping[str, float] | None, model: ServedModel) -> dict[int, float] | None:
+    if not bias:
+        return None
+    assert model.info is not None
+    checked = {}
+    for token, value in bias.items():
+        if not (token.isascii() and token.isdigit()) or int(token) >= model.info.vocab_size:
+            raise InvalidValue(f"logit_bias: {token[:20]!r} is not a token id of this model", param="logit_bias")
+        checked[int(token)] = value
+    return checked
+
+
+def _logprobs(body: ChatCompletionRequest) -> int | None:
+    if not body.logprobs:
+        if body.top_logprobs:
+            raise InvalidValue("top_logprobs needs logprobs to be true", param="top_logprobs")
+        return None
+    return body.top_logprobs or 0

@@ -1,0 +1,171 @@
+"""The fields of `POST /v1/chat/completions`: which are honoured, which are refused by name, which are taken and ignored.
+
+Ignored by documented choice: `store`, `metadata`, `user`, `safety_identifier`, `prompt_cache_key`, `prompt_cache_retention`,
+`verbosity`, `parallel_tool_calls`, `stream_options.include_obfuscation`, and `service_tier` auto or default.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from appliance.base.errors import InvalidValue, UnsupportedParameter
+
+MESSAGES_MAX = 4096
+STOP_CHARS_MAX = 1000
+TEXT_ROLES = ("developer", "system", "user", "assistant")
+OPENAI_ROLES = (*TEXT_ROLES, "tool", "function")
+CONTENT_PARTS = ("text", "refusal")
+
+
+class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """What a stream carries beside text."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    include_obfuscation: bool | None = None
+
+
+class Message(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """One turn of the conversation. Only text content is taken."""
+
+    role: str
+    content: str | list[dict[str, Any]] | None = None
+    name: str | None = None
+    refusal: str | None = None
+    tool_calls: list[Any] | None = None
+    tool_call_id: str | None = None
+    function_call: Any = None
+    audio: Any = None
+
+
+class ResponseFormat(msgspec.Struct, kw_only=True):
+    """Only `text` is taken by this version."""
+
+    type: str
+
+
+class ChatCompletionRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """The body of a chat completion."""
+
+    model: str
+    messages: list[Message]
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    min_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    n: int | None = None
+    response_format: ResponseFormat | None = None
+    tools: list[Any] | None = None
+    tool_choice: Any = None
+    functions: list[Any] | None = None
+    function_call: Any = None
+    modalities: list[str] | None = None
+    service_tier: str | None = None
+    reasoning_effort: str | None = None
+    audio: Any = None
+    prediction: Any = None
+    web_search_options: Any = None
+    moderation: Any = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
+    best_of: int | None = None
+    typical_p: float | None = None
+    bad_words: list[str] | None = None
+    prompt_logprobs: int | None = None
+    store: bool | None = None
+    metadata: dict[str, str] | None = None
+    user: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    verbosity: str | None = None
+    parallel_tool_calls: bool | None = None
+
+
+def check_supported(body: ChatCompletionRequest) -> None:
+    """Raise UnsupportedParameter for the first field that asks for something this version cannot do."""
+    asked = {
+        "n": body.n not in (None, 1),
+        "best_of": body.best_of not in (None, 1),
+        "response_format": body.response_format is not None and body.response_format.type != "text",
+        "tools": bool(body.tools),
+        "tool_choice": body.tool_choice not in (None, "none", "auto"),
+        "functions": bool(body.functions),
+        "function_call": body.function_call not in (None, "none", "auto"),
+        "modalities": body.modalities not in (None, ["text"]),
+        "service_tier": body.service_tier not in (None, "auto", "default"),
+        "reasoning_effort": body.reasoning_effort not in (None, "none"),
+        "typical_p": body.typical_p not in (None, 1.0),
+    }
+    for name in ("audio", "prediction", "web_search_options", "moderation", "bad_words", "prompt_logprobs"):
+        asked[name] = getattr(body, name) is not None
+    for name in ("guided_json", "guided_regex", "guided_choice", "guided_grammar"):
+        asked[name] = getattr(body, name) is not None
+    for name, unsupported in asked.items():
+        if unsupported:
+            raise UnsupportedParameter(f"{name} with this value is not supported by this version", param=name)
+
+
+def check_messages(messages: list[Message]) -> list[dict[str, Any]]:
+    """Return the messages as a chat template takes them: role, text, name. `developer` is what models call `system`.
+
+    Raises InvalidValue or UnsupportedParameter naming the message.
+    """
+    if not 1 <= len(messages) <= MESSAGES_MAX:
+        raise InvalidValue(f"messages must hold 1 to {MESSAGES_MAX} messages, not {len(messages)}", param="messages")
+    return [_checked_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
+
+
+def _checked_message(message: Message, path: str) -> dict[str, Any]:
+    if message.role not in OPENAI_ROLES:
+        raise InvalidValue(f"{path}.role must be one of {', '.join(TEXT_ROLES)}", param=f"{path}.role")
+    if message.role not in TEXT_ROLES:
+        raise UnsupportedParameter(f"{path}.role {message.role} is not supported by this version", param=f"{path}.role")
+    for name in ("tool_calls", "function_call", "audio", "tool_call_id"):
+        if getattr(message, name):
+            raise UnsupportedParameter(f"{path}.{name} is not supported by this version", param=f"{path}.{name}")
+    role = "system" if message.role == "developer" else message.role
+    checked: dict[str, Any] = {"role": role, "content": _text(message, path)}
+    if message.name is not None:
+        checked["name"] = message.name
+    return checked
+
+
+def _text(message: Message, path: str) -> str:
+    content = message.content
+    if isinstance(content, str):
+        return content
+    if content is None:
+        if message.role != "assistant":
+            raise InvalidValue(f"{path}.content must be a text", param=f"{path}.content")
+        return message.refusal or ""
+    return "".join(_part_text(part, f"{path}.content[{index}]") for index, part in enumerate(content))
+
+
+def _part_text(part: dict[str, Any], path: str) -> str:
+    kind = part.get("type")
+    if kind not in CONTENT_PARTS:
+        raise UnsupportedParameter(f"{path}: content of type {kind!r} is not supported; send text", param=f"{path}.type")
+    text = part.get(kind)
+    if not isinstance(text, str):
+        raise InvalidValue(f"{path}.{kind} must be a text", param=f"{path}.{kind}")
+    return text

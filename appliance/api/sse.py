@@ -1,0 +1,38 @@
+"""Server-sent events as ready bytes. Only reads what the generation feeds; how fast it is read changes nothing there."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping
+
+from litestar.response import Stream
+
+from appliance.api.chat_answers import PING, ChunkFramer
+from appliance.api.error_responses import encode_error
+from appliance.serving.generation import Generation
+
+PING_AFTER_S = 15.0
+HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+
+
+def event_stream(frames: AsyncIterator[bytes], headers: Mapping[str, str] | None = None) -> Stream:
+    """Return an answer that sends `frames` as they come."""
+    return Stream(frames, media_type="text/event-stream", headers={**HEADERS, **(headers or {})})
+
+
+async def chat_frames(
+    generation: Generation, framer: ChunkFramer, *, ping_after_s: float = PING_AFTER_S
+) -> AsyncIterator[bytes]:
+    """Yield the frames of a chat stream. One that cannot go on ends with an error frame and without `[DONE]`."""
+    yield framer.first()
+    chunks = generation.chunks
+    while not chunks.ended:
+        ready = await chunks.take(ping_after_s)
+        if ready:
+            yield b"".join(framer.text(chunk) for chunk in ready)
+        elif not chunks.ended:
+            yield PING
+    outcome = await generation.outcome
+    if outcome.error is not None:
+        yield b"data: " + encode_error(outcome.error) + b"\n\n"
+        return
+    yield framer.last(outcome)

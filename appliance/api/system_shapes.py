@@ -1,0 +1,159 @@
+"""The JSON of `/admin/v1/system` and of each event of `/admin/v1/events`."""
+
+from __future__ import annotations
+
+import msgspec
+
+from appliance.base.clock import rfc3339
+from appliance.telemetry.events import EngineReading, ProcessReading, SystemSnapshot
+from appliance.telemetry.gpu import GpuReading
+from appliance.telemetry.host import HostReading
+
+
+class ProcessShape(msgspec.Struct, kw_only=True):
+    """A process of the appliance."""
+
+    role: str
+    pid: int | None
+    model: str | None
+    started_at: str | None
+    restarts: int
+
+
+class KvBlocksShape(msgspec.Struct, kw_only=True):
+    """Blocks of the KV cache."""
+
+    total: int
+    used: int
+    cached: int
+    free: int
+
+
+class EngineShape(msgspec.Struct, kw_only=True):
+    """An engine and its load."""
+
+    model: str
+    state: str
+    error: str | None
+    load_fraction: float | None
+    device: str | None
+    device_name: str | None
+    max_model_len: int | None
+    requests_running: int
+    requests_waiting: int
+    kv_blocks: KvBlocksShape
+    tokens_per_second: float
+    step_ms: float
+    ttft_p50_s: float | None
+    ttft_p95_s: float | None
+
+
+class GpuShape(msgspec.Struct, kw_only=True):
+    """A GPU as NVML reports it."""
+
+    index: int
+    name: str
+    memory_total_bytes: int
+    memory_used_bytes: int
+    utilization: int | None
+    power_w: float | None
+    temperature_c: int | None
+
+
+class HostShape(msgspec.Struct, kw_only=True):
+    """The machine."""
+
+    cpu_percent: float
+    memory_total_bytes: int
+    memory_used_bytes: int
+    disk_free_bytes: int
+
+
+class DatabaseShape(msgspec.Struct, kw_only=True):
+    """The database, and whether it takes writes."""
+
+    kind: str
+    ok: bool
+
+
+class SystemShape(msgspec.Struct, kw_only=True):
+    """The whole box at one moment."""
+
+    version: str
+    at: str
+    processes: list[ProcessShape]
+    engine: list[EngineShape]
+    gpus: list[GpuShape]
+    gpu_error: str | None
+    host: HostShape
+    database: DatabaseShape
+
+
+def system_shape(snapshot: SystemSnapshot, version: str) -> SystemShape:
+    """Return `snapshot` as JSON."""
+    return SystemShape(
+        version=version,
+        at=rfc3339(snapshot.at),
+        processes=[_process(process) for process in snapshot.processes],
+        engine=[_engine(engine) for engine in snapshot.engines],
+        gpus=[_gpu(gpu) for gpu in snapshot.gpus],
+        gpu_error=snapshot.gpu_error,
+        host=_host(snapshot.host),
+        database=DatabaseShape(kind=snapshot.database.kind, ok=snapshot.database.ok),
+    )
+
+
+def _process(process: ProcessReading) -> ProcessShape:
+    return ProcessShape(
+        role=process.role,
+        pid=process.pid,
+        model=process.model,
+        started_at=None if process.started_at is None else rfc3339(process.started_at),
+        restarts=process.restarts,
+    )
+
+
+def _engine(engine: EngineReading) -> EngineShape:
+    status, info = engine.status, engine.info
+    return EngineShape(
+        model=engine.model,
+        state=engine.state,
+        error=engine.error,
+        load_fraction=engine.load_fraction,
+        device=info.device if info else None,
+        device_name=info.device_name if info else None,
+        max_model_len=info.max_model_len if info else None,
+        requests_running=status.num_running if status else 0,
+        requests_waiting=status.num_waiting if status else 0,
+        kv_blocks=KvBlocksShape(
+            total=status.kv_blocks_total if status else 0,
+            used=status.kv_blocks_used if status else 0,
+            cached=status.kv_blocks_cached if status else 0,
+            free=status.kv_blocks_free if status else 0,
+        ),
+        tokens_per_second=engine.tokens_per_second,
+        step_ms=status.step_ms if status else 0.0,
+        ttft_p50_s=engine.ttft_p50_s,
+        ttft_p95_s=engine.ttft_p95_s,
+    )
+
+
+def _gpu(gpu: GpuReading) -> GpuShape:
+    return GpuShape(
+        index=gpu.index,
+        name=gpu.name,
+        memory_total_bytes=gpu.memory_total_bytes,
+        memory_used_bytes=gpu.memory_used_bytes,
+        utilization=gpu.utilization,
+        power_w=gpu.power_w,
+        temperature_c=gpu.temperature_c,
+    )
+
+
+def _host(host: HostReading) -> HostShape:
+    return HostShape(
+        cpu_percent=host.cpu_percent,
+        memory_total_bytes=host.memory_total_bytes,
+        memory_used_bytes=host.memory_used_bytes,
+        disk_free_bytes=host.disk_free_bytes,
+    )

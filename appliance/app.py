@@ -1,0 +1,246 @@
+"""The composition root: the one place that knows every part. Builds the services, mounts the routes, starts and stops."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import structlog
+from litestar import Litestar
+from litestar.datastructures import State
+
+from appliance.api.error_responses import answer_error
+from appliance.api.exchange import ExchangeWrapper
+from appliance.api.http_server import HttpServer, control_file, listening_socket, only_one
+from appliance.api.openapi import openapi_config
+from appliance.api.routers import api_routers
+from appliance.base.clock import SystemClock
+from appliance.base.db import Database, upgrade
+from appliance.base.errors import GatehouseError
+from appliance.base.settings import Settings
+from appliance.base.version import current_version
+from appliance.console.routes import create_console_router
+from appliance.metering.admission import Admission
+from appliance.metering.ledger import Ledger
+from appliance.metering.prices import PriceBook
+from appliance.metering.recovery import begin_epoch, recover
+from appliance.metering.sums import LedgerSums
+from appliance.metering.usage import UsageReports
+from appliance.serving.database_watch import DatabaseWatch
+from appliance.serving.fleet import build_models, engine_reading, model_folders
+from appliance.serving.generations import Generations
+from appliance.serving.model_registry import ModelRegistry
+from appliance.serving.readiness import Readiness
+from appliance.serving.services import Services
+from appliance.telemetry.events import ProcessReading, SystemSampler
+from appliance.telemetry.gpu import GpuProbe
+from appliance.telemetry.host import HostProbe
+from appliance.telemetry.metrics import Metrics
+from appliance.tenancy.admin_tokens import AdminTokens
+from appliance.tenancy.bootstrap import FirstStart, bootstrap
+from appliance.tenancy.keys import Keys
+from appliance.tenancy.members import Members
+from appliance.tenancy.secrets import read_or_create_pepper
+from appliance.tenancy.sessions import Sessions
+from appliance.tenancy.tenants import Tenants
+
+HOUSEKEEPING_INTERVAL_S = 10.0
+SETTLE_TIMEOUT_S = 10.0
+
+log = structlog.get_logger()
+
+
+class Appliance:
+    """All parts of one appliance. With `engines=False` it serves no model: the command line uses it beside a stopped one."""
+
+    def __init__(self, settings: Settings, *, engines: bool = True) -> None:
+        self.settings = settings
+        self.engines = engines
+        self.first_start: FirstStart | None = None
+        self._services: Services | None = None
+        self._gpu = GpuProbe()
+        self._housekeeper: asyncio.Task[None] | None = None
+
+    @property
+    def services(self) -> Services:
+        """Return the parts; they are there once `start` has returned."""
+        if self._services is None:
+            raise RuntimeError("the appliance has not been started")
+        return self._services
+
+    async def start(self) -> None:
+        """Migrate, recover what a dead run left, and start every part. Engines load in the background.
+
+        Raises NotAModel, ValueError or the database's own error; nothing is left running then.
+        """
+        settings = self.settings
+        settings.data_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+        await asyncio.to_thread(upgrade, settings.database_url)
+        db = Database.open(settings.database_url)
+        try:
+            self._services = await self._build(db)
+            await self._start_parts(self._services)
+        except BaseException:
+            await db.close()
+            raise
+
+    async def stop(self) -> None:
+        """Settle what lives and stop every part, in the order of dependence."""
+        services = self.services
+        if self._housekeeper is not None:
+            self._housekeeper.cancel()
+            await asyncio.wait({self._housekeeper})
+        await services.readiness.stop()
+        await services.generations.stop(SETTLE_TIMEOUT_S)
+        await asyncio.gather(*(model.client.stop() for model in services.models.list()))
+        await services.sampler.stop()
+        self._gpu.close()
+        if self.engines:
+            await services.keys.flush_last_used()
+            await services.ledger.stop()
+        await services.db.close()
+
+    async def _build(self, db: Database) -> Services:
+        settings, clock, metrics = self.settings, SystemClock(), Metrics()
+        started_at = clock.now()
+        epoch_id = await self._begin_epoch(db, clock)
+        admission = Admission(clock, LedgerSums(db))
+        ledger = Ledger(db, clock, epoch_id, currency=settings.currency)
+        prices = PriceBook(db, clock)
+        generations = Generations(
+            admission=admission,
+            ledger=ledger,
+            prices=prices,
+            clock=clock,
+            metrics=metrics,
+            buffer_chunks=settings.stream_buffer_events,
+            max_waiting_requests=settings.max_waiting_requests,
+            max_num_seqs=settings.max_num_seqs,
+        )
+        models = ModelRegistry()
+        if self.engines:
+            models = build_models(settings, clock=clock, metrics=metrics, on_frame=generations.note_frame)
+        database_watch = DatabaseWatch(db, clock)
+        gateway = ProcessReading(role="gateway", pid=os.getpid(), model=None, started_at=started_at, restarts=0)
+        sampler = SystemSampler(
+            clock=clock,
+            host=HostProbe(settings.data_dir).read,
+            gpus=self._gpu.read,
+            gpu_error=lambda: self._gpu.error,
+            engines=lambda: [engine_reading(model, clock) for model in models.list()],
+            gateway=lambda: gateway,
+            database=database_watch.reading,
+        )
+        return Services(
+            settings=settings,
+            clock=clock,
+            version=current_version(),
+            epoch_id=epoch_id,
+            started_at=started_at,
+            db=db,
+            database_watch=database_watch,
+            tenants=Tenants(db, clock),
+            keys=Keys(db, clock, read_or_create_pepper(settings.data_dir)),
+            members=Members(db, clock),
+            sessions=Sessions(db, clock, idle_s=settings.session_idle_s, absolute_s=settings.session_absolute_s),
+            admin_tokens=AdminTokens(db, clock),
+            admission=admission,
+            ledger=ledger,
+            prices=prices,
+            reports=UsageReports(db),
+            models=models,
+            generations=generations,
+            readiness=Readiness(models, clock, interval_s=settings.probe_interval_s),
+            sampler=sampler,
+            metrics=metrics,
+            control_token=secrets.token_urlsafe(32),
+            engines=self.engines,
+        )
+
+    async def _begin_epoch(self, db: Database, clock: SystemClock) -> str:
+        """Begin an epoch of our own and settle what dead ones left. A command beside the appliance has none."""
+        if not self.engines:
+            return "none"
+        epoch_id = await begin_epoch(db, clock, current_version())
+        recovered = await recover(db, clock, epoch_id)
+        if recovered:
+            log.warning("records of an earlier run recovered", count=recovered)
+        return epoch_id
+
+    async def _start_parts(self, services: Services) -> None:
+        self.first_start = await bootstrap(
+            self.settings, services.members, services.admin_tokens, services.tenants, services.keys
+        )
+        self._gpu.open()
+        await services.sampler.start()
+        services.metrics.attach(lambda: services.sampler.latest)
+        if not self.engines:
+            return
+        await services.ledger.start()
+        for model in services.models.list():
+            model.client.start()
+        services.readiness.start()
+        services.generations.start_checkpoints()
+        self._housekeeper = asyncio.create_task(self._keep_house(services), name="housekeeping")
+
+    async def _keep_house(self, services: Services) -> None:
+        while True:
+            await asyncio.sleep(HOUSEKEEPING_INTERVAL_S)
+            try:
+                await services.keys.flush_last_used()
+            except Exception:  # owned task: a database that is away for a moment must not end it
+                log.exception("last use of keys could not be written")
+
+
+def create_app(appliance: Appliance) -> Litestar:
+    """Return the application of a started appliance: API, health, metrics, schema and console."""
+    services = appliance.services
+    app = Litestar(
+        route_handlers=[*api_routers(), create_console_router(services)],
+        state=State({"services": services}),
+        exception_handlers={GatehouseError: answer_error, Exception: answer_error},
+        openapi_config=openapi_config(services.version),
+        request_max_body_size=services.settings.max_body_bytes,
+        logging_config=None,
+    )
+    app.asgi_handler = ExchangeWrapper(app.asgi_handler)
+    return app
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Started:
+    """What the command line tells when the service listens. `first_start` holds secrets that are shown once."""
+
+    host: str
+    port: int
+    models: list[str]
+    first_start: FirstStart | None
+    services: Services
+
+
+async def serve(settings: Settings, *, on_listening: Callable[[Started], None] = lambda _started: None) -> None:
+    """Serve until told to stop. Raises CannotStart or NotAModel before anything is made."""
+    model_folders(settings)
+    settings.data_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with only_one(settings.data_dir), listening_socket(settings) as listener:
+        appliance = Appliance(settings)
+        await appliance.start()
+        try:
+            await _serve_on(listener, appliance, on_listening)
+        finally:
+            await appliance.stop()
+
+
+async def _serve_on(listener: socket.socket, appliance: Appliance, on_listening: Callable[[Started], None]) -> None:
+    settings, services = appliance.settings, appliance.services
+    host, port = listener.getsockname()[:2]
+    server = HttpServer(create_app(appliance), listener)
+    models = [model.name for model in services.models.list()]
+    with control_file(settings.data_dir, host, port, services.control_token or ""):
+        log.info("listening", host=host, port=port, models=models)
+        on_listening(Started(host=host, port=port, models=models, first_start=appliance.first_start, services=services))
+        await server.run(services.generations, drain_timeout_s=settings.drain_timeout_s)

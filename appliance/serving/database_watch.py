@@ -1,0 +1,48 @@
+"""Whether the database takes writes, asked at most once per CHECK_INTERVAL_S however many ask."""
+
+from __future__ import annotations
+
+import asyncio
+
+from sqlalchemy.exc import SQLAlchemyError
+
+from appliance.base.clock import Clock
+from appliance.base.db import Database
+from appliance.telemetry.events import DatabaseReading
+
+CHECK_INTERVAL_S = 5.0
+CHECK_TIMEOUT_S = 3.0
+
+
+class DatabaseWatch:
+    """Remembers the last check. `problem` is why writes fail, None when they do not."""
+
+    def __init__(self, db: Database, clock: Clock) -> None:
+        self._db = db
+        self._clock = clock
+        self._checked_s: float | None = None
+        self._problem: str | None = None
+        self._lock = asyncio.Lock()
+
+    async def problem(self) -> str | None:
+        """Return why the database takes no writes, or None."""
+        async with self._lock:
+            now_s = self._clock.monotonic_s()
+            if self._checked_s is None or now_s - self._checked_s >= CHECK_INTERVAL_S:
+                self._problem = await self._check()
+                self._checked_s = now_s
+            return self._problem
+
+    async def reading(self) -> DatabaseReading:
+        """Return the same for the live pages."""
+        return DatabaseReading(kind=self._db.kind, ok=await self.problem() is None)
+
+    async def _check(self) -> str | None:
+        try:
+            async with asyncio.timeout(CHECK_TIMEOUT_S):
+                await self._db.ping()
+        except TimeoutError:
+            return f"no write within {CHECK_TIMEOUT_S:g} s"
+        except (SQLAlchemyError, OSError) as error:
+            return f"not writable: {error}"
+        return None
