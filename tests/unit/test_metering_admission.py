@@ -1,0 +1,273 @@
+"""Admission: all limits of tenant and key at once, all or nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from datetime import datetime
+
+import pytest
+
+from appliance.base.errors import BudgetExceeded, RateLimitExceeded, Refused, RequestExceedsLimit
+from appliance.metering.admission import EXPECTED_OUTPUT_TOKENS, OUTPUTS_MIN, Admission, Reservation, percentile_90
+from appliance.metering.prices import Price
+from appliance.metering.quotas import LimitScope
+from appliance.metering.sums import PeriodSums
+from appliance.tenancy.principals import Limits, Principal
+from tests.support.clock import FakeClock
+from tests.support.factories import price, principal
+
+
+class FixedSums:
+    """Sums as if the ledger held them. Each read passes through the event loop, as a database would."""
+
+    def __init__(self, tokens_today: int = 0, cost_month_picos: int = 0) -> None:
+        self.sums = PeriodSums(tokens_today=tokens_today, cost_month_picos=cost_month_picos)
+        self.reads: list[str] = []
+
+    async def read(self, scope: LimitScope, owner_id: str, now: datetime) -> PeriodSums:
+        self.reads.append(scope)
+        await asyncio.sleep(0)
+        return self.sums
+
+
+@pytest.fixture
+def admission(clock: FakeClock) -> Admission:
+    return Admission(clock, FixedSums())
+
+
+async def admit(
+    admission: Admission, who: Principal, prompt: int = 10, output: int | None = 10, cost: Price | None = None
+) -> Reservation:
+    return await admission.admit(who, model="demo", prompt_tokens=prompt, max_output_tokens=output, price=cost)
+
+
+async def test_a_request_without_limits_is_admitted(admission: Admission) -> None:
+    reservation = await admit(admission, principal(), prompt=10**9, output=None)
+    assert reservation.tokens_reserved == 10**9 + EXPECTED_OUTPUT_TOKENS
+
+
+async def test_of_200_requests_at_once_exactly_as_many_are_admitted_as_the_bucket_holds(admission: Admission) -> None:
+    bob = principal(Limits(tokens_per_minute=1000))
+    answers = await asyncio.gather(*(admit(admission, bob, 10, 3) for _ in range(200)), return_exceptions=True)
+    admitted = [answer for answer in answers if isinstance(answer, Reservation)]
+    assert len(admitted) == 1000 // 13
+    assert all(isinstance(answer, Reservation | RateLimitExceeded) for answer in answers)
+
+
+@pytest.mark.parametrize(
+    ("tenant", "key"),
+    [
+        (Limits(tokens_per_minute=100), Limits(requests_per_minute=0)),
+        (Limits(requests_per_minute=5), Limits(tokens_per_minute=5)),
+        (Limits(concurrent_requests=5, tokens_per_day=100), Limits(concurrent_requests=0)),
+        (Limits(tokens_per_minute=100, requests_per_minute=5, concurrent_requests=5), Limits(tokens_per_day=1)),
+    ],
+)
+async def test_a_refusal_consumes_nothing(admission: Admission, tenant: Limits, key: Limits) -> None:
+    bob = principal(tenant, key)
+    for _ in range(20):
+        with pytest.raises(Refused):
+            await admit(admission, bob)
+    assert admission.running(bob.tenant.id) == admission.running(bob.key.id) == 0
+    state = admission.snapshot(dataclasses.replace(bob, key=dataclasses.replace(bob.key, limits=Limits())))
+    assert all(limit is None or limit.remaining == limit.limit for limit in (state.requests, state.tokens))
+    unlimited = dataclasses.replace(bob, key=dataclasses.replace(bob.key, limits=Limits()))
+    for _ in range(5):
+        await admit(admission, unlimited)
+
+
+async def test_the_wait_is_exact(admission: Admission, clock: FakeClock) -> None:
+    bob = principal(Limits(tokens_per_minute=100, requests_per_minute=7), Limits(tokens_per_minute=90))
+    (await admit(admission, bob, 77, 0)).settle(77)
+    with pytest.raises(RateLimitExceeded) as refused:
+        await admit(admission, bob, 31, 0)
+    wait_s = refused.value.retry_after_s
+    assert wait_s == 12.0
+    clock.advance(wait_s - 0.001)
+    with pytest.raises(RateLimitExceeded):
+        await admit(admission, bob, 31, 0)
+    clock.advance(0.001)
+    await admit(admission, bob, 31, 0)
+
+
+async def test_the_wait_is_the_longest_of_all_limits_that_refuse(admission: Admission, clock: FakeClock) -> None:
+    bob = principal(Limits(tokens_per_minute=60), Limits(requests_per_minute=2))
+    for _ in range(2):
+        await admit(admission, bob, 30, 0)
+    with pytest.raises(RateLimitExceeded, match="requests per minute") as refused:
+        await admit(admission, bob, 1, 0)
+    assert refused.value.retry_after_s == 30.0
+    assert refused.value.type == "requests"
+    with pytest.raises(RateLimitExceeded, match="tokens per minute") as refused:
+        await admit(admission, bob, 50, 0)
+    assert refused.value.retry_after_s == 50.0
+    assert refused.value.type == "tokens"
+    clock.advance(50.0)
+    await admit(admission, bob, 50, 0)
+
+
+async def test_a_request_larger_than_the_limit_is_told_that_waiting_is_useless(admission: Admission) -> None:
+    bob = principal(Limits(tokens_per_minute=100))
+    with pytest.raises(RequestExceedsLimit, match="needs 101 and the tenant's limit is 100 tokens per minute") as refused:
+        await admit(admission, bob, 91, 10)
+    assert refused.value.should_retry is False
+    assert refused.value.type == "tokens"
+
+
+async def test_a_guess_of_the_output_alone_never_makes_a_request_too_large(admission: Admission) -> None:
+    bob = principal(Limits(tokens_per_minute=100))
+    assert (await admit(admission, bob, 40, None)).tokens_reserved == 100
+    with pytest.raises(RequestExceedsLimit):
+        await admit(admission, bob, 101, None)
+
+
+async def test_settling_corrects_the_bucket_at_once(admission: Admission) -> None:
+    bob = principal(Limits(tokens_per_minute=100))
+    reservation = await admit(admission, bob, 40, 60)
+    with pytest.raises(RateLimitExceeded):
+        await admit(admission, bob, 1, 1)
+    reservation.settle(50)
+    state = admission.snapshot(bob)
+    assert state.tokens is not None
+    assert state.tokens.remaining == 50
+    assert state.tokens.reset_s == 30.0
+    await admit(admission, bob, 25, 25)
+
+
+async def test_more_output_than_expected_leaves_a_debt_that_time_pays(admission: Admission, clock: FakeClock) -> None:
+    bob = principal(Limits(tokens_per_minute=60))
+    (await admit(admission, bob, 10, None)).settle(80)
+    with pytest.raises(RateLimitExceeded) as refused:
+        await admit(admission, bob, 10, 0)
+    assert refused.value.retry_after_s == 30.0
+    clock.advance(30.0)
+    await admit(admission, bob, 10, 0)
+
+
+async def test_voiding_puts_everything_back(admission: Admission) -> None:
+    bob = principal(Limits(tokens_per_minute=20, requests_per_minute=1, concurrent_requests=1, tokens_per_day=20))
+    for _ in range(3):
+        (await admit(admission, bob)).void()
+    (await admit(admission, bob)).settle(20)
+
+
+async def test_a_reservation_ends_once(admission: Admission) -> None:
+    reservation = await admit(admission, principal())
+    reservation.settle(5)
+    with pytest.raises(RuntimeError):
+        reservation.settle(5)
+    with pytest.raises(RuntimeError):
+        reservation.void()
+
+
+async def test_running_requests_are_counted_at_tenant_and_key(admission: Admission) -> None:
+    bob = principal(Limits(concurrent_requests=2))
+    first, _second = await admit(admission, bob), await admit(admission, bob)
+    with pytest.raises(RateLimitExceeded, match="concurrent") as refused:
+        await admit(admission, bob)
+    assert refused.value.retry_after_s == 1.0
+    first.settle(1)
+    await admit(admission, bob)
+    assert admission.running(bob.key.id) == 2
+
+
+async def test_tokens_per_day_free_at_midnight(clock: FakeClock) -> None:
+    admission = Admission(clock, FixedSums(tokens_today=90))
+    bob = principal(Limits(tokens_per_day=100))
+    late = await admit(admission, bob, 5, 5)
+    with pytest.raises(RateLimitExceeded, match="tokens per day") as refused:
+        await admit(admission, bob, 1, 0)
+    assert refused.value.retry_after_s == 12 * 3600
+    clock.advance(12 * 3600 - 0.001)
+    with pytest.raises(RateLimitExceeded):
+        await admit(admission, bob, 1, 0)
+    clock.advance(0.001)
+    late.settle(10)  # admitted yesterday, so it counts for yesterday
+    await admit(admission, bob, 100, 0)
+    with pytest.raises(RequestExceedsLimit):
+        await admit(admission, bob, 101, 0)
+
+
+async def test_the_budget_counts_what_is_reserved_and_what_was_spent(clock: FakeClock) -> None:
+    admission = Admission(clock, FixedSums(cost_month_picos=60_000_000))
+    bob = principal(Limits(monthly_budget=100))  # micro-units: 100 000 000 picos
+    cost = price(prompt=1_000_000, cached=0, completion=1_000_000)
+    first = await admit(admission, bob, 20, 10, cost)
+    with pytest.raises(BudgetExceeded, match="10 are left") as refused:
+        await admit(admission, bob, 11, 0, cost)
+    assert refused.value.should_retry is False
+    first.settle(30, cached_tokens=20)  # 20 tokens of the prompt cost nothing
+    await admit(admission, bob, 30, 0, cost)
+    with pytest.raises(BudgetExceeded):
+        await admit(admission, bob, 1, 0, cost)
+    clock.advance(10 * 86400)  # December
+    await admit(admission, bob, 100, 0, cost)
+
+
+async def test_the_sums_are_read_once_even_when_many_ask_at_once(clock: FakeClock) -> None:
+    sums = FixedSums(tokens_today=95)
+    admission = Admission(clock, sums)
+    bob = principal(Limits(tokens_per_day=100))
+    answers = await asyncio.gather(*(admit(admission, bob, 1, 0) for _ in range(50)), return_exceptions=True)
+    assert sum(isinstance(answer, Reservation) for answer in answers) == 5
+    assert sorted(sums.reads) == ["key", "tenant"]
+
+
+async def test_a_changed_limit_takes_effect_at_once(admission: Admission) -> None:
+    bob = principal(Limits(tokens_per_minute=100))
+    await admit(admission, bob, 60, 0)
+    raised = dataclasses.replace(bob, tenant=dataclasses.replace(bob.tenant, limits=Limits(tokens_per_minute=200)))
+    with pytest.raises(RateLimitExceeded):
+        await admit(admission, bob, 100, 0)
+    await admit(admission, raised, 140, 0)
+    lowered = dataclasses.replace(bob, tenant=dataclasses.replace(bob.tenant, limits=Limits(tokens_per_minute=10)))
+    with pytest.raises(RateLimitExceeded):
+        await admit(admission, lowered, 1, 0)
+
+
+async def test_a_limit_that_is_set_while_a_request_runs_gives_that_request_nothing_back(admission: Admission) -> None:
+    bob = principal()
+    before = await admit(admission, bob, 90, 10)
+    limited = dataclasses.replace(bob, tenant=dataclasses.replace(bob.tenant, limits=Limits(tokens_per_minute=100)))
+    await admit(admission, limited, 100, 0)
+    before.settle(0)
+    with pytest.raises(RateLimitExceeded):
+        await admit(admission, limited, 1, 0)
+
+
+async def test_the_expected_output_is_learnt_per_key_and_never_above_the_asked_maximum(admission: Admission) -> None:
+    bob, charlie = principal(), principal()
+    for _ in range(OUTPUTS_MIN):
+        (await admit(admission, bob, 10, None)).settle(10 + 40)
+    assert (await admit(admission, bob, 10, None)).tokens_reserved == 50
+    assert (await admit(admission, bob, 10, 7)).tokens_reserved == 17
+    assert (await admit(admission, charlie, 10, None)).tokens_reserved == 10 + EXPECTED_OUTPUT_TOKENS
+
+
+async def test_one_tenant_cannot_use_up_anothers_limits(admission: Admission) -> None:
+    bob, charlie = principal(Limits(tokens_per_minute=100)), principal(Limits(tokens_per_minute=100))
+    await admit(admission, bob, 100, 0)
+    with pytest.raises(RateLimitExceeded):
+        await admit(admission, bob, 1, 0)
+    await admit(admission, charlie, 100, 0)
+
+
+async def test_a_failed_read_of_the_sums_admits_nothing_and_is_tried_again(clock: FakeClock) -> None:
+    class BrokenOnce(FixedSums):
+        async def read(self, scope: LimitScope, owner_id: str, now: datetime) -> PeriodSums:
+            if not self.reads:
+                self.reads.append("failed")
+                raise OSError("the disk is gone")
+            return await super().read(scope, owner_id, now)
+
+    admission = Admission(clock, BrokenOnce())
+    bob = principal(Limits(concurrent_requests=1))
+    with pytest.raises(OSError, match="disk"):
+        await admit(admission, bob)
+    await admit(admission, bob)
+
+
+@pytest.mark.parametrize(("values", "expected"), [([1], 1), (list(range(1, 11)), 9), (list(range(1, 101)), 90), ([5] * 20, 5)])
+def test_the_90th_percentile_is_a_value_that_was_seen(values: list[int], expected: int) -> None:
+    assert percentile_90(values) == expected
