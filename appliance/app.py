@@ -172,14 +172,14 @@ class Appliance:
         return epoch_id
 
     async def _start_parts(self, services: Services) -> None:
-        self.first_start = await bootstrap(
-            self.settings, services.members, services.admin_tokens, services.tenants, services.keys
-        )
         self._gpu.open()
         await services.sampler.start()
         services.metrics.attach(lambda: services.sampler.latest)
         if not self.engines:
             return
+        self.first_start = await bootstrap(
+            self.settings, services.members, services.admin_tokens, services.tenants, services.keys
+        )
         await services.ledger.start()
         for model in services.models.list():
             model.client.start()

@@ -1,0 +1,165 @@
+"""`gatehouse admin`: who may sign in to the console, and tokens for the administrators' API.
+
+Works on the database itself, so that a lost password can be replaced by whoever may read the data folder.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+
+import typer
+
+from appliance.cli import output
+from appliance.cli.failure import CommandFailed
+from appliance.cli.options import AsJson, DatabaseUrl, DataDir, settings_from
+
+if TYPE_CHECKING:
+    from appliance.base.db import Database
+    from appliance.base.settings import Settings
+    from appliance.tenancy.admin_tokens import AdminToken
+    from appliance.tenancy.members import Member
+
+app = typer.Typer(help="Administrators: who may sign in, and tokens for /admin/v1.", no_args_is_help=True)
+
+T = TypeVar("T")
+ROLES = "owner, admin, billing or viewer."
+KEEP_IT = "Keep it now: it is not shown again."
+
+Email = Annotated[str, typer.Argument(metavar="E-MAIL", help="The address to sign in with.")]
+FromStdin = Annotated[
+    bool, typer.Option("--password-stdin", help="Read the password from standard input instead of making one.")
+]
+
+
+@app.command("create")
+def create(
+    email: Email,
+    role: Annotated[str, typer.Option(help=ROLES)] = "admin",
+    password_stdin: FromStdin = False,
+    as_json: AsJson = False,
+    data_dir: DataDir = None,
+    database: DatabaseUrl = None,
+) -> None:
+    """Let somebody sign in to the console; prints the password that was made."""
+    from appliance.base.clock import SystemClock
+    from appliance.tenancy.members import Members
+
+    given, password = _password(password_stdin)
+    member = _on_database(
+        settings_from(data_dir, database), lambda db: Members(db, SystemClock()).create(email, password, role)
+    )
+    _print_member(member, None if given else password, as_json=as_json)
+
+
+@app.command("reset-password")
+def reset_password(
+    email: Email,
+    password_stdin: FromStdin = False,
+    as_json: AsJson = False,
+    data_dir: DataDir = None,
+    database: DatabaseUrl = None,
+) -> None:
+    """Replace a password; whoever was signed in with the old one is signed out."""
+    from appliance.base.clock import SystemClock
+    from appliance.tenancy.members import Members
+
+    given, password = _password(password_stdin)
+    member = _on_database(
+        settings_from(data_dir, database), lambda db: Members(db, SystemClock()).reset_password(email, password)
+    )
+    _print_member(member, None if given else password, as_json=as_json)
+
+
+@app.command("token")
+def token(
+    name: Annotated[str | None, typer.Argument(help="What the new token is for.", show_default=False)] = None,
+    role: Annotated[str, typer.Option(help=ROLES)] = "admin",
+    show: Annotated[bool, typer.Option("--list", help="List the tokens, without their secrets.")] = False,
+    revoke: Annotated[str | None, typer.Option(metavar="ID", help="Revoke a token.", show_default=False)] = None,
+    as_json: AsJson = False,
+    data_dir: DataDir = None,
+    database: DatabaseUrl = None,
+) -> None:
+    """Make a bearer token for /admin/v1 and print it, once; or list or revoke tokens."""
+    from appliance.base.clock import SystemClock
+    from appliance.tenancy.admin_tokens import AdminTokens
+
+    if (name is not None) + show + (revoke is not None) != 1:
+        raise CommandFailed("give a name for a new token, or --list, or --revoke ID", code="usage", status=2)
+    settings = settings_from(data_dir, database)
+    if revoke is not None:
+        revoked = _on_database(settings, lambda db: AdminTokens(db, SystemClock()).revoke(revoke))
+        _print(_token_row(revoked), as_json=as_json)
+    elif show:
+        page = _on_database(settings, lambda db: AdminTokens(db, SystemClock()).list())
+        rows = [_token_row(known) for known in page.data]
+        if as_json:
+            output.data({"data": rows})
+        else:
+            output.table(rows, ("id", "name", "role", "revoked_at", "created_at"), empty="There are no tokens.")
+    else:
+        made, secret = _on_database(settings, lambda db: AdminTokens(db, SystemClock()).create(str(name), role))
+        _print({"token": secret, **_token_row(made)}, as_json=as_json)
+        if not as_json:
+            typer.echo(KEEP_IT, err=True)
+
+
+def _password(from_stdin: bool) -> tuple[bool, str]:
+    """Return (was it given, the password)."""
+    from appliance.tenancy.secrets import new_password
+
+    return (True, sys.stdin.readline().rstrip("\n")) if from_stdin else (False, new_password())
+
+
+def _on_database(settings: Settings, work: Callable[[Database], Awaitable[T]]) -> T:
+    """Run `work` on the database, which must have its tables already."""
+    from sqlalchemy.exc import SQLAlchemyError
+
+    from appliance.base import db
+
+    async def go() -> T:
+        database = db.Database.open(settings.database_url)
+        try:
+            return await work(database)
+        finally:
+            await database.close()
+
+    try:
+        if db.current_revision(settings.database_url) != db.head_revision():
+            raise CommandFailed(
+                "the database is not ready: start the appliance once, or run gatehouse db upgrade", code="database"
+            )
+        return asyncio.run(go())
+    except SQLAlchemyError as error:
+        raise CommandFailed(f"the database does not answer: {str(error).splitlines()[0]}", code="database") from error
+
+
+def _print_member(member: Member, password: str | None, *, as_json: bool) -> None:
+    facts: dict[str, Any] = {"id": member.id, "email": member.email, "role": str(member.role)}
+    if password is not None:
+        facts = {**facts, "password": password}
+    _print(facts, as_json=as_json)
+    if password is not None and not as_json:
+        typer.echo(KEEP_IT, err=True)
+
+
+def _token_row(token: AdminToken) -> dict[str, Any]:
+    from appliance.base.clock import rfc3339
+
+    return {
+        "id": token.id,
+        "name": token.name,
+        "role": str(token.role),
+        "revoked_at": None if token.revoked_at is None else rfc3339(token.revoked_at),
+        "created_at": rfc3339(token.created_at),
+    }
+
+
+def _print(facts: dict[str, Any], *, as_json: bool) -> None:
+    if as_json:
+        output.data(facts)
+    else:
+        output.facts(facts)

@@ -1,0 +1,141 @@
+"""The way of a command to the appliance: over HTTP to the one that runs, else to the same application in this process."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import secrets
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import httpx
+
+from appliance.base.settings import Settings
+from appliance.cli.failure import CommandFailed
+
+CONTROL_FILE = "control.json"
+TIMEOUT_S = 30.0
+PAGE_LIMIT = 100
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Control:
+    """What a running appliance leaves in its data folder: where it listens, its pid and a token that dies with it."""
+
+    url: str
+    pid: int
+    token: str
+
+
+def read_control(data_dir: Path) -> Control | None:
+    """Return the control file of an appliance that runs now. A file that a killed one left counts as none."""
+    try:
+        content = json.loads((data_dir / CONTROL_FILE).read_text("utf-8"))
+        control = Control(str(content["url"]), int(content["pid"]), str(content["token"]))
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except PermissionError as error:
+        raise CommandFailed(
+            f"{data_dir / CONTROL_FILE} cannot be read by this user; run the command as the user of the appliance",
+            code="forbidden",
+        ) from error
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return control if _alive(control.pid) else None
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+class AdminClient:
+    """`/admin/v1` for commands: answers are JSON, refusals become CommandFailed with the server's own words and code."""
+
+    def __init__(self, client: httpx.AsyncClient) -> None:
+        self._client = client
+
+    async def call(self, method: str, path: str, *, query: Mapping[str, Any] | None = None, body: object = None) -> Any:
+        """Return the decoded answer (None when it has no body)."""
+        parameters = {name: value for name, value in (query or {}).items() if value is not None}
+        try:
+            answer = await self._client.request(method, f"/admin/v1{path}", params=parameters, json=body)
+        except httpx.HTTPError as error:
+            raise CommandFailed(
+                f"the appliance does not answer: {error or type(error).__name__}", code="unreachable"
+            ) from error
+        if answer.is_success:
+            return answer.json() if answer.content else None
+        raise _refusal(answer)
+
+    async def every(
+        self, path: str, *, query: Mapping[str, Any] | None = None, at_most: int | None = None
+    ) -> list[dict[str, Any]]:
+        """Return the rows of every page of a list, or the first `at_most`."""
+        rows: list[dict[str, Any]] = []
+        cursor: str | None = None
+        while True:
+            page = await self.call("GET", path, query={**(query or {}), "limit": PAGE_LIMIT, "cursor": cursor})
+            rows += page["data"]
+            cursor = page.get("next_cursor")
+            if not page.get("has_more") or cursor is None or (at_most is not None and len(rows) >= at_most):
+                return rows[:at_most]
+
+
+def _refusal(answer: httpx.Response) -> CommandFailed:
+    try:
+        error = answer.json()["error"]
+        return CommandFailed(str(error["message"]), code=str(error["code"]))
+    except (ValueError, KeyError, TypeError):
+        return CommandFailed(f"the appliance answered {answer.status_code}", code=f"http_{answer.status_code}")
+
+
+@asynccontextmanager
+async def connected(settings: Settings) -> AsyncIterator[AdminClient]:
+    """Yield a client of the appliance of these settings."""
+    control = read_control(settings.data_dir)
+    if control is not None:
+        headers = {"authorization": f"Bearer {control.token}"}
+        async with httpx.AsyncClient(base_url=control.url, headers=headers, timeout=TIMEOUT_S, trust_env=False) as client:
+            yield AdminClient(client)
+        return
+    async with _in_process(settings) as client:
+        yield AdminClient(client)
+
+
+@asynccontextmanager
+async def _in_process(settings: Settings) -> AsyncIterator[httpx.AsyncClient]:
+    """Yield a client of the same application in this process, without engines, for as long as the command takes."""
+    from appliance.app import Appliance, create_app
+
+    appliance = Appliance(settings, engines=False)
+    await appliance.start()
+    try:
+        services = appliance.services
+        services.control_token = services.control_token or secrets.token_urlsafe(32)
+        headers = {"authorization": f"Bearer {services.control_token}"}
+        transport = httpx.ASGITransport(app=create_app(appliance))
+        async with httpx.AsyncClient(base_url="http://in-process", headers=headers, transport=transport) as client:
+            yield client
+    finally:
+        await appliance.stop()
+
+
+def run(settings: Settings, work: Callable[[AdminClient], Awaitable[T]]) -> T:
+    """Run `work` with a client and return what it returns."""
+
+    async def go() -> T:
+        async with connected(settings) as client:
+            return await work(client)
+
+    return asyncio.run(go())

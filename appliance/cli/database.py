@@ -1,0 +1,106 @@
+"""`gatehouse db`: bring the tables up or down, and prove that the ledger holds what it promises."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from appliance.cli import output
+from appliance.cli.failure import CommandFailed
+from appliance.cli.options import AsJson, DatabaseUrl, DataDir, settings_from
+
+if TYPE_CHECKING:
+    from appliance.base.settings import Settings
+    from appliance.cli.invariants import Finding
+
+app = typer.Typer(help="The database: tables and the promises that the ledger keeps.", no_args_is_help=True)
+
+
+@app.command("upgrade")
+def upgrade(
+    revision: Annotated[str, typer.Argument(help="A revision, or `head` for the newest.")] = "head",
+    as_json: AsJson = False,
+    data_dir: DataDir = None,
+    database: DatabaseUrl = None,
+) -> None:
+    """Bring the tables up to a revision (the appliance does this itself when it starts)."""
+    from appliance.base import db
+
+    settings = settings_from(data_dir, database)
+    _refuse_while_running(settings)
+    settings.data_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+    _migrate(lambda: db.upgrade(settings.database_url, revision))
+    _tell(settings, as_json=as_json)
+
+
+@app.command("downgrade")
+def downgrade(
+    revision: Annotated[str, typer.Argument(help="The revision to go back to; `base` removes every table.")],
+    yes: Annotated[bool, typer.Option("--yes", help="Yes, I have a backup: what newer tables hold is lost.")] = False,
+    as_json: AsJson = False,
+    data_dir: DataDir = None,
+    database: DatabaseUrl = None,
+) -> None:
+    """Take the tables back to a revision. What only newer tables hold is lost, so it asks for --yes."""
+    from appliance.base import db
+
+    settings = settings_from(data_dir, database)
+    _refuse_while_running(settings)
+    if not yes:
+        raise CommandFailed("a downgrade loses what newer tables hold: make a backup, then add --yes", code="usage", status=2)
+    _migrate(lambda: db.downgrade(settings.database_url, revision))
+    _tell(settings, as_json=as_json)
+
+
+@app.command("check")
+def check(as_json: AsJson = False, data_dir: DataDir = None, database: DatabaseUrl = None) -> None:
+    """Prove the ledger's promises on the database as it is now; it may be in use. Exit status 1 when one is broken."""
+    from appliance.cli import invariants
+    from appliance.cli.connection import read_control
+
+    settings = settings_from(data_dir, database)
+    running = read_control(settings.data_dir) is not None
+    findings = asyncio.run(invariants.check(settings.database_url, running=running))
+    broken = [finding for finding in findings if finding.state == "broken"]
+    _print_findings(findings, as_json=as_json)
+    if broken:
+        raise typer.Exit(1)
+
+
+def _print_findings(findings: list[Finding], *, as_json: bool) -> None:
+    rows = [{"check": f.name, "state": f.state, "found": f.text} for f in findings]
+    if as_json:
+        output.data({"data": rows, "ok": all(f.state != "broken" for f in findings)})
+    else:
+        output.table(rows, ("check", "state", "found"), empty="")
+
+
+def _refuse_while_running(settings: Settings) -> None:
+    from appliance.cli.connection import read_control
+
+    control = read_control(settings.data_dir)
+    if control is not None:
+        raise CommandFailed(f"the appliance is running at {control.url} (pid {control.pid}): stop it first", code="running")
+
+
+def _migrate(step: object) -> None:
+    from alembic.util import CommandError
+    from sqlalchemy.exc import SQLAlchemyError
+
+    assert callable(step)
+    try:
+        step()
+    except (CommandError, SQLAlchemyError, ValueError, OSError) as error:
+        raise CommandFailed(f"the database could not be changed: {str(error).splitlines()[0]}", code="database") from error
+
+
+def _tell(settings: Settings, *, as_json: bool) -> None:
+    from appliance.base import db
+
+    current, head = db.current_revision(settings.database_url), db.head_revision()
+    if as_json:
+        output.data({"revision": current, "head": head})
+    else:
+        output.say(f"The tables are at revision {current or 'base'}{'' if current == head else f' (the newest is {head})'}.")

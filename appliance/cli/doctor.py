@@ -1,0 +1,189 @@
+"""`gatehouse doctor`: looks at everything that a start needs and says, for what is wrong, what to do."""
+
+from __future__ import annotations
+
+import platform
+import shutil
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from appliance.cli import output
+from appliance.cli.failure import CommandFailed
+from appliance.cli.options import AsJson, DatabaseUrl, DataDir, settings_from
+
+if TYPE_CHECKING:
+    from appliance.base.settings import Settings
+
+MIB = 1024 * 1024
+DISK_FREE_MIN_BYTES = 500 * MIB
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What one look found. `state` is ok, note or wrong; `advice` says what to do, and is empty when there is nothing to do."""
+
+    check: str
+    state: str
+    found: str
+    advice: str = ""
+
+
+def doctor(
+    host: Annotated[str | None, typer.Option(help="The address that would be listened on.", show_default=False)] = None,
+    port: Annotated[int | None, typer.Option(help="The port that would be listened on.", show_default=False)] = None,
+    model: Annotated[
+        list[str] | None, typer.Option("--model", metavar="MODEL", help="A model that would be served.", show_default=False)
+    ] = None,
+    as_json: AsJson = False,
+    data_dir: DataDir = None,
+    database: DatabaseUrl = None,
+) -> None:
+    """Look at Python, disk, port, database, models and GPU. Exit status 1 when something stands in the way of a start."""
+    settings = settings_from(data_dir, database, host=host, port=port, models=tuple(model) if model else None)
+    looks: list[Callable[[Settings], list[Finding]]] = [_disk, _port, _database, _models, _gpu]
+    findings = [_python()] + [finding for look in looks for finding in look(settings)]
+    wrong = [finding for finding in findings if finding.state == "wrong"]
+    rows = [{"check": f.check, "state": f.state, "found": f.found, "advice": f.advice} for f in findings]
+    if as_json:
+        output.data({"data": rows, "ok": not wrong})
+    else:
+        output.table(rows, ("check", "state", "found", "advice"), empty="")
+    if wrong:
+        raise typer.Exit(1)
+
+
+def _python() -> Finding:
+    """Tell which Python this is; one that is too old could not have come here."""
+    return Finding("python", "ok", f"{platform.python_version()} at {sys.executable}")
+
+
+def _disk(settings: Settings) -> list[Finding]:
+    existing = settings.data_dir
+    while not existing.exists() and existing != existing.parent:
+        existing = existing.parent
+    try:
+        _try_to_write(existing)
+    except OSError as error:
+        return [
+            Finding(
+                "data folder",
+                "wrong",
+                f"{settings.data_dir} cannot be written: {error.strerror}",
+                "give another one with --data-dir, or change its owner",
+            )
+        ]
+    free = shutil.disk_usage(existing).free
+    if free < DISK_FREE_MIN_BYTES:
+        return [Finding("data folder", "wrong", f"{settings.data_dir}: only {free // MIB} MiB free", "free some disk space")]
+    return [Finding("data folder", "ok", f"{settings.data_dir}: {free // MIB} MiB free")]
+
+
+def _try_to_write(folder: Path) -> None:
+    import tempfile
+
+    with tempfile.TemporaryFile(dir=folder) as file:
+        file.write(b"0")
+
+
+def _port(settings: Settings) -> list[Finding]:
+    import socket
+
+    from appliance.cli.connection import read_control
+
+    control = read_control(settings.data_dir)
+    if control is not None:
+        return [Finding("appliance", "ok", f"running at {control.url} (pid {control.pid})"), *_readiness(control.url)]
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(settings.host, settings.port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except OSError as error:
+        found = f"{settings.host}:{settings.port} cannot be listened on: {error.strerror}"
+        return [Finding("port", "wrong", found, "stop the other program, or choose another --port")]
+    return [Finding("appliance", "note", "not running"), Finding("port", "ok", f"{settings.host}:{settings.port} is free")]
+
+
+def _readiness(url: str) -> list[Finding]:
+    import httpx
+
+    try:
+        answer = httpx.get(f"{url}/health/ready", timeout=10, trust_env=False)
+        parts = answer.json().get("parts", {})
+    except (httpx.HTTPError, ValueError) as error:
+        return [Finding("ready", "wrong", f"it does not answer: {error}", "look at its log; restart it")]
+    bad = {name: state for name, state in parts.items() if state != "ok"}
+    if answer.is_success:
+        return [Finding("ready", "ok", "every part is ready")]
+    found = ", ".join(f"{name} {state}" for name, state in bad.items()) or f"status {answer.status_code}"
+    return [Finding("ready", "wrong", found, "wait if a model is loading; else look at its log")]
+
+
+def _database(settings: Settings) -> list[Finding]:
+    import asyncio
+
+    from sqlalchemy.exc import SQLAlchemyError
+
+    from appliance.base import db
+
+    path = settings.database_url.removeprefix("sqlite:///")
+    if settings.database_url.startswith("sqlite:///") and not Path(path).exists():
+        return [Finding("database", "ok", "not there yet: the first start makes it")]
+
+    async def ping() -> str:
+        database = db.Database.open(settings.database_url)
+        try:
+            await database.ping()
+            return database.kind
+        finally:
+            await database.close()
+
+    try:
+        kind = asyncio.run(ping())
+        current, head = db.current_revision(settings.database_url), db.head_revision()
+    except (SQLAlchemyError, OSError, ValueError) as error:
+        advice = (
+            "start the database server, or correct --database" if "postgres" in settings.database_url else "restore a backup"
+        )
+        return [Finding("database", "wrong", f"it does not answer: {str(error).splitlines()[0]}", advice)]
+    if current != head:
+        return [Finding("database", "note", f"{kind}, at revision {current or 'base'}", "the next start brings it up to date")]
+    return [Finding("database", "ok", f"{kind}, writable, at revision {head}")]
+
+
+def _models(settings: Settings) -> list[Finding]:
+    from appliance.cli.model_check import check_model
+    from appliance.cli.model_store import locate
+    from appliance.serving.fleet import DEMO_MODEL
+
+    findings = []
+    for path in [locate(model, settings.data_dir) for model in settings.models] or [DEMO_MODEL]:
+        try:
+            facts = check_model(path)
+        except CommandFailed as failure:
+            findings.append(Finding(f"model {path.name}", "wrong", failure.message, "give --model the folder of a model"))
+        else:
+            size = f"{facts['parameters'] / 1e6:.1f} million parameters"
+            findings.append(Finding(f"model {path.name}", "ok", f"{facts['architecture']}, {size}"))
+    return findings
+
+
+def _gpu(settings: Settings) -> list[Finding]:
+    from appliance.telemetry.gpu import NO_GPU, GpuProbe
+
+    probe = GpuProbe()
+    probe.open()
+    readings = probe.read()
+    error = probe.error
+    probe.close()
+    if readings:
+        named = ", ".join(f"{card.name} ({card.memory_total_bytes // MIB} MiB)" for card in readings)
+        return [Finding("gpu", "ok", named)]
+    if settings.device == "cuda":
+        return [Finding("gpu", "wrong", error or NO_GPU, "install the NVIDIA driver, or leave --device away")]
+    return [Finding("gpu", "ok" if error in (None, NO_GPU) else "note", f"{error or NO_GPU}: models run on the CPU")]

@@ -1,0 +1,13 @@
+"""The one exception of the command line: a sentence for a person and a code for a program."""
+
+from __future__ import annotations
+
+
+class CommandFailed(Exception):
+    """A command could not do what was asked. `status` is the exit status: 1, or 2 when it was asked wrongly."""
+
+    def __init__(self, message: str, *, code: str = "failed", status: int = 1) -> None:
+        super().__init__(message)
+        self.message = message
+        self.code = code
+        self.status = status

@@ -1,0 +1,198 @@
+"""What must be true of the ledger at every moment, checked row by row on one snapshot of the live database.
+
+tables      the database is at the newest revision, and (SQLite) its pages and references are whole
+once        one usage event per request
+pending     no event is pending for a process that has ended
+settled     an event that is not pending says when and why it ended; a pending one says neither and costs nothing
+counts      0 <= cached <= prompt, 0 <= completion, and the request's own row has the same counts
+cost        recomputed from the counts and the price that was in force, to the last pico-unit; voided events cost nothing
+sums        the totals by tenant, by key and by model that the database computes are the exact sum of the events
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from sqlalchemy import func, select, text
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from appliance.base import db, tables
+from appliance.base.money import cost_picos
+from appliance.cli.failure import CommandFailed
+
+BATCH_ROWS = 2000
+NAMED_MAX = 3
+
+_EVENTS = tables.usage_events
+_PRICES = tables.prices
+_REQUESTS = tables.requests
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One promise: `state` is holds, broken, or note (nothing is wrong, but somebody may want to know)."""
+
+    name: str
+    state: str
+    text: str
+
+
+@dataclass(slots=True)
+class _Tally:
+    """What one pass over the events collects."""
+
+    events: int = 0
+    pending: int = 0
+    requests_seen: Counter[str] = field(default_factory=Counter)
+    sums: dict[str, Counter[str]] = field(
+        default_factory=lambda: {"tenant_id": Counter(), "key_id": Counter(), "model": Counter()}
+    )
+    wrong: dict[str, list[str]] = field(
+        default_factory=lambda: {"once": [], "pending": [], "settled": [], "counts": [], "cost": []}
+    )
+
+
+async def check(url: str, *, running: bool) -> list[Finding]:
+    """Return one finding per promise. `running` says whether an appliance works on this database now."""
+    if db.current_revision(url) is None:
+        raise CommandFailed(
+            "the database has no tables yet: start the appliance once, or run gatehouse db upgrade", code="database"
+        )
+    database = db.Database.open(url)
+    try:
+        async with database.reading() as connection:
+            findings = [await _tables(connection, url, database.kind)]
+            epoch = await _running_epoch(connection) if running else None
+            tally = _Tally()
+            async for row in _events(connection):
+                _judge(row, tally, epoch=epoch, running=running)
+            return findings + _from_tally(tally, running=running) + [await _sums(connection, tally)]
+    finally:
+        await database.close()
+
+
+async def _tables(connection: AsyncConnection, url: str, kind: str) -> Finding:
+    current, head = db.current_revision(url), db.head_revision()
+    if current != head:
+        return Finding("tables", "broken", f"at revision {current}, the newest is {head}: run gatehouse db upgrade")
+    if kind == "sqlite":
+        whole = (await connection.execute(text("PRAGMA integrity_check(1)"))).scalar_one()
+        dangling = (await connection.execute(text("PRAGMA foreign_key_check"))).all()
+        if whole != "ok" or dangling:
+            return Finding("tables", "broken", f"integrity check says {whole!r}, {len(dangling)} references lead nowhere")
+    return Finding("tables", "holds", f"revision {head}")
+
+
+async def _running_epoch(connection: AsyncConnection) -> str | None:
+    latest = select(tables.epochs.c.id).order_by(tables.epochs.c.started_at.desc(), tables.epochs.c.id.desc()).limit(1)
+    return (await connection.execute(latest)).scalar_one_or_none()
+
+
+async def _events(connection: AsyncConnection) -> AsyncIterator[Any]:
+    """Yield every event with its price and its request's own counts, in order, in batches."""
+    columns = [
+        *_EVENTS.c,
+        _PRICES.c.prompt.label("prompt_price"),
+        _PRICES.c.cached_prompt.label("cached_price"),
+        _PRICES.c.completion.label("completion_price"),
+        _REQUESTS.c.id.label("request_row"),
+        _REQUESTS.c.prompt_tokens.label("request_prompt"),
+        _REQUESTS.c.cached_tokens.label("request_cached"),
+        _REQUESTS.c.completion_tokens.label("request_completion"),
+    ]
+    joined = _EVENTS.outerjoin(_PRICES, _PRICES.c.id == _EVENTS.c.price_id).outerjoin(
+        _REQUESTS, _REQUESTS.c.id == _EVENTS.c.request_id
+    )
+    after = 0
+    while True:
+        page = select(*columns).select_from(joined).where(_EVENTS.c.id > after).order_by(_EVENTS.c.id).limit(BATCH_ROWS)
+        rows = (await connection.execute(page)).all()
+        for row in rows:
+            yield row
+        if len(rows) < BATCH_ROWS:
+            return
+        after = rows[-1].id
+
+
+def _judge(row: Any, tally: _Tally, *, epoch: str | None, running: bool) -> None:
+    tally.events += 1
+    wrong = tally.wrong
+    if row.kind == "usage":
+        tally.requests_seen[row.request_id] += 1
+        if tally.requests_seen[row.request_id] == 2:
+            wrong["once"].append(row.request_id)
+    pending = row.status == "pending"
+    tally.pending += pending
+    if pending and running and row.epoch_id != epoch:
+        wrong["pending"].append(row.request_id)
+    if _badly_settled(row, pending=pending):
+        wrong["settled"].append(row.request_id)
+    if not _counts_agree(row, pending=pending):
+        wrong["counts"].append(row.request_id)
+    elif not pending and row.cost_picos != _expected_cost(row):
+        wrong["cost"].append(row.request_id)
+    for name, counter in tally.sums.items():
+        counter[getattr(row, name)] += row.cost_picos
+
+
+def _badly_settled(row: Any, *, pending: bool) -> bool:
+    if pending:
+        return row.settled_at is not None or row.finish_reason is not None or row.cost_picos != 0
+    return row.settled_at is None or row.finish_reason is None
+
+
+def _counts_agree(row: Any, *, pending: bool) -> bool:
+    counts = (row.prompt_tokens, row.cached_tokens, row.completion_tokens)
+    if not 0 <= row.cached_tokens <= row.prompt_tokens or row.completion_tokens < 0:
+        return False
+    if pending or row.status != "posted" or row.request_row is None:
+        return True
+    return counts == (row.request_prompt, row.request_cached, row.request_completion)
+
+
+def _expected_cost(row: Any) -> int:
+    if row.status == "voided" or row.price_id is None:
+        return 0
+    return cost_picos(
+        prompt_tokens=row.prompt_tokens,
+        cached_tokens=row.cached_tokens,
+        completion_tokens=row.completion_tokens,
+        prompt_price=row.prompt_price,
+        cached_price=row.cached_price,
+        completion_price=row.completion_price,
+    )
+
+
+def _from_tally(tally: _Tally, *, running: bool) -> list[Finding]:
+    good = {
+        "once": f"{tally.events} events, one per request",
+        "pending": f"{tally.pending} pending, all of the running process",
+        "settled": "every settled event says when and why",
+        "counts": "counts are in order and agree with the requests",
+        "cost": "every cost is its counts times its price",
+    }
+    findings = [
+        Finding(name, "broken", _named(ids)) if ids else Finding(name, "holds", good[name]) for name, ids in tally.wrong.items()
+    ]
+    if not running and tally.pending:
+        note = Finding("pending", "note", f"{tally.pending} of a process that has ended: the next start settles them")
+        findings = [note if finding.name == "pending" else finding for finding in findings]
+    return findings
+
+
+def _named(ids: list[str]) -> str:
+    more = f" and {len(ids) - NAMED_MAX} more" if len(ids) > NAMED_MAX else ""
+    return f"{len(ids)} events: {', '.join(ids[:NAMED_MAX])}{more}"
+
+
+async def _sums(connection: AsyncConnection, tally: _Tally) -> Finding:
+    for name, counter in tally.sums.items():
+        column = _EVENTS.c[name]
+        answer = await connection.execute(select(column, func.sum(_EVENTS.c.cost_picos)).group_by(column))
+        if {key: int(total) for key, total in answer.all()} != dict(counter):
+            return Finding("sums", "broken", f"the totals by {name} are not the sum of their events")
+    total = sum(tally.sums["tenant_id"].values())
+    return Finding("sums", "holds", f"{total} pico-units in all, the same by tenant, key and model")

@@ -1,0 +1,129 @@
+"""`gatehouse keys`: list, create, rotate, revoke."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from appliance.cli import output
+from appliance.cli.failure import CommandFailed
+from appliance.cli.options import AsJson, DatabaseUrl, DataDir, settings_from
+from appliance.cli.tenants import LimitOption, ModelOption, Which, find, limits_body, models_body
+
+app = typer.Typer(help="The API keys of tenants.", no_args_is_help=True)
+
+COLUMNS = ("id", "tenant_id", "name", "prefix", "scopes", "expires_at", "revoked_at", "last_used_at", "created_at")
+KEEP_IT = "Keep the key now: it is not shown again."
+
+KeyId = Annotated[str, typer.Argument(metavar="KEY", help="A key's id or its public prefix (not the secret).")]
+
+
+@app.command("list")
+def list_keys(
+    tenant: Annotated[str | None, typer.Option(metavar="TENANT", help="Only this tenant's keys.", show_default=False)] = None,
+    as_json: AsJson = False,
+    data_dir: DataDir = None,
+    database: DatabaseUrl = None,
+) -> None:
+    """List keys, without their secrets."""
+    from appliance.cli.connection import AdminClient, run
+
+    async def work(client: AdminClient) -> list[dict[str, Any]]:
+        return await _keys(client, tenant)
+
+    rows = run(settings_from(data_dir, database), work)
+    if as_json:
+        output.data({"data": rows})
+    else:
+        output.table(rows, COLUMNS, empty="There are no keys. Make one: gatehouse keys create TENANT")
+
+
+@app.command("create")
+def create(
+    tenant: Which,
+    name: Annotated[str, typer.Option(help="What the key is for.")] = "key",
+    scope: Annotated[
+        list[str] | None, typer.Option(help="A scope; repeatable (default: inference).", show_default=False)
+    ] = None,
+    expires_at: Annotated[
+        str | None, typer.Option(metavar="TIME", help="When it stops working, as in 2027-01-31T00:00:00Z.", show_default=False)
+    ] = None,
+    network: Annotated[
+        list[str] | None, typer.Option(metavar="CIDR", help="A network it may be used from; repeatable.", show_default=False)
+    ] = None,
+    tokens_per_minute: LimitOption = None,
+    requests_per_minute: LimitOption = None,
+    concurrent_requests: LimitOption = None,
+    tokens_per_day: LimitOption = None,
+    monthly_budget: LimitOption = None,
+    model: ModelOption = None,
+    as_json: AsJson = False,
+    data_dir: DataDir = None,
+    database: DatabaseUrl = None,
+) -> None:
+    """Create a key and print its secret, once."""
+    from appliance.cli.connection import AdminClient, run
+
+    optional = {"scopes": scope, "expires_at": expires_at, "allowed_networks": network}
+    body: dict[str, Any] = {"name": name} | {field: value for field, value in optional.items() if value}
+    body |= models_body(model)
+    if limits := limits_body(tokens_per_minute, requests_per_minute, concurrent_requests, tokens_per_day, monthly_budget):
+        body["limits"] = limits
+
+    async def work(client: AdminClient) -> dict[str, Any]:
+        owner = await find(client, tenant)
+        key: dict[str, Any] = await client.call("POST", f"/tenants/{owner['id']}/keys", body=body)
+        return key
+
+    _print_secret(run(settings_from(data_dir, database), work), as_json=as_json)
+
+
+@app.command("rotate")
+def rotate(key: KeyId, as_json: AsJson = False, data_dir: DataDir = None, database: DatabaseUrl = None) -> None:
+    """Replace a key: the old one stops working at once, the new secret is printed, once."""
+    from appliance.cli.connection import AdminClient, run
+
+    async def work(client: AdminClient) -> dict[str, Any]:
+        found = await _find_key(client, key)
+        fresh: dict[str, Any] = await client.call("POST", f"/keys/{found['id']}/rotate")
+        return fresh
+
+    _print_secret(run(settings_from(data_dir, database), work), as_json=as_json)
+
+
+@app.command("revoke")
+def revoke(key: KeyId, as_json: AsJson = False, data_dir: DataDir = None, database: DatabaseUrl = None) -> None:
+    """Revoke a key: it stops working at once."""
+    from appliance.cli.connection import AdminClient, run
+
+    async def work(client: AdminClient) -> dict[str, Any]:
+        found = await _find_key(client, key)
+        await client.call("DELETE", f"/keys/{found['id']}")
+        return await _find_key(client, found["id"])
+
+    revoked = run(settings_from(data_dir, database), work)
+    if as_json:
+        output.data(revoked)
+    else:
+        output.facts(revoked)
+
+
+async def _keys(client: Any, tenant: str | None) -> list[dict[str, Any]]:
+    owners = [await find(client, tenant)] if tenant else await client.every("/tenants", query={"include_archived": "true"})
+    return [key for owner in owners for key in await client.every(f"/tenants/{owner['id']}/keys")]
+
+
+async def _find_key(client: Any, which: str) -> dict[str, Any]:
+    for key in await _keys(client, None):
+        if which in (key["id"], key["prefix"]):
+            return key
+    raise CommandFailed("there is no key with this id or prefix", code="not_found")
+
+
+def _print_secret(key: dict[str, Any], *, as_json: bool) -> None:
+    if as_json:
+        output.data(key)
+        return
+    output.facts({"key": key["key"], **{name: key[name] for name in COLUMNS if name in key}})
+    typer.echo(KEEP_IT, err=True)

@@ -1,0 +1,87 @@
+"""Assembles the `gatehouse` command and turns every failure into one line and an exit status: 0, 1 (failed), 2 (usage)."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from appliance.cli.failure import CommandFailed
+
+if TYPE_CHECKING:
+    import typer
+
+
+def build() -> typer.Typer:
+    """Return the whole command. Imports happen here, so that `gatehouse version` costs nothing."""
+    import typer
+
+    from appliance.cli import admin, database, doctor, keys, models, serve, tenants, usage, version
+
+    app = typer.Typer(
+        name="gatehouse",
+        help="Runs and looks after one Gatehouse appliance.",
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        rich_markup_mode=None,
+    )
+    app.command("serve")(serve.serve)
+    app.command("doctor")(doctor.doctor)
+    app.add_typer(models.app, name="models")
+    app.add_typer(tenants.app, name="tenants")
+    app.add_typer(keys.app, name="keys")
+    app.command("usage")(usage.usage)
+    app.add_typer(database.app, name="db")
+    app.add_typer(admin.app, name="admin")
+    app.command("version")(version.version)
+    return app
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit status."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        if given == ["version"]:
+            # The one command that scripts call at every turn does not wait for the others to be imported.
+            from appliance.base.version import current_version
+
+            sys.stdout.write(f"gatehouse {current_version()}\n")
+            return 0
+        return _run(given)
+    except BrokenPipeError:
+        # The reader of our output (head, less) has left; nobody is there to be told.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+def _run(given: list[str]) -> int:
+    import typer
+
+    from appliance.base.errors import GatehouseError
+    from appliance.base.settings import SettingsError
+    from appliance.cli import output
+
+    as_json = "--json" in given
+    try:
+        status = build()(given, standalone_mode=False, prog_name="gatehouse")
+        return status if isinstance(status, int) else 0
+    except (typer.Abort, KeyboardInterrupt):
+        sys.stderr.write("Stopped.\n")
+        return 130
+    except CommandFailed as failure:
+        output.failed(failure.message, failure.code, as_json=as_json)
+        return failure.status
+    except GatehouseError as error:
+        output.failed(error.message, error.code, as_json=as_json)
+        return 1
+    except SettingsError as error:
+        output.failed(str(error), "invalid_setting", as_json=as_json)
+        return 1
+    except typer.TyperException as error:
+        return output.misused(error, as_json=as_json)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,57 @@
+"""Asks the engine's own code, in a process of its own, whether a model directory would load: no torch in this one."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from appliance.cli.failure import CommandFailed
+
+_ROOT = Path(__file__).resolve().parents[2]
+_WORDS_MAX = 300
+
+
+def check_model(path: Path, *, progress: Callable[[float], None] = lambda _: None) -> dict[str, Any]:
+    """Return the facts of a model that would load. Raises CommandFailed with the reason when it would not."""
+    inherited = os.environ.get("PYTHONPATH")
+    environment = {**os.environ, "PYTHONPATH": f"{_ROOT}{os.pathsep}{inherited}" if inherited else str(_ROOT)}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "engine.verify", str(path)],
+        cwd=_ROOT,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert process.stdout is not None
+    verdict: dict[str, Any] | None = None
+    last = ""
+    with process:
+        for line in process.stdout:
+            said = _said(line)
+            if said is None:
+                last = line.strip() or last
+            elif "fraction" in said:
+                progress(float(said["fraction"]))
+            else:
+                verdict = said
+    if verdict is None:
+        raise CommandFailed(f"{path} cannot be checked: {last[-_WORDS_MAX:] or process.returncode}", code="not_a_model")
+    if not verdict.pop("ok"):
+        raise CommandFailed(str(verdict["error"]), code="not_a_model")
+    return verdict
+
+
+def _said(line: str) -> dict[str, Any] | None:
+    """Return what a line of the checker says; None for a line of somebody else (a library's warning, a traceback)."""
+    try:
+        said = json.loads(line)
+    except ValueError:
+        return None
+    return said if isinstance(said, dict) and ("fraction" in said or "ok" in said) else None

@@ -1,0 +1,127 @@
+"""`gatehouse models`: list, add, verify, remove. Models are folders on disk; nothing is downloaded."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from appliance.cli import model_store, output
+from appliance.cli.failure import CommandFailed
+from appliance.cli.options import AsJson, DatabaseUrl, DataDir, settings_from
+
+if TYPE_CHECKING:
+    from appliance.base.settings import Settings
+
+app = typer.Typer(help="The models on this machine: folders in Hugging Face's layout.", no_args_is_help=True)
+
+COLUMNS = ("name", "state", "path")
+ModelPath = Annotated[str, typer.Argument(metavar="MODEL", help="The path of a model's folder, or the name of an added one.")]
+
+
+@app.command("list")
+def list_models(as_json: AsJson = False, data_dir: DataDir = None, database: DatabaseUrl = None) -> None:
+    """List the models that are served and those that were added."""
+    settings = settings_from(data_dir, database)
+    rows: dict[str, dict[str, Any]] = {
+        path.name: {"name": path.name, "state": _state(path), "path": str(path)} for path in _on_disk(settings)
+    }
+    for name, state in _served(settings).items():
+        rows.setdefault(name, {"name": name, "path": None})["state"] = state
+    if as_json:
+        output.data({"data": list(rows.values())})
+    else:
+        output.table(list(rows.values()), COLUMNS, empty="There are no models.")
+
+
+@app.command("add")
+def add(
+    path: Annotated[Path, typer.Argument(help="The folder of the model.")],
+    name: Annotated[str | None, typer.Option(help="Its name here (default: the folder's).", show_default=False)] = None,
+    copy: Annotated[bool, typer.Option("--copy", help="Copy the files instead of linking to the folder.")] = False,
+    as_json: AsJson = False,
+    data_dir: DataDir = None,
+    database: DatabaseUrl = None,
+) -> None:
+    """Verify a model and add it to the data folder, so that `--model NAME` finds it."""
+    from appliance.cli.model_check import check_model
+
+    settings = settings_from(data_dir, database)
+    source = path.expanduser().absolute()
+    place = model_store.place_for(name or source.resolve().name, settings.data_dir)
+    with output.progress("Verifying", quiet=as_json) as report:
+        facts = check_model(source, progress=report)
+    if copy:
+        with output.progress("Copying", quiet=as_json) as report:
+            model_store.copy(source, place, progress=report)
+    else:
+        model_store.link(source, place)
+    _print({"name": place.name, "path": str(place), **facts}, as_json=as_json)
+
+
+@app.command("verify")
+def verify(model: ModelPath, as_json: AsJson = False, data_dir: DataDir = None, database: DatabaseUrl = None) -> None:
+    """Account for every tensor of a model against its configuration, without loading it."""
+    from appliance.cli.model_check import check_model
+
+    path = model_store.locate(model, settings_from(data_dir, database).data_dir)
+    with output.progress("Verifying", quiet=as_json) as report:
+        facts = check_model(path, progress=report)
+    _print({"path": str(path), **facts}, as_json=as_json)
+
+
+@app.command("remove")
+def remove(
+    name: Annotated[str, typer.Argument(help="The name of an added model.")],
+    yes: Annotated[bool, typer.Option("--yes", help="Delete the files of a copied model.")] = False,
+    as_json: AsJson = False,
+    data_dir: DataDir = None,
+    database: DatabaseUrl = None,
+) -> None:
+    """Remove an added model: a link goes, the folder that it points to stays; a copy is deleted."""
+    settings = settings_from(data_dir, database)
+    place = next((path for path in model_store.added_models(settings.data_dir) if path.name == name), None)
+    if place is None:
+        raise CommandFailed(f"there is no added model {name!r}", code="not_found")
+    if name in _served(settings):
+        raise CommandFailed(f"{name} is being served: stop the appliance, or start it without this model", code="in_use")
+    if not place.is_symlink() and not yes:
+        raise CommandFailed(f"{place} holds the model's files; add --yes to delete them", code="usage", status=2)
+    model_store.remove(place)
+    _print({"removed": name}, as_json=as_json)
+
+
+def _on_disk(settings: Settings) -> list[Path]:
+    """Return the folders that the settings name, else the demo model; then the added ones that are not among them."""
+    from appliance.serving.fleet import DEMO_MODEL
+
+    named = [model_store.locate(model, settings.data_dir) for model in settings.models] or [DEMO_MODEL]
+    return named + [path for path in model_store.added_models(settings.data_dir) if path not in named]
+
+
+def _state(path: Path) -> str:
+    return "on disk" if (path / "config.json").is_file() else "missing"
+
+
+def _served(settings: Settings) -> dict[str, str]:
+    """Return the models of the running appliance with the states of their engines; empty when none runs."""
+    from appliance.cli.connection import connected, read_control
+
+    if read_control(settings.data_dir) is None:
+        return {}
+
+    async def ask() -> dict[str, Any]:
+        async with connected(settings) as client:
+            system: dict[str, Any] = await client.call("GET", "/system")
+            return system
+
+    return {engine["model"]: engine["state"] for engine in asyncio.run(ask())["engine"]}
+
+
+def _print(facts: dict[str, Any], *, as_json: bool) -> None:
+    if as_json:
+        output.data(facts)
+    else:
+        output.facts(facts)

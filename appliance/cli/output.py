@@ -1,0 +1,101 @@
+"""How commands speak: tables and colours on a terminal, tab-separated lines into a pipe, JSON when asked."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import typer
+
+Row = Mapping[str, Any]
+
+
+def data(value: object) -> None:
+    """Print `value` as JSON."""
+    sys.stdout.write(json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+
+
+def table(rows: Sequence[Row], columns: Sequence[str], *, empty: str) -> None:
+    """Print `columns` of `rows`. In a pipe there is always a header line, so that its reader can count on it."""
+    if not sys.stdout.isatty():
+        sys.stdout.write("\t".join(columns) + "\n")
+        for row in rows:
+            sys.stdout.write("\t".join(_cell(row.get(column)) for column in columns) + "\n")
+        return
+    if not rows:
+        say(empty)
+        return
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    drawn = Table(box=None, header_style="bold", pad_edge=False)
+    for column in columns:
+        drawn.add_column(column.replace("_", " "), justify="right" if _numeric(rows, column) else "left")
+    for row in rows:
+        drawn.add_row(*(Text(_cell(row.get(column))) for column in columns))
+    Console().print(drawn)
+
+
+def facts(values: Row) -> None:
+    """Print one thing, a field per line."""
+    width = max((len(name) for name in values), default=0) if sys.stdout.isatty() else 0
+    for name, value in values.items():
+        separator = "  " if width else "\t"
+        sys.stdout.write(f"{name.replace('_', ' ') if width else name:<{width}}{separator}{_cell(value)}\n")
+
+
+def say(text: str) -> None:
+    """Print one line for a person."""
+    sys.stdout.write(text + "\n")
+
+
+@contextmanager
+def progress(title: str, *, quiet: bool) -> Iterator[Callable[[float], None]]:
+    """Yield a function that takes the fraction done; it draws a bar on a terminal and does nothing elsewhere."""
+    if quiet or not sys.stdout.isatty():
+        yield lambda _fraction: None
+        return
+    from rich.progress import Progress
+
+    with Progress(transient=True) as bar:
+        task = bar.add_task(title, total=1.0)
+        yield lambda fraction: bar.update(task, completed=fraction)
+
+
+def failed(message: str, code: str, *, as_json: bool) -> None:
+    """Tell of a failure: JSON on standard output for a program, one line on standard error for a person."""
+    if as_json:
+        data({"error": {"message": message, "code": code}})
+    else:
+        sys.stderr.write(f"gatehouse: {message}\n")
+
+
+def misused(error: typer.TyperException, *, as_json: bool) -> int:
+    """Tell of a command that was called wrongly and return the exit status."""
+    status = int(getattr(error, "exit_code", 2))
+    message = error.format_message() if hasattr(error, "format_message") else str(error)
+    if as_json or not hasattr(error, "show"):
+        failed(message, "usage", as_json=as_json)
+    else:
+        error.show()
+    return status
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, list | tuple):
+        return ",".join(_cell(item) for item in value) or "-"
+    if isinstance(value, Mapping):
+        return " ".join(f"{key}={_cell(item)}" for key, item in value.items() if item is not None) or "-"
+    return str(value).replace("\t", " ").replace("\n", " ")
+
+
+def _numeric(rows: Sequence[Row], column: str) -> bool:
+    return all(isinstance(row.get(column), int | float | None) and not isinstance(row.get(column), bool) for row in rows)

@@ -1,0 +1,114 @@
+"""`gatehouse serve`: runs the appliance in the foreground and greets whoever started it once a model answers."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import sys
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from appliance.cli import output
+from appliance.cli.failure import CommandFailed
+from appliance.cli.options import DatabaseUrl, DataDir, settings_from
+
+if TYPE_CHECKING:
+    from appliance.app import Started
+    from appliance.base.settings import Settings
+    from appliance.cli.welcome import Welcome
+
+PROGRESS_INTERVAL_S = 0.2
+SETTLED = ("ready", "failed", "stopped")
+
+
+def serve(
+    host: Annotated[
+        str | None, typer.Option(metavar="ADDRESS", help="Address to listen on (default 127.0.0.1).", show_default=False)
+    ] = None,
+    port: Annotated[
+        int | None, typer.Option(metavar="PORT", help="Port to listen on (default 8000).", show_default=False)
+    ] = None,
+    data_dir: DataDir = None,
+    model: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--model", metavar="MODEL", help="A model's folder or the name of an added one; repeatable.", show_default=False
+        ),
+    ] = None,
+    database: DatabaseUrl = None,
+    device: Annotated[str | None, typer.Option(metavar="auto|cuda|cpu", help="Where models run.", show_default=False)] = None,
+    log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error.", show_default=False)] = None,
+) -> None:
+    """Start the appliance: migrate, load the models, serve until Ctrl-C, then let running answers finish."""
+    settings = settings_from(
+        data_dir, database, host=host, port=port, models=tuple(model) if model else None, device=device, log_level=log_level
+    )
+    _run(_with_models_found(settings))
+
+
+def _with_models_found(settings: Settings) -> Settings:
+    from appliance.cli.model_store import locate
+
+    return dataclasses.replace(settings, models=tuple(str(locate(model, settings.data_dir)) for model in settings.models))
+
+
+def _run(settings: Settings) -> None:
+    import uvloop
+    from sqlalchemy.exc import SQLAlchemyError
+
+    from appliance import app
+    from appliance.api.http_server import CannotStart
+    from appliance.base.logging import configure_logging
+    from appliance.serving.model_registry import NotAModel
+
+    as_json = not sys.stderr.isatty() if settings.log_json is None else settings.log_json
+    configure_logging(settings.log_level, json=as_json)
+    greeter = Greeter()
+    try:
+        uvloop.run(app.serve(settings, on_listening=greeter.listening))
+    except (CannotStart, NotAModel) as error:
+        raise CommandFailed(str(error), code="cannot_start") from error
+    except SQLAlchemyError as error:
+        raise CommandFailed(f"the database does not answer: {str(error).splitlines()[0]}", code="database") from error
+    except OSError as error:
+        raise CommandFailed(f"{error.strerror}: {error.filename or settings.data_dir}", code="cannot_start") from error
+
+
+class Greeter:
+    """Prints the welcome when the models have loaded, so that the printed command works at once."""
+
+    def __init__(self) -> None:
+        self._task: asyncio.Task[None] | None = None
+
+    def listening(self, started: Started) -> None:
+        """Begin to wait; called in the event loop when the service listens."""
+        self._task = asyncio.get_running_loop().create_task(self._greet(started), name="welcome")
+
+    async def _greet(self, started: Started) -> None:
+        from appliance.cli import welcome
+
+        for model in started.services.models.list():
+            with output.progress(f"Loading {model.name}", quiet=False) as report:
+                while model.client.state not in SETTLED:
+                    report(model.client.load_fraction or 0.0)
+                    await asyncio.sleep(PROGRESS_INTERVAL_S)
+            if model.client.state == "failed":
+                sys.stderr.write(f"gatehouse: the model {model.name} could not be loaded: {model.client.error}\n")
+        if any(model.client.state == "ready" for model in started.services.models.list()):
+            output.say(welcome.text(_facts(started)))
+            sys.stdout.flush()
+
+
+def _facts(started: Started) -> Welcome:
+    from appliance.cli.welcome import Welcome, reachable
+
+    first = started.first_start
+    return Welcome(
+        url=reachable(started.host, started.port),
+        model=started.models[0],
+        admin_email=None if first is None else first.email,
+        admin_password=None if first is None else first.password,
+        admin_token=None if first is None else first.admin_token,
+        api_key=None if first is None else first.api_key,
+    )

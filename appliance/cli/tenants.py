@@ -1,0 +1,171 @@
+"""`gatehouse tenants`: list, create, show, update, archive."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from appliance.cli import output
+from appliance.cli.failure import CommandFailed
+from appliance.cli.options import AsJson, DatabaseUrl, DataDir, settings_from
+
+app = typer.Typer(help="The tenants of the appliance.", no_args_is_help=True)
+
+COLUMNS = ("id", "name", "tier", "weight", "limits", "allowed_models", "suspended", "archived", "created_at")
+LIMITS = ("tokens_per_minute", "requests_per_minute", "concurrent_requests", "tokens_per_day", "monthly_budget")
+
+Which = Annotated[str, typer.Argument(metavar="TENANT", help="A tenant's id or name.")]
+LimitOption = Annotated[
+    str | None, typer.Option(metavar="N", help="A whole number, or `none` for no limit.", show_default=False)
+]
+ModelOption = Annotated[
+    list[str] | None,
+    typer.Option("--model", metavar="NAME", help="A model it may use; repeatable; `all` for every model.", show_default=False),
+]
+
+
+@app.command("list")
+def list_tenants(
+    archived: Annotated[bool, typer.Option("--archived", help="Show archived tenants too.")] = False,
+    as_json: AsJson = False,
+    data_dir: DataDir = None,
+    database: DatabaseUrl = None,
+) -> None:
+    """List the tenants."""
+    from appliance.cli.connection import run
+
+    query = {"include_archived": "true"} if archived else {}
+    rows = run(settings_from(data_dir, database), lambda client: client.every("/tenants", query=query))
+    if as_json:
+        output.data({"data": rows})
+    else:
+        output.table(rows, COLUMNS, empty="There are no tenants. Make one: gatehouse tenants create NAME")
+
+
+@app.command("create")
+def create(
+    name: Annotated[str, typer.Argument(help="The name of the new tenant.")],
+    tier: Annotated[str, typer.Option(help="interactive, standard or batch.")] = "standard",
+    weight: Annotated[int, typer.Option(help="Its share against others of its tier.")] = 1,
+    tokens_per_minute: LimitOption = None,
+    requests_per_minute: LimitOption = None,
+    concurrent_requests: LimitOption = None,
+    tokens_per_day: LimitOption = None,
+    monthly_budget: LimitOption = None,
+    model: ModelOption = None,
+    as_json: AsJson = False,
+    data_dir: DataDir = None,
+    database: DatabaseUrl = None,
+) -> None:
+    """Create a tenant."""
+    limits = limits_body(tokens_per_minute, requests_per_minute, concurrent_requests, tokens_per_day, monthly_budget)
+    body = {"name": name, "tier": tier, "weight": weight, "limits": limits} | models_body(model)
+    _change(settings_from(data_dir, database), "POST", "/tenants", body, as_json=as_json)
+
+
+@app.command("show")
+def show(which: Which, as_json: AsJson = False, data_dir: DataDir = None, database: DatabaseUrl = None) -> None:
+    """Show one tenant."""
+    from appliance.cli.connection import run
+
+    tenant = run(settings_from(data_dir, database), lambda client: find(client, which))
+    _print(tenant, as_json=as_json)
+
+
+@app.command("update")
+def update(
+    which: Which,
+    name: Annotated[str | None, typer.Option(help="A new name.", show_default=False)] = None,
+    tier: Annotated[str | None, typer.Option(help="interactive, standard or batch.", show_default=False)] = None,
+    weight: Annotated[int | None, typer.Option(help="Its share against others of its tier.", show_default=False)] = None,
+    tokens_per_minute: LimitOption = None,
+    requests_per_minute: LimitOption = None,
+    concurrent_requests: LimitOption = None,
+    tokens_per_day: LimitOption = None,
+    monthly_budget: LimitOption = None,
+    model: ModelOption = None,
+    suspended: Annotated[
+        bool | None, typer.Option("--suspend/--resume", help="Refuse its requests, or serve them again.", show_default=False)
+    ] = None,
+    as_json: AsJson = False,
+    data_dir: DataDir = None,
+    database: DatabaseUrl = None,
+) -> None:
+    """Change a tenant; what is not named stays as it is."""
+    from appliance.cli.connection import AdminClient, run
+
+    named = {"name": name, "tier": tier, "weight": weight, "suspended": suspended}
+    body: dict[str, Any] = {field: value for field, value in named.items() if value is not None} | models_body(model)
+    if limits := limits_body(tokens_per_minute, requests_per_minute, concurrent_requests, tokens_per_day, monthly_budget):
+        body["limits"] = limits
+    if not body:
+        raise CommandFailed(
+            "nothing to change: name at least one option (gatehouse tenants update --help)", code="usage", status=2
+        )
+
+    async def work(client: AdminClient) -> dict[str, Any]:
+        tenant = await find(client, which)
+        changed: dict[str, Any] = await client.call("PATCH", f"/tenants/{tenant['id']}", body=body)
+        return changed
+
+    _print(run(settings_from(data_dir, database), work), as_json=as_json)
+
+
+@app.command("archive")
+def archive(which: Which, as_json: AsJson = False, data_dir: DataDir = None, database: DatabaseUrl = None) -> None:
+    """Archive a tenant: its keys stop working at once, what it was billed for stays."""
+    from appliance.cli.connection import AdminClient, run
+
+    async def work(client: AdminClient) -> dict[str, Any]:
+        tenant = await find(client, which)
+        await client.call("DELETE", f"/tenants/{tenant['id']}")
+        archived: dict[str, Any] = await client.call("GET", f"/tenants/{tenant['id']}")
+        return archived
+
+    _print(run(settings_from(data_dir, database), work), as_json=as_json)
+
+
+def limits_body(*values: str | None) -> dict[str, int | None]:
+    """Return the limits that were given, in the order of LIMITS; `none` lifts one."""
+    limits: dict[str, int | None] = {}
+    for field, value in zip(LIMITS, values, strict=True):
+        if value is None:
+            continue
+        if value.lower() == "none":
+            limits[field] = None
+        elif value.isascii() and value.isdigit():
+            limits[field] = int(value)
+        else:
+            option = "--" + field.replace("_", "-")
+            raise CommandFailed(f"{option} takes a whole number or `none`, not {value!r}", code="usage", status=2)
+    return limits
+
+
+def models_body(models: list[str] | None) -> dict[str, Any]:
+    """Return the field `allowed_models` when models were named; `all` lifts the restriction."""
+    if not models:
+        return {}
+    return {"allowed_models": None if models == ["all"] else models}
+
+
+async def find(client: Any, which: str) -> dict[str, Any]:
+    """Return the tenant with this id or this exact name."""
+    rows: list[dict[str, Any]] = await client.every("/tenants", query={"include_archived": "true"})
+    for tenant in rows:
+        if which in (tenant["id"], tenant["name"]):
+            return tenant
+    raise CommandFailed(f"there is no tenant {which!r}", code="not_found")
+
+
+def _change(settings: Any, method: str, path: str, body: object, *, as_json: bool) -> None:
+    from appliance.cli.connection import run
+
+    _print(run(settings, lambda client: client.call(method, path, body=body)), as_json=as_json)
+
+
+def _print(tenant: dict[str, Any], *, as_json: bool) -> None:
+    if as_json:
+        output.data(tenant)
+    else:
+        output.facts(tenant)

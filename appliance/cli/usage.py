@@ -1,0 +1,66 @@
+"""`gatehouse usage`: what was used and what it costs, from the ledger."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+from typing import Annotated, Any
+
+import typer
+
+from appliance.cli import output
+from appliance.cli.options import AsJson, DatabaseUrl, DataDir, settings_from
+
+COLUMNS = ("start", "tenant_id", "key_id", "model", "requests", "prompt_tokens", "cached_tokens", "completion_tokens", "cost")
+DAYS_DEFAULT = 30
+
+
+def usage(
+    start: Annotated[
+        str | None, typer.Option(metavar="TIME", help="RFC 3339; default: 30 days ago.", show_default=False)
+    ] = None,
+    end: Annotated[str | None, typer.Option(metavar="TIME", help="RFC 3339; default: now.", show_default=False)] = None,
+    bucket: Annotated[str, typer.Option(help="minute, hour or day.")] = "day",
+    group_by: Annotated[str, typer.Option(help="tenant, key or model.")] = "tenant",
+    tenant: Annotated[
+        str | None, typer.Option(metavar="TENANT", help="Only this tenant (id or name).", show_default=False)
+    ] = None,
+    as_json: AsJson = False,
+    data_dir: DataDir = None,
+    database: DatabaseUrl = None,
+) -> None:
+    """Show requests, tokens and cost per bucket and tenant, key or model."""
+    from appliance.cli.connection import AdminClient, run
+    from appliance.cli.tenants import find
+
+    now = datetime.now(UTC)
+    query = {
+        "start": start or _rfc3339(now - timedelta(days=DAYS_DEFAULT)),
+        "end": end or _rfc3339(now + timedelta(seconds=1)),
+        "bucket": bucket,
+        "group_by": group_by,
+    }
+
+    async def work(client: AdminClient) -> list[dict[str, Any]]:
+        if tenant is not None:
+            query["tenant_id"] = (await find(client, tenant))["id"]
+        return await client.every("/usage", query=query)
+
+    rows = run(settings_from(data_dir, database), work)
+    if as_json:
+        output.data({"data": rows})
+        return
+    named = [{**row, "cost": _cost(row)} for row in rows]
+    shown = tuple(
+        column for column in COLUMNS if (not column.endswith("_id") and column != "model") or any(column in row for row in rows)
+    )
+    output.table(named, shown, empty="Nothing was used in this time.")
+
+
+def _cost(row: dict[str, Any]) -> str:
+    from appliance.base.money import format_picos
+
+    return format_picos(int(row["cost_picos"]), str(row["currency"]))
+
+
+def _rfc3339(moment: datetime) -> str:
+    return moment.isoformat(timespec="seconds").replace("+00:00", "Z")

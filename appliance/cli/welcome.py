@@ -1,0 +1,61 @@
+"""What a person reads when the appliance is up: where the console is, how to sign in, one command that works as printed."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Welcome:
+    """The facts of a start. The secrets are None on every start but the first: they cannot be shown again."""
+
+    url: str
+    model: str
+    admin_email: str | None = None
+    admin_password: str | None = None
+    admin_token: str | None = None
+    api_key: str | None = None
+
+
+def reachable(host: str, port: int) -> str:
+    """Return the address that a person on this machine types for a service that listens on `host`."""
+    everywhere = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}  # noqa: S104 - read here, not bound
+    return f"http://{everywhere.get(host, f'[{host}]' if ':' in host else host)}:{port}"
+
+
+def text(welcome: Welcome) -> str:
+    """Return the lines to print."""
+    lines = ["", f"Gatehouse is ready.  Console:  {welcome.url}/"]
+    if welcome.admin_password is not None:
+        lines += [f"  Sign in as    {welcome.admin_email}", f"  Password      {welcome.admin_password}"]
+    if welcome.admin_token is not None:
+        lines += [f"  Admin token   {welcome.admin_token}   (bearer token of /admin/v1)"]
+    if welcome.admin_password is not None or welcome.admin_token is not None or welcome.api_key is not None:
+        lines += ["  Shown once: keep them now."]
+    else:
+        lines += ["  The login was shown at the first start; a new password: gatehouse admin reset-password E-MAIL"]
+    lines += ["", "Try it:" if welcome.api_key else "Try it with a key of yours (a new one: gatehouse keys create demo):", ""]
+    lines += [curl(welcome.url, welcome.model, welcome.api_key or "YOUR_KEY"), "", "Ctrl-C drains and stops.", ""]
+    return "\n".join(lines)
+
+
+def curl(url: str, model: str, key: str) -> str:
+    """Return one line for a shell that asks `model` a question and streams the answer."""
+    body = {
+        "model": model,
+        "stream": True,
+        "max_tokens": 64,
+        "messages": [{"role": "user", "content": "What does os.path.join do?"}],
+    }
+    parts = [
+        "curl",
+        "-N",
+        f"{url}/v1/chat/completions",
+        "-H",
+        f"Authorization: Bearer {key}",
+        "-H",
+        "Content-Type: application/json",
+    ]
+    return " ".join(shlex.quote(part) for part in [*parts, "-d", json.dumps(body, ensure_ascii=False)])

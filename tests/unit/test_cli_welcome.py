@@ -1,0 +1,53 @@
+"""What is printed at a start: secrets once, a command that a shell reads as meant."""
+
+from __future__ import annotations
+
+import json
+import shlex
+
+import pytest
+
+from appliance.cli.welcome import Welcome, curl, reachable, text
+
+FIRST = Welcome(
+    url="http://127.0.0.1:8000",
+    model="demo",
+    admin_email="admin@localhost",
+    admin_password="pass-word",
+    admin_token="gha_x",
+    api_key="gh_abc_def",
+)
+
+
+def test_the_first_start_shows_login_and_key() -> None:
+    said = text(FIRST)
+    assert all(part in said for part in ("http://127.0.0.1:8000/", "admin@localhost", "pass-word", "gha_x", "gh_abc_def"))
+
+
+def test_a_later_start_says_how_to_get_a_new_login() -> None:
+    said = text(Welcome(url="http://127.0.0.1:8000", model="demo"))
+    assert "admin reset-password" in said
+    assert "shown at the first start" in said
+
+
+def test_the_curl_line_is_one_line_that_a_shell_takes_apart_rightly() -> None:
+    line = curl(FIRST.url, "odd \"name's", "gh_abc_def")
+    assert "\n" not in line
+    words = shlex.split(line)
+    assert words[:3] == ["curl", "-N", "http://127.0.0.1:8000/v1/chat/completions"]
+    assert "Authorization: Bearer gh_abc_def" in words
+    assert json.loads(words[-1])["model"] == "odd \"name's"
+
+
+@pytest.mark.parametrize(
+    ("host", "url"),
+    [
+        ("127.0.0.1", "http://127.0.0.1:8000"),
+        ("0.0.0.0", "http://127.0.0.1:8000"),
+        ("::", "http://[::1]:8000"),
+        ("fe80::1", "http://[fe80::1]:8000"),
+        ("gate.example", "http://gate.example:8000"),
+    ],
+)
+def test_the_address_is_one_that_can_be_typed(host: str, url: str) -> None:
+    assert reachable(host, 8000) == url
