@@ -21,7 +21,7 @@ from appliance.api.shapes import (
     page_shape,
     tenant_shape,
 )
-from appliance.tenancy.fields import UNSET
+from appliance.tenancy.fields import SCOPES, UNSET
 from appliance.tenancy.principals import KeyChanges, Limits, TenantChanges
 from appliance.tenancy.roles import Action
 
@@ -70,7 +70,7 @@ class NewKeyBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """A key to create."""
 
     name: str
-    scopes: list[str] = ["inference"]
+    scopes: list[str] = msgspec.field(default_factory=lambda: list(SCOPES))
     expires_at: str | None = None
     allowed_models: list[str] | None = None
     allowed_networks: list[str] | None = None

@@ -52,3 +52,7 @@ class Services:
     metrics: Metrics
     control_token: str | None = field(default=None, repr=False)
     engines: bool = True
+
+    def __deepcopy__(self, _memo: object) -> Services:
+        """Return the same services: the framework copies routers with everything in them, and these are shared."""
+        return self
