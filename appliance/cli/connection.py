@@ -117,14 +117,17 @@ async def connected(settings: Settings) -> AsyncIterator[AdminClient]:
 async def _in_process(settings: Settings) -> AsyncIterator[httpx.AsyncClient]:
     """Yield a client of the same application in this process, without engines, for as long as the command takes."""
     from appliance.app import Appliance, create_app
+    from appliance.base.logging import configure_logging
 
+    configure_logging("warning", json=False)
     appliance = Appliance(settings, engines=False)
     await appliance.start()
     try:
         services = appliance.services
         services.control_token = services.control_token or secrets.token_urlsafe(32)
         headers = {"authorization": f"Bearer {services.control_token}"}
-        transport = httpx.ASGITransport(app=create_app(appliance))
+        application: Any = create_app(appliance)  # its types name the kinds of messages, httpx's do not
+        transport = httpx.ASGITransport(app=application)
         async with httpx.AsyncClient(base_url="http://in-process", headers=headers, transport=transport) as client:
             yield client
     finally:
