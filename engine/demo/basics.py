@@ -1,0 +1,42 @@
+"""Reads basics.txt, the hand-written talk of the demo model: who it is, first steps in Python, small programs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+SOURCE = Path(__file__).with_name("basics.txt")
+
+
+@dataclass(frozen=True)
+class Basic:
+    """section: topic, howto, program or talk. asked: ways to name it. told: answers (one, but for talk). code: or ''."""
+
+    section: str
+    asked: tuple[str, ...]
+    told: tuple[str, ...]
+    code: str
+
+
+def _entry(section: str, lines: list[str]) -> Basic:
+    asked = tuple(part.strip() for part in lines[0].removeprefix("? ").split(" | "))
+    code = [line[4:] for line in lines[1:] if line.startswith("    ") or not line]
+    told = [line for line in lines[1:] if line and not line.startswith("    ")]
+    if section == "talk":
+        return Basic(section, asked, tuple(line.replace("|", "\n") for line in told), "")
+    return Basic(section, asked, (" ".join(told),), "\n".join(code).strip("\n"))
+
+
+def read(path: Path = SOURCE) -> Iterator[Basic]:
+    """The entries of a file in the form of basics.txt: '= section', then '? names' with the answer and code below."""
+    section, lines = "", list[str]()
+    for line in [*path.read_text(encoding="ascii").splitlines(), "= end"]:
+        if line.startswith(("? ", "= ")):
+            if lines:
+                yield _entry(section, lines)
+            lines = [line] if line.startswith("? ") else []
+        elif lines:
+            lines.append(line)
+        if line.startswith("= "):
+            section = line.removeprefix("= ")

@@ -1,0 +1,62 @@
+"""Builds the demo model's corpus: prose and conversations from Python's documentation, held-out parts set aside."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from dataclasses import dataclass
+from pathlib import Path
+
+from engine.demo.chat import Conversation, Talk
+from engine.demo.facts import Fact, Passage, docs_pages, docstring_facts, page_facts, passages, unique
+
+HELD_OUT_PERCENT = 2
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Passages come in two lengths, for short and long rows; val_* never appear in training."""
+
+    facts: list[Fact]
+    val_facts: list[Fact]
+    short: list[Passage]
+    long: list[Passage]
+    val: list[Passage]
+
+    def sha256(self) -> str:
+        digest = hashlib.sha256()
+        for fact in [*self.facts, *self.val_facts]:
+            digest.update(f"{fact.subject}\0{fact.answer}\0{fact.code}\0".encode())
+        for passage in [*self.short, *self.val]:
+            digest.update(passage.text.encode())
+        return digest.hexdigest()
+
+    def num_bytes(self) -> int:
+        return sum(len(f.subject) + len(f.answer) + len(f.code) for f in self.facts) + sum(len(p.text) for p in self.short)
+
+
+def _held_out(key: str) -> bool:
+    return int.from_bytes(hashlib.sha256(key.encode()).digest()[:4], "big") % 100 < HELD_OUT_PERCENT
+
+
+def build(docs: Path, stdlib: Path, short_chars: int = 800, long_chars: int = 3200) -> Corpus:
+    """Reads docs (the .rst.txt sources) and the standard library's docstrings. The same input gives the same corpus."""
+    pages = list(docs_pages(docs))
+    if not pages:
+        raise SystemExit(f"no .rst.txt pages below {docs}; install the python3-doc package or pass --docs")
+    found = [fact for page, blocks in pages for fact in page_facts(page, blocks)]
+    facts = unique([*found, *docstring_facts(stdlib)])
+    cut = {limit: [p for page, blocks in pages for p in passages(page, blocks, limit)] for limit in (short_chars, long_chars)}
+    held = [p for p in cut[short_chars] if _held_out(p.page)]
+    return Corpus(
+        facts=[f for f in facts if f.page.startswith(("glossary", "tutorial")) or not _held_out(f.subject)],
+        val_facts=[f for f in facts if not f.page.startswith(("glossary", "tutorial")) and _held_out(f.subject)],
+        short=[p for p in cut[short_chars] if not _held_out(p.page)],
+        long=[p for p in cut[long_chars] if not _held_out(p.page)],
+        val=held,
+    )
+
+
+def conversations(facts: list[Fact], count: int, max_chars: int, seed: int, written: float) -> list[Conversation]:
+    talk = Talk(facts, random.Random(seed), written)
+    return [talk.conversation(max_chars) for _ in range(count)]
