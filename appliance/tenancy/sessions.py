@@ -69,14 +69,14 @@ class Sessions:
             return None
         token_hash = plain_digest(token)
         query = (
-            select(sessions, *(column.label(f"member_{column.name}") for column in members.columns))
+            select(sessions, *(column.label(f"owner_{column.name}") for column in members.columns))
             .join_from(sessions, members, members.c.id == sessions.c.member_id)
             .where(sessions.c.token_hash == token_hash)
         )
         async with self._db.reading() as connection:
             row = (await connection.execute(query)).mappings().first()
         now = self._clock.now()
-        if row is None or row["member_disabled_at"] is not None:
+        if row is None or row["owner_disabled_at"] is not None:
             return None
         if row["expires_at"] <= now or row["last_seen_at"] <= now - self._idle:
             return None
@@ -84,11 +84,11 @@ class Sessions:
             await self._see(token_hash, now)
         return Session(
             member=Member(
-                id=row["member_id"],
-                email=row["member_email"],
-                role=Role(row["member_role"]),
+                id=row["owner_id"],
+                email=row["owner_email"],
+                role=Role(row["owner_role"]),
                 disabled=False,
-                created_at=row["member_created_at"],
+                created_at=row["owner_created_at"],
             ),
             csrf_token=row["csrf_token"],
             user_agent=row["user_agent"],
