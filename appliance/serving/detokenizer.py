@@ -1,6 +1,6 @@
 """Token ids back to text, piece by piece. Never shows half a character, and costs the same for the last token as for the first.
 
-ids:   … │ context │ unread │          context: the tokens of the piece shown last; decoded again so that the tokenizer
+ids:   … │ context │ unread │          context: the last few tokens that were shown; decoded again so that the tokenizer
           └── decoded ─────┘                    sees what stands before (a leading space, a joined character)
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 REPLACEMENT = "�"
+CONTEXT_TOKENS = 6
 UNREAD_TOKENS_MAX = 8  # a character has at most four bytes; more unread tokens than this are bytes that are no text
 
 
@@ -25,26 +26,19 @@ class Detokenizer:
         self._unread.extend(token_ids)
         if not self._unread:
             return ""
-        text = self._new_text()
-        if text.endswith(REPLACEMENT) and len(self._unread) <= max(UNREAD_TOKENS_MAX, len(token_ids)):
-            return self._push_complete_part() if len(token_ids) > 1 else ""
-        self._advance(len(self._unread))
-        return text
+        shortest = max(0, len(self._unread) - UNREAD_TOKENS_MAX)
+        for count in range(len(self._unread), shortest, -1):
+            text = self._new_text(count)
+            if not text.endswith(REPLACEMENT):
+                self._advance(count)
+                return text
+        return self.flush() if shortest else ""
 
     def flush(self) -> str:
         """Return the rest at the end of the answer, replacement characters included where bytes are missing."""
         text = self._new_text() if self._unread else ""
         self._advance(len(self._unread))
         return text
-
-    def _push_complete_part(self) -> str:
-        """Show the longest beginning of the unread tokens that ends with a whole character."""
-        for count in range(len(self._unread) - 1, max(0, len(self._unread) - UNREAD_TOKENS_MAX), -1):
-            text = self._new_text(count)
-            if not text.endswith(REPLACEMENT):
-                self._advance(count)
-                return text
-        return ""
 
     def _new_text(self, count: int | None = None) -> str:
         before = self._decode(self._context) if self._context else ""
@@ -53,7 +47,7 @@ class Detokenizer:
 
     def _advance(self, count: int) -> None:
         if count:
-            self._context = self._unread[max(0, count - UNREAD_TOKENS_MAX) : count]
+            self._context = [*self._context, *self._unread[:count]][-CONTEXT_TOKENS:]
             self._unread = self._unread[count:]
 
 

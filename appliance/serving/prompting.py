@@ -29,6 +29,19 @@ class TemplateRefusal(Exception):
     """The chat template called `raise_exception`: it does not take these messages."""
 
 
+# What a template that meets unforeseen messages can raise: Jinja's own errors and those of the operations in it.
+_TEMPLATE_FAILURES = (
+    TemplateError,
+    TemplateRefusal,
+    TypeError,
+    ValueError,
+    ArithmeticError,
+    LookupError,
+    AttributeError,
+    RecursionError,
+)
+
+
 class Prompting:
     """Tokenizer and chat template of one model."""
 
@@ -68,7 +81,7 @@ class Prompting:
             raise InvalidValue("this model has no chat template, so it cannot answer chat messages", param="model")
         try:
             text = self._template.render(messages=messages, add_generation_prompt=True, tools=None, **self._special_tokens)
-        except (TemplateError, TemplateRefusal, TypeError, ValueError) as error:
+        except _TEMPLATE_FAILURES as error:
             raise InvalidValue(f"the model's chat template does not take these messages: {error}", param="messages") from error
         token_ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
         return token_ids

@@ -1,0 +1,74 @@
+"""Text of an answer is the same however it is cut: detokeniser and stop strings against their plain twins."""
+
+from __future__ import annotations
+
+from functools import cache
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer
+
+from appliance.serving.detokenizer import REPLACEMENT, Detokenizer
+from appliance.serving.stop_strings import StopStrings
+from tests.support.served_model import make_tokenizer
+
+TEXTS = st.text(st.characters(codec="utf-8"), max_size=60)
+
+
+@cache
+def tokenizer() -> Tokenizer:
+    return make_tokenizer()
+
+
+def detokenizer() -> Detokenizer:
+    return Detokenizer(lambda ids: str(tokenizer().decode(ids)))
+
+
+def cut(data: st.DataObject, length: int) -> list[slice]:
+    """Draw slices that cover `length` items in order."""
+    borders = sorted(data.draw(st.lists(st.integers(0, length), max_size=10)))
+    return [slice(begin, end) for begin, end in zip([0, *borders], [*borders, length], strict=True)]
+
+
+@given(text=TEXTS, data=st.data())
+@settings(deadline=None)
+def test_pieces_add_up_to_the_text_and_none_ends_in_half_a_character(text: str, data: st.DataObject) -> None:
+    text = text.replace(REPLACEMENT, "")
+    ids = tokenizer().encode(text, add_special_tokens=False).ids
+    decoder = detokenizer()
+    pieces = [decoder.push(ids[part]) for part in cut(data, len(ids))]
+
+    assert all(REPLACEMENT not in piece for piece in pieces)
+    assert "".join(pieces) + decoder.flush() == text
+
+
+@given(ids=st.lists(st.integers(4, 300), max_size=60), data=st.data())
+@settings(deadline=None)
+def test_any_tokens_are_shown_to_the_end(ids: list[int], data: st.DataObject) -> None:
+    known = [token_id for token_id in ids if tokenizer().id_to_token(token_id) is not None]
+    decoder = detokenizer()
+    text = "".join(decoder.push(known[part]) for part in cut(data, len(known))) + decoder.flush()
+    whole = str(tokenizer().decode(known))
+
+    assert text.replace(REPLACEMENT, "") == whole.replace(REPLACEMENT, "")
+
+
+@given(
+    text=st.text("ab.", max_size=40),
+    stops=st.lists(st.text("ab.", min_size=1, max_size=4), max_size=3),
+    data=st.data(),
+)
+@settings(deadline=None)
+def test_stop_strings_agree_with_a_search_of_the_whole_text(text: str, stops: list[str], data: st.DataObject) -> None:
+    matcher = StopStrings(stops)
+    shown = "".join(matcher.push(text[part]) for part in cut(data, len(text)))
+    ends = [text.find(stop) + len(stop) for stop in stops if stop in text]
+
+    if not ends:
+        assert matcher.matched is None
+        assert shown + matcher.flush() == text
+        return
+    end = min(ends)
+    longest = max((stop for stop in stops if text[:end].endswith(stop)), key=len)
+    assert matcher.matched == longest
+    assert shown == text[: end - len(longest)]

@@ -1,0 +1,98 @@
+"""Prompts are what the model's own template and tokenizer make of the messages, and the template cannot do harm."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from appliance.base.errors import ContextLengthExceeded, InvalidValue
+from appliance.serving import prompting
+from appliance.serving.prompting import Prompting, output_room
+from tests.support.served_model import make_tokenizer, write_text_files
+
+HELLO = [{"role": "user", "content": "the quick fox"}]
+
+
+def loaded(folder: Path, template: str | None) -> Prompting:
+    write_text_files(folder, template=template)
+    return Prompting.load(folder)
+
+
+async def text_of(folder: Path, template: str, messages: list[dict[str, Any]]) -> str:
+    ids = await loaded(folder, template).chat_prompt(messages)
+    return str(make_tokenizer().decode(ids, skip_special_tokens=False))
+
+
+async def test_special_tokens_of_the_template_become_single_tokens(tmp_path: Path) -> None:
+    ids = await loaded(tmp_path, "<|user|>{{ messages[0].content }}{{ eos_token }}").chat_prompt(HELLO)
+
+    tokenizer = make_tokenizer()
+    assert ids == [tokenizer.token_to_id("<|user|>"), *tokenizer.encode("the quick fox").ids, tokenizer.token_to_id("<|end|>")]
+
+
+async def test_blocks_are_trimmed_as_templates_expect(tmp_path: Path) -> None:
+    template = "{% for m in messages %}\n    {% if true %}\n{{ m.content }}\n    {% endif %}\n{% endfor %}\n"
+
+    assert await text_of(tmp_path, template, HELLO) == "the quick fox\n"
+
+
+async def test_tojson_keeps_characters_as_they_are(tmp_path: Path) -> None:
+    assert await text_of(tmp_path, "{{ messages[0].content | tojson }}", [{"role": "user", "content": "é<"}]) == '"é<"'
+
+
+async def test_a_template_that_refuses_is_an_error_of_the_messages(tmp_path: Path) -> None:
+    with pytest.raises(InvalidValue, match="roles must alternate") as caught:
+        await loaded(tmp_path, "{{ raise_exception('roles must alternate') }}").chat_prompt(HELLO)
+
+    assert caught.value.param == "messages"
+
+
+@pytest.mark.parametrize("template", ["{{ messages.append(1) }}", "{{ ''.__class__.__mro__ }}", "{{ range(10 ** 9) | list }}"])
+async def test_a_template_reaches_nothing_beyond_its_data(tmp_path: Path, template: str) -> None:
+    with pytest.raises(InvalidValue):
+        await loaded(tmp_path, template).chat_prompt(HELLO)
+
+
+async def test_a_model_without_a_template_says_so(tmp_path: Path) -> None:
+    with pytest.raises(InvalidValue, match="no chat template"):
+        await loaded(tmp_path, None).chat_prompt(HELLO)
+
+
+async def test_the_template_file_comes_before_the_configuration(tmp_path: Path) -> None:
+    write_text_files(tmp_path, template="from the configuration")
+    (tmp_path / "chat_template.jinja").write_text("from the file", "utf-8")
+
+    ids = await Prompting.load(tmp_path).chat_prompt(HELLO)
+
+    assert make_tokenizer().decode(ids) == "from the file"
+
+
+async def test_a_long_prompt_has_the_same_ids_as_a_short_path_would_give(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    messages = [{"role": "user", "content": "fox " * 50}]
+    model = loaded(tmp_path, "{{ messages[0].content }}")
+    inline = await model.chat_prompt(messages)
+    monkeypatch.setattr(prompting, "INLINE_CHARS_MAX", 1)
+
+    assert await model.chat_prompt(messages) == inline
+
+
+def test_unset_output_is_the_rest_of_the_context() -> None:
+    assert output_room(prompt_tokens=10, max_tokens=None, max_model_len=32) == 22
+
+
+def test_the_last_token_of_the_context_may_be_asked_for() -> None:
+    assert output_room(prompt_tokens=10, max_tokens=22, max_model_len=32) == 22
+
+
+@pytest.mark.parametrize(
+    ("prompt_tokens", "max_tokens", "param"), [(10, 23, "max_tokens"), (32, None, "messages"), (40, 1, "messages")]
+)
+def test_what_does_not_fit_is_refused_with_the_numbers(prompt_tokens: int, max_tokens: int | None, param: str) -> None:
+    with pytest.raises(ContextLengthExceeded, match=f"{prompt_tokens} tokens.*32 tokens") as caught:
+        output_room(prompt_tokens=prompt_tokens, max_tokens=max_tokens, max_model_len=32)
+
+    assert caught.value.param == param
