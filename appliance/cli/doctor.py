@@ -157,10 +157,13 @@ def _database(settings: Settings) -> list[Finding]:
 
 
 def _models(settings: Settings) -> list[Finding]:
+    from appliance.cli.connection import read_control
     from appliance.cli.model_check import check_model
     from appliance.cli.model_store import locate
     from appliance.serving.fleet import DEMO_MODEL
 
+    if not settings.models and read_control(settings.data_dir) is not None:
+        return []  # which models it was started with only the running appliance knows; its readiness speaks for them
     findings = []
     for path in [locate(model, settings.data_dir) for model in settings.models] or [DEMO_MODEL]:
         try:

@@ -10,7 +10,7 @@ import typer
 from appliance.cli import output
 from appliance.cli.options import AsJson, DatabaseUrl, DataDir, settings_from
 
-COLUMNS = ("start", "tenant_id", "key_id", "model", "requests", "prompt_tokens", "cached_tokens", "completion_tokens", "cost")
+COLUMNS = ("start", "tenant", "key_id", "model", "requests", "prompt_tokens", "cached_tokens", "completion_tokens", "cost")
 DAYS_DEFAULT = 30
 
 
@@ -40,19 +40,19 @@ def usage(
         "group_by": group_by,
     }
 
-    async def work(client: AdminClient) -> list[dict[str, Any]]:
+    async def work(client: AdminClient) -> tuple[list[dict[str, Any]], dict[str, str]]:
+        tenants = await client.every("/tenants", query={"include_archived": "true"})
         if tenant is not None:
             query["tenant_id"] = (await find(client, tenant))["id"]
-        return await client.every("/usage", query=query)
+        return await client.every("/usage", query=query), {known["id"]: known["name"] for known in tenants}
 
-    rows = run(settings_from(data_dir, database), work)
+    rows, names = run(settings_from(data_dir, database), work)
     if as_json:
         output.data({"data": rows})
         return
-    named = [{**row, "cost": _cost(row)} for row in rows]
-    shown = tuple(
-        column for column in COLUMNS if (not column.endswith("_id") and column != "model") or any(column in row for row in rows)
-    )
+    grouped = {"tenant": "tenant", "key": "key_id", "model": "model"}
+    shown = [column for column in COLUMNS if column not in grouped.values() or column == grouped.get(group_by)]
+    named = [{**row, "cost": _cost(row), "tenant": names.get(row.get("tenant_id") or "")} for row in rows]
     output.table(named, shown, empty="Nothing was used in this time.")
 
 

@@ -55,9 +55,8 @@ def _refused_address(host: str, port: int, data_dir: Path, error: OSError) -> Re
     if error.errno == errno.EADDRINUSE:
         running = _running(data_dir)
         if running:
-            return Refusal(
-                f"Gatehouse is running already: {running}", f"Use it, or give --port another number than {port} and --data-dir."
-            )
+            problem = f"Gatehouse is running already at {running} with the data folder {data_dir}."
+            return Refusal(problem, "Use it, or start a second one with another --port and another --data-dir.")
         return Refusal(
             f"Port {port} on {host} is in use by another program.",
             f"Stop it, or choose another port: --port {port + 1 & 65535}",

@@ -1,0 +1,227 @@
+"""The commands as they are typed: what they print for a person and for a program, and their exit status."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from appliance.base.version import current_version
+from appliance.cli.main import main
+
+REPO = Path(__file__).resolve().parents[2]
+COMMANDS = (
+    ["serve"], ["doctor"], ["usage"], ["version"],
+    ["models", "list"], ["models", "add"], ["models", "verify"], ["models", "remove"],
+    ["tenants", "list"], ["tenants", "create"], ["tenants", "show"], ["tenants", "update"], ["tenants", "archive"],
+    ["keys", "list"], ["keys", "create"], ["keys", "rotate"], ["keys", "revoke"],
+    ["db", "upgrade"], ["db", "downgrade"], ["db", "check"],
+    ["admin", "create"], ["admin", "reset-password"], ["admin", "token"],
+)  # fmt: skip
+WITHOUT_JSON = {"serve"}
+
+
+@pytest.fixture
+def data_dir(tmp_path: Path, migrated_sqlite_file: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The data folder of an appliance that does not run."""
+    for name in [name for name in os.environ if name.startswith("GATEHOUSE_")]:
+        monkeypatch.delenv(name)
+    folder = tmp_path / "data"
+    folder.mkdir()
+    shutil.copyfile(migrated_sqlite_file, folder / "gatehouse.db")
+    monkeypatch.setenv("GATEHOUSE_DATA_DIR", str(folder))
+    return folder
+
+
+class Typed:
+    """What a command line did: its exit status and what it wrote."""
+
+    def __init__(self, status: int, out: str, err: str) -> None:
+        self.status, self.out, self.err = status, out, err
+
+    def json(self) -> Any:
+        return json.loads(self.out)
+
+
+@pytest.fixture
+def typed(data_dir: Path, capsys: pytest.CaptureFixture[str]) -> Any:
+    def run(*arguments: str) -> Typed:
+        status = main(list(arguments))
+        written = capsys.readouterr()
+        return Typed(status, written.out, written.err)
+
+    return run
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_every_command_has_help_and_offers_json(command: list[str], typed: Any) -> None:
+    answer = typed(*command, "--help")
+    assert answer.status == 0
+    assert answer.out.startswith(f"Usage: gatehouse {' '.join(command)}")
+    assert ("--json" in answer.out) == (command[0] not in WITHOUT_JSON)
+
+
+def test_the_version_costs_no_imports() -> None:
+    program = (
+        "import sys; from appliance.cli.main import main; main(['version']); "
+        "print(sorted({'typer', 'rich', 'litestar', 'sqlalchemy', 'httpx', 'torch'} & set(sys.modules)))"
+    )
+    answer = subprocess.run([sys.executable, "-c", program], cwd=REPO, capture_output=True, text=True, check=True)
+    assert answer.stdout.splitlines() == [f"gatehouse {current_version()}", "[]"]
+
+
+def test_no_command_shows_the_help(typed: Any) -> None:
+    answer = typed()
+    assert answer.status == 2
+    assert "Commands:" in answer.err
+
+
+def test_an_unknown_command_is_a_usage_error(typed: Any) -> None:
+    assert typed("tennants").status == 2
+
+
+def test_a_usage_error_is_json_when_asked(typed: Any) -> None:
+    answer = typed("tenants", "create", "--json")
+    assert answer.status == 2
+    assert answer.json()["error"]["code"] == "usage"
+
+
+def test_a_setting_that_cannot_be_parsed_names_itself(typed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GATEHOUSE_PORT", "many")
+    answer = typed("tenants", "list")
+    assert answer.status == 1
+    assert "GATEHOUSE_PORT" in answer.err
+
+
+def test_an_unknown_setting_stops_the_command(typed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GATEHOUSE_PROT", "8000")
+    assert typed("tenants", "list", "--json").json()["error"]["code"] == "invalid_setting"
+
+
+def test_a_tenant_lives_through_its_commands(typed: Any) -> None:
+    made = typed("tenants", "create", "bob", "--tokens-per-minute", "1000", "--model", "demo", "--json").json()
+    assert made["limits"]["tokens_per_minute"] == 1000
+    assert made["allowed_models"] == ["demo"]
+    changed = typed("tenants", "update", "bob", "--tokens-per-minute", "none", "--model", "all", "--suspend", "--json").json()
+    assert (changed["limits"]["tokens_per_minute"], changed["allowed_models"], changed["suspended"]) == (None, None, True)
+    assert typed("tenants", "show", made["id"], "--json").json() == changed
+    assert typed("tenants", "archive", "bob", "--json").json()["archived"] is True
+    assert typed("tenants", "list", "--json").json() == {"data": []}
+    assert [row["name"] for row in typed("tenants", "list", "--archived", "--json").json()["data"]] == ["bob"]
+
+
+def test_a_taken_name_is_refused_with_the_servers_code(typed: Any) -> None:
+    typed("tenants", "create", "bob")
+    answer = typed("tenants", "create", "bob", "--json")
+    assert answer.status == 1
+    assert answer.json()["error"]["code"] == "name_taken"
+
+
+def test_an_update_that_changes_nothing_is_a_usage_error(typed: Any) -> None:
+    typed("tenants", "create", "bob")
+    assert typed("tenants", "update", "bob").status == 2
+
+
+@pytest.mark.parametrize("value", ["many", "-5", "1.5", ""])
+def test_a_limit_that_is_no_number_is_a_usage_error(typed: Any, value: str) -> None:
+    assert typed("tenants", "create", "bob", "--tokens-per-day", value).status == 2
+
+
+def test_a_stranger_is_not_found(typed: Any) -> None:
+    answer = typed("keys", "create", "charlie")
+    assert answer.status == 1
+    assert "charlie" in answer.err
+
+
+def test_a_key_is_shown_once_then_rotated_and_revoked(typed: Any) -> None:
+    typed("tenants", "create", "bob")
+    made = typed("keys", "create", "bob", "--name", "laptop", "--network", "10.0.0.0/8", "--json").json()
+    assert made["key"].startswith(made["prefix"])
+    assert made["allowed_networks"] == ["10.0.0.0/8"]
+    listed = typed("keys", "list", "--tenant", "bob", "--json")
+    assert made["key"] not in listed.out
+    fresh = typed("keys", "rotate", made["prefix"], "--json").json()
+    assert fresh["key"] != made["key"]
+    revoked = typed("keys", "revoke", fresh["id"], "--json").json()
+    assert revoked["revoked_at"] is not None
+    assert typed("keys", "revoke", "nothing").status == 1
+
+
+def test_into_a_pipe_goes_a_line_per_row_under_a_header(typed: Any) -> None:
+    typed("tenants", "create", "bob")
+    lines = typed("tenants", "list").out.splitlines()
+    assert lines[0].split("\t")[:2] == ["id", "name"]
+    assert lines[1].split("\t")[1] == "bob"
+
+
+def test_usage_of_an_idle_appliance_is_empty(typed: Any) -> None:
+    assert typed("usage", "--json").json() == {"data": []}
+    assert typed("usage", "--group-by", "model").out.startswith("start\tmodel\t")
+
+
+def test_usage_refuses_what_the_server_refuses(typed: Any) -> None:
+    assert typed("usage", "--bucket", "year").status == 1
+
+
+def test_somebody_may_sign_in_and_get_a_new_password(typed: Any) -> None:
+    made = typed("admin", "create", "alice@example.com", "--role", "owner", "--json").json()
+    assert made["role"] == "owner"
+    renewed = typed("admin", "reset-password", "alice@example.com", "--json").json()
+    assert renewed["password"] != made["password"]
+    assert typed("admin", "reset-password", "nobody@example.com").status == 1
+    assert typed("admin", "create", "alice@example.com", "--json").json()["error"]["code"] == "name_taken"
+
+
+def test_a_given_password_is_not_printed(typed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    import io
+
+    monkeypatch.setattr(sys, "stdin", io.StringIO("correct horse battery\n"))
+    assert "correct horse" not in typed("admin", "create", "alice@example.com", "--password-stdin").out
+
+
+def test_an_administrator_token_is_shown_once_and_can_be_revoked(typed: Any) -> None:
+    made = typed("admin", "token", "ci", "--role", "viewer", "--json").json()
+    listed = typed("admin", "token", "--list", "--json")
+    assert made["token"] not in listed.out
+    assert typed("admin", "token", "--revoke", made["id"], "--json").json()["revoked_at"] is not None
+    assert typed("admin", "token").status == 2
+
+
+def test_the_database_is_checked_downgraded_and_upgraded(typed: Any) -> None:
+    assert typed("db", "check").status == 0
+    assert typed("db", "downgrade", "base").status == 2
+    assert typed("db", "downgrade", "base", "--yes", "--json").json()["revision"] is None
+    assert typed("db", "check").status == 1
+    upgraded = typed("db", "upgrade", "--json").json()
+    assert upgraded["revision"] == upgraded["head"]
+
+
+def test_an_unknown_revision_is_told(typed: Any) -> None:
+    assert typed("db", "upgrade", "9999").status == 1
+
+
+def test_a_command_before_the_first_start_takes_nothing_from_it(typed: Any, data_dir: Path) -> None:
+    (data_dir / "gatehouse.db").unlink()
+    typed("tenants", "list")
+    typed("admin", "token", "--list")
+    assert typed("admin", "create", "admin@localhost").status == 0, (
+        "the first administrator was made behind the operator's back"
+    )
+
+
+def test_what_is_not_a_model_is_told_with_the_reason(typed: Any, tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    answer = typed("models", "verify", str(tmp_path / "model"), "--json")
+    assert answer.status == 1
+    assert answer.json()["error"]["code"] == "not_a_model"
+    assert typed("models", "add", str(tmp_path / "model")).status == 1
+
+
+def test_only_added_models_can_be_removed(typed: Any) -> None:
+    assert typed("models", "remove", "gatehouse-demo").status == 1
