@@ -18,7 +18,7 @@ from engine.options import EngineOptions
 from engine.prefix_cache import PrefixCache
 from engine.protocol import EngineInfo
 from engine.scheduler import Scheduler, SchedulerLimits
-from engine.weights import WeightPlan, load_weights
+from engine.weights import WeightsSize, load_weights
 from kernels import ops
 
 
@@ -33,11 +33,14 @@ def build_engine(options: EngineOptions, *, progress: Callable[[float], None] = 
     decoder = Decoder(config, dtype=dtype, device=device)
     weights = decoder.weight_plan()
     load_weights(options.model, weights, progress=progress)
+    size = WeightsSize.of(weights)
+    del weights
+    decoder.pack()
     element_bytes = torch.empty((), dtype=dtype).element_size()
     available = kv_bytes_available(config, options, element_bytes=element_bytes, device=device)
     plan = plan_memory(config, options, element_bytes=element_bytes, available_bytes=available)
     runner = ModelRunner(config, decoder, plan, options.block_size, dtype=dtype, device=device)
-    info = _info(options, config, plan, weights, dtype=dtype, device=device, load_s=time.monotonic() - started_s)
+    info = _info(options, config, plan, size, dtype=dtype, device=device, load_s=time.monotonic() - started_s)
     return Engine(_scheduler(options, plan, device), runner, info)
 
 
@@ -57,13 +60,12 @@ def _info(
     options: EngineOptions,
     config: ModelConfig,
     plan: MemoryPlan,
-    weights: WeightPlan,
+    size: WeightsSize,
     *,
     dtype: torch.dtype,
     device: torch.device,
     load_s: float,
 ) -> EngineInfo:
-    places = weights.places.values()
     return EngineInfo(
         model=options.name or options.model.name,
         architecture=config.family.architecture,
@@ -75,9 +77,9 @@ def _info(
         dtype=str(dtype).removeprefix("torch."),
         device=device.type,
         device_name=device_name(device),
-        kernels=ops.implementation(device),
-        num_parameters=sum(place.numel() for place in places),
-        weights_bytes=sum(place.numel() * place.element_size() for place in places),
+        kernels=ops.implementation(dtype, device),
+        num_parameters=size.num_parameters,
+        weights_bytes=size.num_bytes,
         kv_bytes=plan.kv_bytes,
         load_s=load_s,
     )

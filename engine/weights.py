@@ -33,6 +33,19 @@ class WeightPlan:
         self.places[name] = place
 
 
+@dataclass(frozen=True, slots=True)
+class WeightsSize:
+    """How much was loaded; tied tensors count once."""
+
+    num_parameters: int
+    num_bytes: int
+
+    @classmethod
+    def of(cls, plan: WeightPlan) -> WeightsSize:
+        places = plan.places.values()
+        return cls(sum(place.numel() for place in places), sum(place.numel() * place.element_size() for place in places))
+
+
 def weight_files(directory: Path) -> list[Path]:
     """The safetensors files of a model directory, single or sharded; `WeightsError` when none or some are missing."""
     index_path = directory / INDEX_FILE

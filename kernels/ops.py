@@ -11,13 +11,16 @@ import torch
 from kernels.attention_rows import AttentionRow, AttentionShape
 from kernels.cpu.attention import AttentionPlan, AttentionPlanner, paged_attention, write_kv
 from kernels.cpu.elementwise import rms_norm, rope, silu_mul
+from kernels.cpu.linear import LinearKernel, can_pack, pack_linear
 
 __all__ = [
     "AttentionPlan",
     "AttentionPlanner",
     "AttentionRow",
     "AttentionShape",
+    "LinearKernel",
     "implementation",
+    "pack_linear",
     "paged_attention",
     "rms_norm",
     "rope",
@@ -26,6 +29,6 @@ __all__ = [
 ]
 
 
-def implementation(device: torch.device) -> str:
-    """Which kernels run on `device`, in words."""
-    return f"torch operations ({device.type})"
+def implementation(dtype: torch.dtype, device: torch.device) -> str:
+    """Which kernels run for tensors of this kind, in words."""
+    return f"torch operations ({device.type}{', oneDNN packed weights' if can_pack(dtype, device) else ''})"

@@ -34,6 +34,10 @@ class Attention:
             self._q_norm.plan(plan, f"{prefix}.q_norm")
             self._k_norm.plan(plan, f"{prefix}.k_norm")
 
+    def pack(self) -> None:
+        self._qkv.pack()
+        self._out.pack()
+
     def __call__(self, x: torch.Tensor, inputs: BatchInputs, kv_cache: torch.Tensor) -> torch.Tensor:
         """x: [T, hidden], kv_cache: [N, P, 2, K, D] → [T, hidden]"""
         heads, kv_heads, size = self._num_heads, self._num_kv_heads, self._head_dim

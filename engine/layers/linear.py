@@ -5,30 +5,42 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch.nn import functional
 
 from engine.weights import WeightPlan
+from kernels import ops
 
 
 class FusedLinear:
-    """y = x Wᵀ + b, where W stacks the matrices `parts` = [(checkpoint name, rows), …]."""
+    """y = x Wᵀ + b, where W stacks the matrices `parts` = [(checkpoint name, rows), …].
+
+    Plain tensors while weights are loaded; after `pack` only the kernel's own form remains.
+    """
 
     def __init__(
         self, parts: Sequence[tuple[str, int]], columns: int, *, bias: bool, dtype: torch.dtype, device: torch.device
     ) -> None:
         self._parts = parts
         rows = sum(size for _, size in parts)
-        self.weight = torch.empty(rows, columns, dtype=dtype, device=device)
-        self.bias = torch.empty(rows, dtype=dtype, device=device) if bias else None
+        self._weight: torch.Tensor | None = torch.empty(rows, columns, dtype=dtype, device=device)
+        self._bias = torch.empty(rows, dtype=dtype, device=device) if bias else None
+        self._kernel: ops.LinearKernel | None = None
 
     def plan(self, plan: WeightPlan, prefix: str) -> None:
         """Each part of the checkpoint goes to its rows here."""
+        assert self._weight is not None, "the weights are packed already"
         start = 0
         for name, size in self._parts:
-            plan.add(f"{prefix}.{name}.weight", self.weight.narrow(0, start, size))
-            if self.bias is not None:
-                plan.add(f"{prefix}.{name}.bias", self.bias.narrow(0, start, size))
+            plan.add(f"{prefix}.{name}.weight", self._weight.narrow(0, start, size))
+            if self._bias is not None:
+                plan.add(f"{prefix}.{name}.bias", self._bias.narrow(0, start, size))
             start += size
 
+    def pack(self) -> None:
+        """Bind the loaded weights to a kernel and let go of the plain tensor."""
+        assert self._weight is not None, "the weights are packed already"
+        self._kernel = ops.pack_linear(self._weight, self._bias)
+        self._weight = None
+
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return functional.linear(x, self.weight, self.bias)
+        assert self._kernel is not None, "the weights are not packed yet"
+        return self._kernel(x)

@@ -23,5 +23,9 @@ class GatedMLP:
         self._gate_up.plan(plan, prefix)
         self._down.plan(plan, prefix)
 
+    def pack(self) -> None:
+        self._gate_up.pack()
+        self._down.pack()
+
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return self._down(ops.silu_mul(self._gate_up(x)))

@@ -13,6 +13,7 @@ from engine.layers.attention import Attention
 from engine.layers.mlp import GatedMLP
 from engine.layers.norm import RMSNorm
 from engine.weights import WeightPlan
+from kernels import ops
 
 
 class DecoderLayer:
@@ -30,6 +31,10 @@ class DecoderLayer:
         self._post_norm.plan(plan, f"{prefix}.post_attention_layernorm")
         self._mlp.plan(plan, f"{prefix}.mlp")
 
+    def pack(self) -> None:
+        self._attention.pack()
+        self._mlp.pack()
+
     def __call__(self, x: torch.Tensor, inputs: BatchInputs, kv_cache: torch.Tensor) -> torch.Tensor:
         x = x + self._attention(self._input_norm(x), inputs, kv_cache)
         return x + self._mlp(self._post_norm(x))
@@ -42,7 +47,8 @@ class Decoder:
         self._embedding = torch.empty(config.vocab_size, config.hidden_size, dtype=dtype, device=device)
         self._layers = [DecoderLayer(config, dtype=dtype, device=device) for _ in range(config.num_layers)]
         self._norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype, device=device)
-        self._head = self._embedding if config.tie_word_embeddings else torch.empty_like(self._embedding)
+        self._head: torch.Tensor | None = self._embedding if config.tie_word_embeddings else torch.empty_like(self._embedding)
+        self._head_kernel: ops.LinearKernel | None = None
 
     def weight_plan(self) -> WeightPlan:
         plan = WeightPlan()
@@ -52,9 +58,17 @@ class Decoder:
         self._norm.plan(plan, "model.norm")
         if self._head is self._embedding:
             plan.twins["lm_head.weight"] = "model.embed_tokens.weight"
-        else:
+        elif self._head is not None:
             plan.add("lm_head.weight", self._head)
         return plan
+
+    def pack(self) -> None:
+        """Bind the loaded weights to kernels. A tied embedding is kept beside its packed twin: rows are looked up in it."""
+        assert self._head is not None, "the weights are packed already"
+        for layer in self._layers:
+            layer.pack()
+        self._head_kernel = ops.pack_linear(self._head, None)
+        self._head = None
 
     def __call__(self, inputs: BatchInputs, kv_caches: Sequence[torch.Tensor]) -> torch.Tensor:
         """Hidden states of the rows that sample: [B_sampled, hidden]; keys and values of all T tokens go to the caches."""
@@ -65,4 +79,5 @@ class Decoder:
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden: [B, hidden] → [B, V] float32"""
-        return functional.linear(hidden, self._head).float()
+        assert self._head_kernel is not None, "the weights are not packed yet"
+        return self._head_kernel(hidden).float()
