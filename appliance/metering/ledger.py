@@ -69,6 +69,7 @@ class Ledger:
         self._checkpoint_interval_s = checkpoint_interval_s
         self._queued_opens_max = queued_opens_max
         self._inbox: deque[Operation] = deque()
+        self._in_round: list[Operation] = []
         self._queued_opens = 0
         self._checkpoints: dict[str, Checkpoint] = {}
         self._checkpoints_due_s = 0.0
@@ -97,7 +98,7 @@ class Ledger:
         if running:
             self._task.cancel()
             await asyncio.wait({self._task})
-        left = len(self._inbox)
+        left = len(self._inbox) + len(self._in_round)
         self._fail_all(LedgerBroken("the ledger has stopped"))
         if left:
             raise LedgerBroken(f"the ledger stopped with {left} operations unwritten: {self.last_error}")
@@ -173,13 +174,14 @@ class Ledger:
                 return
 
     async def _write_round(self) -> None:
-        operations = self._take_operations()
+        operations = self._in_round = self._take_operations()
         checkpoints = self._take_checkpoints()
         work = Round(self._db, self._epoch_id, self._currency, self._clock.now(), operations, checkpoints)
         try:
             await work.write()
         except (DBAPIError, PoolTimeout, OSError) as error:
             self._keep_for_retry(operations, checkpoints, error)
+            self._in_round = []
             return
         self.last_error = None
         self._retry_s = 0.0
@@ -187,6 +189,7 @@ class Ledger:
             if isinstance(operation, Settle) and operation.written:
                 self.unrecorded_usage_tokens -= operation.settlement.usage.total_tokens
         work.tell()
+        self._in_round = []
 
     def _take_operations(self) -> list[Operation]:
         count = min(len(self._inbox), ROUND_OPERATIONS_MAX)
@@ -221,8 +224,10 @@ class Ledger:
                 self._checkpoints.setdefault(row.request_id, row)
 
     def _fail_all(self, error: LedgerBroken) -> None:
-        while self._inbox:
-            operation = self._inbox.popleft()
+        """Tell every caller that waits, also those whose operations a round had taken when it ended."""
+        for operation in (*self._in_round, *self._inbox):
             if not isinstance(operation, Void):
                 operation.fail(error)
+        self._in_round = []
+        self._inbox.clear()
         self._queued_opens = 0

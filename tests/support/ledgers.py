@@ -1,0 +1,79 @@
+"""Ledgers for tests: running ones, databases that fail on demand, and what a table holds."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+from sqlalchemy import select
+from sqlalchemy.exc import OperationalError
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from appliance.base.clock import Clock
+from appliance.base.db import Database
+from appliance.base.tables import usage_events
+from appliance.metering.ledger import Ledger
+from appliance.metering.ledger_rows import event_from_row
+from appliance.metering.records import UsageEvent
+
+DEADLINE_S = 10.0
+
+
+@asynccontextmanager
+async def running_ledger(database: Database, clock: Clock, epoch_id: str, **options: float) -> AsyncIterator[Ledger]:
+    """Yield a started ledger that writes checkpoints with every round, and stop it."""
+    ledger = Ledger(database, clock, epoch_id, checkpoint_interval_s=options.get("checkpoint_interval_s", 0.0))
+    await ledger.start()
+    try:
+        yield ledger
+    finally:
+        await ledger.stop()
+
+
+async def all_events(database: Database) -> list[UsageEvent]:
+    """Return every usage event in order."""
+    async with database.reading() as connection:
+        rows = (await connection.execute(select(usage_events).order_by(usage_events.c.id))).mappings().all()
+    return [event_from_row(row) for row in rows]
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Return when `condition` holds; fail when it does not within DEADLINE_S."""
+    async with asyncio.timeout(DEADLINE_S):
+        while not condition():  # noqa: ASYNC110 - whatever the condition reads, it has no event
+            await asyncio.sleep(0.001)
+
+
+class FailingDatabase(Database):
+    """A database whose next transactions fail, before or after their COMMIT."""
+
+    fail_before_commit = 0
+    fail_after_commit = 0
+    commits = 0
+    gate: asyncio.Event | None = None
+    held = 0
+
+    @classmethod
+    def around(cls, database: Database) -> FailingDatabase:
+        """Return `database` with a fault injector in its way."""
+        made = cls.__new__(cls)
+        made.__dict__.update(database.__dict__)
+        return made
+
+    @asynccontextmanager
+    async def writing(self) -> AsyncIterator[AsyncConnection]:
+        """Yield a transaction that ends as the test has set."""
+        if self.gate is not None:
+            self.held += 1
+            await self.gate.wait()
+            self.held -= 1
+        async with super().writing() as connection:
+            yield connection
+            if self.fail_before_commit:
+                self.fail_before_commit -= 1
+                raise OperationalError("COMMIT", {}, OSError("disk full"))
+        self.commits += 1
+        if self.fail_after_commit:
+            self.fail_after_commit -= 1
+            raise OperationalError("COMMIT", {}, OSError("connection lost"))

@@ -1,0 +1,339 @@
+"""The ledger: durable before it answers, settled once, in groups, and honest about failure."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+
+import pytest
+
+from appliance.base.db import Database
+from appliance.base.errors import InternalError, NotFound, Overloaded
+from appliance.metering.ledger import Checkpoint, Ledger, LedgerBroken, RequestRecord, Settlement, Usage
+from appliance.metering.prices import Price, PriceBook
+from appliance.metering.usage import LedgerFilter, UsageReports
+from tests.support.cast import Cast
+from tests.support.clock import FakeClock
+from tests.support.factories import pending, posted, voided
+from tests.support.ledgers import FailingDatabase, all_events, running_ledger, until
+
+
+@pytest.fixture
+async def price(database: Database, clock: FakeClock) -> Price:
+    """A price in the table: 1 and 0.1 and 3 units per million tokens."""
+    return await PriceBook(database, clock).add(
+        model="demo", currency="USD", prompt=1_000_000, cached_prompt=100_000, completion=3_000_000
+    )
+
+
+async def test_a_request_is_pending_with_nothing_owed_once_open_returns(
+    database: Database, clock: FakeClock, cast: Cast
+) -> None:
+    entry = pending(cast.bob)
+    async with running_ledger(database, clock, cast.epoch_id) as ledger:
+        await ledger.open(entry)
+        (event,) = await all_events(database)
+        await ledger.settle(voided(entry.request_id))
+    assert (event.request_id, event.status, event.reserved_tokens) == (entry.request_id, "pending", 266)
+    assert (event.prompt_tokens, event.completion_tokens, event.cost_picos, event.settled_at) == (0, 0, 0, None)
+
+
+async def test_a_settled_request_costs_its_tokens_at_the_price_of_its_admission(
+    database: Database, clock: FakeClock, cast: Cast, price: Price
+) -> None:
+    entry = pending(cast.bob, price=price)
+    async with running_ledger(database, clock, cast.epoch_id) as ledger:
+        await ledger.open(entry)
+        clock.advance(2)
+        event = await ledger.settle(posted(entry.request_id, prompt=100, cached=60, completion=7))
+    assert event.cost_picos == 40 * 1_000_000 + 60 * 100_000 + 7 * 3_000_000
+    assert (event.status, event.finish_reason, event.currency, event.estimated) == ("posted", "stop", "USD", False)
+    assert event.settled_at == clock.now()
+    assert await all_events(database) == [event]
+
+
+async def test_the_row_of_the_request_is_finished_in_the_same_transaction(
+    database: Database, clock: FakeClock, cast: Cast
+) -> None:
+    entry = pending(cast.bob)
+    record = RequestRecord(queue_s=0.5, ttft_s=1.25, inter_token_p50_s=0.02, decode_s=2.0, kv_blocks=3, error="a\x00b" * 400)
+    settlement = dataclasses.replace(posted(entry.request_id, completion=5), record=record)
+    async with running_ledger(database, clock, cast.epoch_id) as ledger:
+        await ledger.open(entry)
+        await ledger.settle(settlement)
+    row = await UsageReports(database).request(entry.request_id)
+    assert (row.queue_s, row.ttft_s, row.decode_s, row.kv_blocks, row.completion_tokens) == (0.5, 1.25, 2.0, 3, 5)
+    assert row.tokens_per_second == 2.0
+    assert row.error == ("ab" * 400)[:500]
+    assert row.finished_at == clock.now()
+
+
+async def test_settling_twice_with_the_same_figures_returns_the_same_event(
+    database: Database, clock: FakeClock, cast: Cast
+) -> None:
+    entry = pending(cast.bob)
+    async with running_ledger(database, clock, cast.epoch_id) as ledger:
+        await ledger.open(entry)
+        settlement = posted(entry.request_id)
+        together = await asyncio.gather(ledger.settle(settlement), ledger.settle(settlement))
+        clock.advance(5)
+        again = await ledger.settle(settlement)
+        assert ledger.unrecorded_usage_tokens == 0
+    assert together[0] == together[1] == again
+    assert len(await all_events(database)) == 1
+
+
+async def test_settling_otherwise_is_refused_loudly(database: Database, clock: FakeClock, cast: Cast) -> None:
+    entry = pending(cast.bob)
+    async with running_ledger(database, clock, cast.epoch_id) as ledger:
+        await ledger.open(entry)
+        first = await ledger.settle(posted(entry.request_id, completion=5))
+        for other in (posted(entry.request_id, completion=6), voided(entry.request_id)):
+            with pytest.raises(LedgerBroken, match="other figures"):
+                await ledger.settle(other)
+        assert ledger.healthy
+        assert ledger.unrecorded_usage_tokens == 16
+    assert await all_events(database) == [first]
+
+
+async def test_settling_what_was_never_opened_is_refused_loudly(database: Database, clock: FakeClock, cast: Cast) -> None:
+    async with running_ledger(database, clock, cast.epoch_id) as ledger:
+        with pytest.raises(LedgerBroken, match="no entry"):
+            await ledger.settle(posted("req_unknown"))
+        assert ledger.unrecorded_usage_tokens == 15
+
+
+async def test_many_requests_are_committed_in_few_groups(database: Database, clock: FakeClock, cast: Cast) -> None:
+    counting = FailingDatabase.around(database)
+    entries = [pending(cast.bob) for _ in range(200)]
+    async with running_ledger(counting, clock, cast.epoch_id) as ledger:
+        await asyncio.gather(*(ledger.open(entry) for entry in entries))
+        assert counting.commits <= 3
+        events = await asyncio.gather(*(ledger.settle(posted(entry.request_id)) for entry in entries))
+        assert counting.commits <= 6
+    assert [event.request_id for event in await all_events(database)] == [entry.request_id for entry in entries]
+    assert {event.status for event in events} == {"posted"}
+
+
+async def test_a_bad_row_fails_alone(database: Database, clock: FakeClock, cast: Cast) -> None:
+    gated = FailingDatabase.around(database)
+    gated.gate = asyncio.Event()
+    good, bad = pending(cast.bob), pending(cast.bob, tenant_id="nobody")
+    async with running_ledger(gated, clock, cast.epoch_id) as ledger:
+        tasks = [asyncio.create_task(ledger.open(entry)) for entry in (good, bad, dataclasses.replace(good, model="twin"))]
+        await asyncio.sleep(0)
+        gated.gate.set()
+        answers = await asyncio.gather(*tasks, return_exceptions=True)
+        assert ledger.healthy
+        await ledger.settle(voided(good.request_id))
+    assert answers[0] is None
+    assert isinstance(answers[1], InternalError)
+    assert isinstance(answers[2], InternalError)
+    assert [event.model for event in await all_events(database)] == ["demo"]
+
+
+async def test_a_commit_that_fails_refuses_the_request_and_leaves_no_entry(
+    database: Database, clock: FakeClock, cast: Cast
+) -> None:
+    failing = FailingDatabase.around(database)
+    failing.fail_before_commit = 1
+    async with running_ledger(failing, clock, cast.epoch_id) as ledger:
+        with pytest.raises(InternalError, match="nothing was started"):
+            await ledger.open(pending(cast.bob))
+        assert not ledger.healthy
+        assert "disk full" in str(ledger.last_error)
+        await until(lambda: ledger.healthy)
+    assert await all_events(database) == []
+
+
+async def test_an_entry_whose_commit_had_an_unknown_outcome_does_not_stay_pending(
+    database: Database, clock: FakeClock, cast: Cast
+) -> None:
+    failing = FailingDatabase.around(database)
+    failing.fail_after_commit = 1
+    async with running_ledger(failing, clock, cast.epoch_id) as ledger:
+        with pytest.raises(InternalError):
+            await ledger.open(pending(cast.bob))
+        await until(lambda: ledger.healthy)
+    (event,) = await all_events(database)
+    assert (event.status, event.cost_picos) == ("voided", 0)
+
+
+@pytest.mark.parametrize("where", ["fail_before_commit", "fail_after_commit"])
+async def test_a_settlement_is_tried_until_it_is_written(
+    database: Database, clock: FakeClock, cast: Cast, price: Price, where: str
+) -> None:
+    failing = FailingDatabase.around(database)
+    entry = pending(cast.bob, price=price)
+    async with running_ledger(failing, clock, cast.epoch_id) as ledger:
+        await ledger.open(entry)
+        setattr(failing, where, 3)
+        settling = asyncio.create_task(ledger.settle(posted(entry.request_id)))
+        await until(lambda: not ledger.healthy)
+        assert ledger.unrecorded_usage_tokens == 15
+        event = await settling
+        assert ledger.healthy
+        assert ledger.unrecorded_usage_tokens == 0
+    assert event.cost_picos == 10 * 1_000_000 + 5 * 3_000_000
+    assert await all_events(database) == [event]
+
+
+async def test_a_caller_that_is_cancelled_does_not_stop_the_settlement(
+    database: Database, clock: FakeClock, cast: Cast
+) -> None:
+    gated = FailingDatabase.around(database)
+    entry = pending(cast.bob)
+    async with running_ledger(gated, clock, cast.epoch_id) as ledger:
+        await ledger.open(entry)
+        gated.gate = asyncio.Event()
+        settling = asyncio.create_task(ledger.settle(posted(entry.request_id)))
+        await until(lambda: gated.held == 1)
+        settling.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await settling
+        gated.gate.set()
+    assert [event.status for event in await all_events(database)] == ["posted"]
+
+
+@pytest.mark.parametrize("written_before", [False, True])
+async def test_an_open_that_is_cancelled_leaves_nothing_pending(
+    database: Database, clock: FakeClock, cast: Cast, written_before: bool
+) -> None:
+    gated = FailingDatabase.around(database)
+    gated.gate = asyncio.Event()
+    async with running_ledger(gated, clock, cast.epoch_id) as ledger:
+        opening = asyncio.create_task(ledger.open(pending(cast.bob)))
+        await asyncio.sleep(0)
+        if written_before:
+            await until(lambda: gated.held == 1)
+        opening.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await opening
+        gated.gate.set()
+    assert all(event.status == "voided" for event in await all_events(database))
+
+
+async def test_the_queue_of_opens_is_bounded(database: Database, clock: FakeClock, cast: Cast) -> None:
+    gated = FailingDatabase.around(database)
+    gated.gate = asyncio.Event()
+    ledger = Ledger(gated, clock, cast.epoch_id, queued_opens_max=2)
+    await ledger.start()
+    opening = [asyncio.create_task(ledger.open(pending(cast.bob)))]
+    await until(lambda: gated.held == 1)
+    opening += [asyncio.create_task(ledger.open(pending(cast.bob))) for _ in range(3)]
+    _done, _waiting = await asyncio.wait(opening, return_when=asyncio.FIRST_EXCEPTION)
+    with pytest.raises(Overloaded):
+        await opening[-1]
+    gated.gate.set()
+    await asyncio.gather(*opening[:-1])
+    await ledger.stop()
+    assert len(await all_events(database)) == 3
+
+
+async def test_the_latest_checkpoint_of_each_request_is_written(database: Database, clock: FakeClock, cast: Cast) -> None:
+    entry, other = pending(cast.bob), pending(cast.charlie)
+    async with running_ledger(database, clock, cast.epoch_id, checkpoint_interval_s=1.0) as ledger:
+        await asyncio.gather(ledger.open(entry), ledger.open(other))
+        rows = [Checkpoint(request_id=entry.request_id, prompt_tokens=10, cached_tokens=4, completion_tokens=n) for n in (1, 2)]
+        ledger.checkpoint(rows[:1])
+        ledger.checkpoint(rows[1:])
+    events = {event.request_id: event for event in await all_events(database)}
+    written = events[entry.request_id]
+    assert (written.prompt_tokens, written.cached_tokens, written.completion_tokens) == (10, 4, 2)
+    assert (written.status, written.cost_picos) == ("pending", 0)
+    assert events[other.request_id].completion_tokens == 0
+
+
+async def test_a_late_checkpoint_does_not_touch_a_settled_event(database: Database, clock: FakeClock, cast: Cast) -> None:
+    entry = pending(cast.bob)
+    async with running_ledger(database, clock, cast.epoch_id) as ledger:
+        await ledger.open(entry)
+        event = await ledger.settle(posted(entry.request_id))
+        ledger.checkpoint([Checkpoint(request_id=entry.request_id, prompt_tokens=1, cached_tokens=0, completion_tokens=1)])
+    assert await all_events(database) == [event]
+
+
+async def test_stopping_writes_what_is_queued(database: Database, clock: FakeClock, cast: Cast) -> None:
+    gated = FailingDatabase.around(database)
+    entry = pending(cast.bob)
+    ledger = Ledger(gated, clock, cast.epoch_id)
+    await ledger.start()
+    await ledger.open(entry)
+    gated.gate = asyncio.Event()
+    settling = asyncio.create_task(ledger.settle(posted(entry.request_id)))
+    await until(lambda: gated.held == 1)
+    stopping = asyncio.create_task(ledger.stop())
+    await asyncio.sleep(0)
+    gated.gate.set()
+    await stopping
+    assert (await settling).status == "posted"
+    with pytest.raises(InternalError, match="not running"):
+        await ledger.open(pending(cast.bob))
+
+
+async def test_a_ledger_that_cannot_write_says_so_when_it_stops(database: Database, clock: FakeClock, cast: Cast) -> None:
+    failing = FailingDatabase.around(database)
+    entry = pending(cast.bob)
+    ledger = Ledger(failing, clock, cast.epoch_id)
+    await ledger.start()
+    await ledger.open(entry)
+    failing.fail_before_commit = 10**6
+    settling = asyncio.create_task(ledger.settle(posted(entry.request_id)))
+    await until(lambda: not ledger.healthy)
+    with pytest.raises(LedgerBroken, match="1 operations unwritten"):
+        await ledger.stop(timeout_s=0.1)
+    with pytest.raises(LedgerBroken):
+        await settling
+    assert ledger.unrecorded_usage_tokens == 15
+
+
+async def test_a_writer_that_ends_by_a_bug_is_visible_and_refuses(
+    database: Database, clock: FakeClock, cast: Cast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ledger = Ledger(database, clock, cast.epoch_id)
+    await ledger.start()
+
+    def bug(*_: object) -> None:
+        raise KeyError("a bug")
+
+    monkeypatch.setattr(ledger, "_take_checkpoints", bug)
+    with pytest.raises(LedgerBroken, match="a bug"):
+        await ledger.open(pending(cast.bob))
+    assert not ledger.healthy
+    with pytest.raises(InternalError):
+        await ledger.settle(posted("req_any"))
+    await ledger.stop()
+
+
+def test_a_voided_request_cannot_have_usage() -> None:
+    with pytest.raises(ValueError, match="no usage"):
+        Settlement(request_id="req", status="voided", finish_reason="refused", usage=Usage(prompt_tokens=1))
+
+
+async def test_the_ledger_pages_in_order_and_shows_each_tenant_its_own(
+    database: Database, clock: FakeClock, cast: Cast
+) -> None:
+    reports = UsageReports(database)
+    entries = [pending(cast.bob if n % 3 else cast.charlie) for n in range(10)]
+    async with running_ledger(database, clock, cast.epoch_id) as ledger:
+        for entry in entries:
+            await ledger.open(entry)
+            await ledger.settle(posted(entry.request_id))
+    seen: list[str] = []
+    cursor = None
+    while True:
+        page = await reports.ledger_page(3, cursor)
+        seen += [event.request_id for event in page.data]
+        cursor = page.next_cursor
+        assert page.has_more == (cursor is not None)
+        if cursor is None:
+            break
+    assert seen == [entry.request_id for entry in entries]
+    newest = await reports.ledger_page(4, None, newest_first=True)
+    assert [event.request_id for event in newest.data] == [entry.request_id for entry in reversed(entries)][:4]
+    bobs = await reports.ledger_page(50, None, LedgerFilter(tenant_id=cast.bob.tenant.id))
+    assert [event.request_id for event in bobs.data] == [e.request_id for n, e in enumerate(entries) if n % 3]
+    with pytest.raises(NotFound):
+        await reports.event(entries[0].request_id, cast.bob.tenant.id)
+    with pytest.raises(NotFound):
+        await reports.request(entries[0].request_id, cast.bob.tenant.id)
