@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from litestar.di import NamedDependency
+
 from appliance.console.forms import Form
 from appliance.console.live_board import LiveBoard
 from appliance.console.login_attempts import LoginAttempts
@@ -36,3 +38,7 @@ class Console:
         served = self.services.models.list()
         host = "127.0.0.1" if settings.host in ("0.0.0.0", "::") else settings.host  # noqa: S104  a name to print, not a bind
         return {"address": f"http://{host}:{settings.port}", "first_model": served[0].name if served else "MODEL"}
+
+
+ConsoleDependency = NamedDependency[Console]
+"""How a handler asks for the console."""

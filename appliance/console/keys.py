@@ -6,9 +6,10 @@ from typing import Any
 from urllib.parse import urlencode
 
 from litestar import get, post
+from litestar.params import FromPath
 
 from appliance.base.errors import BadRequest, Conflict
-from appliance.console.context import Console
+from appliance.console.context import Console, ConsoleDependency
 from appliance.console.forms import Form
 from appliance.console.history import tenant_names
 from appliance.console.limits import key_levels, read_limits
@@ -26,7 +27,7 @@ CONSEQUENCES = {
 
 
 @get("/keys")
-async def list_keys(request: ConsoleRequest, console: Console) -> Html:
+async def list_keys(request: ConsoleRequest, console: ConsoleDependency) -> Html:
     """Every key of every tenant."""
     page = await console.services.keys.list(None, PAGE_ROWS, request.query_params.get("cursor"))
     return console.pages.page(
@@ -39,13 +40,13 @@ async def list_keys(request: ConsoleRequest, console: Console) -> Html:
 
 
 @get("/tenants/{tenant_id:str}/keys/new", guards=[require_changer])
-async def new_key(request: ConsoleRequest, console: Console, tenant_id: str) -> Html:
+async def new_key(request: ConsoleRequest, console: ConsoleDependency, tenant_id: FromPath[str]) -> Html:
     """The form of a new key."""
     return _new_form(request, console, await console.services.tenants.get(tenant_id), None)
 
 
 @post("/tenants/{tenant_id:str}/keys", guards=[require_changer], status_code=200)
-async def create_key(request: ConsoleRequest, console: Console, tenant_id: str) -> Html:
+async def create_key(request: ConsoleRequest, console: ConsoleDependency, tenant_id: FromPath[str]) -> Html:
     """Create a key and show its secret, or show the form again with what is wrong."""
     tenant = await console.services.tenants.get(tenant_id)
     form = await console.form(request)
@@ -60,13 +61,13 @@ async def create_key(request: ConsoleRequest, console: Console, tenant_id: str) 
 
 
 @get("/keys/{key_id:str}")
-async def show_key(request: ConsoleRequest, console: Console, key_id: str) -> Html:
+async def show_key(request: ConsoleRequest, console: ConsoleDependency, key_id: FromPath[str]) -> Html:
     """One key and its settings."""
     return await _key_page(request, console, await console.services.keys.get(key_id))
 
 
 @post("/keys/{key_id:str}", guards=[require_changer], status_code=200)
-async def save_key(request: ConsoleRequest, console: Console, key_id: str) -> Html:
+async def save_key(request: ConsoleRequest, console: ConsoleDependency, key_id: FromPath[str]) -> Html:
     """Save name, last day, restrictions and limits, or show the page again with what is wrong."""
     key = await console.services.keys.get(key_id)
     form = await console.form(request)
@@ -83,13 +84,13 @@ async def save_key(request: ConsoleRequest, console: Console, key_id: str) -> Ht
 
 
 @get("/keys/{key_id:str}/rotate", guards=[require_changer])
-async def confirm_rotate(request: ConsoleRequest, console: Console, key_id: str) -> Html:
+async def confirm_rotate(request: ConsoleRequest, console: ConsoleDependency, key_id: FromPath[str]) -> Html:
     """Say what rotation does before it is done."""
     return _confirm(request, console, await console.services.keys.get(key_id), "rotate")
 
 
 @post("/keys/{key_id:str}/rotate", guards=[require_changer], status_code=200)
-async def rotate_key(request: ConsoleRequest, console: Console, key_id: str) -> Html:
+async def rotate_key(request: ConsoleRequest, console: ConsoleDependency, key_id: FromPath[str]) -> Html:
     """Replace the secret and show the new one."""
     try:
         key, secret = await console.services.keys.rotate(key_id)
@@ -99,13 +100,13 @@ async def rotate_key(request: ConsoleRequest, console: Console, key_id: str) -> 
 
 
 @get("/keys/{key_id:str}/revoke", guards=[require_changer])
-async def confirm_revoke(request: ConsoleRequest, console: Console, key_id: str) -> Html:
+async def confirm_revoke(request: ConsoleRequest, console: ConsoleDependency, key_id: FromPath[str]) -> Html:
     """Say what revocation does before it is done."""
     return _confirm(request, console, await console.services.keys.get(key_id), "revoke")
 
 
 @post("/keys/{key_id:str}/revoke", guards=[require_changer], status_code=200)
-async def revoke_key(request: ConsoleRequest, console: Console, key_id: str) -> Html:
+async def revoke_key(request: ConsoleRequest, console: ConsoleDependency, key_id: FromPath[str]) -> Html:
     """Refuse the key from now on."""
     key = await console.services.keys.revoke(key_id)
     return console.pages.redirect(request, f"/tenants/{key.tenant_id}", done="key-revoked")

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
 from litestar import get
+from litestar.params import FromQuery
 from litestar.response import Stream
 
 from appliance.base.errors import InvalidValue, Overloaded
-from appliance.console.context import Console
+from appliance.console.context import Console, ConsoleDependency
 from appliance.console.overview import overview_fragment
 from appliance.console.requests import live_requests_fragment
 from appliance.console.security import ConsoleRequest, may_change, session_token
@@ -21,7 +22,7 @@ VIEWS = {"overview": overview_fragment, "requests": live_requests_fragment}
 
 
 @get("/console/events")
-async def live_stream(request: ConsoleRequest, console: Console, view: str = "overview") -> Stream:
+async def live_stream(request: ConsoleRequest, console: ConsoleDependency, view: FromQuery[str] = "overview") -> Stream:
     """Send the live part of a page whenever the sampler has a new sample."""
     if view not in VIEWS:
         raise InvalidValue(f"view must be one of {', '.join(VIEWS)}", param="view")
@@ -32,7 +33,7 @@ async def live_stream(request: ConsoleRequest, console: Console, view: str = "ov
     return Stream(frames, media_type="text/event-stream", headers=headers)
 
 
-async def _frames(console: Console, view: str, *, token: str, changing: bool) -> AsyncIterator[bytes]:
+async def _frames(console: Console, view: str, *, token: str, changing: bool) -> AsyncGenerator[bytes, None]:
     console.open_streams += 1
     try:
         async with aclosing(console.services.sampler.subscribe()) as ticks:

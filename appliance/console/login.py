@@ -7,7 +7,7 @@ import math
 from litestar import get, post
 
 from appliance.base.errors import InvalidCredentials, RateLimitExceeded
-from appliance.console.context import Console
+from appliance.console.context import Console, ConsoleDependency
 from appliance.console.rendering import THEME_COOKIE, THEMES, Html
 from appliance.console.security import (
     ConsoleRequest,
@@ -26,7 +26,7 @@ WRONG = "E-mail and password do not belong together."
 
 
 @get("/login", opt={"public": True})
-async def show_login(request: ConsoleRequest, console: Console) -> Html:
+async def show_login(request: ConsoleRequest, console: ConsoleDependency) -> Html:
     """The sign-in form; whoever is signed in goes on."""
     target = safe_next(request.query_params.get("next"))
     if current_session(request) is not None:
@@ -35,7 +35,7 @@ async def show_login(request: ConsoleRequest, console: Console) -> Html:
 
 
 @post("/login", opt={"public": True}, status_code=200)
-async def sign_in(request: ConsoleRequest, console: Console) -> Html:
+async def sign_in(request: ConsoleRequest, console: ConsoleDependency) -> Html:
     """Check e-mail and password, open a session with a new id, and go on to the page that was asked for."""
     form = await request.form()
     email, password = str(form.get("email", "")).strip(), str(form.get("password", ""))
@@ -60,7 +60,7 @@ async def sign_in(request: ConsoleRequest, console: Console) -> Html:
 
 
 @post("/logout", status_code=200)
-async def sign_out(request: ConsoleRequest, console: Console) -> Html:
+async def sign_out(request: ConsoleRequest, console: ConsoleDependency) -> Html:
     """Close the session on the server and remove its cookie."""
     await _close_session(request, console)
     answer = console.pages.redirect(request, "/login", done="signed-out")
@@ -69,7 +69,7 @@ async def sign_out(request: ConsoleRequest, console: Console) -> Html:
 
 
 @post("/theme", status_code=200)
-async def choose_theme(request: ConsoleRequest, console: Console) -> Html:
+async def choose_theme(request: ConsoleRequest, console: ConsoleDependency) -> Html:
     """Remember light, dark, or whatever the device prefers, and show the same page again."""
     form = await request.form()
     theme = str(form.get("theme", ""))

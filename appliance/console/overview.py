@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from litestar import get
 
-from appliance.console.context import Console
+from appliance.console.context import Console, ConsoleDependency
 from appliance.console.rendering import Html
 from appliance.console.security import ConsoleRequest
 
 
 @get("/")
-async def show_overview(request: ConsoleRequest, console: Console) -> Html:
+async def show_overview(request: ConsoleRequest, console: ConsoleDependency) -> Html:
     """The live board."""
     view = await console.board.overview()
     return console.pages.page(request, "pages/overview.html", view=view, **console.example())

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from litestar import Response, get, post
+from litestar.params import FromPath
 
-from appliance.console.context import Console
+from appliance.console.context import Console, ConsoleDependency
 from appliance.console.history import ENDS, Filters, history_page, tenants_by_name
 from appliance.console.rendering import DONE, HTML, Html, is_fragment, toast_header
 from appliance.console.request_lines import RequestLine, live_line, past_line
@@ -26,7 +27,7 @@ class CostLine:
 
 
 @get("/requests")
-async def list_requests(request: ConsoleRequest, console: Console) -> Html:
+async def list_requests(request: ConsoleRequest, console: ConsoleDependency) -> Html:
     """In flight above, history below; htmx asks for the history alone when a filter changes."""
     filters = Filters.of(request)
     tenants = await tenants_by_name(console.services)
@@ -62,7 +63,7 @@ def live_lines(console: Console) -> list[RequestLine]:
 
 
 @get("/requests/{request_id:str}")
-async def show_request(request: ConsoleRequest, console: Console, request_id: str) -> Html:
+async def show_request(request: ConsoleRequest, console: ConsoleDependency, request_id: FromPath[str]) -> Html:
     """Where the time of one request went, and what it cost."""
     row, event = await _find(console, request_id)
     price = await _price(console, event)
@@ -70,7 +71,7 @@ async def show_request(request: ConsoleRequest, console: Console, request_id: st
 
 
 @post("/requests/cancel", guards=[require_changer], status_code=200)
-async def cancel_request(request: ConsoleRequest, console: Console) -> Html:
+async def cancel_request(request: ConsoleRequest, console: ConsoleDependency) -> Html:
     """End a request in flight; what it generated so far is billed."""
     form = await console.form(request)
     request_id = form.raw("request_id")

@@ -13,7 +13,7 @@ from appliance.console import keys, live_stream, login, overview, requests, tena
 from appliance.console.context import Console
 from appliance.console.error_pages import error_handler
 from appliance.console.rendering import STATIC_DIR
-from appliance.console.security import RequireSession, SecurityHeaders, require_csrf_token
+from appliance.console.security import SecurityHeaders, require_csrf_token, session_guard
 
 if TYPE_CHECKING:
     from appliance.serving.services import Services
@@ -42,7 +42,7 @@ def create_console_router(services: Services) -> Router:
         path="/",
         route_handlers=list(HANDLERS),
         dependencies={"console": Provide(provide_console, sync_to_thread=False)},
-        guards=[RequireSession(services)],
+        guards=[session_guard(services)],
         before_request=require_csrf_token,
         exception_handlers={Exception: error_handler(console.pages), GatehouseError: error_handler(console.pages)},
         include_in_schema=False,

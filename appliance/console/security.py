@@ -16,7 +16,7 @@ from litestar.datastructures import Cookie, MutableScopeHeaders
 from litestar.enums import ScopeType
 from litestar.handlers import BaseRouteHandler
 from litestar.middleware import ASGIMiddleware
-from litestar.types import ASGIApp, Message, Receive, Scope, Send
+from litestar.types import ASGIApp, Guard, Message, Receive, Scope, Send
 
 from appliance.base.errors import Forbidden, Unauthenticated
 from appliance.tenancy.roles import Action, may, require
@@ -105,23 +105,23 @@ def may_change(connection: Connection) -> bool:
     return session is not None and may(session.member.role, Action.WRITE)
 
 
-class RequireSession:
-    """Guard of the whole console: resolves the session, and refuses whoever has none where a page needs one.
+def session_guard(services: Services) -> Guard:
+    """Return the guard of the whole console: it resolves the session, and refuses whoever has none where a page needs one.
 
-    A handler with `opt={"public": True}` is served to anybody; it still learns of a session that is there.
+    A handler with `opt={"public": True}` is served to anybody; it still learns of a session that is there. The guard raises
+    Unauthenticated without a live session, and Forbidden for a change that another site asks for. (A function and no object,
+    because the framework copies objects deeply when it registers them.)
     """
 
-    def __init__(self, services: Services) -> None:
-        self._services = services
-
-    async def __call__(self, connection: Connection, handler: BaseRouteHandler) -> None:
-        """Raise Unauthenticated without a live session, Forbidden for a change that another site asks for."""
+    async def guard(connection: Connection, handler: BaseRouteHandler) -> None:
         if connection.scope.get("method") not in SAFE_METHODS:
             require_own_origin(connection)
-        token = session_token(connection, self._services)
-        connection.state["session"] = await self._services.sessions.resolve(token) if token else None
+        token = session_token(connection, services)
+        connection.state["session"] = await services.sessions.resolve(token) if token else None
         if connection.state["session"] is None and not handler.opt.get("public"):
             raise Unauthenticated("Sign in first.")
+
+    return guard
 
 
 def require_changer(connection: Connection, _: BaseRouteHandler) -> None:

@@ -6,9 +6,10 @@ from typing import Any
 from urllib.parse import urlencode
 
 from litestar import get, post
+from litestar.params import FromPath
 
 from appliance.base.errors import BadRequest, Conflict
-from appliance.console.context import Console
+from appliance.console.context import Console, ConsoleDependency
 from appliance.console.forms import Form
 from appliance.console.limits import read_limits, tenant_levels
 from appliance.console.rendering import Html
@@ -23,7 +24,7 @@ FIELDS = ("name", "tier", "weight", "allowed_models", *LIMIT_NAMES)
 
 
 @get("/tenants")
-async def list_tenants(request: ConsoleRequest, console: Console) -> Html:
+async def list_tenants(request: ConsoleRequest, console: ConsoleDependency) -> Html:
     """Every tenant, archived ones on request."""
     archived = request.query_params.get("archived") == "yes"
     page = await console.services.tenants.list(PAGE_ROWS, request.query_params.get("cursor"), include_archived=archived)
@@ -38,13 +39,13 @@ async def list_tenants(request: ConsoleRequest, console: Console) -> Html:
 
 
 @get("/tenants/new", guards=[require_changer])
-async def new_tenant(request: ConsoleRequest, console: Console) -> Html:
+async def new_tenant(request: ConsoleRequest, console: ConsoleDependency) -> Html:
     """The form of a new tenant."""
     return _new_form(request, console, None)
 
 
 @post("/tenants", guards=[require_changer], status_code=200)
-async def create_tenant(request: ConsoleRequest, console: Console) -> Html:
+async def create_tenant(request: ConsoleRequest, console: ConsoleDependency) -> Html:
     """Create a tenant, or show the form again with what is wrong."""
     form = await console.form(request)
     changes = _read(form)
@@ -64,13 +65,13 @@ async def create_tenant(request: ConsoleRequest, console: Console) -> Html:
 
 
 @get("/tenants/{tenant_id:str}")
-async def show_tenant(request: ConsoleRequest, console: Console, tenant_id: str) -> Html:
+async def show_tenant(request: ConsoleRequest, console: ConsoleDependency, tenant_id: FromPath[str]) -> Html:
     """One tenant: what it used, its keys, its settings."""
     return await _tenant_page(request, console, await console.services.tenants.get(tenant_id))
 
 
 @post("/tenants/{tenant_id:str}", guards=[require_changer], status_code=200)
-async def save_tenant(request: ConsoleRequest, console: Console, tenant_id: str) -> Html:
+async def save_tenant(request: ConsoleRequest, console: ConsoleDependency, tenant_id: FromPath[str]) -> Html:
     """Save name, tier, weight, limits and models, or show the page again with what is wrong."""
     form = await console.form(request)
     changes = _read(form)
@@ -84,27 +85,27 @@ async def save_tenant(request: ConsoleRequest, console: Console, tenant_id: str)
 
 
 @post("/tenants/{tenant_id:str}/suspend", guards=[require_changer], status_code=200)
-async def suspend_tenant(request: ConsoleRequest, console: Console, tenant_id: str) -> Html:
+async def suspend_tenant(request: ConsoleRequest, console: ConsoleDependency, tenant_id: FromPath[str]) -> Html:
     """Refuse the tenant's keys until it is resumed."""
     await console.services.tenants.update(tenant_id, TenantChanges(suspended=True))
     return console.pages.redirect(request, f"/tenants/{tenant_id}", done="tenant-suspended")
 
 
 @post("/tenants/{tenant_id:str}/resume", guards=[require_changer], status_code=200)
-async def resume_tenant(request: ConsoleRequest, console: Console, tenant_id: str) -> Html:
+async def resume_tenant(request: ConsoleRequest, console: ConsoleDependency, tenant_id: FromPath[str]) -> Html:
     """Serve the tenant again."""
     await console.services.tenants.update(tenant_id, TenantChanges(suspended=False))
     return console.pages.redirect(request, f"/tenants/{tenant_id}", done="tenant-resumed")
 
 
 @get("/tenants/{tenant_id:str}/archive", guards=[require_changer])
-async def confirm_archive(request: ConsoleRequest, console: Console, tenant_id: str) -> Html:
+async def confirm_archive(request: ConsoleRequest, console: ConsoleDependency, tenant_id: FromPath[str]) -> Html:
     """Ask for the tenant's name before it is archived."""
     return _archive_form(request, console, await console.services.tenants.get(tenant_id), None)
 
 
 @post("/tenants/{tenant_id:str}/archive", guards=[require_changer], status_code=200)
-async def archive_tenant(request: ConsoleRequest, console: Console, tenant_id: str) -> Html:
+async def archive_tenant(request: ConsoleRequest, console: ConsoleDependency, tenant_id: FromPath[str]) -> Html:
     """Archive the tenant for good when its name was typed."""
     tenant = await console.services.tenants.get(tenant_id)
     form = await console.form(request)

@@ -1,0 +1,289 @@
+"""A console over a real database and an engine side of our own making: live requests and samples are what the test says."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import shutil
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import httpx
+from litestar import Litestar
+
+from appliance.base.clock import Clock
+from appliance.base.db import Database
+from appliance.base.errors import NotFound
+from appliance.base.settings import Settings
+from appliance.console.routes import create_console_router
+from appliance.metering.admission import Admission
+from appliance.metering.ledger import Ledger
+from appliance.metering.prices import PriceBook
+from appliance.metering.sums import LedgerSums
+from appliance.metering.usage import UsageReports
+from appliance.serving.live_requests import LiveRequest
+from appliance.serving.services import Services
+from appliance.telemetry.events import DatabaseReading, EngineReading, ProcessReading, SystemSampler
+from appliance.telemetry.gpu import NO_GPU, GpuReading
+from appliance.telemetry.host import HostReading
+from appliance.tenancy.admin_tokens import AdminTokens
+from appliance.tenancy.keys import Keys
+from appliance.tenancy.members import Members
+from appliance.tenancy.sessions import Sessions
+from appliance.tenancy.tenants import Tenants
+from engine.protocol import EngineInfo, EngineStatus
+from tests.support.cast import ALICE_PASSWORD, PEPPER, Cast, Person, make_cast, quick_hasher
+
+GIB = 1024**3
+BASE_URL = "http://gatehouse.test"
+VIEWER_PASSWORD = "vera's long password"
+_CSRF = re.compile(r'name="csrf_token" value="([^"]+)"')
+
+
+def engine_info(*, device: str = "cpu") -> EngineInfo:
+    """Facts of a small model."""
+    return EngineInfo(
+        model="demo",
+        architecture="LlamaForCausalLM",
+        max_model_len=2048,
+        vocab_size=8192,
+        eos_token_ids=[1],
+        block_size=16,
+        num_kv_blocks=1000,
+        dtype="float32",
+        device=device,
+        device_name="A processor",
+        kernels="reference",
+        num_parameters=7_900_000,
+        weights_bytes=GIB,
+        kv_bytes=2 * GIB,
+        load_s=1.0,
+    )
+
+
+def engine_status(*, prompt_tokens: int = 0, **changes: Any) -> EngineStatus:
+    """Gauges of an engine with a quarter of its KV blocks in use."""
+    values: dict[str, Any] = {
+        "num_running": 3,
+        "num_waiting": 1,
+        "kv_blocks_total": 1000,
+        "kv_blocks_used": 250,
+        "kv_blocks_cached": 100,
+        "kv_blocks_free": 650,
+        "step_ms": 12.5,
+        "num_batched_tokens": 3,
+        "steps_total": 10,
+        "generation_tokens_total": 0,
+        "prefix_cache_hit_tokens_total": 0,
+        "preemptions_total": 0,
+    }
+    return EngineStatus(prompt_tokens_total=prompt_tokens, **{**values, **changes})
+
+
+@dataclass
+class EngineSide:
+    """What the console reads of engines and machine; a test changes it and samples again."""
+
+    clock: Clock
+    live: dict[str, LiveRequest] = field(default_factory=dict)
+    aborted: list[str] = field(default_factory=list)
+    gpus: list[GpuReading] = field(default_factory=list)
+    gpu_error: str | None = NO_GPU
+    state: str = "ready"
+    error: str | None = None
+    info: EngineInfo | None = field(default_factory=engine_info)
+    status: EngineStatus | None = field(default_factory=engine_status)
+    tokens_per_second: float = 0.0
+    database_ok: bool = True
+
+    def find(self, request_id: str) -> LiveRequest | None:
+        """Stand in for `Generations.find`."""
+        return self.live.get(request_id)
+
+    def abort(self, request_id: str) -> None:
+        """Stand in for `Generations.abort`: the request is gone at once."""
+        if self.live.pop(request_id, None) is None:
+            raise NotFound(f"no live request {request_id}")
+        self.aborted.append(request_id)
+
+    def engines(self) -> list[EngineReading]:
+        """Return the one engine as the sampler sees it."""
+        reading = EngineReading(
+            model="demo",
+            state=self.state,
+            error=self.error,
+            load_fraction=None,
+            info=self.info,
+            status=self.status,
+            pid=2,
+            started_at=self.clock.now(),
+            restarts=0,
+            tokens_per_second=self.tokens_per_second,
+            ttft_p50_s=0.213,
+            ttft_p95_s=0.927,
+        )
+        return [reading]
+
+    def sampler(self, interval_s: float) -> SystemSampler:
+        """Return a real sampler that reads this."""
+        started_at = self.clock.now()
+
+        async def database() -> DatabaseReading:
+            return DatabaseReading(kind="sqlite", ok=self.database_ok)
+
+        host = HostReading(
+            cpu_percent=37.0,
+            cpu_count=2,
+            memory_total_bytes=8 * GIB,
+            memory_used_bytes=3 * GIB,
+            disk_total_bytes=100 * GIB,
+            disk_free_bytes=60 * GIB,
+        )
+        gateway = ProcessReading(role="gateway", pid=1, model=None, started_at=started_at, restarts=0)
+        return SystemSampler(
+            clock=self.clock,
+            host=lambda: host,
+            gpus=lambda: self.gpus,
+            gpu_error=lambda: self.gpu_error,
+            engines=self.engines,
+            gateway=lambda: gateway,
+            database=database,
+            interval_s=interval_s,
+        )
+
+    def add(self, person: Person, request_id: str, *, state: str = "decode", **changes: Any) -> LiveRequest:
+        """Return a new live request of `person`."""
+        request = LiveRequest(
+            id=request_id,
+            tenant_id=person.tenant.id,
+            tenant_name=person.tenant.name,
+            key_id=person.key.id,
+            key_prefix=person.key.prefix,
+            model="demo",
+            endpoint="/v1/chat/completions",
+            stream=True,
+            prompt_tokens=40,
+            admitted_at=self.clock.now(),
+            admitted_monotonic_s=self.clock.monotonic_s(),
+            state=state,
+            **changes,
+        )
+        self.live[request_id] = request
+        return request
+
+
+@dataclass(kw_only=True)
+class Box:
+    """A console that answers, the people who use it, and what stands behind it."""
+
+    app: Litestar
+    services: Services
+    engine_side: EngineSide
+    cast: Cast
+
+    def visitor(self, base_url: str = BASE_URL) -> Browser:
+        """Return a browser that is not signed in."""
+        return Browser(self.app, base_url)
+
+    async def alice(self) -> Browser:
+        """Return the owner's browser, signed in."""
+        return await self.visitor().sign_in("alice@example.com", ALICE_PASSWORD)
+
+    async def vera(self) -> Browser:
+        """Return the browser of a viewer, signed in."""
+        return await self.visitor().sign_in("vera@example.com", VIEWER_PASSWORD)
+
+
+class Browser:
+    """An HTTP client that behaves as a browser does where the console cares: cookies, and where a request came from."""
+
+    def __init__(self, app: Litestar, base_url: str) -> None:
+        transport = httpx.ASGITransport(app=cast("Any", app), client=("192.0.2.7", 1))
+        self.http = httpx.AsyncClient(transport=transport, base_url=base_url)
+        self.csrf_token = ""
+
+    async def sign_in(self, email: str, password: str) -> Browser:
+        """Sign in and remember the token that forms carry."""
+        answer = await self.post("/login", email=email, password=password)
+        assert answer.status_code == 303, answer.text
+        self.csrf_token = _CSRF.findall((await self.get("/tenants")).text)[0]
+        return self
+
+    async def get(self, path: str, **headers: str) -> httpx.Response:
+        """Return the answer to a plain GET."""
+        return await self.http.get(path, headers=headers)
+
+    async def fragment(self, path: str) -> httpx.Response:
+        """Return the answer to htmx's GET."""
+        return await self.http.get(path, headers={"HX-Request": "true"})
+
+    async def post(self, path: str, /, **fields: str) -> httpx.Response:
+        """Return the answer to a form of this site, sent with the session's token."""
+        return await self.post_with({}, path, **fields)
+
+    async def post_htmx(self, path: str, /, **fields: str) -> httpx.Response:
+        """Return the answer to a form that htmx sends."""
+        return await self.post_with({"HX-Request": "true"}, path, **fields)
+
+    async def post_with(self, headers: dict[str, str], path: str, /, **fields: str) -> httpx.Response:
+        """Return the answer to a form that is sent with these headers too."""
+        sent = {"Sec-Fetch-Site": "same-origin", **headers}
+        return await self.http.post(path, data={"csrf_token": self.csrf_token, **fields}, headers=sent)
+
+
+@asynccontextmanager
+async def open_box(template: Path, folder: Path, clock: Clock, *, interval_s: float = 3600.0) -> AsyncIterator[Box]:
+    """Open a console over a copy of the migrated database `template` in `folder`; one sample is taken at the start."""
+    path = folder / "gatehouse.db"
+    shutil.copyfile(template, path)
+    database = Database.open(f"sqlite:///{path}")
+    people = await make_cast(database, clock)
+    engine_side = EngineSide(clock)
+    services = _services(database, clock, engine_side, people, folder, interval_s)
+    await services.members.create("vera@example.com", VIEWER_PASSWORD, "viewer")
+    await services.ledger.start()
+    await services.sampler.start()
+    try:
+        yield Box(
+            app=Litestar(route_handlers=[create_console_router(services)], openapi_config=None),
+            services=services,
+            engine_side=engine_side,
+            cast=people,
+        )
+    finally:
+        await services.sampler.stop()
+        await services.ledger.stop()
+        await database.close()
+
+
+def _services(
+    database: Database, clock: Clock, engine_side: EngineSide, people: Cast, folder: Path, interval_s: float
+) -> Services:
+    models = SimpleNamespace(list=lambda: [SimpleNamespace(name="demo")])
+    parts: dict[str, Any] = {
+        "settings": Settings(data_dir=folder, database_url=f"sqlite:///{folder / 'gatehouse.db'}"),
+        "clock": clock,
+        "version": "test",
+        "epoch_id": people.epoch_id,
+        "started_at": clock.now(),
+        "db": database,
+        "tenants": Tenants(database, clock),
+        "keys": Keys(database, clock, PEPPER),
+        "members": Members(database, clock, hasher=quick_hasher()),
+        "sessions": Sessions(database, clock),
+        "admin_tokens": AdminTokens(database, clock),
+        "admission": Admission(clock, LedgerSums(database)),
+        "ledger": Ledger(database, clock, people.epoch_id),
+        "prices": PriceBook(database, clock),
+        "reports": UsageReports(database),
+        "models": cast("Any", models),
+        "generations": cast("Any", engine_side),
+        "sampler": engine_side.sampler(interval_s),
+    }
+    # What the console does not use stays empty, so that the serving side may grow without this file.
+    unused: dict[str, Any] = {field.name: None for field in dataclasses.fields(Services) if field.name not in parts}
+    return Services(**parts, **unused)

@@ -1,0 +1,200 @@
+"""Who may see and change what in the console, and what a page from another site can do."""
+
+from __future__ import annotations
+
+import pytest
+
+from appliance.console.security import CONTENT_SECURITY_POLICY, safe_next
+from tests.support.cast import ALICE_PASSWORD
+from tests.support.clock import FakeClock
+from tests.support.console_fixtures import Box, Browser
+
+PAGES = ("/", "/requests", "/tenants", "/tenants/new", "/keys", "/console/events")
+
+
+def changes(box: Box) -> list[str]:
+    """Every path that changes something, about things that exist."""
+    tenant, key = box.cast.bob.tenant.id, box.cast.bob.key.id
+    of_tenant = [f"/tenants/{tenant}{action}" for action in ("", "/suspend", "/resume", "/archive", "/keys")]
+    of_key = [f"/keys/{key}{action}" for action in ("", "/rotate", "/revoke")]
+    return ["/tenants", "/requests/cancel", *of_tenant, *of_key]
+
+
+@pytest.mark.parametrize("path", PAGES)
+async def test_a_stranger_is_sent_to_the_sign_in_page_and_back(box: Box, path: str) -> None:
+    answer = await box.visitor().get(path)
+
+    assert answer.status_code == 303
+    assert answer.headers["location"] == ("/login" if path == "/" else f"/login?next={path.replace('/', '%2F')}")
+
+
+async def test_a_stranger_s_fragment_moves_the_whole_window_to_the_sign_in_page(box: Box) -> None:
+    answer = await box.visitor().fragment("/requests")
+
+    assert (answer.status_code, answer.headers["hx-redirect"]) == (401, "/login")
+
+
+async def test_a_stranger_changes_nothing(box: Box) -> None:
+    for path in changes(box):
+        answer = await box.visitor().post(path, name="mallory")
+
+        assert (answer.status_code, answer.headers["location"]) == (303, "/login"), path
+
+    assert not (await box.services.tenants.get(box.cast.bob.tenant.id)).suspended
+
+
+async def test_a_viewer_sees_every_page_but_no_button_that_changes_something(box: Box) -> None:
+    vera = await box.vera()
+    box.engine_side.add(box.cast.bob, "req_live")
+
+    for path in ("/", "/requests", "/tenants", f"/tenants/{box.cast.bob.tenant.id}", f"/keys/{box.cast.bob.key.id}", "/keys"):
+        answer = await vera.get(path)
+
+        assert answer.status_code == 200, path
+        for word in ("New tenant", "New key", "/revoke", "/rotate", "Cancel", "/archive", ">Save<"):
+            assert word not in answer.text, (path, word)
+
+
+async def test_a_viewer_is_refused_every_change(box: Box) -> None:
+    vera = await box.vera()
+    box.engine_side.add(box.cast.bob, "req_live")
+
+    for path in changes(box):
+        answer = await vera.post(path, name="vera", request_id="req_live", confirm="bob")
+
+        assert answer.status_code == 403, path
+
+    assert box.engine_side.aborted == []
+    assert (await box.services.keys.get(box.cast.bob.key.id)).revoked_at is None
+
+
+async def test_a_form_without_the_session_s_token_changes_nothing(box: Box) -> None:
+    alice = await box.alice()
+    alice.csrf_token = ""
+
+    for path in changes(box):
+        answer = await alice.post(path, name="alice", confirm="bob")
+
+        assert answer.status_code == 403, path
+        assert "older session" in answer.text
+
+    tenant = await box.services.tenants.get(box.cast.bob.tenant.id)
+    assert (tenant.name, tenant.suspended, tenant.archived) == ("bob", False, False)
+
+
+async def test_the_token_of_another_session_is_no_token(box: Box) -> None:
+    alice, vera = await box.alice(), await box.vera()
+    alice.csrf_token = vera.csrf_token
+
+    answer = await alice.post(f"/tenants/{box.cast.bob.tenant.id}/suspend")
+
+    assert answer.status_code == 403
+
+
+async def test_htmx_sends_the_token_in_a_header(box: Box) -> None:
+    alice = await box.alice()
+    headers = {"X-CSRF-Token": alice.csrf_token}
+    alice.csrf_token = ""
+
+    answer = await alice.post_with({"HX-Request": "true", **headers}, f"/tenants/{box.cast.bob.tenant.id}/suspend")
+
+    assert answer.status_code == 200
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"Sec-Fetch-Site": "cross-site"},
+        {"Sec-Fetch-Site": "same-site"},
+        {"Sec-Fetch-Site": "cross-site", "Origin": "http://gatehouse.test"},
+    ],
+)
+async def test_a_form_of_another_site_is_refused_even_with_the_token(box: Box, headers: dict[str, str]) -> None:
+    alice = await box.alice()
+
+    answer = await alice.post_with(headers, f"/tenants/{box.cast.bob.tenant.id}/suspend")
+
+    assert answer.status_code == 403
+    assert "another site" in answer.text
+
+
+@pytest.mark.parametrize(("origin", "status"), [("http://evil.test", 403), ("null", 403), ("https://gatehouse.test", 303)])
+async def test_without_fetch_metadata_the_host_of_the_origin_decides(box: Box, origin: str, status: int) -> None:
+    alice = await box.alice()
+    fields = {"csrf_token": alice.csrf_token}
+
+    answer = await alice.http.post(f"/tenants/{box.cast.bob.tenant.id}/suspend", data=fields, headers={"Origin": origin})
+
+    assert answer.status_code == status
+
+
+async def test_a_sign_in_form_of_another_site_is_refused(box: Box) -> None:
+    answer = await box.visitor().post_with(
+        {"Sec-Fetch-Site": "cross-site"}, "/login", email="alice@example.com", password=ALICE_PASSWORD
+    )
+
+    assert answer.status_code == 403
+    assert "set-cookie" not in answer.headers
+
+
+async def test_every_answer_carries_the_security_headers(box: Box) -> None:
+    alice = await box.alice()
+    answers = [
+        await alice.get("/"),
+        await alice.get("/tenants/nobody"),
+        await alice.post("/tenants"),
+        await box.visitor().get("/"),
+        await box.visitor().get("/login"),
+        await alice.get("/static/css/base.css"),
+        await alice.get("/static/css/missing.css"),
+    ]
+
+    for answer in answers:
+        assert answer.headers["content-security-policy"] == CONTENT_SECURITY_POLICY, answer.url
+        assert answer.headers["x-content-type-options"] == "nosniff"
+        assert answer.headers["x-frame-options"] == "DENY"
+        assert answer.headers["referrer-policy"] == "same-origin"
+
+
+async def test_pages_are_not_stored_and_static_files_are_kept(box: Box) -> None:
+    alice = await box.alice()
+
+    assert (await alice.get("/")).headers["cache-control"] == "no-store"
+    assert "HX-Request" in (await alice.get("/requests")).headers["vary"]
+    assert "immutable" in (await alice.get("/static/js/live.js")).headers["cache-control"]
+
+
+@pytest.mark.parametrize("path", ["/static/../appliance/app.py", "/static/%2e%2e/templates/pages/login.html", "/static/"])
+async def test_static_files_are_those_of_the_static_folder(box: Box, path: str) -> None:
+    assert (await (await box.alice()).get(path)).status_code in (303, 404)
+
+
+async def test_a_session_past_its_idle_limit_is_none(box: Box, clock: FakeClock) -> None:
+    alice = await box.alice()
+    clock.advance(8 * 3600 + 1)
+
+    assert (await alice.get("/tenants")).status_code == 303
+
+
+async def test_a_made_up_session_is_none(box: Box) -> None:
+    mallory: Browser = box.visitor()
+    mallory.http.cookies.set("gatehouse_session", "x" * 43)
+
+    assert (await mallory.get("/tenants")).status_code == 303
+
+
+@pytest.mark.parametrize(
+    ("target", "expected"),
+    [
+        ("/requests?tenant=a", "/requests?tenant=a"),
+        ("", "/"),
+        (None, "/"),
+        ("//evil.test/x", "/"),
+        ("https://evil.test", "/"),
+        ("/\\evil.test", "/"),
+        ("/a\r\nSet-Cookie: x", "/"),
+        ("requests", "/"),
+    ],
+)
+def test_the_way_on_after_signing_in_stays_on_this_site(target: str | None, expected: str) -> None:
+    assert safe_next(target) == expected

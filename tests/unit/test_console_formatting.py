@@ -1,0 +1,128 @@
+"""How figures look, what forms understand, and where charts put their parts."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import pytest
+
+from appliance.console import formatting
+from appliance.console.charts import Segment, spark_area, spark_points, stack, timeline
+from appliance.console.forms import Form
+from tests.support.clock import START
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0, "0"), (99_999, "99,999"), (100_000, "100 k"), (1_036_020, "1.04 M"), (2_500_000_000, "2.5 G"), (None, "–")],
+)
+def test_counts_are_exact_until_they_are_long(value: int | None, text: str) -> None:
+    assert formatting.compact(value) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1024, "1 KiB"),
+        (1024**2 * 30, "30.0 MiB"),
+        (1024**3 * 140, "140 GiB"),
+        (1024**5, "1024 TiB"),
+    ],
+)
+def test_bytes_are_in_binary_units(value: int, text: str) -> None:
+    assert formatting.size(value) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (None, "–"),
+        (0, "0 ms"),
+        (0.0004, "0 ms"),
+        (0.2404, "240 ms"),
+        (0.9996, "1.00 s"),
+        (3.417, "3.42 s"),
+        (59.96, "60.0 s"),
+        (65, "1 m 05 s"),
+        (3600 * 3 + 60 * 12, "3 h 12 m"),
+        (86400 * 5 + 3600 * 3, "5 d 3 h"),
+    ],
+)
+def test_durations_read_at_a_glance(seconds: float | None, text: str) -> None:
+    assert formatting.duration(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("picos", "text"),
+    [(0, "0.000000 EUR"), (1, "< 0.000001 EUR"), (10**6, "0.000001 EUR"), (1_234_567_890_123, "1.234567 EUR"), (None, "–")],
+)
+def test_a_cost_is_never_shown_as_nothing_when_it_is_something(picos: int | None, text: str) -> None:
+    assert formatting.money(picos, "EUR") == text
+
+
+def test_a_tile_shows_two_decimals_from_one_unit_up() -> None:
+    assert formatting.money_short(1_239_999_999_999, "EUR") == "1.23 EUR"
+    assert formatting.money_short(999_999_999_999, "EUR") == "0.999999 EUR"
+
+
+@pytest.mark.parametrize("micros", [0, 1, 12_500_000, 250_000_000, 999_999_999_999_999])
+def test_an_amount_that_is_shown_in_a_form_is_read_back_the_same(micros: int) -> None:
+    assert Form({"amount": formatting.units(micros)}).amount_micros("amount") == micros
+
+
+@pytest.mark.parametrize(
+    ("age", "text"),
+    [
+        (timedelta(0), "just now"),
+        (timedelta(seconds=59), "59 s ago"),
+        (timedelta(minutes=3), "3 m ago"),
+        (timedelta(hours=30), "1 d ago"),
+        (timedelta(days=-2), "in 2 d"),
+    ],
+)
+def test_times_are_distances_with_the_exact_time_beside_them(age: timedelta, text: str) -> None:
+    shown = str(formatting.ago(START - age, START))
+
+    assert f">{text}</time>" in shown
+    assert "datetime=" in shown
+    assert "UTC" in shown
+
+
+def test_percentages_and_rates_have_a_word_for_nothing() -> None:
+    assert (formatting.percent(0.374), formatting.percent(None)) == ("37 %", "–")
+    assert (formatting.rate(12.34), formatting.rate(1234.5), formatting.rate(None)) == ("12.3", "1,234", "–")
+
+
+def test_parts_of_a_bar_adjoin_and_never_pass_its_end() -> None:
+    segments = stack([("a", "A", 30), ("none", "None", 0), ("b", "B", 50), ("c", "C", 60)], 100)
+
+    assert segments == [Segment("a", "A", 0, 30), Segment("b", "B", 30, 50), Segment("c", "C", 80, 20)]
+    assert stack([("a", "A", 1)], 0) == []
+
+
+def test_a_timeline_has_the_phases_that_were_reached() -> None:
+    assert [(part.name, part.width) for part in timeline(1.0, 2.0, 4.0)] == [("queue", 25), ("prefill", 25), ("decode", 50)]
+    assert [part.name for part in timeline(3.0, None, 3.0)] == ["queue"]
+    assert timeline(None, None, None) == []
+
+
+def test_a_sparkline_grows_from_the_right_and_rests_on_zero() -> None:
+    assert spark_points([], 3) == spark_area([], 3) == ""
+    assert spark_points([0, 10], 3) == "120.0,39.0 240.0,1.0"
+    assert spark_points([0, 0, 0, 0], 3) == "0.0,39.0 120.0,39.0 240.0,39.0"
+    assert spark_area([5], 3) == "240.0,40 240.0,1.0 240,40"
+
+
+def test_names_are_separated_by_commas_and_may_hold_spaces() -> None:
+    assert Form({"models": " a model, b\nb,, "}).names("models") == ("a model", "b")
+    assert Form({"models": " , "}).names("models") is None
+
+
+def test_the_first_sentence_about_a_field_stays() -> None:
+    form = Form({})
+    form.text("name")
+    form.fail("name", "another")
+
+    assert form.errors == {"name": "Fill this in."}

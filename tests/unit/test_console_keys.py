@@ -1,0 +1,167 @@
+"""Keys in the console: a secret is shown once, a revoked key stays revoked."""
+
+from __future__ import annotations
+
+import re
+from datetime import UTC, datetime
+
+import pytest
+
+from appliance.base.errors import InvalidApiKey
+from appliance.tenancy.principals import Limits
+from tests.support.clock import FakeClock
+from tests.support.console_fixtures import Box, Browser
+
+SECRET = re.compile(r"gh_[a-z0-9]{8}_[a-z0-9]{26}")
+
+
+async def create(box: Box, browser: Browser, **fields: str) -> str:
+    """Return the secret of a new key of Bob's tenant."""
+    answer = await browser.post(f"/tenants/{box.cast.bob.tenant.id}/keys", **{"name": "reports", **fields})
+    assert answer.status_code == 200, answer.text
+    (secret,) = set(SECRET.findall(answer.text))
+    return str(secret)
+
+
+async def test_the_secret_of_a_new_key_works_and_is_shown_in_that_answer_only(box: Box) -> None:
+    alice, tenant = await box.alice(), box.cast.bob.tenant
+
+    secret = await create(box, alice)
+
+    principal = await box.services.keys.authenticate(secret, "192.0.2.1")
+    assert (principal.tenant.id, principal.key.name) == (tenant.id, "reports")
+    for path in (f"/tenants/{tenant.id}", "/keys", f"/keys/{principal.key.id}"):
+        page = (await alice.get(path)).text
+        assert principal.key.prefix in page
+        assert secret not in page
+
+
+async def test_the_answer_with_the_secret_is_not_stored_and_has_a_ready_curl_line(box: Box) -> None:
+    answer = await (await box.alice()).post(f"/tenants/{box.cast.bob.tenant.id}/keys", name="reports")
+
+    assert answer.headers["cache-control"] == "no-store"
+    assert "curl http://127.0.0.1:8000/v1/chat/completions" in answer.text
+    assert '"model": "demo"' in answer.text
+
+
+async def test_a_key_takes_limits_a_last_day_and_restrictions(box: Box) -> None:
+    secret = await create(
+        box,
+        await box.alice(),
+        expires_on="2027-03-31",
+        allowed_models="demo",
+        allowed_networks="192.0.2.0/24, 10.0.0.1",
+        requests_per_minute="5",
+    )
+
+    key = (await box.services.keys.authenticate(secret, "192.0.2.1")).key
+    assert key.expires_at == datetime(2027, 3, 31, 23, 59, 59, tzinfo=UTC)
+    assert (key.allowed_models, key.allowed_networks) == (("demo",), ("192.0.2.0/24", "10.0.0.1/32"))
+    assert key.limits == Limits(requests_per_minute=5)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "sentence"),
+    [
+        ("name", "", "Fill this in."),
+        ("expires_on", "2026-11-20", "A day that is not over yet."),
+        ("expires_on", "soon", "A day like"),
+        ("expires_on", "2027-13-01", "A day like"),
+        ("allowed_networks", "here", "is not a network"),
+        ("tokens_per_minute", "-5", "A whole number, or empty."),
+    ],
+)
+async def test_a_wrong_field_comes_back_with_a_sentence_beside_it(box: Box, field: str, value: str, sentence: str) -> None:
+    alice, tenant = await box.alice(), box.cast.bob.tenant
+
+    answer = await alice.post(f"/tenants/{tenant.id}/keys", **{"name": "reports", field: value})
+
+    assert answer.status_code == 422
+    assert sentence in answer.text
+    assert f'aria-describedby="d-{field}"' in answer.text
+    assert len((await box.services.keys.list(tenant.id)).data) == 1
+
+
+async def test_a_key_is_saved(box: Box) -> None:
+    alice, key = await box.alice(), box.cast.bob.key
+
+    answer = await alice.post(f"/keys/{key.id}", name="renamed", tokens_per_minute="1000")
+
+    saved = await box.services.keys.get(key.id)
+    assert answer.headers["location"] == f"/keys/{key.id}"
+    assert (saved.name, saved.limits) == ("renamed", Limits(tokens_per_minute=1000))
+
+
+async def test_a_last_day_that_was_not_touched_stays_the_exact_time(box: Box) -> None:
+    moment = datetime(2026, 12, 24, 18, 30, tzinfo=UTC)
+    key, _ = await box.services.keys.create(box.cast.bob.tenant.id, name="until Christmas", expires_at=moment)
+
+    await (await box.alice()).post(f"/keys/{key.id}", name="until Christmas", expires_on="2026-12-24")
+
+    assert (await box.services.keys.get(key.id)).expires_at == moment
+
+
+async def test_a_wrong_field_of_a_key_comes_back_on_its_page(box: Box) -> None:
+    answer = await (await box.alice()).post(f"/keys/{box.cast.bob.key.id}", name="", tokens_per_minute="x")
+
+    assert answer.status_code == 422
+    assert "2 fields need another look" in answer.text
+
+
+async def test_rotating_shows_the_new_secret_and_ends_the_old_one(box: Box) -> None:
+    alice, bob = await box.alice(), box.cast.bob
+    assert "new secret" in (await alice.get(f"/keys/{bob.key.id}/rotate")).text
+
+    answer = await alice.post(f"/keys/{bob.key.id}/rotate")
+
+    (secret,) = set(SECRET.findall(answer.text))
+    assert (await box.services.keys.authenticate(secret, "192.0.2.1")).tenant == bob.tenant
+    with pytest.raises(InvalidApiKey):
+        await box.services.keys.authenticate(bob.secret, "192.0.2.1")
+
+
+async def test_revoking_asks_first_and_then_refuses_the_key_at_once(box: Box) -> None:
+    alice, bob = await box.alice(), box.cast.bob
+    asked = await alice.fragment(f"/keys/{bob.key.id}/revoke")
+    assert "refused from that moment" in asked.text
+    await box.services.keys.authenticate(bob.secret, "192.0.2.1")
+
+    answer = await alice.post(f"/keys/{bob.key.id}/revoke")
+
+    assert answer.headers["location"] == f"/tenants/{bob.tenant.id}"
+    with pytest.raises(InvalidApiKey):
+        await box.services.keys.authenticate(bob.secret, "192.0.2.1")
+
+
+async def test_a_revoked_key_cannot_be_rotated_or_saved(box: Box) -> None:
+    alice, key = await box.alice(), box.cast.bob.key
+    await box.services.keys.revoke(key.id)
+
+    assert (await alice.post(f"/keys/{key.id}/rotate")).status_code == 422
+    assert (await alice.post(f"/keys/{key.id}", name="back")).status_code == 422
+    assert ">Save<" not in (await alice.get(f"/keys/{key.id}")).text
+
+
+async def test_an_expired_key_is_shown_as_expired(box: Box, clock: FakeClock) -> None:
+    await create(box, await box.alice(), expires_on="2026-11-21")
+    clock.advance(24 * 3600)
+
+    page = (await (await box.alice()).get("/keys")).text
+
+    assert ">expired<" in page
+
+
+@pytest.mark.parametrize("action", ["", "/rotate", "/revoke"])
+async def test_a_key_that_does_not_exist_is_not_here(box: Box, action: str) -> None:
+    alice = await box.alice()
+
+    assert (await alice.get(f"/keys/key_nobody{action}")).status_code == 404
+    assert (await alice.post(f"/keys/key_nobody{action}", name="x")).status_code == 404
+
+
+async def test_every_key_is_listed_with_its_tenant(box: Box) -> None:
+    page = (await (await box.alice()).get("/keys")).text
+
+    for person in (box.cast.bob, box.cast.charlie):
+        assert person.key.prefix in page
+        assert f"/tenants/{person.tenant.id}" in page

@@ -1,0 +1,169 @@
+"""Signing in, signing out, and guessing."""
+
+from __future__ import annotations
+
+import pytest
+
+from appliance.base.errors import RateLimitExceeded
+from appliance.console.login import WRONG
+from appliance.console.login_attempts import PER_ACCOUNT, PER_ADDRESS, LoginAttempts
+from tests.support.cast import ALICE_PASSWORD
+from tests.support.clock import FakeClock
+from tests.support.console_fixtures import Box
+
+EMAIL = "alice@example.com"
+
+
+async def test_the_right_password_opens_a_session_and_leads_to_the_page_that_was_asked_for(box: Box) -> None:
+    visitor = box.visitor()
+
+    answer = await visitor.post("/login", email=" Alice@Example.com ", password=ALICE_PASSWORD, next="/requests?state=error")
+
+    assert (answer.status_code, answer.headers["location"]) == (303, "/requests?state=error")
+    assert (await visitor.get("/requests")).status_code == 200
+
+
+async def test_the_session_cookie_cannot_be_read_by_scripts_or_sent_by_other_sites(box: Box) -> None:
+    answer = await box.visitor().post("/login", email=EMAIL, password=ALICE_PASSWORD)
+
+    cookie = answer.headers["set-cookie"]
+    assert cookie.startswith("gatehouse_session=")
+    assert "HttpOnly" in cookie
+    assert "SameSite=lax" in cookie
+    assert "Path=/" in cookie
+
+
+async def test_over_https_the_cookie_is_secure_and_bound_to_the_host(box: Box) -> None:
+    visitor = box.visitor("https://gatehouse.test")
+
+    answer = await visitor.post("/login", email=EMAIL, password=ALICE_PASSWORD)
+
+    cookie = answer.headers["set-cookie"]
+    assert cookie.startswith("__Host-gatehouse=")
+    assert "Secure" in cookie
+    assert "Domain" not in cookie
+    assert (await visitor.get("/tenants")).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("email", "password"),
+    [(EMAIL, "wrong"), ("nobody@example.com", "wrong"), ("", ""), (EMAIL, ""), ("x" * 2000, "y"), (EMAIL, "y" * 2000)],
+)
+async def test_every_wrong_pair_gets_the_same_answer(box: Box, email: str, password: str) -> None:
+    answer = await box.visitor().post("/login", email=email, password=password)
+
+    assert answer.status_code == 401
+    assert WRONG in answer.text
+    assert "set-cookie" not in answer.headers
+
+
+async def test_what_was_typed_comes_back_without_the_password_and_escaped(box: Box) -> None:
+    answer = await box.visitor().post("/login", email='"><script>x</script>', password="topsecret-typo")
+
+    assert "<script>x" not in answer.text
+    assert "&lt;script&gt;x" in answer.text
+    assert "topsecret-typo" not in answer.text
+
+
+async def test_signing_in_makes_a_new_session_and_ends_the_old_one(box: Box) -> None:
+    alice = await box.alice()
+    before = alice.http.cookies["gatehouse_session"]
+
+    await alice.post("/login", email=EMAIL, password=ALICE_PASSWORD)
+
+    assert alice.http.cookies["gatehouse_session"] != before
+    assert await box.services.sessions.resolve(before) is None
+
+
+async def test_a_session_id_that_the_visitor_chose_is_not_taken_over(box: Box) -> None:
+    visitor = box.visitor()
+    chosen = "c" * 43
+
+    answer = await visitor.http.post(
+        "/login",
+        data={"email": EMAIL, "password": ALICE_PASSWORD},
+        headers={"Cookie": f"gatehouse_session={chosen}"},
+    )
+
+    assert chosen not in answer.headers["set-cookie"]
+    assert await box.services.sessions.resolve(chosen) is None
+
+
+async def test_signing_out_ends_the_session_on_the_server(box: Box) -> None:
+    alice = await box.alice()
+    token = alice.http.cookies["gatehouse_session"]
+
+    answer = await alice.post("/logout")
+
+    assert (answer.status_code, answer.headers["location"]) == (303, "/login")
+    assert await box.services.sessions.resolve(token) is None
+    assert "Signed out." in (await alice.get("/login")).text
+
+
+async def test_whoever_is_signed_in_does_not_see_the_form(box: Box) -> None:
+    answer = await (await box.alice()).get("/login?next=%2Fkeys")
+
+    assert (answer.status_code, answer.headers["location"]) == (303, "/keys")
+
+
+async def test_guessing_one_account_is_slowed_down_and_the_right_password_does_not_help(box: Box, clock: FakeClock) -> None:
+    visitor = box.visitor()
+    for _ in range(PER_ACCOUNT.burst):
+        assert (await visitor.post("/login", email=EMAIL, password="wrong")).status_code == 401
+
+    refused = await visitor.post("/login", email=EMAIL, password=ALICE_PASSWORD)
+
+    assert (refused.status_code, refused.headers["retry-after"]) == (429, str(round(PER_ACCOUNT.refill_s)))
+    clock.advance(PER_ACCOUNT.refill_s)
+    assert (await visitor.post("/login", email=EMAIL, password=ALICE_PASSWORD)).status_code == 303
+
+
+def test_one_address_cannot_try_many_accounts(clock: FakeClock) -> None:
+    attempts = LoginAttempts(clock)
+    for number in range(PER_ADDRESS.burst):
+        attempts.count(address="192.0.2.1", account=f"{number}@example.com")
+
+    with pytest.raises(RateLimitExceeded) as refused:
+        attempts.count(address="192.0.2.1", account="fresh@example.com")
+
+    assert refused.value.retry_after_s == PER_ADDRESS.refill_s
+    attempts.count(address="192.0.2.2", account="fresh@example.com")
+
+
+def test_a_proven_password_forgives_the_account_s_attempts(clock: FakeClock) -> None:
+    attempts = LoginAttempts(clock)
+    for _ in range(PER_ACCOUNT.burst):
+        attempts.count(address="192.0.2.1", account=EMAIL)
+
+    attempts.forgive(account=EMAIL.upper())
+
+    attempts.count(address="192.0.2.1", account=EMAIL)
+
+
+def test_attempts_are_remembered_of_a_bounded_number_of_visitors(clock: FakeClock, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("appliance.console.login_attempts.ENTRIES_MAX", 4)
+    attempts = LoginAttempts(clock)
+
+    for number in range(20):
+        attempts.count(address=f"192.0.2.{number}", account=f"{number}@example.com")
+
+    assert len(attempts._full_at) == 4
+
+
+@pytest.mark.parametrize(("theme", "attribute"), [("dark", 'data-theme="dark"'), ("light", 'data-theme="light"')])
+async def test_the_chosen_colours_are_in_the_page_from_the_server(box: Box, theme: str, attribute: str) -> None:
+    alice = await box.alice()
+
+    answer = await alice.post("/theme", theme=theme, next="/keys")
+
+    assert answer.headers["location"] == "/keys"
+    assert attribute in (await alice.get("/keys")).text
+
+
+async def test_colours_that_do_not_exist_change_nothing(box: Box) -> None:
+    alice = await box.alice()
+
+    await alice.post("/theme", theme='"><script>', next="//evil.test")
+
+    page = (await alice.get("/keys")).text
+    assert "data-theme" not in page

@@ -1,0 +1,246 @@
+"""The overview and its live stream."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from appliance.console import live_stream
+from appliance.console.context import Console
+from appliance.console.live_board import prompt_history
+from appliance.telemetry.gpu import GpuReading
+from tests.support.clock import FakeClock
+from tests.support.console_fixtures import GIB, Box, engine_info, engine_status
+from tests.support.factories import pending, posted
+
+GPU = GpuReading(
+    index=0,
+    name="NVIDIA Test 9",
+    memory_total_bytes=16 * GIB,
+    memory_used_bytes=4 * GIB,
+    utilization=87,
+    power_w=512.3,
+    temperature_c=61,
+)
+
+
+async def overview(box: Box) -> str:
+    """Return Alice's overview of a fresh sample."""
+    await box.services.sampler.sample()
+    return (await (await box.alice()).get("/")).text
+
+
+async def test_without_a_gpu_the_page_says_that_the_engine_runs_on_the_processor(box: Box) -> None:
+    page = await overview(box)
+
+    assert "No NVIDIA GPU" in page
+    assert "The engine runs on the CPU of this machine (A processor)" in page
+
+
+async def test_a_gpu_that_cannot_be_read_is_an_error_and_not_an_absence(box: Box) -> None:
+    box.engine_side.gpu_error = "GPU cannot be read: driver gone"
+
+    page = await overview(box)
+
+    assert "GPU cannot be read: driver gone" in page
+    assert "No NVIDIA GPU" not in page
+
+
+async def test_gpu_memory_is_split_into_weights_kv_other_and_free(box: Box) -> None:
+    box.engine_side.gpus, box.engine_side.gpu_error = [GPU], None
+    box.engine_side.info = engine_info(device="cuda")
+
+    page = await overview(box)
+
+    for text in (
+        "NVIDIA Test 9",
+        "weights <b>1.0 GiB",
+        "KV <b>2.0 GiB",
+        "other <b>1.0 GiB",
+        "free <b>12.0 GiB",
+        "512 W",
+        "61 °C",
+    ):
+        assert text in page
+    assert "4.0 GiB of 16.0 GiB" in page
+
+
+async def test_with_several_gpus_only_what_is_used_is_claimed(box: Box) -> None:
+    box.engine_side.gpus = [GPU, dataclasses.replace(GPU, index=1, power_w=None, utilization=None, temperature_c=None)]
+    box.engine_side.gpu_error = None
+    box.engine_side.info = engine_info(device="cuda")
+
+    page = await overview(box)
+
+    assert "used <b>4.0 GiB" in page
+    assert "weights <b>" not in page
+    assert "None" not in page
+
+
+async def test_the_page_shows_the_engine_its_blocks_and_the_host(box: Box) -> None:
+    page = await overview(box)
+
+    for text in (
+        "used <b>250",
+        "cached <b>100",
+        "free <b>650",
+        "12.5 ms",
+        "213 ms",
+        "927 ms",
+        "37 %",
+        "60.0 GiB free of 100 GiB",
+    ):
+        assert text in page
+
+
+@pytest.mark.parametrize(
+    ("state", "error", "text"),
+    [("failed", "no such file: model.safetensors", "model.safetensors"), ("loading", None, "loading")],
+)
+async def test_an_engine_that_is_not_ready_says_why(box: Box, state: str, error: str | None, text: str) -> None:
+    box.engine_side.state, box.engine_side.error = state, error
+    box.engine_side.info = box.engine_side.status = None
+
+    page = await overview(box)
+
+    assert text in page
+
+
+async def test_a_database_that_takes_no_writes_is_said_at_the_top(box: Box) -> None:
+    box.engine_side.database_ok = False
+
+    assert "The database takes no writes" in await overview(box)
+
+
+async def test_today_s_totals_come_from_the_ledger(box: Box, clock: FakeClock) -> None:
+    await box.services.prices.add(model="demo", currency="EUR", prompt=10**6, cached_prompt=0, completion=10**6)
+    price = await box.services.prices.current("demo", clock.now())
+    entry = pending(box.cast.bob, price=price, admitted_at=clock.now())
+    await box.services.ledger.open(entry)
+    await box.services.ledger.settle(posted(entry.request_id, prompt=1000, completion=500))
+    clock.advance(5)
+
+    page = await overview(box)
+
+    assert "0.001500 EUR" in page
+    assert "1,500" in page
+    assert entry.request_id in page
+
+
+async def test_costs_of_another_currency_stand_beside_and_are_not_added(box: Box, clock: FakeClock) -> None:
+    await box.services.prices.add(model="demo", currency="USD", prompt=10**12, cached_prompt=0, completion=0)
+    price = await box.services.prices.current("demo", clock.now())
+    entry = pending(box.cast.bob, price=price, admitted_at=clock.now())
+    await box.services.ledger.open(entry)
+    await box.services.ledger.settle(posted(entry.request_id, prompt=3, completion=1))
+    clock.advance(5)
+
+    page = await overview(box)
+
+    assert "0.000000 EUR" in page
+    assert "3.00 USD" in page
+
+
+async def test_prompt_tokens_per_second_survive_an_engine_that_begins_again_at_zero(box: Box, clock: FakeClock) -> None:
+    side, sampler = box.engine_side, box.services.sampler
+    sampler.history.clear()
+    for total in (0, 100, 400, 50):
+        side.status = engine_status(prompt_tokens=total)
+        await sampler.sample()
+        clock.advance(2)
+
+    assert prompt_history("demo", list(sampler.history)) == [50.0, 150.0, 0.0]
+
+
+async def frames(box: Box, view: str, *, token: str, changing: bool = True) -> Any:
+    """Return the stream of frames as the live stream sends them."""
+    return live_stream._frames(Console(box.services), view, token=token, changing=changing)
+
+
+async def test_the_stream_sends_the_current_state_and_then_each_new_sample(box: Box, clock: FakeClock) -> None:
+    token = (await box.alice()).http.cookies["gatehouse_session"]
+    stream = await frames(box, "overview", token=token)
+
+    first = (await anext(stream)).decode()
+    box.engine_side.tokens_per_second = 77.7
+    clock.advance(1)
+    await box.services.sampler.sample()
+    second = (await anext(stream)).decode()
+    await stream.aclose()
+
+    assert first.startswith("data: ")
+    assert first.endswith("\n\n")
+    assert "\r" not in first
+    assert all(line.startswith("data: ") for line in first.strip().splitlines())
+    assert "77.7" not in first
+    assert "77.7" in second
+
+
+async def test_the_stream_of_requests_has_buttons_for_those_who_may_use_them(box: Box) -> None:
+    box.engine_side.add(box.cast.bob, "req_live")
+    token = (await box.alice()).http.cookies["gatehouse_session"]
+
+    for changing in (True, False):
+        stream = await frames(box, "requests", token=token, changing=changing)
+        frame = (await anext(stream)).decode()
+        await stream.aclose()
+
+        assert "req_live" in frame
+        assert ("Cancel" in frame) is changing
+
+
+async def test_one_sample_is_rendered_once_for_all_watchers(box: Box, monkeypatch: pytest.MonkeyPatch) -> None:
+    token = (await box.alice()).http.cookies["gatehouse_session"]
+    console, rendered = Console(box.services), 0
+
+    async def fragment(console: Console, *, changing: bool) -> str:
+        nonlocal rendered
+        rendered += 1
+        return "x"
+
+    monkeypatch.setitem(live_stream.VIEWS, "overview", fragment)
+    for _ in range(5):
+        stream = live_stream._frames(console, "overview", token=token, changing=True)
+        await anext(stream)
+        await stream.aclose()
+
+    assert rendered == 1
+    assert console.open_streams == 0
+
+
+async def test_the_stream_of_an_ended_session_says_so_and_ends(box: Box) -> None:
+    token = (await box.alice()).http.cookies["gatehouse_session"]
+    await box.services.sessions.close(token)
+
+    sent = [frame async for frame in await frames(box, "overview", token=token)]
+
+    assert sent == [b"event: signed-out\ndata: sign in again\n\n"]
+
+
+async def test_a_view_that_does_not_exist_is_refused(box: Box) -> None:
+    assert (await (await box.alice()).get("/console/events?view=secrets")).status_code == 400
+
+
+async def test_more_streams_than_are_served_are_refused_with_a_wait(box: Box, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live_stream, "STREAMS_MAX", 0)
+
+    answer = await (await box.alice()).get("/console/events")
+
+    assert (answer.status_code, answer.headers["retry-after"]) == (503, "10")
+
+
+async def test_a_fault_is_a_page_that_tells_nothing_but_where_to_look(box: Box, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def broken(*_: object, **__: object) -> None:
+        raise RuntimeError("the secret inner detail")
+
+    alice = await box.alice()
+    monkeypatch.setattr(type(box.services.reports), "requests_page", broken)
+
+    page, fragment = await alice.get("/requests"), await alice.fragment("/requests")
+
+    assert (page.status_code, fragment.status_code) == (500, 500)
+    assert "err_" in page.text
+    assert "<html" not in fragment.text
+    assert "secret inner detail" not in page.text + fragment.text + str(fragment.headers)

@@ -1,0 +1,167 @@
+"""Requests in the console: in flight, history, one in detail, cancelling."""
+
+from __future__ import annotations
+
+import dataclasses
+from datetime import timedelta
+
+import pytest
+
+from appliance.base.ids import new_id
+from appliance.metering.records import RequestRecord
+from tests.support.cast import Person
+from tests.support.clock import START, FakeClock
+from tests.support.console_fixtures import Box
+from tests.support.factories import pending, posted
+
+RECORD = RequestRecord(queue_s=0.2, ttft_s=0.5, decode_s=4.0, inter_token_p50_s=0.02, kv_blocks=9, preemptions=1)
+
+
+async def settle(box: Box, person: Person, *, reason: str = "stop", age_s: float = 0, model: str = "demo") -> str:
+    """Return the id of a request of `person` that ended 4.5 seconds after it was admitted."""
+    admitted_at = START - timedelta(seconds=age_s)
+    price = await box.services.prices.current("demo", START)
+    entry = pending(person, request_id=new_id("req"), admitted_at=admitted_at, model=model, price=price)
+    await box.services.ledger.open(entry)
+    record = dataclasses.replace(
+        RECORD, first_token_at=admitted_at + timedelta(seconds=0.5), finished_at=admitted_at + timedelta(seconds=4.5)
+    )
+    settlement = posted(entry.request_id, prompt=10, cached=4, completion=100, reason=reason)
+    await box.services.ledger.settle(dataclasses.replace(settlement, record=record))
+    return entry.request_id
+
+
+async def test_requests_in_flight_show_state_place_and_figures(box: Box, clock: FakeClock) -> None:
+    bob = box.cast.bob
+    box.engine_side.add(bob, "req_waiting", state="queued", queue_position=2)
+    box.engine_side.add(bob, "req_running", completion_tokens=321, ttft_s=0.25, decode_s=8.0, kv_blocks=23)
+    clock.advance(65)
+
+    page = (await (await box.alice()).get("/requests")).text
+
+    for text in ("queued, 2 ahead", "decode", "321", "250 ms", "40.0", ">23<", "1 m 05 s", bob.key.prefix):
+        assert text in page
+
+
+async def test_a_first_visit_says_how_to_send_a_request(box: Box) -> None:
+    page = (await (await box.alice()).get("/requests")).text
+
+    assert "Nothing is running" in page
+    assert "No request yet" in page
+    assert "curl http://127.0.0.1:8000/v1/chat/completions" in page
+
+
+async def test_the_history_is_narrowed_by_tenant_end_and_text(box: Box) -> None:
+    of_bob = await settle(box, box.cast.bob, reason="length")
+    of_charlie = await settle(box, box.cast.charlie, model="other-model")
+    alice = await box.alice()
+    queries = {
+        f"tenant={box.cast.bob.tenant.id}": {of_bob},
+        "state=length": {of_bob},
+        "state=stop": {of_charlie},
+        "q=OTHER-mod": {of_charlie},
+        f"q={of_bob}": {of_bob},
+        f"q={box.cast.charlie.key.prefix}": {of_charlie},
+        "q=charlie%27s": {of_charlie},
+        "q=%25": set(),
+        "state=length&q=other": set(),
+        "state=nonsense": {of_bob, of_charlie},
+    }
+
+    for query, expected in queries.items():
+        rows = (await alice.fragment(f"/requests?{query}")).text
+        assert {request_id for request_id in (of_bob, of_charlie) if request_id in rows} == expected, query
+
+
+async def test_the_filters_stand_in_the_form_again(box: Box) -> None:
+    page = (await (await box.alice()).get(f"/requests?q=%22x&state=error&tenant={box.cast.bob.tenant.id}")).text
+
+    assert 'value="&#34;x"' in page
+    assert "<option selected>error</option>" in page
+    assert f'<option value="{box.cast.bob.tenant.id}" selected>' in page
+    assert "No request matches" in page
+
+
+async def test_the_history_is_paged_and_keeps_its_filters(box: Box, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("appliance.console.history.PAGE_ROWS", 2)
+    ids = [await settle(box, box.cast.bob, age_s=age) for age in (1, 2, 3)]
+    alice = await box.alice()
+
+    first = (await alice.fragment("/requests?state=stop")).text
+    older = first.partition('rel="next"')[0].rpartition('href="')[2].partition('"')[0].replace("&amp;", "&")
+    second = (await alice.fragment(older)).text
+
+    assert [request_id in first for request_id in ids] == [True, True, False]
+    assert "state=stop" in older
+    assert [request_id in second for request_id in ids] == [False, False, True]
+    assert 'href="/requests?state=stop">Newest' in second
+
+
+async def test_htmx_gets_the_history_alone_and_a_restored_page_is_whole(box: Box) -> None:
+    alice = await box.alice()
+
+    assert "<html" not in (await alice.fragment("/requests")).text
+    restored = await alice.get("/requests", **{"HX-Request": "true", "HX-History-Restore-Request": "true"})
+    assert "<html" in restored.text
+
+
+async def test_a_request_in_detail_shows_where_the_time_went_and_what_it_cost(box: Box) -> None:
+    await box.services.prices.add(
+        model="demo", currency="EUR", prompt=1_000_000, cached_prompt=100_000, completion=3_000_000, effective_from=START
+    )
+    request_id = await settle(box, box.cast.bob)
+
+    page = (await (await box.alice()).get(f"/requests/{request_id}")).text
+
+    assert "Mostly generated: 4.0 s of 4.5 s for 100 tokens at 25.0 per second; preempted once" in page
+    for text in ("queue <b>200 ms</b>", "prefill <b>300 ms</b>", "decode <b>4.00 s</b>", "posted", "bob", "stop"):
+        assert text in page
+    # 6 computed at 1, 4 cached at 0.1 and 100 generated at 3 micro-units each
+    for cost in ("0.000006 EUR", "&lt; 0.000001 EUR", "0.000300 EUR", "0.000306 EUR"):
+        assert cost in page
+
+
+async def test_a_live_request_in_detail_can_be_cancelled_by_a_plain_form(box: Box) -> None:
+    entry = pending(box.cast.bob, request_id="req_live")
+    await box.services.ledger.open(entry)
+    box.engine_side.add(box.cast.bob, "req_live")
+    alice = await box.alice()
+
+    page = (await alice.get("/requests/req_live")).text
+    assert "pending" in page
+    assert 'action="/requests/cancel"' in page
+    answer = await alice.post("/requests/cancel", request_id="req_live")
+
+    assert answer.headers["location"] == "/requests"
+    assert box.engine_side.aborted == ["req_live"]
+    assert "Cancelled." in (await alice.get("/requests")).text
+
+
+async def test_cancelling_by_htmx_says_so_in_a_toast(box: Box) -> None:
+    box.engine_side.add(box.cast.bob, "req_live")
+
+    answer = await (await box.alice()).post_htmx("/requests/cancel", request_id="req_live")
+
+    assert answer.status_code == 200
+    assert "Cancelled." in answer.headers["hx-trigger"]
+
+
+async def test_cancelling_what_has_ended_is_told_and_harmless(box: Box) -> None:
+    alice = await box.alice()
+
+    assert (await alice.post("/requests/cancel", request_id="req_gone")).status_code == 404
+    answer = await alice.post_htmx("/requests/cancel", request_id="req_gone")
+    assert (answer.status_code, "gatehouse:toast" in answer.headers["hx-trigger"]) == (404, True)
+
+
+async def test_a_request_that_does_not_exist_is_not_here(box: Box) -> None:
+    assert (await (await box.alice()).get("/requests/req_nothing")).status_code == 404
+
+
+async def test_a_request_in_flight_is_not_in_the_history_too(box: Box) -> None:
+    request_id = await settle(box, box.cast.bob)
+    box.engine_side.add(box.cast.bob, request_id, state="finished")
+
+    rows = (await (await box.alice()).fragment("/requests")).text
+
+    assert request_id not in rows

@@ -1,0 +1,198 @@
+"""Tenants in the console: list, create, limits, suspension, archive."""
+
+from __future__ import annotations
+
+import pytest
+
+from appliance.tenancy.principals import Limits
+from tests.support.console_fixtures import Box
+
+NEW = {"name": "Acme", "tier": "standard", "weight": "2"}
+
+
+async def test_the_list_names_every_tenant_and_its_limits(box: Box) -> None:
+    await box.services.tenants.create(name="limited", limits=Limits(tokens_per_minute=60_000, monthly_budget=12_500_000))
+
+    page = (await (await box.alice()).get("/tenants")).text
+
+    for text in ("bob", "charlie", "limited", "60,000", "12.50 EUR"):
+        assert text in page
+
+
+async def test_names_are_escaped(box: Box) -> None:
+    await box.services.tenants.create(name="<script>alert(1)</script>")
+
+    page = (await (await box.alice()).get("/tenants")).text
+
+    assert "<script>alert" not in page
+
+
+async def test_a_tenant_is_created_with_its_limits_and_the_next_page_says_so(box: Box) -> None:
+    alice = await box.alice()
+
+    answer = await alice.post(
+        "/tenants", **NEW, tokens_per_minute="60 000", monthly_budget="12.5", allowed_models="demo, other"
+    )
+
+    assert answer.status_code == 303
+    created = await box.services.tenants.get(answer.headers["location"].rpartition("/")[2])
+    assert (created.name, created.weight, created.allowed_models) == ("Acme", 2, ("demo", "other"))
+    assert created.limits == Limits(tokens_per_minute=60_000, monthly_budget=12_500_000)
+    assert "Tenant created" in (await alice.get(answer.headers["location"])).text
+    assert "Tenant created" not in (await alice.get(answer.headers["location"])).text
+
+
+async def test_htmx_is_moved_to_the_new_tenant(box: Box) -> None:
+    answer = await (await box.alice()).post_htmx("/tenants", **NEW)
+
+    assert answer.status_code == 200
+    assert answer.headers["hx-redirect"].startswith("/tenants/")
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "sentence"),
+    [
+        ("name", "", "Fill this in."),
+        ("name", "x" * 201, "At most 200 characters"),
+        ("name", "bob", "There is a tenant named"),
+        ("tier", "gold", "Choose one of"),
+        ("weight", "", "Fill this in."),
+        ("weight", "0", "Between 1 and"),
+        ("weight", "-1", "A whole number"),
+        ("tokens_per_minute", "many", "A whole number, or empty."),
+        ("requests_per_minute", "1e9", "A whole number, or empty."),
+        ("tokens_per_day", "9" * 400, "Between 0 and"),
+        ("concurrent_requests", "٣", "A whole number, or empty."),
+        ("monthly_budget", "12.1234567", "An amount like"),
+        ("monthly_budget", "-1", "An amount like"),
+    ],
+)
+async def test_a_wrong_field_comes_back_with_a_sentence_beside_it(box: Box, field: str, value: str, sentence: str) -> None:
+    alice = await box.alice()
+    fields = {**NEW, field: value}
+
+    page, fragment = await alice.post("/tenants", **fields), await alice.post_htmx("/tenants", **fields)
+
+    for answer in (page, fragment):
+        assert answer.status_code == 422
+        assert sentence in answer.text
+        assert f'aria-describedby="d-{field}"' in answer.text
+    assert "<html" in page.text
+    assert "<html" not in fragment.text
+
+    assert {tenant.name for tenant in (await box.services.tenants.list(10)).data} == {"bob", "charlie"}
+
+
+async def test_what_was_typed_is_not_lost(box: Box) -> None:
+    answer = await (await box.alice()).post("/tenants", **{**NEW, "tokens_per_minute": "many", "monthly_budget": "77.25"})
+
+    assert 'value="Acme"' in answer.text
+    assert 'value="many"' in answer.text
+    assert 'value="77.25"' in answer.text
+
+
+async def test_limits_are_saved_and_an_empty_field_takes_a_limit_away(box: Box) -> None:
+    alice, tenant = await box.alice(), box.cast.bob.tenant
+    path = f"/tenants/{tenant.id}"
+    fields = {"name": "bob", "tier": "interactive", "weight": "3"}
+
+    await alice.post(path, **fields, requests_per_minute="600", concurrent_requests="4")
+    assert (await box.services.tenants.get(tenant.id)).limits == Limits(requests_per_minute=600, concurrent_requests=4)
+
+    answer = await alice.post(path, **fields, concurrent_requests="4")
+    saved = await box.services.tenants.get(tenant.id)
+    assert answer.headers["location"] == path
+    assert (saved.tier, saved.weight, saved.limits) == ("interactive", 3, Limits(concurrent_requests=4))
+
+
+async def test_a_name_that_is_taken_is_said_on_the_tenant_s_page(box: Box) -> None:
+    tenant = box.cast.bob.tenant
+
+    answer = await (await box.alice()).post(f"/tenants/{tenant.id}", name="charlie", tier="standard", weight="1")
+
+    assert answer.status_code == 422
+    assert "Another tenant has this name." in answer.text
+
+
+async def test_the_page_shows_how_full_each_limit_is(box: Box) -> None:
+    bob = box.cast.bob
+    alice = await box.alice()
+    await alice.post(
+        f"/tenants/{bob.tenant.id}",
+        name="bob",
+        tier="standard",
+        weight="1",
+        tokens_per_minute="1000",
+        requests_per_minute="60",
+        concurrent_requests="4",
+        tokens_per_day="5000",
+        monthly_budget="1",
+    )
+    principal = await box.services.keys.authenticate(bob.secret, "192.0.2.1")
+    assert principal.tenant.limits.monthly_budget == 1_000_000
+    await box.services.admission.admit(principal, model="demo", prompt_tokens=100, max_output_tokens=50, price=None)
+
+    page = (await alice.get(f"/tenants/{bob.tenant.id}")).text
+
+    for text in ("150 of 1,000", "1 of 60", "1 of 4", "0 of 5,000", "0.000000 EUR of 1.00 EUR"):
+        assert text in page
+
+
+async def test_suspending_refuses_the_tenant_s_keys_until_it_is_resumed(box: Box) -> None:
+    alice, tenant = await box.alice(), box.cast.bob.tenant
+
+    await alice.post(f"/tenants/{tenant.id}/suspend")
+    assert (await box.services.tenants.get(tenant.id)).suspended
+
+    page = (await alice.get(f"/tenants/{tenant.id}")).text
+    assert "Resume" in page
+    await alice.post(f"/tenants/{tenant.id}/resume")
+    assert not (await box.services.tenants.get(tenant.id)).suspended
+
+
+async def test_archiving_needs_the_name_to_be_typed(box: Box) -> None:
+    alice, tenant = await box.alice(), box.cast.bob.tenant
+    path = f"/tenants/{tenant.id}/archive"
+
+    refused = await alice.post(path, confirm="Bob")
+    assert refused.status_code == 422
+    assert "not the name" in refused.text
+    assert not (await box.services.tenants.get(tenant.id)).archived
+
+    done = await alice.post(path, confirm="bob")
+    assert done.headers["location"] == "/tenants"
+    assert (await box.services.tenants.get(tenant.id)).archived
+    assert f"/tenants/{tenant.id}" not in (await alice.get("/tenants")).text
+    assert f"/tenants/{tenant.id}" in (await alice.get("/tenants?archived=yes")).text
+
+
+async def test_an_archived_tenant_has_no_form_and_takes_no_change(box: Box) -> None:
+    alice, tenant = await box.alice(), box.cast.bob.tenant
+    await box.services.tenants.archive(tenant.id)
+
+    assert ">Save<" not in (await alice.get(f"/tenants/{tenant.id}")).text
+    answer = await alice.post(f"/tenants/{tenant.id}", name="back", tier="standard", weight="1")
+    assert answer.status_code == 422
+    assert (await alice.post(f"/tenants/{tenant.id}/resume")).status_code == 400
+
+
+@pytest.mark.parametrize("path", ["/tenants/tn_nobody", "/tenants/tn_nobody/archive", "/tenants/tn_nobody/keys/new"])
+async def test_a_tenant_that_does_not_exist_is_not_here(box: Box, path: str) -> None:
+    alice = await box.alice()
+
+    assert (await alice.get(path)).status_code == 404
+    fragment = await alice.fragment(path)
+    assert fragment.status_code == 404
+    assert "gatehouse:toast" in fragment.headers["hx-trigger"]
+    assert "<html" not in fragment.text
+
+
+async def test_the_form_of_a_new_tenant_is_a_page_and_a_fragment_for_the_dialog(box: Box) -> None:
+    alice = await box.alice()
+
+    assert "<html" in (await alice.get("/tenants/new")).text
+    assert "<html" not in (await alice.fragment("/tenants/new")).text
+
+
+async def test_a_cursor_of_another_list_is_refused_as_a_page(box: Box) -> None:
+    assert (await (await box.alice()).get("/tenants?cursor=bm9wZQ")).status_code == 400
