@@ -1,0 +1,259 @@
+"""Every refusal has its status, its code and the one error shape, and the official client raises the matching exception."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from openai import AsyncOpenAI
+
+from tests.conformance.conftest import MODEL
+from tests.support.server import Server
+
+HELLO: list[Any] = [{"role": "user", "content": "hello"}]
+CHAT = "/v1/chat/completions"
+
+
+async def refused(server: Server, secret: str | None, **options: Any) -> openai.APIStatusError:
+    """Return the exception that the official client raises for a chat with these fields."""
+    async with AsyncOpenAI(base_url=f"{server.url}/v1", api_key=secret, max_retries=0) as client:
+        with pytest.raises(openai.APIStatusError) as caught:
+            await client.chat.completions.create(**{"model": MODEL, "messages": HELLO, "max_tokens": 2, **options})
+    return caught.value
+
+
+def raw(server: Server, method: str, path: str, **options: Any) -> httpx.Response:
+    """Return the answer to a request with the first key."""
+    headers = {"authorization": f"Bearer {server.api_key}", **options.pop("headers", {})}
+    return httpx.request(method, server.url + path, headers=headers, timeout=30, **options)
+
+
+def check_shape(answer: httpx.Response, status: int, code: str) -> dict[str, Any]:
+    """Check status, shape and code of an error; return its fields."""
+    assert answer.status_code == status, answer.text
+    error: dict[str, Any] = answer.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["code"] == code
+    assert error["message"]
+    assert answer.headers["x-request-id"].startswith("req_")
+    return error
+
+
+@pytest.mark.parametrize("secret", ["gh_aaaaaaaa_aaaaaaaaaaaaaaaaaaaaaaaaaa", "nonsense", "gh_é"])
+async def test_a_wrong_key(server: Server, secret: str) -> None:
+    if not secret.isascii():
+        check_shape(raw(server, "POST", CHAT, headers={"authorization": f"Bearer {secret}".encode()}), 401, "invalid_api_key")
+        return
+    error = await refused(server, secret)
+
+    assert isinstance(error, openai.AuthenticationError)
+    assert error.code == "invalid_api_key"
+    assert error.type == "authentication_error"
+    assert error.request_id is not None
+
+
+async def test_no_key(server: Server) -> None:
+    check_shape(httpx.post(server.url + CHAT, json={}), 401, "invalid_api_key")  # noqa: ASYNC210
+
+
+async def test_an_expired_key(server: Server) -> None:
+    soon = (datetime.now(UTC) + timedelta(seconds=1)).isoformat()
+    _, secret = server.new_key(expires_at=soon)
+    while (answer := raw(server, "GET", "/v1/models", headers={"authorization": f"Bearer {secret}"})).status_code == 200:
+        pass
+
+    check_shape(answer, 401, "expired_api_key")
+
+
+async def test_a_revoked_key_is_refused_at_once(server: Server) -> None:
+    tenant_id, secret = server.new_key()
+    (key,) = server.admin("GET", f"/tenants/{tenant_id}/keys")["data"]
+    assert raw(server, "GET", "/v1/models", headers={"authorization": f"Bearer {secret}"}).status_code == 200
+    server.admin("DELETE", f"/keys/{key['id']}")
+
+    assert (await refused(server, secret)).code == "invalid_api_key"
+
+
+async def test_a_suspended_tenant(server: Server) -> None:
+    tenant_id, secret = server.new_key()
+    server.admin("PATCH", f"/tenants/{tenant_id}", json={"suspended": True})
+    error = await refused(server, secret)
+
+    assert isinstance(error, openai.PermissionDeniedError)
+    assert error.code == "tenant_suspended"
+
+
+async def test_a_model_that_is_not_allowed(server: Server) -> None:
+    _, secret = server.new_key(allowed_models=["another"])
+    error = await refused(server, secret)
+
+    assert isinstance(error, openai.PermissionDeniedError)
+    assert error.code == "model_not_allowed"
+    assert error.param == "model"
+
+
+async def test_an_address_that_is_not_allowed(server: Server) -> None:
+    _, secret = server.new_key(allowed_networks=["203.0.113.0/24"])
+
+    assert (await refused(server, secret)).code == "ip_not_allowed"
+
+
+async def test_an_unknown_model(server: Server) -> None:
+    error = await refused(server, server.api_key, model="nobody")
+
+    assert isinstance(error, openai.NotFoundError)
+    assert error.code == "model_not_found"
+
+
+async def test_a_prompt_that_is_too_long(server: Server) -> None:
+    error = await refused(server, server.api_key, messages=[{"role": "user", "content": "fox " * 3000}])
+
+    assert isinstance(error, openai.BadRequestError)
+    assert error.code == "context_length_exceeded"
+    assert "1024" in error.message
+
+
+async def test_more_output_than_the_context_holds(server: Server) -> None:
+    error = await refused(server, server.api_key, max_tokens=None, max_completion_tokens=5000)
+
+    assert error.code == "context_length_exceeded"
+    assert error.param == "max_completion_tokens"
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"n": 2}, "n"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"guided_regex": "a+"}, "guided_regex"),
+        ({"audio": {"voice": "x"}}, "audio"),
+        ({"messages": [{"role": "tool", "content": "x", "tool_call_id": "1"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "messages[0].content[0].type"),
+    ],
+    ids=str,
+)
+def test_known_fields_that_cannot_be_honoured(server: Server, fields: dict[str, Any], param: str) -> None:
+    answer = raw(server, "POST", CHAT, json={"model": MODEL, "messages": HELLO, **fields})
+
+    assert check_shape(answer, 400, "unsupported_parameter")["param"] == param
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"temperature": "hot"}, "temperature"),
+        ({"temperature": 3}, "temperature"),
+        ({"top_p": 0}, "top_p"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": 2, "max_completion_tokens": 3}, "max_completion_tokens"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "king", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content"),
+        ({"logit_bias": {"99999": 1}}, "logit_bias"),
+        ({"top_logprobs": 3}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"stop": [""]}, "stop"),
+        ({"seed": -1}, "seed"),
+    ],
+    ids=str,
+)
+def test_values_outside_their_limits(server: Server, fields: dict[str, Any], param: str) -> None:
+    answer = raw(server, "POST", CHAT, json={"model": MODEL, "messages": HELLO, **fields})
+
+    assert check_shape(answer, 400, "invalid_value")["param"] == param
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [({"temprature": 1}, "temprature"), ({"stream_options": {"usage": True}}, "stream_options.usage")],
+    ids=str,
+)
+def test_unknown_fields_are_named(server: Server, fields: dict[str, Any], param: str) -> None:
+    answer = raw(server, "POST", CHAT, json={"model": MODEL, "messages": HELLO, **fields})
+
+    assert check_shape(answer, 400, "unknown_parameter")["param"] == param
+
+
+@pytest.mark.parametrize("body", [b"{", b"", b"[]", b"\xff\xfe", b"null", b"[" * 100_000], ids=repr)
+def test_a_malformed_body(server: Server, body: bytes) -> None:
+    check_shape(raw(server, "POST", CHAT, content=body), 400, "invalid_value")
+
+
+def test_a_missing_field_is_named(server: Server) -> None:
+    assert check_shape(raw(server, "POST", CHAT, json={"model": MODEL}), 400, "invalid_value")["param"] == "messages"
+
+
+def test_a_body_that_is_too_large(server: Server) -> None:
+    check_shape(raw(server, "POST", CHAT, content=b" " * (10 * 1024 * 1024 + 1)), 413, "request_too_large")
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"), [("GET", "/v1/nothing", 404), ("GET", CHAT, 405), ("DELETE", "/v1/models", 405)]
+)
+def test_paths_and_methods_that_do_not_exist(server: Server, method: str, path: str, status: int) -> None:
+    check_shape(raw(server, method, path), status, "not_found" if status == 404 else "method_not_allowed")
+
+
+async def test_requests_per_minute(server: Server) -> None:
+    _, secret = server.new_key(tenant={"limits": {"requests_per_minute": 1}})
+    async with AsyncOpenAI(base_url=f"{server.url}/v1", api_key=secret, max_retries=0) as client:
+        await client.chat.completions.create(model=MODEL, messages=HELLO, max_tokens=1)
+    error = await refused(server, secret)
+
+    assert isinstance(error, openai.RateLimitError)
+    assert (error.code, error.type) == ("rate_limit_exceeded", "requests")
+    assert 1 <= int(error.response.headers["retry-after"]) <= 60
+    assert error.response.headers["x-ratelimit-limit-requests"] == "1"
+    assert error.response.headers["x-ratelimit-remaining-requests"] == "0"
+
+
+async def test_tokens_per_minute_alone_too_small(server: Server) -> None:
+    _, secret = server.new_key(limits={"tokens_per_minute": 5})
+    error = await refused(server, secret, max_tokens=100)
+
+    assert isinstance(error, openai.RateLimitError)
+    assert (error.code, error.type) == ("request_exceeds_limit", "tokens")
+    assert error.response.headers["x-should-retry"] == "false"
+
+
+async def test_concurrent_requests(server: Server) -> None:
+    _, secret = server.new_key(limits={"concurrent_requests": 1})
+    async with AsyncOpenAI(base_url=f"{server.url}/v1", api_key=secret, max_retries=0) as client:
+        stream = await client.chat.completions.create(
+            model=MODEL, messages=HELLO, max_tokens=900, stream=True, extra_body={"ignore_eos": True}
+        )
+        error = await refused(server, secret)
+        await stream.close()
+
+    assert error.code == "rate_limit_exceeded"
+    assert error.response.headers["retry-after"] == "1"
+
+
+async def test_the_monthly_budget(server: Server) -> None:
+    server.admin("POST", "/prices", json={"model": MODEL, "prompt": 10**9, "completion": 10**9})
+    _, secret = server.new_key(tenant={"limits": {"monthly_budget": 1}})
+    error = await refused(server, secret)
+
+    assert (error.code, error.type) == ("budget_exceeded", "insufficient_quota")
+    assert error.response.headers["x-should-retry"] == "false"
+
+
+async def test_refusals_leave_no_record(server: Server) -> None:
+    tenant_id, secret = server.new_key(limits={"tokens_per_minute": 5})
+    await refused(server, secret, max_tokens=100)
+    await refused(server, secret, model="nobody")
+    await refused(server, secret, temperature=9)
+
+    assert server.admin("GET", "/ledger", params={"tenant_id": tenant_id})["data"] == []
+
+
+async def test_models_are_never_rate_limited(server: Server) -> None:
+    _, secret = server.new_key(tenant={"limits": {"requests_per_minute": 0}})
+
+    assert raw(server, "GET", "/v1/models", headers={"authorization": f"Bearer {secret}"}).status_code == 200
+    assert (await refused(server, secret)).code == "request_exceeds_limit"

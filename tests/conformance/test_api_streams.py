@@ -1,0 +1,98 @@
+"""What happens in the middle of an answer: the client leaves, the administrator ends it, and each is billed as generated."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from openai import AsyncOpenAI
+
+from tests.conformance.conftest import MODEL
+from tests.support.server import Server, wait_until
+
+LONG: dict[str, Any] = {
+    "model": MODEL,
+    "messages": [{"role": "user", "content": "the lazy dog"}],
+    "max_tokens": 900,
+    "temperature": 0,
+    "ignore_eos": True,
+}
+DEADLINE_S = 20.0
+
+
+def finished(server: Server, request_id: str) -> dict[str, Any]:
+    """Return the ledger's event of a request once it is settled."""
+    events: list[dict[str, Any]] = []
+
+    def settled() -> bool:
+        events[:] = server.admin("GET", "/ledger", params={"request_id": request_id})["data"]
+        return bool(events) and events[0]["status"] != "pending"
+
+    wait_until(settled, DEADLINE_S, lambda: f"{events}\n{server.log()}")
+    return events[0]
+
+
+def used_blocks(server: Server) -> int:
+    return int(server.admin("GET", "/system")["engine"][0]["kv_blocks"]["used"])
+
+
+def test_a_client_that_leaves_frees_its_blocks_and_is_billed_for_what_was_generated(server: Server) -> None:
+    headers = {"authorization": f"Bearer {server.api_key}"}
+    body = {**LONG, "stream": True}
+    with httpx.stream("POST", f"{server.url}/v1/chat/completions", json=body, headers=headers, timeout=60) as answer:
+        request_id = answer.headers["x-request-id"]
+        lines = answer.iter_lines()
+        for _ in range(20):
+            next(lines)
+    event = finished(server, request_id)
+
+    assert event["finish_reason"] == "disconnected"
+    assert event["status"] == "posted"
+    assert 1 <= event["completion_tokens"] < 900
+    wait_until(lambda: used_blocks(server) == 0, DEADLINE_S, server.log)
+
+
+def test_a_client_that_leaves_before_a_whole_answer_ends_it(server: Server) -> None:
+    headers = {"authorization": f"Bearer {server.api_key}"}
+    known = {row["id"] for row in server.everything("/requests")}
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(f"{server.url}/v1/chat/completions", json=LONG, headers=headers, timeout=0.5)
+    (request_id,) = {row["id"] for row in server.everything("/requests")} - known
+
+    event = finished(server, request_id)
+    assert event["finish_reason"] == "disconnected"
+    assert event["completion_tokens"] < 900
+
+
+async def test_an_administrator_ends_a_live_request(server: Server) -> None:
+    async with AsyncOpenAI(base_url=f"{server.url}/v1", api_key=server.api_key, max_retries=0) as client:
+        options = {name: value for name, value in LONG.items() if name != "ignore_eos"}
+        stream = await client.chat.completions.create(**options, extra_body={"ignore_eos": True}, stream=True)
+        first = await anext(aiter(stream))
+        row = server.admin("GET", f"/requests/{first.id}")
+        server.admin("DELETE", f"/requests/{first.id}")
+        with pytest.raises(openai.APIError) as caught:
+            async for _ in stream:
+                pass
+
+    assert row["state"] in ("queued", "prefill", "decode")
+    assert caught.value.code == "request_aborted"
+    assert finished(server, first.id)["finish_reason"] == "aborted"
+
+
+def test_live_requests_are_listed_first_and_only_once(server: Server) -> None:
+    headers = {"authorization": f"Bearer {server.api_key}"}
+    with httpx.stream(
+        "POST", f"{server.url}/v1/chat/completions", json={**LONG, "stream": True}, headers=headers, timeout=60
+    ) as answer:
+        request_id = answer.headers["x-request-id"]
+        lines = answer.iter_lines()  # held: when the iterator goes, the connection is closed
+        next(lines)
+        rows = server.admin("GET", "/requests")["data"]
+
+        next(lines)
+    assert rows[0]["id"] == request_id
+    assert [row["id"] for row in rows].count(request_id) == 1
+    assert rows[0]["finish_reason"] is None

@@ -1,0 +1,239 @@
+"""A small peer that speaks the engine's protocol without a model: for tests of the gateway.
+
+Token n of an answer is the n-th token of the prompt, over and over. Run as a module it is a process like `engine.main`;
+prompts that begin with the ids below make it misbehave.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import socket
+from dataclasses import dataclass
+
+from engine.protocol import (
+    EngineFrame,
+    EngineInfo,
+    EngineStatus,
+    FinishReason,
+    GatewayFrame,
+    GenerationRequest,
+    RequestProgress,
+    TokenEvent,
+    TokenLogprob,
+)
+from engine.transport import PeerClosed, decode_gateway_frame, encode_frame, read_frame
+
+DIE = 301  # the process ends as soon as such a prompt arrives
+FAIL = 302  # the request ends with an error
+STALL = 303  # the request is accepted and nothing happens until it is aborted
+STATUS_INTERVAL_S = 0.05
+MAX_MODEL_LEN = 1024
+
+
+@dataclass(slots=True)
+class _Live:
+    request: GenerationRequest
+    num_output_tokens: int = 0
+
+
+class FakeEngine:
+    """One connection. `step_s` is how long a step takes; every live request gets one token per step."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, step_s: float = 0.0) -> None:
+        self._reader = reader
+        self._writer = writer
+        self._step_s = step_s
+        self._live: dict[str, _Live] = {}
+        self._generated = 0
+        self._steps = 0
+        self._woken = asyncio.Event()
+        self.frames: list[GatewayFrame] = []
+
+    async def run(self) -> None:
+        """Serve until the gateway hangs up."""
+        self.send(EngineFrame(load_fraction=0.5))
+        self.send(EngineFrame(ready=engine_info()))
+        stepping = asyncio.create_task(self._step_forever())
+        try:
+            while True:
+                self._receive(decode_gateway_frame(await read_frame(self._reader)))
+        except PeerClosed:
+            return
+        finally:
+            stepping.cancel()
+            self._writer.close()
+
+    def send(self, frame: EngineFrame) -> None:
+        """Send one frame."""
+        self._writer.write(encode_frame(frame))
+
+    def _receive(self, frame: GatewayFrame) -> None:
+        self.frames.append(frame)
+        for request in frame.submit:
+            if request.prompt_token_ids[0] == DIE:
+                os._exit(9)
+            self._live[request.request_id] = _Live(request)
+        ended = [self._abort(request_id) for request_id in frame.abort if request_id in self._live]
+        if ended:
+            self.send(EngineFrame(events=ended))
+        if frame.shutdown:
+            self._writer.close()
+        self._woken.set()
+
+    def _abort(self, request_id: str) -> TokenEvent:
+        live = self._live.pop(request_id)
+        return event(live.request, [], live.num_output_tokens, finish_reason=FinishReason.ABORTED)
+
+    async def _step_forever(self) -> None:
+        while True:
+            if not any(live.request.prompt_token_ids[0] != STALL for live in self._live.values()):
+                self._woken.clear()
+                self.send(EngineFrame(status=self._status()))
+                try:
+                    await asyncio.wait_for(self._woken.wait(), STATUS_INTERVAL_S)
+                except TimeoutError:
+                    continue
+            await asyncio.sleep(self._step_s)
+            events = [made for live in list(self._live.values()) if (made := self._advance(live)) is not None]
+            self._steps += 1
+            self.send(EngineFrame(events=events, status=self._status()))
+
+    def _advance(self, live: _Live) -> TokenEvent | None:
+        prompt = live.request.prompt_token_ids
+        if prompt[0] == STALL:
+            return None
+        if prompt[0] == FAIL:
+            del self._live[live.request.request_id]
+            return event(live.request, [], 0, computed=0, finish_reason=FinishReason.ERROR, error="asked to fail")
+        token_id = prompt[live.num_output_tokens % len(prompt)]
+        live.num_output_tokens += 1
+        self._generated += 1
+        finish_reason = None
+        if live.num_output_tokens >= (live.request.sampling.max_tokens or 1):
+            finish_reason = FinishReason.LENGTH
+            del self._live[live.request.request_id]
+        return event(live.request, [token_id], live.num_output_tokens, finish_reason=finish_reason)
+
+    def _status(self) -> EngineStatus:
+        return engine_status(
+            generation_tokens_total=self._generated,
+            steps_total=self._steps,
+            requests=[progress(live) for live in self._live.values()],
+        )
+
+
+def progress(live: _Live) -> RequestProgress:
+    """Return what the engine says of a live request."""
+    return RequestProgress(
+        request_id=live.request.request_id,
+        state="decode" if live.num_output_tokens else "queued",
+        queue_position=None if live.num_output_tokens else 0,
+        kv_blocks=1,
+        num_computed_tokens=len(live.request.prompt_token_ids),
+        num_output_tokens=live.num_output_tokens,
+        num_preemptions=0,
+    )
+
+
+def event(
+    request: GenerationRequest,
+    token_ids: list[int],
+    num_output_tokens: int,
+    *,
+    computed: int | None = None,
+    finish_reason: FinishReason | None = None,
+    error: str | None = None,
+) -> TokenEvent:
+    """Return an event of `request` whose prompt has been computed, unless `computed` says otherwise."""
+    logprobs = None
+    if request.sampling.logprobs is not None:
+        top = list(range(4, 4 + request.sampling.logprobs))
+        logprobs = [TokenLogprob(logprob=-0.5, top_token_ids=top, top_logprobs=[-1.0] * len(top)) for _ in token_ids]
+    if computed is None:
+        computed = len(request.prompt_token_ids) if request.prompt_token_ids[0] != STALL else 0
+    return TokenEvent(
+        request_id=request.request_id,
+        token_ids=token_ids,
+        num_output_tokens=num_output_tokens,
+        num_prompt_tokens_computed=computed,
+        queue_s=0.001,
+        logprobs=logprobs,
+        finish_reason=finish_reason,
+        error=error,
+    )
+
+
+def engine_info() -> EngineInfo:
+    """Return the facts of a model that does not exist."""
+    return EngineInfo(
+        model="fake",
+        architecture="FakeForCausalLM",
+        max_model_len=MAX_MODEL_LEN,
+        vocab_size=320,
+        eos_token_ids=[0],
+        block_size=16,
+        num_kv_blocks=64,
+        dtype="float32",
+        device="cpu",
+        device_name="none",
+        kernels="none",
+        num_parameters=0,
+        weights_bytes=0,
+        kv_bytes=0,
+        load_s=0.0,
+    )
+
+
+def engine_status(
+    *, generation_tokens_total: int = 0, steps_total: int = 0, requests: list[RequestProgress] | None = None
+) -> EngineStatus:
+    """Return gauges of an engine."""
+    return EngineStatus(
+        num_running=len(requests or []),
+        num_waiting=0,
+        kv_blocks_total=64,
+        kv_blocks_used=len(requests or []),
+        kv_blocks_cached=0,
+        kv_blocks_free=64 - len(requests or []),
+        step_ms=1.0,
+        num_batched_tokens=1,
+        steps_total=steps_total,
+        prompt_tokens_total=0,
+        generation_tokens_total=generation_tokens_total,
+        prefix_cache_hit_tokens_total=0,
+        preemptions_total=0,
+        requests=requests,
+    )
+
+
+async def connected_pair() -> tuple[
+    tuple[asyncio.StreamReader, asyncio.StreamWriter], tuple[asyncio.StreamReader, asyncio.StreamWriter]
+]:
+    """Return both ends of a socket pair."""
+    ours, theirs = socket.socketpair()
+    return await asyncio.open_unix_connection(sock=ours), await asyncio.open_unix_connection(sock=theirs)
+
+
+async def _serve(fd: int, step_s: float) -> None:
+    reader, writer = await asyncio.open_unix_connection(sock=socket.socket(fileno=fd))
+    await FakeEngine(reader, writer, step_s=step_s).run()
+
+
+def main() -> None:
+    """Run as a process on an inherited socket."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--fd", type=int, required=True)
+    parser.add_argument("--step-s", type=float, default=0.0)
+    parser.add_argument("--fatal")
+    options = parser.parse_args()
+    if options.fatal:
+        with socket.socket(fileno=options.fd) as connection:
+            connection.sendall(encode_frame(EngineFrame(fatal=options.fatal)))
+        return
+    asyncio.run(_serve(options.fd, options.step_s))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,114 @@
+"""The gateway's end of the engine's socket: one frame per turn, events to their requests, an answer to everybody at the end."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from appliance.base.errors import EngineUnavailable
+from appliance.serving.engine_client import EngineClient
+from appliance.serving.event_stream import EVENTS_MAX, EventStream
+from engine.protocol import FinishReason, GenerationRequest, SamplingParams, TokenEvent
+from tests.support.fake_engine import STALL, FakeEngine, connected_pair, event
+
+DEADLINE_S = 10.0
+
+
+def wanted(request_id: str, prompt: list[int], max_tokens: int = 4) -> GenerationRequest:
+    sampling = SamplingParams(max_tokens=max_tokens, seed=1)
+    return GenerationRequest(request_id=request_id, tenant_id="bob", prompt_token_ids=prompt, sampling=sampling)
+
+
+@asynccontextmanager
+async def connected() -> AsyncIterator[tuple[EngineClient, FakeEngine, asyncio.Task[None]]]:
+    ours, theirs = await connected_pair()
+    client, engine = EngineClient(*ours), FakeEngine(*theirs)
+    engine_task = asyncio.create_task(engine.run())
+    client_task = asyncio.create_task(client.run())
+    try:
+        async with asyncio.timeout(DEADLINE_S):
+            yield client, engine, engine_task
+    finally:
+        engine_task.cancel()
+        await asyncio.wait({engine_task, client_task})
+
+
+async def all_events(stream: EventStream) -> list[TokenEvent]:
+    events: list[TokenEvent] = []
+    while not events or events[-1].finish_reason is None:
+        events += await stream.take()
+    return events
+
+
+async def test_each_request_gets_its_own_events_and_one_end() -> None:
+    async with connected() as (client, _, _):
+        streams = [client.submit(wanted(f"req_{index}", [10 + index, 20 + index])) for index in range(3)]
+        for index, stream in enumerate(streams):
+            events = await all_events(stream)
+
+            assert [token for one in events for token in one.token_ids] == [10 + index, 20 + index] * 2
+            assert [one.finish_reason for one in events if one.finish_reason] == [FinishReason.LENGTH]
+        assert client.open_requests == 0
+
+
+async def test_what_is_asked_in_one_turn_leaves_as_one_frame() -> None:
+    async with connected() as (client, engine, _):
+        streams = [client.submit(wanted(f"req_{index}", [5])) for index in range(8)]
+        for stream in streams:
+            await all_events(stream)
+
+        assert [len(frame.submit) for frame in engine.frames] == [8]
+
+
+async def test_an_abort_in_the_same_turn_still_ends_the_request() -> None:
+    async with connected() as (client, _, _):
+        stream = client.submit(wanted("req_1", [STALL]))
+        client.abort("req_1")
+
+        assert (await all_events(stream))[-1].finish_reason is FinishReason.ABORTED
+
+
+async def test_an_abort_of_an_unknown_request_sends_nothing() -> None:
+    async with connected() as (client, engine, _):
+        client.abort("req_unknown")
+        await all_events(client.submit(wanted("req_1", [5])))
+
+        assert [frame.abort for frame in engine.frames] == [[]]
+
+
+async def test_when_the_engine_goes_every_open_stream_hears_of_it() -> None:
+    async with connected() as (client, _, engine_task):
+        streams = [client.submit(wanted(f"req_{index}", [STALL])) for index in range(3)]
+        await asyncio.sleep(0)
+        engine_task.cancel()
+        for stream in streams:
+            with pytest.raises(EngineUnavailable):
+                await stream.take()
+        with pytest.raises(EngineUnavailable):
+            client.submit(wanted("req_late", [5]))
+
+
+async def test_events_before_the_end_are_delivered_before_the_error() -> None:
+    stream = EventStream("req_1")
+    stream.put(event(wanted("req_1", [5]), [5], 1))
+    stream.fail("gone")
+
+    assert len(await stream.take()) == 1
+    with pytest.raises(EngineUnavailable, match="gone"):
+        await stream.take()
+
+
+async def test_a_slow_owner_gets_merged_events_without_a_gap() -> None:
+    stream = EventStream("req_1")
+    request = wanted("req_1", [5])
+    count = EVENTS_MAX * 2
+    for number in range(1, count + 1):
+        stream.put(event(request, [number], number))
+    events = await stream.take()
+
+    assert len(events) == EVENTS_MAX
+    assert [token for one in events for token in one.token_ids] == list(range(1, count + 1))
+    assert events[-1].num_output_tokens == count

@@ -1,0 +1,111 @@
+"""Engine processes are started, watched and started again; whoever waits for one is told what happens."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from appliance.base.clock import SystemClock
+from appliance.base.errors import EngineUnavailable, ModelLoading
+from appliance.serving import supervisor
+from appliance.serving.supervisor import Supervisor
+from engine.protocol import GenerationRequest, SamplingParams
+from tests.support.fake_engine import DIE, STALL
+
+DEADLINE_S = 20.0
+
+
+def command(fd: int, *options: str) -> list[str]:
+    return [sys.executable, "-m", "tests.support.fake_engine", "--fd", str(fd), *options]
+
+
+def wanted(first_token: int) -> GenerationRequest:
+    sampling = SamplingParams(max_tokens=3, seed=1)
+    return GenerationRequest(request_id="req_1", tenant_id="bob", prompt_token_ids=[first_token], sampling=sampling)
+
+
+@pytest.fixture(autouse=True)
+def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor, "BACKOFF_FIRST_S", 0.01)
+
+
+@asynccontextmanager
+async def supervised(*options: str) -> AsyncIterator[Supervisor]:
+    """Yield a supervisor of stand-in engines that has been started."""
+    watched = Supervisor(name="fake", command=lambda fd: command(fd, *options), clock=SystemClock())
+    watched.start()
+    try:
+        async with asyncio.timeout(DEADLINE_S):
+            yield watched
+    finally:
+        await watched.stop()
+
+
+async def test_while_loading_requests_are_told_so() -> None:
+    async with supervised() as watched:
+        with pytest.raises(ModelLoading) as caught:
+            watched.submit(wanted(5))
+
+        assert caught.value.retry_after_s is not None
+        await watched.wait_for_state("ready")
+        assert (await watched.submit(wanted(5)).take())[0].token_ids
+
+
+async def test_a_killed_engine_is_started_again_and_its_streams_are_told() -> None:
+    async with supervised() as watched:
+        await watched.wait_for_state("ready")
+        first_pid = watched.pid
+        assert first_pid is not None
+        stream = watched.submit(wanted(STALL))
+        await asyncio.sleep(0)
+        os.kill(first_pid, signal.SIGKILL)
+        with pytest.raises(EngineUnavailable):
+            await stream.take()
+        await watched.wait_for_state("restarting")
+        assert watched.error is not None
+        assert "signal 9" in watched.error
+        await watched.wait_for_state("ready")
+
+        assert watched.pid != first_pid
+        assert watched.restarts == 1
+        assert (await watched.submit(wanted(5)).take())[0].token_ids
+
+
+async def test_an_engine_that_dies_of_a_request_is_started_again() -> None:
+    async with supervised() as watched:
+        await watched.wait_for_state("ready")
+        stream = watched.submit(wanted(DIE))
+        with pytest.raises(EngineUnavailable):
+            await stream.take()
+        await watched.wait_for_state("restarting")
+        await watched.wait_for_state("ready")
+
+
+async def test_a_model_that_cannot_be_loaded_fails_for_good_with_the_engines_words() -> None:
+    async with supervised("--fatal", "no such tensor") as watched:
+        await watched.wait_for_state("failed")
+
+        with pytest.raises(EngineUnavailable, match="no such tensor"):
+            watched.check_ready()
+
+
+async def test_an_engine_that_never_becomes_ready_is_given_up() -> None:
+    async with supervised("--unknown-option") as watched:
+        await watched.wait_for_state("failed")
+
+        assert watched.restarts == supervisor.CRASHES_BEFORE_READY_MAX - 1
+
+
+async def test_a_stopped_engine_leaves_no_process_behind() -> None:
+    async with supervised() as watched:
+        await watched.wait_for_state("ready")
+        pid = watched.pid
+    assert pid is not None
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
