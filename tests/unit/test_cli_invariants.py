@@ -57,7 +57,8 @@ async def ledger(database: Database, cast: Cast, clock: FakeClock) -> str:
     }
     async with database.writing() as connection:
         await connection.execute(insert(tables.prices).values(**price, **PRICE, created_at=clock.now()))
-        for number, changes in enumerate(({}, voided, pending)):
+        variants: list[dict[str, Any]] = [{}, voided, pending]
+        for number, changes in enumerate(variants):
             await connection.execute(insert(tables.usage_events).values(**{**event, "request_id": f"req_{number}", **changes}))
         await connection.execute(insert(tables.requests).values(**shared, **request, id="req_0"))
     return "req_0"
