@@ -68,11 +68,17 @@ class Server:
         """Return when a request would be answered; fail with the log when it would not be in time."""
         wait_until(lambda: self._alive() and self.ready().status_code == 200, READY_DEADLINE_S, self.log)
 
-    def engine_pid(self) -> int | None:
-        """Return the process id of the engine, None while there is none."""
-        processes = self.admin("GET", "/system")["processes"]
-        pid = next(process["pid"] for process in processes if process["role"] == "engine")
-        return None if pid is None else int(pid)
+    def engine_pid(self) -> int:
+        """Return the process id of the engine as soon as the system page, which is a second old at most, has it."""
+        found: list[int] = []
+
+        def look() -> bool:
+            processes = self.admin("GET", "/system")["processes"]
+            found[:] = [process["pid"] for process in processes if process["role"] == "engine" and process["pid"] is not None]
+            return bool(found)
+
+        wait_until(look, READY_DEADLINE_S, self.log)
+        return found[0]
 
     def log(self) -> str:
         """Return the end of what the appliance has logged."""

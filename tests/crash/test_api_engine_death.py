@@ -1,0 +1,92 @@
+"""The engine is killed in the middle of answers: streams are told, records settle, readiness turns red, it serves again."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from openai import AsyncOpenAI
+
+from tests.support.served_model import make_hollow_model
+from tests.support.server import READY_DEADLINE_S, Server, running_server, wait_until
+
+MODEL = "tiny"
+STREAMS = 4
+STEP_S = 0.02
+LONG: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": "the lazy dog"}], "max_tokens": 900}
+
+
+async def read_until_error(client: AsyncOpenAI, begun: asyncio.Semaphore) -> tuple[str, str | None, int]:
+    """Return id, error code and number of chunks of a stream that does not end well."""
+    stream = await client.chat.completions.create(**LONG, stream=True)
+    chunks: list[Any] = []
+
+    async def read() -> None:
+        async for chunk in stream:
+            chunks.append(chunk)
+            if len(chunks) == 3:
+                begun.release()
+
+    with pytest.raises(openai.APIError) as caught:
+        await read()
+    return chunks[0].id, caught.value.code, len(chunks)
+
+
+async def kill_engine_under(server: Server) -> list[tuple[str, str | None, int]]:
+    """Open streams, kill the engine when all of them have begun, and return what each of them saw."""
+    pid = server.engine_pid()
+    begun = asyncio.Semaphore(0)
+    async with AsyncOpenAI(base_url=f"{server.url}/v1", api_key=server.api_key, max_retries=0, timeout=60) as client:
+        reading = [asyncio.create_task(read_until_error(client, begun)) for _ in range(STREAMS)]
+        for _ in reading:
+            await begun.acquire()
+        os.kill(pid, signal.SIGKILL)
+        return await asyncio.gather(*reading)
+
+
+def test_a_killed_engine_ends_streams_settles_records_and_comes_back(tmp_path: Path) -> None:
+    model = make_hollow_model(tmp_path / MODEL)
+    with running_server(model, tmp_path / "data", fake_engine_step_s=STEP_S) as server:
+        seen = asyncio.run(kill_engine_under(server))
+        unready = server.ready()
+        server.wait_until_ready()
+        events = {event["request_id"]: event for event in server.everything("/ledger")}
+        (engine,) = [process for process in server.admin("GET", "/system")["processes"] if process["role"] == "engine"]
+        answer = httpx.post(
+            f"{server.url}/v1/chat/completions",
+            json={**LONG, "max_tokens": 3},
+            headers={"authorization": f"Bearer {server.api_key}"},
+            timeout=30,
+        )
+
+    assert [code for _, code, _ in seen] == ["engine_unavailable"] * STREAMS
+    assert unready.status_code == 503
+    assert "engine" in unready.json()["parts"][f"engine {MODEL}"]
+    for request_id, _, chunks in seen:
+        assert events[request_id]["status"] == "posted"
+        assert events[request_id]["finish_reason"] == "error"
+        assert events[request_id]["completion_tokens"] >= chunks - 1
+    assert engine["restarts"] == 1
+    assert answer.status_code == 200
+
+
+def test_engines_do_not_outlive_their_gateway(tmp_path: Path) -> None:
+    model = make_hollow_model(tmp_path / MODEL)
+    with running_server(model, tmp_path / "data", fake_engine_step_s=STEP_S) as server:
+        pid = server.engine_pid()
+        server.kill()
+
+    wait_until(lambda: not Path(f"/proc/{pid}").exists() or _is_zombie(pid), READY_DEADLINE_S)
+
+
+def _is_zombie(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text("ascii").rsplit(")", 1)[1].split()[0] == "Z"
+    except FileNotFoundError:
+        return True

@@ -1,0 +1,96 @@
+"""An orderly end: new requests are refused, running ones finish; and what stands in the way of a start is said in one line."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from appliance.api.http_server import CONTROL_FILE, CannotStart
+from appliance.app import serve
+from appliance.base.settings import load_settings
+from appliance.serving.model_registry import NotAModel
+from tests.support.served_model import make_hollow_model
+from tests.support.server import Server, running_server, wait_until
+
+MODEL = "tiny"
+STEP_S = 0.02
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return make_hollow_model(tmp_path / MODEL)
+
+
+def body(max_tokens: int) -> dict[str, Any]:
+    return {"model": MODEL, "messages": [{"role": "user", "content": "the lazy dog"}], "max_tokens": max_tokens, "stream": True}
+
+
+async def stream_through_a_signal(server: Server) -> tuple[httpx.Response, str]:
+    """Signal in the middle of a stream; return the answer to a request after it, and the whole stream."""
+    headers = {"authorization": f"Bearer {server.api_key}"}
+    url = f"{server.url}/v1/chat/completions"
+    async with httpx.AsyncClient(timeout=30, headers=headers) as client, client.stream("POST", url, json=body(60)) as answer:
+        lines = answer.aiter_lines()
+        text = await anext(lines)
+        server.process.send_signal(signal.SIGTERM)
+        while (refused := await client.post(url, json=body(3))).status_code == 200:
+            pass
+        async for line in lines:
+            text += line
+    return refused, text
+
+
+def test_draining_refuses_new_requests_and_finishes_running_ones(tmp_path: Path, model: Path) -> None:
+    with running_server(model, tmp_path / "data", fake_engine_step_s=STEP_S) as server:
+        assert (tmp_path / "data" / CONTROL_FILE).exists()
+        refused, text = asyncio.run(stream_through_a_signal(server))
+
+        assert server.process.wait(30) == 0
+    assert (refused.status_code, refused.json()["error"]["code"]) == (503, "draining")
+    assert int(refused.headers["retry-after"]) >= 1
+    assert text.endswith("data: [DONE]")
+    assert not (tmp_path / "data" / CONTROL_FILE).exists()
+
+
+def test_a_second_signal_ends_at_once(tmp_path: Path, model: Path) -> None:
+    with running_server(model, tmp_path / "data", fake_engine_step_s=1.0) as server:
+        headers = {"authorization": f"Bearer {server.api_key}"}
+        url = f"{server.url}/v1/chat/completions"
+        with httpx.stream("POST", url, json=body(900), headers=headers, timeout=30) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            server.process.send_signal(signal.SIGINT)
+            wait_until(lambda: server.ready().json()["parts"]["gateway"] == "draining", 10)
+            server.process.send_signal(signal.SIGINT)
+
+            assert server.process.wait(15) == 0
+
+
+def test_a_second_appliance_on_the_same_data_is_kept_out(tmp_path: Path, model: Path) -> None:
+    with running_server(model, tmp_path / "data", fake_engine_step_s=STEP_S):
+        settings = load_settings(options={"data_dir": tmp_path / "data", "port": 0, "models": (str(model),)}, environ={})
+        with pytest.raises(CannotStart, match="another Gatehouse already runs"):
+            asyncio.run(serve(settings))
+
+
+def test_a_port_in_use_is_said_in_one_line(tmp_path: Path, model: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        settings = load_settings(options={"data_dir": tmp_path / "data", "port": port, "models": (str(model),)}, environ={})
+        with pytest.raises(CannotStart, match=f"port {port} on 127.0.0.1 is in use"):
+            asyncio.run(serve(settings))
+    assert not (tmp_path / "data" / "gatehouse.db").exists()
+
+
+def test_a_path_that_is_no_model_is_said_before_anything_is_made(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    settings = load_settings(options={"data_dir": tmp_path / "data", "models": (str(tmp_path / "empty"),)}, environ={})
+    with pytest.raises(NotAModel, match=r"no config\.json, no tokenizer\.json, no model\.safetensors"):
+        asyncio.run(serve(settings))
+    assert not (tmp_path / "data").exists()
