@@ -39,7 +39,14 @@ def test_precedence_is_that_of_the_appliance(source: str, tmp_path: Path) -> Non
 def test_only_what_was_given_is_passed_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "model").mkdir()
-    given = {"command": "up", "host": None, "port": "9000", "data_dir": "data", "model": ["model", "added"], "database": None}
+    given: dict[str, object] = {
+        "command": "up",
+        "host": None,
+        "port": "9000",
+        "data_dir": "data",
+        "model": ["model", "added"],
+        "database": None,
+    }
     command = up.serve_command(given)
     assert command == ["serve", "--port", "9000", "--data-dir", str(tmp_path / "data"), "--model", str(tmp_path / "model"),
                        "--model", "added"]  # fmt: skip
