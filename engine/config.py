@@ -152,17 +152,24 @@ def _rope(config: JsonObject, family: Family) -> RopeConfig:
     if kind == "default":
         return RopeConfig(kind=kind, theta=theta)
     if kind == "linear":
-        return RopeConfig(kind=kind, theta=theta, factor=float(parameters["factor"]))
+        return RopeConfig(kind=kind, theta=theta, factor=_number(parameters, "factor"))
     if kind == "llama3":
         return RopeConfig(
             kind=kind,
             theta=theta,
-            factor=float(parameters["factor"]),
-            low_freq_factor=float(parameters["low_freq_factor"]),
-            high_freq_factor=float(parameters["high_freq_factor"]),
-            original_max_len=int(parameters["original_max_position_embeddings"]),
+            factor=_number(parameters, "factor"),
+            low_freq_factor=_number(parameters, "low_freq_factor"),
+            high_freq_factor=_number(parameters, "high_freq_factor"),
+            original_max_len=int(_number(parameters, "original_max_position_embeddings")),
         )
     raise UnsupportedModel(f"rope type {kind!r} is not supported; supported: default, linear, llama3")
+
+
+def _number(parameters: JsonObject, key: str) -> float:
+    value = parameters.get(key)
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        raise UnsupportedModel(f"config.json: {key} of the rope settings must be a number, not {value!r}")
+    return float(value)
 
 
 def _sliding_window(config: JsonObject, family: Family) -> int | None:

@@ -34,7 +34,7 @@ def run_to_end(engine: Engine, requests: Iterable[GenerationRequest]) -> dict[st
         events[request.request_id] = [] if refused is None else [refused]
     while engine.has_requests:
         for event in engine.step():
-            events[event.request_id].append(event)
+            events.setdefault(event.request_id, []).append(event)
         engine.check_invariants()
     return events
 

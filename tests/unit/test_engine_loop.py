@@ -1,0 +1,166 @@
+"""One bad request among good ones, steps that raise, limits of single requests, and the figures of the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from engine.block_pool import BlockPool
+from engine.errors import EngineBroken
+from engine.loop import FAILED_STEPS_MAX, Engine
+from engine.protocol import EngineInfo, FinishReason
+from engine.scheduled_batch import ScheduledRequest, StepOutput
+from engine.scheduler import Scheduler, SchedulerLimits
+from tests.support.engines import run_to_end, tokens, wanted
+
+MAX_MODEL_LEN = 64
+EOS = 9
+
+
+class FakeRunner:
+    """Yields token 5 for everyone; raises while a batch holds a request of `culprits`."""
+
+    def __init__(self) -> None:
+        self.culprits: set[str] = set()
+        self.token_of: Callable[[str, int], int] = lambda request_id, position: 5
+
+    def run(self, items: Sequence[ScheduledRequest]) -> list[StepOutput]:
+        for item in items:
+            if item.request.request_id in self.culprits:
+                raise RuntimeError("boom")
+        return [
+            StepOutput(token_id=self.token_of(i.request.request_id, i.request.num_tokens)) if i.samples else StepOutput()
+            for i in items
+        ]
+
+
+def make_engine(runner: FakeRunner, **limits: Any) -> Engine:
+    chosen = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "max_model_len": MAX_MODEL_LEN, "block_size": 4, **limits}
+    info = EngineInfo(
+        model="fake", architecture="Fake", max_model_len=MAX_MODEL_LEN, vocab_size=10, eos_token_ids=[EOS], block_size=4,
+        num_kv_blocks=32, dtype="none", device="none", device_name="none", kernels="none", num_parameters=0, weights_bytes=0,
+        kv_bytes=0, load_s=0.0,
+    )  # fmt: skip
+    scheduler = Scheduler(SchedulerLimits(**chosen), BlockPool(32), clock=lambda: 0.0)
+    return Engine(scheduler, runner, info, clock=lambda: 0.0)
+
+
+def test_the_request_that_breaks_a_step_fails_alone() -> None:
+    runner = FakeRunner()
+    runner.culprits = {"bad"}
+    engine = make_engine(runner)
+    events = run_to_end(engine, [wanted(name, [1, 2], max_tokens=3) for name in ("a", "bad", "b")])
+    assert tokens(events["a"]) == tokens(events["b"]) == [5, 5, 5]
+    assert [event.finish_reason for event in events["bad"]] == [FinishReason.ERROR]
+    assert events["bad"][0].error == "RuntimeError: boom"
+    assert engine.status().kv_blocks_used == 0
+
+
+def test_an_engine_that_fails_everybody_again_and_again_asks_to_be_replaced() -> None:
+    runner = FakeRunner()
+    engine = make_engine(runner, max_num_seqs=1)
+    names = [str(i) for i in range(FAILED_STEPS_MAX + 1)]
+    runner.culprits = set(names)
+    with pytest.raises(EngineBroken):
+        run_to_end(engine, [wanted(name, [1], max_tokens=2) for name in names])
+
+
+def test_a_good_step_forgives_the_failed_ones() -> None:
+    runner = FakeRunner()
+    engine = make_engine(runner, max_num_seqs=1)
+    runner.culprits = {"0", "1", "3", "4", "6"}
+    events = run_to_end(engine, [wanted(str(i), [1], max_tokens=2) for i in range(7)])
+    assert [events[str(i)][-1].finish_reason for i in (2, 5)] == [FinishReason.LENGTH] * 2
+
+
+@pytest.mark.parametrize(
+    ("prompt", "sampling", "message"),
+    [
+        ([], {}, "the prompt is empty"),
+        ([1] * MAX_MODEL_LEN, {}, "the prompt has 64 tokens; at most 63 fit"),
+        ([1, 10], {}, "prompt has token ids outside 0 … 9"),
+        ([-1], {}, "prompt has token ids outside"),
+        ([1], {"stop_token_ids": [10]}, "stop_token_ids has token ids outside"),
+        ([1], {"logit_bias": {11: 1.0}}, "logit_bias has token ids outside"),
+        ([1], {"seed": None}, "no seed"),
+    ],
+)
+def test_a_request_that_cannot_run_is_answered_at_once(prompt: list[int], sampling: dict[str, Any], message: str) -> None:
+    engine = make_engine(FakeRunner())
+    event = engine.submit(wanted("a", prompt, **sampling))
+    assert event is not None
+    assert event.finish_reason is FinishReason.ERROR
+    assert message in (event.error or "")
+    assert not engine.has_requests
+
+
+def test_an_id_that_is_live_cannot_be_submitted_again_but_a_finished_one_can() -> None:
+    engine = make_engine(FakeRunner())
+    run_to_end(engine, [wanted("a", [1], max_tokens=1)])
+    assert engine.submit(wanted("a", [1], max_tokens=1)) is None
+    refused = engine.submit(wanted("a", [1], max_tokens=1))
+    assert refused is not None
+    assert "already live" in (refused.error or "")
+
+
+@pytest.mark.parametrize(
+    ("sampling", "expected_tokens", "reason"),
+    [
+        ({"ignore_eos": False, "max_tokens": 20}, [5, 5, 9], FinishReason.STOP),
+        ({"ignore_eos": True, "max_tokens": 5}, [5, 5, 9, 5, 5], FinishReason.LENGTH),
+        ({"ignore_eos": False, "max_tokens": 20, "stop_token_ids": [5]}, [5], FinishReason.STOP),
+        ({"ignore_eos": False, "max_tokens": 20, "min_tokens": 4, "stop_token_ids": [5]}, [5, 5, 9, 5], FinishReason.STOP),
+        ({"ignore_eos": True, "max_tokens": None}, 62, FinishReason.LENGTH),
+    ],
+)
+def test_a_request_ends_where_its_parameters_say(
+    sampling: dict[str, Any], expected_tokens: list[int] | int, reason: FinishReason
+) -> None:
+    runner = FakeRunner()
+    runner.token_of = lambda request_id, position: EOS if position == 4 else 5
+    events = run_to_end(make_engine(runner), [wanted("a", [1, 2], **sampling)])["a"]
+    got = tokens(events)
+    assert (len(got) if isinstance(expected_tokens, int) else got) == expected_tokens
+    assert events[-1].finish_reason is reason
+    assert sum(event.finish_reason is not None for event in events) == 1
+
+
+def test_totals_count_every_prompt_once_and_every_generated_token_even_of_aborted_requests() -> None:
+    engine = make_engine(FakeRunner())
+    for name in ("a", "b"):
+        engine.submit(wanted(name, [1, 2, 3], max_tokens=10))
+    for _ in range(4):
+        engine.step()
+    event = engine.abort("a")
+    assert event is not None
+    assert (event.num_output_tokens, event.num_prompt_tokens_computed, event.token_ids) == (4, 3, [])
+    run_to_end(engine, [])
+    status = engine.status()
+    assert (status.prompt_tokens_total, status.generation_tokens_total) == (6, 14)
+    assert (status.num_running, status.num_waiting, status.kv_blocks_used, status.kv_blocks_free) == (0, 0, 0, 32)
+
+
+def test_an_abort_frees_the_blocks_at_once_and_a_second_one_says_nothing() -> None:
+    engine = make_engine(FakeRunner())
+    engine.submit(wanted("a", [1, 2, 3], max_tokens=10))
+    engine.step()
+    assert engine.status().kv_blocks_used == 1
+    assert engine.abort("a") is not None
+    assert engine.status().kv_blocks_used == 0
+    assert engine.abort("a") is None
+
+
+def test_progress_tells_states_and_queue_positions() -> None:
+    engine = make_engine(FakeRunner(), max_num_seqs=2, max_num_batched_tokens=6)
+    for name, length in (("decoding", 2), ("prefilling", 12), ("first", 3), ("second", 3)):
+        engine.submit(wanted(name, [1] * length, max_tokens=10))
+    engine.step()
+    rows = {row.request_id: row for row in engine.status(with_requests=True).requests or []}
+    assert {name: row.state for name, row in rows.items()} == {
+        "decoding": "decode", "prefilling": "prefill", "first": "queued", "second": "queued",
+    }  # fmt: skip
+    assert [rows[name].queue_position for name in ("decoding", "prefilling", "first", "second")] == [None, None, 0, 1]
+    assert (rows["decoding"].num_output_tokens, rows["prefilling"].num_computed_tokens) == (1, 4)
+    assert engine.status().requests is None

@@ -1,0 +1,169 @@
+"""What a model directory may hold, and the one clear error for each thing it may not."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from engine.config import load_model_config
+from engine.errors import EngineConfigError, NotAModelDirectory, UnsupportedModel, WeightsError
+from tests.support.engines import run_to_end, small_engine, tokens, wanted
+from tests.support.tiny_models import make_model
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("original")
+    make_model("llama", directory)
+    return directory
+
+
+@pytest.fixture
+def model(original: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(original, tmp_path / "model"))
+
+
+def change_config(model: Path, **changes: Any) -> None:
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, **changes}))
+
+
+def change_weights(model: Path, changes: dict[str, torch.Tensor | None]) -> None:
+    tensors: dict[str, Any] = {**load_file(model / "model.safetensors"), **changes}
+    kept = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    save_file(kept, model / "model.safetensors", metadata={"format": "pt"})
+
+
+def test_a_path_that_is_no_directory_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(NotAModelDirectory, match="not a directory"):
+        load_model_config(tmp_path / "nowhere")
+
+
+def test_a_directory_without_config_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(NotAModelDirectory, match=r"config\.json"):
+        load_model_config(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "\xff"])
+def test_a_config_that_is_no_json_object_is_refused_by_name(text: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes(text.encode("latin-1"))
+    with pytest.raises(NotAModelDirectory, match=r"config\.json"):
+        load_model_config(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel is not supported; supported: LlamaForCausalLM, Mistral"),
+        ({"architectures": None}, "names no architecture"),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "rope type 'yarn' is not supported; supported: default"),
+        ({"rope_parameters": None, "rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope type 'dynamic'"),
+        ({"rope_parameters": {"rope_type": "linear"}}, "factor"),
+        ({"quantization_config": {"quant_method": "awq"}}, r"quantization_config \(awq\)"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
+        ({"use_sliding_window": True}, "use_sliding_window"),
+        ({"vocab_size": "many"}, "vocab_size must be a positive integer"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers must be a positive integer"),
+        ({"num_key_value_heads": 3}, "multiple of num_key_value_heads"),
+        ({"head_dim": 15}, "head_dim must be even"),
+    ],
+)
+def test_what_is_not_computed_is_refused_by_name(changes: dict[str, Any], message: str, model: Path) -> None:
+    change_config(model, **changes)
+    with pytest.raises(UnsupportedModel, match=message):
+        load_model_config(model)
+
+
+def test_the_older_spelling_of_rope_settings_means_the_same(model: Path) -> None:
+    change_config(model, rope_parameters=None, rope_theta=5e5, rope_scaling={"type": "linear", "factor": 4.0})
+    rope = load_model_config(model).rope
+    assert (rope.kind, rope.theta, rope.factor) == ("linear", 5e5, 4.0)
+
+
+@pytest.mark.parametrize(
+    ("generation", "expected"), [({"eos_token_id": [2, 9]}, (2, 9)), ({"eos_token_id": 7}, (7,)), ({}, (2,))]
+)
+def test_end_tokens_come_from_the_generation_config_first(
+    generation: dict[str, Any], expected: tuple[int, ...], model: Path
+) -> None:
+    (model / "generation_config.json").write_text(json.dumps(generation))
+    assert load_model_config(model).eos_token_ids == expected
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model.norm.weight": None}, r"1 tensors are missing: model\.norm\.weight"),
+        ({"model.layers.7.mlp.down_proj.weight": torch.zeros(2, 2)}, r"belong to nothing here: model\.layers\.7"),
+        ({"model.norm.weight": torch.zeros(47)}, r"model\.norm\.weight has shape \(47,\), expected \(48,\)"),
+        ({"model.norm.weight": torch.zeros(48, dtype=torch.int8)}, "expected a floating-point type"),
+        ({"model.layers.0.self_attn.q_proj.bias": torch.zeros(48)}, r"q_proj\.bias"),
+    ],
+)
+def test_every_tensor_is_accounted_for(changes: dict[str, torch.Tensor | None], message: str, model: Path) -> None:
+    change_weights(model, changes)
+    with pytest.raises(WeightsError, match=message):
+        small_engine(model)
+
+
+def test_a_tied_head_that_differs_from_the_embedding_is_an_error(model: Path) -> None:
+    change_config(model, tie_word_embeddings=True)
+    with pytest.raises(WeightsError, match=r"lm_head\.weight differs"):
+        small_engine(model)
+
+
+def test_a_missing_shard_is_named(tmp_path: Path) -> None:
+    make_model("llama", tmp_path, sharded=True)
+    shard = sorted(tmp_path.glob("model-*.safetensors"))[1]
+    shard.unlink()
+    with pytest.raises(WeightsError, match=shard.name):
+        small_engine(tmp_path)
+
+
+def test_a_damaged_file_is_named(model: Path) -> None:
+    (model / "model.safetensors").write_bytes(b"not safetensors at all")
+    with pytest.raises(WeightsError, match=r"model\.safetensors is not a readable safetensors file"):
+        small_engine(model)
+
+
+def test_old_checkpoints_may_carry_rotary_buffers(model: Path) -> None:
+    change_weights(model, {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(6)})
+    assert small_engine(model).info.architecture == "LlamaForCausalLM"
+
+
+def test_sixteen_bit_weights_are_computed_in_float32_on_the_cpu(model: Path) -> None:
+    tensors = {name: tensor.to(torch.bfloat16) for name, tensor in load_file(model / "model.safetensors").items()}
+    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+    engine = small_engine(model)
+    assert engine.info.dtype == "float32"
+    assert len(tokens(run_to_end(engine, [wanted("a", [5, 6], max_tokens=4)])["a"])) == 4
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_model_len": 257}, "max_model_len .* longer than the model's context"),
+        ({"num_kv_blocks": 4, "max_model_len": 65}, "max_model_len .* does not fit into the KV cache: 4 blocks"),
+        ({"kv_cache_bytes": 100}, "kv_cache_bytes .* less than one KV block"),
+        ({"max_num_seqs": 8, "max_num_batched_tokens": 4}, "max_num_batched_tokens must be at least max_num_seqs"),
+        ({"device": "tpu"}, "device must be one of"),
+        ({"dtype": "int4"}, "dtype must be one of"),
+        ({"block_size": 0}, "block_size must be at least 1"),
+        ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization"),
+    ],
+)
+def test_options_that_cannot_be_honoured_are_named(options: dict[str, Any], message: str, model: Path) -> None:
+    with pytest.raises(EngineConfigError, match=message):
+        small_engine(model, **options)
+
+
+def test_an_open_context_length_becomes_what_the_cache_holds(model: Path) -> None:
+    assert small_engine(model, num_kv_blocks=4).info.max_model_len == 64
+    assert small_engine(model).info.max_model_len == 256

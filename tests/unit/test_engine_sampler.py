@@ -1,0 +1,197 @@
+"""How tokens are chosen: distributions, filters, penalties, seeds, log-probabilities and rows that cannot be computed."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from engine.randomness import uniform
+from engine.request import Request
+from engine.sampler import NOT_FINITE, Sampler
+from engine.scheduled_batch import StepOutput
+from tests.support.sampling import sampling_request
+
+VOCAB_SIZE = 600  # more than the candidates of the partial top-k
+DRAWS = 4000
+CPU = torch.device("cpu")
+
+
+def sample(logits: torch.Tensor, requests: list[Request]) -> list[StepOutput]:
+    return Sampler(logits.shape[-1], CPU).sample(logits.clone(), requests)
+
+
+def draw_counts(logits: torch.Tensor, **sampling: Any) -> torch.Tensor:
+    """How often each token is drawn from one row of logits, over many seeds."""
+    requests = [sampling_request(str(seed), seed=seed, **sampling) for seed in range(DRAWS)]
+    outputs = sample(logits.expand(DRAWS, -1), requests)
+    ids = torch.tensor([output.token_id for output in outputs])
+    return torch.bincount(ids, minlength=logits.shape[-1])
+
+
+def assert_follows(counts: torch.Tensor, probabilities: torch.Tensor) -> None:
+    """Chi-square test: five standard deviations above its mean would be one chance in a million."""
+    assert not counts[probabilities == 0].any(), "a token of probability zero was drawn"
+    common = probabilities * DRAWS >= 5
+    expected = torch.cat((probabilities[common] * DRAWS, probabilities[~common].sum()[None] * DRAWS))
+    observed = torch.cat((counts[common].double(), counts[~common].sum()[None].double()))
+    used = expected > 0
+    statistic = ((observed - expected)[used] ** 2 / expected[used]).sum().item()
+    freedom = int(used.sum()) - 1
+    assert statistic <= freedom + 5 * math.sqrt(2 * freedom), f"chi-square {statistic:.1f} with {freedom} degrees of freedom"
+
+
+@pytest.fixture
+def logits() -> torch.Tensor:
+    generator = torch.Generator().manual_seed(4)
+    return torch.randn(VOCAB_SIZE, generator=generator) * 2
+
+
+def keep_only(probabilities: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
+    remaining = torch.where(kept, probabilities, 0.0)
+    return remaining / remaining.sum()
+
+
+@pytest.mark.parametrize("temperature", [0.3, 1.0, 1.7])
+def test_draws_follow_the_softmax_of_logits_over_temperature(logits: torch.Tensor, temperature: float) -> None:
+    expected = torch.softmax(logits.double() / temperature, -1)
+    assert_follows(draw_counts(logits, temperature=temperature), expected)
+
+
+@pytest.mark.parametrize("top_k", [1, 2, 40, 300, 599])
+def test_top_k_keeps_the_k_most_likely(logits: torch.Tensor, top_k: int) -> None:
+    probabilities = torch.softmax(logits.double(), -1)
+    kept = probabilities >= probabilities.topk(top_k).values[-1]
+    assert_follows(draw_counts(logits, top_k=top_k), keep_only(probabilities, kept))
+
+
+@pytest.mark.parametrize(("spread", "top_p"), [(1.0, 0.1), (1.0, 0.6), (0.05, 0.9), (0.05, 0.999)])
+def test_top_p_keeps_the_smallest_set_that_reaches_p_even_beyond_the_candidates(
+    logits: torch.Tensor, spread: float, top_p: float
+) -> None:
+    flattened = logits * spread
+    probabilities = torch.softmax(flattened.double(), -1)
+    ordered, ids = probabilities.sort(descending=True)
+    kept = torch.zeros(VOCAB_SIZE, dtype=torch.bool)
+    kept[ids[(ordered.cumsum(0) - ordered) < top_p]] = True
+    assert_follows(draw_counts(flattened, top_p=top_p), keep_only(probabilities, kept))
+
+
+@pytest.mark.parametrize(("spread", "min_p"), [(1.0, 0.2), (0.05, 0.9)])
+def test_min_p_keeps_what_is_likely_enough_beside_the_most_likely(logits: torch.Tensor, spread: float, min_p: float) -> None:
+    flattened = logits * spread
+    probabilities = torch.softmax(flattened.double(), -1)
+    kept = probabilities >= min_p * probabilities.max()
+    assert_follows(draw_counts(flattened, min_p=min_p), keep_only(probabilities, kept))
+
+
+def test_top_p_works_on_what_top_k_left(logits: torch.Tensor) -> None:
+    probabilities = torch.softmax(logits.double(), -1)
+    ordered, ids = probabilities.sort(descending=True)
+    first = ordered[:10] / ordered[:10].sum()
+    kept = torch.zeros(VOCAB_SIZE, dtype=torch.bool)
+    kept[ids[:10][(first.cumsum(0) - first) < 0.7]] = True
+    assert_follows(draw_counts(logits, top_k=10, top_p=0.7), keep_only(probabilities, kept))
+
+
+def test_a_request_draws_the_same_alone_and_beside_any_others() -> None:
+    torch.manual_seed(9)
+    logits = torch.randn(7, VOCAB_SIZE)
+    settings: list[dict[str, Any]] = [
+        {}, {"temperature": 0.0}, {"top_k": 5}, {"top_p": 0.8}, {"min_p": 0.1}, {"top_k": 400}, {"presence_penalty": 1.0},
+    ]  # fmt: skip
+    requests = [sampling_request(str(i), seed=i, output=(3, 4), **values) for i, values in enumerate(settings)]
+    together = sample(logits, requests)
+    alone = [sample(logits[i : i + 1], [request])[0] for i, request in enumerate(requests)]
+    reversed_order = sample(logits.flip(0), requests[::-1])[::-1]
+    assert together == alone == reversed_order
+
+
+def test_greedy_takes_the_largest_logit(logits: torch.Tensor) -> None:
+    assert sample(logits[None], [sampling_request(temperature=0.0)])[0].token_id == int(logits.argmax())
+
+
+def test_a_tiny_temperature_is_greedy_and_not_a_division_by_zero(logits: torch.Tensor) -> None:
+    outputs = sample(logits.expand(20, -1), [sampling_request(str(s), seed=s, temperature=1e-38) for s in range(20)])
+    assert {output.token_id for output in outputs} == {int(logits.argmax())}
+
+
+@pytest.mark.parametrize("poison", [math.nan, math.inf])
+@pytest.mark.parametrize("sampling", [{"temperature": 0.0}, {}, {"top_p": 0.5}, {"top_k": 3}, {"logprobs": 2}])
+def test_a_row_that_is_not_finite_fails_alone(logits: torch.Tensor, poison: float, sampling: dict[str, Any]) -> None:
+    batch = torch.stack((logits, logits, logits))
+    batch[1, 17] = poison
+    healthy = sample(logits[None], [sampling_request("0", **sampling)])[0]
+    outputs = sample(batch, [sampling_request(str(i), **sampling) for i in range(3)])
+    assert outputs == [healthy, StepOutput(error=NOT_FINITE), healthy]
+
+
+def test_repetition_penalty_weakens_tokens_of_prompt_and_output() -> None:
+    logits = torch.tensor([[2.0, 1.5, -1.0, -1.2]])
+    chosen = sample(logits, [sampling_request(prompt=(0,), output=(3,), temperature=0.0, repetition_penalty=2.0)])[0]
+    assert chosen.token_id == 1
+
+
+def test_presence_and_frequency_penalties_count_the_output_only() -> None:
+    logits = torch.tensor([[1.0, 0.9, 0.0]])
+    in_prompt = sampling_request(prompt=(0, 0), temperature=0.0, frequency_penalty=0.5, presence_penalty=0.5)
+    in_output = sampling_request(prompt=(2,), output=(0,), temperature=0.0, presence_penalty=0.2)
+    twice = sampling_request(prompt=(2,), output=(0, 0), temperature=0.0, frequency_penalty=0.06)
+    once = sampling_request(prompt=(2,), output=(0,), temperature=0.0, frequency_penalty=0.06)
+    assert [sample(logits, [r])[0].token_id for r in (in_prompt, in_output, twice, once)] == [0, 1, 1, 0]
+
+
+def test_token_counts_follow_a_growing_request() -> None:
+    sampler = Sampler(3, CPU)
+    request = sampling_request(prompt=(2,), temperature=0.0, frequency_penalty=0.3)
+    chosen = []
+    for _ in range(4):
+        (output,) = sampler.sample(torch.tensor([[1.0, 0.8, -5.0]]), [request])
+        assert output.token_id is not None
+        request.token_ids.append(output.token_id)
+        chosen.append(output.token_id)
+    assert chosen == [0, 1, 0, 1]
+
+
+def test_logit_bias_moves_single_tokens() -> None:
+    logits = torch.tensor([[1.0, 0.9, 0.0]])
+    assert sample(logits, [sampling_request(temperature=0.0, logit_bias={2: 5.0, 0: -100.0})])[0].token_id == 2
+
+
+def test_end_tokens_are_forbidden_below_min_tokens() -> None:
+    logits = torch.tensor([[9.0, 8.0, 1.0]])
+    early = sampling_request(output=(2,), temperature=0.0, min_tokens=2, max_tokens=9, stop_token_ids=[1])
+    later = sampling_request(output=(2, 2), temperature=0.0, min_tokens=2, max_tokens=9, stop_token_ids=[1])
+    assert sample(logits, [early])[0].token_id == 2
+    assert sample(logits, [later])[0].token_id == 0
+
+
+def test_logprobs_are_those_of_the_model_before_temperature_bias_and_filters(logits: torch.Tensor) -> None:
+    expected = torch.log_softmax(logits.double(), -1)
+    request = sampling_request(temperature=0.5, top_k=3, logprobs=4, logit_bias={5: 3.0})
+    plain = sampling_request("b", temperature=0.0)
+    output, other = sample(logits.expand(2, -1), [request, plain])
+    assert output.logprob is not None
+    assert output.token_id is not None
+    assert other.logprob is None
+    top = expected.topk(4)
+    assert output.logprob.logprob == pytest.approx(expected[output.token_id].item(), abs=1e-5)
+    assert output.logprob.top_token_ids == top.indices.tolist()
+    assert output.logprob.top_logprobs == pytest.approx(top.values.tolist(), abs=1e-5)
+
+
+def test_logprobs_zero_gives_the_chosen_token_only(logits: torch.Tensor) -> None:
+    (output,) = sample(logits[None], [sampling_request(logprobs=0)])
+    assert output.logprob is not None
+    assert output.logprob.top_token_ids == []
+
+
+def test_uniform_numbers_repeat_for_seed_and_position_and_differ_otherwise() -> None:
+    numbers = {uniform(seed, position) for seed in range(50) for position in range(50)}
+    assert len(numbers) == 2500
+    assert uniform(3, 4) == uniform(3, 4)
+    assert all(0.0 <= number < 1.0 for number in numbers)
+    assert abs(sum(numbers) / 2500 - 0.5) < 0.03
+    assert uniform(2**63 - 1, 2**20) < 1.0

@@ -1,0 +1,189 @@
+"""Order and bounds of scheduling: decodes first, chunks, overtaking that ends, preemption of the youngest, prefix sharing."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine.block_pool import BlockPool, OutOfBlocks
+from engine.errors import EngineConfigError
+from engine.prefix_cache import PrefixCache
+from engine.protocol import SamplingParams
+from engine.request import IllegalTransition, Request, RequestStatus
+from engine.scheduled_batch import ScheduledBatch, StepOutput
+from engine.scheduler import LOOKAHEAD_REQUESTS, SKIPS_MAX, Scheduler, SchedulerLimits
+
+BLOCK_SIZE = 4
+
+
+def make_scheduler(*, num_blocks: int = 16, max_num_seqs: int = 4, budget: int = 16, caches: bool = False) -> Scheduler:
+    limits = SchedulerLimits(
+        max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, max_model_len=num_blocks * BLOCK_SIZE, block_size=BLOCK_SIZE
+    )
+    pool = BlockPool(num_blocks)
+    prefix_cache = PrefixCache(pool, BLOCK_SIZE) if caches else None
+    return Scheduler(limits, pool, clock=lambda: 0.0, prefix_cache=prefix_cache)
+
+
+def make_request(name: str, num_prompt_tokens: int, *, max_tokens: int = 4, tenant: str = "alice") -> Request:
+    return Request(
+        request_id=name,
+        tenant_id=tenant,
+        sampling=SamplingParams(seed=1),
+        token_ids=list(range(100, 100 + num_prompt_tokens)),
+        num_prompt_tokens=num_prompt_tokens,
+        max_total_tokens=num_prompt_tokens + max_tokens,
+        stop_ids=frozenset(),
+        arrived_s=0.0,
+    )
+
+
+def step(scheduler: Scheduler) -> ScheduledBatch:
+    batch = scheduler.schedule()
+    scheduler.apply(batch, [StepOutput(token_id=7) for _ in batch.items])
+    scheduler.check_invariants()
+    return batch
+
+
+def plan(batch: ScheduledBatch) -> list[tuple[str, int]]:
+    return [(item.request.request_id, item.num_tokens) for item in batch.items]
+
+
+def test_decodes_come_first_then_chunks_under_way_then_new_requests() -> None:
+    scheduler = make_scheduler(budget=10)
+    scheduler.add(make_request("a", 3))
+    assert plan(step(scheduler)) == [("a", 3)]
+    scheduler.add(make_request("b", 14))
+    scheduler.add(make_request("c", 5))
+    assert plan(step(scheduler)) == [("a", 1), ("b", 9)]
+    assert plan(step(scheduler)) == [("a", 1), ("b", 5), ("c", 4)]
+    assert plan(step(scheduler)) == [("a", 1), ("b", 1), ("c", 1)]
+
+
+def test_no_more_requests_run_than_there_are_seats() -> None:
+    scheduler = make_scheduler(max_num_seqs=2)
+    for name in "abc":
+        scheduler.add(make_request(name, 2, max_tokens=1))
+    assert plan(step(scheduler)) == [("a", 2), ("b", 2)]
+    assert plan(step(scheduler)) == [("c", 2)]
+
+
+def test_when_blocks_run_out_the_youngest_gives_way_and_goes_on_later() -> None:
+    scheduler = make_scheduler(num_blocks=4)
+    old, young = make_request("old", 7, max_tokens=8), make_request("young", 7, max_tokens=8)
+    for request in (old, young):
+        scheduler.add(request)
+    for _ in range(3):
+        batch = step(scheduler)
+    assert plan(batch) == [("old", 1)]
+    assert (young.status, young.num_preemptions, young.block_table) == (RequestStatus.QUEUED, 1, [])
+    while scheduler.has_requests:
+        step(scheduler)
+    assert (old.num_preemptions, old.num_output_tokens, young.num_output_tokens) == (0, 8, 8)
+    assert scheduler.totals.prompt_tokens == 14, "a prompt that is computed again counts once"
+    assert scheduler.totals.generation_tokens == 16
+
+
+def test_small_requests_pass_one_that_does_not_fit_but_not_for_ever() -> None:
+    scheduler = make_scheduler(num_blocks=32, max_num_seqs=8)
+    holder, big = make_request("holder", 16, max_tokens=100), make_request("big", 120)
+    scheduler.add(holder)
+    step(scheduler)
+    scheduler.add(big)
+    for number in range(SKIPS_MAX + 8):
+        scheduler.add(make_request(f"small {number}", 1, max_tokens=1))
+    passed = 0
+    while big.status is RequestStatus.QUEUED and holder.status is not RequestStatus.FINISHED:
+        passed += sum(item.request.request_id.startswith("small") for item in step(scheduler).items)
+    assert passed == SKIPS_MAX
+    while scheduler.has_requests:
+        step(scheduler)
+    assert big.num_output_tokens == 4
+
+
+def test_a_step_looks_at_a_bounded_part_of_the_queue() -> None:
+    scheduler = make_scheduler(num_blocks=8, max_num_seqs=8)
+    scheduler.add(make_request("holder", 16, max_tokens=16))
+    step(scheduler)
+    for number in range(LOOKAHEAD_REQUESTS):
+        scheduler.add(make_request(f"big {number}", 28))
+    scheduler.add(make_request("small", 1))
+    assert plan(step(scheduler)) == [("holder", 1)]
+
+
+def test_a_pool_that_cannot_hold_the_longest_request_is_refused() -> None:
+    limits = SchedulerLimits(max_num_seqs=1, max_num_batched_tokens=1, max_model_len=17, block_size=4)
+    with pytest.raises(EngineConfigError, match="max_model_len"):
+        Scheduler(limits, BlockPool(4), clock=lambda: 0.0)
+
+
+def test_a_second_request_of_a_tenant_shares_the_full_blocks_of_the_first() -> None:
+    scheduler = make_scheduler(caches=True)
+    first, second = make_request("first", 11), make_request("second", 11)
+    scheduler.add(first)
+    step(scheduler)
+    scheduler.add(second)
+    assert plan(step(scheduler)) == [("first", 1), ("second", 3)]
+    assert second.block_table[:2] == first.block_table[:2]
+    assert second.num_cached_tokens == 8
+    assert scheduler.totals.prefix_cache_hit_tokens == 8
+    assert scheduler.totals.prompt_tokens == 22, "cached prompt tokens are prompt tokens"
+
+
+def test_another_tenant_finds_nothing_of_it() -> None:
+    scheduler = make_scheduler(caches=True)
+    alices, charlies = make_request("a", 11), make_request("c", 11, tenant="charlie")
+    scheduler.add(alices)
+    step(scheduler)
+    scheduler.add(charlies)
+    step(scheduler)
+    assert charlies.num_cached_tokens == 0
+    assert not set(alices.block_table) & set(charlies.block_table)
+
+
+def test_a_prompt_of_whole_blocks_still_computes_its_last_block() -> None:
+    scheduler = make_scheduler(caches=True)
+    for name in ("first", "second"):
+        scheduler.add(make_request(name, 8, max_tokens=1))
+        batch = step(scheduler)
+    assert plan(batch) == [("second", 4)]
+
+
+def test_content_survives_its_request_until_its_blocks_are_needed() -> None:
+    scheduler = make_scheduler(num_blocks=4, caches=True)
+    scheduler.add(make_request("a", 9, max_tokens=1))
+    step(scheduler)
+    assert (scheduler.pool.num_used, scheduler.pool.num_cached, scheduler.pool.num_free) == (0, 2, 2)
+    other = make_request("b", 15, max_tokens=1, tenant="bob")
+    scheduler.add(other)
+    step(scheduler)
+    again = make_request("again", 9, max_tokens=1)
+    scheduler.add(again)
+    step(scheduler)
+    assert again.num_cached_tokens == 0
+
+
+def test_a_chain_is_evicted_from_its_end() -> None:
+    pool = BlockPool(3)
+    table = pool.allocate(3)
+    for index, block_id in enumerate(table):
+        pool.register(block_id, bytes([index]))
+    pool.release(table)
+    assert pool.allocate(1) == [table[2]]
+    assert pool.lookup(bytes([0])) == table[0]
+    assert pool.lookup(bytes([2])) is None
+
+
+def test_a_pool_never_hands_out_what_it_does_not_have() -> None:
+    pool = BlockPool(2)
+    pool.allocate(2)
+    with pytest.raises(OutOfBlocks):
+        pool.allocate(1)
+
+
+def test_a_finished_request_cannot_move_again() -> None:
+    scheduler = make_scheduler()
+    request = make_request("a", 2, max_tokens=1)
+    scheduler.add(request)
+    step(scheduler)
+    with pytest.raises(IllegalTransition):
+        request.move_to(RequestStatus.DECODE)
