@@ -1,0 +1,163 @@
+"""The offline entry: its options, its prompts and what comes back."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine import LLM, SamplingParams
+from engine.errors import EngineConfigError, EngineError, PromptError
+from engine.protocol import UnsupportedOption
+from tests.support.tiny_models import greedy, make_model
+from tests.support.tiny_tokenizer import VOCAB_SIZE, write_tokenizer
+
+SMALL: dict[str, Any] = {"device": "cpu", "kv_cache_bytes": 1_000_000, "threads": 1}
+GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("model")
+    make_model("llama", directory, vocab_size=VOCAB_SIZE)
+    write_tokenizer(directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def llm(model: Path) -> LLM:
+    return LLM(model, **SMALL)
+
+
+def test_token_ids_in_give_the_tokens_of_transformers(tmp_path: Path) -> None:
+    reference = make_model("llama", tmp_path)
+    prompts = [[5, 6, 7], [8], list(range(10, 40))]
+    outputs = LLM(tmp_path, **SMALL).generate(prompts, GREEDY)
+    assert [output.outputs[0].token_ids for output in outputs] == [greedy(reference, prompt, 8) for prompt in prompts]
+    assert [output.prompt_token_ids for output in outputs] == prompts
+
+
+def test_one_text_a_list_of_texts_and_token_ids_are_all_prompts(llm: LLM) -> None:
+    ids = llm.tokenizer.encode("hello")
+    answers = [llm.generate(prompt, GREEDY) for prompt in ("hello", ["hello"], ids, [ids], {"prompt_token_ids": ids})]
+    assert all(len(answer) == 1 for answer in answers)
+    assert len({tuple(answer[0].outputs[0].token_ids) for answer in answers}) == 1
+    assert answers[0][0].prompt == "hello"
+    assert answers[0][0].outputs[0].text == llm.tokenizer.decode(answers[0][0].outputs[0].token_ids)
+
+
+def test_every_prompt_may_have_its_own_parameters(llm: LLM) -> None:
+    params = [SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True) for n in (1, 3)]
+    assert [len(output.outputs[0].token_ids) for output in llm.generate(["a", "b"], params)] == [1, 3]
+    with pytest.raises(PromptError, match="2 sampling_params were given for 1 prompts"):
+        llm.generate("a", params)
+
+
+def test_sampling_repeats_for_the_seed_of_the_request_and_for_the_seed_of_the_llm(model: Path) -> None:
+    seeded = SamplingParams(max_tokens=12, seed=3, ignore_eos=True)
+    unseeded = SamplingParams(max_tokens=12, ignore_eos=True)
+    runs = []
+    for seed in (1, 1, 2):
+        llm = LLM(model, seed=seed, **SMALL)
+        runs.append([llm.generate("x", params)[0].outputs[0].token_ids for params in (seeded, unseeded)])
+    assert runs[0] == runs[1]
+    assert runs[0][0] == runs[2][0]
+    assert runs[0][1] != runs[2][1]
+
+
+def test_a_stop_string_ends_the_text_before_itself_and_frees_the_request(llm: LLM) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+    whole = llm.generate("abc", params)[0].outputs[0]
+    printable = next(i for i in range(4, len(whole.text)) if "\ufffd" not in whole.text[i : i + 2])
+    stop = whole.text[printable : printable + 2]
+    output = llm.generate("abc", SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, stop=[stop, "never there"]))[0]
+    assert output.outputs[0].text == whole.text[: whole.text.index(stop)]
+    assert (output.outputs[0].finish_reason, output.outputs[0].stop_reason) == ("stop", stop)
+    assert len(output.outputs[0].token_ids) < 40
+
+
+def test_a_stop_token_is_counted_but_not_part_of_the_text(llm: LLM) -> None:
+    first = llm.generate("abc", GREEDY)[0].outputs[0].token_ids[0]
+    params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, stop_token_ids=[first])
+    (output,) = llm.generate("abc", params)[0].outputs
+    assert (output.token_ids, output.text, output.finish_reason, output.stop_reason) == ([first], "", "stop", first)
+
+
+def test_logprobs_name_the_chosen_token_and_its_rivals(llm: LLM) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True, logprobs=2)
+    (output,) = llm.generate("abc", params)[0].outputs
+    assert output.logprobs is not None
+    assert [next(iter(entry)) for entry in output.logprobs] == output.token_ids
+    assert all(len(entry) == 2 for entry in output.logprobs)
+    best = [entry[token_id] for entry, token_id in zip(output.logprobs, output.token_ids, strict=True)]
+    assert [entry.rank for entry in best] == [1, 1, 1]
+    assert output.cumulative_logprob == pytest.approx(sum(entry.logprob for entry in best))
+
+
+def test_chat_goes_through_the_template_of_the_model(llm: LLM) -> None:
+    conversation = [{"role": "user", "content": "hi"}]
+    single, double = llm.chat(conversation, GREEDY), llm.chat([conversation, conversation], GREEDY)
+    assert single[0].prompt == "<s>user: hi\nassistant: "
+    assert single[0].prompt_token_ids[0] == 1
+    assert [output.outputs[0].token_ids for output in double] == [single[0].outputs[0].token_ids] * 2
+
+
+def test_a_repeated_prompt_reports_its_cached_tokens(model: Path) -> None:
+    prompt = list(range(3, 43))
+    with LLM(model, **SMALL) as llm:
+        outputs = [llm.generate([prompt], GREEDY)[0] for _ in range(2)]
+    assert [output.num_cached_tokens for output in outputs] == [0, 32]
+    assert outputs[0].outputs[0].token_ids == outputs[1].outputs[0].token_ids
+    with LLM(model, enable_prefix_caching=False, **SMALL) as llm:
+        assert [llm.generate([prompt], GREEDY)[0].num_cached_tokens for _ in range(2)] == [0, 0]
+
+
+def test_a_prompt_that_is_too_long_stops_the_call_before_anything_runs(llm: LLM) -> None:
+    with pytest.raises(PromptError, match=r"prompt 1: the prompt has 256 tokens; at most 255 fit"):
+        llm.generate([[5], [5] * 256], GREEDY)
+    assert len(llm.generate([[5]], GREEDY)) == 1
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"quantization": "awq"},
+        {"tensor_parallel_size": 2},
+        {"speculative_config": {"method": "ngram"}},
+        {"swap_space": 4},
+        {"kv_cache_dtype": "fp8"},
+        {"enable_chunked_prefill": False},
+        {"dtype": "int8"},
+        {"device": "tpu"},
+    ],
+)
+def test_an_option_that_cannot_be_honoured_is_named(options: dict[str, Any], model: Path) -> None:
+    with pytest.raises(EngineConfigError, match=next(iter(options))):
+        LLM(model, **options)
+
+
+def test_an_unknown_option_is_named(model: Path) -> None:
+    unknown: dict[str, Any] = {"disable_log_stats": True}
+    with pytest.raises(TypeError, match="disable_log_stats"):
+        LLM(model, **unknown)
+
+
+def test_embeddings_are_refused_by_name(llm: LLM) -> None:
+    with pytest.raises(UnsupportedOption, match="embed"):
+        llm.embed("a")
+
+
+def test_a_closed_llm_refuses_work(model: Path) -> None:
+    llm = LLM(model, **SMALL)
+    llm.close()
+    with pytest.raises(EngineError, match="closed"):
+        llm.generate("a", GREEDY)
+
+
+@pytest.mark.parametrize("module", ["engine", "engine.protocol", "engine.transport", "engine.text", "engine.options"])
+def test_what_the_gateway_imports_leaves_torch_out(module: str) -> None:
+    code = f"import {module}, sys; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False, cwd=Path(__file__).parents[2]).returncode == 0
