@@ -74,7 +74,7 @@ async def _recover_some(connection: AsyncConnection, current_epoch: str, now: da
     if not request_ids:
         return 0
     rows = (await connection.execute(events_with_prices(request_ids))).mappings().all()
-    parameters = [_recovered(row, now) for row in rows]
+    parameters = [_recovered(row, now) for row in sorted(rows, key=lambda row: str(row["request_id"]))]
     await connection.execute(SETTLE_EVENTS, parameters)
     await connection.execute(_FINISH_REQUESTS, _request_parameters(parameters))
     return len(request_ids)

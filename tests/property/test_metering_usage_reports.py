@@ -1,0 +1,133 @@
+"""Reports equal the sum of the events, in every bucket and grouping, on both databases."""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+from datetime import UTC, datetime, timedelta
+from itertools import combinations
+
+import pytest
+from sqlalchemy import insert
+
+from appliance.base.db import Database
+from appliance.base.errors import InvalidValue
+from appliance.base.tables import usage_events
+from appliance.metering.records import UsageEvent
+from appliance.metering.usage import BUCKET_S, GROUPS, UsageReports
+from appliance.tenancy.keys import Keys
+from tests.support.cast import PEPPER, Cast
+from tests.support.clock import START, FakeClock
+from tests.support.ledgers import all_events
+
+EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+EDGES_US = (0, 1, 59_999_999, 60_000_000, 3_599_999_999, 3_600_000_000, 43_199_999_999, 43_200_000_000, 86_400_000_000)
+
+
+@pytest.fixture
+async def events(database: Database, clock: FakeClock, cast: Cast) -> list[UsageEvent]:
+    """300 events over two days, some at the very edges of buckets, some of them not to be counted."""
+    chance = random.Random(7)
+    second_key, _secret = await Keys(database, clock, PEPPER).create(cast.bob.tenant.id, name="second")
+    owners = [(cast.bob.tenant.id, cast.bob.key.id), (cast.bob.tenant.id, second_key.id)]
+    owners.append((cast.charlie.tenant.id, cast.charlie.key.id))
+    rows = []
+    for number in range(300):
+        tenant_id, key_id = chance.choice(owners)
+        offset_us = chance.choice(EDGES_US) if number % 3 else chance.randrange(2 * 86_400_000_000)
+        prompt = chance.randrange(1000)
+        rows.append(
+            {
+                "request_id": f"req_{number}",
+                "tenant_id": tenant_id,
+                "key_id": key_id,
+                "epoch_id": cast.epoch_id,
+                "model": chance.choice(["demo", "other"]),
+                "endpoint": "/v1/completions",
+                "kind": "usage" if number % 10 else "adjustment",
+                "status": chance.choice(["posted", "posted", "recovered", "voided", "pending"]),
+                "reserved_tokens": 0,
+                "prompt_tokens": prompt,
+                "cached_tokens": chance.randrange(prompt + 1),
+                "completion_tokens": chance.randrange(1000),
+                "estimated": False,
+                "cost_picos": chance.randrange(-(2**62), 2**63) if number % 10 == 0 else chance.randrange(2**62, 2**63),
+                "currency": "EUR" if number % 7 else "USD",
+                "admitted_at": START - timedelta(hours=12) + timedelta(microseconds=offset_us),
+            }
+        )
+    async with database.writing() as connection:
+        await connection.execute(insert(usage_events), rows)
+    return await all_events(database)
+
+
+def _expected(events: list[UsageEvent], bucket_s: int, groups: tuple[str, ...]) -> dict[tuple[object, ...], list[int]]:
+    """Return the sums as plainly as they can be made."""
+    sums: dict[tuple[object, ...], list[int]] = defaultdict(lambda: [0] * 5)
+    for event in events:
+        if event.status not in ("posted", "recovered"):
+            continue
+        bucket = EPOCH + timedelta(seconds=(event.admitted_at - EPOCH) // timedelta(seconds=bucket_s) * bucket_s)
+        names = {"tenant": event.tenant_id, "key": event.key_id, "model": event.model}
+        row = sums[(bucket, *(names[name] if name in groups else None for name in GROUPS), event.currency)]
+        counts = (event.kind == "usage", event.prompt_tokens, event.cached_tokens, event.completion_tokens, event.cost_picos)
+        for index, count in enumerate(counts):
+            row[index] += count
+    return dict(sums)
+
+
+async def test_every_bucket_and_grouping_equals_the_plain_sum(database: Database, events: list[UsageEvent]) -> None:
+    reports = UsageReports(database)
+    for bucket, bucket_s in BUCKET_S.items():
+        for size in range(len(GROUPS) + 1):
+            for groups in combinations(GROUPS, size):
+                rows = await reports.usage(START - timedelta(days=1), START + timedelta(days=3), bucket, groups)
+                found = {
+                    (row.start, row.tenant_id, row.key_id, row.model, row.currency): [
+                        row.requests,
+                        row.prompt_tokens,
+                        row.cached_tokens,
+                        row.completion_tokens,
+                        row.cost_picos,
+                    ]
+                    for row in rows
+                }
+                assert len(found) == len(rows)
+                assert found == _expected(events, bucket_s, groups)
+                assert all(row.end - row.start == timedelta(seconds=bucket_s) for row in rows)
+
+
+async def test_a_period_takes_its_start_and_leaves_its_end(database: Database, events: list[UsageEvent]) -> None:
+    midnight = START - timedelta(hours=12)
+    rows = await UsageReports(database).usage(midnight, midnight + timedelta(minutes=1), "minute")
+    inside = [event for event in events if midnight <= event.admitted_at < midnight + timedelta(minutes=1)]
+    settled = [event for event in inside if event.status in ("posted", "recovered")]
+    assert sum(row.cost_picos for row in rows) == sum(event.cost_picos for event in settled)
+    assert {row.start for row in rows} == {midnight}
+
+
+async def test_a_tenant_sees_its_own_sums_alone(database: Database, cast: Cast, events: list[UsageEvent]) -> None:
+    rows = await UsageReports(database).usage(
+        START - timedelta(days=1), START + timedelta(days=3), "day", ["tenant"], tenant_id=cast.bob.tenant.id
+    )
+    assert {row.tenant_id for row in rows} == {cast.bob.tenant.id}
+    bobs = [event for event in events if event.tenant_id == cast.bob.tenant.id]
+    assert sum(row.prompt_tokens for row in rows) == sum(
+        event.prompt_tokens for event in bobs if event.status in ("posted", "recovered")
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "param"),
+    [
+        ({"bucket": "week"}, "bucket"),
+        ({"group_by": ["colour"]}, "group_by"),
+        ({"end": START}, "end"),
+        ({"start": START.replace(tzinfo=None)}, "start"),
+    ],
+)
+async def test_a_bad_question_names_its_field(database: Database, changes: dict[str, object], param: str) -> None:
+    question: dict[str, object] = {"start": START, "end": START + timedelta(days=1), "bucket": "day", "group_by": []}
+    with pytest.raises(InvalidValue) as refused:
+        await UsageReports(database).usage(**(question | changes))  # type: ignore[arg-type]
+    assert refused.value.param == param

@@ -1,0 +1,114 @@
+"""After a crash: every request that was admitted stands in the ledger once, and none stays pending."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from appliance.base.db import Database
+from appliance.metering import recovery
+from appliance.metering.ledger import Checkpoint, Ledger, LedgerBroken
+from appliance.metering.prices import PriceBook
+from appliance.metering.recovery import begin_epoch, recover
+from appliance.metering.sums import LedgerSums
+from appliance.metering.usage import UsageReports
+from tests.support.cast import Cast
+from tests.support.clock import FakeClock
+from tests.support.factories import pending, posted
+from tests.support.ledgers import all_events, running_ledger
+
+
+async def test_a_request_of_a_dead_process_is_recovered_once_from_its_last_checkpoint(
+    database: Database, clock: FakeClock, cast: Cast
+) -> None:
+    price = await PriceBook(database, clock).add(
+        model="demo", currency="EUR", prompt=1_000_000, cached_prompt=0, completion=2_000_000
+    )
+    seen, unseen, done = pending(cast.bob, price=price), pending(cast.bob, price=price), pending(cast.bob, price=price)
+    async with running_ledger(database, clock, cast.epoch_id) as ledger:
+        for entry in (seen, unseen, done):
+            await ledger.open(entry)
+        ledger.checkpoint([Checkpoint(request_id=seen.request_id, prompt_tokens=10, cached_tokens=4, completion_tokens=3)])
+        settled = await ledger.settle(posted(done.request_id))
+    epoch = await begin_epoch(database, clock, "next")
+    clock.advance(60)
+    assert await recover(database, clock, epoch) == 2
+    assert await recover(database, clock, epoch) == 0
+    first, second, third = await all_events(database)
+    assert (first.status, first.estimated, first.finish_reason, first.settled_at) == ("recovered", True, "error", clock.now())
+    assert first.cost_picos == 6 * 1_000_000 + 3 * 2_000_000
+    assert (second.status, second.prompt_tokens, second.cost_picos) == ("recovered", 0, 0)
+    assert third == settled
+    row = await UsageReports(database).request(seen.request_id)
+    assert (row.finish_reason, row.completion_tokens, row.prompt_tokens) == ("error", 3, 10)
+    assert row.finished_at == clock.now()
+
+
+async def test_the_running_epoch_is_left_alone(database: Database, clock: FakeClock, cast: Cast) -> None:
+    async with running_ledger(database, clock, cast.epoch_id) as ledger:
+        await ledger.open(pending(cast.bob))
+        assert await recover(database, clock, cast.epoch_id) == 0
+    assert [event.status for event in await all_events(database)] == ["pending"]
+
+
+async def test_a_settlement_that_comes_after_recovery_is_refused_loudly(
+    database: Database, clock: FakeClock, cast: Cast
+) -> None:
+    entry = pending(cast.bob)
+    async with running_ledger(database, clock, cast.epoch_id) as ledger:
+        await ledger.open(entry)
+        await recover(database, clock, await begin_epoch(database, clock, "next"))
+        with pytest.raises(LedgerBroken, match="recovered"):
+            await ledger.settle(posted(entry.request_id))
+
+
+async def test_two_recoveries_at_once_count_each_event_once(database: Database, clock: FakeClock, cast: Cast) -> None:
+    async with running_ledger(database, clock, cast.epoch_id) as ledger:
+        await asyncio.gather(*(ledger.open(pending(cast.bob)) for _ in range(20)))
+    epoch = await begin_epoch(database, clock, "next")
+    await asyncio.gather(recover(database, clock, epoch), recover(database, clock, epoch))
+    assert [event.status for event in await all_events(database)] == ["recovered"] * 20
+
+
+async def test_more_events_than_one_transaction_takes_are_all_recovered(
+    database: Database, clock: FakeClock, cast: Cast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recovery, "EVENTS_PER_TRANSACTION", 4)
+    async with running_ledger(database, clock, cast.epoch_id) as ledger:
+        await asyncio.gather(*(ledger.open(pending(cast.bob)) for _ in range(8)))
+    assert await recover(database, clock, await begin_epoch(database, clock, "next")) == 8
+
+
+async def test_a_writer_killed_between_open_and_settle_loses_nothing(database: Database, clock: FakeClock, cast: Cast) -> None:
+    entries = [pending(cast.bob) for _ in range(30)]
+    ledger = Ledger(database, clock, cast.epoch_id)
+    await ledger.start()
+    await asyncio.gather(*(ledger.open(entry) for entry in entries))
+    await asyncio.gather(*(ledger.settle(posted(entry.request_id)) for entry in entries[:10]))
+    assert ledger._task is not None
+    ledger._task.cancel()  # the process dies: what was not committed is gone
+    await asyncio.wait({ledger._task})
+    await recover(database, clock, await begin_epoch(database, clock, "next"))
+    events = await all_events(database)
+    assert [event.request_id for event in events] == [entry.request_id for entry in entries]
+    assert [event.status for event in events] == ["posted"] * 10 + ["recovered"] * 20
+
+
+async def test_recovered_tokens_count_in_the_sums_of_day_and_month(database: Database, clock: FakeClock, cast: Cast) -> None:
+    price = await PriceBook(database, clock).add(model="demo", currency="EUR", prompt=5, cached_prompt=5, completion=5)
+    yesterday, charlies = pending(cast.bob, price=price), pending(cast.charlie, price=price)
+    async with running_ledger(database, clock, cast.epoch_id) as ledger:
+        await ledger.open(yesterday)
+        await ledger.settle(posted(yesterday.request_id, prompt=1000, completion=0))
+    clock.advance(86400)
+    today = [pending(cast.bob, price=price, admitted_at=clock.now()), charlies]
+    async with running_ledger(database, clock, cast.epoch_id) as ledger:
+        for opened in today:
+            await ledger.open(opened)
+        rows = [Checkpoint(request_id=e.request_id, prompt_tokens=10, cached_tokens=0, completion_tokens=5) for e in today]
+        ledger.checkpoint(rows)
+    await recover(database, clock, await begin_epoch(database, clock, "next"))
+    for scope, owner in (("tenant", cast.bob.tenant.id), ("key", cast.bob.key.id)):
+        sums = await LedgerSums(database).read(scope, owner, clock.now())  # type: ignore[arg-type]
+        assert (sums.tokens_today, sums.cost_month_picos) == (15, 1015 * 5)
