@@ -1,0 +1,254 @@
+"""API keys: shown once, checked by digest, and refused by the very next call after a change."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from sqlalchemy import select, update
+
+from appliance.base.db import Database
+from appliance.base.errors import (
+    AddressNotAllowed,
+    ExpiredApiKey,
+    InvalidApiKey,
+    InvalidValue,
+    ModelNotAllowed,
+    NotFound,
+    ScopeNotAllowed,
+    TenantSuspended,
+)
+from appliance.base.tables import api_keys
+from appliance.tenancy.keys import Keys
+from appliance.tenancy.principals import KeyChanges, Limits, TenantChanges
+from appliance.tenancy.tenants import Tenants
+from tests.support.cast import PEPPER, Cast
+from tests.support.clock import FakeClock
+
+HERE = "127.0.0.1"
+
+
+@pytest.fixture
+def keys(database: Database, clock: FakeClock) -> Keys:
+    return Keys(database, clock, PEPPER)
+
+
+async def test_a_key_is_its_prefix_and_a_secret_that_no_column_holds(database: Database, keys: Keys, cast: Cast) -> None:
+    key, secret = await keys.create(cast.bob.tenant.id, name="ci")
+    assert re.fullmatch(r"gh_[a-z2-7]{8}_[a-z2-7]{26}", secret)
+    assert secret.startswith(key.prefix + "_")
+    async with database.reading() as connection:
+        row = (await connection.execute(select(api_keys).where(api_keys.c.id == key.id))).one()
+    assert secret[-26:] not in repr(row)
+    assert secret not in repr(key)
+
+
+async def test_a_key_authenticates_its_tenant(keys: Keys, cast: Cast) -> None:
+    for person in (cast.bob, cast.charlie):
+        principal = await keys.authenticate(person.secret, HERE)
+        assert (principal.tenant.id, principal.key.id) == (person.tenant.id, person.key.id)
+
+
+async def test_a_wrong_secret_is_refused_whatever_is_wrong_with_it(keys: Keys, cast: Cast) -> None:
+    good = cast.bob.secret
+    wrong = ["", "x", good[:-1], good + "a", good.upper(), good[:-1] + ("a" if good[-1] != "a" else "b"), "gh_" + "a" * 35]
+    swapped = cast.bob.key.prefix + cast.charlie.secret[len(cast.charlie.key.prefix) :]
+    for secret in [*wrong, swapped, good + "\n", "gh_é"]:
+        with pytest.raises(InvalidApiKey):
+            await keys.authenticate(secret, HERE)
+
+
+async def test_another_pepper_refuses_every_key(database: Database, clock: FakeClock, cast: Cast) -> None:
+    with pytest.raises(InvalidApiKey):
+        await Keys(database, clock, b"q" * 32).authenticate(cast.bob.secret, HERE)
+
+
+async def test_a_known_key_is_not_read_again_until_something_changes(keys: Keys, cast: Cast, database: Database) -> None:
+    await keys.authenticate(cast.bob.secret, HERE)
+    async with database.writing() as connection:  # behind the back of this process: the cache answers
+        await connection.execute(update(api_keys).values(name="changed"))
+    assert (await keys.authenticate(cast.bob.secret, HERE)).key.name == "bob's key"
+    database.principals.bump()
+    assert (await keys.authenticate(cast.bob.secret, HERE)).key.name == "changed"
+
+
+async def test_a_revoked_key_is_refused_by_the_next_call(keys: Keys, cast: Cast, clock: FakeClock) -> None:
+    await keys.authenticate(cast.bob.secret, HERE)
+    revoked = await keys.revoke(cast.bob.key.id)
+    assert revoked.revoked_at == clock.now()
+    with pytest.raises(InvalidApiKey):
+        await keys.authenticate(cast.bob.secret, HERE)
+    clock.advance(5)
+    assert await keys.revoke(cast.bob.key.id) == revoked
+    await keys.authenticate(cast.charlie.secret, HERE)
+
+
+async def test_a_key_read_while_it_is_revoked_is_not_remembered(keys: Keys, cast: Cast) -> None:
+    for _ in range(5):
+        key, secret = await keys.create(cast.bob.tenant.id, name="short-lived")
+        await asyncio.gather(*(keys.authenticate(secret, HERE) for _ in range(4)), keys.revoke(key.id), return_exceptions=True)
+        with pytest.raises(InvalidApiKey):
+            await keys.authenticate(secret, HERE)
+
+
+async def test_rotation_makes_a_successor_and_refuses_the_old_key(keys: Keys, cast: Cast) -> None:
+    limited = await keys.update(cast.bob.key.id, KeyChanges(limits={"tokens_per_minute": 5}, allowed_networks=["10.0.0.0/8"]))
+    successor, secret = await keys.rotate(cast.bob.key.id)
+    assert successor.id != limited.id
+    assert (successor.name, successor.limits, successor.allowed_networks) == (
+        limited.name,
+        limited.limits,
+        limited.allowed_networks,
+    )
+    with pytest.raises(InvalidApiKey):
+        await keys.authenticate(cast.bob.secret, "10.1.1.1")
+    assert (await keys.authenticate(secret, "10.1.1.1")).key.id == successor.id
+    with pytest.raises(InvalidValue):
+        await keys.rotate(cast.bob.key.id)
+
+
+async def test_of_two_rotations_at_once_one_wins(keys: Keys, cast: Cast) -> None:
+    answers = await asyncio.gather(keys.rotate(cast.bob.key.id), keys.rotate(cast.bob.key.id), return_exceptions=True)
+    assert sum(isinstance(answer, InvalidValue) for answer in answers) == 1
+    assert len((await keys.list(cast.bob.tenant.id)).data) == 2
+
+
+async def test_a_key_expires_at_its_moment(keys: Keys, cast: Cast, clock: FakeClock) -> None:
+    _key, secret = await keys.create(cast.bob.tenant.id, name="brief", expires_at=clock.now() + timedelta(seconds=10))
+    clock.advance(9.999999)
+    await keys.authenticate(secret, HERE)
+    clock.advance(0.000001)
+    with pytest.raises(ExpiredApiKey):
+        await keys.authenticate(secret, HERE)
+
+
+async def test_a_suspended_or_archived_tenants_keys_are_refused_at_once(
+    database: Database, clock: FakeClock, keys: Keys, cast: Cast
+) -> None:
+    tenants = Tenants(database, clock)
+    await keys.authenticate(cast.bob.secret, HERE)
+    await tenants.update(cast.bob.tenant.id, TenantChanges(suspended=True))
+    with pytest.raises(TenantSuspended):
+        await keys.authenticate(cast.bob.secret, HERE)
+    await tenants.update(cast.bob.tenant.id, TenantChanges(suspended=False))
+    await keys.authenticate(cast.bob.secret, HERE)
+    await tenants.archive(cast.bob.tenant.id)
+    with pytest.raises(TenantSuspended):
+        await keys.authenticate(cast.bob.secret, HERE)
+    with pytest.raises(InvalidValue):
+        await keys.create(cast.bob.tenant.id, name="late")
+
+
+async def test_changed_limits_are_those_of_the_next_principal(
+    database: Database, clock: FakeClock, keys: Keys, cast: Cast
+) -> None:
+    await keys.authenticate(cast.bob.secret, HERE)
+    await Tenants(database, clock).update(cast.bob.tenant.id, TenantChanges(limits={"tokens_per_minute": 3}))
+    await keys.update(cast.bob.key.id, KeyChanges(limits={"requests_per_minute": 4}))
+    principal = await keys.authenticate(cast.bob.secret, HERE)
+    assert principal.tenant.limits == Limits(tokens_per_minute=3)
+    assert principal.key.limits == Limits(requests_per_minute=4)
+
+
+@pytest.mark.parametrize(
+    ("networks", "address", "allowed"),
+    [
+        (["10.0.0.0/8"], "10.255.0.1", True),
+        (["10.0.0.0/8"], "11.0.0.1", False),
+        (["10.0.0.0/8"], "::ffff:10.0.0.1", True),
+        (["192.0.2.7"], "192.0.2.7", True),
+        (["2001:db8::/32", "10.0.0.0/8"], "2001:db8::5", True),
+        (["2001:db8::/32"], "10.0.0.1", False),
+        (["0.0.0.0/0"], "not an address", False),
+        ([], "10.0.0.1", False),
+    ],
+)
+async def test_a_key_is_bound_to_its_networks(keys: Keys, cast: Cast, networks: list[str], address: str, allowed: bool) -> None:
+    await keys.update(cast.bob.key.id, KeyChanges(allowed_networks=networks))
+    if allowed:
+        await keys.authenticate(cast.bob.secret, address)
+        return
+    with pytest.raises(AddressNotAllowed):
+        await keys.authenticate(cast.bob.secret, address)
+
+
+@pytest.mark.parametrize(
+    ("changes", "param"),
+    [
+        ({"name": "\x07"}, "name"),
+        ({"scopes": []}, "scopes"),
+        ({"scopes": ["everything"]}, "scopes"),
+        ({"allowed_networks": ["10.0.0.1/8"]}, "allowed_networks"),
+        ({"allowed_networks": ["example.com"]}, "allowed_networks"),
+        ({"allowed_networks": [10]}, "allowed_networks"),
+        ({"allowed_networks": "10.0.0.0/8"}, "allowed_networks"),
+        ({"allowed_models": "demo"}, "allowed_models"),
+        ({"expires_at": FakeClock().now()}, "expires_at"),
+        ({"expires_at": (FakeClock().now() + timedelta(days=1)).replace(tzinfo=None)}, "expires_at"),
+    ],
+)
+async def test_a_bad_field_is_named_in_create_and_update(keys: Keys, cast: Cast, changes: dict[str, Any], param: str) -> None:
+    with pytest.raises(InvalidValue) as refused:
+        await keys.create(cast.bob.tenant.id, **({"name": "new"} | changes))
+    assert refused.value.param == param
+    with pytest.raises(InvalidValue) as refused:
+        await keys.update(cast.bob.key.id, KeyChanges(**changes))
+    assert refused.value.param == param
+    assert await keys.get(cast.bob.key.id) == cast.bob.key
+
+
+async def test_a_revoked_key_cannot_be_changed(keys: Keys, cast: Cast) -> None:
+    await keys.revoke(cast.bob.key.id)
+    with pytest.raises(InvalidValue, match="revoked"):
+        await keys.update(cast.bob.key.id, KeyChanges(name="again"))
+    assert (await keys.get(cast.bob.key.id)).name == "bob's key"
+
+
+async def test_unknown_tenants_and_keys_are_not_found(keys: Keys) -> None:
+    for call in (keys.create("nobody", name="x"), keys.get("nothing"), keys.revoke("nothing"), keys.rotate("nothing")):
+        with pytest.raises(NotFound):
+            await call
+    with pytest.raises(NotFound):
+        await keys.update("nothing", KeyChanges(name="x"))
+
+
+async def test_the_list_of_a_tenant_shows_its_own_keys_alone(keys: Keys, cast: Cast) -> None:
+    for number in range(4):
+        await keys.create(cast.bob.tenant.id, name=f"bob {number}")
+    first = await keys.list(cast.bob.tenant.id, 3)
+    second = await keys.list(cast.bob.tenant.id, 3, first.next_cursor)
+    assert len(first.data + second.data) == 5
+    assert {key.tenant_id for key in first.data + second.data} == {cast.bob.tenant.id}
+    assert len((await keys.list(None)).data) == 6
+
+
+async def test_times_of_use_are_written_in_a_batch_and_never_go_back(keys: Keys, cast: Cast, clock: FakeClock) -> None:
+    await keys.flush_last_used()
+    await keys.authenticate(cast.bob.secret, HERE)
+    assert (await keys.get(cast.bob.key.id)).last_used_at is None
+    await keys.flush_last_used()
+    used_at = clock.now()
+    assert (await keys.get(cast.bob.key.id)).last_used_at == used_at
+    assert (await keys.get(cast.charlie.key.id)).last_used_at is None
+    clock.jump_wall(-3600)
+    await keys.authenticate(cast.bob.secret, HERE)
+    await keys.flush_last_used()
+    assert (await keys.get(cast.bob.key.id)).last_used_at == used_at
+
+
+async def test_models_and_scopes_are_checked_at_tenant_and_key(
+    database: Database, clock: FakeClock, keys: Keys, cast: Cast
+) -> None:
+    await Tenants(database, clock).update(cast.bob.tenant.id, TenantChanges(allowed_models=["a", "b"]))
+    await keys.update(cast.bob.key.id, KeyChanges(allowed_models=["b", "c"]))
+    principal = await keys.authenticate(cast.bob.secret, HERE)
+    principal.check_model("b")
+    principal.check_scope("inference")
+    for model in ("a", "c", "d"):
+        with pytest.raises(ModelNotAllowed):
+            principal.check_model(model)
+    with pytest.raises(ScopeNotAllowed):
+        principal.check_scope("admin")
