@@ -1,0 +1,147 @@
+"""The database: one transaction per writer, snapshots for readers, durable, and no connection lost to a cancelled task."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import sqlite3
+from pathlib import Path
+
+import pytest
+from sqlalchemy import func, insert, select, text
+from sqlalchemy.exc import DBAPIError
+
+from appliance.base import db
+from appliance.base.db import Database
+from appliance.base.tables import epochs
+from tests.support.clock import START
+
+
+@pytest.fixture
+def sqlite_file(migrated_sqlite_file: Path, tmp_path: Path) -> Path:
+    """A migrated SQLite file of this test alone."""
+    path = tmp_path / "gatehouse.db"
+    path.write_bytes(migrated_sqlite_file.read_bytes())
+    return path
+
+
+async def _add(database: Database, number: int, then: Exception | None = None) -> None:
+    async with database.writing() as connection:
+        await connection.execute(insert(epochs).values(id=f"epoch_{number}", version="test", pid=number, started_at=START))
+        if then is not None:
+            raise then
+
+
+async def _count(database: Database) -> int:
+    async with database.reading() as connection:
+        return (await connection.execute(select(func.count()).select_from(epochs))).scalar_one()
+
+
+async def test_a_block_that_ends_is_committed_and_one_that_raises_is_not(database: Database) -> None:
+    await _add(database, 1)
+    with pytest.raises(RuntimeError, match="second thoughts"):
+        await _add(database, 2, then=RuntimeError("second thoughts"))
+    assert await _count(database) == 1
+
+
+async def test_a_reader_cannot_write(database: Database) -> None:
+    with pytest.raises(DBAPIError):
+        async with database.reading() as connection:
+            await connection.execute(insert(epochs).values(id="epoch_1", version="test", pid=1, started_at=START))
+    await _add(database, 1)
+
+
+async def test_a_reader_sees_one_snapshot_while_others_write(database: Database) -> None:
+    async with database.reading() as connection:
+        query = select(func.count()).select_from(epochs)
+        assert (await connection.execute(query)).scalar_one() == 0
+        await _add(database, 1)
+        assert (await connection.execute(query)).scalar_one() == 0
+    assert await _count(database) == 1
+
+
+async def test_writers_at_once_all_succeed(database: Database) -> None:
+    await asyncio.gather(*(_add(database, number) for number in range(40)))
+    assert await _count(database) == 40
+
+
+async def test_cancelled_tasks_leave_no_connection_and_no_open_transaction(database: Database) -> None:
+    chance = random.Random(3)
+    for round_number in range(20):
+        tasks = [asyncio.create_task(_add(database, round_number * 10 + number)) for number in range(5)]
+        tasks += [asyncio.create_task(_read(database)) for _ in range(5)]
+        for _ in range(chance.randrange(12)):
+            await asyncio.sleep(0)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    assert database.checked_out() == 0
+    await _add(database, 1000)
+    await database.ping()
+
+
+async def _read(database: Database) -> None:
+    await _count(database)
+
+
+async def test_ping_of_a_database_that_takes_writes_returns(database: Database) -> None:
+    await database.ping()
+    await database.ping()
+
+
+async def test_ping_of_a_database_that_takes_no_writes_raises(sqlite_file: Path) -> None:
+    blocker = sqlite3.connect(sqlite_file, isolation_level=None)
+    opened = Database.open(f"sqlite:///{sqlite_file}")
+    await opened.ping()
+    async with opened.writing() as connection:
+        await connection.execute(text("PRAGMA busy_timeout=1"))
+    blocker.execute("BEGIN IMMEDIATE")
+    with pytest.raises(DBAPIError, match="locked"):
+        await opened.ping()
+    blocker.execute("ROLLBACK")
+    await opened.ping()
+    blocker.close()
+    await opened.close()
+
+
+async def test_a_sqlite_writer_holds_the_lock_from_its_first_moment(sqlite_file: Path) -> None:
+    opened = Database.open(f"sqlite:///{sqlite_file}")
+    other = sqlite3.connect(sqlite_file, isolation_level=None, timeout=0)
+    async with opened.writing():
+        with pytest.raises(sqlite3.OperationalError, match="locked"):
+            other.execute("BEGIN IMMEDIATE")
+    other.execute("BEGIN IMMEDIATE")
+    other.execute("ROLLBACK")
+    other.close()
+    await opened.close()
+
+
+async def test_sqlite_connections_are_durable_and_strict(sqlite_file: Path) -> None:
+    opened = Database.open(f"sqlite:///{sqlite_file}")
+    for block, query_only in ((opened.writing, 0), (opened.reading, 1)):
+        async with block() as connection:
+            values = {
+                name: (await connection.execute(text(f"PRAGMA {name}"))).scalar_one()
+                for name in ("journal_mode", "synchronous", "foreign_keys", "busy_timeout", "query_only")
+            }
+        assert values == {
+            "journal_mode": "wal",
+            "synchronous": 2,
+            "foreign_keys": 1,
+            "busy_timeout": db.BUSY_TIMEOUT_MS,
+            "query_only": query_only,
+        }
+    await opened.close()
+
+
+@pytest.mark.parametrize("url", ["mysql://localhost/x", "sqlite://", "sqlite:///:memory:", "postgresql+asyncpg://localhost/x"])
+def test_a_url_of_another_kind_is_refused(url: str) -> None:
+    with pytest.raises(ValueError, match="sqlite:///PATH"):
+        Database.open(url)
+
+
+async def test_both_spellings_of_postgresql_are_taken() -> None:
+    for scheme in ("postgres", "postgresql"):
+        opened = Database.open(f"{scheme}://user@localhost/name")
+        assert opened.kind == "postgresql"
+        await opened.close()

@@ -1,0 +1,57 @@
+"""Logs go to standard error, one line each, and lines of libraries look like ours."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+
+import pytest
+import structlog
+
+from appliance.base.logging import configure_logging
+
+
+@pytest.fixture(autouse=True)
+def _restored() -> Iterator[None]:
+    """Leave logging as it was for the tests that follow."""
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield
+    root.handlers[:], root.level = handlers, level
+    structlog.reset_defaults()
+    structlog.contextvars.clear_contextvars()
+
+
+def test_a_line_is_json_with_the_request_it_belongs_to(capsys: pytest.CaptureFixture[str]) -> None:
+    configure_logging("info", json=True)
+    structlog.contextvars.bind_contextvars(request_id="req_1")
+    structlog.get_logger().info("admitted", tokens=5)
+    structlog.get_logger().debug("not shown")
+    logging.getLogger("some.library").warning("hello %s", "there")
+    captured = capsys.readouterr()
+    ours, theirs = (json.loads(line) for line in captured.err.splitlines())
+    assert captured.out == ""
+    assert (ours["event"], ours["tokens"], ours["request_id"], ours["level"]) == ("admitted", 5, "req_1", "info")
+    assert (theirs["event"], theirs["logger"], theirs["request_id"]) == ("hello there", "some.library", "req_1")
+
+
+def test_an_error_carries_its_traceback_on_the_same_line(capsys: pytest.CaptureFixture[str]) -> None:
+    configure_logging("info", json=True)
+    try:
+        raise KeyError("lost")
+    except KeyError:
+        structlog.get_logger().exception("failed")
+        logging.getLogger("some.library").exception("failed too")
+    lines = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
+    assert len(lines) == 2
+    assert all("KeyError" in json.dumps(line) for line in lines)
+
+
+def test_a_person_reads_plain_text(capsys: pytest.CaptureFixture[str]) -> None:
+    configure_logging("warning", json=False)
+    structlog.get_logger().info("not shown")
+    structlog.get_logger().warning("disk nearly full", free_bytes=5)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "disk nearly full" in line
+    assert "free_bytes=5" in line

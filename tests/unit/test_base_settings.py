@@ -1,0 +1,117 @@
+"""Settings: where they come from, which of them wins, and that a mistake names itself and never a secret."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from appliance.base import settings
+from appliance.base.settings import MIB, SettingsError, default_data_dir, load_settings
+
+
+def load(tmp_path: Path, file: str = "", environ: dict[str, str] | None = None, **options: object) -> settings.Settings:
+    (tmp_path / "gatehouse.toml").write_text(file)
+    return load_settings(options={"data_dir": tmp_path, **options}, environ=environ or {})
+
+
+def test_nothing_set_gives_the_defaults(tmp_path: Path) -> None:
+    found = load_settings(options={"data_dir": tmp_path, "port": None}, environ={"PATH": "/bin"})
+    assert (found.host, found.port, found.models, found.device) == ("127.0.0.1", 8000, (), "auto")
+    assert found.database_url == f"sqlite:///{tmp_path}/gatehouse.db"
+    assert found.max_body_bytes == 10 * MIB
+
+
+def test_the_command_line_wins_over_the_environment_and_that_over_the_file(tmp_path: Path) -> None:
+    file = "port = 1\nmax_num_seqs = 1\nlog_level = 'debug'"
+    environ = {"GATEHOUSE_PORT": "2", "GATEHOUSE_MAX_NUM_SEQS": "2"}
+    found = load(tmp_path, file, environ, port=3)
+    assert (found.port, found.max_num_seqs, found.log_level) == (3, 2, "debug")
+
+
+def test_the_data_directory_of_the_environment_holds_the_file(tmp_path: Path) -> None:
+    (tmp_path / "gatehouse.toml").write_text("port = 99")
+    found = load_settings(options={}, environ={"GATEHOUSE_DATA_DIR": str(tmp_path)})
+    assert (found.data_dir, found.port) == (tmp_path, 99)
+
+
+def test_values_are_parsed_from_text_and_from_toml(tmp_path: Path) -> None:
+    file = "models = ['a', 'b']\nsecure_cookies = true\ndrain_timeout_s = 1.5\nkv_cache_bytes = '2 GiB'"
+    found = load(tmp_path, file)
+    assert (found.models, found.secure_cookies, found.drain_timeout_s) == (("a", "b"), True, 1.5)
+    assert found.kv_cache_bytes == 2048 * MIB
+    environ = {"GATEHOUSE_MODELS": "a, b", "GATEHOUSE_SECURE_COOKIES": "yes", "GATEHOUSE_MAX_BODY_BYTES": "1MiB"}
+    found = load(tmp_path, "", environ, models=("c",))
+    assert (found.models, found.secure_cookies, found.max_body_bytes) == (("c",), True, MIB)
+
+
+@pytest.mark.parametrize(
+    ("file", "environ", "options", "words"),
+    [
+        ("prot = 5", {}, {}, "unknown setting: prot in .*gatehouse.toml"),
+        ("", {"GATEHOUSE_PROT": "5"}, {}, "unknown setting: environment GATEHOUSE_PROT"),
+        ("", {}, {"prot": 5}, "unknown setting: option prot"),
+        ("port = 'many'", {}, {}, "port in .*gatehouse.toml must be a whole number from 0 to 65535"),
+        ("port = true", {}, {}, "port .* whole number"),
+        ("", {"GATEHOUSE_PORT": "70000"}, {}, "GATEHOUSE_PORT must be a whole number"),
+        ("", {"GATEHOUSE_DEVICE": "tpu"}, {}, "GATEHOUSE_DEVICE must be one of auto, cuda, cpu"),
+        ("", {"GATEHOUSE_DATABASE_URL": "mysql://x"}, {}, "GATEHOUSE_DATABASE_URL must begin with"),
+        ("", {"GATEHOUSE_SECURE_COOKIES": "maybe"}, {}, "GATEHOUSE_SECURE_COOKIES must be true or false"),
+        ("", {"GATEHOUSE_DRAIN_TIMEOUT_S": "nan"}, {}, "GATEHOUSE_DRAIN_TIMEOUT_S must be a number of seconds"),
+        ("", {"GATEHOUSE_ADMIN_EMAIL": "alice"}, {}, "GATEHOUSE_ADMIN_EMAIL must be an e-mail address"),
+        ("", {"GATEHOUSE_HOST": " "}, {}, "GATEHOUSE_HOST must be a text"),
+        ("models = [1]", {}, {}, "models in .* must be a list"),
+        ("currency = 'EURO'", {}, {}, "currency in"),
+        ("data_dir = '/x'", {}, {}, "data_dir cannot be set in"),
+        ("port = ", {}, {}, "gatehouse.toml is not TOML"),
+        ("session_idle_s = 600\nsession_absolute_s = 300", {}, {}, "session_idle_s .* is longer"),
+    ],
+)
+def test_a_mistake_names_its_key_and_source(
+    tmp_path: Path, file: str, environ: dict[str, str], options: dict[str, object], words: str
+) -> None:
+    with pytest.raises(SettingsError, match=words):
+        load(tmp_path, file, environ, **options)
+
+
+@pytest.mark.parametrize("key", ["ADMIN_PASSWORD", "ADMIN_TOKEN"])
+def test_a_bad_secret_is_named_and_not_shown(tmp_path: Path, key: str) -> None:
+    with pytest.raises(SettingsError, match=f"GATEHOUSE_{key}") as refused:
+        load(tmp_path, "", {f"GATEHOUSE_{key}": "hush"})
+    assert "hush" not in str(refused.value)
+
+
+def test_no_secret_is_in_the_repr(tmp_path: Path) -> None:
+    url = "postgresql://gatehouse:hush-hush@localhost/db"
+    found = load(
+        tmp_path, "", {"GATEHOUSE_ADMIN_TOKEN": "hush-hush", "GATEHOUSE_ADMIN_PASSWORD": "hush-hush"}, database_url=url
+    )
+    assert found.admin_token == found.admin_password == "hush-hush"
+    assert found.database_url == url
+    assert "hush" not in repr(found)
+
+
+def test_what_tests_require_is_no_setting(tmp_path: Path) -> None:
+    load(tmp_path, "", {"GATEHOUSE_REQUIRE": "postgres,browser"})
+
+
+def test_every_setting_has_a_parser_and_every_parser_a_setting() -> None:
+    assert set(settings._PARSERS) == set(settings.Settings.__dataclass_fields__)
+
+
+def test_every_default_passes_its_own_parser(tmp_path: Path) -> None:
+    found = load(tmp_path)
+    for key, parser in settings._PARSERS.items():
+        value = getattr(found, key)
+        if value is not None and value != ():
+            assert parser(value) == value
+
+
+def test_the_default_folder_follows_the_platform(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("platform.system", lambda: "Linux")
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    assert default_data_dir() == tmp_path / "gatehouse"
+    monkeypatch.delenv("XDG_DATA_HOME")
+    assert default_data_dir() == Path.home() / ".local" / "share" / "gatehouse"
+    monkeypatch.setattr("platform.system", lambda: "Darwin")
+    assert default_data_dir().parts[-2:] == ("Application Support", "gatehouse")

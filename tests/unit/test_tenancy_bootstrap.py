@@ -1,0 +1,101 @@
+"""The first start makes what a newcomer needs, once, also when it was interrupted; and the pepper survives."""
+
+from __future__ import annotations
+
+import stat
+from pathlib import Path
+
+import pytest
+
+from appliance.base.db import Database
+from appliance.base.settings import Settings
+from appliance.tenancy.admin_tokens import AdminTokens
+from appliance.tenancy.bootstrap import FirstStart, bootstrap
+from appliance.tenancy.keys import Keys
+from appliance.tenancy.members import Members
+from appliance.tenancy.secrets import read_or_create_pepper
+from appliance.tenancy.tenants import Tenants
+from tests.support.cast import PEPPER, quick_hasher
+from tests.support.clock import FakeClock
+
+
+async def start(database: Database, clock: FakeClock, settings: Settings) -> FirstStart | None:
+    return await bootstrap(
+        settings,
+        Members(database, clock, hasher=quick_hasher()),
+        AdminTokens(database, clock),
+        Tenants(database, clock),
+        Keys(database, clock, PEPPER),
+    )
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> Settings:
+    return Settings(data_dir=tmp_path, database_url="sqlite:///unused")
+
+
+async def test_the_first_start_returns_secrets_that_work(database: Database, clock: FakeClock, settings: Settings) -> None:
+    first = await start(database, clock, settings)
+    assert first is not None
+    assert first.email == "admin@localhost"
+    assert first.password is not None
+    assert first.admin_token is not None
+    member = await Members(database, clock, hasher=quick_hasher()).verify_password(first.email, first.password)
+    assert member.role == "owner"
+    assert (await AdminTokens(database, clock).authenticate(first.admin_token)).role == "owner"
+    principal = await Keys(database, clock, PEPPER).authenticate(first.api_key, "127.0.0.1")
+    assert (principal.tenant.name, principal.key.name) == ("demo", "first key")
+    for secret in (first.password, first.admin_token, first.api_key):
+        assert secret not in repr(first)
+
+
+async def test_a_later_start_makes_nothing(database: Database, clock: FakeClock, settings: Settings) -> None:
+    await start(database, clock, settings)
+    assert await start(database, clock, settings) is None
+    assert len((await Tenants(database, clock).list()).data) == 1
+
+
+async def test_what_the_operator_has_set_is_used_and_not_shown(database: Database, clock: FakeClock, tmp_path: Path) -> None:
+    settings = Settings(
+        data_dir=tmp_path,
+        database_url="sqlite:///unused",
+        admin_email="alice@example.com",
+        admin_password="alice's password",
+        admin_token="alice's token",
+    )
+    first = await start(database, clock, settings)
+    assert first is not None
+    assert (first.email, first.password, first.admin_token) == ("alice@example.com", None, None)
+    await Members(database, clock, hasher=quick_hasher()).verify_password("alice@example.com", "alice's password")
+    await AdminTokens(database, clock).authenticate("alice's token")
+
+
+async def test_a_first_start_that_was_interrupted_is_a_first_start_again(
+    database: Database, clock: FakeClock, settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def killed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Members, "create", killed)
+        with pytest.raises(KeyboardInterrupt):
+            await start(database, clock, settings)
+    first = await start(database, clock, settings)
+    assert first is not None
+    await Keys(database, clock, PEPPER).authenticate(first.api_key, "127.0.0.1")
+
+
+def test_the_pepper_is_made_once_and_private(tmp_path: Path) -> None:
+    folder = tmp_path / "data"
+    pepper = read_or_create_pepper(folder)
+    assert len(pepper) == 32
+    assert read_or_create_pepper(folder) == pepper
+    assert stat.S_IMODE((folder / "secret.key").stat().st_mode) == 0o600
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert [path.name for path in folder.iterdir()] == ["secret.key"]
+
+
+def test_a_damaged_pepper_stops_the_start(tmp_path: Path) -> None:
+    (tmp_path / "secret.key").write_bytes(b"short")
+    with pytest.raises(ValueError, match="backup"):
+        read_or_create_pepper(tmp_path)

@@ -1,0 +1,220 @@
+"""Members, their sessions, administrator tokens and roles."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from sqlalchemy import select, update
+
+from appliance.base.db import Database
+from appliance.base.errors import InvalidApiKey, InvalidCredentials, InvalidValue, NameTaken, NotFound, RoleNotAllowed
+from appliance.base.tables import admin_tokens, members, sessions
+from appliance.tenancy.admin_tokens import AdminTokens
+from appliance.tenancy.members import Members
+from appliance.tenancy.roles import ALLOWED, Action, Role, may, require
+from appliance.tenancy.sessions import Sessions
+from tests.support.cast import ALICE_PASSWORD, Cast, quick_hasher
+from tests.support.clock import FakeClock
+
+ALICE = "alice@example.com"
+
+
+@pytest.fixture
+def people(database: Database, clock: FakeClock) -> Members:
+    return Members(database, clock, hasher=quick_hasher())
+
+
+@pytest.fixture
+def doors(database: Database, clock: FakeClock) -> Sessions:
+    return Sessions(database, clock, idle_s=600, absolute_s=3600)
+
+
+@pytest.fixture
+def tokens(database: Database, clock: FakeClock) -> AdminTokens:
+    return AdminTokens(database, clock)
+
+
+async def test_alice_signs_in_with_her_password_in_any_case_of_her_address(people: Members, cast: Cast) -> None:
+    assert await people.verify_password(" Alice@Example.COM ", ALICE_PASSWORD) == cast.alice
+    assert await people.get_by_email(ALICE) == cast.alice
+
+
+@pytest.mark.parametrize(
+    ("email", "password"),
+    [(ALICE, ALICE_PASSWORD + "x"), (ALICE, ""), (ALICE, "x" * 5000), ("bob@example.com", ALICE_PASSWORD), ("\x00", "\ud800")],
+)
+async def test_anything_else_is_refused_in_the_same_words(people: Members, cast: Cast, email: str, password: str) -> None:
+    with pytest.raises(InvalidCredentials, match=r"^e-mail address or password is wrong$"):
+        await people.verify_password(email, password)
+
+
+async def test_an_unknown_address_costs_as_much_work_as_a_known_one(
+    people: Members, cast: Cast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    verified: list[str] = []
+    matches = people._matches
+
+    async def counted(password_hash: str, password: str) -> bool:
+        verified.append(password_hash)
+        return await matches(password_hash, password)
+
+    monkeypatch.setattr(people, "_matches", counted)
+    for email in (ALICE, "nobody@example.com"):
+        with pytest.raises(InvalidCredentials):
+            await people.verify_password(email, "wrong password")
+    assert len(verified) == 2
+    assert all(password_hash.startswith("$argon2id$") for password_hash in verified)
+
+
+async def test_a_disabled_member_cannot_sign_in(database: Database, clock: FakeClock, people: Members, cast: Cast) -> None:
+    async with database.writing() as connection:
+        await connection.execute(update(members).values(disabled_at=clock.now()))
+    with pytest.raises(InvalidCredentials):
+        await people.verify_password(ALICE, ALICE_PASSWORD)
+
+
+async def test_the_password_is_kept_as_argon2_alone(database: Database, cast: Cast) -> None:
+    async with database.reading() as connection:
+        row = (await connection.execute(select(members))).one()
+    assert row.password_hash.startswith("$argon2id$")
+    assert ALICE_PASSWORD not in repr(row)
+
+
+async def test_a_new_password_ends_every_session(people: Members, doors: Sessions, cast: Cast) -> None:
+    token, _session = await doors.open(cast.alice.id, "browser", "127.0.0.1")
+    await people.reset_password(ALICE, "another long password")
+    assert await doors.resolve(token) is None
+    with pytest.raises(InvalidCredentials):
+        await people.verify_password(ALICE, ALICE_PASSWORD)
+    await people.verify_password(ALICE, "another long password")
+    with pytest.raises(NotFound):
+        await people.reset_password("nobody@example.com", "another long password")
+
+
+@pytest.mark.parametrize(
+    ("changes", "param"),
+    [
+        ({"email": "alice"}, "email"),
+        ({"email": "a@b@c"}, "email"),
+        ({"email": "a b@c"}, "email"),
+        ({"email": "a\x00@c"}, "email"),
+        ({"email": "a@" + "c" * 320}, "email"),
+        ({"password": "short"}, "password"),
+        ({"password": "x" * 1025}, "password"),
+        ({"password": "\ud800" * 10}, "password"),
+        ({"role": "king"}, "role"),
+    ],
+)
+async def test_a_bad_field_of_a_member_is_named(people: Members, changes: dict[str, str], param: str) -> None:
+    with pytest.raises(InvalidValue) as refused:
+        await people.create(**({"email": "x@y", "password": "long enough", "role": "viewer"} | changes))
+    assert refused.value.param == param
+
+
+async def test_an_address_belongs_to_one_member(people: Members, cast: Cast) -> None:
+    with pytest.raises(NameTaken):
+        await people.create("ALICE@example.com", "long enough", "viewer")
+    assert [member.email for member in (await people.list()).data] == [ALICE]
+
+
+async def test_a_session_is_found_by_its_token_alone(database: Database, doors: Sessions, cast: Cast, clock: FakeClock) -> None:
+    token, session = await doors.open(cast.alice.id, "a\nbrowser" * 100, "127.0.0.1")
+    assert await doors.resolve(token) == session
+    assert session.member == cast.alice
+    assert len(session.csrf_token) >= 40
+    assert session.user_agent == ("abrowser" * 100)[:400]
+    for wrong in ("", token[:-1], token + "x", "x" * 1000, "\ud800"):
+        assert await doors.resolve(wrong) is None
+    async with database.reading() as connection:
+        assert token not in repr((await connection.execute(select(sessions))).all())
+
+
+async def test_every_login_has_a_new_token_and_a_new_csrf_token(doors: Sessions, cast: Cast) -> None:
+    opened = [await doors.open(cast.alice.id, "browser", "127.0.0.1") for _ in range(3)]
+    assert len({token for token, _ in opened}) == len({session.csrf_token for _, session in opened}) == 3
+
+
+async def test_an_idle_session_ends_and_a_used_one_lives_until_its_absolute_limit(
+    doors: Sessions, cast: Cast, clock: FakeClock
+) -> None:
+    idle, _ = await doors.open(cast.alice.id, "browser", "127.0.0.1")
+    used, session = await doors.open(cast.alice.id, "browser", "127.0.0.1")
+    for _ in range(6):
+        clock.advance(599)
+        assert await doors.resolve(used) is not None
+    assert await doors.resolve(idle) is None
+    clock.advance(5)
+    assert clock.now() < session.expires_at
+    assert await doors.resolve(used) is not None
+    clock.advance(1)
+    assert await doors.resolve(used) is None
+
+
+async def test_the_last_sight_is_written_once_a_minute(
+    database: Database, doors: Sessions, cast: Cast, clock: FakeClock
+) -> None:
+    token, opened = await doors.open(cast.alice.id, "browser", "127.0.0.1")
+    seen = []
+    for _ in range(4):
+        clock.advance(30)
+        await doors.resolve(token)
+        async with database.reading() as connection:
+            seen.append((await connection.execute(select(sessions.c.last_seen_at))).scalar_one())
+    assert [(moment - opened.last_seen_at).total_seconds() for moment in seen] == [0, 60, 60, 120]
+
+
+async def test_closing_ends_one_session_or_all(doors: Sessions, cast: Cast) -> None:
+    first, second, third = [(await doors.open(cast.alice.id, "browser", "127.0.0.1"))[0] for _ in range(3)]
+    await doors.close(first)
+    await doors.close("no token")
+    assert await doors.resolve(first) is None
+    assert await doors.resolve(second) is not None
+    await doors.close_all(cast.alice.id)
+    assert await doors.resolve(second) is await doors.resolve(third) is None
+
+
+async def test_ended_sessions_are_removed_at_the_next_login(
+    database: Database, doors: Sessions, cast: Cast, clock: FakeClock
+) -> None:
+    for _ in range(3):
+        await doors.open(cast.alice.id, "browser", "127.0.0.1")
+        clock.advance(601)
+    async with database.reading() as connection:
+        assert len((await connection.execute(select(sessions))).all()) == 1
+
+
+async def test_an_administrator_token_is_shown_once_and_refused_once_revoked(database: Database, tokens: AdminTokens) -> None:
+    token, secret = await tokens.create("script", "billing")
+    assert secret.startswith("gha_")
+    assert await tokens.authenticate(secret) == token
+    async with database.reading() as connection:
+        assert secret not in repr((await connection.execute(select(admin_tokens))).all())
+    revoked = await tokens.revoke(token.id)
+    assert await tokens.revoke(token.id) == revoked
+    for wrong in (secret, "", "gha_x", "\ud800", "x" * 5000):
+        with pytest.raises(InvalidApiKey):
+            await tokens.authenticate(wrong)
+    with pytest.raises(NotFound):
+        await tokens.revoke("nothing")
+    with pytest.raises(InvalidValue):
+        await tokens.create("script", "king")
+
+
+async def test_the_operators_own_token_is_made_once(tokens: AdminTokens) -> None:
+    made = await asyncio.gather(*(tokens.ensure("operator's secret", "first", "owner") for _ in range(3)))
+    assert len({token.id for token in made}) == 1
+    assert (await tokens.authenticate("operator's secret")).role is Role.OWNER
+    assert len((await tokens.list()).data) == 1
+
+
+def test_the_roles_form_a_table() -> None:
+    assert {role: {action.value for action in actions} for role, actions in ALLOWED.items()} == {
+        Role.OWNER: {"read", "write", "billing", "members"},
+        Role.ADMIN: {"read", "write", "billing"},
+        Role.BILLING: {"read", "billing"},
+        Role.VIEWER: {"read"},
+    }
+    assert may("billing", Action.BILLING)
+    with pytest.raises(RoleNotAllowed, match="viewer"):
+        require("viewer", Action.WRITE)
