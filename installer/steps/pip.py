@@ -140,14 +140,18 @@ class _Meter:
 
     def show(self) -> None:
         if self._installing:
-            self._step.detail(f"installing {self._installed() - self._before} of {self._expected}")
+            self._step.detail(
+                f"unpacked {self._installed() - self._before} of {self._expected}" if self._expected > 1 else "unpacking"
+            )
         elif self._bytes_wanted >= _UNITS["MB"]:
-            self._step.detail(f"downloading {self._downloaded() / 1e6:.0f} of {self._bytes_wanted / 1e6:.0f} MB{self._count()}")
+            self._step.detail(
+                f"downloading {self._downloaded() / 1e6:.0f} of {self._bytes_wanted / 1e6:.0f} MB{self._count(', package')}"
+            )
         else:
-            self._step.detail(f"collecting{self._count()}")
+            self._step.detail(f"fetching{self._count()}")
 
-    def _count(self) -> str:
-        return f", {self._collected} of {self._expected}" if self._expected > 1 else ""
+    def _count(self, lead: str = "") -> str:
+        return f"{lead} {self._collected} of {self._expected}" if self._expected > 1 else ""
 
     def _installed(self) -> int:
         return sum(1 for _ in self._venv.glob("lib/python3*/site-packages/*.dist-info"))

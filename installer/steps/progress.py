@@ -50,7 +50,7 @@ class Step:
 
     def _draw(self, text: str) -> None:
         seconds = time.monotonic() - self._started
-        line = f"{self._title} {text} ({seconds:.0f} s)".replace("  ", " ")
+        line = f"{self._title}: {text} ({seconds:.0f} s)" if text else f"{self._title} ..."
         width = max(20, shutil.get_terminal_size().columns - 1)
         self._stream.write("\r\x1b[K" + line[:width])
         self._stream.flush()
