@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from litestar import delete, get
+from litestar.params import FromPath
 
 from appliance.api.auth import authenticate_administrator
 from appliance.api.queries import PAGING, AdminRequest, check_query, paging
@@ -34,7 +35,7 @@ async def list_requests(request: AdminRequest) -> PageShape[RequestShape]:
 
 
 @get("/requests/{request_id:str}", summary="Retrieve a request", tags=TAGS)
-async def retrieve_request(request: AdminRequest, request_id: str) -> RequestShape:
+async def retrieve_request(request: AdminRequest, request_id: FromPath[str]) -> RequestShape:
     """Return one live or past request."""
     await authenticate_administrator(request, Action.READ)
     services = services_of(request)
@@ -42,7 +43,7 @@ async def retrieve_request(request: AdminRequest, request_id: str) -> RequestSha
 
 
 @delete("/requests/{request_id:str}", status_code=202, summary="Abort a request", tags=TAGS)
-async def abort_request(request: AdminRequest, request_id: str) -> RequestShape:
+async def abort_request(request: AdminRequest, request_id: FromPath[str]) -> RequestShape:
     """End a live request; its client is told. What it used so far is billed."""
     await authenticate_administrator(request, Action.WRITE)
     services = services_of(request)
@@ -54,7 +55,7 @@ async def abort_request(request: AdminRequest, request_id: str) -> RequestShape:
     return live_request_shape(live)
 
 
-def _live_shape(services: Services, request_id: str) -> RequestShape | None:
+def _live_shape(services: Services, request_id: FromPath[str]) -> RequestShape | None:
     live = services.generations.find(request_id)
     return None if live is None else live_request_shape(live)
 

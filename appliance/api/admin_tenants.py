@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 from litestar import delete, get, patch, post
+from litestar.params import FromPath
 
 from appliance.api.auth import authenticate_administrator
 from appliance.api.bodies import decode_body
@@ -117,14 +118,14 @@ async def create_tenant(request: AdminRequest) -> TenantShape:
 
 
 @get("/tenants/{tenant_id:str}", summary="Retrieve a tenant", tags=TAGS)
-async def retrieve_tenant(request: AdminRequest, tenant_id: str) -> TenantShape:
+async def retrieve_tenant(request: AdminRequest, tenant_id: FromPath[str]) -> TenantShape:
     """Return one tenant, archived or not."""
     await authenticate_administrator(request, Action.READ)
     return tenant_shape(await services_of(request).tenants.get(tenant_id))
 
 
 @patch("/tenants/{tenant_id:str}", summary="Change a tenant", tags=TAGS, opt={"body": TenantPatch})
-async def change_tenant(request: AdminRequest, tenant_id: str) -> TenantShape:
+async def change_tenant(request: AdminRequest, tenant_id: FromPath[str]) -> TenantShape:
     """Change what the body names; it counts from the next request on."""
     await authenticate_administrator(request, Action.WRITE)
     body = decode_body(await request.body(), TenantPatch)
@@ -132,14 +133,14 @@ async def change_tenant(request: AdminRequest, tenant_id: str) -> TenantShape:
 
 
 @delete("/tenants/{tenant_id:str}", status_code=200, summary="Archive a tenant", tags=TAGS)
-async def archive_tenant(request: AdminRequest, tenant_id: str) -> TenantShape:
+async def archive_tenant(request: AdminRequest, tenant_id: FromPath[str]) -> TenantShape:
     """Archive a tenant: its keys are refused, its records stay."""
     await authenticate_administrator(request, Action.WRITE)
     return tenant_shape(await services_of(request).tenants.archive(tenant_id))
 
 
 @get("/tenants/{tenant_id:str}/keys", summary="List a tenant's keys", tags=TAGS)
-async def list_keys(request: AdminRequest, tenant_id: str) -> PageShape[KeyShape]:
+async def list_keys(request: AdminRequest, tenant_id: FromPath[str]) -> PageShape[KeyShape]:
     """Return the keys of a tenant, revoked ones too."""
     await authenticate_administrator(request, Action.READ)
     check_query(request, PAGING)
@@ -150,7 +151,7 @@ async def list_keys(request: AdminRequest, tenant_id: str) -> PageShape[KeyShape
 
 
 @post("/tenants/{tenant_id:str}/keys", summary="Create a key", tags=TAGS, opt={"body": NewKeyBody})
-async def create_key(request: AdminRequest, tenant_id: str) -> NewKeyShape:
+async def create_key(request: AdminRequest, tenant_id: FromPath[str]) -> NewKeyShape:
     """Create a key; its secret stands in `key` of this answer and nowhere else."""
     await authenticate_administrator(request, Action.WRITE)
     body = decode_body(await request.body(), NewKeyBody)
@@ -167,7 +168,7 @@ async def create_key(request: AdminRequest, tenant_id: str) -> NewKeyShape:
 
 
 @post("/keys/{key_id:str}/rotate", status_code=200, summary="Rotate a key", tags=TAGS)
-async def rotate_key(request: AdminRequest, key_id: str) -> NewKeyShape:
+async def rotate_key(request: AdminRequest, key_id: FromPath[str]) -> NewKeyShape:
     """Revoke a key and return its successor with the new secret."""
     await authenticate_administrator(request, Action.WRITE)
     key, secret = await services_of(request).keys.rotate(key_id)
@@ -175,7 +176,7 @@ async def rotate_key(request: AdminRequest, key_id: str) -> NewKeyShape:
 
 
 @patch("/keys/{key_id:str}", summary="Change a key", tags=TAGS, opt={"body": KeyPatch})
-async def change_key(request: AdminRequest, key_id: str) -> KeyShape:
+async def change_key(request: AdminRequest, key_id: FromPath[str]) -> KeyShape:
     """Change what the body names."""
     await authenticate_administrator(request, Action.WRITE)
     changes = _given(decode_body(await request.body(), KeyPatch))
@@ -185,7 +186,7 @@ async def change_key(request: AdminRequest, key_id: str) -> KeyShape:
 
 
 @delete("/keys/{key_id:str}", status_code=200, summary="Revoke a key", tags=TAGS)
-async def revoke_key(request: AdminRequest, key_id: str) -> KeyShape:
+async def revoke_key(request: AdminRequest, key_id: FromPath[str]) -> KeyShape:
     """Revoke a key: it is refused from now on."""
     await authenticate_administrator(request, Action.WRITE)
     return key_shape(await services_of(request).keys.revoke(key_id))

@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 from litestar import Request, get
+from litestar.params import FromPath
 
 from appliance.api.auth import authenticate_tenant
 from appliance.api.services_of import services_of
@@ -41,7 +42,7 @@ async def list_models(request: Request[Any, Any, Any]) -> ModelListShape:
 
 
 @get(["/v1/models/{model_id:path}", "/models/{model_id:path}"], summary="Retrieve a model", tags=["inference"])
-async def retrieve_model(request: Request[Any, Any, Any], model_id: str) -> ModelShape:
+async def retrieve_model(request: Request[Any, Any, Any], model_id: FromPath[str]) -> ModelShape:
     """Return one model; one that this key may not use does not exist for it."""
     principal = await authenticate_tenant(request)
     name = model_id.removeprefix("/")

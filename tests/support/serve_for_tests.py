@@ -10,7 +10,7 @@ from pathlib import Path
 
 from appliance.app import Started, serve
 from appliance.base.logging import configure_logging
-from appliance.base.settings import load_settings
+from appliance.base.settings import Settings, load_settings
 from appliance.serving import fleet
 from appliance.serving.model_registry import ModelFolder
 
@@ -40,7 +40,9 @@ def _tell(started: Started) -> None:
 
 
 def _use_fake_engine(step_s: float) -> None:
-    def command(_folder: ModelFolder, _settings: object, fd: int) -> list[str]:
+    def command(folder: ModelFolder, settings: Settings, fd: int) -> list[str]:
+        assert folder.path.is_dir()
+        assert settings.models
         return [sys.executable, "-m", "tests.support.fake_engine", "--fd", str(fd), "--step-s", str(step_s)]
 
     fleet.engine_command = command

@@ -1,0 +1,246 @@
+"""The administrators' API: shapes as promised, roles kept, nothing done silently."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from appliance.api.auth import SESSION_COOKIES
+from appliance.console import security
+from tests.support.api_box import ApiBox, open_api_box
+
+TENANT_FIELDS = {"id", "name", "tier", "weight", "limits", "allowed_models", "suspended", "archived", "created_at"}
+KEY_FIELDS = {
+    "id", "tenant_id", "name", "prefix", "scopes", "expires_at", "allowed_models", "allowed_networks", "revoked_at",
+    "last_used_at", "created_at",
+}  # fmt: skip
+LIMIT_FIELDS = {"tokens_per_minute", "requests_per_minute", "concurrent_requests", "tokens_per_day", "monthly_budget"}
+PRICE_FIELDS = {"id", "model", "effective_from", "currency", "prompt", "cached_prompt", "completion", "batch_percent"}
+SYSTEM_FIELDS = {"version", "processes", "engine", "gpus", "gpu_error", "host", "database"}
+PAGE_FIELDS = {"data", "has_more", "next_cursor"}
+
+WRITES = [
+    ("POST", "/tenants"), ("PATCH", "/tenants/tn_x"), ("DELETE", "/tenants/tn_x"), ("POST", "/tenants/tn_x/keys"),
+    ("POST", "/keys/key_x/rotate"), ("PATCH", "/keys/key_x"), ("DELETE", "/keys/key_x"), ("DELETE", "/requests/req_x"),
+]  # fmt: skip
+READS = ["/tenants", "/usage", "/costs", "/ledger", "/prices", "/requests", "/system"]
+
+
+@pytest.fixture
+async def box(migrated_sqlite_file: Path, tmp_path: Path) -> AsyncIterator[ApiBox]:
+    async with open_api_box(migrated_sqlite_file, tmp_path) as opened:
+        yield opened
+
+
+async def new_tenant(box: ApiBox, **fields: Any) -> dict[str, Any]:
+    tenant: dict[str, Any] = await box.call("POST", "/tenants", status=201, json={"name": "Bob & Söhne", **fields})
+    return tenant
+
+
+async def refusal(box: ApiBox, method: str, path: str, status: int, **options: Any) -> tuple[str, str | None]:
+    error = (await box.call(method, path, status=status, **options))["error"]
+    return error["code"], error["param"]
+
+
+async def test_a_tenant_is_made_read_changed_and_archived(box: ApiBox) -> None:
+    tenant = await new_tenant(box, limits={"tokens_per_minute": 1000}, tier="batch", weight=3)
+    path = f"/tenants/{tenant['id']}"
+
+    assert set(tenant) >= TENANT_FIELDS
+    assert set(tenant["limits"]) == LIMIT_FIELDS
+    assert tenant["created_at"].endswith("Z")
+    changed = await box.call("PATCH", path, json={"limits": {"requests_per_minute": 5}, "suspended": True})
+    assert (changed["limits"]["tokens_per_minute"], changed["limits"]["requests_per_minute"]) == (1000, 5)
+    assert changed["suspended"]
+    assert (await box.call("PATCH", path, json={"limits": {"tokens_per_minute": None}}))["limits"]["tokens_per_minute"] is None
+    assert (await box.call("DELETE", path))["archived"]
+    assert (await box.call("GET", path))["archived"]
+    assert tenant["id"] not in [row["id"] for row in (await box.call("GET", "/tenants"))["data"]]
+    listed = (await box.call("GET", "/tenants", params={"include_archived": "true"}))["data"]
+    assert tenant["id"] in [row["id"] for row in listed]
+
+
+async def test_a_keys_secret_is_shown_when_it_is_made_and_never_again(box: ApiBox) -> None:
+    tenant = await new_tenant(box)
+    made = await box.call("POST", f"/tenants/{tenant['id']}/keys", status=201, json={"name": "first"})
+    (listed,) = (await box.call("GET", f"/tenants/{tenant['id']}/keys"))["data"]
+
+    assert set(made) >= KEY_FIELDS | {"key"}
+    assert made["key"].startswith(made["prefix"])
+    assert "key" not in listed
+    assert made["key"] not in str(listed)
+
+
+async def test_a_rotated_key_is_replaced_and_a_revoked_one_is_refused(box: ApiBox) -> None:
+    tenant = await new_tenant(box)
+    made = await box.call("POST", f"/tenants/{tenant['id']}/keys", status=201, json={"name": "first"})
+    fresh = await box.call("POST", f"/keys/{made['id']}/rotate")
+
+    def models(secret: str) -> Any:
+        return box.client.get("/v1/models", headers={"authorization": f"Bearer {secret}"})
+
+    assert fresh["key"] != made["key"]
+    assert (await models(made["key"])).status_code == 401
+    assert (await models(fresh["key"])).status_code == 200
+    assert (await box.call("DELETE", f"/keys/{fresh['id']}"))["revoked_at"] is not None
+    assert (await models(fresh["key"])).status_code == 401
+
+
+async def test_a_keys_expiry_and_limits_can_be_changed(box: ApiBox) -> None:
+    tenant = await new_tenant(box)
+    made = await box.call("POST", f"/tenants/{tenant['id']}/keys", status=201, json={"name": "k"})
+    changes = {
+        "expires_at": "2999-01-01T00:00:00+01:00",
+        "limits": {"concurrent_requests": 2},
+        "allowed_networks": ["10.0.0.0/8"],
+    }
+    changed = await box.call("PATCH", f"/keys/{made['id']}", json=changes)
+
+    assert changed["expires_at"] == "2998-12-31T23:00:00.000Z"
+    assert changed["limits"]["concurrent_requests"] == 2
+    assert changed["allowed_networks"] == ["10.0.0.0/8"]
+
+
+@pytest.mark.parametrize(
+    ("body", "code", "param"),
+    [
+        ({"name": "x", "limits": {"tokens_per_hour": 1}}, "unknown_parameter", "limits.tokens_per_hour"),
+        ({"name": "x", "colour": "red"}, "unknown_parameter", "colour"),
+        ({}, "invalid_value", "name"),
+        ({"name": "x", "weight": "heavy"}, "invalid_value", "weight"),
+        ({"name": "x", "tier": "golden"}, "invalid_value", "tier"),
+        ({"name": "x", "limits": {"tokens_per_minute": -1}}, "invalid_value", "limits.tokens_per_minute"),
+    ],
+    ids=str,
+)
+async def test_a_wrong_field_is_named(box: ApiBox, body: dict[str, Any], code: str, param: str) -> None:
+    assert await refusal(box, "POST", "/tenants", 400, json=body) == (code, param)
+
+
+async def test_an_unknown_field_of_a_change_is_refused_and_changes_nothing(box: ApiBox) -> None:
+    tenant = await new_tenant(box)
+    path = f"/tenants/{tenant['id']}"
+
+    assert await refusal(box, "PATCH", path, 400, json={"name": "new", "nme": "x"}) == ("unknown_parameter", "nme")
+    assert (await box.call("GET", path))["name"] == tenant["name"]
+
+
+async def test_a_name_that_is_taken_is_a_conflict(box: ApiBox) -> None:
+    await new_tenant(box)
+
+    assert (await refusal(box, "POST", "/tenants", 409, json={"name": "Bob & Söhne"}))[0] == "name_taken"
+
+
+@pytest.mark.parametrize("path", ["/tenants/tn_x", "/tenants/tn_x/keys", "/requests/req_x"])
+async def test_what_does_not_exist_is_not_found(box: ApiBox, path: str) -> None:
+    assert (await refusal(box, "GET", path, 404))[0] == "not_found"
+
+
+async def test_lists_are_paged_by_cursor_to_the_end(box: ApiBox) -> None:
+    made = [(await new_tenant(box, name=f"tenant {number}"))["id"] for number in range(5)]
+    seen: list[str] = []
+    cursor = None
+    while True:
+        page = await box.call("GET", "/tenants", params={"limit": 2, **({"cursor": cursor} if cursor else {})})
+        assert set(page) == PAGE_FIELDS
+        seen += [row["id"] for row in page["data"]]
+        cursor = page["next_cursor"]
+        if not page["has_more"]:
+            break
+
+    assert cursor is None
+    assert seen[-5:] == made
+    assert len(seen) == len(set(seen))
+
+
+@pytest.mark.parametrize(
+    ("query", "param"), [("limit=0", "limit"), ("limit=x", "limit"), ("limit=99999", "limit"), ("cursor=zzz", "cursor")]
+)
+async def test_wrong_paging_is_named(box: ApiBox, query: str, param: str) -> None:
+    assert await refusal(box, "GET", f"/tenants?{query}", 400) == ("invalid_value", param)
+
+
+async def test_an_unknown_query_parameter_is_named(box: ApiBox) -> None:
+    assert await refusal(box, "GET", "/ledger?tenant=x", 400) == ("unknown_parameter", "tenant")
+
+
+@pytest.mark.parametrize("query", ["start=yesterday", "start=2026-01-01T00:00:00", "bucket=week", "group_by=colour"])
+async def test_wrong_report_queries_are_named(box: ApiBox, query: str) -> None:
+    assert await refusal(box, "GET", f"/usage?{query}", 400) == ("invalid_value", query.partition("=")[0])
+
+
+async def test_a_price_is_added_with_the_boxs_currency(box: ApiBox) -> None:
+    price = await box.call("POST", "/prices", status=201, json={"model": "m", "prompt": 10, "completion": 30})
+
+    assert set(price) == PRICE_FIELDS
+    assert (price["currency"], price["cached_prompt"], price["batch_percent"]) == ("EUR", 10, 100)
+    assert (await box.call("GET", "/prices"))["data"] == [price]
+
+
+async def test_the_system_says_what_there_is(box: ApiBox) -> None:
+    system = await box.call("GET", "/system")
+
+    assert set(system) >= SYSTEM_FIELDS
+    assert [process["role"] for process in system["processes"]] == ["gateway"]
+    assert system["database"] == {"kind": "sqlite", "ok": True}
+    assert system["gpus"] or system["gpu_error"]
+
+
+async def test_events_begin_with_the_newest_reading(box: ApiBox) -> None:
+    box.services.generations.draining = True  # the stream ends with its first beat, so that the test can read it whole
+    await box.services.sampler.sample()
+    answer = await box.client.get("/admin/v1/events")
+
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    assert answer.text.startswith("event: system\ndata: {")
+    assert "\r" not in answer.text
+
+
+@pytest.mark.parametrize("path", READS)
+async def test_nobody_reads_without_a_token(box: ApiBox, path: str) -> None:
+    for headers in ({"authorization": ""}, {"authorization": "Bearer gha_wrong"}):
+        assert (await refusal(box, "GET", path, 401, headers=headers))[0] == "invalid_api_key"
+
+
+async def test_a_tenants_key_is_no_administrator(box: ApiBox) -> None:
+    tenant = await new_tenant(box)
+    made = await box.call("POST", f"/tenants/{tenant['id']}/keys", status=201, json={"name": "k"})
+    headers = {"authorization": f"Bearer {made['key']}"}
+
+    for path in READS:
+        await refusal(box, "GET", path, 401, headers=headers)
+
+
+@pytest.mark.parametrize("role", ["viewer", "billing"])
+async def test_who_may_not_write_reads_everything_and_changes_nothing(box: ApiBox, role: str) -> None:
+    headers = await box.as_role(role)
+    for path in READS:
+        await box.call("GET", path, headers=headers)
+    for method, path in WRITES:
+        assert (await refusal(box, method, path, 403, headers=headers))[0] == "role_not_allowed"
+
+
+async def test_only_roles_with_billing_set_prices(box: ApiBox) -> None:
+    body = {"model": "m", "prompt": 1, "completion": 1}
+
+    await box.call("POST", "/prices", status=403, json=body, headers=await box.as_role("viewer"))
+    await box.call("POST", "/prices", status=201, json=body, headers=await box.as_role("billing"))
+
+
+async def test_a_session_reads_but_writes_only_with_its_token_from_its_own_pages(box: ApiBox) -> None:
+    member = await box.services.members.create("alice@example.com", "a password of tests", "owner")
+    token, session = await box.services.sessions.open(member.id, "test", "127.0.0.1")
+    cookie = {"authorization": "", "cookie": f"{SESSION_COOKIES[1]}={token}"}
+    own = {**cookie, "x-csrf-token": session.csrf_token}
+
+    await box.call("GET", "/tenants", headers=cookie)
+    await box.call("POST", "/tenants", status=403, json={"name": "a"}, headers=cookie)
+    await box.call("POST", "/tenants", status=403, json={"name": "a"}, headers={**own, "sec-fetch-site": "cross-site"})
+    await box.call("POST", "/tenants", status=201, json={"name": "a"}, headers={**own, "sec-fetch-site": "same-origin"})
+
+
+def test_the_console_and_the_api_mean_the_same_cookie() -> None:
+    assert SESSION_COOKIES == (security.SECURE_COOKIE, security.PLAIN_COOKIE)

@@ -1,0 +1,92 @@
+"""Health, metrics and the description of the interface: complete, true, and no page that loads scripts from elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from litestar.routes import HTTPRoute
+
+from tests.support.api_box import ApiBox, open_api_box
+
+METHODS = {"GET", "POST", "PUT", "PATCH", "DELETE"}
+
+
+@pytest.fixture
+async def box(migrated_sqlite_file: Path, tmp_path: Path) -> AsyncIterator[ApiBox]:
+    async with open_api_box(migrated_sqlite_file, tmp_path) as opened:
+        yield opened
+
+
+async def test_every_path_of_the_interface_is_described(box: ApiBox) -> None:
+    paths = (await box.client.get("/schema/openapi.json")).json()["paths"]
+    ours = [route for route in box.app.routes if isinstance(route, HTTPRoute) and _is_interface(route)]
+
+    assert len(ours) > 20
+    for route in ours:
+        for method in METHODS & set(route.methods):
+            assert method.lower() in paths[route.path_format], f"{method} {route.path_format}"
+
+
+async def test_bodies_that_we_decode_ourselves_are_described(box: ApiBox) -> None:
+    schema = (await box.client.get("/schema/openapi.json")).json()
+    chat = schema["paths"]["/v1/chat/completions"]["post"]
+    name = chat["requestBody"]["content"]["application/json"]["schema"]["$ref"].rsplit("/", 1)[1]
+
+    assert {"model", "messages", "stream"} <= set(schema["components"]["schemas"][name]["properties"])
+    assert "/admin/v1/tenants" in schema["paths"]
+
+
+async def test_every_reference_of_the_schema_has_its_target(box: ApiBox) -> None:
+    text = (await box.client.get("/schema/openapi.json")).text
+    targets = (await box.client.get("/schema/openapi.json")).json()["components"]["schemas"]
+    named = {part.split('"', 1)[0] for part in text.split('"#/components/schemas/')[1:]}
+
+    assert named
+    assert named <= set(targets)
+
+
+@pytest.mark.parametrize("path", ["/schema", "/schema/swagger", "/schema/redoc", "/schema/elements"])
+async def test_there_is_no_page_that_needs_the_internet(box: ApiBox, path: str) -> None:
+    answer = await box.client.get(path)
+
+    assert "<script" not in answer.text
+
+
+async def test_a_live_process_says_so(box: ApiBox) -> None:
+    assert (await box.client.get("/health/live")).json()["status"] == "ok"
+
+
+@pytest.mark.parametrize("path", ["/health", "/health/ready"])
+async def test_readiness_names_the_part_that_is_not_ready(box: ApiBox, path: str) -> None:
+    answer = await box.client.get(path)
+
+    assert answer.status_code == 503  # the box of these tests runs no ledger
+    parts = answer.json()["parts"]
+    assert parts["database"] == "ok"
+    assert parts["ledger"] != "ok"
+
+
+async def test_metrics_have_the_promised_names(box: ApiBox) -> None:
+    text = (await box.client.get("/metrics")).text
+
+    for name in (
+        "requests_running", "requests_waiting", "kv_cache_usage_ratio", "prefix_cache_hit_tokens_total", "prompt_tokens_total",
+        "generation_tokens_total", "time_to_first_token_seconds", "inter_token_latency_seconds", "request_seconds",
+        "queue_seconds", "preemptions_total", "engine_step_seconds", "requests_rejected_total", "gpu_memory_used_bytes",
+        "unrecorded_usage_tokens_total",
+    ):  # fmt: skip
+        assert f"# TYPE gatehouse_{name} " in text, name
+
+
+async def test_unknown_paths_answer_in_the_one_shape_with_an_id(box: ApiBox) -> None:
+    answer = await box.client.get("/admin/v1/nothing")
+
+    assert answer.status_code == 404
+    assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
+    assert answer.headers["x-request-id"].startswith("req_")
+
+
+def _is_interface(route: HTTPRoute) -> bool:
+    return route.path.startswith(("/v1", "/admin/v1", "/health", "/metrics", "/chat", "/models"))
