@@ -1,0 +1,265 @@
+"""Our engine against transformers on the CPU: the same random model, the same requests, the same number of seats.
+
+Usage: python -m bench.engine_cpu [--size 8m|100m] [--rounds 3] [--threads 2] [--peers static,continuous,single]
+
+Every round runs ours and each peer right after one another, so that other work on the machine hits all of them; results are
+ratios of the same round. Outputs are compared before anything is timed: greedy, float32, equal token for token up to the
+first near-tie. One JSON row per run is appended to bench/results/engine_cpu.jsonl.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from engine.cpu_environment import prepare_cpu
+
+prepare_cpu()
+
+import torch  # noqa: E402 - must see the environment set above
+import transformers  # noqa: E402
+from transformers import ContinuousBatchingConfig, GenerationConfig, LlamaConfig, LlamaForCausalLM  # noqa: E402
+
+from engine import LLM, SamplingParams  # noqa: E402
+
+SEATS = 16
+NUM_REQUESTS = 48
+MAX_MODEL_LEN = 1024
+SIZES: dict[str, dict[str, Any]] = {
+    "8m": {"hidden_size": 256, "num_hidden_layers": 6, "num_attention_heads": 8, "num_key_value_heads": 4,
+           "intermediate_size": 768, "vocab_size": 4096},
+    "100m": {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "num_key_value_heads": 4,
+             "intermediate_size": 2048, "vocab_size": 32000, "tie_word_embeddings": True},
+}  # fmt: skip
+
+# Percentiles of a ShareGPT sample (0, 10, 25, 50, 75, 90, 97), in tokens, divided by LENGTH_DIVISOR to suit two cores.
+PERCENTILES = (0, 10, 25, 50, 75, 90, 97)
+PROMPT_LENS = (4, 9, 15, 36, 163, 842, 1800)
+OUTPUT_LENS = (8, 39, 134, 281, 450, 685, 860)
+LENGTH_DIVISOR = 4
+RESULTS = Path(__file__).parent / "results" / "engine_cpu.jsonl"
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Prompts and the exact number of tokens to generate for each."""
+
+    prompts: list[list[int]]
+    output_lens: list[int]
+
+    @property
+    def num_output_tokens(self) -> int:
+        return sum(self.output_lens)
+
+
+def draw_length(numbers: random.Random, values: Sequence[int]) -> int:
+    """One length from the piecewise linear distribution through the percentiles."""
+    at = numbers.uniform(0, PERCENTILES[-1])
+    upper = next(i for i, percentile in enumerate(PERCENTILES) if at <= percentile and i)
+    low, high = PERCENTILES[upper - 1], PERCENTILES[upper]
+    value = values[upper - 1] + (values[upper] - values[upper - 1]) * (at - low) / (high - low)
+    return max(2, round(value / LENGTH_DIVISOR))
+
+
+def make_workload(vocab_size: int, count: int) -> Workload:
+    numbers = random.Random(5)
+    prompts = [[numbers.randrange(3, vocab_size) for _ in range(draw_length(numbers, PROMPT_LENS))] for _ in range(count)]
+    return Workload(prompts, [draw_length(numbers, OUTPUT_LENS) for _ in prompts])
+
+
+def make_model(size: str, directory: Path) -> Any:
+    """A seeded random Llama whose logits are spread wide enough for greedy choices to be clear."""
+    torch.manual_seed(0)
+    config = LlamaConfig(max_position_embeddings=MAX_MODEL_LEN, initializer_range=0.1, **SIZES[size])
+    model = LlamaForCausalLM(config).eval()
+    model.save_pretrained(directory)
+    return model
+
+
+def run_ours(llm: LLM, work: Workload) -> list[list[int]]:
+    params = [SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True) for length in work.output_lens]
+    outputs = llm.generate(work.prompts, params, use_tqdm=False)
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+def run_static(model: Any, work: Workload, seats: int = SEATS) -> list[list[int]]:
+    """`generate` over left-padded batches in order of arrival: each runs until its longest output is done."""
+    answers: list[list[int]] = []
+    for first in range(0, len(work.prompts), seats):
+        prompts, lengths = work.prompts[first : first + seats], work.output_lens[first : first + seats]
+        width = max(map(len, prompts))
+        ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts])
+        mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+        with torch.inference_mode():
+            out = model.generate(
+                ids, attention_mask=mask, max_new_tokens=max(lengths), do_sample=False, eos_token_id=None, pad_token_id=0
+            )
+        answers += [row[width : width + length].tolist() for row, length in zip(out, lengths, strict=True)]
+    return answers
+
+
+def run_continuous(model: Any, work: Workload) -> list[list[int]]:
+    """transformers' continuous batching, tuned for this machine: small pages and a cache of the size that is used."""
+    settings = ContinuousBatchingConfig(page_size=32, num_blocks=512, max_batch_tokens=512, max_requests_per_batch=SEATS)
+    generation = GenerationConfig(do_sample=False, max_new_tokens=1, eos_token_id=-1, pad_token_id=0)
+    answers: dict[str, list[int]] = {}
+    with model.continuous_batching_context_manager(
+        generation_config=generation, continuous_batching_config=settings, warmup=False
+    ) as manager:
+        for index, (prompt, length) in enumerate(zip(work.prompts, work.output_lens, strict=True)):
+            manager.add_request(prompt, request_id=str(index), max_new_tokens=length, eos_token_id=-1)
+        while len(answers) < len(work.prompts):
+            result = manager.get_result(timeout=120)
+            if result is None:
+                raise RuntimeError("continuous batching gave no result within two minutes")
+            if result.is_finished():
+                answers[result.request_id] = list(result.generated_tokens)
+    return [answers[str(index)] for index in range(len(work.prompts))]
+
+
+def timed(run: Callable[[], list[list[int]]]) -> tuple[float, list[list[int]]]:
+    started_s = time.perf_counter()
+    answers = run()
+    return time.perf_counter() - started_s, answers
+
+
+def equal_share(ours: list[list[int]], theirs: list[list[int]]) -> float:
+    """Share of requests whose tokens are all equal; a near-tie may part two float32 programs once in a while."""
+    return sum(a == b for a, b in zip(ours, theirs, strict=True)) / len(ours)
+
+
+def other_cpu(started: tuple[float, float]) -> float:
+    """Cores that other processes used since `started` = (machine busy seconds, own seconds)."""
+    busy, own = cpu_seconds()
+    return max(0.0, (busy - started[0]) - (own - started[1]))
+
+
+def cpu_seconds() -> tuple[float, float]:
+    fields = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]
+    ticks = os.sysconf("SC_CLK_TCK")
+    busy = (sum(map(int, fields[:3])) + sum(map(int, fields[5:8]))) / ticks
+    own = os.times()
+    return busy, own.user + own.system
+
+
+def compare(
+    peer: str, rounds: int, ours: Callable[[], list[list[int]]], theirs: Callable[[], list[list[int]]], tokens: int
+) -> dict[str, Any]:
+    """Outputs first, then `rounds` interleaved pairs, the order swapped every other time."""
+    same = equal_share(ours(), theirs())
+    pairs = []
+    started, started_s = cpu_seconds(), time.perf_counter()
+    for number in range(rounds):
+        order = [("ours", ours), ("theirs", theirs)]
+        seconds = {name: timed(run)[0] for name, run in (order if number % 2 == 0 else order[::-1])}
+        pairs.append((seconds["ours"], seconds["theirs"]))
+    ratios = [theirs_s / ours_s for ours_s, theirs_s in pairs]
+    return {
+        "peer": peer,
+        "equal_requests": round(same, 3),
+        "ratio_median": round(statistics.median(ratios), 2),
+        "ratios": [round(ratio, 2) for ratio in ratios],
+        "ours_tokens_per_s": round(tokens / min(pair[0] for pair in pairs), 1),
+        "peer_tokens_per_s": round(tokens / min(pair[1] for pair in pairs), 1),
+        "other_cpu_cores": round(other_cpu(started) / (time.perf_counter() - started_s), 2),
+    }
+
+
+def measure(size: str, rounds: int, peers: Sequence[str], count: int) -> list[dict[str, Any]]:
+    with tempfile.TemporaryDirectory() as folder:
+        directory = Path(folder)
+        model = make_model(size, directory)
+        work = make_workload(SIZES[size]["vocab_size"], count)
+        llm = LLM(directory, device="cpu", max_num_seqs=SEATS, enable_prefix_caching=False)
+        rows = []
+        if "static" in peers:
+            rows.append(
+                compare(
+                    "transformers generate, batches of 16",
+                    rounds,
+                    lambda: run_ours(llm, work),
+                    lambda: run_static(model, work),
+                    work.num_output_tokens,
+                )
+            )
+        if "single" in peers:
+            one = Workload([work.prompts[0]], [128])
+            rows.append(
+                compare(
+                    "transformers generate, one request",
+                    rounds,
+                    lambda: run_ours(llm, one),
+                    lambda: run_static(model, one),
+                    128,
+                )
+            )
+            rows[-1]["ours_ms_per_token"] = round(1000 / rows[-1]["ours_tokens_per_s"], 2)
+            rows[-1]["peer_ms_per_token"] = round(1000 / rows[-1]["peer_tokens_per_s"], 2)
+        if "continuous" in peers:
+            rows.append(
+                compare(
+                    "transformers continuous batching, tuned",
+                    rounds,
+                    lambda: run_ours(llm, work),
+                    lambda: run_continuous(model, work),
+                    work.num_output_tokens,
+                )
+            )
+        return rows
+
+
+def environment(threads: int) -> dict[str, Any]:
+    cpu = next(
+        (line.split(":", 1)[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line), ""
+    )
+    return {
+        "at": datetime.now(UTC).isoformat(timespec="seconds"),
+        "cpu": cpu,
+        "cores": os.cpu_count(),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "threads": threads,
+        "mkl_cbwr": os.environ.get("MKL_CBWR"),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", choices=sorted(SIZES), default="8m")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--requests", type=int, default=NUM_REQUESTS)
+    parser.add_argument("--peers", default="static,continuous,single")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    transformers.logging.set_verbosity_error()
+    rows = measure(options.size, options.rounds, options.peers.split(","), options.requests)
+    row = {
+        "bench": "engine_cpu",
+        "size": options.size,
+        "requests": options.requests,
+        "seats": SEATS,
+        **environment(options.threads),
+        "results": rows,
+    }
+    RESULTS.parent.mkdir(exist_ok=True)
+    with RESULTS.open("a") as file:
+        file.write(json.dumps(row) + "\n")
+    print(json.dumps(row, indent=2))
+
+
+if __name__ == "__main__":
+    main()
