@@ -53,6 +53,8 @@ def duration(seconds: float | None) -> str:
     """Return a length of time for reading at a glance: 240 ms, 3.42 s, 4 m 05 s, 3 h 12 m, 5 d 3 h."""
     if seconds is None:
         return NOTHING
+    if 0 < seconds < 0.00995:
+        return f"{seconds * 1000:.1f} ms"
     if seconds < 0.9995:
         return f"{seconds * 1000:.0f} ms"
     if seconds < 10:
@@ -93,6 +95,11 @@ def money_short(picos: int | None, currency: str) -> str:
     if picos is None or picos < PICOS_PER_UNIT:
         return money(picos, currency)
     return format_picos(picos, currency, _CENTS_DECIMALS)
+
+
+def amount(picos: int | None, currency: str) -> str:
+    """Return the same without the currency, for a tile whose label names it."""
+    return money_short(picos, currency).removesuffix(f" {currency}")
 
 
 def budget(micros: int | None, currency: str) -> str:
@@ -144,6 +151,7 @@ def clock_time(moment: datetime) -> str:
 
 FILTERS = {
     "ago": ago,
+    "amount": amount,
     "budget": budget,
     "clock_time": clock_time,
     "compact": compact,

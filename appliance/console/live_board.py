@@ -46,7 +46,7 @@ class EngineView:
     kv_used: int
     kv_cached: int
     kv_free: int
-    step_text: str
+    step_s: float | None
     hit_rate: float | None
     preemptions: int
 
@@ -169,7 +169,7 @@ def engine_view(engine: EngineReading, history: Sequence[SystemSnapshot], now: d
         kv_used=status.kv_blocks_used if status else 0,
         kv_cached=status.kv_blocks_cached if status else 0,
         kv_free=status.kv_blocks_free if status else 0,
-        step_text=f"{status.step_ms:.1f} ms" if status else "–",
+        step_s=status.step_ms / 1000 if status else None,
         hit_rate=min(status.prefix_cache_hit_tokens_total / prompt_tokens, 1.0) if status and prompt_tokens else None,
         preemptions=status.preemptions_total if status else 0,
     )

@@ -40,7 +40,7 @@ def test_bytes_are_in_binary_units(value: int, text: str) -> None:
     [
         (None, "–"),
         (0, "0 ms"),
-        (0.0004, "0 ms"),
+        (0.0004, "0.4 ms"),
         (0.2404, "240 ms"),
         (0.9996, "1.00 s"),
         (3.417, "3.42 s"),

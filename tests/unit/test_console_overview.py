@@ -86,7 +86,7 @@ async def test_the_page_shows_the_engine_its_blocks_and_the_host(box: Box) -> No
         "used <b>250",
         "cached <b>100",
         "free <b>650",
-        "12.5 ms",
+        "12 ms",
         "213 ms",
         "927 ms",
         "37 %",
@@ -124,7 +124,7 @@ async def test_today_s_totals_come_from_the_ledger(box: Box, clock: FakeClock) -
 
     page = await overview(box)
 
-    assert "0.001500 EUR" in page
+    assert ">0.001500<" in page
     assert "1,500" in page
     assert entry.request_id in page
 
@@ -139,7 +139,7 @@ async def test_costs_of_another_currency_stand_beside_and_are_not_added(box: Box
 
     page = await overview(box)
 
-    assert "0.000000 EUR" in page
+    assert ">0.000000 <small>" in page
     assert "3.00 USD" in page
 
 

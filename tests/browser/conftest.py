@@ -1,0 +1,97 @@
+"""A console on a real socket and a real Chromium that looks at it; any console error or policy violation fails the test."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import socket
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import uvicorn
+from playwright.async_api import Browser, BrowserContext, ConsoleMessage, Page, async_playwright
+
+from appliance.base.clock import SystemClock
+from tests.support.cast import ALICE_PASSWORD
+from tests.support.console_fixtures import Box, open_box
+from tests.support.databases import required
+
+SAMPLE_INTERVAL_S = 0.15
+DEADLINE_MS = 20_000
+CHROMIUM = os.environ.get("CHROMIUM", "/usr/bin/chromium")
+ARGUMENTS = [
+    "--headless=new",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+]
+
+
+@pytest.fixture
+async def chromium() -> AsyncIterator[Browser]:
+    """A running Chromium; skips without one, unless GATEHOUSE_REQUIRE names browser."""
+    if shutil.which(CHROMIUM) is None:
+        reason = f"no Chromium at {CHROMIUM}"
+        pytest.fail(reason) if required("browser") else pytest.skip(reason)
+    async with async_playwright() as playwright:
+        browser = await playwright.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS)
+        yield browser
+        await browser.close()
+
+
+@dataclass(kw_only=True)
+class Site:
+    """A served console and the browser that visits it. `complaints` is what the browser had to say."""
+
+    url: str
+    box: Box
+    chromium: Browser
+    complaints: list[str] = field(default_factory=list)
+
+    async def context(self, **options: object) -> BrowserContext:
+        """Return a fresh profile whose pages are listened to."""
+        context = await self.chromium.new_context(base_url=self.url, **options)  # type: ignore[arg-type]
+        context.set_default_timeout(DEADLINE_MS)
+        context.on("console", self._hear)
+        context.on("weberror", lambda error: self.complaints.append(str(error.error)))
+        return context
+
+    async def alice(self, **options: object) -> Page:
+        """Return a page of Alice's, signed in through the form."""
+        page = await (await self.context(**options)).new_page()
+        await page.goto("/login")
+        await page.get_by_label("E-mail").fill("alice@example.com")
+        await page.get_by_label("Password").fill(ALICE_PASSWORD)
+        await page.get_by_role("button", name="Sign in").click()
+        await page.wait_for_url(f"{self.url}/")
+        return page
+
+    def _hear(self, message: ConsoleMessage) -> None:
+        if message.type in ("error", "warning"):
+            self.complaints.append(f"{message.type}: {message.text}")
+
+
+@pytest.fixture
+async def site(migrated_sqlite_file: Path, tmp_path: Path, chromium: Browser) -> AsyncIterator[Site]:
+    """The console of a box that samples several times a second. The browser must have nothing to complain of."""
+    async with open_box(migrated_sqlite_file, tmp_path, SystemClock(), interval_s=SAMPLE_INTERVAL_S) as box:
+        listener = socket.create_server(("127.0.0.1", 0))
+        config = uvicorn.Config(box.app, log_level="warning", ws="none", lifespan="off", timeout_graceful_shutdown=1)
+        server = uvicorn.Server(config)
+        serving = asyncio.create_task(server.serve(sockets=[listener]))
+        site = Site(url=f"http://127.0.0.1:{listener.getsockname()[1]}", box=box, chromium=chromium)
+        try:
+            yield site
+        finally:
+            for context in chromium.contexts:
+                await context.close()
+            server.should_exit = True
+            await serving
+    assert site.complaints == []

@@ -1,0 +1,87 @@
+"""Every page against the rules of axe, in both colour schemes, and at the width of a telephone."""
+
+from __future__ import annotations
+
+import pytest
+from axe_playwright_python.async_playwright import Axe  # type: ignore[import-untyped]
+from playwright.async_api import Page, expect
+
+from tests.browser.conftest import Site
+from tests.support.cast import Person
+from tests.support.factories import pending, posted
+
+pytestmark = pytest.mark.browser
+
+SERIOUS = ("serious", "critical")
+LONG_NAME = "A tenant whose lawyers insisted on the whole registered name of the company, GmbH & Co. KG"
+
+
+async def pages(site: Site) -> list[str]:
+    """Return the paths of every page, with something to show on each."""
+    box = site.box
+    tenant = await box.services.tenants.create(name=LONG_NAME)
+    key, secret = await box.services.keys.create(tenant.id, name="a key with quite a long name for a program")
+    person = Person(tenant=tenant, key=key, secret=secret)
+    entry = pending(person)
+    await box.services.ledger.open(entry)
+    await box.services.ledger.settle(posted(entry.request_id))
+    box.engine_side.add(person, "req_live_and_kicking", completion_tokens=7, ttft_s=0.2, decode_s=1.0)
+    box.engine_side.add(person, "req_waiting_in_line", state="queued", queue_position=0)
+    of_tenant, of_key = f"/tenants/{tenant.id}", f"/keys/{key.id}"
+    plain = ["/", "/requests", f"/requests/{entry.request_id}", "/tenants", "/keys", "/tenants/new"]
+    return [*plain, of_tenant, f"{of_tenant}/archive", f"{of_tenant}/keys/new", of_key, f"{of_key}/revoke"]
+
+
+async def violations(page: Page) -> list[str]:
+    """Return what axe finds serious, with the elements it means."""
+    found = (await Axe().run(page)).response["violations"]
+    return [f"{rule['id']}: {[node['html'][:120] for node in rule['nodes']]}" for rule in found if rule["impact"] in SERIOUS]
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+async def test_no_page_has_a_serious_violation(site: Site, scheme: str) -> None:
+    page = await site.alice(color_scheme=scheme, reduced_motion="reduce")
+    found = {}
+    for path in await pages(site):
+        await page.goto(path)
+        found[path] = await violations(page)
+    await page.goto("/tenants")
+    await page.get_by_role("link", name="New tenant").click()
+    await expect(page.get_by_role("dialog")).to_be_visible()
+    found["dialog"] = await violations(page)
+
+    assert {path: what for path, what in found.items() if what} == {}
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+async def test_signing_in_and_what_is_not_here_have_no_serious_violation(site: Site, scheme: str) -> None:
+    page = await (await site.context(color_scheme=scheme)).new_page()
+    await page.goto("/login")
+    assert await violations(page) == []
+
+    member = await site.alice(color_scheme=scheme)
+    await member.goto("/tenants/nobody")
+    assert await violations(member) == []
+    site.complaints.clear()  # Chromium reports the 404 that was asked for
+
+
+async def test_no_page_is_wider_than_a_telephone(site: Site) -> None:
+    page = await site.alice(viewport={"width": 390, "height": 800}, has_touch=True)
+    wide = []
+    for path in await pages(site):
+        await page.goto(path)
+        if await page.evaluate("document.documentElement.scrollWidth") > 390:
+            wide.append(path)
+
+    assert wide == []
+
+
+async def test_on_a_telephone_the_sections_are_behind_a_menu(site: Site) -> None:
+    page = await site.alice(viewport={"width": 390, "height": 800})
+    tenants = page.get_by_role("link", name="Tenants", exact=True)
+    await expect(tenants).to_be_hidden()
+
+    await page.get_by_role("button", name="Menu").click()
+    await tenants.click()
+
+    await page.wait_for_url("**/tenants")

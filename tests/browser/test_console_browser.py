@@ -1,0 +1,207 @@
+"""The console in a real Chromium, as an administrator uses it."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from playwright.async_api import Dialog, Locator, Page, expect
+
+from tests.browser.conftest import Site
+from tests.support.console_fixtures import engine_status
+
+pytestmark = pytest.mark.browser
+
+SECRET = re.compile(r"^gh_[a-z0-9]{8}_[a-z0-9]{26}$")
+
+
+def tile(page: Page, name: str) -> Locator:
+    """Return the figure of the tile `name`."""
+    return page.locator(".tiles div", has=page.get_by_text(name, exact=True)).locator("dd")
+
+
+async def test_live_numbers_change_without_a_reload_and_hold_still_when_paused(site: Site) -> None:
+    page = await site.alice()
+    running = tile(page, "Running")
+    await expect(running).to_have_text("3")
+    await expect(page.locator("[data-live-text]")).to_have_text("Live")
+    await page.evaluate("window.marker = 'same document'")
+
+    site.box.engine_side.status = engine_status(num_running=17)
+    await expect(running).to_have_text("17")
+    await page.get_by_role("button", name="Pause").click()
+    site.box.engine_side.status = engine_status(num_running=23)
+    seen = len(site.box.services.sampler.history)
+    while len(site.box.services.sampler.history) < seen + 3:
+        await page.evaluate("new Promise(requestAnimationFrame)")
+    await expect(running).to_have_text("17")
+
+    await page.get_by_role("button", name="Resume").click()
+    await expect(running).to_have_text("23")
+    assert await page.evaluate("window.marker") == "same document"
+
+
+async def test_a_page_that_hears_nothing_says_that_it_is_stale(site: Site) -> None:
+    page = await site.alice()
+    await expect(page.locator("[data-live-text]")).to_have_text("Live")
+
+    await site.box.services.sampler.stop()
+
+    await expect(page.locator("[data-live-text]")).to_have_text("Stale", timeout=15_000)
+
+
+async def test_a_session_that_ends_elsewhere_leads_to_the_sign_in_page(site: Site) -> None:
+    page = await site.alice()
+
+    await site.box.services.sessions.close_all(site.box.cast.alice.id)
+
+    await page.wait_for_url("**/login")
+
+
+async def test_a_tenant_and_a_key_are_made_the_secret_is_copied_once_and_the_key_revoked(site: Site) -> None:
+    page = await site.alice(permissions=["clipboard-read", "clipboard-write"])
+    await page.get_by_role("link", name="Tenants").click()
+    await page.wait_for_load_state()
+    await page.get_by_role("link", name="New tenant").click()
+    dialog = page.get_by_role("dialog")
+    await dialog.get_by_label("Name").fill("Acme")
+    await dialog.get_by_role("button", name="Create tenant").click()
+    await expect(page.get_by_role("heading", name="Acme")).to_be_visible()
+    await expect(page.get_by_role("status").filter(has_text="Tenant created")).to_be_visible()
+
+    await page.wait_for_load_state()
+    await page.get_by_role("link", name="New key").click()
+    await dialog.get_by_label("Name").fill("reports")
+    await dialog.get_by_role("button", name="Create key").click()
+    await dialog.get_by_role("button", name="Copy").first.click()
+    await expect(dialog.get_by_role("button", name="Copied")).to_be_visible()
+    secret = await page.evaluate("navigator.clipboard.readText()")
+    assert SECRET.match(secret)
+    assert (await site.box.services.keys.authenticate(secret, "192.0.2.1")).tenant.name == "Acme"
+    await page.keyboard.press("Escape")
+    await expect(dialog).to_be_visible()
+    await dialog.get_by_role("link", name="I have stored it").click()
+    await expect(dialog).to_be_hidden()
+    assert secret not in await page.content()
+
+    await page.wait_for_load_state()
+    await page.get_by_role("link", name="Revoke reports").click()
+    await dialog.get_by_role("button", name="Revoke key").click()
+    await expect(page.get_by_role("status").filter(has_text="Key revoked")).to_be_visible()
+    await expect(page.locator(".badge", has_text="revoked")).to_be_visible()
+
+
+async def test_a_wrong_field_is_told_inside_the_dialog_and_has_the_focus(site: Site) -> None:
+    page = await site.alice()
+    await page.goto("/tenants")
+    await page.get_by_role("link", name="New tenant").click()
+    dialog = page.get_by_role("dialog")
+    await dialog.get_by_label("Name").fill("bob")
+    await dialog.get_by_role("button", name="Create tenant").click()
+
+    await expect(dialog.get_by_text("There is a tenant named 'bob' already.")).to_be_visible()
+    await expect(dialog.get_by_label("Name")).to_be_focused()
+    await expect(dialog.get_by_label("Name")).to_have_value("bob")
+    site.complaints.clear()  # Chromium reports every answer of 4xx to its console
+
+
+async def test_escape_closes_the_dialog_and_the_focus_returns(site: Site) -> None:
+    page = await site.alice()
+    await page.goto("/tenants")
+    opener = page.get_by_role("link", name="New tenant")
+    await opener.focus()
+    await page.keyboard.press("Enter")
+    await expect(page.get_by_role("dialog").get_by_label("Name")).to_be_focused()
+
+    await page.keyboard.press("Escape")
+
+    await expect(page.get_by_role("dialog")).to_be_hidden()
+    await expect(opener).to_be_focused()
+
+
+async def test_a_running_request_is_cancelled_and_leaves_the_table(site: Site) -> None:
+    side = site.box.engine_side
+    side.add(site.box.cast.bob, "req_keeps_running_1")
+    side.add(site.box.cast.bob, "req_to_be_cancelled_2")
+    page = await site.alice()
+    await page.goto("/requests")
+    questions: list[str] = []
+
+    async def agree(dialog: Dialog) -> None:
+        questions.append(dialog.message)
+        await dialog.accept()
+
+    page.on("dialog", agree)
+    await page.get_by_role("button", name="Cancel …celled_2").click()
+
+    await expect(page.locator("#live-req_to_be_cancelled_2")).to_have_count(0)
+    await expect(page.locator("#live-req_keeps_running_1")).to_be_visible()
+    await expect(page.get_by_role("status").filter(has_text="Cancelled.")).to_be_visible()
+    assert side.aborted == ["req_to_be_cancelled_2"]
+    assert questions
+    assert "billed" in questions[0]
+
+
+async def test_an_action_that_comes_too_late_is_told_in_a_toast_that_stays(site: Site) -> None:
+    side = site.box.engine_side
+    side.add(site.box.cast.bob, "req_about_to_end")
+    page = await site.alice()
+    await page.goto("/requests")
+    await expect(page.locator("[data-live-text]")).to_have_text("Live")
+    await page.get_by_role("button", name="Pause").click()
+    side.live.clear()
+    page.on("dialog", lambda dialog: dialog.accept())
+
+    await page.get_by_role("button", name="Cancel …t_to_end").click()
+
+    await expect(page.locator(".toast[data-kind=error]")).to_contain_text("No live request")
+    site.complaints.clear()
+
+
+async def test_the_history_is_searched_while_typing_and_the_address_follows(site: Site) -> None:
+    page = await site.alice()
+    await page.goto("/requests")
+
+    await page.keyboard.press("/")
+    await expect(page.get_by_role("searchbox")).to_be_focused()
+    await page.keyboard.type("nothing like this")
+
+    await expect(page.get_by_text("No request matches.")).to_be_visible()
+    await page.wait_for_url("**/requests?q=nothing*")
+    await page.go_back()
+    await expect(page.get_by_text("No request yet.")).to_be_visible()
+
+
+async def test_the_first_tab_stop_skips_to_the_content(site: Site) -> None:
+    page = await site.alice()
+    await page.keyboard.press("Tab")
+    await expect(page.get_by_role("link", name="Skip to content")).to_be_focused()
+
+    await page.keyboard.press("Enter")
+
+    await expect(page.locator("#main")).to_be_focused()
+
+
+async def test_the_colours_are_chosen_and_kept(site: Site) -> None:
+    page = await site.alice(color_scheme="light")
+    light = await page.evaluate("getComputedStyle(document.body).backgroundColor")
+
+    await page.get_by_role("button", name="Dark").click()
+    await expect(page.get_by_role("button", name="Dark")).to_have_attribute("aria-pressed", "true")
+    assert await page.evaluate("getComputedStyle(document.body).backgroundColor") != light
+    await page.goto("/keys")
+    await expect(page.locator("html")).to_have_attribute("data-theme", "dark")
+
+
+async def test_without_scripts_a_tenant_and_a_key_are_made_by_plain_forms(site: Site) -> None:
+    page = await site.alice(java_script_enabled=False)
+    await page.goto("/tenants/new")
+    await page.get_by_label("Name").fill("Plain")
+    await page.get_by_role("button", name="Create tenant").click()
+    await page.get_by_role("link", name="New key").click()
+    await page.get_by_label("Name").fill("plain key")
+    await page.get_by_role("button", name="Create key").click()
+
+    secret = await page.locator("#secret").inner_text()
+    assert SECRET.match(secret)
+    await expect(page.get_by_role("button", name="Copy")).to_have_count(0)
