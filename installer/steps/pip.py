@@ -157,13 +157,15 @@ class _Meter:
         return sum(1 for _ in self._venv.glob("lib/python3*/site-packages/*.dist-info"))
 
     def _downloaded(self) -> int:
-        sizes = [0]
+        """Return the size of the file that pip is writing now: the one that was touched last."""
+        newest = (0.0, 0)
         for file in self._scratch.glob("pip-unpack-*/*"):
             try:
-                sizes.append(file.stat().st_size)
+                known = file.stat()
             except OSError:
                 continue  # pip moved it away between listing and asking
-        return max(sizes)
+            newest = max(newest, (known.st_mtime, known.st_size))
+        return newest[1]
 
 
 def _follow(process: subprocess.Popen[str], lines: list[str], meter: _Meter) -> None:
