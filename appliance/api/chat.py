@@ -64,7 +64,8 @@ async def _order(request_id: str, body: ChatCompletionRequest, principal: Princi
     model = services.models.get(body.model)
     principal.check_model(model.name)
     services.generations.check_open(model)
-    prompt_token_ids = await model.prompting.chat_prompt(messages)
+    assert model.max_model_len is not None, "an engine that is ready has told its context"
+    prompt_token_ids = await model.prompting.chat_prompt(messages, max_model_len=model.max_model_len)
     return Order(
         request_id=request_id,
         principal=principal,

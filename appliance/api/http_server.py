@@ -30,6 +30,7 @@ BACKLOG = 2048
 LOCK_FILE = "gatehouse.lock"
 CONTROL_FILE = "control.json"
 CLOSE_TIMEOUT_S = 2
+KEEP_ALIVE_S = 75  # longer than clients keep idle connections, so that they close them and not we under their next request
 
 log = structlog.get_logger()
 
@@ -106,6 +107,7 @@ def _config(app: ASGIApp) -> uvicorn.Config:
         access_log=False,
         server_header=False,
         proxy_headers=False,
+        timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=CLOSE_TIMEOUT_S,
     )
 

@@ -22,6 +22,7 @@ from appliance.serving.detokenizer import Detokenizer
 from appliance.serving.vocabulary import Vocabulary
 
 INLINE_CHARS_MAX = 20_000  # longer prompts are tokenised in a thread, so that nobody's stream stutters
+NORMALISED_CHARS_MAX = 4  # no more characters than this become one by Unicode normalisation in any text of people
 SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
 
 
@@ -62,12 +63,16 @@ class Prompting:
         template = None if source is None else _environment().from_string(source)
         return cls(tokenizer, template, _special_tokens(config))
 
-    async def chat_prompt(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Return the prompt's token ids. Raises InvalidValue when the model's template does not take the messages."""
+    async def chat_prompt(self, messages: Sequence[Mapping[str, Any]], *, max_model_len: int) -> list[int]:
+        """Return the prompt's token ids; their number is left to the caller to check.
+
+        Raises InvalidValue when the model's template does not take the messages, and ContextLengthExceeded when the text is
+        so long that it need not be tokenised to know that it does not fit.
+        """
         size = sum(len(str(message.get("content") or "")) for message in messages)
         if size <= INLINE_CHARS_MAX:
-            return self._chat_prompt(messages)
-        return await asyncio.to_thread(self._chat_prompt, messages)
+            return self._chat_prompt(messages, max_model_len)
+        return await asyncio.to_thread(self._chat_prompt, messages, max_model_len)
 
     def detokenizer(self) -> Detokenizer:
         """Return a fresh detokenizer for one request."""
@@ -76,15 +81,30 @@ class Prompting:
     def _decode(self, token_ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode(token_ids, skip_special_tokens=True))
 
-    def _chat_prompt(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+    def _chat_prompt(self, messages: Sequence[Mapping[str, Any]], max_model_len: int) -> list[int]:
         if self._template is None:
             raise InvalidValue("this model has no chat template, so it cannot answer chat messages", param="model")
         try:
             text = self._template.render(messages=messages, add_generation_prompt=True, tools=None, **self._special_tokens)
         except _TEMPLATE_FAILURES as error:
             raise InvalidValue(f"the model's chat template does not take these messages: {error}", param="messages") from error
+        if len(text) > INLINE_CHARS_MAX:
+            self._check_could_fit(text, max_model_len)
         token_ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
         return token_ids
+
+    def _check_could_fit(self, text: str, max_model_len: int) -> None:
+        """Raise ContextLengthExceeded when even the longest tokens could not cover `text`.
+
+        Spaces are not counted, because a token may swallow any number of them; normalisation may shorten what is left.
+        """
+        solid_chars = len("".join(text.split())) // NORMALISED_CHARS_MAX
+        fewest_tokens = -(-solid_chars // self.vocabulary.longest_token_chars)
+        if fewest_tokens >= max_model_len:
+            raise ContextLengthExceeded(
+                f"the prompt has at least {fewest_tokens} tokens: this model's context is {max_model_len} tokens",
+                param="messages",
+            )
 
 
 def output_room(*, prompt_tokens: int, max_tokens: int | None, max_model_len: int) -> int:

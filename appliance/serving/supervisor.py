@@ -163,9 +163,12 @@ class Supervisor:
         ours.setblocking(False)
         try:
             process = await self._spawn(theirs)
+            reader, writer = await asyncio.open_unix_connection(sock=ours)
+        except BaseException:
+            ours.close()  # a process that has been started already sees the end of its socket and exits
+            raise
         finally:
             theirs.close()
-        reader, writer = await asyncio.open_unix_connection(sock=ours)
         client = EngineClient(reader, writer, on_frame=self._receive)
         self._process, self._client = process, client
         self.pid, self.started_at = process.pid, self._clock.now()

@@ -18,6 +18,7 @@ class Vocabulary:
         self._tokenizer = tokenizer
         decoder = json.loads(tokenizer.to_str()).get("decoder")
         self._byte_of = _byte_level_alphabet() if "ByteLevel" in json.dumps(decoder) else None
+        self.longest_token_chars = max((len(piece) for piece in tokenizer.get_vocab(with_added_tokens=True)), default=1)
         self._special = {index for index, token in tokenizer.get_added_tokens_decoder().items() if token.special}
 
     def token_bytes(self, token_id: int) -> bytes:

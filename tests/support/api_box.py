@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import httpx
 from litestar import Litestar
@@ -47,7 +47,7 @@ async def open_api_box(migrated_sqlite_file: Path, folder: Path) -> AsyncIterato
     try:
         app = create_app(appliance)
         headers = {"authorization": f"Bearer {appliance.services.control_token}"}
-        transport = httpx.ASGITransport(app=app)
+        transport = httpx.ASGITransport(app=cast(Any, app))
         async with httpx.AsyncClient(transport=transport, base_url="http://box", headers=headers) as client:
             yield ApiBox(app, appliance.services, client)
     finally:

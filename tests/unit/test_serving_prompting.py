@@ -12,6 +12,7 @@ from appliance.serving import prompting
 from appliance.serving.prompting import Prompting, output_room
 from tests.support.served_model import make_tokenizer, write_text_files
 
+CONTEXT = 10_000
 HELLO = [{"role": "user", "content": "the quick fox"}]
 
 
@@ -21,12 +22,12 @@ def loaded(folder: Path, template: str | None) -> Prompting:
 
 
 async def text_of(folder: Path, template: str, messages: list[dict[str, Any]]) -> str:
-    ids = await loaded(folder, template).chat_prompt(messages)
+    ids = await loaded(folder, template).chat_prompt(messages, max_model_len=CONTEXT)
     return str(make_tokenizer().decode(ids, skip_special_tokens=False))
 
 
 async def test_special_tokens_of_the_template_become_single_tokens(tmp_path: Path) -> None:
-    ids = await loaded(tmp_path, "<|user|>{{ messages[0].content }}{{ eos_token }}").chat_prompt(HELLO)
+    ids = await loaded(tmp_path, "<|user|>{{ messages[0].content }}{{ eos_token }}").chat_prompt(HELLO, max_model_len=CONTEXT)
 
     tokenizer = make_tokenizer()
     assert ids == [tokenizer.token_to_id("<|user|>"), *tokenizer.encode("the quick fox").ids, tokenizer.token_to_id("<|end|>")]
@@ -44,7 +45,7 @@ async def test_tojson_keeps_characters_as_they_are(tmp_path: Path) -> None:
 
 async def test_a_template_that_refuses_is_an_error_of_the_messages(tmp_path: Path) -> None:
     with pytest.raises(InvalidValue, match="roles must alternate") as caught:
-        await loaded(tmp_path, "{{ raise_exception('roles must alternate') }}").chat_prompt(HELLO)
+        await loaded(tmp_path, "{{ raise_exception('roles must alternate') }}").chat_prompt(HELLO, max_model_len=CONTEXT)
 
     assert caught.value.param == "messages"
 
@@ -52,19 +53,19 @@ async def test_a_template_that_refuses_is_an_error_of_the_messages(tmp_path: Pat
 @pytest.mark.parametrize("template", ["{{ messages.append(1) }}", "{{ ''.__class__.__mro__ }}", "{{ range(10 ** 9) | list }}"])
 async def test_a_template_reaches_nothing_beyond_its_data(tmp_path: Path, template: str) -> None:
     with pytest.raises(InvalidValue):
-        await loaded(tmp_path, template).chat_prompt(HELLO)
+        await loaded(tmp_path, template).chat_prompt(HELLO, max_model_len=CONTEXT)
 
 
 async def test_a_model_without_a_template_says_so(tmp_path: Path) -> None:
     with pytest.raises(InvalidValue, match="no chat template"):
-        await loaded(tmp_path, None).chat_prompt(HELLO)
+        await loaded(tmp_path, None).chat_prompt(HELLO, max_model_len=CONTEXT)
 
 
 async def test_the_template_file_comes_before_the_configuration(tmp_path: Path) -> None:
     write_text_files(tmp_path, template="from the configuration")
     (tmp_path / "chat_template.jinja").write_text("from the file", "utf-8")
 
-    ids = await Prompting.load(tmp_path).chat_prompt(HELLO)
+    ids = await Prompting.load(tmp_path).chat_prompt(HELLO, max_model_len=CONTEXT)
 
     assert make_tokenizer().decode(ids) == "from the file"
 
@@ -74,10 +75,24 @@ async def test_a_long_prompt_has_the_same_ids_as_a_short_path_would_give(
 ) -> None:
     messages = [{"role": "user", "content": "fox " * 50}]
     model = loaded(tmp_path, "{{ messages[0].content }}")
-    inline = await model.chat_prompt(messages)
+    inline = await model.chat_prompt(messages, max_model_len=CONTEXT)
     monkeypatch.setattr(prompting, "INLINE_CHARS_MAX", 1)
 
-    assert await model.chat_prompt(messages) == inline
+    assert await model.chat_prompt(messages, max_model_len=CONTEXT) == inline
+
+
+async def test_a_text_that_cannot_fit_is_refused_without_tokenising_it(tmp_path: Path) -> None:
+    model = loaded(tmp_path, "{{ messages[0].content }}")
+    model._tokenizer = None  # type: ignore[assignment]  # whoever tokenises fails
+    with pytest.raises(ContextLengthExceeded, match="at least"):
+        await model.chat_prompt([{"role": "user", "content": "fox " * 100_000}], max_model_len=16)
+
+
+async def test_a_long_text_that_could_fit_is_tokenised(tmp_path: Path) -> None:
+    model = loaded(tmp_path, "{{ messages[0].content }}")
+    text = " " * 30_000 + "fox"
+
+    assert len(await model.chat_prompt([{"role": "user", "content": text}], max_model_len=1)) > 1
 
 
 def test_unset_output_is_the_rest_of_the_context() -> None:

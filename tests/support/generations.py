@@ -1,0 +1,156 @@
+"""A gateway's serving layer over a stand-in engine in the same process: for tests of generations without HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from appliance.base.clock import Clock
+from appliance.base.db import Database
+from appliance.base.errors import EngineUnavailable
+from appliance.base.ids import new_id
+from appliance.metering.admission import Admission
+from appliance.metering.ledger import Ledger
+from appliance.metering.prices import PriceBook
+from appliance.metering.records import UsageEvent
+from appliance.metering.sums import LedgerSums
+from appliance.metering.usage import UsageReports
+from appliance.serving.engine_client import EngineClient
+from appliance.serving.engine_figures import EngineFigures
+from appliance.serving.event_stream import EventStream
+from appliance.serving.generation import Generation
+from appliance.serving.generations import Generations, Order
+from appliance.serving.model_registry import ServedModel
+from appliance.serving.prompting import Prompting
+from appliance.telemetry.metrics import Metrics
+from engine.protocol import GenerationRequest, SamplingParams
+from tests.support.cast import Person
+from tests.support.fake_engine import FakeEngine, connected_pair
+from tests.support.served_model import make_hollow_model
+
+MODEL = "tiny"
+
+
+class InProcessEngine:
+    """What a generation needs of a supervisor, over a stand-in engine in this process."""
+
+    def __init__(self, client: EngineClient) -> None:
+        self._client = client
+        self.figures = EngineFigures()
+        self.unavailable: str | None = None
+
+    def check_ready(self) -> None:
+        """Raise when the test has said that there is no engine."""
+        if self.unavailable is not None:
+            raise EngineUnavailable(self.unavailable)
+
+    def submit(self, request: GenerationRequest) -> EventStream:
+        """Hand `request` to the engine."""
+        return self._client.submit(request)
+
+    def abort(self, request_id: str) -> None:
+        """End a request."""
+        self._client.abort(request_id)
+
+
+@dataclass(slots=True, kw_only=True)
+class Serving:
+    """Everything between admission and ledger, over one model."""
+
+    generations: Generations
+    model: ServedModel
+    engine: FakeEngine
+    engine_task: asyncio.Task[None]
+    client: InProcessEngine
+    admission: Admission
+    ledger: Ledger
+    reports: UsageReports
+    metrics: Metrics
+
+    async def start(self, person: Person, prompt: list[int] | str, **sampling: Any) -> Generation:
+        """Start a generation for `person`; a prompt given as text is what the stand-in engine will say."""
+        ids = self.ids(prompt) if isinstance(prompt, str) else prompt
+        options = {"max_tokens": len(ids), "seed": 1, **sampling}
+        return await self.generations.start(
+            Order(
+                request_id=new_id("req"),
+                principal=person.principal,
+                model=self.model,
+                endpoint="/v1/chat/completions",
+                stream=True,
+                prompt_token_ids=ids,
+                sampling=SamplingParams(**options),
+                max_output_tokens=options["max_tokens"],
+            )
+        )
+
+    def ids(self, text: str) -> list[int]:
+        """Return the tokens of `text`."""
+        return list(self.model.prompting._tokenizer.encode(text, add_special_tokens=False).ids)
+
+    async def event(self, generation: Generation) -> UsageEvent:
+        """Return the ledger's event of a generation."""
+        return await self.reports.event(generation.request_id)
+
+
+async def text_of(generation: Generation) -> str:
+    """Return the whole text of a generation."""
+    text = ""
+    while not generation.chunks.ended:
+        text += "".join(chunk.text for chunk in await generation.chunks.take(10.0))
+    return text
+
+
+@asynccontextmanager
+async def serving(
+    database: Database, clock: Clock, folder: Path, epoch_id: str, *, step_s: float = 0.0, **options: Any
+) -> AsyncIterator[Serving]:
+    """Yield a serving layer; nothing may be left unsettled at its end."""
+    ours, theirs = await connected_pair()
+    metrics, ledger = Metrics(), Ledger(database, clock, epoch_id)
+    admission = Admission(clock, LedgerSums(database))
+    generations = Generations(
+        admission=admission,
+        ledger=ledger,
+        prices=PriceBook(database, clock),
+        clock=clock,
+        metrics=metrics,
+        **{"buffer_chunks": 64, "max_waiting_requests": 8, "max_num_seqs": 8, **options},
+    )
+    client = EngineClient(*ours, on_frame=generations.note_frame)
+    engine = FakeEngine(*theirs, step_s=step_s)
+    engine_client = InProcessEngine(client)
+    model = ServedModel(
+        name=MODEL,
+        path=folder,
+        client=engine_client,  # type: ignore[arg-type]  # all that a generation asks of a supervisor
+        prompting=Prompting.load(make_hollow_model(folder)),
+        context_len=1024,
+        sampling_defaults={},
+        created=clock.now(),
+    )
+    await ledger.start()
+    engine_task = asyncio.create_task(engine.run())
+    client_task = asyncio.create_task(client.run())
+    try:
+        async with asyncio.timeout(20):
+            yield Serving(
+                generations=generations,
+                model=model,
+                engine=engine,
+                engine_task=engine_task,
+                client=engine_client,
+                admission=admission,
+                ledger=ledger,
+                reports=UsageReports(database),
+                metrics=metrics,
+            )
+    finally:
+        assert await generations.drain(5.0), "a generation was left unsettled"
+        engine_task.cancel()
+        await asyncio.wait({engine_task, client_task})
+        await ledger.stop()

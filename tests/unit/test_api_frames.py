@@ -1,0 +1,87 @@
+"""What a stream sends: a comment when nothing happens, the error when it cannot go on, and durations as clients know them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from appliance.api.chat_answers import DONE, PING, ChunkFramer
+from appliance.api.rate_limit_headers import UNLIMITED, duration, rate_limit_headers
+from appliance.api.sse import chat_frames
+from appliance.base.db import Database
+from appliance.metering.admission import RateLimit, RateLimitState
+from tests.support.cast import Cast
+from tests.support.clock import FakeClock
+from tests.support.fake_engine import STALL
+from tests.support.generations import Serving, serving
+
+
+@pytest.fixture
+async def box(database: Database, clock: FakeClock, cast: Cast, tmp_path: Path) -> AsyncIterator[Serving]:
+    async with serving(database, clock, tmp_path / "model", cast.epoch_id) as opened:
+        yield opened
+
+
+def framer(**options: Any) -> ChunkFramer:
+    defaults = {"logprobs": False, "include_usage": False, "continuous_usage": False}
+    return ChunkFramer(request_id="req_1", created=1, model="tiny", prompt_tokens=2, **{**defaults, **options})
+
+
+def payload(frame: bytes) -> dict[str, Any]:
+    assert frame.endswith(b"\n\n")
+    decoded: dict[str, Any] = json.loads(frame.removeprefix(b"data: "))
+    return decoded
+
+
+async def test_silence_is_filled_with_comments(box: Serving, cast: Cast) -> None:
+    generation = await box.start(cast.bob, [STALL, 5])
+    frames = chat_frames(generation, framer(), ping_after_s=0.01)
+    await anext(frames)
+
+    assert await anext(frames) == PING
+    generation.leave("disconnected")
+    await generation.outcome
+    await frames.aclose()  # type: ignore[attr-defined]
+
+
+async def test_a_stream_that_cannot_go_on_ends_with_the_error_and_without_done(box: Serving, cast: Cast) -> None:
+    generation = await box.start(cast.bob, "the quick fox", max_tokens=1000)
+    frames = chat_frames(generation, framer())
+    await anext(frames)
+    box.engine_task.cancel()
+    sent = [frame async for frame in frames]
+
+    assert payload(sent[-1])["error"]["code"] == "engine_unavailable"
+    assert not any(DONE in frame for frame in sent)
+
+
+async def test_a_stream_that_ends_well_ends_with_done(box: Serving, cast: Cast) -> None:
+    generation = await box.start(cast.bob, "the quick fox")
+    sent = b"".join([frame async for frame in chat_frames(generation, framer(include_usage=True))])
+    chunks = [json.loads(part.removeprefix(b"data: ")) for part in sent.removesuffix(DONE).split(b"\n\n") if part]
+
+    assert sent.endswith(DONE)
+    assert "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks[:-1]) == "the quick fox"
+    assert chunks[-1]["choices"] == []
+    assert [chunk["usage"] for chunk in chunks[:-1]] == [None] * (len(chunks) - 1)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0, "0s"), (0.25, "250ms"), (1, "1s"), (1.5, "1.5s"), (60, "1m0s"), (360, "6m0s"), (3661, "1h1m1s"), (59.9996, "1m0s")],
+)
+def test_durations_look_like_those_of_this_interface(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
+
+
+def test_rate_limit_headers_are_always_there() -> None:
+    headers = rate_limit_headers(RateLimitState(requests=RateLimit(limit=10, remaining=3, reset_s=42.0), tokens=None))
+
+    assert len(headers) == 6
+    assert headers["x-ratelimit-remaining-requests"] == "3"
+    assert headers["x-ratelimit-reset-requests"] == "42s"
+    assert headers["x-ratelimit-limit-tokens"] == str(UNLIMITED)

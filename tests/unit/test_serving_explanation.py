@@ -1,0 +1,69 @@
+"""One sentence says where the time of a request went, for live and past ones."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from appliance.serving.engine_figures import RATE_WINDOW_S, EngineFigures
+from appliance.serving.explanation import Timeline, explain
+from tests.support.fake_engine import engine_status
+
+DONE = Timeline(
+    queue_s=0.1, ttft_s=0.3, decode_s=2.0, prompt_tokens=50, cached_tokens=10, completion_tokens=40, preemptions=0,
+    finish_reason="stop",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, "Mostly generated: 2.0 s of 2.3 s for 40 tokens at 20.0 per second."),
+        ({"queue_s": 5.0, "ttft_s": 5.2}, "Mostly waited for a place in the batch: 5.0 s of 7.2 s."),
+        ({"ttft_s": 4.1}, "Mostly read its prompt: 4.0 s of 6.1 s for 40 tokens that were not cached."),
+        ({"ttft_s": 0.15, "decode_s": 0.2}, "Quick: 350 ms in all."),
+        ({"ttft_s": None, "queue_position": 3, "finish_reason": None}, "Waiting for a place in the batch: 3 ahead of it."),
+        (
+            {"ttft_s": None, "finish_reason": None},
+            "Reading its prompt: 40 of 50 tokens to compute after 100 ms in the queue.",
+        ),
+        ({"ttft_s": None, "finish_reason": "disconnected", "queue_s": None}, "Ended before its first token (disconnected)."),
+    ],
+    ids=str,
+)
+def test_the_longest_stage_is_named(changes: dict[str, object], expected: str) -> None:
+    assert explain(dataclasses.replace(DONE, **changes)) == expected  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("count", "words"), [(1, "preempted once"), (3, "preempted 3 times")])
+def test_preemptions_are_told(count: int, words: str) -> None:
+    assert words in explain(dataclasses.replace(DONE, preemptions=count))
+
+
+def test_the_rate_is_over_the_last_window() -> None:
+    figures = EngineFigures()
+    for second in range(10):
+        figures.note_status(engine_status(generation_tokens_total=second * 50), float(second))
+
+    assert figures.tokens_per_second(9.0) == 50.0
+    assert figures.tokens_per_second(9.0 + 10 * RATE_WINDOW_S) == 0.0
+
+
+def test_a_new_engine_process_counts_from_zero() -> None:
+    figures = EngineFigures()
+    figures.note_status(engine_status(generation_tokens_total=1000), 0.0)
+    figures.note_status(engine_status(generation_tokens_total=0), 1.0)
+    figures.note_status(engine_status(generation_tokens_total=20), 2.0)
+
+    assert figures.tokens_per_second(2.0) == 20.0
+
+
+def test_quantiles_are_of_recent_requests() -> None:
+    figures = EngineFigures()
+    assert figures.ttft_quantile_s(0.5) is None
+    for milliseconds in range(1, 101):
+        figures.note_ttft(milliseconds / 1000)
+
+    assert figures.ttft_quantile_s(0.5) == 0.051
+    assert figures.ttft_quantile_s(0.95) == 0.096

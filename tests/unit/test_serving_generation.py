@@ -1,0 +1,210 @@
+"""A generation ends once, whatever happens: text for its reader, one settlement for its tenant, nothing left behind."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from appliance.base.db import Database
+from appliance.base.errors import Draining, EngineUnavailable, InternalError, Overloaded, RateLimitExceeded
+from appliance.tenancy.principals import Limits
+from tests.support.cast import Cast, make_person
+from tests.support.clock import FakeClock
+from tests.support.fake_engine import FAIL, STALL
+from tests.support.generations import Serving, serving, text_of
+from tests.support.ledgers import until
+
+TEXT = "the quick brown fox — é 漢"
+
+
+@pytest.fixture
+async def box(database: Database, clock: FakeClock, cast: Cast, tmp_path: Path) -> AsyncIterator[Serving]:
+    async with serving(database, clock, tmp_path / "model", cast.epoch_id) as opened:
+        yield opened
+
+
+async def test_text_usage_record_and_quota_agree(box: Serving, cast: Cast) -> None:
+    generation = await box.start(cast.bob, TEXT)
+    text = await text_of(generation)
+    outcome = await generation.outcome
+    event = await box.event(generation)
+
+    assert text == TEXT
+    assert (outcome.finish_reason, outcome.error) == ("length", None)
+    assert event.status == "posted"
+    assert event.completion_tokens == outcome.usage.completion_tokens == len(box.ids(TEXT))
+    assert event.prompt_tokens == len(box.ids(TEXT))
+    assert box.admission.running(cast.bob.tenant.id) == 0
+
+
+async def test_the_record_is_settled_before_the_reader_hears_of_the_end(box: Serving, cast: Cast) -> None:
+    generation = await box.start(cast.bob, TEXT)
+    await generation.outcome
+
+    assert (await box.event(generation)).status == "posted"
+
+
+async def test_a_stop_string_aborts_the_engine_and_bills_what_it_generated(box: Serving, cast: Cast) -> None:
+    generation = await box.start(cast.bob, TEXT, stop=["brown"], max_tokens=500)
+    text = await text_of(generation)
+    outcome = await generation.outcome
+
+    assert text == "the quick "
+    assert outcome.finish_reason == "stop"
+    assert len(box.ids("the quick brown")) <= outcome.usage.completion_tokens < 500
+    assert (await box.event(generation)).completion_tokens == outcome.usage.completion_tokens
+
+
+async def test_stop_strings_wait_for_the_minimum_of_tokens(box: Serving, cast: Cast) -> None:
+    count = len(box.ids(TEXT))
+    generation = await box.start(cast.bob, TEXT, stop=["quick"], min_tokens=count, max_tokens=count)
+
+    assert await text_of(generation) == TEXT
+
+
+async def test_a_reader_that_leaves_ends_the_generation_and_pays_for_what_was_made(box: Serving, cast: Cast) -> None:
+    generation = await box.start(cast.bob, TEXT, max_tokens=1000)
+    await generation.chunks.take(10.0)
+    generation.leave("disconnected")
+    generation.leave("aborted")
+    outcome = await generation.outcome
+    event = await box.event(generation)
+
+    assert (outcome.finish_reason, outcome.error) == ("disconnected", None)
+    assert (event.status, event.finish_reason) == ("posted", "disconnected")
+    assert 1 <= event.completion_tokens < 1000
+
+
+async def test_a_reader_that_leaves_before_prefill_pays_nothing(box: Serving, cast: Cast) -> None:
+    generation = await box.start(cast.bob, [STALL, 5, 6])
+    generation.leave("disconnected")
+    await generation.outcome
+    event = await box.event(generation)
+
+    assert (event.status, event.prompt_tokens, event.cost_picos) == ("voided", 0, 0)
+    assert box.admission.running(cast.bob.tenant.id) == 0
+
+
+async def test_an_administrator_can_end_it(box: Serving, cast: Cast) -> None:
+    generation = await box.start(cast.bob, TEXT, max_tokens=1000)
+    await generation.chunks.take(10.0)
+    box.generations.abort(generation.request_id)
+    outcome = await generation.outcome
+
+    assert outcome.finish_reason == "aborted"
+    assert outcome.error is not None
+    assert outcome.error.code == "request_aborted"
+
+
+async def test_it_ends_at_its_deadline(database: Database, clock: FakeClock, cast: Cast, tmp_path: Path) -> None:
+    async with serving(database, clock, tmp_path / "model", cast.epoch_id, deadline_s=0.05) as box:
+        generation = await box.start(cast.bob, [STALL, 5])
+        outcome = await generation.outcome
+
+        assert outcome.finish_reason == "deadline"
+        assert outcome.error is not None
+        assert outcome.error.code == "deadline_exceeded"
+
+
+async def test_an_error_of_the_engine_before_prefill_is_not_billed(box: Serving, cast: Cast) -> None:
+    generation = await box.start(cast.bob, [FAIL, 5])
+    outcome = await generation.outcome
+
+    assert isinstance(outcome.error, InternalError)
+    assert (await box.event(generation)).status == "voided"
+
+
+async def test_an_engine_that_dies_settles_what_was_counted(box: Serving, cast: Cast) -> None:
+    generation = await box.start(cast.bob, TEXT, max_tokens=1000)
+    await generation.chunks.take(10.0)
+    box.engine_task.cancel()
+    outcome = await generation.outcome
+    event = await box.event(generation)
+
+    assert isinstance(outcome.error, EngineUnavailable)
+    assert (event.status, event.finish_reason) == ("posted", "error")
+    assert event.completion_tokens == outcome.usage.completion_tokens >= 1
+
+
+async def test_a_slow_reader_gets_everything_in_fewer_pieces(
+    database: Database, clock: FakeClock, cast: Cast, tmp_path: Path
+) -> None:
+    async with serving(database, clock, tmp_path / "model", cast.epoch_id, buffer_chunks=2) as box:
+        generation = await box.start(cast.bob, TEXT)
+        await generation.outcome
+        pieces = await generation.chunks.take(1.0)
+
+        assert len(pieces) == 2
+        assert "".join(piece.text for piece in pieces) == TEXT
+
+
+async def test_without_an_engine_nothing_is_reserved_or_recorded(box: Serving, cast: Cast) -> None:
+    box.client.unavailable = "restarting"
+    with pytest.raises(EngineUnavailable):
+        await box.start(cast.bob, TEXT)
+
+    assert (await box.reports.ledger_page()).data == []
+
+
+async def test_a_refusal_of_admission_leaves_no_record(box: Serving, database: Database, clock: FakeClock) -> None:
+    dora = await make_person(database, clock, "dora", Limits(concurrent_requests=1))
+    first = await box.start(dora, [STALL, 5])
+    with pytest.raises(RateLimitExceeded):
+        await box.start(dora, TEXT)
+    first.leave("disconnected")
+    await first.outcome
+
+    assert len((await box.reports.ledger_page()).data) == 1
+
+
+async def test_when_the_record_cannot_be_written_the_engine_never_hears_of_it(box: Serving, cast: Cast) -> None:
+    await box.ledger.stop()
+    with pytest.raises(InternalError):
+        await box.start(cast.bob, TEXT)
+
+    assert [frame for frame in box.engine.frames if frame.submit] == []
+    assert box.admission.running(cast.bob.tenant.id) == 0
+
+
+async def test_a_full_queue_refuses_before_admission(database: Database, clock: FakeClock, cast: Cast, tmp_path: Path) -> None:
+    async with serving(database, clock, tmp_path / "model", cast.epoch_id, max_waiting_requests=1, max_num_seqs=1) as box:
+        held = [await box.start(cast.bob, [STALL, 5]) for _ in range(2)]
+        with pytest.raises(Overloaded):
+            await box.start(cast.bob, TEXT)
+        for generation in held:
+            generation.leave("disconnected")
+
+
+async def test_draining_refuses_new_ones_and_waits_for_the_rest(box: Serving, cast: Cast) -> None:
+    generation = await box.start(cast.bob, [STALL, 5])
+    assert not await box.generations.drain(0.01)
+    with pytest.raises(Draining):
+        await box.start(cast.bob, TEXT)
+    generation.leave("aborted")
+
+    assert await box.generations.drain(5.0)
+
+
+async def test_a_live_request_shows_its_progress(box: Serving, cast: Cast) -> None:
+    generation = await box.start(cast.bob, [STALL, 5])
+    live = box.generations.live[generation.request_id]
+    await until(lambda: live.kv_blocks > 0)
+
+    assert (live.state, live.queue_position, live.tenant_name) == ("queued", 0, "bob")
+    assert "Waiting for a place" in live.explanation
+    generation.leave("aborted")
+    await generation.outcome
+    assert generation.live.state == "finished"
+
+
+async def test_requests_of_many_tenants_do_not_mix(box: Serving, cast: Cast) -> None:
+    texts = [f"the fox number {number} jumps" for number in range(8)]
+    people = [cast.bob, cast.charlie] * 4
+    running = [await box.start(person, text) for person, text in zip(people, texts, strict=True)]
+
+    assert [await text_of(generation) for generation in running] == texts
+    for generation, person in zip(running, people, strict=True):
+        await generation.outcome
+        assert (await box.event(generation)).tenant_id == person.tenant.id

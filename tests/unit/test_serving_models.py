@@ -1,0 +1,84 @@
+"""A folder is a model or says what it lacks; names are unique; recommended sampling comes from the folder."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from appliance.base.errors import ModelNotFound
+from appliance.base.settings import load_settings
+from appliance.serving.fleet import engine_command
+from appliance.serving.model_registry import ModelFolder, ModelRegistry, NotAModel
+from tests.support.served_model import make_hollow_model
+
+
+def test_the_name_is_the_directorys(tmp_path: Path) -> None:
+    assert ModelFolder.check(make_hollow_model(tmp_path / "my-model")).name == "my-model"
+
+
+def test_a_folder_that_is_not_there_says_so(tmp_path: Path) -> None:
+    with pytest.raises(NotAModel, match="there is no such folder"):
+        ModelFolder.check(tmp_path / "nothing")
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "model.safetensors"])
+def test_what_is_missing_is_named(tmp_path: Path, name: str) -> None:
+    folder = make_hollow_model(tmp_path / "model")
+    (folder / name).unlink()
+    with pytest.raises(NotAModel, match=f"it has no {name}"):
+        ModelFolder.check(folder)
+
+
+def test_a_missing_shard_is_named(tmp_path: Path) -> None:
+    folder = make_hollow_model(tmp_path / "model")
+    index = {"weight_map": {"a": "part-1.safetensors", "b": "part-2.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index), "utf-8")
+    (folder / "part-1.safetensors").touch()
+    with pytest.raises(NotAModel, match=r"no part-2\.safetensors"):
+        ModelFolder.check(folder)
+
+
+@pytest.mark.parametrize("text", ["{", "[]"])
+def test_a_broken_configuration_is_named(tmp_path: Path, text: str) -> None:
+    folder = make_hollow_model(tmp_path / "model")
+    (folder / "config.json").write_text(text, "utf-8")
+    with pytest.raises(NotAModel, match=r"config\.json cannot be read"):
+        ModelFolder.check(folder)
+
+
+@pytest.mark.parametrize(
+    ("recommended", "expected"),
+    [
+        ({"temperature": 0.6, "top_p": 0.9, "eos_token_id": 2}, {"temperature": 0.6, "top_p": 0.9}),
+        ({"do_sample": False, "temperature": 0.6}, {}),
+        ({}, {}),
+    ],
+    ids=str,
+)
+def test_recommended_sampling_is_taken_from_the_folder(
+    tmp_path: Path, recommended: dict[str, object], expected: dict[str, object]
+) -> None:
+    folder = make_hollow_model(tmp_path / "model")
+    (folder / "generation_config.json").write_text(json.dumps(recommended), "utf-8")
+
+    assert ModelFolder.check(folder).sampling_defaults == expected
+
+
+def test_an_unknown_name_is_not_found() -> None:
+    with pytest.raises(ModelNotFound) as caught:
+        ModelRegistry().get("nobody")
+
+    assert caught.value.param == "model"
+
+
+def test_an_engine_is_told_what_the_settings_say_and_nothing_else(tmp_path: Path) -> None:
+    folder = ModelFolder.check(make_hollow_model(tmp_path / "model"))
+    settings = load_settings(options={"data_dir": tmp_path, "max_model_len": 512}, environ={})
+    command = engine_command(folder, settings, 7)
+
+    assert command[1:3] == ["-m", "engine.main"]
+    assert command[command.index("--fd") + 1] == "7"
+    assert command[command.index("--max-model-len") + 1] == "512"
+    assert "--kv-cache-bytes" not in command

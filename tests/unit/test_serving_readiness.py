@@ -1,0 +1,69 @@
+"""A model counts as ready when it has lately generated a token, by traffic or by a probe that nobody pays for."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from appliance.base.clock import SystemClock
+from appliance.serving.model_registry import ModelRegistry, ServedModel
+from appliance.serving.prompting import Prompting
+from appliance.serving.readiness import Readiness
+from appliance.serving.supervisor import Supervisor
+from tests.support.clock import FakeClock
+from tests.support.ledgers import until
+from tests.support.served_model import make_hollow_model
+from tests.unit.test_serving_supervisor import command
+
+INTERVAL_S = 30.0
+
+
+@pytest.fixture
+async def model(tmp_path: Path, clock: FakeClock) -> AsyncIterator[ServedModel]:
+    """A served model whose engine has been started; its clock stands still."""
+    folder = make_hollow_model(tmp_path / "tiny")
+    client = Supervisor(name="tiny", command=command, clock=clock)
+    served = ServedModel(
+        name="tiny",
+        path=folder,
+        client=client,
+        prompting=Prompting.load(folder),
+        context_len=None,
+        sampling_defaults={},
+        created=SystemClock().now(),
+    )
+    client.start()
+    yield served
+    await client.stop()
+
+
+async def test_a_loading_engine_is_named(model: ServedModel, clock: FakeClock) -> None:
+    readiness = Readiness(ModelRegistry([model]), clock, interval_s=INTERVAL_S)
+
+    assert readiness.problem(model) == "engine of tiny is loading"
+
+
+async def test_the_first_probe_makes_a_model_ready_and_silence_makes_it_stale(model: ServedModel, clock: FakeClock) -> None:
+    readiness = Readiness(ModelRegistry([model]), clock, interval_s=INTERVAL_S)
+    await model.client.wait_for_state("ready")
+    assert readiness.problem(model) == "engine of tiny has not generated a token yet"
+    readiness.start()
+    await until(lambda: readiness.problem(model) is None)
+    await readiness.stop()
+
+    clock.advance(INTERVAL_S + 1)
+    assert "last token 31 s ago" in (readiness.problem(model) or "")
+
+
+async def test_a_probe_comes_before_the_interval_is_over(model: ServedModel, clock: FakeClock) -> None:
+    readiness = Readiness(ModelRegistry([model]), clock, interval_s=INTERVAL_S)
+    readiness.start()
+    await until(lambda: readiness.problem(model) is None)
+    before = model.client.last_token_monotonic_s
+    clock.advance(INTERVAL_S / 2)
+    await until(lambda: model.client.last_token_monotonic_s != before)
+    await readiness.stop()
+
+    assert readiness.problem(model) is None
