@@ -1,0 +1,44 @@
+"""`models verify` runs the engine's own code in another process: a whole model passes, a wrong one is named."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from appliance.cli.failure import CommandFailed
+from appliance.cli.model_check import check_model
+from tests.support.served_model import make_served_model
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return make_served_model(tmp_path / "model")
+
+
+def reconfigure(model: Path, **changes: object) -> None:
+    path = model / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def test_a_whole_model_passes_with_its_facts(model: Path) -> None:
+    fractions: list[float] = []
+    facts = check_model(model, progress=fractions.append)
+    assert facts["architecture"] == "LlamaForCausalLM"
+    assert facts["parameters"] > 0
+    assert fractions == sorted(fractions)
+
+
+def test_tensors_that_the_configuration_does_not_ask_for_are_named(model: Path) -> None:
+    layers = json.loads((model / "config.json").read_text())["num_hidden_layers"]
+    reconfigure(model, num_hidden_layers=layers - 1)
+    with pytest.raises(CommandFailed, match=rf"layers\.{layers - 1}\."):
+        check_model(model)
+
+
+def test_a_tokenizer_that_cannot_be_read_is_told(model: Path) -> None:
+    (model / "tokenizer.json").write_text("not a tokenizer")
+    with pytest.raises(CommandFailed) as failed:
+        check_model(model)
+    assert failed.value.code == "not_a_model"
