@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,18 @@ import openai
 import pytest
 from openai import AsyncOpenAI
 
-from tests.support.served_model import make_hollow_model
+from tests.support.served_model import make_hollow_model, make_served_model
 from tests.support.server import READY_DEADLINE_S, Server, running_server, wait_until
 
 MODEL = "tiny"
 STREAMS = 4
 STEP_S = 0.02
-LONG: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": "the lazy dog"}], "max_tokens": 900}
+LONG: dict[str, Any] = {
+    "model": MODEL,
+    "messages": [{"role": "user", "content": "the lazy dog"}],
+    "max_tokens": 900,
+    "extra_body": {"ignore_eos": True},
+}
 
 
 async def read_until_error(client: AsyncOpenAI, begun: asyncio.Semaphore) -> tuple[str, str | None, int]:
@@ -50,9 +56,14 @@ async def kill_engine_under(server: Server) -> list[tuple[str, str | None, int]]
         return await asyncio.gather(*reading)
 
 
-def test_a_killed_engine_ends_streams_settles_records_and_comes_back(tmp_path: Path) -> None:
-    model = make_hollow_model(tmp_path / MODEL)
-    with running_server(model, tmp_path / "data", fake_engine_step_s=STEP_S) as server:
+@pytest.mark.parametrize(
+    ("make_model", "step_s"),
+    [pytest.param(make_hollow_model, STEP_S, id="stand-in"), pytest.param(make_served_model, None, id="real engine")],
+)
+def test_a_killed_engine_ends_streams_settles_records_and_comes_back(
+    tmp_path: Path, make_model: Callable[[Path], Path], step_s: float | None
+) -> None:
+    with running_server(make_model(tmp_path / MODEL), tmp_path / "data", fake_engine_step_s=step_s) as server:
         seen = asyncio.run(kill_engine_under(server))
         unready = server.ready()
         server.wait_until_ready()
@@ -60,7 +71,7 @@ def test_a_killed_engine_ends_streams_settles_records_and_comes_back(tmp_path: P
         (engine,) = [process for process in server.admin("GET", "/system")["processes"] if process["role"] == "engine"]
         answer = httpx.post(
             f"{server.url}/v1/chat/completions",
-            json={**LONG, "max_tokens": 3},
+            json={"model": MODEL, "messages": LONG["messages"], "max_tokens": 3},
             headers={"authorization": f"Bearer {server.api_key}"},
             timeout=30,
         )
