@@ -22,6 +22,8 @@ from sqlalchemy.engine import URL
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
 from sqlalchemy.pool import NullPool
 
+from appliance.base.settings import UnusableData
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -190,14 +192,32 @@ def _config(connection: Connection | None = None) -> Config:
 
 
 def upgrade(url: str, revision: str = "head") -> None:
-    """Bring the schema to `revision` in one transaction."""
+    """Bring the schema to `revision` in one transaction.
+
+    Raises UnusableData when a newer version has been at this database: what its tables mean is not known here.
+    """
     with _connected(url) as connection:
+        _check_known(connection)
         command.upgrade(_config(connection), revision)
 
 
+def _check_known(connection: Connection) -> None:
+    current = MigrationContext.configure(connection).get_current_revision()
+    known = {script.revision for script in ScriptDirectory.from_config(_config()).walk_revisions()}
+    if current is not None and current not in known:
+        raise UnusableData(
+            f"the database is at revision {current}, which this version does not know (its newest is {head_revision()}): "
+            "start the newer version, or restore a backup"
+        )
+
+
 def downgrade(url: str, revision: str) -> None:
-    """Take the schema back to `revision` (`base` for none) in one transaction. Rows of removed tables are lost."""
+    """Take the schema back to `revision` (`base` for none) in one transaction. Rows of removed tables are lost.
+
+    Raises UnusableData as `upgrade` does.
+    """
     with _connected(url) as connection:
+        _check_known(connection)
         command.downgrade(_config(connection), revision)
 
 

@@ -24,6 +24,10 @@ class SettingsError(Exception):
     """A setting is unknown or cannot be used. The message names key and source, and never a secret's value."""
 
 
+class UnusableData(Exception):
+    """What lies in the data directory or database cannot be used by this version. The message says what to do."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
     """What one appliance runs with. `models` empty means the bundled demo model; None means that the engine chooses."""
@@ -245,6 +249,8 @@ def _database_url(value: object) -> str:
     url = _text(value)
     if not url.startswith(("sqlite:///", "postgresql://", "postgres://")):
         raise ValueError("must begin with sqlite:///, postgresql:// or postgres://")
+    if url in ("sqlite:///", "sqlite:///:memory:"):
+        raise ValueError("must name a file: sqlite:///PATH")
     return url
 
 

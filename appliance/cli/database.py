@@ -89,10 +89,12 @@ def _migrate(step: object) -> None:
     from alembic.util import CommandError
     from sqlalchemy.exc import SQLAlchemyError
 
+    from appliance.base.settings import UnusableData
+
     assert callable(step)
     try:
         step()
-    except (CommandError, SQLAlchemyError, ValueError, OSError) as error:
+    except (CommandError, SQLAlchemyError, UnusableData, ValueError, OSError) as error:
         raise CommandFailed(f"the database could not be changed: {str(error).splitlines()[0]}", code="database") from error
 
 

@@ -60,6 +60,7 @@ def _run(settings: Settings) -> None:
     from appliance import app
     from appliance.api.http_server import CannotStart
     from appliance.base.logging import configure_logging
+    from appliance.base.settings import UnusableData
     from appliance.serving.model_registry import NotAModel
 
     as_json = not sys.stderr.isatty() if settings.log_json is None else settings.log_json
@@ -67,7 +68,7 @@ def _run(settings: Settings) -> None:
     greeter = Greeter()
     try:
         uvloop.run(app.serve(settings, on_listening=greeter.listening))
-    except (CannotStart, NotAModel) as error:
+    except (CannotStart, NotAModel, UnusableData) as error:
         raise CommandFailed(str(error), code="cannot_start") from error
     except SQLAlchemyError as error:
         raise CommandFailed(f"the database does not answer: {str(error).splitlines()[0]}", code="database") from error

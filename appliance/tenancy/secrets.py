@@ -9,6 +9,8 @@ import re
 import secrets
 from pathlib import Path
 
+from appliance.base.settings import UnusableData
+
 PEPPER_FILE = "secret.key"
 PEPPER_BYTES = 32
 _ALPHABET = "abcdefghijklmnopqrstuvwxyz234567"  # base 32 of RFC 4648, lower case: 5 bits a character
@@ -55,14 +57,14 @@ def plain_digest(secret: str) -> str:
 def read_or_create_pepper(data_dir: Path) -> bytes:
     """Return the 32 bytes of `secret.key` in `data_dir`, made and fsynced on first use, readable by the owner alone.
 
-    Raises ValueError when the file has another size: with a wrong pepper every key would be refused without a reason.
+    Raises UnusableData when the file has another size: with a wrong pepper every key would be refused without a reason.
     """
     path = data_dir / PEPPER_FILE
     if not path.exists():
         _write_once(path, secrets.token_bytes(PEPPER_BYTES))
     pepper = path.read_bytes()
     if len(pepper) != PEPPER_BYTES:
-        raise ValueError(f"{path} must hold {PEPPER_BYTES} bytes, not {len(pepper)}; restore it from a backup")
+        raise UnusableData(f"{path} must hold {PEPPER_BYTES} bytes, not {len(pepper)}: restore it from a backup")
     return pepper
 
 

@@ -56,6 +56,7 @@ def test_values_are_parsed_from_text_and_from_toml(tmp_path: Path) -> None:
         ("", {"GATEHOUSE_PORT": "70000"}, {}, "GATEHOUSE_PORT must be a whole number"),
         ("", {"GATEHOUSE_DEVICE": "tpu"}, {}, "GATEHOUSE_DEVICE must be one of auto, cuda, cpu"),
         ("", {"GATEHOUSE_DATABASE_URL": "mysql://x"}, {}, "GATEHOUSE_DATABASE_URL must begin with"),
+        ("", {"GATEHOUSE_DATABASE_URL": "sqlite:///:memory:"}, {}, "GATEHOUSE_DATABASE_URL must name a file"),
         ("", {"GATEHOUSE_SECURE_COOKIES": "maybe"}, {}, "GATEHOUSE_SECURE_COOKIES must be true or false"),
         ("", {"GATEHOUSE_DRAIN_TIMEOUT_S": "nan"}, {}, "GATEHOUSE_DRAIN_TIMEOUT_S must be a number of seconds"),
         ("", {"GATEHOUSE_ADMIN_EMAIL": "alice"}, {}, "GATEHOUSE_ADMIN_EMAIL must be an e-mail address"),

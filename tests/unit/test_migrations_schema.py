@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import stat
 from pathlib import Path
+from typing import Any
 
+import pytest
 from alembic.autogenerate import compare_metadata
+from alembic.operations import Operations
 from alembic.runtime.migration import MigrationContext
-from sqlalchemy import create_engine, inspect
+from sqlalchemy import create_engine, inspect, text
 from sqlalchemy.pool import NullPool
 
 from appliance.base import db
+from appliance.base.settings import UnusableData
 from appliance.base.tables import metadata
 
 
@@ -64,3 +68,34 @@ def test_every_migration_is_named_by_date_and_number() -> None:
     names = [path.name for path in folder.glob("*.py")]
     assert names
     assert all(name[:10].count("_") == 2 and name[11:15].isdigit() for name in names)
+
+
+def test_a_database_of_a_newer_version_is_refused_and_left_alone(empty_database_url: str) -> None:
+    db.upgrade(empty_database_url)
+    engine = create_engine(empty_database_url.replace("postgresql://", "postgresql+psycopg://"), poolclass=NullPool)
+    with engine.begin() as connection:
+        connection.execute(text("UPDATE alembic_version SET version_num = '9999'"))
+    for step, revision in ((db.upgrade, "head"), (db.downgrade, "base")):
+        with pytest.raises(UnusableData, match="at revision 9999, which this version does not know"):
+            step(empty_database_url, revision)
+    assert db.current_revision(empty_database_url) == "9999"
+    assert len(_inspect(empty_database_url)[0]) > 1
+
+
+def test_an_upgrade_that_is_interrupted_leaves_nothing_half_made(
+    empty_database_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    create_index: Any = Operations.create_index
+
+    def killed(operations: Operations, name: str, *arguments: Any, **options: Any) -> None:
+        if name == "ix_requests_admitted_at":
+            raise KeyboardInterrupt
+        create_index(operations, name, *arguments, **options)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Operations, "create_index", killed)
+        with pytest.raises(KeyboardInterrupt):
+            db.upgrade(empty_database_url)
+    assert _inspect(empty_database_url)[0] == set()
+    db.upgrade(empty_database_url)
+    assert _inspect(empty_database_url)[1] == []

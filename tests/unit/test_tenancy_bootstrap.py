@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from appliance.base.db import Database
-from appliance.base.settings import Settings
+from appliance.base.settings import Settings, UnusableData
 from appliance.tenancy.admin_tokens import AdminTokens
 from appliance.tenancy.bootstrap import FirstStart, bootstrap
 from appliance.tenancy.keys import Keys
@@ -97,5 +97,5 @@ def test_the_pepper_is_made_once_and_private(tmp_path: Path) -> None:
 
 def test_a_damaged_pepper_stops_the_start(tmp_path: Path) -> None:
     (tmp_path / "secret.key").write_bytes(b"short")
-    with pytest.raises(ValueError, match="backup"):
+    with pytest.raises(UnusableData, match="backup"):
         read_or_create_pepper(tmp_path)
