@@ -102,12 +102,15 @@ class Greeter:
 
 
 def _facts(started: Started) -> Welcome:
-    from appliance.cli.welcome import Welcome, reachable
+    from appliance.base.settings import default_data_dir
+    from appliance.cli.welcome import Welcome, program, reachable
 
-    first = started.first_start
+    first, data_dir = started.first_start, started.services.settings.data_dir
     return Welcome(
         url=reachable(started.host, started.port),
         model=started.models[0],
+        command=program(),
+        data_dir=None if data_dir == default_data_dir() else data_dir,
         admin_email=None if first is None else first.email,
         admin_password=None if first is None else first.password,
         admin_token=None if first is None else first.admin_token,

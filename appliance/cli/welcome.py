@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import json
 import shlex
+import shutil
+import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Welcome:
-    """The facts of a start. The secrets are None on every start but the first: they cannot be shown again."""
+    """The facts of a start. The secrets are None on every start but the first: they cannot be shown again.
+
+    `command` is how `gatehouse` is typed here; `data_dir` is None where it is the platform's own, which needs no option.
+    """
 
     url: str
     model: str
+    command: str = "gatehouse"
+    data_dir: Path | None = None
     admin_email: str | None = None
     admin_password: str | None = None
     admin_token: str | None = None
@@ -35,10 +43,30 @@ def text(welcome: Welcome) -> str:
     if welcome.admin_password is not None or welcome.admin_token is not None or welcome.api_key is not None:
         lines += ["  Shown once: keep them now."]
     else:
-        lines += ["  The login was shown at the first start; a new password: gatehouse admin reset-password E-MAIL"]
-    lines += ["", "Try it:" if welcome.api_key else "Try it with a key of yours (a new one: gatehouse keys create demo):", ""]
+        lines += [
+            f"  The login was shown at the first start; a new password: {command(welcome, 'admin reset-password E-MAIL')}"
+        ]
+    lines += [
+        "",
+        "Try it:" if welcome.api_key else f"Try it with a key (a new one: {command(welcome, 'keys create demo')}):",
+        "",
+    ]
     lines += [curl(welcome.url, welcome.model, welcome.api_key or "YOUR_KEY"), "", "Ctrl-C drains and stops.", ""]
     return "\n".join(lines)
+
+
+def command(welcome: Welcome, rest: str) -> str:
+    """Return a line for a shell that runs `gatehouse` on the data of this appliance."""
+    option = "" if welcome.data_dir is None else f" --data-dir {shlex.quote(str(welcome.data_dir))}"
+    return f"{welcome.command} {rest}{option}"
+
+
+def program() -> str:
+    """Return how `gatehouse` is typed here: by its name when the shell finds it, else by the path beside this Python."""
+    beside = Path(sys.executable).with_name("gatehouse")
+    if shutil.which("gatehouse") or not beside.exists():
+        return "gatehouse"
+    return shlex.quote(str(beside))
 
 
 def curl(url: str, model: str, key: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from pathlib import Path
 
 import pytest
 
@@ -28,6 +29,11 @@ def test_a_later_start_says_how_to_get_a_new_login() -> None:
     said = text(Welcome(url="http://127.0.0.1:8000", model="demo"))
     assert "admin reset-password" in said
     assert "shown at the first start" in said
+
+
+def test_a_later_start_names_the_command_as_it_is_typed_here() -> None:
+    later = Welcome(url="http://h:1", model="demo", command="/opt/g/.venv/bin/gatehouse", data_dir=Path("/srv/my data"))
+    assert "/opt/g/.venv/bin/gatehouse admin reset-password E-MAIL --data-dir '/srv/my data'" in text(later)
 
 
 def test_the_curl_line_is_one_line_that_a_shell_takes_apart_rightly() -> None:
