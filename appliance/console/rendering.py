@@ -108,7 +108,7 @@ class Pages:
 
     def sheet(self, request: ConsoleRequest, template: str, *, title: str, status: int = 200, **values: Any) -> Html:
         """Return a form that stands in a dialog where htmx asks for it, and on a page of its own where not."""
-        values |= {"title": title, "sheet": template}
+        values |= {"title": title, "sheet": template, "scope": "sheet"}
         return self._answer(request, template if is_fragment(request) else "pages/sheet.html", status, values)
 
     def redirect(self, request: ConsoleRequest, path: str, *, done: str | None = None) -> Html:
@@ -124,7 +124,7 @@ class Pages:
 
     def _answer(self, request: ConsoleRequest, template: str, status: int, values: dict[str, Any]) -> Html:
         done = request.cookies.get(DONE_COOKIE)
-        text = self._templates.get_template(template).render(**self._shared(request), **values)
+        text = self._templates.get_template(template).render(self._shared(request) | values)
         answer = Response(text, status_code=status, media_type=HTML, headers={"vary": "HX-Request, Cookie"})
         if done is not None and not is_fragment(request):
             answer.set_cookie(done_cookie("", 0))
@@ -134,6 +134,7 @@ class Pages:
         session = current_session(request)
         theme = request.cookies.get(THEME_COOKIE, "auto")
         return {
+            "scope": "page",
             "now": self.now(),
             "path": request.url.path,
             "here": request.url.path + (f"?{request.url.query}" if request.url.query else ""),

@@ -60,16 +60,16 @@ async def test_a_session_that_ends_elsewhere_leads_to_the_sign_in_page(site: Sit
 
 async def test_a_tenant_and_a_key_are_made_the_secret_is_copied_once_and_the_key_revoked(site: Site) -> None:
     page = await site.alice(permissions=["clipboard-read", "clipboard-write"])
-    await page.get_by_role("link", name="Tenants").click()
-    await page.wait_for_load_state()
+    async with page.expect_navigation():
+        await page.get_by_role("link", name="Tenants").click()
     await page.get_by_role("link", name="New tenant").click()
     dialog = page.get_by_role("dialog")
     await dialog.get_by_label("Name").fill("Acme")
-    await dialog.get_by_role("button", name="Create tenant").click()
+    async with page.expect_navigation():
+        await dialog.get_by_role("button", name="Create tenant").click()
     await expect(page.get_by_role("heading", name="Acme")).to_be_visible()
     await expect(page.get_by_role("status").filter(has_text="Tenant created")).to_be_visible()
 
-    await page.wait_for_load_state()
     await page.get_by_role("link", name="New key").click()
     await dialog.get_by_label("Name").fill("reports")
     await dialog.get_by_role("button", name="Create key").click()
@@ -80,13 +80,14 @@ async def test_a_tenant_and_a_key_are_made_the_secret_is_copied_once_and_the_key
     assert (await site.box.services.keys.authenticate(secret, "192.0.2.1")).tenant.name == "Acme"
     await page.keyboard.press("Escape")
     await expect(dialog).to_be_visible()
-    await dialog.get_by_role("link", name="I have stored it").click()
+    async with page.expect_navigation():
+        await dialog.get_by_role("link", name="I have stored it").click()
     await expect(dialog).to_be_hidden()
     assert secret not in await page.content()
 
-    await page.wait_for_load_state()
     await page.get_by_role("link", name="Revoke reports").click()
-    await dialog.get_by_role("button", name="Revoke key").click()
+    async with page.expect_navigation():
+        await dialog.get_by_role("button", name="Revoke key").click()
     await expect(page.get_by_role("status").filter(has_text="Key revoked")).to_be_visible()
     await expect(page.locator(".badge", has_text="revoked")).to_be_visible()
 

@@ -78,7 +78,7 @@ async def test_a_wrong_field_comes_back_with_a_sentence_beside_it(box: Box, fiel
 
     assert answer.status_code == 422
     assert sentence in answer.text
-    assert f'aria-describedby="d-{field}"' in answer.text
+    assert f'aria-describedby="sheet-{field}-note"' in answer.text
     assert len((await box.services.keys.list(tenant.id)).data) == 1
 
 

@@ -76,7 +76,7 @@ async def test_a_wrong_field_comes_back_with_a_sentence_beside_it(box: Box, fiel
     for answer in (page, fragment):
         assert answer.status_code == 422
         assert sentence in answer.text
-        assert f'aria-describedby="d-{field}"' in answer.text
+        assert f'aria-describedby="sheet-{field}-note"' in answer.text
     assert "<html" in page.text
     assert "<html" not in fragment.text
 
