@@ -63,9 +63,9 @@ def database_url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str
         yield f"sqlite:///{path}"
         return
     cluster: Cluster = request.getfixturevalue("postgresql")
-    url = cluster.create_migrated()
+    url = cluster.lend()
     yield url
-    cluster.drop(url)
+    cluster.give_back(url)
 
 
 @pytest.fixture

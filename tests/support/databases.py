@@ -1,4 +1,4 @@
-"""Databases for tests: a SQLite file or a throw-away PostgreSQL server, migrated once, copied for each test."""
+"""Databases for tests: a SQLite file or a throw-away PostgreSQL server, lent and emptied again."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from pathlib import Path
 import psycopg
 
 from appliance.base import db
+from appliance.base.tables import metadata
 
 BINARIES = Path("/usr/lib/postgresql")
-TEMPLATE = "gatehouse_template"
 _SERVER_OPTIONS = {
     "listen_addresses": "",  # a socket in our own folder: no port to collide with
     "fsync": "off",
@@ -43,36 +43,43 @@ def required(part: str) -> bool:
 
 
 class Cluster:
-    """A running throw-away PostgreSQL server with a migrated template database."""
+    """A running throw-away PostgreSQL server."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+        self._free: list[str] = []
 
     def url(self, name: str) -> str:
         """Return the URL of the database `name`."""
         return f"postgresql://postgres@/{name}?host={self._folder}"
 
-    def create(self, template: str = "template0") -> str:
+    def create(self) -> str:
         """Return the URL of a new database."""
         name = f"test_{uuid.uuid4().hex[:12]}"
-        self._execute(f"CREATE DATABASE {name} TEMPLATE {template}")
+        self._execute(f"CREATE DATABASE {name} TEMPLATE template0")
         return self.url(name)
 
-    def create_migrated(self) -> str:
-        """Return the URL of a new database with all migrations applied."""
-        if not self._exists(TEMPLATE):
-            self._execute(f"CREATE DATABASE {TEMPLATE} TEMPLATE template0")
-            db.upgrade(self.url(TEMPLATE))
-        return self.create(TEMPLATE)
+    def lend(self) -> str:
+        """Return the URL of an empty database with all migrations applied, to be given back: making one takes longer."""
+        if self._free:
+            return self._free.pop()
+        url = self.create()
+        db.upgrade(url)
+        return url
+
+    def give_back(self, url: str) -> None:
+        """Take back what `lend` gave, emptied, whoever is still connected."""
+        statements = [f"DELETE FROM {table.name}" for table in reversed(metadata.sorted_tables)]
+        others = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = current_database()"
+        with psycopg.connect(url) as connection:
+            connection.execute(f"{others} AND pid <> pg_backend_pid()")
+            connection.execute("; ".join(statements).encode())
+        self._free.append(url)
 
     def drop(self, url: str) -> None:
         """Remove a database that `create` made, whoever is connected."""
         name = url.removeprefix("postgresql://postgres@/").partition("?")[0]
         self._execute(f"DROP DATABASE {name} WITH (FORCE)")
-
-    def _exists(self, name: str) -> bool:
-        with psycopg.connect(self.url("postgres"), autocommit=True) as connection:
-            return connection.execute("SELECT 1 FROM pg_database WHERE datname = %s", [name]).fetchone() is not None
 
     def _execute(self, statement: str) -> None:
         with psycopg.connect(self.url("postgres"), autocommit=True) as connection:
