@@ -10,12 +10,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import structlog
+from alembic.util.exc import CommandError
 from litestar import Litestar
 from litestar.datastructures import State
+from sqlalchemy.exc import SQLAlchemyError
 
 from appliance.api.error_responses import answer_error
 from appliance.api.exchange import ExchangeWrapper
-from appliance.api.http_server import HttpServer, control_file, listening_socket, only_one
+from appliance.api.http_server import CannotStart, HttpServer, control_file, listening_socket, only_one
 from appliance.api.openapi import openapi_config
 from appliance.api.routers import api_routers
 from appliance.base.clock import SystemClock
@@ -23,7 +25,7 @@ from appliance.base.db import Database, upgrade
 from appliance.base.errors import GatehouseError
 from appliance.base.settings import Settings
 from appliance.base.version import current_version
-from appliance.console.routes import create_console_router
+from appliance.console.routes import answer_unknown_path, create_console_router
 from appliance.metering.admission import Admission
 from appliance.metering.ledger import Ledger
 from appliance.metering.prices import PriceBook
@@ -202,7 +204,7 @@ def create_app(appliance: Appliance) -> Litestar:
     app = Litestar(
         route_handlers=[*api_routers(), create_console_router(services)],
         state=State({"services": services}),
-        exception_handlers={GatehouseError: answer_error, Exception: answer_error},
+        exception_handlers={GatehouseError: answer_error, Exception: answer_unknown_path(services, otherwise=answer_error)},
         openapi_config=openapi_config(services.version),
         request_max_body_size=services.settings.max_body_bytes,
         logging_config=None,
@@ -228,11 +230,21 @@ async def serve(settings: Settings, *, on_listening: Callable[[Started], None] =
     settings.data_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
     with only_one(settings.data_dir), listening_socket(settings) as listener:
         appliance = Appliance(settings)
-        await appliance.start()
+        await _start(appliance)
         try:
             await _serve_on(listener, appliance, on_listening)
         finally:
             await appliance.stop()
+
+
+async def _start(appliance: Appliance) -> None:
+    try:
+        await appliance.start()
+    except (SQLAlchemyError, CommandError) as error:
+        reason = str(getattr(error, "orig", None) or error).strip().splitlines()[0]
+        raise CannotStart(f"the database cannot be used: {reason}; check --database and `gatehouse doctor`") from error
+    except ValueError as error:
+        raise CannotStart(str(error)) from error
 
 
 async def _serve_on(listener: socket.socket, appliance: Appliance, on_listening: Callable[[Started], None]) -> None:

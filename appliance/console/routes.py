@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from litestar import Response, Router
 from litestar.di import Provide
+from litestar.exceptions import NotFoundException
 from litestar.static_files import create_static_files_router
 
 from appliance.base.errors import GatehouseError
 from appliance.console import keys, live_stream, login, overview, requests, tenants
 from appliance.console.context import Console
 from appliance.console.error_pages import error_handler
-from appliance.console.rendering import STATIC_DIR
-from appliance.console.security import SecurityHeaders, require_csrf_token, session_guard
+from appliance.console.rendering import STATIC_DIR, Pages
+from appliance.console.security import ConsoleRequest, SecurityHeaders, require_csrf_token, session_guard
 
 if TYPE_CHECKING:
     from appliance.serving.services import Services
+
+ErrorHandler = Callable[[ConsoleRequest, Exception], Response[Any]]
 
 HANDLERS = (
     login.show_login, login.sign_in, login.sign_out, login.choose_theme,
@@ -48,6 +52,17 @@ def create_console_router(services: Services) -> Router:
         include_in_schema=False,
     )
     return Router(path="/", route_handlers=[pages, _static_files()], middleware=[SecurityHeaders()])
+
+
+def answer_unknown_path(services: Services, otherwise: ErrorHandler) -> ErrorHandler:
+    """Return the handler of errors outside every route: a page for a browser that strayed, `otherwise` for programs."""
+    show_page = error_handler(Pages(services))
+
+    def answer(request: ConsoleRequest, error: Exception) -> Response[Any]:
+        strayed = isinstance(error, NotFoundException) and "text/html" in request.headers.get("accept", "")
+        return show_page(request, error) if strayed else otherwise(request, error)
+
+    return answer
 
 
 def _static_files() -> Router:

@@ -15,11 +15,12 @@ from typing import Any, cast
 import httpx
 from litestar import Litestar
 
+from appliance.api.error_responses import answer_error
 from appliance.base.clock import Clock
 from appliance.base.db import Database
 from appliance.base.errors import NotFound
 from appliance.base.settings import Settings
-from appliance.console.routes import create_console_router
+from appliance.console.routes import answer_unknown_path, create_console_router
 from appliance.metering.admission import Admission
 from appliance.metering.ledger import Ledger
 from appliance.metering.prices import PriceBook
@@ -249,7 +250,11 @@ async def open_box(template: Path, folder: Path, clock: Clock, *, interval_s: fl
     await services.sampler.start()
     try:
         yield Box(
-            app=Litestar(route_handlers=[create_console_router(services)], openapi_config=None),
+            app=Litestar(
+                route_handlers=[create_console_router(services)],
+                exception_handlers={Exception: answer_unknown_path(services, otherwise=answer_error)},
+                openapi_config=None,
+            ),
             services=services,
             engine_side=engine_side,
             cast=people,

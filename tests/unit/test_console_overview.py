@@ -244,3 +244,15 @@ async def test_a_fault_is_a_page_that_tells_nothing_but_where_to_look(box: Box, 
     assert "err_" in page.text
     assert "<html" not in fragment.text
     assert "secret inner detail" not in page.text + fragment.text + str(fragment.headers)
+
+
+async def test_a_path_that_is_nowhere_is_a_page_for_a_browser_and_an_error_object_for_a_program(box: Box) -> None:
+    visitor = box.visitor()
+
+    page = await visitor.get("/nothing/here", Accept="text/html,application/xhtml+xml,*/*;q=0.8")
+    program = await visitor.get("/nothing/here", Accept="*/*")
+
+    assert (page.status_code, program.status_code) == (404, 404)
+    assert "There is no such page" in page.text
+    assert page.headers["x-frame-options"] == "DENY"
+    assert program.json()["error"]["code"] == "not_found"
