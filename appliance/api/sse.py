@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping
 
+import structlog
 from litestar.response import Stream
 
 from appliance.api.chat_answers import PING, ChunkFramer
 from appliance.api.error_responses import encode_error
+from appliance.base.errors import GatehouseError, InternalError
 from appliance.serving.generation import Generation
 
 PING_AFTER_S = 15.0
 HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+
+log = structlog.get_logger()
 
 
 def event_stream(frames: AsyncIterator[bytes], headers: Mapping[str, str] | None = None) -> Stream:
@@ -23,6 +27,15 @@ async def chat_frames(
     generation: Generation, framer: ChunkFramer, *, ping_after_s: float = PING_AFTER_S
 ) -> AsyncIterator[bytes]:
     """Yield the frames of a chat stream. One that cannot go on ends with an error frame and without `[DONE]`."""
+    try:
+        async for frame in _frames(generation, framer, ping_after_s):
+            yield frame
+    except Exception:  # HTTP edge: a stream that merely stops would be taken for a complete answer
+        log.exception("stream failed", request_id=generation.request_id)
+        yield _error_frame(InternalError("the answer could not be sent"))
+
+
+async def _frames(generation: Generation, framer: ChunkFramer, ping_after_s: float) -> AsyncIterator[bytes]:
     yield framer.first()
     chunks = generation.chunks
     while not chunks.ended:
@@ -32,7 +45,8 @@ async def chat_frames(
         elif not chunks.ended:
             yield PING
     outcome = await generation.outcome
-    if outcome.error is not None:
-        yield b"data: " + encode_error(outcome.error) + b"\n\n"
-        return
-    yield framer.last(outcome)
+    yield framer.last(outcome) if outcome.error is None else _error_frame(outcome.error)
+
+
+def _error_frame(error: GatehouseError) -> bytes:
+    return b"data: " + encode_error(error) + b"\n\n"

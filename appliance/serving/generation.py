@@ -91,15 +91,33 @@ class Generation:
 
     async def run(self) -> None:
         """Own the generation to its end. Never raises: failures are told through `admitted` and `outcome`."""
+        try:
+            await self._run()
+        except Exception:  # owned task: a bug in the settlement itself must not leave a reader waiting for ever
+            log.exception("generation could not be settled", request_id=self.request_id)
+            self._metrics.unrecorded(self.live.prompt_tokens + self.live.completion_tokens)
+            self._give_up(InternalError("the answer could not be completed"))
+        finally:
+            self._on_end(self)
+
+    async def _run(self) -> None:
         refusal = await self._record()
         if refusal is not None:
             self._reservation.void()
-            self._on_end(self)
-            self.admitted.set_exception(refusal)
+            self._give_up(refusal)
             return
         self.admitted.set_result(None)
         reason, failure = await self._generate()
         await self._settle(reason, failure)
+
+    def _give_up(self, error: GatehouseError) -> None:
+        """Tell whoever waits that nothing more comes."""
+        self.live.finish("error", now=self._clock.now(), error=error.message)
+        if not self.admitted.done():
+            self.admitted.set_exception(error)
+        elif not self.outcome.done():
+            self.outcome.set_result(Outcome(finish_reason="error", usage=Usage(), error=error))
+        self.chunks.close()
 
     async def _record(self) -> GatehouseError | None:
         """Commit the pending record; return why that failed. Without it the request must not reach the engine."""
@@ -191,7 +209,6 @@ class Generation:
         self.outcome.set_result(Outcome(finish_reason=reason, usage=usage, error=failure))
         self.chunks.close()
         await writing
-        self._on_end(self)
 
     async def _write(self, settlement: Settlement, usage: Usage) -> None:
         try:

@@ -257,3 +257,11 @@ async def test_models_are_never_rate_limited(server: Server) -> None:
 
     assert raw(server, "GET", "/v1/models", headers={"authorization": f"Bearer {secret}"}).status_code == 200
     assert (await refused(server, secret)).code == "request_exceeds_limit"
+
+
+def test_a_model_of_others_does_not_exist_for_a_key(server: Server) -> None:
+    _, secret = server.new_key(allowed_models=["another"])
+    headers = {"authorization": f"Bearer {secret}"}
+
+    assert raw(server, "GET", "/v1/models", headers=headers).json()["data"] == []
+    check_shape(raw(server, "GET", f"/v1/models/{MODEL}", headers=headers), 404, "model_not_found")

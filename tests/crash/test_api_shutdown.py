@@ -15,6 +15,7 @@ from appliance.api.http_server import CONTROL_FILE, CannotStart
 from appliance.app import serve
 from appliance.base.settings import load_settings
 from appliance.serving.model_registry import NotAModel
+from tests.support.databases import Cluster
 from tests.support.served_model import make_hollow_model
 from tests.support.server import Server, running_server, wait_until
 
@@ -94,3 +95,27 @@ def test_a_path_that_is_no_model_is_said_before_anything_is_made(tmp_path: Path)
     with pytest.raises(NotAModel, match=r"no config\.json, no tokenizer\.json, no model\.safetensors"):
         asyncio.run(serve(settings))
     assert not (tmp_path / "data").exists()
+
+
+def test_a_database_that_cannot_be_reached_is_said_in_one_line(tmp_path: Path, model: Path) -> None:
+    url = f"postgresql://nobody@/nothing?host={tmp_path}"
+    options = {"data_dir": tmp_path / "data", "port": 0, "models": (str(model),), "database_url": url}
+    with pytest.raises(CannotStart, match="the database cannot be used") as caught:
+        asyncio.run(serve(load_settings(options=options, environ={})))
+
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.postgres
+def test_the_appliance_serves_over_postgresql(tmp_path: Path, model: Path, postgresql: Cluster) -> None:
+    url = postgresql.create()
+    with running_server(model, tmp_path / "data", fake_engine_step_s=0.0, database_url=url) as server:
+        headers = {"authorization": f"Bearer {server.api_key}"}
+        answer = httpx.post(f"{server.url}/v1/chat/completions", json={**body(5), "stream": False}, headers=headers, timeout=30)
+        (event,) = server.everything("/ledger")
+
+        assert answer.status_code == 200
+        assert answer.json()["usage"]["completion_tokens"] == event["completion_tokens"] == 5
+        assert server.admin("GET", "/system")["database"]["kind"] == "postgresql"
+        assert server.stop() == 0
+    postgresql.drop(url)

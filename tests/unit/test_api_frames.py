@@ -59,6 +59,16 @@ async def test_a_stream_that_cannot_go_on_ends_with_the_error_and_without_done(b
     assert not any(DONE in frame for frame in sent)
 
 
+async def test_a_bug_while_sending_is_told_in_the_stream(box: Serving, cast: Cast, monkeypatch: pytest.MonkeyPatch) -> None:
+    generation = await box.start(cast.bob, "the quick fox")
+    broken = framer()
+    monkeypatch.setattr(broken, "text", None)
+    sent = [frame async for frame in chat_frames(generation, broken)]
+
+    assert payload(sent[-1])["error"]["code"] == "internal_error"
+    assert not any(DONE in frame for frame in sent)
+
+
 async def test_a_stream_that_ends_well_ends_with_done(box: Serving, cast: Cast) -> None:
     generation = await box.start(cast.bob, "the quick fox")
     sent = b"".join([frame async for frame in chat_frames(generation, framer(include_usage=True))])

@@ -88,5 +88,20 @@ async def test_unknown_paths_answer_in_the_one_shape_with_an_id(box: ApiBox) -> 
     assert answer.headers["x-request-id"].startswith("req_")
 
 
+async def test_a_bug_is_a_500_in_the_one_shape_that_tells_nothing_of_itself(
+    box: ApiBox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def broken(*_arguments: object) -> None:
+        raise RuntimeError("a secret of the inside")
+
+    monkeypatch.setattr(box.services.prices, "list", broken)
+    answer = await box.client.get("/admin/v1/prices")
+
+    assert answer.status_code == 500
+    assert answer.json()["error"]["code"] == "internal_error"
+    assert "secret" not in answer.text
+    assert answer.headers["x-request-id"].startswith("req_")
+
+
 def _is_interface(route: HTTPRoute) -> bool:
     return route.path.startswith(("/v1", "/admin/v1", "/health", "/metrics", "/chat", "/models"))

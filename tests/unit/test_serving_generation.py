@@ -208,3 +208,15 @@ async def test_requests_of_many_tenants_do_not_mix(box: Serving, cast: Cast) -> 
     for generation, person in zip(running, people, strict=True):
         await generation.outcome
         assert (await box.event(generation)).tenant_id == person.tenant.id
+
+
+async def test_a_fault_of_the_settlement_is_told_and_counted(box: Serving, cast: Cast, monkeypatch: pytest.MonkeyPatch) -> None:
+    generation = await box.start(cast.bob, TEXT, max_tokens=1000)
+    await generation.chunks.take(10.0)
+    monkeypatch.setattr(generation, "_settlement", None)
+    generation.leave("disconnected")
+    outcome = await generation.outcome
+
+    assert isinstance(outcome.error, InternalError)
+    assert "gatehouse_unrecorded_usage_tokens_total 0.0" not in box.metrics.render().decode()
+    assert await box.generations.drain(5.0)
