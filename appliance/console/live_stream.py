@@ -39,6 +39,8 @@ async def _frames(console: Console, view: str, *, token: str, changing: bool) ->
         async with aclosing(console.services.sampler.subscribe()) as ticks:
             count = 0
             async for snapshot in ticks:
+                if console.services.generations.draining:
+                    return
                 if count % SESSION_CHECKED_EVERY_TICKS == 0 and await console.services.sessions.resolve(token) is None:
                     yield event("signed-out", "sign in again")
                     return

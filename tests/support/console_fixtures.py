@@ -100,6 +100,7 @@ class EngineSide:
     status: EngineStatus | None = field(default_factory=engine_status)
     tokens_per_second: float = 0.0
     database_ok: bool = True
+    draining: bool = False
 
     def find(self, request_id: str) -> LiveRequest | None:
         """Stand in for `Generations.find`."""

@@ -256,3 +256,14 @@ async def test_a_path_that_is_nowhere_is_a_page_for_a_browser_and_an_error_objec
     assert "There is no such page" in page.text
     assert page.headers["x-frame-options"] == "DENY"
     assert program.json()["error"]["code"] == "not_found"
+
+
+async def test_the_stream_ends_when_the_appliance_is_shutting_down(box: Box) -> None:
+    token = (await box.alice()).http.cookies["gatehouse_session"]
+    stream = await frames(box, "overview", token=token)
+    await anext(stream)
+
+    box.engine_side.draining = True
+    await box.services.sampler.sample()
+
+    assert [frame async for frame in stream] == []
