@@ -16,11 +16,11 @@ from appliance.tenancy.roles import Action
 TAGS = ["administration"]
 
 
-@get("/requests", summary="List requests", tags=TAGS)
+@get("/requests", summary="List requests", tags=TAGS, opt={"query": (*PAGING, "tenant_id", "key_id", "model")})
 async def list_requests(request: AdminRequest) -> PageShape[RequestShape]:
     """Return requests in the order of admission, the newest first. Live ones carry the figures of this moment."""
     await authenticate_administrator(request, Action.READ)
-    check_query(request, (*PAGING, "tenant_id", "key_id", "model"))
+    check_query(request)
     services = services_of(request)
     limit, cursor = paging(request)
     page = await services.reports.requests_page(

@@ -89,11 +89,11 @@ class KeyPatch(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     limits: LimitsBody | Omittable = OMITTED
 
 
-@get("/tenants", summary="List tenants", tags=TAGS)
+@get("/tenants", summary="List tenants", tags=TAGS, opt={"query": (*PAGING, "include_archived")})
 async def list_tenants(request: AdminRequest) -> PageShape[TenantShape]:
     """Return tenants in the order they were made; archived ones with `include_archived=true`."""
     await authenticate_administrator(request, Action.READ)
-    check_query(request, (*PAGING, "include_archived"))
+    check_query(request)
     limit, cursor = paging(request)
     page = await services_of(request).tenants.list(limit, cursor, include_archived=flag(request, "include_archived"))
     return page_shape(page, tenant_shape)
@@ -139,11 +139,11 @@ async def archive_tenant(request: AdminRequest, tenant_id: FromPath[str]) -> Ten
     return tenant_shape(await services_of(request).tenants.archive(tenant_id))
 
 
-@get("/tenants/{tenant_id:str}/keys", summary="List a tenant's keys", tags=TAGS)
+@get("/tenants/{tenant_id:str}/keys", summary="List a tenant's keys", tags=TAGS, opt={"query": PAGING})
 async def list_keys(request: AdminRequest, tenant_id: FromPath[str]) -> PageShape[KeyShape]:
     """Return the keys of a tenant, revoked ones too."""
     await authenticate_administrator(request, Action.READ)
-    check_query(request, PAGING)
+    check_query(request)
     services = services_of(request)
     tenant = await services.tenants.get(tenant_id)
     limit, cursor = paging(request)

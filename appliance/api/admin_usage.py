@@ -29,6 +29,7 @@ from appliance.tenancy.roles import Action
 
 TAGS = ["administration"]
 PERIOD_DEFAULT = timedelta(days=30)
+LEDGER_QUERY = (*PAGING, "tenant_id", "key_id", "model", "status", "request_id", "start", "end", "order")
 USAGE_QUERY = ("start", "end", "bucket", "group_by", "tenant_id", *PAGING)
 
 
@@ -44,23 +45,23 @@ class NewPriceBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     batch_percent: int = PERCENT_MAX
 
 
-@get("/usage", summary="Tokens and cost per period", tags=TAGS)
+@get("/usage", summary="Tokens and cost per period", tags=TAGS, opt={"query": USAGE_QUERY})
 async def list_usage(request: AdminRequest) -> PageShape[UsageRowShape]:
     """Return sums per bucket and group (`group_by=tenant,key,model`), by default of the last thirty days per day."""
     return await _usage(request)
 
 
-@get("/costs", summary="Cost per period", tags=TAGS)
+@get("/costs", summary="Cost per period", tags=TAGS, opt={"query": USAGE_QUERY})
 async def list_costs(request: AdminRequest) -> PageShape[UsageRowShape]:
     """Return the same rows as `/usage`: tokens stand beside what they cost."""
     return await _usage(request)
 
 
-@get("/ledger", summary="Usage events in order", tags=TAGS)
+@get("/ledger", summary="Usage events in order", tags=TAGS, opt={"query": LEDGER_QUERY})
 async def list_ledger(request: AdminRequest) -> PageShape[LedgerEventShape]:
     """Return usage events in the order they were opened; the newest first with `order=desc`."""
     await authenticate_administrator(request, Action.READ)
-    check_query(request, (*PAGING, "tenant_id", "key_id", "model", "status", "request_id", "start", "end", "order"))
+    check_query(request)
     filters = LedgerFilter(
         tenant_id=request.query_params.get("tenant_id"),
         key_id=request.query_params.get("key_id"),
@@ -76,11 +77,11 @@ async def list_ledger(request: AdminRequest) -> PageShape[LedgerEventShape]:
     return page_shape(page, ledger_event_shape)
 
 
-@get("/prices", summary="List prices", tags=TAGS)
+@get("/prices", summary="List prices", tags=TAGS, opt={"query": PAGING})
 async def list_prices(request: AdminRequest) -> PageShape[PriceShape]:
     """Return prices in the order they were added."""
     await authenticate_administrator(request, Action.READ)
-    check_query(request, PAGING)
+    check_query(request)
     limit, cursor = paging(request)
     return page_shape(await services_of(request).prices.list(limit, cursor), price_shape)
 
@@ -105,7 +106,7 @@ async def create_price(request: AdminRequest) -> PriceShape:
 
 async def _usage(request: AdminRequest) -> PageShape[UsageRowShape]:
     await authenticate_administrator(request, Action.READ)
-    check_query(request, USAGE_QUERY)
+    check_query(request)
     services = services_of(request)
     start, end = _period(request, services.clock.now())
     groups = [name for text in request.query_params.getall("group_by", []) for name in text.split(",") if name]

@@ -26,6 +26,21 @@ _FRAMEWORK_ERRORS = {
 log = structlog.get_logger()
 
 
+class ErrorFields(msgspec.Struct, kw_only=True):
+    """What went wrong: in words, its kind, the field that is to blame, and a code for programs."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str
+
+
+class ErrorAnswer(msgspec.Struct, kw_only=True):
+    """The body of every error."""
+
+    error: ErrorFields
+
+
 def encode_error(error: GatehouseError) -> bytes:
     """Return the body of `error`, also the payload of an error frame in a stream."""
     return _encode(error.message, error.type, error.param, error.code)
@@ -69,4 +84,4 @@ def retry_after(wait_s: float) -> str:
 
 
 def _encode(message: str, kind: str, param: str | None, code: str) -> bytes:
-    return msgspec.json.encode({"error": {"message": message, "type": kind, "param": param, "code": code}})
+    return msgspec.json.encode(ErrorAnswer(error=ErrorFields(message=message, type=kind, param=param, code=code)))

@@ -14,7 +14,15 @@ from litestar.openapi.config import OpenAPIConfig
 from litestar.openapi.plugins import JsonRenderPlugin
 from litestar.routes import HTTPRoute
 
+from appliance.api.error_responses import ErrorAnswer
+
 _REFERENCE = "#/components/schemas/{name}"
+_SECURITY_SCHEMES = {
+    "api_key": {"type": "http", "scheme": "bearer", "description": "A tenant's API key: gh_..."},
+    "api_key_header": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+    "administrator": {"type": "http", "scheme": "bearer", "description": "An administrator's token: gha_..."},
+}
+_SECURITY_BY_TAG = {"inference": ("api_key", "api_key_header"), "administration": ("administrator",)}
 
 
 class CompleteJson(JsonRenderPlugin):
@@ -37,24 +45,31 @@ def openapi_config(version: str) -> OpenAPIConfig:
 
 
 def _completed(app: Litestar, schema: dict[str, Any]) -> dict[str, Any]:
-    components = schema.setdefault("components", {}).setdefault("schemas", {})
+    components = schema.setdefault("components", {})
+    components["securitySchemes"] = _SECURITY_SCHEMES
+    schemas = components.setdefault("schemas", {})
     for route in app.routes:
         if not isinstance(route, HTTPRoute):
             continue
         for method, (handler, _) in route.route_handler_map.items():
             operation = schema["paths"].get(route.path_format, {}).get(method.lower())
             if operation is not None:
-                _complete(operation, handler, components)
+                _complete(operation, handler, schemas)
     return schema
 
 
-def _complete(operation: dict[str, Any], handler: HTTPRouteHandler, components: dict[str, Any]) -> None:
+def _complete(operation: dict[str, Any], handler: HTTPRouteHandler, schemas: dict[str, Any]) -> None:
     body, answer = handler.opt.get("body"), handler.opt.get("answer")
     if body is not None:
-        operation["requestBody"] = {"required": True, "content": _json_content(body, components)}
+        operation["requestBody"] = {"required": True, "content": _json_content(body, schemas)}
     if answer is not None:
-        status = str(handler.status_code)
-        operation["responses"][status]["content"] = _json_content(answer, components)
+        operation["responses"][str(handler.status_code)]["content"] = _json_content(answer, schemas)
+    for name in handler.opt.get("query", ()):
+        kind = "integer" if name == "limit" else "string"
+        operation.setdefault("parameters", []).append({"name": name, "in": "query", "schema": {"type": kind}})
+    operation["responses"].pop("400", None)  # the framework's own shape of an error, which is never sent
+    operation["responses"]["default"] = {"description": "An error", "content": _json_content(ErrorAnswer, schemas)}
+    operation["security"] = [{name: []} for name in _SECURITY_BY_TAG.get((operation.get("tags") or [""])[0], ())]
 
 
 def _json_content(kind: Any, components: dict[str, Any]) -> dict[str, Any]:

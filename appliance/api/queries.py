@@ -15,8 +15,9 @@ AdminRequest = Request[Any, Any, Any]
 PAGING = ("limit", "cursor")
 
 
-def check_query(request: AdminRequest, known: Collection[str]) -> None:
-    """Raise UnknownParameter for a query parameter that is not in `known`."""
+def check_query(request: AdminRequest) -> None:
+    """Raise UnknownParameter for a query parameter that the handler does not name in its `opt["query"]`."""
+    known = request.route_handler.opt.get("query", ())
     for name in request.query_params:
         if name not in known:
             raise UnknownParameter(f"unknown parameter: {name}", param=name)

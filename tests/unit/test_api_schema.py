@@ -38,6 +38,19 @@ async def test_bodies_that_we_decode_ourselves_are_described(box: ApiBox) -> Non
     assert "/admin/v1/tenants" in schema["paths"]
 
 
+async def test_every_operation_says_who_may_call_it_what_it_takes_and_how_it_fails(box: ApiBox) -> None:
+    paths = (await box.client.get("/schema/openapi.json")).json()["paths"]
+    parameters = {parameter["name"] for parameter in paths["/admin/v1/ledger"]["get"]["parameters"]}
+
+    assert {"limit", "cursor", "tenant_id", "status"} <= parameters
+    assert paths["/v1/models"]["get"]["security"][0] == {"api_key": []}
+    assert paths["/admin/v1/tenants"]["post"]["security"] == [{"administrator": []}]
+    for path, operations in paths.items():
+        for operation in operations.values():
+            assert "400" not in operation["responses"], path
+            assert "default" in operation["responses"], path
+
+
 async def test_every_reference_of_the_schema_has_its_target(box: ApiBox) -> None:
     text = (await box.client.get("/schema/openapi.json")).text
     targets = (await box.client.get("/schema/openapi.json")).json()["components"]["schemas"]
