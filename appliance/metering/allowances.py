@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
 from appliance.metering.quotas import MICROS_PER_S, LimitDecision, LimitKind, LimitScope, TokenBucket, Window, ceil_to_ms
-from appliance.metering.sums import PeriodSums, day_start, month_start, next_day_start
+from appliance.metering.sums import RECENT, PeriodSums, day_start, month_start, next_day_start
 from appliance.tenancy.principals import Limits
 
 CONCURRENCY_RETRY_S = 1.0  # nobody knows when a running request ends
@@ -41,11 +41,16 @@ class Allowance:
         self.requests: TokenBucket | None = None
         self._day = Window(day_start(at.now).date(), used=sums.tokens_today)
         self._month = Window(month_start(at.now).date(), used=sums.cost_month_picos)
+        self._begun_s = at.monotonic_s
+        self._recent = [
+            (at.monotonic_s - max((at.now - moment).total_seconds(), 0.0), tokens) for moment, tokens in sums.recent
+        ]
 
     def configure(self, limits: Limits, at: Moment) -> None:
         """Take over the limits as they are now; what was used counts against the new ones."""
-        self.tokens = _resized(self.tokens, limits.tokens_per_minute, at.monotonic_s)
-        self.requests = _resized(self.requests, limits.requests_per_minute, at.monotonic_s)
+        requests = [(moment_s, 1) for moment_s, _tokens in self._recent]
+        self.tokens = self._resized(self.tokens, limits.tokens_per_minute, at.monotonic_s, self._recent)
+        self.requests = self._resized(self.requests, limits.requests_per_minute, at.monotonic_s, requests)
         self.limits = limits
 
     def refusals(self, need: Need, at: Moment) -> list[LimitDecision]:
@@ -62,6 +67,19 @@ class Allowance:
         month.reserved += need.cost_picos
         self.running += 1
         return Hold(allowance=self, need=need, tokens=self.tokens, requests=self.requests, day=day, month=month)
+
+    def _resized(
+        self, bucket: TokenBucket | None, capacity: int | None, now_s: float, recent: Sequence[tuple[float, int]]
+    ) -> TokenBucket | None:
+        """Return the bucket for a limit of `capacity`. A new one remembers what an earlier process has admitted."""
+        if capacity is None:
+            return None
+        if bucket is None:
+            bucket = TokenBucket(capacity, self._begun_s - RECENT.total_seconds())
+            for moment_s, count in recent:
+                bucket.charge(count, moment_s)
+        bucket.resize(capacity, now_s)
+        return bucket
 
     def _decisions(self, need: Need, at: Moment) -> Iterator[LimitDecision]:
         day, month = self._windows(at.now)
@@ -148,15 +166,6 @@ class Hold:
         self.allowance.running -= 1
         self.day.reserved -= self.need.tokens
         self.month.reserved -= self.need.cost_picos
-
-
-def _resized(bucket: TokenBucket | None, capacity: int | None, now_s: float) -> TokenBucket | None:
-    if capacity is None:
-        return None
-    if bucket is None:
-        return TokenBucket(capacity, now_s)
-    bucket.resize(capacity, now_s)
-    return bucket
 
 
 def _until(moment: datetime, now: datetime) -> float:

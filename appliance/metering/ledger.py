@@ -131,7 +131,7 @@ class Ledger:
         self._checkpoints.pop(settlement.request_id, None)
         self.unrecorded_usage_tokens += settlement.usage.total_tokens
         self._put(operation)
-        return await asyncio.shield(operation.done)
+        return await operation.done
 
     def checkpoint(self, rows: Sequence[Checkpoint]) -> None:
         """Remember how far running requests are; the latest of each is written about once a second."""

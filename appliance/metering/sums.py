@@ -16,12 +16,18 @@ SPLIT = 10**9
 SETTLED = ("posted", "recovered")
 
 
+RECENT = timedelta(minutes=1)
+"""After this long a bucket is full again, whatever was taken from it."""
+RECENT_EVENTS_MAX = 20_000
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeriodSums:
-    """Tokens since midnight and cost since the first of the month, both in UTC."""
+    """Tokens since midnight, cost since the first of the month (UTC), and (admitted_at, tokens) of the last minute."""
 
     tokens_today: int
     cost_month_picos: int
+    recent: tuple[tuple[datetime, int], ...] = ()
 
 
 class SumsReader(Protocol):
@@ -47,9 +53,20 @@ class LedgerSums:
         query = select(func.coalesce(func.sum(tokens), 0), high, low).where(
             owner == owner_id, events.admitted_at >= month_start(now), events.status.in_(SETTLED)
         )
+        last_minute = (
+            select(events.admitted_at, events.prompt_tokens + events.completion_tokens)
+            .where(owner == owner_id, events.admitted_at > now - RECENT, events.kind == "usage", events.status.in_(SETTLED))
+            .order_by(events.admitted_at.desc())
+            .limit(RECENT_EVENTS_MAX)
+        )
         async with self._db.reading() as connection:
             row = (await connection.execute(query)).one()
-        return PeriodSums(tokens_today=int(row[0]), cost_month_picos=join_sum(row[1], row[2]))
+            recent = (await connection.execute(last_minute)).all()
+        return PeriodSums(
+            tokens_today=int(row[0]),
+            cost_month_picos=join_sum(row[1], row[2]),
+            recent=tuple((moment, tokens) for moment, tokens in reversed(recent)),
+        )
 
 
 def split_sum(column: ColumnElement[int]) -> tuple[ColumnElement[int], ColumnElement[int]]:

@@ -6,9 +6,11 @@ import asyncio
 import dataclasses
 
 import pytest
+from sqlalchemy import false
 
 from appliance.base.db import Database
 from appliance.base.errors import InternalError, NotFound, Overloaded
+from appliance.metering import ledger_rows
 from appliance.metering.ledger import Checkpoint, Ledger, LedgerBroken, RequestRecord, Settlement, Usage
 from appliance.metering.prices import Price, PriceBook
 from appliance.metering.usage import LedgerFilter, UsageReports
@@ -94,6 +96,20 @@ async def test_settling_otherwise_is_refused_loudly(database: Database, clock: F
         assert ledger.healthy
         assert ledger.unrecorded_usage_tokens == 16
     assert await all_events(database) == [first]
+
+
+async def test_an_entry_that_somebody_else_settles_meanwhile_is_not_settled_twice(
+    database: Database, clock: FakeClock, cast: Cast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entry = pending(cast.bob)
+    async with running_ledger(database, clock, cast.epoch_id) as ledger:
+        await ledger.open(entry)
+        monkeypatch.setattr(ledger_rows, "SETTLE_EVENTS", ledger_rows.SETTLE_EVENTS.where(false()))
+        with pytest.raises(LedgerBroken, match="second writer"):
+            await ledger.settle(posted(entry.request_id))
+        assert ledger.unrecorded_usage_tokens == 15
+    assert [event.status for event in await all_events(database)] == ["pending"]
+    assert (await UsageReports(database).request(entry.request_id)).finished_at is None
 
 
 async def test_settling_what_was_never_opened_is_refused_loudly(database: Database, clock: FakeClock, cast: Cast) -> None:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 
 import pytest
 
 from appliance.base.db import Database
+from appliance.base.errors import RateLimitExceeded
 from appliance.metering import recovery
+from appliance.metering.admission import Admission
 from appliance.metering.ledger import Checkpoint, Ledger, LedgerBroken
 from appliance.metering.prices import PriceBook
 from appliance.metering.recovery import begin_epoch, recover
 from appliance.metering.sums import LedgerSums
 from appliance.metering.usage import UsageReports
+from appliance.tenancy.principals import Limits
 from tests.support.cast import Cast
 from tests.support.clock import FakeClock
 from tests.support.factories import pending, posted
@@ -112,3 +116,25 @@ async def test_recovered_tokens_count_in_the_sums_of_day_and_month(database: Dat
     for scope, owner in (("tenant", cast.bob.tenant.id), ("key", cast.bob.key.id)):
         sums = await LedgerSums(database).read(scope, owner, clock.now())  # type: ignore[arg-type]
         assert (sums.tokens_today, sums.cost_month_picos) == (15, 1015 * 5)
+
+
+async def test_a_restart_refills_no_bucket(database: Database, clock: FakeClock, cast: Cast) -> None:
+    limits = Limits(tokens_per_minute=600, requests_per_minute=6)
+    bob = dataclasses.replace(cast.bob.principal, tenant=dataclasses.replace(cast.bob.tenant, limits=limits))
+    before = Admission(clock, LedgerSums(database))
+    async with running_ledger(database, clock, cast.epoch_id) as ledger:
+        for tokens in (100, 250, 200):
+            reservation = await before.admit(bob, model="demo", prompt_tokens=tokens, max_output_tokens=0, price=None)
+            entry = pending(cast.bob, admitted_at=clock.now())
+            await ledger.open(entry)
+            await ledger.settle(posted(entry.request_id, prompt=tokens, completion=0))
+            reservation.settle(tokens)
+            clock.advance(2.5)
+    after = Admission(clock, LedgerSums(database))
+    for admission in (before, after):
+        with pytest.raises(RateLimitExceeded) as refused:
+            await admission.admit(bob, model="demo", prompt_tokens=300, max_output_tokens=0, price=None)
+        assert refused.value.retry_after_s == 17.5
+    assert before.snapshot(bob) == after.snapshot(bob)
+    clock.advance(60)
+    await after.admit(bob, model="demo", prompt_tokens=600, max_output_tokens=0, price=None)
