@@ -36,6 +36,8 @@ BACKOFF_MAX_S = 30.0
 STEADY_S = 60.0  # ready for this long, an engine starts again with the first backoff
 CRASHES_BEFORE_READY_MAX = 5
 EXIT_GRACE_S = 5.0
+SILENCE_MAX_S = 120.0  # an engine sends a frame per step, and twice a second when idle; the longest step takes far less
+SILENCE_POLL_S = 1.0
 LOG_LINE_BYTES_MAX = 8192
 RETRY_AFTER_LOADING_S = 2.0
 
@@ -63,6 +65,7 @@ class Supervisor:
         self.figures = EngineFigures()
         self.last_token_monotonic_s: float | None = None
         self.ready_monotonic_s: float | None = None
+        self._last_frame_monotonic_s = 0.0
         self._command = command
         self._clock = clock
         self._on_frame = on_frame
@@ -173,16 +176,34 @@ class Supervisor:
         self._process, self._client = process, client
         self.pid, self.started_at = process.pid, self._clock.now()
         logging_task = asyncio.create_task(_forward_log(process, self.name))
+        watchdog = asyncio.create_task(self._kill_when_silent(process))
         try:
             await client.run()
             exit_status = await _end(process, grace_s=EXIT_GRACE_S)
         finally:
+            watchdog.cancel()
             if process.returncode is None:
                 process.kill()
             await logging_task
             self.pid = None
         self.error = client.fatal or f"the process ended with {_exit_name(exit_status)}"
         return client.info is not None, client.fatal
+
+    async def _kill_when_silent(self, process: asyncio.subprocess.Process) -> None:
+        """Kill an engine that is ready and says nothing for SILENCE_MAX_S: it hangs, and its requests would wait for ever.
+
+        Silence counts when it is seen twice: after a pause of the gateway itself the frames of that time are read first.
+        """
+        was_silent = False
+        while True:
+            await asyncio.sleep(SILENCE_POLL_S)
+            silent_s = self._clock.monotonic_s() - self._last_frame_monotonic_s
+            is_silent = self.state == "ready" and silent_s > SILENCE_MAX_S
+            if is_silent and was_silent:
+                log.error("engine hangs; killing it", role="engine", model=self.name, silent_s=round(silent_s))
+                process.kill()
+                return
+            was_silent = is_silent
 
     async def _spawn(self, theirs: socket.socket) -> asyncio.subprocess.Process:
         """Start the process in a session of its own, so that Ctrl-C in a terminal reaches the gateway alone."""
@@ -199,6 +220,7 @@ class Supervisor:
 
     def _receive(self, frame: EngineFrame) -> None:
         now_s = self._clock.monotonic_s()
+        self._last_frame_monotonic_s = now_s
         if frame.status is not None:
             self.figures.note_status(frame.status, now_s)
         if any(event.token_ids for event in frame.events):

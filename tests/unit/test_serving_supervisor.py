@@ -87,6 +87,20 @@ async def test_an_engine_that_dies_of_a_request_is_started_again() -> None:
         await watched.wait_for_state("ready")
 
 
+async def test_an_engine_that_hangs_is_killed_and_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor, "SILENCE_MAX_S", 0.5)
+    monkeypatch.setattr(supervisor, "SILENCE_POLL_S", 0.05)
+    async with supervised() as watched:
+        await watched.wait_for_state("ready")
+        stream = watched.submit(wanted(STALL))
+        assert watched.pid is not None
+        os.kill(watched.pid, signal.SIGSTOP)
+        with pytest.raises(EngineUnavailable):
+            await stream.take()
+        await watched.wait_for_state("restarting")
+        await watched.wait_for_state("ready")
+
+
 async def test_a_model_that_cannot_be_loaded_fails_for_good_with_the_engines_words() -> None:
     async with supervised("--fatal", "no such tensor") as watched:
         await watched.wait_for_state("failed")
