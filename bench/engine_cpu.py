@@ -1,6 +1,6 @@
 """Our engine against transformers on the CPU: the same random model, the same requests, the same number of seats.
 
-Usage: python -m bench.engine_cpu [--size 8m|100m] [--rounds 3] [--threads 2] [--peers static,continuous,single]
+Usage: python -m bench.engine_cpu [--size 8m|100m] [--rounds 3] [--threads 1] [--peers static,continuous,single]
 
 Every round runs ours and each peer right after one another, so that other work on the machine hits all of them; results are
 ratios of the same round. Outputs are compared before anything is timed: greedy, float32, equal token for token up to the
@@ -181,7 +181,7 @@ def measure(size: str, rounds: int, peers: Sequence[str], count: int) -> list[di
         directory = Path(folder)
         model = make_model(size, directory)
         work = make_workload(SIZES[size]["vocab_size"], count)
-        llm = LLM(directory, device="cpu", max_num_seqs=SEATS, enable_prefix_caching=False)
+        llm = LLM(directory, device="cpu", max_num_seqs=SEATS, enable_prefix_caching=False, threads=torch.get_num_threads())
         rows = []
         if "static" in peers:
             rows.append(
@@ -240,7 +240,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=sorted(SIZES), default="8m")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--requests", type=int, default=NUM_REQUESTS)
     parser.add_argument("--peers", default="static,continuous,single")
     options = parser.parse_args()

@@ -9,6 +9,7 @@ import torch
 
 from engine.block_pool import BlockPool
 from engine.config import ModelConfig, load_model_config
+from engine.cpu_environment import default_threads
 from engine.device import device_name, kv_bytes_available, resolve_device, resolve_dtype
 from engine.loop import Engine
 from engine.memory_plan import MemoryPlan, plan_memory
@@ -25,8 +26,7 @@ from kernels import ops
 def build_engine(options: EngineOptions, *, progress: Callable[[float], None] = lambda _: None) -> Engine:
     """Load the model and allocate its cache. Raises `ModelError` or `EngineConfigError`; `progress` gets 0 … 1."""
     started_s = time.monotonic()
-    if options.threads is not None:
-        torch.set_num_threads(options.threads)
+    torch.set_num_threads(options.threads or default_threads())
     config = load_model_config(options.model)
     device = resolve_device(options.device)
     dtype = resolve_dtype(options.dtype, config, device)

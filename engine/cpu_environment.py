@@ -1,4 +1,4 @@
-"""Environment of the process that must be set before torch is imported. Knows no torch.
+"""What the process should know of its processor: settings before torch is imported, and how many threads to use. No torch.
 
 MKL picks slow paths for small matrices on AMD processors unless told to stay with AVX2, and its results then also repeat
 from run to run.
@@ -22,6 +22,13 @@ def prepare_cpu() -> None:
         log.info("torch was imported before the engine: MKL_CBWR=AVX2 is not set, small batches may be slower")
         return
     os.environ["MKL_CBWR"] = "AVX2"
+
+
+def default_threads() -> int:
+    """One core is left to the gateway and everybody else. Parallel sections end in a barrier: with a busy neighbour on one of
+    two cores, two threads were measured 10 to 20 times slower than one (bench/engine_cpu.py's model, 16 requests)."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, cores - 1)
 
 
 def _is_amd() -> bool:

@@ -30,6 +30,7 @@ STATUS_INTERVAL_S = 0.5
 PROGRESS_INTERVAL_S = 0.25
 LOAD_REPORT_FRACTION = 0.02
 DRAIN_TIMEOUT_S = 5.0
+FATAL_CHARS_MAX = 1000
 
 log = logging.getLogger("gatehouse.engine")
 
@@ -60,11 +61,21 @@ def run(connection: FrameSocket, options: argparse.Namespace) -> int:
         connection.send(EngineFrame(ready=engine.info, status=engine.status()))
         serve(engine, connection)
         return 0
+    except TransportError:
+        raise
     except EngineError as error:
         log.error("the engine stops: %s", error)
-        connection.send(EngineFrame(fatal=str(error)))
-        connection.drain(DRAIN_TIMEOUT_S)
-        return 1
+        return _die(connection, str(error))
+    except Exception as error:
+        log.exception("the engine stops because of a bug or a broken device")
+        return _die(connection, f"{type(error).__name__}: {error}"[:FATAL_CHARS_MAX])
+
+
+def _die(connection: FrameSocket, reason: str) -> int:
+    """The last frame says why; the exit status is 1."""
+    connection.send(EngineFrame(fatal=reason))
+    connection.drain(DRAIN_TIMEOUT_S)
+    return 1
 
 
 class LoadReport:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import signal
 import socket
 import subprocess
 import sys
@@ -31,6 +32,10 @@ class EngineProcess:
 
     async def send(self, frame: GatewayFrame) -> None:
         self._writer.write(encode_frame(frame))
+        await self._writer.drain()
+
+    async def send_bytes(self, data: bytes) -> None:
+        self._writer.write(data)
         await self._writer.drain()
 
     async def frame(self) -> EngineFrame:
@@ -141,6 +146,22 @@ async def test_a_shutdown_aborts_live_requests_and_ends_the_process_in_order(mod
         with pytest.raises(PeerClosed):
             await engine.ready()
         assert await engine.exit_status() == 0
+
+
+async def test_an_interrupt_is_left_to_the_gateway(model: Path) -> None:
+    async with engine_process(model) as engine:
+        await engine.ready()
+        engine.process.send_signal(signal.SIGINT)
+        await engine.send(GatewayFrame(submit=[request("after", max_tokens=3)]))
+        events = [event async for event in engine.events("after")]
+        assert events[-1].num_output_tokens == 3
+
+
+async def test_a_frame_that_is_no_frame_ends_the_process_with_an_error(model: Path) -> None:
+    async with engine_process(model) as engine:
+        await engine.ready()
+        await engine.send_bytes(b"\x00\x00\x00\x01\xc1")
+        assert await engine.exit_status() == 1
 
 
 async def test_the_process_ends_when_the_gateway_is_gone(model: Path) -> None:
