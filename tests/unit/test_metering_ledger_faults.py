@@ -1,0 +1,92 @@
+"""The ledger on databases that really fail: a file that cannot grow, a server that drops its connections."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import psycopg
+import pytest
+from sqlalchemy import text
+
+from appliance.base.db import Database
+from appliance.base.errors import InternalError
+from tests.support.cast import make_cast
+from tests.support.clock import FakeClock
+from tests.support.databases import Cluster
+from tests.support.factories import pending, posted
+from tests.support.ledgers import all_events, running_ledger, until
+
+
+@pytest.fixture
+async def full_disk(migrated_sqlite_file: Path, tmp_path: Path) -> AsyncIterator[Database]:
+    """A SQLite database of this test alone."""
+    copy = await asyncio.to_thread(_copy, migrated_sqlite_file, tmp_path / "gatehouse.db")
+    database = Database.open(f"sqlite:///{copy}")
+    yield database
+    assert database.checked_out() == 0
+    await database.close()
+
+
+def _copy(source: Path, target: Path) -> Path:
+    target.write_bytes(source.read_bytes())
+    return target
+
+
+async def _limit_pages(database: Database, pages: str) -> None:
+    """Let the file grow to `pages` and no further, as a full disk would."""
+    async with database.writing() as connection:
+        await connection.execute(text(f"PRAGMA max_page_count = {pages}"))
+
+
+async def test_a_full_disk_refuses_requests_settles_what_runs_and_heals(full_disk: Database, clock: FakeClock) -> None:
+    database = full_disk
+    cast = await make_cast(database, clock)
+    running = pending(cast.bob)
+    async with running_ledger(database, clock, cast.epoch_id) as ledger:
+        await ledger.open(running)
+        await _limit_pages(database, "1")  # no less than it has: nothing new fits
+        refused = [pending(cast.bob) for _ in range(200)]
+        answers = await asyncio.gather(*(ledger.open(entry) for entry in refused), return_exceptions=True)
+        assert all(isinstance(answer, InternalError) for answer in answers)
+        assert "full" in str(ledger.last_error)
+        assert not ledger.healthy
+        await _limit_pages(database, "1000000")
+        await until(lambda: ledger.healthy)
+        await ledger.settle(posted(running.request_id))
+        late = pending(cast.bob)
+        await ledger.open(late)
+        await ledger.settle(posted(late.request_id))
+    assert [(event.request_id, event.status) for event in await all_events(database)] == [
+        (running.request_id, "posted"),
+        (late.request_id, "posted"),
+    ]
+
+
+@pytest.mark.postgres
+async def test_a_server_that_drops_its_connections_costs_no_settlement(postgresql: Cluster, clock: FakeClock) -> None:
+    url = postgresql.lend()
+    database = Database.open(url)
+    cast = await make_cast(database, clock)
+    entries = [pending(cast.bob) for _ in range(20)]
+    async with running_ledger(database, clock, cast.epoch_id) as ledger:
+        await asyncio.gather(*(ledger.open(entry) for entry in entries))
+        settling = []
+        for entry in entries:
+            settling.append(asyncio.create_task(ledger.settle(posted(entry.request_id))))
+            await asyncio.to_thread(_drop_connections, url)
+        await asyncio.gather(*settling)
+        assert ledger.unrecorded_usage_tokens == 0
+    assert {event.status for event in await all_events(database)} == {"posted"}
+    assert database.checked_out() == 0
+    await database.close()
+    postgresql.give_back(url)
+
+
+def _drop_connections(url: str) -> None:
+    with psycopg.connect(url, autocommit=True) as connection:
+        connection.execute(
+            "SELECT pg_terminate_backend(pid) FROM pg_stat_activity "
+            "WHERE datname = current_database() AND pid <> pg_backend_pid()"
+        )
