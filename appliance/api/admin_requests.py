@@ -9,7 +9,6 @@ from appliance.api.auth import authenticate_administrator
 from appliance.api.queries import PAGING, AdminRequest, check_query, paging
 from appliance.api.services_of import services_of
 from appliance.api.shapes import PageShape, RequestShape, live_request_shape, page_shape, past_request_shape
-from appliance.base.errors import NotFound
 from appliance.serving.services import Services
 from appliance.tenancy.roles import Action
 
@@ -42,17 +41,11 @@ async def retrieve_request(request: AdminRequest, request_id: FromPath[str]) -> 
     return _live_shape(services, request_id) or past_request_shape(await services.reports.request(request_id))
 
 
-@delete("/requests/{request_id:str}", status_code=202, summary="Abort a request", tags=TAGS)
+@delete("/requests/{request_id:str}", status_code=200, summary="Abort a request", tags=TAGS)
 async def abort_request(request: AdminRequest, request_id: FromPath[str]) -> RequestShape:
-    """End a live request; its client is told. What it used so far is billed."""
+    """End a live request and return it as it ended; its client is told, and what it used so far is billed."""
     await authenticate_administrator(request, Action.WRITE)
-    services = services_of(request)
-    live = services.generations.find(request_id)
-    if live is None:
-        await services.reports.request(request_id)
-        raise NotFound(f"the request {request_id} is not live any more")
-    services.generations.abort(request_id)
-    return live_request_shape(live)
+    return live_request_shape(await services_of(request).generations.abort_and_wait(request_id))
 
 
 def _live_shape(services: Services, request_id: FromPath[str]) -> RequestShape | None:

@@ -12,6 +12,7 @@ from appliance.serving.model_registry import ServedModel
 from appliance.serving.prompting import output_room
 from engine.protocol import InvalidOption, SamplingParams, UnsupportedOption
 
+STOP_TOKEN_IDS_MAX = 256
 _PLAIN_FIELDS = (
     "temperature",
     "top_p",
@@ -50,6 +51,7 @@ def sampling_params(body: ChatCompletionRequest, model: ServedModel, *, prompt_t
         if error.param == "max_tokens":
             error.param = name
         raise
+    _check_token_ids(body.stop_token_ids or [], model)
     given = {field: getattr(body, field) for field in _PLAIN_FIELDS if getattr(body, field) is not None}
     return _build({**model.sampling_defaults, **given}, body, model, max_tokens=room)
 
@@ -75,6 +77,16 @@ def _stop(stop: str | list[str] | None) -> list[str]:
     if any(len(string) > STOP_CHARS_MAX for string in strings):
         raise InvalidValue(f"a stop string has at most {STOP_CHARS_MAX} characters", param="stop")
     return strings
+
+
+def _check_token_ids(token_ids: list[int], model: ServedModel) -> None:
+    assert model.info is not None
+    wrong = [token_id for token_id in token_ids if not 0 <= token_id < model.info.vocab_size]
+    if wrong or len(token_ids) > STOP_TOKEN_IDS_MAX:
+        raise InvalidValue(
+            f"stop_token_ids takes at most {STOP_TOKEN_IDS_MAX} ids from 0 to {model.info.vocab_size - 1}",
+            param="stop_token_ids",
+        )
 
 
 def _logit_bias(bias: Mapping[str, float] | None, model: ServedModel) -> dict[int, float] | None:

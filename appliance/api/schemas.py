@@ -28,7 +28,7 @@ class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class Message(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """One turn of the conversation. Only text content is taken."""
+    """One turn of the conversation. Only text content is taken; several parts are joined by line feeds."""
 
     role: str
     content: str | list[dict[str, Any]] | None = None
@@ -102,7 +102,12 @@ class ChatCompletionRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=
 
 
 def check_supported(body: ChatCompletionRequest) -> None:
-    """Raise UnsupportedParameter for the first field that asks for something this version cannot do."""
+    """Raise UnsupportedParameter for the first field that asks for something this version cannot do.
+
+    Raises InvalidValue for `stream_options` without a stream.
+    """
+    if body.stream_options is not None and not body.stream:
+        raise InvalidValue("stream_options needs stream to be true", param="stream_options")
     asked = {
         "n": body.n not in (None, 1),
         "best_of": body.best_of not in (None, 1),
@@ -158,7 +163,7 @@ def _text(message: Message, path: str) -> str:
         if message.role != "assistant":
             raise InvalidValue(f"{path}.content must be a text", param=f"{path}.content")
         return message.refusal or ""
-    return "".join(_part_text(part, f"{path}.content[{index}]") for index, part in enumerate(content))
+    return "\n".join(_part_text(part, f"{path}.content[{index}]") for index, part in enumerate(content))
 
 
 def _part_text(part: dict[str, Any], path: str) -> str:

@@ -26,6 +26,7 @@ CHECKPOINT_INTERVAL_S = 1.0
 RETRY_AFTER_OVERLOADED_S = 1.0
 RETRY_AFTER_DRAINING_S = 5.0
 DEADLINE_S = 3600.0
+ABORT_WAIT_S = 5.0
 
 log = structlog.get_logger()
 
@@ -138,10 +139,14 @@ class Generations:
 
     def abort(self, request_id: str) -> None:
         """End a live request on an administrator's behalf. Raises NotFound when it does not live."""
-        generation = self._generations.get(request_id)
-        if generation is None:
-            raise NotFound(f"no live request {request_id}")
+        self._find(request_id).leave("aborted")
+
+    async def abort_and_wait(self, request_id: str) -> LiveRequest:
+        """Do the same and return the request when it has ended, or after ABORT_WAIT_S as it is then."""
+        generation = self._find(request_id)
         generation.leave("aborted")
+        await asyncio.wait({generation.outcome}, timeout=ABORT_WAIT_S)
+        return generation.live
 
     def note_frame(self, frame: EngineFrame) -> None:
         """Take over what an engine says of its live requests."""
@@ -176,6 +181,12 @@ class Generations:
             self._checkpointer.cancel()
             with suppress(asyncio.CancelledError):
                 await self._checkpointer
+
+    def _find(self, request_id: str) -> Generation:
+        generation = self._generations.get(request_id)
+        if generation is None:
+            raise NotFound(f"the request {request_id} is not live")
+        return generation
 
     def _live_request(self, order: Order) -> LiveRequest:
         tenant, key = order.principal.tenant, order.principal.key

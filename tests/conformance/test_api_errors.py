@@ -159,6 +159,9 @@ def test_known_fields_that_cannot_be_honoured(server: Server, fields: dict[str, 
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         ({"stop": [""]}, "stop"),
         ({"seed": -1}, "seed"),
+        ({"seed": 2**70}, "seed"),
+        ({"stop_token_ids": [99999]}, "stop_token_ids"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
     ],
     ids=str,
 )
@@ -170,7 +173,7 @@ def test_values_outside_their_limits(server: Server, fields: dict[str, Any], par
 
 @pytest.mark.parametrize(
     ("fields", "param"),
-    [({"temprature": 1}, "temprature"), ({"stream_options": {"usage": True}}, "stream_options.usage")],
+    [({"temprature": 1}, "temprature"), ({"stream": True, "stream_options": {"usage": True}}, "stream_options.usage")],
     ids=str,
 )
 def test_unknown_fields_are_named(server: Server, fields: dict[str, Any], param: str) -> None:

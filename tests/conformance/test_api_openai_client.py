@@ -162,6 +162,17 @@ async def test_every_answer_carries_its_headers(client: AsyncOpenAI) -> None:
             assert raw.headers[f"x-ratelimit-{figure}-{kind}"]
 
 
+async def test_text_parts_are_joined_by_line_feeds(client: AsyncOpenAI) -> None:
+    parts: list[Any] = [{"type": "text", "text": "the quick"}, {"type": "text", "text": "brown fox"}]
+    in_parts = await client.chat.completions.create(
+        **{**GREEDY, "messages": [{"role": "user", "content": parts}]}, max_tokens=8
+    )
+    joined: list[Any] = [{"role": "user", "content": "the quick\nbrown fox"}]
+    whole = await client.chat.completions.create(**{**GREEDY, "messages": joined}, max_tokens=8)
+
+    assert in_parts.choices[0].message.content == whole.choices[0].message.content
+
+
 async def test_fields_that_are_ignored_by_choice_change_nothing(client: AsyncOpenAI) -> None:
     ignored: dict[str, Any] = {"user": "u", "store": False, "metadata": {"a": "b"}, "service_tier": "auto", "verbosity": "low"}
     plain = await client.chat.completions.create(**GREEDY, max_tokens=4)

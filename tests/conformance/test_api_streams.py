@@ -72,12 +72,13 @@ async def test_an_administrator_ends_a_live_request(server: Server) -> None:
         stream = await client.chat.completions.create(**options, extra_body={"ignore_eos": True}, stream=True)
         first = await anext(aiter(stream))
         row = server.admin("GET", f"/requests/{first.id}")
-        server.admin("DELETE", f"/requests/{first.id}")
+        ended = server.admin("DELETE", f"/requests/{first.id}")
         with pytest.raises(openai.APIError) as caught:
             async for _ in stream:
                 pass
 
     assert row["state"] in ("queued", "prefill", "decode")
+    assert (ended["state"], ended["finish_reason"]) == ("finished", "aborted")
     assert caught.value.code == "request_aborted"
     assert finished(server, first.id)["finish_reason"] == "aborted"
 
