@@ -6,12 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import pynvml
-import structlog
 
 NO_GPU = "no NVIDIA GPU"
 MILLIWATTS_PER_WATT = 1000
-
-log = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
