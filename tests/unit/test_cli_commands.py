@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import structlog
 
 from appliance.base.version import current_version
 from appliance.cli.main import main
@@ -50,7 +53,18 @@ class Typed:
 
 
 @pytest.fixture
-def typed(data_dir: Path, capsys: pytest.CaptureFixture[str]) -> Any:
+def own_logging() -> Iterator[None]:
+    """Take back what a command does to the logging of its process: its stream is closed when the test ends."""
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield
+    structlog.reset_defaults()
+    root.handlers[:] = handlers
+    root.setLevel(level)
+
+
+@pytest.fixture
+def typed(data_dir: Path, own_logging: None, capsys: pytest.CaptureFixture[str]) -> Any:
     def run(*arguments: str) -> Typed:
         status = main(list(arguments))
         written = capsys.readouterr()
