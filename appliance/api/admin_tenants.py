@@ -180,7 +180,7 @@ async def change_key(request: AdminRequest, key_id: FromPath[str]) -> KeyShape:
     """Change what the body names."""
     await authenticate_administrator(request, Action.WRITE)
     changes = _given(decode_body(await request.body(), KeyPatch))
-    if changes.get("expires_at") is not None:
+    if isinstance(changes["expires_at"], str):
         changes["expires_at"] = parse_moment(changes["expires_at"], "expires_at")
     return key_shape(await services_of(request).keys.update(key_id, KeyChanges(**changes)))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from datetime import datetime, timedelta
+from datetime import UTC, datetime, timedelta
 
 import msgspec
 from litestar import get, post
@@ -134,8 +134,13 @@ def _page(rows: list[UsageRowShape], limit: int, cursor: str | None) -> PageShap
 
 
 def _period(request: AdminRequest, now: datetime) -> tuple[datetime, datetime]:
+    """Return the period that was asked for; without a start, PERIOD_DEFAULT before its end."""
     end = moment(request, "end") or now
-    return moment(request, "start") or end - PERIOD_DEFAULT, end
+    start = moment(request, "start")
+    if start is None:
+        earliest = datetime.min.replace(tzinfo=UTC)
+        start = end - PERIOD_DEFAULT if end - earliest > PERIOD_DEFAULT else earliest
+    return start, end
 
 
 HANDLERS = [list_usage, list_costs, list_ledger, list_prices, create_price]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from datetime import datetime
+from datetime import UTC, datetime
 from typing import Any
 
 from litestar import Request
@@ -43,11 +43,11 @@ def parse_moment(text: str, param: str) -> datetime:
     """Return `text`, an RFC 3339 time with a zone. A plus sign that a form turned into a space is understood."""
     try:
         parsed = datetime.fromisoformat(text.replace(" ", "+") if "T" in text else text)
-    except ValueError as error:
+        if parsed.tzinfo is not None:
+            return parsed.astimezone(UTC)
+    except (ValueError, OverflowError) as error:
         raise InvalidValue(f"{param} must be a time like 2026-01-31T12:00:00Z", param=param) from error
-    if parsed.tzinfo is None:
-        raise InvalidValue(f"{param} must name its zone, like 2026-01-31T12:00:00Z", param=param)
-    return parsed
+    raise InvalidValue(f"{param} must name its zone, like 2026-01-31T12:00:00Z", param=param)
 
 
 def choice(request: AdminRequest, name: str, choices: Collection[str], default: str | None) -> str | None:

@@ -8,6 +8,9 @@ from typing import Any
 
 import structlog
 
+# Without local variables: keys, tokens and prompts are among them.
+_PLAIN_TRACEBACKS = structlog.processors.ExceptionRenderer(structlog.tracebacks.ExceptionDictTransformer(show_locals=False))
+
 
 def configure_logging(level: str, *, json: bool) -> None:
     """Send structlog and the standard library's loggers to standard error from `level` (debug, info, warning, error) up.
@@ -21,9 +24,9 @@ def configure_logging(level: str, *, json: bool) -> None:
         structlog.processors.TimeStamper(fmt="iso", utc=True),
     ]
     last: list[Any] = (
-        [structlog.processors.dict_tracebacks, structlog.processors.JSONRenderer()]
+        [_PLAIN_TRACEBACKS, structlog.processors.JSONRenderer()]
         if json
-        else [structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())]
+        else [structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty(), exception_formatter=structlog.dev.plain_traceback)]
     )
     structlog.configure(
         processors=[*shared, *last],

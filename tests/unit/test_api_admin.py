@@ -102,6 +102,9 @@ async def test_a_keys_expiry_and_limits_can_be_changed(box: ApiBox) -> None:
     assert changed["expires_at"] == "2998-12-31T23:00:00.000Z"
     assert changed["limits"]["concurrent_requests"] == 2
     assert changed["allowed_networks"] == ["10.0.0.0/8"]
+    renamed = await box.call("PATCH", f"/keys/{made['id']}", json={"name": "another"})
+    assert (renamed["name"], renamed["expires_at"]) == ("another", changed["expires_at"])
+    assert (await box.call("PATCH", f"/keys/{made['id']}", json={"expires_at": None}))["expires_at"] is None
 
 
 @pytest.mark.parametrize(
@@ -167,7 +170,10 @@ async def test_an_unknown_query_parameter_is_named(box: ApiBox) -> None:
     assert await refusal(box, "GET", "/ledger?tenant=x", 400) == ("unknown_parameter", "tenant")
 
 
-@pytest.mark.parametrize("query", ["start=yesterday", "start=2026-01-01T00:00:00", "bucket=week", "group_by=colour"])
+@pytest.mark.parametrize(
+    "query",
+    ["start=yesterday", "start=2026-01-01T00:00:00", "end=0001-01-01T00:00:00%2B14:00", "bucket=week", "group_by=colour"],
+)
 async def test_wrong_report_queries_are_named(box: ApiBox, query: str) -> None:
     assert await refusal(box, "GET", f"/usage?{query}", 400) == ("invalid_value", query.partition("=")[0])
 

@@ -1,0 +1,45 @@
+"""Secrets stay out of the log, also when something fails in the middle of a request that carries them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import structlog
+
+from appliance.base.logging import configure_logging
+from tests.support.api_box import open_api_box
+
+SECRET = "gha_secret-that-must-not-be-logged"
+
+
+@pytest.fixture(params=[True, False], ids=["json", "console"])
+def captured(request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]) -> Iterator[pytest.CaptureFixture[str]]:
+    """What the appliance logs, in both forms; afterwards the suite's own logging is back."""
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    configure_logging("debug", json=request.param)
+    yield capsys
+    root.handlers[:] = handlers
+    root.setLevel(level)
+    structlog.reset_defaults()
+
+
+async def test_a_traceback_shows_no_key(
+    migrated_sqlite_file: Path, tmp_path: Path, captured: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with open_api_box(migrated_sqlite_file, tmp_path) as box:
+
+        async def broken(secret: str) -> None:
+            raise RuntimeError(f"failed with {len(secret)} characters")
+
+        monkeypatch.setattr(box.services.admin_tokens, "authenticate", broken)
+        answer = await box.client.get("/admin/v1/tenants", headers={"authorization": f"Bearer {SECRET}"})
+        logged = captured.readouterr().err
+
+    assert answer.status_code == 500
+    assert "RuntimeError" in logged
+    assert answer.headers["x-request-id"] in logged
+    assert SECRET not in logged
