@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
+import structlog
 from litestar import get
 from litestar.params import FromQuery
 from litestar.response import Stream
@@ -14,6 +15,9 @@ from appliance.console.context import Console, ConsoleDependency
 from appliance.console.overview import overview_fragment
 from appliance.console.requests import live_requests_fragment
 from appliance.console.security import ConsoleRequest, may_change, session_token
+from appliance.telemetry.events import TooManySubscribers
+
+log = structlog.get_logger()
 
 STREAMS_MAX = 64
 SESSION_CHECKED_EVERY_TICKS = 10
@@ -46,6 +50,8 @@ async def _frames(console: Console, view: str, *, token: str, changing: bool) ->
                     return
                 count += 1
                 yield await _rendered(console, view, at=snapshot.at.isoformat(), changing=changing)
+    except TooManySubscribers:
+        log.warning("a live page found no place at the sampler; it tries again by itself")
     finally:
         console.open_streams -= 1
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import islice
 
 from litestar import Response, get, post
 from litestar.params import FromPath
@@ -14,6 +15,8 @@ from appliance.console.request_lines import RequestLine, live_line, past_line
 from appliance.console.security import ConsoleRequest, require_changer
 from appliance.metering.prices import Price
 from appliance.metering.records import UsageEvent
+
+LIVE_ROWS_MAX = 100
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +43,7 @@ async def list_requests(request: ConsoleRequest, console: ConsoleDependency) -> 
         request,
         "pages/requests.html",
         live=live_lines(console),
+        live_total=len(console.services.generations.live),
         at=console.services.clock.now(),
         rows=past,
         next_page=next_page,
@@ -53,13 +57,14 @@ async def list_requests(request: ConsoleRequest, console: ConsoleDependency) -> 
 async def live_requests_fragment(console: Console, *, changing: bool) -> str:
     """Return the live part of the page; the cancel buttons are there for those who may use them."""
     now = console.services.clock.now()
-    return console.pages.fragment("fragments/live_requests.html", live=live_lines(console), at=now, may_change=changing)
+    live, total = live_lines(console), len(console.services.generations.live)
+    return console.pages.fragment("fragments/live_requests.html", live=live, live_total=total, at=now, may_change=changing)
 
 
 def live_lines(console: Console) -> list[RequestLine]:
-    """Return the requests in flight, oldest first."""
+    """Return the requests in flight, oldest first; of a long queue its head, because the table is sent once a second."""
     now = console.services.clock.now()
-    return [live_line(live, now) for live in console.services.generations.live.values()]
+    return [live_line(live, now) for live in islice(console.services.generations.live.values(), LIVE_ROWS_MAX)]
 
 
 @get("/requests/{request_id:str}")

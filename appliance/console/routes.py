@@ -31,6 +31,7 @@ HANDLERS = (
     keys.list_keys, keys.new_key, keys.create_key, keys.show_key, keys.save_key,
     keys.confirm_rotate, keys.rotate_key, keys.confirm_revoke, keys.revoke_key,
 )  # fmt: skip
+FORM_BYTES_MAX = 64 * 1024
 # An address of a static file changes with its content, so a browser may keep what it has.
 STATIC_KEPT = "public, max-age=31536000, immutable"
 
@@ -50,6 +51,7 @@ def create_console_router(services: Services) -> Router:
         before_request=require_csrf_token,
         exception_handlers={Exception: error_handler(console.pages), GatehouseError: error_handler(console.pages)},
         include_in_schema=False,
+        request_max_body_size=FORM_BYTES_MAX,
     )
     return Router(path="/", route_handlers=[pages, _static_files()], middleware=[SecurityHeaders()])
 

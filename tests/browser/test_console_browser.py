@@ -9,6 +9,7 @@ from playwright.async_api import Dialog, Locator, Page, expect
 
 from tests.browser.conftest import Site
 from tests.support.console_fixtures import engine_status
+from tests.support.factories import pending, posted
 
 pytestmark = pytest.mark.browser
 
@@ -141,6 +142,24 @@ async def test_a_running_request_is_cancelled_and_leaves_the_table(site: Site) -
     assert side.aborted == ["req_to_be_cancelled_2"]
     assert questions
     assert "billed" in questions[0]
+
+
+async def test_the_page_of_a_running_request_follows_it_to_its_end(site: Site) -> None:
+    box = site.box
+    entry = pending(box.cast.bob, admitted_at=box.services.clock.now())
+    await box.services.ledger.open(entry)
+    live = box.engine_side.add(box.cast.bob, entry.request_id)
+    page = await site.alice()
+    await page.goto(f"/requests/{entry.request_id}")
+    await expect(page.locator(".page-head .badge")).to_have_text("decode")
+
+    live.kv_blocks = 41
+    await expect(page.get_by_text("41", exact=True)).to_be_visible()
+    del box.engine_side.live[entry.request_id]
+    await box.services.ledger.settle(posted(entry.request_id, reason="length"))
+
+    await expect(page.locator(".page-head .badge")).to_have_text("length")
+    await expect(page.locator("#request[hx-get]")).to_have_count(0)
 
 
 async def test_an_action_that_comes_too_late_is_told_in_a_toast_that_stays(site: Site) -> None:

@@ -198,3 +198,7 @@ async def test_a_made_up_session_is_none(box: Box) -> None:
 )
 def test_the_way_on_after_signing_in_stays_on_this_site(target: str | None, expected: str) -> None:
     assert safe_next(target) == expected
+
+
+async def test_a_form_that_is_far_too_large_is_refused(box: Box) -> None:
+    assert (await box.visitor().post("/login", email="a@b", password="x" * 100_000)).status_code == 413

@@ -165,3 +165,15 @@ async def test_a_request_in_flight_is_not_in_the_history_too(box: Box) -> None:
     rows = (await (await box.alice()).fragment("/requests")).text
 
     assert request_id not in rows
+
+
+async def test_of_a_long_queue_the_head_is_shown_and_the_rest_counted(box: Box) -> None:
+    for number in range(130):
+        box.engine_side.add(box.cast.bob, f"req_{number:08d}", state="queued", queue_position=number)
+
+    page = (await (await box.alice()).get("/requests")).text
+
+    assert "req_00000099" in page
+    assert "req_00000100" not in page
+    assert 'In flight <span class="muted">130' in page
+    assert "30 more wait behind them" in page
