@@ -49,7 +49,7 @@ class Database:
     @classmethod
     def open(cls, url: str) -> Database:
         """Return the database at `url` without connecting yet. Raises ValueError when it is not a URL that we serve."""
-        kind, target = _parse(url)
+        kind, target = parse_url(url)
         if kind == "sqlite":
             return cls(kind, _sqlite_writer(target), _sqlite_readers(target))
         engine = create_async_engine(
@@ -114,7 +114,8 @@ class ChangeCount:
         self.value += 1
 
 
-def _parse(url: str) -> tuple[Kind, URL]:
+def parse_url(url: str) -> tuple[Kind, URL]:
+    """Return which kind of database `url` names, and its parts. Raises ValueError when it is not one that we serve."""
     target = make_url("postgresql://" + url.removeprefix("postgres://") if url.startswith("postgres://") else url)
     if target.drivername == "sqlite":
         if not target.database or target.database == ":memory:":
@@ -165,7 +166,7 @@ def _prepare_sqlite(engine: Engine, *, begin: str, query_only: bool = False) -> 
 
 @contextmanager
 def _connected(url: str) -> Iterator[Connection]:
-    kind, target = _parse(url)
+    kind, target = parse_url(url)
     if kind == "sqlite":
         _create_private(Path(str(target.database)))
         engine = create_engine(target, poolclass=NullPool)
