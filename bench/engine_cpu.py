@@ -128,10 +128,18 @@ def run_continuous(model: Any, work: Workload) -> list[list[int]]:
     return [answers[str(index)] for index in range(len(work.prompts))]
 
 
-def timed(run: Callable[[], list[list[int]]]) -> tuple[float, list[list[int]]]:
-    started_s = time.perf_counter()
-    answers = run()
-    return time.perf_counter() - started_s, answers
+@dataclass(frozen=True)
+class Cost:
+    """Of one run. CPU seconds are of this process, all threads: they bear a busy neighbour better than wall-clock time."""
+
+    wall_s: float
+    cpu_s: float
+
+
+def timed(run: Callable[[], list[list[int]]]) -> Cost:
+    started_s, started_cpu_s = time.perf_counter(), cpu_seconds()[1]
+    run()
+    return Cost(time.perf_counter() - started_s, cpu_seconds()[1] - started_cpu_s)
 
 
 def equal_share(ours: list[list[int]], theirs: list[list[int]]) -> float:
@@ -162,16 +170,19 @@ def compare(
     started, started_s = cpu_seconds(), time.perf_counter()
     for number in range(rounds):
         order = [("ours", ours), ("theirs", theirs)]
-        seconds = {name: timed(run)[0] for name, run in (order if number % 2 == 0 else order[::-1])}
-        pairs.append((seconds["ours"], seconds["theirs"]))
-    ratios = [theirs_s / ours_s for ours_s, theirs_s in pairs]
+        costs = {name: timed(run) for name, run in (order if number % 2 == 0 else order[::-1])}
+        pairs.append((costs["ours"], costs["theirs"]))
+    ratios = [theirs_cost.wall_s / ours_cost.wall_s for ours_cost, theirs_cost in pairs]
     return {
         "peer": peer,
         "equal_requests": round(same, 3),
         "ratio_median": round(statistics.median(ratios), 2),
         "ratios": [round(ratio, 2) for ratio in ratios],
-        "ours_tokens_per_s": round(tokens / min(pair[0] for pair in pairs), 1),
-        "peer_tokens_per_s": round(tokens / min(pair[1] for pair in pairs), 1),
+        "ours_tokens_per_s": round(tokens / min(pair[0].wall_s for pair in pairs), 1),
+        "peer_tokens_per_s": round(tokens / min(pair[1].wall_s for pair in pairs), 1),
+        "cpu_ratio_median": round(statistics.median(pair[1].cpu_s / pair[0].cpu_s for pair in pairs), 2),
+        "ours_tokens_per_cpu_s": round(tokens / min(pair[0].cpu_s for pair in pairs), 1),
+        "peer_tokens_per_cpu_s": round(tokens / min(pair[1].cpu_s for pair in pairs), 1),
         "other_cpu_cores": round(other_cpu(started) / (time.perf_counter() - started_s), 2),
     }
 
