@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import logging
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,19 +18,21 @@ SECRET = "gha_secret-that-must-not-be-logged"
 
 
 @pytest.fixture(params=[True, False], ids=["json", "console"])
-def captured(request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]) -> Iterator[pytest.CaptureFixture[str]]:
+def logged(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[io.StringIO]:
     """What the appliance logs, in both forms; afterwards the suite's own logging is back."""
+    written = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", written)
     root = logging.getLogger()
     handlers, level = root.handlers[:], root.level
     configure_logging("debug", json=request.param)
-    yield capsys
+    yield written
     root.handlers[:] = handlers
     root.setLevel(level)
     structlog.reset_defaults()
 
 
 async def test_a_traceback_shows_no_key(
-    migrated_sqlite_file: Path, tmp_path: Path, captured: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    migrated_sqlite_file: Path, tmp_path: Path, logged: io.StringIO, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with open_api_box(migrated_sqlite_file, tmp_path) as box:
 
@@ -37,9 +41,8 @@ async def test_a_traceback_shows_no_key(
 
         monkeypatch.setattr(box.services.admin_tokens, "authenticate", broken)
         answer = await box.client.get("/admin/v1/tenants", headers={"authorization": f"Bearer {SECRET}"})
-        logged = captured.readouterr().err
 
     assert answer.status_code == 500
-    assert "RuntimeError" in logged
-    assert answer.headers["x-request-id"] in logged
-    assert SECRET not in logged
+    assert "RuntimeError" in logged.getvalue()
+    assert answer.headers["x-request-id"] in logged.getvalue()
+    assert SECRET not in logged.getvalue()
