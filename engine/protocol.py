@@ -14,6 +14,7 @@ TOP_LOGPROBS_MAX = 20
 STOP_STRINGS_MAX = 16
 LOGIT_BIAS_MAX = 1024
 SEED_MAX = 2**63 - 1
+TOP_K_MAX = 2**31 - 1  # more than any vocabulary; what does not fit an int64 would fail inside the sampler
 
 
 class FinishReason(StrEnum):
@@ -86,7 +87,7 @@ def _require(ok: bool, param: str, message: str) -> None:
 def _check_ranges(p: SamplingParams) -> None:
     _require(0.0 <= p.temperature <= 2.0, "temperature", f"must be between 0 and 2, not {p.temperature}")
     _require(0.0 < p.top_p <= 1.0, "top_p", f"must be above 0 and at most 1, not {p.top_p}")
-    _require(p.top_k >= -1, "top_k", f"must be -1 or 0 (off) or positive, not {p.top_k}")
+    _require(-1 <= p.top_k <= TOP_K_MAX, "top_k", f"must be -1 or 0 (off) or at most {TOP_K_MAX}, not {p.top_k}")
     _require(0.0 <= p.min_p <= 1.0, "min_p", f"must be between 0 and 1, not {p.min_p}")
     _require(
         0.0 < p.repetition_penalty <= 10.0, "repetition_penalty", f"must be above 0 and at most 10, not {p.repetition_penalty}"

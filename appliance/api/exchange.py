@@ -16,7 +16,7 @@ from litestar.enums import ScopeType
 from litestar.types import ASGIApp, Message, Receive, Scope, Send
 
 from appliance.api.error_responses import encode_error
-from appliance.base.errors import InternalError
+from appliance.base.errors import GatehouseError, InternalError, InvalidValue
 from appliance.base.ids import new_id
 
 QUIET_PATHS = ("/health", "/metrics", "/static")
@@ -71,11 +71,15 @@ class ExchangeWrapper:
             await send(message)
 
         try:
-            await self._app(scope, receive, send_with_headers)
+            if _has_nul(scope):
+                await _send_error(send_with_headers, InvalidValue("an address must not contain the character U+0000"))
+            else:
+                await self._app(scope, receive, send_with_headers)
         except Exception:  # HTTP edge: the last one that can still answer
             log.exception("request failed outside its handler", path=scope["path"])
             if exchange.status is None:
-                await _send_internal_error(send_with_headers)
+                internal = InternalError("an internal error occurred; the request id finds it in the log")
+                await _send_error(send_with_headers, internal)
         finally:
             for closer in exchange.closers:
                 closer()
@@ -89,10 +93,15 @@ def _header_lines(exchange: Exchange) -> list[tuple[bytes, bytes]]:
     return [(name.encode(), value.encode("latin-1", "replace")) for name, value in headers.items()]
 
 
-async def _send_internal_error(send: Send) -> None:
-    body = encode_error(InternalError("an internal error occurred; the request id finds it in the log"))
+def _has_nul(scope: Scope) -> bool:
+    """Return whether path or query contain U+0000, which no name here contains and PostgreSQL cannot even compare with."""
+    return "\x00" in scope["path"] or b"%00" in scope["query_string"]
+
+
+async def _send_error(send: Send, error: GatehouseError) -> None:
+    body = encode_error(error)
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-    await send({"type": "http.response.start", "status": InternalError.status, "headers": headers})
+    await send({"type": "http.response.start", "status": error.status, "headers": headers})
     await send({"type": "http.response.body", "body": body, "more_body": False})
 
 

@@ -166,6 +166,11 @@ async def test_wrong_paging_is_named(box: ApiBox, query: str, param: str) -> Non
     assert await refusal(box, "GET", f"/tenants?{query}", 400) == ("invalid_value", param)
 
 
+@pytest.mark.parametrize("path", ["/tenants/%00", "/ledger?tenant_id=a%00", "/requests/%00"])
+async def test_the_character_that_no_database_compares_is_refused(box: ApiBox, path: str) -> None:
+    assert (await refusal(box, "GET", path, 400))[0] == "invalid_value"
+
+
 async def test_an_unknown_query_parameter_is_named(box: ApiBox) -> None:
     assert await refusal(box, "GET", "/ledger?tenant=x", 400) == ("unknown_parameter", "tenant")
 
