@@ -116,8 +116,6 @@ def _password(from_stdin: bool) -> tuple[bool, str]:
 
 def _on_database(settings: Settings, work: Callable[[Database], Awaitable[T]]) -> T:
     """Run `work` on the database, which must have its tables already."""
-    from sqlalchemy.exc import SQLAlchemyError
-
     from appliance.base import db
 
     async def go() -> T:
@@ -127,14 +125,9 @@ def _on_database(settings: Settings, work: Callable[[Database], Awaitable[T]]) -
         finally:
             await database.close()
 
-    try:
-        if db.current_revision(settings.database_url) != db.head_revision():
-            raise CommandFailed(
-                "the database is not ready: start the appliance once, or run gatehouse db upgrade", code="database"
-            )
-        return asyncio.run(go())
-    except SQLAlchemyError as error:
-        raise CommandFailed(f"the database does not answer: {str(error).splitlines()[0]}", code="database") from error
+    if db.current_revision(settings.database_url) != db.head_revision():
+        raise CommandFailed("the database is not ready: start the appliance once, or run gatehouse db upgrade", code="database")
+    return asyncio.run(go())
 
 
 def _print_member(member: Member, password: str | None, *, as_json: bool) -> None:

@@ -60,7 +60,7 @@ def _run(given: list[str]) -> int:
     import typer
 
     from appliance.base.errors import GatehouseError
-    from appliance.base.settings import SettingsError
+    from appliance.base.settings import SettingsError, UnusableData
     from appliance.cli import output
 
     as_json = "--json" in given
@@ -79,8 +79,22 @@ def _run(given: list[str]) -> int:
     except SettingsError as error:
         output.failed(str(error), "invalid_setting", as_json=as_json)
         return 1
+    except UnusableData as error:
+        output.failed(str(error), "unusable_data", as_json=as_json)
+        return 1
+    except _database_error() as error:
+        reason = str(getattr(error, "orig", None) or error).strip().splitlines()[0]
+        output.failed(f"the database does not answer: {reason}", "database", as_json=as_json)
+        return 1
     except typer.TyperException as error:
         return output.misused(error, as_json=as_json)
+
+
+def _database_error() -> type[Exception]:
+    """Return the base of the database's errors. Looked up when something has failed: its import would slow every command."""
+    from sqlalchemy.exc import SQLAlchemyError
+
+    return SQLAlchemyError
 
 
 if __name__ == "__main__":

@@ -55,7 +55,6 @@ def _with_models_found(settings: Settings) -> Settings:
 
 def _run(settings: Settings) -> None:
     import uvloop
-    from sqlalchemy.exc import SQLAlchemyError
 
     from appliance import app
     from appliance.api.http_server import CannotStart
@@ -70,8 +69,6 @@ def _run(settings: Settings) -> None:
         uvloop.run(app.serve(settings, on_listening=greeter.listening))
     except (CannotStart, NotAModel, UnusableData) as error:
         raise CommandFailed(str(error), code="cannot_start") from error
-    except SQLAlchemyError as error:
-        raise CommandFailed(f"the database does not answer: {str(error).splitlines()[0]}", code="database") from error
     except OSError as error:
         raise CommandFailed(f"{error.strerror}: {error.filename or settings.data_dir}", code="cannot_start") from error
 

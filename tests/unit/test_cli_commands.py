@@ -118,6 +118,23 @@ def test_an_unknown_setting_stops_the_command(typed: Any, monkeypatch: pytest.Mo
     assert typed("tenants", "list", "--json").json()["error"]["code"] == "invalid_setting"
 
 
+@pytest.mark.parametrize(
+    "command", [["tenants", "list"], ["db", "check"], ["db", "upgrade"], ["admin", "token", "--list"]], ids=" ".join
+)
+def test_a_database_that_does_not_answer_is_told_without_its_password(typed: Any, command: list[str]) -> None:
+    answer = typed(*command, "--database", "postgresql://u:hunter2@127.0.0.1:1/db", "--json")
+    assert answer.status == 1
+    assert answer.json()["error"]["code"] == "database"
+    assert "hunter2" not in answer.out + answer.err
+
+
+def test_a_data_folder_that_cannot_be_used_is_told(typed: Any, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    answer = typed("tenants", "list", "--data-dir", str(tmp_path / "file" / "data"), "--json")
+    assert answer.status == 1
+    assert answer.json()["error"]["code"] == "invalid_setting"
+
+
 def test_a_tenant_lives_through_its_commands(typed: Any) -> None:
     made = typed("tenants", "create", "bob", "--tokens-per-minute", "1000", "--model", "demo", "--json").json()
     assert made["limits"]["tokens_per_minute"] == 1000
