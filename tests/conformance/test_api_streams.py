@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -10,7 +11,8 @@ import pytest
 from openai import AsyncOpenAI
 
 from tests.conformance.conftest import MODEL
-from tests.support.server import Server, wait_until
+from tests.support.served_model import make_hollow_model
+from tests.support.server import Server, running_server, wait_until
 
 LONG: dict[str, Any] = {
     "model": MODEL,
@@ -20,6 +22,14 @@ LONG: dict[str, Any] = {
     "ignore_eos": True,
 }
 DEADLINE_S = 20.0
+
+
+@pytest.fixture(scope="module")
+def slow_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """An appliance whose engine, a stand-in, takes its time: long answers are still under way when a test acts."""
+    folder = tmp_path_factory.mktemp("slow")
+    with running_server(make_hollow_model(folder / MODEL), folder / "data", fake_engine_step_s=0.02) as running:
+        yield running
 
 
 def finished(server: Server, request_id: str) -> dict[str, Any]:
@@ -54,25 +64,25 @@ def test_a_client_that_leaves_frees_its_blocks_and_is_billed_for_what_was_genera
     wait_until(lambda: used_blocks(server) == 0, DEADLINE_S, server.log)
 
 
-def test_a_client_that_leaves_before_a_whole_answer_ends_it(server: Server) -> None:
-    headers = {"authorization": f"Bearer {server.api_key}"}
-    known = {row["id"] for row in server.everything("/requests")}
+def test_a_client_that_leaves_before_a_whole_answer_ends_it(slow_server: Server) -> None:
+    headers = {"authorization": f"Bearer {slow_server.api_key}"}
+    known = {row["id"] for row in slow_server.everything("/requests")}
     with pytest.raises(httpx.ReadTimeout):
-        httpx.post(f"{server.url}/v1/chat/completions", json=LONG, headers=headers, timeout=0.5)
-    (request_id,) = {row["id"] for row in server.everything("/requests")} - known
+        httpx.post(f"{slow_server.url}/v1/chat/completions", json=LONG, headers=headers, timeout=1.0)
+    (request_id,) = {row["id"] for row in slow_server.everything("/requests")} - known
 
-    event = finished(server, request_id)
+    event = finished(slow_server, request_id)
     assert event["finish_reason"] == "disconnected"
     assert event["completion_tokens"] < 900
 
 
-async def test_an_administrator_ends_a_live_request(server: Server) -> None:
-    async with AsyncOpenAI(base_url=f"{server.url}/v1", api_key=server.api_key, max_retries=0) as client:
+async def test_an_administrator_ends_a_live_request(slow_server: Server) -> None:
+    async with AsyncOpenAI(base_url=f"{slow_server.url}/v1", api_key=slow_server.api_key, max_retries=0) as client:
         options = {name: value for name, value in LONG.items() if name != "ignore_eos"}
         stream = await client.chat.completions.create(**options, extra_body={"ignore_eos": True}, stream=True)
         first = await anext(aiter(stream))
-        row = server.admin("GET", f"/requests/{first.id}")
-        ended = server.admin("DELETE", f"/requests/{first.id}")
+        row = slow_server.admin("GET", f"/requests/{first.id}")
+        ended = slow_server.admin("DELETE", f"/requests/{first.id}")
         with pytest.raises(openai.APIError) as caught:
             async for _ in stream:
                 pass
@@ -80,18 +90,18 @@ async def test_an_administrator_ends_a_live_request(server: Server) -> None:
     assert row["state"] in ("queued", "prefill", "decode")
     assert (ended["state"], ended["finish_reason"]) == ("finished", "aborted")
     assert caught.value.code == "request_aborted"
-    assert finished(server, first.id)["finish_reason"] == "aborted"
+    assert finished(slow_server, first.id)["finish_reason"] == "aborted"
 
 
-def test_live_requests_are_listed_first_and_only_once(server: Server) -> None:
-    headers = {"authorization": f"Bearer {server.api_key}"}
+def test_live_requests_are_listed_first_and_only_once(slow_server: Server) -> None:
+    headers = {"authorization": f"Bearer {slow_server.api_key}"}
     with httpx.stream(
-        "POST", f"{server.url}/v1/chat/completions", json={**LONG, "stream": True}, headers=headers, timeout=60
+        "POST", f"{slow_server.url}/v1/chat/completions", json={**LONG, "stream": True}, headers=headers, timeout=60
     ) as answer:
         request_id = answer.headers["x-request-id"]
         lines = answer.iter_lines()  # held: when the iterator goes, the connection is closed
         next(lines)
-        rows = server.admin("GET", "/requests")["data"]
+        rows = slow_server.admin("GET", "/requests")["data"]
 
         next(lines)
     assert rows[0]["id"] == request_id

@@ -36,7 +36,7 @@ async def stream_through_a_signal(server: Server) -> tuple[httpx.Response, str]:
     """Signal in the middle of a stream; return the answer to a request after it, and the whole stream."""
     headers = {"authorization": f"Bearer {server.api_key}"}
     url = f"{server.url}/v1/chat/completions"
-    async with httpx.AsyncClient(timeout=30, headers=headers) as client, client.stream("POST", url, json=body(60)) as answer:
+    async with httpx.AsyncClient(timeout=30, headers=headers) as client, client.stream("POST", url, json=body(150)) as answer:
         lines = answer.aiter_lines()
         text = await anext(lines)
         server.process.send_signal(signal.SIGTERM)
