@@ -122,6 +122,27 @@ async def test_a_request_streams_to_its_end_and_an_abort_frees_its_blocks_with_e
         assert status.prompt_tokens_total == 6
 
 
+async def test_many_streams_of_mixed_lengths_all_end_and_none_waits_while_others_go_on(model: Path) -> None:
+    async with engine_process(model, "--max-num-seqs", "32") as engine:
+        await engine.ready()
+        lengths = {f"stream {i}": 5 + (7 * i) % 40 for i in range(32)}
+        await engine.send(GatewayFrame(submit=[request(name, max_tokens=length) for name, length in lengths.items()]))
+        delivered = dict.fromkeys(lengths, 0)
+        ended: set[str] = set()
+        while len(ended) < len(lengths):
+            events = {event.request_id: event for event in (await engine.frame()).events}
+            started = {name for name, count in delivered.items() if count and name not in ended}
+            assert not events or started <= set(events), "a step left out a request that decodes"
+            for name, event in events.items():
+                delivered[name] += len(event.token_ids)
+                assert delivered[name] == event.num_output_tokens
+                ended |= {name} if event.finish_reason else set()
+        assert delivered == lengths
+        status = engine.last_frame.status
+        assert status is not None
+        assert (status.generation_tokens_total, status.kv_blocks_used) == (sum(lengths.values()), 0)
+
+
 async def test_a_prompt_that_cannot_run_is_answered_and_the_engine_goes_on(model: Path) -> None:
     async with engine_process(model) as engine:
         await engine.ready()
