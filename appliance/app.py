@@ -21,15 +21,16 @@ from appliance.api.http_server import CannotStart, HttpServer, control_file, lis
 from appliance.api.openapi import openapi_config
 from appliance.api.routers import api_routers
 from appliance.base.clock import SystemClock
+from appliance.base.database_claim import DatabaseClaim, claim_database
 from appliance.base.db import Database, upgrade
 from appliance.base.errors import GatehouseError
-from appliance.base.settings import Settings
+from appliance.base.settings import Settings, UnusableData
 from appliance.base.version import current_version
 from appliance.console.routes import answer_unknown_path, create_console_router
 from appliance.metering.admission import Admission
 from appliance.metering.ledger import Ledger
 from appliance.metering.prices import PriceBook
-from appliance.metering.recovery import begin_epoch, recover
+from appliance.metering.recovery import begin_epoch, end_epoch, recover
 from appliance.metering.sums import LedgerSums
 from appliance.metering.usage import UsageReports
 from appliance.serving.database_watch import DatabaseWatch
@@ -65,6 +66,7 @@ class Appliance:
         self.first_start: FirstStart | None = None
         self._services: Services | None = None
         self._gpu = GpuProbe()
+        self._claim: DatabaseClaim | None = None
         self._housekeeper: asyncio.Task[None] | None = None
 
     @property
@@ -75,19 +77,21 @@ class Appliance:
         return self._services
 
     async def start(self) -> None:
-        """Migrate, recover what a dead run left, and start every part. Engines load in the background.
+        """Claim the database, migrate, recover what a dead run left, and start every part. Engines load in the background.
 
-        Raises NotAModel, ValueError or the database's own error; nothing is left running then.
+        Raises NotAModel, UnusableData, ValueError or the database's own error; nothing is left running then.
         """
         settings = self.settings
         settings.data_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
-        await asyncio.to_thread(upgrade, settings.database_url)
+        if self.engines:
+            self._claim = await claim_database(settings.database_url)
         db = Database.open(settings.database_url)
         try:
+            await asyncio.to_thread(upgrade, settings.database_url)
             self._services = await self._build(db)
             await self._start_parts(self._services)
         except BaseException:
-            await db.close()
+            await self._let_go(db)
             raise
 
     async def stop(self) -> None:
@@ -101,10 +105,18 @@ class Appliance:
         await asyncio.gather(*(model.client.stop() for model in services.models.list()))
         await services.sampler.stop()
         self._gpu.close()
-        if self.engines:
-            await services.keys.flush_last_used()
-            await services.ledger.stop()
-        await services.db.close()
+        try:
+            if self.engines:
+                await services.keys.flush_last_used()
+                await services.ledger.stop()
+                await end_epoch(services.db, services.clock, services.epoch_id)
+        finally:
+            await self._let_go(services.db)
+
+    async def _let_go(self, db: Database) -> None:
+        await db.close()
+        if self._claim is not None:
+            await self._claim.release()
 
     async def _build(self, db: Database) -> Services:
         settings, clock, metrics = self.settings, SystemClock(), Metrics()
@@ -243,7 +255,7 @@ async def _start(appliance: Appliance) -> None:
     except (SQLAlchemyError, CommandError) as error:
         reason = str(getattr(error, "orig", None) or error).strip().splitlines()[0]
         raise CannotStart(f"the database cannot be used: {reason}; check --database and `gatehouse doctor`") from error
-    except ValueError as error:
+    except (UnusableData, ValueError) as error:
         raise CannotStart(str(error)) from error
 
 

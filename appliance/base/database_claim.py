@@ -31,12 +31,19 @@ class DatabaseClaim(Protocol):
 
 
 async def claim_database(url: str, *, wait_s: float = WAIT_S) -> DatabaseClaim:
-    """Return the claim on the database at `url`. Raises UnusableData when another gateway still holds it after `wait_s`."""
+    """Return the claim on the database at `url`.
+
+    Raises UnusableData when the server does not answer, or when another gateway still holds the database after `wait_s`.
+    """
     kind, target = parse_url(url)
     if kind == "sqlite":
         return _claim_file(f"{target.database}.claim")
     server = target.set(drivername="postgresql").update_query_dict(_KEEPALIVE, append=False)
-    connection = await psycopg.AsyncConnection.connect(server.render_as_string(hide_password=False), autocommit=True)
+    try:
+        connection = await psycopg.AsyncConnection.connect(server.render_as_string(hide_password=False), autocommit=True)
+    except psycopg.Error as error:
+        reason = str(error).strip().splitlines()[0]
+        raise UnusableData(f"the database cannot be used: {reason}; check --database and `gatehouse doctor`") from error
     give_up_s = time.monotonic() + wait_s
     try:
         while not await _try_lock(connection):

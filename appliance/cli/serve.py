@@ -59,7 +59,6 @@ def _run(settings: Settings) -> None:
     from appliance import app
     from appliance.api.http_server import CannotStart
     from appliance.base.logging import configure_logging
-    from appliance.base.settings import UnusableData
     from appliance.serving.model_registry import NotAModel
 
     as_json = not sys.stderr.isatty() if settings.log_json is None else settings.log_json
@@ -67,7 +66,7 @@ def _run(settings: Settings) -> None:
     greeter = Greeter()
     try:
         uvloop.run(app.serve(settings, on_listening=greeter.listening))
-    except (CannotStart, NotAModel, UnusableData) as error:
+    except (CannotStart, NotAModel) as error:
         raise CommandFailed(str(error), code="cannot_start") from error
     except OSError as error:
         raise CommandFailed(f"{error.strerror}: {error.filename or settings.data_dir}", code="cannot_start") from error

@@ -17,3 +17,10 @@ async def test_a_second_gateway_is_refused_until_the_first_has_gone(empty_databa
     second = await claim_database(empty_database_url, wait_s=5)
 
     await second.release()
+
+
+async def test_a_server_that_does_not_answer_is_told_in_one_line() -> None:
+    with pytest.raises(UnusableData, match=r"^the database cannot be used: .*check --database") as refused:
+        await claim_database("postgresql://nobody@127.0.0.1:1/nothing")
+
+    assert "\n" not in str(refused.value)
