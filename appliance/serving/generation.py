@@ -224,6 +224,14 @@ class Generation:
         cached_tokens = min(live.cached_tokens, live.prompt_tokens)
         return Usage(prompt_tokens=live.prompt_tokens, cached_tokens=cached_tokens, completion_tokens=live.completion_tokens)
 
+    def _blocks_filled(self) -> int:
+        """Return the KV blocks that the tokens filled: the engine reports them a few times per second, too seldom for short
+        requests. The last token was never written to the cache."""
+        info = self._model.client.info
+        if info is None or not self._billable:
+            return 0
+        return -(-(self.live.prompt_tokens + max(self.live.completion_tokens, 1) - 1) // info.block_size)
+
     def _settlement(self, reason: str, usage: Usage) -> Settlement:
         live = self.live
         assert live.finished_at is not None
@@ -237,7 +245,7 @@ class Generation:
                 ttft_s=live.ttft_s,
                 inter_token_p50_s=live.inter_token_p50_s,
                 decode_s=live.decode_s,
-                kv_blocks=live.kv_blocks_max,
+                kv_blocks=max(live.kv_blocks_max, self._blocks_filled()),
                 preemptions=live.preemptions,
                 first_token_at=live.first_token_at,
                 finished_at=live.finished_at,

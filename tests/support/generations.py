@@ -27,7 +27,7 @@ from appliance.serving.generations import Generations, Order
 from appliance.serving.model_registry import ServedModel
 from appliance.serving.prompting import Prompting
 from appliance.telemetry.metrics import Metrics
-from engine.protocol import GenerationRequest, SamplingParams
+from engine.protocol import EngineInfo, GenerationRequest, SamplingParams
 from tests.support.cast import Person
 from tests.support.fake_engine import FakeEngine, connected_pair
 from tests.support.served_model import make_hollow_model
@@ -42,6 +42,11 @@ class InProcessEngine:
         self._client = client
         self.figures = EngineFigures()
         self.unavailable: str | None = None
+
+    @property
+    def info(self) -> EngineInfo | None:
+        """Return the facts of the model."""
+        return self._client.info
 
     def check_ready(self) -> None:
         """Raise when the test has said that there is no engine."""
