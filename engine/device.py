@@ -28,7 +28,10 @@ def resolve_dtype(name: str, config: ModelConfig, device: torch.device) -> torch
 
 
 def device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    threads = torch.get_num_threads()
+    return f"CPU, {threads} thread{'s' if threads != 1 else ''}"
 
 
 def kv_bytes_available(config: ModelConfig, options: EngineOptions, *, element_bytes: int, device: torch.device) -> int:

@@ -38,9 +38,8 @@ log = logging.getLogger("gatehouse.engine")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Serve one model over one socket until told to stop; returns the exit status."""
     options = parse_arguments(arguments)
-    logging.basicConfig(
-        stream=sys.stderr, level=options.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s %(message)s"
-    )
+    # The gateway stamps each line with the time when it copies it into its own log.
+    logging.basicConfig(stream=sys.stderr, level=options.log_level.upper(), format="%(levelname)s %(name)s %(message)s")
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     connection = FrameSocket(socket.socket(fileno=options.fd))
     try:
