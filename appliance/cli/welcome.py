@@ -12,7 +12,8 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Welcome:
-    """The facts of a start. The secrets are None on every start but the first: they cannot be shown again.
+    """The facts of a start. Login and secrets are None on every start but the first: they cannot be shown again. A password or
+    token that the operator has set is None on the first one too.
 
     `command` is how `gatehouse` is typed here; `data_dir` is None where it is the platform's own, which needs no option.
     """
@@ -36,12 +37,13 @@ def reachable(host: str, port: int) -> str:
 def text(welcome: Welcome) -> str:
     """Return the lines to print."""
     lines = ["", f"Gatehouse is ready.  Console:  {welcome.url}/"]
-    if welcome.admin_password is not None:
-        lines += [f"  Sign in as    {welcome.admin_email}", f"  Password      {welcome.admin_password}"]
+    if welcome.admin_email is not None:
+        password = welcome.admin_password or "as you have set it"
+        lines += [f"  Sign in as    {welcome.admin_email}", f"  Password      {password}"]
     if welcome.admin_token is not None:
         lines += [f"  Admin token   {welcome.admin_token}   (bearer token of /admin/v1)"]
-    if welcome.admin_password is not None or welcome.admin_token is not None or welcome.api_key is not None:
-        lines += ["  Shown once: keep them now."]
+    if welcome.api_key is not None:
+        lines += ["  Shown once, with the key below: keep them now."]
     else:
         lines += [
             f"  The login was shown at the first start; a new password: {command(welcome, 'admin reset-password E-MAIL')}"

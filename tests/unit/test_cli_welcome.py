@@ -25,6 +25,12 @@ def test_the_first_start_shows_login_and_key() -> None:
     assert all(part in said for part in ("http://127.0.0.1:8000/", "admin@localhost", "pass-word", "gha_x", "gh_abc_def"))
 
 
+def test_a_password_that_the_operator_has_set_is_not_printed_but_the_login_is() -> None:
+    said = text(Welcome(url="http://127.0.0.1:8000", model="demo", admin_email="a@example.org", api_key="gh_abc_def"))
+    assert "Sign in as    a@example.org" in said
+    assert "as you have set it" in said
+
+
 def test_a_later_start_says_how_to_get_a_new_login() -> None:
     said = text(Welcome(url="http://127.0.0.1:8000", model="demo"))
     assert "admin reset-password" in said
