@@ -1,0 +1,209 @@
+"""The whole appliance under concurrent streams: real gateway, real engine, real ledger, one client process.
+
+Each round sends `--streams` chat requests of mixed lengths at once with the same key, waits for all of them, then holds the
+tokens that were delivered against the usage that was reported and against the ledger. No figure is printed unless they agree.
+
+    python -m bench.appliance_streams            prints one row and adds it to bench/results/
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import platform
+import random
+import secrets
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+
+RESULTS = Path(__file__).parent / "results" / "appliance_streams.jsonl"
+MODEL = "gatehouse-demo"
+READY_TIMEOUT_S = 120.0
+QUESTION = "Tell me about lists in Python. "
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What one stream delivered."""
+
+    request_id: str
+    completion_tokens: int
+    ttft_s: float
+    duration_s: float
+
+
+@contextmanager
+def appliance(data_dir: Path) -> Iterator[tuple[str, str, float]]:
+    """Start an appliance on a free port; yield its address, an administrator token and the seconds to ready."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    token = f"gha_{secrets.token_hex(16)}"
+    command = [sys.executable, "-m", "appliance.cli.main", "serve", "--data-dir", str(data_dir), "--port", str(port)]
+    started_s = time.perf_counter()
+    process = subprocess.Popen(
+        command, env={**os.environ, "GATEHOUSE_ADMIN_TOKEN": token}, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    url = f"http://127.0.0.1:{port}"
+    try:
+        wait_until_ready(url, process)
+        yield url, token, time.perf_counter() - started_s
+    finally:
+        process.terminate()
+        process.wait(30)
+
+
+def wait_until_ready(url: str, process: subprocess.Popen[bytes]) -> None:
+    """Return when the appliance says that it is ready; raise RuntimeError when it ended or takes too long."""
+    deadline_s = time.monotonic() + READY_TIMEOUT_S
+    while time.monotonic() < deadline_s:
+        if process.poll() is not None:
+            raise RuntimeError(f"the appliance ended with exit status {process.returncode}")
+        try:
+            if httpx.get(f"{url}/health/ready").status_code == 200:
+                return
+        except httpx.TransportError:
+            pass
+        time.sleep(0.05)
+    raise RuntimeError(f"the appliance was not ready within {READY_TIMEOUT_S:.0f} s")
+
+
+def make_key(url: str, token: str) -> str:
+    """Return a fresh key of a fresh tenant."""
+    with httpx.Client(base_url=f"{url}/admin/v1", headers={"authorization": f"Bearer {token}"}) as admin:
+        tenant = admin.post("/tenants", json={"name": f"bench {secrets.token_hex(4)}"}).raise_for_status().json()
+        key = admin.post(f"/tenants/{tenant['id']}/keys", json={"name": "bench"}).raise_for_status().json()
+    return str(key["key"])
+
+
+async def stream_one(client: httpx.AsyncClient, numbers: tuple[int, int]) -> Answer:
+    """Stream one answer of a forced length; the prompt repeats the question."""
+    repeats, max_tokens = numbers
+    body = {
+        "model": MODEL,
+        "messages": [{"role": "user", "content": QUESTION * repeats}],
+        "max_tokens": max_tokens,
+        "ignore_eos": True,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    started_s = time.perf_counter()
+    ttft_s, usage, request_id = 0.0, None, ""
+    async with client.stream("POST", "/v1/chat/completions", json=body) as answer:
+        answer.raise_for_status()
+        request_id = answer.headers["x-request-id"]
+        async for line in answer.aiter_lines():
+            if not line.startswith("data: {"):
+                continue
+            chunk: dict[str, Any] = json.loads(line[6:])
+            if not ttft_s and any(choice["delta"].get("content") for choice in chunk["choices"]):
+                ttft_s = time.perf_counter() - started_s
+            usage = chunk.get("usage") or usage
+    if usage is None or usage["completion_tokens"] != max_tokens:
+        raise RuntimeError(f"{request_id} reported {usage} for {max_tokens} tokens")
+    return Answer(request_id, usage["completion_tokens"], ttft_s, time.perf_counter() - started_s)
+
+
+async def run_round(url: str, key: str, streams: int, numbers: random.Random) -> tuple[float, list[Answer]]:
+    """Return wall-clock seconds and the answers of one round."""
+    wanted = [(numbers.randint(1, 8), numbers.randint(20, 300)) for _ in range(streams)]
+    limits = httpx.Limits(max_connections=streams)
+    async with httpx.AsyncClient(
+        base_url=url, headers={"authorization": f"Bearer {key}"}, timeout=600, limits=limits
+    ) as client:
+        started_s = time.perf_counter()
+        answers = await asyncio.gather(*(stream_one(client, each) for each in wanted))
+    return time.perf_counter() - started_s, list(answers)
+
+
+def check_ledger(url: str, token: str, answers: list[Answer]) -> None:
+    """Raise RuntimeError unless the ledger has every answer once, posted, with the tokens that were delivered."""
+    posted: dict[str, int] = {}
+    cursor: str | None = None
+    with httpx.Client(base_url=f"{url}/admin/v1", headers={"authorization": f"Bearer {token}"}) as admin:
+        while True:
+            page = (
+                admin.get("/ledger", params={"limit": 100, **({"cursor": cursor} if cursor else {})}).raise_for_status().json()
+            )
+            posted |= {row["request_id"]: row["completion_tokens"] for row in page["data"] if row["status"] == "posted"}
+            cursor = page["next_cursor"]
+            if not page["has_more"]:
+                break
+    wrong = [answer.request_id for answer in answers if posted.get(answer.request_id) != answer.completion_tokens]
+    if wrong:
+        raise RuntimeError(f"the ledger disagrees about {len(wrong)} requests, {wrong[0]} among them")
+
+
+def measure(streams: int, rounds: int) -> dict[str, Any]:
+    """Return one row: medians over rounds, after one round that is not counted."""
+    numbers = random.Random(0)
+    with tempfile.TemporaryDirectory() as folder, appliance(Path(folder)) as (url, token, ready_s):
+        key = make_key(url, token)
+        asyncio.run(run_round(url, key, streams, numbers))
+        psutil.cpu_percent(None)
+        timed = [asyncio.run(run_round(url, key, streams, numbers)) for _ in range(rounds)]
+        busy_percent = psutil.cpu_percent(None)
+        answers = [answer for _, round_answers in timed for answer in round_answers]
+        check_ledger(url, token, answers)
+    ttfts_s = sorted(answer.ttft_s for answer in answers)
+    return {
+        "bench": "appliance_streams",
+        "at": datetime.now(UTC).isoformat(timespec="seconds"),
+        "machine": machine(),
+        "model": MODEL,
+        "streams": streams,
+        "rounds": rounds,
+        "ready_s": round(ready_s, 2),
+        "tokens_per_s_median": round(statistics.median(sum(a.completion_tokens for a in each) / s for s, each in timed), 1),
+        "ttft_ms_p50": round(1000 * statistics.median(ttfts_s), 1),
+        "ttft_ms_p95": round(1000 * ttfts_s[int(0.95 * (len(ttfts_s) - 1))], 1),
+        "ttft_ms_max": round(1000 * ttfts_s[-1], 1),
+        "cpu_percent": busy_percent,
+        "tokens_delivered": sum(answer.completion_tokens for answer in answers),
+        "ledger_agrees": True,
+    }
+
+
+def machine() -> dict[str, Any]:
+    """Return what the figures were measured on, the client included."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    processor = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+    return {
+        "cpu": processor,
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+        "load": round(os.getloadavg()[0], 2),
+    }
+
+
+def main() -> None:
+    """Measure, print the row, and add it to the results."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--streams", type=int, default=32, help="requests at once")
+    parser.add_argument("--rounds", type=int, default=5, help="counted rounds")
+    parser.add_argument("--no-save", action="store_true", help="print only")
+    options = parser.parse_args()
+    row = json.dumps(measure(options.streams, options.rounds))
+    print(row)
+    if not options.no_save:
+        with RESULTS.open("a", encoding="utf-8") as results:
+            results.write(row + "\n")
+
+
+if __name__ == "__main__":
+    main()
