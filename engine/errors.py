@@ -7,7 +7,7 @@ EngineError
 │   └── WeightsError           tensors are missing, unexpected, misshapen or unreadable
 ├── EngineConfigError          an engine option has a value that cannot be honoured; names the option
 ├── PromptError                a prompt cannot be run: empty, too long, or with ids outside the vocabulary
-└── EngineBroken               a step fails for every request again and again: the process must be replaced
+└── EngineBroken               steps fail for every request and for a probe: the process must be replaced
 """
 
 from __future__ import annotations
@@ -46,4 +46,4 @@ class PromptError(EngineError, ValueError):
 
 
 class EngineBroken(EngineError):
-    """Several steps in a row failed for every request; only a new process can help."""
+    """Several steps in a row failed for every request and for a probe; only a new process can help."""

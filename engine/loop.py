@@ -1,8 +1,9 @@
 """The engine: requests in, one step at a time, events out. Scheduler and runner meet here and nowhere else.
 
 A step that raises is repeated request by request, which is harmless because a step only rewrites its own cache slots. Who
-fails alone is ended with an error; the others go on. When several steps in a row fail for everybody the device is taken
-to be broken, and `EngineBroken` asks for a new process.
+fails alone is ended with an error; the others go on. After a step that failed for everybody one harmless token is computed:
+when that fails too, several times in a row, the device is taken to be broken, and `EngineBroken` asks for a new process.
+So no request, however often it comes, can have the engine replaced by being bad.
 """
 
 from __future__ import annotations
@@ -84,35 +85,42 @@ class Engine:
         batch = self._scheduler.schedule()
         if batch.is_empty:
             return []
-        events = self._scheduler.apply(batch, self._run(batch.items))
+        outputs = self._run(batch.items)
+        events = self._scheduler.apply(batch, outputs)
         for event in events:
             if event.finish_reason is not None:
                 self._live.pop(event.request_id, None)
         self._figures.steps_total += 1
         self._figures.num_batched_tokens = batch.num_tokens
         self._figures.step_ms = (self._clock() - started_s) * 1000
+        self._judge(outputs)
         return events
 
     def _run(self, items: list[ScheduledRequest]) -> list[StepOutput]:
         try:
-            outputs = self._runner.run(items)
+            return self._runner.run(items)
         except Exception:
-            log.exception("step failed request_ids=%s", ",".join(item.request.request_id for item in items))
-            outputs = self._run_one_by_one(items)
-        self._failed_steps = self._failed_steps + 1 if all(output.error for output in outputs) else 0
-        return outputs
+            log.exception("step failed request_ids=%s", _names(items))
+            return [self._run_alone(item) for item in items]
 
-    def _run_one_by_one(self, items: list[ScheduledRequest]) -> list[StepOutput]:
-        if self._failed_steps >= FAILED_STEPS_MAX:
-            raise EngineBroken(f"{self._failed_steps + 1} steps in a row failed for every request")
-        outputs: list[StepOutput] = []
-        for item in items:
-            try:
-                outputs += self._runner.run([item])
-            except Exception as error:
-                log.exception("request failed request_id=%s", item.request.request_id)
-                outputs.append(StepOutput(error=f"{type(error).__name__}: {error}"[:ERROR_CHARS_MAX]))
-        return outputs
+    def _run_alone(self, item: ScheduledRequest) -> StepOutput:
+        try:
+            return self._runner.run([item])[0]
+        except Exception as error:
+            log.exception("request failed request_id=%s", item.request.request_id)
+            return StepOutput(error=f"{type(error).__name__}: {error}"[:ERROR_CHARS_MAX])
+
+    def _judge(self, outputs: Sequence[StepOutput]) -> None:
+        """Count a step that failed for everybody, unless the probe says that its requests were to blame."""
+        failed = all(output.error for output in outputs) and not self._device_works()
+        self._failed_steps = self._failed_steps + 1 if failed else 0
+        if self._failed_steps > FAILED_STEPS_MAX:
+            raise EngineBroken(f"{self._failed_steps} steps in a row failed for every request, and for a probe")
+
+    def _device_works(self) -> bool:
+        """The applied step gave its blocks back, so the probe finds one unless others live, who will tell in their turn."""
+        with self._scheduler.probe() as item:
+            return item is None or self._run_alone(item).error is None
 
     def _check(self, wanted: GenerationRequest) -> None:
         prompt, sampling, vocab_size = wanted.prompt_token_ids, wanted.sampling, self.info.vocab_size
@@ -186,6 +194,10 @@ class Engine:
         """Raise `AssertionError` unless scheduler, pool and live requests agree."""
         self._scheduler.check_invariants()
         assert {r.request_id for r in self._scheduler.live()} == set(self._live), "live requests and scheduler disagree"
+
+
+def _names(items: Sequence[ScheduledRequest]) -> str:
+    return ",".join(item.request.request_id for item in items)
 
 
 def _refusal(wanted: GenerationRequest, reason: str) -> TokenEvent:

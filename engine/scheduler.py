@@ -11,13 +11,14 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 
 from engine.block_pool import BlockPool
 from engine.errors import EngineConfigError
 from engine.prefix_cache import PrefixCache
-from engine.protocol import FinishReason, TokenEvent, TokenLogprob
+from engine.protocol import FinishReason, SamplingParams, TokenEvent, TokenLogprob
 from engine.request import Request, RequestStatus
 from engine.scheduled_batch import ScheduledBatch, ScheduledRequest, StepOutput
 
@@ -269,6 +270,28 @@ class Scheduler:
     def _release_blocks(self, request: Request) -> None:
         self.pool.release(request.block_table)
         request.block_table = []
+
+    @contextmanager
+    def probe(self) -> Iterator[ScheduledRequest | None]:
+        """One greedy token after token 0, in a block lent for the time of the context; None when no block is available."""
+        if not self.pool.num_available:
+            yield None
+            return
+        request = Request(
+            request_id="probe",
+            tenant_id="",
+            sampling=SamplingParams(temperature=0.0, seed=0, max_tokens=1),
+            token_ids=[0],
+            num_prompt_tokens=1,
+            max_total_tokens=2,
+            stop_ids=frozenset(),
+            arrived_s=self._clock(),
+            block_table=self.pool.allocate(1),
+        )
+        try:
+            yield ScheduledRequest(request, 0, 1, samples=True)
+        finally:
+            self._release_blocks(request)
 
     def live(self) -> Iterator[Request]:
         """Every live request: running ones by age, then waiting ones in the order of the queue."""

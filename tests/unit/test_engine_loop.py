@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,40 +11,45 @@ import pytest
 from engine.block_pool import BlockPool
 from engine.errors import EngineBroken
 from engine.loop import FAILED_STEPS_MAX, Engine
+from engine.model_runner import ModelRunner
 from engine.protocol import EngineInfo, FinishReason
 from engine.scheduled_batch import ScheduledRequest, StepOutput
 from engine.scheduler import Scheduler, SchedulerLimits
-from tests.support.engines import run_to_end, tokens, wanted
+from tests.support.engines import run_to_end, small_engine, tokens, wanted
+from tests.support.tiny_models import make_model
 
 MAX_MODEL_LEN = 64
 EOS = 9
 
 
 class FakeRunner:
-    """Yields token 5 for everyone; raises while a batch holds a request of `culprits`."""
+    """Yields token 5 for everyone; raises while a batch holds a request of `culprits`, and always when `broken`."""
 
     def __init__(self) -> None:
         self.culprits: set[str] = set()
+        self.broken = False
+        self.unreliable = False
         self.token_of: Callable[[str, int], int] = lambda request_id, position: 5
 
     def run(self, items: Sequence[ScheduledRequest]) -> list[StepOutput]:
-        for item in items:
-            if item.request.request_id in self.culprits:
-                raise RuntimeError("boom")
+        if self.broken or any(item.request.request_id in self.culprits for item in items):
+            raise RuntimeError("boom")
+        if self.unreliable:
+            return [StepOutput(error="not finite") for _ in items]
         return [
             StepOutput(token_id=self.token_of(i.request.request_id, i.request.num_tokens)) if i.samples else StepOutput()
             for i in items
         ]
 
 
-def make_engine(runner: FakeRunner, **limits: Any) -> Engine:
+def make_engine(runner: FakeRunner, *, num_blocks: int = 32, **limits: Any) -> Engine:
     chosen = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "max_model_len": MAX_MODEL_LEN, "block_size": 4, **limits}
     info = EngineInfo(
         model="fake", architecture="Fake", max_model_len=MAX_MODEL_LEN, vocab_size=10, eos_token_ids=[EOS], block_size=4,
-        num_kv_blocks=32, dtype="none", device="none", device_name="none", kernels="none", num_parameters=0, weights_bytes=0,
-        kv_bytes=0, load_s=0.0,
+        num_kv_blocks=num_blocks, dtype="none", device="none", device_name="none", kernels="none", num_parameters=0,
+        weights_bytes=0, kv_bytes=0, load_s=0.0,
     )  # fmt: skip
-    scheduler = Scheduler(SchedulerLimits(**chosen), BlockPool(32), clock=lambda: 0.0)
+    scheduler = Scheduler(SchedulerLimits(**chosen), BlockPool(num_blocks), clock=lambda: 0.0)
     return Engine(scheduler, runner, info, clock=lambda: 0.0)
 
 
@@ -58,21 +64,46 @@ def test_the_request_that_breaks_a_step_fails_alone() -> None:
     assert engine.status().kv_blocks_used == 0
 
 
-def test_an_engine_that_fails_everybody_again_and_again_asks_to_be_replaced() -> None:
+@pytest.mark.parametrize("fault", ["broken", "unreliable"])
+@pytest.mark.parametrize("max_num_seqs", [1, 4])
+def test_an_engine_that_fails_everybody_again_and_again_asks_to_be_replaced(fault: str, max_num_seqs: int) -> None:
     runner = FakeRunner()
-    engine = make_engine(runner, max_num_seqs=1)
-    names = [str(i) for i in range(FAILED_STEPS_MAX + 1)]
-    runner.culprits = set(names)
+    setattr(runner, fault, True)
+    engine = make_engine(runner, max_num_seqs=max_num_seqs)
     with pytest.raises(EngineBroken):
-        run_to_end(engine, [wanted(name, [1], max_tokens=2) for name in names])
+        run_to_end(engine, [wanted(str(i), [1], max_tokens=2) for i in range((FAILED_STEPS_MAX + 1) * max_num_seqs)])
+
+
+@pytest.mark.parametrize("together", [1, 3])
+def test_bad_requests_alone_are_their_own_fault_however_often_they_come(together: int) -> None:
+    runner = FakeRunner()
+    runner.culprits = {f"bad {i}" for i in range(together)}
+    engine = make_engine(runner)
+    for _ in range(5 * FAILED_STEPS_MAX):
+        events = run_to_end(engine, [wanted(name, [1, 2], max_tokens=3) for name in sorted(runner.culprits)])
+        assert [event.finish_reason for each in events.values() for event in each] == [FinishReason.ERROR] * together
+    assert tokens(run_to_end(engine, [wanted("good", [1], max_tokens=2)])["good"]) == [5, 5]
+    assert engine.status().kv_blocks_used == 0
+
+
+def test_a_bad_request_that_held_every_block_is_still_told_from_a_broken_device() -> None:
+    runner = FakeRunner()
+    engine = make_engine(runner, max_num_batched_tokens=MAX_MODEL_LEN, num_blocks=MAX_MODEL_LEN // 4)
+    runner.culprits = {"bad"}
+    for _ in range(FAILED_STEPS_MAX + 1):
+        run_to_end(engine, [wanted("bad", [1] * (MAX_MODEL_LEN - 1), max_tokens=1)])
+    assert not engine.has_requests
 
 
 def test_a_good_step_forgives_the_failed_ones() -> None:
     runner = FakeRunner()
     engine = make_engine(runner, max_num_seqs=1)
-    runner.culprits = {"0", "1", "3", "4", "6"}
-    events = run_to_end(engine, [wanted(str(i), [1], max_tokens=2) for i in range(7)])
-    assert [events[str(i)][-1].finish_reason for i in (2, 5)] == [FinishReason.LENGTH] * 2
+    for name in "abcdef":
+        runner.broken = True
+        run_to_end(engine, [wanted(f"{name}{i}", [1], max_tokens=2) for i in range(FAILED_STEPS_MAX)])
+        runner.broken = False
+        events = run_to_end(engine, [wanted(name, [1], max_tokens=2)])
+        assert events[name][-1].finish_reason is FinishReason.LENGTH
 
 
 @pytest.mark.parametrize(
@@ -164,3 +195,26 @@ def test_progress_tells_states_and_queue_positions() -> None:
     assert [rows[name].queue_position for name in ("decoding", "prefilling", "first", "second")] == [None, None, 0, 1]
     assert (rows["decoding"].num_output_tokens, rows["prefilling"].num_computed_tokens) == (1, 4)
     assert engine.status().requests is None
+
+
+def test_a_probe_runs_on_a_real_model_and_leaves_its_cache_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_model("llama", tmp_path)
+    engine = small_engine(tmp_path)
+    good = wanted("good", list(range(1, 40)), max_tokens=4)
+    before = tokens(run_to_end(engine, [good])["good"])
+    run, probes = ModelRunner.run, []
+
+    def run_unless_bad(runner: ModelRunner, items: Sequence[ScheduledRequest]) -> list[StepOutput]:
+        if items[0].request.request_id == "bad":
+            raise RuntimeError("boom")
+        outputs = run(runner, items)
+        probes.extend(output for item, output in zip(items, outputs, strict=True) if item.request.request_id == "probe")
+        return outputs
+
+    monkeypatch.setattr(ModelRunner, "run", run_unless_bad)
+    for _ in range(FAILED_STEPS_MAX + 1):
+        run_to_end(engine, [wanted("bad", [1, 2], max_tokens=4)])
+    assert [output.error for output in probes] == [None] * (FAILED_STEPS_MAX + 1)
+    again = run_to_end(engine, [good])["good"]
+    assert tokens(again) == before
+    assert again[-1].num_cached_tokens == 32
