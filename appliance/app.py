@@ -45,6 +45,7 @@ from appliance.telemetry.host import HostProbe
 from appliance.telemetry.metrics import Metrics
 from appliance.tenancy.admin_tokens import AdminTokens
 from appliance.tenancy.bootstrap import FirstStart, bootstrap
+from appliance.tenancy.first_login import note_shown
 from appliance.tenancy.keys import Keys
 from appliance.tenancy.members import Members
 from appliance.tenancy.secrets import read_or_create_pepper
@@ -237,7 +238,10 @@ class Started:
 
 
 async def serve(settings: Settings, *, on_listening: Callable[[Started], None] = lambda _started: None) -> None:
-    """Serve until told to stop. Raises CannotStart or NotAModel before anything is made."""
+    """Serve until told to stop. Raises CannotStart or NotAModel before anything is made.
+
+    `on_listening` shows the first login: when it has returned, the login counts as seen and is not made again.
+    """
     model_folders(settings)
     settings.data_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
     with only_one(settings.data_dir), listening_socket(settings) as listener:
@@ -267,4 +271,6 @@ async def _serve_on(listener: socket.socket, appliance: Appliance, on_listening:
     with control_file(settings.data_dir, host, port, services.control_token or ""):
         log.info("listening", host=host, port=port, models=models)
         on_listening(Started(host=host, port=port, models=models, first_start=appliance.first_start, services=services))
+        if appliance.first_start is not None:
+            note_shown(settings.data_dir)
         await server.run(services.generations, drain_timeout_s=settings.drain_timeout_s)

@@ -73,13 +73,18 @@ def _run(settings: Settings) -> None:
 
 
 class Greeter:
-    """Prints the welcome when the models have loaded, so that the printed command works at once."""
+    """Prints a new login at once, and the rest when a model has loaded, so that the printed command works at once."""
 
     def __init__(self) -> None:
         self._task: asyncio.Task[None] | None = None
 
     def listening(self, started: Started) -> None:
-        """Begin to wait; called in the event loop when the service listens."""
+        """Show a new login and begin to wait; called in the event loop when the service listens."""
+        from appliance.cli import welcome
+
+        if started.first_start is not None:
+            output.say(welcome.login(_facts(started)))
+            sys.stdout.flush()
         self._task = asyncio.get_running_loop().create_task(self._greet(started), name="welcome")
 
     async def _greet(self, started: Started) -> None:
@@ -93,7 +98,7 @@ class Greeter:
             if model.client.state == "failed":
                 sys.stderr.write(f"gatehouse: the model {model.name} could not be loaded: {model.client.error}\n")
         if any(model.client.state == "ready" for model in started.services.models.list()):
-            output.say(welcome.text(_facts(started)))
+            output.say(welcome.ready(_facts(started)))
             sys.stdout.flush()
 
 

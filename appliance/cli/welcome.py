@@ -34,17 +34,19 @@ def reachable(host: str, port: int) -> str:
     return f"http://{everywhere.get(host, f'[{host}]' if ':' in host else host)}:{port}"
 
 
-def text(welcome: Welcome) -> str:
-    """Return the lines to print."""
-    lines = ["", f"Gatehouse is ready.  Console:  {welcome.url}/"]
-    if welcome.admin_email is not None:
-        password = welcome.admin_password or "as you have set it"
-        lines += [f"  Sign in as    {welcome.admin_email}", f"  Password      {password}"]
+def login(welcome: Welcome) -> str:
+    """Return the lines of the first start, printed before the models load: what loads may fail."""
+    lines = ["", f"Your login, shown once: keep it now.  Console:  {welcome.url}/"]
+    lines += [f"  Sign in as    {welcome.admin_email}", f"  Password      {welcome.admin_password or 'as you have set it'}"]
     if welcome.admin_token is not None:
         lines += [f"  Admin token   {welcome.admin_token}   (bearer token of /admin/v1)"]
-    if welcome.api_key is not None:
-        lines += ["  Shown once, with the key below: keep them now."]
-    else:
+    return "\n".join([*lines, f"  API key       {welcome.api_key}   (of the tenant demo)", ""])
+
+
+def ready(welcome: Welcome) -> str:
+    """Return the lines to print once a model answers. The curl line holds the key at a first start."""
+    lines = ["", f"Gatehouse is ready.  Console:  {welcome.url}/"]
+    if welcome.api_key is None:
         lines += [
             f"  The login was shown at the first start; a new password: {command(welcome, 'admin reset-password E-MAIL')}"
         ]

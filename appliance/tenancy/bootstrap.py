@@ -1,13 +1,19 @@
-"""The first start: somebody who can sign in, a token for scripts, a tenant with a key. Later starts do nothing."""
+"""The first start: somebody who can sign in, a token for scripts, a tenant with a key. Later starts do nothing.
+
+A start that ended before its login was shown is made good by the next one: new secrets, the unseen ones are refused.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
+from appliance.base.errors import NotFound
 from appliance.base.settings import Settings
 from appliance.tenancy.admin_tokens import AdminTokens
+from appliance.tenancy.first_login import PendingLogin, read_pending, write_pending
 from appliance.tenancy.keys import Keys
-from appliance.tenancy.members import Members
+from appliance.tenancy.members import Member, Members
 from appliance.tenancy.roles import Role
 from appliance.tenancy.secrets import new_password
 from appliance.tenancy.tenants import Tenants
@@ -32,22 +38,23 @@ class FirstStart:
 async def bootstrap(
     settings: Settings, members: Members, tokens: AdminTokens, tenants: Tenants, keys: Keys
 ) -> FirstStart | None:
-    """Return the generated secrets of a first start, or None when there are members already.
+    """Return the generated secrets of a first start, or None when a login has been shown already.
 
-    The member is made last, so that a first start that was interrupted is a first start again.
+    Call `note_shown` once the operator has seen them. The member is made last, so that a first start that was interrupted
+    is a first start again. Raises UnusableData.
     """
-    if await members.any_exist():
+    unseen = await _unseen(settings, tokens, keys)
+    known = await members.any_exist()
+    if known and unseen is None:
         return None
-    email = settings.admin_email or FIRST_EMAIL
     password = None if settings.admin_password else new_password()
     tenant = await tenants.find(FIRST_TENANT) or await tenants.create(name=FIRST_TENANT)
-    _key, api_key = await keys.create(tenant.id, name=FIRST_KEY)
-    admin_token = None
-    if settings.admin_token:
-        await tokens.ensure(settings.admin_token, "first token", Role.OWNER)
-    else:
-        _token, admin_token = await tokens.create("first token", Role.OWNER)
-    await members.create(email, settings.admin_password or password or "", Role.OWNER)
+    key, api_key = await keys.create(tenant.id, name=FIRST_KEY)
+    token_id, admin_token = await _first_token(settings, tokens)
+    email = unseen.email if known and unseen is not None else settings.admin_email or FIRST_EMAIL
+    write_pending(settings.data_dir, PendingLogin(email=email, key_id=key.id, token_id=token_id))
+    give_password = members.reset_password if known else _make_owner(members)
+    await give_password(email, settings.admin_password or password or "")
     return FirstStart(
         email=email,
         password=password,
@@ -56,3 +63,30 @@ async def bootstrap(
         tenant_name=tenant.name,
         api_key=api_key,
     )
+
+
+async def _unseen(settings: Settings, tokens: AdminTokens, keys: Keys) -> PendingLogin | None:
+    """Return the login of this database that was made and never shown; its key and token are refused from now on."""
+    pending = read_pending(settings.data_dir)
+    if pending is None:
+        return None
+    try:
+        await keys.revoke(pending.key_id)
+    except NotFound:
+        return None  # the data folder was used with another database then; that one's login stays pending with it
+    if pending.token_id is not None:
+        await tokens.revoke(pending.token_id)
+    return pending
+
+
+async def _first_token(settings: Settings, tokens: AdminTokens) -> tuple[str | None, str | None]:
+    """Return (id, secret) of the new token; both are None when the operator has set it."""
+    if settings.admin_token:
+        await tokens.ensure(settings.admin_token, "first token", Role.OWNER)
+        return None, None
+    token, secret = await tokens.create("first token", Role.OWNER)
+    return token.id, secret
+
+
+def _make_owner(members: Members) -> Callable[[str, str], Awaitable[Member]]:
+    return lambda email, password: members.create(email, password, Role.OWNER)

@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 
 from appliance.base.db import Database
+from appliance.base.errors import InvalidApiKey, InvalidCredentials
 from appliance.base.settings import Settings, UnusableData
 from appliance.tenancy.admin_tokens import AdminTokens
 from appliance.tenancy.bootstrap import FirstStart, bootstrap
+from appliance.tenancy.first_login import PENDING_FILE, note_shown
 from appliance.tenancy.keys import Keys
 from appliance.tenancy.members import Members
 from appliance.tenancy.secrets import read_or_create_pepper
@@ -51,6 +53,7 @@ async def test_the_first_start_returns_secrets_that_work(database: Database, clo
 
 async def test_a_later_start_makes_nothing(database: Database, clock: FakeClock, settings: Settings) -> None:
     await start(database, clock, settings)
+    note_shown(settings.data_dir)
     assert await start(database, clock, settings) is None
     assert len((await Tenants(database, clock).list()).data) == 1
 
@@ -83,6 +86,60 @@ async def test_a_first_start_that_was_interrupted_is_a_first_start_again(
     first = await start(database, clock, settings)
     assert first is not None
     await Keys(database, clock, PEPPER).authenticate(first.api_key, "127.0.0.1")
+
+
+async def test_secrets_that_nobody_was_shown_are_replaced_at_the_next_start(
+    database: Database, clock: FakeClock, settings: Settings
+) -> None:
+    unseen = await start(database, clock, settings)
+    shown = await start(database, clock, settings)
+    assert unseen is not None
+    assert shown is not None
+    assert unseen.password is not None
+    assert shown.password is not None
+    assert unseen.admin_token is not None
+    assert shown.admin_token is not None
+    members, tokens = Members(database, clock, hasher=quick_hasher()), AdminTokens(database, clock)
+    await members.verify_password(shown.email, shown.password)
+    await tokens.authenticate(shown.admin_token)
+    await Keys(database, clock, PEPPER).authenticate(shown.api_key, "127.0.0.1")
+    with pytest.raises(InvalidCredentials):
+        await members.verify_password(unseen.email, unseen.password)
+    with pytest.raises(InvalidApiKey):
+        await tokens.authenticate(unseen.admin_token)
+    with pytest.raises(InvalidApiKey):
+        await Keys(database, clock, PEPPER).authenticate(unseen.api_key, "127.0.0.1")
+    note_shown(settings.data_dir)
+    assert await start(database, clock, settings) is None
+
+
+async def test_what_waits_to_be_shown_holds_no_secret_and_is_private(
+    database: Database, clock: FakeClock, settings: Settings
+) -> None:
+    first = await start(database, clock, settings)
+    assert first is not None
+    path = settings.data_dir / PENDING_FILE
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert not any(str(secret) in path.read_text() for secret in (first.password, first.admin_token, first.api_key))
+
+
+async def test_a_login_that_is_pending_in_another_database_changes_nothing_here(
+    database: Database, clock: FakeClock, settings: Settings
+) -> None:
+    first = await start(database, clock, settings)
+    assert first is not None
+    pending = '{"email": "admin@localhost", "key_id": "key_elsewhere", "token_id": null}'
+    (settings.data_dir / PENDING_FILE).write_text(pending)
+    assert await start(database, clock, settings) is None
+    assert (settings.data_dir / PENDING_FILE).read_text() == pending
+
+
+async def test_a_damaged_note_of_a_pending_login_stops_the_start(
+    database: Database, clock: FakeClock, settings: Settings
+) -> None:
+    (settings.data_dir / PENDING_FILE).write_text("{")
+    with pytest.raises(UnusableData, match="reset-password"):
+        await start(database, clock, settings)
 
 
 def test_the_pepper_is_made_once_and_private(tmp_path: Path) -> None:

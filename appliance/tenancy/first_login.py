@@ -1,0 +1,55 @@
+"""Remembers that the first login is made and not shown yet. Knows ids alone: a secret that nobody has seen is made anew.
+
+no file ─► written before the first member ─► login shown ─► removed. A file that is there at a start: nobody has read it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from appliance.base.settings import UnusableData
+
+PENDING_FILE = "first-login-pending"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PendingLogin:
+    """Whose password, which key and which token nobody has seen. `token_id` is None when the operator has set the token."""
+
+    email: str
+    key_id: str
+    token_id: str | None
+
+
+def read_pending(data_dir: Path) -> PendingLogin | None:
+    """Return what waits to be shown, or None. Raises UnusableData when the file is not one of ours."""
+    path = data_dir / PENDING_FILE
+    try:
+        return PendingLogin(**json.loads(path.read_text("utf-8")))
+    except FileNotFoundError:
+        return None
+    except (ValueError, TypeError) as error:
+        raise UnusableData(f"{path} is damaged: remove it, then `gatehouse admin reset-password` gives a login") from error
+
+
+def write_pending(data_dir: Path, pending: PendingLogin) -> None:
+    """Write the file whole or not at all, durably, readable by the owner alone."""
+    path = data_dir / PENDING_FILE
+    draft = path.with_name(f"{PENDING_FILE}.draft")
+    descriptor = os.open(draft, os.O_CREAT | os.O_TRUNC | os.O_WRONLY, 0o600)
+    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+        json.dump(asdict(pending), file)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(draft, path)
+    folder = os.open(data_dir, os.O_RDONLY)
+    os.fsync(folder)
+    os.close(folder)
+
+
+def note_shown(data_dir: Path) -> None:
+    """Forget it: the login has been shown."""
+    (data_dir / PENDING_FILE).unlink(missing_ok=True)
