@@ -238,7 +238,7 @@ class Started:
 
 
 async def serve(settings: Settings, *, on_listening: Callable[[Started], None] = lambda _started: None) -> None:
-    """Serve until told to stop. Raises CannotStart or NotAModel before anything is made.
+    """Serve until told to stop. Raises CannotStart or NotAModel when nothing can be served.
 
     `on_listening` shows the first login: when it has returned, the login counts as seen and is not made again.
     """
@@ -273,4 +273,20 @@ async def _serve_on(listener: socket.socket, appliance: Appliance, on_listening:
         on_listening(Started(host=host, port=port, models=models, first_start=appliance.first_start, services=services))
         if appliance.first_start is not None:
             note_shown(settings.data_dir)
-        await server.run(services.generations, drain_timeout_s=settings.drain_timeout_s)
+        watch = asyncio.create_task(_stop_without_models(services.models, server), name="first models")
+        try:
+            await server.run(services.generations, drain_timeout_s=settings.drain_timeout_s)
+        finally:
+            watch.cancel()
+        if watch.done() and not watch.cancelled() and (reason := watch.result()) is not None:
+            raise CannotStart(reason)
+
+
+async def _stop_without_models(models: ModelRegistry, server: HttpServer) -> str | None:
+    """Return None as soon as a model is ready. When every one has failed before, stop the server and return why."""
+    for model in models.list():
+        await model.client.wait_for_state("ready", "failed", "stopped")
+        if model.client.state != "failed":
+            return None
+    server.stop()
+    return "; ".join(f"the model {model.name} could not be loaded: {model.client.error}" for model in models.list())

@@ -59,6 +59,10 @@ class HttpServer:
         self._server.force_exit = stopping.second.is_set()
         await serving
 
+    def stop(self) -> None:
+        """End without a signal and without draining: for a server that has nothing to serve."""
+        self._server.should_exit = True
+
 
 async def _drain(generations: Generations, stopping: _Stopping, timeout_s: float) -> None:
     log.info("draining", requests=len(generations.live), timeout_s=timeout_s)

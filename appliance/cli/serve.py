@@ -90,16 +90,20 @@ class Greeter:
     async def _greet(self, started: Started) -> None:
         from appliance.cli import welcome
 
-        for model in started.services.models.list():
+        models = started.services.models.list()
+        for model in models:
             with output.progress(f"Loading {model.name}", quiet=False) as report:
                 while model.client.state not in SETTLED:
                     report(model.client.load_fraction or 0.0)
                     await asyncio.sleep(PROGRESS_INTERVAL_S)
+        ready = [model.name for model in models if model.client.state == "ready"]
+        if not ready:
+            return  # then `serve` itself ends and says why
+        for model in models:
             if model.client.state == "failed":
                 sys.stderr.write(f"gatehouse: the model {model.name} could not be loaded: {model.client.error}\n")
-        if any(model.client.state == "ready" for model in started.services.models.list()):
-            output.say(welcome.ready(_facts(started)))
-            sys.stdout.flush()
+        output.say(welcome.ready(dataclasses.replace(_facts(started), model=ready[0])))
+        sys.stdout.flush()
 
 
 def _facts(started: Started) -> Welcome:

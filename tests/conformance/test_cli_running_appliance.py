@@ -16,6 +16,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.support.served_model import make_hollow_model
 from tests.support.server import REPOSITORY, Server
 
 GREETING_DEADLINE_S = 90.0
@@ -90,6 +91,44 @@ def test_the_tables_are_not_touched_while_it_runs(gatehouse: Command) -> None:
     answer = gatehouse("db", "downgrade", "base", "--yes", "--json")
     assert answer.returncode == 1
     assert json.loads(answer.stdout)["error"]["code"] == "running"
+
+
+def serve_to_its_end(model: Path, data_dir: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    """Run `gatehouse serve`, which is expected to give up by itself."""
+    return subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "appliance.cli.main",
+            "serve",
+            "--port",
+            "0",
+            "--model",
+            str(model),
+            "--device",
+            "cpu",
+            *options,
+        ],
+        cwd=REPOSITORY,
+        env=environment(data_dir),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=GREETING_DEADLINE_S,
+    )
+
+
+def test_an_appliance_whose_only_model_cannot_be_loaded_ends_and_says_why(tmp_path: Path, data_dir: Path) -> None:
+    model = make_hollow_model(tmp_path / "hollow")
+    ended = serve_to_its_end(model, data_dir)
+    assert ended.returncode == 1, ended.stderr
+    said = [line for line in ended.stderr.splitlines() if line.startswith("gatehouse: ")]
+    assert len(said) == 1, ended.stderr
+    assert said[0].startswith("gatehouse: the model hollow could not be loaded: ")
+    assert "Password" in ended.stdout, "the login of the first start was not shown"
+    assert "is ready" not in ended.stdout
+    assert not (data_dir / "control.json").exists()
 
 
 @pytest.fixture

@@ -62,3 +62,20 @@ async def test_a_later_start_shows_no_login(capsys: pytest.CaptureFixture[str]) 
     assert capsys.readouterr().out == ""
     await greeted(greeter)
     assert "reset-password" in capsys.readouterr().out
+
+
+async def test_a_model_that_failed_beside_a_ready_one_is_told_and_not_offered(capsys: pytest.CaptureFixture[str]) -> None:
+    greeter = serve.Greeter()
+    greeter.listening(started(model("broken", "failed", "no such architecture"), model("demo", "ready")))
+    await greeted(greeter)
+    said = capsys.readouterr()
+    assert said.err == "gatehouse: the model broken could not be loaded: no such architecture\n"
+    assert '"model": "demo"' in said.out
+
+
+async def test_nothing_is_offered_when_every_model_failed(capsys: pytest.CaptureFixture[str]) -> None:
+    greeter = serve.Greeter()
+    greeter.listening(started(model("broken", "failed", "no such architecture"), first=None))
+    await greeted(greeter)
+    said = capsys.readouterr()
+    assert (said.out, said.err) == ("", "")
