@@ -13,6 +13,7 @@ FRAME_BYTES_MAX = 64 * 1024 * 1024
 TOP_LOGPROBS_MAX = 20
 STOP_STRINGS_MAX = 16
 LOGIT_BIAS_MAX = 1024
+REPETITION_PENALTY_MIN, REPETITION_PENALTY_MAX = 0.01, 10.0
 SEED_MAX = 2**63 - 1
 TOP_K_MAX = 2**31 - 1  # more than any vocabulary; what does not fit an int64 would fail inside the sampler
 
@@ -42,9 +43,9 @@ class UnsupportedOption(InvalidOption):
 class SamplingParams:
     """How tokens are chosen and when a request ends. Field names are those of vLLM's offline interface.
 
-    `temperature == 0` is greedy. `top_k == 0` (or -1) is off. `seed is None` lets the caller's side choose one; on the
-    wire a seed is always set, because randomness is a function of (seed, position). `stop` holds strings and is applied
-    by whoever owns the text (gateway or `LLM`), never by the engine loop, which knows token ids only.
+    A `temperature` below 1e-5 is greedy, as 0 is. `top_k == 0` (or -1) is off. `seed is None` lets the caller's side choose
+    one; on the wire a seed is always set, because randomness is a function of (seed, position). `stop` holds strings and is
+    applied by whoever owns the text (gateway or `LLM`), never by the engine loop, which knows token ids only.
 
     Raises `InvalidOption` / `UnsupportedOption` on construction, naming the field.
     """
@@ -90,7 +91,9 @@ def _check_ranges(p: SamplingParams) -> None:
     _require(-1 <= p.top_k <= TOP_K_MAX, "top_k", f"must be -1 or 0 (off) or at most {TOP_K_MAX}, not {p.top_k}")
     _require(0.0 <= p.min_p <= 1.0, "min_p", f"must be between 0 and 1, not {p.min_p}")
     _require(
-        0.0 < p.repetition_penalty <= 10.0, "repetition_penalty", f"must be above 0 and at most 10, not {p.repetition_penalty}"
+        REPETITION_PENALTY_MIN <= p.repetition_penalty <= REPETITION_PENALTY_MAX,
+        "repetition_penalty",
+        f"must be between {REPETITION_PENALTY_MIN:g} and {REPETITION_PENALTY_MAX:g}, not {p.repetition_penalty}",
     )
     _require(-2.0 <= p.presence_penalty <= 2.0, "presence_penalty", f"must be between -2 and 2, not {p.presence_penalty}")
     _require(-2.0 <= p.frequency_penalty <= 2.0, "frequency_penalty", f"must be between -2 and 2, not {p.frequency_penalty}")

@@ -3,7 +3,8 @@
 Greedy rows take the largest logit. Sampled rows invert a cumulative distribution with the one uniform number of
 `engine.randomness`: over the whole vocabulary when nothing filters, else over the most likely candidates after temperature,
 top-k, top-p (arXiv 1904.09751) and min-p (arXiv 2407.01082), in this order. Candidates come from a partial top-k; only rows
-whose filter reaches beyond it are sorted in full. A row without a finite maximum fails alone.
+whose filter reaches beyond it are sorted in full. A row without a finite maximum, or without a weight to draw from, fails
+alone.
 """
 
 from __future__ import annotations
@@ -22,7 +23,15 @@ CANDIDATE_STAGES = (64, 1024)
 """Partial top-k, widened only for rows whose own filter reaches beyond it; then the whole vocabulary. A partial top-k of 64
 costs a third of one of 256, and trained models rarely keep more."""
 
+GREEDY_BELOW = 1e-5
+"""Temperatures below are greedy: a float32 column cannot hold the smallest of them, and none of them would draw otherwise."""
+
+NO_TOKEN = -1
 NOT_FINITE = "the model computed logits that are not finite for this request"
+
+
+def is_greedy(sampling: SamplingParams) -> bool:
+    return sampling.temperature < GREEDY_BELOW
 
 
 def is_filtered(sampling: SamplingParams) -> bool:
@@ -43,14 +52,14 @@ class Sampler:
             raw = logits.clone() if any(request.sampling.logprobs is not None for request in requests) else logits
             self._rules.apply(logits, requests)
         maxima, chosen = logits.max(dim=-1)
-        sampled = [i for i, request in enumerate(requests) if request.sampling.temperature > 0.0]
+        sampled = [i for i, request in enumerate(requests) if not is_greedy(request.sampling)]
         for rows in _split(sampled, requests):
             if rows:
                 chosen[rows] = self._draw(logits, maxima, requests, rows)
         return self._outputs(raw, maxima, chosen, requests)
 
     def _draw(self, logits: torch.Tensor, maxima: torch.Tensor, requests: Sequence[Request], rows: list[int]) -> torch.Tensor:
-        """Token ids of `rows`, which either all filter or all do not: [len(rows)] int64"""
+        """Token ids of `rows`, which either all filter or all do not, or NO_TOKEN: [len(rows)] int64"""
         params = [requests[row].sampling for row in rows]
         temperatures = self._column([p.temperature for p in params], torch.float32)
         noise = self._column([_uniform(requests[row]) for row in rows], torch.float64)
@@ -68,7 +77,9 @@ class Sampler:
             if not rows:
                 continue
             ids, kept = filtered_candidates(scaled[rows], count, *self._filters([params[row] for row in rows]))
-            chosen[rows] = ids.gather(1, invert(kept, noise[rows])[:, None])[:, 0]
+            place = invert(kept, noise[rows])
+            drawn = ids.gather(1, place.clamp(min=0)[:, None])[:, 0]
+            chosen[rows] = torch.where(place == NO_TOKEN, NO_TOKEN, drawn)
             reaches_end = (kept[:, -1] > 0).tolist()
             done = {row for row, cut in zip(rows, reaches_end, strict=True) if not cut or params[row].top_k > 0}
             waiting = [row for row in waiting if row not in done]
@@ -86,13 +97,13 @@ class Sampler:
     def _outputs(
         self, raw: torch.Tensor, maxima: torch.Tensor, chosen: torch.Tensor, requests: Sequence[Request]
     ) -> list[StepOutput]:
-        finite, token_ids = torch.isfinite(maxima).tolist(), chosen.tolist()
-        asked = [i for i, request in enumerate(requests) if request.sampling.logprobs is not None and finite[i]]
+        usable, token_ids = (torch.isfinite(maxima) & (chosen != NO_TOKEN)).tolist(), chosen.tolist()
+        asked = [i for i, request in enumerate(requests) if request.sampling.logprobs is not None and usable[i]]
         logprobs = (
             dict(zip(asked, _logprobs(raw[asked], chosen[asked], [requests[i] for i in asked]), strict=True)) if asked else {}
         )
         return [
-            StepOutput(token_id=token_ids[i], logprob=logprobs.get(i)) if finite[i] else StepOutput(error=NOT_FINITE)
+            StepOutput(token_id=token_ids[i], logprob=logprobs.get(i)) if usable[i] else StepOutput(error=NOT_FINITE)
             for i in range(len(requests))
         ]
 
@@ -110,11 +121,12 @@ def _uniform(request: Request) -> float:
 def invert(weights: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
     """weights: [B, V] ≥ 0, noise: [B, 1] float64 in [0, 1) → index drawn in proportion to the weights: [B]
 
-    Rows that are not finite yield some valid index; their caller fails them.
+    NO_TOKEN for rows whose weights do not sum to a finite number above zero.
     """
     cumulative = weights.cumsum(dim=-1, dtype=torch.float64)
-    index = torch.searchsorted(cumulative, noise * cumulative[:, -1:], right=True)[:, 0]
-    return index.clamp_(max=weights.shape[-1] - 1)
+    total = cumulative[:, -1:]
+    index = torch.searchsorted(cumulative, noise * total, right=True).clamp_(max=weights.shape[-1] - 1)
+    return torch.where(torch.isfinite(total) & (total > 0), index, NO_TOKEN)[:, 0]
 
 
 def filtered_candidates(
@@ -133,6 +145,7 @@ def filtered_candidates(
     weights = (values - total).exp().masked_fill_(~within_k, 0.0)
     before = weights.cumsum(dim=-1) - weights
     keep = (before < top_p) & (weights >= min_p * weights[:, :1])
+    keep[:, 0] = True  # a top_p that float32 rounds to zero keeps it too
     return ids, weights * keep
 
 

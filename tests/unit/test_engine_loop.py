@@ -202,7 +202,8 @@ def test_a_probe_runs_on_a_real_model_and_leaves_its_cache_as_it_was(tmp_path: P
     engine = small_engine(tmp_path)
     good = wanted("good", list(range(1, 40)), max_tokens=4)
     before = tokens(run_to_end(engine, [good])["good"])
-    run, probes = ModelRunner.run, []
+    run = ModelRunner.run
+    probes: list[StepOutput] = []
 
     def run_unless_bad(runner: ModelRunner, items: Sequence[ScheduledRequest]) -> list[StepOutput]:
         if items[0].request.request_id == "bad":

@@ -10,7 +10,7 @@ import torch
 
 from engine.randomness import uniform
 from engine.request import Request
-from engine.sampler import NOT_FINITE, Sampler
+from engine.sampler import NO_TOKEN, NOT_FINITE, Sampler, invert
 from engine.scheduled_batch import StepOutput
 from tests.support.sampling import sampling_request
 
@@ -113,9 +113,47 @@ def test_greedy_takes_the_largest_logit(logits: torch.Tensor) -> None:
     assert sample(logits[None], [sampling_request(temperature=0.0)])[0].token_id == int(logits.argmax())
 
 
-def test_a_tiny_temperature_is_greedy_and_not_a_division_by_zero(logits: torch.Tensor) -> None:
-    outputs = sample(logits.expand(20, -1), [sampling_request(str(s), seed=s, temperature=1e-38) for s in range(20)])
+@pytest.mark.parametrize("temperature", [9.9e-6, 1e-38, 1e-320])
+@pytest.mark.parametrize("filters", [{}, {"top_p": 0.9}, {"top_k": 3}])
+def test_a_tiny_temperature_is_greedy_and_not_a_division_by_zero(
+    logits: torch.Tensor, temperature: float, filters: dict[str, Any]
+) -> None:
+    requests = [sampling_request(str(s), seed=s, temperature=temperature, **filters) for s in range(20)]
+    outputs = sample(logits.expand(20, -1), requests)
     assert {output.token_id for output in outputs} == {int(logits.argmax())}
+
+
+@pytest.mark.parametrize("filters", [{"top_p": 1e-320}, {"top_p": 1e-45}, {"min_p": 1.0}, {"top_p": 1e-320, "min_p": 1.0}])
+def test_the_most_likely_token_is_never_filtered_out(logits: torch.Tensor, filters: dict[str, Any]) -> None:
+    outputs = sample(logits.expand(20, -1), [sampling_request(str(s), seed=s, **filters) for s in range(20)])
+    assert {output.token_id for output in outputs} == {int(logits.argmax())}
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+@pytest.mark.parametrize("penalty", [0.01, 10.0])
+@pytest.mark.parametrize("temperature", [0.0, 1e-5, 2.0])
+def test_the_strongest_penalties_leave_logits_that_can_be_sampled(sign: float, penalty: float, temperature: float) -> None:
+    logits = torch.tensor([[3e4, 2.0, -1.0, -3e4]]) * sign
+    request = sampling_request(
+        prompt=(0, 1, 2, 3), output=(3,), temperature=temperature, repetition_penalty=penalty, presence_penalty=2.0
+    )
+    assert sample(logits, [request])[0].token_id == int(sign < 0) * 3
+
+
+@pytest.mark.parametrize("weights", [[math.nan, 1.0], [math.inf, 1.0], [0.0, 0.0]])
+def test_weights_that_no_token_can_be_drawn_from_draw_none(weights: list[float]) -> None:
+    drawn = invert(torch.tensor([[1.0, 1.0], weights]), torch.tensor([[0.6], [0.6]], dtype=torch.float64))
+    assert drawn.tolist() == [1, NO_TOKEN]
+
+
+@pytest.mark.parametrize("sampling", [{}, {"top_p": 0.5}, {"top_k": 2}, {"logprobs": 1}])
+def test_a_row_without_a_token_to_draw_fails_alone(
+    logits: torch.Tensor, sampling: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    healthy = sample(logits[None], [sampling_request("0", **sampling)])[0]
+    monkeypatch.setattr("engine.sampler.is_greedy", lambda params: False)  # so that a division by zero comes about
+    requests = [sampling_request("0", **sampling), sampling_request("1", temperature=1e-320, **sampling)]
+    assert sample(logits.expand(2, -1), requests) == [healthy, StepOutput(error=NOT_FINITE)]
 
 
 @pytest.mark.parametrize("poison", [math.nan, math.inf])
