@@ -9,12 +9,14 @@ import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 ENVIRONMENT_PREFIX = "GATEHOUSE_"
 FILE_NAME = "gatehouse.toml"
 MIB = 1024 * 1024
 SECRET_CHARS_MIN = 8
+PORT_MAX = 65535
+Number = TypeVar("Number", int, float)
 _TESTS_ONLY = {"REQUIRE"}  # GATEHOUSE_REQUIRE speaks to the test suite
 _SIZE_UNITS = {"kib": 1024, "mib": MIB, "gib": 1024 * MIB}
 _NOT_IN_FILE = {"data_dir"}  # the file lies in it
@@ -98,10 +100,12 @@ def _environment(environ: Mapping[str, str]) -> dict[str, object]:
 def _read_file(path: Path) -> dict[str, object]:
     try:
         text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        return {}
-    except (OSError, UnicodeDecodeError) as error:
-        raise SettingsError(f"{path} cannot be read: {error}") from error
+    except (FileNotFoundError, NotADirectoryError):
+        return {}  # a data folder that cannot be is told of by whoever makes it
+    except OSError as error:
+        raise SettingsError(f"{path} cannot be read by this user: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise SettingsError(f"{path} is not text in UTF-8: {error}") from error
     try:
         values = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
@@ -145,13 +149,17 @@ def _text(value: object) -> str:
     return value.strip()
 
 
-def _whole(low: int, high: int) -> Callable[[object], int]:
-    def parse(value: object) -> int:
-        message = f"must be a whole number from {low} to {high}"
-        if isinstance(value, bool) or not isinstance(value, int | str):
+def _bounded(
+    kind: Callable[[Any], Number], accepted: tuple[type, ...], low: Number, high: Number, name: str
+) -> Callable[[object], Number]:
+    """Return a parser for numbers of one kind, given as such or as text."""
+    message = f"must be {name} from {low} to {high}"
+
+    def parse(value: object) -> Number:
+        if isinstance(value, bool) or not isinstance(value, (*accepted, str)):
             raise TypeError(message)
         try:
-            number = int(value)
+            number = kind(value)
         except ValueError:
             raise ValueError(message) from None
         if not low <= number <= high:
@@ -159,6 +167,10 @@ def _whole(low: int, high: int) -> Callable[[object], int]:
         return number
 
     return parse
+
+
+def _whole(low: int, high: int) -> Callable[[object], int]:
+    return _bounded(int, (int,), low, high, "a whole number")
 
 
 def _size(low: int, high: int) -> Callable[[object], int]:
@@ -179,19 +191,7 @@ def _size(low: int, high: int) -> Callable[[object], int]:
 
 
 def _seconds(low: float, high: float) -> Callable[[object], float]:
-    def parse(value: object) -> float:
-        message = f"must be a number of seconds from {low:g} to {high:g}"
-        if isinstance(value, bool) or not isinstance(value, int | float | str):
-            raise TypeError(message)
-        try:
-            number = float(value)
-        except ValueError:
-            raise ValueError(message) from None
-        if not low <= number <= high:
-            raise ValueError(message)
-        return number
-
-    return parse
+    return _bounded(float, (int, float), low, high, "a number of seconds")
 
 
 def _flag(value: object) -> bool:
@@ -242,7 +242,10 @@ def _models(value: object) -> tuple[str, ...]:
 def _folder(value: object) -> Path:
     if not isinstance(value, str | os.PathLike) or not str(value).strip():
         raise ValueError("must be a folder")
-    return Path(value).expanduser().absolute()
+    folder = Path(value).expanduser().absolute()
+    if os.path.exists(folder) and not folder.is_dir():
+        raise ValueError(f"must be a folder, and {folder} is a file")
+    return folder
 
 
 def _database_url(value: object) -> str:
@@ -251,12 +254,28 @@ def _database_url(value: object) -> str:
         raise ValueError("must begin with sqlite:///, postgresql:// or postgres://")
     if url in ("sqlite:///", "sqlite:///:memory:"):
         raise ValueError("must name a file: sqlite:///PATH")
+    if not url.startswith("sqlite:///"):
+        _check_server_url(url)
     return url
+
+
+def _check_server_url(url: str) -> None:
+    """Take `url` apart as the driver will. What is wrong in it may be part of a password, so it is not shown."""
+    from sqlalchemy import make_url  # its import takes longer than all of this module, which every command has
+    from sqlalchemy.exc import ArgumentError
+
+    message = f"must have the form postgresql://USER:PASSWORD@HOST:PORT/NAME, with a port from 1 to {PORT_MAX}"
+    try:
+        port = make_url(url).port
+    except (ValueError, ArgumentError):
+        raise ValueError(message) from None
+    if port is not None and not 1 <= port <= PORT_MAX:
+        raise ValueError(message)
 
 
 _PARSERS: dict[str, Callable[[object], Any]] = {
     "host": _text,
-    "port": _whole(0, 65535),
+    "port": _whole(0, PORT_MAX),
     "data_dir": _folder,
     "database_url": _database_url,
     "models": _models,

@@ -75,6 +75,34 @@ def test_a_mistake_names_its_key_and_source(
         load(tmp_path, file, environ, **options)
 
 
+@pytest.mark.parametrize("port", ["abc", "70000", "-1", "0"])
+def test_a_database_url_that_cannot_be_taken_apart_is_named_and_not_shown(tmp_path: Path, port: str) -> None:
+    url = f"postgresql://alice:hush-hush@127.0.0.1:{port}/x"
+    for refused in ({"database_url": url}, {"environ": {"GATEHOUSE_DATABASE_URL": url}}):
+        with pytest.raises(SettingsError, match=r"(?i)database_url must have the form postgresql://USER") as found:
+            load(tmp_path, **refused)
+        assert "hush" not in str(found.value)
+
+
+@pytest.mark.parametrize("url", ["postgresql://a:p%40/w@[::1]:5432/x", "postgres:///x", "postgresql://h/x?sslmode=require"])
+def test_a_database_url_of_any_right_form_is_taken(tmp_path: Path, url: str) -> None:
+    assert load(tmp_path, database_url=url).database_url == url
+
+
+def test_a_data_folder_that_is_a_file_is_named_with_its_source(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.touch()
+    with pytest.raises(SettingsError, match=r"option data_dir must be a folder, and .*file is a file"):
+        load_settings(options={"data_dir": path}, environ={})
+    with pytest.raises(SettingsError, match="GATEHOUSE_DATA_DIR must be a folder"):
+        load_settings(options={}, environ={"GATEHOUSE_DATA_DIR": str(path)})
+
+
+def test_a_data_folder_that_cannot_be_is_no_matter_of_the_file_in_it(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    assert load_settings(options={"data_dir": tmp_path / "file" / "below"}, environ={}).port == 8000
+
+
 @pytest.mark.parametrize("key", ["ADMIN_PASSWORD", "ADMIN_TOKEN"])
 def test_a_bad_secret_is_named_and_not_shown(tmp_path: Path, key: str) -> None:
     with pytest.raises(SettingsError, match=f"GATEHOUSE_{key}") as refused:
