@@ -21,6 +21,7 @@ from appliance.api.http_server import CannotStart, HttpServer, control_file, lis
 from appliance.api.openapi import openapi_config
 from appliance.api.routers import api_routers
 from appliance.base.clock import SystemClock
+from appliance.base.data_folder import StartTraces, make_data_folder
 from appliance.base.database_claim import DatabaseClaim, claim_database
 from appliance.base.db import Database, upgrade
 from appliance.base.errors import GatehouseError
@@ -83,7 +84,7 @@ class Appliance:
         Raises NotAModel, UnusableData, ValueError or the database's own error; nothing is left running then.
         """
         settings = self.settings
-        settings.data_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+        make_data_folder(settings.data_dir)
         if self.engines:
             self._claim = await claim_database(settings.database_url)
         db = Database.open(settings.database_url)
@@ -243,10 +244,11 @@ async def serve(settings: Settings, *, on_listening: Callable[[Started], None] =
     `on_listening` shows the first login: when it has returned, the login counts as seen and is not made again.
     """
     model_folders(settings)
-    settings.data_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
-    with only_one(settings.data_dir), listening_socket(settings) as listener:
+    traces = StartTraces.begin(settings.data_dir)
+    with only_one(settings.data_dir), traces.undone_when_refused(), listening_socket(settings) as listener:
         appliance = Appliance(settings)
         await _start(appliance)
+        traces.keep = True
         try:
             await _serve_on(listener, appliance, on_listening)
         finally:
