@@ -15,6 +15,7 @@ STOP_STRINGS_MAX = 16
 LOGIT_BIAS_MAX = 1024
 REPETITION_PENALTY_MIN, REPETITION_PENALTY_MAX = 0.01, 10.0
 SEED_MAX = 2**63 - 1
+TOKENS_MAX = 2**31 - 1  # as a count and as an id: more than any context and any vocabulary
 TOP_K_MAX = 2**31 - 1  # more than any vocabulary; what does not fit an int64 would fail inside the sampler
 
 
@@ -98,8 +99,12 @@ def _check_ranges(p: SamplingParams) -> None:
     _require(-2.0 <= p.presence_penalty <= 2.0, "presence_penalty", f"must be between -2 and 2, not {p.presence_penalty}")
     _require(-2.0 <= p.frequency_penalty <= 2.0, "frequency_penalty", f"must be between -2 and 2, not {p.frequency_penalty}")
     _require(p.seed is None or 0 <= p.seed <= SEED_MAX, "seed", f"must be between 0 and {SEED_MAX}, not {p.seed}")
-    _require(p.max_tokens is None or p.max_tokens >= 1, "max_tokens", f"must be at least 1, not {p.max_tokens}")
-    _require(p.min_tokens >= 0, "min_tokens", f"must be at least 0, not {p.min_tokens}")
+    _require(
+        p.max_tokens is None or 1 <= p.max_tokens <= TOKENS_MAX,
+        "max_tokens",
+        f"must be between 1 and {TOKENS_MAX}, not {p.max_tokens}",
+    )
+    _require(0 <= p.min_tokens <= TOKENS_MAX, "min_tokens", f"must be between 0 and {TOKENS_MAX}, not {p.min_tokens}")
     _require(
         p.max_tokens is None or p.min_tokens <= p.max_tokens,
         "min_tokens",
@@ -112,8 +117,11 @@ def _check_ranges(p: SamplingParams) -> None:
     )
     _require(len(p.stop) <= STOP_STRINGS_MAX, "stop", f"takes at most {STOP_STRINGS_MAX} strings, not {len(p.stop)}")
     _require(all(p.stop), "stop", "must not contain an empty string")
+    ids = p.stop_token_ids
+    _require(all(0 <= i <= TOKENS_MAX for i in ids), "stop_token_ids", f"must hold ids between 0 and {TOKENS_MAX}")
     bias = p.logit_bias or {}
     _require(len(bias) <= LOGIT_BIAS_MAX, "logit_bias", f"takes at most {LOGIT_BIAS_MAX} tokens, not {len(bias)}")
+    _require(all(0 <= i <= TOKENS_MAX for i in bias), "logit_bias", f"must name ids between 0 and {TOKENS_MAX}")
     _require(all(-100.0 <= b <= 100.0 for b in bias.values()), "logit_bias", "values must be between -100 and 100")
 
 

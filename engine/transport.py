@@ -9,10 +9,11 @@ import asyncio
 import select
 import socket
 import struct
+from collections.abc import Sequence
 
 import msgspec
 
-from engine.protocol import FRAME_BYTES_MAX, EngineFrame, GatewayFrame
+from engine.protocol import FRAME_BYTES_MAX, EngineFrame, GatewayFrame, GenerationRequest
 
 LENGTH = struct.Struct(">I")
 READ_BYTES = 256 * 1024
@@ -48,6 +49,21 @@ _engine_decoder = msgspec.msgpack.Decoder(EngineFrame)
 def encode_frame(frame: GatewayFrame | EngineFrame) -> bytes:
     """Length and body, ready to send. Raises `FrameTooLarge`."""
     body = _encoder.encode(frame)
+    _check_length(len(body))
+    return LENGTH.pack(len(body)) + body
+
+
+def encode_request(request: GenerationRequest) -> bytes:
+    """What `encode_submits` takes. Raises `MalformedFrame` for a value that no frame carries (an integer beyond 64 bits)."""
+    try:
+        return _encoder.encode(request)
+    except (OverflowError, TypeError, ValueError) as error:
+        raise MalformedFrame(f"request {request.request_id} cannot be sent: {error}") from error
+
+
+def encode_submits(requests: Sequence[bytes]) -> bytes:
+    """A `GatewayFrame` that submits requests which `encode_request` has encoded. Raises `FrameTooLarge`."""
+    body = _encoder.encode({"submit": [msgspec.Raw(request) for request in requests]})
     _check_length(len(body))
     return LENGTH.pack(len(body)) + body
 

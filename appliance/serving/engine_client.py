@@ -6,15 +6,24 @@ Lives as long as one engine process. Everything that was asked for within one tu
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 
 from appliance.base.errors import EngineUnavailable
 from appliance.serving.event_stream import EventStream
 from engine.protocol import EngineFrame, EngineInfo, EngineStatus, GatewayFrame, GenerationRequest
-from engine.transport import PeerClosed, TransportError, decode_engine_frame, encode_frame, read_frame
+from engine.transport import (
+    PeerClosed,
+    TransportError,
+    decode_engine_frame,
+    encode_frame,
+    encode_request,
+    encode_submits,
+    read_frame,
+)
 
-PROMPT_TOKENS_PER_FRAME_MAX = 2_000_000  # at five bytes a token, a frame stays far below FRAME_BYTES_MAX
+SUBMIT_BYTES_MAX = 16 * 1024 * 1024  # of one frame with several requests; FRAME_BYTES_MAX leaves room for a larger single one
+FINAL_EVENT_WAIT_S = 10.0  # an engine answers an abort in its next frame; only a hanging or confused one takes longer
 
 
 class EngineClient:
@@ -26,12 +35,14 @@ class EngineClient:
         writer: asyncio.StreamWriter,
         *,
         on_frame: Callable[[EngineFrame], None] = lambda _frame: None,
+        final_event_wait_s: float | None = None,
     ) -> None:
         self._reader = reader
         self._writer = writer
         self._on_frame = on_frame
+        self._final_event_wait_s = FINAL_EVENT_WAIT_S if final_event_wait_s is None else final_event_wait_s
         self._streams: dict[str, EventStream] = {}
-        self._submits: list[GenerationRequest] = []
+        self._submits: dict[str, bytes] = {}
         self._aborts: list[str] = []
         self._flush_planned = False
         self._closed_reason: str | None = None
@@ -46,20 +57,29 @@ class EngineClient:
         return len(self._streams)
 
     def submit(self, request: GenerationRequest) -> EventStream:
-        """Send `request` with the next frame. Raises EngineUnavailable when the engine is gone."""
+        """Send `request` with the next frame. Raises EngineUnavailable when the engine is gone.
+
+        It is encoded here, so that what cannot be sent is told to its own caller, as TransportError, and to nobody else.
+        """
         if self._closed_reason is not None:
             raise EngineUnavailable(self._closed_reason)
+        encoded = encode_request(request)
         stream = EventStream(request.request_id)
         self._streams[request.request_id] = stream
-        self._submits.append(request)
+        self._submits[request.request_id] = encoded
         self._plan_flush()
         return stream
 
     def abort(self, request_id: str) -> None:
-        """Ask the engine to end a request; its final event still comes. An id that is not open is ignored."""
+        """Ask the engine to end a request. An id that is not open is ignored.
+
+        Its final event still comes; when it does not within `final_event_wait_s`, the stream ends in EngineUnavailable.
+        """
         if request_id in self._streams and self._closed_reason is None:
             self._aborts.append(request_id)
             self._plan_flush()
+            loop = asyncio.get_running_loop()
+            loop.call_later(self._final_event_wait_s, self._fail, request_id, "the engine did not end the request")
 
     def shut_down(self) -> None:
         """Ask the engine for an orderly exit."""
@@ -108,15 +128,27 @@ class EngineClient:
         self._flush_planned = False
         if self._closed_reason is not None:
             return
-        submits, self._submits = self._submits, []
+        unsent, self._submits = self._submits, {}
         aborts, self._aborts = self._aborts, []
-        for batch in _batches(submits):
-            self._write(GatewayFrame(submit=batch))
+        try:
+            for batch in _batches(unsent):
+                self._writer.write(encode_submits([unsent[request_id] for request_id in batch]))
+                for request_id in batch:
+                    del unsent[request_id]
+        finally:  # this is a callback of the event loop: an error in it reaches nobody but those who are told here
+            for request_id in unsent:
+                self._fail(request_id, "the request could not be sent to the engine")
         if aborts:
             self._write(GatewayFrame(abort=aborts))
 
     def _write(self, frame: GatewayFrame) -> None:
         self._writer.write(encode_frame(frame))
+
+    def _fail(self, request_id: str, reason: str) -> None:
+        """End a stream whose final event will not come; a stream that has ended stays as it is."""
+        stream = self._streams.pop(request_id, None)
+        if stream is not None:
+            stream.fail(reason)
 
     async def _close(self, reason: str) -> None:
         self._closed_reason = reason
@@ -128,15 +160,14 @@ class EngineClient:
             await self._writer.wait_closed()
 
 
-def _batches(submits: list[GenerationRequest]) -> list[list[GenerationRequest]]:
-    """Split `submits` in order: no frame carries more than PROMPT_TOKENS_PER_FRAME_MAX prompt tokens, or one request."""
-    batches: list[list[GenerationRequest]] = []
+def _batches(submits: Mapping[str, bytes]) -> list[list[str]]:
+    """Split the ids of `submits` in order: no frame carries more than SUBMIT_BYTES_MAX, or one request."""
+    batches: list[list[str]] = []
     room = 0
-    for request in submits:
-        tokens = len(request.prompt_token_ids)
-        if not batches or tokens > room:
+    for request_id, encoded in submits.items():
+        if not batches or len(encoded) > room:
             batches.append([])
-            room = PROMPT_TOKENS_PER_FRAME_MAX
-        batches[-1].append(request)
-        room -= tokens
+            room = SUBMIT_BYTES_MAX
+        batches[-1].append(request_id)
+        room -= len(encoded)
     return batches

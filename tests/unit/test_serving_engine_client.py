@@ -5,27 +5,39 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 
 from appliance.base.errors import EngineUnavailable
 from appliance.serving.engine_client import EngineClient
 from appliance.serving.event_stream import EVENTS_MAX, EventStream
-from engine.protocol import FinishReason, GenerationRequest, SamplingParams, TokenEvent
+from engine.protocol import FinishReason, GenerationRequest, InvalidOption, SamplingParams, TokenEvent
+from engine.transport import TransportError
 from tests.support.fake_engine import STALL, FakeEngine, connected_pair, event
 
 DEADLINE_S = 10.0
 
 
-def wanted(request_id: str, prompt: list[int], max_tokens: int = 4) -> GenerationRequest:
-    sampling = SamplingParams(max_tokens=max_tokens, seed=1)
+HUGE = (2**63, -(2**63), 2**64, 10**22, -(10**22))
+NUMBERS: dict[str, Any] = {
+    **{name: lambda value: value for name in ("n", "best_of", "temperature", "top_p", "top_k", "min_p", "typical_p")},
+    **{name: lambda value: value for name in ("repetition_penalty", "presence_penalty", "frequency_penalty", "seed")},
+    **{name: lambda value: value for name in ("max_tokens", "min_tokens", "logprobs", "prompt_logprobs")},
+    "stop_token_ids": lambda value: [value],
+    "logit_bias": lambda value: {value: 1.0},
+}
+
+
+def wanted(request_id: str, prompt: list[int], max_tokens: int = 4, **options: Any) -> GenerationRequest:
+    sampling = SamplingParams(**{"max_tokens": max_tokens, "seed": 1, **options})
     return GenerationRequest(request_id=request_id, tenant_id="bob", prompt_token_ids=prompt, sampling=sampling)
 
 
 @asynccontextmanager
-async def connected() -> AsyncIterator[tuple[EngineClient, FakeEngine, asyncio.Task[None]]]:
+async def connected(**options: Any) -> AsyncIterator[tuple[EngineClient, FakeEngine, asyncio.Task[None]]]:
     ours, theirs = await connected_pair()
-    client, engine = EngineClient(*ours), FakeEngine(*theirs)
+    client, engine = EngineClient(*ours, **options), FakeEngine(*theirs)
     engine_task = asyncio.create_task(engine.run())
     client_task = asyncio.create_task(client.run())
     try:
@@ -112,3 +124,57 @@ async def test_a_slow_owner_gets_merged_events_without_a_gap() -> None:
     assert len(events) == EVENTS_MAX
     assert [token for one in events for token in one.token_ids] == list(range(1, count + 1))
     assert events[-1].num_output_tokens == count
+
+
+@pytest.mark.parametrize("value", HUGE)
+@pytest.mark.parametrize("name", NUMBERS)
+def test_every_number_has_a_limit_that_names_it(name: str, value: int) -> None:
+    with pytest.raises(InvalidOption) as refused:
+        SamplingParams(**{"max_tokens": None, name: NUMBERS[name](value)})
+
+    assert name in (refused.value.param, "max_tokens", "min_tokens")
+
+
+@pytest.mark.parametrize("value", [10**22, -(10**22)])
+@pytest.mark.parametrize("name", NUMBERS)
+async def test_a_request_that_cannot_be_sent_fails_alone(name: str, value: int) -> None:
+    async with connected() as (client, _, _):
+        bad = wanted("req_bad", [5])
+        object.__setattr__(bad.sampling, name, NUMBERS[name](value))  # as if its limit had been forgotten
+        before = client.submit(wanted("req_before", [5]))
+        with pytest.raises(TransportError, match="req_bad"):
+            client.submit(bad)
+        after = client.submit(wanted("req_after", [6]))
+
+        assert (await all_events(before))[-1].finish_reason is FinishReason.LENGTH
+        assert (await all_events(after))[-1].finish_reason is FinishReason.LENGTH
+        assert client.open_requests == 0
+
+
+async def test_what_cannot_be_written_is_told_to_each_of_its_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with connected() as (client, _, _):
+        told: list[dict[str, Any]] = []
+        asyncio.get_running_loop().set_exception_handler(lambda _loop, context: told.append(context))
+
+        def broken(_frame: bytes) -> None:
+            raise RuntimeError("the transport is broken")
+
+        monkeypatch.setattr(client._writer, "write", broken)
+        streams = [client.submit(wanted(f"req_{index}", [5])) for index in range(3)]
+        for stream in streams:
+            with pytest.raises(EngineUnavailable, match="could not be sent"):
+                await stream.take()
+
+        assert client.open_requests == 0
+        assert len(told) == 1
+
+
+async def test_an_abort_that_the_engine_never_answers_ends_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with connected(final_event_wait_s=0.01) as (client, engine, _):
+        monkeypatch.setattr(engine, "_receive", engine.frames.append)
+        stream = client.submit(wanted("req_1", [STALL]))
+        client.abort("req_1")
+        with pytest.raises(EngineUnavailable, match="did not end"):
+            await stream.take()
+
+        assert client.open_requests == 0
