@@ -65,6 +65,7 @@ class Generation:
         self._model = model
         self._prompt_token_ids = prompt_token_ids
         self._sampling = sampling
+        self._output = TextOutput(model.prompting, stop=sampling.stop, min_tokens=sampling.min_tokens)
         self._entry = entry
         self._reservation = reservation
         self._ledger = ledger
@@ -75,6 +76,8 @@ class Generation:
         self._left: str | None = None
         self._submitted = False
         self._billable = False
+        self._reservation_ended = False
+        self._writing: asyncio.Task[None] | None = None
 
     @property
     def request_id(self) -> str:
@@ -93,22 +96,34 @@ class Generation:
         """Own the generation to its end. Never raises: failures are told through `admitted` and `outcome`."""
         try:
             await self._run()
-        except Exception:  # owned task: a bug in the settlement itself must not leave a reader waiting for ever
+        except Exception:  # owned task: a bug in the settlement itself must leave neither a reader waiting nor a record open
             log.exception("generation could not be settled", request_id=self.request_id)
-            self._metrics.unrecorded(self.live.prompt_tokens + self.live.completion_tokens)
             self._give_up(InternalError("the answer could not be completed"))
+            await self._settle_after_bug()
         finally:
             self._on_end(self)
 
     async def _run(self) -> None:
         refusal = await self._record()
         if refusal is not None:
-            self._reservation.void()
+            self._end_reservation(Usage())
             self._give_up(refusal)
             return
         self.admitted.set_result(None)
         reason, failure = await self._generate()
         await self._settle(reason, failure)
+
+    async def _settle_after_bug(self) -> None:
+        """Do what `_settle` did not come to: end the reservation and settle the record at the last known counts."""
+        usage = self._usage()
+        if not self._reservation_ended:
+            self._end_reservation(usage)
+        is_recorded = self.admitted.done() and self.admitted.exception() is None
+        if is_recorded and self._writing is None:
+            record = RequestRecord(finished_at=self._clock.now(), error=InternalError.code)
+            self._writing = self._start_writing("error", usage, record)
+        if self._writing is not None:
+            await self._writing
 
     def _give_up(self, error: GatehouseError) -> None:
         """Tell whoever waits that nothing more comes."""
@@ -138,7 +153,7 @@ class Generation:
         try:
             return await self._follow_engine()
         except EngineUnavailable as error:
-            return "error", error
+            return self._end_without_engine(error)
         except Exception:  # owned task: a bug here must not leave the record pending
             log.exception("generation failed", request_id=self.request_id)
             self._model.client.abort(self.request_id)
@@ -155,14 +170,13 @@ class Generation:
         )
         events = self._model.client.submit(request)
         self._submitted = True
-        output = TextOutput(self._model.prompting, stop=self._sampling.stop, min_tokens=self._sampling.min_tokens)
         while True:
             for event in await events.take():
-                self._count(event)
-                if not output.stopped:
-                    self._show(output, event)
+                if not self._output.stopped:
+                    self._count(event)
+                    self._show(event)
                 if event.finish_reason is not None:
-                    return self._end(event, output)
+                    return self._end(event)
 
     def _count(self, event: TokenEvent) -> None:
         is_first = self.live.ttft_s is None
@@ -172,15 +186,19 @@ class Generation:
         if is_first and self.live.ttft_s is not None:
             self._model.client.figures.note_ttft(self.live.ttft_s)
 
-    def _show(self, output: TextOutput, event: TokenEvent) -> None:
-        chunk = output.push(event)
+    def _show(self, event: TokenEvent) -> None:
+        """Hand on the text of `event`. The token that completes a stop string is the last one that counts."""
+        chunk = self._output.push(event)
+        self.live.completion_tokens = chunk.completion_tokens
         if chunk.text or chunk.logprobs:
             self.chunks.put(chunk)
-        if output.stopped and event.finish_reason is None:
+        if self._output.stopped and event.finish_reason is None:
             self._model.client.abort(self.request_id)
 
-    def _end(self, event: TokenEvent, output: TextOutput) -> tuple[str, GatehouseError | None]:
+    def _end(self, event: TokenEvent) -> tuple[str, GatehouseError | None]:
+        output = self._output
         if output.stopped:
+            self._metrics.discarded(self.live.model, event.num_output_tokens - self.live.completion_tokens)
             return "stop", None
         if event.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
             rest = output.flush()
@@ -194,21 +212,43 @@ class Generation:
         reason = self._left or "aborted"
         return reason, _told(reason)
 
+    def _end_without_engine(self, error: EngineUnavailable) -> tuple[str, GatehouseError | None]:
+        """No final event comes: an answer that is complete stays one, and who asked for the end hears of that end."""
+        if self._output.stopped:
+            return "stop", None
+        if self._left is not None:
+            return self._left, _told(self._left)
+        return "error", error
+
     async def _settle(self, reason: str, failure: GatehouseError | None) -> None:
         """Close the books once: quota now, then the record; then tell the reader."""
         usage = self._usage()
-        if self._billable:
-            self._reservation.settle(usage.total_tokens, cached_tokens=usage.cached_tokens)
-        else:
-            self._reservation.void()
+        self._end_reservation(usage)
         self.live.finish(reason, now=self._clock.now(), error=None if failure is None else failure.message)
         self.live.kv_blocks = 0
-        writing = asyncio.create_task(self._write(self._settlement(reason, usage), usage), name=f"settle {self.request_id}")
+        self._writing = writing = self._start_writing(reason, usage, self._record_of_request())
         await asyncio.wait({writing}, timeout=SETTLE_WAIT_S)
         self._observe(reason, usage)
         self.outcome.set_result(Outcome(finish_reason=reason, usage=usage, error=failure))
         self.chunks.close()
         await writing
+
+    def _end_reservation(self, usage: Usage) -> None:
+        self._reservation_ended = True
+        if self._billable:
+            self._reservation.settle(usage.total_tokens, cached_tokens=usage.cached_tokens)
+        else:
+            self._reservation.void()
+
+    def _start_writing(self, reason: str, usage: Usage, record: RequestRecord) -> asyncio.Task[None]:
+        settlement = Settlement(
+            request_id=self.request_id,
+            status="posted" if self._billable else "voided",
+            finish_reason=reason,
+            usage=usage,
+            record=record,
+        )
+        return asyncio.create_task(self._write(settlement, usage), name=f"settle {self.request_id}")
 
     async def _write(self, settlement: Settlement, usage: Usage) -> None:
         try:
@@ -232,25 +272,19 @@ class Generation:
             return 0
         return -(-(self.live.prompt_tokens + max(self.live.completion_tokens, 1) - 1) // info.block_size)
 
-    def _settlement(self, reason: str, usage: Usage) -> Settlement:
+    def _record_of_request(self) -> RequestRecord:
         live = self.live
         assert live.finished_at is not None
-        return Settlement(
-            request_id=live.id,
-            status="posted" if self._billable else "voided",
-            finish_reason=reason,
-            usage=usage,
-            record=RequestRecord(
-                queue_s=live.queue_s,
-                ttft_s=live.ttft_s,
-                inter_token_p50_s=live.inter_token_p50_s,
-                decode_s=live.decode_s,
-                kv_blocks=max(live.kv_blocks_max, self._blocks_filled()),
-                preemptions=live.preemptions,
-                first_token_at=live.first_token_at,
-                finished_at=live.finished_at,
-                error=live.error,
-            ),
+        return RequestRecord(
+            queue_s=live.queue_s,
+            ttft_s=live.ttft_s,
+            inter_token_p50_s=live.inter_token_p50_s,
+            decode_s=live.decode_s,
+            kv_blocks=max(live.kv_blocks_max, self._blocks_filled()),
+            preemptions=live.preemptions,
+            first_token_at=live.first_token_at,
+            finished_at=live.finished_at,
+            error=live.error,
         )
 
     def _observe(self, reason: str, usage: Usage) -> None:

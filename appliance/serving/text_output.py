@@ -55,25 +55,28 @@ class TextOutput:
         return self._stop.matched is not None
 
     def push(self, event: TokenEvent) -> Chunk:
-        """Return what `event` adds. Stop strings count only after `min_tokens` tokens."""
-        text = self._detokenizer.push(event.token_ids)
-        shown = text if event.num_output_tokens < self._min_tokens else self._stop.push(text)
-        return Chunk(
-            text=shown,
-            completion_tokens=event.num_output_tokens,
-            cached_tokens=event.num_cached_tokens,
-            logprobs=[] if self.stopped else self._named(event),
-        )
+        """Return what `event` adds. Stop strings count only after `min_tokens` tokens.
+
+        Tokens are taken one by one: where a stop string ends, and so what is billed, must not depend on how many of them
+        came in one event. The chunk counts the token that completed the stop string and none behind it.
+        """
+        text = ""
+        completion_tokens = event.num_output_tokens - len(event.token_ids)
+        named: list[NamedLogprob] = []
+        for index, token_id in enumerate(event.token_ids):
+            completion_tokens += 1
+            new = self._detokenizer.push([token_id])
+            text += new if completion_tokens < self._min_tokens else self._stop.push(new)
+            if self.stopped:
+                break
+            if event.logprobs is not None:
+                named.append(self._name(token_id, event.logprobs[index]))
+        return Chunk(text=text, completion_tokens=completion_tokens, cached_tokens=event.num_cached_tokens, logprobs=named)
 
     def flush(self) -> str:
         """Return the text that was held back, at the end of an answer that no stop string ended."""
         rest = self._stop.push(self._detokenizer.flush())
         return rest + self._stop.flush()
-
-    def _named(self, event: TokenEvent) -> list[NamedLogprob]:
-        if event.logprobs is None:
-            return []
-        return [self._name(token_id, entry) for token_id, entry in zip(event.token_ids, event.logprobs, strict=True)]
 
     def _name(self, token_id: int, entry: TokenLogprob) -> NamedLogprob:
         top = [self._single(top_id, logprob) for top_id, logprob in zip(entry.top_token_ids, entry.top_logprobs, strict=True)]

@@ -36,6 +36,7 @@ class Metrics:
         self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of settled requests", by_tenant)
         self._cached_tokens = self._counter("prefix_cache_hit_tokens", "Prompt tokens that were found in the cache", by_tenant)
         self._generation_tokens = self._counter("generation_tokens", "Generated tokens of settled requests", by_tenant)
+        self._discarded = self._counter("discarded_tokens", "Tokens generated behind a stop string, never billed", ["model"])
         self._requests = self._counter("requests", "Settled requests", ["model", "reason"])
         self._rejected = self._counter("requests_rejected", "Requests refused before any work", ["reason"])
         self._preemptions = self._counter("preemptions", "Preemptions of settled requests", ["model"])
@@ -94,6 +95,10 @@ class Metrics:
     def rejected(self, reason: str) -> None:
         """Count a request that was refused before any work; `reason` is the error code."""
         self._rejected.labels(reason).inc()
+
+    def discarded(self, model: str, tokens: int) -> None:
+        """Count tokens that the engine generated before it heard that a stop string had ended the answer."""
+        self._discarded.labels(model).inc(tokens)
 
     def unrecorded(self, tokens: int) -> None:
         """Count tokens whose ledger record could not be written."""

@@ -97,6 +97,10 @@ class Serving:
         """Return the tokens of `text`."""
         return list(self.model.prompting._tokenizer.encode(text, add_special_tokens=False).ids)
 
+    def text(self, ids: list[int]) -> str:
+        """Return the text of `ids`."""
+        return str(self.model.prompting._tokenizer.decode(ids))
+
     async def event(self, generation: Generation) -> UsageEvent:
         """Return the ledger's event of a generation."""
         return await self.reports.event(generation.request_id)

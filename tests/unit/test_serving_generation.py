@@ -9,12 +9,17 @@ import pytest
 
 from appliance.base.db import Database
 from appliance.base.errors import Draining, EngineUnavailable, InternalError, Overloaded, RateLimitExceeded
+from appliance.serving import engine_client
+from appliance.serving.prompting import Prompting
+from appliance.serving.text_output import Chunk, TextOutput
 from appliance.tenancy.principals import Limits
+from engine.protocol import GenerationRequest, SamplingParams
 from tests.support.cast import Cast, make_person
 from tests.support.clock import FakeClock
-from tests.support.fake_engine import FAIL, STALL
+from tests.support.fake_engine import FAIL, STALL, event
 from tests.support.generations import Serving, serving, text_of
 from tests.support.ledgers import until
+from tests.support.served_model import make_hollow_model
 
 TEXT = "the quick brown fox — é 漢"
 
@@ -46,15 +51,65 @@ async def test_the_record_is_settled_before_the_reader_hears_of_the_end(box: Ser
     assert (await box.event(generation)).status == "posted"
 
 
-async def test_a_stop_string_aborts_the_engine_and_bills_what_it_generated(box: Serving, cast: Cast) -> None:
+async def test_a_stop_string_aborts_the_engine_and_bills_up_to_the_token_that_completed_it(box: Serving, cast: Cast) -> None:
     generation = await box.start(cast.bob, TEXT, stop=["brown"], max_tokens=500)
     text = await text_of(generation)
     outcome = await generation.outcome
+    expected = next(n for n in range(1, 99) if "brown" in box.text(box.ids(TEXT)[:n]))
 
     assert text == "the quick "
     assert outcome.finish_reason == "stop"
-    assert len(box.ids("the quick brown")) <= outcome.usage.completion_tokens < 500
-    assert (await box.event(generation)).completion_tokens == outcome.usage.completion_tokens
+    assert outcome.usage.completion_tokens == generation.live.completion_tokens == expected
+    assert (await box.event(generation)).completion_tokens == expected
+
+
+async def test_what_the_engine_made_behind_a_stop_string_is_counted_as_discarded(
+    box: Serving, cast: Cast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(box.client, "abort", lambda _request_id: None)  # an abort that comes too late
+    generation = await box.start(cast.bob, TEXT, stop=["quick"])
+    outcome = await generation.outcome
+    discarded = len(box.ids(TEXT)) - outcome.usage.completion_tokens
+
+    assert outcome.finish_reason == "stop"
+    assert discarded > 0
+    assert f'gatehouse_discarded_tokens_total{{model="tiny"}} {discarded}.0' in box.metrics.render().decode()
+    assert f'generation_tokens_total{{model="tiny",tenant="bob"}} {outcome.usage.completion_tokens}.0' in (
+        box.metrics.render().decode()
+    )
+
+
+@pytest.mark.parametrize("merged", [1, 3, 100])
+def test_a_stop_string_ends_at_the_same_token_however_events_are_merged(tmp_path: Path, merged: int) -> None:
+    prompting = Prompting.load(make_hollow_model(tmp_path / "model"))
+    ids = prompting._tokenizer.encode(TEXT, add_special_tokens=False).ids
+    request = GenerationRequest(request_id="r", tenant_id="t", prompt_token_ids=ids, sampling=SamplingParams(logprobs=0))
+    output = TextOutput(prompting, stop=["quick"], min_tokens=0)
+    chunks: list[Chunk] = []
+    for begin in range(0, len(ids), merged):
+        part = ids[begin : begin + merged]
+        chunks.append(output.push(event(request, part, begin + len(part))))
+        if output.stopped:
+            break
+    expected = next(n for n in range(1, 99) if "quick" in prompting._tokenizer.decode(ids[:n]))
+
+    assert "".join(chunk.text for chunk in chunks) == "the "
+    assert chunks[-1].completion_tokens == expected
+    assert sum(len(chunk.logprobs) for chunk in chunks) == expected - 1
+
+
+async def test_an_engine_that_never_answers_an_abort_does_not_hold_a_request(
+    database: Database, clock: FakeClock, cast: Cast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_client, "FINAL_EVENT_WAIT_S", 0.01)
+    async with serving(database, clock, tmp_path / "model", cast.epoch_id) as box:
+        monkeypatch.setattr(box.engine, "_receive", box.engine.frames.append)
+        generation = await box.start(cast.bob, [5, 6])
+        generation.leave("aborted")
+        outcome = await generation.outcome
+
+        assert (outcome.finish_reason, outcome.error and outcome.error.code) == ("aborted", "request_aborted")
+        assert (await box.event(generation)).status == "voided"
 
 
 async def test_stop_strings_wait_for_the_minimum_of_tokens(box: Serving, cast: Cast) -> None:
@@ -210,13 +265,45 @@ async def test_requests_of_many_tenants_do_not_mix(box: Serving, cast: Cast) -> 
         assert (await box.event(generation)).tenant_id == person.tenant.id
 
 
-async def test_a_fault_of_the_settlement_is_told_and_counted(box: Serving, cast: Cast, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_fault_of_the_settlement_is_told_and_leaves_nothing_open(
+    box: Serving, cast: Cast, monkeypatch: pytest.MonkeyPatch
+) -> None:
     generation = await box.start(cast.bob, TEXT, max_tokens=1000)
     await generation.chunks.take(10.0)
-    monkeypatch.setattr(generation, "_settlement", None)
+    monkeypatch.setattr(generation, "_record_of_request", None)
     generation.leave("disconnected")
     outcome = await generation.outcome
+    assert await box.generations.drain(5.0)
+    event = await box.event(generation)
 
     assert isinstance(outcome.error, InternalError)
-    assert "gatehouse_unrecorded_usage_tokens_total 0.0" not in box.metrics.render().decode()
+    assert (event.status, event.finish_reason) == ("posted", "error")
+    assert event.completion_tokens == generation.live.completion_tokens >= 1
+    assert box.admission.running(cast.bob.tenant.id) == 0
+    assert "gatehouse_unrecorded_usage_tokens_total 0.0" in box.metrics.render().decode()
+
+
+async def test_a_fault_before_the_reservation_ends_gives_it_back(
+    box: Serving, cast: Cast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generation = await box.start(cast.bob, [STALL, 5])
+    monkeypatch.setattr(generation, "_settle", None)
+    generation.leave("disconnected")
+    await generation.outcome
     assert await box.generations.drain(5.0)
+
+    assert (await box.event(generation)).status == "voided"
+    assert box.admission.running(cast.bob.tenant.id) == 0
+
+
+async def test_usage_that_even_the_last_attempt_cannot_record_is_counted(
+    box: Serving, cast: Cast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generation = await box.start(cast.bob, TEXT, max_tokens=1000)
+    await generation.chunks.take(10.0)
+    monkeypatch.setattr(box.ledger, "settle", None)
+    generation.leave("disconnected")
+    await generation.outcome
+    assert await box.generations.drain(5.0)
+
+    assert "gatehouse_unrecorded_usage_tokens_total 0.0" not in box.metrics.render().decode()
