@@ -108,6 +108,44 @@ async def test_a_keys_expiry_and_limits_can_be_changed(box: ApiBox) -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("name", "another"),
+        ("scopes", ["inference"]),
+        ("expires_at", "2999-01-01T00:00:00.000Z"),
+        ("allowed_models", ["m"]),
+        ("allowed_networks", ["10.0.0.0/8"]),
+        ("limits", {"tokens_per_minute": 7}),
+    ],
+)
+async def test_each_field_of_a_key_can_be_changed_alone(box: ApiBox, name: str, value: Any) -> None:
+    tenant = await new_tenant(box)
+    made = await box.call("POST", f"/tenants/{tenant['id']}/keys", status=201, json={"name": "k"})
+    del made["key"]
+    changed = await box.call("PATCH", f"/keys/{made['id']}", json={name: value})
+
+    assert changed == {**made, name: {**made["limits"], **value} if name == "limits" else value}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("name", "another"),
+        ("tier", "batch"),
+        ("weight", 5),
+        ("limits", {"tokens_per_minute": 7}),
+        ("allowed_models", ["m"]),
+        ("suspended", True),
+    ],
+)
+async def test_each_field_of_a_tenant_can_be_changed_alone(box: ApiBox, name: str, value: Any) -> None:
+    tenant = await new_tenant(box)
+    changed = await box.call("PATCH", f"/tenants/{tenant['id']}", json={name: value})
+
+    assert changed == {**tenant, name: {**tenant["limits"], **value} if name == "limits" else value}
+
+
+@pytest.mark.parametrize(
     ("body", "code", "param"),
     [
         ({"name": "x", "limits": {"tokens_per_hour": 1}}, "unknown_parameter", "limits.tokens_per_hour"),
