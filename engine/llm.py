@@ -13,13 +13,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from engine.chat_template import ChatTemplate
 from engine.completion import Completion
 from engine.cpu_environment import prepare_cpu
 from engine.errors import EngineConfigError, EngineError, PromptError
 from engine.options import EngineOptions
 from engine.outputs import RequestOutput
 from engine.protocol import GenerationRequest, SamplingParams, TokenEvent, UnsupportedOption
-from engine.text import ChatTemplate, Tokenizer
+from engine.text import Tokenizer
 
 prepare_cpu()
 

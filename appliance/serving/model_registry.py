@@ -7,12 +7,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from appliance.base.errors import ModelNotFound
-from appliance.serving.prompting import Prompting
 from appliance.serving.supervisor import Supervisor
 from engine.protocol import EngineInfo
+
+if TYPE_CHECKING:
+    from appliance.serving.prompting import Prompting
 
 SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 

@@ -1,67 +1,42 @@
-"""Messages to prompt token ids: the model's own chat template in a sandbox, then its own tokenizer. Exact, because it is ours.
-
-The template environment follows what Hugging Face chat templates are written for: trimmed blocks, loop controls, `tojson`,
-`raise_exception`, `strftime_now`, special tokens as variables.
-"""
+"""Messages to prompt token ids: the model's own chat template, then its own tokenizer. Exact, because it is ours."""
 
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Mapping, Sequence
-from datetime import datetime
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-from jinja2 import Template, TemplateError
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
 from appliance.base.errors import ContextLengthExceeded, InvalidValue
 from appliance.serving.detokenizer import Detokenizer
+from appliance.serving.model_registry import NotAModel
 from appliance.serving.vocabulary import Vocabulary
+from engine.chat_template import ChatTemplate, ChatTemplateError, NoChatTemplate
 
 INLINE_CHARS_MAX = 20_000  # longer prompts are tokenised in a thread, so that nobody's stream stutters
 NORMALISED_CHARS_MAX = 4  # no more characters than this become one by Unicode normalisation in any text of people
-SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
-
-
-class TemplateRefusal(Exception):
-    """The chat template called `raise_exception`: it does not take these messages."""
-
-
-# What a template that meets unforeseen messages can raise: Jinja's own errors and those of the operations in it.
-_TEMPLATE_FAILURES = (
-    TemplateError,
-    TemplateRefusal,
-    TypeError,
-    ValueError,
-    ArithmeticError,
-    LookupError,
-    AttributeError,
-    RecursionError,
-)
 
 
 class Prompting:
     """Tokenizer and chat template of one model."""
 
-    def __init__(self, tokenizer: Tokenizer, template: Template | None, special_tokens: Mapping[str, str]) -> None:
+    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None) -> None:
         self._tokenizer = tokenizer
         self._template = template
-        self._special_tokens = dict(special_tokens)
         self.vocabulary = Vocabulary(tokenizer)
 
     @classmethod
     def load(cls, folder: Path) -> Prompting:
-        """Read tokenizer.json, tokenizer_config.json and chat_template.jinja of a model folder."""
-        tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-        tokenizer.no_truncation()
-        tokenizer.no_padding()
-        config = _read_json(folder / "tokenizer_config.json")
-        source = _template_source(folder, config)
-        template = None if source is None else _environment().from_string(source)
-        return cls(tokenizer, template, _special_tokens(config))
+        """Read the tokenizer and the chat template of a model folder. Raises NotAModel, naming the file that is wrong."""
+        try:
+            template = ChatTemplate.load(folder)
+        except NoChatTemplate:
+            template = None
+        except ChatTemplateError as error:
+            raise NotAModel(str(error)) from error
+        return cls(_read_tokenizer(folder / "tokenizer.json"), template)
 
     async def chat_prompt(self, messages: Sequence[Mapping[str, Any]], *, max_model_len: int) -> list[int]:
         """Return the prompt's token ids; their number is left to the caller to check.
@@ -85,9 +60,9 @@ class Prompting:
         if self._template is None:
             raise InvalidValue("this model has no chat template, so it cannot answer chat messages", param="model")
         try:
-            text = self._template.render(messages=messages, add_generation_prompt=True, tools=None, **self._special_tokens)
-        except _TEMPLATE_FAILURES as error:
-            raise InvalidValue(f"the model's chat template does not take these messages: {error}", param="messages") from error
+            text = self._template.render(messages)
+        except ChatTemplateError as error:
+            raise InvalidValue(str(error), param="messages") from error
         if len(text) > INLINE_CHARS_MAX:
             self._check_could_fit(text, max_model_len)
         token_ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
@@ -128,53 +103,13 @@ def output_room(*, prompt_tokens: int, max_tokens: int | None, max_model_len: in
     return room if max_tokens is None else max_tokens
 
 
-def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True,
-        lstrip_blocks=True,
-        autoescape=False,  # the result is a prompt, not a page
-        extensions=["jinja2.ext.loopcontrols"],
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _refuse
-    environment.globals["strftime_now"] = _strftime_now
-    return environment
-
-
-def _to_json(value: Any, indent: int | None = None, **_options: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, indent=indent)
-
-
-def _refuse(message: str) -> NoReturn:
-    raise TemplateRefusal(message)
-
-
-def _strftime_now(form: str) -> str:
-    return datetime.now().astimezone().strftime(form)
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    content: dict[str, Any] = json.loads(path.read_text("utf-8"))
-    return content
-
-
-def _template_source(folder: Path, config: Mapping[str, Any]) -> str | None:
-    """Return the chat template: its own file first, then tokenizer_config.json (the one named `default` of several)."""
-    own_file = folder / "chat_template.jinja"
-    if own_file.is_file():
-        return own_file.read_text("utf-8")
-    entry = config.get("chat_template")
-    if isinstance(entry, list):
-        entry = next((named["template"] for named in entry if named.get("name") == "default"), None)
-    return entry
-
-
-def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    tokens = {}
-    for name in SPECIAL_TOKEN_NAMES:
-        entry = config.get(name)
-        if entry is not None:
-            tokens[name] = str(entry["content"]) if isinstance(entry, dict) else str(entry)
-    return tokens
+def _read_tokenizer(path: Path) -> Tokenizer:
+    try:
+        tokenizer = Tokenizer.from_buffer(path.read_bytes())
+    except OSError as error:
+        raise NotAModel(f"{path} cannot be read: {error.strerror}") from error
+    except ValueError as error:  # whatever the library finds wrong in the text
+        raise NotAModel(f"{path} is not a tokenizer: {error}") from error
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer

@@ -15,9 +15,10 @@ REPO = Path(__file__).resolve().parents[2]
 # The pure half of the engine: integers and text, so that a laptop with no torch can test it.
 ENGINE_PURE = {
     "errors", "request", "block_pool", "prefix_cache", "scheduler", "scheduled_batch", "config", "options", "transport",
-    "models.families",
+    "models.families", "chat_template",
 }  # fmt: skip
 PROTOCOL = {"engine.protocol", "engine.transport"}
+CHAT_TEMPLATE = "engine.chat_template"  # one renderer, whoever makes the prompt: the gateway or an offline script
 
 # area -> what it may import beside itself and the packages of others
 ALLOWED: dict[str, set[str]] = {
@@ -25,7 +26,9 @@ ALLOWED: dict[str, set[str]] = {
     "appliance.tenancy": {"appliance.base"},
     "appliance.metering": {"appliance.base", "appliance.tenancy"},
     "appliance.telemetry": {"appliance.base", *PROTOCOL},
-    "appliance.serving": {"appliance.base", "appliance.tenancy", "appliance.metering", "appliance.telemetry", *PROTOCOL},
+    "appliance.serving": {
+        "appliance.base", "appliance.tenancy", "appliance.metering", "appliance.telemetry", *PROTOCOL, CHAT_TEMPLATE,
+    },
     "appliance.api": {
         "appliance.base", "appliance.tenancy", "appliance.metering", "appliance.telemetry", "appliance.serving", *PROTOCOL,
     },
@@ -107,7 +110,7 @@ def test_the_installer_uses_the_standard_library_alone() -> None:
     assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.parametrize("start", ["appliance.cli.main", "appliance.app", "engine.protocol", "engine.transport"])
+@pytest.mark.parametrize("start", ["appliance.cli.main", "appliance.app", *sorted(PROTOCOL), CHAT_TEMPLATE])
 def test_a_process_of_the_gateway_never_loads_torch(start: str) -> None:
     program = f"import sys, {start}; print(sorted({{'torch', 'triton', 'transformers'}} & set(sys.modules)))"
     answer = subprocess.run([sys.executable, "-c", program], cwd=REPO, capture_output=True, text=True, check=True)

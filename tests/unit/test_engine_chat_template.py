@@ -1,0 +1,174 @@
+"""One renderer of chat templates, the one that templates are written for, and nothing of ours in their reach."""
+
+from __future__ import annotations
+
+import ast
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from engine.chat_template import TEMPLATE_CHARS_MAX, ChatTemplate, ChatTemplateError, NoChatTemplate
+from tests.support.tiny_tokenizer import write_tokenizer
+
+MESSAGES = [{"role": "user", "content": "hi"}]
+REPO = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    write_tokenizer(tmp_path)
+    return tmp_path
+
+
+def test_a_template_sees_messages_and_special_tokens(model: Path) -> None:
+    template = ChatTemplate.load(model)
+    assert template.render(MESSAGES) == "<s>user: hi\nassistant: "
+    assert template.render(MESSAGES, add_generation_prompt=False) == "<s>user: hi\n"
+
+
+def test_a_template_in_its_own_file_wins(model: Path) -> None:
+    (model / "chat_template.jinja").write_text("own {{ messages[0].content }}")
+    assert ChatTemplate.load(model).render(MESSAGES) == "own hi"
+
+
+def test_the_default_of_several_named_templates_is_taken(model: Path) -> None:
+    named = [{"name": "tools", "template": "no"}, {"name": "default", "template": "yes"}]
+    (model / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
+    assert ChatTemplate.load(model).render(MESSAGES) == "yes"
+
+
+def test_a_model_without_template_says_that_it_is_a_base_model(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path, template=None)
+    with pytest.raises(NoChatTemplate, match="no chat template"):
+        ChatTemplate.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
+        ("{{ messages[9].content.x }}", "refuses these messages"),
+        ("{{ 1 / 0 }}", "refuses these messages"),
+        ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "refuses these messages"),
+        ("{{ messages.append(1) }}", "refuses these messages"),
+        ("{% for i in range(999999999) %}{% endfor %}", "refuses these messages"),
+    ],
+)
+def test_a_template_that_fails_or_reaches_out_is_an_error(source: str, message: str) -> None:
+    with pytest.raises(ChatTemplateError, match=message):
+        ChatTemplate(source, {}).render(MESSAGES)
+
+
+def test_a_template_that_cannot_be_compiled_is_an_error() -> None:
+    with pytest.raises(ChatTemplateError, match="cannot be compiled"):
+        ChatTemplate("{% for %}", {})
+
+
+def test_json_in_templates_is_plain() -> None:
+    assert ChatTemplate("{{ {'a': '<é>'} | tojson }}", {}).render(MESSAGES) == '{"a": "<é>"}'
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ messages[0] | tojson }}",
+        "{{ {'b': 1, 'a': ['é', none]} | tojson(sort_keys=true, separators=(',', ':')) }}",
+        "{{ {'b': 'é'} | tojson(ensure_ascii=true, indent=2) }}",
+        "{{ {'b': 'é'} | tojson(true) }}",
+        "{% if tools is defined and documents is defined %}{{ tools }}, {{ documents }}{% endif %}",
+        "{% if tools is not none %}{{ 1 / 0 }}{% endif %}none",
+        "a\n  {% generation %}\n  {{ messages[0].content }}\n  {% endgeneration %}\nb",
+        "{%- generation -%}  {{ messages[0].content }}  {%- endgeneration -%}",
+        "{% set x = 1 %}{% generation %}{% set x = 2 %}{{ x }}{% endgeneration %}{{ x }}",
+        "{% for m in messages %}{% generation %}{{ loop.index }}{{ m.role }}{% endgeneration %}{% continue %}x{% endfor %}",
+        "{% macro say(m) %}{% generation %}{{ m.content | trim }}{% endgeneration %}{% endmacro %}{{ say(messages[0]) }}",
+        "{{ bos_token }}|{{ missing }}|{{ add_generation_prompt }}|{{ messages | length }}",
+        "{{ strftime_now('%d %b %Y') }}",
+    ],
+)
+def test_a_template_renders_as_it_does_in_transformers(source: str) -> None:
+    expected, _ = render_jinja_template(
+        conversations=[MESSAGES], chat_template=source, add_generation_prompt=True, bos_token="<s>"
+    )
+    assert ChatTemplate(source, {"bos_token": "<s>"}).render(MESSAGES) == expected[0]
+
+
+def test_the_date_is_that_of_the_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TZ", "Asia/Kathmandu")
+    time.tzset()
+    try:
+        assert ChatTemplate("{{ strftime_now('%z') }}", {}).render(MESSAGES) == "+0545"
+    finally:
+        monkeypatch.undo()
+        time.tzset()
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        ("{% for %}", "cannot be compiled: line 1: "),
+        ("a\nb {{ messages | no_such_filter }}", "cannot be compiled: line 2: .*no_such_filter"),
+        ("{% generation %}", "cannot be compiled"),
+        ("{{ '" + "x" * TEMPLATE_CHARS_MAX + "' }}", f"at most {TEMPLATE_CHARS_MAX} are accepted"),
+        ([{"name": "default"}], "needs a name and a template"),
+        ([{"name": "default", "template": 3}], "needs a name and a template"),
+        (["default"], "needs a name and a template"),
+        (5, "must be text or a list of named templates, not int"),
+        ({"default": "x"}, "must be text or a list of named templates, not dict"),
+    ],
+)
+def test_a_broken_template_is_one_line_that_names_the_file(entry: Any, message: str, model: Path) -> None:
+    (model / "tokenizer_config.json").write_text(json.dumps({"chat_template": entry}))
+    with pytest.raises(ChatTemplateError, match=message) as caught:
+        ChatTemplate.load(model)
+    assert str(model / "tokenizer_config.json") in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_list_without_a_default_is_no_template(model: Path) -> None:
+    (model / "tokenizer_config.json").write_text(json.dumps({"chat_template": [{"name": "rag", "template": "x"}]}))
+    with pytest.raises(NoChatTemplate, match="no chat template named default, only rag"):
+        ChatTemplate.load(model)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("chat_template.jinja", b"\xff\xfe", r"chat_template\.jinja cannot be read"),
+        ("chat_template.jinja", b"{% for %}", r"chat_template\.jinja cannot be compiled"),
+        ("tokenizer_config.json", b"{", r"tokenizer_config\.json cannot be read"),
+        ("tokenizer_config.json", b"[]", r"tokenizer_config\.json must hold a JSON object"),
+        (
+            "tokenizer_config.json",
+            b'{"chat_template": "x", "bos_token": 7}',
+            r"bos_token in .*tokenizer_config\.json must be text",
+        ),
+        (
+            "tokenizer_config.json",
+            b'{"chat_template": "x", "eos_token": {}}',
+            r"eos_token in .*tokenizer_config\.json must be text",
+        ),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_named(name: str, content: bytes, message: str, model: Path) -> None:
+    (model / name).write_bytes(content)
+    with pytest.raises(ChatTemplateError, match=message):
+        ChatTemplate.load(model)
+
+
+def test_there_is_one_renderer() -> None:
+    users = [
+        path.relative_to(REPO).as_posix()
+        for folder in ("appliance/serving", "appliance/api", "engine")
+        for path in sorted((REPO / folder).rglob("*.py"))
+        if any("sandbox" in ast.unparse(node) for node in ast.walk(ast.parse(path.read_text("utf-8"))) if _is_import(node))
+    ]
+    assert users == ["engine/chat_template.py"]
+
+
+def _is_import(node: ast.AST) -> bool:
+    return isinstance(node, ast.Import | ast.ImportFrom)
