@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from appliance.cli.failure import CommandFailed
+from appliance.serving.supervisor import engine_environment
 
 _ROOT = Path(__file__).resolve().parents[2]
 _WORDS_MAX = 300
@@ -18,12 +18,10 @@ _WORDS_MAX = 300
 
 def check_model(path: Path, *, progress: Callable[[float], None] = lambda _: None) -> dict[str, Any]:
     """Return the facts of a model that would load. Raises CommandFailed with the reason when it would not."""
-    inherited = os.environ.get("PYTHONPATH")
-    environment = {**os.environ, "PYTHONPATH": f"{_ROOT}{os.pathsep}{inherited}" if inherited else str(_ROOT)}
     process = subprocess.Popen(
         [sys.executable, "-m", "engine.verify", str(path)],
         cwd=_ROOT,
-        env=environment,
+        env=engine_environment(),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -213,7 +213,7 @@ class Supervisor:
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
             pass_fds=[theirs.fileno()],
-            env=_environment(),
+            env=engine_environment(),
             limit=LOG_LINE_BYTES_MAX,
             start_new_session=True,
         )
@@ -233,11 +233,13 @@ class Supervisor:
         self._on_frame(frame)
 
 
-def _environment() -> dict[str, str]:
-    """Return our environment with the folder of our packages on the path, wherever the gateway was started from."""
+def engine_environment() -> dict[str, str]:
+    """Return the environment of a process of the engine: ours with the folder of our packages on the path, and without our
+    settings, because an engine gets what it needs as arguments and secrets are not among it."""
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("GATEHOUSE_")}
     root = str(Path(appliance.__file__).resolve().parent.parent)
-    inherited = os.environ.get("PYTHONPATH")
-    return {**os.environ, "PYTHONPATH": f"{root}{os.pathsep}{inherited}" if inherited else root}
+    path = inherited.get("PYTHONPATH")
+    return {**inherited, "PYTHONPATH": f"{root}{os.pathsep}{path}" if path else root}
 
 
 def _exit_name(exit_status: int) -> str:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -28,6 +30,21 @@ def test_a_whole_model_passes_with_its_facts(model: Path) -> None:
     assert facts["architecture"] == "LlamaForCausalLM"
     assert facts["parameters"] > 0
     assert fractions == sorted(fractions)
+
+
+def test_the_checker_inherits_no_setting_of_ours(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[dict[str, str]] = []
+    real = subprocess.Popen
+
+    def watched(*arguments: Any, env: dict[str, str], **options: Any) -> Any:
+        given.append(env)
+        return real(*arguments, env=env, **options)
+
+    monkeypatch.setenv("GATEHOUSE_ADMIN_TOKEN", "a secret")
+    monkeypatch.setattr(subprocess, "Popen", watched)
+    check_model(model)
+
+    assert [name for name in given[0] if name.startswith("GATEHOUSE_")] == []
 
 
 def test_tensors_that_the_configuration_does_not_ask_for_are_named(model: Path) -> None:

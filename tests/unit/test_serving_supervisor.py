@@ -14,7 +14,7 @@ import pytest
 from appliance.base.clock import SystemClock
 from appliance.base.errors import EngineUnavailable, ModelLoading
 from appliance.serving import supervisor
-from appliance.serving.supervisor import Supervisor
+from appliance.serving.supervisor import Supervisor, engine_environment
 from engine.protocol import GenerationRequest, SamplingParams
 from tests.support.fake_engine import DIE, STALL
 
@@ -114,6 +114,17 @@ async def test_an_engine_that_never_becomes_ready_is_given_up() -> None:
         await watched.wait_for_state("failed")
 
         assert watched.restarts == supervisor.CRASHES_BEFORE_READY_MAX - 1
+
+
+def test_an_engine_inherits_no_setting_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("GATEHOUSE_ADMIN_TOKEN", "GATEHOUSE_ADMIN_PASSWORD", "GATEHOUSE_DATABASE_URL"):
+        monkeypatch.setenv(name, "a secret")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    environment = engine_environment()
+
+    assert not [name for name in environment if name.startswith("GATEHOUSE_")]
+    assert environment["OMP_NUM_THREADS"] == "1"
+    assert "PYTHONPATH" in environment
 
 
 async def test_a_stopped_engine_leaves_no_process_behind() -> None:
