@@ -124,9 +124,9 @@ class Appliance:
         settings, clock, metrics = self.settings, SystemClock(), Metrics()
         started_at = clock.now()
         epoch_id = await self._begin_epoch(db, clock)
-        admission = Admission(clock, LedgerSums(db))
+        admission = Admission(clock, LedgerSums(db, currency=settings.currency), currency=settings.currency)
         ledger = Ledger(db, clock, epoch_id, currency=settings.currency)
-        prices = PriceBook(db, clock)
+        prices = PriceBook(db, clock, currency=settings.currency)
         generations = Generations(
             admission=admission,
             ledger=ledger,

@@ -15,14 +15,15 @@ from dataclasses import dataclass
 from appliance.base.clock import Clock
 from appliance.base.errors import BudgetExceeded, RateLimitExceeded, Refused, RequestExceedsLimit
 from appliance.base.money import PICOS_PER_MICRO
-from appliance.metering.allowances import Allowance, Hold, Moment, Need
+from appliance.metering.allowances import Allowance, Amount, Hold, Moment, Need
 from appliance.metering.prices import Price
 from appliance.metering.quotas import LimitDecision, LimitScope, TokenBucket
 from appliance.metering.sums import SumsReader
 from appliance.tenancy.principals import Limits, Principal
 
 EXPECTED_OUTPUT_TOKENS = 256
-"""Output expected of a key of which fewer than OUTPUTS_MIN requests with this model are known."""
+"""Output expected of a key of which fewer than OUTPUTS_MIN requests with this model are known, and the least that is expected
+of any: a key cannot make itself cheap by a row of short answers before a burst of long ones."""
 OUTPUTS_MIN = 20
 OUTPUTS_KEPT = 100
 
@@ -52,10 +53,11 @@ class RateLimitState:
 
 
 class Admission:
-    """Guards the limits of every tenant and key. Belongs to one event loop."""
+    """Guards the limits of every tenant and key. Belongs to one event loop. Budgets are in `currency`; so are the `sums`."""
 
-    def __init__(self, clock: Clock, sums: SumsReader) -> None:
+    def __init__(self, clock: Clock, sums: SumsReader, *, currency: str = "EUR") -> None:
         self._clock = clock
+        self._currency = currency
         self._sums = sums
         self._allowances: dict[str, Allowance] = {}
         self._outputs: dict[tuple[str, str], deque[int]] = {}
@@ -69,8 +71,12 @@ class Admission:
         prompt_tokens: int,
         max_output_tokens: int | None,
         price: Price | None,
+        output_room: int | None = None,
     ) -> Reservation:
         """Return what was reserved for the request, which must be settled or voided once.
+
+        `max_output_tokens` is what was asked for; `output_room` is how long the answer may get, which differs when nothing
+        was asked for: then it is the rest of the model's context.
 
         Raises RequestExceedsLimit, BudgetExceeded or RateLimitExceeded; then nothing was taken. After `retry_after_s` of the
         latter every limit that refused has room again, if nobody else takes it.
@@ -79,18 +85,24 @@ class Admission:
             raise ValueError("token counts must not be negative")
         tenant = await self._allowance("tenant", principal.tenant.id)
         key = await self._allowance("key", principal.key.id)
+        if price is not None and price.currency != self._currency:
+            price = None  # from before the currency was set: billed as it says, and in no sum of ours
         # No await from here on.
         at = self._moment()
         tenant.configure(principal.tenant.limits, at)
         key.configure(principal.key.limits, at)
         outputs = self._outputs.setdefault((principal.key.id, model), deque(maxlen=OUTPUTS_KEPT))
         expected = expected_output(outputs, max_output_tokens, room=_room(principal) - prompt_tokens)
-        need = Need(tokens=prompt_tokens + expected, cost_picos=_cost(price, prompt_tokens, 0, expected))
+        longest = max(expected, max_output_tokens or 0, output_room or 0)
+        need = Need(
+            expected=Amount(tokens=prompt_tokens + expected, cost_picos=_cost(price, prompt_tokens, 0, expected)),
+            worst=Amount(tokens=prompt_tokens + longest, cost_picos=_cost(price, prompt_tokens, 0, longest)),
+        )
         refusals = tenant.refusals(need, at) + key.refusals(need, at)
         if refusals:
             raise refusal(refusals)
         holds = (tenant.take(need, at), key.take(need, at))
-        return Reservation(self._clock, holds, prompt_tokens, need.tokens, price, outputs)
+        return Reservation(self._clock, holds, prompt_tokens, need.expected.tokens, price, outputs)
 
     def snapshot(self, principal: Principal) -> RateLimitState:
         """Return the state for the x-ratelimit headers. Takes nothing and reads no database."""
@@ -164,7 +176,7 @@ class Reservation:
         prompt = min(tokens_used, self._prompt_tokens)
         completion = tokens_used - prompt
         cost = _cost(self._price, prompt, min(cached_tokens, prompt), completion)
-        used = Need(tokens=tokens_used, cost_picos=cost)
+        used = Amount(tokens=tokens_used, cost_picos=cost)
         for hold in self._holds:
             hold.settle(used, self._clock.monotonic_s())
         if completion:
@@ -187,7 +199,7 @@ def expected_output(outputs: Sequence[int] | deque[int], max_output_tokens: int 
 
     A guess alone never makes a request larger than a limit: it is cut to the `room` that the limits leave beside the prompt.
     """
-    guess = percentile_90(outputs) if len(outputs) >= OUTPUTS_MIN else EXPECTED_OUTPUT_TOKENS
+    guess = max(percentile_90(outputs), EXPECTED_OUTPUT_TOKENS) if len(outputs) >= OUTPUTS_MIN else EXPECTED_OUTPUT_TOKENS
     if max_output_tokens is not None and max_output_tokens <= guess:
         return max_output_tokens
     return int(max(0, min(guess, room)))
@@ -217,10 +229,16 @@ def refusal(decisions: Sequence[LimitDecision]) -> Refused:
             limit_type=_limit_type(decision),
         )
     for decision in decisions:
-        if decision.kind == "budget":
+        if decision.kind == "budget" and decision.wait_s is None:
             return _budget_exceeded(decision)
     longest = max(decisions, key=lambda decision: decision.wait_s or 0.0)
     wait_s = longest.wait_s or 0.0
+    if longest.kind == "budget":
+        return RateLimitExceeded(
+            f"running requests hold what is left of the {longest.scope}'s budget of this month; try again in {wait_s:.3f} s",
+            limit_type="requests",
+            retry_after_s=wait_s,
+        )
     return RateLimitExceeded(
         f"the {longest.scope}'s limit of {longest.limit} {_LIMIT_NAMES[longest.kind]} is reached: the request needs "
         f"{longest.need}, {max(longest.level, 0)} are left; try again in {wait_s:.3f} s",

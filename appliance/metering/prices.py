@@ -49,11 +49,15 @@ class Price:
 
 
 class PriceBook:
-    """All prices. Those of a model are kept in memory once read; `add` forgets them."""
+    """All prices. Those of a model are kept in memory once read; `add` forgets them.
 
-    def __init__(self, db: Database, clock: Clock) -> None:
+    New ones are in `currency` alone: a budget is one sum, and amounts in two currencies have none.
+    """
+
+    def __init__(self, db: Database, clock: Clock, *, currency: str = "EUR") -> None:
         self._db = db
         self._clock = clock
+        self._currency = currency
         self._by_model: dict[str, Sequence[Price]] = {}
         self._additions = 0
 
@@ -77,7 +81,7 @@ class PriceBook:
             id=new_id("price"),
             model=check_name(model, "model"),
             effective_from=_check_start(effective_from or now),
-            currency=_check_currency(currency),
+            currency=self._check_currency(currency),
             prompt=check_whole(prompt, "prompt", 0, PRICE_MICROS_MAX),
             cached_prompt=check_whole(cached_prompt, "cached_prompt", 0, PRICE_MICROS_MAX),
             completion=check_whole(completion, "completion", 0, PRICE_MICROS_MAX),
@@ -106,6 +110,11 @@ class PriceBook:
             known = await self._read(model)
         in_force = [price for price in known if price.effective_from <= at]
         return in_force[-1] if in_force else None
+
+    def _check_currency(self, currency: object) -> str:
+        if currency != self._currency:
+            raise InvalidValue(f"currency must be {self._currency}, the currency of this appliance", param="currency")
+        return self._currency
 
     async def _read(self, model: str) -> Sequence[Price]:
         additions = self._additions
@@ -147,13 +156,3 @@ def _check_start(effective_from: datetime) -> datetime:
     if effective_from.tzinfo is None:
         raise InvalidValue("effective_from must have a zone", param="effective_from")
     return effective_from
-
-
-def _check_currency(currency: object) -> str:
-    if (
-        not isinstance(currency, str)
-        or len(currency) != 3
-        or not (currency.isascii() and currency.isalpha() and currency.isupper())
-    ):
-        raise InvalidValue("currency must be a code of three capital letters", param="currency")
-    return currency

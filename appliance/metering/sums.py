@@ -39,17 +39,18 @@ class SumsReader(Protocol):
 
 
 class LedgerSums:
-    """Reads the sums from the usage events."""
+    """Reads the sums from the usage events. Costs in another currency than `currency`, from before it was set, do not count."""
 
-    def __init__(self, db: Database) -> None:
+    def __init__(self, db: Database, *, currency: str = "EUR") -> None:
         self._db = db
+        self._currency = currency
 
     async def read(self, scope: LimitScope, owner_id: str, now: datetime) -> PeriodSums:
         """Return the sums of settled events of the tenant or key `owner_id`. A request belongs to the time of its admission."""
         events = usage_events.c
         owner = events.tenant_id if scope == "tenant" else events.key_id
         tokens = case((events.admitted_at >= day_start(now), events.prompt_tokens + events.completion_tokens), else_=0)
-        high, low = split_sum(events.cost_picos)
+        high, low = split_sum(case((events.currency == self._currency, events.cost_picos), else_=0))
         query = select(func.coalesce(func.sum(tokens), 0), high, low).where(
             owner == owner_id, events.admitted_at >= month_start(now), events.status.in_(SETTLED)
         )

@@ -205,6 +205,15 @@ async def test_the_budget_counts_what_is_reserved_and_what_was_spent(clock: Fake
     await admit(admission, bob, 100, 0, cost)
 
 
+async def test_a_price_from_before_the_currency_was_set_takes_nothing_of_the_budget(clock: FakeClock) -> None:
+    admission = Admission(clock, FixedSums(cost_month_picos=0), currency="CHF")
+    bob = principal(Limits(monthly_budget=1))
+    cost = price(prompt=1_000_000, cached=0, completion=1_000_000)
+    (await admit(admission, bob, 20, 10, cost)).settle(30)
+    with pytest.raises(BudgetExceeded):
+        await admit(admission, bob, 20, 10, dataclasses.replace(cost, currency="CHF"))
+
+
 async def test_the_sums_are_read_once_even_when_many_ask_at_once(clock: FakeClock) -> None:
     sums = FixedSums(tokens_today=95)
     admission = Admission(clock, sums)

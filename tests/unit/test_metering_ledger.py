@@ -23,7 +23,7 @@ from tests.support.ledgers import FailingDatabase, all_events, running_ledger, u
 @pytest.fixture
 async def price(database: Database, clock: FakeClock) -> Price:
     """A price in the table: 1 and 0.1 and 3 units per million tokens."""
-    return await PriceBook(database, clock).add(
+    return await PriceBook(database, clock, currency="USD").add(
         model="demo", currency="USD", prompt=1_000_000, cached_prompt=100_000, completion=3_000_000
     )
 

@@ -71,6 +71,7 @@ async def test_a_model_has_one_price_from_a_moment_on(database: Database, clock:
         ("batch_percent", 101),
         ("currency", "eur"),
         ("currency", "EURO"),
+        ("currency", "USD"),
         ("model", ""),
         ("effective_from", datetime(2027, 1, 1)),
     ],
@@ -79,6 +80,13 @@ async def test_a_bad_field_is_named(database: Database, clock: FakeClock, field:
     with pytest.raises(InvalidValue) as refused:
         await add(PriceBook(database, clock), **{field: value})
     assert refused.value.param == field
+
+
+async def test_only_the_currency_of_the_appliance_is_taken(database: Database, clock: FakeClock) -> None:
+    book = PriceBook(database, clock, currency="CHF")
+    with pytest.raises(InvalidValue, match="currency must be CHF"):
+        await add(book, currency="EUR")
+    assert (await add(book, currency="CHF")).currency == "CHF"
 
 
 async def test_the_list_pages_through_every_price(database: Database, clock: FakeClock) -> None:

@@ -116,6 +116,8 @@ async def test_recovered_tokens_count_in_the_sums_of_day_and_month(database: Dat
     for scope, owner in (("tenant", cast.bob.tenant.id), ("key", cast.bob.key.id)):
         sums = await LedgerSums(database).read(scope, owner, clock.now())  # type: ignore[arg-type]
         assert (sums.tokens_today, sums.cost_month_picos) == (15, 1015 * 5)
+        abroad = await LedgerSums(database, currency="CHF").read(scope, owner, clock.now())  # type: ignore[arg-type]
+        assert (abroad.tokens_today, abroad.cost_month_picos) == (15, 0), "a sum over two currencies"
 
 
 async def test_a_restart_refills_no_bucket(database: Database, clock: FakeClock, cast: Cast) -> None:
