@@ -8,7 +8,6 @@ from pathlib import Path
 from tokenizers import Tokenizer as RustTokenizer
 from tokenizers.decoders import DecodeStream
 
-from engine.config import read_json
 from engine.errors import NotAModelDirectory
 
 
@@ -32,9 +31,10 @@ class Tokenizer:
         path = directory / "tokenizer.json"
         if not path.is_file():
             raise NotAModelDirectory(f"{directory} has no tokenizer.json")
-        if not isinstance(read_json(path).get("model"), dict):
-            raise NotAModelDirectory(f"{path} holds no tokenizer model")
-        self._tokenizer = RustTokenizer.from_buffer(path.read_bytes())
+        try:
+            self._tokenizer = RustTokenizer.from_buffer(path.read_bytes())
+        except ValueError as error:  # whatever the library finds wrong in the text
+            raise NotAModelDirectory(f"{path} is not a tokenizer: {error}") from error
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
 

@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer
 
+from engine.chat_template import ChatTemplate, ChatTemplateError, NoChatTemplate
 from engine.config import load_model_config
 from engine.errors import ModelError, NotAModelDirectory
 from engine.models.decoder import Decoder
+from engine.text import Tokenizer
 from engine.weights import load_weights, weight_files
 
 REPORT_FRACTION = 0.05
@@ -29,6 +30,8 @@ def verify_model(directory: Path, *, progress: Callable[[float], None] = lambda 
     The places of the decoder are on the meta device: every tensor is matched by name, shape and type, none is kept.
     """
     config = load_model_config(directory)
+    tokenizer_size = _tokenizer_size(directory, config.vocab_size)
+    _check_chat_template(directory)
     plan = Decoder(config, dtype=torch.float32, device=torch.device("meta")).weight_plan()
     load_weights(directory, plan, progress=progress)
     return {
@@ -37,19 +40,28 @@ def verify_model(directory: Path, *, progress: Callable[[float], None] = lambda 
         "parameters": sum(place.numel() for place in plan.places.values()),
         "weights_bytes": sum(path.stat().st_size for path in weight_files(directory)),
         "vocab_size": config.vocab_size,
-        "tokenizer_size": _tokenizer_size(directory / "tokenizer.json", config.vocab_size),
+        "tokenizer_size": tokenizer_size,
         "max_position_len": config.max_position_len,
     }
 
 
-def _tokenizer_size(path: Path, vocab_size: int) -> int:
-    if not path.is_file():
-        raise NotAModelDirectory(f"{path} is missing")
-    # A file that the library cannot read ends this process with the library's own bare Exception; its last line is the reason.
-    size = Tokenizer.from_file(str(path)).get_vocab_size(with_added_tokens=True)
+def _tokenizer_size(directory: Path, vocab_size: int) -> int:
+    size = Tokenizer(directory).vocab_size
     if size > vocab_size:
-        raise NotAModelDirectory(f"{path} has {size} tokens, but the model's vocabulary is {vocab_size}")
-    return int(size)
+        raise NotAModelDirectory(
+            f"{directory / 'tokenizer.json'} has {size} tokens, but the model's vocabulary is {vocab_size}"
+        )
+    return size
+
+
+def _check_chat_template(directory: Path) -> None:
+    """A base model has none; one that is there must compile."""
+    try:
+        ChatTemplate.load(directory)
+    except NoChatTemplate:
+        return
+    except ChatTemplateError as error:
+        raise NotAModelDirectory(str(error)) from error
 
 
 class _Report:

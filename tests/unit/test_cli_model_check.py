@@ -34,7 +34,7 @@ def test_a_whole_model_passes_with_its_facts(model: Path) -> None:
 
 def test_the_checker_inherits_no_setting_of_ours(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[dict[str, str]] = []
-    real = subprocess.Popen
+    real: Any = subprocess.Popen
 
     def watched(*arguments: Any, env: dict[str, str], **options: Any) -> Any:
         given.append(env)
@@ -54,8 +54,26 @@ def test_tensors_that_the_configuration_does_not_ask_for_are_named(model: Path) 
         check_model(model)
 
 
-def test_a_tokenizer_that_cannot_be_read_is_told(model: Path) -> None:
-    (model / "tokenizer.json").write_text("not a tokenizer")
-    with pytest.raises(CommandFailed) as failed:
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("tokenizer.json", "not a tokenizer", r"tokenizer\.json is not a tokenizer"),
+        ("tokenizer.json", "{}", r"tokenizer\.json is not a tokenizer: .*Model missing"),
+        ("chat_template.jinja", "{% if %}", r"chat_template\.jinja cannot be compiled: line 1"),
+        (
+            "tokenizer_config.json",
+            '{"chat_template": [{"name": "default"}]}',
+            r"tokenizer_config\.json: .*needs a name and a template",
+        ),
+    ],
+)
+def test_a_tokenizer_or_a_template_that_cannot_be_read_is_told(model: Path, name: str, content: str, message: str) -> None:
+    (model / name).write_text(content)
+    with pytest.raises(CommandFailed, match=message) as failed:
         check_model(model)
     assert failed.value.code == "not_a_model"
+
+
+def test_a_model_without_a_chat_template_passes(model: Path) -> None:
+    (model / "tokenizer_config.json").unlink()
+    assert check_model(model)["tokenizer_size"] > 0

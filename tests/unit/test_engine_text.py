@@ -42,7 +42,17 @@ def test_a_directory_without_tokenizer_is_refused(tmp_path: Path) -> None:
         Tokenizer(tmp_path)
 
 
-def test_a_file_that_is_no_tokenizer_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(NotAModelDirectory, match="holds no tokenizer model"):
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{}", "Model missing"),
+        ("[]", "invalid type"),
+        ("", "EOF"),
+        ("text", "expected ident"),
+        ('{"model": {}}', "did not match"),
+    ],
+)
+def test_a_file_that_is_no_tokenizer_is_refused(tmp_path: Path, content: str, message: str) -> None:
+    (tmp_path / "tokenizer.json").write_text(content)
+    with pytest.raises(NotAModelDirectory, match=rf"tokenizer\.json is not a tokenizer: .*{message}"):
         Tokenizer(tmp_path)
