@@ -32,6 +32,7 @@ _LIMIT_NAMES = {
     "requests": "requests per minute",
     "concurrency": "concurrent requests",
     "tokens_per_day": "tokens per day",
+    "budget": "budget of this month",
 }
 
 
@@ -233,10 +234,11 @@ def refusal(decisions: Sequence[LimitDecision]) -> Refused:
             return _budget_exceeded(decision)
     longest = max(decisions, key=lambda decision: decision.wait_s or 0.0)
     wait_s = longest.wait_s or 0.0
-    if longest.kind == "budget":
+    if longest.held:
         return RateLimitExceeded(
-            f"running requests hold what is left of the {longest.scope}'s budget of this month; try again in {wait_s:.3f} s",
-            limit_type="requests",
+            f"running requests hold what is left of the {longest.scope}'s {_LIMIT_NAMES[longest.kind]}; "
+            f"try again in {wait_s:.3f} s, or ask for fewer max_tokens",
+            limit_type=_limit_type(longest),
             retry_after_s=wait_s,
         )
     return RateLimitExceeded(

@@ -11,15 +11,28 @@ from appliance.metering.sums import RECENT, PeriodSums, day_start, month_start, 
 from appliance.tenancy.principals import Limits
 
 CONCURRENCY_RETRY_S = 1.0  # nobody knows when a running request ends
+HELD_RETRY_S = 1.0  # nor when it gives back what it holds and does not use
 PICOS_PER_MICRO = 10**6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Need:
-    """What one request reserves. `cost_picos` is the price of `tokens`."""
+class Amount:
+    """Tokens, and what they cost."""
 
     tokens: int
     cost_picos: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Need:
+    """What one request asks for: what is to be expected of it, and the `worst` case, in which the answer takes all its room.
+
+    Buckets per minute hold the expected tokens: a surprise is a debt that time repays. Nothing repays a day's tokens or a
+    month's money, so of these the worst case is held, or all that is left: at most one request passes such a limit.
+    """
+
+    expected: Amount
+    worst: Amount
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,14 +72,30 @@ class Allowance:
 
     def take(self, need: Need, at: Moment) -> Hold:
         """Take `need`. Call it only when `refusals` is empty and without an await in between."""
-        for bucket, count in ((self.requests, 1), (self.tokens, need.tokens)):
+        for bucket, count in ((self.requests, 1), (self.tokens, need.expected.tokens)):
             taken = bucket is None or bucket.take(count, at.monotonic_s)
             assert taken, "take after a refusal"
         day, month = self._windows(at.now)
-        day.reserved += need.tokens
-        month.reserved += need.cost_picos
+        held = Amount(
+            tokens=_held(need.worst.tokens, self.limits.tokens_per_day, day),
+            cost_picos=_held(need.worst.cost_picos, self._budget_picos, month),
+        )
+        day.reserved += held.tokens
+        month.reserved += held.cost_picos
         self.running += 1
-        return Hold(allowance=self, need=need, tokens=self.tokens, requests=self.requests, day=day, month=month)
+        return Hold(
+            allowance=self,
+            bucket_tokens=need.expected.tokens,
+            held=held,
+            tokens=self.tokens,
+            requests=self.requests,
+            day=day,
+            month=month,
+        )
+
+    @property
+    def _budget_picos(self) -> int | None:
+        return None if self.limits.monthly_budget is None else self.limits.monthly_budget * PICOS_PER_MICRO
 
     def _resized(
         self, bucket: TokenBucket | None, capacity: int | None, now_s: float, recent: Sequence[tuple[float, int]]
@@ -88,11 +117,11 @@ class Allowance:
         if self.requests is not None:
             yield self._bucket("requests", self.requests, 1, at)
         if self.tokens is not None:
-            yield self._bucket("tokens", self.tokens, need.tokens, at)
+            yield self._bucket("tokens", self.tokens, need.expected.tokens, at)
         if self.limits.tokens_per_day is not None:
-            yield self._per_day(self.limits.tokens_per_day, day, need.tokens, at.now)
-        if self.limits.monthly_budget is not None:
-            yield self._budget(self.limits.monthly_budget * PICOS_PER_MICRO, month, need.cost_picos)
+            yield self._per_day(self.limits.tokens_per_day, day, need.expected.tokens, at.now)
+        if self._budget_picos is not None:
+            yield self._budget(self._budget_picos, month, need.expected.cost_picos)
 
     def _concurrency(self, limit: int) -> LimitDecision:
         allowed = self.running < limit
@@ -105,12 +134,20 @@ class Allowance:
 
     def _per_day(self, limit: int, day: Window, need: int, now: datetime) -> LimitDecision:
         wait_s = None if need > limit else _until(next_day_start(now), now)
-        return self._decide("tokens_per_day", day.taken + need <= limit, need, limit, limit - day.taken, wait_s)
+        return self._window("tokens_per_day", day, need, limit, wait_s)
 
     def _budget(self, limit: int, month: Window, need: int) -> LimitDecision:
-        return self._decide("budget", month.taken + need <= limit, need, limit, limit - month.taken, None)
+        return self._window("budget", month, need, limit, None)
 
-    def _decide(self, kind: LimitKind, allowed: bool, need: int, limit: int, level: int, wait_s: float | None) -> LimitDecision:
+    def _window(self, kind: LimitKind, window: Window, need: int, limit: int, wait_s: float | None) -> LimitDecision:
+        """Decide by what is used and held; `wait_s` is for what no running request can give back."""
+        allowed = window.taken + need <= limit
+        held = not allowed and window.used + need <= limit
+        return self._decide(kind, allowed, need, limit, limit - window.taken, HELD_RETRY_S if held else wait_s, held=held)
+
+    def _decide(
+        self, kind: LimitKind, allowed: bool, need: int, limit: int, level: int, wait_s: float | None, *, held: bool = False
+    ) -> LimitDecision:
         return LimitDecision(
             allowed=allowed,
             scope=self.scope,
@@ -119,6 +156,7 @@ class Allowance:
             limit=limit,
             level=level,
             wait_s=0.0 if allowed else wait_s,
+            held=held,
         )
 
     def _windows(self, now: datetime) -> tuple[Window, Window]:
@@ -136,19 +174,20 @@ class Hold:
     """What one request has taken from one allowance, from the very buckets and windows it was taken from."""
 
     allowance: Allowance
-    need: Need
+    bucket_tokens: int
+    held: Amount
     tokens: TokenBucket | None
     requests: TokenBucket | None
     day: Window
     month: Window
 
-    def settle(self, used: Need, monotonic_s: float) -> None:
+    def settle(self, used: Amount, monotonic_s: float) -> None:
         """Replace what was reserved by what was used."""
         self._release()
         self.day.used += used.tokens
         self.month.used += used.cost_picos
         if self.tokens is not None:
-            difference = used.tokens - self.need.tokens
+            difference = used.tokens - self.bucket_tokens
             if difference > 0:
                 self.tokens.charge(difference, monotonic_s)
             else:
@@ -158,14 +197,19 @@ class Hold:
         """Put everything back, as if the request had never been."""
         self._release()
         if self.tokens is not None:
-            self.tokens.put_back(self.need.tokens, monotonic_s)
+            self.tokens.put_back(self.bucket_tokens, monotonic_s)
         if self.requests is not None:
             self.requests.put_back(1, monotonic_s)
 
     def _release(self) -> None:
         self.allowance.running -= 1
-        self.day.reserved -= self.need.tokens
-        self.month.reserved -= self.need.cost_picos
+        self.day.reserved -= self.held.tokens
+        self.month.reserved -= self.held.cost_picos
+
+
+def _held(worst: int, limit: int | None, window: Window) -> int:
+    """Return what to hold of a window: the worst case, or all that is left of the limit."""
+    return worst if limit is None else min(worst, limit - window.taken)
 
 
 def _until(moment: datetime, now: datetime) -> float:

@@ -7,6 +7,7 @@ from datetime import date
 from typing import Literal
 
 MICROS_PER_S = 1_000_000
+DEBT_MINUTES_MAX = 60
 _UNITS_PER_TOKEN = 60 * MICROS_PER_S  # a bucket of C tokens a minute gains exactly C units each microsecond
 
 LimitScope = Literal["tenant", "key"]
@@ -26,8 +27,8 @@ class TokenBucket:
     """`capacity` tokens at most, refilled evenly at `capacity` per minute. Exact: levels are integers of 1/60 000 000 token.
 
     Over any stretch of t seconds no more than capacity + capacity/60 * t tokens are taken. What a request used beyond what it
-    had taken is charged afterwards and may leave a debt, which is bounded by one capacity: at worst the bucket is full again
-    two minutes later, however large the surprise was.
+    had taken is charged afterwards and may leave a debt, so that the rate holds in the long run. The debt is bounded by
+    DEBT_MINUTES_MAX capacities: however large the surprise was, tokens are there again after that many minutes.
     """
 
     __slots__ = ("_at_us", "_units", "capacity")
@@ -61,9 +62,9 @@ class TokenBucket:
         self._units = min(self._units + tokens * _UNITS_PER_TOKEN, self._units_max)
 
     def charge(self, tokens: int, now_s: float) -> None:
-        """Take tokens that were used already, if need be into debt, down to minus one capacity."""
+        """Take tokens that were used already, if need be into debt, down to minus DEBT_MINUTES_MAX capacities."""
         self._refill(now_s)
-        self._units = max(self._units - tokens * _UNITS_PER_TOKEN, -self._units_max)
+        self._units = max(self._units - tokens * _UNITS_PER_TOKEN, -DEBT_MINUTES_MAX * self._units_max)
 
     def wait_s(self, need: int, now_s: float) -> float | None:
         """Return after how many seconds `need` tokens are there: 0 when now, None when never (`need` above capacity).
@@ -114,7 +115,10 @@ class Window:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LimitDecision:
-    """What one limit says to one request. `wait_s` is None when waiting cannot help. Budgets are in pico-units."""
+    """What one limit says to one request. `wait_s` is None when waiting cannot help. Budgets are in pico-units.
+
+    `held`: it refuses only for what running requests hold, of which they may give something back when they end.
+    """
 
     allowed: bool
     scope: LimitScope
@@ -123,3 +127,4 @@ class LimitDecision:
     limit: int
     level: int
     wait_s: float | None
+    held: bool = False

@@ -177,11 +177,11 @@ async def test_tokens_per_day_free_at_midnight(clock: FakeClock) -> None:
     bob = principal(Limits(tokens_per_day=100))
     late = await admit(admission, bob, 5, 5)
     with pytest.raises(RateLimitExceeded, match="tokens per day") as refused:
-        await admit(admission, bob, 1, 0)
+        await admit(admission, bob, 11, 0)
     assert refused.value.retry_after_s == 12 * 3600
     clock.advance(12 * 3600 - 0.001)
     with pytest.raises(RateLimitExceeded):
-        await admit(admission, bob, 1, 0)
+        await admit(admission, bob, 11, 0)
     clock.advance(0.001)
     late.settle(10)  # admitted yesterday, so it counts for yesterday
     await admit(admission, bob, 100, 0)
@@ -195,10 +195,10 @@ async def test_the_budget_counts_what_is_reserved_and_what_was_spent(clock: Fake
     cost = price(prompt=1_000_000, cached=0, completion=1_000_000)
     first = await admit(admission, bob, 20, 10, cost)
     with pytest.raises(BudgetExceeded, match="10 are left") as refused:
-        await admit(admission, bob, 11, 0, cost)
+        await admit(admission, bob, 41, 0, cost)
     assert refused.value.should_retry is False
     first.settle(30, cached_tokens=20)  # 20 tokens of the prompt cost nothing
-    await admit(admission, bob, 30, 0, cost)
+    (await admit(admission, bob, 30, 0, cost)).settle(30)
     with pytest.raises(BudgetExceeded):
         await admit(admission, bob, 1, 0, cost)
     clock.advance(10 * 86400)  # December
@@ -248,10 +248,39 @@ async def test_a_limit_that_is_set_while_a_request_runs_gives_that_request_nothi
 async def test_the_expected_output_is_learnt_per_key_and_never_above_the_asked_maximum(admission: Admission) -> None:
     bob, charlie = principal(), principal()
     for _ in range(OUTPUTS_MIN):
-        (await admit(admission, bob, 10, None)).settle(10 + 40)
-    assert (await admit(admission, bob, 10, None)).tokens_reserved == 50
+        (await admit(admission, bob, 10, None)).settle(10 + 400)
+    assert (await admit(admission, bob, 10, None)).tokens_reserved == 410
     assert (await admit(admission, bob, 10, 7)).tokens_reserved == 17
     assert (await admit(admission, charlie, 10, None)).tokens_reserved == 10 + EXPECTED_OUTPUT_TOKENS
+
+
+async def test_a_row_of_short_answers_does_not_make_a_burst_of_long_ones_cheap(admission: Admission) -> None:
+    bob = principal(Limits(tokens_per_minute=1000))
+    for _ in range(OUTPUTS_MIN):
+        (await admit(admission, bob, 1, 1)).settle(2)
+    answers = await asyncio.gather(*(admit(admission, bob, 1, 400) for _ in range(60)), return_exceptions=True)
+    assert sum(isinstance(answer, Reservation) for answer in answers) == 3
+
+
+@pytest.mark.parametrize("limits", [Limits(tokens_per_day=1000), Limits(monthly_budget=1000)])
+async def test_at_most_one_request_passes_a_days_or_months_limit(clock: FakeClock, limits: Limits) -> None:
+    admission = Admission(clock, FixedSums())
+    bob = principal(limits)
+    cost = price(prompt=1_000_000, cached=1_000_000, completion=1_000_000)  # a micro-unit a token
+
+    async def ask() -> Reservation:
+        return await admission.admit(bob, model="demo", prompt_tokens=1, max_output_tokens=None, price=cost, output_room=600)
+
+    answers = await asyncio.gather(*(ask() for _ in range(60)), return_exceptions=True)
+
+    admitted = [answer for answer in answers if isinstance(answer, Reservation)]
+    refused = [answer for answer in answers if isinstance(answer, RateLimitExceeded)]
+    assert (len(admitted), len(refused)) == (2, 58)
+    assert refused[0].retry_after_s == 1.0
+    assert "hold what is left" in refused[0].message
+    for reservation in admitted:
+        reservation.settle(1 + 10)
+    await ask()
 
 
 async def test_one_tenant_cannot_use_up_anothers_limits(admission: Admission) -> None:
