@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hmac
+import ipaddress
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +19,8 @@ from appliance.tenancy.principals import Principal
 from appliance.tenancy.roles import Action, Role, require
 
 INFERENCE_SCOPE = "inference"
-SESSION_COOKIES = ("__Host-gatehouse", "gatehouse_session")  # the console sets them: the first over HTTPS
+SESSION_COOKIES = ("__Host-gatehouse", "gatehouse_session")  # the console sets them: the first over HTTPS, else the second
+PROXY_HEADERS = ("x-forwarded-for", "x-real-ip", "forwarded")
 CSRF_HEADER = "x-csrf-token"
 SAFE_METHODS = ("GET", "HEAD", "OPTIONS")
 SAME_SITE = ("same-origin", "none")  # `none` is a person's own doing: a typed address, a bookmark
@@ -70,14 +72,32 @@ async def _by_token(connection: Connection, secret: str) -> Administrator:
     return Administrator(name=f"token {token.name}", role=token.role)
 
 
+def is_from_this_machine(connection: Connection) -> bool:
+    """Return whether the peer is a program of this machine that speaks for itself: a proxy here speaks for anybody."""
+    if any(header in connection.headers for header in PROXY_HEADERS):
+        return False
+    try:
+        address = ipaddress.ip_address(_address(connection))
+    except ValueError:
+        return False
+    mapped = getattr(address, "ipv4_mapped", None)
+    return bool((mapped or address).is_loopback)
+
+
 async def _by_session(connection: Connection) -> Administrator:
-    cookie = next((connection.cookies[name] for name in SESSION_COOKIES if connection.cookies.get(name)), None)
+    cookie = _session_cookie(connection)
     session = await services_of(connection).sessions.resolve(cookie) if cookie else None
     if session is None:
         raise InvalidApiKey("no administrator token was sent: use the header Authorization: Bearer gha_...")
     if connection.scope.get("method") not in SAFE_METHODS:
         _check_same_site(connection, session.csrf_token)
     return Administrator(name=session.member.email, role=session.member.role)
+
+
+def _session_cookie(connection: Connection) -> str | None:
+    """Return the cookie that the console would have set on this connection; over HTTPS the unprotected one never counts."""
+    is_secure = services_of(connection).settings.secure_cookies or connection.url.scheme == "https"
+    return connection.cookies.get(SESSION_COOKIES[0 if is_secure else 1])
 
 
 def _check_same_site(connection: Connection, csrf_token: str) -> None:

@@ -59,7 +59,12 @@ def answer_error(request: Request[Any, Any, Any], error: Exception) -> Response[
 def _answer_framework_error(request: Request[Any, Any, Any], error: HTTPException) -> Response[bytes]:
     kind, code = _FRAMEWORK_ERRORS[error.status_code]
     method, path = request.scope["method"], request.scope["path"]
-    messages = {404: f"there is nothing at {method} {path}", 405: f"{path} does not take {method}"}
+    limit = request.app.request_max_body_size
+    messages = {
+        404: f"there is nothing at {method} {path}",
+        405: f"{path} does not take {method}",
+        413: f"the body is larger than the {limit} bytes that max_body_bytes allows",
+    }
     message = messages.get(error.status_code, error.detail)
     return Response(
         _encode(message, kind, None, code), status_code=error.status_code, media_type=MEDIA_TYPE, headers=error.headers or {}

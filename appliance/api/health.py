@@ -5,12 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
-from litestar import Request, Response, get
+from litestar import Request, Response, get, head
 
+from appliance.api.auth import authenticate_administrator, is_from_this_machine
 from appliance.api.services_of import services_of
 from appliance.serving.services import Services
+from appliance.tenancy.roles import Action
 
-METRICS_MEDIA_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+METRICS_MEDIA_TYPE = "text/plain; version=0.0.4"  # the framework adds the charset
 
 
 class LiveShape(msgspec.Struct, kw_only=True):
@@ -37,25 +39,46 @@ async def live(request: Request[Any, Any, Any]) -> LiveShape:
 @get(["/health/ready", "/health"], summary="Would a request be answered", tags=["health"])
 async def ready(request: Request[Any, Any, Any]) -> Response[HealthShape]:
     """Answer 200 when every part is ready, else 503 naming those that are not."""
-    services = services_of(request)
+    return await _readiness(services_of(request))
+
+
+@head("/health/live", include_in_schema=False)
+async def live_without_body() -> None:
+    """Answer like GET, without the body."""
+
+
+@head(["/health/ready", "/health"], include_in_schema=False)
+async def ready_without_body(request: Request[Any, Any, Any]) -> Response[None]:
+    """Answer like GET, without the body."""
+    answer = await _readiness(services_of(request))
+    return Response(None, status_code=answer.status_code, headers=answer.headers)
+
+
+@get("/metrics", summary="Metrics in Prometheus' text format", tags=["health"])
+async def metrics(request: Request[Any, Any, Any]) -> Response[bytes]:
+    """Return every metric of the appliance. They name tenants: whoever is not on this machine must be an administrator."""
+    if not is_from_this_machine(request):
+        await authenticate_administrator(request, Action.READ)
+    return Response(services_of(request).metrics.render(), media_type=METRICS_MEDIA_TYPE)
+
+
+async def _readiness(services: Services) -> Response[HealthShape]:
     parts = await _parts(services)
     is_ready = all(state == "ok" for state in parts.values())
     body = HealthShape(status="ok" if is_ready else "not ready", version=services.version, parts=parts)
     return Response(body, status_code=200 if is_ready else 503, headers={} if is_ready else {"retry-after": "1"})
 
 
-@get("/metrics", summary="Metrics in Prometheus' text format", tags=["health"])
-async def metrics(request: Request[Any, Any, Any]) -> Response[bytes]:
-    """Return every metric of the appliance."""
-    return Response(services_of(request).metrics.render(), media_type=METRICS_MEDIA_TYPE)
-
-
 async def _parts(services: Services) -> dict[str, str]:
+    """Return each part with `ok` or a short reason: everybody may read it, so paths and errors stay in the log."""
     parts = {
         "gateway": "draining" if services.generations.draining else "ok",
-        "database": await services.database_watch.problem() or "ok",
-        "ledger": "ok" if services.ledger.healthy else f"cannot be written: {services.ledger.last_error}",
+        "database": "ok" if await services.database_watch.problem() is None else "takes no writes",
+        "ledger": "ok" if services.ledger.healthy else "cannot be written",
     }
     for model in services.models.list():
         parts[f"engine {model.name}"] = services.readiness.problem(model) or "ok"
     return parts
+
+
+HANDLERS = [live, live_without_body, ready, ready_without_body, metrics]

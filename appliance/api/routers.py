@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from litestar import Router
 from litestar.types import ControllerRouterHandler
 
-from appliance.api import admin_requests, admin_system, admin_tenants, admin_usage
+from appliance.api import admin_requests, admin_system, admin_tenants, admin_usage, health
 from appliance.api.chat import create_chat_completion
-from appliance.api.health import live, metrics, ready
 from appliance.api.models import list_models, retrieve_model
 
 
@@ -24,4 +23,4 @@ def api_routers() -> Sequence[ControllerRouterHandler]:
             *admin_system.HANDLERS,
         ],
     )
-    return [create_chat_completion, list_models, retrieve_model, live, ready, metrics, admin]
+    return [create_chat_completion, list_models, retrieve_model, *health.HANDLERS, admin]

@@ -83,6 +83,7 @@ def _serve(
     on_frame: Callable[[EngineFrame], None],
     created: datetime,
 ) -> ServedModel:
+    metrics.add_model(folder.name)
     supervisor = Supervisor(
         name=folder.name,
         command=lambda fd: engine_command(folder, settings, fd),

@@ -50,10 +50,9 @@ class Readiness:
         self._tasks.clear()
 
     def problem(self, model: ServedModel) -> str | None:
-        """Return why `model` is not ready, or None when it is."""
+        """Return why `model` is not ready, or None when it is. What the engine said stays with administrators and the log."""
         if model.client.state != "ready":
-            reason = f": {model.client.error}" if model.client.error else ""
-            return f"engine of {model.name} is {model.client.state}{reason}"
+            return f"engine of {model.name} is {model.client.state}"
         age_s = self._token_age_s(model)
         if age_s is None:
             return f"engine of {model.name} has not generated a token yet"

@@ -8,6 +8,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from appliance.base.errors import GatehouseError
 from appliance.telemetry.events import EngineReading, SystemSnapshot
 
 TENANTS_MAX = 500
@@ -46,9 +47,16 @@ class Metrics:
         )
         self._ttft_s = self._histogram("time_to_first_token_seconds", "Admission to first token", LATENCY_BUCKETS_S)
         self._inter_token_s = self._histogram("inter_token_latency_seconds", "Time between two tokens", TOKEN_BUCKETS_S)
+        for reason in _codes(GatehouseError):
+            self._rejected.labels(reason)
         self._request_s = self._histogram("request_seconds", "Admission to end", LATENCY_BUCKETS_S)
         self._queue_s = self._histogram("queue_seconds", "Admission to first place in a batch", LATENCY_BUCKETS_S)
         self._step_s = self._histogram("engine_step_seconds", "One engine step", TOKEN_BUCKETS_S)
+
+    def add_model(self, model: str) -> None:
+        """Let the counters of `model` stand at zero, so that their first event is seen as a rise and not as their birth."""
+        for counter in (self._preemptions, self._discarded, self._restarts):
+            counter.labels(model)
 
     def attach(self, snapshot: Callable[[], SystemSnapshot]) -> None:
         """Export the gauges of the newest snapshot with every scrape."""
@@ -115,6 +123,11 @@ class Metrics:
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
         return Histogram(f"gatehouse_{name}", text, ["model"], buckets=buckets, registry=self.registry)
+
+
+def _codes(kind: type[GatehouseError]) -> set[str]:
+    """Return the codes of every error that a caller can get."""
+    return {kind.code}.union(*(_codes(child) for child in kind.__subclasses__()))
 
 
 class _SnapshotCollector(Collector):

@@ -291,5 +291,16 @@ async def test_a_session_reads_but_writes_only_with_its_token_from_its_own_pages
     await box.call("POST", "/tenants", status=201, json={"name": "a"}, headers={**own, "sec-fetch-site": "same-origin"})
 
 
+@pytest.mark.parametrize(("scheme", "expected"), [("http", [200, 401]), ("https", [401, 200])])
+async def test_only_the_cookie_of_the_connections_own_scheme_counts(box: ApiBox, scheme: str, expected: list[int]) -> None:
+    member = await box.services.members.create("alice@example.com", "a password of tests", "owner")
+    token, _ = await box.services.sessions.open(member.id, "test", "127.0.0.1")
+    address = f"{scheme}://box/admin/v1/tenants"
+    plain, secure = [{"authorization": "", "cookie": f"{name}={token}"} for name in reversed(SESSION_COOKIES)]
+
+    statuses = [(await box.client.get(address, headers=headers)).status_code for headers in (plain, secure)]
+    assert statuses == expected
+
+
 def test_the_console_and_the_api_mean_the_same_cookie() -> None:
     assert SESSION_COOKIES == (security.SECURE_COOKIE, security.PLAIN_COOKIE)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any, cast
 
+import httpx
 import pytest
 from litestar.routes import HTTPRoute
 
@@ -78,7 +80,7 @@ async def test_readiness_names_the_part_that_is_not_ready(box: ApiBox, path: str
     assert answer.status_code == 503  # the box of these tests runs no ledger
     parts = answer.json()["parts"]
     assert parts["database"] == "ok"
-    assert parts["ledger"] != "ok"
+    assert parts["ledger"] == "cannot be written"
 
 
 async def test_metrics_have_the_promised_names(box: ApiBox) -> None:
@@ -91,6 +93,55 @@ async def test_metrics_have_the_promised_names(box: ApiBox) -> None:
         "unrecorded_usage_tokens_total",
     ):  # fmt: skip
         assert f"# TYPE gatehouse_{name} " in text, name
+
+
+async def test_the_metrics_type_is_the_one_that_prometheus_expects(box: ApiBox) -> None:
+    answer = await box.client.get("/metrics")
+
+    assert answer.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
+
+
+async def test_counters_of_what_has_not_happened_yet_stand_at_zero(box: ApiBox) -> None:
+    box.services.metrics.add_model("tiny")
+    text = (await box.client.get("/metrics")).text
+
+    for code in ("invalid_api_key", "rate_limit_exceeded", "budget_exceeded", "overloaded"):
+        assert f'gatehouse_requests_rejected_total{{reason="{code}"}} 0.0' in text
+    for name in ("preemptions", "discarded_tokens", "engine_restarts"):
+        assert f'gatehouse_{name}_total{{model="tiny"}} 0.0' in text
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "127.8.8.8", "::1", "::ffff:127.0.0.1"])
+async def test_this_machine_reads_the_metrics_without_a_token(box: ApiBox, address: str) -> None:
+    assert await metrics_status(box, address) == 200
+
+
+@pytest.mark.parametrize("address", ["192.0.2.1", "10.0.0.1", "2001:db8::1", "::ffff:10.0.0.1", ""])
+async def test_others_need_an_administrators_token_for_the_metrics(box: ApiBox, address: str) -> None:
+    assert await metrics_status(box, address) == 401
+    assert await metrics_status(box, address, {"authorization": "Bearer gha_wrong"}) == 401
+    assert await metrics_status(box, address, await box.as_role("viewer")) == 200
+
+
+@pytest.mark.parametrize("header", ["x-forwarded-for", "forwarded", "x-real-ip"])
+async def test_who_comes_through_a_proxy_is_not_this_machine(box: ApiBox, header: str) -> None:
+    assert await metrics_status(box, "127.0.0.1", {header: "192.0.2.1"}) == 401
+
+
+@pytest.mark.parametrize("path", ["/health", "/health/live", "/health/ready"])
+async def test_health_can_be_asked_without_a_body(box: ApiBox, path: str) -> None:
+    asked, whole = await box.client.head(path), await box.client.get(path)
+
+    assert asked.status_code == whole.status_code
+    assert asked.content == b""
+
+
+async def test_a_body_that_is_too_large_is_told_the_limit(box: ApiBox) -> None:
+    limit = box.services.settings.max_body_bytes
+    answer = await box.client.post("/admin/v1/tenants", content=b"x" * (limit + 1))
+
+    assert answer.status_code == 413
+    assert str(limit) in answer.json()["error"]["message"]
 
 
 async def test_unknown_paths_answer_in_the_one_shape_with_an_id(box: ApiBox) -> None:
@@ -114,6 +165,12 @@ async def test_a_bug_is_a_500_in_the_one_shape_that_tells_nothing_of_itself(
     assert answer.json()["error"]["code"] == "internal_error"
     assert "secret" not in answer.text
     assert answer.headers["x-request-id"].startswith("req_")
+
+
+async def metrics_status(box: ApiBox, address: str, headers: dict[str, str] | None = None) -> int:
+    transport = httpx.ASGITransport(app=cast(Any, box.app), client=(address, 50000))
+    async with httpx.AsyncClient(transport=transport, base_url="http://box") as client:
+        return (await client.get("/metrics", headers=headers)).status_code
 
 
 def _is_interface(route: HTTPRoute) -> bool:

@@ -45,6 +45,13 @@ async def test_a_loading_engine_is_named(model: ServedModel, clock: FakeClock) -
     assert readiness.problem(model) == "engine of tiny is loading"
 
 
+async def test_what_an_engine_said_at_its_end_is_not_told_to_everybody(model: ServedModel, clock: FakeClock) -> None:
+    readiness = Readiness(ModelRegistry([model]), clock, interval_s=INTERVAL_S)
+    model.client.state, model.client.error = "failed", "no tensor in /home/alice/models/tiny"
+
+    assert readiness.problem(model) == "engine of tiny is failed"
+
+
 async def test_the_first_probe_makes_a_model_ready_and_silence_makes_it_stale(model: ServedModel, clock: FakeClock) -> None:
     readiness = Readiness(ModelRegistry([model]), clock, interval_s=INTERVAL_S)
     await model.client.wait_for_state("ready")
