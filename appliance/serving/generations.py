@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -71,6 +72,7 @@ class Generations:
         self._open_requests_max = max_waiting_requests + max_num_seqs
         self._deadline_s = deadline_s
         self._generations: dict[str, Generation] = {}
+        self._open_requests: Counter[str] = Counter()  # by model
         self._tasks: set[asyncio.Task[None]] = set()
         self._checkpointer: asyncio.Task[None] | None = None
         self._idle = asyncio.Event()
@@ -91,7 +93,7 @@ class Generations:
         if self.draining:
             raise Draining("the appliance is shutting down", retry_after_s=RETRY_AFTER_DRAINING_S)
         model.client.check_ready()
-        if sum(generation.live.model == model.name for generation in self._generations.values()) >= self._open_requests_max:
+        if self._open_requests[model.name] >= self._open_requests_max:
             raise Overloaded("the waiting queue is full", retry_after_s=RETRY_AFTER_OVERLOADED_S)
 
     async def start(self, order: Order) -> Generation:
@@ -105,6 +107,7 @@ class Generations:
             prompt_tokens=len(order.prompt_token_ids),
             max_output_tokens=order.max_output_tokens,
             price=price,
+            output_room=order.sampling.max_tokens,
         )
         live = self._live_request(order)
         entry = PendingEntry(
@@ -206,6 +209,7 @@ class Generations:
 
     def _own(self, generation: Generation) -> None:
         self._generations[generation.request_id] = generation
+        self._open_requests[generation.live.model] += 1
         self._idle.clear()
         task = asyncio.create_task(generation.run(), name=f"generation {generation.request_id}")
         self._tasks.add(task)
@@ -213,6 +217,7 @@ class Generations:
 
     def _forget(self, generation: Generation) -> None:
         del self._generations[generation.request_id]
+        self._open_requests[generation.live.model] -= 1
         if not self._generations:
             self._idle.set()
 
