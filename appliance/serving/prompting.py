@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from tokenizers import Tokenizer
 
-from appliance.base.errors import ContextLengthExceeded, InvalidValue
+from appliance.base.errors import ContextLengthExceeded, InvalidValue, Overloaded
 from appliance.serving.detokenizer import Detokenizer
 from appliance.serving.model_registry import NotAModel
 from appliance.serving.vocabulary import Vocabulary
 from engine.chat_template import ChatTemplate, ChatTemplateError, NoChatTemplate
 
+T = TypeVar("T")
+
 INLINE_CHARS_MAX = 20_000  # longer prompts are tokenised in a thread, so that nobody's stream stutters
+LONG_AT_A_TIME = 2  # threads; a cancelled request keeps its thread until the tokenizer returns
+LONG_PROMPTS_MAX = 32  # in a thread or waiting for one
+RETRY_AFTER_S = 1.0
 NORMALISED_CHARS_MAX = 4  # no more characters than this become one by Unicode normalisation in any text of people
 
 
@@ -25,6 +31,8 @@ class Prompting:
     def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None) -> None:
         self._tokenizer = tokenizer
         self._template = template
+        self._threads = ThreadPoolExecutor(LONG_AT_A_TIME, thread_name_prefix="tokenise")
+        self._num_long = 0
         self.vocabulary = Vocabulary(tokenizer)
 
     @classmethod
@@ -41,13 +49,18 @@ class Prompting:
     async def chat_prompt(self, messages: Sequence[Mapping[str, Any]], *, max_model_len: int) -> list[int]:
         """Return the prompt's token ids; their number is left to the caller to check.
 
-        Raises InvalidValue when the model's template does not take the messages, and ContextLengthExceeded when the text is
-        so long that it need not be tokenised to know that it does not fit.
+        Raises InvalidValue when the model's template does not take the messages, ContextLengthExceeded when the text is so
+        long that it need not be tokenised to know that it does not fit, and Overloaded when too many long ones wait.
         """
         size = sum(len(str(message.get("content") or "")) for message in messages)
-        if size <= INLINE_CHARS_MAX:
-            return self._chat_prompt(messages, max_model_len)
-        return await asyncio.to_thread(self._chat_prompt, messages, max_model_len)
+        if size > INLINE_CHARS_MAX:
+            text = await self._in_thread(self._render, messages)
+        else:
+            text = self._render(messages)
+        if len(text) <= INLINE_CHARS_MAX:
+            return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+        self._check_could_fit(text, max_model_len)
+        return await self._in_thread(self._encode_long, text)
 
     def detokenizer(self) -> Detokenizer:
         """Return a fresh detokenizer for one request."""
@@ -56,25 +69,34 @@ class Prompting:
     def _decode(self, token_ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode(token_ids, skip_special_tokens=True))
 
-    def _chat_prompt(self, messages: Sequence[Mapping[str, Any]], max_model_len: int) -> list[int]:
+    async def _in_thread(self, work: Callable[[Any], T], what: object) -> T:
+        if self._num_long >= LONG_PROMPTS_MAX:
+            raise Overloaded("too many long prompts are waiting to be tokenised", retry_after_s=RETRY_AFTER_S)
+        self._num_long += 1
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._threads, work, what)
+        finally:
+            self._num_long -= 1
+
+    def _render(self, messages: Sequence[Mapping[str, Any]]) -> str:
         if self._template is None:
             raise InvalidValue("this model has no chat template, so it cannot answer chat messages", param="model")
         try:
-            text = self._template.render(messages)
+            return self._template.render(messages)
         except ChatTemplateError as error:
             raise InvalidValue(str(error), param="messages") from error
-        if len(text) > INLINE_CHARS_MAX:
-            self._check_could_fit(text, max_model_len)
-        token_ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
-        return token_ids
+
+    def _encode_long(self, text: str) -> list[int]:
+        """Return the token ids. `encode` keeps the interpreter to itself while it runs; `encode_batch_fast` lets it go."""
+        return list(self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids)
 
     def _check_could_fit(self, text: str, max_model_len: int) -> None:
         """Raise ContextLengthExceeded when even the longest tokens could not cover `text`.
 
-        Spaces are not counted, because a token may swallow any number of them; normalisation may shorten what is left.
+        Normalisation may shorten a text. A tokenizer that drops spaces could take more of them than this allows: nobody
+        needs them, and tokenising them costs as much as tokenising words.
         """
-        solid_chars = len("".join(text.split())) // NORMALISED_CHARS_MAX
-        fewest_tokens = -(-solid_chars // self.vocabulary.longest_token_chars)
+        fewest_tokens = -(-(len(text) // NORMALISED_CHARS_MAX) // self.vocabulary.longest_token_chars)
         if fewest_tokens >= max_model_len:
             raise ContextLengthExceeded(
                 f"the prompt has at least {fewest_tokens} tokens: this model's context is {max_model_len} tokens",

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from appliance.base.errors import ContextLengthExceeded, InvalidValue
+from appliance.base.errors import ContextLengthExceeded, InvalidValue, Overloaded
 from appliance.serving import prompting
 from appliance.serving.model_registry import NotAModel
 from appliance.serving.prompting import Prompting, output_room
@@ -148,11 +150,60 @@ async def test_a_text_that_cannot_fit_is_refused_without_tokenising_it(tmp_path:
         await model.chat_prompt([{"role": "user", "content": "fox " * 100_000}], max_model_len=16)
 
 
+async def test_a_text_of_spaces_that_cannot_fit_is_refused_like_any_other(tmp_path: Path) -> None:
+    model = loaded(tmp_path, "{{ messages[0].content }}")
+    model._tokenizer = None  # type: ignore[assignment]  # whoever tokenises fails
+    with pytest.raises(ContextLengthExceeded, match="at least"):
+        await model.chat_prompt([{"role": "user", "content": " " * 30_000}], max_model_len=16)
+
+
 async def test_a_long_text_that_could_fit_is_tokenised(tmp_path: Path) -> None:
     model = loaded(tmp_path, "{{ messages[0].content }}")
     text = " " * 30_000 + "fox"
 
-    assert len(await model.chat_prompt([{"role": "user", "content": text}], max_model_len=1)) > 1
+    assert len(await model.chat_prompt([{"role": "user", "content": text}], max_model_len=CONTEXT)) > 1
+
+
+async def test_everybody_else_is_served_while_a_long_prompt_is_tokenised(tmp_path: Path) -> None:
+    model = loaded(tmp_path, "{{ messages[0].content }}")
+    tokenising = asyncio.create_task(model.chat_prompt([{"role": "user", "content": " " * 1_000_000}], max_model_len=10**6))
+    turns = 0
+    while not tokenising.done():
+        await asyncio.sleep(0.001)
+        turns += 1
+
+    assert turns > 20  # a tokenizer that keeps the interpreter to itself lets through one or two
+
+
+async def test_two_long_prompts_are_tokenised_at_a_time_some_wait_and_the_rest_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prompting, "LONG_PROMPTS_MAX", 3)
+    model = loaded(tmp_path, "{{ messages[0].content }}")
+    running, running_most = 0, 0
+    begun, may_end = threading.Semaphore(0), threading.Event()
+
+    def encode(text: str) -> list[int]:
+        nonlocal running, running_most
+        running += 1
+        running_most = max(running, running_most)
+        begun.release()
+        may_end.wait(10)
+        running -= 1
+        return [len(text)]
+
+    monkeypatch.setattr(model, "_encode_long", encode)
+    long = [{"role": "user", "content": "fox " * 5_001}]
+    tasks = [asyncio.create_task(model.chat_prompt(long, max_model_len=CONTEXT)) for _ in range(3)]
+    for _ in range(2):
+        assert await asyncio.to_thread(begun.acquire, timeout=10)
+    with pytest.raises(Overloaded):
+        await model.chat_prompt(long, max_model_len=CONTEXT)
+    may_end.set()
+
+    assert await asyncio.gather(*tasks) == [[20_004]] * 3
+    assert running_most == 2
+    assert await model.chat_prompt(long, max_model_len=CONTEXT) == [20_004]
 
 
 def test_unset_output_is_the_rest_of_the_context() -> None:
