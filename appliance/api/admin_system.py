@@ -12,7 +12,7 @@ from litestar.response import Stream
 from appliance.api.auth import authenticate_administrator
 from appliance.api.queries import AdminRequest
 from appliance.api.services_of import services_of
-from appliance.api.sse import event_stream
+from appliance.api.sse import EVENT_STREAM, event_stream
 from appliance.api.system_shapes import SystemShape, system_shape
 from appliance.base.errors import Overloaded
 from appliance.serving.services import Services
@@ -31,7 +31,7 @@ async def retrieve_system(request: AdminRequest) -> SystemShape:
     return system_shape(services.sampler.latest, services.version)
 
 
-@get("/events", summary="The same as a live stream", tags=TAGS, opt={"answer": SystemShape})
+@get("/events", summary="The same as a live stream", tags=TAGS, opt={"text": EVENT_STREAM, "errors": (503,)})
 async def stream_events(request: AdminRequest) -> Stream:
     """Send an event named `system` with each new reading; a slow reader misses readings, never gets old ones."""
     await authenticate_administrator(request, Action.READ)

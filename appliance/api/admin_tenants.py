@@ -99,7 +99,7 @@ async def list_tenants(request: AdminRequest) -> PageShape[TenantShape]:
     return page_shape(page, tenant_shape)
 
 
-@post("/tenants", summary="Create a tenant", tags=TAGS, opt={"body": NewTenantBody})
+@post("/tenants", summary="Create a tenant", tags=TAGS, opt={"body": NewTenantBody, "errors": (409,)})
 async def create_tenant(request: AdminRequest) -> TenantShape:
     """Create a tenant and return it."""
     await authenticate_administrator(request, Action.WRITE)
@@ -124,7 +124,7 @@ async def retrieve_tenant(request: AdminRequest, tenant_id: FromPath[str]) -> Te
     return tenant_shape(await services_of(request).tenants.get(tenant_id))
 
 
-@patch("/tenants/{tenant_id:str}", summary="Change a tenant", tags=TAGS, opt={"body": TenantPatch})
+@patch("/tenants/{tenant_id:str}", summary="Change a tenant", tags=TAGS, opt={"body": TenantPatch, "errors": (409,)})
 async def change_tenant(request: AdminRequest, tenant_id: FromPath[str]) -> TenantShape:
     """Change what the body names; it counts from the next request on."""
     await authenticate_administrator(request, Action.WRITE)

@@ -18,7 +18,7 @@ from appliance.api.exchange import exchange_of
 from appliance.api.sampling import asked_max_tokens, sampling_params
 from appliance.api.schemas import ChatCompletionRequest, check_messages, check_supported
 from appliance.api.services_of import services_of
-from appliance.api.sse import chat_frames, event_stream
+from appliance.api.sse import EVENT_STREAM, chat_frames, event_stream
 from appliance.base.errors import GatehouseError
 from appliance.serving.generation import Generation
 from appliance.serving.generations import Order
@@ -36,7 +36,12 @@ COLLECT_WAIT_S = 3600.0
     status_code=200,
     summary="Create a chat completion",
     tags=["inference"],
-    opt={"body": ChatCompletionRequest, "answer": ChatCompletion},
+    opt={
+        "body": ChatCompletionRequest,
+        "answer": ChatCompletion,
+        "text": EVENT_STREAM,
+        "errors": (404, 429, 503),
+    },
 )
 async def create_chat_completion(request: Request[Any, Any, Any]) -> Response[Any]:
     """Answer a conversation. With `stream` true the answer comes as server-sent events."""

@@ -36,7 +36,12 @@ async def live(request: Request[Any, Any, Any]) -> LiveShape:
     return LiveShape(status="ok", version=services_of(request).version)
 
 
-@get(["/health/ready", "/health"], summary="Would a request be answered", tags=["health"])
+@get(
+    ["/health/ready", "/health"],
+    summary="Would a request be answered",
+    tags=["health"],
+    opt={"errors": (503,), "error_body": HealthShape},
+)
 async def ready(request: Request[Any, Any, Any]) -> Response[HealthShape]:
     """Answer 200 when every part is ready, else 503 naming those that are not."""
     return await _readiness(services_of(request))
@@ -54,7 +59,12 @@ async def ready_without_body(request: Request[Any, Any, Any]) -> Response[None]:
     return Response(None, status_code=answer.status_code, headers=answer.headers)
 
 
-@get("/metrics", summary="Metrics in Prometheus' text format", tags=["health"])
+@get(
+    "/metrics",
+    summary="Metrics in Prometheus' text format",
+    tags=["health"],
+    opt={"text": "text/plain", "errors": (401, 403)},
+)
 async def metrics(request: Request[Any, Any, Any]) -> Response[bytes]:
     """Return every metric of the appliance. They name tenants: whoever is not on this machine must be an administrator."""
     if not is_from_this_machine(request):

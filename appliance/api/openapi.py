@@ -1,6 +1,7 @@
 """`/schema/openapi.json`: what the framework derives from the handlers, plus the bodies that the handlers decode themselves.
 
-A handler names them in its `opt`: `body` is what it takes, `answer` is what it returns when it writes bytes of its own.
+A handler names them in its `opt`: `body` is what it takes, `answer` is what it returns when it writes bytes of its own,
+`text` the media type of an answer that is no JSON, `query` its parameters, `errors` the statuses that its kind does not tell.
 """
 
 from __future__ import annotations
@@ -21,6 +22,16 @@ _SECURITY_SCHEMES = {
     "api_key": {"type": "http", "scheme": "bearer", "description": "A tenant's API key: gh_..."},
     "api_key_header": {"type": "apiKey", "in": "header", "name": "x-api-key"},
     "administrator": {"type": "http", "scheme": "bearer", "description": "An administrator's token: gha_..."},
+}
+_ERRORS = {
+    400: "The request cannot be served as it stands; `param` names the field",
+    401: "No key or token was sent, or it is not valid",
+    403: "The key or token is valid and does not allow this",
+    404: "What is asked for does not exist",
+    409: "The name is taken",
+    413: "The body is larger than the appliance takes",
+    429: "A limit is reached; `retry-after` says when to try again",
+    503: "Not now: an engine is away or loading, the queue is full, or the appliance is stopping",
 }
 _SECURITY_BY_TAG = {"inference": ("api_key", "api_key_header"), "administration": ("administrator",)}
 
@@ -55,21 +66,49 @@ def _completed(app: Litestar, schema: dict[str, Any]) -> dict[str, Any]:
             operation = schema["paths"].get(route.path_format, {}).get(method.lower())
             if operation is not None:
                 _complete(operation, handler, schemas)
+                _describe_errors(operation, route, handler, schemas)
     return schema
 
 
 def _complete(operation: dict[str, Any], handler: HTTPRouteHandler, schemas: dict[str, Any]) -> None:
-    body, answer = handler.opt.get("body"), handler.opt.get("answer")
+    body, answer, text = (handler.opt.get(name) for name in ("body", "answer", "text"))
     if body is not None:
         operation["requestBody"] = {"required": True, "content": _json_content(body, schemas)}
-    if answer is not None:
-        operation["responses"][str(handler.status_code)]["content"] = _json_content(answer, schemas)
+    if answer is not None or text is not None:
+        content = {} if answer is None else _json_content(answer, schemas)
+        texts = {} if text is None else {text: {"schema": {"type": "string"}}}
+        operation["responses"][str(handler.status_code)]["content"] = {**content, **texts}
     for name in handler.opt.get("query", ()):
         kind = "integer" if name == "limit" else "string"
         operation.setdefault("parameters", []).append({"name": name, "in": "query", "schema": {"type": kind}})
-    operation["responses"].pop("400", None)  # the framework's own shape of an error, which is never sent
-    operation["responses"]["default"] = {"description": "An error", "content": _json_content(ErrorAnswer, schemas)}
-    operation["security"] = [{name: []} for name in _SECURITY_BY_TAG.get((operation.get("tags") or [""])[0], ())]
+    operation["security"] = [{name: []} for name in _security(operation)]
+
+
+def _describe_errors(operation: dict[str, Any], route: HTTPRoute, handler: HTTPRouteHandler, schemas: dict[str, Any]) -> None:
+    """Replace the framework's own shape of an error, which is never sent, by ours for each status that can occur."""
+    responses = operation["responses"]
+    responses.pop("400", None)
+    content = _json_content(handler.opt.get("error_body", ErrorAnswer), schemas)
+    for status in sorted(_error_statuses(operation, route, handler)):
+        responses[str(status)] = {"description": _ERRORS[status], "content": content}
+    responses["default"] = {"description": "An error", "content": _json_content(ErrorAnswer, schemas)}
+
+
+def _error_statuses(operation: dict[str, Any], route: HTTPRoute, handler: HTTPRouteHandler) -> set[int]:
+    statuses = set(handler.opt.get("errors", ()))
+    if _security(operation):
+        statuses |= {401, 403}
+    if handler.opt.get("query"):
+        statuses.add(400)
+    if handler.opt.get("body") is not None:
+        statuses |= {400, 413}
+    if route.path_parameters:
+        statuses.add(404)
+    return statuses
+
+
+def _security(operation: dict[str, Any]) -> tuple[str, ...]:
+    return _SECURITY_BY_TAG.get((operation.get("tags") or [""])[0], ())
 
 
 def _json_content(kind: Any, components: dict[str, Any]) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from appliance.api.error_responses import encode_error
 from appliance.base.errors import GatehouseError, InternalError
 from appliance.serving.generation import Generation
 
+EVENT_STREAM = "text/event-stream"
 PING_AFTER_S = 15.0
 HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
@@ -20,7 +21,7 @@ log = structlog.get_logger()
 
 def event_stream(frames: AsyncIterator[bytes], headers: Mapping[str, str] | None = None) -> Stream:
     """Return an answer that sends `frames` as they come."""
-    return Stream(frames, media_type="text/event-stream", headers={**HEADERS, **(headers or {})})
+    return Stream(frames, media_type=EVENT_STREAM, headers={**HEADERS, **(headers or {})})
 
 
 async def chat_frames(

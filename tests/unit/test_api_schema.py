@@ -47,10 +47,53 @@ async def test_every_operation_says_who_may_call_it_what_it_takes_and_how_it_fai
     assert {"limit", "cursor", "tenant_id", "status"} <= parameters
     assert paths["/v1/models"]["get"]["security"][0] == {"api_key": []}
     assert paths["/admin/v1/tenants"]["post"]["security"] == [{"administrator": []}]
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "statuses"),
+    [
+        ("post", "/v1/chat/completions", {"200", "400", "401", "403", "404", "413", "429", "503"}),
+        ("get", "/v1/models", {"200", "401", "403"}),
+        ("get", "/admin/v1/tenants", {"200", "400", "401", "403"}),
+        ("post", "/admin/v1/tenants", {"201", "400", "401", "403", "409", "413"}),
+        ("patch", "/admin/v1/keys/{key_id}", {"200", "400", "401", "403", "404", "413"}),
+        ("get", "/admin/v1/requests/{request_id}", {"200", "401", "403", "404"}),
+        ("get", "/admin/v1/events", {"200", "401", "403", "503"}),
+        ("get", "/health/ready", {"200", "503"}),
+        ("get", "/metrics", {"200", "401", "403"}),
+    ],
+)
+async def test_an_operation_names_the_statuses_it_answers_with(box: ApiBox, method: str, path: str, statuses: set[str]) -> None:
+    schema = (await box.client.get("/schema/openapi.json")).json()
+    responses = schema["paths"][path][method]["responses"]
+
+    assert set(responses) == {*statuses, "default"}
+    for status in statuses - {"200", "201"}:
+        name = responses[status]["content"]["application/json"]["schema"]["$ref"].rsplit("/", 1)[1]
+        assert name == ("HealthShape" if path.startswith("/health") else "ErrorAnswer")
+        assert responses[status]["description"]
+
+
+async def test_every_error_of_the_schema_has_the_one_shape(box: ApiBox) -> None:
+    paths = (await box.client.get("/schema/openapi.json")).json()["paths"]
     for path, operations in paths.items():
         for operation in operations.values():
-            assert "400" not in operation["responses"], path
+            for status, response in operation["responses"].items():
+                if status == "default" or status >= "400":
+                    assert set(response["content"]) == {"application/json"}, (path, status)
+                    assert "$ref" in response["content"]["application/json"]["schema"], (path, status)
             assert "default" in operation["responses"], path
+
+
+async def test_streams_and_text_have_their_own_media_types(box: ApiBox) -> None:
+    paths = (await box.client.get("/schema/openapi.json")).json()["paths"]
+
+    def media_types(method: str, path: str) -> set[str]:
+        return set(paths[path][method]["responses"]["200"]["content"])
+
+    assert media_types("post", "/v1/chat/completions") == {"application/json", "text/event-stream"}
+    assert media_types("get", "/admin/v1/events") == {"text/event-stream"}
+    assert media_types("get", "/metrics") == {"text/plain"}
 
 
 async def test_every_reference_of_the_schema_has_its_target(box: ApiBox) -> None:
