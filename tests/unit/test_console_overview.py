@@ -10,6 +10,7 @@ import pytest
 from appliance.console import live_stream
 from appliance.console.context import Console
 from appliance.console.live_board import prompt_history
+from appliance.metering.prices import PriceBook
 from appliance.telemetry.gpu import GpuReading
 from tests.support.clock import FakeClock
 from tests.support.console_fixtures import GIB, Box, engine_info, engine_status
@@ -130,8 +131,8 @@ async def test_today_s_totals_come_from_the_ledger(box: Box, clock: FakeClock) -
 
 
 async def test_costs_of_another_currency_stand_beside_and_are_not_added(box: Box, clock: FakeClock) -> None:
-    await box.services.prices.add(model="demo", currency="USD", prompt=10**12, cached_prompt=0, completion=0)
-    price = await box.services.prices.current("demo", clock.now())
+    before = PriceBook(box.services.db, clock, currency="USD")  # as the appliance was set when the price was made
+    price = await before.add(model="demo", currency="USD", prompt=10**12, cached_prompt=0, completion=0)
     entry = pending(box.cast.bob, price=price, admitted_at=clock.now())
     await box.services.ledger.open(entry)
     await box.services.ledger.settle(posted(entry.request_id, prompt=3, completion=1))
