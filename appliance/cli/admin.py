@@ -92,7 +92,7 @@ def token(
     settings = settings_from(data_dir, database)
     if revoke is not None:
         revoked = _on_database(settings, lambda db: AdminTokens(db, SystemClock()).revoke(revoke))
-        _print(_token_row(revoked), as_json=as_json)
+        output.thing(_token_row(revoked), as_json=as_json)
     elif show:
         page = _on_database(settings, lambda db: AdminTokens(db, SystemClock()).list())
         rows = [_token_row(known) for known in page.data]
@@ -102,7 +102,7 @@ def token(
             output.table(rows, ("id", "name", "role", "revoked_at", "created_at"), empty="There are no tokens.")
     else:
         made, secret = _on_database(settings, lambda db: AdminTokens(db, SystemClock()).create(str(name), role))
-        _print({"token": secret, **_token_row(made)}, as_json=as_json)
+        output.thing({"token": secret, **_token_row(made)}, as_json=as_json)
         if not as_json:
             typer.echo(KEEP_IT, err=True)
 
@@ -134,7 +134,7 @@ def _print_member(member: Member, password: str | None, *, as_json: bool) -> Non
     facts: dict[str, Any] = {"id": member.id, "email": member.email, "role": str(member.role)}
     if password is not None:
         facts = {**facts, "password": password}
-    _print(facts, as_json=as_json)
+    output.thing(facts, as_json=as_json)
     if password is not None and not as_json:
         typer.echo(KEEP_IT, err=True)
 
@@ -149,10 +149,3 @@ def _token_row(token: AdminToken) -> dict[str, Any]:
         "revoked_at": None if token.revoked_at is None else rfc3339(token.revoked_at),
         "created_at": rfc3339(token.created_at),
     }
-
-
-def _print(facts: dict[str, Any], *, as_json: bool) -> None:
-    if as_json:
-        output.data(facts)
-    else:
-        output.facts(facts)

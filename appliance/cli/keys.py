@@ -9,7 +9,7 @@ import typer
 from appliance.cli import output
 from appliance.cli.failure import CommandFailed
 from appliance.cli.options import AsJson, DatabaseUrl, DataDir, settings_from
-from appliance.cli.tenants import LimitOption, ModelOption, Which, find, limits_body, models_body
+from appliance.cli.tenants import LimitOption, ModelOption, Which, at_tenant, find, limits_body, models_body
 
 app = typer.Typer(help="The API keys of tenants.", no_args_is_help=True)
 
@@ -63,20 +63,14 @@ def create(
     database: DatabaseUrl = None,
 ) -> None:
     """Create a key and print its secret, once."""
-    from appliance.cli.connection import AdminClient, run
+    from appliance.cli.connection import run
 
     optional = {"scopes": scope, "expires_at": expires_at, "allowed_networks": network}
     body: dict[str, Any] = {"name": name} | {field: value for field, value in optional.items() if value}
     body |= models_body(model)
-    if limits := limits_body(tokens_per_minute, requests_per_minute, concurrent_requests, tokens_per_day, monthly_budget):
-        body["limits"] = limits
-
-    async def work(client: AdminClient) -> dict[str, Any]:
-        owner = await find(client, tenant)
-        key: dict[str, Any] = await client.call("POST", f"/tenants/{owner['id']}/keys", body=body)
-        return key
-
-    _print_secret(run(settings_from(data_dir, database), work), as_json=as_json)
+    body |= limits_body(tokens_per_minute, requests_per_minute, concurrent_requests, tokens_per_day, monthly_budget)
+    key = run(settings_from(data_dir, database), at_tenant(tenant, "POST", "/keys", body=body))
+    _print_secret(key, as_json=as_json)
 
 
 @app.command("rotate")
@@ -102,11 +96,7 @@ def revoke(key: KeyId, as_json: AsJson = False, data_dir: DataDir = None, databa
         await client.call("DELETE", f"/keys/{found['id']}")
         return await _find_key(client, found["id"])
 
-    revoked = run(settings_from(data_dir, database), work)
-    if as_json:
-        output.data(revoked)
-    else:
-        output.facts(revoked)
+    output.thing(run(settings_from(data_dir, database), work), as_json=as_json)
 
 
 async def _keys(client: Any, tenant: str | None) -> list[dict[str, Any]]:

@@ -58,7 +58,7 @@ def add(
             model_store.copy(source, place, progress=report)
     else:
         model_store.link(source, place)
-    _print({"name": place.name, "path": str(place), **facts}, as_json=as_json)
+    output.thing({"name": place.name, "path": str(place), **facts}, as_json=as_json)
 
 
 @app.command("verify")
@@ -69,7 +69,7 @@ def verify(model: ModelPath, as_json: AsJson = False, data_dir: DataDir = None, 
     path = model_store.locate(model, settings_from(data_dir, database).data_dir)
     with output.progress("Verifying", quiet=as_json) as report:
         facts = check_model(path, progress=report)
-    _print({"path": str(path), **facts}, as_json=as_json)
+    output.thing({"path": str(path), **facts}, as_json=as_json)
 
 
 @app.command("remove")
@@ -90,7 +90,7 @@ def remove(
     if not place.is_symlink() and not yes:
         raise CommandFailed(f"{place} holds the model's files; add --yes to delete them", code="usage", status=2)
     model_store.remove(place)
-    _print({"removed": name}, as_json=as_json)
+    output.thing({"removed": name}, as_json=as_json)
 
 
 def _on_disk(settings: Settings) -> list[Path]:
@@ -118,10 +118,3 @@ def _served(settings: Settings) -> dict[str, str]:
             return system
 
     return {engine["model"]: engine["state"] for engine in asyncio.run(ask())["engine"]}
-
-
-def _print(facts: dict[str, Any], *, as_json: bool) -> None:
-    if as_json:
-        output.data(facts)
-    else:
-        output.facts(facts)

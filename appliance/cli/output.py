@@ -48,6 +48,14 @@ def facts(values: Row) -> None:
         sys.stdout.write(f"{name.replace('_', ' ') if width else name:<{width}}{separator}{_cell(value)}\n")
 
 
+def thing(values: Row, *, as_json: bool) -> None:
+    """Print one thing for whoever asked: JSON for a program, a field per line for a person."""
+    if as_json:
+        data(values)
+    else:
+        facts(values)
+
+
 def say(text: str) -> None:
     """Print one line for a person."""
     sys.stdout.write(text + "\n")

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from appliance.cli import output
 from appliance.cli.failure import CommandFailed
 from appliance.cli.options import AsJson, DatabaseUrl, DataDir, settings_from
+
+if TYPE_CHECKING:
+    from appliance.cli.connection import AdminClient
 
 app = typer.Typer(help="The tenants of the appliance.", no_args_is_help=True)
 
@@ -59,8 +63,8 @@ def create(
     database: DatabaseUrl = None,
 ) -> None:
     """Create a tenant."""
-    limits = limits_body(tokens_per_minute, requests_per_minute, concurrent_requests, tokens_per_day, monthly_budget)
-    body = {"name": name, "tier": tier, "weight": weight, "limits": limits} | models_body(model)
+    body = {"name": name, "tier": tier, "weight": weight} | models_body(model)
+    body |= limits_body(tokens_per_minute, requests_per_minute, concurrent_requests, tokens_per_day, monthly_budget)
     _change(settings_from(data_dir, database), "POST", "/tenants", body, as_json=as_json)
 
 
@@ -70,7 +74,7 @@ def show(which: Which, as_json: AsJson = False, data_dir: DataDir = None, databa
     from appliance.cli.connection import run
 
     tenant = run(settings_from(data_dir, database), lambda client: find(client, which))
-    _print(tenant, as_json=as_json)
+    output.thing(tenant, as_json=as_json)
 
 
 @app.command("update")
@@ -93,29 +97,24 @@ def update(
     database: DatabaseUrl = None,
 ) -> None:
     """Change a tenant; what is not named stays as it is."""
-    from appliance.cli.connection import AdminClient, run
+    from appliance.cli.connection import run
 
     named = {"name": name, "tier": tier, "weight": weight, "suspended": suspended}
     body: dict[str, Any] = {field: value for field, value in named.items() if value is not None} | models_body(model)
-    if limits := limits_body(tokens_per_minute, requests_per_minute, concurrent_requests, tokens_per_day, monthly_budget):
-        body["limits"] = limits
+    body |= limits_body(tokens_per_minute, requests_per_minute, concurrent_requests, tokens_per_day, monthly_budget)
     if not body:
         raise CommandFailed(
             "nothing to change: name at least one option (gatehouse tenants update --help)", code="usage", status=2
         )
 
-    async def work(client: AdminClient) -> dict[str, Any]:
-        tenant = await find(client, which)
-        changed: dict[str, Any] = await client.call("PATCH", f"/tenants/{tenant['id']}", body=body)
-        return changed
-
-    _print(run(settings_from(data_dir, database), work), as_json=as_json)
+    changed = run(settings_from(data_dir, database), at_tenant(which, "PATCH", body=body))
+    output.thing(changed, as_json=as_json)
 
 
 @app.command("archive")
 def archive(which: Which, as_json: AsJson = False, data_dir: DataDir = None, database: DatabaseUrl = None) -> None:
     """Archive a tenant: its keys stop working at once, what it was billed for stays."""
-    from appliance.cli.connection import AdminClient, run
+    from appliance.cli.connection import run
 
     async def work(client: AdminClient) -> dict[str, Any]:
         tenant = await find(client, which)
@@ -123,11 +122,11 @@ def archive(which: Which, as_json: AsJson = False, data_dir: DataDir = None, dat
         archived: dict[str, Any] = await client.call("GET", f"/tenants/{tenant['id']}")
         return archived
 
-    _print(run(settings_from(data_dir, database), work), as_json=as_json)
+    output.thing(run(settings_from(data_dir, database), work), as_json=as_json)
 
 
-def limits_body(*values: str | None) -> dict[str, int | None]:
-    """Return the limits that were given, in the order of LIMITS; `none` lifts one."""
+def limits_body(*values: str | None) -> dict[str, Any]:
+    """Return the field `limits` when any was given, in the order of LIMITS; `none` lifts one."""
     limits: dict[str, int | None] = {}
     for field, value in zip(LIMITS, values, strict=True):
         if value is None:
@@ -139,7 +138,7 @@ def limits_body(*values: str | None) -> dict[str, int | None]:
         else:
             option = "--" + field.replace("_", "-")
             raise CommandFailed(f"{option} takes a whole number or `none`, not {value!r}", code="usage", status=2)
-    return limits
+    return {"limits": limits} if limits else {}
 
 
 def models_body(models: list[str] | None) -> dict[str, Any]:
@@ -147,6 +146,19 @@ def models_body(models: list[str] | None) -> dict[str, Any]:
     if not models:
         return {}
     return {"allowed_models": None if models == ["all"] else models}
+
+
+def at_tenant(
+    which: str, method: str, below: str = "", *, body: object = None
+) -> Callable[[AdminClient], Awaitable[dict[str, Any]]]:
+    """Return the work of calling `below` of the tenant with this id or name."""
+
+    async def work(client: AdminClient) -> dict[str, Any]:
+        tenant = await find(client, which)
+        answer: dict[str, Any] = await client.call(method, f"/tenants/{tenant['id']}{below}", body=body)
+        return answer
+
+    return work
 
 
 async def find(client: Any, which: str) -> dict[str, Any]:
@@ -161,11 +173,4 @@ async def find(client: Any, which: str) -> dict[str, Any]:
 def _change(settings: Any, method: str, path: str, body: object, *, as_json: bool) -> None:
     from appliance.cli.connection import run
 
-    _print(run(settings, lambda client: client.call(method, path, body=body)), as_json=as_json)
-
-
-def _print(tenant: dict[str, Any], *, as_json: bool) -> None:
-    if as_json:
-        output.data(tenant)
-    else:
-        output.facts(tenant)
+    output.thing(run(settings, lambda client: client.call(method, path, body=body)), as_json=as_json)
