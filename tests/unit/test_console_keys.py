@@ -165,3 +165,9 @@ async def test_every_key_is_listed_with_its_tenant(box: Box) -> None:
     for person in (box.cast.bob, box.cast.charlie):
         assert person.key.prefix in page
         assert f"/tenants/{person.tenant.id}" in page
+
+
+async def test_the_page_of_all_keys_leads_to_where_a_new_one_is_made(box: Box) -> None:
+    page = (await (await box.alice()).get("/keys")).text
+
+    assert '<a class="button" href="/tenants">New key: choose its tenant</a>' in page

@@ -57,3 +57,10 @@ def test_every_form_that_changes_something_carries_the_session_s_token(path: Pat
 
     for form in forms:
         assert 'name="csrf_token"' in form or 'action="/login"' in form, form[:120]
+
+
+@pytest.mark.parametrize("path", TEMPLATES, ids=lambda path: path.name)
+def test_a_button_that_acts_on_requests_looks_like_one(path: Path) -> None:
+    buttons = re.findall(r'<button[^>]*class="quiet[^"]*".*?>([^<>]*)<', path.read_text("utf-8"))
+
+    assert not set(buttons) & {"Filter", "Cancel", "Apply"}

@@ -196,3 +196,9 @@ async def test_the_form_of_a_new_tenant_is_a_page_and_a_fragment_for_the_dialog(
 
 async def test_a_cursor_of_another_list_is_refused_as_a_page(box: Box) -> None:
     assert (await (await box.alice()).get("/tenants?cursor=bm9wZQ")).status_code == 400
+
+
+async def test_a_budget_says_that_it_needs_a_price(box: Box) -> None:
+    page = (await (await box.alice()).get("/tenants/new")).text
+
+    assert "a model without one costs nothing" in page
