@@ -17,8 +17,9 @@ from tests.conformance.conftest import MODEL
 from tests.support.server import ADMIN_TOKEN, Server
 
 ODD_VALUES: list[Any] = [
-    None, True, 0, -1, 2**63, 2**64, 1e308, -0.5, "", "x" * 2000, "\x00", "\ud800", "é漢😀", [], [1], [None], [[]], {},
-    {"a": 1}, {"1": "x"}, {"type": "text"}, "9999-12-31T23:59:59-14:00", ["10.0.0.0/99"], {"tokens_per_minute": 10**30},
+    None, True, 0, -1, 2**63, -(2**63), 2**64, 10**22, 1e308, 1e-320, -0.5, "", "x" * 2000, "\x00", "\ud800", "é漢😀",
+    [], [1], [None], [[]], [2**63], [10**22], {}, {"a": 1}, {"1": "x"}, {str(10**22): 1}, {"type": "text"},
+    "9999-12-31T23:59:59-14:00", ["10.0.0.0/99"], {"tokens_per_minute": 10**30},
     [{"role": "user", "content": [{"type": "text", "text": None}]}],
 ]  # fmt: skip
 

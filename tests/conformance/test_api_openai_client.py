@@ -107,6 +107,15 @@ async def test_a_stop_string_ends_the_answer_and_is_not_shown(client: AsyncOpenA
     assert answer.choices[0].message.content == text[: text.index(stop)]
 
 
+async def test_an_answer_that_a_stop_string_ends_costs_the_same_each_time(client: AsyncOpenAI) -> None:
+    text = (await client.chat.completions.create(**GREEDY, max_tokens=40)).choices[0].message.content or ""
+    stop = next(text[at : at + 2] for at in range(4, len(text)) if text[at : at + 2].isascii() and len(text[at : at + 2]) == 2)
+    answers = [await client.chat.completions.create(**GREEDY, max_tokens=40, stop=stop) for _ in range(4)]
+    answers += await asyncio.gather(*(client.chat.completions.create(**GREEDY, max_tokens=40, stop=stop) for _ in range(4)))
+
+    assert len({answer.usage.completion_tokens for answer in answers if answer.usage}) == 1
+
+
 async def test_output_that_is_not_limited_fills_the_context(client: AsyncOpenAI) -> None:
     text = "fox " * 400
     answer = await client.chat.completions.create(**{**GREEDY, "messages": [{"role": "user", "content": text}]})
