@@ -23,6 +23,7 @@ import structlog
 import uvicorn
 from litestar.types import ASGIApp
 
+from appliance.api.http_connection import LimitedConnection, raise_open_files_limit
 from appliance.base.settings import Settings
 from appliance.serving.generations import Generations
 
@@ -48,6 +49,7 @@ class HttpServer:
 
     async def run(self, generations: Generations, *, drain_timeout_s: float) -> None:
         """Serve until the first signal, drain, and return."""
+        raise_open_files_limit()
         serving = asyncio.create_task(self._server.serve(sockets=[self._listener]), name="http server")
         stopping = _stop_on_signals()
         told_to_stop = asyncio.ensure_future(stopping.first.wait())
@@ -104,7 +106,7 @@ def _config(app: ASGIApp) -> uvicorn.Config:
     return uvicorn.Config(
         app,
         loop="none",
-        http="httptools",
+        http=LimitedConnection,
         ws="none",
         lifespan="off",
         log_config=None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -268,3 +269,13 @@ def test_a_model_of_others_does_not_exist_for_a_key(server: Server) -> None:
 
     assert raw(server, "GET", "/v1/models", headers=headers).json()["data"] == []
     check_shape(raw(server, "GET", f"/v1/models/{MODEL}", headers=headers), 404, "model_not_found")
+
+
+async def test_a_head_without_end_is_refused(server: Server) -> None:
+    host, port = server.url.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(b"GET /health/live HTTP/1.1\r\nhost: a\r\nx: " + b"x" * 65_520)
+    await writer.drain()
+
+    assert (await reader.readline()).startswith(b"HTTP/1.1 431")
+    writer.close()

@@ -1,0 +1,153 @@
+"""One HTTP connection with limits on what a peer may make us keep: bytes of a head, time for a head, silence in a body.
+
+               first byte               head ends                  body ends
+  between ────────────────────► head ──────────────────► body ────────────────────► between
+keep-alive limit (uvicorn's)    HEAD_DEADLINE_S in all,  BODY_IDLE_S between bytes,
+HEAD_DEADLINE_S when new        HEAD_BYTES_MAX           total: `max_body_bytes` in the application
+"""
+
+from __future__ import annotations
+
+import asyncio
+import resource
+
+import structlog
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from appliance.api.error_responses import encode_error
+from appliance.base.errors import RequestTooLarge
+
+HEAD_BYTES_MAX = 64 * 1024
+HEAD_DEADLINE_S = 30.0
+BODY_IDLE_S = 60.0
+LINE_OVERHEAD_BYTES = 4  # colon, space and line end of a header
+
+log = structlog.get_logger()
+
+
+class LimitedConnection(HttpToolsProtocol):
+    """uvicorn's protocol, which itself limits neither heads nor silence."""
+
+    _part = "between"
+    _head_bytes = 0  # as they came, of a head that is not complete
+    _named_bytes = 0  # of what the parser has handed over
+    _num_heads = 0
+    _deadline: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Accept, unless the files that are left are needed by the appliance itself."""
+        super().connection_made(transport)
+        if len(self.connections) > _connections_max():
+            transport.abort()
+            return
+        self._set_deadline(HEAD_DEADLINE_S)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Forget the deadline."""
+        self._clear_deadline()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Parse `data`, then see whether the peer still owes something."""
+        began_in, num_heads = self._part, self._num_heads
+        super().data_received(data)
+        if self.transport.is_closing():
+            return
+        if self._part == "head" and self._num_heads == num_heads and began_in != "body":
+            # The parser keeps an unfinished header to itself, so its bytes are counted here.
+            self._head_bytes += len(data)
+            if self._head_bytes > HEAD_BYTES_MAX:
+                self._refuse_head()
+                return
+        self._renew_deadline()
+
+    def on_message_begin(self) -> None:
+        """Count anew."""
+        self._part = "head"
+        self._head_bytes = self._named_bytes = 0
+        self._clear_deadline()
+        super().on_message_begin()
+
+    def on_url(self, url: bytes) -> None:
+        """Count the path."""
+        self._count(len(url))
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Count a header, also one that follows a chunked body."""
+        self._count(len(name) + len(value) + LINE_OVERHEAD_BYTES)
+        super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        """Start the application, which reads the body."""
+        self._part = "body"
+        self._num_heads += 1
+        self._clear_deadline()
+        super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        """Owe nothing until the next request begins."""
+        self._part = "between"
+        self._clear_deadline()
+        super().on_message_complete()
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer what the parser refused; its reason may have been ours."""
+        if self._named_bytes > HEAD_BYTES_MAX:
+            self._refuse_head()
+        else:
+            super().send_400_response(msg)
+
+    def _count(self, num_bytes: int) -> None:
+        self._named_bytes += num_bytes
+        if self._named_bytes > HEAD_BYTES_MAX:
+            raise ValueError("the head is too large")  # ends the parser, which ends in `send_400_response`
+
+    def _refuse_head(self) -> None:
+        body = encode_error(RequestTooLarge(f"the request line and headers have more than {HEAD_BYTES_MAX} bytes"))
+        head = (
+            "HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-type: application/json\r\n"
+            f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
+        )
+        self.transport.write(head.encode() + body)
+        self.transport.close()
+
+    def _renew_deadline(self) -> None:
+        """Give a head its one deadline and a body a new one; a peer that waits for its answer owes nothing."""
+        is_answered = self.cycle is None or self.cycle.response_complete
+        if self._part == "body":
+            self._set_deadline(BODY_IDLE_S)
+        elif self._deadline is None and (self._part == "head" or (is_answered and self.timeout_keep_alive_task is None)):
+            self._set_deadline(HEAD_DEADLINE_S)
+
+    def _set_deadline(self, seconds: float) -> None:
+        self._clear_deadline()
+        self._deadline = self.loop.call_later(seconds, self._on_deadline)
+
+    def _clear_deadline(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+    def _on_deadline(self) -> None:
+        """Hang up, unless it is we who do not read: then the peer is not silent."""
+        self._deadline = None
+        if self.flow.read_paused:
+            self._set_deadline(BODY_IDLE_S)
+        elif not self.transport.is_closing():
+            self.transport.close()
+
+
+def raise_open_files_limit() -> None:
+    """Let this process open as many files as the system allows it: each connection is one, and the default is often 1024."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    except (ValueError, OSError) as error:
+        log.warning("the limit of open files stays as it is", limit=soft, reason=str(error))
+
+
+def _connections_max() -> int:
+    """Return three quarters of the files that may be open: the rest is for the database, the engines and their sockets."""
+    soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return 2**31 if soft == resource.RLIM_INFINITY else soft * 3 // 4

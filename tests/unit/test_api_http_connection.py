@@ -1,0 +1,224 @@
+"""A connection that says too much or too little is ended; one that is used in order is left alone."""
+
+from __future__ import annotations
+
+import asyncio
+import resource
+from collections.abc import Callable
+from typing import Any, cast
+
+import pytest
+import uvicorn
+from uvicorn.server import ServerState
+
+from appliance.api import http_connection
+from appliance.api.http_connection import (
+    BODY_IDLE_S,
+    HEAD_BYTES_MAX,
+    HEAD_DEADLINE_S,
+    LimitedConnection,
+    raise_open_files_limit,
+)
+
+GET = b"GET / HTTP/1.1\r\nhost: a\r\n\r\n"
+POST = b"POST / HTTP/1.1\r\nhost: a\r\ncontent-length: 10\r\n\r\n"
+
+
+class Wire(asyncio.Transport):
+    """The peer's end: what it was sent, and whether it was hung up on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sent = b""
+        self.closed = False
+
+    def write(self, data: Any) -> None:
+        """Keep it."""
+        self.sent += bytes(data)
+
+    def close(self) -> None:
+        """Note it."""
+        self.closed = True
+
+    abort = close
+
+    def is_closing(self) -> bool:
+        """Return whether it was closed."""
+        return self.closed
+
+    def pause_reading(self) -> None:
+        """Do nothing."""
+
+    resume_reading = pause_reading
+
+
+class Timers:
+    """The loop's timers, run when the test says so; everything else is the real loop."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self.pending: list[tuple[float, Callable[..., None], asyncio.TimerHandle]] = []
+        self._loop = asyncio.get_running_loop()
+
+    def __getattr__(self, name: str) -> Any:
+        """Return what the real loop has."""
+        return getattr(self._loop, name)
+
+    def call_later(self, delay_s: float, callback: Callable[..., None]) -> asyncio.TimerHandle:
+        """Keep it until `advance`."""
+        handle = asyncio.TimerHandle(self.now_s + delay_s, callback, (), self._loop)
+        self.pending.append((self.now_s + delay_s, callback, handle))
+        return handle
+
+    def advance(self, seconds: float) -> None:
+        """Run what is due."""
+        self.now_s += seconds
+        due = [timer for timer in self.pending if timer[0] <= self.now_s]
+        self.pending = [timer for timer in self.pending if timer[0] > self.now_s]
+        for _at, callback, handle in due:
+            if not handle.cancelled():
+                callback()
+
+
+async def answer(_scope: Any, receive: Any, send: Any) -> None:
+    """Read the whole body, then answer."""
+    while (await receive()).get("more_body"):
+        pass
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})
+    await send({"type": "http.response.body", "body": b""})
+
+
+async def opened(app: Any = answer) -> tuple[LimitedConnection, Wire, Timers]:
+    """Return a connection just accepted."""
+    config = uvicorn.Config(app, http=LimitedConnection, ws="none", lifespan="off", log_config=None, timeout_keep_alive=75)
+    config.load()
+    wire, timers = Wire(), Timers()
+    connection = LimitedConnection(config, ServerState(), {}, cast("asyncio.AbstractEventLoop", timers))
+    connection.connection_made(wire)
+    return connection, wire, timers
+
+
+async def answered(wire: Wire) -> None:
+    """Return when the app has answered once."""
+    async with asyncio.timeout(5):
+        while b"HTTP/1.1 200" not in wire.sent:  # noqa: ASYNC110 - a transport has no event
+            await asyncio.sleep(0)
+
+
+HUGE = b"x" * (HEAD_BYTES_MAX + 1)
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"GET / HTTP/1.1\r\nhost: a\r\nlong: " + HUGE,
+        b"GET / HTTP/1.1\r\nhost: a\r\nlong: " + HUGE + b"\r\n\r\n",
+        b"GET /" + HUGE + b" HTTP/1.1\r\nhost: a\r\n\r\n",
+        b"GET / HTTP/1.1\r\n" + b"a: b\r\n" * (HEAD_BYTES_MAX // 6 + 1) + b"\r\n",
+    ],
+)
+@pytest.mark.parametrize("piece", [1000, 10**6])
+async def test_a_head_over_the_limit_is_refused_and_the_connection_closed(head: bytes, piece: int) -> None:
+    connection, wire, _timers = await opened()
+    for start in range(0, len(head), piece):
+        if not wire.closed:
+            connection.data_received(head[start : start + piece])
+
+    assert wire.sent.startswith(b"HTTP/1.1 431 ")
+    assert b'"code":"request_too_large"' in wire.sent
+    assert wire.sent.count(b"HTTP/1.1") == 1
+    assert wire.closed
+
+
+async def test_the_head_of_each_request_is_counted_alone_and_bodies_not_at_all() -> None:
+    connection, wire, _timers = await opened()
+    head = b"POST / HTTP/1.1\r\nhost: a\r\nlong: " + b"x" * 40_000 + b"\r\ncontent-length: 200000\r\n\r\n"
+    for _ in range(3):
+        wire.sent = b""
+        connection.data_received(head + b"b" * 100_000)
+        connection.data_received(b"b" * 100_000)
+        await answered(wire)
+
+    assert not wire.closed
+
+
+async def test_a_head_that_does_not_end_in_time_ends_the_connection_however_often_bytes_come() -> None:
+    connection, wire, timers = await opened()
+    connection.data_received(b"GET / HTTP/1.1\r\nhost: a\r\n")
+    timers.advance(HEAD_DEADLINE_S - 1)
+    connection.data_received(b"a: b\r\n")
+    assert not wire.closed
+    timers.advance(1)
+
+    assert wire.closed
+
+
+async def test_a_peer_that_never_says_anything_is_hung_up_on() -> None:
+    _connection, wire, timers = await opened()
+    timers.advance(HEAD_DEADLINE_S)
+
+    assert wire.closed
+
+
+async def test_empty_lines_between_requests_do_not_hold_a_connection() -> None:
+    connection, wire, timers = await opened()
+    connection.data_received(GET)
+    await answered(wire)
+    connection.data_received(b"\r\n")
+    timers.advance(HEAD_DEADLINE_S)
+
+    assert wire.closed
+
+
+async def test_a_body_may_be_slow_but_not_silent() -> None:
+    connection, wire, timers = await opened()
+    connection.data_received(POST)
+    for _ in range(5):
+        timers.advance(BODY_IDLE_S - 1)
+        connection.data_received(b"b")
+    assert not wire.closed
+    timers.advance(BODY_IDLE_S)
+
+    assert wire.closed
+
+
+async def test_a_body_that_we_do_not_read_is_not_the_peer_s_silence() -> None:
+    connection, wire, timers = await opened()
+    connection.data_received(POST)
+    connection.flow.pause_reading()
+    timers.advance(10 * BODY_IDLE_S)
+
+    assert not wire.closed
+
+
+async def test_an_answer_may_take_as_long_as_it_needs() -> None:
+    may_end = asyncio.Event()
+
+    async def slow(scope: Any, receive: Any, send: Any) -> None:
+        await may_end.wait()
+        await answer(scope, receive, send)
+
+    connection, wire, timers = await opened(slow)
+    connection.data_received(POST + b"b" * 10)
+    timers.advance(3600)
+    assert not wire.closed
+    may_end.set()
+    await answered(wire)
+
+
+async def test_files_are_left_for_the_appliance_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_connection, "_connections_max", lambda: 0)
+    _connection, wire, _timers = await opened()
+
+    assert wire.closed
+
+
+def test_as_many_files_may_be_open_as_the_system_allows() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 512), hard))
+    try:
+        raise_open_files_limit()
+
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
