@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from engine.demo import basics, improvised
 from engine.demo.basics import Basic
 from engine.demo.facts import Fact
+from engine.demo.popularity import focused_weight, weight
 
 TEMPLATES: dict[str, tuple[str, ...]] = {
     "function": (
@@ -162,69 +163,6 @@ SYSTEMS = (
     "You are a concise assistant.",
     "Be brief and clear.",
 )
-POPULAR_PAGES = ("glossary", "library/functions", "library/stdtypes", "library/exceptions")
-POPULAR_MODULES = frozenset(
-    [
-        "os",
-        "os.path",
-        "sys",
-        "json",
-        "re",
-        "math",
-        "random",
-        "datetime",
-        "time",
-        "collections",
-        "itertools",
-        "functools",
-        "pathlib",
-        "csv",
-        "string",
-        "subprocess",
-        "threading",
-        "asyncio",
-        "logging",
-        "argparse",
-        "typing",
-        "dataclasses",
-        "unittest",
-        "sqlite3",
-        "copy",
-        "shutil",
-        "glob",
-        "pickle",
-        "contextlib",
-        "enum",
-        "heapq",
-        "bisect",
-        "statistics",
-        "decimal",
-        "fractions",
-        "io",
-        "tempfile",
-        "socket",
-        "hashlib",
-        "secrets",
-        "base64",
-        "textwrap",
-        "zipfile",
-        "queue",
-        "operator",
-        "urllib.parse",
-        "urllib.request",
-        "calendar",
-        "platform",
-        "getpass",
-        "pprint",
-        "traceback",
-        "inspect",
-        "abc",
-        "types",
-        "uuid",
-        "zlib",
-    ]
-)
-RARE = ("turtle", "tkinter", "curses", "distutils", "ossaudiodev", "test", "whatsnew", "msilib", "xml", "lib2to3")
 
 
 @dataclass(frozen=True)
@@ -239,22 +177,6 @@ class Conversation:
 
     system: str
     turns: tuple[Turn, ...]
-
-
-def weight(fact: Fact) -> float:
-    """How often a fact is talked about, relative to the least known ones."""
-    source = fact.page.split("/")[-1] if fact.page.startswith("docstring/") else fact.subject
-    if fact.page.split("/")[0] in RARE or source.split(".")[0] in RARE:
-        return 0.3
-    if fact.page in POPULAR_PAGES:
-        return 8.0
-    if fact.kind == "module":
-        return 10.0 if fact.subject in POPULAR_MODULES else 4.0
-    if fact.page.startswith("faq/") or fact.page.startswith("tutorial/"):
-        return 4.0
-    if fact.subject.rpartition(".")[0] in POPULAR_MODULES:
-        return 5.0
-    return 1.0
 
 
 def _with_article(noun: str) -> str:
@@ -322,11 +244,11 @@ def basic_turns(basic: Basic, rng: random.Random) -> list[Turn]:
 class Talk:
     """Draws turns: `written_share` of them from the hand-written material, the rest from facts by weight."""
 
-    def __init__(self, facts: list[Fact], rng: random.Random, written_share: float) -> None:
+    def __init__(self, facts: list[Fact], rng: random.Random, written_share: float, focused: bool = False) -> None:
         self.basics = list(basics.read())
         written = {name.lower() for basic in self.basics if basic.section == "topic" for name in basic.asked}
         self.facts = [fact for fact in facts if fact.subject.lower() not in written]
-        self.weights = [weight(fact) for fact in self.facts]
+        self.weights = [focused_weight(fact) if focused else weight(fact) for fact in self.facts]
         self.rng = rng
         self.written_share = written_share
         self.by_section = {s: [b for b in self.basics if b.section == s] for s in SECTION_SHARES}

@@ -14,6 +14,16 @@ HELD_OUT_PERCENT = 2
 
 
 @dataclass(frozen=True)
+class Mix:
+    """What a helping of training text holds: the share of conversations among all tokens, the share of hand-written
+    material among conversations, and whether facts are drawn broadly or with focus on the well-known ones."""
+
+    chat_share: float
+    written_share: float
+    focused: bool = False
+
+
+@dataclass(frozen=True)
 class Corpus:
     """Passages come in two lengths, for short and long rows; val_* never appear in training."""
 
@@ -57,6 +67,6 @@ def build(docs: Path, stdlib: Path, short_chars: int = 800, long_chars: int = 32
     )
 
 
-def conversations(facts: list[Fact], count: int, max_chars: int, seed: int, written: float) -> list[Conversation]:
-    talk = Talk(facts, random.Random(seed), written)
+def conversations(facts: list[Fact], count: int, max_chars: int, seed: int, mix: Mix) -> list[Conversation]:
+    talk = Talk(facts, random.Random(seed), mix.written_share, mix.focused)
     return [talk.conversation(max_chars) for _ in range(count)]

@@ -117,7 +117,7 @@ def _write_json(path: Path, value: dict[str, Any]) -> None:
     path.write_text(json.dumps(value, indent=2) + "\n", encoding="ascii")
 
 
-def training_record(run: Path, state: dict[str, Any], params: int) -> dict[str, Any]:
+def training_record(run: Path, state: dict[str, Any], params: int, notes: list[str]) -> dict[str, Any]:
     """What training.json says: settings, corpus, how far it went and the losses it reached."""
     log = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
     started = next(line for line in reversed(log) if line["kind"] == "start")
@@ -131,6 +131,8 @@ def training_record(run: Path, state: dict[str, Any], params: int) -> dict[str, 
         "shape": state["shape"],
         "settings": state["settings"],
         "corpus": {key.removeprefix("corpus_"): started[key] for key in started if key.startswith("corpus_")},
+        "resumed_at_steps": [line["step"] for line in log if line["kind"] == "start" and line["resumed"]],
+        "notes": notes,
         "steps": progress["step"],
         "tokens": progress["tokens"],
         "minutes": round(progress["elapsed_s"] / 60, 1),
@@ -140,7 +142,7 @@ def training_record(run: Path, state: dict[str, Any], params: int) -> dict[str, 
     }
 
 
-def export(run: Path, out: Path) -> None:
+def export(run: Path, out: Path, notes: list[str]) -> None:
     """Fills out with everything that comes from the run. README.md and LICENSE are written by hand and left alone."""
     state = torch.load(run / "checkpoint.pt", weights_only=True)
     shape = Shape(**state["shape"])
@@ -152,7 +154,7 @@ def export(run: Path, out: Path) -> None:
     _write_json(out / "config.json", model_config(shape))
     _write_json(out / "generation_config.json", generation_config())
     _write_json(out / "tokenizer_config.json", tokenizer_config(shape))
-    record = training_record(run, state, sum(weight.numel() for weight in weights.values()))
+    record = training_record(run, state, sum(weight.numel() for weight in weights.values()), notes)
     record["weights_sha256"] = hashlib.sha256((out / "model.safetensors").read_bytes()).hexdigest()
     _write_json(out / "training.json", record)
     size = sum(path.stat().st_size for path in out.iterdir())
@@ -164,8 +166,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--run", type=Path, required=True, help="the directory given to engine.demo.train")
     parser.add_argument("--out", type=Path, default=DEMO_MODEL_DIR, help="the model directory to write")
+    parser.add_argument("--note", action="append", default=[], help="a line for training.json, for what settings cannot say")
     args = parser.parse_args()
-    export(args.run, args.out)
+    export(args.run, args.out, args.note)
 
 
 if __name__ == "__main__":

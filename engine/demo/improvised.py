@@ -201,7 +201,7 @@ def story(rng: random.Random) -> Exchange:
 
 
 KINDS: tuple[tuple[float, Callable[[random.Random], Exchange]], ...] = (
-    (1.0, counting),
+    (2.0, counting),
     (1.2, arithmetic),
     (0.5, capital),
     (1.2, decline),

@@ -12,7 +12,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, proce
 from torch import Tensor
 
 from engine.demo.chat import Conversation
-from engine.demo.corpus import Corpus, conversations
+from engine.demo.corpus import Corpus, Mix, conversations
 
 BOS, PAD, START, END = "<|begin_of_text|>", "<|pad|>", "<|im_start|>", "<|im_end|>"
 SPECIALS = (BOS, PAD, START, END)
@@ -54,7 +54,7 @@ def train_tokenizer(texts: list[str], vocab_size: int) -> Tokenizer:
 
 
 def tokenizer_texts(corpus: Corpus, seed: int) -> list[str]:
-    talks = conversations(corpus.facts, 12000, 700, seed, 0.2)
+    talks = conversations(corpus.facts, 12000, 700, seed, Mix(1.0, 0.2))
     return [p.text for p in corpus.short] + [f"{t.question}\n{t.answer}\n" for talk in talks for t in talk.turns]
 
 
@@ -119,7 +119,7 @@ def pack(documents: list[Document], row_len: int, open_rows: int = 64) -> Tensor
     return torch.tensor(padded, dtype=torch.int64)
 
 
-def shard(corpus: Corpus, tokenizer: Tokenizer, row_len: int, index: int, chat_share: float, seed: int) -> Tensor:
+def shard(corpus: Corpus, tokenizer: Tokenizer, row_len: int, index: int, mix: Mix, seed: int) -> Tensor:
     """The index-th helping of training rows, about half a million tokens, the same for the same arguments."""
     rng = random.Random(seed * 1_000_003 + index)
     budget = 500_000
@@ -127,9 +127,9 @@ def shard(corpus: Corpus, tokenizer: Tokenizer, row_len: int, index: int, chat_s
     pool = corpus.short if row_len <= 256 else corpus.long
     documents: list[Document] = []
     used = 0
-    talks = conversations(corpus.facts, 400_000 // row_len, max_chars, rng.getrandbits(32), rng.uniform(0.18, 0.3))
+    talks = conversations(corpus.facts, 400_000 // row_len, max_chars, rng.getrandbits(32), mix)
     for talk in talks:
-        if used > budget * chat_share:
+        if used > budget * mix.chat_share:
             break
         documents.append(chat_document(tokenizer, talk))
         used += len(documents[-1].ids)

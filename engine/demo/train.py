@@ -18,7 +18,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from engine.demo.chat import Conversation, Turn, answered, ask
-from engine.demo.corpus import Corpus, build
+from engine.demo.corpus import Corpus, Mix, build
 from engine.demo.muon import Muon
 from engine.demo.network import Layer, Network, Shape, num_params
 from engine.demo.rows import (
@@ -37,6 +37,22 @@ DEFAULT_DOCS = Path("/usr/share/doc/python3.11/html/_sources")
 
 
 @dataclass(frozen=True)
+class Stage:
+    """A stretch of training that starts when share_done of the time budget is spent; row_len in tokens."""
+
+    share_done: float
+    row_len: int
+    mix: Mix
+
+
+STAGES = (
+    Stage(0.0, 256, Mix(chat_share=0.65, written_share=0.24)),
+    Stage(0.22, 256, Mix(chat_share=0.7, written_share=0.32, focused=True)),
+    Stage(0.82, 1024, Mix(chat_share=0.85, written_share=0.45, focused=True)),
+)
+
+
+@dataclass(frozen=True)
 class Settings:
     """What a run is made of, apart from its shape. Shares are of tokens, lengths in tokens, times in seconds."""
 
@@ -48,11 +64,7 @@ class Settings:
     clip_norm: float = 1.0
     warmup_steps: int = 150
     batch_tokens: int = 4096
-    short_len: int = 256
-    long_len: int = 1024
-    long_from: float = 0.86
-    chat_share: float = 0.65
-    chat_share_late: float = 0.75
+    stages: tuple[Stage, ...] = STAGES
     checkpoint_s: float = 300.0
     validate_s: float = 600.0
 
@@ -138,7 +150,7 @@ class Run:
         self.peaks = {"muon": settings.muon_lr, "adamw": settings.adamw_lr}
         self.progress = Progress()
         self.compiled: Any = self.network
-        self.validation = Validation(corpus, tokenizer, settings.short_len)
+        self.validation = Validation(corpus, tokenizer, settings.stages[0].row_len)
 
     @property
     def share_done(self) -> float:
@@ -200,13 +212,10 @@ class Run:
         return float(loss.detach())
 
     def helping(self) -> tuple[Tensor, int]:
-        """Rows for now, short or long by how much of the budget is spent, and the batch size for them."""
-        settings = self.settings
-        late = self.share_done >= settings.long_from
-        row_len = settings.long_len if late else settings.short_len
-        share = settings.chat_share_late if late else settings.chat_share
-        rows = shard(self.corpus, self.tokenizer, row_len, self.progress.shard_idx, share, settings.seed)
-        return rows, settings.batch_tokens // row_len
+        """Rows of the stage that has begun, and the batch size for them."""
+        stage = [stage for stage in self.settings.stages if stage.share_done <= self.share_done][-1]
+        rows = shard(self.corpus, self.tokenizer, stage.row_len, self.progress.shard_idx, stage.mix, self.settings.seed)
+        return rows, self.settings.batch_tokens // stage.row_len
 
     def train(self) -> None:
         """Until the budget is spent. Checkpoints and validation happen on the clock."""
@@ -276,7 +285,7 @@ def main() -> None:
         resumed=resumed,
         params=num_params(run.network),
         corpus_bytes=corpus.num_bytes(),
-        corpus_sha256=corpus.sha256()[:16],
+        corpus_sha256=corpus.sha256(),
     )
     run.train()
 
