@@ -25,7 +25,7 @@ class Mix:
 
 @dataclass(frozen=True)
 class Corpus:
-    """Passages come in two lengths, for short and long rows; val_* never appear in training."""
+    """Passages come in two lengths, for short and long rows; val parts are not trained on as such."""
 
     facts: list[Fact]
     val_facts: list[Fact]

@@ -112,7 +112,10 @@ def mean_loss(network: Network, rows: Tensor) -> tuple[float, int]:
 
 
 class Validation:
-    """Prose of held-out pages (bits per byte); answers never asked for in training, and known ones (nats per token)."""
+    """Prose of held-out pages (bits per byte); answers never asked for in training, and known ones (nats per token).
+
+    Pages and facts are held out apart, so neither is wholly unseen: a fact's page may have been read, and the reverse.
+    """
 
     def __init__(self, corpus: Corpus, tokenizer: Tokenizer, row_len: int) -> None:
         rng = random.Random(1)
