@@ -233,7 +233,7 @@ class ModelLoading(ServerError):
 
 
 class Overloaded(ServerError):
-    """The waiting queue is full."""
+    """The waiting queue is full, or the database takes no usage records now."""
 
     code = "overloaded"
 

@@ -42,6 +42,8 @@ CHECKPOINT_INTERVAL_S = 1.0
 RETRY_S_MIN = 0.05
 RETRY_S_MAX = 2.0
 STOP_TIMEOUT_S = 10.0
+OPEN_TIMEOUT_S = 5.0  # as long as SQLite itself waits for a lock
+RETRY_AFTER_S = 2.0
 
 _log = structlog.get_logger()
 
@@ -58,6 +60,7 @@ class Ledger:
         currency: str = "EUR",
         checkpoint_interval_s: float = CHECKPOINT_INTERVAL_S,
         queued_opens_max: int = QUEUED_OPENS_MAX,
+        open_timeout_s: float = OPEN_TIMEOUT_S,
     ) -> None:
         self.last_error: str | None = None
         self.unrecorded_usage_tokens = 0
@@ -68,6 +71,7 @@ class Ledger:
         self._currency = currency
         self._checkpoint_interval_s = checkpoint_interval_s
         self._queued_opens_max = queued_opens_max
+        self._open_timeout_s = open_timeout_s
         self._inbox: deque[Operation] = deque()
         self._in_round: list[Operation] = []
         self._queued_opens = 0
@@ -104,8 +108,10 @@ class Ledger:
             raise LedgerBroken(f"the ledger stopped with {left} operations unwritten: {self.last_error}")
 
     async def open(self, entry: PendingEntry) -> None:
-        """Return once the pending entry is durable. Raises InternalError when it cannot be written, Overloaded when too many
-        wait. When it raises, or is cancelled, no entry stays pending.
+        """Return once the pending entry is durable. When it raises, or is cancelled, no entry stays pending.
+
+        Raises Overloaded when the database fails or does not answer in time, or too many wait, and InternalError when this
+        entry alone cannot be written.
         """
         self._check_running()
         if self._queued_opens >= self._queued_opens_max:
@@ -114,11 +120,14 @@ class Ledger:
         self._queued_opens += 1
         self._put(operation)
         try:
-            await operation.done
-        except asyncio.CancelledError:
-            # The caller went away between asking and hearing; whether the row was written is decided here.
+            async with asyncio.timeout(self._open_timeout_s):
+                await operation.done
+        except (asyncio.CancelledError, TimeoutError) as error:
+            # Nobody waits any more between asking and hearing; whether the row was written is decided here.
             operation.abandoned = True
             self._put(Void(entry.request_id))
+            if isinstance(error, TimeoutError):
+                raise _unwritable() from error
             raise
 
     async def settle(self, settlement: Settlement) -> UsageEvent:
@@ -213,7 +222,7 @@ class Ledger:
         kept: list[Operation] = []
         for operation in operations:
             if isinstance(operation, Open):
-                operation.fail(InternalError("the usage record could not be written; nothing was started"))
+                operation.fail(_unwritable())
                 kept.append(Void(operation.entry.request_id))
             else:
                 kept.append(operation)
@@ -231,3 +240,7 @@ class Ledger:
         self._in_round = []
         self._inbox.clear()
         self._queued_opens = 0
+
+
+def _unwritable() -> Overloaded:
+    return Overloaded("the usage record could not be written; nothing was started", retry_after_s=RETRY_AFTER_S)

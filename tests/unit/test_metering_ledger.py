@@ -154,8 +154,9 @@ async def test_a_commit_that_fails_refuses_the_request_and_leaves_no_entry(
     failing = FailingDatabase.around(database)
     failing.fail_before_commit = 1
     async with running_ledger(failing, clock, cast.epoch_id) as ledger:
-        with pytest.raises(InternalError, match="nothing was started"):
+        with pytest.raises(Overloaded, match="nothing was started") as caught:
             await ledger.open(pending(cast.bob))
+        assert caught.value.retry_after_s is not None
         assert not ledger.healthy
         assert "disk full" in str(ledger.last_error)
         await until(lambda: ledger.healthy)
@@ -168,7 +169,7 @@ async def test_an_entry_whose_commit_had_an_unknown_outcome_does_not_stay_pendin
     failing = FailingDatabase.around(database)
     failing.fail_after_commit = 1
     async with running_ledger(failing, clock, cast.epoch_id) as ledger:
-        with pytest.raises(InternalError):
+        with pytest.raises(Overloaded):
             await ledger.open(pending(cast.bob))
         await until(lambda: ledger.healthy)
     (event,) = await all_events(database)
@@ -226,6 +227,27 @@ async def test_an_open_that_is_cancelled_leaves_nothing_pending(
         with pytest.raises(asyncio.CancelledError):
             await opening
         gated.gate.set()
+    assert all(event.status == "voided" for event in await all_events(database))
+
+
+@pytest.mark.parametrize("written_before", [False, True])
+async def test_an_open_that_takes_too_long_is_refused_and_leaves_nothing_pending(
+    database: Database, clock: FakeClock, cast: Cast, written_before: bool
+) -> None:
+    gated = FailingDatabase.around(database)
+    gated.gate = asyncio.Event()
+    ledger = Ledger(gated, clock, cast.epoch_id, open_timeout_s=0.05)
+    await ledger.start()
+    if not written_before:
+        blocking = asyncio.create_task(ledger.settle(voided("another")))
+        await until(lambda: gated.held == 1)
+    with pytest.raises(Overloaded, match="nothing was started"):
+        await ledger.open(pending(cast.bob))
+    gated.gate.set()
+    await ledger.stop()
+    if not written_before:
+        with pytest.raises(LedgerBroken):
+            await blocking
     assert all(event.status == "voided" for event in await all_events(database))
 
 

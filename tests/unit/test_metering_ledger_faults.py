@@ -11,7 +11,7 @@ import pytest
 from sqlalchemy import text
 
 from appliance.base.db import Database
-from appliance.base.errors import InternalError
+from appliance.base.errors import Overloaded
 from tests.support.cast import make_cast
 from tests.support.clock import FakeClock
 from tests.support.databases import Cluster
@@ -49,7 +49,7 @@ async def test_a_full_disk_refuses_requests_settles_what_runs_and_heals(full_dis
         await _limit_pages(database, "1")  # no less than it has: nothing new fits
         refused = [pending(cast.bob) for _ in range(200)]
         answers = await asyncio.gather(*(ledger.open(entry) for entry in refused), return_exceptions=True)
-        assert all(isinstance(answer, InternalError) for answer in answers)
+        assert all(isinstance(answer, Overloaded) for answer in answers)
         assert "full" in str(ledger.last_error)
         assert not ledger.healthy
         await _limit_pages(database, "1000000")
