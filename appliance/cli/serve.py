@@ -69,7 +69,8 @@ def _run(settings: Settings) -> None:
     except (CannotStart, NotAModel) as error:
         raise CommandFailed(str(error), code="cannot_start") from error
     except OSError as error:
-        raise CommandFailed(f"{error.strerror}: {error.filename or settings.data_dir}", code="cannot_start") from error
+        where = f": {error.filename}" if error.filename else ""
+        raise CommandFailed(f"{error.strerror}{where}", code="cannot_start") from error
 
 
 class Greeter:
