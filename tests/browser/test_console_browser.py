@@ -53,6 +53,8 @@ async def test_a_page_that_hears_nothing_says_that_it_is_stale(site: Site) -> No
 
 async def test_a_session_that_ends_elsewhere_leads_to_the_sign_in_page(site: Site) -> None:
     page = await site.alice()
+    site.box.engine_side.status = engine_status(num_running=17)
+    await expect(tile(page, "Running")).to_have_text("17")  # only a page whose stream is open can hear of the end
 
     await site.box.services.sessions.close_all(site.box.cast.alice.id)
 
