@@ -92,6 +92,8 @@ class Generations:
         """Raise Draining, ModelLoading, EngineUnavailable or Overloaded when a request could not be taken now."""
         if self.draining:
             raise Draining("the appliance is shutting down", retry_after_s=RETRY_AFTER_DRAINING_S)
+        if not self._ledger.healthy:
+            raise Overloaded("the usage ledger cannot be written now", retry_after_s=RETRY_AFTER_OVERLOADED_S)
         model.client.check_ready()
         if self._open_requests[model.name] >= self._open_requests_max:
             raise Overloaded("the waiting queue is full", retry_after_s=RETRY_AFTER_OVERLOADED_S)

@@ -9,6 +9,7 @@ import pytest
 
 from appliance.base.db import Database
 from appliance.base.errors import Draining, EngineUnavailable, InternalError, Overloaded, RateLimitExceeded
+from appliance.metering.records import PendingEntry
 from appliance.serving import engine_client
 from appliance.serving.prompting import Prompting
 from appliance.serving.text_output import Chunk, TextOutput
@@ -214,8 +215,13 @@ async def test_a_refusal_of_admission_leaves_no_record(box: Serving, database: D
     assert len((await box.reports.ledger_page()).data) == 1
 
 
-async def test_when_the_record_cannot_be_written_the_engine_never_hears_of_it(box: Serving, cast: Cast) -> None:
-    await box.ledger.stop()
+async def test_when_the_record_cannot_be_written_the_engine_never_hears_of_it(
+    box: Serving, cast: Cast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def broken(_entry: PendingEntry) -> None:
+        raise InternalError("the usage record could not be written; nothing was started")
+
+    monkeypatch.setattr(box.ledger, "open", broken)
     with pytest.raises(InternalError):
         await box.start(cast.bob, TEXT)
 
@@ -230,6 +236,14 @@ async def test_a_full_queue_refuses_before_admission(database: Database, clock: 
             await box.start(cast.bob, TEXT)
         for generation in held:
             generation.leave("disconnected")
+
+
+async def test_while_the_ledger_cannot_be_written_new_ones_are_refused_at_once(box: Serving, cast: Cast) -> None:
+    box.ledger.last_error = "disk full"
+    with pytest.raises(Overloaded) as caught:
+        await box.start(cast.bob, TEXT)
+
+    assert caught.value.retry_after_s is not None
 
 
 async def test_draining_refuses_new_ones_and_waits_for_the_rest(box: Serving, cast: Cast) -> None:
