@@ -15,11 +15,11 @@ from appliance.console.context import Console, ConsoleDependency
 from appliance.console.overview import overview_fragment
 from appliance.console.requests import live_requests_fragment
 from appliance.console.security import ConsoleRequest, may_change, session_token
-from appliance.telemetry.events import TooManySubscribers
+from appliance.telemetry.events import CONSOLE_SUBSCRIBERS, TooManySubscribers
 
 log = structlog.get_logger()
 
-STREAMS_MAX = 64
+STREAMS_MAX = CONSOLE_SUBSCRIBERS
 SESSION_CHECKED_EVERY_TICKS = 10
 RETRY_AFTER_S = 10.0
 VIEWS = {"overview": overview_fragment, "requests": live_requests_fragment}
@@ -32,6 +32,10 @@ async def live_stream(request: ConsoleRequest, console: ConsoleDependency, view:
         raise InvalidValue(f"view must be one of {', '.join(VIEWS)}", param="view")
     if console.open_streams >= STREAMS_MAX:
         raise Overloaded(f"at most {STREAMS_MAX} live pages can be open", retry_after_s=RETRY_AFTER_S)
+    try:
+        console.services.sampler.check_place()
+    except TooManySubscribers as error:
+        raise Overloaded(str(error), retry_after_s=RETRY_AFTER_S) from error
     frames = _frames(console, view, token=session_token(request, console.services) or "", changing=may_change(request))
     headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
     return Stream(frames, media_type="text/event-stream", headers=headers)

@@ -22,6 +22,7 @@ from engine.protocol import EngineInfo, EngineStatus
 SAMPLE_INTERVAL_S = 1.0
 HISTORY_SAMPLES = 120
 SUBSCRIBERS_MAX = 256
+CONSOLE_SUBSCRIBERS = 64  # of these places: programs cannot take them from people
 
 log = structlog.get_logger()
 
@@ -158,10 +159,14 @@ class SystemSampler:
             slot.put(snapshot)
         return snapshot
 
-    async def subscribe(self) -> AsyncGenerator[SystemSnapshot, None]:
-        """Yield the newest snapshot at once and each newer one as it comes. Raises TooManySubscribers."""
-        if len(self._subscribers) >= SUBSCRIBERS_MAX:
-            raise TooManySubscribers(f"at most {SUBSCRIBERS_MAX} live streams can be open")
+    def check_place(self, *, spare: int = 0) -> None:
+        """Raise TooManySubscribers unless one more may subscribe and `spare` places stay free of the rest."""
+        if len(self._subscribers) >= SUBSCRIBERS_MAX - spare:
+            raise TooManySubscribers(f"at most {SUBSCRIBERS_MAX - spare} live streams can be open")
+
+    async def subscribe(self, *, spare: int = 0) -> AsyncGenerator[SystemSnapshot, None]:
+        """Yield the newest snapshot at once and each newer one as it comes. Raises TooManySubscribers like `check_place`."""
+        self.check_place(spare=spare)
         slot = _Slot()
         if self._latest is not None:
             slot.put(self._latest)

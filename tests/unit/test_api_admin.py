@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from appliance.api.admin_system import CREDENTIAL_CHECKED_EVERY_TICKS
 from appliance.api.auth import SESSION_COOKIES
 from appliance.console import security
+from appliance.telemetry import events
 from tests.support.api_box import ApiBox, open_api_box
 
 TENANT_FIELDS = {"id", "name", "tier", "weight", "limits", "allowed_models", "suspended", "archived", "created_at"}
@@ -246,6 +249,29 @@ async def test_events_begin_with_the_newest_reading(box: ApiBox) -> None:
     assert answer.headers["content-type"].startswith("text/event-stream")
     assert answer.text.startswith("event: system\ndata: {")
     assert "\r" not in answer.text
+
+
+async def test_events_end_soon_after_the_token_is_revoked(box: ApiBox) -> None:
+    token, secret = await box.services.admin_tokens.create("a program's", "viewer")
+    reading = asyncio.create_task(
+        box.client.get("/admin/v1/events", headers={"authorization": f"Bearer {secret}"})  # returns when the stream ends
+    )
+    async with asyncio.timeout(20):
+        while not box.services.sampler._subscribers:  # noqa: ASYNC110 - the sampler has no event for it
+            await asyncio.sleep(0)
+        await box.services.admin_tokens.revoke(token.id)
+        while not reading.done():
+            await box.services.sampler.sample()
+            await asyncio.sleep(0)
+
+    assert 1 <= (await reading).text.count("event: system") <= 2 * CREDENTIAL_CHECKED_EVERY_TICKS
+
+
+async def test_programs_leave_places_of_live_streams_to_the_console(box: ApiBox, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(events, "SUBSCRIBERS_MAX", events.CONSOLE_SUBSCRIBERS)
+
+    assert (await refusal(box, "GET", "/events", 503))[0] == "overloaded"
+    box.services.sampler.check_place()
 
 
 @pytest.mark.parametrize("path", READS)

@@ -11,6 +11,7 @@ from appliance.console import live_stream
 from appliance.console.context import Console
 from appliance.console.live_board import prompt_history
 from appliance.metering.prices import PriceBook
+from appliance.telemetry import events
 from appliance.telemetry.gpu import GpuReading
 from tests.support.clock import FakeClock
 from tests.support.console_fixtures import GIB, Box, engine_info, engine_status
@@ -209,6 +210,14 @@ async def test_one_sample_is_rendered_once_for_all_watchers(box: Box, monkeypatc
 
     assert rendered == 1
     assert console.open_streams == 0
+
+
+async def test_without_a_place_at_the_sampler_the_stream_is_refused(box: Box, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(events, "SUBSCRIBERS_MAX", 0)
+    answer = await (await box.alice()).get("/console/events")
+
+    assert answer.status_code == 503
+    assert "retry-after" in answer.headers
 
 
 async def test_the_stream_of_an_ended_session_says_so_and_ends(box: Box) -> None:
