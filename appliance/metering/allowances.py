@@ -52,6 +52,7 @@ class Allowance:
         self.limits = Limits()
         self.tokens: TokenBucket | None = None
         self.requests: TokenBucket | None = None
+        self._buckets: dict[str, TokenBucket] = {}  # also of limits that were taken away: they may come back
         self._day = Window(day_start(at.now).date(), used=sums.tokens_today)
         self._month = Window(month_start(at.now).date(), used=sums.cost_month_picos)
         self._begun_s = at.monotonic_s
@@ -62,8 +63,8 @@ class Allowance:
     def configure(self, limits: Limits, at: Moment) -> None:
         """Take over the limits as they are now; what was used counts against the new ones."""
         requests = [(moment_s, 1) for moment_s, _tokens in self._recent]
-        self.tokens = self._resized(self.tokens, limits.tokens_per_minute, at.monotonic_s, self._recent)
-        self.requests = self._resized(self.requests, limits.requests_per_minute, at.monotonic_s, requests)
+        self.tokens = self._resized("tokens", limits.tokens_per_minute, at.monotonic_s, self._recent)
+        self.requests = self._resized("requests", limits.requests_per_minute, at.monotonic_s, requests)
         self.limits = limits
 
     def refusals(self, need: Need, at: Moment) -> list[LimitDecision]:
@@ -98,13 +99,14 @@ class Allowance:
         return None if self.limits.monthly_budget is None else self.limits.monthly_budget * PICOS_PER_MICRO
 
     def _resized(
-        self, bucket: TokenBucket | None, capacity: int | None, now_s: float, recent: Sequence[tuple[float, int]]
+        self, kind: LimitKind, capacity: int | None, now_s: float, recent: Sequence[tuple[float, int]]
     ) -> TokenBucket | None:
         """Return the bucket for a limit of `capacity`. A new one remembers what an earlier process has admitted."""
         if capacity is None:
             return None
+        bucket = self._buckets.get(kind)
         if bucket is None:
-            bucket = TokenBucket(capacity, self._begun_s - RECENT.total_seconds())
+            bucket = self._buckets[kind] = TokenBucket(capacity, self._begun_s - RECENT.total_seconds())
             for moment_s, count in recent:
                 bucket.charge(count, moment_s)
         bucket.resize(capacity, now_s)

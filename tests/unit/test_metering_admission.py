@@ -122,6 +122,19 @@ async def test_a_guess_of_the_output_alone_never_makes_a_request_too_large(admis
         await admit(admission, bob, 101, None)
 
 
+async def test_a_limit_that_was_taken_away_for_a_while_remembers_what_was_used(admission: Admission) -> None:
+    limited = principal(Limits(tokens_per_minute=100, requests_per_minute=10))
+    unlimited = dataclasses.replace(limited, tenant=dataclasses.replace(limited.tenant, limits=Limits()))
+    (await admit(admission, limited, 90, 0)).settle(90)
+    (await admit(admission, unlimited, 1, 0)).settle(1)
+
+    with pytest.raises(RateLimitExceeded):
+        await admit(admission, limited, 90, 0)
+    state = admission.snapshot(limited)
+    assert state.requests is not None
+    assert state.requests.remaining == 9
+
+
 async def test_settling_corrects_the_bucket_at_once(admission: Admission) -> None:
     bob = principal(Limits(tokens_per_minute=100))
     reservation = await admit(admission, bob, 40, 60)
