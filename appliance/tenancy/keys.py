@@ -120,11 +120,15 @@ class Keys:
         return key
 
     async def rotate(self, key_id: str) -> tuple[ApiKey, str]:
-        """Return (successor, its secret). The old key is refused from now on. Raises NotFound, InvalidValue when revoked."""
+        """Return (successor, its secret). The old key is refused from now on.
+
+        Raises NotFound, and InvalidValue when it is revoked or its tenant archived.
+        """
         prefix, secret = new_api_key()
         now = self._clock.now()
         async with self._db.writing() as connection:
             current = await _get(connection, key_id)
+            await _check_tenant(connection, current.tenant_id)
             if not await _revoke(connection, key_id, now):
                 raise InvalidValue("a revoked key cannot be rotated", param="id")
             key = dataclasses.replace(current, id=new_id("key"), prefix=prefix, created_at=now, last_used_at=None)

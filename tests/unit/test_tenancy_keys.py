@@ -110,6 +110,15 @@ async def test_rotation_makes_a_successor_and_refuses_the_old_key(keys: Keys, ca
         await keys.rotate(cast.bob.key.id)
 
 
+async def test_a_key_of_an_archived_tenant_gets_no_successor(
+    keys: Keys, cast: Cast, database: Database, clock: FakeClock
+) -> None:
+    await Tenants(database, clock).archive(cast.bob.tenant.id)
+    with pytest.raises(InvalidValue, match="archived"):
+        await keys.rotate(cast.bob.key.id)
+    assert len((await keys.list(cast.bob.tenant.id)).data) == 1
+
+
 async def test_of_two_rotations_at_once_one_wins(keys: Keys, cast: Cast) -> None:
     answers = await asyncio.gather(keys.rotate(cast.bob.key.id), keys.rotate(cast.bob.key.id), return_exceptions=True)
     assert sum(isinstance(answer, InvalidValue) for answer in answers) == 1
