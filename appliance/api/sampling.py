@@ -13,6 +13,7 @@ from appliance.serving.prompting import output_room
 from engine.protocol import InvalidOption, SamplingParams, UnsupportedOption
 
 STOP_TOKEN_IDS_MAX = 256
+TOKEN_ID_DIGITS_MAX = 10
 _PLAIN_FIELDS = (
     "temperature",
     "top_p",
@@ -95,7 +96,8 @@ def _logit_bias(bias: Mapping[str, float] | None, model: ServedModel) -> dict[in
     assert model.info is not None
     checked = {}
     for token, value in bias.items():
-        if not (token.isascii() and token.isdigit()) or int(token) >= model.info.vocab_size:
+        is_number = len(token) <= TOKEN_ID_DIGITS_MAX and token.isascii() and token.isdigit()
+        if not is_number or int(token) >= model.info.vocab_size:
             raise InvalidValue(f"logit_bias: {token[:20]!r} is not a token id of this model", param="logit_bias")
         checked[int(token)] = value
     return checked
