@@ -10,7 +10,7 @@ from appliance.console.forms import Form
 from appliance.console.live_board import LiveBoard
 from appliance.console.login_attempts import LoginAttempts
 from appliance.console.rendering import Pages
-from appliance.console.security import ConsoleRequest
+from appliance.console.security import ConsoleRequest, form_of
 
 if TYPE_CHECKING:
     from appliance.serving.services import Services
@@ -30,7 +30,7 @@ class Console:
 
     async def form(self, request: ConsoleRequest) -> Form:
         """Return the fields that the request carries; an uploaded file is no field."""
-        return Form({name: value for name, value in (await request.form()).items() if isinstance(value, str)})
+        return Form({name: value for name, value in (await form_of(request)).items() if isinstance(value, str)})
 
     def example(self) -> dict[str, Any]:
         """Return what a ready curl line names: the address of this appliance and the first model it serves."""

@@ -12,6 +12,7 @@ from appliance.console.rendering import THEME_COOKIE, THEMES, Html
 from appliance.console.security import (
     ConsoleRequest,
     current_session,
+    form_of,
     is_secure,
     safe_next,
     session_cookie,
@@ -37,7 +38,7 @@ async def show_login(request: ConsoleRequest, console: ConsoleDependency) -> Htm
 @post("/login", opt={"public": True}, status_code=200)
 async def sign_in(request: ConsoleRequest, console: ConsoleDependency) -> Html:
     """Check e-mail and password, open a session with a new id, and go on to the page that was asked for."""
-    form = await request.form()
+    form = await form_of(request)
     email, password = str(form.get("email", "")).strip(), str(form.get("password", ""))
     target = safe_next(str(form.get("next", "")))
     address = request.client.host if request.client else "unknown"
@@ -71,7 +72,7 @@ async def sign_out(request: ConsoleRequest, console: ConsoleDependency) -> Html:
 @post("/theme", status_code=200)
 async def choose_theme(request: ConsoleRequest, console: ConsoleDependency) -> Html:
     """Remember light, dark, or whatever the device prefers, and show the same page again."""
-    form = await request.form()
+    form = await form_of(request)
     theme = str(form.get("theme", ""))
     answer = console.pages.redirect(request, safe_next(str(form.get("next", ""))))
     if theme in THEMES:

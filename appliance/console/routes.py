@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from litestar import Response, Router
 from litestar.di import Provide
 from litestar.exceptions import NotFoundException
+from litestar.handlers import BaseRouteHandler
 from litestar.static_files import create_static_files_router
 
 from appliance.base.errors import GatehouseError
@@ -15,7 +16,7 @@ from appliance.console import keys, live_stream, login, overview, requests, tena
 from appliance.console.context import Console
 from appliance.console.error_pages import error_handler
 from appliance.console.rendering import STATIC_DIR, Pages
-from appliance.console.security import ConsoleRequest, SecurityHeaders, require_csrf_token, session_guard
+from appliance.console.security import Connection, ConsoleRequest, SecurityHeaders, require_csrf_token, session_guard
 
 if TYPE_CHECKING:
     from appliance.serving.services import Services
@@ -32,6 +33,8 @@ HANDLERS = (
     keys.confirm_rotate, keys.rotate_key, keys.confirm_revoke, keys.revoke_key,
 )  # fmt: skip
 FORM_BYTES_MAX = 64 * 1024
+NAME_BYTES_MAX = 255
+PATH_CHARS_MAX = 1000
 # An address of a static file changes with its content, so a browser may keep what it has.
 STATIC_KEPT = "public, max-age=31536000, immutable"
 
@@ -68,7 +71,16 @@ def answer_unknown_path(services: Services, otherwise: ErrorHandler) -> ErrorHan
 
 
 def _static_files() -> Router:
-    return create_static_files_router(path="/static", directories=[STATIC_DIR], include_in_schema=False, after_request=_keep)
+    return create_static_files_router(
+        path="/static", directories=[STATIC_DIR], guards=[_nameable], include_in_schema=False, after_request=_keep
+    )
+
+
+def _nameable(connection: Connection, _handler: BaseRouteHandler) -> None:
+    """Raise NotFoundException for what no file system has a name for; asking it would be an error."""
+    path = connection.scope["path"]
+    if "\0" in path or len(path) > PATH_CHARS_MAX or any(len(part.encode()) > NAME_BYTES_MAX for part in path.split("/")):
+        raise NotFoundException
 
 
 def _keep(response: Response[bytes]) -> Response[bytes]:

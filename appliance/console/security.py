@@ -7,18 +7,19 @@ Knows no page.
 from __future__ import annotations
 
 import hmac
+import string
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, urlsplit
 
 from litestar import Request
 from litestar.connection import ASGIConnection
-from litestar.datastructures import Cookie, MutableScopeHeaders
+from litestar.datastructures import Cookie, FormMultiDict, MutableScopeHeaders
 from litestar.enums import ScopeType
 from litestar.handlers import BaseRouteHandler
 from litestar.middleware import ASGIMiddleware
 from litestar.types import ASGIApp, Guard, Message, Receive, Scope, Send
 
-from appliance.base.errors import Forbidden, Unauthenticated
+from appliance.base.errors import Forbidden, InvalidValue, Unauthenticated
 from appliance.tenancy.roles import Action, may, require
 
 if TYPE_CHECKING:
@@ -153,9 +154,17 @@ async def require_csrf_token(request: ConsoleRequest) -> None:
     session = current_session(request)
     if request.method in SAFE_METHODS or session is None:
         return
-    sent = request.headers.get(CSRF_HEADER) or (await request.form()).get(CSRF_FIELD) or ""
+    sent = request.headers.get(CSRF_HEADER) or (await form_of(request)).get(CSRF_FIELD) or ""
     if not hmac.compare_digest(str(sent).encode(), session.csrf_token.encode()):
         raise Forbidden("The form is from an older session. Reload the page and send it again; nothing was done.")
+
+
+async def form_of(request: ConsoleRequest) -> FormMultiDict:
+    """Return the fields of a form as sent. Raises InvalidValue for bytes or a character set that nobody can read."""
+    try:
+        return await request.form()
+    except (LookupError, UnicodeError) as error:
+        raise InvalidValue("the form cannot be read: send it as UTF-8") from error
 
 
 def safe_next(target: str | None) -> str:
@@ -164,7 +173,7 @@ def safe_next(target: str | None) -> str:
         return "/"
     if any(character < " " or character == "\x7f" for character in target):
         return "/"
-    return target
+    return quote(target, safe=string.punctuation, errors="replace")  # a header takes no more than ASCII
 
 
 def login_path(request: ConsoleRequest) -> str:

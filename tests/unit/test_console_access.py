@@ -194,10 +194,34 @@ async def test_a_made_up_session_is_none(box: Box) -> None:
         ("/\\evil.test", "/"),
         ("/a\r\nSet-Cookie: x", "/"),
         ("requests", "/"),
+        ("/requests?tenant=é&x=%C3%A9", "/requests?tenant=%C3%A9&x=%C3%A9"),
+        ("/\ud800", "/?"),
     ],
 )
 def test_the_way_on_after_signing_in_stays_on_this_site(target: str | None, expected: str) -> None:
     assert safe_next(target) == expected
+
+
+async def test_a_form_in_a_character_set_that_nobody_knows_is_refused(box: Box) -> None:
+    part = (
+        "--b\r\nContent-Disposition: form-data; name=email\r\nContent-Type: text/plain; charset=klingon\r\n\r\nx\r\n--b--\r\n"
+    )
+    headers = {"content-type": "multipart/form-data; boundary=b", "sec-fetch-site": "same-origin"}
+    for browser in (box.visitor(), await box.alice()):
+        answer = await browser.http.post("/login", content=part, headers=headers)
+
+        assert answer.status_code == 400
+
+
+@pytest.mark.parametrize("name", ["a" * 300, "%C3%A9" * 200, "a/" * 3000, "a%00b"])
+async def test_a_static_file_that_cannot_exist_is_not_there(box: Box, name: str) -> None:
+    assert (await box.visitor().get(f"/static/{name}")).status_code == 404
+
+
+async def test_signing_in_leads_to_an_address_with_any_letters(box: Box) -> None:
+    answer = await box.visitor().post("/login", email="alice@example.com", password=ALICE_PASSWORD, next="/tenants?q=漢")
+
+    assert (answer.status_code, answer.headers["location"]) == (303, "/tenants?q=%E6%BC%A2")
 
 
 async def test_a_form_that_is_far_too_large_is_refused(box: Box) -> None:
