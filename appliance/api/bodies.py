@@ -12,6 +12,7 @@ from appliance.base.errors import InvalidValue, UnknownParameter
 T = TypeVar("T")
 
 _PATH = re.compile(r" - at `\$\.?(?P<path>[^`]*)`$")
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 _UNKNOWN = re.compile(r"Object contains unknown field `(?P<name>[^`]*)`")
 _MISSING = re.compile(r"Object missing required field `(?P<name>[^`]*)`")
 
@@ -23,9 +24,17 @@ def decode_body(body: bytes, kind: type[T]) -> T:
     except msgspec.ValidationError as error:
         raise _refusal(str(error)) from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise InvalidValue(f"the body is not valid JSON: {error}") from error
+        raise InvalidValue(f"the body is not valid UTF-8 JSON: {_fault(body, error)}") from error
     except RecursionError as error:
         raise InvalidValue("the body is nested too deeply") from error
+
+
+def _fault(body: bytes, error: Exception) -> str:
+    if isinstance(error, UnicodeDecodeError):
+        return "a text has bytes that are not UTF-8"
+    if _SURROGATE.search(body):
+        return "an escape \\ud800 to \\udfff may stand alone; such escapes come in pairs"
+    return str(error)
 
 
 def _refusal(message: str) -> InvalidValue | UnknownParameter:

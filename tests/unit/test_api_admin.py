@@ -267,6 +267,15 @@ async def test_events_end_soon_after_the_token_is_revoked(box: ApiBox) -> None:
     assert 1 <= (await reading).text.count("event: system") <= 2 * CREDENTIAL_CHECKED_EVERY_TICKS
 
 
+@pytest.mark.parametrize("body", [b'{"name": "\\ud800"}', b'{"name": "\\ud800\\u0041"}', b'{"name": "\xff"}', b"\xff"])
+async def test_a_body_that_is_no_utf8_is_told_so(box: ApiBox, body: bytes) -> None:
+    answer = await box.call("POST", "/tenants", status=400, content=body)
+
+    assert "not valid UTF-8 JSON" in answer["error"]["message"]
+    assert "truncated" not in answer["error"]["message"]
+    assert "position" not in answer["error"]["message"]
+
+
 async def test_programs_leave_places_of_live_streams_to_the_console(box: ApiBox, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(events, "SUBSCRIBERS_MAX", events.CONSOLE_SUBSCRIBERS)
 
