@@ -37,6 +37,7 @@ STEADY_S = 60.0  # ready for this long, an engine starts again with the first ba
 CRASHES_BEFORE_READY_MAX = 5
 EXIT_GRACE_S = 5.0
 SILENCE_MAX_S = 120.0  # an engine sends a frame per step, and twice a second when idle; the longest step takes far less
+LOADING_STALL_MAX_S = 600.0  # without progress; one part of a large model from a slow disk, or compiling, takes minutes
 SILENCE_POLL_S = 1.0
 LOG_LINE_BYTES_MAX = 8192
 RETRY_AFTER_LOADING_S = 2.0
@@ -66,6 +67,8 @@ class Supervisor:
         self.last_token_monotonic_s: float | None = None
         self.ready_monotonic_s: float | None = None
         self._last_frame_monotonic_s = 0.0
+        self._progress_monotonic_s = 0.0
+        self._loaded: float | None = None
         self._command = command
         self._clock = clock
         self._on_frame = on_frame
@@ -174,6 +177,7 @@ class Supervisor:
             theirs.close()
         client = EngineClient(reader, writer, on_frame=self._receive)
         self._process, self._client = process, client
+        self._progress_monotonic_s, self._loaded = self._clock.monotonic_s(), None
         self.pid, self.started_at = process.pid, self._clock.now()
         logging_task = asyncio.create_task(_forward_log(process, self.name))
         watchdog = asyncio.create_task(self._kill_when_silent(process))
@@ -190,15 +194,17 @@ class Supervisor:
         return client.info is not None, client.fatal
 
     async def _kill_when_silent(self, process: asyncio.subprocess.Process) -> None:
-        """Kill an engine that is ready and says nothing for SILENCE_MAX_S: it hangs, and its requests would wait for ever.
+        """Kill an engine that hangs, or its requests would wait for ever.
 
+        A ready one hangs when it says nothing for SILENCE_MAX_S, a loading one when it gets no further for LOADING_STALL_MAX_S.
         Silence counts when it is seen twice: after a pause of the gateway itself the frames of that time are read first.
         """
         was_silent = False
         while True:
             await asyncio.sleep(SILENCE_POLL_S)
-            silent_s = self._clock.monotonic_s() - self._last_frame_monotonic_s
-            is_silent = self.state == "ready" and silent_s > SILENCE_MAX_S
+            is_ready, is_loading = self.state == "ready", self.state in ("loading", "restarting")
+            silent_s = self._clock.monotonic_s() - (self._last_frame_monotonic_s if is_ready else self._progress_monotonic_s)
+            is_silent = (is_ready and silent_s > SILENCE_MAX_S) or (is_loading and silent_s > LOADING_STALL_MAX_S)
             if is_silent and was_silent:
                 log.error("engine hangs; killing it", role="engine", model=self.name, silent_s=round(silent_s))
                 process.kill()
@@ -221,6 +227,8 @@ class Supervisor:
     def _receive(self, frame: EngineFrame) -> None:
         now_s = self._clock.monotonic_s()
         self._last_frame_monotonic_s = now_s
+        if frame.load_fraction is not None and frame.load_fraction != self._loaded:
+            self._loaded, self._progress_monotonic_s = frame.load_fraction, now_s
         if frame.status is not None:
             self.figures.note_status(frame.status, now_s)
         if any(event.token_ids for event in frame.events):

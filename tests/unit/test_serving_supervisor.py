@@ -101,6 +101,20 @@ async def test_an_engine_that_hangs_is_killed_and_started_again(monkeypatch: pyt
         await watched.wait_for_state("ready")
 
 
+async def test_an_engine_that_hangs_while_loading_is_killed_and_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor, "LOADING_STALL_MAX_S", 0.2)
+    monkeypatch.setattr(supervisor, "SILENCE_POLL_S", 0.05)
+    hangs = [sys.executable, "-c", "import time; time.sleep(600)"]
+    watched = Supervisor(name="fake", command=lambda _fd: hangs, clock=SystemClock())
+    watched.start()
+    try:
+        async with asyncio.timeout(DEADLINE_S):
+            await watched.wait_for_state("restarting")
+    finally:
+        await watched.stop()
+    assert "signal 9" in str(watched.error)
+
+
 async def test_a_model_that_cannot_be_loaded_fails_for_good_with_the_engines_words() -> None:
     async with supervised("--fatal", "no such tensor") as watched:
         await watched.wait_for_state("failed")
