@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+import structlog
 from sqlalchemy.exc import SQLAlchemyError
 
 from appliance.base.clock import Clock
@@ -12,6 +13,8 @@ from appliance.telemetry.events import DatabaseReading
 
 CHECK_INTERVAL_S = 5.0
 CHECK_TIMEOUT_S = 3.0
+
+log = structlog.get_logger()
 
 
 class DatabaseWatch:
@@ -25,11 +28,13 @@ class DatabaseWatch:
         self._lock = asyncio.Lock()
 
     async def problem(self) -> str | None:
-        """Return why the database takes no writes, or None."""
+        """Return why the database takes no writes, or None. In the driver's words, which go to the log: they name paths."""
         async with self._lock:
             now_s = self._clock.monotonic_s()
             if self._checked_s is None or now_s - self._checked_s >= CHECK_INTERVAL_S:
-                self._problem = await self._check()
+                before, self._problem = self._problem, await self._check()
+                if self._problem != before:
+                    log.warning("database takes no writes" if self._problem else "database takes writes", reason=self._problem)
                 self._checked_s = now_s
             return self._problem
 
