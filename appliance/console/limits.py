@@ -51,7 +51,7 @@ def key_levels(services: Services, tenant: Tenant, key: ApiKey) -> list[Level]:
 def _levels(services: Services, principal: Principal, owner_id: str, limits: Limits) -> list[Level]:
     state = services.admission.snapshot(principal)
     levels = []
-    for label, rate in (("Tokens this minute", state.tokens), ("Requests this minute", state.requests)):
+    for label, rate in (("Tokens per minute", state.tokens), ("Requests per minute", state.requests)):
         if rate is not None:
             levels.append(_level(label, rate.limit - rate.remaining, rate.limit))
     if limits.concurrent_requests is not None:
