@@ -8,7 +8,7 @@ import random
 import pytest
 
 from appliance.base.db import Database
-from appliance.base.errors import InternalError
+from appliance.base.errors import Overloaded
 from appliance.metering.ledger import Checkpoint, Ledger
 from appliance.metering.prices import Price, PriceBook
 from appliance.metering.recovery import begin_epoch, recover
@@ -37,7 +37,7 @@ class Owner:
         entry = pending(person, price=chance.choice([None, self._price]), admitted_at=self._clock.now())
         try:
             await self._ledger.open(entry)
-        except InternalError:
+        except Overloaded:
             self.refused.add(entry.request_id)
             return
         self.admitted.add(entry.request_id)
