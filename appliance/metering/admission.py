@@ -198,11 +198,12 @@ class Reservation:
 def expected_output(outputs: Sequence[int] | deque[int], max_output_tokens: int | None, room: float) -> int:
     """Return the output to reserve: what nine in ten of the key's recent requests stayed within, never above the asked maximum.
 
-    A guess alone never makes a request larger than a limit: it is cut to the `room` that the limits leave beside the prompt.
+    When nothing was asked for, a guess never makes a request larger than a limit: it is cut to the `room` that the limits leave
+    beside the prompt.
     """
     guess = max(percentile_90(outputs), EXPECTED_OUTPUT_TOKENS) if len(outputs) >= OUTPUTS_MIN else EXPECTED_OUTPUT_TOKENS
-    if max_output_tokens is not None and max_output_tokens <= guess:
-        return max_output_tokens
+    if max_output_tokens is not None:
+        return min(max_output_tokens, guess)
     return int(max(0, min(guess, room)))
 
 

@@ -267,6 +267,14 @@ async def test_the_expected_output_is_learnt_per_key_and_never_above_the_asked_m
     assert (await admit(admission, charlie, 10, None)).tokens_reserved == 10 + EXPECTED_OUTPUT_TOKENS
 
 
+@pytest.mark.parametrize("asked", [95, 200, 500])
+async def test_an_answer_that_was_asked_for_and_exceeds_the_limit_is_refused_however_long(
+    admission: Admission, asked: int
+) -> None:
+    with pytest.raises(RequestExceedsLimit):
+        await admit(admission, principal(Limits(tokens_per_minute=100)), 10, asked)
+
+
 async def test_a_row_of_short_answers_does_not_make_a_burst_of_long_ones_cheap(admission: Admission) -> None:
     bob = principal(Limits(tokens_per_minute=1000))
     for _ in range(OUTPUTS_MIN):
