@@ -1,0 +1,88 @@
+"""How long a newcomer waits: `python3 installer up` in a fresh clone with an empty home, then once more.
+
+Clones the committed state into a temporary folder, so that nothing of this checkout's environment helps. What dominates
+the first start is the package index; its seconds are told apart from the rest by the second start.
+
+    python3 -m bench.first_start            prints one row and adds it to bench/results/
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from datetime import UTC, datetime
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "bench" / "results" / "first_start.jsonl"
+READY_TIMEOUT_S = 600.0
+
+
+def seconds_to_ready(clone: Path, home: Path) -> float:
+    """Run `up` until the appliance says that it is ready, then end it with Ctrl-C. Raises RuntimeError when it does not."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    kept = {name: value for name, value in os.environ.items() if name == "PATH" or name.startswith("PIP_")}
+    started_s = time.perf_counter()
+    process = subprocess.Popen(
+        [sys.executable, str(clone / "installer"), "up", "--port", str(port)],
+        env={**kept, "HOME": str(home)},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    while not _is_ready(port):
+        if process.poll() is not None or time.perf_counter() - started_s > READY_TIMEOUT_S:
+            process.kill()
+            raise RuntimeError(f"not ready after {time.perf_counter() - started_s:.0f} s, exit status {process.poll()}")
+        time.sleep(0.05)
+    elapsed_s = time.perf_counter() - started_s
+    process.send_signal(signal.SIGINT)
+    if process.wait(60) != 0:
+        raise RuntimeError(f"Ctrl-C ended in exit status {process.returncode}")
+    return elapsed_s
+
+
+def _is_ready(port: int) -> bool:
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/health/ready", timeout=5) as answer:
+            return bool(answer.status == 200)
+    except (urllib.error.URLError, OSError):
+        return False
+
+
+def main() -> None:
+    """Measure, print the row, and add it to the results."""
+    with tempfile.TemporaryDirectory() as folder:
+        clone, home = Path(folder, "clone"), Path(folder, "home")
+        home.mkdir()
+        subprocess.run(["git", "clone", "-q", str(ROOT), str(clone)], check=True)
+        first_s, second_s = seconds_to_ready(clone, home), seconds_to_ready(clone, home)
+    row = json.dumps(
+        {
+            "bench": "first_start",
+            "at": datetime.now(UTC).isoformat(timespec="seconds"),
+            "machine": platform.machine(),
+            "cores": os.cpu_count(),
+            "python": platform.python_version(),
+            "load": round(os.getloadavg()[0], 2),
+            "first_ready_s": round(first_s, 2),
+            "second_ready_s": round(second_s, 2),
+        }
+    )
+    print(row)
+    with RESULTS.open("a", encoding="utf-8") as results:
+        results.write(row + "\n")
+
+
+if __name__ == "__main__":
+    main()
