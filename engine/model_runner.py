@@ -12,7 +12,7 @@ from engine.kv_cache import allocate_kv_cache
 from engine.layers.rotary import RotaryTable
 from engine.memory_plan import MemoryPlan
 from engine.models.decoder import Decoder
-from engine.sampler import Sampler
+from engine.sampler import SampledToken, Sampler
 from engine.scheduled_batch import ScheduledRequest, StepOutput
 from kernels.ops import AttentionPlanner, AttentionShape
 
@@ -50,4 +50,10 @@ class ModelRunner:
         if not sampling:
             return [StepOutput() for _ in items]
         sampled = iter(self._sampler.sample(self._decoder.logits(hidden), sampling))
-        return [next(sampled) if item.samples else StepOutput() for item in items]
+        return [_output(next(sampled)) if item.samples else StepOutput() for item in items]
+
+
+def _output(sampled: SampledToken) -> StepOutput:
+    if sampled.token_id is None:
+        return StepOutput(error=sampled.error)
+    return StepOutput(token_ids=[sampled.token_id], logprobs=None if sampled.logprob is None else [sampled.logprob])

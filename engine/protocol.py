@@ -15,17 +15,30 @@ STOP_STRINGS_MAX = 16
 LOGIT_BIAS_MAX = 1024
 REPETITION_PENALTY_MIN, REPETITION_PENALTY_MAX = 0.01, 10.0
 SEED_MAX = 2**63 - 1
+WEIGHT_MAX = 1000
 TOKENS_MAX = 2**31 - 1  # as a count and as an id: more than any context and any vocabulary
 TOP_K_MAX = 2**31 - 1  # more than any vocabulary; what does not fit an int64 would fail inside the sampler
 
 
 class FinishReason(StrEnum):
-    """Why the engine ended a request. `STOP` is an end-of-sequence or stop token; `LENGTH` is max_tokens or the context."""
+    """Why the engine ended a request. `STOP` is an end-of-sequence or stop token; `LENGTH` is max_tokens or the context.
+
+    `DEADLINE` ends a request that waited in the queue for longer than its `queue_deadline_s`; it never had a token.
+    """
 
     STOP = "stop"
     LENGTH = "length"
     ABORTED = "aborted"
+    DEADLINE = "deadline"
     ERROR = "error"
+
+
+class Priority(StrEnum):
+    """Classes of service, most urgent first. A lower class gets what no higher one can use, and ages upwards."""
+
+    INTERACTIVE = "interactive"
+    STANDARD = "standard"
+    BATCH = "batch"
 
 
 class InvalidOption(ValueError):
@@ -144,12 +157,20 @@ def _check_supported(p: SamplingParams) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRequest:
-    """One request as the engine gets it: token ids, never text. `sampling.seed` and `sampling.max_tokens` are set."""
+    """One request as the engine gets it: token ids, never text. `sampling.seed` and `sampling.max_tokens` are set.
+
+    Whose request it is decides about fairness and about the salt of its prefix cache; both come from the key that was
+    authenticated, never from the request. `weight` is the tenant's share against others, 1 … WEIGHT_MAX.
+    `queue_deadline_s` bounds the wait until it is first scheduled; None waits for as long as it takes.
+    """
 
     request_id: str
     tenant_id: str
     prompt_token_ids: list[int]
     sampling: SamplingParams
+    weight: int = 1
+    priority: Priority = Priority.STANDARD
+    queue_deadline_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,7 +184,11 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenEvent:
-    """What one step did to one request. Exactly one event of a request has `finish_reason` set, and it is the last.
+    """What one step did to one answer of a request. `index` counts the `n` answers of a request from 0; exactly one event
+    of each answer has `finish_reason` set, and it is the answer's last.
+
+    `prompt_logprobs` are those of the prompt tokens that this step computed, in order; the first token of a prompt has none.
+    `error_param` names the field of the request that is to blame for `error`; None when it is nobody's fault.
 
     `num_output_tokens` counts every token generated so far, so the last event carries what is billed; `token_ids` are the
     new ones only (empty when the event tells of an abort or an error). `num_prompt_tokens_computed` reaches
@@ -180,11 +205,14 @@ class TokenEvent:
     logprobs: list[TokenLogprob] | None = None
     finish_reason: FinishReason | None = None
     error: str | None = None
+    index: int = 0
+    prompt_logprobs: list[TokenLogprob] | None = None
+    error_param: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestProgress:
-    """A live request as the engine sees it. `state` is queued, prefill or decode; `queue_position` counts from 0."""
+    """A live answer as the engine sees it. `state` is queued, prefill or decode; `queue_position` counts from 0."""
 
     request_id: str
     state: str
@@ -193,11 +221,25 @@ class RequestProgress:
     num_computed_tokens: int
     num_output_tokens: int
     num_preemptions: int
+    index: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TenantProgress:
+    """A tenant with live requests. `service_s` is the predicted device time spent for it since it became active."""
+
+    tenant_id: str
+    num_running: int
+    num_waiting: int
+    kv_blocks: int
+    service_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStatus:
-    """Gauges and running totals of one engine process since its start. `requests` is filled a few times per second."""
+    """Gauges and running totals of one engine process since its start. `requests` and `tenants` are filled a few times per
+    second. Host blocks are the tier in main memory that evicted KV blocks move to; draft tokens are those of speculative
+    decoding, of which the accepted ones became output."""
 
     num_running: int
     num_waiting: int
@@ -213,6 +255,13 @@ class EngineStatus:
     prefix_cache_hit_tokens_total: int
     preemptions_total: int
     requests: list[RequestProgress] | None = None
+    tenants: list[TenantProgress] | None = None
+    host_blocks_total: int = 0
+    host_blocks_used: int = 0
+    swapped_in_blocks_total: int = 0
+    swapped_out_blocks_total: int = 0
+    draft_tokens_total: int = 0
+    accepted_draft_tokens_total: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

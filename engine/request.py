@@ -18,7 +18,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from engine.protocol import FinishReason, SamplingParams
+from engine.protocol import FinishReason, Priority, SamplingParams
 
 
 class RequestStatus(StrEnum):
@@ -46,6 +46,10 @@ class IllegalTransition(AssertionError):
 class Request:
     """State of one request between its submission and its single final event. Only the scheduler mutates it.
 
+    A submission with n > 1 answers is n of these with one `request_id` and an `index` each; the scheduler tells them apart
+    by identity. `forked_from` is the one whose computed prompt blocks this one shares when they are still there.
+    `queue_deadline_s` is a time of the scheduler's clock.
+
     `token_ids` is prompt and output in one list. `stop_ids` are the ids that end it (end-of-sequence unless ignored, and
     the caller's own). `max_total_tokens` is prompt plus output, already bounded by the model's context.
     """
@@ -58,6 +62,11 @@ class Request:
     max_total_tokens: int
     stop_ids: frozenset[int]
     arrived_s: float
+    index: int = 0
+    weight: int = 1
+    priority: Priority = Priority.STANDARD
+    queue_deadline_s: float | None = None
+    forked_from: Request | None = None
     status: RequestStatus = RequestStatus.QUEUED
     block_table: list[int] = field(default_factory=list)
     block_hashes: list[bytes] = field(default_factory=list)

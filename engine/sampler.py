@@ -10,6 +10,7 @@ alone.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -17,7 +18,6 @@ from engine.logits_rules import LogitsRules, has_rules
 from engine.protocol import SamplingParams, TokenLogprob
 from engine.randomness import uniform
 from engine.request import Request
-from engine.scheduled_batch import StepOutput
 
 CANDIDATE_STAGES = (64, 1024)
 """Partial top-k, widened only for rows whose own filter reaches beyond it; then the whole vocabulary. A partial top-k of 64
@@ -28,6 +28,15 @@ GREEDY_BELOW = 1e-5
 
 NO_TOKEN = -1
 NOT_FINITE = "the model computed logits that are not finite for this request"
+
+
+@dataclass(frozen=True, slots=True)
+class SampledToken:
+    """The choice for one row of logits, or why there is none."""
+
+    token_id: int | None = None
+    logprob: TokenLogprob | None = None
+    error: str | None = None
 
 
 def is_greedy(sampling: SamplingParams) -> bool:
@@ -45,7 +54,7 @@ class Sampler:
         self._device = device
         self._rules = LogitsRules(vocab_size, device)
 
-    def sample(self, logits: torch.Tensor, requests: Sequence[Request]) -> list[StepOutput]:
+    def sample(self, logits: torch.Tensor, requests: Sequence[Request]) -> list[SampledToken]:
         """logits: [B, V] float32 (may be changed), row i of `requests[i]` → one output per row"""
         raw = logits
         if any(has_rules(request) for request in requests):
@@ -96,14 +105,14 @@ class Sampler:
 
     def _outputs(
         self, raw: torch.Tensor, maxima: torch.Tensor, chosen: torch.Tensor, requests: Sequence[Request]
-    ) -> list[StepOutput]:
+    ) -> list[SampledToken]:
         usable, token_ids = (torch.isfinite(maxima) & (chosen != NO_TOKEN)).tolist(), chosen.tolist()
         asked = [i for i, request in enumerate(requests) if request.sampling.logprobs is not None and usable[i]]
         logprobs = (
             dict(zip(asked, _logprobs(raw[asked], chosen[asked], [requests[i] for i in asked]), strict=True)) if asked else {}
         )
         return [
-            StepOutput(token_id=token_ids[i], logprob=logprobs.get(i)) if usable[i] else StepOutput(error=NOT_FINITE)
+            SampledToken(token_id=token_ids[i], logprob=logprobs.get(i)) if usable[i] else SampledToken(error=NOT_FINITE)
             for i in range(len(requests))
         ]
 

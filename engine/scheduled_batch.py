@@ -10,12 +10,34 @@ from engine.request import Request
 
 @dataclass(frozen=True, slots=True)
 class ScheduledRequest:
-    """`num_tokens` tokens of `request` from position `start` on. `samples`: the step yields its next token."""
+    """`num_tokens` tokens of `request` from position `start` on. `samples`: the step yields its next token.
+
+    The last `num_draft_tokens` of them are drafts of speculative decoding: tokens behind the end of `request.token_ids`,
+    which the step verifies. `draft_token_ids` holds them; a draft model fills the list on the device just before.
+    """
 
     request: Request
     start: int
     num_tokens: int
     samples: bool
+    num_draft_tokens: int = 0
+    draft_token_ids: list[int] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class BlockMoves:
+    """Copies of whole KV blocks that must happen, once and in this order, before a step is run.
+
+    `swap_out` and `swap_in` go between the device and the host tier; `copies` stay on the device (copy on write). A source
+    of `swap_in` is never a target of `swap_out` in the same step.
+    """
+
+    swap_out: list[tuple[int, int]] = field(default_factory=list)  # (device block, host block)
+    swap_in: list[tuple[int, int]] = field(default_factory=list)  # (host block, device block)
+    copies: list[tuple[int, int]] = field(default_factory=list)  # (source, target), both on the device
+
+    def __bool__(self) -> bool:
+        return bool(self.swap_out or self.swap_in or self.copies)
 
 
 @dataclass(slots=True)
@@ -24,6 +46,7 @@ class ScheduledBatch:
 
     decodes: list[ScheduledRequest] = field(default_factory=list)
     prefills: list[ScheduledRequest] = field(default_factory=list)
+    moves: BlockMoves = field(default_factory=BlockMoves)
     num_tokens: int = 0
 
     @property
@@ -44,10 +67,15 @@ class ScheduledBatch:
         self.num_tokens += num_tokens
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StepOutput:
-    """What a step did for one scheduled request: a token when it sampled one, or the error that ends this request."""
+    """What a step did for one scheduled request, or the error that ends this request.
 
-    token_id: int | None = None
-    logprob: TokenLogprob | None = None
+    `token_ids`: the sampled token, preceded by the drafts that were accepted; empty when the step does not sample.
+    `logprobs`: one entry per token, when asked for. `prompt_logprobs`: of the prompt tokens that this chunk predicts.
+    """
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] | None = None
+    prompt_logprobs: list[TokenLogprob] | None = None
     error: str | None = None

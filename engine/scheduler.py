@@ -232,15 +232,14 @@ class Scheduler:
         self._advance(request, item)
         if not item.samples:
             return None
-        assert output.token_id is not None, f"request {request.request_id} sampled nothing"
+        assert len(output.token_ids) == 1, f"request {request.request_id} sampled {len(output.token_ids)} tokens"
         if request.status is RequestStatus.PREFILL:
             request.move_to(RequestStatus.DECODE)
         self.totals.generation_tokens += 1
-        reason = request.append(output.token_id)
-        logprobs = None if output.logprob is None else [output.logprob]
+        reason = request.append(output.token_ids[0])
         if reason is not None:
-            return self._end(request, reason, token_ids=[output.token_id], logprobs=logprobs)
-        return token_event(request, token_ids=[output.token_id], logprobs=logprobs)
+            return self._end(request, reason, token_ids=output.token_ids, logprobs=output.logprobs)
+        return token_event(request, token_ids=output.token_ids, logprobs=output.logprobs)
 
     def _advance(self, request: Request, item: ScheduledRequest) -> None:
         request.num_computed_tokens = item.start + item.num_tokens

@@ -114,8 +114,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert len({item.request.request_id for item in batch.items}) == len(batch.items)
         self.cache.compute(batch)
         outputs = [
-            StepOutput(error="broken") if fails == 20 and index == 0 else StepOutput(token_id=self.numbers.randrange(0, 8))
-            for index, _ in enumerate(batch.items)
+            StepOutput(error="broken")
+            if fails == 20 and index == 0
+            else StepOutput([self.numbers.randrange(0, 8)] if item.samples else [])
+            for index, item in enumerate(batch.items)
         ]
         for event in self.scheduler.apply(batch, outputs):
             self.take(event)

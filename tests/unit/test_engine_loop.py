@@ -37,7 +37,7 @@ class FakeRunner:
         if self.unreliable:
             return [StepOutput(error="not finite") for _ in items]
         return [
-            StepOutput(token_id=self.token_of(i.request.request_id, i.request.num_tokens)) if i.samples else StepOutput()
+            StepOutput([self.token_of(i.request.request_id, i.request.num_tokens)]) if i.samples else StepOutput()
             for i in items
         ]
 

@@ -10,8 +10,7 @@ import torch
 
 from engine.randomness import uniform
 from engine.request import Request
-from engine.sampler import NO_TOKEN, NOT_FINITE, Sampler, invert
-from engine.scheduled_batch import StepOutput
+from engine.sampler import NO_TOKEN, NOT_FINITE, SampledToken, Sampler, invert
 from tests.support.sampling import sampling_request
 
 VOCAB_SIZE = 1100  # more than the widest partial top-k
@@ -19,7 +18,7 @@ DRAWS = 8000
 CPU = torch.device("cpu")
 
 
-def sample(logits: torch.Tensor, requests: list[Request]) -> list[StepOutput]:
+def sample(logits: torch.Tensor, requests: list[Request]) -> list[SampledToken]:
     return Sampler(logits.shape[-1], CPU).sample(logits.clone(), requests)
 
 
@@ -153,7 +152,7 @@ def test_a_row_without_a_token_to_draw_fails_alone(
     healthy = sample(logits[None], [sampling_request("0", **sampling)])[0]
     monkeypatch.setattr("engine.sampler.is_greedy", lambda params: False)  # so that a division by zero comes about
     requests = [sampling_request("0", **sampling), sampling_request("1", temperature=1e-320, **sampling)]
-    assert sample(logits.expand(2, -1), requests) == [healthy, StepOutput(error=NOT_FINITE)]
+    assert sample(logits.expand(2, -1), requests) == [healthy, SampledToken(error=NOT_FINITE)]
 
 
 @pytest.mark.parametrize("poison", [math.nan, math.inf])
@@ -163,7 +162,7 @@ def test_a_row_that_is_not_finite_fails_alone(logits: torch.Tensor, poison: floa
     batch[1, 17] = poison
     healthy = sample(logits[None], [sampling_request("0", **sampling)])[0]
     outputs = sample(batch, [sampling_request(str(i), **sampling) for i in range(3)])
-    assert outputs == [healthy, StepOutput(error=NOT_FINITE), healthy]
+    assert outputs == [healthy, SampledToken(error=NOT_FINITE), healthy]
 
 
 def test_repetition_penalty_weakens_tokens_of_prompt_and_output() -> None:

@@ -39,7 +39,7 @@ def make_request(name: str, num_prompt_tokens: int, *, max_tokens: int = 4, tena
 
 def step(scheduler: Scheduler) -> ScheduledBatch:
     batch = scheduler.schedule()
-    scheduler.apply(batch, [StepOutput(token_id=7) for _ in batch.items])
+    scheduler.apply(batch, [StepOutput([7]) for _ in batch.items])
     scheduler.check_invariants()
     return batch
 
