@@ -287,10 +287,14 @@ class EngineInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatewayFrame:
-    """Gateway to engine. `shutdown` asks for an orderly exit: every live request is aborted first."""
+    """Gateway to engine. `shutdown` asks for an orderly exit: every live request is aborted first.
+
+    `abort` ends all answers of a request, `abort_answers` one each, as (request_id, index), and leaves its others running.
+    """
 
     submit: list[GenerationRequest] = field(default_factory=list)
     abort: list[str] = field(default_factory=list)
+    abort_answers: list[tuple[str, int]] = field(default_factory=list)
     shutdown: bool = False
 
 
