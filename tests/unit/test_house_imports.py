@@ -16,6 +16,7 @@ REPO = Path(__file__).resolve().parents[2]
 ENGINE_PURE = {
     "errors", "request", "block_pool", "prefix_cache", "scheduler", "scheduled_batch", "config", "options", "transport",
     "models.families", "chat_template",
+    "grammar", "grammar.spec", "grammar.vocabulary", "grammar.compiler", "grammar.worker", "grammar.matcher", "grammar.lark",
 }  # fmt: skip
 PROTOCOL = {"engine.protocol", "engine.transport"}
 CHAT_TEMPLATE = "engine.chat_template"  # one renderer, whoever makes the prompt: the gateway or an offline script

@@ -1,0 +1,191 @@
+"""Compiles constraints beside the step loop, each within a deadline, and keeps the latest. Knows no request.
+
+A compile runs twice: first in a worker process, which is killed at the deadline, then, proven to be quick, in a thread of this
+process with the interpreter lock released. A text that explodes therefore costs its own deadline and nothing else.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import subprocess
+import sys
+import threading
+import time
+from collections import OrderedDict, deque
+from concurrent.futures import Future
+
+from engine.grammar.matcher import CompiledGrammar, build_matcher, token_trie
+from engine.grammar.spec import GrammarError, GrammarSpec
+from engine.grammar.vocabulary import Vocabulary
+from engine.grammar.worker import job_line, vocabulary_line
+
+DEADLINE_S = 5.0
+CACHED_GRAMMARS_MAX = 256
+WAITING_MAX = 512
+WORKERS = 2
+_READ_BYTES = 1 << 16
+_START_S = 60.0
+
+
+class WorkerLost(Exception):
+    """The worker process missed its deadline or died; a new one is needed."""
+
+
+class _WorkerProcess:
+    """One worker with its pipes. Owned by one thread."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(entry or os.getcwd() for entry in sys.path)}
+        command = [sys.executable, "-m", "engine.grammar.worker"]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
+        self._unread = b""
+        self._write(vocabulary_line(vocabulary))
+        # One trivial job, so that no deadline pays for the start of the interpreter.
+        self.ask(GrammarSpec("choice", '["a"]'), _START_S)
+
+    def ask(self, spec: GrammarSpec, deadline_s: float) -> dict[str, str]:
+        """The worker's answer. Raises `WorkerLost` when there is none within the deadline."""
+        end = time.monotonic() + deadline_s
+        self._write(job_line(spec, deadline_s))
+        assert self._process.stdout is not None
+        pipe = self._process.stdout.fileno()
+        while b"\n" not in self._unread:
+            ready, _, _ = select.select([pipe], [], [], max(0.0, end - time.monotonic()))
+            if not ready:
+                raise WorkerLost(f"takes more than {deadline_s:g} s to compile")
+            data = os.read(pipe, _READ_BYTES)
+            if not data:
+                raise WorkerLost("takes more memory to compile than a grammar may")
+            self._unread += data
+        line, _, self._unread = self._unread.partition(b"\n")
+        answer: dict[str, str] = json.loads(line)
+        return answer
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                try:
+                    pipe.close()
+                except BrokenPipeError:
+                    continue  # what it had not read yet
+
+    def _write(self, line: bytes) -> None:
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(line)
+            self._process.stdin.flush()
+        except BrokenPipeError as error:
+            raise WorkerLost("found no process to compile it") from error
+
+
+class GrammarCompiler:
+    """Compiled grammars of one model. `submit` may be called from any thread; `close` ends the workers.
+
+    At most `WAITING_MAX` compiles wait; a compile that was refused stays refused from the cache, so that asking again for what
+    explodes costs nothing.
+    """
+
+    def __init__(
+        self,
+        vocabulary: Vocabulary,
+        *,
+        deadline_s: float = DEADLINE_S,
+        cached_max: int = CACHED_GRAMMARS_MAX,
+        workers: int = WORKERS,
+    ) -> None:
+        self._vocabulary = vocabulary
+        self._deadline_s = deadline_s
+        self._cached_max = cached_max
+        self._workers = workers
+        self._trie = token_trie(vocabulary) if vocabulary.eos_token_ids else None
+        self._known: OrderedDict[GrammarSpec, Future[CompiledGrammar]] = OrderedDict()
+        self._waiting: deque[tuple[GrammarSpec, Future[CompiledGrammar]]] = deque()
+        self._changed = threading.Condition()
+        self._threads: list[threading.Thread] = []
+        self._num_idle = 0
+        self._closed = False
+
+    def submit(self, spec: GrammarSpec) -> Future[CompiledGrammar]:
+        """The grammar of `spec`, now or later. The future raises `GrammarError` naming the field."""
+        with self._changed:
+            known = self._known.get(spec)
+            if known is not None:
+                self._known.move_to_end(spec)
+                return known
+            future: Future[CompiledGrammar] = Future()
+            refusal = self._refusal(spec)
+            if refusal is not None:
+                future.set_exception(GrammarError(spec.param, refusal))
+                return future
+            self._known[spec] = future
+            self._forget_oldest()
+            self._waiting.append((spec, future))
+            if not self._num_idle and len(self._threads) < self._workers:
+                thread = threading.Thread(target=self._work, name="grammar-compiler", daemon=True)
+                self._threads.append(thread)
+                thread.start()
+            self._changed.notify()
+            return future
+
+    def close(self) -> None:
+        """End the workers; what still waits is cancelled."""
+        with self._changed:
+            self._closed = True
+            for _, future in self._waiting:
+                future.cancel()
+            self._waiting.clear()
+            self._changed.notify_all()
+        for thread in self._threads:
+            thread.join()
+
+    def _refusal(self, spec: GrammarSpec) -> str | None:
+        if self._closed:
+            return f"{spec.param} cannot be compiled: the engine is stopping"
+        if self._trie is None:
+            return f"{spec.param} needs a model that has an end-of-sequence token"
+        if len(self._waiting) >= WAITING_MAX:
+            return f"{spec.param} cannot be compiled now: {WAITING_MAX} grammars wait already"
+        return None
+
+    def _forget_oldest(self) -> None:
+        """Keep the newest `cached_max`; a compile that is under way is never forgotten."""
+        for spec in list(self._known)[: max(0, len(self._known) - self._cached_max)]:
+            if self._known[spec].done():
+                del self._known[spec]
+
+    def _work(self) -> None:
+        """One thread, with a worker process of its own from its first job on."""
+        process: _WorkerProcess | None = None
+        while (job := self._next_job()) is not None:
+            spec, future = job
+            try:
+                process = process or _WorkerProcess(self._vocabulary)
+                answer = process.ask(spec, self._deadline_s)
+                future.set_result(self._build(spec, answer))
+            except GrammarError as error:
+                future.set_exception(error)
+            except WorkerLost as error:
+                if process is not None:
+                    process.kill()
+                process = None
+                future.set_exception(GrammarError(spec.param, f"{spec.param} {error}"))
+        if process is not None:
+            process.kill()
+
+    def _next_job(self) -> tuple[GrammarSpec, Future[CompiledGrammar]] | None:
+        with self._changed:
+            self._num_idle += 1
+            while not self._waiting and not self._closed:
+                self._changed.wait()
+            self._num_idle -= 1
+            return None if self._closed else self._waiting.popleft()
+
+    def _build(self, spec: GrammarSpec, answer: dict[str, str]) -> CompiledGrammar:
+        if "error" in answer:
+            raise GrammarError(spec.param, answer["error"])
+        assert self._trie is not None
+        return CompiledGrammar(build_matcher(self._trie, answer["lark"], spec), spec.param)

@@ -1,0 +1,136 @@
+"""Grammars over one vocabulary, as the library that fills the masks takes them. The one module that imports llguidance."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import llguidance
+
+from engine.grammar.spec import GrammarError, GrammarSpec
+from engine.grammar.vocabulary import Vocabulary
+
+# What one step may cost. A mask that needs more ends its request: fuel and items are counted by the library, so the bound is
+# the same on any machine (about 15,000 units of lexer fuel and 20,000 items a millisecond).
+STEP_LEXER_FUEL = 400_000
+STEP_ITEMS_MAX = 60_000
+LEXER_STATES_MAX = 60_000  # about 2 kB each
+COMPILE_LEXER_FUEL = 2_000_000
+GRAMMAR_SYMBOLS_MAX = 500_000
+
+
+class _TokenTable:
+    """The vocabulary in the shape that the library reads. It is asked for tokens of a text only to fast-forward, which we do
+    not use, so the plain bytes suffice."""
+
+    bos_token_id = None
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self.tokens: Sequence[bytes] = list(vocabulary.tokens)
+        self.eos_token_id = vocabulary.eos_token_ids[0]
+        self.special_token_ids = list(vocabulary.eos_token_ids)
+        self._of_byte = {token: token_id for token_id, token in enumerate(vocabulary.tokens) if len(token) == 1}
+
+    def __call__(self, text: bytes | str) -> list[int]:
+        data = text.encode() if isinstance(text, str) else text
+        return [self._of_byte[bytes([byte])] for byte in data if bytes([byte]) in self._of_byte]
+
+
+def token_trie(vocabulary: Vocabulary) -> llguidance.LLTokenizer:
+    """The vocabulary as the library's prefix tree, built once per model. Raises `GrammarError` for a model without an end."""
+    if not vocabulary.eos_token_ids:
+        raise GrammarError("guided_json", "structured output needs a model with an end-of-sequence token")
+    return llguidance.LLTokenizer(
+        llguidance.TokenizerWrapper(_TokenTable(vocabulary)),
+        eos_token=list(vocabulary.eos_token_ids),
+        slices=llguidance.LLTokenizer.json_slices(),
+    )
+
+
+def limits() -> llguidance.LLParserLimits:
+    return llguidance.LLParserLimits(
+        initial_lexer_fuel=COMPILE_LEXER_FUEL,
+        step_lexer_fuel=STEP_LEXER_FUEL,
+        step_max_items=STEP_ITEMS_MAX,
+        max_lexer_states=LEXER_STATES_MAX,
+        max_grammar_size=GRAMMAR_SYMBOLS_MAX,
+        verbose_errors=False,
+    )
+
+
+def build_matcher(trie: llguidance.LLTokenizer, lark: str, spec: GrammarSpec) -> Any:
+    """Compile a Lark grammar and compute its first mask. Raises `GrammarError` naming the field of `spec`."""
+    matcher = llguidance.LLMatcher(trie, lark, log_level=0, limits=limits())
+    if not matcher.is_error():
+        matcher.deep_copy().compute_bitmask()
+    if matcher.is_error():
+        raise GrammarError(spec.param, f"{spec.param} cannot be compiled: {_first_line(matcher.get_error())}")
+    return matcher
+
+
+def with_first_space(lark: str) -> str:
+    """The grammar of an answer whose decoder drops a leading space: the bytes are a space, then the text."""
+    return json.dumps({"grammars": [{"lark_grammar": 'start: " " @text'}, {"name": "text", "lark_grammar": lark}]})
+
+
+def _first_line(message: str) -> str:
+    return message.strip().partition("\n")[0][:300]
+
+
+class GrammarState:
+    """How far one request has come in its grammar. Not thread-safe: one caller at a time."""
+
+    __slots__ = ("_matcher", "_param")
+
+    def __init__(self, matcher: Any, param: str) -> None:
+        self._matcher = matcher
+        self._param = param
+
+    def fill_mask(self, row: Any) -> None:
+        """Write the packed mask of the next token. `row`: [ceil(V / 32)] int32, a writable buffer (a numpy row); bit i % 32 of
+        word i // 32 is 1 when token i may follow. Releases the interpreter lock. End-of-sequence is allowed exactly while
+        `is_complete`. Raises `GrammarError` when the mask costs more than a step may."""
+        view = memoryview(row).cast("B")
+        address = ctypes.addressof(ctypes.c_char.from_buffer(view))
+        self._matcher.unsafe_compute_mask_ptr(address, view.nbytes)
+        if self._matcher.is_error():
+            raise self._error("cannot be followed further")
+
+    def accept(self, token_id: int) -> None:
+        """Move on by one sampled token. Raises `GrammarError` for a token that the mask forbids."""
+        if not self._matcher.consume_token(token_id):
+            raise self._error(f"does not allow token {token_id} here")
+
+    def rollback(self, num_tokens: int) -> None:
+        """Take back the last `num_tokens` accepted tokens. Raises `GrammarError` when there are fewer."""
+        if num_tokens and not self._matcher.rollback(num_tokens):
+            raise self._error(f"cannot go back by {num_tokens} tokens")
+
+    @property
+    def is_complete(self) -> bool:
+        """The text so far satisfies the grammar: the request may end here."""
+        return bool(self._matcher.is_accepting())
+
+    @property
+    def is_over(self) -> bool:
+        """Nothing but the end may follow, or the end was accepted."""
+        return bool(self._matcher.is_stopped())
+
+    def _error(self, what: str) -> GrammarError:
+        return GrammarError(self._param, f"the grammar of {self._param} {what}: {_first_line(self._matcher.get_error())}")
+
+
+class CompiledGrammar:
+    """A grammar ready for any number of requests."""
+
+    __slots__ = ("_matcher", "_param")
+
+    def __init__(self, matcher: Any, param: str) -> None:
+        self._matcher = matcher
+        self._param = param
+
+    def start(self) -> GrammarState:
+        """The state before the first token of an answer; microseconds."""
+        return GrammarState(self._matcher.deep_copy(), self._param)

@@ -1,0 +1,130 @@
+"""What a request asks the text to be, as one hashable value, checked as far as a glance can. Knows no grammar library.
+
+A gateway calls `grammar_spec` to refuse early what is malformed; the engine compiles the same value later.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Literal
+
+from engine.protocol import InvalidOption, SamplingParams
+
+Kind = Literal["json", "regex", "choice", "grammar"]
+
+SCHEMA_BYTES_MAX = 256 * 1024
+REGEX_BYTES_MAX = 16 * 1024
+GRAMMAR_BYTES_MAX = 256 * 1024
+CHOICES_MAX = 1024
+CHOICE_BYTES_MAX = 64 * 1024
+SCHEMA_DEPTH_MAX = 100
+
+PARAMS: dict[Kind, str] = {
+    "json": "guided_json",
+    "regex": "guided_regex",
+    "choice": "guided_choice",
+    "grammar": "guided_grammar",
+}
+
+
+class GrammarError(InvalidOption):
+    """The text asked for cannot be enforced: malformed, not expressible, or beyond a limit. `param` names the field."""
+
+
+@dataclass(frozen=True, slots=True)
+class GrammarSpec:
+    """One constraint on the text of an answer. `text` is the schema as JSON, the regex, the grammar, or the choices as a JSON
+    list. Equal specs share one compile."""
+
+    kind: Kind
+    text: str
+
+    @property
+    def param(self) -> str:
+        """The field of the request that this came from."""
+        return PARAMS[self.kind]
+
+
+def grammar_spec(sampling: SamplingParams) -> GrammarSpec | None:
+    """Return the constraint of a request, None when it has none.
+
+    Raises `GrammarError`, an `InvalidOption`, that names the field: two constraints at once, a size beyond its limit, a schema
+    that is not JSON, a choice that is empty.
+    """
+    asked = [(kind, param) for kind, param in PARAMS.items() if getattr(sampling, param) is not None]
+    if not asked:
+        return None
+    if len(asked) > 1:
+        raise GrammarError(asked[1][1], f"{asked[1][1]} cannot be combined with {asked[0][1]}: one constraint a request")
+    kind, param = asked[0]
+    value = getattr(sampling, param)
+    if kind == "choice":
+        return GrammarSpec(kind, _choices(value))
+    if not isinstance(value, str):
+        raise GrammarError(param, f"{param} must be a string, not {type(value).__name__}")
+    _check_size(param, value, {"json": SCHEMA_BYTES_MAX, "regex": REGEX_BYTES_MAX, "grammar": GRAMMAR_BYTES_MAX}[kind])
+    if kind == "json":
+        check_schema_text(value)
+    elif not value.strip():
+        raise GrammarError(param, f"{param} is empty")
+    return GrammarSpec(kind, value)
+
+
+def check_schema_text(text: str) -> dict[str, object] | bool:
+    """Return the schema that a JSON text holds. Raises `GrammarError` for what no JSON Schema can be."""
+    param = PARAMS["json"]
+    try:
+        schema = json.loads(text, parse_constant=_refuse_constant)
+    except RecursionError:
+        raise GrammarError(param, f"guided_json is nested more than {SCHEMA_DEPTH_MAX} levels deep") from None
+    except ValueError as error:
+        raise GrammarError(param, f"guided_json is not JSON: {error}") from error
+    if not isinstance(schema, dict | bool):
+        raise GrammarError(param, f"guided_json must be a JSON object or boolean, not {type(schema).__name__}")
+    if schema is False:
+        raise GrammarError(param, "guided_json is false, which no text satisfies")
+    if _depth(schema) > SCHEMA_DEPTH_MAX:
+        raise GrammarError(param, f"guided_json is nested more than {SCHEMA_DEPTH_MAX} levels deep")
+    return schema
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is no JSON number")
+
+
+def _depth(value: object) -> int:
+    """Levels of nesting, counted without recursion: a hostile text may nest deeper than Python's stack."""
+    depth, level = 0, [value]
+    while level:
+        depth += 1
+        inner: list[object] = []
+        for item in level:
+            if isinstance(item, dict):
+                inner.extend(item.values())
+            elif isinstance(item, list):
+                inner.extend(item)
+        level = inner
+    return depth
+
+
+def _choices(value: object) -> str:
+    param = PARAMS["choice"]
+    if not isinstance(value, list) or not all(isinstance(choice, str) for choice in value):
+        raise GrammarError(param, f"{param} must be a list of strings")
+    if not 1 <= len(value) <= CHOICES_MAX:
+        raise GrammarError(param, f"{param} takes 1 to {CHOICES_MAX} strings, not {len(value)}")
+    if "" in value:
+        raise GrammarError(param, f"{param} must not contain an empty string")
+    text = json.dumps(value, ensure_ascii=False)
+    _check_size(param, text, CHOICE_BYTES_MAX)
+    return text
+
+
+def _check_size(param: str, text: str, limit: int) -> None:
+    try:
+        size = len(text.encode())
+    except UnicodeEncodeError as error:
+        raise GrammarError(param, f"{param} holds half of a surrogate pair, which is not text") from error
+    if size > limit:
+        raise GrammarError(param, f"{param} takes at most {limit} bytes, not {size}")

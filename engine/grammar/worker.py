@@ -1,0 +1,69 @@
+"""A process that proves grammars before the engine builds them, because it may be killed and a Rust call in a thread may not.
+
+Speaks lines of JSON on its standard streams: first the vocabulary, then one constraint a line, each answered by its grammar
+text or by what is wrong with it. `python -m engine.grammar.worker`, started by `engine.grammar.compiler` alone.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import resource
+import signal
+import sys
+from typing import IO
+
+from engine.grammar.lark import to_lark
+from engine.grammar.matcher import build_matcher, token_trie, with_first_space
+from engine.grammar.spec import GrammarError, GrammarSpec
+from engine.grammar.vocabulary import Vocabulary
+
+HEAP_BYTES_MAX = 3 * 1024**3
+ALARM_MARGIN_S = 2.0
+"""The process ends itself so long after a deadline that its parent did not enforce: the parent is dead."""
+
+
+def vocabulary_line(vocabulary: Vocabulary) -> bytes:
+    tokens = [token.hex() for token in vocabulary.tokens]
+    return _line({"tokens": tokens, "eos": vocabulary.eos_token_ids, "strips": vocabulary.strips_first_space})
+
+
+def job_line(spec: GrammarSpec, deadline_s: float) -> bytes:
+    return _line({"kind": spec.kind, "text": spec.text, "deadline_s": deadline_s})
+
+
+def _line(value: object) -> bytes:
+    return json.dumps(value, separators=(",", ":")).encode() + b"\n"
+
+
+def _read_vocabulary(line: bytes) -> Vocabulary:
+    value = json.loads(line)
+    return Vocabulary(tuple(bytes.fromhex(token) for token in value["tokens"]), tuple(value["eos"]), value["strips"])
+
+
+def serve(requests: IO[bytes], answers: IO[bytes]) -> None:
+    """Answer jobs until the other side closes. Each answer is {"lark": text} or {"error": message}."""
+    vocabulary = _read_vocabulary(requests.readline())
+    trie = token_trie(vocabulary)
+    for line in requests:
+        job = json.loads(line)
+        signal.alarm(math.ceil(job["deadline_s"] + ALARM_MARGIN_S))
+        spec = GrammarSpec(job["kind"], job["text"])
+        try:
+            lark = to_lark(spec)
+            if vocabulary.strips_first_space:
+                lark = with_first_space(lark)
+            build_matcher(trie, lark, spec)
+            answer = {"lark": lark}
+        except GrammarError as error:
+            answer = {"error": str(error)}
+        except (RecursionError, MemoryError):
+            answer = {"error": f"{spec.param} is too deeply nested or too large to compile"}
+        signal.alarm(0)
+        answers.write(_line(answer))
+        answers.flush()
+
+
+if __name__ == "__main__":
+    resource.setrlimit(resource.RLIMIT_DATA, (HEAP_BYTES_MAX, HEAP_BYTES_MAX))
+    serve(sys.stdin.buffer, sys.stdout.buffer)
