@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from engine.layers.rotary import RotaryTable
+from engine.layers.rotary import RotaryTable, Rotation
 from engine.scheduled_batch import ScheduledRequest
 from kernels.ops import AttentionPlan, AttentionPlanner, AttentionRow
 
@@ -22,11 +22,11 @@ class BatchInputs:
     """Everything a decoder needs to know about one step."""
 
     token_ids: torch.Tensor  # [T] int64
-    cos: torch.Tensor  # [T, 1, D]
-    sin: torch.Tensor  # [T, 1, D]
+    positions: torch.Tensor  # [T] int64
+    rotations: tuple[Rotation, ...]  # one for each of the model's `ropes`
     slot_mapping: torch.Tensor  # [T] int64: block · P + offset
     sampled_rows: torch.Tensor  # [B_sampled] int64, in the order of the batch's items
-    attention: AttentionPlan
+    attention: tuple[AttentionPlan, ...]  # one for each of the model's `windows`
 
 
 def forward_order(items: Sequence[ScheduledRequest]) -> list[int]:
@@ -37,9 +37,14 @@ def forward_order(items: Sequence[ScheduledRequest]) -> list[int]:
 
 
 def make_batch_inputs(
-    items: Sequence[ScheduledRequest], *, block_size: int, rotary: RotaryTable, planner: AttentionPlanner, device: torch.device
+    items: Sequence[ScheduledRequest],
+    *,
+    block_size: int,
+    rotaries: Sequence[RotaryTable],
+    planners: Sequence[AttentionPlanner],
+    device: torch.device,
 ) -> BatchInputs:
-    """Tensors for one step over `items`."""
+    """Tensors for one step over `items`. Layers find their rotation and their attention plan by index."""
     token_ids: list[int] = []
     positions: list[int] = []
     slots: list[int] = []
@@ -53,14 +58,14 @@ def make_batch_inputs(
         slots += _slots(request.block_table, item.start, end, block_size)
         rows.append(AttentionRow(request.block_table, item.num_tokens, end))
         last_row[index] = len(token_ids) - 1
-    cos, sin = rotary.at(torch.tensor(positions, dtype=torch.int64).to(device))
+    on_device = torch.tensor(positions, dtype=torch.int64).to(device)
     return BatchInputs(
         token_ids=torch.tensor(token_ids, dtype=torch.int64).to(device),
-        cos=cos,
-        sin=sin,
+        positions=on_device,
+        rotations=tuple(rotary.at(on_device) for rotary in rotaries),
         slot_mapping=torch.tensor(slots, dtype=torch.int64).to(device),
         sampled_rows=torch.tensor([last_row[i] for i, item in enumerate(items) if item.samples], dtype=torch.int64).to(device),
-        attention=planner.plan(rows),
+        attention=tuple(planner.plan(rows) for planner in planners),
     )
 
 

@@ -1,4 +1,4 @@
-"""What a model directory says about its model, checked before anything is loaded. Reads JSON; knows no torch.
+"""What a model directory says about its decoder, checked before anything is loaded. Reads JSON; knows no torch.
 
 Every key that changes the computation is either honoured or refused by name; keys that only describe training are ignored.
 """
@@ -6,6 +6,7 @@ Every key that changes the computation is either honoured or refused by name; ke
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,44 +14,75 @@ from typing import Any
 
 from engine.errors import NotAModelDirectory, UnsupportedModel
 from engine.models.families import FAMILIES, Family
+from engine.rope_config import RopeConfig, RopeDefaults, parse_rope
+from engine.window_config import layer_windows
 
 JsonObject = Mapping[str, Any]
 
+ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
+ENCODERS = ("BertModel", "RobertaModel", "XLMRobertaModel")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RopeConfig:
-    """Rotary positions. `kind` is default, linear or llama3; the last four fields are those of llama3 (Llama 3.1)."""
+class LayerConfig:
+    """What may differ from layer to layer: indices into `ModelConfig.ropes` and `.windows`, and dense or sparse."""
 
-    kind: str
-    theta: float
-    factor: float = 1.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_len: int = 8192
+    rope_idx: int
+    window_idx: int
+    is_sparse: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertsConfig:
+    """A mixture of experts. `normalised`: the weights of a token's chosen experts sum to one."""
+
+    num_experts: int
+    num_chosen: int
+    intermediate_size: int
+    normalised: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """Shape of a decoder. `sliding_window` counts tokens that a query sees, itself included; None is unlimited."""
+    """Shape of a decoder. `windows` and `ropes` hold each distinct one once; a window counts the tokens that a query sees,
+    itself included, and None is unlimited. Multipliers are 1 and soft-caps None where a family has none."""
 
     family: Family
     vocab_size: int
     hidden_size: int
     intermediate_size: int
-    num_layers: int
     num_heads: int
     num_kv_heads: int
     head_dim: int
     rms_norm_eps: float
     max_position_len: int
-    rope: RopeConfig
+    layers: tuple[LayerConfig, ...]
+    ropes: tuple[RopeConfig, ...]
+    windows: tuple[int | None, ...]
+    experts: ExpertsConfig | None
+    activation: str
     tie_word_embeddings: bool
     qkv_bias: bool
     o_bias: bool
     mlp_bias: bool
-    sliding_window: int | None
+    attention_scale: float
+    attention_softcap: float | None
+    logits_softcap: float | None
+    embedding_multiplier: float
+    residual_multiplier: float
+    logits_divisor: float
     torch_dtype: str
     eos_token_ids: tuple[int, ...]
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    @property
+    def active_intermediate_size(self) -> int:
+        """Width of the feed-forward part that one token passes."""
+        sparse = self.experts.num_chosen * self.experts.intermediate_size if self.experts else 0
+        return max(sparse, self.intermediate_size)
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -64,119 +96,203 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def load_model_config(directory: Path) -> ModelConfig:
-    """Read and check `config.json`. Raises `NotAModelDirectory` or `UnsupportedModel`."""
+def read_model_json(directory: Path) -> dict[str, Any]:
+    """`config.json` of a model directory. Raises `NotAModelDirectory`."""
     if not directory.is_dir():
         raise NotAModelDirectory(f"{directory} is not a directory; give the folder that holds config.json and the weights")
     path = directory / "config.json"
     if not path.is_file():
         raise NotAModelDirectory(f"{directory} has no config.json; give the folder of a Hugging Face model")
+    return read_json(path)
+
+
+def load_model_config(directory: Path) -> ModelConfig:
+    """Read and check `config.json` of a decoder. Raises `NotAModelDirectory` or `UnsupportedModel`."""
+    config = read_model_json(directory)
     generation_path = directory / "generation_config.json"
     generation = read_json(generation_path) if generation_path.is_file() else {}
-    return parse_model_config(read_json(path), generation)
+    return parse_model_config(config, generation)
+
+
+def architecture_of(config: JsonObject) -> str:
+    """The first supported architecture that `config.json` names. Raises `UnsupportedModel` with the list of them."""
+    architectures = config.get("architectures")
+    supported = ", ".join([*sorted(FAMILIES), *ENCODERS])
+    if not isinstance(architectures, list) or not architectures:
+        raise UnsupportedModel(f"config.json names no architecture; supported: {supported}")
+    for name in architectures:
+        if name in FAMILIES or name in ENCODERS:
+            return str(name)
+    raise UnsupportedModel(f"architecture {', '.join(map(str, architectures))} is not supported; supported: {supported}")
 
 
 def parse_model_config(config: JsonObject, generation: JsonObject) -> ModelConfig:
     """The checked form of `config.json` and `generation_config.json`."""
     family = _family(config)
-    _refuse_uncomputed(config)
-    hidden_size = _positive(config, "hidden_size")
-    num_heads = _positive(config, "num_attention_heads")
+    refuse_uncomputed(config, family)
+    hidden_size = positive(config, "hidden_size")
+    num_heads = positive(config, "num_attention_heads")
     num_kv_heads = int(config.get("num_key_value_heads") or num_heads)
     if num_heads % num_kv_heads:
         raise UnsupportedModel(f"num_attention_heads ({num_heads}) must be a multiple of num_key_value_heads ({num_kv_heads})")
-    head_dim = int(config.get("head_dim") or hidden_size // num_heads)
+    head_dim = int(config.get("head_dim") or family.head_dim or hidden_size // num_heads)
     if head_dim % 2:
         raise UnsupportedModel(f"head_dim must be even, not {head_dim}")
-    attention_bias = bool(config.get("attention_bias", False))
+    experts = _experts(config, family)
+    layers, ropes, windows = _layers(config, family, head_dim, experts)
+    attention_bias = family.reads_attention_bias and bool(config.get("attention_bias", False))
     return ModelConfig(
         family=family,
-        vocab_size=_positive(config, "vocab_size"),
+        vocab_size=positive(config, "vocab_size"),
         hidden_size=hidden_size,
-        intermediate_size=_positive(config, "intermediate_size"),
-        num_layers=_positive(config, "num_hidden_layers"),
+        intermediate_size=positive(config, "intermediate_size"),
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
-        max_position_len=_positive(config, "max_position_embeddings"),
-        rope=_rope(config, family),
-        tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
-        qkv_bias=family.always_qkv_bias or (family.reads_attention_bias and attention_bias),
-        o_bias=family.reads_attention_bias and attention_bias,
+        rms_norm_eps=float(config.get("rms_norm_eps", family.norm_eps)),
+        max_position_len=max(positive(config, "max_position_embeddings"), *(rope.context_len for rope in ropes)),
+        layers=layers,
+        ropes=ropes,
+        windows=windows,
+        experts=experts,
+        activation=_activation(config, family),
+        tie_word_embeddings=bool(config.get("tie_word_embeddings", family.tied)),
+        qkv_bias=family.always_qkv_bias or attention_bias,
+        o_bias=attention_bias,
         mlp_bias=family.reads_mlp_bias and bool(config.get("mlp_bias", False)),
-        sliding_window=_sliding_window(config, family),
+        attention_scale=_attention_scale(config, family, head_dim),
+        attention_softcap=_softcap(config, "attn_logit_softcapping", 50.0) if family.reads_attention_softcap else None,
+        logits_softcap=_softcap(config, "final_logit_softcapping", None) if family.reads_logits_softcap else None,
+        embedding_multiplier=math.sqrt(hidden_size)
+        if family.scaled_embedding
+        else _multiplier(config, family, "embedding_multiplier"),
+        residual_multiplier=_multiplier(config, family, "residual_multiplier"),
+        logits_divisor=_multiplier(config, family, "logits_scaling"),
         torch_dtype=str(config.get("dtype") or config.get("torch_dtype") or "float32"),
         eos_token_ids=_eos_token_ids(config, generation),
     )
 
 
 def _family(config: JsonObject) -> Family:
-    architectures = config.get("architectures")
-    if not isinstance(architectures, list) or not architectures:
-        raise UnsupportedModel(f"config.json names no architecture; supported: {', '.join(sorted(FAMILIES))}")
-    for name in architectures:
-        if name in FAMILIES:
-            return FAMILIES[name]
-    raise UnsupportedModel(
-        f"architecture {', '.join(map(str, architectures))} is not supported; supported: {', '.join(sorted(FAMILIES))}"
-    )
+    name = architecture_of(config)
+    if name in ENCODERS:
+        raise UnsupportedModel(f"architecture {name} is an encoder: it gives embeddings (LLM.embed) and generates no text")
+    return FAMILIES[name]
 
 
-def _refuse_uncomputed(config: JsonObject) -> None:
-    """Options that change the numbers and that no family here computes."""
-    activation = config.get("hidden_act", "silu")
-    if activation != "silu":
-        raise UnsupportedModel(f"hidden_act {activation!r} is not supported; supported: silu")
+def refuse_uncomputed(config: JsonObject, family: Family | None = None) -> None:
+    """Options that change the numbers and that nothing here computes. `family` is None for encoders."""
     if config.get("quantization_config"):
         method = config["quantization_config"].get("quant_method", "unknown")
         raise UnsupportedModel(f"quantization_config ({method}) is not supported by this version; use unquantized weights")
-    if config.get("partial_rotary_factor", 1.0) != 1.0:
-        raise UnsupportedModel(f"partial_rotary_factor {config['partial_rotary_factor']} is not supported; supported: 1.0")
-    if config.get("use_sliding_window"):
-        raise UnsupportedModel("use_sliding_window with a window in some layers only is not supported")
+    if config.get("use_bidirectional_attention") or config.get("is_causal", True) is not True:
+        raise UnsupportedModel("use_bidirectional_attention and is_causal = false are not supported for decoders")
+    for key in ("clip_qkv", "add_cross_attention", "is_decoder"):
+        if config.get(key):
+            raise UnsupportedModel(f"{key} {config[key]!r} is not supported")
+    partial = config.get("partial_rotary_factor") or 1.0
+    if partial != 1.0 and not (family and family.reads_partial_rotary):
+        raise UnsupportedModel(f"partial_rotary_factor {partial} is not supported; supported: 1.0")
 
 
-def _positive(config: JsonObject, key: str) -> int:
+def positive(config: JsonObject, key: str) -> int:
+    """A positive integer of config.json."""
     value = config.get(key)
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise UnsupportedModel(f"config.json: {key} must be a positive integer, not {value!r}")
     return value
 
 
-def _rope(config: JsonObject, family: Family) -> RopeConfig:
-    """Both spellings: `rope_parameters` of transformers 5, and `rope_theta` with `rope_scaling` before it."""
-    parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    theta = float(parameters.get("rope_theta") or config.get("rope_theta") or family.rope_theta)
-    kind = str(parameters.get("rope_type") or parameters.get("type") or "default")
-    if kind == "default":
-        return RopeConfig(kind=kind, theta=theta)
-    if kind == "linear":
-        return RopeConfig(kind=kind, theta=theta, factor=_number(parameters, "factor"))
-    if kind == "llama3":
-        return RopeConfig(
-            kind=kind,
-            theta=theta,
-            factor=_number(parameters, "factor"),
-            low_freq_factor=_number(parameters, "low_freq_factor"),
-            high_freq_factor=_number(parameters, "high_freq_factor"),
-            original_max_len=int(_number(parameters, "original_max_position_embeddings")),
-        )
-    raise UnsupportedModel(f"rope type {kind!r} is not supported; supported: default, linear, llama3")
-
-
-def _number(parameters: JsonObject, key: str) -> float:
-    value = parameters.get(key)
-    if not isinstance(value, int | float) or isinstance(value, bool):
-        raise UnsupportedModel(f"config.json: {key} of the rope settings must be a number, not {value!r}")
+def _number(config: JsonObject, key: str, default: float) -> float:
+    value = config.get(key, default)
+    if not isinstance(value, int | float) or isinstance(value, bool) or value <= 0:
+        raise UnsupportedModel(f"config.json: {key} must be a positive number, not {value!r}")
     return float(value)
 
 
-def _sliding_window(config: JsonObject, family: Family) -> int | None:
-    window = config.get("sliding_window") if family.reads_sliding_window else None
-    if window is not None and (not isinstance(window, int) or window < 1):
-        raise UnsupportedModel(f"sliding_window must be a positive integer or null, not {window!r}")
-    return window
+def _multiplier(config: JsonObject, family: Family, key: str) -> float:
+    return _number(config, key, 1.0) if family.reads_multipliers else 1.0
+
+
+def _softcap(config: JsonObject, key: str, default: float | None) -> float | None:
+    return None if config.get(key, default) is None else _number(config, key, default or 0.0)
+
+
+def _attention_scale(config: JsonObject, family: Family, head_dim: int) -> float:
+    if family.reads_multipliers:
+        return _number(config, "attention_multiplier", 1.0)
+    if family.reads_query_scalar:
+        return float(_number(config, "query_pre_attn_scalar", 256.0) ** -0.5)
+    return float(head_dim**-0.5)
+
+
+def _activation(config: JsonObject, family: Family) -> str:
+    activation = config.get(family.activation_key, family.activation)
+    if activation not in ACTIVATIONS:
+        raise UnsupportedModel(f"{family.activation_key} {activation!r} is not supported; supported: {', '.join(ACTIVATIONS)}")
+    return str(activation)
+
+
+def _experts(config: JsonObject, family: Family) -> ExpertsConfig | None:
+    if family.experts is None:
+        return None
+    key = "num_local_experts" if "num_local_experts" in config else "num_experts"
+    num_experts, num_chosen = positive(config, key), positive(config, "num_experts_per_tok")
+    if num_chosen > num_experts:
+        raise UnsupportedModel(f"num_experts_per_tok ({num_chosen}) must be at most {key} ({num_experts})")
+    return ExpertsConfig(
+        num_experts=num_experts,
+        num_chosen=num_chosen,
+        intermediate_size=positive(config, family.experts.size_key),
+        normalised=family.experts.always_normalised or bool(config.get("norm_topk_prob", False)),
+    )
+
+
+def _layers(
+    config: JsonObject, family: Family, head_dim: int, experts: ExpertsConfig | None
+) -> tuple[tuple[LayerConfig, ...], tuple[RopeConfig, ...], tuple[int | None, ...]]:
+    """The layers with the distinct rotations and windows that they point to."""
+    of_layer = layer_windows(config, family, positive(config, "num_hidden_layers"))
+    windows = tuple(dict.fromkeys(of_layer))
+    ropes = _ropes(config, family, head_dim)
+    dense, step = config.get("mlp_only_layers") or [], int(config.get("decoder_sparse_step") or 1)
+    layers = tuple(
+        LayerConfig(
+            rope_idx=1 if len(ropes) == 2 and window is not None else 0,
+            window_idx=windows.index(window),
+            is_sparse=experts is not None and index not in dense and (index + 1) % step == 0,
+        )
+        for index, window in enumerate(of_layer)
+    )
+    return layers, ropes, windows
+
+
+def _ropes(config: JsonObject, family: Family, head_dim: int) -> tuple[RopeConfig, ...]:
+    """The rotation of the layers that see everything, and that of the layers with a window where it is another."""
+    original = config.get("original_max_position_embeddings")
+    defaults = RopeDefaults(
+        theta=float(config.get("rope_theta") or family.rope_theta),
+        head_dim=head_dim,
+        max_position_len=positive(config, "max_position_embeddings"),
+        original_max_len=None if original is None else positive(config, "original_max_position_embeddings"),
+        partial_rotary_factor=float(config.get("partial_rotary_factor") or 1.0),
+    )
+    settings = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if not family.reads_partial_rotary and (settings.get("partial_rotary_factor") or 1.0) != 1.0:
+        raise UnsupportedModel(f"partial_rotary_factor {settings['partial_rotary_factor']} is not supported; supported: 1.0")
+    if family.architecture == "Phi3ForCausalLM" and (settings.get("rope_type") or settings.get("type")) in ("su", "yarn"):
+        settings = {**settings, "rope_type": "longrope", "type": "longrope"}  # its older names for LongRoPE
+    if family.local_rope_theta is None:
+        return (parse_rope(settings, defaults),)
+    nested = "full_attention" in settings or "sliding_attention" in settings
+    local_theta = float(config.get("rope_local_base_freq") or family.local_rope_theta)
+    everything = parse_rope((settings.get("full_attention") or {}) if nested else settings, defaults)
+    local = parse_rope((settings.get("sliding_attention") or {}) if nested else {}, _with_theta(defaults, local_theta))
+    return everything, local
+
+
+def _with_theta(defaults: RopeDefaults, theta: float) -> RopeDefaults:
+    return RopeDefaults(theta=theta, head_dim=defaults.head_dim, max_position_len=defaults.max_position_len)
 
 
 def _eos_token_ids(config: JsonObject, generation: JsonObject) -> tuple[int, ...]:

@@ -35,7 +35,7 @@ def kv_block_bytes(config: ModelConfig, block_size: int, element_bytes: int) -> 
 def activation_bytes(config: ModelConfig, num_tokens: int, num_seqs: int, element_bytes: int) -> int:
     """Upper estimate of what one forward pass holds at a time besides weights and cache."""
     qkv = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
-    per_token = 4 * config.hidden_size + 2 * qkv + 3 * config.intermediate_size
+    per_token = 4 * config.hidden_size + 2 * qkv + 3 * config.active_intermediate_size
     logits = num_seqs * config.vocab_size * 4 * 3
     return 2 * num_tokens * per_token * element_bytes + logits
 

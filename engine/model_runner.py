@@ -9,12 +9,14 @@ import torch
 from engine.batch_inputs import make_batch_inputs
 from engine.config import ModelConfig
 from engine.kv_cache import allocate_kv_cache
+from engine.layers.attention import attention_shapes
 from engine.layers.rotary import RotaryTable
+from engine.logits_rules import SampledRow
 from engine.memory_plan import MemoryPlan
 from engine.models.decoder import Decoder
 from engine.sampler import SampledToken, Sampler
 from engine.scheduled_batch import ScheduledRequest, StepOutput
-from kernels.ops import AttentionPlanner, AttentionShape
+from kernels.ops import AttentionPlanner
 
 
 class ModelRunner:
@@ -34,22 +36,22 @@ class ModelRunner:
         self._block_size = block_size
         self._device = device
         self._kv_caches = allocate_kv_cache(config, plan, block_size, dtype=dtype, device=device)
-        self._rotary = RotaryTable(config.rope, config.head_dim, plan.max_model_len, dtype=dtype, device=device)
-        shape = AttentionShape(block_size, config.num_heads, config.num_kv_heads, config.head_dim, config.sliding_window)
-        self._planner = AttentionPlanner(shape, dtype=dtype, device=device)
+        self._rotaries = [RotaryTable(rope, plan.max_model_len, dtype=dtype, device=device) for rope in config.ropes]
+        shapes = attention_shapes(config, block_size)
+        self._planners = [AttentionPlanner(shape, dtype=dtype, device=device) for shape in shapes]
         self._sampler = Sampler(config.vocab_size, device)
 
     @torch.inference_mode()
     def run(self, items: Sequence[ScheduledRequest]) -> list[StepOutput]:
         """Compute `items`; one output per item, in their order."""
         inputs = make_batch_inputs(
-            items, block_size=self._block_size, rotary=self._rotary, planner=self._planner, device=self._device
+            items, block_size=self._block_size, rotaries=self._rotaries, planners=self._planners, device=self._device
         )
         hidden = self._decoder(inputs, self._kv_caches)
-        sampling = [item.request for item in items if item.samples]
-        if not sampling:
+        rows = [SampledRow(item.request, item.request.num_tokens) for item in items if item.samples]
+        if not rows:
             return [StepOutput() for _ in items]
-        sampled = iter(self._sampler.sample(self._decoder.logits(hidden), sampling))
+        sampled = iter(self._sampler.sample(self._decoder.logits(hidden), rows))
         return [_output(next(sampled)) if item.samples else StepOutput() for item in items]
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -23,14 +24,24 @@ SINGLE_FILE = "model.safetensors"
 
 @dataclass(slots=True)
 class WeightPlan:
-    """`places` maps a checkpoint name to the (view of a) tensor that takes it; `twins` are copies of tied tensors."""
+    """`places` maps a checkpoint name to the (view of a) tensor that takes it; `twins` are copies of tied tensors.
+
+    Checkpoints may leave out `optional_prefix`; tensors whose names begin with one of `ignored` are not needed.
+    """
 
     places: dict[str, torch.Tensor] = field(default_factory=dict)
     twins: dict[str, str] = field(default_factory=dict)
+    optional_prefix: str = ""
+    ignored: tuple[str, ...] = ()
 
     def add(self, name: str, place: torch.Tensor) -> None:
         assert name not in self.places, f"two places for {name}"
         self.places[name] = place
+
+    def name_of(self, stored: str) -> str:
+        """The name here of what the checkpoint calls `stored`."""
+        whole = self.optional_prefix + stored
+        return whole if stored not in self.places and whole in self.places else stored
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,14 +81,15 @@ def load_weights(directory: Path, plan: WeightPlan, *, progress: Callable[[float
     for path in weight_files(directory):
         try:
             with safe_open(path, framework="pt") as tensors:
-                for name in tensors.keys():  # noqa: SIM118 - not a mapping
+                for stored in tensors.keys():  # noqa: SIM118 - not a mapping
+                    name = plan.name_of(stored)
                     if name in seen:
-                        raise WeightsError(f"{path.name}: tensor {name} stands in two files")
+                        raise WeightsError(f"{path.name}: tensor {stored} stands in two files")
                     seen.add(name)
                     if name in plan.twins:
-                        twins[name] = tensors.get_tensor(name)
-                    elif not _take(plan, name, tensors.get_tensor, path):
-                        unexpected.append(name)
+                        twins[name] = tensors.get_tensor(stored)
+                    elif not _take(plan, name, partial(tensors.get_tensor, stored), path):
+                        unexpected.append(stored)
                     progress(min(1.0, len(seen) / max(1, len(plan.places))))
         except (SafetensorError, OSError) as error:
             raise WeightsError(f"{path} is not a readable safetensors file: {error}") from error
@@ -86,14 +98,14 @@ def load_weights(directory: Path, plan: WeightPlan, *, progress: Callable[[float
         _check_twin(plan, name, tensor)
 
 
-def _take(plan: WeightPlan, name: str, read: Callable[[str], torch.Tensor], path: Path) -> bool:
+def _take(plan: WeightPlan, name: str, read: Callable[[], torch.Tensor], path: Path) -> bool:
     """Copy one tensor to its place; False when nobody asked for it."""
-    if name.endswith(".rotary_emb.inv_freq"):
-        return True  # a buffer of old checkpoints: computed from the configuration here
+    if name.endswith(".rotary_emb.inv_freq") or (plan.ignored and name.startswith(plan.ignored)):
+        return True  # the former is a buffer of old checkpoints: computed from the configuration here
     place = plan.places.get(name)
     if place is None:
         return False
-    tensor = read(name)
+    tensor = read()
     if tensor.shape != place.shape:
         raise WeightsError(f"{path.name}: tensor {name} has shape {tuple(tensor.shape)}, expected {tuple(place.shape)}")
     if not tensor.is_floating_point():

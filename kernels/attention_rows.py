@@ -8,13 +8,20 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """Sizes that stay the same for the life of an engine. `sliding_window` counts visible tokens, the query's own included."""
+    """What stays the same for the life of an engine. `sliding_window` counts visible tokens, the query's own included.
+
+    `scale` multiplies the products of queries and keys, None is the root of 1 / head_dim. `softcap` bounds them smoothly:
+    c · tanh(x / c) (arXiv 2408.00118). Without `causal` every query sees its whole text.
+    """
 
     block_size: int
     num_heads: int
     num_kv_heads: int
     head_dim: int
     sliding_window: int | None = None
+    scale: float | None = None
+    softcap: float | None = None
+    causal: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,8 @@ import torch
 
 from kernels.attention_rows import AttentionRow, AttentionShape
 from kernels.cpu.attention import AttentionPlan, AttentionPlanner, paged_attention, write_kv
-from kernels.cpu.elementwise import rms_norm, rope, silu_mul
+from kernels.cpu.elementwise import gelu, gelu_tanh, gelu_tanh_mul, layer_norm, rms_norm, rope, silu_mul
+from kernels.cpu.experts import mix_experts, route
 from kernels.cpu.linear import LinearKernel, can_pack, pack_linear
 
 __all__ = [
@@ -19,11 +20,17 @@ __all__ = [
     "AttentionRow",
     "AttentionShape",
     "LinearKernel",
+    "gelu",
+    "gelu_tanh",
+    "gelu_tanh_mul",
     "implementation",
+    "layer_norm",
+    "mix_experts",
     "pack_linear",
     "paged_attention",
     "rms_norm",
     "rope",
+    "route",
     "silu_mul",
     "write_kv",
 ]

@@ -5,27 +5,50 @@ from __future__ import annotations
 import torch
 
 from engine.batch_inputs import BatchInputs
-from engine.config import ModelConfig
+from engine.config import LayerConfig, ModelConfig
 from engine.layers.linear import FusedLinear
 from engine.layers.norm import RMSNorm
 from engine.weights import WeightPlan
 from kernels import ops
 
 
-class Attention:
-    """Projects, rotates, writes keys and values to the cache, attends, projects back."""
+def attention_shapes(config: ModelConfig, block_size: int) -> list[ops.AttentionShape]:
+    """What the kernels need to know about each of the model's `windows`."""
+    return [
+        ops.AttentionShape(
+            block_size,
+            config.num_heads,
+            config.num_kv_heads,
+            config.head_dim,
+            sliding_window=window,
+            scale=config.attention_scale,
+            softcap=config.attention_softcap,
+        )
+        for window in config.windows
+    ]
 
-    def __init__(self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device) -> None:
+
+class Attention:
+    """Projects, normalises and rotates queries and keys, writes keys and values to the cache, attends, projects back."""
+
+    def __init__(self, config: ModelConfig, layer: LayerConfig, *, dtype: torch.dtype, device: torch.device) -> None:
         heads, kv_heads, size = config.num_heads, config.num_kv_heads, config.head_dim
         self._num_heads, self._num_kv_heads, self._head_dim = heads, kv_heads, size
+        self._rope_idx, self._window_idx = layer.rope_idx, layer.window_idx
+        self._rotary_dim = config.ropes[layer.rope_idx].rotary_dim
         parts = [("q_proj", heads * size), ("k_proj", kv_heads * size), ("v_proj", kv_heads * size)]
+        if config.family.fused_projections:
+            parts = [("qkv_proj", (heads + 2 * kv_heads) * size)]
         self._qkv = FusedLinear(parts, config.hidden_size, bias=config.qkv_bias, dtype=dtype, device=device)
         self._out = FusedLinear([("o_proj", config.hidden_size)], heads * size, bias=config.o_bias, dtype=dtype, device=device)
         self._q_norm: RMSNorm | None = None
         self._k_norm: RMSNorm | None = None
-        if config.family.qk_norm:
-            self._q_norm = RMSNorm(size, config.rms_norm_eps, dtype=dtype, device=device)
-            self._k_norm = RMSNorm(size, config.rms_norm_eps, dtype=dtype, device=device)
+        self._norms_heads_together = config.family.qk_norm == "full"
+        if config.family.qk_norm is not None:
+            sizes = (heads * size, kv_heads * size) if self._norms_heads_together else (size, size)
+            self._q_norm, self._k_norm = (
+                RMSNorm(n, config.rms_norm_eps, dtype=dtype, device=device, offset=config.family.norm_offset) for n in sizes
+            )
 
     def plan(self, plan: WeightPlan, prefix: str) -> None:
         self._qkv.plan(plan, prefix)
@@ -37,16 +60,30 @@ class Attention:
     def pack(self) -> None:
         self._qkv.pack()
         self._out.pack()
+        if self._q_norm is not None and self._k_norm is not None:
+            self._q_norm.pack()
+            self._k_norm.pack()
 
-    def __call__(self, x: torch.Tensor, inputs: BatchInputs, kv_cache: torch.Tensor) -> torch.Tensor:
-        """x: [T, hidden], kv_cache: [N, P, 2, K, D] → [T, hidden]"""
+    def __call__(self, x: torch.Tensor, inputs: BatchInputs, kv_cache: torch.Tensor | None) -> torch.Tensor:
+        """x: [T, hidden], kv_cache: [N, P, 2, K, D] or None when all of every text is in this batch → [T, hidden]"""
         heads, kv_heads, size = self._num_heads, self._num_kv_heads, self._head_dim
         qkv = self._qkv(x).view(-1, heads + 2 * kv_heads, size)
-        qk = qkv[:, : heads + kv_heads]
-        if self._q_norm is not None and self._k_norm is not None:
-            qk[:, :heads] = self._q_norm(qk[:, :heads])
-            qk[:, heads:] = self._k_norm(qk[:, heads:])
-        ops.rope(qk, inputs.cos, inputs.sin)
-        ops.write_kv(qkv[:, heads:], kv_cache, inputs.slot_mapping)
-        attended = ops.paged_attention(qkv, kv_cache, inputs.attention)
+        self._normalise(qkv)
+        cos, sin = inputs.rotations[self._rope_idx]
+        ops.rope(qkv[:, : heads + kv_heads, : self._rotary_dim], cos, sin)
+        if kv_cache is not None:
+            ops.write_kv(qkv[:, heads:], kv_cache, inputs.slot_mapping)
+        attended = ops.paged_attention(qkv, kv_cache, inputs.attention[self._window_idx])
         return self._out(attended.view(-1, heads * size))
+
+    def _normalise(self, qkv: torch.Tensor) -> None:
+        """Queries and keys in place: each head by itself, or the heads of a token together."""
+        if self._q_norm is None or self._k_norm is None:
+            return
+        heads, kv_heads = self._num_heads, self._num_kv_heads
+        queries, keys = qkv[:, :heads], qkv[:, heads : heads + kv_heads]
+        if self._norms_heads_together:
+            queries, keys = queries.flatten(1), keys.flatten(1)
+        normed_queries, normed_keys = self._q_norm(queries), self._k_norm(keys)
+        qkv[:, :heads] = normed_queries.view(-1, heads, self._head_dim)
+        qkv[:, heads : heads + kv_heads] = normed_keys.view(-1, kv_heads, self._head_dim)

@@ -1,23 +1,37 @@
-"""The gated feed-forward part of a layer: down(silu(gate(x)) · up(x)) (arXiv 2002.05202)."""
+"""The gated feed-forward part of a layer: down(act(gate(x)) · up(x)) (arXiv 2002.05202)."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
-from engine.config import ModelConfig
 from engine.layers.linear import FusedLinear
 from engine.weights import WeightPlan
 from kernels import ops
 
+GATED_ACTIVATIONS = {"silu": ops.silu_mul, "gelu_pytorch_tanh": ops.gelu_tanh_mul}
+
 
 class GatedMLP:
-    """Gate and up projections are one product."""
+    """Gate and up projections are one product. `gate_up` and `down` are the checkpoint's names; `gate_up` may be one."""
 
-    def __init__(self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device) -> None:
-        inner, bias = config.intermediate_size, config.mlp_bias
-        parts = [("gate_proj", inner), ("up_proj", inner)]
-        self._gate_up = FusedLinear(parts, config.hidden_size, bias=bias, dtype=dtype, device=device)
-        self._down = FusedLinear([("down_proj", config.hidden_size)], inner, bias=bias, dtype=dtype, device=device)
+    def __init__(
+        self,
+        hidden_size: int,
+        inner: int,
+        *,
+        activation: str,
+        bias: bool,
+        dtype: torch.dtype,
+        device: torch.device,
+        gate_up: Sequence[str] = ("gate_proj", "up_proj"),
+        down: str = "down_proj",
+    ) -> None:
+        parts = [(name, 2 * inner // len(gate_up)) for name in gate_up]
+        self._gate_up = FusedLinear(parts, hidden_size, bias=bias, dtype=dtype, device=device)
+        self._down = FusedLinear([(down, hidden_size)], inner, bias=bias, dtype=dtype, device=device)
+        self._activate = GATED_ACTIVATIONS[activation]
 
     def plan(self, plan: WeightPlan, prefix: str) -> None:
         self._gate_up.plan(plan, prefix)
@@ -28,4 +42,4 @@ class GatedMLP:
         self._down.pack()
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return self._down(ops.silu_mul(self._gate_up(x)))
+        return self._down(self._activate(self._gate_up(x)))

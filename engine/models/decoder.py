@@ -10,6 +10,7 @@ from torch.nn import functional
 from engine.batch_inputs import BatchInputs
 from engine.config import ModelConfig
 from engine.layers.attention import Attention
+from engine.layers.experts import SparseMLP
 from engine.layers.mlp import GatedMLP
 from engine.layers.norm import RMSNorm
 from engine.weights import WeightPlan
@@ -17,27 +18,66 @@ from kernels import ops
 
 
 class DecoderLayer:
-    """Pre-norm attention and feed-forward, each added to the residual stream."""
+    """Attention and feed-forward part, each normalised before, after or both, and added to the residual stream."""
 
-    def __init__(self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device) -> None:
-        self._input_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype, device=device)
-        self._attention = Attention(config, dtype=dtype, device=device)
-        self._post_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype, device=device)
-        self._mlp = GatedMLP(config, dtype=dtype, device=device)
+    def __init__(self, config: ModelConfig, index: int, *, dtype: torch.dtype, device: torch.device) -> None:
+        layer = config.layers[index]
+        self._attention = Attention(config, layer, dtype=dtype, device=device)
+        self._mlp = _feed_forward(config, is_sparse=layer.is_sparse, dtype=dtype, device=device)
+        self._norms = {
+            name: RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype, device=device, offset=config.family.norm_offset)
+            for name in config.family.norms.value
+            if name is not None
+        }
+        norms = [None if name is None else self._norms[name] for name in config.family.norms.value]
+        self._before_attention, self._after_attention, self._before_mlp, self._after_mlp = norms
+        self._multiplier = config.residual_multiplier
 
     def plan(self, plan: WeightPlan, prefix: str) -> None:
-        self._input_norm.plan(plan, f"{prefix}.input_layernorm")
         self._attention.plan(plan, f"{prefix}.self_attn")
-        self._post_norm.plan(plan, f"{prefix}.post_attention_layernorm")
-        self._mlp.plan(plan, f"{prefix}.mlp")
+        self._mlp.plan(plan, prefix if isinstance(self._mlp, SparseMLP) else f"{prefix}.mlp")
+        for name, norm in self._norms.items():
+            norm.plan(plan, f"{prefix}.{name}")
 
     def pack(self) -> None:
         self._attention.pack()
         self._mlp.pack()
+        for norm in self._norms.values():
+            norm.pack()
 
-    def __call__(self, x: torch.Tensor, inputs: BatchInputs, kv_cache: torch.Tensor) -> torch.Tensor:
-        x = x + self._attention(self._input_norm(x), inputs, kv_cache)
-        return x + self._mlp(self._post_norm(x))
+    def __call__(self, x: torch.Tensor, inputs: BatchInputs, kv_cache: torch.Tensor | None) -> torch.Tensor:
+        """x: [T, hidden] → [T, hidden]"""
+        branch = self._attention(_normed(x, self._before_attention), inputs, kv_cache)
+        x = torch.add(x, _normed(branch, self._after_attention), alpha=self._multiplier)
+        branch = self._mlp(_normed(x, self._before_mlp))
+        return torch.add(x, _normed(branch, self._after_mlp), alpha=self._multiplier)
+
+
+def _normed(x: torch.Tensor, norm: RMSNorm | None) -> torch.Tensor:
+    return x if norm is None else norm(x)
+
+
+def _feed_forward(config: ModelConfig, *, is_sparse: bool, dtype: torch.dtype, device: torch.device) -> GatedMLP | SparseMLP:
+    if is_sparse:
+        assert config.experts is not None
+        assert config.family.experts is not None
+        return SparseMLP(
+            config.experts,
+            config.family.experts,
+            config.hidden_size,
+            activation=config.activation,
+            dtype=dtype,
+            device=device,
+        )
+    return GatedMLP(
+        config.hidden_size,
+        config.intermediate_size,
+        activation=config.activation,
+        bias=config.mlp_bias,
+        dtype=dtype,
+        device=device,
+        gate_up=("gate_up_proj",) if config.family.fused_projections else ("gate_proj", "up_proj"),
+    )
 
 
 class Decoder:
@@ -45,13 +85,17 @@ class Decoder:
 
     def __init__(self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device) -> None:
         self._embedding = torch.empty(config.vocab_size, config.hidden_size, dtype=dtype, device=device)
-        self._layers = [DecoderLayer(config, dtype=dtype, device=device) for _ in range(config.num_layers)]
-        self._norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype, device=device)
+        self._layers = [DecoderLayer(config, index, dtype=dtype, device=device) for index in range(config.num_layers)]
+        offset = config.family.norm_offset
+        self._norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype, device=device, offset=offset)
         self._head: torch.Tensor | None = self._embedding if config.tie_word_embeddings else torch.empty_like(self._embedding)
         self._head_kernel: ops.LinearKernel | None = None
+        # The multiplier is rounded to the format of the embeddings, as the reference implementations do.
+        self._multiplier = torch.tensor(config.embedding_multiplier, dtype=dtype).item()
+        self._softcap, self._divisor = config.logits_softcap, config.logits_divisor
 
     def weight_plan(self) -> WeightPlan:
-        plan = WeightPlan()
+        plan = WeightPlan(optional_prefix="model.")
         plan.add("model.embed_tokens.weight", self._embedding)
         for index, layer in enumerate(self._layers):
             layer.plan(plan, f"model.layers.{index}")
@@ -67,17 +111,26 @@ class Decoder:
         assert self._head is not None, "the weights are packed already"
         for layer in self._layers:
             layer.pack()
+        self._norm.pack()
         self._head_kernel = ops.pack_linear(self._head, None)
         self._head = None
 
-    def __call__(self, inputs: BatchInputs, kv_caches: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Hidden states of the rows that sample: [B_sampled, hidden]; keys and values of all T tokens go to the caches."""
+    def __call__(self, inputs: BatchInputs, kv_caches: Sequence[torch.Tensor] | None) -> torch.Tensor:
+        """Hidden states of the rows that sample: [B_sampled, hidden]; keys and values of all T tokens go to the caches.
+
+        Without caches every text of the batch must be whole, and nothing is kept of it.
+        """
         x = functional.embedding(inputs.token_ids, self._embedding)
-        for layer, kv_cache in zip(self._layers, kv_caches, strict=True):
-            x = layer(x, inputs, kv_cache)
+        if self._multiplier != 1.0:
+            x = x * self._multiplier
+        for index, layer in enumerate(self._layers):
+            x = layer(x, inputs, None if kv_caches is None else kv_caches[index])
         return self._norm(x.index_select(0, inputs.sampled_rows))
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden: [B, hidden] → [B, V] float32"""
         assert self._head_kernel is not None, "the weights are not packed yet"
-        return self._head_kernel(hidden).float()
+        logits = self._head_kernel(hidden).float()
+        if self._divisor != 1.0:
+            logits.div_(self._divisor)
+        return logits if self._softcap is None else logits.div_(self._softcap).tanh_().mul_(self._softcap)

@@ -6,7 +6,9 @@ Rows are grouped so that padding wastes little and no group outgrows the workspa
 one by one without padding. All index tensors are made once per step by `AttentionPlanner.plan`; layers only use them.
 
 Slots beyond a row's context belong to somebody else or hold old content, NaN included: they are zeroed in the gathered
-copy and masked, so nothing of them reaches the output.
+copy and masked, so nothing of them reaches the output. Blocks that a window hides from all queries of a row are not read.
+
+The fused attention has no soft-cap; with one, scores are computed in the open, in slices of bounded size.
 """
 
 from __future__ import annotations
@@ -26,6 +28,9 @@ GROUP_WASTE_BYTES = 512 * 1024
 WORKSPACE_BYTES_MAX = 64 * 1024 * 1024
 """Gathered keys and values of one group; a single longer row still gets what it needs."""
 
+SCORES_MAX = 16 * 1024 * 1024
+"""Attention scores that stand in memory at a time where they are computed in the open."""
+
 
 @dataclass(frozen=True, slots=True)
 class DecodeGroup:
@@ -40,13 +45,16 @@ class DecodeGroup:
 
 @dataclass(frozen=True, slots=True)
 class PrefillRow:
-    """One row of several queries. Without `blocks` its context is the chunk itself."""
+    """One row of several queries. Without `blocks` its context is the chunk itself.
+
+    `num_keys` is what the queries may see of the context, counted from the first slot of `blocks`.
+    """
 
     first: int
     last: int
-    context_len: int
+    num_keys: int
     blocks: torch.Tensor | None  # [M] int64
-    mask: torch.Tensor | None  # [query_len, context_len] bool; None is causal
+    mask: torch.Tensor | None  # [query_len, num_keys] bool, True is visible; None is causal, or everything if not causal
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +87,14 @@ class AttentionPlanner:
             token += row.query_len
         self._reserve(max((group.blocks.numel() for group in groups), default=0))
         return AttentionPlan(self._shape, groups, prefills, self._workspace)
+
+    def plan_whole(self, lens: Sequence[int]) -> AttentionPlan:
+        """A plan for whole texts of these lengths, one after the other, that needs no cache."""
+        prefills, token = [], 0
+        for length in lens:
+            prefills.append(self._prefill_row(AttentionRow((), length, length), token))
+            token += length
+        return AttentionPlan(self._shape, [], prefills, self._workspace)
 
     def _reserve(self, num_blocks: int) -> None:
         needed = num_blocks * self._block_elements
@@ -129,20 +145,23 @@ class AttentionPlanner:
         )
 
     def _prefill_row(self, row: AttentionRow, token: int) -> PrefillRow:
-        window = self._shape.sliding_window
-        narrow = window is not None and row.context_len > window
-        blocks = mask = None
+        shape = self._shape
+        blocks, offset = None, 0
         if row.start:
-            num_blocks = -(-row.context_len // self._shape.block_size)
-            blocks = torch.tensor(row.block_table[:num_blocks], dtype=torch.int64).to(self._device)
-        if row.start or narrow:
-            queries = torch.arange(row.start, row.context_len)[:, None]
-            keys = torch.arange(row.context_len)[None, :]
-            mask = keys <= queries
-            if window is not None:
-                mask &= keys > queries - window
-            mask = mask.to(self._device)
-        return PrefillRow(token, token + row.query_len, row.context_len, blocks, mask)
+            first, end = self._visible_blocks(row)
+            blocks = torch.tensor(row.block_table[first:end], dtype=torch.int64).to(self._device)
+            offset = first * shape.block_size
+        narrow = shape.sliding_window is not None and row.context_len > shape.sliding_window
+        mask = self._mask(row, offset) if shape.causal and (row.start or narrow or shape.softcap is not None) else None
+        return PrefillRow(token, token + row.query_len, row.context_len - offset, blocks, mask)
+
+    def _mask(self, row: AttentionRow, offset: int) -> torch.Tensor:
+        queries = torch.arange(row.start, row.context_len)[:, None]
+        keys = torch.arange(offset, row.context_len)[None, :]
+        mask = keys <= queries
+        if self._shape.sliding_window is not None:
+            mask &= keys > queries - self._shape.sliding_window
+        return mask.to(self._device)
 
 
 def write_kv(kv: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
@@ -150,11 +169,12 @@ def write_kv(kv: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tenso
     kv_cache.view(kv_cache.shape[0] * kv_cache.shape[1], -1).index_copy_(0, slot_mapping, kv.flatten(1))
 
 
-def paged_attention(qkv: torch.Tensor, kv_cache: torch.Tensor, plan: AttentionPlan) -> torch.Tensor:
-    """qkv: [T, H+2K, D] rotated, kv_cache: [N, P, 2, K, D] already written → [T, H, D]"""
+def paged_attention(qkv: torch.Tensor, kv_cache: torch.Tensor | None, plan: AttentionPlan) -> torch.Tensor:
+    """qkv: [T, H+2K, D] rotated, kv_cache: [N, P, 2, K, D] already written, None for a plan of whole texts → [T, H, D]"""
     shape = plan.shape
     out = torch.empty(qkv.shape[0], shape.num_heads, shape.head_dim, dtype=qkv.dtype, device=qkv.device)
     for group in plan.groups:
+        assert kv_cache is not None, "decodes read the cache"
         _attend_group(qkv, kv_cache, plan, group, out)
     for row in plan.prefills:
         _attend_row(qkv, kv_cache, shape, row, out)
@@ -175,24 +195,61 @@ def _attend_group(
     kv = slots.view(batch, -1, 2, shape.num_kv_heads, shape.head_dim)
     queries = qkv[group.first : group.last, : shape.num_heads].view(batch, shape.num_kv_heads, heads_per_kv, shape.head_dim)
     keys, values = kv[:, :, 0].transpose(1, 2), kv[:, :, 1].transpose(1, 2)
-    attended = functional.scaled_dot_product_attention(queries, keys, values, attn_mask=group.mask)
+    if shape.softcap is None:
+        attended = functional.scaled_dot_product_attention(queries, keys, values, attn_mask=group.mask, scale=shape.scale)
+    else:
+        probabilities = _capped(queries @ keys.transpose(-1, -2), shape).add_(group.mask).softmax(dim=-1)
+        attended = probabilities.to(values.dtype) @ values
     out[group.first : group.last] = attended.flatten(1, 2)
 
 
-def _attend_row(qkv: torch.Tensor, kv_cache: torch.Tensor, shape: AttentionShape, row: PrefillRow, out: torch.Tensor) -> None:
+def _attend_row(
+    qkv: torch.Tensor, kv_cache: torch.Tensor | None, shape: AttentionShape, row: PrefillRow, out: torch.Tensor
+) -> None:
     heads, kv_heads = shape.num_heads, shape.num_kv_heads
     chunk = qkv[row.first : row.last]
     if row.blocks is None:
         keys, values = chunk[:, heads : heads + kv_heads], chunk[:, heads + kv_heads :]
     else:
-        slots = kv_cache.index_select(0, row.blocks).flatten(0, 1)[: row.context_len]
+        assert kv_cache is not None, "a later chunk reads the cache"
+        slots = kv_cache.index_select(0, row.blocks).flatten(0, 1)[: row.num_keys]
         keys, values = slots[:, 0], slots[:, 1]
+    queries, keys, values = chunk[:, :heads].transpose(0, 1), keys.transpose(0, 1), values.transpose(0, 1)
+    if shape.softcap is not None:
+        out[row.first : row.last] = _attend_in_the_open(queries, keys, values, row.mask, shape).transpose(0, 1)
+        return
     attended = functional.scaled_dot_product_attention(
-        chunk[:, :heads].transpose(0, 1).unsqueeze(0),
-        keys.transpose(0, 1).unsqueeze(0),
-        values.transpose(0, 1).unsqueeze(0),
+        queries.unsqueeze(0),
+        keys.unsqueeze(0),
+        values.unsqueeze(0),
         attn_mask=row.mask,
-        is_causal=row.mask is None,
+        is_causal=shape.causal and row.mask is None,
+        scale=shape.scale,
         enable_gqa=heads != kv_heads,
     )
     out[row.first : row.last] = attended[0].transpose(0, 1)
+
+
+def _attend_in_the_open(
+    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None, shape: AttentionShape
+) -> torch.Tensor:
+    """queries: [H, Q, D], keys and values: [K, C, D], mask: [Q, C] bool → [H, Q, D], with soft-capped scores"""
+    num_queries, num_keys = queries.shape[1], keys.shape[1]
+    step = max(1, SCORES_MAX // (shape.num_heads * num_keys))
+    parts = []
+    for first in range(0, num_queries, step):
+        part = queries[:, first : first + step]
+        stacked = part.reshape(shape.num_kv_heads, -1, shape.head_dim)  # query heads of one key head below each other
+        scores = _capped(stacked @ keys.transpose(-1, -2), shape).view(shape.num_heads, -1, num_keys)
+        if mask is not None:
+            scores.masked_fill_(~mask[first : first + step], float("-inf"))
+        probabilities = scores.softmax(dim=-1).to(values.dtype).view(shape.num_kv_heads, -1, num_keys)
+        parts.append((probabilities @ values).view(shape.num_heads, -1, shape.head_dim))
+    return torch.cat(parts, dim=1)
+
+
+def _capped(products: torch.Tensor, shape: AttentionShape) -> torch.Tensor:
+    """Products of queries and keys → bounded scores in float32."""
+    assert shape.softcap is not None
+    scale = shape.head_dim**-0.5 if shape.scale is None else shape.scale
+    return products.float().mul_(scale / shape.softcap).tanh_().mul_(shape.softcap)

@@ -60,15 +60,26 @@ def test_a_config_that_is_no_json_object_is_refused_by_name(text: str, tmp_path:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel is not supported; supported: LlamaForCausalLM, Mistral"),
+        (
+            {"architectures": ["GPT2LMHeadModel"]},
+            "GPT2LMHeadModel is not supported; supported: Gemma2.*, LlamaFor.*, BertModel",
+        ),
+        ({"architectures": ["BertModel"]}, "BertModel is an encoder: it gives embeddings"),
         ({"architectures": None}, "names no architecture"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
-        ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "rope type 'yarn' is not supported; supported: default"),
-        ({"rope_parameters": None, "rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope type 'dynamic'"),
+        ({"rope_parameters": {"rope_type": "proportional"}}, "rope type 'proportional' is not supported; supported: default"),
+        ({"rope_parameters": None, "rope_scaling": {"type": "linear", "mrope_section": [2, 2]}}, "mrope_section of the rope"),
         ({"rope_parameters": {"rope_type": "linear"}}, "factor"),
+        (
+            {"rope_parameters": {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}},
+            "short_factor .* list of 6",
+        ),
         ({"quantization_config": {"quant_method": "awq"}}, r"quantization_config \(awq\)"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
-        ({"use_sliding_window": True}, "use_sliding_window"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types with other than one kind of layer"),
+        ({"layer_types": ["full_attention", "chunked_attention"]}, "layer_types chunked_attention"),
+        ({"is_causal": False}, "is_causal"),
+        ({"use_bidirectional_attention": True}, "use_bidirectional_attention"),
         ({"vocab_size": "many"}, "vocab_size must be a positive integer"),
         ({"num_hidden_layers": 0}, "num_hidden_layers must be a positive integer"),
         ({"num_key_value_heads": 3}, "multiple of num_key_value_heads"),
@@ -83,7 +94,7 @@ def test_what_is_not_computed_is_refused_by_name(changes: dict[str, Any], messag
 
 def test_the_older_spelling_of_rope_settings_means_the_same(model: Path) -> None:
     change_config(model, rope_parameters=None, rope_theta=5e5, rope_scaling={"type": "linear", "factor": 4.0})
-    rope = load_model_config(model).rope
+    rope = load_model_config(model).ropes[0]
     assert (rope.kind, rope.theta, rope.factor) == ("linear", 5e5, 4.0)
 
 

@@ -1,0 +1,59 @@
+"""A mixture of experts in the place of the feed-forward part: a router chooses a few for each token (arXiv 2401.04088)."""
+
+from __future__ import annotations
+
+import torch
+
+from engine.config import ExpertsConfig
+from engine.layers.linear import FusedLinear
+from engine.layers.mlp import GatedMLP
+from engine.models.families import ExpertNames
+from engine.weights import WeightPlan
+from kernels import ops
+
+
+class SparseMLP:
+    """Router and experts. Only the experts that a step's tokens chose are computed, each once over all of its tokens."""
+
+    def __init__(
+        self,
+        config: ExpertsConfig,
+        names: ExpertNames,
+        hidden_size: int,
+        *,
+        activation: str,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self._config = config
+        self._block = names.block
+        self._router = FusedLinear([("gate", config.num_experts)], hidden_size, bias=False, dtype=dtype, device=device)
+        self._experts = [
+            GatedMLP(
+                hidden_size,
+                config.intermediate_size,
+                activation=activation,
+                bias=False,
+                dtype=dtype,
+                device=device,
+                gate_up=(names.gate, names.up),
+                down=names.down,
+            )
+            for _ in range(config.num_experts)
+        ]
+
+    def plan(self, plan: WeightPlan, prefix: str) -> None:
+        """`prefix` is the layer's; the families name what follows differently."""
+        self._router.plan(plan, f"{prefix}.{self._block}")
+        for index, expert in enumerate(self._experts):
+            expert.plan(plan, f"{prefix}.{self._block}.experts.{index}")
+
+    def pack(self) -> None:
+        self._router.pack()
+        for expert in self._experts:
+            expert.pack()
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """x: [T, hidden] → [T, hidden]"""
+        weights, expert_ids = ops.route(self._router(x), self._config.num_chosen, normalised=self._config.normalised)
+        return ops.mix_experts(x, weights, expert_ids, self._experts)
