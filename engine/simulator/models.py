@@ -1,0 +1,152 @@
+"""Models and GPUs that can be simulated: their shapes and speeds, and how many KV blocks fit. Knows no torch.
+
+The H200's bandwidth and compute were measured (device copy; bf16 product of 8192³). Of the others only data sheets were at
+hand: they are taken to reach the same shares of theirs as the H200 of its own, 4.30 of 4.80 TB/s and 790 of 989 TFLOP/s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from engine.config import read_json
+from engine.errors import EngineConfigError, NotAModelDirectory, UnsupportedModel
+from engine.step_time import DeviceSpeed, ModelShape
+
+GIB = 1024**3
+BLOCK_SIZE = 16
+MEMORY_SHARE = 0.90
+RESERVED_BYTES = 3_000_000_000
+"""Activations, graphs and the device's context."""
+
+BANDWIDTH_REACHED = 4.30 / 4.80
+FLOPS_REACHED = 790 / 989
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulatedModel:
+    """A model by name. `weight_bytes` per parameter."""
+
+    name: str
+    shape: ModelShape
+    max_model_len: int
+    weight_bytes: int = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulatedGpu:
+    """A GPU by name. `memory_bytes` is what a process sees."""
+
+    name: str
+    speed: DeviceSpeed
+    memory_bytes: int
+
+
+def _gpu(name: str, memory_gib: float, bandwidth: float, flops: float, link_bandwidth: float) -> SimulatedGpu:
+    speed = DeviceSpeed(bandwidth=bandwidth, flops=flops, link_bandwidth=link_bandwidth)
+    return SimulatedGpu(name=name, speed=speed, memory_bytes=int(memory_gib * GIB))
+
+
+GPUS: dict[str, SimulatedGpu] = {
+    gpu.name: gpu
+    for gpu in (
+        _gpu("h200", 139.0, 4.30e12, 790e12, 50e9),
+        _gpu("h100", 79.1, 3.35e12 * BANDWIDTH_REACHED, 989e12 * FLOPS_REACHED, 50e9),
+        _gpu("a100", 79.1, 2.04e12 * BANDWIDTH_REACHED, 312e12 * FLOPS_REACHED, 22e9),
+        _gpu("h20", 95.0, 4.00e12 * BANDWIDTH_REACHED, 148e12 * FLOPS_REACHED, 50e9),
+    )
+}
+
+
+def _model(name: str, max_model_len: int, *numbers: int, tied: bool = False) -> SimulatedModel:
+    layers, hidden, heads, kv_heads, head_dim, intermediate, vocab = numbers
+    shape = ModelShape(
+        num_layers=layers,
+        hidden_size=hidden,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        intermediate_size=intermediate,
+        vocab_size=vocab,
+        tied=tied,
+    )
+    return SimulatedModel(name=name, shape=shape, max_model_len=max_model_len)
+
+
+MODELS: dict[str, SimulatedModel] = {
+    model.name: model
+    for model in (
+        _model("llama-3.1-8b", 131072, 32, 4096, 32, 8, 128, 14336, 128256),
+        _model("llama-3.2-1b", 131072, 16, 2048, 32, 8, 64, 8192, 128256, tied=True),
+        _model("qwen3-8b", 40960, 36, 4096, 32, 8, 128, 12288, 151936),
+        _model("qwen3-4b", 40960, 36, 2560, 32, 8, 128, 9728, 151936, tied=True),
+        _model("qwen3-0.6b", 40960, 28, 1024, 16, 8, 128, 3072, 151936, tied=True),
+    )
+}
+
+
+def find_gpu(name: str) -> SimulatedGpu:
+    """The GPU of this name. Raises `EngineConfigError` with those that are known."""
+    if name.lower() not in GPUS:
+        raise EngineConfigError("gpu", f"must be one of {', '.join(GPUS)}, not {name!r}")
+    return GPUS[name.lower()]
+
+
+def find_model(name: str) -> SimulatedModel:
+    """A model of the table or the folder of a model. Raises `EngineConfigError`, `NotAModelDirectory`, `UnsupportedModel`."""
+    if name.lower() in MODELS:
+        return MODELS[name.lower()]
+    path = Path(name).expanduser()
+    if not path.exists():
+        known = ", ".join(MODELS)
+        raise EngineConfigError("model", f"must be one of {known}, or a folder with a config.json, not {name!r}")
+    if path.is_dir():
+        path = path / "config.json"
+    if not path.is_file():
+        raise NotAModelDirectory(f"{path.parent} has no config.json; give the folder of a Hugging Face model")
+    return _from_config(path.parent.name, read_json(path))
+
+
+def _from_config(name: str, config: Mapping[str, Any]) -> SimulatedModel:
+    """The shape that a `config.json` describes; every layer is taken to see its whole context."""
+    heads, hidden = _positive(config, "num_attention_heads"), _positive(config, "hidden_size")
+    experts = _first(config, "num_experts", "num_local_experts") or 1
+    shape = ModelShape(
+        num_layers=_positive(config, "num_hidden_layers"),
+        hidden_size=hidden,
+        num_heads=heads,
+        num_kv_heads=_first(config, "num_key_value_heads") or heads,
+        head_dim=_first(config, "head_dim") or max(1, hidden // heads),
+        intermediate_size=(_first(config, "moe_intermediate_size") if experts > 1 else None)
+        or _positive(config, "intermediate_size"),
+        vocab_size=_positive(config, "vocab_size"),
+        tied=bool(config.get("tie_word_embeddings", False)),
+        num_experts=experts,
+        num_chosen_experts=min(experts, _first(config, "num_experts_per_tok") or 1),
+    )
+    return SimulatedModel(name=name, shape=shape, max_model_len=_positive(config, "max_position_embeddings"))
+
+
+def _first(config: Mapping[str, Any], *keys: str) -> int | None:
+    return next((_positive(config, key) for key in keys if config.get(key) is not None), None)
+
+
+def _positive(config: Mapping[str, Any], key: str) -> int:
+    value = config.get(key)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise UnsupportedModel(f"config.json: {key} must be a positive integer, not {value!r}")
+    return value
+
+
+def kv_blocks(model: SimulatedModel, gpu: SimulatedGpu, *, kv_bytes: int) -> int:
+    """KV blocks of 16 tokens beside the weights. Raises `EngineConfigError` when the weights leave no room."""
+    weights = model.weight_bytes * model.shape.num_params
+    left = int(gpu.memory_bytes * MEMORY_SHARE) - weights - RESERVED_BYTES
+    blocks = left // (BLOCK_SIZE * model.shape.kv_token_bytes(kv_bytes))
+    if blocks < 1:
+        raise EngineConfigError(
+            "gpu", f"{gpu.name} has {gpu.memory_bytes} bytes; the weights of {model.name} ({weights} bytes) leave no KV block"
+        )
+    return blocks
