@@ -1,12 +1,14 @@
-"""Rules that change logits before a token is chosen: penalties, bias and the minimum length. Only rows that ask pay for them.
+"""Rules that change logits before a token is chosen. Only rows that ask pay for them.
 
-Order: repetition penalty (arXiv 1909.05858, section 4.1) over prompt and output, frequency and presence penalties over
-the output, logit bias, then end tokens are forbidden below `min_tokens`.
+Order: repetition penalty (arXiv 1909.05858, section 4.1) over prompt and output, frequency and presence penalties over the
+output, logit bias; then what is forbidden, whatever its logit: end tokens below `min_tokens`, the last token of a bad word,
+and every token that the grammar does not allow.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -14,16 +16,42 @@ import torch
 from engine.protocol import SamplingParams
 from engine.request import Request
 
+FORBIDDEN = float("-inf")
+
+
+class SampledRow(NamedTuple):
+    """One row of logits: `position` is the index, in prompt plus output of `request`, of the token that it chooses.
+
+    It is `request.num_tokens`, and more in the rows behind drafts of speculative decoding, which have no rules that depend
+    on the tokens before them.
+    """
+
+    request: Request
+    position: int
+
+    @property
+    def sampling(self) -> SamplingParams:
+        return self.request.sampling
+
+    @property
+    def is_too_short_to_end(self) -> bool:
+        request = self.request
+        return self.position - request.num_prompt_tokens < request.sampling.min_tokens and bool(request.stop_ids)
+
 
 def has_penalties(sampling: SamplingParams) -> bool:
     return sampling.repetition_penalty != 1.0 or sampling.presence_penalty != 0.0 or sampling.frequency_penalty != 0.0
 
 
-def has_rules(request: Request) -> bool:
-    """Whether this request's logits differ from the model's at this step."""
-    sampling = request.sampling
-    short = request.num_output_tokens < sampling.min_tokens and bool(request.stop_ids)
-    return has_penalties(sampling) or bool(sampling.logit_bias) or short
+def has_rules(row: SampledRow) -> bool:
+    """Whether this row's logits differ from the model's, a grammar aside."""
+    sampling = row.request.sampling
+    return (
+        has_penalties(sampling)
+        or bool(sampling.logit_bias)
+        or bool(sampling.bad_words_token_ids)
+        or (sampling.min_tokens > 0 and row.is_too_short_to_end)
+    )
 
 
 class TokenCounts:
@@ -46,32 +74,78 @@ class TokenCounts:
             self.in_output.index_add_(0, ids, torch.ones(len(output), device=self.in_output.device))
 
 
+class BadWords:
+    """The bad words of one request by the token before their last one, so that a step looks at few of them."""
+
+    def __init__(self, words: Sequence[Sequence[int]]) -> None:
+        self._single = [word[0] for word in words if len(word) == 1]
+        self._longer: dict[int, list[tuple[list[int], int]]] = {}
+        for word in words:
+            if len(word) > 1:
+                self._longer.setdefault(word[-2], []).append((list(word[:-1]), word[-1]))
+
+    def forbidden(self, request: Request) -> list[int]:
+        """Ids that would complete a bad word in the output of `request`."""
+        if not request.num_output_tokens:
+            return self._single
+        tokens, num_output = request.token_ids, request.num_output_tokens
+        candidates = self._longer.get(tokens[-1], ())
+        return self._single + [
+            last for begin, last in candidates if len(begin) <= num_output and tokens[-len(begin) :] == begin
+        ]
+
+
 class LogitsRules:
-    """Applies the rules in place and keeps token counts for as long as their requests live."""
+    """Applies the rules in place and keeps token counts and bad words for as long as their requests live."""
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
         self._vocab_size = vocab_size
         self._device = device
         self._counts: WeakKeyDictionary[Request, TokenCounts] = WeakKeyDictionary()
+        self._bad_words: WeakKeyDictionary[Request, BadWords] = WeakKeyDictionary()
+        self._bits = torch.tensor([1 << bit for bit in range(8)], dtype=torch.uint8, device=device)
 
-    def apply(self, logits: torch.Tensor, requests: Sequence[Request]) -> None:
-        """logits: [B, V] float32, changed in place; row i belongs to `requests[i]`."""
-        for row, request in enumerate(requests):
-            if has_rules(request):
-                self._apply_one(logits[row], request)
+    def apply(self, logits: torch.Tensor, rows: Sequence[SampledRow]) -> None:
+        """logits: [R, V] float32, changed in place, of `rows`; a grammar is applied by `apply_masks` after it."""
+        for index, row in enumerate(rows):
+            if has_rules(row):
+                self._apply_one(logits[index], row)
 
-    def _apply_one(self, logits: torch.Tensor, request: Request) -> None:
-        sampling = request.sampling
+    def apply_masks(self, logits: torch.Tensor, masks: torch.Tensor, guided: Sequence[int]) -> None:
+        """Forbid what the masks of the rows `guided` do not allow.
+
+        logits: [R, V] float32, changed in place; masks: [R, ceil(V / 32)] int32, bit b of word w allows token 32 w + b
+        """
+        octets = masks.to(self._device)[list(guided)].view(torch.uint8)
+        forbidden = ((octets[:, :, None] & self._bits) == 0).flatten(1)[:, : logits.shape[-1]]
+        for row, one in zip(guided, forbidden, strict=True):
+            logits[row].masked_fill_(one, FORBIDDEN)
+
+    def _apply_one(self, logits: torch.Tensor, row: SampledRow) -> None:
+        sampling = row.request.sampling
         if has_penalties(sampling):
-            self._penalise(logits, request)
+            self._penalise(logits, row)
         if sampling.logit_bias:
             ids = torch.tensor(list(sampling.logit_bias), device=self._device)
             logits.index_add_(0, ids, torch.tensor(list(sampling.logit_bias.values()), device=self._device))
-        if request.num_output_tokens < sampling.min_tokens and request.stop_ids:
-            logits.index_fill_(0, torch.tensor(sorted(request.stop_ids), device=self._device), float("-inf"))
+        forbidden = self._forbidden(row)
+        if forbidden:
+            logits.index_fill_(0, torch.tensor(forbidden, device=self._device), FORBIDDEN)
 
-    def _penalise(self, logits: torch.Tensor, request: Request) -> None:
-        sampling = request.sampling
+    def _forbidden(self, row: SampledRow) -> list[int]:
+        forbidden = sorted(row.request.stop_ids) if row.is_too_short_to_end else []
+        words = row.request.sampling.bad_words_token_ids
+        if not words:
+            return forbidden
+        assert row.position == row.request.num_tokens, f"request {row.request.request_id} has drafts in spite of bad words"
+        bad_words = self._bad_words.get(row.request)
+        if bad_words is None:
+            bad_words = self._bad_words[row.request] = BadWords(words)
+        return forbidden + bad_words.forbidden(row.request)
+
+    def _penalise(self, logits: torch.Tensor, row: SampledRow) -> None:
+        request, sampling = row.request, row.request.sampling
+        assert row.position == request.num_tokens, f"request {request.request_id} has drafts in spite of penalties"
         counts = self._counts.get(request)
         if counts is None:
             counts = self._counts[request] = TokenCounts(self._vocab_size, self._device)

@@ -9,12 +9,26 @@ from __future__ import annotations
 
 _MASK = 2**64 - 1
 _GAMMA = 0x9E3779B97F4A7C15
+_STREAM_OF_ANSWERS = 0xD1B54A32D192ED03  # odd and unlike _GAMMA, so that answers share no stream with positions
+_SEED_BITS = 63
 
 
-def uniform(seed: int, position: int) -> float:
-    """A number in [0, 1) with 48 random bits; `position` is the index of the token in prompt plus output."""
+def uniform(seed: int, position: int, *, draw: int = 0) -> float:
+    """A number in [0, 1) with 48 random bits; `position` is the index of the token in prompt plus output.
+
+    Where a token takes more than one number (a draft is judged, then replaced), `draw` counts them from 0.
+    """
     stream = _mix((seed + _GAMMA) & _MASK)
+    if draw:
+        stream = _mix((stream + draw) & _MASK)
     return (_mix((stream + _GAMMA * (position + 1)) & _MASK) >> 16) / 2.0**48
+
+
+def seed_of_answer(seed: int, index: int) -> int:
+    """The seed of answer `index` of a request: its own for the first one, mixed with the index for the others."""
+    if not index:
+        return seed
+    return _mix((_mix((seed + _GAMMA) & _MASK) + _STREAM_OF_ANSWERS * index) & _MASK) >> (64 - _SEED_BITS)
 
 
 def _mix(z: int) -> int:

@@ -1,23 +1,25 @@
 """Chooses the next token of each row of logits. A row's choice depends on its own logits, parameters, seed and position only.
 
+rules (`engine.logits_rules`) ─► grammar mask ─► largest logit, or temperature ─► filters (`engine.logits_filters`) ─► draw
+
 Greedy rows take the largest logit. Sampled rows invert a cumulative distribution with the one uniform number of
-`engine.randomness`: over the whole vocabulary when nothing filters, else over the most likely candidates after temperature,
-top-k, top-p (arXiv 1904.09751) and min-p (arXiv 2407.01082), in this order. Candidates come from a partial top-k; only rows
-whose filter reaches beyond it are sorted in full. A row without a finite maximum, or without a weight to draw from, fails
-alone.
+`engine.randomness`: over the whole vocabulary when nothing filters, else over the most likely candidates. Candidates come
+from a partial top-k; only rows whose filter reaches beyond it are sorted in full. A row without a finite maximum, or without
+a weight to draw from, fails alone. Log-probabilities are the model's own, before all of this.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from engine.logits_rules import LogitsRules, has_rules
+from engine.logits_filters import FilterColumns, column, filtered_candidates, is_filtered, needs_all_tokens
+from engine.logits_rules import LogitsRules, SampledRow, has_rules
+from engine.logprobs import token_logprobs
 from engine.protocol import SamplingParams, TokenLogprob
 from engine.randomness import uniform
-from engine.request import Request
 
 CANDIDATE_STAGES = (64, 1024)
 """Partial top-k, widened only for rows whose own filter reaches beyond it; then the whole vocabulary. A partial top-k of 64
@@ -28,23 +30,21 @@ GREEDY_BELOW = 1e-5
 
 NO_TOKEN = -1
 NOT_FINITE = "the model computed logits that are not finite for this request"
+NOTHING_ALLOWED = "every token is forbidden here by what the request asks for (guided decoding, bad_words, min_tokens)"
 
 
 @dataclass(frozen=True, slots=True)
 class SampledToken:
-    """The choice for one row of logits, or why there is none."""
+    """The choice for one row of logits, or why there is none. `error_param` names the field that forbade every token."""
 
     token_id: int | None = None
     logprob: TokenLogprob | None = None
     error: str | None = None
+    error_param: str | None = None
 
 
 def is_greedy(sampling: SamplingParams) -> bool:
     return sampling.temperature < GREEDY_BELOW
-
-
-def is_filtered(sampling: SamplingParams) -> bool:
-    return sampling.top_k > 0 or sampling.top_p < 1.0 or sampling.min_p > 0.0
 
 
 class Sampler:
@@ -54,77 +54,161 @@ class Sampler:
         self._device = device
         self._rules = LogitsRules(vocab_size, device)
 
-    def sample(self, logits: torch.Tensor, requests: Sequence[Request]) -> list[SampledToken]:
-        """logits: [B, V] float32 (may be changed), row i of `requests[i]` → one output per row"""
-        raw = logits
-        if any(has_rules(request) for request in requests):
-            raw = logits.clone() if any(request.sampling.logprobs is not None for request in requests) else logits
-            self._rules.apply(logits, requests)
+    def sample(self, logits: torch.Tensor, rows: Sequence[SampledRow], masks: torch.Tensor | None = None) -> list[SampledToken]:
+        """One output per row.
+
+        logits: [R, V] float32 (may be changed), row i of `rows[i]`; masks: [R, ceil(V / 32)] int32, which tokens the grammar
+        of a guided request allows (bit b of word w: token 32 w + b); rows of other requests are not looked at
+        """
+        model_logits = self._constrain(logits, rows, masks)
         maxima, chosen = logits.max(dim=-1)
-        sampled = [i for i, request in enumerate(requests) if not is_greedy(request.sampling)]
-        for rows in _split(sampled, requests):
-            if rows:
-                chosen[rows] = self._draw(logits, maxima, requests, rows)
-        return self._outputs(raw, maxima, chosen, requests)
+        for group in _sampled_groups(rows):
+            chosen[group] = self._draw(logits, maxima, rows, group)
+        usable = (torch.isfinite(maxima) & (chosen != NO_TOKEN)).tolist()
+        return self._outputs(logits, model_logits, usable, chosen, maxima, rows)
 
-    def _draw(self, logits: torch.Tensor, maxima: torch.Tensor, requests: Sequence[Request], rows: list[int]) -> torch.Tensor:
-        """Token ids of `rows`, which either all filter or all do not, or NO_TOKEN: [len(rows)] int64"""
-        params = [requests[row].sampling for row in rows]
-        temperatures = self._column([p.temperature for p in params], torch.float32)
-        noise = self._column([_uniform(requests[row]) for row in rows], torch.float64)
-        scaled = (logits[rows] - maxima[rows, None]) / temperatures
-        if not is_filtered(params[0]):
-            return invert(torch.softmax(scaled, dim=-1), noise)
-        return self._draw_filtered(scaled, params, noise)
+    def distributions(
+        self, logits: torch.Tensor, rows: Sequence[SampledRow], masks: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Probabilities that `sample` draws from, after rules, temperature and filters: [R, V] float32.
 
-    def _draw_filtered(self, scaled: torch.Tensor, params: Sequence[SamplingParams], noise: torch.Tensor) -> torch.Tensor:
-        """Widen the candidates stage by stage, for the rows that need it: which stage serves a row is its own affair."""
-        chosen = torch.empty(len(params), dtype=torch.int64, device=self._device)
-        waiting = list(range(len(params)))
-        for count in (*(stage for stage in CANDIDATE_STAGES if stage < scaled.shape[-1]), scaled.shape[-1]):
-            rows = [row for row in waiting if params[row].top_k <= count or count == scaled.shape[-1]]
-            if not rows:
+        A greedy row has 1 at its largest logit. A row that cannot be drawn from is all zeros. Arguments as of `sample`.
+        """
+        self._constrain(logits, rows, masks)
+        maxima, chosen = logits.max(dim=-1)
+        result = torch.zeros_like(logits).scatter_(1, chosen[:, None], 1.0)
+        for group in _sampled_groups(rows):
+            scaled = self._scaled(logits, maxima, rows, group)
+            if not is_filtered(rows[group[0]].sampling):
+                result[group] = torch.softmax(scaled, dim=-1)
                 continue
-            ids, kept = filtered_candidates(scaled[rows], count, *self._filters([params[row] for row in rows]))
-            place = invert(kept, noise[rows])
+            result[group] = 0.0
+            for part, ids, weights in self._candidates(scaled, [rows[row].sampling for row in group]):
+                places = column([group[i] for i in part], torch.int64, self._device)
+                result[places, ids] = weights / weights.sum(dim=-1, keepdim=True)
+        drawable = torch.isfinite(maxima)[:, None] & torch.isfinite(result.sum(dim=-1, keepdim=True))
+        return torch.where(drawable, result, 0.0)
+
+    def _constrain(
+        self, logits: torch.Tensor, rows: Sequence[SampledRow], masks: torch.Tensor | None
+    ) -> dict[int, torch.Tensor]:
+        """Apply rules and masks in place; return the model's own logits of the rows that change and want log-probabilities."""
+        guided = [] if masks is None else [i for i, row in enumerate(rows) if row.sampling.is_guided]
+        changed = {*guided, *(i for i, row in enumerate(rows) if has_rules(row))}
+        kept = {i: logits[i].clone() for i in changed if rows[i].sampling.logprobs is not None}
+        if changed:
+            self._rules.apply(logits, rows)
+        if guided and masks is not None:
+            self._rules.apply_masks(logits, masks, guided)
+        return kept
+
+    def _scaled(self, logits: torch.Tensor, maxima: torch.Tensor, rows: Sequence[SampledRow], group: list[int]) -> torch.Tensor:
+        """Logits over temperature, the largest moved to zero: [len(group), V]"""
+        temperatures = column([rows[i].sampling.temperature for i in group], torch.float32, self._device)
+        if len(group) == len(rows):
+            return (logits - maxima[:, None]).div_(temperatures)
+        return (logits[group] - maxima[group, None]).div_(temperatures)
+
+    def _draw(self, logits: torch.Tensor, maxima: torch.Tensor, rows: Sequence[SampledRow], group: list[int]) -> torch.Tensor:
+        """Token ids of the rows of `group`, which either all filter or all do not, or NO_TOKEN: [len(group)] int64"""
+        noise = column([_uniform(rows[i]) for i in group], torch.float64, self._device)
+        scaled = self._scaled(logits, maxima, rows, group)
+        if not is_filtered(rows[group[0]].sampling):
+            return invert(torch.softmax(scaled, dim=-1), noise)
+        chosen = torch.empty(len(group), dtype=torch.int64, device=self._device)
+        for part, ids, weights in self._candidates(scaled, [rows[i].sampling for i in group]):
+            place = invert(weights, noise[part])
             drawn = ids.gather(1, place.clamp(min=0)[:, None])[:, 0]
-            chosen[rows] = torch.where(place == NO_TOKEN, NO_TOKEN, drawn)
-            reaches_end = (kept[:, -1] > 0).tolist()
-            done = {row for row, cut in zip(rows, reaches_end, strict=True) if not cut or params[row].top_k > 0}
-            waiting = [row for row in waiting if row not in done]
+            chosen[part] = torch.where(place == NO_TOKEN, NO_TOKEN, drawn)
         return chosen
 
-    def _filters(self, params: Sequence[SamplingParams]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """top_k (0 is off), top_p and min_p as columns: [B, 1] each"""
-        top_k = self._column([max(0, p.top_k) for p in params], torch.int64)
-        top_p = self._column([p.top_p for p in params], torch.float32)
-        return top_k, top_p, self._column([p.min_p for p in params], torch.float32)
+    def _candidates(
+        self, scaled: torch.Tensor, params: Sequence[SamplingParams]
+    ) -> Iterator[tuple[list[int], torch.Tensor, torch.Tensor]]:
+        """Parts of the rows with ids and weights of their candidates, as far as each row's own filter reaches.
 
-    def _column(self, values: Sequence[float], dtype: torch.dtype) -> torch.Tensor:
-        return torch.tensor(values, dtype=dtype).to(self._device)[:, None]
+        The candidates are widened stage by stage for the rows that need it: which stage serves a row is its own affair.
+        """
+        waiting, vocab_size = list(range(len(params))), scaled.shape[-1]
+        for count in (*(stage for stage in CANDIDATE_STAGES if stage < vocab_size), vocab_size):
+            reached = [i for i in waiting if count == vocab_size or _could_suffice(params[i], count)]
+            if not reached:
+                continue
+            part = scaled if len(reached) == len(params) else scaled[reached]
+            filters = FilterColumns.of([params[i] for i in reached], self._device)
+            ids, weights, reaches_end = filtered_candidates(part, count, filters)
+            done = [k for k, open_end in enumerate(reaches_end.tolist()) if count == vocab_size or not open_end]
+            if len(done) == len(reached):
+                yield reached, ids, weights
+            elif done:
+                yield [reached[k] for k in done], ids[done], weights[done]
+            served = {reached[k] for k in done}
+            waiting = [i for i in waiting if i not in served]
 
     def _outputs(
-        self, raw: torch.Tensor, maxima: torch.Tensor, chosen: torch.Tensor, requests: Sequence[Request]
+        self,
+        logits: torch.Tensor,
+        model_logits: dict[int, torch.Tensor],
+        usable: list[bool],
+        chosen: torch.Tensor,
+        maxima: torch.Tensor,
+        rows: Sequence[SampledRow],
     ) -> list[SampledToken]:
-        usable, token_ids = (torch.isfinite(maxima) & (chosen != NO_TOKEN)).tolist(), chosen.tolist()
-        asked = [i for i, request in enumerate(requests) if request.sampling.logprobs is not None and usable[i]]
-        logprobs = (
-            dict(zip(asked, _logprobs(raw[asked], chosen[asked], [requests[i] for i in asked]), strict=True)) if asked else {}
-        )
+        token_ids = chosen.tolist()
+        asked = [i for i, row in enumerate(rows) if row.sampling.logprobs is not None and usable[i]]
+        logprobs = self._logprobs(logits, model_logits, asked, chosen, rows) if asked else {}
+        failed = {} if all(usable) else {i: _failure(rows[i], value) for i, value in enumerate(maxima.tolist())}
         return [
-            SampledToken(token_id=token_ids[i], logprob=logprobs.get(i)) if usable[i] else SampledToken(error=NOT_FINITE)
-            for i in range(len(requests))
+            SampledToken(token_id=token_ids[i], logprob=logprobs.get(i)) if usable[i] else failed[i] for i in range(len(rows))
         ]
 
+    def _logprobs(
+        self,
+        logits: torch.Tensor,
+        model_logits: dict[int, torch.Tensor],
+        asked: list[int],
+        chosen: torch.Tensor,
+        rows: Sequence[SampledRow],
+    ) -> dict[int, TokenLogprob]:
+        unchanged = [i for i in asked if i not in model_logits]
+        counts = {i: rows[i].sampling.logprobs or 0 for i in asked}
+        found = {}
+        if unchanged:
+            entries = token_logprobs(logits, unchanged, chosen[unchanged], [counts[i] for i in unchanged])
+            found = dict(zip(unchanged, entries, strict=True))
+        for i in asked:
+            if i in model_logits:
+                (found[i],) = token_logprobs(model_logits[i][None], [0], chosen[i : i + 1], [counts[i]])
+        return found
 
-def _split(sampled: list[int], requests: Sequence[Request]) -> tuple[list[int], list[int]]:
-    filtered = [i for i in sampled if is_filtered(requests[i].sampling)]
-    return filtered, [i for i in sampled if not is_filtered(requests[i].sampling)]
+
+def _sampled_groups(rows: Sequence[SampledRow]) -> list[list[int]]:
+    """Indices of the rows that draw, those with filters apart from those without; no empty group."""
+    filtered: list[int] = []
+    plain: list[int] = []
+    for index, row in enumerate(rows):
+        if not is_greedy(row.request.sampling):
+            (filtered if is_filtered(row.request.sampling) else plain).append(index)
+    return [group for group in (filtered, plain) if group]
 
 
-def _uniform(request: Request) -> float:
-    assert request.sampling.seed is not None, f"request {request.request_id} has no seed"
-    return uniform(request.sampling.seed, request.num_tokens)
+def _could_suffice(sampling: SamplingParams, count: int) -> bool:
+    return sampling.top_k <= count and not needs_all_tokens(sampling)
+
+
+def _uniform(row: SampledRow) -> float:
+    seed = row.request.sampling.seed
+    assert seed is not None, f"request {row.request.request_id} has no seed"
+    return uniform(seed, row.position)
+
+
+def _failure(row: SampledRow, maximum: float) -> SampledToken:
+    """Why a row has no token: what its request forbids, or what the model computed."""
+    sampling = row.sampling
+    if maximum != float("-inf") or not (sampling.is_guided or has_rules(row)):
+        return SampledToken(error=NOT_FINITE)
+    param = sampling.guided_param or ("bad_words" if sampling.bad_words_token_ids else "min_tokens")
+    return SampledToken(error=NOTHING_ALLOWED, error_param=param)
 
 
 def invert(weights: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
@@ -136,36 +220,3 @@ def invert(weights: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
     total = cumulative[:, -1:]
     index = torch.searchsorted(cumulative, noise * total, right=True).clamp_(max=weights.shape[-1] - 1)
     return torch.where(torch.isfinite(total) & (total > 0), index, NO_TOKEN)[:, 0]
-
-
-def filtered_candidates(
-    scaled: torch.Tensor, count: int, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The `count` most likely ids of each row, and their weights with everything that is filtered out set to zero.
-
-    scaled: [B, V] logits over temperature; top_k (0 is off), top_p, min_p: [B, 1] → ids [B, count] int64, weights [B, count]
-    """
-    values, ids = scaled.topk(count, dim=-1)
-    has_top_k = top_k > 0
-    within_k = (torch.arange(count, device=scaled.device)[None, :] < top_k) | ~has_top_k
-    in_vocabulary = torch.logsumexp(scaled, dim=-1, keepdim=True)
-    in_top_k = torch.logsumexp(values.masked_fill(~within_k, float("-inf")), dim=-1, keepdim=True)
-    total = torch.where(has_top_k, in_top_k, in_vocabulary)
-    weights = (values - total).exp().masked_fill_(~within_k, 0.0)
-    before = weights.cumsum(dim=-1) - weights
-    keep = (before < top_p) & (weights >= min_p * weights[:, :1])
-    keep[:, 0] = True  # a top_p that float32 rounds to zero keeps it too
-    return ids, weights * keep
-
-
-def _logprobs(raw: torch.Tensor, chosen: torch.Tensor, requests: Sequence[Request]) -> list[TokenLogprob]:
-    """raw: [B, V] logits of the model, chosen: [B] → one entry per row with as many alternatives as it asked for"""
-    totals = torch.logsumexp(raw, dim=-1)
-    own = (raw.gather(1, chosen[:, None])[:, 0] - totals).tolist()
-    counts = [request.sampling.logprobs or 0 for request in requests]
-    values, ids = raw.topk(max(*counts, 1), dim=-1)
-    top_values, top_ids = (values - totals[:, None]).tolist(), ids.tolist()
-    return [
-        TokenLogprob(logprob=own[i], top_token_ids=top_ids[i][:count], top_logprobs=top_values[i][:count])
-        for i, count in enumerate(counts)
-    ]

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from engine.logits_rules import SampledRow
 from engine.randomness import uniform
 from engine.request import Request
 from engine.sampler import NO_TOKEN, NOT_FINITE, SampledToken, Sampler, invert
@@ -19,7 +20,8 @@ CPU = torch.device("cpu")
 
 
 def sample(logits: torch.Tensor, requests: list[Request]) -> list[SampledToken]:
-    return Sampler(logits.shape[-1], CPU).sample(logits.clone(), requests)
+    rows = [SampledRow(request, request.num_tokens) for request in requests]
+    return Sampler(logits.shape[-1], CPU).sample(logits.clone(), rows)
 
 
 def draw_counts(logits: torch.Tensor, **sampling: Any) -> torch.Tensor:
@@ -185,7 +187,7 @@ def test_token_counts_follow_a_growing_request() -> None:
     request = sampling_request(prompt=(2,), temperature=0.0, frequency_penalty=0.3)
     chosen = []
     for _ in range(4):
-        (output,) = sampler.sample(torch.tensor([[1.0, 0.8, -5.0]]), [request])
+        (output,) = sampler.sample(torch.tensor([[1.0, 0.8, -5.0]]), [SampledRow(request, request.num_tokens)])
         assert output.token_id is not None
         request.token_ids.append(output.token_id)
         chosen.append(output.token_id)

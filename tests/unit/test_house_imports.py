@@ -15,7 +15,7 @@ REPO = Path(__file__).resolve().parents[2]
 # The pure half of the engine: integers and text, so that a laptop with no torch can test it.
 ENGINE_PURE = {
     "errors", "request", "block_pool", "prefix_cache", "scheduler", "scheduled_batch", "config", "options", "transport",
-    "models.families", "rope_config", "window_config", "chat_template",
+    "sampling_params", "randomness", "models.families", "rope_config", "window_config", "chat_template",
     "grammar", "grammar.spec", "grammar.vocabulary", "grammar.compiler", "grammar.worker", "grammar.matcher", "grammar.lark",
 }  # fmt: skip
 PROTOCOL = {"engine.protocol", "engine.transport"}

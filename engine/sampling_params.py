@@ -1,0 +1,264 @@
+"""How tokens are chosen and when an answer ends: the parameters of a request, their limits and their checks. Knows no torch.
+
+Every value is checked where the parameters are made, by type and by limit, so that nothing behind has to.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+N_MAX = 128
+TOP_LOGPROBS_MAX = 20
+STOP_STRINGS_MAX = 16
+STOP_CHARS_MAX = 16_000  # of all stop strings together
+STOP_TOKEN_IDS_MAX = 1024
+LOGIT_BIAS_MAX = 1024
+BAD_WORDS_MAX = 1024
+BAD_WORDS_CHARS_MAX = 16_384  # of all bad words together
+BAD_WORDS_TOKENS_MAX = 8 * BAD_WORDS_CHARS_MAX  # twice (with and without a space) up to four bytes for each character
+GUIDED_CHARS_MAX = 256 * 1024
+GUIDED_CHOICES_MAX = 1024
+REPETITION_PENALTY_MIN, REPETITION_PENALTY_MAX = 0.01, 10.0
+SEED_MAX = 2**63 - 1
+TOKENS_MAX = 2**31 - 1  # as a count and as an id: more than any context and any vocabulary
+TOP_K_MAX = 2**31 - 1  # more than any vocabulary; what does not fit an int64 would fail inside the sampler
+GUIDED_PARAMS = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
+
+
+class InvalidOption(ValueError):
+    """A field has a value that cannot be accepted. `param` names the field; the message states the limit."""
+
+    def __init__(self, param: str, message: str) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class UnsupportedOption(InvalidOption):
+    """A known field asks for something that this version cannot honour."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How tokens are chosen and when a request ends. Field names are those of vLLM's offline interface.
+
+    A `temperature` below 1e-5 is greedy, as 0 is. `top_k == 0` (or -1) is off. `seed is None` lets the caller's side choose
+    one; on the wire a seed is always set, because randomness is a function of (seed, position). `best_of` answers are
+    generated and whoever owns the text keeps the `n` with the highest cumulative log-probability.
+
+    `stop` holds strings (one string is a list of one) and is applied by whoever owns the text (gateway or `LLM`), never by the
+    engine loop, which knows token ids only; so is `echo`, an answer that begins with its prompt. `bad_words` are for people:
+    the engine goes by `bad_words_token_ids`, which whoever has the tokenizer fills (`engine.bad_words`). `guided_json` takes
+    a schema as JSON text or as a mapping and holds it as text; at most one `guided_…` may be set.
+
+    Raises `InvalidOption` on construction, naming the field.
+    """
+
+    n: int = 1
+    best_of: int | None = None
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    typical_p: float = 1.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] | None = None
+    bad_words: list[str] | None = None
+    bad_words_token_ids: list[list[int]] | None = None
+    seed: int | None = None
+    stop: list[str] = field(default_factory=list)
+    stop_token_ids: list[int] = field(default_factory=list)
+    ignore_eos: bool = False
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    echo: bool = False
+    guided_json: str | dict[str, Any] | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+
+    def __post_init__(self) -> None:
+        _normalise(self)
+        _check_numbers(self)
+        _check_lengths(self)
+        _check_ends(self)
+        _check_bias(self)
+        _check_bad_words(self)
+        _check_guided(self)
+
+    @property
+    def num_answers(self) -> int:
+        """How many answers are generated: `best_of`, or `n` when it is not set."""
+        return self.n if self.best_of is None else self.best_of
+
+    @property
+    def guided_param(self) -> str | None:
+        """The one `guided_…` field that is set."""
+        return next((param for param in GUIDED_PARAMS if getattr(self, param) is not None), None)
+
+    @property
+    def is_guided(self) -> bool:
+        """Whether a grammar decides which tokens are allowed."""
+        return (
+            self.guided_json is not None
+            or self.guided_regex is not None
+            or self.guided_choice is not None
+            or self.guided_grammar is not None
+        )
+
+
+def _require(ok: bool, param: str, message: str) -> None:
+    if not ok:
+        raise InvalidOption(param, f"{param} {message}")
+
+
+def _shown(value: object) -> str:
+    """A value in a message: short, whatever it is."""
+    return repr(value) if isinstance(value, int | float) and len(repr(value)) <= 40 else type(value).__name__
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _normalise(p: SamplingParams) -> None:
+    """One stop string is a list of one, none an empty list, a schema its JSON text."""
+    stop: Any = p.stop
+    stop_token_ids: Any = p.stop_token_ids
+    if stop is None or isinstance(stop, str):
+        object.__setattr__(p, "stop", [] if stop is None else [stop])
+    if stop_token_ids is None:
+        object.__setattr__(p, "stop_token_ids", [])
+    if isinstance(p.guided_json, Mapping):
+        object.__setattr__(p, "guided_json", _schema_text(p.guided_json))
+
+
+def _schema_text(schema: Mapping[str, Any]) -> str:
+    try:
+        return json.dumps(schema, ensure_ascii=False, allow_nan=False)
+    except (RecursionError, TypeError, ValueError) as error:
+        raise InvalidOption("guided_json", f"guided_json cannot be written as JSON: {error}") from error
+
+
+def _number(p: SamplingParams, param: str, low: float, high: float, *, above: bool = False) -> None:
+    """A float between its limits; NaN is between none. `above`: the lower limit itself is refused."""
+    value = getattr(p, param)
+    limits = f"must be above {low:g} and at most {high:g}" if above else f"must be between {low:g} and {high:g}"
+    _require(_is_number(value), param, f"{limits}, not {_shown(value)}")
+    _require((low < value if above else low <= value) and value <= high, param, f"{limits}, not {_shown(value)}")
+
+
+def _integer(p: SamplingParams, param: str, low: int, high: int, *, optional: bool = False, note: str = "") -> None:
+    value = getattr(p, param)
+    if optional and value is None:
+        return
+    message = f"must be an integer between {low} and {high}{note}, not {_shown(value)}"
+    _require(_is_int(value) and low <= value <= high, param, message)
+
+
+def _check_numbers(p: SamplingParams) -> None:
+    _number(p, "temperature", 0.0, 2.0)
+    _number(p, "top_p", 0.0, 1.0, above=True)
+    _integer(p, "top_k", -1, TOP_K_MAX, note=" (-1 and 0 are off)")
+    _number(p, "min_p", 0.0, 1.0)
+    _number(p, "typical_p", 0.0, 1.0, above=True)
+    _number(p, "repetition_penalty", REPETITION_PENALTY_MIN, REPETITION_PENALTY_MAX)
+    _number(p, "presence_penalty", -2.0, 2.0)
+    _number(p, "frequency_penalty", -2.0, 2.0)
+    _integer(p, "seed", 0, SEED_MAX, optional=True)
+    _integer(p, "logprobs", 0, TOP_LOGPROBS_MAX, optional=True)
+    _integer(p, "prompt_logprobs", 0, TOP_LOGPROBS_MAX, optional=True)
+    for param in ("ignore_eos", "echo"):
+        value = getattr(p, param)
+        _require(isinstance(value, bool), param, f"must be True or False, not {_shown(value)}")
+
+
+def _check_lengths(p: SamplingParams) -> None:
+    _integer(p, "n", 1, N_MAX)
+    _integer(p, "best_of", 1, N_MAX, optional=True)
+    _require(p.best_of is None or p.best_of >= p.n, "best_of", f"must be at least n ({p.n}), not {p.best_of}")
+    _integer(p, "max_tokens", 1, TOKENS_MAX, optional=True)
+    _integer(p, "min_tokens", 0, TOKENS_MAX)
+    _require(
+        p.max_tokens is None or p.min_tokens <= p.max_tokens,
+        "min_tokens",
+        f"must be at most max_tokens ({p.max_tokens}), not {p.min_tokens}",
+    )
+
+
+def _check_ends(p: SamplingParams) -> None:
+    _strings(p.stop, "stop", STOP_STRINGS_MAX, STOP_CHARS_MAX)
+    ids = p.stop_token_ids
+    _require(isinstance(ids, list | tuple), "stop_token_ids", f"must be a list of token ids, not {_shown(ids)}")
+    _require(len(ids) <= STOP_TOKEN_IDS_MAX, "stop_token_ids", f"takes at most {STOP_TOKEN_IDS_MAX} ids, not {len(ids)}")
+    _token_ids(ids, "stop_token_ids")
+
+
+def _strings(values: Any, param: str, count_max: int, chars_max: int) -> None:
+    """A list of up to `count_max` strings, none empty, with at most `chars_max` characters in all."""
+    is_list = isinstance(values, list | tuple)
+    _require(is_list and all(isinstance(value, str) for value in values), param, "must be a list of strings")
+    _require(len(values) <= count_max, param, f"takes at most {count_max} strings, not {len(values)}")
+    _require(all(values), param, "must not contain an empty string")
+    num_chars = sum(map(len, values))
+    _require(num_chars <= chars_max, param, f"takes at most {chars_max} characters in all, not {num_chars}")
+
+
+def _token_ids(ids: Any, param: str) -> None:
+    _require(
+        all(_is_int(i) and 0 <= i <= TOKENS_MAX for i in ids), param, f"must hold token ids: integers from 0 to {TOKENS_MAX}"
+    )
+
+
+def _check_bias(p: SamplingParams) -> None:
+    bias = p.logit_bias
+    if bias is None:
+        return
+    _require(isinstance(bias, Mapping), "logit_bias", f"must map token ids to numbers, not be {_shown(bias)}")
+    _require(len(bias) <= LOGIT_BIAS_MAX, "logit_bias", f"takes at most {LOGIT_BIAS_MAX} tokens, not {len(bias)}")
+    _token_ids(bias, "logit_bias")
+    ok = all(_is_number(value) and -100.0 <= value <= 100.0 for value in bias.values())
+    _require(ok, "logit_bias", "values must be numbers between -100 and 100")
+
+
+def _check_bad_words(p: SamplingParams) -> None:
+    if p.bad_words is not None:
+        _strings(p.bad_words, "bad_words", BAD_WORDS_MAX, BAD_WORDS_CHARS_MAX)
+        _require(all(map(str.strip, p.bad_words)), "bad_words", "must not contain a word of spaces alone")
+    words = p.bad_words_token_ids
+    if words is None:
+        return
+    param = "bad_words_token_ids"
+    is_list = isinstance(words, list | tuple) and all(isinstance(word, list | tuple) and word for word in words)
+    _require(is_list, param, "must be a list of lists of token ids, none empty")
+    _require(len(words) <= 2 * BAD_WORDS_MAX, param, f"takes at most {2 * BAD_WORDS_MAX} words, not {len(words)}")
+    num_ids = sum(map(len, words))
+    _require(num_ids <= BAD_WORDS_TOKENS_MAX, param, f"takes at most {BAD_WORDS_TOKENS_MAX} ids in all, not {num_ids}")
+    for word in words:
+        _token_ids(word, param)
+
+
+def _check_guided(p: SamplingParams) -> None:
+    """Types and sizes; whether a grammar can be read is found out when it is compiled."""
+    asked = [param for param in GUIDED_PARAMS if getattr(p, param) is not None]
+    if not asked:
+        return
+    _require(len(asked) == 1, asked[-1], f"cannot be combined with {asked[0]}: a request takes one grammar")
+    (param,) = asked
+    value = getattr(p, param)
+    if param == "guided_choice":
+        _strings(value, param, GUIDED_CHOICES_MAX, GUIDED_CHARS_MAX)
+        _require(bool(value), param, "needs at least one string")
+        return
+    _require(isinstance(value, str), param, f"must be text, not {_shown(value)}")
+    _require(len(value) <= GUIDED_CHARS_MAX, param, f"takes at most {GUIDED_CHARS_MAX} characters, not {len(value)}")
