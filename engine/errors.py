@@ -7,10 +7,13 @@ EngineError
 │   └── WeightsError           tensors are missing, unexpected, misshapen or unreadable
 ├── EngineConfigError          an engine option has a value that cannot be honoured; names the option
 ├── PromptError                a prompt cannot be run: empty, too long, or with ids outside the vocabulary
+├── TraceError                 a trace of requests cannot be replayed; names file, line and field
 └── EngineBroken               steps fail for every request and for a probe: the process must be replaced
 """
 
 from __future__ import annotations
+
+from pathlib import Path
 
 
 class EngineError(Exception):
@@ -43,6 +46,15 @@ class EngineConfigError(EngineError, ValueError):
 
 class PromptError(EngineError, ValueError):
     """A prompt cannot be run as it stands; the message names the limit."""
+
+
+class TraceError(EngineError, ValueError):
+    """A trace cannot be replayed. `path`, `line` and `field` say where; the latter two are None for the file as a whole."""
+
+    def __init__(self, path: Path, line: int | None, field: str | None, message: str) -> None:
+        where = f"{path}" if line is None else f"{path}, line {line}"
+        super().__init__(f"{where}: {message}" if field is None else f"{where}: {field} {message}")
+        self.path, self.line, self.field = path, line, field
 
 
 class EngineBroken(EngineError):
