@@ -72,8 +72,8 @@ class Engine:
 
     def abort(self, request_id: str) -> TokenEvent | None:
         """End a live request; its blocks are free at once. None for an id that is not live."""
-        self._live.pop(request_id, None)
-        return self._scheduler.abort(request_id)
+        request = self._live.pop(request_id, None)
+        return None if request is None else self._scheduler.abort(request)
 
     def abort_all(self) -> list[TokenEvent]:
         events = [self.abort(request_id) for request_id in list(self._live)]
@@ -176,12 +176,12 @@ class Engine:
         )
 
     def _progress(self) -> list[RequestProgress]:
-        positions = {request.request_id: position for position, request in enumerate(self._scheduler.waiting())}
+        positions = {request: position for position, request in enumerate(self._scheduler.waiting())}
         return [
             RequestProgress(
                 request_id=request.request_id,
                 state=request.status.value,
-                queue_position=positions.get(request.request_id) if request.status is RequestStatus.QUEUED else None,
+                queue_position=positions.get(request) if request.status is RequestStatus.QUEUED else None,
                 kv_blocks=len(request.block_table),
                 num_computed_tokens=request.num_computed_tokens,
                 num_output_tokens=request.num_output_tokens,

@@ -8,9 +8,12 @@ from engine.protocol import TokenLogprob
 from engine.request import Request
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class ScheduledRequest:
     """`num_tokens` tokens of `request` from position `start` on. `samples`: the step yields its next token.
+
+    The scheduler keeps one for each decoding request and moves it on in `apply()`: an item is valid from `schedule()` to
+    `apply()` and no longer.
 
     The last `num_draft_tokens` of them are drafts of speculative decoding: tokens behind the end of `request.token_ids`,
     which the step verifies. `draft_token_ids` holds them; a draft model fills the list on the device just before.

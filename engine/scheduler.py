@@ -15,12 +15,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 
+from engine.admission_cost import TokenCosts
 from engine.block_pool import BlockPool
 from engine.errors import EngineConfigError
+from engine.host_tier import HostTier
 from engine.prefix_cache import PrefixCache
 from engine.protocol import FinishReason, SamplingParams, TokenEvent, TokenLogprob
 from engine.request import Request, RequestStatus
 from engine.scheduled_batch import ScheduledBatch, ScheduledRequest, StepOutput
+from engine.step_budget import StepBudget
 
 LOOKAHEAD_REQUESTS = 8
 """Waiting requests looked at per step behind one that does not fit."""
@@ -66,7 +69,15 @@ class Scheduler:
     """Owns every live request. Not thread-safe: one loop calls it."""
 
     def __init__(
-        self, limits: SchedulerLimits, pool: BlockPool, *, clock: Callable[[], float], prefix_cache: PrefixCache | None = None
+        self,
+        limits: SchedulerLimits,
+        pool: BlockPool,
+        *,
+        clock: Callable[[], float],
+        costs: TokenCosts | None = None,
+        prefix_cache: PrefixCache | None = None,
+        host_tier: HostTier | None = None,
+        step_budget: StepBudget | None = None,
     ) -> None:
         if pool.num_blocks * limits.block_size < limits.max_model_len:
             raise EngineConfigError(
@@ -76,9 +87,12 @@ class Scheduler:
         self.limits = limits
         self.pool = pool
         self.totals = SchedulerTotals()
+        self.costs = TokenCosts() if costs is None else costs
+        self.host_tier = host_tier
+        self._step_budget = step_budget
         self._clock = clock
         self._prefix_cache = prefix_cache
-        self._waiting: OrderedDict[str, Request] = OrderedDict()
+        self._waiting: OrderedDict[Request, None] = OrderedDict()
         self._running: list[Request] = []
         self._watermark_blocks = pool.num_blocks // WATERMARK_DIVISOR
 
@@ -99,22 +113,30 @@ class Scheduler:
         return self._running
 
     def waiting(self) -> Iterable[Request]:
-        return self._waiting.values()
+        return self._waiting
 
     def add(self, request: Request) -> None:
         """Queue a new request. Its id must be new among the live ones and its length within `max_model_len`."""
         assert request.max_total_tokens <= self.limits.max_model_len, f"request {request.request_id} exceeds the context"
-        assert request.request_id not in self._waiting, f"request {request.request_id} is queued twice"
-        self._waiting[request.request_id] = request
+        assert request not in self._waiting, f"request {request.request_id} is queued twice"
+        self._waiting[request] = None
 
-    def abort(self, request_id: str) -> TokenEvent | None:
-        """End a live request now and free its blocks; None when it is not live (finished or never known)."""
-        request = self._waiting.get(request_id) or next((r for r in self._running if r.request_id == request_id), None)
-        return None if request is None else self._end(request, FinishReason.ABORTED)
+    def add_fork(self, request: Request) -> None:
+        """Queue a further answer of `request.forked_from`, whose prompt blocks it shares when they are computed."""
+        assert request.forked_from is not None, f"request {request.request_id} is no fork"
+        self.add(request)
 
-    def fail(self, request: Request, error: str) -> TokenEvent:
-        """End a live request because its computation failed."""
-        return self._end(request, FinishReason.ERROR, error=error)
+    def expire(self) -> list[TokenEvent]:
+        """End the requests that waited for longer than their `queue_deadline_s`."""
+        return []
+
+    def abort(self, request: Request) -> TokenEvent | None:
+        """End a live request now and free its blocks; None when it has ended before."""
+        return None if request.is_finished else self._end(request, FinishReason.ABORTED)
+
+    def fail(self, request: Request, error: str, param: str | None = None) -> TokenEvent:
+        """End a live request because its computation failed; `param` names the field that is to blame."""
+        return self._end(request, FinishReason.ERROR, error=error, error_param=param)
 
     def schedule(self) -> ScheduledBatch:
         """Plan one step. An empty batch means that no request is live."""
@@ -140,21 +162,22 @@ class Scheduler:
             return True
         while not self.pool.num_available:
             victim = self._running[-1]
-            self._preempt(victim)
+            self.preempt(victim)
             if victim is request:
                 return False
         request.block_table += self.pool.allocate(1)
         return True
 
-    def _preempt(self, request: Request) -> None:
+    def preempt(self, request: Request) -> None:
+        """Take a running request's blocks; it waits first in line and goes on later."""
         self._running.remove(request)
         self._release_blocks(request)
         request.move_to(RequestStatus.QUEUED)
         request.num_computed_tokens = 0
         request.num_preemptions += 1
         self.totals.preemptions += 1
-        self._waiting[request.request_id] = request
-        self._waiting.move_to_end(request.request_id, last=False)
+        self._waiting[request] = None
+        self._waiting.move_to_end(request, last=False)
 
     def _continue_prefills(self, batch: ScheduledBatch) -> None:
         for request in self._running:
@@ -178,7 +201,7 @@ class Scheduler:
     def _next_waiting(self) -> Request | None:
         """The one place that decides who is served next: the oldest that fits, within the bounds on overtaking."""
         passed: list[Request] = []
-        for request in islice(self._waiting.values(), LOOKAHEAD_REQUESTS):
+        for request in islice(self._waiting, LOOKAHEAD_REQUESTS):
             if self._fits(request):
                 for overtaken in passed:
                     overtaken.num_skips += 1
@@ -201,7 +224,7 @@ class Scheduler:
         return [] if self._prefix_cache is None else self._prefix_cache.match(request)
 
     def _admit(self, request: Request) -> None:
-        del self._waiting[request.request_id]
+        del self._waiting[request]
         matched = self._match(request)
         for block_id in matched:
             self.pool.share(block_id)
@@ -259,12 +282,15 @@ class Scheduler:
         token_ids: list[int] | None = None,
         logprobs: list[TokenLogprob] | None = None,
         error: str | None = None,
+        error_param: str | None = None,
     ) -> TokenEvent:
-        if self._waiting.pop(request.request_id, None) is None:
+        if request in self._waiting:
+            del self._waiting[request]
+        else:
             self._running.remove(request)
         self._release_blocks(request)
         request.finish(reason)
-        return token_event(request, token_ids=token_ids or [], logprobs=logprobs, error=error)
+        return token_event(request, token_ids=token_ids or [], logprobs=logprobs, error=error, error_param=error_param)
 
     def _release_blocks(self, request: Request) -> None:
         self.pool.release(request.block_table)
@@ -295,7 +321,7 @@ class Scheduler:
     def live(self) -> Iterator[Request]:
         """Every live request: running ones by age, then waiting ones in the order of the queue."""
         yield from self._running
-        yield from self._waiting.values()
+        yield from self._waiting
 
     def check_invariants(self) -> None:
         """Raise `AssertionError` unless blocks, requests and limits agree. For tests and for the idle engine."""
@@ -307,7 +333,7 @@ class Scheduler:
             )
             slots = len(request.block_table) * self.limits.block_size
             assert request.num_computed_tokens <= slots, f"{request.request_id} computed more tokens than it has slots"
-        for request in self._waiting.values():
+        for request in self._waiting:
             assert request.status is RequestStatus.QUEUED, f"{request.request_id} waits while {request.status}"
             assert not request.block_table, f"{request.request_id} waits and holds blocks"
 
@@ -318,6 +344,7 @@ def token_event(
     token_ids: list[int],
     logprobs: list[TokenLogprob] | None = None,
     error: str | None = None,
+    error_param: str | None = None,
 ) -> TokenEvent:
     """The wire form of what just happened to `request`, with its exact counts."""
     return TokenEvent(
@@ -331,4 +358,6 @@ def token_event(
         logprobs=logprobs,
         finish_reason=request.finish_reason,
         error=error,
+        index=request.index,
+        error_param=error_param,
     )

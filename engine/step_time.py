@@ -17,6 +17,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from engine.admission_cost import TokenCosts
+
 NS = 1e9
 PS = 1e12
 
@@ -144,6 +146,16 @@ class StepTimeModel:
     def swap_in_ns(self, num_blocks: int) -> int:
         """Copying `num_blocks` from the host tier."""
         return num_blocks * self._block_copy_ns
+
+    def token_costs(self) -> TokenCosts:
+        """The linear prices that the scheduler charges with."""
+        return TokenCosts(
+            prefill_token_ps=self._prefill_token_ps,
+            prefill_pair_ps=round(self.pair_s * PS),
+            decode_token_ps=self._decode_ps,
+            decode_context_ps=self._context_ps,
+            swap_in_block_ps=self._block_copy_ns * 1000,
+        )
 
     def recompute_ns(self, start: int, num_tokens: int) -> int:
         """Computing again what was evicted: the same as computing it."""

@@ -69,6 +69,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.cache = FakeCache(block_size)
         self.numbers = random.Random(0)
         self.live: dict[str, Request] = {}
+        self.known: dict[str, Request] = {}
         self.ended: dict[str, TokenEvent] = {}
         self.delivered: dict[str, int] = {}
         self.added = 0
@@ -92,14 +93,15 @@ class SchedulerMachine(RuleBasedStateMachine):
             stop_ids=frozenset({END_TOKEN}),
             arrived_s=0.0,
         )
-        self.live[request.request_id] = request
+        self.live[request.request_id] = self.known[request.request_id] = request
         self.delivered[request.request_id] = 0
         self.scheduler.add(request)
         return request.request_id
 
     @rule(request_id=consumes(requests))
     def abort(self, request_id: str) -> None:
-        event = self.scheduler.abort(request_id)
+        request = self.known[request_id]
+        event = self.scheduler.abort(request)
         assert (event is not None) == (request_id in self.live)
         if event is not None:
             assert event.finish_reason is FinishReason.ABORTED

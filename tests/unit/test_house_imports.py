@@ -14,7 +14,8 @@ REPO = Path(__file__).resolve().parents[2]
 
 # The pure half of the engine: integers and text, so that a laptop with no torch can test it.
 ENGINE_PURE = {
-    "errors", "request", "block_pool", "prefix_cache", "scheduler", "scheduled_batch", "config", "options", "transport",
+    "errors", "request", "block_pool", "prefix_cache", "host_tier", "admission_cost", "scheduler", "scheduled_batch",
+    "step_time", "step_budget", "config", "options", "transport",
     "sampling_params", "randomness", "models.families", "rope_config", "window_config", "chat_template",
     "grammar", "grammar.spec", "grammar.vocabulary", "grammar.compiler", "grammar.worker", "grammar.matcher", "grammar.lark",
 }  # fmt: skip

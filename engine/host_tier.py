@@ -1,0 +1,69 @@
+"""Which evicted KV blocks main memory holds: content hash → host block, least recently used first. Integers and bytes only.
+
+The tier is inclusive: a block that is swapped in stays here as well, so that its eviction from the device costs no second
+copy. Blocks named in the moves of the step being planned are pinned: they are read or written when the step runs, so none
+of them may be given to another content before.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+
+class HostTier:
+    """`num_blocks` blocks of host memory. The runner owns the bytes; this is the index."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self._by_hash: OrderedDict[bytes, int] = OrderedDict()  # oldest use first
+        self._unused = list(range(num_blocks - 1, -1, -1))
+        self._pinned: set[bytes] = set()
+
+    @property
+    def num_used(self) -> int:
+        return len(self._by_hash)
+
+    def __contains__(self, content_hash: bytes) -> bool:
+        return content_hash in self._by_hash
+
+    def store(self, content_hash: bytes) -> int | None:
+        """A host block for a content that is not here yet; None when every block is pinned by this step."""
+        assert content_hash not in self._by_hash, "a content was stored twice"
+        block_id = self._unused.pop() if self._unused else self._evict()
+        if block_id is not None:
+            self._by_hash[content_hash] = block_id
+            self._pinned.add(content_hash)
+        return block_id
+
+    def _evict(self) -> int | None:
+        """O(1) but for pinned blocks at the old end, which step aside to the new end: each at most once per step."""
+        for _ in range(len(self._pinned) + 1):
+            if not self._by_hash:
+                return None
+            content_hash, block_id = self._by_hash.popitem(last=False)
+            if content_hash not in self._pinned:
+                return block_id
+            self._by_hash[content_hash] = block_id
+        return None
+
+    def fetch(self, content_hash: bytes) -> int | None:
+        """The host block with a content, pinned until the end of the step; None when it is not here."""
+        block_id = self._by_hash.get(content_hash)
+        if block_id is not None:
+            self._by_hash.move_to_end(content_hash)
+            self._pinned.add(content_hash)
+        return block_id
+
+    def touch(self, content_hash: bytes) -> None:
+        """Count a use of a content that is here."""
+        self._by_hash.move_to_end(content_hash)
+
+    def end_step(self) -> None:
+        """The moves of the step are complete: what they named may be replaced from the next step on."""
+        self._pinned.clear()
+
+    def check_invariants(self) -> None:
+        """Raise `AssertionError` unless every host block is held once or unused once."""
+        held = sorted([*self._by_hash.values(), *self._unused])
+        assert held == list(range(self.num_blocks)), "host blocks leaked"
+        assert self._pinned <= set(self._by_hash), "a pinned content was dropped"
