@@ -136,6 +136,7 @@ class Appliance:
             buffer_chunks=settings.stream_buffer_events,
             max_waiting_requests=settings.max_waiting_requests,
             max_num_seqs=settings.max_num_seqs,
+            queue_deadline_s=settings.queue_deadline_s,
         )
         models = ModelRegistry()
         if self.engines:

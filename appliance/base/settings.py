@@ -54,6 +54,7 @@ class Settings:
     kv_cache_bytes: int | None = None
     block_size: int = 16
     max_waiting_requests: int = 1024
+    queue_deadline_s: float = 600.0
     stream_buffer_events: int = 256
     probe_interval_s: float = 30.0
     currency: str = "EUR"
@@ -294,6 +295,7 @@ _PARSERS: dict[str, Callable[[object], Any]] = {
     "kv_cache_bytes": _size(MIB, 1024**5),
     "block_size": _whole(1, 1024),
     "max_waiting_requests": _whole(0, 1_000_000),
+    "queue_deadline_s": _seconds(0.1, 3600),
     "stream_buffer_events": _whole(1, 65536),
     "probe_interval_s": _seconds(1, 3600),
     "currency": _currency,

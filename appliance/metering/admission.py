@@ -73,17 +73,18 @@ class Admission:
         max_output_tokens: int | None,
         price: Price | None,
         output_room: int | None = None,
+        answers: int = 1,
     ) -> Reservation:
         """Return what was reserved for the request, which must be settled or voided once.
 
         `max_output_tokens` is what was asked for; `output_room` is how long the answer may get, which differs when nothing
-        was asked for: then it is the rest of the model's context.
+        was asked for: then it is the rest of the model's context. Both are of one answer, of which there are `answers`.
 
         Raises RequestExceedsLimit, BudgetExceeded or RateLimitExceeded; then nothing was taken. After `retry_after_s` of the
         latter every limit that refused has room again, if nobody else takes it.
         """
-        if prompt_tokens < 0 or (max_output_tokens is not None and max_output_tokens < 0):
-            raise ValueError("token counts must not be negative")
+        if prompt_tokens < 0 or (max_output_tokens is not None and max_output_tokens < 0) or answers < 1:
+            raise ValueError("token counts must not be negative, and there is at least one answer")
         tenant = await self._allowance("tenant", principal.tenant.id)
         key = await self._allowance("key", principal.key.id)
         if price is not None and price.currency != self._currency:
@@ -93,8 +94,9 @@ class Admission:
         tenant.configure(principal.tenant.limits, at)
         key.configure(principal.key.limits, at)
         outputs = self._outputs.setdefault((principal.key.id, model), deque(maxlen=OUTPUTS_KEPT))
-        expected = expected_output(outputs, max_output_tokens, room=_room(principal) - prompt_tokens)
-        longest = max(expected, max_output_tokens or 0, output_room or 0)
+        room = (_room(principal) - prompt_tokens) / answers
+        each = expected_output(outputs, max_output_tokens, room=room)
+        expected, longest = answers * each, answers * max(each, max_output_tokens or 0, output_room or 0)
         need = Need(
             expected=Amount(tokens=prompt_tokens + expected, cost_picos=_cost(price, prompt_tokens, 0, expected)),
             worst=Amount(tokens=prompt_tokens + longest, cost_picos=_cost(price, prompt_tokens, 0, longest)),
@@ -103,7 +105,7 @@ class Admission:
         if refusals:
             raise refusal(refusals)
         holds = (tenant.take(need, at), key.take(need, at))
-        return Reservation(self._clock, holds, prompt_tokens, need.expected.tokens, price, outputs)
+        return Reservation(self._clock, holds, prompt_tokens, need.expected.tokens, price, outputs, answers)
 
     def snapshot(self, principal: Principal) -> RateLimitState:
         """Return the state for the x-ratelimit headers. Takes nothing and reads no database."""
@@ -157,6 +159,7 @@ class Reservation:
         tokens_reserved: int,
         price: Price | None,
         outputs: deque[int],
+        answers: int,
     ) -> None:
         self.tokens_reserved = tokens_reserved
         self._clock = clock
@@ -164,6 +167,7 @@ class Reservation:
         self._prompt_tokens = prompt_tokens
         self._price = price
         self._outputs = outputs
+        self._answers = answers
         self._ended = False
 
     def settle(self, tokens_used: int, *, cached_tokens: int = 0) -> None:
@@ -181,7 +185,7 @@ class Reservation:
         for hold in self._holds:
             hold.settle(used, self._clock.monotonic_s())
         if completion:
-            self._outputs.append(completion)
+            self._outputs.append(-(-completion // self._answers))
 
     def void(self) -> None:
         """Put everything back: the request was not served. Raises RuntimeError when the reservation has ended."""
@@ -196,7 +200,8 @@ class Reservation:
 
 
 def expected_output(outputs: Sequence[int] | deque[int], max_output_tokens: int | None, room: float) -> int:
-    """Return the output to reserve: what nine in ten of the key's recent requests stayed within, never above the asked maximum.
+    """Return the output to reserve for one answer: what nine in ten of the key's recent ones stayed within, never above the
+    asked maximum.
 
     When nothing was asked for, a guess never makes a request larger than a limit: it is cut to the `room` that the limits leave
     beside the prompt.

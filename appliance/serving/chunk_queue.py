@@ -10,7 +10,8 @@ from appliance.serving.text_output import Chunk, joined
 
 
 class ChunkQueue:
-    """Holds at most `limit` chunks; a further one is joined to the last, so memory is bounded by the answer's own length."""
+    """Holds at most `limit` chunks, or one of each answer; a further one is joined to the last of its answer, so memory is
+    bounded by the answers' own length."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -25,9 +26,8 @@ class ChunkQueue:
 
     def put(self, chunk: Chunk) -> None:
         """Add `chunk` without waiting."""
-        if len(self._chunks) >= self._limit:
-            chunk = joined(self._chunks.pop(), chunk)
-        self._chunks.append(chunk)
+        if len(self._chunks) < self._limit or not self._joined_to_last(chunk):
+            self._chunks.append(chunk)
         self._changed.set()
 
     def close(self) -> None:
@@ -35,13 +35,25 @@ class ChunkQueue:
         self._closed = True
         self._changed.set()
 
-    async def take(self, timeout_s: float) -> list[Chunk]:
-        """Return all chunks that are there; wait for one if need be. Empty after `timeout_s`, or when the queue has ended."""
+    async def wait(self, timeout_s: float) -> None:
+        """Return when a chunk is there or the queue has ended, and after `timeout_s` anyhow. Takes nothing."""
         if not self._chunks and not self._closed:
             self._changed.clear()
             with suppress(TimeoutError):
                 async with asyncio.timeout(timeout_s):
                     await self._changed.wait()
+
+    async def take(self, timeout_s: float) -> list[Chunk]:
+        """Return all chunks that are there; wait for one if need be. Empty after `timeout_s`, or when the queue has ended."""
+        await self.wait(timeout_s)
         chunks = list(self._chunks)
         self._chunks.clear()
         return chunks
+
+    def _joined_to_last(self, chunk: Chunk) -> bool:
+        """Join `chunk` to the last one of its answer; return whether there was one."""
+        for place in range(len(self._chunks) - 1, -1, -1):
+            if self._chunks[place].index == chunk.index:
+                self._chunks[place] = joined(self._chunks[place], chunk)
+                return True
+        return False

@@ -44,6 +44,7 @@ class EngineClient:
         self._streams: dict[str, EventStream] = {}
         self._submits: dict[str, bytes] = {}
         self._aborts: list[str] = []
+        self._answer_aborts: list[tuple[str, int]] = []
         self._flush_planned = False
         self._closed_reason: str | None = None
         self.info: EngineInfo | None = None
@@ -64,22 +65,29 @@ class EngineClient:
         if self._closed_reason is not None:
             raise EngineUnavailable(self._closed_reason)
         encoded = encode_request(request)
-        stream = EventStream(request.request_id)
+        stream = EventStream(request.request_id, request.sampling.num_answers)
         self._streams[request.request_id] = stream
         self._submits[request.request_id] = encoded
         self._plan_flush()
         return stream
 
     def abort(self, request_id: str) -> None:
-        """Ask the engine to end a request. An id that is not open is ignored.
+        """Ask the engine to end a request with all its answers. An id that is not open is ignored.
 
-        Its final event still comes; when it does not within `final_event_wait_s`, the stream ends in EngineUnavailable.
+        Its final events still come; when they do not within `final_event_wait_s`, the stream ends in EngineUnavailable.
         """
         if request_id in self._streams and self._closed_reason is None:
             self._aborts.append(request_id)
             self._plan_flush()
-            loop = asyncio.get_running_loop()
-            loop.call_later(self._final_event_wait_s, self._fail, request_id, "the engine did not end the request")
+            self._expect_end(request_id, None)
+
+    def abort_answer(self, request_id: str, index: int) -> None:
+        """Do the same with one answer of a request; the others go on."""
+        stream = self._streams.get(request_id)
+        if stream is not None and index in stream.open_answers and self._closed_reason is None:
+            self._answer_aborts.append((request_id, index))
+            self._plan_flush()
+            self._expect_end(request_id, index)
 
     def shut_down(self) -> None:
         """Ask the engine for an orderly exit."""
@@ -113,9 +121,9 @@ class EngineClient:
             stream = self._streams.get(event.request_id)
             if stream is None:
                 continue
-            if event.finish_reason is not None:
-                del self._streams[event.request_id]
             stream.put(event)
+            if not stream.open_answers:
+                del self._streams[event.request_id]
         self._on_frame(frame)
 
     def _plan_flush(self) -> None:
@@ -130,6 +138,7 @@ class EngineClient:
             return
         unsent, self._submits = self._submits, {}
         aborts, self._aborts = self._aborts, []
+        answer_aborts, self._answer_aborts = self._answer_aborts, []
         try:
             for batch in _batches(unsent):
                 self._writer.write(encode_submits([unsent[request_id] for request_id in batch]))
@@ -138,11 +147,20 @@ class EngineClient:
         finally:  # this is a callback of the event loop: an error in it reaches nobody but those who are told here
             for request_id in unsent:
                 self._fail(request_id, "the request could not be sent to the engine")
-        if aborts:
-            self._write(GatewayFrame(abort=aborts))
+        if aborts or answer_aborts:
+            self._write(GatewayFrame(abort=aborts, abort_answers=answer_aborts))
 
     def _write(self, frame: GatewayFrame) -> None:
         self._writer.write(encode_frame(frame))
+
+    def _expect_end(self, request_id: str, index: int | None) -> None:
+        """See to it that whoever waits for the end of an answer (of all, if None) does not wait for ever."""
+        asyncio.get_running_loop().call_later(self._final_event_wait_s, self._fail_if_open, request_id, index)
+
+    def _fail_if_open(self, request_id: str, index: int | None) -> None:
+        stream = self._streams.get(request_id)
+        if stream is not None and (index is None or index in stream.open_answers):
+            self._fail(request_id, "the engine did not end the request")
 
     def _fail(self, request_id: str, reason: str) -> None:
         """End a stream whose final event will not come; a stream that has ended stays as it is."""

@@ -1,34 +1,40 @@
 """The events of one request on their way from the reader task to the task that owns the generation.
 
 The reader never waits: when the owner is slow, events are merged, so the box holds few objects and never more tokens than
-the request may generate.
+the request's answers may have.
 """
 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections import deque
 
 from appliance.base.errors import EngineUnavailable
-from engine.protocol import TokenEvent
+from engine.protocol import TokenEvent, TokenLogprob
 
 EVENTS_MAX = 256
 
 
 class EventStream:
-    """A box of events with one writer and one reader. After its final event, or a failure, nothing more comes."""
+    """A box of events with one writer and one reader. After the final event of each answer, or a failure, nothing more comes.
 
-    def __init__(self, request_id: str) -> None:
+    `open_answers` holds the indices of the answers whose final event has not come yet.
+    """
+
+    def __init__(self, request_id: str, num_answers: int = 1) -> None:
         self.request_id = request_id
+        self.open_answers = set(range(num_answers))
         self._events: deque[TokenEvent] = deque()
         self._failure: str | None = None
         self._arrived = asyncio.Event()
 
     def put(self, event: TokenEvent) -> None:
-        """Add `event`; merge it into the last one when the box is full."""
-        if len(self._events) >= EVENTS_MAX:
-            event = merged(self._events.pop(), event)
-        self._events.append(event)
+        """Add `event`; merge it into the last one of its answer when the box is full."""
+        if len(self._events) < EVENTS_MAX or not self._merged_into_last(event):
+            self._events.append(event)
+        if event.finish_reason is not None:
+            self.open_answers.discard(event.index)
         self._arrived.set()
 
     def fail(self, reason: str) -> None:
@@ -47,21 +53,24 @@ class EventStream:
         self._events.clear()
         return events
 
+    def _merged_into_last(self, event: TokenEvent) -> bool:
+        """Merge `event` into the last one of its answer; return whether there was one."""
+        for place in range(len(self._events) - 1, -1, -1):
+            if self._events[place].index == event.index:
+                self._events[place] = merged(self._events[place], event)
+                return True
+        return False
+
 
 def merged(earlier: TokenEvent, later: TokenEvent) -> TokenEvent:
-    """Return one event that says what both said: tokens in order, counts of the later one."""
-    logprobs = (
-        None if earlier.logprobs is None and later.logprobs is None else [*(earlier.logprobs or ()), *(later.logprobs or ())]
-    )
-    return TokenEvent(
-        request_id=later.request_id,
+    """Return one event that says what both events of one answer said: tokens in order, the rest as the later one has it."""
+    return dataclasses.replace(
+        later,
         token_ids=[*earlier.token_ids, *later.token_ids],
-        num_output_tokens=later.num_output_tokens,
-        num_prompt_tokens_computed=later.num_prompt_tokens_computed,
-        num_cached_tokens=later.num_cached_tokens,
-        num_preemptions=later.num_preemptions,
-        queue_s=later.queue_s,
-        logprobs=logprobs,
-        finish_reason=later.finish_reason,
-        error=later.error,
+        logprobs=_in_order(earlier.logprobs, later.logprobs),
+        prompt_logprobs=_in_order(earlier.prompt_logprobs, later.prompt_logprobs),
     )
+
+
+def _in_order(earlier: list[TokenLogprob] | None, later: list[TokenLogprob] | None) -> list[TokenLogprob] | None:
+    return None if earlier is None and later is None else [*(earlier or ()), *(later or ())]

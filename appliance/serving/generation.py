@@ -7,47 +7,63 @@ Whatever happens on the way (the client leaves, the engine dies, a bug here), th
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import assert_never
 
 import structlog
 
 from appliance.base.clock import Clock
-from appliance.base.errors import DeadlineExceeded, EngineUnavailable, GatehouseError, InternalError, RequestAborted
+from appliance.base.errors import (
+    DeadlineExceeded,
+    EngineUnavailable,
+    GatehouseError,
+    InternalError,
+    InvalidValue,
+    Overloaded,
+    RequestAborted,
+)
 from appliance.metering.admission import Reservation
 from appliance.metering.ledger import Ledger
 from appliance.metering.records import PendingEntry, RequestRecord, Settlement, Usage
+from appliance.serving.answers import Answer, reason_of_all
 from appliance.serving.chunk_queue import ChunkQueue
 from appliance.serving.live_requests import LiveRequest
 from appliance.serving.model_registry import ServedModel
-from appliance.serving.text_output import Chunk, TextOutput
+from appliance.serving.text_output import TextOutput
 from appliance.telemetry.metrics import Metrics
-from engine.protocol import FinishReason, GenerationRequest, SamplingParams, TokenEvent
+from engine.protocol import FinishReason, GenerationRequest, TokenEvent
 
 SETTLE_WAIT_S = 2.0  # how long the client's last frame waits for the record to be on disk
+RETRY_AFTER_QUEUE_S = 10.0  # the box was too busy for the whole queue deadline: it will not be free at once
 
 log = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """How a generation ended: `finish_reason` as in the ledger, `error` when the client must be told of a failure."""
+    """How a generation ended: `finish_reason` as in the ledger, `finish_reasons` of its answers in order, `error` when the
+    client must be told of a failure."""
 
     finish_reason: str
     usage: Usage
     error: GatehouseError | None = None
+    finish_reasons: tuple[str, ...] = ()
 
 
 class Generation:
-    """A request that was admitted. Read `chunks`, then await `outcome`; call `leave` when nobody reads any more."""
+    """A request that was admitted. Read `chunks`, then await `outcome`; call `leave` when nobody reads any more.
+
+    `field_names` says what the client calls a sampling field whose own name it did not use.
+    """
 
     def __init__(
         self,
         *,
         live: LiveRequest,
         model: ServedModel,
-        prompt_token_ids: list[int],
-        sampling: SamplingParams,
+        request: GenerationRequest,
+        field_names: Mapping[str, str],
         entry: PendingEntry,
         reservation: Reservation,
         ledger: Ledger,
@@ -63,9 +79,9 @@ class Generation:
         self.outcome: asyncio.Future[Outcome] = loop.create_future()
         self.admitted: asyncio.Future[None] = loop.create_future()
         self._model = model
-        self._prompt_token_ids = prompt_token_ids
-        self._sampling = sampling
-        self._output = TextOutput(model.prompting, stop=sampling.stop, min_tokens=sampling.min_tokens)
+        self._request = request
+        self._field_names = field_names
+        self._answers = [Answer(index, _text_output(model, request)) for index in range(request.sampling.num_answers)]
         self._entry = entry
         self._reservation = reservation
         self._ledger = ledger
@@ -162,21 +178,23 @@ class Generation:
             timer.cancel()
 
     async def _follow_engine(self) -> tuple[str, GatehouseError | None]:
-        request = GenerationRequest(
-            request_id=self.request_id,
-            tenant_id=self.live.tenant_id,
-            prompt_token_ids=self._prompt_token_ids,
-            sampling=self._sampling,
-        )
-        events = self._model.client.submit(request)
+        events = self._model.client.submit(self._request)
         self._submitted = True
         while True:
             for event in await events.take():
-                if not self._output.stopped:
+                answer = self._answers[event.index]
+                if not answer.stopped:
                     self._count(event)
-                    self._show(event)
-                if event.finish_reason is not None:
-                    return self._end(event)
+                    self._show(answer, event)
+                if event.finish_reason is None:
+                    continue
+                failure = self._end_answer(answer, event)
+                if failure is not None:
+                    self._model.client.abort(self.request_id)  # one answer alone is not what was asked for
+                    return str(answer.finish_reason), failure
+                if all(answer.finish_reason is not None for answer in self._answers):
+                    reason = reason_of_all(self._answers)
+                    return reason, _told(reason)
 
     def _count(self, event: TokenEvent) -> None:
         is_first = self.live.ttft_s is None
@@ -186,36 +204,63 @@ class Generation:
         if is_first and self.live.ttft_s is not None:
             self._model.client.figures.note_ttft(self.live.ttft_s)
 
-    def _show(self, event: TokenEvent) -> None:
-        """Hand on the text of `event`. The token that completes a stop string is the last one that counts."""
-        chunk = self._output.push(event)
-        self.live.completion_tokens = chunk.completion_tokens
+    def _show(self, answer: Answer, event: TokenEvent) -> None:
+        """Hand on the text of `event`. An answer that a stop string ended is of no more use to anybody."""
+        chunk = answer.push(event)
+        self.live.set_completion(answer.index, chunk.completion_tokens)
         if chunk.text or chunk.logprobs:
             self.chunks.put(chunk)
-        if self._output.stopped and event.finish_reason is None:
+        if not answer.stopped or event.finish_reason is not None:
+            return
+        if len(self._answers) == 1:
             self._model.client.abort(self.request_id)
+        else:
+            self._model.client.abort_answer(self.request_id, answer.index)
 
-    def _end(self, event: TokenEvent) -> tuple[str, GatehouseError | None]:
-        output = self._output
-        if output.stopped:
-            self._metrics.discarded(self.live.model, event.num_output_tokens - self.live.completion_tokens)
-            return "stop", None
-        if event.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
-            rest = output.flush()
-            if rest:
-                self.chunks.put(
-                    Chunk(text=rest, completion_tokens=event.num_output_tokens, cached_tokens=event.num_cached_tokens)
-                )
-            return ("stop" if output.stopped else str(event.finish_reason)), None
-        if event.finish_reason is FinishReason.ERROR:
-            return "error", InternalError(f"the engine could not go on: {event.error}")
-        reason = self._left or "aborted"
-        return reason, _told(reason)
+    def _end_answer(self, answer: Answer, event: TokenEvent) -> GatehouseError | None:
+        """Note how `answer` ended; return what the client is told when that ends the whole request."""
+        assert event.finish_reason is not None
+        if answer.stopped:
+            self._metrics.discarded(self.live.model, event.num_output_tokens - answer.completion_tokens)
+            self._finish(answer, event)
+            return None
+        match event.finish_reason:
+            case FinishReason.STOP | FinishReason.LENGTH:
+                self._finish(answer, event)
+                return None
+            case FinishReason.ABORTED:
+                answer.end(self._left or "aborted")
+                return None
+            case FinishReason.DEADLINE:
+                answer.end("deadline")
+                return Overloaded("the request waited too long for its turn", retry_after_s=RETRY_AFTER_QUEUE_S)
+            case FinishReason.ERROR:
+                return self._fail(answer, event)
+            case _:
+                assert_never(event.finish_reason)
+
+    def _finish(self, answer: Answer, event: TokenEvent) -> None:
+        """Hand on the end of an answer that was served. The end of the last one is told by the outcome."""
+        chunk = answer.finish(event)
+        if chunk.text or any(other.finish_reason is None for other in self._answers):
+            self.chunks.put(chunk)
+
+    def _fail(self, answer: Answer, event: TokenEvent) -> GatehouseError:
+        """Return whose fault it was: a field of the request, which is named as the client wrote it, or ours."""
+        if event.error_param is None:
+            answer.end("error")
+            return InternalError(f"the engine could not go on: {event.error}")
+        answer.end("error" if self._billable else "refused")
+        param = self._field_names.get(event.error_param, event.error_param)
+        return InvalidValue(event.error or f"{param} cannot be honoured", param=param)
 
     def _end_without_engine(self, error: EngineUnavailable) -> tuple[str, GatehouseError | None]:
         """No final event comes: an answer that is complete stays one, and who asked for the end hears of that end."""
-        if self._output.stopped:
-            return "stop", None
+        if all(answer.stopped or answer.finish_reason is not None for answer in self._answers):
+            for answer in self._answers:
+                answer.finish_reason = answer.finish_reason or "stop"
+            reason = reason_of_all(self._answers)
+            return reason, _told(reason)
         if self._left is not None:
             return self._left, _told(self._left)
         return "error", error
@@ -229,7 +274,8 @@ class Generation:
         self._writing = writing = self._start_writing(reason, usage, self._record_of_request())
         await asyncio.wait({writing}, timeout=SETTLE_WAIT_S)
         self._observe(reason, usage)
-        self.outcome.set_result(Outcome(finish_reason=reason, usage=usage, error=failure))
+        ends = tuple(answer.finish_reason or reason for answer in self._answers)
+        self.outcome.set_result(Outcome(finish_reason=reason, usage=usage, error=failure, finish_reasons=ends))
         self.chunks.close()
         await writing
 
@@ -270,7 +316,9 @@ class Generation:
         info = self._model.client.info
         if info is None or not self._billable:
             return 0
-        return -(-(self.live.prompt_tokens + max(self.live.completion_tokens, 1) - 1) // info.block_size)
+        shared = self.live.prompt_tokens // info.block_size
+        longest = [self.live.prompt_tokens + max(answer.completion_tokens, 1) - 1 for answer in self._answers]
+        return shared + sum(-(-length // info.block_size) - shared for length in longest)
 
     def _record_of_request(self) -> RequestRecord:
         live = self.live
@@ -304,6 +352,10 @@ class Generation:
             ttft_s=live.ttft_s,
             preemptions=live.preemptions,
         )
+
+
+def _text_output(model: ServedModel, request: GenerationRequest) -> TextOutput:
+    return TextOutput(model.prompting, stop=request.sampling.stop, min_tokens=request.sampling.min_tokens)
 
 
 def _told(reason: str) -> GatehouseError | None:

@@ -6,7 +6,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import structlog
 
@@ -21,7 +21,7 @@ from appliance.serving.live_requests import LiveRequest
 from appliance.serving.model_registry import ServedModel
 from appliance.telemetry.metrics import Metrics
 from appliance.tenancy.principals import Principal
-from engine.protocol import EngineFrame, SamplingParams
+from engine.protocol import EngineFrame, GenerationRequest, Priority, RequestProgress, SamplingParams
 
 CHECKPOINT_INTERVAL_S = 1.0
 RETRY_AFTER_OVERLOADED_S = 1.0
@@ -34,7 +34,10 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
-    """A request that was decoded, authenticated and tokenised. `max_output_tokens` is as asked, None when it was not."""
+    """A request that was decoded, authenticated and tokenised. `max_output_tokens` is as asked, None when it was not.
+
+    `field_names` says what the client calls a sampling field whose own name it did not use.
+    """
 
     request_id: str
     principal: Principal
@@ -44,6 +47,7 @@ class Order:
     prompt_token_ids: list[int]
     sampling: SamplingParams
     max_output_tokens: int | None
+    field_names: Mapping[str, str] = field(default_factory=dict)
 
 
 class Generations:
@@ -60,6 +64,7 @@ class Generations:
         buffer_chunks: int,
         max_waiting_requests: int,
         max_num_seqs: int,
+        queue_deadline_s: float | None = None,
         deadline_s: float = DEADLINE_S,
     ) -> None:
         self.draining = False
@@ -70,9 +75,11 @@ class Generations:
         self._metrics = metrics
         self._buffer_chunks = buffer_chunks
         self._open_requests_max = max_waiting_requests + max_num_seqs
+        self._queue_deadline_s = queue_deadline_s
         self._deadline_s = deadline_s
         self._generations: dict[str, Generation] = {}
-        self._open_requests: Counter[str] = Counter()  # by model
+        self._open_requests: Counter[str] = Counter()  # by model; each answer of a request counts
+        self._open_of_tenants: Counter[tuple[str, str]] = Counter()  # requests by model and tenant
         self._tasks: set[asyncio.Task[None]] = set()
         self._checkpointer: asyncio.Task[None] | None = None
         self._idle = asyncio.Event()
@@ -110,6 +117,7 @@ class Generations:
             max_output_tokens=order.max_output_tokens,
             price=price,
             output_room=order.sampling.max_tokens,
+            answers=order.sampling.num_answers,
         )
         live = self._live_request(order)
         entry = PendingEntry(
@@ -127,8 +135,8 @@ class Generations:
         generation = Generation(
             live=live,
             model=order.model,
-            prompt_token_ids=order.prompt_token_ids,
-            sampling=order.sampling,
+            request=self._generation_request(order),
+            field_names=order.field_names,
             entry=entry,
             reservation=reservation,
             ledger=self._ledger,
@@ -157,10 +165,13 @@ class Generations:
         """Take over what an engine says of its live requests."""
         if frame.status is None or frame.status.requests is None:
             return
+        answers: dict[str, list[RequestProgress]] = {}
         for progress in frame.status.requests:
-            generation = self._generations.get(progress.request_id)
+            answers.setdefault(progress.request_id, []).append(progress)
+        for request_id, rows in answers.items():
+            generation = self._generations.get(request_id)
             if generation is not None and generation.live.state != "finished":
-                generation.live.apply_progress(progress)
+                generation.live.apply_progress(rows)
 
     def start_checkpoints(self) -> None:
         """Begin to write down, about once a second, what the live requests have used so far."""
@@ -207,11 +218,26 @@ class Generations:
             prompt_tokens=len(order.prompt_token_ids),
             admitted_at=self._clock.now(),
             admitted_monotonic_s=self._clock.monotonic_s(),
+            num_answers=order.sampling.num_answers,
+            tenant_open=self._open_of_tenants[order.model.name, tenant.id],
+        )
+
+    def _generation_request(self, order: Order) -> GenerationRequest:
+        """Return what the engine gets. Whose it is comes from the key that was authenticated, never from the body."""
+        tenant = order.principal.tenant
+        return GenerationRequest(
+            request_id=order.request_id,
+            tenant_id=tenant.id,
+            prompt_token_ids=order.prompt_token_ids,
+            sampling=order.sampling,
+            weight=tenant.weight,
+            priority=Priority(tenant.tier),
+            queue_deadline_s=self._queue_deadline_s,
         )
 
     def _own(self, generation: Generation) -> None:
         self._generations[generation.request_id] = generation
-        self._open_requests[generation.live.model] += 1
+        self._count_open(generation.live, 1)
         self._idle.clear()
         task = asyncio.create_task(generation.run(), name=f"generation {generation.request_id}")
         self._tasks.add(task)
@@ -219,9 +245,15 @@ class Generations:
 
     def _forget(self, generation: Generation) -> None:
         del self._generations[generation.request_id]
-        self._open_requests[generation.live.model] -= 1
+        self._count_open(generation.live, -1)
         if not self._generations:
             self._idle.set()
+
+    def _count_open(self, live: LiveRequest, sign: int) -> None:
+        self._open_requests[live.model] += sign * live.num_answers
+        self._open_of_tenants[live.model, live.tenant_id] += sign
+        if not self._open_of_tenants[live.model, live.tenant_id]:
+            del self._open_of_tenants[live.model, live.tenant_id]
 
     async def _checkpoint_forever(self) -> None:
         while True:

@@ -3,19 +3,35 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from statistics import median
 
 from appliance.serving.explanation import Timeline, explain
-from engine.protocol import RequestProgress, TokenEvent
+from engine.protocol import FinishReason, RequestProgress, TokenEvent
 
 INTERVALS_MAX = 4096  # enough for a median; longer answers keep their latest ones
+STATES = ("queued", "prefill", "decode", "finished")  # the further, the later
+
+
+@dataclass(slots=True)
+class _AnswerFigures:
+    """What is known of one answer of a request."""
+
+    completion_tokens: int = 0
+    preemptions: int = 0
+    last_token_monotonic_s: float | None = None
 
 
 @dataclass(slots=True, kw_only=True)
 class LiveRequest:
-    """One admitted request. States: queued → prefill → decode → finished; a preemption leads back to queued or prefill."""
+    """One admitted request. States: queued → prefill → decode → finished; a preemption leads back to queued or prefill.
+
+    Its answers count together: tokens, blocks and preemptions are sums, the state is the furthest of any. What the prompt
+    took is told by the first answer, whose blocks the others share. `tenant_open` is how many requests of the same tenant
+    were open with this model when it was admitted.
+    """
 
     id: str
     tenant_id: str
@@ -28,11 +44,12 @@ class LiveRequest:
     prompt_tokens: int
     admitted_at: datetime
     admitted_monotonic_s: float
+    num_answers: int = 1
+    tenant_open: int = 0
     state: str = "queued"
     queue_position: int | None = None
     cached_tokens: int = 0
     completion_tokens: int = 0
-    num_prompt_tokens_computed: int = 0
     kv_blocks: int = 0
     kv_blocks_max: int = 0
     preemptions: int = 0
@@ -43,7 +60,8 @@ class LiveRequest:
     decode_s: float | None = None
     finish_reason: str | None = None
     error: str | None = None
-    _last_token_monotonic_s: float | None = None
+    _first_token_monotonic_s: float | None = None
+    _answers: dict[int, _AnswerFigures] = field(default_factory=dict)
     _intervals_s: array[float] = field(default_factory=lambda: array("d"))
 
     @property
@@ -75,27 +93,37 @@ class LiveRequest:
             )
         )
 
-    def apply_progress(self, progress: RequestProgress) -> None:
-        """Take over what the engine says of this request a few times per second."""
-        self.state = progress.state
-        self.queue_position = progress.queue_position
-        self.kv_blocks = progress.kv_blocks
-        self.kv_blocks_max = max(self.kv_blocks_max, progress.kv_blocks)
-        self.preemptions = progress.num_preemptions
+    def apply_progress(self, answers: Sequence[RequestProgress]) -> None:
+        """Take over what the engine says of this request's live answers a few times per second."""
+        self.state = max((answer.state for answer in answers), key=STATES.index)
+        positions = [answer.queue_position for answer in answers if answer.queue_position is not None]
+        self.queue_position = min(positions, default=None) if self.state == "queued" else None
+        self.kv_blocks = sum(answer.kv_blocks for answer in answers)
+        self.kv_blocks_max = max(self.kv_blocks_max, self.kv_blocks)
+        for answer in answers:
+            self._count_preemptions(answer.index, answer.num_preemptions)
 
     def apply_event(self, event: TokenEvent, *, now: datetime, monotonic_s: float) -> list[float]:
         """Take over the counts of `event`; return the inter-token intervals (seconds) that it closed."""
-        self.completion_tokens = event.num_output_tokens
-        self.num_prompt_tokens_computed = event.num_prompt_tokens_computed
-        self.cached_tokens = event.num_cached_tokens
-        self.preemptions = event.num_preemptions
-        if event.num_prompt_tokens_computed or event.token_ids:
-            self.queue_s = event.queue_s
+        self.set_completion(event.index, event.num_output_tokens)
+        self._count_preemptions(event.index, event.num_preemptions)
+        if event.index == 0:
+            self.cached_tokens = event.num_cached_tokens
+            if event.num_prompt_tokens_computed or event.token_ids:
+                self.queue_s = event.queue_s
+        if event.finish_reason is FinishReason.DEADLINE:
+            self.queue_s = monotonic_s - self.admitted_monotonic_s
         if not event.token_ids:
             return []
         self.state = "decode"
         self.queue_position = None
-        return self._count_tokens(len(event.token_ids), now, monotonic_s)
+        return self._count_tokens(event.index, len(event.token_ids), now, monotonic_s)
+
+    def set_completion(self, index: int, completion_tokens: int) -> None:
+        """Set how many tokens of answer `index` count."""
+        figures = self._figures(index)
+        self.completion_tokens += completion_tokens - figures.completion_tokens
+        figures.completion_tokens = completion_tokens
 
     def finish(self, reason: str, *, now: datetime, error: str | None = None) -> None:
         """Set the end; the first reason stays."""
@@ -106,15 +134,24 @@ class LiveRequest:
             self.finished_at = now
             self.error = error
 
-    def _count_tokens(self, count: int, now: datetime, monotonic_s: float) -> list[float]:
-        last_s = self._last_token_monotonic_s
-        self._last_token_monotonic_s = monotonic_s
-        if last_s is None:
+    def _figures(self, index: int) -> _AnswerFigures:
+        return self._answers.setdefault(index, _AnswerFigures())
+
+    def _count_preemptions(self, index: int, preemptions: int) -> None:
+        figures = self._figures(index)
+        self.preemptions += preemptions - figures.preemptions
+        figures.preemptions = preemptions
+
+    def _count_tokens(self, index: int, count: int, now: datetime, monotonic_s: float) -> list[float]:
+        figures = self._figures(index)
+        last_s, figures.last_token_monotonic_s = figures.last_token_monotonic_s, monotonic_s
+        if self._first_token_monotonic_s is None:
+            self._first_token_monotonic_s = monotonic_s
             self.first_token_at = now
             self.ttft_s = monotonic_s - self.admitted_monotonic_s
-            self.decode_s = 0.0
+        self.decode_s = monotonic_s - self._first_token_monotonic_s
+        if last_s is None:
             return []
-        self.decode_s = (self.decode_s or 0.0) + (monotonic_s - last_s)
         intervals = [(monotonic_s - last_s) / count] * count
         self._intervals_s.extend(intervals)
         del self._intervals_s[:-INTERVALS_MAX]

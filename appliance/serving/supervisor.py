@@ -131,6 +131,11 @@ class Supervisor:
         if self._client is not None:
             self._client.abort(request_id)
 
+    def abort_answer(self, request_id: str, index: int) -> None:
+        """Ask the engine to end one answer of a request; unknown ones are ignored."""
+        if self._client is not None:
+            self._client.abort_answer(request_id, index)
+
     async def wait_for_state(self, *states: str) -> None:
         """Return as soon as the state is one of `states`."""
         while self.state not in states:

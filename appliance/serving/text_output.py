@@ -22,21 +22,26 @@ class NamedLogprob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chunk:
-    """What one or more steps added to the answer. Token counts are those of the whole answer so far."""
+    """What one or more steps added to an answer. Token counts are those of the whole answer so far; `index` says which of the
+    request's answers it is. `finish_reason` is set on the last chunk of an answer that ends before its siblings."""
 
     text: str
     completion_tokens: int
     cached_tokens: int
     logprobs: list[NamedLogprob] = field(default_factory=list)
+    index: int = 0
+    finish_reason: str | None = None
 
 
 def joined(earlier: Chunk, later: Chunk) -> Chunk:
-    """Return one chunk that says what both said."""
+    """Return one chunk that says what both chunks of one answer said."""
     return Chunk(
         text=earlier.text + later.text,
         completion_tokens=later.completion_tokens,
         cached_tokens=later.cached_tokens,
         logprobs=[*earlier.logprobs, *later.logprobs],
+        index=later.index,
+        finish_reason=later.finish_reason,
     )
 
 

@@ -1,7 +1,7 @@
 """A small peer that speaks the engine's protocol without a model: for tests of the gateway.
 
-Token n of an answer is the n-th token of the prompt, over and over. Run as a module it is a process like `engine.main`;
-prompts that begin with the ids below make it misbehave.
+Token n of an answer is the n-th token of the prompt, over and over; answer i of several begins with the i-th. Run as a module
+it is a process like `engine.main`; prompts that begin with the ids below make it misbehave.
 """
 
 from __future__ import annotations
@@ -28,6 +28,9 @@ from engine.transport import PeerClosed, decode_gateway_frame, encode_frame, rea
 DIE = 301  # the process ends as soon as such a prompt arrives
 FAIL = 302  # the request ends with an error
 STALL = 303  # the request is accepted and nothing happens until it is aborted
+LATE = 304  # the request ends as if it had waited in the queue for too long
+BLAME = 305  # the request ends with an error for which its schema is to blame
+HALF = 306  # the first answer ends with an error, the others go on
 STATUS_INTERVAL_S = 0.05
 MAX_MODEL_LEN = 1024
 
@@ -35,6 +38,7 @@ MAX_MODEL_LEN = 1024
 @dataclass(slots=True)
 class _Live:
     request: GenerationRequest
+    index: int = 0
     num_output_tokens: int = 0
 
 
@@ -45,7 +49,7 @@ class FakeEngine:
         self._reader = reader
         self._writer = writer
         self._step_s = step_s
-        self._live: dict[str, _Live] = {}
+        self._live: dict[tuple[str, int], _Live] = {}
         self._generated = 0
         self._steps = 0
         self._woken = asyncio.Event()
@@ -74,17 +78,19 @@ class FakeEngine:
         for request in frame.submit:
             if request.prompt_token_ids[0] == DIE:
                 os._exit(9)
-            self._live[request.request_id] = _Live(request)
-        ended = [self._abort(request_id) for request_id in frame.abort if request_id in self._live]
+            for index in range(request.sampling.n):
+                self._live[request.request_id, index] = _Live(request, index)
+        asked = {key for key in self._live if key[0] in frame.abort} | (set(frame.abort_answers) & self._live.keys())
+        ended = [self._abort(key) for key in sorted(asked)]
         if ended:
             self.send(EngineFrame(events=ended))
         if frame.shutdown:
             self._writer.close()
         self._woken.set()
 
-    def _abort(self, request_id: str) -> TokenEvent:
-        live = self._live.pop(request_id)
-        return event(live.request, [], live.num_output_tokens, finish_reason=FinishReason.ABORTED)
+    def _abort(self, key: tuple[str, int]) -> TokenEvent:
+        live = self._live.pop(key)
+        return event(live.request, [], live.num_output_tokens, index=live.index, finish_reason=FinishReason.ABORTED)
 
     async def _step_forever(self) -> None:
         while True:
@@ -104,17 +110,19 @@ class FakeEngine:
         prompt = live.request.prompt_token_ids
         if prompt[0] == STALL:
             return None
-        if prompt[0] == FAIL:
-            del self._live[live.request.request_id]
-            return event(live.request, [], 0, computed=0, finish_reason=FinishReason.ERROR, error="asked to fail")
-        token_id = prompt[live.num_output_tokens % len(prompt)]
+        if prompt[0] in _REFUSALS and (prompt[0] != HALF or live.index == 0):
+            for index in range(live.request.sampling.n):
+                if prompt[0] != HALF or index == live.index:
+                    self._live.pop((live.request.request_id, index), None)
+            return event(live.request, [], 0, computed=0, **_REFUSALS[prompt[0]])  # type: ignore[arg-type]
+        token_id = prompt[(live.index + live.num_output_tokens) % len(prompt)]
         live.num_output_tokens += 1
         self._generated += 1
         finish_reason = None
         if live.num_output_tokens >= (live.request.sampling.max_tokens or 1):
             finish_reason = FinishReason.LENGTH
-            del self._live[live.request.request_id]
-        return event(live.request, [token_id], live.num_output_tokens, finish_reason=finish_reason)
+            del self._live[live.request.request_id, live.index]
+        return event(live.request, [token_id], live.num_output_tokens, index=live.index, finish_reason=finish_reason)
 
     def _status(self) -> EngineStatus:
         return engine_status(
@@ -134,7 +142,16 @@ def progress(live: _Live) -> RequestProgress:
         num_computed_tokens=len(live.request.prompt_token_ids),
         num_output_tokens=live.num_output_tokens,
         num_preemptions=0,
+        index=live.index,
     )
+
+
+_REFUSALS: dict[int, dict[str, object]] = {
+    FAIL: {"finish_reason": FinishReason.ERROR, "error": "asked to fail"},
+    HALF: {"finish_reason": FinishReason.ERROR, "error": "asked to fail"},
+    LATE: {"finish_reason": FinishReason.DEADLINE},
+    BLAME: {"finish_reason": FinishReason.ERROR, "error": "the schema is impossible", "error_param": "guided_json"},
+}
 
 
 def event(
@@ -143,8 +160,10 @@ def event(
     num_output_tokens: int,
     *,
     computed: int | None = None,
+    index: int = 0,
     finish_reason: FinishReason | None = None,
     error: str | None = None,
+    error_param: str | None = None,
 ) -> TokenEvent:
     """Return an event of `request` whose prompt has been computed, unless `computed` says otherwise."""
     logprobs = None
@@ -162,6 +181,8 @@ def event(
         logprobs=logprobs,
         finish_reason=finish_reason,
         error=error,
+        index=index,
+        error_param=error_param,
     )
 
 

@@ -61,6 +61,10 @@ class InProcessEngine:
         """End a request."""
         self._client.abort(request_id)
 
+    def abort_answer(self, request_id: str, index: int) -> None:
+        """End one answer of a request."""
+        self._client.abort_answer(request_id, index)
+
 
 @dataclass(slots=True, kw_only=True)
 class Serving:
@@ -79,6 +83,7 @@ class Serving:
     async def start(self, person: Person, prompt: list[int] | str, **sampling: Any) -> Generation:
         """Start a generation for `person`; a prompt given as text is what the stand-in engine will say."""
         ids = self.ids(prompt) if isinstance(prompt, str) else prompt
+        field_names = sampling.pop("field_names", {})
         options = {"max_tokens": len(ids), "seed": 1, **sampling}
         return await self.generations.start(
             Order(
@@ -90,6 +95,7 @@ class Serving:
                 prompt_token_ids=ids,
                 sampling=SamplingParams(**options),
                 max_output_tokens=options["max_tokens"],
+                field_names=field_names,
             )
         )
 

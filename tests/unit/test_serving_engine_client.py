@@ -126,6 +126,42 @@ async def test_a_slow_owner_gets_merged_events_without_a_gap() -> None:
     assert events[-1].num_output_tokens == count
 
 
+async def test_events_of_several_answers_are_merged_each_with_its_own() -> None:
+    stream = EventStream("req_1", 2)
+    request = wanted("req_1", [5])
+    for number in range(1, EVENTS_MAX * 2 + 1):
+        stream.put(event(request, [number], (number + 1) // 2, index=number % 2))
+    events = await stream.take()
+
+    assert len(events) == EVENTS_MAX
+    for index in (0, 1):
+        said = [token for one in events if one.index == index for token in one.token_ids]
+        assert said == [number for number in range(1, EVENTS_MAX * 2 + 1) if number % 2 == index]
+
+
+async def test_one_answer_of_several_can_be_ended_alone() -> None:
+    async with connected() as (client, _, _):
+        stream = client.submit(wanted("req_1", [STALL], n=2))
+        client.abort_answer("req_1", 1)
+        client.abort_answer("req_1", 7)
+        (ended,) = await all_events(stream)
+
+        assert (ended.index, ended.finish_reason) == (1, FinishReason.ABORTED)
+        assert (stream.open_answers, client.open_requests) == ({0}, 1)
+        client.abort("req_1")
+        assert (await all_events(stream))[-1].index == 0
+        assert client.open_requests == 0
+
+
+async def test_an_answer_that_the_engine_does_not_end_ends_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with connected(final_event_wait_s=0.01) as (client, engine, _):
+        monkeypatch.setattr(engine, "_receive", engine.frames.append)
+        stream = client.submit(wanted("req_1", [STALL], n=2))
+        client.abort_answer("req_1", 1)
+        with pytest.raises(EngineUnavailable, match="did not end"):
+            await stream.take()
+
+
 @pytest.mark.parametrize("value", HUGE)
 @pytest.mark.parametrize("name", NUMBERS)
 def test_every_number_has_a_limit_that_names_it(name: str, value: int) -> None:

@@ -1,0 +1,218 @@
+"""Several answers to one request: each ends for itself, one bill for all, and nothing is left behind."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from appliance.base.db import Database
+from appliance.base.errors import EngineUnavailable, InternalError, InvalidValue, Overloaded
+from appliance.serving.generation import Generation
+from appliance.serving.text_output import Chunk
+from appliance.tenancy import fields
+from appliance.tenancy.principals import Limits, TenantChanges
+from appliance.tenancy.tenants import Tenants
+from engine.protocol import WEIGHT_MAX, Priority, RequestProgress
+from tests.support.cast import Cast, Person, make_person
+from tests.support.clock import FakeClock
+from tests.support.fake_engine import BLAME, FAIL, HALF, LATE, STALL
+from tests.support.generations import Serving, serving
+from tests.support.ledgers import until
+
+TEXT = "the quick brown fox — é 漢"
+
+
+@pytest.fixture
+async def box(database: Database, clock: FakeClock, cast: Cast, tmp_path: Path) -> AsyncIterator[Serving]:
+    async with serving(database, clock, tmp_path / "model", cast.epoch_id, queue_deadline_s=7.5) as opened:
+        yield opened
+
+
+def first_says_fox(box: Serving) -> list[int]:
+    """Return a prompt of which the first answer says fox at once and the second one not for a long time."""
+    return [*box.ids("fox"), *box.ids("a") * 900]
+
+
+async def texts_of(generation: Generation) -> list[str]:
+    """Return the whole text of each answer."""
+    texts = [""] * generation.live.num_answers
+    while not generation.chunks.ended:
+        for chunk in await generation.chunks.take(10.0):
+            texts[chunk.index] += chunk.text
+    return texts
+
+
+async def test_each_answer_has_its_own_text_and_the_prompt_is_billed_once(box: Serving, cast: Cast) -> None:
+    ids = box.ids(TEXT)
+    generation = await box.start(cast.bob, TEXT, n=3)
+    texts = await texts_of(generation)
+    outcome = await generation.outcome
+    event = await box.event(generation)
+
+    assert texts == [box.text((ids + ids)[index : index + len(ids)]) for index in range(3)]
+    assert outcome.finish_reasons == ("length",) * 3
+    assert (event.status, event.finish_reason) == ("posted", "length")
+    assert event.prompt_tokens == len(ids)
+    assert event.completion_tokens == outcome.usage.completion_tokens == 3 * len(ids)
+    assert len((await box.reports.ledger_page()).data) == 1
+    assert box.admission.running(cast.bob.tenant.id) == 0
+
+
+async def test_a_stop_string_ends_its_own_answer_alone(box: Serving, cast: Cast) -> None:
+    ids = box.ids(TEXT)
+    generation = await box.start(cast.bob, TEXT, n=2, stop=["the quick"], max_tokens=len(ids))
+    texts = await texts_of(generation)
+    outcome = await generation.outcome
+    stopped_at = next(n for n in range(1, 99) if "the quick" in box.text(ids[:n]))
+
+    assert texts == ["", box.text([*ids[1:], ids[0]])]
+    assert outcome.finish_reasons == ("stop", "length")
+    assert outcome.finish_reason == "length"
+    assert outcome.usage.completion_tokens == stopped_at + len(ids)
+    assert [frame.abort_answers for frame in box.engine.frames if frame.abort_answers] == [[(generation.request_id, 0)]]
+    assert [frame.abort for frame in box.engine.frames if frame.abort] == []
+
+
+async def test_when_every_answer_has_met_its_stop_string_the_request_is_over(box: Serving, cast: Cast) -> None:
+    generation = await box.start(cast.bob, TEXT, n=2, stop=["quick"], max_tokens=1000)
+    outcome = await generation.outcome
+
+    assert outcome.finish_reasons == ("stop", "stop")
+    assert (await box.event(generation)).finish_reason == "stop"
+    await until(lambda: not box.engine._live)
+
+
+async def test_an_answer_that_ends_before_its_siblings_says_so_at_once(box: Serving, cast: Cast) -> None:
+    generation = await box.start(cast.bob, first_says_fox(box), n=2, stop=["fox"], max_tokens=900)
+    ended: list[Chunk] = []
+    while not ended:
+        ended += [chunk for chunk in await generation.chunks.take(10.0) if chunk.finish_reason is not None]
+
+    assert [(chunk.index, chunk.finish_reason) for chunk in ended] == [(0, "stop")]
+    assert not generation.outcome.done()
+    generation.leave("disconnected")
+    assert (await generation.outcome).finish_reasons == ("stop", "disconnected")
+
+
+async def test_one_answer_that_fails_ends_the_request_and_its_siblings(box: Serving, cast: Cast) -> None:
+    generation = await box.start(cast.bob, [HALF, 5], n=3, max_tokens=1000)
+    outcome = await generation.outcome
+
+    assert isinstance(outcome.error, InternalError)
+    assert (await box.event(generation)).finish_reason == "error"
+    await until(lambda: not box.engine._live)
+    await until(lambda: box.client._client.open_requests == 0)
+
+
+async def test_a_request_with_several_answers_that_is_refused_as_a_whole_is_told_at_once(box: Serving, cast: Cast) -> None:
+    generation = await box.start(cast.bob, [FAIL, 5], n=4)
+    outcome = await generation.outcome
+
+    assert isinstance(outcome.error, InternalError)
+    assert (await box.event(generation)).status == "voided"
+
+
+async def test_a_reader_that_leaves_ends_every_answer(box: Serving, cast: Cast) -> None:
+    generation = await box.start(cast.bob, TEXT, n=3, max_tokens=1000)
+    await generation.chunks.take(10.0)
+    generation.leave("disconnected")
+    outcome = await generation.outcome
+    event = await box.event(generation)
+
+    assert (outcome.finish_reason, outcome.error) == ("disconnected", None)
+    assert event.completion_tokens == sum(answer.completion_tokens for answer in generation._answers) >= 1
+
+
+async def test_an_engine_that_dies_leaves_complete_answers_complete(box: Serving, cast: Cast) -> None:
+    generation = await box.start(cast.bob, first_says_fox(box), n=2, stop=["fox"], max_tokens=900)
+    while not any(answer.finish_reason for answer in generation._answers):
+        await generation.chunks.take(10.0)
+    box.engine_task.cancel()
+    outcome = await generation.outcome
+
+    assert isinstance(outcome.error, EngineUnavailable)
+    assert outcome.finish_reasons == ("stop", "error")
+
+
+async def test_a_slow_reader_of_several_answers_gets_everything(
+    database: Database, clock: FakeClock, cast: Cast, tmp_path: Path
+) -> None:
+    async with serving(database, clock, tmp_path / "model", cast.epoch_id, buffer_chunks=1) as box:
+        generation = await box.start(cast.bob, TEXT, n=3)
+        await generation.outcome
+        chunks = await generation.chunks.take(1.0)
+        ids = box.ids(TEXT)
+
+        assert sorted(chunk.index for chunk in chunks) == [0, 1, 2]
+        assert {chunk.index: chunk.text for chunk in chunks}[2] == box.text((ids + ids)[2 : 2 + len(ids)])
+
+
+async def test_every_answer_is_reserved_and_counts_as_waiting(box: Serving, database: Database, clock: FakeClock) -> None:
+    dora = await make_person(database, clock, "dora", Limits(tokens_per_minute=1000))
+    generation = await box.start(dora, [STALL, 5], n=3, max_tokens=100)
+    state = box.admission.snapshot(dora.principal).tokens
+
+    assert state is not None
+    assert state.remaining == 1000 - 2 - 3 * 100
+    assert box.generations._open_requests["tiny"] == 3
+    generation.leave("disconnected")
+    await generation.outcome
+
+
+async def test_the_engine_gets_weight_class_and_deadline_of_the_tenant(
+    box: Serving, cast: Cast, database: Database, clock: FakeClock
+) -> None:
+    tenants = Tenants(database, clock)
+    changed = await tenants.update(cast.bob.tenant.id, TenantChanges(weight=4, tier="batch"))
+    generation = await box.start(Person(tenant=changed, key=cast.bob.key, secret=""), TEXT)
+    await generation.outcome
+    (request,) = [request for frame in box.engine.frames for request in frame.submit]
+
+    assert (request.weight, request.priority, request.queue_deadline_s) == (4, Priority.BATCH, 7.5)
+
+
+def test_every_weight_and_tier_of_a_tenant_is_one_that_the_engine_takes() -> None:
+    assert fields.WEIGHT_MAX == WEIGHT_MAX
+    assert set(fields.TIERS) == set(Priority)
+
+
+async def test_a_request_that_waited_too_long_is_told_when_to_come_back_and_owes_nothing(box: Serving, cast: Cast) -> None:
+    generation = await box.start(cast.bob, [LATE, 5])
+    outcome = await generation.outcome
+    event = await box.event(generation)
+
+    assert isinstance(outcome.error, Overloaded)
+    assert outcome.error.retry_after_s is not None
+    assert (event.status, event.finish_reason, event.prompt_tokens) == ("voided", "deadline", 0)
+    assert generation.live.explanation.startswith("Ended before its first token (deadline) after ")
+
+
+@pytest.mark.parametrize("n", [1, 3])
+async def test_a_field_that_the_engine_blames_is_named_as_the_client_wrote_it(box: Serving, cast: Cast, n: int) -> None:
+    generation = await box.start(cast.bob, [BLAME, 5], n=n, field_names={"guided_json": "response_format"})
+    outcome = await generation.outcome
+
+    assert isinstance(outcome.error, InvalidValue)
+    assert (outcome.error.param, outcome.error.message) == ("response_format", "the schema is impossible")
+    assert ((await box.event(generation)).status, outcome.finish_reason) == ("voided", "refused")
+
+
+async def test_a_live_request_sums_its_answers_and_shows_the_furthest(box: Serving, cast: Cast) -> None:
+    generation = await box.start(cast.bob, [STALL, 5], n=2)
+    live = generation.live
+    rows = [
+        RequestProgress(
+            request_id=live.id, state=state, queue_position=place, kv_blocks=blocks, num_computed_tokens=1,
+            num_output_tokens=0, num_preemptions=preemptions, index=index,
+        )
+        for index, (state, place, blocks, preemptions) in enumerate([("queued", 3, 0, 2), ("decode", None, 7, 1)])
+    ]  # fmt: skip
+    live.apply_progress(rows)
+
+    assert (live.state, live.queue_position, live.kv_blocks, live.preemptions) == ("decode", None, 7, 3)
+    live.apply_progress(rows[:1])
+    assert (live.state, live.queue_position, live.kv_blocks, live.kv_blocks_max, live.preemptions) == ("queued", 3, 0, 7, 3)
+    generation.leave("disconnected")
+    await generation.outcome
