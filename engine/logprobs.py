@@ -53,12 +53,14 @@ def _take(logits: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
 def _logprobs(logits: torch.Tensor, token_ids: torch.Tensor, counts: Sequence[int]) -> list[TokenLogprob]:
     totals = torch.logsumexp(logits, dim=-1)
     own = logits.gather(1, token_ids[:, None])
-    ranks = ((logits > own).sum(dim=-1) + 1).tolist()
+    values, ids = logits.topk(min(max(1, *counts), logits.shape[-1]), dim=-1)
+    ranks = ((values > own).sum(dim=-1) + 1).tolist()
+    beyond = [i for i, rank in enumerate(ranks) if rank > values.shape[-1]]
+    if beyond:
+        counted = ((_take(logits, beyond) > own[beyond]).sum(dim=-1) + 1).tolist()
+        for i, rank in zip(beyond, counted, strict=True):
+            ranks[i] = rank
     own_logprobs = (own[:, 0] - totals).tolist()
-    widest = min(max(counts), logits.shape[-1])
-    if not widest:
-        return [TokenLogprob(logprob=logprob, rank=rank) for logprob, rank in zip(own_logprobs, ranks, strict=True)]
-    values, ids = logits.topk(widest, dim=-1)
     top_logprobs, top_ids = (values - totals[:, None]).tolist(), ids.tolist()
     return [
         TokenLogprob(

@@ -15,8 +15,17 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from engine.errors import EngineBroken, PromptError
-from engine.protocol import EngineInfo, EngineStatus, FinishReason, GenerationRequest, RequestProgress, TokenEvent
+from engine.protocol import (
+    EngineInfo,
+    EngineStatus,
+    FinishReason,
+    GenerationRequest,
+    InvalidOption,
+    RequestProgress,
+    TokenEvent,
+)
 from engine.request import Request, RequestStatus
+from engine.request_checks import PROMPT_PARAM, check_request
 from engine.scheduled_batch import ScheduledRequest, StepOutput
 from engine.scheduler import Scheduler
 
@@ -61,10 +70,14 @@ class Engine:
 
     def submit(self, wanted: GenerationRequest) -> TokenEvent | None:
         """Queue a request. One that cannot be run is answered at once with its final event, which says why."""
+        if wanted.request_id in self._live:
+            return _refusal(wanted, f"request id {wanted.request_id} is already live", "request_id")
         try:
-            self._check(wanted)
+            check_request(wanted, self.info)
         except PromptError as error:
-            return _refusal(wanted, str(error))
+            return _refusal(wanted, str(error), PROMPT_PARAM)
+        except InvalidOption as error:
+            return _refusal(wanted, str(error), error.param)
         request = self._make_request(wanted)
         self._live[request.request_id] = request
         self._scheduler.add(request)
@@ -121,24 +134,6 @@ class Engine:
         """The applied step gave its blocks back, so the probe finds one unless others live, who will tell in their turn."""
         with self._scheduler.probe() as item:
             return item is None or self._run_alone(item).error is None
-
-    def _check(self, wanted: GenerationRequest) -> None:
-        prompt, sampling, vocab_size = wanted.prompt_token_ids, wanted.sampling, self.info.vocab_size
-        if wanted.request_id in self._live:
-            raise PromptError(f"request id {wanted.request_id} is already live")
-        if sampling.seed is None:
-            raise PromptError("the request has no seed")
-        if not prompt:
-            raise PromptError("the prompt is empty")
-        if len(prompt) >= self.info.max_model_len:
-            raise PromptError(f"the prompt has {len(prompt)} tokens; at most {self.info.max_model_len - 1} fit the context")
-        for what, ids in (
-            ("prompt", prompt),
-            ("stop_token_ids", sampling.stop_token_ids),
-            ("logit_bias", sampling.logit_bias or ()),
-        ):
-            if ids and not (min(ids) >= 0 and max(ids) < vocab_size):
-                raise PromptError(f"{what} has token ids outside 0 … {vocab_size - 1}")
 
     def _make_request(self, wanted: GenerationRequest) -> Request:
         sampling, limit = wanted.sampling, self.info.max_model_len
@@ -200,7 +195,7 @@ def _names(items: Sequence[ScheduledRequest]) -> str:
     return ",".join(item.request.request_id for item in items)
 
 
-def _refusal(wanted: GenerationRequest, reason: str) -> TokenEvent:
+def _refusal(wanted: GenerationRequest, reason: str, param: str) -> TokenEvent:
     return TokenEvent(
         request_id=wanted.request_id,
         token_ids=[],
@@ -208,4 +203,5 @@ def _refusal(wanted: GenerationRequest, reason: str) -> TokenEvent:
         num_prompt_tokens_computed=0,
         finish_reason=FinishReason.ERROR,
         error=reason,
+        error_param=param,
     )

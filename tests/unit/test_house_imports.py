@@ -16,7 +16,7 @@ REPO = Path(__file__).resolve().parents[2]
 ENGINE_PURE = {
     "errors", "request", "block_pool", "prefix_cache", "host_tier", "admission_cost", "scheduler", "scheduled_batch",
     "step_time", "step_budget", "config", "options", "transport",
-    "sampling_params", "randomness", "models.families", "rope_config", "window_config", "chat_template",
+    "sampling_params", "request_checks", "randomness", "models.families", "rope_config", "window_config", "chat_template",
     "grammar", "grammar.spec", "grammar.vocabulary", "grammar.compiler", "grammar.worker", "grammar.matcher", "grammar.lark",
 }  # fmt: skip
 PROTOCOL = {"engine.protocol", "engine.transport"}
