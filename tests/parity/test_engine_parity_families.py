@@ -1,4 +1,4 @@
-"""Greedy output equals transformers, token for token, for every family and however the work was cut up."""
+"""Greedy output equals transformers, token for token, and so do the logprobs, for every family and however it was cut up."""
 
 from __future__ import annotations
 
@@ -10,11 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.support.engines import run_to_end, small_engine, tokens, wanted
-from tests.support.tiny_models import EOS, FAMILY_SETTINGS, VOCAB_SIZE, greedy, make_model
+from tests.support.parity import assert_greedy
+from tests.support.tiny_models import EOS, FAMILY_SETTINGS, LONGROPE, VOCAB_SIZE, greedy, make_model
 
 PROMPT_LENS = (1, 15, 16, 17, 33, 70)
+MANY_PROMPT_LENS = (1, 2, 3, 5, 8, 13, 15, 16, 17, 21, 31, 32, 33, 47, 64, 90)
 MAX_TOKENS = 24
 
 
@@ -25,12 +28,16 @@ def make_prompts(lengths: tuple[int, ...], seed: int = 3) -> list[list[int]]:
 
 @dataclass
 class Case:
-    """A model directory with the outputs that transformers gives for `prompts`."""
+    """A model directory beside the model that transformers made of it."""
 
     directory: Path
     model: Any
-    prompts: list[list[int]]
-    expected: list[list[int]]
+
+    def check(self, prompts: list[list[int]], engine: Any) -> None:
+        """All of `prompts` at once through `engine`, against transformers."""
+        requests = [wanted(str(i), prompt, max_tokens=MAX_TOKENS, logprobs=0) for i, prompt in enumerate(prompts)]
+        events = run_to_end(engine, requests)
+        assert_greedy(self.model, prompts, [events[str(i)] for i in range(len(prompts))])
 
 
 @pytest.fixture(scope="module")
@@ -38,9 +45,7 @@ def case_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Case]:
     @cache
     def make(family: str) -> Case:
         directory = tmp_path_factory.mktemp(family)
-        model = make_model(family, directory)
-        prompts = make_prompts(PROMPT_LENS)
-        return Case(directory, model, prompts, [greedy(model, prompt, MAX_TOKENS) for prompt in prompts])
+        return Case(directory, make_model(family, directory))
 
     return make
 
@@ -48,51 +53,55 @@ def case_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Case]:
 families = pytest.mark.parametrize("family", list(FAMILY_SETTINGS))
 
 
-def assert_same(case: Case, **options: Any) -> None:
-    engine = small_engine(case.directory, **options)
-    requests = [wanted(str(i), prompt, max_tokens=MAX_TOKENS) for i, prompt in enumerate(case.prompts)]
-    events = run_to_end(engine, requests)
-    assert [tokens(events[str(i)]) for i in range(len(requests))] == case.expected
-
-
 @families
 def test_each_prompt_alone(family: str, case_of: Callable[[str], Case]) -> None:
-    assert_same(case_of(family), max_num_seqs=1, enable_prefix_caching=False)
+    case, prompts = case_of(family), make_prompts((1, 17, 70))
+    engine = small_engine(case.directory, max_num_seqs=1, enable_prefix_caching=False)
+    events = run_to_end(engine, [wanted(str(i), prompt, max_tokens=MAX_TOKENS) for i, prompt in enumerate(prompts)])
+    assert [tokens(events[str(i)]) for i in range(3)] == [greedy(case.model, prompt, MAX_TOKENS) for prompt in prompts]
 
 
 @families
-def test_prompts_of_mixed_lengths_in_one_batch(family: str, case_of: Callable[[str], Case]) -> None:
-    assert_same(case_of(family))
+def test_sixteen_prompts_of_mixed_lengths_in_one_batch(family: str, case_of: Callable[[str], Case]) -> None:
+    case = case_of(family)
+    case.check(make_prompts(MANY_PROMPT_LENS), small_engine(case.directory))
 
 
 @families
 def test_prompts_in_chunks_of_a_few_tokens(family: str, case_of: Callable[[str], Case]) -> None:
-    assert_same(case_of(family), max_num_seqs=4, max_num_batched_tokens=7)
+    case = case_of(family)
+    case.check(make_prompts(PROMPT_LENS), small_engine(case.directory, max_num_seqs=4, max_num_batched_tokens=7))
 
 
 @families
 def test_requests_that_were_preempted_and_computed_again(family: str, case_of: Callable[[str], Case]) -> None:
     case = case_of(family)
     engine = small_engine(case.directory, num_kv_blocks=8, max_model_len=100, block_size=16, enable_prefix_caching=False)
-    requests = [wanted(str(i), prompt, max_tokens=MAX_TOKENS) for i, prompt in enumerate(case.prompts)]
-    events = run_to_end(engine, requests)
-    assert [tokens(events[str(i)]) for i in range(len(requests))] == case.expected
+    case.check(make_prompts(PROMPT_LENS), engine)
     assert engine.status().preemptions_total > 0
 
 
 @families
 def test_prompts_whose_prefix_was_cached_by_an_earlier_one(family: str, case_of: Callable[[str], Case]) -> None:
-    case = case_of(family)
+    case, prompt = case_of(family), make_prompts((70,))[0]
     engine = small_engine(case.directory)
-    first = run_to_end(engine, [wanted("first", case.prompts[-1], max_tokens=MAX_TOKENS)])
-    again = run_to_end(engine, [wanted("again", case.prompts[-1], max_tokens=MAX_TOKENS)])
-    assert tokens(first["first"]) == tokens(again["again"]) == case.expected[-1]
-    assert again["again"][-1].num_cached_tokens == 64
+    case.check([prompt], engine)
+    again = run_to_end(engine, [wanted("again", prompt, max_tokens=MAX_TOKENS, logprobs=0)])["again"]
+    assert_greedy(case.model, [prompt], [again])
+    assert again[-1].num_cached_tokens == 64
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gemma3_text", "mistral-window", "qwen2-window"])
+@pytest.mark.parametrize("block_size", [1, 4, 32])
+def test_windows_that_end_inside_and_between_blocks(family: str, block_size: int, case_of: Callable[[str], Case]) -> None:
+    case = case_of(family)
+    case.check(make_prompts(PROMPT_LENS), small_engine(case.directory, block_size=block_size, max_num_batched_tokens=20))
 
 
 @pytest.mark.parametrize("block_size", [1, 4, 32])
 def test_other_block_sizes(block_size: int, case_of: Callable[[str], Case]) -> None:
-    assert_same(case_of("llama"), block_size=block_size, max_num_batched_tokens=20)
+    case = case_of("llama")
+    case.check(make_prompts(PROMPT_LENS), small_engine(case.directory, block_size=block_size, max_num_batched_tokens=20))
 
 
 def test_sharded_weights_give_the_same_tokens_as_one_file(tmp_path: Path) -> None:
@@ -103,7 +112,7 @@ def test_sharded_weights_give_the_same_tokens_as_one_file(tmp_path: Path) -> Non
     assert tokens(events["a"]) == greedy(model, prompt, MAX_TOKENS)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral", "granite", "olmo2", "phi3"])
 def test_tied_embeddings_serve_as_the_output_head(family: str, tmp_path: Path) -> None:
     model = make_model(family, tmp_path, tie_word_embeddings=True)
     prompt = make_prompts((9,))[0]
@@ -129,3 +138,30 @@ def test_grouped_heads_and_head_sizes(heads: tuple[int, int], head_dim: int, tmp
     engine = small_engine(tmp_path, max_num_batched_tokens=16)
     events = run_to_end(engine, [wanted(str(i), prompt, max_tokens=8) for i, prompt in enumerate(prompts)])
     assert [tokens(events[str(i)]) for i in range(2)] == [greedy(model, prompt, 8) for prompt in prompts]
+
+
+def test_gemma_may_have_a_head_of_its_own(tmp_path: Path) -> None:
+    model = make_model("gemma2", tmp_path, tie_word_embeddings=False)
+    Case(tmp_path, model).check(make_prompts((9,)), small_engine(tmp_path))
+
+
+def test_longrope_takes_its_long_factors_when_the_context_is_longer_than_the_original(tmp_path: Path) -> None:
+    rope = {**LONGROPE, "partial_rotary_factor": 0.67, "original_max_position_embeddings": 32}
+    model = make_model("phi3-longrope", tmp_path, rope_parameters=rope, original_max_position_embeddings=32)
+    Case(tmp_path, model).check(make_prompts((33, 70)), small_engine(tmp_path, max_num_batched_tokens=16))
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+def test_the_routers_of_these_tests_are_far_from_ties(family: str, case_of: Callable[[str], Case]) -> None:
+    case, gaps = case_of(family), []
+
+    def measure(router: Any, _: Any, output: Any) -> None:
+        ordered = output[0].sort(dim=-1, descending=True).values
+        gaps.append((ordered[:, router.top_k - 1] - ordered[:, router.top_k]).min().item())
+
+    for layer in case.model.model.layers:
+        if hasattr(layer.mlp, "gate"):
+            layer.mlp.gate.register_forward_hook(measure)
+    with torch.inference_mode():
+        case.model(torch.tensor([make_prompts((90,))[0]]))
+    assert min(gaps) > 1e-3

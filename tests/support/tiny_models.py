@@ -1,4 +1,8 @@
-"""Random-weight model directories of every supported family, made by transformers, small enough to run in milliseconds."""
+"""Random-weight model directories of every supported family, made by transformers, small enough to run in milliseconds.
+
+`FAMILY_SETTINGS` is the one list of what must equal transformers. Windows are shorter than the prompts of the tests, soft-caps
+are as small as the scores they cap, scaled rotations are used beyond their original length, and routers are far from ties.
+"""
 
 from __future__ import annotations
 
@@ -21,13 +25,30 @@ SIZES: dict[str, Any] = {
     "max_position_embeddings": 256,
     "bos_token_id": 1,
     "eos_token_id": EOS,
+    "pad_token_id": 0,
     "initializer_range": 0.25,  # wide enough that greedy choices are no near-ties
+}
+
+YARN: dict[str, Any] = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "original_max_position_embeddings": 32,
+    "beta_fast": 8.0,
+}
+LONGROPE: dict[str, Any] = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "original_max_position_embeddings": 256,
+    "short_factor": [1.0, 1.1, 1.3, 1.7],
+    "long_factor": [2.0, 3.0, 5.0, 9.0],
 }
 
 FAMILY_SETTINGS: dict[str, dict[str, Any]] = {
     "llama": {},
     "llama-biased": {"attention_bias": True, "mlp_bias": True},
     "llama-linear-rope": {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}},
+    "llama-dynamic-rope": {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}},
     "llama-llama3-rope": {
         "rope_parameters": {
             "rope_type": "llama3",
@@ -38,10 +59,73 @@ FAMILY_SETTINGS: dict[str, dict[str, Any]] = {
             "original_max_position_embeddings": 64,
         }
     },
+    "llama-yarn-rope": {"rope_parameters": YARN},
+    "llama-yarn-mscale": {"rope_parameters": {**YARN, "mscale": 1.4, "mscale_all_dim": 0.5, "truncate": False}},
     "mistral": {"sliding_window": None, "head_dim": 16},
     "mistral-window": {"sliding_window": 21, "head_dim": 16},
     "qwen2": {},
+    "qwen2-window": {"use_sliding_window": True, "sliding_window": 13, "max_window_layers": 1, "num_hidden_layers": 3},
+    "qwen2-yarn": {"rope_parameters": {**YARN, "attention_factor": 1.25}, "max_position_embeddings": 32},
     "qwen3": {"head_dim": 16},
+    "qwen3-window": {
+        "head_dim": 16,
+        "use_sliding_window": True,
+        "sliding_window": 9,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
+    "gemma2": {
+        "head_dim": 16,
+        "num_hidden_layers": 3,
+        "sliding_window": 18,
+        "query_pre_attn_scalar": 24,
+        "attn_logit_softcapping": 2.0,
+        "final_logit_softcapping": 5.0,
+    },
+    "gemma3_text": {
+        "head_dim": 16,
+        "num_hidden_layers": 4,
+        "sliding_window": 18,
+        "sliding_window_pattern": 3,
+        "query_pre_attn_scalar": 24,
+        "final_logit_softcapping": 5.0,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1000000.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+        },
+    },
+    "phi3": {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}},
+    "phi3-window": {"sliding_window": 21},
+    "phi3-longrope": {
+        "rope_parameters": {**LONGROPE, "partial_rotary_factor": 0.67, "attention_factor": 1.19},
+        "original_max_position_embeddings": 256,
+    },
+    "granite": {
+        "embedding_multiplier": 6.0,
+        "residual_multiplier": 0.4,
+        "attention_multiplier": 0.11,
+        "logits_scaling": 3.0,
+    },
+    "olmo2": {},
+    "mixtral": {"num_local_experts": 5, "num_experts_per_tok": 2},
+    "mixtral-window": {"num_local_experts": 3, "num_experts_per_tok": 2, "sliding_window": 21},
+    "qwen3_moe": {
+        "head_dim": 16,
+        "num_experts": 6,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 32,
+        "num_hidden_layers": 3,
+        "mlp_only_layers": [1],
+    },
+    "qwen3_moe-normalised": {
+        "head_dim": 16,
+        "num_experts": 6,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 32,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 2,
+        "use_sliding_window": True,
+        "sliding_window": 21,
+    },
 }
 
 
@@ -58,11 +142,16 @@ def make_model(family: str, directory: Path, *, sharded: bool = False, **changes
 
 
 def _randomise(model: Any) -> None:
-    """Biases and norm weights start as zeros and ones: noise makes sure that none of them is forgotten."""
+    """Biases and norm weights start as zeros and ones: noise makes sure that none of them is forgotten.
+
+    Routers get wide weights, so that which experts are chosen never hangs on a rounding error.
+    """
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("bias") or "norm" in name:
                 parameter.add_(torch.randn_like(parameter) * 0.2)
+            elif name.endswith("mlp.gate.weight"):
+                parameter.copy_(torch.randn_like(parameter))
 
 
 def greedy(model: Any, prompt: list[int], max_tokens: int, *, stops_at_eos: bool = False) -> list[int]:
