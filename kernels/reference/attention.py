@@ -38,8 +38,11 @@ def _attend(
     """One query head over the tokens it may see: [D]"""
     kv_head = head // (shape.num_heads // shape.num_kv_heads)
     first = 0 if shape.sliding_window is None else max(0, position + 1 - shape.sliding_window)
-    seen = [(row.block_table[p // shape.block_size], p % shape.block_size) for p in range(first, position + 1)]
+    end = position + 1 if shape.causal else row.context_len
+    seen = [(row.block_table[p // shape.block_size], p % shape.block_size) for p in range(first, end)]
     keys = torch.stack([kv_cache[block, offset, 0, kv_head].float() for block, offset in seen])
     values = torch.stack([kv_cache[block, offset, 1, kv_head].float() for block, offset in seen])
-    scores = (keys @ query) / shape.head_dim**0.5
+    scores = (keys @ query) * (shape.head_dim**-0.5 if shape.scale is None else shape.scale)
+    if shape.softcap is not None:
+        scores = shape.softcap * torch.tanh(scores / shape.softcap)
     return torch.softmax(scores, dim=0) @ values

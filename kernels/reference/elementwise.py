@@ -1,6 +1,8 @@
-"""Normalisation, rotation and the gated activation as their papers write them, in float32."""
+"""Normalisation, rotation and the activations as their papers write them, in float32."""
 
 from __future__ import annotations
+
+import math
 
 import torch
 
@@ -10,6 +12,14 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     wide = x.float()
     rms = (wide.pow(2).sum(dim=-1, keepdim=True) / wide.shape[-1] + eps).sqrt()
     return (wide / rms * weight.float()).to(x.dtype)
+
+
+def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor:
+    """x: [..., hidden], weight and bias: [hidden] → (x - mean) / deviation · weight + bias (arXiv 1607.06450, eq. 4)"""
+    wide = x.float()
+    centred = wide - wide.mean(dim=-1, keepdim=True)
+    deviation = (centred.pow(2).mean(dim=-1, keepdim=True) + eps).sqrt()
+    return (centred / deviation * weight.float() + bias.float()).to(x.dtype)
 
 
 def rope(qk: torch.Tensor, cos: torch.Tensor, signed_sin: torch.Tensor) -> None:
@@ -27,3 +37,21 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """gate_up: [T, 2·inner] → silu(gate) · up: [T, inner]"""
     gate, up = gate_up.float().chunk(2, dim=-1)
     return (gate / (1 + torch.exp(-gate)) * up).to(gate_up.dtype)
+
+
+def gelu(x: torch.Tensor) -> torch.Tensor:
+    """x · Φ(x), Φ the normal distribution function (arXiv 1606.08415, section 2)"""
+    wide = x.float()
+    return (wide * 0.5 * (1 + torch.erf(wide / math.sqrt(2)))).to(x.dtype)
+
+
+def gelu_tanh(x: torch.Tensor) -> torch.Tensor:
+    """The approximation of the same section: 0.5 x (1 + tanh(√(2/π) (x + 0.044715 x³)))"""
+    wide = x.float()
+    return (0.5 * wide * (1 + torch.tanh(math.sqrt(2 / math.pi) * (wide + 0.044715 * wide**3)))).to(x.dtype)
+
+
+def gelu_tanh_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """gate_up: [T, 2·inner] → gelu(gate) · up: [T, inner]"""
+    gate, up = gate_up.float().chunk(2, dim=-1)
+    return (gelu_tanh(gate) * up).to(gate_up.dtype)

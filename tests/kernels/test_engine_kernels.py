@@ -12,6 +12,7 @@ from kernels import ops
 from kernels.attention_rows import AttentionRow, AttentionShape
 from kernels.reference import attention as reference_attention
 from kernels.reference import elementwise as reference_elementwise
+from kernels.reference import experts as reference_experts
 
 BLOCK_SIZE = 16
 CPU = torch.device("cpu")
@@ -90,6 +91,48 @@ def test_a_sliding_window_hides_what_lies_before_it(window: int) -> None:
     compare_attention(rows, AttentionShape(BLOCK_SIZE, 4, 2, 16, sliding_window=window))
 
 
+@pytest.mark.parametrize("window", [None, 7, 16, 21])
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+def test_soft_capped_scores_with_a_scale_of_their_own(window: int | None, kv_heads: int) -> None:
+    rows = [(1, 50), (1, 22), (1, 3), (33, 33), (5, 40), (2, 17)]
+    shape = AttentionShape(BLOCK_SIZE, 4, kv_heads, 16, sliding_window=window, scale=0.4, softcap=1.5)
+    compare_attention(rows, shape)
+
+
+def test_a_scale_of_its_own_without_a_cap() -> None:
+    compare_attention([(1, 20), (18, 18), (3, 20)], AttentionShape(BLOCK_SIZE, 4, 2, 16, scale=0.05))
+
+
+def test_capped_scores_in_slices_are_those_in_one_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kernels.cpu.attention.SCORES_MAX", 4 * 40 * 3)
+    compare_attention([(33, 33), (5, 40)], AttentionShape(BLOCK_SIZE, 4, 2, 16, softcap=1.5))
+
+
+@pytest.mark.parametrize("softcap", [None, 1.5])
+@pytest.mark.parametrize("causal", [True, False])
+def test_whole_texts_need_no_cache(causal: bool, softcap: float | None) -> None:
+    torch.manual_seed(1)
+    lens = [1, 15, 16, 17, 33, 1]
+    shape = AttentionShape(BLOCK_SIZE, 4, 2, 16, causal=causal, softcap=softcap)
+    qkv = torch.randn(sum(lens), 8, 16)
+    block_tables, num_blocks = tables(lens)
+    cache = poisoned_cache(num_blocks, 2, 16)
+    rows = [AttentionRow(table, length, length) for table, length in zip(block_tables, lens, strict=True)]
+    slots = [row.block_table[p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE for row in rows for p in range(row.context_len)]
+    ops.write_kv(qkv[:, 4:], cache, torch.tensor(slots))
+    plan = ops.AttentionPlanner(shape, dtype=torch.float32, device=CPU).plan_whole(lens)
+    assert_near(ops.paged_attention(qkv, None, plan), reference_attention.paged_attention(qkv, cache, rows, shape))
+
+
+def test_a_chunk_reads_only_the_blocks_that_its_window_shows() -> None:
+    shape = AttentionShape(BLOCK_SIZE, 4, 4, 16, sliding_window=20)
+    planner = ops.AttentionPlanner(shape, dtype=torch.float32, device=CPU)
+    (row,) = planner.plan([AttentionRow(list(range(100, 120)), 8, 300)]).prefills
+    assert row.blocks is not None
+    assert row.blocks.tolist() == [117, 118]  # the first of the queries, at 292, sees from 273 on
+    assert row.num_keys == 300 - 17 * BLOCK_SIZE
+
+
 def test_a_group_of_decodes_is_cut_where_padding_costs_more_than_a_call() -> None:
     shape = AttentionShape(BLOCK_SIZE, 4, 4, 128)
     planner = ops.AttentionPlanner(shape, dtype=torch.float32, device=CPU)
@@ -138,3 +181,43 @@ def test_silu_mul_equals_its_definition_and_leaves_its_input_alone(tokens: int) 
     before = gate_up.clone()
     assert_near(ops.silu_mul(gate_up), reference_elementwise.silu_mul(before))
     assert torch.equal(gate_up, before)
+
+
+@pytest.mark.parametrize("tokens", [1, 15, 17])
+@pytest.mark.parametrize("size", [16, 96, 130])
+def test_layer_norm_equals_its_definition(tokens: int, size: int) -> None:
+    torch.manual_seed(5)
+    x, weight, bias = torch.randn(tokens, size) * 30 + 4, torch.randn(size), torch.randn(size)
+    assert_near(ops.layer_norm(x, weight, bias, 1e-12), reference_elementwise.layer_norm(x, weight, bias, 1e-12))
+
+
+@pytest.mark.parametrize("name", ["gelu", "gelu_tanh", "gelu_tanh_mul"])
+def test_the_gelus_equal_their_definitions_and_leave_their_input_alone(name: str) -> None:
+    torch.manual_seed(6)
+    x = torch.randn(17, 66) * 3
+    before = x.clone()
+    assert_near(getattr(ops, name)(x), getattr(reference_elementwise, name)(before))
+    assert torch.equal(x, before)
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 33])
+@pytest.mark.parametrize("normalised", [True, False])
+def test_a_mixture_of_experts_equals_one_token_and_one_expert_at_a_time(tokens: int, normalised: bool) -> None:
+    torch.manual_seed(7)
+    x, logits, matrices = torch.randn(tokens, 24), torch.randn(tokens, 9) * 3, torch.randn(9, 24, 24) / 5
+    experts = [lambda rows, matrix=matrix: torch.tanh(rows @ matrix) for matrix in matrices]
+    weights, expert_ids = ops.route(logits, 3, normalised=normalised)
+    expected_weights, expected_ids = reference_experts.route(logits, 3, normalised=normalised)
+    assert_near(weights, expected_weights)
+    assert torch.equal(expert_ids, expected_ids)
+    mixed = ops.mix_experts(x, weights, expert_ids, experts)
+    assert_near(mixed, reference_experts.mix_experts(x, weights, expert_ids, experts))
+
+
+def test_experts_that_nobody_chose_are_not_computed() -> None:
+    def unused(_: torch.Tensor) -> torch.Tensor:
+        raise AssertionError("this expert was not chosen")
+
+    x = torch.randn(3, 4)
+    ids = torch.tensor([[1], [1], [1]])
+    assert torch.equal(ops.mix_experts(x, torch.ones(3, 1), ids, [unused, lambda rows: rows * 2, unused]), x * 2)

@@ -1,0 +1,33 @@
+"""A mixture of experts, one token and one expert at a time, in float32."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+
+def route(logits: torch.Tensor, num_chosen: int, *, normalised: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """logits: [T, E] → weights: [T, num_chosen], expert ids: [T, num_chosen] int64, likeliest first"""
+    weights, expert_ids = [], []
+    for row in logits.float():
+        probabilities = row.exp() / row.exp().sum()
+        chosen = sorted(range(len(row)), key=lambda expert: -row[expert].item())[:num_chosen]
+        of_chosen = probabilities[chosen]
+        weights.append(of_chosen / of_chosen.sum() if normalised else of_chosen)
+        expert_ids.append(torch.tensor(chosen))
+    return torch.stack(weights).to(logits.dtype), torch.stack(expert_ids)
+
+
+def mix_experts(
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    expert_ids: torch.Tensor,
+    experts: Sequence[Callable[[torch.Tensor], torch.Tensor]],
+) -> torch.Tensor:
+    """x: [T, hidden], weights and expert_ids: [T, num_chosen] → Σ weight · expert(x): [T, hidden]"""
+    out = torch.zeros_like(x, dtype=torch.float32)
+    for token in range(x.shape[0]):
+        for weight, expert in zip(weights[token].tolist(), expert_ids[token].tolist(), strict=True):
+            out[token] += weight * experts[expert](x[token : token + 1])[0].float()
+    return out.to(x.dtype)
