@@ -355,7 +355,10 @@ class Generation:
 
 
 def _text_output(model: ServedModel, request: GenerationRequest) -> TextOutput:
-    return TextOutput(model.prompting, stop=request.sampling.stop, min_tokens=request.sampling.min_tokens)
+    sampling = request.sampling
+    return TextOutput(
+        model.prompting, stop=sampling.stop, min_tokens=sampling.min_tokens, stop_token_ids=sampling.stop_token_ids
+    )
 
 
 def _told(reason: str) -> GatehouseError | None:

@@ -11,9 +11,9 @@ from typing import Any, TypeVar
 from tokenizers import Tokenizer
 
 from appliance.base.errors import ContextLengthExceeded, InvalidValue, Overloaded
-from appliance.serving.detokenizer import Detokenizer
 from appliance.serving.model_registry import NotAModel
 from appliance.serving.vocabulary import Vocabulary
+from engine.answer_text import AnswerText
 from engine.chat_template import ChatTemplate, ChatTemplateError, NoChatTemplate
 
 T = TypeVar("T")
@@ -62,9 +62,9 @@ class Prompting:
         self._check_could_fit(text, max_model_len)
         return await self._in_thread(self._encode_long, text)
 
-    def detokenizer(self) -> Detokenizer:
-        """Return a fresh detokenizer for one request."""
-        return Detokenizer(self._decode)
+    def answer_text(self, *, stop: Sequence[str], stop_token_ids: Sequence[int], min_tokens: int) -> AnswerText:
+        """Return what makes the text of one answer from its tokens."""
+        return AnswerText(self._decode, stop=stop, stop_token_ids=stop_token_ids, min_tokens=min_tokens)
 
     def _decode(self, token_ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode(token_ids, skip_special_tokens=True))

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from appliance.serving.prompting import Prompting
-from appliance.serving.stop_strings import StopStrings
-from engine.protocol import TokenEvent, TokenLogprob
+from engine.protocol import FinishReason, TokenEvent, TokenLogprob
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,40 +47,31 @@ def joined(earlier: Chunk, later: Chunk) -> Chunk:
 class TextOutput:
     """The answer of one request as it grows. `stopped` turns true when a stop string was found; nothing is shown after it."""
 
-    def __init__(self, prompting: Prompting, *, stop: Sequence[str], min_tokens: int) -> None:
+    def __init__(
+        self, prompting: Prompting, *, stop: Sequence[str], min_tokens: int, stop_token_ids: Sequence[int] = ()
+    ) -> None:
         self._vocabulary = prompting.vocabulary
-        self._detokenizer = prompting.detokenizer()
-        self._stop = StopStrings(stop)
-        self._min_tokens = min_tokens
+        self._text = prompting.answer_text(stop=stop, stop_token_ids=stop_token_ids, min_tokens=min_tokens)
 
     @property
     def stopped(self) -> bool:
         """Return whether a stop string was found."""
-        return self._stop.matched is not None
+        return self._text.matched is not None
 
     def push(self, event: TokenEvent) -> Chunk:
-        """Return what `event` adds. Stop strings count only after `min_tokens` tokens.
-
-        Tokens are taken one by one: where a stop string ends, and so what is billed, must not depend on how many of them
-        came in one event. The chunk counts the token that completed the stop string and none behind it.
-        """
-        text = ""
-        completion_tokens = event.num_output_tokens - len(event.token_ids)
-        named: list[NamedLogprob] = []
-        for index, token_id in enumerate(event.token_ids):
-            completion_tokens += 1
-            new = self._detokenizer.push([token_id])
-            text += new if completion_tokens < self._min_tokens else self._stop.push(new)
-            if self.stopped:
-                break
-            if event.logprobs is not None:
-                named.append(self._name(token_id, event.logprobs[index]))
-        return Chunk(text=text, completion_tokens=completion_tokens, cached_tokens=event.num_cached_tokens, logprobs=named)
+        """Return what `event` adds. The chunk counts the token that completed a stop string and none behind it."""
+        text, num_taken = self._text.push(event.token_ids, ends_by_token=event.finish_reason is FinishReason.STOP)
+        shown = event.token_ids[: num_taken - 1 if self.stopped else num_taken]
+        return Chunk(
+            text=text,
+            completion_tokens=event.num_output_tokens - len(event.token_ids) + num_taken,
+            cached_tokens=event.num_cached_tokens,
+            logprobs=[self._name(*pair) for pair in zip(shown, event.logprobs or [], strict=False)],
+        )
 
     def flush(self) -> str:
         """Return the text that was held back, at the end of an answer that no stop string ended."""
-        rest = self._stop.push(self._detokenizer.flush())
-        return rest + self._stop.flush()
+        return self._text.flush()
 
     def _name(self, token_id: int, entry: TokenLogprob) -> NamedLogprob:
         top = [self._single(top_id, logprob) for top_id, logprob in zip(entry.top_token_ids, entry.top_logprobs, strict=True)]

@@ -16,11 +16,13 @@ REPO = Path(__file__).resolve().parents[2]
 ENGINE_PURE = {
     "errors", "request", "block_pool", "prefix_cache", "host_tier", "admission_cost", "scheduler", "scheduled_batch",
     "step_time", "step_budget", "config", "options", "transport",
-    "sampling_params", "request_checks", "randomness", "models.families", "rope_config", "window_config", "chat_template",
+    "sampling_params", "request_checks", "randomness", "models.families", "rope_config", "window_config",
+    "chat_template", "answer_text", "bad_words",
     "grammar", "grammar.spec", "grammar.vocabulary", "grammar.compiler", "grammar.worker", "grammar.matcher", "grammar.lark",
 }  # fmt: skip
 PROTOCOL = {"engine.protocol", "engine.transport"}
-CHAT_TEMPLATE = "engine.chat_template"  # one renderer, whoever makes the prompt: the gateway or an offline script
+# From text to token ids and back, the same for the gateway and for an offline script.
+TEXT = {"engine.chat_template", "engine.answer_text", "engine.bad_words"}
 
 # area -> what it may import beside itself and the packages of others
 ALLOWED: dict[str, set[str]] = {
@@ -29,7 +31,7 @@ ALLOWED: dict[str, set[str]] = {
     "appliance.metering": {"appliance.base", "appliance.tenancy"},
     "appliance.telemetry": {"appliance.base", *PROTOCOL},
     "appliance.serving": {
-        "appliance.base", "appliance.tenancy", "appliance.metering", "appliance.telemetry", *PROTOCOL, CHAT_TEMPLATE,
+        "appliance.base", "appliance.tenancy", "appliance.metering", "appliance.telemetry", *PROTOCOL, *TEXT,
     },
     "appliance.api": {
         "appliance.base", "appliance.tenancy", "appliance.metering", "appliance.telemetry", "appliance.serving", *PROTOCOL,
@@ -112,7 +114,7 @@ def test_the_installer_uses_the_standard_library_alone() -> None:
     assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.parametrize("start", ["appliance.cli.main", "appliance.app", *sorted(PROTOCOL), CHAT_TEMPLATE])
+@pytest.mark.parametrize("start", ["appliance.cli.main", "appliance.app", *sorted(PROTOCOL), *sorted(TEXT)])
 def test_a_process_of_the_gateway_never_loads_torch(start: str) -> None:
     program = f"import sys, {start}; print(sorted({{'torch', 'triton', 'transformers'}} & set(sys.modules)))"
     answer = subprocess.run([sys.executable, "-c", program], cwd=REPO, capture_output=True, text=True, check=True)

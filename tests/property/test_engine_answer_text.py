@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from appliance.serving.detokenizer import REPLACEMENT, Detokenizer
-from appliance.serving.stop_strings import StopStrings
+from engine.answer_text import REPLACEMENT, Detokenizer, StopStrings
 from tests.support.served_model import make_tokenizer
 
 TEXTS = st.text(st.characters(codec="utf-8"), max_size=60)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from appliance.serving.stop_strings import StopStrings
+from engine.answer_text import AnswerText, StopStrings
 
 
 def shown(stops: list[str], pieces: list[str]) -> tuple[list[str], StopStrings]:
@@ -65,3 +65,33 @@ def test_the_border_between_pieces_does_not_matter(border: int) -> None:
 
     assert "".join(pieces) == "go on"
     assert matcher.matched == "\nEND"
+
+
+def words_of(*words: str) -> AnswerText:
+    """Token n is the n-th word."""
+    return AnswerText(lambda ids: "".join(words[i] for i in ids), stop=["END"], stop_token_ids=[1], min_tokens=3)
+
+
+def test_the_token_that_completes_a_stop_string_is_the_last_one_that_counts() -> None:
+    answer = words_of("a ", "b ", "EN", "D", "c")
+
+    assert answer.push([0, 1, 2, 3, 4, 0]) == ("a b ", 4)
+    assert answer.matched == "END"
+    assert answer.push([0]) == ("", 0)
+
+
+def test_a_stop_string_below_the_minimum_of_tokens_is_text() -> None:
+    answer = words_of("END", " ", "x")
+
+    assert answer.push([0, 1, 2]) == ("END x", 3)
+    assert answer.matched is None
+    assert answer.push([0]) == ("", 1)
+    assert answer.matched == "END"
+
+
+def test_a_stop_token_is_counted_and_has_no_text_where_it_ends_the_answer() -> None:
+    answer = words_of("a", "stop", "b")
+
+    assert answer.push([0, 1]) == ("astop", 2)
+    assert answer.push([2, 1], ends_by_token=True) == ("b", 2)
+    assert answer.flush() == ""

@@ -1,0 +1,24 @@
+"""Bad words as token ids, in both ways in which a tokenizer writes a word."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine.bad_words import bad_words_token_ids
+
+PIECES = {"cat": [1], " cat": [2], "dog": [3, 4], " dog": [9, 3, 4], "emu": [5, 6], " emu": [7], "": [], " ": [9]}
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["cat"], [[1], [2]]),
+        ([" cat"], [[1], [2]]),
+        (["dog"], [[3, 4]]),
+        (["emu"], [[5, 6], [7]]),
+        (["cat", "dog"], [[1], [2], [3, 4]]),
+        ([], []),
+    ],
+)
+def test_a_word_is_written_with_and_without_a_space_before_it(words: list[str], expected: list[list[int]]) -> None:
+    assert bad_words_token_ids(words, PIECES.__getitem__) == expected
