@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeVar
 
 from litestar import Request, Response, post
 from litestar.types import Receive
@@ -15,16 +15,18 @@ from appliance.api.bodies import decode_body
 from appliance.api.chat_answers import ChatCompletion, ChunkFramer, whole_answer
 from appliance.api.error_responses import MEDIA_TYPE
 from appliance.api.exchange import exchange_of
-from appliance.api.sampling import asked_max_tokens, sampling_params
+from appliance.api.sampling import asked_max_tokens, field_names, sampling_params
 from appliance.api.schemas import ChatCompletionRequest, check_messages, check_supported
 from appliance.api.services_of import services_of
-from appliance.api.sse import EVENT_STREAM, chat_frames, event_stream
+from appliance.api.sse import EVENT_STREAM, PING_AFTER_S, chat_frames, event_stream
 from appliance.base.errors import GatehouseError
 from appliance.serving.generation import Generation
 from appliance.serving.generations import Order
 from appliance.serving.services import Services
 from appliance.serving.text_output import Chunk
 from appliance.tenancy.principals import Principal
+
+T = TypeVar("T")
 
 ENDPOINT = "/v1/chat/completions"
 CLIENT_CLOSED_REQUEST = 499  # nobody reads it; the log line says what happened
@@ -57,6 +59,8 @@ async def create_chat_completion(request: Request[Any, Any, Any]) -> Response[An
     exchange_of(request).closers.append(lambda: generation.leave("disconnected"))
     created = int(generation.live.admitted_at.timestamp())
     if body.stream:
+        if order.sampling.is_guided and await _unless_disconnected(_began(generation), request.receive) is None:
+            return Response(b"", status_code=CLIENT_CLOSED_REQUEST, media_type=MEDIA_TYPE)
         return event_stream(chat_frames(generation, _framer(generation, body, created)))
     return await _answer_whole(request, generation, created, logprobs=bool(body.logprobs))
 
@@ -80,6 +84,7 @@ async def _order(request_id: str, body: ChatCompletionRequest, principal: Princi
         prompt_token_ids=prompt_token_ids,
         sampling=sampling_params(body, model, prompt_tokens=len(prompt_token_ids)),
         max_output_tokens=asked,
+        field_names=field_names(body),
     )
 
 
@@ -90,10 +95,22 @@ def _framer(generation: Generation, body: ChatCompletionRequest, created: int) -
         created=created,
         model=generation.live.model,
         prompt_tokens=generation.live.prompt_tokens,
+        num_answers=generation.live.num_answers,
         logprobs=bool(body.logprobs),
         include_usage=bool(options and options.include_usage),
         continuous_usage=bool(options and options.continuous_usage_stats),
     )
+
+
+async def _began(generation: Generation) -> Generation:
+    """Wait for the first text, which comes after a schema has been compiled. Raises why it could not be.
+
+    A stream that has begun can tell of it by an error frame only; after PING_AFTER_S it begins nevertheless.
+    """
+    await generation.chunks.wait(PING_AFTER_S)
+    if generation.chunks.ended and (outcome := await generation.outcome).error is not None:
+        raise outcome.error
+    return generation
 
 
 async def _answer_whole(
@@ -123,15 +140,15 @@ async def _collect(generation: Generation) -> list[Chunk]:
     return chunks
 
 
-async def _unless_disconnected(collecting: Awaitable[list[Chunk]], receive: Receive) -> list[Chunk] | None:
-    """Return what `collecting` returns, or None as soon as the client has gone: nothing else would tell of it."""
-    collector = asyncio.ensure_future(collecting)
+async def _unless_disconnected(awaited: Awaitable[T], receive: Receive) -> T | None:
+    """Return what `awaited` returns, or None as soon as the client has gone: nothing else would tell of it."""
+    waiter = asyncio.ensure_future(awaited)
     watcher = asyncio.ensure_future(_disconnect(receive))
     try:
-        await asyncio.wait({collector, watcher}, return_when=asyncio.FIRST_COMPLETED)
-        return collector.result() if collector.done() else None
+        await asyncio.wait({waiter, watcher}, return_when=asyncio.FIRST_COMPLETED)
+        return waiter.result() if waiter.done() else None
     finally:
-        for task in (collector, watcher):
+        for task in (waiter, watcher):
             task.cancel()
             with suppress(asyncio.CancelledError):
                 await task

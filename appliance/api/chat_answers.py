@@ -41,7 +41,7 @@ class AnswerMessage(msgspec.Struct, kw_only=True):
 
 
 class Choice(msgspec.Struct, kw_only=True):
-    """The one answer."""
+    """One of the answers."""
 
     index: int
     message: AnswerMessage
@@ -93,6 +93,7 @@ class ChunkFramer:
         created: int,
         model: str,
         prompt_tokens: int,
+        num_answers: int,
         logprobs: bool,
         include_usage: bool,
         continuous_usage: bool,
@@ -100,53 +101,58 @@ class ChunkFramer:
         head = encode({"id": request_id, "object": "chat.completion.chunk", "created": created, "model": model})
         self._head = b"data: " + head[:-1] + b',"system_fingerprint":null,"choices":['
         self._prompt_tokens = prompt_tokens
+        self._cached_tokens = 0
+        self._completion_tokens = dict.fromkeys(range(num_answers), 0)
+        self._open = list(range(num_answers))
         self._logprobs = logprobs
         self._include_usage = include_usage
         self._continuous_usage = continuous_usage
 
     def first(self) -> bytes:
-        """Return the chunk that names the role."""
-        return self._frame({"role": "assistant", "content": "", "refusal": None}, completion_tokens=0, cached_tokens=0)
+        """Return a chunk for each answer that names the role."""
+        return b"".join(self._frame(index, {"role": "assistant", "content": "", "refusal": None}) for index in self._open)
 
     def text(self, chunk: Chunk) -> bytes:
-        """Return a chunk of text."""
-        logprobs = logprobs_shape(chunk.logprobs) if self._logprobs else None
-        return self._frame(
-            {"content": chunk.text},
-            logprobs=logprobs,
-            completion_tokens=chunk.completion_tokens,
-            cached_tokens=chunk.cached_tokens,
-        )
+        """Return a chunk of text, with the finish reason when it is the last one of an answer before its siblings end."""
+        self._completion_tokens[chunk.index] = chunk.completion_tokens
+        if chunk.index == 0:
+            self._cached_tokens = min(chunk.cached_tokens, self._prompt_tokens)
+        if chunk.finish_reason is not None:
+            self._open.remove(chunk.index)
+        delta = {"content": chunk.text} if chunk.text or chunk.finish_reason is None else {}
+        logprobs = logprobs_shape(chunk.logprobs) if self._logprobs and delta else None
+        return self._frame(chunk.index, delta, logprobs=logprobs, finish_reason=chunk.finish_reason)
 
     def last(self, outcome: Outcome) -> bytes:
-        """Return what ends a stream that went well: the finish reason, the usage when it was asked for, and `[DONE]`."""
+        """Return what ends a stream that went well: the finish reason of each answer that was still open, the usage when it
+        was asked for, and `[DONE]`."""
         usage = outcome.usage
-        finish = self._frame(
-            {},
-            finish_reason=outcome.finish_reason,
-            completion_tokens=usage.completion_tokens,
-            cached_tokens=usage.cached_tokens,
-        )
+        self._cached_tokens = usage.cached_tokens
+        self._completion_tokens = {0: usage.completion_tokens}
+        finish = b"".join(self._frame(index, {}, finish_reason=outcome.finish_reasons[index]) for index in self._open)
         if not self._include_usage:
             return finish + DONE
         return finish + self._head + b'],"usage":' + encode(usage_shape(usage)) + b"}\n\n" + DONE
 
     def _frame(
         self,
+        index: int,
         delta: dict[str, Any],
         *,
-        completion_tokens: int,
-        cached_tokens: int,
         logprobs: dict[str, Any] | None = None,
         finish_reason: str | None = None,
     ) -> bytes:
-        choice = encode({"index": 0, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason})
-        return self._head + choice + b"]" + self._usage(completion_tokens, cached_tokens) + b"}\n\n"
+        choice = encode({"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason})
+        return self._head + choice + b"]" + self._usage() + b"}\n\n"
 
-    def _usage(self, completion_tokens: int, cached_tokens: int) -> bytes:
+    def _usage(self) -> bytes:
+        """Return the usage of all answers so far, when every chunk is to tell it."""
         if self._continuous_usage:
-            cached_tokens = min(cached_tokens, self._prompt_tokens)
-            usage = Usage(prompt_tokens=self._prompt_tokens, cached_tokens=cached_tokens, completion_tokens=completion_tokens)
+            usage = Usage(
+                prompt_tokens=self._prompt_tokens,
+                cached_tokens=self._cached_tokens,
+                completion_tokens=sum(self._completion_tokens.values()),
+            )
             return b',"usage":' + encode(usage_shape(usage))
         return b',"usage":null' if self._include_usage else b""
 
@@ -155,20 +161,30 @@ def whole_answer(
     *, request_id: str, created: int, model: str, chunks: Sequence[Chunk], outcome: Outcome, logprobs: bool
 ) -> bytes:
     """Return the body of an answer that was not streamed."""
-    named = [entry for chunk in chunks for entry in chunk.logprobs]
-    choice = Choice(
-        index=0,
-        message=AnswerMessage(role="assistant", content="".join(chunk.text for chunk in chunks)),
-        logprobs=logprobs_shape(named) if logprobs else None,
-        finish_reason=outcome.finish_reason,
-    )
     return encode(
         ChatCompletion(
             id=request_id,
             object="chat.completion",
             created=created,
             model=model,
-            choices=[choice],
+            choices=_choices(chunks, outcome.finish_reasons, logprobs=logprobs),
             usage=usage_shape(outcome.usage),
         )
     )
+
+
+def _choices(chunks: Sequence[Chunk], finish_reasons: Sequence[str], *, logprobs: bool) -> list[Choice]:
+    texts: list[list[str]] = [[] for _ in finish_reasons]
+    named: list[list[NamedLogprob]] = [[] for _ in finish_reasons]
+    for chunk in chunks:
+        texts[chunk.index].append(chunk.text)
+        named[chunk.index] += chunk.logprobs
+    return [
+        Choice(
+            index=index,
+            message=AnswerMessage(role="assistant", content="".join(texts[index])),
+            logprobs=logprobs_shape(named[index]) if logprobs else None,
+            finish_reason=reason,
+        )
+        for index, reason in enumerate(finish_reasons)
+    ]

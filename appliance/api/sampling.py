@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from appliance.api.schemas import STOP_CHARS_MAX, ChatCompletionRequest
+from appliance.api.structured_output import constraint
 from appliance.base.errors import ContextLengthExceeded, InvalidValue, UnsupportedParameter
 from appliance.serving.model_registry import ServedModel
 from appliance.serving.prompting import output_room
@@ -15,10 +16,12 @@ from engine.protocol import InvalidOption, SamplingParams, UnsupportedOption
 STOP_TOKEN_IDS_MAX = 256
 TOKEN_ID_DIGITS_MAX = 10
 _PLAIN_FIELDS = (
+    "n",
     "temperature",
     "top_p",
     "top_k",
     "min_p",
+    "typical_p",
     "presence_penalty",
     "frequency_penalty",
     "repetition_penalty",
@@ -39,6 +42,13 @@ def asked_max_tokens(body: ChatCompletionRequest) -> tuple[int | None, str]:
     return asked, name
 
 
+def field_names(body: ChatCompletionRequest) -> dict[str, str]:
+    """Return what the client calls those of the engine's fields that it does not call by their own name."""
+    names = {"logprobs": "top_logprobs", "max_tokens": asked_max_tokens(body)[1], "prompt_token_ids": "messages"}
+    held_to = constraint(body)
+    return names if held_to is None else {**names, held_to.field: held_to.written_as}
+
+
 def sampling_params(body: ChatCompletionRequest, model: ServedModel, *, prompt_tokens: int) -> SamplingParams:
     """Return what the engine is asked for; `max_tokens` and `seed` are always set.
 
@@ -54,6 +64,9 @@ def sampling_params(body: ChatCompletionRequest, model: ServedModel, *, prompt_t
         raise
     _check_token_ids(body.stop_token_ids or [], model)
     given = {field: getattr(body, field) for field in _PLAIN_FIELDS if getattr(body, field) is not None}
+    held_to = constraint(body)
+    if held_to is not None:
+        given[held_to.field] = held_to.value
     return _build({**model.sampling_defaults, **given}, body, model, max_tokens=room)
 
 
@@ -67,10 +80,9 @@ def _build(fields: Mapping[str, Any], body: ChatCompletionRequest, model: Served
             logit_bias=_logit_bias(body.logit_bias, model),
             logprobs=_logprobs(body),
         )
-    except UnsupportedOption as error:
-        raise UnsupportedParameter(str(error), param=error.param) from error
     except InvalidOption as error:
-        raise InvalidValue(str(error), param="top_logprobs" if error.param == "logprobs" else error.param) from error
+        kind = UnsupportedParameter if isinstance(error, UnsupportedOption) else InvalidValue
+        raise kind(str(error), param=field_names(body).get(error.param, error.param)) from error
 
 
 def _stop(stop: str | list[str] | None) -> list[str]:

@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from appliance.api.structured_output import ResponseFormat
 from appliance.base.errors import InvalidValue, UnsupportedParameter
 
 MESSAGES_MAX = 4096
@@ -38,12 +39,6 @@ class Message(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     tool_call_id: str | None = None
     function_call: Any = None
     audio: Any = None
-
-
-class ResponseFormat(msgspec.Struct, kw_only=True):
-    """Only `text` is taken by this version."""
-
-    type: str
 
 
 class ChatCompletionRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -83,10 +78,10 @@ class ChatCompletionRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=
     prediction: Any = None
     web_search_options: Any = None
     moderation: Any = None
-    guided_json: Any = None
-    guided_regex: Any = None
-    guided_choice: Any = None
-    guided_grammar: Any = None
+    guided_json: str | dict[str, Any] | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
     best_of: int | None = None
     typical_p: float | None = None
     bad_words: list[str] | None = None
@@ -109,9 +104,7 @@ def check_supported(body: ChatCompletionRequest) -> None:
     if body.stream_options is not None and not body.stream:
         raise InvalidValue("stream_options needs stream to be true", param="stream_options")
     asked = {
-        "n": body.n not in (None, 1),
         "best_of": body.best_of not in (None, 1),
-        "response_format": body.response_format is not None and body.response_format.type != "text",
         "tools": bool(body.tools),
         "tool_choice": body.tool_choice not in (None, "none", "auto"),
         "functions": bool(body.functions),
@@ -119,11 +112,8 @@ def check_supported(body: ChatCompletionRequest) -> None:
         "modalities": body.modalities not in (None, ["text"]),
         "service_tier": body.service_tier not in (None, "auto", "default"),
         "reasoning_effort": body.reasoning_effort not in (None, "none"),
-        "typical_p": body.typical_p not in (None, 1.0),
     }
     for name in ("audio", "prediction", "web_search_options", "moderation", "bad_words", "prompt_logprobs"):
-        asked[name] = getattr(body, name) is not None
-    for name in ("guided_json", "guided_regex", "guided_choice", "guided_grammar"):
         asked[name] = getattr(body, name) is not None
     for name, unsupported in asked.items():
         if unsupported:

@@ -1,7 +1,8 @@
 """A small peer that speaks the engine's protocol without a model: for tests of the gateway.
 
 Token n of an answer is the n-th token of the prompt, over and over; answer i of several begins with the i-th. Run as a module
-it is a process like `engine.main`; prompts that begin with the ids below make it misbehave.
+it is a process like `engine.main`; prompts that begin with the ids below make it misbehave, and a schema that says
+"impossible" is to blame for an error.
 """
 
 from __future__ import annotations
@@ -108,13 +109,14 @@ class FakeEngine:
 
     def _advance(self, live: _Live) -> TokenEvent | None:
         prompt = live.request.prompt_token_ids
-        if prompt[0] == STALL:
+        asked = BLAME if "impossible" in str(live.request.sampling.guided_json) else prompt[0]
+        if asked == STALL:
             return None
-        if prompt[0] in _REFUSALS and (prompt[0] != HALF or live.index == 0):
+        if asked in _REFUSALS and (asked != HALF or live.index == 0):
             for index in range(live.request.sampling.n):
-                if prompt[0] != HALF or index == live.index:
+                if asked != HALF or index == live.index:
                     self._live.pop((live.request.request_id, index), None)
-            return event(live.request, [], 0, computed=0, **_REFUSALS[prompt[0]])  # type: ignore[arg-type]
+            return event(live.request, [], 0, computed=0, **_REFUSALS[asked])  # type: ignore[arg-type]
         token_id = prompt[(live.index + live.num_output_tokens) % len(prompt)]
         live.num_output_tokens += 1
         self._generated += 1

@@ -27,7 +27,7 @@ async def box(database: Database, clock: FakeClock, cast: Cast, tmp_path: Path) 
 
 
 def framer(**options: Any) -> ChunkFramer:
-    defaults = {"logprobs": False, "include_usage": False, "continuous_usage": False}
+    defaults = {"num_answers": 1, "logprobs": False, "include_usage": False, "continuous_usage": False}
     return ChunkFramer(request_id="req_1", created=1, model="tiny", prompt_tokens=2, **{**defaults, **options})
 
 
@@ -78,6 +78,30 @@ async def test_a_stream_that_ends_well_ends_with_done(box: Serving, cast: Cast) 
     assert "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks[:-1]) == "the quick fox"
     assert chunks[-1]["choices"] == []
     assert [chunk["usage"] for chunk in chunks[:-1]] == [None] * (len(chunks) - 1)
+
+
+def parsed(sent: bytes) -> list[dict[str, Any]]:
+    """Return the chunks of a stream that ended well."""
+    return [json.loads(part.removeprefix(b"data: ")) for part in sent.removesuffix(DONE).split(b"\n\n") if part]
+
+
+async def test_a_stream_of_several_answers_tells_them_apart_and_ends_each_once(box: Serving, cast: Cast) -> None:
+    prompt = [*box.ids("fox"), *box.ids("a") * 30]
+    generation = await box.start(cast.bob, prompt, n=2, stop=["fox"], max_tokens=len(prompt) - 1)
+    options = {"num_answers": 2, "include_usage": True, "continuous_usage": True}
+    chunks = parsed(b"".join([frame async for frame in chat_frames(generation, framer(**options))]))
+    choices = [chunk["choices"][0] for chunk in chunks[:-1]]
+    counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+
+    assert [choice["index"] for choice in choices[:2]] == [0, 1]
+    assert all(choice["delta"]["role"] == "assistant" for choice in choices[:2])
+    ends = {choice["index"]: choice["finish_reason"] for choice in choices if choice["finish_reason"]}
+    assert ends == {0: "stop", 1: "length"}
+    assert len([choice for choice in choices if choice["finish_reason"]]) == 2
+    said = ["".join(choice["delta"].get("content", "") for choice in choices if choice["index"] == index) for index in (0, 1)]
+    assert said == ["", box.text(prompt[1:])]
+    assert counts == sorted(counts)
+    assert counts[-1] == (await generation.outcome).usage.completion_tokens == len(box.ids("fox")) + len(prompt) - 1
 
 
 @pytest.mark.parametrize(

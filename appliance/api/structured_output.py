@@ -1,0 +1,78 @@
+"""What an answer must look like: `response_format` and `guided_*` of a request as the one constraint that the engine takes.
+
+Only forms and sizes are checked here. Whether a schema can be honoured is found out by the engine, which compiles it.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from appliance.base.errors import InvalidValue
+
+if TYPE_CHECKING:
+    from appliance.api.schemas import ChatCompletionRequest
+
+GUIDED_FIELDS = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
+FORMATS = ("text", "json_object", "json_schema")
+ANY_OBJECT: dict[str, Any] = {"type": "object"}
+_NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
+
+
+class JsonSchema(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """A schema under a name. It is always enforced, so `strict` changes nothing; the name and `description` do neither."""
+
+    name: str
+    description: str | None = None
+    schema: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """`type` is text, json_object or json_schema; the last one needs `json_schema`."""
+
+    type: str
+    json_schema: JsonSchema | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Constraint:
+    """The engine's field with its value, and the name of the field that the client set instead."""
+
+    field: str
+    value: Any
+    written_as: str
+
+
+def constraint(body: ChatCompletionRequest) -> Constraint | None:
+    """Return what the answer is held to, None when it is free. Raises InvalidValue, naming the field."""
+    schema = _schema_of_format(body.response_format)
+    found = [] if schema is None else [Constraint("guided_json", schema, "response_format")]
+    found += [Constraint(name, getattr(body, name), name) for name in GUIDED_FIELDS if getattr(body, name) is not None]
+    if len(found) > 1:
+        first, second = found[0].written_as, found[1].written_as
+        raise InvalidValue(f"{second} cannot be combined with {first}: an answer is held to one form", param=second)
+    return found[0] if found else None
+
+
+def _schema_of_format(response_format: ResponseFormat | None) -> dict[str, Any] | None:
+    if response_format is None:
+        return None
+    kind, given = response_format.type, response_format.json_schema
+    if kind not in FORMATS:
+        raise InvalidValue(f"response_format.type must be one of {', '.join(FORMATS)}", param="response_format.type")
+    if kind != "json_schema":
+        if given is not None:
+            raise InvalidValue(f"response_format.json_schema does not go with type {kind}", param="response_format.json_schema")
+        return ANY_OBJECT if kind == "json_object" else None
+    if given is None:
+        raise InvalidValue("response_format.json_schema is missing", param="response_format.json_schema")
+    if not _NAME.fullmatch(given.name):
+        raise InvalidValue(
+            "response_format.json_schema.name must have 1 to 64 letters, digits, underscores or dashes",
+            param="response_format.json_schema.name",
+        )
+    return ANY_OBJECT if given.schema is None else given.schema

@@ -1,0 +1,99 @@
+"""What an answer is held to: one form, named as the client wrote it, and refused by name when it is not one."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import msgspec
+import pytest
+
+from appliance.api.bodies import decode_body
+from appliance.api.sampling import field_names
+from appliance.api.schemas import ChatCompletionRequest
+from appliance.api.structured_output import ANY_OBJECT, Constraint, constraint
+from appliance.base.errors import BadRequest
+
+SCHEMA = {"type": "object", "properties": {"b": {"type": "integer"}, "a": {"const": 10**30}}}
+NAMED = {"name": "point", "schema": SCHEMA, "strict": True}
+
+
+def body(**fields: Any) -> ChatCompletionRequest:
+    return decode_body(json.dumps({"model": "m", "messages": [], **fields}).encode(), ChatCompletionRequest)
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, None),
+        ({"response_format": {"type": "text"}}, None),
+        ({"response_format": {"type": "json_object"}}, Constraint("guided_json", ANY_OBJECT, "response_format")),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": NAMED}},
+            Constraint("guided_json", SCHEMA, "response_format"),
+        ),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "any"}}},
+            Constraint("guided_json", ANY_OBJECT, "response_format"),
+        ),
+        ({"guided_json": SCHEMA}, Constraint("guided_json", SCHEMA, "guided_json")),
+        ({"guided_json": "{}"}, Constraint("guided_json", "{}", "guided_json")),
+        ({"guided_regex": "a+"}, Constraint("guided_regex", "a+", "guided_regex")),
+        ({"guided_choice": ["a", "b"]}, Constraint("guided_choice", ["a", "b"], "guided_choice")),
+        ({"guided_grammar": "start: /a/"}, Constraint("guided_grammar", "start: /a/", "guided_grammar")),
+    ],
+    ids=str,
+)
+def test_each_form_becomes_one_constraint(fields: dict[str, Any], expected: Constraint | None) -> None:
+    assert constraint(body(**fields)) == expected
+
+
+def test_the_order_of_properties_is_kept() -> None:
+    held_to = constraint(body(response_format={"type": "json_schema", "json_schema": NAMED}))
+
+    assert held_to is not None
+    assert list(held_to.value["properties"]) == ["b", "a"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"response_format": {"type": "xml"}}, "response_format.type"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+        ({"response_format": {"type": "json_object", "json_schema": NAMED}}, "response_format.json_schema"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": ""}}}, "response_format.json_schema.name"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "x" * 65}}}, "response_format.json_schema.name"),
+        ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format.json_schema.name"),
+        ({"response_format": {"type": "json_object", "strict": True}}, "response_format.strict"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": []}}},
+            "response_format.json_schema.schema",
+        ),
+        ({"guided_choice": "a"}, "guided_choice"),
+        ({"guided_regex": 5}, "guided_regex"),
+        ({"guided_json": [1]}, "guided_json"),
+        ({"guided_json": {}, "guided_regex": "a"}, "guided_regex"),
+        ({"response_format": {"type": "json_object"}, "guided_json": {}}, "guided_json"),
+    ],
+    ids=str,
+)
+def test_what_is_no_form_is_refused_by_name(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(BadRequest) as refused:
+        constraint(body(**fields))
+
+    assert refused.value.param == param
+
+
+def test_a_blamed_field_is_called_what_the_client_called_it() -> None:
+    names = field_names(body(response_format={"type": "json_object"}, max_completion_tokens=5))
+
+    assert (names["guided_json"], names["max_tokens"], names["logprobs"]) == (
+        "response_format", "max_completion_tokens", "top_logprobs",
+    )  # fmt: skip
+    assert field_names(body(guided_json="{}"))["guided_json"] == "guided_json"
+
+
+def test_the_description_of_the_interface_can_be_made() -> None:
+    (_,), components = msgspec.json.schema_components([ChatCompletionRequest])
+
+    assert components["ResponseFormat"]["properties"]["json_schema"]
