@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import secrets
 from collections.abc import Mapping
 from typing import Any
@@ -28,6 +29,7 @@ _PLAIN_FIELDS = (
     "stop_token_ids",
     "ignore_eos",
     "min_tokens",
+    "bad_words",
 )
 
 
@@ -44,7 +46,12 @@ def asked_max_tokens(body: ChatCompletionRequest) -> tuple[int | None, str]:
 
 def field_names(body: ChatCompletionRequest) -> dict[str, str]:
     """Return what the client calls those of the engine's fields that it does not call by their own name."""
-    names = {"logprobs": "top_logprobs", "max_tokens": asked_max_tokens(body)[1], "prompt_token_ids": "messages"}
+    names = {
+        "logprobs": "top_logprobs",
+        "max_tokens": asked_max_tokens(body)[1],
+        "prompt_token_ids": "messages",
+        "bad_words_token_ids": "bad_words",
+    }
     held_to = constraint(body)
     return names if held_to is None else {**names, held_to.field: held_to.written_as}
 
@@ -67,7 +74,10 @@ def sampling_params(body: ChatCompletionRequest, model: ServedModel, *, prompt_t
     held_to = constraint(body)
     if held_to is not None:
         given[held_to.field] = held_to.value
-    return _build({**model.sampling_defaults, **given}, body, model, max_tokens=room)
+    params = _build({**model.sampling_defaults, **given}, body, model, max_tokens=room)
+    if not params.bad_words:
+        return params
+    return dataclasses.replace(params, bad_words_token_ids=model.prompting.bad_words_token_ids(params.bad_words))
 
 
 def _build(fields: Mapping[str, Any], body: ChatCompletionRequest, model: ServedModel, *, max_tokens: int) -> SamplingParams:

@@ -113,7 +113,7 @@ def check_supported(body: ChatCompletionRequest) -> None:
         "service_tier": body.service_tier not in (None, "auto", "default"),
         "reasoning_effort": body.reasoning_effort not in (None, "none"),
     }
-    for name in ("audio", "prediction", "web_search_options", "moderation", "bad_words", "prompt_logprobs"):
+    for name in ("audio", "prediction", "web_search_options", "moderation", "prompt_logprobs"):
         asked[name] = getattr(body, name) is not None
     for name, unsupported in asked.items():
         if unsupported:

@@ -14,6 +14,7 @@ from appliance.base.errors import ContextLengthExceeded, InvalidValue, Overloade
 from appliance.serving.model_registry import NotAModel
 from appliance.serving.vocabulary import Vocabulary
 from engine.answer_text import AnswerText
+from engine.bad_words import bad_words_token_ids
 from engine.chat_template import ChatTemplate, ChatTemplateError, NoChatTemplate
 
 T = TypeVar("T")
@@ -65,6 +66,10 @@ class Prompting:
     def answer_text(self, *, stop: Sequence[str], stop_token_ids: Sequence[int], min_tokens: int) -> AnswerText:
         """Return what makes the text of one answer from its tokens."""
         return AnswerText(self._decode, stop=stop, stop_token_ids=stop_token_ids, min_tokens=min_tokens)
+
+    def bad_words_token_ids(self, words: Sequence[str]) -> list[list[int]]:
+        """Return the tokens of words that an answer must not contain."""
+        return bad_words_token_ids(words, lambda text: list(self._tokenizer.encode(text, add_special_tokens=False).ids))
 
     def _decode(self, token_ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode(token_ids, skip_special_tokens=True))

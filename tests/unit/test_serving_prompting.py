@@ -222,3 +222,10 @@ def test_what_does_not_fit_is_refused_with_the_numbers(prompt_tokens: int, max_t
         output_room(prompt_tokens=prompt_tokens, max_tokens=max_tokens, max_model_len=32)
 
     assert caught.value.param == param
+
+
+def test_words_that_must_not_be_said_are_found_as_the_tokenizer_writes_them(tmp_path: Path) -> None:
+    tokenizer = make_tokenizer()
+    found = loaded(tmp_path, None).bad_words_token_ids(["fox"])
+
+    assert [tokenizer.decode(ids) for ids in found] == ["fox", " fox"]
