@@ -16,15 +16,19 @@ from typing import Any
 from engine.chat_template import ChatTemplate
 from engine.completion import Completion
 from engine.cpu_environment import prepare_cpu
+from engine.encoder_config import is_encoder
 from engine.errors import EngineConfigError, EngineError, PromptError
 from engine.options import EngineOptions
 from engine.outputs import RequestOutput
+from engine.pooling_config import MODES, PoolingConfig, load_pooling_config
 from engine.protocol import GenerationRequest, SamplingParams, TokenEvent, UnsupportedOption
 from engine.text import Tokenizer
 
 prepare_cpu()
 
-from engine.build import build_engine  # noqa: E402 - torch must see the environment set above
+from engine.build import build_encoder, build_engine  # noqa: E402 - torch must see the environment set above
+from engine.embedder import Embedder  # noqa: E402
+from engine.model_runner import ModelRunner  # noqa: E402
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 
@@ -84,7 +88,8 @@ class LLM:
             enable_prefix_caching=enable_prefix_caching,
             threads=threads,
         )
-        self._engine = build_engine(options)
+        self._encoder = build_encoder(options) if is_encoder(directory) else None
+        self._engine = None if self._encoder else build_engine(options)
         self._directory = directory
         self._tokenizer: Tokenizer | None = None
         self._seeds = random.Random(seed)  # noqa: S311 - reproducible sampling, not a secret
@@ -126,14 +131,32 @@ class LLM:
             prompts.append({"prompt": text, "prompt_token_ids": token_ids})
         return self.generate(prompts, sampling_params, use_tqdm)
 
-    def embed(self, texts: str | Sequence[str]) -> list[list[float]]:
-        """Refused: the decoders of this version give no embeddings."""
-        raise UnsupportedOption("embed", f"embed is not supported by this version ({len(_listed(texts))} texts given)")
+    def embed(
+        self,
+        texts: Prompt | Sequence[Prompt],
+        *,
+        pooling: str | None = None,
+        normalize: bool | None = None,
+        use_tqdm: bool = True,
+    ) -> list[list[float]]:
+        """One vector per text, in their order, of an encoder or of a decoder.
+
+        Pooling and normalisation are those that sentence-transformers wrote beside the model; without its files an encoder
+        takes the mean of the tokens, a decoder the last one, and vectors have length one. `pooling` (mean, cls or last) and
+        `normalize` say otherwise. Raises `PromptError` when a text cannot be computed; then none is.
+        """
+        embedder = self._embedder(pooling, normalize)
+        listed = _listed(texts)
+        token_ids = [self._text_ids(text, embedder.pooling) for text in listed]
+        progress = _Progress(len(listed), enabled=use_tqdm)
+        vectors = embedder.embed(token_ids, progress=progress.show)
+        progress.end()
+        return vectors
 
     def close(self) -> None:
         """Drop weights and cache. A closed `LLM` refuses further work."""
         self._closed = True
-        del self._engine
+        del self._engine, self._encoder
 
     def __enter__(self) -> LLM:
         return self
@@ -153,6 +176,28 @@ class LLM:
         needs_text = bool(sampling.stop) or (self._directory / "tokenizer.json").is_file()
         return Completion(wanted, text, self.tokenizer if needs_text else None)
 
+    def _embedder(self, pooling: str | None, normalize: bool | None) -> Embedder:
+        if self._closed:
+            raise EngineError("this LLM is closed")
+        if pooling not in (None, *MODES):
+            raise UnsupportedOption("pooling", f"pooling must be one of {', '.join(MODES)}, not {pooling!r}")
+        config = load_pooling_config(self._directory, default_mode="mean" if self._encoder else "last")
+        config = replace(
+            config,
+            mode=pooling or config.mode,
+            normalised=config.normalised if normalize is None else normalize,
+        )
+        if self._encoder is not None:
+            return Embedder(self._encoder, config)
+        assert self._engine is not None
+        assert isinstance(self._engine.runner, ModelRunner)
+        return Embedder(self._engine.runner.text_model, config)
+
+    def _text_ids(self, text: Prompt, pooling: PoolingConfig) -> list[int]:
+        if isinstance(text, str):
+            text = pooling.prompt + (text.lower() if pooling.lowercase else text)
+        return self._prompt_ids(text)[1]
+
     def _prompt_ids(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         if isinstance(prompt, str):
             return prompt, self.tokenizer.encode(prompt)
@@ -168,6 +213,8 @@ class LLM:
     def _run(self, completions: list[Completion], use_tqdm: bool) -> list[RequestOutput]:
         if self._closed:
             raise EngineError("this LLM is closed")
+        if self._engine is None:
+            raise EngineError("this model is an encoder: it gives embeddings (embed) and generates no text")
         by_id = {completion.request_id: completion for completion in completions}
         try:
             for completion in completions:
@@ -181,6 +228,7 @@ class LLM:
         return [completion.result() for completion in completions]
 
     def _step_until_done(self, by_id: Mapping[str, Completion], progress: _Progress) -> None:
+        assert self._engine is not None
         while self._engine.has_requests:
             for event in self._engine.step():
                 self._take(by_id[event.request_id], event)
@@ -190,6 +238,7 @@ class LLM:
     def _take(self, completion: Completion, event: TokenEvent) -> None:
         completion.take(event)
         if completion.is_finished and event.finish_reason is None:
+            assert self._engine is not None
             self._engine.abort(completion.request_id)
 
 

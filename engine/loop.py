@@ -65,6 +65,11 @@ class Engine:
         self._failed_steps = 0
 
     @property
+    def runner(self) -> Runner:
+        """The device half, for work beside the steps."""
+        return self._runner
+
+    @property
     def has_requests(self) -> bool:
         return self._scheduler.has_requests
 

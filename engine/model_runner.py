@@ -8,6 +8,7 @@ import torch
 
 from engine.batch_inputs import make_batch_inputs
 from engine.config import ModelConfig
+from engine.embedder import TextModel
 from engine.kv_cache import allocate_kv_cache
 from engine.layers.attention import attention_shapes
 from engine.layers.rotary import RotaryTable
@@ -40,6 +41,14 @@ class ModelRunner:
         shapes = attention_shapes(config, block_size)
         self._planners = [AttentionPlanner(shape, dtype=dtype, device=device) for shape in shapes]
         self._sampler = Sampler(config.vocab_size, device)
+        self.text_model = TextModel(
+            forward=decoder,
+            rotaries=self._rotaries,
+            planners=self._planners,
+            vocab_size=config.vocab_size,
+            max_len=plan.max_model_len,
+            device=device,
+        )
 
     @torch.inference_mode()
     def run(self, items: Sequence[ScheduledRequest]) -> list[StepOutput]:

@@ -141,6 +141,20 @@ def make_model(family: str, directory: Path, *, sharded: bool = False, **changes
     return model
 
 
+def make_encoder(architecture: str, directory: Path, **changes: Any) -> Any:
+    """Save a seeded encoder of at most 128 positions to `directory` and return the transformers model."""
+    settings = {**SIZES, "max_position_embeddings": 128, **changes}
+    del settings["num_key_value_heads"]
+    if architecture == "bert-tanh":
+        architecture, settings["hidden_act"] = "bert", "gelu_new"
+    settings["pad_token_id"] = 0 if architecture == "bert" else 1
+    torch.manual_seed(7)
+    model = transformers.AutoModel.from_config(transformers.AutoConfig.for_model(architecture, **settings)).eval()
+    _randomise(model)
+    model.save_pretrained(directory)
+    return model
+
+
 def _randomise(model: Any) -> None:
     """Biases and norm weights start as zeros and ones: noise makes sure that none of them is forgotten.
 
@@ -148,7 +162,7 @@ def _randomise(model: Any) -> None:
     """
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if name.endswith("bias") or "norm" in name:
+            if name.endswith("bias") or "norm" in name.lower():
                 parameter.add_(torch.randn_like(parameter) * 0.2)
             elif name.endswith("mlp.gate.weight"):
                 parameter.copy_(torch.randn_like(parameter))

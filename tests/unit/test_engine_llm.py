@@ -11,7 +11,6 @@ import pytest
 
 from engine import LLM, SamplingParams
 from engine.errors import EngineConfigError, EngineError, PromptError
-from engine.protocol import UnsupportedOption
 from tests.support.tiny_models import greedy, make_model
 from tests.support.tiny_tokenizer import VOCAB_SIZE, write_tokenizer
 
@@ -145,16 +144,13 @@ def test_an_unknown_option_is_named(model: Path) -> None:
         LLM(model, **unknown)
 
 
-def test_embeddings_are_refused_by_name(llm: LLM) -> None:
-    with pytest.raises(UnsupportedOption, match="embed"):
-        llm.embed("a")
-
-
 def test_a_closed_llm_refuses_work(model: Path) -> None:
     llm = LLM(model, **SMALL)
     llm.close()
     with pytest.raises(EngineError, match="closed"):
         llm.generate("a", GREEDY)
+    with pytest.raises(EngineError, match="closed"):
+        llm.embed("a")
 
 
 @pytest.mark.parametrize("module", ["engine", "engine.protocol", "engine.transport", "engine.text", "engine.chat_template"])

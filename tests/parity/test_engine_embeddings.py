@@ -1,0 +1,240 @@
+"""Embeddings equal transformers with the pooling written out, for encoders and decoders, whatever else is in the batch."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from engine import LLM
+from engine.errors import EngineError, ModelError, NotAModelDirectory, PromptError, UnsupportedModel
+from engine.protocol import UnsupportedOption
+from tests.support.tiny_models import make_encoder, make_model
+from tests.support.tiny_tokenizer import VOCAB_SIZE, write_tokenizer
+
+LENS = (1, 2, 3, 15, 16, 17, 33, 60, 7, 7, 7, 120)
+MINILM = {
+    "vocab_size": 30522,
+    "hidden_size": 384,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 12,
+    "intermediate_size": 1536,
+    "max_position_embeddings": 512,
+}
+TOLERANCE = 1e-5
+
+
+def make_texts(lens: tuple[int, ...], vocab_size: int) -> list[list[int]]:
+    numbers = random.Random(11)
+    return [[numbers.randrange(5, vocab_size) for _ in range(length)] for length in lens]
+
+
+def reference(model: Any, texts: list[list[int]], mode: str, *, normalised: bool = True) -> torch.Tensor:
+    """Each text alone through transformers."""
+    with torch.inference_mode():
+        states = [model(torch.tensor([text])).last_hidden_state[0] for text in texts]
+    pooled = torch.stack([{"mean": s.mean(0), "cls": s[0], "last": s[-1]}[mode] for s in states])
+    return torch.nn.functional.normalize(pooled, dim=-1) if normalised else pooled
+
+
+def write_modules(
+    directory: Path, pooling: dict[str, Any], *, normalise: bool = True, limits: dict[str, Any] | None = None
+) -> None:
+    """The files that sentence-transformers puts beside a model."""
+    types = ["Transformer", "Pooling", *(["Normalize"] if normalise else [])]
+    paths = ["", "1_Pooling", "2_Normalize"]
+    modules = [
+        {"idx": i, "name": str(i), "path": path, "type": f"sentence_transformers.models.{kind}"}
+        for i, (kind, path) in enumerate(zip(types, paths, strict=False))
+    ]
+    (directory / "modules.json").write_text(json.dumps(modules))
+    (directory / "1_Pooling").mkdir(exist_ok=True)
+    (directory / "1_Pooling" / "config.json").write_text(json.dumps({"word_embedding_dimension": 48, **pooling}))
+    (directory / "sentence_bert_config.json").write_text(json.dumps(limits or {}))
+
+
+def load(directory: Path, **options: Any) -> LLM:
+    return LLM(directory, device="cpu", threads=1, **options)
+
+
+def assert_near(found: list[list[float]], expected: torch.Tensor) -> None:
+    torch.testing.assert_close(torch.tensor(found), expected, rtol=0, atol=TOLERANCE)
+
+
+def test_an_encoder_of_the_shape_of_minilm_equals_mean_pooling_over_transformers(tmp_path: Path) -> None:
+    torch.manual_seed(5)
+    model = transformers.BertModel(transformers.BertConfig(**MINILM)).eval()
+    model.save_pretrained(tmp_path)
+    texts = make_texts((3, 128, 17, 64, 9, 511, 512, 30), 30522)
+    assert_near(load(tmp_path).embed(texts), reference(model, texts, "mean"))
+
+
+@pytest.mark.parametrize("mode", ["mean", "cls", "last"])
+@pytest.mark.parametrize("architecture", ["bert", "roberta", "xlm-roberta", "bert-tanh"])
+def test_encoders_and_ways_of_pooling(architecture: str, mode: str, tmp_path: Path) -> None:
+    model = make_encoder(architecture, tmp_path)
+    texts = make_texts(LENS, 128)
+    llm = load(tmp_path)
+    assert_near(llm.embed(texts, pooling=mode), reference(model, texts, mode))
+    assert_near(llm.embed(texts, pooling=mode, normalize=False), reference(model, texts, mode, normalised=False))
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gemma3_text", "mistral-window", "qwen3_moe"])
+def test_decoders_give_the_state_of_their_last_token(family: str, tmp_path: Path) -> None:
+    model = make_model(family, tmp_path)
+    texts = make_texts(LENS, 128)
+    llm = load(tmp_path, kv_cache_bytes=1_000_000)
+    assert_near(llm.embed(texts), reference(model.model, texts, "last"))
+    assert_near(llm.embed(texts, pooling="mean"), reference(model.model, texts, "mean"))
+
+
+def test_embedding_leaves_the_cache_and_running_answers_alone(tmp_path: Path) -> None:
+    make_model("llama", tmp_path)
+    llm = load(tmp_path, kv_cache_bytes=1_000_000)
+    prompt = [list(range(5, 40))]
+    first = llm.generate(prompt)[0].outputs[0].token_ids
+    llm.embed(make_texts(LENS, 128))
+    again = llm.generate(prompt)[0]
+    assert again.num_cached_tokens == 32
+    assert len(first) == len(again.outputs[0].token_ids)
+
+
+def test_a_vector_does_not_depend_on_who_else_is_embedded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_encoder("bert", tmp_path)
+    texts = make_texts(LENS, 128)
+    llm = load(tmp_path)
+    together = llm.embed(texts)
+    monkeypatch.setattr("engine.embedder.CPU_BATCH_TOKENS", 40)
+    assert_near(llm.embed(texts), torch.tensor(together))
+    assert_near([llm.embed([text])[0] for text in texts], torch.tensor(together))
+
+
+@pytest.mark.parametrize(
+    ("pooling", "mode"),
+    [
+        ({"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": False}, "cls"),
+        ({"pooling_mode_cls_token": False, "pooling_mode_mean_tokens": True}, "mean"),
+        ({"pooling_mode_lasttoken": True}, "last"),
+        ({"pooling_mode": "mean"}, "mean"),
+        ({}, "mean"),
+    ],
+)
+@pytest.mark.parametrize("normalise", [True, False])
+def test_pooling_is_what_sentence_transformers_wrote(
+    pooling: dict[str, Any], mode: str, normalise: bool, tmp_path: Path
+) -> None:
+    model = make_encoder("bert", tmp_path)
+    write_modules(tmp_path, pooling, normalise=normalise)
+    texts = make_texts((5, 9), 128)
+    assert_near(load(tmp_path).embed(texts), reference(model, texts, mode, normalised=normalise))
+
+
+def test_texts_are_tokenised_with_the_prompt_and_the_case_that_the_files_ask_for(tmp_path: Path) -> None:
+    make_encoder("bert", tmp_path, vocab_size=VOCAB_SIZE)
+    write_tokenizer(tmp_path)
+    llm = load(tmp_path)
+    plain = llm.embed(["query: hello", "Hello"])
+    write_modules(tmp_path, {}, limits={"do_lower_case": True})
+    (tmp_path / "config_sentence_transformers.json").write_text(
+        json.dumps({"prompts": {"query": "query: "}, "default_prompt_name": "query"})
+    )
+    assert llm.embed("HELLO")[0] == pytest.approx(plain[0], abs=TOLERANCE)
+    assert llm.embed([llm.tokenizer.encode("Hello")])[0] == pytest.approx(plain[1], abs=TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    ("pooling", "message"),
+    [
+        ({"pooling_mode_max_tokens": True}, "pooling_mode_max_tokens is not supported; supported: one of mean, cls, lasttoken"),
+        ({"pooling_mode_mean_tokens": True, "pooling_mode_cls_token": True}, "pooling_mode_mean_tokens with pooling_mode_cls"),
+        ({"pooling_mode": "weightedmean"}, "weightedmean"),
+    ],
+)
+def test_other_ways_of_pooling_are_refused_by_name(pooling: dict[str, Any], message: str, tmp_path: Path) -> None:
+    make_encoder("bert", tmp_path)
+    write_modules(tmp_path, pooling)
+    with pytest.raises(UnsupportedModel, match=message):
+        load(tmp_path).embed([[5]])
+
+
+def test_other_modules_are_refused_by_name(tmp_path: Path) -> None:
+    make_encoder("bert", tmp_path)
+    write_modules(tmp_path, {})
+    modules = json.loads((tmp_path / "modules.json").read_text())
+    (tmp_path / "modules.json").write_text(json.dumps([*modules[:2], {"type": "sentence_transformers.models.Dense"}]))
+    with pytest.raises(UnsupportedModel, match="Transformer, Pooling, Dense"):
+        load(tmp_path).embed([[5]])
+    (tmp_path / "modules.json").write_text("{}")
+    with pytest.raises(NotAModelDirectory, match="list of modules"):
+        load(tmp_path).embed([[5]])
+
+
+@pytest.mark.parametrize(
+    ("texts", "message"),
+    [
+        ([[5], []], "text 1 has no tokens"),
+        ([[5] * 129], "text 0 has 129 tokens; at most 128 fit"),
+        ([[5, 128]], r"outside of the vocabulary \(0 to 127\)"),
+        ([[-1]], "outside of the vocabulary"),
+    ],
+)
+def test_a_text_that_cannot_be_embedded_is_named_with_the_limit(texts: list[list[int]], message: str, tmp_path: Path) -> None:
+    make_encoder("bert", tmp_path)
+    with pytest.raises(PromptError, match=message):
+        load(tmp_path).embed(texts)
+
+
+def test_the_longest_text_is_what_the_files_say(tmp_path: Path) -> None:
+    make_encoder("roberta", tmp_path)
+    with pytest.raises(PromptError, match="at most 126 fit"):  # positions begin behind that of the padding token
+        load(tmp_path).embed([[5] * 127])
+    write_modules(tmp_path, {}, limits={"max_seq_length": 20})
+    with pytest.raises(PromptError, match="at most 20 fit"):
+        load(tmp_path).embed([[5] * 21])
+    with pytest.raises(PromptError, match="at most 10 fit"):
+        load(tmp_path, max_model_len=10).embed([[5] * 11])
+
+
+def test_an_encoder_generates_no_text_and_no_engine_serves_it(tmp_path: Path) -> None:
+    make_encoder("bert", tmp_path)
+    with pytest.raises(EngineError, match="encoder"):
+        load(tmp_path).generate([[5]])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden_act": "relu"}, "hidden_act 'relu'"),
+        ({"position_embedding_type": "relative_key"}, "position_embedding_type 'relative_key'"),
+        ({"is_decoder": True}, "is_decoder"),
+        ({"num_attention_heads": 5}, "multiple of num_attention_heads"),
+        ({"quantization_config": {"quant_method": "awq"}}, "quantization_config"),
+    ],
+)
+def test_encoders_that_are_not_computed_are_refused_by_name(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    make_encoder("bert", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, **changes}))
+    with pytest.raises(ModelError, match=message):
+        load(tmp_path)
+
+
+def test_an_unknown_way_of_pooling_is_named(tmp_path: Path) -> None:
+    make_encoder("bert", tmp_path)
+    with pytest.raises(UnsupportedOption, match="pooling must be one of mean, cls, last"):
+        load(tmp_path).embed([[5]], pooling="max")
+
+
+def test_checkpoints_of_embedding_models_may_leave_out_the_prefix_and_the_head(tmp_path: Path) -> None:
+    model = make_model("qwen3", tmp_path, tie_word_embeddings=True)
+    tensors = load_file(tmp_path / "model.safetensors")
+    bare = {name.removeprefix("model."): tensor for name, tensor in tensors.items() if name != "lm_head.weight"}
+    save_file(bare, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    texts = make_texts((5, 9), 128)
+    assert_near(load(tmp_path, kv_cache_bytes=1_000_000).embed(texts), reference(model.model, texts, "last"))
