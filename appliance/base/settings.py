@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import platform
 import tomllib
@@ -20,6 +21,9 @@ Number = TypeVar("Number", int, float)
 _TESTS_ONLY = {"REQUIRE"}  # GATEHOUSE_REQUIRE speaks to the test suite
 _SIZE_UNITS = {"kib": 1024, "mib": MIB, "gib": 1024 * MIB}
 _NOT_IN_FILE = {"data_dir"}  # the file lies in it
+_SPECULATIVE_METHODS = ("ngram", "draft_model")
+_SPECULATIVE_NUMBERS = ("num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min", "disable_by_batch_size")
+_SHARED_PREFIXES_MAX = 1000
 
 
 class SettingsError(Exception):
@@ -32,7 +36,10 @@ class UnusableData(Exception):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    """What one appliance runs with. `models` empty means the bundled demo model; None means that the engine chooses."""
+    """What one appliance runs with. `models` empty means the bundled demo model; None means that the engine chooses.
+
+    `speculative` is a JSON object with vLLM's keys, as text; None is off. `shared_prefixes` are files.
+    """
 
     data_dir: Path
     database_url: str = field(repr=False)
@@ -53,6 +60,12 @@ class Settings:
     max_model_len: int | None = None
     kv_cache_bytes: int | None = None
     block_size: int = 16
+    swap_space_gib: float = 0.0
+    speculative: str | None = None
+    batch_invariant: bool = False
+    scheduling_policy: str = "fair"
+    inter_token_target_ms: float | None = None
+    shared_prefixes: tuple[str, ...] = ()
     max_waiting_requests: int = 1024
     queue_deadline_s: float = 600.0
     stream_buffer_events: int = 256
@@ -195,6 +208,10 @@ def _seconds(low: float, high: float) -> Callable[[object], float]:
     return _bounded(float, (int, float), low, high, "a number of seconds")
 
 
+def _number(low: float, high: float) -> Callable[[object], float]:
+    return _bounded(float, (int, float), low, high, "a number")
+
+
 def _flag(value: object) -> bool:
     if isinstance(value, bool):
         return value
@@ -238,6 +255,50 @@ def _models(value: object) -> tuple[str, ...]:
     if not isinstance(items, list | tuple) or not all(isinstance(item, str) and item.strip() for item in items):
         raise ValueError("must be a list of paths or names")
     return tuple(item.strip() for item in items)
+
+
+def _files(value: object) -> tuple[str, ...]:
+    """Return paths, absolute, of files that are there; text is a list with commas."""
+    items = value.split(",") if isinstance(value, str) else value
+    if not isinstance(items, list | tuple) or not all(isinstance(item, str) and item.strip() for item in items):
+        raise ValueError("must be a list of files")
+    if len(items) > _SHARED_PREFIXES_MAX:
+        raise ValueError(f"must name at most {_SHARED_PREFIXES_MAX} files")
+    paths = [Path(item.strip()).expanduser().absolute() for item in items]
+    for path in paths:
+        if not path.is_file():
+            raise ValueError(f"must name files, and {path} is none")
+    return tuple(str(path) for path in paths)
+
+
+def _speculative(value: object) -> str | None:
+    """Return the JSON text of an object or a TOML table; `off` is None."""
+    if isinstance(value, str):
+        if value.strip().lower() == "off":
+            return None
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError):
+            raise ValueError('must be off or a JSON object such as {"method": "ngram", "num_speculative_tokens": 4}') from None
+    if not isinstance(value, dict):
+        raise TypeError("must be off, a JSON object or a table")
+    _check_speculative(value)
+    return json.dumps(value)
+
+
+def _check_speculative(config: Mapping[str, object]) -> None:
+    unknown = [str(key) for key in config if key not in ("method", "model", *_SPECULATIVE_NUMBERS)]
+    if unknown:
+        raise ValueError(f"has an unknown key: {unknown[0]}")
+    method, model = config.get("method"), config.get("model")
+    if method not in _SPECULATIVE_METHODS:
+        raise ValueError(f"needs a method, one of {', '.join(_SPECULATIVE_METHODS)}")
+    if (method == "draft_model") != isinstance(model, str):
+        raise ValueError("needs a model, the folder of a draft model, with method draft_model and with no other")
+    for key in _SPECULATIVE_NUMBERS:
+        number = config.get(key, 1)
+        if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+            raise ValueError(f"must have a whole number from 1 as {key}")
 
 
 def _folder(value: object) -> Path:
@@ -294,6 +355,12 @@ _PARSERS: dict[str, Callable[[object], Any]] = {
     "max_model_len": _whole(1, 10_000_000),
     "kv_cache_bytes": _size(MIB, 1024**5),
     "block_size": _whole(1, 1024),
+    "swap_space_gib": _number(0, 1024 * 1024),
+    "speculative": _speculative,
+    "batch_invariant": _flag,
+    "scheduling_policy": _choice("fair", "fcfs"),
+    "inter_token_target_ms": _number(0.1, 60_000),
+    "shared_prefixes": _files,
     "max_waiting_requests": _whole(0, 1_000_000),
     "queue_deadline_s": _seconds(0.1, 3600),
     "stream_buffer_events": _whole(1, 65536),

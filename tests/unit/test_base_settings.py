@@ -65,6 +65,17 @@ def test_values_are_parsed_from_text_and_from_toml(tmp_path: Path) -> None:
         ("currency = 'EURO'", {}, {}, "currency in"),
         ("data_dir = '/x'", {}, {}, "data_dir cannot be set in"),
         ("port = ", {}, {}, "gatehouse.toml is not TOML"),
+        ("swap_space_gib = -1", {}, {}, "swap_space_gib .* must be a number from 0"),
+        ("scheduling_policy = 'random'", {}, {}, "scheduling_policy .* must be one of fair, fcfs"),
+        ("inter_token_target_ms = 'soon'", {}, {}, "inter_token_target_ms .* must be a number"),
+        ("shared_prefixes = ['/nowhere/a']", {}, {}, "shared_prefixes .* must name files, and /nowhere/a is none"),
+        ("shared_prefixes = 5", {}, {}, "shared_prefixes .* must be a list of files"),
+        ("speculative = 5", {}, {}, "speculative .* must be off, a JSON object or a table"),
+        ("[speculative]\nmethod = 'magic'", {}, {}, "speculative .* needs a method, one of ngram, draft_model"),
+        ("[speculative]\nmethod = 'ngram'\ntokens = 4", {}, {}, "speculative .* unknown key: tokens"),
+        ("[speculative]\nmethod = 'draft_model'", {}, {}, "speculative .* needs a model"),
+        ("", {"GATEHOUSE_SPECULATIVE": "{"}, {}, "GATEHOUSE_SPECULATIVE must be off or a JSON object"),
+        ("", {"GATEHOUSE_SPECULATIVE": '{"method": "ngram", "prompt_lookup_max": 0}'}, {}, "prompt_lookup_max"),
         ("session_idle_s = 600\nsession_absolute_s = 300", {}, {}, "session_idle_s .* is longer"),
     ],
 )
@@ -73,6 +84,23 @@ def test_a_mistake_names_its_key_and_source(
 ) -> None:
     with pytest.raises(SettingsError, match=words):
         load(tmp_path, file, environ, **options)
+
+
+def test_speculation_is_a_table_or_json_or_off(tmp_path: Path) -> None:
+    text = '{"method": "ngram", "num_speculative_tokens": 4}'
+    table = load(tmp_path, "[speculative]\nmethod = 'ngram'\nnum_speculative_tokens = 4")
+
+    assert table.speculative == load(tmp_path, "", {"GATEHOUSE_SPECULATIVE": text}).speculative == text
+    assert load(tmp_path, "speculative = 'off'").speculative is None
+
+
+def test_shared_prefixes_are_files_that_are_there(tmp_path: Path) -> None:
+    for name in ("a.txt", "b.txt"):
+        (tmp_path / name).write_text("You are helpful.")
+    expected = (str(tmp_path / "a.txt"), str(tmp_path / "b.txt"))
+
+    assert load(tmp_path, f"shared_prefixes = {list(expected)}").shared_prefixes == expected
+    assert load(tmp_path, "", {"GATEHOUSE_SHARED_PREFIXES": ",".join(expected)}).shared_prefixes == expected
 
 
 @pytest.mark.parametrize("port", ["abc", "70000", "-1", "0"])

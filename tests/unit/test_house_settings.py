@@ -19,6 +19,8 @@ IN_WORDS = {
     "chosen by the engine": None,
     "the model's": None,
     "on unless a terminal": None,
+    "off": None,
+    "none": (),
     "true": True,
     "false": False,
 }
