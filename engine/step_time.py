@@ -7,7 +7,7 @@ keys and values of every context, and does the causal attention of the prefill c
 
 W bytes of layers and output head, P weights of one layer, kv bytes of one token's keys and values, rows that are sampled.
 BW and FL are what the device was measured to reach, times an efficiency. The same linear costs, as integers, are what the
-scheduler charges tenants with: `prefill_ns`, `decode_ns`, `swap_in_ns`, `recompute_ns`.
+scheduler charges tenants with: `token_costs`.
 
 The roofline form follows Williams et al., "Roofline", CACM 2009; splitting a step into matrix products, cache reads and
 prefill attention follows Agrawal et al., Sarathi-Serve, arXiv 2403.02310, section 3.
@@ -19,7 +19,6 @@ from dataclasses import dataclass
 
 from engine.admission_cost import TokenCosts
 
-NS = 1e9
 PS = 1e12
 
 
@@ -82,7 +81,7 @@ class Efficiency:
 
 
 class StepTimeModel:
-    """Seconds of a step and nanoseconds of its parts, for one model on one device."""
+    """Seconds of a step and the prices of its parts, for one model on one device."""
 
     def __init__(
         self,
@@ -108,11 +107,6 @@ class StepTimeModel:
         self.pair_s = 4 * shape.num_layers * shape.num_heads * shape.head_dim * flop_s
         self.block_copy_s = block_size * shape.kv_token_bytes(kv_bytes) / device.link_bandwidth
         self._expert_missed = 1 - shape.num_chosen_experts / shape.num_experts
-        self._prefill_token_ps = round(self.token_s * PS)
-        self._pair_fs = round(self.pair_s * PS * 1000)
-        self._context_ps = round(self.context_s * PS)
-        self._decode_ps = round((self.token_s + self.sampled_row_s) * PS)
-        self._block_copy_ns = round(self.block_copy_s * NS)
 
     def weights_s(self, num_tokens: int) -> float:
         """Time to read the weights that a batch of `num_tokens` touches: with experts, those that anybody chose."""
@@ -134,29 +128,12 @@ class StepTimeModel:
             + self.host_s
         )
 
-    def prefill_ns(self, start: int, num_tokens: int) -> int:
-        """What computing `num_tokens` of a prompt from position `start` takes from others."""
-        pairs_doubled = num_tokens * (2 * start + num_tokens)
-        return (num_tokens * self._prefill_token_ps + pairs_doubled * self._pair_fs // 2000) // 1000
-
-    def decode_ns(self, context_len: int) -> int:
-        """What one token of a request with `context_len` cached tokens takes: its share of a full batch and its own cache."""
-        return (self._decode_ps + context_len * self._context_ps) // 1000
-
-    def swap_in_ns(self, num_blocks: int) -> int:
-        """Copying `num_blocks` from the host tier."""
-        return num_blocks * self._block_copy_ns
-
     def token_costs(self) -> TokenCosts:
         """The linear prices that the scheduler charges with."""
         return TokenCosts(
-            prefill_token_ps=self._prefill_token_ps,
+            prefill_token_ps=round(self.token_s * PS),
             prefill_pair_ps=round(self.pair_s * PS),
-            decode_token_ps=self._decode_ps,
-            decode_context_ps=self._context_ps,
-            swap_in_block_ps=self._block_copy_ns * 1000,
+            decode_token_ps=round((self.token_s + self.sampled_row_s) * PS),
+            decode_context_ps=round(self.context_s * PS),
+            swap_in_block_ps=round(self.block_copy_s * PS),
         )
-
-    def recompute_ns(self, start: int, num_tokens: int) -> int:
-        """Computing again what was evicted: the same as computing it."""
-        return self.prefill_ns(start, num_tokens)

@@ -17,7 +17,7 @@ def build() -> typer.Typer:
     """Return the whole command. Imports happen here, so that `gatehouse version` costs nothing."""
     import typer
 
-    from appliance.cli import admin, database, doctor, keys, models, serve, tenants, usage, version
+    from appliance.cli import admin, database, doctor, keys, models, serve, simulate, tenants, usage, version
 
     app = typer.Typer(
         name="gatehouse",
@@ -33,6 +33,7 @@ def build() -> typer.Typer:
     app.add_typer(tenants.app, name="tenants")
     app.add_typer(keys.app, name="keys")
     app.command("usage")(usage.usage)
+    app.command("simulate")(simulate.simulate)
     app.add_typer(database.app, name="db")
     app.add_typer(admin.app, name="admin")
     app.command("version")(version.version)

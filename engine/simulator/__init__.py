@@ -1,1 +1,1 @@
-"""Replays traffic through the product's scheduler and caches under a virtual clock. Knows no torch and nothing of the appliance."""
+"""Replays traffic through the product's scheduler and caches under a virtual clock. Knows no torch and no appliance."""

@@ -20,7 +20,7 @@ from appliance.cli.main import main
 
 REPO = Path(__file__).resolve().parents[2]
 COMMANDS = (
-    ["serve"], ["doctor"], ["usage"], ["version"],
+    ["serve"], ["doctor"], ["usage"], ["simulate"], ["version"],
     ["models", "list"], ["models", "add"], ["models", "verify"], ["models", "remove"],
     ["tenants", "list"], ["tenants", "create"], ["tenants", "show"], ["tenants", "update"], ["tenants", "archive"],
     ["keys", "list"], ["keys", "create"], ["keys", "rotate"], ["keys", "revoke"],

@@ -1,0 +1,175 @@
+"""`gatehouse simulate`: replays traffic through the engine's own scheduler and caches, on a GPU that is a formula."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from appliance.cli import output
+from appliance.cli.failure import CommandFailed
+from appliance.cli.options import AsJson
+
+if TYPE_CHECKING:
+    from engine.simulator.workload import Workload, WorkloadOptions
+
+WEIGHT_MAX = 1000
+TENANTS_SHOWN = 20
+TENANT_COLUMNS = (
+    "tenant", "weight", "requests", "good_share", "ttft_p50_ms", "ttft_p99_ms", "tpot_p50_ms", "tpot_p99_ms", "service_s",
+)  # fmt: skip
+
+
+def simulate(
+    trace: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Requests to replay: .csv or .jsonl.", show_default=False),
+    ] = None,
+    scenario: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Instead of a trace: noisy-prefill, noisy-decode, or noisy-none (its victims alone).",
+            show_default=False,
+        ),
+    ] = None,
+    lengths: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Lengths of the scenario's victims (.csv).", show_default=False),
+    ] = None,
+    speed: Annotated[float, typer.Option(help="Arrival times are divided by this.")] = 1.0,
+    start: Annotated[float, typer.Option(help="Seconds to skip, after --speed.")] = 0.0,
+    duration: Annotated[
+        float | None,
+        typer.Option(help="Seconds in which requests arrive, after --speed.", show_default=False),
+    ] = None,
+    rate: Annotated[
+        float | None,
+        typer.Option(help="Requests per second, for a trace without times.", show_default=False),
+    ] = None,
+    sample: Annotated[float, typer.Option(help="Share of conversations to keep.")] = 1.0,
+    tenants: Annotated[
+        int | None,
+        typer.Option(help="Split a trace without tenants over so many.", show_default=False),
+    ] = None,
+    weights: Annotated[
+        str | None,
+        typer.Option(metavar="NAME=N,…", help="Weights of tenants; others have 1.", show_default=False),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Decides every random choice.")] = 0,
+    model: Annotated[str, typer.Option(help="A known model or a folder with a config.json.")] = "llama-3.1-8b",
+    gpu: Annotated[str, typer.Option(help="h200, h100, a100 or h20.")] = "h200",
+    policy: Annotated[str, typer.Option(help="fcfs or static.")] = "fcfs",
+    max_num_seqs: Annotated[int, typer.Option(help="Requests that run at a time.")] = 256,
+    token_budget: Annotated[
+        int | None,
+        typer.Option(
+            help="Tokens per step; default: as many as the inter-token target allows.",
+            show_default=False,
+        ),
+    ] = None,
+    kv_cache_dtype: Annotated[str, typer.Option(help="auto, bf16 or fp8.")] = "auto",
+    host_cache_gib: Annotated[float, typer.Option(help="Main memory for evicted blocks.")] = 0.0,
+    max_tokens: Annotated[
+        int | None,
+        typer.Option(help="What every request asks for at most; default: the context.", show_default=False),
+    ] = None,
+    slo_ttft_ms: Annotated[float, typer.Option(help="First token of a good request.")] = 1000.0,
+    slo_tpot_ms: Annotated[float, typer.Option(help="Mean time per further token; also what the engine aims at.")] = 25.0,
+    as_json: AsJson = False,
+) -> None:
+    """Replay traffic in virtual time: what service would it get from this model on this GPU under this policy?
+
+    Scheduler, block pool, prefix cache and fairness are those that serve; only the time of a step is computed by formula.
+    """
+    from engine.errors import EngineError
+    from engine.simulator.models import find_gpu, find_model
+    from engine.simulator.replay import Replay, Setup
+    from engine.simulator.report import Objective, make_report
+    from engine.simulator.workload import WorkloadOptions
+
+    try:
+        objective = Objective(ttft_s=slo_ttft_ms / 1000, tpot_s=slo_tpot_ms / 1000)
+        setup = Setup(
+            model=find_model(model),
+            gpu=find_gpu(gpu),
+            policy=policy,
+            max_num_seqs=max_num_seqs,
+            token_budget=token_budget,
+            inter_token_target_s=slo_tpot_ms / 1000,
+            kv_cache_dtype=kv_cache_dtype,
+            host_cache_gib=host_cache_gib,
+            max_tokens=max_tokens,
+            weights=_weights(weights),
+        )
+        chosen = WorkloadOptions(
+            speed=speed, start_s=start, duration_s=duration, rate=rate, sample=sample, tenants=tenants, seed=seed
+        )
+        replay = Replay(setup, _workload(trace, scenario, lengths, chosen))
+        with output.progress("Simulating", quiet=as_json) as progress:
+            replay.run(progress)
+        report = make_report(replay, objective)
+    except EngineError as error:
+        raise _failure(error) from error
+    if as_json:
+        output.data(report)
+    else:
+        _print(report)
+
+
+def _workload(trace: Path | None, scenario: str | None, lengths: Path | None, options: WorkloadOptions) -> Workload:
+    from engine.simulator.workload import load_workload, make_scenario
+
+    if (trace is None) == (scenario is None):
+        raise CommandFailed("give either --trace FILE or --scenario NAME", code="usage", status=2)
+    if scenario is not None:
+        return make_scenario(scenario, seed=options.seed, lengths=lengths)
+    assert trace is not None
+    if lengths is not None:
+        raise CommandFailed("--lengths belongs to --scenario", code="usage", status=2)
+    return load_workload(trace, options)
+
+
+def _weights(text: str | None) -> dict[str, int]:
+    weights: dict[str, int] = {}
+    for part in (text or "").split(",") if text else []:
+        name, _, number = part.rpartition("=")
+        if not name or not (number.isascii() and number.isdigit()) or not 1 <= int(number) <= WEIGHT_MAX:
+            message = f"--weights takes NAME=N,NAME=N with N between 1 and {WEIGHT_MAX}, not {part!r}"
+            raise CommandFailed(message, code="usage", status=2)
+        weights[name] = int(number)
+    return weights
+
+
+def _failure(error: Exception) -> CommandFailed:
+    """The sentence of an engine's error; one about an option names it as it is typed."""
+    from engine.errors import EngineConfigError, TraceError
+
+    if isinstance(error, EngineConfigError):
+        option = "--" + error.option.replace("_", "-")
+        return CommandFailed(f"{option}{str(error).removeprefix(error.option)}", code="usage", status=2)
+    return CommandFailed(str(error), code="bad_trace" if isinstance(error, TraceError) else "not_a_model")
+
+
+def _print(report: dict[str, Any]) -> None:
+    from engine.simulator.report import flat
+
+    tenants = report["tenants"]
+    output.facts(flat(report))
+    output.say("")
+    shown = sorted(tenants, key=lambda tenant: -tenant["service_s"])[:TENANTS_SHOWN]
+    rows = [
+        {
+            **tenant,
+            **{
+                f"{figure}_{percentile}_ms": tenant[f"{figure}_ms"][percentile]
+                for figure in ("ttft", "tpot")
+                for percentile in ("p50", "p99")
+            },
+        }
+        for tenant in shown
+    ]
+    output.table(rows, TENANT_COLUMNS, empty="No tenants.")
+    if len(tenants) > len(shown):
+        output.say(f"{len(tenants) - len(shown)} tenants with less service are in --json only.")

@@ -1,0 +1,170 @@
+"""A device that is fake only in time: it takes as long as the step-time model says and ends answers as the trace did. No torch.
+
+The scheduler sees ordinary requests: it learns of an answer's end as it does in the product, by a stop token.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from engine.protocol import SamplingParams
+from engine.request import Request
+from engine.scheduled_batch import ScheduledBatch, StepOutput
+from engine.simulator.recorder import Recorder, TenantRecord, gap_bucket
+from engine.step_time import StepTimeModel
+
+TOKEN, STOP_TOKEN = 2, 1
+STOP_IDS = frozenset({STOP_TOKEN})
+NEXT = StepOutput(token_ids=[TOKEN])
+LAST = StepOutput(token_ids=[STOP_TOKEN])
+NOTHING = StepOutput()
+
+
+class VirtualClock:
+    """Seconds since the start of the trace; only the replay moves it."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class SimulatedRequest(Request):
+    """A request with what the trace knows of it and the scheduler does not: how long its answer is, and how it fared."""
+
+    tenant: TenantRecord
+    outputs_left: int
+    first_token_s: float = -1.0
+    last_token_s: float = -1.0
+    gap_max_s: float = 0.0
+    is_queued: bool = True
+
+
+def make_request(
+    request_id: str,
+    tenant: TenantRecord,
+    sampling: SamplingParams,
+    *,
+    arrived_s: float,
+    input_tokens: int,
+    output_tokens: int,
+    max_total_tokens: int,
+    block_hashes: list[bytes],
+) -> SimulatedRequest:
+    """A request whose prompt is a row of equal ids; `block_hashes` name its full blocks and so tell prompts apart."""
+    return SimulatedRequest(
+        request_id=request_id,
+        tenant_id=tenant.name,
+        sampling=sampling,
+        token_ids=[TOKEN] * input_tokens,
+        num_prompt_tokens=input_tokens,
+        max_total_tokens=max_total_tokens,
+        stop_ids=STOP_IDS,
+        arrived_s=arrived_s,
+        weight=tenant.weight,
+        block_hashes=block_hashes,
+        tenant=tenant,
+        outputs_left=min(output_tokens, max_total_tokens - input_tokens),
+    )
+
+
+class SimulatedDevice:
+    """Runs batches on a virtual clock."""
+
+    def __init__(self, model: StepTimeModel, clock: VirtualClock, recorder: Recorder) -> None:
+        self._model = model
+        self._clock = clock
+        self._recorder = recorder
+        self._costs = model.token_costs()
+        self._decode_ns = self._costs.decode_token_ps / 1000
+        self._context_ns = self._costs.decode_context_ps / 1000
+
+    def run(self, batch: ScheduledBatch) -> tuple[list[StepOutput], list[SimulatedRequest]]:
+        """Move the clock by the length of the step; the outputs by item, and the requests that end with them."""
+        before_s = self._clock.now_s
+        step_s = self._predict_s(batch)
+        now_s = self._clock.now_s = before_s + step_s
+        ended: list[SimulatedRequest] = []
+        outputs = self._decode(batch, before_s, now_s, gap_bucket(step_s), ended)
+        self._prefill(batch, now_s, outputs, ended)
+        recorder = self._recorder
+        recorder.num_steps += 1
+        recorder.num_tokens += batch.num_tokens
+        recorder.busy_s += step_s
+        recorder.steps_s[gap_bucket(step_s)] += 1
+        recorder.step_max_s = max(recorder.step_max_s, step_s)
+        return outputs, ended
+
+    def _predict_s(self, batch: ScheduledBatch) -> float:
+        context_tokens = 0
+        for item in batch.decodes:
+            context_tokens += item.start
+        num_rows, pairs = len(batch.decodes), 0.0
+        for item in batch.prefills:
+            context_tokens += item.start
+            pairs += item.num_tokens * (item.start + item.num_tokens / 2)
+            num_rows += item.samples
+        step_s = self._model.step_s(
+            num_tokens=batch.num_tokens, num_rows=num_rows, context_tokens=context_tokens, attention_pairs=pairs
+        )
+        moves = batch.moves
+        return step_s + self._model.block_copy_s * (len(moves.swap_in) + len(moves.swap_out))
+
+    def _decode(
+        self, batch: ScheduledBatch, before_s: float, now_s: float, step_bucket: int, ended: list[SimulatedRequest]
+    ) -> list[StepOutput]:
+        decode_ns, context_ns = self._decode_ns, self._context_ns
+        outputs = []
+        for item in batch.decodes:
+            request: SimulatedRequest = item.request  # type: ignore[assignment]
+            tenant = request.tenant
+            tenant.service_ns += decode_ns + context_ns * item.start
+            tenant.service_tokens += 2
+            if request.last_token_s == before_s:
+                tenant.gaps[step_bucket] += 1
+                gap_s = now_s - before_s
+            else:
+                gap_s = now_s - request.last_token_s
+                tenant.gaps[gap_bucket(gap_s)] += 1
+            if gap_s > request.gap_max_s:
+                request.gap_max_s = gap_s
+            request.last_token_s = now_s
+            request.outputs_left = left = request.outputs_left - 1
+            if left:
+                outputs.append(NEXT)
+            else:
+                outputs.append(LAST)
+                ended.append(request)
+        return outputs
+
+    def _prefill(self, batch: ScheduledBatch, now_s: float, outputs: list[StepOutput], ended: list[SimulatedRequest]) -> None:
+        for item in batch.prefills:
+            request: SimulatedRequest = item.request  # type: ignore[assignment]
+            tenant = request.tenant
+            if request.is_queued:
+                request.is_queued = False
+                tenant.unqueue()
+            tenant.service_ns += self._costs.prefill_ns(item.start, item.num_tokens)
+            tenant.service_tokens += item.num_tokens
+            if not item.samples:
+                outputs.append(NOTHING)
+                continue
+            self._token(request, now_s)
+            request.outputs_left -= 1
+            outputs.append(NEXT if request.outputs_left else LAST)
+            if not request.outputs_left:
+                ended.append(request)
+
+    def _token(self, request: SimulatedRequest, now_s: float) -> None:
+        """The token at the end of a prefill: the first of an answer, or the next of one that was preempted."""
+        tenant = request.tenant
+        tenant.service_tokens += 2
+        if request.first_token_s < 0:
+            request.first_token_s = now_s
+        else:
+            gap_s = now_s - request.last_token_s
+            tenant.gaps[gap_bucket(gap_s)] += 1
+            request.gap_max_s = max(request.gap_max_s, gap_s)
+        request.last_token_s = now_s

@@ -1,0 +1,255 @@
+"""The simulation: requests arrive, the product's scheduler plans, the fake device takes its time, the scheduler is told.
+
+Nothing here decides who is served, when and with how much: `Scheduler.schedule` and `Scheduler.apply` do, with the product's
+block pool, prefix cache, fairness and step budget. Only time is made up. Knows no torch.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from zlib import crc32
+
+from engine.block_pool import BlockPool
+from engine.errors import EngineConfigError
+from engine.host_tier import HostTier
+from engine.prefix_cache import PrefixCache
+from engine.protocol import SamplingParams
+from engine.request import RequestStatus
+from engine.scheduled_batch import ScheduledBatch
+from engine.scheduler import Scheduler, SchedulerLimits
+from engine.simulator.device import SimulatedDevice, SimulatedRequest, VirtualClock, make_request
+from engine.simulator.models import BLOCK_SIZE, GIB, SimulatedGpu, SimulatedModel, kv_blocks
+from engine.simulator.recorder import Recorder
+from engine.simulator.trace import HASH_BLOCK_TOKENS, TracedRequest
+from engine.simulator.workload import Workload
+from engine.step_budget import BudgetTargets, StepBudget
+from engine.step_time import StepTimeModel
+
+POLICIES = ("fcfs", "static")
+KV_BYTES = {"auto": 2, "bf16": 2, "fp8": 1}
+SEATS_DEFAULT = 256
+BUDGET_MAX = 8192
+GAP_OF_TARGET = 1.2
+PROGRESS_STEPS = 2048
+BLOCKS_PER_HASH = HASH_BLOCK_TOKENS // BLOCK_SIZE
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setup:
+    """How the simulated engine is configured. Raises `EngineConfigError`, naming the option."""
+
+    model: SimulatedModel
+    gpu: SimulatedGpu
+    policy: str = "fcfs"
+    max_num_seqs: int = SEATS_DEFAULT
+    token_budget: int | None = None
+    inter_token_target_s: float = 0.025
+    kv_cache_dtype: str = "auto"
+    num_kv_blocks: int | None = None
+    host_cache_gib: float = 0.0
+    max_tokens: int | None = None
+    weights: dict[str, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.policy not in POLICIES:
+            raise EngineConfigError("policy", f"must be one of {', '.join(POLICIES)}, not {self.policy!r}")
+        if self.kv_cache_dtype not in KV_BYTES:
+            raise EngineConfigError("kv_cache_dtype", f"must be one of {', '.join(KV_BYTES)}, not {self.kv_cache_dtype!r}")
+        if not 1e-4 <= self.inter_token_target_s <= 1000:
+            raise EngineConfigError("slo_tpot_ms", f"must be between 0.1 and 1000000, not {self.inter_token_target_s * 1e3:g}")
+        if not 0 <= self.host_cache_gib <= 1e6:
+            raise EngineConfigError("host_cache_gib", f"must be between 0 and 1000000, not {self.host_cache_gib}")
+
+    @property
+    def blocks(self) -> int:
+        fitting = kv_blocks(self.model, self.gpu, kv_bytes=KV_BYTES[self.kv_cache_dtype])
+        return self.num_kv_blocks or fitting
+
+    @property
+    def max_model_len(self) -> int:
+        return min(self.model.max_model_len, self.blocks * BLOCK_SIZE)
+
+    def host_tier(self) -> HostTier | None:
+        block_bytes = BLOCK_SIZE * self.model.shape.kv_token_bytes(KV_BYTES[self.kv_cache_dtype])
+        num_blocks = int(self.host_cache_gib * GIB) // block_bytes
+        return HostTier(num_blocks) if num_blocks else None
+
+    def step_time(self) -> StepTimeModel:
+        return StepTimeModel(
+            self.model.shape,
+            self.gpu.speed,
+            weight_bytes=self.model.weight_bytes,
+            kv_bytes=KV_BYTES[self.kv_cache_dtype],
+            block_size=BLOCK_SIZE,
+        )
+
+
+class Replay:
+    """One simulation of one workload."""
+
+    def __init__(self, setup: Setup, workload: Workload) -> None:
+        self.setup = setup
+        self.workload = workload
+        self.clock = VirtualClock()
+        self.recorder = Recorder()
+        self.pool = BlockPool(setup.blocks)
+        self.scheduler = self._make_scheduler()
+        self.device = SimulatedDevice(setup.step_time(), self.clock, self.recorder)
+        self._arrivals = iter(workload.requests)
+        self._next = next(self._arrivals, None)
+        self._num_arrived = 0
+        self._gathered: list[SimulatedRequest] = []
+
+    def _make_scheduler(self) -> Scheduler:
+        setup = self.setup
+        budget = BUDGET_MAX if setup.token_budget is None else setup.token_budget
+        limits = SchedulerLimits(
+            max_num_seqs=setup.max_num_seqs,
+            max_num_batched_tokens=max(budget, setup.max_num_seqs) if setup.token_budget is None else budget,
+            max_model_len=setup.max_model_len,
+            block_size=BLOCK_SIZE,
+        )
+        cache = PrefixCache(self.pool, BLOCK_SIZE, key=bytes(32))
+        step_time = setup.step_time()
+        return Scheduler(
+            limits,
+            self.pool,
+            clock=self.clock,
+            costs=step_time.token_costs(),
+            prefix_cache=cache,
+            host_tier=setup.host_tier(),
+            step_budget=self._step_budget(step_time),
+        )
+
+    def _step_budget(self, step_time: StepTimeModel) -> StepBudget | None:
+        if self.setup.token_budget is not None:
+            return None
+        target_s = self.setup.inter_token_target_s
+        return StepBudget(step_time, BudgetTargets(target_s=target_s, gap_max_s=GAP_OF_TARGET * target_s))
+
+    def run(self, progress: Callable[[float], None] = lambda _: None) -> None:
+        """Replay everything until the last answer has ended."""
+        total = len(self.workload.requests)
+        with _quiet_collector():
+            while True:
+                self._receive()
+                batch = self.scheduler.schedule()
+                if batch.is_empty:
+                    if self._next is None:
+                        break
+                    self._pass_to(self._next.arrival_s)
+                    continue
+                self._step(batch)
+                if not self.recorder.num_steps % PROGRESS_STEPS:
+                    waiting = self.scheduler.num_waiting + self.scheduler.num_running
+                    progress((self._num_arrived - waiting) / total)
+        assert not self.scheduler.has_requests, "requests are live but none can go on"
+        progress(1.0)
+
+    def _receive(self) -> None:
+        """Hand over what has arrived; static batching gathers it until the last batch has ended."""
+        now_s, traced = self.clock.now_s, self._next
+        while traced is not None and traced.arrival_s <= now_s:
+            self._submit(traced)
+            self._next = traced = next(self._arrivals, None)
+        if self._gathered and not self.scheduler.has_requests:
+            for request in self._gathered[: self.setup.max_num_seqs]:
+                self.scheduler.add(request)
+            del self._gathered[: self.setup.max_num_seqs]
+
+    def _submit(self, traced: TracedRequest) -> None:
+        """A prompt that does not fit the context is refused, as the engine does; the record keeps it."""
+        tenant = self.recorder.tenant(traced.tenant, self.setup.weights.get(traced.tenant, 1))
+        tenant.num_requests += 1
+        limit = self.setup.max_model_len
+        self._num_arrived += 1
+        if traced.input_tokens >= limit:
+            tenant.num_refused += 1
+            return
+        request = make_request(
+            str(self._num_arrived),
+            tenant,
+            SamplingParams(max_tokens=self.setup.max_tokens or limit, seed=0, temperature=0.0),
+            arrived_s=traced.arrival_s,
+            input_tokens=traced.input_tokens,
+            output_tokens=traced.output_tokens,
+            max_total_tokens=min(limit, traced.input_tokens + (self.setup.max_tokens or limit)),
+            block_hashes=block_names(traced, self._num_arrived),
+        )
+        tenant.queue(traced.arrival_s)
+        if self.setup.policy == "static":
+            self._gathered.append(request)
+        else:
+            self.scheduler.add(request)
+
+    def _step(self, batch: ScheduledBatch) -> None:
+        recorder, pool = self.recorder, self.pool
+        before_s = self.clock.now_s
+        used, running = pool.num_used, self.scheduler.num_running
+        outputs, ended = self.device.run(batch)
+        step_s = self.clock.now_s - before_s
+        recorder.kv_block_seconds += used * step_s
+        recorder.running_seconds += running * step_s
+        if used > recorder.kv_blocks_max:
+            recorder.kv_blocks_max = used
+        if running > recorder.running_max:
+            recorder.running_max = running
+        self.scheduler.apply(batch, outputs)
+        for request in ended:
+            self._finish(request)
+        if self.clock.now_s >= recorder.next_due_s:
+            self._sample()
+
+    def _finish(self, request: SimulatedRequest) -> None:
+        assert request.status is RequestStatus.FINISHED, f"request {request.request_id} did not end with its last token"
+        tenant, num_outputs = request.tenant, request.num_output_tokens
+        tenant.num_finished += 1
+        tenant.gap_max_s = max(tenant.gap_max_s, request.gap_max_s)
+        ttft_s = request.first_token_s - request.arrived_s
+        tpot_s = (request.last_token_s - request.first_token_s) / (num_outputs - 1) if num_outputs > 1 else None
+        tenant.outcomes.append((ttft_s, tpot_s))
+
+    def _sample(self) -> None:
+        """Slots of used blocks that hold no token, and what the recorder samples itself."""
+        recorder = self.recorder
+        for request in self.scheduler.running:
+            slots = len(request.block_table) * BLOCK_SIZE
+            recorder.waste_of_slots += slots
+            recorder.waste_slots += max(0, slots - request.num_tokens)
+        recorder.passed(self.clock.now_s)
+
+    def _pass_to(self, time_s: float) -> None:
+        self.clock.now_s = time_s
+        self.recorder.passed(time_s)
+
+
+def block_names(traced: TracedRequest, number: int) -> list[bytes]:
+    """Names of the full blocks of a prompt: equal where the trace says that prefixes are equal, else nobody else's."""
+    num_blocks = traced.input_tokens // BLOCK_SIZE
+    if not traced.block_ids:
+        first = number << 32
+        return [(first + index).to_bytes(16, "big") for index in range(num_blocks)]
+    tenant = crc32(traced.tenant.encode())
+    names = []
+    for block_id in traced.block_ids:
+        first = ((tenant << 64) + (block_id & 0xFFFFFFFFFFFF)) << 16 | 1 << 120
+        names += [(first + index).to_bytes(16, "big") for index in range(BLOCKS_PER_HASH)]
+    return names[:num_blocks]
+
+
+@contextmanager
+def _quiet_collector() -> Iterator[None]:
+    """Keep the collector of reference cycles from walking millions of live objects; the loop makes no cycles."""
+    was_enabled = gc.isenabled()
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+        if was_enabled:
+            gc.enable()
