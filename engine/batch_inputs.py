@@ -1,7 +1,7 @@
-"""Turns a scheduled batch of integers into the tensors of one forward pass, once per step, the same for all layers.
+"""Turns rows of tokens into the tensors of one forward pass, once per step, the same for all layers.
 
-Rows of the pass: requests with a single token first, longest context first (they attend in padded groups), then the longer
-chunks in the order of the batch. `sampled_rows` leads back to the order of `ScheduledBatch.items`.
+Order of the pass: rows of a single token first, longest context first (they attend in padded groups), then the longer ones
+in the order given. `sampled_rows` leads back to the order of the rows.
 """
 
 from __future__ import annotations
@@ -13,8 +13,22 @@ import numpy as np
 import torch
 
 from engine.layers.rotary import RotaryTable, Rotation
-from engine.scheduled_batch import ScheduledRequest
 from kernels.ops import AttentionPlan, AttentionPlanner, AttentionRow
+
+
+@dataclass(frozen=True, slots=True)
+class InputRow:
+    """Consecutive tokens of one request, the first at position `start`. `outputs` are the indices into them whose hidden
+    states are wanted."""
+
+    token_ids: Sequence[int]
+    start: int
+    block_table: Sequence[int]
+    outputs: Sequence[int] = ()
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.token_ids)
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,47 +39,46 @@ class BatchInputs:
     positions: torch.Tensor  # [T] int64
     rotations: tuple[Rotation, ...]  # one for each of the model's `ropes`
     slot_mapping: torch.Tensor  # [T] int64: block · P + offset
-    sampled_rows: torch.Tensor  # [B_sampled] int64, in the order of the batch's items
+    sampled_rows: torch.Tensor  # [R] int64: where the hidden states that are wanted stand, in the order of the rows
     attention: tuple[AttentionPlan, ...]  # one for each of the model's `windows`
 
 
-def forward_order(items: Sequence[ScheduledRequest]) -> list[int]:
-    """Indices of `items` in the order of the forward pass."""
-    return sorted(
-        range(len(items)), key=lambda i: (items[i].num_tokens > 1, -items[i].start if items[i].num_tokens == 1 else i)
-    )
+def forward_order(rows: Sequence[InputRow]) -> list[int]:
+    """Indices of `rows` in the order of the forward pass."""
+    lens = [len(row.token_ids) for row in rows]
+    return sorted(range(len(rows)), key=lambda i: (lens[i] > 1, -rows[i].start if lens[i] == 1 else i))
 
 
 def make_batch_inputs(
-    items: Sequence[ScheduledRequest],
+    rows: Sequence[InputRow],
     *,
     block_size: int,
     rotaries: Sequence[RotaryTable],
     planners: Sequence[AttentionPlanner],
     device: torch.device,
 ) -> BatchInputs:
-    """Tensors for one step over `items`. Layers find their rotation and their attention plan by index."""
+    """Tensors for one pass over `rows`. Layers find their rotation and their attention plan by index."""
     token_ids: list[int] = []
     positions: list[int] = []
     slots: list[int] = []
-    last_row: dict[int, int] = {}
-    rows: list[AttentionRow] = []
-    for index in forward_order(items):
-        item = items[index]
-        request, end = item.request, item.start + item.num_tokens
-        token_ids += request.token_ids[item.start : end]
-        positions += range(item.start, end)
-        slots += _slots(request.block_table, item.start, end, block_size)
-        rows.append(AttentionRow(request.block_table, item.num_tokens, end))
-        last_row[index] = len(token_ids) - 1
+    firsts = [0] * len(rows)
+    attention_rows: list[AttentionRow] = []
+    for index in forward_order(rows):
+        row = rows[index]
+        firsts[index] = len(token_ids)
+        token_ids += row.token_ids
+        positions += range(row.start, row.end)
+        slots += _slots(row.block_table, row.start, row.end, block_size)
+        attention_rows.append(AttentionRow(row.block_table, len(row.token_ids), row.end))
+    wanted = [first + output for first, row in zip(firsts, rows, strict=True) for output in row.outputs]
     on_device = torch.tensor(positions, dtype=torch.int64).to(device)
     return BatchInputs(
         token_ids=torch.tensor(token_ids, dtype=torch.int64).to(device),
         positions=on_device,
         rotations=tuple(rotary.at(on_device) for rotary in rotaries),
         slot_mapping=torch.tensor(slots, dtype=torch.int64).to(device),
-        sampled_rows=torch.tensor([last_row[i] for i, item in enumerate(items) if item.samples], dtype=torch.int64).to(device),
-        attention=tuple(planner.plan(rows) for planner in planners),
+        sampled_rows=torch.tensor(wanted, dtype=torch.int64).to(device),
+        attention=tuple(planner.plan(attention_rows) for planner in planners),
     )
 
 

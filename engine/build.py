@@ -14,14 +14,18 @@ from engine.device import device_name, kv_bytes_available, resolve_device, resol
 from engine.embedder import TextModel
 from engine.encoder_config import load_encoder_config
 from engine.errors import EngineConfigError
+from engine.grammar_masks import GrammarMasks
+from engine.kv_cache import BlockMover
 from engine.loop import Engine
 from engine.memory_plan import MemoryPlan, plan_memory
 from engine.model_runner import ModelRunner
 from engine.models.decoder import Decoder
 from engine.models.encoder import Encoder
 from engine.options import EngineOptions
+from engine.paged_decoder import PagedDecoder
 from engine.prefix_cache import PrefixCache
 from engine.protocol import EngineInfo
+from engine.sampler import Sampler
 from engine.scheduler import Scheduler, SchedulerLimits
 from engine.weights import WeightsSize, load_weights
 from kernels import ops
@@ -43,7 +47,9 @@ def build_engine(options: EngineOptions, *, progress: Callable[[float], None] = 
     element_bytes = torch.empty((), dtype=dtype).element_size()
     available = kv_bytes_available(config, options, element_bytes=element_bytes, device=device)
     plan = plan_memory(config, options, element_bytes=element_bytes, available_bytes=available)
-    runner = ModelRunner(config, decoder, plan, options.block_size, dtype=dtype, device=device)
+    target = PagedDecoder(config, decoder, plan, options.block_size, dtype=dtype, device=device)
+    mover = BlockMover(target.kv_caches, num_host_blocks=0)
+    runner = ModelRunner(target, Sampler(config.vocab_size, device), mover, GrammarMasks(config.vocab_size))
     info = _info(options, config, plan, size, dtype=dtype, device=device, load_s=time.monotonic() - started_s)
     return Engine(_scheduler(options, plan, device), runner, info)
 

@@ -9,9 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from engine.errors import EngineConfigError
+from engine.speculative_options import SpeculativeOptions
 
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+POLICIES = ("fair", "fcfs")
+SWAP_SPACE_GIB_MAX = 4096.0
+INTER_TOKEN_TARGET_MS_MAX = 60_000.0
+SHARED_PREFIXES_MAX = 256
 
 CPU_KV_CACHE_BYTES = 256 * 1024 * 1024
 CPU_BATCHED_TOKENS = 512
@@ -20,7 +25,12 @@ CUDA_BATCHED_TOKENS = 8192
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineOptions:
-    """Options of one engine process. Raises `EngineConfigError`, naming the option."""
+    """Options of one engine process. Raises `EngineConfigError`, naming the option.
+
+    `swap_space` is the size in GiB of the tier in main memory that evicted KV blocks move to. `batch_invariant`: a request
+    gives the same logits alone and in any batch, at the cost of speed. `inter_token_target_ms`: how long a step may make
+    running requests wait for their next token. `shared_prefixes`: text files with prompts that all tenants may share.
+    """
 
     model: Path
     name: str | None = None
@@ -35,8 +45,15 @@ class EngineOptions:
     gpu_memory_utilization: float = 0.9
     enable_prefix_caching: bool = True
     threads: int | None = None
+    swap_space: float = 0.0
+    speculative_config: SpeculativeOptions | None = None
+    batch_invariant: bool = False
+    scheduling_policy: str = "fair"
+    inter_token_target_ms: float | None = None
+    shared_prefixes: tuple[Path, ...] = ()
 
     def __post_init__(self) -> None:
+        self._check_scheduling()
         if self.device not in DEVICES:
             raise EngineConfigError("device", f"must be one of {', '.join(DEVICES)}, not {self.device!r}")
         if self.dtype not in DTYPES:
@@ -53,8 +70,31 @@ class EngineOptions:
             if getattr(self, option) < 1:
                 raise EngineConfigError(option, f"must be at least 1, not {getattr(self, option)}")
 
+    def _check_scheduling(self) -> None:
+        if self.scheduling_policy not in POLICIES:
+            raise EngineConfigError(
+                "scheduling_policy", f"must be one of {', '.join(POLICIES)}, not {self.scheduling_policy!r}"
+            )
+        if not _is_number(self.swap_space) or not 0.0 <= self.swap_space <= SWAP_SPACE_GIB_MAX:
+            raise EngineConfigError(
+                "swap_space", f"must be a number of GiB between 0 and {SWAP_SPACE_GIB_MAX:g}, not {self.swap_space!r}"
+            )
+        if not isinstance(self.batch_invariant, bool):
+            raise EngineConfigError("batch_invariant", f"must be True or False, not {self.batch_invariant!r}")
+        target_ms = self.inter_token_target_ms
+        if target_ms is not None and not (_is_number(target_ms) and 0.0 < target_ms <= INTER_TOKEN_TARGET_MS_MAX):
+            raise EngineConfigError(
+                "inter_token_target_ms", f"must be above 0 and at most {INTER_TOKEN_TARGET_MS_MAX:g}, not {target_ms!r}"
+            )
+        if len(self.shared_prefixes) > SHARED_PREFIXES_MAX:
+            raise EngineConfigError("shared_prefixes", f"takes at most {SHARED_PREFIXES_MAX} files")
+
     def batched_tokens(self, device_type: str) -> int:
         """The token budget of a step: as asked, else what suits the device and lets every seat decode."""
         if self.max_num_batched_tokens is not None:
             return self.max_num_batched_tokens
         return max(self.max_num_seqs, CUDA_BATCHED_TOKENS if device_type == "cuda" else CPU_BATCHED_TOKENS)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

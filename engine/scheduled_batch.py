@@ -76,9 +76,11 @@ class StepOutput:
 
     `token_ids`: the sampled token, preceded by the drafts that were accepted; empty when the step does not sample.
     `logprobs`: one entry per token, when asked for. `prompt_logprobs`: of the prompt tokens that this chunk predicts.
+    `error_param` names the field of the request that is to blame for `error`.
     """
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] | None = None
     prompt_logprobs: list[TokenLogprob] | None = None
     error: str | None = None
+    error_param: str | None = None
