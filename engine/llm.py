@@ -6,34 +6,34 @@ Option names are those of vLLM's `LLM`. An option that this version cannot honou
 from __future__ import annotations
 
 import random
-import sys
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from engine.bad_words import bad_words_token_ids
 from engine.chat_template import ChatTemplate
-from engine.completion import Completion
+from engine.completion import Completion, engine_params
 from engine.cpu_environment import prepare_cpu
 from engine.encoder_config import is_encoder
 from engine.errors import EngineConfigError, EngineError, PromptError
 from engine.options import EngineOptions
-from engine.outputs import RequestOutput
+from engine.outputs import GenerationFailed, RequestOutput
 from engine.pooling_config import MODES, PoolingConfig, load_pooling_config
-from engine.protocol import GenerationRequest, SamplingParams, TokenEvent, UnsupportedOption
+from engine.progress import Progress
+from engine.prompts import Prompt, conversations, listed, params_for, read_prompt
+from engine.protocol import GenerationRequest, InvalidOption, SamplingParams, TokenEvent, UnsupportedOption
+from engine.request_checks import PROMPT_PARAM
 from engine.text import Tokenizer
 
 prepare_cpu()
 
 from engine.build import build_encoder, build_engine  # noqa: E402 - torch must see the environment set above
 from engine.embedder import Embedder  # noqa: E402
+from engine.loop import Engine  # noqa: E402
 from engine.model_runner import ModelRunner  # noqa: E402
 
-Prompt = str | Sequence[int] | Mapping[str, Any]
-
 TENANT = "offline"
-PROGRESS_INTERVAL_S = 0.5
 
 
 class LLM:
@@ -62,9 +62,14 @@ class LLM:
         seed: int = 0,
         kv_cache_bytes: int | None = None,
         threads: int | None = None,
+        **unknown: Any,
     ) -> None:
         """`num_gpu_blocks_override` and `kv_cache_bytes` size the cache on any device; `enforce_eager` changes nothing here,
         because no step is compiled or captured. Raises `ModelError` or `EngineConfigError`."""
+        for option in unknown:
+            raise EngineConfigError(option, "is not an option of this engine")
+        if not isinstance(seed, int) or isinstance(seed, bool):
+            raise EngineConfigError("seed", f"must be an integer, not {seed!r}")
         _refuse("swap_space", swap_space, swap_space == 0)
         _refuse("enable_chunked_prefill", enable_chunked_prefill, enable_chunked_prefill)
         _refuse("quantization", quantization, quantization is None)
@@ -109,26 +114,33 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """Answers in the order of `prompts`. Raises `PromptError` when a prompt cannot be run; then none is."""
-        listed = _listed(prompts)
-        params = _one_each(sampling_params, len(listed))
-        completions = [self._completion(prompt, p) for prompt, p in zip(listed, params, strict=True)]
-        return self._run(completions, use_tqdm)
+        """Answers in the order of `prompts`.
+
+        Raises `PromptError` for a prompt and `InvalidOption` for a parameter that cannot be run; then nothing is. Raises
+        `GenerationFailed`, which holds all outputs, where it is found out later that a request asks for the impossible.
+        """
+        engine = self._generator()
+        found = listed(prompts)
+        pairs = zip(found, params_for(sampling_params, len(found)), strict=True)
+        completions = [self._completion(engine, index, *pair) for index, pair in enumerate(pairs)]
+        outputs = _run(engine, completions, Progress(len(completions), enabled=use_tqdm))
+        _raise_for_blame(outputs)
+        return outputs
 
     def chat(
         self,
         messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
+        *,
+        add_generation_prompt: bool = True,
     ) -> list[RequestOutput]:
-        """One conversation or several, through the model's chat template. Raises `ChatTemplateError` and `PromptError`."""
+        """One conversation or several, through the model's chat template. Raises `ChatTemplateError`, and as `generate`."""
         template = ChatTemplate.load(self._directory)
-        conversations: Any = [messages] if messages and isinstance(messages[0], Mapping) else messages
         prompts: list[Prompt] = []
-        for conversation in conversations:
-            text = template.render(conversation)
-            token_ids = self.tokenizer.encode(text, add_special_tokens=False)
-            prompts.append({"prompt": text, "prompt_token_ids": token_ids})
+        for conversation in conversations(messages):
+            text = template.render(conversation, add_generation_prompt=add_generation_prompt)
+            prompts.append({"prompt": text, "prompt_token_ids": self._encode_plainly(text)})
         return self.generate(prompts, sampling_params, use_tqdm)
 
     def embed(
@@ -146,9 +158,8 @@ class LLM:
         `normalize` say otherwise. Raises `PromptError` when a text cannot be computed; then none is.
         """
         embedder = self._embedder(pooling, normalize)
-        listed = _listed(texts)
-        token_ids = [self._text_ids(text, embedder.pooling) for text in listed]
-        progress = _Progress(len(listed), enabled=use_tqdm)
+        token_ids = [self._text_ids(text, embedder.pooling) for text in listed(texts)]
+        progress = Progress(len(token_ids), enabled=use_tqdm)
         vectors = embedder.embed(token_ids, progress=progress.show)
         progress.end()
         return vectors
@@ -165,16 +176,49 @@ class LLM:
         if not self._closed:
             self.close()
 
-    def _completion(self, prompt: Prompt, sampling: SamplingParams) -> Completion:
-        text, token_ids = self._prompt_ids(prompt)
+    def _generator(self) -> Engine:
+        if self._closed:
+            raise EngineError("this LLM is closed")
+        if self._engine is None:
+            raise EngineError("this model is an encoder: it gives embeddings (embed) and generates no text")
+        return self._engine
+
+    def _completion(self, engine: Engine, index: int, prompt: Prompt, sampling: SamplingParams) -> Completion:
+        try:
+            text, token_ids = self._prompt_ids(prompt)
+        except PromptError as error:
+            raise PromptError(f"prompt {index}: {error}") from error
+        wanted = GenerationRequest(
+            request_id=str(self._num_submitted),
+            tenant_id=TENANT,
+            prompt_token_ids=token_ids,
+            sampling=self._engine_params(sampling),
+        )
+        self._num_submitted += 1
+        needs_text = bool(sampling.stop or sampling.bad_words) or (self._directory / "tokenizer.json").is_file()
+        return Completion(
+            wanted,
+            asked=sampling,
+            prompt=text,
+            tokenizer=self.tokenizer if needs_text else None,
+            eos_token_ids=engine.info.eos_token_ids,
+        )
+
+    def _engine_params(self, sampling: SamplingParams) -> SamplingParams:
+        """With what the engine needs and the caller need not give: a seed, bad words as ids."""
+        sampling = engine_params(sampling)
         if sampling.seed is None:
             sampling = replace(sampling, seed=self._seeds.getrandbits(63))
-        self._num_submitted += 1
-        wanted = GenerationRequest(
-            request_id=str(self._num_submitted - 1), tenant_id=TENANT, prompt_token_ids=token_ids, sampling=sampling
-        )
-        needs_text = bool(sampling.stop) or (self._directory / "tokenizer.json").is_file()
-        return Completion(wanted, text, self.tokenizer if needs_text else None)
+        if sampling.bad_words:
+            token_ids = bad_words_token_ids(sampling.bad_words, self._encode_plainly)
+            sampling = replace(sampling, bad_words_token_ids=token_ids + (sampling.bad_words_token_ids or []))
+        return sampling
+
+    def _encode(self, text: str) -> list[int]:
+        return self.tokenizer.encode(text)
+
+    def _encode_plainly(self, text: str) -> list[int]:
+        return self.tokenizer.encode(text, add_special_tokens=False)
 
     def _embedder(self, pooling: str | None, normalize: bool | None) -> Embedder:
         if self._closed:
@@ -199,88 +243,56 @@ class LLM:
         return self._prompt_ids(text)[1]
 
     def _prompt_ids(self, prompt: Prompt) -> tuple[str | None, list[int]]:
-        if isinstance(prompt, str):
-            return prompt, self.tokenizer.encode(prompt)
-        if not isinstance(prompt, Mapping):
-            return None, list(prompt)
-        unknown = set(prompt) - {"prompt", "prompt_token_ids"}
-        if unknown:
-            raise PromptError(f"a prompt has unknown fields: {', '.join(sorted(unknown))}")
-        if "prompt_token_ids" in prompt:
-            return prompt.get("prompt"), list(prompt["prompt_token_ids"])
-        return prompt["prompt"], self.tokenizer.encode(prompt["prompt"])
-
-    def _run(self, completions: list[Completion], use_tqdm: bool) -> list[RequestOutput]:
-        if self._closed:
-            raise EngineError("this LLM is closed")
-        if self._engine is None:
-            raise EngineError("this model is an encoder: it gives embeddings (embed) and generates no text")
-        by_id = {completion.request_id: completion for completion in completions}
-        try:
-            for completion in completions:
-                refused = self._engine.submit(completion.wanted)
-                if refused is not None:
-                    raise PromptError(f"prompt {completions.index(completion)}: {refused.error}")
-            self._step_until_done(by_id, _Progress(len(completions), enabled=use_tqdm))
-        except BaseException:
-            self._engine.abort_all()
-            raise
-        return [completion.result() for completion in completions]
-
-    def _step_until_done(self, by_id: Mapping[str, Completion], progress: _Progress) -> None:
-        assert self._engine is not None
-        while self._engine.has_requests:
-            for event in self._engine.step():
-                self._take(by_id[event.request_id], event)
-            progress.show(sum(1 for completion in by_id.values() if completion.is_finished) if progress.is_due else 0)
-        progress.end()
-
-    def _take(self, completion: Completion, event: TokenEvent) -> None:
-        completion.take(event)
-        if completion.is_finished and event.finish_reason is None:
-            assert self._engine is not None
-            self._engine.abort(completion.request_id)
+        return read_prompt(prompt, self._encode)
 
 
-class _Progress:
-    """One line on a terminal, rewritten twice a second; silent elsewhere."""
+def _run(engine: Engine, completions: Sequence[Completion], progress: Progress) -> list[RequestOutput]:
+    """Submit all and step until none is live; whatever stops that leaves an engine that can go on with other requests."""
+    try:
+        for index, completion in enumerate(completions):
+            refused = engine.submit(completion.wanted)
+            if refused is not None:
+                raise _refusal(index, refused)
+        _step_until_done(engine, {completion.request_id: completion for completion in completions}, progress)
+    except BaseException:
+        engine.abort_all()
+        raise
+    return [completion.result() for completion in completions]
 
-    def __init__(self, total: int, *, enabled: bool) -> None:
-        self._total = total
-        self._enabled = enabled and sys.stderr.isatty()
-        self._due_s = 0.0
 
-    @property
-    def is_due(self) -> bool:
-        return self._enabled and time.monotonic() >= self._due_s
+def _step_until_done(engine: Engine, by_id: Mapping[str, Completion], progress: Progress) -> None:
+    while engine.has_requests:
+        for event in engine.step():
+            completion = by_id[event.request_id]
+            if completion.take(event) and completion.is_finished:
+                engine.abort(event.request_id)
+        if progress.is_due:
+            progress.show(sum(completion.is_finished for completion in by_id.values()), **_num_tokens(by_id.values()))
+    progress.end(**_num_tokens(by_id.values()))
 
-    def show(self, done: int) -> None:
-        if self.is_due:
-            self._due_s = time.monotonic() + PROGRESS_INTERVAL_S
-            sys.stderr.write(f"\r{done} of {self._total} prompts finished")
-            sys.stderr.flush()
 
-    def end(self) -> None:
-        if self._enabled:
-            sys.stderr.write(f"\r{self._total} of {self._total} prompts finished\n")
+def _num_tokens(completions: Collection[Completion]) -> dict[str, int]:
+    return {
+        "tokens_in": sum(completion.num_prompt_tokens_computed for completion in completions),
+        "tokens_out": sum(completion.num_output_tokens for completion in completions),
+    }
+
+
+def _refusal(index: int, event: TokenEvent) -> Exception:
+    """What the engine would not queue, as an error that names the prompt and the field."""
+    message = f"prompt {index}: {event.error}"
+    if event.error_param is None or event.error_param == PROMPT_PARAM:
+        return PromptError(message)
+    return InvalidOption(event.error_param, message)
+
+
+def _raise_for_blame(outputs: list[RequestOutput]) -> None:
+    for index, output in enumerate(outputs):
+        for answer in output.outputs:
+            if answer.error_param is not None:
+                raise GenerationFailed(answer.error_param, f"prompt {index}: {answer.error}", outputs)
 
 
 def _refuse(option: str, value: object, honoured: bool) -> None:
     if not honoured:
         raise EngineConfigError(option, f"= {value!r} is not supported by this version of the engine")
-
-
-def _listed(prompts: Any) -> list[Any]:
-    """A single prompt as a list of one."""
-    if isinstance(prompts, str | Mapping):
-        return [prompts]
-    listed = list(prompts)
-    return [listed] if listed and isinstance(listed[0], int) else listed
-
-
-def _one_each(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
-    if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * count
-    if len(params) != count:
-        raise PromptError(f"{len(params)} sampling_params were given for {count} prompts")
-    return list(params)

@@ -6,22 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tokenizers import Tokenizer as RustTokenizer
-from tokenizers.decoders import DecodeStream
 
 from engine.errors import NotAModelDirectory
-
-
-class TextStream:
-    """Turns the tokens of one request into text as they come; a character cut between tokens waits for its rest."""
-
-    def __init__(self, tokenizer: RustTokenizer) -> None:
-        self._tokenizer = tokenizer
-        self._stream = DecodeStream(skip_special_tokens=True)
-
-    def push(self, token_id: int) -> str:
-        """Text that this token completes; empty while a character is incomplete."""
-        piece: str | None = self._stream.step(self._tokenizer, token_id)
-        return piece or ""
 
 
 class Tokenizer:
@@ -37,6 +23,7 @@ class Tokenizer:
             raise NotAModelDirectory(f"{path} is not a tokenizer: {error}") from error
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
+        self._token_texts: dict[int, str] = {}
 
     @property
     def vocab_size(self) -> int:
@@ -60,5 +47,9 @@ class Tokenizer:
         token: str | None = self._tokenizer.id_to_token(token_id)
         return token
 
-    def stream(self) -> TextStream:
-        return TextStream(self._tokenizer)
+    def token_text(self, token_id: int) -> str:
+        """One token as text, special tokens included; a part of a character shows as a replacement character."""
+        text = self._token_texts.get(token_id)
+        if text is None:
+            text = self._token_texts[token_id] = self.decode([token_id], skip_special_tokens=False)
+        return text

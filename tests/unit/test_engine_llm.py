@@ -140,8 +140,9 @@ def test_an_option_that_cannot_be_honoured_is_named(options: dict[str, Any], mod
 
 def test_an_unknown_option_is_named(model: Path) -> None:
     unknown: dict[str, Any] = {"disable_log_stats": True}
-    with pytest.raises(TypeError, match="disable_log_stats"):
+    with pytest.raises(EngineConfigError, match="disable_log_stats is not an option") as refused:
         LLM(model, **unknown)
+    assert refused.value.option == "disable_log_stats"
 
 
 def test_a_closed_llm_refuses_work(model: Path) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from engine.answer_text import AnswerText
 from engine.errors import NotAModelDirectory
 from engine.text import Tokenizer
 from tests.support.tiny_tokenizer import write_tokenizer
@@ -26,8 +27,8 @@ def test_text_survives_the_way_to_tokens_and_back(text: str, model: Path) -> Non
 def test_a_stream_gives_the_whole_text_and_no_broken_character(model: Path) -> None:
     tokenizer = Tokenizer(model)
     text = "né 世界 🙂!"
-    stream = tokenizer.stream()
-    pieces = [stream.push(token_id) for token_id in tokenizer.encode(text)]
+    answer = AnswerText(tokenizer.decode)
+    pieces = [answer.push([token_id])[0] for token_id in tokenizer.encode(text)]
     assert "".join(pieces) == text
     assert all("\ufffd" not in piece for piece in pieces)
 

@@ -1,0 +1,87 @@
+"""The shapes in which `LLM` takes prompts, conversations and their parameters, brought into one. Knows no torch.
+
+One prompt or a list of them: text, token ids, `{"prompt": text}`, `{"prompt_token_ids": ids}`, or both in one mapping.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from engine.errors import PromptError
+from engine.sampling_params import InvalidOption, SamplingParams
+
+Prompt = str | Sequence[int] | Mapping[str, Any]
+PROMPT_FIELDS = ("prompt", "prompt_token_ids")
+
+
+def listed(prompts: Any) -> list[Any]:
+    """A single prompt as a list of one. Raises `PromptError` for what is no prompt and no list of prompts."""
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    if not isinstance(prompts, Iterable) or isinstance(prompts, bytes | bytearray):
+        raise PromptError(f"prompts must be text, token ids, a mapping or a list of these, not {type(prompts).__name__}")
+    found = list(prompts)
+    return [found] if found and isinstance(found[0], int | float) else found
+
+
+def read_prompt(prompt: Any, encode: Callable[[str], list[int]]) -> tuple[str | None, list[int]]:
+    """Text, where it is known, and token ids of one prompt. Whether the ids can be run is for the engine to say.
+
+    Raises `PromptError`.
+    """
+    if isinstance(prompt, str):
+        return prompt, encode(prompt)
+    if not isinstance(prompt, Mapping):
+        return None, _token_ids(prompt)
+    unknown = set(prompt) - set(PROMPT_FIELDS)
+    if unknown:
+        raise PromptError(f"a prompt has unknown fields: {', '.join(sorted(map(str, unknown)))}")
+    text = prompt.get("prompt")
+    if text is not None and not isinstance(text, str):
+        raise PromptError(f"prompt must be text, not {type(text).__name__}")
+    if prompt.get("prompt_token_ids") is not None:
+        return text, _token_ids(prompt["prompt_token_ids"])
+    if text is None:
+        raise PromptError("a prompt needs prompt or prompt_token_ids")
+    return text, encode(text)
+
+
+def _token_ids(ids: Any) -> list[int]:
+    """Whatever counts as an integer as one, as numpy's do; truth values and floats do not."""
+    if not isinstance(ids, Iterable) or isinstance(ids, bytes | bytearray):
+        raise PromptError(f"a prompt must be text or token ids, not {type(ids).__name__}")
+    found = list(ids)
+    kinds = set(map(type, found))
+    if kinds <= {int}:
+        return found
+    if any(issubclass(kind, bool) or not hasattr(kind, "__index__") for kind in kinds):
+        names = ", ".join(sorted(kind.__name__ for kind in kinds - {int}))
+        raise PromptError(f"the prompt has token ids that are not integers: {names}")
+    try:
+        return [operator.index(token_id) for token_id in found]
+    except TypeError as error:
+        raise PromptError(f"the prompt has token ids that are not integers: {error}") from error
+
+
+def conversations(messages: Any) -> list[Any]:
+    """A single conversation as a list of one. Raises `PromptError` for what is no list of messages."""
+    found = listed(messages)
+    found = [found] if found and isinstance(found[0], Mapping) else found
+    for index, conversation in enumerate(found):
+        is_list = isinstance(conversation, Sequence) and not isinstance(conversation, str | bytes)
+        if not is_list or not all(isinstance(message, Mapping) for message in conversation):
+            raise PromptError(f"conversation {index} must be a list of messages, each a mapping with role and content")
+    return found
+
+
+def params_for(params: Any, count: int) -> list[SamplingParams]:
+    """The parameters of each of `count` prompts: the same for all, or one each. Raises `InvalidOption` and `PromptError`."""
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * count
+    if not isinstance(params, list | tuple) or not all(isinstance(each, SamplingParams) for each in params):
+        raise InvalidOption("sampling_params", "sampling_params must be SamplingParams or a list of them")
+    if len(params) != count:
+        raise PromptError(f"{len(params)} sampling_params were given for {count} prompts")
+    return list(params)
