@@ -21,7 +21,8 @@ ENGINE_PURE = {
     "errors", "request", "block_pool", "prefix_cache", "host_tier", "admission_cost", "scheduler", "scheduled_batch",
     "step_time", "step_budget", *SIMULATOR, "config", "options", "transport",
     "sampling_params", "request_checks", "randomness", "models.families", "rope_config", "window_config",
-    "chat_template", "answer_text", "bad_words", "text", "outputs", "completion", "prompts", "progress", "speculative_options", "speculative",
+    "chat_template", "answer_text", "bad_words", "text", "outputs", "completion", "prompts", "progress",
+    "speculative_options", "speculative",
     "grammar", "grammar.spec", "grammar.vocabulary", "grammar.compiler", "grammar.worker", "grammar.matcher", "grammar.lark",
 }  # fmt: skip
 PROTOCOL = {"engine.protocol", "engine.transport"}
