@@ -148,7 +148,7 @@ class Appliance:
             host=HostProbe(settings.data_dir).read,
             gpus=self._gpu.read,
             gpu_error=lambda: self._gpu.error,
-            engines=lambda: [engine_reading(model, clock) for model in models.list()],
+            engines=lambda: [engine_reading(model, clock, generations.tenant_names) for model in models.list()],
             gateway=lambda: gateway,
             database=database_watch.reading,
         )

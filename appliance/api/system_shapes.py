@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from appliance.base.clock import rfc3339
-from appliance.telemetry.events import EngineReading, ProcessReading, SystemSnapshot
+from appliance.telemetry.events import EngineReading, ProcessReading, SystemSnapshot, TenantReading
 from appliance.telemetry.gpu import GpuReading
 from appliance.telemetry.host import HostReading
 
@@ -29,6 +29,27 @@ class KvBlocksShape(msgspec.Struct, kw_only=True):
     free: int
 
 
+class HostBlocksShape(msgspec.Struct, kw_only=True):
+    """KV blocks in main memory, and how many were copied there and back by the running process."""
+
+    total: int
+    used: int
+    swapped_in_total: int
+    swapped_out_total: int
+
+
+class TenantLoadShape(msgspec.Struct, kw_only=True):
+    """What a tenant with live requests holds and waits for; `service_s` is the predicted device time spent for it since it
+    last had none. Each of several answers to one request counts."""
+
+    tenant_id: str
+    name: str
+    requests_running: int
+    requests_waiting: int
+    kv_blocks: int
+    service_s: float
+
+
 class EngineShape(msgspec.Struct, kw_only=True):
     """An engine and its load."""
 
@@ -42,6 +63,11 @@ class EngineShape(msgspec.Struct, kw_only=True):
     requests_running: int
     requests_waiting: int
     kv_blocks: KvBlocksShape
+    host_kv_blocks: HostBlocksShape
+    preemptions_total: int
+    draft_tokens_total: int
+    accepted_draft_tokens_total: int
+    tenants: list[TenantLoadShape]
     tokens_per_second: float
     step_ms: float
     ttft_p50_s: float | None
@@ -131,11 +157,25 @@ def _engine(engine: EngineReading) -> EngineShape:
             cached=status.kv_blocks_cached if status else 0,
             free=status.kv_blocks_free if status else 0,
         ),
+        host_kv_blocks=HostBlocksShape(
+            total=status.host_blocks_total if status else 0,
+            used=status.host_blocks_used if status else 0,
+            swapped_in_total=status.swapped_in_blocks_total if status else 0,
+            swapped_out_total=status.swapped_out_blocks_total if status else 0,
+        ),
+        preemptions_total=status.preemptions_total if status else 0,
+        draft_tokens_total=status.draft_tokens_total if status else 0,
+        accepted_draft_tokens_total=status.accepted_draft_tokens_total if status else 0,
+        tenants=[_tenant(tenant) for tenant in engine.tenants],
         tokens_per_second=engine.tokens_per_second,
         step_ms=status.step_ms if status else 0.0,
         ttft_p50_s=engine.ttft_p50_s,
         ttft_p95_s=engine.ttft_p95_s,
     )
+
+
+def _tenant(tenant: TenantReading) -> TenantLoadShape:
+    return TenantLoadShape(**{name: getattr(tenant, name) for name in TenantLoadShape.__struct_fields__})
 
 
 def _gpu(gpu: GpuReading) -> GpuShape:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from engine.protocol import EngineStatus
+from engine.protocol import EngineStatus, TenantProgress
 
 RATE_WINDOW_S = 2.0
 TTFTS_MAX = 256
@@ -16,12 +16,16 @@ class EngineFigures:
     def __init__(self) -> None:
         self._totals: deque[tuple[float, int]] = deque(maxlen=1024)
         self._ttfts_s: deque[float] = deque(maxlen=TTFTS_MAX)
+        self.tenants: list[TenantProgress] = []
+        """Who held and waited for what when the engine last said so, a few times per second."""
 
     def note_status(self, status: EngineStatus, monotonic_s: float) -> None:
         """Remember how many tokens the engine had generated at that moment."""
         if self._totals and status.generation_tokens_total < self._totals[-1][1]:
             self._totals.clear()  # a new engine process counts from zero
         self._totals.append((monotonic_s, status.generation_tokens_total))
+        if status.tenants is not None:
+            self.tenants = status.tenants
 
     def note_ttft(self, ttft_s: float) -> None:
         """Remember the time to first token of one request."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 
@@ -12,9 +12,9 @@ from appliance.base.settings import Settings
 from appliance.serving.model_registry import ModelFolder, ModelRegistry, ServedModel
 from appliance.serving.prompting import Prompting
 from appliance.serving.supervisor import Supervisor
-from appliance.telemetry.events import EngineReading
+from appliance.telemetry.events import EngineReading, TenantReading
 from appliance.telemetry.metrics import Metrics
-from engine.protocol import EngineFrame
+from engine.protocol import EngineFrame, TenantProgress
 
 DEMO_MODEL = Path(__file__).resolve().parents[2] / "engine" / "demo" / "gatehouse-demo"
 MS_PER_S = 1000
@@ -37,8 +37,8 @@ def build_models(
     )
 
 
-def engine_reading(model: ServedModel, clock: Clock) -> EngineReading:
-    """Return what the live pages show of a model's engine."""
+def engine_reading(model: ServedModel, clock: Clock, tenant_names: Mapping[str, str]) -> EngineReading:
+    """Return what the live pages show of a model's engine. `tenant_names` are those with live requests."""
     client = model.client
     return EngineReading(
         model=model.name,
@@ -53,7 +53,25 @@ def engine_reading(model: ServedModel, clock: Clock) -> EngineReading:
         tokens_per_second=client.figures.tokens_per_second(clock.monotonic_s()),
         ttft_p50_s=client.figures.ttft_quantile_s(0.5),
         ttft_p95_s=client.figures.ttft_quantile_s(0.95),
+        tenants=tenant_readings(client.figures.tenants if client.state == "ready" else [], tenant_names),
     )
+
+
+def tenant_readings(tenants: Sequence[TenantProgress], names: Mapping[str, str]) -> list[TenantReading]:
+    """Return who holds and waits for what. Without a name: our own probe, or one whose last request was settled just now."""
+    readings = [
+        TenantReading(
+            tenant_id=tenant.tenant_id,
+            name=names[tenant.tenant_id],
+            requests_running=tenant.num_running,
+            requests_waiting=tenant.num_waiting,
+            kv_blocks=tenant.kv_blocks,
+            service_s=tenant.service_s,
+        )
+        for tenant in tenants
+        if tenant.tenant_id in names
+    ]
+    return sorted(readings, key=lambda reading: (-reading.kv_blocks, -reading.requests_waiting, reading.name))
 
 
 def engine_command(folder: ModelFolder, settings: Settings, fd: int) -> list[str]:
@@ -69,9 +87,15 @@ def engine_command(folder: ModelFolder, settings: Settings, fd: int) -> list[str
         "--block-size": settings.block_size,
         "--kv-cache-bytes": settings.kv_cache_bytes,
         "--threads": settings.engine_threads,
+        "--swap-space": settings.swap_space_gib or None,
+        "--speculative-config": settings.speculative,
+        "--scheduling-policy": settings.scheduling_policy if settings.scheduling_policy != "fair" else None,
+        "--inter-token-target-ms": settings.inter_token_target_ms,
     }
     given = [(option, str(value)) for option, value in options.items() if value is not None]
-    return [sys.executable, "-m", "engine.main", *(part for pair in given for part in pair)]
+    given += [("--shared-prefix", path) for path in settings.shared_prefixes]
+    flags = ["--batch-invariant"] if settings.batch_invariant else []
+    return [sys.executable, "-m", "engine.main", *(part for pair in given for part in pair), *flags]
 
 
 def _serve(

@@ -90,6 +90,11 @@ class Generations:
         """Return the requests that are not yet settled, oldest first."""
         return {request_id: generation.live for request_id, generation in self._generations.items()}
 
+    @property
+    def tenant_names(self) -> dict[str, str]:
+        """Return the names of the tenants with live requests, by id."""
+        return {generation.live.tenant_id: generation.live.tenant_name for generation in self._generations.values()}
+
     def find(self, request_id: str) -> LiveRequest | None:
         """Return one live request."""
         generation = self._generations.get(request_id)

@@ -9,7 +9,7 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 
 import structlog
@@ -28,8 +28,22 @@ log = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TenantReading:
+    """What one tenant holds of an engine and waits for. Each of several answers to one request counts. `service_s` is the
+    device time spent for it, as predicted, since it last had no request."""
+
+    tenant_id: str
+    name: str
+    requests_running: int
+    requests_waiting: int
+    kv_blocks: int
+    service_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineReading:
-    """One served model at one moment. `tokens_per_second` counts generated tokens over the last second."""
+    """One served model at one moment. `tokens_per_second` counts generated tokens over the last second. `tenants` are those
+    with live requests, the largest holders of KV blocks first."""
 
     model: str
     state: str
@@ -43,6 +57,7 @@ class EngineReading:
     tokens_per_second: float
     ttft_p50_s: float | None
     ttft_p95_s: float | None
+    tenants: list[TenantReading] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter as Counts
 from collections.abc import Callable, Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -9,7 +10,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from appliance.base.errors import GatehouseError
-from appliance.telemetry.events import EngineReading, SystemSnapshot
+from appliance.telemetry.events import EngineReading, SystemSnapshot, TenantReading
+from engine.protocol import EngineStatus
 
 TENANTS_MAX = 500
 OTHER_TENANTS = "other"
@@ -24,6 +26,26 @@ ENGINE_GAUGES: dict[str, tuple[str, Callable[[EngineReading], float]]] = {
         lambda e: e.status.kv_blocks_used / e.status.kv_blocks_total if e.status and e.status.kv_blocks_total else 0.0,
     ),
     "gatehouse_engine_up": ("1 when the engine takes requests", lambda e: float(e.state == "ready")),
+    "gatehouse_host_kv_blocks": (
+        "KV blocks that main memory has room for",
+        lambda e: e.status.host_blocks_total if e.status else 0,
+    ),
+    "gatehouse_host_kv_blocks_used": (
+        "KV blocks that lie in main memory",
+        lambda e: e.status.host_blocks_used if e.status else 0,
+    ),
+}
+ENGINE_COUNTERS: dict[str, tuple[str, Callable[[EngineStatus], int]]] = {
+    "gatehouse_engine_steps": ("Steps of the running engine process", lambda s: s.steps_total),
+    "gatehouse_swapped_in_kv_blocks": ("KV blocks copied back from main memory", lambda s: s.swapped_in_blocks_total),
+    "gatehouse_swapped_out_kv_blocks": ("KV blocks copied to main memory", lambda s: s.swapped_out_blocks_total),
+    "gatehouse_draft_tokens": ("Tokens that speculation proposed", lambda s: s.draft_tokens_total),
+    "gatehouse_accepted_draft_tokens": ("Proposed tokens that became output", lambda s: s.accepted_draft_tokens_total),
+}
+TENANT_GAUGES: dict[str, tuple[str, Callable[[TenantReading], int]]] = {
+    "gatehouse_tenant_requests_running": ("Seats in the running batch", lambda t: t.requests_running),
+    "gatehouse_tenant_requests_waiting": ("Requests that wait for a place", lambda t: t.requests_waiting),
+    "gatehouse_tenant_kv_blocks": ("KV blocks that are held", lambda t: t.kv_blocks),
 }
 
 
@@ -60,7 +82,7 @@ class Metrics:
 
     def attach(self, snapshot: Callable[[], SystemSnapshot]) -> None:
         """Export the gauges of the newest snapshot with every scrape."""
-        self.registry.register(_SnapshotCollector(snapshot))
+        self.registry.register(_SnapshotCollector(snapshot, self._tenant_label))
 
     def render(self) -> bytes:
         """Return the exposition in Prometheus' text format."""
@@ -133,8 +155,9 @@ def _codes(kind: type[GatehouseError]) -> set[str]:
 class _SnapshotCollector(Collector):
     """Turns the sampler's newest snapshot into gauges at scrape time."""
 
-    def __init__(self, snapshot: Callable[[], SystemSnapshot]) -> None:
+    def __init__(self, snapshot: Callable[[], SystemSnapshot], tenant_label: Callable[[str], str]) -> None:
         self._snapshot = snapshot
+        self._tenant_label = tenant_label
 
     def describe(self) -> list[Metric]:
         """Return nothing: the names are fixed above, and registering must not read a snapshot."""
@@ -148,8 +171,30 @@ class _SnapshotCollector(Collector):
             for engine in snapshot.engines:
                 family.add_metric([engine.model], float(value(engine)))
             yield family
+        yield from _engine_counters(snapshot)
+        yield from _tenant_families(snapshot, self._tenant_label)
         yield from _gpu_families(snapshot)
         yield from _host_families(snapshot)
+
+
+def _engine_counters(snapshot: SystemSnapshot) -> Iterator[Metric]:
+    for name, (text, total) in ENGINE_COUNTERS.items():
+        family = CounterMetricFamily(name, text, labels=["model"])
+        for engine in snapshot.engines:
+            family.add_metric([engine.model], total(engine.status) if engine.status else 0)
+        yield family
+
+
+def _tenant_families(snapshot: SystemSnapshot, label: Callable[[str], str]) -> Iterator[Metric]:
+    for name, (text, value) in TENANT_GAUGES.items():
+        family = GaugeMetricFamily(name, text, labels=["model", "tenant"])
+        for engine in snapshot.engines:
+            sums: Counts[str] = Counts()
+            for tenant in engine.tenants:
+                sums[label(tenant.name)] += value(tenant)
+            for tenant_label, amount in sums.items():
+                family.add_metric([engine.model, tenant_label], amount)
+        yield family
 
 
 def _gpu_families(snapshot: SystemSnapshot) -> Iterator[Metric]:
@@ -168,7 +213,3 @@ def _host_families(snapshot: SystemSnapshot) -> Iterator[Metric]:
         "gatehouse_host_disk_free_bytes", "Free disk of the data folder", value=snapshot.host.disk_free_bytes
     )
     yield GaugeMetricFamily("gatehouse_database_up", "1 when the database takes writes", value=float(snapshot.database.ok))
-    steps = CounterMetricFamily("gatehouse_engine_steps", "Steps of the running engine process", labels=["model"])
-    for engine in snapshot.engines:
-        steps.add_metric([engine.model], engine.status.steps_total if engine.status else 0)
-    yield steps

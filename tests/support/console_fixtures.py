@@ -28,7 +28,7 @@ from appliance.metering.sums import LedgerSums
 from appliance.metering.usage import UsageReports
 from appliance.serving.live_requests import LiveRequest
 from appliance.serving.services import Services
-from appliance.telemetry.events import DatabaseReading, EngineReading, ProcessReading, SystemSampler
+from appliance.telemetry.events import DatabaseReading, EngineReading, ProcessReading, SystemSampler, TenantReading
 from appliance.telemetry.gpu import NO_GPU, GpuReading
 from appliance.telemetry.host import HostReading
 from appliance.tenancy.admin_tokens import AdminTokens
@@ -66,6 +66,18 @@ def engine_info(*, device: str = "cpu") -> EngineInfo:
     )
 
 
+def tenant(name: str, *, running: int = 1, waiting: int = 0, blocks: int = 0, service_s: float = 0.0) -> TenantReading:
+    """What a tenant holds of the engine."""
+    return TenantReading(
+        tenant_id=f"tn_{name}",
+        name=name,
+        requests_running=running,
+        requests_waiting=waiting,
+        kv_blocks=blocks,
+        service_s=service_s,
+    )
+
+
 def engine_status(*, prompt_tokens: int = 0, **changes: Any) -> EngineStatus:
     """Gauges of an engine with a quarter of its KV blocks in use."""
     values: dict[str, Any] = {
@@ -99,6 +111,7 @@ class EngineSide:
     info: EngineInfo | None = field(default_factory=engine_info)
     status: EngineStatus | None = field(default_factory=engine_status)
     tokens_per_second: float = 0.0
+    tenants: list[TenantReading] = field(default_factory=list)
     database_ok: bool = True
     draining: bool = False
 
@@ -127,6 +140,7 @@ class EngineSide:
             tokens_per_second=self.tokens_per_second,
             ttft_p50_s=0.213,
             ttft_p95_s=0.927,
+            tenants=self.tenants,
         )
         return [reading]
 

@@ -21,6 +21,7 @@ from engine.protocol import (
     GatewayFrame,
     GenerationRequest,
     RequestProgress,
+    TenantProgress,
     TokenEvent,
     TokenLogprob,
 )
@@ -131,6 +132,18 @@ class FakeEngine:
             generation_tokens_total=self._generated,
             steps_total=self._steps,
             requests=[progress(live) for live in self._live.values()],
+            tenants=[self._tenant(tenant_id) for tenant_id in {live.request.tenant_id for live in self._live.values()}],
+        )
+
+    def _tenant(self, tenant_id: str) -> TenantProgress:
+        begun = [live.num_output_tokens > 0 for live in self._live.values() if live.request.tenant_id == tenant_id]
+        running = sum(begun)
+        return TenantProgress(
+            tenant_id=tenant_id,
+            num_running=running,
+            num_waiting=len(begun) - running,
+            kv_blocks=len(begun),
+            service_s=0.25,
         )
 
 
@@ -210,7 +223,11 @@ def engine_info() -> EngineInfo:
 
 
 def engine_status(
-    *, generation_tokens_total: int = 0, steps_total: int = 0, requests: list[RequestProgress] | None = None
+    *,
+    generation_tokens_total: int = 0,
+    steps_total: int = 0,
+    requests: list[RequestProgress] | None = None,
+    tenants: list[TenantProgress] | None = None,
 ) -> EngineStatus:
     """Return gauges of an engine."""
     return EngineStatus(
@@ -228,6 +245,7 @@ def engine_status(
         prefix_cache_hit_tokens_total=0,
         preemptions_total=0,
         requests=requests,
+        tenants=tenants,
     )
 
 

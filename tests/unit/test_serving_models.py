@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
 from appliance.base.errors import ModelNotFound
 from appliance.base.settings import load_settings
-from appliance.serving.fleet import engine_command
+from appliance.serving.fleet import engine_command, tenant_readings
 from appliance.serving.model_registry import ModelFolder, ModelRegistry, NotAModel
+from engine.protocol import TenantProgress
 from tests.support.served_model import make_hollow_model
 
 
@@ -82,3 +84,38 @@ def test_an_engine_is_told_what_the_settings_say_and_nothing_else(tmp_path: Path
     assert command[command.index("--fd") + 1] == "7"
     assert command[command.index("--max-model-len") + 1] == "512"
     assert "--kv-cache-bytes" not in command
+    assert "--scheduling-policy" not in command
+
+
+def test_an_engine_is_told_every_setting_that_is_its_own(tmp_path: Path) -> None:
+    folder = ModelFolder.check(make_hollow_model(tmp_path / "model"))
+    (tmp_path / "prefix.txt").write_text("You are helpful.")
+    values = {
+        "swap_space_gib": 1.5,
+        "speculative": {"method": "ngram"},
+        "batch_invariant": True,
+        "scheduling_policy": "fcfs",
+        "inter_token_target_ms": 25,
+        "shared_prefixes": [str(tmp_path / "prefix.txt")],
+    }
+    command = engine_command(folder, load_settings(options={"data_dir": tmp_path, **values}, environ={}), 7)
+    given = dict(pairwise(command))
+
+    assert given["--swap-space"] == "1.5"
+    assert given["--speculative-config"] == '{"method": "ngram"}'
+    assert given["--scheduling-policy"] == "fcfs"
+    assert given["--inter-token-target-ms"] == "25.0"
+    assert given["--shared-prefix"] == str(tmp_path / "prefix.txt")
+    assert command[-1] == "--batch-invariant"
+
+
+def test_tenants_of_an_engine_are_named_the_largest_first_and_the_probe_is_none() -> None:
+    held = [("tn_1", 2), ("tn_2", 9), ("probe", 1)]
+    progress = [
+        TenantProgress(tenant_id=tenant_id, num_running=1, num_waiting=2, kv_blocks=blocks, service_s=0.5)
+        for tenant_id, blocks in held
+    ]
+    readings = tenant_readings(progress, {"tn_1": "bob", "tn_2": "charlie", "tn_3": "dora"})
+
+    assert [(reading.name, reading.kv_blocks) for reading in readings] == [("charlie", 9), ("bob", 2)]
+    assert (readings[0].requests_running, readings[0].requests_waiting, readings[0].service_s) == (1, 2, 0.5)

@@ -8,12 +8,14 @@ from typing import Any
 import pynvml
 import pytest
 
+from appliance.api.system_shapes import system_shape
 from appliance.telemetry import events
 from appliance.telemetry.events import DatabaseReading, ProcessReading, SystemSampler, TooManySubscribers
 from appliance.telemetry.gpu import NO_GPU, GpuProbe
 from appliance.telemetry.host import HostProbe
 from appliance.telemetry.metrics import OTHER_TENANTS, Metrics
 from tests.support.clock import FakeClock
+from tests.support.console_fixtures import EngineSide, engine_status, tenant
 
 
 @pytest.fixture
@@ -110,3 +112,51 @@ def test_labels_of_tenants_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
     assert f'gatehouse_prompt_tokens_total{{model="m",tenant="{OTHER_TENANTS}"}} 2.0' in text
     assert 'tenant="t3"' not in text
+
+
+async def test_who_holds_seats_and_blocks_is_measured_with_bounded_labels(
+    clock: FakeClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("appliance.telemetry.metrics.TENANTS_MAX", 1)
+    side = EngineSide(clock, tenants=[tenant("bob", running=3, waiting=2, blocks=40)])
+    side.tenants += [tenant("charlie", blocks=5), tenant("dora", blocks=6)]
+    sampler, metrics = side.sampler(3600.0), Metrics()
+    metrics.attach(lambda: sampler.latest)
+    await sampler.sample()
+    text = metrics.render().decode()
+
+    assert 'gatehouse_tenant_kv_blocks{model="demo",tenant="bob"} 40.0' in text
+    assert 'gatehouse_tenant_requests_running{model="demo",tenant="bob"} 3.0' in text
+    assert 'gatehouse_tenant_requests_waiting{model="demo",tenant="bob"} 2.0' in text
+    assert f'gatehouse_tenant_kv_blocks{{model="demo",tenant="{OTHER_TENANTS}"}} 11.0' in text
+
+
+async def test_the_host_tier_and_speculation_are_measured(clock: FakeClock) -> None:
+    totals = {"swapped_in_blocks_total": 3, "swapped_out_blocks_total": 4, "draft_tokens_total": 50}
+    status = engine_status(host_blocks_total=100, host_blocks_used=7, accepted_draft_tokens_total=30, **totals)
+    sampler, metrics = EngineSide(clock, status=status).sampler(3600.0), Metrics()
+    metrics.attach(lambda: sampler.latest)
+    await sampler.sample()
+    text = metrics.render().decode()
+
+    for line in (
+        'gatehouse_host_kv_blocks{model="demo"} 100.0',
+        'gatehouse_host_kv_blocks_used{model="demo"} 7.0',
+        'gatehouse_swapped_in_kv_blocks_total{model="demo"} 3.0',
+        'gatehouse_swapped_out_kv_blocks_total{model="demo"} 4.0',
+        'gatehouse_draft_tokens_total{model="demo"} 50.0',
+        'gatehouse_accepted_draft_tokens_total{model="demo"} 30.0',
+        'gatehouse_engine_steps_total{model="demo"} 10.0',
+    ):
+        assert line in text
+
+
+async def test_the_system_says_who_holds_what(clock: FakeClock) -> None:
+    status = engine_status(host_blocks_total=100, host_blocks_used=7, draft_tokens_total=50, accepted_draft_tokens_total=30)
+    sampler = EngineSide(clock, status=status, tenants=[tenant("bob", running=3, waiting=2, blocks=40)]).sampler(3600.0)
+    (engine,) = system_shape(await sampler.sample(), "test").engine
+    (bob,) = engine.tenants
+
+    assert (bob.name, bob.requests_running, bob.requests_waiting, bob.kv_blocks) == ("bob", 3, 2, 40)
+    assert (engine.host_kv_blocks.total, engine.host_kv_blocks.used) == (100, 7)
+    assert (engine.draft_tokens_total, engine.accepted_draft_tokens_total) == (50, 30)
