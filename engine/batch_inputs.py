@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from engine.layers.rotary import RotaryTable, Rotation
-from kernels.ops import AttentionPlan, AttentionPlanner, AttentionRow
+from kernels.ops import AttentionPlan, AttentionPlanner, AttentionRow, InvariantPlan, InvariantPlanner
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class BatchInputs:
     rotations: tuple[Rotation, ...]  # one for each of the model's `ropes`
     slot_mapping: torch.Tensor  # [T] int64: block · P + offset
     sampled_rows: torch.Tensor  # [R] int64: where the hidden states that are wanted stand, in the order of the rows
-    attention: tuple[AttentionPlan, ...]  # one for each of the model's `windows`
+    attention: tuple[AttentionPlan | InvariantPlan, ...]  # one for each of the model's `windows`
 
 
 def forward_order(rows: Sequence[InputRow]) -> list[int]:
@@ -54,7 +54,7 @@ def make_batch_inputs(
     *,
     block_size: int,
     rotaries: Sequence[RotaryTable],
-    planners: Sequence[AttentionPlanner],
+    planners: Sequence[AttentionPlanner | InvariantPlanner],
     device: torch.device,
 ) -> BatchInputs:
     """Tensors for one pass over `rows`. Layers find their rotation and their attention plan by index."""

@@ -43,13 +43,21 @@ def build_engine(options: EngineOptions, *, progress: Callable[[float], None] = 
     load_weights(options.model, weights, progress=progress)
     size = WeightsSize.of(weights)
     del weights
-    decoder.pack()
+    decoder.pack(ops.pack_linear_row_invariant if options.batch_invariant else ops.pack_linear)
     element_bytes = torch.empty((), dtype=dtype).element_size()
     available = kv_bytes_available(config, options, element_bytes=element_bytes, device=device)
     plan = plan_memory(config, options, element_bytes=element_bytes, available_bytes=available)
-    target = PagedDecoder(config, decoder, plan, options.block_size, dtype=dtype, device=device)
+    target = PagedDecoder(
+        config, decoder, plan, options.block_size, dtype=dtype, device=device, batch_invariant=options.batch_invariant
+    )
     mover = BlockMover(target.kv_caches, num_host_blocks=0)
-    runner = ModelRunner(target, Sampler(config.vocab_size, device), mover, GrammarMasks(config.vocab_size))
+    runner = ModelRunner(
+        target,
+        Sampler(config.vocab_size, device),
+        mover,
+        GrammarMasks(config.vocab_size),
+        batch_invariant=options.batch_invariant,
+    )
     info = _info(options, config, plan, size, dtype=dtype, device=device, load_s=time.monotonic() - started_s)
     return Engine(_scheduler(options, plan, device), runner, info)
 
@@ -110,7 +118,7 @@ def _info(
         dtype=str(dtype).removeprefix("torch."),
         device=device.type,
         device_name=device_name(device),
-        kernels=ops.implementation(dtype, device),
+        kernels=ops.implementation(dtype, device, batch_invariant=options.batch_invariant),
         num_parameters=size.num_parameters,
         weights_bytes=size.num_bytes,
         kv_bytes=plan.kv_bytes,

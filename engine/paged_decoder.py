@@ -14,7 +14,7 @@ from engine.layers.attention import attention_shapes
 from engine.layers.rotary import RotaryTable
 from engine.memory_plan import MemoryPlan
 from engine.models.decoder import Decoder
-from kernels.ops import AttentionPlanner
+from kernels.ops import AttentionPlanner, InvariantPlanner
 
 
 class PagedDecoder:
@@ -32,6 +32,7 @@ class PagedDecoder:
         *,
         dtype: torch.dtype,
         device: torch.device,
+        batch_invariant: bool = False,
     ) -> None:
         self.vocab_size = config.vocab_size
         self.kv_caches = allocate_kv_cache(config, plan.num_blocks, block_size, dtype=dtype, device=device)
@@ -40,11 +41,14 @@ class PagedDecoder:
         self._device = device
         self._rotaries = [RotaryTable(rope, plan.max_model_len, dtype=dtype, device=device) for rope in config.ropes]
         shapes = attention_shapes(config, block_size)
-        self._planners = [AttentionPlanner(shape, dtype=dtype, device=device) for shape in shapes]
+        planners = [AttentionPlanner(shape, dtype=dtype, device=device) for shape in shapes]
+        self._planners: list[AttentionPlanner] | list[InvariantPlanner] = planners
+        if batch_invariant:
+            self._planners = [InvariantPlanner(shape, dtype=dtype, device=device) for shape in shapes]
         self.text_model = TextModel(
             forward=decoder,
             rotaries=self._rotaries,
-            planners=self._planners,
+            planners=planners,
             vocab_size=config.vocab_size,
             max_len=plan.max_model_len,
             device=device,

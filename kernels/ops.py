@@ -9,17 +9,22 @@ from __future__ import annotations
 import torch
 
 from kernels.attention_rows import AttentionRow, AttentionShape
-from kernels.cpu.attention import AttentionPlan, AttentionPlanner, paged_attention, write_kv
+from kernels.cpu.attention import AttentionPlan, AttentionPlanner, planned_attention, write_kv
 from kernels.cpu.elementwise import gelu, gelu_tanh, gelu_tanh_mul, layer_norm, rms_norm, rope, silu_mul
 from kernels.cpu.experts import mix_experts, route
-from kernels.cpu.linear import LinearKernel, can_pack, pack_linear
+from kernels.cpu.invariant_attention import InvariantPlan, InvariantPlanner, invariant_attention
+from kernels.cpu.linear import LinearKernel, LinearPacker, can_pack, pack_linear
+from kernels.cpu.row_tiles import pack_linear_row_invariant
 
 __all__ = [
     "AttentionPlan",
     "AttentionPlanner",
     "AttentionRow",
     "AttentionShape",
+    "InvariantPlan",
+    "InvariantPlanner",
     "LinearKernel",
+    "LinearPacker",
     "gelu",
     "gelu_tanh",
     "gelu_tanh_mul",
@@ -27,6 +32,7 @@ __all__ = [
     "layer_norm",
     "mix_experts",
     "pack_linear",
+    "pack_linear_row_invariant",
     "paged_attention",
     "rms_norm",
     "rope",
@@ -36,6 +42,18 @@ __all__ = [
 ]
 
 
-def implementation(dtype: torch.dtype, device: torch.device) -> str:
+def paged_attention(qkv: torch.Tensor, kv_cache: torch.Tensor | None, plan: AttentionPlan | InvariantPlan) -> torch.Tensor:
+    """qkv: [T, H+2K, D] rotated, kv_cache: [N, P, 2, K, D] already written, None for a plan of whole texts → [T, H, D]
+
+    By the kind of the plan: as fast as can be, or with results that do not depend on the batch.
+    """
+    if isinstance(plan, AttentionPlan):
+        return planned_attention(qkv, kv_cache, plan)
+    assert kv_cache is not None, "batch-invariant attention reads the cache"
+    return invariant_attention(qkv, kv_cache, plan)
+
+
+def implementation(dtype: torch.dtype, device: torch.device, *, batch_invariant: bool = False) -> str:
     """Which kernels run for tensors of this kind, in words."""
-    return f"torch operations ({device.type}{', oneDNN packed weights' if can_pack(dtype, device) else ''})"
+    packed = ", oneDNN packed weights" if can_pack(dtype, device) else ""
+    return f"torch operations ({device.type}{packed}{', batch-invariant' if batch_invariant else ''})"

@@ -57,9 +57,9 @@ class Attention:
             self._q_norm.plan(plan, f"{prefix}.q_norm")
             self._k_norm.plan(plan, f"{prefix}.k_norm")
 
-    def pack(self) -> None:
-        self._qkv.pack()
-        self._out.pack()
+    def pack(self, packer: ops.LinearPacker = ops.pack_linear) -> None:
+        self._qkv.pack(packer)
+        self._out.pack(packer)
         if self._q_norm is not None and self._k_norm is not None:
             self._q_norm.pack()
             self._k_norm.pack()

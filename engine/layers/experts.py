@@ -48,10 +48,10 @@ class SparseMLP:
         for index, expert in enumerate(self._experts):
             expert.plan(plan, f"{prefix}.{self._block}.experts.{index}")
 
-    def pack(self) -> None:
-        self._router.pack()
+    def pack(self, packer: ops.LinearPacker = ops.pack_linear) -> None:
+        self._router.pack(packer)
         for expert in self._experts:
-            expert.pack()
+            expert.pack(packer)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x: [T, hidden] → [T, hidden]"""

@@ -35,10 +35,10 @@ class FusedLinear:
                 plan.add(f"{prefix}.{name}.bias", self._bias.narrow(0, start, size))
             start += size
 
-    def pack(self) -> None:
+    def pack(self, packer: ops.LinearPacker = ops.pack_linear) -> None:
         """Bind the loaded weights to a kernel and let go of the plain tensor."""
         assert self._weight is not None, "the weights are packed already"
-        self._kernel = ops.pack_linear(self._weight, self._bias)
+        self._kernel = packer(self._weight, self._bias)
         self._weight = None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:

@@ -37,9 +37,9 @@ class GatedMLP:
         self._gate_up.plan(plan, prefix)
         self._down.plan(plan, prefix)
 
-    def pack(self) -> None:
-        self._gate_up.pack()
-        self._down.pack()
+    def pack(self, packer: ops.LinearPacker = ops.pack_linear) -> None:
+        self._gate_up.pack(packer)
+        self._down.pack(packer)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return self._down(self._activate(self._gate_up(x)))

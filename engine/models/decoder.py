@@ -39,9 +39,9 @@ class DecoderLayer:
         for name, norm in self._norms.items():
             norm.plan(plan, f"{prefix}.{name}")
 
-    def pack(self) -> None:
-        self._attention.pack()
-        self._mlp.pack()
+    def pack(self, packer: ops.LinearPacker) -> None:
+        self._attention.pack(packer)
+        self._mlp.pack(packer)
         for norm in self._norms.values():
             norm.pack()
 
@@ -106,13 +106,13 @@ class Decoder:
             plan.add("lm_head.weight", self._head)
         return plan
 
-    def pack(self) -> None:
+    def pack(self, packer: ops.LinearPacker = ops.pack_linear) -> None:
         """Bind the loaded weights to kernels. A tied embedding is kept beside its packed twin: rows are looked up in it."""
         assert self._head is not None, "the weights are packed already"
         for layer in self._layers:
-            layer.pack()
+            layer.pack(packer)
         self._norm.pack()
-        self._head_kernel = ops.pack_linear(self._head, None)
+        self._head_kernel = packer(self._head, None)
         self._head = None
 
     def __call__(self, inputs: BatchInputs, kv_caches: Sequence[torch.Tensor] | None) -> torch.Tensor:

@@ -42,7 +42,7 @@ class EncoderLayer:
         for linear in (self._qkv, self._out, self._up, self._down):
             linear.pack()
 
-    def __call__(self, x: torch.Tensor, attention: ops.AttentionPlan) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, attention: ops.AttentionPlan | ops.InvariantPlan) -> torch.Tensor:
         """x: [T, hidden] → [T, hidden]"""
         qkv = self._qkv(x).view(-1, 3 * self._num_heads, self._head_dim)
         attended = ops.paged_attention(qkv, None, attention).flatten(1)

@@ -169,7 +169,7 @@ def write_kv(kv: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tenso
     kv_cache.view(kv_cache.shape[0] * kv_cache.shape[1], -1).index_copy_(0, slot_mapping, kv.flatten(1))
 
 
-def paged_attention(qkv: torch.Tensor, kv_cache: torch.Tensor | None, plan: AttentionPlan) -> torch.Tensor:
+def planned_attention(qkv: torch.Tensor, kv_cache: torch.Tensor | None, plan: AttentionPlan) -> torch.Tensor:
     """qkv: [T, H+2K, D] rotated, kv_cache: [N, P, 2, K, D] already written, None for a plan of whole texts → [T, H, D]"""
     shape = plan.shape
     out = torch.empty(qkv.shape[0], shape.num_heads, shape.head_dim, dtype=qkv.dtype, device=qkv.device)

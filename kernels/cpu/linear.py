@@ -12,6 +12,7 @@ import torch
 from torch.nn import functional
 
 LinearKernel = Callable[[torch.Tensor], torch.Tensor]
+LinearPacker = Callable[[torch.Tensor, torch.Tensor | None], LinearKernel]
 
 
 def can_pack(dtype: torch.dtype, device: torch.device) -> bool:

@@ -1,0 +1,53 @@
+"""Matrix products whose rows do not depend on how many others are computed with them.
+
+A library picks its blocking, and with it the order of additions, by the number of rows. So rows are multiplied in tiles of
+fixed sizes, the last one filled up with zeros, and only those sizes are used that were seen to give the same bits for the
+same row, at every place in the tile. A row then has the same result in any batch (the way of arXiv 2506.09501 and of
+"Defeating nondeterminism in LLM inference", Thinking Machines Lab, 2025, for libraries whose kernels cannot be changed).
+"""
+
+from __future__ import annotations
+
+import torch
+
+from kernels.cpu.linear import LinearKernel, pack_linear
+
+TILE_ROWS = (64, 16, 4)
+"""Sizes that are tried, from the one that costs least per row to the one that costs no more than a single row."""
+
+
+def pack_linear_row_invariant(weight: torch.Tensor, bias: torch.Tensor | None) -> LinearKernel:
+    """As `pack_linear`, in tiles of the sizes that agree on this machine."""
+    multiply = pack_linear(weight, bias)
+    sizes = agreeing_sizes(multiply, weight.shape[1], dtype=weight.dtype, device=weight.device)
+    return lambda x: _in_tiles(multiply, x, sizes)
+
+
+def agreeing_sizes(multiply: LinearKernel, num_columns: int, *, dtype: torch.dtype, device: torch.device) -> tuple[int, ...]:
+    """Sizes of `TILE_ROWS`, largest first, that give each of some random rows the same bits as the smallest one does.
+
+    One row at a time, if the smallest size itself gives a row other bits at another place.
+    """
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(TILE_ROWS[0], num_columns, generator=generator).to(device=device, dtype=dtype)
+    smallest = TILE_ROWS[-1]
+    expected = _in_tiles(multiply, rows, (smallest,))
+    turned = _in_tiles(multiply, rows.roll(1, 0), (smallest,)).roll(-1, 0)
+    if not torch.equal(expected, turned):
+        return (1,)
+    return tuple(size for size in TILE_ROWS if torch.equal(expected, _in_tiles(multiply, rows, (size,))))
+
+
+def _in_tiles(multiply: LinearKernel, x: torch.Tensor, sizes: tuple[int, ...]) -> torch.Tensor:
+    """x: [T, columns]; the largest tile that is full, again and again, and a filled up one of the smallest size at the end."""
+    num_rows, first = x.shape[0], 0
+    parts: list[torch.Tensor] = []
+    for size in sizes:
+        while num_rows - first >= size:
+            parts.append(multiply(x[first : first + size]))
+            first += size
+    if first < num_rows:
+        tile = x.new_zeros(sizes[-1], x.shape[1])
+        tile[: num_rows - first] = x[first:]
+        parts.append(multiply(tile)[: num_rows - first])
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
