@@ -161,8 +161,10 @@ def parse_model_config(config: JsonObject, generation: JsonObject) -> ModelConfi
         o_bias=attention_bias,
         mlp_bias=family.reads_mlp_bias and bool(config.get("mlp_bias", False)),
         attention_scale=_attention_scale(config, family, head_dim),
-        attention_softcap=_softcap(config, "attn_logit_softcapping", 50.0) if family.reads_attention_softcap else None,
-        logits_softcap=_softcap(config, "final_logit_softcapping", None) if family.reads_logits_softcap else None,
+        attention_softcap=_softcap(
+            config, "attn_logit_softcapping", family.attention_softcap, reads=family.reads_attention_softcap
+        ),
+        logits_softcap=_softcap(config, "final_logit_softcapping", family.logits_softcap, reads=family.reads_logits_softcap),
         embedding_multiplier=math.sqrt(hidden_size)
         if family.scaled_embedding
         else _multiplier(config, family, "embedding_multiplier"),
@@ -187,7 +189,7 @@ def refuse_uncomputed(config: JsonObject, family: Family | None = None) -> None:
         raise UnsupportedModel(f"quantization_config ({method}) is not supported by this version; use unquantized weights")
     if config.get("use_bidirectional_attention") or config.get("is_causal", True) is not True:
         raise UnsupportedModel("use_bidirectional_attention and is_causal = false are not supported for decoders")
-    for key in ("clip_qkv", "add_cross_attention", "is_decoder"):
+    for key in ("clip_qkv", "lm_head_bias", "add_cross_attention", "is_decoder"):
         if config.get(key):
             raise UnsupportedModel(f"{key} {config[key]!r} is not supported")
     partial = config.get("partial_rotary_factor") or 1.0
@@ -214,8 +216,10 @@ def _multiplier(config: JsonObject, family: Family, key: str) -> float:
     return _number(config, key, 1.0) if family.reads_multipliers else 1.0
 
 
-def _softcap(config: JsonObject, key: str, default: float | None) -> float | None:
-    return None if config.get(key, default) is None else _number(config, key, default or 0.0)
+def _softcap(config: JsonObject, key: str, default: float | None, *, reads: bool) -> float | None:
+    if not reads or config.get(key, default) is None:
+        return None
+    return _number(config, key, default or 0.0)
 
 
 def _attention_scale(config: JsonObject, family: Family, head_dim: int) -> float:

@@ -50,8 +50,11 @@ def plan_memory(config: ModelConfig, options: EngineOptions, *, element_bytes: i
     if options.max_model_len is None:
         return MemoryPlan(num_blocks, block_bytes, min(config.max_position_len, num_blocks * size))
     if options.max_model_len > config.max_position_len:
+        dynamic = any(rope.kind == "dynamic" for rope in config.ropes)
         raise EngineConfigError(
-            "max_model_len", f"({options.max_model_len}) is longer than the model's context ({config.max_position_len})"
+            "max_model_len",
+            f"({options.max_model_len}) is longer than the model's context ({config.max_position_len})"
+            + ("; rope type 'dynamic' is not computed beyond it" if dynamic else ""),
         )
     if options.max_model_len > num_blocks * size:
         raise EngineConfigError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 from tests.support.engines import run_to_end, small_engine, tokens, wanted
 from tests.support.parity import assert_greedy
@@ -149,6 +151,39 @@ def test_longrope_takes_its_long_factors_when_the_context_is_longer_than_the_ori
     rope = {**LONGROPE, "partial_rotary_factor": 0.67, "original_max_position_embeddings": 32}
     model = make_model("phi3-longrope", tmp_path, rope_parameters=rope, original_max_position_embeddings=32)
     Case(tmp_path, model).check(make_prompts((33, 70)), small_engine(tmp_path, max_num_batched_tokens=16))
+
+
+OLDER_SPELLINGS: dict[str, dict[str, Any]] = {
+    "gemma3_text": {
+        "rope_theta": 500000.0,
+        "rope_local_base_freq": 20000.0,
+        "rope_scaling": {"rope_type": "linear", "factor": 4.0},
+        "sliding_window_pattern": 2,
+    },
+    "phi3": {
+        "rope_theta": 20000.0,
+        "rope_scaling": {"type": "longrope", "short_factor": [1.0, 1.5, 2.5], "long_factor": [2.0, 3.0, 5.0]},
+        "partial_rotary_factor": 0.5,
+        "original_max_position_embeddings": 16,
+    },
+    "qwen2": {
+        "rope_theta": 20000.0,
+        "rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
+        "max_position_embeddings": 64,
+    },
+    "llama": {"rope_theta": 20000.0, "rope_scaling": {"type": "dynamic", "factor": 4.0}},
+}
+
+
+@pytest.mark.parametrize("family", list(OLDER_SPELLINGS))
+def test_configurations_written_by_older_versions_mean_the_same_as_for_transformers(family: str, tmp_path: Path) -> None:
+    make_model(family, tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    for key in ("rope_parameters", "layer_types", "transformers_version", "_sliding_window_pattern"):
+        config.pop(key, None)
+    (tmp_path / "config.json").write_text(json.dumps({**config, **OLDER_SPELLINGS[family]}))
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    Case(tmp_path, model).check(make_prompts((33, 70)), small_engine(tmp_path))
 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])

@@ -1,0 +1,143 @@
+"""What config.json means for each family: defaults where it is silent, older spellings, and windows layer by layer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from engine.config import ModelConfig, parse_model_config
+from engine.errors import EngineConfigError, UnsupportedModel
+from engine.memory_plan import plan_memory
+from engine.models.families import FAMILIES
+from engine.options import EngineOptions
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": 100,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+}
+
+
+def parse(architecture: str, **changes: Any) -> ModelConfig:
+    return parse_model_config({"architectures": [architecture], **SHAPE, **changes}, {})
+
+
+def windows(config: ModelConfig) -> list[int | None]:
+    return [config.windows[layer.window_idx] for layer in config.layers]
+
+
+@pytest.mark.parametrize("architecture", sorted(FAMILIES))
+def test_every_family_has_defaults_for_what_config_json_leaves_out(architecture: str) -> None:
+    config = parse(architecture)
+    assert config.num_layers == 6
+    assert all(0 <= layer.rope_idx < len(config.ropes) for layer in config.layers)
+    assert config.tie_word_embeddings == architecture.startswith("Gemma")
+
+
+def test_gemma_2_alternates_and_caps_by_default() -> None:
+    config = parse("Gemma2ForCausalLM")
+    assert windows(config) == [4096, None] * 3
+    assert (config.attention_softcap, config.logits_softcap, config.attention_scale) == (50.0, 30.0, 256**-0.5)
+    assert (config.head_dim, config.embedding_multiplier, config.activation) == (256, 8.0, "gelu_pytorch_tanh")
+    assert parse("Gemma2ForCausalLM", attn_logit_softcapping=None).attention_softcap is None
+
+
+def test_gemma_3_in_its_older_spelling() -> None:
+    config = parse(
+        "Gemma3ForCausalLM",
+        rope_theta=2e6,
+        rope_local_base_freq=3e4,
+        rope_scaling={"rope_type": "linear", "factor": 8.0},
+        sliding_window=16,
+        sliding_window_pattern=3,
+    )
+    assert windows(config) == [16, 16, None] * 2
+    ropes = [config.ropes[layer.rope_idx] for layer in config.layers]
+    assert [(rope.kind, rope.theta, rope.factor) for rope in ropes[1:3]] == [("default", 3e4, 1.0), ("linear", 2e6, 8.0)]
+    assert config.logits_softcap is None
+
+
+def test_qwen_has_windows_only_when_switched_on_and_from_a_layer_on() -> None:
+    assert windows(parse("Qwen2ForCausalLM", sliding_window=32)) == [None] * 6
+    on = {"use_sliding_window": True, "sliding_window": 32}
+    assert windows(parse("Qwen2ForCausalLM", max_window_layers=4, **on)) == [None] * 4 + [32] * 2
+    assert windows(parse("Qwen3ForCausalLM", **on)) == [None] * 6
+    assert windows(parse("Qwen3MoeForCausalLM", **on)) == [32] * 6
+
+
+def test_mistral_has_a_window_unless_it_is_null() -> None:
+    assert windows(parse("MistralForCausalLM")) == [4096] * 6
+    assert windows(parse("MistralForCausalLM", sliding_window=None)) == [None] * 6
+    assert windows(parse("MistralForCausalLM", sliding_window=32, layer_types=["sliding_attention"] * 6)) == [32] * 6
+
+
+@pytest.mark.parametrize("name", ["su", "yarn", "longrope"])
+def test_phi_3_calls_longrope_by_several_names(name: str) -> None:
+    factors = {"short_factor": [1.0] * 6, "long_factor": [4.0] * 6}
+    config = parse(
+        "Phi3ForCausalLM",
+        partial_rotary_factor=0.75,
+        original_max_position_embeddings=128,
+        rope_scaling={"type": name, **factors},
+    )
+    (rope,) = config.ropes
+    assert (rope.kind, rope.rotary_dim, rope.factor, rope.original_max_len) == ("longrope", 12, 4.0, 128)
+    assert rope.attention_factor == pytest.approx((1 + 2 / 7) ** 0.5)
+
+
+def test_yarn_reaches_as_far_as_its_factor_even_if_the_context_was_left_at_the_original() -> None:
+    scaling = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
+    assert parse("Qwen2ForCausalLM", rope_scaling=scaling).max_position_len == 2048
+    assert parse("Qwen2ForCausalLM").max_position_len == 512
+
+
+def test_dynamic_scaling_is_refused_by_name_beyond_the_context() -> None:
+    config = parse("LlamaForCausalLM", rope_scaling={"type": "dynamic", "factor": 2.0})
+    options = EngineOptions(model=None, max_model_len=513, num_kv_blocks=100)  # type: ignore[arg-type]
+    with pytest.raises(EngineConfigError, match=r"max_model_len \(513\) .* rope type 'dynamic' is not computed beyond"):
+        plan_memory(config, options, element_bytes=4, available_bytes=0)
+
+
+def test_the_multipliers_of_granite_are_its_own() -> None:
+    keys = {"embedding_multiplier": 12.0, "residual_multiplier": 0.22, "attention_multiplier": 0.1, "logits_scaling": 8.0}
+    granite, llama = parse("GraniteForCausalLM", **keys), parse("LlamaForCausalLM", **keys)
+    read = [(c.embedding_multiplier, c.residual_multiplier, c.attention_scale, c.logits_divisor) for c in (granite, llama)]
+    assert read == [(12.0, 0.22, 0.1, 8.0), (1.0, 1.0, 16**-0.5, 1.0)]
+
+
+def test_sparse_layers_are_those_of_the_step_without_the_exceptions() -> None:
+    config = parse("Qwen3MoeForCausalLM", decoder_sparse_step=2, mlp_only_layers=[3])
+    assert [layer.is_sparse for layer in config.layers] == [False, True, False, False, False, True]
+    assert not any(layer.is_sparse for layer in parse("LlamaForCausalLM").layers)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes", "message"),
+    [
+        ("Gemma2ForCausalLM", {"hidden_activation": "relu"}, "hidden_activation 'relu'"),
+        ("Gemma2ForCausalLM", {"attn_logit_softcapping": -1}, "attn_logit_softcapping must be a positive number"),
+        ("Gemma2ForCausalLM", {"sliding_window": None}, "sliding_window is not set"),
+        ("Gemma3ForCausalLM", {"sliding_window_pattern": 0}, "sliding_window_pattern must be a positive integer"),
+        ("Gemma3ForCausalLM", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+        ("Qwen2ForCausalLM", {"layer_types": ["full_attention"] * 5}, "list of 6 entries"),
+        ("Qwen2ForCausalLM", {"is_causal": False}, "is_causal"),
+        ("Qwen3ForCausalLM", {"layer_types": ["sliding_attention"] * 6}, "sliding_window is not set"),
+        ("MixtralForCausalLM", {"num_experts_per_tok": 5}, r"num_experts_per_tok \(5\) must be at most num_local_experts"),
+        ("MixtralForCausalLM", {"num_experts_per_tok": None}, "num_experts_per_tok must be a positive integer"),
+        ("Phi3ForCausalLM", {"partial_rotary_factor": 0.1}, "partial_rotary_factor 0.1 turns 1 of 16"),
+        ("Phi3ForCausalLM", {"lm_head_bias": True}, "lm_head_bias"),
+        ("GraniteForCausalLM", {"logits_scaling": 0}, "logits_scaling must be a positive number"),
+        ("Olmo2ForCausalLM", {"clip_qkv": 8.0}, "clip_qkv 8.0"),
+    ],
+)
+def test_what_a_family_does_not_compute_is_refused_by_name(architecture: str, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(UnsupportedModel, match=message):
+        parse(architecture, **changes)
