@@ -1,17 +1,27 @@
-"""Requests whose only interest is their sampling parameters."""
+"""Requests whose only interest is their sampling parameters, and what a sampler makes of them."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+import torch
+
+from engine.logits_rules import SampledRow
 from engine.protocol import SamplingParams
 from engine.request import Request
+from engine.sampler import SampledToken, Sampler
 
 
 def sampling_request(
-    name: str = "a", *, prompt: tuple[int, ...] = (1,), output: tuple[int, ...] = (), **sampling: Any
+    name: str = "a",
+    *,
+    prompt: tuple[int, ...] = (1,),
+    output: tuple[int, ...] = (),
+    end_ids: tuple[int, ...] = (0,),
+    **sampling: Any,
 ) -> Request:
-    """A live request that has generated `output` after `prompt`; stop ids are the end-of-sequence id 0 and its own."""
+    """A live request that has generated `output` after `prompt`; stop ids are `end_ids` and its own."""
     params = SamplingParams(**{"seed": 1, **sampling})
     return Request(
         request_id=name,
@@ -20,6 +30,32 @@ def sampling_request(
         token_ids=[*prompt, *output],
         num_prompt_tokens=len(prompt),
         max_total_tokens=100_000,
-        stop_ids=frozenset({0, *params.stop_token_ids}),
+        stop_ids=frozenset({*end_ids, *params.stop_token_ids}),
         arrived_s=0.0,
     )
+
+
+def next_rows(requests: Sequence[Request]) -> list[SampledRow]:
+    """The rows that choose the next token of each request."""
+    return [SampledRow(request, request.num_tokens) for request in requests]
+
+
+def sample(logits: torch.Tensor, requests: Sequence[Request], masks: torch.Tensor | None = None) -> list[SampledToken]:
+    """One token for each row of `logits`, by a fresh sampler."""
+    return Sampler(logits.shape[-1], logits.device).sample(logits.clone(), next_rows(requests), masks)
+
+
+def distributions(logits: torch.Tensor, requests: Sequence[Request], masks: torch.Tensor | None = None) -> torch.Tensor:
+    """What each row is drawn from: [B, V]"""
+    return Sampler(logits.shape[-1], logits.device).distributions(logits.clone(), next_rows(requests), masks)
+
+
+def mask_of(allowed: Sequence[Sequence[int] | None], vocab_size: int) -> torch.Tensor:
+    """Packed masks that allow the ids of each row, everything where it is None: [R, ceil(V / 32)] int32"""
+    words = -(-vocab_size // 32)
+    masks = torch.full((len(allowed), words), -1, dtype=torch.int32)
+    for row, ids in zip(masks, allowed, strict=True):
+        if ids is not None:
+            values = [sum(1 << (i % 32) for i in set(ids) if i // 32 == word) for word in range(words)]
+            row[:] = torch.tensor([value - (1 << 32) if value >> 31 else value for value in values], dtype=torch.int32)
+    return masks

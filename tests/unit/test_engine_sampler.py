@@ -8,20 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from engine.logits_rules import SampledRow
-from engine.randomness import uniform
-from engine.request import Request
-from engine.sampler import NO_TOKEN, NOT_FINITE, SampledToken, Sampler, invert
-from tests.support.sampling import sampling_request
+from engine.randomness import seed_of_answer, uniform
+from engine.sampler import NO_TOKEN, NOT_FINITE, SampledToken, invert
+from tests.support.sampling import sample, sampling_request
 
 VOCAB_SIZE = 1100  # more than the widest partial top-k
 DRAWS = 8000
 CPU = torch.device("cpu")
-
-
-def sample(logits: torch.Tensor, requests: list[Request]) -> list[SampledToken]:
-    rows = [SampledRow(request, request.num_tokens) for request in requests]
-    return Sampler(logits.shape[-1], CPU).sample(logits.clone(), rows)
 
 
 def draw_counts(logits: torch.Tensor, **sampling: Any) -> torch.Tensor:
@@ -88,6 +81,20 @@ def test_min_p_keeps_what_is_likely_enough_beside_the_most_likely(logits: torch.
     assert_follows(draw_counts(flattened, min_p=min_p), keep_only(probabilities, kept))
 
 
+@pytest.mark.parametrize(("spread", "typical_p"), [(1.0, 0.2), (1.0, 0.9), (0.05, 0.5)])
+def test_typical_sampling_keeps_what_surprises_as_much_as_the_average(
+    logits: torch.Tensor, spread: float, typical_p: float
+) -> None:
+    flattened = logits * spread
+    probabilities = torch.softmax(flattened.double(), -1)
+    surprise = -probabilities.log()
+    ids = (surprise - (probabilities * surprise).sum()).abs().sort().indices
+    taken = probabilities[ids].cumsum(0)
+    kept = torch.zeros(VOCAB_SIZE, dtype=torch.bool)
+    kept[ids[: int((taken < typical_p).sum()) + 1]] = True
+    assert_follows(draw_counts(flattened, typical_p=typical_p), keep_only(probabilities, kept))
+
+
 def test_top_p_works_on_what_top_k_left(logits: torch.Tensor) -> None:
     probabilities = torch.softmax(logits.double(), -1)
     ordered, ids = probabilities.sort(descending=True)
@@ -99,9 +106,10 @@ def test_top_p_works_on_what_top_k_left(logits: torch.Tensor) -> None:
 
 def test_a_request_draws_the_same_alone_and_beside_any_others() -> None:
     torch.manual_seed(9)
-    logits = torch.randn(7, VOCAB_SIZE)
+    logits = torch.randn(11, VOCAB_SIZE)
     settings: list[dict[str, Any]] = [
         {}, {"temperature": 0.0}, {"top_k": 5}, {"top_p": 0.8}, {"min_p": 0.1}, {"top_k": 400}, {"presence_penalty": 1.0},
+        {"typical_p": 0.5}, {"top_p": 0.9, "typical_p": 0.5}, {"bad_words_token_ids": [[3], [4, 7]]}, {"min_tokens": 9},
     ]  # fmt: skip
     requests = [sampling_request(str(i), seed=i, output=(3, 4), **values) for i, values in enumerate(settings)]
     together = sample(logits, requests)
@@ -167,66 +175,6 @@ def test_a_row_that_is_not_finite_fails_alone(logits: torch.Tensor, poison: floa
     assert outputs == [healthy, SampledToken(error=NOT_FINITE), healthy]
 
 
-def test_repetition_penalty_weakens_tokens_of_prompt_and_output() -> None:
-    logits = torch.tensor([[2.0, 1.5, -1.0, -1.2]])
-    chosen = sample(logits, [sampling_request(prompt=(0,), output=(3,), temperature=0.0, repetition_penalty=2.0)])[0]
-    assert chosen.token_id == 1
-
-
-def test_presence_and_frequency_penalties_count_the_output_only() -> None:
-    logits = torch.tensor([[1.0, 0.9, 0.0]])
-    in_prompt = sampling_request(prompt=(0, 0), temperature=0.0, frequency_penalty=0.5, presence_penalty=0.5)
-    in_output = sampling_request(prompt=(2,), output=(0,), temperature=0.0, presence_penalty=0.2)
-    twice = sampling_request(prompt=(2,), output=(0, 0), temperature=0.0, frequency_penalty=0.06)
-    once = sampling_request(prompt=(2,), output=(0,), temperature=0.0, frequency_penalty=0.06)
-    assert [sample(logits, [r])[0].token_id for r in (in_prompt, in_output, twice, once)] == [0, 1, 1, 0]
-
-
-def test_token_counts_follow_a_growing_request() -> None:
-    sampler = Sampler(3, CPU)
-    request = sampling_request(prompt=(2,), temperature=0.0, frequency_penalty=0.3)
-    chosen = []
-    for _ in range(4):
-        (output,) = sampler.sample(torch.tensor([[1.0, 0.8, -5.0]]), [SampledRow(request, request.num_tokens)])
-        assert output.token_id is not None
-        request.token_ids.append(output.token_id)
-        chosen.append(output.token_id)
-    assert chosen == [0, 1, 0, 1]
-
-
-def test_logit_bias_moves_single_tokens() -> None:
-    logits = torch.tensor([[1.0, 0.9, 0.0]])
-    assert sample(logits, [sampling_request(temperature=0.0, logit_bias={2: 5.0, 0: -100.0})])[0].token_id == 2
-
-
-def test_end_tokens_are_forbidden_below_min_tokens() -> None:
-    logits = torch.tensor([[9.0, 8.0, 1.0]])
-    early = sampling_request(output=(2,), temperature=0.0, min_tokens=2, max_tokens=9, stop_token_ids=[1])
-    later = sampling_request(output=(2, 2), temperature=0.0, min_tokens=2, max_tokens=9, stop_token_ids=[1])
-    assert sample(logits, [early])[0].token_id == 2
-    assert sample(logits, [later])[0].token_id == 0
-
-
-def test_logprobs_are_those_of_the_model_before_temperature_bias_and_filters(logits: torch.Tensor) -> None:
-    expected = torch.log_softmax(logits.double(), -1)
-    request = sampling_request(temperature=0.5, top_k=3, logprobs=4, logit_bias={5: 3.0})
-    plain = sampling_request("b", temperature=0.0)
-    output, other = sample(logits.expand(2, -1), [request, plain])
-    assert output.logprob is not None
-    assert output.token_id is not None
-    assert other.logprob is None
-    top = expected.topk(4)
-    assert output.logprob.logprob == pytest.approx(expected[output.token_id].item(), abs=1e-5)
-    assert output.logprob.top_token_ids == top.indices.tolist()
-    assert output.logprob.top_logprobs == pytest.approx(top.values.tolist(), abs=1e-5)
-
-
-def test_logprobs_zero_gives_the_chosen_token_only(logits: torch.Tensor) -> None:
-    (output,) = sample(logits[None], [sampling_request(logprobs=0)])
-    assert output.logprob is not None
-    assert output.logprob.top_token_ids == []
-
-
 def test_uniform_numbers_repeat_for_seed_and_position_and_differ_otherwise() -> None:
     numbers = {uniform(seed, position) for seed in range(50) for position in range(50)}
     assert len(numbers) == 2500
@@ -234,3 +182,17 @@ def test_uniform_numbers_repeat_for_seed_and_position_and_differ_otherwise() -> 
     assert all(0.0 <= number < 1.0 for number in numbers)
     assert abs(sum(numbers) / 2500 - 0.5) < 0.03
     assert uniform(2**63 - 1, 2**20) < 1.0
+
+
+def test_a_second_number_for_a_position_is_another_one() -> None:
+    numbers = {uniform(seed, position, draw=draw) for seed in range(20) for position in range(20) for draw in range(3)}
+    assert len(numbers) == 1200
+
+
+def test_every_answer_has_a_seed_of_its_own_and_the_first_that_of_the_request() -> None:
+    seeds = {seed_of_answer(seed, index) for seed in (*range(40), 2**63 - 1) for index in range(128)}
+    assert len(seeds) == 41 * 128
+    assert all(0 <= seed < 2**63 for seed in seeds)
+    assert seed_of_answer(7, 0) == 7
+    streams = [[uniform(seed_of_answer(7, index), position) for position in range(50)] for index in range(4)]
+    assert len({number for stream in streams for number in stream}) == 200

@@ -1,0 +1,168 @@
+"""Rules that change logits: penalties, bias, minimum length, bad words, and the masks of a grammar."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from engine.logits_rules import SampledRow
+from engine.sampler import NOTHING_ALLOWED, SampledToken, Sampler
+from tests.support.sampling import distributions, mask_of, next_rows, sample, sampling_request
+
+CPU = torch.device("cpu")
+
+
+def test_repetition_penalty_weakens_tokens_of_prompt_and_output() -> None:
+    logits = torch.tensor([[2.0, 1.5, -1.0, -1.2]])
+    chosen = sample(logits, [sampling_request(prompt=(0,), output=(3,), temperature=0.0, repetition_penalty=2.0)])[0]
+    assert chosen.token_id == 1
+
+
+def test_presence_and_frequency_penalties_count_the_output_only() -> None:
+    logits = torch.tensor([[1.0, 0.9, 0.0]])
+    in_prompt = sampling_request(prompt=(0, 0), temperature=0.0, frequency_penalty=0.5, presence_penalty=0.5)
+    in_output = sampling_request(prompt=(2,), output=(0,), temperature=0.0, presence_penalty=0.2)
+    twice = sampling_request(prompt=(2,), output=(0, 0), temperature=0.0, frequency_penalty=0.06)
+    once = sampling_request(prompt=(2,), output=(0,), temperature=0.0, frequency_penalty=0.06)
+    assert [sample(logits, [r])[0].token_id for r in (in_prompt, in_output, twice, once)] == [0, 1, 1, 0]
+
+
+def test_token_counts_follow_a_growing_request() -> None:
+    sampler = Sampler(3, CPU)
+    request = sampling_request(prompt=(2,), temperature=0.0, frequency_penalty=0.3)
+    chosen = []
+    for _ in range(4):
+        (output,) = sampler.sample(torch.tensor([[1.0, 0.8, -5.0]]), next_rows([request]))
+        assert output.token_id is not None
+        request.token_ids.append(output.token_id)
+        chosen.append(output.token_id)
+    assert chosen == [0, 1, 0, 1]
+
+
+def test_logit_bias_moves_single_tokens() -> None:
+    logits = torch.tensor([[1.0, 0.9, 0.0]])
+    assert sample(logits, [sampling_request(temperature=0.0, logit_bias={2: 5.0, 0: -100.0})])[0].token_id == 2
+
+
+def test_end_tokens_are_forbidden_below_min_tokens() -> None:
+    logits = torch.tensor([[9.0, 8.0, 1.0]])
+    early = sampling_request(output=(2,), temperature=0.0, min_tokens=2, max_tokens=9, stop_token_ids=[1])
+    later = sampling_request(output=(2, 2), temperature=0.0, min_tokens=2, max_tokens=9, stop_token_ids=[1])
+    assert sample(logits, [early])[0].token_id == 2
+    assert sample(logits, [later])[0].token_id == 0
+
+
+@pytest.mark.parametrize("ignore_eos", [False, True])
+def test_the_minimum_counts_whether_or_not_the_end_of_the_text_is_ignored(ignore_eos: bool) -> None:
+    """Without end tokens there is nothing to forbid; the caller's own stop ids are forbidden all the same."""
+    logits = torch.tensor([[9.0, 8.0, 1.0]])
+    request = sampling_request(
+        temperature=0.0, min_tokens=1, ignore_eos=ignore_eos, stop_token_ids=[1], end_ids=() if ignore_eos else (0,)
+    )
+    assert sample(logits, [request])[0].token_id == (0 if ignore_eos else 2)
+
+
+def test_a_bad_word_is_not_begun_where_it_is_one_token() -> None:
+    logits = torch.tensor([[3.0, 2.0, 1.0]])
+    request = sampling_request(temperature=0.0, bad_words_token_ids=[[0], [1]])
+    assert sample(logits, [request])[0].token_id == 2
+
+
+@pytest.mark.parametrize(
+    ("output", "expected"),
+    [((), 0), ((5,), 0), ((5, 6), 1), ((6, 5, 6), 1), ((6,), 0), ((5, 6, 5), 0)],
+)
+def test_the_last_token_of_a_bad_word_is_forbidden_behind_its_others(output: tuple[int, ...], expected: int) -> None:
+    logits = torch.tensor([[3.0, 2.0, 1.0, 0.0, 0.0, 0.0, 0.0]])
+    request = sampling_request(prompt=(5, 6), output=output, temperature=0.0, bad_words_token_ids=[[5, 6, 0]])
+    assert sample(logits, [request])[0].token_id == expected
+
+
+def test_bad_words_follow_a_growing_output() -> None:
+    sampler = Sampler(4, CPU)
+    request = sampling_request(prompt=(3,), temperature=0.0, bad_words_token_ids=[[0, 0], [1, 2]])
+    for _ in range(5):
+        (output,) = sampler.sample(torch.tensor([[3.0, 2.0, 1.0, 0.0]]), next_rows([request]))
+        assert output.token_id is not None
+        request.token_ids.append(output.token_id)
+    assert request.output_token_ids == [0, 1, 0, 1, 0]
+
+
+@pytest.mark.parametrize("vocab_size", [31, 32, 33, 70, 1100])
+@pytest.mark.parametrize("sampling", [{"temperature": 0.0}, {}, {"top_p": 0.8}, {"typical_p": 0.5, "logprobs": 2}], ids=str)
+def test_only_what_the_mask_allows_is_chosen(vocab_size: int, sampling: dict[str, Any]) -> None:
+    generator = torch.Generator().manual_seed(5)
+    logits = torch.randn(8, vocab_size, generator=generator) * 3
+    allowed = [sorted({0, vocab_size - 1, row, 30}) for row in range(8)]
+    requests = [sampling_request(str(i), seed=i, guided_regex="a*", **sampling) for i in range(8)]
+    outputs = sample(logits, requests, mask_of(allowed, vocab_size))
+    assert all(output.token_id in ids for output, ids in zip(outputs, allowed, strict=True))
+    twin = torch.full_like(logits, -math.inf)
+    for row, ids in enumerate(allowed):
+        twin[row, ids] = logits[row, ids]
+    plain = [sampling_request(str(i), seed=i, **sampling) for i in range(8)]
+    assert [output.token_id for output in sample(twin, plain)] == [output.token_id for output in outputs]
+    torch.testing.assert_close(distributions(logits, requests, mask_of(allowed, vocab_size)), distributions(twin, plain))
+
+
+def test_rows_without_a_grammar_are_not_masked() -> None:
+    logits = torch.tensor([[3.0, 2.0, 1.0]] * 2)
+    requests = [sampling_request("a", temperature=0.0), sampling_request("b", temperature=0.0, guided_choice=["x"])]
+    outputs = sample(logits, requests, mask_of([[2], [2]], 3))
+    assert [output.token_id for output in outputs] == [0, 2]
+
+
+def test_logprobs_beside_a_mask_are_those_of_the_model() -> None:
+    logits = torch.tensor([[3.0, 2.0, 1.0]])
+    (output,) = sample(logits, [sampling_request(temperature=0.0, guided_choice=["x"], logprobs=1)], mask_of([[2]], 3))
+    assert output.logprob is not None
+    assert output.logprob.logprob == pytest.approx(torch.log_softmax(logits, -1)[0, 2].item(), abs=1e-6)
+    assert (output.logprob.rank, output.logprob.top_token_ids) == (3, [0])
+
+
+@pytest.mark.parametrize(
+    ("sampling", "allowed", "param"),
+    [
+        ({"guided_json": "{}"}, [], "guided_json"),
+        ({"guided_regex": "a", "bad_words_token_ids": [[1]]}, [1], "guided_regex"),
+        ({"bad_words_token_ids": [[0], [1], [2]]}, None, "bad_words"),
+        ({"min_tokens": 1, "stop_token_ids": [0, 1, 2]}, None, "min_tokens"),
+    ],
+)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_row_that_forbids_every_token_fails_alone_and_names_the_field(
+    sampling: dict[str, Any], allowed: list[int] | None, param: str, temperature: float
+) -> None:
+    logits = torch.tensor([[3.0, 2.0, 1.0]] * 3)
+    requests = [sampling_request(str(i), temperature=temperature, **(sampling if i == 1 else {})) for i in range(3)]
+    healthy = sample(logits[:1], [requests[0]])[0]
+    outputs = sample(logits, requests, mask_of([None, allowed, None], 3))
+    assert outputs == [healthy, SampledToken(error=NOTHING_ALLOWED, error_param=param), healthy]
+    assert not distributions(logits, requests, mask_of([None, allowed, None], 3))[1].any()
+
+
+@pytest.mark.parametrize("bias", [-100.0, 100.0])
+def test_a_bias_on_every_token_leaves_the_choice_as_it_was(bias: float) -> None:
+    logits = torch.tensor([[3.0, 2.0, 1.0]])
+    assert sample(logits, [sampling_request(temperature=0.0, logit_bias=dict.fromkeys(range(3), bias))])[0].token_id == 0
+
+
+def test_a_row_behind_drafts_draws_with_the_noise_of_its_own_position() -> None:
+    logits = torch.zeros(4, 500)
+    request = sampling_request(output=(3, 4), seed=9)
+    behind = Sampler(500, CPU).sample(logits.clone(), [SampledRow(request, request.num_tokens + k) for k in range(4)])
+    grown = []
+    for _ in range(4):
+        grown.append(sample(logits[:1], [request])[0])
+        request.token_ids.append(7)
+    assert behind == grown
+
+
+def test_end_tokens_are_forbidden_in_rows_behind_drafts_as_long_as_the_answer_would_be_too_short() -> None:
+    request = sampling_request(temperature=0.0, min_tokens=2)
+    rows = [SampledRow(request, request.num_tokens + depth) for depth in range(3)]
+    outputs = Sampler(2, CPU).sample(torch.tensor([[9.0, 1.0]] * 3), rows)
+    assert [output.token_id for output in outputs] == [1, 1, 0]
