@@ -120,7 +120,9 @@ def _require(ok: bool, param: str, message: str) -> None:
 
 def _shown(value: object) -> str:
     """A value in a message: short, whatever it is."""
-    return repr(value) if isinstance(value, int | float) and len(repr(value)) <= 40 else type(value).__name__
+    if isinstance(value, float) or (isinstance(value, int) and value.bit_length() <= 64):
+        return repr(value)
+    return "a huge integer" if isinstance(value, int) else type(value).__name__
 
 
 def _is_int(value: object) -> bool:
