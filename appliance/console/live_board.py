@@ -19,18 +19,34 @@ from appliance.console.totals import Totals, totals_today
 
 if TYPE_CHECKING:
     from appliance.serving.services import Services
-    from appliance.telemetry.events import EngineReading, SystemSnapshot
+    from appliance.telemetry.events import EngineReading, SystemSnapshot, TenantReading
     from appliance.telemetry.gpu import GpuReading
+    from engine.protocol import EngineStatus
 
 TOTALS_KEPT_S = 4.0
 RECENT_ROWS = 8
+TENANT_ROWS = 6
 NO_GPU = "no NVIDIA GPU"
 _TONES = {"ready": "ok", "loading": "warn", "restarting": "warn", "failed": "bad", "stopped": "bad"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TenantsView:
+    """Who holds seats and blocks of an engine and who waits, the largest holders as rows, all others as one sum."""
+
+    rows: list[TenantReading]
+    num_running: int
+    num_waiting: int
+    more: int
+    more_running: int
+    more_waiting: int
+    more_blocks: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineView:
-    """One served model as a card. Histories hold one value per sample, oldest first."""
+    """One served model as a card. Histories hold one value per sample, oldest first. `draft_rate` is the share of guessed
+    tokens that became output."""
 
     model: str
     state: str
@@ -49,6 +65,10 @@ class EngineView:
     step_s: float | None
     hit_rate: float | None
     preemptions: int
+    host_total: int
+    host_used: int
+    draft_rate: float | None
+    tenants: TenantsView
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,6 +192,30 @@ def engine_view(engine: EngineReading, history: Sequence[SystemSnapshot], now: d
         step_s=status.step_ms / 1000 if status else None,
         hit_rate=min(status.prefix_cache_hit_tokens_total / prompt_tokens, 1.0) if status and prompt_tokens else None,
         preemptions=status.preemptions_total if status else 0,
+        host_total=status.host_blocks_total if status else 0,
+        host_used=status.host_blocks_used if status else 0,
+        draft_rate=_draft_rate(status),
+        tenants=tenants_view(engine.tenants),
+    )
+
+
+def _draft_rate(status: EngineStatus | None) -> float | None:
+    if status is None or not status.draft_tokens_total:
+        return None
+    return status.accepted_draft_tokens_total / status.draft_tokens_total
+
+
+def tenants_view(tenants: Sequence[TenantReading]) -> TenantsView:
+    """Return the rows of the largest holders, which come first, and the sum of the others."""
+    rows, others = list(tenants[:TENANT_ROWS]), tenants[TENANT_ROWS:]
+    return TenantsView(
+        rows=rows,
+        num_running=sum(tenant.requests_running for tenant in tenants),
+        num_waiting=sum(tenant.requests_waiting for tenant in tenants),
+        more=len(others),
+        more_running=sum(tenant.requests_running for tenant in others),
+        more_waiting=sum(tenant.requests_waiting for tenant in others),
+        more_blocks=sum(tenant.kv_blocks for tenant in others),
     )
 
 

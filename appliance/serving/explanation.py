@@ -9,7 +9,8 @@ NOTICEABLE_S = 0.5  # below this nobody asks why
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeline:
-    """Where the time of a request went, in seconds; None where that stage was not reached."""
+    """Where the time of a request went, in seconds; None where that stage was not reached. `tenant_open` is how many requests
+    of its own tenant were open when it came, as far as that is known: they share one turn."""
 
     queue_s: float | None
     ttft_s: float | None
@@ -19,6 +20,7 @@ class Timeline:
     completion_tokens: int
     preemptions: int
     queue_position: int | None = None
+    tenant_open: int = 0
     finish_reason: str | None = None
 
 
@@ -41,7 +43,8 @@ def _explain_before_first_token(timeline: Timeline) -> str:
     if timeline.finish_reason is not None:
         return f"Ended before its first token ({timeline.finish_reason}){waited}{_preempted(timeline.preemptions)}."
     if timeline.queue_position is not None:
-        return f"Waiting for a place in the batch: {timeline.queue_position} ahead of it{_preempted(timeline.preemptions)}."
+        ahead = f"Waiting for a place in the batch: {timeline.queue_position} ahead of it"
+        return f"{ahead}{_own_tenant(timeline.tenant_open)}{_preempted(timeline.preemptions)}."
     computed = timeline.prompt_tokens - timeline.cached_tokens
     return f"Reading its prompt: {computed} of {timeline.prompt_tokens} tokens to compute{waited}."
 
@@ -49,7 +52,7 @@ def _explain_before_first_token(timeline: Timeline) -> str:
 def _cause(stage: str, longest_s: float, total_s: float, timeline: Timeline) -> str:
     share = f"{_seconds(longest_s)} of {_seconds(total_s)}"
     if stage == "queue":
-        return f"Mostly waited for a place in the batch: {share}"
+        return f"Mostly waited for a place in the batch: {share}{_own_tenant(timeline.tenant_open)}"
     if stage == "prefill":
         computed = timeline.prompt_tokens - timeline.cached_tokens
         return f"Mostly read its prompt: {share} for {computed} tokens that were not cached"
@@ -57,11 +60,18 @@ def _cause(stage: str, longest_s: float, total_s: float, timeline: Timeline) -> 
     return f"Mostly generated: {share} for {timeline.completion_tokens} tokens at {rate:.1f} per second"
 
 
+def _own_tenant(tenant_open: int) -> str:
+    if tenant_open == 0:
+        return ""
+    requests = "one request" if tenant_open == 1 else f"{tenant_open} requests"
+    return f"; {requests} of its own tenant came before it"
+
+
 def _preempted(preemptions: int) -> str:
     if preemptions == 0:
         return ""
     times = "once" if preemptions == 1 else f"{preemptions} times"
-    return f"; preempted {times} because KV blocks ran out, so part of it was computed again"
+    return f"; preempted {times} to make room for other requests"
 
 
 def _seconds(duration_s: float) -> str:

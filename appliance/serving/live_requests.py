@@ -89,6 +89,7 @@ class LiveRequest:
                 completion_tokens=self.completion_tokens,
                 preemptions=self.preemptions,
                 queue_position=self.queue_position if self.state == "queued" else None,
+                tenant_open=self.tenant_open,
                 finish_reason=self.finish_reason,
             )
         )

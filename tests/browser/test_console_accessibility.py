@@ -8,6 +8,7 @@ from playwright.async_api import Page, expect
 
 from tests.browser.conftest import Site
 from tests.support.cast import Person
+from tests.support.console_fixtures import tenant as tenant_load
 from tests.support.factories import pending, posted
 
 pytestmark = pytest.mark.browser
@@ -27,6 +28,8 @@ async def pages(site: Site) -> list[str]:
     await box.services.ledger.settle(posted(entry.request_id))
     box.engine_side.add(person, "req_live_and_kicking", completion_tokens=7, ttft_s=0.2, decode_s=1.0)
     box.engine_side.add(person, "req_waiting_in_line", state="queued", queue_position=0)
+    box.engine_side.tenants = [tenant_load(LONG_NAME, waiting=3, blocks=200), *(tenant_load(f"team {n}") for n in range(9))]
+    await box.services.sampler.sample()
     of_tenant, of_key = f"/tenants/{tenant.id}", f"/keys/{key.id}"
     plain = ["/", "/requests", f"/requests/{entry.request_id}", "/tenants", "/keys", "/tenants/new"]
     return [*plain, of_tenant, f"{of_tenant}/archive", f"{of_tenant}/keys/new", of_key, f"{of_key}/revoke"]

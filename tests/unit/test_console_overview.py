@@ -14,7 +14,7 @@ from appliance.metering.prices import PriceBook
 from appliance.telemetry import events
 from appliance.telemetry.gpu import GpuReading
 from tests.support.clock import FakeClock
-from tests.support.console_fixtures import GIB, Box, engine_info, engine_status
+from tests.support.console_fixtures import GIB, Box, engine_info, engine_status, tenant
 from tests.support.factories import pending, posted
 
 GPU = GpuReading(
@@ -277,3 +277,33 @@ async def test_the_stream_ends_when_the_appliance_is_shutting_down(box: Box) -> 
     await box.services.sampler.sample()
 
     assert [frame async for frame in stream] == []
+
+
+async def test_the_page_says_who_holds_seats_and_blocks_and_who_waits(box: Box) -> None:
+    box.engine_side.tenants = [tenant(f"team {number}", waiting=number, blocks=100 - number) for number in range(10)]
+    page = await overview(box)
+
+    assert "10 running, 45 waiting" in page
+    assert 'href="/tenants/tn_team 0"' in page
+    assert "team 5: 95 of 1000 blocks" in page
+    assert "team 6" not in page
+    assert "4 more" in page
+    assert "all others: 370 of 1000 blocks" in page
+
+
+async def test_without_requests_the_page_says_that_nobody_is_served(box: Box) -> None:
+    page = await overview(box)
+
+    assert "Nobody holds a seat, nobody waits." in page
+    assert "Blocks in main memory" not in page
+    assert "Guesses accepted" not in page
+
+
+async def test_the_host_tier_and_speculation_are_shown_where_they_are_on(box: Box) -> None:
+    box.engine_side.status = engine_status(
+        host_blocks_total=4000, host_blocks_used=1200, draft_tokens_total=200, accepted_draft_tokens_total=150
+    )
+    page = await overview(box)
+
+    assert "1,200 of 4,000" in page
+    assert "75 %" in page
