@@ -172,7 +172,7 @@ class Completion:
         assert last is not None, f"answer {index} of request {self.request_id} has no event"
         logprobs = None
         if asked.logprobs is not None:
-            logprobs = [self._named(*pair) for pair in zip(answer.token_ids, answer.logprobs, strict=True)]
+            logprobs = [self._named(*pair, asked.logprobs) for pair in zip(answer.token_ids, answer.logprobs, strict=True)]
         own_end = reason is FinishReason.STOP and answer.token_ids[-1] in asked.stop_token_ids
         return CompletionOutput(
             index=index,
@@ -199,7 +199,7 @@ class Completion:
         pairs = zip(self.wanted.prompt_token_ids[1:], self._prompt_logprobs, strict=False)
         return [self._named(token_id, entry, count) for token_id, entry in pairs]
 
-    def _named(self, token_id: int, entry: TokenLogprob, count: int | None = None) -> dict[int, Logprob]:
+    def _named(self, token_id: int, entry: TokenLogprob, count: int) -> dict[int, Logprob]:
         values = {token_id: (entry.logprob, entry.rank)}
         top = zip(entry.top_token_ids[:count], entry.top_logprobs, strict=False)
         for rank, (top_id, logprob) in enumerate(top, start=1):

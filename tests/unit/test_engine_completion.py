@@ -1,0 +1,185 @@
+"""Events of a request become its output: several answers, the best of them, echo, stop strings, log-probabilities."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from engine.completion import Completion, engine_params
+from engine.outputs import Logprob, RequestOutput
+from engine.protocol import FinishReason, GenerationRequest, SamplingParams, TokenEvent, TokenLogprob
+from engine.text import Tokenizer
+from tests.support.tiny_tokenizer import write_tokenizer
+
+PROMPT = "ab"
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    directory = tmp_path_factory.mktemp("tokenizer")
+    write_tokenizer(directory)
+    return Tokenizer(directory)
+
+
+def completion(tokenizer: Tokenizer | None, *, prompt: str | None = PROMPT, **sampling: Any) -> Completion:
+    asked = SamplingParams(seed=1, **sampling)
+    ids = tokenizer.encode(PROMPT) if tokenizer is not None else [5, 6]
+    wanted = GenerationRequest(request_id="0", tenant_id="alice", prompt_token_ids=ids, sampling=engine_params(asked))
+    return Completion(wanted, asked=asked, prompt=prompt, tokenizer=tokenizer, eos_token_ids=[2])
+
+
+def event(token_ids: list[int], *, index: int = 0, **fields: Any) -> TokenEvent:
+    return TokenEvent(
+        request_id="0", index=index, token_ids=token_ids, num_output_tokens=0, num_prompt_tokens_computed=2, **fields
+    )
+
+
+def entries(*logprobs: float) -> list[TokenLogprob]:
+    return [TokenLogprob(logprob=value, rank=3, top_token_ids=[7, 8], top_logprobs=[-0.1, -0.2]) for value in logprobs]
+
+
+def finished(made: Completion, *events: TokenEvent) -> RequestOutput:
+    for each in events:
+        made.take(each)
+    assert made.is_finished
+    return made.result()
+
+
+def test_answers_are_told_apart_by_their_index(tokenizer: Tokenizer) -> None:
+    made = completion(tokenizer, n=2)
+    x, y = tokenizer.encode("xy")
+    output = finished(
+        made,
+        event([x], index=1),
+        event([y], index=0),
+        event([x], index=0, finish_reason=FinishReason.LENGTH),
+        event([2], index=1, finish_reason=FinishReason.STOP),
+    )
+    assert [(answer.index, answer.text, answer.finish_reason) for answer in output.outputs] == [
+        (0, "yx", "length"),
+        (1, "x", "stop"),
+    ]
+    assert output.outputs[1].token_ids == [x, 2]
+    assert output.outputs[1].stop_reason is None
+
+
+def test_the_request_is_finished_with_its_last_answer(tokenizer: Tokenizer) -> None:
+    made = completion(tokenizer, n=2)
+    made.take(event([9], finish_reason=FinishReason.LENGTH))
+    assert not made.is_finished
+    made.take(event([9], index=1, finish_reason=FinishReason.LENGTH))
+    assert made.is_finished
+
+
+def test_best_of_returns_the_answers_with_the_highest_cumulative_logprob(tokenizer: Tokenizer) -> None:
+    made = completion(tokenizer, n=2, best_of=4)
+    assert made.wanted.sampling.logprobs == 0
+    sums = [-3.0, -1.0, -0.5, -2.0]
+    events = [
+        event([9, 10 + index], index=index, finish_reason=FinishReason.LENGTH, logprobs=entries(-0.25, total + 0.25))
+        for index, total in enumerate(sums)
+    ]
+    output = finished(made, *events)
+    assert [(answer.index, answer.token_ids[1]) for answer in output.outputs] == [(0, 12), (1, 11)]
+    assert [answer.cumulative_logprob for answer in output.outputs] == [-0.5, -1.0]
+    assert output.outputs[0].logprobs is None
+
+
+def test_an_answer_that_failed_is_never_the_best(tokenizer: Tokenizer) -> None:
+    made = completion(tokenizer, n=1, best_of=2)
+    output = finished(
+        made,
+        event([], index=0, finish_reason=FinishReason.ERROR, error="broken"),
+        event([9], index=1, finish_reason=FinishReason.LENGTH, logprobs=entries(-50.0)),
+    )
+    assert output.outputs[0].error is None
+
+
+def test_an_error_names_the_field_that_is_to_blame(tokenizer: Tokenizer) -> None:
+    failed = event([], finish_reason=FinishReason.ERROR, error="no such text", error_param="guided_regex")
+    (answer,) = finished(completion(tokenizer, guided_regex="a"), failed).outputs
+    assert (answer.finish_reason, answer.error, answer.error_param) == ("error", "no such text", "guided_regex")
+
+
+def test_logprobs_map_ids_to_logprob_rank_and_text(tokenizer: Tokenizer) -> None:
+    made = completion(tokenizer, logprobs=2)
+    (answer,) = finished(made, event([68], finish_reason=FinishReason.LENGTH, logprobs=entries(-1.5))).outputs
+    assert answer.logprobs is not None
+    assert list(answer.logprobs[0]) == [68, 7, 8]
+    assert answer.logprobs[0][68] == Logprob(-1.5, 3, tokenizer.decode([68]))
+    assert [answer.logprobs[0][top].rank for top in (7, 8)] == [1, 2]
+    assert answer.cumulative_logprob == -1.5
+
+
+def test_prompt_logprobs_come_in_any_pieces_and_begin_with_none(tokenizer: Tokenizer) -> None:
+    made = completion(None, prompt_logprobs=1)
+    made.wanted.prompt_token_ids.extend([7, 8])
+    output = finished(
+        made,
+        event([], prompt_logprobs=entries(-1.0)),
+        event([9], prompt_logprobs=entries(-2.0, -3.0)),
+        event([9], finish_reason=FinishReason.LENGTH),
+    )
+    assert output.prompt_logprobs is not None
+    assert output.prompt_logprobs[0] is None
+    values = [entry[token] for entry, token in zip(output.prompt_logprobs[1:], [6, 7, 8], strict=True) if entry]
+    assert [value.logprob for value in values] == [-1.0, -2.0, -3.0]
+    assert [sorted(entry) for entry in output.prompt_logprobs[1:] if entry] == [[6, 7], [7], [7, 8]]
+
+
+def test_echo_begins_everything_with_the_prompt(tokenizer: Tokenizer) -> None:
+    made = completion(tokenizer, echo=True, logprobs=1)
+    assert made.wanted.sampling.prompt_logprobs == 1
+    a, b = tokenizer.encode(PROMPT)
+    last = event([a], finish_reason=FinishReason.LENGTH, logprobs=entries(-1.0), prompt_logprobs=entries(-4.0))
+    output = finished(made, last)
+    (answer,) = output.outputs
+    assert (answer.text, answer.token_ids) == ("aba", [a, b, a])
+    assert answer.logprobs is not None
+    assert [list(entry) for entry in answer.logprobs] == [[], [b, 7], [a, 7]]
+    assert answer.cumulative_logprob == -1.0
+    assert output.prompt_logprobs is None
+
+
+def test_an_echoed_prompt_of_token_ids_is_decoded(tokenizer: Tokenizer) -> None:
+    made = completion(tokenizer, prompt=None, echo=True)
+    assert finished(made, event([2], finish_reason=FinishReason.STOP)).outputs[0].text == PROMPT
+
+
+def test_tokens_behind_a_stop_string_are_nobodys(tokenizer: Tokenizer) -> None:
+    made = completion(tokenizer, stop=["EN"], logprobs=0)
+    ids = tokenizer.encode("xENyz")
+    assert made.take(event(ids, logprobs=entries(*[-1.0] * 5))) is True
+    (answer,) = made.result().outputs
+    assert (answer.text, answer.token_ids, answer.stop_reason) == ("x", ids[:3], "EN")
+    assert (answer.finish_reason, answer.cumulative_logprob) == ("stop", -3.0)
+    assert made.take(event(ids)) is False, "an answer that has ended takes no more"
+
+
+def test_what_was_held_back_belongs_to_an_answer_that_no_stop_string_ended(tokenizer: Tokenizer) -> None:
+    made = completion(tokenizer, stop=["END"])
+    output = finished(made, event(tokenizer.encode("xEN"), finish_reason=FinishReason.LENGTH))
+    assert output.outputs[0].text == "xEN"
+
+
+def test_metrics_add_up_over_the_answers(tokenizer: Tokenizer) -> None:
+    made = completion(tokenizer, n=2)
+    output = finished(
+        made,
+        event([9, 9, 9], index=0, finish_reason=FinishReason.LENGTH, num_preemptions=1, queue_s=0.5, num_cached_tokens=1),
+        event([9], index=1, finish_reason=FinishReason.LENGTH, num_preemptions=2, num_cached_tokens=2),
+    )
+    assert (output.metrics.num_preemptions, output.metrics.num_accepted_draft_tokens) == (3, 2)
+    assert (output.metrics.queue_s, output.num_cached_tokens) == (0.5, 1)
+    assert output.metrics.ttft_s is not None
+    assert made.num_output_tokens == 4
+
+
+def test_a_model_without_tokenizer_has_no_text() -> None:
+    (answer,) = finished(
+        completion(None, logprobs=0), event([9], finish_reason=FinishReason.LENGTH, logprobs=entries(-1.0))
+    ).outputs
+    assert answer.text == ""
+    assert answer.logprobs is not None
+    assert answer.logprobs[0][9].decoded_token is None
