@@ -11,16 +11,12 @@ from engine.block_pool import BlockPool
 from engine.config import ModelConfig, load_model_config
 from engine.cpu_environment import default_threads
 from engine.device import device_name, kv_bytes_available, resolve_device, resolve_dtype
-from engine.embedder import TextModel
-from engine.encoder_config import load_encoder_config
-from engine.errors import EngineConfigError
 from engine.grammar_masks import GrammarMasks
 from engine.kv_cache import BlockMover
 from engine.loop import Engine
 from engine.memory_plan import MemoryPlan, plan_memory
 from engine.model_runner import ModelRunner
 from engine.models.decoder import Decoder
-from engine.models.encoder import Encoder
 from engine.options import EngineOptions
 from engine.paged_decoder import PagedDecoder
 from engine.prefix_cache import PrefixCache
@@ -37,7 +33,7 @@ def build_engine(options: EngineOptions, *, progress: Callable[[float], None] = 
     torch.set_num_threads(options.threads or default_threads())
     config = load_model_config(options.model)
     device = resolve_device(options.device)
-    dtype = resolve_dtype(options.dtype, config, device)
+    dtype = resolve_dtype(options.dtype, config.torch_dtype, device)
     decoder = Decoder(config, dtype=dtype, device=device)
     weights = decoder.weight_plan()
     load_weights(options.model, weights, progress=progress)
@@ -60,29 +56,6 @@ def build_engine(options: EngineOptions, *, progress: Callable[[float], None] = 
     )
     info = _info(options, config, plan, size, dtype=dtype, device=device, load_s=time.monotonic() - started_s)
     return Engine(_scheduler(options, plan, device), runner, info)
-
-
-def build_encoder(options: EngineOptions) -> TextModel:
-    """Load an encoder, for embeddings. Raises `ModelError` or `EngineConfigError`."""
-    torch.set_num_threads(options.threads or default_threads())
-    config = load_encoder_config(options.model)
-    device = resolve_device(options.device)
-    dtype = resolve_dtype(options.dtype, config, device)
-    max_len = options.max_model_len or config.max_position_len
-    if max_len > config.max_position_len:
-        raise EngineConfigError("max_model_len", f"({max_len}) is longer than the model's context ({config.max_position_len})")
-    encoder = Encoder(config, dtype=dtype, device=device)
-    load_weights(options.model, encoder.weight_plan(), progress=lambda _: None)
-    encoder.pack()
-    shape = ops.AttentionShape(options.block_size, config.num_heads, config.num_heads, config.head_dim, causal=False)
-    return TextModel(
-        forward=encoder,
-        rotaries=(),
-        planners=(ops.AttentionPlanner(shape, dtype=dtype, device=device),),
-        vocab_size=config.vocab_size,
-        max_len=max_len,
-        device=device,
-    )
 
 
 def _scheduler(options: EngineOptions, plan: MemoryPlan, device: torch.device) -> Scheduler:

@@ -21,6 +21,11 @@ JsonObject = Mapping[str, Any]
 
 ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
 ENCODERS = ("BertModel", "RobertaModel", "XLMRobertaModel")
+HEADLESS = {  # decoders whose checkpoint has no output head, and the family that they are otherwise
+    name.replace("ForCausalLM", "Model"): name
+    for name in ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+}
+EMBEDDERS = (*ENCODERS, *HEADLESS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +66,7 @@ class ModelConfig:
     windows: tuple[int | None, ...]
     experts: ExpertsConfig | None
     activation: str
+    has_head: bool
     tie_word_embeddings: bool
     qkv_bias: bool
     o_bias: bool
@@ -107,21 +113,29 @@ def read_model_json(directory: Path) -> dict[str, Any]:
 
 
 def load_model_config(directory: Path) -> ModelConfig:
-    """Read and check `config.json` of a decoder. Raises `NotAModelDirectory` or `UnsupportedModel`."""
+    """Read and check `config.json` of a decoder that generates. Raises `NotAModelDirectory` or `UnsupportedModel`."""
     config = read_model_json(directory)
+    name = architecture_of(config)
+    if name in EMBEDDERS:
+        raise UnsupportedModel(f"architecture {name} gives embeddings (LLM.embed) and generates no text")
     generation_path = directory / "generation_config.json"
     generation = read_json(generation_path) if generation_path.is_file() else {}
     return parse_model_config(config, generation)
 
 
+def load_embedder_config(directory: Path) -> ModelConfig:
+    """Read and check `config.json` of a decoder, with an output head or without. Raises as `load_model_config`."""
+    return parse_model_config(read_model_json(directory), {})
+
+
 def architecture_of(config: JsonObject) -> str:
     """The first supported architecture that `config.json` names. Raises `UnsupportedModel` with the list of them."""
     architectures = config.get("architectures")
-    supported = ", ".join([*sorted(FAMILIES), *ENCODERS])
+    supported = f"{', '.join(sorted(FAMILIES))}; for embeddings only: {', '.join(EMBEDDERS)}"
     if not isinstance(architectures, list) or not architectures:
         raise UnsupportedModel(f"config.json names no architecture; supported: {supported}")
     for name in architectures:
-        if name in FAMILIES or name in ENCODERS:
+        if name in FAMILIES or name in EMBEDDERS:
             return str(name)
     raise UnsupportedModel(f"architecture {', '.join(map(str, architectures))} is not supported; supported: {supported}")
 
@@ -156,6 +170,7 @@ def parse_model_config(config: JsonObject, generation: JsonObject) -> ModelConfi
         windows=windows,
         experts=experts,
         activation=_activation(config, family),
+        has_head=architecture_of(config) not in HEADLESS,
         tie_word_embeddings=bool(config.get("tie_word_embeddings", family.tied)),
         qkv_bias=family.always_qkv_bias or attention_bias,
         o_bias=attention_bias,
@@ -178,8 +193,8 @@ def parse_model_config(config: JsonObject, generation: JsonObject) -> ModelConfi
 def _family(config: JsonObject) -> Family:
     name = architecture_of(config)
     if name in ENCODERS:
-        raise UnsupportedModel(f"architecture {name} is an encoder: it gives embeddings (LLM.embed) and generates no text")
-    return FAMILIES[name]
+        raise UnsupportedModel(f"architecture {name} is an encoder")
+    return FAMILIES[HEADLESS.get(name, name)]
 
 
 def refuse_uncomputed(config: JsonObject, family: Family | None = None) -> None:

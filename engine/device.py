@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 
 from engine.config import ModelConfig
-from engine.encoder_config import EncoderConfig
 from engine.errors import EngineConfigError
 from engine.memory_plan import activation_bytes
 from engine.options import CPU_KV_CACHE_BYTES, EngineOptions
@@ -21,11 +20,11 @@ def resolve_device(name: str) -> torch.device:
     return torch.device("cuda", 0) if name == "cuda" or (name == "auto" and available) else torch.device("cpu")
 
 
-def resolve_dtype(name: str, config: ModelConfig | EncoderConfig, device: torch.device) -> torch.dtype:
+def resolve_dtype(name: str, checkpoint_dtype: str, device: torch.device) -> torch.dtype:
     """`auto` computes in float32 on CPUs (16-bit products are many times slower there), else in the checkpoint's format."""
     if name != "auto":
         return DTYPES[name]
-    return torch.float32 if device.type == "cpu" else DTYPES.get(config.torch_dtype, torch.float32)
+    return torch.float32 if device.type == "cpu" else DTYPES.get(checkpoint_dtype, torch.float32)
 
 
 def device_name(device: torch.device) -> str:

@@ -39,6 +39,7 @@ class TextModel:
     vocab_size: int
     max_len: int
     device: torch.device
+    default_pooling: str = "last"  # a token of a decoder knows only what stands before it
 
 
 class Embedder:

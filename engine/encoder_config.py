@@ -39,11 +39,6 @@ class EncoderConfig:
         return self.num_positions - self.first_position
 
 
-def is_encoder(directory: Path) -> bool:
-    """Whether the model of this directory is an encoder. Raises `NotAModelDirectory` or `UnsupportedModel`."""
-    return architecture_of(read_model_json(directory)) in ENCODERS
-
-
 def load_encoder_config(directory: Path) -> EncoderConfig:
     """Read and check `config.json` of an encoder. Raises `NotAModelDirectory` or `UnsupportedModel`."""
     config = read_model_json(directory)

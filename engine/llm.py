@@ -15,7 +15,6 @@ from engine.bad_words import bad_words_token_ids
 from engine.chat_template import ChatTemplate
 from engine.completion import Completion, engine_params
 from engine.cpu_environment import prepare_cpu
-from engine.encoder_config import is_encoder
 from engine.errors import EngineConfigError, EngineError, PromptError
 from engine.options import EngineOptions
 from engine.outputs import GenerationFailed, RequestOutput
@@ -28,10 +27,11 @@ from engine.text import Tokenizer
 
 prepare_cpu()
 
-from engine.build import build_encoder, build_engine  # noqa: E402 - torch must see the environment set above
-from engine.embedder import Embedder  # noqa: E402
+from engine.build import build_engine  # noqa: E402 - torch must see the environment set above
+from engine.embedder import Embedder, TextModel  # noqa: E402
 from engine.loop import Engine  # noqa: E402
 from engine.model_runner import ModelRunner  # noqa: E402
+from engine.text_models import gives_embeddings_only, load_text_model  # noqa: E402
 
 TENANT = "offline"
 
@@ -93,8 +93,8 @@ class LLM:
             enable_prefix_caching=enable_prefix_caching,
             threads=threads,
         )
-        self._encoder = build_encoder(options) if is_encoder(directory) else None
-        self._engine = None if self._encoder else build_engine(options)
+        self._text_model = load_text_model(options) if gives_embeddings_only(directory) else None
+        self._engine = None if self._text_model else build_engine(options)
         self._directory = directory
         self._tokenizer: Tokenizer | None = None
         self._seeds = random.Random(seed)  # noqa: S311 - reproducible sampling, not a secret
@@ -167,7 +167,7 @@ class LLM:
     def close(self) -> None:
         """Drop weights and cache. A closed `LLM` refuses further work."""
         self._closed = True
-        del self._engine, self._encoder
+        del self._engine, self._text_model
 
     def __enter__(self) -> LLM:
         return self
@@ -180,7 +180,7 @@ class LLM:
         if self._closed:
             raise EngineError("this LLM is closed")
         if self._engine is None:
-            raise EngineError("this model is an encoder: it gives embeddings (embed) and generates no text")
+            raise EngineError("this model gives embeddings (embed) and generates no text")
         return self._engine
 
     def _completion(self, engine: Engine, index: int, prompt: Prompt, sampling: SamplingParams) -> Completion:
@@ -225,17 +225,15 @@ class LLM:
             raise EngineError("this LLM is closed")
         if pooling not in (None, *MODES):
             raise UnsupportedOption("pooling", f"pooling must be one of {', '.join(MODES)}, not {pooling!r}")
-        config = load_pooling_config(self._directory, default_mode="mean" if self._encoder else "last")
-        config = replace(
-            config,
-            mode=pooling or config.mode,
-            normalised=config.normalised if normalize is None else normalize,
-        )
-        if self._encoder is not None:
-            return Embedder(self._encoder, config)
+        model = self._text_model or self._decoder_as_text_model()
+        config = load_pooling_config(self._directory, default_mode=model.default_pooling)
+        normalised = config.normalised if normalize is None else normalize
+        return Embedder(model, replace(config, mode=pooling or config.mode, normalised=normalised))
+
+    def _decoder_as_text_model(self) -> TextModel:
         assert self._engine is not None
         assert isinstance(self._engine.runner, ModelRunner)
-        return Embedder(self._engine.runner.text_model, config)
+        return self._engine.runner.text_model
 
     def _text_ids(self, text: Prompt, pooling: PoolingConfig) -> list[int]:
         if isinstance(text, str):

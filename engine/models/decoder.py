@@ -81,14 +81,19 @@ def _feed_forward(config: ModelConfig, *, is_sparse: bool, dtype: torch.dtype, d
 
 
 class Decoder:
-    """Embedding, layers, final norm and the output head. Weights are uninitialised until `engine.weights` fills the plan."""
+    """Embedding, layers, final norm and, but for models that only embed, the output head.
+
+    Weights are uninitialised until `engine.weights` fills the plan.
+    """
 
     def __init__(self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device) -> None:
         self._embedding = torch.empty(config.vocab_size, config.hidden_size, dtype=dtype, device=device)
         self._layers = [DecoderLayer(config, index, dtype=dtype, device=device) for index in range(config.num_layers)]
         offset = config.family.norm_offset
         self._norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype, device=device, offset=offset)
-        self._head: torch.Tensor | None = self._embedding if config.tie_word_embeddings else torch.empty_like(self._embedding)
+        self._head: torch.Tensor | None = None
+        if config.has_head:
+            self._head = self._embedding if config.tie_word_embeddings else torch.empty_like(self._embedding)
         self._head_kernel: ops.LinearKernel | None = None
         # The multiplier is rounded to the format of the embeddings, as the reference implementations do.
         self._multiplier = torch.tensor(config.embedding_multiplier, dtype=dtype).item()
@@ -108,12 +113,12 @@ class Decoder:
 
     def pack(self, packer: ops.LinearPacker = ops.pack_linear) -> None:
         """Bind the loaded weights to kernels. A tied embedding is kept beside its packed twin: rows are looked up in it."""
-        assert self._head is not None, "the weights are packed already"
         for layer in self._layers:
             layer.pack(packer)
         self._norm.pack()
-        self._head_kernel = packer(self._head, None)
-        self._head = None
+        if self._head is not None:
+            self._head_kernel = packer(self._head, None)
+            self._head = None
 
     def __call__(self, inputs: BatchInputs, kv_caches: Sequence[torch.Tensor] | None) -> torch.Tensor:
         """Hidden states of the rows that sample: [B_sampled, hidden]; keys and values of all T tokens go to the caches.
@@ -129,7 +134,7 @@ class Decoder:
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden: [B, hidden] → [B, V] float32"""
-        assert self._head_kernel is not None, "the weights are not packed yet"
+        assert self._head_kernel is not None, "the weights are not packed yet, or there is no head"
         logits = self._head_kernel(hidden).float()
         if self._divisor != 1.0:
             logits.div_(self._divisor)

@@ -13,8 +13,12 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from engine import LLM
+from engine.embedder import Embedder
 from engine.errors import EngineError, ModelError, NotAModelDirectory, PromptError, UnsupportedModel
+from engine.model_runner import ModelRunner
+from engine.pooling_config import PoolingConfig
 from engine.protocol import UnsupportedOption
+from tests.support.engines import small_engine
 from tests.support.tiny_models import make_encoder, make_model
 from tests.support.tiny_tokenizer import VOCAB_SIZE, write_tokenizer
 
@@ -201,10 +205,32 @@ def test_the_longest_text_is_what_the_files_say(tmp_path: Path) -> None:
         load(tmp_path, max_model_len=10).embed([[5] * 11])
 
 
-def test_an_encoder_generates_no_text_and_no_engine_serves_it(tmp_path: Path) -> None:
-    make_encoder("bert", tmp_path)
-    with pytest.raises(EngineError, match="encoder"):
+@pytest.mark.parametrize("family", ["llama", "mistral-window", "qwen2-window", "qwen3"])
+def test_decoders_without_an_output_head_give_embeddings(family: str, tmp_path: Path) -> None:
+    model = make_model(family, tmp_path).model
+    model.save_pretrained(tmp_path)
+    assert not any("lm_head" in name for name in load_file(tmp_path / "model.safetensors"))
+    texts = make_texts(LENS, 128)
+    assert_near(load(tmp_path).embed(texts), reference(model, texts, "last"))
+
+
+@pytest.mark.parametrize("kind", ["encoder", "headless"])
+def test_a_model_for_embeddings_generates_no_text(kind: str, tmp_path: Path) -> None:
+    if kind == "encoder":
+        make_encoder("bert", tmp_path)
+    else:
+        make_model("llama", tmp_path).model.save_pretrained(tmp_path)
+    with pytest.raises(EngineError, match="gives embeddings"):
         load(tmp_path).generate([[5]])
+
+
+def test_embeddings_of_a_batch_invariant_engine_are_the_same(tmp_path: Path) -> None:
+    model = make_model("qwen3", tmp_path)
+    texts = make_texts((5, 9), 128)
+    runner = small_engine(tmp_path, batch_invariant=True).runner
+    assert isinstance(runner, ModelRunner)
+    embedder = Embedder(runner.text_model, PoolingConfig(mode="last"))
+    assert_near(embedder.embed(texts), reference(model.model, texts, "last"))
 
 
 @pytest.mark.parametrize(

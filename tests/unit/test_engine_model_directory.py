@@ -62,9 +62,10 @@ def test_a_config_that_is_no_json_object_is_refused_by_name(text: str, tmp_path:
     [
         (
             {"architectures": ["GPT2LMHeadModel"]},
-            "GPT2LMHeadModel is not supported; supported: Gemma2.*, LlamaFor.*, BertModel",
+            "GPT2LMHeadModel is not supported; supported: Gemma2.*, LlamaFor.* only: BertModel",
         ),
-        ({"architectures": ["BertModel"]}, "BertModel is an encoder: it gives embeddings"),
+        ({"architectures": ["BertModel"]}, r"BertModel gives embeddings \(LLM.embed\) and generates no text"),
+        ({"architectures": ["LlamaModel"]}, r"LlamaModel gives embeddings \(LLM.embed\) and generates no text"),
         ({"architectures": None}, "names no architecture"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         ({"rope_parameters": {"rope_type": "proportional"}}, "rope type 'proportional' is not supported; supported: default"),
