@@ -330,3 +330,41 @@ async def test_a_failed_read_of_the_sums_admits_nothing_and_is_tried_again(clock
 @pytest.mark.parametrize(("values", "expected"), [([1], 1), (list(range(1, 11)), 9), (list(range(1, 101)), 90), ([5] * 20, 5)])
 def test_the_90th_percentile_is_a_value_that_was_seen(values: list[int], expected: int) -> None:
     assert percentile_90(values) == expected
+
+
+@pytest.mark.parametrize(("output", "expected"), [(10, 10), (5000, EXPECTED_OUTPUT_TOKENS), (None, EXPECTED_OUTPUT_TOKENS)])
+async def test_each_of_several_answers_is_reserved_and_the_prompt_once(
+    admission: Admission, output: int | None, expected: int
+) -> None:
+    reservation = await admission.admit(
+        principal(), model="demo", prompt_tokens=10, max_output_tokens=output, price=None, answers=4
+    )
+
+    assert reservation.tokens_reserved == 10 + 4 * expected
+
+
+async def test_a_guess_for_several_answers_is_cut_to_the_limit_together(admission: Admission) -> None:
+    bob = principal(Limits(tokens_per_minute=410))
+    reservation = await admission.admit(bob, model="demo", prompt_tokens=10, max_output_tokens=None, price=None, answers=4)
+
+    assert reservation.tokens_reserved == 410
+
+
+async def test_a_budget_holds_the_longest_that_all_answers_may_get(admission: Admission) -> None:
+    bob = principal(Limits(tokens_per_day=10_000))
+    each = {"model": "demo", "prompt_tokens": 0, "max_output_tokens": 2000, "price": None}
+    first = await admission.admit(bob, **each, answers=4)  # type: ignore[arg-type]
+    with pytest.raises(RateLimitExceeded):
+        await admission.admit(bob, **each, answers=2)  # type: ignore[arg-type]
+    first.settle(100)
+    await admission.admit(bob, **each, answers=2)  # type: ignore[arg-type]
+
+
+async def test_what_an_answer_is_expected_to_take_is_learnt_per_answer(admission: Admission) -> None:
+    bob = principal()
+    for _ in range(OUTPUTS_MIN):
+        settled = await admission.admit(bob, model="demo", prompt_tokens=0, max_output_tokens=9000, price=None, answers=4)
+        settled.settle(4 * 1000)
+    one = await admission.admit(bob, model="demo", prompt_tokens=0, max_output_tokens=9000, price=None)
+
+    assert one.tokens_reserved == 1000
