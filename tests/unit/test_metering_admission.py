@@ -353,7 +353,7 @@ async def test_a_guess_for_several_answers_is_cut_to_the_limit_together(admissio
 async def test_a_budget_holds_the_longest_that_all_answers_may_get(admission: Admission) -> None:
     bob = principal(Limits(tokens_per_day=10_000))
     each = {"model": "demo", "prompt_tokens": 0, "max_output_tokens": 2000, "price": None}
-    first = await admission.admit(bob, **each, answers=4)  # type: ignore[arg-type]
+    first = await admission.admit(bob, **each, answers=5)  # type: ignore[arg-type]
     with pytest.raises(RateLimitExceeded):
         await admission.admit(bob, **each, answers=2)  # type: ignore[arg-type]
     first.settle(100)
