@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from engine.config import ModelConfig, parse_model_config
+from engine.config import EMBEDDERS, ModelConfig, parse_model_config
 from engine.errors import EngineConfigError, UnsupportedModel
 from engine.memory_plan import plan_memory
 from engine.models.families import FAMILIES
@@ -40,6 +42,11 @@ def test_every_family_has_defaults_for_what_config_json_leaves_out(architecture:
     assert config.num_layers == 6
     assert all(0 <= layer.rope_idx < len(config.ropes) for layer in config.layers)
     assert config.tie_word_embeddings == architecture.startswith("Gemma")
+
+
+def test_the_list_in_the_documentation_is_the_list_of_what_loads() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "models.md").read_text("utf-8")
+    assert set(re.findall(r"`(\w+(?:ForCausalLM|Model))`", text)) == {*FAMILIES, *EMBEDDERS}
 
 
 def test_gemma_2_alternates_and_caps_by_default() -> None:
