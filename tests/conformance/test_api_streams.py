@@ -107,3 +107,30 @@ def test_live_requests_are_listed_first_and_only_once(slow_server: Server) -> No
     assert rows[0]["id"] == request_id
     assert [row["id"] for row in rows].count(request_id) == 1
     assert rows[0]["finish_reason"] is None
+
+
+def test_several_answers_are_one_live_request_and_their_tenant_is_seen_to_hold_them(slow_server: Server) -> None:
+    _, secret = slow_server.new_key(tenant={"name": "holder of three", "tier": "interactive", "weight": 3})
+    headers = {"authorization": f"Bearer {secret}"}
+    body = {**LONG, "stream": True, "n": 3}
+
+    def holder() -> list[dict[str, Any]]:
+        engines = slow_server.admin("GET", "/system")["engine"]
+        return [tenant for tenant in engines[0]["tenants"] if tenant["name"] == "holder of three"]
+
+    with httpx.stream("POST", f"{slow_server.url}/v1/chat/completions", json=body, headers=headers, timeout=60) as answer:
+        request_id = answer.headers["x-request-id"]
+        lines = answer.iter_lines()
+        next(lines)
+        wait_until(lambda: any(tenant["requests_running"] == 3 for tenant in holder()), DEADLINE_S, slow_server.log)
+        (tenant,) = holder()
+        row = slow_server.admin("GET", f"/requests/{request_id}")
+        metrics = httpx.get(f"{slow_server.url}/metrics", timeout=10).text
+        next(lines)
+
+    event = finished(slow_server, request_id)
+    assert (tenant["requests_waiting"], tenant["kv_blocks"]) == (0, 3)
+    assert (row["state"], row["kv_blocks"]) == ("decode", 3)
+    assert f'gatehouse_tenant_kv_blocks{{model="{MODEL}",tenant="holder of three"}} 3.0' in metrics
+    assert (event["finish_reason"], event["status"]) == ("disconnected", "posted")
+    wait_until(lambda: not holder(), DEADLINE_S, slow_server.log)
