@@ -10,7 +10,7 @@ from appliance.serving.text_output import Chunk, joined
 
 
 class ChunkQueue:
-    """Holds at most `limit` chunks, or one of each answer; a further one is joined to the last of its answer, so memory is
+    """Holds about `limit` chunks: beyond it a further one is joined to the last of its answer, if there is one, so memory is
     bounded by the answers' own length."""
 
     def __init__(self, limit: int) -> None:
