@@ -95,9 +95,10 @@ class _Row:
         """Seconds since 1970 of a date and time, which may have more digits than Python reads."""
         text = str(self.get(name)).strip()
         whole, _, fraction = text.partition(".")
-        digits = "".join(c for c in fraction if c.isdigit())
+        zone = fraction.lstrip("0123456789")
+        digits = fraction.removesuffix(zone)
         try:
-            moment = datetime.fromisoformat(whole + fraction.removeprefix(digits))
+            moment = datetime.fromisoformat(whole + zone)
         except ValueError:
             raise self.error(name, f"must be a date and a time like 2023-11-16 18:15:46.68, not {_shown(text)}") from None
         if moment.tzinfo is None:

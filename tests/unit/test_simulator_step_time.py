@@ -1,0 +1,130 @@
+"""The step-time model against figures worked out by hand, and the step budget against the model."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine.simulator.models import GPUS, MODELS, kv_blocks
+from engine.step_budget import SCALE_MAX, BudgetTargets, StepBudget
+from engine.step_time import Efficiency, ModelShape, StepTimeModel
+
+H200 = GPUS["h200"]
+LLAMA = MODELS["llama-3.1-8b"]
+PERFECT = Efficiency(bandwidth=1.0, flops=1.0, host_s=0.0)
+
+
+def llama(**options: int) -> StepTimeModel:
+    return StepTimeModel(LLAMA.shape, H200.speed, **options)
+
+
+def step_s(model: StepTimeModel, decodes: int, context: int, start: int = 0, chunk: int = 0) -> float:
+    return model.step_s(
+        num_tokens=decodes + chunk,
+        num_rows=decodes + (1 if chunk else 0),
+        context_tokens=decodes * context + start * bool(chunk),
+        attention_pairs=chunk * (start + chunk / 2),
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "billions", "kv_bytes", "blocks"),
+    [
+        ("llama-3.1-8b", 8.030, 131072, 54962),
+        ("qwen3-8b", 8.190, 147456, 48719),
+        ("qwen3-0.6b", 0.596, 114688, 70916),
+        ("llama-3.2-1b", 1.236, 32768, 245768),
+        ("qwen3-4b", 4.022, 147456, 52253),
+    ],
+)
+def test_parameters_and_blocks_are_those_worked_out_by_hand(name: str, billions: float, kv_bytes: int, blocks: int) -> None:
+    shape = MODELS[name].shape
+    assert shape.num_params / 1e9 == pytest.approx(billions, abs=6e-4)
+    assert shape.kv_token_bytes(2) == kv_bytes
+    assert kv_blocks(MODELS[name], H200, kv_bytes=2) == blocks
+
+
+@pytest.mark.parametrize(("batch", "context", "ms"), [(64, 1024, 5.5), (64, 4096, 11.5), (256, 1024, 12.9), (256, 4096, 36.8)])
+def test_decode_steps_at_the_roofline_are_those_worked_out_by_hand(batch: int, context: int, ms: float) -> None:
+    model = StepTimeModel(LLAMA.shape, H200.speed, efficiency=PERFECT)
+    assert step_s(model, batch, context) * 1000 == pytest.approx(ms, abs=0.06)
+
+
+@pytest.mark.parametrize(("prompt", "tokens_per_s"), [(1024, 55.5e3), (8192, 49.0e3), (32768, 35.0e3)])
+def test_prefill_at_the_roofline_is_that_worked_out_by_hand(prompt: int, tokens_per_s: float) -> None:
+    model = StepTimeModel(LLAMA.shape, H200.speed, efficiency=PERFECT)
+    assert prompt / step_s(model, 0, 0, 0, prompt) == pytest.approx(tokens_per_s, rel=0.015)
+
+
+def test_half_the_bytes_of_keys_and_values_take_half_the_time() -> None:
+    assert llama(kv_bytes=1).context_s == llama().context_s / 2
+
+
+def test_a_few_tokens_touch_a_few_experts_only() -> None:
+    shape = ModelShape(
+        num_layers=2, hidden_size=64, num_heads=4, num_kv_heads=2, head_dim=16, intermediate_size=128, vocab_size=100,
+        num_experts=8, num_chosen_experts=2,
+    )  # fmt: skip
+    model = StepTimeModel(shape, H200.speed)
+    one, all_of_them = model.weights_s(1) - model.dense_weights_s, model.expert_weights_s
+    assert one == pytest.approx(all_of_them / 4)
+    assert model.weights_s(1000) == pytest.approx(model.dense_weights_s + all_of_them)
+
+
+def test_prices_are_the_slopes_of_the_step_time() -> None:
+    model, costs = llama(), llama().token_costs()
+    assert costs.decode_ns(1000) == pytest.approx((model.token_s + model.sampled_row_s + 1000 * model.context_s) * 1e9, abs=1)
+    longer = step_s(model, 200, 1000, 5000, 2000) - step_s(model, 200, 1000, 5000, 1000)
+    assert costs.prefill_ns(6000, 1000) == pytest.approx(longer * 1e9, rel=1e-3)
+
+
+@pytest.mark.parametrize("decodes", [1, 30, 100, 200])
+@pytest.mark.parametrize("start", [0, 3000, 100_000])
+def test_a_step_with_a_chunk_lasts_as_long_as_the_target(decodes: int, start: int) -> None:
+    model = llama()
+    chunk = StepBudget(model, BudgetTargets(target_s=0.025)).prefill_tokens(decodes, decodes * 1000, start)
+    assert step_s(model, decodes, 1000, start, chunk) <= 0.025
+    assert step_s(model, decodes, 1000, start, chunk + 1) > 0.025
+
+
+def test_several_chunks_share_one_step() -> None:
+    model = llama()
+    budget = StepBudget(model)
+    budget.begin_step(50, 50_000)
+    chunks = [(start, budget.chunk(start, 200)) for start in (0, 40_000, 0, 500, 900, 0)]
+    assert chunks[0] == (0, 200)
+    assert chunks[-1] == (0, 0)
+    lasted_s = model.step_s(
+        num_tokens=50 + sum(count for _, count in chunks),
+        num_rows=50,
+        context_tokens=50_000 + sum(start for start, count in chunks if count),
+        attention_pairs=sum(count * (start + count / 2) for start, count in chunks),
+    )
+    assert 0.0245 < lasted_s <= 0.025
+
+
+def test_prefill_goes_on_beside_decodes_that_fill_the_step_alone() -> None:
+    budget = StepBudget(llama(), BudgetTargets(target_s=0.025, chunk_tokens_min=64))
+    budget.begin_step(256, 256 * 3000)
+    assert [budget.chunk(0, 1000), budget.chunk(0, 1000)] == [64, 0]
+
+
+def test_without_decodes_a_step_may_last_as_long_as_the_longest_gap() -> None:
+    targets = BudgetTargets(target_s=0.025, gap_max_s=0.05)
+    budget = StepBudget(llama(), targets)
+    assert budget.prefill_tokens(0, 0) > 1.7 * budget.prefill_tokens(1, 1)
+
+
+def test_the_budget_shrinks_when_the_device_is_slower_than_predicted() -> None:
+    budget = StepBudget(llama())
+    before = budget.prefill_tokens(10, 10_000)
+    for _ in range(500):
+        budget.observe(0.01, 0.02)
+    assert budget.scale == pytest.approx(2.0, abs=0.01)
+    assert budget.prefill_tokens(10, 10_000) < before / 2
+
+
+def test_one_absurd_measurement_moves_the_scale_little() -> None:
+    budget = StepBudget(llama())
+    budget.observe(0.01, 1e9)
+    assert budget.scale < 1 + SCALE_MAX / 60
+    budget.observe(0.0, 1.0)
