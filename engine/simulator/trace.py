@@ -98,9 +98,11 @@ class _Row:
         zone = fraction.lstrip("0123456789")
         digits = fraction.removesuffix(zone)
         try:
-            moment = datetime.fromisoformat(whole + zone)
+            moment = datetime.fromisoformat(whole + zone) if zone[:1] != "." else None
         except ValueError:
-            raise self.error(name, f"must be a date and a time like 2023-11-16 18:15:46.68, not {_shown(text)}") from None
+            moment = None
+        if moment is None:
+            raise self.error(name, f"must be a date and a time like 2023-11-16 18:15:46.68, not {_shown(text)}")
         if moment.tzinfo is None:
             moment = moment.replace(tzinfo=UTC)
         return moment.timestamp() + (float(f"0.{digits}") if digits else 0.0)

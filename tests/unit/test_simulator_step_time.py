@@ -13,8 +13,8 @@ LLAMA = MODELS["llama-3.1-8b"]
 PERFECT = Efficiency(bandwidth=1.0, flops=1.0, host_s=0.0)
 
 
-def llama(**options: int) -> StepTimeModel:
-    return StepTimeModel(LLAMA.shape, H200.speed, **options)
+def llama(kv_bytes: int = 2) -> StepTimeModel:
+    return StepTimeModel(LLAMA.shape, H200.speed, kv_bytes=kv_bytes)
 
 
 def step_s(model: StepTimeModel, decodes: int, context: int, start: int = 0, chunk: int = 0) -> float:
