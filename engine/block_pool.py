@@ -1,4 +1,4 @@
-"""Which KV block belongs to whom: reference counts, an LRU free list and the content hashes of full blocks. Integers only.
+"""Which KV block belongs to whom: reference counts, eviction order and the content hashes of full blocks. Integers only.
 
 A block is in exactly one of three states:
 
@@ -6,15 +6,16 @@ A block is in exactly one of three states:
     cached  reference count 0, but its content is known by hash: found again by `lookup`, or evicted when space is short
     free    reference count 0 and nothing worth keeping
 
-`used + cached + free == num_blocks` always. Allocation and release of one block cost O(1): the free list is an ordered
-dictionary that hands out its front; blocks without content return to the front, blocks with content to the back, so that
-eviction follows least recent use.
+`used + cached + free == num_blocks` always. Allocation, release and eviction of one block cost O(1): blocks without an owner
+stand in ordered dictionaries that hand out their front. Free blocks go first. Then goes the least recently used content
+that was never found again, then the least recently used of the rest (segmented LRU, Karedla, Love and Wherry, IEEE Computer
+1994); `protected_percent=0` makes it plain LRU.
 """
 
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 
@@ -24,81 +25,118 @@ class OutOfBlocks(AssertionError):
 
 @dataclass(slots=True)
 class Block:
-    """One block of `block_size` token slots in every layer's cache."""
+    """One block of `block_size` token slots in every layer's cache. `was_found`: shared when nobody owned it."""
 
     block_id: int
     ref_count: int = 0
     content_hash: bytes | None = None
+    was_found: bool = False
+
+
+def _discard(block_id: int, content_hash: bytes) -> None:
+    """What happens to evicted content when there is no host tier."""
 
 
 class BlockPool:
-    """All blocks of one engine. Only the scheduler calls the mutating methods."""
+    """All blocks of one engine. Raises `OutOfBlocks` or `AssertionError` on misuse; callers ask `num_available` first.
 
-    def __init__(self, num_blocks: int) -> None:
+    `on_evict(block_id, content_hash)` is told of content that is about to be overwritten.
+    """
+
+    def __init__(self, num_blocks: int, *, protected_percent: int = 0) -> None:
         self.num_blocks = num_blocks
+        self.on_evict: Callable[[int, bytes], None] = _discard
+        self._protected_max = num_blocks * protected_percent // 100
         self._blocks = [Block(block_id) for block_id in range(num_blocks)]
-        self._unused: OrderedDict[int, None] = OrderedDict((block_id, None) for block_id in range(num_blocks))
+        self._free: list[int] = list(range(num_blocks - 1, -1, -1))
+        self._probation: OrderedDict[int, None] = OrderedDict()  # cached, oldest use first
+        self._protected: OrderedDict[int, None] = OrderedDict()  # cached and found before, oldest use first
         self._by_hash: dict[bytes, int] = {}
-        self._num_unused_with_content = 0
 
     @property
     def num_available(self) -> int:
         """Blocks that `allocate` can hand out: free ones and cached ones."""
-        return len(self._unused)
+        return len(self._free) + len(self._probation) + len(self._protected)
 
     @property
     def num_used(self) -> int:
-        return self.num_blocks - len(self._unused)
+        return self.num_blocks - self.num_available
 
     @property
     def num_cached(self) -> int:
-        return self._num_unused_with_content
+        return len(self._probation) + len(self._protected)
 
     @property
     def num_free(self) -> int:
-        return len(self._unused) - self._num_unused_with_content
+        return len(self._free)
 
     def allocate(self, count: int) -> list[int]:
-        """Take `count` blocks with a reference count of one each, evicting the least recently used content if need be."""
-        if count > len(self._unused):
-            raise OutOfBlocks(f"asked for {count} of {len(self._unused)} available blocks")
+        """Take `count` blocks with a reference count of one each, evicting content in its order if need be."""
+        if count > self.num_available:
+            raise OutOfBlocks(f"asked for {count} of {self.num_available} available blocks")
         return [self._allocate_one() for _ in range(count)]
 
     def _allocate_one(self) -> int:
-        block_id, _ = self._unused.popitem(last=False)
+        block_id = self._free.pop() if self._free else self._evict()
         block = self._blocks[block_id]
-        assert block.ref_count == 0, f"block {block_id} was on the free list with {block.ref_count} references"
-        if block.content_hash is not None:
-            del self._by_hash[block.content_hash]
-            block.content_hash = None
-            self._num_unused_with_content -= 1
+        assert block.ref_count == 0, f"block {block_id} was unused with {block.ref_count} references"
         block.ref_count = 1
         return block_id
+
+    def _evict(self) -> int:
+        block_id, _ = (self._probation or self._protected).popitem(last=False)
+        content_hash = self._forget(self._blocks[block_id])
+        self.on_evict(block_id, content_hash)
+        return block_id
+
+    def _forget(self, block: Block) -> bytes:
+        content_hash = block.content_hash
+        assert content_hash is not None, f"block {block.block_id} was cached without content"
+        del self._by_hash[content_hash]
+        block.content_hash = None
+        block.was_found = False
+        return content_hash
+
+    def lend(self) -> int | None:
+        """A block for work outside of steps, whose content is dropped without a word; None when all are used."""
+        if not self.num_available:
+            return None
+        if not self._free:
+            block_id, _ = (self._probation or self._protected).popitem(last=False)
+            self._forget(self._blocks[block_id])
+            self._free.append(block_id)
+        return self._allocate_one()
 
     def share(self, block_id: int) -> None:
         """Add one owner to a block that is used or cached."""
         block = self._blocks[block_id]
         if block.ref_count == 0:
             assert block.content_hash is not None, f"block {block_id} has no content to share"
-            del self._unused[block_id]
-            self._num_unused_with_content -= 1
+            if block_id in self._probation:
+                del self._probation[block_id]
+            else:
+                del self._protected[block_id]
+            block.was_found = True
         block.ref_count += 1
 
     def release(self, block_table: Sequence[int]) -> None:
         """Give back one owner's blocks. Tail blocks go first, so that a chain is evicted from its end."""
         for block_id in reversed(block_table):
-            self._release_one(self._blocks[block_id])
+            block = self._blocks[block_id]
+            assert block.ref_count > 0, f"block {block_id} was released more often than taken"
+            block.ref_count -= 1
+            if block.ref_count == 0:
+                self._shelve(block)
 
-    def _release_one(self, block: Block) -> None:
-        assert block.ref_count > 0, f"block {block.block_id} was released more often than taken"
-        block.ref_count -= 1
-        if block.ref_count:
-            return
-        self._unused[block.block_id] = None
+    def _shelve(self, block: Block) -> None:
         if block.content_hash is None:
-            self._unused.move_to_end(block.block_id, last=False)
+            self._free.append(block.block_id)
+        elif block.was_found and self._protected_max:
+            self._protected[block.block_id] = None
+            if len(self._protected) > self._protected_max:
+                self._probation[self._protected.popitem(last=False)[0]] = None
         else:
-            self._num_unused_with_content += 1
+            self._probation[block.block_id] = None
 
     def register(self, block_id: int, content_hash: bytes) -> None:
         """Make a used, full block findable. The first block with a content wins; later twins stay private."""
@@ -111,19 +149,24 @@ class BlockPool:
     def lookup(self, content_hash: bytes) -> int | None:
         return self._by_hash.get(content_hash)
 
+    def ref_count(self, block_id: int) -> int:
+        return self._blocks[block_id].ref_count
+
     def is_used(self, block_id: int) -> bool:
         return self._blocks[block_id].ref_count > 0
 
     def check_invariants(self, block_tables: Iterable[Sequence[int]]) -> None:
         """Raise `AssertionError` unless the pool agrees with all live block tables."""
         owners = Counter(block_id for table in block_tables for block_id in table)
+        free, cached = set(self._free), {*self._probation, *self._protected}
         for block in self._blocks:
             assert block.ref_count == owners[block.block_id], (
                 f"block {block.block_id} counts {block.ref_count} owners but has {owners[block.block_id]}"
             )
-            assert (block.ref_count == 0) == (block.block_id in self._unused), f"block {block.block_id} is on the wrong list"
+            unused, has_content = block.ref_count == 0, block.content_hash is not None
+            assert (unused and not has_content) == (block.block_id in free), f"block {block.block_id} is wrongly (not) free"
+            assert (unused and has_content) == (block.block_id in cached), f"block {block.block_id} is wrongly (not) cached"
         hashed = {b.content_hash: b.block_id for b in self._blocks if b.content_hash is not None}
         assert hashed == self._by_hash, "the hash index and the blocks disagree"
-        idle_with_content = sum(1 for b in self._blocks if b.ref_count == 0 and b.content_hash is not None)
-        assert idle_with_content == self._num_unused_with_content, "the count of cached blocks is wrong"
+        assert len(self._protected) <= self._protected_max, "too many protected blocks"
         assert self.num_used + self.num_cached + self.num_free == self.num_blocks, "blocks leaked"

@@ -18,6 +18,7 @@ class HostTier:
         self._by_hash: OrderedDict[bytes, int] = OrderedDict()  # oldest use first
         self._unused = list(range(num_blocks - 1, -1, -1))
         self._pinned: set[bytes] = set()
+        self._arriving: set[bytes] = set()  # stored by this step: not to be read before the next
 
     @property
     def num_used(self) -> int:
@@ -33,7 +34,12 @@ class HostTier:
         if block_id is not None:
             self._by_hash[content_hash] = block_id
             self._pinned.add(content_hash)
+            self._arriving.add(content_hash)
         return block_id
+
+    def can_fetch(self, content_hash: bytes) -> bool:
+        """Whether a content is here and was already before this step."""
+        return content_hash in self._by_hash and content_hash not in self._arriving
 
     def _evict(self) -> int | None:
         """O(1) but for pinned blocks at the old end, which step aside to the new end: each at most once per step."""
@@ -61,6 +67,7 @@ class HostTier:
     def end_step(self) -> None:
         """The moves of the step are complete: what they named may be replaced from the next step on."""
         self._pinned.clear()
+        self._arriving.clear()
 
     def check_invariants(self) -> None:
         """Raise `AssertionError` unless every host block is held once or unused once."""

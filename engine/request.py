@@ -17,8 +17,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import TYPE_CHECKING, Any
 
 from engine.protocol import FinishReason, Priority, SamplingParams
+
+if TYPE_CHECKING:
+    from engine.fairness import Account
 
 
 class RequestStatus(StrEnum):
@@ -52,6 +56,10 @@ class Request:
 
     `token_ids` is prompt and output in one list. `stop_ids` are the ids that end it (end-of-sequence unless ignored, and
     the caller's own). `max_total_tokens` is prompt plus output, already bounded by the model's context.
+
+    From `block_hashes` on the scheduler keeps its own notes: names of full blocks and the running hash behind the last of
+    them, prompt blocks it was promised but does not hold yet, tokens it had computed when it was preempted, steps (of its last
+    chunk, of the next time it needs a block), whether it started because its class had waited for too long, and who pays.
     """
 
     request_id: str
@@ -69,7 +77,6 @@ class Request:
     forked_from: Request | None = None
     status: RequestStatus = RequestStatus.QUEUED
     block_table: list[int] = field(default_factory=list)
-    block_hashes: list[bytes] = field(default_factory=list)
     num_computed_tokens: int = 0
     num_prompt_tokens_computed: int = 0
     num_cached_tokens: int = 0
@@ -77,6 +84,15 @@ class Request:
     num_skips: int = 0
     first_scheduled_s: float | None = None
     finish_reason: FinishReason | None = None
+    block_hashes: list[bytes] = field(default_factory=list)
+    prefix_hash: Any = None
+    prefix_is_blessed: bool = False
+    num_promised_blocks: int = 0
+    num_lost_tokens: int = 0
+    scheduled_step: int = -1
+    growth_step: int = -1
+    is_aged: bool = False
+    account: Account | None = None
 
     @property
     def num_tokens(self) -> int:

@@ -1,68 +1,45 @@
 """Which tokens of which requests the next step computes, under one token budget and a fixed number of blocks. Knows no torch.
 
-A step is `schedule()` → run → `apply()`. The budget is dealt to decodes first, then to prefills under way, then to waiting
-requests. A request gets the blocks of its whole prompt when it is admitted, so only decodes grow; when none is left for an
-older one, the youngest running request gives all of its blocks back and is computed again later (recompute preemption).
-The oldest running request can therefore always go on, and `schedule()` touches running requests and a bounded number of
-waiting ones, never the whole queue.
+A step is `schedule()` → run → `apply()`. Decodes come first, then prefill chunks in the order that the policy gives: prefills
+under way and waiting requests that can start, until the step is full. A request starts when there is a seat, when its whole
+prompt fits, and when the predicted peak of KV use fits too (`engine.admission`). When the prediction fails and a decode finds
+no block, the policy names who gives all of its blocks back and goes on later.
+
+The cost of a step is that of what changes in it. A decoding request has one `ScheduledRequest` for as long as it decodes, its
+service is charged in closed form, and a calendar knows in which step it needs its next block. The waiting line, the tenants
+and the cache are never walked through.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from itertools import islice
 
-from engine.admission_cost import TokenCosts
+from engine.admission import Admission
+from engine.admission_cost import PS_PER_NS, TokenCosts
 from engine.block_pool import BlockPool
+from engine.decode_set import DecodeSet
+from engine.drafting import Drafting
 from engine.errors import EngineConfigError
+from engine.fair_policy import FairPolicy
+from engine.fairness import Account, Accounts
 from engine.host_tier import HostTier
+from engine.kv_blocks import KvBlocks
+from engine.policy import Policy, PolicyContext, Start
 from engine.prefix_cache import PrefixCache
-from engine.protocol import FinishReason, SamplingParams, TokenEvent, TokenLogprob
+from engine.protocol import FinishReason, SamplingParams, TenantProgress, TokenEvent
 from engine.request import Request, RequestStatus
 from engine.scheduled_batch import ScheduledBatch, ScheduledRequest, StepOutput
+from engine.scheduler_checks import check_scheduler
+from engine.scheduler_limits import SchedulerLimits as SchedulerLimits
+from engine.scheduler_limits import SchedulerTotals
+from engine.speculative import Drafter
 from engine.step_budget import StepBudget
+from engine.token_events import token_event
+from engine.waiting import Deadlines, ParkedForks
 
-LOOKAHEAD_REQUESTS = 8
-"""Waiting requests looked at per step behind one that does not fit."""
-
-SKIPS_MAX = 32
-"""Younger requests that may pass one that does not fit; then everybody waits for it, so that it cannot starve."""
-
-WATERMARK_DIVISOR = 64
-"""One block of so many is kept from admissions while others run: room to grow before somebody must be preempted."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SchedulerLimits:
-    """Bounds of one engine. Raises `EngineConfigError` for combinations under which a request could never finish."""
-
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    max_model_len: int
-    block_size: int
-
-    def __post_init__(self) -> None:
-        for option in ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "block_size"):
-            if getattr(self, option) < 1:
-                raise EngineConfigError(option, f"must be at least 1, not {getattr(self, option)}")
-        if self.max_num_batched_tokens < self.max_num_seqs:
-            raise EngineConfigError(
-                "max_num_batched_tokens",
-                f"must be at least max_num_seqs ({self.max_num_seqs}), not {self.max_num_batched_tokens}",
-            )
-
-
-@dataclass(slots=True)
-class SchedulerTotals:
-    """Counters since start. A prompt counts once, when its prefill is first complete, however often it is recomputed."""
-
-    prompt_tokens: int = 0
-    generation_tokens: int = 0
-    prefix_cache_hit_tokens: int = 0
-    preemptions: int = 0
+PREEMPTIONS_PER_STEP = 4
+"""Requests that may be preempted for a waiting one in one step."""
 
 
 class Scheduler:
@@ -78,7 +55,10 @@ class Scheduler:
         prefix_cache: PrefixCache | None = None,
         host_tier: HostTier | None = None,
         step_budget: StepBudget | None = None,
+        drafter: Drafter | None = None,
+        policy: Callable[[PolicyContext], Policy] = FairPolicy,
     ) -> None:
+        """Without a `prefix_cache` nothing is shared, but preempted requests still find their own blocks again."""
         if pool.num_blocks * limits.block_size < limits.max_model_len:
             raise EngineConfigError(
                 "max_model_len",
@@ -86,49 +66,73 @@ class Scheduler:
             )
         self.limits = limits
         self.pool = pool
-        self.totals = SchedulerTotals()
         self.costs = TokenCosts() if costs is None else costs
-        self.host_tier = host_tier
-        self._step_budget = step_budget
+        self.totals = SchedulerTotals()
+        self.accounts = Accounts(self.costs)
+        prefix_cache = prefix_cache or PrefixCache(pool, limits.block_size, is_shared=False)
+        self.kv = KvBlocks(pool, limits.block_size, costs=self.costs, prefix_cache=prefix_cache, host_tier=host_tier)
+        self.policy = policy(PolicyContext(self.accounts, self.kv, limits.max_num_seqs))
         self._clock = clock
-        self._prefix_cache = prefix_cache
-        self._waiting: OrderedDict[Request, None] = OrderedDict()
-        self._running: list[Request] = []
-        self._watermark_blocks = pool.num_blocks // WATERMARK_DIVISOR
+        self._step_budget = step_budget
+        self._admission = Admission(self.accounts, self.kv, limits.block_size, max_num_seqs=limits.max_num_seqs)
+        self._decodes = DecodeSet(self.accounts, limits.block_size)
+        self._drafting = (
+            None
+            if drafter is None
+            else Drafting(drafter, self.accounts, self.kv, self._decodes, self.totals, limits.block_size)
+        )
+        self._deadlines = Deadlines()
+        self._forks = ParkedForks()
+        self._waiting: dict[Request, None] = {}
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiting)
+        return len(self._waiting) + len(self._forks)
 
     @property
     def num_running(self) -> int:
-        return len(self._running)
+        return len(self.accounts.running_requests)
 
     @property
     def has_requests(self) -> bool:
-        return bool(self._waiting or self._running)
+        return bool(self._waiting or self.accounts.running_requests or self._forks)
 
     @property
     def running(self) -> Sequence[Request]:
-        return self._running
+        """By age."""
+        return list(self.accounts.running_requests)
 
     def waiting(self) -> Iterable[Request]:
-        return self._waiting
+        """In the order of arrival or preemption; the policy decides who goes first."""
+        yield from self._waiting
+        yield from self._forks
+
+    def live(self) -> Iterator[Request]:
+        yield from self.accounts.running_requests
+        yield from self.waiting()
 
     def add(self, request: Request) -> None:
-        """Queue a new request. Its id must be new among the live ones and its length within `max_model_len`."""
+        """Queue a new request. Its length must be within `max_model_len`."""
         assert request.max_total_tokens <= self.limits.max_model_len, f"request {request.request_id} exceeds the context"
         assert request not in self._waiting, f"request {request.request_id} is queued twice"
-        self._waiting[request] = None
+        self._deadlines.add(request)
+        self._wait(request)
 
     def add_fork(self, request: Request) -> None:
-        """Queue a further answer of `request.forked_from`, whose prompt blocks it shares when they are computed."""
+        """Queue a further answer of `request.forked_from`: it shares the prompt blocks of that one once they are computed."""
         assert request.forked_from is not None, f"request {request.request_id} is no fork"
-        self.add(request)
+        self._deadlines.add(request)
+        if not self._forks.park(request):
+            self._wait(request)
 
-    def expire(self) -> list[TokenEvent]:
-        """End the requests that waited for longer than their `queue_deadline_s`."""
-        return []
+    def _wait(self, request: Request, *, first: bool = False) -> None:
+        account = self.accounts.find(request.tenant_id, request.priority, request.weight)
+        if request.weight != account.weight:
+            self.policy.reweigh(account, request.weight)
+        request.account = account
+        self._waiting[request] = None
+        self.accounts.wait(account, request, first=first)
+        self.policy.waits(request)
 
     def abort(self, request: Request) -> TokenEvent | None:
         """End a live request now and free its blocks; None when it has ended before."""
@@ -136,170 +140,231 @@ class Scheduler:
 
     def fail(self, request: Request, error: str, param: str | None = None) -> TokenEvent:
         """End a live request because its computation failed; `param` names the field that is to blame."""
-        return self._end(request, FinishReason.ERROR, error=error, error_param=param)
+        event = self._end(request, FinishReason.ERROR)
+        event.error, event.error_param = error, param
+        return event
+
+    def expire(self) -> list[TokenEvent]:
+        """End the requests that were not scheduled before their `queue_deadline_s`."""
+        return [self._end(request, FinishReason.DEADLINE) for request in self._deadlines.expired(self._clock())]
 
     def schedule(self) -> ScheduledBatch:
         """Plan one step. An empty batch means that no request is live."""
-        batch = ScheduledBatch()
-        self._schedule_decodes(batch)
-        self._continue_prefills(batch)
-        self._admit_waiting(batch)
+        self.policy.begin_step()
+        self._pace()
+        self._make_room()
+        self._grow_decodes()
+        self.accounts.step += 1
+        self._admission.renew_forecast()
+        batch = ScheduledBatch(decodes=list(self._decodes.items.values()))
+        batch.num_tokens = len(batch.decodes)
+        if self._drafting is not None:
+            left = self.limits.max_num_batched_tokens - batch.num_tokens
+            self._drafting.plan(batch, left // 2 if self._waiting or self.accounts.prefilling else left)
+        self._deal_prefills(batch)
+        batch.moves = self.kv.take_moves()
         assert batch.num_tokens <= self.limits.max_num_batched_tokens, "the token budget was exceeded"
         assert batch.num_tokens or not self.has_requests, "requests are live but none can go on"
         return batch
 
-    def _schedule_decodes(self, batch: ScheduledBatch) -> None:
-        index = 0
-        while index < len(self._running):
-            request = self._running[index]
-            index += 1
-            if request.status is RequestStatus.DECODE and self._grow_by_one(request):
-                batch.add_decode(request)
+    def _pace(self) -> None:
+        pause, resume = self.policy.holds()
+        for account in pause:
+            self._decodes.pause(account)
+        for account in resume:
+            self._decodes.resume(account)
 
-    def _grow_by_one(self, request: Request) -> bool:
-        """Room for one more token of `request`, at the cost of younger ones; False when it was itself the youngest."""
-        if request.num_computed_tokens < len(request.block_table) * self.limits.block_size:
-            return True
-        while not self.pool.num_available:
-            victim = self._running[-1]
+    def _make_room(self) -> None:
+        """Preempt for a waiting request that is entitled to more than it has."""
+        for _ in range(PREEMPTIONS_PER_STEP):
+            applicant = self.policy.applicant()
+            if applicant is None or self._admission.can_start(applicant) is not Start.NO_ROOM:
+                return
+            victim = self.policy.victim(applicant)
+            if victim is None:
+                return
             self.preempt(victim)
-            if victim is request:
+
+    def _grow_decodes(self) -> None:
+        """A block for each decode that needs one, at the cost of whom the policy names."""
+        for request in self._decodes.take_due():
+            while request in self._decodes.items and not self.kv.num_spare:
+                self.preempt(self.policy.growth_victim(self.accounts.running_requests))
+            if request in self._decodes.items:
+                self.kv.extend(request, request.num_computed_tokens + 1)
+                self._decodes.expect(request)
+
+    def _charge(self, request: Request, start: int, num_tokens: int) -> None:
+        account = _account(request)
+        self.accounts.charge(account, self.costs.prefill_ps(start, num_tokens))
+        self.policy.charged(account)
+
+    def _deal_prefills(self, batch: ScheduledBatch) -> None:
+        if self._step_budget is not None:
+            self._step_budget.begin_step(len(batch.decodes), self.accounts.all.context_at(self.accounts.step))
+        while batch.num_tokens < self.limits.max_num_batched_tokens:
+            can_start = self._admission.can_start if self._admission.has_seat else None
+            request = self.policy.next_turn(can_start)
+            if request is None or not self._add_chunk(batch, request):
+                return
+
+    def _add_chunk(self, batch: ScheduledBatch, request: Request) -> bool:
+        """Compute the next part of a prompt; False when the step is full."""
+        start = self._admission.first_position(request)
+        num_tokens = min(self.limits.max_num_batched_tokens - batch.num_tokens, request.num_tokens - start)
+        if self._step_budget is not None:
+            num_tokens = self._step_budget.chunk(start, num_tokens)
+            if not num_tokens:
                 return False
-        request.block_table += self.pool.allocate(1)
+        if request.status is RequestStatus.QUEUED:
+            self._start(request)
+        self.kv.extend(request, start + num_tokens)
+        batch.add_prefill(request, num_tokens)
+        request.scheduled_step = self.accounts.step
+        self._admission.advance(request)
+        self._charge(request, start, num_tokens)
         return True
 
+    def _start(self, request: Request) -> None:
+        account = _account(request)
+        del self._waiting[request]
+        self._admission.start(request)
+        self.accounts.start(account, request)
+        self.policy.left(request)
+        self.policy.started(request)
+        request.move_to(RequestStatus.PREFILL)
+        num_lost = request.num_lost_tokens - request.num_computed_tokens
+        if num_lost > 0:
+            self.totals.recomputed_tokens += num_lost
+            self.policy.wasted(self.costs.recompute_ns(request.num_computed_tokens, num_lost) * PS_PER_NS)
+        if request.first_scheduled_s is None:
+            self._count_first_schedule(request)
+
+    def _count_first_schedule(self, request: Request) -> None:
+        """A preempted request finds its own blocks again: that is no discount, so only the first match counts."""
+        request.first_scheduled_s = self._clock()
+        request.num_cached_tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
+        request.num_prompt_tokens_computed = request.num_cached_tokens
+        if request.forked_from is None:
+            self.totals.prefix_cache_hit_tokens += request.num_cached_tokens
+
     def preempt(self, request: Request) -> None:
-        """Take a running request's blocks; it waits first in line and goes on later."""
-        self._running.remove(request)
-        self._release_blocks(request)
+        """Take a running request's blocks; it waits first in its tenant's line and goes on later."""
+        request.num_lost_tokens = request.num_computed_tokens
+        self._wait(request, first=True)
+        self._stop(request, is_preempted=True)
         request.move_to(RequestStatus.QUEUED)
         request.num_computed_tokens = 0
         request.num_preemptions += 1
         self.totals.preemptions += 1
-        self._waiting[request] = None
-        self._waiting.move_to_end(request, last=False)
 
-    def _continue_prefills(self, batch: ScheduledBatch) -> None:
-        for request in self._running:
-            if request.status is RequestStatus.PREFILL:
-                self._add_chunk(batch, request)
-
-    def _add_chunk(self, batch: ScheduledBatch, request: Request) -> None:
-        budget = self.limits.max_num_batched_tokens - batch.num_tokens
-        num_tokens = min(budget, request.num_tokens - request.num_computed_tokens)
-        if num_tokens:
-            batch.add_prefill(request, num_tokens)
-
-    def _admit_waiting(self, batch: ScheduledBatch) -> None:
-        while len(self._running) < self.limits.max_num_seqs and batch.num_tokens < self.limits.max_num_batched_tokens:
-            request = self._next_waiting()
-            if request is None:
-                return
-            self._admit(request)
-            self._add_chunk(batch, request)
-
-    def _next_waiting(self) -> Request | None:
-        """The one place that decides who is served next: the oldest that fits, within the bounds on overtaking."""
-        passed: list[Request] = []
-        for request in islice(self._waiting, LOOKAHEAD_REQUESTS):
-            if self._fits(request):
-                for overtaken in passed:
-                    overtaken.num_skips += 1
-                return request
-            if request.num_skips >= SKIPS_MAX:
-                return None
-            passed.append(request)
-        return None
-
-    def _fits(self, request: Request) -> bool:
-        matched = self._match(request)
-        available = self.pool.num_available - sum(1 for block_id in matched if not self.pool.is_used(block_id))
-        needed = self._blocks_for(request.num_tokens) - len(matched)
-        return needed <= available - (self._watermark_blocks if self._running else 0)
-
-    def _blocks_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.limits.block_size)
-
-    def _match(self, request: Request) -> list[int]:
-        return [] if self._prefix_cache is None else self._prefix_cache.match(request)
-
-    def _admit(self, request: Request) -> None:
-        del self._waiting[request]
-        matched = self._match(request)
-        for block_id in matched:
-            self.pool.share(block_id)
-        request.block_table = matched + self.pool.allocate(self._blocks_for(request.num_tokens) - len(matched))
-        request.num_computed_tokens = len(matched) * self.limits.block_size
-        self._count_first_schedule(request)
-        request.move_to(RequestStatus.PREFILL)
-        self._running.append(request)
-
-    def _count_first_schedule(self, request: Request) -> None:
-        """A preempted request finds its own blocks again: that is no discount, so only the first match counts."""
-        if request.first_scheduled_s is not None:
-            return
-        request.first_scheduled_s = self._clock()
-        request.num_cached_tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
-        request.num_prompt_tokens_computed = request.num_cached_tokens
-        self.totals.prefix_cache_hit_tokens += request.num_cached_tokens
+    def _stop(self, request: Request, *, is_preempted: bool = False) -> None:
+        """Take the seat and the blocks of a running request."""
+        account = _account(request)
+        self._decodes.remove(request)
+        self._admission.stop(request, is_preempted=is_preempted)
+        self.accounts.stop(account, request)
+        self.policy.settled(account)
 
     def apply(self, batch: ScheduledBatch, outputs: Sequence[StepOutput]) -> list[TokenEvent]:
         """Take over what a step computed: `outputs[i]` belongs to `batch.items[i]`. Returns the events to send."""
-        events = (self._apply_one(item, output) for item, output in zip(batch.items, outputs, strict=True))
-        return [event for event in events if event is not None]
+        events: list[TokenEvent] = []
+        for item, output in zip(batch.items, outputs, strict=True):
+            request = item.request
+            if output.error is not None:
+                if request.status is RequestStatus.DECODE:
+                    request.num_computed_tokens += 1  # that token was booked when the step was planned
+                events.append(self.fail(request, output.error, output.error_param))
+            elif request.status is RequestStatus.DECODE:
+                events.append(self._apply_decode(request, item, output))
+            else:
+                event = self._apply_prefill(request, item, output)
+                if event is not None:
+                    events.append(event)
+        return events
 
-    def _apply_one(self, item: ScheduledRequest, output: StepOutput) -> TokenEvent | None:
-        request = item.request
-        if output.error is not None:
-            return self.fail(request, output.error)
-        self._advance(request, item)
-        if not item.samples:
-            return None
-        assert len(output.token_ids) == 1, f"request {request.request_id} sampled {len(output.token_ids)} tokens"
-        if request.status is RequestStatus.PREFILL:
-            request.move_to(RequestStatus.DECODE)
-        self.totals.generation_tokens += 1
-        reason = request.append(output.token_ids[0])
-        if reason is not None:
-            return self._end(request, reason, token_ids=output.token_ids, logprobs=output.logprobs)
-        return token_event(request, token_ids=output.token_ids, logprobs=output.logprobs)
+    def _apply_decode(self, request: Request, item: ScheduledRequest, output: StepOutput) -> TokenEvent:
+        num_computed = item.start + len(output.token_ids)
+        request.num_computed_tokens = num_computed
+        if item.num_draft_tokens:
+            assert self._drafting is not None
+            self._drafting.settle(request, item, len(output.token_ids) - 1)
+        if num_computed // self.limits.block_size > item.start // self.limits.block_size and self.kv.prefix_cache.is_shared:
+            self.kv.prefix_cache.register(request, item.start)
+        item.start = num_computed
+        return self._take_tokens(request, output)
 
-    def _advance(self, request: Request, item: ScheduledRequest) -> None:
+    def _apply_prefill(self, request: Request, item: ScheduledRequest, output: StepOutput) -> TokenEvent | None:
         request.num_computed_tokens = item.start + item.num_tokens
+        num_known = request.num_prompt_tokens_computed - item.start  # prompt tokens that were computed before a preemption
         if request.num_prompt_tokens_computed < request.num_prompt_tokens:
-            computed = min(request.num_computed_tokens, request.num_prompt_tokens)
-            request.num_prompt_tokens_computed = max(request.num_prompt_tokens_computed, computed)
-            if computed == request.num_prompt_tokens:
-                self.totals.prompt_tokens += computed
-        if self._prefix_cache is not None:
-            self._prefix_cache.register(request, item.start)
+            self._count_prompt(request)
+        if output.prompt_logprobs and num_known > 0:
+            output.prompt_logprobs = output.prompt_logprobs[num_known:]
+        if self.kv.prefix_cache.is_shared:
+            self.kv.prefix_cache.register(request, item.start)
+        if not item.samples:
+            self._admission.advance(request)
+            if not output.prompt_logprobs:
+                return None
+            event = token_event(request, [])
+            event.prompt_logprobs = output.prompt_logprobs
+            return event
+        self._admission.computed(request)
+        self._start_decoding(request)
+        return self._take_tokens(request, output)
 
-    def _end(
-        self,
-        request: Request,
-        reason: FinishReason,
-        *,
-        token_ids: list[int] | None = None,
-        logprobs: list[TokenLogprob] | None = None,
-        error: str | None = None,
-        error_param: str | None = None,
-    ) -> TokenEvent:
+    def _count_prompt(self, request: Request) -> None:
+        computed = min(request.num_computed_tokens, request.num_prompt_tokens)
+        request.num_prompt_tokens_computed = max(request.num_prompt_tokens_computed, computed)
+        if computed == request.num_prompt_tokens and request.forked_from is None:
+            self.totals.prompt_tokens += computed
+
+    def _start_decoding(self, request: Request) -> None:
+        account = _account(request)
+        request.move_to(RequestStatus.DECODE)
+        self.accounts.finish_prefill(account, request)
+        self._decodes.add(request)
+        self.policy.settled(account)
+        self.policy.charged(account)
+        for fork in reversed(self._forks.take(request)):
+            self._wait(fork, first=True)
+
+    def _take_tokens(self, request: Request, output: StepOutput) -> TokenEvent:
+        """Append what was sampled up to the first token that ends the request; tokens behind it never existed."""
+        token_ids, logprobs = output.token_ids, output.logprobs
+        assert token_ids, f"request {request.request_id} sampled no token"
+        number, reason = 0, None
+        while reason is None and number < len(token_ids):
+            reason = request.append(token_ids[number])
+            number += 1
+        if number < len(token_ids):
+            token_ids, logprobs = token_ids[:number], logprobs and logprobs[:number]
+        self.totals.generation_tokens += number
+        event = token_event(request, token_ids) if reason is None else self._end(request, reason, token_ids)
+        event.logprobs, event.prompt_logprobs = logprobs, output.prompt_logprobs
+        return event
+
+    def _end(self, request: Request, reason: FinishReason, token_ids: list[int] | None = None) -> TokenEvent:
+        account = request.account
         if request in self._waiting:
             del self._waiting[request]
-        else:
-            self._running.remove(request)
-        self._release_blocks(request)
+            self.accounts.quit(_account(request), request)
+            self.policy.left(request)
+        elif not self._forks.leave(request):
+            self._stop(request)
+        if account is not None and reason in (FinishReason.STOP, FinishReason.LENGTH):
+            account.record_output(request.num_output_tokens)
         request.finish(reason)
-        return token_event(request, token_ids=token_ids or [], logprobs=logprobs, error=error, error_param=error_param)
-
-    def _release_blocks(self, request: Request) -> None:
-        self.pool.release(request.block_table)
-        request.block_table = []
+        for fork in self._forks.take(request):
+            self._wait(fork)
+        return token_event(request, token_ids or [])
 
     @contextmanager
     def probe(self) -> Iterator[ScheduledRequest | None]:
         """One greedy token after token 0, in a block lent for the time of the context; None when no block is available."""
-        if not self.pool.num_available:
+        block_id = self.pool.lend() if self.kv.num_spare > 0 else None
+        if block_id is None:
             yield None
             return
         request = Request(
@@ -311,53 +376,22 @@ class Scheduler:
             max_total_tokens=2,
             stop_ids=frozenset(),
             arrived_s=self._clock(),
-            block_table=self.pool.allocate(1),
+            block_table=[block_id],
         )
         try:
             yield ScheduledRequest(request, 0, 1, samples=True)
         finally:
-            self._release_blocks(request)
+            self.kv.release(request)
 
-    def live(self) -> Iterator[Request]:
-        """Every live request: running ones by age, then waiting ones in the order of the queue."""
-        yield from self._running
-        yield from self._waiting
+    def tenants(self) -> list[TenantProgress]:
+        """What every active tenant has, over all classes."""
+        return self.accounts.progress()
 
     def check_invariants(self) -> None:
-        """Raise `AssertionError` unless blocks, requests and limits agree. For tests and for the idle engine."""
-        self.pool.check_invariants(request.block_table for request in self.live())
-        assert len(self._running) <= self.limits.max_num_seqs, "more requests run than max_num_seqs"
-        for request in self._running:
-            assert request.status in (RequestStatus.PREFILL, RequestStatus.DECODE), (
-                f"{request.request_id} runs while {request.status}"
-            )
-            slots = len(request.block_table) * self.limits.block_size
-            assert request.num_computed_tokens <= slots, f"{request.request_id} computed more tokens than it has slots"
-        for request in self._waiting:
-            assert request.status is RequestStatus.QUEUED, f"{request.request_id} waits while {request.status}"
-            assert not request.block_table, f"{request.request_id} waits and holds blocks"
+        """Raise `AssertionError` unless blocks, requests, accounts and limits agree. For tests and for the idle engine."""
+        check_scheduler(self)
 
 
-def token_event(
-    request: Request,
-    *,
-    token_ids: list[int],
-    logprobs: list[TokenLogprob] | None = None,
-    error: str | None = None,
-    error_param: str | None = None,
-) -> TokenEvent:
-    """The wire form of what just happened to `request`, with its exact counts."""
-    return TokenEvent(
-        request_id=request.request_id,
-        token_ids=token_ids,
-        num_output_tokens=request.num_output_tokens,
-        num_prompt_tokens_computed=request.num_prompt_tokens_computed,
-        num_cached_tokens=request.num_cached_tokens,
-        num_preemptions=request.num_preemptions,
-        queue_s=request.queue_s,
-        logprobs=logprobs,
-        finish_reason=request.finish_reason,
-        error=error,
-        index=request.index,
-        error_param=error_param,
-    )
+def _account(request: Request) -> Account:
+    assert request.account is not None, f"request {request.request_id} has no account"
+    return request.account

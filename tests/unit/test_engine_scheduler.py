@@ -6,11 +6,12 @@ import pytest
 
 from engine.block_pool import BlockPool, OutOfBlocks
 from engine.errors import EngineConfigError
+from engine.policy import LOOK_REQUESTS, SKIPS_MAX
 from engine.prefix_cache import PrefixCache
 from engine.protocol import SamplingParams
 from engine.request import IllegalTransition, Request, RequestStatus
 from engine.scheduled_batch import ScheduledBatch, StepOutput
-from engine.scheduler import LOOKAHEAD_REQUESTS, SKIPS_MAX, Scheduler, SchedulerLimits
+from engine.scheduler import Scheduler, SchedulerLimits
 
 BLOCK_SIZE = 4
 
@@ -67,8 +68,11 @@ def test_no_more_requests_run_than_there_are_seats() -> None:
     assert plan(step(scheduler)) == [("c", 2)]
 
 
-def test_when_blocks_run_out_the_youngest_gives_way_and_goes_on_later() -> None:
+def test_when_a_prediction_fails_the_youngest_gives_way_and_goes_on_later() -> None:
     scheduler = make_scheduler(num_blocks=4)
+    for _ in range(3):  # short answers so far: both are expected to end at once
+        scheduler.add(make_request("short", 1, max_tokens=1))
+        step(scheduler)
     old, young = make_request("old", 7, max_tokens=8), make_request("young", 7, max_tokens=8)
     for request in (old, young):
         scheduler.add(request)
@@ -79,8 +83,21 @@ def test_when_blocks_run_out_the_youngest_gives_way_and_goes_on_later() -> None:
     while scheduler.has_requests:
         step(scheduler)
     assert (old.num_preemptions, old.num_output_tokens, young.num_output_tokens) == (0, 8, 8)
-    assert scheduler.totals.prompt_tokens == 14, "a prompt that is computed again counts once"
-    assert scheduler.totals.generation_tokens == 16
+    assert scheduler.totals.prompt_tokens == 17, "a prompt that is computed again counts once"
+    assert scheduler.totals.generation_tokens == 19
+
+
+def test_nobody_starts_who_would_run_short_of_blocks_as_predicted() -> None:
+    scheduler = make_scheduler(num_blocks=4)
+    old, young = make_request("old", 7, max_tokens=8), make_request("young", 7, max_tokens=8)
+    for request in (old, young):
+        scheduler.add(request)
+    while not old.is_finished:
+        assert young.status is RequestStatus.QUEUED
+        step(scheduler)
+    while scheduler.has_requests:
+        step(scheduler)
+    assert scheduler.totals.preemptions == 0
 
 
 def test_small_requests_pass_one_that_does_not_fit_but_not_for_ever() -> None:
@@ -104,7 +121,7 @@ def test_a_step_looks_at_a_bounded_part_of_the_queue() -> None:
     scheduler = make_scheduler(num_blocks=8, max_num_seqs=8)
     scheduler.add(make_request("holder", 16, max_tokens=16))
     step(scheduler)
-    for number in range(LOOKAHEAD_REQUESTS):
+    for number in range(LOOK_REQUESTS):
         scheduler.add(make_request(f"big {number}", 28))
     scheduler.add(make_request("small", 1))
     assert plan(step(scheduler)) == [("holder", 1)]

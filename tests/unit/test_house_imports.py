@@ -19,6 +19,8 @@ SIMULATOR = {
 # The pure half of the engine: integers and text, so that a laptop with no torch can test it.
 ENGINE_PURE = {
     "errors", "request", "block_pool", "prefix_cache", "host_tier", "admission_cost", "scheduler", "scheduled_batch",
+    "scheduler_limits", "scheduler_checks", "admission", "policy", "fair_policy", "fairness", "kv_blocks", "kv_forecast",
+    "decode_set", "drafting", "waiting", "token_events",
     "step_time", "step_budget", *SIMULATOR, "config", "options", "transport",
     "sampling_params", "request_checks", "randomness", "models.families", "rope_config", "window_config",
     "chat_template", "answer_text", "bad_words", "text", "outputs", "completion", "prompts", "progress",

@@ -1,0 +1,329 @@
+"""Fair shares between tenants: deficit round robin in predicted device time, with preemption. The product's policy.
+
+Entitlement   An account may start requests while its deficit is positive. When nobody who waits is entitled, the level rises
+              by a quantum. Among the entitled, prefills under way go first, then the longest cached prefix, then age.
+Room          Seats and blocks belong to the backlogged accounts in proportion to weight. Somebody entitled who finds no room
+              takes it from the youngest request of who holds most, or of who is furthest ahead, never from its equals.
+Pace          An account further ahead than `cap` pauses until the level has caught up. This makes the bound provable.
+Classes       A lower class starts only what no higher class can, and every `AGEING_STEPS` one request whatever waits above.
+
+`docs/fairness.md` derives the bound 2(U + Q). The skeleton is deficit longest prefix match (arXiv 2501.14312).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import islice
+
+from engine.fairness import Account, Backlog
+from engine.policy import LOOK_REQUESTS, CanStart, PolicyContext, first_to_start, under_way
+from engine.protocol import Priority
+from engine.request import Request, RequestStatus
+
+LOOK_ACCOUNTS = 8
+"""Accounts looked at for a start; the others of the round come first the next time."""
+
+AGEING_ROUNDS = 4
+"""Rounds after which the oldest request of a tenant is no longer passed for a longer cached prefix."""
+
+AGEING_STEPS = 512
+"""Steps without a start after which a lower class starts one request before the higher ones."""
+
+QUANTUM_TOKENS = 512
+"""The quantum is what a chunk of so many prompt tokens costs."""
+
+HYSTERESIS_QUANTA, CAP_QUANTA = 4, 8
+SEAT_PERCENT = 87
+"""A seat moves to an account that has one already only if its share stays so far below the other's: no churn at the border."""
+
+BLOCK_SCALE = 1 << 20
+RANK = {priority: rank for rank, priority in enumerate(Priority)}
+
+WATCH_STEPS_MAX = 256
+"""An account is looked at at least so often; the calendar of looks stays short."""
+
+WASTE_PERCENT, WASTE_FREE_QUANTA = 2, 64
+"""Preemption for service stops when more than this share of all service was computed twice; so many quanta are free."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FairSettings:
+    """In picoseconds per unit of weight. Q: what idling earns at most. An account ahead of the level by more than
+    `hysteresis_ps` may lose a seat to somebody entitled; ahead by more than `cap_ps` it pauses."""
+
+    quantum_ps: int
+    hysteresis_ps: int
+    cap_ps: int
+
+
+class FairPolicy:
+    """See the module. One backlog per class; an account stands in it while it has waiting requests or prefills under way."""
+
+    def __init__(self, context: PolicyContext, settings: FairSettings | None = None) -> None:
+        quantum_ps = context.accounts.costs.prefill_ps(0, QUANTUM_TOKENS)
+        self.settings = settings or FairSettings(
+            quantum_ps=quantum_ps, hysteresis_ps=HYSTERESIS_QUANTA * quantum_ps, cap_ps=CAP_QUANTA * quantum_ps
+        )
+        self.backlogs = {p: Backlog(self.settings.quantum_ps, self.settings.cap_ps) for p in Priority}
+        self.wasted_ps = 0
+        self._context = context
+        self._accounts = context.accounts
+        self._started_step = dict.fromkeys(Priority, 0)
+        self._watched: dict[int, list[Account]] = {}
+        self._ahead: dict[Account, None] = {}
+        self._held: dict[Account, None] = {}
+        self._num_waiting = dict.fromkeys(Priority, 0)
+        self._reserved: Request | None = None  # was passed so often that nobody starts before it
+        self._fruitless: tuple[int, Request] | None = None  # nothing has changed since no victim was found
+
+    def waits(self, request: Request) -> None:
+        account = _account(request)
+        backlog = self.backlogs[account.priority]
+        self._note_head(account)
+        if not self._num_waiting[account.priority]:
+            self._started_step[account.priority] = self._accounts.step
+        self._num_waiting[account.priority] += 1
+        self._fruitless = None
+        if account.round is None:
+            backlog.join(account, self._accounts.step)
+            self._look_at(account)
+
+    def left(self, request: Request) -> None:
+        """It started, or it ended while it waited."""
+        account = _account(request)
+        self._note_head(account)
+        self._num_waiting[account.priority] -= 1
+        self.settled(account)
+
+    def _note_head(self, account: Account) -> None:
+        head = next(iter(account.waiting), None)
+        if head is not account.head:
+            account.head = head
+            account.head_round = self.backlogs[account.priority].round
+
+    def started(self, request: Request) -> None:
+        priority = _account(request).priority
+        request.is_aged = request.is_aged or priority is self._overdue_class()
+        self._started_step[priority] = self._accounts.step
+
+    def settled(self, account: Account) -> None:
+        """Something of the account has ended, or a prefill is complete: it may not be backlogged any more."""
+        if not account.is_backlogged:
+            self.backlogs[account.priority].leave(account)
+
+    def begin_step(self) -> None:
+        """Raise the levels of the round; find who has come too far ahead."""
+        step = self._accounts.step
+        for backlog in self.backlogs.values():
+            backlog.first(1, step)
+        for account in self._watched.pop(step, ()):
+            if account.watch_step == step:
+                self._look_at(account)
+        for account in list(self._ahead):
+            self._look_at(account)
+
+    def _look_at(self, account: Account) -> None:
+        """Book whether a backlogged account is ahead by more than the hysteresis, or when it could be at the earliest."""
+        step, backlog = self._accounts.step, self.backlogs[account.priority]
+        lead = backlog.lead_at(account, step)
+        slack = self.settings.hysteresis_ps * account.weight - lead
+        if account.round is None or not account.running:
+            self._ahead.pop(account, None)
+        elif slack < 0:
+            self._ahead[account] = None
+        else:
+            self._ahead.pop(account, None)
+            if account.num_decoding and not step < account.watch_step <= step + account.steps_within(slack, step):
+                account.watch_step = step + min(account.steps_within(slack, step), WATCH_STEPS_MAX)
+                self._watched.setdefault(account.watch_step, []).append(account)
+
+    def charged(self, account: Account) -> None:
+        self._look_at(account)
+
+    def holds(self) -> tuple[list[Account], list[Account]]:
+        step = self._accounts.step
+        too_far = {
+            account: None
+            for account in self._ahead
+            if self.backlogs[account.priority].lead_at(account, step) > self.settings.cap_ps * account.weight
+        }
+        hold = [account for account in too_far if account not in self._held]
+        release = [account for account in self._held if account not in too_far]
+        self._held = too_far
+        return hold, release
+
+    def next_turn(self, can_start: CanStart | None) -> Request | None:
+        self._reserved = None
+        overdue = self._overdue_class()
+        classes = self.backlogs if overdue is None or can_start is None else (overdue,)
+        for priority in classes:
+            turn = self._turn_of(self.backlogs[priority], can_start)
+            if turn is not None:
+                return turn
+            if self._has_reserved():
+                break
+        return under_way((r for r in self._accounts.prefilling if not _account(r).is_held), self._accounts.step)
+
+    def _has_reserved(self) -> bool:
+        return self._reserved is not None
+
+    def _overdue_class(self) -> Priority | None:
+        """The lowest class that waited for too long: nobody else starts anything until it has."""
+        for priority in reversed(Priority):
+            waited = self._accounts.step - self._started_step[priority]
+            if waited > AGEING_STEPS and self._num_waiting[priority] and self._accounts.totals_above(priority):
+                return priority
+        return None
+
+    def _turn_of(self, backlog: Backlog, can_start: CanStart | None) -> Request | None:
+        step = self._accounts.step
+        accounts = [account for account in backlog.first(LOOK_ACCOUNTS, step) if not account.is_held]
+        entitled = [account for account in accounts if backlog.is_eligible(account, step)]
+        others = [account for account in accounts if account not in entitled and account not in self._ahead]
+        for group in (entitled, others):
+            turn = under_way((request for account in group for request in account.prefilling), step)
+            if turn is None and can_start is not None and self._reserved is None:
+                turn, self._reserved = first_to_start(self._by_preference(group, backlog.round), can_start)
+            if turn is not None:
+                return turn
+        for account in accounts:
+            backlog.pass_over(account)
+        return None
+
+    def _by_preference(self, accounts: Iterable[Account], current_round: int) -> list[Request]:
+        """Waiting requests that may start: those that have aged, then by cached prefix, then by age."""
+        match_len = self._context.kv.prefix_cache.match_len
+        choices: list[tuple[bool, int, float, int, Request]] = []
+        for account in accounts:
+            has_aged = current_round - account.head_round >= AGEING_ROUNDS
+            for place, request in enumerate(islice(account.waiting, LOOK_REQUESTS)):
+                aged_head = has_aged and place == 0
+                choices.append((not aged_head, -match_len(request), request.arrived_s, len(choices), request))
+        choices.sort()
+        return [choice[-1] for choice in choices]
+
+    def applicant(self) -> Request | None:
+        """Of those entitled in the highest class that waits, the one that was served least."""
+        if self._overdue_class() is not None:
+            return None
+        if self._reserved is not None and self._reserved.status is RequestStatus.QUEUED:
+            return self._unless_fruitless(self._reserved)
+        step = self._accounts.step
+        for priority, backlog in self.backlogs.items():
+            if self._num_waiting[priority]:
+                for account in backlog.first(LOOK_ACCOUNTS, step):
+                    if account.waiting and backlog.is_eligible(account, step):
+                        return self._unless_fruitless(next(iter(account.waiting)))
+        return None
+
+    def reweigh(self, account: Account, weight: int) -> None:
+        """The weight of a tenant was changed: it is as far ahead per unit of weight as before."""
+        backlog, step = self.backlogs[account.priority], self._accounts.step
+        lead = backlog.lead_at(account, step)
+        scaled = lead * weight // account.weight
+        self._accounts.reweigh(account, weight)
+        backlog.shift(account, scaled, step)
+
+    def wasted(self, cost_ps: int) -> None:
+        self.wasted_ps += cost_ps
+
+    def _unless_fruitless(self, request: Request) -> Request | None:
+        return None if self._fruitless == (self._accounts.version, request) and not self._ahead else request
+
+    def victim(self, applicant: Request) -> Request | None:
+        """The youngest request of a lower class, of who holds most seats or blocks, or of who is furthest ahead."""
+        account = _account(applicant)
+        has_seat = len(self._accounts.running_requests) < self._context.max_num_seqs
+        if not self._can_free(applicant):
+            self._fruitless = (self._accounts.version, applicant)
+            return None
+        for holder in (
+            self._lower_class(account),
+            self._most_blocks(applicant) if has_seat else self._most_seats(account),
+            self._furthest_ahead(account),
+        ):
+            request = None if holder is None or holder is account else self._youngest(holder)
+            if request is not None:
+                return request
+        self._fruitless = (self._accounts.version, applicant)
+        return None
+
+    def _can_free(self, applicant: Request) -> bool:
+        """Whether taking all that may be taken would give it enough blocks; shared ones are counted as if they were not."""
+        account, kv = _account(applicant), self._context.kv
+        found = kv.num_spare
+        if found >= kv.blocks_for(applicant.num_tokens):
+            return True
+        for other in self._accounts.seated:
+            if other.priority is not account.priority:
+                found += other.num_blocks if self._lower_class(account) is other else 0
+            elif other is not account:
+                share = kv.pool.num_blocks * other.weight // self._accounts.totals[other.priority].weight
+                found += other.num_blocks if other in self._ahead else max(0, other.num_blocks - share)
+        return found >= kv.blocks_for(applicant.num_tokens)
+
+    def _youngest(self, account: Account) -> Request | None:
+        return next(reversed(account.running), None)
+
+    def _lower_class(self, account: Account) -> Account | None:
+        if account.priority is not Priority.INTERACTIVE:
+            return None
+        holder = self._accounts.totals[Priority.BATCH].seats.most()
+        return None if holder is None or next(reversed(holder.running)).is_aged else holder
+
+    def _most_seats(self, account: Account) -> Account | None:
+        """Who holds most seats per weight, if one of them makes the shares more equal: the move can never be undone."""
+        holder = self._accounts.totals[account.priority].seats.most()
+        if holder is None:
+            return None
+        mine, theirs = len(account.running) + 1, len(holder.running) - 1
+        percent = 100 if mine == 1 else SEAT_PERCENT
+        return holder if 100 * mine * holder.weight <= percent * theirs * account.weight else None
+
+    def _most_blocks(self, applicant: Request) -> Account | None:
+        """Who holds most blocks per weight and more than its share, if the applicant stays within its own."""
+        account, kv = _account(applicant), self._context.kv
+        total_weight = self._accounts.totals[account.priority].weight
+        share = kv.pool.num_blocks * account.weight
+        if (account.num_blocks + kv.blocks_for(applicant.num_tokens)) * total_weight > share:
+            return None
+        holders = [a for a in self._accounts.seated if a.priority is account.priority]
+        holder = max(holders, key=lambda a: a.num_blocks * BLOCK_SCALE // a.weight, default=None)
+        if holder is None or holder.num_blocks * total_weight <= kv.pool.num_blocks * holder.weight:
+            return None
+        return holder
+
+    def _furthest_ahead(self, account: Account) -> Account | None:
+        """The backlogged account with the largest lead per weight, while preemption wastes little or the pace demands it."""
+        step, backlog = self._accounts.step, self.backlogs[account.priority]
+        best: Account | None = None
+        best_lead = 0
+        for other in self._ahead:
+            if other.priority is account.priority:
+                lead = backlog.lead_at(other, step) // other.weight
+                if lead > best_lead:
+                    best, best_lead = other, lead
+        if best is None or best_lead > self.settings.cap_ps:
+            return best
+        allowed_ps = WASTE_FREE_QUANTA * self.settings.quantum_ps + self._accounts.all.service_at(step) * WASTE_PERCENT // 100
+        return best if self.wasted_ps < allowed_ps else None
+
+    def growth_victim(self, running: Iterable[Request]) -> Request:
+        """The youngest request of the account furthest ahead in the lowest class, but not the oldest request of all."""
+        step = self._accounts.step
+        oldest = next(iter(running))
+        holders = [account for account in self._accounts.seated if next(reversed(account.running)) is not oldest]
+        if not holders:
+            return oldest
+        lowest = max(RANK[account.priority] for account in holders)
+        holder = max(
+            (account for account in holders if RANK[account.priority] == lowest),
+            key=lambda account: self.backlogs[account.priority].lead_at(account, step) // account.weight,
+        )
+        return next(reversed(holder.running))
+
+
+def _account(request: Request) -> Account:
+    assert request.account is not None, f"request {request.request_id} has no account"
+    return request.account
