@@ -19,6 +19,7 @@ class Timeline:
     cached_tokens: int
     completion_tokens: int
     preemptions: int
+    is_queued: bool = False
     queue_position: int | None = None
     tenant_open: int = 0
     finish_reason: str | None = None
@@ -42,9 +43,9 @@ def _explain_before_first_token(timeline: Timeline) -> str:
     waited = "" if timeline.queue_s is None else f" after {_seconds(timeline.queue_s)} in the queue"
     if timeline.finish_reason is not None:
         return f"Ended before its first token ({timeline.finish_reason}){waited}{_preempted(timeline.preemptions)}."
-    if timeline.queue_position is not None:
-        ahead = f"Waiting for a place in the batch: {timeline.queue_position} ahead of it"
-        return f"{ahead}{_own_tenant(timeline.tenant_open)}{_preempted(timeline.preemptions)}."
+    if timeline.is_queued:
+        ahead = "" if timeline.queue_position is None else f": {timeline.queue_position} ahead of it"
+        return f"Waiting for a place in the batch{ahead}{_own_tenant(timeline.tenant_open)}{_preempted(timeline.preemptions)}."
     computed = timeline.prompt_tokens - timeline.cached_tokens
     return f"Reading its prompt: {computed} of {timeline.prompt_tokens} tokens to compute{waited}."
 

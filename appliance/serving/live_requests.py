@@ -88,7 +88,8 @@ class LiveRequest:
                 cached_tokens=self.cached_tokens,
                 completion_tokens=self.completion_tokens,
                 preemptions=self.preemptions,
-                queue_position=self.queue_position if self.state == "queued" else None,
+                is_queued=self.state == "queued",
+                queue_position=self.queue_position,
                 tenant_open=self.tenant_open,
                 finish_reason=self.finish_reason,
             )
