@@ -137,7 +137,10 @@ class LiveRequest:
             self.error = error
 
     def _figures(self, index: int) -> _AnswerFigures:
-        return self._answers.setdefault(index, _AnswerFigures())
+        figures = self._answers.get(index)
+        if figures is None:
+            figures = self._answers[index] = _AnswerFigures()
+        return figures
 
     def _count_preemptions(self, index: int, preemptions: int) -> None:
         figures = self._figures(index)
