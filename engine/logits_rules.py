@@ -13,6 +13,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from engine.logprobs import rows_per_slice
 from engine.protocol import SamplingParams
 from engine.request import Request
 
@@ -103,7 +104,8 @@ class LogitsRules:
         self._device = device
         self._counts: WeakKeyDictionary[Request, TokenCounts] = WeakKeyDictionary()
         self._bad_words: WeakKeyDictionary[Request, BadWords] = WeakKeyDictionary()
-        self._bits = torch.tensor([1 << bit for bit in range(8)], dtype=torch.uint8, device=device)
+        allowed = (torch.arange(256, device=device)[:, None] >> torch.arange(8, device=device)) & 1
+        self._octets = torch.where(allowed > 0, 0.0, FORBIDDEN)  # [256, 8]: what eight tokens get by one octet of a mask
 
     def apply(self, logits: torch.Tensor, rows: Sequence[SampledRow]) -> None:
         """logits: [R, V] float32, changed in place, of `rows`; a grammar is applied by `apply_masks` after it."""
@@ -116,10 +118,13 @@ class LogitsRules:
 
         logits: [R, V] float32, changed in place; masks: [R, ceil(V / 32)] int32, bit b of word w allows token 32 w + b
         """
-        octets = masks.to(self._device)[list(guided)].view(torch.uint8)
-        forbidden = ((octets[:, :, None] & self._bits) == 0).flatten(1)[:, : logits.shape[-1]]
-        for row, one in zip(guided, forbidden, strict=True):
-            logits[row].masked_fill_(one, FORBIDDEN)
+        places = torch.tensor(guided, device=self._device)
+        octets = masks[list(guided)].to(self._device).view(torch.uint8).int()
+        size = rows_per_slice(logits.shape[-1])
+        for begin in range(0, len(guided), size):
+            part = slice(begin, begin + size)
+            change = torch.nn.functional.embedding(octets[part], self._octets).flatten(1)
+            logits.index_add_(0, places[part], change[:, : logits.shape[-1]])  # what is not finite stays so
 
     def _apply_one(self, logits: torch.Tensor, row: SampledRow) -> None:
         sampling = row.request.sampling

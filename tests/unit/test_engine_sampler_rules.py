@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from engine.logits_rules import SampledRow
-from engine.sampler import NOTHING_ALLOWED, SampledToken, Sampler
+from engine.sampler import NOT_FINITE, NOTHING_ALLOWED, SampledToken, Sampler
 from tests.support.sampling import distributions, mask_of, next_rows, sample, sampling_request
 
 CPU = torch.device("cpu")
@@ -106,6 +106,20 @@ def test_only_what_the_mask_allows_is_chosen(vocab_size: int, sampling: dict[str
     plain = [sampling_request(str(i), seed=i, **sampling) for i in range(8)]
     assert [output.token_id for output in sample(twin, plain)] == [output.token_id for output in outputs]
     torch.testing.assert_close(distributions(logits, requests, mask_of(allowed, vocab_size)), distributions(twin, plain))
+
+
+def test_masks_are_applied_in_slices_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.logprobs.SLICE_ELEMENTS", 3 * 40)
+    requests = [sampling_request(str(i), temperature=0.0, guided_regex="a*") for i in range(8)]
+    outputs = sample(torch.zeros(8, 40), requests, mask_of([[5 * row] for row in range(8)], 40))
+    assert [output.token_id for output in outputs] == [5 * row for row in range(8)]
+
+
+@pytest.mark.parametrize("poison", [math.nan, math.inf])
+def test_a_mask_does_not_hide_logits_that_are_not_finite(poison: float) -> None:
+    logits = torch.tensor([[3.0, poison, 1.0]])
+    request = sampling_request(temperature=0.0, guided_regex="a*")
+    assert sample(logits, [request], mask_of([[0]], 3)) == [SampledToken(error=NOT_FINITE)]
 
 
 def test_rows_without_a_grammar_are_not_masked() -> None:
