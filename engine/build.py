@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
 from engine.block_pool import BlockPool
+from engine.calibration import MeasuredSpeed, measure_speed
 from engine.config import ModelConfig, load_model_config
 from engine.cpu_environment import default_threads
-from engine.device import device_name, kv_bytes_available, resolve_device, resolve_dtype
+from engine.device import check_swap_space, device_name, kv_bytes_available, resolve_device, resolve_dtype
+from engine.grammar.compiler import GrammarCompiler
+from engine.grammar.vocabulary import load_vocabulary
+from engine.grammar_desk import GrammarDesk, LateCompiler
 from engine.grammar_masks import GrammarMasks
+from engine.host_tier import HostTier
 from engine.kv_cache import BlockMover
 from engine.loop import Engine
 from engine.memory_plan import MemoryPlan, plan_memory
@@ -23,42 +30,117 @@ from engine.prefix_cache import PrefixCache
 from engine.protocol import EngineInfo
 from engine.sampler import Sampler
 from engine.scheduler import Scheduler, SchedulerLimits
+from engine.speculative_options import check_draft_context, check_draft_vocabulary
+from engine.step_budget import BudgetTargets, StepBudget
+from engine.step_time import StepTimeModel
 from engine.weights import WeightsSize, load_weights
 from kernels import ops
+
+GAP_OF_TARGET = 1.2
+"""The longest step that may be planned, in inter-token targets: what earlier steps saved may be spent by later ones."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A decoder with its weights, before it has a cache."""
+
+    config: ModelConfig
+    decoder: Decoder
+    size: WeightsSize
 
 
 def build_engine(options: EngineOptions, *, progress: Callable[[float], None] = lambda _: None) -> Engine:
     """Load the model and allocate its cache. Raises `ModelError` or `EngineConfigError`; `progress` gets 0 … 1."""
     started_s = time.monotonic()
     torch.set_num_threads(options.threads or default_threads())
-    config = load_model_config(options.model)
     device = resolve_device(options.device)
-    dtype = resolve_dtype(options.dtype, config.torch_dtype, device)
+    dtype = resolve_dtype(options.dtype, load_model_config(options.model).torch_dtype, device)
+    check_swap_space(options)
+    model = _load(options.model, options, dtype=dtype, device=device, progress=progress)
+    draft = _load_draft(options, model.config, dtype=dtype, device=device)
+    draft_config = None if draft is None else draft.config
+    element_bytes = torch.empty((), dtype=dtype).element_size()
+    available = kv_bytes_available(model.config, options, element_bytes=element_bytes, device=device)
+    plan = plan_memory(model.config, options, element_bytes=element_bytes, available_bytes=available, draft=draft_config)
+    if draft_config is not None:
+        check_draft_context(draft_config, plan.max_model_len)
+    target_decoder = _paged(model, options, plan, dtype=dtype, device=device)
+    draft_decoder = None if draft is None else _paged(draft, options, plan, dtype=dtype, device=device)
+    masks = GrammarMasks(model.config.vocab_size)
+    runner = ModelRunner(
+        target_decoder,
+        Sampler(model.config.vocab_size, device),
+        BlockMover([*target_decoder.kv_caches, *(draft_decoder.kv_caches if draft_decoder else ())], plan.num_host_blocks),
+        masks,
+        draft=draft_decoder,
+        batch_invariant=options.batch_invariant,
+    )
+    speed = measure_speed(
+        model.config, target_decoder, draft_decoder, plan, element_bytes=element_bytes, block_size=options.block_size
+    )
+    budget = _step_budget(options, speed.step_times)
+    info = _info(options, model, plan, dtype=dtype, device=device, load_s=time.monotonic() - started_s)
+    scheduler = _scheduler(options, plan, device, speed, budget)
+    return Engine(scheduler, runner, info, grammars=_grammar_desk(options, info, masks), step_budget=budget)
+
+
+def _load(
+    directory: Path,
+    options: EngineOptions,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    progress: Callable[[float], None] = lambda _: None,
+) -> LoadedModel:
+    config = load_model_config(directory)
     decoder = Decoder(config, dtype=dtype, device=device)
     weights = decoder.weight_plan()
-    load_weights(options.model, weights, progress=progress)
+    load_weights(directory, weights, progress=progress)
     size = WeightsSize.of(weights)
     del weights
     decoder.pack(ops.pack_linear_row_invariant if options.batch_invariant else ops.pack_linear)
-    element_bytes = torch.empty((), dtype=dtype).element_size()
-    available = kv_bytes_available(config, options, element_bytes=element_bytes, device=device)
-    plan = plan_memory(config, options, element_bytes=element_bytes, available_bytes=available)
-    target = PagedDecoder(
-        config, decoder, plan, options.block_size, dtype=dtype, device=device, batch_invariant=options.batch_invariant
-    )
-    mover = BlockMover(target.kv_caches, num_host_blocks=0)
-    runner = ModelRunner(
-        target,
-        Sampler(config.vocab_size, device),
-        mover,
-        GrammarMasks(config.vocab_size),
+    return LoadedModel(config, decoder, size)
+
+
+def _load_draft(options: EngineOptions, target: ModelConfig, *, dtype: torch.dtype, device: torch.device) -> LoadedModel | None:
+    speculative = options.speculative_config
+    if speculative is None or speculative.model is None:
+        return None
+    check_draft_vocabulary(load_model_config(speculative.model), target)
+    return _load(speculative.model, options, dtype=dtype, device=device)
+
+
+def _paged(
+    model: LoadedModel, options: EngineOptions, plan: MemoryPlan, *, dtype: torch.dtype, device: torch.device
+) -> PagedDecoder:
+    return PagedDecoder(
+        model.config,
+        model.decoder,
+        plan,
+        options.block_size,
+        dtype=dtype,
+        device=device,
         batch_invariant=options.batch_invariant,
     )
-    info = _info(options, config, plan, size, dtype=dtype, device=device, load_s=time.monotonic() - started_s)
-    return Engine(_scheduler(options, plan, device), runner, info)
 
 
-def _scheduler(options: EngineOptions, plan: MemoryPlan, device: torch.device) -> Scheduler:
+def _step_budget(options: EngineOptions, step_times: StepTimeModel) -> StepBudget | None:
+    if options.inter_token_target_ms is None:
+        return None
+    target_s = options.inter_token_target_ms / 1000
+    return StepBudget(step_times, BudgetTargets(target_s=target_s, gap_max_s=GAP_OF_TARGET * target_s))
+
+
+def _grammar_desk(options: EngineOptions, info: EngineInfo, masks: GrammarMasks) -> GrammarDesk:
+    def compiler() -> GrammarCompiler:
+        return GrammarCompiler(load_vocabulary(options.model, info.vocab_size, info.eos_token_ids))
+
+    return GrammarDesk(LateCompiler(compiler), masks)
+
+
+def _scheduler(
+    options: EngineOptions, plan: MemoryPlan, device: torch.device, speed: MeasuredSpeed, budget: StepBudget | None
+) -> Scheduler:
     limits = SchedulerLimits(
         max_num_seqs=options.max_num_seqs,
         max_num_batched_tokens=options.batched_tokens(device.type),
@@ -67,14 +149,21 @@ def _scheduler(options: EngineOptions, plan: MemoryPlan, device: torch.device) -
     )
     pool = BlockPool(plan.num_blocks)
     prefix_cache = PrefixCache(pool, options.block_size) if options.enable_prefix_caching else None
-    return Scheduler(limits, pool, clock=time.monotonic, prefix_cache=prefix_cache)
+    return Scheduler(
+        limits,
+        pool,
+        clock=time.monotonic,
+        costs=speed.step_times.token_costs(),
+        prefix_cache=prefix_cache,
+        host_tier=HostTier(plan.num_host_blocks) if plan.num_host_blocks else None,
+        step_budget=budget,
+    )
 
 
 def _info(
     options: EngineOptions,
-    config: ModelConfig,
+    model: LoadedModel,
     plan: MemoryPlan,
-    size: WeightsSize,
     *,
     dtype: torch.dtype,
     device: torch.device,
@@ -82,18 +171,18 @@ def _info(
 ) -> EngineInfo:
     return EngineInfo(
         model=options.name or options.model.name,
-        architecture=config.family.architecture,
+        architecture=model.config.family.architecture,
         max_model_len=plan.max_model_len,
-        vocab_size=config.vocab_size,
-        eos_token_ids=list(config.eos_token_ids),
+        vocab_size=model.config.vocab_size,
+        eos_token_ids=list(model.config.eos_token_ids),
         block_size=options.block_size,
         num_kv_blocks=plan.num_blocks,
         dtype=str(dtype).removeprefix("torch."),
         device=device.type,
         device_name=device_name(device),
         kernels=ops.implementation(dtype, device, batch_invariant=options.batch_invariant),
-        num_parameters=size.num_parameters,
-        weights_bytes=size.num_bytes,
+        num_parameters=model.size.num_parameters,
+        weights_bytes=model.size.num_bytes,
         kv_bytes=plan.kv_bytes,
         load_s=load_s,
     )

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 
 from engine.config import ModelConfig
 from engine.errors import EngineConfigError
-from engine.memory_plan import activation_bytes
+from engine.memory_plan import GIB, activation_bytes
 from engine.options import CPU_KV_CACHE_BYTES, EngineOptions
+
+SWAP_SPACE_SHARE_MAX = 0.8
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -44,3 +48,13 @@ def kv_bytes_available(config: ModelConfig, options: EngineOptions, *, element_b
     tokens = options.batched_tokens(device.type)
     reserved = activation_bytes(config, tokens, options.max_num_seqs, element_bytes)
     return max(0, int(total * options.gpu_memory_utilization) - (total - free) - reserved)
+
+
+def check_swap_space(options: EngineOptions) -> None:
+    """Raise `EngineConfigError` for a host tier that main memory cannot hold."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if options.swap_space * GIB > memory * SWAP_SPACE_SHARE_MAX:
+        raise EngineConfigError(
+            "swap_space",
+            f"({options.swap_space:g} GiB) is more than {SWAP_SPACE_SHARE_MAX:.0%} of main memory ({memory / GIB:.1f} GiB)",
+        )

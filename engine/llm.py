@@ -23,6 +23,7 @@ from engine.progress import Progress
 from engine.prompts import Prompt, conversations, listed, params_for, read_prompt
 from engine.protocol import GenerationRequest, InvalidOption, SamplingParams, TokenEvent, UnsupportedOption
 from engine.request_checks import PROMPT_PARAM
+from engine.speculative_options import SpeculativeOptions
 from engine.text import Tokenizer
 
 prepare_cpu()
@@ -62,19 +63,22 @@ class LLM:
         seed: int = 0,
         kv_cache_bytes: int | None = None,
         threads: int | None = None,
+        batch_invariant: bool = False,
+        scheduling_policy: str = "fair",
+        inter_token_target_ms: float | None = None,
+        shared_prefixes: Sequence[str | Path] = (),
         **unknown: Any,
     ) -> None:
         """`num_gpu_blocks_override` and `kv_cache_bytes` size the cache on any device; `enforce_eager` changes nothing here,
-        because no step is compiled or captured. Raises `ModelError` or `EngineConfigError`."""
+        because no step is compiled or captured. The last four and `speculative_config` are described in `engine.options` and
+        `engine.speculative_options`. Raises `ModelError` or `EngineConfigError`."""
         for option in unknown:
             raise EngineConfigError(option, "is not an option of this engine")
         if not isinstance(seed, int) or isinstance(seed, bool):
             raise EngineConfigError("seed", f"must be an integer, not {seed!r}")
-        _refuse("swap_space", swap_space, swap_space == 0)
         _refuse("enable_chunked_prefill", enable_chunked_prefill, enable_chunked_prefill)
         _refuse("quantization", quantization, quantization is None)
         _refuse("kv_cache_dtype", kv_cache_dtype, kv_cache_dtype == "auto")
-        _refuse("speculative_config", speculative_config, speculative_config is None)
         _refuse("tensor_parallel_size", tensor_parallel_size, tensor_parallel_size == 1)
         if not isinstance(enforce_eager, bool):
             raise EngineConfigError("enforce_eager", f"must be True or False, not {enforce_eager!r}")
@@ -92,6 +96,12 @@ class LLM:
             gpu_memory_utilization=gpu_memory_utilization,
             enable_prefix_caching=enable_prefix_caching,
             threads=threads,
+            swap_space=swap_space,
+            speculative_config=None if speculative_config is None else SpeculativeOptions.parse(speculative_config),
+            batch_invariant=batch_invariant,
+            scheduling_policy=scheduling_policy,
+            inter_token_target_ms=inter_token_target_ms,
+            shared_prefixes=tuple(Path(path) for path in shared_prefixes),
         )
         self._text_model = load_text_model(options) if gives_embeddings_only(directory) else None
         self._engine = None if self._text_model else build_engine(options)
@@ -249,8 +259,8 @@ def _run(engine: Engine, completions: Sequence[Completion], progress: Progress) 
     try:
         for index, completion in enumerate(completions):
             refused = engine.submit(completion.wanted)
-            if refused is not None:
-                raise _refusal(index, refused)
+            if refused:
+                raise _refusal(index, refused[0])
         _step_until_done(engine, {completion.request_id: completion for completion in completions}, progress)
     except BaseException:
         engine.abort_all()
@@ -262,8 +272,8 @@ def _step_until_done(engine: Engine, by_id: Mapping[str, Completion], progress: 
     while engine.has_requests:
         for event in engine.step():
             completion = by_id[event.request_id]
-            if completion.take(event) and completion.is_finished:
-                engine.abort(event.request_id)
+            if completion.take(event):
+                engine.abort_answer(event.request_id, event.index)
         if progress.is_due:
             progress.show(sum(completion.is_finished for completion in by_id.values()), **_num_tokens(by_id.values()))
     progress.end(**_num_tokens(by_id.values()))

@@ -1,9 +1,14 @@
 """The engine: requests in, one step at a time, events out. Scheduler and runner meet here and nowhere else.
 
-A step that raises is repeated request by request, which is harmless because a step only rewrites its own cache slots. Who
-fails alone is ended with an error; the others go on. After a step that failed for everybody one harmless token is computed:
-when that fails too, several times in a row, the device is taken to be broken, and `EngineBroken` asks for a new process.
-So no request, however often it comes, can have the engine replaced by being bad.
+    expire → schedule → move blocks → run → accept grammars → apply
+
+One bad request must not hurt another. A step that raises is repeated in halves until the culprit is alone
+(`engine.fault_isolation`); it ends with an error, the others go on. After a step that failed for everybody one harmless token
+is computed: when that fails too, several times in a row, the device is taken to be broken, and `EngineBroken` asks for a new
+process. So no request, however often it comes, can have the engine replaced by being bad.
+
+Moves of blocks belong to no single request. When they raise they are repeated once, which is harmless; when they raise again,
+nobody can tell what the blocks hold, and `EngineBroken` follows.
 """
 
 from __future__ import annotations
@@ -11,58 +16,54 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import replace
+from itertools import chain
 
+from engine.engine_status import StepFigures, make_status
 from engine.errors import EngineBroken, PromptError
-from engine.protocol import (
-    EngineInfo,
-    EngineStatus,
-    FinishReason,
-    GenerationRequest,
-    InvalidOption,
-    RequestProgress,
-    TokenEvent,
-)
-from engine.request import Request, RequestStatus
+from engine.fault_isolation import Runner, run_isolated
+from engine.grammar.spec import GrammarSpec, grammar_spec
+from engine.grammar_desk import GrammarDesk
+from engine.protocol import EngineInfo, EngineStatus, FinishReason, GenerationRequest, InvalidOption, TokenEvent
+from engine.randomness import seed_of_answer
+from engine.request import Request
 from engine.request_checks import PROMPT_PARAM, check_request
-from engine.scheduled_batch import ScheduledRequest, StepOutput
-from engine.scheduler import Scheduler
+from engine.scheduled_batch import ScheduledBatch, ScheduledRequest, StepOutput
+from engine.scheduler import Scheduler, token_event
+from engine.step_budget import StepBudget
 
 FAILED_STEPS_MAX = 3
-ERROR_CHARS_MAX = 500
+PARKED_WAIT_S = 0.005
+"""How long a step without work waits for a grammar; nothing that arrives meanwhile waits for longer."""
 
 log = logging.getLogger("gatehouse.engine")
-
-
-class Runner(Protocol):
-    """What the loop needs of a model runner; tests bring one without tensors."""
-
-    def run(self, items: Sequence[ScheduledRequest]) -> list[StepOutput]: ...
-
-
-@dataclass(slots=True)
-class StepFigures:
-    """About steps so far and the last one."""
-
-    steps_total: int = 0
-    step_ms: float = 0.0
-    num_batched_tokens: int = 0
 
 
 class Engine:
     """One loaded model with its live requests. Single-threaded."""
 
     def __init__(
-        self, scheduler: Scheduler, runner: Runner, info: EngineInfo, *, clock: Callable[[], float] = time.monotonic
+        self,
+        scheduler: Scheduler,
+        runner: Runner,
+        info: EngineInfo,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        grammars: GrammarDesk | None = None,
+        step_budget: StepBudget | None = None,
     ) -> None:
+        """`step_budget` is told how long steps took; it should be the scheduler's. Without `grammars` no request may ask for
+        a form of its answer."""
         self.info = info
         self._scheduler = scheduler
         self._runner = runner
         self._clock = clock
-        self._live: dict[str, Request] = {}
+        self._grammars = grammars
+        self._step_budget = step_budget
+        self._live: dict[str, list[Request]] = {}
         self._figures = StepFigures()
         self._failed_steps = 0
+        self._checked_idle = True
 
     @property
     def runner(self) -> Runner:
@@ -71,62 +72,122 @@ class Engine:
 
     @property
     def has_requests(self) -> bool:
-        return self._scheduler.has_requests
+        return bool(self._live)
 
-    def submit(self, wanted: GenerationRequest) -> TokenEvent | None:
-        """Queue a request. One that cannot be run is answered at once with its final event, which says why."""
+    def submit(self, wanted: GenerationRequest) -> list[TokenEvent]:
+        """Queue a request. One that cannot be run ends at once: the final event of each of its answers says why."""
         if wanted.request_id in self._live:
             return _refusal(wanted, f"request id {wanted.request_id} is already live", "request_id")
         try:
             check_request(wanted, self.info)
+            spec = grammar_spec(wanted.sampling)
+            if spec is not None and self._grammars is None:
+                raise InvalidOption(spec.param, f"{spec.param} is not available in this engine")
         except PromptError as error:
             return _refusal(wanted, str(error), PROMPT_PARAM)
         except InvalidOption as error:
             return _refusal(wanted, str(error), error.param)
-        request = self._make_request(wanted)
-        self._live[request.request_id] = request
-        self._scheduler.add(request)
-        return None
+        self._checked_idle = False
+        answers = self._make_answers(wanted, spec)
+        self._live[wanted.request_id] = list(answers)
+        if spec is not None and self._grammars is not None:
+            self._grammars.park(answers, spec)
+        else:
+            self._enqueue(answers)
+        return []
 
-    def abort(self, request_id: str) -> TokenEvent | None:
-        """End a live request; its blocks are free at once. None for an id that is not live."""
-        request = self._live.pop(request_id, None)
-        return None if request is None else self._scheduler.abort(request)
+    def abort(self, request_id: str) -> list[TokenEvent]:
+        """End all live answers of a request; their blocks are free at once. Nothing for an id that is not live."""
+        return [self._end(request, FinishReason.ABORTED) for request in self._live.pop(request_id, [])]
+
+    def abort_answer(self, request_id: str, index: int) -> list[TokenEvent]:
+        """End one answer of a request and leave the others running."""
+        answers = [request for request in self._live.get(request_id, []) if request.index == index]
+        for request in answers:
+            self._forget(request)
+        return [self._end(request, FinishReason.ABORTED) for request in answers]
 
     def abort_all(self) -> list[TokenEvent]:
-        events = [self.abort(request_id) for request_id in list(self._live)]
-        return [event for event in events if event is not None]
+        return [event for request_id in list(self._live) for event in self.abort(request_id)]
 
     def step(self) -> list[TokenEvent]:
-        """Schedule, run, apply. Does nothing when no request is live."""
+        """Schedule, run, apply. Does next to nothing when no request is live."""
         started_s = self._clock()
+        events = self._admit_parked() + self._scheduler.expire()
         batch = self._scheduler.schedule()
-        if batch.is_empty:
-            return []
-        outputs = self._run(batch.items)
-        events = self._scheduler.apply(batch, outputs)
+        if batch.moves:
+            self._move(batch)
+        if not batch.is_empty:
+            events += self._compute(batch, started_s)
+        elif self._grammars:
+            self._grammars.wait(PARKED_WAIT_S)
         for event in events:
             if event.finish_reason is not None:
-                self._live.pop(event.request_id, None)
-        self._figures.steps_total += 1
-        self._figures.num_batched_tokens = batch.num_tokens
-        self._figures.step_ms = (self._clock() - started_s) * 1000
+                self._forget_answer(event.request_id, event.index)
+        return events
+
+    def check_when_idle(self) -> None:
+        """Once after work, when nothing is live: whether all blocks came back. Raises `EngineBroken` when they did not, since
+        what leaked once may have been shared wrongly, and a new process starts clean."""
+        if self._live or self._checked_idle:
+            return
+        self._checked_idle = True
+        try:
+            self.check_invariants()
+        except AssertionError as error:
+            raise EngineBroken(f"the idle engine is not in order: {error}") from error
+
+    def check_invariants(self) -> None:
+        """Raise `AssertionError` unless scheduler, pool and live requests agree."""
+        self._scheduler.check_invariants()
+        known = set(chain(self._scheduler.live(), self._grammars.requests() if self._grammars else ()))
+        assert known == set(chain.from_iterable(self._live.values())), "live requests and scheduler disagree"
+
+    def status(self, *, with_requests: bool = False) -> EngineStatus:
+        """Gauges and totals now; `with_requests` adds every live answer, at a cost proportional to their number."""
+        parked = [] if self._grammars is None else list(self._grammars.requests()) if with_requests else []
+        num_parked = 0 if self._grammars is None else len(self._grammars)
+        return make_status(self._scheduler, self._figures, parked, num_parked=num_parked, with_requests=with_requests)
+
+    def _compute(self, batch: ScheduledBatch, started_s: float) -> list[TokenEvent]:
+        items = batch.items
+        outputs = self._follow_grammars(items, run_isolated(self._runner, items))
+        guessing = [(item.request, item.request.num_output_tokens) for item in batch.decodes if item.num_draft_tokens]
+        self._figures.draft_tokens_total += sum(item.num_draft_tokens for item in batch.decodes)
+        predicted_s = self._step_budget.model.batch_s(batch) if self._step_budget is not None else 0.0
+        events = self._scheduler.apply(batch, outputs)
+        self._figures.accepted_draft_tokens_total += sum(max(0, r.num_output_tokens - before - 1) for r, before in guessing)
+        step_s = self._clock() - started_s
+        self._figures.count(batch, step_s)
+        if self._step_budget is not None:
+            self._step_budget.observe(predicted_s, step_s)
         self._judge(outputs)
         return events
 
-    def _run(self, items: list[ScheduledRequest]) -> list[StepOutput]:
+    def _move(self, batch: ScheduledBatch) -> None:
+        """Move blocks, if need be at a second attempt."""
         try:
-            return self._runner.run(items)
+            self._runner.move(batch.moves)
         except Exception:
-            log.exception("step failed request_ids=%s", _names(items))
-            return [self._run_alone(item) for item in items]
+            log.exception("moving blocks failed: trying again")
+            self._move_again(batch)
 
-    def _run_alone(self, item: ScheduledRequest) -> StepOutput:
+    def _move_again(self, batch: ScheduledBatch) -> None:
         try:
-            return self._runner.run([item])[0]
+            self._runner.move(batch.moves)
         except Exception as error:
-            log.exception("request failed request_id=%s", item.request.request_id)
-            return StepOutput(error=f"{type(error).__name__}: {error}"[:ERROR_CHARS_MAX])
+            raise EngineBroken(f"blocks cannot be moved: {type(error).__name__}: {error}") from error
+
+    def _follow_grammars(self, items: Sequence[ScheduledRequest], outputs: list[StepOutput]) -> list[StepOutput]:
+        """Move grammars on by the tokens of this step; an answer whose grammar cannot follow ends here."""
+        if self._grammars is None:
+            return outputs
+        for index, (item, output) in enumerate(zip(items, outputs, strict=True)):
+            if output.token_ids and item.request.sampling.is_guided:
+                error = self._grammars.accept(item.request, output.token_ids)
+                if error is not None:
+                    outputs[index] = StepOutput(error=str(error), error_param=error.param)
+        return outputs
 
     def _judge(self, outputs: Sequence[StepOutput]) -> None:
         """Count a step that failed for everybody, unless the probe says that its requests were to blame."""
@@ -138,12 +199,58 @@ class Engine:
     def _device_works(self) -> bool:
         """The applied step gave its blocks back, so the probe finds one unless others live, who will tell in their turn."""
         with self._scheduler.probe() as item:
-            return item is None or self._run_alone(item).error is None
+            return item is None or run_isolated(self._runner, [item])[0].error is None
 
-    def _make_request(self, wanted: GenerationRequest) -> Request:
-        sampling, limit = wanted.sampling, self.info.max_model_len
+    def _admit_parked(self) -> list[TokenEvent]:
+        """Queue the answers whose grammar is ready, and end those whose grammar was refused."""
+        if not self._grammars:
+            return []
+        events = []
+        for answers, error in self._grammars.take_ready():
+            if error is None:
+                self._enqueue(answers)
+            else:
+                events += [_final(request, FinishReason.ERROR, str(error), error.param) for request in answers]
+        return events
+
+    def _enqueue(self, answers: Sequence[Request]) -> None:
+        """The first of them computes the prompt, the others share it."""
+        self._scheduler.add(answers[0])
+        for request in answers[1:]:
+            request.forked_from = answers[0]
+            self._scheduler.add_fork(request)
+
+    def _end(self, request: Request, reason: FinishReason) -> TokenEvent:
+        if self._grammars is not None and self._grammars.remove(request):
+            return _final(request, reason)
+        event = self._scheduler.abort(request)
+        assert event is not None, f"request {request.request_id} was live and had ended"
+        return event
+
+    def _forget_answer(self, request_id: str, index: int) -> None:
+        for request in self._live.get(request_id, []):
+            if request.index == index:
+                self._forget(request)
+                return
+
+    def _forget(self, request: Request) -> None:
+        answers = self._live[request.request_id]
+        answers.remove(request)
+        if not answers:
+            del self._live[request.request_id]
+
+    def _make_answers(self, wanted: GenerationRequest, spec: GrammarSpec | None) -> list[Request]:
+        """One request per answer, each with a seed of its own."""
+        return [self._make_request(wanted, index, spec) for index in range(wanted.sampling.num_answers)]
+
+    def _make_request(self, wanted: GenerationRequest, index: int, spec: GrammarSpec | None) -> Request:
+        """A grammar ends with the model's own end, whatever `ignore_eos` says: nothing else could follow."""
+        sampling, limit, now_s = wanted.sampling, self.info.max_model_len, self._clock()
+        assert sampling.seed is not None, f"request {wanted.request_id} was not checked"
+        if index:
+            sampling = replace(sampling, seed=seed_of_answer(sampling.seed, index))
         num_prompt_tokens = len(wanted.prompt_token_ids)
-        end_ids = () if sampling.ignore_eos else self.info.eos_token_ids
+        ends = spec is not None or not sampling.ignore_eos
         return Request(
             request_id=wanted.request_id,
             tenant_id=wanted.tenant_id,
@@ -151,62 +258,32 @@ class Engine:
             token_ids=list(wanted.prompt_token_ids),
             num_prompt_tokens=num_prompt_tokens,
             max_total_tokens=min(limit, num_prompt_tokens + (sampling.max_tokens or limit)),
-            stop_ids=frozenset(end_ids).union(sampling.stop_token_ids),
-            arrived_s=self._clock(),
+            stop_ids=frozenset(self.info.eos_token_ids if ends else ()).union(sampling.stop_token_ids),
+            arrived_s=now_s,
+            index=index,
+            weight=wanted.weight,
+            priority=wanted.priority,
+            queue_deadline_s=None if wanted.queue_deadline_s is None else now_s + wanted.queue_deadline_s,
         )
 
-    def status(self, *, with_requests: bool = False) -> EngineStatus:
-        """Gauges and totals now; `with_requests` adds every live request, at a cost proportional to their number."""
-        scheduler, pool, totals, figures = self._scheduler, self._scheduler.pool, self._scheduler.totals, self._figures
-        return EngineStatus(
-            num_running=scheduler.num_running,
-            num_waiting=scheduler.num_waiting,
-            kv_blocks_total=pool.num_blocks,
-            kv_blocks_used=pool.num_used,
-            kv_blocks_cached=pool.num_cached,
-            kv_blocks_free=pool.num_free,
-            step_ms=figures.step_ms,
-            num_batched_tokens=figures.num_batched_tokens,
-            steps_total=figures.steps_total,
-            prompt_tokens_total=totals.prompt_tokens,
-            generation_tokens_total=totals.generation_tokens,
-            prefix_cache_hit_tokens_total=totals.prefix_cache_hit_tokens,
-            preemptions_total=totals.preemptions,
-            requests=self._progress() if with_requests else None,
+
+def _final(request: Request, reason: FinishReason, error: str | None = None, param: str | None = None) -> TokenEvent:
+    """The only event of an answer that ended while it was parked."""
+    request.finish(reason)
+    return token_event(request, token_ids=[], error=error, error_param=param)
+
+
+def _refusal(wanted: GenerationRequest, reason: str, param: str) -> list[TokenEvent]:
+    return [
+        TokenEvent(
+            request_id=wanted.request_id,
+            token_ids=[],
+            num_output_tokens=0,
+            num_prompt_tokens_computed=0,
+            finish_reason=FinishReason.ERROR,
+            error=reason,
+            index=index,
+            error_param=param,
         )
-
-    def _progress(self) -> list[RequestProgress]:
-        positions = {request: position for position, request in enumerate(self._scheduler.waiting())}
-        return [
-            RequestProgress(
-                request_id=request.request_id,
-                state=request.status.value,
-                queue_position=positions.get(request) if request.status is RequestStatus.QUEUED else None,
-                kv_blocks=len(request.block_table),
-                num_computed_tokens=request.num_computed_tokens,
-                num_output_tokens=request.num_output_tokens,
-                num_preemptions=request.num_preemptions,
-            )
-            for request in self._scheduler.live()
-        ]
-
-    def check_invariants(self) -> None:
-        """Raise `AssertionError` unless scheduler, pool and live requests agree."""
-        self._scheduler.check_invariants()
-        assert {r.request_id for r in self._scheduler.live()} == set(self._live), "live requests and scheduler disagree"
-
-
-def _names(items: Sequence[ScheduledRequest]) -> str:
-    return ",".join(item.request.request_id for item in items)
-
-
-def _refusal(wanted: GenerationRequest, reason: str, param: str) -> TokenEvent:
-    return TokenEvent(
-        request_id=wanted.request_id,
-        token_ids=[],
-        num_output_tokens=0,
-        num_prompt_tokens_computed=0,
-        finish_reason=FinishReason.ERROR,
-        error=reason,
-        error_param=param,
-    )
+        for index in range(wanted.sampling.num_answers)
+    ]

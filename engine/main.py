@@ -7,6 +7,7 @@ status 0 is an orderly end, 1 a model or option that cannot be served (the last 
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 import signal
 import socket
@@ -16,9 +17,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from engine.cpu_environment import prepare_cpu
-from engine.errors import EngineError
-from engine.options import DEVICES, DTYPES, EngineOptions
+from engine.errors import EngineConfigError, EngineError
+from engine.options import DEVICES, DTYPES, POLICIES, EngineOptions
 from engine.protocol import EngineFrame, TokenEvent
+from engine.speculative_options import SpeculativeOptions
 from engine.transport import FrameSocket, PeerClosed, TransportError, decode_gateway_frame
 
 prepare_cpu()
@@ -31,6 +33,8 @@ PROGRESS_INTERVAL_S = 0.25
 LOAD_REPORT_FRACTION = 0.02
 DRAIN_TIMEOUT_S = 5.0
 FATAL_CHARS_MAX = 1000
+INTER_TOKEN_TARGET_MS = 50.0
+"""Of a server whose operator says nothing: twenty tokens per second, faster than people read."""
 
 log = logging.getLogger("gatehouse.engine")
 
@@ -97,6 +101,8 @@ def serve(engine: Engine, connection: FrameSocket) -> None:
         events: list[TokenEvent] = []
         bodies = connection.receive(0.0 if engine.has_requests else STATUS_INTERVAL_S)
         answers = [_take(engine, body, events) for body in bodies]
+        if not bodies:
+            engine.check_when_idle()
         if any(answers):
             connection.send(EngineFrame(events=events + engine.abort_all(), status=engine.status()))
             connection.drain(DRAIN_TIMEOUT_S)
@@ -112,8 +118,12 @@ def serve(engine: Engine, connection: FrameSocket) -> None:
 def _take(engine: Engine, body: bytes, events: list[TokenEvent]) -> bool:
     """Apply one frame of the gateway; whether it asks for a shutdown."""
     frame = decode_gateway_frame(body)
-    answers = [engine.submit(wanted) for wanted in frame.submit] + [engine.abort(request_id) for request_id in frame.abort]
-    events += [event for event in answers if event is not None]
+    for wanted in frame.submit:
+        events += engine.submit(wanted)
+    for request_id in frame.abort:
+        events += engine.abort(request_id)
+    for request_id, index in frame.abort_answers:
+        events += engine.abort_answer(request_id, index)
     return frame.shutdown
 
 
@@ -132,6 +142,12 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--gpu-memory-utilization", type=float, default=0.9)
     parser.add_argument("--no-prefix-caching", action="store_true")
     parser.add_argument("--threads", type=int)
+    parser.add_argument("--swap-space", type=float, default=0.0, help="GiB of main memory for evicted KV blocks")
+    parser.add_argument("--speculative-config", help="JSON object with the fields of engine.speculative_options")
+    parser.add_argument("--batch-invariant", action="store_true", help="the same tokens alone and in any batch, more slowly")
+    parser.add_argument("--scheduling-policy", default="fair", help=" or ".join(POLICIES))
+    parser.add_argument("--inter-token-target-ms", type=float, default=INTER_TOKEN_TARGET_MS)
+    parser.add_argument("--shared-prefix", type=Path, action="append", default=[], help="file with a prompt that all may share")
     parser.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default="info")
     return parser.parse_args(arguments)
 
@@ -150,7 +166,23 @@ def _engine_options(options: argparse.Namespace) -> EngineOptions:
         gpu_memory_utilization=options.gpu_memory_utilization,
         enable_prefix_caching=not options.no_prefix_caching,
         threads=options.threads,
+        swap_space=options.swap_space,
+        speculative_config=_speculative_options(options.speculative_config),
+        batch_invariant=options.batch_invariant,
+        scheduling_policy=options.scheduling_policy,
+        inter_token_target_ms=options.inter_token_target_ms,
+        shared_prefixes=tuple(options.shared_prefix),
     )
+
+
+def _speculative_options(text: str | None) -> SpeculativeOptions | None:
+    if text is None:
+        return None
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise EngineConfigError("speculative_config", f"is not JSON: {error}") from error
+    return SpeculativeOptions.parse(value)
 
 
 if __name__ == "__main__":

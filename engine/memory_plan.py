@@ -13,14 +13,18 @@ from engine.config import ModelConfig
 from engine.errors import EngineConfigError
 from engine.options import EngineOptions
 
+GIB = 1 << 30
+
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """What the KV cache is made of. `block_bytes` spans all layers."""
+    """What the KV cache is made of. `block_bytes` spans all layers, those of a draft model included. `num_host_blocks` is the
+    tier in main memory."""
 
     num_blocks: int
     block_bytes: int
     max_model_len: int
+    num_host_blocks: int = 0
 
     @property
     def kv_bytes(self) -> int:
@@ -40,15 +44,20 @@ def activation_bytes(config: ModelConfig, num_tokens: int, num_seqs: int, elemen
     return 2 * num_tokens * per_token * element_bytes + logits
 
 
-def plan_memory(config: ModelConfig, options: EngineOptions, *, element_bytes: int, available_bytes: int) -> MemoryPlan:
+def plan_memory(
+    config: ModelConfig, options: EngineOptions, *, element_bytes: int, available_bytes: int, draft: ModelConfig | None = None
+) -> MemoryPlan:
     """Divide `available_bytes` into blocks. Raises `EngineConfigError` naming the option to change."""
     size = options.block_size
-    block_bytes = kv_block_bytes(config, size, element_bytes)
+    block_bytes = sum(kv_block_bytes(each, size, element_bytes) for each in (config, draft) if each is not None)
+    num_host_blocks = int(options.swap_space * GIB) // block_bytes
+    if options.swap_space and not num_host_blocks:
+        raise EngineConfigError("swap_space", f"({options.swap_space} GiB) is less than one KV block ({block_bytes} bytes)")
     num_blocks = options.num_kv_blocks or available_bytes // block_bytes
     if num_blocks < 1:
         raise EngineConfigError("kv_cache_bytes", f"({available_bytes}) is less than one KV block ({block_bytes} bytes)")
     if options.max_model_len is None:
-        return MemoryPlan(num_blocks, block_bytes, min(config.max_position_len, num_blocks * size))
+        return MemoryPlan(num_blocks, block_bytes, min(config.max_position_len, num_blocks * size), num_host_blocks)
     if options.max_model_len > config.max_position_len:
         dynamic = any(rope.kind == "dynamic" for rope in config.ropes)
         raise EngineConfigError(
@@ -62,4 +71,4 @@ def plan_memory(config: ModelConfig, options: EngineOptions, *, element_bytes: i
             f"({options.max_model_len}) does not fit into the KV cache: {num_blocks} blocks of {size} tokens "
             f"({num_blocks * block_bytes} bytes); lower it or give the cache more memory",
         )
-    return MemoryPlan(num_blocks, block_bytes, options.max_model_len)
+    return MemoryPlan(num_blocks, block_bytes, options.max_model_len, num_host_blocks)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from engine.config import ModelConfig
 from engine.errors import EngineConfigError
 
 OPTION = "speculative_config"
@@ -64,6 +65,18 @@ class SpeculativeOptions:
                 raise _wrong("model", f"must be a path, not {model!r}")
             given["model"] = Path(model)
         return cls(**given)
+
+
+def check_draft_vocabulary(draft: ModelConfig, target: ModelConfig) -> None:
+    """Raise `EngineConfigError` for a draft model whose token ids mean something else."""
+    if draft.vocab_size != target.vocab_size:
+        raise _wrong("model", f"has a vocabulary of {draft.vocab_size} tokens, the served model one of {target.vocab_size}")
+
+
+def check_draft_context(draft: ModelConfig, max_model_len: int) -> None:
+    """Raise `EngineConfigError` for a draft model that cannot follow as far as requests may go."""
+    if draft.max_position_len < max_model_len:
+        raise _wrong("model", f"has a context of {draft.max_position_len} tokens; set max_model_len to at most that")
 
 
 def _check_count(name: str, value: object, limit: int) -> None:

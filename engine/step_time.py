@@ -18,6 +18,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from engine.admission_cost import TokenCosts
+from engine.scheduled_batch import ScheduledBatch
 
 PS = 1e12
 
@@ -127,6 +128,21 @@ class StepTimeModel:
             + self.pair_s * attention_pairs
             + self.host_s
         )
+
+    def batch_s(self, batch: ScheduledBatch) -> float:
+        """Seconds of one step over `batch`, with the moves of blocks before it."""
+        context_tokens, num_rows, pairs = 0, 0, 0.0
+        for item in batch.decodes:
+            context_tokens += item.start
+            num_rows += 1 + item.num_draft_tokens
+        for item in batch.prefills:
+            context_tokens += item.start
+            num_rows += item.samples
+            pairs += item.num_tokens * (item.start + item.num_tokens / 2)
+        step_s = self.step_s(
+            num_tokens=batch.num_tokens, num_rows=num_rows, context_tokens=context_tokens, attention_pairs=pairs
+        )
+        return step_s + self.block_copy_s * (len(batch.moves.swap_in) + len(batch.moves.swap_out))
 
     def token_costs(self) -> TokenCosts:
         """The linear prices that the scheduler charges with."""

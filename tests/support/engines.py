@@ -30,8 +30,7 @@ def run_to_end(engine: Engine, requests: Iterable[GenerationRequest]) -> dict[st
     """Submit all, step until idle; the events of each request. Invariants are checked after every step."""
     events: dict[str, list[TokenEvent]] = {}
     for request in requests:
-        refused = engine.submit(request)
-        events[request.request_id] = [] if refused is None else [refused]
+        events[request.request_id] = engine.submit(request)
     while engine.has_requests:
         for event in engine.step():
             events.setdefault(event.request_id, []).append(event)

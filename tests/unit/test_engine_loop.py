@@ -13,7 +13,7 @@ from engine.errors import EngineBroken
 from engine.loop import FAILED_STEPS_MAX, Engine
 from engine.model_runner import ModelRunner
 from engine.protocol import EngineInfo, FinishReason
-from engine.scheduled_batch import ScheduledRequest, StepOutput
+from engine.scheduled_batch import BlockMoves, ScheduledRequest, StepOutput
 from engine.scheduler import Scheduler, SchedulerLimits
 from tests.support.engines import run_to_end, small_engine, tokens, wanted
 from tests.support.tiny_models import make_model
@@ -26,10 +26,14 @@ class FakeRunner:
     """Yields token 5 for everyone; raises while a batch holds a request of `culprits`, and always when `broken`."""
 
     def __init__(self) -> None:
+        self.stage = "run"
         self.culprits: set[str] = set()
         self.broken = False
         self.unreliable = False
         self.token_of: Callable[[str, int], int] = lambda request_id, position: 5
+
+    def move(self, moves: BlockMoves) -> None:
+        raise AssertionError(f"this engine has no host tier and shares no partial block: {moves}")
 
     def run(self, items: Sequence[ScheduledRequest]) -> list[StepOutput]:
         if self.broken or any(item.request.request_id in self.culprits for item in items):
@@ -60,7 +64,7 @@ def test_the_request_that_breaks_a_step_fails_alone() -> None:
     events = run_to_end(engine, [wanted(name, [1, 2], max_tokens=3) for name in ("a", "bad", "b")])
     assert tokens(events["a"]) == tokens(events["b"]) == [5, 5, 5]
     assert [event.finish_reason for event in events["bad"]] == [FinishReason.ERROR]
-    assert events["bad"][0].error == "RuntimeError: boom"
+    assert events["bad"][0].error == "the engine failed while computing this request: RuntimeError: boom"
     assert engine.status().kv_blocks_used == 0
 
 
@@ -120,8 +124,7 @@ def test_a_good_step_forgives_the_failed_ones() -> None:
 )
 def test_a_request_that_cannot_run_is_answered_at_once(prompt: list[int], sampling: dict[str, Any], message: str) -> None:
     engine = make_engine(FakeRunner())
-    event = engine.submit(wanted("a", prompt, **sampling))
-    assert event is not None
+    (event,) = engine.submit(wanted("a", prompt, **sampling))
     assert event.finish_reason is FinishReason.ERROR
     assert message in (event.error or "")
     assert not engine.has_requests
@@ -130,9 +133,8 @@ def test_a_request_that_cannot_run_is_answered_at_once(prompt: list[int], sampli
 def test_an_id_that_is_live_cannot_be_submitted_again_but_a_finished_one_can() -> None:
     engine = make_engine(FakeRunner())
     run_to_end(engine, [wanted("a", [1], max_tokens=1)])
-    assert engine.submit(wanted("a", [1], max_tokens=1)) is None
-    refused = engine.submit(wanted("a", [1], max_tokens=1))
-    assert refused is not None
+    assert not engine.submit(wanted("a", [1], max_tokens=1))
+    (refused,) = engine.submit(wanted("a", [1], max_tokens=1))
     assert "already live" in (refused.error or "")
 
 
@@ -164,8 +166,7 @@ def test_totals_count_every_prompt_once_and_every_generated_token_even_of_aborte
         engine.submit(wanted(name, [1, 2, 3], max_tokens=10))
     for _ in range(4):
         engine.step()
-    event = engine.abort("a")
-    assert event is not None
+    (event,) = engine.abort("a")
     assert (event.num_output_tokens, event.num_prompt_tokens_computed, event.token_ids) == (4, 3, [])
     run_to_end(engine, [])
     status = engine.status()
@@ -178,9 +179,9 @@ def test_an_abort_frees_the_blocks_at_once_and_a_second_one_says_nothing() -> No
     engine.submit(wanted("a", [1, 2, 3], max_tokens=10))
     engine.step()
     assert engine.status().kv_blocks_used == 1
-    assert engine.abort("a") is not None
+    assert len(engine.abort("a")) == 1
     assert engine.status().kv_blocks_used == 0
-    assert engine.abort("a") is None
+    assert not engine.abort("a")
 
 
 def test_progress_tells_states_and_queue_positions() -> None:

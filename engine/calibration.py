@@ -1,0 +1,114 @@
+"""How fast the loaded model runs on this device: a few passes timed at start, and the step-time model that fits them.
+
+A pass with one row takes as long as reading the weights; one with many rows as long as multiplying with them. From the two
+follow the bandwidth and the speed of products that the step-time model needs, overheads of this implementation included, and
+how many rows come for free, which decides when guessing tokens is worth it.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import torch
+
+from engine.batch_inputs import InputRow
+from engine.config import ModelConfig
+from engine.memory_plan import MemoryPlan
+from engine.paged_decoder import PagedDecoder
+from engine.speculative import SpeculationCosts
+from engine.step_time import DeviceSpeed, Efficiency, ModelShape, StepTimeModel
+
+MANY_ROWS = 64
+PASSES = 3
+"""Of each kind after a first one that warms up; the fastest counts, because a neighbour can only slow a pass down."""
+
+LINK_BANDWIDTH = {"cuda": 25e9, "cpu": 5e9}
+"""Bytes per second between device and host tier: PCIe with page-locked memory, and copying within main memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class PassTimes:
+    """Seconds of a pass with one row, and with `num_rows`."""
+
+    one_s: float
+    many_s: float
+    num_rows: int
+
+    @property
+    def free_rows(self) -> float:
+        """Rows up to which a pass takes no longer than with one, if beyond them time grows in proportion."""
+        return max(1.0, self.num_rows * self.one_s / self.many_s)
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredSpeed:
+    """The step-time model of the engine, and what guessing tokens costs: see `engine.speculative`."""
+
+    step_times: StepTimeModel
+    speculation: SpeculationCosts
+
+
+@torch.inference_mode()
+def measure_speed(
+    config: ModelConfig,
+    target: PagedDecoder,
+    draft: PagedDecoder | None,
+    plan: MemoryPlan,
+    *,
+    element_bytes: int,
+    block_size: int,
+) -> MeasuredSpeed:
+    """Run the models in their empty caches; what that leaves there is nobody's."""
+    num_rows = min(MANY_ROWS, plan.max_model_len)
+    times = PassTimes(_pass_s(target, 1, block_size), _pass_s(target, num_rows, block_size), num_rows)
+    draft_step = 0.0 if draft is None else _pass_s(draft, 1, block_size) / times.one_s
+    device = target.kv_caches[0].device.type
+    step_times = step_time_model(config, times, element_bytes=element_bytes, block_size=block_size, device=device)
+    return MeasuredSpeed(step_times, SpeculationCosts(free_rows=times.free_rows, draft_step=draft_step))
+
+
+def _pass_s(decoder: PagedDecoder, num_rows: int, block_size: int) -> float:
+    row = InputRow([0] * num_rows, 0, range(-(-num_rows // block_size)), range(num_rows))
+    times = []
+    for _ in range(PASSES + 1):
+        started_s = time.perf_counter()
+        decoder.logits(decoder.forward(decoder.prepare([row])))
+        if decoder.kv_caches[0].is_cuda:
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - started_s)
+    return min(times[1:])
+
+
+def step_time_model(
+    config: ModelConfig, times: PassTimes, *, element_bytes: int, block_size: int, device: str
+) -> StepTimeModel:
+    """The model that predicts the two passes. Attention and swaps are priced by the same bandwidth."""
+    shape = model_shape(config)
+    head = shape.head_params
+    dense = shape.num_layers * shape.attention_params + head
+    expert = shape.num_layers * shape.expert_params
+    read = element_bytes * (dense + shape.num_chosen_experts * expert)
+    multiplied = 2 * (dense + shape.num_chosen_experts * expert) * times.num_rows
+    speed = DeviceSpeed(bandwidth=read / times.one_s, flops=multiplied / times.many_s, link_bandwidth=LINK_BANDWIDTH[device])
+    measured = Efficiency(bandwidth=1.0, flops=1.0, host_s=0.0)
+    return StepTimeModel(
+        shape, speed, weight_bytes=element_bytes, kv_bytes=element_bytes, block_size=block_size, efficiency=measured
+    )
+
+
+def model_shape(config: ModelConfig) -> ModelShape:
+    """What of a configuration decides about speed."""
+    experts = config.experts
+    return ModelShape(
+        num_layers=config.num_layers,
+        hidden_size=config.hidden_size,
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        intermediate_size=config.intermediate_size if experts is None else experts.intermediate_size,
+        vocab_size=config.vocab_size,
+        tied=config.tie_word_embeddings,
+        num_experts=1 if experts is None else experts.num_experts,
+        num_chosen_experts=1 if experts is None else experts.num_chosen,
+    )

@@ -1,0 +1,81 @@
+"""Gauges, totals and progress of one engine, read from the scheduler for the gateway. Knows no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from engine.protocol import EngineStatus, RequestProgress
+from engine.request import Request, RequestStatus
+from engine.scheduled_batch import ScheduledBatch
+from engine.scheduler import Scheduler
+
+
+@dataclass(slots=True)
+class StepFigures:
+    """About steps so far and the last one."""
+
+    steps_total: int = 0
+    step_ms: float = 0.0
+    num_batched_tokens: int = 0
+    swapped_in_blocks_total: int = 0
+    swapped_out_blocks_total: int = 0
+    draft_tokens_total: int = 0
+    accepted_draft_tokens_total: int = 0
+
+    def count(self, batch: ScheduledBatch, step_s: float) -> None:
+        """Take note of a step."""
+        self.steps_total += 1
+        self.num_batched_tokens = batch.num_tokens
+        self.step_ms = step_s * 1000
+        self.swapped_in_blocks_total += len(batch.moves.swap_in)
+        self.swapped_out_blocks_total += len(batch.moves.swap_out)
+
+
+def make_status(
+    scheduler: Scheduler, figures: StepFigures, parked: Iterable[Request], *, num_parked: int, with_requests: bool
+) -> EngineStatus:
+    """The state now; `with_requests` adds every live answer and tenant, at a cost proportional to their number. Answers that
+    are parked until their grammar is compiled count as waiting, behind all others."""
+    pool, totals, host_tier = scheduler.pool, scheduler.totals, scheduler.host_tier
+    return EngineStatus(
+        num_running=scheduler.num_running,
+        num_waiting=scheduler.num_waiting + num_parked,
+        kv_blocks_total=pool.num_blocks,
+        kv_blocks_used=pool.num_used,
+        kv_blocks_cached=pool.num_cached,
+        kv_blocks_free=pool.num_free,
+        step_ms=figures.step_ms,
+        num_batched_tokens=figures.num_batched_tokens,
+        steps_total=figures.steps_total,
+        prompt_tokens_total=totals.prompt_tokens,
+        generation_tokens_total=totals.generation_tokens,
+        prefix_cache_hit_tokens_total=totals.prefix_cache_hit_tokens,
+        preemptions_total=totals.preemptions,
+        requests=_progress(scheduler, parked) if with_requests else None,
+        host_blocks_total=0 if host_tier is None else host_tier.num_blocks,
+        host_blocks_used=0 if host_tier is None else host_tier.num_used,
+        swapped_in_blocks_total=figures.swapped_in_blocks_total,
+        swapped_out_blocks_total=figures.swapped_out_blocks_total,
+        draft_tokens_total=figures.draft_tokens_total,
+        accepted_draft_tokens_total=figures.accepted_draft_tokens_total,
+    )
+
+
+def _progress(scheduler: Scheduler, parked: Iterable[Request]) -> list[RequestProgress]:
+    queue = [*scheduler.waiting(), *parked]
+    positions = {request: position for position, request in enumerate(queue)}
+    running = [request for request in scheduler.live() if request.status is not RequestStatus.QUEUED]
+    return [
+        RequestProgress(
+            request_id=request.request_id,
+            state=request.status.value,
+            queue_position=positions.get(request),
+            kv_blocks=len(request.block_table),
+            num_computed_tokens=request.num_computed_tokens,
+            num_output_tokens=request.num_output_tokens,
+            num_preemptions=request.num_preemptions,
+            index=request.index,
+        )
+        for request in [*running, *queue]
+    ]

@@ -1,0 +1,63 @@
+"""A step that raises costs nobody but the culprit: the batch is halved until whoever fails is alone. Knows no torch.
+
+Repeating a step does no harm, because it only writes the cache slots of its own tokens, with the same values, and draws the
+same tokens. With one culprit among B requests that is about 2 log₂ B passes, most of them small, in one step; afterwards
+the culprit is gone and the batch is whole again.
+
+    batch   a b c d e f g h        raises
+    halves  a b c d │ e f g h      the left one runs, the right one raises
+                      e f │ g h    …
+                      e │ f        e fails alone and ends with the error
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Protocol
+
+from engine.scheduled_batch import BlockMoves, ScheduledRequest, StepOutput
+
+ERROR_CHARS_MAX = 500
+
+log = logging.getLogger("gatehouse.engine")
+
+DOING = {
+    "prepare": "preparing this request for the device",
+    "draft": "guessing ahead for this request",
+    "run": "computing this request",
+    "sample": "choosing the next token of this request",
+}
+
+
+class Runner(Protocol):
+    """What the loop needs of a model runner; tests bring one without tensors. `stage` names what it was doing when it raised:
+    prepare, draft, run, sample or move."""
+
+    @property
+    def stage(self) -> str: ...
+
+    def move(self, moves: BlockMoves) -> None: ...
+
+    def run(self, items: Sequence[ScheduledRequest]) -> list[StepOutput]: ...
+
+
+def run_isolated(runner: Runner, items: Sequence[ScheduledRequest]) -> list[StepOutput]:
+    """Outputs in the order of `items`; those that raise alone have the error, in words that name the stage."""
+    try:
+        return runner.run(items)
+    except Exception as error:
+        log.exception("step failed stage=%s request_ids=%s", runner.stage, _names(items))
+        if len(items) == 1:
+            return [StepOutput(error=failure(runner.stage, error))]
+    middle = len(items) // 2
+    return run_isolated(runner, items[:middle]) + run_isolated(runner, items[middle:])
+
+
+def failure(stage: str, error: Exception) -> str:
+    """What a caller is told of a request that failed inside the engine."""
+    return f"the engine failed while {DOING.get(stage, stage)}: {type(error).__name__}: {error}"[:ERROR_CHARS_MAX]
+
+
+def _names(items: Sequence[ScheduledRequest]) -> str:
+    return ",".join(f"{item.request.request_id}/{item.request.index}" for item in items)
