@@ -2,23 +2,59 @@
 
 from __future__ import annotations
 
+import functools
 import json
 
-from llguidance import LLMatcher
-from llguidance.gbnf_to_lark import any_to_lark
+from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
+from engine.grammar.json_schema import schema_to_lark
+from engine.grammar.patterns import PatternError, full_language
+from engine.grammar.regex import Regex, alt, literal
 from engine.grammar.spec import GrammarError, GrammarSpec
+from engine.grammar.terminals import Terminals
 
 
 def to_lark(spec: GrammarSpec) -> str:
     """Raises `GrammarError` for what cannot be expressed, naming it."""
     if spec.kind == "json":
-        return LLMatcher.grammar_from_json_schema(spec.text)
-    if spec.kind == "regex":
-        return LLMatcher.grammar_from_regex(spec.text)
+        return schema_to_lark(spec.text, is_nothing)
     if spec.kind == "choice":
-        return "start: " + " | ".join(json.dumps(choice) for choice in json.loads(spec.text))
-    try:
-        return any_to_lark(spec.text)
-    except Exception as error:
-        raise GrammarError(spec.param, f"guided_grammar cannot be read: {error}") from error
+        return language_to_lark(alt(*(literal(choice) for choice in json.loads(spec.text))))
+    if spec.kind == "regex":
+        try:
+            language = full_language(spec.text)
+        except PatternError as error:
+            raise GrammarError(spec.param, f"guided_regex cannot be enforced: {error}") from error
+        return language_to_lark(language)
+    return spec.text
+
+
+def language_to_lark(language: Regex) -> str:
+    """A grammar of the texts of a regular language."""
+    terminals = Terminals()
+    name = terminals.name(terminals.text(language))
+    return "\n".join([f"start: {name}", *terminals.lines()]) + "\n"
+
+
+class _Bytes:
+    """A vocabulary of single bytes, for questions about languages."""
+
+    eos_token_id = 0
+    bos_token_id = None
+    special_token_ids = (0,)
+    tokens = (b"", *(bytes([byte]) for byte in range(256)))
+
+    def __call__(self, text: bytes | str) -> list[int]:
+        return [byte + 1 for byte in (text if isinstance(text, bytes) else text.encode())]
+
+
+@functools.cache
+def _byte_trie() -> LLTokenizer:
+    return LLTokenizer(TokenizerWrapper(_Bytes()), slices=[])
+
+
+def is_nothing(language: Regex) -> bool:
+    """Whether a language has no text at all: the library allows neither a first byte nor the end."""
+    matcher = LLMatcher(_byte_trie(), language_to_lark(language), log_level=0)
+    mask = matcher.compute_bitmask()
+    return not matcher.is_error() and not any(mask)

@@ -1,0 +1,105 @@
+"""Sets of Unicode code points as sorted ranges, and the named classes of regular expressions. Knows no syntax."""
+
+from __future__ import annotations
+
+import functools
+import re
+import sys
+import unicodedata
+from collections.abc import Callable, Iterable
+
+CharSet = tuple[tuple[int, int], ...]
+"""Inclusive ranges, sorted, disjoint and not adjacent. Surrogates (U+D800 … U+DFFF) are in none: they are no characters."""
+
+LAST = sys.maxunicode
+NONE: CharSet = ()
+ANY: CharSet = ((0, 0xD7FF), (0xE000, LAST))
+
+
+def chars(*ranges: tuple[int, int]) -> CharSet:
+    """The set of any ranges, in any order and overlapping."""
+    merged: list[list[int]] = []
+    for low, high in sorted(ranges):
+        if merged and low <= merged[-1][1] + 1:
+            merged[-1][1] = max(merged[-1][1], high)
+        else:
+            merged.append([low, high])
+    return intersect(tuple((low, high) for low, high in merged), ANY)
+
+
+def of(text: str) -> CharSet:
+    return chars(*((ord(character), ord(character)) for character in text))
+
+
+def union(*sets: CharSet) -> CharSet:
+    return chars(*(part for each in sets for part in each))
+
+
+def intersect(left: CharSet, right: CharSet) -> CharSet:
+    found, i, j = [], 0, 0
+    while i < len(left) and j < len(right):
+        low, high = max(left[i][0], right[j][0]), min(left[i][1], right[j][1])
+        if low <= high:
+            found.append((low, high))
+        if left[i][1] < right[j][1]:
+            i += 1
+        else:
+            j += 1
+    return tuple(found)
+
+
+def complement(inner: CharSet) -> CharSet:
+    gaps, start = [], 0
+    for low, high in inner:
+        if low > start:
+            gaps.append((start, low - 1))
+        start = high + 1
+    if start <= LAST:
+        gaps.append((start, LAST))
+    return intersect(tuple(gaps), ANY)
+
+
+def contains(inner: CharSet, character: str) -> bool:
+    return any(low <= ord(character) <= high for low, high in inner)
+
+
+def _where(holds: Callable[[str], object]) -> CharSet:
+    """Every code point for which `holds`; a walk over all of Unicode, 0.1 to 0.3 s."""
+    return chars(*((point, point) for low, high in ANY for point in range(low, high + 1) if holds(chr(point))))
+
+
+DIGIT = of("0123456789")
+WORD = union(DIGIT, chars((65, 90), (97, 122)), of("_"))
+# ECMA-262 and Python disagree on these few white-space characters.
+_SPACE_EVERYWHERE = union(of("\t\n\v\f\r \xa0\u1680\u2028\u2029\u202f\u205f\u3000"), chars((0x2000, 0x200A)))
+_SPACE_SOMEWHERE = union(_SPACE_EVERYWHERE, chars((0x1C, 0x1F)), of("\x85\ufeff"))
+NEWLINE_EVERYWHERE = of("\n")
+NEWLINE_SOMEWHERE = of("\n\r\u2028\u2029")
+
+
+@functools.cache
+def _unicode_class(expression: str) -> CharSet:
+    return _where(re.compile(expression).match)
+
+
+def named(letter: str, *, wide: bool) -> CharSet:
+    """`\\d \\w \\s`. They mean ASCII to ECMA-262 and all of Unicode to Python; `wide` takes what either calls a member, else
+    what both do."""
+    if letter == "s":
+        return _SPACE_SOMEWHERE if wide else _SPACE_EVERYWHERE
+    if wide:
+        return _unicode_class(rf"\{letter}")
+    return DIGIT if letter == "d" else WORD
+
+
+@functools.cache
+def category(name: str) -> CharSet | None:
+    """`\\p{name}` for a general category of Unicode (`L`, `Lu`, `Nd` …); None when there is none of that name."""
+    if not re.fullmatch("[CLMNPSZ][a-z]?", name):
+        return None
+    found = _where(lambda character: unicodedata.category(character).startswith(name))
+    return found or None
+
+
+def any_of(characters: Iterable[str]) -> CharSet:
+    return of("".join(characters))

@@ -1,0 +1,269 @@
+"""Numbers under bounds, multiples and exceptions, as finite automata over their decimal digits. Knows no schema and no library.
+
+The automaton reads a JSON number without exponent. It keeps the residue of the digits so far modulo all divisors at once, and
+for every bound whether the number is below, level with, or above it; both need finitely many states.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from dataclasses import dataclass, field
+from fractions import Fraction
+
+RESIDUES_MAX = 5000
+STATES_MAX = 20_000
+DECIMALS_MAX = 40
+LISTED_MAX = 256
+
+
+class NumberError(ValueError):
+    """The constraint needs more states than a grammar may have; the message names it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """`value` itself is outside when `is_open`."""
+
+    value: Fraction
+    is_open: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Numbers:
+    """A set of numbers: within every bound, a multiple of all `multiples`, of none of `non_multiples`, and not `excluded`."""
+
+    lows: tuple[Bound, ...] = ()
+    highs: tuple[Bound, ...] = ()
+    multiples: tuple[Fraction, ...] = ()
+    non_multiples: tuple[Fraction, ...] = ()
+    excluded: tuple[Fraction, ...] = ()
+
+    @property
+    def is_free(self) -> bool:
+        return self == Numbers()
+
+    def holds(self, value: Fraction) -> bool:
+        return (
+            all(value > b.value or (value == b.value and not b.is_open) for b in self.lows)
+            and all(value < b.value or (value == b.value and not b.is_open) for b in self.highs)
+            and all((value / q).denominator == 1 for q in self.multiples)
+            and not any((value / q).denominator == 1 for q in self.non_multiples)
+            and value not in self.excluded
+        )
+
+    @property
+    def step(self) -> Fraction | None:
+        """The least common multiple of `multiples`; None when there is none."""
+        if not self.multiples:
+            return None
+        denominator = math.lcm(*(q.denominator for q in self.multiples))
+        return Fraction(math.lcm(*(int(q * denominator) for q in self.multiples)), denominator)
+
+    def listed(self) -> list[Fraction] | None:
+        """All members, when they are few; None when they are many or have no end."""
+        low = max((b.value for b in self.lows), default=None)
+        high = min((b.value for b in self.highs), default=None)
+        if low is not None and high is not None and (low > high):
+            return []
+        if low is not None and low == high:
+            return [low] if self.holds(low) else []
+        step = self.step
+        if step is None or low is None or high is None or (high - low) / step > LISTED_MAX:
+            return None
+        first, last = math.ceil(low / step), math.floor(high / step)
+        return [value for count in range(first, last + 1) if self.holds(value := count * step)]
+
+
+@dataclass(slots=True)
+class Automaton:
+    """States are numbered from 0, the start. `edges[s]` maps a character to the next state. No state is a dead end, except that
+    `edges` is empty when there is no number at all."""
+
+    edges: list[dict[str, int]] = field(default_factory=list)
+    accepting: set[int] = field(default_factory=set)
+
+
+def decimals(value: Fraction) -> int:
+    """Digits after the point that `value` needs. Raises `NumberError` when they do not end or are too many."""
+    count = 0
+    while (value * 10**count).denominator != 1:
+        count += 1
+        if count > DECIMALS_MAX:
+            raise NumberError(f"a number with more than {DECIMALS_MAX} decimals")
+    return count
+
+
+# (phase, digits of the integer part, decimals read, comparison with each bound, residue, a non-zero digit beyond the scale)
+_State = tuple[str, int, int, tuple[int, ...], int, bool]
+_DIGITS = "0123456789"
+
+
+class _Reader:
+    """Steps through the magnitude of a number of one sign."""
+
+    def __init__(self, numbers: Numbers, negative: bool) -> None:
+        self.numbers = numbers
+        self.negative = negative
+        points = [b.value for b in (*numbers.lows, *numbers.highs)] + list(numbers.excluded)
+        self.levels = sorted({abs(point) for point in points})
+        divisors = (*numbers.multiples, *numbers.non_multiples)
+        self.scale = max((decimals(q) for q in divisors), default=0)
+        self.modulus = math.lcm(*(int(q * 10**self.scale) for q in divisors)) if divisors else 1
+        if self.modulus > RESIDUES_MAX:
+            raise NumberError(f"multipleOf with more than {RESIDUES_MAX} residues")
+        self.whole = [str(int(level)) for level in self.levels]
+        self.parts = [self._decimals_of(level) for level in self.levels]
+        self.whole_max = max((len(digits) for digits in self.whole), default=0)
+        self.part_max = max([self.scale, *(len(digits) for digits in self.parts)])
+        # Whether a fraction other than .000 can be right; without it `1.0` is not offered for `1`.
+        self.has_fractions = not any(q.denominator == 1 for q in numbers.multiples)
+
+    @staticmethod
+    def _decimals_of(level: Fraction) -> str:
+        count = decimals(level)
+        return str(int((level - int(level)) * 10**count)).zfill(count) if count else ""
+
+    def start(self) -> _State:
+        return ("sign", 0, 0, (0,) * len(self.levels), 0, False)
+
+    def step(self, state: _State, character: str) -> _State | None:
+        phase, length, place, compared, residue, beyond = state
+        if character == ".":
+            if phase not in ("zero", "whole") or not self.has_fractions:
+                return None
+            return ("point", 0, 0, self._after_whole(length, compared), residue, False)
+        digit = int(character)
+        if phase in ("sign", "whole"):
+            following = tuple(
+                sign or _sign(character, self.whole[i][length : length + 1]) if length < len(self.whole[i]) else sign
+                for i, sign in enumerate(compared)
+            )
+            residue = (residue * 10 + digit) % self.modulus
+            phase = "zero" if phase == "sign" and digit == 0 else "whole"
+            return (phase, min(length + 1, self.whole_max + 1), 0, following, residue, False)
+        if phase == "zero":
+            return None
+        following = tuple(sign or _sign(character, self.parts[i][place : place + 1] or "0") for i, sign in enumerate(compared))
+        if place < self.scale:
+            residue = (residue * 10 + digit) % self.modulus
+        else:
+            beyond = beyond or digit != 0
+        return ("part", 0, min(place + 1, self.part_max), following, residue, beyond)
+
+    def _after_whole(self, length: int, compared: tuple[int, ...]) -> tuple[int, ...]:
+        """Comparisons once the integer part is complete: more digits are a greater number."""
+        return tuple(
+            sign if length == len(self.whole[i]) else (-1 if length < len(self.whole[i]) else 1)
+            for i, sign in enumerate(compared)
+        )
+
+    def is_member(self, state: _State) -> bool:
+        phase, length, place, compared, residue, beyond = state
+        if phase not in ("zero", "whole", "part"):
+            return False
+        if phase == "part":
+            signs = tuple(sign or (-1 if self.parts[i][place:].strip("0") else 0) for i, sign in enumerate(compared))
+        else:
+            signs = tuple(sign or (-1 if self.parts[i] else 0) for i, sign in enumerate(self._after_whole(length, compared)))
+            place = 0
+        scaled = residue * 10 ** (self.scale - min(place, self.scale)) % self.modulus
+        return self._allows(dict(zip(self.levels, signs, strict=True)), scaled, beyond)
+
+    def _allows(self, signs: dict[Fraction, int], scaled: int, beyond: bool) -> bool:
+        numbers = self.numbers
+
+        def compare(point: Fraction) -> int:
+            """The number against `point`: -1, 0 or 1."""
+            magnitude = signs[abs(point)]
+            if not self.negative:
+                return 1 if point < 0 else magnitude
+            if point > 0:
+                return -1
+            return -magnitude
+
+        def divides(q: Fraction) -> bool:
+            return not beyond and scaled % int(q * 10**self.scale) == 0
+
+        return (
+            all(compare(b.value) >= (1 if b.is_open else 0) for b in numbers.lows)
+            and all(compare(b.value) <= (-1 if b.is_open else 0) for b in numbers.highs)
+            and all(divides(q) for q in numbers.multiples)
+            and not any(divides(q) for q in numbers.non_multiples)
+            and all(compare(point) != 0 for point in numbers.excluded)
+        )
+
+
+def _sign(digit: str, other: str) -> int:
+    return (digit > other) - (digit < other)
+
+
+def automaton(numbers: Numbers) -> Automaton:
+    """The automaton of the JSON spellings, without exponent, of exactly these numbers. Raises `NumberError`."""
+    made = Automaton(edges=[{}])
+    for negative in (False, True):
+        reader = _Reader(numbers, negative)
+        _explore(made, reader, 0 if not negative else None)
+    return _trimmed(made)
+
+
+def _explore(made: Automaton, reader: _Reader, start: int | None) -> None:
+    """Add every state that the reader reaches; its start is state `start`, or comes after a minus sign."""
+    if start is None:
+        start = len(made.edges)
+        made.edges.append({})
+        made.edges[0]["-"] = start
+    known = {reader.start(): start}
+    waiting = deque(known)
+    while waiting:
+        state = waiting.popleft()
+        for character in _DIGITS + ".":
+            following = reader.step(state, character)
+            if following is None:
+                continue
+            if following not in known:
+                if len(made.edges) >= STATES_MAX:
+                    raise NumberError(f"a number whose bounds and multiples need more than {STATES_MAX} states")
+                known[following] = len(made.edges)
+                made.edges.append({})
+                waiting.append(following)
+            made.edges[known[state]][character] = known[following]
+        if reader.is_member(state):
+            made.accepting.add(known[state])
+
+
+def _trimmed(made: Automaton) -> Automaton:
+    """Without the states from which no number can be completed, and with equal states joined."""
+    before: dict[int, list[int]] = {}
+    for state, edges in enumerate(made.edges):
+        for following in edges.values():
+            before.setdefault(following, []).append(state)
+    alive, waiting = set(made.accepting), list(made.accepting)
+    while waiting:
+        for state in before.get(waiting.pop(), ()):
+            if state not in alive:
+                alive.add(state)
+                waiting.append(state)
+    if 0 not in alive:
+        return Automaton()
+    return _joined([{c: n for c, n in edges.items() if n in alive} for edges in made.edges], made.accepting, alive)
+
+
+def _joined(edges: list[dict[str, int]], accepting: set[int], alive: set[int]) -> Automaton:
+    """Moore's partition refinement: states that cannot be told apart become one."""
+    block = {state: int(state in accepting) for state in alive}
+    count = len(set(block.values()))
+    while True:
+        signs = {s: (block[s], tuple(sorted((c, block[n]) for c, n in edges[s].items()))) for s in alive}
+        names = {sign: number for number, sign in enumerate(dict.fromkeys(signs[s] for s in sorted(alive)))}
+        block = {state: names[signs[state]] for state in alive}
+        if len(names) == count:
+            break
+        count = len(names)
+    joined = Automaton(edges=[{} for _ in range(count)])
+    for state in sorted(alive):
+        joined.edges[block[state]] = {c: block[n] for c, n in edges[state].items()}
+        if state in accepting:
+            joined.accepting.add(block[state])
+    assert block[0] == 0
+    return joined

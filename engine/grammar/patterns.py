@@ -1,0 +1,388 @@
+"""Reads the patterns of JSON Schema (ECMA-262) and of `guided_regex` (Python's), which differ little, into regular languages.
+
+What no regular language says, or what the two dialects read differently, is refused by name. Where they agree on the syntax
+and not on the members of a class (`\\d` is ASCII for one and Unicode for the other), a pattern means what both allow, and under
+a negation (`wide`) what either allows, so that a text that is accepted is right by both.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from engine.grammar import char_sets
+from engine.grammar.char_sets import CharSet
+from engine.grammar.regex import ANYTHING, EMPTY, NOTHING, Chars, Regex, alt, both, cat, literal, no, one_of, repeat
+
+REPEAT_MAX = 100_000
+GROUPS_DEEP_MAX = 60
+ALTERNATIVES_MAX = 256
+_ESCAPED = {"t": "\t", "n": "\n", "v": "\v", "f": "\f", "r": "\r", "0": "\0"}
+
+
+class PatternError(ValueError):
+    """The pattern is malformed or uses a construct that is not regular; the message names it."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Sequence:
+    parts: tuple[_Node, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Choice:
+    parts: tuple[_Node, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Repeated:
+    inner: _Node
+    low: int
+    high: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Anchor:
+    at_start: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Look:
+    inner: _Node
+    negative: bool
+
+
+_Node: TypeAlias = Chars | _Sequence | _Choice | _Repeated | _Anchor | _Look
+
+
+@functools.lru_cache(maxsize=4096)
+def search_language(pattern: str, *, wide: bool = False) -> Regex:
+    """Every text in which the pattern is found somewhere, as JSON Schema reads `pattern`. Raises `PatternError`."""
+    return _language(_Parser(pattern, wide).parse(), True, True, wide)
+
+
+def full_language(pattern: str) -> Regex:
+    """Every text that the pattern matches as a whole. Raises `PatternError`."""
+    return _language(_Parser(pattern, False).parse(), False, False, False)
+
+
+def _special(node: _Node) -> bool:
+    """An anchor or a lookahead is inside."""
+    if isinstance(node, _Anchor | _Look):
+        return True
+    if isinstance(node, _Sequence | _Choice):
+        return any(_special(part) for part in node.parts)
+    return isinstance(node, _Repeated) and _special(node.inner)
+
+
+def _plain(node: _Node) -> Regex:
+    """The language of a node without anchors and lookaheads."""
+    if isinstance(node, Chars):
+        return one_of(node.members)
+    if isinstance(node, _Sequence):
+        return cat(*(_plain(part) for part in node.parts))
+    if isinstance(node, _Choice):
+        return alt(*(_plain(part) for part in node.parts))
+    if isinstance(node, _Repeated):
+        return repeat(_plain(node.inner), node.low, node.high)
+    raise PatternError("a repeated anchor or lookahead")
+
+
+def _language(node: _Node, open_left: bool, open_right: bool, wide: bool) -> Regex:
+    """What a node matches up to the end of the text; `open_left` / `open_right`: anything may stand before / after it."""
+    if isinstance(node, _Choice):
+        return alt(*(_language(part, open_left, open_right, wide) for part in node.parts))
+    parts = node.parts if isinstance(node, _Sequence) else (node,)
+    before = ANYTHING if open_left else EMPTY
+    return (
+        cat(before, _rest(parts, open_left, open_right, wide))
+        if not _starts_special(parts)
+        else _opened(parts, open_left, open_right, wide)
+    )
+
+
+def _starts_special(parts: tuple[_Node, ...]) -> bool:
+    return bool(parts) and _special(parts[0])
+
+
+def _opened(parts: tuple[_Node, ...], open_left: bool, open_right: bool, wide: bool) -> Regex:
+    """A sequence whose first part is or holds an anchor or a lookahead."""
+    first, others = parts[0], parts[1:]
+    if isinstance(first, _Anchor) and first.at_start:
+        return _language(_Sequence(others), False, open_right, wide)
+    if isinstance(first, _Choice):
+        if len(first.parts) > ALTERNATIVES_MAX:
+            raise PatternError(f"more than {ALTERNATIVES_MAX} alternatives with anchors")
+        return alt(*(_language(_joined(part, others), open_left, open_right, wide) for part in first.parts))
+    if isinstance(first, _Sequence):
+        return _language(_Sequence(first.parts + others), open_left, open_right, wide)
+    return cat(ANYTHING if open_left else EMPTY, _rest(parts, open_left, open_right, wide))
+
+
+def _joined(first: _Node, others: tuple[_Node, ...]) -> _Sequence:
+    return _Sequence((first.parts if isinstance(first, _Sequence) else (first,)) + others)
+
+
+def _rest(parts: tuple[_Node, ...], open_left: bool, open_right: bool, wide: bool) -> Regex:
+    """What `parts` match from here to the end of the text."""
+    if not parts:
+        return ANYTHING if open_right else EMPTY
+    first, others = parts[0], parts[1:]
+    if not _special(first):
+        return cat(_plain(first), _rest(others, False, open_right, wide))
+    if isinstance(first, _Look):
+        ahead = _language(first.inner, False, True, wide != first.negative)
+        following = _rest(others, open_left, open_right, wide)
+        return both(following, no(ahead) if first.negative else ahead)
+    if isinstance(first, _Anchor):
+        if first.at_start:
+            raise PatternError("^ after the start")
+        return _after_end(others, wide)
+    if isinstance(first, _Sequence):
+        return _rest(first.parts + others, open_left, open_right, wide)
+    if isinstance(first, _Choice):
+        return alt(*(_rest(_joined(part, others).parts, open_left, open_right, wide) for part in first.parts))
+    raise PatternError("a repeated anchor or lookahead")
+
+
+def _after_end(others: tuple[_Node, ...], wide: bool) -> Regex:
+    """`$` and what still follows it, which can only be empty. To Python `$` also stands before a last newline."""
+    if any(not (isinstance(part, _Anchor) and not part.at_start) for part in others):
+        raise PatternError("$ before the end")
+    return alt(EMPTY, literal("\n")) if wide else EMPTY
+
+
+class _Parser:
+    """Recursive descent over one pattern."""
+
+    def __init__(self, pattern: str, wide: bool) -> None:
+        self._text = pattern
+        self._at = 0
+        self._wide = wide
+        self._depth = 0
+
+    def parse(self) -> _Node:
+        node = self._choice()
+        if self._at < len(self._text):
+            raise PatternError(f"an unopened ) at {self._at}")
+        return node
+
+    def _peek(self, text: str) -> bool:
+        return self._text.startswith(text, self._at)
+
+    def _take(self, text: str) -> bool:
+        if self._peek(text):
+            self._at += len(text)
+            return True
+        return False
+
+    def _next(self) -> str:
+        if self._at >= len(self._text):
+            raise PatternError("an unfinished construct at the end")
+        self._at += 1
+        return self._text[self._at - 1]
+
+    def _choice(self) -> _Node:
+        parts = [self._sequence()]
+        while self._take("|"):
+            parts.append(self._sequence())
+        return parts[0] if len(parts) == 1 else _Choice(tuple(parts))
+
+    def _sequence(self) -> _Node:
+        parts: list[_Node] = []
+        while self._at < len(self._text) and not self._peek("|") and not self._peek(")"):
+            parts.append(self._quantified(self._atom()))
+        return _Sequence(tuple(parts))
+
+    def _quantified(self, atom: _Node) -> _Node:
+        bounds = self._bounds()
+        if bounds is None:
+            return atom
+        if isinstance(atom, _Anchor | _Look):
+            raise PatternError("a repeated anchor or lookahead")
+        self._take("?")  # a lazy match has the same language
+        if self._peek("+") or self._peek("*") or self._peek("?"):
+            raise PatternError(f"a quantifier after a quantifier at {self._at}")
+        low, high = bounds
+        if max(low, high or 0) > REPEAT_MAX:
+            raise PatternError(f"a repetition of more than {REPEAT_MAX}")
+        if high is not None and high < low:
+            raise PatternError(f"the repetition {{{low},{high}}}")
+        return _Repeated(atom, low, high)
+
+    def _bounds(self) -> tuple[int, int | None] | None:
+        for sign, bounds in (("*", (0, None)), ("+", (1, None)), ("?", (0, 1))):
+            if self._take(sign):
+                return bounds
+        if not self._peek("{"):
+            return None
+        end = self._text.find("}", self._at)
+        low, comma, high = self._text[self._at + 1 : end].partition(",") if end > 0 else ("", "", "")
+        digits = [part for part in (low, high) if part]
+        if end < 0 or not low or not all(part.isascii() and part.isdigit() and len(part) < 10 for part in digits):
+            return None  # a brace that stands for itself
+        self._at = end + 1
+        if not comma:
+            return int(low), int(low)
+        return int(low), int(high) if high else None
+
+    def _atom(self) -> _Node:
+        character = self._next()
+        if character == "(":
+            return self._group()
+        if character == "[":
+            return Chars(self._class())
+        if character == ".":
+            newline = char_sets.NEWLINE_EVERYWHERE if self._wide else char_sets.NEWLINE_SOMEWHERE
+            return Chars(char_sets.complement(newline))
+        if character in "^$":
+            return _Anchor(character == "^")
+        if character in "*+?":
+            raise PatternError(f"nothing to repeat at {self._at - 1}")
+        if character == "\\":
+            return self._escape()
+        return Chars(char_sets.of(character))
+
+    def _group(self) -> _Node:
+        self._depth += 1
+        if self._depth > GROUPS_DEEP_MAX:
+            raise PatternError(f"groups nested more than {GROUPS_DEEP_MAX} deep")
+        look: bool | None = None
+        if self._take("?"):
+            look = self._group_kind()
+        if look is True:
+            self._wide = not self._wide  # inside a negation the other reading is the careful one
+        inner = self._choice()
+        if look is True:
+            self._wide = not self._wide
+        if not self._take(")"):
+            raise PatternError("an unclosed (")
+        self._depth -= 1
+        return inner if look is None else _Look(inner, look)
+
+    def _group_kind(self) -> bool | None:
+        """After `(?`: None for a plain group, else whether the lookahead is negative."""
+        if self._take(":"):
+            return None
+        for sign, negative in (("=", False), ("!", True)):
+            if self._take(sign):
+                return negative
+        if self._peek("<=") or self._peek("<!"):
+            raise PatternError("a lookbehind (?<=…) or (?<!…)")
+        if self._take("P<") or self._take("<"):
+            end = self._text.find(">", self._at)
+            if end < 0 or not self._text[self._at : end].isidentifier():
+                raise PatternError("a malformed group name")
+            self._at = end + 1
+            return None
+        raise PatternError(f"the group (?{self._text[self._at : self._at + 1]}…")
+
+    def _escape(self) -> _Node:
+        start = self._at
+        character = self._next()
+        if character in "bB":
+            raise PatternError(f"a word boundary \\{character}")
+        if character in "AZz":
+            raise PatternError(f"\\{character}, which only some dialects know")
+        if character in "123456789k":
+            raise PatternError("a back-reference")
+        self._at = start
+        return Chars(self._escaped_set())
+
+    def _escaped_set(self) -> CharSet:
+        """After a backslash, inside a class or outside: a set of characters."""
+        character = self._next()
+        if character in "dws":
+            return char_sets.named(character, wide=self._wide)
+        if character in "DWS":
+            return char_sets.complement(char_sets.named(character.lower(), wide=not self._wide))
+        if character in "pP":
+            return self._category(character == "P")
+        if character == "0" and self._text[self._at : self._at + 1].isdigit():
+            raise PatternError("an octal escape")
+        if character in _ESCAPED:
+            return char_sets.of(_ESCAPED[character])
+        if character == "c":
+            letter = self._next()
+            if not (letter.isascii() and letter.isalpha()):
+                raise PatternError("a malformed \\c escape")
+            return char_sets.of(chr(ord(letter) % 32))
+        if character in "xu":
+            return self._code_point(character)
+        if character.isalnum():
+            raise PatternError(f"the unknown escape \\{character}")
+        return char_sets.of(character)
+
+    def _category(self, negated: bool) -> CharSet:
+        end = self._text.find("}", self._at)
+        name = self._text[self._at + 1 : end] if self._peek("{") and end > 0 else ""
+        found = char_sets.category(name)
+        if found is None:
+            raise PatternError(f"the character property \\p{{{name}}}")
+        self._at = end + 1
+        return char_sets.complement(found) if negated else found
+
+    def _code_point(self, letter: str) -> CharSet:
+        if letter == "u" and self._take("{"):
+            end = self._text.find("}", self._at)
+            point = self._hex(self._text[self._at : max(end, self._at)])
+            self._at = end + 1
+        else:
+            point = self._hex_digits(2 if letter == "x" else 4)
+        if 0xD800 <= point <= 0xDBFF and self._take("\\u"):
+            low = self._hex_digits(4)
+            if not 0xDC00 <= low <= 0xDFFF:
+                raise PatternError("half of a surrogate pair")
+            point = 0x10000 + ((point - 0xD800) << 10) + low - 0xDC00
+        if point > char_sets.LAST:
+            raise PatternError("a code point beyond Unicode")
+        return char_sets.chars((point, point))
+
+    def _hex_digits(self, count: int) -> int:
+        digits = self._text[self._at : self._at + count]
+        self._at += count
+        return self._hex(digits if len(digits) == count else "")
+
+    def _hex(self, digits: str) -> int:
+        try:
+            return int(digits, 16) if digits.isalnum() else int("no digits", 16)
+        except ValueError:
+            raise PatternError("a malformed hexadecimal escape") from None
+
+    def _class(self) -> CharSet:
+        """After `[`, up to its `]`. In a negated class the members are read the other way round, as in a negation."""
+        negated = self._take("^")
+        if self._peek("]"):
+            raise PatternError("an empty class [] or a ] first in a class, which dialects read differently")
+        if negated:
+            self._wide = not self._wide
+        members: list[CharSet] = []
+        while not self._take("]"):
+            first = self._member()
+            if self._peek("-") and not self._peek("-]"):
+                self._at += 1
+                members.append(self._range(first, self._member()))
+            else:
+                members.append(first)
+        if negated:
+            self._wide = not self._wide
+            return char_sets.complement(char_sets.union(*members))
+        return char_sets.union(*members)
+
+    def _range(self, first: CharSet, last: CharSet) -> CharSet:
+        single = all(len(each) == 1 and each[0][0] == each[0][1] for each in (first, last))
+        if not single:
+            return char_sets.union(first, char_sets.of("-"), last)  # `[\w-.]`: the hyphen stands for itself
+        if first[0][0] > last[0][0]:
+            raise PatternError("a range of characters that runs backwards")
+        return char_sets.chars((first[0][0], last[0][0]))
+
+    def _member(self) -> CharSet:
+        character = self._next()
+        if character != "\\":
+            return char_sets.of(character)
+        return char_sets.of("\b") if self._take("b") else self._escaped_set()
+
+
+UNSATISFIABLE = NOTHING

@@ -1,0 +1,163 @@
+"""Whether one given value satisfies a schema: decides which members of an `enum` its siblings leave. Knows no grammar."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+from engine.grammar.formats import format_language
+from engine.grammar.patterns import PatternError, search_language
+from engine.grammar.regex import Regex, matches
+from engine.grammar.schema_document import Constraint, Contains, Document, Items, Members, Node, refusal
+
+Literal = tuple[Node | Constraint, bool]
+"""A schema or a constraint, and whether it must hold or must not."""
+
+Term = tuple[Literal, ...]
+"""What must hold (True) or must not (False), all at once; schemas are sorted, so that equal conjunctions are equal."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Pair:
+    """Some property has a name in `names` and a value that satisfies `value`."""
+
+    names: Regex
+    value: Term
+
+
+def type_of(value: Any) -> str:
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return "boolean"
+    names: dict[type, str] = {str: "string", list: "array", dict: "object"}
+    return names.get(type(value), "number")
+
+
+def same(value: Any) -> Any:
+    """A hashable stand-in that is equal exactly for equal JSON values: 1 and 1.0 are, 1 and true are not."""
+    kind = type_of(value)
+    if kind == "array":
+        return (kind, tuple(same(item) for item in value))
+    if kind == "object":
+        return (kind, frozenset((name, same(item)) for name, item in value.items()))
+    return (kind, Fraction(value) if kind == "number" else value)
+
+
+class Values:
+    """Tests values against the schemas of one document."""
+
+    def __init__(self, document: Document) -> None:
+        self._document = document
+
+    def holds(self, literal: Literal, value: Any) -> bool:
+        part, positive = literal
+        if isinstance(part, Node):
+            return self._node(part, value) is positive
+        return self._constraint(part, value) is positive
+
+    def _node(self, node: Node, value: Any) -> bool:
+        return all(self._constraint(constraint, value) for constraint in self._document.constraints(node))
+
+    def _constraint(self, constraint: Constraint, value: Any) -> bool:
+        kind, wanted = constraint.kind, constraint.value
+        if kind in _GENERAL:
+            return self._general(kind, wanted, value)
+        if TYPE_OF_KIND[kind] != type_of(value):
+            return True
+        try:
+            return bool(getattr(self, f"_{TYPE_OF_KIND[kind]}")(kind, wanted, value))
+        except PatternError as error:
+            raise refusal(constraint.path, f"a pattern with {error}") from error
+
+    def _general(self, kind: str, wanted: Any, value: Any) -> bool:
+        if kind == "never":
+            return False
+        if kind == "type":
+            whole = "integer" in wanted and type_of(value) == "number" and Fraction(value).denominator == 1
+            return whole or type_of(value) in wanted
+        if kind == "enum":
+            return same(value) in {same(each) for each in wanted}
+        if kind == "not":
+            return not self._node(wanted, value)
+        if kind == "if":
+            test, then, otherwise = wanted
+            return self._node(then if self._node(test, value) else otherwise, value)
+        holding = [self._node(node, value) for node in wanted]
+        return {"all": all(holding), "any": any(holding), "one": sum(holding) == 1}[kind]
+
+    def _number(self, kind: str, wanted: Any, value: Any) -> Any:
+        if kind == "whole":
+            return Fraction(value).denominator == 1
+        if kind == "multiple":
+            return (Fraction(value) / wanted).denominator == 1
+        limit, is_open = wanted
+        if kind == "low":
+            return value > limit or (value == limit and not is_open)
+        return value < limit or (value == limit and not is_open)
+
+    def _string(self, kind: str, wanted: Any, value: str) -> Any:
+        if kind == "min_length":
+            return len(value) >= wanted
+        if kind == "max_length":
+            return len(value) <= wanted
+        if kind == "pattern":
+            return matches(search_language(wanted), value)
+        language = format_language(wanted)
+        return language is None or matches(language, value)
+
+    def _array(self, kind: str, wanted: Any, value: list[Any]) -> Any:
+        if kind == "min_items":
+            return len(value) >= wanted
+        if kind == "max_items":
+            return len(value) <= wanted
+        if kind == "unique":
+            return len({same(item) for item in value}) == len(value)
+        if kind == "contains":
+            assert isinstance(wanted, Contains)
+            found = sum(self._node(wanted.node, item) is wanted.holds for item in value)
+            return wanted.low <= found and (wanted.high is None or found <= wanted.high)
+        if kind == "at":
+            place, node = wanted
+            return place < len(value) and not self._node(node, value[place])
+        assert isinstance(wanted, Items)
+        nodes = itertools.chain(wanted.first, itertools.repeat(wanted.others))
+        return all(node is None or self._node(node, item) for node, item in zip(nodes, value, strict=False))
+
+    def _object(self, kind: str, wanted: Any, value: dict[str, Any]) -> Any:
+        if kind == "required":
+            return wanted in value
+        if kind == "min_members":
+            return len(value) >= wanted
+        if kind == "max_members":
+            return len(value) <= wanted
+        if kind == "names":
+            return all(self._node(wanted, name) for name in value)
+        if kind == "dependent":
+            return wanted[0] not in value or self._node(wanted[1], value)
+        if kind == "member":
+            return wanted[0] in value and self.holds(wanted[1], value[wanted[0]])
+        if kind == "pair":
+            return any(matches(wanted.names, k) and all(self.holds(e, v) for e in wanted.value) for k, v in value.items())
+        assert isinstance(wanted, Members)
+        return all(self._node(node, item) for name, item in value.items() for node in nodes_of(wanted, name))
+
+
+def nodes_of(members: Members, name: str) -> list[Node]:
+    """The schemas that the value of a property must satisfy. Raises `PatternError`."""
+    found = [members.named[name]] if name in members.named else []
+    found += [node for pattern, node in members.patterned if matches(search_language(pattern), name)]
+    if not found and members.others is not None:
+        found = [members.others]
+    return found
+
+
+_GENERAL = frozenset({"never", "type", "enum", "not", "if", "all", "any", "one"})
+TYPE_OF_KIND = {
+    **dict.fromkeys(("low", "high", "multiple", "whole"), "number"),
+    **dict.fromkeys(("min_length", "max_length", "pattern", "format"), "string"),
+    **dict.fromkeys(("min_items", "max_items", "unique", "contains", "items", "at"), "array"),
+    **dict.fromkeys(("required", "min_members", "max_members", "names", "dependent", "members", "member", "pair"), "object"),
+}

@@ -1,0 +1,391 @@
+"""What the values of a term look like, type by type: the form from which grammar rules are written. Knows no grammar text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+from engine.grammar.formats import REFUSED, format_language
+from engine.grammar.numbers import Bound, Numbers
+from engine.grammar.patterns import PatternError, search_language
+from engine.grammar.regex import (
+    ANY_CHAR,
+    ANYTHING,
+    NOTHING,
+    Regex,
+    alt,
+    both,
+    is_plain,
+    literal,
+    matches,
+    no,
+    repeat,
+)
+from engine.grammar.schema_cases import Case, Cases, term
+from engine.grammar.schema_document import Constraint, Document, Items, Members, Node, refusal
+from engine.grammar.schema_values import Literal, Pair, Term, Values, nodes_of, same, type_of
+
+NAME_CLASSES_MAX = 64
+UNIQUE_VALUES_MAX = 60
+Facts = list[tuple[Constraint, bool]]
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """Exactly these values."""
+
+    values: tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Texts:
+    """Strings of a language."""
+
+    language: Regex
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A property by its name. `pairs` are the indices of the demanded pairs that its name can serve."""
+
+    name: str
+    value: Term
+    required: bool
+    pairs: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class OtherMembers:
+    """Properties whose names are in a language and not among the named ones."""
+
+    names: Regex
+    value: Term
+    pairs: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Object:
+    """Named properties in the order of the schema, or in any when several schemas name them; others anywhere between; `low` to
+    `high` of them; each pair served."""
+
+    named: tuple[Member, ...]
+    others: tuple[OtherMembers, ...]
+    low: int
+    high: int | None
+    pairs: tuple[Pair, ...]
+    any_order: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Counted:
+    """Between `low` and `high` items satisfy `value`; where `high` counts, the others satisfy `opposite`."""
+
+    value: Term
+    opposite: Term
+    low: int
+    high: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Array:
+    """`first` by position, then `others`; `low` to `high` items. `unique` lists the values of which each may occur once."""
+
+    first: tuple[Term, ...]
+    others: Term
+    low: int
+    high: int | None
+    counted: tuple[Counted, ...]
+    unique: tuple[Any, ...] | None
+
+
+Shape = Listed | Numbers | Texts | Object | Array
+
+
+class Shapes:
+    """Shapes of the terms of one document. `is_nothing(language)` decides whether a language is empty."""
+
+    def __init__(self, document: Document, is_nothing: Callable[[Regex], bool]) -> None:
+        self._cases = Cases(document, self.is_empty, self.texts)
+        self._values = Values(document)
+        self._is_nothing = is_nothing
+        self._known: dict[Term, tuple[Shape, ...]] = {}
+        self._empty: dict[Term, bool] = {}
+
+    def of(self, wanted: Term) -> tuple[Shape, ...]:
+        """Together the shapes are exactly the values of the term. Raises `GrammarError`."""
+        if wanted not in self._known:
+            found: dict[Any, Shape] = {}
+            for case in self._cases.of(wanted):
+                for shape in self._of_case(case):
+                    found.setdefault(same(list(shape.values)) if isinstance(shape, Listed) else shape, shape)
+            self._known[wanted] = tuple(found.values())
+        return self._known[wanted]
+
+    def is_empty(self, wanted: Term) -> bool:
+        """No value satisfies the term. While a term refers to itself it is taken to have one."""
+        if wanted not in self._empty:
+            self._empty[wanted] = False
+            self._empty[wanted] = not self.of(wanted)
+        return self._empty[wanted]
+
+    def texts(self, wanted: Term) -> Regex:
+        """The strings that satisfy a term."""
+        found: list[Regex] = []
+        for shape in self.of(wanted):
+            if isinstance(shape, Texts):
+                found.append(shape.language)
+            elif isinstance(shape, Listed):
+                found.extend(literal(value) for value in shape.values if isinstance(value, str))
+        return alt(*found)
+
+    def listed(self, wanted: Term) -> list[Any] | None:
+        """Every value of a term; None when they cannot be listed."""
+        found: dict[Any, Any] = {}
+        for shape in self.of(wanted):
+            values = shape.values if isinstance(shape, Listed) else shape.listed() if isinstance(shape, Numbers) else None
+            if values is None:
+                return None
+            found.update((same(value), value) for value in values)
+        return list(found.values())
+
+    def _of_case(self, case: Case) -> list[Shape]:
+        if case.values is not None:
+            return [Listed(case.values)]
+        excluded = [v for c, holds in case.facts if c.kind == "enum" and not holds for v in c.value]
+        found: list[Shape | None] = []
+        plain = [v for v in (None, False, True) if type_of(v) in case.types and same(v) not in {same(x) for x in excluded}]
+        if plain:
+            found.append(Listed(tuple(plain)))
+        makers: dict[str, Callable[[Facts, list[Any]], Shape | None]] = {
+            "number": self._numbers,
+            "string": self._texts,
+            "array": self._array,
+            "object": self._object,
+        }
+        for name, make in makers.items():
+            if name in case.types:
+                found.append(make(case.of_type(name), [v for v in excluded if type_of(v) == name]))
+        return [shape for shape in found if shape is not None]
+
+    def _numbers(self, facts: Facts, excluded: list[Any]) -> Shape | None:
+        lows, highs, multiples, others = set[Bound](), set[Bound](), set[Fraction](), set[Fraction]()
+        for constraint, holds in facts:
+            value = constraint.value
+            if constraint.kind == "whole":
+                (multiples if holds else others).add(Fraction(1))
+            elif constraint.kind == "multiple":
+                (multiples if holds else others).add(value)
+            elif constraint.kind in ("low", "high"):
+                limit, is_open = value
+                side = lows if (constraint.kind == "low") is holds else highs
+                side.add(Bound(limit, is_open if holds else not is_open))
+        points = tuple(sorted({Fraction(value) for value in excluded}))
+        found = Numbers(_tightest(lows, 1), _tightest(highs, -1), tuple(sorted(multiples)), tuple(sorted(others)), points)
+        listed = found.listed()
+        if listed is None:
+            return found
+        return Listed(tuple(listed)) if listed else None
+
+    def _texts(self, facts: Facts, excluded: list[Any]) -> Shape | None:
+        parts: list[Regex] = []
+        low, high = 0, None
+        for constraint, holds in facts:
+            value = constraint.value
+            if constraint.kind in ("min_length", "max_length"):
+                if (constraint.kind == "min_length") is holds:
+                    low = max(low, value if holds else value + 1)
+                elif not holds and value == 0:
+                    return None
+                else:
+                    high = min(high if high is not None else value, value if holds else value - 1)
+            elif constraint.kind in ("pattern", "format"):
+                parts.append(_text_rule(constraint, holds))
+        if high is not None and high < low:
+            return None
+        parts.append(repeat(ANY_CHAR, low, high))
+        if excluded:
+            parts.append(no(alt(*(literal(value) for value in excluded))))
+        language = both(*parts)
+        return None if self.is_nothing(language) else Texts(language)
+
+    def is_nothing(self, language: Regex) -> bool:
+        return language == NOTHING or (not is_plain(language) and self._is_nothing(language))
+
+    def _array(self, facts: Facts, excluded: list[Any]) -> Shape | None:
+        groups = [c.value for c, _ in facts if c.kind == "items"]
+        broken = [c.value for c, _ in facts if c.kind == "at"]
+        low, high = _limits(facts, "min_items", "max_items")
+        low = max([low, *(place + 1 for place, _ in broken)])
+        if excluded:  # the empty one; others were taken apart before
+            low = max(low, 1)
+        length = max([0, *(len(items.first) for items in groups), *(place + 1 for place, _ in broken)])
+        first = [self._item(groups, broken, place) for place in range(length)]
+        others = self._item(groups, (), length)
+        for place, each in enumerate((*first, others)):
+            if (high is None or place < high) and self.is_empty(each):
+                high = place
+                break
+        if high is not None and high < low:
+            return None
+        if high is not None:
+            first = first[:high]
+        counted = tuple(self._counted(c.value.node, c.value.holds, c) for c, _ in facts if c.kind == "contains")
+        if any(each.low and self.is_empty(term((*each.value, *others))) and not first for each in counted):
+            return None
+        unique = None
+        if any(c.kind == "unique" for c, _ in facts) and (high is None or high > 1):
+            unique = self._unique(facts, others if not first and not counted else None)
+        return Array(tuple(first), others, low, high, counted, unique)
+
+    @staticmethod
+    def _counted(node: Node, holds: bool, constraint: Constraint) -> Counted:
+        contains = constraint.value
+        return Counted(((node, holds),), ((node, not holds),), contains.low, contains.high)
+
+    @staticmethod
+    def _item(groups: list[Items], broken: Any, place: int) -> Term:
+        nodes = [(g.first[place] if place < len(g.first) else g.others) for g in groups]
+        literals = [(node, True) for node in nodes if node is not None]
+        return term([*literals, *((node, False) for at, node in broken if at == place)])
+
+    def _unique(self, facts: Facts, others: Term | None) -> tuple[Any, ...]:
+        constraint, holds = next((c, holds) for c, holds in facts if c.kind == "unique")
+        values = None if others is None or not holds else self.listed(others)
+        if values is None or len(values) > UNIQUE_VALUES_MAX:
+            what = "uniqueItems" if holds else "the negation of uniqueItems"
+            raise refusal(constraint.path, f"{what} over items that are not a list of at most {UNIQUE_VALUES_MAX} values")
+        return tuple(values)
+
+    def _object(self, facts: Facts, excluded: list[Any]) -> Shape | None:
+        groups: list[tuple[Members, str]] = [(c.value, c.path) for c, _ in facts if c.kind == "members"]
+        pairs = tuple(c.value for c, _ in facts if c.kind == "pair")
+        low, high = _limits(facts, "min_members", "max_members")
+        if excluded:  # the empty one; others were taken apart before
+            low = max(low, 1)
+        demanded = [c.value for c, _ in facts if c.kind == "member"]
+        required = {c.value for c, holds in facts if c.kind == "required" and holds} | {name for name, _ in demanded}
+        absent = {c.value for c, holds in facts if c.kind == "required" and not holds}
+        rules: list[Literal] = [(c.value, holds) for c, holds in facts if c.kind == "names"]
+        allowed = self._allowed_names(facts)
+        names = list(
+            dict.fromkeys([*(n for g, _ in groups for n in g.named), *(c.value for c, _ in facts if c.kind == "required")])
+        )
+        names = list(dict.fromkeys([*names, *(allowed or ())]))
+        named: list[Member] = []
+        try:
+            for name in names:
+                value = term([*_met(groups, name), *(rule for n, rule in demanded if n == name)])
+                possible = name not in absent and all(self._values.holds(rule, name) for rule in rules)
+                if possible and not self.is_empty(value):
+                    serves = tuple(i for i, pair in enumerate(pairs) if matches(pair.names, name))
+                    named.append(Member(name, value, name in required, serves))
+                elif name in required:
+                    return None
+            others = () if allowed is not None or high == len(required) else self._others(groups, facts, names, pairs)
+        except PatternError as error:
+            raise refusal(_path_of(facts), f"a pattern with {error}") from error
+        sources = [set(group.named) for group, _ in groups if group.named]
+        any_order = len(sources) > 1 and all({member.name for member in named} - source for source in sources)
+        return self._checked_object(Object(tuple(named), others, low, high, pairs, any_order), len(required), facts)
+
+    def _checked_object(self, found: Object, num_required: int, facts: Facts) -> Object | None:
+        if found.high is not None and found.high < max(found.low, num_required):
+            return None
+        if not found.others and len(found.named) < found.low:
+            return None
+        for index, pair in enumerate(found.pairs):
+            members: tuple[Member | OtherMembers, ...] = (*found.named, *found.others)
+            serving = [m.value for m in members if index in m.pairs]
+            if all(self.is_empty(term((*value, *pair.value))) for value in serving):
+                return None
+        if found.others and found.low > max(1, num_required):
+            raise refusal(_path_of(facts, "min_members"), "minProperties above 1 where names are open: a name may repeat")
+        return found
+
+    def _allowed_names(self, facts: Facts) -> list[str] | None:
+        """All names there can be, when `propertyNames` lists them."""
+        rules = term((c.value, True) for c, _ in facts if c.kind == "names")
+        if not rules:
+            return None
+        listed: list[str] = []
+        for shape in self.of(rules):
+            if isinstance(shape, Texts):
+                return None
+            if isinstance(shape, Listed):
+                listed.extend(value for value in shape.values if isinstance(value, str))
+        return listed
+
+    def _others(
+        self, groups: list[tuple[Members, str]], facts: Facts, names: list[str], pairs: tuple[Pair, ...]
+    ) -> tuple[OtherMembers, ...]:
+        """Names beyond the named ones, by the patterns and pairs they meet, on which the schemas of their values depend."""
+        rules = term((c.value, True) for c, _ in facts if c.kind == "names")
+        start = self.texts(rules) if rules else ANYTHING
+        patterns = list(dict.fromkeys(pattern for group, _ in groups for pattern, _ in group.patterned))
+        classes: list[tuple[Regex, frozenset[str | int]]] = [(start, frozenset())]
+        tests: list[tuple[str | int, Regex, Regex]] = [
+            (pattern, search_language(pattern), no(search_language(pattern, wide=True))) for pattern in patterns
+        ]
+        tests += [(index, pair.names, no(pair.names)) for index, pair in enumerate(pairs)]
+        for test, inside, outside in tests:
+            split = [(both(c, inside), met | {test}) for c, met in classes] + [(both(c, outside), met) for c, met in classes]
+            classes = [(language, met) for language, met in split if not self.is_nothing(language)]
+            if len(classes) > NAME_CLASSES_MAX:
+                raise refusal(_path_of(facts, "members"), f"patterns that overlap in more than {NAME_CLASSES_MAX} ways")
+        found = []
+        for language, met in classes:
+            value = term((node, True) for group, _ in groups for node in _nodes_met(group, met))
+            taken = [literal(name) for name in names if matches(language, name)]
+            free = both(language, no(alt(*taken))) if taken else language
+            if not self.is_empty(value) and not (taken and language != ANYTHING and self.is_nothing(free)):
+                found.append(OtherMembers(free, value, tuple(sorted(i for i in met if isinstance(i, int)))))
+        return tuple(found)
+
+
+def _met(groups: list[tuple[Members, str]], name: str) -> list[Literal]:
+    return [(node, True) for group, _ in groups for node in nodes_of(group, name)]
+
+
+def _nodes_met(group: Members, met: frozenset[str | int]) -> list[Node]:
+    found = [node for pattern, node in group.patterned if pattern in met]
+    if not found and group.others is not None:
+        return [group.others]
+    return found
+
+
+def _tightest(bounds: set[Bound], side: int) -> tuple[Bound, ...]:
+    """The one bound that implies the others: the greatest low (side 1) or the least high (side -1)."""
+    return (max(bounds, key=lambda b: (side * b.value, b.is_open)),) if bounds else ()
+
+
+def _limits(facts: Facts, at_least: str, at_most: str) -> tuple[int, int | None]:
+    low, high = 0, None
+    for constraint, holds in facts:
+        value = constraint.value
+        if constraint.kind == (at_least if holds else at_most):
+            low = max(low, value if holds else value + 1)
+        elif constraint.kind == (at_most if holds else at_least):
+            limit = value if holds else value - 1
+            high = limit if high is None else min(high, limit)
+    return low, high
+
+
+def _text_rule(constraint: Constraint, holds: bool) -> Regex:
+    if constraint.kind == "pattern":
+        try:
+            language = search_language(constraint.value, wide=not holds)
+        except PatternError as error:
+            raise refusal(constraint.path, f"a pattern with {error}") from error
+        return language if holds else no(language)
+    if constraint.value in REFUSED:
+        raise refusal(constraint.path, f"the format {constraint.value}")
+    known = format_language(constraint.value)
+    if known is None:
+        return ANYTHING if holds else NOTHING
+    return known if holds else no(known)
+
+
+def _path_of(facts: Facts, kind: str | None = None) -> str:
+    return next((c.path for c, _ in facts if kind in (None, c.kind)), "#")
