@@ -88,7 +88,8 @@ class Completion:
         self._asked = asked
         self._prompt = prompt
         self._tokenizer = tokenizer
-        self._end_ids = frozenset(asked.stop_token_ids).union(() if asked.ignore_eos else eos_token_ids)
+        ends = asked.is_guided or not asked.ignore_eos  # a grammar ends with the model's own end, whatever is ignored
+        self._end_ids = frozenset(asked.stop_token_ids).union(eos_token_ids if ends else ())
         self._answers = [Answer(self._answer_text()) for _ in range(asked.num_answers)]
         self._prompt_logprobs: list[TokenLogprob] = []
         self._started_s = time.monotonic()

@@ -18,6 +18,8 @@ class Compiler(Protocol):
 
     def submit(self, spec: GrammarSpec) -> Future[CompiledGrammar]: ...
 
+    def close(self) -> None: ...
+
 
 class Masks(Protocol):
     """What the desk needs of `GrammarMasks`: the states of answers that run."""
@@ -44,12 +46,22 @@ class LateCompiler:
         self._made.add_done_callback(lambda made: _pass_on(made, spec, compiled))
         return compiled
 
+    def close(self) -> None:
+        """End the compiler's processes, if there are any; one that is still being made ends as soon as it is there."""
+        if self._made is not None:
+            self._made.add_done_callback(_close)
+
 
 def _pass_on(made: Future[Compiler], spec: GrammarSpec, compiled: Future[CompiledGrammar]) -> None:
     try:
         made.result().submit(spec).add_done_callback(lambda grammar: _copy(grammar, compiled))
     except ModelError as error:
         compiled.set_exception(GrammarError(spec.param, f"{spec.param} cannot be followed with this model: {error}"))
+
+
+def _close(made: Future[Compiler]) -> None:
+    if made.exception() is None:
+        made.result().close()
 
 
 def _copy(source: Future[CompiledGrammar], target: Future[CompiledGrammar]) -> None:
@@ -78,6 +90,10 @@ class GrammarDesk:
 
     def __len__(self) -> int:
         return len(self._parked)
+
+    def close(self) -> None:
+        """End what compiles; no request may be parked any more."""
+        self._compiler.close()
 
     def park(self, answers: Sequence[Request], spec: GrammarSpec) -> None:
         """Have the grammar compiled, or find it compiled, and keep the answers until then."""

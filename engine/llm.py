@@ -21,7 +21,7 @@ from engine.outputs import GenerationFailed, RequestOutput
 from engine.pooling_config import MODES, PoolingConfig, load_pooling_config
 from engine.progress import Progress
 from engine.prompts import Prompt, conversations, listed, params_for, read_prompt
-from engine.protocol import GenerationRequest, InvalidOption, SamplingParams, TokenEvent, UnsupportedOption
+from engine.protocol import EngineStatus, GenerationRequest, InvalidOption, SamplingParams, TokenEvent, UnsupportedOption
 from engine.request_checks import PROMPT_PARAM
 from engine.speculative_options import SpeculativeOptions
 from engine.text import Tokenizer
@@ -175,16 +175,23 @@ class LLM:
         return vectors
 
     def close(self) -> None:
-        """Drop weights and cache. A closed `LLM` refuses further work."""
+        """Drop weights and cache, end helper processes, refuse further work. Closing again does nothing."""
+        if self._closed:
+            return
         self._closed = True
-        del self._engine, self._text_model
+        if self._engine is not None:
+            self._engine.close()
+        self._engine = self._text_model = None
+
+    def status(self) -> EngineStatus:
+        """Gauges and running totals of the engine since it was loaded."""
+        return self._generator().status()
 
     def __enter__(self) -> LLM:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if not self._closed:
-            self.close()
+        self.close()
 
     def _generator(self) -> Engine:
         if self._closed:

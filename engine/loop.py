@@ -29,8 +29,9 @@ from engine.randomness import seed_of_answer
 from engine.request import Request
 from engine.request_checks import PROMPT_PARAM, check_request
 from engine.scheduled_batch import ScheduledBatch, ScheduledRequest, StepOutput
-from engine.scheduler import Scheduler, token_event
+from engine.scheduler import Scheduler
 from engine.step_budget import StepBudget
+from engine.token_events import token_event
 
 FAILED_STEPS_MAX = 3
 PARKED_WAIT_S = 0.005
@@ -109,6 +110,12 @@ class Engine:
 
     def abort_all(self) -> list[TokenEvent]:
         return [event for request_id in list(self._live) for event in self.abort(request_id)]
+
+    def close(self) -> None:
+        """End all requests and the processes that compile grammars."""
+        self.abort_all()
+        if self._grammars is not None:
+            self._grammars.close()
 
     def step(self) -> list[TokenEvent]:
         """Schedule, run, apply. Does next to nothing when no request is live."""
@@ -270,7 +277,9 @@ class Engine:
 def _final(request: Request, reason: FinishReason, error: str | None = None, param: str | None = None) -> TokenEvent:
     """The only event of an answer that ended while it was parked."""
     request.finish(reason)
-    return token_event(request, token_ids=[], error=error, error_param=param)
+    event = token_event(request, [])
+    event.error, event.error_param = error, param
+    return event
 
 
 def _refusal(wanted: GenerationRequest, reason: str, param: str) -> list[TokenEvent]:

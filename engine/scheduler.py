@@ -102,6 +102,10 @@ class Scheduler:
         """By age."""
         return list(self.accounts.running_requests)
 
+    @property
+    def host_tier(self) -> HostTier | None:
+        return self.kv.host_tier
+
     def waiting(self) -> Iterable[Request]:
         """In the order of arrival or preemption; the policy decides who goes first."""
         yield from self._waiting
@@ -233,6 +237,7 @@ class Scheduler:
         self.policy.left(request)
         self.policy.started(request)
         request.move_to(RequestStatus.PREFILL)
+        request.moved_step = self.accounts.step
         num_lost = request.num_lost_tokens - request.num_computed_tokens
         if num_lost > 0:
             self.totals.recomputed_tokens += num_lost
@@ -249,14 +254,15 @@ class Scheduler:
             self.totals.prefix_cache_hit_tokens += request.num_cached_tokens
 
     def preempt(self, request: Request) -> None:
-        """Take a running request's blocks; it waits first in its tenant's line and goes on later."""
+        """Take a running request's blocks; it waits before its tenant's new requests and goes on later."""
         request.num_lost_tokens = request.num_computed_tokens
-        self._wait(request, first=True)
+        request.num_preemptions += 1
+        request.moved_step = self.accounts.step
+        self.totals.preemptions += 1
+        self._wait(request)
         self._stop(request, is_preempted=True)
         request.move_to(RequestStatus.QUEUED)
         request.num_computed_tokens = 0
-        request.num_preemptions += 1
-        self.totals.preemptions += 1
 
     def _stop(self, request: Request, *, is_preempted: bool = False) -> None:
         """Take the seat and the blocks of a running request."""
@@ -296,11 +302,8 @@ class Scheduler:
 
     def _apply_prefill(self, request: Request, item: ScheduledRequest, output: StepOutput) -> TokenEvent | None:
         request.num_computed_tokens = item.start + item.num_tokens
-        num_known = request.num_prompt_tokens_computed - item.start  # prompt tokens that were computed before a preemption
         if request.num_prompt_tokens_computed < request.num_prompt_tokens:
             self._count_prompt(request)
-        if output.prompt_logprobs and num_known > 0:
-            output.prompt_logprobs = output.prompt_logprobs[num_known:]
         if self.kv.prefix_cache.is_shared:
             self.kv.prefix_cache.register(request, item.start)
         if not item.samples:
