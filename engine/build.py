@@ -14,6 +14,7 @@ from engine.calibration import MeasuredSpeed, measure_speed
 from engine.config import ModelConfig, load_model_config
 from engine.cpu_environment import default_threads
 from engine.device import check_swap_space, device_name, kv_bytes_available, resolve_device, resolve_dtype
+from engine.fair_policy import FairPolicy
 from engine.grammar.compiler import GrammarCompiler
 from engine.grammar.vocabulary import load_vocabulary
 from engine.grammar_desk import GrammarDesk, LateCompiler
@@ -26,10 +27,13 @@ from engine.model_runner import ModelRunner
 from engine.models.decoder import Decoder
 from engine.options import EngineOptions
 from engine.paged_decoder import PagedDecoder
+from engine.policy import FcfsPolicy
 from engine.prefix_cache import PrefixCache
 from engine.protocol import EngineInfo
 from engine.sampler import Sampler
 from engine.scheduler import Scheduler, SchedulerLimits
+from engine.shared_prefixes import shared_prefixes
+from engine.speculative import AdaptiveDrafter
 from engine.speculative_options import check_draft_context, check_draft_vocabulary
 from engine.step_budget import BudgetTargets, StepBudget
 from engine.step_time import StepTimeModel
@@ -148,7 +152,12 @@ def _scheduler(
         block_size=options.block_size,
     )
     pool = BlockPool(plan.num_blocks)
-    prefix_cache = PrefixCache(pool, options.block_size) if options.enable_prefix_caching else None
+    prefix_cache = None
+    if options.enable_prefix_caching:
+        prefix_cache = PrefixCache(pool, options.block_size)
+        for token_ids in shared_prefixes(options):
+            prefix_cache.bless(token_ids)
+    speculative = options.speculative_config
     return Scheduler(
         limits,
         pool,
@@ -157,6 +166,8 @@ def _scheduler(
         prefix_cache=prefix_cache,
         host_tier=HostTier(plan.num_host_blocks) if plan.num_host_blocks else None,
         step_budget=budget,
+        drafter=None if speculative is None else AdaptiveDrafter(speculative, speed.speculation),
+        policy=FairPolicy if options.scheduling_policy == "fair" else FcfsPolicy,
     )
 
 

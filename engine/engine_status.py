@@ -18,18 +18,12 @@ class StepFigures:
     steps_total: int = 0
     step_ms: float = 0.0
     num_batched_tokens: int = 0
-    swapped_in_blocks_total: int = 0
-    swapped_out_blocks_total: int = 0
-    draft_tokens_total: int = 0
-    accepted_draft_tokens_total: int = 0
 
     def count(self, batch: ScheduledBatch, step_s: float) -> None:
         """Take note of a step."""
         self.steps_total += 1
         self.num_batched_tokens = batch.num_tokens
         self.step_ms = step_s * 1000
-        self.swapped_in_blocks_total += len(batch.moves.swap_in)
-        self.swapped_out_blocks_total += len(batch.moves.swap_out)
 
 
 def make_status(
@@ -37,7 +31,7 @@ def make_status(
 ) -> EngineStatus:
     """The state now; `with_requests` adds every live answer and tenant, at a cost proportional to their number. Answers that
     are parked until their grammar is compiled count as waiting, behind all others."""
-    pool, totals, host_tier = scheduler.pool, scheduler.totals, scheduler.host_tier
+    pool, totals, host_tier = scheduler.pool, scheduler.totals, scheduler.kv.host_tier
     return EngineStatus(
         num_running=scheduler.num_running,
         num_waiting=scheduler.num_waiting + num_parked,
@@ -53,12 +47,13 @@ def make_status(
         prefix_cache_hit_tokens_total=totals.prefix_cache_hit_tokens,
         preemptions_total=totals.preemptions,
         requests=_progress(scheduler, parked) if with_requests else None,
+        tenants=scheduler.tenants() if with_requests else None,
         host_blocks_total=0 if host_tier is None else host_tier.num_blocks,
         host_blocks_used=0 if host_tier is None else host_tier.num_used,
-        swapped_in_blocks_total=figures.swapped_in_blocks_total,
-        swapped_out_blocks_total=figures.swapped_out_blocks_total,
-        draft_tokens_total=figures.draft_tokens_total,
-        accepted_draft_tokens_total=figures.accepted_draft_tokens_total,
+        swapped_in_blocks_total=scheduler.kv.num_swapped_in,
+        swapped_out_blocks_total=scheduler.kv.num_swapped_out,
+        draft_tokens_total=totals.draft_tokens,
+        accepted_draft_tokens_total=totals.accepted_draft_tokens,
     )
 
 

@@ -159,11 +159,8 @@ class Engine:
     def _compute(self, batch: ScheduledBatch, started_s: float) -> list[TokenEvent]:
         items = batch.items
         outputs = self._follow_grammars(items, run_isolated(self._runner, items))
-        guessing = [(item.request, item.request.num_output_tokens) for item in batch.decodes if item.num_draft_tokens]
-        self._figures.draft_tokens_total += sum(item.num_draft_tokens for item in batch.decodes)
         predicted_s = self._step_budget.model.batch_s(batch) if self._step_budget is not None else 0.0
         events = self._scheduler.apply(batch, outputs)
-        self._figures.accepted_draft_tokens_total += sum(max(0, r.num_output_tokens - before - 1) for r, before in guessing)
         step_s = self._clock() - started_s
         self._figures.count(batch, step_s)
         if self._step_budget is not None:

@@ -1,0 +1,58 @@
+"""Prompts that an operator lets all tenants share in the prefix cache: read from files, as token ids.
+
+A file holds the text of a system prompt. Requests have it either as it stands or as the system message of a conversation, so
+both ways are blessed; of the conversation, the part that is the same whatever the user says.
+"""
+
+from __future__ import annotations
+
+from itertools import takewhile
+from pathlib import Path
+
+from engine.chat_template import ChatTemplate, ChatTemplateError
+from engine.errors import EngineConfigError, ModelError
+from engine.options import EngineOptions
+from engine.text import Tokenizer
+
+PREFIX_BYTES_MAX = 1 << 20
+
+
+def shared_prefixes(options: EngineOptions) -> list[list[int]]:
+    """Token ids of the prefixes. Raises `EngineConfigError` for a file that cannot be read, or a model without a tokenizer."""
+    if not options.shared_prefixes:
+        return []
+    if not options.enable_prefix_caching:
+        raise EngineConfigError("shared_prefixes", "need prefix caching, which is off")
+    try:
+        tokenizer = Tokenizer(options.model)
+    except ModelError as error:
+        raise EngineConfigError("shared_prefixes", f"need the model's tokenizer: {error}") from error
+    prefixes: list[list[int]] = []
+    for path in options.shared_prefixes:
+        text = _read(path)
+        prefixes.append(tokenizer.encode(text))
+        prefixes += _in_conversation(options.model, tokenizer, text)
+    return prefixes
+
+
+def _read(path: Path) -> str:
+    try:
+        content = path.read_bytes()
+        if len(content) > PREFIX_BYTES_MAX:
+            raise EngineConfigError("shared_prefixes", f"file {path} is larger than {PREFIX_BYTES_MAX} bytes")
+        return content.decode("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise EngineConfigError("shared_prefixes", f"file {path} cannot be read as UTF-8 text: {error}") from error
+
+
+def _in_conversation(model: Path, tokenizer: Tokenizer, text: str) -> list[list[int]]:
+    """What two conversations with this system message have in common, if the model knows conversations."""
+    try:
+        template = ChatTemplate.load(model)
+        rendered = [
+            template.render([{"role": "system", "content": text}, {"role": "user", "content": word}]) for word in ("a", "1")
+        ]
+    except (ChatTemplateError, ModelError):
+        return []
+    token_ids = [tokenizer.encode(each, add_special_tokens=False) for each in rendered]
+    return [[first for first, second in takewhile(lambda pair: pair[0] == pair[1], zip(*token_ids, strict=False))]]
