@@ -53,8 +53,8 @@ class PrefixCache:
         matched: list[int] = []
         looked = FIRST_LOOK_BLOCKS
         while len(matched) < limit:
-            names = self.names(request, min(limit, looked))[len(matched) :]
-            for name in names:
+            end = min(limit, looked)
+            for name in self.names(request, end)[len(matched) : end]:
                 block_id = self._pool.lookup(name)
                 if block_id is None:
                     return matched

@@ -60,7 +60,7 @@ def simulate(
     seed: Annotated[int, typer.Option(help="Decides every random choice.")] = 0,
     model: Annotated[str, typer.Option(help="A known model or a folder with a config.json.")] = "llama-3.1-8b",
     gpu: Annotated[str, typer.Option(help="h200, h100, a100 or h20.")] = "h200",
-    policy: Annotated[str, typer.Option(help="fcfs or static.")] = "fcfs",
+    policy: Annotated[str, typer.Option(help="fair, fcfs, vtc or static.")] = "fair",
     max_num_seqs: Annotated[int, typer.Option(help="Requests that run at a time.")] = 256,
     token_budget: Annotated[
         int | None,

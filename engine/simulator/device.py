@@ -6,7 +6,9 @@ The scheduler sees ordinary requests: it learns of an answer's end as it does in
 from __future__ import annotations
 
 from dataclasses import dataclass
+from hashlib import blake2b
 
+from engine.prefix_cache import HASH_BYTES
 from engine.protocol import SamplingParams
 from engine.request import Request
 from engine.scheduled_batch import ScheduledBatch, StepOutput
@@ -51,9 +53,13 @@ def make_request(
     input_tokens: int,
     output_tokens: int,
     max_total_tokens: int,
-    block_hashes: list[bytes],
+    number: int,
+    block_names: list[bytes],
 ) -> SimulatedRequest:
-    """A request whose prompt is a row of equal ids; `block_hashes` name its full blocks and so tell prompts apart."""
+    """A request whose prompt is a row of equal ids: what tells prompts apart, or makes them equal, are the names of blocks.
+
+    `block_names` are those of the prompt; the prefix cache makes the others from a running hash that begins with `number`.
+    """
     return SimulatedRequest(
         request_id=request_id,
         tenant_id=tenant.name,
@@ -64,7 +70,8 @@ def make_request(
         stop_ids=STOP_IDS,
         arrived_s=arrived_s,
         weight=tenant.weight,
-        block_hashes=block_hashes,
+        block_hashes=block_names,
+        prefix_hash=blake2b(number.to_bytes(8, "big"), digest_size=HASH_BYTES),
         tenant=tenant,
         outputs_left=min(output_tokens, max_total_tokens - input_tokens),
     )

@@ -10,11 +10,13 @@ import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from zlib import crc32
+from hashlib import blake2b
 
 from engine.block_pool import BlockPool
 from engine.errors import EngineConfigError
+from engine.fair_policy import FairPolicy
 from engine.host_tier import HostTier
+from engine.policy import FcfsPolicy, Policy, PolicyContext, VtcPolicy
 from engine.prefix_cache import PrefixCache
 from engine.protocol import SamplingParams
 from engine.request import RequestStatus
@@ -23,14 +25,22 @@ from engine.scheduler import Scheduler, SchedulerLimits
 from engine.simulator.device import SimulatedDevice, SimulatedRequest, VirtualClock, make_request
 from engine.simulator.models import BLOCK_SIZE, GIB, SimulatedGpu, SimulatedModel, kv_blocks
 from engine.simulator.recorder import Recorder
-from engine.simulator.trace import HASH_BLOCK_TOKENS, TracedRequest
+from engine.simulator.trace import HASH_BLOCK_TOKENS, TOKENS_MAX, TracedRequest
 from engine.simulator.workload import Workload
 from engine.step_budget import BudgetTargets, StepBudget
 from engine.step_time import StepTimeModel
 
-POLICIES = ("fcfs", "static")
+POLICIES: dict[str, Callable[[PolicyContext], Policy]] = {
+    "fair": FairPolicy,
+    "fcfs": FcfsPolicy,
+    "vtc": VtcPolicy,
+    "static": FcfsPolicy,
+}
+"""`static`: first come, first served, in batches of which each begins when the last one has ended."""
+
 KV_BYTES = {"auto": 2, "bf16": 2, "fp8": 1}
 SEATS_DEFAULT = 256
+SEATS_MAX = 100_000
 BUDGET_MAX = 8192
 GAP_OF_TARGET = 1.2
 PROGRESS_STEPS = 2048
@@ -43,7 +53,7 @@ class Setup:
 
     model: SimulatedModel
     gpu: SimulatedGpu
-    policy: str = "fcfs"
+    policy: str = "fair"
     max_num_seqs: int = SEATS_DEFAULT
     token_budget: int | None = None
     inter_token_target_s: float = 0.025
@@ -58,6 +68,14 @@ class Setup:
             raise EngineConfigError("policy", f"must be one of {', '.join(POLICIES)}, not {self.policy!r}")
         if self.kv_cache_dtype not in KV_BYTES:
             raise EngineConfigError("kv_cache_dtype", f"must be one of {', '.join(KV_BYTES)}, not {self.kv_cache_dtype!r}")
+        if not 1 <= self.max_num_seqs <= SEATS_MAX:
+            raise EngineConfigError("max_num_seqs", f"must be between 1 and {SEATS_MAX}, not {self.max_num_seqs}")
+        if self.token_budget is not None and not self.max_num_seqs <= self.token_budget <= TOKENS_MAX:
+            raise EngineConfigError(
+                "token_budget", f"must be between max_num_seqs ({self.max_num_seqs}) and {TOKENS_MAX}, not {self.token_budget}"
+            )
+        if self.max_tokens is not None and not 1 <= self.max_tokens <= TOKENS_MAX:
+            raise EngineConfigError("max_tokens", f"must be between 1 and {TOKENS_MAX}, not {self.max_tokens}")
         if not 1e-4 <= self.inter_token_target_s <= 1000:
             raise EngineConfigError("slo_tpot_ms", f"must be between 0.1 and 1000000, not {self.inter_token_target_s * 1e3:g}")
         if not 0 <= self.host_cache_gib <= 1e6:
@@ -118,10 +136,11 @@ class Replay:
             limits,
             self.pool,
             clock=self.clock,
-            costs=step_time.token_costs(),
+            costs=VtcPolicy.TOKEN_PRICES if setup.policy == "vtc" else step_time.token_costs(),
             prefix_cache=cache,
             host_tier=setup.host_tier(),
             step_budget=self._step_budget(step_time),
+            policy=POLICIES[setup.policy],
         )
 
     def _step_budget(self, step_time: StepTimeModel) -> StepBudget | None:
@@ -177,7 +196,8 @@ class Replay:
             input_tokens=traced.input_tokens,
             output_tokens=traced.output_tokens,
             max_total_tokens=min(limit, traced.input_tokens + (self.setup.max_tokens or limit)),
-            block_hashes=block_names(traced, self._num_arrived),
+            number=self._num_arrived,
+            block_names=block_names(traced),
         )
         tenant.queue(traced.arrival_s)
         if self.setup.policy == "static":
@@ -226,18 +246,13 @@ class Replay:
         self.recorder.passed(time_s)
 
 
-def block_names(traced: TracedRequest, number: int) -> list[bytes]:
-    """Names of the full blocks of a prompt: equal where the trace says that prefixes are equal, else nobody else's."""
-    num_blocks = traced.input_tokens // BLOCK_SIZE
-    if not traced.block_ids:
-        first = number << 32
-        return [(first + index).to_bytes(16, "big") for index in range(num_blocks)]
-    tenant = crc32(traced.tenant.encode())
-    names = []
+def block_names(traced: TracedRequest) -> list[bytes]:
+    """Names of the full blocks of a prompt, where the trace says which prefixes are equal: one of its blocks is many here."""
+    names: list[bytes] = []
     for block_id in traced.block_ids:
-        first = ((tenant << 64) + (block_id & 0xFFFFFFFFFFFF)) << 16 | 1 << 120
-        names += [(first + index).to_bytes(16, "big") for index in range(BLOCKS_PER_HASH)]
-    return names[:num_blocks]
+        chain = blake2b(f"{block_id} {traced.tenant}".encode(), digest_size=12).digest()
+        names += [chain + index.to_bytes(4, "big") for index in range(BLOCKS_PER_HASH)]
+    return names[: traced.input_tokens // BLOCK_SIZE]
 
 
 @contextmanager

@@ -1,0 +1,166 @@
+"""The replay: the product's scheduler under a virtual clock, held against what can be worked out by hand, and odd traffic."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from engine.errors import EngineConfigError
+from engine.simulator.models import find_gpu, find_model
+from engine.simulator.replay import POLICIES, Replay, Setup
+from engine.simulator.report import Objective, make_report
+from engine.simulator.trace import TracedRequest
+from engine.simulator.workload import Workload
+
+LLAMA, H200 = find_model("llama-3.1-8b"), find_gpu("h200")
+
+
+def replayed(requests: Sequence[TracedRequest], **options: Any) -> Replay:
+    setup = Setup(model=LLAMA, gpu=H200, **options)
+    replay = Replay(setup, Workload("made", sorted(requests, key=lambda request: request.arrival_s)))
+    replay.run()
+    replay.scheduler.check_invariants()
+    return replay
+
+
+def report_of(requests: Sequence[TracedRequest], **options: Any) -> dict[str, Any]:
+    return make_report(replayed(requests, **options), Objective())
+
+
+def chat(arrival_s: float, *, tenant: str = "alice", prompt: int = 100, answer: int = 20) -> TracedRequest:
+    return TracedRequest(arrival_s, tenant, prompt, answer)
+
+
+def test_one_request_takes_as_long_as_the_formula_says() -> None:
+    replay = replayed([chat(5.0, prompt=1000, answer=11)], token_budget=8192)
+    model = replay.setup.step_time()
+    prefill_s = model.step_s(num_tokens=1000, num_rows=1, context_tokens=0, attention_pairs=500_000)
+    decodes_s = [model.step_s(num_tokens=1, num_rows=1, context_tokens=1000 + i, attention_pairs=0) for i in range(10)]
+    [(ttft_s, tpot_s)] = replay.recorder.tenants["alice"].outcomes
+    assert ttft_s == pytest.approx(prefill_s)
+    assert tpot_s == pytest.approx(sum(decodes_s) / 10)
+    assert replay.clock.now_s == pytest.approx(5.0 + prefill_s + sum(decodes_s))
+
+
+def test_every_token_of_the_trace_is_computed_once() -> None:
+    requests = [chat(i / 50, tenant=f"tenant-{i % 3}", prompt=10 + 37 * i, answer=1 + i) for i in range(60)]
+    replay = replayed(requests)
+    totals = replay.scheduler.totals
+    assert totals.generation_tokens == sum(request.output_tokens for request in requests)
+    assert totals.prompt_tokens == sum(request.input_tokens for request in requests)
+    assert totals.prefix_cache_hit_tokens == 0
+    assert sum(tenant.num_finished for tenant in replay.recorder.tenants.values()) == 60
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("token_budget", [None, 512])
+def test_every_policy_serves_everybody(policy: str, token_budget: int | None) -> None:
+    requests = [chat(i / 100, tenant=f"tenant-{i % 5}", prompt=1 + 211 * (i % 9), answer=1 + i % 40) for i in range(150)]
+    report = report_of(requests, policy=policy, token_budget=token_budget, max_num_seqs=32)
+    assert sum(tenant["requests"] for tenant in report["tenants"]) == 150
+    assert report["ttft_ms"]["max"] is not None
+    assert report["throughput"]["running_max"] <= 32
+
+
+def test_a_static_batch_begins_when_the_last_one_has_ended() -> None:
+    replay = replayed([chat(0.0, answer=100), chat(0.01, answer=5)], policy="static")
+    first, second = replay.recorder.tenants["alice"].outcomes
+    assert second[0] > 99 * 0.004
+    assert first[0] < 0.02
+
+
+def test_a_static_budget_bounds_the_tokens_of_a_step() -> None:
+    report = report_of([chat(0.0, prompt=10_000, answer=2)], token_budget=500)
+    assert report["throughput"]["steps"] == 21
+
+
+def test_a_step_beside_decodes_lasts_no_longer_than_the_target() -> None:
+    requests = [chat(i * 0.02, prompt=3000, answer=60) for i in range(40)]
+    report = report_of(requests, inter_token_target_s=0.02)
+    assert report["gap_ms"]["max"] <= 20.001
+    assert report["throughput"]["step_ms_max"] <= 24.001
+
+
+def test_the_same_seed_gives_the_same_report() -> None:
+    requests = [chat(i / 40, tenant=f"tenant-{i % 4}", prompt=500 + i, answer=30) for i in range(80)]
+    assert report_of(requests) == report_of(requests)
+
+
+def test_equal_prefixes_are_found_whatever_their_length() -> None:
+    def turn(arrival_s: float, *ids: int, last: int = 512) -> TracedRequest:
+        return TracedRequest(arrival_s, "alice", 512 * (len(ids) - 1) + last, 4, ids)
+
+    replay = replayed([turn(0, 1, 2), turn(10, 1, 2), turn(20, 1, 2, 3, last=16), turn(30, 1, 9), turn(40, 7)])
+    assert replay.scheduler.totals.prefix_cache_hit_tokens == (1024 - 16) + 1024 + 512
+
+
+def test_another_tenant_finds_nothing() -> None:
+    replay = replayed([TracedRequest(i * 10.0, tenant, 512, 2, (1,)) for i, tenant in enumerate(("alice", "bob"))])
+    assert replay.scheduler.totals.prefix_cache_hit_tokens == 0
+
+
+def test_a_prompt_beyond_the_context_is_refused_and_counted() -> None:
+    report = report_of([chat(0.0), chat(0.0, prompt=LLAMA.max_model_len)])
+    assert report["goodput"]["refused"] == 1
+    assert report["goodput"]["good_share"] == 0.5
+
+
+def test_an_answer_beyond_the_context_ends_there() -> None:
+    replay = replayed([chat(0.0, prompt=LLAMA.max_model_len - 3, answer=50)])
+    assert replay.scheduler.totals.generation_tokens == 3
+
+
+def test_everything_at_once() -> None:
+    report = report_of([chat(0.0, tenant=f"tenant-{i % 7}", prompt=50, answer=60) for i in range(600)])
+    assert report["load"]["req_per_s"] is None
+    assert report["throughput"]["running_max"] == 256
+
+
+def test_a_thousand_tenants_with_one_request_each() -> None:
+    report = report_of([chat(i / 500, tenant=f"tenant-{i}", prompt=64, answer=3) for i in range(1000)])
+    assert len(report["tenants"]) == 1000
+
+
+def test_one_giant_prompt_does_not_silence_the_others() -> None:
+    requests = [chat(0.0, tenant="giant", prompt=120_000, answer=5)]
+    requests += [chat(i * 0.1, prompt=80, answer=60) for i in range(100)]
+    report = report_of(requests)
+    alice = next(tenant for tenant in report["tenants"] if tenant["tenant"] == "alice")
+    assert alice["gap_ms"]["max"] <= 25.001
+    assert alice["ttft_ms"]["p99"] < 200
+
+
+def test_requests_beyond_the_memory_are_preempted_and_end() -> None:
+    requests = [chat(i * 0.01, prompt=900, answer=900) for i in range(24)]
+    replay = replayed(requests, num_kv_blocks=512, max_tokens=1000)
+    assert replay.scheduler.totals.generation_tokens == 24 * 900
+    assert replay.recorder.kv_blocks_max <= 512
+
+
+def test_a_host_cache_finds_what_was_evicted() -> None:
+    requests = [TracedRequest(i * 2.0, "alice", 4096, 2, tuple(range(8 * (i % 4), 8 * (i % 4) + 8))) for i in range(8)]
+    without = replayed(requests, num_kv_blocks=600, max_tokens=64)
+    beside = replayed(requests, num_kv_blocks=600, max_tokens=64, host_cache_gib=8)
+    assert without.scheduler.totals.prefix_cache_hit_tokens == 0
+    assert beside.scheduler.totals.prefix_cache_hit_tokens >= 3 * 4000
+    assert beside.clock.now_s < without.clock.now_s
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        ({"policy": "best"}, "policy"),
+        ({"kv_cache_dtype": "int1"}, "kv_cache_dtype"),
+        ({"token_budget": 100}, "token_budget"),
+        ({"max_num_seqs": 0}, "max_num_seqs"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"host_cache_gib": -1}, "host_cache_gib"),
+        ({"inter_token_target_s": 0}, "slo_tpot_ms"),
+    ],
+)
+def test_an_impossible_setting_is_named(options: dict[str, Any], name: str) -> None:
+    with pytest.raises(EngineConfigError) as caught:
+        replayed([chat(0.0)], **options)
+    assert caught.value.option == name
