@@ -82,7 +82,10 @@ class LLM:
         _refuse("tensor_parallel_size", tensor_parallel_size, tensor_parallel_size == 1)
         if not isinstance(enforce_eager, bool):
             raise EngineConfigError("enforce_eager", f"must be True or False, not {enforce_eager!r}")
-        directory = Path(model)
+        directory = _path("model", model)
+        _count("num_gpu_blocks_override", num_gpu_blocks_override)
+        if isinstance(shared_prefixes, str | Path):
+            raise EngineConfigError("shared_prefixes", "must be a list of files, not one")
         options = EngineOptions(
             model=directory,
             device=device,
@@ -101,7 +104,7 @@ class LLM:
             batch_invariant=batch_invariant,
             scheduling_policy=scheduling_policy,
             inter_token_target_ms=inter_token_target_ms,
-            shared_prefixes=tuple(Path(path) for path in shared_prefixes),
+            shared_prefixes=tuple(_path("shared_prefixes", path) for path in shared_prefixes),
         )
         self._text_model = load_text_model(options) if gives_embeddings_only(directory) else None
         self._engine = None if self._text_model else build_engine(options)
@@ -306,6 +309,17 @@ def _raise_for_blame(outputs: list[RequestOutput]) -> None:
         for answer in output.outputs:
             if answer.error_param is not None:
                 raise GenerationFailed(answer.error_param, f"prompt {index}: {answer.error}", outputs)
+
+
+def _path(option: str, value: object) -> Path:
+    if not isinstance(value, str | Path):
+        raise EngineConfigError(option, f"must be a path, not {value!r}")
+    return Path(value)
+
+
+def _count(option: str, value: object) -> None:
+    if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+        raise EngineConfigError(option, f"must be at least 1, and an integer, not {value!r}")
 
 
 def _refuse(option: str, value: object, honoured: bool) -> None:

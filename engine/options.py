@@ -58,17 +58,22 @@ class EngineOptions:
             raise EngineConfigError("device", f"must be one of {', '.join(DEVICES)}, not {self.device!r}")
         if self.dtype not in DTYPES:
             raise EngineConfigError("dtype", f"must be one of {', '.join(DTYPES)}, not {self.dtype!r}")
-        if not 0.0 < self.gpu_memory_utilization <= 1.0:
-            raise EngineConfigError(
-                "gpu_memory_utilization", f"must be above 0 and at most 1, not {self.gpu_memory_utilization}"
-            )
+        share = self.gpu_memory_utilization
+        if not _is_number(share) or not 0.0 < share <= 1.0:
+            raise EngineConfigError("gpu_memory_utilization", f"must be above 0 and at most 1, not {share!r}")
+        if not isinstance(self.enable_prefix_caching, bool):
+            raise EngineConfigError("enable_prefix_caching", f"must be True or False, not {self.enable_prefix_caching!r}")
         for option in ("max_model_len", "max_num_batched_tokens", "kv_cache_bytes", "num_kv_blocks", "threads"):
-            value = getattr(self, option)
-            if value is not None and value < 1:
-                raise EngineConfigError(option, f"must be at least 1, not {value}")
+            self._check_count(option, optional=True)
         for option in ("max_num_seqs", "block_size"):
-            if getattr(self, option) < 1:
-                raise EngineConfigError(option, f"must be at least 1, not {getattr(self, option)}")
+            self._check_count(option, optional=False)
+
+    def _check_count(self, option: str, *, optional: bool) -> None:
+        value = getattr(self, option)
+        if optional and value is None:
+            return
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise EngineConfigError(option, f"must be at least 1, and an integer, not {value!r}")
 
     def _check_scheduling(self) -> None:
         if self.scheduling_policy not in POLICIES:

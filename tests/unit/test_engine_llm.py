@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -135,6 +137,19 @@ def test_a_prompt_that_is_too_long_stops_the_call_before_anything_runs(llm: LLM)
         {"enable_chunked_prefill": False},
         {"dtype": "int8"},
         {"device": "tpu"},
+        {"max_model_len": "256"},
+        {"max_num_seqs": 1.5},
+        {"max_num_batched_tokens": True},
+        {"block_size": None},
+        {"num_gpu_blocks_override": 0},
+        {"num_gpu_blocks_override": "8"},
+        {"gpu_memory_utilization": "all"},
+        {"gpu_memory_utilization": float("nan")},
+        {"enable_prefix_caching": 1},
+        {"enforce_eager": "no"},
+        {"seed": "x"},
+        {"shared_prefixes": "file"},
+        {"shared_prefixes": [None]},
     ],
 )
 def test_an_option_that_cannot_be_honoured_is_named(options: dict[str, Any], model: Path) -> None:
@@ -147,6 +162,78 @@ def test_an_unknown_option_is_named(model: Path) -> None:
     with pytest.raises(EngineConfigError, match="disable_log_stats is not an option") as refused:
         LLM(model, **unknown)
     assert refused.value.option == "disable_log_stats"
+
+
+@pytest.mark.parametrize("model_path", [None, 5, ["a"]])
+def test_what_is_no_path_is_no_model(model_path: Any) -> None:
+    with pytest.raises(EngineConfigError, match="model must be a path"):
+        LLM(model_path)
+
+
+def test_bad_words_are_not_written_and_the_answers_go_on(llm: LLM) -> None:
+    params: dict[str, Any] = {"temperature": 0.0, "max_tokens": 12, "ignore_eos": True}
+    (plain,) = llm.generate("abc", SamplingParams(**params))[0].outputs
+    letters = [letter for letter in plain.text if letter.isascii() and letter.isprintable() and letter != " "]
+    assert letters, "this model writes no letter that could be forbidden"
+    (output,) = llm.generate("abc", SamplingParams(**params, bad_words=[letters[0]]))[0].outputs
+    assert letters[0] not in output.text
+    assert len(output.token_ids) == 12
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_guided_answers_have_the_form_that_was_asked_for(llm: LLM, temperature: float) -> None:
+    forms: list[dict[str, Any]] = [
+        {"guided_choice": ["yes", "no"]},
+        {"guided_regex": "[a-c]{3}-[0-9]"},
+        {"guided_json": {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"],
+                         "additionalProperties": False}},
+        {"guided_grammar": 'start: "x" "y"+ "z"'},
+    ]  # fmt: skip
+    params = [SamplingParams(seed=3, temperature=temperature, max_tokens=200, **form) for form in forms]
+    texts = [output.outputs[0].text for output in llm.generate(["abc"] * 4, params)]
+    assert texts[0] in ("yes", "no")
+    assert re.fullmatch("[a-c]{3}-[0-9]", texts[1])
+    assert json.loads(texts[2])["a"] in (1, 2)
+    assert re.match("xy", texts[3])
+
+
+def test_several_answers_have_texts_stops_and_ends_of_their_own(llm: LLM) -> None:
+    params: dict[str, Any] = {"n": 4, "seed": 5, "max_tokens": 24, "ignore_eos": True}
+    whole = [answer.text for answer in llm.generate("abc", SamplingParams(**params))[0].outputs]
+    assert len(set(whole)) == 4
+    stop = next(letter for letter in whole[0] if letter.isascii() and letter.isprintable())
+    outputs = llm.generate("abc", SamplingParams(**params, stop=[stop]))[0].outputs
+    for answer, text in zip(outputs, whole, strict=True):
+        assert answer.text == text.split(stop)[0]
+        assert (answer.finish_reason, answer.stop_reason) == (("stop", stop) if stop in text else ("length", None))
+
+
+def test_an_interrupted_call_leaves_an_engine_that_goes_on(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = llm.generate("abc", GREEDY)[0].outputs[0].token_ids
+    engine = llm._engine
+    assert engine is not None
+    steps = iter([engine.step, engine.step])
+
+    def interrupted() -> Any:
+        step = next(steps, None)
+        if step is None:
+            raise KeyboardInterrupt
+        return step()
+
+    with monkeypatch.context() as patched:
+        patched.setattr(engine, "step", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate(["abc", "def"], SamplingParams(n=3, max_tokens=50, ignore_eos=True))
+    assert not engine.has_requests
+    engine.check_invariants()
+    assert llm.generate("abc", GREEDY)[0].outputs[0].token_ids == before
+
+
+def test_metrics_tell_of_accepted_drafts(model: Path) -> None:
+    with LLM(model, **SMALL, speculative_config={"method": "ngram", "num_speculative_tokens": 3}) as llm:
+        (output,) = llm.generate([[5, 6, 7] * 20], SamplingParams(temperature=0.0, max_tokens=120, ignore_eos=True))
+        accepted = llm.status().accepted_draft_tokens_total
+    assert output.metrics.num_accepted_draft_tokens == accepted > 0
 
 
 def test_a_closed_llm_refuses_work(model: Path) -> None:
