@@ -49,17 +49,18 @@ class StepRows:
         self.places += range(first, first + len(chooses))
         self.choosing.append(range(num_sampled, len(self.sampled)))
         self.scored.append(range(first + len(chooses), first + len(outputs)))
-        self.scored_from.append(item.start + 1)
+        self.scored_from.append(positions.start + 1)
         self.num_outputs += len(outputs)
 
 
 def scored_positions(item: ScheduledRequest) -> range:
-    """Positions of this chunk whose next token is a prompt token, if the request wants prompt tokens scored.
+    """Positions of this chunk whose next token is a prompt token that was not scored yet, if the request wants scores.
 
-    Each row scores the token behind it; the row of the last prompt token chooses the first token of the output instead.
-    Answers beside the first share its prompt. The scheduler drops what an earlier chunk had scored before a preemption.
+    Each row scores the token behind it, and the last prompt token's row chooses the first token of the output instead. A
+    request that is computed again after preemption is not scored again. Answers beside the first share its prompt.
     """
     request = item.request
     if request.sampling.prompt_logprobs is None or request.index:
         return range(0)
-    return range(item.start, max(item.start, min(item.start + item.num_tokens, request.num_prompt_tokens - 1)))
+    first = max(item.start, request.num_prompt_tokens_computed)
+    return range(first, max(first, min(item.start + item.num_tokens, request.num_prompt_tokens - 1)))
