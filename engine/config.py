@@ -7,18 +7,18 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from engine.config_values import JsonObject, flag, integers, mapping, number, positive
 from engine.errors import NotAModelDirectory, UnsupportedModel
 from engine.models.families import FAMILIES, Family
 from engine.rope_config import RopeConfig, RopeDefaults, parse_rope
 from engine.window_config import layer_windows
 
-JsonObject = Mapping[str, Any]
-
+LAYERS_MAX = 1024
+EXPERTS_MAX = 4096
 ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
 ENCODERS = ("BertModel", "RobertaModel", "XLMRobertaModel")
 HEADLESS = {  # decoders whose checkpoint has no output head, and the family that they are otherwise
@@ -146,15 +146,15 @@ def parse_model_config(config: JsonObject, generation: JsonObject) -> ModelConfi
     refuse_uncomputed(config, family)
     hidden_size = positive(config, "hidden_size")
     num_heads = positive(config, "num_attention_heads")
-    num_kv_heads = int(config.get("num_key_value_heads") or num_heads)
+    num_kv_heads = positive(config, "num_key_value_heads", default=num_heads)
     if num_heads % num_kv_heads:
         raise UnsupportedModel(f"num_attention_heads ({num_heads}) must be a multiple of num_key_value_heads ({num_kv_heads})")
-    head_dim = int(config.get("head_dim") or family.head_dim or hidden_size // num_heads)
-    if head_dim % 2:
+    head_dim = positive(config, "head_dim", default=family.head_dim or hidden_size // num_heads)
+    if head_dim % 2 or not head_dim:
         raise UnsupportedModel(f"head_dim must be even, not {head_dim}")
     experts = _experts(config, family)
     layers, ropes, windows = _layers(config, family, head_dim, experts)
-    attention_bias = family.reads_attention_bias and bool(config.get("attention_bias", False))
+    attention_bias = family.reads_attention_bias and flag(config, "attention_bias")
     return ModelConfig(
         family=family,
         vocab_size=positive(config, "vocab_size"),
@@ -163,7 +163,7 @@ def parse_model_config(config: JsonObject, generation: JsonObject) -> ModelConfi
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        rms_norm_eps=float(config.get("rms_norm_eps", family.norm_eps)),
+        rms_norm_eps=number(config, "rms_norm_eps", family.norm_eps),
         max_position_len=max(positive(config, "max_position_embeddings"), *(rope.context_len for rope in ropes)),
         layers=layers,
         ropes=ropes,
@@ -171,10 +171,10 @@ def parse_model_config(config: JsonObject, generation: JsonObject) -> ModelConfi
         experts=experts,
         activation=_activation(config, family),
         has_head=architecture_of(config) not in HEADLESS,
-        tie_word_embeddings=bool(config.get("tie_word_embeddings", family.tied)),
+        tie_word_embeddings=flag(config, "tie_word_embeddings", default=family.tied),
         qkv_bias=family.always_qkv_bias or attention_bias,
         o_bias=attention_bias,
-        mlp_bias=family.reads_mlp_bias and bool(config.get("mlp_bias", False)),
+        mlp_bias=family.reads_mlp_bias and flag(config, "mlp_bias"),
         attention_scale=_attention_scale(config, family, head_dim),
         attention_softcap=_softcap(
             config, "attn_logit_softcapping", family.attention_softcap, reads=family.reads_attention_softcap
@@ -199,49 +199,35 @@ def _family(config: JsonObject) -> Family:
 
 def refuse_uncomputed(config: JsonObject, family: Family | None = None) -> None:
     """Options that change the numbers and that nothing here computes. `family` is None for encoders."""
-    if config.get("quantization_config"):
-        method = config["quantization_config"].get("quant_method", "unknown")
+    quantization = mapping(config, "quantization_config")
+    if quantization:
+        method = quantization.get("quant_method", "unknown")
         raise UnsupportedModel(f"quantization_config ({method}) is not supported by this version; use unquantized weights")
     if config.get("use_bidirectional_attention") or config.get("is_causal", True) is not True:
         raise UnsupportedModel("use_bidirectional_attention and is_causal = false are not supported for decoders")
     for key in ("clip_qkv", "lm_head_bias", "add_cross_attention", "is_decoder"):
         if config.get(key):
             raise UnsupportedModel(f"{key} {config[key]!r} is not supported")
-    partial = config.get("partial_rotary_factor") or 1.0
+    partial = number(config, "partial_rotary_factor", 1.0)
     if partial != 1.0 and not (family and family.reads_partial_rotary):
         raise UnsupportedModel(f"partial_rotary_factor {partial} is not supported; supported: 1.0")
 
 
-def positive(config: JsonObject, key: str) -> int:
-    """A positive integer of config.json."""
-    value = config.get(key)
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise UnsupportedModel(f"config.json: {key} must be a positive integer, not {value!r}")
-    return value
-
-
-def _number(config: JsonObject, key: str, default: float) -> float:
-    value = config.get(key, default)
-    if not isinstance(value, int | float) or isinstance(value, bool) or value <= 0:
-        raise UnsupportedModel(f"config.json: {key} must be a positive number, not {value!r}")
-    return float(value)
-
-
 def _multiplier(config: JsonObject, family: Family, key: str) -> float:
-    return _number(config, key, 1.0) if family.reads_multipliers else 1.0
+    return number(config, key, 1.0) if family.reads_multipliers else 1.0
 
 
 def _softcap(config: JsonObject, key: str, default: float | None, *, reads: bool) -> float | None:
     if not reads or config.get(key, default) is None:
         return None
-    return _number(config, key, default or 0.0)
+    return number(config, key, default or 0.0)
 
 
 def _attention_scale(config: JsonObject, family: Family, head_dim: int) -> float:
     if family.reads_multipliers:
-        return _number(config, "attention_multiplier", 1.0)
+        return number(config, "attention_multiplier", 1.0)
     if family.reads_query_scalar:
-        return float(_number(config, "query_pre_attn_scalar", 256.0) ** -0.5)
+        return float(number(config, "query_pre_attn_scalar", 256.0) ** -0.5)
     return float(head_dim**-0.5)
 
 
@@ -256,14 +242,14 @@ def _experts(config: JsonObject, family: Family) -> ExpertsConfig | None:
     if family.experts is None:
         return None
     key = "num_local_experts" if "num_local_experts" in config else "num_experts"
-    num_experts, num_chosen = positive(config, key), positive(config, "num_experts_per_tok")
+    num_experts, num_chosen = positive(config, key, at_most=EXPERTS_MAX), positive(config, "num_experts_per_tok")
     if num_chosen > num_experts:
         raise UnsupportedModel(f"num_experts_per_tok ({num_chosen}) must be at most {key} ({num_experts})")
     return ExpertsConfig(
         num_experts=num_experts,
         num_chosen=num_chosen,
         intermediate_size=positive(config, family.experts.size_key),
-        normalised=family.experts.always_normalised or bool(config.get("norm_topk_prob", False)),
+        normalised=family.experts.always_normalised or flag(config, "norm_topk_prob"),
     )
 
 
@@ -271,10 +257,10 @@ def _layers(
     config: JsonObject, family: Family, head_dim: int, experts: ExpertsConfig | None
 ) -> tuple[tuple[LayerConfig, ...], tuple[RopeConfig, ...], tuple[int | None, ...]]:
     """The layers with the distinct rotations and windows that they point to."""
-    of_layer = layer_windows(config, family, positive(config, "num_hidden_layers"))
+    of_layer = layer_windows(config, family, positive(config, "num_hidden_layers", at_most=LAYERS_MAX))
     windows = tuple(dict.fromkeys(of_layer))
     ropes = _ropes(config, family, head_dim)
-    dense, step = config.get("mlp_only_layers") or [], int(config.get("decoder_sparse_step") or 1)
+    dense, step = integers(config, "mlp_only_layers"), positive(config, "decoder_sparse_step", default=1)
     layers = tuple(
         LayerConfig(
             rope_idx=1 if len(ropes) == 2 and window is not None else 0,
@@ -288,37 +274,29 @@ def _layers(
 
 def _ropes(config: JsonObject, family: Family, head_dim: int) -> tuple[RopeConfig, ...]:
     """The rotation of the layers that see everything, and that of the layers with a window where it is another."""
-    original = config.get("original_max_position_embeddings")
+    key = "original_max_position_embeddings"
+    original = family.original_max_len if config.get(key) is None else positive(config, key)
     defaults = RopeDefaults(
-        theta=float(config.get("rope_theta") or family.rope_theta),
+        theta=number(config, "rope_theta", family.rope_theta),
         head_dim=head_dim,
         max_position_len=positive(config, "max_position_embeddings"),
-        original_max_len=None if original is None else positive(config, "original_max_position_embeddings"),
-        partial_rotary_factor=float(config.get("partial_rotary_factor") or 1.0),
+        original_max_len=original,
+        partial_rotary_factor=number(config, "partial_rotary_factor", 1.0),
     )
-    settings = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if not family.reads_partial_rotary and (settings.get("partial_rotary_factor") or 1.0) != 1.0:
+    settings = mapping(config, "rope_parameters") or mapping(config, "rope_scaling")
+    if not family.reads_partial_rotary and number(settings, "partial_rotary_factor", 1.0) != 1.0:
         raise UnsupportedModel(f"partial_rotary_factor {settings['partial_rotary_factor']} is not supported; supported: 1.0")
     if family.architecture == "Phi3ForCausalLM" and (settings.get("rope_type") or settings.get("type")) in ("su", "yarn"):
         settings = {**settings, "rope_type": "longrope", "type": "longrope"}  # its older names for LongRoPE
     if family.local_rope_theta is None:
         return (parse_rope(settings, defaults),)
     nested = "full_attention" in settings or "sliding_attention" in settings
-    local_theta = float(config.get("rope_local_base_freq") or family.local_rope_theta)
-    everything = parse_rope((settings.get("full_attention") or {}) if nested else settings, defaults)
-    local = parse_rope((settings.get("sliding_attention") or {}) if nested else {}, _with_theta(defaults, local_theta))
+    local_theta = number(config, "rope_local_base_freq", family.local_rope_theta)
+    everything = parse_rope(mapping(settings, "full_attention") if nested else settings, defaults)
+    local = parse_rope(mapping(settings, "sliding_attention") if nested else {}, replace(defaults, theta=local_theta))
     return everything, local
-
-
-def _with_theta(defaults: RopeDefaults, theta: float) -> RopeDefaults:
-    return RopeDefaults(theta=theta, head_dim=defaults.head_dim, max_position_len=defaults.max_position_len)
 
 
 def _eos_token_ids(config: JsonObject, generation: JsonObject) -> tuple[int, ...]:
     """generation_config.json decides when it names one; else config.json."""
-    value = generation.get("eos_token_id")
-    if value is None:
-        value = config.get("eos_token_id")
-    if value is None:
-        return ()
-    return tuple(value) if isinstance(value, list) else (int(value),)
+    return integers(generation, "eos_token_id") or integers(config, "eos_token_id")

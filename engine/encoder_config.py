@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from engine.config import ENCODERS, architecture_of, positive, read_model_json, refuse_uncomputed
+from engine.config import ENCODERS, LAYERS_MAX, architecture_of, read_model_json, refuse_uncomputed
+from engine.config_values import JsonObject, number, positive
 from engine.errors import UnsupportedModel
-
-JsonObject = Mapping[str, Any]
 
 ACTIVATIONS = ("gelu", "gelu_new", "gelu_pytorch_tanh")  # the last two are one function
 
@@ -55,12 +52,12 @@ def load_encoder_config(directory: Path) -> EncoderConfig:
         vocab_size=positive(config, "vocab_size"),
         hidden_size=hidden_size,
         intermediate_size=positive(config, "intermediate_size"),
-        num_layers=positive(config, "num_hidden_layers"),
+        num_layers=positive(config, "num_hidden_layers", at_most=LAYERS_MAX),
         num_heads=num_heads,
         head_dim=hidden_size // num_heads,
-        layer_norm_eps=float(config.get("layer_norm_eps", 1e-12)),
+        layer_norm_eps=number(config, "layer_norm_eps", 1e-12),
         num_positions=positive(config, "max_position_embeddings"),
-        first_position=0 if architecture == "BertModel" else int(config.get("pad_token_id", 1)) + 1,
+        first_position=0 if architecture == "BertModel" else _padding_id(config) + 1,
         num_token_types=positive(config, "type_vocab_size"),
         activation=str(config.get("hidden_act", "gelu")),
         torch_dtype=str(config.get("dtype") or config.get("torch_dtype") or "float32"),
@@ -74,3 +71,10 @@ def _refuse_other_encoders(config: JsonObject) -> None:
     positions = config.get("position_embedding_type", "absolute")
     if positions != "absolute":
         raise UnsupportedModel(f"position_embedding_type {positions!r} is not supported; supported: absolute")
+
+
+def _padding_id(config: JsonObject) -> int:
+    padding_id = config.get("pad_token_id", 1)
+    if not isinstance(padding_id, int) or isinstance(padding_id, bool) or padding_id < 0:
+        raise UnsupportedModel(f"config.json: pad_token_id must be an integer from 0 on, not {padding_id!r}")
+    return padding_id

@@ -7,13 +7,10 @@ arXiv 2306.15595; YaRN: arXiv 2309.00071; LongRoPE: arXiv 2402.13753; dynamic NT
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
+from engine.config_values import JsonObject, flag, number, positive
 from engine.errors import UnsupportedModel
-
-JsonObject = Mapping[str, Any]
 
 KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 KNOWN_KEYS = {
@@ -70,24 +67,24 @@ def parse_rope(parameters: JsonObject, defaults: RopeDefaults) -> RopeConfig:
     if unknown:
         raise UnsupportedModel(f"config.json: {', '.join(sorted(unknown))} of the rope settings is not supported")
     kind = str(parameters.get("rope_type") or parameters.get("type") or "default")
-    theta = float(parameters.get("rope_theta") or defaults.theta)
-    partial = float(parameters.get("partial_rotary_factor") or defaults.partial_rotary_factor)
+    theta = number(parameters, "rope_theta", defaults.theta)
+    partial = number(parameters, "partial_rotary_factor", defaults.partial_rotary_factor)
     rotary_dim = int(defaults.head_dim * partial)
     if rotary_dim < 2 or rotary_dim % 2 or rotary_dim > defaults.head_dim:
         raise UnsupportedModel(f"partial_rotary_factor {partial} turns {rotary_dim} of {defaults.head_dim} dimensions")
     if kind in ("default", "dynamic"):
         return RopeConfig(kind=kind, theta=theta, rotary_dim=rotary_dim)
     if kind == "linear":
-        return RopeConfig(kind=kind, theta=theta, rotary_dim=rotary_dim, factor=_number(parameters, "factor"))
+        return RopeConfig(kind=kind, theta=theta, rotary_dim=rotary_dim, factor=number(parameters, "factor"))
     original = _original_max_len(parameters, defaults)
     if kind == "llama3":
         return RopeConfig(
             kind=kind,
             theta=theta,
             rotary_dim=rotary_dim,
-            factor=_number(parameters, "factor"),
-            low_freq_factor=_number(parameters, "low_freq_factor"),
-            high_freq_factor=_number(parameters, "high_freq_factor"),
+            factor=number(parameters, "factor"),
+            low_freq_factor=number(parameters, "low_freq_factor"),
+            high_freq_factor=number(parameters, "high_freq_factor"),
             original_max_len=original,
         )
     if kind == "yarn":
@@ -101,15 +98,12 @@ def _original_max_len(parameters: JsonObject, defaults: RopeDefaults) -> int:
     """The key beside the rope settings wins over the one among them, as in transformers."""
     if defaults.original_max_len is not None:
         return defaults.original_max_len
-    if parameters.get("original_max_position_embeddings") is None:
-        return defaults.max_position_len
-    return int(_number(parameters, "original_max_position_embeddings"))
+    return positive(parameters, "original_max_position_embeddings", default=defaults.max_position_len)
 
 
 def _yarn(parameters: JsonObject, defaults: RopeDefaults, theta: float, rotary_dim: int, original: int) -> RopeConfig:
-    factor = _optional_number(parameters, "factor", defaults.max_position_len / original)
-    mscale = _optional_number(parameters, "mscale", 0.0)
-    mscale_all = _optional_number(parameters, "mscale_all_dim", 0.0)
+    factor = number(parameters, "factor", defaults.max_position_len / original)
+    mscale, mscale_all = (number(parameters, key, 0.0) if parameters.get(key) else 0.0 for key in ("mscale", "mscale_all_dim"))
     inferred = _magnitude(factor, mscale) / _magnitude(factor, mscale_all) if mscale and mscale_all else _magnitude(factor, 1.0)
     return RopeConfig(
         kind="yarn",
@@ -117,10 +111,10 @@ def _yarn(parameters: JsonObject, defaults: RopeDefaults, theta: float, rotary_d
         rotary_dim=rotary_dim,
         factor=factor,
         original_max_len=original,
-        attention_factor=_optional_number(parameters, "attention_factor", inferred),
-        beta_fast=_optional_number(parameters, "beta_fast", 32.0) or 32.0,
-        beta_slow=_optional_number(parameters, "beta_slow", 1.0) or 1.0,
-        truncate=bool(parameters.get("truncate", True)),
+        attention_factor=number(parameters, "attention_factor", inferred),
+        beta_fast=number(parameters, "beta_fast", 32.0),
+        beta_slow=number(parameters, "beta_slow", 1.0),
+        truncate=flag(parameters, "truncate", default=True),
     )
 
 
@@ -130,7 +124,7 @@ def _magnitude(factor: float, mscale: float) -> float:
 
 
 def _longrope(parameters: JsonObject, defaults: RopeDefaults, theta: float, rotary_dim: int, original: int) -> RopeConfig:
-    factor = _optional_number(parameters, "factor", defaults.max_position_len / original)
+    factor = number(parameters, "factor", defaults.max_position_len / original)
     inferred = 1.0 if factor <= 1.0 else math.sqrt(1 + math.log(factor) / math.log(original))
     return RopeConfig(
         kind="longrope",
@@ -138,25 +132,14 @@ def _longrope(parameters: JsonObject, defaults: RopeDefaults, theta: float, rota
         rotary_dim=rotary_dim,
         factor=factor,
         original_max_len=original,
-        attention_factor=_optional_number(parameters, "attention_factor", inferred),
+        attention_factor=number(parameters, "attention_factor", inferred),
         short_factors=_numbers(parameters, "short_factor", rotary_dim // 2),
         long_factors=_numbers(parameters, "long_factor", rotary_dim // 2),
     )
 
 
-def _number(parameters: JsonObject, key: str) -> float:
-    value = parameters.get(key)
-    if not isinstance(value, int | float) or isinstance(value, bool):
-        raise UnsupportedModel(f"config.json: {key} of the rope settings must be a number, not {value!r}")
-    return float(value)
-
-
-def _optional_number(parameters: JsonObject, key: str, default: float) -> float:
-    return default if parameters.get(key) is None else _number(parameters, key)
-
-
 def _numbers(parameters: JsonObject, key: str, count: int) -> tuple[float, ...]:
     values = parameters.get(key)
-    if not isinstance(values, list) or len(values) != count or not all(isinstance(value, int | float) for value in values):
+    if not isinstance(values, list) or len(values) != count:
         raise UnsupportedModel(f"config.json: {key} of the rope settings must be a list of {count} numbers")
-    return tuple(float(value) for value in values)
+    return tuple(number({key: value}, key) for value in values)

@@ -5,13 +5,9 @@ A window counts the tokens that a query sees, itself included; None is unlimited
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
+from engine.config_values import JsonObject, flag, positive
 from engine.errors import UnsupportedModel
 from engine.models.families import Family, Windows
-
-JsonObject = Mapping[str, Any]
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 
@@ -33,12 +29,11 @@ def layer_windows(config: JsonObject, family: Family, num_layers: int) -> list[i
 def _window(config: JsonObject, family: Family) -> int | None:
     if family.windows is Windows.NONE:
         return None
-    if family.windows in (Windows.SWITCHED, Windows.SWITCHED_EVERY) and not config.get("use_sliding_window"):
+    if family.windows in (Windows.SWITCHED, Windows.SWITCHED_EVERY) and not flag(config, "use_sliding_window"):
         return None
-    window = config.get("sliding_window", family.window)
-    if window is not None and (not isinstance(window, int) or isinstance(window, bool) or window < 1):
-        raise UnsupportedModel(f"sliding_window must be a positive integer or null, not {window!r}")
-    return window
+    if config.get("sliding_window", family.window) is None:
+        return None
+    return positive(config, "sliding_window", default=family.window)
 
 
 def _layer_types(config: JsonObject, num_layers: int) -> list[str]:
@@ -55,11 +50,16 @@ def _layer_types(config: JsonObject, num_layers: int) -> list[str]:
 
 def _types_of_rule(config: JsonObject, family: Family, window: int | None, num_layers: int) -> list[str]:
     if family.windows is Windows.SWITCHED:
-        first = config.get("max_window_layers", 28)
+        first = _first_window_layer(config)
         return [SLIDING if window is not None and index >= first else FULL for index in range(num_layers)]
     pattern = family.window_pattern
     if family.reads_window_pattern:
-        pattern = config.get("sliding_window_pattern", pattern)
-    if not isinstance(pattern, int) or pattern < 1:
-        raise UnsupportedModel(f"sliding_window_pattern must be a positive integer, not {pattern!r}")
+        pattern = positive(config, "sliding_window_pattern", default=pattern)
     return [FULL if (index + 1) % pattern == 0 else SLIDING for index in range(num_layers)]
+
+
+def _first_window_layer(config: JsonObject) -> int:
+    first = config.get("max_window_layers", 28)
+    if not isinstance(first, int) or isinstance(first, bool) or first < 0:
+        raise UnsupportedModel(f"config.json: max_window_layers must be an integer from 0 on, not {first!r}")
+    return first

@@ -56,6 +56,7 @@ class Family:
     architecture: str
     rope_theta: float = 10000.0
     local_rope_theta: float | None = None  # of the layers with a window, when they have a rotation of their own
+    original_max_len: int | None = None  # `original_max_position_embeddings` beside the rope settings
     norm_eps: float = 1e-6
     head_dim: int | None = None  # None: hidden_size / num_attention_heads
     activation: str = "silu"
@@ -140,6 +141,7 @@ FAMILIES: dict[str, Family] = {
         GEMMA3,
         Family(
             architecture="Phi3ForCausalLM",
+            original_max_len=4096,
             norm_eps=1e-5,
             windows=Windows.EVERY,
             fused_projections=True,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from pathlib import Path
 from typing import Any
@@ -148,3 +149,44 @@ def test_sparse_layers_are_those_of_the_step_without_the_exceptions() -> None:
 def test_what_a_family_does_not_compute_is_refused_by_name(architecture: str, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(UnsupportedModel, match=message):
         parse(architecture, **changes)
+
+
+ODD_VALUES: tuple[Any, ...] = (
+    None, "x", -1, 0, 1.5, [], {}, True, [1], {"a": 1}, "", 10**12, float("nan"), float("inf"), [None], "1"
+)  # fmt: skip
+ROPE: dict[str, Any] = {
+    "factor": 2.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+    "short_factor": [1.0] * 8,
+    "long_factor": [1.0] * 8,
+}
+KEYS = (
+    *SHAPE, "head_dim", "rms_norm_eps", "rope_theta", "rope_scaling", "rope_parameters", "sliding_window", "use_sliding_window",
+    "max_window_layers", "layer_types", "sliding_window_pattern", "attention_bias", "mlp_bias", "hidden_act",
+    "hidden_activation", "tie_word_embeddings", "query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping",
+    "embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling", "partial_rotary_factor",
+    "original_max_position_embeddings", "num_experts", "mlp_only_layers", "decoder_sparse_step", "norm_topk_prob",
+    "quantization_config", "dtype", "eos_token_id", "rope_local_base_freq", "is_causal", "architectures", "clip_qkv",
+)  # fmt: skip
+
+
+def accepted_or_refused(architecture: str, changes: dict[str, Any]) -> None:
+    """Any other exception is one that an operator cannot read."""
+    with contextlib.suppress(UnsupportedModel):
+        parse(architecture, **{"use_sliding_window": True, "sliding_window": 8, **changes})
+
+
+@pytest.mark.parametrize("architecture", sorted(FAMILIES))
+def test_odd_values_are_read_or_refused_and_nothing_else(architecture: str) -> None:
+    for key in KEYS:
+        for value in ODD_VALUES:
+            accepted_or_refused(architecture, {key: value})
+
+
+@pytest.mark.parametrize("kind", ["linear", "dynamic", "llama3", "yarn", "longrope"])
+def test_odd_values_of_rotary_settings_are_read_or_refused_and_nothing_else(kind: str) -> None:
+    for key in (*ROPE, "rope_theta", "attention_factor", "beta_fast", "mscale", "mscale_all_dim", "truncate", "type"):
+        for value in ODD_VALUES:
+            accepted_or_refused("LlamaForCausalLM", {"rope_parameters": {"rope_type": kind, **ROPE, key: value}})
