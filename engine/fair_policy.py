@@ -12,6 +12,7 @@ Classes       A lower class starts only what no higher class can, and every `AGE
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import islice
@@ -38,7 +39,11 @@ SEAT_PERCENT = 87
 """A seat moves to an account that has one already only if its share stays so far below the other's: no churn at the border."""
 
 BLOCK_SCALE = 1 << 20
+PREEMPTED, AGED = -math.inf, -float(1 << 40)  # places before any cached prefix
 RANK = {priority: rank for rank, priority in enumerate(Priority)}
+
+TURN_STEPS = 128
+"""Steps that a preempted request waits at least, and that another runs, before they take turns in a seat of their tenant."""
 
 WATCH_STEPS_MAX = 256
 """An account is looked at at least so often; the calendar of looks stays short."""
@@ -97,7 +102,7 @@ class FairPolicy:
         self.settled(account)
 
     def _note_head(self, account: Account) -> None:
-        head = next(iter(account.waiting), None)
+        head = account.waiting.head
         if head is not account.head:
             account.head = head
             account.head_round = self.backlogs[account.priority].round
@@ -192,14 +197,18 @@ class FairPolicy:
         return None
 
     def _by_preference(self, accounts: Iterable[Account], current_round: int) -> list[Request]:
-        """Waiting requests that may start: those that have aged, then by cached prefix, then by age."""
+        """Waiting requests that may start: those preempted or aged, then by cached prefix, then by age."""
         match_len = self._context.kv.prefix_cache.match_len
-        choices: list[tuple[bool, int, float, int, Request]] = []
+        choices: list[tuple[float, float, int, Request]] = []
         for account in accounts:
             has_aged = current_round - account.head_round >= AGEING_ROUNDS
             for place, request in enumerate(islice(account.waiting, LOOK_REQUESTS)):
-                aged_head = has_aged and place == 0
-                choices.append((not aged_head, -match_len(request), request.arrived_s, len(choices), request))
+                if request.num_preemptions:
+                    choices.append((PREEMPTED, request.moved_step, len(choices), request))
+                elif has_aged and place == 0:
+                    choices.append((AGED, request.arrived_s, len(choices), request))
+                else:
+                    choices.append((-match_len(request), request.arrived_s, len(choices), request))
         choices.sort()
         return [choice[-1] for choice in choices]
 
@@ -213,8 +222,9 @@ class FairPolicy:
         for priority, backlog in self.backlogs.items():
             if self._num_waiting[priority]:
                 for account in backlog.first(LOOK_ACCOUNTS, step):
-                    if account.waiting and backlog.is_eligible(account, step):
-                        return self._unless_fruitless(next(iter(account.waiting)))
+                    head = account.waiting.head
+                    if head is not None and backlog.is_eligible(account, step):
+                        return self._unless_fruitless(head)
         return None
 
     def reweigh(self, account: Account, weight: int) -> None:
@@ -229,10 +239,15 @@ class FairPolicy:
         self.wasted_ps += cost_ps
 
     def _unless_fruitless(self, request: Request) -> Request | None:
-        return None if self._fruitless == (self._accounts.version, request) and not self._ahead else request
+        is_known = self._fruitless == (self._accounts.version, request) and not self._ahead
+        return None if is_known and not self._is_due_back(request) else request
+
+    def _is_due_back(self, request: Request) -> bool:
+        return request.num_preemptions > 0 and self._accounts.step - request.moved_step > TURN_STEPS
 
     def victim(self, applicant: Request) -> Request | None:
-        """The youngest request of a lower class, of who holds most seats or blocks, or of who is furthest ahead."""
+        """The youngest request of a lower class, of who holds most seats or blocks, or of who is furthest ahead. A preempted
+        request that has waited for long takes turns with others of its own tenant."""
         account = _account(applicant)
         has_seat = len(self._accounts.running_requests) < self._context.max_num_seqs
         if not self._can_free(applicant):
@@ -243,9 +258,12 @@ class FairPolicy:
             self._most_blocks(applicant) if has_seat else self._most_seats(account),
             self._furthest_ahead(account),
         ):
-            request = None if holder is None or holder is account else self._youngest(holder)
-            if request is not None:
-                return request
+            if holder is not None and holder is not account:
+                return next(reversed(holder.running))
+        if self._is_due_back(applicant) and not has_seat:
+            for request in reversed(account.running):
+                if self._accounts.step - request.moved_step > TURN_STEPS:
+                    return request
         self._fruitless = (self._accounts.version, applicant)
         return None
 
@@ -262,9 +280,6 @@ class FairPolicy:
                 share = kv.pool.num_blocks * other.weight // self._accounts.totals[other.priority].weight
                 found += other.num_blocks if other in self._ahead else max(0, other.num_blocks - share)
         return found >= kv.blocks_for(applicant.num_tokens)
-
-    def _youngest(self, account: Account) -> Request | None:
-        return next(reversed(account.running), None)
 
     def _lower_class(self, account: Account) -> Account | None:
         if account.priority is not Priority.INTERACTIVE:

@@ -13,7 +13,7 @@ defines the words and proves the bound.
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 
 from engine.admission_cost import TokenCosts
 from engine.protocol import Priority, TenantProgress
+from engine.waiting import Line
 
 if TYPE_CHECKING:
     from engine.request import Request
@@ -50,7 +51,7 @@ class Account:
     num_blocks: int = 0
     running: dict[Request, None] = field(default_factory=dict)  # by age
     prefilling: dict[Request, None] = field(default_factory=dict)  # by age; part of `running`
-    waiting: OrderedDict[Request, None] = field(default_factory=OrderedDict)  # next first
+    waiting: Line = field(default_factory=Line)
     round: int | None = None  # of the backlog this account stands in; None when it is not backlogged
     head: Request | None = None  # of `waiting`, as of the last change
     head_round: int = 0  # the round in which `head` became it
@@ -297,13 +298,11 @@ class Accounts:
 
     def wait(self, account: Account, request: Request, *, first: bool) -> None:
         self._activate(account)
-        account.waiting[request] = None
-        if first:
-            account.waiting.move_to_end(request, last=False)
+        account.waiting.add(request, first=first)
 
     def start(self, account: Account, request: Request) -> None:
         """A waiting request of the account gets a seat."""
-        del account.waiting[request]
+        account.waiting.remove(request)
         account.running[request] = account.prefilling[request] = self.prefilling[request] = None
         self.running_requests[request] = None
         self.seated[account] = None
@@ -321,7 +320,7 @@ class Accounts:
 
     def quit(self, account: Account, request: Request) -> None:
         """A waiting request is gone."""
-        del account.waiting[request]
+        account.waiting.remove(request)
         self._deactivate(account)
 
     def finish_prefill(self, account: Account, request: Request) -> None:

@@ -200,5 +200,6 @@ class VtcPolicy(PlainPolicy):
         turn = under_way(self._accounts.prefilling, step)
         if turn is None and can_start is not None:
             accounts = self._backlog.first(LOOK_REQUESTS, step)
-            turn, _ = first_to_start((next(iter(a.waiting)) for a in accounts if a.waiting), can_start)
+            heads = (account.waiting.head for account in accounts)
+            turn, _ = first_to_start((head for head in heads if head is not None), can_start)
         return turn

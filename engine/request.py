@@ -59,7 +59,8 @@ class Request:
 
     From `block_hashes` on the scheduler keeps its own notes: names of full blocks and the running hash behind the last of
     them, prompt blocks it was promised but does not hold yet, tokens it had computed when it was preempted, steps (of its last
-    chunk, of the next time it needs a block), whether it started because its class had waited for too long, and who pays.
+    chunk, of the next time it needs a block, of its last start or preemption), whether it started because its class had waited
+    for too long, and who pays.
     """
 
     request_id: str
@@ -91,6 +92,7 @@ class Request:
     num_lost_tokens: int = 0
     scheduled_step: int = -1
     growth_step: int = -1
+    moved_step: int = -1
     is_aged: bool = False
     account: Account | None = None
 

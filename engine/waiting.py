@@ -1,12 +1,46 @@
-"""Two kinds of waiting beside the line itself: until a time, and for the prompt of a sibling. Knows no torch."""
+"""Three kinds of waiting: in a tenant's line, until a time, and for the prompt of a sibling. Knows no torch."""
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterator
 from heapq import heappop, heappush
-from itertools import count
+from itertools import chain, count
 
 from engine.request import Request
+
+
+class Line:
+    """The waiting requests of one account: those that were preempted, in the order of their preemption, then the others."""
+
+    def __init__(self) -> None:
+        self._preempted: dict[Request, None] = {}
+        self._others: OrderedDict[Request, None] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._preempted) + len(self._others)
+
+    def __bool__(self) -> bool:
+        return bool(self._preempted or self._others)
+
+    def __iter__(self) -> Iterator[Request]:
+        return chain(self._preempted, self._others)
+
+    def add(self, request: Request, *, first: bool) -> None:
+        """Last of its kind, or first of the others."""
+        if request.num_preemptions:
+            self._preempted[request] = None
+        else:
+            self._others[request] = None
+            if first:
+                self._others.move_to_end(request, last=False)
+
+    def remove(self, request: Request) -> None:
+        del (self._preempted if request.num_preemptions else self._others)[request]
+
+    @property
+    def head(self) -> Request | None:
+        return next(iter(self), None)
 
 
 class Deadlines:
