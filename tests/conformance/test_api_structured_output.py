@@ -1,0 +1,181 @@
+"""Answers in a given form and several answers at once from the demo model: the official client gets what it asked for."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import AsyncIterator, Iterator
+from typing import Any, Literal
+
+import jsonschema  # type: ignore[import-untyped]
+import openai
+import pytest
+from openai import AsyncOpenAI
+from pydantic import BaseModel, Field
+from tokenizers import Tokenizer
+
+from appliance.serving.fleet import DEMO_MODEL
+from tests.support.server import Server, running_server
+
+MODEL = DEMO_MODEL.name
+HELLO: list[Any] = [{"role": "user", "content": "Hello, what is your name?"}]
+EXPLOSIVE = {"allOf": [{"type": "string", "pattern": f"(a|b)*a(a|b){{{count}}}c"} for count in range(10, 40)]}
+SCHEMAS: list[dict[str, Any]] = [
+    *(
+        {
+            "type": "object",
+            "properties": {f"field_{number}": {"type": "integer", "minimum": 0, "maximum": 99}, "ok": {"type": "boolean"}},
+            "required": [f"field_{number}", "ok"],
+            "additionalProperties": False,
+        }
+        for number in range(8)
+    ),
+    *({"type": "array", "items": {"enum": ["red", "green", number]}, "minItems": 1, "maxItems": 3} for number in range(4)),
+    *({"enum": [f"word {number}", number, None]} for number in range(4)),
+]
+
+
+def blanks() -> dict[str, int]:
+    """Return a bias against tokens of white space alone: JSON allows it everywhere, and a small model gets lost in it."""
+    tokenizer = Tokenizer.from_file(str(DEMO_MODEL / "tokenizer.json"))
+    return {str(token_id): -100 for token_id in range(tokenizer.get_vocab_size()) if tokenizer.decode([token_id]).isspace()}
+
+
+ASKED: dict[str, Any] = {"model": MODEL, "messages": HELLO, "max_tokens": 200, "temperature": 1, "logit_bias": blanks()}
+
+
+class Reply(BaseModel):
+    """What a program wants to read."""
+
+    mood: Literal["good", "bad"]
+    score: int = Field(ge=0, le=9)
+
+
+@pytest.fixture(scope="module")
+def demo_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A running appliance with the bundled model."""
+    with running_server(DEMO_MODEL, tmp_path_factory.mktemp("demo")) as running:
+        yield running
+
+
+@pytest.fixture
+async def client(demo_server: Server) -> AsyncIterator[AsyncOpenAI]:
+    url = f"{demo_server.url}/v1"
+    async with AsyncOpenAI(base_url=url, api_key=demo_server.api_key, max_retries=0, timeout=120) as opened:
+        yield opened
+
+
+def named(schema: dict[str, Any]) -> Any:
+    return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema, "strict": True}}
+
+
+async def said(client: AsyncOpenAI, **options: Any) -> str:
+    answer = await client.chat.completions.create(**{**ASKED, **options})
+    return answer.choices[0].message.content or ""
+
+
+async def test_a_schema_holds_the_answer(client: AsyncOpenAI) -> None:
+    for seed in range(3):
+        jsonschema.validate(json.loads(await said(client, response_format=named(SCHEMAS[0]), seed=seed)), SCHEMAS[0])
+
+
+async def test_a_class_of_the_client_is_parsed_from_the_answer(client: AsyncOpenAI) -> None:
+    answer = await client.chat.completions.parse(**ASKED, response_format=Reply, seed=1)
+
+    assert isinstance(answer.choices[0].message.parsed, Reply)
+
+
+async def test_json_object_is_an_object(client: AsyncOpenAI) -> None:
+    text = await said(client, response_format={"type": "json_object"}, seed=3)
+
+    assert text.startswith("{")
+
+
+@pytest.mark.parametrize(
+    ("form", "pattern"),
+    [
+        ({"guided_choice": ["yes", "no"]}, "yes|no"),
+        ({"guided_regex": "[a-c]{3}-[0-9]{2}"}, "[a-c]{3}-[0-9]{2}"),
+        ({"guided_grammar": 'start: "<" WORD ">"\nWORD: /[a-z]{1,5}/'}, "<[a-z]{1,5}>"),
+        ({"guided_json": {"const": "exactly"}}, '"exactly"'),
+    ],
+    ids=str,
+)
+async def test_a_guided_answer_has_its_form(client: AsyncOpenAI, form: dict[str, Any], pattern: str) -> None:
+    assert re.fullmatch(pattern, await said(client, extra_body=form))
+
+
+async def test_sixteen_streams_with_sixteen_schemas_each_keep_their_own(client: AsyncOpenAI) -> None:
+    async def one(schema: dict[str, Any]) -> str:
+        text = ""
+        stream = await client.chat.completions.create(**ASKED, response_format=named(schema), seed=7, stream=True)
+        async for chunk in stream:
+            text += chunk.choices[0].delta.content or ""
+        return text
+
+    assert len({json.dumps(schema) for schema in SCHEMAS}) == 16
+    texts = await asyncio.gather(*(one(schema) for schema in SCHEMAS))
+    for text, schema in zip(texts, SCHEMAS, strict=True):
+        jsonschema.validate(json.loads(text), schema)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    "schema",
+    [{"type": "nonsense"}, {"type": "string", "pattern": "("}, {"$ref": "#/nowhere"}],
+    ids=["type", "pattern", "reference"],
+)
+async def test_a_schema_that_cannot_be_is_a_bad_request_that_names_the_field(
+    client: AsyncOpenAI, schema: dict[str, Any], stream: bool
+) -> None:
+    with pytest.raises(openai.BadRequestError) as refused:
+        await client.chat.completions.create(**ASKED, response_format=named(schema), stream=stream)
+
+    assert (refused.value.code, refused.value.param) == ("invalid_value", "response_format")
+
+
+async def test_a_schema_made_to_explode_is_refused_in_time_and_others_are_served_meanwhile(client: AsyncOpenAI) -> None:
+    explosion = asyncio.ensure_future(client.chat.completions.create(**ASKED, response_format=named(EXPLOSIVE)))
+    served = [await said(client, max_tokens=8) for _ in range(4)]
+    served_meanwhile = not explosion.done()
+    with pytest.raises(openai.BadRequestError) as refused:
+        await explosion
+
+    assert (refused.value.code, refused.value.param) == ("invalid_value", "response_format")
+    assert served_meanwhile
+    assert all(served)
+
+
+async def test_three_answers_differ_and_the_first_is_the_one_of_a_single_request(
+    demo_server: Server, client: AsyncOpenAI
+) -> None:
+    asked = {**ASKED, "max_tokens": 20, "seed": 5}
+    raw = await client.chat.completions.with_raw_response.create(**asked, n=3)
+    answer = raw.parse()
+    (event,) = demo_server.admin("GET", "/ledger", params={"request_id": raw.headers["x-request-id"]})["data"]
+
+    assert [choice.index for choice in answer.choices] == [0, 1, 2]
+    assert len({choice.message.content for choice in answer.choices}) > 1
+    assert answer.choices[0].message.content == await said(client, **asked)
+    assert answer.usage is not None
+    assert (event["prompt_tokens"], event["completion_tokens"]) == (
+        answer.usage.prompt_tokens, answer.usage.completion_tokens,
+    )  # fmt: skip
+
+
+async def test_a_stream_of_two_answers_says_what_the_whole_ones_say(client: AsyncOpenAI) -> None:
+    asked = {**ASKED, "max_tokens": 24, "seed": 9, "n": 2}
+    whole = await client.chat.completions.create(**asked)
+    texts = ["", ""]
+    async for chunk in await client.chat.completions.create(**asked, stream=True):
+        for choice in chunk.choices:
+            texts[choice.index] += choice.delta.content or ""
+
+    assert texts == [choice.message.content for choice in whole.choices]
+
+
+async def test_several_answers_in_one_form(client: AsyncOpenAI) -> None:
+    answer = await client.chat.completions.create(**ASKED, n=3, response_format=named(SCHEMAS[1]), seed=2)
+    for choice in answer.choices:
+        jsonschema.validate(json.loads(choice.message.content or ""), SCHEMAS[1])
