@@ -16,7 +16,7 @@ import time
 from collections import OrderedDict, deque
 from concurrent.futures import Future
 
-from engine.grammar.matcher import CompiledGrammar, build_matcher, token_trie
+from engine.grammar.matcher import CompiledGrammar, token_trie
 from engine.grammar.spec import GrammarError, GrammarSpec
 from engine.grammar.vocabulary import Vocabulary
 from engine.grammar.worker import job_line, vocabulary_line
@@ -188,4 +188,4 @@ class GrammarCompiler:
         if "error" in answer:
             raise GrammarError(spec.param, answer["error"])
         assert self._trie is not None
-        return CompiledGrammar(build_matcher(self._trie, answer["lark"], spec), spec.param)
+        return CompiledGrammar(self._trie, answer["lark"], spec)

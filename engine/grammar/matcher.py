@@ -13,8 +13,8 @@ from engine.grammar.spec import GrammarError, GrammarSpec
 from engine.grammar.vocabulary import Vocabulary
 
 # What one step may cost. A mask that needs more ends its request: fuel and items are counted by the library, so the bound is
-# the same on any machine (about 15,000 units of lexer fuel and 20,000 items a millisecond).
-STEP_LEXER_FUEL = 400_000
+# the same on any machine (30,000 units of lexer fuel and 20,000 items a millisecond, roughly: 0.1 s).
+STEP_LEXER_FUEL = 3_000_000
 STEP_ITEMS_MAX = 60_000
 LEXER_STATES_MAX = 60_000  # about 2 kB each
 COMPILE_LEXER_FUEL = 2_000_000
@@ -61,7 +61,7 @@ def limits() -> llguidance.LLParserLimits:
 
 
 def build_matcher(trie: llguidance.LLTokenizer, lark: str, spec: GrammarSpec) -> Any:
-    """Compile a Lark grammar and compute its first mask. Raises `GrammarError` naming the field of `spec`."""
+    """Compile a grammar and compute its first mask. Raises `GrammarError` naming the field of `spec`."""
     matcher = llguidance.LLMatcher(trie, lark, log_level=0, limits=limits())
     if not matcher.is_error():
         matcher.deep_copy().compute_bitmask()
@@ -70,23 +70,63 @@ def build_matcher(trie: llguidance.LLTokenizer, lark: str, spec: GrammarSpec) ->
     return matcher
 
 
-def with_first_space(lark: str) -> str:
-    """The grammar of an answer whose decoder drops a leading space: the bytes are a space, then the text."""
-    return json.dumps({"grammars": [{"lark_grammar": 'start: " " @text'}, {"name": "text", "lark_grammar": lark}]})
+def of_text(lark: str, *, first_space: bool) -> str:
+    """The grammar of the bytes of an answer, from that of its text: with `first_space` the decoder drops a leading space, so
+    they are a space, then the text. But for `no_forcing` the mask would leave only one way to cut into tokens what must come."""
+    lark = '%llguidance {"no_forcing": true}\n' + lark
+    if not first_space:
+        return lark
+    start = '%llguidance {"no_forcing": true}\nstart: " " @text'
+    return json.dumps({"grammars": [{"lark_grammar": start}, {"name": "text", "lark_grammar": lark}]})
 
 
 def _first_line(message: str) -> str:
     return message.strip().partition("\n")[0][:300]
 
 
+class CompiledGrammar:
+    """A grammar ready for any number of requests.
+
+    The library keeps the lexer's states in a table that all matchers copied from one share, and when the table is full, or a
+    step has used up its fuel, all of them fail. So the table is replaced then, and who has done nothing wrong goes on with a
+    new one (`GrammarState`).
+    """
+
+    __slots__ = ("_lark", "_matcher", "_trie", "spec")
+
+    def __init__(self, trie: llguidance.LLTokenizer, lark: str, spec: GrammarSpec) -> None:
+        """Raises `GrammarError` naming the field of `spec`."""
+        self.spec = spec
+        self._trie = trie
+        self._lark = lark
+        self._matcher = build_matcher(trie, lark, spec)
+
+    def start(self) -> GrammarState:
+        """The state before the first token of an answer; microseconds."""
+        return GrammarState(self)
+
+    def matcher(self) -> Any:
+        """A matcher at the start."""
+        copy = self._matcher.deep_copy()
+        if copy.is_error() or copy.validate_tokens([]) != 0 or copy.is_error():
+            self.renew()
+            copy = self._matcher.deep_copy()
+        return copy
+
+    def renew(self) -> None:
+        """Give up the table that failed. As quick as the compile, which had a deadline."""
+        self._matcher = build_matcher(self._trie, self._lark, self.spec)
+
+
 class GrammarState:
     """How far one request has come in its grammar. Not thread-safe: one caller at a time."""
 
-    __slots__ = ("_matcher", "_param")
+    __slots__ = ("_grammar", "_matcher", "_tokens")
 
-    def __init__(self, matcher: Any, param: str) -> None:
-        self._matcher = matcher
-        self._param = param
+    def __init__(self, grammar: CompiledGrammar) -> None:
+        self._grammar = grammar
+        self._matcher = grammar.matcher()
+        self._tokens: list[int] = []
 
     def fill_mask(self, row: Any) -> None:
         """Write the packed mask of the next token. `row`: [ceil(V / 32)] int32, a writable buffer (a numpy row); bit i % 32 of
@@ -96,17 +136,26 @@ class GrammarState:
         address = ctypes.addressof(ctypes.c_char.from_buffer(view))
         self._matcher.unsafe_compute_mask_ptr(address, view.nbytes)
         if self._matcher.is_error():
-            raise self._error("cannot be followed further")
+            self._resume()
+            self._matcher.unsafe_compute_mask_ptr(address, view.nbytes)
+            if self._matcher.is_error():
+                raise self._error("cannot be followed further")
 
     def accept(self, token_id: int) -> None:
         """Move on by one sampled token. Raises `GrammarError` for a token that the mask forbids."""
         if not self._matcher.consume_token(token_id):
-            raise self._error(f"does not allow token {token_id} here")
+            self._resume()
+            if not self._matcher.consume_token(token_id):
+                raise self._error(f"does not allow token {token_id} here")
+        self._tokens.append(token_id)
 
     def rollback(self, num_tokens: int) -> None:
         """Take back the last `num_tokens` accepted tokens. Raises `GrammarError` when there are fewer."""
-        if num_tokens and not self._matcher.rollback(num_tokens):
+        if not 0 <= num_tokens <= len(self._tokens):
             raise self._error(f"cannot go back by {num_tokens} tokens")
+        del self._tokens[len(self._tokens) - num_tokens :]
+        if num_tokens and not self._matcher.rollback(num_tokens):
+            self._resume()
 
     @property
     def is_complete(self) -> bool:
@@ -118,19 +167,13 @@ class GrammarState:
         """Nothing but the end may follow, or the end was accepted."""
         return bool(self._matcher.is_stopped())
 
+    def _resume(self) -> None:
+        """Come to the same place in a fresh table: another request may have ruined the one that was shared."""
+        self._grammar.renew()
+        self._matcher = self._grammar.matcher()
+        if self._tokens and not self._matcher.consume_tokens(self._tokens):
+            raise self._error("cannot be followed further")
+
     def _error(self, what: str) -> GrammarError:
-        return GrammarError(self._param, f"the grammar of {self._param} {what}: {_first_line(self._matcher.get_error())}")
-
-
-class CompiledGrammar:
-    """A grammar ready for any number of requests."""
-
-    __slots__ = ("_matcher", "_param")
-
-    def __init__(self, matcher: Any, param: str) -> None:
-        self._matcher = matcher
-        self._param = param
-
-    def start(self) -> GrammarState:
-        """The state before the first token of an answer; microseconds."""
-        return GrammarState(self._matcher.deep_copy(), self._param)
+        param = self._grammar.spec.param
+        return GrammarError(param, f"the grammar of {param} {what}: {_first_line(self._matcher.get_error())}")

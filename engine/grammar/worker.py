@@ -14,7 +14,7 @@ import sys
 from typing import IO
 
 from engine.grammar.lark import to_lark
-from engine.grammar.matcher import build_matcher, token_trie, with_first_space
+from engine.grammar.matcher import build_matcher, of_text, token_trie
 from engine.grammar.spec import GrammarError, GrammarSpec
 from engine.grammar.vocabulary import Vocabulary
 
@@ -50,9 +50,7 @@ def serve(requests: IO[bytes], answers: IO[bytes]) -> None:
         signal.alarm(math.ceil(job["deadline_s"] + ALARM_MARGIN_S))
         spec = GrammarSpec(job["kind"], job["text"])
         try:
-            lark = to_lark(spec)
-            if vocabulary.strips_first_space:
-                lark = with_first_space(lark)
+            lark = of_text(to_lark(spec), first_space=vocabulary.strips_first_space)
             build_matcher(trie, lark, spec)
             answer = {"lark": lark}
         except GrammarError as error:

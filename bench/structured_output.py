@@ -1,0 +1,436 @@
+"""Structured output over real schemas: how many are supported, whether the grammars are exact, what compiles and masks cost.
+
+Usage: python -m bench.structured_output SCHEMAS.jsonl [--libraries ours,llguidance,xgrammar] [--vocab 32000] [--samples 3]
+
+A line of the file is {"name", "schema", "tests": [{"valid", "data"}]} (the form of MaskBench, arXiv 2501.10868). Every instance
+is written compactly and with the usual blanks, cut into tokens, and followed under the mask. Then random documents are drawn,
+each token uniformly among those that the mask allows, and judged by the package `jsonschema`, which knows nothing of grammars.
+Each library runs in a process of its own, so that one that hangs or dies costs its schema only. One JSON row per run is
+appended to bench/results/structured_output.jsonl.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import ctypes
+import json
+import os
+import platform
+import random
+import select
+import statistics
+import subprocess
+import sys
+import sysconfig
+import time
+from collections.abc import Iterator, Sequence
+from datetime import UTC, datetime
+from functools import cache
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Protocol
+
+import jsonschema
+from jsonschema.validators import validator_for
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from engine.grammar.lark import to_lark
+from engine.grammar.matcher import CompiledGrammar, limits, of_text, token_trie
+from engine.grammar.spec import GrammarError, GrammarSpec
+from engine.grammar.vocabulary import Vocabulary, vocabulary_of
+
+RESULTS = Path(__file__).parent / "results" / "structured_output.jsonl"
+REPO = Path(__file__).resolve().parents[1]
+TRAINING_BYTES = 12_000_000
+SCHEMA_DEADLINE_S = 30.0
+SAMPLE_TOKENS_MAX = 600
+PATIENCE_TOKENS = 60
+"""Tokens after which a random document leans towards its end."""
+
+
+class Refused(Exception):
+    """The library does not take the schema, and says so."""
+
+
+class Follower(Protocol):
+    """One text under a grammar."""
+
+    def mask(self) -> Sequence[int]: ...
+
+    def accept(self, token_id: int) -> bool: ...
+
+
+class Library(Protocol):
+    """A grammar library over one vocabulary."""
+
+    def compile(self, schema: str) -> Any: ...
+
+    def follow(self, compiled: Any) -> Follower: ...
+
+
+def training_text() -> Iterator[str]:
+    """Text that every machine has: Python's library and this repository."""
+    size = 0
+    folders = [REPO / "docs", REPO / "engine", REPO / "appliance", Path(sysconfig.get_paths()["stdlib"])]
+    for path in (path for folder in folders for path in sorted(folder.glob("*.[pm][yd]"))):
+        text = path.read_text("utf-8", errors="replace")
+        size += len(text)
+        yield text
+        if size > TRAINING_BYTES:
+            return
+
+
+def make_tokenizer(vocab_size: int) -> Tokenizer:
+    """A byte-level BPE tokenizer of about this size."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=["<eos>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(training_text(), trainer)
+    return tokenizer
+
+
+class Ours:
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._trie = token_trie(vocabulary)
+        self._words = vocabulary.mask_words
+
+    def compile(self, schema: str) -> CompiledGrammar:
+        spec = GrammarSpec("json", schema)
+        try:
+            return CompiledGrammar(self._trie, of_text(to_lark(spec), first_space=False), spec)
+        except GrammarError as error:
+            raise Refused(str(error)) from error
+
+    def follow(self, compiled: CompiledGrammar) -> Follower:
+        return _OursFollower(compiled, self._words)
+
+
+class _OursFollower:
+    def __init__(self, compiled: CompiledGrammar, words: int) -> None:
+        self._state = compiled.start()
+        self._row = (ctypes.c_uint32 * words)()
+
+    def mask(self) -> Sequence[int]:
+        self._state.fill_mask(self._row)
+        return self._row
+
+    def accept(self, token_id: int) -> bool:
+        try:
+            self._state.accept(token_id)
+        except GrammarError:
+            return False
+        return True
+
+
+class Llguidance:
+    """The library's own reading of JSON schemas."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._trie = token_trie(vocabulary)
+        self._words = vocabulary.mask_words
+
+    def compile(self, schema: str) -> Any:
+        from llguidance import LLMatcher
+
+        grammar = '%llguidance {"no_forcing": true}\nstart: %json ' + schema
+        matcher = LLMatcher(self._trie, grammar, log_level=0, limits=limits())
+        if matcher.is_error():
+            raise Refused(matcher.get_error().partition("\n")[0])
+        return matcher
+
+    def follow(self, compiled: Any) -> Follower:
+        return _LlguidanceFollower(compiled.deep_copy(), self._words)
+
+
+class _LlguidanceFollower:
+    def __init__(self, matcher: Any, words: int) -> None:
+        self._matcher = matcher
+        self._row = (ctypes.c_uint32 * words)()
+
+    def mask(self) -> Sequence[int]:
+        self._matcher.unsafe_compute_mask_ptr(ctypes.addressof(self._row), ctypes.sizeof(self._row))
+        return self._row
+
+    def accept(self, token_id: int) -> bool:
+        return bool(self._matcher.consume_token(token_id))
+
+
+class Xgrammar:
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        import xgrammar
+
+        self._size = vocabulary.size
+        tokens = list(vocabulary.tokens)
+        info = xgrammar.TokenizerInfo(tokens, vocab_size=vocabulary.size, stop_token_ids=list(vocabulary.eos_token_ids))
+        self._compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
+
+    def compile(self, schema: str) -> Any:
+        try:
+            return self._compiler.compile_json_schema(schema, any_whitespace=True, strict_mode=False)
+        except Exception as error:
+            raise Refused(str(error).partition("\n")[0]) from error
+
+    def follow(self, compiled: Any) -> Follower:
+        return _XgrammarFollower(compiled, self._size)
+
+
+class _XgrammarFollower:
+    def __init__(self, compiled: Any, size: int) -> None:
+        import xgrammar
+
+        self._matcher = xgrammar.GrammarMatcher(compiled)
+        self._bits = xgrammar.allocate_token_bitmask(1, size)
+        words = self._bits.numel()
+        self._row = (ctypes.c_uint32 * words).from_address(self._bits.data_ptr())
+
+    def mask(self) -> Sequence[int]:
+        if self._matcher.is_terminated():
+            return (ctypes.c_uint32 * len(self._row))()
+        self._matcher.fill_next_token_bitmask(self._bits)
+        return self._row
+
+    def accept(self, token_id: int) -> bool:
+        return bool(self._matcher.accept_token(token_id))
+
+
+LIBRARIES: dict[str, Any] = {"ours": Ours, "llguidance": Llguidance, "xgrammar": Xgrammar}
+
+
+class Judge:
+    """Runs one library over schemas."""
+
+    def __init__(self, library: Library, tokenizer: Tokenizer, vocabulary: Vocabulary, samples: int) -> None:
+        self.library = library
+        self.tokenizer = tokenizer
+        self.vocabulary = vocabulary
+        self.samples = samples
+        closing = (b'"', b"}", b"]", b'"}', b"0", b"1")
+        self.closing = {i for i, token in enumerate(vocabulary.tokens) if token in closing}
+        self.mask_us: list[float] = []
+
+    def run(self, name: str, schema: Any, tests: list[dict[str, Any]]) -> dict[str, Any]:
+        start = time.perf_counter()
+        self.mask_us = []
+        try:
+            compiled = self.library.compile(json.dumps(schema))
+        except Refused as error:
+            return {"name": name, "refused": str(error)[:300]}
+        answer: dict[str, Any] = {"name": name, "compile_ms": 1e3 * (time.perf_counter() - start)}
+        wrong = [(i, test["valid"]) for i, test in enumerate(tests) if not self.agrees(compiled, test)]
+        answer["wrongly_accepted"] = [i for i, valid in wrong if not valid]
+        answer["wrongly_refused"] = [i for i, valid in wrong if valid]
+        answer |= self.sample(compiled, schema, random.Random(name))
+        answer["mask_us"] = [round(us, 1) for us in self.mask_us]
+        return answer
+
+    def mask(self, follower: Follower) -> Sequence[int]:
+        start = time.perf_counter()
+        row = follower.mask()
+        self.mask_us.append(1e6 * (time.perf_counter() - start))
+        return row
+
+    def agrees(self, compiled: Any, test: dict[str, Any]) -> bool:
+        texts = (json.dumps(test["data"], separators=(",", ":")), json.dumps(test["data"], ensure_ascii=False))
+        return all(self.accepts(compiled, text) == test["valid"] for text in texts)
+
+    def accepts(self, compiled: Any, text: str) -> bool:
+        follower = self.library.follow(compiled)
+        for token_id in self.tokenizer.encode(text).ids:
+            row = self.mask(follower)
+            if not row[token_id // 32] >> token_id % 32 & 1 or not follower.accept(token_id):
+                return False
+        eos = self.vocabulary.eos_token_ids[0]
+        return bool(self.mask(follower)[eos // 32] >> eos % 32 & 1)
+
+    def sample(self, compiled: Any, schema: Any, numbers: random.Random) -> dict[str, Any]:
+        """Random documents: how many ended, and those that `jsonschema` finds wrong."""
+        validator = validator_for(schema, default=jsonschema.Draft202012Validator)
+        ended, bad = 0, []
+        for _ in range(self.samples):
+            text = self.draw(compiled, numbers)
+            if text is None:
+                continue
+            ended += 1
+            complaint = _complaint(validator, schema, text)
+            if complaint:
+                bad.append([text[:500], complaint[:200]])
+        return {"drawn": self.samples, "ended": ended, "bad": bad}
+
+    def draw(self, compiled: Any, numbers: random.Random) -> str | None:
+        """One random text; None when it did not end in time."""
+        follower = self.library.follow(compiled)
+        written = bytearray()
+        for step in range(SAMPLE_TOKENS_MAX):
+            row = self.mask(follower)
+            allowed = [32 * w + b for w, word in enumerate(row) if word for b in range(32) if word >> b & 1]
+            if not allowed:
+                return None
+            leaning = step > PATIENCE_TOKENS * numbers.random()
+            ends = [i for i in allowed if i in self.vocabulary.eos_token_ids]
+            closing = ends or [i for i in allowed if i in self.closing]
+            token_id = numbers.choice(closing if leaning and closing else allowed)
+            if token_id in self.vocabulary.eos_token_ids:
+                return written.decode()
+            if not follower.accept(token_id):
+                return None
+            written += self.vocabulary.tokens[token_id]
+        return None
+
+
+def _complaint(validator: Any, schema: Any, text: str) -> str:
+    """What `jsonschema` has against a text; empty when it is right."""
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        return f"not JSON: {error}"
+    try:
+        error = next(validator(schema).iter_errors(value), None)
+    except (OverflowError, ArithmeticError, RecursionError, TypeError) as problem:
+        return "" if isinstance(problem, OverflowError) else f"validator: {problem}"
+    return "" if error is None else f"{error.validator}: {error.message}"
+
+
+def serve(library: str, vocab: int, samples: int) -> None:
+    """The process of one library: a schema a line in, an answer a line out."""
+    tokenizer = make_tokenizer(vocab)
+    data = json.loads(tokenizer.to_str())
+    vocabulary = vocabulary_of(data, tokenizer.get_vocab_size(), [0])
+    judge = Judge(LIBRARIES[library](vocabulary), tokenizer, vocabulary, samples)
+    print(json.dumps({"vocab": vocabulary.size}), flush=True)
+    for line in sys.stdin:
+        job = json.loads(line)
+        print(json.dumps(judge.run(job["name"], job["schema"], job["tests"])), flush=True)
+
+
+class Runner:
+    """Feeds one library's process and replaces it when it hangs or dies."""
+
+    def __init__(self, library: str, arguments: argparse.Namespace) -> None:
+        self._command = [sys.executable, "-m", "bench.structured_output", arguments.schemas, "--serve", library]
+        self._command += ["--vocab", str(arguments.vocab), "--samples", str(arguments.samples)]
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def ask(self, line: bytes) -> dict[str, Any]:
+        if self._process is None:
+            self._process = subprocess.Popen(self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=REPO)
+            self._read(600.0)
+        assert self._process.stdin is not None
+        self._process.stdin.write(line)
+        self._process.stdin.flush()
+        answer = self._read(SCHEMA_DEADLINE_S)
+        if answer is None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+            return {"name": json.loads(line)["name"], "lost": True}
+        return answer
+
+    def _read(self, deadline_s: float) -> dict[str, Any] | None:
+        assert self._process is not None
+        assert self._process.stdout is not None
+        end, unread = time.monotonic() + deadline_s, b""
+        while not unread.endswith(b"\n"):
+            ready, _, _ = select.select([self._process.stdout], [], [], max(0.0, end - time.monotonic()))
+            data = os.read(self._process.stdout.fileno(), 1 << 20) if ready else b""
+            if not data:
+                return None
+            unread += data
+        answer: dict[str, Any] = json.loads(unread)
+        return answer
+
+    def close(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+
+
+def percentile(values: Sequence[float], percent: int) -> float:
+    return round(statistics.quantiles(values, n=100)[percent - 1], 3) if len(values) > 1 else 0.0
+
+
+def summary(library: str, answers: list[dict[str, Any]], tests: dict[str, list[bool]]) -> dict[str, Any]:
+    taken = [answer for answer in answers if "compile_ms" in answer]
+    compiles, masks = [a["compile_ms"] for a in taken], [us for a in taken for us in a["mask_us"]]
+    total = collections.Counter(valid for a in taken for valid in tests[a["name"]])
+    return {
+        "library": library,
+        "schemas": len(answers),
+        "supported_percent": round(100 * len(taken) / len(answers), 1),
+        "lost": sum("lost" in answer for answer in answers),
+        "wrongly_accepted": sum(len(a["wrongly_accepted"]) for a in taken),
+        "invalid_instances": total[False],
+        "wrongly_refused": sum(len(a["wrongly_refused"]) for a in taken),
+        "valid_instances": total[True],
+        "schemas_exact_percent": round(
+            100 * sum(not a["wrongly_accepted"] and not a["wrongly_refused"] for a in taken) / len(answers), 1
+        ),
+        "drawn": sum(a["drawn"] for a in taken),
+        "ended": sum(a["ended"] for a in taken),
+        "drawn_invalid": sum(len(a["bad"]) for a in taken),
+        "compile_ms_p50": percentile(compiles, 50),
+        "compile_ms_p99": percentile(compiles, 99),
+        "mask_us_p50": percentile(masks, 50),
+        "mask_us_p99": percentile(masks, 99),
+        "mask_us_max": max(masks, default=0.0),
+    }
+
+
+@cache
+def installed(library: str) -> str | None:
+    try:
+        return version("llguidance" if library == "ours" else library)
+    except ImportError:
+        return None
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
+    parser.add_argument("schemas", help="a file of schemas with instances, one JSON object a line")
+    parser.add_argument("--libraries", default="ours,llguidance,xgrammar")
+    parser.add_argument("--vocab", type=int, default=32_000)
+    parser.add_argument("--samples", type=int, default=3, help="random documents for each schema")
+    parser.add_argument("--limit", type=int, default=None, help="only so many schemas")
+    parser.add_argument("--details", type=Path, default=None, help="write every answer to this file")
+    parser.add_argument("--serve", choices=LIBRARIES, default=None, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.serve:
+        serve(arguments.serve, arguments.vocab, arguments.samples)
+        return
+    lines = Path(arguments.schemas).read_bytes().splitlines(keepends=True)[: arguments.limit]
+    tests = {job["name"]: [test["valid"] for test in job["tests"]] for job in map(json.loads, lines)}
+    rows = []
+    for library in arguments.libraries.split(","):
+        if installed(library) is None:
+            print(f"{library} is not installed")
+            continue
+        runner = Runner(library, arguments)
+        answers = [runner.ask(line) for line in lines]
+        runner.close()
+        if arguments.details:
+            with arguments.details.open("a", encoding="utf-8") as file:
+                file.writelines(json.dumps({"library": library, **a} | {"mask_us": []}) + "\n" for a in answers)
+        rows.append(summary(library, answers, tests) | {"version": installed(library)})
+        print(json.dumps(rows[-1], indent=1))
+    row = {
+        "bench": "structured_output",
+        "at": datetime.now(UTC).isoformat(timespec="seconds"),
+        "machine": platform.machine(),
+        "cores": os.cpu_count(),
+        "load": round(os.getloadavg()[0], 2),
+        "python": platform.python_version(),
+        "vocab": arguments.vocab,
+        "results": rows,
+    }
+    with RESULTS.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(row) + "\n")
+
+
+if __name__ == "__main__":
+    main()
