@@ -14,6 +14,7 @@ import pytest
 import torch
 import transformers
 
+from engine.protocol import TokenEvent
 from tests.support.engines import run_to_end, small_engine, tokens, wanted
 from tests.support.parity import assert_greedy
 from tests.support.tiny_models import EOS, FAMILY_SETTINGS, LONGROPE, VOCAB_SIZE, greedy, make_model
@@ -77,10 +78,19 @@ def test_prompts_in_chunks_of_a_few_tokens(family: str, case_of: Callable[[str],
 
 @families
 def test_requests_that_were_preempted_and_computed_again(family: str, case_of: Callable[[str], Case]) -> None:
-    case = case_of(family)
-    engine = small_engine(case.directory, num_kv_blocks=8, max_model_len=100, block_size=16, enable_prefix_caching=False)
-    case.check(make_prompts(PROMPT_LENS), engine)
-    assert engine.status().preemptions_total > 0
+    case, prompts = case_of(family), make_prompts(PROMPT_LENS)
+    engine = small_engine(case.directory, enable_prefix_caching=False, max_num_batched_tokens=64)
+    for index, prompt in enumerate(prompts):
+        assert engine.submit(wanted(str(index), prompt, max_tokens=MAX_TOKENS, logprobs=0)) == []
+    events: list[TokenEvent] = []
+    for _ in range(3):
+        events += [event for _ in range(6) for event in engine.step()]
+        for request in list(engine._scheduler.running):
+            engine._scheduler.preempt(request)
+    events += [event for of_one in run_to_end(engine, []).values() for event in of_one]
+    assert_greedy(case.model, prompts, [[e for e in events if e.request_id == str(i)] for i in range(len(prompts))])
+    assert engine.status().preemptions_total >= len(prompts)
+    assert engine.status().prefix_cache_hit_tokens_total == 0, "blocks were found again where they were to be computed"
 
 
 @families
