@@ -53,6 +53,10 @@ class Refused(Exception):
     """The library does not take the schema, and says so."""
 
 
+class Stopped(Exception):
+    """The library gave a text up in the middle."""
+
+
 class Follower(Protocol):
     """One text under a grammar."""
 
@@ -118,7 +122,10 @@ class _OursFollower:
         self._row = (ctypes.c_uint32 * words)()
 
     def mask(self) -> Sequence[int]:
-        self._state.fill_mask(self._row)
+        try:
+            self._state.fill_mask(self._row)
+        except GrammarError as error:
+            raise Stopped(str(error)) from error
         return self._row
 
     def accept(self, token_id: int) -> bool:
@@ -156,6 +163,8 @@ class _LlguidanceFollower:
 
     def mask(self) -> Sequence[int]:
         self._matcher.unsafe_compute_mask_ptr(ctypes.addressof(self._row), ctypes.sizeof(self._row))
+        if self._matcher.is_error():
+            raise Stopped(self._matcher.get_error())
         return self._row
 
     def accept(self, token_id: int) -> bool:
@@ -214,10 +223,11 @@ class Judge:
         closing = (b'"', b"}", b"]", b'"}', b"0", b"1")
         self.closing = {i for i, token in enumerate(vocabulary.tokens) if token in closing}
         self.mask_us: list[float] = []
+        self.stopped = 0
 
     def run(self, name: str, schema: Any, tests: list[dict[str, Any]]) -> dict[str, Any]:
         start = time.perf_counter()
-        self.mask_us = []
+        self.mask_us, self.stopped = [], 0
         try:
             compiled = self.library.compile(json.dumps(schema))
         except Refused as error:
@@ -227,6 +237,7 @@ class Judge:
         answer["wrongly_accepted"] = [i for i, valid in wrong if not valid]
         answer["wrongly_refused"] = [i for i, valid in wrong if valid]
         answer |= self.sample(compiled, schema, random.Random(name))
+        answer["stopped"] = self.stopped
         answer["mask_us"] = [round(us, 1) for us in self.mask_us]
         return answer
 
@@ -238,7 +249,11 @@ class Judge:
 
     def agrees(self, compiled: Any, test: dict[str, Any]) -> bool:
         texts = (json.dumps(test["data"], separators=(",", ":")), json.dumps(test["data"], ensure_ascii=False))
-        return all(self.accepts(compiled, text) == test["valid"] for text in texts)
+        try:
+            return all(self.accepts(compiled, text) == test["valid"] for text in texts)
+        except Stopped:
+            self.stopped += 1
+            return False
 
     def accepts(self, compiled: Any, text: str) -> bool:
         follower = self.library.follow(compiled)
@@ -254,7 +269,11 @@ class Judge:
         validator = validator_for(schema, default=jsonschema.Draft202012Validator)
         ended, bad = 0, []
         for _ in range(self.samples):
-            text = self.draw(compiled, numbers)
+            try:
+                text = self.draw(compiled, numbers)
+            except Stopped:
+                self.stopped += 1
+                continue
             if text is None:
                 continue
             ended += 1
@@ -358,6 +377,7 @@ def percentile(values: Sequence[float], percent: int) -> float:
 def summary(library: str, answers: list[dict[str, Any]], tests: dict[str, list[bool]]) -> dict[str, Any]:
     taken = [answer for answer in answers if "compile_ms" in answer]
     compiles, masks = [a["compile_ms"] for a in taken], [us for a in taken for us in a["mask_us"]]
+    exact = [a for a in taken if not a["wrongly_accepted"] and not a["wrongly_refused"]]
     total = collections.Counter(valid for a in taken for valid in tests[a["name"]])
     return {
         "library": library,
@@ -371,6 +391,7 @@ def summary(library: str, answers: list[dict[str, Any]], tests: dict[str, list[b
         "schemas_exact_percent": round(
             100 * sum(not a["wrongly_accepted"] and not a["wrongly_refused"] for a in taken) / len(answers), 1
         ),
+        "stopped": sum(a["stopped"] for a in taken),
         "drawn": sum(a["drawn"] for a in taken),
         "ended": sum(a["ended"] for a in taken),
         "drawn_invalid": sum(len(a["bad"]) for a in taken),
@@ -411,11 +432,13 @@ def main() -> None:
             print(f"{library} is not installed")
             continue
         runner = Runner(library, arguments)
-        answers = [runner.ask(line) for line in lines]
+        answers = []
+        for line in lines:
+            answers.append(runner.ask(line))
+            if arguments.details:
+                with arguments.details.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps({"library": library, **answers[-1]} | {"mask_us": []}) + "\n")
         runner.close()
-        if arguments.details:
-            with arguments.details.open("a", encoding="utf-8") as file:
-                file.writelines(json.dumps({"library": library, **a} | {"mask_us": []}) + "\n" for a in answers)
         rows.append(summary(library, answers, tests) | {"version": installed(library)})
         print(json.dumps(rows[-1], indent=1))
     row = {

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
+from engine.grammar.gbnf import GbnfError, gbnf_to_lark
 from engine.grammar.json_schema import schema_to_lark
 from engine.grammar.patterns import PatternError, full_language
 from engine.grammar.regex import Regex, alt, literal
@@ -26,7 +28,32 @@ def to_lark(spec: GrammarSpec) -> str:
         except PatternError as error:
             raise GrammarError(spec.param, f"guided_regex cannot be enforced: {error}") from error
         return language_to_lark(language)
-    return spec.text
+    if "::=" in spec.text:
+        try:
+            return gbnf_to_lark(spec.text)
+        except GbnfError as error:
+            raise GrammarError(spec.param, f"guided_grammar cannot be read: {error}") from error
+    return checked_lark(spec.text)
+
+
+def checked_lark(text: str) -> str:
+    """A grammar of the caller in the library's own notation, without what is not about the text or would not be exact."""
+    bare = _QUOTED.sub(" ", text)
+    for construct, what in _REFUSED.items():
+        if re.search(construct, bare):
+            raise GrammarError("guided_grammar", f"guided_grammar cannot be enforced: {what}")
+    return text
+
+
+# Strings, regular expressions and comments: what they hold is not syntax.
+_QUOTED = re.compile(r'"(?:\\.|[^"\\\n])*"i?|//[^\n]*|#[^\n]*|/(?:\\.|[^/\\\n])+/[imslux]*')
+_REFUSED = {
+    "<": "special tokens (<…>) are no text",
+    "@": "grammars of other names (@…)",
+    r"%json\b": "%json, which approximates some schemas; use guided_json",
+    r"%(?:llguidance|import|declare|override|extend)\b": "%llguidance, %import, %declare, %override and %extend",
+    r"\[[^\]]*\b(?:stop|suffix|lazy|max_tokens|temperature|capture|stop_capture)\b": "options of a rule ([stop=…], [lazy] …)",
+}
 
 
 def language_to_lark(language: Regex) -> str:

@@ -72,7 +72,7 @@ def build_matcher(trie: llguidance.LLTokenizer, lark: str, spec: GrammarSpec) ->
 
 def of_text(lark: str, *, first_space: bool) -> str:
     """The grammar of the bytes of an answer, from that of its text: with `first_space` the decoder drops a leading space, so
-    they are a space, then the text. But for `no_forcing` the mask would leave only one way to cut into tokens what must come."""
+    they are a space, then the text. But for `no_forcing` the mask would leave one way to cut into tokens what must come."""
     lark = '%llguidance {"no_forcing": true}\n' + lark
     if not first_space:
         return lark

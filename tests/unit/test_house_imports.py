@@ -27,7 +27,7 @@ ENGINE_PURE = {
     "chat_template", "answer_text", "bad_words", "text", "outputs", "completion", "prompts", "progress",
     "speculative_options", "speculative",
     "grammar", "grammar.spec", "grammar.vocabulary", "grammar.compiler", "grammar.worker", "grammar.matcher", "grammar.lark",
-    "grammar.char_sets", "grammar.formats", "grammar.json_grammar", "grammar.json_schema", "grammar.numbers", "grammar.patterns",
+    "grammar.char_sets", "grammar.formats", "grammar.gbnf", "grammar.json_grammar", "grammar.json_schema", "grammar.numbers", "grammar.patterns",
     "grammar.regex", "grammar.schema_cases", "grammar.schema_document", "grammar.schema_values", "grammar.shapes",
     "grammar.terminals",
 }  # fmt: skip

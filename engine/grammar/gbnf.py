@@ -1,0 +1,205 @@
+"""Reads grammars in GBNF (the notation of llama.cpp, an EBNF with `::=`) and writes them for the library. Knows no schema.
+
+Every character becomes a terminal of its own: the library's lexer takes the longest terminal it can, and only single
+characters leave it nothing to choose, so that the grammar means what it says.
+"""
+
+from __future__ import annotations
+
+from engine.grammar import char_sets
+from engine.grammar.char_sets import CharSet
+from engine.grammar.regex import Chars
+from engine.grammar.terminals import Terminals
+
+RULES_MAX = 5_000
+REPEAT_MAX = 10_000
+NESTING_MAX = 60
+_ESCAPES = {"n": "\n", "t": "\t", "r": "\r", '"': '"', "\\": "\\", "[": "[", "]": "]", "-": "-", "^": "^", "/": "/"}
+_HEX_DIGITS = {"x": 2, "u": 4, "U": 8}
+
+
+class GbnfError(ValueError):
+    """The grammar cannot be read; the message says where."""
+
+
+def gbnf_to_lark(text: str) -> str:
+    """The same grammar as Lark text, started from `root`. Raises `GbnfError`."""
+    return _Reader(text).read()
+
+
+class _Reader:
+    """Recursive descent; what is read is written at once."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+        self._at = 0
+        self._depth = 0
+        self._terminals = Terminals()
+        self._names: dict[str, str] = {}
+        self._rules: dict[str, str] = {}
+
+    def read(self) -> str:
+        self._blank(lines=True)
+        while self._at < len(self._text):
+            self._rule()
+            self._blank(lines=True)
+        missing = [name for name in self._names if name not in self._rules]
+        if "root" not in self._rules:
+            raise self._error("no rule named root")
+        if missing:
+            raise self._error(f"the rule {missing[0]} is used and not defined")
+        lines = [f"{self._names[name]}: {body}" for name, body in self._rules.items()]
+        return "\n".join([f"start: {self._names['root']}", *lines, *self._terminals.lines()]) + "\n"
+
+    def _error(self, what: str) -> GbnfError:
+        line = self._text.count("\n", 0, self._at) + 1
+        return GbnfError(f"{what} (line {line})")
+
+    def _take(self, sign: str) -> bool:
+        if self._text.startswith(sign, self._at):
+            self._at += len(sign)
+            return True
+        return False
+
+    def _blank(self, *, lines: bool) -> None:
+        """Skip blanks and comments, and with `lines` the ends of lines."""
+        while self._at < len(self._text):
+            character = self._text[self._at]
+            if character == "#":
+                end = self._text.find("\n", self._at)
+                self._at = end if end >= 0 else len(self._text)
+            elif character in " \t" or (lines and character in "\r\n"):
+                self._at += 1
+            else:
+                return
+
+    def _name(self) -> str:
+        start = self._at
+        while self._at < len(self._text) and (self._text[self._at].isalnum() or self._text[self._at] in "-_"):
+            self._at += 1
+        if start == self._at:
+            raise self._error(f"{self._text[start : start + 1]!r} where a name should be")
+        return self._text[start : self._at]
+
+    def _reference(self, name: str) -> str:
+        if len(self._names) > RULES_MAX:
+            raise self._error(f"more than {RULES_MAX} rules")
+        return self._names.setdefault(name, f"r{len(self._names)}")
+
+    def _rule(self) -> None:
+        name = self._name()
+        self._blank(lines=False)
+        if not self._take("::="):
+            raise self._error(f"the rule {name} without ::=")
+        if name in self._rules:
+            raise self._error(f"the rule {name} is defined twice")
+        self._reference(name)
+        self._blank(lines=True)
+        self._rules[name] = self._alternatives(nested=False)
+        self._blank(lines=False)
+        if self._at < len(self._text) and self._text[self._at] not in "\r\n":
+            raise self._error(f"{self._text[self._at]!r} is out of place")
+
+    def _alternatives(self, *, nested: bool) -> str:
+        bodies = [self._sequence(nested=nested)]
+        while True:
+            place = self._at
+            self._blank(lines=True)  # a line may begin with |
+            if not self._take("|"):
+                self._at = place
+                return " | ".join(bodies)
+            self._blank(lines=True)
+            bodies.append(self._sequence(nested=nested))
+
+    def _sequence(self, *, nested: bool) -> str:
+        parts: list[str] = []
+        while True:
+            self._blank(lines=nested)
+            if self._at >= len(self._text) or self._text[self._at] in "|)\r\n":
+                return " ".join(parts) or '""'
+            parts.append(self._repeated(self._part()))
+
+    def _part(self) -> str:
+        if self._take('"'):
+            return self._string()
+        if self._take("["):
+            return self._char(self._class())
+        if self._take("."):
+            return self._char(char_sets.ANY)
+        if self._take("("):
+            self._depth += 1
+            if self._depth > NESTING_MAX:
+                raise self._error(f"groups nested more than {NESTING_MAX} deep")
+            inner = self._alternatives(nested=True)
+            self._blank(lines=True)
+            if not self._take(")"):
+                raise self._error("an unclosed (")
+            self._depth -= 1
+            return f"({inner})"
+        return self._reference(self._name())
+
+    def _char(self, members: CharSet) -> str:
+        return self._terminals.name(self._terminals.text(Chars(members)))
+
+    def _string(self) -> str:
+        parts: list[str] = []
+        while not self._take('"'):
+            parts.append(self._char(char_sets.of(self._character())))
+        return f"({' '.join(parts)})" if parts else '""'
+
+    def _class(self) -> CharSet:
+        negated = self._take("^")
+        members: list[CharSet] = []
+        while not self._take("]"):
+            first = last = self._character()
+            if self._text.startswith("-", self._at) and not self._text.startswith("-]", self._at):
+                self._at += 1
+                last = self._character()
+            if last < first:
+                raise self._error("a range of characters that runs backwards")
+            members.append(char_sets.chars((ord(first), ord(last))))
+        found = char_sets.union(*members)
+        return char_sets.complement(found) if negated else found
+
+    def _character(self) -> str:
+        if self._at >= len(self._text) or self._text[self._at] in "\r\n":
+            raise self._error("an unclosed string or class")
+        character = self._text[self._at]
+        self._at += 1
+        if character != "\\":
+            return character
+        escape = self._text[self._at : self._at + 1]
+        self._at += 1
+        if escape in _HEX_DIGITS:
+            digits = self._text[self._at : self._at + _HEX_DIGITS[escape]]
+            self._at += len(digits)
+            try:
+                return chr(int(digits, 16))
+            except (ValueError, OverflowError):
+                raise self._error(f"the escape \\{escape}{digits}") from None
+        if escape not in _ESCAPES or not escape:
+            raise self._error(f"the unknown escape \\{escape}")
+        return _ESCAPES[escape]
+
+    def _repeated(self, part: str) -> str:
+        while self._at < len(self._text):
+            if self._text[self._at] in "*+?":
+                part = f"({part}){self._text[self._at]}"
+                self._at += 1
+            elif self._text[self._at] == "{":
+                part = f"({part}){self._bounds()}"
+            else:
+                break
+        return part
+
+    def _bounds(self) -> str:
+        end = self._text.find("}", self._at)
+        low, comma, high = self._text[self._at + 1 : end].partition(",")
+        numbers = [part.strip() for part in (low, high) if part.strip()]
+        if end < 0 or not numbers or not all(n.isascii() and n.isdigit() and int(n[:9]) <= REPEAT_MAX for n in numbers):
+            raise self._error(f"a malformed repetition, or one of more than {REPEAT_MAX}")
+        self._at = end + 1
+        least = low.strip() or "0"
+        if not comma:
+            return f"{{{least}}}"
+        return f"{{{least},{high.strip()}}}"
