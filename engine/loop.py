@@ -248,7 +248,10 @@ class Engine:
         return [self._make_request(wanted, index, spec) for index in range(wanted.sampling.num_answers)]
 
     def _make_request(self, wanted: GenerationRequest, index: int, spec: GrammarSpec | None) -> Request:
-        """A grammar ends with the model's own end, whatever `ignore_eos` says: nothing else could follow."""
+        """A grammar ends with the model's own end, whatever `ignore_eos` says: nothing else could follow.
+
+        The queue deadline is that of the first answer: a request of which one answer has begun does not wait for its turn.
+        """
         sampling, limit, now_s = wanted.sampling, self.info.max_model_len, self._clock()
         assert sampling.seed is not None, f"request {wanted.request_id} was not checked"
         if index:
@@ -267,7 +270,7 @@ class Engine:
             index=index,
             weight=wanted.weight,
             priority=wanted.priority,
-            queue_deadline_s=None if wanted.queue_deadline_s is None else now_s + wanted.queue_deadline_s,
+            queue_deadline_s=None if index or wanted.queue_deadline_s is None else now_s + wanted.queue_deadline_s,
         )
 
 
