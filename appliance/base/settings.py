@@ -283,7 +283,10 @@ def _speculative(value: object) -> str | None:
     if not isinstance(value, dict):
         raise TypeError("must be off, a JSON object or a table")
     _check_speculative(value)
-    return json.dumps(value)
+    folder = Path(value.get("model", ".")).expanduser().absolute()
+    if not folder.is_dir():
+        raise ValueError(f"must name a folder as model, and {folder} is none")
+    return json.dumps({**value, "model": str(folder)} if "model" in value else value)
 
 
 def _check_speculative(config: Mapping[str, object]) -> None:

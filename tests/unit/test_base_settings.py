@@ -74,6 +74,7 @@ def test_values_are_parsed_from_text_and_from_toml(tmp_path: Path) -> None:
         ("[speculative]\nmethod = 'magic'", {}, {}, "speculative .* needs a method, one of ngram, draft_model"),
         ("[speculative]\nmethod = 'ngram'\ntokens = 4", {}, {}, "speculative .* unknown key: tokens"),
         ("[speculative]\nmethod = 'draft_model'", {}, {}, "speculative .* needs a model"),
+        ("[speculative]\nmethod = 'draft_model'\nmodel = '/nowhere'", {}, {}, "speculative .* folder as model, and /nowhere"),
         ("", {"GATEHOUSE_SPECULATIVE": "{"}, {}, "GATEHOUSE_SPECULATIVE must be off or a JSON object"),
         ("", {"GATEHOUSE_SPECULATIVE": '{"method": "ngram", "prompt_lookup_max": 0}'}, {}, "prompt_lookup_max"),
         ("session_idle_s = 600\nsession_absolute_s = 300", {}, {}, "session_idle_s .* is longer"),

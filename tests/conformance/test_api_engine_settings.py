@@ -1,0 +1,92 @@
+"""The engine's own settings reach it: a server with all of them answers, shows what they do, and ends too long a wait."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.conformance.conftest import MODEL
+from tests.support.server import Server, running_server, start_server, wait_until
+
+DEADLINE_S = 30.0
+PROMPT: list[Any] = [{"role": "user", "content": "the quick brown fox jumps over the lazy dog " * 4}]
+LONG: dict[str, Any] = {"model": MODEL, "messages": PROMPT, "max_tokens": 600, "temperature": 0, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def tuned_server(served_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """An appliance with every setting of the engine set, and with one seat."""
+    folder = tmp_path_factory.mktemp("tuned")
+    (folder / "prefix.txt").write_text("You are helpful.")
+    options = {
+        "swap_space_gib": 0.01,
+        "speculative": '{"method": "ngram", "num_speculative_tokens": 3}',
+        "batch_invariant": True,
+        "scheduling_policy": "fcfs",
+        "inter_token_target_ms": 40,
+        "shared_prefixes": [str(folder / "prefix.txt")],
+        "max_num_seqs": 1,
+        "queue_deadline_s": 0.2,
+    }
+    with running_server(served_folder, folder / "data", **options) as running:
+        yield running
+
+
+def post(server: Server, **fields: Any) -> httpx.Response:
+    headers = {"authorization": f"Bearer {server.api_key}"}
+    return httpx.post(f"{server.url}/v1/chat/completions", json={**LONG, **fields}, headers=headers, timeout=120)
+
+
+def test_the_host_tier_and_speculation_are_at_work_and_seen(tuned_server: Server) -> None:
+    assert post(tuned_server).status_code == 200
+    wait_until(lambda: engine(tuned_server)["draft_tokens_total"] > 0, DEADLINE_S, tuned_server.log)
+
+    assert engine(tuned_server)["host_kv_blocks"]["total"] > 0
+    assert engine(tuned_server)["draft_tokens_total"] >= engine(tuned_server)["accepted_draft_tokens_total"] >= 0
+
+
+def engine(server: Server) -> dict[str, Any]:
+    found: dict[str, Any] = server.admin("GET", "/system")["engine"][0]
+    return found
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_wait_that_is_too_long_ends_with_503_and_costs_nothing(tuned_server: Server, stream: bool) -> None:
+    headers = {"authorization": f"Bearer {tuned_server.api_key}"}
+    body = {**LONG, "stream": True, "n": 8}
+    with httpx.stream("POST", f"{tuned_server.url}/v1/chat/completions", json=body, headers=headers, timeout=120) as holder:
+        lines = holder.iter_lines()
+        next(lines)
+        answer = post(tuned_server, stream=stream, max_tokens=1)
+        next(lines)
+    (event,) = tuned_server.admin("GET", "/ledger", params={"request_id": answer.headers["x-request-id"]})["data"]
+
+    assert "overloaded" in answer.text
+    if not stream:
+        assert answer.status_code == 503
+        assert int(answer.headers["retry-after"]) >= 1
+    assert (event["finish_reason"], event["status"], event["cost_picos"]) == ("deadline", "voided", 0)
+
+
+def test_answers_that_wait_for_the_seat_of_their_siblings_are_not_late(tuned_server: Server) -> None:
+    answer = post(tuned_server, n=3)
+
+    assert answer.status_code == 200
+    assert [choice["finish_reason"] for choice in answer.json()["choices"]] == ["length"] * 3
+
+
+def test_a_draft_model_that_cannot_be_loaded_stops_the_start_and_is_named(served_folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "hollow").mkdir()
+    options: dict[str, Any] = {"speculative": {"method": "draft_model", "model": str(tmp_path / "hollow")}}
+    server = start_server(served_folder, tmp_path / "data", **options)
+    try:
+        wait_until(lambda: server.process.poll() is not None, DEADLINE_S, server.log)
+
+        assert server.process.returncode == 1
+        assert "hollow" in server.log()
+    finally:
+        server.close()
