@@ -180,9 +180,7 @@ def parse_model_config(config: JsonObject, generation: JsonObject) -> ModelConfi
             config, "attn_logit_softcapping", family.attention_softcap, reads=family.reads_attention_softcap
         ),
         logits_softcap=_softcap(config, "final_logit_softcapping", family.logits_softcap, reads=family.reads_logits_softcap),
-        embedding_multiplier=math.sqrt(hidden_size)
-        if family.scaled_embedding
-        else _multiplier(config, family, "embedding_multiplier"),
+        embedding_multiplier=_embedding_multiplier(config, family, hidden_size),
         residual_multiplier=_multiplier(config, family, "residual_multiplier"),
         logits_divisor=_multiplier(config, family, "logits_scaling"),
         torch_dtype=str(config.get("dtype") or config.get("torch_dtype") or "float32"),
@@ -215,6 +213,10 @@ def refuse_uncomputed(config: JsonObject, family: Family | None = None) -> None:
 
 def _multiplier(config: JsonObject, family: Family, key: str) -> float:
     return number(config, key, 1.0) if family.reads_multipliers else 1.0
+
+
+def _embedding_multiplier(config: JsonObject, family: Family, hidden_size: int) -> float:
+    return math.sqrt(hidden_size) if family.scaled_embedding else _multiplier(config, family, "embedding_multiplier")
 
 
 def _softcap(config: JsonObject, key: str, default: float | None, *, reads: bool) -> float | None:

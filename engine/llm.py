@@ -171,7 +171,7 @@ class LLM:
         `normalize` say otherwise. Raises `PromptError` when a text cannot be computed; then none is.
         """
         embedder = self._embedder(pooling, normalize)
-        token_ids = [self._text_ids(text, embedder.pooling) for text in listed(texts)]
+        token_ids = [self._text_ids(index, text, embedder.pooling) for index, text in enumerate(listed(texts))]
         progress = Progress(len(token_ids), enabled=use_tqdm)
         vectors = embedder.embed(token_ids, progress=progress.show)
         progress.end()
@@ -255,10 +255,14 @@ class LLM:
         assert isinstance(self._engine.runner, ModelRunner)
         return self._engine.runner.text_model
 
-    def _text_ids(self, text: Prompt, pooling: PoolingConfig) -> list[int]:
-        if isinstance(text, str):
-            text = pooling.prompt + (text.lower() if pooling.lowercase else text)
-        return self._prompt_ids(text)[1]
+    def _text_ids(self, index: int, text: Prompt, pooling: PoolingConfig) -> list[int]:
+        def encode(text: str) -> list[int]:
+            return self._encode(pooling.prompt + (text.lower() if pooling.lowercase else text))
+
+        try:
+            return read_prompt(text, encode)[1]
+        except PromptError as error:
+            raise PromptError(f"text {index}: {error}") from error
 
     def _prompt_ids(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         return read_prompt(prompt, self._encode)

@@ -148,7 +148,8 @@ def test_texts_are_tokenised_with_the_prompt_and_the_case_that_the_files_ask_for
     (tmp_path / "config_sentence_transformers.json").write_text(
         json.dumps({"prompts": {"query": "query: "}, "default_prompt_name": "query"})
     )
-    assert llm.embed("HELLO")[0] == pytest.approx(plain[0], abs=TOLERANCE)
+    for text in ("HELLO", ["HELLO"], {"prompt": "HELLO"}):
+        assert llm.embed(text)[0] == pytest.approx(plain[0], abs=TOLERANCE)
     assert llm.embed([llm.tokenizer.encode("Hello")])[0] == pytest.approx(plain[1], abs=TOLERANCE)
 
 
@@ -186,9 +187,11 @@ def test_other_modules_are_refused_by_name(tmp_path: Path) -> None:
         ([[5] * 129], "text 0 has 129 tokens; at most 128 fit"),
         ([[5, 128]], r"outside of the vocabulary \(0 to 127\)"),
         ([[-1]], "outside of the vocabulary"),
+        ([[5], {"prompt": 3}], "text 1: prompt must be text"),
+        ([[5], [0.5]], "text 1: "),
     ],
 )
-def test_a_text_that_cannot_be_embedded_is_named_with_the_limit(texts: list[list[int]], message: str, tmp_path: Path) -> None:
+def test_a_text_that_cannot_be_embedded_is_named_with_the_limit(texts: list[Any], message: str, tmp_path: Path) -> None:
     make_encoder("bert", tmp_path)
     with pytest.raises(PromptError, match=message):
         load(tmp_path).embed(texts)
