@@ -74,14 +74,12 @@ class BlockPool:
         """Take `count` blocks with a reference count of one each, evicting content in its order if need be."""
         if count > self.num_available:
             raise OutOfBlocks(f"asked for {count} of {self.num_available} available blocks")
-        return [self._allocate_one() for _ in range(count)]
-
-    def _allocate_one(self) -> int:
-        block_id = self._free.pop() if self._free else self._evict()
-        block = self._blocks[block_id]
-        assert block.ref_count == 0, f"block {block_id} was unused with {block.ref_count} references"
-        block.ref_count = 1
-        return block_id
+        free, blocks = self._free, self._blocks
+        taken = [free.pop() if free else self._evict() for _ in range(count)]
+        for block_id in taken:
+            assert blocks[block_id].ref_count == 0, f"block {block_id} was unused with references"
+            blocks[block_id].ref_count = 1
+        return taken
 
     def _evict(self) -> int:
         block_id, _ = (self._probation or self._protected).popitem(last=False)
@@ -105,7 +103,7 @@ class BlockPool:
             block_id, _ = (self._probation or self._protected).popitem(last=False)
             self._forget(self._blocks[block_id])
             self._free.append(block_id)
-        return self._allocate_one()
+        return self.allocate(1)[0]
 
     def share(self, block_id: int) -> None:
         """Add one owner to a block that is used or cached."""

@@ -67,13 +67,21 @@ class DecodeSet:
         else:
             due.append(request)
 
+    def expect_grown(self, requests: list[Request]) -> None:
+        """Enter several that were full and have got one block each."""
+        step = self._accounts.step + 1 + self._block_size
+        for request in requests:
+            request.growth_step = step
+        self._due.setdefault(step, []).extend(requests)
+
     def take_due(self) -> list[Request]:
         """The requests that cannot compute a token in the next step without one more block."""
         step = self._accounts.step + 1
+        size, items = self._block_size, self.items
         full: list[Request] = []
         for request in self._due.pop(step, ()):
-            if request.growth_step == step and request in self.items:
-                if request.num_computed_tokens == len(request.block_table) * self._block_size:
+            if request.growth_step == step and request in items:
+                if request.num_computed_tokens == len(request.block_table) * size:
                     full.append(request)
                 else:
                     self.expect(request)

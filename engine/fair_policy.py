@@ -42,6 +42,7 @@ BLOCK_SCALE = 1 << 20
 PREEMPTED, AGED = -math.inf, -float(1 << 40)  # places before any cached prefix
 RANK = {priority: rank for rank, priority in enumerate(Priority)}
 
+RETRY_STEPS = 8
 TURN_STEPS = 128
 """Steps that a preempted request waits at least, and that another runs, before they take turns in a seat of their tenant."""
 
@@ -80,7 +81,7 @@ class FairPolicy:
         self._held: dict[Account, None] = {}
         self._num_waiting = dict.fromkeys(Priority, 0)
         self._reserved: Request | None = None  # was passed so often that nobody starts before it
-        self._fruitless: tuple[int, Request] | None = None  # nothing has changed since no victim was found
+        self._fruitless = (-1, 0)  # version of the accounts and step when no victim was found
 
     def waits(self, request: Request) -> None:
         account = _account(request)
@@ -89,8 +90,9 @@ class FairPolicy:
         if not self._num_waiting[account.priority]:
             self._started_step[account.priority] = self._accounts.step
         self._num_waiting[account.priority] += 1
-        self._fruitless = None
+        self._fruitless = (-1, 0)
         if account.round is None:
+            backlog.first(1, self._accounts.step)
             backlog.join(account, self._accounts.step)
             self._look_at(account)
 
@@ -120,9 +122,12 @@ class FairPolicy:
     def begin_step(self) -> None:
         """Raise the levels of the round; find who has come too far ahead."""
         step = self._accounts.step
+        watched = self._watched.pop(step, None)
+        if watched is None and not self._ahead:
+            return
         for backlog in self.backlogs.values():
             backlog.first(1, step)
-        for account in self._watched.pop(step, ()):
+        for account in watched or ():
             if account.watch_step == step:
                 self._look_at(account)
         for account in list(self._ahead):
@@ -147,6 +152,8 @@ class FairPolicy:
         self._look_at(account)
 
     def holds(self) -> tuple[list[Account], list[Account]]:
+        if not self._ahead and not self._held:
+            return [], []
         step = self._accounts.step
         too_far = {
             account: None
@@ -192,8 +199,9 @@ class FairPolicy:
                 turn, self._reserved = first_to_start(self._by_preference(group, backlog.round), can_start)
             if turn is not None:
                 return turn
-        for account in accounts:
-            backlog.pass_over(account)
+        if can_start is not None:
+            for account in accounts:
+                backlog.pass_over(account)
         return None
 
     def _by_preference(self, accounts: Iterable[Account], current_round: int) -> list[Request]:
@@ -213,19 +221,23 @@ class FairPolicy:
         return [choice[-1] for choice in choices]
 
     def applicant(self) -> Request | None:
-        """Of those entitled in the highest class that waits, the one that was served least."""
-        if self._overdue_class() is not None:
+        """The request that is not passed any more, or of those entitled in the highest class that waits, the least served."""
+        if self._is_fruitless() or self._overdue_class() is not None:
             return None
         if self._reserved is not None and self._reserved.status is RequestStatus.QUEUED:
-            return self._unless_fruitless(self._reserved)
+            return self._reserved
         step = self._accounts.step
         for priority, backlog in self.backlogs.items():
             if self._num_waiting[priority]:
                 for account in backlog.first(LOOK_ACCOUNTS, step):
-                    head = account.waiting.head
-                    if head is not None and backlog.is_eligible(account, step):
-                        return self._unless_fruitless(head)
+                    if account.waiting and backlog.is_eligible(account, step):
+                        return account.waiting.head
         return None
+
+    def _is_fruitless(self) -> bool:
+        """Whether a victim was sought in vain a moment ago, and nobody has arrived, started or stopped since."""
+        version, step = self._fruitless
+        return version == self._accounts.version and not self._ahead and self._accounts.step - step < RETRY_STEPS
 
     def reweigh(self, account: Account, weight: int) -> None:
         """The weight of a tenant was changed: it is as far ahead per unit of weight as before."""
@@ -238,10 +250,6 @@ class FairPolicy:
     def wasted(self, cost_ps: int) -> None:
         self.wasted_ps += cost_ps
 
-    def _unless_fruitless(self, request: Request) -> Request | None:
-        is_known = self._fruitless == (self._accounts.version, request) and not self._ahead
-        return None if is_known and not self._is_due_back(request) else request
-
     def _is_due_back(self, request: Request) -> bool:
         return request.num_preemptions > 0 and self._accounts.step - request.moved_step > TURN_STEPS
 
@@ -251,7 +259,7 @@ class FairPolicy:
         account = _account(applicant)
         has_seat = len(self._accounts.running_requests) < self._context.max_num_seqs
         if not self._can_free(applicant):
-            self._fruitless = (self._accounts.version, applicant)
+            self._fruitless = (self._accounts.version, self._accounts.step)
             return None
         for holder in (
             self._lower_class(account),
@@ -264,7 +272,7 @@ class FairPolicy:
             for request in reversed(account.running):
                 if self._accounts.step - request.moved_step > TURN_STEPS:
                     return request
-        self._fruitless = (self._accounts.version, applicant)
+        self._fruitless = (self._accounts.version, self._accounts.step)
         return None
 
     def _can_free(self, applicant: Request) -> bool:

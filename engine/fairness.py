@@ -13,7 +13,7 @@ defines the words and proves the bound.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from engine.request import Request
 
 PS_PER_S = 10**12
+IDLE_ACCOUNTS_MAX = 4096
 OUTPUT_LENGTHS_KEPT = 64
 OUTPUT_LEN_UNKNOWN = 256
 """Predicted output tokens of a tenant that has not finished a request yet."""
@@ -143,6 +144,9 @@ class Backlog:
 
     def __contains__(self, account: Account) -> bool:
         return account.round is not None
+
+    def __bool__(self) -> bool:
+        return bool(self._buckets)
 
     def __iter__(self) -> Iterator[Account]:
         for bucket in self._buckets.values():
@@ -269,7 +273,7 @@ class ClassTotals:
 
 
 class Accounts:
-    """All accounts, found by tenant and class. An account without requests is kept until its history cannot matter."""
+    """All accounts, found by tenant and class. Of those without requests the latest are kept, as their debts still count."""
 
     def __init__(self, costs: TokenCosts) -> None:
         self.costs = costs
@@ -281,6 +285,7 @@ class Accounts:
         self.prefilling: dict[Request, None] = {}  # everybody's, by age
         self.version = 0  # grows whenever a request starts or stops running
         self._accounts: dict[tuple[str, Priority], Account] = {}
+        self._idle: OrderedDict[Account, None] = OrderedDict()  # without requests, longest first
 
     def __iter__(self) -> Iterator[Account]:
         return iter(self._accounts.values())
@@ -292,9 +297,6 @@ class Accounts:
             account = Account(tenant_id, priority, weight, self.costs, settled_step=self.step)
             self._accounts[tenant_id, priority] = account
         return account
-
-    def forget(self, account: Account) -> None:
-        del self._accounts[account.tenant_id, account.priority]
 
     def wait(self, account: Account, request: Request, *, first: bool) -> None:
         self._activate(account)
@@ -350,11 +352,17 @@ class Accounts:
 
     def _activate(self, account: Account) -> None:
         if not account.is_active:
+            self._idle.pop(account, None)
             self.totals[account.priority].weight += account.weight
 
     def _deactivate(self, account: Account) -> None:
-        if not account.is_active:
-            self.totals[account.priority].weight -= account.weight
+        if account.is_active:
+            return
+        self.totals[account.priority].weight -= account.weight
+        self._idle[account] = None
+        if len(self._idle) > IDLE_ACCOUNTS_MAX:
+            oldest, _ = self._idle.popitem(last=False)
+            del self._accounts[oldest.tenant_id, oldest.priority]
 
     def lengthen(self, account: Account, num_tokens: int) -> None:
         """A decoding request has got further than by the one token that is booked each step."""

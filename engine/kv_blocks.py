@@ -162,6 +162,13 @@ class KvBlocks:
         self._promise(request, -min(missing, request.num_promised_blocks))
         self._hold(request, self.pool.allocate(missing))
 
+    def grow(self, requests: list[Request]) -> None:
+        """One more block for each of these, which are promised nothing."""
+        for request, block_id in zip(requests, self.pool.allocate(len(requests)), strict=True):
+            request.block_table.append(block_id)
+            assert request.account is not None
+            request.account.num_blocks += 1
+
     def release(self, request: Request, *, is_preempted: bool = False) -> None:
         """Take all blocks. Those of a preempted request are made findable first, so that it need not compute them again."""
         if is_preempted and not self.prefix_cache.is_shared:

@@ -69,8 +69,8 @@ class TokenLogprob:
     rank: int | None = None
 
 
-@dataclass(slots=True, kw_only=True)
-class TokenEvent:  # not frozen: a step makes one per running request, and freezing triples its price
+@dataclass(slots=True)
+class TokenEvent:  # neither frozen nor of keywords only: a step makes one per running request, and both cost more than the rest
     """What one step did to one answer of a request. `index` counts the `n` answers of a request from 0; exactly one event
     of each answer has `finish_reason` set, and it is the answer's last.
 

@@ -129,7 +129,8 @@ class Request:
 
     def append(self, token_id: int) -> FinishReason | None:
         """Add a sampled token; the reason to end here, if any. A stop token counts as output."""
-        self.token_ids.append(token_id)
+        token_ids = self.token_ids
+        token_ids.append(token_id)
         if token_id in self.stop_ids and self.num_output_tokens >= self.sampling.min_tokens:
             return FinishReason.STOP
-        return FinishReason.LENGTH if self.num_tokens >= self.max_total_tokens else None
+        return FinishReason.LENGTH if len(token_ids) >= self.max_total_tokens else None

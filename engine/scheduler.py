@@ -27,7 +27,8 @@ from engine.host_tier import HostTier
 from engine.kv_blocks import KvBlocks
 from engine.policy import Policy, PolicyContext, Start
 from engine.prefix_cache import PrefixCache
-from engine.protocol import FinishReason, SamplingParams, TenantProgress, TokenEvent
+from engine.probe import probe_item
+from engine.protocol import FinishReason, TenantProgress, TokenEvent
 from engine.request import Request, RequestStatus
 from engine.scheduled_batch import ScheduledBatch, ScheduledRequest, StepOutput
 from engine.scheduler_checks import check_scheduler
@@ -191,12 +192,12 @@ class Scheduler:
 
     def _grow_decodes(self) -> None:
         """A block for each decode that needs one, at the cost of whom the policy names."""
-        for request in self._decodes.take_due():
-            while request in self._decodes.items and not self.kv.num_spare:
-                self.preempt(self.policy.growth_victim(self.accounts.running_requests))
-            if request in self._decodes.items:
-                self.kv.extend(request, request.num_computed_tokens + 1)
-                self._decodes.expect(request)
+        full = self._decodes.take_due()
+        while len(full) > self.kv.num_spare:
+            self.preempt(self.policy.growth_victim(self.accounts.running_requests))
+            full = [request for request in full if request in self._decodes.items]
+        self.kv.grow(full)
+        self._decodes.expect_grown(full)
 
     def _charge(self, request: Request, start: int, num_tokens: int) -> None:
         account = _account(request)
@@ -204,6 +205,8 @@ class Scheduler:
         self.policy.charged(account)
 
     def _deal_prefills(self, batch: ScheduledBatch) -> None:
+        if not self.accounts.prefilling and not (self._waiting and self._admission.has_seat):
+            return
         if self._step_budget is not None:
             self._step_budget.begin_step(len(batch.decodes), self.accounts.all.context_at(self.accounts.step))
         while batch.num_tokens < self.limits.max_num_batched_tokens:
@@ -274,48 +277,55 @@ class Scheduler:
 
     def apply(self, batch: ScheduledBatch, outputs: Sequence[StepOutput]) -> list[TokenEvent]:
         """Take over what a step computed: `outputs[i]` belongs to `batch.items[i]`. Returns the events to send."""
-        events: list[TokenEvent] = []
-        for item, output in zip(batch.items, outputs, strict=True):
-            request = item.request
-            if output.error is not None:
-                if request.status is RequestStatus.DECODE:
-                    request.num_computed_tokens += 1  # that token was booked when the step was planned
-                events.append(self.fail(request, output.error, output.error_param))
-            elif request.status is RequestStatus.DECODE:
-                events.append(self._apply_decode(request, item, output))
-            else:
-                event = self._apply_prefill(request, item, output)
-                if event is not None:
-                    events.append(event)
+        assert len(outputs) == len(batch.decodes) + len(batch.prefills), "a step has one output per item"
+        events = [self._apply_decode(item, output) for item, output in zip(batch.decodes, outputs, strict=False)]
+        for item, output in zip(batch.prefills, outputs[len(batch.decodes) :], strict=True):
+            event = self._apply_prefill(item, output)
+            if event is not None:
+                events.append(event)
         return events
 
-    def _apply_decode(self, request: Request, item: ScheduledRequest, output: StepOutput) -> TokenEvent:
-        num_computed = item.start + len(output.token_ids)
-        request.num_computed_tokens = num_computed
+    def _apply_decode(self, item: ScheduledRequest, output: StepOutput) -> TokenEvent:
+        request, token_ids = item.request, output.token_ids
+        if output.error is not None:
+            request.num_computed_tokens += 1  # that token was booked when the step was planned
+            return self.fail(request, output.error, output.error_param)
+        num_new = len(token_ids)
+        start = item.start
+        request.num_computed_tokens = item.start = computed = start + num_new
         if item.num_draft_tokens:
             assert self._drafting is not None
-            self._drafting.settle(request, item, len(output.token_ids) - 1)
-        if num_computed // self.limits.block_size > item.start // self.limits.block_size and self.kv.prefix_cache.is_shared:
-            self.kv.prefix_cache.register(request, item.start)
-        item.start = num_computed
+            self._drafting.settle(request, item, num_new - 1)
+        if computed % self.limits.block_size < num_new and self.kv.prefix_cache.is_shared:
+            self.kv.prefix_cache.register(request, start)
+        if num_new == 1 and output.logprobs is None:
+            self.totals.generation_tokens += 1
+            reason = request.append(token_ids[0])
+            return token_event(request, token_ids) if reason is None else self._end(request, reason, token_ids)
         return self._take_tokens(request, output)
 
-    def _apply_prefill(self, request: Request, item: ScheduledRequest, output: StepOutput) -> TokenEvent | None:
+    def _apply_prefill(self, item: ScheduledRequest, output: StepOutput) -> TokenEvent | None:
+        request = item.request
+        if output.error is not None:
+            return self.fail(request, output.error, output.error_param)
         request.num_computed_tokens = item.start + item.num_tokens
+        num_told = request.num_prompt_tokens_computed - item.start  # before a preemption
+        if output.prompt_logprobs and num_told > 0:
+            output.prompt_logprobs = output.prompt_logprobs[num_told:]
         if request.num_prompt_tokens_computed < request.num_prompt_tokens:
             self._count_prompt(request)
         if self.kv.prefix_cache.is_shared:
             self.kv.prefix_cache.register(request, item.start)
-        if not item.samples:
-            self._admission.advance(request)
-            if not output.prompt_logprobs:
-                return None
-            event = token_event(request, [])
-            event.prompt_logprobs = output.prompt_logprobs
-            return event
-        self._admission.computed(request)
-        self._start_decoding(request)
-        return self._take_tokens(request, output)
+        if item.samples:
+            self._admission.computed(request)
+            self._start_decoding(request)
+            return self._take_tokens(request, output)
+        self._admission.advance(request)
+        if not output.prompt_logprobs:
+            return None
+        event = token_event(request, [])
+        event.prompt_logprobs = output.prompt_logprobs
+        return event
 
     def _count_prompt(self, request: Request) -> None:
         computed = min(request.num_computed_tokens, request.num_prompt_tokens)
@@ -337,7 +347,8 @@ class Scheduler:
         """Append what was sampled up to the first token that ends the request; tokens behind it never existed."""
         token_ids, logprobs = output.token_ids, output.logprobs
         assert token_ids, f"request {request.request_id} sampled no token"
-        number, reason = 0, None
+        reason = request.append(token_ids[0])
+        number = 1
         while reason is None and number < len(token_ids):
             reason = request.append(token_ids[number])
             number += 1
@@ -345,7 +356,10 @@ class Scheduler:
             token_ids, logprobs = token_ids[:number], logprobs and logprobs[:number]
         self.totals.generation_tokens += number
         event = token_event(request, token_ids) if reason is None else self._end(request, reason, token_ids)
-        event.logprobs, event.prompt_logprobs = logprobs, output.prompt_logprobs
+        if logprobs is not None:
+            event.logprobs = logprobs
+        if output.prompt_logprobs is not None:
+            event.prompt_logprobs = output.prompt_logprobs
         return event
 
     def _end(self, request: Request, reason: FinishReason, token_ids: list[int] | None = None) -> TokenEvent:
@@ -370,21 +384,10 @@ class Scheduler:
         if block_id is None:
             yield None
             return
-        request = Request(
-            request_id="probe",
-            tenant_id="",
-            sampling=SamplingParams(temperature=0.0, seed=0, max_tokens=1),
-            token_ids=[0],
-            num_prompt_tokens=1,
-            max_total_tokens=2,
-            stop_ids=frozenset(),
-            arrived_s=self._clock(),
-            block_table=[block_id],
-        )
         try:
-            yield ScheduledRequest(request, 0, 1, samples=True)
+            yield probe_item(block_id)
         finally:
-            self.kv.release(request)
+            self.pool.release([block_id])
 
     def tenants(self) -> list[TenantProgress]:
         """What every active tenant has, over all classes."""

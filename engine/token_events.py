@@ -8,14 +8,17 @@ from engine.request import Request
 
 def token_event(request: Request, token_ids: list[int]) -> TokenEvent:
     """The wire form of what just happened to `request`, with its exact counts."""
+    started_s = request.first_scheduled_s
     return TokenEvent(
-        request_id=request.request_id,
-        token_ids=token_ids,
-        num_output_tokens=len(request.token_ids) - request.num_prompt_tokens,
-        num_prompt_tokens_computed=request.num_prompt_tokens_computed,
-        num_cached_tokens=request.num_cached_tokens,
-        num_preemptions=request.num_preemptions,
-        queue_s=request.queue_s,
-        finish_reason=request.finish_reason,
-        index=request.index,
+        request.request_id,
+        token_ids,
+        len(request.token_ids) - request.num_prompt_tokens,
+        request.num_prompt_tokens_computed,
+        request.num_cached_tokens,
+        request.num_preemptions,
+        0.0 if started_s is None else started_s - request.arrived_s,
+        None,
+        request.finish_reason,
+        None,
+        request.index,
     )
