@@ -1,14 +1,15 @@
 """How fast the loaded model runs on this device: a few passes timed at start, and the step-time model that fits them.
 
 A pass with one row takes as long as reading the weights; one with many rows as long as multiplying with them. From the two
-follow the bandwidth and the speed of products that the step-time model needs, overheads of this implementation included, and
-how many rows come for free, which decides when guessing tokens is worth it.
+follow the bandwidth and the speed of products that the step-time model needs, overheads of this implementation included;
+what lies between decides when guessing tokens is worth its rows.
 """
 
 from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 
@@ -19,26 +20,14 @@ from engine.paged_decoder import PagedDecoder
 from engine.speculative import SpeculationCosts
 from engine.step_time import DeviceSpeed, Efficiency, ModelShape, StepTimeModel
 
-MANY_ROWS = 64
+ROWS = {"cpu": (1, 4, 16, 64), "cuda": (1, 4, 16, 64, 256)}
+"""Numbers of rows that are timed; the last one is more than reading the weights leaves time for."""
+
 PASSES = 3
 """Of each kind after a first one that warms up; the fastest counts, because a neighbour can only slow a pass down."""
 
 LINK_BANDWIDTH = {"cuda": 25e9, "cpu": 5e9}
 """Bytes per second between device and host tier: PCIe with page-locked memory, and copying within main memory."""
-
-
-@dataclass(frozen=True, slots=True)
-class PassTimes:
-    """Seconds of a pass with one row, and with `num_rows`."""
-
-    one_s: float
-    many_s: float
-    num_rows: int
-
-    @property
-    def free_rows(self) -> float:
-        """Rows up to which a pass takes no longer than with one, if beyond them time grows in proportion."""
-        return max(1.0, self.num_rows * self.one_s / self.many_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,12 +49,17 @@ def measure_speed(
     block_size: int,
 ) -> MeasuredSpeed:
     """Run the models in their empty caches; what that leaves there is nobody's."""
-    num_rows = min(MANY_ROWS, plan.max_model_len)
-    times = PassTimes(_pass_s(target, 1, block_size), _pass_s(target, num_rows, block_size), num_rows)
-    draft_step = 0.0 if draft is None else _pass_s(draft, 1, block_size) / times.one_s
     device = target.kv_caches[0].device.type
-    step_times = step_time_model(config, times, element_bytes=element_bytes, block_size=block_size, device=device)
-    return MeasuredSpeed(step_times, SpeculationCosts(free_rows=times.free_rows, draft_step=draft_step))
+    rows = [num_rows for num_rows in ROWS[device] if num_rows <= plan.max_model_len]
+    times = list(accumulate((_pass_s(target, num_rows, block_size) for num_rows in rows), max))
+    if len(rows) == 1:
+        rows, times = [1, 2], [times[0], 2 * times[0]]
+    draft_step = 0.0 if draft is None else _pass_s(draft, 1, block_size) / times[0]
+    speculation = SpeculationCosts(rows=tuple(rows), times=tuple(time_s / times[0] for time_s in times), draft_step=draft_step)
+    step_times = step_time_model(
+        config, times[0], times[-1] / rows[-1], element_bytes=element_bytes, block_size=block_size, device=device
+    )
+    return MeasuredSpeed(step_times, speculation)
 
 
 def _pass_s(decoder: PagedDecoder, num_rows: int, block_size: int) -> float:
@@ -81,16 +75,15 @@ def _pass_s(decoder: PagedDecoder, num_rows: int, block_size: int) -> float:
 
 
 def step_time_model(
-    config: ModelConfig, times: PassTimes, *, element_bytes: int, block_size: int, device: str
+    config: ModelConfig, one_row_s: float, per_row_s: float, *, element_bytes: int, block_size: int, device: str
 ) -> StepTimeModel:
-    """The model that predicts the two passes. Attention and swaps are priced by the same bandwidth."""
+    """The model that predicts a pass with one row, and one with many. Attention and swaps are priced by the same bandwidth."""
     shape = model_shape(config)
     head = shape.head_params
-    dense = shape.num_layers * shape.attention_params + head
-    expert = shape.num_layers * shape.expert_params
-    read = element_bytes * (dense + shape.num_chosen_experts * expert)
-    multiplied = 2 * (dense + shape.num_chosen_experts * expert) * times.num_rows
-    speed = DeviceSpeed(bandwidth=read / times.one_s, flops=multiplied / times.many_s, link_bandwidth=LINK_BANDWIDTH[device])
+    active = shape.num_layers * (shape.attention_params + shape.num_chosen_experts * shape.expert_params) + head
+    speed = DeviceSpeed(
+        bandwidth=element_bytes * active / one_row_s, flops=2 * active / per_row_s, link_bandwidth=LINK_BANDWIDTH[device]
+    )
     measured = Efficiency(bandwidth=1.0, flops=1.0, host_s=0.0)
     return StepTimeModel(
         shape, speed, weight_bytes=element_bytes, kv_bytes=element_bytes, block_size=block_size, efficiency=measured

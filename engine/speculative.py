@@ -5,14 +5,15 @@ Speculative decoding (arXiv 2211.17192, 2302.01318) lets one step verify several
     prompt lookup  the text repeats itself: what followed the last n tokens when they stood there before (arXiv 2304.04487)
     draft model    a smaller model of the same vocabulary writes the guesses; here only how many of them it should write
 
-A guess costs a row of the batch whether it is right or not. Up to `free_rows` rows a step takes as long as with one,
-because reading the weights takes longer than multiplying with them; beyond, time grows with the rows. So the depth k of a
-request is the one with the most expected tokens per time, (1 + a + … + aᵏ) / cost(rows), where a is the measured share of
-its guesses that were right. With as many requests as free rows nothing is worth guessing: the batch is large.
+A guess costs a row of the batch whether it is right or not. The first rows of a step are almost free, because reading the
+weights takes longer than multiplying with them; later ones are not. So the depth k of a request is the one with the most
+expected tokens per time, (1 + a + … + aᵏ) / cost(rows), where a is the measured share of its guesses that were right, and
+the cost of rows is measured when the engine starts. In a large batch no guess is worth its row, and nothing is guessed.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -29,6 +30,14 @@ PRIOR_ACCEPTED, PRIOR_TRIED = 1.4, 2.0
 
 PROBE_INTERVAL = 16
 """Steps without a guess after which one is made all the same: the text may have begun to repeat itself."""
+
+GOOD_ACCEPTANCE = 0.9
+"""Where guesses of this quality are not worth it, none are looked for at all."""
+
+ACCEPTANCE_STEPS = 64
+"""How finely acceptance is told apart when depths are chosen: each is computed once."""
+
+NUM_RUNNING_MAX = 4096
 
 INDEX_TOKENS_MAX = 16384
 """Tokens after which a generation of the index is closed; two are kept, so that a long context costs bounded memory."""
@@ -57,20 +66,24 @@ class Drafter(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculationCosts:
-    """Time of a step in units of a step with one row: max(1, rows / free_rows), and `draft_step` for each of the draft
-    model's own small steps (0 for prompt lookup)."""
+    """Time of a step, measured for some numbers of rows, `rows` ascending from 1, and of each step of the draft model (0 for
+    prompt lookup), all in units of a step with one row."""
 
-    free_rows: float
+    rows: tuple[int, ...]
+    times: tuple[float, ...]
     draft_step: float = 0.0
 
-    def of(self, num_rows: float, num_draft_steps: int) -> float:
-        return max(1.0, num_rows / self.free_rows) + self.draft_step * num_draft_steps
+    def of(self, num_rows: int, num_draft_steps: int = 0) -> float:
+        """Linear between what was measured, and beyond it as between the last two."""
+        rows, times = self.rows, self.times
+        upper = min(max(1, bisect_left(rows, num_rows)), len(rows) - 1)
+        slope = (times[upper] - times[upper - 1]) / (rows[upper] - rows[upper - 1])
+        return times[upper - 1] + slope * (num_rows - rows[upper - 1]) + self.draft_step * num_draft_steps
 
     def best_depth(self, acceptance: float, num_running: int, limit: int) -> int:
         """The depth at most `limit` with the most expected tokens per time, when all that run guess as deep.
 
-        Tokens grow ever slower with the depth and costs never slower, so the first depth that is worse ends the search. A
-        draft model runs once in any case, to have its own keys and values of every token, and once more after its last guess.
+        A draft model runs once in any case, to have its own keys and values of every token, and once more after its last guess.
         """
         best, best_rate = 0, 1.0 / self.of(num_running, 1)
         expected = term = 1.0
@@ -78,10 +91,17 @@ class SpeculationCosts:
             term *= acceptance
             expected += term
             rate = expected / self.of(num_running * (1 + depth), depth + 1)
-            if rate <= best_rate:
-                break
-            best, best_rate = depth, rate
+            if rate > best_rate:
+                best, best_rate = depth, rate
         return best
+
+    def crossover(self, acceptance: float) -> int:
+        """The most requests for which a guess that is right with this probability is worth its row."""
+        low, high = 0, NUM_RUNNING_MAX
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if self.best_depth(acceptance, middle, 1) else (low, middle - 1)
+        return low
 
 
 class AcceptanceRecord:
@@ -104,13 +124,10 @@ class AcceptanceRecord:
         self._accepted = self._accepted * MEMORY + num_accepted
         self._tried = self._tried * MEMORY + num_accepted + (num_accepted < num_drafted)
 
-    def depth(self, costs: SpeculationCosts, num_running: int, limit: int) -> int:
-        """The best depth, or now and then one guess where none is worth it, to notice when that changes."""
-        depth = costs.best_depth(self.acceptance, num_running, limit)
-        if depth or num_running >= costs.free_rows:
-            return depth
+    def is_probe(self) -> bool:
+        """Asked in a step in which no guess is worth it: whether to make one all the same, to notice when that changes."""
         self._idle_steps += 1
-        return 1 if self._idle_steps % PROBE_INTERVAL == 0 and limit else 0
+        return self._idle_steps % PROBE_INTERVAL == 0
 
 
 class NgramIndex:
@@ -170,35 +187,40 @@ class AdaptiveDrafter:
         self._costs = costs
         self._depth_max = options.num_speculative_tokens
         self._sizes = options.ngram_sizes
-        self._num_running_max = options.disable_by_batch_size
+        self._num_running_max = options.disable_by_batch_size or costs.crossover(GOOD_ACCEPTANCE)
+        self._depths: dict[tuple[int, int, int], int] = {}
         self._states: WeakKeyDictionary[Request, _Guesses] = WeakKeyDictionary()
 
     def draft(self, request: Request, *, limit: int, num_running: int) -> Draft:
         """At most `limit` guesses for what follows `request.token_ids`; none while the choice depends on what was chosen."""
-        if limit < 1 or self._is_off(num_running) or not can_draft(request):
+        if limit < 1 or num_running > self._num_running_max or not can_draft(request):
             return NO_DRAFT
         state = self._states.get(request)
         if state is None:
             index = NgramIndex(self._sizes) if self._sizes else None
             state = self._states[request] = _Guesses(AcceptanceRecord(), index)
+        limit = min(limit, self._depth_max)
         if state.index is None:
-            return Draft(state.record.depth(self._costs, num_running, min(limit, self._depth_max)), [])
+            return Draft(self._depth(state.record, num_running, limit), [])
         if not state.index.follow(request.token_ids, max(1, INDEX_TOKENS_PER_STEP // num_running)):
             return NO_DRAFT
-        found = state.index.continuation(request.token_ids, min(limit, self._depth_max))
-        depth = state.record.depth(self._costs, num_running, len(found)) if found else 0
+        found = state.index.continuation(request.token_ids, limit)
+        depth = self._depth(state.record, num_running, len(found)) if found else 0
         return Draft(depth, found[:depth])
+
+    def _depth(self, record: AcceptanceRecord, num_running: int, limit: int) -> int:
+        acceptance = round(record.acceptance * ACCEPTANCE_STEPS)
+        key = (acceptance, num_running, limit)
+        depth = self._depths.get(key)
+        if depth is None:
+            depth = self._depths[key] = self._costs.best_depth(acceptance / ACCEPTANCE_STEPS, num_running, limit)
+        return depth or int(record.is_probe())
 
     def observe(self, request: Request, num_drafted: int, num_accepted: int) -> None:
         """Take note of a step that verified guesses."""
         state = self._states.get(request)
         if state is not None:
             state.record.observe(num_drafted, num_accepted)
-
-    def _is_off(self, num_running: int) -> bool:
-        if self._num_running_max is not None:
-            return num_running > self._num_running_max
-        return num_running >= self._costs.free_rows
 
 
 def can_draft(request: Request) -> bool:
