@@ -73,7 +73,7 @@ def build_engine(options: EngineOptions, *, progress: Callable[[float], None] = 
     masks = GrammarMasks(model.config.vocab_size)
     runner = ModelRunner(
         target_decoder,
-        Sampler(model.config.vocab_size, device),
+        Sampler(device),
         BlockMover([*target_decoder.kv_caches, *(draft_decoder.kv_caches if draft_decoder else ())], plan.num_host_blocks),
         masks,
         draft=draft_decoder,

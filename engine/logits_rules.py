@@ -56,23 +56,44 @@ def has_rules(row: SampledRow) -> bool:
 
 
 class TokenCounts:
-    """How often each token id stands in one request: prompt and output, and output alone. Follows the request's list."""
+    """The ids that stand in one request, each once, and how often each stands in its output. Follows the request's list."""
 
-    def __init__(self, vocab_size: int, device: torch.device) -> None:
-        self.anywhere = torch.zeros(vocab_size, dtype=torch.bool, device=device)
-        self.in_output = torch.zeros(vocab_size, dtype=torch.float32, device=device)
+    def __init__(self, device: torch.device) -> None:
+        self._places: dict[int, int] = {}
+        self._ids = torch.empty(0, dtype=torch.int64, device=device)
+        self._in_output = torch.empty(0, dtype=torch.float32, device=device)
         self._num_counted = 0
+
+    @property
+    def ids(self) -> torch.Tensor:
+        """[S] int64"""
+        return self._ids[: len(self._places)]
+
+    @property
+    def in_output(self) -> torch.Tensor:
+        """How often `ids` stand in the output: [S] float32"""
+        return self._in_output[: len(self._places)]
 
     def follow(self, request: Request) -> None:
         """Count the tokens that were added since the last call."""
         new = request.token_ids[self._num_counted :]
-        output = request.token_ids[max(self._num_counted, request.num_prompt_tokens) :]
+        num_known, num_prompt = len(self._places), max(0, request.num_prompt_tokens - self._num_counted)
         self._num_counted = request.num_tokens
-        if new:
-            self.anywhere[torch.tensor(new, device=self.anywhere.device)] = True
-        if output:
-            ids = torch.tensor(output, device=self.in_output.device)
-            self.in_output.index_add_(0, ids, torch.ones(len(output), device=self.in_output.device))
+        places = [self._places.setdefault(token_id, len(self._places)) for token_id in new]
+        if len(self._places) > num_known:
+            self._append([*dict.fromkeys(i for i, place in zip(new, places, strict=True) if place >= num_known)])
+        if places[num_prompt:]:
+            index = torch.tensor(places[num_prompt:], device=self._ids.device)
+            self._in_output.index_add_(0, index, torch.ones(len(index), device=self._ids.device))
+
+    def _append(self, ids: list[int]) -> None:
+        """Room for as many again, so that a growing output seldom moves."""
+        end = len(self._places)
+        if end > len(self._ids):
+            more = end * 2 - len(self._ids)
+            self._ids = torch.cat((self._ids, self._ids.new_empty(more)))
+            self._in_output = torch.cat((self._in_output, self._in_output.new_zeros(more)))
+        self._ids[end - len(ids) : end] = torch.tensor(ids, device=self._ids.device)
 
 
 class BadWords:
@@ -99,8 +120,7 @@ class BadWords:
 class LogitsRules:
     """Applies the rules in place and keeps token counts and bad words for as long as their requests live."""
 
-    def __init__(self, vocab_size: int, device: torch.device) -> None:
-        self._vocab_size = vocab_size
+    def __init__(self, device: torch.device) -> None:
         self._device = device
         self._counts: WeakKeyDictionary[Request, TokenCounts] = WeakKeyDictionary()
         self._bad_words: WeakKeyDictionary[Request, BadWords] = WeakKeyDictionary()
@@ -153,11 +173,12 @@ class LogitsRules:
         assert row.position == request.num_tokens, f"request {request.request_id} has drafts in spite of penalties"
         counts = self._counts.get(request)
         if counts is None:
-            counts = self._counts[request] = TokenCounts(self._vocab_size, self._device)
+            counts = self._counts[request] = TokenCounts(self._device)
         counts.follow(request)
+        values = logits[counts.ids]
         if sampling.repetition_penalty != 1.0:
             factor = sampling.repetition_penalty
-            penalised = torch.where(logits > 0, logits / factor, logits * factor)
-            logits.copy_(torch.where(counts.anywhere, penalised, logits))
-        logits -= sampling.frequency_penalty * counts.in_output
-        logits -= sampling.presence_penalty * (counts.in_output > 0)
+            values = torch.where(values > 0, values / factor, values * factor)
+        values -= sampling.frequency_penalty * counts.in_output
+        values -= sampling.presence_penalty * (counts.in_output > 0)
+        logits.index_copy_(0, counts.ids, values)

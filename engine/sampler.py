@@ -28,6 +28,9 @@ costs a third of one of 256, and trained models rarely keep more."""
 GREEDY_BELOW = 1e-5
 """Temperatures below are greedy: a float32 column cannot hold the smallest of them, and none of them would draw otherwise."""
 
+CHUNK = 256
+"""Tokens whose weights are summed up for the first half of a draw."""
+
 NO_TOKEN = -1
 NOT_FINITE = "the model computed logits that are not finite for this request"
 NOTHING_ALLOWED = "every token is forbidden here by what the request asks for (guided decoding, bad_words, min_tokens)"
@@ -50,9 +53,9 @@ def is_greedy(sampling: SamplingParams) -> bool:
 class Sampler:
     """Sampling for one engine; holds token counts of live requests and nothing else."""
 
-    def __init__(self, vocab_size: int, device: torch.device) -> None:
+    def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._rules = LogitsRules(vocab_size, device)
+        self._rules = LogitsRules(device)
 
     def sample(self, logits: torch.Tensor, rows: Sequence[SampledRow], masks: torch.Tensor | None = None) -> list[SampledToken]:
         """One output per row.
@@ -155,12 +158,13 @@ class Sampler:
         rows: Sequence[SampledRow],
     ) -> list[SampledToken]:
         token_ids = chosen.tolist()
-        asked = [i for i, row in enumerate(rows) if row.sampling.logprobs is not None and usable[i]]
+        asked = [i for i, row in enumerate(rows) if row.request.sampling.logprobs is not None and usable[i]]
         logprobs = self._logprobs(logits, model_logits, asked, chosen, rows) if asked else {}
-        failed = {} if all(usable) else {i: _failure(rows[i], value) for i, value in enumerate(maxima.tolist())}
-        return [
-            SampledToken(token_id=token_ids[i], logprob=logprobs.get(i)) if usable[i] else failed[i] for i in range(len(rows))
-        ]
+        outputs = [SampledToken(token_id, logprobs.get(i)) for i, token_id in enumerate(token_ids)]
+        if not all(usable):
+            for i, maximum in enumerate(maxima.tolist()):
+                outputs[i] = outputs[i] if usable[i] else _failure(rows[i], maximum)
+        return outputs
 
     def _logprobs(
         self,
@@ -214,9 +218,32 @@ def _failure(row: SampledRow, maximum: float) -> SampledToken:
 def invert(weights: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
     """weights: [B, V] ≥ 0, noise: [B, 1] float64 in [0, 1) → index drawn in proportion to the weights: [B]
 
-    NO_TOKEN for rows whose weights do not sum to a finite number above zero.
+    NO_TOKEN for rows whose weights do not sum to a finite number above zero. First a chunk is drawn by its sum, then an index
+    within it: a cumulative sum in float64 over a whole vocabulary costs more than everything else about a draw.
     """
+    num_chunks = -(-weights.shape[-1] // CHUNK)
+    if num_chunks <= 2:
+        return _place(weights, noise)
+    whole = weights.shape[-1] // CHUNK * CHUNK
+    sums = weights[:, :whole].reshape(len(weights), -1, CHUNK).sum(dim=-1)
+    if whole < weights.shape[-1]:
+        sums = torch.cat((sums, weights[:, whole:].sum(dim=-1, keepdim=True)), dim=-1)
+    cumulative = sums.cumsum(dim=-1, dtype=torch.float64)
+    target = noise * cumulative[:, -1:]
+    chunk = torch.searchsorted(cumulative, target, right=True).clamp_(max=num_chunks - 1)
+    before = torch.where(chunk > 0, cumulative.gather(1, (chunk - 1).clamp_(min=0)), 0.0)
+    share = (target - before) / (cumulative.gather(1, chunk) - before)
+    places = chunk * CHUNK + torch.arange(CHUNK, device=weights.device)
+    inside = weights.gather(1, places.clamp(max=weights.shape[-1] - 1)).masked_fill_(places >= weights.shape[-1], 0.0)
+    place = _place(inside, share)
+    is_finite = torch.isfinite(cumulative[:, -1])
+    return torch.where(is_finite & (place != NO_TOKEN), chunk[:, 0] * CHUNK + place, NO_TOKEN)
+
+
+def _place(weights: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+    """As `invert`, in one pass; a noise that was rounded up to 1 draws the last index that has a weight."""
     cumulative = weights.cumsum(dim=-1, dtype=torch.float64)
     total = cumulative[:, -1:]
-    index = torch.searchsorted(cumulative, noise * total, right=True).clamp_(max=weights.shape[-1] - 1)
+    target = torch.minimum(noise * total, torch.nextafter(total, torch.zeros_like(total)))
+    index = torch.searchsorted(cumulative, target, right=True).clamp_(max=weights.shape[-1] - 1)
     return torch.where(torch.isfinite(total) & (total > 0), index, NO_TOKEN)[:, 0]

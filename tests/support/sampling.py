@@ -42,12 +42,12 @@ def next_rows(requests: Sequence[Request]) -> list[SampledRow]:
 
 def sample(logits: torch.Tensor, requests: Sequence[Request], masks: torch.Tensor | None = None) -> list[SampledToken]:
     """One token for each row of `logits`, by a fresh sampler."""
-    return Sampler(logits.shape[-1], logits.device).sample(logits.clone(), next_rows(requests), masks)
+    return Sampler(logits.device).sample(logits.clone(), next_rows(requests), masks)
 
 
 def distributions(logits: torch.Tensor, requests: Sequence[Request], masks: torch.Tensor | None = None) -> torch.Tensor:
     """What each row is drawn from: [B, V]"""
-    return Sampler(logits.shape[-1], logits.device).distributions(logits.clone(), next_rows(requests), masks)
+    return Sampler(logits.device).distributions(logits.clone(), next_rows(requests), masks)
 
 
 def mask_of(allowed: Sequence[Sequence[int] | None], vocab_size: int) -> torch.Tensor:

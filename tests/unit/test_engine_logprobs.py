@@ -78,7 +78,7 @@ def test_log_probabilities_make_no_tensor_larger_than_a_slice(monkeypatch: pytes
     monkeypatch.setattr(engine.logprobs, "SLICE_ELEMENTS", 4 * VOCAB_SIZE)
     logits = torch.randn(64, VOCAB_SIZE)
     rows = next_rows([sampling_request(str(i), temperature=0.0, logprobs=3) for i in range(64)])
-    sampler = Sampler(VOCAB_SIZE, logits.device)
+    sampler = Sampler(logits.device)
     with Largest() as largest:  # type: ignore[no-untyped-call]
         prompt_logprobs(logits, list(range(64)), 5)
         token_logprobs(logits, list(range(0, 64, 2)), torch.arange(32), [1] * 32)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from typing import Any
 
 import pytest
@@ -30,8 +31,27 @@ def test_presence_and_frequency_penalties_count_the_output_only() -> None:
     assert [sample(logits, [r])[0].token_id for r in (in_prompt, in_output, twice, once)] == [0, 1, 1, 0]
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_penalties_are_those_of_a_count_over_the_whole_vocabulary(seed: int) -> None:
+    numbers = random.Random(seed)
+    request = sampling_request(
+        prompt=tuple(numbers.randrange(50) for _ in range(numbers.randrange(1, 60))),
+        temperature=1.0, repetition_penalty=1.3, presence_penalty=0.4, frequency_penalty=-0.2,
+    )  # fmt: skip
+    sampler = Sampler(CPU)
+    for _ in range(12):
+        logits = torch.randn(1, 50, generator=torch.Generator().manual_seed(numbers.randrange(1000)))
+        result = sampler.distributions(logits.clone(), next_rows([request]))
+        anywhere = torch.bincount(torch.tensor(request.token_ids), minlength=50) > 0
+        in_output = torch.bincount(torch.tensor(request.output_token_ids, dtype=torch.int64), minlength=50)
+        twin = torch.where(anywhere, torch.where(logits > 0, logits / 1.3, logits * 1.3), logits)
+        twin = twin + 0.2 * in_output - 0.4 * (in_output > 0)
+        torch.testing.assert_close(result, torch.softmax(twin, -1))
+        request.token_ids += [numbers.randrange(50) for _ in range(numbers.randrange(1, 4))]
+
+
 def test_token_counts_follow_a_growing_request() -> None:
-    sampler = Sampler(3, CPU)
+    sampler = Sampler(CPU)
     request = sampling_request(prompt=(2,), temperature=0.0, frequency_penalty=0.3)
     chosen = []
     for _ in range(4):
@@ -82,7 +102,7 @@ def test_the_last_token_of_a_bad_word_is_forbidden_behind_its_others(output: tup
 
 
 def test_bad_words_follow_a_growing_output() -> None:
-    sampler = Sampler(4, CPU)
+    sampler = Sampler(CPU)
     request = sampling_request(prompt=(3,), temperature=0.0, bad_words_token_ids=[[0, 0], [1, 2]])
     for _ in range(5):
         (output,) = sampler.sample(torch.tensor([[3.0, 2.0, 1.0, 0.0]]), next_rows([request]))
@@ -167,7 +187,7 @@ def test_a_bias_on_every_token_leaves_the_choice_as_it_was(bias: float) -> None:
 def test_a_row_behind_drafts_draws_with_the_noise_of_its_own_position() -> None:
     logits = torch.zeros(4, 500)
     request = sampling_request(output=(3, 4), seed=9)
-    behind = Sampler(500, CPU).sample(logits.clone(), [SampledRow(request, request.num_tokens + k) for k in range(4)])
+    behind = Sampler(CPU).sample(logits.clone(), [SampledRow(request, request.num_tokens + k) for k in range(4)])
     grown = []
     for _ in range(4):
         grown.append(sample(logits[:1], [request])[0])
@@ -178,5 +198,5 @@ def test_a_row_behind_drafts_draws_with_the_noise_of_its_own_position() -> None:
 def test_end_tokens_are_forbidden_in_rows_behind_drafts_as_long_as_the_answer_would_be_too_short() -> None:
     request = sampling_request(temperature=0.0, min_tokens=2)
     rows = [SampledRow(request, request.num_tokens + depth) for depth in range(3)]
-    outputs = Sampler(2, CPU).sample(torch.tensor([[9.0, 1.0]] * 3), rows)
+    outputs = Sampler(CPU).sample(torch.tensor([[9.0, 1.0]] * 3), rows)
     assert [output.token_id for output in outputs] == [1, 1, 0]
