@@ -1,0 +1,55 @@
+"""Rotary frequencies equal transformers over many random settings of every scaling, not only those of the tiny models."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from engine.config import parse_model_config
+from engine.layers.rotary import inverse_frequencies
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": 10,
+    "intermediate_size": 8,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+}
+CASES_PER_KIND = 12
+
+
+def random_settings(kind: str, numbers: random.Random, original: int, head_dim: int) -> dict[str, Any]:
+    settings: dict[str, Any] = {"rope_type": kind, "rope_theta": numbers.choice([1e4, 5e5, 1e6])}
+    if kind in ("linear", "dynamic", "llama3", "yarn"):
+        settings["factor"] = numbers.choice([1.0, 2.0, 8.0, 40.0])
+    if kind in ("llama3", "yarn", "longrope"):
+        settings["original_max_position_embeddings"] = original
+    if kind == "llama3":
+        settings |= {"low_freq_factor": 1.0, "high_freq_factor": numbers.choice([2.0, 4.0])}
+    if kind == "longrope":
+        settings["short_factor"] = [1 + i * 0.1 for i in range(head_dim // 2)]
+        settings["long_factor"] = [1 + i * 0.5 for i in range(head_dim // 2)]
+        settings |= numbers.choice([{}, {"factor": 4.0}, {"attention_factor": 1.2}])
+    if kind == "yarn":
+        settings |= numbers.choice([{}, {"attention_factor": 1.3}, {"mscale": 0.7, "mscale_all_dim": 1.0}, {"mscale": 0.7}])
+        settings |= numbers.choice([{}, {"beta_fast": 64.0}, {"beta_slow": 0.5}, {"truncate": False}])
+    return settings
+
+
+@pytest.mark.parametrize("kind", ["default", "linear", "dynamic", "llama3", "yarn", "longrope"])
+def test_frequencies_and_magnitude_are_those_of_transformers(kind: str) -> None:
+    numbers = random.Random(kind)
+    for _ in range(CASES_PER_KIND):
+        original, head_dim = numbers.choice([32, 512, 4096, 8192]), numbers.choice([16, 64, 96, 128])
+        config = {**SHAPE, "hidden_size": 2 * head_dim, "max_position_embeddings": original * numbers.choice([2, 8, 32])}
+        settings = random_settings(kind, numbers, original, head_dim)
+        expected = LlamaRotaryEmbedding(transformers.LlamaConfig(**config, rope_parameters=dict(settings)))
+        found = {"architectures": ["LlamaForCausalLM"], **config, "rope_parameters": settings}
+        (rope,) = parse_model_config(found, {}).ropes
+        torch.testing.assert_close(inverse_frequencies(rope, original), expected.inv_freq, rtol=1e-6, atol=0)
+        assert rope.attention_factor == pytest.approx(expected.attention_scaling, rel=1e-9)
