@@ -1,0 +1,112 @@
+"""Embeddings on the CPU: `LLM.embed` against transformers with mean pooling, an encoder of the shape of MiniLM-L6.
+
+Usage: python -m bench.embeddings_cpu [--texts 256] [--rounds 5] [--threads 1]
+
+The peer gets its texts sorted by length in padded batches of 32, as sentence-transformers batches them. Every round runs both
+right after one another, the order swapped every other time; vectors are compared before anything is timed. One JSON row per
+run is appended to bench/results/embeddings_cpu.jsonl.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from bench.engine_cpu import environment
+from engine.cpu_environment import prepare_cpu
+
+prepare_cpu()
+
+import torch  # noqa: E402 - must see the environment set above
+import transformers  # noqa: E402
+
+from engine import LLM  # noqa: E402
+
+SHAPE = {"hidden_size": 384, "num_hidden_layers": 6, "num_attention_heads": 12, "intermediate_size": 1536}
+VOCAB_SIZE = 30522
+PEER_BATCH = 32
+LEN_MAX = 256
+TOLERANCE = 1e-5
+RESULTS = Path(__file__).parent / "results" / "embeddings_cpu.jsonl"
+
+Texts = Sequence[Sequence[int]]
+
+
+def make_texts(count: int) -> list[list[int]]:
+    """Log-normal lengths around 37 tokens, as sentences and short paragraphs have."""
+    numbers = random.Random(1)
+    lens = [min(LEN_MAX, int(numbers.lognormvariate(3.6, 0.8)) + 3) for _ in range(count)]
+    return [[numbers.randrange(5, VOCAB_SIZE) for _ in range(length)] for length in lens]
+
+
+def padded_batches(model: Any, texts: Texts) -> torch.Tensor:
+    """Vectors of transformers: padded batches, mean over the mask, length one."""
+    order = sorted(range(len(texts)), key=lambda i: -len(texts[i]))
+    vectors = torch.empty(len(texts), SHAPE["hidden_size"])
+    with torch.inference_mode():
+        for first in range(0, len(order), PEER_BATCH):
+            batch = order[first : first + PEER_BATCH]
+            longest = len(texts[batch[0]])
+            ids = torch.tensor([[*texts[i], *[0] * (longest - len(texts[i]))] for i in batch])
+            mask = torch.tensor([[1] * len(texts[i]) + [0] * (longest - len(texts[i])) for i in batch])
+            states = model(ids, attention_mask=mask).last_hidden_state
+            means = (states * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)
+            vectors[batch] = torch.nn.functional.normalize(means, dim=-1)
+    return vectors
+
+
+def timed(run: Callable[[], object]) -> float:
+    started_s = time.perf_counter()
+    run()
+    return time.perf_counter() - started_s
+
+
+def measure(count: int, rounds: int, threads: int) -> dict[str, Any]:
+    texts = make_texts(count)
+    torch.manual_seed(5)
+    model = transformers.BertModel(transformers.BertConfig(vocab_size=VOCAB_SIZE, **SHAPE)).eval()
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        llm = LLM(folder, device="cpu", threads=threads)
+    torch.testing.assert_close(torch.tensor(llm.embed(texts)), padded_batches(model, texts), rtol=0, atol=TOLERANCE)
+    pairs = []
+    for number in range(rounds):
+        order = [("ours", lambda: llm.embed(texts)), ("peer", lambda: padded_batches(model, texts))]
+        cost_s = {name: timed(run) for name, run in (order if number % 2 == 0 else order[::-1])}
+        pairs.append((cost_s["ours"], cost_s["peer"]))
+    num_tokens = sum(map(len, texts))
+    return {
+        "texts": count,
+        "tokens": num_tokens,
+        "ratio_median": round(statistics.median(peer / ours for ours, peer in pairs), 2),
+        "ratios": [round(peer / ours, 2) for ours, peer in pairs],
+        "ours_tokens_per_s": round(num_tokens / min(ours for ours, _ in pairs), 1),
+        "peer_tokens_per_s": round(num_tokens / min(peer for _, peer in pairs), 1),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--texts", type=int, default=256)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=1)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    transformers.logging.set_verbosity_error()
+    results = measure(options.texts, options.rounds, options.threads)
+    row = {"bench": "embeddings_cpu", **environment(options.threads), "peer": "transformers, padded batches of 32", **results}
+    RESULTS.parent.mkdir(exist_ok=True)
+    with RESULTS.open("a") as file:
+        file.write(json.dumps(row) + "\n")
+    print(json.dumps(row, indent=2))
+
+
+if __name__ == "__main__":
+    main()
