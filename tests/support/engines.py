@@ -10,14 +10,38 @@ from engine.build import build_engine
 from engine.loop import Engine
 from engine.options import EngineOptions
 from engine.protocol import GenerationRequest, SamplingParams, TokenEvent
+from engine.speculative import AdaptiveDrafter, SpeculationCosts
 
 KV_CACHE_BYTES = 1_000_000
 
 
+FREE_ROWS = SpeculationCosts(rows=(1, 64), times=(1.0, 1.0))
+
+
 def small_engine(model: Path, **changes: Any) -> Engine:
-    """An engine on the CPU with one thread and a cache of a megabyte."""
-    options = {"device": "cpu", "threads": 1, "kv_cache_bytes": KV_CACHE_BYTES, "max_num_seqs": 16, **changes}
-    return build_engine(EngineOptions(model=model, **options))
+    """An engine on the CPU with one thread and a cache of a megabyte. Guesses go as deep as they may, whatever the machine
+    measured them to cost."""
+    chosen = {"device": "cpu", "threads": 1, "kv_cache_bytes": KV_CACHE_BYTES, "max_num_seqs": 16, **changes}
+    options = EngineOptions(model=model, **chosen)
+    engine = build_engine(options)
+    if options.speculative_config is not None:
+        drafting = engine._scheduler._drafting
+        assert drafting is not None
+        drafting._drafter = AdaptiveDrafter(options.speculative_config, FREE_ROWS)
+    return engine
+
+
+def preempt_all(engine: Engine) -> None:
+    """Take the blocks of everything that runs."""
+    for request in list(engine._scheduler.running):
+        engine._scheduler.preempt(request)
+
+
+def evict_all(engine: Engine) -> None:
+    """Drop the content of every block that nobody holds, to the host tier where there is one."""
+    pool = engine._scheduler.pool
+    pool.release(pool.allocate(pool.num_available))
+    engine.runner.move(engine._scheduler.kv.take_moves())
 
 
 def wanted(request_id: str, prompt: Sequence[int], *, tenant_id: str = "alice", **sampling: Any) -> GenerationRequest:

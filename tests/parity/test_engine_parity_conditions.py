@@ -1,0 +1,132 @@
+"""Greedy tokens and logprobs equal those of transformers where the engine takes short cuts: blocks that were swapped or lost,
+tokens that were guessed, prompts that are shared by several answers. For every family."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.loop import Engine
+from engine.protocol import TokenEvent
+from engine.speculative_options import SpeculativeOptions
+from tests.support.engines import evict_all, preempt_all, run_to_end, small_engine, tokens, wanted
+from tests.support.parity import assert_greedy
+from tests.support.tiny_models import FAMILY_SETTINGS, VOCAB_SIZE, make_model
+
+PROMPT_LENS = (5, 17, 40)
+MAX_TOKENS = 16
+SWAP_SPACE_GIB = 0.002
+SMALL: dict[str, Any] = {"num_kv_blocks": 24, "max_model_len": 128, "max_num_batched_tokens": 48}
+
+
+@dataclass
+class Case:
+    """A model directory beside the model that transformers made of it."""
+
+    directory: Path
+    model: Any
+
+    def engine(self, **options: Any) -> Engine:
+        return small_engine(self.directory, **{**SMALL, **options})
+
+    def check(self, engine: Engine, interrupt: Callable[[Engine], None] | None = None, **sampling: Any) -> None:
+        """Run repetitive prompts together, interrupted twice, and hold them against transformers."""
+        prompts = make_prompts()
+        events: list[TokenEvent] = []
+        for index, prompt in enumerate(prompts):
+            assert not engine.submit(wanted(str(index), prompt, max_tokens=MAX_TOKENS, logprobs=0, **sampling))
+        for _ in range(2 if interrupt is not None else 0):
+            events += [event for _ in range(5) for event in engine.step()]
+            assert engine.status().num_running == len(prompts), "the interruption comes too late"
+            interrupt(engine)
+        events += [event for of_one in run_to_end(engine, []).values() for event in of_one]
+        num_answers = sampling.get("n", 1)
+        answers = [[e for e in events if (e.request_id, e.index) == (str(i), k)] for i, k in keys(len(prompts), num_answers)]
+        assert_greedy(self.model, [prompt for prompt in prompts for _ in range(num_answers)], answers)
+        assert all(len(tokens(answer)) == MAX_TOKENS for answer in answers)
+
+
+def keys(num_prompts: int, num_answers: int) -> list[tuple[int, int]]:
+    return [(i, k) for i in range(num_prompts) for k in range(num_answers)]
+
+
+def make_prompts() -> list[list[int]]:
+    """Each says the same twice, so that there is something to look up."""
+    numbers = random.Random(4)
+    parts = [[numbers.randrange(3, VOCAB_SIZE) for _ in range(length)] for length in PROMPT_LENS]
+    return [part + part for part in parts]
+
+
+@pytest.fixture(scope="module")
+def case_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Case]:
+    @cache
+    def make(family: str) -> Case:
+        directory = tmp_path_factory.mktemp(family)
+        return Case(directory, make_model(family, directory))
+
+    return make
+
+
+families = pytest.mark.parametrize("family", list(FAMILY_SETTINGS))
+
+
+def take_away(engine: Engine) -> None:
+    preempt_all(engine)
+    evict_all(engine)
+
+
+@families
+def test_requests_that_were_swapped_to_main_memory_and_back(family: str, case_of: Callable[[str], Case]) -> None:
+    engine = case_of(family).engine(swap_space=SWAP_SPACE_GIB)
+    case_of(family).check(engine, take_away)
+    status = engine.status()
+    assert status.swapped_in_blocks_total >= 10
+    assert status.preemptions_total >= 6
+
+
+@families
+def test_requests_whose_blocks_were_lost_and_computed_again(family: str, case_of: Callable[[str], Case]) -> None:
+    engine = case_of(family).engine()
+    case_of(family).check(engine, take_away)
+    assert engine.status().swapped_in_blocks_total == 0
+    assert engine._scheduler.totals.recomputed_tokens > 250
+
+
+@families
+def test_tokens_that_were_looked_up_in_the_text(family: str, case_of: Callable[[str], Case]) -> None:
+    config = SpeculativeOptions(method="ngram", num_speculative_tokens=3, prompt_lookup_min=1)
+    engine = case_of(family).engine(speculative_config=config)
+    case_of(family).check(engine)
+    assert engine.status().draft_tokens_total > 0
+
+
+@families
+def test_tokens_that_a_draft_model_guessed(family: str, case_of: Callable[[str], Case]) -> None:
+    case = case_of(family)
+    config = SpeculativeOptions(method="draft_model", model=case.directory, num_speculative_tokens=3)
+    engine = case.engine(speculative_config=config, swap_space=SWAP_SPACE_GIB, kv_cache_bytes=None)
+    case.check(engine)
+    assert engine.status().accepted_draft_tokens_total > 20, "the model should guess itself right"
+
+
+@families
+def test_four_answers_that_share_the_blocks_of_their_prompt(family: str, case_of: Callable[[str], Case]) -> None:
+    engine = case_of(family).engine(num_kv_blocks=64)
+    case_of(family).check(engine, n=4)
+    assert engine.status().prompt_tokens_total == 2 * sum(PROMPT_LENS), "a prompt is computed and counted once"
+
+
+@pytest.mark.parametrize("method", ["ngram", "draft_model"])
+def test_guesses_under_swaps_with_several_answers(method: str, case_of: Callable[[str], Case]) -> None:
+    case = case_of("llama")
+    model = case_of("qwen3").directory if method == "draft_model" else None
+    config = SpeculativeOptions(method=method, model=model, num_speculative_tokens=2, prompt_lookup_min=1)
+    engine = case.engine(speculative_config=config, swap_space=SWAP_SPACE_GIB, num_kv_blocks=64)
+    case.check(engine, take_away if method == "ngram" else None, n=1 if method == "ngram" else 3)
+    assert engine.status().draft_tokens_total > 0

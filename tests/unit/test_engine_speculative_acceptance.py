@@ -1,0 +1,183 @@
+"""Verification of guesses: by equality with what plain decoding draws, and by rejection with the distribution it draws from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine.acceptance import GUESS, accept_by_rejection, accept_equal
+from engine.protocol import TokenLogprob
+from engine.randomness import uniform
+from engine.sampler import NOT_FINITE, SampledToken, invert
+from engine.speculative_options import SpeculativeOptions
+from tests.support.engines import run_to_end, small_engine, tokens, wanted
+from tests.support.tiny_models import make_model
+
+NUM_DRAWS = 4000
+
+
+def drawn(*token_ids: int | None) -> list[SampledToken]:
+    return [SampledToken(token_id=i) if i is not None else SampledToken(error=NOT_FINITE) for i in token_ids]
+
+
+@pytest.mark.parametrize(
+    ("sampled", "guesses", "expected"),
+    [
+        ((5,), [], [5]),
+        ((5, 6, 7), [5, 6], [5, 6, 7]),
+        ((5, 6, 7), [5, 9], [5, 6]),
+        ((5, 6, 7), [9, 6], [5]),
+        ((5, None, 7), [5, 6], [5]),
+        ((5, None, 7), [9, 6], [5]),
+    ],
+)
+def test_guesses_are_accepted_as_long_as_they_equal_what_is_drawn(
+    sampled: tuple[int | None, ...], guesses: list[int], expected: list[int]
+) -> None:
+    assert accept_equal(drawn(*sampled), guesses).token_ids == expected
+
+
+def test_a_first_row_that_failed_is_the_failure_of_its_request() -> None:
+    output = accept_equal([SampledToken(error="nothing allowed", error_param="bad_words"), *drawn(5)], [5])
+    assert (output.token_ids, output.error, output.error_param) == ([], "nothing allowed", "bad_words")
+
+
+def test_log_probabilities_come_with_the_accepted_tokens_only() -> None:
+    rows = [SampledToken(token_id=i, logprob=TokenLogprob(logprob=-float(i))) for i in (1, 2, 3)]
+    assert [entry.logprob for entry in accept_equal(rows, [1, 9]).logprobs or []] == [-1.0, -2.0]
+
+
+def histogram(token_ids: list[int], size: int) -> torch.Tensor:
+    return torch.bincount(torch.tensor(token_ids), minlength=size).double() / len(token_ids)
+
+
+def assert_follows(counts: torch.Tensor, expected: torch.Tensor) -> None:
+    """Pearson's χ² over categories that are expected at all, at a probability of error of about 1 in 10,000."""
+    expected = expected.double()
+    possible = expected > 0
+    assert counts[~possible].sum() == 0, "a token was drawn that has no probability"
+    statistic = (NUM_DRAWS * (counts - expected).square()[possible] / expected[possible]).sum().item()
+    freedom = int(possible.sum()) - 1
+    assert statistic < freedom + 4.0 * (2 * freedom) ** 0.5 + 6.0, f"χ² is {statistic:.1f} with {freedom} degrees of freedom"
+
+
+@pytest.mark.parametrize("closeness", [0.0, 0.5, 0.95])
+def test_tokens_accepted_by_rejection_have_the_distribution_of_the_model(closeness: float) -> None:
+    generator = torch.Generator().manual_seed(2)
+    size, depth = 6, 2
+    target = torch.rand(depth + 1, size, generator=generator).square_()
+    target[:, 1] = 0.0  # filtered out by the request
+    target /= target.sum(dim=-1, keepdim=True)
+    other = torch.rand(depth, size, generator=generator)
+    draft = closeness * target[:depth] + (1 - closeness) * other / other.sum(dim=-1, keepdim=True)
+    firsts: list[int] = []
+    seconds: dict[int, list[int]] = {}
+    num_accepted = 0
+    for seed in range(NUM_DRAWS):
+        column = [[uniform(seed, 10 + i, draw=GUESS)] for i in range(depth)]
+        guesses = invert(draft, torch.tensor(column, dtype=torch.float64)).tolist()
+        output = accept_by_rejection(target, draft, guesses, seed=seed, position=10)
+        firsts.append(output.token_ids[0])
+        num_accepted += len(output.token_ids) - 1
+        if len(output.token_ids) > 1:
+            seconds.setdefault(0, []).append(output.token_ids[1])
+    assert_follows(histogram(firsts, size), target[0])
+    share = torch.minimum(target[0], draft[0]).sum().item()
+    assert len(seconds[0]) / NUM_DRAWS == pytest.approx(share, abs=0.04), "the first guess is accepted with Σ min(p, q)"
+    assert (histogram(seconds[0], size) - target[1]).abs().max() < 0.04
+    assert num_accepted
+
+
+def test_equal_distributions_accept_every_guess() -> None:
+    row = torch.tensor([0.25, 0.5, 0.25])
+    for seed in range(50):
+        assert len(accept_by_rejection(row.repeat(3, 1), row.repeat(2, 1), [1, 0], seed=seed, position=3).token_ids) == 3
+
+
+def test_a_row_that_nothing_can_be_drawn_from_fails_only_without_tokens_before_it() -> None:
+    row, nothing = torch.tensor([0.0, 1.0]), torch.zeros(2)
+    draft = torch.tensor([[0.0, 1.0]])
+    assert accept_by_rejection(torch.stack([nothing, row]), draft, [1], seed=1, position=3).error == NOT_FINITE
+    assert accept_by_rejection(torch.stack([row, nothing]), draft, [1], seed=1, position=3).token_ids == [1]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A model of a small vocabulary, and a draft model that is not quite unlike it."""
+    large, small = tmp_path_factory.mktemp("large"), tmp_path_factory.mktemp("small")
+    make_model("llama", large, vocab_size=12)
+    make_model("llama", small, vocab_size=12, num_hidden_layers=1)
+    return large, small
+
+
+def speculation(method: str, model: Path | None = None, depth: int = 3) -> dict[str, Any]:
+    return {
+        "speculative_config": SpeculativeOptions(
+            method=method, model=model, num_speculative_tokens=depth, disable_by_batch_size=64, prompt_lookup_min=1
+        )
+    }
+
+
+def run(model: Path, sampling: dict[str, Any], count: int, **options: Any) -> list[list[int]]:
+    engine = small_engine(model, max_num_seqs=32, **options)
+    requests = [wanted(str(i), [5, 6, 7] * 3, **{"seed": i, "max_tokens": 3, **sampling}) for i in range(count)]
+    events = run_to_end(engine, requests)
+    return [tokens(events[str(i)]) for i in range(count)]
+
+
+@pytest.mark.parametrize(
+    "sampling", [{"temperature": 1.3}, {"temperature": 1.0, "top_k": 4}, {"temperature": 0.8, "top_p": 0.7}]
+)
+def test_what_is_written_with_a_draft_model_has_the_distribution_of_plain_writing(
+    sampling: dict[str, Any], models: tuple[Path, Path]
+) -> None:
+    count, size = 600, 12
+    plain = run(models[0], sampling, count)
+    guessed = run(models[0], sampling, count, **speculation("draft_model", models[1]))
+    assert guessed != plain, "rejection draws other tokens for the same seed"
+    for position in range(3):
+        ours, theirs = (histogram([answer[position] for answer in answers], size) for answers in (guessed, plain))
+        pooled = (ours + theirs) / 2
+        statistic = (count / 2 * (ours - theirs).square() / pooled.clamp(min=1e-9)).sum().item()
+        freedom = int((pooled > 0).sum()) - 1
+        assert statistic < freedom + 4.0 * (2 * freedom) ** 0.5 + 6.0, f"position {position}: χ² is {statistic:.1f}"
+
+
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 1.0}, {"temperature": 1.0, "top_p": 0.8, "logprobs": 2}])
+@pytest.mark.parametrize("depth", [1, 5])
+def test_prompt_lookup_writes_the_very_tokens_of_plain_writing(
+    sampling: dict[str, Any], depth: int, models: tuple[Path, Path]
+) -> None:
+    sampling = {"max_tokens": 40, **sampling}
+    assert run(models[0], sampling, 6, **speculation("ngram", depth=depth)) == run(models[0], sampling, 6)
+
+
+@pytest.mark.parametrize("options", [{}, {"batch_invariant": True}])
+def test_a_draft_model_writes_the_very_tokens_where_it_cannot_depend_on_chance(
+    options: dict[str, Any], models: tuple[Path, Path]
+) -> None:
+    sampling = {"max_tokens": 30, "temperature": 1.0 if options else 0.0}
+    guessed = run(models[0], sampling, 6, **options, **speculation("draft_model", models[1]))
+    assert guessed == run(models[0], sampling, 6, **options)
+
+
+def test_only_what_was_generated_is_counted(models: tuple[Path, Path]) -> None:
+    engine = small_engine(models[0], **speculation("draft_model", models[0], depth=4))
+    events = run_to_end(engine, [wanted(str(i), [5, 6, 7], max_tokens=length) for i, length in enumerate((1, 2, 7, 30))])
+    assert [len(tokens(events[str(i)])) for i in range(4)] == [1, 2, 7, 30]
+    assert [events[str(i)][-1].num_output_tokens for i in range(4)] == [1, 2, 7, 30]
+    status = engine.status()
+    assert status.generation_tokens_total == 40
+    assert status.accepted_draft_tokens_total == status.draft_tokens_total > 20, "the same model guesses what it would say"
+    assert status.steps_total < 15
+
+
+def test_an_end_inside_the_accepted_guesses_ends_the_answer_there(models: tuple[Path, Path]) -> None:
+    plain = run(models[0], {"max_tokens": 30}, 1)[0]
+    end = plain[10]
+    sampling = {"max_tokens": 30, "stop_token_ids": [end]}
+    guessed = run(models[0], sampling, 1, **speculation("draft_model", models[0], depth=8))[0]
+    assert guessed == plain[: plain.index(end) + 1]
