@@ -6,7 +6,7 @@ the texts. A vector does not depend on who else is in its batch, but for the ord
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -42,6 +42,22 @@ class TextModel:
     default_pooling: str = "last"  # a token of a decoder knows only what stands before it
 
 
+class Embedding(list[float]):
+    """One vector. It answers to the names of vLLM's result as well: `outputs.embedding` and `prompt_token_ids`."""
+
+    def __init__(self, vector: Iterable[float], prompt_token_ids: Sequence[int]) -> None:
+        super().__init__(vector)
+        self.prompt_token_ids = list(prompt_token_ids)
+
+    @property
+    def outputs(self) -> Embedding:
+        return self
+
+    @property
+    def embedding(self) -> list[float]:
+        return list(self)
+
+
 class Embedder:
     """One vector per text of token ids."""
 
@@ -61,21 +77,21 @@ class Embedder:
             raise PromptError(f"text {index} has token ids outside of the vocabulary (0 to {self._model.vocab_size - 1})")
 
     @torch.inference_mode()
-    def embed(self, texts: Sequence[Sequence[int]], *, progress: Callable[[int], None] = lambda _: None) -> list[list[float]]:
+    def embed(self, texts: Sequence[Sequence[int]], *, progress: Callable[[int], None] = lambda _: None) -> list[Embedding]:
         """Vectors in the order of `texts`; `progress` gets the number of texts that are done. Raises `PromptError`."""
         for index, token_ids in enumerate(texts):
             self.check(index, token_ids)
-        vectors: list[list[float]] = [[]] * len(texts)
+        vectors: dict[int, Embedding] = {}
         done = 0
         for batch in self._batches(texts):
             pooled = self._pool(
                 self._model.forward(self._inputs([texts[i] for i in batch]), None), [len(texts[i]) for i in batch]
             )
             for index, vector in zip(batch, pooled.tolist(), strict=True):
-                vectors[index] = vector
+                vectors[index] = Embedding(vector, texts[index])
             done += len(batch)
             progress(done)
-        return vectors
+        return [vectors[index] for index in range(len(texts))]
 
     def _batches(self, texts: Sequence[Sequence[int]]) -> Iterator[list[int]]:
         """Indices of `texts`, the longest first, cut where the next text would exceed the bound."""

@@ -29,7 +29,7 @@ from engine.text import Tokenizer
 prepare_cpu()
 
 from engine.build import build_engine  # noqa: E402 - torch must see the environment set above
-from engine.embedder import Embedder, TextModel  # noqa: E402
+from engine.embedder import Embedder, Embedding, TextModel  # noqa: E402
 from engine.loop import Engine  # noqa: E402
 from engine.model_runner import ModelRunner  # noqa: E402
 from engine.text_models import gives_embeddings_only, load_text_model  # noqa: E402
@@ -163,8 +163,8 @@ class LLM:
         pooling: str | None = None,
         normalize: bool | None = None,
         use_tqdm: bool = True,
-    ) -> list[list[float]]:
-        """One vector per text, in their order, of an encoder or of a decoder.
+    ) -> list[Embedding]:
+        """One vector per text, a list of floats, in their order, of an encoder or of a decoder.
 
         Pooling and normalisation are those that sentence-transformers wrote beside the model; without its files an encoder
         takes the mean of the tokens, a decoder the last one, and vectors have length one. `pooling` (mean, cls or last) and

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +68,7 @@ def load(directory: Path, **options: Any) -> LLM:
     return LLM(directory, device="cpu", threads=1, **options)
 
 
-def assert_near(found: list[list[float]], expected: torch.Tensor) -> None:
+def assert_near(found: Sequence[Sequence[float]], expected: torch.Tensor) -> None:
     torch.testing.assert_close(torch.tensor(found), expected, rtol=0, atol=TOLERANCE)
 
 
@@ -107,6 +108,15 @@ def test_embedding_leaves_the_cache_and_running_answers_alone(tmp_path: Path) ->
     again = llm.generate(prompt)[0]
     assert again.num_cached_tokens == 32
     assert len(first) == len(again.outputs[0].token_ids)
+
+
+def test_a_vector_is_a_list_of_floats_and_answers_to_the_names_of_vllm(tmp_path: Path) -> None:
+    make_encoder("bert", tmp_path)
+    (vector,) = load(tmp_path).embed([[5, 6]])
+    assert isinstance(vector, list)
+    assert len(vector) == 48
+    assert vector.outputs.embedding == vector
+    assert vector.prompt_token_ids == [5, 6]
 
 
 def test_a_vector_does_not_depend_on_who_else_is_embedded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
