@@ -74,6 +74,15 @@ def filtered_candidates(
     return ids, weights, reaches_end
 
 
+def typical_tokens(scaled: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
+    """Weights of the whole vocabulary for rows that `needs_all_tokens`, zero where typical sampling leaves out: [B, V]
+
+    scaled: [B, V] logits over temperature
+    """
+    weights = torch.softmax(scaled, dim=-1)
+    return weights.mul_(typical(weights, column([p.typical_p for p in params], torch.float32, scaled.device)))
+
+
 def typical(weights: torch.Tensor, mass: torch.Tensor) -> torch.Tensor:
     """Which tokens locally typical sampling keeps: [B, C] bool
 
@@ -83,7 +92,7 @@ def typical(weights: torch.Tensor, mass: torch.Tensor) -> torch.Tensor:
     probabilities = weights / weights.sum(dim=-1, keepdim=True)
     surprise = -probabilities.log()
     entropy = torch.where(probabilities > 0, probabilities * surprise, 0.0).sum(dim=-1, keepdim=True)
-    distance, order = (surprise - entropy).abs().sort(dim=-1, stable=True)
+    distance, order = (surprise - entropy).abs().sort(dim=-1)
     reached = probabilities.gather(1, order).cumsum(dim=-1)
     last = (reached < mass).sum(dim=-1, keepdim=True).clamp_(max=weights.shape[-1] - 1)
     keep = (surprise - entropy).abs() <= distance.gather(1, last)

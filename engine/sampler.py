@@ -15,7 +15,14 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.logits_filters import FilterColumns, column, filtered_candidates, is_filtered, needs_all_tokens
+from engine.logits_filters import (
+    FilterColumns,
+    column,
+    filtered_candidates,
+    is_filtered,
+    needs_all_tokens,
+    typical_tokens,
+)
 from engine.logits_rules import LogitsRules, SampledRow, has_rules
 from engine.logprobs import token_logprobs
 from engine.protocol import SamplingParams, TokenLogprob
@@ -132,9 +139,14 @@ class Sampler:
 
         The candidates are widened stage by stage for the rows that need it: which stage serves a row is its own affair.
         """
-        waiting, vocab_size = list(range(len(params))), scaled.shape[-1]
+        vocab_size = scaled.shape[-1]
+        everything = {i: None for i, sampling in enumerate(params) if needs_all_tokens(sampling)}
+        for i in everything:  # one at a time: its sort is what it costs, and takes five times the memory of its logits
+            ids = torch.arange(vocab_size, device=self._device)[None]
+            yield [i], ids, typical_tokens(scaled[i : i + 1], [params[i]])
+        waiting = [i for i in range(len(params)) if i not in everything]
         for count in (*(stage for stage in CANDIDATE_STAGES if stage < vocab_size), vocab_size):
-            reached = [i for i in waiting if count == vocab_size or _could_suffice(params[i], count)]
+            reached = [i for i in waiting if count == vocab_size or params[i].top_k <= count]
             if not reached:
                 continue
             part = scaled if len(reached) == len(params) else scaled[reached]
@@ -194,10 +206,6 @@ def _sampled_groups(rows: Sequence[SampledRow]) -> list[list[int]]:
         if not is_greedy(row.request.sampling):
             (filtered if is_filtered(row.request.sampling) else plain).append(index)
     return [group for group in (filtered, plain) if group]
-
-
-def _could_suffice(sampling: SamplingParams, count: int) -> bool:
-    return sampling.top_k <= count and not needs_all_tokens(sampling)
 
 
 def _uniform(row: SampledRow) -> float:

@@ -1,0 +1,112 @@
+"""What choosing the tokens of a step costs, by kind of request: milliseconds, and ratios to one `softmax` of the same logits.
+
+Usage: python -m bench.sampler_step [--rows 64] [--vocab 32000] [--rounds 15] [--device cpu] [--threads 1]
+
+The ratio is what compares between machines and loads: both are measured by turns in one process. One JSON row per run is
+appended to bench/results/sampler_step.jsonl.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from engine.logits_rules import SampledRow
+from engine.protocol import SamplingParams
+from engine.request import Request
+from engine.sampler import Sampler
+
+RESULTS = Path(__file__).parent / "results" / "sampler_step.jsonl"
+CASES: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0},
+    "temperature": {"temperature": 0.8},
+    "top-p": {"temperature": 0.8, "top_p": 0.95},
+    "top-k": {"top_k": 50},
+    "min-p": {"min_p": 0.05},
+    "typical": {"typical_p": 0.9},
+    "penalties": {"temperature": 0.0, "repetition_penalty": 1.1, "presence_penalty": 0.5},
+    "bad words": {"temperature": 0.0, "bad_words_token_ids": [[i, i + 1] for i in range(500)]},
+    "logprobs": {"temperature": 0.0, "logprobs": 5},
+    "grammar": {"temperature": 0.0, "guided_regex": "a*"},
+}
+
+
+def make_row(index: int, vocab_size: int, sampling: dict[str, Any]) -> SampledRow:
+    """A request that has written 200 tokens after 300, at its next position."""
+    generator = torch.Generator().manual_seed(index)
+    request = Request(
+        request_id=str(index),
+        tenant_id="bench",
+        sampling=SamplingParams(seed=index, max_tokens=None, **sampling),
+        token_ids=torch.randint(vocab_size, (500,), generator=generator).tolist(),
+        num_prompt_tokens=300,
+        max_total_tokens=100_000,
+        stop_ids=frozenset({0}),
+        arrived_s=0.0,
+    )
+    return SampledRow(request, request.num_tokens)
+
+
+def timed(work: Callable[[torch.Tensor], object], logits: torch.Tensor) -> float:
+    """Seconds of one call on a copy, which is not counted."""
+    copy = logits.clone()
+    if logits.is_cuda:
+        torch.cuda.synchronize()
+    started_s = time.perf_counter()
+    work(copy)
+    if logits.is_cuda:
+        torch.cuda.synchronize()
+    return time.perf_counter() - started_s
+
+
+def measure(logits: torch.Tensor, sampling: dict[str, Any], rounds: int) -> dict[str, float]:
+    """Medians of `rounds` calls of sampler and calibrator by turns; the first pair is not counted."""
+    sampler = Sampler(logits.device)
+    rows = [make_row(index, logits.shape[-1], sampling) for index in range(len(logits))]
+    words = -(-logits.shape[-1] // 32)
+    masks = torch.full((len(rows), words), 0x55555555, dtype=torch.int32) if "guided_regex" in sampling else None
+    ours, calibrator = [], []
+    for _ in range(rounds + 1):
+        ours.append(timed(lambda copy: sampler.sample(copy, rows, masks), logits))
+        calibrator.append(timed(lambda copy: torch.softmax(copy, dim=-1), logits))
+    ours_ms, calibrator_ms = statistics.median(ours[1:]) * 1e3, statistics.median(calibrator[1:]) * 1e3
+    return {"ms": round(ours_ms, 3), "ratio_to_softmax": round(ours_ms / calibrator_ms, 2)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, default=64)
+    parser.add_argument("--vocab", type=int, default=32000)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--threads", type=int, default=1)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    generator = torch.Generator().manual_seed(0)
+    logits = (torch.randn(options.rows, options.vocab, generator=generator) * 4).to(options.device)
+    cases = {name: measure(logits, sampling, options.rounds) for name, sampling in CASES.items()}
+    for name, figures in cases.items():
+        print(f"{name:12} {figures['ms']:9.3f} ms   {figures['ratio_to_softmax']:7.2f} × softmax")
+    name = torch.cuda.get_device_name() if logits.is_cuda else platform.processor() or platform.machine()
+    row = {
+        "at": datetime.now(UTC).isoformat(timespec="seconds"),
+        "device": name,
+        "torch": torch.__version__,
+        **{key: getattr(options, key) for key in ("rows", "vocab", "rounds", "threads")},
+        "cases": cases,
+    }
+    with RESULTS.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(row) + "\n")
+
+
+if __name__ == "__main__":
+    main()
