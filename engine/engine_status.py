@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
-from engine.protocol import EngineStatus, RequestProgress
+from engine.protocol import EngineStatus, Priority, RequestProgress, TenantProgress
 from engine.request import Request, RequestStatus
 from engine.scheduled_batch import ScheduledBatch
 from engine.scheduler import Scheduler
@@ -32,6 +33,7 @@ def make_status(
     """The state now; `with_requests` adds every live answer and tenant, at a cost proportional to their number. Answers that
     are parked until their grammar is compiled count as waiting, behind all others."""
     pool, totals, host_tier = scheduler.pool, scheduler.totals, scheduler.kv.host_tier
+    queue = [*scheduler.waiting(), *parked] if with_requests else []
     return EngineStatus(
         num_running=scheduler.num_running,
         num_waiting=scheduler.num_waiting + num_parked,
@@ -46,8 +48,8 @@ def make_status(
         generation_tokens_total=totals.generation_tokens,
         prefix_cache_hit_tokens_total=totals.prefix_cache_hit_tokens,
         preemptions_total=totals.preemptions,
-        requests=_progress(scheduler, parked) if with_requests else None,
-        tenants=scheduler.tenants() if with_requests else None,
+        requests=_progress(scheduler, queue) if with_requests else None,
+        tenants=_tenants(scheduler, queue) if with_requests else None,
         host_blocks_total=0 if host_tier is None else host_tier.num_blocks,
         host_blocks_used=0 if host_tier is None else host_tier.num_used,
         swapped_in_blocks_total=scheduler.kv.num_swapped_in,
@@ -57,9 +59,8 @@ def make_status(
     )
 
 
-def _progress(scheduler: Scheduler, parked: Iterable[Request]) -> list[RequestProgress]:
-    queue = [*scheduler.waiting(), *parked]
-    positions = {request: position for position, request in enumerate(queue)}
+def _progress(scheduler: Scheduler, queue: Sequence[Request]) -> list[RequestProgress]:
+    positions = _positions(queue)
     running = [request for request in scheduler.live() if request.status is not RequestStatus.QUEUED]
     return [
         RequestProgress(
@@ -73,4 +74,25 @@ def _progress(scheduler: Scheduler, parked: Iterable[Request]) -> list[RequestPr
             index=request.index,
         )
         for request in [*running, *queue]
+    ]
+
+
+def _positions(queue: Iterable[Request]) -> dict[Request, int]:
+    """How many waiting requests of its own tenant and class go before each answer: those are served in order, preempted ones
+    first. Between tenants there is no order that would hold."""
+    lines: dict[tuple[str, Priority], dict[str, int]] = {}
+    positions: dict[Request, int] = {}
+    for request in sorted(queue, key=lambda request: not request.num_preemptions):
+        line = lines.setdefault((request.tenant_id, request.priority), {})
+        positions[request] = line.setdefault(request.request_id, len(line))
+    return positions
+
+
+def _tenants(scheduler: Scheduler, queue: Iterable[Request]) -> list[TenantProgress]:
+    """What the scheduler says of its tenants, with every answer that waits, also those that it does not deal with yet."""
+    waiting = Counter(request.tenant_id for request in queue)
+    known = [replace(tenant, num_waiting=waiting.pop(tenant.tenant_id, 0)) for tenant in scheduler.tenants()]
+    return known + [
+        TenantProgress(tenant_id=tenant_id, num_running=0, num_waiting=count, kv_blocks=0, service_s=0.0)
+        for tenant_id, count in waiting.items()
     ]

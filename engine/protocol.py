@@ -99,7 +99,8 @@ class TokenEvent:  # neither frozen nor of keywords only: a step makes one per r
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestProgress:
-    """A live answer as the engine sees it. `state` is queued, prefill or decode; `queue_position` counts from 0."""
+    """A live answer as the engine sees it. `state` is queued, prefill or decode. `queue_position` counts, from 0, the requests
+    of its own tenant that wait before it; between tenants the shares decide, in no order that would hold."""
 
     request_id: str
     state: str

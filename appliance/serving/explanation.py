@@ -9,8 +9,8 @@ NOTICEABLE_S = 0.5  # below this nobody asks why
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeline:
-    """Where the time of a request went, in seconds; None where that stage was not reached. `tenant_open` is how many requests
-    of its own tenant were open when it came, as far as that is known: they share one turn."""
+    """Where the time of a request went, in seconds; None where that stage was not reached. Of its own tenant's requests
+    `queue_position` wait before it and `tenant_open` were open when it came, as far as that is known."""
 
     queue_s: float | None
     ttft_s: float | None
@@ -44,8 +44,7 @@ def _explain_before_first_token(timeline: Timeline) -> str:
     if timeline.finish_reason is not None:
         return f"Ended before its first token ({timeline.finish_reason}){waited}{_preempted(timeline.preemptions)}."
     if timeline.is_queued:
-        ahead = "" if timeline.queue_position is None else f": {timeline.queue_position} ahead of it"
-        return f"Waiting for a place in the batch{ahead}{_own_tenant(timeline.tenant_open)}{_preempted(timeline.preemptions)}."
+        return f"Waiting for a place in the batch{_ahead(timeline)}{_preempted(timeline.preemptions)}."
     computed = timeline.prompt_tokens - timeline.cached_tokens
     return f"Reading its prompt: {computed} of {timeline.prompt_tokens} tokens to compute{waited}."
 
@@ -53,7 +52,8 @@ def _explain_before_first_token(timeline: Timeline) -> str:
 def _cause(stage: str, longest_s: float, total_s: float, timeline: Timeline) -> str:
     share = f"{_seconds(longest_s)} of {_seconds(total_s)}"
     if stage == "queue":
-        return f"Mostly waited for a place in the batch: {share}{_own_tenant(timeline.tenant_open)}"
+        own = f"; {_requests(timeline.tenant_open)} of its own tenant came before it" if timeline.tenant_open else ""
+        return f"Mostly waited for a place in the batch: {share}{own}"
     if stage == "prefill":
         computed = timeline.prompt_tokens - timeline.cached_tokens
         return f"Mostly read its prompt: {share} for {computed} tokens that were not cached"
@@ -61,11 +61,16 @@ def _cause(stage: str, longest_s: float, total_s: float, timeline: Timeline) -> 
     return f"Mostly generated: {share} for {timeline.completion_tokens} tokens at {rate:.1f} per second"
 
 
-def _own_tenant(tenant_open: int) -> str:
-    if tenant_open == 0:
+def _ahead(timeline: Timeline) -> str:
+    if timeline.queue_position is None:
         return ""
-    requests = "one request" if tenant_open == 1 else f"{tenant_open} requests"
-    return f"; {requests} of its own tenant came before it"
+    if timeline.queue_position == 0:
+        return ": the next one of its tenant"
+    return f": {_requests(timeline.queue_position)} of its own tenant ahead of it"
+
+
+def _requests(count: int) -> str:
+    return "one request" if count == 1 else f"{count} requests"
 
 
 def _preempted(preemptions: int) -> str:

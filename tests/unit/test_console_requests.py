@@ -39,7 +39,7 @@ async def test_requests_in_flight_show_state_place_and_figures(box: Box, clock: 
 
     page = (await (await box.alice()).get("/requests")).text
 
-    for text in ("queued, 2 ahead", "decode", "321", "250 ms", "40.0", ">23<", "1 m 05 s", bob.key.prefix):
+    for text in ("queued, 2 of its tenant ahead", "decode", "321", "250 ms", "40.0", ">23<", "1 m 05 s", bob.key.prefix):
         assert text in page
 
 

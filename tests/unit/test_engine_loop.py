@@ -198,6 +198,21 @@ def test_progress_tells_states_and_queue_positions() -> None:
     assert engine.status().requests is None
 
 
+def test_a_place_in_the_queue_is_one_among_the_tenants_own_requests_and_counts_each_once() -> None:
+    engine = make_engine(FakeRunner(), max_num_seqs=1)
+    for name, tenant, n in (("runs", "alice", 1), ("a", "alice", 3), ("b", "bob", 1), ("c", "alice", 1), ("d", "bob", 1)):
+        engine.submit(wanted(name, [1, 2], tenant_id=tenant, max_tokens=10, n=n))
+    engine.step()
+    status = engine.status(with_requests=True)
+    positions = {(row.request_id, row.index): row.queue_position for row in status.requests or []}
+    assert positions == {
+        ("runs", 0): None, ("a", 0): 0, ("a", 1): 0, ("a", 2): 0, ("b", 0): 0, ("c", 0): 1, ("d", 0): 1,
+    }  # fmt: skip
+    waiting = {tenant.tenant_id: tenant.num_waiting for tenant in status.tenants or []}
+    assert waiting == {"alice": 4, "bob": 2}
+    assert status.num_waiting == 6
+
+
 def test_a_probe_runs_on_a_real_model_and_leaves_its_cache_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_model("llama", tmp_path)
     engine = small_engine(tmp_path)

@@ -26,15 +26,19 @@ DONE = Timeline(
             "Mostly waited for a place in the batch: 5.0 s of 7.2 s; 12 requests of its own tenant came before it.",
         ),
         (
-            {"ttft_s": None, "is_queued": True, "queue_position": 3, "finish_reason": None, "tenant_open": 1, "preemptions": 2},
-            "Waiting for a place in the batch: 3 ahead of it; one request of its own tenant came before it; "
+            {"ttft_s": None, "is_queued": True, "queue_position": 1, "finish_reason": None, "tenant_open": 1, "preemptions": 2},
+            "Waiting for a place in the batch: one request of its own tenant ahead of it; "
             "preempted 2 times to make room for other requests.",
         ),
         ({"ttft_s": 4.1}, "Mostly read its prompt: 4.0 s of 6.1 s for 40 tokens that were not cached."),
         ({"ttft_s": 0.15, "decode_s": 0.2}, "Quick: 350 ms in all."),
         (
             {"ttft_s": None, "is_queued": True, "queue_position": 3, "finish_reason": None},
-            "Waiting for a place in the batch: 3 ahead of it.",
+            "Waiting for a place in the batch: 3 requests of its own tenant ahead of it.",
+        ),
+        (
+            {"ttft_s": None, "is_queued": True, "queue_position": 0, "finish_reason": None},
+            "Waiting for a place in the batch: the next one of its tenant.",
         ),
         ({"ttft_s": None, "is_queued": True, "finish_reason": None}, "Waiting for a place in the batch."),
         (
