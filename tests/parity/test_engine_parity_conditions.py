@@ -41,10 +41,11 @@ class Case:
         events: list[TokenEvent] = []
         for index, prompt in enumerate(prompts):
             assert not engine.submit(wanted(str(index), prompt, max_tokens=MAX_TOKENS, logprobs=0, **sampling))
-        for _ in range(2 if interrupt is not None else 0):
-            events += [event for _ in range(5) for event in engine.step()]
-            assert engine.status().num_running == len(prompts), "the interruption comes too late"
-            interrupt(engine)
+        if interrupt is not None:
+            for _ in range(2):
+                events += [event for _ in range(5) for event in engine.step()]
+                assert engine.status().num_running == len(prompts), "the interruption comes too late"
+                interrupt(engine)
         events += [event for of_one in run_to_end(engine, []).values() for event in of_one]
         num_answers = sampling.get("n", 1)
         answers = [[e for e in events if (e.request_id, e.index) == (str(i), k)] for i, k in keys(len(prompts), num_answers)]

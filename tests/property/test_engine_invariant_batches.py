@@ -1,0 +1,163 @@
+"""Batch-invariant mode: a request has the same bits in its log-probabilities alone and in any batch, however it is cut up."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.loop import Engine
+from engine.protocol import TokenEvent
+from engine.speculative_options import SpeculativeOptions
+from kernels.cpu.row_tiles import TILE_ROWS, agreeing_sizes, pack_linear_row_invariant
+from tests.support.engines import evict_all, preempt_all, run_to_end, small_engine, wanted
+from tests.support.tiny_models import VOCAB_SIZE, make_model
+
+MAX_TOKENS = 6
+FAMILIES = ("llama", "mistral-window", "gemma2", "qwen3_moe")
+ODD_SIZES: dict[str, Any] = {"hidden_size": 52, "intermediate_size": 101, "head_dim": 12}
+
+Bits = list[tuple[int, float, tuple[float, ...]]]
+
+
+class Asked(NamedTuple):
+    """One request of a batch: what it says and how its tokens are chosen."""
+
+    prompt: tuple[int, ...]
+    temperature: float
+    seed: int
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models")
+    for family in FAMILIES:
+        make_model(family, folder / family, **(ODD_SIZES if family == "llama" else {}))
+    return folder
+
+
+def bits(events: list[TokenEvent]) -> Bits:
+    """Tokens with their log-probabilities as they stand, unrounded."""
+    pairs = [pair for event in events for pair in zip(event.token_ids, event.logprobs or [], strict=True)]
+    return [(token_id, entry.logprob, tuple(entry.top_logprobs)) for token_id, entry in pairs]
+
+
+def run(engine: Engine, requests: list[Asked], *, preempt_at: int | None = None) -> list[Bits]:
+    events: dict[str, list[TokenEvent]] = {}
+    for index, asked in enumerate(requests):
+        sampling = {"temperature": asked.temperature, "seed": asked.seed, "max_tokens": MAX_TOKENS, "logprobs": 2}
+        events[str(index)] = engine.submit(wanted(str(index), asked.prompt, **sampling))
+    step = 0
+    while engine.has_requests:
+        if step == preempt_at:
+            preempt_all(engine)
+            evict_all(engine)
+        for event in engine.step():
+            events[event.request_id].append(event)
+        step += 1
+    return [bits(events[str(index)]) for index in range(len(requests))]
+
+
+@cache
+def alone(folder: Path, family: str, asked: Asked) -> Bits:
+    return run(small_engine(folder / family, batch_invariant=True, max_num_seqs=1, enable_prefix_caching=False), [asked])[0]
+
+
+asked = st.builds(
+    Asked,
+    prompt=st.integers(1, 45).flatmap(
+        lambda length: st.sampled_from((3, 50, 90)).map(
+            lambda first: tuple((first + 7 * i) % VOCAB_SIZE for i in range(length))
+        )
+    ),
+    temperature=st.sampled_from((0.0, 1.0)),
+    seed=st.integers(0, 2),
+)
+
+
+@settings(max_examples=20, deadline=None, derandomize=True)
+@given(
+    family=st.sampled_from(FAMILIES),
+    requests=st.lists(asked, min_size=1, max_size=7),
+    budget=st.sampled_from((7, 16, 33, 512)),
+    block_size=st.sampled_from((4, 16)),
+    preempt_at=st.none() | st.integers(1, 8),
+    swap_space=st.sampled_from((0.0, 0.002)),
+    guesses=st.booleans(),
+)
+def test_no_batch_no_chunk_no_prefix_and_no_preemption_changes_a_bit(
+    folder: Path,
+    family: str,
+    requests: list[Asked],
+    budget: int,
+    block_size: int,
+    preempt_at: int | None,
+    swap_space: float,
+    guesses: bool,
+) -> None:
+    config = SpeculativeOptions(method="ngram", num_speculative_tokens=3, prompt_lookup_min=1) if guesses else None
+    engine = small_engine(
+        folder / family,
+        batch_invariant=True,
+        max_num_seqs=7,
+        max_num_batched_tokens=budget,
+        block_size=block_size,
+        swap_space=swap_space,
+        speculative_config=config,
+    )
+    expected = [alone(folder, family, each) for each in requests]
+    assert run(engine, requests, preempt_at=preempt_at) == expected
+    assert run(engine, requests) == expected, "with all prefixes cached"
+
+
+def test_the_plain_mode_does_change_bits_so_that_the_comparison_means_something(folder: Path) -> None:
+    requests = [Asked(tuple(range(3, 3 + length)), 0.0, 0) for length in (5, 9, 33, 70)]
+    together = run(small_engine(folder / "llama"), requests)
+    by_chunks = run(small_engine(folder / "llama", max_num_batched_tokens=16), requests)
+    assert [[token for token, *_ in each] for each in together] == [[token for token, *_ in each] for each in by_chunks]
+    assert together != by_chunks
+
+
+def test_prompt_scores_do_not_depend_on_chunks_either(folder: Path) -> None:
+    def scores(budget: int) -> list[float]:
+        engine = small_engine(folder / "llama", batch_invariant=True, max_num_batched_tokens=budget)
+        request = wanted("a", list(range(3, 60)), max_tokens=1, prompt_logprobs=1)
+        return [entry.logprob for event in run_to_end(engine, [request])["a"] for entry in event.prompt_logprobs or []]
+
+    assert len(scores(512)) == 56
+    assert scores(512) == scores(16)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize(("rows", "columns"), [(96, 48), (768, 257), (33, 640)])
+def test_a_row_has_the_same_product_in_any_number_of_rows(rows: int, columns: int, threads: int) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        generator = torch.Generator().manual_seed(1)
+        weight = torch.randn(rows, columns, generator=generator)
+        x = torch.randn(150, columns, generator=generator)
+        multiply = pack_linear_row_invariant(weight.clone(), None)
+        whole = multiply(x)
+        torch.testing.assert_close(whole, x @ weight.T, rtol=1e-4, atol=1e-3)
+        for first, count in ((0, 1), (3, 2), (7, 5), (40, 17), (60, 70), (149, 1)):
+            assert torch.equal(multiply(x[first : first + count]), whole[first : first + count])
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_only_tile_sizes_that_agree_are_used() -> None:
+    def by_size(x: torch.Tensor) -> torch.Tensor:
+        return x[:, :4] * (1.0 + 1e-6 * (x.shape[0] == TILE_ROWS[0]))
+
+    def by_place(x: torch.Tensor) -> torch.Tensor:
+        return x[:, :4] + torch.arange(x.shape[0])[:, None]
+
+    kind: dict[str, Any] = {"dtype": torch.float32, "device": torch.device("cpu")}
+    assert agreeing_sizes(by_size, 8, **kind) == TILE_ROWS[1:]
+    assert agreeing_sizes(by_place, 8, **kind) == (1,)
