@@ -50,7 +50,12 @@ def bits(events: list[TokenEvent]) -> Bits:
 def run(engine: Engine, requests: list[Asked], *, preempt_at: int | None = None) -> list[Bits]:
     events: dict[str, list[TokenEvent]] = {}
     for index, asked in enumerate(requests):
-        sampling = {"temperature": asked.temperature, "seed": asked.seed, "max_tokens": MAX_TOKENS, "logprobs": 2}
+        sampling: dict[str, Any] = {
+            "temperature": asked.temperature,
+            "seed": asked.seed,
+            "max_tokens": MAX_TOKENS,
+            "logprobs": 2,
+        }
         events[str(index)] = engine.submit(wanted(str(index), asked.prompt, **sampling))
     step = 0
     while engine.has_requests:

@@ -1,0 +1,246 @@
+"""Faults put into each stage of a step: only the culprit ends, with an error that says where, and its neighbours do not notice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine.batch_inputs import BatchInputs, InputRow
+from engine.draft_model import DraftModel
+from engine.errors import EngineBroken
+from engine.grammar.spec import GrammarError
+from engine.grammar_masks import GrammarMasks
+from engine.kv_cache import BlockMover
+from engine.loop import Engine
+from engine.model_runner import ModelRunner
+from engine.paged_decoder import PagedDecoder
+from engine.protocol import FinishReason, TokenEvent
+from engine.sampler import NOT_FINITE, SampledToken, Sampler
+from engine.scheduled_batch import BlockMoves, ScheduledRequest, StepOutput
+from engine.speculative_options import SpeculativeOptions
+from tests.support.engines import evict_all, preempt_all, run_to_end, small_engine, tokens, wanted
+from tests.support.tiny_models import make_model
+
+BAD = "bad"
+BAD_PROMPT = [99, 98, 97]
+NEIGHBOURS = {"a": [5, 6, 7], "b": list(range(3, 40)), "c": [8] * 17, "d": [4]}
+MAX_TOKENS = 8
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("llama")
+    make_model("llama", folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def undisturbed(model: Path) -> dict[str, list[int]]:
+    """What the neighbours say when nobody is bad."""
+    events = run_to_end(
+        small_engine(model), [wanted(name, prompt, max_tokens=MAX_TOKENS) for name, prompt in NEIGHBOURS.items()]
+    )
+    return {name: tokens(events[name]) for name in NEIGHBOURS}
+
+
+def run_with_bad_one(engine: Engine, **sampling: Any) -> dict[str, list[TokenEvent]]:
+    names = [*NEIGHBOURS]
+    requests = [wanted(name, NEIGHBOURS[name], max_tokens=MAX_TOKENS) for name in names]
+    requests.insert(2, wanted(BAD, BAD_PROMPT, **{"max_tokens": MAX_TOKENS, **sampling}))
+    return run_to_end(engine, requests)
+
+
+def assert_alone_at_fault(events: dict[str, list[TokenEvent]], undisturbed: dict[str, list[int]], message: str) -> None:
+    assert {name: tokens(events[name]) for name in NEIGHBOURS} == undisturbed
+    last = events[BAD][-1]
+    assert last.finish_reason is FinishReason.ERROR
+    assert message in (last.error or "")
+    assert sum(event.finish_reason is not None for event in events[BAD]) == 1
+
+
+def is_bad(rows: Sequence[InputRow]) -> bool:
+    return any(99 in row.token_ids for row in rows)
+
+
+def raising(original: Callable[..., Any], when: Callable[..., bool]) -> Callable[..., Any]:
+    """`original`, raising instead whenever `when` says so of its arguments."""
+
+    def call(*arguments: Any, **named: Any) -> Any:
+        if when(*arguments, **named):
+            raise ValueError("a fault was put here")
+        return original(*arguments, **named)
+
+    return call
+
+
+def test_a_request_whose_inputs_cannot_be_made_ends_alone(
+    model: Path, undisturbed: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(PagedDecoder, "prepare", raising(PagedDecoder.prepare, lambda self, rows: is_bad(rows)))
+    events = run_with_bad_one(small_engine(model))
+    assert_alone_at_fault(events, undisturbed, "failed while preparing this request for the device: ValueError: a fault")
+
+
+def test_a_request_that_cannot_be_computed_ends_alone(
+    model: Path, undisturbed: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def holds_bad(_: PagedDecoder, inputs: BatchInputs) -> bool:
+        return bool((inputs.token_ids == 99).any())
+
+    monkeypatch.setattr(PagedDecoder, "forward", raising(PagedDecoder.forward, holds_bad))
+    events = run_with_bad_one(small_engine(model))
+    assert_alone_at_fault(events, undisturbed, "failed while computing this request: ValueError: a fault")
+
+
+@pytest.mark.parametrize("position", [3, 6])
+def test_a_request_that_cannot_be_sampled_ends_alone_and_keeps_what_it_had(
+    position: int, model: Path, undisturbed: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def reaches(_: Sampler, logits: torch.Tensor, rows: Sequence[Any], masks: Any = None) -> bool:
+        return any(row.request.request_id == BAD and row.position == position for row in rows)
+
+    monkeypatch.setattr(Sampler, "sample", raising(Sampler.sample, reaches))
+    events = run_with_bad_one(small_engine(model))
+    assert_alone_at_fault(events, undisturbed, "failed while choosing the next token of this request: ValueError: a fault")
+    assert events[BAD][-1].num_output_tokens == len(tokens(events[BAD])) == position - len(BAD_PROMPT)
+
+
+@pytest.mark.parametrize("poison", [float("nan"), float("inf")])
+def test_logits_that_are_not_finite_end_their_own_request(
+    poison: float, model: Path, undisturbed: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sample = Sampler.sample
+    calls = 0
+
+    def poisoned(self: Sampler, logits: torch.Tensor, rows: Sequence[Any], masks: Any = None) -> list[SampledToken]:
+        nonlocal calls
+        calls += 1
+        for index, row in enumerate(rows):
+            if row.request.request_id == BAD and row.position == 5:
+                logits[index, 17] = poison
+        return sample(self, logits, rows, masks)
+
+    monkeypatch.setattr(Sampler, "sample", poisoned)
+    engine = small_engine(model)
+    events = run_with_bad_one(engine)
+    assert_alone_at_fault(events, undisturbed, NOT_FINITE)
+    assert calls == engine.status().steps_total, "such a step is not repeated"
+
+
+def test_keys_that_are_not_finite_do_not_reach_whoever_gets_the_block_next(
+    model: Path, undisturbed: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = small_engine(model, num_kv_blocks=16, max_model_len=64)
+    runner = engine.runner
+    assert isinstance(runner, ModelRunner)
+    for cache in runner._target.kv_caches:
+        cache.fill_(float("nan"))
+    events = run_to_end(engine, [wanted(name, prompt, max_tokens=MAX_TOKENS) for name, prompt in NEIGHBOURS.items()])
+    assert {name: tokens(events[name]) for name in NEIGHBOURS} == undisturbed
+
+
+def test_a_culprit_is_found_in_few_passes_and_the_next_step_is_whole_again(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes: list[int] = []
+    run = ModelRunner.run
+
+    def counted(self: ModelRunner, items: Sequence[ScheduledRequest]) -> list[StepOutput]:
+        sizes.append(len(items))
+        if any(item.request.request_id == BAD for item in items):
+            raise RuntimeError("boom")
+        return run(self, items)
+
+    monkeypatch.setattr(ModelRunner, "run", counted)
+    engine = small_engine(model)
+    requests = [wanted(str(i), [3 + i], max_tokens=3) for i in range(15)]
+    events = run_to_end(engine, [*requests[:9], wanted(BAD, BAD_PROMPT), *requests[9:]])
+    assert all(len(tokens(events[str(i)])) == 3 for i in range(15))
+    assert len(sizes) - 2 <= 2 * 4 + 1, "sixteen requests are halved four times"
+    assert sizes[-2:] == [15, 15]
+
+
+def test_a_draft_model_that_fails_is_a_failure_of_the_request_it_guesses_for(
+    model: Path, undisturbed: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def guesses_for_bad(_: DraftModel, items: Sequence[ScheduledRequest]) -> bool:
+        return any(item.request.request_id == BAD and item.num_draft_tokens for item in items)
+
+    monkeypatch.setattr(DraftModel, "propose", raising(DraftModel.propose, guesses_for_bad))
+    config = SpeculativeOptions(method="draft_model", model=model, num_speculative_tokens=2)
+    events = run_with_bad_one(small_engine(model, speculative_config=config))
+    assert_alone_at_fault(events, undisturbed, "failed while guessing ahead for this request: ValueError: a fault")
+
+
+def test_moves_that_fail_once_are_made_again(
+    model: Path, undisturbed: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    move = BlockMover.move
+    attempts: list[bool] = []
+
+    def fails_every_other_time(self: BlockMover, moves: BlockMoves) -> None:
+        attempts.append(bool(moves))
+        move(self, moves)
+        if len(attempts) % 2:
+            raise RuntimeError("the bus is busy")
+
+    engine = small_engine(model, swap_space=0.002, num_kv_blocks=24, max_model_len=64)
+    requests = [wanted(name, prompt, max_tokens=MAX_TOKENS) for name, prompt in NEIGHBOURS.items()]
+    events: dict[str, list[TokenEvent]] = {request.request_id: engine.submit(request) for request in requests}
+    for _ in range(3):
+        for event in engine.step():
+            events[event.request_id].append(event)
+    preempt_all(engine)
+    evict_all(engine)
+    monkeypatch.setattr(BlockMover, "move", fails_every_other_time)
+    for name, rest in run_to_end(engine, []).items():
+        events[name] += rest
+    assert len(attempts) >= 2
+    assert {name: tokens(events[name]) for name in NEIGHBOURS} == undisturbed
+    assert engine.status().swapped_in_blocks_total > 0
+
+
+def test_moves_that_fail_again_ask_for_a_new_process(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(self: BlockMover, moves: BlockMoves) -> None:
+        raise RuntimeError("the bus is gone")
+
+    monkeypatch.setattr(BlockMover, "move", broken)
+    engine = small_engine(model)
+    engine.submit(wanted("a", [5] * 7, max_tokens=4, n=2))
+    with pytest.raises(EngineBroken, match="blocks cannot be moved: RuntimeError: the bus is gone"):
+        while engine.has_requests:
+            engine.step()
+
+
+def test_a_grammar_that_cannot_follow_a_token_ends_its_own_answer(
+    model: Path, undisturbed: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuses_bad(self: GrammarMasks, request: Any, token_ids: Sequence[int]) -> GrammarError | None:
+        return GrammarError("guided_regex", "the grammar is lost") if request.request_id == BAD else None
+
+    monkeypatch.setattr(GrammarMasks, "accept", refuses_bad)
+    monkeypatch.setattr(type(wanted("x", [1]).sampling), "is_guided", True)
+    events = run_with_bad_one(small_engine(model))
+    assert_alone_at_fault(events, undisturbed, "the grammar is lost")
+    assert events[BAD][-1].error_param == "guided_regex"
+
+
+def test_an_idle_engine_that_lost_a_block_asks_for_a_new_process_once_it_looks(model: Path) -> None:
+    engine = small_engine(model)
+    run_to_end(engine, [wanted("a", [5, 6, 7], max_tokens=2)])
+    engine.check_when_idle()
+    engine._scheduler.pool.allocate(1)
+    engine.check_when_idle()
+    run_to_end_unchecked(engine)
+    with pytest.raises(EngineBroken, match="the idle engine is not in order"):
+        engine.check_when_idle()
+
+
+def run_to_end_unchecked(engine: Engine) -> None:
+    engine.submit(wanted("b", [5, 6, 7], max_tokens=2))
+    while engine.has_requests:
+        engine.step()
