@@ -7,7 +7,8 @@ from collections.abc import Callable
 from engine.grammar.json_grammar import JsonGrammar
 from engine.grammar.regex import Regex
 from engine.grammar.schema_cases import positive
-from engine.grammar.schema_document import Document, parse
+from engine.grammar.schema_document import Document
+from engine.grammar.schema_nodes import parse
 from engine.grammar.shapes import Shapes
 from engine.grammar.spec import check_schema_text
 

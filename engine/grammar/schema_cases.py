@@ -12,7 +12,8 @@ from typing import Any
 
 from engine.grammar.patterns import PatternError, search_language
 from engine.grammar.regex import Regex, alt, both, literal, no
-from engine.grammar.schema_document import PARAM, TYPES, Constraint, Contains, Document, Items, Members, Node, refusal
+from engine.grammar.schema_document import Document
+from engine.grammar.schema_nodes import PARAM, TYPES, Constraint, Contains, Items, Members, Node, refusal
 from engine.grammar.schema_values import TYPE_OF_KIND, Literal, Pair, Term, Values, type_of
 from engine.grammar.spec import GrammarError
 

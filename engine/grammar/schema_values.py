@@ -10,7 +10,8 @@ from typing import Any
 from engine.grammar.formats import format_language
 from engine.grammar.patterns import PatternError, search_language
 from engine.grammar.regex import Regex, matches
-from engine.grammar.schema_document import Constraint, Contains, Document, Items, Members, Node, refusal
+from engine.grammar.schema_document import Document
+from engine.grammar.schema_nodes import Constraint, Contains, Items, Members, Node, refusal
 
 Literal = tuple[Node | Constraint, bool]
 """A schema or a constraint, and whether it must hold or must not."""

@@ -24,7 +24,8 @@ from engine.grammar.regex import (
     repeat,
 )
 from engine.grammar.schema_cases import Case, Cases, term
-from engine.grammar.schema_document import Constraint, Document, Items, Members, Node, refusal
+from engine.grammar.schema_document import Document
+from engine.grammar.schema_nodes import Constraint, Items, Members, Node, refusal
 from engine.grammar.schema_values import Literal, Pair, Term, Values, nodes_of, same, type_of
 
 NAME_CLASSES_MAX = 64
@@ -67,8 +68,9 @@ class OtherMembers:
 
 @dataclass(frozen=True, slots=True)
 class Object:
-    """Named properties in the order of the schema, or in any when several schemas name them; others anywhere between; `low` to
-    `high` of them; each pair served."""
+    """Named properties in the order of the schema, or in any when no one `properties` lists them; others anywhere between.
+
+    There are `low` to `high` properties, and every pair is served."""
 
     named: tuple[Member, ...]
     others: tuple[OtherMembers, ...]
@@ -269,10 +271,9 @@ class Shapes:
         absent = {c.value for c, holds in facts if c.kind == "required" and not holds}
         rules: list[Literal] = [(c.value, holds) for c, holds in facts if c.kind == "names"]
         allowed = self._allowed_names(facts)
-        names = list(
-            dict.fromkeys([*(n for g, _ in groups for n in g.named), *(c.value for c, _ in facts if c.kind == "required")])
-        )
-        names = list(dict.fromkeys([*names, *(allowed or ())]))
+        mentioned = [c.value for c, _ in facts if c.kind == "required"]
+        listed = (*(n for group, _ in groups for n in group.named), *mentioned, *(n for n, _ in demanded), *(allowed or ()))
+        names = list(dict.fromkeys(listed))
         named: list[Member] = []
         try:
             for name in names:
@@ -287,7 +288,8 @@ class Shapes:
         except PatternError as error:
             raise refusal(_path_of(facts), f"a pattern with {error}") from error
         sources = [set(group.named) for group, _ in groups if group.named]
-        any_order = len(sources) > 1 and all({member.name for member in named} - source for source in sources)
+        left = [{member.name for member in named} - source for source in sources or [set()]]
+        any_order = all(left) and (len(sources) > 1 or len(left[0]) > 1)
         return self._checked_object(Object(tuple(named), others, low, high, pairs, any_order), len(required), facts)
 
     def _checked_object(self, found: Object, num_required: int, facts: Facts) -> Object | None:

@@ -26,10 +26,7 @@ ENGINE_PURE = {
     "encoder_config", "pooling_config",
     "chat_template", "answer_text", "bad_words", "text", "outputs", "completion", "prompts", "progress",
     "speculative_options", "speculative",
-    "grammar", "grammar.spec", "grammar.vocabulary", "grammar.compiler", "grammar.worker", "grammar.matcher", "grammar.lark",
-    "grammar.char_sets", "grammar.formats", "grammar.gbnf", "grammar.json_grammar", "grammar.json_schema", "grammar.numbers", "grammar.patterns",
-    "grammar.regex", "grammar.schema_cases", "grammar.schema_document", "grammar.schema_values", "grammar.shapes",
-    "grammar.terminals",
+    "grammar", *(f"grammar.{path.stem}" for path in (REPO / "engine" / "grammar").glob("*.py")),
 }  # fmt: skip
 PROTOCOL = {"engine.protocol", "engine.transport"}
 # From text to token ids and back, the same for the gateway and for an offline script.

@@ -1,0 +1,206 @@
+"""The insides of objects and arrays whose parts depend on one another, as rules: each state of such a list is one rule."""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Callable
+
+from engine.grammar.lark_rules import BITS, Body, Rules
+from engine.grammar.regex import literal
+from engine.grammar.schema_cases import term
+from engine.grammar.schema_nodes import PARAM
+from engine.grammar.schema_values import Term
+from engine.grammar.shapes import Array, Member, Object, OtherMembers
+from engine.grammar.spec import GrammarError
+
+STATES_MAX = 5_000
+FREE_NAMES_MAX = 8
+"""Named properties up to which every order is kept account of in states of its own."""
+
+_State = tuple[int, int, frozenset[int]]
+
+
+class ObjectWriter:
+    """The inside of one object. A state is how many of the named properties are behind, how many properties there were (as far
+    as it matters: up to 1, or up to what the limits ask), and which of the demanded pairs have been served.
+
+        open(i)     others may come here
+          └─► due(i)  the next property is one of the named ones from i on, or the end
+        free(used)  any order: `used` has a bit for every named property behind
+    """
+
+    def __init__(self, rules: Rules, value: Callable[[Term], str], shape: Object) -> None:
+        self._rules = rules
+        self._value = value
+        self._shape = shape
+        self._count_max = max(1, shape.low, 0 if shape.high is None else shape.high)
+        self._plain = shape.high is None and shape.low <= 1 and not shape.pairs
+        self._num_states = 0
+        self._waiting: deque[tuple[str, str, _State]] = deque()
+        self._named = tuple(rules.number_of(member) for member in shape.named)
+        self._around = rules.number_of((shape.others, shape.low, shape.high, shape.pairs))
+
+    def start(self) -> str:
+        if self._shape.any_order and self._plain and len(self._shape.named) <= BITS:
+            return self._each_once()
+        any_order = self._shape.any_order and len(self._shape.named) <= FREE_NAMES_MAX
+        name = self._state("free" if any_order else "open", (0, 0, frozenset()))
+        bodies = {"open": self._open, "due": self._due, "free": self._free}
+        while self._waiting:
+            rule, kind, state = self._waiting.popleft()
+            self._rules.rules[rule] = bodies[kind](state)
+        return name
+
+    def _each_once(self) -> str:
+        named = sorted(self._shape.named, key=lambda member: not member.required)
+        items = [self._member(member, frozenset()) for member in named]
+        others = tuple(self._member(other, frozenset()) for other in self._shape.others)
+        needed = sum(member.required for member in named)
+        name = self._rules.each_once(items, others, f"is_ones([0:{needed}])" if needed else "", needed=needed)
+        if not needed and self._shape.low:
+            self._rules.rules[name] = [body for body in self._rules.rules[name] if body]
+        return name
+
+    def _state(self, kind: str, state: _State) -> str:
+        index, count, served = state
+        # What can follow depends on what is still to come alone, so objects that end alike share their rules.
+        key = (
+            kind,
+            self._named if kind == "free" else self._named[index:],
+            self._around,
+            index * (kind == "free"),
+            count,
+            served,
+        )
+        if key not in self._rules.shared:
+            self._num_states += 1
+            if self._num_states > STATES_MAX:
+                raise GrammarError(PARAM, f"guided_json has an object whose limits need more than {STATES_MAX} states")
+            self._rules.shared[key] = self._rules.rule([])
+            self._waiting.append((self._rules.shared[key], kind, state))
+        return self._rules.shared[key]
+
+    def _open(self, state: _State) -> list[Body]:
+        index, count, served = state
+        due = self._state("due", state)
+        if self._plain and count:
+            return [(self._run_of_others(), due)] if self._shape.others else [(due,)]
+        bodies: list[Body] = [(due,)]
+        if self._may_add(count):
+            for other in self._shape.others:
+                for now, pair in self._ways(other):
+                    following = self._state("open", (index, self._more(count), served | now))
+                    bodies.append((*self._comma(count), pair, following))
+        return bodies
+
+    def _due(self, state: _State) -> list[Body]:
+        index, count, served = state
+        if index == len(self._shape.named):
+            return [()] if self._is_end(count, served) else []
+        member = self._shape.named[index]
+        bodies: list[Body] = [] if member.required else [(self._state("due", (index + 1, count, served)),)]
+        if self._may_add(count):
+            for now, pair in self._ways(member):
+                following = self._state("open", (index + 1, self._more(count), served | now))
+                bodies.append((*self._comma(count), pair, following))
+        return bodies
+
+    def _free(self, state: _State) -> list[Body]:
+        used, count, served = state
+        complete = all(used >> i & 1 for i, member in enumerate(self._shape.named) if member.required)
+        bodies: list[Body] = [()] if complete and self._is_end(count, served) else []
+        if self._may_add(count):
+            choices: list[tuple[Member | OtherMembers, int]] = [(other, used) for other in self._shape.others]
+            choices += [(member, used | 1 << i) for i, member in enumerate(self._shape.named) if not used >> i & 1]
+            for member, after in choices:
+                for now, pair in self._ways(member):
+                    following = self._state("free", (after, self._more(count), served | now))
+                    bodies.append((*self._comma(count), pair, following))
+        return bodies
+
+    def _is_end(self, count: int, served: frozenset[int]) -> bool:
+        return count >= self._shape.low and len(served) == len(self._shape.pairs)
+
+    def _may_add(self, count: int) -> bool:
+        return self._shape.high is None or count < self._shape.high
+
+    def _more(self, count: int) -> int:
+        return min(count + 1, self._count_max)
+
+    @staticmethod
+    def _comma(count: int) -> tuple[str, ...]:
+        return ("COMMA",) if count else ()
+
+    def _ways(self, member: Member | OtherMembers) -> list[tuple[frozenset[int], str]]:
+        """A property as it is, and as it serves each set of demanded pairs that it can."""
+        found = []
+        for size in range(len(member.pairs) + 1):
+            for chosen in itertools.combinations(member.pairs, size):
+                found.append((frozenset(chosen), self._member(member, frozenset(chosen))))
+        return found
+
+    def _member(self, member: Member | OtherMembers, serving: frozenset[int]) -> str:
+        key = ("member", self._rules.number_of(member), serving and (serving, self._around))
+        if key not in self._rules.shared:
+            value = term((*member.value, *(each for i in sorted(serving) for each in self._shape.pairs[i].value)))
+            names = literal(member.name) if isinstance(member, Member) else member.names
+            body = (self._rules.string(names), "COLON", self._value(value))
+            self._rules.shared[key] = self._rules.rule([body])
+        return self._rules.shared[key]
+
+    def _run_of_others(self) -> str:
+        """Any number of other properties, each after a comma; left-recursive, which the parser likes."""
+        key = ("others", self._around)
+        if key not in self._rules.shared:
+            name = self._rules.rule([])
+            self._rules.shared[key] = name
+            others = [self._member(other, frozenset()) for other in self._shape.others]
+            self._rules.rules[name] = [(), *((name, "COMMA", other) for other in others)]
+        return self._rules.shared[key]
+
+
+class ArrayWriter:
+    """The inside of an array in which some items are counted. A state is the number of items so far and of each kind counted,
+    as far as they matter."""
+
+    def __init__(self, rules: Rules, value: Callable[[Term], str], shape: Array) -> None:
+        self._rules = rules
+        self._value = value
+        self._shape = shape
+        self._length_max = max(1, shape.low, len(shape.first), 0 if shape.high is None else shape.high)
+        self._known: dict[tuple[int, ...], str] = {}
+        self._waiting: deque[tuple[int, ...]] = deque()
+
+    def start(self) -> str:
+        name = self._state((0,) * (1 + len(self._shape.counted)))
+        while self._waiting:
+            state = self._waiting.popleft()
+            self._rules.rules[self._known[state]] = self._bodies(state)
+        return name
+
+    def _state(self, state: tuple[int, ...]) -> str:
+        if state not in self._known:
+            if len(self._known) > STATES_MAX:
+                raise GrammarError(PARAM, f"guided_json has an array whose limits need more than {STATES_MAX} states")
+            self._known[state] = self._rules.rule([])
+            self._waiting.append(state)
+        return self._known[state]
+
+    def _bodies(self, state: tuple[int, ...]) -> list[Body]:
+        shape, (length, *counts) = self._shape, state
+        enough = all(count >= each.low for count, each in zip(counts, shape.counted, strict=True))
+        bodies: list[Body] = [()] if length >= shape.low and enough else []
+        if shape.high is not None and length >= shape.high:
+            return bodies
+        item = shape.first[length] if length < len(shape.first) else shape.others
+        for hits in itertools.product((False, True), repeat=len(counts)):
+            literals, following = list(item), [min(length + 1, self._length_max)]
+            for hit, count, each in zip(hits, counts, shape.counted, strict=True):
+                literals += each.value if hit else each.opposite if each.high is not None else ()
+                top = each.low if each.high is None else each.high + 1
+                following.append(min(count + hit, top))
+            if all(each.high is None or n <= each.high for n, each in zip(following[1:], shape.counted, strict=True)):
+                value = self._value(term(literals))
+                bodies.append((*(("COMMA",) if length else ()), value, self._state(tuple(following))))
+        return bodies

@@ -1,0 +1,134 @@
+"""Rules of a Lark grammar as data: named, shared, pruned of what has no text, written at last. Knows the library's syntax."""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+from engine.grammar.regex import Regex
+from engine.grammar.schema_nodes import PARAM
+from engine.grammar.spec import GrammarError
+from engine.grammar.terminals import Terminals
+
+RULES_MAX = 60_000
+
+
+@dataclass(frozen=True, slots=True)
+class Repeated:
+    """`low` to `high` times the symbols in a row."""
+
+    symbols: tuple[str, ...]
+    low: int
+    high: int | None
+
+
+Symbol = str | Repeated
+"""The name of a rule (lower case, with `::` and its parameter where it has one) or of a terminal (upper case), a repetition,
+or a condition on the parameter (`%if …`)."""
+Body = tuple[Symbol, ...]
+BITS = 60
+"""Items that a rule's parameter keeps account of; the library has 64 bits and needs a few numbers to compare with."""
+
+
+class Rules:
+    """The rules and terminals of one grammar. `shared` remembers what a name was made for, by keys of the users' choice."""
+
+    def __init__(self) -> None:
+        self.terminals = Terminals()
+        self.rules: dict[str, list[Body]] = {}
+        self.shared: dict[tuple[Any, ...], str] = {}
+        self._parametric: set[str] = set()
+        self._also_needed: dict[str, set[str]] = {}
+        self._numbered: dict[Any, int] = {}
+        self._count = itertools.count()
+
+    def rule(self, bodies: list[Body]) -> str:
+        name = f"r{next(self._count)}"
+        self.rules[name] = bodies
+        if len(self.rules) > RULES_MAX:
+            raise GrammarError(PARAM, f"guided_json needs more than {RULES_MAX} rules")
+        return name
+
+    def number_of(self, part: Any) -> int:
+        """A small name for a part of a shape, the same for equal ones: parts are trees, slow to compare again and again."""
+        return self._numbered.setdefault(part, len(self._numbered))
+
+    def string(self, language: Regex) -> str:
+        return self.terminals.name(self.terminals.json_string(language), "S")
+
+    def each_once(self, items: list[str], others: tuple[str, ...], done: str, high: int = BITS, needed: int = 0) -> str:
+        """A list of `items`, each at most once and in any order, and of `others`; at most `high` items, and the end where
+        `done` holds. The rule's parameter has a bit for every item used; the first `needed` items must not be missing."""
+        rest, start = self.rule([]), self.rule([])
+        self._parametric.add(rest)
+        end: Body = (f"%if {done}",) if done else ()
+        once = [(item, f"{rest}::set_bit({bit})") for bit, item in enumerate(items)]
+        room = f"bit_count_lt(_, {high})" if high < len(items) else ""
+        guards = [f"%if and(bit_clear({bit}), {room})" if room else f"%if bit_clear({bit})" for bit in range(len(items))]
+        bodies = [("COMMA", *body, guard) for body, guard in zip(once, guards, strict=True)]
+        self.rules[rest] = [end, *bodies, *(("COMMA", other, f"{rest}::_") for other in others)]
+        first = [(item, f"{rest}::{hex(1 << bit)}") for bit, item in enumerate(items) if high > 0]
+        self.rules[start] = [*first, *((other, f"{rest}::0x0") for other in others), *([] if done else [()])]
+        self._also_needed[start] = set(items[:needed])
+        return start
+
+    def drop_unproductive(self) -> None:
+        """Take out bodies that name a rule without any finite text, until none is left."""
+        users: dict[str, set[str]] = {}
+        for name, bodies in self.rules.items():
+            for needed in (n for body in bodies for n in _needed(body)):
+                users.setdefault(needed, set()).add(name)
+            for needed in self._also_needed.get(name, ()):
+                users.setdefault(needed, set()).add(name)
+        alive = set[str]()
+        waiting = deque(self.rules)
+        while waiting:
+            name = waiting.popleft()
+            complete = self._also_needed.get(name, set()) <= alive
+            if name not in alive and complete and any(_needed(body) <= alive for body in self.rules[name]):
+                alive.add(name)
+                waiting.extend(users.get(name, ()))
+        for name in self.rules:
+            self.rules[name] = [body for body in self.rules[name] if _needed(body) <= alive]
+
+    def text(self, start: str, terminals: dict[str, str]) -> str:
+        reached, waiting = {start}, [start]
+        lines = []
+        while waiting:
+            name = waiting.pop()
+            bodies = dict.fromkeys(_line(body) for body in self.rules[name])
+            lines.append(f"{name}{'::_' if name in self._parametric else ''}: " + " | ".join(bodies))
+            for needed in (n for body in self.rules[name] for n in _rule_names(body)):
+                if needed not in reached:
+                    reached.add(needed)
+                    waiting.append(needed)
+        constants = [f"{name}: {pattern}" for name, pattern in terminals.items()]
+        return "\n".join([f"start: {start}", *lines, *constants, *self.terminals.lines()]) + "\n"
+
+
+def _line(body: Body) -> str:
+    guard = [symbol for symbol in body if isinstance(symbol, str) and symbol[0] == "%"]
+    symbols = [_written(symbol) for symbol in body if symbol not in guard]
+    return " ".join((symbols or ['""']) + [str(symbol) for symbol in guard])
+
+
+def _needed(body: Body) -> set[str]:
+    """Rules without which the body has no text."""
+    names = {symbol.partition("::")[0] for symbol in body if isinstance(symbol, str) and symbol[0] == "r"}
+    return names.union(*(_needed(s.symbols) for s in body if isinstance(s, Repeated) and s.low > 0))
+
+
+def _rule_names(body: Body) -> set[str]:
+    names = {symbol.partition("::")[0] for symbol in body if isinstance(symbol, str) and symbol[0] == "r"}
+    return names.union(*(_rule_names(s.symbols) for s in body if isinstance(s, Repeated)))
+
+
+def _written(symbol: Symbol) -> str:
+    if isinstance(symbol, str):
+        return symbol
+    inner = f"({' '.join(symbol.symbols)})"
+    if symbol.high is None:
+        return inner + ("*" if symbol.low == 0 else f"{{{symbol.low},}}")
+    return '""' if symbol.high == 0 else f"{inner}{{{symbol.low},{symbol.high}}}"

@@ -1,0 +1,43 @@
+"""Constraints over a vocabulary of single bytes, so that a test can ask whether a text satisfies one."""
+
+from __future__ import annotations
+
+import functools
+import json
+from typing import Any
+
+from engine.grammar.lark import to_lark
+from engine.grammar.matcher import CompiledGrammar, of_text, token_trie
+from engine.grammar.spec import GrammarSpec, Kind
+from engine.grammar.vocabulary import Vocabulary
+
+EOS = 0
+BYTES = Vocabulary((b"", *(bytes([byte]) for byte in range(256))), (EOS,))
+
+
+@functools.cache
+def byte_trie() -> Any:
+    return token_trie(BYTES)
+
+
+@functools.lru_cache(maxsize=256)
+def compiled(kind: Kind, text: str) -> CompiledGrammar:
+    """Raises `GrammarError`, as the engine's compiler does."""
+    spec = GrammarSpec(kind, text)
+    return CompiledGrammar(byte_trie(), of_text(to_lark(spec), first_space=False), spec)
+
+
+def accepts(grammar: CompiledGrammar, text: str) -> bool:
+    """Whether the whole text satisfies the grammar."""
+    matcher = grammar.matcher()
+    tokens = [byte + 1 for byte in text.encode()]
+    return bool(matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting())
+
+
+def schema_accepts(schema: Any, value: Any, *, ensure_ascii: bool = True) -> bool:
+    """Whether the value is accepted in compact and in ordinary spacing; both must agree."""
+    grammar = compiled("json", json.dumps(schema))
+    compact = accepts(grammar, json.dumps(value, separators=(",", ":"), ensure_ascii=ensure_ascii))
+    for spacing in ({}, {"indent": 4}):
+        assert accepts(grammar, json.dumps(value, ensure_ascii=ensure_ascii, **spacing)) == compact  # type: ignore[arg-type]
+    return compact
