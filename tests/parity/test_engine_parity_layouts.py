@@ -1,0 +1,103 @@
+"""Requests with parameters of every kind write the same answers alone, together, in chunks, preempted and with guesses."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine import LLM, SamplingParams
+from engine.outputs import RequestOutput
+from tests.support.engines import KV_CACHE_BYTES
+from tests.support.tiny_models import make_model
+from tests.support.tiny_tokenizer import VOCAB_SIZE, write_tokenizer
+
+NUM_REQUESTS = 32
+CHOICES: dict[str, list[Any]] = {
+    "max_tokens": [1, 5, 20, 30],
+    "temperature": [0.0, 0.5, 1.0, 1.5],
+    "top_k": [0, 5, 50],
+    "top_p": [1.0, 0.9, 0.5],
+    "min_p": [0.0, 0.1],
+    "typical_p": [1.0, 0.7],
+    "repetition_penalty": [1.0, 1.2],
+    "presence_penalty": [0, 0.5],
+    "frequency_penalty": [0, -0.3],
+    "logprobs": [None, 0, 3],
+    "prompt_logprobs": [None, None, 2],
+    "n": [1, 1, 3],
+    "best_of": [None, None, 4],
+    "ignore_eos": [True, False],
+    "echo": [False, True],
+    "min_tokens": [0, 1],
+    "bad_words": [None, ["a", "the"]],
+    "stop": [[], ["e"], ["zz", "q"]],
+    "logit_bias": [None, {5: 3.0, 70: -5.0}],
+    "guided_regex": [None, None, "[a-z ]{3,9}(x|y)"],
+}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "alone": {"max_num_seqs": 1},
+    "chunks": {"max_num_seqs": 8, "max_num_batched_tokens": 16},
+    "swapped": {"num_gpu_blocks_override": 20, "max_model_len": 256, "swap_space": 0.01},
+    "recomputed": {"num_gpu_blocks_override": 20, "max_model_len": 256, "enable_prefix_caching": False},
+    "guessed": {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}},
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("model")
+    make_model("llama", directory, vocab_size=VOCAB_SIZE)
+    write_tokenizer(directory)
+    return directory
+
+
+def requests() -> tuple[list[list[int]], list[SamplingParams]]:
+    numbers = random.Random(5)
+    lengths = [numbers.choice([1, 7, 16, 17, 40, 100]) for _ in range(NUM_REQUESTS)]
+    prompts = [[numbers.randrange(3, VOCAB_SIZE) for _ in range(length)] for length in lengths]
+    params = [
+        SamplingParams(seed=numbers.randrange(2**63), **{name: numbers.choice(values) for name, values in CHOICES.items()})
+        for _ in range(NUM_REQUESTS)
+    ]
+    return prompts, params
+
+
+def answers(model: Path, layout: dict[str, Any]) -> list[list[tuple[Any, ...]]]:
+    options = {"device": "cpu", "threads": 1, "kv_cache_bytes": KV_CACHE_BYTES * 2, "max_num_seqs": 16, **layout}
+    prompts, params = requests()
+    with LLM(model, **options) as llm:
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        is_preempting = llm.status().preemptions_total > 0
+    assert is_preempting == ("num_gpu_blocks_override" in layout)
+    for output, asked in zip(outputs, params, strict=True):
+        assert_shape(output, asked)
+    return [[(a.text, a.token_ids, a.finish_reason, a.stop_reason) for a in output.outputs] for output in outputs]
+
+
+def assert_shape(output: RequestOutput, asked: SamplingParams) -> None:
+    """As many answers, entries and alternatives as were asked for, and no error."""
+    assert [answer.index for answer in output.outputs] == list(range(asked.n))
+    assert all(answer.error is None for answer in output.outputs)
+    assert (output.prompt_logprobs is None) == (asked.prompt_logprobs is None)
+    if output.prompt_logprobs is not None:
+        assert len(output.prompt_logprobs) == len(output.prompt_token_ids)
+    for answer in output.outputs:
+        assert (answer.logprobs is None) == (asked.logprobs is None)
+        if answer.logprobs is not None and asked.logprobs is not None:
+            assert len(answer.logprobs) == len(answer.token_ids)
+            assert all(len(entry) <= asked.logprobs + 1 for entry in answer.logprobs)
+
+
+@pytest.fixture(scope="module")
+def together(model: Path) -> list[list[tuple[Any, ...]]]:
+    return answers(model, {})
+
+
+@pytest.mark.parametrize("layout", list(LAYOUTS))
+def test_the_answers_do_not_depend_on_how_they_are_computed(
+    layout: str, model: Path, together: list[list[tuple[Any, ...]]]
+) -> None:
+    assert answers(model, LAYOUTS[layout]) == together
