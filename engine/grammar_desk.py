@@ -87,9 +87,11 @@ class GrammarDesk:
         self._compiler = compiler
         self._masks = masks
         self._parked: dict[str, _Parked] = {}
+        self._num_answers = 0
 
     def __len__(self) -> int:
-        return len(self._parked)
+        """Parked answers."""
+        return self._num_answers
 
     def close(self) -> None:
         """End what compiles; no request may be parked any more."""
@@ -98,6 +100,7 @@ class GrammarDesk:
     def park(self, answers: Sequence[Request], spec: GrammarSpec) -> None:
         """Have the grammar compiled, or find it compiled, and keep the answers until then."""
         self._parked[answers[0].request_id] = _Parked(list(answers), spec.param, self._compiler.submit(spec))
+        self._num_answers += len(answers)
 
     def remove(self, request: Request) -> bool:
         """Let go of one answer; whether it was here."""
@@ -105,6 +108,7 @@ class GrammarDesk:
         if parked is None or request not in parked.answers:
             return False
         parked.answers.remove(request)
+        self._num_answers -= 1
         if not parked.answers:
             del self._parked[request.request_id]
         return True
@@ -120,6 +124,7 @@ class GrammarDesk:
         return [self._start(self._parked.pop(request_id)) for request_id in done]
 
     def _start(self, parked: _Parked) -> tuple[list[Request], GrammarError | None]:
+        self._num_answers -= len(parked.answers)
         try:
             grammar = parked.grammar.result()
             for request in parked.answers:

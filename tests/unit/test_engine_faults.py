@@ -1,4 +1,4 @@
-"""Faults put into each stage of a step: only the culprit ends, with an error that says where, and its neighbours do not notice."""
+"""Faults put into each stage of a step: only the culprit ends, with an error that says where; its neighbours do not notice."""
 
 from __future__ import annotations
 
@@ -212,8 +212,7 @@ def test_moves_that_fail_again_ask_for_a_new_process(model: Path, monkeypatch: p
     engine = small_engine(model)
     engine.submit(wanted("a", [5] * 7, max_tokens=4, n=2))
     with pytest.raises(EngineBroken, match="blocks cannot be moved: RuntimeError: the bus is gone"):
-        while engine.has_requests:
-            engine.step()
+        finish(engine)
 
 
 def test_a_grammar_that_cannot_follow_a_token_ends_its_own_answer(
@@ -235,12 +234,13 @@ def test_an_idle_engine_that_lost_a_block_asks_for_a_new_process_once_it_looks(m
     engine.check_when_idle()
     engine._scheduler.pool.allocate(1)
     engine.check_when_idle()
-    run_to_end_unchecked(engine)
+    engine.submit(wanted("b", [5, 6, 7], max_tokens=2))
+    finish(engine)
     with pytest.raises(EngineBroken, match="the idle engine is not in order"):
         engine.check_when_idle()
 
 
-def run_to_end_unchecked(engine: Engine) -> None:
-    engine.submit(wanted("b", [5, 6, 7], max_tokens=2))
+def finish(engine: Engine) -> None:
+    """Step until idle, whatever the state of things."""
     while engine.has_requests:
         engine.step()

@@ -1,0 +1,266 @@
+"""Several answers to one request, requests that wait for their grammar, and requests that wait too long."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+
+from engine.block_pool import BlockPool
+from engine.errors import NotAModelDirectory
+from engine.grammar.matcher import CompiledGrammar
+from engine.grammar.spec import GrammarError, GrammarSpec
+from engine.grammar_desk import GrammarDesk, LateCompiler
+from engine.loop import Engine
+from engine.protocol import EngineInfo, FinishReason, GenerationRequest, TokenEvent
+from engine.randomness import seed_of_answer
+from engine.request import Request
+from engine.scheduled_batch import BlockMoves, ScheduledRequest, StepOutput
+from engine.scheduler import Scheduler, SchedulerLimits
+from tests.support.clock import FakeClock
+from tests.support.engines import run_to_end, tokens, wanted
+
+EOS = 9
+GRAMMAR: Any = object()
+INFO = EngineInfo(
+    model="fake", architecture="Fake", max_model_len=64, vocab_size=10, eos_token_ids=[EOS], block_size=4, num_kv_blocks=32,
+    dtype="none", device="none", device_name="none", kernels="none", num_parameters=0, weights_bytes=0, kv_bytes=0, load_s=0.0,
+)  # fmt: skip
+
+
+class SeedRunner:
+    """Says for each answer the remainder of its seed, again and again, or what it is told to `say`."""
+
+    stage = "run"
+
+    def __init__(self) -> None:
+        self.copies = 0
+        self.say: int | None = None
+
+    def move(self, moves: BlockMoves) -> None:
+        self.copies += len(moves.copies)
+
+    def run(self, items: Sequence[ScheduledRequest]) -> list[StepOutput]:
+        return [StepOutput([self._said(item)] if item.samples else []) for item in items]
+
+    def _said(self, item: ScheduledRequest) -> int:
+        return (item.request.sampling.seed or 0) % 8 if self.say is None else self.say
+
+
+class FakeMasks:
+    """Remembers who was started and what they said; loses the thread at token `refused`."""
+
+    def __init__(self) -> None:
+        self.said: dict[Request, list[int]] = {}
+        self.refused = -1
+
+    def start(self, request: Request, grammar: CompiledGrammar) -> None:
+        assert grammar is GRAMMAR
+        self.said[request] = []
+
+    def accept(self, request: Request, token_ids: Sequence[int]) -> GrammarError | None:
+        self.said[request] += token_ids
+        return GrammarError("guided_regex", "lost the thread") if self.refused in token_ids else None
+
+
+class FakeCompiler:
+    """Compiles when told to."""
+
+    def __init__(self) -> None:
+        self.asked: dict[GrammarSpec, Future[CompiledGrammar]] = {}
+
+    def submit(self, spec: GrammarSpec) -> Future[CompiledGrammar]:
+        return self.asked.setdefault(spec, Future())
+
+    def close(self) -> None:
+        for future in self.asked.values():
+            future.cancel()
+
+    def finish(self) -> None:
+        for future in self.asked.values():
+            future.set_result(GRAMMAR)
+
+
+class Box:
+    """An engine with a clock, a compiler and masks that the test turns."""
+
+    def __init__(self, **limits: Any) -> None:
+        chosen = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "max_model_len": 64, "block_size": 4, **limits}
+        self.clock = FakeClock()
+        self.runner, self.masks, self.compiler = SeedRunner(), FakeMasks(), FakeCompiler()
+        pool = BlockPool(32)
+        self.scheduler = Scheduler(SchedulerLimits(**chosen), pool, clock=self.clock.monotonic_s)
+        desk = GrammarDesk(self.compiler, self.masks)
+        self.engine = Engine(self.scheduler, self.runner, INFO, clock=self.clock.monotonic_s, grammars=desk)
+
+    def run(self, *requests: GenerationRequest) -> list[TokenEvent]:
+        return [event for events in run_to_end(self.engine, requests).values() for event in events]
+
+
+def answer(events: Sequence[TokenEvent], index: int, request_id: str = "a") -> list[TokenEvent]:
+    return [event for event in events if (event.request_id, event.index) == (request_id, index)]
+
+
+def guided(request_id: str, **sampling: Any) -> GenerationRequest:
+    return wanted(request_id, [1, 2], **{"max_tokens": 3, "guided_regex": "[0-9]+", **sampling})
+
+
+def test_each_answer_has_its_index_its_seed_and_one_end() -> None:
+    box = Box()
+    events = box.run(wanted("a", [1, 2, 3, 4, 5, 6], seed=5, max_tokens=2, n=3))
+    for index in range(3):
+        mine = answer(events, index)
+        assert tokens(mine) == [seed_of_answer(5, index) % 8] * 2
+        assert [event.finish_reason for event in mine if event.finish_reason] == [FinishReason.LENGTH]
+    assert box.runner.copies == 2, "the half-full block of the prompt is copied for each answer but the first"
+    assert box.engine.status().prompt_tokens_total == 6
+
+
+def test_best_of_makes_as_many_answers_as_are_ranked() -> None:
+    events = Box().run(wanted("a", [1], n=2, best_of=4, max_tokens=1))
+    assert {event.index for event in events} == {0, 1, 2, 3}
+
+
+def test_one_answer_can_be_ended_without_the_others_and_all_of_them_together() -> None:
+    box = Box()
+    box.engine.submit(wanted("a", [1, 2], n=3, max_tokens=9))
+    for _ in range(3):
+        box.engine.step()
+    (ended,) = box.engine.abort_answer("a", 1)
+    assert (ended.index, ended.finish_reason) == (1, FinishReason.ABORTED)
+    assert box.engine.abort_answer("a", 1) == []
+    box.engine.check_invariants()
+    assert [event.index for event in box.engine.abort("a")] == [0, 2]
+    assert not box.engine.has_requests
+    assert box.engine.status().kv_blocks_used == 0
+
+
+def test_a_refused_request_ends_each_of_its_answers() -> None:
+    events = Box().engine.submit(wanted("a", [], n=3))
+    assert [(event.index, event.finish_reason, event.error_param) for event in events] == [
+        (index, FinishReason.ERROR, "prompt_token_ids") for index in range(3)
+    ]
+
+
+def test_requests_wait_for_their_grammar_beside_the_others() -> None:
+    box = Box()
+    box.engine.submit(guided("guided", n=2))
+    events = box.engine.submit(wanted("plain", [1], max_tokens=2))
+    for _ in range(3):
+        events += box.engine.step()
+        box.engine.check_invariants()
+    assert len(tokens(events)) == 2, "the plain request was served"
+    assert box.engine.status().num_waiting == 2
+    progress = box.engine.status(with_requests=True).requests or []
+    assert [(row.request_id, row.index, row.state, row.queue_position) for row in progress] == [
+        ("guided", 0, "queued", 0), ("guided", 1, "queued", 1),
+    ]  # fmt: skip
+    box.compiler.finish()
+    events = box.run()
+    assert len(tokens(answer(events, 0, "guided"))) == len(tokens(answer(events, 1, "guided"))) == 3
+    assert [len(said) for said in box.masks.said.values()] == [3, 3], "each answer follows the grammar by itself"
+
+
+def test_equal_grammars_are_compiled_once() -> None:
+    box = Box()
+    for name in "abc":
+        box.engine.submit(guided(name))
+    assert len(box.compiler.asked) == 1
+
+
+def test_a_grammar_that_is_refused_ends_every_answer_and_names_the_field() -> None:
+    box = Box()
+    box.engine.submit(guided("a", n=2))
+    next(iter(box.compiler.asked.values())).set_exception(GrammarError("guided_regex", "it explodes"))
+    events = box.run()
+    assert [(e.index, e.finish_reason, e.error, e.error_param) for e in events] == [
+        (index, FinishReason.ERROR, "it explodes", "guided_regex") for index in range(2)
+    ]
+    assert not box.engine.has_requests
+
+
+def test_a_parked_request_can_be_aborted_in_part_and_whole() -> None:
+    box = Box()
+    box.engine.submit(guided("a", n=3))
+    assert [event.index for event in box.engine.abort_answer("a", 0)] == [0]
+    box.engine.check_invariants()
+    assert [event.index for event in box.engine.abort("a")] == [1, 2]
+    box.compiler.finish()
+    assert box.engine.step() == []
+    assert not box.engine.has_requests
+
+
+def test_the_first_of_the_answers_left_computes_the_prompt() -> None:
+    box = Box()
+    box.engine.submit(guided("a", n=3))
+    box.engine.abort_answer("a", 0)
+    box.compiler.finish()
+    events = box.run()
+    assert [len(tokens(answer(events, index))) for index in range(3)] == [0, 3, 3]
+
+
+def test_an_answer_whose_grammar_loses_the_thread_ends_alone() -> None:
+    box = Box()
+    box.masks.refused = seed_of_answer(1, 1) % 8
+    assert box.masks.refused != 1
+    box.compiler.asked.clear()
+    box.engine.submit(guided("a", n=2, seed=1))
+    box.compiler.finish()
+    events = box.run()
+    assert tokens(answer(events, 0)) == [1, 1, 1]
+    assert [(e.finish_reason, e.error_param) for e in answer(events, 1)] == [(FinishReason.ERROR, "guided_regex")]
+
+
+def test_an_engine_without_grammars_refuses_them_by_name() -> None:
+    box = Box()
+    engine = Engine(box.scheduler, box.runner, INFO, clock=box.clock.monotonic_s)
+    (event,) = engine.submit(guided("a"))
+    assert event.error_param == "guided_regex"
+
+
+def test_a_guided_answer_ends_with_the_end_of_the_model_even_where_that_is_ignored() -> None:
+    box = Box()
+    box.runner.say = EOS
+    box.engine.submit(guided("a", ignore_eos=True, max_tokens=9))
+    box.compiler.finish()
+    assert tokens(box.run()) == [EOS]
+
+
+def test_a_request_that_waits_beyond_its_deadline_ends_unserved() -> None:
+    box = Box(max_num_seqs=1)
+    box.engine.submit(wanted("first", [1], max_tokens=9))
+    box.engine.step()
+    late = GenerationRequest(
+        request_id="late", tenant_id="bob", prompt_token_ids=[1], sampling=wanted("x", [1]).sampling, queue_deadline_s=2.0
+    )
+    box.engine.submit(late)
+    assert all(event.request_id == "first" for event in box.engine.step())
+    box.clock.advance(2.5)
+    ended = [event for event in box.engine.step() if event.request_id == "late"]
+    assert [(event.finish_reason, event.num_output_tokens) for event in ended] == [(FinishReason.DEADLINE, 0)]
+    assert len(tokens([event for event in box.run() if event.request_id == "first"])) > 0
+
+
+def test_a_vocabulary_that_cannot_be_read_refuses_every_grammar() -> None:
+    def make() -> FakeCompiler:
+        raise NotAModelDirectory("the folder has no readable tokenizer.json")
+
+    compiler = LateCompiler(make)
+    for _ in range(2):
+        with pytest.raises(GrammarError, match=r"guided_regex cannot be followed with this model: .* no readable tokenizer"):
+            compiler.submit(GrammarSpec("regex", "a+")).result(timeout=10)
+
+
+def test_a_compiler_that_is_made_late_passes_grammars_and_refusals_on() -> None:
+    made = FakeCompiler()
+    compiler = LateCompiler(lambda: made)
+    good, bad = compiler.submit(GrammarSpec("regex", "a+")), compiler.submit(GrammarSpec("regex", "b("))
+    assert compiler._made is not None
+    compiler._made.result(timeout=10)
+    made.asked[GrammarSpec("regex", "a+")].set_result(GRAMMAR)
+    made.asked[GrammarSpec("regex", "b(")].set_exception(GrammarError("guided_regex", "unbalanced"))
+    assert good.result(timeout=10) is GRAMMAR
+    with pytest.raises(GrammarError, match="unbalanced"):
+        bad.result(timeout=10)
