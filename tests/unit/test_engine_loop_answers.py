@@ -155,7 +155,7 @@ def test_requests_wait_for_their_grammar_beside_the_others() -> None:
     assert box.engine.status().num_waiting == 2
     progress = box.engine.status(with_requests=True).requests or []
     assert [(row.request_id, row.index, row.state, row.queue_position) for row in progress] == [
-        ("guided", 0, "queued", 0), ("guided", 1, "queued", 1),
+        ("guided", 0, "queued", 0), ("guided", 1, "queued", 0),
     ]  # fmt: skip
     box.compiler.finish()
     events = box.run()
