@@ -8,7 +8,7 @@ import re
 from collections.abc import AsyncIterator, Iterator
 from typing import Any, Literal
 
-import jsonschema  # type: ignore[import-untyped]
+import jsonschema
 import openai
 import pytest
 from openai import AsyncOpenAI
@@ -86,6 +86,13 @@ async def test_a_class_of_the_client_is_parsed_from_the_answer(client: AsyncOpen
     assert isinstance(answer.choices[0].message.parsed, Reply)
 
 
+async def test_the_streaming_helper_of_the_client_parses_the_same(client: AsyncOpenAI) -> None:
+    async with client.chat.completions.stream(**ASKED, response_format=Reply, seed=1, n=2) as stream:
+        answer = await stream.get_final_completion()
+
+    assert [isinstance(choice.message.parsed, Reply) for choice in answer.choices] == [True, True]
+
+
 async def test_json_object_is_an_object(client: AsyncOpenAI) -> None:
     text = await said(client, response_format={"type": "json_object"}, seed=3)
 
@@ -145,6 +152,28 @@ async def test_a_schema_made_to_explode_is_refused_in_time_and_others_are_served
     assert (refused.value.code, refused.value.param) == ("invalid_value", "response_format")
     assert served_meanwhile
     assert all(served)
+
+
+async def test_a_bad_word_is_not_said(client: AsyncOpenAI) -> None:
+    greedy = {"temperature": 0, "max_tokens": 12, "logit_bias": {}}
+    text = await said(client, **greedy)
+    word = text.split()[1]
+    other = await said(client, **greedy, extra_body={"bad_words": [word]})
+
+    assert word not in other.split()
+    assert other.split()[0] == text.split()[0]
+
+
+async def test_a_minimum_of_tokens_keeps_an_answer_from_ending(client: AsyncOpenAI) -> None:
+    end = json.loads((DEMO_MODEL / "config.json").read_text("utf-8"))["eos_token_id"]
+    asked = {**ASKED, "logit_bias": {str(end): 100}}
+    counts = []
+    for least in (0, 7):
+        answer = await client.chat.completions.create(**asked, extra_body={"min_tokens": least})
+        assert answer.usage is not None
+        counts.append(answer.usage.completion_tokens)
+
+    assert counts == [1, 8]
 
 
 async def test_three_answers_differ_and_the_first_is_the_one_of_a_single_request(
