@@ -309,9 +309,10 @@ class Scheduler:
         if output.error is not None:
             return self.fail(request, output.error, output.error_param)
         request.num_computed_tokens = item.start + item.num_tokens
-        num_told = request.num_prompt_tokens_computed - item.start  # before a preemption
-        if output.prompt_logprobs and num_told > 0:
-            output.prompt_logprobs = output.prompt_logprobs[num_told:]
+        if output.prompt_logprobs:  # those of tokens that were computed before a preemption have been told
+            last = min(request.num_computed_tokens, request.num_prompt_tokens - 1)
+            num_new = max(0, last - max(item.start, request.num_prompt_tokens_computed))
+            output.prompt_logprobs = output.prompt_logprobs[len(output.prompt_logprobs) - num_new :]
         if request.num_prompt_tokens_computed < request.num_prompt_tokens:
             self._count_prompt(request)
         if self.kv.prefix_cache.is_shared:
