@@ -276,6 +276,7 @@ def _run(engine: Engine, completions: Sequence[Completion], progress: Progress) 
             if refused:
                 raise _refusal(index, refused[0])
         _step_until_done(engine, {completion.request_id: completion for completion in completions}, progress)
+        engine.check_when_idle()
     except BaseException:
         engine.abort_all()
         raise
