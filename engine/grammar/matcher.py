@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import json
+import random
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,11 +14,16 @@ import llguidance
 from engine.grammar.spec import GrammarError, GrammarSpec
 from engine.grammar.vocabulary import Vocabulary
 
-# What one step may cost. A mask that needs more ends its request: fuel and items are counted by the library, so the bound is
-# the same on any machine (30,000 units of lexer fuel and 20,000 items a millisecond, roughly: 0.1 s).
-STEP_LEXER_FUEL = 3_000_000
+# What one step may cost: lexer fuel and parser items are counted by the library (50,000 and 20,000 a millisecond, roughly),
+# so the bound is the same on any machine. What a step has worked out is kept for the next ones of all requests, so only the
+# first steps come near it; `ALLOWANCE_S` and `TOKEN_ALLOWANCE_S` bound the sum. Beyond any of them the request ends alone.
+STEP_LEXER_FUEL = 8_000_000
 STEP_ITEMS_MAX = 60_000
 LEXER_STATES_MAX = 60_000  # about 2 kB each
+ALLOWANCE_S = 1.0
+TOKEN_ALLOWANCE_S = 0.004
+REHEARSALS = 3
+REHEARSAL_TOKENS = 40
 COMPILE_LEXER_FUEL = 2_000_000
 GRAMMAR_SYMBOLS_MAX = 500_000
 
@@ -63,11 +70,29 @@ def limits() -> llguidance.LLParserLimits:
 def build_matcher(trie: llguidance.LLTokenizer, lark: str, spec: GrammarSpec) -> Any:
     """Compile a grammar and compute its first mask. Raises `GrammarError` naming the field of `spec`."""
     matcher = llguidance.LLMatcher(trie, lark, log_level=0, limits=limits())
-    if not matcher.is_error():
-        matcher.deep_copy().compute_bitmask()
     if matcher.is_error():
         raise GrammarError(spec.param, f"{spec.param} cannot be compiled: {_first_line(matcher.get_error())}")
+    numbers = random.Random(0)  # noqa: S311 - the same walks in the process that proves a grammar and in the one that uses it
+    for _ in range(REHEARSALS):
+        _rehearse(matcher.deep_copy(), numbers, spec)
     return matcher
+
+
+def _rehearse(matcher: Any, numbers: random.Random, spec: GrammarSpec) -> None:
+    """Write a random text, so that the first steps of requests find their work done, and what is too costly shows now."""
+    for _ in range(REHEARSAL_TOKENS):
+        mask = matcher.compute_bitmask()
+        if matcher.is_error():
+            why = _first_line(matcher.get_error())
+            raise GrammarError(spec.param, f"{spec.param} cannot be enforced: a step would cost too much ({why})")
+        if matcher.is_stopped():
+            return
+        start = numbers.randrange(len(mask))
+        place = next((i for i in (*range(start, len(mask)), *range(start)) if mask[i]), None)
+        if place is None:
+            raise GrammarError(spec.param, f"{spec.param} leads where no token may follow")
+        bit = numbers.choice([bit for bit in range(8) if mask[place] >> bit & 1])
+        matcher.consume_token(8 * place + bit)
 
 
 def of_text(lark: str, *, first_space: bool) -> str:
@@ -121,12 +146,13 @@ class CompiledGrammar:
 class GrammarState:
     """How far one request has come in its grammar. Not thread-safe: one caller at a time."""
 
-    __slots__ = ("_grammar", "_matcher", "_tokens")
+    __slots__ = ("_grammar", "_matcher", "_spent_s", "_tokens")
 
     def __init__(self, grammar: CompiledGrammar) -> None:
         self._grammar = grammar
         self._matcher = grammar.matcher()
         self._tokens: list[int] = []
+        self._spent_s = 0.0
 
     def fill_mask(self, row: Any) -> None:
         """Write the packed mask of the next token. `row`: [ceil(V / 32)] int32, a writable buffer (a numpy row); bit i % 32 of
@@ -134,12 +160,16 @@ class GrammarState:
         `is_complete`. Raises `GrammarError` when the mask costs more than a step may."""
         view = memoryview(row).cast("B")
         address = ctypes.addressof(ctypes.c_char.from_buffer(view))
+        start_s = time.thread_time()
         self._matcher.unsafe_compute_mask_ptr(address, view.nbytes)
         if self._matcher.is_error():
             self._resume()
             self._matcher.unsafe_compute_mask_ptr(address, view.nbytes)
             if self._matcher.is_error():
                 raise self._error("cannot be followed further")
+        self._spent_s += time.thread_time() - start_s
+        if self._spent_s > ALLOWANCE_S + TOKEN_ALLOWANCE_S * len(self._tokens):
+            raise self._error(f"has cost {self._spent_s:.1f} s of masks in {len(self._tokens)} tokens, more than a request may")
 
     def accept(self, token_id: int) -> None:
         """Move on by one sampled token. Raises `GrammarError` for a token that the mask forbids."""

@@ -112,6 +112,8 @@ class _Reader:
         self.modulus = math.lcm(*(int(q * 10**self.scale) for q in divisors)) if divisors else 1
         if self.modulus > RESIDUES_MAX:
             raise NumberError(f"multipleOf with more than {RESIDUES_MAX} residues")
+        self.divisors = [int(q * 10**self.scale) for q in numbers.multiples]
+        self.non_divisors = [int(q * 10**self.scale) for q in numbers.non_multiples]
         self.whole = [str(int(level)) for level in self.levels]
         self.parts = [self._decimals_of(level) for level in self.levels]
         self.whole_max = max((len(digits) for digits in self.whole), default=0)
@@ -135,21 +137,24 @@ class _Reader:
             return ("point", 0, 0, self._after_whole(length, compared), residue, False)
         digit = int(character)
         if phase in ("sign", "whole"):
-            following = tuple(
-                sign or _sign(character, self.whole[i][length : length + 1]) if length < len(self.whole[i]) else sign
-                for i, sign in enumerate(compared)
-            )
+            following = self._compared(compared, character, self.whole, length, "") if compared else ()
             residue = (residue * 10 + digit) % self.modulus
             phase = "zero" if phase == "sign" and digit == 0 else "whole"
             return (phase, min(length + 1, self.whole_max + 1), 0, following, residue, False)
         if phase == "zero":
             return None
-        following = tuple(sign or _sign(character, self.parts[i][place : place + 1] or "0") for i, sign in enumerate(compared))
+        following = self._compared(compared, character, self.parts, place, "0") if compared else ()
         if place < self.scale:
             residue = (residue * 10 + digit) % self.modulus
         else:
             beyond = beyond or digit != 0
         return ("part", 0, min(place + 1, self.part_max), following, residue, beyond)
+
+    @staticmethod
+    def _compared(compared: tuple[int, ...], character: str, digits: list[str], at: int, beyond: str) -> tuple[int, ...]:
+        """Comparisons after one more digit; past the digits of a bound it is compared with `beyond`, if with anything."""
+        others = [each[at : at + 1] or beyond for each in digits]
+        return tuple(sign or (_sign(character, other) if other else 0) for sign, other in zip(compared, others, strict=True))
 
     def _after_whole(self, length: int, compared: tuple[int, ...]) -> tuple[int, ...]:
         """Comparisons once the integer part is complete: more digits are a greater number."""
@@ -162,6 +167,7 @@ class _Reader:
         phase, length, place, compared, residue, beyond = state
         if phase not in ("zero", "whole", "part"):
             return False
+        signs: tuple[int, ...] = ()
         if phase == "part":
             signs = tuple(sign or (-1 if self.parts[i][place:].strip("0") else 0) for i, sign in enumerate(compared))
         else:
@@ -182,14 +188,11 @@ class _Reader:
                 return -1
             return -magnitude
 
-        def divides(q: Fraction) -> bool:
-            return not beyond and scaled % int(q * 10**self.scale) == 0
-
         return (
-            all(compare(b.value) >= (1 if b.is_open else 0) for b in numbers.lows)
+            not any(beyond or scaled % divisor for divisor in self.divisors)
+            and not any(not beyond and scaled % divisor == 0 for divisor in self.non_divisors)
+            and all(compare(b.value) >= (1 if b.is_open else 0) for b in numbers.lows)
             and all(compare(b.value) <= (-1 if b.is_open else 0) for b in numbers.highs)
-            and all(divides(q) for q in numbers.multiples)
-            and not any(divides(q) for q in numbers.non_multiples)
             and all(compare(point) != 0 for point in numbers.excluded)
         )
 

@@ -236,8 +236,11 @@ class Shapes:
         counted = tuple(self._counted(c.value.node, c.value.holds, c) for c, _ in facts if c.kind == "contains")
         if any(each.low and self.is_empty(term((*each.value, *others))) and not first for each in counted):
             return None
+        rules = {holds for c, holds in facts if c.kind == "unique"}
+        if False in rules and high is not None and high < 2:
+            return None
         unique = None
-        if any(c.kind == "unique" for c, _ in facts) and (high is None or high > 1):
+        if rules and (high is None or high > 1):
             unique = self._unique(facts, others if not first and not counted else None)
         return Array(tuple(first), others, low, high, counted, unique)
 
@@ -253,7 +256,7 @@ class Shapes:
         return term([*literals, *((node, False) for at, node in broken if at == place)])
 
     def _unique(self, facts: Facts, others: Term | None) -> tuple[Any, ...]:
-        constraint, holds = next((c, holds) for c, holds in facts if c.kind == "unique")
+        constraint, holds = min(((c, holds) for c, holds in facts if c.kind == "unique"), key=lambda fact: fact[1])
         values = None if others is None or not holds else self.listed(others)
         if values is None or len(values) > UNIQUE_VALUES_MAX:
             what = "uniqueItems" if holds else "the negation of uniqueItems"
