@@ -26,6 +26,13 @@ class Admission:
         self._forecast = KvForecast(kv.pool.num_blocks * block_size, block_size)
         self._under_way = PrefixesUnderWay(kv.prefix_cache, block_size)
         self._found = FoundPrefix()
+        self._step = 0  # that is being planned
+
+    def begin_step(self) -> None:
+        """A step is about to be planned: new predictions for those that should have ended by now."""
+        self._step = self._accounts.step + 1
+        for request in self._forecast.overdue(self._step):
+            self._forecast.renew(request, self._step, predicted_remaining(request))
 
     @property
     def has_seat(self) -> bool:
@@ -42,13 +49,15 @@ class Admission:
                 return Start.LATER
             has_room = self._kv.has_room(request, self._found)
         if has_room and self._accounts.running_requests:
-            has_room = self._forecast.fits(self._accounts.step, self._own_tokens(request), predicted_remaining(request))
+            has_room = self._forecast.fits(self._step, self._own_tokens(request), predicted_remaining(request))
         return Start.NOW if has_room else Start.NO_ROOM
 
     def _is_being_computed(self, request: Request, num_found_blocks: int) -> bool:
         """Whether a running prefill, which was in this step or the one before, computes the block that is needed next."""
         owner = self._under_way.owner(request, num_found_blocks)
-        return owner is not None and owner is not request and owner.scheduled_step >= self._accounts.step - 1
+        if owner is None or owner is request or owner.account is None or owner.account.is_held:
+            return False
+        return owner.scheduled_step >= self._step - 1
 
     def _own_tokens(self, request: Request) -> int:
         """Slots that it takes beside blocks that others hold anyway."""
@@ -68,7 +77,7 @@ class Admission:
 
     def start(self, request: Request) -> None:
         """Blocks and a predicted end for a request that got a seat."""
-        self._forecast.add(request, self._accounts.step, self._own_tokens(request), predicted_remaining(request))
+        self._forecast.add(request, self._step, self._own_tokens(request), predicted_remaining(request))
         if _shares_prompt(request):
             assert request.forked_from is not None
             self._kv.fork(request, request.forked_from)
@@ -88,11 +97,6 @@ class Admission:
         self._forecast.remove(request)
         self._under_way.forget(request)
         self._kv.release(request, is_preempted=is_preempted)
-
-    def renew_forecast(self) -> None:
-        """New predictions for those that should have ended by now."""
-        for request in self._forecast.overdue(self._accounts.step):
-            self._forecast.renew(request, self._accounts.step, predicted_remaining(request))
 
     def check_invariants(self) -> None:
         self._forecast.check_invariants()

@@ -25,7 +25,7 @@ class DecodeSet:
         """A prefill is complete: the request decodes from the next step on."""
         assert request.account is not None
         item = ScheduledRequest(request, request.num_computed_tokens, 1, samples=True)
-        if request.account.is_held:
+        if request.account.is_held and request.account.recovering is not request:
             self._paused[request] = item
         else:
             self._resume(request, item)
@@ -36,10 +36,10 @@ class DecodeSet:
             self._accounts.stop_decoding(request.account, request.num_computed_tokens)
 
     def pause(self, account: Account) -> None:
-        """Leave the requests of an account out of the steps from the next on; they keep their blocks."""
+        """Leave the requests of an account, but the one that recovers, out of the steps from now on; they keep their blocks."""
         account.is_held = True
         for request in account.running:
-            item = self.items.pop(request, None)
+            item = None if request is account.recovering else self.items.pop(request, None)
             if item is not None:
                 self._paused[request] = item
                 self._accounts.stop_decoding(account, request.num_computed_tokens)

@@ -12,21 +12,17 @@ Classes       A lower class starts only what no higher class can, and every `AGE
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import islice
 
 from engine.fairness import Account, Backlog
-from engine.policy import LOOK_REQUESTS, CanStart, PolicyContext, first_to_start, under_way
+from engine.policy import CanStart, PolicyContext, under_way
 from engine.protocol import Priority
 from engine.request import Request, RequestStatus
+from engine.turn_order import TurnOrder
 
 LOOK_ACCOUNTS = 8
 """Accounts looked at for a start; the others of the round come first the next time."""
-
-AGEING_ROUNDS = 4
-"""Rounds after which the oldest request of a tenant is no longer passed for a longer cached prefix."""
 
 AGEING_STEPS = 512
 """Steps without a start after which a lower class starts one request before the higher ones."""
@@ -39,8 +35,10 @@ SEAT_PERCENT = 87
 """A seat moves to an account that has one already only if its share stays so far below the other's: no churn at the border."""
 
 BLOCK_SCALE = 1 << 20
-PREEMPTED, AGED = -math.inf, -float(1 << 40)  # places before any cached prefix
 RANK = {priority: rank for rank, priority in enumerate(Priority)}
+
+DISPLACES = (Priority.INTERACTIVE, Priority.BATCH)
+"""Whose waiting requests may preempt whose running ones, whatever either was served."""
 
 RETRY_STEPS = 8
 TURN_STEPS = 128
@@ -73,7 +71,9 @@ class FairPolicy:
         )
         self.backlogs = {p: Backlog(self.settings.quantum_ps, self.settings.cap_ps) for p in Priority}
         self.wasted_ps = 0
+        self.recovery_max_ps = 0  # the most that a secured request may have used beyond the cap
         self._context = context
+        self._order = TurnOrder(context, self._note_head)
         self._accounts = context.accounts
         self._started_step = dict.fromkeys(Priority, 0)
         self._watched: dict[int, list[Account]] = {}
@@ -160,7 +160,10 @@ class FairPolicy:
             for account in self._ahead
             if self.backlogs[account.priority].lead_at(account, step) > self.settings.cap_ps * account.weight
         }
-        hold = [account for account in too_far if account not in self._held]
+        recovers = {account for account in too_far if account.recovering is not None}
+        for account in recovers:
+            _recovering(account)
+        hold = [account for account in too_far if account not in self._held or account in recovers]
         release = [account for account in self._held if account not in too_far]
         self._held = too_far
         return hold, release
@@ -175,7 +178,7 @@ class FairPolicy:
                 return turn
             if self._has_reserved():
                 break
-        return under_way((r for r in self._accounts.prefilling if not _account(r).is_held), self._accounts.step)
+        return under_way((r for r in self._accounts.prefilling if not _is_paused(r)), self._accounts.step)
 
     def _has_reserved(self) -> bool:
         return self._reserved is not None
@@ -192,11 +195,10 @@ class FairPolicy:
         step = self._accounts.step
         accounts = [account for account in backlog.first(LOOK_ACCOUNTS, step) if not account.is_held]
         entitled = [account for account in accounts if backlog.is_eligible(account, step)]
-        others = [account for account in accounts if account not in entitled and account not in self._ahead]
+        others = [account for account in accounts if account not in entitled and not self.is_ahead(account)]
         for group in (entitled, others):
-            turn = under_way((request for account in group for request in account.prefilling), step)
-            if turn is None and can_start is not None and self._reserved is None:
-                turn, self._reserved = first_to_start(self._by_preference(group, backlog.round), can_start)
+            turn, reserved = self._order.among(group, backlog.round, None if self._reserved else can_start)
+            self._reserved = self._reserved or reserved
             if turn is not None:
                 return turn
         if can_start is not None:
@@ -204,31 +206,15 @@ class FairPolicy:
                 backlog.pass_over(account)
         return None
 
-    def _by_preference(self, accounts: Iterable[Account], current_round: int) -> list[Request]:
-        """Waiting requests that may start: those preempted or aged, then by cached prefix, then by age."""
-        match_len = self._context.kv.prefix_cache.match_len
-        choices: list[tuple[float, float, int, Request]] = []
-        for account in accounts:
-            has_aged = current_round - account.head_round >= AGEING_ROUNDS
-            for place, request in enumerate(islice(account.waiting, LOOK_REQUESTS)):
-                if request.num_preemptions:
-                    choices.append((PREEMPTED, request.moved_step, len(choices), request))
-                elif has_aged and place == 0:
-                    choices.append((AGED, request.arrived_s, len(choices), request))
-                else:
-                    choices.append((-match_len(request), request.arrived_s, len(choices), request))
-        choices.sort()
-        return [choice[-1] for choice in choices]
-
     def applicant(self) -> Request | None:
         """The request that is not passed any more, or of those entitled in the highest class that waits, the least served."""
-        if self._is_fruitless() or self._overdue_class() is not None:
+        if self._is_fruitless():
             return None
         if self._reserved is not None and self._reserved.status is RequestStatus.QUEUED:
             return self._reserved
-        step = self._accounts.step
+        step, overdue = self._accounts.step, self._overdue_class()
         for priority, backlog in self.backlogs.items():
-            if self._num_waiting[priority]:
+            if self._num_waiting[priority] and overdue in (None, priority):
                 for account in backlog.first(LOOK_ACCOUNTS, step):
                     if account.waiting and backlog.is_eligible(account, step):
                         return account.waiting.head
@@ -239,6 +225,16 @@ class FairPolicy:
         version, step = self._fruitless
         return version == self._accounts.version and not self._ahead and self._accounts.step - step < RETRY_STEPS
 
+    @property
+    def has_exception(self) -> bool:
+        """Whether everybody waits for one request: one that was passed too often, or one of a class that was."""
+        return self._reserved is not None or self._overdue_class() is not None
+
+    def is_ahead(self, account: Account) -> bool:
+        """Whether an account starts nothing now because it is ahead of others by more than the hysteresis."""
+        lead = self.backlogs[account.priority].lead_at(account, self._accounts.step)
+        return lead > self.settings.hysteresis_ps * account.weight
+
     def reweigh(self, account: Account, weight: int) -> None:
         """The weight of a tenant was changed: it is as far ahead per unit of weight as before."""
         backlog, step = self.backlogs[account.priority], self._accounts.step
@@ -247,15 +243,24 @@ class FairPolicy:
         self._accounts.reweigh(account, weight)
         backlog.shift(account, scaled, step)
 
-    def wasted(self, cost_ps: int) -> None:
-        self.wasted_ps += cost_ps
+    def recovers(self, request: Request, num_lost: int) -> None:
+        """One request of a tenant at a time is secured until it has gained as many tokens as it lost: waste is bounded, and
+        everybody gets on, however little room there is."""
+        account, costs = _account(request), self._accounts.costs
+        start = request.num_computed_tokens
+        self.wasted_ps += costs.prefill_ps(start, num_lost)
+        if _recovering(account) is None:
+            account.recovering = request
+            request.secured_len = start + 2 * num_lost
+            gain_ps = costs.decode_ps(num_lost, num_lost * request.secured_len)
+            self.recovery_max_ps = max(self.recovery_max_ps, costs.prefill_ps(start, 2 * num_lost) + gain_ps)
 
     def _is_due_back(self, request: Request) -> bool:
         return request.num_preemptions > 0 and self._accounts.step - request.moved_step > TURN_STEPS
 
     def victim(self, applicant: Request) -> Request | None:
-        """The youngest request of a lower class, of who holds most seats or blocks, or of who is furthest ahead. A preempted
-        request that has waited for long takes turns with others of its own tenant."""
+        """The youngest request of a lower class, of who holds most seats or blocks, or of who is furthest ahead; then of
+        somebody in another class who pauses. A preempted request that has waited for long takes turns within its tenant."""
         account = _account(applicant)
         has_seat = len(self._accounts.running_requests) < self._context.max_num_seqs
         if not self._can_free(applicant):
@@ -266,11 +271,16 @@ class FairPolicy:
             self._most_blocks(applicant) if has_seat else self._most_seats(account),
             self._furthest_ahead(account),
         ):
-            if holder is not None and holder is not account:
-                return next(reversed(holder.running))
+            victim = None if holder is None or holder is account else _youngest(holder)
+            if victim is not None:
+                return victim
+        for paused in self._held:
+            victim = None if paused is account else _youngest(paused)
+            if victim is not None:
+                return victim
         if self._is_due_back(applicant) and not has_seat:
             for request in reversed(account.running):
-                if self._accounts.step - request.moved_step > TURN_STEPS:
+                if request is not account.recovering and self._accounts.step - request.moved_step > TURN_STEPS:
                     return request
         self._fruitless = (self._accounts.version, self._accounts.step)
         return None
@@ -278,21 +288,26 @@ class FairPolicy:
     def _can_free(self, applicant: Request) -> bool:
         """Whether taking all that may be taken would give it enough blocks; shared ones are counted as if they were not."""
         account, kv = _account(applicant), self._context.kv
-        found = kv.num_spare
-        if found >= kv.blocks_for(applicant.num_tokens):
+        found, needed = kv.num_spare, kv.blocks_for(applicant.num_tokens)
+        if found >= needed:
             return True
         for other in self._accounts.seated:
-            if other.priority is not account.priority:
-                found += other.num_blocks if self._lower_class(account) is other else 0
-            elif other is not account:
+            if other is account:
+                continue
+            recovering = _recovering(other)
+            if recovering is not None:
+                found -= len(recovering.block_table) + recovering.num_promised_blocks
+            if other.is_held or other in self._ahead or (account.priority, other.priority) == DISPLACES:
+                found += _blocks(other)
+            elif other.priority is account.priority:
                 share = kv.pool.num_blocks * other.weight // self._accounts.totals[other.priority].weight
-                found += other.num_blocks if other in self._ahead else max(0, other.num_blocks - share)
-        return found >= kv.blocks_for(applicant.num_tokens)
+                found += max(0, _blocks(other) - share)
+        return found >= needed
 
     def _lower_class(self, account: Account) -> Account | None:
-        if account.priority is not Priority.INTERACTIVE:
+        if account.priority is not DISPLACES[0]:
             return None
-        holder = self._accounts.totals[Priority.BATCH].seats.most()
+        holder = self._accounts.totals[DISPLACES[1]].seats.most()
         return None if holder is None or next(reversed(holder.running)).is_aged else holder
 
     def _most_seats(self, account: Account) -> Account | None:
@@ -309,11 +324,11 @@ class FairPolicy:
         account, kv = _account(applicant), self._context.kv
         total_weight = self._accounts.totals[account.priority].weight
         share = kv.pool.num_blocks * account.weight
-        if (account.num_blocks + kv.blocks_for(applicant.num_tokens)) * total_weight > share:
+        if (_blocks(account) + kv.blocks_for(applicant.num_tokens)) * total_weight > share:
             return None
         holders = [a for a in self._accounts.seated if a.priority is account.priority]
-        holder = max(holders, key=lambda a: a.num_blocks * BLOCK_SCALE // a.weight, default=None)
-        if holder is None or holder.num_blocks * total_weight <= kv.pool.num_blocks * holder.weight:
+        holder = max(holders, key=lambda a: _blocks(a) * BLOCK_SCALE // a.weight, default=None)
+        if holder is None or _blocks(holder) * total_weight <= kv.pool.num_blocks * holder.weight:
             return None
         return holder
 
@@ -323,7 +338,7 @@ class FairPolicy:
         best: Account | None = None
         best_lead = 0
         for other in self._ahead:
-            if other.priority is account.priority:
+            if other.priority is account.priority and other.running:
                 lead = backlog.lead_at(other, step) // other.weight
                 if lead > best_lead:
                     best, best_lead = other, lead
@@ -333,9 +348,13 @@ class FairPolicy:
         return best if self.wasted_ps < allowed_ps else None
 
     def growth_victim(self, running: Iterable[Request]) -> Request:
-        """The youngest request of the account furthest ahead in the lowest class, but not the oldest request of all."""
-        step = self._accounts.step
-        oldest = next(iter(running))
+        """Somebody who pauses; else the youngest request of the account furthest ahead in the lowest class, but not the
+        oldest request of all, so that one always gets on."""
+        for account in self._held:
+            paused = _youngest(account)
+            if paused is not None:
+                return paused
+        step, oldest = self._accounts.step, next(iter(running))
         holders = [account for account in self._accounts.seated if next(reversed(account.running)) is not oldest]
         if not holders:
             return oldest
@@ -350,3 +369,27 @@ class FairPolicy:
 def _account(request: Request) -> Account:
     assert request.account is not None, f"request {request.request_id} has no account"
     return request.account
+
+
+def _recovering(account: Account) -> Request | None:
+    """The request of an account that may not be preempted or paused, if it still is one."""
+    request = account.recovering
+    if request is not None and (request not in account.running or request.num_computed_tokens >= request.secured_len):
+        request = account.recovering = None
+    return request
+
+
+def _youngest(account: Account) -> Request | None:
+    """The youngest running request that may be preempted."""
+    secured = _recovering(account)
+    return next((request for request in reversed(account.running) if request is not secured), None)
+
+
+def _is_paused(request: Request) -> bool:
+    account = _account(request)
+    return account.is_held and account.recovering is not request
+
+
+def _blocks(account: Account) -> int:
+    """What it holds and what it was promised."""
+    return account.num_blocks + sum(request.num_promised_blocks for request in account.prefilling)

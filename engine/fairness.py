@@ -54,9 +54,11 @@ class Account:
     prefilling: dict[Request, None] = field(default_factory=dict)  # by age; part of `running`
     waiting: Line = field(default_factory=Line)
     round: int | None = None  # of the backlog this account stands in; None when it is not backlogged
+    num_joins: int = 0  # times that it became backlogged
     head: Request | None = None  # of `waiting`, as of the last change
     head_round: int = 0  # the round in which `head` became it
     is_held: bool = False
+    recovering: Request | None = None  # runs again after a preemption and is not to be stopped before it has gained by it
     watch_step: int = -1  # when to look next whether it is too far ahead
     output_lens: deque[int] = field(default_factory=lambda: deque(maxlen=OUTPUT_LENGTHS_KEPT))
     _predicted_output_len: int | None = None
@@ -162,6 +164,7 @@ class Backlog:
         """An account becomes backlogged: its deficit starts within [-cap · weight, quantum · weight]."""
         if account.round is not None:
             return
+        account.num_joins += 1
         lead, weight = self.lead_at(account, step), account.weight
         account.offset_ps += min(max(lead, -self.quantum_ps * weight), self.cap_ps * weight) - lead
         self._put(account, self._true_round(account, step))

@@ -162,6 +162,11 @@ class KvBlocks:
         self._promise(request, -min(missing, request.num_promised_blocks))
         self._hold(request, self.pool.allocate(missing))
 
+    def register(self, request: Request, num_computed_before: int) -> None:
+        """Make the blocks findable by others that became full since `num_computed_before`."""
+        if self.prefix_cache.is_shared:
+            self.prefix_cache.register(request, num_computed_before)
+
     def grow(self, requests: list[Request]) -> None:
         """One more block for each of these, which are promised nothing."""
         for request, block_id in zip(requests, self.pool.allocate(len(requests)), strict=True):

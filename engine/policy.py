@@ -17,6 +17,7 @@ from engine.admission_cost import TokenCosts
 from engine.fairness import Account, Accounts, Backlog
 from engine.kv_blocks import KvBlocks
 from engine.request import Request
+from engine.urgency import Urgency
 
 LOOK_REQUESTS = 8
 """Waiting requests looked at behind one that does not fit."""
@@ -43,6 +44,7 @@ class PolicyContext:
     accounts: Accounts
     kv: KvBlocks
     max_num_seqs: int
+    urgency: Urgency
 
 
 class Policy(Protocol):
@@ -63,8 +65,8 @@ class Policy(Protocol):
     def settled(self, account: Account) -> None:
         """A prefill of the account is complete, or has ended."""
 
-    def wasted(self, cost_ps: int) -> None:
-        """So much is computed again after a preemption."""
+    def recovers(self, request: Request, num_lost: int) -> None:
+        """A preempted request has started, and computes so many tokens again."""
 
     def begin_step(self) -> None:
         """A step is about to be planned; `accounts.step` is the last one that was charged."""
@@ -128,7 +130,7 @@ class PlainPolicy:
     def settled(self, account: Account) -> None:
         """Prefills under way need no bookkeeping."""
 
-    def wasted(self, cost_ps: int) -> None:
+    def recovers(self, request: Request, num_lost: int) -> None:
         """Waste changes nothing: there is no preemption for others."""
 
     def begin_step(self) -> None:

@@ -58,9 +58,9 @@ class Request:
     the caller's own). `max_total_tokens` is prompt plus output, already bounded by the model's context.
 
     From `block_hashes` on the scheduler keeps its own notes: names of full blocks and the running hash behind the last of
-    them, prompt blocks it was promised but does not hold yet, tokens it had computed when it was preempted, steps (of its last
-    chunk, of the next time it needs a block, of its last start or preemption), whether it started because its class had waited
-    for too long, and who pays.
+    them; prompt blocks that were promised but are not held yet; tokens that were computed when the request was preempted, and
+    those up to which it is not preempted again; steps (of the last chunk, of the next growth, of the last start or
+    preemption); whether it started because its class had waited for too long; who pays.
     """
 
     request_id: str
@@ -90,10 +90,12 @@ class Request:
     prefix_is_blessed: bool = False
     num_promised_blocks: int = 0
     num_lost_tokens: int = 0
+    secured_len: int = 0
     scheduled_step: int = -1
     growth_step: int = -1
     moved_step: int = -1
     is_aged: bool = False
+    is_late: bool = False
     account: Account | None = None
 
     @property

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 from engine.admission import Admission
-from engine.admission_cost import PS_PER_NS, TokenCosts
+from engine.admission_cost import TokenCosts
 from engine.block_pool import BlockPool
 from engine.decode_set import DecodeSet
 from engine.drafting import Drafting
@@ -37,10 +37,8 @@ from engine.scheduler_limits import SchedulerTotals
 from engine.speculative import Drafter
 from engine.step_budget import StepBudget
 from engine.token_events import token_event
+from engine.urgency import FIRST_TOKEN_TARGET_S, Urgency
 from engine.waiting import Deadlines, ParkedForks
-
-PREEMPTIONS_PER_STEP = 4
-"""Requests that may be preempted for a waiting one in one step."""
 
 
 class Scheduler:
@@ -58,6 +56,7 @@ class Scheduler:
         step_budget: StepBudget | None = None,
         drafter: Drafter | None = None,
         policy: Callable[[PolicyContext], Policy] = FairPolicy,
+        ttft_target_s: float | None = FIRST_TOKEN_TARGET_S,
     ) -> None:
         """Without a `prefix_cache` nothing is shared, but preempted requests still find their own blocks again."""
         if pool.num_blocks * limits.block_size < limits.max_model_len:
@@ -72,7 +71,8 @@ class Scheduler:
         self.accounts = Accounts(self.costs)
         prefix_cache = prefix_cache or PrefixCache(pool, limits.block_size, is_shared=False)
         self.kv = KvBlocks(pool, limits.block_size, costs=self.costs, prefix_cache=prefix_cache, host_tier=host_tier)
-        self.policy = policy(PolicyContext(self.accounts, self.kv, limits.max_num_seqs))
+        urgency = Urgency(ttft_target_s, clock, self.costs, prefix_cache, limits.block_size)
+        self.policy = policy(PolicyContext(self.accounts, self.kv, limits.max_num_seqs, urgency))
         self._clock = clock
         self._step_budget = step_budget
         self._admission = Admission(self.accounts, self.kv, limits.block_size, max_num_seqs=limits.max_num_seqs)
@@ -102,10 +102,6 @@ class Scheduler:
     def running(self) -> Sequence[Request]:
         """By age."""
         return list(self.accounts.running_requests)
-
-    @property
-    def host_tier(self) -> HostTier | None:
-        return self.kv.host_tier
 
     def waiting(self) -> Iterable[Request]:
         """In the order of arrival or preemption; the policy decides who goes first."""
@@ -153,14 +149,18 @@ class Scheduler:
         """End the requests that were not scheduled before their `queue_deadline_s`."""
         return [self._end(request, FinishReason.DEADLINE) for request in self._deadlines.expired(self._clock())]
 
+    def can_start(self, request: Request) -> Start:
+        """Whether a waiting request would fit now, whoever's turn it is."""
+        return self._admission.can_start(request)
+
     def schedule(self) -> ScheduledBatch:
         """Plan one step. An empty batch means that no request is live."""
+        self._admission.begin_step()
         self.policy.begin_step()
         self._pace()
         self._make_room()
         self._grow_decodes()
         self.accounts.step += 1
-        self._admission.renew_forecast()
         batch = ScheduledBatch(decodes=list(self._decodes.items.values()))
         batch.num_tokens = len(batch.decodes)
         if self._drafting is not None:
@@ -180,11 +180,9 @@ class Scheduler:
             self._decodes.resume(account)
 
     def _make_room(self) -> None:
-        """Preempt for a waiting request that is entitled to more than it has."""
-        for _ in range(PREEMPTIONS_PER_STEP):
-            applicant = self.policy.applicant()
-            if applicant is None or self._admission.can_start(applicant) is not Start.NO_ROOM:
-                return
+        """Preempt for the waiting request that is entitled to more than it has, as many as it needs."""
+        applicant = self.policy.applicant()
+        while applicant is not None and self._admission.can_start(applicant) is Start.NO_ROOM:
             victim = self.policy.victim(applicant)
             if victim is None:
                 return
@@ -244,7 +242,7 @@ class Scheduler:
         num_lost = request.num_lost_tokens - request.num_computed_tokens
         if num_lost > 0:
             self.totals.recomputed_tokens += num_lost
-            self.policy.wasted(self.costs.recompute_ns(request.num_computed_tokens, num_lost) * PS_PER_NS)
+            self.policy.recovers(request, num_lost)
         if request.first_scheduled_s is None:
             self._count_first_schedule(request)
 
@@ -296,13 +294,13 @@ class Scheduler:
         if item.num_draft_tokens:
             assert self._drafting is not None
             self._drafting.settle(request, item, num_new - 1)
-        if computed % self.limits.block_size < num_new and self.kv.prefix_cache.is_shared:
-            self.kv.prefix_cache.register(request, start)
         if num_new == 1 and output.logprobs is None:
+            if computed % self.limits.block_size == 0:
+                self.kv.register(request, start)
             self.totals.generation_tokens += 1
             reason = request.append(token_ids[0])
             return token_event(request, token_ids) if reason is None else self._end(request, reason, token_ids)
-        return self._take_tokens(request, output)
+        return self._take_tokens(request, output, start)
 
     def _apply_prefill(self, item: ScheduledRequest, output: StepOutput) -> TokenEvent | None:
         request = item.request
@@ -315,18 +313,15 @@ class Scheduler:
             output.prompt_logprobs = output.prompt_logprobs[len(output.prompt_logprobs) - num_new :]
         if request.num_prompt_tokens_computed < request.num_prompt_tokens:
             self._count_prompt(request)
-        if self.kv.prefix_cache.is_shared:
-            self.kv.prefix_cache.register(request, item.start)
         if item.samples:
             self._admission.computed(request)
             self._start_decoding(request)
-            return self._take_tokens(request, output)
+            return self._take_tokens(request, output, item.start)
+        self.kv.register(request, item.start)
         self._admission.advance(request)
         if not output.prompt_logprobs:
             return None
-        event = token_event(request, [])
-        event.prompt_logprobs = output.prompt_logprobs
-        return event
+        return token_event(request, [], prompt_logprobs=output.prompt_logprobs)
 
     def _count_prompt(self, request: Request) -> None:
         computed = min(request.num_computed_tokens, request.num_prompt_tokens)
@@ -344,8 +339,9 @@ class Scheduler:
         for fork in reversed(self._forks.take(request)):
             self._wait(fork, first=True)
 
-    def _take_tokens(self, request: Request, output: StepOutput) -> TokenEvent:
-        """Append what was sampled up to the first token that ends the request; tokens behind it never existed."""
+    def _take_tokens(self, request: Request, output: StepOutput, start: int) -> TokenEvent:
+        """Append what was sampled up to the first token that ends the request; tokens behind it never existed. Makes the
+        blocks findable that the step filled, from position `start` on."""
         token_ids, logprobs = output.token_ids, output.logprobs
         assert token_ids, f"request {request.request_id} sampled no token"
         reason = request.append(token_ids[0])
@@ -356,11 +352,9 @@ class Scheduler:
         if number < len(token_ids):
             token_ids, logprobs = token_ids[:number], logprobs and logprobs[:number]
         self.totals.generation_tokens += number
+        self.kv.register(request, start)
         event = token_event(request, token_ids) if reason is None else self._end(request, reason, token_ids)
-        if logprobs is not None:
-            event.logprobs = logprobs
-        if output.prompt_logprobs is not None:
-            event.prompt_logprobs = output.prompt_logprobs
+        event.logprobs, event.prompt_logprobs = logprobs, output.prompt_logprobs
         return event
 
     def _end(self, request: Request, reason: FinishReason, token_ids: list[int] | None = None) -> TokenEvent:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from engine.protocol import TokenEvent
+from engine.protocol import TokenEvent, TokenLogprob
 from engine.request import Request
 
 
-def token_event(request: Request, token_ids: list[int]) -> TokenEvent:
+def token_event(request: Request, token_ids: list[int], *, prompt_logprobs: list[TokenLogprob] | None = None) -> TokenEvent:
     """The wire form of what just happened to `request`, with its exact counts."""
     started_s = request.first_scheduled_s
     return TokenEvent(
@@ -21,4 +21,5 @@ def token_event(request: Request, token_ids: list[int]) -> TokenEvent:
         request.finish_reason,
         None,
         request.index,
+        prompt_logprobs,
     )

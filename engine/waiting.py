@@ -11,32 +11,49 @@ from engine.request import Request
 
 
 class Line:
-    """The waiting requests of one account: those that were preempted, in the order of their preemption, then the others."""
+    """The waiting requests of one account: those that were preempted, in the order of their preemption, then the others,
+    then those that are late for their first token."""
 
     def __init__(self) -> None:
         self._preempted: dict[Request, None] = {}
         self._others: OrderedDict[Request, None] = OrderedDict()
+        self._late: dict[Request, None] = {}
 
     def __len__(self) -> int:
-        return len(self._preempted) + len(self._others)
+        return len(self._preempted) + len(self._others) + len(self._late)
 
     def __bool__(self) -> bool:
-        return bool(self._preempted or self._others)
+        return bool(self._preempted or self._others or self._late)
 
     def __iter__(self) -> Iterator[Request]:
-        return chain(self._preempted, self._others)
+        return chain(self._preempted, self._others, self._late)
+
+    @property
+    def first_other(self) -> Request | None:
+        return next(iter(self._others), None)
+
+    @property
+    def first_late(self) -> Request | None:
+        return next(iter(self._late), None)
+
+    def put_late(self, request: Request) -> None:
+        """Move one that is late for its first token behind those that are not."""
+        del self._others[request]
+        self._late[request] = None
 
     def add(self, request: Request, *, first: bool) -> None:
         """Last of its kind, or first of the others."""
         if request.num_preemptions:
             self._preempted[request] = None
+        elif request.is_late:
+            self._late[request] = None
         else:
             self._others[request] = None
             if first:
                 self._others.move_to_end(request, last=False)
 
     def remove(self, request: Request) -> None:
-        del (self._preempted if request.num_preemptions else self._others)[request]
+        del (self._preempted if request.num_preemptions else self._late if request in self._late else self._others)[request]
 
     @property
     def head(self) -> Request | None:
