@@ -22,8 +22,8 @@ from weakref import WeakKeyDictionary
 from engine.request import Request
 from engine.speculative_options import SpeculativeOptions
 
-MEMORY = 0.9
-"""What a guess from one step earlier still counts in the acceptance of a request."""
+MEMORY = 0.7
+"""What a guess from one step earlier still counts in the acceptance of a request: text begins and ceases to repeat abruptly."""
 
 PRIOR_ACCEPTED, PRIOR_TRIED = 1.4, 2.0
 """Acceptance of a request that has not been measured, as that many guesses."""

@@ -27,9 +27,9 @@ class SpeculativeOptions:
 
     method: str
     model: Path | None = None
-    num_speculative_tokens: int = 8
-    prompt_lookup_max: int = 3
-    prompt_lookup_min: int = 2
+    num_speculative_tokens: int = 16
+    prompt_lookup_max: int = 4
+    prompt_lookup_min: int = 1
     disable_by_batch_size: int | None = None
 
     def __post_init__(self) -> None:

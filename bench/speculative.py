@@ -1,0 +1,184 @@
+"""Prompt lookup against plain decoding, one request at a time, on text that repeats itself and on text that does not.
+
+Usage: python -m bench.speculative [--rounds 7] [--tokens 160] [--threads 1] [--models demo,100m]
+
+Two engines of the same model in one process, one with guesses and one without. Their tokens are compared before anything is
+timed and must be equal. Each round runs both right after one another, the order swapped every other time, so that other work
+on the machine hits both; figures are ratios of the same round. `demo` is the bundled model continuing documents; `100m` a
+random model (12 layers, d 768, vocabulary 8,192) with the initialisation of transformers, whose greedy text runs into loops
+by itself, and with a wider one, whose text never repeats: there guesses can only cost. One row per run is appended to
+bench/results/speculative.jsonl.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from engine.cpu_environment import prepare_cpu
+
+prepare_cpu()
+
+import torch  # noqa: E402 - must see the environment set above
+import transformers  # noqa: E402
+from transformers import LlamaConfig, LlamaForCausalLM  # noqa: E402
+
+from engine import LLM, SamplingParams  # noqa: E402
+
+DEMO = Path(__file__).parents[1] / "engine" / "demo" / "gatehouse-demo"
+RESULTS = Path(__file__).parent / "results" / "speculative.jsonl"
+RANDOM_SIZES: dict[str, Any] = {
+    "hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "num_key_value_heads": 4,
+    "intermediate_size": 2048, "vocab_size": 8192, "max_position_embeddings": 1024,
+}  # fmt: skip
+LOOPING, WANDERING = 0.02, 0.1
+"""Standard deviations of the random weights. The narrow one is transformers' default."""
+
+LOG = "".join(f"2026-11-{day:02d} GET /v1/models 200 {day * 7} ms tenant=acme key=a{day}\n" for day in range(1, 9)) * 2
+LIST = "The following list is repeated.\n- apples\n- pears\n- plums\n- cherries\n" * 6
+CODE = "def area(width, height):\n    return width * height\n\n\nprint(area(2, 3))\n\n\n" * 4
+PROSE = "Tell me about the history of the town where you were born, and what you liked most about it."
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model with the prompts that are run on it. `repeats`: whether the text is one that guesses are meant for."""
+
+    name: str
+    model: Path
+    prompts: list[Any]
+    repeats: bool
+
+
+def make_random_model(folder: Path, deviation: float) -> Path:
+    torch.manual_seed(0)
+    LlamaForCausalLM(LlamaConfig(initializer_range=deviation, **RANDOM_SIZES)).eval().save_pretrained(folder)
+    return folder
+
+
+def cases(folder: Path, models: list[str]) -> Iterator[Case]:
+    if "demo" in models:
+        yield Case("demo model, a list said again and again", DEMO, [LIST], repeats=True)
+        yield Case("demo model, code said again and again", DEMO, [CODE], repeats=True)
+        yield Case("demo model, a log with changing numbers", DEMO, [LOG], repeats=True)
+        yield Case("demo model, prose", DEMO, [PROSE], repeats=False)
+    if "100m" in models:
+        numbers = random.Random(3)
+        prompts = [{"prompt_token_ids": [numbers.randrange(3, 8000) for _ in range(128)]} for _ in range(2)]
+        looping = make_random_model(folder / "looping", LOOPING)
+        yield Case("random 100m model, greedy loops", looping, prompts, repeats=True)
+        wandering = make_random_model(folder / "wandering", WANDERING)
+        yield Case("random 100m model, no repetition", wandering, prompts, repeats=False)
+
+
+def seconds(run: Callable[[], object]) -> tuple[float, float]:
+    """Wall-clock and CPU seconds of this process."""
+    started_s, started_cpu_s = time.perf_counter(), time.process_time()
+    run()
+    return time.perf_counter() - started_s, time.process_time() - started_cpu_s
+
+
+def compare(case: Case, rounds: int, num_tokens: int, threads: int) -> dict[str, Any]:
+    options: dict[str, Any] = {"device": "cpu", "threads": threads, "max_num_seqs": 8, "enable_prefix_caching": False}
+    sampling = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
+    with (
+        LLM(case.model, **options) as plain,
+        LLM(case.model, speculative_config={"method": "ngram"}, **options) as guessing,
+    ):
+
+        def answers(llm: LLM) -> list[list[int]]:
+            return [llm.generate([p], sampling, use_tqdm=False)[0].outputs[0].token_ids for p in case.prompts]
+
+        expected, found = answers(plain), answers(guessing)
+        if expected != found:
+            raise SystemExit(f"{case.name}: the tokens differ, so no speed is reported")
+        before = guessing.status()
+        pairs = []
+        for number in range(rounds):
+            order = [plain, guessing] if number % 2 == 0 else [guessing, plain]
+            taken = {id(llm): seconds(lambda llm=llm: answers(llm)) for llm in order}
+            pairs.append((taken[id(plain)], taken[id(guessing)]))
+        after = guessing.status()
+    ratios = [slow[0] / fast[0] for slow, fast in pairs]
+    total = num_tokens * len(case.prompts)
+    drafted = after.draft_tokens_total - before.draft_tokens_total
+    return {
+        "case": case.name,
+        "repeats": case.repeats,
+        "tokens_equal": True,
+        "ratio_median": round(statistics.median(ratios), 2),
+        "ratio_interval_95": bootstrap_interval(ratios),
+        "ratios": [round(ratio, 2) for ratio in ratios],
+        "cpu_ratio_median": round(statistics.median(slow[1] / fast[1] for slow, fast in pairs), 2),
+        "plain_tokens_per_s": round(total / min(slow[0] for slow, _ in pairs), 1),
+        "guessing_tokens_per_s": round(total / min(fast[0] for _, fast in pairs), 1),
+        "tokens_per_step": round(rounds * total / (after.steps_total - before.steps_total), 2),
+        "accepted_share": round((after.accepted_draft_tokens_total - before.accepted_draft_tokens_total) / max(1, drafted), 2),
+        "drafted_per_token": round(drafted / (rounds * total), 2),
+    }
+
+
+def bootstrap_interval(ratios: list[float]) -> list[float]:
+    """95 % interval of the median."""
+    numbers = random.Random(0)
+    medians = sorted(statistics.median(numbers.choices(ratios, k=len(ratios))) for _ in range(2000))
+    return [round(medians[50], 2), round(medians[1949], 2)]
+
+
+def environment(threads: int) -> dict[str, Any]:
+    cpu = next(
+        (line.split(":", 1)[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line), ""
+    )
+    return {
+        "at": datetime.now(UTC).isoformat(timespec="seconds"),
+        "cpu": cpu,
+        "cores": os.cpu_count(),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "threads": threads,
+        "load_1min": round(os.getloadavg()[0], 1),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--tokens", type=int, default=160)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--models", default="demo,100m")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    transformers.logging.set_verbosity_error()
+    with tempfile.TemporaryDirectory() as folder:
+        rows = [
+            compare(case, options.rounds, options.tokens, options.threads)
+            for case in cases(Path(folder), options.models.split(","))
+        ]
+    row = {
+        "bench": "speculative",
+        "method": "ngram",
+        "rounds": options.rounds,
+        "tokens": options.tokens,
+        **environment(options.threads),
+        "results": rows,
+    }
+    RESULTS.parent.mkdir(exist_ok=True)
+    with RESULTS.open("a") as file:
+        file.write(json.dumps(row) + "\n")
+    print(json.dumps(row, indent=2))
+
+
+if __name__ == "__main__":
+    main()
