@@ -1,0 +1,159 @@
+"""Who can still have its first token in time: the others step aside, once, and never starve."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine.block_pool import BlockPool
+from engine.prefix_cache import PrefixCache
+from engine.protocol import Priority, SamplingParams
+from engine.request import Request
+from engine.scheduled_batch import ScheduledBatch, StepOutput
+from engine.scheduler import Scheduler, SchedulerLimits
+from engine.turn_order import OVERTAKEN_PREFILLS_MAX
+from engine.urgency import AGED_EVERY, AGED_TARGETS
+
+BLOCK_SIZE = 16
+TARGET_S = 1.0
+
+
+class Box:
+    """A scheduler with room for everybody, a clock that is set by hand, and requests by name."""
+
+    def __init__(self, *, budget: int = 64, target_s: float | None = TARGET_S) -> None:
+        self.now_s = 0.0
+        self.pool = BlockPool(40_000)
+        limits = SchedulerLimits(max_num_seqs=32, max_num_batched_tokens=budget, max_model_len=500_000, block_size=BLOCK_SIZE)
+        self.scheduler = Scheduler(
+            limits,
+            self.pool,
+            clock=lambda: self.now_s,
+            prefix_cache=PrefixCache(self.pool, BLOCK_SIZE),
+            ttft_target_s=target_s,
+        )
+        self.num_made = 0
+
+    def add(
+        self,
+        name: str,
+        num_tokens: int,
+        *,
+        tenant: str = "alice",
+        priority: Priority = Priority.STANDARD,
+        token: int | None = None,
+    ) -> Request:
+        self.num_made += 1
+        request = Request(
+            request_id=name,
+            tenant_id=tenant,
+            sampling=SamplingParams(seed=0),
+            token_ids=[self.num_made if token is None else token] * num_tokens,
+            num_prompt_tokens=num_tokens,
+            max_total_tokens=num_tokens + 1,
+            stop_ids=frozenset(),
+            arrived_s=self.now_s,
+            priority=priority,
+        )
+        self.scheduler.add(request)
+        return request
+
+    def step(self) -> list[str]:
+        """One step; the names of the requests whose prompts got tokens."""
+        batch: ScheduledBatch = self.scheduler.schedule()
+        self.scheduler.apply(batch, [StepOutput(token_ids=[0] if item.samples else []) for item in batch.items])
+        self.scheduler.check_invariants()
+        return [item.request.request_id for item in batch.prefills]
+
+    def steps(self, count: int) -> list[str]:
+        return [name for _ in range(count) for name in self.step()]
+
+
+def test_as_long_as_all_can_make_it_they_go_in_order_of_arrival() -> None:
+    box = Box()
+    for name, length in (("first", 200), ("second", 50), ("third", 150)):
+        box.add(name, length)
+    assert list(dict.fromkeys(box.steps(7))) == ["first", "second", "third"]
+
+
+def test_one_that_will_miss_its_first_token_lets_the_others_go_first() -> None:
+    box = Box()
+    box.add("late", 64)
+    box.now_s = 2 * TARGET_S
+    box.add("in time", 64)
+    assert box.steps(2) == ["in time", "late"]
+
+
+def test_a_prompt_that_takes_too_long_by_itself_lets_the_others_go_first() -> None:
+    box = Box()
+    giant = box.add("giant", 100_000)
+    box.add("small", 64)
+    assert box.step() == ["small"]
+    assert giant.is_late
+
+
+def test_a_late_prompt_under_way_is_overtaken_and_goes_on() -> None:
+    box = Box()
+    box.add("giant", 100_000)
+    assert box.steps(3) == ["giant"] * 3
+    box.add("small", 64)
+    assert box.steps(2) == ["small", "giant"]
+
+
+def test_no_more_than_a_few_prefills_under_way_are_overtaken() -> None:
+    box = Box()
+    for number in range(OVERTAKEN_PREFILLS_MAX + 1):
+        box.add(f"begun {number}", 128, tenant=f"tenant {number}")
+        box.step()
+        box.now_s += 2 * TARGET_S  # each has begun in time, and is late now
+    box.add("new", 64, tenant="new")
+    begun = [name for name in box.steps(2 * OVERTAKEN_PREFILLS_MAX + 3) if name != "new"]
+    assert len(begun) >= OVERTAKEN_PREFILLS_MAX + 1
+
+
+def test_a_long_prompt_that_is_cached_is_not_late() -> None:
+    box = Box(budget=20_000)
+    box.add("first", 20_000, token=7)
+    box.steps(2)
+    again = box.add("again", 20_010, token=7)
+    box.add("small", 64)
+    box.step()
+    assert not again.is_late
+
+
+def test_without_a_target_nobody_is_late() -> None:
+    box = Box(target_s=None)
+    box.add("giant", 1000)
+    box.now_s = 100.0
+    box.add("small", 64)
+    assert set(box.steps(15)) == {"giant"}
+
+
+def test_the_class_batch_keeps_the_order_of_arrival() -> None:
+    box = Box()
+    box.add("first", 256, priority=Priority.BATCH)
+    box.now_s = 50.0
+    box.add("second", 64, priority=Priority.BATCH)
+    assert box.steps(5) == ["first"] * 4 + ["second"]
+
+
+def test_one_that_has_been_late_for_long_goes_first_in_some_steps() -> None:
+    box = Box()
+    box.add("late", 640)
+    box.now_s = AGED_TARGETS * TARGET_S + 1
+    names = []
+    for number in range(2 * AGED_EVERY):
+        box.add(f"in time {number}", 64)
+        names += box.step()
+    assert names.count("late") == 2
+
+
+@pytest.mark.parametrize("count", [1, 40, 300])
+def test_everybody_is_served_in_the_end(count: int) -> None:
+    box = Box(budget=256)
+    requests = [box.add(str(number), 16 + 37 * (number % 50)) for number in range(count)]
+    for _ in range(20 * count):
+        box.now_s += 0.01
+        if not box.scheduler.has_requests:
+            break
+        box.step()
+    assert all(request.is_finished for request in requests)
