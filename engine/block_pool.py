@@ -18,6 +18,10 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+PROTECTED_PERCENT = 25
+"""Share of the pool that content which was found again may keep from the rest. Of the hits of a cache that knows the future, on
+samples of a chat service's conversations: 0.70 with plain LRU, 0.74 with 20 to 35 per cent, 0.72 with 50."""
+
 
 class OutOfBlocks(AssertionError):
     """A bug: more blocks were asked for than `num_available` promised."""

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from engine.block_pool import BlockPool
+from engine.block_pool import PROTECTED_PERCENT, BlockPool
 from engine.calibration import MeasuredSpeed, measure_speed
 from engine.config import ModelConfig, load_model_config
 from engine.cpu_environment import default_threads
@@ -151,7 +151,7 @@ def _scheduler(
         max_model_len=plan.max_model_len,
         block_size=options.block_size,
     )
-    pool = BlockPool(plan.num_blocks)
+    pool = BlockPool(plan.num_blocks, protected_percent=PROTECTED_PERCENT)
     prefix_cache = None
     if options.enable_prefix_caching:
         prefix_cache = PrefixCache(pool, options.block_size)

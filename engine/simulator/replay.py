@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
-from engine.block_pool import BlockPool
+from engine.block_pool import PROTECTED_PERCENT, BlockPool
 from engine.errors import EngineConfigError
 from engine.fair_policy import FairPolicy
 from engine.host_tier import HostTier
@@ -113,7 +113,7 @@ class Replay:
         self.workload = workload
         self.clock = VirtualClock()
         self.recorder = Recorder()
-        self.pool = BlockPool(setup.blocks)
+        self.pool = BlockPool(setup.blocks, protected_percent=PROTECTED_PERCENT if setup.policy == "fair" else 0)
         self.scheduler = self._make_scheduler()
         self.device = SimulatedDevice(setup.step_time(), self.clock, self.recorder)
         self._arrivals = iter(workload.requests)

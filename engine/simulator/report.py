@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine.errors import EngineConfigError
+from engine.fair_policy import FairPolicy
 from engine.simulator.cache_bounds import cache_bounds
 from engine.simulator.models import BLOCK_SIZE
-from engine.simulator.recorder import NUM_GAP_BUCKETS, Recorder, TenantRecord, gap_of_bucket
+from engine.simulator.recorder import NUM_GAP_BUCKETS, TenantRecord, gap_of_bucket
 from engine.simulator.replay import Replay
 
 PERCENTILES = (50, 90, 99)
@@ -52,7 +53,7 @@ def make_report(replay: Replay, objective: Objective) -> dict[str, Any]:
         "ttft_ms": _percentiles([ttft_s for tenant in tenants for ttft_s, _ in tenant.outcomes]),
         "tpot_ms": _percentiles([tpot_s for tenant in tenants for _, tpot_s in tenant.outcomes if tpot_s is not None]),
         "gap_ms": _gap_percentiles(tenants),
-        "fairness": _fairness(recorder, tenants),
+        "fairness": _fairness(replay, tenants),
         "cache": _cache(replay),
         "kv": _kv(replay),
         "throughput": _throughput(replay),
@@ -124,7 +125,8 @@ def _group(tenants: Sequence[TenantRecord], objective: Objective) -> dict[str, A
     }
 
 
-def _fairness(recorder: Recorder, tenants: Sequence[TenantRecord]) -> dict[str, Any]:
+def _fairness(replay: Replay, tenants: Sequence[TenantRecord]) -> dict[str, Any]:
+    recorder = replay.recorder
     by_time = [jain(window.services_s) for window in recorder.windows]
     by_tokens = [jain(window.services_tokens) for window in recorder.windows]
     return {
@@ -133,8 +135,17 @@ def _fairness(recorder: Recorder, tenants: Sequence[TenantRecord]) -> dict[str, 
         "jain_mean": _rounded(_mean(by_time)),
         "jain_tokens_min": _rounded(min(by_tokens, default=None)),
         "service_gap_max_s": _rounded(recorder.service_gap_ns / 1e9),
+        "service_gap_bound_s": _rounded(_service_gap_bound_s(replay)),
         "longest_without_token_s": _rounded(max((tenant.gap_max_s for tenant in tenants), default=0.0)),
     }
+
+
+def _service_gap_bound_s(replay: Replay) -> float | None:
+    """2(U + Q) of docs/fairness.md, with the longest step for the largest service in one step; other policies promise none."""
+    policy = replay.scheduler.policy
+    if not isinstance(policy, FairPolicy):
+        return None
+    return 2 * ((policy.settings.cap_ps + policy.settings.quantum_ps) / 1e12 + replay.recorder.step_max_s)
 
 
 def jain(values: Sequence[float]) -> float:
@@ -171,6 +182,9 @@ def _kv(replay: Replay) -> dict[str, Any]:
         "used_max": _rounded(recorder.kv_blocks_max / blocks),
         "waste": _ratio(recorder.waste_slots, recorder.waste_of_slots) or 0.0,
         "preemptions": totals.preemptions,
+        "recomputed_tokens": totals.recomputed_tokens,
+        "swapped_in_blocks": replay.scheduler.kv.num_swapped_in,
+        "swapped_out_blocks": replay.scheduler.kv.num_swapped_out,
     }
 
 

@@ -1,0 +1,189 @@
+"""What the scheduler achieves on real traffic, by simulation: Llama-3.1-8B in bfloat16 on an H200.
+
+Usage: python -m bench.simulator --traces DIR [--parts goodput,whole,noisy,fairness,cache,others]
+
+DIR holds azure_conv_2023.csv, azure_code_2023.csv, servegen_chat_tenants.csv, servegen_reason_tenants.csv,
+mooncake_conversation.jsonl and sharegpt_lengths.csv. Every part prints its rows and appends one JSON row to
+bench/results/simulator.jsonl. Everything is deterministic but the seconds it took.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from engine.simulator.models import find_gpu, find_model
+from engine.simulator.replay import Replay, Setup
+from engine.simulator.report import Objective, make_report
+from engine.simulator.workload import Workload, WorkloadOptions, load_workload, make_scenario
+
+RESULTS = Path(__file__).parent / "results" / "simulator.jsonl"
+MODEL, GPU = find_model("llama-3.1-8b"), find_gpu("h200")
+SLICE_S = 240.0
+GOOD_SHARE = 0.99
+SEARCH_STEPS = 7
+BUDGETS = (512, 1024, 2048, 8192)
+SAMPLES = (0, 1, 2, 3)
+Row = dict[str, Any]
+
+
+def run(workload: Workload, objective: Objective | None = None, **options: Any) -> Row:
+    """One simulation; its report, with the seconds that it took."""
+    wanted = objective or Objective()
+    assert wanted.tpot_s is not None
+    replay = Replay(Setup(model=MODEL, gpu=GPU, inter_token_target_s=wanted.tpot_s, **options), workload)
+    started_s = time.perf_counter()
+    replay.run()
+    return make_report(replay, wanted) | {"wall_s": round(time.perf_counter() - started_s, 1)}
+
+
+def highest_rate(path: Path, objective: Objective, duration_s: float | None, low: float, high: float, **options: Any) -> Row:
+    """Bisection over the speed for the highest rate at which 99 % of the requests are good."""
+    best: Row = {"req_per_s": 0.0}
+    for _ in range(SEARCH_STEPS):
+        speed = (low + high) / 2
+        report = run(load_workload(path, WorkloadOptions(speed=speed, duration_s=duration_s)), objective, **options)
+        if report["goodput"]["good_share"] < GOOD_SHARE:
+            high = speed
+            continue
+        low = speed
+        best = {
+            "req_per_s": report["load"]["req_per_s"],
+            "speed": round(speed, 4),
+            "ttft_ms": report["ttft_ms"],
+            "tpot_ms": report["tpot_ms"],
+        }
+    return best
+
+
+def goodput(traces: Path) -> Iterator[Row]:
+    """Section by section: the first 240 s after scaling, as in the prototype."""
+    path = traces / "azure_conv_2023.csv"
+    for ttft_s, tpot_s in ((1.0, 0.025), (2.0, 0.050)):
+        objective = Objective(ttft_s=ttft_s, tpot_s=tpot_s)
+        for policy, budget in (("fair", None), *(("fcfs", budget) for budget in BUDGETS)):
+            found = highest_rate(path, objective, SLICE_S, 2.4, 4.4, policy=policy, token_budget=budget)
+            yield {"slo": f"{ttft_s:g} s / {tpot_s * 1000:g} ms", "policy": policy, "budget": budget or "adaptive", **found}
+
+
+def whole(traces: Path) -> Iterator[Row]:
+    """The same over the whole trace."""
+    path = traces / "azure_conv_2023.csv"
+    for policy, budget in (("fair", None), ("fcfs", 512), ("fcfs", 1024), ("fcfs", 2048)):
+        found = highest_rate(path, Objective(), None, 2.0, 4.0, policy=policy, token_budget=budget)
+        yield {"slo": "1 s / 25 ms", "policy": policy, "budget": budget or "adaptive", **found}
+
+
+def noisy(traces: Path) -> Iterator[Row]:
+    """Four victims and a hog that sends 50 requests per second for 40 s."""
+    lengths = traces / "sharegpt_lengths.csv"
+    for scenario in ("noisy-none", "noisy-prefill", "noisy-decode"):
+        for policy, budget in (("fcfs", 2048), ("vtc", 2048), ("vtc", 512), ("fair", None)):
+            report = run(make_scenario(scenario, seed=0, lengths=lengths), policy=policy, token_budget=budget)
+            victims = report["victims"]
+            yield {
+                "scenario": scenario,
+                "policy": policy,
+                "budget": budget or "adaptive",
+                "victims_ttft_p99_ms": victims["ttft_ms"]["p99"],
+                "victims_tpot_p99_ms": victims["tpot_ms"]["p99"],
+                "victims_gap_p99_ms": victims["gap_ms"]["p99"],
+                "makespan_s": report["throughput"]["makespan_s"],
+                "tokens_per_s": report["throughput"]["total_tokens_per_s"],
+                "preemptions": report["kv"]["preemptions"],
+                "longest_without_token_s": report["fairness"]["longest_without_token_s"],
+            }
+
+
+def fairness(traces: Path) -> Iterator[Row]:
+    """46 tenants at eight times their traffic, which is more than the GPU can serve."""
+    for policy, budget in (("fair", None), ("vtc", None), ("fcfs", None)):
+        options = WorkloadOptions(speed=8)
+        report = run(load_workload(traces / "servegen_chat_tenants.csv", options), policy=policy, token_budget=budget)
+        yield {
+            "policy": policy,
+            **report["fairness"],
+            "good_share": report["goodput"]["good_share"],
+            "makespan_s": report["throughput"]["makespan_s"],
+            "waste": report["kv"]["waste"],
+            "wall_s": report["wall_s"],
+        }
+
+
+def cache(traces: Path) -> Iterator[Row]:
+    """Ten per cent of the conversations, without and with main memory for evicted blocks."""
+    for host_cache_gib in (0, 64):
+        for seed in SAMPLES:
+            workload = load_workload(traces / "mooncake_conversation.jsonl", WorkloadOptions(sample=0.1, seed=seed))
+            report = run(workload, host_cache_gib=host_cache_gib)
+            yield {"host_cache_gib": host_cache_gib, "seed": seed, **report["cache"], "ttft_p99_ms": report["ttft_ms"]["p99"]}
+
+
+def others(traces: Path) -> Iterator[Row]:
+    """Traffic of other kinds at its own speed: does anybody starve, how long does an hour take?"""
+    for name in ("azure_conv_2023.csv", "azure_code_2023.csv", "servegen_chat_tenants.csv", "servegen_reason_tenants.csv"):
+        report = run(load_workload(traces / name, WorkloadOptions()))
+        yield {
+            "trace": name,
+            "duration_s": report["load"]["duration_s"],
+            "req_per_s": report["load"]["req_per_s"],
+            "good_share": report["goodput"]["good_share"],
+            "ttft_p99_ms": report["ttft_ms"]["p99"],
+            "tpot_p99_ms": report["tpot_ms"]["p99"],
+            "longest_without_token_s": report["fairness"]["longest_without_token_s"],
+            "jain_min": report["fairness"]["jain_min"],
+            "steps": report["throughput"]["steps"],
+            "wall_s": report["wall_s"],
+        }
+
+
+PARTS: dict[str, Callable[[Path], Iterator[Row]]] = {
+    "goodput": goodput,
+    "whole": whole,
+    "noisy": noisy,
+    "fairness": fairness,
+    "cache": cache,
+    "others": others,
+}
+
+
+def revision() -> str:
+    answer = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    return answer.stdout.strip() or "unknown"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--traces", type=Path, required=True)
+    parser.add_argument("--parts", default=",".join(PARTS))
+    given = parser.parse_args()
+    for part in given.parts.split(","):
+        started_s = time.perf_counter()
+        rows = []
+        for row in PARTS[part](given.traces):
+            rows.append(row)
+            print(part, json.dumps(row), flush=True)
+        about = {
+            "bench": "simulator",
+            "part": part,
+            "at": datetime.now(UTC).isoformat(timespec="seconds"),
+            "revision": revision(),
+            "model": MODEL.name,
+            "gpu": GPU.name,
+            "python": platform.python_version(),
+            "machine": platform.machine(),
+            "wall_s": round(time.perf_counter() - started_s, 1),
+        }
+        with RESULTS.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(about | {"results": rows}) + "\n")
+
+
+if __name__ == "__main__":
+    main()
