@@ -84,6 +84,8 @@ def _rehearse(matcher: Any, numbers: random.Random, spec: GrammarSpec) -> None:
         mask = matcher.compute_bitmask()
         if matcher.is_error():
             why = _first_line(matcher.get_error())
+            if why == "NoExtensionBias":  # the library's word for a state without a next byte
+                raise GrammarError(spec.param, f"{spec.param} cannot be satisfied by any text")
             raise GrammarError(spec.param, f"{spec.param} cannot be enforced: a step would cost too much ({why})")
         if matcher.is_stopped():
             return

@@ -103,9 +103,9 @@ class KeywordReader:
                 continue
             rest = self.sub(keyword, value)
             if keyword == "unevaluatedProperties":
-                names = {name: self.sub(keyword, True) for name in seen[0]}
-                patterns = tuple((pattern, self.sub(keyword, True)) for pattern in seen[1])
-                yield self.made(keyword, "members", Members(names, patterns, rest))
+                names = {name: self.sub(keyword, True) for name in sorted(seen[0])}
+                patterns = tuple((pattern, self.sub(keyword, True)) for pattern in sorted(seen[1]))
+                yield self.made(keyword, "members", Members(names, patterns, rest, is_list=False))
             else:
                 yield self.made(keyword, "items", Items((self.sub(keyword, True),) * seen[2], rest))
 

@@ -40,11 +40,14 @@ class Constraint:
 
 @dataclass(frozen=True, slots=True)
 class Members:
-    """`properties`, `patternProperties` and `additionalProperties` of one schema; None constrains nothing."""
+    """`properties`, `patternProperties` and `additionalProperties` of one schema; None constrains nothing.
+
+    `is_list` is False when the order of `named` tells nothing."""
 
     named: dict[str, Node]
     patterned: tuple[tuple[str, Node], ...]
     others: Node | None
+    is_list: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -290,9 +290,9 @@ class Shapes:
             others = () if allowed is not None or high == len(required) else self._others(groups, facts, names, pairs)
         except PatternError as error:
             raise refusal(_path_of(facts), f"a pattern with {error}") from error
-        sources = [set(group.named) for group, _ in groups if group.named]
+        sources = [set(group.named) for group, _ in groups if group.named and group.is_list]
         left = [{member.name for member in named} - source for source in sources or [set()]]
-        any_order = all(left) and (len(sources) > 1 or len(left[0]) > 1)
+        any_order = all(left)
         return self._checked_object(Object(tuple(named), others, low, high, pairs, any_order), len(required), facts)
 
     def _checked_object(self, found: Object, num_required: int, facts: Facts) -> Object | None:

@@ -1,0 +1,199 @@
+"""Every keyword of JSON Schema: what a grammar accepts, what it refuses, and which schemas are refused by name."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from engine.grammar.spec import GrammarError
+from tests.support.grammars import accepts, compiled, schema_accepts
+
+DRAFT_4 = "http://json-schema.org/draft-04/schema#"
+DRAFT_7 = "http://json-schema.org/draft-07/schema#"
+TEXT, WHOLE = {"type": "string"}, {"type": "integer"}
+PERSON = {"properties": {"name": TEXT, "age": WHOLE}, "required": ["name"], "additionalProperties": False, "type": "object"}
+
+# schema, values that satisfy it, values that do not
+CASES: list[tuple[str, Any, list[Any], list[Any]]] = [
+    ("anything", True, [None, 1, "é\n", [{"a": []}], {"": {}}], []),
+    ("type", {"type": ["integer", "null"]}, [0, -12, None], [1.5, "1", [], {}]),
+    ("number", {"type": "number"}, [0, -1.5, 1e22, 1e-7], ["1", None]),
+    ("boolean", {"type": "boolean"}, [True, False], [0, 1, "true"]),
+    ("object", PERSON, [{"name": "Ann"}, {"name": "", "age": 3}], [{}, {"age": 3}, {"name": "a", "x": 1}, []]),
+    ("open object", {"properties": {"a": WHOLE}}, [{"a": 1, "b": []}, {"b": 1, "a": 2}, "x"], [{"a": "1"}, {"b": 1, "a": "2"}]),
+    ("required alone", {"required": ["a", "b"]}, [{"a": 1, "b": 2}, {"b": 2, "a": 1}, 5], [{"a": 1}]),
+    ("others typed", {"additionalProperties": WHOLE, "type": "object"}, [{}, {"q": 1}], [{"q": "1"}]),
+    ("patternProperties",
+     {"patternProperties": {"^a": WHOLE, "b$": {"minimum": 3}}},
+     [{"ab": 4, "b": 3.5}], [{"ab": 2}, {"a": "x"}]),
+    ("a name and its pattern",
+     {"properties": {"ab": {"maximum": 9}}, "patternProperties": {"^a": WHOLE}},
+     [{"ab": 8}], [{"ab": 8.5}, {"ab": 10}]),
+    ("propertyNames", {"propertyNames": {"pattern": "^[a-z]+$", "maxLength": 3}}, [{"abc": 1}, {}], [{"abcd": 1}, {"A": 1}]),
+    ("propertyNames listed", {"propertyNames": {"enum": ["a", "b"]}}, [{"b": 1, "a": 2}, {}], [{"c": 1}]),
+    ("minProperties", {"minProperties": 1, "type": "object"}, [{"a": 1}], [{}]),
+    ("maxProperties", {"maxProperties": 1}, [{}, {"a": 1}], [{"a": 1, "b": 2}]),
+    ("dependentRequired", {"dependentRequired": {"a": ["b"]}}, [{"b": 1}, {"a": 1, "b": 2}, {}], [{"a": 1}]),
+    ("dependentSchemas", {"dependentSchemas": {"a": {"required": ["b"]}}}, [{"b": 1}, {"a": 1, "b": 2}, 3], [{"a": 1}]),
+    ("dependencies",
+     {"$schema": DRAFT_7, "dependencies": {"a": ["b"], "c": {"required": ["d"]}}},
+     [{"a": 1, "b": 2}], [{"a": 1}]),
+    ("items", {"items": WHOLE, "type": "array"}, [[], [1, 2, 3]], [["a"], [1, "a"], {}]),
+    ("prefixItems", {"prefixItems": [WHOLE, TEXT], "items": False}, [[], [1], [1, "a"]], [["a"], [1, "a", 2]]),
+    ("old tuples", {"$schema": DRAFT_7, "items": [WHOLE], "additionalItems": TEXT}, [[1, "a"], []], [["a"], [1, 2]]),
+    ("minItems", {"minItems": 2, "maxItems": 3}, [[1, 2], [1, 2, 3], "x"], [[1], [1, 2, 3, 4]]),
+    ("contains", {"contains": WHOLE}, [[1], ["a", 2, "b"]], [[], ["a"]]),
+    ("minContains", {"contains": WHOLE, "minContains": 2, "maxContains": 3}, [[1, 2], [1, "a", 2, 3]], [[1], [1, 2, 3, 4]]),
+    ("uniqueItems",
+     {"items": {"enum": ["a", "b", "c"]}, "uniqueItems": True, "minItems": 2},
+     [["c", "a"]], [["a"], ["a", "a"]]),
+    ("minimum", {"minimum": -2.5}, [-2.5, -2.4, 0, 100, "x"], [-2.6, -3]),
+    ("exclusive bounds", {"exclusiveMinimum": 0, "exclusiveMaximum": 10}, [0.1, 9.9, 5], [0, 10, -1, 11]),
+    ("draft 4 bounds", {"$schema": DRAFT_4, "maximum": 5, "exclusiveMaximum": True}, [4.9, -7], [5, 6]),
+    ("long bounds", {"type": "integer", "minimum": 95, "maximum": 12345}, [95, 100, 12345, 9999], [94, 12346, 0, -100]),
+    ("multipleOf", {"type": "integer", "multipleOf": 7}, [0, 14, -21, 700], [1, 15, 8]),
+    ("decimal multipleOf", {"multipleOf": 0.25}, [0.5, 1, -2.75], [0.3, 1.125]),
+    ("minLength", {"minLength": 2, "maxLength": 3}, ["ab", "é😀", "abc"], ["a", "abcd", "😀"]),
+    ("pattern", {"pattern": "^[a-c]+-\\d{2}$"}, ["a-12", "cab-00", 7], ["a-1", "d-12", "a-123"]),
+    ("pattern within", {"pattern": "b"}, ["abc", "b"], ["ac", ""]),
+    ("lookahead", {"pattern": "^(?!ab)(?=.*z)"}, ["az", "z"], ["abz", "a"]),
+    ("enum", {"enum": [1, "a", None, [1], {"k": True}]}, [1, "a", None, [1], {"k": True}], [2, "b", [], {"k": 1}, True]),
+    ("enum and siblings", {"enum": [1, 5, "a"], "minimum": 3}, [5, "a"], [1]),
+    ("const", {"const": "é\"\\/"}, ["é\"\\/"], ["e"]),
+    ("allOf", {"allOf": [{"minimum": 3}, {"maximum": 5}], "type": "integer"}, [3, 4, 5], [2, 6]),
+    ("allOf of objects",
+     {"allOf": [PERSON | {"additionalProperties": True}, {"required": ["age"]}]},
+     [{"name": "", "age": 1}], [{"name": ""}]),
+    ("anyOf", {"anyOf": [WHOLE, {"minLength": 2}]}, [1, "ab"], ["a"]),
+    ("oneOf", {"oneOf": [{"multipleOf": 2}, {"multipleOf": 3}], "type": "integer"}, [2, 3, 4], [6, 1, 0]),
+    ("oneOf of objects", {"oneOf": [{"required": ["a"]}, {"required": ["b"]}]}, [{"a": 1}, {"b": 1}], [{"a": 1, "b": 1}, {}]),
+    ("not", {"not": {"type": "string", "pattern": "x"}}, [1, "y", []], ["axb"]),
+    ("not object", {"not": {"properties": {"a": WHOLE}, "required": ["a"]}}, [{"a": "1"}, {}], [{"a": 1}, 3]),
+    ("not const",
+     {"type": ["array", "object"], "not": {"enum": [[1, 2], {"a": 1}]}},
+     [[1], [2, 1], {"a": 2}, {}], [[1, 2], {"a": 1}]),
+    ("if",
+     {"if": {"properties": {"k": {"const": 1}}, "required": ["k"]}, "then": {"required": ["v"]}, "else": {"maxProperties": 1}},
+     [{"k": 1, "v": 0}, {"k": 2}, {}], [{"k": 1}, {"k": 2, "v": 0}]),
+    ("$ref", {"$ref": "#/$defs/n", "maximum": 9, "$defs": {"n": {"minimum": 3}}}, [3, 9], [2, 10]),
+    ("$ref alone in draft 7",
+     {"$schema": DRAFT_7, "$ref": "#/definitions/n", "maximum": 9, "definitions": {"n": {"minimum": 3}}},
+     [3, 10], [2]),
+    ("$anchor", {"items": {"$ref": "#here"}, "$defs": {"x": {"$anchor": "here", "type": "integer"}}}, [[1]], [["a"]]),
+    ("$id",
+     {"$id": "http://a.example/r.json", "items": {"$ref": "o.json"}, "$defs": {"o": {"$id": "o.json", "type": "null"}}},
+     [[None]], [[1]]),
+    ("recursion",
+     {"properties": {"next": {"$ref": "#"}}, "additionalProperties": False, "type": "object"},
+     [{}, {"next": {"next": {}}}], [{"next": 1}]),
+    ("unevaluatedProperties",
+     {"allOf": [{"properties": {"a": True}}], "properties": {"b": True}, "unevaluatedProperties": False},
+     [{"a": 1, "b": 2}], [{"c": 1}]),
+    ("annotations",
+     {"title": "t", "x-vendor": {"type": "no"}, "default": 3, "examples": [], "format": "int32", "type": "integer"},
+     [1], ["a"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("schema", "valid", "invalid"), [case[1:] for case in CASES], ids=[case[0] for case in CASES])
+def test_a_keyword_is_exact(schema: Any, valid: list[Any], invalid: list[Any]) -> None:
+    assert [value for value in valid if not schema_accepts(schema, value)] == []
+    assert [value for value in valid if not schema_accepts(schema, value, ensure_ascii=False)] == []
+    assert [value for value in invalid if schema_accepts(schema, value)] == []
+
+
+FORMATS = {
+    "date": (["2024-02-29", "2000-02-29", "1999-12-31"], ["2023-02-29", "1900-02-29", "2022-13-01", "2022-1-1"]),
+    "time": (["12:00:00Z", "23:59:59.5+01:00"], ["12:00:00", "24:00:00Z", "12:60:00Z"]),
+    "date-time": (["2022-01-01T12:00:00Z", "2022-01-01T12:00:00.123-08:00"], ["2022-01-01 12:00:00Z", "2022-01-01T12:00:00"]),
+    "duration": (["P1D", "PT1H30M", "P1Y2M", "P2W"], ["P", "PT", "1D", "P1H"]),
+    "email": (["a.b@c.de", "a+b@localhost"], ["a", "@b", "a@", "a b@c.de"]),
+    "hostname": (["a.b-c.example"], ["-a", "a..b", "a" * 64]),
+    "ipv4": (["0.0.0.0", "255.1.2.3"], ["256.0.0.1", "1.2.3", "01.2.3.4"]),
+    "ipv6": (["::1", "1:2:3:4:5:6:7:8", "::ffff:1.2.3.4"], ["1::2::3", "12345::", "1:2:3"]),
+    "uri": (["https://a.b/c?d#e", "mailto:a@b", "urn:x:y"], ["a/b", "://", " x:y", "http://a b"]),
+    "uri-reference": (["../a", "", "Core", "//h/p"], ["://", "a b", "\\"]),
+    "uri-template": (["http://e.com/{a,b}/{?q*}"], ["http://e.com/{", "{}"]),
+    "uuid": (["123e4567-e89b-12d3-a456-426614174000"], ["123e4567e89b12d3a456426614174000"]),
+    "json-pointer": (["", "/a~1b/0"], ["a", "/~2"]),
+}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_format_is_enforced(name: str) -> None:
+    valid, invalid = FORMATS[name]
+    assert [text for text in valid if not schema_accepts({"format": name}, text)] == []
+    assert [text for text in invalid if schema_accepts({"format": name}, text)] == []
+
+
+REFUSED = {
+    "uniqueItems": {"items": TEXT, "uniqueItems": True},
+    "minProperties above 1": {"minProperties": 2},
+    "another document": {"$ref": "https://example.com/other.json"},
+    "nowhere": {"$ref": "#/definitions/missing"},
+    "lookbehind": {"pattern": "(?<=a)b"},
+    "back-reference": {"pattern": r"(a)\1"},
+    "word boundary": {"pattern": r"\bfoo"},
+    "format regex": {"format": "regex"},
+    "$dynamicRef": {"$dynamicRef": "#x"},
+    "the type": {"type": "any"},
+    "required must": {"required": "a"},
+    "multipleOf must be above 0": {"multipleOf": 0},
+    "unevaluatedProperties": {"anyOf": [{"properties": {"a": True}}], "unevaluatedProperties": False},
+    "residues": {"multipleOf": 7919, "not": {"multipleOf": 7907}},
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_cannot_be_exact_is_refused_by_name(what: str) -> None:
+    with pytest.raises(GrammarError, match=what.replace("$", r"\$")) as caught:
+        compiled("json", json.dumps({"properties": {"deep": REFUSED[what]}, "required": ["deep"]}))
+    assert caught.value.param == "guided_json"
+
+
+@pytest.mark.parametrize(
+    ("schema", "what"),
+    [
+        ({"$schema": "http://json-schema.org/draft-03/schema#"}, "dialect"),
+        ({"type": "string", "enum": [1]}, "cannot be satisfied"),
+        ({"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}, "cannot be satisfied"),
+        ({"type": "string", "pattern": "^a", "allOf": [{"pattern": "^b"}]}, "cannot be satisfied"),
+        ({"type": "integer", "minimum": 3, "maximum": 2}, "cannot be satisfied"),
+    ],
+)
+def test_a_schema_that_says_nothing_is_refused(schema: Any, what: str) -> None:
+    with pytest.raises(GrammarError, match=what):
+        compiled("json", json.dumps(schema))
+
+
+def test_a_refusal_says_where() -> None:
+    with pytest.raises(GrammarError, match="#/properties/a/items/pattern"):
+        compiled("json", json.dumps({"properties": {"a": {"items": {"pattern": "(?<!x)"}}}}))
+
+
+def test_what_no_property_reaches_is_not_looked_at() -> None:
+    assert schema_accepts({"type": "null", "$defs": {"unused": {"uniqueItems": True}}}, None)
+
+
+def test_a_name_written_by_number_is_the_same_name() -> None:
+    grammar = compiled("json", json.dumps({"properties": {"é": WHOLE}}))
+    assert accepts(grammar, '{"\\u00e9":1}')
+    assert not accepts(grammar, '{"\\u00E9":"x"}')
+
+
+def test_half_a_surrogate_pair_is_no_text() -> None:
+    grammar = compiled("json", json.dumps(TEXT))
+    assert accepts(grammar, '"\\ud83d\\ude00"')
+    assert not accepts(grammar, '"\\ud83d"')
+
+
+def test_white_space_ends_somewhere() -> None:
+    grammar = compiled("json", json.dumps({"items": WHOLE, "type": "array"}))
+    assert accepts(grammar, "[\n" + " " * 80 + "1]")
+    assert not accepts(grammar, "[1" + " " * 1000 + "]")
+
+
+def test_a_property_comes_once() -> None:
+    assert not accepts(compiled("json", json.dumps({"properties": {"a": WHOLE}})), '{"a":1,"a":2}')
