@@ -151,6 +151,12 @@ class BlockPool:
     def lookup(self, content_hash: bytes) -> int | None:
         return self._by_hash.get(content_hash)
 
+    def lookup_first(self, names: Sequence[bytes]) -> list[int]:
+        """The blocks with these contents up to the first that is not here."""
+        found = list(map(self._by_hash.get, names))
+        known = found[: found.index(None)] if None in found else found
+        return [block_id for block_id in known if block_id is not None]
+
     def ref_count(self, block_id: int) -> int:
         return self._blocks[block_id].ref_count
 

@@ -111,8 +111,9 @@ class FakeCache:
         return owner, tuple(tokens[: position + 1])
 
     def _is_blessed(self, tokens: list[int], position: int) -> bool:
-        end = (position // self._size + 1) * self._size
-        return self._caches and end <= len(self._blessed) and tuple(tokens[:end]) == self._blessed[:end]
+        """A fork may hold the beginning of a blessed block, from a parent that filled it."""
+        num_blessed = len(self._blessed) // self._size * self._size
+        return self._caches and position < num_blessed and tuple(tokens[: position + 1]) == self._blessed[: position + 1]
 
 
 class RandomDrafter:

@@ -1,0 +1,296 @@
+"""What a step costs the host: schedule() and apply() alone, with a device that answers at once. No model, no torch.
+
+Usage: python -m bench.scheduler [--quick] [--steps 2000] [--phases steady,admission,…]
+
+Grid: running requests × waiting requests × tenants × cached blocks × phases. Each cell gives the medians and 99th percentiles
+of schedule() and apply(), and the ratio of schedule() to a calibrator: 256 plain attribute updates, timed in turn with the
+steps of the cell. The bars of one factor compare cells that differ in that factor alone. Garbage collection is off while a
+cell is timed; the first 50 steps are not counted. One JSON row per run is appended to bench/results/scheduler.jsonl.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import platform
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from engine.block_pool import BlockPool
+from engine.prefix_cache import PrefixCache
+from engine.protocol import SamplingParams
+from engine.request import Request
+from engine.scheduled_batch import ScheduledBatch, StepOutput
+from engine.scheduler import Scheduler, SchedulerLimits
+
+RESULTS = Path(__file__).parent / "results" / "scheduler.jsonl"
+WARM_STEPS = 50
+BLOCK_SIZE = 16
+CALIBRATOR_UPDATES = 256
+SAMPLING = SamplingParams(seed=1)
+TOKEN, NOTHING = StepOutput([7]), StepOutput()
+PHASES = ("steady", "admission", "finish", "abort", "preemption", "chunked")
+GRID = {
+    "running": (1, 64, 256, 1024),
+    "waiting": (0, 1000, 100_000),
+    "tenants": (1, 100, 10_000),
+    "cached": (1000, 100_000, 1_000_000),
+}
+QUICK = {"running": (64, 256), "waiting": (0, 100_000), "tenants": (1, 10_000), "cached": (1000, 100_000)}
+BASE = {"running": 256, "waiting": 0, "tenants": 1, "cached": 1000}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One point of the grid. `cached` blocks have content and no owner; that many more serve the requests."""
+
+    phase: str
+    running: int
+    waiting: int
+    tenants: int
+    cached: int
+
+
+class Bed:
+    """A scheduler in the state of a cell."""
+
+    def __init__(self, cell: Cell) -> None:
+        self.cell = cell
+        self._numbers = count()
+        spare = cell.running * 300 + 8192
+        self.pool = BlockPool(cell.cached + spare)
+        limits = SchedulerLimits(
+            max_num_seqs=cell.running, max_num_batched_tokens=8192, max_model_len=65536, block_size=BLOCK_SIZE
+        )
+        self.scheduler = Scheduler(limits, self.pool, clock=lambda: 0.0, prefix_cache=PrefixCache(self.pool, BLOCK_SIZE))
+        self._fill_cache()
+        for _ in range(cell.running):
+            self.add(64 + next(self._numbers) % BLOCK_SIZE)
+        while self.scheduler.accounts.prefilling or self.scheduler.num_waiting:
+            self.finish(self.scheduler.schedule())
+        for _ in range(cell.waiting):
+            self.add(64)
+
+    def _fill_cache(self) -> None:
+        blocks = self.pool.allocate(self.cell.cached)
+        for number, block_id in enumerate(blocks):
+            self.pool.register(block_id, number.to_bytes(16, "big"))
+        self.pool.release(blocks)
+
+    def add(self, num_prompt_tokens: int) -> Request:
+        number = next(self._numbers)
+        request = Request(
+            request_id=str(number),
+            tenant_id=f"tenant {number % self.cell.tenants}",
+            sampling=SAMPLING,
+            token_ids=[number % 50_000] * num_prompt_tokens,
+            num_prompt_tokens=num_prompt_tokens,
+            max_total_tokens=num_prompt_tokens + 30_000,
+            stop_ids=frozenset(),
+            arrived_s=float(number),
+        )
+        self.scheduler.add(request)
+        return request
+
+    def finish(self, batch: ScheduledBatch) -> None:
+        self.scheduler.apply(batch, [TOKEN if item.samples else NOTHING for item in batch.items])
+
+    def before_step(self) -> None:
+        """What the phase does between steps; not timed."""
+        phase, running = self.cell.phase, self.scheduler.accounts.running_requests
+        if phase == "admission":
+            self.scheduler.abort(next(iter(running)))
+            self.add(64)
+        elif phase == "finish":
+            oldest = next(iter(running))
+            oldest.max_total_tokens = oldest.num_tokens + 1
+            if not self.cell.waiting:
+                self.add(64)
+        elif phase == "abort":
+            self.scheduler.abort(next(iter(running)))
+            self.add(64)
+            if self.scheduler.num_waiting > 1:
+                self.scheduler.abort(next(iter(self.scheduler.waiting())))
+        elif phase == "preemption":
+            for _ in range(min(8, len(running))):
+                self.scheduler.preempt(next(reversed(running)))
+        elif phase == "chunked" and not self.scheduler.accounts.prefilling:
+            self.scheduler.abort(next(iter(running)))
+            self.add(32_768)
+
+
+def measure(cell: Cell, steps: int) -> dict[str, Any]:
+    bed = Bed(cell)
+    scheduler = bed.scheduler
+    updated = list(scheduler.accounts.running_requests) * CALIBRATOR_UPDATES
+    updated = updated[:CALIBRATOR_UPDATES]
+    schedule_s: list[float] = []
+    apply_s: list[float] = []
+    calibrator_s: list[float] = []
+    clock = time.perf_counter
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    try:
+        for number in range(steps + WARM_STEPS):
+            bed.before_step()
+            started_s = clock()
+            batch = scheduler.schedule()
+            scheduled_s = clock()
+            outputs = [TOKEN if item.samples else NOTHING for item in batch.items]
+            ran_s = clock()
+            scheduler.apply(batch, outputs)
+            applied_s = clock()
+            for request in updated:
+                request.num_skips += 0
+            calibrated_s = clock()
+            if number >= WARM_STEPS:
+                schedule_s.append(scheduled_s - started_s)
+                apply_s.append(applied_s - ran_s)
+                calibrator_s.append(calibrated_s - applied_s)
+    finally:
+        gc.enable()
+        gc.unfreeze()
+    calibrator = statistics.median(calibrator_s)
+    return {
+        **vars(cell),
+        "schedule_us_p50": _us(statistics.median(schedule_s)),
+        "schedule_us_p99": _us(_p99(schedule_s)),
+        "apply_us_p50": _us(statistics.median(apply_s)),
+        "apply_us_p99": _us(_p99(apply_s)),
+        "calibrator_us": _us(calibrator),
+        "schedule_to_calibrator": round(statistics.median(schedule_s) / calibrator, 2),
+        "preemptions": scheduler.totals.preemptions,
+    }
+
+
+def _us(seconds: float) -> float:
+    return round(seconds * 1e6, 2)
+
+
+def _p99(values: list[float]) -> float:
+    return sorted(values)[int(len(values) * 0.99)]
+
+
+def prefix_match(repeats: int = 30) -> dict[str, float]:
+    """A 32k prompt, all of which is cached: matched cold (names made) and again (names kept)."""
+    pool = BlockPool(4096)
+    cache = PrefixCache(pool, BLOCK_SIZE)
+    cold_s: list[float] = []
+    again_s: list[float] = []
+    for number in range(repeats):
+        request = Request(
+            request_id=str(number),
+            tenant_id="tenant",
+            sampling=SAMPLING,
+            token_ids=list(range(32_768)),
+            num_prompt_tokens=32_768,
+            max_total_tokens=32_769,
+            stop_ids=frozenset(),
+            arrived_s=0.0,
+        )
+        if not number:
+            blocks = pool.allocate(2048)
+            for block_id, name in zip(blocks, cache.names(request, 2048), strict=True):
+                pool.register(block_id, name)
+            continue
+        for kept, match in ((cold_s, cache.match), (again_s, cache.match_len)):
+            started_s = time.perf_counter()
+            match(request)
+            kept.append(time.perf_counter() - started_s)
+    return {"cold_ms": round(statistics.median(cold_s) * 1e3, 3), "again_us": _us(statistics.median(again_s))}
+
+
+def cells(grid: dict[str, tuple[int, ...]], phases: tuple[str, ...], *, full: bool) -> Iterator[Cell]:
+    """Every factor alone from the base, in every phase; `full` adds all combinations in steady decode."""
+    seen: set[Cell] = set()
+    for phase in phases:
+        for factor, values in grid.items():
+            for value in values:
+                cell = Cell(phase, **{**BASE, factor: value})
+                if cell not in seen:
+                    seen.add(cell)
+                    yield cell
+    if full and "steady" in phases:
+        for running in grid["running"]:
+            for waiting in grid["waiting"]:
+                for tenants in grid["tenants"]:
+                    for cached in grid["cached"]:
+                        cell = Cell("steady", running, waiting, tenants, cached)
+                        if cell not in seen:
+                            seen.add(cell)
+                            yield cell
+
+
+def ratios(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Time of a step against the base cell of its phase, factor by factor."""
+    found = []
+    for row in rows:
+        changed = [factor for factor, value in BASE.items() if row[factor] != value]
+        base = next((r for r in rows if r["phase"] == row["phase"] and all(r[f] == v for f, v in BASE.items())), None)
+        if base is not None and len(changed) == 1 and changed[0] != "running":
+            total, base_total = (r["schedule_us_p50"] + r["apply_us_p50"] for r in (row, base))
+            found.append(
+                {
+                    "phase": row["phase"],
+                    changed[0]: row[changed[0]],
+                    "schedule": round(row["schedule_us_p50"] / base["schedule_us_p50"], 2),
+                    "step": round(total / base_total, 2),
+                }
+            )
+    return found
+
+
+def environment() -> dict[str, Any]:
+    cpu = next(
+        (line.split(":", 1)[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line), ""
+    )
+    revision = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False).stdout
+    return {
+        "at": datetime.now(UTC).isoformat(timespec="seconds"),
+        "revision": revision.strip(),
+        "cpu": cpu,
+        "cores": os.cpu_count(),
+        "load": os.getloadavg()[0],
+        "python": platform.python_version(),
+    }
+
+
+def main(run: Callable[[Cell, int], dict[str, Any]] = measure) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="fewer cells and steps: about a minute")
+    parser.add_argument("--steps", type=int, default=None)
+    parser.add_argument("--phases", default=",".join(PHASES))
+    options = parser.parse_args()
+    grid = QUICK if options.quick else GRID
+    steps = options.steps or (400 if options.quick else 2000)
+    rows = []
+    for cell in cells(grid, tuple(options.phases.split(",")), full=not options.quick):
+        rows.append(run(cell, steps))
+        print(json.dumps(rows[-1]), flush=True)
+    row = {
+        "bench": "scheduler",
+        "quick": options.quick,
+        "steps": steps,
+        **environment(),
+        "prefix_match_32k": prefix_match(),
+        "ratios": ratios(rows),
+        "cells": rows,
+    }
+    RESULTS.parent.mkdir(exist_ok=True)
+    with RESULTS.open("a") as file:
+        file.write(json.dumps(row) + "\n")
+    print(json.dumps({key: row[key] for key in ("prefix_match_32k", "ratios")}, indent=1))
+
+
+if __name__ == "__main__":
+    main()
