@@ -32,6 +32,8 @@ def accept_equal(drawn: Sequence[SampledToken], guesses: Sequence[int]) -> StepO
 
     drawn: one per guess and one more. A row that failed behind good ones is left to the next step, which computes it again.
     """
+    if not guesses:
+        return _alone(drawn[0])
     taken: list[SampledToken] = []
     for index, token in enumerate(drawn):
         if token.token_id is None:
@@ -43,6 +45,12 @@ def accept_equal(drawn: Sequence[SampledToken], guesses: Sequence[int]) -> StepO
             break
     logprobs = [token.logprob for token in taken if token.logprob is not None]
     return StepOutput(token_ids=[token.token_id for token in taken if token.token_id is not None], logprobs=logprobs or None)
+
+
+def _alone(token: SampledToken) -> StepOutput:
+    if token.token_id is None:
+        return StepOutput(error=token.error, error_param=token.error_param)
+    return StepOutput([token.token_id], None if token.logprob is None else [token.logprob])
 
 
 def accept_by_rejection(

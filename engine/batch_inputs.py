@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -16,8 +17,7 @@ from engine.layers.rotary import RotaryTable, Rotation
 from kernels.ops import AttentionPlan, AttentionPlanner, AttentionRow, InvariantPlan, InvariantPlanner
 
 
-@dataclass(frozen=True, slots=True)
-class InputRow:
+class InputRow(NamedTuple):
     """Consecutive tokens of one request, the first at position `start`. `outputs` are the indices into them whose hidden
     states are wanted."""
 
@@ -25,10 +25,6 @@ class InputRow:
     start: int
     block_table: Sequence[int]
     outputs: Sequence[int] = ()
-
-    @property
-    def end(self) -> int:
-        return self.start + len(self.token_ids)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +41,9 @@ class BatchInputs:
 
 def forward_order(rows: Sequence[InputRow]) -> list[int]:
     """Indices of `rows` in the order of the forward pass."""
-    lens = [len(row.token_ids) for row in rows]
-    return sorted(range(len(rows)), key=lambda i: (lens[i] > 1, -rows[i].start if lens[i] == 1 else i))
+    single = [(-row.start, index) for index, row in enumerate(rows) if len(row.token_ids) == 1]
+    single.sort()
+    return [index for _, index in single] + [index for index, row in enumerate(rows) if len(row.token_ids) > 1]
 
 
 def make_batch_inputs(
@@ -64,12 +61,16 @@ def make_batch_inputs(
     firsts = [0] * len(rows)
     attention_rows: list[AttentionRow] = []
     for index in forward_order(rows):
-        row = rows[index]
+        ids, start, block_table, _ = rows[index]
         firsts[index] = len(token_ids)
-        token_ids += row.token_ids
-        positions += range(row.start, row.end)
-        slots += _slots(row.block_table, row.start, row.end, block_size)
-        attention_rows.append(AttentionRow(row.block_table, len(row.token_ids), row.end))
+        attention_rows.append(AttentionRow(block_table, len(ids), start + len(ids)))
+        token_ids += ids
+        if len(ids) == 1:
+            positions.append(start)
+            slots.append(block_table[start // block_size] * block_size + start % block_size)
+        else:
+            positions += range(start, start + len(ids))
+            slots += _slots(block_table, start, start + len(ids), block_size)
     wanted = [first + output for first, row in zip(firsts, rows, strict=True) for output in row.outputs]
     on_device = torch.tensor(positions, dtype=torch.int64).to(device)
     return BatchInputs(
@@ -83,8 +84,6 @@ def make_batch_inputs(
 
 
 def _slots(block_table: Sequence[int], start: int, end: int, block_size: int) -> list[int]:
-    if end - start == 1:
-        return [block_table[start // block_size] * block_size + start % block_size]
     positions = np.arange(start, end)
     slots: list[int] = (np.asarray(block_table)[positions // block_size] * block_size + positions % block_size).tolist()
     return slots

@@ -42,6 +42,8 @@ class GrammarMasks:
 
     def fill(self, requests: Sequence[Request]) -> Future[StepMasks] | None:
         """Begin to fill the masks of these rows; None when none of them has a grammar."""
+        if not self._states:
+            return None
         states = {index: self._states[request] for index, request in enumerate(requests) if request in self._states}
         if not states:
             return None

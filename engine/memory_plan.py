@@ -14,6 +14,8 @@ from engine.errors import EngineConfigError
 from engine.options import EngineOptions
 
 GIB = 1 << 30
+LOGITS_ELEMENTS_MAX = 1 << 25
+"""Logits that stand in memory at a time, 128 MiB: those of a step's rows are computed in slices of so many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +42,7 @@ def activation_bytes(config: ModelConfig, num_tokens: int, num_seqs: int, elemen
     """Upper estimate of what one forward pass holds at a time besides weights and cache."""
     qkv = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
     per_token = 4 * config.hidden_size + 2 * qkv + 3 * config.active_intermediate_size
-    logits = num_seqs * config.vocab_size * 4 * 3
+    logits = min(max(num_seqs, num_tokens) * config.vocab_size, LOGITS_ELEMENTS_MAX) * 4 * 3
     return 2 * num_tokens * per_token * element_bytes + logits
 
 

@@ -13,15 +13,13 @@ from engine.grammar_masks import GrammarMasks, StepMasks
 from engine.kv_cache import BlockMover
 from engine.logits_rules import SampledRow
 from engine.logprobs import prompt_logprobs
+from engine.memory_plan import LOGITS_ELEMENTS_MAX
 from engine.paged_decoder import PagedDecoder
 from engine.protocol import TokenLogprob
 from engine.request import Request
 from engine.sampler import SampledToken, Sampler, is_greedy
 from engine.scheduled_batch import BlockMoves, ScheduledRequest, StepOutput
 from engine.step_rows import StepRows
-
-LOGITS_ELEMENTS_MAX = 1 << 26
-"""Logits that stand in memory at a time, 256 MiB: those of a step's rows are computed in slices of so many."""
 
 
 class ModelRunner:

@@ -15,6 +15,9 @@ from engine.batch_inputs import InputRow
 from engine.logits_rules import SampledRow
 from engine.scheduled_batch import ScheduledRequest
 
+FIRST = (0,)
+NONE = range(0)
+
 
 @dataclass(slots=True)
 class StepRows:
@@ -33,14 +36,29 @@ class StepRows:
     def of(cls, items: Sequence[ScheduledRequest]) -> StepRows:
         rows = cls()
         for item in items:
-            rows._add(item)
+            if item.num_tokens == 1 and item.samples and item.request.sampling.prompt_logprobs is None:
+                rows._add_token(item)
+            else:
+                rows._add(item)
         return rows
+
+    def _add_token(self, item: ScheduledRequest) -> None:
+        """A plain decode, of which a batch may have hundreds: what `_add` does, without what it does not need."""
+        request, start, row = item.request, item.start, len(self.sampled)
+        token_ids = request.token_ids
+        self.inputs.append(InputRow((token_ids[start],), start, request.block_table, FIRST))
+        self.sampled.append(SampledRow(request, len(token_ids)))
+        self.places.append(self.num_outputs)
+        self.choosing.append(range(row, row + 1))
+        self.scored.append(NONE)
+        self.scored_from.append(start + 1)
+        self.num_outputs += 1
 
     def _add(self, item: ScheduledRequest) -> None:
         request, num_known = item.request, item.num_tokens - item.num_draft_tokens
         token_ids = request.token_ids[item.start : item.start + num_known] + item.draft_token_ids
         assert len(token_ids) == item.num_tokens, f"request {request.request_id} has {len(item.draft_token_ids)} guesses"
-        chooses = range(num_known - 1, item.num_tokens) if item.samples else range(0)
+        chooses = range(num_known - 1, item.num_tokens) if item.samples else NONE
         positions = scored_positions(item)
         outputs = [*chooses, *(position - item.start for position in positions)]
         self.inputs.append(InputRow(token_ids, item.start, request.block_table, outputs))
@@ -61,6 +79,6 @@ def scored_positions(item: ScheduledRequest) -> range:
     """
     request = item.request
     if request.sampling.prompt_logprobs is None or request.index:
-        return range(0)
+        return NONE
     first = max(item.start, request.num_prompt_tokens_computed)
     return range(first, max(first, min(item.start + item.num_tokens, request.num_prompt_tokens - 1)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,8 +25,7 @@ class AttentionShape:
     causal: bool = True
 
 
-@dataclass(frozen=True, slots=True)
-class AttentionRow:
+class AttentionRow(NamedTuple):
     """`query_len` consecutive queries of one request. The last one sees `context_len` tokens, itself included."""
 
     block_table: Sequence[int]
