@@ -193,8 +193,9 @@ class VtcPolicy(PlainPolicy):
         self._backlog.join(request.account, self._accounts.step)
 
     def left(self, request: Request) -> None:
+        """A tenant without waiting requests has no turn to take; its prefills under way go on by themselves."""
         assert request.account is not None
-        if not request.account.is_backlogged:
+        if not request.account.waiting:
             self._backlog.leave(request.account)
 
     def next_turn(self, can_start: CanStart | None) -> Request | None:

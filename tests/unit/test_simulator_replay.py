@@ -64,6 +64,11 @@ def test_every_policy_serves_everybody(policy: str, token_budget: int | None) ->
     assert report["throughput"]["running_max"] <= 32
 
 
+def test_plain_counters_serve_more_tenants_than_are_looked_at() -> None:
+    requests = [chat(i / 1000, tenant=f"tenant-{i % 40}", prompt=3000, answer=1 + i % 7) for i in range(400)]
+    assert report_of(requests, policy="vtc")["throughput"]["running_max"] > 1
+
+
 def test_a_static_batch_begins_when_the_last_one_has_ended() -> None:
     replay = replayed([chat(0.0, answer=100), chat(0.01, answer=5)], policy="static")
     first, second = replay.recorder.tenants["alice"].outcomes

@@ -1,0 +1,124 @@
+"""`gatehouse simulate` as it is typed: tables, JSON, and errors that name what is wrong."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from appliance.cli.main import main
+
+
+class Typed:
+    """What a command line did."""
+
+    def __init__(self, status: int, out: str, err: str) -> None:
+        self.status, self.out, self.err = status, out, err
+
+    def json(self) -> Any:
+        return json.loads(self.out)
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    path = tmp_path / "trace.csv"
+    rows = "".join(f"{i / 10},tenant-{i % 3},{50 + i},{1 + i % 9}\n" for i in range(60))
+    path.write_text(f"arrival_s,tenant,input_tokens,output_tokens\n{rows}")
+    return path
+
+
+@pytest.fixture
+def typed(capsys: pytest.CaptureFixture[str]) -> Any:
+    def run(*arguments: str | Path) -> Typed:
+        capsys.readouterr()
+        status = main(["simulate", *map(str, arguments)])
+        told = capsys.readouterr()
+        return Typed(status, told.out, told.err)
+
+    return run
+
+
+def test_the_report_is_printed_as_json(typed: Any, trace: Path) -> None:
+    answer = typed("--trace", trace, "--json", "--slo-ttft-ms", "500", "--slo-tpot-ms", "20", "--speed", "2")
+    assert answer.status == 0
+    report = answer.json()
+    assert report["load"]["requests"] == 60
+    assert report["goodput"] == {
+        "slo_ttft_ms": 500.0,
+        "slo_tpot_ms": 20.0,
+        "good_share": 1.0,
+        "good_req_per_s": pytest.approx(20.3, abs=0.1),
+        "refused": 0,
+    }
+    assert [tenant["tenant"] for tenant in report["tenants"]] == ["tenant-0", "tenant-1", "tenant-2"]
+
+
+def test_a_person_gets_figures_and_a_table_of_tenants(typed: Any, trace: Path) -> None:
+    answer = typed("--trace", trace, "--policy", "vtc", "--token-budget", "512", "--weights", "tenant-1=4")
+    assert answer.status == 0
+    assert "goodput.good_share\t1.0" in answer.out
+    assert "\ntenant-1\t4\t20\t" in answer.out
+
+
+def test_a_scenario_needs_no_trace(typed: Any, tmp_path: Path) -> None:
+    lengths = tmp_path / "lengths.csv"
+    lengths.write_text("input_tokens,output_tokens\n20,5\n")
+    report = typed("--scenario", "noisy-none", "--lengths", lengths, "--json", "--seed", "3").json()
+    assert report["victims"]["good_share"] == 1.0
+
+
+def test_a_model_may_be_a_folder(typed: Any, trace: Path, tmp_path: Path) -> None:
+    config = {
+        "hidden_size": 2048, "num_attention_heads": 16, "num_key_value_heads": 4, "num_hidden_layers": 8,
+        "intermediate_size": 4096, "vocab_size": 32000, "max_position_embeddings": 4096, "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+    }  # fmt: skip
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    report = typed("--trace", trace, "--model", folder, "--gpu", "a100", "--kv-cache-dtype", "fp8", "--json").json()
+    assert report["setup"]["model"] == "mine"
+    assert report["setup"]["max_model_len"] == 4096
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (("--gpu", "abacus"), "--gpu must be one of h200, h100, a100, h20"),
+        (("--model", "gpt-17"), "--model must be one of llama-3.1-8b"),
+        (("--policy", "kind"), "--policy must be one of fair, fcfs, vtc, static"),
+        (("--speed", "0"), "--speed must be a positive number"),
+        (("--sample", "2"), "--sample must be above 0"),
+        (("--tenants", "0"), "--tenants must be between"),
+        (("--token-budget", "3"), "--token-budget must be between"),
+        (("--slo-tpot-ms", "-1"), "--slo-tpot-ms must be a positive number"),
+        (("--weights", "alice=0"), "--weights takes NAME=N"),
+        (("--weights", "alice"), "--weights takes NAME=N"),
+        (("--lengths", "x.csv"), "--lengths belongs to --scenario"),
+        (("--scenario", "noisy-none"), "give either --trace FILE or --scenario NAME"),
+    ],
+)
+def test_a_wrong_option_is_named_as_it_is_typed(typed: Any, trace: Path, arguments: tuple[str, ...], named: str) -> None:
+    answer = typed("--trace", trace, *arguments, "--json")
+    assert answer.status == 2
+    assert named in answer.json()["error"]["message"]
+    assert answer.json()["error"]["code"] == "usage"
+
+
+def test_a_bad_row_is_named(typed: Any, trace: Path) -> None:
+    trace.write_text("arrival_s,input_tokens,output_tokens\n0,1,1\n1,many,1\n")
+    answer = typed("--trace", trace)
+    assert answer.status == 1
+    assert answer.err == f"gatehouse: {trace}, line 3: input_tokens must be a whole number of tokens, not 'many'\n"
+    assert typed("--trace", trace, "--json").json()["error"]["code"] == "bad_trace"
+
+
+def test_a_folder_that_holds_no_model_is_named(typed: Any, trace: Path, tmp_path: Path) -> None:
+    answer = typed("--trace", trace, "--model", tmp_path, "--json")
+    assert answer.status == 1
+    assert answer.json()["error"] == {
+        "message": f"{tmp_path} has no config.json; give the folder of a Hugging Face model",
+        "code": "not_a_model",
+    }
