@@ -1,0 +1,190 @@
+"""The compiler beside the step loop: deadlines, the cache, and who is hurt by a text that explodes."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from engine.grammar import matcher
+from engine.grammar.compiler import GrammarCompiler
+from engine.grammar.matcher import GrammarState
+from engine.grammar.spec import GrammarError, GrammarSpec
+from engine.grammar.vocabulary import Vocabulary
+from tests.support.grammars import BYTES, EOS, compiled
+
+TWO_TOKENS = Vocabulary((b"", b"{", b"}", b" {", b'"a"', b"", b""), (0, 5), strips_first_space=True)
+
+
+@pytest.fixture(scope="module")
+def compiler() -> Iterator[GrammarCompiler]:
+    made = GrammarCompiler(BYTES, deadline_s=4.0, workers=1)
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def impatient() -> Iterator[GrammarCompiler]:
+    made = GrammarCompiler(BYTES, deadline_s=1.0, workers=1)
+    yield made
+    made.close()
+
+
+def allowed(state: GrammarState, vocabulary: Vocabulary = BYTES) -> set[int]:
+    row = (ctypes.c_int32 * vocabulary.mask_words)()
+    state.fill_mask(row)
+    return {32 * place + bit for place, word in enumerate(row) for bit in range(32) if word >> bit & 1}
+
+
+def write(state: GrammarState, text: str) -> None:
+    for byte in text.encode():
+        assert byte + 1 in allowed(state)
+        state.accept(byte + 1)
+
+
+def test_a_text_is_followed_to_its_end(compiler: GrammarCompiler) -> None:
+    state = compiler.submit(GrammarSpec("json", '{"enum": [12, 1]}')).result().start()
+    assert allowed(state) == {ord("1") + 1}
+    write(state, "1")
+    assert (state.is_complete, state.is_over) == (True, False)
+    assert EOS in allowed(state)
+    write(state, "2.0")
+    assert (state.is_complete, state.is_over) == (True, True)
+    assert allowed(state) == {EOS}
+    state.accept(EOS)
+    assert state.is_over
+
+
+def test_equal_constraints_share_a_compile(compiler: GrammarCompiler) -> None:
+    first = compiler.submit(GrammarSpec("regex", "a+b"))
+    assert compiler.submit(GrammarSpec("regex", "a+b")) is first
+
+
+def test_a_request_does_not_see_another_ones_tokens(compiler: GrammarCompiler) -> None:
+    grammar = compiler.submit(GrammarSpec("choice", '["ab", "cd"]')).result()
+    one, other = grammar.start(), grammar.start()
+    write(one, "a")
+    write(other, "cd")
+    assert other.is_over
+    assert allowed(one) == {ord("b") + 1}
+
+
+def test_tokens_can_be_taken_back(compiler: GrammarCompiler) -> None:
+    state = compiler.submit(GrammarSpec("regex", "abc|xyz")).result().start()
+    write(state, "abc")
+    state.rollback(2)
+    assert allowed(state) == {ord("b") + 1}
+    with pytest.raises(GrammarError, match="cannot go back"):
+        state.rollback(2)
+
+
+def test_a_token_that_the_mask_forbids_ends_the_request(compiler: GrammarCompiler) -> None:
+    state = compiler.submit(GrammarSpec("regex", "[0-9]+")).result().start()
+    with pytest.raises(GrammarError, match="does not allow token") as caught:
+        state.accept(ord("x") + 1)
+    assert caught.value.param == "guided_regex"
+
+
+def doubling(depth: int) -> dict[str, object]:
+    """References that double: 2 to the power of `depth` ways through them."""
+    steps = [[{"$ref": f"#/$defs/a{i + 1}"}, {"$ref": f"#/$defs/a{i + 1}"}] for i in range(depth)]
+    sides = [[{"allOf": [step, {"pattern": f"{side}{i}"}]} for side, step in enumerate(both)] for i, both in enumerate(steps)]
+    return {f"a{i}": {"anyOf": side} for i, side in enumerate(sides)} | {f"a{depth}": {"minLength": 1}}
+
+
+def nested_one_of(depth: int) -> dict[str, object]:
+    if depth == 0:
+        return {"pattern": "x"}
+    return {"oneOf": [{"properties": {f"p{i}{depth}": nested_one_of(depth - 1)}} for i in range(8)]}
+
+
+EXPLODING = {
+    "counted": GrammarSpec("regex", "(a{100000}b){100001}"),
+    "products": GrammarSpec("json", json.dumps({"allOf": [{"anyOf": [{"pattern": i + j} for j in "abcdef"]} for i in "stuvwxyz"]})),
+    "nested oneOf": GrammarSpec("json", json.dumps(nested_one_of(3))),
+    "doubling references": GrammarSpec("json", json.dumps({"$ref": "#/$defs/a0", "$defs": doubling(40)})),
+    "residues": GrammarSpec("json", json.dumps({"not": {"anyOf": [{"multipleOf": p} for p in (4993, 4999, 5003)]}})),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", EXPLODING)
+def test_what_explodes_is_refused_while_others_keep_their_pace(impatient: GrammarCompiler, name: str) -> None:
+    compiler = impatient
+    compiler.submit(GrammarSpec("choice", '["ready"]')).result()
+    start, longest, last = time.monotonic(), 0.0, time.monotonic()
+    future = compiler.submit(EXPLODING[name])
+    while not future.done():
+        threading.Event().wait(0.001)
+        longest, last = max(longest, time.monotonic() - last), time.monotonic()
+    assert time.monotonic() - start < 8.0
+    assert longest < 1.0
+    with pytest.raises(GrammarError) as caught:
+        future.result()
+    assert caught.value.param == EXPLODING[name].param
+
+
+def test_a_worker_that_misses_its_deadline_is_replaced() -> None:
+    slow = GrammarSpec("json", json.dumps({"items": {"not": {"anyOf": [{"multipleOf": p} for p in (4993,)]}}}))
+    compiler = GrammarCompiler(BYTES, deadline_s=0.05, workers=1)
+    with pytest.raises(GrammarError, match=r"takes more than 0\.05 s to compile"):
+        compiler.submit(slow).result()
+    assert compiler.submit(GrammarSpec("choice", '["a"]')).result().start().is_complete is False
+    compiler.close()
+
+
+@pytest.mark.parametrize("pattern", ["(a*)*b", "(a|aa)+c", "(.*)*x(.*)*"])
+def test_a_pattern_that_ruins_a_backtracker_is_followed_in_linear_time(compiler: GrammarCompiler, pattern: str) -> None:
+    state = compiler.submit(GrammarSpec("regex", pattern)).result().start()
+    write(state, "a" * 2000)
+    assert not state.is_complete
+
+
+def test_a_closed_compiler_refuses() -> None:
+    compiler = GrammarCompiler(BYTES)
+    compiler.close()
+    with pytest.raises(GrammarError, match="the engine is stopping"):
+        compiler.submit(GrammarSpec("regex", "a")).result()
+
+
+def test_a_model_without_an_end_has_no_structured_output() -> None:
+    compiler = GrammarCompiler(Vocabulary((b"a", b"b"), ()))
+    with pytest.raises(GrammarError, match="end-of-sequence"):
+        compiler.submit(GrammarSpec("regex", "a")).result()
+    compiler.close()
+
+
+def test_a_space_that_the_decoder_drops_is_asked_for() -> None:
+    compiler = GrammarCompiler(TWO_TOKENS, workers=1)
+    state = compiler.submit(GrammarSpec("regex", r"\{\}")).result().start()
+    assert allowed(state, TWO_TOKENS) == {3}
+    state.accept(3)
+    state.accept(2)
+    assert allowed(state, TWO_TOKENS) == {0, 5}
+    compiler.close()
+
+
+def test_a_table_that_another_request_filled_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(matcher, "LEXER_STATES_MAX", 40)
+    monkeypatch.setattr(matcher, "REHEARSALS", 0)
+    grammar = compiled("regex", "(a|b){9}-[a-z]{9}-[A-Z]{9}")
+    greedy, patient = grammar.start(), grammar.start()
+    write(patient, "ab")
+    with pytest.raises(GrammarError, match=r"cannot be followed further|a step would cost too much"):
+        write(greedy, "aaaabbbbb-abcdefghi-ABCDEFGHI")
+    monkeypatch.setattr(matcher, "LEXER_STATES_MAX", 60_000)
+    write(patient, "aaaabbb-abc")
+    assert allowed(patient) == {byte + 1 for byte in b"abcdefghijklmnopqrstuvwxyz"}
+
+
+def test_masks_that_cost_too_much_end_their_request_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    grammar = compiled("regex", "[a-z]+")
+    dear, other = grammar.start(), grammar.start()
+    monkeypatch.setattr(matcher, "ALLOWANCE_S", -1.0)
+    with pytest.raises(GrammarError, match="more than a request may"):
+        allowed(dear)
+    monkeypatch.undo()
+    write(other, "abc")

@@ -1,0 +1,78 @@
+"""The glance at a request's constraint: one at a time, well-formed, within its limits, and without a grammar library."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from engine.grammar.spec import (
+    CHOICES_MAX,
+    REGEX_BYTES_MAX,
+    SCHEMA_BYTES_MAX,
+    GrammarError,
+    GrammarSpec,
+    check_schema_text,
+    grammar_spec,
+)
+from engine.protocol import InvalidOption
+
+
+def asked(**fields: Any) -> Any:
+    """Sampling parameters, as far as constraints go."""
+    return SimpleNamespace(
+        **{"guided_json": None, "guided_regex": None, "guided_choice": None, "guided_grammar": None} | fields
+    )
+
+
+def test_a_request_without_a_constraint_has_none() -> None:
+    assert grammar_spec(asked()) is None
+
+
+def test_equal_constraints_are_equal() -> None:
+    assert grammar_spec(asked(guided_choice=["a", "b"])) == GrammarSpec("choice", '["a", "b"]')
+    assert grammar_spec(asked(guided_json="{}")) == GrammarSpec("json", "{}")
+    assert grammar_spec(asked(guided_json="true")) == GrammarSpec("json", "true")
+
+
+WRONG: list[tuple[dict[str, Any], str, str]] = [
+    ({"guided_json": "{}", "guided_regex": "a"}, "guided_regex", "cannot be combined with guided_json"),
+    ({"guided_json": "{"}, "guided_json", "is not JSON"),
+    ({"guided_json": "[]"}, "guided_json", "must be a JSON object or boolean, not list"),
+    ({"guided_json": "12"}, "guided_json", "must be a JSON object"),
+    ({"guided_json": "false"}, "guided_json", "no text satisfies"),
+    ({"guided_json": '{"minimum": NaN}'}, "guided_json", "is not JSON"),
+    ({"guided_json": '{"a":' * 200 + "1" + "}" * 200}, "guided_json", "levels deep"),
+    ({"guided_json": "[" * 100_000}, "guided_json", "guided_json"),
+    ({"guided_json": '"' + "x" * 10_000_000 + '"'}, "guided_json", f"at most {SCHEMA_BYTES_MAX} bytes, not 10000002"),
+    ({"guided_json": {}}, "guided_json", "must be a string"),
+    ({"guided_regex": "a" * (REGEX_BYTES_MAX + 1)}, "guided_regex", f"at most {REGEX_BYTES_MAX} bytes"),
+    ({"guided_regex": ""}, "guided_regex", "is empty"),
+    ({"guided_regex": "\ud800"}, "guided_regex", "surrogate"),
+    ({"guided_choice": []}, "guided_choice", "takes 1 to"),
+    ({"guided_choice": ["a"] * (CHOICES_MAX + 1)}, "guided_choice", f"takes 1 to {CHOICES_MAX}"),
+    ({"guided_choice": ["a", ""]}, "guided_choice", "empty string"),
+    ({"guided_choice": "ab"}, "guided_choice", "list of strings"),
+    ({"guided_choice": ["x" * 100_000]}, "guided_choice", "bytes"),
+    ({"guided_grammar": "  "}, "guided_grammar", "is empty"),
+]
+
+
+@pytest.mark.parametrize(("fields", "param", "message"), WRONG, ids=[message for _, _, message in WRONG])
+def test_a_malformed_constraint_names_its_field(fields: dict[str, Any], param: str, message: str) -> None:
+    with pytest.raises(GrammarError, match=message) as caught:
+        grammar_spec(asked(**fields))
+    assert caught.value.param == param
+    assert isinstance(caught.value, InvalidOption)
+
+
+def test_a_schema_is_read() -> None:
+    assert check_schema_text('{"type": "null"}') == {"type": "null"}
+
+
+def test_the_glance_needs_no_grammar_library() -> None:
+    program = "import sys, engine.grammar.spec; print(sorted({'llguidance', 'torch', 'numpy'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.strip() == "[]"

@@ -1,0 +1,113 @@
+"""Regular expressions, choices and grammars of the caller: what they accept, and what is refused by name."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from engine.grammar.patterns import search_language
+from engine.grammar.regex import matches
+from engine.grammar.spec import GrammarError, Kind
+from tests.support.grammars import accepts, compiled
+
+PATTERNS = [
+    (r"[a-c]{2,3}", ["ab", "abc"], ["a", "abcd", "xy"]),
+    (r"(foo|bar)+-\d", ["foo-1", "barfoo-9"], ["foo", "-1", "foo-12"]),
+    (r"^a$|^b", ["a", "b"], ["ab", "c"]),
+    (r"(?:x|y)?z*?", ["", "x", "zzz", "yz"], ["xy"]),
+    (r"(?P<year>\d{4})-(?<month>\d\d)", ["2024-01"], ["24-1"]),
+    (r"(?!ab)[a-z]{2}", ["ac", "ba"], ["ab", "abc"]),
+    (r"[^\s\"/]+", ["é!", "a"], ["a b", '"', "a/b"]),
+    (r"\x41\u00e9\u{1F600}\t", ["Aé😀\t"], ["Aé"]),
+    (r"\p{Lu}\P{Lu}", ["Äx", "A1"], ["xx"]),
+    (r".", ["a", "é", "😀"], ["\n", "", "ab"]),
+    (r"[\w.-]+", ["a.b-c_1"], ["a b", ""]),
+    (r"a{,3}", ["a{,3}"], ["aa"]),
+]
+
+
+@pytest.mark.parametrize(("pattern", "valid", "invalid"), PATTERNS, ids=[pattern for pattern, _, _ in PATTERNS])
+def test_a_regex_matches_the_whole_text(pattern: str, valid: list[str], invalid: list[str]) -> None:
+    grammar = compiled("regex", pattern)
+    assert [text for text in valid if not accepts(grammar, text)] == []
+    assert [text for text in invalid if accepts(grammar, text)] == []
+
+
+SEARCHED = ["^a|b$", "foo", "^(?!foo)[a-z]+$", "^(a|b$)", "(^a$)|(^b+$)", "^.*(?=.{4}).*[0-9]$", "^$|^x", "^(?=.*a)(?=.*b)"]
+TEXTS = ["", "a", "b", "ab", "ba", "foo", "foox", "xfooy", "abc1", "bb", "x1", "a1", "axb"]
+
+
+@pytest.mark.parametrize("pattern", SEARCHED)
+def test_a_pattern_of_a_schema_finds_what_python_finds(pattern: str) -> None:
+    assert [text for text in TEXTS if matches(search_language(pattern), text)] == [t for t in TEXTS if re.search(pattern, t)]
+
+
+def test_choices_are_exact() -> None:
+    grammar = compiled("choice", '["yes", "yes, sir", "né\\"\\n/"]')
+    assert all(accepts(grammar, text) for text in ("yes", "yes, sir", 'né"\n/'))
+    assert not any(accepts(grammar, text) for text in ("", "ye", "yes,", "no"))
+
+
+GBNF = """
+root  ::= "{" ws pair ("," ws pair)* "}"   # an object
+pair  ::= [a-z]{1,3} ":" num
+        | "x-y"
+num   ::= [0-9]+ | "\\u00e9"
+ws    ::= " "*
+"""
+
+
+def test_a_grammar_in_gbnf() -> None:
+    grammar = compiled("grammar", GBNF)
+    assert all(accepts(grammar, text) for text in ("{ab:12}", "{ab:12, c:3}", "{x-y}", "{a:é}"))
+    assert not any(accepts(grammar, text) for text in ("{}", "{abcd:1}", "{ab:12,}", "{ab:12"))
+
+
+def test_gbnf_tries_every_way_to_read_a_text() -> None:
+    grammar = compiled("grammar", 'root ::= ("ab" | "abc") "cd" [a]* "a"')
+    assert accepts(grammar, "abcda")
+    assert accepts(grammar, "abccdaaa")
+
+
+def test_a_recursive_grammar() -> None:
+    grammar = compiled("grammar", 'root ::= "(" root ")" | ""')
+    assert accepts(grammar, "((()))")
+    assert not accepts(grammar, "(()")
+
+
+def test_a_grammar_in_lark() -> None:
+    grammar = compiled("grammar", 'start: WORD ("," WORD)*\nWORD: /[a-z]+/ & ~/bad/\n')
+    assert accepts(grammar, "good,fine")
+    assert not accepts(grammar, "good,bad")
+
+
+REFUSED: list[tuple[Kind, str, str]] = [
+    ("regex", "(", "unclosed"),
+    ("regex", "a**", "quantifier"),
+    ("regex", r"(a)\1", "back-reference"),
+    ("regex", r"\ba", "word boundary"),
+    ("regex", "(?<=a)b", "lookbehind"),
+    ("regex", "(?i)a", r"the group \(\?i"),
+    ("regex", "a{3,2}", "repetition"),
+    ("regex", "[z-a]", "backwards"),
+    ("regex", r"\q", "unknown escape"),
+    ("regex", "[]", "empty class"),
+    ("regex", "[^\\s\\S]", "cannot be satisfied"),
+    ("grammar", "root ::= x", "the rule x is used"),
+    ("grammar", 'root ::= "a', "unclosed string"),
+    ("grammar", 'top ::= "a"', "no rule named root"),
+    ("grammar", 'root ::= "a"{99999}', "repetition"),
+    ("grammar", "start: <|special|>", "special tokens"),
+    ("grammar", "start: %json {}", "%json"),
+    ("grammar", "start[lazy]: /a*/", "options of a rule"),
+    ("grammar", "start: missing", "cannot be compiled"),
+    ("grammar", 'start: "<b>" /[<@]/ nothing // %json', "cannot be compiled"),
+]
+
+
+@pytest.mark.parametrize(("kind", "text", "what"), REFUSED, ids=[text for _, text, _ in REFUSED])
+def test_what_cannot_be_enforced_is_refused_by_name(kind: Kind, text: str, what: str) -> None:
+    with pytest.raises(GrammarError, match=what) as caught:
+        compiled(kind, text)
+    assert caught.value.param == f"guided_{kind}"

@@ -1,0 +1,79 @@
+"""The bytes of tokens: byte-level alphabets, SentencePiece, special tokens and ids beyond the tokenizer."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from engine.errors import NotAModelDirectory, UnsupportedModel
+from engine.grammar.vocabulary import load_vocabulary, vocabulary_of
+
+TEXT = 'Zoë said: "naïve\tcafé" {"k": [1, 2]}\n\U0001f600 \x00'
+
+
+def byte_level() -> Tokenizer:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=["<eos>"], initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator(["the café is naïve, the end of the end"] * 9, trainer)
+    tokenizer.add_tokens(["<plain>"])
+    return tokenizer
+
+
+def sentencepiece(decoder: dict[str, Any]) -> dict[str, Any]:
+    tokens = ["<unk>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "▁a", "b▁c", "é"]
+    added = [{"id": 1, "content": "</s>", "special": True}]
+    return {"model": {"vocab": [[token, 0.0] for token in tokens]}, "decoder": decoder, "added_tokens": added}
+
+
+def test_a_byte_level_text_is_its_tokens_bytes() -> None:
+    tokenizer = byte_level()
+    size = tokenizer.get_vocab_size()
+    vocabulary = vocabulary_of(json.loads(tokenizer.to_str()), size + 5, [0])
+    assert b"".join(vocabulary.tokens[i] for i in tokenizer.encode(TEXT).ids).decode() == TEXT
+    assert vocabulary.tokens[size - 1] == b"<plain>"
+    assert vocabulary.tokens[0] == b""
+    assert vocabulary.tokens[size:] == (b"",) * 5
+    assert vocabulary.eos_token_ids == (0,)
+    assert not vocabulary.strips_first_space
+
+
+def test_sentencepiece_spaces_and_bytes() -> None:
+    steps = [{"type": "Replace", "pattern": {"String": "▁"}, "content": " "}, {"type": "ByteFallback"}, {"type": "Fuse"}]
+    strip = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
+    vocabulary = vocabulary_of(sentencepiece({"type": "Sequence", "decoders": [*steps, strip]}), 300, [1])
+    assert vocabulary.tokens[2 + 0xE9] == b"\xe9"
+    assert vocabulary.tokens[258:262] == (b" ", b" a", b"b c", "é".encode())
+    assert vocabulary.tokens[1] == b""
+    assert vocabulary.strips_first_space
+    assert not vocabulary_of(sentencepiece({"type": "Sequence", "decoders": steps}), 300, [1]).strips_first_space
+
+
+@pytest.mark.parametrize(("scheme", "strips"), [("always", True), ("first", True), ("never", False)])
+def test_metaspace_drops_the_first_space_unless_it_never_added_one(scheme: str, strips: bool) -> None:
+    decoder = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": scheme}
+    assert vocabulary_of(sentencepiece(decoder), 262, [1]).strips_first_space is strips
+
+
+def test_another_alphabet_is_refused_by_name() -> None:
+    with pytest.raises(UnsupportedModel, match="WordPiece"):
+        vocabulary_of({"model": {"vocab": {"a": 0}}, "decoder": {"type": "WordPiece"}}, 1, [0])
+
+
+def test_a_directory_without_a_tokenizer_is_said_to_be_one(tmp_path: Path) -> None:
+    with pytest.raises(NotAModelDirectory, match=r"tokenizer\.json"):
+        load_vocabulary(tmp_path, 10, [0])
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(NotAModelDirectory, match="not JSON"):
+        load_vocabulary(tmp_path, 10, [0])
+
+
+def test_ends_beyond_the_vocabulary_are_left_out() -> None:
+    data = sentencepiece({"type": "Metaspace"})
+    assert vocabulary_of(data, 262, [1, 900, -1]).eos_token_ids == (1,)
