@@ -27,7 +27,7 @@ from typing import Any
 
 from engine.block_pool import BlockPool
 from engine.prefix_cache import PrefixCache
-from engine.protocol import SamplingParams
+from engine.protocol import Priority, SamplingParams
 from engine.request import Request
 from engine.scheduled_batch import ScheduledBatch, StepOutput
 from engine.scheduler import Scheduler, SchedulerLimits
@@ -39,13 +39,18 @@ CALIBRATOR_UPDATES = 256
 SAMPLING = SamplingParams(seed=1)
 TOKEN, NOTHING = StepOutput([7]), StepOutput()
 PHASES = ("steady", "admission", "finish", "abort", "preemption", "chunked")
-GRID = {
+GRID: dict[str, tuple[int, ...]] = {
     "running": (1, 64, 256, 1024),
     "waiting": (0, 1000, 100_000),
     "tenants": (1, 100, 10_000),
     "cached": (1000, 100_000, 1_000_000),
 }
-QUICK = {"running": (64, 256), "waiting": (0, 100_000), "tenants": (1, 10_000), "cached": (1000, 100_000)}
+QUICK: dict[str, tuple[int, ...]] = {
+    "running": (64, 256),
+    "waiting": (0, 100_000),
+    "tenants": (1, 10_000),
+    "cached": (1000, 100_000),
+}
 BASE = {"running": 256, "waiting": 0, "tenants": 1, "cached": 1000}
 
 
@@ -86,7 +91,7 @@ class Bed:
             self.pool.register(block_id, number.to_bytes(16, "big"))
         self.pool.release(blocks)
 
-    def add(self, num_prompt_tokens: int) -> Request:
+    def add(self, num_prompt_tokens: int, priority: Priority = Priority.STANDARD) -> Request:
         number = next(self._numbers)
         request = Request(
             request_id=str(number),
@@ -97,6 +102,7 @@ class Bed:
             max_total_tokens=num_prompt_tokens + 30_000,
             stop_ids=frozenset(),
             arrived_s=float(number),
+            priority=priority,
         )
         self.scheduler.add(request)
         return request
@@ -125,7 +131,7 @@ class Bed:
                 self.scheduler.preempt(next(reversed(running)))
         elif phase == "chunked" and not self.scheduler.accounts.prefilling:
             self.scheduler.abort(next(iter(running)))
-            self.add(32_768)
+            self.add(32_768, Priority.INTERACTIVE)
 
 
 def measure(cell: Cell, steps: int) -> dict[str, Any]:

@@ -51,15 +51,12 @@ class PrefixCache:
         """Blocks that hold the longest cached prefix of `request`, in order. The last token is always left to compute."""
         limit = (request.num_tokens - 1) // self._block_size
         matched: list[int] = []
-        looked = FIRST_LOOK_BLOCKS
-        while len(matched) < limit:
-            end = min(limit, looked)
-            for name in self.names(request, end)[len(matched) : end]:
-                block_id = self._pool.lookup(name)
-                if block_id is None:
-                    return matched
-                matched.append(block_id)
-            looked *= 4
+        known = 0
+        while known < limit:
+            known = min(limit, max(FIRST_LOOK_BLOCKS, 4 * known))
+            matched += self._pool.lookup_first(self.names(request, known)[len(matched) : known])
+            if len(matched) < known:
+                break
         return matched
 
     def match_len(self, request: Request) -> int:
@@ -96,21 +93,22 @@ class PrefixCache:
     def _extend(self, request: Request, num_blocks: int) -> None:
         names, size = request.block_hashes, self._block_size
         start = len(names) * size
-        tokens = memoryview(array("I", request.token_ids[start : num_blocks * size])).cast("B")
+        tokens = array("I", request.token_ids[start : num_blocks * size]).tobytes()
         if request.prefix_hash is None:
             request.prefix_hash, request.prefix_is_blessed = self._start(request)
             if names:  # a caller that names contents itself: go on from its last name
                 request.prefix_hash.update(names[-1])
         step = size * 4  # bytes of the ids of one block
-        for at in range(0, len(tokens), step):
-            block = tokens[at : at + step]
-            if request.prefix_is_blessed:
-                names.append(self._leave_blessed(request, block))
-                continue
-            request.prefix_hash.update(block)
-            names.append(request.prefix_hash.digest())
+        at = 0
+        while request.prefix_is_blessed and at < len(tokens):
+            names.append(self._leave_blessed(request, tokens[at : at + step]))
+            at += step
+        update, digest, append = request.prefix_hash.update, request.prefix_hash.digest, names.append
+        for first in range(at, len(tokens), step):
+            update(tokens[first : first + step])
+            append(digest())
 
-    def _leave_blessed(self, request: Request, block: memoryview) -> bytes:
+    def _leave_blessed(self, request: Request, block: bytes) -> bytes:
         """The name of the next block of a chain that was blessed so far."""
         chain = request.prefix_hash.copy()
         chain.update(block)
