@@ -80,7 +80,13 @@ def build_engine(options: EngineOptions, *, progress: Callable[[float], None] = 
         batch_invariant=options.batch_invariant,
     )
     speed = measure_speed(
-        model.config, target_decoder, draft_decoder, plan, element_bytes=element_bytes, block_size=options.block_size
+        model.config,
+        target_decoder,
+        draft_decoder,
+        plan,
+        element_bytes=element_bytes,
+        block_size=options.block_size,
+        for_speculation=options.speculative_config is not None,
     )
     budget = _step_budget(options, speed.step_times)
     info = _info(options, model, plan, dtype=dtype, device=device, load_s=time.monotonic() - started_s)

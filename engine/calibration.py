@@ -20,11 +20,16 @@ from engine.paged_decoder import PagedDecoder
 from engine.speculative import SpeculationCosts
 from engine.step_time import DeviceSpeed, Efficiency, ModelShape, StepTimeModel
 
-ROWS = {"cpu": (1, 4, 16, 64), "cuda": (1, 4, 16, 64, 256)}
+ROWS = {"cpu": (1, 64), "cuda": (1, 256)}
 """Numbers of rows that are timed; the last one is more than reading the weights leaves time for."""
 
+ROWS_BETWEEN = (4, 16)
+"""Timed as well when the engine is to guess tokens."""
+
 PASSES = 3
-"""Of each kind after a first one that warms up; the fastest counts, because a neighbour can only slow a pass down."""
+PASSES_S = 0.25
+"""Passes of each kind after a first one that warms up, while this time lasts; the fastest counts, because a neighbour can only
+slow a pass down. A model that is so slow that its first pass uses up the time has no more."""
 
 LINK_BANDWIDTH = {"cuda": 25e9, "cpu": 5e9}
 """Bytes per second between device and host tier: PCIe with page-locked memory, and copying within main memory."""
@@ -47,10 +52,12 @@ def measure_speed(
     *,
     element_bytes: int,
     block_size: int,
+    for_speculation: bool,
 ) -> MeasuredSpeed:
     """Run the models in their empty caches; what that leaves there is nobody's."""
     device = target.kv_caches[0].device.type
-    rows = [num_rows for num_rows in ROWS[device] if num_rows <= plan.max_model_len]
+    asked = sorted({*ROWS[device], *(ROWS_BETWEEN if for_speculation else ())})
+    rows = [num_rows for num_rows in asked if num_rows <= plan.max_model_len]
     times = list(accumulate((_pass_s(target, num_rows, block_size) for num_rows in rows), max))
     if len(rows) == 1:
         rows, times = [1, 2], [times[0], 2 * times[0]]
@@ -64,14 +71,14 @@ def measure_speed(
 
 def _pass_s(decoder: PagedDecoder, num_rows: int, block_size: int) -> float:
     row = InputRow([0] * num_rows, 0, range(-(-num_rows // block_size)), range(num_rows))
-    times = []
-    for _ in range(PASSES + 1):
+    times: list[float] = []
+    while not times or (len(times) <= PASSES and sum(times) < PASSES_S):
         started_s = time.perf_counter()
         decoder.logits(decoder.forward(decoder.prepare([row])))
         if decoder.kv_caches[0].is_cuda:
             torch.cuda.synchronize()
         times.append(time.perf_counter() - started_s)
-    return min(times[1:])
+    return min(times)
 
 
 def step_time_model(

@@ -1,0 +1,91 @@
+"""What batch-invariant mode costs: the same requests through the same model with it and without.
+
+Usage: python -m bench.batch_invariant [--size 8m|100m] [--rounds 5] [--threads 1]
+
+Two engines in one process, run right after one another in each round, the order swapped every other time. `one` is a single
+request, `sixteen` as many at once, `prompt` a long prompt with one token of output. Before anything is timed, the invariant
+engine must give the same bits for a request alone and among the sixteen. One row is appended to
+bench/results/batch_invariant.jsonl.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from bench.engine_cpu import SIZES, environment, make_model, timed
+from engine import LLM, SamplingParams
+
+RESULTS = Path(__file__).parent / "results" / "batch_invariant.jsonl"
+OUTPUT_LEN = 64
+PROMPT_LEN = 96
+LONG_PROMPT_LEN = 768
+
+
+def make_prompts(vocab_size: int, count: int, length: int) -> list[list[int]]:
+    numbers = random.Random(5)
+    return [[numbers.randrange(3, vocab_size) for _ in range(length)] for _ in range(count)]
+
+
+def bits(llm: LLM, prompts: list[list[int]]) -> list[list[float]]:
+    params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, logprobs=0)
+    answers = [output.outputs[0] for output in llm.generate(prompts, params, use_tqdm=False)]
+    return [[entry[i].logprob for i, entry in zip(a.token_ids, a.logprobs or [], strict=True)] for a in answers]
+
+
+def ratios(plain: LLM, invariant: LLM, prompts: list[list[int]], max_tokens: int, rounds: int) -> dict[str, Any]:
+    params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+
+    def run(llm: LLM) -> list[list[int]]:
+        return [output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
+
+    run(plain), run(invariant)
+    pairs = []
+    for number in range(rounds):
+        order = [plain, invariant] if number % 2 == 0 else [invariant, plain]
+        costs = {id(llm): timed(lambda llm=llm: run(llm)) for llm in order}
+        pairs.append((costs[id(plain)], costs[id(invariant)]))
+    slower = [theirs.wall_s / ours.wall_s for ours, theirs in pairs]
+    return {
+        "times_slower_median": round(statistics.median(slower), 2),
+        "times_slower": [round(ratio, 2) for ratio in slower],
+        "cpu_times_slower_median": round(statistics.median(theirs.cpu_s / ours.cpu_s for ours, theirs in pairs), 2),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", choices=sorted(SIZES), default="8m")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=1)
+    options = parser.parse_args()
+    common: dict[str, Any] = {"device": "cpu", "threads": options.threads, "max_num_seqs": 16, "enable_prefix_caching": False}
+    with tempfile.TemporaryDirectory() as folder:
+        directory = Path(folder)
+        make_model(options.size, directory)
+        vocab_size = SIZES[options.size]["vocab_size"]
+        many = make_prompts(vocab_size, 16, PROMPT_LEN)
+        long = make_prompts(vocab_size, 1, LONG_PROMPT_LEN)
+        with LLM(directory, **common) as plain, LLM(directory, batch_invariant=True, **common) as invariant:
+            alone, among = bits(invariant, many[3:4]), bits(invariant, many)[3:4]
+            if alone != among:
+                raise SystemExit("the invariant engine gives other bits in a batch, so no speed is reported")
+            results = {
+                "one": ratios(plain, invariant, many[:1], OUTPUT_LEN, options.rounds),
+                "sixteen": ratios(plain, invariant, many, OUTPUT_LEN, options.rounds),
+                "prompt": ratios(plain, invariant, long, 1, options.rounds),
+            }
+    row = {"bench": "batch_invariant", "size": options.size, **environment(options.threads), "results": results}
+    RESULTS.parent.mkdir(exist_ok=True)
+    with RESULTS.open("a") as file:
+        file.write(json.dumps(row) + "\n")
+    print(json.dumps(row, indent=2))
+
+
+if __name__ == "__main__":
+    main()

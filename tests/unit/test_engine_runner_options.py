@@ -1,0 +1,188 @@
+"""Options of the engine that reach the device half: what is refused, by name, and what memory and caches are made of them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine.config import load_model_config
+from engine.device import check_swap_space
+from engine.errors import EngineConfigError
+from engine.kv_cache import BlockMover
+from engine.main import INTER_TOKEN_TARGET_MS, _engine_options, parse_arguments
+from engine.memory_plan import GIB, kv_block_bytes, plan_memory
+from engine.model_runner import ModelRunner
+from engine.options import EngineOptions
+from engine.scheduled_batch import BlockMoves
+from engine.shared_prefixes import shared_prefixes
+from engine.speculative_options import SpeculativeOptions
+from tests.support.engines import run_to_end, small_engine, wanted
+from tests.support.tiny_models import make_model
+from tests.support.tiny_tokenizer import VOCAB_SIZE, write_tokenizer
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("llama")
+    make_model("llama", folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("swap_space", -0.1),
+        ("swap_space", 1e9),
+        ("swap_space", "4"),
+        ("swap_space", float("nan")),
+        ("batch_invariant", 1),
+        ("scheduling_policy", "lifo"),
+        ("inter_token_target_ms", 0.0),
+        ("inter_token_target_ms", 1e9),
+        ("inter_token_target_ms", "25"),
+        ("shared_prefixes", (Path("a"),) * 1000),
+    ],
+)
+def test_an_option_with_a_value_that_cannot_be_is_named(option: str, value: Any) -> None:
+    with pytest.raises(EngineConfigError) as refused:
+        EngineOptions(**{"model": Path("m"), option: value})
+    assert refused.value.option == option
+
+
+def test_a_host_tier_smaller_than_a_block_or_larger_than_main_memory_is_refused(model: Path) -> None:
+    config = load_model_config(model)
+    with pytest.raises(EngineConfigError, match=r"swap_space .* is less than one KV block"):
+        plan_memory(config, EngineOptions(model=model, swap_space=1e-9), element_bytes=4, available_bytes=1 << 20)
+    with pytest.raises(EngineConfigError, match=r"swap_space .* is more than 80% of main memory"):
+        check_swap_space(EngineOptions(model=model, swap_space=4096.0))
+
+
+def test_a_block_is_paid_for_in_both_models_and_the_host_tier_is_made_of_such_blocks(model: Path) -> None:
+    config = load_model_config(model)
+    one = kv_block_bytes(config, 16, 4)
+    options = EngineOptions(model=model, swap_space=100 * one / GIB)
+    alone = plan_memory(config, options, element_bytes=4, available_bytes=90 * one)
+    paired = plan_memory(config, options, element_bytes=4, available_bytes=90 * one, draft=config)
+    assert (alone.num_blocks, alone.num_host_blocks) == (90, 100)
+    assert (paired.num_blocks, paired.num_host_blocks, paired.block_bytes) == (45, 50, 2 * one)
+
+
+def test_a_draft_model_must_share_the_vocabulary_and_reach_as_far(model: Path, tmp_path: Path) -> None:
+    make_model("llama", tmp_path / "other", vocab_size=64)
+    make_model("llama", tmp_path / "short", max_position_embeddings=64)
+    for name, message in (
+        ("other", "a vocabulary of 64 tokens, the served model one of 128"),
+        ("short", "a context of 64 tokens; set max_model_len to at most that"),
+    ):
+        config = SpeculativeOptions(method="draft_model", model=tmp_path / name)
+        with pytest.raises(EngineConfigError, match=f"speculative_config field model has {message}"):
+            small_engine(model, speculative_config=config)
+    config = SpeculativeOptions(method="draft_model", model=tmp_path / "short")
+    assert small_engine(model, speculative_config=config, max_model_len=64).info.max_model_len == 64
+
+
+def test_blocks_come_back_from_main_memory_as_they_went() -> None:
+    caches = [torch.randn(6, 4, 2, 3, 5), torch.randn(6, 4, 2, 1, 7)]
+    before = [cache.clone() for cache in caches]
+    mover = BlockMover(caches, num_host_blocks=3)
+    mover.move(BlockMoves(swap_out=[(1, 2), (4, 0)]))
+    for cache in caches:
+        cache[1:5] = float("nan")
+    moves = BlockMoves(swap_in=[(0, 2), (2, 3)], copies=[(2, 5)])
+    for _ in range(2):
+        mover.move(moves)
+    for cache, old in zip(caches, before, strict=True):
+        assert torch.equal(cache[[2, 3, 5, 0]], old[[4, 1, 4, 0]])
+
+
+def test_a_block_that_is_moved_out_in_the_step_that_reuses_it_keeps_its_old_content() -> None:
+    cache = torch.arange(3.0).view(3, 1, 1, 1, 1).clone()
+    mover = BlockMover([cache], num_host_blocks=2)
+    mover.move(BlockMoves(swap_out=[(0, 0)]))
+    mover.move(BlockMoves(swap_out=[(1, 1)], swap_in=[(0, 1)], copies=[(1, 2)]))
+    assert cache.flatten().tolist() == [0.0, 0.0, 0.0]
+    mover.move(BlockMoves(swap_in=[(1, 0)]))
+    assert cache.flatten().tolist() == [1.0, 0.0, 0.0]
+
+
+def test_logits_of_a_long_prompt_are_never_held_at_once(model: Path) -> None:
+    engine = small_engine(model)
+    runner = engine.runner
+    assert isinstance(runner, ModelRunner)
+    runner._slice_rows, whole, most = 3, runner._target.logits, 0
+
+    def counted(hidden: torch.Tensor) -> torch.Tensor:
+        nonlocal most
+        most = max(most, hidden.shape[0])
+        return whole(hidden)
+
+    runner._target.logits = counted  # type: ignore[method-assign]
+    requests = [wanted(str(i), list(range(3, 60)), max_tokens=2, prompt_logprobs=2, logprobs=0) for i in range(8)]
+    events = run_to_end(engine, requests)
+    assert most == 3
+    expected = run_to_end(small_engine(model), requests)
+    for name, each in events.items():
+        scores = [entry.logprob for event in each for entry in event.prompt_logprobs or []]
+        assert scores == pytest.approx([e.logprob for event in expected[name] for e in event.prompt_logprobs or []], abs=1e-5)
+        assert len(scores) == 56
+
+
+@pytest.fixture
+def prefix_file(tmp_path: Path) -> Path:
+    path = tmp_path / "system.txt"
+    path.write_text("You are a helpful assistant of the town library. " * 5)
+    return path
+
+
+def test_a_blessed_prefix_is_computed_once_for_all_tenants(tmp_path: Path, prefix_file: Path) -> None:
+    folder = tmp_path / "model"
+    make_model("llama", folder, vocab_size=VOCAB_SIZE)
+    write_tokenizer(folder)
+    options = EngineOptions(model=folder, shared_prefixes=(prefix_file,))
+    token_ids, in_conversation = shared_prefixes(options)
+    assert len(in_conversation) > len(token_ids) > 200, "also as the system message of a conversation"
+    for blessed, expected in ((True, len(token_ids) // 16 * 16), (False, 0)):
+        engine = small_engine(folder, shared_prefixes=(prefix_file,) if blessed else ())
+        run_to_end(engine, [wanted("a", [*token_ids, 5], max_tokens=1)])
+        again = run_to_end(engine, [wanted("b", [*token_ids, 7, 8], tenant_id="bob", max_tokens=1)])["b"]
+        assert again[-1].num_cached_tokens == expected
+
+
+def test_shared_prefixes_that_cannot_be_read_are_refused_by_name(model: Path, tmp_path: Path, prefix_file: Path) -> None:
+    folder = tmp_path / "model"
+    make_model("llama", folder, vocab_size=VOCAB_SIZE)
+    write_tokenizer(folder)
+    binary = tmp_path / "binary"
+    binary.write_bytes(b"\xff\xfe\xfa")
+    for options, message in (
+        ({"model": model, "shared_prefixes": (prefix_file,)}, "need the model's tokenizer"),
+        ({"model": folder, "shared_prefixes": (tmp_path / "missing",)}, "missing cannot be read"),
+        ({"model": folder, "shared_prefixes": (binary,)}, "binary cannot be read as UTF-8"),
+        ({"model": folder, "shared_prefixes": (prefix_file,), "enable_prefix_caching": False}, "need prefix caching"),
+    ):
+        with pytest.raises(EngineConfigError, match=message) as refused:
+            shared_prefixes(EngineOptions(**options))
+        assert refused.value.option == "shared_prefixes"
+
+
+def test_the_arguments_of_the_process_become_options() -> None:
+    config = {"method": "ngram", "num_speculative_tokens": 5}
+    arguments = ["--fd", "3", "--model", "m", "--swap-space", "1.5", "--speculative-config", json.dumps(config)]
+    arguments += ["--batch-invariant", "--scheduling-policy", "fcfs", "--inter-token-target-ms", "20"]
+    arguments += ["--shared-prefix", "a.txt", "--shared-prefix", "b.txt"]
+    options = _engine_options(parse_arguments(arguments))
+    assert options.speculative_config == SpeculativeOptions.parse(config)
+    assert (options.swap_space, options.batch_invariant, options.scheduling_policy) == (1.5, True, "fcfs")
+    assert (options.inter_token_target_ms, options.shared_prefixes) == (20.0, (Path("a.txt"), Path("b.txt")))
+    plain = _engine_options(parse_arguments(["--fd", "3", "--model", "m"]))
+    assert (plain.swap_space, plain.speculative_config, plain.batch_invariant) == (0.0, None, False)
+    assert (plain.scheduling_policy, plain.inter_token_target_ms) == ("fair", INTER_TOKEN_TARGET_MS)
+
+
+def test_a_speculative_config_that_is_no_json_is_named() -> None:
+    with pytest.raises(EngineConfigError, match="speculative_config is not JSON"):
+        _engine_options(parse_arguments(["--fd", "3", "--model", "m", "--speculative-config", "{ngram}"]))
