@@ -75,14 +75,15 @@ class Admission:
             return request.num_prompt_tokens - 1
         return len(self._found.blocks) * self._block_size
 
-    def start(self, request: Request) -> None:
-        """Blocks and a predicted end for a request that got a seat."""
+    def start(self, request: Request) -> int:
+        """Blocks and a predicted end for a request that got a seat; the number of blocks that come from the host tier."""
         self._forecast.add(request, self._step, self._own_tokens(request), predicted_remaining(request))
         if _shares_prompt(request):
             assert request.forked_from is not None
             self._kv.fork(request, request.forked_from)
-        else:
-            self._kv.place(request, self._found)
+            return 0
+        self._kv.place(request, self._found)
+        return self._found.num_on_host
 
     def advance(self, request: Request) -> None:
         """A running prefill will compute its next block in this step, or the one after."""

@@ -6,6 +6,8 @@ delayed for one.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from engine.decode_set import DecodeSet
 from engine.fairness import Accounts
 from engine.kv_blocks import KvBlocks
@@ -19,9 +21,18 @@ class Drafting:
     """Between the scheduler and a `Drafter`."""
 
     def __init__(
-        self, drafter: Drafter, accounts: Accounts, kv: KvBlocks, decodes: DecodeSet, totals: SchedulerTotals, block_size: int
+        self,
+        drafter: Drafter,
+        accounts: Accounts,
+        kv: KvBlocks,
+        decodes: DecodeSet,
+        totals: SchedulerTotals,
+        block_size: int,
+        charge: Callable[[Request, int], None],
     ) -> None:
+        """`charge(request, cost_ps)` lets the tenant of a request pay."""
         self._drafter = drafter
+        self._charge = charge
         self._accounts = accounts
         self._kv = kv
         self._decodes = decodes
@@ -43,13 +54,8 @@ class Drafting:
                 limit -= draft.num_tokens
                 batch.num_tokens += draft.num_tokens
                 self._kv.extend(request, item.start + item.num_tokens)
-                self._charge(item)
-
-    def _charge(self, item: ScheduledRequest) -> None:
-        self._totals.draft_tokens += item.num_draft_tokens
-        cost_ps = self._accounts.costs.prefill_ps(item.start + 1, item.num_draft_tokens)
-        assert item.request.account is not None
-        self._accounts.charge(item.request.account, cost_ps)
+                self._charge(request, self._accounts.costs.prefill_ps(item.start + 1, draft.num_tokens))
+                self._totals.draft_tokens += draft.num_tokens
 
     def settle(self, request: Request, item: ScheduledRequest, num_accepted: int) -> None:
         """The step is done: the item is a plain decode again, and the request is further than one token."""

@@ -80,7 +80,7 @@ class Scheduler:
         self._drafting = (
             None
             if drafter is None
-            else Drafting(drafter, self.accounts, self.kv, self._decodes, self.totals, limits.block_size)
+            else Drafting(drafter, self.accounts, self.kv, self._decodes, self.totals, limits.block_size, self._charge)
         )
         self._deadlines = Deadlines()
         self._forks = ParkedForks()
@@ -197,9 +197,9 @@ class Scheduler:
         self.kv.grow(full)
         self._decodes.expect_grown(full)
 
-    def _charge(self, request: Request, start: int, num_tokens: int) -> None:
+    def _charge(self, request: Request, cost_ps: int) -> None:
         account = _account(request)
-        self.accounts.charge(account, self.costs.prefill_ps(start, num_tokens))
+        self.accounts.charge(account, cost_ps)
         self.policy.charged(account)
 
     def _deal_prefills(self, batch: ScheduledBatch) -> None:
@@ -227,13 +227,15 @@ class Scheduler:
         batch.add_prefill(request, num_tokens)
         request.scheduled_step = self.accounts.step
         self._admission.advance(request)
-        self._charge(request, start, num_tokens)
+        self._charge(request, self.costs.prefill_ps(start, num_tokens))
         return True
 
     def _start(self, request: Request) -> None:
         account = _account(request)
         del self._waiting[request]
-        self._admission.start(request)
+        num_swapped_in = self._admission.start(request)
+        if num_swapped_in:
+            self._charge(request, num_swapped_in * self.costs.swap_in_block_ps)
         self.accounts.start(account, request)
         self.policy.left(request)
         self.policy.started(request)

@@ -155,11 +155,15 @@ class GapMeter:
 
     def charge(self, batch: ScheduledBatch) -> None:
         step: dict[Account, int] = defaultdict(int)
+        arrived = {target for _, target in batch.moves.swap_in}
         for item in batch.decodes:
             step[_account(item.request)] += COSTS.decode_ps(1, item.start)
             step[_account(item.request)] += COSTS.prefill_ps(item.start + 1, item.num_draft_tokens)
         for item in batch.prefills:
             step[_account(item.request)] += COSTS.prefill_ps(item.start, item.num_tokens)
+            swapped_in = arrived.intersection(item.request.block_table)
+            arrived -= swapped_in
+            step[_account(item.request)] += len(swapped_in) * COSTS.swap_in_block_ps
         for account, cost in step.items():
             self.service[account] += cost
             self.largest_step = max(self.largest_step, Fraction(cost, account.weight))
