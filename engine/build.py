@@ -40,9 +40,6 @@ from engine.step_time import StepTimeModel
 from engine.weights import WeightsSize, load_weights
 from kernels import ops
 
-GAP_OF_TARGET = 1.2
-"""The longest step that may be planned, in inter-token targets: what earlier steps saved may be spent by later ones."""
-
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
@@ -137,8 +134,7 @@ def _paged(
 def _step_budget(options: EngineOptions, step_times: StepTimeModel) -> StepBudget | None:
     if options.inter_token_target_ms is None:
         return None
-    target_s = options.inter_token_target_ms / 1000
-    return StepBudget(step_times, BudgetTargets(target_s=target_s, gap_max_s=GAP_OF_TARGET * target_s))
+    return StepBudget(step_times, BudgetTargets.following(options.inter_token_target_ms / 1000))
 
 
 def _grammar_desk(options: EngineOptions, info: EngineInfo, masks: GrammarMasks) -> GrammarDesk:

@@ -2,8 +2,9 @@
 
 A step makes every running request wait, so its length is chosen, not its number of tokens: a chunk at position 100,000 costs
 several times one at 0. Without decodes nobody waits for a token and the step may last as long as the longest gap allowed.
-With them, the step aims at the target; what earlier steps stayed below it is slack that later ones may use while prompts
-wait, up to the longest gap. A chunk never falls below a minimum, so that prefill does not starve behind many long decodes.
+With them, the step ends just before the target. (Letting a step last longer because earlier ones were short gains nothing: the
+same work is done, and the mean moves up to the target.) A chunk never falls below a minimum, so that prefill does not starve
+behind many long decodes.
 
 Chunked prefill beside decodes: Sarathi-Serve, arXiv 2403.02310. There the chunk is a constant chosen per workload; here it
 follows from the step-time model.
@@ -16,6 +17,12 @@ from math import sqrt
 
 from engine.step_time import StepTimeModel
 
+AIM_SHARE = 0.98
+"""A step is planned for this share of its limit: the rest is for what the formula does not know."""
+
+GAP_OF_TARGET = 1.2
+"""Without decodes a step may last so many targets: nobody waits for a token, but somebody may arrive."""
+
 SCALE_MIN, SCALE_MAX = 0.25, 16.0
 SCALE_RATE = 1 / 64
 """Weight of one observation: the scale follows a device that slows down within about a hundred steps."""
@@ -23,11 +30,15 @@ SCALE_RATE = 1 / 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BudgetTargets:
-    """Seconds between two tokens of a running request: the aim, and the most that a step may be planned for."""
+    """Seconds between two tokens of a running request, and the longest step without one; at least so long a chunk."""
 
     target_s: float = 0.025
     gap_max_s: float = 0.030
     chunk_tokens_min: int = 64
+
+    @classmethod
+    def following(cls, target_s: float) -> BudgetTargets:
+        return cls(target_s=target_s, gap_max_s=GAP_OF_TARGET * target_s)
 
 
 class StepBudget:
@@ -46,7 +57,7 @@ class StepBudget:
     def begin_step(self, num_decodes: int, sum_context: int) -> None:
         """Open a step with `num_decodes` decodes, whose cached tokens sum to `sum_context`."""
         targets = self.targets
-        self._limit_s = (targets.target_s if num_decodes else targets.gap_max_s) / self.scale
+        self._limit_s = AIM_SHARE * (targets.target_s if num_decodes else targets.gap_max_s) / self.scale
         self._fixed_s = self.model.host_s + self.model.context_s * sum_context
         self._num_tokens = self._num_rows = num_decodes
         self._has_chunk = False

@@ -42,7 +42,6 @@ KV_BYTES = {"auto": 2, "bf16": 2, "fp8": 1}
 SEATS_DEFAULT = 256
 SEATS_MAX = 100_000
 BUDGET_MAX = 8192
-GAP_OF_TARGET = 1.2
 PROGRESS_STEPS = 2048
 BLOCKS_PER_HASH = HASH_BLOCK_TOKENS // BLOCK_SIZE
 
@@ -146,8 +145,7 @@ class Replay:
     def _step_budget(self, step_time: StepTimeModel) -> StepBudget | None:
         if self.setup.token_budget is not None:
             return None
-        target_s = self.setup.inter_token_target_s
-        return StepBudget(step_time, BudgetTargets(target_s=target_s, gap_max_s=GAP_OF_TARGET * target_s))
+        return StepBudget(step_time, BudgetTargets.following(self.setup.inter_token_target_s))
 
     def run(self, progress: Callable[[float], None] = lambda _: None) -> None:
         """Replay everything until the last answer has ended."""
