@@ -84,7 +84,7 @@ class JsonGrammar:
         if kind == "string":
             return (self._rules.string(literal(value)),)
         if kind == "number":
-            return (self._rules.terminals.name(f"/{_number_pattern(Fraction(value))}/", "N"),)
+            return (self._rules.terminals.name(f"/{_number_pattern(value)}/", "N"),)
         if kind == "array":
             items = [self._constant(item) for item in value]
             return ("LBRACKET", *(s for i, item in enumerate(items) for s in ((("COMMA",) if i else ()) + item)), "RBRACKET")
@@ -98,7 +98,7 @@ class JsonGrammar:
     def _number(self, numbers: Numbers) -> str:
         if numbers.is_free:
             return "NUMBER"
-        if numbers == Numbers(multiples=(Fraction(1),)):
+        if numbers == Numbers(multiples=(Fraction(1),), is_whole=True):
             return "INTEGER"
         try:
             found = automaton(numbers)
@@ -158,13 +158,15 @@ def _escaped(characters: str) -> str:
     return "".join("\\" + c if c in "-." else c for c in sorted(characters))
 
 
-def _number_pattern(value: Fraction) -> str:
-    """The spellings of one number without exponent: zeros may follow the point."""
+def _number_pattern(value: int | Fraction) -> str:
+    """The spellings of one number without exponent; zeros may end its decimals, and an integer of the schema has none."""
     sign = "-" if value < 0 else "-?" if value == 0 else ""
+    if isinstance(value, int):
+        return f"{sign}{abs(value)}"
     whole, rest = divmod(abs(value), 1)
     digits = ""
     while rest:
         rest *= 10
         digits += str(int(rest))
         rest -= int(rest)
-    return f"{sign}{whole}\\.{digits}0*" if digits else rf"{sign}{whole}(\.0)?"
+    return rf"{sign}{whole}\.{digits}0*" if digits else rf"{sign}{whole}(\.0+)?"

@@ -31,13 +31,16 @@ class Bound:
 
 @dataclass(frozen=True, slots=True)
 class Numbers:
-    """A set of numbers: within every bound, a multiple of all `multiples`, of none of `non_multiples`, and not `excluded`."""
+    """A set of numbers: within every bound, a multiple of all `multiples`, of none of `non_multiples`, and not `excluded`.
+
+    `is_whole` asks for integers that are written as such: not `1.0`, which many readers do not take for one."""
 
     lows: tuple[Bound, ...] = ()
     highs: tuple[Bound, ...] = ()
     multiples: tuple[Fraction, ...] = ()
     non_multiples: tuple[Fraction, ...] = ()
     excluded: tuple[Fraction, ...] = ()
+    is_whole: bool = False
 
     @property
     def is_free(self) -> bool:
@@ -112,14 +115,13 @@ class _Reader:
         self.modulus = math.lcm(*(int(q * 10**self.scale) for q in divisors)) if divisors else 1
         if self.modulus > RESIDUES_MAX:
             raise NumberError(f"multipleOf with more than {RESIDUES_MAX} residues")
+        self._judgements: dict[tuple[bool, bool], int] = {}
         self.divisors = [int(q * 10**self.scale) for q in numbers.multiples]
         self.non_divisors = [int(q * 10**self.scale) for q in numbers.non_multiples]
         self.whole = [str(int(level)) for level in self.levels]
         self.parts = [self._decimals_of(level) for level in self.levels]
         self.whole_max = max((len(digits) for digits in self.whole), default=0)
         self.part_max = max([self.scale, *(len(digits) for digits in self.parts)])
-        # Whether a fraction other than .000 can be right; without it `1.0` is not offered for `1`.
-        self.has_fractions = not any(q.denominator == 1 for q in numbers.multiples)
 
     @staticmethod
     def _decimals_of(level: Fraction) -> str:
@@ -132,9 +134,9 @@ class _Reader:
     def step(self, state: _State, character: str) -> _State | None:
         phase, length, place, compared, residue, beyond = state
         if character == ".":
-            if phase not in ("zero", "whole") or not self.has_fractions:
+            if phase not in ("zero", "whole") or self.numbers.is_whole:
                 return None
-            return ("point", 0, 0, self._after_whole(length, compared), residue, False)
+            return ("point", 0, 0, self._after_whole(length, compared), residue if self.scale else self._judged(residue), False)
         digit = int(character)
         if phase in ("sign", "whole"):
             following = self._compared(compared, character, self.whole, length, "") if compared else ()
@@ -146,9 +148,20 @@ class _Reader:
         following = self._compared(compared, character, self.parts, place, "0") if compared else ()
         if place < self.scale:
             residue = (residue * 10 + digit) % self.modulus
+            residue = self._judged(residue) if place + 1 == self.scale else residue
         else:
             beyond = beyond or digit != 0
+            if beyond and self.divisors:
+                return None
         return ("part", 0, min(place + 1, self.part_max), following, residue, beyond)
+
+    def _judged(self, residue: int) -> int:
+        """One residue for all that divide alike, once no digit can change them any more."""
+        verdict = (
+            any(residue % divisor for divisor in self.divisors),
+            any(residue % divisor == 0 for divisor in self.non_divisors),
+        )
+        return self._judgements.setdefault(verdict, residue)
 
     @staticmethod
     def _compared(compared: tuple[int, ...], character: str, digits: list[str], at: int, beyond: str) -> tuple[int, ...]:
@@ -204,23 +217,26 @@ def _sign(digit: str, other: str) -> int:
 def automaton(numbers: Numbers) -> Automaton:
     """The automaton of the JSON spellings, without exponent, of exactly these numbers. Raises `NumberError`."""
     made = Automaton(edges=[{}])
-    for negative in (False, True):
-        reader = _Reader(numbers, negative)
-        _explore(made, reader, 0 if not negative else None)
+    reader = _Reader(numbers, negative=False)
+    _explore(made, reader, 0)
+    minus = len(made.edges)
+    if reader.levels:
+        made.edges.append({})
+        _explore(made, _Reader(numbers, negative=True), minus)
+    else:
+        made.edges.append(dict(made.edges[0]))  # without bounds a sign makes no difference
+    made.edges[0]["-"] = minus
     return _trimmed(made)
 
 
-def _explore(made: Automaton, reader: _Reader, start: int | None) -> None:
-    """Add every state that the reader reaches; its start is state `start`, or comes after a minus sign."""
-    if start is None:
-        start = len(made.edges)
-        made.edges.append({})
-        made.edges[0]["-"] = start
+def _explore(made: Automaton, reader: _Reader, start: int) -> None:
+    """Add every state that the reader reaches from its start, which is state `start`."""
     known = {reader.start(): start}
+    characters = _DIGITS if reader.numbers.is_whole else _DIGITS + "."
     waiting = deque(known)
     while waiting:
         state = waiting.popleft()
-        for character in _DIGITS + ".":
+        for character in characters:
             following = reader.step(state, character)
             if following is None:
                 continue

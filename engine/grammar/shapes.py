@@ -173,10 +173,12 @@ class Shapes:
 
     def _numbers(self, facts: Facts, excluded: list[Any]) -> Shape | None:
         lows, highs, multiples, others = set[Bound](), set[Bound](), set[Fraction](), set[Fraction]()
+        is_whole = False
         for constraint, holds in facts:
             value = constraint.value
             if constraint.kind == "whole":
                 (multiples if holds else others).add(Fraction(1))
+                is_whole = is_whole or holds
             elif constraint.kind == "multiple":
                 (multiples if holds else others).add(value)
             elif constraint.kind in ("low", "high"):
@@ -184,11 +186,12 @@ class Shapes:
                 side = lows if (constraint.kind == "low") is holds else highs
                 side.add(Bound(limit, is_open if holds else not is_open))
         points = tuple(sorted({Fraction(value) for value in excluded}))
-        found = Numbers(_tightest(lows, 1), _tightest(highs, -1), tuple(sorted(multiples)), tuple(sorted(others)), points)
+        limits = (_tightest(lows, 1), _tightest(highs, -1))
+        found = Numbers(*limits, tuple(sorted(multiples)), tuple(sorted(others)), points, is_whole)
         listed = found.listed()
         if listed is None:
             return found
-        return Listed(tuple(listed)) if listed else None
+        return Listed(tuple(int(value) if is_whole else value for value in listed)) if listed else None
 
     def _texts(self, facts: Facts, excluded: list[Any]) -> Shape | None:
         parts: list[Regex] = []

@@ -52,7 +52,7 @@ def test_a_text_is_followed_to_its_end(compiler: GrammarCompiler) -> None:
     write(state, "1")
     assert (state.is_complete, state.is_over) == (True, False)
     assert EOS in allowed(state)
-    write(state, "2.0")
+    write(state, "2")
     assert (state.is_complete, state.is_over) == (True, True)
     assert allowed(state) == {EOS}
     state.accept(EOS)
@@ -104,7 +104,7 @@ def nested_one_of(depth: int) -> dict[str, object]:
 
 EXPLODING = {
     "counted": GrammarSpec("regex", "(a{100000}b){100001}"),
-    "products": GrammarSpec("json", json.dumps({"allOf": [{"anyOf": [{"pattern": i + j} for j in "abcdef"]} for i in "stuvwxyz"]})),
+    "products": GrammarSpec("json", json.dumps({"allOf": [{"anyOf": [{"pattern": i + j} for j in "abcd"]} for i in "pqrst"]})),
     "nested oneOf": GrammarSpec("json", json.dumps(nested_one_of(3))),
     "doubling references": GrammarSpec("json", json.dumps({"$ref": "#/$defs/a0", "$defs": doubling(40)})),
     "residues": GrammarSpec("json", json.dumps({"not": {"anyOf": [{"multipleOf": p} for p in (4993, 4999, 5003)]}})),

@@ -53,6 +53,8 @@ CASES: list[tuple[str, Any, list[Any], list[Any]]] = [
     ("exclusive bounds", {"exclusiveMinimum": 0, "exclusiveMaximum": 10}, [0.1, 9.9, 5], [0, 10, -1, 11]),
     ("draft 4 bounds", {"$schema": DRAFT_4, "maximum": 5, "exclusiveMaximum": True}, [4.9, -7], [5, 6]),
     ("long bounds", {"type": "integer", "minimum": 95, "maximum": 12345}, [95, 100, 12345, 9999], [94, 12346, 0, -100]),
+    ("whole by multipleOf", {"multipleOf": 5, "exclusiveMinimum": 0}, [5, 10.0, 25, 1000], [0, 5.5, -5]),
+    ("a few integers", {"type": "integer", "minimum": -1, "maximum": 9}, [-1, 0, 9], [10, 0.5]),
     ("multipleOf", {"type": "integer", "multipleOf": 7}, [0, 14, -21, 700], [1, 15, 8]),
     ("decimal multipleOf", {"multipleOf": 0.25}, [0.5, 1, -2.75], [0.3, 1.125]),
     ("minLength", {"minLength": 2, "maxLength": 3}, ["ab", "é😀", "abc"], ["a", "abcd", "😀"]),
