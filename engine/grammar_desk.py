@@ -28,6 +28,8 @@ class Masks(Protocol):
 
     def accept(self, request: Request, token_ids: Sequence[int]) -> GrammarError | None: ...
 
+    def close(self) -> None: ...
+
 
 class LateCompiler:
     """Makes the compiler in a thread when the first request needs one: a vocabulary of 128,000 tokens takes seconds to read."""
@@ -94,8 +96,9 @@ class GrammarDesk:
         return self._num_answers
 
     def close(self) -> None:
-        """End what compiles; no request may be parked any more."""
+        """End what compiles and what fills masks; no request may be parked any more."""
         self._compiler.close()
+        self._masks.close()
 
     def park(self, answers: Sequence[Request], spec: GrammarSpec) -> None:
         """Have the grammar compiled, or find it compiled, and keep the answers until then."""

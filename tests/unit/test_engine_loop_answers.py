@@ -64,6 +64,9 @@ class FakeMasks:
         self.said[request] += token_ids
         return GrammarError("guided_regex", "lost the thread") if self.refused in token_ids else None
 
+    def close(self) -> None:
+        self.said.clear()
+
 
 class FakeCompiler:
     """Compiles when told to."""
