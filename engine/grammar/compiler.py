@@ -39,7 +39,9 @@ class _WorkerProcess:
     def __init__(self, vocabulary: Vocabulary) -> None:
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(entry or os.getcwd() for entry in sys.path)}
         command = [sys.executable, "-m", "engine.grammar.worker"]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
+        pipe = subprocess.PIPE
+        # A session of its own: an interrupt at the terminal is the engine's to handle.
+        self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, env=environment, start_new_session=True)
         self._unread = b""
         self._write(vocabulary_line(vocabulary))
         # One trivial job, so that no deadline pays for the start of the interpreter.
@@ -57,7 +59,7 @@ class _WorkerProcess:
                 raise WorkerLost(f"takes more than {deadline_s:g} s to compile")
             data = os.read(pipe, _READ_BYTES)
             if not data:
-                raise WorkerLost("takes more memory to compile than a grammar may")
+                raise WorkerLost("ended the process that compiles it: it needs more memory or depth than a grammar may")
             self._unread += data
         line, _, self._unread = self._unread.partition(b"\n")
         answer: dict[str, str] = json.loads(line)

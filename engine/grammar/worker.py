@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import resource
 import signal
 import sys
@@ -18,6 +19,9 @@ from engine.grammar.matcher import build_matcher, of_text, token_trie
 from engine.grammar.spec import GrammarError, GrammarSpec
 from engine.grammar.vocabulary import Vocabulary
 
+GRAMMAR_CHARACTERS_MAX = 2_000_000
+NICENESS = 10
+"""A compile gives way to the steps of requests that run."""
 HEAP_BYTES_MAX = 3 * 1024**3
 ALARM_MARGIN_S = 2.0
 """The process ends itself so long after a deadline that its parent did not enforce: the parent is dead."""
@@ -51,6 +55,8 @@ def serve(requests: IO[bytes], answers: IO[bytes]) -> None:
         spec = GrammarSpec(job["kind"], job["text"])
         try:
             lark = of_text(to_lark(spec), first_space=vocabulary.strips_first_space)
+            if len(lark) > GRAMMAR_CHARACTERS_MAX:
+                raise GrammarError(spec.param, f"{spec.param} makes a grammar of more than {GRAMMAR_CHARACTERS_MAX} characters")
             build_matcher(trie, lark, spec)
             answer = {"lark": lark}
         except GrammarError as error:
@@ -63,5 +69,6 @@ def serve(requests: IO[bytes], answers: IO[bytes]) -> None:
 
 
 if __name__ == "__main__":
+    os.nice(NICENESS)
     resource.setrlimit(resource.RLIMIT_DATA, (HEAP_BYTES_MAX, HEAP_BYTES_MAX))
     serve(sys.stdin.buffer, sys.stdout.buffer)
