@@ -81,11 +81,14 @@ class Policy(Protocol):
     def charged(self, account: Account) -> None:
         """An account was charged for prefill."""
 
-    def applicant(self) -> Request | None:
-        """The waiting request for which room may be made by preemption."""
+    def applicants(self) -> list[Request]:
+        """Waiting requests for which room may be made by preemption, in order."""
 
     def victim(self, applicant: Request) -> Request | None:
         """The running request that must make room for it, if any."""
+
+    def found_no_victim(self) -> None:
+        """None of the applicants could be helped."""
 
     def growth_victim(self, running: Iterable[Request]) -> Request:
         """The running request that is preempted when decodes find no block; `running` is by age."""
@@ -142,8 +145,11 @@ class PlainPolicy:
     def charged(self, account: Account) -> None:
         """Service decides nothing."""
 
-    def applicant(self) -> Request | None:
-        return None
+    def applicants(self) -> list[Request]:
+        return []
+
+    def found_no_victim(self) -> None:
+        """There are no applicants."""
 
     def victim(self, applicant: Request) -> Request | None:
         """Nobody."""

@@ -20,7 +20,6 @@ from engine.admission_cost import TokenCosts
 from engine.block_pool import BlockPool
 from engine.decode_set import DecodeSet
 from engine.drafting import Drafting
-from engine.errors import EngineConfigError
 from engine.fair_policy import FairPolicy
 from engine.fairness import Account, Accounts
 from engine.host_tier import HostTier
@@ -59,11 +58,7 @@ class Scheduler:
         ttft_target_s: float | None = FIRST_TOKEN_TARGET_S,
     ) -> None:
         """Without a `prefix_cache` nothing is shared, but preempted requests still find their own blocks again."""
-        if pool.num_blocks * limits.block_size < limits.max_model_len:
-            raise EngineConfigError(
-                "max_model_len",
-                f"({limits.max_model_len}) does not fit into {pool.num_blocks} KV blocks of {limits.block_size} tokens",
-            )
+        limits.check_blocks(pool.num_blocks)
         self.limits = limits
         self.pool = pool
         self.costs = TokenCosts() if costs is None else costs
@@ -99,12 +94,10 @@ class Scheduler:
         return bool(self._waiting or self.accounts.running_requests or self._forks)
 
     @property
-    def running(self) -> Sequence[Request]:
-        """By age."""
-        return list(self.accounts.running_requests)
+    def running(self) -> list[Request]:
+        return list(self.accounts.running_requests)  # by age
 
-    def waiting(self) -> Iterable[Request]:
-        """In the order of arrival or preemption; the policy decides who goes first."""
+    def waiting(self) -> Iterable[Request]:  # by arrival or preemption; the policy decides who goes first
         yield from self._waiting
         yield from self._forks
 
@@ -180,13 +173,18 @@ class Scheduler:
             self._decodes.resume(account)
 
     def _make_room(self) -> None:
-        """Preempt for the waiting request that is entitled to more than it has, as many as it needs."""
-        applicant = self.policy.applicant()
-        while applicant is not None and self._admission.can_start(applicant) is Start.NO_ROOM:
-            victim = self.policy.victim(applicant)
-            if victim is None:
+        """Preempt for the first waiting request that is entitled to more than it has, as many as it needs."""
+        applicants = self.policy.applicants()
+        for applicant in applicants:
+            while self._admission.can_start(applicant) is Start.NO_ROOM:
+                victim = self.policy.victim(applicant)
+                if victim is None:
+                    break
+                self.preempt(victim)
+            else:
                 return
-            self.preempt(victim)
+        if applicants:
+            self.policy.found_no_victim()
 
     def _grow_decodes(self) -> None:
         """A block for each decode that needs one, at the cost of whom the policy names."""
@@ -387,7 +385,6 @@ class Scheduler:
             self.pool.release([block_id])
 
     def tenants(self) -> list[TenantProgress]:
-        """What every active tenant has, over all classes."""
         return self.accounts.progress()
 
     def check_invariants(self) -> None:
@@ -396,5 +393,5 @@ class Scheduler:
 
 
 def _account(request: Request) -> Account:
-    assert request.account is not None, f"request {request.request_id} has no account"
+    assert request.account is not None
     return request.account

@@ -26,6 +26,14 @@ class SchedulerLimits:
                 f"must be at least max_num_seqs ({self.max_num_seqs}), not {self.max_num_batched_tokens}",
             )
 
+    def check_blocks(self, num_blocks: int) -> None:
+        """Raise `EngineConfigError` unless the longest request fits into so many KV blocks."""
+        if num_blocks * self.block_size < self.max_model_len:
+            raise EngineConfigError(
+                "max_model_len",
+                f"({self.max_model_len}) does not fit into {num_blocks} KV blocks of {self.block_size} tokens",
+            )
+
 
 @dataclass(slots=True)
 class SchedulerTotals:

@@ -7,46 +7,9 @@ import pytest
 from engine.block_pool import BlockPool, OutOfBlocks
 from engine.errors import EngineConfigError
 from engine.policy import LOOK_REQUESTS, SKIPS_MAX
-from engine.prefix_cache import PrefixCache
-from engine.protocol import SamplingParams
-from engine.request import IllegalTransition, Request, RequestStatus
-from engine.scheduled_batch import ScheduledBatch, StepOutput
+from engine.request import IllegalTransition, RequestStatus
 from engine.scheduler import Scheduler, SchedulerLimits
-
-BLOCK_SIZE = 4
-
-
-def make_scheduler(*, num_blocks: int = 16, max_num_seqs: int = 4, budget: int = 16, caches: bool = False) -> Scheduler:
-    limits = SchedulerLimits(
-        max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, max_model_len=num_blocks * BLOCK_SIZE, block_size=BLOCK_SIZE
-    )
-    pool = BlockPool(num_blocks)
-    prefix_cache = PrefixCache(pool, BLOCK_SIZE) if caches else None
-    return Scheduler(limits, pool, clock=lambda: 0.0, prefix_cache=prefix_cache)
-
-
-def make_request(name: str, num_prompt_tokens: int, *, max_tokens: int = 4, tenant: str = "alice") -> Request:
-    return Request(
-        request_id=name,
-        tenant_id=tenant,
-        sampling=SamplingParams(seed=1),
-        token_ids=list(range(100, 100 + num_prompt_tokens)),
-        num_prompt_tokens=num_prompt_tokens,
-        max_total_tokens=num_prompt_tokens + max_tokens,
-        stop_ids=frozenset(),
-        arrived_s=0.0,
-    )
-
-
-def step(scheduler: Scheduler) -> ScheduledBatch:
-    batch = scheduler.schedule()
-    scheduler.apply(batch, [StepOutput([7]) for _ in batch.items])
-    scheduler.check_invariants()
-    return batch
-
-
-def plan(batch: ScheduledBatch) -> list[tuple[str, int]]:
-    return [(item.request.request_id, item.num_tokens) for item in batch.items]
+from tests.support.scheduling import make_request, make_scheduler, plan, step
 
 
 def test_decodes_come_first_then_chunks_under_way_then_new_requests() -> None:

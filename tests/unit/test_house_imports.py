@@ -20,7 +20,7 @@ SIMULATOR = {
 ENGINE_PURE = {
     "errors", "request", "block_pool", "prefix_cache", "host_tier", "admission_cost", "scheduler", "scheduled_batch",
     "scheduler_limits", "scheduler_checks", "admission", "policy", "fair_policy", "fairness", "kv_blocks", "kv_forecast",
-    "decode_set", "drafting", "waiting", "token_events", "probe",
+    "decode_set", "drafting", "waiting", "token_events", "probe", "room_making",
     "urgency", "turn_order", "step_time", "step_budget", *SIMULATOR, "config", "options", "transport",
     "sampling_params", "request_checks", "randomness", "models.families", "config_values", "rope_config", "window_config",
     "encoder_config", "pooling_config",

@@ -1,0 +1,98 @@
+"""A scheduler without a model, and steps in it: for unit tests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from engine.block_pool import BlockPool
+from engine.host_tier import HostTier
+from engine.policy import Policy, PolicyContext
+from engine.prefix_cache import PrefixCache
+from engine.protocol import Priority, SamplingParams, TokenEvent
+from engine.request import Request
+from engine.scheduled_batch import ScheduledBatch, StepOutput
+from engine.scheduler import Scheduler, SchedulerLimits
+
+BLOCK_SIZE = 4
+
+
+def make_scheduler(
+    *,
+    num_blocks: int = 16,
+    max_num_seqs: int = 4,
+    budget: int = 16,
+    caches: bool = False,
+    host_blocks: int = 0,
+    blessed: list[int] | None = None,
+    clock: Callable[[], float] = lambda: 0.0,
+    policy: Callable[[PolicyContext], Policy] | None = None,
+    **options: Any,
+) -> Scheduler:
+    limits = SchedulerLimits(
+        max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, max_model_len=num_blocks * BLOCK_SIZE, block_size=BLOCK_SIZE
+    )
+    pool = BlockPool(num_blocks)
+    prefix_cache = PrefixCache(pool, BLOCK_SIZE) if caches else None
+    if prefix_cache is not None and blessed:
+        prefix_cache.bless(blessed)
+    if policy is not None:
+        options["policy"] = policy
+    host_tier = HostTier(host_blocks) if host_blocks else None
+    return Scheduler(limits, pool, clock=clock, prefix_cache=prefix_cache, host_tier=host_tier, **options)
+
+
+def make_request(
+    name: str,
+    num_prompt_tokens: int,
+    *,
+    max_tokens: int = 4,
+    tenant: str = "alice",
+    first_token: int = 100,
+    weight: int = 1,
+    priority: Priority = Priority.STANDARD,
+    arrived_s: float = 0.0,
+    queue_deadline_s: float | None = None,
+    index: int = 0,
+    forked_from: Request | None = None,
+) -> Request:
+    return Request(
+        request_id=name,
+        index=index,
+        tenant_id=tenant,
+        weight=weight,
+        priority=priority,
+        sampling=SamplingParams(seed=1),
+        token_ids=list(range(first_token, first_token + num_prompt_tokens)),
+        num_prompt_tokens=num_prompt_tokens,
+        max_total_tokens=num_prompt_tokens + max_tokens,
+        stop_ids=frozenset(),
+        arrived_s=arrived_s,
+        queue_deadline_s=queue_deadline_s,
+        forked_from=forked_from,
+    )
+
+
+def finish(scheduler: Scheduler, batch: ScheduledBatch) -> list[TokenEvent]:
+    """Apply token 7 for everything that samples."""
+    events = scheduler.apply(batch, [StepOutput([7]) if item.samples else StepOutput() for item in batch.items])
+    scheduler.check_invariants()
+    return events
+
+
+def step(scheduler: Scheduler) -> ScheduledBatch:
+    batch = scheduler.schedule()
+    finish(scheduler, batch)
+    return batch
+
+
+def drain(scheduler: Scheduler, steps_max: int = 1000) -> None:
+    for _ in range(steps_max):
+        if not scheduler.has_requests:
+            return
+        step(scheduler)
+    raise AssertionError("somebody starves")
+
+
+def plan(batch: ScheduledBatch) -> list[tuple[str, int]]:
+    return [(item.request.request_id, item.num_tokens) for item in batch.items]

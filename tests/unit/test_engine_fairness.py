@@ -1,0 +1,301 @@
+"""Who is served next and at whose cost: rounds, weights, room, pace, classes, deadlines; and the two plain policies."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from engine.admission_cost import TokenCosts
+from engine.fair_policy import AGEING_STEPS, FairPolicy
+from engine.fairness import Account, Backlog, SeatCounts
+from engine.kv_forecast import KvForecast
+from engine.policy import FcfsPolicy, Policy, PolicyContext, VtcPolicy
+from engine.protocol import FinishReason, Priority
+from engine.request import RequestStatus
+from engine.scheduler import Scheduler
+from tests.support.scheduling import drain, make_request, make_scheduler, plan, step
+
+COSTS = TokenCosts(prefill_token_ps=10, prefill_pair_ps=0, decode_token_ps=10, decode_context_ps=0)
+
+
+def account(name: str, weight: int = 1) -> Account:
+    return Account(name, Priority.STANDARD, weight, COSTS)
+
+
+def service_by_tenant(scheduler: Scheduler) -> dict[str, float]:
+    return {tenant.tenant_id: tenant.service_s for tenant in scheduler.tenants()}
+
+
+def test_service_between_two_changes_is_a_sum_in_closed_form() -> None:
+    costs = TokenCosts(decode_token_ps=7, decode_context_ps=3)
+    one = Account("alice", Priority.STANDARD, 1, costs)
+    one.add_decode(10, step=4)
+    one.add_decode(20, step=6)
+    by_hand = 0
+    for number in range(5, 11):
+        by_hand += costs.decode_ps(1, 10 + number - 5)
+        by_hand += costs.decode_ps(1, 20 + number - 7) if number >= 7 else 0
+    assert one.service_at(10) == by_hand
+    assert one.context_at(10) == 16 + 24
+    one.remove_decode(16, step=10)
+    assert (one.num_decoding, one.context_at(10)) == (1, 24)
+
+
+def test_steps_within_a_slack_never_use_more_than_the_slack() -> None:
+    one = Account("alice", Priority.STANDARD, 1, TokenCosts(decode_token_ps=7, decode_context_ps=3))
+    for context in (3, 50, 1000):
+        one.add_decode(context, step=0)
+    for slack in (1, 500, 10_000, 1_000_000):
+        steps = one.steps_within(slack, step=0)
+        assert steps == 1 or one.service_at(steps) <= slack
+
+
+def test_idling_earns_one_quantum_and_a_debt_beyond_the_cap_is_forgiven() -> None:
+    backlog = Backlog(quantum_ps=100, cap_ps=400)
+    busy, idle, late = account("busy"), account("idle", 2), account("late")
+    backlog.join(busy, 0)
+    busy.charge(5000)
+    assert backlog.first(1, 0) == [busy]
+    backlog.join(idle, 0)
+    assert backlog.lead_at(idle, 0) == -200
+    late.charge(9_999_999)
+    backlog.join(late, 0)
+    assert backlog.lead_at(late, 0) == 400
+
+
+def test_leaving_and_joining_at_once_changes_nothing() -> None:
+    backlog = Backlog(quantum_ps=100, cap_ps=400)
+    one = account("alice")
+    backlog.join(one, 0)
+    one.charge(130)
+    before = backlog.lead_at(one, 0)
+    backlog.leave(one)
+    backlog.join(one, 0)
+    assert backlog.lead_at(one, 0) == before
+
+
+def test_the_round_rises_to_the_first_that_is_entitled() -> None:
+    backlog = Backlog(quantum_ps=100, cap_ps=10_000)
+    light, heavy = account("light"), account("heavy", 4)
+    for each in (light, heavy):
+        backlog.join(each, 0)
+    light.charge(950)
+    heavy.charge(950)
+    assert backlog.first(8, 0) == [heavy, light]
+    assert backlog.is_eligible(heavy, 0)
+    assert not backlog.is_eligible(light, 0)
+    heavy.charge(100_000)
+    assert backlog.first(8, 0) == [light, heavy]
+    assert (backlog.is_eligible(light, 0), backlog.lead_at(light, 0)) == (True, -50)
+
+
+def test_whoever_holds_most_seats_per_weight_is_known() -> None:
+    seats = SeatCounts()
+    light, heavy = account("light"), account("heavy", 4)
+    for number, each in ((2, light), (7, heavy)):
+        for before in range(number):
+            each.running[make_request(f"{before}", 1)] = None
+            seats.move(each, before, before + 1)
+    assert seats.most() is light
+    for before in (2, 1):
+        light.running.popitem()
+        seats.move(light, before, before - 1)
+    assert seats.most() is heavy
+
+
+@pytest.mark.parametrize("weights", [(1, 1), (1, 4)])
+def test_two_tenants_that_flood_are_served_by_weight(weights: tuple[int, int]) -> None:
+    scheduler = make_scheduler(num_blocks=64, max_num_seqs=8, budget=16, costs=COSTS)
+    for number in range(400):
+        for tenant, weight in zip(("alice", "bob"), weights, strict=True):
+            scheduler.add(make_request(f"{tenant}{number}", 8, tenant=tenant, weight=weight, arrived_s=float(number)))
+    for _ in range(300):
+        step(scheduler)
+    served = service_by_tenant(scheduler)
+    assert served["alice"] * weights[1] == pytest.approx(served["bob"] * weights[0], rel=0.1)
+
+
+def test_one_who_arrives_among_requests_of_a_hog_gets_a_seat_at_once() -> None:
+    scheduler = make_scheduler(num_blocks=1024, max_num_seqs=4, budget=64)
+    for number in range(20):
+        scheduler.add(make_request(f"hog {number}", 4, max_tokens=500, tenant="hog"))
+    for _ in range(3):
+        step(scheduler)
+    scheduler.add(make_request("victim", 4, tenant="victim"))
+    assert ("victim", 4) in plan(step(scheduler))
+    assert scheduler.totals.preemptions == 1
+    preempted = next(request for request in scheduler.waiting() if request.num_preemptions)
+    assert preempted.request_id == "hog 3", "the youngest gives way"
+
+
+def test_a_tenant_alone_may_use_everything() -> None:
+    scheduler = make_scheduler(num_blocks=64, max_num_seqs=4, budget=64)
+    for number in range(6):
+        scheduler.add(make_request(str(number), 4))
+    assert len(step(scheduler).items) == 4
+
+
+def test_equal_holders_never_take_seats_from_one_another() -> None:
+    scheduler = make_scheduler(num_blocks=256, max_num_seqs=4, budget=64, costs=COSTS)
+    for number in range(10):
+        for tenant in ("alice", "bob"):
+            scheduler.add(make_request(f"{tenant}{number}", 4, max_tokens=100, tenant=tenant))
+    for _ in range(5):
+        step(scheduler)
+    assert [len(account.running) for account in scheduler.accounts] == [2, 2]
+    before = scheduler.totals.preemptions
+    for _ in range(100):
+        step(scheduler)
+    assert scheduler.totals.preemptions == before
+
+
+def test_a_tenant_too_far_ahead_pauses_until_the_level_has_caught_up() -> None:
+    scheduler = make_scheduler(num_blocks=4096, max_num_seqs=8, budget=64)
+    for number in range(10):
+        scheduler.add(make_request(f"heavy {number}", 4, max_tokens=900, tenant="heavy"))
+        scheduler.add(make_request(f"light {number}", 4, max_tokens=900, tenant="light"))
+    for _ in range(8):
+        step(scheduler)
+    policy = scheduler.policy
+    assert isinstance(policy, FairPolicy)
+    heavy = scheduler.accounts.find("heavy", Priority.STANDARD, 1)
+    scheduler.accounts.charge(heavy, 2 * policy.settings.cap_ps)
+    policy.charged(heavy)
+    assert {item.request.tenant_id for item in step(scheduler).decodes} == {"light"}
+    light = scheduler.accounts.find("light", Priority.STANDARD, 1)
+    scheduler.accounts.charge(light, 2 * policy.settings.cap_ps)
+    policy.charged(light)
+    assert "heavy" in {item.request.tenant_id for item in step(scheduler).decodes}
+
+
+def test_a_lower_class_starts_only_what_no_higher_one_can_use() -> None:
+    scheduler = make_scheduler(num_blocks=64, max_num_seqs=2, budget=64)
+    for name, priority in (("b", Priority.BATCH), ("s", Priority.STANDARD), ("i", Priority.INTERACTIVE)):
+        scheduler.add(make_request(name, 4, priority=priority, max_tokens=1))
+    assert plan(step(scheduler)) == [("i", 4), ("s", 4)]
+    assert plan(step(scheduler)) == [("b", 4)]
+
+
+def test_an_interactive_request_takes_the_seat_of_a_batch_one_and_a_standard_one_does_not() -> None:
+    scheduler = make_scheduler(num_blocks=64, max_num_seqs=2, budget=64)
+    for name in ("b1", "b2"):
+        scheduler.add(make_request(name, 4, max_tokens=50, priority=Priority.BATCH))
+    step(scheduler)
+    scheduler.add(make_request("s", 4, priority=Priority.STANDARD))
+    assert plan(step(scheduler)) == [("b1", 1), ("b2", 1)]
+    scheduler.add(make_request("i", 4, priority=Priority.INTERACTIVE))
+    assert plan(step(scheduler)) == [("b1", 1), ("i", 4)]
+
+
+def test_a_class_that_waits_for_long_starts_something_all_the_same() -> None:
+    scheduler = make_scheduler(num_blocks=64, max_num_seqs=2, budget=64)
+    low = make_request("low", 4, priority=Priority.BATCH, max_tokens=3)
+    scheduler.add(low)
+    for number in range(4 * AGEING_STEPS):
+        while scheduler.num_waiting < 4:
+            scheduler.add(make_request(f"i{number}", 4, priority=Priority.INTERACTIVE, max_tokens=2))
+        step(scheduler)
+        if low.is_finished:
+            break
+    assert AGEING_STEPS < scheduler.accounts.step < AGEING_STEPS + 20
+
+
+def test_a_request_that_waited_until_its_deadline_ends_and_never_had_a_token() -> None:
+    now = [0.0]
+    scheduler = make_scheduler(max_num_seqs=1, clock=lambda: now[0])
+    holder, late, patient = (
+        make_request("holder", 4, queue_deadline_s=5.0),
+        make_request("late", 4, queue_deadline_s=5.0),
+        make_request("patient", 4),
+    )
+    for request in (holder, late, patient):
+        scheduler.add(request)
+    step(scheduler)
+    assert scheduler.expire() == []
+    now[0] = 5.0
+    (event,) = scheduler.expire()
+    assert (event.request_id, event.finish_reason, event.num_output_tokens) == ("late", FinishReason.DEADLINE, 0)
+    drain(scheduler)
+    assert holder.finish_reason is FinishReason.LENGTH, "one that was scheduled in time is left alone"
+    assert patient.finish_reason is FinishReason.LENGTH
+
+
+def test_a_preempted_request_changes_places_with_another_of_its_tenant() -> None:
+    scheduler = make_scheduler(num_blocks=1024, max_num_seqs=2, budget=64)
+    requests = [make_request(str(number), 4, max_tokens=2000) for number in range(2)]
+    for request in requests:
+        scheduler.add(request)
+    step(scheduler)
+    scheduler.add(make_request("other", 4, max_tokens=2000, tenant="bob"))
+    for _ in range(600):
+        step(scheduler)
+    assert all(request.num_preemptions for request in requests)
+    assert min(request.num_output_tokens for request in requests) > 100
+
+
+def test_a_longer_cached_prefix_goes_first_among_the_entitled() -> None:
+    scheduler = make_scheduler(num_blocks=64, max_num_seqs=1, budget=64, caches=True)
+    scheduler.add(make_request("warm", 12, max_tokens=1))
+    step(scheduler)
+    scheduler.add(make_request("cold", 12, first_token=500, max_tokens=1))
+    scheduler.add(make_request("hit", 12, max_tokens=1, arrived_s=1.0))
+    assert plan(step(scheduler)) == [("hit", 4)]
+
+
+def test_a_changed_weight_keeps_what_a_tenant_is_ahead() -> None:
+    scheduler = make_scheduler(num_blocks=64, max_num_seqs=2, budget=64, costs=COSTS)
+    for number in range(4):
+        scheduler.add(make_request(f"a{number}", 4))
+        scheduler.add(make_request(f"b{number}", 4, tenant="bob"))
+    step(scheduler)
+    policy = scheduler.policy
+    assert isinstance(policy, FairPolicy)
+    one, backlog = scheduler.accounts.find("alice", Priority.STANDARD, 1), policy.backlogs[Priority.STANDARD]
+    before = backlog.lead_at(one, scheduler.accounts.step)
+    scheduler.add(make_request("heavier", 4, weight=3))
+    scheduler.check_invariants()
+    assert one.weight == 3
+    assert backlog.lead_at(one, scheduler.accounts.step) == 3 * before
+    drain(scheduler)
+
+
+@pytest.mark.parametrize("policy", [FcfsPolicy, VtcPolicy])
+def test_the_plain_policies_serve_everybody(policy: type[FcfsPolicy | VtcPolicy]) -> None:
+    def make(context: PolicyContext) -> Policy:
+        return policy(context)
+
+    scheduler = make_scheduler(num_blocks=64, max_num_seqs=3, budget=16, policy=make, costs=VtcPolicy.TOKEN_PRICES)
+    for number in range(30):
+        scheduler.add(make_request(str(number), 1 + number % 9, tenant=f"t{number % 4}"))
+    drain(scheduler)
+
+
+def test_first_come_first_served_lets_a_flood_go_first_and_virtual_token_counters_do_not() -> None:
+    first_steps: dict[str, int] = Counter()
+    for name, policy in (("fcfs", FcfsPolicy), ("vtc", VtcPolicy)):
+        scheduler = make_scheduler(num_blocks=64, max_num_seqs=2, budget=16, policy=policy, costs=VtcPolicy.TOKEN_PRICES)
+        for number in range(20):
+            scheduler.add(make_request(f"flood {number}", 4, tenant="hog", max_tokens=2))
+        late = make_request("late", 4, tenant="victim", max_tokens=2)
+        scheduler.add(late)
+        while late.status is RequestStatus.QUEUED:
+            step(scheduler)
+            first_steps[name] += 1
+    assert first_steps["vtc"] <= 3 < 15 < first_steps["fcfs"]
+
+
+def test_the_predicted_peak_is_that_of_the_worst_moment() -> None:
+    forecast = KvForecast(capacity=400, block_size=1)
+    short, long = make_request("short", 1), make_request("long", 1)
+    forecast.add(short, 0, 100, 32)
+    forecast.add(long, 0, 100, 96)
+    assert forecast.fits(0, 100, 20), "the short one is gone before the long one has grown"
+    assert not forecast.fits(0, 150, 96)
+    forecast.remove(short)
+    assert forecast.fits(0, 150, 50)
+    forecast.check_invariants()
+    assert forecast.overdue(128) == [long]
+    forecast.renew(long, 128, 64)
+    assert forecast.overdue(128) == []
+    forecast.check_invariants()

@@ -1,0 +1,186 @@
+"""What requests share: answers of one prompt, equal prefixes at the same time, blessed prefixes, and blocks in main memory."""
+
+from __future__ import annotations
+
+from engine.admission_cost import TokenCosts
+from engine.block_pool import BlockPool
+from engine.host_tier import HostTier
+from engine.prefix_cache import PrefixCache
+from engine.protocol import FinishReason
+from engine.request import RequestStatus
+from tests.support.scheduling import BLOCK_SIZE, drain, finish, make_request, make_scheduler, plan, step
+
+
+def test_further_answers_share_the_prompt_and_copy_the_block_they_write_to() -> None:
+    scheduler = make_scheduler(budget=32)
+    first = make_request("a", 10)
+    forks = [make_request("a", 10, index=index, forked_from=first) for index in (1, 2)]
+    scheduler.add(first)
+    for fork in forks:
+        scheduler.add_fork(fork)
+    assert plan(step(scheduler)) == [("a", 10)]
+    batch = scheduler.schedule()
+    assert plan(batch) == [("a", 1), ("a", 1), ("a", 1)]
+    assert [item.start for item in batch.prefills] == [9, 9], "only the last prompt token is computed again"
+    assert batch.moves.copies == [(first.block_table[2], fork.block_table[2]) for fork in forks]
+    for fork in forks:
+        assert fork.block_table[:2] == first.block_table[:2]
+        assert (fork.num_cached_tokens, fork.num_prompt_tokens_computed) == (9, 9)
+    events = finish(scheduler, batch)
+    assert {event.index for event in events} == {0, 1, 2}
+    drain(scheduler)
+    assert scheduler.totals.prompt_tokens == 10, "the prompt of several answers counts once"
+
+
+def test_an_answer_whose_first_sibling_ends_early_computes_the_prompt_itself() -> None:
+    scheduler = make_scheduler()
+    first = make_request("a", 12)
+    fork = make_request("a", 12, index=1, forked_from=first)
+    scheduler.add(first)
+    scheduler.add_fork(fork)
+    assert scheduler.num_waiting == 2
+    scheduler.abort(first)
+    assert plan(step(scheduler)) == [("a", 12)]
+    drain(scheduler)
+    assert fork.finish_reason is FinishReason.LENGTH
+
+
+def test_a_parked_answer_can_be_aborted() -> None:
+    scheduler = make_scheduler()
+    first = make_request("a", 12)
+    fork = make_request("a", 12, index=1, forked_from=first)
+    scheduler.add(first)
+    scheduler.add_fork(fork)
+    event = scheduler.abort(fork)
+    assert event is not None
+    assert (event.index, event.finish_reason) == (1, FinishReason.ABORTED)
+    drain(scheduler)
+
+
+def test_equal_prompts_that_arrive_together_are_computed_once() -> None:
+    scheduler = make_scheduler(num_blocks=64, budget=8, caches=True)
+    first, second = make_request("first", 24), make_request("second", 24)
+    scheduler.add(first)
+    scheduler.add(second)
+    computed = 0
+    while second.status is not RequestStatus.DECODE:
+        computed += sum(item.num_tokens for item in step(scheduler).prefills)
+    assert computed == 24 + BLOCK_SIZE, "the second computes its last block only"
+    assert second.num_cached_tokens == 20
+
+
+def test_one_with_another_prompt_does_not_wait_for_them() -> None:
+    scheduler = make_scheduler(num_blocks=64, budget=8, caches=True)
+    for name, first_token in (("first", 100), ("second", 100), ("other", 500)):
+        scheduler.add(make_request(name, 6, first_token=first_token))
+    assert plan(step(scheduler)) == [("first", 6), ("other", 2)]
+
+
+def test_a_blessed_prefix_is_shared_between_tenants_and_nothing_behind_it_is() -> None:
+    system = list(range(100, 108))
+    scheduler = make_scheduler(num_blocks=32, budget=32, caches=True, blessed=system)
+    alices, charlies = make_request("a", 15), make_request("c", 15, tenant="charlie")
+    scheduler.add(alices)
+    step(scheduler)
+    scheduler.add(charlies)
+    step(scheduler)
+    assert charlies.num_cached_tokens == 8
+    assert charlies.block_table[:2] == alices.block_table[:2]
+    assert charlies.block_table[2] != alices.block_table[2]
+
+
+def test_a_prompt_that_leaves_the_blessed_prefix_early_shares_what_it_has_of_it() -> None:
+    cache = PrefixCache(BlockPool(8), BLOCK_SIZE)
+    cache.bless(list(range(100, 112)))
+    mine, theirs = make_request("a", 12), make_request("c", 12, tenant="charlie")
+    theirs.token_ids[6] = 5
+    own, other = cache.names(mine, 3), cache.names(theirs, 3)
+    assert own[0] == other[0]
+    assert own[1] != other[1]
+    again = make_request("b", 12, tenant="bob")
+    again.token_ids[6] = 5
+    assert cache.names(again, 3)[1:] != other[1:], "behind the blessed part the tenant decides"
+
+
+def test_names_made_in_parts_are_those_made_at_once() -> None:
+    cache = PrefixCache(BlockPool(8), BLOCK_SIZE)
+    at_once, in_parts = make_request("a", 24), make_request("b", 24)
+    cache.names(at_once, 6)
+    for num_blocks in (1, 2, 5, 6):
+        cache.names(in_parts, num_blocks)
+    assert in_parts.block_hashes == at_once.block_hashes
+
+
+def test_a_preempted_request_finds_its_blocks_again_even_without_a_prefix_cache() -> None:
+    scheduler = make_scheduler(budget=32)
+    request = make_request("a", 10, max_tokens=8)
+    scheduler.add(request)
+    for _ in range(3):
+        step(scheduler)
+    scheduler.preempt(request)
+    scheduler.check_invariants()
+    assert (request.num_computed_tokens, scheduler.pool.num_used) == (0, 0)
+    batch = step(scheduler)
+    assert [(item.start, item.num_tokens) for item in batch.prefills] == [(12, 1)]
+    other = make_request("b", 10)
+    scheduler.add(other)
+    step(scheduler)
+    assert other.num_cached_tokens == 0, "nothing is shared with others"
+    drain(scheduler)
+
+
+def test_evicted_blocks_move_to_main_memory_and_come_back() -> None:
+    scheduler = make_scheduler(num_blocks=4, budget=16, caches=True, host_blocks=8)
+    scheduler.add(make_request("a", 9, max_tokens=1))
+    step(scheduler)
+    scheduler.add(make_request("b", 15, max_tokens=1, tenant="bob"))
+    batch = scheduler.schedule()
+    assert len(batch.moves.swap_out) == 2, "both full blocks of the first prompt were evicted"
+    finish(scheduler, batch)
+    again = make_request("again", 9, max_tokens=1)
+    scheduler.add(again)
+    batch = scheduler.schedule()
+    assert len(batch.moves.swap_in) == 2
+    assert {target for _, target in batch.moves.swap_in} == set(again.block_table[:2])
+    assert again.num_cached_tokens == 8
+    finish(scheduler, batch)
+    assert (scheduler.kv.num_swapped_out, scheduler.kv.num_swapped_in) == (4, 2)
+
+
+def test_blocks_are_computed_again_when_that_costs_less_than_fetching_them() -> None:
+    scheduler = make_scheduler(num_blocks=4, caches=True, host_blocks=8, costs=TokenCosts(swap_in_block_ps=10**12))
+    scheduler.add(make_request("a", 9, max_tokens=1))
+    step(scheduler)
+    scheduler.add(make_request("b", 15, max_tokens=1, tenant="bob"))
+    step(scheduler)
+    again = make_request("again", 9, max_tokens=1)
+    scheduler.add(again)
+    assert not scheduler.schedule().moves.swap_in
+    assert again.num_cached_tokens == 0
+
+
+def test_the_host_tier_evicts_the_least_recently_used_but_never_what_this_step_names() -> None:
+    tier = HostTier(2)
+    a, b, c, d = (bytes([number]) for number in range(4))
+    assert {tier.store(a), tier.store(b)} == {0, 1}
+    assert not tier.can_fetch(a), "it is only being written by this step"
+    assert tier.store(c) is None, "both are named by this step"
+    tier.end_step()
+    assert tier.fetch(a) is not None
+    assert tier.store(c) is not None
+    assert b not in tier
+    assert tier.store(d) is None
+    tier.check_invariants()
+
+
+def test_a_probe_drops_content_instead_of_moving_it() -> None:
+    scheduler = make_scheduler(num_blocks=4, caches=True, host_blocks=4)
+    scheduler.add(make_request("a", 15, max_tokens=1))
+    step(scheduler)
+    with scheduler.probe() as first, scheduler.probe() as second:
+        assert first is not None
+        assert second is not None
+        assert first.request.block_table != second.request.block_table
+    scheduler.check_invariants()
+    scheduler.add(make_request("b", 1, max_tokens=1))
+    assert not scheduler.schedule().moves
