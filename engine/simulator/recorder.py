@@ -6,7 +6,7 @@ Everything done per token is a few operations on plain numbers; what needs sorti
 from __future__ import annotations
 
 import math
-from array import array
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -19,6 +19,13 @@ GAP_MIN_S = 1e-4
 GAP_RATIO = 1.01
 NUM_GAP_BUCKETS = 1600  # to 800 s
 _LOG_RATIO = math.log(GAP_RATIO)
+
+Histogram = defaultdict[int, int]
+"""Counts by bucket of a time."""
+
+
+def new_histogram() -> Histogram:
+    return defaultdict(int)
 
 
 def gap_bucket(gap_s: float) -> int:
@@ -49,7 +56,7 @@ class TenantRecord:
     window_from_ns: float = 0.0
     window_from_tokens: int = 0
     gap_max_s: float = 0.0
-    gaps: array[int] = field(default_factory=lambda: array("Q", bytes(8 * NUM_GAP_BUCKETS)))
+    gaps: Histogram = field(default_factory=new_histogram)
     ttfts_s: list[float] = field(default_factory=list)
     tpots_s: list[float] = field(default_factory=list)
     outcomes: list[tuple[float, float | None]] = field(default_factory=list)
@@ -84,7 +91,7 @@ class Recorder:
     num_tokens: int = 0
     busy_s: float = 0.0
     step_max_s: float = 0.0
-    steps_s: array[int] = field(default_factory=lambda: array("Q", bytes(8 * NUM_GAP_BUCKETS)))
+    steps_s: Histogram = field(default_factory=new_histogram)
     kv_block_seconds: float = 0.0
     kv_blocks_max: int = 0
     waste_slots: int = 0

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +11,7 @@ from engine.errors import EngineConfigError
 from engine.fair_policy import FairPolicy
 from engine.simulator.cache_bounds import cache_bounds
 from engine.simulator.models import BLOCK_SIZE
-from engine.simulator.recorder import NUM_GAP_BUCKETS, TenantRecord, gap_of_bucket
+from engine.simulator.recorder import TenantRecord, gap_of_bucket
 from engine.simulator.replay import Replay
 
 PERCENTILES = (50, 90, 99)
@@ -215,21 +216,23 @@ def _percentiles(values_s: list[float]) -> dict[str, float | None]:
 
 
 def _gap_percentiles(tenants: Sequence[TenantRecord]) -> dict[str, float | None]:
-    counts = [sum(column) for column in zip(*(tenant.gaps for tenant in tenants), strict=True)]
+    counts: Counter[int] = Counter()
+    for tenant in tenants:
+        counts.update(tenant.gaps)
     largest = max((tenant.gap_max_s for tenant in tenants), default=0.0)
     return {**_histogram_percentiles(counts), "max": _milliseconds(largest)}
 
 
-def _histogram_percentiles(counts: Iterable[int]) -> dict[str, float | None]:
+def _histogram_percentiles(counts: Mapping[int, int]) -> dict[str, float | None]:
     """Upper edges of the buckets in which the percentiles lie: at most one per cent too much."""
-    listed = list(counts)
-    total, named = sum(listed), {}
+    total, named = sum(counts.values()), dict[str, float | None]()
     for percent in PERCENTILES:
-        rank, seen, index = -(-total * percent // 100), 0, 0
-        while seen < rank and index < NUM_GAP_BUCKETS:
-            seen += listed[index]
-            index += 1
-        named[f"p{percent}"] = _milliseconds(gap_of_bucket(index - 1)) if total else None
+        rank, seen, found = -(-total * percent // 100), 0, 0
+        for bucket in sorted(counts):
+            found, seen = bucket, seen + counts[bucket]
+            if seen >= rank:
+                break
+        named[f"p{percent}"] = _milliseconds(gap_of_bucket(found)) if total else None
     return named
 
 
