@@ -49,7 +49,7 @@ SCHEMAS: list[Any] = [
     {"type": "string", "minLength": 2, "maxLength": 4},
     {"type": "string", "pattern": "a.b", "not": {"pattern": "c"}},
     {"type": "number", "exclusiveMinimum": -3.5, "maximum": 12, "not": {"const": 1}},
-    {"if": {"required": ["k"]}, "then": {"required": ["v"]}, "else": {"maxProperties": 1}, "additionalProperties": {"const": 0}},
+    {"if": {"required": ["k"]}, "then": {"required": ["v"]}, "else": {"maxProperties": 1}, "propertyNames": {"maxLength": 1}},
     {"not": {"anyOf": [{"type": "object"}, {"type": "array"}, {"maxLength": 2}, {"type": "number"}]}},
     {"dependentRequired": {"a": ["b"]}, "propertyNames": {"enum": ["a", "b", "c"]}, "type": "object"},
     {"enum": [{"a": [1, {"b": None}]}, ["é\n", 1.5]]},
