@@ -5,8 +5,8 @@ Usage: python -m bench.structured_output SCHEMAS.jsonl [--libraries ours,llguida
 A line of the file is {"name", "schema", "tests": [{"valid", "data"}]} (the form of MaskBench, arXiv 2501.10868). Every instance
 is written compactly and with the usual blanks, cut into tokens, and followed under the mask. Then random documents are drawn,
 each token uniformly among those that the mask allows, and judged by the package `jsonschema`, which knows nothing of grammars.
-Times are CPU times, for the machine may be busy. Each library runs in a process of its own, so that one that hangs or dies costs
-its schema only. One JSON row per run is appended to bench/results/structured_output.jsonl.
+Times are CPU times, for the machine may be busy. Each library runs in a process of its own, so that one that hangs or dies
+costs its schema only. One JSON row per run is appended to bench/results/structured_output.jsonl.
 """
 
 from __future__ import annotations

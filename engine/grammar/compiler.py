@@ -22,7 +22,7 @@ from engine.grammar.vocabulary import Vocabulary
 from engine.grammar.worker import job_line, vocabulary_line
 
 DEADLINE_S = 5.0
-CACHED_GRAMMARS_MAX = 256
+CACHED_GRAMMARS_MAX = 128
 WAITING_MAX = 512
 WORKERS = 2
 _READ_BYTES = 1 << 16

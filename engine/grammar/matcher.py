@@ -19,7 +19,7 @@ from engine.grammar.vocabulary import Vocabulary
 # first steps come near it; `ALLOWANCE_S` and `TOKEN_ALLOWANCE_S` bound the sum. Beyond any of them the request ends alone.
 STEP_LEXER_FUEL = 8_000_000
 STEP_ITEMS_MAX = 60_000
-LEXER_STATES_MAX = 60_000  # about 2 kB each
+LEXER_STATES_MAX = 30_000  # about 2 kB each, shared by the requests of a grammar
 ALLOWANCE_S = 1.0
 TOKEN_ALLOWANCE_S = 0.004
 REHEARSALS = 3

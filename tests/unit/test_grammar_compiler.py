@@ -175,7 +175,7 @@ def test_a_table_that_another_request_filled_is_replaced(monkeypatch: pytest.Mon
     write(patient, "ab")
     with pytest.raises(GrammarError, match=r"cannot be followed further|a step would cost too much"):
         write(greedy, "aaaabbbbb-abcdefghi-ABCDEFGHI")
-    monkeypatch.setattr(matcher, "LEXER_STATES_MAX", 60_000)
+    monkeypatch.setattr(matcher, "LEXER_STATES_MAX", 30_000)
     write(patient, "aaaabbb-abc")
     assert allowed(patient) == {byte + 1 for byte in b"abcdefghijklmnopqrstuvwxyz"}
 
