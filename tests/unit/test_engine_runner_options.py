@@ -158,12 +158,13 @@ def test_shared_prefixes_that_cannot_be_read_are_refused_by_name(model: Path, tm
     write_tokenizer(folder)
     binary = tmp_path / "binary"
     binary.write_bytes(b"\xff\xfe\xfa")
-    for options, message in (
+    cases: list[tuple[dict[str, Any], str]] = [
         ({"model": model, "shared_prefixes": (prefix_file,)}, "need the model's tokenizer"),
         ({"model": folder, "shared_prefixes": (tmp_path / "missing",)}, "missing cannot be read"),
         ({"model": folder, "shared_prefixes": (binary,)}, "binary cannot be read as UTF-8"),
         ({"model": folder, "shared_prefixes": (prefix_file,), "enable_prefix_caching": False}, "need prefix caching"),
-    ):
+    ]
+    for options, message in cases:
         with pytest.raises(EngineConfigError, match=message) as refused:
             shared_prefixes(EngineOptions(**options))
         assert refused.value.option == "shared_prefixes"
