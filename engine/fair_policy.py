@@ -22,7 +22,7 @@ from engine.room_making import FairSettings as FairSettings
 from engine.room_making import RoomMaking, recovering
 from engine.turn_order import TurnOrder
 
-LOOK_ACCOUNTS = 8
+LOOK_ACCOUNTS = 4
 """Accounts looked at for a start; the others of the round come first the next time."""
 
 AGEING_STEPS = 512

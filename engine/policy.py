@@ -26,6 +26,11 @@ SKIPS_MAX = 32
 """Times that others may pass a request that does not fit; then everybody waits for it, so that it cannot starve."""
 
 
+def looked_at(num_accounts: int) -> int:
+    """Waiting requests looked at of each of so many accounts: about as many in all for one tenant as for several."""
+    return max(2, LOOK_REQUESTS // max(1, num_accounts // 2))
+
+
 class Start(Enum):
     """Whether a waiting request can start. LATER: somebody is computing the very block that it needs next."""
 

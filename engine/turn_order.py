@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from itertools import islice
 
 from engine.fairness import Account
-from engine.policy import LOOK_REQUESTS, CanStart, PolicyContext, first_to_start
+from engine.policy import LOOK_REQUESTS, CanStart, PolicyContext, first_to_start, looked_at
 from engine.request import Request
 from engine.urgency import AGED_EVERY
 
@@ -61,7 +61,7 @@ class TurnOrder:
             if late is not None and self._is_due(late):
                 choices.append((AGED, late.arrived_s, len(choices), late))
             has_aged = current_round - account.head_round >= AGEING_ROUNDS
-            for place, request in enumerate(islice(account.waiting, LOOK_REQUESTS)):
+            for place, request in enumerate(islice(account.waiting, looked_at(len(accounts)))):
                 if request.num_preemptions:
                     choices.append((PREEMPTED, request.moved_step, len(choices), request))
                 elif request.is_late:

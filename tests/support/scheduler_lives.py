@@ -20,7 +20,7 @@ from engine.block_pool import BlockPool
 from engine.fair_policy import LOOK_ACCOUNTS, FairPolicy, FairSettings
 from engine.fairness import Account
 from engine.host_tier import HostTier
-from engine.policy import LOOK_REQUESTS, Start
+from engine.policy import Start, looked_at
 from engine.prefix_cache import PrefixCache
 from engine.protocol import FinishReason, Priority, SamplingParams, TokenEvent
 from engine.request import Request, RequestStatus
@@ -361,7 +361,7 @@ class SchedulerLife:
                 continue
             for account in accounts:
                 if not account.is_held and not policy.is_ahead(account):
-                    for request in islice(account.waiting, LOOK_REQUESTS):
+                    for request in islice(account.waiting, looked_at(len(accounts))):
                         assert scheduler.can_start(request) is not Start.NOW, f"{request.request_id} could have started"
 
 
