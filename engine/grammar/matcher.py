@@ -121,11 +121,12 @@ class CompiledGrammar:
     new one (`GrammarState`).
     """
 
-    __slots__ = ("_lark", "_matcher", "_trie", "spec")
+    __slots__ = ("_lark", "_matcher", "_trie", "spec", "table")
 
     def __init__(self, trie: llguidance.LLTokenizer, lark: str, spec: GrammarSpec) -> None:
         """Raises `GrammarError` naming the field of `spec`."""
         self.spec = spec
+        self.table = 0
         self._trie = trie
         self._lark = lark
         self._matcher = build_matcher(trie, lark, spec)
@@ -136,25 +137,26 @@ class CompiledGrammar:
 
     def matcher(self) -> Any:
         """A matcher at the start."""
-        copy = self._matcher.deep_copy()
-        if copy.is_error() or copy.validate_tokens([]) != 0 or copy.is_error():
-            self.renew()
-            copy = self._matcher.deep_copy()
-        return copy
+        return self._matcher.deep_copy()
 
-    def renew(self) -> None:
-        """Give up the table that failed. As quick as the compile, which had a deadline."""
+    def renew(self, failed: int) -> None:
+        """Give up the table numbered `failed`, unless another request has done so. As quick as the compile, which had a
+        deadline."""
+        if failed != self.table:
+            return
+        self.table += 1
         self._matcher = build_matcher(self._trie, self._lark, self.spec)
 
 
 class GrammarState:
     """How far one request has come in its grammar. Not thread-safe: one caller at a time."""
 
-    __slots__ = ("_grammar", "_matcher", "_spent_s", "_tokens")
+    __slots__ = ("_grammar", "_matcher", "_spent_s", "_table", "_tokens")
 
     def __init__(self, grammar: CompiledGrammar) -> None:
         self._grammar = grammar
         self._matcher = grammar.matcher()
+        self._table = grammar.table
         self._tokens: list[int] = []
         self._spent_s = 0.0
 
@@ -203,9 +205,10 @@ class GrammarState:
 
     def _resume(self) -> None:
         """Come to the same place in a fresh table: another request may have ruined the one that was shared."""
-        self._grammar.renew()
+        self._grammar.renew(self._table)
+        self._table = self._grammar.table
         self._matcher = self._grammar.matcher()
-        if self._tokens and not self._matcher.consume_tokens(self._tokens):
+        if not all(self._matcher.consume_token(token_id) for token_id in self._tokens):  # each with the fuel of a step
             raise self._error("cannot be followed further")
 
     def _error(self, what: str) -> GrammarError:
