@@ -106,7 +106,9 @@ def simulate(
         chosen = WorkloadOptions(
             speed=speed, start_s=start, duration_s=duration, rate=rate, sample=sample, tenants=tenants, seed=seed
         )
-        replay = Replay(setup, _workload(trace, scenario, lengths, chosen))
+        workload = _workload(trace, scenario, lengths, chosen)
+        _check_names(setup.weights, workload)
+        replay = Replay(setup, workload)
         with output.progress("Simulating", quiet=as_json) as progress:
             replay.run(progress)
         report = make_report(replay, objective)
@@ -119,11 +121,14 @@ def simulate(
 
 
 def _workload(trace: Path | None, scenario: str | None, lengths: Path | None, options: WorkloadOptions) -> Workload:
-    from engine.simulator.workload import load_workload, make_scenario
+    from engine.simulator.workload import WorkloadOptions, load_workload, make_scenario
 
     if (trace is None) == (scenario is None):
         raise CommandFailed("give either --trace FILE or --scenario NAME", code="usage", status=2)
     if scenario is not None:
+        if options != WorkloadOptions(seed=options.seed):
+            message = "--speed, --start, --duration, --rate, --sample and --tenants belong to --trace"
+            raise CommandFailed(message, code="usage", status=2)
         return make_scenario(scenario, seed=options.seed, lengths=lengths)
     assert trace is not None
     if lengths is not None:
@@ -140,6 +145,13 @@ def _weights(text: str | None) -> dict[str, int]:
             raise CommandFailed(message, code="usage", status=2)
         weights[name] = int(number)
     return weights
+
+
+def _check_names(weights: dict[str, int], workload: Workload) -> None:
+    unknown = sorted(set(weights) - {request.tenant for request in workload.requests})
+    if unknown:
+        message = f"--weights names {unknown[0]!r}, who sends nothing in this traffic"
+        raise CommandFailed(message, code="usage", status=2)
 
 
 def _failure(error: Exception) -> CommandFailed:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from engine.errors import TraceError
 
@@ -178,8 +178,8 @@ def read_trace(path: Path) -> Trace:
     return trace
 
 
-def _lines(path: Path, file: Iterator[str]) -> Iterator[str]:
-    for number, line in enumerate(file, start=1):
+def _lines(path: Path, file: TextIO) -> Iterator[str]:
+    for number, line in enumerate(iter(lambda: file.readline(LINE_CHARS_MAX + 1), ""), start=1):
         if number > ROWS_MAX:
             raise TraceError(path, number, None, f"a trace has at most {ROWS_MAX} lines")
         if len(line) > LINE_CHARS_MAX:

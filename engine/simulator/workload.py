@@ -82,10 +82,14 @@ class Workload:
 def load_workload(path: Path, options: WorkloadOptions) -> Workload:
     """Read a trace and apply `options`. Raises `TraceError`, `EngineConfigError`."""
     trace = read_trace(path)
+    if trace.has_times and options.rate is not None:
+        raise EngineConfigError("rate", f"is for traces without arrival times; {trace.name} has them, use --speed")
+    if trace.has_tenants and options.tenants is not None:
+        raise EngineConfigError("tenants", f"is for traces without tenants; {trace.name} names them")
     requests = trace.requests if trace.has_times else _poisson(trace, options)
     numbers = random.Random(options.seed)  # noqa: S311 - a simulation, not a secret
-    if options.sample < 1 or (options.tenants is not None and not trace.has_tenants):
-        requests = _by_conversation(requests, options, numbers, split=not trace.has_tenants)
+    if options.sample < 1 or options.tenants is not None:
+        requests = _by_conversation(requests, options, numbers)
     requests = [_scaled(r, options) for r in requests]
     end_s = float("inf") if options.duration_s is None else options.duration_s
     requests = [r for r in requests if 0 <= r.arrival_s < end_s]
@@ -106,9 +110,7 @@ def _poisson(trace: Trace, options: WorkloadOptions) -> list[TracedRequest]:
     return requests
 
 
-def _by_conversation(
-    requests: list[TracedRequest], options: WorkloadOptions, numbers: random.Random, *, split: bool
-) -> list[TracedRequest]:
+def _by_conversation(requests: list[TracedRequest], options: WorkloadOptions, numbers: random.Random) -> list[TracedRequest]:
     """Drop whole conversations for the sample, and give each of those kept one tenant."""
     common = _common_blocks(requests)
     choices: dict[int, tuple[bool, int]] = {}
@@ -119,7 +121,7 @@ def _by_conversation(
             choices[conversation] = (numbers.random() < options.sample, numbers.randrange(options.tenants or 1))
         keep, tenant = choices[conversation]
         if keep:
-            name = f"tenant-{tenant}" if split and options.tenants is not None else request.tenant
+            name = f"tenant-{tenant}" if options.tenants is not None else request.tenant
             kept.append(TracedRequest(request.arrival_s, name, request.input_tokens, request.output_tokens, request.block_ids))
     return kept
 

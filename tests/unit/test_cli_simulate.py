@@ -69,6 +69,12 @@ def test_a_scenario_needs_no_trace(typed: Any, tmp_path: Path) -> None:
     assert report["victims"]["good_share"] == 1.0
 
 
+def test_a_scenario_takes_no_option_of_traces(typed: Any) -> None:
+    answer = typed("--scenario", "noisy-none", "--speed", "2")
+    assert answer.status == 2
+    assert "belong to --trace" in answer.err
+
+
 def test_a_model_may_be_a_folder(typed: Any, trace: Path, tmp_path: Path) -> None:
     config = {
         "hidden_size": 2048, "num_attention_heads": 16, "num_key_value_heads": 4, "num_hidden_layers": 8,
@@ -92,10 +98,13 @@ def test_a_model_may_be_a_folder(typed: Any, trace: Path, tmp_path: Path) -> Non
         (("--speed", "0"), "--speed must be a positive number"),
         (("--sample", "2"), "--sample must be above 0"),
         (("--tenants", "0"), "--tenants must be between"),
+        (("--tenants", "5"), "--tenants is for traces without tenants"),
         (("--token-budget", "3"), "--token-budget must be between"),
         (("--slo-tpot-ms", "-1"), "--slo-tpot-ms must be a positive number"),
         (("--weights", "alice=0"), "--weights takes NAME=N"),
         (("--weights", "alice"), "--weights takes NAME=N"),
+        (("--weights", "alice=2"), "--weights names 'alice', who sends nothing"),
+        (("--rate", "5"), "--rate is for traces without arrival times"),
         (("--lengths", "x.csv"), "--lengths belongs to --scenario"),
         (("--scenario", "noisy-none"), "give either --trace FILE or --scenario NAME"),
     ],

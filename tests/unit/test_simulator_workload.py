@@ -59,10 +59,13 @@ def test_a_split_gives_all_of_a_conversation_to_one_tenant(chats: Path) -> None:
     assert {turns[0] for turns in split.values()} == {f"tenant-{i}" for i in range(4)}
 
 
-def test_tenants_of_the_trace_are_not_split(tmp_path: Path) -> None:
+def test_an_option_that_the_trace_leaves_no_room_for_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "named.csv"
     path.write_text("arrival_s,tenant,input_tokens,output_tokens\n0,alice,1,1\n1,bob,1,1\n")
-    assert [r.tenant for r in load_workload(path, WorkloadOptions(tenants=9)).requests] == ["alice", "bob"]
+    with pytest.raises(EngineConfigError, match="tenants is for traces without tenants"):
+        load_workload(path, WorkloadOptions(tenants=9))
+    with pytest.raises(EngineConfigError, match="rate is for traces without arrival times"):
+        load_workload(path, WorkloadOptions(rate=9))
 
 
 def test_the_seed_decides_everything(chats: Path) -> None:
