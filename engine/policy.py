@@ -84,7 +84,7 @@ class Policy(Protocol):
         start. `can_start` is None when there is no seat."""
 
     def charged(self, account: Account) -> None:
-        """An account was charged for prefill."""
+        """An account was charged beside its decodes, or has more of them from now on."""
 
     def applicants(self) -> list[Request]:
         """Waiting requests for which room may be made by preemption, in order."""

@@ -171,6 +171,7 @@ class Scheduler:
             self._decodes.pause(account)
         for account in resume:
             self._decodes.resume(account)
+            self.policy.charged(account)  # it decodes again: look anew when it may be ahead
 
     def _make_room(self) -> None:
         """Preempt for the first waiting request that is entitled to more than it has, as many as it needs."""
