@@ -172,7 +172,7 @@ class GrammarState:
             self._resume()
             self._matcher.unsafe_compute_mask_ptr(address, view.nbytes)
             if self._matcher.is_error():
-                raise self._error("cannot be followed further")
+                raise self._given_up("cannot be followed further")
         self._spent_s += time.thread_time() - start_s
         if self._spent_s > ALLOWANCE_S + TOKEN_ALLOWANCE_S * len(self._tokens):
             raise self._error(f"has cost {self._spent_s:.1f} s of masks in {len(self._tokens)} tokens, more than a request may")
@@ -182,7 +182,7 @@ class GrammarState:
         if not self._matcher.consume_token(token_id):
             self._resume()
             if not self._matcher.consume_token(token_id):
-                raise self._error(f"does not allow token {token_id} here")
+                raise self._given_up(f"does not allow token {token_id} here")
         self._tokens.append(token_id)
 
     def rollback(self, num_tokens: int) -> None:
@@ -209,7 +209,13 @@ class GrammarState:
         self._table = self._grammar.table
         self._matcher = self._grammar.matcher()
         if not all(self._matcher.consume_token(token_id) for token_id in self._tokens):  # each with the fuel of a step
-            raise self._error("cannot be followed further")
+            raise self._given_up("cannot be followed further")
+
+    def _given_up(self, what: str) -> GrammarError:
+        """This request fails in a table of its own, which it leaves fresh to the others."""
+        error = self._error(what)
+        self._grammar.renew(self._table)
+        return error
 
     def _error(self, what: str) -> GrammarError:
         param = self._grammar.spec.param

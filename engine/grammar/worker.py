@@ -1,7 +1,7 @@
 """A process that proves grammars before the engine builds them, because it may be killed and a Rust call in a thread may not.
 
 Speaks lines of JSON on its standard streams: first the vocabulary, then one constraint a line, each answered by its grammar
-text or by what is wrong with it. `python -m engine.grammar.worker`, started by `engine.grammar.compiler` alone.
+text or by what is wrong with it. `python -m engine.grammar.worker`, started by `grammar.compiler` alone.
 """
 
 from __future__ import annotations

@@ -1,0 +1,147 @@
+"""Requests that wait for their grammar, apart from the queue, so that no step ever waits for a compiler. Knows no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from typing import Protocol
+
+from engine.errors import ModelError
+from engine.grammar.matcher import CompiledGrammar
+from engine.grammar.spec import GrammarError, GrammarSpec
+from engine.scheduling.request import Request
+
+
+class Compiler(Protocol):
+    """What the desk needs of `GrammarCompiler`."""
+
+    def submit(self, spec: GrammarSpec) -> Future[CompiledGrammar]: ...
+
+    def close(self) -> None: ...
+
+
+class Masks(Protocol):
+    """What the desk needs of `GrammarMasks`: the states of answers that run."""
+
+    def start(self, request: Request, grammar: CompiledGrammar) -> None: ...
+
+    def accept(self, request: Request, token_ids: Sequence[int]) -> GrammarError | None: ...
+
+    def close(self) -> None: ...
+
+
+class LateCompiler:
+    """Makes the compiler in a thread when the first request needs one: a vocabulary of 128,000 tokens takes seconds to read."""
+
+    def __init__(self, make: Callable[[], Compiler]) -> None:
+        self._make = make
+        self._made: Future[Compiler] | None = None
+
+    def submit(self, spec: GrammarSpec) -> Future[CompiledGrammar]:
+        """As of `GrammarCompiler`. A model whose vocabulary cannot be read refuses every grammar, saying why."""
+        if self._made is None:
+            worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammar-vocabulary")
+            self._made = worker.submit(self._make)
+            worker.shutdown(wait=False)
+        compiled: Future[CompiledGrammar] = Future()
+        self._made.add_done_callback(lambda made: _pass_on(made, spec, compiled))
+        return compiled
+
+    def close(self) -> None:
+        """End the compiler's processes, if there are any; one that is still being made ends as soon as it is there."""
+        if self._made is not None:
+            self._made.add_done_callback(_close)
+
+
+def _pass_on(made: Future[Compiler], spec: GrammarSpec, compiled: Future[CompiledGrammar]) -> None:
+    try:
+        made.result().submit(spec).add_done_callback(lambda grammar: _copy(grammar, compiled))
+    except ModelError as error:
+        compiled.set_exception(GrammarError(spec.param, f"{spec.param} cannot be followed with this model: {error}"))
+
+
+def _close(made: Future[Compiler]) -> None:
+    if made.exception() is None:
+        made.result().close()
+
+
+def _copy(source: Future[CompiledGrammar], target: Future[CompiledGrammar]) -> None:
+    if source.cancelled():
+        target.cancel()
+    elif (error := source.exception()) is not None:
+        target.set_exception(error)
+    else:
+        target.set_result(source.result())
+
+
+@dataclass(frozen=True, slots=True)
+class _Parked:
+    answers: list[Request]
+    param: str
+    grammar: Future[CompiledGrammar]
+
+
+class GrammarDesk:
+    """Parked requests by id, each with all of its answers; and the way of an answer through its grammar afterwards."""
+
+    def __init__(self, compiler: Compiler, masks: Masks) -> None:
+        self._compiler = compiler
+        self._masks = masks
+        self._parked: dict[str, _Parked] = {}
+        self._num_answers = 0
+
+    def __len__(self) -> int:
+        """Parked answers."""
+        return self._num_answers
+
+    def close(self) -> None:
+        """End what compiles and what fills masks; no request may be parked any more."""
+        self._compiler.close()
+        self._masks.close()
+
+    def park(self, answers: Sequence[Request], spec: GrammarSpec) -> None:
+        """Have the grammar compiled, or find it compiled, and keep the answers until then."""
+        self._parked[answers[0].request_id] = _Parked(list(answers), spec.param, self._compiler.submit(spec))
+        self._num_answers += len(answers)
+
+    def remove(self, request: Request) -> bool:
+        """Let go of one answer; whether it was here."""
+        parked = self._parked.get(request.request_id)
+        if parked is None or request not in parked.answers:
+            return False
+        parked.answers.remove(request)
+        self._num_answers -= 1
+        if not parked.answers:
+            del self._parked[request.request_id]
+        return True
+
+    def requests(self) -> Iterator[Request]:
+        """All parked answers in the order of their arrival."""
+        for parked in self._parked.values():
+            yield from parked.answers
+
+    def take_ready(self) -> list[tuple[list[Request], GrammarError | None]]:
+        """Answers whose grammar is compiled, ready to run, or refused, with the reason. They are parked no longer."""
+        done = [request_id for request_id, parked in self._parked.items() if parked.grammar.done()]
+        return [self._start(self._parked.pop(request_id)) for request_id in done]
+
+    def _start(self, parked: _Parked) -> tuple[list[Request], GrammarError | None]:
+        self._num_answers -= len(parked.answers)
+        try:
+            grammar = parked.grammar.result()
+            for request in parked.answers:
+                self._masks.start(request, grammar)
+        except GrammarError as error:
+            return parked.answers, error
+        except CancelledError:
+            return parked.answers, GrammarError(parked.param, f"{parked.param} was not compiled: the engine is stopping")
+        return parked.answers, None
+
+    def wait(self, timeout_s: float) -> None:
+        """Sleep until the first grammar is ready, but not for longer."""
+        wait([parked.grammar for parked in self._parked.values()], timeout=timeout_s, return_when=FIRST_COMPLETED)
+
+    def accept(self, request: Request, token_ids: Sequence[int]) -> GrammarError | None:
+        """Move an answer on by tokens that were sampled; the error that ends it, when its grammar cannot be followed."""
+        return self._masks.accept(request, token_ids)

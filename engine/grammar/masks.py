@@ -1,0 +1,77 @@
+"""Grammar states of live answers, and the masks of a step, filled in a thread of their own while the device computes.
+
+A state moves on only after its token was sampled and taken, so a step may be repeated: its mask comes out the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary
+
+import torch
+
+from engine.grammar.matcher import CompiledGrammar, GrammarState
+from engine.grammar.spec import GrammarError
+from engine.scheduling.request import Request
+
+WORD_BITS = 32
+
+
+@dataclass(frozen=True, slots=True)
+class StepMasks:
+    """Masks of the sampled rows of a step: [R, ceil(V / 32)] int32, all ones for requests without a grammar. `errors`: by row,
+    why there is no mask."""
+
+    rows: torch.Tensor
+    errors: dict[int, GrammarError]
+
+
+class GrammarMasks:
+    """Follows every answer that is held to a grammar. One thread fills masks, one other calls everything else."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self._num_words = -(-vocab_size // WORD_BITS)
+        self._states: WeakKeyDictionary[Request, GrammarState] = WeakKeyDictionary()
+        self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammar-masks")
+
+    def start(self, request: Request, grammar: CompiledGrammar) -> None:
+        """Hold a new answer to `grammar`."""
+        self._states[request] = grammar.start()
+
+    def fill(self, requests: Sequence[Request]) -> Future[StepMasks] | None:
+        """Begin to fill the masks of these rows; None when none of them has a grammar."""
+        if not self._states:
+            return None
+        states = {index: self._states[request] for index, request in enumerate(requests) if request in self._states}
+        if not states:
+            return None
+        return self._worker.submit(self._fill, len(requests), states)
+
+    def _fill(self, num_rows: int, states: dict[int, GrammarState]) -> StepMasks:
+        rows = torch.full((num_rows, self._num_words), -1, dtype=torch.int32)
+        buffers = rows.numpy()
+        errors: dict[int, GrammarError] = {}
+        for index, state in states.items():
+            try:
+                state.fill_mask(buffers[index])
+            except GrammarError as error:
+                errors[index] = error
+        return StepMasks(rows, errors)
+
+    def accept(self, request: Request, token_ids: Sequence[int]) -> GrammarError | None:
+        """Move on by tokens that were taken; the error that ends the answer, if its grammar cannot be followed further."""
+        state = self._states.get(request)
+        if state is None:
+            return None
+        try:
+            for token_id in token_ids:
+                state.accept(token_id)
+        except GrammarError as error:
+            return error
+        return None
+
+    def close(self) -> None:
+        """End the thread."""
+        self._worker.shutdown()
