@@ -20,10 +20,10 @@ from typing import Any
 
 import torch
 
-from engine.logits_rules import SampledRow
 from engine.protocol import SamplingParams
-from engine.request import Request
-from engine.sampler import Sampler
+from engine.sampling.logits_rules import SampledRow
+from engine.sampling.sampler import Sampler
+from engine.scheduling.request import Request
 
 RESULTS = Path(__file__).parent / "results" / "sampler_step.jsonl"
 CASES: dict[str, dict[str, Any]] = {

@@ -5,8 +5,9 @@ Usage: python -m bench.scheduler [--quick] [--steps 2000] [--phases steady,admis
 Grid: running requests × waiting requests × tenants × cached blocks × phases. Each cell gives the medians and 99th percentiles
 of schedule() and apply(), and the ratio of schedule() to a calibrator: 256 plain attribute updates, timed in turn with the
 steps of the cell. The bars of one factor compare cells that differ in that factor alone. Garbage collection is off while a
-cell is timed; the first 50 steps are not counted. Times are CPU time of the thread, so that other work on the machine does not
-count (a call of that clock adds about 0.3 microseconds to each figure). One JSON row per run is appended to bench/results/scheduler.jsonl.
+cell is timed; the first 50 steps are not counted. Times are CPU time of the thread, so that other work on the machine does
+not count; a call of that clock adds about 0.3 microseconds to each figure. One JSON row per run is appended to
+bench/results/scheduler.jsonl.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from engine.block_pool import BlockPool
-from engine.prefix_cache import PrefixCache
 from engine.protocol import Priority, SamplingParams
-from engine.request import Request
-from engine.scheduled_batch import ScheduledBatch, StepOutput
-from engine.scheduler import Scheduler, SchedulerLimits
+from engine.scheduling.block_pool import BlockPool
+from engine.scheduling.prefix_cache import PrefixCache
+from engine.scheduling.request import Request
+from engine.scheduling.scheduled_batch import ScheduledBatch, StepOutput
+from engine.scheduling.scheduler import Scheduler, SchedulerLimits
 
 RESULTS = Path(__file__).parent / "results" / "scheduler.jsonl"
 WARM_STEPS = 50

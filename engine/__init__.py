@@ -9,16 +9,16 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from engine.llm import LLM
-    from engine.outputs import CompletionOutput, RequestOutput
+    from engine.offline.llm import LLM
+    from engine.offline.outputs import CompletionOutput, RequestOutput
     from engine.protocol import SamplingParams
 
 __all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams"]
 
 _HOMES = {
-    "LLM": "engine.llm",
-    "CompletionOutput": "engine.outputs",
-    "RequestOutput": "engine.outputs",
+    "LLM": "engine.offline.llm",
+    "CompletionOutput": "engine.offline.outputs",
+    "RequestOutput": "engine.offline.outputs",
     "SamplingParams": "engine.protocol",
 }
 

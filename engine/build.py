@@ -9,35 +9,35 @@ from pathlib import Path
 
 import torch
 
-from engine.block_pool import PROTECTED_PERCENT, BlockPool
-from engine.calibration import MeasuredSpeed, measure_speed
-from engine.config import ModelConfig, load_model_config
+from engine.config.model import ModelConfig, load_model_config
 from engine.cpu_environment import default_threads
-from engine.device import check_swap_space, device_name, kv_bytes_available, resolve_device, resolve_dtype
-from engine.fair_policy import FairPolicy
 from engine.grammar.compiler import GrammarCompiler
+from engine.grammar.desk import GrammarDesk, LateCompiler
+from engine.grammar.masks import GrammarMasks
 from engine.grammar.vocabulary import load_vocabulary
-from engine.grammar_desk import GrammarDesk, LateCompiler
-from engine.grammar_masks import GrammarMasks
-from engine.host_tier import HostTier
-from engine.kv_cache import BlockMover
 from engine.loop import Engine
-from engine.memory_plan import MemoryPlan, plan_memory
-from engine.model_runner import ModelRunner
 from engine.models.decoder import Decoder
 from engine.options import EngineOptions
-from engine.paged_decoder import PagedDecoder
-from engine.policy import FcfsPolicy
-from engine.prefix_cache import PrefixCache
 from engine.protocol import EngineInfo
-from engine.sampler import Sampler
-from engine.scheduler import Scheduler, SchedulerLimits
+from engine.runner.calibration import MeasuredSpeed, measure_speed
+from engine.runner.device import check_swap_space, device_name, kv_bytes_available, resolve_device, resolve_dtype
+from engine.runner.kv_cache import BlockMover
+from engine.runner.memory_plan import MemoryPlan, plan_memory
+from engine.runner.model_runner import ModelRunner
+from engine.runner.paged_decoder import PagedDecoder
+from engine.runner.weights import WeightsSize, load_weights
+from engine.sampling.sampler import Sampler
+from engine.scheduling.block_pool import PROTECTED_PERCENT, BlockPool
+from engine.scheduling.fair_policy import FairPolicy
+from engine.scheduling.host_tier import HostTier
+from engine.scheduling.policy import FcfsPolicy
+from engine.scheduling.prefix_cache import PrefixCache
+from engine.scheduling.scheduler import Scheduler, SchedulerLimits
+from engine.scheduling.step_budget import BudgetTargets, StepBudget
+from engine.scheduling.step_time import StepTimeModel
 from engine.shared_prefixes import shared_prefixes
-from engine.speculative import AdaptiveDrafter
-from engine.speculative_options import check_draft_context, check_draft_vocabulary
-from engine.step_budget import BudgetTargets, StepBudget
-from engine.step_time import StepTimeModel
-from engine.weights import WeightsSize, load_weights
+from engine.speculation.options import check_draft_context, check_draft_vocabulary
+from engine.speculation.prompt_lookup import AdaptiveDrafter
 from kernels import ops
 
 

@@ -19,7 +19,7 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from engine.config import read_json
+from engine.config.model import read_json
 from engine.errors import EngineError, NotAModelDirectory
 
 TEMPLATE_CHARS_MAX = 256 * 1024

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from engine.protocol import EngineStatus, Priority, RequestProgress, TenantProgress
-from engine.request import Request, RequestStatus
-from engine.scheduled_batch import ScheduledBatch
-from engine.scheduler import Scheduler
+from engine.scheduling.request import Request, RequestStatus
+from engine.scheduling.scheduled_batch import ScheduledBatch
+from engine.scheduling.scheduler import Scheduler
 
 
 @dataclass(slots=True)

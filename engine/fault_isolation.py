@@ -16,7 +16,7 @@ import logging
 from collections.abc import Sequence
 from typing import Protocol
 
-from engine.scheduled_batch import BlockMoves, ScheduledRequest, StepOutput
+from engine.scheduling.scheduled_batch import BlockMoves, ScheduledRequest, StepOutput
 
 ERROR_CHARS_MAX = 500
 

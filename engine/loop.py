@@ -22,16 +22,16 @@ from itertools import chain
 from engine.engine_status import StepFigures, make_status
 from engine.errors import EngineBroken, PromptError
 from engine.fault_isolation import Runner, run_isolated
+from engine.grammar.desk import GrammarDesk
 from engine.grammar.spec import GrammarSpec, grammar_spec
-from engine.grammar_desk import GrammarDesk
 from engine.protocol import EngineInfo, EngineStatus, FinishReason, GenerationRequest, InvalidOption, TokenEvent
-from engine.randomness import seed_of_answer
-from engine.request import Request
 from engine.request_checks import PROMPT_PARAM, check_request
-from engine.scheduled_batch import ScheduledBatch, ScheduledRequest, StepOutput
-from engine.scheduler import Scheduler
-from engine.step_budget import StepBudget
-from engine.token_events import token_event
+from engine.sampling.randomness import seed_of_answer
+from engine.scheduling.request import Request
+from engine.scheduling.scheduled_batch import ScheduledBatch, ScheduledRequest, StepOutput
+from engine.scheduling.scheduler import Scheduler
+from engine.scheduling.step_budget import StepBudget
+from engine.scheduling.token_events import token_event
 
 FAILED_STEPS_MAX = 3
 PARKED_WAIT_S = 0.005

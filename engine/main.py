@@ -20,7 +20,7 @@ from engine.cpu_environment import prepare_cpu
 from engine.errors import EngineConfigError, EngineError
 from engine.options import DEVICES, DTYPES, POLICIES, EngineOptions
 from engine.protocol import EngineFrame, TokenEvent
-from engine.speculative_options import SpeculativeOptions
+from engine.speculation.options import SpeculativeOptions
 from engine.transport import FrameSocket, PeerClosed, TransportError, decode_gateway_frame
 
 prepare_cpu()
@@ -143,7 +143,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--no-prefix-caching", action="store_true")
     parser.add_argument("--threads", type=int)
     parser.add_argument("--swap-space", type=float, default=0.0, help="GiB of main memory for evicted KV blocks")
-    parser.add_argument("--speculative-config", help="JSON object with the fields of engine.speculative_options")
+    parser.add_argument("--speculative-config", help="JSON object with the fields of engine.speculation.options")
     parser.add_argument("--batch-invariant", action="store_true", help="the same tokens alone and in any batch, more slowly")
     parser.add_argument("--scheduling-policy", default="fair", help=" or ".join(POLICIES))
     parser.add_argument("--inter-token-target-ms", type=float, default=INTER_TOKEN_TARGET_MS)

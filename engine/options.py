@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from engine.errors import EngineConfigError
-from engine.speculative_options import SpeculativeOptions
+from engine.speculation.options import SpeculativeOptions
 
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16", "float16")

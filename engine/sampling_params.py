@@ -50,7 +50,7 @@ class SamplingParams:
 
     `stop` holds strings (one string is a list of one) and is applied by whoever owns the text (gateway or `LLM`), never by the
     engine loop, which knows token ids only; so is `echo`, an answer that begins with its prompt. `bad_words` are for people:
-    the engine goes by `bad_words_token_ids`, which whoever has the tokenizer fills (`engine.bad_words`). `guided_json` takes
+    the engine goes by `bad_words_token_ids`, which whoever has the tokenizer fills (`sampling.bad_words`). `guided_json` takes
     a schema as JSON text or as a mapping and holds it as text; at most one `guided_…` may be set.
 
     Raises `InvalidOption` on construction, naming the field.

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 
 from engine.chat_template import ChatTemplate, ChatTemplateError, NoChatTemplate
-from engine.config import load_model_config
+from engine.config.model import load_model_config
 from engine.errors import ModelError, NotAModelDirectory
 from engine.models.decoder import Decoder
+from engine.runner.weights import load_weights, weight_files
 from engine.text import Tokenizer
-from engine.weights import load_weights, weight_files
 
 REPORT_FRACTION = 0.05
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from engine.batch_inputs import BatchInputs
-from engine.config import LayerConfig, ModelConfig
+from engine.config.model import LayerConfig, ModelConfig
 from engine.layers.linear import FusedLinear
 from engine.layers.norm import RMSNorm
-from engine.weights import WeightPlan
+from engine.runner.batch_inputs import BatchInputs
+from engine.runner.weights import WeightPlan
 from kernels import ops
 
 

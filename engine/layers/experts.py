@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from engine.config import ExpertsConfig
+from engine.config.model import ExpertsConfig
 from engine.layers.linear import FusedLinear
 from engine.layers.mlp import GatedMLP
 from engine.models.families import ExpertNames
-from engine.weights import WeightPlan
+from engine.runner.weights import WeightPlan
 from kernels import ops
 
 

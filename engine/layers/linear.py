@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from engine.weights import WeightPlan
+from engine.runner.weights import WeightPlan
 from kernels import ops
 
 

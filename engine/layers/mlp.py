@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from engine.layers.linear import FusedLinear
-from engine.weights import WeightPlan
+from engine.runner.weights import WeightPlan
 from kernels import ops
 
 GATED_ACTIVATIONS = {"silu": ops.silu_mul, "gelu_pytorch_tanh": ops.gelu_tanh_mul}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from engine.weights import WeightPlan
+from engine.runner.weights import WeightPlan
 from kernels import ops
 
 

@@ -1,4 +1,4 @@
-"""Tables of rotary position embeddings (arXiv 2104.09864) with the scalings of `engine.rope_config`."""
+"""Tables of rotary position embeddings (arXiv 2104.09864) with the scalings of `config.rope`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from engine.rope_config import RopeConfig
+from engine.config.rope import RopeConfig
 
 Rotation = tuple[torch.Tensor, torch.Tensor]
 """Cosines and signed sines of a batch's positions, each [T, 1, rotary_dim]."""

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 import torch
 from torch.nn import functional
 
-from engine.batch_inputs import BatchInputs
-from engine.config import ModelConfig
+from engine.config.model import ModelConfig
 from engine.layers.attention import Attention
 from engine.layers.experts import SparseMLP
 from engine.layers.mlp import GatedMLP
 from engine.layers.norm import RMSNorm
-from engine.weights import WeightPlan
+from engine.runner.batch_inputs import BatchInputs
+from engine.runner.weights import WeightPlan
 from kernels import ops
 
 
@@ -83,7 +83,7 @@ def _feed_forward(config: ModelConfig, *, is_sparse: bool, dtype: torch.dtype, d
 class Decoder:
     """Embedding, layers, final norm and, but for models that only embed, the output head.
 
-    Weights are uninitialised until `engine.weights` fills the plan.
+    Weights are uninitialised until `runner.weights` fills the plan.
     """
 
     def __init__(self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device) -> None:

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import torch
 from torch.nn import functional
 
-from engine.batch_inputs import BatchInputs
-from engine.encoder_config import EncoderConfig
+from engine.config.encoder import EncoderConfig
 from engine.layers.linear import FusedLinear
 from engine.layers.norm import LayerNorm
-from engine.weights import WeightPlan
+from engine.runner.batch_inputs import BatchInputs
+from engine.runner.weights import WeightPlan
 from kernels import ops
 
 

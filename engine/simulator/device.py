@@ -8,12 +8,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from hashlib import blake2b
 
-from engine.prefix_cache import HASH_BYTES
 from engine.protocol import SamplingParams
-from engine.request import Request
-from engine.scheduled_batch import ScheduledBatch, StepOutput
+from engine.scheduling.prefix_cache import HASH_BYTES
+from engine.scheduling.request import Request
+from engine.scheduling.scheduled_batch import ScheduledBatch, StepOutput
+from engine.scheduling.step_time import StepTimeModel
 from engine.simulator.recorder import Recorder, TenantRecord, gap_bucket
-from engine.step_time import StepTimeModel
 
 TOKEN, STOP_TOKEN = 2, 1
 STOP_IDS = frozenset({STOP_TOKEN})

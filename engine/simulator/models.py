@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine.config import read_json
+from engine.config.model import read_json
 from engine.errors import EngineConfigError, NotAModelDirectory, UnsupportedModel
-from engine.step_time import DeviceSpeed, ModelShape
+from engine.scheduling.step_time import DeviceSpeed, ModelShape
 
 GIB = 1024**3
 BLOCK_SIZE = 16

@@ -12,23 +12,23 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
-from engine.block_pool import PROTECTED_PERCENT, BlockPool
 from engine.errors import EngineConfigError
-from engine.fair_policy import FairPolicy
-from engine.host_tier import HostTier
-from engine.policy import FcfsPolicy, Policy, PolicyContext, VtcPolicy
-from engine.prefix_cache import PrefixCache
 from engine.protocol import SamplingParams
-from engine.request import RequestStatus
-from engine.scheduled_batch import ScheduledBatch
-from engine.scheduler import Scheduler, SchedulerLimits
+from engine.scheduling.block_pool import PROTECTED_PERCENT, BlockPool
+from engine.scheduling.fair_policy import FairPolicy
+from engine.scheduling.host_tier import HostTier
+from engine.scheduling.policy import FcfsPolicy, Policy, PolicyContext, VtcPolicy
+from engine.scheduling.prefix_cache import PrefixCache
+from engine.scheduling.request import RequestStatus
+from engine.scheduling.scheduled_batch import ScheduledBatch
+from engine.scheduling.scheduler import Scheduler, SchedulerLimits
+from engine.scheduling.step_budget import BudgetTargets, StepBudget
+from engine.scheduling.step_time import StepTimeModel
 from engine.simulator.device import SimulatedDevice, SimulatedRequest, VirtualClock, make_request
 from engine.simulator.models import BLOCK_SIZE, GIB, SimulatedGpu, SimulatedModel, kv_blocks
 from engine.simulator.recorder import Recorder
 from engine.simulator.trace import HASH_BLOCK_TOKENS, TOKENS_MAX, TracedRequest
 from engine.simulator.workload import Workload
-from engine.step_budget import BudgetTargets, StepBudget
-from engine.step_time import StepTimeModel
 
 POLICIES: dict[str, Callable[[PolicyContext], Policy]] = {
     "fair": FairPolicy,

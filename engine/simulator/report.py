@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine.errors import EngineConfigError
-from engine.fair_policy import FairPolicy
+from engine.scheduling.fair_policy import FairPolicy
 from engine.simulator.cache_bounds import cache_bounds
 from engine.simulator.models import BLOCK_SIZE
 from engine.simulator.recorder import TenantRecord, gap_of_bucket

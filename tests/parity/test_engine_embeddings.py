@@ -14,11 +14,11 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from engine import LLM
-from engine.embedder import Embedder
+from engine.config.pooling import PoolingConfig
 from engine.errors import EngineError, ModelError, NotAModelDirectory, PromptError, UnsupportedModel
-from engine.model_runner import ModelRunner
-from engine.pooling_config import PoolingConfig
 from engine.protocol import UnsupportedOption
+from engine.runner.embedder import Embedder
+from engine.runner.model_runner import ModelRunner
 from tests.support.engines import small_engine
 from tests.support.tiny_models import make_encoder, make_model
 from tests.support.tiny_tokenizer import VOCAB_SIZE, write_tokenizer
@@ -124,7 +124,7 @@ def test_a_vector_does_not_depend_on_who_else_is_embedded(tmp_path: Path, monkey
     texts = make_texts(LENS, 128)
     llm = load(tmp_path)
     together = llm.embed(texts)
-    monkeypatch.setattr("engine.embedder.CPU_BATCH_TOKENS", 40)
+    monkeypatch.setattr("engine.runner.embedder.CPU_BATCH_TOKENS", 40)
     assert_near(llm.embed(texts), torch.tensor(together))
     assert_near([llm.embed([text])[0] for text in texts], torch.tensor(together))
 

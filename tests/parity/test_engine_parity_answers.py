@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from engine import LLM, SamplingParams
-from engine.outputs import Logprob, RequestOutput
+from engine.offline.outputs import Logprob, RequestOutput
 from tests.support.engines import KV_CACHE_BYTES, run_to_end, small_engine, wanted
 from tests.support.parity import LOGPROB_TOLERANCE
 from tests.support.tiny_models import VOCAB_SIZE, greedy, make_model

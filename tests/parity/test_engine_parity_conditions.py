@@ -14,7 +14,7 @@ import pytest
 
 from engine.loop import Engine
 from engine.protocol import TokenEvent
-from engine.speculative_options import SpeculativeOptions
+from engine.speculation.options import SpeculativeOptions
 from tests.support.engines import evict_all, preempt_all, run_to_end, small_engine, tokens, wanted
 from tests.support.parity import assert_greedy
 from tests.support.tiny_models import FAMILY_SETTINGS, VOCAB_SIZE, make_model

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from engine import LLM, SamplingParams
-from engine.outputs import RequestOutput
+from engine.offline.outputs import RequestOutput
 from tests.support.engines import KV_CACHE_BYTES
 from tests.support.tiny_models import make_model
 from tests.support.tiny_tokenizer import VOCAB_SIZE, write_tokenizer

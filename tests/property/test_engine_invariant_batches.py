@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from engine.loop import Engine
 from engine.protocol import TokenEvent
-from engine.speculative_options import SpeculativeOptions
+from engine.speculation.options import SpeculativeOptions
 from kernels.cpu.row_tiles import TILE_ROWS, agreeing_sizes, pack_linear_row_invariant
 from tests.support.engines import evict_all, preempt_all, run_to_end, small_engine, wanted
 from tests.support.tiny_models import VOCAB_SIZE, make_model

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
 
 from engine.protocol import Priority
-from engine.request import Request
+from engine.scheduling.request import Request
 from tests.support.scheduler_lives import SchedulerLife, World, random_life
 
 NUM_SCRIPTS = int(os.environ.get("GATEHOUSE_SCRIPTS", "120"))

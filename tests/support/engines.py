@@ -10,7 +10,7 @@ from engine.build import build_engine
 from engine.loop import Engine
 from engine.options import EngineOptions
 from engine.protocol import GenerationRequest, SamplingParams, TokenEvent
-from engine.speculative import AdaptiveDrafter, SpeculationCosts
+from engine.speculation.prompt_lookup import AdaptiveDrafter, SpeculationCosts
 
 KV_CACHE_BYTES = 1_000_000
 

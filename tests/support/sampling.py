@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from engine.logits_rules import SampledRow
 from engine.protocol import SamplingParams
-from engine.request import Request
-from engine.sampler import SampledToken, Sampler
+from engine.sampling.logits_rules import SampledRow
+from engine.sampling.sampler import SampledToken, Sampler
+from engine.scheduling.request import Request
 
 
 def sampling_request(

@@ -15,18 +15,18 @@ from fractions import Fraction
 from functools import partial
 from itertools import islice
 
-from engine.admission_cost import TokenCosts
-from engine.block_pool import BlockPool
-from engine.fair_policy import LOOK_ACCOUNTS, FairPolicy, FairSettings
-from engine.fairness import Account
-from engine.host_tier import HostTier
-from engine.policy import Start, looked_at
-from engine.prefix_cache import PrefixCache
 from engine.protocol import FinishReason, Priority, SamplingParams, TokenEvent
-from engine.request import Request, RequestStatus
-from engine.scheduled_batch import ScheduledBatch, ScheduledRequest, StepOutput
-from engine.scheduler import Scheduler, SchedulerLimits
-from engine.speculative import NO_DRAFT, Draft
+from engine.scheduling.accounts import Account
+from engine.scheduling.block_pool import BlockPool
+from engine.scheduling.costs import TokenCosts
+from engine.scheduling.fair_policy import LOOK_ACCOUNTS, FairPolicy, FairSettings
+from engine.scheduling.host_tier import HostTier
+from engine.scheduling.policy import Start, looked_at
+from engine.scheduling.prefix_cache import PrefixCache
+from engine.scheduling.request import Request, RequestStatus
+from engine.scheduling.scheduled_batch import ScheduledBatch, ScheduledRequest, StepOutput
+from engine.scheduling.scheduler import Scheduler, SchedulerLimits
+from engine.speculation.prompt_lookup import NO_DRAFT, Draft
 
 END_TOKEN = 0
 STEPS_TO_DRAIN_MAX = 6000

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from engine.block_pool import BlockPool
-from engine.host_tier import HostTier
-from engine.policy import Policy, PolicyContext
-from engine.prefix_cache import PrefixCache
 from engine.protocol import Priority, SamplingParams, TokenEvent
-from engine.request import Request
-from engine.scheduled_batch import ScheduledBatch, StepOutput
-from engine.scheduler import Scheduler, SchedulerLimits
+from engine.scheduling.block_pool import BlockPool
+from engine.scheduling.host_tier import HostTier
+from engine.scheduling.policy import Policy, PolicyContext
+from engine.scheduling.prefix_cache import PrefixCache
+from engine.scheduling.request import Request
+from engine.scheduling.scheduled_batch import ScheduledBatch, StepOutput
+from engine.scheduling.scheduler import Scheduler, SchedulerLimits
 
 BLOCK_SIZE = 4
 

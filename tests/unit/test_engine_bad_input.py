@@ -12,7 +12,7 @@ import pytest
 from engine import LLM, SamplingParams
 from engine.errors import PromptError
 from engine.loop import Engine
-from engine.outputs import GenerationFailed
+from engine.offline.outputs import GenerationFailed
 from engine.protocol import FinishReason, GenerationRequest, InvalidOption, Priority, TokenEvent
 from tests.support.engines import KV_CACHE_BYTES, run_to_end, small_engine, tokens, wanted
 from tests.support.tiny_models import make_model

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 
-from engine.block_pool import BlockPool
 from engine.protocol import Priority
+from engine.scheduling.block_pool import BlockPool
 from tests.support.scheduling import BLOCK_SIZE, drain, finish, make_request, make_scheduler, step
 
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from engine.completion import Completion, engine_params
-from engine.outputs import Logprob, RequestOutput
+from engine.offline.completion import Completion, engine_params
+from engine.offline.outputs import Logprob, RequestOutput
 from engine.protocol import FinishReason, GenerationRequest, SamplingParams, TokenEvent, TokenLogprob
 from engine.text import Tokenizer
 from tests.support.tiny_tokenizer import write_tokenizer

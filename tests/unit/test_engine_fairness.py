@@ -6,14 +6,14 @@ from collections import Counter
 
 import pytest
 
-from engine.admission_cost import TokenCosts
-from engine.fair_policy import AGEING_STEPS, FairPolicy
-from engine.fairness import Account, Backlog, SeatCounts
-from engine.kv_forecast import KvForecast
-from engine.policy import FcfsPolicy, Policy, PolicyContext, VtcPolicy
 from engine.protocol import FinishReason, Priority
-from engine.request import RequestStatus
-from engine.scheduler import Scheduler
+from engine.scheduling.accounts import Account, Backlog, SeatCounts
+from engine.scheduling.costs import TokenCosts
+from engine.scheduling.fair_policy import AGEING_STEPS, FairPolicy
+from engine.scheduling.kv_forecast import KvForecast
+from engine.scheduling.policy import FcfsPolicy, Policy, PolicyContext, VtcPolicy
+from engine.scheduling.request import RequestStatus
+from engine.scheduling.scheduler import Scheduler
 from tests.support.scheduling import drain, make_request, make_scheduler, plan, step
 
 COSTS = TokenCosts(prefill_token_ps=10, prefill_pair_ps=0, decode_token_ps=10, decode_context_ps=0)

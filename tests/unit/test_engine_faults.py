@@ -9,19 +9,19 @@ from typing import Any
 import pytest
 import torch
 
-from engine.batch_inputs import BatchInputs, InputRow
-from engine.draft_model import DraftModel
 from engine.errors import EngineBroken
+from engine.grammar.masks import GrammarMasks
 from engine.grammar.spec import GrammarError
-from engine.grammar_masks import GrammarMasks
-from engine.kv_cache import BlockMover
 from engine.loop import Engine
-from engine.model_runner import ModelRunner
-from engine.paged_decoder import PagedDecoder
 from engine.protocol import FinishReason, TokenEvent
-from engine.sampler import NOT_FINITE, SampledToken, Sampler
-from engine.scheduled_batch import BlockMoves, ScheduledRequest, StepOutput
-from engine.speculative_options import SpeculativeOptions
+from engine.runner.batch_inputs import BatchInputs, InputRow
+from engine.runner.kv_cache import BlockMover
+from engine.runner.model_runner import ModelRunner
+from engine.runner.paged_decoder import PagedDecoder
+from engine.sampling.sampler import NOT_FINITE, SampledToken, Sampler
+from engine.scheduling.scheduled_batch import BlockMoves, ScheduledRequest, StepOutput
+from engine.speculation.draft_model import DraftModel
+from engine.speculation.options import SpeculativeOptions
 from tests.support.engines import evict_all, preempt_all, run_to_end, small_engine, tokens, wanted
 from tests.support.tiny_models import make_model
 

@@ -9,9 +9,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-import engine.logprobs
-from engine.logprobs import prompt_logprobs, token_logprobs
-from engine.sampler import Sampler
+import engine.sampling.logprobs
+from engine.sampling.logprobs import prompt_logprobs, token_logprobs
+from engine.sampling.sampler import Sampler
 from tests.support.sampling import next_rows, sample, sampling_request
 
 VOCAB_SIZE = 1100
@@ -61,7 +61,7 @@ def test_logprobs_zero_gives_the_chosen_token_only(logits: torch.Tensor) -> None
 @pytest.mark.parametrize("count", [0, 1, 20])
 @pytest.mark.parametrize("num_rows", [1, 3, 10])
 def test_prompt_logprobs_are_those_of_a_full_log_softmax(count: int, num_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine.logprobs, "SLICE_ELEMENTS", 3 * VOCAB_SIZE)
+    monkeypatch.setattr(engine.sampling.logprobs, "SLICE_ELEMENTS", 3 * VOCAB_SIZE)
     generator = torch.Generator().manual_seed(num_rows)
     logits = torch.randn(num_rows, VOCAB_SIZE, generator=generator) * 3
     token_ids = torch.randint(VOCAB_SIZE, (num_rows,), generator=generator).tolist()
@@ -75,7 +75,7 @@ def test_prompt_logprobs_are_those_of_a_full_log_softmax(count: int, num_rows: i
 
 
 def test_log_probabilities_make_no_tensor_larger_than_a_slice(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine.logprobs, "SLICE_ELEMENTS", 4 * VOCAB_SIZE)
+    monkeypatch.setattr(engine.sampling.logprobs, "SLICE_ELEMENTS", 4 * VOCAB_SIZE)
     logits = torch.randn(64, VOCAB_SIZE)
     rows = next_rows([sampling_request(str(i), temperature=0.0, logprobs=3) for i in range(64)])
     sampler = Sampler(logits.device)

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from engine.block_pool import BlockPool
 from engine.errors import EngineBroken
 from engine.loop import FAILED_STEPS_MAX, Engine
-from engine.model_runner import ModelRunner
 from engine.protocol import EngineInfo, FinishReason
-from engine.scheduled_batch import BlockMoves, ScheduledRequest, StepOutput
-from engine.scheduler import Scheduler, SchedulerLimits
+from engine.runner.model_runner import ModelRunner
+from engine.scheduling.block_pool import BlockPool
+from engine.scheduling.scheduled_batch import BlockMoves, ScheduledRequest, StepOutput
+from engine.scheduling.scheduler import Scheduler, SchedulerLimits
 from tests.support.engines import run_to_end, small_engine, tokens, wanted
 from tests.support.tiny_models import make_model
 

@@ -8,17 +8,17 @@ from typing import Any
 
 import pytest
 
-from engine.block_pool import BlockPool
 from engine.errors import NotAModelDirectory
+from engine.grammar.desk import GrammarDesk, LateCompiler
 from engine.grammar.matcher import CompiledGrammar
 from engine.grammar.spec import GrammarError, GrammarSpec
-from engine.grammar_desk import GrammarDesk, LateCompiler
 from engine.loop import Engine
 from engine.protocol import EngineInfo, FinishReason, GenerationRequest, TokenEvent
-from engine.randomness import seed_of_answer
-from engine.request import Request
-from engine.scheduled_batch import BlockMoves, ScheduledRequest, StepOutput
-from engine.scheduler import Scheduler, SchedulerLimits
+from engine.sampling.randomness import seed_of_answer
+from engine.scheduling.block_pool import BlockPool
+from engine.scheduling.request import Request
+from engine.scheduling.scheduled_batch import BlockMoves, ScheduledRequest, StepOutput
+from engine.scheduling.scheduler import Scheduler, SchedulerLimits
 from tests.support.clock import FakeClock
 from tests.support.engines import run_to_end, tokens, wanted
 

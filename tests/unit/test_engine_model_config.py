@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from engine.config import EMBEDDERS, ModelConfig, parse_model_config
+from engine.config.model import EMBEDDERS, ModelConfig, parse_model_config
 from engine.errors import EngineConfigError, UnsupportedModel
-from engine.memory_plan import plan_memory
 from engine.models.families import FAMILIES
 from engine.options import EngineOptions
+from engine.runner.memory_plan import plan_memory
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 100,

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine.config import load_model_config
+from engine.config.model import load_model_config
 from engine.errors import EngineConfigError, NotAModelDirectory, UnsupportedModel, WeightsError
 from tests.support.engines import run_to_end, small_engine, tokens, wanted
 from tests.support.tiny_models import make_model

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from engine.errors import PromptError
-from engine.progress import Progress
-from engine.prompts import conversations, listed, params_for, read_prompt
+from engine.offline.progress import Progress
+from engine.offline.prompts import conversations, listed, params_for, read_prompt
 from engine.protocol import InvalidOption, SamplingParams
 
 
@@ -112,7 +112,7 @@ def test_progress_is_one_line_with_rates_on_a_terminal(
 ) -> None:
     monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
     now = [100.0]
-    monkeypatch.setattr("engine.progress.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("engine.offline.progress.time.monotonic", lambda: now[0])
     progress = Progress(3, enabled=True)
     progress.show(0)
     now[0] = 102.0

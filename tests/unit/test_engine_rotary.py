@@ -10,7 +10,7 @@ import torch
 import transformers
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from engine.config import parse_model_config
+from engine.config.model import parse_model_config
 from engine.layers.rotary import inverse_frequencies
 
 SHAPE: dict[str, Any] = {

@@ -9,17 +9,17 @@ from typing import Any
 import pytest
 import torch
 
-from engine.config import load_model_config
-from engine.device import check_swap_space
+from engine.config.model import load_model_config
 from engine.errors import EngineConfigError
-from engine.kv_cache import BlockMover
 from engine.main import INTER_TOKEN_TARGET_MS, _engine_options, parse_arguments
-from engine.memory_plan import GIB, kv_block_bytes, plan_memory
-from engine.model_runner import ModelRunner
 from engine.options import EngineOptions
-from engine.scheduled_batch import BlockMoves
+from engine.runner.device import check_swap_space
+from engine.runner.kv_cache import BlockMover
+from engine.runner.memory_plan import GIB, kv_block_bytes, plan_memory
+from engine.runner.model_runner import ModelRunner
+from engine.scheduling.scheduled_batch import BlockMoves
 from engine.shared_prefixes import shared_prefixes
-from engine.speculative_options import SpeculativeOptions
+from engine.speculation.options import SpeculativeOptions
 from tests.support.engines import run_to_end, small_engine, wanted
 from tests.support.tiny_models import make_model
 from tests.support.tiny_tokenizer import VOCAB_SIZE, write_tokenizer

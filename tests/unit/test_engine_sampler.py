@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from engine.randomness import seed_of_answer, uniform
-from engine.sampler import NO_TOKEN, NOT_FINITE, SampledToken, invert
+from engine.sampling.randomness import seed_of_answer, uniform
+from engine.sampling.sampler import NO_TOKEN, NOT_FINITE, SampledToken, invert
 from tests.support.sampling import sample, sampling_request
 
 VOCAB_SIZE = 1100  # more than the widest partial top-k
@@ -199,7 +199,7 @@ def test_a_row_without_a_token_to_draw_fails_alone(
     logits: torch.Tensor, sampling: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     healthy = sample(logits[None], [sampling_request("0", **sampling)])[0]
-    monkeypatch.setattr("engine.sampler.is_greedy", lambda params: False)  # so that a division by zero comes about
+    monkeypatch.setattr("engine.sampling.sampler.is_greedy", lambda params: False)  # so that a division by zero comes about
     requests = [sampling_request("0", **sampling), sampling_request("1", temperature=1e-320, **sampling)]
     assert sample(logits.expand(2, -1), requests) == [healthy, SampledToken(error=NOT_FINITE)]
 

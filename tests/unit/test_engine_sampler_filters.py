@@ -8,8 +8,8 @@ import pytest
 import torch
 import transformers
 
-from engine.randomness import uniform
-from engine.sampler import invert
+from engine.sampling.randomness import uniform
+from engine.sampling.sampler import invert
 from tests.support.sampling import distributions, sample, sampling_request
 
 SETTINGS: list[dict[str, Any]] = [

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from engine.block_pool import BlockPool, OutOfBlocks
 from engine.errors import EngineConfigError
-from engine.policy import LOOK_REQUESTS, SKIPS_MAX
-from engine.request import IllegalTransition, RequestStatus
-from engine.scheduler import Scheduler, SchedulerLimits
+from engine.scheduling.block_pool import BlockPool, OutOfBlocks
+from engine.scheduling.policy import LOOK_REQUESTS, SKIPS_MAX
+from engine.scheduling.request import IllegalTransition, RequestStatus
+from engine.scheduling.scheduler import Scheduler, SchedulerLimits
 from tests.support.scheduling import make_request, make_scheduler, plan, step
 
 

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from engine.block_pool import BlockPool
-from engine.prefix_cache import PrefixCache
-from engine.scheduled_batch import StepOutput
-from engine.scheduler import Scheduler, SchedulerLimits
-from engine.waiting import Line
+from engine.scheduling.block_pool import BlockPool
+from engine.scheduling.prefix_cache import PrefixCache
+from engine.scheduling.scheduled_batch import StepOutput
+from engine.scheduling.scheduler import Scheduler, SchedulerLimits
+from engine.scheduling.waiting import Line
 from tests.support.scheduling import make_request
 
 BLOCK_SIZE = 16

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from engine.admission_cost import TokenCosts
-from engine.block_pool import BlockPool
-from engine.host_tier import HostTier
-from engine.prefix_cache import PrefixCache
 from engine.protocol import FinishReason
-from engine.request import RequestStatus
+from engine.scheduling.block_pool import BlockPool
+from engine.scheduling.costs import TokenCosts
+from engine.scheduling.host_tier import HostTier
+from engine.scheduling.prefix_cache import PrefixCache
+from engine.scheduling.request import RequestStatus
 from tests.support.scheduling import BLOCK_SIZE, drain, finish, make_request, make_scheduler, plan, step
 
 

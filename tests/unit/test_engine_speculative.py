@@ -10,8 +10,9 @@ import pytest
 
 from engine.errors import EngineConfigError
 from engine.protocol import SamplingParams
-from engine.request import Request
-from engine.speculative import (
+from engine.scheduling.request import Request
+from engine.speculation.options import SpeculativeOptions
+from engine.speculation.prompt_lookup import (
     INDEX_TOKENS_MAX,
     INDEX_TOKENS_PER_STEP,
     NO_DRAFT,
@@ -21,7 +22,6 @@ from engine.speculative import (
     SpeculationCosts,
     can_draft,
 )
-from engine.speculative_options import SpeculativeOptions
 
 FREE = SpeculationCosts(rows=(1, 64), times=(1.0, 1.0))
 LINEAR = SpeculationCosts(rows=(1, 64), times=(1.0, 64.0))

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from engine.acceptance import GUESS, accept_by_rejection, accept_equal
 from engine.protocol import TokenLogprob
-from engine.randomness import uniform
-from engine.sampler import NOT_FINITE, SampledToken, invert
-from engine.speculative_options import SpeculativeOptions
+from engine.sampling.acceptance import GUESS, accept_by_rejection, accept_equal
+from engine.sampling.randomness import uniform
+from engine.sampling.sampler import NOT_FINITE, SampledToken, invert
+from engine.speculation.options import SpeculativeOptions
 from tests.support.engines import run_to_end, small_engine, tokens, wanted
 from tests.support.tiny_models import make_model
 

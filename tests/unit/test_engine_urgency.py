@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from engine.block_pool import BlockPool
-from engine.prefix_cache import PrefixCache
 from engine.protocol import Priority, SamplingParams
-from engine.request import Request
-from engine.scheduled_batch import ScheduledBatch, StepOutput
-from engine.scheduler import Scheduler, SchedulerLimits
-from engine.turn_order import OVERTAKEN_PREFILLS_MAX
-from engine.urgency import AGED_EVERY, AGED_TARGETS
+from engine.scheduling.block_pool import BlockPool
+from engine.scheduling.prefix_cache import PrefixCache
+from engine.scheduling.request import Request
+from engine.scheduling.scheduled_batch import ScheduledBatch, StepOutput
+from engine.scheduling.scheduler import Scheduler, SchedulerLimits
+from engine.scheduling.turn_order import OVERTAKEN_PREFILLS_MAX
+from engine.scheduling.urgency import AGED_EVERY, AGED_TARGETS
 
 BLOCK_SIZE = 16
 TARGET_S = 1.0

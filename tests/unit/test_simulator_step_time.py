@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from engine.scheduling.step_budget import AIM_SHARE, SCALE_MAX, BudgetTargets, StepBudget
+from engine.scheduling.step_time import Efficiency, ModelShape, StepTimeModel
 from engine.simulator.models import GPUS, MODELS, kv_blocks
-from engine.step_budget import AIM_SHARE, SCALE_MAX, BudgetTargets, StepBudget
-from engine.step_time import Efficiency, ModelShape, StepTimeModel
 
 H200 = GPUS["h200"]
 LLAMA = MODELS["llama-3.1-8b"]

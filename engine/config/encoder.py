@@ -1,0 +1,80 @@
+"""What a model directory says about its encoder (BERT, arXiv 1810.04805; RoBERTa, 1907.11692), checked. Knows no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from engine.config.model import ENCODERS, LAYERS_MAX, architecture_of, read_model_json, refuse_uncomputed
+from engine.config.values import JsonObject, number, positive
+from engine.errors import UnsupportedModel
+
+ACTIVATIONS = ("gelu", "gelu_new", "gelu_pytorch_tanh")  # the last two are one function
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EncoderConfig:
+    """Shape of an encoder. The first token of a text has the position `first_position` in the table of positions."""
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    head_dim: int
+    layer_norm_eps: float
+    num_positions: int
+    first_position: int
+    num_token_types: int
+    activation: str
+    torch_dtype: str
+
+    @property
+    def max_position_len(self) -> int:
+        """Tokens of the longest text."""
+        return self.num_positions - self.first_position
+
+
+def load_encoder_config(directory: Path) -> EncoderConfig:
+    """Read and check `config.json` of an encoder. Raises `NotAModelDirectory` or `UnsupportedModel`."""
+    config = read_model_json(directory)
+    architecture = architecture_of(config)
+    if architecture not in ENCODERS:
+        raise UnsupportedModel(f"architecture {architecture} is not an encoder; these are: {', '.join(ENCODERS)}")
+    refuse_uncomputed(config)
+    _refuse_other_encoders(config)
+    hidden_size, num_heads = positive(config, "hidden_size"), positive(config, "num_attention_heads")
+    if hidden_size % num_heads:
+        raise UnsupportedModel(f"hidden_size ({hidden_size}) must be a multiple of num_attention_heads ({num_heads})")
+    return EncoderConfig(
+        architecture=architecture,
+        vocab_size=positive(config, "vocab_size"),
+        hidden_size=hidden_size,
+        intermediate_size=positive(config, "intermediate_size"),
+        num_layers=positive(config, "num_hidden_layers", at_most=LAYERS_MAX),
+        num_heads=num_heads,
+        head_dim=hidden_size // num_heads,
+        layer_norm_eps=number(config, "layer_norm_eps", 1e-12),
+        num_positions=positive(config, "max_position_embeddings"),
+        first_position=0 if architecture == "BertModel" else _padding_id(config) + 1,
+        num_token_types=positive(config, "type_vocab_size"),
+        activation=str(config.get("hidden_act", "gelu")),
+        torch_dtype=str(config.get("dtype") or config.get("torch_dtype") or "float32"),
+    )
+
+
+def _refuse_other_encoders(config: JsonObject) -> None:
+    activation = config.get("hidden_act", "gelu")
+    if activation not in ACTIVATIONS:
+        raise UnsupportedModel(f"hidden_act {activation!r} is not supported; supported: {', '.join(ACTIVATIONS)}")
+    positions = config.get("position_embedding_type", "absolute")
+    if positions != "absolute":
+        raise UnsupportedModel(f"position_embedding_type {positions!r} is not supported; supported: absolute")
+
+
+def _padding_id(config: JsonObject) -> int:
+    padding_id = config.get("pad_token_id", 1)
+    if not isinstance(padding_id, int) or isinstance(padding_id, bool) or padding_id < 0:
+        raise UnsupportedModel(f"config.json: pad_token_id must be an integer from 0 on, not {padding_id!r}")
+    return padding_id

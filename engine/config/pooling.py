@@ -1,0 +1,101 @@
+"""How the hidden states of a text become one vector: what sentence-transformers wrote beside the model, or a default.
+
+`modules.json` lists the steps, `1_Pooling/config.json` the way of pooling, `sentence_bert_config.json` the longest text, and
+`config_sentence_transformers.json` a text that goes before each input. A step that is not computed here is refused by name.
+Knows no torch.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from engine.config.model import read_json
+from engine.errors import NotAModelDirectory, UnsupportedModel
+
+MODES = ("mean", "cls", "last")
+MODE_OF_NAME = {"mean": "mean", "cls": "cls", "lasttoken": "last"}
+MODE_OF_FLAG = {"pooling_mode_mean_tokens": "mean", "pooling_mode_cls_token": "cls", "pooling_mode_lasttoken": "last"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolingConfig:
+    """`mode`: mean of all tokens, the first (cls) or the last one. `normalised`: vectors of length one.
+
+    `max_len` is the longest text in tokens where the files name one; `prompt` goes before each text.
+    """
+
+    mode: str
+    normalised: bool = True
+    max_len: int | None = None
+    prompt: str = ""
+    lowercase: bool = False
+
+
+def load_pooling_config(directory: Path, *, default_mode: str) -> PoolingConfig:
+    """What the directory says; without `modules.json` the default mode, normalised. Raises `ModelError`."""
+    path = directory / "modules.json"
+    if not path.is_file():
+        return PoolingConfig(mode=default_mode)
+    types = _module_types(path)
+    if types[:2] != ["Transformer", "Pooling"] or types[2:] not in ([], ["Normalize"]):
+        raise UnsupportedModel(
+            f"{path}: the modules {', '.join(types)} are not supported; supported: Transformer, Pooling, Normalize"
+        )
+    pooling = read_json(directory / "1_Pooling" / "config.json")
+    config = PoolingConfig(mode=_mode(pooling), normalised="Normalize" in types)
+    return _with_prompt(_with_limits(config, directory), directory, included=bool(pooling.get("include_prompt", True)))
+
+
+def _module_types(path: Path) -> list[str]:
+    """The last part of each module's type, in order."""
+    try:
+        modules = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise NotAModelDirectory(f"{path} cannot be read as JSON: {error}") from error
+    if not isinstance(modules, list) or not all(isinstance(m, dict) and isinstance(m.get("type"), str) for m in modules):
+        raise NotAModelDirectory(f"{path} must hold a list of modules with a type each")
+    if modules and modules[0].get("path"):
+        raise UnsupportedModel(f"{path}: a transformer in the folder {modules[0]['path']!r} is not supported; give that folder")
+    return [module["type"].rsplit(".", maxsplit=1)[-1] for module in modules]
+
+
+def _mode(pooling: Mapping[str, Any]) -> str:
+    """Exactly one way of pooling; several are concatenated by sentence-transformers, and refused here."""
+    named = pooling.get("pooling_mode")
+    flags = [key for key, value in pooling.items() if key.startswith("pooling_mode_") and value is True]
+    wanted = [named] if isinstance(named, str) else named if isinstance(named, list) else flags or ["mean"]
+    modes = [MODE_OF_NAME.get(name) or MODE_OF_FLAG.get(name) for name in wanted]
+    if len(modes) != 1 or modes[0] is None:
+        raise UnsupportedModel(
+            f"1_Pooling: {' with '.join(map(str, wanted))} is not supported; supported: one of mean, cls, lasttoken"
+        )
+    return modes[0]
+
+
+def _with_limits(config: PoolingConfig, directory: Path) -> PoolingConfig:
+    path = directory / "sentence_bert_config.json"
+    if not path.is_file():
+        return config
+    settings = read_json(path)
+    max_len = settings.get("max_seq_length")
+    if max_len is not None and (not isinstance(max_len, int) or max_len < 1):
+        raise UnsupportedModel(f"{path}: max_seq_length must be a positive integer or null, not {max_len!r}")
+    return replace(config, max_len=max_len, lowercase=bool(settings.get("do_lower_case", False)))
+
+
+def _with_prompt(config: PoolingConfig, directory: Path, *, included: bool) -> PoolingConfig:
+    path = directory / "config_sentence_transformers.json"
+    settings = read_json(path) if path.is_file() else {}
+    name = settings.get("default_prompt_name")
+    if name is None:
+        return config
+    prompt = (settings.get("prompts") or {}).get(name)
+    if not isinstance(prompt, str):
+        raise UnsupportedModel(f"{path}: default_prompt_name {name!r} names no prompt")
+    if prompt and not included:
+        raise UnsupportedModel("1_Pooling: include_prompt = false with a default prompt is not supported")
+    return replace(config, prompt=prompt)

@@ -1,0 +1,1 @@
+"""`LLM`: the engine without a gateway."""

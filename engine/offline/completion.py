@@ -1,0 +1,211 @@
+"""One request of `LLM` while it runs: collects the events of its answers and becomes a `RequestOutput`. Knows no torch."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+
+from engine.answer_text import AnswerText
+from engine.offline.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from engine.protocol import FinishReason, GenerationRequest, SamplingParams, TokenEvent, TokenLogprob
+from engine.text import Tokenizer
+
+
+def engine_params(sampling: SamplingParams) -> SamplingParams:
+    """What the engine must compute so that `sampling` can be honoured: ranking and echo need log-probabilities."""
+    logprobs, prompt_logprobs = sampling.logprobs, sampling.prompt_logprobs
+    if logprobs is None and sampling.num_answers > sampling.n:
+        logprobs = 0
+    if sampling.echo and sampling.logprobs is not None:
+        prompt_logprobs = max(sampling.logprobs, prompt_logprobs or 0)
+    return replace(sampling, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
+
+
+class Answer:
+    """One answer of a request. Finished when the engine says so, or as soon as a stop string stands in its text."""
+
+    def __init__(self, text: AnswerText | None) -> None:
+        self.token_ids: list[int] = []
+        self.logprobs: list[TokenLogprob] = []
+        self.last: TokenEvent | None = None
+        self.num_accepted_draft_tokens = 0
+        self._text = text
+        self._pieces: list[str] = []
+
+    @property
+    def stop_string(self) -> str | None:
+        return None if self._text is None else self._text.matched
+
+    def has_ended(self) -> bool:
+        return self.last is not None and (self.last.finish_reason is not None or self.stop_string is not None)
+
+    @property
+    def cumulative_logprob(self) -> float:
+        return sum(entry.logprob for entry in self.logprobs)
+
+    @property
+    def finish_reason(self) -> FinishReason:
+        assert self.last is not None, "an answer without an event"
+        reason = FinishReason.STOP if self.stop_string is not None else self.last.finish_reason
+        assert reason is not None, f"answer {self.last.index} of request {self.last.request_id} ended without a reason"
+        return reason
+
+    def take(self, event: TokenEvent) -> None:
+        """Take over one event of the engine; tokens behind a stop string are nobody's."""
+        self.last = event
+        taken = len(event.token_ids)
+        if self._text is not None:
+            piece, taken = self._text.push(event.token_ids, ends_by_token=event.finish_reason is FinishReason.STOP)
+            self._pieces.append(piece)
+        self.token_ids += event.token_ids[:taken]
+        self.logprobs += (event.logprobs or [])[:taken]
+        self.num_accepted_draft_tokens += max(0, taken - 1)
+
+    def text(self, tokenizer: Tokenizer | None, end_ids: Collection[int]) -> str:
+        """Without the stop string or end token that ended it."""
+        if tokenizer is None:
+            return ""
+        if self._text is not None:
+            return "".join(self._pieces) + ("" if self.stop_string is not None else self._text.flush())
+        ended_by_token = self.finish_reason is FinishReason.STOP and self.token_ids[-1] in end_ids
+        return tokenizer.decode(self.token_ids[:-1] if ended_by_token else self.token_ids)
+
+
+class Completion:
+    """A request with all of its answers. `asked` is what the caller wants, `wanted.sampling` what the engine computes."""
+
+    def __init__(
+        self,
+        wanted: GenerationRequest,
+        *,
+        asked: SamplingParams,
+        prompt: str | None,
+        tokenizer: Tokenizer | None,
+        eos_token_ids: Sequence[int] = (),
+    ) -> None:
+        self.wanted = wanted
+        self._asked = asked
+        self._prompt = prompt
+        self._tokenizer = tokenizer
+        ends = asked.is_guided or not asked.ignore_eos  # a grammar ends with the model's own end, whatever is ignored
+        self._end_ids = frozenset(asked.stop_token_ids).union(eos_token_ids if ends else ())
+        self._answers = [Answer(self._answer_text()) for _ in range(asked.num_answers)]
+        self._prompt_logprobs: list[TokenLogprob] = []
+        self._started_s = time.monotonic()
+        self._first_token_s: float | None = None
+        self._finished_s: float | None = None
+
+    @property
+    def request_id(self) -> str:
+        return self.wanted.request_id
+
+    @property
+    def is_finished(self) -> bool:
+        return self._finished_s is not None
+
+    @property
+    def num_prompt_tokens_computed(self) -> int:
+        last = self._answers[0].last
+        return 0 if last is None else last.num_prompt_tokens_computed
+
+    @property
+    def num_output_tokens(self) -> int:
+        return sum(len(answer.token_ids) for answer in self._answers)
+
+    def take(self, event: TokenEvent) -> bool:
+        """Take over one event of the engine. True when the caller must end this answer: a stop string stands in its text."""
+        answer = self._answers[event.index]
+        if answer.has_ended():
+            return False
+        if event.token_ids and self._first_token_s is None:
+            self._first_token_s = time.monotonic()
+        if not event.index:
+            self._prompt_logprobs += event.prompt_logprobs or []
+        answer.take(event)
+        if answer.has_ended() and all(other.has_ended() for other in self._answers):
+            self._finished_s = time.monotonic()
+        return answer.has_ended() and event.finish_reason is None
+
+    def result(self) -> RequestOutput:
+        """The finished request. Calling it earlier is a bug."""
+        assert self._finished_s is not None, f"request {self.request_id} is not finished"
+        events = [answer.last for answer in self._answers if answer.last is not None]
+        count = self._asked.prompt_logprobs
+        return RequestOutput(
+            request_id=self.request_id,
+            prompt=self._prompt,
+            prompt_token_ids=self.wanted.prompt_token_ids,
+            prompt_logprobs=None if count is None else [None, *self._named_prompt(count)],
+            outputs=[self._output(index, answer) for index, answer in enumerate(self._best_answers())],
+            num_cached_tokens=events[0].num_cached_tokens,
+            metrics=RequestMetrics(
+                queue_s=events[0].queue_s,
+                ttft_s=None if self._first_token_s is None else self._first_token_s - self._started_s,
+                total_s=self._finished_s - self._started_s,
+                num_preemptions=sum(event.num_preemptions for event in events),
+                num_accepted_draft_tokens=sum(answer.num_accepted_draft_tokens for answer in self._answers),
+            ),
+        )
+
+    def _answer_text(self) -> AnswerText | None:
+        """Only stop strings need the text of an answer while it grows."""
+        if self._tokenizer is None or not self._asked.stop:
+            return None
+        return AnswerText(
+            self._tokenizer.decode,
+            stop=self._asked.stop,
+            stop_token_ids=self._end_ids,
+            min_tokens=self._asked.min_tokens,
+        )
+
+    def _best_answers(self) -> list[Answer]:
+        """The `n` answers with the highest cumulative log-probability, or all in their order. Failed ones come last."""
+        if len(self._answers) == self._asked.n:
+            return self._answers
+        ranked = sorted(
+            self._answers, key=lambda answer: (answer.finish_reason is FinishReason.ERROR, -answer.cumulative_logprob)
+        )
+        return ranked[: self._asked.n]
+
+    def _output(self, index: int, answer: Answer) -> CompletionOutput:
+        asked, reason, last = self._asked, answer.finish_reason, answer.last
+        assert last is not None, f"answer {index} of request {self.request_id} has no event"
+        logprobs = None
+        if asked.logprobs is not None:
+            logprobs = [self._named(*pair, asked.logprobs) for pair in zip(answer.token_ids, answer.logprobs, strict=True)]
+        own_end = reason is FinishReason.STOP and answer.token_ids[-1] in asked.stop_token_ids
+        return CompletionOutput(
+            index=index,
+            text=self._echoed_text() + answer.text(self._tokenizer, self._end_ids),
+            token_ids=(self.wanted.prompt_token_ids if asked.echo else []) + answer.token_ids,
+            cumulative_logprob=None if self.wanted.sampling.logprobs is None else answer.cumulative_logprob,
+            logprobs=logprobs if logprobs is None or not asked.echo else self._echoed_logprobs() + logprobs,
+            finish_reason=reason.value,
+            stop_reason=answer.stop_string or (answer.token_ids[-1] if own_end else None),
+            error=last.error,
+            error_param=last.error_param,
+        )
+
+    def _echoed_text(self) -> str:
+        if not self._asked.echo or self._tokenizer is None:
+            return ""
+        return self._tokenizer.decode(self.wanted.prompt_token_ids) if self._prompt is None else self._prompt
+
+    def _echoed_logprobs(self) -> list[dict[int, Logprob]]:
+        return [{}, *self._named_prompt(self._asked.logprobs or 0)]
+
+    def _named_prompt(self, count: int) -> list[dict[int, Logprob]]:
+        """Of every prompt token but the first, with `count` of the likeliest tokens beside it."""
+        pairs = zip(self.wanted.prompt_token_ids[1:], self._prompt_logprobs, strict=False)
+        return [self._named(token_id, entry, count) for token_id, entry in pairs]
+
+    def _named(self, token_id: int, entry: TokenLogprob, count: int) -> dict[int, Logprob]:
+        values = {token_id: (entry.logprob, entry.rank)}
+        top = zip(entry.top_token_ids[:count], entry.top_logprobs, strict=False)
+        for rank, (top_id, logprob) in enumerate(top, start=1):
+            values.setdefault(top_id, (logprob, rank))
+        return {key: Logprob(logprob, rank, self._shown(key)) for key, (logprob, rank) in values.items()}
+
+    def _shown(self, token_id: int) -> str | None:
+        return None if self._tokenizer is None else self._tokenizer.token_text(token_id)

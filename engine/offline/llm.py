@@ -1,0 +1,332 @@
+"""The offline entry: text or token ids in, finished answers out, in this process and without a gateway.
+
+Option names are those of vLLM's `LLM`. An option that this version cannot honour is an error that names it.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from engine.bad_words import bad_words_token_ids
+from engine.chat_template import ChatTemplate
+from engine.config.pooling import MODES, PoolingConfig, load_pooling_config
+from engine.cpu_environment import prepare_cpu
+from engine.errors import EngineConfigError, EngineError, PromptError
+from engine.offline.completion import Completion, engine_params
+from engine.offline.outputs import GenerationFailed, RequestOutput
+from engine.offline.progress import Progress
+from engine.offline.prompts import Prompt, conversations, listed, params_for, read_prompt
+from engine.options import EngineOptions
+from engine.protocol import EngineStatus, GenerationRequest, InvalidOption, SamplingParams, TokenEvent, UnsupportedOption
+from engine.request_checks import PROMPT_PARAM
+from engine.speculation.options import SpeculativeOptions
+from engine.text import Tokenizer
+
+prepare_cpu()
+
+from engine.build import build_engine  # noqa: E402 - torch must see the environment set above
+from engine.loop import Engine  # noqa: E402
+from engine.runner.embedder import Embedder, Embedding, TextModel  # noqa: E402
+from engine.runner.model_runner import ModelRunner  # noqa: E402
+from engine.runner.text_models import gives_embeddings_only, load_text_model  # noqa: E402
+
+TENANT = "offline"
+
+
+class LLM:
+    """One model, loaded into this process."""
+
+    def __init__(
+        self,
+        model: str | Path,
+        *,
+        dtype: str = "auto",
+        device: str = "auto",
+        max_model_len: int | None = None,
+        max_num_seqs: int = 256,
+        max_num_batched_tokens: int | None = None,
+        block_size: int = 16,
+        num_gpu_blocks_override: int | None = None,
+        gpu_memory_utilization: float = 0.9,
+        swap_space: float = 0,
+        enable_prefix_caching: bool = True,
+        enable_chunked_prefill: bool = True,
+        quantization: str | None = None,
+        kv_cache_dtype: str = "auto",
+        speculative_config: Mapping[str, Any] | None = None,
+        tensor_parallel_size: int = 1,
+        enforce_eager: bool = False,
+        seed: int = 0,
+        kv_cache_bytes: int | None = None,
+        threads: int | None = None,
+        batch_invariant: bool = False,
+        scheduling_policy: str = "fair",
+        inter_token_target_ms: float | None = None,
+        shared_prefixes: Sequence[str | Path] = (),
+        **unknown: Any,
+    ) -> None:
+        """`num_gpu_blocks_override` and `kv_cache_bytes` size the cache on any device; `enforce_eager` changes nothing here,
+        because no step is compiled or captured. The last four and `speculative_config` are described in `engine.options` and
+        `speculation.options`. Raises `ModelError` or `EngineConfigError`."""
+        for option in unknown:
+            raise EngineConfigError(option, "is not an option of this engine")
+        if not isinstance(seed, int) or isinstance(seed, bool):
+            raise EngineConfigError("seed", f"must be an integer, not {seed!r}")
+        _refuse("enable_chunked_prefill", enable_chunked_prefill, enable_chunked_prefill)
+        _refuse("quantization", quantization, quantization is None)
+        _refuse("kv_cache_dtype", kv_cache_dtype, kv_cache_dtype == "auto")
+        _refuse("tensor_parallel_size", tensor_parallel_size, tensor_parallel_size == 1)
+        if not isinstance(enforce_eager, bool):
+            raise EngineConfigError("enforce_eager", f"must be True or False, not {enforce_eager!r}")
+        directory = _path("model", model)
+        _count("num_gpu_blocks_override", num_gpu_blocks_override)
+        if isinstance(shared_prefixes, str | Path):
+            raise EngineConfigError("shared_prefixes", "must be a list of files, not one")
+        options = EngineOptions(
+            model=directory,
+            device=device,
+            dtype=dtype,
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            block_size=block_size,
+            kv_cache_bytes=kv_cache_bytes,
+            num_kv_blocks=num_gpu_blocks_override,
+            gpu_memory_utilization=gpu_memory_utilization,
+            enable_prefix_caching=enable_prefix_caching,
+            threads=threads,
+            swap_space=swap_space,
+            speculative_config=None if speculative_config is None else SpeculativeOptions.parse(speculative_config),
+            batch_invariant=batch_invariant,
+            scheduling_policy=scheduling_policy,
+            inter_token_target_ms=inter_token_target_ms,
+            shared_prefixes=tuple(_path("shared_prefixes", path) for path in shared_prefixes),
+        )
+        self._text_model = load_text_model(options) if gives_embeddings_only(directory) else None
+        self._engine = None if self._text_model else build_engine(options)
+        self._directory = directory
+        self._tokenizer: Tokenizer | None = None
+        self._seeds = random.Random(seed)  # noqa: S311 - reproducible sampling, not a secret
+        self._num_submitted = 0
+        self._closed = False
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer, read at first use: prompts of token ids need none. Raises `NotAModelDirectory`."""
+        if self._tokenizer is None:
+            self._tokenizer = Tokenizer(self._directory)
+        return self._tokenizer
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Answers in the order of `prompts`.
+
+        Raises `PromptError` for a prompt and `InvalidOption` for a parameter that cannot be run; then nothing is. Raises
+        `GenerationFailed`, which holds all outputs, where it is found out later that a request asks for the impossible.
+        """
+        engine = self._generator()
+        found = listed(prompts)
+        pairs = zip(found, params_for(sampling_params, len(found)), strict=True)
+        completions = [self._completion(engine, index, *pair) for index, pair in enumerate(pairs)]
+        outputs = _run(engine, completions, Progress(len(completions), enabled=use_tqdm))
+        _raise_for_blame(outputs)
+        return outputs
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        *,
+        add_generation_prompt: bool = True,
+    ) -> list[RequestOutput]:
+        """One conversation or several, through the model's chat template. Raises `ChatTemplateError`, and as `generate`."""
+        template = ChatTemplate.load(self._directory)
+        prompts: list[Prompt] = []
+        for conversation in conversations(messages):
+            text = template.render(conversation, add_generation_prompt=add_generation_prompt)
+            prompts.append({"prompt": text, "prompt_token_ids": self._encode_plainly(text)})
+        return self.generate(prompts, sampling_params, use_tqdm)
+
+    def embed(
+        self,
+        texts: Prompt | Sequence[Prompt],
+        *,
+        pooling: str | None = None,
+        normalize: bool | None = None,
+        use_tqdm: bool = True,
+    ) -> list[Embedding]:
+        """One vector per text, a list of floats, in their order, of an encoder or of a decoder.
+
+        Pooling and normalisation are those that sentence-transformers wrote beside the model; without its files an encoder
+        takes the mean of the tokens, a decoder the last one, and vectors have length one. `pooling` (mean, cls or last) and
+        `normalize` say otherwise. Raises `PromptError` when a text cannot be computed; then none is.
+        """
+        embedder = self._embedder(pooling, normalize)
+        token_ids = [self._text_ids(index, text, embedder.pooling) for index, text in enumerate(listed(texts))]
+        progress = Progress(len(token_ids), enabled=use_tqdm)
+        vectors = embedder.embed(token_ids, progress=progress.show)
+        progress.end()
+        return vectors
+
+    def close(self) -> None:
+        """Drop weights and cache, end helper processes, refuse further work. Closing again does nothing."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._engine is not None:
+            self._engine.close()
+        self._engine = self._text_model = None
+
+    def status(self) -> EngineStatus:
+        """Gauges and running totals of the engine since it was loaded."""
+        return self._generator().status()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _generator(self) -> Engine:
+        if self._closed:
+            raise EngineError("this LLM is closed")
+        if self._engine is None:
+            raise EngineError("this model gives embeddings (embed) and generates no text")
+        return self._engine
+
+    def _completion(self, engine: Engine, index: int, prompt: Prompt, sampling: SamplingParams) -> Completion:
+        try:
+            text, token_ids = self._prompt_ids(prompt)
+        except PromptError as error:
+            raise PromptError(f"prompt {index}: {error}") from error
+        wanted = GenerationRequest(
+            request_id=str(self._num_submitted),
+            tenant_id=TENANT,
+            prompt_token_ids=token_ids,
+            sampling=self._engine_params(sampling),
+        )
+        self._num_submitted += 1
+        needs_text = bool(sampling.stop or sampling.bad_words) or (self._directory / "tokenizer.json").is_file()
+        return Completion(
+            wanted,
+            asked=sampling,
+            prompt=text,
+            tokenizer=self.tokenizer if needs_text else None,
+            eos_token_ids=engine.info.eos_token_ids,
+        )
+
+    def _engine_params(self, sampling: SamplingParams) -> SamplingParams:
+        """With what the engine needs and the caller need not give: a seed, bad words as ids."""
+        sampling = engine_params(sampling)
+        if sampling.seed is None:
+            sampling = replace(sampling, seed=self._seeds.getrandbits(63))
+        if sampling.bad_words:
+            token_ids = bad_words_token_ids(sampling.bad_words, self._encode_plainly)
+            sampling = replace(sampling, bad_words_token_ids=token_ids + (sampling.bad_words_token_ids or []))
+        return sampling
+
+    def _encode(self, text: str) -> list[int]:
+        return self.tokenizer.encode(text)
+
+    def _encode_plainly(self, text: str) -> list[int]:
+        return self.tokenizer.encode(text, add_special_tokens=False)
+
+    def _embedder(self, pooling: str | None, normalize: bool | None) -> Embedder:
+        if self._closed:
+            raise EngineError("this LLM is closed")
+        if pooling not in (None, *MODES):
+            raise UnsupportedOption("pooling", f"pooling must be one of {', '.join(MODES)}, not {pooling!r}")
+        model = self._text_model or self._decoder_as_text_model()
+        config = load_pooling_config(self._directory, default_mode=model.default_pooling)
+        normalised = config.normalised if normalize is None else normalize
+        return Embedder(model, replace(config, mode=pooling or config.mode, normalised=normalised))
+
+    def _decoder_as_text_model(self) -> TextModel:
+        assert self._engine is not None
+        assert isinstance(self._engine.runner, ModelRunner)
+        return self._engine.runner.text_model
+
+    def _text_ids(self, index: int, text: Prompt, pooling: PoolingConfig) -> list[int]:
+        def encode(text: str) -> list[int]:
+            return self._encode(pooling.prompt + (text.lower() if pooling.lowercase else text))
+
+        try:
+            return read_prompt(text, encode)[1]
+        except PromptError as error:
+            raise PromptError(f"text {index}: {error}") from error
+
+    def _prompt_ids(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+        return read_prompt(prompt, self._encode)
+
+
+def _run(engine: Engine, completions: Sequence[Completion], progress: Progress) -> list[RequestOutput]:
+    """Submit all and step until none is live; whatever stops that leaves an engine that can go on with other requests."""
+    try:
+        for index, completion in enumerate(completions):
+            refused = engine.submit(completion.wanted)
+            if refused:
+                raise _refusal(index, refused[0])
+        _step_until_done(engine, {completion.request_id: completion for completion in completions}, progress)
+        engine.check_when_idle()
+    except BaseException:
+        engine.abort_all()
+        raise
+    return [completion.result() for completion in completions]
+
+
+def _step_until_done(engine: Engine, by_id: Mapping[str, Completion], progress: Progress) -> None:
+    while engine.has_requests:
+        for event in engine.step():
+            completion = by_id[event.request_id]
+            if completion.take(event):
+                engine.abort_answer(event.request_id, event.index)
+        if progress.is_due:
+            progress.show(sum(completion.is_finished for completion in by_id.values()), **_num_tokens(by_id.values()))
+    progress.end(**_num_tokens(by_id.values()))
+
+
+def _num_tokens(completions: Collection[Completion]) -> dict[str, int]:
+    return {
+        "tokens_in": sum(completion.num_prompt_tokens_computed for completion in completions),
+        "tokens_out": sum(completion.num_output_tokens for completion in completions),
+    }
+
+
+def _refusal(index: int, event: TokenEvent) -> Exception:
+    """What the engine would not queue, as an error that names the prompt and the field."""
+    message = f"prompt {index}: {event.error}"
+    if event.error_param is None or event.error_param == PROMPT_PARAM:
+        return PromptError(message)
+    return InvalidOption(event.error_param, message)
+
+
+def _raise_for_blame(outputs: list[RequestOutput]) -> None:
+    for index, output in enumerate(outputs):
+        for answer in output.outputs:
+            if answer.error_param is not None:
+                raise GenerationFailed(answer.error_param, f"prompt {index}: {answer.error}", outputs)
+
+
+def _path(option: str, value: object) -> Path:
+    if not isinstance(value, str | Path):
+        raise EngineConfigError(option, f"must be a path, not {value!r}")
+    return Path(value)
+
+
+def _count(option: str, value: object) -> None:
+    if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+        raise EngineConfigError(option, f"must be at least 1, and an integer, not {value!r}")
+
+
+def _refuse(option: str, value: object, honoured: bool) -> None:
+    if not honoured:
+        raise EngineConfigError(option, f"= {value!r} is not supported by this version of the engine")

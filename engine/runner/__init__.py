@@ -1,0 +1,1 @@
+"""One loaded model on one device: weights, caches and the forward pass of a step."""

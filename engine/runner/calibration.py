@@ -1,0 +1,114 @@
+"""How fast the loaded model runs on this device: a few passes timed at start, and the step-time model that fits them.
+
+A pass with one row takes as long as reading the weights; one with many rows as long as multiplying with them. From the two
+follow the bandwidth and the speed of products that the step-time model needs, overheads of this implementation included;
+what lies between decides when guessing tokens is worth its rows.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+
+from engine.config.model import ModelConfig
+from engine.runner.batch_inputs import InputRow
+from engine.runner.memory_plan import MemoryPlan
+from engine.runner.paged_decoder import PagedDecoder
+from engine.scheduling.step_time import DeviceSpeed, Efficiency, ModelShape, StepTimeModel
+from engine.speculation.prompt_lookup import SpeculationCosts
+
+ROWS = {"cpu": (1, 64), "cuda": (1, 256)}
+"""Numbers of rows that are timed; the last one is more than reading the weights leaves time for."""
+
+ROWS_BETWEEN = (4, 16)
+"""Timed as well when the engine is to guess tokens."""
+
+PASSES = 3
+PASSES_S = 0.25
+"""Passes of each kind after a first one that warms up, while this time lasts; the fastest counts, because a neighbour can only
+slow a pass down. A model that is so slow that its first pass uses up the time has no more."""
+
+LINK_BANDWIDTH = {"cuda": 25e9, "cpu": 5e9}
+"""Bytes per second between device and host tier: PCIe with page-locked memory, and copying within main memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredSpeed:
+    """The step-time model of the engine, and what guessing tokens costs: see `speculation.prompt_lookup`."""
+
+    step_times: StepTimeModel
+    speculation: SpeculationCosts
+
+
+@torch.inference_mode()
+def measure_speed(
+    config: ModelConfig,
+    target: PagedDecoder,
+    draft: PagedDecoder | None,
+    plan: MemoryPlan,
+    *,
+    element_bytes: int,
+    block_size: int,
+    for_speculation: bool,
+) -> MeasuredSpeed:
+    """Run the models in their empty caches; what that leaves there is nobody's."""
+    device = target.kv_caches[0].device.type
+    asked = sorted({*ROWS[device], *(ROWS_BETWEEN if for_speculation else ())})
+    rows = [num_rows for num_rows in asked if num_rows <= plan.max_model_len]
+    times = list(accumulate((_pass_s(target, num_rows, block_size) for num_rows in rows), max))
+    if len(rows) == 1:
+        rows, times = [1, 2], [times[0], 2 * times[0]]
+    draft_step = 0.0 if draft is None else _pass_s(draft, 1, block_size) / times[0]
+    speculation = SpeculationCosts(rows=tuple(rows), times=tuple(time_s / times[0] for time_s in times), draft_step=draft_step)
+    step_times = step_time_model(
+        config, times[0], times[-1] / rows[-1], element_bytes=element_bytes, block_size=block_size, device=device
+    )
+    return MeasuredSpeed(step_times, speculation)
+
+
+def _pass_s(decoder: PagedDecoder, num_rows: int, block_size: int) -> float:
+    row = InputRow([0] * num_rows, 0, range(-(-num_rows // block_size)), range(num_rows))
+    times: list[float] = []
+    while not times or (len(times) <= PASSES and sum(times) < PASSES_S):
+        started_s = time.perf_counter()
+        decoder.logits(decoder.forward(decoder.prepare([row])))
+        if decoder.kv_caches[0].is_cuda:
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - started_s)
+    return min(times)
+
+
+def step_time_model(
+    config: ModelConfig, one_row_s: float, per_row_s: float, *, element_bytes: int, block_size: int, device: str
+) -> StepTimeModel:
+    """The model that predicts a pass with one row, and one with many. Attention and swaps are priced by the same bandwidth."""
+    shape = model_shape(config)
+    head = shape.head_params
+    active = shape.num_layers * (shape.attention_params + shape.num_chosen_experts * shape.expert_params) + head
+    speed = DeviceSpeed(
+        bandwidth=element_bytes * active / one_row_s, flops=2 * active / per_row_s, link_bandwidth=LINK_BANDWIDTH[device]
+    )
+    measured = Efficiency(bandwidth=1.0, flops=1.0, host_s=0.0)
+    return StepTimeModel(
+        shape, speed, weight_bytes=element_bytes, kv_bytes=element_bytes, block_size=block_size, efficiency=measured
+    )
+
+
+def model_shape(config: ModelConfig) -> ModelShape:
+    """What of a configuration decides about speed."""
+    experts = config.experts
+    return ModelShape(
+        num_layers=config.num_layers,
+        hidden_size=config.hidden_size,
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        intermediate_size=config.intermediate_size if experts is None else experts.intermediate_size,
+        vocab_size=config.vocab_size,
+        tied=config.tie_word_embeddings,
+        num_experts=1 if experts is None else experts.num_experts,
+        num_chosen_experts=1 if experts is None else experts.num_chosen,
+    )

@@ -1,0 +1,76 @@
+"""How many KV blocks there are and how long a request may be, decided once from bytes. Integers only.
+
+A KV block holds keys and values of `block_size` tokens in all layers. At least one request of `max_model_len` tokens always
+fits. When the operator left `max_model_len` open and memory is short, the context is what fits, and `EngineInfo` says so;
+when he asked for it, memory that is too small is an error.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from engine.config.model import ModelConfig
+from engine.errors import EngineConfigError
+from engine.options import EngineOptions
+
+GIB = 1 << 30
+LOGITS_ELEMENTS_MAX = 1 << 25
+"""Logits that stand in memory at a time, 128 MiB: those of a step's rows are computed in slices of so many."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """What the KV cache is made of. `block_bytes` spans all layers, those of a draft model included. `num_host_blocks` is the
+    tier in main memory."""
+
+    num_blocks: int
+    block_bytes: int
+    max_model_len: int
+    num_host_blocks: int = 0
+
+    @property
+    def kv_bytes(self) -> int:
+        return self.num_blocks * self.block_bytes
+
+
+def kv_block_bytes(config: ModelConfig, block_size: int, element_bytes: int) -> int:
+    """Bytes of one block: keys and values, all layers."""
+    return block_size * 2 * config.num_kv_heads * config.head_dim * element_bytes * config.num_layers
+
+
+def activation_bytes(config: ModelConfig, num_tokens: int, num_seqs: int, element_bytes: int) -> int:
+    """Upper estimate of what one forward pass holds at a time besides weights and cache."""
+    qkv = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+    per_token = 4 * config.hidden_size + 2 * qkv + 3 * config.active_intermediate_size
+    logits = min(max(num_seqs, num_tokens) * config.vocab_size, LOGITS_ELEMENTS_MAX) * 4 * 3
+    return 2 * num_tokens * per_token * element_bytes + logits
+
+
+def plan_memory(
+    config: ModelConfig, options: EngineOptions, *, element_bytes: int, available_bytes: int, draft: ModelConfig | None = None
+) -> MemoryPlan:
+    """Divide `available_bytes` into blocks. Raises `EngineConfigError` naming the option to change."""
+    size = options.block_size
+    block_bytes = sum(kv_block_bytes(each, size, element_bytes) for each in (config, draft) if each is not None)
+    num_host_blocks = int(options.swap_space * GIB) // block_bytes
+    if options.swap_space and not num_host_blocks:
+        raise EngineConfigError("swap_space", f"({options.swap_space} GiB) is less than one KV block ({block_bytes} bytes)")
+    num_blocks = options.num_kv_blocks or available_bytes // block_bytes
+    if num_blocks < 1:
+        raise EngineConfigError("kv_cache_bytes", f"({available_bytes}) is less than one KV block ({block_bytes} bytes)")
+    if options.max_model_len is None:
+        return MemoryPlan(num_blocks, block_bytes, min(config.max_position_len, num_blocks * size), num_host_blocks)
+    if options.max_model_len > config.max_position_len:
+        dynamic = any(rope.kind == "dynamic" for rope in config.ropes)
+        raise EngineConfigError(
+            "max_model_len",
+            f"({options.max_model_len}) is longer than the model's context ({config.max_position_len})"
+            + ("; rope type 'dynamic' is not computed beyond it" if dynamic else ""),
+        )
+    if options.max_model_len > num_blocks * size:
+        raise EngineConfigError(
+            "max_model_len",
+            f"({options.max_model_len}) does not fit into the KV cache: {num_blocks} blocks of {size} tokens "
+            f"({num_blocks * block_bytes} bytes); lower it or give the cache more memory",
+        )
+    return MemoryPlan(num_blocks, block_bytes, options.max_model_len, num_host_blocks)

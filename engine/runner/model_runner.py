@@ -1,0 +1,153 @@
+"""Runs one scheduled batch on the device: inputs, guesses, forward pass, sampling. Keeps weights and cache; decides nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+
+import torch
+
+from engine.grammar.masks import GrammarMasks, StepMasks
+from engine.protocol import TokenLogprob
+from engine.runner.kv_cache import BlockMover
+from engine.runner.memory_plan import LOGITS_ELEMENTS_MAX
+from engine.runner.paged_decoder import PagedDecoder
+from engine.runner.step_rows import StepRows
+from engine.sampling.acceptance import accept_by_rejection, accept_equal
+from engine.sampling.logits_rules import SampledRow
+from engine.sampling.logprobs import prompt_logprobs
+from engine.sampling.sampler import SampledToken, Sampler, is_greedy
+from engine.scheduling.request import Request
+from engine.scheduling.scheduled_batch import BlockMoves, ScheduledRequest, StepOutput
+from engine.speculation.draft_model import DraftModel
+
+
+class ModelRunner:
+    """The device half behind two calls. Running the same items twice writes the same cache slots and draws the same tokens:
+    a step may be repeated. `stage` is what it is doing, for the message when that fails.
+    """
+
+    def __init__(
+        self,
+        target: PagedDecoder,
+        sampler: Sampler,
+        mover: BlockMover,
+        masks: GrammarMasks,
+        *,
+        draft: PagedDecoder | None = None,
+        batch_invariant: bool = False,
+    ) -> None:
+        self.stage = "prepare"
+        self.text_model = target.text_model
+        self._target = target
+        self._sampler = sampler
+        self._mover = mover
+        self._masks = masks
+        self._batch_invariant = batch_invariant
+        self._draft = None if draft is None else DraftModel(draft, sampler, self._by_rejection)
+        self._slice_rows = max(1, LOGITS_ELEMENTS_MAX // target.vocab_size)
+
+    @torch.inference_mode()
+    def move(self, moves: BlockMoves) -> None:
+        """Move blocks before the step that needs them; harmless when repeated."""
+        self.stage = "move"
+        self._mover.move(moves)
+
+    @torch.inference_mode()
+    def run(self, items: Sequence[ScheduledRequest]) -> list[StepOutput]:
+        """Compute `items`; one output per item, in their order."""
+        guesses_from: list[torch.Tensor | None] = [None] * len(items)
+        if self._draft is not None:
+            self.stage = "draft"
+            guesses_from = self._draft.propose(items)
+        self.stage = "prepare"
+        rows = StepRows.of(items)
+        masks = self._masks.fill([row.request for row in rows.sampled])
+        inputs = self._target.prepare(rows.inputs)
+        self.stage = "run"
+        hidden = self._target.forward(inputs)
+        self.stage = "sample"
+        outputs = self._choose(items, rows, hidden, guesses_from, masks)
+        for index, scored in enumerate(rows.scored):
+            if scored:
+                outputs[index].prompt_logprobs = self._score(items[index].request, hidden, scored, rows.scored_from[index])
+        return outputs
+
+    def _choose(
+        self,
+        items: Sequence[ScheduledRequest],
+        rows: StepRows,
+        hidden: torch.Tensor,
+        guesses_from: Sequence[torch.Tensor | None],
+        masks: Future[StepMasks] | None,
+    ) -> list[StepOutput]:
+        """Tokens of all items; hidden: [R, hidden], guesses_from: per item [k, V] where it is verified by rejection."""
+        outputs = [StepOutput() for _ in items]
+        drawing: list[int] = []
+        for index, item in enumerate(items):
+            distributions = guesses_from[index]
+            if distributions is None:
+                drawing += rows.choosing[index]
+            else:
+                outputs[index] = self._verify(item, rows, rows.choosing[index], hidden, distributions)
+        drawn = self._draw(rows, drawing, hidden, None if masks is None else masks.result())
+        for index, item in enumerate(items):
+            if item.samples and guesses_from[index] is None:
+                outputs[index] = accept_equal([drawn[row] for row in rows.choosing[index]], item.draft_token_ids)
+        return outputs
+
+    def _draw(
+        self, rows: StepRows, chosen: Sequence[int], hidden: torch.Tensor, masks: StepMasks | None
+    ) -> dict[int, SampledToken]:
+        """Tokens of the sampled rows `chosen`, by row."""
+        drawn: dict[int, SampledToken] = {}
+        for first in range(0, len(chosen), self._slice_rows):
+            part = chosen[first : first + self._slice_rows]
+            logits = self._logits(hidden, [rows.places[row] for row in part])
+            part_masks = None if masks is None else masks.rows[list(part)]
+            tokens = self._sample(logits, [rows.sampled[row] for row in part], part_masks)
+            drawn.update(zip(part, tokens, strict=True))
+        for row, error in (masks.errors if masks is not None else {}).items():
+            drawn[row] = SampledToken(error=str(error), error_param=error.param)
+        return drawn
+
+    def _sample(self, logits: torch.Tensor, rows: Sequence[SampledRow], masks: torch.Tensor | None) -> list[SampledToken]:
+        """A lone row has its reductions split between threads, unlike one of several: invariance needs two."""
+        if not self._batch_invariant or len(rows) > 1:
+            return self._sampler.sample(logits, rows, masks)
+        twice = None if masks is None else masks.expand(2, -1)
+        return self._sampler.sample(logits.expand(2, -1).clone(), [*rows, *rows], twice)[:1]
+
+    def _logits(self, hidden: torch.Tensor, places: Sequence[int]) -> torch.Tensor:
+        """Logits of rows of `hidden`, without a gather where all of them are meant: [len(places), V]"""
+        if len(places) == hidden.shape[0]:
+            return self._target.logits(hidden)
+        return self._target.logits(hidden.index_select(0, torch.tensor(places, dtype=torch.int64).to(hidden.device)))
+
+    def _verify(
+        self, item: ScheduledRequest, rows: StepRows, chosen: range, hidden: torch.Tensor, guesses_from: torch.Tensor
+    ) -> StepOutput:
+        request = item.request
+        logits = self._logits(hidden, [rows.places[row] for row in chosen])
+        wanted = self._sampler.distributions(logits, [rows.sampled[row] for row in chosen])
+        seed = request.sampling.seed
+        assert seed is not None, f"request {request.request_id} has no seed"
+        return accept_by_rejection(wanted, guesses_from, item.draft_token_ids, seed=seed, position=request.num_tokens)
+
+    def _by_rejection(self, request: Request) -> bool:
+        """Equality also serves where log-probabilities are asked for, and where tokens must not depend on the batch: how deep
+        a request guesses does depend on it."""
+        sampling = request.sampling
+        return not (self._batch_invariant or is_greedy(sampling) or sampling.logprobs is not None)
+
+    def _score(self, request: Request, hidden: torch.Tensor, scored: range, scored_from: int) -> list[TokenLogprob]:
+        """Log-probabilities of prompt tokens from position `scored_from` on, one per row of `scored`."""
+        entries: list[TokenLogprob] = []
+        for first in range(0, len(scored), self._slice_rows):
+            part = scored[first : first + self._slice_rows]
+            token_ids = request.token_ids[scored_from + first : scored_from + first + len(part)]
+            logits = self._target.logits(hidden[part.start : part.stop])
+            if self._batch_invariant and len(part) == 1:
+                logits, token_ids = logits.expand(2, -1), token_ids * 2
+            entries += prompt_logprobs(logits, token_ids, request.sampling.prompt_logprobs or 0)[: len(part)]
+        return entries

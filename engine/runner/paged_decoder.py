@@ -1,0 +1,69 @@
+"""A decoder with its paged cache and the tables it needs: rows of tokens in, hidden states and logits out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from engine.config.model import ModelConfig
+from engine.layers.attention import attention_shapes
+from engine.layers.rotary import RotaryTable
+from engine.models.decoder import Decoder
+from engine.runner.batch_inputs import BatchInputs, InputRow, make_batch_inputs
+from engine.runner.embedder import TextModel
+from engine.runner.kv_cache import allocate_kv_cache
+from engine.runner.memory_plan import MemoryPlan
+from kernels.ops import AttentionPlanner, InvariantPlanner
+
+
+class PagedDecoder:
+    """One model of an engine: the one that is served, or the draft model beside it. Both use the same block ids.
+
+    `text_model` is for work beside the steps: whole texts, without the cache.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        decoder: Decoder,
+        plan: MemoryPlan,
+        block_size: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        batch_invariant: bool = False,
+    ) -> None:
+        self.vocab_size = config.vocab_size
+        self.kv_caches = allocate_kv_cache(config, plan.num_blocks, block_size, dtype=dtype, device=device)
+        self._decoder = decoder
+        self._block_size = block_size
+        self._device = device
+        self._rotaries = [RotaryTable(rope, plan.max_model_len, dtype=dtype, device=device) for rope in config.ropes]
+        shapes = attention_shapes(config, block_size)
+        planners = [AttentionPlanner(shape, dtype=dtype, device=device) for shape in shapes]
+        self._planners: list[AttentionPlanner] | list[InvariantPlanner] = planners
+        if batch_invariant:
+            self._planners = [InvariantPlanner(shape, dtype=dtype, device=device) for shape in shapes]
+        self.text_model = TextModel(
+            forward=decoder,
+            rotaries=self._rotaries,
+            planners=planners,
+            vocab_size=config.vocab_size,
+            max_len=plan.max_model_len,
+            device=device,
+        )
+
+    def prepare(self, rows: Sequence[InputRow]) -> BatchInputs:
+        """Tensors of one pass over `rows`."""
+        return make_batch_inputs(
+            rows, block_size=self._block_size, rotaries=self._rotaries, planners=self._planners, device=self._device
+        )
+
+    def forward(self, inputs: BatchInputs) -> torch.Tensor:
+        """Hidden states of the outputs that the rows asked for: [R, hidden]; all keys and values go to the cache."""
+        return self._decoder(inputs, self.kv_caches)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden: [R, hidden] → [R, V] float32"""
+        return self._decoder.logits(hidden)

@@ -1,0 +1,79 @@
+"""Loads models that give embeddings and generate no text: encoders, and decoders whose checkpoint has no output head."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from engine.config.encoder import load_encoder_config
+from engine.config.model import EMBEDDERS, ENCODERS, architecture_of, load_embedder_config, read_model_json
+from engine.cpu_environment import default_threads
+from engine.errors import EngineConfigError
+from engine.layers.attention import attention_shapes
+from engine.layers.rotary import RotaryTable
+from engine.models.decoder import Decoder
+from engine.models.encoder import Encoder
+from engine.options import EngineOptions
+from engine.runner.device import resolve_device, resolve_dtype
+from engine.runner.embedder import TextModel
+from engine.runner.weights import load_weights
+from kernels import ops
+
+
+def gives_embeddings_only(directory: Path) -> bool:
+    """Whether no text can be generated with the model of this directory. Raises `ModelError`."""
+    return architecture_of(read_model_json(directory)) in EMBEDDERS
+
+
+def load_text_model(options: EngineOptions) -> TextModel:
+    """Load a model for embeddings. Raises `ModelError` or `EngineConfigError`."""
+    torch.set_num_threads(options.threads or default_threads())
+    device = resolve_device(options.device)
+    is_encoder = architecture_of(read_model_json(options.model)) in ENCODERS
+    return _load_encoder(options, device) if is_encoder else _load_decoder(options, device)
+
+
+def _load_encoder(options: EngineOptions, device: torch.device) -> TextModel:
+    config = load_encoder_config(options.model)
+    dtype = resolve_dtype(options.dtype, config.torch_dtype, device)
+    max_len = _max_len(options, config.max_position_len)
+    encoder = Encoder(config, dtype=dtype, device=device)
+    load_weights(options.model, encoder.weight_plan(), progress=lambda _: None)
+    encoder.pack()
+    shape = ops.AttentionShape(options.block_size, config.num_heads, config.num_heads, config.head_dim, causal=False)
+    return TextModel(
+        forward=encoder,
+        rotaries=(),
+        planners=(ops.AttentionPlanner(shape, dtype=dtype, device=device),),
+        vocab_size=config.vocab_size,
+        max_len=max_len,
+        device=device,
+        default_pooling="mean",
+    )
+
+
+def _load_decoder(options: EngineOptions, device: torch.device) -> TextModel:
+    config = load_embedder_config(options.model)
+    dtype = resolve_dtype(options.dtype, config.torch_dtype, device)
+    max_len = _max_len(options, config.max_position_len)
+    decoder = Decoder(config, dtype=dtype, device=device)
+    load_weights(options.model, decoder.weight_plan(), progress=lambda _: None)
+    decoder.pack()
+    return TextModel(
+        forward=decoder,
+        rotaries=[RotaryTable(rope, max_len, dtype=dtype, device=device) for rope in config.ropes],
+        planners=[
+            ops.AttentionPlanner(shape, dtype=dtype, device=device) for shape in attention_shapes(config, options.block_size)
+        ],
+        vocab_size=config.vocab_size,
+        max_len=max_len,
+        device=device,
+    )
+
+
+def _max_len(options: EngineOptions, max_position_len: int) -> int:
+    max_len = options.max_model_len or max_position_len
+    if max_len > max_position_len:
+        raise EngineConfigError("max_model_len", f"({max_len}) is longer than the model's context ({max_position_len})")
+    return max_len

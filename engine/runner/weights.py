@@ -1,0 +1,134 @@
+"""Reads safetensors into the tensors that a decoder asks for, and accounts for every tensor on both sides.
+
+A decoder hands over a `WeightPlan`: for each tensor name of the checkpoint the place it belongs to. Fused weights are
+several places in one tensor, so nothing is held twice. Missing, unexpected and misshapen tensors are errors that name them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from engine.config.model import read_json
+from engine.errors import WeightsError
+
+NAMES_SHOWN_MAX = 8
+INDEX_FILE = "model.safetensors.index.json"
+SINGLE_FILE = "model.safetensors"
+
+
+@dataclass(slots=True)
+class WeightPlan:
+    """`places` maps a checkpoint name to the (view of a) tensor that takes it; `twins` are copies of tied tensors.
+
+    Checkpoints may leave out `optional_prefix`; tensors whose names begin with one of `ignored` are not needed.
+    """
+
+    places: dict[str, torch.Tensor] = field(default_factory=dict)
+    twins: dict[str, str] = field(default_factory=dict)
+    optional_prefix: str = ""
+    ignored: tuple[str, ...] = ()
+
+    def add(self, name: str, place: torch.Tensor) -> None:
+        assert name not in self.places, f"two places for {name}"
+        self.places[name] = place
+
+    def name_of(self, stored: str) -> str:
+        """The name here of what the checkpoint calls `stored`."""
+        whole = self.optional_prefix + stored
+        return whole if stored not in self.places and whole in self.places else stored
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsSize:
+    """How much was loaded; tied tensors count once."""
+
+    num_parameters: int
+    num_bytes: int
+
+    @classmethod
+    def of(cls, plan: WeightPlan) -> WeightsSize:
+        places = plan.places.values()
+        return cls(sum(place.numel() for place in places), sum(place.numel() * place.element_size() for place in places))
+
+
+def weight_files(directory: Path) -> list[Path]:
+    """The safetensors files of a model directory, single or sharded; `WeightsError` when none or some are missing."""
+    index_path = directory / INDEX_FILE
+    if index_path.is_file():
+        weight_map = read_json(index_path).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise WeightsError(f"{index_path} has no weight_map")
+        files = [directory / name for name in sorted(set(weight_map.values()))]
+    else:
+        files = [directory / SINGLE_FILE]
+    for path in files:
+        if not path.is_file():
+            raise WeightsError(f"{path} is missing; the weights must be {SINGLE_FILE} or the shards of {INDEX_FILE}")
+    return files
+
+
+def load_weights(directory: Path, plan: WeightPlan, *, progress: Callable[[float], None]) -> None:
+    """Fill every place of `plan`. `progress` gets the loaded fraction, from 0 to 1. Raises `WeightsError`."""
+    seen: set[str] = set()
+    unexpected: list[str] = []
+    twins: dict[str, torch.Tensor] = {}
+    for path in weight_files(directory):
+        try:
+            with safe_open(path, framework="pt") as tensors:
+                for stored in tensors.keys():  # noqa: SIM118 - not a mapping
+                    name = plan.name_of(stored)
+                    if name in seen:
+                        raise WeightsError(f"{path.name}: tensor {stored} stands in two files")
+                    seen.add(name)
+                    if name in plan.twins:
+                        twins[name] = tensors.get_tensor(stored)
+                    elif not _take(plan, name, partial(tensors.get_tensor, stored), path):
+                        unexpected.append(stored)
+                    progress(min(1.0, len(seen) / max(1, len(plan.places))))
+        except (SafetensorError, OSError) as error:
+            raise WeightsError(f"{path} is not a readable safetensors file: {error}") from error
+    _check_complete(directory, plan, seen, unexpected)
+    for name, tensor in twins.items():
+        _check_twin(plan, name, tensor)
+
+
+def _take(plan: WeightPlan, name: str, read: Callable[[], torch.Tensor], path: Path) -> bool:
+    """Copy one tensor to its place; False when nobody asked for it."""
+    if name.endswith(".rotary_emb.inv_freq") or (plan.ignored and name.startswith(plan.ignored)):
+        return True  # the former is a buffer of old checkpoints: computed from the configuration here
+    place = plan.places.get(name)
+    if place is None:
+        return False
+    tensor = read()
+    if tensor.shape != place.shape:
+        raise WeightsError(f"{path.name}: tensor {name} has shape {tuple(tensor.shape)}, expected {tuple(place.shape)}")
+    if not tensor.is_floating_point():
+        raise WeightsError(f"{path.name}: tensor {name} is {tensor.dtype}, expected a floating-point type")
+    place.copy_(tensor)
+    return True
+
+
+def _check_twin(plan: WeightPlan, name: str, tensor: torch.Tensor) -> None:
+    """A tied tensor may stand in the file as well, but then it must be the same one."""
+    place = plan.places[plan.twins[name]]
+    if tensor.shape != place.shape or not torch.equal(tensor.to(device=place.device, dtype=place.dtype), place):
+        raise WeightsError(f"tie_word_embeddings is set, but {name} differs from {plan.twins[name]}")
+
+
+def _check_complete(directory: Path, plan: WeightPlan, seen: set[str], unexpected: list[str]) -> None:
+    missing = sorted(set(plan.places) - seen)
+    if missing:
+        raise WeightsError(f"{directory}: {len(missing)} tensors are missing: {_shown(missing)}")
+    if unexpected:
+        raise WeightsError(f"{directory}: {len(unexpected)} tensors belong to nothing here: {_shown(sorted(unexpected))}")
+
+
+def _shown(names: list[str]) -> str:
+    rest = len(names) - NAMES_SHOWN_MAX
+    return ", ".join(names[:NAMES_SHOWN_MAX]) + (f" and {rest} more" if rest > 0 else "")

@@ -1,0 +1,184 @@
+"""Rules that change logits before a token is chosen. Only rows that ask pay for them.
+
+Order: repetition penalty (arXiv 1909.05858, section 4.1) over prompt and output, frequency and presence penalties over the
+output, logit bias; then what is forbidden, whatever its logit: end tokens below `min_tokens`, the last token of a bad word,
+and every token that the grammar does not allow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+
+from engine.protocol import SamplingParams
+from engine.sampling.logprobs import rows_per_slice
+from engine.scheduling.request import Request
+
+FORBIDDEN = float("-inf")
+
+
+class SampledRow(NamedTuple):
+    """One row of logits: `position` is the index, in prompt plus output of `request`, of the token that it chooses.
+
+    It is `request.num_tokens`, and more in the rows behind drafts of speculative decoding, which have no rules that depend
+    on the tokens before them.
+    """
+
+    request: Request
+    position: int
+
+    @property
+    def sampling(self) -> SamplingParams:
+        return self.request.sampling
+
+    @property
+    def is_too_short_to_end(self) -> bool:
+        request = self.request
+        return self.position - request.num_prompt_tokens < request.sampling.min_tokens and bool(request.stop_ids)
+
+
+def has_penalties(sampling: SamplingParams) -> bool:
+    return sampling.repetition_penalty != 1.0 or sampling.presence_penalty != 0.0 or sampling.frequency_penalty != 0.0
+
+
+def has_rules(row: SampledRow) -> bool:
+    """Whether this row's logits differ from the model's, a grammar aside."""
+    sampling = row.request.sampling
+    return (
+        has_penalties(sampling)
+        or bool(sampling.logit_bias)
+        or bool(sampling.bad_words_token_ids)
+        or (sampling.min_tokens > 0 and row.is_too_short_to_end)
+    )
+
+
+class TokenCounts:
+    """The ids that stand in one request, each once, and how often each stands in its output. Follows the request's list."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._places: dict[int, int] = {}
+        self._ids = torch.empty(0, dtype=torch.int64, device=device)
+        self._in_output = torch.empty(0, dtype=torch.float32, device=device)
+        self._num_counted = 0
+
+    @property
+    def ids(self) -> torch.Tensor:
+        """[S] int64"""
+        return self._ids[: len(self._places)]
+
+    @property
+    def in_output(self) -> torch.Tensor:
+        """How often `ids` stand in the output: [S] float32"""
+        return self._in_output[: len(self._places)]
+
+    def follow(self, request: Request) -> None:
+        """Count the tokens that were added since the last call."""
+        new = request.token_ids[self._num_counted :]
+        num_known, num_prompt = len(self._places), max(0, request.num_prompt_tokens - self._num_counted)
+        self._num_counted = request.num_tokens
+        places = [self._places.setdefault(token_id, len(self._places)) for token_id in new]
+        if len(self._places) > num_known:
+            self._append([*dict.fromkeys(i for i, place in zip(new, places, strict=True) if place >= num_known)])
+        if places[num_prompt:]:
+            index = torch.tensor(places[num_prompt:], device=self._ids.device)
+            self._in_output.index_add_(0, index, torch.ones(len(index), device=self._ids.device))
+
+    def _append(self, ids: list[int]) -> None:
+        """Room for as many again, so that a growing output seldom moves."""
+        end = len(self._places)
+        if end > len(self._ids):
+            more = end * 2 - len(self._ids)
+            self._ids = torch.cat((self._ids, self._ids.new_empty(more)))
+            self._in_output = torch.cat((self._in_output, self._in_output.new_zeros(more)))
+        self._ids[end - len(ids) : end] = torch.tensor(ids, device=self._ids.device)
+
+
+class BadWords:
+    """The bad words of one request by the token before their last one, so that a step looks at few of them."""
+
+    def __init__(self, words: Sequence[Sequence[int]]) -> None:
+        self._single = [word[0] for word in words if len(word) == 1]
+        self._longer: dict[int, list[tuple[list[int], int]]] = {}
+        for word in words:
+            if len(word) > 1:
+                self._longer.setdefault(word[-2], []).append((list(word[:-1]), word[-1]))
+
+    def forbidden(self, request: Request) -> list[int]:
+        """Ids that would complete a bad word in the output of `request`."""
+        if not request.num_output_tokens:
+            return self._single
+        tokens, num_output = request.token_ids, request.num_output_tokens
+        candidates = self._longer.get(tokens[-1], ())
+        return self._single + [
+            last for begin, last in candidates if len(begin) <= num_output and tokens[-len(begin) :] == begin
+        ]
+
+
+class LogitsRules:
+    """Applies the rules in place and keeps token counts and bad words for as long as their requests live."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._counts: WeakKeyDictionary[Request, TokenCounts] = WeakKeyDictionary()
+        self._bad_words: WeakKeyDictionary[Request, BadWords] = WeakKeyDictionary()
+        allowed = (torch.arange(256, device=device)[:, None] >> torch.arange(8, device=device)) & 1
+        self._octets = torch.where(allowed > 0, 0.0, FORBIDDEN)  # [256, 8]: what eight tokens get by one octet of a mask
+
+    def apply(self, logits: torch.Tensor, rows: Sequence[SampledRow]) -> None:
+        """logits: [R, V] float32, changed in place, of `rows`; a grammar is applied by `apply_masks` after it."""
+        for index, row in enumerate(rows):
+            if has_rules(row):
+                self._apply_one(logits[index], row)
+
+    def apply_masks(self, logits: torch.Tensor, masks: torch.Tensor, guided: Sequence[int]) -> None:
+        """Forbid what the masks of the rows `guided` do not allow.
+
+        logits: [R, V] float32, changed in place; masks: [R, ceil(V / 32)] int32, bit b of word w allows token 32 w + b
+        """
+        places = torch.tensor(guided, device=self._device)
+        octets = masks[list(guided)].to(self._device).view(torch.uint8).int()
+        size = rows_per_slice(logits.shape[-1])
+        for begin in range(0, len(guided), size):
+            part = slice(begin, begin + size)
+            change = torch.nn.functional.embedding(octets[part], self._octets).flatten(1)
+            logits.index_add_(0, places[part], change[:, : logits.shape[-1]])  # what is not finite stays so
+
+    def _apply_one(self, logits: torch.Tensor, row: SampledRow) -> None:
+        sampling = row.request.sampling
+        if has_penalties(sampling):
+            self._penalise(logits, row)
+        if sampling.logit_bias:
+            ids = torch.tensor(list(sampling.logit_bias), device=self._device)
+            logits.index_add_(0, ids, torch.tensor(list(sampling.logit_bias.values()), device=self._device))
+        forbidden = self._forbidden(row)
+        if forbidden:
+            logits.index_fill_(0, torch.tensor(forbidden, device=self._device), FORBIDDEN)
+
+    def _forbidden(self, row: SampledRow) -> list[int]:
+        forbidden = sorted(row.request.stop_ids) if row.is_too_short_to_end else []
+        words = row.request.sampling.bad_words_token_ids
+        if not words:
+            return forbidden
+        assert row.position == row.request.num_tokens, f"request {row.request.request_id} has drafts in spite of bad words"
+        bad_words = self._bad_words.get(row.request)
+        if bad_words is None:
+            bad_words = self._bad_words[row.request] = BadWords(words)
+        return forbidden + bad_words.forbidden(row.request)
+
+    def _penalise(self, logits: torch.Tensor, row: SampledRow) -> None:
+        request, sampling = row.request, row.request.sampling
+        assert row.position == request.num_tokens, f"request {request.request_id} has drafts in spite of penalties"
+        counts = self._counts.get(request)
+        if counts is None:
+            counts = self._counts[request] = TokenCounts(self._device)
+        counts.follow(request)
+        values = logits[counts.ids]
+        if sampling.repetition_penalty != 1.0:
+            factor = sampling.repetition_penalty
+            values = torch.where(values > 0, values / factor, values * factor)
+        values -= sampling.frequency_penalty * counts.in_output
+        values -= sampling.presence_penalty * (counts.in_output > 0)
+        logits.index_copy_(0, counts.ids, values)

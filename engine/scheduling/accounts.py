@@ -1,0 +1,399 @@
+"""Accounts: what each tenant was served, holds and waits for, and in which round of which class it is next entitled.
+
+A tenant has one account per priority class. Service is predicted device time in integer picoseconds. Decodes are charged
+without being touched: between two changes, the service of an account is a closed form of the step number. `docs/fairness.md`
+defines the words and proves the bound.
+
+    position   service of the account, moved when it joins the backlog: up, so that idleness earns at most one quantum,
+               and down, so that what nobody wanted at the time is not held against it for ever
+    level      round · quantum, in picoseconds per unit of weight; equal for all accounts of a class
+    deficit    level · weight - position; the account is entitled (eligible) while it is above zero
+    lead       position - level · weight, the same with the other sign
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from itertools import islice
+from typing import TYPE_CHECKING
+
+from engine.protocol import Priority, TenantProgress
+from engine.scheduling.costs import TokenCosts
+from engine.scheduling.waiting import Line
+
+if TYPE_CHECKING:
+    from engine.scheduling.request import Request
+
+PS_PER_S = 10**12
+IDLE_ACCOUNTS_MAX = 4096
+OUTPUT_LENGTHS_KEPT = 64
+OUTPUT_LEN_UNKNOWN = 256
+"""Predicted output tokens of a tenant that has not finished a request yet."""
+
+OUTPUT_QUANTILE = 0.75
+
+
+@dataclass(slots=True, eq=False)
+class Account:
+    """One tenant in one class. `num_decoding` requests with `sum_context` tokens run on by themselves, a token a step."""
+
+    tenant_id: str
+    priority: Priority
+    weight: int
+    costs: TokenCosts
+    service_ps: int = 0
+    offset_ps: int = 0
+    settled_step: int = 0
+    num_decoding: int = 0
+    sum_context: int = 0
+    num_blocks: int = 0
+    running: dict[Request, None] = field(default_factory=dict)  # by age
+    prefilling: dict[Request, None] = field(default_factory=dict)  # by age; part of `running`
+    waiting: Line = field(default_factory=Line)
+    round: int | None = None  # of the backlog this account stands in; None when it is not backlogged
+    num_joins: int = 0  # times that it became backlogged
+    head: Request | None = None  # of `waiting`, as of the last change
+    head_round: int = 0  # the round in which `head` became it
+    is_held: bool = False
+    recovering: Request | None = None  # runs again after a preemption and is not to be stopped before it has gained by it
+    watch_step: int = -1  # when to look next whether it is too far ahead
+    output_lens: deque[int] = field(default_factory=lambda: deque(maxlen=OUTPUT_LENGTHS_KEPT))
+    _predicted_output_len: int | None = None
+
+    @property
+    def is_backlogged(self) -> bool:
+        """Whether it wants prompt tokens computed."""
+        return bool(self.waiting or self.prefilling)
+
+    @property
+    def is_active(self) -> bool:
+        return bool(self.waiting or self.running)
+
+    def service_at(self, step: int) -> int:
+        """Service when step number `step` has been charged: Σ over the steps of n·a + (context + n·k)·b, exactly."""
+        steps = step - self.settled_step
+        if not steps or not self.num_decoding:
+            return self.service_ps
+        decoding = self.num_decoding
+        contexts = steps * self.sum_context + decoding * (steps * (steps - 1) // 2)
+        return self.service_ps + self.costs.decode_ps(steps * decoding, contexts)
+
+    def position_at(self, step: int) -> int:
+        return self.service_at(step) + self.offset_ps
+
+    def settle(self, step: int) -> None:
+        """Write the service down as of `step`; needed before the set of decoding requests changes."""
+        self.service_ps = self.service_at(step)
+        self.sum_context += self.num_decoding * (step - self.settled_step)
+        self.settled_step = step
+
+    def add_decode(self, context_len: int, step: int) -> None:
+        """From the step after `step` on, one more request decodes, from `context_len` computed tokens."""
+        self.settle(step)
+        self.num_decoding += 1
+        self.sum_context += context_len
+
+    def remove_decode(self, context_len: int, step: int) -> None:
+        self.settle(step)
+        self.num_decoding -= 1
+        self.sum_context -= context_len
+        assert self.num_decoding > 0 or self.sum_context == 0, f"tenant {self.tenant_id} is charged for contexts it has not"
+
+    def charge(self, cost_ps: int) -> None:
+        self.service_ps += cost_ps
+
+    def context_at(self, step: int) -> int:
+        """Σ computed tokens of its decoding requests when step number `step` has been charged."""
+        return self.sum_context + self.num_decoding * (step - self.settled_step)
+
+    def steps_within(self, slack_ps: int, step: int) -> int:
+        """A number of further steps, at least one, after which decoding alone has certainly used at most `slack_ps`."""
+        step_ps = self.costs.decode_ps(self.num_decoding, self.context_at(step))
+        most = slack_ps // step_ps
+        return max(1, slack_ps // (step_ps + self.costs.decode_context_ps * self.num_decoding * most // 2))
+
+    def record_output(self, num_tokens: int) -> None:
+        """Remember the length of a finished answer."""
+        self.output_lens.append(num_tokens)
+        self._predicted_output_len = None
+
+    def predicted_output_len(self) -> int:
+        """An upper quantile of recent output lengths."""
+        if self._predicted_output_len is None:
+            lens = sorted(self.output_lens)
+            self._predicted_output_len = lens[int(len(lens) * OUTPUT_QUANTILE)] if lens else OUTPUT_LEN_UNKNOWN
+        return self._predicted_output_len
+
+
+class Backlog:
+    """The backlogged accounts of one class, by the round in which each is next entitled: a calendar queue, O(1) per move.
+
+    Deficit round robin (Shreedhar and Varghese, SIGCOMM 1995) with charges as work is done instead of per packet, as in
+    deficit longest prefix match (arXiv 2501.14312). An account in the bucket of round r has a position below r · quantum ·
+    weight; its true round may have grown since, and is looked up when the bucket comes to be read.
+    """
+
+    def __init__(self, quantum_ps: int, cap_ps: int) -> None:
+        self.quantum_ps = quantum_ps
+        self.cap_ps = cap_ps
+        self.round = 1
+        self._buckets: dict[int, dict[Account, None]] = {}
+        self._rounds: list[int] = []  # heap of the keys of `_buckets`, and of some that are gone
+        self._in_heap: set[int] = set()
+
+    def __contains__(self, account: Account) -> bool:
+        return account.round is not None
+
+    def __bool__(self) -> bool:
+        return bool(self._buckets)
+
+    def __iter__(self) -> Iterator[Account]:
+        for bucket in self._buckets.values():
+            yield from bucket
+
+    def lead_at(self, account: Account, step: int) -> int:
+        return account.position_at(step) - self.round * self.quantum_ps * account.weight
+
+    def is_eligible(self, account: Account, step: int) -> bool:
+        return self.lead_at(account, step) < 0
+
+    def join(self, account: Account, step: int) -> None:
+        """An account becomes backlogged: its deficit starts within [-cap · weight, quantum · weight]."""
+        if account.round is not None:
+            return
+        account.num_joins += 1
+        lead, weight = self.lead_at(account, step), account.weight
+        account.offset_ps += min(max(lead, -self.quantum_ps * weight), self.cap_ps * weight) - lead
+        self._put(account, self._true_round(account, step))
+
+    def leave(self, account: Account) -> None:
+        if account.round is None:
+            return
+        bucket = self._buckets[account.round]
+        del bucket[account]
+        if not bucket:
+            del self._buckets[account.round]
+        account.round = None
+
+    def shift(self, account: Account, lead_ps: int, step: int) -> None:
+        """Give an account whose weight has changed the lead it had before."""
+        account.offset_ps += lead_ps - self.lead_at(account, step)
+        if account.round is not None:
+            self.leave(account)
+            self.join(account, step)
+
+    def first(self, limit: int, step: int) -> list[Account]:
+        """Up to `limit` accounts in the order of their rounds, after the level has risen until one of them is eligible."""
+        found: list[Account] = []
+        later: list[int] = []
+        while self._rounds and len(found) < limit:
+            number = self._rounds[0]
+            bucket = self._buckets.get(number)
+            if bucket is None:
+                self._in_heap.remove(heappop(self._rounds))
+                continue
+            if not found and number > self.round:
+                self.round = number
+            self._read(bucket, number, found, limit, step)
+            if number in self._buckets and len(found) < limit:
+                later.append(heappop(self._rounds))
+        for number in later:
+            heappush(self._rounds, number)
+        return found
+
+    def _read(self, bucket: dict[Account, None], number: int, found: list[Account], limit: int, step: int) -> None:
+        """Take accounts whose round is still `number`; move the others on to where they belong."""
+        moved: list[Account] = []
+        for account in bucket:
+            if account.position_at(step) >= number * self.quantum_ps * account.weight:
+                moved.append(account)
+            else:
+                found.append(account)
+                if len(found) == limit:
+                    break
+        for account in moved:
+            self.leave(account)
+            self._put(account, self._true_round(account, step))
+
+    def pass_over(self, account: Account) -> None:
+        """Let the others of the same round be looked at before this one, whose request does not fit now."""
+        if account.round is not None:
+            bucket = self._buckets[account.round]
+            del bucket[account]
+            bucket[account] = None
+
+    def _true_round(self, account: Account, step: int) -> int:
+        return account.position_at(step) // (self.quantum_ps * account.weight) + 1
+
+    def _put(self, account: Account, number: int) -> None:
+        bucket = self._buckets.get(number)
+        if bucket is None:
+            bucket = self._buckets[number] = {}
+            if number not in self._in_heap:
+                self._in_heap.add(number)
+                heappush(self._rounds, number)
+        bucket[account] = None
+        account.round = number
+
+
+class SeatCounts:
+    """Accounts by the number of their running requests and by weight: who holds most seats, in O(1) per change."""
+
+    def __init__(self) -> None:
+        self._by_weight: dict[int, list[dict[Account, None]]] = {}
+
+    def move(self, account: Account, before: int, after: int) -> None:
+        """`account` had `before` running requests and has `after`."""
+        counts = self._by_weight.setdefault(account.weight, [])
+        if before:
+            del counts[before - 1][account]
+        while len(counts) < after:
+            counts.append({})
+        if after:
+            counts[after - 1][account] = None
+        while counts and not counts[-1]:
+            counts.pop()
+
+    def most(self) -> Account | None:
+        """The account with most seats per unit of weight."""
+        best: Account | None = None
+        for weight, counts in self._by_weight.items():
+            if counts and (best is None or len(counts) * best.weight > len(best.running) * weight):
+                best = next(reversed(counts[-1]))
+        return best
+
+
+@dataclass(slots=True)
+class ClassTotals:
+    """Sums over the active accounts of one class."""
+
+    weight: int = 0
+    num_running: int = 0
+    seats: SeatCounts = field(default_factory=SeatCounts)
+
+
+class Accounts:
+    """All accounts, found by tenant and class. Of those without requests the latest are kept, as their debts still count."""
+
+    def __init__(self, costs: TokenCosts) -> None:
+        self.costs = costs
+        self.step = 0  # the last step whose decodes were charged
+        self.all = Account("", Priority.STANDARD, 1, costs)  # everybody's service and decoding requests together
+        self.totals = {priority: ClassTotals() for priority in Priority}
+        self.running_requests: dict[Request, None] = {}  # by age
+        self.seated: dict[Account, None] = {}  # those with running requests
+        self.prefilling: dict[Request, None] = {}  # everybody's, by age
+        self.version = 0  # grows whenever a request starts or stops running
+        self._accounts: dict[tuple[str, Priority], Account] = {}
+        self._idle: OrderedDict[Account, None] = OrderedDict()  # without requests, longest first
+
+    def __iter__(self) -> Iterator[Account]:
+        return iter(self._accounts.values())
+
+    def find(self, tenant_id: str, priority: Priority, weight: int) -> Account:
+        """The account of a tenant in a class; a new one has the given weight."""
+        account = self._accounts.get((tenant_id, priority))
+        if account is None:
+            account = Account(tenant_id, priority, weight, self.costs, settled_step=self.step)
+            self._accounts[tenant_id, priority] = account
+        return account
+
+    def wait(self, account: Account, request: Request, *, first: bool) -> None:
+        self._activate(account)
+        account.waiting.add(request, first=first)
+
+    def start(self, account: Account, request: Request) -> None:
+        """A waiting request of the account gets a seat."""
+        account.waiting.remove(request)
+        account.running[request] = account.prefilling[request] = self.prefilling[request] = None
+        self.running_requests[request] = None
+        self.seated[account] = None
+        self._change_seats(account, +1)
+
+    def stop(self, account: Account, request: Request) -> None:
+        """A running request gives its seat back; if it decoded, `stop_decoding` came first."""
+        account.prefilling.pop(request, None)
+        self.prefilling.pop(request, None)
+        del account.running[request], self.running_requests[request]
+        if not account.running:
+            del self.seated[account]
+        self._change_seats(account, -1)
+        self._deactivate(account)
+
+    def quit(self, account: Account, request: Request) -> None:
+        """A waiting request is gone."""
+        account.waiting.remove(request)
+        self._deactivate(account)
+
+    def finish_prefill(self, account: Account, request: Request) -> None:
+        del account.prefilling[request], self.prefilling[request]
+
+    def charge(self, account: Account, cost_ps: int) -> None:
+        account.charge(cost_ps)
+        self.all.charge(cost_ps)
+
+    def totals_above(self, priority: Priority) -> bool:
+        """Whether a higher class has requests, waiting or running."""
+        return any(totals.weight for totals in islice(self.totals.values(), list(self.totals).index(priority)))
+
+    def start_decoding(self, account: Account, context_len: int) -> None:
+        account.add_decode(context_len, self.step)
+        self.all.add_decode(context_len, self.step)
+
+    def stop_decoding(self, account: Account, context_len: int) -> None:
+        account.remove_decode(context_len, self.step)
+        self.all.remove_decode(context_len, self.step)
+
+    def _change_seats(self, account: Account, change: int) -> None:
+        totals = self.totals[account.priority]
+        totals.seats.move(account, len(account.running) - change, len(account.running))
+        totals.num_running += change
+        self.version += 1
+
+    def _activate(self, account: Account) -> None:
+        if not account.is_active:
+            self._idle.pop(account, None)
+            self.totals[account.priority].weight += account.weight
+
+    def _deactivate(self, account: Account) -> None:
+        if account.is_active:
+            return
+        self.totals[account.priority].weight -= account.weight
+        self._idle[account] = None
+        if len(self._idle) > IDLE_ACCOUNTS_MAX:
+            oldest, _ = self._idle.popitem(last=False)
+            del self._accounts[oldest.tenant_id, oldest.priority]
+
+    def lengthen(self, account: Account, num_tokens: int) -> None:
+        """A decoding request has got further than by the one token that is booked each step."""
+        for each in (account, self.all):
+            each.settle(self.step)
+            each.sum_context += num_tokens
+
+    def progress(self) -> list[TenantProgress]:
+        """What every active tenant has, over all classes; costs a look at all accounts."""
+        by_tenant: dict[str, list[Account]] = {}
+        for account in self._accounts.values():
+            if account.is_active:
+                by_tenant.setdefault(account.tenant_id, []).append(account)
+        return [
+            TenantProgress(
+                tenant_id=tenant_id,
+                num_running=sum(len(account.running) for account in accounts),
+                num_waiting=sum(len(account.waiting) for account in accounts),
+                kv_blocks=sum(account.num_blocks for account in accounts),
+                service_s=sum(account.service_at(self.step) for account in accounts) / PS_PER_S,
+            )
+            for tenant_id, accounts in by_tenant.items()
+        ]
+
+    def reweigh(self, account: Account, weight: int) -> None:
+        """Book a change of `account.weight` that is about to happen."""
+        totals, num_running = self.totals[account.priority], len(account.running)
+        totals.seats.move(account, num_running, 0)
+        totals.weight += (weight - account.weight) * account.is_active
+        account.weight = weight
+        totals.seats.move(account, 0, num_running)

@@ -1,0 +1,118 @@
+"""Whether a waiting request can start, and what it starts with: a seat, found blocks, a promise, a predicted end. No torch.
+
+A request can start when there is a seat, when its whole prompt fits beside all promises, and when the predicted peak of KV
+use fits with it, unless nobody else runs. One whose next block somebody is just computing waits for that block instead.
+Decides no order: that is the policy's.
+"""
+
+from __future__ import annotations
+
+from engine.scheduling.accounts import Accounts
+from engine.scheduling.kv_blocks import FoundPrefix, KvBlocks
+from engine.scheduling.kv_forecast import BUCKET_STEPS, KvForecast
+from engine.scheduling.policy import Start
+from engine.scheduling.prefix_cache import PrefixesUnderWay
+from engine.scheduling.request import Request, RequestStatus
+
+
+class Admission:
+    """Room for requests. `start` follows a `can_start` that answered NOW, with no change in between."""
+
+    def __init__(self, accounts: Accounts, kv: KvBlocks, block_size: int, *, max_num_seqs: int) -> None:
+        self._accounts = accounts
+        self._kv = kv
+        self._block_size = block_size
+        self._max_num_seqs = max_num_seqs
+        self._forecast = KvForecast(kv.pool.num_blocks * block_size, block_size)
+        self._under_way = PrefixesUnderWay(kv.prefix_cache, block_size)
+        self._found = FoundPrefix()
+        self._step = 0  # that is being planned
+
+    def begin_step(self) -> None:
+        """A step is about to be planned: new predictions for those that should have ended by now."""
+        self._step = self._accounts.step + 1
+        for request in self._forecast.overdue(self._step):
+            self._forecast.renew(request, self._step, predicted_remaining(request))
+
+    @property
+    def has_seat(self) -> bool:
+        return len(self._accounts.running_requests) < self._max_num_seqs
+
+    def can_start(self, request: Request) -> Start:
+        if not self.has_seat:
+            return Start.NO_ROOM
+        if _shares_prompt(request):
+            has_room = self._kv.num_spare > 0
+        else:
+            self._found = self._kv.find(request)
+            if self._is_being_computed(request, len(self._found.blocks)):
+                return Start.LATER
+            has_room = self._kv.has_room(request, self._found)
+        if has_room and self._accounts.running_requests:
+            has_room = self._forecast.fits(self._step, self._own_tokens(request), predicted_remaining(request))
+        return Start.NOW if has_room else Start.NO_ROOM
+
+    def _is_being_computed(self, request: Request, num_found_blocks: int) -> bool:
+        """Whether a running prefill, which was in this step or the one before, computes the block that is needed next."""
+        owner = self._under_way.owner(request, num_found_blocks)
+        if owner is None or owner is request or owner.account is None or owner.account.is_held:
+            return False
+        return owner.scheduled_step >= self._step - 1
+
+    def _own_tokens(self, request: Request) -> int:
+        """Slots that it takes beside blocks that others hold anyway."""
+        if _shares_prompt(request):
+            return self._block_size
+        found = self._found
+        num_shared = len(found.blocks) - found.num_on_host - found.num_unowned
+        return request.num_tokens - num_shared * self._block_size
+
+    def first_position(self, request: Request) -> int:
+        """Where the next chunk of a request begins: what is computed, or found by the `can_start` just made."""
+        if request.status is not RequestStatus.QUEUED:
+            return request.num_computed_tokens
+        if _shares_prompt(request):
+            return request.num_prompt_tokens - 1
+        return len(self._found.blocks) * self._block_size
+
+    def start(self, request: Request) -> int:
+        """Blocks and a predicted end for a request that got a seat; the number of blocks that come from the host tier."""
+        self._forecast.add(request, self._step, self._own_tokens(request), predicted_remaining(request))
+        if _shares_prompt(request):
+            assert request.forked_from is not None
+            self._kv.fork(request, request.forked_from)
+            return 0
+        self._kv.place(request, self._found)
+        return self._found.num_on_host
+
+    def advance(self, request: Request) -> None:
+        """A running prefill will compute its next block in this step, or the one after."""
+        self._under_way.follow(request)
+
+    def computed(self, request: Request) -> None:
+        """A prefill is complete."""
+        self._under_way.forget(request)
+
+    def stop(self, request: Request, *, is_preempted: bool) -> None:
+        """Take everything back."""
+        self._forecast.remove(request)
+        self._under_way.forget(request)
+        self._kv.release(request, is_preempted=is_preempted)
+
+    def check_invariants(self) -> None:
+        self._forecast.check_invariants()
+
+
+def _shares_prompt(request: Request) -> bool:
+    """Whether a fork can have the blocks of its parent, which decodes."""
+    parent = request.forked_from
+    return parent is not None and parent.status is RequestStatus.DECODE and request.num_output_tokens == 0
+
+
+def predicted_remaining(request: Request) -> int:
+    """Tokens it will still write: up to its tenant's usual length, or as many again when it is beyond that."""
+    assert request.account is not None
+    written = request.num_output_tokens
+    usual = request.account.predicted_output_len()
+    expected = usual - written if written < usual else max(BUCKET_STEPS, written)
+    return min(expected, request.max_total_tokens - request.num_tokens)

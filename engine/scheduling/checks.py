@@ -1,0 +1,48 @@
+"""What must be true of a scheduler between two steps. For tests and for the idle engine."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from engine.scheduling.request import RequestStatus
+
+if TYPE_CHECKING:
+    from engine.scheduling.scheduler import Scheduler
+
+
+def check_scheduler(scheduler: Scheduler) -> None:
+    """Raise `AssertionError` unless blocks, requests, accounts and limits agree. Costs a look at everything."""
+    live = list(scheduler.live())
+    assert len(live) == len(set(live)), "a request is live twice"
+    scheduler.kv.check_invariants(live)
+    assert scheduler.num_running <= scheduler.limits.max_num_seqs, "more requests run than max_num_seqs"
+    for request in scheduler.accounts.running_requests:
+        assert request.status in (RequestStatus.PREFILL, RequestStatus.DECODE), (
+            f"{request.request_id} runs while {request.status}"
+        )
+        slots = len(request.block_table) * scheduler.limits.block_size
+        assert request.num_computed_tokens <= slots, f"{request.request_id} computed more tokens than it has slots"
+    for request in scheduler.waiting():
+        assert request.status is RequestStatus.QUEUED, f"{request.request_id} waits while {request.status}"
+        assert not request.block_table, f"{request.request_id} waits and holds blocks"
+    _check_accounts(scheduler)
+
+
+def _check_accounts(scheduler: Scheduler) -> None:
+    accounts = scheduler.accounts
+    running = Counter(request.account for request in accounts.running_requests)
+    for account in accounts:
+        name = f"{account.tenant_id}/{account.priority}"
+        assert len(account.running) == running[account], f"{name} has another number of seats"
+        assert account.num_blocks == sum(len(r.block_table) for r in account.running), f"{name} has other blocks"
+        prefilling = {r for r in account.running if r.status is RequestStatus.PREFILL}
+        assert prefilling == set(account.prefilling), f"{name} has other prefills"
+    assert set(accounts.seated) == {account for account in accounts if account.running}, "the seated accounts are wrong"
+    for priority, totals in accounts.totals.items():
+        active = [account for account in accounts if account.priority is priority and account.is_active]
+        assert totals.weight == sum(account.weight for account in active), f"the weight of class {priority} is wrong"
+        assert totals.num_running == sum(len(account.running) for account in active), f"the seats of {priority} are wrong"
+        most = max((len(account.running) / account.weight for account in active), default=0)
+        holder = totals.seats.most()
+        assert (0 if holder is None else len(holder.running) / holder.weight) == most, "the largest holder is wrong"

@@ -1,0 +1,101 @@
+"""The requests that decode: one lasting item each, who pauses, and a calendar of who needs a block when. Integers only.
+
+A decoding request computes one token per step, so the step in which its last block is full is known when the block is given.
+Nothing is touched until then. Drafts that are accepted, and pauses, move that step; whoever is due too early is put off.
+"""
+
+from __future__ import annotations
+
+from engine.scheduling.accounts import Account, Accounts
+from engine.scheduling.request import Request, RequestStatus
+from engine.scheduling.scheduled_batch import ScheduledRequest
+
+
+class DecodeSet:
+    """Decoding requests in the order in which they began, and those of paused accounts. Books them as decoding."""
+
+    def __init__(self, accounts: Accounts, block_size: int) -> None:
+        self.items: dict[Request, ScheduledRequest] = {}
+        self._paused: dict[Request, ScheduledRequest] = {}
+        self._due: dict[int, list[Request]] = {}
+        self._accounts = accounts
+        self._block_size = block_size
+
+    def add(self, request: Request) -> None:
+        """A prefill is complete: the request decodes from the next step on."""
+        assert request.account is not None
+        item = ScheduledRequest(request, request.num_computed_tokens, 1, samples=True)
+        if request.account.is_held and request.account.recovering is not request:
+            self._paused[request] = item
+        else:
+            self._resume(request, item)
+
+    def remove(self, request: Request) -> None:
+        if self._paused.pop(request, None) is None and self.items.pop(request, None) is not None:
+            assert request.account is not None
+            self._accounts.stop_decoding(request.account, request.num_computed_tokens)
+
+    def pause(self, account: Account) -> None:
+        """Leave the requests of an account, but the one that recovers, out of the steps from now on; they keep their blocks."""
+        account.is_held = True
+        for request in account.running:
+            item = None if request is account.recovering else self.items.pop(request, None)
+            if item is not None:
+                self._paused[request] = item
+                self._accounts.stop_decoding(account, request.num_computed_tokens)
+
+    def resume(self, account: Account) -> None:
+        account.is_held = False
+        for request in account.running:
+            item = self._paused.pop(request, None)
+            if item is not None:
+                self._resume(request, item)
+
+    def _resume(self, request: Request, item: ScheduledRequest) -> None:
+        assert request.account is not None
+        self.items[request] = item
+        self._accounts.start_decoding(request.account, request.num_computed_tokens)
+        self.expect(request)
+
+    def expect(self, request: Request) -> None:
+        """Enter the step in which the blocks of a decoding request are full, counted from the next one."""
+        slots = len(request.block_table) * self._block_size
+        request.growth_step = self._accounts.step + 1 + slots - request.num_computed_tokens
+        due = self._due.get(request.growth_step)
+        if due is None:
+            self._due[request.growth_step] = [request]
+        else:
+            due.append(request)
+
+    def expect_grown(self, requests: list[Request]) -> None:
+        """Enter several that were full and have got one block each."""
+        step = self._accounts.step + 1 + self._block_size
+        for request in requests:
+            request.growth_step = step
+        self._due.setdefault(step, []).extend(requests)
+
+    def take_due(self) -> list[Request]:
+        """The requests that cannot compute a token in the next step without one more block."""
+        step = self._accounts.step + 1
+        size, items = self._block_size, self.items
+        full: list[Request] = []
+        for request in self._due.pop(step, ()):
+            if request.growth_step == step and request in items:
+                if request.num_computed_tokens == len(request.block_table) * size:
+                    full.append(request)
+                else:
+                    self.expect(request)
+        return full
+
+    def check_invariants(self) -> None:
+        """Raise `AssertionError` unless items, calendar and accounts agree."""
+        for request, item in self.items.items():
+            assert request.status is RequestStatus.DECODE, f"{request.request_id} decodes while {request.status}"
+            assert (item.start, item.num_tokens) == (request.num_computed_tokens, 1), f"{request.request_id}: stale item"
+            slots = len(request.block_table) * self._block_size
+            limit = self._accounts.step + 1 + slots - request.num_computed_tokens
+            assert self._accounts.step < request.growth_step <= limit, f"{request.request_id} grows in no step to come"
+            assert request in self._due[request.growth_step], f"{request.request_id} is not in the calendar"
+        contexts = sum(request.num_computed_tokens for request in self.items)
+        total = self._accounts.all
+        assert (total.num_decoding, total.context_at(self._accounts.step)) == (len(self.items), contexts), "wrong contexts"

@@ -1,0 +1,261 @@
+"""Fair shares between tenants: deficit round robin in predicted device time, with preemption. The product's policy.
+
+Entitlement   An account may start requests while its deficit is positive. When nobody who waits is entitled, the level rises
+              by a quantum. Among the entitled, prefills under way go first, then the longest cached prefix, then age.
+Room          Seats and blocks belong to the backlogged accounts in proportion to weight. Somebody entitled who finds no room
+              takes it from the youngest request of who holds most, or of who is furthest ahead, never from its equals.
+Pace          An account further ahead than `cap` pauses until the level has caught up. This makes the bound provable.
+Classes       A lower class starts only what no higher class can, and every `AGEING_STEPS` one request whatever waits above.
+
+`docs/fairness.md` derives the bound 2(U + Q). The skeleton is deficit longest prefix match (arXiv 2501.14312).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from engine.protocol import Priority
+from engine.scheduling.accounts import Account, Backlog
+from engine.scheduling.policy import CanStart, PolicyContext, under_way
+from engine.scheduling.request import Request, RequestStatus
+from engine.scheduling.room_making import FairSettings as FairSettings
+from engine.scheduling.room_making import RoomMaking, recovering
+from engine.scheduling.turn_order import TurnOrder
+
+LOOK_ACCOUNTS = 4
+"""Accounts looked at for a start; the others of the round come first the next time."""
+
+AGEING_STEPS = 512
+"""Steps without a start after which a lower class starts one request before the higher ones."""
+
+QUANTUM_TOKENS = 512
+"""The quantum is what a chunk of so many prompt tokens costs."""
+
+HYSTERESIS_QUANTA, CAP_QUANTA = 4, 8
+RETRY_STEPS = 8
+"""Steps until a victim that was sought in vain is sought again, though nothing has changed."""
+
+WATCH_STEPS_MAX = 256
+"""An account is looked at at least so often; the calendar of looks stays short."""
+
+
+class FairPolicy:
+    """See the module. One backlog per class; an account stands in it while it has waiting requests or prefills under way."""
+
+    def __init__(self, context: PolicyContext, settings: FairSettings | None = None) -> None:
+        quantum_ps = context.accounts.costs.prefill_ps(0, QUANTUM_TOKENS)
+        self.settings = settings or FairSettings(
+            quantum_ps=quantum_ps, hysteresis_ps=HYSTERESIS_QUANTA * quantum_ps, cap_ps=CAP_QUANTA * quantum_ps
+        )
+        self.backlogs = {p: Backlog(self.settings.quantum_ps, self.settings.cap_ps) for p in Priority}
+        self.recovery_max_ps = 0  # the most that a secured request may have used beyond the cap
+        self._context = context
+        self._order = TurnOrder(context, self._note_head)
+        self._accounts = context.accounts
+        self._started_step = dict.fromkeys(Priority, 0)
+        self._watched: dict[int, list[Account]] = {}
+        self._ahead: dict[Account, None] = {}
+        self._held: dict[Account, None] = {}
+        self._room = RoomMaking(context, self.settings, self.backlogs, self._ahead, self._held)
+        self._num_waiting = dict.fromkeys(Priority, 0)
+        self._reserved: Request | None = None  # was passed so often that nobody starts before it
+        self._fruitless = (-1, 0)  # version of the accounts and step when no victim was found
+
+    def waits(self, request: Request) -> None:
+        account = _account(request)
+        backlog = self.backlogs[account.priority]
+        self._note_head(account)
+        if not self._num_waiting[account.priority]:
+            self._started_step[account.priority] = self._accounts.step
+        self._num_waiting[account.priority] += 1
+        self._fruitless = (-1, 0)
+        if account.round is None:
+            backlog.first(1, self._accounts.step)
+            backlog.join(account, self._accounts.step)
+            self._look_at(account)
+
+    def left(self, request: Request) -> None:
+        """It started, or it ended while it waited."""
+        account = _account(request)
+        self._note_head(account)
+        self._num_waiting[account.priority] -= 1
+        self.settled(account)
+
+    def _note_head(self, account: Account) -> None:
+        head = account.waiting.head
+        if head is not account.head:
+            account.head = head
+            account.head_round = self.backlogs[account.priority].round
+
+    def started(self, request: Request) -> None:
+        priority = _account(request).priority
+        request.is_aged = request.is_aged or self._is_overdue(priority)
+        self._started_step[priority] = self._accounts.step
+
+    def settled(self, account: Account) -> None:
+        """Something of the account has ended, or a prefill is complete: it may not be backlogged any more."""
+        if not account.is_backlogged:
+            self.backlogs[account.priority].leave(account)
+
+    def begin_step(self) -> None:
+        """Raise the levels of the round; find who has come too far ahead."""
+        step = self._accounts.step
+        watched = self._watched.pop(step, None)
+        if watched is None and not self._ahead:
+            return
+        for backlog in self.backlogs.values():
+            backlog.first(1, step)
+        for account in watched or ():
+            if account.watch_step == step:
+                self._look_at(account)
+        for account in list(self._ahead):
+            self._look_at(account)
+
+    def _look_at(self, account: Account) -> None:
+        """Book whether a backlogged account is ahead by more than the hysteresis, or when it could be at the earliest."""
+        step, backlog = self._accounts.step, self.backlogs[account.priority]
+        lead = backlog.lead_at(account, step)
+        slack = self.settings.hysteresis_ps * account.weight - lead
+        if account.round is None or not account.running:
+            self._ahead.pop(account, None)
+        elif slack < 0:
+            self._ahead[account] = None
+        else:
+            self._ahead.pop(account, None)
+            if account.num_decoding and not step < account.watch_step <= step + account.steps_within(slack, step):
+                account.watch_step = step + min(account.steps_within(slack, step), WATCH_STEPS_MAX)
+                self._watched.setdefault(account.watch_step, []).append(account)
+
+    def charged(self, account: Account) -> None:
+        self._look_at(account)
+
+    def holds(self) -> tuple[list[Account], list[Account]]:
+        if not self._ahead and not self._held:
+            return [], []
+        step = self._accounts.step
+        too_far = {
+            account: None
+            for account in self._ahead
+            if self.backlogs[account.priority].lead_at(account, step) > self.settings.cap_ps * account.weight
+        }
+        secured = {account for account in too_far if account.recovering is not None}
+        for account in secured:
+            recovering(account)
+        hold = [account for account in too_far if account not in self._held or account in secured]
+        release = [account for account in self._held if account not in too_far]
+        self._held.clear()
+        self._held.update(too_far)
+        return hold, release
+
+    def next_turn(self, can_start: CanStart | None) -> Request | None:
+        self._reserved = None
+        overdue = self._overdue_class()
+        classes = self.backlogs if overdue is None or can_start is None else (overdue,)
+        for priority in classes:
+            turn = self._turn_of(self.backlogs[priority], can_start)
+            if turn is not None:
+                return turn
+            if self._has_reserved():
+                break
+        return under_way((r for r in self._accounts.prefilling if not _is_paused(r)), self._accounts.step)
+
+    def _has_reserved(self) -> bool:
+        return self._reserved is not None
+
+    def _overdue_class(self) -> Priority | None:
+        """The lowest class that waited for too long: nobody else starts anything until it has."""
+        for priority in reversed(Priority):
+            if self._num_waiting[priority] and self._is_overdue(priority):
+                return priority
+        return None
+
+    def _is_overdue(self, priority: Priority) -> bool:
+        waited = self._accounts.step - self._started_step[priority]
+        return waited > AGEING_STEPS and self._accounts.totals_above(priority)
+
+    def _turn_of(self, backlog: Backlog, can_start: CanStart | None) -> Request | None:
+        step = self._accounts.step
+        accounts = [account for account in backlog.first(LOOK_ACCOUNTS, step) if not account.is_held]
+        entitled = [account for account in accounts if backlog.is_eligible(account, step)]
+        below = [account for account in entitled if self._room.is_below_share(account)]
+        above = [account for account in entitled if account not in below]
+        others = [account for account in accounts if account not in entitled and not self.is_ahead(account)]
+        for group in (below, above, others):
+            turn, reserved = self._order.among(group, backlog.round, None if self._reserved else can_start)
+            self._reserved = self._reserved or reserved
+            if turn is not None:
+                return turn
+        if can_start is not None:
+            for account in accounts:
+                backlog.pass_over(account)
+        return None
+
+    def applicants(self) -> list[Request]:
+        """The request that is not passed any more; else those of the entitled in the highest class that waits."""
+        if self._is_fruitless():
+            return []
+        step, overdue, reserved = self._accounts.step, self._overdue_class(), self._reserved
+        if reserved is not None and reserved.status is RequestStatus.QUEUED and not self.is_ahead(_account(reserved)):
+            return [reserved]
+        for priority, backlog in self.backlogs.items():
+            if self._num_waiting[priority] and overdue in (None, priority):
+                accounts = backlog.first(LOOK_ACCOUNTS, step)
+                heads = [account.waiting.head for account in accounts if backlog.is_eligible(account, step)]
+                found = [head for head in heads if head is not None]
+                if found:
+                    return found
+        return []
+
+    def _is_fruitless(self) -> bool:
+        """Whether a victim was sought in vain a moment ago, and nobody has arrived, started or stopped since."""
+        version, step = self._fruitless
+        return version == self._accounts.version and not self._ahead and self._accounts.step - step < RETRY_STEPS
+
+    @property
+    def has_exception(self) -> bool:
+        """Whether everybody waits for one request: one that was passed too often, or one of a class that was."""
+        return self._reserved is not None or self._overdue_class() is not None
+
+    def is_ahead(self, account: Account) -> bool:
+        """Whether an account starts nothing now because it is ahead of others by more than the hysteresis."""
+        lead = self.backlogs[account.priority].lead_at(account, self._accounts.step)
+        return lead > self.settings.hysteresis_ps * account.weight
+
+    def reweigh(self, account: Account, weight: int) -> None:
+        """The weight of a tenant was changed: it is as far ahead per unit of weight as before."""
+        backlog, step = self.backlogs[account.priority], self._accounts.step
+        lead = backlog.lead_at(account, step)
+        scaled = lead * weight // account.weight
+        self._accounts.reweigh(account, weight)
+        backlog.shift(account, scaled, step)
+
+    def recovers(self, request: Request, num_lost: int) -> None:
+        """One request of a tenant at a time is secured until it has gained as many tokens as it lost: waste is bounded, and
+        everybody gets on, however little room there is."""
+        account, costs = _account(request), self._accounts.costs
+        start = request.num_computed_tokens
+        self._room.wasted_ps += costs.prefill_ps(start, num_lost)
+        if recovering(account) is None:
+            account.recovering = request
+            request.secured_len = start + 2 * num_lost
+            gain_ps = costs.decode_ps(num_lost, num_lost * request.secured_len)
+            self.recovery_max_ps = max(self.recovery_max_ps, costs.prefill_ps(start, 2 * num_lost) + gain_ps)
+
+    def found_no_victim(self) -> None:
+        self._fruitless = (self._accounts.version, self._accounts.step)
+
+    def victim(self, applicant: Request) -> Request | None:
+        return self._room.victim(applicant)
+
+    def growth_victim(self, running: Iterable[Request]) -> Request:
+        return self._room.growth_victim(running)
+
+
+def _account(request: Request) -> Account:
+    assert request.account is not None, f"request {request.request_id} has no account"
+    return request.account
+
+
+def _is_paused(request: Request) -> bool:
+    account = _account(request)
+    return account.is_held and account.recovering is not request

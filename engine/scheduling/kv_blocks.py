@@ -1,0 +1,212 @@
+"""Block tables of requests: found prefixes, new blocks, forks by copy on write, and the moves that a step must make first.
+
+An admitted request is promised the blocks of its whole prompt, but holds only those of the chunks computed so far: blocks
+that wait for later chunks keep their cached content until then. `num_spare` is what is left for others.
+
+A prefix is continued from device blocks into host blocks when copying them in costs less than computing them again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from engine.scheduling.block_pool import BlockPool
+from engine.scheduling.costs import TokenCosts
+from engine.scheduling.host_tier import HostTier
+from engine.scheduling.prefix_cache import PrefixCache
+from engine.scheduling.request import Request
+from engine.scheduling.scheduled_batch import BlockMoves
+
+
+@dataclass(slots=True)
+class FoundPrefix:
+    """Blocks that hold the beginning of a request, in order: on the device, or None where the host tier has the content."""
+
+    blocks: list[int | None] = field(default_factory=list)
+    num_on_host: int = 0
+    num_unowned: int = 0  # device blocks without an owner: using them takes them from what is available
+
+
+class KvBlocks:
+    """The only owner of block tables. Counts a shared block for each of its holders."""
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        block_size: int,
+        *,
+        costs: TokenCosts,
+        prefix_cache: PrefixCache,
+        host_tier: HostTier | None = None,
+    ) -> None:
+        self.pool = pool
+        self.prefix_cache = prefix_cache
+        self.host_tier = host_tier
+        self.num_swapped_in = 0
+        self.num_swapped_out = 0
+        self._block_size = block_size
+        self._costs = costs
+        self._num_promised = 0
+        self._moves = BlockMoves()
+        self._copy_sources: list[int] = []  # kept alive until the moves of this step are complete
+        if host_tier is not None:
+            pool.on_evict = self._swap_out
+
+    @property
+    def num_spare(self) -> int:
+        """Blocks that can be allocated without breaking a promise."""
+        return self.pool.num_available - self._num_promised
+
+    def blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self._block_size)
+
+    def find(self, request: Request) -> FoundPrefix:
+        """The longest prefix of `request` that need not be computed. Looks, and changes nothing."""
+        matched = self.prefix_cache.match(request)
+        if request.sampling.prompt_logprobs is not None:  # of tokens that were never computed there are none
+            return self._known(request, matched)
+        on_device = FoundPrefix(list(matched), 0, sum(1 for block_id in matched if not self.pool.is_used(block_id)))
+        if self.host_tier is None:
+            return on_device
+        longer = self._continue_on_host(request, on_device)
+        num_more = len(longer.blocks) - len(matched)
+        swap_ns = self._costs.swap_in_ns(longer.num_on_host)
+        recompute_ns = self._costs.recompute_ns(len(matched) * self._block_size, num_more * self._block_size)
+        return longer if swap_ns < recompute_ns else on_device
+
+    def _known(self, request: Request, matched: list[int]) -> FoundPrefix:
+        blocks = matched[: request.num_prompt_tokens_computed // self._block_size]
+        return FoundPrefix(list(blocks), 0, sum(1 for block_id in blocks if not self.pool.is_used(block_id)))
+
+    def _continue_on_host(self, request: Request, found: FoundPrefix) -> FoundPrefix:
+        """Follow the chain behind `found` through both tiers."""
+        assert self.host_tier is not None
+        longer = FoundPrefix(list(found.blocks), 0, found.num_unowned)
+        for index in range(len(found.blocks), (request.num_tokens - 1) // self._block_size):
+            name = self.prefix_cache.names(request, index + 1)[index]
+            block_id = self.pool.lookup(name)
+            if block_id is None and not self.host_tier.can_fetch(name):
+                break
+            longer.blocks.append(block_id)
+            longer.num_on_host += block_id is None
+            longer.num_unowned += block_id is not None and not self.pool.is_used(block_id)
+        return longer
+
+    def has_room(self, request: Request, found: FoundPrefix) -> bool:
+        """Whether the whole prompt fits beside everything promised."""
+        needed = self.blocks_for(request.num_tokens) - len(found.blocks) + found.num_on_host
+        return needed + found.num_unowned <= self.num_spare
+
+    def place(self, request: Request, found: FoundPrefix) -> None:
+        """Give an admitted request its found prefix, and promise it the rest of its prompt."""
+        for block_id in found.blocks:
+            if block_id is not None:
+                self.pool.share(block_id)
+        names = request.block_hashes
+        on_host = {index: self._fetch(names[index]) for index, block_id in enumerate(found.blocks) if block_id is None}
+        table: list[int] = []
+        for index, block_id in enumerate(found.blocks):
+            table.append(self._swap_in(names[index], on_host[index]) if block_id is None else block_id)
+        self._hold(request, table)
+        request.num_computed_tokens = len(table) * self._block_size
+        self._promise(request, self.blocks_for(request.num_tokens) - len(table))
+
+    def _fetch(self, name: bytes) -> int:
+        assert self.host_tier is not None
+        host_block = self.host_tier.fetch(name)
+        assert host_block is not None, "a host block vanished between look and use"
+        return host_block
+
+    def _swap_in(self, name: bytes, host_block: int) -> int:
+        block_id = self.pool.allocate(1)[0]
+        self._moves.swap_in.append((host_block, block_id))
+        self.num_swapped_in += 1
+        self.pool.register(block_id, name)
+        return block_id
+
+    def _swap_out(self, block_id: int, content_hash: bytes) -> None:
+        assert self.host_tier is not None
+        if content_hash in self.host_tier:
+            self.host_tier.touch(content_hash)
+            return
+        host_block = self.host_tier.store(content_hash)
+        if host_block is not None:
+            self._moves.swap_out.append((block_id, host_block))
+            self.num_swapped_out += 1
+
+    def fork(self, request: Request, parent: Request) -> None:
+        """Let `request` share the prompt blocks of `parent`, all of which are computed; its last token is computed again."""
+        table = parent.block_table[: self.blocks_for(request.num_prompt_tokens)]
+        for block_id in table:
+            self.pool.share(block_id)
+        self._hold(request, list(table))
+        request.num_computed_tokens = request.num_prompt_tokens - 1
+        self.make_writable(request, request.num_computed_tokens)
+
+    def make_writable(self, request: Request, position: int) -> None:
+        """Copy on write: the block of `position` becomes the request's own if somebody else holds it too."""
+        index = position // self._block_size
+        source = request.block_table[index]
+        if self.pool.ref_count(source) == 1:
+            return
+        target = self.pool.allocate(1)[0]
+        self._moves.copies.append((source, target))
+        self._copy_sources.append(source)
+        request.block_table[index] = target
+
+    def extend(self, request: Request, num_tokens: int) -> None:
+        """Hold blocks for the first `num_tokens` tokens, out of what was promised first."""
+        missing = self.blocks_for(num_tokens) - len(request.block_table)
+        if missing <= 0:
+            return
+        self._promise(request, -min(missing, request.num_promised_blocks))
+        self._hold(request, self.pool.allocate(missing))
+
+    def register(self, request: Request, num_computed_before: int) -> None:
+        """Make the blocks findable by others that became full since `num_computed_before`."""
+        if self.prefix_cache.is_shared:
+            self.prefix_cache.register(request, num_computed_before)
+
+    def grow(self, requests: list[Request]) -> None:
+        """One more block for each of these, which are promised nothing."""
+        for request, block_id in zip(requests, self.pool.allocate(len(requests)), strict=True):
+            request.block_table.append(block_id)
+            assert request.account is not None
+            request.account.num_blocks += 1
+
+    def release(self, request: Request, *, is_preempted: bool = False) -> None:
+        """Take all blocks. Those of a preempted request are made findable first, so that it need not compute them again."""
+        if is_preempted and not self.prefix_cache.is_shared:
+            self.prefix_cache.register(request, 0)
+        self._promise(request, -request.num_promised_blocks)
+        self.pool.release(request.block_table)
+        if request.account is not None:
+            request.account.num_blocks -= len(request.block_table)
+        request.block_table = []
+
+    def _hold(self, request: Request, blocks: list[int]) -> None:
+        request.block_table += blocks
+        if request.account is not None:
+            request.account.num_blocks += len(blocks)
+
+    def _promise(self, request: Request, num_blocks: int) -> None:
+        request.num_promised_blocks += num_blocks
+        self._num_promised += num_blocks
+
+    def take_moves(self) -> BlockMoves:
+        """Everything that must be moved before the planned step is run; the next step starts with none."""
+        moves, self._moves = self._moves, BlockMoves()
+        self.pool.release(self._copy_sources)
+        self._copy_sources = []
+        if self.host_tier is not None:
+            self.host_tier.end_step()
+            moves.swap_in = list({target: (source, target) for source, target in moves.swap_in}.values())
+        return moves
+
+    def check_invariants(self, live: list[Request]) -> None:
+        """Raise `AssertionError` unless tables, promises and both tiers agree."""
+        self.pool.check_invariants(request.block_table for request in live)
+        assert self._num_promised == sum(request.num_promised_blocks for request in live), "promises do not add up"
+        assert self.num_spare >= 0, "more blocks are promised than there are"
+        if self.host_tier is not None:
+            self.host_tier.check_invariants()

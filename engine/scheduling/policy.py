@@ -1,0 +1,219 @@
+"""Who is served next, and at whose cost: the seam between the scheduler and its policies, and the two plain ones.
+
+The scheduler knows what fits; a policy only orders. `FairPolicy` is the product's (`scheduling.fair_policy`). First come, first
+served and plain virtual token counters exist to be compared with.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from enum import Enum
+from itertools import islice
+from typing import Protocol
+
+from engine.scheduling.accounts import Account, Accounts, Backlog
+from engine.scheduling.costs import TokenCosts
+from engine.scheduling.kv_blocks import KvBlocks
+from engine.scheduling.request import Request
+from engine.scheduling.urgency import Urgency
+
+LOOK_REQUESTS = 8
+"""Waiting requests looked at behind one that does not fit."""
+
+SKIPS_MAX = 32
+"""Times that others may pass a request that does not fit; then everybody waits for it, so that it cannot starve."""
+
+
+def looked_at(num_accounts: int) -> int:
+    """Waiting requests looked at of each of so many accounts: about as many in all for one tenant as for several."""
+    return max(2, LOOK_REQUESTS // max(1, num_accounts // 2))
+
+
+class Start(Enum):
+    """Whether a waiting request can start. LATER: somebody is computing the very block that it needs next."""
+
+    NOW = "now"
+    NO_ROOM = "no room"
+    LATER = "later"
+
+
+CanStart = Callable[[Request], Start]
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyContext:
+    """What a policy may look at."""
+
+    accounts: Accounts
+    kv: KvBlocks
+    max_num_seqs: int
+    urgency: Urgency
+
+
+class Policy(Protocol):
+    """Orders requests. Every call may look at a bounded number of waiting requests and accounts, never at all of them."""
+
+    def waits(self, request: Request) -> None:
+        """A request has joined its account's line."""
+
+    def left(self, request: Request) -> None:
+        """A request has left its account's line: it starts, or it has ended."""
+
+    def started(self, request: Request) -> None:
+        """A request got a seat."""
+
+    def reweigh(self, account: Account, weight: int) -> None:
+        """The weight of an account changes."""
+
+    def settled(self, account: Account) -> None:
+        """A prefill of the account is complete, or has ended."""
+
+    def recovers(self, request: Request, num_lost: int) -> None:
+        """A preempted request has started, and computes so many tokens again."""
+
+    def begin_step(self) -> None:
+        """A step is about to be planned; `accounts.step` is the last one that was charged."""
+
+    def holds(self) -> tuple[list[Account], list[Account]]:
+        """Accounts whose running requests must pause from this step on, and those that may go on again."""
+
+    def next_turn(self, can_start: CanStart | None) -> Request | None:
+        """The request that gets prefill tokens next: one under way that is not in this step yet, or a waiting one that can
+        start. `can_start` is None when there is no seat."""
+
+    def charged(self, account: Account) -> None:
+        """An account was charged beside its decodes, or has more of them from now on."""
+
+    def applicants(self) -> list[Request]:
+        """Waiting requests for which room may be made by preemption, in order."""
+
+    def victim(self, applicant: Request) -> Request | None:
+        """The running request that must make room for it, if any."""
+
+    def found_no_victim(self) -> None:
+        """None of the applicants could be helped."""
+
+    def growth_victim(self, running: Iterable[Request]) -> Request:
+        """The running request that is preempted when decodes find no block; `running` is by age."""
+
+
+def under_way(prefilling: Iterable[Request], step: int) -> Request | None:
+    """The first of these prefills that is not in the step yet."""
+    for request in prefilling:
+        if request.scheduled_step != step:
+            return request
+    return None
+
+
+def first_to_start(requests: Iterable[Request], can_start: CanStart) -> tuple[Request | None, Request | None]:
+    """The first that can start, and the one that nobody may pass any more, if there is one. Counts who is passed."""
+    passed: list[Request] = []
+    for request in requests:
+        answer = can_start(request)
+        if answer is Start.NOW:
+            for overtaken in passed:
+                overtaken.num_skips += 1
+            return request, None
+        if answer is Start.NO_ROOM:
+            if request.num_skips >= SKIPS_MAX:
+                return None, request
+            passed.append(request)
+    return None, None
+
+
+class PlainPolicy:
+    """What policies without fairness have in common: nobody is held, nobody is preempted for others, the youngest gives way."""
+
+    def __init__(self, context: PolicyContext) -> None:
+        self._accounts = context.accounts
+
+    def started(self, request: Request) -> None:
+        """Seats need no bookkeeping."""
+
+    def reweigh(self, account: Account, weight: int) -> None:
+        self._accounts.reweigh(account, weight)
+
+    def settled(self, account: Account) -> None:
+        """Prefills under way need no bookkeeping."""
+
+    def recovers(self, request: Request, num_lost: int) -> None:
+        """Waste changes nothing: there is no preemption for others."""
+
+    def begin_step(self) -> None:
+        """Nothing changes between steps."""
+
+    def holds(self) -> tuple[list[Account], list[Account]]:
+        return [], []
+
+    def charged(self, account: Account) -> None:
+        """Service decides nothing."""
+
+    def applicants(self) -> list[Request]:
+        return []
+
+    def found_no_victim(self) -> None:
+        """There are no applicants."""
+
+    def victim(self, applicant: Request) -> Request | None:
+        """Nobody."""
+
+    def growth_victim(self, running: Iterable[Request]) -> Request:
+        *_, youngest = running
+        return youngest
+
+
+class FcfsPolicy(PlainPolicy):
+    """First come, first served, over all tenants."""
+
+    def __init__(self, context: PolicyContext) -> None:
+        super().__init__(context)
+        self._line: OrderedDict[Request, None] = OrderedDict()
+
+    def waits(self, request: Request) -> None:
+        self._line[request] = None
+        if request.num_preemptions:
+            self._line.move_to_end(request, last=False)
+
+    def left(self, request: Request) -> None:
+        self._line.pop(request, None)
+
+    def next_turn(self, can_start: CanStart | None) -> Request | None:
+        turn = under_way(self._accounts.prefilling, self._accounts.step)
+        if turn is None and can_start is not None:
+            turn, _ = first_to_start(islice(self._line, LOOK_REQUESTS), can_start)
+        return turn
+
+
+class VtcPolicy(PlainPolicy):
+    """Virtual token counters (Sheng et al., OSDI 2024, arXiv 2401.00588): the tenant with the smallest counter goes next.
+
+    A round robin with a quantum of one price unit is the smallest counter first, and its lift is that of the paper. Counters
+    are in the prices of the accounts; `TOKEN_PRICES` are the paper's 1 per prompt token and 2 per output token.
+    """
+
+    TOKEN_PRICES = TokenCosts(prefill_token_ps=1, prefill_pair_ps=0, decode_token_ps=2, decode_context_ps=0, swap_in_block_ps=0)
+
+    def __init__(self, context: PolicyContext) -> None:
+        super().__init__(context)
+        self._backlog = Backlog(quantum_ps=1, cap_ps=1 << 100)
+
+    def waits(self, request: Request) -> None:
+        assert request.account is not None
+        self._backlog.join(request.account, self._accounts.step)
+
+    def left(self, request: Request) -> None:
+        """A tenant without waiting requests has no turn to take; its prefills under way go on by themselves."""
+        assert request.account is not None
+        if not request.account.waiting:
+            self._backlog.leave(request.account)
+
+    def next_turn(self, can_start: CanStart | None) -> Request | None:
+        step = self._accounts.step
+        turn = under_way(self._accounts.prefilling, step)
+        if turn is None and can_start is not None:
+            accounts = self._backlog.first(LOOK_REQUESTS, step)
+            heads = (account.waiting.head for account in accounts)
+            turn, _ = first_to_start((head for head in heads if head is not None), can_start)
+        return turn

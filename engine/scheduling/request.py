@@ -1,0 +1,138 @@
+"""One request as the scheduler sees it: tokens, blocks, progress, and the only legal ways through its life. Knows no torch.
+
+    QUEUED ──admit──► PREFILL ──last chunk──► DECODE
+      ▲                  │                      │
+      └────preempt───────┴──────────────────────┤
+                                                ▼
+    any live state ──stop, length, abort, error──► FINISHED
+
+Token positions of a request, P tokens per block:
+
+    0 ............... num_cached ........ num_computed_tokens ........ len(token_ids)
+    │ found in cache      │ computed here        │ to compute next            │ to sample next
+    └───────────── keys and values in block_table ─────────────┘
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any
+
+from engine.protocol import FinishReason, Priority, SamplingParams
+
+if TYPE_CHECKING:
+    from engine.scheduling.accounts import Account
+
+
+class RequestStatus(StrEnum):
+    """Where a request is; the values are those of `RequestProgress.state`."""
+
+    QUEUED = "queued"
+    PREFILL = "prefill"
+    DECODE = "decode"
+    FINISHED = "finished"
+
+
+LEGAL_TRANSITIONS: dict[RequestStatus, frozenset[RequestStatus]] = {
+    RequestStatus.QUEUED: frozenset({RequestStatus.PREFILL, RequestStatus.FINISHED}),
+    RequestStatus.PREFILL: frozenset({RequestStatus.DECODE, RequestStatus.QUEUED, RequestStatus.FINISHED}),
+    RequestStatus.DECODE: frozenset({RequestStatus.QUEUED, RequestStatus.FINISHED}),
+    RequestStatus.FINISHED: frozenset(),
+}
+
+
+class IllegalTransition(AssertionError):
+    """A bug: a request was moved along an edge that does not exist."""
+
+
+@dataclass(slots=True, eq=False, kw_only=True, weakref_slot=True)
+class Request:
+    """State of one request between its submission and its single final event. Only the scheduler mutates it.
+
+    A submission with n > 1 answers is n of these with one `request_id` and an `index` each; the scheduler tells them apart
+    by identity. `forked_from` is the one whose computed prompt blocks this one shares when they are still there.
+    `queue_deadline_s` is a time of the scheduler's clock.
+
+    `token_ids` is prompt and output in one list. `stop_ids` are the ids that end it (end-of-sequence unless ignored, and
+    the caller's own). `max_total_tokens` is prompt plus output, already bounded by the model's context.
+
+    From `block_hashes` on the scheduler keeps its own notes: names of full blocks and the running hash behind the last of
+    them; prompt blocks that were promised but are not held yet; tokens that were computed when the request was preempted, and
+    those up to which it is not preempted again; steps (of the last chunk, of the next growth, of the last start or
+    preemption); whether it started because its class had waited for too long; who pays.
+    """
+
+    request_id: str
+    tenant_id: str
+    sampling: SamplingParams
+    token_ids: list[int]
+    num_prompt_tokens: int
+    max_total_tokens: int
+    stop_ids: frozenset[int]
+    arrived_s: float
+    index: int = 0
+    weight: int = 1
+    priority: Priority = Priority.STANDARD
+    queue_deadline_s: float | None = None
+    forked_from: Request | None = None
+    status: RequestStatus = RequestStatus.QUEUED
+    block_table: list[int] = field(default_factory=list)
+    num_computed_tokens: int = 0
+    num_prompt_tokens_computed: int = 0
+    num_cached_tokens: int = 0
+    num_preemptions: int = 0
+    num_skips: int = 0
+    first_scheduled_s: float | None = None
+    finish_reason: FinishReason | None = None
+    block_hashes: list[bytes] = field(default_factory=list)
+    prefix_hash: Any = None
+    prefix_is_blessed: bool = False
+    num_promised_blocks: int = 0
+    num_lost_tokens: int = 0
+    secured_len: int = 0
+    scheduled_step: int = -1
+    growth_step: int = -1
+    moved_step: int = -1
+    is_aged: bool = False
+    is_late: bool = False
+    account: Account | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        return self.token_ids[self.num_prompt_tokens :]
+
+    @property
+    def queue_s(self) -> float:
+        """Wait until the first schedule; 0.0 when it never was scheduled."""
+        return 0.0 if self.first_scheduled_s is None else self.first_scheduled_s - self.arrived_s
+
+    @property
+    def is_finished(self) -> bool:
+        return self.status is RequestStatus.FINISHED
+
+    def move_to(self, status: RequestStatus) -> None:
+        """Take one legal edge; raises `IllegalTransition` for any other."""
+        if status not in LEGAL_TRANSITIONS[self.status]:
+            raise IllegalTransition(f"request {self.request_id}: {self.status} → {status}")
+        self.status = status
+
+    def finish(self, reason: FinishReason) -> None:
+        self.move_to(RequestStatus.FINISHED)
+        self.finish_reason = reason
+
+    def append(self, token_id: int) -> FinishReason | None:
+        """Add a sampled token; the reason to end here, if any. A stop token counts as output."""
+        token_ids = self.token_ids
+        token_ids.append(token_id)
+        if token_id in self.stop_ids and self.num_output_tokens >= self.sampling.min_tokens:
+            return FinishReason.STOP
+        return FinishReason.LENGTH if len(token_ids) >= self.max_total_tokens else None

@@ -1,0 +1,200 @@
+"""At whose cost somebody entitled gets room: who holds most, who is furthest ahead, who pauses. Knows no torch.
+
+Blocks and seats of the accounts of a class belong to them in proportion to weight, of the blocks and seats that the class has.
+A move is made only if the reverse move would not be, so that nobody takes turns in preempting each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from engine.protocol import Priority
+from engine.scheduling.accounts import Account, Backlog
+from engine.scheduling.policy import PolicyContext
+from engine.scheduling.request import Request
+
+SEAT_PERCENT = 87
+"""A seat moves to an account that has one already only if its share stays so far below the other's: no churn at the border."""
+
+BLOCK_SCALE = 1 << 20
+RANK = {priority: rank for rank, priority in enumerate(Priority)}
+
+DISPLACES = (Priority.INTERACTIVE, Priority.BATCH)
+"""Whose waiting requests may preempt whose running ones, whatever either was served."""
+
+TURN_STEPS = 128
+"""Steps that a preempted request waits at least, and that another runs, before they take turns in a seat of their tenant."""
+
+WASTE_PERCENT, WASTE_FREE_QUANTA = 2, 64
+"""Preemption for service stops when more than this share of all service was computed twice; so many quanta are free."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FairSettings:
+    """In picoseconds per unit of weight. Q: what idling earns at most. An account ahead of the level by more than
+    `hysteresis_ps` may lose a seat to somebody entitled; ahead by more than `cap_ps` it pauses."""
+
+    quantum_ps: int
+    hysteresis_ps: int
+    cap_ps: int
+
+
+class RoomMaking:
+    """Chooses victims. `ahead` and `held` are the policy's: accounts beyond the hysteresis, and those that pause."""
+
+    def __init__(
+        self,
+        context: PolicyContext,
+        settings: FairSettings,
+        backlogs: Mapping[Priority, Backlog],
+        ahead: Mapping[Account, None],
+        held: Mapping[Account, None],
+    ) -> None:
+        self.wasted_ps = 0
+        self.settings = settings
+        self.backlogs = backlogs
+        self._context = context
+        self._accounts = context.accounts
+        self._ahead = ahead
+        self._held = held
+
+    def is_below_share(self, account: Account) -> bool:
+        """Whether an account has less than its share of the seats and of the blocks."""
+        total_weight = self._accounts.totals[account.priority].weight
+        return (
+            len(account.running) * total_weight < self._context.max_num_seqs * account.weight
+            and account.num_blocks * total_weight < self._context.kv.pool.num_blocks * account.weight
+        )
+
+    def victim(self, applicant: Request) -> Request | None:
+        """The youngest request of a lower class, of who holds most seats or blocks, or of who is furthest ahead; then of
+        somebody in another class who pauses. A preempted request that has waited for long takes turns within its tenant."""
+        account = _account(applicant)
+        has_seat = len(self._accounts.running_requests) < self._context.max_num_seqs
+        if not self._can_free(applicant):
+            return None
+        for holder in (
+            self._lower_class(account),
+            self._most_blocks(applicant) if has_seat else self._most_seats(account),
+            self._furthest_ahead(account),
+        ):
+            victim = None if holder is None or holder is account else _youngest(holder)
+            if victim is not None:
+                return victim
+        for paused in self._held:
+            victim = None if paused is account else _youngest(paused)
+            if victim is not None:
+                return victim
+        if self._is_due_back(applicant) and not has_seat:
+            for request in reversed(account.running):
+                if request is not account.recovering and self._accounts.step - request.moved_step > TURN_STEPS:
+                    return request
+        return None
+
+    def _is_due_back(self, request: Request) -> bool:
+        return request.num_preemptions > 0 and self._accounts.step - request.moved_step > TURN_STEPS
+
+    def _can_free(self, applicant: Request) -> bool:
+        """Whether taking all that may be taken would give it enough blocks; shared ones are counted as if they were not."""
+        account, kv = _account(applicant), self._context.kv
+        found, needed = kv.num_spare, kv.blocks_for(applicant.num_tokens)
+        if found >= needed:
+            return True
+        for other in self._accounts.seated:
+            if other is account:
+                continue
+            secured = recovering(other)
+            if secured is not None:
+                found -= len(secured.block_table) + secured.num_promised_blocks
+            if other.is_held or other in self._ahead or (account.priority, other.priority) == DISPLACES:
+                found += _blocks(other)
+            elif other.priority is account.priority:
+                share = kv.pool.num_blocks * other.weight // self._accounts.totals[other.priority].weight
+                found += max(0, _blocks(other) - share)
+        return found >= needed
+
+    def _lower_class(self, account: Account) -> Account | None:
+        if account.priority is not DISPLACES[0]:
+            return None
+        holder = self._accounts.totals[DISPLACES[1]].seats.most()
+        return None if holder is None or next(reversed(holder.running)).is_aged else holder
+
+    def _most_seats(self, account: Account) -> Account | None:
+        """Who holds most seats per weight, if one of them makes the shares more equal: the move can never be undone."""
+        holder = self._accounts.totals[account.priority].seats.most()
+        if holder is None:
+            return None
+        mine, theirs = len(account.running) + 1, len(holder.running) - 1
+        percent = 100 if mine == 1 else SEAT_PERCENT
+        return holder if 100 * mine * holder.weight <= percent * theirs * account.weight else None
+
+    def _most_blocks(self, applicant: Request) -> Account | None:
+        """Who holds most blocks per weight and more than its share, if the applicant stays within its own."""
+        account, kv = _account(applicant), self._context.kv
+        total_weight = self._accounts.totals[account.priority].weight
+        share = kv.pool.num_blocks * account.weight
+        if (_blocks(account) + kv.blocks_for(applicant.num_tokens)) * total_weight > share:
+            return None
+        holders = [a for a in self._accounts.seated if a.priority is account.priority]
+        holder = max(holders, key=lambda a: _blocks(a) * BLOCK_SCALE // a.weight, default=None)
+        if holder is None or _blocks(holder) * total_weight <= kv.pool.num_blocks * holder.weight:
+            return None
+        return holder
+
+    def _furthest_ahead(self, account: Account) -> Account | None:
+        """The backlogged account with the largest lead per weight, while preemption wastes little or the pace demands it."""
+        step, backlog = self._accounts.step, self.backlogs[account.priority]
+        best: Account | None = None
+        best_lead = 0
+        for other in self._ahead:
+            if other.priority is account.priority and other.running:
+                lead = backlog.lead_at(other, step) // other.weight
+                if lead > best_lead:
+                    best, best_lead = other, lead
+        if best is None or best_lead > self.settings.cap_ps:
+            return best
+        allowed_ps = WASTE_FREE_QUANTA * self.settings.quantum_ps + self._accounts.all.service_at(step) * WASTE_PERCENT // 100
+        return best if self.wasted_ps < allowed_ps else None
+
+    def growth_victim(self, running: Iterable[Request]) -> Request:
+        """Somebody who pauses; else the youngest request of the account furthest ahead in the lowest class, but not the
+        oldest request of all, so that one always gets on."""
+        for account in self._held:
+            paused = _youngest(account)
+            if paused is not None:
+                return paused
+        step, oldest = self._accounts.step, next(iter(running))
+        holders = [account for account in self._accounts.seated if next(reversed(account.running)) is not oldest]
+        if not holders:
+            return oldest
+        lowest = max(RANK[account.priority] for account in holders)
+        holder = max(
+            (account for account in holders if RANK[account.priority] == lowest),
+            key=lambda account: self.backlogs[account.priority].lead_at(account, step) // account.weight,
+        )
+        return next(reversed(holder.running))
+
+
+def _account(request: Request) -> Account:
+    assert request.account is not None, f"request {request.request_id} has no account"
+    return request.account
+
+
+def recovering(account: Account) -> Request | None:
+    """The request of an account that may not be preempted or paused, if it still is one."""
+    request = account.recovering
+    if request is not None and (request not in account.running or request.num_computed_tokens >= request.secured_len):
+        request = account.recovering = None
+    return request
+
+
+def _youngest(account: Account) -> Request | None:
+    """The youngest running request that may be preempted."""
+    secured = recovering(account)
+    return next((request for request in reversed(account.running) if request is not secured), None)
+
+
+def _blocks(account: Account) -> int:
+    """What it holds and what it was promised."""
+    return account.num_blocks + sum(request.num_promised_blocks for request in account.prefilling)

@@ -1,0 +1,86 @@
+"""What one step computes and what comes out of it: the values between scheduler and runner. Knows no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from engine.protocol import TokenLogprob
+from engine.scheduling.request import Request
+
+
+@dataclass(slots=True, eq=False)
+class ScheduledRequest:
+    """`num_tokens` tokens of `request` from position `start` on. `samples`: the step yields its next token.
+
+    The scheduler keeps one for each decoding request and moves it on in `apply()`: an item is valid from `schedule()` to
+    `apply()` and no longer.
+
+    The last `num_draft_tokens` of them are drafts of speculative decoding: tokens behind the end of `request.token_ids`,
+    which the step verifies. `draft_token_ids` holds them; a draft model fills the list on the device just before.
+    """
+
+    request: Request
+    start: int
+    num_tokens: int
+    samples: bool
+    num_draft_tokens: int = 0
+    draft_token_ids: list[int] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class BlockMoves:
+    """Copies of whole KV blocks that must happen, once and in this order, before a step is run.
+
+    `swap_out` and `swap_in` go between the device and the host tier; `copies` stay on the device (copy on write). A source
+    of `swap_in` is never a target of `swap_out` in the same step.
+    """
+
+    swap_out: list[tuple[int, int]] = field(default_factory=list)  # (device block, host block)
+    swap_in: list[tuple[int, int]] = field(default_factory=list)  # (host block, device block)
+    copies: list[tuple[int, int]] = field(default_factory=list)  # (source, target), both on the device
+
+    def __bool__(self) -> bool:
+        return bool(self.swap_out or self.swap_in or self.copies)
+
+
+@dataclass(slots=True)
+class ScheduledBatch:
+    """One step: decodes have one token each and come first; prefills are chunks of any length."""
+
+    decodes: list[ScheduledRequest] = field(default_factory=list)
+    prefills: list[ScheduledRequest] = field(default_factory=list)
+    moves: BlockMoves = field(default_factory=BlockMoves)
+    num_tokens: int = 0
+
+    @property
+    def items(self) -> list[ScheduledRequest]:
+        return self.decodes + self.prefills
+
+    @property
+    def is_empty(self) -> bool:
+        return not self.num_tokens
+
+    def add_decode(self, request: Request) -> None:
+        self.decodes.append(ScheduledRequest(request, request.num_computed_tokens, 1, samples=True))
+        self.num_tokens += 1
+
+    def add_prefill(self, request: Request, num_tokens: int) -> None:
+        start = request.num_computed_tokens
+        self.prefills.append(ScheduledRequest(request, start, num_tokens, samples=start + num_tokens == request.num_tokens))
+        self.num_tokens += num_tokens
+
+
+@dataclass(slots=True)
+class StepOutput:
+    """What a step did for one scheduled request, or the error that ends this request.
+
+    `token_ids`: the sampled token, preceded by the drafts that were accepted; empty when the step does not sample.
+    `logprobs`: one entry per token, when asked for. `prompt_logprobs`: of the prompt tokens that this chunk predicts.
+    `error_param` names the field of the request that is to blame for `error`.
+    """
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] | None = None
+    prompt_logprobs: list[TokenLogprob] | None = None
+    error: str | None = None
+    error_param: str | None = None

@@ -1,0 +1,398 @@
+"""Which tokens of which requests the next step computes, under one token budget and a fixed number of blocks. Knows no torch.
+
+A step is `schedule()` → run → `apply()`. Decodes come first, then prefill chunks in the order that the policy gives: prefills
+under way and waiting requests that can start, until the step is full. A request starts when there is a seat, when its whole
+prompt fits, and when the predicted peak of KV use fits too (`scheduling.admission`). When the prediction fails and a decode
+finds no block, the policy names who gives all of its blocks back and goes on later.
+
+The cost of a step is that of what changes in it. A decoding request has one `ScheduledRequest` for as long as it decodes, its
+service is charged in closed form, and a calendar knows in which step it needs its next block. The waiting line, the tenants
+and the cache are never walked through.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+
+from engine.protocol import FinishReason, TenantProgress, TokenEvent
+from engine.scheduling.accounts import Account, Accounts
+from engine.scheduling.admission import Admission
+from engine.scheduling.block_pool import BlockPool
+from engine.scheduling.checks import check_scheduler
+from engine.scheduling.costs import TokenCosts
+from engine.scheduling.decode_set import DecodeSet
+from engine.scheduling.fair_policy import FairPolicy
+from engine.scheduling.host_tier import HostTier
+from engine.scheduling.kv_blocks import KvBlocks
+from engine.scheduling.limits import SchedulerLimits as SchedulerLimits
+from engine.scheduling.limits import SchedulerTotals
+from engine.scheduling.policy import Policy, PolicyContext, Start
+from engine.scheduling.prefix_cache import PrefixCache
+from engine.scheduling.probe import probe_item
+from engine.scheduling.request import Request, RequestStatus
+from engine.scheduling.scheduled_batch import ScheduledBatch, ScheduledRequest, StepOutput
+from engine.scheduling.step_budget import StepBudget
+from engine.scheduling.token_events import token_event
+from engine.scheduling.urgency import FIRST_TOKEN_TARGET_S, Urgency
+from engine.scheduling.waiting import Deadlines, ParkedForks
+from engine.speculation.drafting import Drafting
+from engine.speculation.prompt_lookup import Drafter
+
+
+class Scheduler:
+    """Owns every live request. Not thread-safe: one loop calls it."""
+
+    def __init__(
+        self,
+        limits: SchedulerLimits,
+        pool: BlockPool,
+        *,
+        clock: Callable[[], float],
+        costs: TokenCosts | None = None,
+        prefix_cache: PrefixCache | None = None,
+        host_tier: HostTier | None = None,
+        step_budget: StepBudget | None = None,
+        drafter: Drafter | None = None,
+        policy: Callable[[PolicyContext], Policy] = FairPolicy,
+        ttft_target_s: float | None = FIRST_TOKEN_TARGET_S,
+    ) -> None:
+        """Without a `prefix_cache` nothing is shared, but preempted requests still find their own blocks again."""
+        limits.check_blocks(pool.num_blocks)
+        self.limits = limits
+        self.pool = pool
+        self.costs = TokenCosts() if costs is None else costs
+        self.totals = SchedulerTotals()
+        self.accounts = Accounts(self.costs)
+        prefix_cache = prefix_cache or PrefixCache(pool, limits.block_size, is_shared=False)
+        self.kv = KvBlocks(pool, limits.block_size, costs=self.costs, prefix_cache=prefix_cache, host_tier=host_tier)
+        urgency = Urgency(ttft_target_s, clock, self.costs, prefix_cache, limits.block_size)
+        self.policy = policy(PolicyContext(self.accounts, self.kv, limits.max_num_seqs, urgency))
+        self._clock = clock
+        self._step_budget = step_budget
+        self._admission = Admission(self.accounts, self.kv, limits.block_size, max_num_seqs=limits.max_num_seqs)
+        self._decodes = DecodeSet(self.accounts, limits.block_size)
+        self._drafting = (
+            None
+            if drafter is None
+            else Drafting(drafter, self.accounts, self.kv, self._decodes, self.totals, limits.block_size, self._charge)
+        )
+        self._deadlines = Deadlines()
+        self._forks = ParkedForks()
+        self._waiting: dict[Request, None] = {}
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting) + len(self._forks)
+
+    @property
+    def num_running(self) -> int:
+        return len(self.accounts.running_requests)
+
+    @property
+    def has_requests(self) -> bool:
+        return bool(self._waiting or self.accounts.running_requests or self._forks)
+
+    @property
+    def running(self) -> list[Request]:
+        return list(self.accounts.running_requests)  # by age
+
+    def waiting(self) -> Iterable[Request]:  # by arrival or preemption; the policy decides who goes first
+        yield from self._waiting
+        yield from self._forks
+
+    def live(self) -> Iterator[Request]:
+        yield from self.accounts.running_requests
+        yield from self.waiting()
+
+    def add(self, request: Request) -> None:
+        """Queue a new request. Its length must be within `max_model_len`."""
+        assert request.max_total_tokens <= self.limits.max_model_len, f"request {request.request_id} exceeds the context"
+        assert request not in self._waiting, f"request {request.request_id} is queued twice"
+        self._deadlines.add(request)
+        self._wait(request)
+
+    def add_fork(self, request: Request) -> None:
+        """Queue a further answer of `request.forked_from`: it shares the prompt blocks of that one once they are computed."""
+        assert request.forked_from is not None, f"request {request.request_id} is no fork"
+        self._deadlines.add(request)
+        if not self._forks.park(request):
+            self._wait(request)
+
+    def _wait(self, request: Request, *, first: bool = False) -> None:
+        account = self.accounts.find(request.tenant_id, request.priority, request.weight)
+        if request.weight != account.weight:
+            self.policy.reweigh(account, request.weight)
+        request.account = account
+        self._waiting[request] = None
+        self.accounts.wait(account, request, first=first)
+        self.policy.waits(request)
+
+    def abort(self, request: Request) -> TokenEvent | None:
+        """End a live request now and free its blocks; None when it has ended before."""
+        return None if request.is_finished else self._end(request, FinishReason.ABORTED)
+
+    def fail(self, request: Request, error: str, param: str | None = None) -> TokenEvent:
+        """End a live request because its computation failed; `param` names the field that is to blame."""
+        event = self._end(request, FinishReason.ERROR)
+        event.error, event.error_param = error, param
+        return event
+
+    def expire(self) -> list[TokenEvent]:
+        """End the requests that were not scheduled before their `queue_deadline_s`."""
+        return [self._end(request, FinishReason.DEADLINE) for request in self._deadlines.expired(self._clock())]
+
+    def can_start(self, request: Request) -> Start:
+        """Whether a waiting request would fit now, whoever's turn it is."""
+        return self._admission.can_start(request)
+
+    def schedule(self) -> ScheduledBatch:
+        """Plan one step. An empty batch means that no request is live."""
+        self._admission.begin_step()
+        self.policy.begin_step()
+        self._pace()
+        self._make_room()
+        self._grow_decodes()
+        self.accounts.step += 1
+        batch = ScheduledBatch(decodes=list(self._decodes.items.values()))
+        batch.num_tokens = len(batch.decodes)
+        if self._drafting is not None:
+            left = self.limits.max_num_batched_tokens - batch.num_tokens
+            self._drafting.plan(batch, left // 2 if self._waiting or self.accounts.prefilling else left)
+        self._deal_prefills(batch)
+        batch.moves = self.kv.take_moves()
+        assert batch.num_tokens <= self.limits.max_num_batched_tokens, "the token budget was exceeded"
+        assert batch.num_tokens or not self.has_requests, "requests are live but none can go on"
+        return batch
+
+    def _pace(self) -> None:
+        pause, resume = self.policy.holds()
+        for account in pause:
+            self._decodes.pause(account)
+        for account in resume:
+            self._decodes.resume(account)
+            self.policy.charged(account)  # it decodes again: look anew when it may be ahead
+
+    def _make_room(self) -> None:
+        """Preempt for the first waiting request that is entitled to more than it has, as many as it needs."""
+        applicants = self.policy.applicants()
+        for applicant in applicants:
+            while self._admission.can_start(applicant) is Start.NO_ROOM:
+                victim = self.policy.victim(applicant)
+                if victim is None:
+                    break
+                self.preempt(victim)
+            else:
+                return
+        if applicants:
+            self.policy.found_no_victim()
+
+    def _grow_decodes(self) -> None:
+        """A block for each decode that needs one, at the cost of whom the policy names."""
+        full = self._decodes.take_due()
+        while len(full) > self.kv.num_spare:
+            self.preempt(self.policy.growth_victim(self.accounts.running_requests))
+            full = [request for request in full if request in self._decodes.items]
+        self.kv.grow(full)
+        self._decodes.expect_grown(full)
+
+    def _charge(self, request: Request, cost_ps: int) -> None:
+        account = _account(request)
+        self.accounts.charge(account, cost_ps)
+        self.policy.charged(account)
+
+    def _deal_prefills(self, batch: ScheduledBatch) -> None:
+        if not self.accounts.prefilling and not (self._waiting and self._admission.has_seat):
+            return
+        if self._step_budget is not None:
+            self._step_budget.begin_step(len(batch.decodes), self.accounts.all.context_at(self.accounts.step))
+        while batch.num_tokens < self.limits.max_num_batched_tokens:
+            can_start = self._admission.can_start if self._admission.has_seat else None
+            request = self.policy.next_turn(can_start)
+            if request is None or not self._add_chunk(batch, request):
+                return
+
+    def _add_chunk(self, batch: ScheduledBatch, request: Request) -> bool:
+        """Compute the next part of a prompt; False when the step is full."""
+        start = self._admission.first_position(request)
+        num_tokens = min(self.limits.max_num_batched_tokens - batch.num_tokens, request.num_tokens - start)
+        if self._step_budget is not None:
+            num_tokens = self._step_budget.chunk(start, num_tokens)
+            if not num_tokens:
+                return False
+        if request.status is RequestStatus.QUEUED:
+            self._start(request)
+        self.kv.extend(request, start + num_tokens)
+        batch.add_prefill(request, num_tokens)
+        request.scheduled_step = self.accounts.step
+        self._admission.advance(request)
+        self._charge(request, self.costs.prefill_ps(start, num_tokens))
+        return True
+
+    def _start(self, request: Request) -> None:
+        account = _account(request)
+        del self._waiting[request]
+        num_swapped_in = self._admission.start(request)
+        if num_swapped_in:
+            self._charge(request, num_swapped_in * self.costs.swap_in_block_ps)
+        self.accounts.start(account, request)
+        self.policy.left(request)
+        self.policy.started(request)
+        request.move_to(RequestStatus.PREFILL)
+        request.moved_step = self.accounts.step
+        num_lost = request.num_lost_tokens - request.num_computed_tokens
+        if num_lost > 0:
+            self.totals.recomputed_tokens += num_lost
+            self.policy.recovers(request, num_lost)
+        if request.first_scheduled_s is None:
+            self._count_first_schedule(request)
+
+    def _count_first_schedule(self, request: Request) -> None:
+        """A preempted request finds its own blocks again: that is no discount, so only the first match counts."""
+        request.first_scheduled_s = self._clock()
+        request.num_cached_tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
+        request.num_prompt_tokens_computed = request.num_cached_tokens
+        if request.forked_from is None:
+            self.totals.prefix_cache_hit_tokens += request.num_cached_tokens
+
+    def preempt(self, request: Request) -> None:
+        """Take a running request's blocks; it waits before its tenant's new requests and goes on later."""
+        request.num_lost_tokens = request.num_computed_tokens
+        request.num_preemptions += 1
+        request.moved_step = self.accounts.step
+        self.totals.preemptions += 1
+        self._wait(request)
+        self._stop(request, is_preempted=True)
+        request.move_to(RequestStatus.QUEUED)
+        request.num_computed_tokens = 0
+
+    def _stop(self, request: Request, *, is_preempted: bool = False) -> None:
+        """Take the seat and the blocks of a running request."""
+        account = _account(request)
+        self._decodes.remove(request)
+        self._admission.stop(request, is_preempted=is_preempted)
+        self.accounts.stop(account, request)
+        self.policy.settled(account)
+
+    def apply(self, batch: ScheduledBatch, outputs: Sequence[StepOutput]) -> list[TokenEvent]:
+        """Take over what a step computed: `outputs[i]` belongs to `batch.items[i]`. Returns the events to send."""
+        assert len(outputs) == len(batch.decodes) + len(batch.prefills), "a step has one output per item"
+        events = [self._apply_decode(item, output) for item, output in zip(batch.decodes, outputs, strict=False)]
+        for item, output in zip(batch.prefills, outputs[len(batch.decodes) :], strict=True):
+            event = self._apply_prefill(item, output)
+            if event is not None:
+                events.append(event)
+        return events
+
+    def _apply_decode(self, item: ScheduledRequest, output: StepOutput) -> TokenEvent:
+        request, token_ids = item.request, output.token_ids
+        if output.error is not None:
+            request.num_computed_tokens += 1  # that token was booked when the step was planned
+            return self.fail(request, output.error, output.error_param)
+        num_new = len(token_ids)
+        start = item.start
+        request.num_computed_tokens = item.start = computed = start + num_new
+        if item.num_draft_tokens:
+            assert self._drafting is not None
+            self._drafting.settle(request, item, num_new - 1)
+        if num_new == 1 and output.logprobs is None:
+            if computed % self.limits.block_size == 0:
+                self.kv.register(request, start)
+            self.totals.generation_tokens += 1
+            reason = request.append(token_ids[0])
+            return token_event(request, token_ids) if reason is None else self._end(request, reason, token_ids)
+        return self._take_tokens(request, output, start)
+
+    def _apply_prefill(self, item: ScheduledRequest, output: StepOutput) -> TokenEvent | None:
+        request = item.request
+        if output.error is not None:
+            return self.fail(request, output.error, output.error_param)
+        request.num_computed_tokens = item.start + item.num_tokens
+        if output.prompt_logprobs:  # those of tokens that were computed before a preemption have been told
+            last = min(request.num_computed_tokens, request.num_prompt_tokens - 1)
+            num_new = max(0, last - max(item.start, request.num_prompt_tokens_computed))
+            output.prompt_logprobs = output.prompt_logprobs[len(output.prompt_logprobs) - num_new :]
+        if request.num_prompt_tokens_computed < request.num_prompt_tokens:
+            self._count_prompt(request)
+        if item.samples:
+            self._admission.computed(request)
+            self._start_decoding(request)
+            return self._take_tokens(request, output, item.start)
+        self.kv.register(request, item.start)
+        self._admission.advance(request)
+        if not output.prompt_logprobs:
+            return None
+        return token_event(request, [], prompt_logprobs=output.prompt_logprobs)
+
+    def _count_prompt(self, request: Request) -> None:
+        computed = min(request.num_computed_tokens, request.num_prompt_tokens)
+        request.num_prompt_tokens_computed = max(request.num_prompt_tokens_computed, computed)
+        if computed == request.num_prompt_tokens and request.forked_from is None:
+            self.totals.prompt_tokens += computed
+
+    def _start_decoding(self, request: Request) -> None:
+        account = _account(request)
+        request.move_to(RequestStatus.DECODE)
+        self.accounts.finish_prefill(account, request)
+        self._decodes.add(request)
+        self.policy.settled(account)
+        self.policy.charged(account)
+        for fork in reversed(self._forks.take(request)):
+            self._wait(fork, first=True)
+
+    def _take_tokens(self, request: Request, output: StepOutput, start: int) -> TokenEvent:
+        """Append what was sampled up to the first token that ends the request; tokens behind it never existed. Makes the
+        blocks findable that the step filled, from position `start` on."""
+        token_ids, logprobs = output.token_ids, output.logprobs
+        assert token_ids, f"request {request.request_id} sampled no token"
+        reason = request.append(token_ids[0])
+        number = 1
+        while reason is None and number < len(token_ids):
+            reason = request.append(token_ids[number])
+            number += 1
+        if number < len(token_ids):
+            token_ids, logprobs = token_ids[:number], logprobs and logprobs[:number]
+        self.totals.generation_tokens += number
+        self.kv.register(request, start)
+        event = token_event(request, token_ids) if reason is None else self._end(request, reason, token_ids)
+        event.logprobs, event.prompt_logprobs = logprobs, output.prompt_logprobs
+        return event
+
+    def _end(self, request: Request, reason: FinishReason, token_ids: list[int] | None = None) -> TokenEvent:
+        account = request.account
+        if request in self._waiting:
+            del self._waiting[request]
+            self.accounts.quit(_account(request), request)
+            self.policy.left(request)
+        elif not self._forks.leave(request):
+            self._stop(request)
+        if account is not None and reason in (FinishReason.STOP, FinishReason.LENGTH):
+            account.record_output(request.num_output_tokens)
+        request.finish(reason)
+        for fork in self._forks.take(request):
+            self._wait(fork)
+        return token_event(request, token_ids or [])
+
+    @contextmanager
+    def probe(self) -> Iterator[ScheduledRequest | None]:
+        """One greedy token after token 0, in a block lent for the time of the context; None when no block is available."""
+        block_id = self.pool.lend() if self.kv.num_spare > 0 else None
+        if block_id is None:
+            yield None
+            return
+        try:
+            yield probe_item(block_id)
+        finally:
+            self.pool.release([block_id])
+
+    def tenants(self) -> list[TenantProgress]:
+        return self.accounts.progress()
+
+    def check_invariants(self) -> None:
+        """Raise `AssertionError` unless blocks, requests, accounts and limits agree. For tests and for the idle engine."""
+        check_scheduler(self)
+
+
+def _account(request: Request) -> Account:
+    assert request.account is not None
+    return request.account

@@ -1,0 +1,102 @@
+"""How many prefill tokens a step may compute beside its decodes, from the inter-token target of what is running. No torch.
+
+A step makes every running request wait, so its length is chosen, not its number of tokens: a chunk at position 100,000 costs
+several times one at 0. Without decodes nobody waits for a token and the step may last as long as the longest gap allowed.
+With them, the step ends just before the target. (Letting a step last longer because earlier ones were short gains nothing: the
+same work is done, and the mean moves up to the target.) A chunk never falls below a minimum, so that prefill does not starve
+behind many long decodes.
+
+Chunked prefill beside decodes: Sarathi-Serve, arXiv 2403.02310. There the chunk is a constant chosen per workload; here it
+follows from the step-time model.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import sqrt
+
+from engine.scheduling.step_time import StepTimeModel
+
+AIM_SHARE = 0.98
+"""A step is planned for this share of its limit: the rest is for what the formula does not know."""
+
+GAP_OF_TARGET = 1.2
+"""Without decodes a step may last so many targets: nobody waits for a token, but somebody may arrive."""
+
+SCALE_MIN, SCALE_MAX = 0.25, 16.0
+SCALE_RATE = 1 / 64
+"""Weight of one observation: the scale follows a device that slows down within about a hundred steps."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BudgetTargets:
+    """Seconds between two tokens of a running request, and the longest step without one; at least so long a chunk."""
+
+    target_s: float = 0.025
+    gap_max_s: float = 0.030
+    chunk_tokens_min: int = 64
+
+    @classmethod
+    def following(cls, target_s: float) -> BudgetTargets:
+        return cls(target_s=target_s, gap_max_s=GAP_OF_TARGET * target_s)
+
+
+class StepBudget:
+    """Deals out the time of one step. `begin_step` opens it, `chunk` takes from it."""
+
+    def __init__(self, model: StepTimeModel, targets: BudgetTargets | None = None) -> None:
+        self.model = model
+        self.targets = BudgetTargets() if targets is None else targets
+        self.scale = 1.0
+        self._limit_s = 0.0
+        self._fixed_s = 0.0
+        self._num_tokens = 0
+        self._num_rows = 0
+        self._has_chunk = False
+
+    def begin_step(self, num_decodes: int, sum_context: int) -> None:
+        """Open a step with `num_decodes` decodes, whose cached tokens sum to `sum_context`."""
+        targets = self.targets
+        self._limit_s = AIM_SHARE * (targets.target_s if num_decodes else targets.gap_max_s) / self.scale
+        self._fixed_s = self.model.host_s + self.model.context_s * sum_context
+        self._num_tokens = self._num_rows = num_decodes
+        self._has_chunk = False
+
+    def chunk(self, start: int, wanted: int) -> int:
+        """Take up to `wanted` prefill tokens of a request that has `start` computed; 0 when the step is full."""
+        num_tokens = min(wanted, self._room(start))
+        if not self._has_chunk:
+            num_tokens = max(num_tokens, min(wanted, self.targets.chunk_tokens_min))
+        if num_tokens <= 0:
+            return 0
+        self._has_chunk = True
+        self._num_tokens += num_tokens
+        self._fixed_s += self.model.context_s * start + self.model.pair_s * num_tokens * (start + num_tokens / 2)
+        return num_tokens
+
+    def _room(self, start: int) -> int:
+        """Largest chunk whose products, weights and attention still end within the limit."""
+        model = self.model
+        left_s = self._limit_s - self._fixed_s - model.context_s * start
+        products_s = model.token_s * self._num_tokens + model.sampled_row_s * (self._num_rows + 1)
+        by_products = _solve(model.pair_s, model.token_s + model.pair_s * start, left_s - products_s)
+        by_weights = _solve(model.pair_s, model.pair_s * start, left_s - model.weights_s(self._num_tokens))
+        return int(min(by_products, by_weights))
+
+    def prefill_tokens(self, num_decodes: int, sum_context: int, start: int = 0) -> int:
+        """Prefill tokens from position `start` that a step with these decodes may compute."""
+        self.begin_step(num_decodes, sum_context)
+        return self.chunk(start, 1 << 30)
+
+    def observe(self, predicted_s: float, measured_s: float) -> None:
+        """Follow a device that is slower or faster than the model says, by an exponential mean of the ratio."""
+        if predicted_s > 0:
+            ratio = min(max(measured_s / predicted_s, SCALE_MIN), SCALE_MAX)
+            self.scale += (ratio - self.scale) * SCALE_RATE
+
+
+def _solve(pair_s: float, linear_s: float, left_s: float) -> float:
+    """Largest c ≥ 0 with pair_s·c²/2 + linear_s·c ≤ left_s."""
+    if left_s <= 0:
+        return 0.0
+    return 2 * left_s / (linear_s + sqrt(linear_s * linear_s + 2 * pair_s * left_s))

@@ -1,0 +1,155 @@
+"""How long one step takes on a given device, from the shape of the model: the planner's formulae. Knows no torch.
+
+A step that computes B decode tokens and T prefill tokens reads every weight once and multiplies B + T rows by it, reads the
+keys and values of every context, and does the causal attention of the prefill chunks:
+
+    max(W / BW, (2·L·P·(B+T) + 2·V·d·rows) / FL) + kv·Σ context / BW + 4·L·H·D·Σ chunk·(start + chunk/2) / FL + host
+
+W bytes of layers and output head, P weights of one layer, kv bytes of one token's keys and values, rows that are sampled.
+BW and FL are what the device was measured to reach, times an efficiency. The same linear costs, as integers, are what the
+scheduler charges tenants with: `token_costs`.
+
+The roofline form follows Williams et al., "Roofline", CACM 2009; splitting a step into matrix products, cache reads and
+prefill attention follows Agrawal et al., Sarathi-Serve, arXiv 2403.02310, section 3.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from engine.scheduling.costs import TokenCosts
+from engine.scheduling.scheduled_batch import ScheduledBatch
+
+PS = 1e12
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelShape:
+    """What of a decoder decides about its speed. With experts, `intermediate_size` is that of one expert."""
+
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    vocab_size: int
+    tied: bool = False
+    num_experts: int = 1
+    num_chosen_experts: int = 1
+
+    @property
+    def attention_params(self) -> int:
+        """Weights of one layer's four projections."""
+        return self.hidden_size * self.head_dim * (2 * self.num_heads + 2 * self.num_kv_heads)
+
+    @property
+    def expert_params(self) -> int:
+        """Weights of one feed-forward part: gate, up and down."""
+        return 3 * self.hidden_size * self.intermediate_size
+
+    @property
+    def head_params(self) -> int:
+        return self.vocab_size * self.hidden_size
+
+    @property
+    def num_params(self) -> int:
+        """All matrices in memory, the input embedding included."""
+        per_layer = self.attention_params + self.num_experts * self.expert_params
+        return self.num_layers * per_layer + (1 if self.tied else 2) * self.head_params
+
+    def kv_token_bytes(self, element_bytes: int) -> int:
+        """Keys and values of one token in all layers."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * element_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceSpeed:
+    """What a device reaches in plain copies (bytes/s, read and written) and matrix products (flop/s), and its host link."""
+
+    bandwidth: float
+    flops: float
+    link_bandwidth: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Efficiency:
+    """Shares of the measured peaks that a step reaches, and the host time that it does not hide."""
+
+    bandwidth: float = 0.80
+    flops: float = 0.75
+    host_s: float = 150e-6
+
+
+class StepTimeModel:
+    """Seconds of a step and the prices of its parts, for one model on one device."""
+
+    def __init__(
+        self,
+        shape: ModelShape,
+        device: DeviceSpeed,
+        *,
+        weight_bytes: int = 2,
+        kv_bytes: int = 2,
+        block_size: int = 16,
+        efficiency: Efficiency | None = None,
+    ) -> None:
+        reached = Efficiency() if efficiency is None else efficiency
+        byte_s = 1 / (device.bandwidth * reached.bandwidth)
+        flop_s = 1 / (device.flops * reached.flops)
+        active = shape.attention_params + shape.num_chosen_experts * shape.expert_params
+        self.shape = shape
+        self.host_s = reached.host_s
+        self.dense_weights_s = weight_bytes * (shape.num_layers * shape.attention_params + shape.head_params) * byte_s
+        self.expert_weights_s = weight_bytes * shape.num_layers * shape.num_experts * shape.expert_params * byte_s
+        self.token_s = 2 * shape.num_layers * active * flop_s
+        self.sampled_row_s = 2 * shape.head_params * flop_s
+        self.context_s = shape.kv_token_bytes(kv_bytes) * byte_s
+        self.pair_s = 4 * shape.num_layers * shape.num_heads * shape.head_dim * flop_s
+        self.block_copy_s = block_size * shape.kv_token_bytes(kv_bytes) / device.link_bandwidth
+        self._expert_missed = 1 - shape.num_chosen_experts / shape.num_experts
+
+    def weights_s(self, num_tokens: int) -> float:
+        """Time to read the weights that a batch of `num_tokens` touches: with experts, those that anybody chose."""
+        if not self._expert_missed:
+            return self.dense_weights_s + self.expert_weights_s
+        return self.dense_weights_s + self.expert_weights_s * (1 - self._expert_missed**num_tokens)
+
+    def step_s(self, *, num_tokens: int, num_rows: int, context_tokens: int, attention_pairs: float) -> float:
+        """Seconds of one step.
+
+        `num_rows`: tokens that are sampled. `context_tokens`: cached tokens read, summed over requests.
+        `attention_pairs`: Σ chunk·(start + chunk/2) over the prefill chunks.
+        """
+        products_s = self.token_s * num_tokens + self.sampled_row_s * num_rows
+        return (
+            max(self.weights_s(num_tokens), products_s)
+            + self.context_s * context_tokens
+            + self.pair_s * attention_pairs
+            + self.host_s
+        )
+
+    def batch_s(self, batch: ScheduledBatch) -> float:
+        """Seconds of one step over `batch`, with the moves of blocks before it."""
+        context_tokens, num_rows, pairs = 0, 0, 0.0
+        for item in batch.decodes:
+            context_tokens += item.start
+            num_rows += 1 + item.num_draft_tokens
+        for item in batch.prefills:
+            context_tokens += item.start
+            num_rows += item.samples
+            pairs += item.num_tokens * (item.start + item.num_tokens / 2)
+        step_s = self.step_s(
+            num_tokens=batch.num_tokens, num_rows=num_rows, context_tokens=context_tokens, attention_pairs=pairs
+        )
+        return step_s + self.block_copy_s * (len(batch.moves.swap_in) + len(batch.moves.swap_out))
+
+    def token_costs(self) -> TokenCosts:
+        """The linear prices that the scheduler charges with."""
+        return TokenCosts(
+            prefill_token_ps=round(self.token_s * PS),
+            prefill_pair_ps=round(self.pair_s * PS),
+            decode_token_ps=round((self.token_s + self.sampled_row_s) * PS),
+            decode_context_ps=round(self.context_s * PS),
+            swap_in_block_ps=round(self.block_copy_s * PS),
+        )

@@ -1,0 +1,87 @@
+"""Which of the tenants' requests gets prompt tokens next, once fairness has said whose turn it is. Knows no torch.
+
+Under way before new, preempted and aged ones before others, the longest cached prefix first, then age; and those that are late
+for their first token after those that are not (`scheduling.urgency`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from itertools import islice
+
+from engine.scheduling.accounts import Account
+from engine.scheduling.policy import LOOK_REQUESTS, CanStart, PolicyContext, first_to_start, looked_at
+from engine.scheduling.request import Request
+from engine.scheduling.urgency import AGED_EVERY
+
+AGEING_ROUNDS = 4
+"""Rounds after which the oldest request of a tenant is no longer passed for a longer cached prefix."""
+
+OVERTAKEN_PREFILLS_MAX = 2
+"""Prefills under way that requests with a chance for their first token may overtake: they hold seats and blocks."""
+
+PREEMPTED, AGED, LATE = -math.inf, -float(1 << 40), 1.0  # places before and behind any cached prefix
+
+
+class TurnOrder:
+    """`note_head` is told of an account whose line has changed its order."""
+
+    def __init__(self, context: PolicyContext, note_head: Callable[[Account], None]) -> None:
+        self._accounts = context.accounts
+        self._urgency = context.urgency
+        self._match_len = context.kv.prefix_cache.match_len
+        self._note_head = note_head
+
+    def among(
+        self, accounts: Sequence[Account], current_round: int, can_start: CanStart | None
+    ) -> tuple[Request | None, Request | None]:
+        """A prefill under way that is not in this step yet, or one that starts; and one that nobody may pass any more.
+
+        Nobody starts without `can_start`.
+        """
+        step = self._accounts.step
+        prefills = [request for account in accounts for request in account.prefilling if request.scheduled_step != step]
+        for request in prefills:
+            if not self._urgency.is_late(request) or self._is_due(request):
+                return request, None
+        if can_start is None or len(prefills) > OVERTAKEN_PREFILLS_MAX:
+            return next(iter(prefills), None), None
+        start, reserved = first_to_start(self._by_preference(accounts, current_round), can_start)
+        if prefills and (start is None or (start.is_late and not self._is_due(start))):
+            return prefills[0], reserved
+        return start, reserved
+
+    def _by_preference(self, accounts: Sequence[Account], current_round: int) -> list[Request]:
+        """Waiting requests that may start, next first; a bounded number of each account's."""
+        choices: list[tuple[float, float, int, Request]] = []
+        for account in accounts:
+            self._put_late(account)
+            late = account.waiting.first_late
+            if late is not None and self._is_due(late):
+                choices.append((AGED, late.arrived_s, len(choices), late))
+            has_aged = current_round - account.head_round >= AGEING_ROUNDS
+            for place, request in enumerate(islice(account.waiting, looked_at(len(accounts)))):
+                if request.num_preemptions:
+                    choices.append((PREEMPTED, request.moved_step, len(choices), request))
+                elif request.is_late:
+                    choices.append((LATE, request.arrived_s, len(choices), request))
+                elif has_aged and place == 0:
+                    choices.append((AGED, request.arrived_s, len(choices), request))
+                else:
+                    choices.append((-self._match_len(request), request.arrived_s, len(choices), request))
+        choices.sort()
+        return [choice[-1] for choice in choices]
+
+    def _put_late(self, account: Account) -> None:
+        """Let requests that will miss their first token step aside; each does so once."""
+        for _ in range(LOOK_REQUESTS):
+            first = account.waiting.first_other
+            if first is None or not self._urgency.is_late(first):
+                break
+            account.waiting.put_late(first)
+        self._note_head(account)
+
+    def _is_due(self, request: Request) -> bool:
+        """Whether this late request goes before others in this step."""
+        return request.is_late and self._accounts.step % AGED_EVERY == 0 and self._urgency.is_aged(request)

@@ -1,0 +1,66 @@
+"""Which waiting requests can still have their first token in time. Knows no torch.
+
+In order of arrival every request waits for all before it, so once a burst has made the wait longer than the target, everybody
+misses it until the burst is worked off. Here a request that will miss it anyway steps aside, once, and the others make it:
+first come, first served as long as that serves all in time, and few late ones instead of many when nothing serves all. It is
+the rule of Moore (Management Science 1968) for the fewest late jobs, decided for one request at a time when it is looked at.
+
+Late requests go on whenever nobody else of their tenant wants the step, and first in one step of `AGED_EVERY` once they have
+waited for `AGED_TARGETS` targets, so that they never starve. The class `batch` has no target: it keeps the order of arrival.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from engine.protocol import Priority
+from engine.scheduling.costs import TokenCosts
+from engine.scheduling.prefix_cache import PrefixCache
+from engine.scheduling.request import Request
+
+FIRST_TOKEN_TARGET_S = 1.0
+
+PREFILL_STRETCH = 3
+"""A prompt shares its steps with decodes and with other prompts: it takes about so many times what it takes alone."""
+
+AGED_TARGETS = 20
+AGED_EVERY = 8
+
+
+class Urgency:
+    """`target_s` counts from arrival to first token; None never makes anybody late. O(log blocks) per look."""
+
+    def __init__(
+        self,
+        target_s: float | None,
+        clock: Callable[[], float],
+        costs: TokenCosts,
+        prefix_cache: PrefixCache,
+        block_size: int,
+    ) -> None:
+        self._target_s = target_s
+        self._clock = clock
+        self._costs = costs
+        self._prefix_cache = prefix_cache
+        self._block_size = block_size
+
+    def is_late(self, request: Request) -> bool:
+        """Whether it will miss its first token. Who is late stays late; who has had a token is not."""
+        if request.is_late or self._target_s is None or request.priority is Priority.BATCH:
+            return request.is_late
+        if request.num_preemptions or request.num_output_tokens:
+            return False
+        left_s = self._target_s - (self._clock() - request.arrived_s)
+        start = request.num_computed_tokens
+        if self._needs_s(request, start) > left_s:
+            if not start:
+                start = self._prefix_cache.match_len(request) * self._block_size
+            request.is_late = self._needs_s(request, start) > left_s
+        return request.is_late
+
+    def _needs_s(self, request: Request, start: int) -> float:
+        return PREFILL_STRETCH * self._costs.prefill_ns(start, request.num_tokens - start) / 1e9
+
+    def is_aged(self, request: Request) -> bool:
+        """Whether a late request has waited for so long that it must go on."""
+        return self._target_s is not None and self._clock() - request.arrived_s > AGED_TARGETS * self._target_s

@@ -1,0 +1,120 @@
+"""Three kinds of waiting: in a tenant's line, until a time, and for the prompt of a sibling. Knows no torch."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from heapq import heappop, heappush
+from itertools import chain, count
+
+from engine.scheduling.request import Request
+
+
+class Line:
+    """The waiting requests of one account: those that were preempted, in the order of their preemption, then the others,
+    then those that are late for their first token."""
+
+    def __init__(self) -> None:
+        self._preempted: dict[Request, None] = {}
+        self._others: OrderedDict[Request, None] = OrderedDict()
+        self._late: dict[Request, None] = {}
+
+    def __len__(self) -> int:
+        return len(self._preempted) + len(self._others) + len(self._late)
+
+    def __bool__(self) -> bool:
+        return bool(self._preempted or self._others or self._late)
+
+    def __iter__(self) -> Iterator[Request]:
+        return chain(self._preempted, self._others, self._late)
+
+    @property
+    def first_other(self) -> Request | None:
+        return next(iter(self._others), None)
+
+    @property
+    def first_late(self) -> Request | None:
+        return next(iter(self._late), None)
+
+    def put_late(self, request: Request) -> None:
+        """Move one that is late for its first token behind those that are not."""
+        del self._others[request]
+        self._late[request] = None
+
+    def add(self, request: Request, *, first: bool) -> None:
+        """Last of its kind, or first of the others."""
+        if request.num_preemptions:
+            self._preempted[request] = None
+        elif request.is_late:
+            self._late[request] = None
+        else:
+            self._others[request] = None
+            if first:
+                self._others.move_to_end(request, last=False)
+
+    def remove(self, request: Request) -> None:
+        del (self._preempted if request.num_preemptions else self._late if request in self._late else self._others)[request]
+
+    @property
+    def head(self) -> Request | None:
+        return next(iter(self), None)
+
+
+class Deadlines:
+    """Requests by the time at which they have waited too long; O(log n) each."""
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[float, int, Request]] = []
+        self._numbers = count()
+
+    def add(self, request: Request) -> None:
+        if request.queue_deadline_s is not None:
+            heappush(self._heap, (request.queue_deadline_s, next(self._numbers), request))
+
+    def expired(self, now_s: float) -> list[Request]:
+        """Those that were never scheduled and whose time is up."""
+        late: list[Request] = []
+        while self._heap and self._heap[0][0] <= now_s:
+            _, _, request = heappop(self._heap)
+            if request.first_scheduled_s is None and not request.is_finished:
+                late.append(request)
+        return late
+
+
+class ParkedForks:
+    """Further answers of a request whose prompt is not computed yet."""
+
+    def __init__(self) -> None:
+        self._by_parent: dict[Request, dict[Request, None]] = {}
+        self._num_parked = 0
+
+    def __len__(self) -> int:
+        return self._num_parked
+
+    def __iter__(self) -> Iterator[Request]:
+        for forks in self._by_parent.values():
+            yield from forks
+
+    def park(self, request: Request) -> bool:
+        """Keep a fork until its parent's prompt is computed; False when that has happened or cannot happen any more."""
+        parent = request.forked_from
+        if parent is None or parent.is_finished or parent.num_prompt_tokens_computed == parent.num_prompt_tokens:
+            return False
+        self._by_parent.setdefault(parent, {})[request] = None
+        self._num_parked += 1
+        return True
+
+    def leave(self, request: Request) -> bool:
+        """A parked fork has ended; False when it was not parked."""
+        forks = None if request.forked_from is None else self._by_parent.get(request.forked_from)
+        if forks is None or request not in forks:
+            return False
+        del forks[request]
+        self._num_parked -= 1
+        return True
+
+    def take(self, parent: Request) -> list[Request]:
+        """The forks of a parent whose prompt is computed, or that has ended."""
+        forks = list(self._by_parent.pop(parent, ()))
+        self._num_parked -= len(forks)
+        return forks

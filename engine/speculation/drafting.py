@@ -1,0 +1,67 @@
+"""Guesses of speculative decoding inside a step: how many fit, what they cost, and what the step made of them. No torch.
+
+A guess is verified as one more row of its request. Guesses use spare blocks and spare budget only: nobody is preempted or
+delayed for one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from engine.scheduling.accounts import Accounts
+from engine.scheduling.decode_set import DecodeSet
+from engine.scheduling.kv_blocks import KvBlocks
+from engine.scheduling.limits import SchedulerTotals
+from engine.scheduling.request import Request
+from engine.scheduling.scheduled_batch import ScheduledBatch, ScheduledRequest
+from engine.speculation.prompt_lookup import Drafter
+
+
+class Drafting:
+    """Between the scheduler and a `Drafter`."""
+
+    def __init__(
+        self,
+        drafter: Drafter,
+        accounts: Accounts,
+        kv: KvBlocks,
+        decodes: DecodeSet,
+        totals: SchedulerTotals,
+        block_size: int,
+        charge: Callable[[Request, int], None],
+    ) -> None:
+        """`charge(request, cost_ps)` lets the tenant of a request pay."""
+        self._drafter = drafter
+        self._charge = charge
+        self._accounts = accounts
+        self._kv = kv
+        self._decodes = decodes
+        self._totals = totals
+        self._block_size = block_size
+
+    def plan(self, batch: ScheduledBatch, limit: int) -> None:
+        """Let the decodes of `batch` verify guesses, at most `limit` between them."""
+        for item in batch.decodes:
+            request = item.request
+            slots = (len(request.block_table) + self._kv.num_spare) * self._block_size
+            most = min(limit, request.max_total_tokens - request.num_tokens - 1, slots - item.start - 1)
+            if most <= 0:
+                continue
+            draft = self._drafter.draft(request, limit=most, num_running=len(batch.decodes))
+            if draft.num_tokens:
+                item.num_draft_tokens, item.draft_token_ids = draft.num_tokens, draft.token_ids
+                item.num_tokens = 1 + draft.num_tokens
+                limit -= draft.num_tokens
+                batch.num_tokens += draft.num_tokens
+                self._kv.extend(request, item.start + item.num_tokens)
+                self._charge(request, self._accounts.costs.prefill_ps(item.start + 1, draft.num_tokens))
+                self._totals.draft_tokens += draft.num_tokens
+
+    def settle(self, request: Request, item: ScheduledRequest, num_accepted: int) -> None:
+        """The step is done: the item is a plain decode again, and the request is further than one token."""
+        self._drafter.observe(request, item.num_draft_tokens, num_accepted)
+        self._totals.accepted_draft_tokens += num_accepted
+        item.num_tokens, item.num_draft_tokens, item.draft_token_ids = 1, 0, []
+        assert request.account is not None
+        self._accounts.lengthen(request.account, num_accepted)
+        self._decodes.expect(request)

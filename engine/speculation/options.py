@@ -1,0 +1,88 @@
+"""What an operator says about speculative decoding. Field names are those of vLLM's `speculative_config`. Knows no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from engine.config.model import ModelConfig
+from engine.errors import EngineConfigError
+
+OPTION = "speculative_config"
+METHODS = ("ngram", "draft_model")
+SPECULATIVE_TOKENS_MAX = 32
+NGRAM_MAX = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpeculativeOptions:
+    """`ngram` guesses what followed the last `prompt_lookup_max` … `prompt_lookup_min` tokens where they stood before;
+    `draft_model` asks the smaller model in the directory `model`. At most `num_speculative_tokens` are guessed per step, and
+    none while more than `disable_by_batch_size` requests run; None leaves that to what guesses were measured to cost.
+
+    Raises `EngineConfigError` for the option `speculative_config`, naming the field.
+    """
+
+    method: str
+    model: Path | None = None
+    num_speculative_tokens: int = 16
+    prompt_lookup_max: int = 4
+    prompt_lookup_min: int = 1
+    disable_by_batch_size: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.method not in METHODS:
+            raise _wrong("method", f"must be one of {', '.join(METHODS)}, not {self.method!r}")
+        if (self.model is None) == (self.method == "draft_model"):
+            raise _wrong("model", "must be a model directory for draft_model and is not used by ngram")
+        _check_count("num_speculative_tokens", self.num_speculative_tokens, SPECULATIVE_TOKENS_MAX)
+        _check_count("prompt_lookup_max", self.prompt_lookup_max, NGRAM_MAX)
+        _check_count("prompt_lookup_min", self.prompt_lookup_min, self.prompt_lookup_max)
+        if self.disable_by_batch_size is not None:
+            _check_count("disable_by_batch_size", self.disable_by_batch_size, 2**31 - 1)
+
+    @property
+    def ngram_sizes(self) -> tuple[int, ...]:
+        """Lengths of the n-grams to look up, the longest first; none for a draft model."""
+        return tuple(range(self.prompt_lookup_max, self.prompt_lookup_min - 1, -1)) if self.method == "ngram" else ()
+
+    @classmethod
+    def parse(cls, value: Mapping[str, Any]) -> SpeculativeOptions:
+        """From a mapping as it stands in a settings file or in a call. Raises `EngineConfigError`."""
+        if not isinstance(value, Mapping):
+            raise EngineConfigError(OPTION, f"must be a mapping of options, not {value!r}")
+        unknown = sorted(set(map(str, value)) - {field.name for field in fields(cls)})
+        if unknown:
+            raise EngineConfigError(OPTION, f"has unknown fields: {', '.join(unknown)}")
+        if "method" not in value:
+            raise _wrong("method", f"must be one of {', '.join(METHODS)}")
+        given = dict(value)
+        model = given.get("model")
+        if model is not None:
+            if not isinstance(model, str | Path):
+                raise _wrong("model", f"must be a path, not {model!r}")
+            given["model"] = Path(model)
+        return cls(**given)
+
+
+def check_draft_vocabulary(draft: ModelConfig, target: ModelConfig) -> None:
+    """Raise `EngineConfigError` for a draft model whose token ids mean something else."""
+    if draft.vocab_size != target.vocab_size:
+        raise _wrong("model", f"has a vocabulary of {draft.vocab_size} tokens, the served model one of {target.vocab_size}")
+
+
+def check_draft_context(draft: ModelConfig, max_model_len: int) -> None:
+    """Raise `EngineConfigError` for a draft model that cannot follow as far as requests may go."""
+    if draft.max_position_len < max_model_len:
+        raise _wrong("model", f"has a context of {draft.max_position_len} tokens; set max_model_len to at most that")
+
+
+def _check_count(name: str, value: object, limit: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= limit:
+        raise _wrong(name, f"must be a whole number between 1 and {limit}, not {value!r}")
+
+
+def _wrong(name: str, message: str) -> EngineConfigError:
+    return EngineConfigError(OPTION, f"field {name} {message}")

@@ -1,0 +1,236 @@
+"""How many tokens to guess for a request before the model is asked, and for prompt lookup which ones. Knows no torch.
+
+Speculative decoding (arXiv 2211.17192, 2302.01318) lets one step verify several guessed tokens of a request. Two proposers:
+
+    prompt lookup  the text repeats itself: what followed the last n tokens when they stood there before (arXiv 2304.04487)
+    draft model    a smaller model of the same vocabulary writes the guesses; here only how many of them it should write
+
+A guess costs a row of the batch whether it is right or not. The first rows of a step are almost free, because reading the
+weights takes longer than multiplying with them; later ones are not. So the depth k of a request is the one with the most
+expected tokens per time, (1 + a + … + aᵏ) / cost(rows), where a is the measured share of its guesses that were right, and
+the cost of rows is measured when the engine starts. In a large batch no guess is worth its row, and nothing is guessed.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+from weakref import WeakKeyDictionary
+
+from engine.scheduling.request import Request
+from engine.speculation.options import SpeculativeOptions
+
+MEMORY = 0.7
+"""What a guess from one step earlier still counts in the acceptance of a request: text begins and ceases to repeat abruptly."""
+
+PRIOR_ACCEPTED, PRIOR_TRIED = 1.4, 2.0
+"""Acceptance of a request that has not been measured, as that many guesses."""
+
+PROBE_INTERVAL = 16
+"""Steps without a guess after which one is made all the same: the text may have begun to repeat itself."""
+
+GOOD_ACCEPTANCE = 0.9
+"""Where guesses of this quality are not worth it, none are looked for at all."""
+
+ACCEPTANCE_STEPS = 64
+"""How finely acceptance is told apart when depths are chosen: each is computed once."""
+
+NUM_RUNNING_MAX = 4096
+
+INDEX_TOKENS_MAX = 16384
+"""Tokens after which a generation of the index is closed; two are kept, so that a long context costs bounded memory."""
+
+INDEX_TOKENS_PER_STEP = 2048
+"""Tokens indexed in one step by all requests together: about a millisecond. A long prompt is indexed over several steps."""
+
+
+class Draft(NamedTuple):
+    """Guesses for one request: how many, and which; a draft model fills them in on the device."""
+
+    num_tokens: int
+    token_ids: list[int]
+
+
+NO_DRAFT = Draft(0, [])
+
+
+class Drafter(Protocol):
+    """What the scheduler asks for every decoding request, and tells of every step with guesses."""
+
+    def draft(self, request: Request, *, limit: int, num_running: int) -> Draft: ...
+
+    def observe(self, request: Request, num_drafted: int, num_accepted: int) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpeculationCosts:
+    """Time of a step, measured for some numbers of rows, `rows` ascending from 1, and of each step of the draft model (0 for
+    prompt lookup), all in units of a step with one row."""
+
+    rows: tuple[int, ...]
+    times: tuple[float, ...]
+    draft_step: float = 0.0
+
+    def of(self, num_rows: int, num_draft_steps: int = 0) -> float:
+        """Linear between what was measured, and beyond it as between the last two."""
+        rows, times = self.rows, self.times
+        upper = min(max(1, bisect_left(rows, num_rows)), len(rows) - 1)
+        slope = (times[upper] - times[upper - 1]) / (rows[upper] - rows[upper - 1])
+        return times[upper - 1] + slope * (num_rows - rows[upper - 1]) + self.draft_step * num_draft_steps
+
+    def best_depth(self, acceptance: float, num_running: int, limit: int) -> int:
+        """The depth at most `limit` with the most expected tokens per time, when all that run guess as deep.
+
+        A draft model runs once in any case, to have its own keys and values of every token, and once more after its last guess.
+        """
+        best, best_rate = 0, 1.0 / self.of(num_running, 1)
+        expected = term = 1.0
+        for depth in range(1, limit + 1):
+            term *= acceptance
+            expected += term
+            rate = expected / self.of(num_running * (1 + depth), depth + 1)
+            if rate > best_rate:
+                best, best_rate = depth, rate
+        return best
+
+    def crossover(self, acceptance: float) -> int:
+        """The most requests for which a guess that is right with this probability is worth its row."""
+        low, high = 0, NUM_RUNNING_MAX
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if self.best_depth(acceptance, middle, 1) else (low, middle - 1)
+        return low
+
+
+class AcceptanceRecord:
+    """Which share of the guesses for one request was right, recent ones counting most.
+
+    A step tells of its accepted guesses and of the first wrong one; those behind it were never tried.
+    """
+
+    __slots__ = ("_accepted", "_idle_steps", "_tried")
+
+    def __init__(self) -> None:
+        self._accepted, self._tried = PRIOR_ACCEPTED, PRIOR_TRIED
+        self._idle_steps = 0
+
+    @property
+    def acceptance(self) -> float:
+        return self._accepted / self._tried
+
+    def observe(self, num_drafted: int, num_accepted: int) -> None:
+        self._accepted = self._accepted * MEMORY + num_accepted
+        self._tried = self._tried * MEMORY + num_accepted + (num_accepted < num_drafted)
+
+    def is_probe(self) -> bool:
+        """Asked in a step in which no guess is worth it: whether to make one all the same, to notice when that changes."""
+        self._idle_steps += 1
+        return self._idle_steps % PROBE_INTERVAL == 0
+
+
+class NgramIndex:
+    """Where each n-gram of one token list last stood, for some n; follows the list as it grows.
+
+    Keys are hashes: two n-grams that share one make a wrong guess, never a wrong token.
+    """
+
+    __slots__ = ("_num_indexed", "_older", "_recent", "_sizes")
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        """sizes: lengths of the n-grams, the preferred first"""
+        self._sizes = tuple(sizes)
+        self._recent: dict[int, int] = {}
+        self._older: dict[int, int] = {}
+        self._num_indexed = 0
+
+    def follow(self, token_ids: Sequence[int], num_tokens: int) -> bool:
+        """Take in at most `num_tokens` more positions; whether the index is up to date. What is out of reach is passed over."""
+        first = max(self._num_indexed, len(token_ids) - 2 * INDEX_TOKENS_MAX, 1)
+        last = min(len(token_ids), first + num_tokens)
+        if len(self._recent) > INDEX_TOKENS_MAX * len(self._sizes):
+            self._older, self._recent = self._recent, {}
+        recent = self._recent
+        for size in self._sizes:
+            for end in range(max(first, size), last):
+                recent[hash((size, *token_ids[end - size : end]))] = end
+        self._num_indexed = last
+        return last == len(token_ids)
+
+    def continuation(self, token_ids: Sequence[int], num_tokens: int) -> list[int]:
+        """What followed the longest indexed n-gram that ends the list, where it stood last; [] when it never stood before.
+
+        Where the list ends before `num_tokens` are found, it is taken to go on with the same period.
+        """
+        for size in self._sizes:
+            key = hash((size, *token_ids[-size:]))
+            end = self._recent.get(key) or self._older.get(key)
+            if end is not None:
+                found = list(token_ids[end : end + num_tokens])
+                while len(found) < num_tokens:
+                    found += found[: num_tokens - len(found)]
+                return found
+        return []
+
+
+@dataclass(slots=True)
+class _Guesses:
+    record: AcceptanceRecord
+    index: NgramIndex | None
+
+
+class AdaptiveDrafter:
+    """The `Drafter` of both proposers; with `sizes` it looks n-grams up, without it leaves the tokens to the draft model."""
+
+    def __init__(self, options: SpeculativeOptions, costs: SpeculationCosts) -> None:
+        self._costs = costs
+        self._depth_max = options.num_speculative_tokens
+        self._sizes = options.ngram_sizes
+        self._num_running_max = options.disable_by_batch_size or costs.crossover(GOOD_ACCEPTANCE)
+        self._depths: dict[tuple[int, int, int], int] = {}
+        self._states: WeakKeyDictionary[Request, _Guesses] = WeakKeyDictionary()
+
+    def draft(self, request: Request, *, limit: int, num_running: int) -> Draft:
+        """At most `limit` guesses for what follows `request.token_ids`; none while the choice depends on what was chosen."""
+        if limit < 1 or num_running > self._num_running_max or not can_draft(request):
+            return NO_DRAFT
+        state = self._states.get(request)
+        if state is None:
+            index = NgramIndex(self._sizes) if self._sizes else None
+            state = self._states[request] = _Guesses(AcceptanceRecord(), index)
+        limit = min(limit, self._depth_max)
+        if state.index is None:
+            return Draft(self._depth(state.record, num_running, limit), [])
+        if not state.index.follow(request.token_ids, max(1, INDEX_TOKENS_PER_STEP // num_running)):
+            return NO_DRAFT
+        found = state.index.continuation(request.token_ids, limit)
+        depth = self._depth(state.record, num_running, len(found)) if found else 0
+        return Draft(depth, found[:depth])
+
+    def _depth(self, record: AcceptanceRecord, num_running: int, limit: int) -> int:
+        acceptance = round(record.acceptance * ACCEPTANCE_STEPS)
+        key = (acceptance, num_running, limit)
+        depth = self._depths.get(key)
+        if depth is None:
+            depth = self._depths[key] = self._costs.best_depth(acceptance / ACCEPTANCE_STEPS, num_running, limit)
+        return depth or int(record.is_probe())
+
+    def observe(self, request: Request, num_drafted: int, num_accepted: int) -> None:
+        """Take note of a step that verified guesses."""
+        state = self._states.get(request)
+        if state is not None:
+            state.record.observe(num_drafted, num_accepted)
+
+
+def can_draft(request: Request) -> bool:
+    """Whether guesses can be verified side by side: each row's choice must not depend on the choices before it."""
+    sampling = request.sampling
+    return not (
+        sampling.is_guided
+        or bool(sampling.bad_words_token_ids)
+        or sampling.repetition_penalty != 1.0
+        or sampling.presence_penalty != 0.0
+        or sampling.frequency_penalty != 0.0
+        or request.num_output_tokens < sampling.min_tokens
+    )
