@@ -72,7 +72,10 @@ def build_matcher(trie: llguidance.LLTokenizer, lark: str, spec: GrammarSpec) ->
     matcher = llguidance.LLMatcher(trie, lark, log_level=0, limits=limits())
     if matcher.is_error():
         why = _first_line(matcher.get_error())
-        why = "it is too large" if why.startswith("panic") else why  # the library counts symbols in 16 bits
+        if why.startswith("panic"):
+            why = "it is too large"  # the library counts symbols in 16 bits
+        elif "fuel" in why:
+            why = "its patterns together are too complex"
         raise GrammarError(spec.param, f"{spec.param} cannot be compiled: {why}")
     numbers = random.Random(0)  # noqa: S311 - the same walks in the process that proves a grammar and in the one that uses it
     for _ in range(REHEARSALS):
