@@ -18,7 +18,7 @@ from engine.grammar.schema_values import TYPE_OF_KIND, Literal, Pair, Term, Valu
 from engine.grammar.spec import GrammarError
 
 SPLITS_MAX = 20_000
-CASES_MAX = 400
+CASES_MAX = 2_000
 
 
 @dataclass(frozen=True, slots=True)
