@@ -73,6 +73,7 @@ class Bed:
     def __init__(self, cell: Cell) -> None:
         self.cell = cell
         self._numbers = count()
+        self._long: Request | None = None
         spare = cell.running * 300 + 8192
         self.pool = BlockPool(cell.cached + spare)
         limits = SchedulerLimits(
@@ -134,8 +135,8 @@ class Bed:
             for _ in range(min(8, len(running))):
                 self.scheduler.preempt(next(reversed(running)))
         elif phase == "chunked" and not self.scheduler.accounts.prefilling:
-            self.scheduler.abort(next(iter(running)))
-            self.add(32_768, Priority.INTERACTIVE)
+            self.scheduler.abort(self._long or next(iter(running)))
+            self._long = self.add(32_768, Priority.INTERACTIVE)
 
 
 def measure(cell: Cell, steps: int) -> dict[str, Any]:

@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from heapq import heappop, heappush
 from itertools import islice
 from typing import TYPE_CHECKING
 
@@ -126,117 +125,6 @@ class Account:
             lens = sorted(self.output_lens)
             self._predicted_output_len = lens[int(len(lens) * OUTPUT_QUANTILE)] if lens else OUTPUT_LEN_UNKNOWN
         return self._predicted_output_len
-
-
-class Backlog:
-    """The backlogged accounts of one class, by the round in which each is next entitled: a calendar queue, O(1) per move.
-
-    Deficit round robin (Shreedhar and Varghese, SIGCOMM 1995) with charges as work is done instead of per packet, as in
-    deficit longest prefix match (arXiv 2501.14312). An account in the bucket of round r has a position below r · quantum ·
-    weight; its true round may have grown since, and is looked up when the bucket comes to be read.
-    """
-
-    def __init__(self, quantum_ps: int, cap_ps: int) -> None:
-        self.quantum_ps = quantum_ps
-        self.cap_ps = cap_ps
-        self.round = 1
-        self._buckets: dict[int, dict[Account, None]] = {}
-        self._rounds: list[int] = []  # heap of the keys of `_buckets`, and of some that are gone
-        self._in_heap: set[int] = set()
-
-    def __contains__(self, account: Account) -> bool:
-        return account.round is not None
-
-    def __bool__(self) -> bool:
-        return bool(self._buckets)
-
-    def __iter__(self) -> Iterator[Account]:
-        for bucket in self._buckets.values():
-            yield from bucket
-
-    def lead_at(self, account: Account, step: int) -> int:
-        return account.position_at(step) - self.round * self.quantum_ps * account.weight
-
-    def is_eligible(self, account: Account, step: int) -> bool:
-        return self.lead_at(account, step) < 0
-
-    def join(self, account: Account, step: int) -> None:
-        """An account becomes backlogged: its deficit starts within [-cap · weight, quantum · weight]."""
-        if account.round is not None:
-            return
-        account.num_joins += 1
-        lead, weight = self.lead_at(account, step), account.weight
-        account.offset_ps += min(max(lead, -self.quantum_ps * weight), self.cap_ps * weight) - lead
-        self._put(account, self._true_round(account, step))
-
-    def leave(self, account: Account) -> None:
-        if account.round is None:
-            return
-        bucket = self._buckets[account.round]
-        del bucket[account]
-        if not bucket:
-            del self._buckets[account.round]
-        account.round = None
-
-    def shift(self, account: Account, lead_ps: int, step: int) -> None:
-        """Give an account whose weight has changed the lead it had before."""
-        account.offset_ps += lead_ps - self.lead_at(account, step)
-        if account.round is not None:
-            self.leave(account)
-            self.join(account, step)
-
-    def first(self, limit: int, step: int) -> list[Account]:
-        """Up to `limit` accounts in the order of their rounds, after the level has risen until one of them is eligible."""
-        found: list[Account] = []
-        later: list[int] = []
-        while self._rounds and len(found) < limit:
-            number = self._rounds[0]
-            bucket = self._buckets.get(number)
-            if bucket is None:
-                self._in_heap.remove(heappop(self._rounds))
-                continue
-            if not found and number > self.round:
-                self.round = number
-            self._read(bucket, number, found, limit, step)
-            if number in self._buckets and len(found) < limit:
-                later.append(heappop(self._rounds))
-        for number in later:
-            heappush(self._rounds, number)
-        return found
-
-    def _read(self, bucket: dict[Account, None], number: int, found: list[Account], limit: int, step: int) -> None:
-        """Take accounts whose round is still `number`; move the others on to where they belong."""
-        moved: list[Account] = []
-        for account in bucket:
-            if account.position_at(step) >= number * self.quantum_ps * account.weight:
-                moved.append(account)
-            else:
-                found.append(account)
-                if len(found) == limit:
-                    break
-        for account in moved:
-            self.leave(account)
-            self._put(account, self._true_round(account, step))
-
-    def pass_over(self, account: Account) -> None:
-        """Let the others of the same round be looked at before this one, whose request does not fit now."""
-        if account.round is not None:
-            bucket = self._buckets[account.round]
-            del bucket[account]
-            bucket[account] = None
-
-    def _true_round(self, account: Account, step: int) -> int:
-        return account.position_at(step) // (self.quantum_ps * account.weight) + 1
-
-    def _put(self, account: Account, number: int) -> None:
-        bucket = self._buckets.get(number)
-        if bucket is None:
-            bucket = self._buckets[number] = {}
-            if number not in self._in_heap:
-                self._in_heap.add(number)
-                heappush(self._rounds, number)
-        bucket[account] = None
-        account.round = number
 
 
 class SeatCounts:

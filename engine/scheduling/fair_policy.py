@@ -15,7 +15,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from engine.protocol import Priority
-from engine.scheduling.accounts import Account, Backlog
+from engine.scheduling.accounts import Account
+from engine.scheduling.backlog import Backlog
 from engine.scheduling.policy import CanStart, PolicyContext, under_way
 from engine.scheduling.request import Request, RequestStatus
 from engine.scheduling.room_making import FairSettings as FairSettings
@@ -100,6 +101,8 @@ class FairPolicy:
     def begin_step(self) -> None:
         """Raise the levels of the round; find who has come too far ahead."""
         step = self._accounts.step
+        for backlog in self.backlogs.values():
+            backlog.begin_step(step)
         watched = self._watched.pop(step, None)
         if watched is None and not self._ahead:
             return
@@ -175,7 +178,7 @@ class FairPolicy:
 
     def _turn_of(self, backlog: Backlog, can_start: CanStart | None) -> Request | None:
         step = self._accounts.step
-        accounts = [account for account in backlog.first(LOOK_ACCOUNTS, step) if not account.is_held]
+        accounts = self._with_work(backlog, step)
         entitled = [account for account in accounts if backlog.is_eligible(account, step)]
         below = [account for account in entitled if self._room.is_below_share(account)]
         above = [account for account in entitled if account not in below]
@@ -189,6 +192,16 @@ class FairPolicy:
             for account in accounts:
                 backlog.pass_over(account)
         return None
+
+    def _with_work(self, backlog: Backlog, step: int) -> list[Account]:
+        """The first accounts that could do something in this step; the others on the way are set aside until the next."""
+        while True:
+            accounts = backlog.first(LOOK_ACCOUNTS, step)
+            idle = [account for account in accounts if not _has_work(account, step)]
+            if not idle:
+                return accounts
+            for account in idle:
+                backlog.set_aside(account)
 
     def applicants(self) -> list[Request]:
         """The request that is not passed any more; else those of the entitled in the highest class that waits."""
@@ -254,6 +267,13 @@ class FairPolicy:
 def _account(request: Request) -> Account:
     assert request.account is not None, f"request {request.request_id} has no account"
     return request.account
+
+
+def _has_work(account: Account, step: int) -> bool:
+    """Whether it has a request to start, or a prefill that is not in the step yet."""
+    if account.is_held:
+        return False
+    return bool(account.waiting) or any(request.scheduled_step != step for request in account.prefilling)
 
 
 def _is_paused(request: Request) -> bool:

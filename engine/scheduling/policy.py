@@ -13,7 +13,8 @@ from enum import Enum
 from itertools import islice
 from typing import Protocol
 
-from engine.scheduling.accounts import Account, Accounts, Backlog
+from engine.scheduling.accounts import Account, Accounts
+from engine.scheduling.backlog import Backlog
 from engine.scheduling.costs import TokenCosts
 from engine.scheduling.kv_blocks import KvBlocks
 from engine.scheduling.request import Request

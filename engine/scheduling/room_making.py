@@ -10,7 +10,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from engine.protocol import Priority
-from engine.scheduling.accounts import Account, Backlog
+from engine.scheduling.accounts import Account
+from engine.scheduling.backlog import Backlog
 from engine.scheduling.policy import PolicyContext
 from engine.scheduling.request import Request
 

@@ -7,7 +7,8 @@ from collections import Counter
 import pytest
 
 from engine.protocol import FinishReason, Priority
-from engine.scheduling.accounts import Account, Backlog, SeatCounts
+from engine.scheduling.accounts import Account, SeatCounts
+from engine.scheduling.backlog import Backlog
 from engine.scheduling.costs import TokenCosts
 from engine.scheduling.fair_policy import AGEING_STEPS, FairPolicy
 from engine.scheduling.kv_forecast import KvForecast
@@ -299,3 +300,10 @@ def test_the_predicted_peak_is_that_of_the_worst_moment() -> None:
     forecast.renew(long, 128, 64)
     assert forecast.overdue(128) == []
     forecast.check_invariants()
+
+
+def test_many_tenants_with_one_request_each_fill_all_seats_in_one_step() -> None:
+    scheduler = make_scheduler(num_blocks=4096, max_num_seqs=64, budget=1024)
+    for number in range(200):
+        scheduler.add(make_request(str(number), 4, tenant=f"t{number}"))
+    assert len(step(scheduler).prefills) == 64
