@@ -1,7 +1,8 @@
 """Whether a waiting request can start, and what it starts with: a seat, found blocks, a promise, a predicted end. No torch.
 
-A request can start when there is a seat, when its whole prompt fits beside all promises, and when the predicted peak of KV
-use fits with it, unless nobody else runs. One whose next block somebody is just computing waits for that block instead.
+A request can start when there is a seat, when decodes leave room in the step for prompts (`StepBudget.is_crowded`), when its
+whole prompt fits beside all promises, and when the predicted peak of KV use fits with it, unless nobody else runs. One whose
+next block somebody is just computing waits for that block instead.
 Decides no order: that is the policy's.
 """
 
@@ -13,16 +14,20 @@ from engine.scheduling.kv_forecast import BUCKET_STEPS, KvForecast
 from engine.scheduling.policy import Start
 from engine.scheduling.prefix_cache import PrefixesUnderWay
 from engine.scheduling.request import Request, RequestStatus
+from engine.scheduling.step_budget import StepBudget
 
 
 class Admission:
     """Room for requests. `start` follows a `can_start` that answered NOW, with no change in between."""
 
-    def __init__(self, accounts: Accounts, kv: KvBlocks, block_size: int, *, max_num_seqs: int) -> None:
+    def __init__(
+        self, accounts: Accounts, kv: KvBlocks, block_size: int, *, max_num_seqs: int, step_budget: StepBudget | None
+    ) -> None:
         self._accounts = accounts
         self._kv = kv
         self._block_size = block_size
         self._max_num_seqs = max_num_seqs
+        self._step_budget = step_budget
         self._forecast = KvForecast(kv.pool.num_blocks * block_size, block_size)
         self._under_way = PrefixesUnderWay(kv.prefix_cache, block_size)
         self._found = FoundPrefix()
@@ -39,7 +44,7 @@ class Admission:
         return len(self._accounts.running_requests) < self._max_num_seqs
 
     def can_start(self, request: Request) -> Start:
-        if not self.has_seat:
+        if not self.has_seat or self._is_crowded():
             return Start.NO_ROOM
         if _shares_prompt(request):
             has_room = self._kv.num_spare > 0
@@ -51,6 +56,13 @@ class Admission:
         if has_room and self._accounts.running_requests:
             has_room = self._forecast.fits(self._step, self._own_tokens(request), predicted_remaining(request))
         return Start.NOW if has_room else Start.NO_ROOM
+
+    def _is_crowded(self) -> bool:
+        """Whether those that decode fill the step by themselves."""
+        if self._step_budget is None:
+            return False
+        total = self._accounts.all
+        return self._step_budget.is_crowded(total.num_decoding, total.context_at(self._accounts.step))
 
     def _is_being_computed(self, request: Request, num_found_blocks: int) -> bool:
         """Whether a running prefill, which was in this step or the one before, computes the block that is needed next."""

@@ -70,7 +70,9 @@ class Scheduler:
         self.policy = policy(PolicyContext(self.accounts, self.kv, limits.max_num_seqs, urgency))
         self._clock = clock
         self._step_budget = step_budget
-        self._admission = Admission(self.accounts, self.kv, limits.block_size, max_num_seqs=limits.max_num_seqs)
+        self._admission = Admission(
+            self.accounts, self.kv, limits.block_size, max_num_seqs=limits.max_num_seqs, step_budget=step_budget
+        )
         self._decodes = DecodeSet(self.accounts, limits.block_size)
         self._drafting = (
             None

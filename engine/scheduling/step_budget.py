@@ -23,6 +23,9 @@ AIM_SHARE = 0.98
 GAP_OF_TARGET = 1.2
 """Without decodes a step may last so many targets: nobody waits for a token, but somebody may arrive."""
 
+CROWDED_SHARE = 0.9
+"""Nobody starts while decodes alone take more than this share of the target: a prompt must find room beside them."""
+
 SCALE_MIN, SCALE_MAX = 0.25, 16.0
 SCALE_RATE = 1 / 64
 """Weight of one observation: the scale follows a device that slows down within about a hundred steps."""
@@ -61,6 +64,17 @@ class StepBudget:
         self._fixed_s = self.model.host_s + self.model.context_s * sum_context
         self._num_tokens = self._num_rows = num_decodes
         self._has_chunk = False
+
+    def is_crowded(self, num_decodes: int, sum_context: int) -> bool:
+        """Whether one more request would slow all that decode below their target; their cached tokens sum to `sum_context`.
+
+        A target that one request alone can hardly meet crowds nobody out before steps take twice as long as they must.
+        """
+        model = self.model
+        products_s = num_decodes * (model.token_s + model.sampled_row_s)
+        decodes_s = model.host_s + max(model.weights_s(num_decodes), products_s) + model.context_s * sum_context
+        least_s = model.host_s + model.weights_s(1)
+        return num_decodes > 0 and decodes_s > max(CROWDED_SHARE * self.targets.target_s / self.scale, 2 * least_s)
 
     def chunk(self, start: int, wanted: int) -> int:
         """Take up to `wanted` prefill tokens of a request that has `start` computed; 0 when the step is full."""

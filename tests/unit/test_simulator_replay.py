@@ -128,6 +128,14 @@ def test_a_thousand_tenants_with_one_request_each() -> None:
     assert len(report["tenants"]) == 1000
 
 
+def test_no_more_run_than_can_keep_the_pace_together() -> None:
+    requests = [chat(i * 0.05, tenant=f"tenant-{i % 3}", prompt=6000, answer=150) for i in range(150)]
+    report = report_of(requests, inter_token_target_s=0.015)
+    assert report["gap_ms"]["p99"] <= 15.2
+    assert report["throughput"]["running_max"] < 120
+    assert report_of(requests, token_budget=8192)["throughput"]["running_max"] > 130
+
+
 def test_one_giant_prompt_does_not_silence_the_others() -> None:
     requests = [chat(0.0, tenant="giant", prompt=120_000, answer=5)]
     requests += [chat(i * 0.1, prompt=80, answer=60) for i in range(100)]

@@ -128,3 +128,16 @@ def test_one_absurd_measurement_moves_the_scale_little() -> None:
     budget.observe(0.01, 1e9)
     assert budget.scale < 1 + SCALE_MAX / 60
     budget.observe(0.0, 1.0)
+
+
+def test_a_step_is_crowded_when_decodes_alone_nearly_fill_it() -> None:
+    budget = StepBudget(llama(), BudgetTargets(target_s=0.025))
+    assert not budget.is_crowded(0, 0)
+    assert not budget.is_crowded(256, 256 * 1000)
+    assert budget.is_crowded(128, 128 * 4000)
+
+
+def test_a_target_that_cannot_be_met_still_lets_requests_run_together() -> None:
+    budget = StepBudget(llama(), BudgetTargets(target_s=0.001))
+    assert not budget.is_crowded(32, 32 * 1000)
+    assert budget.is_crowded(200, 200 * 2000)
