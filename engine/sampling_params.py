@@ -6,7 +6,7 @@ Every value is checked where the parameters are made, by type and by limit, so t
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +25,15 @@ REPETITION_PENALTY_MIN, REPETITION_PENALTY_MAX = 0.01, 10.0
 SEED_MAX = 2**63 - 1
 TOKENS_MAX = 2**31 - 1  # as a count and as an id: more than any context and any vocabulary
 TOP_K_MAX = 2**31 - 1  # more than any vocabulary; what does not fit an int64 would fail inside the sampler
+FLOAT_PARAMS = (
+    "temperature",
+    "top_p",
+    "min_p",
+    "typical_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+)
 GUIDED_PARAMS = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
 
 
@@ -51,7 +60,8 @@ class SamplingParams:
     `stop` holds strings (one string is a list of one) and is applied by whoever owns the text (gateway or `LLM`), never by the
     engine loop, which knows token ids only; so is `echo`, an answer that begins with its prompt. `bad_words` are for people:
     the engine goes by `bad_words_token_ids`, which whoever has the tokenizer fills (`sampling.bad_words`). `guided_json` takes
-    a schema as JSON text or as a mapping and holds it as text; at most one `guided_…` may be set.
+    a schema as JSON text or as a mapping and holds it as text; at most one `guided_…` may be set. Integers where floats are
+    meant become floats.
 
     Raises `InvalidOption` on construction, naming the field.
     """
@@ -91,6 +101,7 @@ class SamplingParams:
         _check_bias(self)
         _check_bad_words(self)
         _check_guided(self)
+        _make_floats(self)
 
     @property
     def num_answers(self) -> int:
@@ -185,6 +196,16 @@ def _check_numbers(p: SamplingParams) -> None:
         _require(isinstance(value, bool), param, f"must be True or False, not {_shown(value)}")
 
 
+def _make_floats(p: SamplingParams) -> None:
+    """Of numbers that were checked."""
+    for param in FLOAT_PARAMS:
+        value = getattr(p, param)
+        if type(value) is not float:
+            object.__setattr__(p, param, float(value))
+    if p.logit_bias and any(type(value) is not float for value in p.logit_bias.values()):
+        object.__setattr__(p, "logit_bias", {token_id: float(value) for token_id, value in p.logit_bias.items()})
+
+
 def _check_lengths(p: SamplingParams) -> None:
     _integer(p, "n", 1, N_MAX)
     _integer(p, "best_of", 1, N_MAX, optional=True)
@@ -200,6 +221,7 @@ def _check_lengths(p: SamplingParams) -> None:
 
 def _check_ends(p: SamplingParams) -> None:
     _strings(p.stop, "stop", STOP_STRINGS_MAX, STOP_CHARS_MAX)
+    _text(p.stop, "stop")
     ids = p.stop_token_ids
     _require(isinstance(ids, list | tuple), "stop_token_ids", f"must be a list of token ids, not {_shown(ids)}")
     _require(len(ids) <= STOP_TOKEN_IDS_MAX, "stop_token_ids", f"takes at most {STOP_TOKEN_IDS_MAX} ids, not {len(ids)}")
@@ -214,6 +236,14 @@ def _strings(values: Any, param: str, count_max: int, chars_max: int) -> None:
     _require(all(values), param, "must not contain an empty string")
     num_chars = sum(map(len, values))
     _require(num_chars <= chars_max, param, f"takes at most {chars_max} characters in all, not {num_chars}")
+
+
+def _text(values: Sequence[str], param: str) -> None:
+    """Strings that can be written as UTF-8."""
+    try:
+        "".join(values).encode()
+    except UnicodeEncodeError as error:
+        raise InvalidOption(param, f"{param} holds half of a surrogate pair, which is not text") from error
 
 
 def _token_ids(ids: Any, param: str) -> None:
@@ -236,6 +266,7 @@ def _check_bias(p: SamplingParams) -> None:
 def _check_bad_words(p: SamplingParams) -> None:
     if p.bad_words is not None:
         _strings(p.bad_words, "bad_words", BAD_WORDS_MAX, BAD_WORDS_CHARS_MAX)
+        _text(p.bad_words, "bad_words")
         _require(all(map(str.strip, p.bad_words)), "bad_words", "must not contain a word of spaces alone")
     words = p.bad_words_token_ids
     if words is None:

@@ -152,7 +152,8 @@ class LogitsRules:
             self._penalise(logits, row)
         if sampling.logit_bias:
             ids = torch.tensor(list(sampling.logit_bias), device=self._device)
-            logits.index_add_(0, ids, torch.tensor(list(sampling.logit_bias.values()), device=self._device))
+            values = torch.tensor(list(sampling.logit_bias.values()), dtype=torch.float32, device=self._device)
+            logits.index_add_(0, ids, values)
         forbidden = self._forbidden(row)
         if forbidden:
             logits.index_fill_(0, torch.tensor(forbidden, device=self._device), FORBIDDEN)

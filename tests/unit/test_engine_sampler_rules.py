@@ -31,6 +31,12 @@ def test_presence_and_frequency_penalties_count_the_output_only() -> None:
     assert [sample(logits, [r])[0].token_id for r in (in_prompt, in_output, twice, once)] == [0, 1, 1, 0]
 
 
+def test_a_bias_of_integers_is_added() -> None:
+    request = sampling_request(prompt=(0,), temperature=0.0)
+    object.__setattr__(request.sampling, "logit_bias", {1: -100, 2: 1})
+    assert sample(torch.tensor([[0.5, 9.0, 0.0]]), [request])[0].token_id == 2
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_penalties_are_those_of_a_count_over_the_whole_vocabulary(seed: int) -> None:
     numbers = random.Random(seed)
