@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 
 from tokenizers import Tokenizer as RustTokenizer
 
-from engine.errors import NotAModelDirectory
+from engine.errors import NotAModelDirectory, PromptError
+from engine.text_length import fewest_tokens
 
 
 class Tokenizer:
@@ -31,9 +33,34 @@ class Tokenizer:
         return size
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`; special tokens are those that the tokenizer puts around a text, such as the first one."""
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        """Token ids of `text`; special tokens are those that the tokenizer puts around a text, such as the first one.
+
+        Raises `PromptError` for what cannot be written as UTF-8.
+        """
+        try:
+            ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        except TypeError as error:
+            raise PromptError("the text holds half of a surrogate pair, which is not text") from error
         return ids
+
+    def encode_prompt(self, text: str, *, max_model_len: int, add_special_tokens: bool = True) -> list[int]:
+        """As `encode`, of a text that an answer is to follow. Raises `PromptError` for an empty one and, before the work of
+        tokenising it, for one that cannot fit the context whatever its tokens are."""
+        if not text:
+            raise PromptError("the prompt is empty")
+        fewest = fewest_tokens(text, longest_token_chars=self.longest_token_chars)
+        if fewest >= max_model_len:
+            raise PromptError(
+                f"the prompt has {len(text)} characters and so at least {fewest} tokens; at most {max_model_len - 1} tokens fit"
+                " the context"
+            )
+        return self.encode(text, add_special_tokens=add_special_tokens)
+
+    @cached_property
+    def longest_token_chars(self) -> int:
+        """Characters of the longest token. One of a byte-level tokenizer stands for a byte, of which a character has one
+        or more, so no token covers more characters of a text than this."""
+        return max(map(len, self._tokenizer.get_vocab(with_added_tokens=True)), default=1)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         text: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)

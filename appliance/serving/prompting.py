@@ -16,6 +16,7 @@ from appliance.serving.vocabulary import Vocabulary
 from engine.answer_text import AnswerText
 from engine.bad_words import bad_words_token_ids
 from engine.chat_template import ChatTemplate, ChatTemplateError, NoChatTemplate
+from engine.text_length import fewest_tokens
 
 T = TypeVar("T")
 
@@ -23,7 +24,6 @@ INLINE_CHARS_MAX = 20_000  # longer prompts are tokenised in a thread, so that n
 LONG_AT_A_TIME = 2  # threads; a cancelled request keeps its thread until the tokenizer returns
 LONG_PROMPTS_MAX = 32  # in a thread or waiting for one
 RETRY_AFTER_S = 1.0
-NORMALISED_CHARS_MAX = 4  # no more characters than this become one by Unicode normalisation in any text of people
 
 
 class Prompting:
@@ -96,15 +96,11 @@ class Prompting:
         return list(self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids)
 
     def _check_could_fit(self, text: str, max_model_len: int) -> None:
-        """Raise ContextLengthExceeded when even the longest tokens could not cover `text`.
-
-        Normalisation may shorten a text. A tokenizer that drops spaces could take more of them than this allows: nobody
-        needs them, and tokenising them costs as much as tokenising words.
-        """
-        fewest_tokens = -(-(len(text) // NORMALISED_CHARS_MAX) // self.vocabulary.longest_token_chars)
-        if fewest_tokens >= max_model_len:
+        """Raise ContextLengthExceeded when even the longest tokens could not cover `text`."""
+        fewest = fewest_tokens(text, longest_token_chars=self.vocabulary.longest_token_chars)
+        if fewest >= max_model_len:
             raise ContextLengthExceeded(
-                f"the prompt has at least {fewest_tokens} tokens: this model's context is {max_model_len} tokens",
+                f"the prompt has at least {fewest} tokens: this model's context is {max_model_len} tokens",
                 param="messages",
             )
 

@@ -84,8 +84,8 @@ class LLM:
             raise EngineConfigError("enforce_eager", f"must be True or False, not {enforce_eager!r}")
         directory = _path("model", model)
         _count("num_gpu_blocks_override", num_gpu_blocks_override)
-        if isinstance(shared_prefixes, str | Path):
-            raise EngineConfigError("shared_prefixes", "must be a list of files, not one")
+        if not isinstance(shared_prefixes, list | tuple):
+            raise EngineConfigError("shared_prefixes", f"must be a list of files, not {shared_prefixes!r}")
         options = EngineOptions(
             model=directory,
             device=device,
@@ -153,7 +153,7 @@ class LLM:
         prompts: list[Prompt] = []
         for conversation in conversations(messages):
             text = template.render(conversation, add_generation_prompt=add_generation_prompt)
-            prompts.append({"prompt": text, "prompt_token_ids": self._encode_plainly(text)})
+            prompts.append({"prompt": text, "prompt_token_ids": self._conversation_ids(len(prompts), text)})
         return self.generate(prompts, sampling_params, use_tqdm)
 
     def embed(
@@ -205,7 +205,7 @@ class LLM:
 
     def _completion(self, engine: Engine, index: int, prompt: Prompt, sampling: SamplingParams) -> Completion:
         try:
-            text, token_ids = self._prompt_ids(prompt)
+            text, token_ids = self._prompt_ids(prompt, engine.info.max_model_len)
         except PromptError as error:
             raise PromptError(f"prompt {index}: {error}") from error
         wanted = GenerationRequest(
@@ -240,6 +240,13 @@ class LLM:
     def _encode_plainly(self, text: str) -> list[int]:
         return self.tokenizer.encode(text, add_special_tokens=False)
 
+    def _conversation_ids(self, index: int, text: str) -> list[int]:
+        max_model_len = self._generator().info.max_model_len
+        try:
+            return self.tokenizer.encode_prompt(text, max_model_len=max_model_len, add_special_tokens=False)
+        except PromptError as error:
+            raise PromptError(f"conversation {index}: {error}") from error
+
     def _embedder(self, pooling: str | None, normalize: bool | None) -> Embedder:
         if self._closed:
             raise EngineError("this LLM is closed")
@@ -264,8 +271,8 @@ class LLM:
         except PromptError as error:
             raise PromptError(f"text {index}: {error}") from error
 
-    def _prompt_ids(self, prompt: Prompt) -> tuple[str | None, list[int]]:
-        return read_prompt(prompt, self._encode)
+    def _prompt_ids(self, prompt: Prompt, max_model_len: int) -> tuple[str | None, list[int]]:
+        return read_prompt(prompt, lambda text: self.tokenizer.encode_prompt(text, max_model_len=max_model_len))
 
 
 def _run(engine: Engine, completions: Sequence[Completion], progress: Progress) -> list[RequestOutput]:

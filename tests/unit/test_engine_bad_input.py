@@ -14,6 +14,7 @@ from engine.errors import PromptError
 from engine.loop import Engine
 from engine.offline.outputs import GenerationFailed
 from engine.protocol import FinishReason, GenerationRequest, InvalidOption, Priority, TokenEvent
+from engine.text import Tokenizer
 from tests.support.engines import KV_CACHE_BYTES, run_to_end, small_engine, tokens, wanted
 from tests.support.tiny_models import make_model
 from tests.support.tiny_tokenizer import VOCAB_SIZE, write_tokenizer
@@ -84,6 +85,8 @@ REFUSED_FOR_A_SCRIPT: list[tuple[dict[str, Any], str]] = [
     ({"logit_bias": {VOCAB_SIZE + 5: 1.0}}, "logit_bias"),
     ({"logit_bias": {5: math.inf}}, "logit_bias"),
     ({"bad_words": ["x" * 10_000_000]}, "bad_words"),
+    ({"bad_words": ["fine", "\ud800"]}, "bad_words"),
+    ({"stop": ["\udfff"]}, "stop"),
     ({"guided_json": IMPOSSIBLE}, "guided_json"),
     ({"guided_json": {"pattern": "("}}, "guided_json"),
     ({"guided_regex": "x" * 10_000_000}, "guided_regex"),
@@ -94,6 +97,9 @@ REFUSED_FOR_A_SCRIPT: list[tuple[dict[str, Any], str]] = [
 BAD_PROMPTS: list[tuple[Any, str]] = [
     ([[]], "prompt 0: the prompt is empty"),
     (["fine", ""], "prompt 1: the prompt is empty"),
+    ([{"prompt": ""}], "prompt 0: the prompt is empty"),
+    (["fine", "a\ud800"], "prompt 1: the text holds half of a surrogate pair"),
+    (["fine", "x" * 10_000_000], "prompt 1: the prompt has 10000000 characters and so at least"),
     ([[5], [VOCAB_SIZE]], "prompt 1: the prompt has token ids outside"),
     ([[5], [-1]], "prompt 1: the prompt has token ids outside"),
     ([[5], [5, True]], "prompt 1: the prompt has token ids that are not integers: bool"),
@@ -102,7 +108,7 @@ BAD_PROMPTS: list[tuple[Any, str]] = [
     ([[5], None], "prompt 1: a prompt must be text or token ids, not NoneType"),
     (None, "prompts must be text"),
     ([[5], [5] * CONTEXT], "prompt 1: the prompt has 256 tokens; at most 255 fit"),
-    (["fine", "x" * 10_000], "prompt 1: the prompt has 10000 tokens"),
+    (["fine", "x" * 10_000], "prompt 1: the prompt has 10000 characters and so at least 500 tokens"),
     ([{"prompt": "a", "image": 1}], "prompt 0: a prompt has unknown fields: image"),
 ]
 
@@ -205,6 +211,39 @@ def test_what_is_found_out_late_comes_with_the_outputs_of_the_others(llm: LLM) -
     first, second, third = (output.outputs[0] for output in failed.value.outputs)
     assert (len(first.token_ids), second.finish_reason, len(third.token_ids)) == (6, "error", 6)
     assert [second.error_param, second.token_ids] == ["guided_json", []]
+
+
+def test_integers_are_as_good_as_floats(llm: LLM) -> None:
+    params = [
+        SamplingParams(temperature=number(1), top_p=number(1), presence_penalty=number(1), logit_bias={5: number(-100)}, seed=3)
+        for number in (int, float)
+    ]
+    first, second = (output.outputs[0] for output in llm.generate([[5, 6], [5, 6]], params, use_tqdm=False))
+    assert first.token_ids == second.token_ids
+    assert 5 not in first.token_ids
+    assert [type(value) for value in (params[0].temperature, *(params[0].logit_bias or {}).values())] == [float, float]
+
+
+def test_a_text_that_is_surely_too_long_is_never_tokenised(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    def encode(_: object, text: str, **__: object) -> list[int]:
+        raise AssertionError(f"{len(text)} characters are tokenised")
+
+    monkeypatch.setattr(Tokenizer, "encode", encode)
+    with pytest.raises(PromptError, match=r"prompt 0: .* 5000000 characters .* at most 255 tokens fit the context"):
+        llm.generate("x" * 5_000_000, SamplingParams(max_tokens=1), use_tqdm=False)
+
+
+def test_an_empty_text_is_refused_also_where_the_tokenizer_begins_every_text_with_a_token(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Tokenizer, "encode", lambda *_, **__: [1])
+    with pytest.raises(PromptError, match="prompt 0: the prompt is empty"):
+        llm.generate("", SamplingParams(max_tokens=1), use_tqdm=False)
+
+
+def test_half_a_surrogate_pair_in_a_text_to_embed_is_refused(llm: LLM) -> None:
+    with pytest.raises(PromptError, match=r"text 1: .* half of a surrogate pair"):
+        llm.embed(["fine", "\ud800"], use_tqdm=False)
 
 
 def test_an_empty_list_of_prompts_has_no_outputs(llm: LLM) -> None:
