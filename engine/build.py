@@ -20,7 +20,14 @@ from engine.models.decoder import Decoder
 from engine.options import EngineOptions
 from engine.protocol import EngineInfo
 from engine.runner.calibration import MeasuredSpeed, measure_speed
-from engine.runner.device import check_swap_space, device_name, kv_bytes_available, resolve_device, resolve_dtype
+from engine.runner.device import (
+    check_kv_memory,
+    check_swap_space,
+    device_name,
+    kv_bytes_available,
+    resolve_device,
+    resolve_dtype,
+)
 from engine.runner.kv_cache import BlockMover
 from engine.runner.memory_plan import MemoryPlan, plan_memory
 from engine.runner.model_runner import ModelRunner
@@ -63,6 +70,7 @@ def build_engine(options: EngineOptions, *, progress: Callable[[float], None] = 
     element_bytes = torch.empty((), dtype=dtype).element_size()
     available = kv_bytes_available(model.config, options, element_bytes=element_bytes, device=device)
     plan = plan_memory(model.config, options, element_bytes=element_bytes, available_bytes=available, draft=draft_config)
+    check_kv_memory(plan, options, device)
     if draft_config is not None:
         check_draft_context(draft_config, plan.max_model_len)
     target_decoder = _paged(model, options, plan, dtype=dtype, device=device)

@@ -27,8 +27,12 @@ def prepare_cpu() -> None:
 def default_threads() -> int:
     """One core is left to the gateway and everybody else. Parallel sections end in a barrier: with a busy neighbour on one of
     two cores, two threads were measured 10 to 20 times slower than one (bench/engine_cpu.py's model, 16 requests)."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, cores - 1)
+    return max(1, num_cores() - 1)
+
+
+def num_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _is_amd() -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from engine.cpu_environment import num_cores
 from engine.errors import EngineConfigError
 from engine.speculation.options import SpeculativeOptions
 
@@ -17,6 +18,7 @@ POLICIES = ("fair", "fcfs")
 SWAP_SPACE_GIB_MAX = 4096.0
 INTER_TOKEN_TARGET_MS_MAX = 60_000.0
 SHARED_PREFIXES_MAX = 256
+THREADS_PER_CORE_MAX = 16
 
 CPU_KV_CACHE_BYTES = 256 * 1024 * 1024
 CPU_BATCHED_TOKENS = 512
@@ -67,6 +69,11 @@ class EngineOptions:
             self._check_count(option, optional=True)
         for option in ("max_num_seqs", "block_size"):
             self._check_count(option, optional=False)
+        threads_max = THREADS_PER_CORE_MAX * num_cores()
+        if self.threads is not None and self.threads > threads_max:
+            raise EngineConfigError(
+                "threads", f"must be at most {threads_max}, {THREADS_PER_CORE_MAX} for each usable core, not {self.threads}"
+            )
 
     def _check_count(self, option: str, *, optional: bool) -> None:
         value = getattr(self, option)
@@ -91,7 +98,10 @@ class EngineOptions:
             raise EngineConfigError(
                 "inter_token_target_ms", f"must be above 0 and at most {INTER_TOKEN_TARGET_MS_MAX:g}, not {target_ms!r}"
             )
-        if len(self.shared_prefixes) > SHARED_PREFIXES_MAX:
+        prefixes = self.shared_prefixes
+        if not isinstance(prefixes, tuple) or not all(isinstance(path, Path) for path in prefixes):
+            raise EngineConfigError("shared_prefixes", f"must be a list of files, not {prefixes!r}")
+        if len(prefixes) > SHARED_PREFIXES_MAX:
             raise EngineConfigError("shared_prefixes", f"takes at most {SHARED_PREFIXES_MAX} files")
 
     def batched_tokens(self, device_type: str) -> int:

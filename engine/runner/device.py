@@ -9,7 +9,7 @@ import torch
 from engine.config.model import ModelConfig
 from engine.errors import EngineConfigError
 from engine.options import CPU_KV_CACHE_BYTES, EngineOptions
-from engine.runner.memory_plan import GIB, activation_bytes
+from engine.runner.memory_plan import GIB, MemoryPlan, activation_bytes
 
 SWAP_SPACE_SHARE_MAX = 0.8
 
@@ -50,9 +50,25 @@ def kv_bytes_available(config: ModelConfig, options: EngineOptions, *, element_b
     return max(0, int(total * options.gpu_memory_utilization) - (total - free) - reserved)
 
 
+def check_kv_memory(plan: MemoryPlan, options: EngineOptions, device: torch.device) -> None:
+    """Raise `EngineConfigError` for a KV cache that the device cannot hold: before memory is touched, because a machine that
+    runs out of it ends processes instead of refusing. `num_kv_blocks` is `num_gpu_blocks_override` to those who set it."""
+    memory = _main_memory() if device.type == "cpu" else torch.cuda.mem_get_info(device)[1]
+    if plan.kv_bytes <= memory:
+        return
+    fits = f"{memory} bytes of memory hold {memory // plan.block_bytes} blocks"
+    if options.num_kv_blocks is not None:
+        raise EngineConfigError("num_gpu_blocks_override", f"({plan.num_blocks} blocks) needs {plan.kv_bytes} bytes; {fits}")
+    raise EngineConfigError("kv_cache_bytes", f"({plan.kv_bytes}) is more than there is: {fits} of {plan.block_bytes} bytes")
+
+
+def _main_memory() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
 def check_swap_space(options: EngineOptions) -> None:
     """Raise `EngineConfigError` for a host tier that main memory cannot hold."""
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    memory = _main_memory()
     if options.swap_space * GIB > memory * SWAP_SPACE_SHARE_MAX:
         raise EngineConfigError(
             "swap_space",

@@ -9,20 +9,28 @@ count and one move serve all of them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
 
 from engine.config.model import ModelConfig
+from engine.errors import EngineConfigError
 from engine.scheduling.scheduled_batch import BlockMoves
 
 
 def allocate_kv_cache(
     config: ModelConfig, num_blocks: int, block_size: int, *, dtype: torch.dtype, device: torch.device
 ) -> list[torch.Tensor]:
-    """One zeroed tensor per layer; pages are touched here and not by the first request."""
+    """One zeroed tensor per layer; pages are touched here and not by the first request. Raises `EngineConfigError` when there
+    is no memory for them."""
     shape = (num_blocks, block_size, 2, config.num_kv_heads, config.head_dim)
-    return [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.num_layers)]
+    try:
+        return [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.num_layers)]
+    except RuntimeError as error:  # of the allocator, whose message may run over many lines
+        num_bytes = math.prod(shape) * dtype.itemsize * config.num_layers
+        reason = str(error).partition("\n")[0]
+        raise EngineConfigError("kv_cache_bytes", f"({num_bytes}) cannot be allocated; lower it: {reason}") from error
 
 
 class BlockMover:

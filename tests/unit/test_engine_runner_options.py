@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 import torch
 
+from engine import LLM
 from engine.config.model import load_model_config
 from engine.errors import EngineConfigError
 from engine.main import INTER_TOKEN_TARGET_MS, _engine_options, parse_arguments
 from engine.options import EngineOptions
 from engine.runner.device import check_swap_space
-from engine.runner.kv_cache import BlockMover
+from engine.runner.kv_cache import BlockMover, allocate_kv_cache
 from engine.runner.memory_plan import GIB, kv_block_bytes, plan_memory
 from engine.runner.model_runner import ModelRunner
 from engine.scheduling.scheduled_batch import BlockMoves
@@ -45,6 +46,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("inter_token_target_ms", 1e9),
         ("inter_token_target_ms", "25"),
         ("shared_prefixes", (Path("a"),) * 1000),
+        ("shared_prefixes", 5),
+        ("shared_prefixes", ("a", 5)),
+        ("threads", 100_000),
     ],
 )
 def test_an_option_with_a_value_that_cannot_be_is_named(option: str, value: Any) -> None:
@@ -59,6 +63,31 @@ def test_a_host_tier_smaller_than_a_block_or_larger_than_main_memory_is_refused(
         plan_memory(config, EngineOptions(model=model, swap_space=1e-9), element_bytes=4, available_bytes=1 << 20)
     with pytest.raises(EngineConfigError, match=r"swap_space .* is more than 80% of main memory"):
         check_swap_space(EngineOptions(model=model, swap_space=4096.0))
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("num_gpu_blocks_override", 10**12),
+        ("num_gpu_blocks_override", 10**30),
+        ("kv_cache_bytes", 10**18),
+        ("threads", 100_000),
+        ("shared_prefixes", 5),
+        ("shared_prefixes", "file"),
+        ("shared_prefixes", [5]),
+    ],
+)
+def test_a_script_that_asks_for_more_than_the_machine_has_is_told_which_option(model: Path, option: str, value: Any) -> None:
+    options: dict[str, Any] = {"kv_cache_bytes": 1 << 20, "threads": 1, option: value}
+    with pytest.raises(EngineConfigError) as refused:
+        LLM(model, device="cpu", **options)
+    assert refused.value.option == option
+    assert str(refused.value).startswith(option)
+
+
+def test_a_cache_that_the_allocator_refuses_is_an_error_of_its_option(model: Path) -> None:
+    with pytest.raises(EngineConfigError, match=r"kv_cache_bytes \(\d+\) cannot be allocated"):
+        allocate_kv_cache(load_model_config(model), 10**15, 16, dtype=torch.float32, device=torch.device("cpu"))
 
 
 def test_a_block_is_paid_for_in_both_models_and_the_host_tier_is_made_of_such_blocks(model: Path) -> None:
