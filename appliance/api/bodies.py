@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from typing import TypeVar
 
@@ -24,7 +25,7 @@ def decode_body(body: bytes, kind: type[T]) -> T:
     except msgspec.ValidationError as error:
         raise _refusal(str(error)) from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise InvalidValue(f"the body is not valid UTF-8 JSON: {_fault(body, error)}") from error
+        raise InvalidValue(f"the body is not valid UTF-8 JSON: {_fault(body, error)}", param=_field_at_fault(body)) from error
     except RecursionError as error:
         raise InvalidValue("the body is nested too deeply") from error
 
@@ -35,6 +36,26 @@ def _fault(body: bytes, error: Exception) -> str:
     if _SURROGATE.search(body):
         return "an escape \\ud800 to \\udfff may stand alone; such escapes come in pairs"
     return str(error)
+
+
+def _field_at_fault(body: bytes) -> str | None:
+    """Return the field with half of a surrogate pair; whatever else is no JSON lies in no field for certain."""
+    if not _SURROGATE.search(body):
+        return None
+    try:
+        fields = json.loads(body)  # which takes such halves, unlike msgspec
+    except (RecursionError, ValueError):
+        return None
+    names = fields if isinstance(fields, dict) else {}
+    return next((name for name, value in names.items() if not _is_text(name) or not _is_text(value)), None)
+
+
+def _is_text(value: object) -> bool:
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _refusal(message: str) -> InvalidValue | UnknownParameter:
