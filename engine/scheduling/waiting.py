@@ -6,6 +6,7 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from heapq import heappop, heappush
 from itertools import chain, count
+from weakref import ref
 
 from engine.scheduling.request import Request
 
@@ -61,22 +62,22 @@ class Line:
 
 
 class Deadlines:
-    """Requests by the time at which they have waited too long; O(log n) each."""
+    """Requests by the time at which they have waited too long; O(log n) each. Keeps none of them, with its prompt, alive."""
 
     def __init__(self) -> None:
-        self._heap: list[tuple[float, int, Request]] = []
+        self._heap: list[tuple[float, int, ref[Request]]] = []
         self._numbers = count()
 
     def add(self, request: Request) -> None:
         if request.queue_deadline_s is not None:
-            heappush(self._heap, (request.queue_deadline_s, next(self._numbers), request))
+            heappush(self._heap, (request.queue_deadline_s, next(self._numbers), ref(request)))
 
     def expired(self, now_s: float) -> list[Request]:
         """Those that were never scheduled and whose time is up."""
         late: list[Request] = []
         while self._heap and self._heap[0][0] <= now_s:
-            _, _, request = heappop(self._heap)
-            if request.first_scheduled_s is None and not request.is_finished:
+            request = heappop(self._heap)[-1]()
+            if request is not None and request.first_scheduled_s is None and not request.is_finished:
                 late.append(request)
         return late
 
