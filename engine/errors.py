@@ -8,6 +8,7 @@ EngineError
 ├── EngineConfigError          an engine option has a value that cannot be honoured; names the option
 ├── PromptError                a prompt cannot be run: empty, too long, or with ids outside the vocabulary
 ├── TraceError                 a trace of requests cannot be replayed; names file, line and field
+├── EngineOverloaded           a request cannot be taken on now, whoever sends it and whatever it holds; later it may
 └── EngineBroken               steps fail for every request and for a probe: the process must be replaced
 """
 
@@ -55,6 +56,10 @@ class TraceError(EngineError, ValueError):
         where = f"{path}" if line is None else f"{path}, line {line}"
         super().__init__(f"{where}: {message}" if field is None else f"{where}: {field} {message}")
         self.path, self.line, self.field = path, line, field
+
+
+class EngineOverloaded(EngineError):
+    """A request cannot be taken on now; it is to blame for nothing and may come again."""
 
 
 class EngineBroken(EngineError):

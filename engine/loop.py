@@ -20,7 +20,7 @@ from dataclasses import replace
 from itertools import chain
 
 from engine.engine_status import StepFigures, make_status
-from engine.errors import EngineBroken, PromptError
+from engine.errors import EngineBroken, EngineOverloaded, PromptError
 from engine.fault_isolation import Runner, run_isolated
 from engine.grammar.desk import GrammarDesk
 from engine.grammar.spec import GrammarSpec, grammar_spec
@@ -213,6 +213,8 @@ class Engine:
         for answers, error in self._grammars.take_ready():
             if error is None:
                 self._enqueue(answers)
+            elif isinstance(error, EngineOverloaded):
+                events += [_final(request, FinishReason.OVERLOADED, str(error)) for request in answers]
             else:
                 events += [_final(request, FinishReason.ERROR, str(error), error.param) for request in answers]
         return events

@@ -20,13 +20,15 @@ WEIGHT_MAX = 1000
 class FinishReason(StrEnum):
     """Why the engine ended a request. `STOP` is an end-of-sequence or stop token; `LENGTH` is max_tokens or the context.
 
-    `DEADLINE` ends a request that waited in the queue for longer than its `queue_deadline_s`; it never had a token.
+    `DEADLINE` ends a request that waited in the queue for longer than its `queue_deadline_s`, `OVERLOADED` one that the engine
+    cannot take on now; neither ever had a token.
     """
 
     STOP = "stop"
     LENGTH = "length"
     ABORTED = "aborted"
     DEADLINE = "deadline"
+    OVERLOADED = "overloaded"
     ERROR = "error"
 
 

@@ -234,6 +234,9 @@ class Generation:
             case FinishReason.DEADLINE:
                 answer.end("deadline")
                 return Overloaded("the request waited too long for its turn", retry_after_s=RETRY_AFTER_QUEUE_S)
+            case FinishReason.OVERLOADED:
+                answer.end("refused")
+                return Overloaded(event.error or "the engine is overloaded", retry_after_s=RETRY_AFTER_QUEUE_S)
             case FinishReason.ERROR:
                 return self._fail(answer, event)
             case _:

@@ -16,6 +16,7 @@ import time
 from collections import OrderedDict, deque
 from concurrent.futures import Future
 
+from engine.errors import EngineOverloaded
 from engine.grammar.matcher import CompiledGrammar, token_trie
 from engine.grammar.spec import GrammarError, GrammarSpec
 from engine.grammar.vocabulary import Vocabulary
@@ -112,7 +113,8 @@ class GrammarCompiler:
         self._closed = False
 
     def submit(self, spec: GrammarSpec) -> Future[CompiledGrammar]:
-        """The grammar of `spec`, now or later. The future raises `GrammarError` naming the field."""
+        """The grammar of `spec`, now or later. The future raises `GrammarError` naming the field, and `EngineOverloaded` when
+        too many wait already."""
         with self._changed:
             known = self._known.get(spec)
             if known is not None:
@@ -121,7 +123,7 @@ class GrammarCompiler:
             future: Future[CompiledGrammar] = Future()
             refusal = self._refusal(spec)
             if refusal is not None:
-                future.set_exception(GrammarError(spec.param, refusal))
+                future.set_exception(refusal)
                 return future
             self._known[spec] = future
             self._forget_oldest()
@@ -144,13 +146,13 @@ class GrammarCompiler:
         for thread in self._threads:
             thread.join()
 
-    def _refusal(self, spec: GrammarSpec) -> str | None:
+    def _refusal(self, spec: GrammarSpec) -> GrammarError | EngineOverloaded | None:
         if self._closed:
-            return f"{spec.param} cannot be compiled: the engine is stopping"
+            return GrammarError(spec.param, f"{spec.param} cannot be compiled: the engine is stopping")
         if self._trie is None:
-            return f"{spec.param} needs a model that has an end-of-sequence token"
+            return GrammarError(spec.param, f"{spec.param} needs a model that has an end-of-sequence token")
         if len(self._waiting) >= WAITING_MAX:
-            return f"{spec.param} cannot be compiled now: {WAITING_MAX} grammars wait already"
+            return EngineOverloaded(f"{spec.param} cannot be compiled now: {WAITING_MAX} grammars wait already")
         return None
 
     def _forget_oldest(self) -> None:

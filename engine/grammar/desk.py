@@ -7,7 +7,7 @@ from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, ThreadPo
 from dataclasses import dataclass
 from typing import Protocol
 
-from engine.errors import ModelError
+from engine.errors import EngineOverloaded, ModelError
 from engine.grammar.matcher import CompiledGrammar
 from engine.grammar.spec import GrammarError, GrammarSpec
 from engine.scheduling.request import Request
@@ -121,18 +121,18 @@ class GrammarDesk:
         for parked in self._parked.values():
             yield from parked.answers
 
-    def take_ready(self) -> list[tuple[list[Request], GrammarError | None]]:
+    def take_ready(self) -> list[tuple[list[Request], GrammarError | EngineOverloaded | None]]:
         """Answers whose grammar is compiled, ready to run, or refused, with the reason. They are parked no longer."""
         done = [request_id for request_id, parked in self._parked.items() if parked.grammar.done()]
         return [self._start(self._parked.pop(request_id)) for request_id in done]
 
-    def _start(self, parked: _Parked) -> tuple[list[Request], GrammarError | None]:
+    def _start(self, parked: _Parked) -> tuple[list[Request], GrammarError | EngineOverloaded | None]:
         self._num_answers -= len(parked.answers)
         try:
             grammar = parked.grammar.result()
             for request in parked.answers:
                 self._masks.start(request, grammar)
-        except GrammarError as error:
+        except (GrammarError, EngineOverloaded) as error:
             return parked.answers, error
         except CancelledError:
             return parked.answers, GrammarError(parked.param, f"{parked.param} was not compiled: the engine is stopping")

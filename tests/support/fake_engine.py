@@ -33,6 +33,7 @@ STALL = 303  # the request is accepted and nothing happens until it is aborted
 LATE = 304  # the request ends as if it had waited in the queue for too long
 BLAME = 305  # the request ends with an error for which its schema is to blame
 HALF = 306  # the first answer ends with an error, the others go on
+BUSY = 307  # the engine cannot take the request on now
 STATUS_INTERVAL_S = 0.05
 MAX_MODEL_LEN = 1024
 
@@ -165,6 +166,7 @@ _REFUSALS: dict[int, dict[str, object]] = {
     FAIL: {"finish_reason": FinishReason.ERROR, "error": "asked to fail"},
     HALF: {"finish_reason": FinishReason.ERROR, "error": "asked to fail"},
     LATE: {"finish_reason": FinishReason.DEADLINE},
+    BUSY: {"finish_reason": FinishReason.OVERLOADED, "error": "512 grammars wait already"},
     BLAME: {"finish_reason": FinishReason.ERROR, "error": "the schema is impossible", "error_param": "guided_json"},
 }
 

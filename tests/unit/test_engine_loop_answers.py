@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from engine.errors import NotAModelDirectory
+from engine.errors import EngineOverloaded, NotAModelDirectory
 from engine.grammar.desk import GrammarDesk, LateCompiler
 from engine.grammar.matcher import CompiledGrammar
 from engine.grammar.spec import GrammarError, GrammarSpec
@@ -181,6 +181,18 @@ def test_a_grammar_that_is_refused_ends_every_answer_and_names_the_field() -> No
     assert [(e.index, e.finish_reason, e.error, e.error_param) for e in events] == [
         (index, FinishReason.ERROR, "it explodes", "guided_regex") for index in range(2)
     ]
+    assert not box.engine.has_requests
+
+
+def test_a_grammar_that_finds_no_room_to_wait_is_the_fault_of_no_field() -> None:
+    box = Box()
+    assert box.engine.submit(guided("a", n=2)) == []
+    for future in box.compiler.asked.values():
+        future.set_exception(EngineOverloaded("512 grammars wait already"))
+    events = box.run()
+    assert [(event.finish_reason, event.error, event.error_param) for event in events] == [
+        (FinishReason.OVERLOADED, "512 grammars wait already", None)
+    ] * 2
     assert not box.engine.has_requests
 
 

@@ -10,6 +10,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from engine.errors import EngineOverloaded
+from engine.grammar import compiler as compiler_module
 from engine.grammar import matcher
 from engine.grammar.compiler import GrammarCompiler
 from engine.grammar.matcher import GrammarState
@@ -148,6 +150,14 @@ def test_a_closed_compiler_refuses() -> None:
     compiler.close()
     with pytest.raises(GrammarError, match="the engine is stopping"):
         compiler.submit(GrammarSpec("regex", "a")).result()
+
+
+def test_a_grammar_beyond_those_that_may_wait_is_refused_without_blame(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiler_module, "WAITING_MAX", 0)
+    compiler = GrammarCompiler(BYTES)
+    with pytest.raises(EngineOverloaded, match="0 grammars wait already"):
+        compiler.submit(GrammarSpec("regex", "a")).result()
+    compiler.close()
 
 
 def test_a_model_without_an_end_has_no_structured_output() -> None:

@@ -17,7 +17,7 @@ from appliance.tenancy.tenants import Tenants
 from engine.protocol import WEIGHT_MAX, Priority, RequestProgress
 from tests.support.cast import Cast, Person, make_person
 from tests.support.clock import FakeClock
-from tests.support.fake_engine import BLAME, FAIL, HALF, LATE, STALL
+from tests.support.fake_engine import BLAME, BUSY, FAIL, HALF, LATE, STALL
 from tests.support.generations import Serving, serving
 from tests.support.ledgers import until
 
@@ -187,6 +187,19 @@ async def test_a_request_that_waited_too_long_is_told_when_to_come_back_and_owes
     assert outcome.error.retry_after_s is not None
     assert (event.status, event.finish_reason, event.prompt_tokens) == ("voided", "deadline", 0)
     assert generation.live.explanation.startswith("Ended before its first token (deadline) after ")
+
+
+@pytest.mark.parametrize("n", [1, 3])
+async def test_a_request_that_the_engine_cannot_take_on_now_is_told_to_come_back_and_owes_nothing(
+    box: Serving, cast: Cast, n: int
+) -> None:
+    generation = await box.start(cast.bob, [BUSY, 5], n=n)
+    outcome = await generation.outcome
+
+    assert isinstance(outcome.error, Overloaded)
+    assert (outcome.error.message, outcome.error.status) == ("512 grammars wait already", 503)
+    assert outcome.error.retry_after_s is not None
+    assert ((await box.event(generation)).status, outcome.finish_reason) == ("voided", "refused")
 
 
 @pytest.mark.parametrize("n", [1, 3])
