@@ -48,9 +48,13 @@ class DecoderLayer:
     def __call__(self, x: torch.Tensor, inputs: BatchInputs, kv_cache: torch.Tensor | None) -> torch.Tensor:
         """x: [T, hidden] → [T, hidden]"""
         branch = self._attention(_normed(x, self._before_attention), inputs, kv_cache)
-        x = torch.add(x, _normed(branch, self._after_attention), alpha=self._multiplier)
+        x = self._add(x, _normed(branch, self._after_attention))
         branch = self._mlp(_normed(x, self._before_mlp))
-        return torch.add(x, _normed(branch, self._after_mlp), alpha=self._multiplier)
+        return self._add(x, _normed(branch, self._after_mlp))
+
+    def _add(self, x: torch.Tensor, branch: torch.Tensor) -> torch.Tensor:
+        """A sum without a multiplier costs a quarter less on one row, twice a layer."""
+        return x + branch if self._multiplier == 1.0 else torch.add(x, branch, alpha=self._multiplier)
 
 
 def _normed(x: torch.Tensor, norm: RMSNorm | None) -> torch.Tensor:
