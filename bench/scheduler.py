@@ -81,8 +81,8 @@ class Bed:
         )
         self.scheduler = Scheduler(limits, self.pool, clock=lambda: 0.0, prefix_cache=PrefixCache(self.pool, BLOCK_SIZE))
         self._fill_cache()
-        for _ in range(cell.running):
-            self.add(64 + next(self._numbers) % BLOCK_SIZE)
+        for number in range(cell.running):
+            self.add(64 + number % BLOCK_SIZE)
         while self.scheduler.accounts.prefilling or self.scheduler.num_waiting:
             self.finish(self.scheduler.schedule())
         for _ in range(cell.waiting):

@@ -17,10 +17,11 @@ from collections.abc import Iterable
 from engine.protocol import Priority
 from engine.scheduling.accounts import Account
 from engine.scheduling.backlog import Backlog
+from engine.scheduling.pace import FairSettings as FairSettings
+from engine.scheduling.pace import Pace, recovering
 from engine.scheduling.policy import CanStart, PolicyContext, under_way
 from engine.scheduling.request import Request, RequestStatus
-from engine.scheduling.room_making import FairSettings as FairSettings
-from engine.scheduling.room_making import RoomMaking, recovering
+from engine.scheduling.room_making import RoomMaking
 from engine.scheduling.turn_order import TurnOrder
 
 LOOK_ACCOUNTS = 4
@@ -36,8 +37,7 @@ HYSTERESIS_QUANTA, CAP_QUANTA = 4, 8
 RETRY_STEPS = 8
 """Steps until a victim that was sought in vain is sought again, though nothing has changed."""
 
-WATCH_STEPS_MAX = 256
-"""An account is looked at at least so often; the calendar of looks stays short."""
+NEVER = (-1, -1, 0)
 
 
 class FairPolicy:
@@ -54,13 +54,11 @@ class FairPolicy:
         self._order = TurnOrder(context, self._note_head)
         self._accounts = context.accounts
         self._started_step = dict.fromkeys(Priority, 0)
-        self._watched: dict[int, list[Account]] = {}
-        self._ahead: dict[Account, None] = {}
-        self._held: dict[Account, None] = {}
-        self._room = RoomMaking(context, self.settings, self.backlogs, self._ahead, self._held)
+        self._pace = Pace(context.accounts, self.backlogs, self.settings)
+        self._room = RoomMaking(context, self._pace)
         self._num_waiting = dict.fromkeys(Priority, 0)
         self._reserved: Request | None = None  # was passed so often that nobody starts before it
-        self._fruitless = (-1, 0)  # version of the accounts and step when no victim was found
+        self._fruitless = NEVER  # versions of accounts and pace, and the step, when no victim was found
 
     def waits(self, request: Request) -> None:
         account = _account(request)
@@ -69,11 +67,11 @@ class FairPolicy:
         if not self._num_waiting[account.priority]:
             self._started_step[account.priority] = self._accounts.step
         self._num_waiting[account.priority] += 1
-        self._fruitless = (-1, 0)
+        self._fruitless = NEVER
         if account.round is None:
             backlog.first(1, self._accounts.step)
             backlog.join(account, self._accounts.step)
-            self._look_at(account)
+            self._pace.look_at(account)
 
     def left(self, request: Request) -> None:
         """It started, or it ended while it waited."""
@@ -99,56 +97,16 @@ class FairPolicy:
             self.backlogs[account.priority].leave(account)
 
     def begin_step(self) -> None:
-        """Raise the levels of the round; find who has come too far ahead."""
         step = self._accounts.step
         for backlog in self.backlogs.values():
             backlog.begin_step(step)
-        watched = self._watched.pop(step, None)
-        if watched is None and not self._ahead:
-            return
-        for backlog in self.backlogs.values():
-            backlog.first(1, step)
-        for account in watched or ():
-            if account.watch_step == step:
-                self._look_at(account)
-        for account in list(self._ahead):
-            self._look_at(account)
-
-    def _look_at(self, account: Account) -> None:
-        """Book whether a backlogged account is ahead by more than the hysteresis, or when it could be at the earliest."""
-        step, backlog = self._accounts.step, self.backlogs[account.priority]
-        lead = backlog.lead_at(account, step)
-        slack = self.settings.hysteresis_ps * account.weight - lead
-        if account.round is None or not account.running:
-            self._ahead.pop(account, None)
-        elif slack < 0:
-            self._ahead[account] = None
-        else:
-            self._ahead.pop(account, None)
-            if account.num_decoding and not step < account.watch_step <= step + account.steps_within(slack, step):
-                account.watch_step = step + min(account.steps_within(slack, step), WATCH_STEPS_MAX)
-                self._watched.setdefault(account.watch_step, []).append(account)
+        self._pace.begin_step()
 
     def charged(self, account: Account) -> None:
-        self._look_at(account)
+        self._pace.look_at(account)
 
     def holds(self) -> tuple[list[Account], list[Account]]:
-        if not self._ahead and not self._held:
-            return [], []
-        step = self._accounts.step
-        too_far = {
-            account: None
-            for account in self._ahead
-            if self.backlogs[account.priority].lead_at(account, step) > self.settings.cap_ps * account.weight
-        }
-        secured = {account for account in too_far if account.recovering is not None}
-        for account in secured:
-            recovering(account)
-        hold = [account for account in too_far if account not in self._held or account in secured]
-        release = [account for account in self._held if account not in too_far]
-        self._held.clear()
-        self._held.update(too_far)
-        return hold, release
+        return self._pace.changes()
 
     def next_turn(self, can_start: CanStart | None) -> Request | None:
         self._reserved = None
@@ -221,8 +179,9 @@ class FairPolicy:
 
     def _is_fruitless(self) -> bool:
         """Whether a victim was sought in vain a moment ago, and nobody has arrived, started or stopped since."""
-        version, step = self._fruitless
-        return version == self._accounts.version and not self._ahead and self._accounts.step - step < RETRY_STEPS
+        version, pace_version, step = self._fruitless
+        is_known = version == self._accounts.version and pace_version == self._pace.version
+        return is_known and not self._pace.held and self._accounts.step - step < RETRY_STEPS
 
     @property
     def has_exception(self) -> bool:
@@ -231,8 +190,7 @@ class FairPolicy:
 
     def is_ahead(self, account: Account) -> bool:
         """Whether an account starts nothing now because it is ahead of others by more than the hysteresis."""
-        lead = self.backlogs[account.priority].lead_at(account, self._accounts.step)
-        return lead > self.settings.hysteresis_ps * account.weight
+        return self._pace.lead_of(account) >= self.settings.hysteresis_ps
 
     def reweigh(self, account: Account, weight: int) -> None:
         """The weight of a tenant was changed: it is as far ahead per unit of weight as before."""
@@ -255,7 +213,7 @@ class FairPolicy:
             self.recovery_max_ps = max(self.recovery_max_ps, costs.prefill_ps(start, 2 * num_lost) + gain_ps)
 
     def found_no_victim(self) -> None:
-        self._fruitless = (self._accounts.version, self._accounts.step)
+        self._fruitless = (self._accounts.version, self._pace.version, self._accounts.step)
 
     def victim(self, applicant: Request) -> Request | None:
         return self._room.victim(applicant)

@@ -6,12 +6,11 @@ A move is made only if the reverse move would not be, so that nobody takes turns
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable
 
 from engine.protocol import Priority
 from engine.scheduling.accounts import Account
-from engine.scheduling.backlog import Backlog
+from engine.scheduling.pace import Pace, recovering
 from engine.scheduling.policy import PolicyContext
 from engine.scheduling.request import Request
 
@@ -31,34 +30,14 @@ WASTE_PERCENT, WASTE_FREE_QUANTA = 2, 64
 """Preemption for service stops when more than this share of all service was computed twice; so many quanta are free."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FairSettings:
-    """In picoseconds per unit of weight. Q: what idling earns at most. An account ahead of the level by more than
-    `hysteresis_ps` may lose a seat to somebody entitled; ahead by more than `cap_ps` it pauses."""
-
-    quantum_ps: int
-    hysteresis_ps: int
-    cap_ps: int
-
-
 class RoomMaking:
-    """Chooses victims. `ahead` and `held` are the policy's: accounts beyond the hysteresis, and those that pause."""
+    """Chooses victims."""
 
-    def __init__(
-        self,
-        context: PolicyContext,
-        settings: FairSettings,
-        backlogs: Mapping[Priority, Backlog],
-        ahead: Mapping[Account, None],
-        held: Mapping[Account, None],
-    ) -> None:
+    def __init__(self, context: PolicyContext, pace: Pace) -> None:
         self.wasted_ps = 0
-        self.settings = settings
-        self.backlogs = backlogs
         self._context = context
         self._accounts = context.accounts
-        self._ahead = ahead
-        self._held = held
+        self._pace = pace
 
     def is_below_share(self, account: Account) -> bool:
         """Whether an account has less than its share of the seats and of the blocks."""
@@ -83,7 +62,7 @@ class RoomMaking:
             victim = None if holder is None or holder is account else _youngest(holder)
             if victim is not None:
                 return victim
-        for paused in self._held:
+        for paused in self._pace.held:
             victim = None if paused is account else _youngest(paused)
             if victim is not None:
                 return victim
@@ -108,7 +87,7 @@ class RoomMaking:
             secured = recovering(other)
             if secured is not None:
                 found -= len(secured.block_table) + secured.num_promised_blocks
-            if other.is_held or other in self._ahead or (account.priority, other.priority) == DISPLACES:
+            if other.is_held or other in self._pace.ahead or (account.priority, other.priority) == DISPLACES:
                 found += _blocks(other)
             elif other.priority is account.priority:
                 share = kv.pool.num_blocks * other.weight // self._accounts.totals[other.priority].weight
@@ -145,34 +124,36 @@ class RoomMaking:
 
     def _furthest_ahead(self, account: Account) -> Account | None:
         """The backlogged account with the largest lead per weight, while preemption wastes little or the pace demands it."""
-        step, backlog = self._accounts.step, self.backlogs[account.priority]
         best: Account | None = None
-        best_lead = 0
-        for other in self._ahead:
+        best_lead = self._pace.settings.hysteresis_ps
+        for other in self._pace.ahead:
             if other.priority is account.priority and other.running:
-                lead = backlog.lead_at(other, step) // other.weight
+                lead = self._pace.lead_of(other)
                 if lead > best_lead:
                     best, best_lead = other, lead
-        if best is None or best_lead > self.settings.cap_ps:
+        if best is None or best_lead > self._pace.settings.cap_ps:
             return best
-        allowed_ps = WASTE_FREE_QUANTA * self.settings.quantum_ps + self._accounts.all.service_at(step) * WASTE_PERCENT // 100
+        allowed_ps = (
+            WASTE_FREE_QUANTA * self._pace.settings.quantum_ps
+            + self._accounts.all.service_at(self._accounts.step) * WASTE_PERCENT // 100
+        )
         return best if self.wasted_ps < allowed_ps else None
 
     def growth_victim(self, running: Iterable[Request]) -> Request:
         """Somebody who pauses; else the youngest request of the account furthest ahead in the lowest class, but not the
         oldest request of all, so that one always gets on."""
-        for account in self._held:
+        for account in self._pace.held:
             paused = _youngest(account)
             if paused is not None:
                 return paused
-        step, oldest = self._accounts.step, next(iter(running))
+        oldest = next(iter(running))
         holders = [account for account in self._accounts.seated if next(reversed(account.running)) is not oldest]
         if not holders:
             return oldest
         lowest = max(RANK[account.priority] for account in holders)
         holder = max(
             (account for account in holders if RANK[account.priority] == lowest),
-            key=lambda account: self.backlogs[account.priority].lead_at(account, step) // account.weight,
+            key=self._pace.lead_of,
         )
         return next(reversed(holder.running))
 
@@ -180,14 +161,6 @@ class RoomMaking:
 def _account(request: Request) -> Account:
     assert request.account is not None, f"request {request.request_id} has no account"
     return request.account
-
-
-def recovering(account: Account) -> Request | None:
-    """The request of an account that may not be preempted or paused, if it still is one."""
-    request = account.recovering
-    if request is not None and (request not in account.running or request.num_computed_tokens >= request.secured_len):
-        request = account.recovering = None
-    return request
 
 
 def _youngest(account: Account) -> Request | None:

@@ -1,0 +1,114 @@
+"""Who is ahead of the others of its class: who may lose a seat for it, and who pauses. Integers only.
+
+Leads change in every step, but are looked up only when they can matter: decoding alone cannot carry an account across the next
+threshold before a step that is known (`Account.steps_within`), and every other charge is followed by a look.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from engine.protocol import Priority
+from engine.scheduling.accounts import Account, Accounts
+from engine.scheduling.backlog import Backlog
+from engine.scheduling.request import Request
+
+WATCH_STEPS_MAX = 256
+"""An account is looked at at least so often; the calendar of looks stays short."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FairSettings:
+    """In picoseconds per unit of weight. Q: what idling earns at most. An account ahead of the level by more than
+    `hysteresis_ps` may lose a seat to somebody entitled; ahead by more than `cap_ps` it pauses."""
+
+    quantum_ps: int
+    hysteresis_ps: int
+    cap_ps: int
+
+
+class Pace:
+    """Leads of the backlogged accounts with running requests."""
+
+    def __init__(self, accounts: Accounts, backlogs: Mapping[Priority, Backlog], settings: FairSettings) -> None:
+        self.settings = settings
+        self.ahead: dict[Account, None] = {}  # beyond the hysteresis when last looked at
+        self.held: dict[Account, None] = {}  # pausing in this step
+        self.version = 0  # grows when somebody comes to be ahead
+        self._too_far: dict[Account, None] = {}  # beyond the cap when last looked at
+        self._accounts = accounts
+        self._backlogs = backlogs
+        self._watched: dict[int, list[Account]] = {}
+
+    def lead_of(self, account: Account) -> int:
+        """In picoseconds per unit of weight, rounded down."""
+        return self._backlogs[account.priority].lead_at(account, self._accounts.step) // account.weight
+
+    def begin_step(self) -> None:
+        """Look at whom it is time for."""
+        step = self._accounts.step
+        watched = self._watched.pop(step, None)
+        if watched is None and not self._too_far:
+            return
+        for backlog in self._backlogs.values():
+            backlog.first(1, step)  # raises the level
+        for account in watched or ():
+            if account.watch_step == step:
+                self.look_at(account)
+        for account in list(self._too_far):
+            self.look_at(account)
+
+    def look_at(self, account: Account) -> None:
+        """Book where an account stands, and when it could cross the next threshold."""
+        if account.round is None or not account.running:
+            self.ahead.pop(account, None)
+            self._too_far.pop(account, None)
+            return
+        lead = self.lead_of(account)
+        if lead >= self.settings.cap_ps:
+            self._too_far[account] = None
+            self._note_ahead(account)
+            return
+        self._too_far.pop(account, None)
+        if lead >= self.settings.hysteresis_ps:
+            self._note_ahead(account)
+            self._watch(account, self.settings.cap_ps - lead)
+        else:
+            self.ahead.pop(account, None)
+            self._watch(account, self.settings.hysteresis_ps - lead)
+
+    def _note_ahead(self, account: Account) -> None:
+        if account not in self.ahead:
+            self.ahead[account] = None
+            self.version += 1
+
+    def _watch(self, account: Account, slack_ps: int) -> None:
+        if not account.num_decoding:
+            return
+        step = self._accounts.step
+        latest = step + min(account.steps_within(slack_ps * account.weight, step), WATCH_STEPS_MAX)
+        if not step < account.watch_step <= latest:
+            account.watch_step = latest
+            self._watched.setdefault(latest, []).append(account)
+
+    def changes(self) -> tuple[list[Account], list[Account]]:
+        """Accounts that pause from now on, and those that go on. One whose secured request is safe now pauses entirely."""
+        if not self._too_far and not self.held:
+            return [], []
+        secured = {account for account in self._too_far if account.recovering is not None}
+        for account in secured:
+            recovering(account)
+        pause = [account for account in self._too_far if account not in self.held or account in secured]
+        resume = [account for account in self.held if account not in self._too_far]
+        self.held.clear()
+        self.held.update(self._too_far)
+        return pause, resume
+
+
+def recovering(account: Account) -> Request | None:
+    """The request of an account that may not be preempted or paused, if it still is one."""
+    request = account.recovering
+    if request is not None and (request not in account.running or request.num_computed_tokens >= request.secured_len):
+        request = account.recovering = None
+    return request
