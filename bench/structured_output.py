@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import collections
-import ctypes
 import json
 import os
 import platform
@@ -29,15 +28,13 @@ from datetime import UTC, datetime
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import jsonschema
 from jsonschema.validators import validator_for
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from engine.grammar.lark import to_lark
-from engine.grammar.matcher import CompiledGrammar, limits, of_text, token_trie
-from engine.grammar.spec import GrammarError, GrammarSpec
+from bench.grammar_libraries import LIBRARIES, Follower, Library, Refused, Stopped
 from engine.grammar.vocabulary import Vocabulary, vocabulary_of
 
 RESULTS = Path(__file__).parent / "results" / "structured_output.jsonl"
@@ -47,30 +44,6 @@ SCHEMA_DEADLINE_S = 30.0
 SAMPLE_TOKENS_MAX = 600
 PATIENCE_TOKENS = 60
 """Tokens after which a random document leans towards its end."""
-
-
-class Refused(Exception):
-    """The library does not take the schema, and says so."""
-
-
-class Stopped(Exception):
-    """The library gave a text up in the middle."""
-
-
-class Follower(Protocol):
-    """One text under a grammar."""
-
-    def mask(self) -> Sequence[int]: ...
-
-    def accept(self, token_id: int) -> bool: ...
-
-
-class Library(Protocol):
-    """A grammar library over one vocabulary."""
-
-    def compile(self, schema: str) -> Any: ...
-
-    def follow(self, compiled: Any) -> Follower: ...
 
 
 def training_text() -> Iterator[str]:
@@ -98,118 +71,6 @@ def make_tokenizer(vocab_size: int) -> Tokenizer:
     )
     tokenizer.train_from_iterator(training_text(), trainer)
     return tokenizer
-
-
-class Ours:
-    def __init__(self, vocabulary: Vocabulary) -> None:
-        self._trie = token_trie(vocabulary)
-        self._words = vocabulary.mask_words
-
-    def compile(self, schema: str) -> CompiledGrammar:
-        spec = GrammarSpec("json", schema)
-        try:
-            return CompiledGrammar(self._trie, of_text(to_lark(spec), first_space=False), spec)
-        except GrammarError as error:
-            raise Refused(str(error)) from error
-
-    def follow(self, compiled: CompiledGrammar) -> Follower:
-        return _OursFollower(compiled, self._words)
-
-
-class _OursFollower:
-    def __init__(self, compiled: CompiledGrammar, words: int) -> None:
-        self._state = compiled.start()
-        self._row = (ctypes.c_uint32 * words)()
-
-    def mask(self) -> Sequence[int]:
-        try:
-            self._state.fill_mask(self._row)
-        except GrammarError as error:
-            raise Stopped(str(error)) from error
-        return self._row
-
-    def accept(self, token_id: int) -> bool:
-        try:
-            self._state.accept(token_id)
-        except GrammarError:
-            return False
-        return True
-
-
-class Llguidance:
-    """The library's own reading of JSON schemas."""
-
-    def __init__(self, vocabulary: Vocabulary) -> None:
-        self._trie = token_trie(vocabulary)
-        self._words = vocabulary.mask_words
-
-    def compile(self, schema: str) -> Any:
-        from llguidance import LLMatcher
-
-        grammar = '%llguidance {"no_forcing": true}\nstart: %json ' + schema
-        matcher = LLMatcher(self._trie, grammar, log_level=0, limits=limits())
-        if matcher.is_error():
-            raise Refused(matcher.get_error().partition("\n")[0])
-        return matcher
-
-    def follow(self, compiled: Any) -> Follower:
-        return _LlguidanceFollower(compiled.deep_copy(), self._words)
-
-
-class _LlguidanceFollower:
-    def __init__(self, matcher: Any, words: int) -> None:
-        self._matcher = matcher
-        self._row = (ctypes.c_uint32 * words)()
-
-    def mask(self) -> Sequence[int]:
-        self._matcher.unsafe_compute_mask_ptr(ctypes.addressof(self._row), ctypes.sizeof(self._row))
-        if self._matcher.is_error():
-            raise Stopped(self._matcher.get_error())
-        return self._row
-
-    def accept(self, token_id: int) -> bool:
-        return bool(self._matcher.consume_token(token_id))
-
-
-class Xgrammar:
-    def __init__(self, vocabulary: Vocabulary) -> None:
-        import xgrammar
-
-        self._size = vocabulary.size
-        tokens = list(vocabulary.tokens)
-        info = xgrammar.TokenizerInfo(tokens, vocab_size=vocabulary.size, stop_token_ids=list(vocabulary.eos_token_ids))
-        self._compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
-
-    def compile(self, schema: str) -> Any:
-        try:
-            return self._compiler.compile_json_schema(schema, any_whitespace=True, strict_mode=False)
-        except Exception as error:
-            raise Refused(str(error).partition("\n")[0]) from error
-
-    def follow(self, compiled: Any) -> Follower:
-        return _XgrammarFollower(compiled, self._size)
-
-
-class _XgrammarFollower:
-    def __init__(self, compiled: Any, size: int) -> None:
-        import xgrammar
-
-        self._matcher = xgrammar.GrammarMatcher(compiled)
-        self._bits = xgrammar.allocate_token_bitmask(1, size)
-        words = self._bits.numel()
-        self._row = (ctypes.c_uint32 * words).from_address(self._bits.data_ptr())
-
-    def mask(self) -> Sequence[int]:
-        if self._matcher.is_terminated():
-            return (ctypes.c_uint32 * len(self._row))()
-        self._matcher.fill_next_token_bitmask(self._bits)
-        return self._row
-
-    def accept(self, token_id: int) -> bool:
-        return bool(self._matcher.accept_token(token_id))
-
-
-LIBRARIES: dict[str, Any] = {"ours": Ours, "llguidance": Llguidance, "xgrammar": Xgrammar}
 
 
 class Judge:
