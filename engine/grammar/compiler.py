@@ -19,6 +19,7 @@ from concurrent.futures import Future
 from engine.errors import EngineOverloaded
 from engine.grammar.matcher import CompiledGrammar, token_trie
 from engine.grammar.spec import GrammarError, GrammarSpec
+from engine.grammar.stacks import STACK_BYTES, new_threads_get
 from engine.grammar.vocabulary import Vocabulary
 from engine.grammar.worker import job_line, vocabulary_line
 
@@ -131,7 +132,8 @@ class GrammarCompiler:
             if not self._num_idle and len(self._threads) < self._workers:
                 thread = threading.Thread(target=self._work, name="grammar-compiler", daemon=True)
                 self._threads.append(thread)
-                thread.start()
+                with new_threads_get(STACK_BYTES):
+                    thread.start()
             self._changed.notify()
             return future
 

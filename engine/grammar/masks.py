@@ -14,6 +14,7 @@ import torch
 
 from engine.grammar.matcher import CompiledGrammar, GrammarState
 from engine.grammar.spec import GrammarError
+from engine.grammar.stacks import STACK_BYTES, new_threads_get
 from engine.scheduling.request import Request
 
 WORD_BITS = 32
@@ -47,7 +48,8 @@ class GrammarMasks:
         states = {index: self._states[request] for index, request in enumerate(requests) if request in self._states}
         if not states:
             return None
-        return self._worker.submit(self._fill, len(requests), states)
+        with new_threads_get(STACK_BYTES):
+            return self._worker.submit(self._fill, len(requests), states)
 
     def _fill(self, num_rows: int, states: dict[int, GrammarState]) -> StepMasks:
         rows = torch.full((num_rows, self._num_words), -1, dtype=torch.int32)

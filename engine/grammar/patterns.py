@@ -220,8 +220,12 @@ class _Parser:
         end = self._text.find("}", self._at)
         low, comma, high = self._text[self._at + 1 : end].partition(",") if end > 0 else ("", "", "")
         digits = [part for part in (low, high) if part]
-        if end < 0 or not low or not all(part.isascii() and part.isdigit() and len(part) < 10 for part in digits):
+        if end < 0 or not digits or not all(part.isascii() and part.isdigit() for part in digits):
             return None  # a brace that stands for itself
+        if not low:
+            raise PatternError(f"the repetition {{,{high}}}, which dialects read in two ways")
+        if any(len(part.lstrip("0")) > len(str(REPEAT_MAX)) for part in digits):
+            raise PatternError(f"a repetition of more than {REPEAT_MAX}")
         self._at = end + 1
         if not comma:
             return int(low), int(low)

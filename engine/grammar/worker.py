@@ -12,11 +12,13 @@ import os
 import resource
 import signal
 import sys
+import threading
 from typing import IO
 
 from engine.grammar.lark import to_lark
 from engine.grammar.matcher import build_matcher, of_text, token_trie
 from engine.grammar.spec import GrammarError, GrammarSpec
+from engine.grammar.stacks import PROVING_STACK_BYTES, new_threads_get
 from engine.grammar.vocabulary import Vocabulary
 
 GRAMMAR_CHARACTERS_MAX = 2_000_000
@@ -71,4 +73,7 @@ def serve(requests: IO[bytes], answers: IO[bytes]) -> None:
 if __name__ == "__main__":
     os.nice(NICENESS)
     resource.setrlimit(resource.RLIMIT_DATA, (HEAP_BYTES_MAX, HEAP_BYTES_MAX))
-    serve(sys.stdin.buffer, sys.stdout.buffer)
+    with new_threads_get(PROVING_STACK_BYTES):
+        thread = threading.Thread(target=serve, args=(sys.stdin.buffer, sys.stdout.buffer), name="proving")
+        thread.start()
+    thread.join()

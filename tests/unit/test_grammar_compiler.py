@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import json
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -143,6 +145,25 @@ def test_a_pattern_that_ruins_a_backtracker_is_followed_in_linear_time(compiler:
     state = compiler.submit(GrammarSpec("regex", pattern)).result().start()
     write(state, "a" * 2000)
     assert not state.is_complete
+
+
+@pytest.mark.parametrize("count", [1000, 1400])
+def test_what_needs_a_deep_stack_ends_the_worker_and_never_the_engine(count: int) -> None:
+    names = [f"p{index}" for index in range(count)]
+    schema = {"type": "object", "properties": dict.fromkeys(names, {"type": "string"}), "required": names}
+    program = (
+        "import sys\n"
+        "from engine.grammar.compiler import GrammarCompiler\n"
+        "from engine.grammar.spec import GrammarError, GrammarSpec\n"
+        "from tests.support.grammars import BYTES\n"
+        "compiler = GrammarCompiler(BYTES, deadline_s=30.0, workers=1)\n"
+        "future = compiler.submit(GrammarSpec('json', sys.stdin.read()))\n"
+        "assert isinstance(future.exception(), GrammarError | None)\n"
+        "compiler.close()\n"
+    )
+    command = ["/bin/sh", "-c", 'ulimit -s unlimited 2>/dev/null; exec "$0" -c "$1"', sys.executable, program]
+    answer = subprocess.run(command, input=json.dumps(schema), text=True, capture_output=True, check=False)
+    assert answer.returncode == 0, answer.stderr
 
 
 def test_a_closed_compiler_refuses() -> None:

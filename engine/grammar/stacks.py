@@ -1,0 +1,26 @@
+"""Threads with a stack of a known size: the library recurses over a grammar, and a stack that ends takes the process with it.
+
+What was proven in the worker, on a stack of `PROVING_STACK_BYTES`, is built again in the engine on `STACK_BYTES`, whatever the
+limits are that the process was started with.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+PROVING_STACK_BYTES = 4 * 1024**2
+STACK_BYTES = 4 * PROVING_STACK_BYTES
+_SIZE = threading.Lock()
+
+
+@contextmanager
+def new_threads_get(stack_bytes: int) -> Iterator[None]:
+    """Threads that are started within have a stack of `stack_bytes`."""
+    with _SIZE:  # the size is a setting of the process
+        before = threading.stack_size(stack_bytes)
+        try:
+            yield
+        finally:
+            threading.stack_size(before)
