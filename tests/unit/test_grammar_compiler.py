@@ -150,7 +150,7 @@ def test_a_pattern_that_ruins_a_backtracker_is_followed_in_linear_time(compiler:
 @pytest.mark.parametrize("count", [1000, 1400])
 def test_what_needs_a_deep_stack_ends_the_worker_and_never_the_engine(count: int) -> None:
     names = [f"p{index}" for index in range(count)]
-    schema = {"type": "object", "properties": dict.fromkeys(names, {"type": "string"}), "required": names}
+    schema = {"type": "object", "properties": {name: {"type": "string"} for name in names}, "required": names}
     program = (
         "import sys\n"
         "from engine.grammar.compiler import GrammarCompiler\n"
