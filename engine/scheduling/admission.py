@@ -57,6 +57,11 @@ class Admission:
             has_room = self._forecast.fits(self._step, self._own_tokens(request), predicted_remaining(request))
         return Start.NOW if has_room else Start.NO_ROOM
 
+    def can_return(self, request: Request) -> bool:
+        """Whether a preempted request can have the seat that another one of its tenant has just left."""
+        self._found = self._kv.find(request)
+        return self.has_seat and self._kv.has_room(request, self._found)
+
     def _is_crowded(self) -> bool:
         """Whether those that decode fill the step by themselves."""
         if self._step_budget is None:

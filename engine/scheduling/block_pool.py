@@ -121,13 +121,18 @@ class BlockPool:
             block.was_found = True
         block.ref_count += 1
 
-    def release(self, block_table: Sequence[int]) -> None:
-        """Give back one owner's blocks. Tail blocks go first, so that a chain is evicted from its end."""
+    def release(self, block_table: Sequence[int], *, is_wanted: bool | None = None) -> None:
+        """Give back one owner's blocks. Tail blocks go first, so that a chain is evicted from its end.
+
+        `is_wanted` overrides whether the content has proved worth keeping: the owner will come back for it, or has done so.
+        """
         for block_id in reversed(block_table):
             block = self._blocks[block_id]
             assert block.ref_count > 0, f"block {block_id} was released more often than taken"
             block.ref_count -= 1
             if block.ref_count == 0:
+                if is_wanted is not None:
+                    block.was_found = is_wanted
                 self._shelve(block)
 
     def _shelve(self, block: Block) -> None:

@@ -179,7 +179,7 @@ class KvBlocks:
         if is_preempted and not self.prefix_cache.is_shared:
             self.prefix_cache.register(request, 0)
         self._promise(request, -request.num_promised_blocks)
-        self.pool.release(request.block_table)
+        self.pool.release(request.block_table, is_wanted=is_preempted if request.num_preemptions else None)
         if request.account is not None:
             request.account.num_blocks -= len(request.block_table)
         request.block_table = []

@@ -119,6 +119,12 @@ class Request:
     def is_finished(self) -> bool:
         return self.status is RequestStatus.FINISHED
 
+    def schedule_first(self, now_s: float) -> None:
+        """A preempted request finds its own blocks again: that is no discount, so only the first match counts."""
+        self.first_scheduled_s = now_s
+        self.num_cached_tokens = min(self.num_computed_tokens, self.num_prompt_tokens)
+        self.num_prompt_tokens_computed = self.num_cached_tokens
+
     def move_to(self, status: RequestStatus) -> None:
         """Take one legal edge; raises `IllegalTransition` for any other."""
         if status not in LEGAL_TRANSITIONS[self.status]:

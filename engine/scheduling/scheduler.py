@@ -1,13 +1,11 @@
 """Which tokens of which requests the next step computes, under one token budget and a fixed number of blocks. Knows no torch.
 
 A step is `schedule()` → run → `apply()`. Decodes come first, then prefill chunks in the order that the policy gives: prefills
-under way and waiting requests that can start, until the step is full. A request starts when there is a seat, when its whole
-prompt fits, and when the predicted peak of KV use fits too (`scheduling.admission`). When the prediction fails and a decode
-finds no block, the policy names who gives all of its blocks back and goes on later.
+under way and waiting requests that can start (`scheduling.admission`), until the step is full. When the predicted use of
+blocks was too low and a decode finds none, the policy names who gives all of its blocks back and goes on later.
 
-The cost of a step is that of what changes in it. A decoding request has one `ScheduledRequest` for as long as it decodes, its
-service is charged in closed form, and a calendar knows in which step it needs its next block. The waiting line, the tenants
-and the cache are never walked through.
+The cost of a step is that of what changes in it. A decoding request has one `ScheduledRequest`, its service is charged in
+closed form, and a calendar knows when it needs a block. The waiting line, the tenants and the cache are never walked through.
 """
 
 from __future__ import annotations
@@ -34,6 +32,7 @@ from engine.scheduling.request import Request, RequestStatus
 from engine.scheduling.scheduled_batch import ScheduledBatch, ScheduledRequest, StepOutput
 from engine.scheduling.step_budget import StepBudget
 from engine.scheduling.token_events import token_event
+from engine.scheduling.turns import Turns
 from engine.scheduling.urgency import FIRST_TOKEN_TARGET_S, Urgency
 from engine.scheduling.waiting import Deadlines, ParkedForks
 from engine.speculation.drafting import Drafting
@@ -73,6 +72,7 @@ class Scheduler:
         self._admission = Admission(
             self.accounts, self.kv, limits.block_size, max_num_seqs=limits.max_num_seqs, step_budget=step_budget
         )
+        self._turns = Turns(self.accounts, self.kv, clock, limits.block_size)
         self._decodes = DecodeSet(self.accounts, limits.block_size)
         self._drafting = (
             None
@@ -154,6 +154,7 @@ class Scheduler:
         self.policy.begin_step()
         self._pace()
         self._make_room()
+        self._turns.exchange(self.preempt)
         self._grow_decodes()
         self.accounts.step += 1
         batch = ScheduledBatch(decodes=list(self._decodes.items.values()))
@@ -208,6 +209,9 @@ class Scheduler:
             return
         if self._step_budget is not None:
             self._step_budget.begin_step(len(batch.decodes), self.accounts.all.context_at(self.accounts.step))
+        for back in self._turns.first(self._admission.can_return):
+            if not self._add_chunk(batch, back):
+                return
         while batch.num_tokens < self.limits.max_num_batched_tokens:
             can_start = self._admission.can_start if self._admission.has_seat else None
             request = self.policy.next_turn(can_start)
@@ -240,6 +244,7 @@ class Scheduler:
         self.accounts.start(account, request)
         self.policy.left(request)
         self.policy.started(request)
+        self._turns.started(request)
         request.move_to(RequestStatus.PREFILL)
         request.moved_step = self.accounts.step
         num_lost = request.num_lost_tokens - request.num_computed_tokens
@@ -247,15 +252,9 @@ class Scheduler:
             self.totals.recomputed_tokens += num_lost
             self.policy.recovers(request, num_lost)
         if request.first_scheduled_s is None:
-            self._count_first_schedule(request)
-
-    def _count_first_schedule(self, request: Request) -> None:
-        """A preempted request finds its own blocks again: that is no discount, so only the first match counts."""
-        request.first_scheduled_s = self._clock()
-        request.num_cached_tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
-        request.num_prompt_tokens_computed = request.num_cached_tokens
-        if request.forked_from is None:
-            self.totals.prefix_cache_hit_tokens += request.num_cached_tokens
+            request.schedule_first(self._clock())
+            if request.forked_from is None:
+                self.totals.prefix_cache_hit_tokens += request.num_cached_tokens
 
     def preempt(self, request: Request) -> None:
         """Take a running request's blocks; it waits before its tenant's new requests and goes on later."""
@@ -263,6 +262,7 @@ class Scheduler:
         request.num_preemptions += 1
         request.moved_step = self.accounts.step
         self.totals.preemptions += 1
+        self._turns.suspend(request)
         self._wait(request)
         self._stop(request, is_preempted=True)
         request.move_to(RequestStatus.QUEUED)

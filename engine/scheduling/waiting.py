@@ -16,9 +16,9 @@ class Line:
     then those that are late for their first token."""
 
     def __init__(self) -> None:
-        self._preempted: dict[Request, None] = {}
+        self._preempted: OrderedDict[Request, None] = OrderedDict()
         self._others: OrderedDict[Request, None] = OrderedDict()
-        self._late: dict[Request, None] = {}
+        self._late: OrderedDict[Request, None] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._preempted) + len(self._others) + len(self._late)
@@ -28,6 +28,10 @@ class Line:
 
     def __iter__(self) -> Iterator[Request]:
         return chain(self._preempted, self._others, self._late)
+
+    @property
+    def num_preempted(self) -> int:
+        return len(self._preempted)
 
     @property
     def first_other(self) -> Request | None:

@@ -146,7 +146,8 @@ def _service_gap_bound_s(replay: Replay) -> float | None:
     policy = replay.scheduler.policy
     if not isinstance(policy, FairPolicy):
         return None
-    return 2 * ((policy.settings.cap_ps + policy.settings.quantum_ps) / 1e12 + replay.recorder.step_max_s)
+    settings, longest_step_ps = policy.settings, replay.recorder.step_max_s * 1e12
+    return 2 * (settings.cap_ps + longest_step_ps + policy.recovery_max_ps + settings.quantum_ps) / 1e12
 
 
 def jain(values: Sequence[float]) -> float:

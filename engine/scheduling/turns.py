@@ -1,0 +1,108 @@
+"""Preempted requests take turns with running ones of their own tenant, so that none is silent for long. Knows no torch.
+
+A tenant that is ahead of others starts nothing, not even what it had to give up: without turns the same few of its requests
+would wait for as long as others want the room. An exchange changes nothing between tenants. Who comes back computes what it
+lost before anybody else's prompt, whether its tenant is entitled or not: a seat that waits serves nobody.
+
+Blocks of a preempted request stay cached while there is space, so coming back costs little; where they are gone, exchanges are
+rationed: at most one part in `RATION` of the time is spent on computing again.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from itertools import islice
+
+from engine.scheduling.accounts import Account, Accounts
+from engine.scheduling.kv_blocks import KvBlocks
+from engine.scheduling.request import Request, RequestStatus
+
+DUE_S = 1.5
+"""How long a preempted request waits before somebody of its tenant makes place for it."""
+
+CYCLE_STEPS = 96
+"""Steps in which all preempted requests of a tenant are to have had a turn: the more of them, the shorter each turn."""
+
+TURN_STEPS_MIN = 8
+RATION = 20
+FREE_TOKENS = 64
+"""So little is computed again without being counted: the block that was not full, and a few lost ones."""
+
+LOOK_REQUESTS = 8
+NS_PER_S = 1_000_000_000
+
+
+class Turns:
+    """The preempted requests of all tenants, in the order of preemption. At most one exchange per step."""
+
+    def __init__(self, accounts: Accounts, kv: KvBlocks, clock: Callable[[], float], block_size: int) -> None:
+        self._ration_s = 0.0  # when the next exchange that costs something is allowed
+        self._accounts = accounts
+        self._kv = kv
+        self._clock = clock
+        self._block_size = block_size
+        self._since_s: OrderedDict[Request, float] = OrderedDict()
+        self._back: dict[Request, None] = {}  # preempted ones that have started again and compute what they lost
+        self._returning: Request | None = None
+
+    def suspend(self, request: Request) -> None:
+        self._since_s[request] = self._clock()
+        self._since_s.move_to_end(request)
+
+    def started(self, request: Request) -> None:
+        if request.num_preemptions:
+            self._back[request] = None
+
+    def first(self, can_return: Callable[[Request], bool]) -> Iterator[Request]:
+        """The requests that get prefill tokens before all others in this step."""
+        for request in list(self._back):
+            if request.status is not RequestStatus.PREFILL:
+                del self._back[request]
+            elif request.account is not None and not request.account.is_held:
+                yield request
+        returning, self._returning = self._returning, None
+        if returning is not None and returning.status is RequestStatus.QUEUED and can_return(returning):
+            yield returning
+
+    def exchange(self, preempt: Callable[[Request], None]) -> None:
+        """Preempt somebody for the first request that is due; that one is to start in this step."""
+        for request in list(islice(self._since_s, LOOK_REQUESTS)):
+            if request.status is not RequestStatus.QUEUED:
+                del self._since_s[request]
+            elif self._clock() - self._since_s[request] <= DUE_S:
+                return
+            else:
+                other = self._partner(request)
+                if other is not None:
+                    preempt(other)
+                    self._returning = request
+                    return
+
+    def _partner(self, request: Request) -> Request | None:
+        """The running request of the same tenant that has had the longest turn, if that is over and makes place enough."""
+        account = request.account
+        if account is None or account.is_held:
+            return None
+        least = self._turn_steps(account)
+        for other in islice(account.running, LOOK_REQUESTS):
+            has_had_it = self._accounts.step - other.moved_step >= least
+            if has_had_it and other.status is RequestStatus.DECODE and other is not account.recovering:
+                return other if self._fits(request, other) else None
+        return None
+
+    def _turn_steps(self, account: Account) -> int:
+        turns = CYCLE_STEPS * len(account.running) // max(1, account.waiting.num_preempted)
+        return min(CYCLE_STEPS, max(TURN_STEPS_MIN, turns))
+
+    def _fits(self, request: Request, other: Request) -> bool:
+        """Whether it can come back in the space that `other` leaves, within the ration of what is computed again."""
+        found = self._kv.find(request)
+        start, now_s = len(found.blocks) * self._block_size, self._clock()
+        lost = request.num_tokens - start
+        needed = self._kv.blocks_for(request.num_tokens) - len(found.blocks) + found.num_on_host + found.num_unowned
+        if needed > self._kv.num_spare + len(other.block_table) or (lost > FREE_TOKENS and now_s < self._ration_s):
+            return False
+        if lost > FREE_TOKENS:
+            self._ration_s = now_s + RATION * self._accounts.costs.recompute_ns(start, lost) / NS_PER_S
+        return True
