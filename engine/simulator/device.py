@@ -147,9 +147,12 @@ class SimulatedDevice:
         return outputs
 
     def _prefill(self, batch: ScheduledBatch, now_s: float, outputs: list[StepOutput], ended: list[SimulatedRequest]) -> None:
+        arriving = {target for _, target in batch.moves.swap_in}
         for item in batch.prefills:
             request: SimulatedRequest = item.request  # type: ignore[assignment]
             tenant = request.tenant
+            if arriving:
+                tenant.service_ns += self._costs.swap_in_ns(len(arriving.intersection(request.block_table)))
             if request.is_queued:
                 request.is_queued = False
                 tenant.unqueue()
