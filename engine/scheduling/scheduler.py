@@ -69,7 +69,7 @@ class Scheduler:
         self.policy = policy(PolicyContext(self.accounts, self.kv, limits.max_num_seqs, urgency))
         self._clock = clock
         self._step_budget = step_budget
-        self._admission = Admission(
+        self.admission = Admission(
             self.accounts, self.kv, limits.block_size, max_num_seqs=limits.max_num_seqs, step_budget=step_budget
         )
         self._turns = Turns(self.accounts, self.kv, clock, limits.block_size)
@@ -144,13 +144,18 @@ class Scheduler:
         """End the requests that were not scheduled before their `queue_deadline_s`."""
         return [self._end(request, FinishReason.DEADLINE) for request in self._deadlines.expired(self._clock())]
 
-    def can_start(self, request: Request) -> Start:
-        """Whether a waiting request would fit now, whoever's turn it is."""
-        return self._admission.can_start(request)
-
     def schedule(self) -> ScheduledBatch:
         """Plan one step. An empty batch means that no request is live."""
-        self._admission.begin_step()
+        batch = self._plan()
+        if not batch.num_tokens and self.has_requests:
+            batch = self._plan()  # whom room was made for had stepped aside for others, and now it is their turn
+        batch.moves = self.kv.take_moves()
+        assert batch.num_tokens <= self.limits.max_num_batched_tokens, "the token budget was exceeded"
+        assert batch.num_tokens or not self.has_requests, "requests are live but none can go on"
+        return batch
+
+    def _plan(self) -> ScheduledBatch:
+        self.admission.begin_step()
         self.policy.begin_step()
         self._pace()
         self._make_room()
@@ -163,9 +168,6 @@ class Scheduler:
             left = self.limits.max_num_batched_tokens - batch.num_tokens
             self._drafting.plan(batch, left // 2 if self._waiting or self.accounts.prefilling else left)
         self._deal_prefills(batch)
-        batch.moves = self.kv.take_moves()
-        assert batch.num_tokens <= self.limits.max_num_batched_tokens, "the token budget was exceeded"
-        assert batch.num_tokens or not self.has_requests, "requests are live but none can go on"
         return batch
 
     def _pace(self) -> None:
@@ -180,7 +182,7 @@ class Scheduler:
         """Preempt for the first waiting request that is entitled to more than it has, as many as it needs."""
         applicants = self.policy.applicants()
         for applicant in applicants:
-            while self._admission.can_start(applicant) is Start.NO_ROOM:
+            while self.admission.can_start(applicant) is Start.NO_ROOM:
                 victim = self.policy.victim(applicant)
                 if victim is None:
                     break
@@ -200,27 +202,26 @@ class Scheduler:
         self._decodes.expect_grown(full)
 
     def _charge(self, request: Request, cost_ps: int) -> None:
-        account = _account(request)
-        self.accounts.charge(account, cost_ps)
-        self.policy.charged(account)
+        self.accounts.charge(_account(request), cost_ps)
+        self.policy.charged(_account(request))
 
     def _deal_prefills(self, batch: ScheduledBatch) -> None:
-        if not self.accounts.prefilling and not (self._waiting and self._admission.has_seat):
+        if not self.accounts.prefilling and not (self._waiting and self.admission.has_seat):
             return
         if self._step_budget is not None:
             self._step_budget.begin_step(len(batch.decodes), self.accounts.all.context_at(self.accounts.step))
-        for back in self._turns.first(self._admission.can_return):
+        for back in self._turns.first(self.admission.can_return):
             if not self._add_chunk(batch, back):
                 return
         while batch.num_tokens < self.limits.max_num_batched_tokens:
-            can_start = self._admission.can_start if self._admission.has_seat else None
+            can_start = self.admission.can_start if self.admission.has_seat else None
             request = self.policy.next_turn(can_start)
             if request is None or not self._add_chunk(batch, request):
                 return
 
     def _add_chunk(self, batch: ScheduledBatch, request: Request) -> bool:
         """Compute the next part of a prompt; False when the step is full."""
-        start = self._admission.first_position(request)
+        start = self.admission.first_position(request)
         num_tokens = min(self.limits.max_num_batched_tokens - batch.num_tokens, request.num_tokens - start)
         if self._step_budget is not None:
             num_tokens = self._step_budget.chunk(start, num_tokens)
@@ -231,14 +232,14 @@ class Scheduler:
         self.kv.extend(request, start + num_tokens)
         batch.add_prefill(request, num_tokens)
         request.scheduled_step = self.accounts.step
-        self._admission.advance(request)
+        self.admission.advance(request)
         self._charge(request, self.costs.prefill_ps(start, num_tokens))
         return True
 
     def _start(self, request: Request) -> None:
         account = _account(request)
         del self._waiting[request]
-        num_swapped_in = self._admission.start(request)
+        num_swapped_in = self.admission.start(request)
         if num_swapped_in:
             self._charge(request, num_swapped_in * self.costs.swap_in_block_ps)
         self.accounts.start(account, request)
@@ -270,11 +271,10 @@ class Scheduler:
 
     def _stop(self, request: Request, *, is_preempted: bool = False) -> None:
         """Take the seat and the blocks of a running request."""
-        account = _account(request)
         self._decodes.remove(request)
-        self._admission.stop(request, is_preempted=is_preempted)
-        self.accounts.stop(account, request)
-        self.policy.settled(account)
+        self.admission.stop(request, is_preempted=is_preempted)
+        self.accounts.stop(_account(request), request)
+        self.policy.settled(_account(request))
 
     def apply(self, batch: ScheduledBatch, outputs: Sequence[StepOutput]) -> list[TokenEvent]:
         """Take over what a step computed: `outputs[i]` belongs to `batch.items[i]`. Returns the events to send."""
@@ -317,11 +317,11 @@ class Scheduler:
         if request.num_prompt_tokens_computed < request.num_prompt_tokens:
             self._count_prompt(request)
         if item.samples:
-            self._admission.computed(request)
+            self.admission.computed(request)
             self._start_decoding(request)
             return self._take_tokens(request, output, item.start)
         self.kv.register(request, item.start)
-        self._admission.advance(request)
+        self.admission.advance(request)
         if not output.prompt_logprobs:
             return None
         return token_event(request, [], prompt_logprobs=output.prompt_logprobs)

@@ -362,7 +362,9 @@ class SchedulerLife:
             for account in accounts:
                 if not account.is_held and not policy.is_ahead(account):
                     for request in islice(account.waiting, looked_at(len(accounts))):
-                        assert scheduler.can_start(request) is not Start.NOW, f"{request.request_id} could have started"
+                        assert scheduler.admission.can_start(request) is not Start.NOW, (
+                            f"{request.request_id} could have started"
+                        )
 
 
 def _account(request: Request) -> Account:
