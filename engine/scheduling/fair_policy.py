@@ -206,7 +206,7 @@ class FairPolicy:
         account, costs = _account(request), self._accounts.costs
         start = request.num_computed_tokens
         self._room.wasted_ps += costs.prefill_ps(start, num_lost)
-        if recovering(account) is None:
+        if recovering(account) in (None, request):
             account.recovering = request
             request.secured_len = start + 2 * num_lost
             gain_ps = costs.decode_ps(num_lost, num_lost * request.secured_len)
