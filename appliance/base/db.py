@@ -142,9 +142,9 @@ def _sqlite_readers(target: URL) -> AsyncEngine:
     return engine
 
 
-def _prepare_sqlite(engine: Engine, *, begin: str, query_only: bool = False) -> None:
+def _prepare_sqlite(engine: Engine, *, begin: str, query_only: bool = False, foreign_keys: bool = True) -> None:
     """Make every connection of `engine` durable and strict, and begin its transactions with the statement `begin`."""
-    pragmas = [f"busy_timeout={BUSY_TIMEOUT_MS}", "foreign_keys=ON", "synchronous=FULL"]
+    pragmas = [f"busy_timeout={BUSY_TIMEOUT_MS}", f"foreign_keys={'ON' if foreign_keys else 'OFF'}", "synchronous=FULL"]
     pragmas += ["query_only=ON"] if query_only else ["journal_mode=WAL"]
 
     def on_connect(connection: Any, _record: object) -> None:
@@ -170,12 +170,21 @@ def _connected(url: str) -> Iterator[Connection]:
     if kind == "sqlite":
         _create_private(Path(str(target.database)))
         engine = create_engine(target, poolclass=NullPool)
-        _prepare_sqlite(engine, begin="BEGIN IMMEDIATE")
+        # A table is changed by making it anew, while others refer to it; what came of that is checked at the end.
+        _prepare_sqlite(engine, begin="BEGIN IMMEDIATE", foreign_keys=False)
     else:
         engine = create_engine(target.set(drivername="postgresql+psycopg"), poolclass=NullPool)
     with engine.begin() as connection:
         yield connection
+        if kind == "sqlite":
+            _check_references(connection)
     engine.dispose()
+
+
+def _check_references(connection: Connection) -> None:
+    dangling = connection.execute(text("PRAGMA foreign_key_check")).all()
+    if dangling:
+        raise UnusableData(f"{len(dangling)} references lead nowhere, the first in the table {dangling[0][0]}")
 
 
 def _create_private(path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from datetime import datetime
+from datetime import UTC, datetime
 from typing import Any
 
 from sqlalchemy import Insert, RowMapping, Select, Update, bindparam, insert, select, update
@@ -101,6 +101,7 @@ def event_row(entry: PendingEntry, epoch_id: str, default_currency: str) -> dict
         "price_id": entry.price.id if entry.price else None,
         "cost_picos": 0,
         "currency": entry.price.currency if entry.price else default_currency,
+        "billing_day": entry.admitted_at.astimezone(UTC).date(),
         "admitted_at": entry.admitted_at,
     }
 

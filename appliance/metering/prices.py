@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any
@@ -35,6 +35,8 @@ class Price:
     completion: int
     batch_percent: int
     created_at: datetime
+    rejected_draft: int = 0
+    tier_percents: Mapping[str, int] | None = None
 
     def cost_picos(self, *, prompt_tokens: int, cached_tokens: int, completion_tokens: int) -> int:
         """Return the exact cost in pico-units."""

@@ -10,6 +10,7 @@ from sqlalchemy import delete, insert, select, update
 
 from appliance.base.clock import Clock
 from appliance.base.db import Database
+from appliance.base.ids import new_id
 from appliance.base.tables import members, sessions
 from appliance.tenancy.members import Member, member_from_row
 from appliance.tenancy.roles import Role
@@ -48,6 +49,7 @@ class Sessions:
         """Return (token, session) for a member who has just proved a password, and remove the member's ended sessions."""
         token = secrets.token_urlsafe(TOKEN_BYTES)
         now = self._clock.now()
+        session_id = new_id("ses")
         columns = {
             "csrf_token": secrets.token_urlsafe(TOKEN_BYTES),
             "user_agent": _header(user_agent, 400),
@@ -59,7 +61,9 @@ class Sessions:
         ended = (sessions.c.expires_at <= now) | (sessions.c.last_seen_at <= now - self._idle)
         async with self._db.writing() as connection:
             await connection.execute(delete(sessions).where(sessions.c.member_id == member_id, ended))
-            await connection.execute(insert(sessions).values(token_hash=plain_digest(token), member_id=member_id, **columns))
+            await connection.execute(
+                insert(sessions).values(token_hash=plain_digest(token), id=session_id, member_id=member_id, **columns)
+            )
             row = (await connection.execute(select(members).where(members.c.id == member_id))).mappings().one()
         return token, Session(member=member_from_row(row), **columns)  # type: ignore[arg-type]
 

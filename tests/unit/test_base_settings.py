@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from appliance.base import settings
-from appliance.base.settings import MIB, SettingsError, default_data_dir, load_settings
+from appliance.base.setting_values import MIB
+from appliance.base.settings import SettingsError, default_data_dir, load_settings
 
 
 def load(tmp_path: Path, file: str = "", environ: dict[str, str] | None = None, **options: object) -> settings.Settings:

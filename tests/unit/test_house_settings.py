@@ -6,7 +6,8 @@ import dataclasses
 import re
 from pathlib import Path
 
-from appliance.base.settings import MIB, Settings
+from appliance.base.setting_values import MIB
+from appliance.base.settings import Settings
 
 GUIDE = Path(__file__).resolve().parents[2] / "docs" / "operations.md"
 UNITS = {"h": 3600, "days": 86400, "MiB": MIB}
@@ -21,6 +22,9 @@ IN_WORDS = {
     "on unless a terminal": None,
     "off": None,
     "none": (),
+    "none yet": None,
+    "no provider": None,
+    "no mail": None,
     "true": True,
     "false": False,
 }

@@ -1,0 +1,63 @@
+"""The tables of both databases, as SQLAlchemy Core. Queries stand with the modules that own the rows, not here.
+
+Ids are text, times are UTC, tokens and money are 64-bit integers (pico-units unless the name says otherwise), lists are JSON.
+"""
+
+from appliance.base.tables.billing import (
+    audit_log,
+    box_records,
+    free_allowances,
+    invoice_lines,
+    invoices,
+    outbox,
+    webhooks,
+)
+from appliance.base.tables.columns import UtcDateTime, metadata
+from appliance.base.tables.ledger import (
+    counters,
+    epochs,
+    limit_levels,
+    prices,
+    requests,
+    usage_events,
+    usage_rollups,
+)
+from appliance.base.tables.people import (
+    admin_tokens,
+    api_keys,
+    members,
+    memberships,
+    model_policies,
+    recovery_codes,
+    sessions,
+    tenants,
+    tiers,
+)
+
+__all__ = [
+    "UtcDateTime",
+    "admin_tokens",
+    "api_keys",
+    "audit_log",
+    "box_records",
+    "counters",
+    "epochs",
+    "free_allowances",
+    "invoice_lines",
+    "invoices",
+    "limit_levels",
+    "members",
+    "memberships",
+    "metadata",
+    "model_policies",
+    "outbox",
+    "prices",
+    "recovery_codes",
+    "requests",
+    "sessions",
+    "tenants",
+    "tiers",
+    "usage_events",
+    "usage_rollups",
+    "webhooks",
+]

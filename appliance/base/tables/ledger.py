@@ -1,0 +1,165 @@
+"""What was used and what it cost: prices, epochs, usage events, their sums, and the history of requests."""
+
+from __future__ import annotations
+
+from sqlalchemy import BigInteger, Boolean, Column, Date, ForeignKey, Index, Integer, String, Table, UniqueConstraint, text
+
+from appliance.base.tables.columns import Sequence, UtcDateTime, metadata, optional_json
+
+# Never changed, never removed. `tier_percents` maps a tier to the percentage of the price that it pays; what is missing pays
+# all of it. `rejected_draft` is the price of speculative tokens that were computed and thrown away.
+prices = Table(
+    "prices",
+    metadata,
+    Column("id", String(40), primary_key=True),
+    Column("model", String(200), nullable=False),
+    Column("effective_from", UtcDateTime, nullable=False),
+    Column("currency", String(3), nullable=False),
+    Column("prompt", BigInteger, nullable=False),
+    Column("cached_prompt", BigInteger, nullable=False),
+    Column("completion", BigInteger, nullable=False),
+    Column("rejected_draft", BigInteger, nullable=False, server_default="0"),
+    Column("batch_percent", Integer, nullable=False),
+    optional_json("tier_percents"),
+    Column("created_at", UtcDateTime, nullable=False),
+    UniqueConstraint("model", "currency", "effective_from"),
+)
+
+# One row per start of the gateway. A pending event of an epoch that is not the running one belongs to a dead process.
+epochs = Table(
+    "epochs",
+    metadata,
+    Column("id", String(40), primary_key=True),
+    Column("version", String(40), nullable=False),
+    Column("pid", Integer, nullable=False),
+    Column("started_at", UtcDateTime, nullable=False),
+    Column("ended_at", UtcDateTime, nullable=True),
+)
+
+# Numbers without gaps, taken inside the transaction that uses them: the row is locked until it ends.
+counters = Table(
+    "counters",
+    metadata,
+    Column("name", String(80), primary_key=True),
+    Column("value", BigInteger, nullable=False),
+)
+
+# pending -> posted | voided | recovered, once, by a conditional UPDATE on status. Money columns change in that update alone;
+# while pending, the token columns are checkpoints of what the engine has counted so far.
+#   posting            order in which events got their final state, from 1 without gaps; NULL while pending
+#   billing_day        the day of admission in the billing time zone: its month is the month of the invoice
+#   price_basis_points share of the price that is paid, by tier and batch: 10000 is all of it
+#   rejected_tokens    speculative tokens that were computed and thrown away
+#   cause              why it ended early, where finish_reason alone does not say it
+#   corrects_id        of an adjustment: the event that it corrects; its counts and cost are signed
+usage_events = Table(
+    "usage_events",
+    metadata,
+    Column("id", Sequence, primary_key=True, autoincrement=True),
+    Column("request_id", String(40), nullable=False),
+    Column("tenant_id", ForeignKey("tenants.id"), nullable=False),
+    Column("key_id", ForeignKey("api_keys.id"), nullable=False),
+    Column("epoch_id", ForeignKey("epochs.id"), nullable=False),
+    Column("model", String(200), nullable=False),
+    Column("endpoint", String(80), nullable=False),
+    Column("kind", String(20), nullable=False),
+    Column("status", String(20), nullable=False),
+    Column("finish_reason", String(20), nullable=True),
+    Column("cause", String(40), nullable=True),
+    Column("reserved_tokens", BigInteger, nullable=False),
+    Column("prompt_tokens", BigInteger, nullable=False),
+    Column("cached_tokens", BigInteger, nullable=False),
+    Column("completion_tokens", BigInteger, nullable=False),
+    Column("rejected_tokens", BigInteger, nullable=False, server_default="0"),
+    Column("estimated", Boolean, nullable=False),
+    Column("price_id", ForeignKey("prices.id"), nullable=True),
+    Column("price_basis_points", Integer, nullable=False, server_default="10000"),
+    Column("cost_picos", BigInteger, nullable=False),
+    Column("currency", String(3), nullable=False),
+    Column("billing_day", Date, nullable=False),
+    Column("posting", BigInteger, nullable=True, unique=True),
+    Column("corrects_id", ForeignKey("usage_events.id"), nullable=True),
+    Column("note", String(500), nullable=True),
+    Column("admitted_at", UtcDateTime, nullable=False),
+    Column("settled_at", UtcDateTime, nullable=True),
+    Index(
+        "uq_usage_events_request_id",
+        "request_id",
+        unique=True,
+        sqlite_where=text("kind = 'usage'"),
+        postgresql_where=text("kind = 'usage'"),
+    ),
+    Index("ix_usage_events_tenant_id_admitted_at", "tenant_id", "admitted_at"),
+    Index("ix_usage_events_key_id_admitted_at", "key_id", "admitted_at"),
+    Index("ix_usage_events_tenant_id_billing_day", "tenant_id", "billing_day"),
+    Index("ix_usage_events_admitted_at", "admitted_at"),
+    Index(
+        "ix_usage_events_pending",
+        "epoch_id",
+        sqlite_where=text("status = 'pending'"),
+        postgresql_where=text("status = 'pending'"),
+    ),
+    sqlite_autoincrement=True,
+)
+
+# Sums of settled events, written in the transaction that settles them; they can be dropped and built again. `bucket` is
+# minute, hour or day (of the billing time zone); `start_at` its beginning in UTC. The cost is two halves, so that no sum of
+# them can pass 64 bits: cost = cost_high * 10^9 + cost_low.
+usage_rollups = Table(
+    "usage_rollups",
+    metadata,
+    Column("bucket", String(10), primary_key=True),
+    Column("start_at", UtcDateTime, primary_key=True),
+    Column("tenant_id", String(40), primary_key=True),
+    Column("key_id", String(40), primary_key=True),
+    Column("model", String(200), primary_key=True),
+    Column("currency", String(3), primary_key=True),
+    Column("requests", BigInteger, nullable=False),
+    Column("prompt_tokens", BigInteger, nullable=False),
+    Column("cached_tokens", BigInteger, nullable=False),
+    Column("completion_tokens", BigInteger, nullable=False),
+    Column("rejected_tokens", BigInteger, nullable=False),
+    Column("cost_high", BigInteger, nullable=False),
+    Column("cost_low", BigInteger, nullable=False),
+)
+
+# How full the buckets of limits were, so that a restart forgets no debt. `owner` names a tenant, a key or `model`; `model` is
+# empty for the limits over all models. Levels are in the bucket's own units (1/60 000 000 token).
+limit_levels = Table(
+    "limit_levels",
+    metadata,
+    Column("owner", String(40), primary_key=True),
+    Column("model", String(200), primary_key=True),
+    Column("kind", String(20), primary_key=True),
+    Column("capacity", BigInteger, nullable=False),
+    Column("level_units", String(40), nullable=False),
+    Column("saved_at", UtcDateTime, nullable=False),
+)
+
+# What the console shows of a past request. Prunable; nothing here is money.
+requests = Table(
+    "requests",
+    metadata,
+    Column("id", String(40), primary_key=True),
+    Column("tenant_id", ForeignKey("tenants.id"), nullable=False),
+    Column("key_id", ForeignKey("api_keys.id"), nullable=False),
+    Column("model", String(200), nullable=False),
+    Column("endpoint", String(80), nullable=False),
+    Column("stream", Boolean, nullable=False),
+    Column("prompt_tokens", BigInteger, nullable=False),
+    Column("cached_tokens", BigInteger, nullable=False),
+    Column("completion_tokens", BigInteger, nullable=False),
+    Column("kv_blocks", Integer, nullable=False),
+    Column("preemptions", Integer, nullable=False),
+    Column("finish_reason", String(20), nullable=True),
+    Column("error", String(500), nullable=True),
+    Column("queue_us", BigInteger, nullable=True),
+    Column("ttft_us", BigInteger, nullable=True),
+    Column("inter_token_p50_us", BigInteger, nullable=True),
+    Column("decode_us", BigInteger, nullable=True),
+    Column("admitted_at", UtcDateTime, nullable=False),
+    Column("first_token_at", UtcDateTime, nullable=True),
+    Column("finished_at", UtcDateTime, nullable=True),
+    Index("ix_requests_admitted_at", "admitted_at"),
+    Index("ix_requests_tenant_id_admitted_at", "tenant_id", "admitted_at"),
+)
