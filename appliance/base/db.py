@@ -33,6 +33,7 @@ BUSY_TIMEOUT_MS = 5000
 READERS_MAX = 8
 POSTGRESQL_CONNECTIONS_MAX = 16
 CHECKOUT_TIMEOUT_S = 10.0
+_OUTBOX_WRITTEN = "outbox_written"
 _MIGRATIONS = Path(__file__).resolve().parents[2] / "migrations"
 
 
@@ -42,6 +43,7 @@ class Database:
     def __init__(self, kind: Kind, writers: AsyncEngine, readers: AsyncEngine) -> None:
         self.kind: Kind = kind
         self.principals = ChangeCount()
+        self.outbox_written = asyncio.Event()
         self._writers = writers
         self._readers = readers
         self._writer_lock = asyncio.Lock()
@@ -75,6 +77,15 @@ class Database:
 
         An error of COMMIT is raised to the caller: leaving the block without one means that the rows are durable.
         """
+        async with self._transaction() as connection:
+            notes = connection.info
+            notes.pop(_OUTBOX_WRITTEN, None)  # of a transaction before this one that was rolled back
+            yield connection
+        if notes.pop(_OUTBOX_WRITTEN, False):
+            self.outbox_written.set()
+
+    @asynccontextmanager
+    async def _transaction(self) -> AsyncIterator[AsyncConnection]:
         if self.kind == "postgresql":
             async with self._writers.begin() as connection:
                 yield connection
@@ -101,6 +112,11 @@ class Database:
         """Return how many connections are in use now."""
         pools: set[Any] = {self._readers.pool, self._writers.pool}
         return sum(pool.checkedout() for pool in pools)
+
+
+def note_outbox_written(connection: AsyncConnection) -> None:
+    """Let the delivery of the outbox be woken once the transaction of `connection` is durable, and not if it is rolled back."""
+    connection.info[_OUTBOX_WRITTEN] = True
 
 
 class ChangeCount:

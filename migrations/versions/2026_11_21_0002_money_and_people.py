@@ -13,7 +13,7 @@ down_revision = "0001"
 
 _NEW_TABLES = (
     "tiers", "model_policies", "memberships", "recovery_codes", "counters", "usage_rollups", "limit_levels", "box_records",
-    "free_allowances", "invoices", "invoice_lines", "webhooks", "outbox", "audit_log",
+    "free_allowances", "invoices", "invoice_lines", "webhooks", "outbox", "audit_log", "audit_head",
 )  # fmt: skip
 
 
@@ -27,11 +27,13 @@ def upgrade() -> None:
     _create_sums()
     _create_billing()
     _create_outbox_and_audit()
+    _refuse_changes_of("audit_log")
     _fill_sums()
 
 
 def downgrade() -> None:
     """Take the schema back."""
+    _allow_changes_of("audit_log")
     for table in reversed(_NEW_TABLES):
         op.drop_table(table)
     op.execute("DELETE FROM usage_events WHERE kind = 'adjustment'")
@@ -308,8 +310,11 @@ def _create_outbox_and_audit() -> None:
         _text("kind", 20),
         _text("target", 2000),
         _text("secret", 400, nullable=True),
+        _text("previous_secret", 400, nullable=True),
+        _time("previous_secret_until", nullable=True),
         _json("events", nullable=False),
         _time("disabled_at", nullable=True),
+        _time("removed_at", nullable=True),
         _time("created_at"),
         _refers("webhooks", "tenant_id", "tenants"),
         _primary("webhooks"),
@@ -331,6 +336,7 @@ def _create_outbox_and_audit() -> None:
         _primary("outbox"),
     )
     op.create_index("ix_outbox_next_attempt_at", "outbox", ["next_attempt_at"])
+    op.create_index("ix_outbox_webhook_id_id", "outbox", ["webhook_id", "id"])
     op.create_table(
         "audit_log",
         _sequence(),
@@ -353,6 +359,42 @@ def _create_outbox_and_audit() -> None:
         sqlite_autoincrement=True,
     )
     op.create_index("ix_audit_log_tenant_id_id", "audit_log", ["tenant_id", "id"])
+    op.create_table(
+        "audit_head",
+        sa.Column("id", sa.Integer(), autoincrement=False, nullable=False),
+        _count("entries"),
+        _text("hash", 64),
+        _primary("audit_head"),
+    )
+
+
+def _refuse_changes_of(table: str) -> None:
+    """Make rows of `table` stay as they were inserted, whoever asks; only who may change the schema can do otherwise."""
+    refusal = f"rows of {table} are never changed or removed"
+    if _is_sqlite():
+        for event in ("UPDATE", "DELETE"):
+            op.execute(
+                f"CREATE TRIGGER {table}_no_{event.lower()} BEFORE {event} ON {table} "
+                f"BEGIN SELECT RAISE(ABORT, '{refusal}'); END"
+            )
+        return
+    op.execute(
+        f"CREATE FUNCTION {table}_stays() RETURNS trigger LANGUAGE plpgsql AS "
+        f"$$ BEGIN RAISE EXCEPTION '{refusal}' USING ERRCODE = 'integrity_constraint_violation'; END $$"
+    )
+    op.execute(
+        f"CREATE TRIGGER {table}_stays BEFORE UPDATE OR DELETE OR TRUNCATE ON {table} "
+        f"FOR EACH STATEMENT EXECUTE FUNCTION {table}_stays()"
+    )
+
+
+def _allow_changes_of(table: str) -> None:
+    if _is_sqlite():
+        for event in ("update", "delete"):
+            op.execute(f"DROP TRIGGER {table}_no_{event}")
+        return
+    op.execute(f"DROP TRIGGER {table}_stays ON {table}")
+    op.execute(f"DROP FUNCTION {table}_stays()")
 
 
 def _fill_sums() -> None:

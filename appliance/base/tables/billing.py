@@ -65,7 +65,8 @@ invoice_lines = Table(
     Column("rounded_micros", BigInteger, nullable=False),
 )
 
-# Where alerts go. `secret` is sealed; `tenant_id` NULL hears of every tenant.
+# Where alerts go. `tenant_id` NULL hears of every tenant. Secrets are sealed; after a rotation the previous one signs as well
+# until `previous_secret_until`. What was sent to a removed one stays readable.
 webhooks = Table(
     "webhooks",
     metadata,
@@ -74,13 +75,16 @@ webhooks = Table(
     Column("kind", String(20), nullable=False),
     Column("target", String(2000), nullable=False),
     Column("secret", String(400), nullable=True),
+    Column("previous_secret", String(400), nullable=True),
+    Column("previous_secret_until", UtcDateTime, nullable=True),
     Column("events", JSON(none_as_null=True), nullable=False),
     Column("disabled_at", UtcDateTime, nullable=True),
+    Column("removed_at", UtcDateTime, nullable=True),
     Column("created_at", UtcDateTime, nullable=False),
 )
 
 # Written in the transaction of what it tells of, removed never, delivered at least once. `dedupe_key` makes a second telling of
-# the same thing impossible.
+# the same thing impossible. While an attempt runs, `next_attempt_at` is when another may begin; NULL, undelivered: given up.
 outbox = Table(
     "outbox",
     metadata,
@@ -95,10 +99,11 @@ outbox = Table(
     Column("last_error", String(500), nullable=True),
     Column("created_at", UtcDateTime, nullable=False),
     Index("ix_outbox_next_attempt_at", "next_attempt_at"),
+    Index("ix_outbox_webhook_id_id", "webhook_id", "id"),
 )
 
 # Append-only and chained: `hash` is over the row and `previous_hash`. `before` and `after` hold no secrets; they are canonical
-# JSON as text, so that what was hashed is what is stored.
+# JSON as text, so that what was hashed is what is stored. Triggers of the migrations refuse UPDATE and DELETE.
 audit_log = Table(
     "audit_log",
     metadata,
@@ -119,4 +124,14 @@ audit_log = Table(
     Column("hash", String(64), nullable=False, unique=True),
     Index("ix_audit_log_tenant_id_id", "tenant_id", "id"),
     sqlite_autoincrement=True,
+)
+
+# One row: how many entries the log has and the hash of the last. It is locked by whoever appends, so that the chain cannot fork,
+# and it shows when the end was cut.
+audit_head = Table(
+    "audit_head",
+    metadata,
+    Column("id", Integer, primary_key=True, autoincrement=False),
+    Column("entries", BigInteger, nullable=False),
+    Column("hash", String(64), nullable=False),
 )
