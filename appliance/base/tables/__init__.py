@@ -4,6 +4,7 @@ Ids are text, times are UTC, tokens and money are 64-bit integers (pico-units un
 """
 
 from appliance.base.tables.billing import (
+    audit_head,
     audit_log,
     box_records,
     free_allowances,
@@ -38,6 +39,7 @@ __all__ = [
     "UtcDateTime",
     "admin_tokens",
     "api_keys",
+    "audit_head",
     "audit_log",
     "box_records",
     "counters",

@@ -1,0 +1,210 @@
+"""The table of the audit log: who changed what, from where, with what before and after. Written, read, never changed.
+
+Knows neither the rules of what may be done nor any secret: fields that could hold one are noted as changed, without a value.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from typing import TYPE_CHECKING, Any
+
+from sqlalchemy import ColumnElement, RowMapping, Select, insert, select, update
+from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy.exc import OperationalError
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from appliance.base.acting import current_actor
+from appliance.base.clock import Clock
+from appliance.base.db import Database
+from appliance.base.tables import audit_head, audit_log
+from appliance.tenancy.audit_chain import FIRST_HASH, AuditEntry, ChainWalk, Head, Verdict, canonical, changed, hash_of
+from appliance.tenancy.pages import PAGE_ROWS_DEFAULT, Page, check_limit, decode_cursor, page_of
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+BATCH_ROWS = 1000
+HIDDEN = "(hidden)"
+_HEAD_ID = 1
+_SECRET = re.compile(r"(^|_)(password|secret|digest|hash|pepper|token|totp)$")
+_COLUMNS = tuple(field.name for field in dataclasses.fields(AuditEntry))
+
+
+def facts_of(value: DataclassInstance, *leave_out: str) -> dict[str, Any]:
+    """Return the fields of a value as `before` or `after` of an entry, without those to leave out."""
+    return {name: fact for name, fact in dataclasses.asdict(value).items() if name not in leave_out}
+
+
+async def record(
+    connection: AsyncConnection,
+    clock: Clock,
+    action: str,
+    target_kind: str,
+    target_id: str,
+    *,
+    tenant_id: str | None = None,
+    before: Mapping[str, Any] | None = None,
+    after: Mapping[str, Any] | None = None,
+) -> None:
+    """Write that the current actor did `action` (noun.verb) to the target, in the transaction of the change itself.
+
+    Of `before` and `after` only what differs is kept; where both are given and nothing differs, nothing happened and nothing
+    is written. Call it last: the end of the chain stays locked until the transaction ends.
+    """
+    if before is not None and after is not None:
+        before, after = _differences(before, after)
+        if not after and not before:
+            return
+    entries, previous_hash = await _lock_head(connection)
+    actor = current_actor()
+    columns: dict[str, Any] = {
+        "id": entries,
+        "at": clock.now(),
+        "actor_kind": actor.kind,
+        "actor_id": _line(actor.id, 40),
+        "actor_name": _line(actor.name, 320),
+        "action": action,
+        "target_kind": target_kind,
+        "target_id": _line(target_id, 200),
+        "tenant_id": tenant_id,
+        "before": None if before is None else canonical(_without_secrets(before)),
+        "after": None if after is None else canonical(_without_secrets(after)),
+        "request_id": _line(actor.request_id, 40),
+        "address": _line(actor.address, 64),
+    }
+    own_hash = hash_of(columns, previous_hash)
+    await connection.execute(insert(audit_log).values(**columns, previous_hash=previous_hash, hash=own_hash))
+    await connection.execute(update(audit_head).where(audit_head.c.id == _HEAD_ID).values(hash=own_hash))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AuditFilter:
+    """Which entries a page shows; None is all. `start <= at < end`. `action` and `actor` are whole values."""
+
+    actor: str | None = None
+    action: str | None = None
+    target: str | None = None
+    tenant_id: str | None = None
+    start: datetime | None = None
+    end: datetime | None = None
+
+
+class AuditLog:
+    """The log as it is read. What it returns is narrowed by whoever asks to the tenants that may be seen."""
+
+    def __init__(self, db: Database) -> None:
+        self._db = db
+
+    async def page(
+        self,
+        limit: int = PAGE_ROWS_DEFAULT,
+        cursor: str | None = None,
+        filters: AuditFilter | None = None,
+        narrow: Callable[[Select[Any], ColumnElement[Any]], Select[Any]] | None = None,
+    ) -> Page[AuditEntry]:
+        """Return entries, the newest first. Raises InvalidValue for a bad cursor.
+
+        `narrow` adds to the query which tenants its reader may see; entries of the box have no tenant.
+        """
+        query = select(audit_log).where(*_conditions(filters or AuditFilter())).order_by(audit_log.c.id.desc())
+        if narrow is not None:
+            query = narrow(query, audit_log.c.tenant_id)
+        if cursor is not None:
+            (last_id,) = decode_cursor("audit", cursor, [int])
+            query = query.where(audit_log.c.id < last_id)
+        async with self._db.reading() as connection:
+            rows = (await connection.execute(query.limit(check_limit(limit) + 1))).mappings().all()
+        return page_of([_from_row(row) for row in rows], limit, "audit", lambda entry: [entry.id])
+
+    async def verify(self, expect: str | None = None, on_progress: Callable[[float], None] = lambda _fraction: None) -> Verdict:
+        """Return whether the chain is whole, reading it in batches while others append to it.
+
+        `expect` is a hash that an earlier verification printed: an entry must have it still.
+        """
+        walk = ChainWalk(expect)
+        while True:
+            try:
+                head, entries = await self._batch(walk.seen.entries)
+            except (ValueError, TypeError, OperationalError):
+                return await self._verify_singly(walk)
+            walk.feed(entries)
+            on_progress(min(1.0, walk.seen.entries / max(1, head.entries)))
+            if walk.fault is not None or len(entries) < BATCH_ROWS:
+                return walk.finish(head)
+
+    async def _verify_singly(self, walk: ChainWalk) -> Verdict:
+        """Return the verdict on a chain in which an entry cannot be read: SQLite keeps what is no time as a time."""
+        head = Head()
+        while walk.fault is None:
+            try:
+                head, entries = await self._batch(walk.seen.entries, rows_max=1)
+            except (ValueError, TypeError, OperationalError):
+                walk.fault = changed(walk.seen.entries + 1)
+                break
+            walk.feed(entries)
+            if not entries:
+                break
+        return walk.finish(head)
+
+    async def _batch(self, after_id: int, rows_max: int = BATCH_ROWS) -> tuple[Head, list[AuditEntry]]:
+        """Return the head and the next entries, both of one snapshot."""
+        query = select(audit_log).order_by(audit_log.c.id).limit(rows_max)
+        if after_id > 0:  # else whatever was put in front of the first shows, too
+            query = query.where(audit_log.c.id > after_id)
+        async with self._db.reading() as connection:
+            head = (await connection.execute(select(audit_head.c.entries, audit_head.c.hash))).first()
+            rows = (await connection.execute(query)).mappings().all()
+        return Head() if head is None else Head(head.entries, head.hash), [_from_row(row) for row in rows]
+
+
+async def _lock_head(connection: AsyncConnection) -> tuple[int, str]:
+    """Return (id of the next entry, hash of the last one). Others who write wait until this transaction ends."""
+    step = (
+        update(audit_head)
+        .where(audit_head.c.id == _HEAD_ID)
+        .values(entries=audit_head.c.entries + 1)
+        .returning(audit_head.c.entries, audit_head.c.hash)
+    )
+    row = (await connection.execute(step)).first()
+    if row is None:
+        dialect = sqlite if connection.dialect.name == "sqlite" else postgresql
+        first = dialect.insert(audit_head).values(id=_HEAD_ID, entries=0, hash=FIRST_HASH)
+        await connection.execute(first.on_conflict_do_nothing())
+        row = (await connection.execute(step)).one()
+    return row.entries, row.hash
+
+
+def _differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    names = [name for name in before.keys() | after.keys() if before.get(name) != after.get(name)]
+    return {name: before.get(name) for name in names}, {name: after.get(name) for name in names}
+
+
+def _without_secrets(facts: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: HIDDEN if _SECRET.search(name) and fact is not None else fact for name, fact in facts.items()}
+
+
+def _line(value: str | None, chars: int) -> str | None:
+    """Return `value` as one printable line that fits its column: parts of it come from outside."""
+    return None if value is None else "".join(character for character in value if character.isprintable())[:chars]
+
+
+def _conditions(filters: AuditFilter) -> list[ColumnElement[bool]]:
+    columns = audit_log.c
+    conditions: list[ColumnElement[bool]] = []
+    if filters.actor is not None:
+        conditions.append((columns.actor_id == filters.actor) | (columns.actor_name == filters.actor))
+    equal = {columns.action: filters.action, columns.target_id: filters.target, columns.tenant_id: filters.tenant_id}
+    conditions += [column == value for column, value in equal.items() if value is not None]
+    if filters.start is not None:
+        conditions.append(columns.at >= filters.start)
+    if filters.end is not None:
+        conditions.append(columns.at < filters.end)
+    return conditions
+
+
+def _from_row(row: RowMapping) -> AuditEntry:
+    return AuditEntry(**{name: row[name] for name in _COLUMNS})

@@ -1,0 +1,163 @@
+"""The chain of the audit log: what is hashed, and whether entries that were read follow one another. Knows no database.
+
+hash(n) = SHA-256(hash(n - 1) + the entry's other columns as canonical JSON), both in UTF-8; hash(0) is 64 zeros. Ids count from
+1 without gaps and the head says how many entries there are and which hash is the last, so that a cut tail shows as well.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from datetime import UTC, date, datetime
+from typing import Any
+
+FIRST_HASH = "0" * 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AuditEntry:
+    """One row of the audit log. `before` and `after` are canonical JSON, or None where there was or is nothing."""
+
+    id: int
+    at: datetime
+    actor_kind: str
+    actor_id: str | None
+    actor_name: str
+    action: str
+    target_kind: str
+    target_id: str
+    tenant_id: str | None
+    before: str | None
+    after: str | None
+    request_id: str | None
+    address: str | None
+    previous_hash: str
+    hash: str
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """How many entries were written, and the hash of the last one."""
+
+    entries: int = 0
+    hash: str = FIRST_HASH
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    """The first entry that is wrong, and how: added, removed, changed, replaced, cut, beyond_head, or not_expected."""
+
+    entry_id: int
+    kind: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """What a walk over the chain has shown. `fault` None: every entry is as it was written, and none is missing."""
+
+    entries: int
+    hash: str
+    fault: Fault | None
+
+
+def canonical(value: object) -> str:
+    """Return `value` as JSON with sorted keys and no spaces; times are RFC 3339 in UTC with microseconds.
+
+    Half a surrogate pair stands as its escape, because UTF-8 has no bytes for it.
+    """
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False, default=_plain)
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
+def hash_of(columns: Mapping[str, Any], previous_hash: str) -> str:
+    """Return the hash of an entry whose columns are these; `hash` and `previous_hash` among them do not count."""
+    content = {name: value for name, value in columns.items() if name not in ("hash", "previous_hash")}
+    return hashlib.sha256(previous_hash.encode() + canonical(content).encode()).hexdigest()
+
+
+class ChainWalk:
+    """Checks entries in the order of their ids, batch by batch, and remembers the first fault."""
+
+    def __init__(self, expect: str | None = None) -> None:
+        self._expect = expect
+        self._met = expect is None or expect == FIRST_HASH
+        self.seen = Head()
+        self.fault: Fault | None = None
+
+    def feed(self, entries: Iterable[AuditEntry]) -> None:
+        """Check the entries that follow those seen so far; nothing is looked at after the first fault."""
+        for entry in entries:
+            if self.fault is None:
+                self.fault = self._fault_of(entry)
+            if self.fault is not None:
+                return
+            self.seen = Head(entry.id, entry.hash)
+            self._met = self._met or entry.hash == self._expect
+
+    def finish(self, head: Head) -> Verdict:
+        """Compare the end with the head, read in the same snapshot as the last entries."""
+        if self.fault is None:
+            self.fault = self._fault_of_end(head)
+        return Verdict(entries=self.seen.entries, hash=self.seen.hash, fault=self.fault)
+
+    def _fault_of(self, entry: AuditEntry) -> Fault | None:
+        expected = self.seen.entries + 1
+        if entry.id < expected:
+            return Fault(entry_id=entry.id, kind="added", text=f"entry {entry.id} was added: the log begins with 1")
+        if entry.id > expected:
+            return Fault(
+                entry_id=expected, kind="removed", text=_missing(expected, entry.id - 1, "was removed", "were removed")
+            )
+        if not _is_as_hashed(entry):
+            return changed(entry.id)
+        if entry.previous_hash != self.seen.hash:
+            before = entry.id - 1
+            text = f"entry {entry.id} does not follow entry {before}: one of the two was replaced, its hash computed anew"
+            return Fault(entry_id=entry.id, kind="replaced", text=text)
+        return None
+
+    def _fault_of_end(self, head: Head) -> Fault | None:
+        seen = self.seen
+        if head.entries > seen.entries:
+            text = _missing(seen.entries + 1, head.entries, "was cut off at the end", "were cut off at the end")
+            return Fault(entry_id=seen.entries + 1, kind="cut", text=text)
+        if head.entries < seen.entries:
+            text = _missing(head.entries + 1, seen.entries, "was added past the head", "were added past the head")
+            return Fault(entry_id=head.entries + 1, kind="beyond_head", text=text)
+        if head.hash != seen.hash:
+            return Fault(entry_id=seen.entries, kind="replaced", text=f"entry {seen.entries}, the last one, was replaced")
+        if not self._met:
+            text = f"no entry has the hash {self._expect}: the log was written anew, or cut before that entry"
+            return Fault(entry_id=seen.entries, kind="not_expected", text=text)
+        return None
+
+
+def changed(entry_id: int) -> Fault:
+    """Return the fault of an entry that is not what was hashed, or cannot even be read."""
+    return Fault(entry_id=entry_id, kind="changed", text=f"entry {entry_id} was changed")
+
+
+def _is_as_hashed(entry: AuditEntry) -> bool:
+    try:
+        return hash_of(asdict(entry), entry.previous_hash) == entry.hash
+    except (TypeError, ValueError, AttributeError):
+        return False  # SQLite keeps whatever is put into a column: bytes, numbers
+
+
+def _missing(first: int, last: int, one: str, many: str) -> str:
+    return f"entry {first} {one}" if first == last else f"entries {first} to {last} {many}"
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, datetime):
+        return value.astimezone(UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
+    if isinstance(value, date):
+        return value.isoformat()
+    if isinstance(value, Mapping):
+        return dict(value)
+    if isinstance(value, (set, frozenset)):
+        return sorted(value)
+    raise TypeError(f"{type(value).__name__} has no place in the audit log")
