@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -33,7 +33,7 @@ BUSY_TIMEOUT_MS = 5000
 READERS_MAX = 8
 POSTGRESQL_CONNECTIONS_MAX = 16
 CHECKOUT_TIMEOUT_S = 10.0
-_OUTBOX_WRITTEN = "outbox_written"
+_AFTER_COMMIT = "after_commit"
 _MIGRATIONS = Path(__file__).resolve().parents[2] / "migrations"
 
 
@@ -43,6 +43,7 @@ class Database:
     def __init__(self, kind: Kind, writers: AsyncEngine, readers: AsyncEngine) -> None:
         self.kind: Kind = kind
         self.principals = ChangeCount()
+        self.webhooks = ChangeCount()
         self.outbox_written = asyncio.Event()
         self._writers = writers
         self._readers = readers
@@ -78,11 +79,11 @@ class Database:
         An error of COMMIT is raised to the caller: leaving the block without one means that the rows are durable.
         """
         async with self._transaction() as connection:
-            notes = connection.info
-            notes.pop(_OUTBOX_WRITTEN, None)  # of a transaction before this one that was rolled back
+            connection.info.pop(_AFTER_COMMIT, None)  # of a transaction before this one that was rolled back
             yield connection
-        if notes.pop(_OUTBOX_WRITTEN, False):
-            self.outbox_written.set()
+            calls: list[Callable[[Database], object]] = connection.info.pop(_AFTER_COMMIT, [])
+        for call in calls:
+            call(self)
 
     @asynccontextmanager
     async def _transaction(self) -> AsyncIterator[AsyncConnection]:
@@ -114,9 +115,9 @@ class Database:
         return sum(pool.checkedout() for pool in pools)
 
 
-def note_outbox_written(connection: AsyncConnection) -> None:
-    """Let the delivery of the outbox be woken once the transaction of `connection` is durable, and not if it is rolled back."""
-    connection.info[_OUTBOX_WRITTEN] = True
+def after_commit(connection: AsyncConnection, call: Callable[[Database], object]) -> None:
+    """Let `call` run once the transaction of `connection` is durable, and never when it was rolled back. It must not raise."""
+    connection.info.setdefault(_AFTER_COMMIT, []).append(call)
 
 
 class ChangeCount:

@@ -44,6 +44,21 @@ async def test_a_block_that_ends_is_committed_and_one_that_raises_is_not(databas
     assert await _count(database) == 1
 
 
+async def test_what_waits_for_a_commit_is_called_after_it_and_never_after_a_rollback(database: Database) -> None:
+    heard: list[str] = []
+    async with database.writing() as connection:
+        db.after_commit(connection, lambda _database: heard.append("first"))
+        db.after_commit(connection, lambda told: heard.append(told.kind))
+        assert heard == []
+    assert heard == ["first", database.kind]
+    with pytest.raises(RuntimeError, match="second thoughts"):
+        async with database.writing() as connection:
+            db.after_commit(connection, lambda _database: heard.append("never"))
+            raise RuntimeError("second thoughts")
+    await _add(database, 1)
+    assert heard == ["first", database.kind]
+
+
 async def test_a_reader_cannot_write(database: Database) -> None:
     with pytest.raises(DBAPIError):
         async with database.reading() as connection:
