@@ -179,8 +179,15 @@ async def _lock_head(connection: AsyncConnection) -> tuple[int, str]:
 
 
 def _differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    names = [name for name in before.keys() | after.keys() if before.get(name) != after.get(name)]
-    return {name: before.get(name) for name in names}, {name: after.get(name) for name in names}
+    """Return what differs, on both sides; of mappings inside them (limits) what differs in those."""
+    was: dict[str, Any] = {}
+    now: dict[str, Any] = {}
+    for name in before.keys() | after.keys():
+        old, new = before.get(name), after.get(name)
+        if old == new:
+            continue
+        was[name], now[name] = _differences(old, new) if isinstance(old, Mapping) and isinstance(new, Mapping) else (old, new)
+    return was, now
 
 
 def _without_secrets(facts: Mapping[str, Any]) -> dict[str, Any]:

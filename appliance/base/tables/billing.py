@@ -126,8 +126,8 @@ audit_log = Table(
     sqlite_autoincrement=True,
 )
 
-# One row: how many entries the log has and the hash of the last. It is locked by whoever appends, so that the chain cannot fork,
-# and it shows when the end was cut.
+# One row: how many entries the log has and the hash of the last. Whoever appends locks it, so that the chain cannot fork; a cut
+# end shows because it says more.
 audit_head = Table(
     "audit_head",
     metadata,
