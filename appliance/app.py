@@ -29,6 +29,7 @@ from appliance.base.settings import Settings, UnusableData
 from appliance.base.version import current_version
 from appliance.console.routes import answer_unknown_path, create_console_router
 from appliance.metering.admission import Admission
+from appliance.metering.calendar import BillingCalendar
 from appliance.metering.ledger import Ledger
 from appliance.metering.prices import PriceBook
 from appliance.metering.recovery import begin_epoch, end_epoch, recover
@@ -125,7 +126,8 @@ class Appliance:
         started_at = clock.now()
         epoch_id = await self._begin_epoch(db, clock)
         admission = Admission(clock, LedgerSums(db, currency=settings.currency), currency=settings.currency)
-        ledger = Ledger(db, clock, epoch_id, currency=settings.currency)
+        calendar = BillingCalendar(settings.time_zone)
+        ledger = Ledger(db, clock, epoch_id, currency=settings.currency, calendar=calendar)
         prices = PriceBook(db, clock, currency=settings.currency)
         generations = Generations(
             admission=admission,

@@ -10,6 +10,7 @@ PICOS_PER_MICRO = 10**6
 MICROS_PER_UNIT = 10**6
 PRICE_MICROS_MAX = 10**12  # a million units per million tokens; keeps every product inside 64 bits
 PERCENT_MAX = 100
+BASIS_POINTS = 10_000  # all of a price
 
 
 def cost_picos(
@@ -20,12 +21,20 @@ def cost_picos(
     prompt_price: int,
     cached_price: int,
     completion_price: int,
+    rejected_tokens: int = 0,
+    rejected_price: int = 0,
 ) -> int:
-    """Return the exact cost in pico-units. `cached_tokens` are those of `prompt_tokens` that were not computed anew."""
-    if not 0 <= cached_tokens <= prompt_tokens or completion_tokens < 0:
-        raise ValueError("token counts must satisfy 0 <= cached <= prompt and 0 <= completion")
-    uncached = prompt_tokens - cached_tokens
-    return uncached * prompt_price + cached_tokens * cached_price + completion_tokens * completion_price
+    """Return the exact cost in pico-units. `cached_tokens` are those of `prompt_tokens` that were not computed anew.
+
+    The counts of a correction are signed, and so is then the cost.
+    """
+    computed = (prompt_tokens - cached_tokens) * prompt_price + cached_tokens * cached_price
+    return computed + completion_tokens * completion_price + rejected_tokens * rejected_price
+
+
+def discounted(price: int, basis_points: int) -> int:
+    """Return the unit price of which `basis_points` ten-thousandths are paid, rounded half up to a micro-unit."""
+    return (price * basis_points + BASIS_POINTS // 2) // BASIS_POINTS
 
 
 def format_picos(picos: int, currency: str, decimals: int = 6) -> str:
@@ -33,3 +42,42 @@ def format_picos(picos: int, currency: str, decimals: int = 6) -> str:
     sign = "-" if picos < 0 else ""
     units, rest = divmod(abs(picos), PICOS_PER_UNIT)
     return f"{sign}{units}.{rest:012d}"[: len(sign) + len(str(units)) + 1 + decimals] + f" {currency}"
+
+
+def divide_half_up(amount: int, divisor: int) -> int:
+    """Return `amount / divisor` rounded to the nearest integer, halves away from zero: what is taken back is rounded as it was."""
+    if divisor <= 0:
+        raise ValueError("the divisor must be positive")
+    rounded = (2 * abs(amount) + divisor) // (2 * divisor)
+    return -rounded if amount < 0 else rounded
+
+
+def micros_of_picos(picos: int) -> int:
+    """Return a sum of costs in micro-units: the one place where money is rounded."""
+    return divide_half_up(picos, PICOS_PER_MICRO)
+
+
+def minor_unit_decimals(currency: str) -> int:
+    """Return how many decimals a payment in `currency` can have (ISO 4217): 2 for EUR, 0 for JPY."""
+    return _DECIMALS_OF_CURRENCY.get(currency, 2)
+
+
+def payable_micros(micros: int, currency: str) -> int:
+    """Return `micros` rounded half up to what can be paid in `currency`, still in micro-units."""
+    step = 10 ** (6 - minor_unit_decimals(currency))
+    return divide_half_up(micros, step) * step
+
+
+def format_micros(micros: int, *, decimals: int = 6) -> str:
+    """Return `micros` for a person, thousands grouped, with 0..6 decimals, the last rounded half up: `-1,234.50`."""
+    steps = divide_half_up(micros, 10 ** (6 - decimals))
+    units, rest = divmod(abs(steps), 10**decimals)
+    fraction = f".{rest:0{decimals}d}" if decimals else ""
+    return f"{'-' if steps < 0 else ''}{units:,}{fraction}"
+
+
+_DECIMALS_OF_CURRENCY = {
+    **dict.fromkeys(("BIF", "CLP", "DJF", "GNF", "ISK", "JPY", "KMF", "KRW", "PYG", "RWF", "UGX", "UYI", "VND", "VUV"), 0),
+    **dict.fromkeys(("XAF", "XOF", "XPF"), 0),
+    **dict.fromkeys(("BHD", "IQD", "JOD", "KWD", "LYD", "OMR", "TND"), 3),
+}

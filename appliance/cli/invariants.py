@@ -20,7 +20,7 @@ from sqlalchemy import func, select, text
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from appliance.base import db, tables
-from appliance.base.money import cost_picos
+from appliance.base.money import cost_picos, discounted
 from appliance.cli.failure import CommandFailed
 
 BATCH_ROWS = 2000
@@ -105,6 +105,7 @@ async def _events(connection: AsyncConnection) -> AsyncIterator[Any]:
         _PRICES.c.prompt.label("prompt_price"),
         _PRICES.c.cached_prompt.label("cached_price"),
         _PRICES.c.completion.label("completion_price"),
+        _PRICES.c.rejected_draft.label("rejected_price"),
         _REQUESTS.c.id.label("request_row"),
         _REQUESTS.c.prompt_tokens.label("request_prompt"),
         _REQUESTS.c.cached_tokens.label("request_cached"),
@@ -162,9 +163,11 @@ def _expected_cost(row: Any) -> int:
         prompt_tokens=row.prompt_tokens,
         cached_tokens=row.cached_tokens,
         completion_tokens=row.completion_tokens,
-        prompt_price=row.prompt_price,
-        cached_price=row.cached_price,
-        completion_price=row.completion_price,
+        rejected_tokens=row.rejected_tokens,
+        **{
+            name: discounted(getattr(row, name), row.price_basis_points)
+            for name in ("prompt_price", "cached_price", "completion_price", "rejected_price")
+        },
     )
 
 

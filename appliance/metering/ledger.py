@@ -22,6 +22,7 @@ from sqlalchemy.exc import TimeoutError as PoolTimeout
 from appliance.base.clock import Clock
 from appliance.base.db import Database
 from appliance.base.errors import InternalError, Overloaded
+from appliance.metering.calendar import BillingCalendar
 from appliance.metering.ledger_round import LedgerBroken, Open, Operation, Round, Settle, Void
 from appliance.metering.records import Checkpoint, PendingEntry, RequestRecord, Settlement, Usage, UsageEvent
 
@@ -58,6 +59,7 @@ class Ledger:
         epoch_id: str,
         *,
         currency: str = "EUR",
+        calendar: BillingCalendar | None = None,
         checkpoint_interval_s: float = CHECKPOINT_INTERVAL_S,
         queued_opens_max: int = QUEUED_OPENS_MAX,
         open_timeout_s: float = OPEN_TIMEOUT_S,
@@ -69,6 +71,7 @@ class Ledger:
         self._clock = clock
         self._epoch_id = epoch_id
         self._currency = currency
+        self._calendar = calendar or BillingCalendar()
         self._checkpoint_interval_s = checkpoint_interval_s
         self._queued_opens_max = queued_opens_max
         self._open_timeout_s = open_timeout_s
@@ -185,7 +188,8 @@ class Ledger:
     async def _write_round(self) -> None:
         operations = self._in_round = self._take_operations()
         checkpoints = self._take_checkpoints()
-        work = Round(self._db, self._epoch_id, self._currency, self._clock.now(), operations, checkpoints)
+        now = self._clock.now()
+        work = Round(self._db, self._epoch_id, self._currency, self._calendar, now, operations, checkpoints)
         try:
             await work.write()
         except (DBAPIError, PoolTimeout, OSError) as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -12,9 +13,11 @@ from sqlalchemy import RowMapping
 from sqlalchemy.exc import DataError, IntegrityError, ProgrammingError, StatementError
 from sqlalchemy.ext.asyncio import AsyncConnection
 
+from appliance.base import counters
 from appliance.base.db import Database
 from appliance.base.errors import InternalError
 from appliance.metering import ledger_rows as rows
+from appliance.metering.calendar import BillingCalendar
 from appliance.metering.records import Checkpoint, PendingEntry, Settlement, Usage, UsageEvent
 
 _log = structlog.get_logger()
@@ -79,6 +82,7 @@ class Round:
     db: Database
     epoch_id: str
     currency: str
+    calendar: BillingCalendar
     now: datetime
     operations: Sequence[Operation]
     checkpoints: Sequence[Checkpoint]
@@ -146,7 +150,9 @@ class Round:
             operation.written = isinstance(self.results.get(id(operation)), UsageEvent)
 
     async def _insert(self, connection: AsyncConnection, entries: Sequence[PendingEntry]) -> None:
-        event_rows = [rows.event_row(entry, self.epoch_id, self.currency) for entry in entries]
+        event_rows = [
+            rows.event_row(entry, self.epoch_id, self.currency, self.calendar.day_of(entry.admitted_at)) for entry in entries
+        ]
         await connection.execute(rows.INSERT_EVENTS, event_rows)
         await connection.execute(rows.INSERT_REQUESTS, [rows.request_row(entry) for entry in entries])
 
@@ -162,7 +168,18 @@ class Round:
             if row is not None and row["status"] == "pending" and request_id not in changes:
                 self._outcome(_void(request_id), events, changes)
         if changes:
+            await self._number(connection, changes)
             await self._update(connection, [changes[request_id] for request_id in sorted(changes)])
+        for operation in settles:
+            if operation.settlement.request_id in changes and isinstance(self.results[id(operation)], UsageEvent):
+                self.results[id(operation)] = changes[operation.settlement.request_id][0]
+
+    @staticmethod
+    async def _number(connection: AsyncConnection, changes: dict[str, tuple[UsageEvent, Settlement]]) -> None:
+        """Give the changed events their postings, in the order in which they were asked for."""
+        first = await counters.take(connection, counters.POSTING, len(changes))
+        for posting, (request_id, (event, settlement)) in enumerate(list(changes.items()), first):
+            changes[request_id] = (dataclasses.replace(event, posting=posting), settlement)
 
     def _outcome(
         self, settlement: Settlement, events: dict[str, RowMapping], changes: dict[str, tuple[UsageEvent, Settlement]]
@@ -186,7 +203,7 @@ class Round:
     @staticmethod
     def _cost(row: RowMapping, usage: Usage) -> int | LedgerBroken:
         try:
-            return rows.cost_of(rows.price_of(row), usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens)
+            return rows.cost_of(rows.rate_of(row), usage)
         except OverflowError as error:
             return LedgerBroken(str(error))
 

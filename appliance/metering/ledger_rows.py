@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from datetime import UTC, datetime
+from datetime import date, datetime
 from typing import Any
 
 from sqlalchemy import Insert, RowMapping, Select, Update, bindparam, insert, select, update
 
 from appliance.base.tables import prices, requests, usage_events
-from appliance.metering.prices import Price
-from appliance.metering.records import ERROR_CHARS_MAX, Checkpoint, PendingEntry, RequestRow, Settlement, UsageEvent
+from appliance.metering.prices import Price, Rate
+from appliance.metering.records import ERROR_CHARS_MAX, Checkpoint, PendingEntry, RequestRow, Settlement, Usage, UsageEvent
 
 MICROS_PER_S = 1_000_000
 COST_PICOS_MAX = 2**63 - 1
 _EVENT_FIELDS = tuple(field.name for field in dataclasses.fields(UsageEvent))
 _REQUEST_FIELDS = tuple(field.name for field in dataclasses.fields(RequestRow))
 _PRICE_FIELDS = tuple(field.name for field in dataclasses.fields(Price))
+TOKEN_COLUMNS = ("prompt_tokens", "cached_tokens", "completion_tokens", "rejected_tokens")
 _DURATIONS = ("queue", "ttft", "inter_token_p50", "decode")
 
 INSERT_EVENTS: Insert = insert(usage_events)
@@ -36,11 +37,14 @@ SETTLE_EVENTS: Update = (
             for name in (
                 "status",
                 "finish_reason",
+                "cause",
                 "prompt_tokens",
                 "cached_tokens",
                 "completion_tokens",
+                "rejected_tokens",
                 "estimated",
                 "cost_picos",
+                "posting",
                 "settled_at",
             )
         }
@@ -78,11 +82,11 @@ WRITE_CHECKPOINTS: Update = (
         usage_events.c.kind == "usage",
         usage_events.c.status == "pending",
     )
-    .values({name: bindparam(f"new_{name}") for name in ("prompt_tokens", "cached_tokens", "completion_tokens")})
+    .values({name: bindparam(f"new_{name}") for name in TOKEN_COLUMNS})
 )
 
 
-def event_row(entry: PendingEntry, epoch_id: str, default_currency: str) -> dict[str, Any]:
+def event_row(entry: PendingEntry, epoch_id: str, default_currency: str, billing_day: date) -> dict[str, Any]:
     """Return the pending row of `entry`: nothing computed, nothing owed."""
     return {
         "request_id": entry.request_id,
@@ -97,11 +101,13 @@ def event_row(entry: PendingEntry, epoch_id: str, default_currency: str) -> dict
         "prompt_tokens": 0,
         "cached_tokens": 0,
         "completion_tokens": 0,
+        "rejected_tokens": 0,
         "estimated": False,
         "price_id": entry.price.id if entry.price else None,
+        "price_basis_points": entry.price_basis_points,
         "cost_picos": 0,
-        "currency": entry.price.currency if entry.price else default_currency,
-        "billing_day": entry.admitted_at.astimezone(UTC).date(),
+        "currency": entry.price.currency if entry.price else entry.currency or default_currency,
+        "billing_day": billing_day,
         "admitted_at": entry.admitted_at,
     }
 
@@ -133,11 +139,12 @@ def events_with_prices(request_ids: Sequence[str]) -> Select[Any]:
     )
 
 
-def price_of(row: RowMapping) -> Price | None:
-    """Return the price in a row of `events_with_prices`."""
+def rate_of(row: RowMapping) -> Rate | None:
+    """Return the unit prices of the event in a row of `events_with_prices`."""
     if row["price_id"] is None:
         return None
-    return Price(id=row["price_id"], **{name: row[f"price_{name}"] for name in _PRICE_FIELDS if name != "id"})
+    price = Price(id=row["price_id"], **{name: row[f"price_{name}"] for name in _PRICE_FIELDS if name != "id"})
+    return price.rate_at(row["price_basis_points"])
 
 
 def event_from_row(row: RowMapping) -> UsageEvent:
@@ -145,25 +152,27 @@ def event_from_row(row: RowMapping) -> UsageEvent:
     return UsageEvent(**{name: row[name] for name in _EVENT_FIELDS})
 
 
-def cost_of(price: Price | None, prompt_tokens: int, cached_tokens: int, completion_tokens: int) -> int:
+def cost_of(rate: Rate | None, usage: Usage) -> int:
     """Return what these tokens cost; raise OverflowError when it does not fit the column."""
-    if price is None:
+    if rate is None:
         return 0
-    cost = price.cost_picos(prompt_tokens=prompt_tokens, cached_tokens=cached_tokens, completion_tokens=completion_tokens)
+    cost = rate.cost_picos(**{name: getattr(usage, name) for name in TOKEN_COLUMNS})
     if cost > COST_PICOS_MAX:
         raise OverflowError(f"a cost of {cost} pico-units does not fit 64 bits")
     return cost
 
 
 def settled(event: UsageEvent, settlement: Settlement, cost_picos: int, now: datetime) -> UsageEvent:
-    """Return `event` as it stands after `settlement`."""
+    """Return `event` as it stands after `settlement`, but for its posting, which is taken when all of a round are known."""
     return dataclasses.replace(
         event,
         status=settlement.status,
         finish_reason=settlement.finish_reason,
+        cause=settlement.cause,
         prompt_tokens=settlement.usage.prompt_tokens,
         cached_tokens=settlement.usage.cached_tokens,
         completion_tokens=settlement.usage.completion_tokens,
+        rejected_tokens=settlement.usage.rejected_tokens,
         estimated=False,
         cost_picos=cost_picos,
         settled_at=now,
@@ -174,14 +183,9 @@ def same_outcome(event: UsageEvent, settlement: Settlement) -> bool:
     """Return whether `event` was settled with these very figures. Voided is voided: why is told by the first."""
     if event.status == settlement.status == "voided":
         return True
-    usage = settlement.usage
-    return (event.status, event.finish_reason, event.prompt_tokens, event.cached_tokens, event.completion_tokens) == (
-        settlement.status,
-        settlement.finish_reason,
-        usage.prompt_tokens,
-        usage.cached_tokens,
-        usage.completion_tokens,
-    )
+    if (event.status, event.finish_reason) != (settlement.status, settlement.finish_reason):
+        return False
+    return all(getattr(event, name) == getattr(settlement.usage, name) for name in TOKEN_COLUMNS)
 
 
 def settle_event_parameters(event: UsageEvent) -> dict[str, Any]:
@@ -190,11 +194,14 @@ def settle_event_parameters(event: UsageEvent) -> dict[str, Any]:
         "of_request": event.request_id,
         "new_status": event.status,
         "new_finish_reason": event.finish_reason,
+        "new_cause": event.cause,
         "new_prompt_tokens": event.prompt_tokens,
         "new_cached_tokens": event.cached_tokens,
         "new_completion_tokens": event.completion_tokens,
+        "new_rejected_tokens": event.rejected_tokens,
         "new_estimated": event.estimated,
         "new_cost_picos": event.cost_picos,
+        "new_posting": event.posting,
         "new_settled_at": event.settled_at,
     }
 
@@ -223,6 +230,7 @@ def checkpoint_parameters(checkpoint: Checkpoint) -> dict[str, Any]:
         "new_prompt_tokens": checkpoint.prompt_tokens,
         "new_cached_tokens": checkpoint.cached_tokens,
         "new_completion_tokens": checkpoint.completion_tokens,
+        "new_rejected_tokens": checkpoint.rejected_tokens,
     }
 
 

@@ -14,12 +14,36 @@ from appliance.base.clock import Clock, rfc3339
 from appliance.base.db import Database
 from appliance.base.errors import InvalidValue
 from appliance.base.ids import new_id
-from appliance.base.money import PERCENT_MAX, PRICE_MICROS_MAX, cost_picos
+from appliance.base.money import BASIS_POINTS, PERCENT_MAX, PRICE_MICROS_MAX, cost_picos, discounted
 from appliance.base.tables import prices
 from appliance.tenancy.fields import check_name, check_whole
 from appliance.tenancy.pages import PAGE_ROWS_DEFAULT, Page, check_limit, decode_cursor, page_of
 
 PAST_TOLERANCE = timedelta(minutes=1)  # "now" of the sender may be a little earlier than ours
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rate:
+    """Unit prices after discounts: what tokens of one request cost. `basis_points` is the share of the price that is paid."""
+
+    prompt: int
+    cached_prompt: int
+    completion: int
+    rejected_draft: int
+    basis_points: int
+
+    def cost_picos(self, *, prompt_tokens: int, cached_tokens: int, completion_tokens: int, rejected_tokens: int = 0) -> int:
+        """Return the exact cost in pico-units; of signed counts a signed one."""
+        return cost_picos(
+            prompt_tokens=prompt_tokens,
+            cached_tokens=cached_tokens,
+            completion_tokens=completion_tokens,
+            prompt_price=self.prompt,
+            cached_price=self.cached_prompt,
+            completion_price=self.completion,
+            rejected_tokens=rejected_tokens,
+            rejected_price=self.rejected_draft,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,15 +62,28 @@ class Price:
     rejected_draft: int = 0
     tier_percents: Mapping[str, int] | None = None
 
-    def cost_picos(self, *, prompt_tokens: int, cached_tokens: int, completion_tokens: int) -> int:
-        """Return the exact cost in pico-units."""
-        return cost_picos(
+    def rate(self, tier: str | None = None, *, batch: bool = False) -> Rate:
+        """Return the unit prices that a tenant of `tier` pays, for batch work or not."""
+        tier_percent = PERCENT_MAX if tier is None else (self.tier_percents or {}).get(tier, PERCENT_MAX)
+        return self.rate_at(tier_percent * (self.batch_percent if batch else PERCENT_MAX))
+
+    def rate_at(self, basis_points: int) -> Rate:
+        """Return the unit prices of which `basis_points` ten-thousandths are paid, as an event says it."""
+        return Rate(
+            prompt=discounted(self.prompt, basis_points),
+            cached_prompt=discounted(self.cached_prompt, basis_points),
+            completion=discounted(self.completion, basis_points),
+            rejected_draft=discounted(self.rejected_draft, basis_points),
+            basis_points=basis_points,
+        )
+
+    def cost_picos(self, *, prompt_tokens: int, cached_tokens: int, completion_tokens: int, rejected_tokens: int = 0) -> int:
+        """Return the exact cost in pico-units of somebody who pays all of the price."""
+        return self.rate_at(BASIS_POINTS).cost_picos(
             prompt_tokens=prompt_tokens,
             cached_tokens=cached_tokens,
             completion_tokens=completion_tokens,
-            prompt_price=self.prompt,
-            cached_price=self.cached_prompt,
-            completion_price=self.completion,
+            rejected_tokens=rejected_tokens,
         )
 
 
@@ -105,12 +142,13 @@ class PriceBook:
             rows = (await connection.execute(query)).mappings().all()
         return page_of([price_from_row(row) for row in rows], limit, "prices", lambda price: [price.id])
 
-    async def current(self, model: str, at: datetime) -> Price | None:
-        """Return the price of `model` that is in force at `at`, or None when it has none."""
+    async def current(self, model: str, at: datetime, *, currency: str | None = None) -> Price | None:
+        """Return the price of `model` in `currency` (None: the appliance's) that is in force at `at`, or None."""
         known = self._by_model.get(model)
         if known is None:
             known = await self._read(model)
-        in_force = [price for price in known if price.effective_from <= at]
+        currency = currency or self._currency
+        in_force = [price for price in known if price.effective_from <= at and price.currency == currency]
         return in_force[-1] if in_force else None
 
     def _check_currency(self, currency: object) -> str:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from datetime import datetime
+from datetime import date, datetime
 from typing import Literal
 
+from appliance.base.money import BASIS_POINTS
 from appliance.metering.prices import Price
 
 Status = Literal["pending", "posted", "voided", "recovered"]
@@ -15,26 +16,29 @@ ERROR_CHARS_MAX = 500
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
-    """Tokens of one request as the engine counted them. `cached_tokens` are those of the prompt not computed anew."""
+    """Tokens of one request as the engine counted them. `cached_tokens` are those of the prompt not computed anew,
+    `rejected_tokens` speculative ones that were computed and thrown away."""
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
     completion_tokens: int = 0
+    rejected_tokens: int = 0
 
     def __post_init__(self) -> None:
-        if not 0 <= self.cached_tokens <= self.prompt_tokens or self.completion_tokens < 0:
-            raise ValueError(f"token counts must satisfy 0 <= cached <= prompt and 0 <= completion, not {self}")
+        if not 0 <= self.cached_tokens <= self.prompt_tokens or min(self.completion_tokens, self.rejected_tokens) < 0:
+            raise ValueError(f"token counts must satisfy 0 <= cached <= prompt, 0 <= completion and rejected, not {self}")
 
     @property
     def total_tokens(self) -> int:
-        """Return prompt and completion together."""
+        """Return prompt and completion together: what limits count. Rejected ones the client never had."""
         return self.prompt_tokens + self.completion_tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PendingEntry:
     """A request that was admitted and of which the engine has not heard yet. `prompt_tokens` is what it asks for; the record
-    itself begins with zero tokens, because nothing has been computed."""
+    itself begins with zero tokens, because nothing has been computed. `price_basis_points` is the share of the price that is
+    paid, by tier and batch; `currency` is that of the tenant, where no price says it."""
 
     request_id: str
     tenant_id: str
@@ -46,6 +50,8 @@ class PendingEntry:
     reserved_tokens: int
     price: Price | None
     admitted_at: datetime
+    price_basis_points: int = BASIS_POINTS
+    currency: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,13 +71,17 @@ class RequestRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settlement:
-    """How a pending entry ends. Nothing is owed for a voided one: its usage must be zero."""
+    """How a pending entry ends. Nothing is owed for a voided one: its usage must be zero.
+
+    `cause` says why it ended early, where `finish_reason` alone does not: `key_revoked`, `budget_exceeded`, `shutdown`, ….
+    """
 
     request_id: str
     status: SettledAs
     finish_reason: str
     usage: Usage = field(default_factory=Usage)
     record: RequestRecord = field(default_factory=RequestRecord)
+    cause: str | None = None
 
     def __post_init__(self) -> None:
         if self.status == "voided" and self.usage != Usage():
@@ -86,11 +96,16 @@ class Checkpoint:
     prompt_tokens: int
     cached_tokens: int
     completion_tokens: int
+    rejected_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UsageEvent:
-    """One record of the ledger. While pending its tokens are checkpoints and it costs nothing yet."""
+    """One record of the ledger. While pending its tokens are checkpoints and it costs nothing yet.
+
+    `posting` numbers the events in the order in which they got their final state; `billing_day` is the day of admission in the
+    billing time zone. An adjustment names the event that it `corrects_id`; its counts and its cost are signed.
+    """
 
     id: int
     request_id: str
@@ -111,6 +126,13 @@ class UsageEvent:
     currency: str
     admitted_at: datetime
     settled_at: datetime | None
+    billing_day: date
+    rejected_tokens: int = 0
+    price_basis_points: int = BASIS_POINTS
+    cause: str | None = None
+    posting: int | None = None
+    corrects_id: int | None = None
+    note: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

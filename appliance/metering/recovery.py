@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Sequence
 from datetime import datetime
@@ -10,13 +11,23 @@ from typing import Any
 from sqlalchemy import RowMapping, bindparam, insert, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
+from appliance.base import counters
 from appliance.base.clock import Clock
 from appliance.base.db import Database
 from appliance.base.ids import new_id
 from appliance.base.tables import epochs, requests, usage_events
-from appliance.metering.ledger_rows import SETTLE_EVENTS, cost_of, events_with_prices, price_of
+from appliance.metering.ledger_rows import (
+    SETTLE_EVENTS,
+    cost_of,
+    event_from_row,
+    events_with_prices,
+    rate_of,
+    settle_event_parameters,
+)
+from appliance.metering.records import Usage, UsageEvent
 
 EVENTS_PER_TRANSACTION = 500
+CAUSE = "gateway_died"
 RECOVERED_ERROR = "the appliance stopped while this request ran"
 
 _FINISH_REQUESTS = (
@@ -74,25 +85,33 @@ async def _recover_some(connection: AsyncConnection, current_epoch: str, now: da
     if not request_ids:
         return 0
     rows = (await connection.execute(events_with_prices(request_ids))).mappings().all()
-    parameters = [_recovered(row, now) for row in sorted(rows, key=lambda row: str(row["request_id"]))]
+    first = await counters.take(connection, counters.POSTING, len(rows))
+    ordered = sorted(rows, key=lambda row: str(row["request_id"]))
+    events = [_recovered(row, posting, now) for posting, row in enumerate(ordered, first)]
+    parameters = [settle_event_parameters(event) for event in events]
     await connection.execute(SETTLE_EVENTS, parameters)
     await connection.execute(_FINISH_REQUESTS, _request_parameters(parameters))
     return len(request_ids)
 
 
-def _recovered(row: RowMapping, now: datetime) -> dict[str, Any]:
-    tokens = (row["prompt_tokens"], row["cached_tokens"], row["completion_tokens"])
-    return {
-        "of_request": row["request_id"],
-        "new_status": "recovered",
-        "new_finish_reason": "error",
-        "new_prompt_tokens": tokens[0],
-        "new_cached_tokens": tokens[1],
-        "new_completion_tokens": tokens[2],
-        "new_estimated": True,
-        "new_cost_picos": cost_of(price_of(row), *tokens),
-        "new_settled_at": now,
-    }
+def _recovered(row: RowMapping, posting: int, now: datetime) -> UsageEvent:
+    event = event_from_row(row)
+    usage = Usage(
+        prompt_tokens=event.prompt_tokens,
+        cached_tokens=event.cached_tokens,
+        completion_tokens=event.completion_tokens,
+        rejected_tokens=event.rejected_tokens,
+    )
+    return dataclasses.replace(
+        event,
+        status="recovered",
+        finish_reason="error",
+        cause=CAUSE,
+        estimated=True,
+        cost_picos=cost_of(rate_of(row), usage),
+        posting=posting,
+        settled_at=now,
+    )
 
 
 def _request_parameters(events: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -12,6 +12,7 @@ import structlog
 
 from appliance.base.clock import Clock
 from appliance.base.errors import Draining, NotFound, Overloaded
+from appliance.base.money import BASIS_POINTS
 from appliance.metering.admission import Admission
 from appliance.metering.ledger import Ledger
 from appliance.metering.prices import PriceBook
@@ -135,6 +136,7 @@ class Generations:
             prompt_tokens=live.prompt_tokens,
             reserved_tokens=reservation.tokens_reserved,
             price=price,
+            price_basis_points=BASIS_POINTS if price is None else price.rate(order.principal.tenant.tier).basis_points,
             admitted_at=live.admitted_at,
         )
         generation = Generation(

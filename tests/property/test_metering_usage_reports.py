@@ -35,6 +35,7 @@ async def events(database: Database, clock: FakeClock, cast: Cast) -> list[Usage
     for number in range(300):
         tenant_id, key_id = chance.choice(owners)
         offset_us = chance.choice(EDGES_US) if number % 3 else chance.randrange(2 * 86_400_000_000)
+        admitted_at = START - timedelta(hours=12) + timedelta(microseconds=offset_us)
         prompt = chance.randrange(1000)
         rows.append(
             {
@@ -53,7 +54,8 @@ async def events(database: Database, clock: FakeClock, cast: Cast) -> list[Usage
                 "estimated": False,
                 "cost_picos": chance.randrange(-(2**62), 2**63) if number % 10 == 0 else chance.randrange(2**62, 2**63),
                 "currency": "EUR" if number % 7 else "USD",
-                "admitted_at": START - timedelta(hours=12) + timedelta(microseconds=offset_us),
+                "billing_day": admitted_at.date(),
+                "admitted_at": admitted_at,
             }
         )
     async with database.writing() as connection:

@@ -29,6 +29,7 @@ async def ledger(database: Database, cast: Cast, clock: FakeClock) -> str:
         "endpoint": "/v1/chat/completions",
         "admitted_at": clock.now(),
     }
+    billing_day = clock.now().date()
     event = {
         **shared,
         "epoch_id": cast.epoch_id,
@@ -43,10 +44,12 @@ async def ledger(database: Database, cast: Cast, clock: FakeClock) -> str:
         "status": "posted",
         "finish_reason": "stop",
         "settled_at": clock.now(),
+        "billing_day": billing_day,
+        "posting": 1,
         "cost_picos": 14 * 1_500_000 + 16 * 150_000 + 7 * 6_000_000,
     }
-    voided = {"status": "voided", "finish_reason": "refused", "cost_picos": 0, "completion_tokens": 0}
-    pending = {"status": "pending", "finish_reason": None, "cost_picos": 0, "settled_at": None}
+    voided = {"status": "voided", "finish_reason": "refused", "cost_picos": 0, "completion_tokens": 0, "posting": 2}
+    pending = {"status": "pending", "finish_reason": None, "cost_picos": 0, "settled_at": None, "posting": None}
     request = {
         "stream": True,
         "prompt_tokens": 30,

@@ -1,0 +1,93 @@
+"""Days and months of the billing time zone, and when they begin in UTC. Knows no money and reads no clock.
+
+Everything that speaks of a day or a month asks here, so that a limit, a report and an invoice mean the same day. A day on which
+clocks are changed has 23 or 25 hours. A midnight that the clocks skip begins with the first moment after the gap; one that
+they show twice begins with the first.
+"""
+
+from __future__ import annotations
+
+from datetime import UTC, date, datetime, time, timedelta
+from zoneinfo import ZoneInfo
+
+from appliance.base.errors import InvalidValue
+
+_ONE_DAY = timedelta(days=1)
+
+
+class BillingCalendar:
+    """The calendar of one IANA time zone, such as `Europe/Zurich`. Raises KeyError for a zone that does not exist."""
+
+    def __init__(self, time_zone: str = "UTC") -> None:
+        self.time_zone = time_zone
+        self._zone = ZoneInfo(time_zone)
+
+    def day_of(self, moment: datetime) -> date:
+        """Return the day that `moment` lies in. Raises ValueError without a zone."""
+        if moment.tzinfo is None:
+            raise ValueError("a time without a zone lies in no day")
+        return moment.astimezone(self._zone).date()
+
+    def day_start(self, of: datetime | date) -> datetime:
+        """Return when the day, or the day that a moment lies in, begins, in UTC."""
+        day = self.day_of(of) if isinstance(of, datetime) else of
+        midnight = datetime.combine(day, time.min, tzinfo=self._zone)
+        # A skipped midnight stands for the moment after the gap that is as late as the gap is long: step back into the gap.
+        start = midnight.astimezone(UTC)
+        if start.astimezone(self._zone).date() == day and start.astimezone(self._zone).time() == time.min:
+            return start
+        return self._end_of_gap(start, day)
+
+    def next_day_start(self, of: datetime | date) -> datetime:
+        """Return when the day after begins, in UTC."""
+        return self.day_start((self.day_of(of) if isinstance(of, datetime) else of) + _ONE_DAY)
+
+    def month_of(self, of: datetime | date) -> str:
+        """Return the month as `YYYY-MM`."""
+        day = self.day_of(of) if isinstance(of, datetime) else of
+        return f"{day.year:04d}-{day.month:02d}"
+
+    def month_start(self, of: str | datetime | date) -> datetime:
+        """Return when the month `YYYY-MM`, or the month of a day or moment, begins, in UTC. Raises InvalidValue."""
+        return self.day_start(first_day(of if isinstance(of, str) else self.month_of(of)))
+
+    def next_month_start(self, of: str | datetime | date) -> datetime:
+        """Return when the month after begins, in UTC. Raises InvalidValue."""
+        return self.day_start(first_day(next_month(of if isinstance(of, str) else self.month_of(of))))
+
+    def _end_of_gap(self, near: datetime, day: date) -> datetime:
+        """Return the first moment of `day` by halving: the local date never runs backwards over a gap at midnight."""
+        low, high = near - _ONE_DAY, near + _ONE_DAY
+        while high - low > timedelta(microseconds=1):
+            middle = low + (high - low) / 2
+            if middle.astimezone(self._zone).date() < day:
+                low = middle
+            else:
+                high = middle
+        return high
+
+
+def first_day(month: str) -> date:
+    """Return the first day of `YYYY-MM`. Raises InvalidValue, naming `month`."""
+    year, dash, number = month.partition("-")
+    digits = year + number
+    if not (len(year) == 4 and dash and len(number) == 2 and digits.isascii() and digits.isdigit()):
+        raise InvalidValue("month must be YYYY-MM", param="month")
+    try:
+        return date(int(year), int(number), 1)
+    except ValueError:
+        raise InvalidValue("month must be YYYY-MM", param="month") from None
+
+
+def last_day(month: str) -> date:
+    """Return the last day of `YYYY-MM`. Raises InvalidValue."""
+    return first_day(next_month(month)) - _ONE_DAY
+
+
+def next_month(month: str) -> str:
+    """Return the month after `YYYY-MM`. Raises InvalidValue."""
+    day = first_day(month)
+    after = day.year * 12 + day.month
+    if after // 12 > date.max.year:
+        raise InvalidValue(f"{month} is the last month there is", param="month")
+    return f"{after // 12:04d}-{after % 12 + 1:02d}"
