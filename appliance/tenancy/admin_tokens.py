@@ -15,7 +15,7 @@ from appliance.base.ids import new_id
 from appliance.base.tables import admin_tokens
 from appliance.tenancy.fields import check_name
 from appliance.tenancy.pages import PAGE_ROWS_DEFAULT, Page, check_limit, decode_cursor, page_of
-from appliance.tenancy.roles import Role, check_role
+from appliance.tenancy.roles import Role, check_token_role
 from appliance.tenancy.secrets import new_admin_secret, plain_digest
 
 _SECRET_CHARS_MAX = 1024
@@ -95,7 +95,7 @@ class AdminTokens:
 
     async def _insert(self, secret: str, name: str, role: str) -> AdminToken:
         token = AdminToken(
-            id=new_id("adm"), name=check_name(name), role=check_role(role), revoked_at=None, created_at=self._clock.now()
+            id=new_id("adm"), name=check_name(name), role=check_token_role(role), revoked_at=None, created_at=self._clock.now()
         )
         row = {"id": token.id, "name": token.name, "role": token.role.value, "created_at": token.created_at}
         async with self._db.writing() as connection:

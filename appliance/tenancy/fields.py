@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final, TypeVar
 
 from appliance.base.errors import InvalidValue
@@ -13,8 +13,17 @@ NAME_CHARS_MAX = 200
 LIMIT_MAX = 10**15
 WEIGHT_MAX = 1000
 LIST_ITEMS_MAX = 200
+MODELS_LIMITED_MAX = 100
+ALERT_PERCENTS_MAX = 10
+ALERT_PERCENT_MAX = 1000
+ADDRESS_CHARS_MAX = 1000
+BILLING_FIELDS = ("name", "address", "country", "email", "tax_id", "reference")
+"""Who is billed: the name and address on invoices; `address` may have several lines."""
 TIERS = ("interactive", "standard", "batch")
-SCOPES = ("inference",)
+SCOPES = ("inference", "usage")
+"""`inference`: every path that runs a model, and the list of models. `usage`: read the usage of the key's own tenant."""
+DEFAULT_SCOPES = ("inference",)
+LIMIT_MODES = ("enforce", "shadow")
 
 _REFUSED_CATEGORIES = {"Cc", "Cs", "Zl", "Zp"}  # controls, halves of surrogate pairs, line and paragraph separators
 
@@ -67,6 +76,50 @@ def check_names(value: object, param: str) -> tuple[str, ...]:
     if isinstance(value, str) or not isinstance(value, Sequence) or len(value) > LIST_ITEMS_MAX:
         raise InvalidValue(f"{param} must be a list of at most {LIST_ITEMS_MAX} names", param=param)
     return tuple(dict.fromkeys(check_name(item, param) for item in value))
+
+
+def check_flag(value: object, param: str) -> bool:
+    """Return `value`, true or false."""
+    if not isinstance(value, bool):
+        raise InvalidValue(f"{param} must be true or false", param=param)
+    return value
+
+
+def check_currency(value: object, param: str = "currency") -> str:
+    """Return `value`, a currency code of three capital letters."""
+    if not isinstance(value, str) or len(value) != 3 or not (value.isascii() and value.isalpha() and value.isupper()):
+        raise InvalidValue(f"{param} must be a currency code of three capital letters, like EUR", param=param)
+    return value
+
+
+def check_alert_percents(value: object) -> tuple[int, ...]:
+    """Return `value`, the percentages of a budget that alert, each once and rising; an empty list is no alert."""
+    name = "alert_percents"
+    if isinstance(value, str) or not isinstance(value, Sequence) or len(value) > ALERT_PERCENTS_MAX:
+        raise InvalidValue(f"{name} must be a list of at most {ALERT_PERCENTS_MAX} percentages", param=name)
+    return tuple(sorted({check_whole(item, name, 1, ALERT_PERCENT_MAX) for item in value}))
+
+
+def check_billing(value: object) -> dict[str, str] | None:
+    """Return the given fields of `value`, who is billed; None when none is given. A field that is None counts as not given."""
+    if not isinstance(value, Mapping):
+        raise InvalidValue("billing must be an object with the fields " + ", ".join(BILLING_FIELDS), param="billing")
+    for name in value:
+        if name not in BILLING_FIELDS:
+            raise InvalidValue(f"billing.{name} is not a field; there are {', '.join(BILLING_FIELDS)}", param=f"billing.{name}")
+    given = {name: value[name] for name in BILLING_FIELDS if value.get(name) is not None}
+    checked = {
+        name: _check_lines(text) if name == "address" else check_name(text, f"billing.{name}") for name, text in given.items()
+    }
+    return checked or None
+
+
+def _check_lines(value: object) -> str:
+    """Return an address without surrounding space: lines of 1..200 characters, 1000 together."""
+    param = "billing.address"
+    if not isinstance(value, str) or len(value) > ADDRESS_CHARS_MAX:
+        raise InvalidValue(f"{param} must be a text of at most {ADDRESS_CHARS_MAX} characters", param=param)
+    return "\n".join(check_name(line, param) for line in value.replace("\r\n", "\n").strip().split("\n"))
 
 
 def check_scopes(value: object) -> tuple[str, ...]:

@@ -7,7 +7,7 @@ import hmac
 import ipaddress
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import datetime, timedelta
 from typing import Any
 
 from sqlalchemy import BindParameter, ColumnElement, bindparam, insert, or_, select, update
@@ -18,13 +18,33 @@ from appliance.base.db import Database
 from appliance.base.errors import AddressNotAllowed, ExpiredApiKey, InvalidApiKey, InvalidValue, NotFound, TenantSuspended
 from appliance.base.ids import new_id
 from appliance.base.tables import api_keys, tenants
-from appliance.tenancy.fields import LIST_ITEMS_MAX, Unset, check_name, check_names, check_scopes
+from appliance.tenancy.access import WHOLE_BOX, Access
+from appliance.tenancy.fields import (
+    DEFAULT_SCOPES,
+    LIMIT_MODES,
+    LIST_ITEMS_MAX,
+    Unset,
+    check_choice,
+    check_name,
+    check_names,
+    check_scopes,
+    check_whole,
+)
 from appliance.tenancy.pages import PAGE_ROWS_DEFAULT, Page, check_limit, decode_cursor, page_of
-from appliance.tenancy.principals import ApiKey, KeyChanges, Limits, Principal, Tenant
-from appliance.tenancy.rows import changed_limits_to_row, key_from_row, limits_to_row, list_column, tenant_from_row
+from appliance.tenancy.principals import ApiKey, KeyChanges, Limits, ModelLimitChanges, Principal, Tenant
+from appliance.tenancy.rows import (
+    changed_limits_to_row,
+    check_model_limits,
+    key_from_row,
+    limits_to_row,
+    list_column,
+    model_limits_to_row,
+    tenant_from_row,
+)
 from appliance.tenancy.secrets import api_key_prefix, keyed_digest, new_api_key
 
 CACHED_KEYS_MAX = 10_000
+GRACE_S_MAX = 90 * 24 * 3600
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 
@@ -52,11 +72,13 @@ class Keys:
         tenant_id: str,
         *,
         name: str,
-        scopes: Sequence[str] = ("inference",),
+        scopes: Sequence[str] = DEFAULT_SCOPES,
         expires_at: datetime | None = None,
         allowed_models: Sequence[str] | None = None,
         allowed_networks: Sequence[str] | None = None,
         limits: Limits | None = None,
+        model_limits: ModelLimitChanges | None = None,
+        limit_mode: str = "enforce",
     ) -> tuple[ApiKey, str]:
         """Return (key, secret); the secret cannot be had again. Raises NotFound (tenant) and InvalidValue."""
         prefix, secret = new_api_key()
@@ -73,6 +95,8 @@ class Keys:
             revoked_at=None,
             last_used_at=None,
             created_at=self._clock.now(),
+            model_limits=check_model_limits(model_limits or {}),
+            limit_mode=check_choice(limit_mode, "limit_mode", LIMIT_MODES),
         )
         async with self._db.writing() as connection:
             await _check_tenant(connection, tenant_id)
@@ -86,10 +110,15 @@ class Keys:
             return await _get(connection, key_id)
 
     async def list(
-        self, tenant_id: str | None = None, limit: int = PAGE_ROWS_DEFAULT, cursor: str | None = None
+        self,
+        tenant_id: str | None = None,
+        limit: int = PAGE_ROWS_DEFAULT,
+        cursor: str | None = None,
+        *,
+        access: Access = WHOLE_BOX,
     ) -> Page[ApiKey]:
-        """Return the keys of one tenant, or of all when None, in the order they were made, revoked ones too."""
-        query = select(api_keys).order_by(api_keys.c.id).limit(check_limit(limit) + 1)
+        """Return the keys that `access` shows of one tenant, or of all when None, in the order they were made, revoked too."""
+        query = access.narrow(select(api_keys), api_keys.c.tenant_id).order_by(api_keys.c.id).limit(check_limit(limit) + 1)
         if tenant_id is not None:
             query = query.where(api_keys.c.tenant_id == tenant_id)
         if cursor is not None:
@@ -100,15 +129,23 @@ class Keys:
         return page_of([key_from_row(row) for row in rows], limit, "keys", lambda key: [key.id])
 
     async def update(self, key_id: str, changes: KeyChanges) -> ApiKey:
-        """Return the key after `changes`. Raises NotFound, and InvalidValue (also for a revoked key)."""
+        """Return the key after `changes`.
+
+        Raises NotFound, and InvalidValue (also for a revoked key, and for the expiry of one whose successor is in use).
+        """
         columns = self._changed_columns(changes)
+        retired = [api_keys.c.replaced_by.is_(None)] if "expires_at" in columns else []
         async with self._db.writing() as connection:
             if columns:
-                await connection.execute(update(api_keys).where(_unrevoked(key_id)).values(**columns))
+                await connection.execute(update(api_keys).where(_unrevoked(key_id), *retired).values(**columns))
             key = await _get(connection, key_id)
         self._db.principals.bump()
         if key.revoked_at is not None:
             raise InvalidValue("a revoked key cannot be changed", param="id")
+        if retired and key.replaced_by is not None:
+            raise InvalidValue(
+                "the key was rotated: its grace period stays as it is, but it can be revoked", param="expires_at"
+            )
         return key
 
     async def revoke(self, key_id: str) -> ApiKey:
@@ -119,19 +156,20 @@ class Keys:
         self._db.principals.bump()
         return key
 
-    async def rotate(self, key_id: str) -> tuple[ApiKey, str]:
-        """Return (successor, its secret). The old key is refused from now on.
+    async def rotate(self, key_id: str, *, grace_s: int = 0) -> tuple[ApiKey, str]:
+        """Return (successor, its secret). The old key is refused after `grace_s` seconds, or at its own expiry before that.
 
-        Raises NotFound, and InvalidValue when it is revoked or its tenant archived.
+        Raises NotFound, and InvalidValue when it is revoked, expired or rotated already, or its tenant archived.
         """
+        check_whole(grace_s, "grace_s", 0, GRACE_S_MAX)
         prefix, secret = new_api_key()
         now = self._clock.now()
         async with self._db.writing() as connection:
             current = await _get(connection, key_id)
             await _check_tenant(connection, current.tenant_id)
-            if not await _revoke(connection, key_id, now):
-                raise InvalidValue("a revoked key cannot be rotated", param="id")
             key = dataclasses.replace(current, id=new_id("key"), prefix=prefix, created_at=now, last_used_at=None)
+            if not await _retire(connection, current, key.id, now, now + timedelta(seconds=grace_s)):
+                raise InvalidValue(_why_not_rotated(current, now), param="id")
             await self._insert(connection, key, secret)
         self._db.principals.bump()
         return key, secret
@@ -203,6 +241,8 @@ class Keys:
                 allowed_networks=list_column(key.allowed_networks),
                 expires_at=key.expires_at,
                 created_at=key.created_at,
+                model_limits=model_limits_to_row(key.model_limits),
+                limit_mode=key.limit_mode,
                 **limits_to_row(key.limits),
             )
         )
@@ -222,6 +262,10 @@ class Keys:
             columns["name"] = check_name(changes.name)
         if not isinstance(changes.scopes, Unset):
             columns["scopes"] = list(check_scopes(changes.scopes))
+        if not isinstance(changes.model_limits, Unset):
+            columns["model_limits"] = model_limits_to_row(check_model_limits(changes.model_limits or {}))
+        if not isinstance(changes.limit_mode, Unset):
+            columns["limit_mode"] = check_choice(changes.limit_mode, "limit_mode", LIMIT_MODES)
         if not isinstance(changes.expires_at, Unset):
             columns["expires_at"] = self._check_expiry(changes.expires_at)
         if not isinstance(changes.allowed_models, Unset):
@@ -290,6 +334,27 @@ async def _revoke(connection: AsyncConnection, key_id: str, now: datetime) -> bo
     """Return whether the key was revoked by this call."""
     statement = update(api_keys).where(_unrevoked(key_id)).values(revoked_at=now)
     return (await connection.execute(statement)).rowcount == 1
+
+
+async def _retire(connection: AsyncConnection, key: ApiKey, successor_id: str, now: datetime, last: datetime) -> bool:
+    """Name the successor of a key that may be rotated now, and end the key at `last`. Return whether this call did it."""
+    if last <= now:
+        ending: dict[str, Any] = {"revoked_at": now}
+    else:
+        ending = {"expires_at": last if key.expires_at is None else min(last, key.expires_at)}
+    live = or_(api_keys.c.expires_at.is_(None), api_keys.c.expires_at > now)
+    statement = update(api_keys).where(_unrevoked(key.id), api_keys.c.replaced_by.is_(None), live)
+    return (await connection.execute(statement.values(replaced_by=successor_id, **ending))).rowcount == 1
+
+
+def _why_not_rotated(key: ApiKey, now: datetime) -> str:
+    if key.revoked_at is not None:
+        return "a revoked key cannot be rotated"
+    if key.replaced_by is not None:
+        return f"the key was rotated already; rotate its successor {key.replaced_by}"
+    if key.expires_at is not None and key.expires_at <= now:
+        return "an expired key cannot be rotated: its successor would be expired too"
+    return "the key changed in the meantime; try again"
 
 
 async def _check_tenant(connection: AsyncConnection, tenant_id: str) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import datetime
 
 from appliance.base.errors import ModelNotAllowed, ScopeNotAllowed
@@ -32,11 +32,18 @@ class Limits:
 
 
 LIMIT_NAMES = tuple(f.name for f in dataclasses.fields(Limits))
+ModelLimits = Mapping[str, Limits]
+"""Limits of one tenant or key for single models, by the name of the model; they hold beside those for all models."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tenant:
-    """A team that is limited and billed as one. `allowed_models` None is every model."""
+    """A team that is limited and billed as one. `allowed_models` None is every model.
+
+    `limit_mode` is enforce, or shadow: what would be refused is counted and served. `cut_at_budget` ends a running answer when
+    the monthly budget is spent. `currency` None is the currency of the box. `billing` is the address on invoices.
+    `alert_percents` are the shares of the budget that alert; None is the default of the box.
+    """
 
     id: str
     name: str
@@ -47,11 +54,20 @@ class Tenant:
     suspended: bool
     archived: bool
     created_at: datetime
+    model_limits: ModelLimits = field(default_factory=dict)
+    limit_mode: str = "enforce"
+    cut_at_budget: bool = False
+    currency: str | None = None
+    billing: Mapping[str, str] | None = None
+    alert_percents: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ApiKey:
-    """What is known of a key; its secret is not. `prefix` is the public part, `gh_` and eight characters."""
+    """What is known of a key; its secret is not. `prefix` is the public part, `gh_` and eight characters.
+
+    `replaced_by` is the id of the key that took its place when it was rotated.
+    """
 
     id: str
     tenant_id: str
@@ -65,6 +81,9 @@ class ApiKey:
     revoked_at: datetime | None
     last_used_at: datetime | None
     created_at: datetime
+    model_limits: ModelLimits = field(default_factory=dict)
+    limit_mode: str = "enforce"
+    replaced_by: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,25 +108,38 @@ class Principal:
             raise ScopeNotAllowed(f"this key lacks the scope {scope}")
 
 
+LimitChanges = Limits | Mapping[str, int | None]
+"""Limits to set: as `Limits` all of them, as a mapping the named ones, None taking one away."""
+ModelLimitChanges = Mapping[str, LimitChanges]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TenantChanges:
-    """What a PATCH of a tenant changes. `limits` as a mapping changes the named limits, as `Limits` all of them."""
+    """What a PATCH of a tenant changes. `limits` changes the limits it names, `model_limits` takes the place of all of them."""
 
     name: str | Unset = UNSET
     tier: str | Unset = UNSET
     weight: int | Unset = UNSET
-    limits: Limits | Mapping[str, int | None] | Unset = UNSET
-    allowed_models: tuple[str, ...] | list[str] | Unset | None = UNSET
+    limits: LimitChanges | Unset = UNSET
+    model_limits: ModelLimitChanges | Unset | None = UNSET
+    limit_mode: str | Unset = UNSET
+    cut_at_budget: bool | Unset = UNSET
+    currency: str | Unset | None = UNSET
+    billing: Mapping[str, str | None] | Unset | None = UNSET
+    alert_percents: Sequence[int] | Unset | None = UNSET
+    allowed_models: Sequence[str] | Unset | None = UNSET
     suspended: bool | Unset = UNSET
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeyChanges:
-    """What a PATCH of a key changes. `limits` as in TenantChanges."""
+    """What a PATCH of a key changes. `limits` and `model_limits` as in TenantChanges."""
 
     name: str | Unset = UNSET
-    scopes: tuple[str, ...] | list[str] | Unset = UNSET
+    scopes: Sequence[str] | Unset = UNSET
     expires_at: datetime | Unset | None = UNSET
-    limits: Limits | Mapping[str, int | None] | Unset = UNSET
-    allowed_models: tuple[str, ...] | list[str] | Unset | None = UNSET
-    allowed_networks: tuple[str, ...] | list[str] | Unset | None = UNSET
+    limits: LimitChanges | Unset = UNSET
+    model_limits: ModelLimitChanges | Unset | None = UNSET
+    limit_mode: str | Unset = UNSET
+    allowed_models: Sequence[str] | Unset | None = UNSET
+    allowed_networks: Sequence[str] | Unset | None = UNSET

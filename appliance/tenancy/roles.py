@@ -1,4 +1,4 @@
-"""What each role of the box may do: one table for the API and the console."""
+"""What each role may do, on the box and in a tenant: one table for the API, the console and the command line. Knows nobody."""
 
 from __future__ import annotations
 
@@ -9,42 +9,90 @@ from appliance.tenancy.fields import check_choice
 
 
 class Role(StrEnum):
-    """Roles of members and administrator tokens, from the most to the least."""
+    """Roles of members and administrator tokens on the whole box, from the most to the least. A token cannot be MEMBER."""
 
     OWNER = "owner"
     ADMIN = "admin"
     BILLING = "billing"
     VIEWER = "viewer"
+    MEMBER = "member"
+    """None on the box: what a membership gives, and nothing else."""
+
+
+class TenantRole(StrEnum):
+    """Roles of a membership, which count in its tenant alone, from the most to the least."""
+
+    MANAGER = "manager"
+    DEVELOPER = "developer"
+    VIEWER = "viewer"
 
 
 class Action(StrEnum):
-    """READ: every page and list. WRITE: tenants, keys, requests, models. BILLING: prices, invoices. MEMBERS: who signs in."""
+    """What can be asked of the appliance. An action that no tenant role has concerns the box as a whole."""
 
     READ = "read"
+    """Tenants, keys, requests, usage and ledger of whom one may see."""
+    INVOICES = "invoices"
+    """Read invoices, budgets and allowances of whom one may see."""
+    AUDIT = "audit"
+    """Read the audit log of whom one may see."""
+    KEYS = "keys"
+    """Create, change, rotate and revoke keys."""
+    ABORT = "abort"
+    """End a running request."""
+    TENANT_MEMBERS = "tenant_members"
+    """Who belongs to a tenant, and with which role."""
+    WEBHOOKS = "webhooks"
+    """Where alerts about a tenant go."""
+    READ_BOX = "read_box"
+    """What belongs to no tenant: machine, engines, prices, tiers, limits of models, economics."""
     WRITE = "write"
+    """Tenants and their limits, tiers, limits of models, engines."""
     BILLING = "billing"
+    """Prices, corrections, allowances, closing invoices, who writes them."""
     MEMBERS = "members"
+    """Who signs in, box roles, administrator tokens, other people's sessions."""
 
+
+_READS = frozenset({Action.READ, Action.INVOICES, Action.AUDIT, Action.READ_BOX})
+_TENANT_WRITES = frozenset({Action.KEYS, Action.ABORT, Action.TENANT_MEMBERS, Action.WEBHOOKS})
 
 ALLOWED: dict[Role, frozenset[Action]] = {
     Role.OWNER: frozenset(Action),
-    Role.ADMIN: frozenset({Action.READ, Action.WRITE, Action.BILLING}),
-    Role.BILLING: frozenset({Action.READ, Action.BILLING}),
-    Role.VIEWER: frozenset({Action.READ}),
+    Role.ADMIN: _READS | _TENANT_WRITES | {Action.WRITE, Action.BILLING},
+    Role.BILLING: _READS | {Action.BILLING},
+    Role.VIEWER: _READS,
+    Role.MEMBER: frozenset(),
 }
+ALLOWED_IN_TENANT: dict[TenantRole, frozenset[Action]] = {
+    TenantRole.MANAGER: _TENANT_WRITES | {Action.READ, Action.INVOICES, Action.AUDIT},
+    TenantRole.DEVELOPER: frozenset({Action.READ, Action.KEYS, Action.ABORT}),
+    TenantRole.VIEWER: frozenset({Action.READ}),
+}
+TOKEN_ROLES = tuple(role for role in Role if role is not Role.MEMBER)
 
 
 def check_role(value: object) -> Role:
-    """Return the role named `value`; raise InvalidValue when there is none."""
+    """Return the box role named `value`, `member` included; raise InvalidValue when there is none."""
     return Role(check_choice(value, "role", [role.value for role in Role]))
 
 
+def check_token_role(value: object) -> Role:
+    """Return the box role named `value` that a token may have: one that gives something. Raises InvalidValue."""
+    return Role(check_choice(value, "role", [role.value for role in TOKEN_ROLES]))
+
+
+def check_tenant_role(value: object) -> TenantRole:
+    """Return the role in a tenant named `value`; raise InvalidValue when there is none."""
+    return TenantRole(check_choice(value, "role", [role.value for role in TenantRole]))
+
+
 def may(role: str, action: Action) -> bool:
-    """Return whether `role` covers `action`."""
+    """Return whether the box role `role` covers `action`."""
     return action in ALLOWED[Role(role)]
 
 
 def require(role: str, action: Action) -> None:
-    """Raise RoleNotAllowed unless `role` covers `action`."""
+    """Raise RoleNotAllowed unless the box role `role` covers `action`."""
     if not may(role, action):
         raise RoleNotAllowed(f"the role {role} does not cover this ({action.value})")

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TypeVar
 
 from sqlalchemy import RowMapping
 
 from appliance.base.errors import InvalidValue
-from appliance.tenancy.fields import Unset
-from appliance.tenancy.principals import LIMIT_NAMES, ApiKey, Limits, Tenant
+from appliance.tenancy.fields import LIMIT_MAX, MODELS_LIMITED_MAX, Unset, check_name, check_whole
+from appliance.tenancy.principals import LIMIT_NAMES, ApiKey, LimitChanges, Limits, ModelLimits, Tenant
 
+T = TypeVar("T")
 _COLUMN_OF_LIMIT = {name: name for name in LIMIT_NAMES} | {"monthly_budget": "monthly_budget_micros"}
 
 
@@ -24,7 +25,7 @@ def limits_to_row(limits: Limits) -> dict[str, int | None]:
     return {column: getattr(limits, name) for name, column in _COLUMN_OF_LIMIT.items()}
 
 
-def changed_limits_to_row(change: Limits | Mapping[str, int | None] | Unset) -> dict[str, int | None]:
+def changed_limits_to_row(change: LimitChanges | Unset) -> dict[str, int | None]:
     """Return the columns that `change` names and no others, so that two changes at once cannot undo each other."""
     if isinstance(change, Unset):
         return {}
@@ -35,6 +36,42 @@ def changed_limits_to_row(change: Limits | Mapping[str, int | None] | Unset) -> 
             raise InvalidValue(f"limits.{name} is not a limit", param=f"limits.{name}")
     checked = limits_to_row(Limits(**change))
     return {_COLUMN_OF_LIMIT[name]: checked[_COLUMN_OF_LIMIT[name]] for name in change}
+
+
+def model_limits_from_row(row: RowMapping) -> dict[str, Limits]:
+    """Return the limits for single models in a row of `tenants` or `api_keys`."""
+    return {model: Limits(**limits) for model, limits in (row["model_limits"] or {}).items()}
+
+
+def model_limits_to_row(limits: ModelLimits) -> dict[str, dict[str, int]] | None:
+    """Return what the column `model_limits` stores: the limits that are set, None when none is."""
+    stored = {model: _set_limits(each) for model, each in limits.items()}
+    return {model: each for model, each in stored.items() if each} or None
+
+
+def check_model_limits(value: object) -> dict[str, Limits]:
+    """Return `value`, limits by the name of a model. Raises InvalidValue naming `model_limits.<model>.<limit>`."""
+    if not isinstance(value, Mapping) or len(value) > MODELS_LIMITED_MAX:
+        raise InvalidValue(f"model_limits must map at most {MODELS_LIMITED_MAX} models to limits", param="model_limits")
+    return {check_name(model, "model_limits"): _limits_of(model, limits) for model, limits in value.items()}
+
+
+def _limits_of(model: str, value: object) -> Limits:
+    if isinstance(value, Limits):
+        return value
+    param = f"model_limits.{model}"
+    if not isinstance(value, Mapping):
+        raise InvalidValue(f"{param} must be an object of limits", param=param)
+    for name, limit in value.items():
+        if name not in _COLUMN_OF_LIMIT:
+            raise InvalidValue(f"{param}.{name} is not a limit", param=f"{param}.{name}")
+        if limit is not None:
+            check_whole(limit, f"{param}.{name}", 0, LIMIT_MAX)
+    return Limits(**value)
+
+
+def _set_limits(limits: Limits) -> dict[str, int]:
+    return {name: value for name in LIMIT_NAMES if (value := getattr(limits, name)) is not None}
 
 
 def tenant_from_row(row: RowMapping) -> Tenant:
@@ -49,6 +86,12 @@ def tenant_from_row(row: RowMapping) -> Tenant:
         suspended=row["suspended"],
         archived=row["archived_at"] is not None,
         created_at=row["created_at"],
+        model_limits=model_limits_from_row(row),
+        limit_mode=row["limit_mode"],
+        cut_at_budget=row["cut_at_budget"],
+        currency=row["currency"],
+        billing=row["billing"],
+        alert_percents=_optional_tuple(row["alert_percents"]),
     )
 
 
@@ -67,13 +110,16 @@ def key_from_row(row: RowMapping) -> ApiKey:
         revoked_at=row["revoked_at"],
         last_used_at=row["last_used_at"],
         created_at=row["created_at"],
+        model_limits=model_limits_from_row(row),
+        limit_mode=row["limit_mode"],
+        replaced_by=row["replaced_by"],
     )
 
 
-def list_column(value: tuple[str, ...] | None) -> list[str] | None:
+def list_column(value: Sequence[T] | None) -> list[T] | None:
     """Return what a JSON column stores for an optional list."""
     return None if value is None else list(value)
 
 
-def _optional_tuple(value: Any) -> tuple[str, ...] | None:
+def _optional_tuple(value: Sequence[T] | None) -> tuple[T, ...] | None:
     return None if value is None else tuple(value)

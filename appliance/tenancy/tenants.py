@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from sqlalchemy import ColumnElement, insert, select, update
+from sqlalchemy import ColumnElement, exists, insert, or_, select, update
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.ext.asyncio import AsyncConnection
 
@@ -12,11 +13,32 @@ from appliance.base.clock import Clock
 from appliance.base.db import Database
 from appliance.base.errors import InvalidValue, NameTaken, NotFound
 from appliance.base.ids import new_id
-from appliance.base.tables import tenants
-from appliance.tenancy.fields import TIERS, WEIGHT_MAX, Unset, check_choice, check_name, check_names, check_whole
+from appliance.base.tables import tenants, usage_events
+from appliance.tenancy.access import WHOLE_BOX, Access
+from appliance.tenancy.fields import (
+    LIMIT_MODES,
+    TIERS,
+    WEIGHT_MAX,
+    Unset,
+    check_alert_percents,
+    check_billing,
+    check_choice,
+    check_currency,
+    check_flag,
+    check_name,
+    check_names,
+    check_whole,
+)
 from appliance.tenancy.pages import PAGE_ROWS_DEFAULT, Page, check_limit, decode_cursor, page_of
-from appliance.tenancy.principals import Limits, Tenant, TenantChanges
-from appliance.tenancy.rows import changed_limits_to_row, limits_to_row, list_column, tenant_from_row
+from appliance.tenancy.principals import Limits, ModelLimitChanges, Tenant, TenantChanges
+from appliance.tenancy.rows import (
+    changed_limits_to_row,
+    check_model_limits,
+    limits_to_row,
+    list_column,
+    model_limits_to_row,
+    tenant_from_row,
+)
 
 
 class Tenants:
@@ -33,7 +55,14 @@ class Tenants:
         tier: str = "standard",
         weight: int = 1,
         limits: Limits | None = None,
-        allowed_models: tuple[str, ...] | list[str] | None = None,
+        allowed_models: Sequence[str] | None = None,
+        model_limits: ModelLimitChanges | None = None,
+        limit_mode: str = "enforce",
+        cut_at_budget: bool = False,
+        currency: str | None = None,
+        billing: Mapping[str, str | None] | None = None,
+        alert_percents: Sequence[int] | None = None,
+        suspended: bool = False,
     ) -> Tenant:
         """Return the new tenant. Raises NameTaken (also when an archived tenant has the name) and InvalidValue."""
         tenant = Tenant(
@@ -43,9 +72,15 @@ class Tenants:
             weight=check_whole(weight, "weight", 1, WEIGHT_MAX),
             limits=limits or Limits(),
             allowed_models=None if allowed_models is None else check_names(allowed_models, "allowed_models"),
-            suspended=False,
+            suspended=check_flag(suspended, "suspended"),
             archived=False,
             created_at=self._clock.now(),
+            model_limits=check_model_limits(model_limits or {}),
+            limit_mode=check_choice(limit_mode, "limit_mode", LIMIT_MODES),
+            cut_at_budget=check_flag(cut_at_budget, "cut_at_budget"),
+            currency=None if currency is None else check_currency(currency),
+            billing=None if billing is None else check_billing(billing),
+            alert_percents=None if alert_percents is None else check_alert_percents(alert_percents),
         )
         try:
             async with self._db.writing() as connection:
@@ -67,10 +102,15 @@ class Tenants:
         return None if row is None else tenant_from_row(row)
 
     async def list(
-        self, limit: int = PAGE_ROWS_DEFAULT, cursor: str | None = None, *, include_archived: bool = False
+        self,
+        limit: int = PAGE_ROWS_DEFAULT,
+        cursor: str | None = None,
+        *,
+        include_archived: bool = False,
+        access: Access = WHOLE_BOX,
     ) -> Page[Tenant]:
-        """Return tenants in the order they were made."""
-        query = select(tenants).order_by(tenants.c.id).limit(check_limit(limit) + 1)
+        """Return the tenants that `access` shows, in the order they were made."""
+        query = access.narrow(select(tenants), tenants.c.id).order_by(tenants.c.id).limit(check_limit(limit) + 1)
         if cursor is not None:
             (last_id,) = decode_cursor("tenants", cursor, [str])
             query = query.where(tenants.c.id > last_id)
@@ -81,18 +121,24 @@ class Tenants:
         return page_of([tenant_from_row(row) for row in rows], limit, "tenants", lambda tenant: [tenant.id])
 
     async def update(self, tenant_id: str, changes: TenantChanges) -> Tenant:
-        """Return the tenant after `changes`. Raises NotFound, NameTaken, and InvalidValue (also for an archived tenant)."""
+        """Return the tenant after `changes`.
+
+        Raises NotFound, NameTaken, and InvalidValue (also for an archived tenant, and for another currency once it was billed).
+        """
         columns = _changed_columns(changes)
         try:
             async with self._db.writing() as connection:
                 if columns:
-                    await connection.execute(update(tenants).where(_unarchived(tenant_id)).values(**columns))
+                    statement = update(tenants).where(_unarchived(tenant_id), *_unbilled(tenant_id, columns))
+                    await connection.execute(statement.values(**columns))
                 tenant = await _get(connection, tenant_id)
         except IntegrityError as error:
             raise NameTaken("another tenant has this name", param="name") from error
         self._db.principals.bump()
         if tenant.archived:
             raise InvalidValue("an archived tenant cannot be changed", param="id")
+        if columns.get("currency", tenant.currency) != tenant.currency:
+            raise InvalidValue("the currency of a tenant is fixed by its first request", param="currency")
         return tenant
 
     async def archive(self, tenant_id: str) -> Tenant:
@@ -106,6 +152,14 @@ class Tenants:
 
 def _unarchived(tenant_id: str) -> ColumnElement[bool]:
     return (tenants.c.id == tenant_id) & tenants.c.archived_at.is_(None)
+
+
+def _unbilled(tenant_id: str, columns: Mapping[str, Any]) -> list[ColumnElement[bool]]:
+    """Return the condition of a change of currency: it stays as it is, or nothing was recorded in it."""
+    if "currency" not in columns:
+        return []
+    recorded = exists(select(usage_events.c.id).where(usage_events.c.tenant_id == tenant_id))
+    return [or_(tenants.c.currency.is_not_distinct_from(columns["currency"]), ~recorded)]
 
 
 async def _get(connection: AsyncConnection, tenant_id: str) -> Tenant:
@@ -122,24 +176,37 @@ def _columns(tenant: Tenant) -> dict[str, Any]:
         "weight": tenant.weight,
         "allowed_models": list_column(tenant.allowed_models),
         "suspended": tenant.suspended,
+        "model_limits": model_limits_to_row(tenant.model_limits),
+        "limit_mode": tenant.limit_mode,
+        "cut_at_budget": tenant.cut_at_budget,
+        "currency": tenant.currency,
+        "billing": None if tenant.billing is None else dict(tenant.billing),
+        "alert_percents": list_column(tenant.alert_percents),
         **limits_to_row(tenant.limits),
     }
 
 
 def _changed_columns(changes: TenantChanges) -> dict[str, Any]:
     """Return the checked columns that `changes` names."""
-    columns: dict[str, Any] = {**changed_limits_to_row(changes.limits)}
-    if not isinstance(changes.name, Unset):
-        columns["name"] = check_name(changes.name)
-    if not isinstance(changes.tier, Unset):
-        columns["tier"] = check_choice(changes.tier, "tier", TIERS)
-    if not isinstance(changes.weight, Unset):
-        columns["weight"] = check_whole(changes.weight, "weight", 1, WEIGHT_MAX)
-    if not isinstance(changes.allowed_models, Unset):
-        models = changes.allowed_models
-        columns["allowed_models"] = None if models is None else list_column(check_names(models, "allowed_models"))
-    if not isinstance(changes.suspended, Unset):
-        if not isinstance(changes.suspended, bool):
-            raise InvalidValue("suspended must be true or false", param="suspended")
-        columns["suspended"] = changes.suspended
-    return columns
+    named = {name: value for name in _CHECKS if not isinstance(value := getattr(changes, name), Unset)}
+    return {**changed_limits_to_row(changes.limits), **{name: _CHECKS[name](value) for name, value in named.items()}}
+
+
+def _or_none(check: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    return lambda value: None if value is None else check(value)
+
+
+# What a change of each column is checked by; the result is what the column stores.
+_CHECKS: dict[str, Callable[[Any], Any]] = {
+    "name": check_name,
+    "tier": lambda value: check_choice(value, "tier", TIERS),
+    "weight": lambda value: check_whole(value, "weight", 1, WEIGHT_MAX),
+    "model_limits": _or_none(lambda value: model_limits_to_row(check_model_limits(value))),
+    "limit_mode": lambda value: check_choice(value, "limit_mode", LIMIT_MODES),
+    "cut_at_budget": lambda value: check_flag(value, "cut_at_budget"),
+    "currency": _or_none(check_currency),
+    "billing": _or_none(check_billing),
+    "alert_percents": _or_none(lambda value: list(check_alert_percents(value))),
+    "allowed_models": _or_none(lambda value: list(check_names(value, "allowed_models"))),
+    "suspended": lambda value: check_flag(value, "suspended"),
+}

@@ -12,7 +12,7 @@ from appliance.base.errors import InvalidApiKey, InvalidCredentials, InvalidValu
 from appliance.base.tables import admin_tokens, members, sessions
 from appliance.tenancy.admin_tokens import AdminTokens
 from appliance.tenancy.members import Members
-from appliance.tenancy.roles import ALLOWED, Action, Role, may, require
+from appliance.tenancy.roles import ALLOWED, ALLOWED_IN_TENANT, Action, Role, TenantRole, may, require
 from appliance.tenancy.sessions import Sessions
 from tests.support.cast import ALICE_PASSWORD, Cast, quick_hasher
 from tests.support.clock import FakeClock
@@ -209,11 +209,19 @@ async def test_the_operators_own_token_is_made_once(tokens: AdminTokens) -> None
 
 
 def test_the_roles_form_a_table() -> None:
+    reads = {"read", "invoices", "audit", "read_box"}
+    tenant_writes = {"keys", "abort", "tenant_members", "webhooks"}
     assert {role: {action.value for action in actions} for role, actions in ALLOWED.items()} == {
-        Role.OWNER: {"read", "write", "billing", "members"},
-        Role.ADMIN: {"read", "write", "billing"},
-        Role.BILLING: {"read", "billing"},
-        Role.VIEWER: {"read"},
+        Role.OWNER: reads | tenant_writes | {"write", "billing", "members"},
+        Role.ADMIN: reads | tenant_writes | {"write", "billing"},
+        Role.BILLING: reads | {"billing"},
+        Role.VIEWER: reads,
+        Role.MEMBER: set(),
+    }
+    assert {role: {action.value for action in actions} for role, actions in ALLOWED_IN_TENANT.items()} == {
+        TenantRole.MANAGER: {"read", "invoices", "audit"} | tenant_writes,
+        TenantRole.DEVELOPER: {"read", "keys", "abort"},
+        TenantRole.VIEWER: {"read"},
     }
     assert may("billing", Action.BILLING)
     with pytest.raises(RoleNotAllowed, match="viewer"):
