@@ -5,7 +5,7 @@ GatehouseError
 ├── Unauthenticated 401 ─── InvalidApiKey, ExpiredApiKey, InvalidCredentials
 ├── Forbidden 403 ─── ModelNotAllowed, AddressNotAllowed, TenantSuspended, ScopeNotAllowed, RoleNotAllowed
 ├── Missing 404 ─── ModelNotFound, NotFound
-├── Conflict 409 ─── NameTaken
+├── Conflict 409 ─── NameTaken, InvoiceClosed, MonthNotOver, MonthOutOfOrder, CurrenciesMixed
 ├── RequestTooLarge 413
 ├── Refused 429 ─── RateLimitExceeded, RequestExceedsLimit, BudgetExceeded
 └── ServerError 5xx ─── InternalError 500, EngineUnavailable, ModelLoading, Overloaded, Draining, RequestAborted,
@@ -162,6 +162,30 @@ class NameTaken(Conflict):
     """Another tenant or member has this name or address."""
 
     code = "name_taken"
+
+
+class InvoiceClosed(Conflict):
+    """The invoice, or the month, is closed and never changes; what comes later is on the next one."""
+
+    code = "invoice_closed"
+
+
+class MonthNotOver(Conflict):
+    """The month can be drafted and not yet closed."""
+
+    code = "month_not_over"
+
+
+class MonthOutOfOrder(Conflict):
+    """A tenant's months are closed in order: an earlier one with usage is still open, or a later one is closed already."""
+
+    code = "month_out_of_order"
+
+
+class CurrenciesMixed(Conflict):
+    """The month has costs in more than one currency, which have no sum."""
+
+    code = "currencies_mixed"
 
 
 class RequestTooLarge(GatehouseError):
