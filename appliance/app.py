@@ -46,6 +46,7 @@ from appliance.telemetry.gpu import GpuProbe
 from appliance.telemetry.host import HostProbe
 from appliance.telemetry.metrics import Metrics
 from appliance.tenancy.admin_tokens import AdminTokens
+from appliance.tenancy.audit import AuditLog
 from appliance.tenancy.bootstrap import FirstStart, bootstrap
 from appliance.tenancy.first_login import note_shown
 from appliance.tenancy.keys import Keys
@@ -167,6 +168,7 @@ class Appliance:
             members=Members(db, clock),
             sessions=Sessions(db, clock, idle_s=settings.session_idle_s, absolute_s=settings.session_absolute_s),
             admin_tokens=AdminTokens(db, clock),
+            audit=AuditLog(db, clock),
             admission=admission,
             ledger=ledger,
             prices=prices,

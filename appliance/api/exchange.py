@@ -5,6 +5,7 @@ The wrapper sits around the whole application, so that answers of unknown paths 
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from litestar.enums import ScopeType
 from litestar.types import ASGIApp, Message, Receive, Scope, Send
 
 from appliance.api.error_responses import encode_error
+from appliance.base.acting import SYSTEM, acting
 from appliance.base.errors import GatehouseError, InternalError, InvalidValue
 from appliance.base.ids import new_id
 
@@ -60,7 +62,10 @@ class ExchangeWrapper:
             return
         exchange = Exchange(request_id=new_id("req"), started_s=time.perf_counter())
         scope["state"]["exchange"] = exchange
-        with structlog.contextvars.bound_contextvars(request_id=exchange.request_id):
+        # Nobody acts until somebody is known; whoever is known then keeps the request and the address.
+        client = scope.get("client")
+        actor = dataclasses.replace(SYSTEM, request_id=exchange.request_id, address=client[0] if client else None)
+        with structlog.contextvars.bound_contextvars(request_id=exchange.request_id), acting(actor):
             await self._serve(exchange, scope, receive, send)
 
     async def _serve(self, exchange: Exchange, scope: Scope, receive: Receive, send: Send) -> None:

@@ -117,8 +117,11 @@ def _password(from_stdin: bool) -> tuple[bool, str]:
 def _on_database(settings: Settings, work: Callable[[Database], Awaitable[T]]) -> T:
     """Run `work` on the database, which must have its tables already."""
     from appliance.base import db
+    from appliance.base.acting import act_as
+    from appliance.cli.operator import operator
 
     async def go() -> T:
+        act_as(operator())
         database = db.Database.open(settings.database_url)
         try:
             return await work(database)

@@ -17,7 +17,7 @@ def build() -> typer.Typer:
     """Return the whole command. Imports happen here, so that `gatehouse version` costs nothing."""
     import typer
 
-    from appliance.cli import admin, database, doctor, keys, models, serve, simulate, tenants, usage, version
+    from appliance.cli import admin, audit, database, doctor, keys, models, serve, simulate, tenants, usage, version
 
     app = typer.Typer(
         name="gatehouse",
@@ -36,6 +36,7 @@ def build() -> typer.Typer:
     app.command("simulate")(simulate.simulate)
     app.add_typer(database.app, name="db")
     app.add_typer(admin.app, name="admin")
+    app.add_typer(audit.app, name="audit")
     app.command("version")(version.version)
     return app
 

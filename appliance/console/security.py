@@ -6,6 +6,7 @@ Knows no page.
 
 from __future__ import annotations
 
+import dataclasses
 import hmac
 import string
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,7 @@ from litestar.handlers import BaseRouteHandler
 from litestar.middleware import ASGIMiddleware
 from litestar.types import ASGIApp, Guard, Message, Receive, Scope, Send
 
+from appliance.base.acting import act_as, current_actor
 from appliance.base.errors import Forbidden, InvalidValue, Unauthenticated
 from appliance.tenancy.roles import Action, may, require
 
@@ -118,8 +120,12 @@ def session_guard(services: Services) -> Guard:
         if connection.scope.get("method") not in SAFE_METHODS:
             require_own_origin(connection)
         token = session_token(connection, services)
-        connection.state["session"] = await services.sessions.resolve(token) if token else None
-        if connection.state["session"] is None and not handler.opt.get("public"):
+        session = await services.sessions.resolve(token) if token else None
+        connection.state["session"] = session
+        if session is not None:
+            member = session.member
+            act_as(dataclasses.replace(current_actor(), kind="member", id=member.id, name=member.email))
+        elif not handler.opt.get("public"):
             raise Unauthenticated("Sign in first.")
 
     return guard

@@ -16,6 +16,7 @@ from appliance.base.errors import InvalidValue
 from appliance.base.ids import new_id
 from appliance.base.money import BASIS_POINTS, PERCENT_MAX, PRICE_MICROS_MAX, cost_picos, discounted
 from appliance.base.tables import prices
+from appliance.tenancy.audit import facts_of, record
 from appliance.tenancy.fields import check_name, check_whole
 from appliance.tenancy.pages import PAGE_ROWS_DEFAULT, Page, check_limit, decode_cursor, page_of
 
@@ -175,6 +176,7 @@ class PriceBook:
                         f"{price.model} has a price already; a new one cannot begin in the past", param="effective_from"
                     )
                 await connection.execute(insert(prices).values(**_columns(price)))
+                await record(connection, self._clock, "price.create", "price", price.id, after=facts_of(price))
         except IntegrityError as error:
             moment = rfc3339(price.effective_from)
             raise InvalidValue(f"{price.model} has a price from {moment} already", param="effective_from") from error

@@ -25,6 +25,7 @@ from appliance.metering.ledger_rows import (
     settle_event_parameters,
 )
 from appliance.metering.records import Usage, UsageEvent
+from appliance.tenancy.audit import record
 
 EVENTS_PER_TRANSACTION = 500
 CAUSE = "gateway_died"
@@ -69,6 +70,8 @@ async def recover(db: Database, clock: Clock, current_epoch: str) -> int:
     while True:
         async with db.writing() as connection:
             count = await _recover_some(connection, current_epoch, clock.now())
+            if count:
+                await record(connection, clock, "ledger.recover", "epoch", current_epoch, after={"events": count})
         total += count
         if count < EVENTS_PER_TRANSACTION:
             return total

@@ -19,6 +19,7 @@ from appliance.serving.readiness import Readiness
 from appliance.telemetry.events import SystemSampler
 from appliance.telemetry.metrics import Metrics
 from appliance.tenancy.admin_tokens import AdminTokens
+from appliance.tenancy.audit import AuditLog
 from appliance.tenancy.keys import Keys
 from appliance.tenancy.members import Members
 from appliance.tenancy.sessions import Sessions
@@ -41,6 +42,7 @@ class Services:
     members: Members
     sessions: Sessions
     admin_tokens: AdminTokens
+    audit: AuditLog
     admission: Admission
     ledger: Ledger
     prices: PriceBook

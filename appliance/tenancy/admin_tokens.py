@@ -13,6 +13,7 @@ from appliance.base.db import Database
 from appliance.base.errors import InvalidApiKey, NotFound
 from appliance.base.ids import new_id
 from appliance.base.tables import admin_tokens
+from appliance.tenancy.audit import facts_of, record
 from appliance.tenancy.fields import check_name
 from appliance.tenancy.pages import PAGE_ROWS_DEFAULT, Page, check_limit, decode_cursor, page_of
 from appliance.tenancy.roles import Role, check_token_role
@@ -65,13 +66,17 @@ class AdminTokens:
 
     async def revoke(self, token_id: str) -> AdminToken:
         """Return the token, refused from now on. Raises NotFound; idempotent."""
+        now = self._clock.now()
         async with self._db.writing() as connection:
-            await connection.execute(
+            revoked = await connection.execute(
                 update(admin_tokens)
                 .where(admin_tokens.c.id == token_id, admin_tokens.c.revoked_at.is_(None))
-                .values(revoked_at=self._clock.now())
+                .values(revoked_at=now)
             )
             row = (await connection.execute(select(admin_tokens).where(admin_tokens.c.id == token_id))).mappings().first()
+            if revoked.rowcount:
+                was, is_now = {"revoked_at": None}, {"revoked_at": now}
+                await record(connection, self._clock, "token.revoke", "token", token_id, before=was, after=is_now)
         if row is None:
             raise NotFound("no such administrator token", param="token_id")
         return _from_row(row)
@@ -100,6 +105,7 @@ class AdminTokens:
         row = {"id": token.id, "name": token.name, "role": token.role.value, "created_at": token.created_at}
         async with self._db.writing() as connection:
             await connection.execute(insert(admin_tokens).values(digest=plain_digest(secret), **row))
+            await record(connection, self._clock, "token.create", "token", token.id, after=facts_of(token))
         return token
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
-from sqlalchemy import ColumnElement, RowMapping, Select, insert, select, update
+from sqlalchemy import ColumnElement, RowMapping, insert, select, update
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.exc import OperationalError
 from sqlalchemy.ext.asyncio import AsyncConnection
@@ -21,8 +21,10 @@ from appliance.base.acting import current_actor
 from appliance.base.clock import Clock
 from appliance.base.db import Database
 from appliance.base.tables import audit_head, audit_log
+from appliance.tenancy.access import WHOLE_BOX, Access
 from appliance.tenancy.audit_chain import FIRST_HASH, AuditEntry, ChainWalk, Head, Verdict, canonical, changed, hash_of
 from appliance.tenancy.pages import PAGE_ROWS_DEFAULT, Page, check_limit, decode_cursor, page_of
+from appliance.tenancy.roles import Action
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -36,7 +38,8 @@ _COLUMNS = tuple(field.name for field in dataclasses.fields(AuditEntry))
 
 def facts_of(value: DataclassInstance, *leave_out: str) -> dict[str, Any]:
     """Return the fields of a value as `before` or `after` of an entry, without those to leave out."""
-    return {name: fact for name, fact in dataclasses.asdict(value).items() if name not in leave_out}
+    names = [field.name for field in dataclasses.fields(value) if field.name not in leave_out]
+    return {name: _fact(getattr(value, name)) for name in names}
 
 
 async def record(
@@ -94,25 +97,28 @@ class AuditFilter:
 
 
 class AuditLog:
-    """The log as it is read. What it returns is narrowed by whoever asks to the tenants that may be seen."""
+    """The log as it is read, whole or one page of it."""
 
-    def __init__(self, db: Database) -> None:
+    def __init__(self, db: Database, clock: Clock) -> None:
         self._db = db
+        self._clock = clock
+
+    async def note(self, action: str, target_kind: str, target_id: str, *, tenant_id: str | None = None) -> None:
+        """Write an entry of its own, for what changes no row of this database at that moment."""
+        async with self._db.writing() as connection:
+            await record(connection, self._clock, action, target_kind, target_id, tenant_id=tenant_id)
 
     async def page(
         self,
         limit: int = PAGE_ROWS_DEFAULT,
         cursor: str | None = None,
         filters: AuditFilter | None = None,
-        narrow: Callable[[Select[Any], ColumnElement[Any]], Select[Any]] | None = None,
+        *,
+        access: Access = WHOLE_BOX,
     ) -> Page[AuditEntry]:
-        """Return entries, the newest first. Raises InvalidValue for a bad cursor.
-
-        `narrow` adds to the query which tenants its reader may see; entries of the box have no tenant.
-        """
+        """Return entries that `access` may see, the newest first; those of the box have no tenant. Raises InvalidValue."""
         query = select(audit_log).where(*_conditions(filters or AuditFilter())).order_by(audit_log.c.id.desc())
-        if narrow is not None:
-            query = narrow(query, audit_log.c.tenant_id)
+        query = access.narrow(query, audit_log.c.tenant_id, Action.AUDIT)
         if cursor is not None:
             (last_id,) = decode_cursor("audit", cursor, [int])
             query = query.where(audit_log.c.id < last_id)
@@ -176,6 +182,15 @@ async def _lock_head(connection: AsyncConnection) -> tuple[int, str]:
         await connection.execute(first.on_conflict_do_nothing())
         row = (await connection.execute(step)).one()
     return row.entries, row.hash
+
+
+def _fact(value: Any) -> Any:
+    """Return values inside values as dictionaries, which JSON has a form for."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return facts_of(value)
+    if isinstance(value, Mapping):
+        return {name: _fact(item) for name, item in value.items()}
+    return list(value) if isinstance(value, tuple) else value
 
 
 def _differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -72,6 +72,11 @@ def canonical(value: object) -> str:
     return text.encode("utf-8", "backslashreplace").decode()
 
 
+def rfc3339_micros(moment: datetime) -> str:
+    """Return `moment` as it is hashed: RFC 3339 in UTC with microseconds and a `Z`."""
+    return moment.astimezone(UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
+
+
 def hash_of(columns: Mapping[str, Any], previous_hash: str) -> str:
     """Return the hash of an entry whose columns are these; `hash` and `previous_hash` among them do not count."""
     content = {name: value for name, value in columns.items() if name not in ("hash", "previous_hash")}
@@ -153,7 +158,7 @@ def _missing(first: int, last: int, one: str, many: str) -> str:
 
 def _plain(value: object) -> object:
     if isinstance(value, datetime):
-        return value.astimezone(UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
+        return rfc3339_micros(value)
     if isinstance(value, date):
         return value.isoformat()
     if isinstance(value, Mapping):

@@ -19,6 +19,7 @@ from appliance.base.errors import AddressNotAllowed, ExpiredApiKey, InvalidApiKe
 from appliance.base.ids import new_id
 from appliance.base.tables import api_keys, tenants
 from appliance.tenancy.access import WHOLE_BOX, Access
+from appliance.tenancy.audit import facts_of, record
 from appliance.tenancy.fields import (
     DEFAULT_SCOPES,
     LIMIT_MODES,
@@ -101,6 +102,7 @@ class Keys:
         async with self._db.writing() as connection:
             await _check_tenant(connection, tenant_id)
             await self._insert(connection, key, secret)
+            await self._record(connection, "key.create", None, key)
         self._db.principals.bump()
         return key, secret
 
@@ -136,9 +138,11 @@ class Keys:
         columns = self._changed_columns(changes)
         retired = [api_keys.c.replaced_by.is_(None)] if "expires_at" in columns else []
         async with self._db.writing() as connection:
+            before = await _get(connection, key_id, lock=True)
             if columns:
                 await connection.execute(update(api_keys).where(_unrevoked(key_id), *retired).values(**columns))
             key = await _get(connection, key_id)
+            await self._record(connection, "key.update", before, key)
         self._db.principals.bump()
         if key.revoked_at is not None:
             raise InvalidValue("a revoked key cannot be changed", param="id")
@@ -151,8 +155,10 @@ class Keys:
     async def revoke(self, key_id: str) -> ApiKey:
         """Return the key, refused from now on. Raises NotFound; idempotent."""
         async with self._db.writing() as connection:
+            before = await _get(connection, key_id, lock=True)
             await _revoke(connection, key_id, self._clock.now())
             key = await _get(connection, key_id)
+            await self._record(connection, "key.revoke", before, key)
         self._db.principals.bump()
         return key
 
@@ -165,12 +171,14 @@ class Keys:
         prefix, secret = new_api_key()
         now = self._clock.now()
         async with self._db.writing() as connection:
-            current = await _get(connection, key_id)
+            current = await _get(connection, key_id, lock=True)
             await _check_tenant(connection, current.tenant_id)
             key = dataclasses.replace(current, id=new_id("key"), prefix=prefix, created_at=now, last_used_at=None)
             if not await _retire(connection, current, key.id, now, now + timedelta(seconds=grace_s)):
                 raise InvalidValue(_why_not_rotated(current, now), param="id")
             await self._insert(connection, key, secret)
+            await self._record(connection, "key.rotate", current, await _get(connection, key_id))
+            await self._record(connection, "key.create", None, key)
         self._db.principals.bump()
         return key, secret
 
@@ -245,6 +253,12 @@ class Keys:
                 limit_mode=key.limit_mode,
                 **limits_to_row(key.limits),
             )
+        )
+
+    async def _record(self, connection: AsyncConnection, action: str, before: ApiKey | None, after: ApiKey) -> None:
+        facts = [None if key is None else facts_of(key, "last_used_at") for key in (before, after)]
+        await record(
+            connection, self._clock, action, "key", after.id, tenant_id=after.tenant_id, before=facts[0], after=facts[1]
         )
 
     def _check_expiry(self, expires_at: datetime | None) -> datetime | None:
@@ -323,8 +337,9 @@ def _unrevoked(key_id: str) -> ColumnElement[bool]:
     return (api_keys.c.id == key_id) & api_keys.c.revoked_at.is_(None)
 
 
-async def _get(connection: AsyncConnection, key_id: str) -> ApiKey:
-    row = (await connection.execute(select(api_keys).where(api_keys.c.id == key_id))).mappings().first()
+async def _get(connection: AsyncConnection, key_id: str, *, lock: bool = False) -> ApiKey:
+    query = select(api_keys).where(api_keys.c.id == key_id)
+    row = (await connection.execute(query.with_for_update() if lock else query)).mappings().first()
     if row is None:
         raise NotFound("no such key", param="key_id")
     return key_from_row(row)

@@ -15,6 +15,7 @@ from appliance.base.errors import InvalidValue, NameTaken, NotFound
 from appliance.base.ids import new_id
 from appliance.base.tables import tenants, usage_events
 from appliance.tenancy.access import WHOLE_BOX, Access
+from appliance.tenancy.audit import facts_of, record
 from appliance.tenancy.fields import (
     LIMIT_MODES,
     TIERS,
@@ -85,6 +86,7 @@ class Tenants:
         try:
             async with self._db.writing() as connection:
                 await connection.execute(insert(tenants).values(id=tenant.id, created_at=tenant.created_at, **_columns(tenant)))
+                await self._record(connection, "tenant.create", None, tenant)
         except IntegrityError as error:
             raise NameTaken(f"there is a tenant named {tenant.name!r} already", param="name") from error
         self._db.principals.bump()
@@ -128,10 +130,12 @@ class Tenants:
         columns = _changed_columns(changes)
         try:
             async with self._db.writing() as connection:
+                before = await _get(connection, tenant_id, lock=True)
                 if columns:
                     statement = update(tenants).where(_unarchived(tenant_id), *_unbilled(tenant_id, columns))
                     await connection.execute(statement.values(**columns))
                 tenant = await _get(connection, tenant_id)
+                await self._record(connection, "tenant.update", before, tenant)
         except IntegrityError as error:
             raise NameTaken("another tenant has this name", param="name") from error
         self._db.principals.bump()
@@ -144,10 +148,16 @@ class Tenants:
     async def archive(self, tenant_id: str) -> Tenant:
         """Return the tenant, archived: its keys are refused from now on, its records stay. Raises NotFound; idempotent."""
         async with self._db.writing() as connection:
+            before = await _get(connection, tenant_id, lock=True)
             await connection.execute(update(tenants).where(_unarchived(tenant_id)).values(archived_at=self._clock.now()))
             tenant = await _get(connection, tenant_id)
+            await self._record(connection, "tenant.archive", before, tenant)
         self._db.principals.bump()
         return tenant
+
+    async def _record(self, connection: AsyncConnection, action: str, before: Tenant | None, after: Tenant) -> None:
+        was = None if before is None else facts_of(before)
+        await record(connection, self._clock, action, "tenant", after.id, tenant_id=after.id, before=was, after=facts_of(after))
 
 
 def _unarchived(tenant_id: str) -> ColumnElement[bool]:
@@ -162,8 +172,9 @@ def _unbilled(tenant_id: str, columns: Mapping[str, Any]) -> list[ColumnElement[
     return [or_(tenants.c.currency.is_not_distinct_from(columns["currency"]), ~recorded)]
 
 
-async def _get(connection: AsyncConnection, tenant_id: str) -> Tenant:
-    row = (await connection.execute(select(tenants).where(tenants.c.id == tenant_id))).mappings().first()
+async def _get(connection: AsyncConnection, tenant_id: str, *, lock: bool = False) -> Tenant:
+    query = select(tenants).where(tenants.c.id == tenant_id)
+    row = (await connection.execute(query.with_for_update() if lock else query)).mappings().first()
     if row is None:
         raise NotFound("no such tenant", param="tenant_id")
     return tenant_from_row(row)

@@ -32,6 +32,7 @@ from appliance.telemetry.events import DatabaseReading, EngineReading, ProcessRe
 from appliance.telemetry.gpu import NO_GPU, GpuReading
 from appliance.telemetry.host import HostReading
 from appliance.tenancy.admin_tokens import AdminTokens
+from appliance.tenancy.audit import AuditLog
 from appliance.tenancy.keys import Keys
 from appliance.tenancy.members import Members
 from appliance.tenancy.sessions import Sessions
@@ -296,6 +297,7 @@ def _services(
         "members": Members(database, clock, hasher=quick_hasher()),
         "sessions": Sessions(database, clock),
         "admin_tokens": AdminTokens(database, clock),
+        "audit": AuditLog(database, clock),
         "admission": Admission(clock, LedgerSums(database)),
         "ledger": Ledger(database, clock, people.epoch_id),
         "prices": PriceBook(database, clock),

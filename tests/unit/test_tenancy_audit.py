@@ -32,7 +32,7 @@ async def _write(database: Database, clock: FakeClock, count: int = 1, *, action
 
 
 async def _entries(database: Database) -> list[AuditEntry]:
-    return (await AuditLog(database).page(1000)).data[::-1]
+    return (await AuditLog(database, FakeClock()).page(1000)).data[::-1]
 
 
 async def test_an_entry_says_who_did_what_to_what_from_where(database: Database, clock: FakeClock) -> None:
@@ -72,7 +72,7 @@ async def test_an_entry_of_a_transaction_that_fails_was_never_written(database: 
         await fail_after_recording()
     await _write(database, clock)
     assert [entry.id for entry in await _entries(database)] == [1, 2]
-    assert (await AuditLog(database).verify()).fault is None
+    assert (await AuditLog(database, clock).verify()).fault is None
 
 
 async def test_secrets_are_noted_as_changed_and_never_written(database: Database, clock: FakeClock) -> None:
@@ -94,7 +94,7 @@ async def test_text_from_outside_fits_its_column_and_cannot_break_a_line(databas
     assert (len(entry.actor_name), entry.actor_name[:4]) == (320, "abcx")
     assert (len(entry.address or ""), len(entry.request_id or ""), entry.target_id) == (64, 40, "t" * 200)
     assert entry.after == '{"note":"\\ud800\\u0000"}'
-    assert (await AuditLog(database).verify()).fault is None
+    assert (await AuditLog(database, clock).verify()).fault is None
 
 
 def test_canonical_json_has_one_form() -> None:
@@ -112,7 +112,7 @@ async def test_many_writers_at_once_make_one_chain(database_url: str, clock: Fak
     """Two databases opened apart, as two processes are: a lock inside one of them would not be enough."""
     opened = [Database.open(database_url), Database.open(database_url)]
     await asyncio.gather(*(_write(one, clock, 15) for one in opened for _ in range(4)))
-    verdict = await AuditLog(opened[0]).verify()
+    verdict = await AuditLog(opened[0], clock).verify()
     entries = await _entries(opened[1])
     for one in opened:
         await one.close()
@@ -136,11 +136,11 @@ async def test_an_untouched_log_is_whole_also_when_it_is_empty(
     database: Database, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(audit, "BATCH_ROWS", 4)
-    assert await AuditLog(database).verify() == Verdict(entries=0, hash=FIRST_HASH, fault=None)
+    assert await AuditLog(database, clock).verify() == Verdict(entries=0, hash=FIRST_HASH, fault=None)
     for entries in (3, 4, 8, 9):
         await _write(database, clock, entries - len(await _entries(database)))
         seen: list[float] = []
-        verdict = await AuditLog(database).verify(on_progress=seen.append)
+        verdict = await AuditLog(database, clock).verify(on_progress=seen.append)
         assert (verdict.fault, verdict.entries) == (None, entries)
         assert seen == sorted(seen)
         assert seen[-1] == 1.0
@@ -165,7 +165,7 @@ async def test_whatever_was_done_to_the_log_shows_first_entry_first(database: Da
     statement, entry_id, kind, words = FORGED[name]
     await _write(database, clock, 6)
     await tamper(database, statement)
-    fault = (await AuditLog(database).verify()).fault
+    fault = (await AuditLog(database, clock).verify()).fault
     assert fault is not None
     assert (fault.entry_id, fault.kind) == (entry_id, kind)
     assert words in fault.text
@@ -180,7 +180,7 @@ async def test_an_entry_that_was_replaced_with_a_new_hash_shows_in_the_next(data
         database,
         f"UPDATE audit_log SET actor_name = 'mallory', hash = '{hash_of(forged, row['previous_hash'])}' WHERE id = 3",
     )
-    fault = (await AuditLog(database).verify()).fault
+    fault = (await AuditLog(database, clock).verify()).fault
     assert fault is not None
     assert (fault.entry_id, fault.kind) == (4, "replaced")
 
@@ -189,21 +189,21 @@ async def test_a_cut_end_shows_also_when_new_entries_follow(database: Database, 
     await _write(database, clock, 6)
     await tamper(database, "DELETE FROM audit_log WHERE id > 4")
     await _write(database, clock, 2)
-    fault = (await AuditLog(database).verify()).fault
+    fault = (await AuditLog(database, clock).verify()).fault
     assert fault is not None
     assert (fault.kind, fault.text) == ("removed", "entries 5 to 6 were removed")
 
 
 async def test_a_log_that_was_written_anew_lacks_the_hash_that_is_expected(database: Database, clock: FakeClock) -> None:
     await _write(database, clock, 3)
-    noted = (await AuditLog(database).verify()).hash
+    noted = (await AuditLog(database, clock).verify()).hash
     await _write(database, clock, 3)
-    assert (await AuditLog(database).verify(expect=noted)).fault is None
+    assert (await AuditLog(database, clock).verify(expect=noted)).fault is None
     await tamper(database, "DELETE FROM audit_log", "DELETE FROM audit_head")
     clock.advance(1)
     await _write(database, clock, 6)
-    assert (await AuditLog(database).verify()).fault is None
-    fault = (await AuditLog(database).verify(expect=noted)).fault
+    assert (await AuditLog(database, clock).verify()).fault is None
+    fault = (await AuditLog(database, clock).verify(expect=noted)).fault
     assert fault is not None
     assert fault.kind == "not_expected"
 
@@ -216,7 +216,7 @@ async def test_an_entry_that_cannot_even_be_read_is_a_changed_one(database: Data
         "UPDATE audit_log SET at = 'yesterday' WHERE id = 2",
     ):
         await tamper(database, statement)
-        fault = (await AuditLog(database).verify()).fault
+        fault = (await AuditLog(database, clock).verify()).fault
         assert fault is not None
         assert (fault.entry_id, fault.kind) == (3 if "id = 3" in statement else 2, "changed")
 
@@ -227,7 +227,7 @@ async def test_pages_are_newest_first_and_filtered(database: Database, clock: Fa
     clock.advance(60)
     with acting(ALICE):
         await _write(database, clock, 2, action="key.create")
-    log = AuditLog(database)
+    log = AuditLog(database, clock)
     first = await log.page(2)
     second = await log.page(2, first.next_cursor)
     assert [entry.id for entry in (*first.data, *second.data)] == [5, 4, 3, 2]

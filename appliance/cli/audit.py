@@ -1,0 +1,105 @@
+"""`gatehouse audit`: who changed what, and the proof that nobody changed that record since."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from appliance.cli import output
+from appliance.cli.failure import CommandFailed
+from appliance.cli.options import AsJson, DatabaseUrl, DataDir, settings_from
+
+if TYPE_CHECKING:
+    from appliance.base.settings import Settings
+    from appliance.tenancy.audit_chain import Verdict
+
+app = typer.Typer(help="The audit log: who changed what, and that the log is as it was written.", no_args_is_help=True)
+
+COLUMNS = ("id", "at", "actor", "action", "target", "tenant_id", "before", "after", "request_id", "address")
+HASH_CHARS = 64
+
+Moment = Annotated[str | None, typer.Option(metavar="TIME", help="As in 2027-01-31T00:00:00Z.", show_default=False)]
+
+
+@app.command("list")
+def list_entries(
+    actor: Annotated[str | None, typer.Option(help="An e-mail address, a token's name, or an id.", show_default=False)] = None,
+    action: Annotated[str | None, typer.Option(help="What was done, as in key.rotate.", show_default=False)] = None,
+    target: Annotated[str | None, typer.Option(metavar="ID", help="What it was done to.", show_default=False)] = None,
+    tenant: Annotated[str | None, typer.Option(metavar="ID", help="Entries of this tenant.", show_default=False)] = None,
+    start: Moment = None,
+    end: Moment = None,
+    limit: Annotated[int, typer.Option(min=1, help="How many entries at most.")] = 50,
+    as_json: AsJson = False,
+    data_dir: DataDir = None,
+    database: DatabaseUrl = None,
+) -> None:
+    """List entries, the newest first."""
+    from appliance.cli.connection import AdminClient, run
+
+    query = {"actor": actor, "action": action, "target": target, "tenant_id": tenant, "start": start, "end": end}
+
+    async def work(client: AdminClient) -> list[dict[str, Any]]:
+        return await client.every("/audit", query=query, at_most=limit)
+
+    rows = run(settings_from(data_dir, database), work)
+    if as_json:
+        output.data({"data": rows})
+    else:
+        output.table([_line(row) for row in rows], COLUMNS, empty="No entries.")
+
+
+@app.command("verify")
+def verify(
+    expect: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HASH", help="A hash that an earlier verification printed: it must be there still.", show_default=False
+        ),
+    ] = None,
+    as_json: AsJson = False,
+    data_dir: DataDir = None,
+    database: DatabaseUrl = None,
+) -> None:
+    """Walk the chain of hashes on the database as it is now; it may be in use. Exit status 1 names the first wrong entry.
+
+    Note the printed hash somewhere else: with --expect it proves that the log was not written anew since.
+    """
+    if expect is not None and (len(expect) != HASH_CHARS or set(expect) - set("0123456789abcdef")):
+        raise CommandFailed(
+            "--expect takes the 64 hexadecimal digits that `gatehouse audit verify` prints", code="usage", status=2
+        )
+    verdict = asyncio.run(_verdict(settings_from(data_dir, database), expect, quiet=as_json))
+    fault = verdict.fault
+    if as_json:
+        wrong = None if fault is None else {"entry_id": str(fault.entry_id), "kind": fault.kind, "message": fault.text}
+        output.data({"ok": fault is None, "entries": verdict.entries, "hash": verdict.hash, "fault": wrong})
+    elif fault is None:
+        output.say(f"The audit log is whole: {verdict.entries} entries, the last with the hash {verdict.hash}.")
+    else:
+        output.failed(f"the audit log is not as it was written: {fault.text}", "audit_log", as_json=False)
+    if fault is not None:
+        raise typer.Exit(1)
+
+
+async def _verdict(settings: Settings, expect: str | None, *, quiet: bool) -> Verdict:
+    from appliance.base import db
+    from appliance.base.clock import SystemClock
+    from appliance.tenancy.audit import AuditLog
+
+    if await asyncio.to_thread(db.current_revision, settings.database_url) != db.head_revision():
+        raise CommandFailed("the database is not ready: start the appliance once, or run gatehouse db upgrade", code="database")
+    database = db.Database.open(settings.database_url)
+    try:
+        with output.progress("Verifying the audit log", quiet=quiet) as progress:
+            return await AuditLog(database, SystemClock()).verify(expect, progress)
+    finally:
+        await database.close()
+
+
+def _line(row: dict[str, Any]) -> dict[str, Any]:
+    """Return an entry as a line of a table."""
+    actor, target = row["actor"], row["target"]
+    return row | {"actor": f"{actor['kind']} {actor['name']}", "target": f"{target['kind']} {target['id']}"}
