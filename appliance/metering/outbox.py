@@ -1,0 +1,336 @@
+"""The table of what is to be told to the outside: written in the transaction of what it tells of, delivered at least once.
+
+    tell ──► pending ── attempt ──► delivered
+               ▲  │ └── attempt failed ──► pending, later          each arrow is one conditional UPDATE
+         retry │  └──── ATTEMPTS_MAX failed, webhook gone ──► failed
+
+An attempt is claimed by moving `next_attempt_at` behind its own end. Who dies between sending and noting it leaves a row that
+is sent again then, under the same id: receivers tell repetitions by it. Knows neither HTTP nor mail.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from typing import Any, Literal
+
+from sqlalchemy import ColumnElement, RowMapping, func, select, update
+from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from appliance.base.clock import Clock, rfc3339
+from appliance.base.db import Database, after_commit
+from appliance.base.errors import InvalidValue, NotFound, RateLimitExceeded
+from appliance.base.ids import new_id
+from appliance.base.tables import outbox, webhooks
+from appliance.tenancy import audit
+from appliance.tenancy.pages import PAGE_ROWS_DEFAULT, Page, check_limit, decode_cursor, page_of
+
+TENANT_EVENTS = ("budget.threshold", "tokens_per_day.threshold", "invoice.closed", "key.expiring")
+BOX_EVENTS = ("engine.down",)
+EVENTS = (*TENANT_EVENTS, *BOX_EVENTS)
+TEST_EVENT = "webhook.test"
+
+ATTEMPTS_MAX = 14
+RETRY_S_MIN = 10.0
+RETRY_S_MAX = 12 * 3600.0
+RETRY_FACTOR = 3.0  # with these four, the last attempt comes 2.9 days after the first on average
+LEASE_S = 120.0  # longer than any attempt may take
+TESTS_PER_HOUR_MAX = 10
+ERROR_CHARS_MAX = 500
+
+State = Literal["pending", "delivered", "failed"]
+STATES = ("pending", "delivered", "failed")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Delivery:
+    """One message to one webhook. `attempts` counts those that began; `last_error` is why the last failed one did."""
+
+    id: str
+    webhook_id: str
+    event: str
+    payload: dict[str, Any]
+    attempts: int
+    next_attempt_at: datetime | None
+    delivered_at: datetime | None
+    last_error: str | None
+    created_at: datetime
+
+    @property
+    def state(self) -> State:
+        """Return pending, delivered or failed (given up)."""
+        if self.delivered_at is not None:
+            return "delivered"
+        return "failed" if self.next_attempt_at is None else "pending"
+
+
+_FIELDS = tuple(field.name for field in dataclasses.fields(Delivery))
+
+
+async def tell(
+    connection: AsyncConnection,
+    now: datetime,
+    *,
+    event: str,
+    subject: str,
+    data: Mapping[str, Any],
+    tenant_id: str | None = None,
+) -> int:
+    """Write one message to each webhook that listens to `event`, and return how many are new.
+
+    Call it in the transaction of what happened. `subject` says what it happened to: the same event of the same subject is told
+    to a webhook once, whoever tells it. Without a tenant only the webhooks of the box hear it.
+    """
+    told = 0
+    for webhook_id in await _listening(connection, event, tenant_id):
+        told += await _put(connection, now, event, data, webhook_id, f"{event}:{subject}:{webhook_id}") is not None
+    return told
+
+
+async def _listening(connection: AsyncConnection, event: str, tenant_id: str | None) -> list[str]:
+    owner: ColumnElement[bool] = webhooks.c.tenant_id.is_(None)
+    if tenant_id is not None:
+        owner = owner | (webhooks.c.tenant_id == tenant_id)
+    query = select(webhooks.c.id, webhooks.c.events).where(owner, *_ready()).order_by(webhooks.c.id)
+    return [webhook_id for webhook_id, events in (await connection.execute(query)).all() if event in events]
+
+
+def _ready() -> tuple[ColumnElement[bool], ...]:
+    return webhooks.c.disabled_at.is_(None), webhooks.c.removed_at.is_(None)
+
+
+async def _put(
+    connection: AsyncConnection, now: datetime, event: str, data: Mapping[str, Any], webhook_id: str, dedupe_key: str
+) -> str | None:
+    """Return the id of the new message, None when the same was told before."""
+    dialect = sqlite if connection.dialect.name == "sqlite" else postgresql
+    message_id = new_id("msg")
+    statement = dialect.insert(outbox).values(
+        id=message_id,
+        webhook_id=webhook_id,
+        dedupe_key=dedupe_key,
+        event=event,
+        payload={"type": event, "timestamp": rfc3339(now), "data": dict(data)},
+        attempts=0,
+        next_attempt_at=now,
+        created_at=now,
+    )
+    done = await connection.execute(statement.on_conflict_do_nothing(index_elements=["dedupe_key"]))
+    if done.rowcount != 1:
+        return None
+    after_commit(connection, _wake)
+    return message_id
+
+
+def _wake(db: Database) -> None:
+    db.outbox_written.set()
+
+
+async def abandon(connection: AsyncConnection, webhook_id: str, reason: str) -> None:
+    """Give up what is pending for a webhook."""
+    await connection.execute(
+        update(outbox)
+        .where(outbox.c.webhook_id == webhook_id, outbox.c.delivered_at.is_(None), outbox.c.next_attempt_at.is_not(None))
+        .values(next_attempt_at=None, last_error=reason[:ERROR_CHARS_MAX])
+    )
+
+
+def retry_s(attempts: int, randomness: float) -> float | None:
+    """Return how long to wait after the failed attempt number `attempts`, None to give up.
+
+    The wait grows by RETRY_FACTOR from RETRY_S_MIN to RETRY_S_MAX; `randomness`, 0 to 1, spreads it from half to one and a
+    half, so that messages that failed together do not come together again.
+    """
+    if attempts >= ATTEMPTS_MAX:
+        return None
+    return min(RETRY_S_MIN * RETRY_FACTOR ** (attempts - 1), RETRY_S_MAX) * (0.5 + randomness)
+
+
+class Outbox:
+    """Messages to webhooks: what is due, how attempts ended, and what the administrators see of it."""
+
+    def __init__(self, db: Database, clock: Clock) -> None:
+        self._db = db
+        self._clock = clock
+
+    async def claim(self, count: int, busy: Collection[str] = ()) -> list[Delivery]:
+        """Claim and return the oldest due message of each of at most `count` webhooks that are not `busy`.
+
+        One message at a time to each webhook: a slow receiver holds up its own messages and nobody else's.
+        """
+        now = self._clock.now()
+        oldest = func.min(outbox.c.id)
+        query = (
+            select(oldest)
+            .join_from(outbox, webhooks, webhooks.c.id == outbox.c.webhook_id)
+            .where(outbox.c.next_attempt_at <= now, outbox.c.webhook_id.not_in(sorted(busy)), *_ready())
+            .group_by(outbox.c.webhook_id)
+            .order_by(func.min(outbox.c.next_attempt_at), oldest)
+            .limit(count)
+        )
+        async with self._db.reading() as connection:
+            due = (await connection.execute(query)).scalars().all()
+        if not due:
+            return []
+        async with self._db.writing() as connection:
+            claimed = [await self._claim_one(connection, message_id, now) for message_id in due]
+        return [delivery for delivery in claimed if delivery is not None]
+
+    @staticmethod
+    async def _claim_one(connection: AsyncConnection, message_id: str, now: datetime) -> Delivery | None:
+        statement = (
+            update(outbox)
+            .where(outbox.c.id == message_id, outbox.c.delivered_at.is_(None), outbox.c.next_attempt_at <= now)
+            .values(attempts=outbox.c.attempts + 1, next_attempt_at=now + timedelta(seconds=LEASE_S))
+            .returning(outbox)
+        )
+        row = (await connection.execute(statement)).mappings().first()
+        return None if row is None else _from_row(row)
+
+    async def delivered(self, delivery: Delivery) -> None:
+        """Note that the receiver has it."""
+        async with self._db.writing() as connection:
+            await connection.execute(
+                update(outbox)
+                .where(outbox.c.id == delivery.id, outbox.c.delivered_at.is_(None))
+                .values(delivered_at=self._clock.now(), next_attempt_at=None, last_error=None)
+            )
+
+    async def failed(self, delivery: Delivery, error: str, wait_s: float | None) -> None:
+        """Note why the claimed attempt failed and when to try again: None gives up. What was retried meanwhile stays so."""
+        next_attempt_at = None if wait_s is None else self._clock.now() + timedelta(seconds=wait_s)
+        async with self._db.writing() as connection:
+            await connection.execute(
+                update(outbox)
+                .where(outbox.c.id == delivery.id, outbox.c.delivered_at.is_(None))
+                .where(outbox.c.next_attempt_at == delivery.next_attempt_at)
+                .values(next_attempt_at=next_attempt_at, last_error=error[:ERROR_CHARS_MAX])
+            )
+
+    async def next_due_s(self) -> float | None:
+        """Return in how many seconds something is due, 0 when something is; None when nothing is pending."""
+        query = (
+            select(func.min(outbox.c.next_attempt_at))
+            .join_from(outbox, webhooks, webhooks.c.id == outbox.c.webhook_id)
+            .where(outbox.c.next_attempt_at.is_not(None), *_ready())
+        )
+        async with self._db.reading() as connection:
+            first: datetime | None = (await connection.execute(query)).scalar_one()
+        return None if first is None else max((first - self._clock.now()).total_seconds(), 0.0)
+
+    async def pending(self) -> int:
+        """Return how many messages are neither delivered nor given up."""
+        query = select(func.count()).select_from(outbox).where(outbox.c.next_attempt_at.is_not(None))
+        async with self._db.reading() as connection:
+            return int((await connection.execute(query)).scalar_one())
+
+    async def get(self, webhook_id: str, delivery_id: str) -> Delivery:
+        """Return one message of a webhook. Raises NotFound."""
+        async with self._db.reading() as connection:
+            return await _get(connection, webhook_id, delivery_id)
+
+    async def list(
+        self, webhook_id: str, limit: int = PAGE_ROWS_DEFAULT, cursor: str | None = None, *, state: str | None = None
+    ) -> Page[Delivery]:
+        """Return the messages of a webhook, the newest first."""
+        query = select(outbox).where(outbox.c.webhook_id == webhook_id, *_in_state(state)).order_by(outbox.c.id.desc())
+        if cursor is not None:
+            (last_id,) = decode_cursor("deliveries", cursor, [str])
+            query = query.where(outbox.c.id < last_id)
+        async with self._db.reading() as connection:
+            rows = (await connection.execute(query.limit(check_limit(limit) + 1))).mappings().all()
+        return page_of([_from_row(row) for row in rows], limit, "deliveries", lambda delivery: [delivery.id])
+
+    async def retry(self, webhook_id: str, delivery_id: str) -> Delivery:
+        """Send a message again from now on, as often as a new one, under its old id. Raises NotFound and InvalidValue."""
+        async with self._db.writing() as connection:
+            tenant_id = await _check_ready(connection, webhook_id)
+            before = await _get(connection, webhook_id, delivery_id)
+            await connection.execute(
+                update(outbox)
+                .where(outbox.c.id == delivery_id)
+                .values(attempts=0, next_attempt_at=self._clock.now(), delivered_at=None)
+            )
+            after = await _get(connection, webhook_id, delivery_id)
+            after_commit(connection, _wake)
+            facts = {"delivery": delivery_id, "event": before.event, "was": before.state}
+            await audit.record(
+                connection, self._clock, "webhook.retry", "webhook", webhook_id, tenant_id=tenant_id, after=facts
+            )
+        return after
+
+    async def test(self, webhook_id: str) -> Delivery:
+        """Write a test message to one webhook. Raises NotFound, InvalidValue when it is disabled, RateLimitExceeded."""
+        now = self._clock.now()
+        async with self._db.writing() as connection:
+            tenant_id = await _check_ready(connection, webhook_id)
+            await self._check_tests(connection, webhook_id, now)
+            text = "This is a test. Nothing has happened."
+            message_id = await _put(
+                connection, now, TEST_EVENT, {"webhook_id": webhook_id, "note": text}, webhook_id, new_id(TEST_EVENT)
+            )
+            assert message_id is not None, "a new key is unique"
+            delivery = await _get(connection, webhook_id, message_id)
+            await audit.record(
+                connection,
+                self._clock,
+                "webhook.test",
+                "webhook",
+                webhook_id,
+                tenant_id=tenant_id,
+                after={"delivery": message_id},
+            )
+        return delivery
+
+    @staticmethod
+    async def _check_tests(connection: AsyncConnection, webhook_id: str, now: datetime) -> None:
+        an_hour = timedelta(hours=1)
+        query = (
+            select(outbox.c.created_at)
+            .where(outbox.c.webhook_id == webhook_id, outbox.c.event == TEST_EVENT, outbox.c.created_at > now - an_hour)
+            .order_by(outbox.c.created_at.desc())
+            .limit(TESTS_PER_HOUR_MAX)
+        )
+        recent: Sequence[datetime] = (await connection.execute(query)).scalars().all()
+        if len(recent) >= TESTS_PER_HOUR_MAX:
+            raise RateLimitExceeded(
+                f"a webhook takes {TESTS_PER_HOUR_MAX} tests an hour",
+                limit_type="requests",
+                retry_after_s=(recent[-1] + an_hour - now).total_seconds(),
+            )
+
+
+async def _check_ready(connection: AsyncConnection, webhook_id: str) -> str | None:
+    """Return the tenant of a webhook. Raises NotFound, and InvalidValue when it is disabled."""
+    query = select(webhooks.c.tenant_id, webhooks.c.disabled_at)
+    row = (await connection.execute(query.where(webhooks.c.id == webhook_id, webhooks.c.removed_at.is_(None)))).first()
+    if row is None:
+        raise NotFound("no such webhook", param="webhook_id")
+    if row.disabled_at is not None:
+        raise InvalidValue("the webhook is disabled: nothing is sent to it", param="webhook_id")
+    tenant_id: str | None = row.tenant_id
+    return tenant_id
+
+
+async def _get(connection: AsyncConnection, webhook_id: str, delivery_id: str) -> Delivery:
+    query = select(outbox).where(outbox.c.id == delivery_id, outbox.c.webhook_id == webhook_id)
+    row = (await connection.execute(query)).mappings().first()
+    if row is None:
+        raise NotFound("no such delivery", param="delivery_id")
+    return _from_row(row)
+
+
+def _in_state(state: str | None) -> tuple[ColumnElement[bool], ...]:
+    if state is None:
+        return ()
+    if state == "delivered":
+        return (outbox.c.delivered_at.is_not(None),)
+    pending = outbox.c.next_attempt_at.is_not(None)
+    return outbox.c.delivered_at.is_(None), pending if state == "pending" else outbox.c.next_attempt_at.is_(None)
+
+
+def _from_row(row: RowMapping) -> Delivery:
+    return Delivery(**{name: row[name] for name in _FIELDS})

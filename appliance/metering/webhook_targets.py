@@ -1,0 +1,105 @@
+"""Where alerts may be sent: which addresses of the network, which URLs, which mailboxes. Resolves no name and sends nothing.
+
+A tenant's manager chooses a target and the appliance connects to it from inside the operator's network. So what is not on the
+public internet is reached only where the operator has listed its network, and plain http only there.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+from appliance.base.errors import InvalidValue
+
+TARGET_CHARS_MAX = 2000
+MAILBOX_CHARS_MAX = 254  # RFC 5321 section 4.5.3.1.3, without the angle brackets
+Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+Network = ipaddress.IPv4Network | ipaddress.IPv6Network
+
+_URL = re.compile(r"[!-~]+", re.ASCII)
+_MAILBOX = re.compile(r"[A-Za-z0-9.!#$%&'*+/=?^_`{|}~-]{1,64}@[A-Za-z0-9-]{1,63}(\.[A-Za-z0-9-]{1,63})*", re.ASCII)
+# IPv6 addresses that lead to an IPv4 address inside of them (RFC 6052, 3056, 4380): what that one is cannot be told from them.
+_TRANSLATED = tuple(ipaddress.ip_network(text) for text in ("64:ff9b::/96", "64:ff9b:1::/48", "2002::/16", "2001::/32"))
+
+
+@dataclass(frozen=True, slots=True)
+class Reach:
+    """What may be connected to: the public internet, and the networks that the operator lists."""
+
+    networks: Sequence[Network] = ()
+
+    def listed(self, address: Address) -> bool:
+        """Return whether the operator lists a network with `address`: there plain http will do."""
+        plain = _unmapped(address)
+        return any(plain in network for network in self.networks if network.version == plain.version)
+
+    def allows(self, address: Address, *, encrypted: bool) -> bool:
+        """Return whether alerts may be sent to `address`."""
+        return self.listed(address) or (encrypted and _is_public(_unmapped(address)))
+
+
+def _unmapped(address: Address) -> Address:
+    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+    return mapped or address
+
+
+def _is_public(address: Address) -> bool:
+    if isinstance(address, ipaddress.IPv6Address) and any(address in network for network in _TRANSLATED):
+        return False
+    return address.is_global and not address.is_multicast
+
+
+def check_web_target(value: object, reach: Reach) -> str:
+    """Return `value`, a URL that alerts may be posted to as far as it can be told without resolving its name."""
+    text = _checked_text(value, TARGET_CHARS_MAX)
+    problem = _url_problem(text, reach)
+    if problem is not None:
+        raise InvalidValue(f"target {problem}", param="target")
+    return text
+
+
+def _url_problem(text: str, reach: Reach) -> str | None:
+    try:
+        parts = urlsplit(text)
+        port = parts.port
+    except ValueError:
+        return "must be a URL like https://example.com/alerts"
+    host = parts.hostname
+    if not _URL.fullmatch(text) or parts.scheme not in ("https", "http") or not host or port == 0:
+        return "must be a URL like https://example.com/alerts, in ASCII"
+    if parts.username is not None or parts.password is not None or "#" in text:
+        return "must have neither user nor fragment"
+    if parts.scheme == "http" and not reach.networks:
+        return "must begin with https://: plain http is for networks that the operator lists (webhook_networks)"
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return None
+    if not reach.allows(address, encrypted=parts.scheme == "https"):
+        return "is an address that the operator does not list (webhook_networks)"
+    return None
+
+
+def check_mailbox(value: object) -> str:
+    """Return `value`, one e-mail address."""
+    text = _checked_text(value, MAILBOX_CHARS_MAX)
+    if not _MAILBOX.fullmatch(text):
+        raise InvalidValue("target must be one e-mail address, in ASCII", param="target")
+    return text
+
+
+def _checked_text(value: object, chars_max: int) -> str:
+    if not isinstance(value, str) or not 1 <= len(value) <= chars_max:
+        raise InvalidValue(f"target must be a text of 1 to {chars_max} characters", param="target")
+    return value
+
+
+def shown_target(kind: str, target: str) -> str:
+    """Return as much of a target as may stand where others read: the path of a URL is often a secret."""
+    if kind != "webhook":
+        return target
+    parts = urlsplit(target)
+    return f"{parts.scheme}://{parts.netloc}"
