@@ -45,7 +45,7 @@ def format_picos(picos: int, currency: str, decimals: int = 6) -> str:
 
 
 def divide_half_up(amount: int, divisor: int) -> int:
-    """Return `amount / divisor` rounded to the nearest integer, halves away from zero: what is taken back is rounded as it was."""
+    """Return `amount / divisor` rounded to the nearest integer, halves away from zero, so that a sum and its negative agree."""
     if divisor <= 0:
         raise ValueError("the divisor must be positive")
     rounded = (2 * abs(amount) + divisor) // (2 * divisor)
@@ -64,14 +64,14 @@ def minor_unit_decimals(currency: str) -> int:
 
 def payable_micros(micros: int, currency: str) -> int:
     """Return `micros` rounded half up to what can be paid in `currency`, still in micro-units."""
-    step = 10 ** (6 - minor_unit_decimals(currency))
+    step = int(10 ** (6 - minor_unit_decimals(currency)))
     return divide_half_up(micros, step) * step
 
 
 def format_micros(micros: int, *, decimals: int = 6) -> str:
     """Return `micros` for a person, thousands grouped, with 0..6 decimals, the last rounded half up: `-1,234.50`."""
-    steps = divide_half_up(micros, 10 ** (6 - decimals))
-    units, rest = divmod(abs(steps), 10**decimals)
+    steps = divide_half_up(micros, int(10 ** (6 - decimals)))
+    units, rest = divmod(abs(steps), int(10**decimals))
     fraction = f".{rest:0{decimals}d}" if decimals else ""
     return f"{'-' if steps < 0 else ''}{units:,}{fraction}"
 

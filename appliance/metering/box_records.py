@@ -1,0 +1,60 @@
+"""The table of what belongs to the box and is changed at run time. Knows names and JSON, not what is in it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+from sqlalchemy import insert, select, update
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from appliance.base.clock import Clock
+from appliance.base.db import Database
+from appliance.base.tables import box_records
+from appliance.tenancy import audit
+
+SELLER = "seller"
+HARDWARE = "hardware"
+
+
+@dataclass(frozen=True, slots=True)
+class BoxRecord:
+    """What was stored under a name, and when."""
+
+    value: Mapping[str, Any]
+    updated_at: datetime
+
+
+class BoxRecords:
+    """Named records, each replaced as a whole."""
+
+    def __init__(self, db: Database, clock: Clock) -> None:
+        self._db = db
+        self._clock = clock
+
+    async def get(self, name: str) -> BoxRecord | None:
+        """Return the record, None before it was first put."""
+        async with self._db.reading() as connection:
+            return await read_record(connection, name)
+
+    async def put(self, name: str, value: Mapping[str, Any]) -> BoxRecord:
+        """Replace the record and return it."""
+        now = self._clock.now()
+        columns = {"value": dict(value), "updated_at": now}
+        async with self._db.writing() as connection:
+            before = await read_record(connection, name)
+            if before is None:
+                await connection.execute(insert(box_records).values(name=name, **columns))
+            else:
+                await connection.execute(update(box_records).where(box_records.c.name == name).values(**columns))
+            old = {} if before is None else before.value
+            await audit.record(connection, self._clock, f"{name}.change", "box", name, before=old, after=value)
+        return BoxRecord(value, now)
+
+
+async def read_record(connection: AsyncConnection, name: str) -> BoxRecord | None:
+    """Return the record as `connection` sees it, None before it was first put."""
+    row = (await connection.execute(select(box_records).where(box_records.c.name == name))).mappings().first()
+    return None if row is None else BoxRecord(row["value"], row["updated_at"])

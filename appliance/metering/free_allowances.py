@@ -1,0 +1,118 @@
+"""The table of free allowances: money that a tenant need not pay each month, from a month on until a later row takes its place.
+
+Knows no invoice but the month closed last: what was closed was closed with its allowance.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+
+from sqlalchemy import RowMapping, func, insert, select, update
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from appliance.base.clock import Clock
+from appliance.base.counters import POSTING, locked
+from appliance.base.db import Database
+from appliance.base.errors import InvoiceClosed
+from appliance.base.ids import new_id
+from appliance.base.tables import free_allowances, invoices
+from appliance.metering.calendar import first_day
+from appliance.tenancy import audit
+from appliance.tenancy.fields import LIMIT_MAX, check_whole
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FreeAllowance:
+    """`monthly_micros` of the tenant's currency are free in `first_month` and each month after it."""
+
+    id: str
+    tenant_id: str
+    first_month: str
+    monthly_micros: int
+    created_at: datetime
+
+
+class FreeAllowances:
+    """What is free for whom from when. Months that were closed keep what they had."""
+
+    def __init__(self, db: Database, clock: Clock) -> None:
+        self._db = db
+        self._clock = clock
+
+    async def set(self, tenant_id: str, first_month: str, monthly_micros: int) -> FreeAllowance:
+        """Return the allowance from `first_month` on; 0 ends an earlier one. Said twice of one month, the later word counts.
+
+        Raises InvalidValue, and InvoiceClosed for a month that was closed already.
+        """
+        first_day(first_month)
+        check_whole(monthly_micros, "monthly_micros", 0, LIMIT_MAX)
+        async with self._db.writing() as connection:
+            await locked(connection, POSTING)  # no month is closed while this one is checked
+            await _check_open(connection, tenant_id, first_month)
+            before = await _exact(connection, tenant_id, first_month)
+            allowance = FreeAllowance(
+                id=new_id("free") if before is None else before.id,
+                tenant_id=tenant_id,
+                first_month=first_month,
+                monthly_micros=monthly_micros,
+                created_at=self._clock.now(),
+            )
+            await _write(connection, allowance, is_new=before is None)
+            await audit.record(
+                connection,
+                self._clock,
+                "allowance.set",
+                "tenant",
+                tenant_id,
+                tenant_id=tenant_id,
+                before={} if before is None else audit.facts_of(before, "id", "created_at"),
+                after=audit.facts_of(allowance, "id", "created_at"),
+            )
+        return allowance
+
+    async def list(self, tenant_id: str) -> Sequence[FreeAllowance]:
+        """Return the allowances of a tenant in the order of their months."""
+        async with self._db.reading() as connection:
+            return await read_allowances(connection, tenant_id)
+
+
+async def read_allowances(connection: AsyncConnection, tenant_id: str) -> list[FreeAllowance]:
+    """Return the allowances of a tenant in the order of their months, as `connection` sees them."""
+    columns = free_allowances.c
+    query = select(free_allowances).where(columns.tenant_id == tenant_id).order_by(columns.first_month)
+    return [_from_row(row) for row in (await connection.execute(query)).mappings()]
+
+
+def free_in(allowances: Sequence[FreeAllowance], month: str) -> int:
+    """Return the micro-units that are free in `month`."""
+    in_force = [allowance.monthly_micros for allowance in allowances if allowance.first_month <= month]
+    return in_force[-1] if in_force else 0
+
+
+async def _check_open(connection: AsyncConnection, tenant_id: str, month: str) -> None:
+    columns = invoices.c
+    query = select(func.max(columns.month)).where(columns.tenant_id == tenant_id, columns.state == "closed")
+    closed = (await connection.execute(query)).scalar_one()
+    if closed is not None and month <= closed:
+        raise InvoiceClosed(f"{closed} is closed: an allowance can begin in the month after it", param="first_month")
+
+
+async def _exact(connection: AsyncConnection, tenant_id: str, month: str) -> FreeAllowance | None:
+    columns = free_allowances.c
+    query = select(free_allowances).where(columns.tenant_id == tenant_id, columns.first_month == month)
+    row = (await connection.execute(query)).mappings().first()
+    return None if row is None else _from_row(row)
+
+
+async def _write(connection: AsyncConnection, allowance: FreeAllowance, *, is_new: bool) -> None:
+    values = {column.name: getattr(allowance, column.name) for column in free_allowances.columns}
+    if is_new:
+        await connection.execute(insert(free_allowances).values(**values))
+    else:
+        await connection.execute(update(free_allowances).where(free_allowances.c.id == allowance.id).values(**values))
+
+
+def _from_row(row: RowMapping) -> FreeAllowance:
+    return FreeAllowance(**{column.name: row[column.name] for column in free_allowances.columns})

@@ -1,0 +1,173 @@
+"""From sums of usage events to the lines and totals of an invoice: pure integers, rounded once per line.
+
+Knows no database and no clock. What an event cost is never decided here: the lines of a group of events are checked to be the
+exact sum of the costs that the ledger stored.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from appliance.base.money import BASIS_POINTS, PICOS_PER_MICRO, divide_half_up, micros_of_picos, payable_micros
+
+TOKEN_KINDS = ("prompt", "cached_prompt", "completion", "rejected_draft")
+ADJUSTMENT = "adjustment"
+FREE_ALLOWANCE = "free_allowance"
+
+
+class InvoiceBroken(Exception):
+    """The lines of an invoice are not the sum of its events. A bug or a damaged ledger, never input."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EventSums:
+    """The sums of settled events of one month with one model, currency, price and discount.
+
+    `unit_prices` are those after discount, in the order of TOKEN_KINDS. `is_correction`: events that correct others; their
+    counts and costs are signed.
+    """
+
+    month: str
+    model: str
+    currency: str
+    is_correction: bool
+    unit_prices: tuple[int, int, int, int]
+    requests: int
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+    rejected_tokens: int
+    cost_picos: int
+
+    @property
+    def tokens(self) -> tuple[int, int, int, int]:
+        """Return the tokens in the order of TOKEN_KINDS; those of the prompt that were found in the cache stand apart."""
+        return (self.prompt_tokens - self.cached_tokens, self.cached_tokens, self.completion_tokens, self.rejected_tokens)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InvoiceLine:
+    """One line. `unit_price` is micro-units per million tokens, None where events of several prices are summed.
+
+    `requests` counts the events behind the line: those behind a prompt line stand behind the completion line, too.
+    """
+
+    model: str | None
+    kind: str
+    month: str
+    unit_price: int | None
+    tokens: int
+    requests: int
+    exact_picos: int
+    rounded_micros: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FreeMonth:
+    """What a tenant need not pay of a month, and what earlier invoices have said of that month already."""
+
+    monthly_micros: int
+    billed_micros: int = 0
+    granted_micros: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Totals:
+    """What is owed. The lines sum to `subtotal_micros`; `due_micros` is what is paid: the subtotal rounded to the smallest coin
+    of the currency, and the tax on that. `total_micros` is subtotal and tax, without that rounding."""
+
+    subtotal_micros: int
+    tax_micros: int
+    due_micros: int
+
+    @property
+    def total_micros(self) -> int:
+        """Return lines and tax."""
+        return self.subtotal_micros + self.tax_micros
+
+    @property
+    def rounding_micros(self) -> int:
+        """Return what rounding to the smallest coin added or took."""
+        return self.due_micros - self.total_micros
+
+
+def usage_lines(sums: Iterable[EventSums], month: str) -> list[InvoiceLine]:
+    """Return the lines of an invoice of `month` before allowances: by model, kind and unit price, then the adjustments.
+
+    Corrections, and events of other months, are adjustments: one line for each of their months and models.
+    Raises InvoiceBroken when costs and counts contradict each other.
+    """
+    used: dict[tuple[str, int, int], list[int]] = defaultdict(lambda: [0, 0])
+    adjusted: dict[tuple[str, str], list[int]] = defaultdict(lambda: [0, 0, 0])
+    for group in sums:
+        if group.is_correction or group.month != month:
+            _add(adjusted[group.month, group.model], sum(group.tokens), group.requests, group.cost_picos)
+            continue
+        _check(group)
+        for order, (tokens, price) in enumerate(zip(group.tokens, group.unit_prices, strict=True)):
+            if tokens:
+                _add(used[group.model, order, price], tokens, group.requests)
+    lines = [
+        _line(model, TOKEN_KINDS[order], month, price, tokens, requests, tokens * price)
+        for (model, order, price), (tokens, requests) in sorted(used.items())
+    ]
+    return lines + [
+        _line(model, ADJUSTMENT, of_month, None, tokens, requests, cost)
+        for (of_month, model), (tokens, requests, cost) in sorted(adjusted.items())
+    ]
+
+
+def allowance_lines(lines: Sequence[InvoiceLine], free: Mapping[str, FreeMonth]) -> list[InvoiceLine]:
+    """Return a line for each month of `free` whose allowance is used, or given back, on this invoice.
+
+    Over all invoices together, the allowance takes from a month what it cost, but not more than the allowance: a month never
+    costs less than nothing, and a correction of what was free is free, too.
+    """
+    made = []
+    for month, terms in sorted(free.items()):
+        billed = terms.billed_micros + sum(line.rounded_micros for line in lines if line.month == month)
+        grant = min(terms.monthly_micros, max(0, billed)) - terms.granted_micros
+        if grant:
+            made.append(_line(None, FREE_ALLOWANCE, month, None, 0, 0, -grant * PICOS_PER_MICRO))
+    return made
+
+
+def totals_of(lines: Iterable[InvoiceLine], *, tax_basis_points: int, currency: str) -> Totals:
+    """Return what the lines come to, with the tax on what can be paid."""
+    subtotal = sum(line.rounded_micros for line in lines)
+    net = payable_micros(subtotal, currency)
+    tax = payable_micros(divide_half_up(net * tax_basis_points, BASIS_POINTS), currency)
+    return Totals(subtotal_micros=subtotal, tax_micros=tax, due_micros=net + tax)
+
+
+def usage_picos(lines: Iterable[InvoiceLine]) -> int:
+    """Return the exact cost of the events behind the lines: all but what was given free."""
+    return sum(line.exact_picos for line in lines if line.kind != FREE_ALLOWANCE)
+
+
+def _line(
+    model: str | None, kind: str, month: str, unit_price: int | None, tokens: int, requests: int, exact_picos: int
+) -> InvoiceLine:
+    return InvoiceLine(
+        model=model,
+        kind=kind,
+        month=month,
+        unit_price=unit_price,
+        tokens=tokens,
+        requests=requests,
+        exact_picos=exact_picos,
+        rounded_micros=micros_of_picos(exact_picos),
+    )
+
+
+def _add(sums: list[int], *values: int) -> None:
+    for index, value in enumerate(values):
+        sums[index] += value
+
+
+def _check(group: EventSums) -> None:
+    cost = sum(tokens * price for tokens, price in zip(group.tokens, group.unit_prices, strict=True))
+    if cost != group.cost_picos:
+        raise InvoiceBroken(f"events of {group.model} in {group.month} cost {group.cost_picos}, their counts say {cost}")

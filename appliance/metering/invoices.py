@@ -1,0 +1,295 @@
+"""Invoices of a tenant and month: drafted, closed in order, read. What is on one is decided by postings, never by a clock.
+
+                 ┌── computed anew each time it is asked for
+ (nothing) ──► draft ──► closed: number, lines, totals, seller, buyer and what it covers are stored and never change
+                 month over, earlier months closed; in one transaction that holds the posting counter
+
+Holding the counter means that no event gets a posting meanwhile: what has one is visible here, what gets one later is late.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from sqlalchemy import and_, or_
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from appliance.base.clock import Clock
+from appliance.base.counters import POSTING, last_taken, locked, take
+from appliance.base.db import Database
+from appliance.base.errors import CurrenciesMixed, InvalidValue, InvoiceClosed, MonthNotOver, MonthOutOfOrder, NotFound
+from appliance.base.ids import new_id
+from appliance.base.tables import invoices
+from appliance.metering import invoice_rows as rows
+from appliance.metering.box_records import SELLER, read_record
+from appliance.metering.calendar import BillingCalendar
+from appliance.metering.free_allowances import free_in, read_allowances
+from appliance.metering.invoice_lines import EventSums, FreeMonth, InvoiceLine, allowance_lines, totals_of, usage_lines
+from appliance.metering.invoice_rows import TIME_ZONE, Invoice, InvoiceHead, Narrow
+from appliance.metering.invoice_sums import Cover, read_event_sums
+from appliance.tenancy import audit
+from appliance.tenancy.pages import PAGE_ROWS_DEFAULT, Page, check_limit, decode_cursor, page_of
+
+
+@dataclass(frozen=True, slots=True)
+class _Content:
+    """What an invoice would say. `open_before` is the first earlier month that still has usage of its own to close."""
+
+    invoice: Invoice
+    open_before: str | None
+
+
+class Invoices:
+    """The invoices of all tenants."""
+
+    def __init__(self, db: Database, clock: Clock, calendar: BillingCalendar, *, currency: str = "EUR") -> None:
+        self._db = db
+        self._clock = clock
+        self._calendar = calendar
+        self._currency = currency
+
+    async def draft(self, tenant_id: str, month: str) -> Invoice:
+        """Return the draft of a month (`YYYY-MM`) that has begun; the same one when there is one already.
+
+        Raises NotFound, InvalidValue, InvoiceClosed, and MonthOutOfOrder when a later month is closed.
+        """
+        if self._calendar.month_start(month) > self._clock.now():
+            raise InvalidValue(f"{month} has not begun", param="month")
+        async with self._db.writing() as connection:
+            await locked(connection, POSTING)
+            if await rows.read_buyer(connection, tenant_id) is None:
+                raise NotFound("no such tenant", param="tenant_id")
+            head = await rows.read_month(connection, tenant_id, month)
+            if head is None:
+                head = await self._open(connection, tenant_id, month)
+            _check_draft(head)
+        return await self.get(head.id)
+
+    async def head(self, invoice_id: str) -> InvoiceHead:
+        """Return an invoice without its lines. Raises NotFound."""
+        async with self._db.reading() as connection:
+            return await _read_head(connection, invoice_id)
+
+    async def get(self, invoice_id: str) -> Invoice:
+        """Return an invoice, a draft as it would be now. Raises NotFound and CurrenciesMixed."""
+        async with self._db.reading() as connection:
+            return (await self._whole(connection, [await _read_head(connection, invoice_id)]))[0]
+
+    async def list(
+        self,
+        limit: int = PAGE_ROWS_DEFAULT,
+        cursor: str | None = None,
+        *,
+        month: str | None = None,
+        state: str | None = None,
+        narrow: Narrow | None = None,
+    ) -> Page[InvoiceHead]:
+        """Return the invoices of every tenant that `narrow` leaves, without lines, the newest month first."""
+        async with self._db.reading() as connection:
+            return await _page(connection, limit, cursor, None, month, state, narrow)
+
+    async def list_of(self, tenant_id: str, limit: int = PAGE_ROWS_DEFAULT, cursor: str | None = None) -> Page[Invoice]:
+        """Return the whole invoices of a tenant, the newest month first."""
+        async with self._db.reading() as connection:
+            page = await _page(connection, limit, cursor, tenant_id, None, None, None)
+            whole = await self._whole(connection, page.data)
+        return Page(data=[*whole], has_more=page.has_more, next_cursor=page.next_cursor)
+
+    async def close(self, invoice_id: str) -> Invoice:
+        """Return the invoice, closed: it has a number and never changes.
+
+        Raises NotFound, InvoiceClosed, MonthNotOver, MonthOutOfOrder (naming the month that stands in the way) and
+        CurrenciesMixed; then nothing has happened and no number is used.
+        """
+        async with self._db.writing() as connection:
+            through = await locked(connection, POSTING)
+            head = await _read_head(connection, invoice_id)
+            _check_draft(head)
+            self._check_over(head.month)
+            before = await rows.read_last_cover(connection, head.tenant_id)
+            content = await self._content(connection, head, before, through)
+            if content.open_before is not None:
+                message = f"{content.open_before} must be closed before {head.month}: it has usage that is on no invoice yet"
+                raise MonthOutOfOrder(message, param="month")
+            return await self._freeze(connection, content.invoice, through)
+
+    async def _open(self, connection: AsyncConnection, tenant_id: str, month: str) -> InvoiceHead:
+        before = await rows.read_last_cover(connection, tenant_id)
+        if before is not None and month < before.month:
+            message = f"{before.month} is closed already: what is missing of {month} will be on the invoice after it"
+            raise MonthOutOfOrder(message, param="month")
+        head = InvoiceHead(
+            id=new_id("inv"),
+            tenant_id=tenant_id,
+            month=month,
+            number=None,
+            state="draft",
+            currency=self._currency,
+            total_micros=0,
+            tax_micros=0,
+            through_posting=None,
+            seller=None,
+            buyer=None,
+            created_at=self._clock.now(),
+            closed_at=None,
+        )
+        await rows.insert_draft(connection, head)
+        after = {"month": month}
+        await audit.record(connection, self._clock, "invoice.draft", "invoice", head.id, tenant_id=tenant_id, after=after)
+        return head
+
+    async def _freeze(self, connection: AsyncConnection, invoice: Invoice, through: int) -> Invoice:
+        now = self._clock.now()
+        year = self._calendar.day_of(now).year
+        number = f"{year}-{await take(connection, f'invoice:{year}'):04d}"
+        head = dataclasses.replace(
+            invoice.head,
+            number=number,
+            state="closed",
+            currency=invoice.currency,
+            total_micros=invoice.totals.total_micros,
+            tax_micros=invoice.totals.tax_micros,
+            through_posting=through,
+            seller=invoice.seller,
+            buyer=invoice.buyer,
+            closed_at=now,
+        )
+        closed = dataclasses.replace(invoice, head=head)
+        if not await rows.freeze(connection, closed):
+            raise InvoiceClosed(f"the invoice of {head.month} is closed and never changes", param="invoice_id")
+        facts = ("number", "month", "state", "currency", "total_micros", "tax_micros", "through_posting")
+        await audit.record(
+            connection,
+            self._clock,
+            "invoice.close",
+            "invoice",
+            head.id,
+            tenant_id=head.tenant_id,
+            before={name: getattr(invoice.head, name) for name in facts},
+            after={name: getattr(head, name) for name in facts},
+        )
+        return closed
+
+    async def _whole(self, connection: AsyncConnection, heads: Sequence[InvoiceHead]) -> Sequence[Invoice]:
+        """Return the invoices of these heads: the lines of closed ones are read, drafts are computed."""
+        lines = await rows.read_lines(connection, [head.id for head in heads if head.state == "closed"])
+        return [
+            _stored(head, lines[head.id]) if head.state == "closed" else await self._drafted(connection, head) for head in heads
+        ]
+
+    async def _drafted(self, connection: AsyncConnection, head: InvoiceHead) -> Invoice:
+        before = await rows.read_last_cover(connection, head.tenant_id)
+        return (await self._content(connection, head, before, await last_taken(connection, POSTING))).invoice
+
+    async def _content(self, connection: AsyncConnection, head: InvoiceHead, before: Cover | None, through: int) -> _Content:
+        month = head.month
+        sums = await read_event_sums(connection, head.tenant_id, Cover(month, through), before)
+        open_before = _open_before(sums, month, before)
+        if open_before is not None:  # what is late goes to that month's invoice, not to this one
+            sums = [group for group in sums if group.month == month]
+        lines = usage_lines(sums, month)
+        lines += allowance_lines(lines, await _free_months(connection, head.tenant_id, lines, month))
+        buyer = await rows.read_buyer(connection, head.tenant_id)
+        assert buyer is not None, "an invoice refers to its tenant"
+        currency = _currency_of(sums, month) or buyer.currency or self._currency
+        record = await read_record(connection, SELLER)
+        seller = {**(record.value if record else {}), TIME_ZONE: self._calendar.time_zone}
+        invoice = Invoice(
+            head=head,
+            currency=currency,
+            lines=tuple(lines),
+            totals=totals_of(lines, tax_basis_points=seller.get("tax_basis_points", 0), currency=currency),
+            seller=seller,
+            buyer={"name": buyer.name, **buyer.billing},
+        )
+        return _Content(invoice, open_before)
+
+    def _check_over(self, month: str) -> None:
+        end = self._calendar.next_month_start(month)
+        if self._clock.now() < end:
+            until = f"{end:%Y-%m-%d %H:%M} UTC"
+            raise MonthNotOver(f"{month} is not over before {until}; until then it is a draft", param="month")
+
+
+async def _read_head(connection: AsyncConnection, invoice_id: str) -> InvoiceHead:
+    head = await rows.read_head(connection, invoice_id)
+    if head is None:
+        raise NotFound("no such invoice", param="invoice_id")
+    return head
+
+
+async def _page(
+    connection: AsyncConnection,
+    limit: int,
+    cursor: str | None,
+    tenant_id: str | None,
+    month: str | None,
+    state: str | None,
+    narrow: Narrow | None,
+) -> Page[InvoiceHead]:
+    query = rows.heads_query(tenant_id, month, state, narrow)
+    if cursor is not None:
+        last_month, last_id = decode_cursor("invoices", cursor, [str, str])
+        columns = invoices.c
+        query = query.where(or_(columns.month < last_month, and_(columns.month == last_month, columns.id < last_id)))
+    found = (await connection.execute(query.limit(check_limit(limit) + 1))).mappings().all()
+    return page_of([rows.head_from_row(row) for row in found], limit, "invoices", lambda head: [head.month, head.id])
+
+
+async def _free_months(
+    connection: AsyncConnection, tenant_id: str, lines: Sequence[InvoiceLine], month: str
+) -> dict[str, FreeMonth]:
+    """Return the allowance of each month that the invoice speaks of, with what earlier invoices said of it."""
+    allowances = await read_allowances(connection, tenant_id)
+    if not allowances:
+        return {}
+    months = sorted({month, *(line.month for line in lines)})
+    said = await rows.read_months(connection, tenant_id, months)
+    return {
+        of: FreeMonth(
+            monthly_micros=free_in(allowances, of),
+            billed_micros=said[of].billed_micros,
+            granted_micros=said[of].granted_micros,
+        )
+        for of in months
+    }
+
+
+def _check_draft(head: InvoiceHead) -> None:
+    if head.state != "draft":
+        raise InvoiceClosed(
+            f"the invoice of {head.month} is closed as {head.number} and never changes; what comes later is on the next one",
+            param="invoice_id",
+        )
+
+
+def _open_before(sums: Sequence[EventSums], month: str, before: Cover | None) -> str | None:
+    """Return the first month before `month` that has events and is not closed."""
+    return min(
+        (group.month for group in sums if (before is None or group.month > before.month) and group.month < month), default=None
+    )
+
+
+def _currency_of(sums: Sequence[EventSums], month: str) -> str | None:
+    """Return the currency of what costs something; None when nothing does."""
+    currencies = sorted({group.currency for group in sums if group.cost_picos})
+    if len(currencies) > 1:
+        message = (
+            f"the invoice of {month} would have costs in {' and '.join(currencies)}; amounts in two currencies have no sum"
+        )
+        raise CurrenciesMixed(message, param="month")
+    return currencies[0] if currencies else None
+
+
+def _stored(head: InvoiceHead, lines: Sequence[InvoiceLine]) -> Invoice:
+    totals = totals_of(lines, tax_basis_points=0, currency=head.currency)
+    return Invoice(
+        head=head,
+        currency=head.currency,
+        lines=tuple(lines),
+        totals=dataclasses.replace(totals, tax_micros=head.tax_micros, due_micros=totals.due_micros + head.tax_micros),
+        seller=head.seller or {},
+        buyer=head.buyer or {},
+    )

@@ -1,0 +1,105 @@
+"""Settled usage events for tests of invoices, written as the ledger writes them, without the requests behind them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import UTC, date, datetime, time
+
+from sqlalchemy import func, insert, select
+
+from appliance.base.counters import POSTING, take
+from appliance.base.db import Database
+from appliance.base.ids import new_id
+from appliance.base.money import cost_picos, discounted
+from appliance.base.tables import prices, usage_events
+from appliance.metering.prices import Price
+from tests.support.cast import Person
+from tests.support.factories import price
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tokens:
+    """The counts of one event; `cached` are some of `prompt`."""
+
+    prompt: int = 10
+    cached: int = 0
+    completion: int = 5
+    rejected: int = 0
+
+    def cost(self, of: Price | None, basis_points: int = 10_000) -> int:
+        """Return the exact cost at a price, of which a share is paid."""
+        if of is None:
+            return 0
+        units = [discounted(unit, basis_points) for unit in (of.prompt, of.cached_prompt, of.completion, of.rejected_draft)]
+        return cost_picos(
+            prompt_tokens=self.prompt,
+            cached_tokens=self.cached,
+            completion_tokens=self.completion,
+            rejected_tokens=self.rejected,
+            prompt_price=units[0],
+            cached_price=units[1],
+            completion_price=units[2],
+            rejected_price=units[3],
+        )
+
+
+async def add_price(database: Database, model: str = "demo", *, prompt: int = 1_000_000) -> Price:
+    """Return a price that stands in the price book, whenever it began."""
+    made = price(prompt)
+    columns = {name: getattr(made, name) for name in ("id", "effective_from", "currency", "prompt", "cached_prompt")}
+    columns |= {"model": model, "completion": made.completion, "batch_percent": 50, "created_at": made.created_at}
+    columns["effective_from"] = datetime(2020, 1, 1, tzinfo=UTC).replace(microsecond=int(made.id[-4:], 36) % 1_000_000)
+    async with database.writing() as connection:
+        await connection.execute(insert(prices).values(**columns, rejected_draft=made.rejected_draft))
+    return made
+
+
+async def post_event(
+    database: Database,
+    person: Person,
+    day: date,
+    tokens: Tokens,
+    *,
+    epoch_id: str,
+    of: Price | None,
+    model: str = "demo",
+    basis_points: int = 10_000,
+    is_correction: bool = False,
+    currency: str = "EUR",
+) -> int:
+    """Write a settled event of `day` with the next posting and return its cost; one that corrects (the tenant's first) is signed."""
+    cost = tokens.cost(of, basis_points)
+    noon = datetime.combine(day, time(12), tzinfo=UTC)
+    async with database.writing() as connection:
+        posting = await take(connection, POSTING)
+        first = select(func.min(usage_events.c.id)).where(usage_events.c.tenant_id == person.tenant.id)
+        corrected = (await connection.execute(first)).scalar_one()
+        await connection.execute(
+            insert(usage_events).values(
+                request_id=new_id("req"),
+                tenant_id=person.tenant.id,
+                key_id=person.key.id,
+                epoch_id=epoch_id,
+                model=model,
+                endpoint="/v1/chat/completions",
+                kind="adjustment" if is_correction else "usage",
+                status="posted",
+                finish_reason="stop",
+                reserved_tokens=0,
+                prompt_tokens=tokens.prompt,
+                cached_tokens=tokens.cached,
+                completion_tokens=tokens.completion,
+                rejected_tokens=tokens.rejected,
+                estimated=False,
+                price_id=None if of is None else of.id,
+                price_basis_points=basis_points,
+                cost_picos=cost,
+                currency=currency,
+                billing_day=day,
+                posting=posting,
+                corrects_id=corrected if is_correction else None,
+                admitted_at=noon,
+                settled_at=noon,
+            )
+        )
+    return cost

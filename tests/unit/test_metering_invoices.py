@@ -1,0 +1,346 @@
+"""Invoices: what is on which, what closing freezes, and what is refused."""
+
+from __future__ import annotations
+
+from datetime import UTC, date, datetime
+
+import pytest
+from sqlalchemy import select
+
+from appliance.base.acting import Actor, acting
+from appliance.base.counters import last_taken
+from appliance.base.db import Database
+from appliance.base.errors import (
+    CurrenciesMixed,
+    GatehouseError,
+    InvalidValue,
+    InvoiceClosed,
+    MonthNotOver,
+    MonthOutOfOrder,
+    NotFound,
+)
+from appliance.base.tables import audit_log, invoice_lines
+from appliance.metering.box_records import SELLER, BoxRecords
+from appliance.metering.calendar import BillingCalendar
+from appliance.metering.free_allowances import FreeAllowances
+from appliance.metering.invoice_lines import usage_picos
+from appliance.metering.invoice_rows import Invoice
+from appliance.metering.invoices import Invoices
+from appliance.metering.prices import Price
+from appliance.metering.seller import Seller
+from tests.support.billing import Tokens, add_price, post_event
+from tests.support.cast import Cast, Person
+from tests.support.clock import FakeClock
+
+SEPTEMBER, OCTOBER, NOVEMBER = date(2026, 9, 10), date(2026, 10, 15), date(2026, 11, 3)
+
+
+class Books:
+    """Bob's prices, events and invoices, with the clock at the 21st of November 2026."""
+
+    def __init__(self, database: Database, clock: FakeClock, cast: Cast, price: Price) -> None:
+        self.database, self.clock, self.cast, self.price = database, clock, cast, price
+        self.invoices = Invoices(database, clock, BillingCalendar("UTC"))
+        self.allowances = FreeAllowances(database, clock)
+        self.bob = cast.bob
+
+    async def post(self, day: date, tokens: Tokens | None = None, *, person: Person | None = None, **options: object) -> int:
+        settled = {"of": self.price, **options}
+        return await post_event(
+            self.database, person or self.bob, day, tokens or Tokens(), epoch_id=self.cast.epoch_id, **settled  # type: ignore[arg-type]
+        )  # fmt: skip
+
+    async def draft(self, month: str, person: Person | None = None) -> Invoice:
+        return await self.invoices.draft((person or self.bob).tenant.id, month)
+
+    async def close(self, month: str, person: Person | None = None) -> Invoice:
+        return await self.invoices.close((await self.draft(month, person)).head.id)
+
+
+@pytest.fixture
+async def books(database: Database, clock: FakeClock, cast: Cast) -> Books:
+    return Books(database, clock, cast, await add_price(database))
+
+
+def told(invoice: Invoice) -> list[tuple[str | None, str, str, int, int]]:
+    return [(line.model, line.kind, line.month, line.tokens, line.rounded_micros) for line in invoice.lines]
+
+
+async def test_a_draft_has_a_line_for_each_model_kind_and_unit_price(books: Books) -> None:
+    dearer = await add_price(books.database, prompt=2_000_000)
+    await books.post(OCTOBER, Tokens(prompt=100, cached=40, completion=7))
+    await books.post(OCTOBER, Tokens(prompt=10, completion=1), of=dearer)
+    await books.post(OCTOBER, Tokens(prompt=10, completion=1), basis_points=5000)
+    await books.post(OCTOBER, Tokens(prompt=5, completion=0), model="another")
+
+    drafted = await books.draft("2026-10")
+
+    lines = [(line.model, line.kind, line.unit_price, line.tokens, line.requests, line.exact_picos) for line in drafted.lines]
+    assert lines == [
+        ("another", "prompt", 1_000_000, 5, 1, 5_000_000),
+        ("demo", "prompt", 500_000, 10, 1, 5_000_000),
+        ("demo", "prompt", 1_000_000, 60, 1, 60_000_000),
+        ("demo", "prompt", 2_000_000, 10, 1, 20_000_000),
+        ("demo", "cached_prompt", 100_000, 40, 1, 4_000_000),
+        ("demo", "completion", 1_500_000, 1, 1, 1_500_000),
+        ("demo", "completion", 3_000_000, 8, 2, 24_000_000),
+    ]
+    assert drafted.is_draft
+    assert drafted.head.number is None
+    assert drafted.totals.total_micros == 5 + 5 + 60 + 20 + 4 + 2 + 24
+
+
+async def test_a_draft_is_computed_anew_each_time_it_is_asked_for(books: Books) -> None:
+    await books.post(NOVEMBER)
+    first = await books.draft("2026-11")
+    cost = await books.post(NOVEMBER)
+    second = await books.invoices.get(first.head.id)
+
+    assert (await books.draft("2026-11")).head.id == first.head.id
+    assert usage_picos(second.lines) == usage_picos(first.lines) + cost
+
+
+async def test_closing_numbers_without_gaps_and_freezes_what_was_said(books: Books) -> None:
+    records = BoxRecords(books.database, books.clock)
+    await records.put(SELLER, Seller(name="Box AG", tax_basis_points=1900, payment_terms_days=14).to_record())
+    million = Tokens(prompt=1_000_000, completion=0)
+    await books.post(OCTOBER, million)
+    await books.post(OCTOBER, person=books.cast.charlie)
+    first = await books.close("2026-10")
+    other = await books.close("2026-10", books.cast.charlie)
+    await records.put(SELLER, Seller(name="Another AG").to_record())
+    await books.post(OCTOBER)
+    read = await books.invoices.get(first.head.id)
+
+    assert (first.head.number, other.head.number) == ("2026-0001", "2026-0002")
+    assert read == first
+    assert (read.seller["name"], read.buyer["name"]) == ("Box AG", "bob")
+    assert (read.totals.subtotal_micros, read.totals.tax_micros, read.totals.due_micros) == (1_000_000, 190_000, 1_190_000)
+    assert (read.issued_on, read.due_on) == (date(2026, 11, 21), date(2026, 12, 5))
+
+
+async def test_the_number_counts_in_the_year_of_the_closing(books: Books) -> None:
+    await books.post(OCTOBER)
+    assert (await books.close("2026-10")).head.number == "2026-0001"
+    books.clock.jump_wall(60 * 86400)
+    await books.post(NOVEMBER)
+    await books.post(date(2026, 12, 1))
+    numbers = [(await books.close(month)).head.number for month in ("2026-11", "2026-12")]
+    assert numbers == ["2027-0001", "2027-0002"]
+
+
+async def test_late_events_and_corrections_are_adjustments_of_the_next_invoice(books: Books) -> None:
+    books.clock.jump_wall(10 * 86400)
+    await books.post(OCTOBER)
+    await books.post(SEPTEMBER, Tokens(prompt=1, completion=0))
+    await books.close("2026-09")
+    closed = await books.close("2026-10")
+    late = await books.post(OCTOBER, Tokens(prompt=3, completion=2))
+    taken_back = await books.post(SEPTEMBER, Tokens(prompt=-1, completion=0), is_correction=True)
+    await books.post(NOVEMBER)
+
+    nexts = await books.close("2026-11")
+
+    assert await books.invoices.get(closed.head.id) == closed
+    assert told(nexts)[2:] == [("demo", "adjustment", "2026-09", -1, -1), ("demo", "adjustment", "2026-10", 5, 9)]
+    assert nexts.lines[-1].exact_picos == late
+    assert nexts.lines[-2].exact_picos == taken_back
+    assert [line.requests for line in nexts.lines[2:]] == [0, 1]
+
+
+async def test_a_correction_in_its_own_month_is_a_line_that_can_be_seen(books: Books) -> None:
+    await books.post(OCTOBER, Tokens(prompt=10, completion=0))
+    await books.post(OCTOBER, Tokens(prompt=-4, completion=0), is_correction=True)
+
+    assert told(await books.draft("2026-10")) == [
+        ("demo", "prompt", "2026-10", 10, 10),
+        ("demo", "adjustment", "2026-10", -4, -4),
+    ]
+
+
+async def test_a_closed_invoice_cannot_be_closed_again_or_drafted_again(books: Books) -> None:
+    await books.post(OCTOBER)
+    closed = await books.close("2026-10")
+
+    with pytest.raises(InvoiceClosed, match="2026-0001") as again:
+        await books.invoices.close(closed.head.id)
+    with pytest.raises(InvoiceClosed):
+        await books.draft("2026-10")
+    assert (again.value.status, again.value.code) == (409, "invoice_closed")
+    async with books.database.reading() as connection:
+        assert await last_taken(connection, "invoice:2026") == 1
+
+
+async def test_a_month_that_is_not_over_can_be_drafted_and_not_closed(books: Books) -> None:
+    await books.post(NOVEMBER)
+    with pytest.raises(MonthNotOver, match="2026-11 is not over before 2026-12-01 00:00 UTC"):
+        await books.close("2026-11")
+    with pytest.raises(InvalidValue, match="2026-12 has not begun"):
+        await books.draft("2026-12")
+    with pytest.raises(InvalidValue, match="YYYY-MM"):
+        await books.draft("November")
+
+
+async def test_the_end_of_the_month_is_that_of_the_billing_time_zone(books: Books) -> None:
+    zurich = Invoices(books.database, books.clock, BillingCalendar("Europe/Zurich"))
+    drafted = await zurich.draft(books.bob.tenant.id, "2026-11")
+    books.clock.jump_wall((datetime(2026, 11, 30, 22, 59, 59, tzinfo=UTC) - books.clock.now()).total_seconds())
+    with pytest.raises(MonthNotOver):
+        await zurich.close(drafted.head.id)
+    books.clock.jump_wall(1)
+    closed = await zurich.close(drafted.head.id)
+    assert closed.issued_on == date(2026, 12, 1)
+
+
+async def test_months_are_closed_in_order_and_the_error_names_the_one_in_the_way(books: Books) -> None:
+    await books.post(SEPTEMBER)
+    await books.post(OCTOBER)
+    with pytest.raises(MonthOutOfOrder, match="2026-09 must be closed before 2026-10"):
+        await books.close("2026-10")
+    await books.close("2026-09")
+    await books.close("2026-10")
+    with pytest.raises(MonthOutOfOrder, match="2026-10 is closed already"):
+        await books.draft("2026-08")
+
+
+async def test_a_month_without_usage_may_be_skipped_or_closed_over_nothing(books: Books) -> None:
+    await books.post(OCTOBER)
+    passed = await books.draft("2026-09")
+    await books.close("2026-10")
+    with pytest.raises(NotFound):
+        await books.invoices.get(passed.head.id)
+
+    empty = await books.close("2026-10", books.cast.charlie)
+    assert (empty.lines, empty.totals.due_micros, empty.head.number) == ((), 0, "2026-0002")
+
+
+async def test_what_is_late_goes_to_the_earliest_month_that_is_open(books: Books) -> None:
+    books.clock.jump_wall(40 * 86400)
+    await books.post(SEPTEMBER)
+    await books.close("2026-09")
+    await books.post(SEPTEMBER)
+    await books.post(OCTOBER)
+    await books.post(NOVEMBER)
+
+    assert "adjustment" in [line.kind for line in (await books.draft("2026-10")).lines]
+    assert "adjustment" not in [line.kind for line in (await books.draft("2026-11")).lines]
+
+
+async def test_the_free_allowance_takes_no_more_than_what_was_used(books: Books) -> None:
+    await books.allowances.set(books.bob.tenant.id, "2026-01", 15)
+    await books.allowances.set(books.bob.tenant.id, "2026-10", 100)
+    await books.post(SEPTEMBER, Tokens(prompt=40, completion=0))
+    await books.post(OCTOBER, Tokens(prompt=40, completion=0))
+
+    september, october = await books.close("2026-09"), await books.close("2026-10")
+
+    assert told(september)[-1] == (None, "free_allowance", "2026-09", 0, -15)
+    assert september.totals.total_micros == 25
+    assert told(october)[-1] == (None, "free_allowance", "2026-10", 0, -40)
+    assert october.totals.total_micros == 0
+    assert usage_picos(october.lines) == 40_000_000
+
+
+async def test_what_is_left_of_an_allowance_covers_what_comes_late(books: Books) -> None:
+    books.clock.jump_wall(10 * 86400)
+    await books.allowances.set(books.bob.tenant.id, "2026-10", 50)
+    await books.post(OCTOBER, Tokens(prompt=40, completion=0))
+    await books.close("2026-10")
+    await books.post(OCTOBER, Tokens(prompt=30, completion=0))
+
+    assert [line[2:] for line in told(await books.draft("2026-11"))] == [("2026-10", 30, 30), ("2026-10", 0, -10)]
+
+
+async def test_a_correction_of_what_was_free_gives_no_money(books: Books) -> None:
+    books.clock.jump_wall(10 * 86400)
+    await books.allowances.set(books.bob.tenant.id, "2026-10", 50)
+    await books.post(OCTOBER, Tokens(prompt=40, completion=0))
+    await books.close("2026-10")
+    await books.post(OCTOBER, Tokens(prompt=-30, completion=0), is_correction=True)
+
+    drafted = await books.draft("2026-11")
+    assert [line[4] for line in told(drafted)] == [-30, 30]
+    assert drafted.totals.total_micros == 0
+
+
+async def test_an_allowance_cannot_begin_in_a_closed_month_and_the_later_word_counts(books: Books) -> None:
+    tenant_id = books.bob.tenant.id
+    await books.post(OCTOBER)
+    await books.close("2026-10")
+    with pytest.raises(InvoiceClosed, match="2026-10 is closed"):
+        await books.allowances.set(tenant_id, "2026-10", 1)
+    await books.allowances.set(tenant_id, "2026-11", 1)
+    await books.allowances.set(tenant_id, "2026-11", 2)
+    assert [(row.first_month, row.monthly_micros) for row in await books.allowances.list(tenant_id)] == [("2026-11", 2)]
+    with pytest.raises(InvalidValue, match="monthly_micros"):
+        await books.allowances.set(tenant_id, "2026-12", -1)
+
+
+async def test_costs_in_two_currencies_have_no_invoice(books: Books) -> None:
+    await books.post(OCTOBER)
+    await books.post(OCTOBER, of=None, currency="USD")  # costs nothing in any currency
+    assert (await books.draft("2026-10")).currency == "EUR"
+    await books.post(OCTOBER, currency="USD")
+    with pytest.raises(CurrenciesMixed, match="EUR and USD"):
+        await books.close("2026-10")
+
+
+async def test_lines_keep_costs_that_pass_64_bits(books: Books) -> None:
+    dear = await add_price(books.database, prompt=10**12)
+    for _ in range(3):
+        await books.post(OCTOBER, Tokens(prompt=9_000_000, completion=0), of=dear)
+
+    closed = await books.close("2026-10")
+    assert closed.lines[0].exact_picos == 27 * 10**18 > 2**63
+    assert (await books.invoices.get(closed.head.id)) == closed
+    async with books.database.reading() as connection:
+        assert (await connection.execute(select(invoice_lines.c.exact_picos))).scalar_one() == str(27 * 10**18)
+
+
+async def test_what_is_pending_or_voided_is_on_no_invoice_and_another_tenants_neither(books: Books) -> None:
+    await books.post(OCTOBER, person=books.cast.charlie)
+    assert (await books.draft("2026-10")).lines == ()
+
+
+async def test_lists_show_closed_and_open_the_newest_first(books: Books) -> None:
+    await books.post(OCTOBER)
+    closed = await books.close("2026-10")
+    drafted = await books.draft("2026-11")
+    await books.draft("2026-11", books.cast.charlie)
+
+    page = await books.invoices.list_of(books.bob.tenant.id, 1)
+    rest = await books.invoices.list_of(books.bob.tenant.id, 1, page.next_cursor)
+    assert [*page.data, *rest.data] == [drafted, closed]
+    assert len((await books.invoices.list(month="2026-11")).data) == 2
+    assert [head.id for head in (await books.invoices.list(state="closed")).data] == [closed.head.id]
+
+
+async def test_closing_and_allowances_and_the_seller_are_in_the_audit_log(books: Books) -> None:
+    with acting(Actor(kind="member", name="alice@example.com")):
+        await books.allowances.set(books.bob.tenant.id, "2026-10", 5)
+        await BoxRecords(books.database, books.clock).put(SELLER, Seller(name="Box AG").to_record())
+        await books.post(OCTOBER)
+        await books.close("2026-10")
+    async with books.database.reading() as connection:
+        rows = (await connection.execute(select(audit_log).order_by(audit_log.c.id))).mappings().all()
+    ours = [row for row in rows if row["actor_name"] == "alice@example.com"]
+    assert [row["action"] for row in ours] == ["allowance.set", "seller.change", "invoice.draft", "invoice.close"]
+    assert '"number":"2026-0001"' in ours[-1]["after"].replace(" ", "")
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"name": ""}, "name"),
+        ({"name": "x", "address": "one line"}, "address"),
+        ({"name": "x", "bank": ["a\nb"]}, "bank"),
+        ({"name": "x", "tax_basis_points": 10_001}, "tax_basis_points"),
+        ({"name": "x", "payment_terms_days": -1}, "payment_terms_days"),
+        ({"name": "x", "email": "\x00"}, "email"),
+    ],
+    ids=str,
+)
+def test_a_wrong_field_of_the_seller_is_named(fields: dict[str, object], param: str) -> None:
+    with pytest.raises(GatehouseError) as refused:
+        Seller(**fields)  # type: ignore[arg-type]
+    assert refused.value.param == param
