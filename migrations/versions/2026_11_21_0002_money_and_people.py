@@ -27,13 +27,11 @@ def upgrade() -> None:
     _create_sums()
     _create_billing()
     _create_outbox_and_audit()
-    _refuse_changes_of("audit_log")
     _fill_sums()
 
 
 def downgrade() -> None:
     """Take the schema back."""
-    _allow_changes_of("audit_log")
     for table in reversed(_NEW_TABLES):
         op.drop_table(table)
     op.execute("DELETE FROM usage_events WHERE kind = 'adjustment'")
@@ -366,35 +364,6 @@ def _create_outbox_and_audit() -> None:
         _text("hash", 64),
         _primary("audit_head"),
     )
-
-
-def _refuse_changes_of(table: str) -> None:
-    """Make rows of `table` stay as they were inserted, whoever asks; only who may change the schema can do otherwise."""
-    refusal = f"rows of {table} are never changed or removed"
-    if _is_sqlite():
-        for event in ("UPDATE", "DELETE"):
-            op.execute(
-                f"CREATE TRIGGER {table}_no_{event.lower()} BEFORE {event} ON {table} "
-                f"BEGIN SELECT RAISE(ABORT, '{refusal}'); END"
-            )
-        return
-    op.execute(
-        f"CREATE FUNCTION {table}_stays() RETURNS trigger LANGUAGE plpgsql AS "
-        f"$$ BEGIN RAISE EXCEPTION '{refusal}' USING ERRCODE = 'integrity_constraint_violation'; END $$"
-    )
-    op.execute(
-        f"CREATE TRIGGER {table}_stays BEFORE UPDATE OR DELETE OR TRUNCATE ON {table} "
-        f"FOR EACH STATEMENT EXECUTE FUNCTION {table}_stays()"
-    )
-
-
-def _allow_changes_of(table: str) -> None:
-    if _is_sqlite():
-        for event in ("update", "delete"):
-            op.execute(f"DROP TRIGGER {table}_no_{event}")
-        return
-    op.execute(f"DROP TRIGGER {table}_stays ON {table}")
-    op.execute(f"DROP FUNCTION {table}_stays()")
 
 
 def _fill_sums() -> None:

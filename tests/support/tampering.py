@@ -1,16 +1,27 @@
-"""What somebody with the database in hand could do to the audit log: the triggers put away, rows changed or removed."""
+"""What somebody with the database in hand could do: the triggers put away, rows changed or removed that were to stay."""
 
 from __future__ import annotations
 
+from sqlalchemy.ext.asyncio import AsyncConnection
+
 from appliance.base.db import Database
+
+KEPT_TABLES = ("audit_log", "usage_events", "invoices", "invoice_lines")
 
 
 async def tamper(database: Database, *statements: str) -> None:
-    """Execute `statements` on the audit log as if no trigger kept it."""
-    if database.kind == "sqlite":
-        disable = ["DROP TRIGGER IF EXISTS audit_log_no_update", "DROP TRIGGER IF EXISTS audit_log_no_delete"]
+    """Execute `statements` as if no trigger kept any row."""
+    async with database.writing() as connection:
+        await unkeep(connection)
+        for statement in statements:
+            await connection.exec_driver_sql(statement)
+
+
+async def unkeep(connection: AsyncConnection) -> None:
+    """Let this transaction change what is kept. On SQLite the triggers do not come back."""
+    if connection.dialect.name == "sqlite":
+        disable = [f"DROP TRIGGER IF EXISTS {table}_no_{event}" for table in KEPT_TABLES for event in ("update", "delete")]
     else:
         disable = ["SET LOCAL session_replication_role = replica"]
-    async with database.writing() as connection:
-        for statement in (*disable, *statements):
-            await connection.exec_driver_sql(statement)
+    for statement in disable:
+        await connection.exec_driver_sql(statement)

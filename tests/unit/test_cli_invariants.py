@@ -13,6 +13,7 @@ from appliance.base.ids import new_id
 from appliance.cli import invariants
 from tests.support.cast import Cast
 from tests.support.clock import FakeClock
+from tests.support.tampering import unkeep
 
 PRICE = {"prompt": 1_500_000, "cached_prompt": 150_000, "completion": 6_000_000}
 
@@ -70,6 +71,7 @@ async def ledger(database: Database, cast: Cast, clock: FakeClock) -> str:
 async def change(database: Database, request_id: str, **values: Any) -> None:
     async with database.writing() as connection:
         events = tables.usage_events
+        await unkeep(connection)
         await connection.execute(update(events).where(events.c.request_id == request_id).values(**values))
 
 

@@ -103,7 +103,7 @@ outbox = Table(
 )
 
 # Append-only and chained: `hash` is over the row and `previous_hash`. `before` and `after` hold no secrets; they are canonical
-# JSON as text, so that what was hashed is what is stored. Triggers of the migrations refuse UPDATE and DELETE.
+# JSON as text, so that what was hashed is what is stored. Triggers refuse UPDATE and DELETE.
 audit_log = Table(
     "audit_log",
     metadata,

@@ -1,0 +1,72 @@
+"""Rows that were written for good: the database itself refuses to change or remove them, whichever program asks.
+
+SQLite drops the triggers of a table that a later migration makes anew (batch mode): such a migration creates them again.
+"""
+
+from __future__ import annotations
+
+from alembic import op
+
+revision = "0003"
+down_revision = "0002"
+
+# table, and when one of its rows stays as it is: a condition on the row `OLD`, in words that both databases know.
+_IN_CLOSED_INVOICE = "EXISTS (SELECT 1 FROM invoices WHERE id = OLD.invoice_id AND state = 'closed')"
+_STAYS_UNCHANGED = {
+    "audit_log": "1 = 1",
+    "usage_events": "OLD.status <> 'pending'",
+    "invoices": "OLD.state = 'closed'",
+    "invoice_lines": _IN_CLOSED_INVOICE,
+}
+_STAYS_THERE = _STAYS_UNCHANGED | {"usage_events": "1 = 1"}
+
+
+def upgrade() -> None:
+    """Bring the schema up."""
+    for event, conditions in (("UPDATE", _STAYS_UNCHANGED), ("DELETE", _STAYS_THERE)):
+        for table, condition in conditions.items():
+            _refuse(event, table, condition)
+    if not _is_sqlite():
+        op.execute("CREATE FUNCTION refuse_truncate() RETURNS trigger LANGUAGE plpgsql AS " + _body("TRUE"))
+        for table in _STAYS_THERE:
+            op.execute(
+                f"CREATE TRIGGER {table}_no_truncate BEFORE TRUNCATE ON {table} "
+                "FOR EACH STATEMENT EXECUTE FUNCTION refuse_truncate()"
+            )
+
+
+def downgrade() -> None:
+    """Take the schema back."""
+    for event, conditions in (("UPDATE", _STAYS_UNCHANGED), ("DELETE", _STAYS_THERE)):
+        for table in conditions:
+            name = f"{table}_no_{event.lower()}"
+            op.execute(f"DROP TRIGGER {name}" if _is_sqlite() else f"DROP FUNCTION {name} CASCADE")
+    if not _is_sqlite():
+        op.execute("DROP FUNCTION refuse_truncate CASCADE")
+
+
+def _refuse(event: str, table: str, condition: str) -> None:
+    name = f"{table}_no_{event.lower()}"
+    if _is_sqlite():
+        op.execute(
+            f"CREATE TRIGGER {name} BEFORE {event} ON {table} WHEN {condition} "
+            f"BEGIN SELECT RAISE(ABORT, 'a row of {table} that was written for good stays as it is'); END"
+        )
+        return
+    op.execute(f"CREATE FUNCTION {name}() RETURNS trigger LANGUAGE plpgsql AS {_body(condition)}")
+    # A condition on the row alone is looked at before the function is called: pending events settle without it.
+    when = "" if "SELECT" in condition else f"WHEN ({condition}) "
+    op.execute(f"CREATE TRIGGER {name} BEFORE {event} ON {table} FOR EACH ROW {when}EXECUTE FUNCTION {name}()")
+
+
+def _body(condition: str) -> str:
+    """Return the body of a trigger function that refuses where `condition` holds."""
+    return (
+        f"$$ BEGIN IF {condition} THEN RAISE EXCEPTION 'a row of % that was written for good stays as it is', TG_TABLE_NAME "
+        "USING ERRCODE = 'integrity_constraint_violation'; END IF; "
+        "IF TG_OP = 'UPDATE' THEN RETURN NEW; END IF; RETURN OLD; END $$"
+    )
+
+
+def _is_sqlite() -> bool:
+    return op.get_bind().dialect.name == "sqlite"

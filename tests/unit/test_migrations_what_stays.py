@@ -1,0 +1,90 @@
+"""The database refuses to change what was written for good, and lets everything else pass."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from sqlalchemy import insert, text
+from sqlalchemy.exc import DatabaseError
+
+from appliance.base import tables
+from appliance.base.db import Database
+from tests.support.cast import Cast
+from tests.support.clock import FakeClock
+
+REFUSED = "stays as it is"
+
+
+@pytest.fixture
+async def written(database: Database, cast: Cast, clock: FakeClock) -> Database:
+    """Bob's database: one posted and one pending event, a closed and a draft invoice with a line each, an empty one."""
+    now = clock.now()
+    event: dict[str, Any] = {
+        "tenant_id": cast.bob.tenant.id, "key_id": cast.bob.key.id, "epoch_id": cast.epoch_id, "model": "demo",
+        "endpoint": "/v1/chat/completions", "kind": "usage", "reserved_tokens": 0, "prompt_tokens": 1, "cached_tokens": 0,
+        "completion_tokens": 1, "estimated": False, "cost_picos": 0, "currency": "EUR", "billing_day": now.date(),
+        "admitted_at": now,
+    }  # fmt: skip
+    invoice = {"tenant_id": cast.bob.tenant.id, "currency": "EUR", "total_micros": 1, "tax_micros": 0, "created_at": now}
+    line = {
+        "position": 1,
+        "kind": "prompt",
+        "month": "2026-10",
+        "tokens": 1,
+        "requests": 1,
+        "exact_picos": "1",
+        "rounded_micros": 0,
+    }
+    async with database.writing() as connection:
+        await connection.execute(
+            insert(tables.usage_events),
+            [event | {"request_id": f"req_{status}", "status": status} for status in ("posted", "pending")],
+        )
+        for month, state in (("2026-09", "closed"), ("2026-10", "draft")):
+            await connection.execute(insert(tables.invoices).values(id=f"inv_{state}", month=month, state=state, **invoice))
+            await connection.execute(insert(tables.invoice_lines).values(invoice_id=f"inv_{state}", **line))
+        await connection.execute(insert(tables.invoices).values(id="inv_empty", month="2026-08", state="closed", **invoice))
+    return database
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "UPDATE usage_events SET cost_picos = 9 WHERE status = 'posted'",
+        "UPDATE usage_events SET status = 'voided' WHERE status = 'posted'",
+        "DELETE FROM usage_events WHERE status = 'posted'",
+        "DELETE FROM usage_events WHERE status = 'pending'",
+        "UPDATE invoices SET total_micros = 9 WHERE state = 'closed'",
+        "UPDATE invoices SET state = 'draft' WHERE state = 'closed'",
+        "DELETE FROM invoices WHERE id = 'inv_empty'",
+        "UPDATE invoice_lines SET tokens = 9 WHERE invoice_id = 'inv_closed'",
+        "DELETE FROM invoice_lines WHERE invoice_id = 'inv_closed'",
+    ],
+)
+async def test_what_was_written_for_good_stays(written: Database, statement: str) -> None:
+    with pytest.raises(DatabaseError, match=REFUSED):
+        async with written.writing() as connection:
+            await connection.execute(text(statement))
+
+
+@pytest.mark.parametrize("database_url", ["postgresql"], indirect=True)  # SQLite has no TRUNCATE
+async def test_emptying_a_table_at_once_is_refused_too(written: Database) -> None:
+    with pytest.raises(DatabaseError, match=REFUSED):
+        async with written.writing() as connection:
+            await connection.execute(text("TRUNCATE usage_events, audit_log CASCADE"))
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "UPDATE usage_events SET status = 'posted', posting = 1 WHERE status = 'pending'",
+        "UPDATE usage_events SET completion_tokens = 7 WHERE status = 'pending'",
+        "UPDATE invoices SET state = 'closed', number = 'R-1' WHERE state = 'draft'",
+        "UPDATE invoice_lines SET tokens = 9 WHERE invoice_id = 'inv_draft'",
+        "DELETE FROM invoice_lines WHERE invoice_id = 'inv_draft'",
+    ],
+)
+async def test_what_is_not_final_may_change(written: Database, statement: str) -> None:
+    async with written.writing() as connection:
+        assert (await connection.execute(text(statement))).rowcount == 1
