@@ -5,7 +5,7 @@ GatehouseError
 ├── Unauthenticated 401 ─── InvalidApiKey, ExpiredApiKey, InvalidCredentials
 ├── Forbidden 403 ─── ModelNotAllowed, AddressNotAllowed, TenantSuspended, ScopeNotAllowed, RoleNotAllowed
 ├── Missing 404 ─── ModelNotFound, NotFound
-├── Conflict 409 ─── NameTaken, InvoiceClosed, MonthNotOver, MonthOutOfOrder, CurrenciesMixed
+├── Conflict 409 ─── NameTaken, LastOwner, InvoiceClosed, MonthNotOver, MonthOutOfOrder, CurrenciesMixed
 ├── RequestTooLarge 413
 ├── Refused 429 ─── RateLimitExceeded, RequestExceedsLimit, BudgetExceeded
 └── ServerError 5xx ─── InternalError 500, EngineUnavailable, ModelLoading, Overloaded, Draining, RequestAborted,
@@ -186,6 +186,12 @@ class CurrenciesMixed(Conflict):
     """The month has costs in more than one currency, which have no sum."""
 
     code = "currencies_mixed"
+
+
+class LastOwner(Conflict):
+    """Nobody would be left who may do everything."""
+
+    code = "last_owner"
 
 
 class RequestTooLarge(GatehouseError):

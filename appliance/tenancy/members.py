@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from datetime import datetime
 
@@ -10,12 +12,15 @@ from argon2 import PasswordHasher
 from argon2.exceptions import InvalidHashError, VerificationError
 from sqlalchemy import RowMapping, delete, insert, select, update
 from sqlalchemy.exc import IntegrityError
+from sqlalchemy.ext.asyncio import AsyncConnection
 
 from appliance.base.clock import Clock
 from appliance.base.db import Database
-from appliance.base.errors import InvalidCredentials, InvalidValue, NameTaken, NotFound
+from appliance.base.errors import InvalidCredentials, InvalidValue, LastOwner, NameTaken, NotFound
 from appliance.base.ids import new_id
 from appliance.base.tables import members, sessions
+from appliance.tenancy import audit
+from appliance.tenancy.fields import check_flag
 from appliance.tenancy.pages import PAGE_ROWS_DEFAULT, Page, check_limit, decode_cursor, page_of
 from appliance.tenancy.roles import Role, check_role
 
@@ -46,8 +51,15 @@ class Members:
         self._hashing = asyncio.Semaphore(HASHES_AT_ONCE)
         self._decoy_hash: str | None = None
 
-    async def create(self, email: str, password: str, role: str = Role.VIEWER) -> Member:
-        """Return the new member. Raises NameTaken and InvalidValue."""
+    async def create(
+        self,
+        email: str,
+        password: str,
+        role: str = Role.VIEWER,
+        *,
+        also: Callable[[AsyncConnection, Member], Awaitable[None]] | None = None,
+    ) -> Member:
+        """Return the new member; `also` is done in the same transaction. Raises NameTaken and InvalidValue."""
         member = Member(
             id=new_id("mb"), email=check_email(email), role=check_role(role), disabled=False, created_at=self._clock.now()
         )
@@ -56,9 +68,19 @@ class Members:
         try:
             async with self._db.writing() as connection:
                 await connection.execute(insert(members).values(password_hash=password_hash, **row))
+                if also is not None:
+                    await also(connection, member)
         except IntegrityError as error:
             raise NameTaken(f"there is a member {member.email} already", param="email") from error
         return member
+
+    async def get(self, member_id: str) -> Member:
+        """Return the member. Raises NotFound."""
+        async with self._db.reading() as connection:
+            row = (await connection.execute(select(members).where(members.c.id == member_id))).mappings().first()
+        if row is None:
+            raise NotFound("no such member", param="member_id")
+        return member_from_row(row)
 
     async def get_by_email(self, email: str) -> Member:
         """Return the member. Raises NotFound."""
@@ -87,6 +109,45 @@ class Members:
             await connection.execute(update(members).where(members.c.id == member.id).values(password_hash=password_hash))
             await connection.execute(delete(sessions).where(sessions.c.member_id == member.id))
         return member
+
+    async def change_password(self, member: Member, current: str, password: str) -> None:
+        """Replace the password of a member who proves the current one, and end every session of the member.
+
+        Raises InvalidValue for a new password that will not do, and InvalidCredentials.
+        """
+        check_password(password)
+        await self.verify_password(member.email, current)
+        password_hash = await self._hash(password)
+        async with self._db.writing() as connection:
+            await connection.execute(update(members).where(members.c.id == member.id).values(password_hash=password_hash))
+            await connection.execute(delete(sessions).where(sessions.c.member_id == member.id))
+            await audit.record(connection, self._clock, "member.change_password", "member", member.id)
+
+    async def change(self, member_id: str, *, role: str | None = None, disabled: bool | None = None) -> Member:
+        """Return the member after the change; None leaves as it is. A role on the box counts from the next request on.
+
+        Whoever is disabled is signed out everywhere at once and may not sign in. Raises NotFound, InvalidValue, and LastOwner
+        for what would leave nobody who signs in as owner.
+        """
+        granted = None if role is None else check_role(role)
+        async with self._db.writing() as connection:
+            owners = await _lock_owners(connection)
+            before = await _get(connection, member_id)
+            after = dataclasses.replace(
+                before,
+                role=before.role if granted is None else granted,
+                disabled=before.disabled if disabled is None else check_flag(disabled, "disabled"),
+            )
+            if owners == {member_id} and (after.disabled or after.role is not Role.OWNER):
+                raise LastOwner("this is the last owner: make somebody else an owner first", param="member_id")
+            ending = self._clock.now() if after.disabled else None
+            values = {"role": after.role.value} | ({} if after.disabled == before.disabled else {"disabled_at": ending})
+            await connection.execute(update(members).where(members.c.id == member_id).values(**values))
+            if after.disabled:
+                await connection.execute(delete(sessions).where(sessions.c.member_id == member_id))
+            facts = [audit.facts_of(each, "id", "created_at") for each in (before, after)]
+            await audit.record(connection, self._clock, "member.change", "member", member_id, before=facts[0], after=facts[1])
+        return after
 
     async def list(self, limit: int = PAGE_ROWS_DEFAULT, cursor: str | None = None) -> Page[Member]:
         """Return members in the order they were made."""
@@ -126,6 +187,20 @@ class Members:
         if self._decoy_hash is None:
             self._decoy_hash = await self._hash(new_id("decoy"))
         return self._decoy_hash
+
+
+async def _get(connection: AsyncConnection, member_id: str) -> Member:
+    row = (await connection.execute(select(members).where(members.c.id == member_id))).mappings().first()
+    if row is None:
+        raise NotFound("no such member", param="member_id")
+    return member_from_row(row)
+
+
+async def _lock_owners(connection: AsyncConnection) -> set[str]:
+    """Return who can sign in as owner, and keep it so until the transaction ends: two owners cannot demote each other."""
+    living = (members.c.role == Role.OWNER.value) & members.c.disabled_at.is_(None)
+    owners = await connection.execute(select(members.c.id).where(living).order_by(members.c.id).with_for_update())
+    return set(owners.scalars())
 
 
 def member_from_row(row: RowMapping) -> Member:

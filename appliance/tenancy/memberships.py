@@ -1,0 +1,178 @@
+"""The table of memberships: who belongs to which tenant with which role, and what access a member has through them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+from sqlalchemy import RowMapping, Select, delete, func, insert, select, update
+from sqlalchemy.exc import IntegrityError
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from appliance.base.acting import Actor
+from appliance.base.clock import Clock
+from appliance.base.db import Database
+from appliance.base.errors import InvalidValue, NameTaken, NotFound
+from appliance.base.tables import members, memberships, tenants
+from appliance.tenancy import audit
+from appliance.tenancy.access import Access
+from appliance.tenancy.members import Member, Members, check_email
+from appliance.tenancy.pages import PAGE_ROWS_DEFAULT, Page, check_limit, decode_cursor, page_of
+from appliance.tenancy.roles import Role, TenantRole, check_tenant_role
+from appliance.tenancy.secrets import new_password
+
+MEMBERS_OF_TENANT_MAX = 1000
+TENANTS_OF_MEMBER_MAX = 500
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Membership:
+    """A member's role in one tenant."""
+
+    member_id: str
+    email: str
+    tenant_id: str
+    role: TenantRole
+    disabled: bool
+    created_at: datetime
+
+
+class Memberships:
+    """All memberships. Each request reads those of its caller, so that a change counts from the next one on."""
+
+    def __init__(self, db: Database, clock: Clock) -> None:
+        self._db = db
+        self._clock = clock
+
+    async def access(self, member: Member, actor: Actor) -> Access:
+        """Return what a member who has just been recognised may see and do."""
+        query = select(memberships.c.tenant_id, memberships.c.role).where(memberships.c.member_id == member.id)
+        async with self._db.reading() as connection:
+            rows = (await connection.execute(query)).all()
+        return Access(role=member.role, actor=actor, tenants={row.tenant_id: TenantRole(row.role) for row in rows})
+
+    async def of_tenant(self, tenant_id: str, limit: int = PAGE_ROWS_DEFAULT, cursor: str | None = None) -> Page[Membership]:
+        """Return who belongs to the tenant, in the order in which they became members of the box."""
+        query = _joined().where(memberships.c.tenant_id == tenant_id).order_by(memberships.c.member_id)
+        if cursor is not None:
+            (last_id,) = decode_cursor("memberships", cursor, [str])
+            query = query.where(memberships.c.member_id > last_id)
+        async with self._db.reading() as connection:
+            rows = (await connection.execute(query.limit(check_limit(limit) + 1))).mappings().all()
+        return page_of([_from_row(row) for row in rows], limit, "memberships", lambda found: [found.member_id])
+
+    async def of_members(self, member_ids: Sequence[str]) -> list[Membership]:
+        """Return every membership of these members, by one query."""
+        query = _joined().where(memberships.c.member_id.in_(member_ids))
+        query = query.order_by(memberships.c.member_id, memberships.c.tenant_id)
+        async with self._db.reading() as connection:
+            return [_from_row(row) for row in (await connection.execute(query)).mappings()]
+
+    async def add(self, tenant_id: str, member_id: str, role: str) -> Membership:
+        """Return the new membership. Raises NotFound, NameTaken when there is one already, and InvalidValue."""
+        granted = check_tenant_role(role)
+        try:
+            async with self._db.writing() as connection:
+                return await self._add(connection, tenant_id, member_id, granted)
+        except IntegrityError as error:
+            raise NameTaken("this member belongs to the tenant already", param="email") from error
+
+    async def invite(self, people: Members, tenant_id: str, email: str, role: str) -> tuple[Membership, str | None]:
+        """Return (membership, password): a new member's password, made here and known to nobody else; None for a known member.
+
+        Raises NotFound, NameTaken when the member belongs to the tenant already, and InvalidValue.
+        """
+        granted = check_tenant_role(role)
+        try:
+            known = await people.get_by_email(check_email(email))
+            return await self.add(tenant_id, known.id, granted), None
+        except NotFound as error:
+            if error.param != "email":
+                raise
+        password = new_password()
+
+        async def join(connection: AsyncConnection, member: Member) -> None:
+            await self._add(connection, tenant_id, member.id, granted)
+
+        member = await people.create(email, password, Role.MEMBER, also=join)
+        (membership,) = await self.of_members([member.id])
+        return membership, password
+
+    async def change(self, tenant_id: str, member_id: str, role: str) -> Membership:
+        """Return the membership with its new role, which counts from the next request on. Raises NotFound and InvalidValue."""
+        granted = check_tenant_role(role)
+        whose = (memberships.c.tenant_id == tenant_id) & (memberships.c.member_id == member_id)
+        async with self._db.writing() as connection:
+            before = await _get(connection, tenant_id, member_id)
+            await connection.execute(update(memberships).where(whose).values(role=granted.value))
+            after = await _get(connection, tenant_id, member_id)
+            await self._record(connection, "membership.change", before, after)
+        return after
+
+    async def remove(self, tenant_id: str, member_id: str) -> Membership:
+        """Return the membership that was: its member sees nothing of the tenant from the next request on. Raises NotFound."""
+        whose = (memberships.c.tenant_id == tenant_id) & (memberships.c.member_id == member_id)
+        async with self._db.writing() as connection:
+            before = await _get(connection, tenant_id, member_id)
+            await connection.execute(delete(memberships).where(whose))
+            await self._record(connection, "membership.remove", before, None)
+        return before
+
+    async def _add(self, connection: AsyncConnection, tenant_id: str, member_id: str, role: TenantRole) -> Membership:
+        await _check_places(connection, tenant_id, member_id)
+        row = {"tenant_id": tenant_id, "member_id": member_id, "role": role.value, "created_at": self._clock.now()}
+        await connection.execute(insert(memberships).values(**row))
+        made = await _get(connection, tenant_id, member_id)
+        await self._record(connection, "membership.add", None, made)
+        return made
+
+    async def _record(
+        self, connection: AsyncConnection, action: str, before: Membership | None, after: Membership | None
+    ) -> None:
+        one = after or before
+        assert one is not None
+        facts = [None if each is None else {"email": each.email, "role": each.role.value} for each in (before, after)]
+        target = (action, "membership", one.member_id)
+        await audit.record(connection, self._clock, *target, tenant_id=one.tenant_id, before=facts[0], after=facts[1])
+
+
+def _joined() -> Select[Any]:
+    columns = (memberships, members.c.email, members.c.disabled_at)
+    return select(*columns).join_from(memberships, members, members.c.id == memberships.c.member_id)
+
+
+def _from_row(row: RowMapping) -> Membership:
+    return Membership(
+        member_id=row["member_id"],
+        email=row["email"],
+        tenant_id=row["tenant_id"],
+        role=TenantRole(row["role"]),
+        disabled=row["disabled_at"] is not None,
+        created_at=row["created_at"],
+    )
+
+
+async def _get(connection: AsyncConnection, tenant_id: str, member_id: str) -> Membership:
+    query = _joined().where(memberships.c.tenant_id == tenant_id, memberships.c.member_id == member_id)
+    row = (await connection.execute(query)).mappings().first()
+    if row is None:
+        raise NotFound("this tenant has no such member", param="member_id")
+    return _from_row(row)
+
+
+async def _check_places(connection: AsyncConnection, tenant_id: str, member_id: str) -> None:
+    """Raise unless tenant and member are there and both have room for one membership more."""
+    if (await connection.execute(select(tenants.c.id).where(tenants.c.id == tenant_id))).first() is None:
+        raise NotFound("no such tenant", param="tenant_id")
+    if (await connection.execute(select(members.c.id).where(members.c.id == member_id))).first() is None:
+        raise NotFound("no such member", param="member_id")
+    places = (
+        (memberships.c.tenant_id == tenant_id, MEMBERS_OF_TENANT_MAX, "a tenant has at most {} members"),
+        (memberships.c.member_id == member_id, TENANTS_OF_MEMBER_MAX, "a member belongs to at most {} tenants"),
+    )
+    for condition, most, sentence in places:
+        count = (await connection.execute(select(func.count()).select_from(memberships).where(condition))).scalar_one()
+        if count >= most:
+            raise InvalidValue(sentence.format(most), param="email")

@@ -1,0 +1,117 @@
+"""The table of limits of a model for all tenants together. A model without a row has none."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import datetime
+
+from sqlalchemy import RowMapping, delete, func, insert, select, update
+from sqlalchemy.exc import IntegrityError
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from appliance.base.clock import Clock
+from appliance.base.db import Database
+from appliance.base.errors import InvalidValue, NotFound
+from appliance.base.tables import model_policies
+from appliance.tenancy import audit
+from appliance.tenancy.fields import LIMIT_MODES, check_choice, check_name
+from appliance.tenancy.principals import Limits
+from appliance.tenancy.rows import limits_from_row, limits_to_row
+
+MODELS_MAX = 1000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelPolicy:
+    """What all tenants together may use of a model. `limit_mode` as of a tenant."""
+
+    model: str
+    limits: Limits
+    limit_mode: str
+    updated_at: datetime
+
+
+class ModelPolicies:
+    """Limits of every model that has some. They are kept in memory; a change by this process is seen by the next request."""
+
+    def __init__(self, db: Database, clock: Clock) -> None:
+        self._db = db
+        self._clock = clock
+        self._known: tuple[int, dict[str, ModelPolicy]] | None = None
+
+    async def list(self) -> list[ModelPolicy]:
+        """Return the policies by the name of the model."""
+        return list((await self._all()).values())
+
+    async def find(self, model: str) -> ModelPolicy | None:
+        """Return the policy of a model, None when it has none. Reads the database only after a change."""
+        return (await self._all()).get(model)
+
+    async def put(self, model: str, limits: Limits, limit_mode: str = "enforce") -> ModelPolicy:
+        """Return the policy that takes the place of the model's former one. Raises InvalidValue."""
+        after = ModelPolicy(
+            model=check_name(model, "model"),
+            limits=limits,
+            limit_mode=check_choice(limit_mode, "limit_mode", LIMIT_MODES),
+            updated_at=self._clock.now(),
+        )
+        async with self._db.writing() as connection:
+            before = await _get(connection, after.model)
+            await _write(connection, after, known=before is not None)
+            await self._record(connection, "model_policy.put", before, after)
+        self._db.principals.bump()
+        return after
+
+    async def remove(self, model: str) -> ModelPolicy:
+        """Return the policy that was; the model has no limits of its own from now on. Raises NotFound."""
+        async with self._db.writing() as connection:
+            before = await _get(connection, model)
+            if before is None:
+                raise NotFound("this model has no limits", param="model")
+            await connection.execute(delete(model_policies).where(model_policies.c.model == model))
+            await self._record(connection, "model_policy.remove", before, None)
+        self._db.principals.bump()
+        return before
+
+    async def _record(
+        self, connection: AsyncConnection, action: str, before: ModelPolicy | None, after: ModelPolicy | None
+    ) -> None:
+        one = after or before
+        assert one is not None
+        facts = [None if each is None else audit.facts_of(each, "model", "updated_at") for each in (before, after)]
+        target = (action, "model_policy", one.model)
+        await audit.record(connection, self._clock, *target, before=facts[0], after=facts[1])
+
+    async def _all(self) -> dict[str, ModelPolicy]:
+        change_count = self._db.principals.value
+        if self._known is None or self._known[0] != change_count:
+            async with self._db.reading() as connection:
+                rows = (await connection.execute(select(model_policies).order_by(model_policies.c.model))).mappings().all()
+            self._known = (change_count, {row["model"]: _from_row(row) for row in rows})
+        return self._known[1]
+
+
+def _from_row(row: RowMapping) -> ModelPolicy:
+    return ModelPolicy(
+        model=row["model"], limits=limits_from_row(row), limit_mode=row["limit_mode"], updated_at=row["updated_at"]
+    )
+
+
+async def _get(connection: AsyncConnection, model: str) -> ModelPolicy | None:
+    row = (await connection.execute(select(model_policies).where(model_policies.c.model == model))).mappings().first()
+    return None if row is None else _from_row(row)
+
+
+async def _write(connection: AsyncConnection, policy: ModelPolicy, *, known: bool) -> None:
+    values = {"limit_mode": policy.limit_mode, "updated_at": policy.updated_at, **limits_to_row(policy.limits)}
+    statement = update(model_policies).where(model_policies.c.model == policy.model).values(**values)
+    if known:
+        await connection.execute(statement)
+        return
+    if (await connection.execute(select(func.count()).select_from(model_policies))).scalar_one() >= MODELS_MAX:
+        raise InvalidValue(f"at most {MODELS_MAX} models have limits of their own", param="model")
+    try:
+        async with connection.begin_nested():
+            await connection.execute(insert(model_policies).values(model=policy.model, **values))
+    except IntegrityError:
+        await connection.execute(statement)

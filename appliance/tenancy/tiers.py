@@ -1,0 +1,80 @@
+"""The table of tiers: what belongs to a tier beside its name. A tier without a row has the defaults of here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sqlalchemy import insert, select, update
+from sqlalchemy.exc import IntegrityError
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from appliance.base.clock import Clock
+from appliance.base.db import Database
+from appliance.base.errors import NotFound
+from appliance.base.tables import tiers
+from appliance.tenancy import audit
+from appliance.tenancy.fields import TIERS, check_whole
+
+ADMISSION_WAIT_MS_MAX = 60_000
+ADMISSION_WAIT_MS_DEFAULT = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tier:
+    """A tier. `admission_wait_ms`: how long a request that a limit refuses may wait for room before it hears 429."""
+
+    name: str
+    admission_wait_ms: int
+
+
+class Tiers:
+    """The three tiers. Known ones are kept in memory; a change by this process is seen by the next request."""
+
+    def __init__(self, db: Database, clock: Clock) -> None:
+        self._db = db
+        self._clock = clock
+        self._known: tuple[int, dict[str, Tier]] | None = None
+
+    async def list(self) -> list[Tier]:
+        """Return the tiers from the most to the least urgent."""
+        known = await self._all()
+        return [known[name] for name in TIERS]
+
+    async def get(self, name: str) -> Tier:
+        """Return the tier. Raises NotFound. Reads the database only after a change."""
+        known = await self._all()
+        if name not in known:
+            raise NotFound(f"no such tier; there are {', '.join(TIERS)}", param="name")
+        return known[name]
+
+    async def update(self, name: str, *, admission_wait_ms: int) -> Tier:
+        """Return the tier after the change, which counts from the next request on. Raises NotFound and InvalidValue."""
+        before = await self.get(name)
+        after = Tier(name=name, admission_wait_ms=check_whole(admission_wait_ms, "admission_wait_ms", 0, ADMISSION_WAIT_MS_MAX))
+        async with self._db.writing() as connection:
+            await self._write(connection, after)
+            facts = [{"admission_wait_ms": tier.admission_wait_ms} for tier in (before, after)]
+            await audit.record(connection, self._clock, "tier.update", "tier", name, before=facts[0], after=facts[1])
+        self._db.principals.bump()
+        return after
+
+    async def _write(self, connection: AsyncConnection, tier: Tier) -> None:
+        values = {"admission_wait_ms": tier.admission_wait_ms, "updated_at": self._clock.now()}
+        statement = update(tiers).where(tiers.c.name == tier.name).values(**values)
+        if (await connection.execute(statement)).rowcount == 1:
+            return
+        try:
+            async with connection.begin_nested():
+                await connection.execute(insert(tiers).values(name=tier.name, **values))
+        except IntegrityError:
+            await connection.execute(statement)
+
+    async def _all(self) -> dict[str, Tier]:
+        change_count = self._db.principals.value
+        if self._known is None or self._known[0] != change_count:
+            async with self._db.reading() as connection:
+                rows = (await connection.execute(select(tiers.c.name, tiers.c.admission_wait_ms))).all()
+            waits = dict.fromkeys(TIERS, ADMISSION_WAIT_MS_DEFAULT) | {row.name: row.admission_wait_ms for row in rows}
+            known = {name: Tier(name=name, admission_wait_ms=waits[name]) for name in TIERS}
+            self._known = (change_count, known)
+        return self._known[1]
