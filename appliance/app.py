@@ -28,6 +28,7 @@ from appliance.base.errors import GatehouseError
 from appliance.base.settings import Settings, UnusableData
 from appliance.base.version import current_version
 from appliance.console.routes import answer_unknown_path, create_console_router
+from appliance.metering import rollups
 from appliance.metering.admission import Admission
 from appliance.metering.calendar import BillingCalendar
 from appliance.metering.ledger import Ledger
@@ -125,9 +126,9 @@ class Appliance:
     async def _build(self, db: Database) -> Services:
         settings, clock, metrics = self.settings, SystemClock(), Metrics()
         started_at = clock.now()
-        epoch_id = await self._begin_epoch(db, clock)
-        admission = Admission(clock, LedgerSums(db, currency=settings.currency), currency=settings.currency)
         calendar = BillingCalendar(settings.time_zone)
+        epoch_id = await self._begin_epoch(db, clock, calendar)
+        admission = Admission(clock, LedgerSums(db, currency=settings.currency), currency=settings.currency)
         ledger = Ledger(db, clock, epoch_id, currency=settings.currency, calendar=calendar)
         prices = PriceBook(db, clock, currency=settings.currency)
         generations = Generations(
@@ -172,7 +173,7 @@ class Appliance:
             admission=admission,
             ledger=ledger,
             prices=prices,
-            reports=UsageReports(db),
+            reports=UsageReports(db, calendar=calendar),
             models=models,
             generations=generations,
             readiness=Readiness(models, clock, interval_s=settings.probe_interval_s),
@@ -182,14 +183,16 @@ class Appliance:
             engines=self.engines,
         )
 
-    async def _begin_epoch(self, db: Database, clock: SystemClock) -> str:
+    async def _begin_epoch(self, db: Database, clock: SystemClock, calendar: BillingCalendar) -> str:
         """Begin an epoch of our own and settle what dead ones left. A command beside the appliance has none."""
         if not self.engines:
             return "none"
         epoch_id = await begin_epoch(db, clock, current_version())
-        recovered = await recover(db, clock, epoch_id)
+        recovered = await recover(db, clock, epoch_id, calendar=calendar)
         if recovered:
             log.warning("records of an earlier run recovered", count=recovered)
+        if await rollups.align(db, calendar):
+            log.warning("sums by day built again for another time zone", time_zone=calendar.time_zone)
         return epoch_id
 
     async def _start_parts(self, services: Services) -> None:

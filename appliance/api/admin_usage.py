@@ -23,7 +23,7 @@ from appliance.api.shapes import (
 )
 from appliance.base.errors import InvalidValue
 from appliance.base.money import PERCENT_MAX
-from appliance.metering.usage import BUCKET_S, STATUSES, LedgerFilter
+from appliance.metering.usage import BUCKETS, STATUSES, LedgerFilter
 from appliance.tenancy.pages import PAGE_ROWS_MAX, check_limit, decode_cursor, encode_cursor
 from appliance.tenancy.roles import Action
 
@@ -113,7 +113,7 @@ async def _usage(request: AdminRequest) -> PageShape[UsageRowShape]:
     rows = await services.reports.usage(
         start,
         end,
-        bucket=choice(request, "bucket", tuple(BUCKET_S), "day") or "day",
+        bucket=choice(request, "bucket", BUCKETS, "day") or "day",
         group_by=groups,
         tenant_id=request.query_params.get("tenant_id"),
     )

@@ -17,6 +17,7 @@ from appliance.base import counters
 from appliance.base.db import Database
 from appliance.base.errors import InternalError
 from appliance.metering import ledger_rows as rows
+from appliance.metering import rollups
 from appliance.metering.calendar import BillingCalendar
 from appliance.metering.records import Checkpoint, PendingEntry, Settlement, Usage, UsageEvent
 
@@ -214,6 +215,7 @@ class Round:
             raise LedgerBroken(f"{len(changes)} entries were pending and {result.rowcount} changed: is there a second writer?")
         details = [rows.settle_request_parameters(settlement, self.now) for _, settlement in changes]
         await connection.execute(rows.SETTLE_REQUESTS, details)
+        await rollups.add(connection, self.calendar, [event for event, _ in changes])
 
 
 def _void(request_id: str) -> Settlement:

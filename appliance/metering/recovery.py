@@ -16,6 +16,8 @@ from appliance.base.clock import Clock
 from appliance.base.db import Database
 from appliance.base.ids import new_id
 from appliance.base.tables import epochs, requests, usage_events
+from appliance.metering import rollups
+from appliance.metering.calendar import BillingCalendar
 from appliance.metering.ledger_rows import (
     SETTLE_EVENTS,
     cost_of,
@@ -60,7 +62,7 @@ async def end_epoch(db: Database, clock: Clock, epoch_id: str) -> None:
         )
 
 
-async def recover(db: Database, clock: Clock, current_epoch: str) -> int:
+async def recover(db: Database, clock: Clock, current_epoch: str, *, calendar: BillingCalendar | None = None) -> int:
     """Settle every pending event of other epochs at its last checkpoint, as an estimate, and return how many there were.
 
     Call it before the ledger of `current_epoch` starts: there is one writer at a time. Interrupted or run twice, each event
@@ -69,7 +71,7 @@ async def recover(db: Database, clock: Clock, current_epoch: str) -> int:
     total = 0
     while True:
         async with db.writing() as connection:
-            count = await _recover_some(connection, current_epoch, clock.now())
+            count = await _recover_some(connection, current_epoch, calendar or BillingCalendar(), clock.now())
             if count:
                 await record(connection, clock, "ledger.recover", "epoch", current_epoch, after={"events": count})
         total += count
@@ -77,7 +79,8 @@ async def recover(db: Database, clock: Clock, current_epoch: str) -> int:
             return total
 
 
-async def _recover_some(connection: AsyncConnection, current_epoch: str, now: datetime) -> int:
+async def _recover_some(connection: AsyncConnection, current_epoch: str, calendar: BillingCalendar, now: datetime) -> int:
+    await counters.locked(connection, counters.POSTING)  # who recovers at the same time waits here, and then finds nothing
     left_behind = (
         select(usage_events.c.request_id)
         .where(usage_events.c.status == "pending", usage_events.c.epoch_id != current_epoch)
@@ -94,6 +97,7 @@ async def _recover_some(connection: AsyncConnection, current_epoch: str, now: da
     parameters = [settle_event_parameters(event) for event in events]
     await connection.execute(SETTLE_EVENTS, parameters)
     await connection.execute(_FINISH_REQUESTS, _request_parameters(parameters))
+    await rollups.add(connection, calendar, events)
     return len(request_ids)
 
 

@@ -1,27 +1,31 @@
-"""What was used and what it cost: sums over settled events, and the pages of ledger and requests. Reads only."""
+"""What was used and what it cost: reports over the sums, and the pages of ledger and requests. Reads only."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Any, Literal
 
-from sqlalchemy import ColumnElement, Integer, Select, and_, case, cast, extract, func, literal_column, or_, select
-from sqlalchemy.types import BigInteger
+from sqlalchemy import ColumnElement, and_, or_, select
 
 from appliance.base.db import Database
 from appliance.base.errors import InvalidValue, NotFound
 from appliance.base.tables import api_keys, requests, usage_events
+from appliance.metering.calendar import BillingCalendar
 from appliance.metering.ledger_rows import event_from_row, request_from_row
 from appliance.metering.records import RequestRow, Status, UsageEvent
-from appliance.metering.sums import SETTLED, join_sum, split_sum
+from appliance.metering.rollups import SPLIT, TOKENS
+from appliance.metering.usage_cover import bucket_end, cover, usage_query
+from appliance.tenancy.access import WHOLE_BOX, Access
 from appliance.tenancy.fields import check_choice
 from appliance.tenancy.pages import PAGE_ROWS_DEFAULT, Page, check_limit, decode_cursor, page_of
+from appliance.tenancy.roles import Action
 
 Bucket = Literal["minute", "hour", "day"]
-BUCKET_S: dict[str, int] = {"minute": 60, "hour": 3600, "day": 86400}
+BUCKETS = ("minute", "hour", "day")
 GROUPS = ("tenant", "key", "model")
+_GROUP_COLUMNS = {"tenant": "tenant_id", "key": "key_id", "model": "model"}
 USAGE_ROWS_MAX = 50_000
 STATUSES = ("pending", "posted", "voided", "recovered")
 _MICROS_PER_S = 1_000_000
@@ -30,7 +34,7 @@ _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UsageRow:
-    """Sums of one bucket `start <= admitted_at < end` in UTC; what was not grouped by is None."""
+    """Sums of one bucket `start <= admitted_at < end`; what was not grouped by is None."""
 
     start: datetime
     end: datetime
@@ -43,6 +47,7 @@ class UsageRow:
     completion_tokens: int
     cost_picos: int
     currency: str
+    rejected_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,10 +64,11 @@ class LedgerFilter:
 
 
 class UsageReports:
-    """Reports over the ledger and the table of requests. Every method takes the tenant that may be seen, or None for all."""
+    """Reports over the ledger and the table of requests. Every method narrows what it reads to what `access` shows."""
 
-    def __init__(self, db: Database) -> None:
+    def __init__(self, db: Database, *, calendar: BillingCalendar | None = None) -> None:
         self._db = db
+        self._calendar = calendar or BillingCalendar()
 
     async def usage(
         self,
@@ -71,21 +77,31 @@ class UsageReports:
         bucket: str = "day",
         group_by: Sequence[str] = (),
         tenant_id: str | None = None,
+        *,
+        key_ids: Collection[str] | None = None,
+        models: Collection[str] | None = None,
+        tenant_ids: Collection[str] | None = None,
+        access: Access = WHOLE_BOX,
     ) -> list[UsageRow]:
         """Return the sums of posted and recovered events admitted in `start <= t < end`, per bucket and group.
 
-        Buckets begin at whole minutes, hours or days of UTC; empty ones are left out. Amounts of different currencies are
-        never added. Raises InvalidValue, also when there would be more than USAGE_ROWS_MAX rows.
+        Buckets begin at whole minutes and hours of UTC, or with days of the billing time zone; empty ones are left out. Amounts
+        of different currencies are never added. `tenant_ids`, `key_ids` and `models` leave out all others; None is all.
+        Raises InvalidValue, also when there would be more than USAGE_ROWS_MAX rows.
         """
-        check_choice(bucket, "bucket", tuple(BUCKET_S))
+        check_choice(bucket, "bucket", BUCKETS)
         _check_period(start, end)
         groups = _check_groups(group_by)
-        query = self._usage_query(start, end, BUCKET_S[bucket], groups, tenant_id)
+        segments = cover(start, end, bucket, self._calendar)
+        if not segments:
+            return []
+        wanted = _wanted([None if tenant_id is None else {tenant_id}, tenant_ids, access.within(Action.READ)], key_ids, models)
+        query = usage_query(segments, [_GROUP_COLUMNS[name] for name in groups], wanted).limit(USAGE_ROWS_MAX + 1)
         async with self._db.reading() as connection:
             rows = (await connection.execute(query)).mappings().all()
         if len(rows) > USAGE_ROWS_MAX:
             raise InvalidValue(f"the report has more than {USAGE_ROWS_MAX} rows; choose a larger bucket", param="bucket")
-        return [_usage_row(row, BUCKET_S[bucket]) for row in rows]
+        return [_usage_row(row, bucket_end(row["start_at"], bucket, self._calendar)) for row in rows]
 
     async def ledger_page(
         self,
@@ -94,12 +110,14 @@ class UsageReports:
         filters: LedgerFilter | None = None,
         *,
         newest_first: bool = False,
+        access: Access = WHOLE_BOX,
     ) -> Page[UsageEvent]:
         """Return usage events in the order they were opened (or the reverse). Raises InvalidValue for a bad cursor."""
         events = usage_events.c
         name = "ledger_newest" if newest_first else "ledger"
         order = events.id.desc() if newest_first else events.id
-        query = select(usage_events).where(*_ledger_conditions(filters or LedgerFilter())).order_by(order)
+        query = access.narrow(select(usage_events), events.tenant_id)
+        query = query.where(*_ledger_conditions(filters or LedgerFilter())).order_by(order)
         if cursor is not None:
             (last_id,) = decode_cursor(name, cursor, [int])
             query = query.where(events.id < last_id if newest_first else events.id > last_id)
@@ -107,10 +125,10 @@ class UsageReports:
             rows = (await connection.execute(query.limit(check_limit(limit) + 1))).mappings().all()
         return page_of([event_from_row(row) for row in rows], limit, name, lambda event: [event.id])
 
-    async def event(self, request_id: str, tenant_id: str | None = None) -> UsageEvent:
+    async def event(self, request_id: str, tenant_id: str | None = None, *, access: Access = WHOLE_BOX) -> UsageEvent:
         """Return the usage event of a request. Raises NotFound, also for another tenant's."""
         filters = LedgerFilter(request_id=request_id, tenant_id=tenant_id)
-        page = await self.ledger_page(1, None, filters)
+        page = await self.ledger_page(1, None, filters, access=access)
         if not page.data:
             raise NotFound("no such request", param="request_id")
         return page.data[0]
@@ -126,13 +144,15 @@ class UsageReports:
         finish_reason: str | None = None,
         text: str | None = None,
         finished_only: bool = True,
+        access: Access = WHOLE_BOX,
     ) -> Page[RequestRow]:
         """Return past requests, the newest first. Raises InvalidValue for a bad cursor.
 
         `text` is looked for, in any case, in the request's id, its model, and its key's name and prefix.
         """
         columns = requests.c
-        query = select(requests).order_by(columns.admitted_at.desc(), columns.id.desc())
+        query = access.narrow(select(requests), columns.tenant_id)
+        query = query.order_by(columns.admitted_at.desc(), columns.id.desc())
         wanted = {
             columns.tenant_id: tenant_id,
             columns.key_id: key_id,
@@ -154,9 +174,9 @@ class UsageReports:
         found = [request_from_row(row) for row in rows]
         return page_of(found, limit, "requests", lambda row: [_to_micros(row.admitted_at), row.id])
 
-    async def request(self, request_id: str, tenant_id: str | None = None) -> RequestRow:
+    async def request(self, request_id: str, tenant_id: str | None = None, *, access: Access = WHOLE_BOX) -> RequestRow:
         """Return a request. Raises NotFound, also for another tenant's."""
-        query = select(requests).where(requests.c.id == request_id)
+        query = access.narrow(select(requests), requests.c.tenant_id).where(requests.c.id == request_id)
         if tenant_id is not None:
             query = query.where(requests.c.tenant_id == tenant_id)
         async with self._db.reading() as connection:
@@ -164,45 +184,6 @@ class UsageReports:
         if row is None:
             raise NotFound("no such request", param="request_id")
         return request_from_row(row)
-
-    def _usage_query(
-        self, start: datetime, end: datetime, bucket_s: int, groups: Sequence[str], tenant_id: str | None
-    ) -> Select[Any]:
-        events = usage_events.c
-        seconds = self._epoch_seconds(events.admitted_at)
-        bucket = (seconds - seconds % bucket_s).label("bucket")
-        grouping = [column for name, column in _group_columns().items() if name in groups]
-        high, low = split_sum(events.cost_picos)
-        query = (
-            select(
-                bucket,
-                *grouping,
-                events.currency,
-                func.sum(case((events.kind == "usage", 1), else_=0)).label("requests"),
-                *(func.sum(events[name]).label(name) for name in _TOKEN_COLUMNS),
-                high.label("cost_high"),
-                low.label("cost_low"),
-            )
-            .where(events.admitted_at >= start, events.admitted_at < end, events.status.in_(SETTLED))
-            .group_by(literal_column("bucket"), *grouping, events.currency)
-            .order_by(literal_column("bucket"), *grouping, events.currency)
-            .limit(USAGE_ROWS_MAX + 1)
-        )
-        return query if tenant_id is None else query.where(events.tenant_id == tenant_id)
-
-    def _epoch_seconds(self, moment: ColumnElement[Any]) -> ColumnElement[int]:
-        """Return whole seconds since 1970, rounded down, as an integer."""
-        if self._db.kind == "sqlite":
-            # Without the fraction, which strftime would round to the next second.
-            return cast(func.strftime("%s", func.substr(moment, 1, 19)), Integer)
-        return cast(func.floor(extract("epoch", moment)), BigInteger)
-
-
-_TOKEN_COLUMNS = ("prompt_tokens", "cached_tokens", "completion_tokens")
-
-
-def _group_columns() -> dict[str, Any]:
-    return {"tenant": usage_events.c.tenant_id, "key": usage_events.c.key_id, "model": usage_events.c.model}
 
 
 def _check_groups(group_by: Sequence[str]) -> tuple[str, ...]:
@@ -219,17 +200,26 @@ def _check_period(start: datetime, end: datetime) -> None:
         raise InvalidValue("end must be later than start", param="end")
 
 
-def _usage_row(row: Any, bucket_s: int) -> UsageRow:
-    start = _EPOCH + timedelta(seconds=int(row["bucket"]))
+def _wanted(
+    tenant_ids: Sequence[Collection[str] | None], key_ids: Collection[str] | None, models: Collection[str] | None
+) -> Mapping[str, Collection[str]]:
+    """Return the values that count of each column that is narrowed; a tenant must be asked for and visible."""
+    narrowing = [set(ids) for ids in tenant_ids if ids is not None]
+    tenants = set.intersection(*narrowing) if narrowing else None
+    narrowed = {"tenant_id": tenants, "key_id": key_ids, "model": models}
+    return {name: values for name, values in narrowed.items() if values is not None}
+
+
+def _usage_row(row: Any, end: datetime) -> UsageRow:
     return UsageRow(
-        start=start,
-        end=start + timedelta(seconds=bucket_s),
+        start=row["start_at"],
+        end=end,
         tenant_id=row.get("tenant_id"),
         key_id=row.get("key_id"),
         model=row.get("model"),
         requests=int(row["requests"]),
-        **{name: int(row[name]) for name in _TOKEN_COLUMNS},
-        cost_picos=join_sum(row["cost_high"], row["cost_low"]),
+        **{name: int(row[name]) for name in TOKENS},
+        cost_picos=int(row["cost_high"]) * SPLIT + int(row["cost_low"]),
         currency=row["currency"],
     )
 

@@ -13,13 +13,16 @@ from sqlalchemy import insert
 from appliance.base.db import Database
 from appliance.base.errors import InvalidValue
 from appliance.base.tables import usage_events
+from appliance.metering import rollups
+from appliance.metering.calendar import BillingCalendar
 from appliance.metering.records import UsageEvent
-from appliance.metering.usage import BUCKET_S, GROUPS, UsageReports
+from appliance.metering.usage import GROUPS, UsageReports
 from appliance.tenancy.keys import Keys
 from tests.support.cast import PEPPER, Cast
 from tests.support.clock import START, FakeClock
 from tests.support.ledgers import all_events
 
+BUCKET_S = {"minute": 60, "hour": 3600, "day": 86400}
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 EDGES_US = (0, 1, 59_999_999, 60_000_000, 3_599_999_999, 3_600_000_000, 43_199_999_999, 43_200_000_000, 86_400_000_000)
 
@@ -60,6 +63,7 @@ async def events(database: Database, clock: FakeClock, cast: Cast) -> list[Usage
         )
     async with database.writing() as connection:
         await connection.execute(insert(usage_events), rows)
+    await rollups.rebuild(database, BillingCalendar())
     return await all_events(database)
 
 
