@@ -3,6 +3,7 @@ sentence "KEY …"; those with arguments return such a function."""
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import os
 import zoneinfo
@@ -19,6 +20,8 @@ _SIZE_UNITS = {"kib": 1024, "mib": MIB, "gib": 1024 * MIB}
 _SPECULATIVE_METHODS = ("ngram", "draft_model")
 _SPECULATIVE_NUMBERS = ("num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min", "disable_by_batch_size")
 _SHARED_PREFIXES_MAX = 1000
+_NETWORKS_MAX = 100
+Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 
 def text(value: object) -> str:
@@ -233,3 +236,15 @@ def mail_server(value: object) -> str:
     if parts.scheme not in ("smtp", "smtps", "smtp+starttls") or not parts.hostname or parts.path.strip("/") or port == 0:
         raise ValueError(message)
     return address
+
+
+def networks(value: object) -> tuple[Network, ...]:
+    """Return networks in CIDR notation; text is a list with commas."""
+    items = value.split(",") if isinstance(value, str) else value
+    message = "must be a list of networks like 10.0.0.0/8"
+    if not isinstance(items, list | tuple) or len(items) > _NETWORKS_MAX or not all(isinstance(item, str) for item in items):
+        raise ValueError(f"{message}, {_NETWORKS_MAX} at most")
+    try:
+        return tuple(ipaddress.ip_network(item.strip()) for item in items)
+    except ValueError as error:
+        raise ValueError(f"{message}: {error}") from None

@@ -81,6 +81,7 @@ class Settings:
     oidc_client_secret: str | None = field(default=None, repr=False)
     smtp_url: str | None = field(default=None, repr=False)
     smtp_from: str | None = None
+    webhook_networks: tuple[values_of.Network, ...] = ()
 
 
 def default_data_dir() -> Path:
@@ -206,4 +207,5 @@ _PARSERS: dict[str, Callable[[object], Any]] = {
     "oidc_client_secret": values_of.secret,
     "smtp_url": values_of.mail_server,
     "smtp_from": values_of.email,
+    "webhook_networks": values_of.networks,
 }

@@ -210,12 +210,12 @@ class Outbox:
                 .values(next_attempt_at=next_attempt_at, last_error=error[:ERROR_CHARS_MAX])
             )
 
-    async def next_due_s(self) -> float | None:
-        """Return in how many seconds something is due, 0 when something is; None when nothing is pending."""
+    async def next_due_s(self, busy: Collection[str] = ()) -> float | None:
+        """Return in how many seconds something is due for webhooks that are not `busy`, None when nothing is pending."""
         query = (
             select(func.min(outbox.c.next_attempt_at))
             .join_from(outbox, webhooks, webhooks.c.id == outbox.c.webhook_id)
-            .where(outbox.c.next_attempt_at.is_not(None), *_ready())
+            .where(outbox.c.next_attempt_at.is_not(None), outbox.c.webhook_id.not_in(sorted(busy)), *_ready())
         )
         async with self._db.reading() as connection:
             first: datetime | None = (await connection.execute(query)).scalar_one()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter as Counts
 from collections.abc import Callable, Iterator
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -67,6 +67,10 @@ class Metrics:
         self._unrecorded = Counter(
             "gatehouse_unrecorded_usage_tokens", "Tokens whose record could not be written", registry=self.registry
         )
+        self._alerts_pending = Gauge("gatehouse_alerts_pending", "Alerts that wait for delivery", registry=self.registry)
+        self._alerts_delivered = Counter("gatehouse_alerts_delivered", "Alerts that were taken", registry=self.registry)
+        self._alerts_given_up = Counter("gatehouse_alerts_given_up", "Alerts that nobody took", registry=self.registry)
+        self._alerts_failed = self._counter("alert_attempts_failed", "Attempts to deliver that failed", ["reason"])
         self._ttft_s = self._histogram("time_to_first_token_seconds", "Admission to first token", LATENCY_BUCKETS_S)
         self._inter_token_s = self._histogram("inter_token_latency_seconds", "Time between two tokens", TOKEN_BUCKETS_S)
         for reason in _codes(GatehouseError):
@@ -133,6 +137,22 @@ class Metrics:
     def unrecorded(self, tokens: int) -> None:
         """Count tokens whose ledger record could not be written."""
         self._unrecorded.inc(tokens)
+
+    def alerts_pending(self, count: int) -> None:
+        """Note how many alerts wait for delivery."""
+        self._alerts_pending.set(count)
+
+    def alert_delivered(self) -> None:
+        """Count an alert that its receiver has taken."""
+        self._alerts_delivered.inc()
+
+    def alert_failed(self, reason: str) -> None:
+        """Count an attempt to deliver that failed; `reason` is one of a few."""
+        self._alerts_failed.labels(reason).inc()
+
+    def alert_given_up(self) -> None:
+        """Count an alert that is not tried any more."""
+        self._alerts_given_up.inc()
 
     def _tenant_label(self, tenant: str) -> str:
         if tenant in self._tenants or len(self._tenants) < TENANTS_MAX:
