@@ -52,9 +52,11 @@ from appliance.tenancy.bootstrap import FirstStart, bootstrap
 from appliance.tenancy.first_login import note_shown
 from appliance.tenancy.keys import Keys
 from appliance.tenancy.members import Members
+from appliance.tenancy.second_factor import SecondFactors, appliance_label
 from appliance.tenancy.secrets import read_or_create_pepper
 from appliance.tenancy.sessions import Sessions
 from appliance.tenancy.tenants import Tenants
+from appliance.tenancy.tickets import SIGN_IN_LIFE_S, Tickets
 
 HOUSEKEEPING_INTERVAL_S = 10.0
 SETTLE_TIMEOUT_S = 10.0
@@ -126,6 +128,7 @@ class Appliance:
     async def _build(self, db: Database) -> Services:
         settings, clock, metrics = self.settings, SystemClock(), Metrics()
         started_at = clock.now()
+        pepper = read_or_create_pepper(settings.data_dir)
         calendar = BillingCalendar(settings.time_zone)
         epoch_id = await self._begin_epoch(db, clock, calendar)
         admission = Admission(clock, LedgerSums(db, currency=settings.currency), currency=settings.currency)
@@ -165,9 +168,11 @@ class Appliance:
             db=db,
             database_watch=database_watch,
             tenants=Tenants(db, clock),
-            keys=Keys(db, clock, read_or_create_pepper(settings.data_dir)),
+            keys=Keys(db, clock, pepper),
             members=Members(db, clock),
             sessions=Sessions(db, clock, idle_s=settings.session_idle_s, absolute_s=settings.session_absolute_s),
+            second_factors=SecondFactors(db, clock, pepper, label=appliance_label(settings.external_url)),
+            sign_in_tickets=Tickets(pepper, "sign-in", clock, life_s=SIGN_IN_LIFE_S),
             admin_tokens=AdminTokens(db, clock),
             audit=AuditLog(db, clock),
             admission=admission,

@@ -1,6 +1,7 @@
-"""Slows down guessing of passwords: a few attempts at once, then one every so often, per address and per account.
+"""Slows down guessing of passwords and codes: a few attempts at once, then one every so often, per address and per account.
 
-Kept in memory and bounded; a restart forgets it, which is acceptable because every attempt also costs a slow hash.
+Kept in memory and bounded; a restart forgets it, which is acceptable because an attempt at a password also costs a slow hash,
+and one at a code comes after a password that was right.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ class Allowance:
 PER_ACCOUNT = Allowance(burst=8, refill_s=30.0)
 # Higher, because a proxy may put a whole office behind one address.
 PER_ADDRESS = Allowance(burst=30, refill_s=5.0)
+# Three codes of a million are good at a time: who knows the password and guesses for a whole month succeeds one time in forty.
+PER_MEMBER_CODES = Allowance(burst=5, refill_s=300.0)
 
 
 class LoginAttempts:
@@ -36,18 +39,32 @@ class LoginAttempts:
         self._full_at: OrderedDict[tuple[str, str], float] = OrderedDict()
 
     def count(self, *, address: str, account: str) -> None:
-        """Take one attempt from both allowances, or raise RateLimitExceeded with the exact wait and take none."""
-        keys = {("address", address): PER_ADDRESS, ("account", account.strip().casefold()): PER_ACCOUNT}
+        """Take one attempt at a password from both allowances, or raise RateLimitExceeded with the exact wait and take none."""
+        self._count({("address", address): PER_ADDRESS, ("account", account.strip().casefold()): PER_ACCOUNT})
+
+    def count_code(self, *, address: str, member_id: str) -> None:
+        """Take one attempt at a code of the second factor, or raise RateLimitExceeded and take none."""
+        self._count({("address", address): PER_ADDRESS, ("code", member_id): PER_MEMBER_CODES})
+
+    def count_address(self, *, address: str) -> None:
+        """Take one attempt at anything else that signs in, or raise RateLimitExceeded and take none."""
+        self._count({("address", address): PER_ADDRESS})
+
+    def forgive(self, *, account: str) -> None:
+        """Forget the attempts of an account whose owner has just proven the password."""
+        self._full_at.pop(("account", account.strip().casefold()), None)
+
+    def forgive_codes(self, *, member_id: str) -> None:
+        """Forget the attempts of a member whose code was right."""
+        self._full_at.pop(("code", member_id), None)
+
+    def _count(self, keys: dict[tuple[str, str], Allowance]) -> None:
         now = self._clock.monotonic_s()
         wait_s = max(self._wait_s(key, allowance, now) for key, allowance in keys.items())
         if wait_s > 0:
             raise RateLimitExceeded("Too many attempts to sign in.", limit_type="requests", retry_after_s=wait_s)
         for key, allowance in keys.items():
             self._take(key, allowance, now)
-
-    def forgive(self, *, account: str) -> None:
-        """Forget the attempts of an account whose owner has just proven the password."""
-        self._full_at.pop(("account", account.strip().casefold()), None)
 
     def _wait_s(self, key: tuple[str, str], allowance: Allowance, now: float) -> float:
         used_s = max(self._full_at.get(key, now) - now, 0.0)

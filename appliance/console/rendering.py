@@ -45,6 +45,11 @@ DONE = {
     "key-revoked": "Key revoked. It is refused from now on.",
     "request-cancelled": "Cancelled. Its KV blocks are free; what was generated is billed.",
     "signed-out": "Signed out.",
+    "sign-in-expired": "That sign-in was not finished in time, or in another browser. Start again.",
+    "password-changed": "Password changed. Every other device is signed out.",
+    "second-factor-off": "Second factor disabled. Every other device is signed out.",
+    "session-ended": "That device is signed out.",
+    "sessions-ended": "Every other device is signed out.",
 }
 
 

@@ -12,7 +12,17 @@ from litestar.handlers import BaseRouteHandler
 from litestar.static_files import create_static_files_router
 
 from appliance.base.errors import GatehouseError
-from appliance.console import keys, live_stream, login, overview, requests, tenants
+from appliance.console import (
+    account,
+    keys,
+    live_stream,
+    login,
+    login_code,
+    overview,
+    requests,
+    second_factor,
+    tenants,
+)
 from appliance.console.context import Console
 from appliance.console.error_pages import error_handler
 from appliance.console.rendering import STATIC_DIR, Pages
@@ -24,7 +34,10 @@ if TYPE_CHECKING:
 ErrorHandler = Callable[[ConsoleRequest, Exception], Response[Any]]
 
 HANDLERS = (
-    login.show_login, login.sign_in, login.sign_out, login.choose_theme,
+    login.show_login, login.sign_in, login.sign_out, login.choose_theme, login_code.show_code, login_code.check_code,
+    account.show_account, account.change_password, account.end_session, account.end_other_sessions,
+    second_factor.new_second_factor, second_factor.enable_second_factor, second_factor.confirm_disable,
+    second_factor.disable_second_factor, second_factor.confirm_renew, second_factor.renew_recovery_codes,
     overview.show_overview, live_stream.live_stream,
     requests.list_requests, requests.show_request, requests.cancel_request,
     tenants.list_tenants, tenants.new_tenant, tenants.create_tenant, tenants.show_tenant, tenants.save_tenant,

@@ -36,6 +36,8 @@ CSRF_FIELD = "csrf_token"
 CSRF_HEADER = "x-csrf-token"
 # The prefix makes the browser refuse the cookie unless it is Secure, host-only and for the whole site; it needs HTTPS.
 SECURE_COOKIE, PLAIN_COOKIE = "__Host-gatehouse", "gatehouse_session"
+# What a browser carries between the steps of signing in, by the name of the step.
+SECURE_STEP_COOKIE, PLAIN_STEP_COOKIE = "__Host-gatehouse-{step}", "gatehouse_{step}"
 
 CONTENT_SECURITY_POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
@@ -94,6 +96,29 @@ def session_cookie(connection: Connection, services: Services, token: str) -> Co
         samesite="lax",
         max_age=None if token else 0,
     )
+
+
+def step_ticket(connection: Connection, services: Services, step: str) -> str | None:
+    """Return the ticket of a step of signing in that the browser sent, if any."""
+    return connection.cookies.get(_step_cookie_name(connection, services, step))
+
+
+def step_cookie(connection: Connection, services: Services, step: str, ticket: str, *, life_s: int = 0) -> Cookie:
+    """Return the cookie that carries the ticket of a step; an empty ticket removes it."""
+    return Cookie(
+        key=_step_cookie_name(connection, services, step),
+        value=ticket,
+        path="/",
+        secure=is_secure(connection, services),
+        httponly=True,
+        samesite="lax",
+        max_age=life_s,
+    )
+
+
+def _step_cookie_name(connection: Connection, services: Services, step: str) -> str:
+    name = SECURE_STEP_COOKIE if is_secure(connection, services) else PLAIN_STEP_COOKIE
+    return name.format(step=step)
 
 
 def current_session(connection: Connection) -> Session | None:

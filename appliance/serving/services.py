@@ -22,8 +22,10 @@ from appliance.tenancy.admin_tokens import AdminTokens
 from appliance.tenancy.audit import AuditLog
 from appliance.tenancy.keys import Keys
 from appliance.tenancy.members import Members
+from appliance.tenancy.second_factor import SecondFactors
 from appliance.tenancy.sessions import Sessions
 from appliance.tenancy.tenants import Tenants
+from appliance.tenancy.tickets import Tickets
 
 
 @dataclass(slots=True, kw_only=True)
@@ -41,6 +43,8 @@ class Services:
     keys: Keys
     members: Members
     sessions: Sessions
+    second_factors: SecondFactors
+    sign_in_tickets: Tickets
     admin_tokens: AdminTokens
     audit: AuditLog
     admission: Admission

@@ -5,15 +5,18 @@ from __future__ import annotations
 import secrets
 from dataclasses import dataclass
 from datetime import datetime, timedelta
+from typing import Any
 
-from sqlalchemy import delete, insert, select, update
+from sqlalchemy import ColumnElement, RowMapping, Select, delete, insert, select, update
 
 from appliance.base.clock import Clock
 from appliance.base.db import Database
+from appliance.base.errors import NotFound
 from appliance.base.ids import new_id
 from appliance.base.tables import members, sessions
+from appliance.tenancy import audit
 from appliance.tenancy.members import Member, member_from_row
-from appliance.tenancy.roles import Role
+from appliance.tenancy.pages import PAGE_ROWS_DEFAULT, Page, check_limit, decode_cursor, page_of
 from appliance.tenancy.secrets import plain_digest
 
 IDLE_S = 8 * 3600
@@ -25,10 +28,12 @@ _TOKEN_CHARS_MAX = 100
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Session:
-    """A signed-in browser. `expires_at` is the absolute limit; an idle session ends earlier."""
+    """A signed-in browser. `expires_at` is the absolute limit; an idle session ends earlier. `method`: how it was proven."""
 
+    id: str
     member: Member
     csrf_token: str
+    method: str
     user_agent: str
     address: str
     created_at: datetime
@@ -45,40 +50,35 @@ class Sessions:
         self._idle = timedelta(seconds=idle_s)
         self._absolute = timedelta(seconds=absolute_s)
 
-    async def open(self, member_id: str, user_agent: str, address: str) -> tuple[str, Session]:
-        """Return (token, session) for a member who has just proved a password, and remove the member's ended sessions."""
+    async def open(self, member_id: str, user_agent: str, address: str, *, method: str = "password") -> tuple[str, Session]:
+        """Return (token, session) for a member who has just proven who he is, and remove the member's ended sessions."""
         token = secrets.token_urlsafe(TOKEN_BYTES)
         now = self._clock.now()
-        session_id = new_id("ses")
-        columns = {
+        columns: dict[str, Any] = {
+            "id": new_id("ses"),
             "csrf_token": secrets.token_urlsafe(TOKEN_BYTES),
+            "method": method,
             "user_agent": _header(user_agent, 400),
             "address": _header(address, 64),
             "created_at": now,
             "last_seen_at": now,
             "expires_at": now + self._absolute,
         }
-        ended = (sessions.c.expires_at <= now) | (sessions.c.last_seen_at <= now - self._idle)
         async with self._db.writing() as connection:
-            await connection.execute(delete(sessions).where(sessions.c.member_id == member_id, ended))
-            await connection.execute(
-                insert(sessions).values(token_hash=plain_digest(token), id=session_id, member_id=member_id, **columns)
-            )
+            await connection.execute(delete(sessions).where(sessions.c.member_id == member_id, ~self._lives(now)))
+            await connection.execute(insert(sessions).values(token_hash=plain_digest(token), member_id=member_id, **columns))
             row = (await connection.execute(select(members).where(members.c.id == member_id))).mappings().one()
-        return token, Session(member=member_from_row(row), **columns)  # type: ignore[arg-type]
+            facts = {name: columns[name] for name in ("method", "user_agent")} | {"member_id": member_id}
+            await audit.record(connection, self._clock, "session.open", "session", columns["id"], after=facts)
+        return token, Session(member=member_from_row(row), **columns)
 
     async def resolve(self, token: str) -> Session | None:
         """Return the session of `token`, or None when it has ended, or its member may no longer sign in."""
         if not 0 < len(token) <= _TOKEN_CHARS_MAX:
             return None
         token_hash = plain_digest(token)
-        query = (
-            select(sessions, *(column.label(f"owner_{column.name}") for column in members.columns))
-            .join_from(sessions, members, members.c.id == sessions.c.member_id)
-            .where(sessions.c.token_hash == token_hash)
-        )
         async with self._db.reading() as connection:
-            row = (await connection.execute(query)).mappings().first()
+            row = (await connection.execute(_joined().where(sessions.c.token_hash == token_hash))).mappings().first()
         now = self._clock.now()
         if row is None or row["owner_disabled_at"] is not None:
             return None
@@ -86,36 +86,83 @@ class Sessions:
             return None
         if row["last_seen_at"] <= now - SEEN_EVERY:
             await self._see(token_hash, now)
-        return Session(
-            member=Member(
-                id=row["owner_id"],
-                email=row["owner_email"],
-                role=Role(row["owner_role"]),
-                disabled=False,
-                created_at=row["owner_created_at"],
-            ),
-            csrf_token=row["csrf_token"],
-            user_agent=row["user_agent"],
-            address=row["address"],
-            created_at=row["created_at"],
-            last_seen_at=row["last_seen_at"],
-            expires_at=row["expires_at"],
-        )
+        return _from_row(row)
+
+    async def list(
+        self, member_id: str | None = None, limit: int = PAGE_ROWS_DEFAULT, cursor: str | None = None
+    ) -> Page[Session]:
+        """Return live sessions, the newest first: of one member, or of all."""
+        query = _joined().where(self._lives(self._clock.now()), members.c.disabled_at.is_(None))
+        query = query.order_by(sessions.c.id.desc()).limit(check_limit(limit) + 1)
+        if member_id is not None:
+            query = query.where(sessions.c.member_id == member_id)
+        if cursor is not None:
+            (last_id,) = decode_cursor("sessions", cursor, [str])
+            query = query.where(sessions.c.id < last_id)
+        async with self._db.reading() as connection:
+            rows = (await connection.execute(query)).mappings().all()
+        return page_of([_from_row(row) for row in rows], limit, "sessions", lambda session: [session.id])
 
     async def close(self, token: str) -> None:
         """End the session of `token`, if there is one."""
-        async with self._db.writing() as connection:
-            await connection.execute(delete(sessions).where(sessions.c.token_hash == plain_digest(token)))
+        await self._end(sessions.c.token_hash == plain_digest(token))
 
-    async def close_all(self, member_id: str) -> None:
-        """End every session of the member."""
+    async def end(self, session_id: str, *, member_id: str | None = None) -> None:
+        """End a session, with `member_id` only if it is that member's. Raises NotFound."""
+        whose = sessions.c.id == session_id
+        if member_id is not None:
+            whose &= sessions.c.member_id == member_id
+        if not await self._end(whose):
+            raise NotFound("no such session", param="session_id")
+
+    async def close_all(self, member_id: str, *, keep: str | None = None) -> int:
+        """End every session of the member, but not the one with the id `keep`, and return how many there were."""
+        whose = sessions.c.member_id == member_id
+        return await self._end(whose if keep is None else whose & (sessions.c.id != keep))
+
+    async def note_refusal(self, email: str, reason: str) -> None:
+        """Write to the audit log that somebody could not sign in with this address."""
         async with self._db.writing() as connection:
-            await connection.execute(delete(sessions).where(sessions.c.member_id == member_id))
+            await audit.record(connection, self._clock, "session.refuse", "member", email, after={"reason": reason})
+
+    async def _end(self, whose: ColumnElement[bool]) -> int:
+        async with self._db.writing() as connection:
+            ended = (
+                await connection.execute(delete(sessions).where(whose).returning(sessions.c.id, sessions.c.member_id))
+            ).all()
+            for row in ended:
+                facts = {"member_id": row.member_id}
+                await audit.record(connection, self._clock, "session.close", "session", row.id, before=facts)
+        return len(ended)
+
+    def _lives(self, now: datetime) -> ColumnElement[bool]:
+        return (sessions.c.expires_at > now) & (sessions.c.last_seen_at > now - self._idle)
 
     async def _see(self, token_hash: str, now: datetime) -> None:
         statement = update(sessions).where(sessions.c.token_hash == token_hash, sessions.c.last_seen_at < now)
         async with self._db.writing() as connection:
             await connection.execute(statement.values(last_seen_at=now))
+
+
+def _joined() -> Select[Any]:
+    owner = (column.label(f"owner_{column.name}") for column in members.columns)
+    return select(sessions, *owner).join_from(sessions, members, members.c.id == sessions.c.member_id)
+
+
+def _from_row(row: RowMapping) -> Session:
+    prefix = "owner_"
+    owner: Any = {name.removeprefix(prefix): value for name, value in row.items() if name.startswith(prefix)}
+    return Session(
+        id=row["id"],
+        member=member_from_row(owner),
+        csrf_token=row["csrf_token"],
+        method=row["method"],
+        user_agent=row["user_agent"],
+        address=row["address"],
+        created_at=row["created_at"],
+        last_seen_at=row["last_seen_at"],
+        expires_at=row["expires_at"],
+    )
 
 
 def _header(value: str, chars_max: int) -> str:

@@ -35,8 +35,10 @@ from appliance.tenancy.admin_tokens import AdminTokens
 from appliance.tenancy.audit import AuditLog
 from appliance.tenancy.keys import Keys
 from appliance.tenancy.members import Members
+from appliance.tenancy.second_factor import SecondFactors
 from appliance.tenancy.sessions import Sessions
 from appliance.tenancy.tenants import Tenants
+from appliance.tenancy.tickets import SIGN_IN_LIFE_S, Tickets
 from engine.protocol import EngineInfo, EngineStatus
 from tests.support.cast import ALICE_PASSWORD, PEPPER, Cast, Person, make_cast, quick_hasher
 
@@ -296,6 +298,8 @@ def _services(
         "keys": Keys(database, clock, PEPPER),
         "members": Members(database, clock, hasher=quick_hasher()),
         "sessions": Sessions(database, clock),
+        "second_factors": SecondFactors(database, clock, PEPPER),
+        "sign_in_tickets": Tickets(PEPPER, "sign-in", clock, life_s=SIGN_IN_LIFE_S),
         "admin_tokens": AdminTokens(database, clock),
         "audit": AuditLog(database, clock),
         "admission": Admission(clock, LedgerSums(database)),

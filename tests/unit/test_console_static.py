@@ -56,7 +56,7 @@ def test_every_form_that_changes_something_carries_the_session_s_token(path: Pat
     forms = re.findall(r'<form[^>]*method="post".*?</form>', path.read_text("utf-8"), re.DOTALL)
 
     for form in forms:
-        assert 'name="csrf_token"' in form or 'action="/login"' in form, form[:120]
+        assert 'name="csrf_token"' in form or 'action="/login' in form, form[:120]
 
 
 @pytest.mark.parametrize("path", TEMPLATES, ids=lambda path: path.name)

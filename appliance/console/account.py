@@ -1,0 +1,107 @@
+"""The page of whoever is signed in: password, and the devices that are signed in with it.
+
+A change of the password ends every session; this browser is given a new one in the same answer.
+"""
+
+from __future__ import annotations
+
+from litestar import get, post
+from litestar.params import FromPath
+
+from appliance.base.errors import BadRequest, InvalidCredentials, RateLimitExceeded, Unauthenticated
+from appliance.console.context import Console, ConsoleDependency
+from appliance.console.forms import Form
+from appliance.console.rendering import Html
+from appliance.console.security import ConsoleRequest, current_session, session_cookie
+from appliance.console.sign_in import address_of, open_session, wait_of
+from appliance.tenancy.devices import device_of
+from appliance.tenancy.pages import PAGE_ROWS_MAX
+from appliance.tenancy.sessions import Session
+
+NOT_YOURS = "That is not your password."
+METHODS = {"password": "password", "oidc": "provider", "totp": "code", "recovery": "recovery code"}
+
+
+def own_session(request: ConsoleRequest) -> Session:
+    """Return the session of this request. Raises Unauthenticated."""
+    session = current_session(request)
+    if session is None:
+        raise Unauthenticated("Sign in first.")
+    return session
+
+
+def method_in_words(method: str) -> str:
+    """Return how a session was proven: `password+totp` reads `password and code`."""
+    return " and ".join(METHODS.get(part, part) for part in method.split("+"))
+
+
+@get("/account")
+async def show_account(request: ConsoleRequest, console: ConsoleDependency) -> Html:
+    """Password, second factor and devices of whoever is signed in."""
+    return await _page(request, console)
+
+
+@post("/account/password", status_code=200)
+async def change_password(request: ConsoleRequest, console: ConsoleDependency) -> Html:
+    """Replace the password and sign out every other device, or show the page again with what is wrong."""
+    session, form = own_session(request), await console.form(request)
+    current, password = form.values.get("current", ""), form.values.get("password", "")
+    if password != form.values.get("again", ""):
+        form.fail("again", "Not the same as the new password.")
+    if not form.errors:
+        try:
+            console.attempts.count(address=address_of(request), account=session.member.email)
+            await console.services.members.change_password(session.member, current, password)
+            return await _renewed(request, console, session, done="password-changed")
+        except RateLimitExceeded as error:
+            form.fail("current", wait_of(error)[0])
+        except InvalidCredentials:
+            form.fail("current", NOT_YOURS)
+        except BadRequest as error:
+            form.fail_with(error, ("password",))
+    form.values.clear()  # no password is sent back
+    return await _page(request, console, form)
+
+
+@post("/account/sessions/{session_id:str}/end", status_code=200)
+async def end_session(request: ConsoleRequest, console: ConsoleDependency, session_id: FromPath[str]) -> Html:
+    """Sign one of the member's own devices out."""
+    session = own_session(request)
+    await console.services.sessions.end(session_id, member_id=session.member.id)
+    if session_id == session.id:
+        return console.pages.redirect(request, "/login", done="signed-out")
+    return console.pages.redirect(request, "/account", done="session-ended")
+
+
+@post("/account/sessions/end-others", status_code=200)
+async def end_other_sessions(request: ConsoleRequest, console: ConsoleDependency) -> Html:
+    """Sign every device out but this one."""
+    session = own_session(request)
+    await console.services.sessions.close_all(session.member.id, keep=session.id)
+    return console.pages.redirect(request, "/account", done="sessions-ended")
+
+
+async def _renewed(request: ConsoleRequest, console: Console, session: Session, *, done: str) -> Html:
+    """Return the way back to the page in a new session; the change has ended all that there were."""
+    token = await open_session(request, console, session.member, method=session.method)
+    console.attempts.forgive(account=session.member.email)
+    answer = console.pages.redirect(request, "/account", done=done)
+    answer.set_cookie(session_cookie(request, console.services, token))
+    return answer
+
+
+async def _page(request: ConsoleRequest, console: Console, form: Form | None = None) -> Html:
+    session = own_session(request)
+    page = await console.services.sessions.list(session.member.id, PAGE_ROWS_MAX)
+    devices = sorted(page.data, key=lambda other: (other.id != session.id, -other.last_seen_at.timestamp()))
+    return console.pages.page(
+        request,
+        "pages/account.html",
+        status=422 if form else 200,
+        form=form,
+        current=session,
+        factor=await console.services.second_factors.state(session.member.id),
+        devices=devices,
+        device_of=device_of,
+        method_in_words=method_in_words,
+    )

@@ -1,0 +1,56 @@
+"""The step between password and session: the code of the second factor. Keeps nothing but a ticket in the browser."""
+
+from __future__ import annotations
+
+from litestar import get, post
+
+from appliance.base.errors import InvalidCredentials, RateLimitExceeded
+from appliance.console.context import Console, ConsoleDependency
+from appliance.console.forms import sentence
+from appliance.console.rendering import Html
+from appliance.console.security import ConsoleRequest, form_of, safe_next, step_ticket
+from appliance.console.sign_in import CODE_STEP, address_of, finish, note_refusal, wait_of
+from appliance.tenancy.second_factor import CODE_CHARS_MAX
+
+
+@get("/login/code", opt={"public": True})
+async def show_code(request: ConsoleRequest, console: ConsoleDependency) -> Html:
+    """The form of the code, for a browser that has just proven the first factor; any other starts at the beginning."""
+    return _start_again(request, console) if _facts(request, console) is None else _form(request, console)
+
+
+@post("/login/code", opt={"public": True}, status_code=200)
+async def check_code(request: ConsoleRequest, console: ConsoleDependency) -> Html:
+    """Use up the code and open the session, or say that it is wrong."""
+    facts = _facts(request, console)
+    if facts is None:
+        return _start_again(request, console)
+    code = str((await form_of(request)).get("code", ""))[: CODE_CHARS_MAX + 1]
+    services, member_id = console.services, facts["member_id"]
+    try:
+        console.attempts.count_code(address=address_of(request), member_id=member_id)
+        kind = await services.second_factors.check(member_id, code, stamp=facts["stamp"])
+    except RateLimitExceeded as error:
+        words, headers = wait_of(error)
+        answer = _form(request, console, error=words, status=429)
+        answer.headers.update(headers)
+        return answer
+    except InvalidCredentials as error:
+        await note_refusal(request, console, email=(await services.members.get(member_id)).email, reason="code")
+        return _form(request, console, error=sentence(error.message), status=401)
+    console.attempts.forgive_codes(member_id=member_id)
+    member = await services.members.get(member_id)
+    method = f"{facts['method']}+{kind}"
+    return await finish(request, console, member, method=method, target=safe_next(facts["next"]))
+
+
+def _facts(request: ConsoleRequest, console: Console) -> dict[str, str] | None:
+    return console.services.sign_in_tickets.read(step_ticket(request, console.services, CODE_STEP))
+
+
+def _start_again(request: ConsoleRequest, console: Console) -> Html:
+    return console.pages.redirect(request, "/login", done="sign-in-expired")
+
+
+def _form(request: ConsoleRequest, console: Console, *, error: str | None = None, status: int = 200) -> Html:
+    return console.pages.page(request, "pages/login_code.html", status=status, error=error)

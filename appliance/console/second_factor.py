@@ -1,0 +1,169 @@
+"""Setting up and taking away the second factor, and new recovery codes: each asks again who it is.
+
+Secrets and codes are shown in one answer only. Knows no rule of codes: `SecondFactors` decides.
+"""
+
+from __future__ import annotations
+
+import io
+
+import segno
+from litestar import get, post
+from markupsafe import Markup
+
+from appliance.base.errors import Conflict, InvalidCredentials, RateLimitExceeded
+from appliance.console.account import NOT_YOURS, own_session
+from appliance.console.context import Console, ConsoleDependency
+from appliance.console.forms import FORM_ERROR, Form, sentence
+from appliance.console.rendering import Html
+from appliance.console.security import ConsoleRequest, session_cookie
+from appliance.console.sign_in import address_of, open_session, wait_of
+from appliance.tenancy.members import Member
+from appliance.tenancy.recovery_codes import normalised
+from appliance.tenancy.second_factor import Enrolment
+from appliance.tenancy.sessions import Session
+
+EXPIRED = "That took too long: here is a new code to scan."
+NO_PROOF = "Neither your password nor a code that is good now."
+
+
+@get("/account/second-factor")
+async def new_second_factor(request: ConsoleRequest, console: ConsoleDependency) -> Html:
+    """The QR code, and the fields that prove that it was scanned by the right person."""
+    member = own_session(request).member
+    return _enrolment_form(request, console, console.services.second_factors.begin(member), None)
+
+
+@post("/account/second-factor", status_code=200)
+async def enable_second_factor(request: ConsoleRequest, console: ConsoleDependency) -> Html:
+    """Check password and code, store the secret, and show the recovery codes in a new session."""
+    session, form = own_session(request), await console.form(request)
+    factors, member = console.services.second_factors, session.member
+    enrolment = factors.resume(member, form.values.get("ticket", ""))
+    if enrolment is None:
+        form.fail(FORM_ERROR, EXPIRED)
+        return _enrolment_form(request, console, factors.begin(member), form)
+    try:
+        console.attempts.count(address=address_of(request), account=member.email)
+        await console.services.members.verify_password(member.email, form.values.get("password", ""))
+        codes = await factors.enable(member, enrolment, form.raw("code"))
+    except (RateLimitExceeded, InvalidCredentials, Conflict) as error:
+        _explain(form, error)
+        return _enrolment_form(request, console, enrolment, form)
+    console.attempts.forgive(account=member.email)
+    return await _codes_in_new_session(request, console, session, codes)
+
+
+@get("/account/second-factor/disable")
+async def confirm_disable(request: ConsoleRequest, console: ConsoleDependency) -> Html:
+    """Ask for a proof before the second factor goes."""
+    return _proof_form(request, console, "disable", None)
+
+
+@post("/account/second-factor/disable", status_code=200)
+async def disable_second_factor(request: ConsoleRequest, console: ConsoleDependency) -> Html:
+    """Take the second factor away; every other device is signed out."""
+    session, form = own_session(request), await console.form(request)
+    if not await _proven(request, console, session.member, form):
+        return _proof_form(request, console, "disable", form)
+    await console.services.second_factors.disable(session.member.id)
+    token = await open_session(request, console, session.member, method=session.method)
+    answer = console.pages.redirect(request, "/account", done="second-factor-off")
+    answer.set_cookie(session_cookie(request, console.services, token))
+    return answer
+
+
+@get("/account/recovery-codes")
+async def confirm_renew(request: ConsoleRequest, console: ConsoleDependency) -> Html:
+    """Ask for a proof before the old codes go."""
+    return _proof_form(request, console, "renew", None)
+
+
+@post("/account/recovery-codes", status_code=200)
+async def renew_recovery_codes(request: ConsoleRequest, console: ConsoleDependency) -> Html:
+    """Show ten new codes; the old ones are refused from now on."""
+    session, form = own_session(request), await console.form(request)
+    if not await _proven(request, console, session.member, form):
+        return _proof_form(request, console, "renew", form)
+    try:
+        codes = await console.services.second_factors.renew_recovery_codes(session.member.id)
+    except Conflict as error:
+        form.fail_with(error, ())
+        return _proof_form(request, console, "renew", form)
+    return _codes(request, console, codes)
+
+
+async def _proven(request: ConsoleRequest, console: Console, member: Member, form: Form) -> bool:
+    """Return whether `proof` is the member's password or a code that is good now; else the form says that it is neither."""
+    proof, services = form.values.get("proof", ""), console.services
+    digits = proof.replace(" ", "")
+    try:
+        if (len(digits) == 6 and digits.isdigit()) or normalised(proof) is not None:
+            console.attempts.count_code(address=address_of(request), member_id=member.id)
+            await services.second_factors.check(member.id, proof)
+            console.attempts.forgive_codes(member_id=member.id)
+        else:
+            console.attempts.count(address=address_of(request), account=member.email)
+            await services.members.verify_password(member.email, proof)
+            console.attempts.forgive(account=member.email)
+    except RateLimitExceeded as error:
+        form.fail("proof", wait_of(error)[0])
+    except InvalidCredentials:
+        form.fail("proof", NO_PROOF)
+    return not form.errors
+
+
+def _explain(form: Form, error: RateLimitExceeded | InvalidCredentials | Conflict) -> None:
+    if isinstance(error, RateLimitExceeded):
+        form.fail(FORM_ERROR, wait_of(error)[0])
+    elif isinstance(error, Conflict):
+        form.fail(FORM_ERROR, sentence(error.message))
+    elif error.param == "code":
+        form.fail("code", sentence(error.message))
+    else:
+        form.fail("password", NOT_YOURS)
+
+
+async def _codes_in_new_session(request: ConsoleRequest, console: Console, session: Session, codes: list[str]) -> Html:
+    method = f"{session.method.partition('+')[0]}+totp"
+    token = await open_session(request, console, session.member, method=method)
+    answer = _codes(request, console, codes)
+    answer.set_cookie(session_cookie(request, console.services, token))
+    return answer
+
+
+def _codes(request: ConsoleRequest, console: Console, codes: list[str]) -> Html:
+    return console.pages.sheet(request, "fragments/recovery_codes.html", title="Recovery codes", codes=codes)
+
+
+def _enrolment_form(request: ConsoleRequest, console: Console, enrolment: Enrolment, form: Form | None) -> Html:
+    if form is not None:
+        form.values.clear()  # neither password nor code is sent back
+    return console.pages.sheet(
+        request,
+        "fragments/second_factor_new.html",
+        title="Set up a second factor",
+        status=422 if form else 200,
+        form=form,
+        enrolment=enrolment,
+        secret_in_groups=" ".join(enrolment.secret[start : start + 4] for start in range(0, len(enrolment.secret), 4)),
+        qr_code=qr_code(enrolment.uri),
+    )
+
+
+def _proof_form(request: ConsoleRequest, console: Console, verb: str, form: Form | None) -> Html:
+    if form is not None:
+        form.values.clear()
+    title = {"disable": "Disable the second factor", "renew": "New recovery codes"}[verb]
+    return console.pages.sheet(
+        request, "fragments/second_factor_proof.html", title=title, status=422 if form else 200, form=form, verb=verb
+    )
+
+
+def qr_code(text: str) -> Markup:
+    """Return `text` as a QR code: an SVG without styles of its own, dark on light whatever the colours of the page."""
+    image = io.BytesIO()
+    segno.make(text, error="m", micro=False).save(
+        image, kind="svg", xmldecl=False, svgns=True, omitsize=True, nl=False, svgclass="qr", lineclass=None, border=3
+    )
+    return Markup(image.getvalue().decode())  # noqa: S704 - made of modules, none of the text

@@ -1,0 +1,85 @@
+"""The last steps of every way to sign in: ask for a code where the member has a second factor, else open the session.
+
+Between the two there is no session, only a ticket in a cookie of this browser. Knows no form of the first factor.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from appliance.base.acting import ActorKind, act_as, current_actor
+from appliance.base.errors import InvalidValue, RateLimitExceeded
+from appliance.console.context import Console
+from appliance.console.rendering import Html
+from appliance.console.security import ConsoleRequest, session_cookie, session_token, step_cookie, step_ticket
+from appliance.tenancy.members import Member, check_email
+
+CODE_STEP = "code"
+CODE_PATH = "/login/code"
+USER_AGENT_CHARS_MAX = 400
+NO_ADDRESS = "(no e-mail address)"
+
+
+def address_of(request: ConsoleRequest) -> str:
+    """Return where the request came from."""
+    return request.client.host if request.client else "unknown"
+
+
+async def first_factor_proven(request: ConsoleRequest, console: Console, member: Member, *, method: str, target: str) -> Html:
+    """Return the way on for a member who has proven the first factor by `method`: a session, or the step of the code."""
+    stamp = await console.services.second_factors.required(member.id)
+    if stamp is None:
+        return await finish(request, console, member, method=method, target=target)
+    tickets = console.services.sign_in_tickets
+    ticket = tickets.issue({"member_id": member.id, "stamp": stamp, "method": method, "next": target})
+    answer = console.pages.redirect(request, CODE_PATH)
+    answer.set_cookie(step_cookie(request, console.services, CODE_STEP, ticket, life_s=tickets.life_s))
+    return answer
+
+
+async def finish(request: ConsoleRequest, console: Console, member: Member, *, method: str, target: str) -> Html:
+    """Open a session with a new id, end the one that this browser had, and lead on to `target`."""
+    _act_as(request, "member", member.email, member.id)
+    await close_session(request, console)
+    answer = console.pages.redirect(request, target)
+    token = await open_session(request, console, member, method=method)
+    answer.set_cookie(session_cookie(request, console.services, token))
+    if step_ticket(request, console.services, CODE_STEP):
+        answer.set_cookie(step_cookie(request, console.services, CODE_STEP, ""))
+    return answer
+
+
+async def open_session(request: ConsoleRequest, console: Console, member: Member, *, method: str) -> str:
+    """Return the token of a new session of this browser; the rest of this request is answered in it."""
+    agent = request.headers.get("user-agent", "")[:USER_AGENT_CHARS_MAX]
+    token, session = await console.services.sessions.open(member.id, agent, address_of(request), method=method)
+    request.state["session"] = session
+    return token
+
+
+async def close_session(request: ConsoleRequest, console: Console) -> None:
+    """End the session of this browser, if it has one."""
+    token = session_token(request, console.services)
+    if token:
+        await console.services.sessions.close(token)
+
+
+async def note_refusal(request: ConsoleRequest, console: Console, *, email: str, reason: str) -> None:
+    """Write down that somebody could not sign in. What was typed is kept only if it is an address: it may be a password."""
+    try:
+        named = check_email(email)
+    except InvalidValue:
+        named = NO_ADDRESS
+    _act_as(request, "system", "sign-in", None)
+    await console.services.sessions.note_refusal(named, reason)
+
+
+def _act_as(request: ConsoleRequest, kind: ActorKind, name: str, actor_id: str | None) -> None:
+    act_as(dataclasses.replace(current_actor(), kind=kind, name=name, id=actor_id, address=address_of(request)))
+
+
+def wait_of(error: RateLimitExceeded) -> tuple[str, dict[str, str]]:
+    """Return the sentence and the header for too many attempts."""
+    wait_s = math.ceil(error.retry_after_s or 0)
+    return f"{error.message} Wait {wait_s} s, then try again.", {"retry-after": str(wait_s)}

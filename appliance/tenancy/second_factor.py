@@ -1,0 +1,239 @@
+"""The second factor of members: codes of an authenticator app (TOTP, RFC 6238), and recovery codes for its loss.
+
+    none ── a code that confirms the new secret ──► enabled ── a code, or the password ──► none
+                                                       └─────── an owner resets it ──────► none
+
+Whether the password was proven is the caller's business; this module knows codes alone. A change ends every session of the
+member in the same transaction: whoever asked for it signs in again or is given a new session.
+"""
+
+from __future__ import annotations
+
+import hmac
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any, Literal
+from urllib.parse import urlsplit
+
+import pyotp
+from sqlalchemy import RowMapping, Update, delete, select, update
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from appliance.base.clock import Clock
+from appliance.base.db import Database
+from appliance.base.errors import Conflict, InvalidCredentials, NotFound
+from appliance.base.sealing import Sealer
+from appliance.base.tables import members, sessions
+from appliance.tenancy import audit, recovery_codes
+from appliance.tenancy.members import Member, member_from_row
+from appliance.tenancy.secrets import keyed_digest
+from appliance.tenancy.tickets import Tickets
+
+STEP_S = 30
+WINDOW_STEPS = 1  # a code of the step before and after is good too: clocks differ, and people type
+ENROLMENT_LIFE_S = 15 * 60
+CODE_CHARS_MAX = 64
+WRONG_CODE = "the code is wrong, or was used already"
+_CODE = re.compile(r"\d{6}", re.ASCII)
+
+Kind = Literal["totp", "recovery"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FactorState:
+    """What a member has. `enabled_at` None means that the password suffices."""
+
+    enabled_at: datetime | None
+    recovery_codes_left: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Enrolment:
+    """A secret that counts for nothing until a code of it comes back with `ticket`. `uri` is what the QR code says."""
+
+    secret: str = field(repr=False)
+    uri: str = field(repr=False)
+    ticket: str = field(repr=False)
+
+
+class SecondFactors:
+    """The second factors of all members. `label` names this appliance in an authenticator app."""
+
+    def __init__(self, db: Database, clock: Clock, pepper: bytes, *, label: str = "Gatehouse") -> None:
+        self._db = db
+        self._clock = clock
+        self._pepper = pepper
+        self._label = label
+        self._sealer = Sealer(pepper, "second factor")
+        self._enrolments = Tickets(pepper, "second factor enrolment", clock, life_s=ENROLMENT_LIFE_S)
+
+    async def state(self, member_id: str) -> FactorState:
+        """Return what the member has."""
+        async with self._db.reading() as connection:
+            row = await _row(connection, member_id)
+            left = await recovery_codes.count_left(connection, member_id)
+        return FactorState(enabled_at=row["totp_confirmed_at"], recovery_codes_left=left)
+
+    async def required(self, member_id: str) -> str | None:
+        """Return None when the first factor suffices, else a stamp for `check`: it fits until password or secret change."""
+        async with self._db.reading() as connection:
+            row = await _row(connection, member_id)
+        return None if row["totp_confirmed_at"] is None else self._stamp(row)
+
+    def begin(self, member: Member) -> Enrolment:
+        """Return a new secret for `member`. Nothing is stored: the ticket holds it, sealed."""
+        secret = pyotp.random_base32()
+        return self._enrolment(member, secret, self._enrolments.issue({"member_id": member.id, "secret": secret}))
+
+    def resume(self, member: Member, ticket: str) -> Enrolment | None:
+        """Return the enrolment that `ticket` stands for; None when it has expired or is somebody else's."""
+        facts = self._enrolments.read(ticket)
+        if facts is None or facts["member_id"] != member.id:
+            return None
+        return self._enrolment(member, facts["secret"], ticket)
+
+    async def enable(self, member: Member, enrolment: Enrolment, code: str) -> list[str]:
+        """Return the recovery codes, which cannot be had again. Raises InvalidCredentials for a wrong code, and Conflict."""
+        now = self._clock.now()
+        step = next((step for step in _steps(now) if _is_code_of(enrolment.secret, step, code)), None)
+        if step is None:
+            raise InvalidCredentials("the code is wrong: is the clock of the device right?", param="code")
+        codes = recovery_codes.new_codes()
+        async with self._db.writing() as connection:
+            changed = await connection.execute(
+                update(members)
+                .where(members.c.id == member.id, members.c.totp_confirmed_at.is_(None))
+                .values(totp_secret=self._sealer.seal(enrolment.secret), totp_confirmed_at=now, totp_last_step=step)
+            )
+            if changed.rowcount != 1:
+                raise Conflict("a second factor is set up already; disable it first")
+            await recovery_codes.replace(connection, self._pepper, member.id, codes)
+            await self._end_sessions(connection, member.id)
+            await self._record(connection, "second_factor.enable", member.id)
+        return codes
+
+    async def check(self, member_id: str, code: str, *, stamp: str | None = None) -> Kind:
+        """Return which kind of code was used up: each is good once. Raises InvalidCredentials, in the same words for all.
+
+        With `stamp` it is also refused when password or second factor have changed since `required` was asked.
+        """
+        refusal = InvalidCredentials(WRONG_CODE, param="code")
+        if len(code) > CODE_CHARS_MAX:
+            raise refusal
+        async with self._db.reading() as connection:
+            row = await _row(connection, member_id)
+        if row["totp_confirmed_at"] is None or row["disabled_at"] is not None:
+            raise refusal
+        if stamp is not None and not hmac.compare_digest(stamp, self._stamp(row)):
+            raise refusal
+        digits = re.sub(r"\s", "", code)
+        if _CODE.fullmatch(digits):
+            used = await self._use_step(row, digits)
+            kind: Kind = "totp"
+        else:
+            used = await self._use_recovery_code(member_id, code)
+            kind = "recovery"
+        if not used:
+            raise refusal
+        return kind
+
+    async def renew_recovery_codes(self, member_id: str) -> list[str]:
+        """Return ten new recovery codes; the old ones are refused from now on. Raises Conflict without a second factor."""
+        codes = recovery_codes.new_codes()
+        async with self._db.writing() as connection:
+            if (await _row(connection, member_id))["totp_confirmed_at"] is None:
+                raise Conflict("there is no second factor that could be lost")
+            await recovery_codes.replace(connection, self._pepper, member_id, codes)
+            await self._record(connection, "second_factor.renew_codes", member_id)
+        return codes
+
+    async def disable(self, member_id: str) -> None:
+        """Take the second factor away at the member's own wish. Idempotent."""
+        await self._remove(members.c.id == member_id, "second_factor.disable")
+
+    async def reset(self, member_id: str) -> Member:
+        """Take the second factor away because its device is lost, and sign the member out everywhere. Raises NotFound."""
+        return await self._remove(members.c.id == member_id, "second_factor.reset")
+
+    async def reset_by_email(self, email: str) -> Member:
+        """Do what `reset` does for the member with this address."""
+        return await self._remove(members.c.email == email.strip().lower(), "second_factor.reset")
+
+    async def _remove(self, whose: Any, action: str) -> Member:
+        async with self._db.writing() as connection:
+            row = (await connection.execute(select(members).where(whose))).mappings().first()
+            if row is None:
+                raise NotFound("no such member", param="member")
+            if row["totp_confirmed_at"] is None:
+                return member_from_row(row)
+            await connection.execute(_of(row["id"]).values(totp_secret=None, totp_confirmed_at=None, totp_last_step=None))
+            await recovery_codes.replace(connection, self._pepper, row["id"], [])
+            await self._end_sessions(connection, row["id"])
+            await self._record(connection, action, row["id"])
+        return member_from_row(row)
+
+    async def _use_step(self, row: RowMapping, code: str) -> bool:
+        """Return whether `code` is of a step that was not used yet. One conditional statement moves the last step forward."""
+        secret = self._sealer.open(row["totp_secret"])
+        for step in _steps(self._clock.now()):
+            if not _is_code_of(secret, step, code):
+                continue
+            unused = members.c.totp_last_step.is_(None) | (members.c.totp_last_step < step)
+            statement = _of(row["id"]).where(members.c.totp_secret == row["totp_secret"], unused)
+            async with self._db.writing() as connection:
+                if (await connection.execute(statement.values(totp_last_step=step))).rowcount == 1:
+                    return True
+        return False
+
+    async def _use_recovery_code(self, member_id: str, typed: str) -> bool:
+        code = recovery_codes.normalised(typed)
+        if code is None:
+            return False
+        async with self._db.writing() as connection:
+            used = await recovery_codes.use(connection, self._pepper, member_id, code, self._clock.now())
+            if used:
+                await self._record(connection, "second_factor.use_recovery_code", member_id)
+        return used
+
+    async def _end_sessions(self, connection: AsyncConnection, member_id: str) -> None:
+        await connection.execute(delete(sessions).where(sessions.c.member_id == member_id))
+
+    async def _record(self, connection: AsyncConnection, action: str, member_id: str) -> None:
+        await audit.record(connection, self._clock, action, "member", member_id)
+
+    def _stamp(self, row: RowMapping) -> str:
+        return keyed_digest(self._pepper, f"first factor {row['password_hash']} {row['totp_secret']}")
+
+    def _enrolment(self, member: Member, secret: str, ticket: str) -> Enrolment:
+        uri = pyotp.TOTP(secret, interval=STEP_S).provisioning_uri(name=member.email, issuer_name=self._label)
+        return Enrolment(secret=secret, uri=uri, ticket=ticket)
+
+
+def appliance_label(external_url: str | None) -> str:
+    """Return the name under which an authenticator app lists codes of this appliance."""
+    host = urlsplit(external_url).hostname if external_url else None
+    return f"Gatehouse {host}" if host else "Gatehouse"
+
+
+def _of(member_id: str) -> Update:
+    return update(members).where(members.c.id == member_id)
+
+
+async def _row(connection: AsyncConnection, member_id: str) -> RowMapping:
+    row = (await connection.execute(select(members).where(members.c.id == member_id))).mappings().first()
+    if row is None:
+        raise NotFound("no such member", param="member")
+    return row
+
+
+def _steps(now: datetime) -> Iterator[int]:
+    """Yield the steps whose codes are good at `now`, the earliest first."""
+    current = int(now.timestamp()) // STEP_S
+    yield from range(current - WINDOW_STEPS, current + WINDOW_STEPS + 1)
+
+
+def _is_code_of(secret: str, step: int, code: str) -> bool:
+    expected = pyotp.TOTP(secret, interval=STEP_S).generate_otp(step)
+    return hmac.compare_digest(expected.encode(), re.sub(r"\s", "", code).encode(errors="replace"))

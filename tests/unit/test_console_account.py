@@ -1,0 +1,152 @@
+"""The account page: changing the password, and the devices that are signed in."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from appliance.console.login_attempts import PER_ACCOUNT
+from appliance.tenancy.devices import device_of
+from tests.support.cast import ALICE_PASSWORD
+from tests.support.clock import FakeClock
+from tests.support.console_fixtures import Box, Browser
+
+EMAIL = "alice@example.com"
+COOKIE = "gatehouse_session"
+NEW = "a new long password"
+FIREFOX = "Mozilla/5.0 (X11; Linux x86_64; rv:140.0) Gecko/20100101 Firefox/140.0"
+IPHONE = "Mozilla/5.0 (iPhone; CPU iPhone OS 19_0 like Mac OS X) AppleWebKit/605.1.15 Version/19.0 Mobile/15E148 Safari/604.1"
+
+
+async def device(box: Box, agent: str) -> Browser:
+    """Alice, signed in with a browser of this user agent."""
+    visitor = box.visitor()
+    visitor.http.headers["user-agent"] = agent
+    return await visitor.sign_in(EMAIL, ALICE_PASSWORD)
+
+
+async def change(browser: Browser, **fields: str) -> int:
+    given = {"current": ALICE_PASSWORD, "password": NEW, "again": NEW} | fields
+    return (await browser.post("/account/password", **given)).status_code
+
+
+@pytest.mark.parametrize(
+    ("agent", "words"),
+    [
+        (FIREFOX, "Firefox on Linux"),
+        (IPHONE, "Safari on iPhone"),
+        ("Mozilla/5.0 (Windows NT 10.0) AppleWebKit/537.36 Chrome/140.0.0.0 Safari/537.36 Edg/140.0.0.0", "Edge on Windows"),
+        ("Mozilla/5.0 (Linux; Android 15) AppleWebKit/537.36 Chrome/140.0 Mobile Safari/537.36", "Chrome on Android"),
+        (
+            "Mozilla/5.0 (Macintosh; Intel Mac OS X 10_15_7) AppleWebKit/605.1.15 Version/18.0 Safari/605.1.15",
+            "Safari on macOS",
+        ),
+        ("Mozilla/5.0 (X11; CrOS x86_64 1) AppleWebKit/537.36 Chrome/140.0 Safari/537.36 OPR/100", "Opera on ChromeOS"),
+        ("curl/8.5.0", "curl"),
+        ("x" * 400, "x" * 40),
+        ("", "Unknown device"),
+        ("(;/)", "Unknown device"),
+    ],
+)
+def test_a_user_agent_is_put_into_words(agent: str, words: str) -> None:
+    assert device_of(agent) == words
+
+
+async def test_a_new_password_keeps_this_browser_signed_in_and_ends_every_other(box: Box) -> None:
+    alice, other = await box.alice(), await box.alice()
+    before = alice.http.cookies[COOKIE]
+
+    assert await change(alice) == 303
+
+    assert alice.http.cookies[COOKIE] != before
+    assert "Password changed." in (await alice.get("/account")).text
+    assert (await other.get("/account")).status_code == 303
+    assert await box.services.sessions.resolve(before) is None
+    await box.visitor().sign_in(EMAIL, NEW)
+
+
+@pytest.mark.parametrize(
+    "fields", [{"current": "wrong"}, {"password": "short", "again": "short"}, {"again": "different"}, {"current": ""}]
+)
+async def test_the_password_stays_when_something_is_wrong(box: Box, fields: dict[str, str]) -> None:
+    alice, other = await box.alice(), await box.alice()
+
+    assert await change(alice, **fields) == 422
+
+    assert (await other.get("/account")).status_code == 200
+    await box.visitor().sign_in(EMAIL, ALICE_PASSWORD)
+
+
+async def test_no_password_is_sent_back(box: Box) -> None:
+    answer = await (await box.alice()).post("/account/password", current="typo typo", password=NEW, again="else")
+
+    assert "typo typo" not in answer.text
+    assert NEW not in answer.text
+
+
+async def test_guessing_the_password_in_a_stolen_session_is_slowed_down(box: Box) -> None:
+    alice = await box.alice()
+    for _ in range(PER_ACCOUNT.burst):
+        assert await change(alice, current="wrong") == 422
+
+    answer = await alice.post("/account/password", current=ALICE_PASSWORD, password=NEW, again=NEW)
+
+    assert "Too many attempts" in answer.text
+
+
+async def test_every_device_is_listed_in_words_and_this_one_is_marked(box: Box, clock: FakeClock) -> None:
+    await device(box, FIREFOX)
+    clock.advance(120)
+    phone = await device(box, IPHONE)
+
+    page = (await phone.get("/account")).text
+
+    rows = re.findall(r"<tr>\s*<th scope=\"row\">(.*?)</tr>", page, re.DOTALL)
+    assert len(rows) == 2
+    assert "Safari on iPhone" in rows[0]
+    assert "this one" in rows[0]
+    assert "Firefox on Linux" in rows[1]
+    assert "this one" not in rows[1]
+    assert "192.0.2.7" in rows[1]
+
+
+async def test_one_device_or_all_others_can_be_signed_out(box: Box) -> None:
+    alice, first, second = await box.alice(), await device(box, FIREFOX), await device(box, IPHONE)
+    page = (await alice.get("/account")).text
+    session = await box.services.sessions.resolve(first.http.cookies[COOKIE])
+    assert session is not None
+    assert f"/account/sessions/{session.id}/end" in page
+
+    await alice.post(f"/account/sessions/{session.id}/end")
+    assert [(await each.get("/account")).status_code for each in (alice, first, second)] == [200, 303, 200]
+
+    await alice.post("/account/sessions/end-others")
+    assert [(await each.get("/account")).status_code for each in (alice, first, second)] == [200, 303, 303]
+
+
+async def test_nobody_ends_a_session_of_somebody_else(box: Box) -> None:
+    alice, vera = await box.alice(), await box.vera()
+    session = await box.services.sessions.resolve(alice.http.cookies[COOKIE])
+    assert session is not None
+
+    answer = await vera.post(f"/account/sessions/{session.id}/end")
+
+    assert answer.status_code == 404
+    assert (await alice.get("/account")).status_code == 200
+    assert session.id not in (await vera.get("/account")).text
+
+
+async def test_the_account_is_only_for_who_is_signed_in(box: Box) -> None:
+    for path in ("/account", "/account/second-factor", "/account/second-factor/disable", "/account/recovery-codes"):
+        assert (await box.visitor().get(path)).status_code == 303
+    alice = await box.alice()
+    alice.csrf_token = "forged"
+    for path in ("/account/password", "/account/sessions/end-others"):
+        assert (await alice.post(path)).status_code == 403
+
+
+async def test_a_user_agent_is_shown_escaped(box: Box) -> None:
+    alice = await device(box, "<script>alert(1)</script>")
+
+    assert "<script>alert" not in (await alice.get("/account")).text

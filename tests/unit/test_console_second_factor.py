@@ -1,0 +1,271 @@
+"""Signing in with a code, and setting the second factor up, away and anew: what each step asks and what it ends."""
+
+from __future__ import annotations
+
+import html
+import re
+from dataclasses import dataclass
+
+import pyotp
+import pytest
+from httpx import Response
+from sqlalchemy import select
+
+from appliance.base.tables import audit_log
+from appliance.console.login_attempts import PER_MEMBER_CODES
+from appliance.tenancy.second_factor import STEP_S
+from appliance.tenancy.tickets import SIGN_IN_LIFE_S
+from tests.support.cast import ALICE_PASSWORD
+from tests.support.clock import FakeClock
+from tests.support.console_fixtures import Box, Browser
+
+EMAIL = "alice@example.com"
+COOKIE, STEP = "gatehouse_session", "gatehouse_code"
+_TICKET = re.compile(r'name="ticket" value="([^"]+)"')
+_SECRET = re.compile(r'<code class="wrap">([A-Z2-7 ]+)</code>')
+_CODES = re.compile(r'id="recovery-codes"[^>]*>([^<]+)<')
+_CSRF = re.compile(r'name="csrf_token" value="([^"]+)"')
+
+
+@dataclass
+class App:
+    """An authenticator app, and the recovery codes on paper beside it."""
+
+    totp: pyotp.TOTP
+    recovery: list[str]
+    clock: FakeClock
+
+    def code(self) -> str:
+        """The next code that has not been shown before."""
+        self.clock.advance(STEP_S)
+        return self.totp.at(self.clock.now())
+
+
+async def enrol(browser: Browser, clock: FakeClock) -> App:
+    """Set the second factor up in this browser, which has a new session then."""
+    sheet = (await browser.fragment("/account/second-factor")).text
+    totp = pyotp.TOTP(_SECRET.findall(sheet)[0].replace(" ", ""))
+    fields = {"ticket": html.unescape(_TICKET.findall(sheet)[0]), "code": totp.at(clock.now()), "password": ALICE_PASSWORD}
+    answer = await browser.post("/account/second-factor", **fields)
+    assert answer.status_code == 200, answer.text
+    browser.csrf_token = _CSRF.findall((await browser.get("/account")).text)[0]
+    return App(totp, _CODES.findall(answer.text)[0].split(), clock)
+
+
+async def half_way(box: Box, target: str = "/keys") -> Browser:
+    """A browser that has proven Alice's password and nothing else."""
+    visitor = box.visitor()
+    answer = await visitor.post("/login", email=EMAIL, password=ALICE_PASSWORD, next=target)
+    assert (answer.status_code, answer.headers["location"]) == (303, "/login/code")
+    return visitor
+
+
+def signed_in(answer: Response) -> bool:
+    return COOKIE in answer.cookies
+
+
+async def test_password_and_code_together_open_a_session(box: Box, clock: FakeClock) -> None:
+    app = await enrol(await box.alice(), clock)
+    visitor = await half_way(box, "/requests?state=error")
+
+    answer = await visitor.post("/login/code", code=app.code())
+
+    assert (answer.status_code, answer.headers["location"]) == (303, "/requests?state=error")
+    session = await box.services.sessions.resolve(visitor.http.cookies[COOKIE])
+    assert session is not None
+    assert session.method == "password+totp"
+
+
+async def test_between_password_and_code_nothing_is_open(box: Box, clock: FakeClock) -> None:
+    await enrol(await box.alice(), clock)
+    before = len((await box.services.sessions.list()).data)
+
+    visitor = await half_way(box)
+
+    assert set(visitor.http.cookies) == {STEP}
+    assert len((await box.services.sessions.list()).data) == before
+    for path in ("/", "/keys", "/account", "/console/events"):
+        assert (await visitor.get(path)).status_code == 303
+    assert (await visitor.get("/login/code")).status_code == 200
+
+
+async def test_the_ticket_cannot_be_read_by_scripts_and_goes_when_it_has_served(box: Box, clock: FakeClock) -> None:
+    app = await enrol(await box.alice(), clock)
+    visitor = box.visitor("https://gatehouse.test")
+
+    cookie = (await visitor.post("/login", email=EMAIL, password=ALICE_PASSWORD)).headers["set-cookie"]
+    assert cookie.startswith("__Host-gatehouse-code=")
+    assert all(word in cookie for word in ("HttpOnly", "Secure", "SameSite=lax", f"Max-Age={SIGN_IN_LIFE_S}"))
+
+    await visitor.post("/login/code", code=app.code())
+    assert "__Host-gatehouse-code" not in visitor.http.cookies
+    assert (await visitor.get("/keys")).status_code == 200
+
+
+async def test_a_code_in_another_browser_than_the_password_s_opens_nothing(box: Box, clock: FakeClock) -> None:
+    app = await enrol(await box.alice(), clock)
+    await half_way(box)
+
+    answer = await box.visitor().post("/login/code", code=app.code())
+
+    assert (answer.status_code, answer.headers["location"]) == (303, "/login")
+    assert not signed_in(answer)
+
+
+async def test_a_ticket_that_is_too_old_or_was_changed_leads_to_the_beginning(box: Box, clock: FakeClock) -> None:
+    app = await enrol(await box.alice(), clock)
+    late, forger = await half_way(box), await half_way(box)
+    forger.http.cookies.set(STEP, forger.http.cookies[STEP][:-6] + "AAAAAA", domain="gatehouse.test")
+    assert (await forger.post("/login/code", code=app.code())).headers["location"] == "/login"
+    clock.advance(SIGN_IN_LIFE_S)
+
+    answer = await late.post("/login/code", code=app.code())
+
+    assert answer.headers["location"] == "/login"
+    assert "not finished in time" in (await late.get("/login")).text
+
+
+async def test_a_new_password_ends_sign_ins_that_are_half_way(box: Box, clock: FakeClock) -> None:
+    app = await enrol(await box.alice(), clock)
+    visitor = await half_way(box)
+    await box.services.members.reset_password(EMAIL, "another long password")
+
+    assert (await visitor.post("/login/code", code=app.code())).status_code == 401
+
+
+async def test_a_wrong_code_is_refused_and_kept_nowhere(box: Box, clock: FakeClock) -> None:
+    await enrol(await box.alice(), clock)
+    visitor = await half_way(box)
+
+    answer = await visitor.post("/login/code", code="nonsense <b>")
+
+    assert answer.status_code == 401
+    assert "The code is wrong" in answer.text
+    assert "nonsense" not in answer.text
+    assert not signed_in(answer)
+    async with box.services.db.reading() as connection:
+        row = (await connection.execute(select(audit_log).order_by(audit_log.c.id.desc()))).first()
+    assert row is not None
+    assert (row.action, row.target_id, row.address) == ("session.refuse", EMAIL, "192.0.2.7")
+    assert "code" in row.after
+
+
+async def test_guessing_codes_is_slowed_down_over_all_browsers(box: Box, clock: FakeClock) -> None:
+    app = await enrol(await box.alice(), clock)
+    for _ in range(PER_MEMBER_CODES.burst):
+        assert (await (await half_way(box)).post("/login/code", code="000000")).status_code == 401
+    visitor = await half_way(box)
+
+    refused = await visitor.post("/login/code", code=app.code())
+
+    assert refused.status_code == 429
+    assert int(refused.headers["retry-after"]) == PER_MEMBER_CODES.refill_s - STEP_S
+    clock.advance(PER_MEMBER_CODES.refill_s)
+    assert signed_in(await (await half_way(box)).post("/login/code", code=app.code()))
+
+
+async def test_a_recovery_code_takes_the_place_of_a_code_once(box: Box, clock: FakeClock) -> None:
+    app = await enrol(await box.alice(), clock)
+
+    assert signed_in(await (await half_way(box)).post("/login/code", code=app.recovery[0]))
+    assert (await (await half_way(box)).post("/login/code", code=app.recovery[0])).status_code == 401
+
+
+async def test_a_code_from_another_site_is_refused(box: Box, clock: FakeClock) -> None:
+    app = await enrol(await box.alice(), clock)
+    visitor = await half_way(box)
+
+    answer = await visitor.post_with({"Sec-Fetch-Site": "cross-site"}, "/login/code", code=app.code())
+
+    assert answer.status_code == 403
+    assert not signed_in(answer)
+
+
+@pytest.mark.parametrize("wrong", ["code", "password", "ticket"])
+async def test_setting_up_needs_code_password_and_the_sheet_of_this_member(box: Box, clock: FakeClock, wrong: str) -> None:
+    alice = await box.alice()
+    sheet = (await alice.fragment("/account/second-factor")).text
+    totp = pyotp.TOTP(_SECRET.findall(sheet)[0].replace(" ", ""))
+    fields = {"ticket": html.unescape(_TICKET.findall(sheet)[0]), "code": totp.at(clock.now()), "password": ALICE_PASSWORD}
+
+    answer = await alice.post("/account/second-factor", **{**fields, wrong: "000000 wrong"})
+
+    assert answer.status_code == 422
+    assert "recovery codes</h2>" not in answer.text
+    assert ALICE_PASSWORD not in answer.text
+    assert await box.services.second_factors.required(box.cast.alice.id) is None
+    same_secret = _SECRET.findall(answer.text) == _SECRET.findall(sheet)
+    assert same_secret == (wrong != "ticket")
+
+
+async def test_setting_up_gives_this_browser_a_new_session_and_ends_the_others(box: Box, clock: FakeClock) -> None:
+    alice, other = await box.alice(), await box.alice()
+    before = alice.http.cookies[COOKIE]
+
+    app = await enrol(alice, clock)
+
+    assert alice.http.cookies[COOKIE] != before
+    assert await box.services.sessions.resolve(before) is None
+    assert (await other.get("/account")).status_code == 303
+    page = (await alice.get("/account")).text
+    assert "10 of 10 recovery codes are left" in page
+    assert len(app.recovery) == 10
+    assert not any(code in page for code in app.recovery)
+
+
+@pytest.mark.parametrize("proof", ["password", "code", "recovery"])
+async def test_disabling_takes_the_password_or_a_code(box: Box, clock: FakeClock, proof: str) -> None:
+    alice = await box.alice()
+    app = await enrol(alice, clock)
+    typed = {"password": ALICE_PASSWORD, "code": app.code(), "recovery": app.recovery[9]}[proof]
+    before = alice.http.cookies[COOKIE]
+
+    refused = await alice.post("/account/second-factor/disable", proof="neither of them")
+    answer = await alice.post("/account/second-factor/disable", proof=typed)
+
+    assert refused.status_code == 422
+    assert (answer.status_code, answer.headers["location"]) == (303, "/account")
+    assert alice.http.cookies[COOKIE] != before
+    assert await box.services.second_factors.required(box.cast.alice.id) is None
+    assert (await (await box.alice()).get("/account")).status_code == 200
+
+
+async def test_new_recovery_codes_take_a_proof_and_replace_the_old(box: Box, clock: FakeClock) -> None:
+    alice = await box.alice()
+    app = await enrol(alice, clock)
+
+    refused = await alice.post("/account/recovery-codes", proof="wrong")
+    answer = await alice.post("/account/recovery-codes", proof=ALICE_PASSWORD)
+
+    assert refused.status_code == 422
+    fresh = _CODES.findall(answer.text)[0].split()
+    assert not set(fresh) & set(app.recovery)
+    assert (await (await half_way(box)).post("/login/code", code=app.recovery[0])).status_code == 401
+    assert signed_in(await (await half_way(box)).post("/login/code", code=fresh[0]))
+
+
+async def test_guessing_a_proof_in_a_stolen_session_is_slowed_down(box: Box, clock: FakeClock) -> None:
+    alice = await box.alice()
+    await enrol(alice, clock)
+
+    pages = [await alice.post("/account/second-factor/disable", proof="000000") for _ in range(PER_MEMBER_CODES.burst + 1)]
+
+    assert "Too many attempts" in pages[-1].text
+    assert "Too many attempts" not in pages[-2].text
+
+
+async def test_changes_of_the_second_factor_need_the_session_s_own_token(box: Box, clock: FakeClock) -> None:
+    alice = await box.alice()
+    await enrol(alice, clock)
+    alice.csrf_token = "forged"
+
+    for path in ("/account/second-factor", "/account/second-factor/disable", "/account/recovery-codes"):
+        assert (await alice.post(path, proof=ALICE_PASSWORD)).status_code == 403
+
+
+async def test_the_qr_code_has_no_styles_that_the_policy_forbids(box: Box) -> None:
+    sheet = (await (await box.alice()).fragment("/account/second-factor")).text
+
+    assert '<svg xmlns="http://www.w3.org/2000/svg"' in sheet
+    assert "style=" not in sheet
+    assert "<script" not in sheet

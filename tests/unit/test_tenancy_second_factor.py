@@ -1,0 +1,286 @@
+"""Codes of the second factor: right ones once, others never; recovery codes; what each change ends."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from datetime import UTC, datetime
+
+import pyotp
+import pytest
+from sqlalchemy import select, update
+
+from appliance.base.db import Database
+from appliance.base.errors import Conflict, InvalidCredentials, NotFound
+from appliance.base.sealing import Unsealable
+from appliance.base.tables import audit_log, members, recovery_codes
+from appliance.tenancy import recovery_codes as codes_of
+from appliance.tenancy.second_factor import (
+    ENROLMENT_LIFE_S,
+    STEP_S,
+    Enrolment,
+    SecondFactors,
+    _is_code_of,
+    appliance_label,
+)
+from appliance.tenancy.sessions import Sessions
+from tests.support.cast import ALICE_PASSWORD, PEPPER, Cast
+from tests.support.clock import FakeClock
+
+
+@pytest.fixture
+def factors(database: Database, clock: FakeClock) -> SecondFactors:
+    return SecondFactors(database, clock, PEPPER)
+
+
+def code_at(enrolment: Enrolment, clock: FakeClock, steps: int = 0) -> str:
+    """The code that the app shows now, or some steps from now."""
+    return pyotp.TOTP(enrolment.secret).at(clock.now(), counter_offset=steps)
+
+
+async def enrolled(factors: SecondFactors, cast: Cast, clock: FakeClock) -> tuple[Enrolment, list[str]]:
+    """Alice's second factor, one step after it was confirmed."""
+    enrolment = factors.begin(cast.alice)
+    codes = await factors.enable(cast.alice, enrolment, code_at(enrolment, clock))
+    clock.advance(STEP_S)
+    return enrolment, codes
+
+
+@pytest.mark.parametrize(
+    ("at", "code"),
+    [(59, "287082"), (1111111109, "081804"), (1111111111, "050471"), (1234567890, "005924"), (2000000000, "279037")],
+)
+def test_codes_are_those_of_rfc_6238(at: int, code: str) -> None:
+    secret = "GEZDGNBVGY3TQOJQGEZDGNBVGY3TQOJQ"  # appendix B: the ASCII text 12345678901234567890; six of its eight digits
+    assert _is_code_of(secret, int(datetime.fromtimestamp(at, UTC).timestamp()) // STEP_S, code)
+
+
+async def test_nothing_counts_until_a_code_has_confirmed_the_secret(
+    factors: SecondFactors, cast: Cast, clock: FakeClock
+) -> None:
+    enrolment = factors.begin(cast.alice)
+
+    with pytest.raises(InvalidCredentials):
+        await factors.enable(cast.alice, enrolment, code_at(enrolment, clock, steps=5))
+
+    assert await factors.required(cast.alice.id) is None
+    await factors.enable(cast.alice, enrolment, code_at(enrolment, clock))
+    assert await factors.required(cast.alice.id) is not None
+    assert (await factors.state(cast.alice.id)).enabled_at == clock.now()
+
+
+@pytest.mark.parametrize("steps", [-1, 0, 1])
+async def test_a_code_of_the_step_before_or_after_is_good(
+    factors: SecondFactors, cast: Cast, clock: FakeClock, steps: int
+) -> None:
+    enrolment, _ = await enrolled(factors, cast, clock)
+    clock.advance(STEP_S)
+
+    assert await factors.check(cast.alice.id, code_at(enrolment, clock, steps)) == "totp"
+
+
+@pytest.mark.parametrize("steps", [-2, 2])
+async def test_a_code_of_two_steps_away_is_not(factors: SecondFactors, cast: Cast, clock: FakeClock, steps: int) -> None:
+    enrolment, _ = await enrolled(factors, cast, clock)
+    clock.advance(5 * STEP_S)
+
+    with pytest.raises(InvalidCredentials):
+        await factors.check(cast.alice.id, code_at(enrolment, clock, steps))
+
+
+async def test_a_code_is_good_once_and_so_are_those_before_it(factors: SecondFactors, cast: Cast, clock: FakeClock) -> None:
+    enrolment, _ = await enrolled(factors, cast, clock)
+    code = code_at(enrolment, clock)
+
+    await factors.check(cast.alice.id, f" {code[:3]} {code[3:]} ")
+    for used in (code, code_at(enrolment, clock, steps=-1)):
+        with pytest.raises(InvalidCredentials):
+            await factors.check(cast.alice.id, used)
+
+
+async def test_the_code_that_confirmed_the_secret_does_not_sign_in_as_well(
+    factors: SecondFactors, cast: Cast, clock: FakeClock
+) -> None:
+    enrolment = factors.begin(cast.alice)
+    code = code_at(enrolment, clock)
+    await factors.enable(cast.alice, enrolment, code)
+
+    with pytest.raises(InvalidCredentials):
+        await factors.check(cast.alice.id, code)
+
+
+async def test_of_many_who_send_one_code_at_once_one_is_let_in(factors: SecondFactors, cast: Cast, clock: FakeClock) -> None:
+    enrolment, recovery = await enrolled(factors, cast, clock)
+    for code in (code_at(enrolment, clock), recovery[0]):
+        answers = await asyncio.gather(*(factors.check(cast.alice.id, code) for _ in range(8)), return_exceptions=True)
+
+        assert sorted(isinstance(answer, InvalidCredentials) for answer in answers) == [False, *[True] * 7]
+
+
+@pytest.mark.parametrize(
+    "code", ["", "000000", "12345", "1234567", "１２３４５６", "x" * 5000, "\x00", "\ud800", "abcde-fghjk"]
+)
+async def test_anything_else_is_refused_in_the_same_words(
+    factors: SecondFactors, cast: Cast, clock: FakeClock, code: str
+) -> None:
+    enrolment, _ = await enrolled(factors, cast, clock)
+    if code in {code_at(enrolment, clock, steps) for steps in (-1, 0, 1)}:
+        return  # once in 300,000 runs the wrong code is right
+
+    with pytest.raises(InvalidCredentials, match=r"^the code is wrong, or was used already$"):
+        await factors.check(cast.alice.id, code)
+
+
+async def test_a_code_of_a_member_without_a_second_factor_is_refused_too(factors: SecondFactors, cast: Cast) -> None:
+    with pytest.raises(InvalidCredentials):
+        await factors.check(cast.alice.id, "123456")
+
+
+async def test_a_disabled_member_cannot_use_a_code(
+    database: Database, factors: SecondFactors, cast: Cast, clock: FakeClock
+) -> None:
+    enrolment, recovery = await enrolled(factors, cast, clock)
+    async with database.writing() as connection:
+        await connection.execute(update(members).values(disabled_at=clock.now()))
+
+    for code in (code_at(enrolment, clock), recovery[0]):
+        with pytest.raises(InvalidCredentials):
+            await factors.check(cast.alice.id, code)
+
+
+async def test_the_stamp_of_the_first_factor_ends_with_the_password(
+    database: Database, factors: SecondFactors, cast: Cast, clock: FakeClock
+) -> None:
+    enrolment, _ = await enrolled(factors, cast, clock)
+    stamp = await factors.required(cast.alice.id)
+    async with database.writing() as connection:
+        await connection.execute(update(members).values(password_hash="$argon2id$another"))
+
+    with pytest.raises(InvalidCredentials):
+        await factors.check(cast.alice.id, code_at(enrolment, clock), stamp=stamp)
+    await factors.check(cast.alice.id, code_at(enrolment, clock), stamp=await factors.required(cast.alice.id))
+
+
+async def test_a_recovery_code_signs_in_once_in_any_spelling(factors: SecondFactors, cast: Cast, clock: FakeClock) -> None:
+    _, recovery = await enrolled(factors, cast, clock)
+
+    assert len(set(recovery)) == codes_of.CODES
+    assert await factors.check(cast.alice.id, recovery[3].upper().replace("-", " ")) == "recovery"
+    assert (await factors.state(cast.alice.id)).recovery_codes_left == codes_of.CODES - 1
+    with pytest.raises(InvalidCredentials):
+        await factors.check(cast.alice.id, recovery[3])
+
+
+async def test_new_recovery_codes_replace_the_old_ones(factors: SecondFactors, cast: Cast, clock: FakeClock) -> None:
+    _, old = await enrolled(factors, cast, clock)
+
+    new = await factors.renew_recovery_codes(cast.alice.id)
+
+    with pytest.raises(InvalidCredentials):
+        await factors.check(cast.alice.id, old[0])
+    assert await factors.check(cast.alice.id, new[0]) == "recovery"
+
+
+async def test_recovery_codes_are_only_for_who_has_something_to_lose(factors: SecondFactors, cast: Cast) -> None:
+    with pytest.raises(Conflict):
+        await factors.renew_recovery_codes(cast.alice.id)
+
+
+async def test_secret_and_codes_are_not_readable_in_the_database(
+    database: Database, factors: SecondFactors, cast: Cast, clock: FakeClock
+) -> None:
+    enrolment, recovery = await enrolled(factors, cast, clock)
+    async with database.reading() as connection:
+        member = (await connection.execute(select(members))).one()
+        digests = [row.digest for row in await connection.execute(select(recovery_codes))]
+        log = str((await connection.execute(select(audit_log))).all())
+
+    assert enrolment.secret not in str(member)
+    assert len(digests) == codes_of.CODES
+    assert not any(code.replace("-", "") in text for code in recovery for text in (*digests, log))
+    assert enrolment.secret not in log
+    with pytest.raises(Unsealable):
+        await SecondFactors(database, clock, b"q" * 32).check(cast.alice.id, code_at(enrolment, clock))
+
+
+async def test_a_second_enrolment_does_not_replace_the_first(factors: SecondFactors, cast: Cast, clock: FakeClock) -> None:
+    first, _ = await enrolled(factors, cast, clock)
+    second = factors.begin(cast.alice)
+
+    with pytest.raises(Conflict):
+        await factors.enable(cast.alice, second, code_at(second, clock))
+
+    assert await factors.check(cast.alice.id, code_at(first, clock)) == "totp"
+
+
+async def test_an_enrolment_is_its_members_own_and_expires(factors: SecondFactors, cast: Cast, clock: FakeClock) -> None:
+    enrolment = factors.begin(cast.alice)
+    assert factors.resume(cast.alice, enrolment.ticket) == enrolment
+
+    charlie = dataclasses.replace(cast.alice, id="mb_charlie")
+    assert factors.resume(charlie, enrolment.ticket) is None
+    assert factors.resume(cast.alice, enrolment.ticket[:-4] + "AAAA") is None
+    assert factors.resume(cast.alice, "") is None
+    clock.advance(ENROLMENT_LIFE_S)
+    assert factors.resume(cast.alice, enrolment.ticket) is None
+
+
+async def test_every_change_signs_the_member_out_everywhere(
+    database: Database, factors: SecondFactors, cast: Cast, clock: FakeClock
+) -> None:
+    doors = Sessions(database, clock)
+    enrolment = factors.begin(cast.alice)
+    before, _ = await doors.open(cast.alice.id, "test", "192.0.2.1")
+    await factors.enable(cast.alice, enrolment, code_at(enrolment, clock))
+    after, _ = await doors.open(cast.alice.id, "test", "192.0.2.1")
+    await factors.disable(cast.alice.id)
+
+    assert await doors.resolve(before) is None
+    assert await doors.resolve(after) is None
+
+
+async def test_disabling_and_resetting_leave_nothing_of_it(
+    database: Database, factors: SecondFactors, cast: Cast, clock: FakeClock
+) -> None:
+    for remove in (factors.disable, factors.reset):
+        await enrolled(factors, cast, clock)
+        await remove(cast.alice.id)
+
+        assert await factors.required(cast.alice.id) is None
+        async with database.reading() as connection:
+            assert (await connection.execute(select(members.c.totp_secret))).scalar_one() is None
+            assert (await connection.execute(select(recovery_codes))).first() is None
+    await enrolled(factors, cast, clock)
+    assert (await factors.reset_by_email(" Alice@Example.com ")).id == cast.alice.id
+    with pytest.raises(NotFound):
+        await factors.reset_by_email("nobody@example.com")
+
+
+async def test_what_happened_is_in_the_audit_log(
+    database: Database, factors: SecondFactors, cast: Cast, clock: FakeClock
+) -> None:
+    _, recovery = await enrolled(factors, cast, clock)
+    await factors.check(cast.alice.id, recovery[0])
+    await factors.renew_recovery_codes(cast.alice.id)
+    await factors.disable(cast.alice.id)
+    await factors.reset(cast.alice.id)  # nothing left to reset: no entry
+    async with database.reading() as connection:
+        query = select(audit_log.c.action).where(audit_log.c.target_id == cast.alice.id).order_by(audit_log.c.id)
+        actions = [row.action for row in await connection.execute(query) if row.action.startswith("second_factor.")]
+
+    verbs = ["enable", "use_recovery_code", "renew_codes", "disable"]
+    assert actions == [f"second_factor.{verb}" for verb in verbs]
+
+
+def test_the_app_lists_the_code_under_the_name_of_the_appliance() -> None:
+    assert appliance_label("https://llm.example.com:8443/x") == "Gatehouse llm.example.com"
+    assert appliance_label(None) == "Gatehouse"
+
+
+async def test_the_qr_code_says_what_apps_understand(database: Database, clock: FakeClock, cast: Cast) -> None:
+    enrolment = SecondFactors(database, clock, PEPPER, label="Gatehouse llm.example.com").begin(cast.alice)
+
+    read = pyotp.parse_uri(enrolment.uri)
+    assert (read.secret, read.name, read.issuer) == (enrolment.secret, cast.alice.email, "Gatehouse llm.example.com")
+    assert len(enrolment.secret) == 32  # 160 bits, as RFC 4226 asks for
+    assert ALICE_PASSWORD not in enrolment.uri
