@@ -23,7 +23,7 @@ from appliance.base.clock import Clock
 from appliance.base.db import Database
 from appliance.base.errors import InternalError, Overloaded
 from appliance.metering.calendar import BillingCalendar
-from appliance.metering.ledger_round import LedgerBroken, Open, Operation, Round, Settle, Void
+from appliance.metering.ledger_round import LedgerBroken, OnSettled, Open, Operation, Round, Settle, Void
 from appliance.metering.records import Checkpoint, PendingEntry, RequestRecord, Settlement, Usage, UsageEvent
 
 __all__ = [
@@ -60,6 +60,7 @@ class Ledger:
         *,
         currency: str = "EUR",
         calendar: BillingCalendar | None = None,
+        on_settled: OnSettled | None = None,
         checkpoint_interval_s: float = CHECKPOINT_INTERVAL_S,
         queued_opens_max: int = QUEUED_OPENS_MAX,
         open_timeout_s: float = OPEN_TIMEOUT_S,
@@ -72,6 +73,7 @@ class Ledger:
         self._epoch_id = epoch_id
         self._currency = currency
         self._calendar = calendar or BillingCalendar()
+        self._on_settled = on_settled
         self._checkpoint_interval_s = checkpoint_interval_s
         self._queued_opens_max = queued_opens_max
         self._open_timeout_s = open_timeout_s
@@ -189,7 +191,7 @@ class Ledger:
         operations = self._in_round = self._take_operations()
         checkpoints = self._take_checkpoints()
         now = self._clock.now()
-        work = Round(self._db, self._epoch_id, self._currency, self._calendar, now, operations, checkpoints)
+        work = Round(self._db, self._epoch_id, self._currency, self._calendar, now, operations, checkpoints, self._on_settled)
         try:
             await work.write()
         except (DBAPIError, PoolTimeout, OSError) as error:

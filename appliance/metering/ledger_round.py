@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 
@@ -74,6 +74,8 @@ class Void:
 
 
 Operation = Open | Settle | Void
+OnSettled = Callable[[AsyncConnection, Sequence[UsageEvent]], Awaitable[None]]
+"""Hears, in the transaction that settles and behind the sums, of the events that have just got their final state."""
 
 
 @dataclass(slots=True)
@@ -87,6 +89,7 @@ class Round:
     now: datetime
     operations: Sequence[Operation]
     checkpoints: Sequence[Checkpoint]
+    on_settled: OnSettled | None = None
     results: dict[int, UsageEvent | Exception] = field(default_factory=dict)
 
     async def write(self) -> None:
@@ -171,6 +174,8 @@ class Round:
         if changes:
             await self._number(connection, changes)
             await self._update(connection, [changes[request_id] for request_id in sorted(changes)])
+            if self.on_settled is not None:
+                await self.on_settled(connection, [event for event, _ in changes.values()])
         for operation in settles:
             if operation.settlement.request_id in changes and isinstance(self.results[id(operation)], UsageEvent):
                 self.results[id(operation)] = changes[operation.settlement.request_id][0]
