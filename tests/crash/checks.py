@@ -1,0 +1,226 @@
+"""What must be true of the ledger whenever an appliance has started, however the ones before it ended.
+
+Held against two witnesses: what clients saw, and what the engines' own files say. Every finding is a sentence; none is good.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from sqlalchemy import func, select
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from appliance.base.db import Database
+from appliance.base.tables import counters, limit_levels, requests, usage_events, usage_rollups
+from appliance.cli import invariants
+from tests.crash.load import Seen
+from tests.crash.nursery import Birth
+from tests.crash.points import Notes
+from tests.crash.truth import Truth
+
+STEP_SLACK_S = 0.1  # a step and the way of its tokens through two sockets
+SETTLE_SLOW_S = 1.5  # of the two seconds for which a client's last frame waits for the record
+COST_HIGH = 10**9
+PROBE = "probe_"
+
+
+@dataclass(slots=True, kw_only=True)
+class Evidence:
+    """What is known of the lives since the last check. `truths` are the folders with the files of their engines, `lag_s` and
+    `round_s` the slowest turn of an event loop and the slowest commit."""
+
+    seen: list[Seen] = field(default_factory=list)
+    truths: list[Path] = field(default_factory=list)
+    engine_killed: bool = False
+    interval_s: float = 0.0
+    lag_s: float = 0.0
+    round_s: float = 0.0
+
+    def add(self, birth: Birth, notes: Notes, *, engine_killed: bool) -> None:
+        """Take in what a life has left behind."""
+        self.truths.append(Path(birth.truths))
+        self.engine_killed |= engine_killed
+        self.interval_s = max(self.interval_s, birth.checkpoint_interval_s)
+        self.lag_s = max(self.lag_s, notes.lag_s)
+        self.round_s = max(self.round_s, notes.round_s)
+
+    @property
+    def unbilled_max_s(self) -> float:
+        """Return how long the last unbilled tokens of a request may have taken."""
+        return self.interval_s + self.round_s + self.lag_s + STEP_SLACK_S
+
+
+@dataclass(slots=True)
+class Tally:
+    """What the checks have counted so far."""
+
+    events: Counter[str] = field(default_factory=Counter)
+    seen: Counter[str] = field(default_factory=Counter)
+    tokens: int = 0
+    unbilled_tokens: int = 0
+    unbilled_tokens_max: int = 0
+    unbilled_s_max: float = 0.0
+    died_with_engine: int = 0
+
+
+class Examination:
+    """One check of one database: collects `findings`, each with what it is about."""
+
+    def __init__(self, database: Database, evidence: Evidence, tally: Tally) -> None:
+        self.findings: list[str] = []
+        self._database = database
+        self._evidence = evidence
+        self._tally = tally
+        self._truths = [Truth.read(path) for folder in evidence.truths for path in sorted(folder.glob("*.truth"))]
+
+    async def run(self, after_id: int) -> int:
+        """Examine the events with ids above `after_id`, and the books as a whole; return the last id."""
+        async with self._database.reading() as connection:
+            query = select(usage_events).where(usage_events.c.id > after_id, usage_events.c.kind == "usage")
+            rows = [dict(row) for row in (await connection.execute(query.order_by(usage_events.c.id))).mappings()]
+            await self._books(connection)
+        self._once(rows)
+        events = {str(row["request_id"]): row for row in rows}
+        self._nobody_missing(events)
+        works = {name: (truth, work) for truth in self._truths for name, work in truth.requests.items()}
+        for name, row in events.items():
+            self._event(row, *works.get(name, (None, None)))
+        self._clients(events)
+        self._tally.events.update(str(row["status"]) for row in rows)
+        self._tally.seen.update(seen.error or str(seen.status) for seen in self._evidence.seen)
+        return max((int(row["id"]) for row in rows), default=after_id)
+
+    async def prove(self, url: str, *, running: bool) -> None:
+        """Run the product's own check of its invariants."""
+        for finding in await invariants.check(url, running=running):
+            if finding.state == "broken":
+                self._find(f"db check: {finding.name}: {finding.text}")
+
+    def _find(self, text: str) -> None:
+        self.findings.append(text)
+
+    def _once(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        twice = [name for name, count in Counter(row["request_id"] for row in rows).items() if count > 1]
+        if twice:
+            self._find(f"posted twice: {twice[:3]}")
+
+    def _nobody_missing(self, events: Mapping[str, Any]) -> None:
+        for seen in self._evidence.seen:
+            if seen.status == 200 and seen.request_id not in events:
+                self._find(f"{seen.request_id} was admitted ({seen.manner}) and is not in the ledger")
+        for truth in self._truths:
+            for name in truth.requests:
+                if not name.startswith(PROBE) and name not in events:
+                    self._find(f"{name} was heard by the engine and is not in the ledger")
+
+    def _event(self, row: Mapping[str, Any], truth: Truth | None, work: Any) -> None:
+        name, status = row["request_id"], row["status"]
+        billed = (row["prompt_tokens"], row["completion_tokens"])
+        done = (work.prompt_tokens, work.generated) if work else (0, 0)
+        if status == "pending":
+            self._find(f"{name} is pending after a start")
+            return
+        if billed[0] > done[0] or billed[1] > done[1]:
+            self._find(f"{name} is {status} with {billed} tokens and the engine made {done}")
+        if status == "voided" and work is not None and work.sent:
+            self._find(f"{name} is voided and the engine had sent {work.sent} tokens")
+        if status == "posted":
+            self._posted(row, work)
+        if status == "recovered":
+            self._recovered(row, truth, work)
+        elif row["estimated"]:
+            self._find(f"{name} is {status} and estimated")
+        self._tally.tokens += billed[1]
+
+    def _posted(self, row: Mapping[str, Any], work: Any) -> None:
+        """An event that was settled by a gateway that lived has every token that reached it: with a living engine, all."""
+        name, completion, killed = row["request_id"], row["completion_tokens"], self._evidence.engine_killed
+        if row["finish_reason"] == "error":
+            self._tally.died_with_engine += 1
+            if row["cause"] != "engine_died" or not killed:
+                self._find(
+                    f"{name} ended in an error because of {row['cause']}; an engine was {'' if killed else 'not '}killed"
+                )
+        if work is None or not ((work.sent if killed else work.generated) <= completion <= work.generated):
+            self._find(f"{name} is posted ({row['finish_reason']}, {row['cause']}) with {completion} tokens, engine: {work}")
+
+    def _recovered(self, row: Mapping[str, Any], truth: Truth | None, work: Any) -> None:
+        name, completion = row["request_id"], row["completion_tokens"]
+        if not row["estimated"] or row["finish_reason"] != "error":
+            self._find(f"{name} is recovered and not flagged: {row['finish_reason']}, estimated {row['estimated']}")
+        if truth is None:
+            return
+        lost, lost_s = work.generated - completion, truth.lost_s(name, completion)
+        self._tally.unbilled_tokens += max(lost, 0)
+        self._tally.unbilled_tokens_max = max(self._tally.unbilled_tokens_max, lost)
+        self._tally.unbilled_s_max = max(self._tally.unbilled_s_max, lost_s)
+        if lost_s > self._evidence.unbilled_max_s:
+            self._find(f"{name}: {lost} tokens of {lost_s:.3f} s unbilled, allowed are {self._evidence.unbilled_max_s:.3f} s")
+
+    def _clients(self, events: Mapping[str, Mapping[str, Any]]) -> None:
+        """A client that read the end of its answer has seen a settled record with these very figures."""
+        for seen in self._evidence.seen:
+            row = events.get(seen.request_id)
+            if row is None or seen.status != 200 or not seen.ended or seen.usage is None or seen.error is not None:
+                continue
+            told = (seen.usage["prompt_tokens"], seen.usage["completion_tokens"])
+            written = (row["prompt_tokens"], row["completion_tokens"])
+            is_late = row["status"] == "recovered" and self._evidence.round_s > SETTLE_SLOW_S
+            if (row["status"] != "posted" or told != written) and not is_late:
+                self._find(f"{seen.request_id} was told {told} and the ledger has {row['status']} {written}")
+
+    async def _books(self, connection: AsyncConnection) -> None:
+        settled = usage_events.c.status != "pending"
+        numbered = select(
+            func.count(), func.count(usage_events.c.posting), func.min(usage_events.c.posting), func.max(usage_events.c.posting)
+        ).where(settled)
+        count, with_number, first, last = (await connection.execute(numbered)).one()
+        taken = select(counters.c.value).where(counters.c.name == "posting")
+        counter = (await connection.execute(taken)).scalar_one_or_none() or 0
+        if count != with_number or (count and (first, last) != (1, count)) or counter != count:
+            self._find(f"postings: {count} settled, {with_number} numbered from {first} to {last}, counter {counter}")
+        unfinished = select(func.count()).select_from(requests).where(requests.c.finished_at.is_(None))
+        if left := (await connection.execute(unfinished)).scalar_one():
+            self._find(f"{left} requests have not finished after a start")
+        await self._rollups(connection)
+        await self._limits(connection)
+
+    async def _rollups(self, connection: AsyncConnection) -> None:
+        """Each kind of bucket sums to the settled events, by tenant."""
+        tokens = ("prompt_tokens", "cached_tokens", "completion_tokens", "rejected_tokens")
+        events = await connection.execute(
+            select(usage_events.c.tenant_id, *(usage_events.c[name] for name in tokens), usage_events.c.cost_picos).where(
+                usage_events.c.status.in_(("posted", "recovered"))
+            )
+        )
+        expected = _sums((row[0], row[1:5], row[5]) for row in events)
+        for bucket in ("minute", "hour", "day"):
+            rows = await connection.execute(
+                select(
+                    usage_rollups.c.tenant_id,
+                    *(usage_rollups.c[name] for name in tokens),
+                    usage_rollups.c.cost_high,
+                    usage_rollups.c.cost_low,
+                ).where(usage_rollups.c.bucket == bucket)
+            )
+            found = _sums((row[0], row[1:5], row[5] * COST_HIGH + row[6]) for row in rows)
+            if found != expected:
+                self._find(f"the rollups by {bucket} are {found}, the events {expected}")
+                return
+
+    async def _limits(self, connection: AsyncConnection) -> None:
+        """No bucket came back fuller than it is large."""
+        for row in (await connection.execute(select(limit_levels))).mappings():
+            if int(row["level_units"]) > row["capacity"] * 60_000_000:
+                self._find(f"a bucket of {row['capacity']} {row['kind']} holds {row['level_units']} units")
+
+
+def _sums(rows: Iterable[tuple[str, Sequence[int], int]]) -> dict[str, tuple[int, ...]]:
+    sums: dict[str, tuple[int, ...]] = {}
+    for tenant, tokens, cost in rows:
+        sums[tenant] = tuple(map(sum, zip(sums.get(tenant, (0,) * 5), (*tokens, cost), strict=True)))
+    return {tenant: figures for tenant, figures in sums.items() if any(figures)}

@@ -1,0 +1,121 @@
+"""Clients of several tenants that read, leave and are ended, and what each of them saw until the appliance was gone."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from tests.support.wire import Cut, Wire
+
+MODEL = "tiny"
+TEXTS = ("the lazy dog", "the quick brown fox jumps over the lazy dog", "pack my box with five dozen liquor jugs")
+MANNERS = ("stream", "stream", "stream", "whole", "whole", "leave", "abort", "two answers")
+PAUSE_S = 0.02
+DRAINING = "draining"
+
+
+@dataclass(slots=True, kw_only=True)
+class Seen:
+    """What a client knows of one request that was answered at all. `usage` and `ended` only when it read the end."""
+
+    request_id: str
+    tenant: str
+    manner: str
+    status: int
+    chunks: int = 0
+    ended: bool = False
+    error: str | None = None
+    usage: dict[str, Any] | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class Load:
+    """Clients at work on one appliance, as many as `keys` times `clients_per_key`."""
+
+    port: int
+    keys: Mapping[str, str]
+    admin_token: str
+    dice: random.Random
+    clients_per_key: int = 4
+    seen: list[Seen] = field(default_factory=list)
+    stopped: bool = False
+    _tasks: list[asyncio.Task[None]] = field(default_factory=list)
+
+    def start(self) -> None:
+        """Begin."""
+        for tenant, secret in self.keys.items():
+            for _ in range(self.clients_per_key):
+                dice = random.Random(self.dice.random())
+                self._tasks.append(asyncio.create_task(self._work(tenant, secret, dice)))
+
+    async def finish(self) -> Sequence[Seen]:
+        """Begin nothing new and return what was seen, once every client has come to an end."""
+        self.stopped = True
+        await asyncio.gather(*self._tasks)
+        return self.seen
+
+    async def _work(self, tenant: str, secret: str, dice: random.Random) -> None:
+        wire, admin = Wire(self.port, secret), Wire(self.port, self.admin_token)
+        try:
+            while not self.stopped and not (self.seen and self.seen[-1].error == DRAINING):
+                if not await self._one(wire, admin, tenant, dice):
+                    await asyncio.sleep(PAUSE_S)
+        except Cut:
+            return
+        finally:
+            wire.hang_up()
+            admin.hang_up()
+
+    async def _one(self, wire: Wire, admin: Wire, tenant: str, dice: random.Random) -> bool:
+        """Make one request; return whether it was admitted."""
+        manner = dice.choice(MANNERS)
+        head = await wire.ask("POST", "/v1/chat/completions", _body(manner, dice))
+        assert "x-request-id" in head.headers, (head, await wire.content(head))
+        seen = Seen(request_id=head.headers["x-request-id"], tenant=tenant, manner=manner, status=head.status)
+        self.seen.append(seen)
+        if "content-length" in head.headers:
+            _note_whole(seen, json.loads(await wire.content(head)))
+            return seen.status == 200
+        until = dice.randint(0, 30) if manner in ("leave", "abort") else None
+        async for data in wire.events():
+            _note_event(seen, data)
+            if seen.chunks == until and manner == "leave":
+                wire.hang_up()
+                return True
+            if seen.chunks == until:
+                until = None
+                await admin.content(await admin.ask("DELETE", f"/admin/v1/requests/{seen.request_id}"))
+        return True
+
+
+def _body(manner: str, dice: random.Random) -> dict[str, Any]:
+    long = dice.random() < 0.4
+    return {
+        "model": MODEL,
+        "messages": [{"role": "user", "content": dice.choice(TEXTS)}],
+        "max_tokens": dice.randint(40, 400) if long else dice.randint(1, 20),
+        "n": 2 if manner == "two answers" else 1,
+        "ignore_eos": True,
+        **({} if manner == "whole" else {"stream": True, "stream_options": {"include_usage": True}}),
+    }
+
+
+def _note_whole(seen: Seen, answer: dict[str, Any]) -> None:
+    seen.ended = True
+    seen.usage = answer.get("usage")
+    seen.error = answer["error"]["code"] if "error" in answer else None
+
+
+def _note_event(seen: Seen, data: bytes) -> None:
+    if data == b"[DONE]":
+        seen.ended = True
+        return
+    event = json.loads(data)
+    if "error" in event:
+        seen.ended, seen.error = True, event["error"]["code"]
+    seen.usage = event.get("usage") or seen.usage
+    seen.chunks += any(choice["delta"].get("content") for choice in event.get("choices", ()))

@@ -1,0 +1,348 @@
+"""The named points at which a life can end, and how a process is made to end there.
+
+The product knows nothing of this: a child of the nursery wraps its methods before the appliance starts. Each point counts how
+often it was reached; at the planned time the gateway, its engine or both get SIGKILL, at once and in the middle of the call.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import mmap
+import os
+import signal
+import struct
+import threading
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from contextvars import ContextVar
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from alembic import command
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+import appliance.app
+from appliance.base.db import Database
+from appliance.metering import ledger_round
+from appliance.metering.ledger import Ledger
+from appliance.metering.ledger_round import Open, Round, Settle
+from appliance.serving.engine_client import EngineClient
+from appliance.serving.generation import Generation
+from appliance.serving.generations import Generations
+from appliance.serving.supervisor import Supervisor
+
+LAG_POLL_S = 0.01
+
+# Where a transaction of each kind can be cut: its statements are done, COMMIT runs in another thread, it is durable and
+# nobody has been told.
+CUTS = ("before COMMIT", "in COMMIT", "after COMMIT")
+SERVING_POINTS = (
+    *(f"{kind}: {cut}" for kind in ("pending record", "checkpoint", "settlement") for cut in CUTS),
+    "admitted, engine not told",
+    "engine told",
+    "first token",
+    "tenth token",
+    "end heard, bucket not settled",
+    "bucket settled, record not written",
+    "settlement told",
+    "abort asked",
+    "client left",
+)
+ENGINE_POINTS = (
+    "engine told",
+    "first token",
+    "tenth token",
+    "checkpoint: before COMMIT",
+    "pending record: after COMMIT",
+    "abort asked",
+)
+START_POINTS = (
+    "migration: before COMMIT",
+    "migration: after COMMIT",
+    *(f"epoch: {cut}" for cut in CUTS),
+    *(f"recovery: {cut}" for cut in CUTS),
+    "ledger starts",
+    "engine starts",
+)
+STOP_POINTS = (
+    "draining",
+    "stop: generations ended",
+    "stop: ledger drained",
+    "end of epoch: before COMMIT",
+    "end of epoch: after COMMIT",
+)
+FIRST_START_POINTS = (
+    "migration: before COMMIT",
+    "bootstrap: before COMMIT",
+    "migration: after COMMIT",
+    "bootstrap: after COMMIT",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """Who dies where: the `nth` time that `point` is reached after `after_s` seconds. `delay_us` is how far into a COMMIT."""
+
+    point: str
+    target: str
+    nth: int = 1
+    after_s: float = 0.0
+    delay_us: int = 0
+
+
+class Notes:
+    """What a gateway leaves behind of itself, in a shared map: how slow it was, its engine, whether its plan came to pass."""
+
+    _LAYOUT = struct.Struct("<ddQQ")
+
+    def __init__(self, path: Path) -> None:
+        with path.open("a+b") as file:
+            file.truncate(self._LAYOUT.size)
+            self._map = mmap.mmap(file.fileno(), self._LAYOUT.size)
+        self.read()
+
+    def read(self) -> Notes:
+        """Return these notes with the figures that stand there now."""
+        self.lag_s, self.round_s, self.struck, self.engine_pid = self._LAYOUT.unpack_from(self._map)
+        return self
+
+    def write(self) -> None:
+        """Put the figures down."""
+        self._LAYOUT.pack_into(self._map, 0, self.lag_s, self.round_s, self.struck, self.engine_pid)
+
+
+class Reaper:
+    """Counts what is reached and ends what is planned."""
+
+    def __init__(self, plan: Plan | None, notes: Notes) -> None:
+        self.notes = notes
+        self._plan = plan
+        self._counts: Counter[str] = Counter()
+        self._begins_s = time.monotonic() + (plan.after_s if plan is not None else 0.0)
+
+    def reached(self, point: str) -> None:
+        """End whoever is planned to end here."""
+        if self._is_due(point):
+            self._strike()
+
+    def reached_commit(self, kind: str) -> None:
+        """The statements of a transaction are done and COMMIT comes next."""
+        self.reached(f"{kind}: before COMMIT")
+        if self._plan is not None and self._is_due(f"{kind}: in COMMIT"):
+            threading.Thread(target=self._strike_in, args=(self._plan.delay_us / 1e6,), daemon=True).start()
+
+    def _is_due(self, point: str) -> bool:
+        if self._plan is None or self._plan.point != point or time.monotonic() < self._begins_s:
+            return False
+        self._counts[point] += 1
+        return self._counts[point] == self._plan.nth
+
+    def _strike_in(self, delay_s: float) -> None:
+        end_s = time.perf_counter() + delay_s
+        while time.perf_counter() < end_s:
+            pass
+        self._strike()
+
+    def _strike(self) -> None:
+        assert self._plan is not None
+        self.notes.struck = 1
+        self.notes.write()
+        if self._plan.target in ("engine", "both"):
+            kill(self.notes.engine_pid)
+        if self._plan.target in ("gateway", "both"):
+            kill(os.getpid())
+
+
+def kill(pid: int) -> None:
+    """End a process, if there is one (0 is none)."""
+    if pid:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+_kinds: ContextVar[tuple[str, ...]] = ContextVar("kinds", default=())
+
+
+def arm(reaper: Reaper) -> None:
+    """Wrap the appliance of this process so that `reaper` hears of every point."""
+    _wrap_transactions(reaper)
+    _wrap_start(reaper)
+    _wrap_serving(reaper)
+    _wrap_stop(reaper)
+
+
+def watch_lag(notes: Notes) -> None:
+    """Note from now on how long the event loop was busy with one thing at most."""
+
+    async def watch() -> None:
+        while True:
+            began_s = time.monotonic()
+            await asyncio.sleep(LAG_POLL_S)
+            lag_s = time.monotonic() - began_s - LAG_POLL_S
+            if lag_s > notes.lag_s:
+                notes.lag_s = lag_s
+                notes.write()
+
+    task = asyncio.get_running_loop().create_task(watch(), name="lag watch")
+    _kept.append(task)
+
+
+_kept: list[asyncio.Task[None]] = []
+
+
+def _wrap_transactions(reaper: Reaper) -> None:
+    writing = Database.writing
+
+    @asynccontextmanager
+    async def cut(database: Database) -> AsyncIterator[AsyncConnection]:
+        kinds = _kinds.get()
+        async with writing(database) as connection:
+            yield connection
+            for kind in kinds:
+                reaper.reached_commit(kind)
+        for kind in kinds:
+            reaper.reached(f"{kind}: after COMMIT")
+
+    Database.writing = cut  # type: ignore[method-assign,assignment]
+    transaction = Round._transaction
+
+    async def named(self: Round, operations: Any, checkpoints: Any) -> None:
+        kinds = ["pending record"] if any(isinstance(operation, Open) for operation in operations) else []
+        kinds += ["checkpoint"] if checkpoints else []
+        kinds += ["settlement"] if any(isinstance(operation, Settle) for operation in operations) else []
+        began_s, token = time.monotonic(), _kinds.set(tuple(kinds))
+        try:
+            await transaction(self, operations, checkpoints)
+        finally:
+            _kinds.reset(token)
+        if time.monotonic() - began_s > reaper.notes.round_s:
+            reaper.notes.round_s = time.monotonic() - began_s
+            reaper.notes.write()
+
+    Round._transaction = named  # type: ignore[method-assign]
+    assert ledger_round.Round is Round
+
+
+def _naming(function: Callable[..., Any], *kinds: str) -> Callable[..., Any]:
+    """Return the coroutine function with its transactions named."""
+
+    async def named(*args: Any, **options: Any) -> Any:
+        token = _kinds.set(kinds)
+        try:
+            return await function(*args, **options)
+        finally:
+            _kinds.reset(token)
+
+    return named
+
+
+def _wrap_start(reaper: Reaper) -> None:
+    app: Any = appliance.app
+    app.begin_epoch = _naming(app.begin_epoch, "epoch")
+    app.recover = _naming(app.recover, "recovery")
+    app.end_epoch = _naming(app.end_epoch, "end of epoch")
+    app.bootstrap = _naming(app.bootstrap, "bootstrap")
+    _before(reaper, Ledger, "start", "ledger starts")
+    spawn = Supervisor._spawn
+
+    async def spawned(self: Supervisor, theirs: Any) -> Any:
+        process = await spawn(self, theirs)
+        reaper.notes.engine_pid = process.pid
+        reaper.notes.write()
+        reaper.reached("engine starts")
+        return process
+
+    Supervisor._spawn = spawned  # type: ignore[method-assign]
+    _wrap_migration(reaper, app)
+
+
+def _wrap_migration(reaper: Reaper, app: Any) -> None:
+    alembic: Any = command
+    upgrade, command_upgrade = app.upgrade, command.upgrade
+
+    def cut(*args: Any, **options: Any) -> None:
+        command_upgrade(*args, **options)
+        reaper.reached("migration: before COMMIT")
+
+    def after(url: str, *args: Any) -> None:
+        upgrade(url, *args)
+        reaper.reached("migration: after COMMIT")
+
+    alembic.upgrade = cut
+    app.upgrade = after
+
+
+def _wrap_serving(reaper: Reaper) -> None:
+    _before(reaper, EngineClient, "submit", "admitted, engine not told")
+    _after(reaper, EngineClient, "_flush", "engine told")
+    _before(reaper, Generation, "_end_reservation", "end heard, bucket not settled")
+    _after(reaper, Generation, "_end_reservation", "bucket settled, record not written")
+    _after(reaper, Generation, "_settle", "settlement told")
+    leave = Generation.leave
+
+    def left(self: Generation, reason: str, *args: Any, **options: Any) -> None:
+        leave(self, reason, *args, **options)
+        if self.live.state != "finished":
+            reaper.reached("abort asked" if reason == "aborted" else "client left")
+
+    Generation.leave = left  # type: ignore[method-assign]
+    count = Generation._count
+
+    def counted(self: Generation, event: Any) -> None:
+        count(self, event)
+        if event.token_ids:
+            reaper.reached("first token" if event.num_output_tokens == 1 else "")
+            reaper.reached("tenth token" if event.num_output_tokens == 10 else "")
+
+    Generation._count = counted  # type: ignore[method-assign]
+
+
+def _wrap_stop(reaper: Reaper) -> None:
+    drain = Generations.drain
+
+    async def drained(self: Generations, timeout_s: float) -> bool:
+        self.draining = True
+        reaper.reached("draining")
+        return await drain(self, timeout_s)
+
+    Generations.drain = drained  # type: ignore[method-assign]
+    _after_await(reaper, Generations, "stop", "stop: generations ended")
+    _after_await(reaper, Ledger, "stop", "stop: ledger drained")
+
+
+def _before(reaper: Reaper, owner: type, name: str, point: str) -> None:
+    function = getattr(owner, name)
+
+    def wrapped(*args: Any, **options: Any) -> Any:
+        reaper.reached(point)
+        return function(*args, **options)
+
+    setattr(owner, name, wrapped)
+
+
+def _after(reaper: Reaper, owner: type, name: str, point: str) -> None:
+    function = getattr(owner, name)
+    if asyncio.iscoroutinefunction(function):
+        _after_await(reaper, owner, name, point)
+        return
+
+    def wrapped(*args: Any, **options: Any) -> Any:
+        result = function(*args, **options)
+        reaper.reached(point)
+        return result
+
+    setattr(owner, name, wrapped)
+
+
+def _after_await(reaper: Reaper, owner: type, name: str, point: str) -> None:
+    function = getattr(owner, name)
+
+    async def wrapped(*args: Any, **options: Any) -> Any:
+        result = await function(*args, **options)
+        reaper.reached(point)
+        return result
+
+    setattr(owner, name, wrapped)
