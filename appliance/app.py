@@ -36,6 +36,7 @@ from appliance.metering.prices import PriceBook
 from appliance.metering.recovery import begin_epoch, end_epoch, recover
 from appliance.metering.sums import LedgerSums
 from appliance.metering.usage import UsageReports
+from appliance.serving.alerts import Alerts
 from appliance.serving.database_watch import DatabaseWatch
 from appliance.serving.fleet import build_models, engine_reading, model_folders
 from appliance.serving.generations import Generations
@@ -109,6 +110,7 @@ class Appliance:
             await asyncio.wait({self._housekeeper})
         await services.readiness.stop()
         await services.generations.stop(SETTLE_TIMEOUT_S)
+        await services.alerts.stop()
         await asyncio.gather(*(model.client.stop() for model in services.models.list()))
         await services.sampler.stop()
         self._gpu.close()
@@ -132,7 +134,8 @@ class Appliance:
         calendar = BillingCalendar(settings.time_zone)
         epoch_id = await self._begin_epoch(db, clock, calendar)
         admission = Admission(clock, LedgerSums(db, currency=settings.currency), currency=settings.currency)
-        ledger = Ledger(db, clock, epoch_id, currency=settings.currency, calendar=calendar)
+        alerts = Alerts(settings, db, clock, calendar, pepper)
+        ledger = Ledger(db, clock, epoch_id, currency=settings.currency, calendar=calendar, on_settled=alerts.budgets.settled)
         prices = PriceBook(db, clock, currency=settings.currency)
         generations = Generations(
             admission=admission,
@@ -179,6 +182,7 @@ class Appliance:
             ledger=ledger,
             prices=prices,
             reports=UsageReports(db, calendar=calendar),
+            alerts=alerts,
             models=models,
             generations=generations,
             readiness=Readiness(models, clock, interval_s=settings.probe_interval_s),
@@ -213,6 +217,7 @@ class Appliance:
         for model in services.models.list():
             model.client.start()
         services.readiness.start()
+        services.alerts.start(services.models, services.metrics, version=services.version)
         services.generations.start_checkpoints()
         self._housekeeper = asyncio.create_task(self._keep_house(services), name="housekeeping")
 

@@ -12,6 +12,7 @@ from appliance.metering.admission import Admission
 from appliance.metering.ledger import Ledger
 from appliance.metering.prices import PriceBook
 from appliance.metering.usage import UsageReports
+from appliance.serving.alerts import Alerts
 from appliance.serving.database_watch import DatabaseWatch
 from appliance.serving.generations import Generations
 from appliance.serving.model_registry import ModelRegistry
@@ -51,6 +52,7 @@ class Services:
     ledger: Ledger
     prices: PriceBook
     reports: UsageReports
+    alerts: Alerts
     models: ModelRegistry
     generations: Generations
     readiness: Readiness
