@@ -17,7 +17,7 @@ from appliance.base.ids import new_id
 from appliance.base.money import BASIS_POINTS, PERCENT_MAX, PRICE_MICROS_MAX, cost_picos, discounted
 from appliance.base.tables import prices
 from appliance.tenancy.audit import facts_of, record
-from appliance.tenancy.fields import check_name, check_whole
+from appliance.tenancy.fields import TIERS, check_choice, check_currency, check_name, check_whole
 from appliance.tenancy.pages import PAGE_ROWS_DEFAULT, Page, check_limit, decode_cursor, page_of
 
 PAST_TOLERANCE = timedelta(minutes=1)  # "now" of the sender may be a little earlier than ours
@@ -91,7 +91,7 @@ class Price:
 class PriceBook:
     """All prices. Those of a model are kept in memory once read; `add` forgets them.
 
-    New ones are in `currency` alone: a budget is one sum, and amounts in two currencies have none.
+    Each currency has prices of its own: amounts are never converted. `currency` is the one of who has none of his own.
     """
 
     def __init__(self, db: Database, clock: Clock, *, currency: str = "EUR") -> None:
@@ -109,23 +109,27 @@ class PriceBook:
         prompt: int,
         cached_prompt: int,
         completion: int,
+        rejected_draft: int = 0,
         effective_from: datetime | None = None,
         batch_percent: int = PERCENT_MAX,
+        tier_percents: Mapping[str, int] | None = None,
     ) -> Price:
-        """Return the new price, in force from `effective_from` (None: now) on.
+        """Return the new price, in force from `effective_from` (None: now) until the next one of its model and currency begins.
 
-        Only the first price of a model may begin in the past, where nothing had a price. Raises InvalidValue.
+        Only the first price of a model in a currency may begin in the past, where nothing had a price. Raises InvalidValue.
         """
         now = self._clock.now()
         price = Price(
             id=new_id("price"),
             model=check_name(model, "model"),
             effective_from=_check_start(effective_from or now),
-            currency=self._check_currency(currency),
+            currency=check_currency(currency),
             prompt=check_whole(prompt, "prompt", 0, PRICE_MICROS_MAX),
             cached_prompt=check_whole(cached_prompt, "cached_prompt", 0, PRICE_MICROS_MAX),
             completion=check_whole(completion, "completion", 0, PRICE_MICROS_MAX),
+            rejected_draft=check_whole(rejected_draft, "rejected_draft", 0, PRICE_MICROS_MAX),
             batch_percent=check_whole(batch_percent, "batch_percent", 0, PERCENT_MAX),
+            tier_percents=_check_tiers(tier_percents),
             created_at=now,
         )
         await self._insert(price, earliest=now - PAST_TOLERANCE)
@@ -152,11 +156,6 @@ class PriceBook:
         in_force = [price for price in known if price.effective_from <= at and price.currency == currency]
         return in_force[-1] if in_force else None
 
-    def _check_currency(self, currency: object) -> str:
-        if currency != self._currency:
-            raise InvalidValue(f"currency must be {self._currency}, the currency of this appliance", param="currency")
-        return self._currency
-
     async def _read(self, model: str) -> Sequence[Price]:
         additions = self._additions
         query = select(prices).where(prices.c.model == model).order_by(prices.c.effective_from)
@@ -168,18 +167,16 @@ class PriceBook:
         return found
 
     async def _insert(self, price: Price, earliest: datetime) -> None:
+        same = (prices.c.model == price.model, prices.c.currency == price.currency)
         try:
             async with self._db.writing() as connection:
-                others = await connection.execute(select(prices.c.id).where(prices.c.model == price.model).limit(1))
-                if others.first() is not None and price.effective_from < earliest:
-                    raise InvalidValue(
-                        f"{price.model} has a price already; a new one cannot begin in the past", param="effective_from"
-                    )
+                query = select(prices.c.id, prices.c.effective_from).where(*same)
+                others = (await connection.execute(query)).all()
+                _check_place(price, {effective_from: price_id for price_id, effective_from in others}, earliest)
                 await connection.execute(insert(prices).values(**_columns(price)))
                 await record(connection, self._clock, "price.create", "price", price.id, after=facts_of(price))
-        except IntegrityError as error:
-            moment = rfc3339(price.effective_from)
-            raise InvalidValue(f"{price.model} has a price from {moment} already", param="effective_from") from error
+        except IntegrityError as error:  # somebody else added it since we looked
+            raise _taken(price, "another price") from error
 
 
 def price_from_row(row: RowMapping) -> Price:
@@ -192,6 +189,34 @@ def _columns(price: Price) -> dict[str, Any]:
 
 
 _COLUMNS = tuple(column.name for column in prices.columns)
+
+
+def _check_place(price: Price, others: Mapping[datetime, str], earliest: datetime) -> None:
+    """Raise InvalidValue when a price would change what an earlier one says of the past, or begins where another does."""
+    if price.effective_from in others:
+        raise _taken(price, others[price.effective_from])
+    if others and price.effective_from < earliest:
+        raise InvalidValue(
+            f"{price.model} has a price in {price.currency} already; a new one cannot begin in the past", param="effective_from"
+        )
+
+
+def _taken(price: Price, other: str) -> InvalidValue:
+    moment = rfc3339(price.effective_from)
+    return InvalidValue(
+        f"{price.model} has a price in {price.currency} from {moment} already ({other}): two cannot be in force at once",
+        param="effective_from",
+    )
+
+
+def _check_tiers(tier_percents: Mapping[str, int] | None) -> dict[str, int] | None:
+    if tier_percents is None:
+        return None
+    if not isinstance(tier_percents, Mapping):
+        raise InvalidValue("tier_percents must be an object of tiers and percentages", param="tier_percents")
+    for tier in tier_percents:
+        check_choice(tier, "tier_percents", TIERS)
+    return {tier: check_whole(percent, f"tier_percents.{tier}", 0, PERCENT_MAX) for tier, percent in tier_percents.items()}
 
 
 def _check_start(effective_from: datetime) -> datetime:

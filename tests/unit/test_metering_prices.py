@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from datetime import datetime, timedelta
 from typing import Any
 
@@ -11,6 +12,7 @@ from appliance.base.db import Database
 from appliance.base.errors import InvalidValue
 from appliance.base.money import PRICE_MICROS_MAX
 from appliance.metering.prices import Price, PriceBook
+from tests.support import factories
 from tests.support.clock import START, FakeClock
 
 
@@ -69,9 +71,9 @@ async def test_a_model_has_one_price_from_a_moment_on(database: Database, clock:
         ("cached_prompt", 1.5),
         ("prompt", True),
         ("batch_percent", 101),
+        ("rejected_draft", -1),
         ("currency", "eur"),
         ("currency", "EURO"),
-        ("currency", "USD"),
         ("model", ""),
         ("effective_from", datetime(2027, 1, 1)),
     ],
@@ -82,11 +84,65 @@ async def test_a_bad_field_is_named(database: Database, clock: FakeClock, field:
     assert refused.value.param == field
 
 
-async def test_only_the_currency_of_the_appliance_is_taken(database: Database, clock: FakeClock) -> None:
+async def test_every_currency_has_prices_of_its_own(database: Database, clock: FakeClock) -> None:
     book = PriceBook(database, clock, currency="CHF")
-    with pytest.raises(InvalidValue, match="currency must be CHF"):
-        await add(book, currency="EUR")
-    assert (await add(book, currency="CHF")).currency == "CHF"
+    francs, euros = await add(book, currency="CHF"), await add(book, currency="EUR", prompt=11)
+    assert await book.current("demo", clock.now()) == francs
+    assert await book.current("demo", clock.now(), currency="EUR") == euros
+    assert await book.current("demo", clock.now(), currency="USD") is None
+    clock.advance(3600)
+    await add(book, currency="USD", effective_from=START - timedelta(days=3))  # the first in dollars
+    with pytest.raises(InvalidValue, match="in CHF already; a new one cannot begin in the past"):
+        await add(book, currency="CHF", effective_from=START - timedelta(days=3))
+
+
+async def test_a_price_of_the_future_comes_into_force_by_itself_and_one_may_be_put_before_it(
+    database: Database, clock: FakeClock
+) -> None:
+    book = PriceBook(database, clock)
+    now = await add(book)
+    next_month = await add(book, prompt=30, effective_from=START + timedelta(days=30))
+    next_week = await add(book, prompt=20, effective_from=START + timedelta(days=7))
+    assert [await book.current("demo", START + timedelta(days=days)) for days in (6, 7, 29, 30)] == [
+        now,
+        next_week,
+        next_week,
+        next_month,
+    ]
+
+
+async def test_a_price_that_overlaps_is_refused_and_names_the_one_that_is_there(database: Database, clock: FakeClock) -> None:
+    book = PriceBook(database, clock)
+    there = await add(book, effective_from=START + timedelta(days=30))
+    with pytest.raises(InvalidValue, match=there.id) as refused:
+        await add(book, prompt=9, effective_from=START + timedelta(days=30))
+    assert refused.value.param == "effective_from"
+    assert (await book.list()).data == [there]
+
+
+def test_discounts_of_tier_and_batch_multiply_and_make_whole_unit_prices() -> None:
+    price = dataclasses.replace(factories.price(prompt=1_000_001, cached=3, completion=5), tier_percents={"batch": 50})
+    assert price.rate("interactive").prompt == 1_000_001
+    assert price.rate("batch").prompt == 500_001  # 500 000.5, half up
+    rate = price.rate("batch", batch=True)  # 50 % of 50 %
+    assert (rate.basis_points, rate.prompt, rate.cached_prompt, rate.completion) == (2500, 250_000, 1, 1)
+    assert rate.cost_picos(prompt_tokens=10, cached_tokens=4, completion_tokens=3) == 6 * 250_000 + 4 * 1 + 3 * 1
+    assert price.rate_at(rate.basis_points) == rate
+
+
+def test_rejected_draft_tokens_cost_what_the_price_says_and_nothing_by_default() -> None:
+    price = factories.price()
+    counts = {"prompt_tokens": 1, "cached_tokens": 0, "completion_tokens": 2}
+    assert price.cost_picos(**counts, rejected_tokens=9) == price.cost_picos(**counts)
+    dearer = dataclasses.replace(price, rejected_draft=7)
+    assert dearer.cost_picos(**counts, rejected_tokens=9) == price.cost_picos(**counts) + 63
+
+
+@pytest.mark.parametrize("percents", [{"gold": 10}, {"batch": 101}, {"batch": -1}, {"batch": 1.5}, ["batch"]])
+async def test_a_bad_percentage_of_a_tier_is_named(database: Database, clock: FakeClock, percents: Any) -> None:
+    with pytest.raises(InvalidValue) as refused:
+        await add(PriceBook(database, clock), tier_percents=percents)
+    assert str(refused.value.param).startswith("tier_percents")
 
 
 async def test_the_list_pages_through_every_price(database: Database, clock: FakeClock) -> None:
