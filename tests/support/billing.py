@@ -67,7 +67,7 @@ async def post_event(
     is_correction: bool = False,
     currency: str = "EUR",
 ) -> int:
-    """Write a settled event of `day` with the next posting and return its cost; one that corrects (the tenant's first) is signed."""
+    """Write a settled event of `day` with the next posting and return its cost. A correction is of the tenant's first event."""
     cost = tokens.cost(of, basis_points)
     noon = datetime.combine(day, time(12), tzinfo=UTC)
     async with database.writing() as connection:

@@ -1,0 +1,176 @@
+"""The PDF of an invoice: what stands on it, in any script, on as many pages as it takes, the same bytes each time."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import io
+import re
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pypdf import PdfReader
+
+from appliance.metering import pdf_text
+from appliance.metering.invoice_lines import ADJUSTMENT, FREE_ALLOWANCE, InvoiceLine, totals_of
+from appliance.metering.invoice_pdf import render_pdf
+from appliance.metering.invoice_rows import Invoice, InvoiceHead
+from appliance.metering.pdf_scripts import drawn_order
+from appliance.metering.seller import Seller
+
+FONTS = Path(pdf_text.__file__).parent / "fonts"
+SELLER = Seller(
+    name="Example Rechenzentrum AG",
+    address=("Musterweg 12", "8001 Zürich"),
+    bank=("IBAN CH93 0076 2011 6238 5295 7",),
+    tax_id="CHE-123.456.789",
+    tax_basis_points=810,
+    tax_label="VAT",
+    email="billing@example.com",
+)
+
+
+def line(model: str | None = "demo", kind: str = "prompt", micros: int = 18_518_518, tokens: int = 123_456_789) -> InvoiceLine:
+    price = 150_000 if kind == "prompt" else None
+    return InvoiceLine(
+        model=model, kind=kind, month="2026-10", unit_price=price, tokens=tokens, requests=7, exact_picos=micros * 10**6,
+        rounded_micros=micros,
+    )  # fmt: skip
+
+
+def invoice(*lines: InvoiceLine, draft: bool = False, currency: str = "EUR", **buyer: str) -> Invoice:
+    seller = SELLER.to_record() | {"time_zone": "Europe/Zurich"}
+    totals = totals_of(lines, tax_basis_points=810, currency=currency)
+    head = InvoiceHead(
+        id="inv_x",
+        tenant_id="tn_01m7z4pyktza52ppqn0vgj4rkz",
+        month="2026-10",
+        number=None if draft else "2026-0001",
+        state="draft" if draft else "closed",
+        currency=currency,
+        total_micros=totals.total_micros,
+        tax_micros=totals.tax_micros,
+        through_posting=None if draft else 7,
+        seller=seller,
+        buyer=None,
+        created_at=datetime(2026, 11, 1, tzinfo=UTC),
+        closed_at=None if draft else datetime(2026, 11, 1, 23, 30, tzinfo=UTC),
+    )
+    named = {"name": "Bob & Söhne GmbH", "address": "Hauptstraße 5\n10115 Berlin", **buyer}
+    return Invoice(head=head, currency=currency, lines=lines, totals=totals, seller=seller, buyer=named)
+
+
+def texts(drawn: Invoice) -> list[str]:
+    return [page.extract_text() for page in PdfReader(io.BytesIO(render_pdf(drawn))).pages]
+
+
+def test_it_says_who_whom_what_how_much_and_until_when() -> None:
+    free = line(None, FREE_ALLOWANCE, -5_000_000, 0)
+    (page,) = texts(invoice(line(), line(kind=ADJUSTMENT, micros=-7_220, tokens=-12_034), free, reference="PO 4711"))
+
+    for part in (
+        "Invoice", "Example Rechenzentrum AG", "8001 Zürich", "Tax ID CHE-123.456.789", "Bob & Söhne GmbH", "10115 Berlin",
+        "2026-0001", "October 2026", "1 – 31 October 2026 (Europe/Zurich)", "2 November 2026", "2 December 2026", "PO 4711",
+        "Prompt tokens", "123,456,789", "0.15", "18.518518", "demo: corrections and late usage", "-12,034", "-0.007220",
+        "Free allowance for October 2026", "-5.000000", "Sum of the lines", "13.511298", "Rounding to 0.01", "-0.001298",
+        "Net amount", "13.51", "VAT 8.1 %", "1.09", "14.60 EUR", "IBAN CH93 0076 2011 6238 5295 7", "Page 1 of 1",
+        "How usage is counted: the prompt of a request is billed once it has been read", "billing@example.com",
+    ):  # fmt: skip
+        assert part in page, part
+    assert "DRAFT" not in page
+
+
+def test_figures_end_at_the_right_edges_of_their_columns() -> None:
+    ends: dict[float, list[str]] = {}
+
+    def note(text: str, _cm: Any, tm: Any, _font: Any, size: float) -> None:
+        for shown in re.findall(r"^[-\d,.]{4,}$", text.strip(), re.MULTILINE):
+            ends.setdefault(round(tm[4] + pdf_text.width_of(shown, size)), []).append(shown)
+
+    page = PdfReader(io.BytesIO(render_pdf(invoice(line(), line("z", micros=5, tokens=1_000))))).pages[0]
+    page.extract_text(visitor_text=note)
+    assert {"18.518518", "0.000005"} <= set(ends[539])
+    assert {"123,456,789", "1,000"} <= set(ends[338])
+
+
+def test_a_draft_is_marked_on_every_page_and_has_no_number_and_nothing_due() -> None:
+    pages = texts(invoice(*(line(f"model {index}") for index in range(60)), draft=True))
+    assert len(pages) > 2
+    for number, page in enumerate(pages, 1):
+        assert "DRAFT" in page
+        assert f"Page {number} of {len(pages)}" in page
+        assert "EUR per 1M tokens" in page or number == len(pages)
+    assert "none yet" in pages[0]
+    assert "Nothing is due yet" in pages[-1]
+    assert "Please pay" not in pages[-1]
+
+
+def test_the_same_closed_invoice_gives_the_same_bytes() -> None:
+    assert render_pdf(invoice(line())) == render_pdf(invoice(line()))
+
+
+def test_an_invoice_over_nothing_and_one_in_favour_of_the_customer_say_so() -> None:
+    assert "Nothing was used in this month." in texts(invoice())[0]
+    (page,) = texts(invoice(line(kind=ADJUSTMENT, micros=-7_000_400_000), currency="JPY"))
+    assert "Credit note" in page
+    assert "7,567 JPY" in page
+    assert "in your favour" in page
+
+
+@pytest.mark.parametrize(
+    ("name", "shown"),
+    [
+        ("Пример ООО", "Пример ООО"),
+        ("Παράδειγμα Α.Ε.", "Παράδειγμα Α.Ε."),
+        ("Łódź Ünïcode Şirketi ðþß", "Łódź Ünïcode Şirketi ðþß"),
+        ("株式会社サンプル", "株式会社サンプル"),
+        ("北京示例科技有限公司", "北京示例科技有限公司"),
+        ("주식회사 예시", "주식회사"),
+        ("Acme 😀", "Acme \ufffd"),
+        ("ไทย", "\ufffd\ufffd\ufffd"),
+        ("e\u0301te\u0301", "été"),
+        ("zero\u200bwidth\u200d", "zerowidth"),
+        ("\U00020000 and \U000e0041 and \uffff", "\ufffd and and \ufffd"),
+    ],
+)
+def test_a_name_in_any_script_is_drawn_or_its_absence_is_seen(name: str, shown: str) -> None:
+    assert shown in re.sub(r"[ \xa0]+", " ", texts(invoice(line(), name=name))[0])
+
+
+def test_scripts_from_right_to_left_are_joined_and_ordered() -> None:
+    assert drawn_order("שלום 12-34 Acme (א)") == "(א) Acme 12-34 םולש"
+    assert drawn_order("Acme שלום עולם ok") == "Acme םלוע םולש ok"
+    assert drawn_order("سلام") == "\ufee1\ufefc\ufeb3"  # seen from the left: meem alone, lam with alef, seen that begins
+    assert "\ufffd" not in texts(invoice(line(), name="شركة النور للتقنية"))[0]
+
+
+def test_the_longest_names_break_over_lines_and_stay_on_the_page() -> None:
+    pages = texts(invoice(line("m" * 200), name="W" * 200, address="\n".join("x" * 199 for _ in range(5))))
+    assert pages[0].count("W") == 200
+    assert "".join(pages).count("m" * 20) > 5
+
+
+def test_every_character_of_the_first_plane_can_be_drawn() -> None:
+    for start in range(0, 0x10000, 0x400):
+        text = "".join(chr(code) for code in range(start, start + 0x400) if not 0xD800 <= code < 0xE000)
+        pdf_text.runs_of(text, bold=True)
+    names = ["".join(chr(code) for code in range(start, start + 150)) for start in range(0x20, 0xD700, 0x1900)]
+    assert all(texts(invoice(line(), name=name.replace("\x7f", "").strip() or "x")) for name in names)
+
+
+def test_the_fonts_are_those_that_were_checked() -> None:
+    readme = (FONTS / "README.md").read_text("utf-8")
+    for path in FONTS.glob("*.ttf"):
+        assert f"`{path.name}` 2.37" in readme
+        assert hashlib.sha256(path.read_bytes()).hexdigest() in readme
+    assert sum(path.stat().st_size for path in FONTS.glob("*.ttf")) <= 300 * 1024
+
+
+def test_what_is_frozen_is_drawn_and_not_what_the_seller_is_now() -> None:
+    drawn = invoice(line())
+    moved = dataclasses.replace(drawn, seller={"name": "Old name", "time_zone": "UTC"})
+    (page,) = texts(moved)
+    assert "Old name" in page
+    assert "1 November 2026" in page
