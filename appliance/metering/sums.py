@@ -1,73 +1,128 @@
-"""What a tenant or key has used today and this month, read once from the ledger; admission keeps count from there."""
+"""What an owner of limits has used today, this month and in the last minute, read once from the ledger; admission counts on."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta
-from typing import Protocol
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta
+from typing import Any, Protocol
 
-from sqlalchemy import ColumnElement, case, func, select
+from sqlalchemy import ColumnElement, Select, and_, case, func, or_, select
+from sqlalchemy.ext.asyncio import AsyncConnection
 
 from appliance.base.db import Database
 from appliance.base.tables import usage_events
-from appliance.metering.quotas import LimitScope
+from appliance.metering import limit_levels
+from appliance.metering.calendar import BillingCalendar
+from appliance.metering.limit_levels import SavedLevel
+from appliance.metering.quotas import BUCKET_KINDS, LimitKind, Moment, Owner
 
 SPLIT = 10**9
 SETTLED = ("posted", "recovered")
 
-
 RECENT = timedelta(minutes=1)
 """After this long a bucket is full again, whatever was taken from it."""
 RECENT_EVENTS_MAX = 20_000
+RUNNING_MAX = timedelta(hours=2)  # no request runs for longer than its deadline of an hour, and the wait before it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LevelNow:
+    """How full a bucket was when it was last saved, and what was admitted or settled `since`, as (moment, tokens)."""
+
+    capacity: int
+    units: int
+    saved_at: datetime
+    since: tuple[tuple[datetime, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeriodSums:
-    """Tokens since midnight, cost since the first of the month (UTC), and (admitted_at, tokens) of the last minute."""
+    """Tokens of the day, cost of the month, saved levels of buckets, and (admitted_at, tokens) of the last minute for buckets
+    that were never saved."""
 
     tokens_today: int
     cost_month_picos: int
     recent: tuple[tuple[datetime, int], ...] = ()
+    levels: Mapping[LimitKind, LevelNow] = field(default_factory=dict)
 
 
 class SumsReader(Protocol):
-    """Where admission gets the sums from when it meets a tenant or key for the first time."""
+    """Where admission gets the sums from when it meets an owner for the first time."""
 
-    async def read(self, scope: LimitScope, owner_id: str, now: datetime) -> PeriodSums:
-        """Return the sums of settled events of the tenant or key `owner_id`."""
+    async def read(self, owner: Owner, currency: str, at: Moment) -> PeriodSums:
+        """Return the sums of settled events of `owner`, and their cost in `currency`."""
         ...
 
 
 class LedgerSums:
-    """Reads the sums from the usage events. Costs in another currency than `currency`, from before it was set, do not count."""
+    """Reads the sums from the usage events and the saved levels. Costs in other currencies do not count."""
 
-    def __init__(self, db: Database, *, currency: str = "EUR") -> None:
+    def __init__(self, db: Database, *, calendar: BillingCalendar | None = None) -> None:
         self._db = db
-        self._currency = currency
+        self._calendar = calendar or BillingCalendar()
 
-    async def read(self, scope: LimitScope, owner_id: str, now: datetime) -> PeriodSums:
-        """Return the sums of settled events of the tenant or key `owner_id`. A request belongs to the time of its admission."""
-        events = usage_events.c
-        owner = events.tenant_id if scope == "tenant" else events.key_id
-        tokens = case((events.admitted_at >= day_start(now), events.prompt_tokens + events.completion_tokens), else_=0)
-        high, low = split_sum(case((events.currency == self._currency, events.cost_picos), else_=0))
-        query = select(func.coalesce(func.sum(tokens), 0), high, low).where(
-            owner == owner_id, events.admitted_at >= month_start(now), events.status.in_(SETTLED)
-        )
-        last_minute = (
-            select(events.admitted_at, events.prompt_tokens + events.completion_tokens)
-            .where(owner == owner_id, events.admitted_at > now - RECENT, events.kind == "usage", events.status.in_(SETTLED))
-            .order_by(events.admitted_at.desc())
-            .limit(RECENT_EVENTS_MAX)
-        )
+    async def read(self, owner: Owner, currency: str, at: Moment) -> PeriodSums:
+        """Return the sums of settled events of `owner`. A request belongs to the time of its admission."""
         async with self._db.reading() as connection:
-            row = (await connection.execute(query)).one()
-            recent = (await connection.execute(last_minute)).all()
+            saved = await limit_levels.find(connection, owner)
+            row = (await connection.execute(self._periods(owner, currency, at))).one()
+            levels = {kind: await _level(connection, owner, level) for kind, level in saved.items()}
+            recent = [] if len(levels) == len(BUCKET_KINDS) else await _last_minute(connection, owner, at.now - RECENT)
         return PeriodSums(
             tokens_today=int(row[0]),
             cost_month_picos=join_sum(row[1], row[2]),
-            recent=tuple((moment, tokens) for moment, tokens in reversed(recent)),
+            recent=tuple(recent),
+            levels=levels,
         )
+
+    def _periods(self, owner: Owner, currency: str, at: Moment) -> Select[Any]:
+        events = usage_events.c
+        day, month = self._calendar.day_start(at.day), self._calendar.day_start(at.month)
+        tokens = case((events.admitted_at >= day, events.prompt_tokens + events.completion_tokens), else_=0)
+        high, low = split_sum(case((events.currency == currency, events.cost_picos), else_=0))
+        query = select(func.coalesce(func.sum(tokens), 0), high, low)
+        return query.where(_of(owner), events.admitted_at >= month, events.status.in_(SETTLED))
+
+
+async def _last_minute(connection: AsyncConnection, owner: Owner, moment: datetime) -> list[tuple[datetime, int]]:
+    rows = (await connection.execute(_since(owner, moment))).all()
+    return sorted((admitted_at, tokens) for admitted_at, _settled_at, tokens, _reserved in rows if admitted_at >= moment)
+
+
+async def _level(connection: AsyncConnection, owner: Owner, saved: SavedLevel) -> LevelNow:
+    """Return a saved level with what it does not know of yet.
+
+    What was admitted since counts whole. What ran when it was saved stands in it as reserved: if it took more, the rest counts;
+    if it took less, the difference is not given back, because it may have been given back before the level was saved.
+    """
+    rows = (await connection.execute(_since(owner, saved.saved_at))).all()
+    charges = [
+        (admitted_at, tokens) if admitted_at >= saved.saved_at else (settled_at, max(tokens - reserved, 0))
+        for admitted_at, settled_at, tokens, reserved in rows
+    ]
+    return LevelNow(capacity=saved.capacity, units=saved.units, saved_at=saved.saved_at, since=tuple(sorted(charges)))
+
+
+def _since(owner: Owner, moment: datetime) -> Select[Any]:
+    """Return what was admitted at or after `moment`, and what ran then: (admitted_at, settled_at, tokens, reserved)."""
+    events = usage_events.c
+    touched = or_(events.admitted_at >= moment, and_(events.admitted_at >= moment - RUNNING_MAX, events.settled_at >= moment))
+    return (
+        select(events.admitted_at, events.settled_at, events.prompt_tokens + events.completion_tokens, events.reserved_tokens)
+        .where(_of(owner), touched, events.kind == "usage", events.status.in_(SETTLED))
+        .order_by(events.admitted_at.desc())
+        .limit(RECENT_EVENTS_MAX)
+    )
+
+
+def _of(owner: Owner) -> ColumnElement[bool]:
+    """Return the condition on events of `owner`."""
+    events = usage_events.c
+    whose = {"tenant": events.tenant_id == owner.id, "key": events.key_id == owner.id, "model": events.model == owner.model}
+    if owner.scope == "model" or owner.model is None:
+        return whose[owner.scope]
+    return and_(whose[owner.scope], whose["model"])
 
 
 def split_sum(column: ColumnElement[int]) -> tuple[ColumnElement[int], ColumnElement[int]]:
@@ -78,18 +133,3 @@ def split_sum(column: ColumnElement[int]) -> tuple[ColumnElement[int], ColumnEle
 def join_sum(high: int, low: int) -> int:
     """Return the exact sum from its two halves."""
     return int(high) * SPLIT + int(low)
-
-
-def day_start(now: datetime) -> datetime:
-    """Return the last midnight in UTC."""
-    return now.astimezone(UTC).replace(hour=0, minute=0, second=0, microsecond=0)
-
-
-def next_day_start(now: datetime) -> datetime:
-    """Return the coming midnight in UTC."""
-    return day_start(now) + timedelta(days=1)
-
-
-def month_start(now: datetime) -> datetime:
-    """Return the beginning of the month in UTC."""
-    return day_start(now).replace(day=1)

@@ -23,9 +23,9 @@ from appliance.base.errors import (
     Overloaded,
     RequestAborted,
 )
-from appliance.metering.admission import Reservation
 from appliance.metering.ledger import Ledger
 from appliance.metering.records import PendingEntry, RequestRecord, Settlement, Usage
+from appliance.metering.reservations import Reservation
 from appliance.serving.answers import Answer, reason_of_all
 from appliance.serving.chunk_queue import ChunkQueue
 from appliance.serving.live_requests import LiveRequest

@@ -12,8 +12,7 @@ import structlog
 
 from appliance.base.clock import Clock
 from appliance.base.errors import Draining, NotFound, Overloaded
-from appliance.base.money import BASIS_POINTS
-from appliance.metering.admission import Admission
+from appliance.metering.admission import Admission, Asked
 from appliance.metering.ledger import Ledger
 from appliance.metering.prices import PriceBook
 from appliance.metering.records import Checkpoint, PendingEntry
@@ -117,13 +116,15 @@ class Generations:
         now = self._clock.now()
         price = await self._prices.current(order.model.name, now)
         reservation = await self._admission.admit(
-            order.principal,
-            model=order.model.name,
-            prompt_tokens=len(order.prompt_token_ids),
-            max_output_tokens=order.max_output_tokens,
-            price=price,
-            output_room=order.sampling.max_tokens,
-            answers=order.sampling.num_answers,
+            Asked(
+                principal=order.principal,
+                model=order.model.name,
+                prompt_tokens=len(order.prompt_token_ids),
+                max_output_tokens=order.max_output_tokens,
+                price=price,
+                output_room=order.sampling.max_tokens,
+                answers=order.sampling.num_answers,
+            )
         )
         live = self._live_request(order)
         entry = PendingEntry(
@@ -136,7 +137,7 @@ class Generations:
             prompt_tokens=live.prompt_tokens,
             reserved_tokens=reservation.tokens_reserved,
             price=price,
-            price_basis_points=BASIS_POINTS if price is None else price.rate(order.principal.tenant.tier).basis_points,
+            price_basis_points=reservation.basis_points,
             admitted_at=live.admitted_at,
         )
         generation = Generation(

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from datetime import datetime
 
 import pytest
 
 from appliance.base.errors import RateLimitExceeded, Refused
-from appliance.metering.admission import Admission, Reservation
-from appliance.metering.quotas import LimitScope
+from appliance.metering.admission import Admission, Asked
+from appliance.metering.quotas import Moment, Owner
+from appliance.metering.reservations import Reservation
 from appliance.metering.sums import PeriodSums
 from appliance.tenancy.principals import Limits, Principal
 from tests.support.clock import FakeClock
@@ -23,7 +23,7 @@ PRICE = price(prompt=3, cached=1, completion=7)
 class NothingYet:
     """A ledger without events."""
 
-    async def read(self, scope: LimitScope, owner_id: str, now: datetime) -> PeriodSums:
+    async def read(self, owner: Owner, currency: str, at: Moment) -> PeriodSums:
         return PeriodSums(tokens_today=0, cost_month_picos=0)
 
 
@@ -42,13 +42,13 @@ def _limits(chance: random.Random) -> Limits:
     )
 
 
-def _state(admission: Admission) -> dict[str, tuple[object, ...]]:
+def _state(admission: Admission) -> dict[Owner, tuple[object, ...]]:
     """Return everything that admission holds, with buckets and calendar brought to now."""
-    now, now_s = admission._clock.now(), admission._clock.monotonic_s()
+    at, now_s = admission._moment(), admission._clock.monotonic_s()
     return {
         owner: (
             allowance.running,
-            *(dataclasses.astuple(window) for window in allowance._windows(now)),
+            *(dataclasses.astuple(window) for window in allowance._windows(at)),
             *(bucket and (bucket.capacity, bucket.level(now_s)) for bucket in (allowance.tokens, allowance.requests)),
         )
         for owner, allowance in admission._allowances.items()
@@ -58,7 +58,9 @@ def _state(admission: Admission) -> dict[str, tuple[object, ...]]:
 async def _ask(admission: Admission, who: Principal, prompt: int, output: int | None) -> Reservation | Refused:
     """Return the reservation or the refusal."""
     try:
-        return await admission.admit(who, model="demo", prompt_tokens=prompt, max_output_tokens=output, price=PRICE)
+        return await admission.admit(
+            Asked(principal=who, model="demo", prompt_tokens=prompt, max_output_tokens=output, price=PRICE)
+        )
     except Refused as refused:
         return refused
 

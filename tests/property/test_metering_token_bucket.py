@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import random
+from dataclasses import dataclass, field
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from appliance.metering.quotas import DEBT_MINUTES_MAX, TokenBucket
+from appliance.metering.token_bucket import DEBT_MINUTES_MAX, UNITS_PER_TOKEN, Take, TokenBucket
 from tests.support.clock import FakeClock
 
 capacities = st.integers(1, 10**6) | st.integers(10**12, 10**15)
+LIVES = 300
 
 
 @dataclass(frozen=True)
@@ -22,6 +25,98 @@ class Step:
 
 
 steps = st.lists(st.builds(Step, st.integers(0, 30_000_000), st.floats(0, 1.2)), max_size=60)
+
+
+@dataclass
+class Request:
+    """What a request took and, once it is settled, what it used of that."""
+
+    at_us: int
+    taken: int
+    take: Take
+    used: int | None = None
+
+    @property
+    def kept(self) -> int:
+        return self.taken if self.used is None else min(self.used, self.taken)
+
+
+@dataclass
+class Life:
+    """A bucket and everything that happened to it, so that a plain twin can live the same life knowing the ends before."""
+
+    capacity: int
+    at_us: int = 0
+    requests: list[Request] = field(default_factory=list)
+    charges: list[tuple[int, int, int]] = field(default_factory=list)
+    events: int = 0
+
+    def __post_init__(self) -> None:
+        self.bucket = TokenBucket(self.capacity, 0.0)
+        self.order: list[tuple[int, Request | int]] = []
+
+    def advance(self, micros: int) -> None:
+        self.at_us += micros
+
+    def ask(self, tokens: int) -> bool:
+        take = self.bucket.take(tokens, self.at_us / 1e6)
+        if take is None:
+            return False
+        request = Request(self.at_us, tokens, take)
+        self.requests.append(request)
+        self.order.append((self.at_us, request))
+        return True
+
+    def settle(self, request: Request, used: int) -> None:
+        self.bucket.settle(request.take, used, self.at_us / 1e6)
+        request.used = used
+        if used > request.taken:
+            self.order.append((self.at_us, used - request.taken))
+
+    def twin_units(self) -> int:
+        """Return the level of a bucket of which only what is kept was ever taken."""
+        full = self.capacity * UNITS_PER_TOKEN
+        units, at_us = full, 0
+        for moment_us, what in self.order:
+            units = min(units + (moment_us - at_us) * self.capacity, full)
+            at_us = moment_us
+            tokens = what.kept if isinstance(what, Request) else what
+            units = max(units - tokens * UNITS_PER_TOKEN, -DEBT_MINUTES_MAX * full)
+        return min(units + (self.at_us - at_us) * self.capacity, full)
+
+
+def live(seed: int, *, surprises: bool) -> Life:
+    """Return a life of random takes and settlements, checked against its twin at every step."""
+    chance = random.Random(seed)
+    life = Life(chance.choice([1, 7, 100, 1000]))
+    for _ in range(60):
+        life.advance(chance.choice([0, 0, 1, 1000, chance.randrange(60_000_000), 200_000_000]))
+        running = [request for request in life.requests if request.used is None]
+        if running and chance.random() < 0.5:
+            request = chance.choice(running)
+            more = chance.randrange(life.capacity * 3) if surprises and chance.random() < 0.3 else 0
+            life.settle(request, chance.choice([0, request.taken + more, chance.randrange(request.taken + 1)]))
+        else:
+            level, tokens = life.bucket.level(life.at_us / 1e6), chance.randrange(life.capacity + 1)
+            assert life.ask(tokens) == (tokens <= level)
+        assert life.bucket.units(life.at_us / 1e6) == life.twin_units()
+    return life
+
+
+@pytest.mark.parametrize("seed", range(LIVES))
+def test_what_is_given_back_was_never_taken_however_late_and_nothing_is_given_back_twice(seed: int) -> None:
+    live(seed, surprises=seed % 2 == 0)
+
+
+@pytest.mark.parametrize("seed", range(LIVES))
+def test_no_stretch_of_time_keeps_more_than_capacity_plus_refill_whatever_is_given_back(seed: int) -> None:
+    life = live(seed, surprises=False)
+    kept = [(request.at_us, request.kept) for request in life.requests]
+    for first in range(len(kept)):
+        total = 0
+        for moment_us, tokens in kept[first:]:
+            total += tokens
+            assert total * UNITS_PER_TOKEN <= life.capacity * (UNITS_PER_TOKEN + moment_us - kept[first][0])
 
 
 @given(capacities, steps)
@@ -43,23 +138,24 @@ def test_no_stretch_of_time_admits_more_than_capacity_plus_refill(capacity: int,
             assert total * 60_000_000 <= capacity * 60_000_000 + capacity * (moment_us - admitted[first][0])
 
 
-@given(capacities, st.floats(0, 1), st.floats(0, 1), st.integers(0, 10**9))
+@given(capacities, st.floats(0, 1), st.floats(0, 1), st.integers(0, 10**9), st.integers(0, 10**6))
 def test_waiting_as_told_is_enough_and_a_millisecond_less_is_not(
-    capacity: int, spent: float, share: float, start_us: int
+    capacity: int, spent: float, share: float, start_us: int, ahead: int
 ) -> None:
     clock = FakeClock(monotonic_s=start_us / 1e6)
     bucket = TokenBucket(capacity, clock.monotonic_s())
     assert bucket.take(int(capacity * spent), clock.monotonic_s())
     need = int(capacity * share)
-    wait_s = bucket.wait_s(need, clock.monotonic_s())
+    promised = min(ahead, capacity - need)
+    wait_s = bucket.wait_s(need, clock.monotonic_s(), ahead=promised)
     assert wait_s is not None
     if wait_s == 0:
-        assert bucket.take(need, clock.monotonic_s())
+        assert bucket.take(need + promised, clock.monotonic_s())
         return
     clock.advance(wait_s - 0.001)
-    assert not bucket.take(need, clock.monotonic_s())
+    assert not bucket.take(need + promised, clock.monotonic_s())
     clock.advance(0.001)
-    assert bucket.take(need, clock.monotonic_s())
+    assert bucket.take(need + promised, clock.monotonic_s())
 
 
 @given(capacities, st.integers(0, 10**18), st.integers(0, 10**6))
@@ -75,24 +171,14 @@ def test_a_debt_is_repaid_within_its_bound(capacity: int, used: int, later_us: i
     assert full_s <= 60 * (DEBT_MINUTES_MAX + 1)
 
 
-@given(capacities, st.floats(0, 1), st.floats(0, 1))
-def test_what_is_put_back_leaves_the_bucket_as_if_less_had_been_taken(capacity: int, share: float, back: float) -> None:
-    clock = FakeClock()
-    bucket, twin = TokenBucket(capacity, clock.monotonic_s()), TokenBucket(capacity, clock.monotonic_s())
-    taken = int(capacity * share)
-    returned = int(taken * back)
-    assert bucket.take(taken, clock.monotonic_s())
-    assert twin.take(taken - returned, clock.monotonic_s())
-    bucket.put_back(returned, clock.monotonic_s())
-    assert bucket.level(clock.monotonic_s()) == twin.level(clock.monotonic_s())
-
-
 @given(capacities, st.integers(1, 10**12))
 def test_more_than_the_capacity_never_fits_and_the_bucket_never_overflows(capacity: int, waited_us: int) -> None:
     clock = FakeClock()
     bucket = TokenBucket(capacity, clock.monotonic_s())
+    take = bucket.take(capacity, clock.monotonic_s())
+    assert take is not None
     clock.advance(waited_us / 1e6)
-    bucket.put_back(capacity, clock.monotonic_s())
+    bucket.settle(take, 0, clock.monotonic_s())
     assert bucket.level(clock.monotonic_s()) == capacity
     assert bucket.wait_s(capacity + 1, clock.monotonic_s()) is None
     assert not bucket.take(capacity + 1, clock.monotonic_s())
@@ -107,8 +193,25 @@ def test_what_was_used_of_the_old_limit_counts_against_the_new_one(before: int, 
     bucket.resize(after, clock.monotonic_s())
     assert bucket.level(clock.monotonic_s()) == max(after - used, -after)
     bucket.resize(before, clock.monotonic_s())
-    if used <= 2 * after:
-        assert bucket.level(clock.monotonic_s()) == before - used
+    assert bucket.level(clock.monotonic_s()) == before - used, "a limit that is lowered and raised again gives nothing"
+
+
+@pytest.mark.parametrize("seed", range(LIVES))
+def test_no_row_of_changes_of_the_limit_admits_more_than_the_largest_of_them(seed: int) -> None:
+    chance = random.Random(seed)
+    capacities = [chance.randrange(1, 2000) for _ in range(4)]
+    bucket, at_us, admitted = TokenBucket(capacities[0], 0.0), 0, [(0, 0)]
+    for _ in range(80):
+        at_us += chance.choice([0, 1, 1000, chance.randrange(5_000_000)])
+        if chance.random() < 0.3:
+            bucket.resize(chance.choice(capacities), at_us / 1e6)
+        elif bucket.take(need := chance.randrange(bucket.capacity + 1), at_us / 1e6):
+            admitted.append((at_us, need))
+    for first in range(len(admitted)):
+        total = 0
+        for moment_us, need in admitted[first:]:
+            total += need
+            assert total * UNITS_PER_TOKEN <= max(capacities) * (UNITS_PER_TOKEN + moment_us - admitted[first][0])
 
 
 def test_a_clock_that_runs_backwards_adds_nothing() -> None:

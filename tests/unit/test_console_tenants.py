@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from appliance.metering.admission import Asked
 from appliance.tenancy.principals import Limits
 from tests.support.console_fixtures import Box
 
@@ -130,7 +131,8 @@ async def test_the_page_shows_how_full_each_limit_is(box: Box) -> None:
     )
     principal = await box.services.keys.authenticate(bob.secret, "192.0.2.1")
     assert principal.tenant.limits.monthly_budget == 1_000_000
-    await box.services.admission.admit(principal, model="demo", prompt_tokens=100, max_output_tokens=50, price=None)
+    asked = Asked(principal=principal, model="demo", prompt_tokens=100, max_output_tokens=50, price=None)
+    await box.services.admission.admit(asked)
 
     page = (await alice.get(f"/tenants/{bob.tenant.id}")).text
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from datetime import datetime
 
 import pytest
 
 from appliance.base.errors import BudgetExceeded, RateLimitExceeded, Refused, RequestExceedsLimit
-from appliance.metering.admission import EXPECTED_OUTPUT_TOKENS, OUTPUTS_MIN, Admission, Reservation, percentile_90
+from appliance.metering.admission import Admission, Asked
+from appliance.metering.expectations import EXPECTED_OUTPUT_TOKENS, OUTPUTS_MIN, percentile_90
 from appliance.metering.prices import Price
-from appliance.metering.quotas import LimitScope
+from appliance.metering.quotas import Moment, Owner
+from appliance.metering.reservations import Reservation
 from appliance.metering.sums import PeriodSums
 from appliance.tenancy.principals import Limits, Principal
 from tests.support.clock import FakeClock
@@ -25,8 +26,8 @@ class FixedSums:
         self.sums = PeriodSums(tokens_today=tokens_today, cost_month_picos=cost_month_picos)
         self.reads: list[str] = []
 
-    async def read(self, scope: LimitScope, owner_id: str, now: datetime) -> PeriodSums:
-        self.reads.append(scope)
+    async def read(self, owner: Owner, currency: str, at: Moment) -> PeriodSums:
+        self.reads.append(owner.scope)
         await asyncio.sleep(0)
         return self.sums
 
@@ -39,7 +40,7 @@ def admission(clock: FakeClock) -> Admission:
 async def admit(
     admission: Admission, who: Principal, prompt: int = 10, output: int | None = 10, cost: Price | None = None
 ) -> Reservation:
-    return await admission.admit(who, model="demo", prompt_tokens=prompt, max_output_tokens=output, price=cost)
+    return await admission.admit(Asked(principal=who, model="demo", prompt_tokens=prompt, max_output_tokens=output, price=cost))
 
 
 async def test_a_request_without_limits_is_admitted(admission: Admission) -> None:
@@ -290,7 +291,9 @@ async def test_at_most_one_request_passes_a_days_or_months_limit(clock: FakeCloc
     cost = price(prompt=1_000_000, cached=1_000_000, completion=1_000_000)  # a micro-unit a token
 
     async def ask() -> Reservation:
-        return await admission.admit(bob, model="demo", prompt_tokens=1, max_output_tokens=None, price=cost, output_room=600)
+        return await admission.admit(
+            Asked(principal=bob, model="demo", prompt_tokens=1, max_output_tokens=None, price=cost, output_room=600)
+        )
 
     answers = await asyncio.gather(*(ask() for _ in range(60)), return_exceptions=True)
 
@@ -314,11 +317,11 @@ async def test_one_tenant_cannot_use_up_anothers_limits(admission: Admission) ->
 
 async def test_a_failed_read_of_the_sums_admits_nothing_and_is_tried_again(clock: FakeClock) -> None:
     class BrokenOnce(FixedSums):
-        async def read(self, scope: LimitScope, owner_id: str, now: datetime) -> PeriodSums:
+        async def read(self, owner: Owner, currency: str, at: Moment) -> PeriodSums:
             if not self.reads:
                 self.reads.append("failed")
                 raise OSError("the disk is gone")
-            return await super().read(scope, owner_id, now)
+            return await super().read(owner, currency, at)
 
     admission = Admission(clock, BrokenOnce())
     bob = principal(Limits(concurrent_requests=1))
@@ -337,7 +340,7 @@ async def test_each_of_several_answers_is_reserved_and_the_prompt_once(
     admission: Admission, output: int | None, expected: int
 ) -> None:
     reservation = await admission.admit(
-        principal(), model="demo", prompt_tokens=10, max_output_tokens=output, price=None, answers=4
+        Asked(principal=principal(), model="demo", prompt_tokens=10, max_output_tokens=output, price=None, answers=4)
     )
 
     assert reservation.tokens_reserved == 10 + 4 * expected
@@ -345,26 +348,28 @@ async def test_each_of_several_answers_is_reserved_and_the_prompt_once(
 
 async def test_a_guess_for_several_answers_is_cut_to_the_limit_together(admission: Admission) -> None:
     bob = principal(Limits(tokens_per_minute=410))
-    reservation = await admission.admit(bob, model="demo", prompt_tokens=10, max_output_tokens=None, price=None, answers=4)
+    reservation = await admission.admit(
+        Asked(principal=bob, model="demo", prompt_tokens=10, max_output_tokens=None, price=None, answers=4)
+    )
 
     assert reservation.tokens_reserved == 410
 
 
 async def test_a_budget_holds_the_longest_that_all_answers_may_get(admission: Admission) -> None:
     bob = principal(Limits(tokens_per_day=10_000))
-    each = {"model": "demo", "prompt_tokens": 0, "max_output_tokens": 2000, "price": None}
-    first = await admission.admit(bob, **each, answers=5)  # type: ignore[arg-type]
+    two = Asked(principal=bob, model="demo", prompt_tokens=0, max_output_tokens=2000, price=None, answers=2)
+    first = await admission.admit(dataclasses.replace(two, answers=5))
     with pytest.raises(RateLimitExceeded):
-        await admission.admit(bob, **each, answers=2)  # type: ignore[arg-type]
+        await admission.admit(two)
     first.settle(100)
-    await admission.admit(bob, **each, answers=2)  # type: ignore[arg-type]
+    await admission.admit(two)
 
 
 async def test_what_an_answer_is_expected_to_take_is_learnt_per_answer(admission: Admission) -> None:
     bob = principal()
     for _ in range(OUTPUTS_MIN):
-        settled = await admission.admit(bob, model="demo", prompt_tokens=0, max_output_tokens=9000, price=None, answers=4)
-        settled.settle(4 * 1000)
-    one = await admission.admit(bob, model="demo", prompt_tokens=0, max_output_tokens=9000, price=None)
+        four = Asked(principal=bob, model="demo", prompt_tokens=0, max_output_tokens=9000, price=None, answers=4)
+        (await admission.admit(four)).settle(4 * 1000)
+    one = await admission.admit(dataclasses.replace(four, answers=1))
 
     assert one.tokens_reserved == 1000

@@ -10,13 +10,14 @@ import pytest
 from appliance.base.db import Database
 from appliance.base.errors import RateLimitExceeded
 from appliance.metering import recovery
-from appliance.metering.admission import Admission
+from appliance.metering.admission import Admission, Asked
 from appliance.metering.ledger import Checkpoint, Ledger, LedgerBroken
 from appliance.metering.prices import PriceBook
+from appliance.metering.quotas import Moment, Owner
 from appliance.metering.recovery import begin_epoch, recover
 from appliance.metering.sums import LedgerSums
 from appliance.metering.usage import UsageReports
-from appliance.tenancy.principals import Limits
+from appliance.tenancy.principals import Limits, Principal
 from tests.support.cast import Cast
 from tests.support.clock import FakeClock
 from tests.support.factories import pending, posted
@@ -113,11 +114,16 @@ async def test_recovered_tokens_count_in_the_sums_of_day_and_month(database: Dat
         rows = [Checkpoint(request_id=e.request_id, prompt_tokens=10, cached_tokens=0, completion_tokens=5) for e in today]
         ledger.checkpoint(rows)
     await recover(database, clock, await begin_epoch(database, clock, "next"))
-    for scope, owner in (("tenant", cast.bob.tenant.id), ("key", cast.bob.key.id)):
-        sums = await LedgerSums(database).read(scope, owner, clock.now())  # type: ignore[arg-type]
+    for owner in (Owner("tenant", cast.bob.tenant.id), Owner("key", cast.bob.key.id), Owner("key", cast.bob.key.id, "demo")):
+        at = Moment(clock.now(), clock.monotonic_s(), clock.now().date(), clock.now())
+        sums = await LedgerSums(database).read(owner, "EUR", at)
         assert (sums.tokens_today, sums.cost_month_picos) == (15, 1015 * 5)
-        abroad = await LedgerSums(database, currency="CHF").read(scope, owner, clock.now())  # type: ignore[arg-type]
+        abroad = await LedgerSums(database).read(owner, "CHF", at)
         assert (abroad.tokens_today, abroad.cost_month_picos) == (15, 0), "a sum over two currencies"
+
+
+def asked(who: Principal, prompt_tokens: int) -> Asked:
+    return Asked(principal=who, model="demo", prompt_tokens=prompt_tokens, max_output_tokens=0, price=None)
 
 
 async def test_a_restart_refills_no_bucket(database: Database, clock: FakeClock, cast: Cast) -> None:
@@ -126,7 +132,7 @@ async def test_a_restart_refills_no_bucket(database: Database, clock: FakeClock,
     before = Admission(clock, LedgerSums(database))
     async with running_ledger(database, clock, cast.epoch_id) as ledger:
         for tokens in (100, 250, 200):
-            reservation = await before.admit(bob, model="demo", prompt_tokens=tokens, max_output_tokens=0, price=None)
+            reservation = await before.admit(asked(bob, tokens))
             entry = pending(cast.bob, admitted_at=clock.now())
             await ledger.open(entry)
             await ledger.settle(posted(entry.request_id, prompt=tokens, completion=0))
@@ -135,8 +141,8 @@ async def test_a_restart_refills_no_bucket(database: Database, clock: FakeClock,
     after = Admission(clock, LedgerSums(database))
     for admission in (before, after):
         with pytest.raises(RateLimitExceeded) as refused:
-            await admission.admit(bob, model="demo", prompt_tokens=300, max_output_tokens=0, price=None)
+            await admission.admit(asked(bob, 300))
         assert refused.value.retry_after_s == 17.5
     assert before.snapshot(bob) == after.snapshot(bob)
     clock.advance(60)
-    await after.admit(bob, model="demo", prompt_tokens=600, max_output_tokens=0, price=None)
+    await after.admit(asked(bob, 600))
