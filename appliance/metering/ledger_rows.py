@@ -132,10 +132,13 @@ def request_row(entry: PendingEntry) -> dict[str, Any]:
 
 def events_with_prices(request_ids: Sequence[str]) -> Select[Any]:
     """Return the query for the events of these requests, each with its price where it has one."""
-    return (
-        select(usage_events, *(prices.c[name].label(f"price_{name}") for name in _PRICE_FIELDS if name != "id"))
-        .join_from(usage_events, prices, prices.c.id == usage_events.c.price_id, isouter=True)
-        .where(usage_events.c.request_id.in_(request_ids), usage_events.c.kind == "usage")
+    return price_query().where(usage_events.c.request_id.in_(request_ids), usage_events.c.kind == "usage")
+
+
+def price_query() -> Select[Any]:
+    """Return the query for events, each with its price where it has one."""
+    return select(usage_events, *(prices.c[name].label(f"price_{name}") for name in _PRICE_FIELDS if name != "id")).join_from(
+        usage_events, prices, prices.c.id == usage_events.c.price_id, isouter=True
     )
 
 

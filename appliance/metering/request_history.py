@@ -1,0 +1,51 @@
+"""Forgets past requests that are older than the operator keeps them. Usage events, which are money, it never touches."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+from sqlalchemy import delete, select
+
+from appliance.base.clock import Clock
+from appliance.base.db import Database
+from appliance.base.tables import requests
+
+BATCH_ROWS = 500  # a few milliseconds of the one writer: settlements in between do not notice
+BATCHES_MAX = 20
+
+
+class RequestHistory:
+    """Prunes the table of requests to the last `keep_days`."""
+
+    def __init__(self, db: Database, clock: Clock, *, keep_days: int) -> None:
+        self._db = db
+        self._clock = clock
+        self._keep = timedelta(days=keep_days)
+
+    async def prune(self, batches_max: int = BATCHES_MAX) -> int:
+        """Remove finished requests admitted before the time that is kept, and return how many went.
+
+        Each batch is a transaction of its own, and a call ends after `batches_max` of them: what is left goes with the next.
+        """
+        total = 0
+        for _ in range(batches_max):
+            count = await self._prune_some()
+            total += count
+            if count < BATCH_ROWS:
+                break
+        return total
+
+    async def _prune_some(self) -> int:
+        # The events of requests that run are pending: whatever their age, they are shown until they are settled.
+        old = (
+            select(requests.c.id)
+            .where(requests.c.admitted_at < self._clock.now() - self._keep, requests.c.finished_at.is_not(None))
+            .order_by(requests.c.admitted_at)
+            .limit(BATCH_ROWS)
+        )
+        async with self._db.reading() as connection:
+            if (await connection.execute(old.limit(1))).first() is None:
+                return 0
+        async with self._db.writing() as connection:
+            result = await connection.execute(delete(requests).where(requests.c.id.in_(old)))
+            return result.rowcount
