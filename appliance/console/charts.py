@@ -19,6 +19,32 @@ class Segment:
     width: float
 
 
+@dataclass(frozen=True, slots=True)
+class Column:
+    """One bar of a row of bars, in percent of the drawing; `y` is measured from the top."""
+
+    label: str
+    value: int
+    x: float
+    width: float
+    y: float
+    height: float
+
+
+def columns(values: Sequence[tuple[str, int]]) -> list[Column]:
+    """Return (label, value) pairs as bars side by side, the largest as high as the drawing. A negative value has no height."""
+    top = max((value for _, value in values), default=0) or 1
+    slot = _FULL / max(len(values), 1)
+    made = []
+    for place, (label, value) in enumerate(values):
+        height = _FULL * max(value, 0) / top
+        shown = max(height, 1.0) if value > 0 else 0.0  # what is there can be seen
+        made.append(
+            Column(label, value, round(place * slot, 3), round(slot * 0.8, 3), round(_FULL - shown, 3), round(shown, 3))
+        )
+    return made
+
+
 def stack(parts: Sequence[tuple[str, str, float]], total: float) -> list[Segment]:
     """Return (name, label, amount) parts as adjoining segments of a bar of length `total`; empty parts are left out.
 

@@ -18,10 +18,12 @@ from appliance.console import (
     live_stream,
     login,
     login_code,
+    login_oidc,
     overview,
     requests,
     second_factor,
     tenants,
+    usage,
 )
 from appliance.console.context import Console
 from appliance.console.error_pages import error_handler
@@ -35,6 +37,7 @@ ErrorHandler = Callable[[ConsoleRequest, Exception], Response[Any]]
 
 HANDLERS = (
     login.show_login, login.sign_in, login.sign_out, login.choose_theme, login_code.show_code, login_code.check_code,
+    login_oidc.begin_oidc, login_oidc.end_oidc,
     account.show_account, account.change_password, account.end_session, account.end_other_sessions,
     second_factor.new_second_factor, second_factor.enable_second_factor, second_factor.confirm_disable,
     second_factor.disable_second_factor, second_factor.confirm_renew, second_factor.renew_recovery_codes,
@@ -42,6 +45,7 @@ HANDLERS = (
     requests.list_requests, requests.show_request, requests.cancel_request,
     tenants.list_tenants, tenants.new_tenant, tenants.create_tenant, tenants.show_tenant, tenants.save_tenant,
     tenants.suspend_tenant, tenants.resume_tenant, tenants.confirm_archive, tenants.archive_tenant,
+    usage.show_usage, usage.export_usage,
     keys.list_keys, keys.new_key, keys.create_key, keys.show_key, keys.save_key,
     keys.confirm_rotate, keys.rotate_key, keys.confirm_revoke, keys.revoke_key,
 )  # fmt: skip

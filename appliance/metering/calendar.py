@@ -28,6 +28,10 @@ class BillingCalendar:
             raise ValueError("a time without a zone lies in no day")
         return moment.astimezone(self._zone).date()
 
+    def local(self, moment: datetime) -> datetime:
+        """Return `moment` as the clocks of the zone show it."""
+        return moment.astimezone(self._zone)
+
     def day_start(self, of: datetime | date) -> datetime:
         """Return when the day, or the day that a moment lies in, begins, in UTC."""
         day = self.day_of(of) if isinstance(of, datetime) else of

@@ -16,7 +16,7 @@ from appliance.metering.calendar import BillingCalendar
 from appliance.metering.ledger_rows import event_from_row, request_from_row
 from appliance.metering.records import RequestRow, Status, UsageEvent
 from appliance.metering.rollups import SPLIT, TOKENS
-from appliance.metering.usage_cover import bucket_end, cover, usage_query
+from appliance.metering.usage_cover import bucket_end, cover, totals_query, usage_query
 from appliance.tenancy.access import WHOLE_BOX, Access
 from appliance.tenancy.fields import check_choice
 from appliance.tenancy.pages import PAGE_ROWS_DEFAULT, Page, check_limit, decode_cursor, page_of
@@ -68,7 +68,7 @@ class UsageReports:
 
     def __init__(self, db: Database, *, calendar: BillingCalendar | None = None) -> None:
         self._db = db
-        self._calendar = calendar or BillingCalendar()
+        self.calendar = calendar or BillingCalendar()
 
     async def usage(
         self,
@@ -92,7 +92,7 @@ class UsageReports:
         check_choice(bucket, "bucket", BUCKETS)
         _check_period(start, end)
         groups = _check_groups(group_by)
-        segments = cover(start, end, bucket, self._calendar)
+        segments = cover(start, end, bucket, self.calendar)
         if not segments:
             return []
         wanted = _wanted([None if tenant_id is None else {tenant_id}, tenant_ids, access.within(Action.READ)], key_ids, models)
@@ -101,7 +101,29 @@ class UsageReports:
             rows = (await connection.execute(query)).mappings().all()
         if len(rows) > USAGE_ROWS_MAX:
             raise InvalidValue(f"the report has more than {USAGE_ROWS_MAX} rows; choose a larger bucket", param="bucket")
-        return [_usage_row(row, bucket_end(row["start_at"], bucket, self._calendar)) for row in rows]
+        return [_usage_row(row, bucket_end(row["start_at"], bucket, self.calendar)) for row in rows]
+
+    async def totals(
+        self,
+        start: datetime,
+        end: datetime,
+        group_by: Sequence[str] = (),
+        tenant_id: str | None = None,
+        *,
+        rows_max: int = USAGE_ROWS_MAX,
+        access: Access = WHOLE_BOX,
+    ) -> list[UsageRow]:
+        """Return the sums over the whole of `start <= t < end` per group and currency, the dearest first."""
+        _check_period(start, end)
+        groups = _check_groups(group_by)
+        segments = cover(start, end, "day", self.calendar)
+        if not segments:
+            return []
+        wanted = _wanted([None if tenant_id is None else {tenant_id}, access.within(Action.READ)], None, None)
+        query = totals_query(segments, [_GROUP_COLUMNS[name] for name in groups], wanted).limit(rows_max)
+        async with self._db.reading() as connection:
+            rows = (await connection.execute(query)).mappings().all()
+        return [_usage_row({**row, "start_at": start}, end) for row in rows]
 
     async def ledger_page(
         self,

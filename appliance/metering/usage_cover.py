@@ -72,6 +72,15 @@ def usage_query(segments: Sequence[Segment], groups: Sequence[str], wanted: Mapp
     return select(*keys, *sums).group_by(*keys).order_by(*keys)
 
 
+def totals_query(segments: Sequence[Segment], groups: Sequence[str], wanted: Mapping[str, Collection[str]]) -> Select[Any]:
+    """Return the query for sums over all segments per group and currency, the dearest first, then the largest."""
+    parts = union_all(*(_part(segment, groups, wanted) for segment in segments)).subquery("parts")
+    keys = [*(parts.c[name] for name in groups), parts.c.currency]
+    sums = {name: func.sum(parts.c[name]).label(name) for name in COUNTS}
+    order = [sums["cost_high"].desc(), sums["completion_tokens"].desc(), *keys]
+    return select(*keys, *sums.values()).group_by(*keys).order_by(*order)
+
+
 def _cover(start: datetime, end: datetime, level: str, calendar: BillingCalendar) -> list[tuple[str, datetime, datetime]]:
     if start >= end:
         return []

@@ -1,0 +1,231 @@
+"""Usage: what was used and what it cost over a period, day by day and by tenant, key or model. Knows the reports alone.
+
+Three statements whatever the number of tenants: the bars, the rows, and the names of the rows.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from typing import TYPE_CHECKING
+from urllib.parse import urlencode
+
+from litestar import Response, get
+
+from appliance.base.clock import rfc3339
+from appliance.console.charts import Column, columns
+from appliance.console.context import ConsoleDependency
+from appliance.console.history import tenants_by_name
+from appliance.console.rendering import Html
+from appliance.console.security import ConsoleRequest, access_of
+from appliance.metering.calendar import BillingCalendar
+from appliance.metering.usage import UsageRow
+
+if TYPE_CHECKING:
+    from appliance.serving.services import Services
+
+PERIODS = {"today": "Today", "7d": "7 days", "30d": "30 days", "month": "This month", "last-month": "Last month"}
+GROUPS = {"tenant": "Tenant", "key": "Key", "model": "Model"}
+MEASURES = {"tokens": "Tokens", "cost": "Cost", "requests": "Requests"}
+ROWS_MAX = 100
+CSV_ROWS_MAX = 50_000
+COUNTS = ("requests", "prompt_tokens", "cached_tokens", "completion_tokens")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class View:
+    """What the page shows; every combination has an address. `bucket` is that of the bars."""
+
+    period: str
+    group: str
+    measure: str
+    tenant: str
+    start: datetime
+    end: datetime
+    bucket: str
+
+    @classmethod
+    def of(cls, request: ConsoleRequest, now: datetime, calendar: BillingCalendar) -> View:
+        """Return the view that the query string names; what it names wrongly is as if it were not there."""
+        query = request.query_params
+        period = query.get("period", "30d")
+        period = period if period in PERIODS else "30d"
+        group, measure = query.get("group", "tenant"), query.get("measure", "tokens")
+        start, end = bounds(period, now, calendar)
+        return cls(
+            period=period,
+            group=group if group in GROUPS else "tenant",
+            measure=measure if measure in MEASURES else "tokens",
+            tenant=query.get("tenant", ""),
+            start=start,
+            end=end,
+            bucket="hour" if period == "today" else "day",
+        )
+
+    def address(self, path: str = "/usage", **changes: str) -> str:
+        """Return the address of this view with `changes`."""
+        given = {"period": self.period, "group": self.group, "measure": self.measure, "tenant": self.tenant} | changes
+        return f"{path}?{urlencode({name: value for name, value in given.items() if value})}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UsageLine:
+    """One row of the table: whose it is, its counts, and its share of the measure that is shown."""
+
+    name: str
+    note: str
+    address: str | None
+    usage: UsageRow
+    share: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sums:
+    """The counts of the whole period; costs by currency, the appliance's own first."""
+
+    requests: int
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+    costs: tuple[tuple[str, int], ...]
+
+
+def bounds(period: str, now: datetime, calendar: BillingCalendar) -> tuple[datetime, datetime]:
+    """Return the beginning and the end of a period that ends with the current day, or of a month, in the billing time zone."""
+    end = calendar.next_day_start(now)
+    if period == "month":
+        return calendar.month_start(now), end
+    if period == "last-month":
+        first = calendar.month_start(now)
+        return calendar.month_start(first - timedelta(hours=1)), first
+    days = {"today": 1, "7d": 7, "30d": 30}[period]
+    return calendar.day_start(calendar.day_of(now) - timedelta(days=days - 1)), end
+
+
+@get("/usage")
+async def show_usage(request: ConsoleRequest, console: ConsoleDependency) -> Html:
+    """The page; htmx asks for its lower part alone when a choice changes."""
+    services, access = console.services, access_of(request)
+    view = View.of(request, services.clock.now(), services.reports.calendar)
+    only = view.tenant or None
+    bars = await services.reports.usage(view.start, view.end, view.bucket, tenant_id=only, access=access)
+    rows = await services.reports.totals(
+        view.start, view.end, (view.group,), tenant_id=only, rows_max=ROWS_MAX + 1, access=access
+    )
+    tenants = await tenants_by_name(services, access)
+    names = await _names(services, view.group, rows, {tenant.id: tenant.name for tenant in tenants})
+    sums = add_up(bars, services.settings.currency)
+    return console.pages.page(
+        request,
+        "pages/usage.html",
+        part="fragments/usage.html",
+        view=view,
+        sums=sums,
+        bars=_bars(bars, view, services.reports.calendar, services.settings.currency),
+        lines=lines_of(rows[:ROWS_MAX], names, view, services.settings.currency),
+        more=len(rows) > ROWS_MAX,
+        tenants=tenants,
+        periods=PERIODS,
+        groups=GROUPS,
+        measures=MEASURES,
+        zone=services.settings.time_zone,
+    )
+
+
+@get("/usage.csv")
+async def export_usage(request: ConsoleRequest, console: ConsoleDependency) -> Response[str]:
+    """The rows of the table for a spreadsheet: exact integers, costs in pico-units of their currency."""
+    services, access = console.services, access_of(request)
+    view = View.of(request, services.clock.now(), services.reports.calendar)
+    rows = await services.reports.totals(
+        view.start, view.end, (view.group,), tenant_id=view.tenant or None, rows_max=CSV_ROWS_MAX, access=access
+    )
+    tenants = {tenant.id: tenant.name for tenant in await tenants_by_name(services, access)}
+    names = await _names(services, view.group, rows, tenants)
+    text = io.StringIO()
+    table = csv.writer(text)
+    table.writerow(["start", "end", view.group, "name", *COUNTS, "cost_picos", "currency"])
+    for row in rows:
+        owner = owner_of(row, view.group)
+        counts = [getattr(row, name) for name in COUNTS]
+        name = _harmless(names.get(owner, (owner, ""))[0])
+        table.writerow([rfc3339(row.start), rfc3339(row.end), owner, name, *counts, row.cost_picos, row.currency])
+    disposition = f'attachment; filename="usage-{view.period}-by-{view.group}.csv"'
+    return Response(text.getvalue(), media_type="text/csv; charset=utf-8", headers={"content-disposition": disposition})
+
+
+def add_up(bars: Sequence[UsageRow], currency: str) -> Sums:
+    """Return the sums over all bars."""
+    costs: dict[str, int] = {currency: 0}
+    for row in bars:
+        costs[row.currency] = costs.get(row.currency, 0) + row.cost_picos
+    return Sums(
+        requests=sum(row.requests for row in bars),
+        prompt_tokens=sum(row.prompt_tokens for row in bars),
+        cached_tokens=sum(row.cached_tokens for row in bars),
+        completion_tokens=sum(row.completion_tokens for row in bars),
+        costs=tuple((name, picos) for name, picos in costs.items() if picos or name == currency),
+    )
+
+
+def owner_of(row: UsageRow, group: str) -> str:
+    """Return the id of the tenant or key, or the model, that a row of this grouping is about."""
+    owner = {"tenant": row.tenant_id, "key": row.key_id, "model": row.model}[group]
+    assert owner is not None, "a grouped row names its group"
+    return owner
+
+
+def lines_of(rows: Sequence[UsageRow], names: Mapping[str, tuple[str, str]], view: View, currency: str) -> list[UsageLine]:
+    """Return the rows of the table. Shares are of the largest row, in the measure that is shown."""
+    amounts = [measured(row, view.measure, currency) for row in rows]
+    largest = max(amounts, default=0) or 1
+    lines = []
+    for row, value in zip(rows, amounts, strict=True):
+        owner = owner_of(row, view.group)
+        name, note = names.get(owner, (owner, ""))
+        address = None if view.group == "model" else f"/{view.group}s/{owner}"
+        lines.append(UsageLine(name=name, note=note, address=address, usage=row, share=max(value / largest, 0.0)))
+    return lines
+
+
+def measured(row: UsageRow, measure: str, currency: str) -> int:
+    """Return what a row counts in a measure; costs in another currency than `currency` are not comparable and count nothing."""
+    if measure == "requests":
+        return row.requests
+    if measure == "cost":
+        return row.cost_picos if row.currency == currency else 0
+    return row.prompt_tokens + row.completion_tokens
+
+
+def _bars(rows: Sequence[UsageRow], view: View, calendar: BillingCalendar, currency: str) -> list[Column]:
+    """Return one bar for every bucket of the period, the empty ones too."""
+    amounts: dict[datetime, int] = {}
+    for row in rows:
+        amounts[row.start] = amounts.get(row.start, 0) + measured(row, view.measure, currency)
+    starts: list[datetime] = []
+    moment = view.start
+    while moment < view.end:
+        starts.append(moment)
+        moment = moment + timedelta(hours=1) if view.bucket == "hour" else calendar.next_day_start(moment)
+    written = "%H:%M" if view.bucket == "hour" else "%Y-%m-%d"
+    return columns([(calendar.local(start).strftime(written), amounts.get(start, 0)) for start in starts])
+
+
+async def _names(
+    services: Services, group: str, rows: Sequence[UsageRow], tenants: Mapping[str, str]
+) -> dict[str, tuple[str, str]]:
+    """Return name and note of the tenants, keys or models of `rows`."""
+    if group == "tenant":
+        return {tenant_id: (name, "") for tenant_id, name in tenants.items()}
+    if group == "model":
+        return {}
+    keys = await services.keys.named([row.key_id for row in rows if row.key_id is not None])
+    return {key.id: (key.name, f"{key.prefix}… of {tenants.get(key.tenant_id, key.tenant_id)}") for key in keys}
+
+
+def _harmless(text: str) -> str:
+    """Return `text` so that no spreadsheet takes it for a formula."""
+    return f"'{text}" if text[:1] in ("=", "+", "-", "@", "\t", "\r") else text

@@ -1,0 +1,123 @@
+"""The usage page: sums, bars and rows of a period, and the same as a file."""
+
+from __future__ import annotations
+
+import csv
+import io
+from datetime import UTC, date, datetime, timedelta
+
+import pytest
+
+from appliance.base.ids import new_id
+from appliance.console.charts import columns
+from appliance.console.usage import GROUPS, MEASURES, PERIODS, bounds
+from appliance.metering.calendar import BillingCalendar
+from appliance.tenancy.principals import TenantChanges
+from tests.support.cast import Person
+from tests.support.clock import START
+from tests.support.console_fixtures import Box
+from tests.support.factories import pending, posted
+
+
+async def use(box: Box, person: Person, *, days_ago: float = 0, model: str = "demo", completion: int = 100) -> None:
+    price = await box.services.prices.current(model, START)
+    entry = pending(person, request_id=new_id("req"), admitted_at=START - timedelta(days=days_ago), model=model, price=price)
+    await box.services.ledger.open(entry)
+    await box.services.ledger.settle(posted(entry.request_id, prompt=50, cached=20, completion=completion))
+
+
+async def priced(box: Box) -> None:
+    await box.services.prices.add(
+        model="demo", currency="EUR", prompt=1_000_000, cached_prompt=0, completion=2_000_000, effective_from=START
+    )
+
+
+async def test_the_page_adds_up_the_period_and_names_every_tenant(box: Box) -> None:
+    await priced(box)
+    await use(box, box.cast.bob)
+    await use(box, box.cast.bob, days_ago=3)
+    await use(box, box.cast.charlie, completion=1000)
+    await use(box, box.cast.charlie, days_ago=40, completion=9000)
+
+    page = (await (await box.alice()).get("/usage")).text
+
+    assert "<dd>3</dd>" in page  # requests; the one of forty days ago is outside
+    assert "<dd>1,200</dd>" in page
+    assert "40 %" in page  # 60 of 150 prompt tokens were cached
+    for person in (box.cast.bob, box.cast.charlie):
+        assert f'href="/tenants/{person.tenant.id}" title="{person.tenant.name}"' in page
+    assert page.index('title="charlie"') < page.index('title="bob"')  # the dearest first
+
+
+async def test_a_period_without_usage_says_so(box: Box) -> None:
+    page = (await (await box.alice()).get("/usage?period=last-month")).text
+    assert "Nothing was used in this period." in page
+
+
+@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize("measure", MEASURES)
+async def test_every_choice_has_a_page_and_a_fragment(box: Box, group: str, measure: str) -> None:
+    await use(box, box.cast.bob)
+    alice = await box.alice()
+    for period in PERIODS:
+        address = f"/usage?period={period}&group={group}&measure={measure}"
+        whole, part = await alice.get(address), await alice.fragment(address)
+        assert whole.status_code == part.status_code == 200
+        assert "<html" in whole.text
+        assert "<html" not in part.text
+        assert part.text.strip() in whole.text
+
+
+async def test_wrong_choices_are_as_if_they_were_not_there(box: Box) -> None:
+    await use(box, box.cast.bob)
+    alice = await box.alice()
+    plain = await alice.fragment("/usage")
+    odd = await alice.fragment("/usage?period=century&group=planet&measure=love")
+    assert plain.text == odd.text
+
+
+async def test_the_file_has_the_exact_numbers_and_no_formula(box: Box) -> None:
+    await priced(box)
+    await use(box, box.cast.bob)
+    await box.services.tenants.update(box.cast.bob.tenant.id, TenantChanges(name="=HYPERLINK(1)"))
+    answer = await (await box.alice()).get("/usage.csv?group=tenant&period=today")
+    rows = list(csv.DictReader(io.StringIO(answer.text)))
+    assert answer.headers["content-type"].startswith("text/csv")
+    assert [row["name"] for row in rows] == ["'=HYPERLINK(1)"]
+    assert rows[0]["tenant"] == box.cast.bob.tenant.id
+    assert int(rows[0]["cost_picos"]) == 30 * 1_000_000 + 100 * 2_000_000
+    assert (rows[0]["prompt_tokens"], rows[0]["cached_tokens"], rows[0]["currency"]) == ("50", "20", "EUR")
+
+
+async def test_a_tenant_narrows_all_of_the_page(box: Box) -> None:
+    await use(box, box.cast.bob)
+    await use(box, box.cast.charlie)
+    part = (await (await box.alice()).fragment(f"/usage?tenant={box.cast.bob.tenant.id}")).text
+    assert "<dd>1</dd>" in part
+    assert 'title="charlie"' not in part
+
+
+def test_a_day_of_the_billing_zone_has_the_hours_that_its_clocks_show() -> None:
+    berlin = BillingCalendar("Europe/Berlin")
+    start, end = bounds("today", datetime(2026, 10, 25, 12, tzinfo=UTC), berlin)
+    assert (end - start) == timedelta(hours=25)
+    start, end = bounds("30d", datetime(2026, 10, 25, 12, tzinfo=UTC), berlin)
+    assert berlin.day_of(start) == date(2026, 9, 26)
+
+
+@pytest.mark.parametrize(
+    ("period", "first", "last"),
+    [("month", "2026-03-01", "2026-03-31"), ("last-month", "2026-02-01", "2026-02-28"), ("7d", "2026-03-25", "2026-03-31")],
+)
+def test_periods_begin_and_end_with_whole_days(period: str, first: str, last: str) -> None:
+    calendar = BillingCalendar("Europe/Berlin")
+    start, end = bounds(period, datetime(2026, 3, 31, 21, 59, tzinfo=UTC), calendar)
+    assert str(calendar.day_of(start)) == first
+    assert str(calendar.day_of(end - timedelta(seconds=1))) == last
+
+
+def test_bars_stand_side_by_side_and_a_small_one_can_be_seen() -> None:
+    bars = columns([("a", 0), ("b", 1), ("c", 1000), ("d", -5)])
+    assert [(bar.height, bar.y) for bar in bars] == [(0.0, 100.0), (1.0, 99.0), (100.0, 0.0), (0.0, 100.0)]
+    assert [bar.x for bar in bars] == [0.0, 25.0, 50.0, 75.0]
+    assert all(bar.width <= 25 for bar in bars)
