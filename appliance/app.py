@@ -31,9 +31,11 @@ from appliance.console.routes import answer_unknown_path, create_console_router
 from appliance.metering import rollups
 from appliance.metering.admission import Admission
 from appliance.metering.calendar import BillingCalendar
+from appliance.metering.corrections import Corrections
 from appliance.metering.ledger import Ledger
 from appliance.metering.prices import PriceBook
 from appliance.metering.recovery import begin_epoch, end_epoch, recover
+from appliance.metering.request_history import RequestHistory
 from appliance.metering.sums import LedgerSums
 from appliance.metering.usage import UsageReports
 from appliance.serving.alerts import Alerts
@@ -181,6 +183,8 @@ class Appliance:
             audit=AuditLog(db, clock),
             admission=admission,
             ledger=ledger,
+            corrections=Corrections(db, clock, calendar=calendar, on_settled=alerts.budgets.settled),
+            request_history=RequestHistory(db, clock, keep_days=settings.request_history_days),
             prices=prices,
             reports=UsageReports(db, calendar=calendar),
             alerts=alerts,
@@ -227,8 +231,12 @@ class Appliance:
             await asyncio.sleep(HOUSEKEEPING_INTERVAL_S)
             try:
                 await services.keys.flush_last_used()
+                pruned = await services.request_history.prune()
             except Exception:  # owned task: a database that is away for a moment must not end it
-                log.exception("last use of keys could not be written")
+                log.exception("housekeeping failed; it is tried again")
+            else:
+                if pruned:
+                    log.info("old requests forgotten", count=pruned)
 
 
 def create_app(appliance: Appliance) -> Litestar:

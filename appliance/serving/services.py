@@ -9,8 +9,10 @@ from appliance.base.clock import Clock
 from appliance.base.db import Database
 from appliance.base.settings import Settings
 from appliance.metering.admission import Admission
+from appliance.metering.corrections import Corrections
 from appliance.metering.ledger import Ledger
 from appliance.metering.prices import PriceBook
+from appliance.metering.request_history import RequestHistory
 from appliance.metering.usage import UsageReports
 from appliance.serving.alerts import Alerts
 from appliance.serving.database_watch import DatabaseWatch
@@ -50,6 +52,8 @@ class Services:
     audit: AuditLog
     admission: Admission
     ledger: Ledger
+    corrections: Corrections
+    request_history: RequestHistory
     prices: PriceBook
     reports: UsageReports
     alerts: Alerts
