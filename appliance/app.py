@@ -55,10 +55,13 @@ from appliance.tenancy.bootstrap import FirstStart, bootstrap
 from appliance.tenancy.first_login import note_shown
 from appliance.tenancy.keys import Keys
 from appliance.tenancy.members import Members
+from appliance.tenancy.memberships import Memberships
+from appliance.tenancy.model_policies import ModelPolicies
 from appliance.tenancy.second_factor import SecondFactors, appliance_label
 from appliance.tenancy.secrets import read_or_create_pepper
 from appliance.tenancy.sessions import Sessions
 from appliance.tenancy.tenants import Tenants
+from appliance.tenancy.tiers import Tiers
 from appliance.tenancy.tickets import SIGN_IN_LIFE_S, Tickets
 
 HOUSEKEEPING_INTERVAL_S = 10.0
@@ -176,6 +179,9 @@ class Appliance:
             tenants=Tenants(db, clock),
             keys=Keys(db, clock, pepper),
             members=Members(db, clock),
+            memberships=Memberships(db, clock),
+            tiers=Tiers(db, clock),
+            model_policies=ModelPolicies(db, clock),
             sessions=Sessions(db, clock, idle_s=settings.session_idle_s, absolute_s=settings.session_absolute_s),
             second_factors=SecondFactors(db, clock, pepper, label=appliance_label(settings.external_url)),
             sign_in_tickets=Tickets(pepper, "sign-in", clock, life_s=SIGN_IN_LIFE_S),

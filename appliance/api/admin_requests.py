@@ -9,6 +9,7 @@ from appliance.api.auth import authenticate_administrator
 from appliance.api.queries import PAGING, AdminRequest, check_query, paging
 from appliance.api.services_of import services_of
 from appliance.api.shapes import PageShape, RequestShape, live_request_shape, page_shape, past_request_shape
+from appliance.base.errors import NotFound
 from appliance.serving.services import Services
 from appliance.tenancy.roles import Action
 
@@ -18,7 +19,7 @@ TAGS = ["administration"]
 @get("/requests", summary="List requests", tags=TAGS, opt={"query": (*PAGING, "tenant_id", "key_id", "model")})
 async def list_requests(request: AdminRequest) -> PageShape[RequestShape]:
     """Return requests in the order of admission, the newest first. Live ones carry the figures of this moment."""
-    await authenticate_administrator(request, Action.READ)
+    access = await authenticate_administrator(request, Action.READ)
     check_query(request)
     services = services_of(request)
     limit, cursor = paging(request)
@@ -29,6 +30,7 @@ async def list_requests(request: AdminRequest) -> PageShape[RequestShape]:
         key_id=request.query_params.get("key_id"),
         model=request.query_params.get("model"),
         finished_only=False,
+        access=access,
     )
     return page_shape(page, lambda row: _live_shape(services, row.id) or past_request_shape(row))
 
@@ -36,19 +38,27 @@ async def list_requests(request: AdminRequest) -> PageShape[RequestShape]:
 @get("/requests/{request_id:str}", summary="Retrieve a request", tags=TAGS)
 async def retrieve_request(request: AdminRequest, request_id: FromPath[str]) -> RequestShape:
     """Return one live or past request."""
-    await authenticate_administrator(request, Action.READ)
+    access = await authenticate_administrator(request, Action.READ)
     services = services_of(request)
-    return _live_shape(services, request_id) or past_request_shape(await services.reports.request(request_id))
+    live = services.generations.find(request_id)
+    if live is not None and access.sees(live.tenant_id):
+        return live_request_shape(live)
+    return past_request_shape(await services.reports.request(request_id, access=access))
 
 
 @delete("/requests/{request_id:str}", status_code=200, summary="Abort a request", tags=TAGS)
 async def abort_request(request: AdminRequest, request_id: FromPath[str]) -> RequestShape:
     """End a live request and return it as it ended; its client is told, and what it used so far is billed."""
-    await authenticate_administrator(request, Action.WRITE)
-    return live_request_shape(await services_of(request).generations.abort_and_wait(request_id))
+    access = await authenticate_administrator(request, Action.ABORT)
+    generations = services_of(request).generations
+    live = generations.find(request_id)
+    if live is None:
+        raise NotFound("no such live request", param="request_id")
+    access.require_row(Action.ABORT, live.tenant_id, what="live request", param="request_id")
+    return live_request_shape(await generations.abort_and_wait(request_id))
 
 
-def _live_shape(services: Services, request_id: FromPath[str]) -> RequestShape | None:
+def _live_shape(services: Services, request_id: str) -> RequestShape | None:
     live = services.generations.find(request_id)
     return None if live is None else live_request_shape(live)
 

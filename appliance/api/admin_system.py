@@ -27,7 +27,7 @@ CREDENTIAL_CHECKED_EVERY_TICKS = 10
 @get("/system", summary="Engines, GPUs, host, database", tags=TAGS)
 async def retrieve_system(request: AdminRequest) -> SystemShape:
     """Return the newest reading of everything."""
-    await authenticate_administrator(request, Action.READ)
+    await authenticate_administrator(request, Action.READ_BOX)
     services = services_of(request)
     return system_shape(services.sampler.latest, services.version)
 
@@ -35,7 +35,7 @@ async def retrieve_system(request: AdminRequest) -> SystemShape:
 @get("/events", summary="The same as a live stream", tags=TAGS, opt={"text": EVENT_STREAM, "errors": (503,)})
 async def stream_events(request: AdminRequest) -> Stream:
     """Send an event named `system` with each new reading; a slow reader misses readings, never gets old ones."""
-    await authenticate_administrator(request, Action.READ)
+    await authenticate_administrator(request, Action.READ_BOX)
     services = services_of(request)
     snapshots = services.sampler.subscribe(spare=CONSOLE_SUBSCRIBERS)
     try:
@@ -65,7 +65,7 @@ async def _frames(
 
 async def _is_revoked(request: AdminRequest) -> bool:
     try:
-        await authenticate_administrator(request, Action.READ)
+        await authenticate_administrator(request, Action.READ_BOX)
     except (Unauthenticated, Forbidden):
         return True
     return False

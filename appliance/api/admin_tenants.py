@@ -22,8 +22,8 @@ from appliance.api.shapes import (
     page_shape,
     tenant_shape,
 )
-from appliance.tenancy.fields import SCOPES, UNSET
-from appliance.tenancy.principals import KeyChanges, Limits, TenantChanges
+from appliance.tenancy.fields import DEFAULT_SCOPES, UNSET
+from appliance.tenancy.principals import ApiKey, KeyChanges, Limits, TenantChanges
 from appliance.tenancy.roles import Action
 
 OMITTED = msgspec.UNSET
@@ -45,6 +45,17 @@ class LimitsBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         return {name: getattr(self, name) for name in self.__struct_fields__ if getattr(self, name) is not OMITTED}
 
 
+class BillingBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Who is billed: what stands on the invoices of the tenant. `address` may have several lines."""
+
+    name: str | None = None
+    address: str | None = None
+    country: str | None = None
+    email: str | None = None
+    tax_id: str | None = None
+    reference: str | None = None
+
+
 class NewTenantBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """A tenant to create."""
 
@@ -52,6 +63,12 @@ class NewTenantBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     tier: str = "standard"
     weight: int = 1
     limits: LimitsBody | None = None
+    model_limits: dict[str, LimitsBody] | None = None
+    limit_mode: str = "enforce"
+    cut_at_budget: bool = False
+    currency: str | None = None
+    billing: BillingBody | None = None
+    alert_percents: list[int] | None = None
     allowed_models: list[str] | None = None
     suspended: bool = False
 
@@ -63,6 +80,12 @@ class TenantPatch(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     tier: str | Omittable = OMITTED
     weight: int | Omittable = OMITTED
     limits: LimitsBody | Omittable = OMITTED
+    model_limits: dict[str, LimitsBody] | Omittable | None = OMITTED
+    limit_mode: str | Omittable = OMITTED
+    cut_at_budget: bool | Omittable = OMITTED
+    currency: str | Omittable | None = OMITTED
+    billing: BillingBody | Omittable | None = OMITTED
+    alert_percents: list[int] | Omittable | None = OMITTED
     allowed_models: list[str] | Omittable | None = OMITTED
     suspended: bool | Omittable = OMITTED
 
@@ -71,11 +94,13 @@ class NewKeyBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """A key to create."""
 
     name: str
-    scopes: list[str] = msgspec.field(default_factory=lambda: list(SCOPES))
+    scopes: list[str] = msgspec.field(default_factory=lambda: list(DEFAULT_SCOPES))
     expires_at: str | None = None
     allowed_models: list[str] | None = None
     allowed_networks: list[str] | None = None
     limits: LimitsBody | None = None
+    model_limits: dict[str, LimitsBody] | None = None
+    limit_mode: str = "enforce"
 
 
 class KeyPatch(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -87,15 +112,24 @@ class KeyPatch(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     allowed_models: list[str] | Omittable | None = OMITTED
     allowed_networks: list[str] | Omittable | None = OMITTED
     limits: LimitsBody | Omittable = OMITTED
+    model_limits: dict[str, LimitsBody] | Omittable | None = OMITTED
+    limit_mode: str | Omittable = OMITTED
+
+
+class RotationBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """How a key is rotated: for `grace_s` seconds the old secret works beside the new one."""
+
+    grace_s: int = 0
 
 
 @get("/tenants", summary="List tenants", tags=TAGS, opt={"query": (*PAGING, "include_archived")})
 async def list_tenants(request: AdminRequest) -> PageShape[TenantShape]:
-    """Return tenants in the order they were made; archived ones with `include_archived=true`."""
-    await authenticate_administrator(request, Action.READ)
+    """Return the tenants that the caller may see, in the order they were made; archived ones with `include_archived=true`."""
+    access = await authenticate_administrator(request, Action.READ)
     check_query(request)
     limit, cursor = paging(request)
-    page = await services_of(request).tenants.list(limit, cursor, include_archived=flag(request, "include_archived"))
+    archived = flag(request, "include_archived")
+    page = await services_of(request).tenants.list(limit, cursor, include_archived=archived, access=access)
     return page_shape(page, tenant_shape)
 
 
@@ -104,30 +138,34 @@ async def create_tenant(request: AdminRequest) -> TenantShape:
     """Create a tenant and return it."""
     await authenticate_administrator(request, Action.WRITE)
     body = decode_body(await request.body(), NewTenantBody)
-    tenants = services_of(request).tenants
-    tenant = await tenants.create(
+    tenant = await services_of(request).tenants.create(
         name=body.name,
         tier=body.tier,
         weight=body.weight,
         limits=_limits(body.limits),
+        model_limits=model_limits_of(body.model_limits),
+        limit_mode=body.limit_mode,
+        cut_at_budget=body.cut_at_budget,
+        currency=body.currency,
+        billing=None if body.billing is None else msgspec.structs.asdict(body.billing),
+        alert_percents=body.alert_percents,
         allowed_models=body.allowed_models,
+        suspended=body.suspended,
     )
-    if body.suspended:
-        tenant = await tenants.update(tenant.id, TenantChanges(suspended=True))
     return tenant_shape(tenant)
 
 
 @get("/tenants/{tenant_id:str}", summary="Retrieve a tenant", tags=TAGS)
 async def retrieve_tenant(request: AdminRequest, tenant_id: FromPath[str]) -> TenantShape:
     """Return one tenant, archived or not."""
-    await authenticate_administrator(request, Action.READ)
+    await authenticate_administrator(request, Action.READ, tenant_id)
     return tenant_shape(await services_of(request).tenants.get(tenant_id))
 
 
 @patch("/tenants/{tenant_id:str}", summary="Change a tenant", tags=TAGS, opt={"body": TenantPatch, "errors": (409,)})
 async def change_tenant(request: AdminRequest, tenant_id: FromPath[str]) -> TenantShape:
     """Change what the body names; it counts from the next request on."""
-    await authenticate_administrator(request, Action.WRITE)
+    await authenticate_administrator(request, Action.WRITE, tenant_id)
     body = decode_body(await request.body(), TenantPatch)
     return tenant_shape(await services_of(request).tenants.update(tenant_id, TenantChanges(**_given(body))))
 
@@ -135,25 +173,25 @@ async def change_tenant(request: AdminRequest, tenant_id: FromPath[str]) -> Tena
 @delete("/tenants/{tenant_id:str}", status_code=200, summary="Archive a tenant", tags=TAGS)
 async def archive_tenant(request: AdminRequest, tenant_id: FromPath[str]) -> TenantShape:
     """Archive a tenant: its keys are refused, its records stay."""
-    await authenticate_administrator(request, Action.WRITE)
+    await authenticate_administrator(request, Action.WRITE, tenant_id)
     return tenant_shape(await services_of(request).tenants.archive(tenant_id))
 
 
 @get("/tenants/{tenant_id:str}/keys", summary="List a tenant's keys", tags=TAGS, opt={"query": PAGING})
 async def list_keys(request: AdminRequest, tenant_id: FromPath[str]) -> PageShape[KeyShape]:
     """Return the keys of a tenant, revoked ones too."""
-    await authenticate_administrator(request, Action.READ)
+    access = await authenticate_administrator(request, Action.READ, tenant_id)
     check_query(request)
     services = services_of(request)
     tenant = await services.tenants.get(tenant_id)
     limit, cursor = paging(request)
-    return page_shape(await services.keys.list(tenant.id, limit, cursor), key_shape)
+    return page_shape(await services.keys.list(tenant.id, limit, cursor, access=access), key_shape)
 
 
 @post("/tenants/{tenant_id:str}/keys", summary="Create a key", tags=TAGS, opt={"body": NewKeyBody})
 async def create_key(request: AdminRequest, tenant_id: FromPath[str]) -> NewKeyShape:
     """Create a key; its secret stands in `key` of this answer and nowhere else."""
-    await authenticate_administrator(request, Action.WRITE)
+    await authenticate_administrator(request, Action.KEYS, tenant_id)
     body = decode_body(await request.body(), NewKeyBody)
     key, secret = await services_of(request).keys.create(
         tenant_id,
@@ -163,22 +201,32 @@ async def create_key(request: AdminRequest, tenant_id: FromPath[str]) -> NewKeyS
         allowed_models=body.allowed_models,
         allowed_networks=body.allowed_networks,
         limits=_limits(body.limits),
+        model_limits=model_limits_of(body.model_limits),
+        limit_mode=body.limit_mode,
     )
     return new_key_shape(key, secret)
 
 
-@post("/keys/{key_id:str}/rotate", status_code=200, summary="Rotate a key", tags=TAGS)
+@get("/keys/{key_id:str}", summary="Retrieve a key", tags=TAGS)
+async def retrieve_key(request: AdminRequest, key_id: FromPath[str]) -> KeyShape:
+    """Return one key, without its secret."""
+    return key_shape(await _key(request, key_id, Action.READ))
+
+
+@post("/keys/{key_id:str}/rotate", status_code=200, summary="Rotate a key", tags=TAGS, opt={"body": RotationBody})
 async def rotate_key(request: AdminRequest, key_id: FromPath[str]) -> NewKeyShape:
-    """Revoke a key and return its successor with the new secret."""
-    await authenticate_administrator(request, Action.WRITE)
-    key, secret = await services_of(request).keys.rotate(key_id)
+    """Return a key's successor with the new secret; the old one is refused at once, or after the grace period of the body."""
+    await _key(request, key_id, Action.KEYS)
+    content = await request.body()
+    body = decode_body(content, RotationBody) if content else RotationBody()
+    key, secret = await services_of(request).keys.rotate(key_id, grace_s=body.grace_s)
     return new_key_shape(key, secret)
 
 
 @patch("/keys/{key_id:str}", summary="Change a key", tags=TAGS, opt={"body": KeyPatch})
 async def change_key(request: AdminRequest, key_id: FromPath[str]) -> KeyShape:
     """Change what the body names."""
-    await authenticate_administrator(request, Action.WRITE)
+    await _key(request, key_id, Action.KEYS)
     changes = _given(decode_body(await request.body(), KeyPatch))
     if isinstance(changes["expires_at"], str):
         changes["expires_at"] = parse_moment(changes["expires_at"], "expires_at")
@@ -188,12 +236,25 @@ async def change_key(request: AdminRequest, key_id: FromPath[str]) -> KeyShape:
 @delete("/keys/{key_id:str}", status_code=200, summary="Revoke a key", tags=TAGS)
 async def revoke_key(request: AdminRequest, key_id: FromPath[str]) -> KeyShape:
     """Revoke a key: it is refused from now on."""
-    await authenticate_administrator(request, Action.WRITE)
+    await _key(request, key_id, Action.KEYS)
     return key_shape(await services_of(request).keys.revoke(key_id))
+
+
+async def _key(request: AdminRequest, key_id: str, action: Action) -> ApiKey:
+    """Return the key once it is sure that the caller may do this in its tenant. Raises NotFound for a key that is not his."""
+    access = await authenticate_administrator(request, action)
+    key = await services_of(request).keys.get(key_id)
+    access.require_row(action, key.tenant_id, what="key", param="key_id")
+    return key
 
 
 def _limits(body: LimitsBody | None) -> Limits | None:
     return None if body is None else Limits(**body.given())
+
+
+def model_limits_of(body: dict[str, LimitsBody] | None) -> dict[str, dict[str, int | None]] | None:
+    """Return limits by model as the tenancy layer takes them."""
+    return None if body is None else {model: limits.given() for model, limits in body.items()}
 
 
 def _given(body: TenantPatch | KeyPatch) -> dict[str, Any]:
@@ -202,6 +263,10 @@ def _given(body: TenantPatch | KeyPatch) -> dict[str, Any]:
     changes = {name: UNSET if value is OMITTED else value for name, value in changes.items()}
     if isinstance(changes["limits"], LimitsBody):
         changes["limits"] = changes["limits"].given()
+    if isinstance(changes["model_limits"], dict):
+        changes["model_limits"] = model_limits_of(changes["model_limits"])
+    if isinstance(changes.get("billing"), BillingBody):
+        changes["billing"] = msgspec.structs.asdict(changes["billing"])
     return changes
 
 
@@ -213,6 +278,7 @@ HANDLERS = [
     archive_tenant,
     list_keys,
     create_key,
+    retrieve_key,
     rotate_key,
     change_key,
     revoke_key,

@@ -60,7 +60,7 @@ async def list_costs(request: AdminRequest) -> PageShape[UsageRowShape]:
 @get("/ledger", summary="Usage events in order", tags=TAGS, opt={"query": LEDGER_QUERY})
 async def list_ledger(request: AdminRequest) -> PageShape[LedgerEventShape]:
     """Return usage events in the order they were opened; the newest first with `order=desc`."""
-    await authenticate_administrator(request, Action.READ)
+    access = await authenticate_administrator(request, Action.READ)
     check_query(request)
     filters = LedgerFilter(
         tenant_id=request.query_params.get("tenant_id"),
@@ -73,14 +73,15 @@ async def list_ledger(request: AdminRequest) -> PageShape[LedgerEventShape]:
     )
     newest_first = choice(request, "order", ("asc", "desc"), "asc") == "desc"
     limit, cursor = paging(request)
-    page = await services_of(request).reports.ledger_page(limit, cursor, filters, newest_first=newest_first)
+    reports = services_of(request).reports
+    page = await reports.ledger_page(limit, cursor, filters, newest_first=newest_first, access=access)
     return page_shape(page, ledger_event_shape)
 
 
 @get("/prices", summary="List prices", tags=TAGS, opt={"query": PAGING})
 async def list_prices(request: AdminRequest) -> PageShape[PriceShape]:
     """Return prices in the order they were added."""
-    await authenticate_administrator(request, Action.READ)
+    await authenticate_administrator(request, Action.READ_BOX)
     check_query(request)
     limit, cursor = paging(request)
     return page_shape(await services_of(request).prices.list(limit, cursor), price_shape)
@@ -105,7 +106,7 @@ async def create_price(request: AdminRequest) -> PriceShape:
 
 
 async def _usage(request: AdminRequest) -> PageShape[UsageRowShape]:
-    await authenticate_administrator(request, Action.READ)
+    access = await authenticate_administrator(request, Action.READ)
     check_query(request)
     services = services_of(request)
     start, end = _period(request, services.clock.now())
@@ -116,6 +117,7 @@ async def _usage(request: AdminRequest) -> PageShape[UsageRowShape]:
         bucket=choice(request, "bucket", BUCKETS, "day") or "day",
         group_by=groups,
         tenant_id=request.query_params.get("tenant_id"),
+        access=access,
     )
     return _page([usage_row_shape(row) for row in rows], *paging(request, limit_default=PAGE_ROWS_MAX))
 

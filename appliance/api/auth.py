@@ -1,10 +1,14 @@
-"""Who asks: a tenant's program by its API key, an administrator by token or by the console's session."""
+"""Who asks: a tenant's program by its API key, an administrator or member by token or by the console's session.
+
+Whoever is known becomes the actor of the request, and an `Access` says what he may see: reads are narrowed by it and by nothing
+else. Knows no path and no table.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import hmac
 import ipaddress
-from dataclasses import dataclass
 from typing import Any
 
 import structlog
@@ -14,11 +18,15 @@ from litestar.connection import ASGIConnection
 from appliance.api.exchange import exchange_of
 from appliance.api.rate_limit_headers import rate_limit_headers
 from appliance.api.services_of import services_of
+from appliance.base.acting import Actor, ActorKind, act_as, current_actor
 from appliance.base.errors import InvalidApiKey, RoleNotAllowed
+from appliance.tenancy.access import Access, access_of_key
 from appliance.tenancy.principals import Principal
-from appliance.tenancy.roles import Action, Role, require
+from appliance.tenancy.roles import Action, Role
+from appliance.tenancy.secrets import api_key_prefix
 
 INFERENCE_SCOPE = "inference"
+USAGE_SCOPE = "usage"
 SESSION_COOKIES = ("__Host-gatehouse", "gatehouse_session")  # the console sets them: the first over HTTPS, else the second
 PROXY_HEADERS = ("x-forwarded-for", "x-real-ip", "forwarded")
 CSRF_HEADER = "x-csrf-token"
@@ -26,14 +34,6 @@ SAFE_METHODS = ("GET", "HEAD", "OPTIONS")
 SAME_SITE = ("same-origin", "none")  # `none` is a person's own doing: a typed address, a bookmark
 
 Connection = ASGIConnection[Any, Any, Any, Any]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Administrator:
-    """Who acts on the administrators' API: `name` for the log, `role` for what is allowed."""
-
-    name: str
-    role: str
 
 
 async def authenticate_tenant(request: Request[Any, Any, Any]) -> Principal:
@@ -44,6 +44,7 @@ async def authenticate_tenant(request: Request[Any, Any, Any]) -> Principal:
         raise InvalidApiKey("no API key was sent: use the header Authorization: Bearer gh_...")
     principal = await services.keys.authenticate(secret, _address(request))
     principal.check_scope(INFERENCE_SCOPE)
+    act_as(_actor("key", principal.key.prefix, principal.key.id))
     structlog.contextvars.bind_contextvars(tenant_id=principal.tenant.id, key_id=principal.key.id)
     exchange = exchange_of(request)
     exchange.headers.append(lambda: rate_limit_headers(services.admission.snapshot(principal)))
@@ -51,25 +52,57 @@ async def authenticate_tenant(request: Request[Any, Any, Any]) -> Principal:
     return principal
 
 
-async def authenticate_administrator(connection: Connection, action: Action) -> Administrator:
-    """Return who acts, if the role covers `action`. Raises InvalidApiKey or RoleNotAllowed.
+async def authenticate_administrator(connection: Connection, action: Action, tenant_id: str | None = None) -> Access:
+    """Return what the caller may see and do, once it is sure that `action` is covered: in the tenant, or somewhere when None.
+
+    A handler without a tenant in its path must narrow what it lists by the access, or `require` the action for the tenant of
+    the row that it finds. Raises InvalidApiKey, RoleNotAllowed, and NotFound for a tenant that the caller may not see.
 
     A browser's session writes only with its CSRF token and never from another site.
     """
+    access = await authenticate_anybody(connection)
+    if tenant_id is None:
+        access.require_somewhere(action)
+    else:
+        access.require(action, tenant_id)
+    return access
+
+
+async def authenticate_anybody(connection: Connection) -> Access:
+    """Return what the caller may see and do, however little. Raises InvalidApiKey."""
     secret = _bearer(connection)
-    administrator = await _by_token(connection, secret) if secret else await _by_session(connection)
-    require(administrator.role, action)
-    structlog.contextvars.bind_contextvars(administrator=administrator.name)
-    return administrator
+    access = await _by_token(connection, secret) if secret else await _by_session(connection)
+    act_as(access.actor)
+    structlog.contextvars.bind_contextvars(administrator=access.actor.name)
+    return access
 
 
-async def _by_token(connection: Connection, secret: str) -> Administrator:
+async def authenticate_reader(connection: Connection, action: Action = Action.READ) -> Access:
+    """Return as `authenticate_administrator`; a tenant's own key with the scope `usage` may read of its tenant too."""
+    secret = _bearer(connection) or connection.headers.get("x-api-key")
+    if not secret or api_key_prefix(secret) is None:
+        return await authenticate_administrator(connection, action)
+    principal = await services_of(connection).keys.authenticate(secret, _address(connection))
+    principal.check_scope(USAGE_SCOPE)
+    access = access_of_key(principal, _actor("key", principal.key.prefix, principal.key.id))
+    act_as(access.actor)
+    structlog.contextvars.bind_contextvars(tenant_id=principal.tenant.id, key_id=principal.key.id)
+    access.require_somewhere(action)
+    return access
+
+
+async def _by_token(connection: Connection, secret: str) -> Access:
     services = services_of(connection)
     control = services.control_token
     if control is not None and hmac.compare_digest(secret.encode(), control.encode()):
-        return Administrator(name="command line", role=Role.OWNER)
+        return Access(role=Role.OWNER, actor=_actor("cli", "command line"))
     token = await services.admin_tokens.authenticate(secret)
-    return Administrator(name=f"token {token.name}", role=token.role)
+    return Access(role=token.role, actor=_actor("token", token.name, token.id))
+
+
+def _actor(kind: ActorKind, name: str, id_: str | None = None) -> Actor:
+    """Return who acts in this request, whose id and address are known already."""
+    return dataclasses.replace(current_actor(), kind=kind, name=name, id=id_)
 
 
 def is_from_this_machine(connection: Connection) -> bool:
@@ -84,14 +117,15 @@ def is_from_this_machine(connection: Connection) -> bool:
     return bool((mapped or address).is_loopback)
 
 
-async def _by_session(connection: Connection) -> Administrator:
+async def _by_session(connection: Connection) -> Access:
     cookie = _session_cookie(connection)
     session = await services_of(connection).sessions.resolve(cookie) if cookie else None
     if session is None:
         raise InvalidApiKey("no administrator token was sent: use the header Authorization: Bearer gha_...")
     if connection.scope.get("method") not in SAFE_METHODS:
         _check_same_site(connection, session.csrf_token)
-    return Administrator(name=session.member.email, role=session.member.role)
+    member = session.member
+    return await services_of(connection).memberships.access(member, _actor("member", member.email, member.id))
 
 
 def _session_cookie(connection: Connection) -> str | None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from litestar import Router
 from litestar.types import ControllerRouterHandler
 
-from appliance.api import admin_requests, admin_system, admin_tenants, admin_usage, health
+from appliance.api import admin_limits, admin_members, admin_requests, admin_system, admin_tenants, admin_usage, health
 from appliance.api.chat import create_chat_completion
 from appliance.api.models import list_models, retrieve_model
 
@@ -18,6 +18,8 @@ def api_routers() -> Sequence[ControllerRouterHandler]:
         path="/admin/v1",
         route_handlers=[
             *admin_tenants.HANDLERS,
+            *admin_members.HANDLERS,
+            *admin_limits.HANDLERS,
             *admin_usage.HANDLERS,
             *admin_requests.HANDLERS,
             *admin_system.HANDLERS,

@@ -18,7 +18,7 @@ from appliance.metering.usage import UsageRow
 from appliance.serving.explanation import Timeline, explain
 from appliance.serving.live_requests import LiveRequest
 from appliance.tenancy.pages import Page
-from appliance.tenancy.principals import ApiKey, Limits, Tenant
+from appliance.tenancy.principals import ApiKey, Limits, ModelLimits, Tenant
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -50,6 +50,12 @@ class TenantShape(msgspec.Struct, kw_only=True):
     tier: str
     weight: int
     limits: LimitsShape
+    model_limits: dict[str, LimitsShape]
+    limit_mode: str
+    cut_at_budget: bool
+    currency: str | None
+    billing: dict[str, str] | None
+    alert_percents: list[int] | None
     allowed_models: list[str] | None
     suspended: bool
     archived: bool
@@ -65,10 +71,13 @@ class KeyShape(msgspec.Struct, kw_only=True):
     prefix: str
     scopes: list[str]
     limits: LimitsShape
+    model_limits: dict[str, LimitsShape]
+    limit_mode: str
     expires_at: str | None
     allowed_models: list[str] | None
     allowed_networks: list[str] | None
     revoked_at: str | None
+    replaced_by: str | None
     last_used_at: str | None
     created_at: str
 
@@ -169,6 +178,11 @@ def limits_shape(limits: Limits) -> LimitsShape:
     return LimitsShape(**{name: getattr(limits, name) for name in LimitsShape.__struct_fields__})
 
 
+def model_limits_shape(limits: ModelLimits) -> dict[str, LimitsShape]:
+    """Return limits of single models as JSON."""
+    return {model: limits_shape(each) for model, each in sorted(limits.items())}
+
+
 def tenant_shape(tenant: Tenant) -> TenantShape:
     """Return `tenant` as JSON."""
     return TenantShape(
@@ -177,6 +191,12 @@ def tenant_shape(tenant: Tenant) -> TenantShape:
         tier=tenant.tier,
         weight=tenant.weight,
         limits=limits_shape(tenant.limits),
+        model_limits=model_limits_shape(tenant.model_limits),
+        limit_mode=tenant.limit_mode,
+        cut_at_budget=tenant.cut_at_budget,
+        currency=tenant.currency,
+        billing=None if tenant.billing is None else dict(tenant.billing),
+        alert_percents=None if tenant.alert_percents is None else list(tenant.alert_percents),
         allowed_models=_list(tenant.allowed_models),
         suspended=tenant.suspended,
         archived=tenant.archived,
@@ -261,10 +281,13 @@ def _key_fields(key: ApiKey) -> dict[str, Any]:
         "prefix": key.prefix,
         "scopes": list(key.scopes),
         "limits": limits_shape(key.limits),
+        "model_limits": model_limits_shape(key.model_limits),
+        "limit_mode": key.limit_mode,
         "expires_at": _time(key.expires_at),
         "allowed_models": _list(key.allowed_models),
         "allowed_networks": _list(key.allowed_networks),
         "revoked_at": _time(key.revoked_at),
+        "replaced_by": key.replaced_by,
         "last_used_at": _time(key.last_used_at),
         "created_at": rfc3339(key.created_at),
     }

@@ -25,8 +25,9 @@ class Console:
         self.attempts = LoginAttempts(services.clock)
         self.board = LiveBoard(services)
         self.open_streams = 0
-        # The newest frame of each live view, with the time of its sample; filled by `live_stream`.
-        self.frames: dict[tuple[str, bool], tuple[str, bytes]] = {}
+        # The frames of the newest sample, by view and by what their readers may see; filled by `live_stream`.
+        self.frames_at = ""
+        self.frames: dict[tuple[str, str, frozenset[tuple[str, str]]], bytes] = {}
 
     async def form(self, request: ConsoleRequest) -> Form:
         """Return the fields that the request carries; an uploaded file is no field."""

@@ -11,6 +11,7 @@ from appliance.console.security import ConsoleRequest
 
 if TYPE_CHECKING:
     from appliance.serving.services import Services
+    from appliance.tenancy.access import Access
     from appliance.tenancy.principals import Tenant
 
 PAGE_ROWS = 50
@@ -57,18 +58,20 @@ class Filters:
         return f"/requests?{query}" if query else "/requests"
 
 
-async def tenants_by_name(services: Services) -> list[Tenant]:
-    """Return the tenants for a list to choose from, archived ones too."""
-    page = await services.tenants.list(TENANTS_LISTED_MAX, None, include_archived=True)
+async def tenants_by_name(services: Services, access: Access) -> list[Tenant]:
+    """Return the tenants that may be seen for a list to choose from, archived ones too."""
+    page = await services.tenants.list(TENANTS_LISTED_MAX, None, include_archived=True, access=access)
     return sorted(page.data, key=lambda tenant: tenant.name.casefold())
 
 
-async def tenant_names(services: Services) -> dict[str, str]:
+async def tenant_names(services: Services, access: Access) -> dict[str, str]:
     """Return names by tenant id."""
-    return {tenant.id: tenant.name for tenant in await tenants_by_name(services)}
+    return {tenant.id: tenant.name for tenant in await tenants_by_name(services, access)}
 
 
-async def history_page(services: Services, filters: Filters, names: dict[str, str]) -> tuple[list[RequestLine], str | None]:
+async def history_page(
+    services: Services, filters: Filters, names: dict[str, str], access: Access
+) -> tuple[list[RequestLine], str | None]:
     """Return the rows that match and the address of the page after them."""
     page = await services.reports.requests_page(
         PAGE_ROWS,
@@ -76,6 +79,7 @@ async def history_page(services: Services, filters: Filters, names: dict[str, st
         tenant_id=filters.tenant or None,
         finish_reason=filters.state or None,
         text=filters.q or None,
+        access=access,
     )
     live = services.generations.live
     rows = [past_line(row, names) for row in page.data if row.id not in live]

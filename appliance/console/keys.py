@@ -14,9 +14,10 @@ from appliance.console.forms import Form
 from appliance.console.history import tenant_names
 from appliance.console.limits import key_levels, read_limits
 from appliance.console.rendering import Html
-from appliance.console.security import ConsoleRequest, require_changer
+from appliance.console.security import ConsoleRequest, access_of, needs
 from appliance.tenancy.fields import UNSET, Unset
 from appliance.tenancy.principals import LIMIT_NAMES, ApiKey, KeyChanges, Tenant
+from appliance.tenancy.roles import Action
 
 PAGE_ROWS = 100
 FIELDS = ("name", "allowed_models", "allowed_networks", *LIMIT_NAMES)
@@ -28,24 +29,26 @@ CONSEQUENCES = {
 
 @get("/keys")
 async def list_keys(request: ConsoleRequest, console: ConsoleDependency) -> Html:
-    """Every key of every tenant."""
-    page = await console.services.keys.list(None, PAGE_ROWS, request.query_params.get("cursor"))
+    """Every key of every tenant that the member may see."""
+    access = access_of(request)
+    page = await console.services.keys.list(None, PAGE_ROWS, request.query_params.get("cursor"), access=access)
     return console.pages.page(
         request,
         "pages/keys.html",
         keys=page.data,
-        tenant_names=await tenant_names(console.services),
+        tenant_names=await tenant_names(console.services, access),
+        may_keys=access.may_somewhere(Action.KEYS),
         next_page=f"/keys?{urlencode({'cursor': page.next_cursor or ''})}" if page.has_more else None,
     )
 
 
-@get("/tenants/{tenant_id:str}/keys/new", guards=[require_changer])
+@get("/tenants/{tenant_id:str}/keys/new", guards=[needs(Action.KEYS)])
 async def new_key(request: ConsoleRequest, console: ConsoleDependency, tenant_id: FromPath[str]) -> Html:
     """The form of a new key."""
     return _new_form(request, console, await console.services.tenants.get(tenant_id), None)
 
 
-@post("/tenants/{tenant_id:str}/keys", guards=[require_changer], status_code=200)
+@post("/tenants/{tenant_id:str}/keys", guards=[needs(Action.KEYS)], status_code=200)
 async def create_key(request: ConsoleRequest, console: ConsoleDependency, tenant_id: FromPath[str]) -> Html:
     """Create a key and show its secret, or show the form again with what is wrong."""
     tenant = await console.services.tenants.get(tenant_id)
@@ -63,13 +66,13 @@ async def create_key(request: ConsoleRequest, console: ConsoleDependency, tenant
 @get("/keys/{key_id:str}")
 async def show_key(request: ConsoleRequest, console: ConsoleDependency, key_id: FromPath[str]) -> Html:
     """One key and its settings."""
-    return await _key_page(request, console, await console.services.keys.get(key_id))
+    return await _key_page(request, console, await _key(request, console, key_id, Action.READ))
 
 
-@post("/keys/{key_id:str}", guards=[require_changer], status_code=200)
+@post("/keys/{key_id:str}", guards=[needs(Action.KEYS)], status_code=200)
 async def save_key(request: ConsoleRequest, console: ConsoleDependency, key_id: FromPath[str]) -> Html:
     """Save name, last day, restrictions and limits, or show the page again with what is wrong."""
-    key = await console.services.keys.get(key_id)
+    key = await _key(request, console, key_id, Action.KEYS)
     form = await console.form(request)
     # A day that was not touched stays the exact time it stands for, also when it is over.
     same_day = key.expires_at is not None and form.raw("expires_on") == key.expires_at.strftime("%Y-%m-%d")
@@ -83,33 +86,42 @@ async def save_key(request: ConsoleRequest, console: ConsoleDependency, key_id: 
     return await _key_page(request, console, key, form)
 
 
-@get("/keys/{key_id:str}/rotate", guards=[require_changer])
+@get("/keys/{key_id:str}/rotate", guards=[needs(Action.KEYS)])
 async def confirm_rotate(request: ConsoleRequest, console: ConsoleDependency, key_id: FromPath[str]) -> Html:
     """Say what rotation does before it is done."""
-    return _confirm(request, console, await console.services.keys.get(key_id), "rotate")
+    return _confirm(request, console, await _key(request, console, key_id, Action.KEYS), "rotate")
 
 
-@post("/keys/{key_id:str}/rotate", guards=[require_changer], status_code=200)
+@post("/keys/{key_id:str}/rotate", guards=[needs(Action.KEYS)], status_code=200)
 async def rotate_key(request: ConsoleRequest, console: ConsoleDependency, key_id: FromPath[str]) -> Html:
     """Replace the secret and show the new one."""
+    current = await _key(request, console, key_id, Action.KEYS)
     try:
         key, secret = await console.services.keys.rotate(key_id)
     except BadRequest as error:
-        return _confirm(request, console, await console.services.keys.get(key_id), "rotate", error)
+        return _confirm(request, console, current, "rotate", error)
     return _secret(request, console, key, secret, f"New secret of {key.name}")
 
 
-@get("/keys/{key_id:str}/revoke", guards=[require_changer])
+@get("/keys/{key_id:str}/revoke", guards=[needs(Action.KEYS)])
 async def confirm_revoke(request: ConsoleRequest, console: ConsoleDependency, key_id: FromPath[str]) -> Html:
     """Say what revocation does before it is done."""
-    return _confirm(request, console, await console.services.keys.get(key_id), "revoke")
+    return _confirm(request, console, await _key(request, console, key_id, Action.KEYS), "revoke")
 
 
-@post("/keys/{key_id:str}/revoke", guards=[require_changer], status_code=200)
+@post("/keys/{key_id:str}/revoke", guards=[needs(Action.KEYS)], status_code=200)
 async def revoke_key(request: ConsoleRequest, console: ConsoleDependency, key_id: FromPath[str]) -> Html:
     """Refuse the key from now on."""
+    await _key(request, console, key_id, Action.KEYS)
     key = await console.services.keys.revoke(key_id)
     return console.pages.redirect(request, f"/tenants/{key.tenant_id}", done="key-revoked")
+
+
+async def _key(request: ConsoleRequest, console: Console, key_id: str, action: Action) -> ApiKey:
+    """Return the key once it is sure that the member may do this in its tenant. Raises NotFound for a key that is not his."""
+    key = await console.services.keys.get(key_id)
+    access_of(request).require_row(action, key.tenant_id, what="key", param="key_id")
+    return key
 
 
 def _read(form: Form, console: Console, expires_at: Unset | None = None) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from appliance.console.formatting import duration, size
 from appliance.console.history import tenant_names
 from appliance.console.request_lines import RequestLine, past_line
 from appliance.console.totals import Totals, totals_today
+from appliance.tenancy.access import WHOLE_BOX
 
 if TYPE_CHECKING:
     from appliance.serving.services import Services
@@ -134,7 +135,7 @@ class LiveBoard:
         self._read_at_s = now_s
         self._totals = await totals_today(self._services)
         page = await self._services.reports.requests_page(RECENT_ROWS)
-        names = await tenant_names(self._services)
+        names = await tenant_names(self._services, WHOLE_BOX)
         self._recent = [past_line(row, names) for row in page.data]
 
 

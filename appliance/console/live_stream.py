@@ -14,8 +14,10 @@ from appliance.base.errors import InvalidValue, Overloaded
 from appliance.console.context import Console, ConsoleDependency
 from appliance.console.overview import overview_fragment
 from appliance.console.requests import live_requests_fragment
-from appliance.console.security import ConsoleRequest, may_change, session_token
+from appliance.console.security import ConsoleRequest, access_of, resolve_access, session_token
 from appliance.telemetry.events import CONSOLE_SUBSCRIBERS, TooManySubscribers
+from appliance.tenancy.access import Access
+from appliance.tenancy.roles import Action
 
 log = structlog.get_logger()
 
@@ -30,43 +32,51 @@ async def live_stream(request: ConsoleRequest, console: ConsoleDependency, view:
     """Send the live part of a page whenever the sampler has a new sample."""
     if view not in VIEWS:
         raise InvalidValue(f"view must be one of {', '.join(VIEWS)}", param="view")
+    if view == "overview":
+        access_of(request).require(Action.READ_BOX)
     if console.open_streams >= STREAMS_MAX:
         raise Overloaded(f"at most {STREAMS_MAX} live pages can be open", retry_after_s=RETRY_AFTER_S)
     try:
         console.services.sampler.check_place()
     except TooManySubscribers as error:
         raise Overloaded(str(error), retry_after_s=RETRY_AFTER_S) from error
-    frames = _frames(console, view, token=session_token(request, console.services) or "", changing=may_change(request))
+    frames = _frames(console, view, token=session_token(request, console.services) or "")
     headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
     return Stream(frames, media_type="text/event-stream", headers=headers)
 
 
-async def _frames(console: Console, view: str, *, token: str, changing: bool) -> AsyncGenerator[bytes, None]:
+async def _frames(console: Console, view: str, *, token: str) -> AsyncGenerator[bytes, None]:
+    """Yield frames until the appliance drains, the session ends, or its member may not see the page any more."""
     console.open_streams += 1
+    access: Access | None = None
     try:
         async with aclosing(console.services.sampler.subscribe()) as ticks:
             count = 0
             async for snapshot in ticks:
                 if console.services.generations.draining:
                     return
-                if count % SESSION_CHECKED_EVERY_TICKS == 0 and await console.services.sessions.resolve(token) is None:
+                if count % SESSION_CHECKED_EVERY_TICKS == 0:
+                    session = await console.services.sessions.resolve(token)
+                    access = None if session is None else await resolve_access(console.services, session)
+                if access is None or (view == "overview" and not access.may(Action.READ_BOX)):
                     yield event("signed-out", "sign in again")
                     return
                 count += 1
-                yield await _rendered(console, view, at=snapshot.at.isoformat(), changing=changing)
+                yield await _rendered(console, view, access, at=snapshot.at.isoformat())
     except TooManySubscribers:
         log.warning("a live page found no place at the sampler; it tries again by itself")
     finally:
         console.open_streams -= 1
 
 
-async def _rendered(console: Console, view: str, *, at: str, changing: bool) -> bytes:
-    """Return the frame of this sample, rendered once for all who look at the same thing."""
-    known = console.frames.get((view, changing))
-    if known is None or known[0] != at:
-        known = (at, event(None, await VIEWS[view](console, changing=changing)))
-        console.frames[view, changing] = known
-    return known[1]
+async def _rendered(console: Console, view: str, access: Access, *, at: str) -> bytes:
+    """Return the frame of this sample, rendered once for all who may see the same; those of the sample before are let go."""
+    if console.frames_at != at:
+        console.frames_at, console.frames = at, {}
+    seen_by = (view, access.role, frozenset(access.tenants.items()))
+    if seen_by not in console.frames:
+        console.frames[seen_by] = event(None, await VIEWS[view](console, access))
+    return console.frames[seen_by]
 
 
 def event(name: str | None, text: str) -> bytes:

@@ -6,17 +6,23 @@ from litestar import get
 
 from appliance.console.context import Console, ConsoleDependency
 from appliance.console.rendering import Html
-from appliance.console.security import ConsoleRequest
+from appliance.console.security import ConsoleRequest, may
+from appliance.tenancy.access import Access
+from appliance.tenancy.roles import Action
 
 
 @get("/")
 async def show_overview(request: ConsoleRequest, console: ConsoleDependency) -> Html:
-    """The live board."""
+    """The live board of the box; whoever belongs to tenants alone goes to these."""
+    if not may(request, Action.READ_BOX):
+        return console.pages.redirect(request, "/tenants")
     view = await console.board.overview()
     return console.pages.page(request, "pages/overview.html", view=view, **console.example())
 
 
-async def overview_fragment(console: Console, *, changing: bool) -> str:
-    """Return the live part of the page; it is the same for every role."""
+async def overview_fragment(console: Console, access: Access) -> str:
+    """Return the live part of the page; it is the same for every role on the box."""
+    access.require(Action.READ_BOX)
     view = await console.board.overview()
+    changing = access.may(Action.WRITE)
     return console.pages.fragment("fragments/overview.html", view=view, may_change=changing, **console.example())

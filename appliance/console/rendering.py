@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from datetime import datetime
-from functools import lru_cache
+from functools import lru_cache, partial
 from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +15,7 @@ from litestar.datastructures import Cookie
 
 from appliance.console.charts import spark_area, spark_points, stack, timeline
 from appliance.console.formatting import FILTERS
-from appliance.console.security import ConsoleRequest, current_session, may_change
+from appliance.console.security import ConsoleRequest, current_session, may
 
 if TYPE_CHECKING:
     from appliance.serving.services import Services
@@ -146,7 +146,8 @@ class Pages:
             "theme": theme if theme in THEMES else "auto",
             "member": session.member if session else None,
             "csrf_token": session.csrf_token if session else "",
-            "may_change": may_change(request),
+            "may": partial(may, request),
+            "may_change": may(request, "write"),
             "done": DONE.get(request.cookies.get(DONE_COOKIE, "")),
         }
 

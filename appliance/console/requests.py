@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import islice
+from typing import Any
 
 from litestar import Response, get, post
 from litestar.params import FromPath
@@ -12,9 +12,11 @@ from appliance.console.context import Console, ConsoleDependency
 from appliance.console.history import ENDS, Filters, history_page, tenants_by_name
 from appliance.console.rendering import DONE, HTML, Html, is_fragment, toast_header
 from appliance.console.request_lines import RequestLine, live_line, past_line
-from appliance.console.security import ConsoleRequest, require_changer
+from appliance.console.security import ConsoleRequest, access_of, needs
 from appliance.metering.prices import Price
 from appliance.metering.records import UsageEvent
+from appliance.tenancy.access import Access
+from appliance.tenancy.roles import Action
 
 LIVE_ROWS_MAX = 100
 
@@ -32,18 +34,18 @@ class CostLine:
 @get("/requests")
 async def list_requests(request: ConsoleRequest, console: ConsoleDependency) -> Html:
     """In flight above, history below; htmx asks for the history alone when a filter changes."""
-    filters = Filters.of(request)
-    tenants = await tenants_by_name(console.services)
+    filters, access = Filters.of(request), access_of(request)
+    tenants = await tenants_by_name(console.services, access)
     names = {tenant.id: tenant.name for tenant in tenants}
-    past, next_page = await history_page(console.services, filters, names)
+    past, next_page = await history_page(console.services, filters, names, access)
     if is_fragment(request):
         template = "fragments/request_history.html"
         return console.pages.page(request, template, rows=past, next_page=next_page, filters=filters, **console.example())
     return console.pages.page(
         request,
         "pages/requests.html",
-        live=live_lines(console),
-        live_total=len(console.services.generations.live),
+        **live_rows(console, access),
+        may_abort=access.may_somewhere(Action.ABORT),
         at=console.services.clock.now(),
         rows=past,
         next_page=next_page,
@@ -54,45 +56,52 @@ async def list_requests(request: ConsoleRequest, console: ConsoleDependency) -> 
     )
 
 
-async def live_requests_fragment(console: Console, *, changing: bool) -> str:
+async def live_requests_fragment(console: Console, access: Access) -> str:
     """Return the live part of the page; the cancel buttons are there for those who may use them."""
     now = console.services.clock.now()
-    live, total = live_lines(console), len(console.services.generations.live)
-    return console.pages.fragment("fragments/live_requests.html", live=live, live_total=total, at=now, may_change=changing)
+    return console.pages.fragment("fragments/live_requests.html", at=now, **live_rows(console, access))
 
 
-def live_lines(console: Console) -> list[RequestLine]:
-    """Return the requests in flight, oldest first; of a long queue its head, because the table is sent once a second."""
+def live_rows(console: Console, access: Access) -> dict[str, Any]:
+    """Return the requests in flight that may be seen, oldest first; of a long queue its head, because the table is sent once a
+    second. `live_total` counts all of them, `cancellable` are the tenants whose requests may be ended here.
+    """
     now = console.services.clock.now()
-    return [live_line(live, now) for live in islice(console.services.generations.live.values(), LIVE_ROWS_MAX)]
+    seen = [live for live in console.services.generations.live.values() if access.sees(live.tenant_id)]
+    rows = [live_line(live, now) for live in seen[:LIVE_ROWS_MAX]]
+    cancellable = {row.tenant_id for row in rows if access.may(Action.ABORT, row.tenant_id)}
+    return {"live": rows, "live_total": len(seen), "cancellable": cancellable}
 
 
 @get("/requests/{request_id:str}")
 async def show_request(request: ConsoleRequest, console: ConsoleDependency, request_id: FromPath[str]) -> Html:
     """Where the time of one request went, and what it cost."""
-    row, event = await _find(console, request_id)
+    row, event = await _find(console, request_id, access_of(request))
     price = await _price(console, event)
     return console.pages.page(request, "pages/request.html", row=row, event=event, cost_lines=cost_lines(event, price))
 
 
-@post("/requests/cancel", guards=[require_changer], status_code=200)
+@post("/requests/cancel", guards=[needs(Action.ABORT)], status_code=200)
 async def cancel_request(request: ConsoleRequest, console: ConsoleDependency) -> Html:
     """End a request in flight; what it generated so far is billed."""
     form = await console.form(request)
     request_id = form.raw("request_id")
+    live = console.services.generations.find(request_id)
+    if live is not None:
+        access_of(request).require_row(Action.ABORT, live.tenant_id, what="live request", param="request_id")
     console.services.generations.abort(request_id)
     if not is_fragment(request):
         return console.pages.redirect(request, "/requests", done="request-cancelled")
     return Response("", media_type=HTML, headers={"hx-trigger": toast_header(DONE["request-cancelled"], "done")})
 
 
-async def _find(console: Console, request_id: str) -> tuple[RequestLine, UsageEvent]:
-    """Return the request, live or past, and its event in the ledger. Raises NotFound."""
-    event = await console.services.reports.event(request_id)
+async def _find(console: Console, request_id: str, access: Access) -> tuple[RequestLine, UsageEvent]:
+    """Return the request, live or past, and its event in the ledger. Raises NotFound, also for one that may not be seen."""
+    event = await console.services.reports.event(request_id, access=access)
     live = console.services.generations.find(request_id)
     if live is not None:
         return live_line(live, console.services.clock.now()), event
-    row = await console.services.reports.request(request_id)
+    row = await console.services.reports.request(request_id, access=access)
     tenant = await console.services.tenants.get(row.tenant_id)
     key = await console.services.keys.get(row.key_id)
     return past_line(row, {tenant.id: tenant.name}, key.prefix), event

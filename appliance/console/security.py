@@ -1,7 +1,7 @@
-"""Who may open a page and who may change something: session cookie, roles, cross-site checks, security headers.
+"""Who may open a page and who may change something: session cookie, access, cross-site checks, security headers.
 
-A guard resolves the session before anything else runs; a second check compares the session-bound token of every form.
-Knows no page.
+A guard resolves the session before anything else runs, and with it what its member may see: a page of another tenant is not
+there. A second check compares the session-bound token of every form. Knows no page.
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ from litestar.types import ASGIApp, Guard, Message, Receive, Scope, Send
 
 from appliance.base.acting import act_as, current_actor
 from appliance.base.errors import Forbidden, InvalidValue, Unauthenticated
-from appliance.tenancy.roles import Action, may, require
+from appliance.tenancy.roles import Action
 
 if TYPE_CHECKING:
     from appliance.serving.services import Services
+    from appliance.tenancy.access import Access
     from appliance.tenancy.sessions import Session
 
 Connection = ASGIConnection[Any, Any, Any, Any]
@@ -127,18 +128,27 @@ def current_session(connection: Connection) -> Session | None:
     return session
 
 
-def may_change(connection: Connection) -> bool:
-    """Return whether the signed-in member's role covers changes."""
-    session = current_session(connection)
-    return session is not None and may(session.member.role, Action.WRITE)
+def access_of(connection: Connection) -> Access:
+    """Return what the signed-in member may see and do, as of this request. Raises Unauthenticated."""
+    access: Access | None = connection.state.get("access")
+    if access is None:
+        raise Unauthenticated("Sign in first.")
+    return access
+
+
+def may(connection: Connection, action: str, tenant_id: str | None = None) -> bool:
+    """Return whether the signed-in member may do `action` in this tenant, or on the box when None."""
+    access: Access | None = connection.state.get("access")
+    return access is not None and access.may(Action(action), tenant_id)
 
 
 def session_guard(services: Services) -> Guard:
     """Return the guard of the whole console: it resolves the session, and refuses whoever has none where a page needs one.
 
     A handler with `opt={"public": True}` is served to anybody; it still learns of a session that is there. The guard raises
-    Unauthenticated without a live session, and Forbidden for a change that another site asks for. (A function and no object,
-    because the framework copies objects deeply when it registers them.)
+    Unauthenticated without a live session, Forbidden for a change that another site asks for, and NotFound where the path names
+    a tenant that the member may not see. (A function and no object, because the framework copies objects deeply when it
+    registers them.)
     """
 
     async def guard(connection: Connection, handler: BaseRouteHandler) -> None:
@@ -147,21 +157,39 @@ def session_guard(services: Services) -> Guard:
         token = session_token(connection, services)
         session = await services.sessions.resolve(token) if token else None
         connection.state["session"] = session
+        connection.state["access"] = None if session is None else await resolve_access(services, session)
         if session is not None:
-            member = session.member
-            act_as(dataclasses.replace(current_actor(), kind="member", id=member.id, name=member.email))
+            access = access_of(connection)
+            act_as(access.actor)
+            if (tenant_id := connection.path_params.get("tenant_id")) is not None:
+                access.require(Action.READ, tenant_id)
         elif not handler.opt.get("public"):
             raise Unauthenticated("Sign in first.")
 
     return guard
 
 
-def require_changer(connection: Connection, _: BaseRouteHandler) -> None:
-    """Guard of handlers that change something: raise RoleNotAllowed unless the member's role covers it."""
-    session = current_session(connection)
-    if session is None:
-        raise Unauthenticated("Sign in first.")
-    require(session.member.role, Action.WRITE)
+async def resolve_access(services: Services, session: Session) -> Access:
+    """Return what the member of `session` may see and do now."""
+    member = session.member
+    actor = dataclasses.replace(current_actor(), kind="member", id=member.id, name=member.email)
+    return await services.memberships.access(member, actor)
+
+
+def needs(action: Action) -> Guard:
+    """Return a guard that raises RoleNotAllowed unless `action` is covered: in the tenant of the path, else somewhere.
+
+    Where the path names no tenant, the handler asks again for the tenant of what it finds, or narrows what it lists.
+    """
+
+    def guard(connection: Connection, _: BaseRouteHandler) -> None:
+        access, tenant_id = access_of(connection), connection.path_params.get("tenant_id")
+        if tenant_id is None:
+            access.require_somewhere(action)
+        else:
+            access.require(action, tenant_id)
+
+    return guard
 
 
 def require_own_origin(connection: Connection) -> None:

@@ -13,10 +13,11 @@ from appliance.console.context import Console, ConsoleDependency
 from appliance.console.forms import Form
 from appliance.console.limits import read_limits, tenant_levels
 from appliance.console.rendering import Html
-from appliance.console.security import ConsoleRequest, require_changer
+from appliance.console.security import ConsoleRequest, access_of, needs
 from appliance.console.totals import totals_this_month, totals_today
 from appliance.tenancy.fields import TIERS, WEIGHT_MAX
 from appliance.tenancy.principals import LIMIT_NAMES, Tenant, TenantChanges
+from appliance.tenancy.roles import Action
 
 PAGE_ROWS = 100
 KEYS_SHOWN_MAX = 200
@@ -25,9 +26,11 @@ FIELDS = ("name", "tier", "weight", "allowed_models", *LIMIT_NAMES)
 
 @get("/tenants")
 async def list_tenants(request: ConsoleRequest, console: ConsoleDependency) -> Html:
-    """Every tenant, archived ones on request."""
+    """Every tenant that the member may see, archived ones on request."""
     archived = request.query_params.get("archived") == "yes"
-    page = await console.services.tenants.list(PAGE_ROWS, request.query_params.get("cursor"), include_archived=archived)
+    page = await console.services.tenants.list(
+        PAGE_ROWS, request.query_params.get("cursor"), include_archived=archived, access=access_of(request)
+    )
     more = {"cursor": page.next_cursor or ""} | ({"archived": "yes"} if archived else {})
     return console.pages.page(
         request,
@@ -38,13 +41,13 @@ async def list_tenants(request: ConsoleRequest, console: ConsoleDependency) -> H
     )
 
 
-@get("/tenants/new", guards=[require_changer])
+@get("/tenants/new", guards=[needs(Action.WRITE)])
 async def new_tenant(request: ConsoleRequest, console: ConsoleDependency) -> Html:
     """The form of a new tenant."""
     return _new_form(request, console, None)
 
 
-@post("/tenants", guards=[require_changer], status_code=200)
+@post("/tenants", guards=[needs(Action.WRITE)], status_code=200)
 async def create_tenant(request: ConsoleRequest, console: ConsoleDependency) -> Html:
     """Create a tenant, or show the form again with what is wrong."""
     form = await console.form(request)
@@ -70,7 +73,7 @@ async def show_tenant(request: ConsoleRequest, console: ConsoleDependency, tenan
     return await _tenant_page(request, console, await console.services.tenants.get(tenant_id))
 
 
-@post("/tenants/{tenant_id:str}", guards=[require_changer], status_code=200)
+@post("/tenants/{tenant_id:str}", guards=[needs(Action.WRITE)], status_code=200)
 async def save_tenant(request: ConsoleRequest, console: ConsoleDependency, tenant_id: FromPath[str]) -> Html:
     """Save name, tier, weight, limits and models, or show the page again with what is wrong."""
     form = await console.form(request)
@@ -84,27 +87,27 @@ async def save_tenant(request: ConsoleRequest, console: ConsoleDependency, tenan
     return await _tenant_page(request, console, await console.services.tenants.get(tenant_id), form)
 
 
-@post("/tenants/{tenant_id:str}/suspend", guards=[require_changer], status_code=200)
+@post("/tenants/{tenant_id:str}/suspend", guards=[needs(Action.WRITE)], status_code=200)
 async def suspend_tenant(request: ConsoleRequest, console: ConsoleDependency, tenant_id: FromPath[str]) -> Html:
     """Refuse the tenant's keys until it is resumed."""
     await console.services.tenants.update(tenant_id, TenantChanges(suspended=True))
     return console.pages.redirect(request, f"/tenants/{tenant_id}", done="tenant-suspended")
 
 
-@post("/tenants/{tenant_id:str}/resume", guards=[require_changer], status_code=200)
+@post("/tenants/{tenant_id:str}/resume", guards=[needs(Action.WRITE)], status_code=200)
 async def resume_tenant(request: ConsoleRequest, console: ConsoleDependency, tenant_id: FromPath[str]) -> Html:
     """Serve the tenant again."""
     await console.services.tenants.update(tenant_id, TenantChanges(suspended=False))
     return console.pages.redirect(request, f"/tenants/{tenant_id}", done="tenant-resumed")
 
 
-@get("/tenants/{tenant_id:str}/archive", guards=[require_changer])
+@get("/tenants/{tenant_id:str}/archive", guards=[needs(Action.WRITE)])
 async def confirm_archive(request: ConsoleRequest, console: ConsoleDependency, tenant_id: FromPath[str]) -> Html:
     """Ask for the tenant's name before it is archived."""
     return _archive_form(request, console, await console.services.tenants.get(tenant_id), None)
 
 
-@post("/tenants/{tenant_id:str}/archive", guards=[require_changer], status_code=200)
+@post("/tenants/{tenant_id:str}/archive", guards=[needs(Action.WRITE)], status_code=200)
 async def archive_tenant(request: ConsoleRequest, console: ConsoleDependency, tenant_id: FromPath[str]) -> Html:
     """Archive the tenant for good when its name was typed."""
     tenant = await console.services.tenants.get(tenant_id)
@@ -142,7 +145,7 @@ def _archive_form(request: ConsoleRequest, console: Console, tenant: Tenant, for
 
 async def _tenant_page(request: ConsoleRequest, console: Console, tenant: Tenant, form: Form | None = None) -> Html:
     services = console.services
-    keys = await services.keys.list(tenant.id, KEYS_SHOWN_MAX, None)
+    keys = await services.keys.list(tenant.id, KEYS_SHOWN_MAX, None, access=access_of(request))
     today = await totals_today(services, tenant.id)
     month = await totals_this_month(services, tenant.id)
     return console.pages.page(
@@ -150,6 +153,7 @@ async def _tenant_page(request: ConsoleRequest, console: Console, tenant: Tenant
         "pages/tenant.html",
         status=422 if form else 200,
         tenant=tenant,
+        may_keys=access_of(request).may(Action.KEYS, tenant.id),
         keys=sorted(keys.data, key=lambda key: key.revoked_at is not None),
         levels=tenant_levels(services, tenant, keys.data[0], today, month) if keys.data else [],
         today=today,

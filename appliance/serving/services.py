@@ -25,9 +25,12 @@ from appliance.tenancy.admin_tokens import AdminTokens
 from appliance.tenancy.audit import AuditLog
 from appliance.tenancy.keys import Keys
 from appliance.tenancy.members import Members
+from appliance.tenancy.memberships import Memberships
+from appliance.tenancy.model_policies import ModelPolicies
 from appliance.tenancy.second_factor import SecondFactors
 from appliance.tenancy.sessions import Sessions
 from appliance.tenancy.tenants import Tenants
+from appliance.tenancy.tiers import Tiers
 from appliance.tenancy.tickets import Tickets
 
 
@@ -45,6 +48,9 @@ class Services:
     tenants: Tenants
     keys: Keys
     members: Members
+    memberships: Memberships
+    tiers: Tiers
+    model_policies: ModelPolicies
     sessions: Sessions
     second_factors: SecondFactors
     sign_in_tickets: Tickets

@@ -35,6 +35,7 @@ from appliance.tenancy.admin_tokens import AdminTokens
 from appliance.tenancy.audit import AuditLog
 from appliance.tenancy.keys import Keys
 from appliance.tenancy.members import Members
+from appliance.tenancy.memberships import Memberships
 from appliance.tenancy.second_factor import SecondFactors
 from appliance.tenancy.sessions import Sessions
 from appliance.tenancy.tenants import Tenants
@@ -297,6 +298,7 @@ def _services(
         "tenants": Tenants(database, clock),
         "keys": Keys(database, clock, PEPPER),
         "members": Members(database, clock, hasher=quick_hasher()),
+        "memberships": Memberships(database, clock),
         "sessions": Sessions(database, clock),
         "second_factors": SecondFactors(database, clock, PEPPER),
         "sign_in_tickets": Tickets(PEPPER, "sign-in", clock, life_s=SIGN_IN_LIFE_S),

@@ -13,6 +13,7 @@ from appliance.console.live_board import prompt_history
 from appliance.metering.prices import PriceBook
 from appliance.telemetry import events
 from appliance.telemetry.gpu import GpuReading
+from appliance.tenancy.access import Access
 from tests.support.clock import FakeClock
 from tests.support.console_fixtures import GIB, Box, engine_info, engine_status, tenant
 from tests.support.factories import pending, posted
@@ -156,9 +157,9 @@ async def test_prompt_tokens_per_second_survive_an_engine_that_begins_again_at_z
     assert prompt_history("demo", list(sampler.history)) == [50.0, 150.0, 0.0]
 
 
-async def frames(box: Box, view: str, *, token: str, changing: bool = True) -> Any:
+async def frames(box: Box, view: str, *, token: str) -> Any:
     """Return the stream of frames as the live stream sends them."""
-    return live_stream._frames(Console(box.services), view, token=token, changing=changing)
+    return live_stream._frames(Console(box.services), view, token=token)
 
 
 async def test_the_stream_sends_the_current_state_and_then_each_new_sample(box: Box, clock: FakeClock) -> None:
@@ -182,10 +183,9 @@ async def test_the_stream_sends_the_current_state_and_then_each_new_sample(box: 
 
 async def test_the_stream_of_requests_has_buttons_for_those_who_may_use_them(box: Box) -> None:
     box.engine_side.add(box.cast.bob, "req_live")
-    token = (await box.alice()).http.cookies["gatehouse_session"]
 
-    for changing in (True, False):
-        stream = await frames(box, "requests", token=token, changing=changing)
+    for browser, changing in ((await box.alice(), True), (await box.vera(), False)):
+        stream = await frames(box, "requests", token=browser.http.cookies["gatehouse_session"])
         frame = (await anext(stream)).decode()
         await stream.aclose()
 
@@ -197,14 +197,14 @@ async def test_one_sample_is_rendered_once_for_all_watchers(box: Box, monkeypatc
     token = (await box.alice()).http.cookies["gatehouse_session"]
     console, rendered = Console(box.services), 0
 
-    async def fragment(console: Console, *, changing: bool) -> str:
+    async def fragment(console: Console, access: Access) -> str:
         nonlocal rendered
         rendered += 1
         return "x"
 
     monkeypatch.setitem(live_stream.VIEWS, "overview", fragment)
     for _ in range(5):
-        stream = live_stream._frames(console, "overview", token=token, changing=True)
+        stream = live_stream._frames(console, "overview", token=token)
         await anext(stream)
         await stream.aclose()
 

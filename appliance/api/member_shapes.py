@@ -1,0 +1,112 @@
+"""The JSON of people: members, memberships, and who asks. Knows no secret but one that was just made."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from appliance.base.clock import rfc3339
+from appliance.tenancy.access import Access
+from appliance.tenancy.members import Member
+from appliance.tenancy.memberships import Membership
+
+
+class TenantRoleShape(msgspec.Struct, kw_only=True):
+    """A role in one tenant."""
+
+    tenant_id: str
+    role: str
+
+
+class MemberShape(msgspec.Struct, kw_only=True):
+    """Somebody who signs in. `role` is the role on the box, `member` when there is none; `disabled`: may no longer."""
+
+    id: str
+    email: str
+    role: str
+    disabled: bool
+    memberships: list[TenantRoleShape]
+    created_at: str
+
+
+class NewMemberShape(MemberShape, kw_only=True):
+    """A member with a new password: shown in this answer and never again."""
+
+    password: str
+
+
+class MembershipShape(msgspec.Struct, kw_only=True):
+    """Somebody's role in one tenant."""
+
+    tenant_id: str
+    member_id: str
+    email: str
+    role: str
+    disabled: bool
+    created_at: str
+
+
+class NewMembershipShape(MembershipShape, kw_only=True):
+    """A membership; `password` is that of a member who was made for it, shown never again, null for one who could sign in."""
+
+    password: str | None
+
+
+class MeShape(msgspec.Struct, kw_only=True):
+    """Who asks: kind is member, token or cli."""
+
+    kind: str
+    id: str | None
+    name: str
+    role: str
+    memberships: list[TenantRoleShape]
+
+
+def member_shape(member: Member, memberships: Sequence[Membership]) -> MemberShape:
+    """Return a member as JSON; `memberships` are his own."""
+    return MemberShape(**_member_fields(member, memberships))  # type: ignore[arg-type]
+
+
+def new_member_shape(member: Member, password: str) -> NewMemberShape:
+    """Return a member as JSON with a password that was made for him."""
+    return NewMemberShape(**_member_fields(member, ()), password=password)  # type: ignore[arg-type]
+
+
+def membership_shape(membership: Membership) -> MembershipShape:
+    """Return a membership as JSON."""
+    return MembershipShape(**_membership_fields(membership))  # type: ignore[arg-type]
+
+
+def new_membership_shape(membership: Membership, password: str | None) -> NewMembershipShape:
+    """Return a membership as JSON with the password of a new member."""
+    return NewMembershipShape(**_membership_fields(membership), password=password)  # type: ignore[arg-type]
+
+
+def me_shape(access: Access) -> MeShape:
+    """Return who asks as JSON."""
+    actor = access.actor
+    memberships = [TenantRoleShape(tenant_id=tenant_id, role=role) for tenant_id, role in sorted(access.tenants.items())]
+    return MeShape(kind=actor.kind, id=actor.id, name=actor.name, role=access.role, memberships=memberships)
+
+
+def _member_fields(member: Member, memberships: Sequence[Membership]) -> dict[str, object]:
+    return {
+        "id": member.id,
+        "email": member.email,
+        "role": member.role.value,
+        "disabled": member.disabled,
+        "memberships": [TenantRoleShape(tenant_id=each.tenant_id, role=each.role.value) for each in memberships],
+        "created_at": rfc3339(member.created_at),
+    }
+
+
+def _membership_fields(membership: Membership) -> dict[str, object]:
+    return {
+        "tenant_id": membership.tenant_id,
+        "member_id": membership.member_id,
+        "email": membership.email,
+        "role": membership.role.value,
+        "disabled": membership.disabled,
+        "created_at": rfc3339(membership.created_at),
+    }
