@@ -81,12 +81,30 @@ class AdminTokens:
             raise NotFound("no such administrator token", param="token_id")
         return _from_row(row)
 
-    async def list(self, limit: int = PAGE_ROWS_DEFAULT, cursor: str | None = None) -> Page[AdminToken]:
-        """Return the tokens in the order they were made, revoked ones too."""
-        query = select(admin_tokens).order_by(admin_tokens.c.id).limit(check_limit(limit) + 1)
+    async def get(self, token_id: str) -> AdminToken:
+        """Return the token, revoked or not. Raises NotFound."""
+        async with self._db.reading() as connection:
+            row = (await connection.execute(select(admin_tokens).where(admin_tokens.c.id == token_id))).mappings().first()
+        if row is None:
+            raise NotFound("no such administrator token", param="token_id")
+        return _from_row(row)
+
+    async def list(
+        self,
+        limit: int = PAGE_ROWS_DEFAULT,
+        cursor: str | None = None,
+        *,
+        include_revoked: bool = True,
+        newest_first: bool = False,
+    ) -> Page[AdminToken]:
+        """Return the tokens in the order they were made, or the reverse."""
+        columns = admin_tokens.c
+        query = select(admin_tokens).order_by(columns.id.desc() if newest_first else columns.id).limit(check_limit(limit) + 1)
         if cursor is not None:
             (last_id,) = decode_cursor("admin_tokens", cursor, [str])
-            query = query.where(admin_tokens.c.id > last_id)
+            query = query.where(columns.id < last_id if newest_first else columns.id > last_id)
+        if not include_revoked:
+            query = query.where(columns.revoked_at.is_(None))
         async with self._db.reading() as connection:
             rows = (await connection.execute(query)).mappings().all()
         return page_of([_from_row(row) for row in rows], limit, "admin_tokens", lambda token: [token.id])

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
@@ -86,12 +86,13 @@ async def record(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AuditFilter:
-    """Which entries a page shows; None is all. `start <= at < end`. `action` and `actor` are whole values."""
+    """Which entries a page shows; None is all. `start <= at < end`. `actors` are ids or names; `actor_names` are names alone."""
 
-    actor: str | None = None
-    action: str | None = None
-    target: str | None = None
-    tenant_id: str | None = None
+    actors: Collection[str] | None = None
+    actor_names: Collection[str] | None = None
+    actions: Collection[str] | None = None
+    targets: Collection[str] | None = None
+    tenant_ids: Collection[str] | None = None
     start: datetime | None = None
     end: datetime | None = None
 
@@ -217,10 +218,15 @@ def _line(value: str | None, chars: int) -> str | None:
 def _conditions(filters: AuditFilter) -> list[ColumnElement[bool]]:
     columns = audit_log.c
     conditions: list[ColumnElement[bool]] = []
-    if filters.actor is not None:
-        conditions.append((columns.actor_id == filters.actor) | (columns.actor_name == filters.actor))
-    equal = {columns.action: filters.action, columns.target_id: filters.target, columns.tenant_id: filters.tenant_id}
-    conditions += [column == value for column, value in equal.items() if value is not None]
+    if filters.actors is not None:
+        conditions.append(columns.actor_id.in_(filters.actors) | columns.actor_name.in_(filters.actors))
+    among = {
+        columns.actor_name: filters.actor_names,
+        columns.action: filters.actions,
+        columns.target_id: filters.targets,
+        columns.tenant_id: filters.tenant_ids,
+    }
+    conditions += [column.in_(sorted(values)) for column, values in among.items() if values is not None]
     if filters.start is not None:
         conditions.append(columns.at >= filters.start)
     if filters.end is not None:

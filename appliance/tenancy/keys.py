@@ -123,12 +123,15 @@ class Keys:
         limit: int = PAGE_ROWS_DEFAULT,
         cursor: str | None = None,
         *,
+        include_revoked: bool = True,
         access: Access = WHOLE_BOX,
     ) -> Page[ApiKey]:
-        """Return the keys that `access` shows of one tenant, or of all when None, in the order they were made, revoked too."""
+        """Return the keys that `access` shows of one tenant, or of all when None, in the order they were made."""
         query = access.narrow(select(api_keys), api_keys.c.tenant_id).order_by(api_keys.c.id).limit(check_limit(limit) + 1)
         if tenant_id is not None:
             query = query.where(api_keys.c.tenant_id == tenant_id)
+        if not include_revoked:
+            query = query.where(api_keys.c.revoked_at.is_(None))
         if cursor is not None:
             (last_id,) = decode_cursor("keys", cursor, [str])
             query = query.where(api_keys.c.id > last_id)

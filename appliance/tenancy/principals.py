@@ -60,6 +60,7 @@ class Tenant:
     currency: str | None = None
     billing: Mapping[str, str] | None = None
     alert_percents: tuple[int, ...] | None = None
+    archived_at: datetime | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -92,6 +92,7 @@ def tenant_from_row(row: RowMapping) -> Tenant:
         currency=row["currency"],
         billing=row["billing"],
         alert_percents=_optional_tuple(row["alert_percents"]),
+        archived_at=row["archived_at"],
     )
 
 

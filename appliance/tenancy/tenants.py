@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -143,6 +144,20 @@ class Tenants:
             raise InvalidValue("an archived tenant cannot be changed", param="id")
         if columns.get("currency", tenant.currency) != tenant.currency:
             raise InvalidValue("the currency of a tenant is fixed by its first request", param="currency")
+        return tenant
+
+    async def limit_model(self, tenant_id: str, model: str, changes: Mapping[str, int | None]) -> Tenant:
+        """Return the tenant after `changes` of its limits for one model; those of other models stay. Raises as `update`."""
+        async with self._db.writing() as connection:
+            before = await _get(connection, tenant_id, lock=True)
+            if before.archived:
+                raise InvalidValue("an archived tenant cannot be changed", param="id")
+            limits = dataclasses.replace(before.model_limits.get(model, Limits()), **changes)
+            column = model_limits_to_row(check_model_limits({**before.model_limits, model: limits}))
+            await connection.execute(update(tenants).where(tenants.c.id == tenant_id).values(model_limits=column))
+            tenant = await _get(connection, tenant_id)
+            await self._record(connection, "tenant.update", before, tenant)
+        self._db.principals.bump()
         return tenant
 
     async def archive(self, tenant_id: str) -> Tenant:
