@@ -19,7 +19,8 @@ from appliance.base.money import discounted
 from appliance.base.tables import prices, usage_events
 from appliance.metering.calendar import last_day
 from appliance.metering.invoice_lines import EventSums
-from appliance.metering.sums import SETTLED, join_sum, split_sum
+from appliance.metering.rollups import SETTLED
+from appliance.metering.sums import join_sum, split_sum
 
 _TOKENS = ("prompt_tokens", "cached_tokens", "completion_tokens", "rejected_tokens")
 _PRICES = ("prompt", "cached_prompt", "completion", "rejected_draft")

@@ -1,0 +1,66 @@
+"""Reads what the figures of `economics` follow from: the record of the hardware and the usage of the last thirty days."""
+
+from __future__ import annotations
+
+from collections import Counter
+from datetime import datetime, timedelta
+
+from appliance.base.clock import Clock
+from appliance.base.errors import NotFound
+from appliance.metering.box_records import HARDWARE, BoxRecords
+from appliance.metering.economics import (
+    MEASURED_DAYS,
+    Economics,
+    Hardware,
+    Measured,
+    economics_of,
+    hardware_from_record,
+)
+from appliance.metering.usage import UsageReports
+
+
+class EconomicsReport:
+    """What the operator said of the hardware, and what follows from it and the measured use."""
+
+    def __init__(self, records: BoxRecords, reports: UsageReports, clock: Clock) -> None:
+        self._records = records
+        self._reports = reports
+        self._clock = clock
+
+    async def hardware(self) -> Hardware | None:
+        """Return what the operator said last, None before the first time."""
+        record = await self._records.get(HARDWARE)
+        return None if record is None else hardware_from_record(record.value)
+
+    async def set_hardware(self, hardware: Hardware) -> None:
+        """Replace what was said before."""
+        await self._records.put(HARDWARE, hardware.to_record())
+
+    async def report(self, gpu_power_w: list[int]) -> tuple[Hardware, Economics]:
+        """Return the hardware and the figures. Raises NotFound before the hardware was entered."""
+        hardware = await self.hardware()
+        if hardware is None:
+            raise NotFound("the cost of the hardware has not been entered yet: PUT /admin/v1/economics", param="hardware")
+        return hardware, economics_of(hardware, await self.measured(), gpu_power_w)
+
+    async def measured(self) -> Measured:
+        """Return the usage of the last MEASURED_DAYS, to the last full hour: sums that are kept, not the events themselves."""
+        end = self._clock.now().replace(minute=0, second=0, microsecond=0)
+        start = end - timedelta(days=MEASURED_DAYS)
+        by_hour: Counter[datetime] = Counter()
+        prompt = cached = completion = 0
+        for row in await self._reports.usage(start, end, "hour"):
+            by_hour[row.start] += row.prompt_tokens + row.completion_tokens
+            prompt, cached, completion = (
+                prompt + row.prompt_tokens, cached + row.cached_tokens, completion + row.completion_tokens,
+            )  # fmt: skip
+        busiest = max(by_hour, key=lambda hour: (by_hour[hour], hour), default=None)
+        return Measured(
+            start=start,
+            end=end,
+            prompt_tokens=prompt,
+            cached_tokens=cached,
+            completion_tokens=completion,
+            busy_hour_tokens=0 if busiest is None else by_hour[busiest],
+            busy_hour=busiest,
+        )
