@@ -118,8 +118,8 @@ async def _put(
         next_attempt_at=now,
         created_at=now,
     )
-    done = await connection.execute(statement.on_conflict_do_nothing(index_elements=["dedupe_key"]))
-    if done.rowcount != 1:
+    written = statement.on_conflict_do_nothing(index_elements=["dedupe_key"]).returning(outbox.c.id)
+    if (await connection.execute(written)).first() is None:
         return None
     after_commit(connection, _wake)
     return message_id

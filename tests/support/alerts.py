@@ -1,0 +1,145 @@
+"""Alerts for tests: the parts over a test database, a receiver of webhooks on this machine, and senders that only remember."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import json
+import ssl
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any
+
+from sqlalchemy import select
+
+from appliance.base.clock import Clock
+from appliance.base.db import Database
+from appliance.base.sealing import Sealer
+from appliance.base.tables import outbox as outbox_table
+from appliance.metering import outbox as outbox_module
+from appliance.metering.outbox import Delivery, Outbox
+from appliance.metering.webhook_targets import Reach
+from appliance.metering.webhooks import SEALING_PURPOSE, Endpoint, Webhooks
+from appliance.serving.alert_delivery import AlertDelivery, Sender
+from appliance.telemetry.metrics import Metrics
+from tests.support.cast import PEPPER
+
+LOOPBACK = Reach((ipaddress.ip_network("127.0.0.0/8"), ipaddress.ip_network("::1/128")))
+TARGET = "https://alerts.example.com/in"
+
+
+class RememberingSender:
+    """A sender that fails as `failures` say, in order, and remembers every message that it was given."""
+
+    def __init__(self, *failures: Exception) -> None:
+        self.sent: list[tuple[str, Delivery]] = []
+        self.failures = list(failures)
+        self.gates: dict[str, asyncio.Event] = {}
+
+    async def send(self, endpoint: Endpoint, delivery: Delivery, now: datetime) -> None:
+        """Remember the message; wait while the target has a gate; fail if it is time to."""
+        self.sent.append((endpoint.target, delivery))
+        gate = self.gates.get(endpoint.target)
+        if gate is not None:
+            await gate.wait()
+        if self.failures:
+            raise self.failures.pop(0)
+
+    async def close(self) -> None:
+        """Close nothing."""
+
+    @property
+    def ids(self) -> list[str]:
+        """Return the ids of the messages, in the order in which they were sent."""
+        return [delivery.id for _, delivery in self.sent]
+
+
+@dataclass(slots=True, kw_only=True)
+class AlertBox:
+    """The parts of the alerts over one database. `middle` is the randomness of the retries: 0.5 changes no wait."""
+
+    db: Database
+    clock: Clock
+    outbox: Outbox
+    webhooks: Webhooks
+    metrics: Metrics = field(default_factory=Metrics)
+
+    def delivery(self, sender: Sender, *, randomness: float = 0.5, parallel_max: int = 8) -> AlertDelivery:
+        """Return a delivery of everything by `sender`."""
+        senders: Mapping[str, Sender] = {"webhook": sender, "email": sender}
+        return AlertDelivery(
+            self.db,
+            self.clock,
+            self.outbox,
+            self.webhooks,
+            senders,
+            self.metrics,
+            randomness=lambda: randomness,
+            parallel_max=parallel_max,
+        )
+
+    async def tell(self, subject: str = "one", tenant_id: str | None = None, event: str = "key.expiring") -> int:
+        """Tell of something in a transaction of its own."""
+        async with self.db.writing() as connection:
+            return await outbox_module.tell(
+                connection, self.clock.now(), event=event, subject=subject, data={"subject": subject}, tenant_id=tenant_id
+            )
+
+    async def messages(self) -> list[Delivery]:
+        """Return every message of the outbox in order."""
+        query = select(outbox_table).order_by(outbox_table.c.id)
+        async with self.db.reading() as connection:
+            rows = (await connection.execute(query)).mappings().all()
+        return [Delivery(**{name: row[name] for name in Delivery.__slots__}) for row in rows]
+
+
+def alert_box(database: Database, clock: Clock, *, reach: Reach = LOOPBACK, mail: bool = True) -> AlertBox:
+    """Return the parts over `database`."""
+    webhooks = Webhooks(database, clock, Sealer(PEPPER, SEALING_PURPOSE), reach=reach, mail=mail)
+    return AlertBox(db=database, clock=clock, outbox=Outbox(database, clock), webhooks=webhooks)
+
+
+@dataclass(slots=True)
+class Receiver:
+    """A receiver of webhooks. `answers` are sent in turn, the last one again and again; an empty one hangs."""
+
+    answers: list[bytes] = field(default_factory=lambda: [b"HTTP/1.1 204 No Content\r\n\r\n"])
+    requests: list[tuple[str, dict[str, str], bytes]] = field(default_factory=list)
+    port: int = 0
+
+    def json(self, index: int = -1) -> Any:
+        """Return the body of a request."""
+        return json.loads(self.requests[index][2])
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Take one request and answer it."""
+        try:
+            head = (await reader.readuntil(b"\r\n\r\n")).decode("ascii").split("\r\n")
+            headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in head[1:] if line)}
+            body = await reader.readexactly(int(headers.get("content-length", "0")))
+            self.requests.append((head[0], headers, body))
+            answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
+            if answer:
+                writer.write(answer)
+                await writer.drain()
+            else:
+                await reader.read()  # until the sender has had enough
+        except (ConnectionError, asyncio.IncompleteReadError):
+            pass
+        finally:
+            writer.close()
+
+
+@asynccontextmanager
+async def receiving(*answers: bytes, tls: ssl.SSLContext | None = None) -> AsyncIterator[Receiver]:
+    """Yield a receiver on a free port of this machine."""
+    receiver = Receiver(list(answers)) if answers else Receiver()
+    server = await asyncio.start_server(receiver.serve, "127.0.0.1", 0, ssl=tls)
+    receiver.port = server.sockets[0].getsockname()[1]
+    try:
+        yield receiver
+    finally:
+        server.close()
+        await server.wait_closed()

@@ -1,0 +1,220 @@
+"""The outbox: told once, claimed once, tried again later, given up in the end, and woken by what is durable."""
+
+from __future__ import annotations
+
+import asyncio
+from datetime import timedelta
+
+import pytest
+
+from appliance.base.db import Database
+from appliance.base.errors import InvalidValue, NotFound, RateLimitExceeded
+from appliance.metering import outbox as outbox_module
+from appliance.metering.outbox import ATTEMPTS_MAX, LEASE_S, TESTS_PER_HOUR_MAX, retry_s
+from appliance.metering.webhooks import WebhookChanges
+from tests.support.alerts import TARGET, AlertBox, alert_box
+from tests.support.cast import Cast
+from tests.support.clock import FakeClock
+
+
+@pytest.fixture
+def alerts(database: Database, clock: FakeClock) -> AlertBox:
+    """The parts of the alerts over this test's database."""
+    return alert_box(database, clock)
+
+
+async def add_webhook(alerts: AlertBox, tenant_id: str | None = None, events: list[str] | None = None) -> str:
+    webhook, _secret = await alerts.webhooks.create(kind="webhook", target=TARGET, tenant_id=tenant_id, events=events)
+    return webhook.id
+
+
+async def test_an_event_of_a_tenant_is_told_to_its_webhooks_and_to_those_of_the_box(alerts: AlertBox, cast: Cast) -> None:
+    bobs, box = await add_webhook(alerts, cast.bob.tenant.id), await add_webhook(alerts)
+    await add_webhook(alerts, cast.charlie.tenant.id)
+    assert await alerts.tell(tenant_id=cast.bob.tenant.id) == 2
+    messages = await alerts.messages()
+    assert {message.webhook_id for message in messages} == {bobs, box}
+    assert {message.state for message in messages} == {"pending"}
+    assert messages[0].payload == {
+        "type": "key.expiring",
+        "timestamp": "2026-11-21T12:00:00.000Z",
+        "data": {"subject": "one"},
+    }
+
+
+async def test_an_event_of_the_box_is_told_to_its_own_webhooks_alone(alerts: AlertBox, cast: Cast) -> None:
+    await add_webhook(alerts, cast.bob.tenant.id)
+    box = await add_webhook(alerts)
+    assert await alerts.tell(event="engine.down") == 1
+    assert [message.webhook_id for message in await alerts.messages()] == [box]
+
+
+async def test_only_who_listens_to_an_event_hears_it(alerts: AlertBox) -> None:
+    await add_webhook(alerts, events=["invoice.closed"])
+    disabled, removed = await add_webhook(alerts), await add_webhook(alerts)
+    await alerts.webhooks.update(disabled, WebhookChanges(disabled=True))
+    await alerts.webhooks.remove(removed)
+    assert await alerts.tell() == 0
+
+
+async def test_the_same_event_of_the_same_subject_is_told_once(alerts: AlertBox) -> None:
+    await add_webhook(alerts)
+    assert [await alerts.tell("one"), await alerts.tell("one"), await alerts.tell("two")] == [1, 0, 1]
+
+
+async def test_what_is_rolled_back_is_not_told_and_wakes_nobody(alerts: AlertBox) -> None:
+    await add_webhook(alerts)
+    alerts.db.outbox_written.clear()
+
+    async def tell_and_fail() -> None:
+        async with alerts.db.writing() as connection:
+            await outbox_module.tell(connection, alerts.clock.now(), event="key.expiring", subject="one", data={})
+            raise RuntimeError("second thoughts")
+
+    with pytest.raises(RuntimeError):
+        await tell_and_fail()
+    assert not alerts.db.outbox_written.is_set()
+    assert await alerts.tell() == 1
+    assert alerts.db.outbox_written.is_set()
+
+
+async def test_a_claim_takes_the_oldest_message_of_each_webhook_that_is_not_busy(alerts: AlertBox) -> None:
+    first, second, busy = [await add_webhook(alerts) for _ in range(3)]
+    await alerts.tell("one")
+    await alerts.tell("two")
+    messages = await alerts.messages()  # in the order of their ids
+    oldest = {next(message.id for message in messages if message.webhook_id == webhook_id) for webhook_id in (first, second)}
+    claimed = await alerts.outbox.claim(10, busy={busy})
+    assert {delivery.id for delivery in claimed} == oldest
+    assert {delivery.attempts for delivery in claimed} == {1}
+
+
+async def test_two_claims_at_once_share_nothing(alerts: AlertBox) -> None:
+    for _ in range(5):
+        await add_webhook(alerts)
+    await alerts.tell()
+    claims = await asyncio.gather(*(alerts.outbox.claim(10) for _ in range(4)))
+    ids = [delivery.id for claim in claims for delivery in claim]
+    assert len(ids) == len(set(ids)) == 5
+
+
+async def test_a_claim_runs_out_and_the_message_comes_again_with_its_id(alerts: AlertBox, clock: FakeClock) -> None:
+    await add_webhook(alerts)
+    await alerts.tell()
+    (before,) = await alerts.outbox.claim(10)
+    clock.advance(LEASE_S - 0.001)
+    assert await alerts.outbox.claim(10) == []
+    clock.advance(0.001)
+    (after,) = await alerts.outbox.claim(10)
+    assert (after.id, after.attempts) == (before.id, 2)
+
+
+async def test_a_failed_attempt_waits_and_a_given_up_one_is_failed(alerts: AlertBox, clock: FakeClock) -> None:
+    await add_webhook(alerts)
+    await alerts.tell()
+    (claimed,) = await alerts.outbox.claim(10)
+    await alerts.outbox.failed(claimed, "no answer", 30.0)
+    assert await alerts.outbox.next_due_s() == 30.0
+    clock.advance(30.0)
+    (claimed,) = await alerts.outbox.claim(10)
+    await alerts.outbox.failed(claimed, "no answer again", None)
+    (message,) = await alerts.messages()
+    assert (message.state, message.last_error, message.attempts) == ("failed", "no answer again", 2)
+    assert await alerts.outbox.next_due_s() is None
+    assert await alerts.outbox.pending() == 0
+
+
+async def test_a_message_that_was_retried_meanwhile_is_not_put_off(alerts: AlertBox, clock: FakeClock) -> None:
+    webhook_id = await add_webhook(alerts)
+    await alerts.tell()
+    (claimed,) = await alerts.outbox.claim(10)
+    clock.advance(1)
+    await alerts.outbox.retry(webhook_id, claimed.id)
+    await alerts.outbox.failed(claimed, "no answer", 3600.0)
+    (again,) = await alerts.outbox.claim(10)
+    assert (again.id, again.attempts) == (claimed.id, 1)
+
+
+async def test_a_delivered_message_can_be_sent_again_under_its_id(alerts: AlertBox) -> None:
+    webhook_id = await add_webhook(alerts)
+    await alerts.tell()
+    (claimed,) = await alerts.outbox.claim(10)
+    await alerts.outbox.delivered(claimed)
+    assert (await alerts.outbox.get(webhook_id, claimed.id)).state == "delivered"
+    assert (await alerts.outbox.retry(webhook_id, claimed.id)).state == "pending"
+    (again,) = await alerts.outbox.claim(10)
+    assert again.id == claimed.id
+
+
+async def test_what_is_pending_waits_for_a_disabled_webhook_and_dies_with_a_removed_one(alerts: AlertBox) -> None:
+    webhook_id = await add_webhook(alerts)
+    await alerts.tell()
+    await alerts.webhooks.update(webhook_id, WebhookChanges(disabled=True))
+    assert await alerts.outbox.claim(10) == []
+    assert await alerts.outbox.next_due_s() is None
+    (waiting,) = await alerts.messages()
+    with pytest.raises(InvalidValue, match="disabled"):
+        await alerts.outbox.retry(webhook_id, waiting.id)
+    await alerts.webhooks.update(webhook_id, WebhookChanges(disabled=False))
+    assert await alerts.outbox.next_due_s() == 0
+    await alerts.webhooks.remove(webhook_id)
+    (message,) = await alerts.messages()
+    assert (message.state, message.last_error) == ("failed", "the webhook was removed")
+
+
+async def test_a_test_is_for_its_webhook_alone_and_there_are_so_many_an_hour(alerts: AlertBox, clock: FakeClock) -> None:
+    webhook_id = await add_webhook(alerts, events=["invoice.closed"])
+    await add_webhook(alerts)
+    for _ in range(TESTS_PER_HOUR_MAX):
+        delivery = await alerts.outbox.test(webhook_id)
+        clock.advance(60)
+    assert (delivery.event, delivery.webhook_id) == ("webhook.test", webhook_id)
+    with pytest.raises(RateLimitExceeded) as refused:
+        await alerts.outbox.test(webhook_id)
+    assert refused.value.retry_after_s is not None
+    clock.advance(refused.value.retry_after_s - 0.001)
+    with pytest.raises(RateLimitExceeded):
+        await alerts.outbox.test(webhook_id)
+    clock.advance(0.001)
+    await alerts.outbox.test(webhook_id)
+    assert len(await alerts.messages()) == TESTS_PER_HOUR_MAX + 1
+
+
+async def test_what_is_not_there_is_not_found(alerts: AlertBox) -> None:
+    first, second = await add_webhook(alerts), await add_webhook(alerts)
+    delivery = await alerts.outbox.test(first)
+    with pytest.raises(NotFound):
+        await alerts.outbox.get(second, delivery.id)
+    with pytest.raises(NotFound):
+        await alerts.outbox.retry(second, delivery.id)
+    with pytest.raises(NotFound):
+        await alerts.outbox.test("wh_unknown")
+
+
+async def test_messages_are_listed_the_newest_first_and_by_state(alerts: AlertBox) -> None:
+    webhook_id = await add_webhook(alerts)
+    for subject in ("a", "b", "c"):
+        await alerts.tell(subject)
+    first, second, third = [message.id for message in await alerts.messages()]
+    (claimed,) = await alerts.outbox.claim(1)
+    await alerts.outbox.delivered(claimed)
+    (claimed,) = await alerts.outbox.claim(1)
+    await alerts.outbox.failed(claimed, "no", None)
+    page = await alerts.outbox.list(webhook_id, 2)
+    assert [delivery.id for delivery in page.data] == [third, second]
+    rest = await alerts.outbox.list(webhook_id, 2, page.next_cursor)
+    assert [delivery.id for delivery in rest.data] == [first]
+    for state, message_id in (("delivered", first), ("failed", second), ("pending", third)):
+        found = await alerts.outbox.list(webhook_id, state=state)
+        assert [delivery.id for delivery in found.data] == [message_id]
+
+
+def test_waits_grow_are_spread_and_end_after_about_three_days() -> None:
+    waits = [retry_s(attempt, 0.5) for attempt in range(1, ATTEMPTS_MAX)]
+    assert waits[:4] == [10.0, 30.0, 90.0, 270.0]
+    assert waits == sorted(waits, key=lambda wait_s: wait_s or 0)
+    assert waits[-1] == 12 * 3600
+    total = timedelta(seconds=sum(wait_s or 0 for wait_s in waits))
+    assert timedelta(days=2.8) < total < timedelta(days=3)
+    assert retry_s(ATTEMPTS_MAX, 0.5) is None
+    assert (retry_s(1, 0.0), retry_s(1, 1.0)) == (5.0, 15.0)

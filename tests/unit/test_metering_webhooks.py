@@ -1,0 +1,171 @@
+"""Webhooks: what may be set, secrets that are shown once and sealed, rotation, and who is told of changes."""
+
+from __future__ import annotations
+
+import pytest
+from sqlalchemy import select
+
+from appliance.base.db import Database
+from appliance.base.errors import InvalidValue, NotFound
+from appliance.base.sealing import Sealer, Unsealable
+from appliance.base.tables import audit_log, webhooks
+from appliance.metering.outbox import EVENTS, TENANT_EVENTS
+from appliance.metering.webhooks import GRACE_S_MAX, WEBHOOKS_MAX, WebhookChanges, Webhooks
+from appliance.tenancy.tenants import Tenants
+from tests.support.alerts import LOOPBACK, TARGET, AlertBox, alert_box
+from tests.support.cast import Cast
+from tests.support.clock import FakeClock
+
+
+@pytest.fixture
+def alerts(database: Database, clock: FakeClock) -> AlertBox:
+    """The parts of the alerts over this test's database."""
+    return alert_box(database, clock)
+
+
+async def test_a_webhook_is_kept_as_it_was_made_and_hears_everything_by_default(alerts: AlertBox, cast: Cast) -> None:
+    bobs, _ = await alerts.webhooks.create(kind="webhook", target=TARGET, tenant_id=cast.bob.tenant.id)
+    box, _ = await alerts.webhooks.create(kind="email", target="ops@example.com")
+    assert await alerts.webhooks.get(bobs.id) == bobs
+    assert (bobs.kind, bobs.target, bobs.events, bobs.disabled) == ("webhook", TARGET, TENANT_EVENTS, False)
+    assert (box.tenant_id, box.events) == (None, EVENTS)
+    assert [webhook.id for webhook in (await alerts.webhooks.list()).data] == sorted([bobs.id, box.id])
+    assert (await alerts.webhooks.list(tenant_id=cast.bob.tenant.id)).data == [bobs]
+
+
+async def test_the_secret_is_told_once_and_lies_sealed_in_the_database(alerts: AlertBox) -> None:
+    webhook, secret = await alerts.webhooks.create(kind="webhook", target=TARGET)
+    assert secret is not None
+    async with alerts.db.reading() as connection:
+        stored = (await connection.execute(select(webhooks.c.secret))).scalar_one()
+    assert secret not in stored
+    assert secret.removeprefix("whsec_") not in stored
+    assert (await alerts.webhooks.endpoint(webhook.id)).secrets == (secret,)
+    stranger = Webhooks(alerts.db, alerts.clock, Sealer(b"x" * 32, "another"), reach=LOOPBACK, mail=True)
+    with pytest.raises(Unsealable):
+        await stranger.endpoint(webhook.id)
+
+
+async def test_e_mail_has_no_secret_and_needs_a_mail_server(alerts: AlertBox, database: Database, clock: FakeClock) -> None:
+    webhook, secret = await alerts.webhooks.create(kind="email", target="ops@example.com")
+    assert secret is None
+    assert (await alerts.webhooks.endpoint(webhook.id)).secrets == ()
+    with pytest.raises(InvalidValue, match="no secret"):
+        await alerts.webhooks.rotate(webhook.id)
+    without = alert_box(database, clock, mail=False)
+    with pytest.raises(InvalidValue, match="smtp_url"):
+        await without.webhooks.create(kind="email", target="ops@example.com")
+
+
+async def test_after_a_rotation_both_secrets_sign_until_the_grace_is_over(alerts: AlertBox, clock: FakeClock) -> None:
+    webhook, first = await alerts.webhooks.create(kind="webhook", target=TARGET)
+    rotated, second = await alerts.webhooks.rotate(webhook.id, 3600)
+    assert rotated.previous_secret_until is not None
+    assert (await alerts.webhooks.endpoint(webhook.id)).secrets == (second, first)
+    clock.advance(3600)
+    assert (await alerts.webhooks.endpoint(webhook.id)).secrets == (second,)
+    _, third = await alerts.webhooks.rotate(webhook.id, 0)
+    assert (await alerts.webhooks.endpoint(webhook.id)).secrets == (third,)
+
+
+@pytest.mark.parametrize("grace_s", [-1, GRACE_S_MAX + 1, 1.5, "60", None, True])
+async def test_an_absurd_grace_is_refused(alerts: AlertBox, grace_s: object) -> None:
+    webhook, first = await alerts.webhooks.create(kind="webhook", target=TARGET)
+    with pytest.raises(InvalidValue) as refused:
+        await alerts.webhooks.rotate(webhook.id, grace_s)  # type: ignore[arg-type]
+    assert refused.value.param == "grace_s"
+    assert (await alerts.webhooks.endpoint(webhook.id)).secrets == (first,)
+
+
+@pytest.mark.parametrize(
+    ("changes", "param"),
+    [
+        ({"kind": "pager"}, "kind"),
+        ({"kind": None}, "kind"),
+        ({"target": "http://example.com:x"}, "target"),
+        ({"kind": "email"}, "target"),
+        ({"events": []}, "events"),
+        ({"events": ["everything"]}, "events"),
+        ({"events": "invoice.closed"}, "events"),
+        ({"events": [None]}, "events"),
+        ({"events": ["invoice.closed"] * 1000}, "events"),
+        ({"events": ["webhook.test"]}, "events"),
+        ({"tenant_id": "tn_unknown"}, "tenant_id"),
+    ],
+)
+async def test_what_cannot_be_is_refused_and_the_field_named(alerts: AlertBox, changes: dict[str, object], param: str) -> None:
+    with pytest.raises((InvalidValue, NotFound)) as refused:
+        await alerts.webhooks.create(**{"kind": "webhook", "target": TARGET, **changes})  # type: ignore[arg-type]
+    assert refused.value.param == param
+    assert (await alerts.webhooks.list()).data == []
+
+
+async def test_a_tenant_hears_no_event_of_the_box(alerts: AlertBox, cast: Cast) -> None:
+    with pytest.raises(InvalidValue) as refused:
+        await alerts.webhooks.create(kind="webhook", target=TARGET, tenant_id=cast.bob.tenant.id, events=["engine.down"])
+    assert refused.value.param == "events"
+
+
+async def test_there_are_so_many_webhooks_and_none_for_an_archived_tenant(
+    alerts: AlertBox, cast: Cast, clock: FakeClock
+) -> None:
+    for _ in range(WEBHOOKS_MAX):
+        last, _ = await alerts.webhooks.create(kind="webhook", target=TARGET, tenant_id=cast.bob.tenant.id)
+    with pytest.raises(InvalidValue, match=f"{WEBHOOKS_MAX} webhooks"):
+        await alerts.webhooks.create(kind="webhook", target=TARGET, tenant_id=cast.bob.tenant.id)
+    await alerts.webhooks.create(kind="webhook", target=TARGET)
+    await alerts.webhooks.remove(last.id)
+    await alerts.webhooks.create(kind="webhook", target=TARGET, tenant_id=cast.bob.tenant.id)
+    await Tenants(alerts.db, clock).archive(cast.charlie.tenant.id)
+    with pytest.raises(InvalidValue, match="archived"):
+        await alerts.webhooks.create(kind="webhook", target=TARGET, tenant_id=cast.charlie.tenant.id)
+
+
+async def test_a_change_changes_what_it_names(alerts: AlertBox) -> None:
+    webhook, _ = await alerts.webhooks.create(kind="webhook", target=TARGET)
+    other = "https://other.example.com/in"
+    changed = await alerts.webhooks.update(webhook.id, WebhookChanges(target=other, events=["invoice.closed"]))
+    assert (changed.target, changed.events, changed.disabled) == (other, ("invoice.closed",), False)
+    assert (await alerts.webhooks.update(webhook.id, WebhookChanges(disabled=True))).disabled
+    assert (await alerts.webhooks.update(webhook.id, WebhookChanges())).disabled
+    for bad in (WebhookChanges(target="nowhere"), WebhookChanges(events=["x"])):
+        with pytest.raises(InvalidValue):
+            await alerts.webhooks.update(webhook.id, bad)
+    assert (await alerts.webhooks.update(webhook.id, WebhookChanges(disabled=False))).target == other
+
+
+async def test_a_removed_webhook_is_gone_with_its_secret(alerts: AlertBox) -> None:
+    webhook, _ = await alerts.webhooks.create(kind="webhook", target=TARGET)
+    await alerts.webhooks.remove(webhook.id)
+    for work in (
+        alerts.webhooks.get(webhook.id),
+        alerts.webhooks.remove(webhook.id),
+        alerts.webhooks.rotate(webhook.id),
+        alerts.webhooks.endpoint(webhook.id),
+        alerts.webhooks.update(webhook.id, WebhookChanges(disabled=True)),
+    ):
+        with pytest.raises(NotFound):
+            await work
+    async with alerts.db.reading() as connection:
+        assert (await connection.execute(select(webhooks.c.secret))).scalar_one() is None
+
+
+async def test_every_change_is_in_the_audit_log_without_secrets_and_without_the_path(alerts: AlertBox, cast: Cast) -> None:
+    webhook, first = await alerts.webhooks.create(kind="webhook", target=TARGET, tenant_id=cast.bob.tenant.id)
+    await alerts.webhooks.update(webhook.id, WebhookChanges(target=TARGET + "/other"))
+    _, second = await alerts.webhooks.rotate(webhook.id)
+    delivery = await alerts.outbox.test(webhook.id)
+    await alerts.outbox.retry(webhook.id, delivery.id)
+    await alerts.webhooks.remove(webhook.id)
+    query = select(audit_log).where(audit_log.c.target_kind == "webhook").order_by(audit_log.c.id)
+    async with alerts.db.reading() as connection:
+        entries = (await connection.execute(query)).mappings().all()
+    actions = [entry["action"].removeprefix("webhook.") for entry in entries]
+    assert actions == ["create", "update", "rotate", "test", "retry", "remove"]
+    assert {entry["tenant_id"] for entry in entries} == {cast.bob.tenant.id}
+    assert {entry["target_id"] for entry in entries} == {webhook.id}
+    written = " ".join(str(entry["before"]) + str(entry["after"]) for entry in entries)
+    assert first is not None
+    for secret in (first, second, "/in"):
+        assert secret not in written
+    assert "https://alerts.example.com" in written
