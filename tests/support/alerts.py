@@ -16,15 +16,17 @@ from sqlalchemy import select
 
 from appliance.base.clock import Clock
 from appliance.base.db import Database
+from appliance.base.ids import new_id
 from appliance.base.sealing import Sealer
 from appliance.base.tables import outbox as outbox_table
 from appliance.metering import outbox as outbox_module
 from appliance.metering.outbox import Delivery, Outbox
+from appliance.metering.records import UsageEvent
 from appliance.metering.webhook_targets import Reach
 from appliance.metering.webhooks import SEALING_PURPOSE, Endpoint, Webhooks
 from appliance.serving.alert_delivery import AlertDelivery, Sender
 from appliance.telemetry.metrics import Metrics
-from tests.support.cast import PEPPER
+from tests.support.cast import PEPPER, Person
 
 LOOPBACK = Reach((ipaddress.ip_network("127.0.0.0/8"), ipaddress.ip_network("::1/128")))
 TARGET = "https://alerts.example.com/in"
@@ -99,6 +101,32 @@ def alert_box(database: Database, clock: Clock, *, reach: Reach = LOOPBACK, mail
     """Return the parts over `database`."""
     webhooks = Webhooks(database, clock, Sealer(PEPPER, SEALING_PURPOSE), reach=reach, mail=mail)
     return AlertBox(db=database, clock=clock, outbox=Outbox(database, clock), webhooks=webhooks)
+
+
+def settled_event(person: Person, cost_picos: int, at: datetime, *, tokens: int = 0, kind: str = "adjustment") -> UsageEvent:
+    """Return an event in its final state that no table knows."""
+    return UsageEvent(
+        id=0,
+        request_id=new_id("req"),
+        tenant_id=person.tenant.id,
+        key_id=person.key.id,
+        model="demo",
+        endpoint="/v1/chat/completions",
+        kind=kind,
+        status="posted",
+        finish_reason="stop",
+        reserved_tokens=0,
+        prompt_tokens=0,
+        cached_tokens=0,
+        completion_tokens=tokens,
+        estimated=False,
+        price_id=None,
+        cost_picos=cost_picos,
+        currency="EUR",
+        admitted_at=at,
+        settled_at=at,
+        billing_day=at.date(),
+    )
 
 
 @dataclass(slots=True)

@@ -1,0 +1,276 @@
+"""Budget alerts: told in the transaction that settles, once per threshold, month and budget, and again for a raised budget."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+import pytest
+from sqlalchemy import event
+
+from appliance.base.db import Database
+from appliance.metering import rollups
+from appliance.metering.budget_alerts import SWEEP_INTERVAL_S, BudgetAlerts
+from appliance.metering.calendar import BillingCalendar
+from appliance.metering.ledger import Ledger
+from appliance.metering.outbox import Delivery
+from appliance.metering.prices import Price, PriceBook
+from appliance.tenancy.principals import Limits, TenantChanges
+from appliance.tenancy.tenants import Tenants
+from tests.support.alerts import TARGET, AlertBox, alert_box, settled_event
+from tests.support.cast import Cast, Person
+from tests.support.clock import FakeClock
+from tests.support.factories import pending, posted, voided
+from tests.support.ledgers import FailingDatabase
+
+UNIT = 10**6  # micro-units of money in one
+
+
+class Spender:
+    """A ledger with budget alerts behind it. Completion tokens cost one unit of money each."""
+
+    def __init__(self, alerts: AlertBox, budgets: BudgetAlerts, ledger: Ledger, price: Price) -> None:
+        self.alerts = alerts
+        self.budgets = budgets
+        self._ledger = ledger
+        self._price = price
+
+    async def spend(self, person: Person, units: int, *, at: datetime | None = None) -> None:
+        """Settle a request that costs so many units."""
+        entry = pending(person, price=self._price, admitted_at=at or self.alerts.clock.now())
+        await self._ledger.open(entry)
+        await self._ledger.settle(posted(entry.request_id, prompt=0, completion=units))
+
+    async def refuse(self, person: Person) -> None:
+        """Void a request."""
+        entry = pending(person, price=self._price)
+        await self._ledger.open(entry)
+        await self._ledger.settle(voided(entry.request_id))
+
+    async def told(self) -> list[tuple[str, int]]:
+        """Return period and percentage of every alert, in order."""
+        return [told_by(message) for message in await self.alerts.messages()]
+
+
+def told_by(message: Delivery) -> tuple[str, int]:
+    data = message.payload["data"]
+    return data.get("month") or data["day"], data["percent"]
+
+
+async def budget(database: Database, clock: FakeClock, person: Person, units: int | None, **changes: Any) -> None:
+    limits = {"monthly_budget": None if units is None else units * UNIT}
+    await Tenants(database, clock).update(person.tenant.id, TenantChanges(limits=limits, **changes))
+
+
+async def make_price(database: Database, clock: FakeClock) -> Price:
+    """Return a price at which each completion token costs one unit of money."""
+    return await PriceBook(database, clock).add(model="demo", currency="EUR", prompt=0, cached_prompt=0, completion=10**12)
+
+
+@pytest.fixture
+async def spender(database: Database, clock: FakeClock, cast: Cast) -> AsyncIterator[Spender]:
+    """A running ledger, and one webhook of the box that hears everything."""
+    alerts = alert_box(database, clock)
+    await alerts.webhooks.create(kind="webhook", target=TARGET)
+    budgets = BudgetAlerts(database, clock, BillingCalendar())
+    ledger = Ledger(database, clock, cast.epoch_id, on_settled=budgets.settled)
+    await ledger.start()
+    yield Spender(alerts, budgets, ledger, await make_price(database, clock))
+    await ledger.stop()
+
+
+async def test_each_threshold_is_told_once_when_it_is_reached(
+    database: Database, clock: FakeClock, cast: Cast, spender: Spender
+) -> None:
+    await budget(database, clock, cast.bob, 100)
+    for units, told in ((79, 0), (1, 1), (10, 1), (9, 1), (1, 2), (50, 2)):
+        await spender.spend(cast.bob, units)
+        assert len(await spender.told()) == told
+    messages = await spender.alerts.messages()
+    assert [told_by(message) for message in messages] == [("2026-11", 80), ("2026-11", 100)]
+    assert messages[0].event == "budget.threshold"
+    assert messages[0].payload["data"] == {
+        "tenant_id": cast.bob.tenant.id,
+        "tenant_name": "bob",
+        "percent": 80,
+        "month": "2026-11",
+        "monthly_budget": 100 * UNIT,
+        "spent_picos": 80 * 10**12,
+        "currency": "EUR",
+    }
+
+
+async def test_two_thresholds_that_are_reached_at_once_are_both_told(
+    database: Database, clock: FakeClock, cast: Cast, spender: Spender
+) -> None:
+    await budget(database, clock, cast.bob, 10)
+    await spender.spend(cast.bob, 25)
+    assert sorted(await spender.told()) == [("2026-11", 80), ("2026-11", 100)]
+
+
+async def test_the_percentages_of_the_tenant_count_and_an_empty_list_is_none(
+    database: Database, clock: FakeClock, cast: Cast, spender: Spender
+) -> None:
+    await budget(database, clock, cast.bob, 3, alert_percents=[33, 34])
+    await budget(database, clock, cast.charlie, 3, alert_percents=[])
+    await spender.spend(cast.bob, 1)
+    assert await spender.told() == [("2026-11", 33)]  # a third is more than 33 % and less than 34 %
+    await spender.spend(cast.bob, 1)
+    await spender.spend(cast.charlie, 5)
+    assert sorted(await spender.told()) == [("2026-11", 33), ("2026-11", 34)]
+
+
+async def test_a_tenant_without_a_budget_or_with_one_of_nothing_has_no_alerts(
+    database: Database, clock: FakeClock, cast: Cast, spender: Spender
+) -> None:
+    await budget(database, clock, cast.charlie, 0)
+    for person in (cast.bob, cast.charlie):
+        await spender.spend(person, 1000)
+    await spender.budgets.sweep()
+    assert await spender.told() == []
+
+
+async def test_another_budget_is_told_of_anew_and_the_old_one_not_again(
+    database: Database, clock: FakeClock, cast: Cast, spender: Spender
+) -> None:
+    await budget(database, clock, cast.bob, 100)
+    await spender.spend(cast.bob, 80)
+    await budget(database, clock, cast.bob, 1000)
+    await spender.spend(cast.bob, 719)
+    assert len(await spender.told()) == 1
+    await spender.spend(cast.bob, 1)
+    assert await spender.told() == [("2026-11", 80)] * 2
+    await budget(database, clock, cast.bob, 100)
+    await spender.spend(cast.bob, 1)
+    assert sorted(await spender.told()) == [("2026-11", 80), ("2026-11", 80), ("2026-11", 100)]
+
+
+async def test_each_month_of_the_billing_zone_has_its_own_alerts(database: Database, clock: FakeClock, cast: Cast) -> None:
+    alerts = alert_box(database, clock)
+    await alerts.webhooks.create(kind="webhook", target=TARGET)
+    calendar = BillingCalendar("Pacific/Auckland")
+    budgets = BudgetAlerts(database, clock, calendar)
+    ledger = Ledger(database, clock, cast.epoch_id, calendar=calendar, on_settled=budgets.settled)
+    await ledger.start()
+    spender = Spender(alerts, budgets, ledger, await make_price(database, clock))
+    await budget(database, clock, cast.bob, 10)
+    await spender.spend(cast.bob, 8, at=datetime(2026, 11, 30, 10, 59, tzinfo=UTC))
+    await spender.spend(cast.bob, 8, at=datetime(2026, 11, 30, 11, 0, tzinfo=UTC))  # midnight there
+    await ledger.stop()
+    assert await spender.told() == [("2026-11", 80), ("2026-12", 80)]
+
+
+async def test_the_tokens_of_the_day_are_watched_too(
+    database: Database, clock: FakeClock, cast: Cast, spender: Spender
+) -> None:
+    await Tenants(database, clock).update(cast.bob.tenant.id, TenantChanges(limits=Limits(tokens_per_day=100)))
+    for units in (79, 1, 19, 1):
+        await spender.spend(cast.bob, units)
+    clock.advance(86400)
+    await spender.spend(cast.bob, 80)
+    assert await spender.told() == [("2026-11-21", 80), ("2026-11-21", 100), ("2026-11-22", 80)]
+    message = (await spender.alerts.messages())[0]
+    assert message.event == "tokens_per_day.threshold"
+    assert (message.payload["data"]["tokens"], message.payload["data"]["tokens_per_day"]) == (80, 100)
+
+
+async def test_money_in_another_currency_does_not_count(
+    database: Database, clock: FakeClock, cast: Cast, spender: Spender
+) -> None:
+    await budget(database, clock, cast.bob, 10, currency="CHF")
+    await spender.spend(cast.bob, 100)
+    await spender.budgets.sweep()
+    assert await spender.told() == []
+
+
+async def test_a_sweep_tells_of_a_budget_that_was_lowered_and_nobody_settles(
+    database: Database, clock: FakeClock, cast: Cast, spender: Spender
+) -> None:
+    await budget(database, clock, cast.bob, 1000)
+    await spender.spend(cast.bob, 500)
+    await spender.budgets.sweep()
+    assert await spender.told() == []
+    await budget(database, clock, cast.bob, 600)
+    await spender.budgets.sweep()
+    assert await spender.told() == [("2026-11", 80)]
+    await spender.spend(cast.bob, 1)
+    clock.advance(SWEEP_INTERVAL_S)
+    await spender.budgets.sweep()
+    assert await spender.told() == [("2026-11", 80)]
+
+
+async def test_a_webhook_that_is_new_hears_how_it_stands(
+    database: Database, clock: FakeClock, cast: Cast, spender: Spender
+) -> None:
+    await budget(database, clock, cast.bob, 10)
+    await spender.spend(cast.bob, 9)
+    await spender.budgets.sweep()
+    late, _ = await spender.alerts.webhooks.create(kind="email", target="ops@example.com", tenant_id=cast.bob.tenant.id)
+    await spender.budgets.sweep()
+    told = [message.webhook_id for message in await spender.alerts.messages()]
+    assert told.count(late.id) == 1
+    assert len(told) == 2
+
+
+async def test_an_alert_is_rolled_back_with_its_settlement_and_told_with_the_second_try(
+    database: Database, clock: FakeClock, cast: Cast
+) -> None:
+    failing = FailingDatabase.around(database)
+    alerts = alert_box(database, clock)
+    await alerts.webhooks.create(kind="webhook", target=TARGET)
+    budgets = BudgetAlerts(failing, clock, BillingCalendar())
+    ledger = Ledger(failing, clock, cast.epoch_id, on_settled=budgets.settled)
+    await ledger.start()
+    spender = Spender(alerts, budgets, ledger, await make_price(database, clock))
+    await budget(database, clock, cast.bob, 10)
+    await spender.spend(cast.bob, 1)
+    entry = pending(cast.bob, price=spender._price)
+    await ledger.open(entry)
+    failing.fail_before_commit = 1
+    await ledger.settle(posted(entry.request_id, prompt=0, completion=8))
+    assert failing.fail_before_commit == 0
+    await ledger.stop()
+    assert await spender.told() == [("2026-11", 80)]
+
+
+async def test_most_settlements_cost_no_query_of_their_own(
+    database: Database, clock: FakeClock, cast: Cast, spender: Spender
+) -> None:
+    await budget(database, clock, cast.bob, 1_000_000)
+    for person in (cast.bob, cast.charlie):
+        await spender.spend(person, 1)
+    statements: list[str] = []
+    engine = database._writers.sync_engine
+
+    def note(_connection: Any, _cursor: Any, statement: str, _parameters: Any, _context: Any, _many: bool) -> None:
+        statements.append(statement)
+
+    event.listen(engine, "before_cursor_execute", note)
+    for person in (cast.bob, cast.charlie):
+        for _ in range(5):
+            await spender.spend(person, 1)
+    await spender.refuse(cast.bob)
+    event.remove(engine, "before_cursor_execute", note)
+    assert statements
+    assert not [statement for statement in statements if "FROM usage_rollups" in statement or "FROM tenants" in statement]
+
+
+async def test_a_correction_that_takes_away_never_hides_a_later_crossing(
+    database: Database, clock: FakeClock, cast: Cast, spender: Spender
+) -> None:
+    await budget(database, clock, cast.bob, 100)
+    await spender.spend(cast.bob, 50)
+    await settle_directly(spender, cast.bob, [-20 * 10**12])
+    await spender.spend(cast.bob, 49)
+    assert await spender.told() == []
+    await spender.spend(cast.bob, 1)
+    assert await spender.told() == [("2026-11", 80)]
+
+
+async def settle_directly(spender: Spender, person: Person, costs: Sequence[int]) -> None:
+    """Settle corrections with these costs as whoever writes them does: sums first, then the alerts, in one transaction."""
+    events = [settled_event(person, cost, spender.alerts.clock.now()) for cost in costs]
+    async with spender.alerts.db.writing() as connection:
+        await rollups.add(connection, BillingCalendar(), events)
+        await spender.budgets.settled(connection, events)
