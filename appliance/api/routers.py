@@ -7,13 +7,26 @@ from collections.abc import Sequence
 from litestar import Router
 from litestar.types import ControllerRouterHandler
 
-from appliance.api import admin_limits, admin_members, admin_requests, admin_system, admin_tenants, admin_usage, health
+from appliance.api import (
+    admin_audit,
+    admin_limits,
+    admin_members,
+    admin_requests,
+    admin_system,
+    admin_tenants,
+    admin_usage,
+    health,
+    organization_admin,
+    organization_limits,
+    organization_projects,
+    organization_usage,
+)
 from appliance.api.chat import create_chat_completion
 from appliance.api.models import list_models, retrieve_model
 
 
 def api_routers() -> Sequence[ControllerRouterHandler]:
-    """Return the tenants' API, health and metrics, and the administrators' API under `/admin/v1`."""
+    """Return the tenants' API, OpenAI's organization API, health and metrics, and the administrators' API under `/admin/v1`."""
     admin = Router(
         path="/admin/v1",
         route_handlers=[
@@ -22,7 +35,14 @@ def api_routers() -> Sequence[ControllerRouterHandler]:
             *admin_limits.HANDLERS,
             *admin_usage.HANDLERS,
             *admin_requests.HANDLERS,
+            *admin_audit.HANDLERS,
             *admin_system.HANDLERS,
         ],
     )
-    return [create_chat_completion, list_models, retrieve_model, *health.HANDLERS, admin]
+    organization = [
+        *organization_usage.HANDLERS,
+        *organization_projects.HANDLERS,
+        *organization_limits.HANDLERS,
+        *organization_admin.HANDLERS,
+    ]
+    return [create_chat_completion, list_models, retrieve_model, *organization, *health.HANDLERS, admin]

@@ -1,0 +1,98 @@
+"""Query parameters and lists of OpenAI's organization API: Unix seconds, repeated parameters in brackets, ids as cursors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from typing import Generic, TypeVar
+
+import msgspec
+
+from appliance.api.queries import AdminRequest
+from appliance.base.errors import InvalidValue
+
+SECONDS_MAX = 253_402_300_799  # the last second of the year 9999
+LIMIT_DEFAULT = 20
+LIMIT_MAX = 100
+LISTED_MAX = 1000
+TAGS = ["administration"]
+
+S = TypeVar("S")
+T = TypeVar("T")
+
+
+class ListShape(msgspec.Struct, Generic[S], kw_only=True):
+    """A part of a list; `last_id` goes into `?after=` of the next call."""
+
+    data: list[S]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+    object: str = "list"
+
+
+class DeletedShape(msgspec.Struct, kw_only=True):
+    """What is no longer there."""
+
+    id: str
+    object: str
+    deleted: bool = True
+
+
+def paths(path: str) -> list[str]:
+    """Return both addresses of a path of this API: with `/v1` and without."""
+    return [f"/v1/organization{path}", f"/organization{path}"]
+
+
+def both(*names: str) -> tuple[str, ...]:
+    """Return how repeated parameters may be written: `name` and `name[]`."""
+    return tuple(form for name in names for form in (name, f"{name}[]"))
+
+
+def list_shape(rows: Sequence[T], shape: Callable[[T], S], id_of: Callable[[S], str], *, has_more: bool) -> ListShape[S]:
+    """Return `rows` as a list whose ends are named."""
+    data = [shape(row) for row in rows]
+    first, last = (id_of(data[0]), id_of(data[-1])) if data else (None, None)
+    return ListShape(data=data, first_id=first, last_id=last, has_more=has_more)
+
+
+def many(request: AdminRequest, name: str) -> frozenset[str] | None:
+    """Return every value of a repeated parameter, None when it was not given. Raises InvalidValue for too many."""
+    values = [value for form in both(name) for value in request.query_params.getall(form, [])]
+    if len(values) > LISTED_MAX:
+        raise InvalidValue(f"{name} takes at most {LISTED_MAX} values", param=name)
+    return frozenset(values) if values else None
+
+
+def count(request: AdminRequest, default: int = LIMIT_DEFAULT, most: int = LIMIT_MAX) -> int:
+    """Return `limit`. Raises InvalidValue unless it is from 1 to `most`."""
+    value = whole(request, "limit", most)
+    if value == 0:
+        raise InvalidValue(f"limit must be a whole number from 1 to {most}", param="limit")
+    return default if value is None else value
+
+
+def seconds(request: AdminRequest, name: str) -> datetime | None:
+    """Return a time that was given in Unix seconds."""
+    value = whole(request, name, SECONDS_MAX)
+    return None if value is None else datetime.fromtimestamp(value, UTC)
+
+
+def whole(request: AdminRequest, name: str, most: int) -> int | None:
+    """Return a whole number that was given, from 0 to `most`."""
+    text = request.query_params.get(name)
+    if text is None:
+        return None
+    if not (text.isascii() and text.isdigit()) or len(text) > len(str(most)) or int(text) > most:
+        raise InvalidValue(f"{name} must be a whole number of at most {most}", param=name)
+    return int(text)
+
+
+def unix(moment: datetime) -> int:
+    """Return `moment` in Unix seconds, rounded down."""
+    return int(moment.timestamp() // 1)
+
+
+def optional_unix(moment: datetime | None) -> int | None:
+    """Return `moment` in Unix seconds, None for none."""
+    return None if moment is None else unix(moment)
