@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from datetime import UTC, datetime
+from datetime import UTC, date, datetime
+from typing import TYPE_CHECKING
 
 from appliance.base.errors import GatehouseError
 from appliance.base.money import MICROS_PER_UNIT
+
+if TYPE_CHECKING:
+    from appliance.metering.calendar import BillingCalendar
 
 NAME_CHARS_MAX = 200
 COUNT_MAX = 2**53  # exact in every client that reads our JSON
@@ -100,6 +104,17 @@ class Form:
             self.fail(field, "A day that is not over yet.")
             return None
         return moment
+
+    def first_day(self, field: str, calendar: BillingCalendar) -> datetime | None:
+        """Return when a day begins in the billing time zone, or None for an empty field."""
+        typed = self.raw(field)
+        if not typed:
+            return None
+        try:
+            return calendar.day_start(date.fromisoformat(typed))
+        except (ValueError, OverflowError):
+            self.fail(field, "A day like 2027-03-31, or empty.")
+            return None
 
     def names(self, field: str) -> tuple[str, ...] | None:
         """Return the names of a list typed with commas or line breaks, or None for an empty field (no restriction)."""

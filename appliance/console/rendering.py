@@ -15,6 +15,7 @@ from litestar.datastructures import Cookie
 
 from appliance.console.charts import spark_area, spark_points, stack, timeline
 from appliance.console.formatting import FILTERS
+from appliance.console.sections import sections_of
 from appliance.console.security import ConsoleRequest, current_session, may
 
 if TYPE_CHECKING:
@@ -43,6 +44,8 @@ DONE = {
     "tenant-archived": "Tenant archived. Its ledger stays.",
     "key-saved": "Key saved. New limits hold from the next request on.",
     "key-revoked": "Key revoked. It is refused from now on.",
+    "invoice-closed": "Invoice closed. It has its number and never changes again.",
+    "price-added": "Price added. It counts from its first moment on.",
     "request-cancelled": "Cancelled. Its KV blocks are free; what was generated is billed.",
     "signed-out": "Signed out.",
     "sign-in-expired": "That sign-in was not finished in time, or in another browser. Start again.",
@@ -147,6 +150,7 @@ class Pages:
             "member": session.member if session else None,
             "csrf_token": session.csrf_token if session else "",
             "may": partial(may, request),
+            "sections": sections_of(request.state.get("access")),
             "may_change": may(request, "write"),
             "done": DONE.get(request.cookies.get(DONE_COOKIE, "")),
         }

@@ -14,12 +14,14 @@ from litestar.static_files import create_static_files_router
 from appliance.base.errors import GatehouseError
 from appliance.console import (
     account,
+    invoices,
     keys,
     live_stream,
     login,
     login_code,
     login_oidc,
     overview,
+    prices,
     requests,
     second_factor,
     tenants,
@@ -45,7 +47,7 @@ HANDLERS = (
     requests.list_requests, requests.show_request, requests.cancel_request,
     tenants.list_tenants, tenants.new_tenant, tenants.create_tenant, tenants.show_tenant, tenants.save_tenant,
     tenants.suspend_tenant, tenants.resume_tenant, tenants.confirm_archive, tenants.archive_tenant,
-    usage.show_usage, usage.export_usage,
+    usage.show_usage, usage.export_usage, *invoices.HANDLERS, *prices.HANDLERS,
     keys.list_keys, keys.new_key, keys.create_key, keys.show_key, keys.save_key,
     keys.confirm_rotate, keys.rotate_key, keys.confirm_revoke, keys.revoke_key,
 )  # fmt: skip

@@ -1,0 +1,144 @@
+"""Invoices: the list of a month, one in full, a draft made, a draft closed. Knows no price: what an invoice says is computed
+below it, and the files come from the administrators' interface."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from functools import partial
+from typing import Any
+from urllib.parse import urlencode
+
+from litestar import get, post
+from litestar.params import FromPath
+
+from appliance.base.errors import BadRequest, Conflict, GatehouseError
+from appliance.console.context import Console, ConsoleDependency
+from appliance.console.forms import Form
+from appliance.console.history import tenants_by_name
+from appliance.console.rendering import Html
+from appliance.console.security import ConsoleRequest, access_of, needs
+from appliance.metering.calendar import first_day
+from appliance.metering.invoice_rows import Invoice, InvoiceHead
+from appliance.metering.invoice_wording import day_name, line_name, month_name, payment, percent
+from appliance.tenancy.principals import Tenant
+from appliance.tenancy.roles import Action
+
+PAGE_ROWS = 100
+STATES = ("draft", "closed")
+FIELDS = ("tenant", "month")
+WORDS: dict[str, Any] = {
+    "month_name": month_name,
+    "day_name": day_name,
+    "line_name": line_name,
+    "payment": payment,
+    "tax_percent": percent,
+}
+
+
+@get("/invoices", guards=[needs(Action.INVOICES)])
+async def list_invoices(request: ConsoleRequest, console: ConsoleDependency) -> Html:
+    """The invoices of whom one may see, the newest month first."""
+    return await _list(request, console, None)
+
+
+@post("/invoices", guards=[needs(Action.BILLING)], status_code=200)
+async def draft_invoice(request: ConsoleRequest, console: ConsoleDependency) -> Html:
+    """Make the draft of a tenant's month, or show the one that is there."""
+    form = await console.form(request)
+    tenant_id, month = form.text("tenant"), form.text("month")
+    if not form.errors:
+        try:
+            invoice = await console.services.invoices.draft(tenant_id, month)
+            return console.pages.redirect(request, f"/invoices/{invoice.head.id}")
+        except (BadRequest, Conflict) as error:
+            form.fail_with(error, FIELDS)
+    return await _list(request, console, form)
+
+
+@get("/invoices/{invoice_id:str}", guards=[needs(Action.INVOICES)])
+async def show_invoice(request: ConsoleRequest, console: ConsoleDependency, invoice_id: FromPath[str]) -> Html:
+    """One invoice; a draft as it would be now."""
+    invoice, tenant = await _find(request, console, invoice_id, Action.INVOICES)
+    return console.pages.page(request, "pages/invoice.html", invoice=invoice, tenant=tenant, **WORDS)
+
+
+@get("/invoices/{invoice_id:str}/close", guards=[needs(Action.BILLING)])
+async def confirm_close(request: ConsoleRequest, console: ConsoleDependency, invoice_id: FromPath[str]) -> Html:
+    """Say what closing does before it is done."""
+    invoice, tenant = await _find(request, console, invoice_id, Action.BILLING)
+    return _close_form(request, console, invoice, tenant, None)
+
+
+@post("/invoices/{invoice_id:str}/close", guards=[needs(Action.BILLING)], status_code=200)
+async def close_invoice(request: ConsoleRequest, console: ConsoleDependency, invoice_id: FromPath[str]) -> Html:
+    """Give the invoice its number and freeze it."""
+    invoice, tenant = await _find(request, console, invoice_id, Action.BILLING)
+    try:
+        await console.services.invoices.close(invoice_id)
+    except (BadRequest, Conflict) as error:
+        return _close_form(request, console, invoice, tenant, error)
+    return console.pages.redirect(request, f"/invoices/{invoice_id}", done="invoice-closed")
+
+
+async def _find(request: ConsoleRequest, console: Console, invoice_id: str, action: Action) -> tuple[Invoice, Tenant]:
+    """Return an invoice and its tenant. Raises NotFound for one that is not the member's."""
+    head: InvoiceHead = await console.services.invoices.head(invoice_id)
+    access_of(request).require_row(action, head.tenant_id, what="invoice", param="invoice_id")
+    return await console.services.invoices.get(invoice_id), await console.services.tenants.get(head.tenant_id)
+
+
+async def _list(request: ConsoleRequest, console: Console, form: Form | None) -> Html:
+    services, access = console.services, access_of(request)
+    state, month = request.query_params.get("state", ""), request.query_params.get("month", "")
+    page = await services.invoices.list(
+        PAGE_ROWS,
+        request.query_params.get("cursor") or None,
+        month=month or None,
+        state=state if state in STATES else None,
+        narrow=partial(access.narrow, action=Action.INVOICES),
+    )
+    tenants = await tenants_by_name(services, access)
+    given = {"state": state, "month": month, "cursor": page.next_cursor or ""}
+    return console.pages.page(
+        request,
+        "pages/invoices.html",
+        status=422 if form else 200,
+        invoices=page.data,
+        names={tenant.id: tenant.name for tenant in tenants},
+        tenants=[tenant for tenant in tenants if access.may(Action.BILLING, tenant.id)],
+        last_month=_last_month(console),
+        state=state,
+        month=month,
+        states=STATES,
+        next_page=f"/invoices?{urlencode({k: v for k, v in given.items() if v})}" if page.has_more else None,
+        form=form,
+        **WORDS,
+    )
+
+
+def _last_month(console: Console) -> str:
+    """Return the month before the current one: the one that is usually billed."""
+    calendar = console.services.reports.calendar
+    return calendar.month_of(first_day(calendar.month_of(console.services.clock.now())) - timedelta(days=1))
+
+
+def _close_form(
+    request: ConsoleRequest, console: Console, invoice: Invoice, tenant: Tenant, error: GatehouseError | None
+) -> Html:
+    form = None
+    if error is not None:
+        form = Form({})
+        form.fail_with(error, ())
+    return console.pages.sheet(
+        request,
+        "fragments/invoice_close.html",
+        title=f"Close {month_name(invoice.head.month)} of {tenant.name}",
+        status=422 if form else 200,
+        invoice=invoice,
+        tenant=tenant,
+        form=form,
+        **WORDS,
+    )
+
+
+HANDLERS = (list_invoices, draft_invoice, show_invoice, confirm_close, close_invoice)

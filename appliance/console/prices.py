@@ -1,0 +1,111 @@
+"""The price book: what a million tokens cost from when on. A price is added, never changed."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import Any
+
+from litestar import get, post
+
+from appliance.base.errors import BadRequest, Conflict
+from appliance.console.context import Console, ConsoleDependency
+from appliance.console.forms import Form
+from appliance.console.rendering import Html
+from appliance.console.security import ConsoleRequest, needs
+from appliance.metering.prices import Price
+from appliance.tenancy.fields import TIERS
+from appliance.tenancy.pages import PAGE_ROWS_MAX
+from appliance.tenancy.roles import Action
+
+FIELDS = ("model", "currency", "prompt", "cached_prompt", "completion", "rejected_draft", "effective_from", "batch_percent")
+
+
+@get("/prices", guards=[needs(Action.READ_BOX)])
+async def list_prices(request: ConsoleRequest, console: ConsoleDependency) -> Html:
+    """Every price: of each model and currency the one in force, those to come, and those that were."""
+    prices = await _every_price(console)
+    return console.pages.page(request, "pages/prices.html", books=books_of(prices, console.services.clock.now()), tiers=TIERS)
+
+
+@get("/prices/new", guards=[needs(Action.BILLING)])
+async def new_price(request: ConsoleRequest, console: ConsoleDependency) -> Html:
+    """The form of a new price; a model in the address fills it with the price in force."""
+    model = request.query_params.get("model", "")
+    current = await console.services.prices.current(model, console.services.clock.now()) if model else None
+    return _form(request, console, None, model=model, current=current)
+
+
+@post("/prices", guards=[needs(Action.BILLING)], status_code=200)
+async def add_price(request: ConsoleRequest, console: ConsoleDependency) -> Html:
+    """Add a price, or show the form again with what is wrong."""
+    form = await console.form(request)
+    values = _read(form, console)
+    if not form.errors:
+        try:
+            await console.services.prices.add(**values)
+            return console.pages.redirect(request, "/prices", done="price-added")
+        except (BadRequest, Conflict) as error:
+            form.fail_with(error, (*FIELDS, *(f"tier_{tier}" for tier in TIERS)))
+    return _form(request, console, form, model=form.raw("model"), current=None)
+
+
+def books_of(prices: list[Price], now: datetime) -> list[tuple[str, str, list[tuple[Price, str]]]]:
+    """Return (model, currency, [(price, state)]) by model, the newest price first; a state is future, in force or past."""
+    books: dict[tuple[str, str], list[Price]] = {}
+    for price in sorted(prices, key=lambda price: price.effective_from, reverse=True):
+        books.setdefault((price.model, price.currency), []).append(price)
+    made = []
+    for (model, currency), book in sorted(books.items()):
+        in_force = next((price.id for price in book if price.effective_from <= now), None)
+        states = ["future" if price.effective_from > now else "in force" if price.id == in_force else "past" for price in book]
+        made.append((model, currency, list(zip(book, states, strict=True))))
+    return made
+
+
+def _read(form: Form, console: Console) -> dict[str, Any]:
+    amounts = {name: form.amount_micros(name) for name in ("prompt", "cached_prompt", "completion", "rejected_draft")}
+    for name in ("prompt", "completion"):
+        if amounts[name] is None:
+            form.fail(name, "Fill this in.")
+    batch_percent = form.whole_number("batch_percent", most=100)
+    tiers = {tier: form.whole_number(f"tier_{tier}", most=100) for tier in TIERS}
+    return {
+        "model": form.text("model"),
+        "currency": form.raw("currency") or console.services.settings.currency,
+        "prompt": amounts["prompt"],
+        "cached_prompt": amounts["prompt"] if amounts["cached_prompt"] is None else amounts["cached_prompt"],
+        "completion": amounts["completion"],
+        "rejected_draft": amounts["rejected_draft"] or 0,
+        "batch_percent": 100 if batch_percent is None else batch_percent,
+        "tier_percents": {tier: percent for tier, percent in tiers.items() if percent is not None} or None,
+        "effective_from": form.first_day("effective_from", console.services.reports.calendar),
+    }
+
+
+def _form(request: ConsoleRequest, console: Console, form: Form | None, *, model: str, current: Price | None) -> Html:
+    return console.pages.sheet(
+        request,
+        "fragments/price_new.html",
+        title="New price",
+        status=422 if form else 200,
+        form=form,
+        model=model,
+        current=current,
+        tiers=TIERS,
+        models=[served.name for served in console.services.models.list()],
+        zone=console.services.settings.time_zone,
+    )
+
+
+async def _every_price(console: Console) -> list[Price]:
+    prices: list[Price] = []
+    cursor = None
+    while True:
+        page = await console.services.prices.list(PAGE_ROWS_MAX, cursor)
+        prices += page.data
+        cursor = page.next_cursor
+        if cursor is None:
+            return prices
+
+
+HANDLERS = (list_prices, new_price, add_price)

@@ -1,0 +1,76 @@
+"""The price book in the console: added, never changed; what is wrong stands beside its field."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import pytest
+
+from appliance.console.prices import books_of
+from tests.support.clock import START, FakeClock
+from tests.support.console_fixtures import Box
+from tests.support.factories import price
+
+FIELDS = {"model": "demo", "currency": "EUR", "prompt": "0.50", "cached_prompt": "", "completion": "1,50"}
+
+
+async def test_a_price_is_added_in_units_of_money_and_counts_from_now(box: Box, clock: FakeClock) -> None:
+    alice = await box.alice()
+    answer = await alice.post("/prices", **FIELDS, tier_batch="50", batch_percent="40")
+    assert (answer.status_code, answer.headers["location"]) == (303, "/prices")
+    added = await box.services.prices.current("demo", clock.now())
+    assert added is not None
+    assert (added.prompt, added.cached_prompt, added.completion) == (500_000, 500_000, 1_500_000)
+    assert (added.batch_percent, added.tier_percents) == (40, {"batch": 50})
+    page = (await alice.get("/prices")).text
+    for text in ("in force", "0.50", "1.50", "40 %", "batch 50 %"):
+        assert text in page
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"prompt": ""}, "Fill this in."),
+        ({"prompt": "-1"}, "An amount like 250 or 12.50"),
+        ({"currency": "euros"}, "urrency"),
+        ({"effective_from": "tomorrow"}, "A day like 2027-03-31"),
+        ({"batch_percent": "101"}, "Between 0 and 100."),
+        ({"tier_standard": "1000"}, "Between 0 and 100."),
+    ],
+)
+async def test_what_is_wrong_is_said_beside_the_field_and_nothing_is_added(
+    box: Box, clock: FakeClock, change: dict[str, str], sentence: str
+) -> None:
+    answer = await (await box.alice()).post("/prices", **{**FIELDS, **change})
+    assert answer.status_code == 422
+    assert sentence in answer.text
+    assert await box.services.prices.current("demo", clock.now()) is None
+
+
+async def test_a_price_cannot_begin_in_the_past_of_another(box: Box, clock: FakeClock) -> None:
+    alice = await box.alice()
+    await alice.post("/prices", **FIELDS)
+    answer = await alice.post("/prices", **{**FIELDS, "effective_from": "2020-01-01"})
+    assert answer.status_code == 422
+    assert "past" in answer.text
+
+
+async def test_the_form_begins_with_the_price_in_force(box: Box) -> None:
+    alice = await box.alice()
+    await alice.post("/prices", **FIELDS)
+    form = (await alice.fragment("/prices/new?model=demo")).text
+    assert 'value="0.50"' in form
+    assert 'value="1.50"' in form
+
+
+async def test_a_viewer_reads_and_adds_nothing(box: Box) -> None:
+    vera = await box.vera()
+    assert "No price." in (await vera.get("/prices")).text
+    assert (await vera.post("/prices", **FIELDS)).status_code == 403
+
+
+def test_a_book_says_what_is_in_force_what_was_and_what_comes() -> None:
+    prices = [price(at=START + timedelta(days=day)) for day in (-10, -1, 5)]
+    ((model, currency, book),) = books_of(prices, START)
+    assert (model, currency) == ("demo", "EUR")
+    assert [state for _, state in book] == ["future", "in force", "past"]
