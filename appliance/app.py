@@ -53,16 +53,18 @@ from appliance.tenancy.admin_tokens import AdminTokens
 from appliance.tenancy.audit import AuditLog
 from appliance.tenancy.bootstrap import FirstStart, bootstrap
 from appliance.tenancy.first_login import note_shown
+from appliance.tenancy.identities import Identities
 from appliance.tenancy.keys import Keys
 from appliance.tenancy.members import Members
 from appliance.tenancy.memberships import Memberships
 from appliance.tenancy.model_policies import ModelPolicies
+from appliance.tenancy.oidc import provider_of
 from appliance.tenancy.second_factor import SecondFactors, appliance_label
 from appliance.tenancy.secrets import read_or_create_pepper
 from appliance.tenancy.sessions import Sessions
 from appliance.tenancy.tenants import Tenants
 from appliance.tenancy.tiers import Tiers
-from appliance.tenancy.tickets import SIGN_IN_LIFE_S, Tickets
+from appliance.tenancy.tickets import PROVIDER_SIGN_IN_LIFE_S, SIGN_IN_LIFE_S, Tickets
 
 HOUSEKEEPING_INTERVAL_S = 10.0
 SETTLE_TIMEOUT_S = 10.0
@@ -185,6 +187,9 @@ class Appliance:
             sessions=Sessions(db, clock, idle_s=settings.session_idle_s, absolute_s=settings.session_absolute_s),
             second_factors=SecondFactors(db, clock, pepper, label=appliance_label(settings.external_url)),
             sign_in_tickets=Tickets(pepper, "sign-in", clock, life_s=SIGN_IN_LIFE_S),
+            oidc_tickets=Tickets(pepper, "provider sign-in", clock, life_s=PROVIDER_SIGN_IN_LIFE_S),
+            identities=Identities(db, clock),
+            oidc=provider_of(settings, clock),
             admin_tokens=AdminTokens(db, clock),
             audit=AuditLog(db, clock),
             admission=admission,

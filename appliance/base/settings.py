@@ -79,6 +79,7 @@ class Settings:
     oidc_issuer: str | None = None
     oidc_client_id: str | None = None
     oidc_client_secret: str | None = field(default=None, repr=False)
+    oidc_name: str | None = None
     smtp_url: str | None = field(default=None, repr=False)
     smtp_from: str | None = None
     webhook_networks: tuple[values_of.Network, ...] = ()
@@ -205,6 +206,7 @@ _PARSERS: dict[str, Callable[[object], Any]] = {
     "oidc_issuer": values_of.web_address,
     "oidc_client_id": values_of.text,
     "oidc_client_secret": values_of.secret,
+    "oidc_name": values_of.text,
     "smtp_url": values_of.mail_server,
     "smtp_from": values_of.email,
     "webhook_networks": values_of.networks,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from urllib.parse import urlencode
+
 from litestar import get, post
 
 from appliance.base.errors import InvalidCredentials, RateLimitExceeded
@@ -80,4 +82,14 @@ def login_form(
     request: ConsoleRequest, console: Console, *, target: str, email: str = "", error: str | None = None, status: int = 200
 ) -> Html:
     """Return the sign-in form, with what was typed and what is wrong."""
-    return console.pages.page(request, "pages/login.html", status=status, next=target, email=email, error=error)
+    provider = console.services.oidc
+    return console.pages.page(
+        request,
+        "pages/login.html",
+        status=status,
+        next=target,
+        email=email,
+        error=error,
+        provider=None if provider is None else provider.client.label,
+        oidc_path=f"/login/oidc?{urlencode({'next': target})}",
+    )

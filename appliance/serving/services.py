@@ -23,10 +23,12 @@ from appliance.telemetry.events import SystemSampler
 from appliance.telemetry.metrics import Metrics
 from appliance.tenancy.admin_tokens import AdminTokens
 from appliance.tenancy.audit import AuditLog
+from appliance.tenancy.identities import Identities
 from appliance.tenancy.keys import Keys
 from appliance.tenancy.members import Members
 from appliance.tenancy.memberships import Memberships
 from appliance.tenancy.model_policies import ModelPolicies
+from appliance.tenancy.oidc import OidcProvider
 from appliance.tenancy.second_factor import SecondFactors
 from appliance.tenancy.sessions import Sessions
 from appliance.tenancy.tenants import Tenants
@@ -54,6 +56,9 @@ class Services:
     sessions: Sessions
     second_factors: SecondFactors
     sign_in_tickets: Tickets
+    oidc_tickets: Tickets
+    identities: Identities
+    oidc: OidcProvider | None
     admin_tokens: AdminTokens
     audit: AuditLog
     admission: Admission

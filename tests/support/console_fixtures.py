@@ -33,13 +33,14 @@ from appliance.telemetry.gpu import NO_GPU, GpuReading
 from appliance.telemetry.host import HostReading
 from appliance.tenancy.admin_tokens import AdminTokens
 from appliance.tenancy.audit import AuditLog
+from appliance.tenancy.identities import Identities
 from appliance.tenancy.keys import Keys
 from appliance.tenancy.members import Members
 from appliance.tenancy.memberships import Memberships
 from appliance.tenancy.second_factor import SecondFactors
 from appliance.tenancy.sessions import Sessions
 from appliance.tenancy.tenants import Tenants
-from appliance.tenancy.tickets import SIGN_IN_LIFE_S, Tickets
+from appliance.tenancy.tickets import PROVIDER_SIGN_IN_LIFE_S, SIGN_IN_LIFE_S, Tickets
 from engine.protocol import EngineInfo, EngineStatus
 from tests.support.cast import ALICE_PASSWORD, PEPPER, Cast, Person, make_cast, quick_hasher
 
@@ -302,6 +303,8 @@ def _services(
         "sessions": Sessions(database, clock),
         "second_factors": SecondFactors(database, clock, PEPPER),
         "sign_in_tickets": Tickets(PEPPER, "sign-in", clock, life_s=SIGN_IN_LIFE_S),
+        "oidc_tickets": Tickets(PEPPER, "provider sign-in", clock, life_s=PROVIDER_SIGN_IN_LIFE_S),
+        "identities": Identities(database, clock),
         "admin_tokens": AdminTokens(database, clock),
         "audit": AuditLog(database, clock),
         "admission": Admission(clock, LedgerSums(database)),

@@ -1,0 +1,90 @@
+"""Who somebody at a sign-in provider is here: members are linked by issuer and subject, the first time by verified e-mail.
+
+Nobody becomes a member by signing in: an owner has made the member before. A link moves to another issuer when the operator has
+changed the provider, and never to another subject of the same one: an address that was given to somebody else opens nothing.
+"""
+
+from __future__ import annotations
+
+from sqlalchemy import RowMapping, select, update
+from sqlalchemy.exc import IntegrityError
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from appliance.base.clock import Clock
+from appliance.base.db import Database
+from appliance.base.errors import InvalidCredentials, NotFound
+from appliance.base.tables import members
+from appliance.tenancy import audit
+from appliance.tenancy.id_tokens import Identity
+from appliance.tenancy.members import Member, member_from_row
+
+
+class Identities:
+    """The links of all members."""
+
+    def __init__(self, db: Database, clock: Clock) -> None:
+        self._db = db
+        self._clock = clock
+
+    async def member_of(self, identity: Identity) -> Member:
+        """Return the member that `identity` signs in. Raises InvalidCredentials with a sentence for who tried."""
+        async with self._db.reading() as connection:
+            row = await self._linked(connection, identity)
+        if row is None:
+            row = await self._link(identity)
+        if row["disabled_at"] is not None:
+            raise InvalidCredentials("This member may no longer sign in.")
+        return member_from_row(row)
+
+    async def issuer_of(self, member_id: str) -> str | None:
+        """Return the provider that the member is linked with."""
+        async with self._db.reading() as connection:
+            query = select(members.c.oidc_issuer).where(members.c.id == member_id)
+            issuer: str | None = (await connection.execute(query)).scalar_one_or_none()
+        return issuer
+
+    async def unlink(self, email: str) -> Member:
+        """Forget who the member is at the provider: the next sign-in there links again by e-mail. Raises NotFound."""
+        async with self._db.writing() as connection:
+            query = select(members).where(members.c.email == email.strip().lower())
+            row = (await connection.execute(query)).mappings().first()
+            if row is None:
+                raise NotFound("no such member", param="email")
+            await connection.execute(
+                update(members).where(members.c.id == row["id"]).values(oidc_issuer=None, oidc_subject=None)
+            )
+            if row["oidc_issuer"] is not None:
+                before = {"oidc_issuer": row["oidc_issuer"], "oidc_subject": row["oidc_subject"]}
+                await audit.record(connection, self._clock, "member.unlink_provider", "member", row["id"], before=before)
+        return member_from_row(row)
+
+    async def _link(self, identity: Identity) -> RowMapping:
+        if identity.email is None:
+            raise InvalidCredentials("The provider has no verified e-mail address of you.")
+        try:
+            async with self._db.writing() as connection:
+                return await self._link_by_email(connection, identity, identity.email.strip().lower())
+        except IntegrityError:  # the same person linked at the same moment
+            async with self._db.reading() as connection:
+                row = await self._linked(connection, identity)
+            assert row is not None, "the identity was taken and is gone"
+            return row
+
+    async def _link_by_email(self, connection: AsyncConnection, identity: Identity, email: str) -> RowMapping:
+        query = select(members).where(members.c.email == email).with_for_update()  # another first sign-in waits here
+        row = (await connection.execute(query)).mappings().first()
+        if row is None:
+            raise InvalidCredentials("There is no member with your e-mail address: ask an owner of this box to invite you.")
+        link = {"oidc_issuer": identity.issuer, "oidc_subject": identity.subject}
+        free = members.c.oidc_issuer.is_(None) | (members.c.oidc_issuer != identity.issuer)
+        may_link = (members.c.id == row["id"]) & members.c.disabled_at.is_(None) & free
+        linked = (await connection.execute(update(members).where(may_link).values(**link))).rowcount == 1
+        if linked:
+            await audit.record(connection, self._clock, "member.link_provider", "member", row["id"], after=link)
+        elif row["disabled_at"] is None and row["oidc_subject"] != identity.subject:
+            raise InvalidCredentials("This member is linked with another account of the provider: ask an owner of this box.")
+        return row
+
+    async def _linked(self, connection: AsyncConnection, identity: Identity) -> RowMapping | None:
+        linked = (members.c.oidc_issuer == identity.issuer) & (members.c.oidc_subject == identity.subject)
+        return (await connection.execute(select(members).where(linked))).mappings().first()

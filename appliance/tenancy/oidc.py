@@ -1,0 +1,222 @@
+"""An OpenID Connect provider that people may sign in through: the authorization code flow with PKCE (S256) and a nonce.
+
+Knows the provider and no member. Nothing that the provider says is believed before `id_tokens` has checked it, and a provider
+that is away never stands in the way of a password.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import quote, urlencode, urlsplit
+
+import httpx
+from authlib.oauth2.rfc7636 import create_s256_code_challenge
+
+from appliance.base.clock import Clock
+from appliance.base.settings import Settings
+from appliance.tenancy.id_tokens import Identity, Jwk, TokenRefused, UnknownKey, read_id_token, verified_email
+
+SCOPE = "openid email profile"
+TIMEOUT_S = 10.0
+ANSWER_BYTES_MAX = 1024 * 1024
+KEPT_S = 3600.0  # how long the provider's description and keys are used without asking again
+KEYS_ASKED_AGAIN_S = 60.0  # a token with an unknown key makes us ask for new ones, but not more often than this
+PAUSE_AFTER_FAILURE_S = 5.0
+CALLBACK_PATH = "/login/oidc/callback"
+_ENDPOINTS = ("authorization_endpoint", "token_endpoint", "jwks_uri")
+
+
+class ProviderUnavailable(Exception):
+    """The provider does not answer, or not as a provider does. The message is for the log."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Client:
+    """What the provider knows us by. `secret` None is a public client, which PKCE alone protects."""
+
+    issuer: str
+    client_id: str
+    secret: str | None = field(default=None, repr=False)
+    external_url: str
+    name: str | None = None
+
+    @property
+    def label(self) -> str:
+        """Return what the provider is called on the sign-in page."""
+        return self.name or urlsplit(self.issuer).hostname or self.issuer
+
+    @property
+    def redirect_uri(self) -> str:
+        """Return where the provider sends people back."""
+        return f"{self.external_url}{CALLBACK_PATH}"
+
+
+class OidcProvider:
+    """One provider. `transport` is for tests; None speaks to the network."""
+
+    def __init__(self, client: Client, clock: Clock, *, transport: httpx.AsyncBaseTransport | None = None) -> None:
+        self.client = client
+        self._clock = clock
+        self._transport = transport
+        self._lock = asyncio.Lock()
+        self._metadata: dict[str, Any] = {}
+        self._metadata_at = self._keys_at = self._failed_at = float("-inf")
+        self._keys: list[Jwk] = []
+
+    async def authorization_url(self, *, state: str, nonce: str, verifier: str) -> str:
+        """Return the address at the provider that a sign-in begins with. Raises ProviderUnavailable."""
+        endpoint = str((await self._described())["authorization_endpoint"])
+        query = {
+            "response_type": "code",
+            "client_id": self.client.client_id,
+            "redirect_uri": self.client.redirect_uri,
+            "scope": SCOPE,
+            "state": state,
+            "nonce": nonce,
+            "code_challenge": create_s256_code_challenge(verifier),
+            "code_challenge_method": "S256",
+        }
+        return f"{endpoint}{'&' if '?' in endpoint else '?'}{urlencode(query)}"
+
+    async def identify(self, *, code: str, nonce: str, verifier: str, sent_by: str | None = None) -> Identity:
+        """Return whom the provider has signed in, for the `code` that it sent back.
+
+        `sent_by` is the issuer that the way back names, if any (RFC 9207). Raises TokenRefused and ProviderUnavailable.
+        """
+        metadata = await self._described()
+        if sent_by is not None and sent_by != metadata["issuer"]:
+            raise TokenRefused("the code is from another issuer")
+        tokens = await self._exchange(metadata, code, verifier)
+        subject, claims = await self._checked(tokens.get("id_token"), metadata, nonce)
+        email = verified_email(claims)
+        if "email" not in claims:
+            email = await self._asked_email(metadata, tokens.get("access_token"), subject)
+        return Identity(issuer=metadata["issuer"], subject=subject, email=email)
+
+    async def _checked(self, token: object, metadata: Mapping[str, Any], nonce: str) -> tuple[str, Mapping[str, Any]]:
+        """Return (subject, claims); a token of an unknown key is looked at again with the provider's newest keys."""
+        expected = {"issuer": metadata["issuer"], "client_id": self.client.client_id, "nonce": nonce}
+        try:
+            return read_id_token(token, await self._signing_keys(metadata), **expected, now=self._clock.now())
+        except UnknownKey:
+            keys = await self._signing_keys(metadata, kept_s=KEYS_ASKED_AGAIN_S)
+            return read_id_token(token, keys, **expected, now=self._clock.now())
+
+    async def _described(self) -> dict[str, Any]:
+        """Return the provider's description of itself (OpenID Connect Discovery 1.0)."""
+        async with self._lock:
+            now = self._clock.monotonic_s()
+            if now - self._metadata_at < KEPT_S:
+                return self._metadata
+            if now - self._failed_at < PAUSE_AFTER_FAILURE_S:
+                raise ProviderUnavailable("the provider did not answer a moment ago")
+            try:
+                found = await self._call("GET", f"{self.client.issuer}/.well-known/openid-configuration")
+                self._metadata = _check_metadata(found, self.client.issuer)
+            except ProviderUnavailable:
+                self._failed_at = now
+                raise
+            self._metadata_at = now
+            return self._metadata
+
+    async def _signing_keys(self, metadata: Mapping[str, Any], *, kept_s: float = KEPT_S) -> list[Jwk]:
+        async with self._lock:
+            now = self._clock.monotonic_s()
+            if now - self._keys_at >= kept_s:
+                found = (await self._call("GET", metadata["jwks_uri"])).get("keys")
+                if not isinstance(found, list):
+                    raise ProviderUnavailable("the provider shows no keys")
+                self._keys = [key for key in found if isinstance(key, dict)]
+                self._keys_at = now
+            return self._keys
+
+    async def _exchange(self, metadata: Mapping[str, Any], code: str, verifier: str) -> dict[str, Any]:
+        client = self.client
+        form = {
+            "grant_type": "authorization_code",
+            "code": code,
+            "redirect_uri": client.redirect_uri,
+            "code_verifier": verifier,
+        }
+        methods = metadata.get("token_endpoint_auth_methods_supported") or ["client_secret_basic"]
+        options: dict[str, Any] = {}
+        if client.secret is not None and "client_secret_basic" in methods:
+            # RFC 6749, section 2.3.1: both are form-encoded first.
+            options["auth"] = (quote(client.client_id, safe=""), quote(client.secret, safe=""))
+        else:
+            form |= {"client_id": client.client_id} | ({"client_secret": client.secret} if client.secret else {})
+        return await self._call("POST", metadata["token_endpoint"], data=form, **options)
+
+    async def _asked_email(self, metadata: Mapping[str, Any], access_token: object, subject: str) -> str | None:
+        """Return the verified address that stands in the user info instead of the token, if it does."""
+        endpoint = metadata.get("userinfo_endpoint")
+        if not isinstance(endpoint, str) or not isinstance(access_token, str) or not _is_allowed(endpoint, self.client.issuer):
+            return None
+        claims = await self._call("GET", endpoint, headers={"authorization": f"Bearer {access_token}"})
+        if claims.get("sub") != subject:
+            raise TokenRefused("the user info is about somebody else")
+        return verified_email(claims)
+
+    async def _call(self, method: str, url: str, **options: Any) -> dict[str, Any]:
+        """Return the JSON object that the provider answers with; refused with a 4xx it raises TokenRefused."""
+        place = f"{method} {urlsplit(url).path}"
+        try:
+            async with (
+                asyncio.timeout(TIMEOUT_S),
+                httpx.AsyncClient(transport=self._transport, timeout=TIMEOUT_S) as http,
+                http.stream(method, url, headers={"accept": "application/json"} | options.pop("headers", {}), **options) as got,
+            ):
+                body = bytearray()
+                async for chunk in got.aiter_bytes():
+                    body += chunk
+                    if len(body) > ANSWER_BYTES_MAX:
+                        raise ProviderUnavailable(f"{place}: the answer is too long")
+        except (httpx.HTTPError, httpx.InvalidURL, TimeoutError, OSError) as error:
+            raise ProviderUnavailable(f"{place}: {type(error).__name__} {error}") from error
+        if method == "POST" and 400 <= got.status_code < 500:
+            raise TokenRefused(f"{place}: the provider refused the code with {got.status_code}")
+        try:
+            answer = json.loads(body)
+        except (ValueError, RecursionError):
+            answer = None
+        if got.status_code != 200 or not isinstance(answer, dict):
+            raise ProviderUnavailable(f"{place}: {got.status_code} and no JSON object")
+        return answer
+
+
+def provider_of(settings: Settings, clock: Clock) -> OidcProvider | None:
+    """Return the provider that the settings name, or None."""
+    if settings.oidc_issuer is None or settings.oidc_client_id is None or settings.external_url is None:
+        return None
+    client = Client(
+        issuer=settings.oidc_issuer,
+        client_id=settings.oidc_client_id,
+        secret=settings.oidc_client_secret,
+        external_url=settings.external_url,
+        name=settings.oidc_name,
+    )
+    return OidcProvider(client, clock)
+
+
+def _check_metadata(metadata: dict[str, Any], issuer: str) -> dict[str, Any]:
+    """Return `metadata` if it is the issuer's own, with addresses that may be called."""
+    told = metadata.get("issuer")
+    if not isinstance(told, str) or told.rstrip("/") != issuer.rstrip("/"):
+        raise ProviderUnavailable("the description is of another issuer")
+    for name in _ENDPOINTS:
+        if not isinstance(metadata.get(name), str) or not _is_allowed(metadata[name], issuer):
+            raise ProviderUnavailable(f"the description has no {name} that may be called")
+    return metadata
+
+
+def _is_allowed(address: str, issuer: str) -> bool:
+    """Return whether `address` is encrypted, or the operator has chosen a provider that is not."""
+    try:
+        parts = urlsplit(address)
+    except ValueError:
+        return False
+    return bool(parts.hostname) and parts.scheme in ("https", urlsplit(issuer).scheme)

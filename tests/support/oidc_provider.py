@@ -1,0 +1,175 @@
+"""An OpenID Connect provider with real keys that plays fair, until a test tells it how to cheat."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import hmac
+import json
+import secrets
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any, Literal
+from urllib.parse import parse_qs, parse_qsl, urlencode, urlsplit
+
+import httpx
+from joserfc import jwt
+from joserfc.jwk import ECKey, RSAKey
+
+from appliance.base.clock import Clock
+from appliance.tenancy.oidc import Client, OidcProvider
+
+ISSUER = "https://id.example.com"
+CLIENT_ID = "gatehouse"
+CLIENT_SECRET = "a client's secret: with / and %"
+TOKEN_LIFE_S = 300
+Cheat = Literal["unsigned", "shared_secret", "foreign_key"]
+
+
+@lru_cache
+def rsa_key(name: str) -> RSAKey:
+    """A key of 2048 bits; the same one for the same name, because making one takes a while."""
+    return RSAKey.generate_key(2048, {"kid": name, "use": "sig"})
+
+
+def ec_key(name: str) -> ECKey:
+    """A key of the curve P-256."""
+    return ECKey.generate_key("P-256", {"kid": name, "use": "sig"})
+
+
+class FakeProvider:
+    """Serves its description, keys, sign-in page, tokens and user info. Whoever comes is `person`.
+
+    `claims` replaces claims of the ID token, None takes one away. `cheat` signs wrongly. `down` is a status, 0 no answer.
+    """
+
+    def __init__(self, clock: Clock, *, issuer: str = ISSUER, external_url: str = "http://gatehouse.test") -> None:
+        self.clock = clock
+        self.issuer = issuer
+        self.external_url = external_url
+        self.person: dict[str, Any] = {"sub": "alice-7", "email": "alice@example.com", "email_verified": True}
+        self.claims: dict[str, Any] = {}
+        self.metadata: dict[str, Any] = {}
+        self.cheat: Cheat | None = None
+        self.down: int | None = None
+        self.email_in_token = True
+        self.user_info: dict[str, Any] = {}
+        self.requests: list[str] = []
+        self._signing: RSAKey | ECKey = rsa_key("first")
+        self._shown: list[RSAKey | ECKey] = [self._signing]
+        self._codes: dict[str, Mapping[str, str]] = {}
+
+    def client(self, *, secret: str | None = CLIENT_SECRET, name: str | None = None) -> OidcProvider:
+        """The appliance's side of this provider."""
+        client = Client(issuer=self.issuer, client_id=CLIENT_ID, secret=secret, external_url=self.external_url, name=name)
+        return OidcProvider(client, self.clock, transport=httpx.MockTransport(self.handle))
+
+    def rotate(self, key: RSAKey | ECKey, *, keep_old: bool = False) -> None:
+        """Sign with a new key from now on."""
+        self._signing = key
+        self._shown = [*self._shown, key] if keep_old else [key]
+
+    def sign_in(self, address: str) -> str:
+        """Return where the provider sends a browser that came to `address` and has signed in."""
+        answer = self.handle(httpx.Request("GET", address))
+        assert answer.status_code == 302, answer.text
+        return answer.headers["location"]
+
+    def handle(self, request: httpx.Request) -> httpx.Response:
+        """Answer one request."""
+        self.requests.append(f"{request.method} {request.url.path}")
+        if self.down is not None:
+            if self.down == 0:
+                raise httpx.ConnectError("nobody is there", request=request)
+            return httpx.Response(self.down, text="<h1>Oops</h1>")
+        pages = {
+            "/.well-known/openid-configuration": self._describe,
+            "/keys": self._keys,
+            "/authorize": self._authorize,
+            "/token": self._token,
+            "/userinfo": self._user_info,
+        }
+        return pages[request.url.path](request)
+
+    def _describe(self, _request: httpx.Request) -> httpx.Response:
+        described = {
+            "issuer": self.issuer,
+            "authorization_endpoint": f"{self.issuer}/authorize",
+            "token_endpoint": f"{self.issuer}/token",
+            "jwks_uri": f"{self.issuer}/keys",
+            "userinfo_endpoint": f"{self.issuer}/userinfo",
+            "response_types_supported": ["code"],
+            "code_challenge_methods_supported": ["S256"],
+        }
+        return httpx.Response(200, json={**described, **self.metadata})
+
+    def _keys(self, _request: httpx.Request) -> httpx.Response:
+        strange = {"kty": "oct", "kid": "first", "k": "c2VjcmV0"}  # a shared key that nobody should believe
+        return httpx.Response(200, json={"keys": [strange, *(key.as_dict(private=False) for key in self._shown)]})
+
+    def _authorize(self, request: httpx.Request) -> httpx.Response:
+        asked = dict(parse_qsl(request.url.query.decode()))
+        assert asked["response_type"] == "code"
+        assert asked["client_id"] == CLIENT_ID
+        assert asked["code_challenge_method"] == "S256"
+        assert "openid" in asked["scope"].split()
+        assert asked["redirect_uri"] == f"{self.external_url}/login/oidc/callback"
+        code = secrets.token_urlsafe(16)
+        self._codes[code] = asked
+        back = urlencode({"code": code, "state": asked["state"], "iss": self.issuer})
+        return httpx.Response(302, headers={"location": f"{asked['redirect_uri']}?{back}"})
+
+    def _token(self, request: httpx.Request) -> httpx.Response:
+        form = {name: values[0] for name, values in parse_qs(request.content.decode()).items()}
+        asked = self._codes.pop(form.get("code", ""), None)  # a code is good once
+        challenge = (
+            base64.urlsafe_b64encode(hashlib.sha256(form.get("code_verifier", "").encode()).digest()).rstrip(b"=").decode()
+        )
+        good = asked is not None and challenge == asked["code_challenge"] and form["redirect_uri"] == asked["redirect_uri"]
+        if not good or not self._knows(request, form):
+            return httpx.Response(400, json={"error": "invalid_grant"})
+        assert asked is not None
+        return httpx.Response(200, json={"id_token": self.id_token(asked["nonce"]), "access_token": "an access token"})
+
+    def _knows(self, request: httpx.Request, form: Mapping[str, str]) -> bool:
+        scheme, _, encoded = request.headers.get("authorization", "").partition(" ")
+        if scheme == "Basic":
+            name, _, secret = base64.b64decode(encoded).decode().partition(":")
+            decoded = [parse_qs(f"x={part}")["x"][0] for part in (name, secret)]
+            return decoded == [CLIENT_ID, CLIENT_SECRET]
+        methods = self.metadata.get("token_endpoint_auth_methods_supported", [])
+        expected = CLIENT_SECRET if "client_secret_post" in methods else None
+        return (form.get("client_id"), form.get("client_secret")) == (CLIENT_ID, expected)
+
+    def _user_info(self, request: httpx.Request) -> httpx.Response:
+        assert request.headers["authorization"] == "Bearer an access token"
+        return httpx.Response(200, json={**self.person, **self.user_info})
+
+    def id_token(self, nonce: str) -> str:
+        """Return a token about `person` for the sign-in of `nonce`, with whatever is wrong about it."""
+        now = int(self.clock.now().timestamp())
+        person = self.person if self.email_in_token else {"sub": self.person["sub"]}
+        claims = {"iss": self.issuer, "aud": CLIENT_ID, "iat": now, "exp": now + TOKEN_LIFE_S, "nonce": nonce, **person}
+        claims = {name: value for name, value in {**claims, **self.claims}.items() if value is not None}
+        if self.cheat == "unsigned":
+            return f"{_part({'alg': 'none'})}.{_part(claims)}."
+        if self.cheat == "shared_secret":  # signed with what everybody knows, as if it were a secret
+            head = f"{_part({'alg': 'HS256', 'kid': self._signing.kid})}.{_part(claims)}"
+            secret = self._signing.as_pem(private=False)
+            return f"{head}.{_encoded(hmac.new(secret, head.encode(), hashlib.sha256).digest())}"
+        key = rsa_key("foreign") if self.cheat == "foreign_key" else self._signing
+        algorithm = "RS256" if isinstance(key, RSAKey) else "ES256"
+        return jwt.encode({"alg": algorithm, "kid": self._signing.kid}, claims, key, algorithms=[algorithm])
+
+
+def host_of(address: str) -> str:
+    """Return the host that `address` leads to."""
+    return urlsplit(address).netloc
+
+
+def _part(value: Mapping[str, Any]) -> str:
+    return _encoded(json.dumps(value).encode())
+
+
+def _encoded(raw: bytes) -> str:
+    return base64.urlsafe_b64encode(raw).rstrip(b"=").decode()
