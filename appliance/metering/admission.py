@@ -9,18 +9,19 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
 
 from appliance.base.clock import Clock
-from appliance.metering.allowances import Allowance, Amount, Hold, Need
+from appliance.metering.admission_queue import AdmissionQueue, Later, Refusals, Waiter, may_wait, on_the_loop
+from appliance.metering.allowances import SHADOW, Allowance, Amount, Need
 from appliance.metering.calendar import BillingCalendar
 from appliance.metering.expectations import OUTPUTS_KEPT, expected_output
 from appliance.metering.limit_levels import LevelRow, SavedLevel
-from appliance.metering.prices import Price
-from appliance.metering.quotas import ALL_TENANTS, LimitDecision, Moment, Owner
+from appliance.metering.quotas import LimitDecision, Moment, Owner
 from appliance.metering.refusals import refusal
-from appliance.metering.reservations import Reservation, Work
+from appliance.metering.reservations import Reservation
+from appliance.metering.rules import Asked, Rule, holds_for, rules_for
 from appliance.metering.sums import SumsReader
 from appliance.metering.token_bucket import TokenBucket
 from appliance.tenancy.model_policies import ModelPolicy
@@ -45,36 +46,28 @@ class RateLimitState:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
-    """A request as admission sees it.
+class Patience:
+    """How long a request may wait for room. `gone` returns when its client does not want it any more."""
 
-    `max_output_tokens` is what was asked for; `output_room` is how long the answer may get, which differs when nothing was
-    asked for: then it is the rest of the model's context. Both are of one answer, of which there are `answers`.
-    """
-
-    principal: Principal
-    model: str
-    prompt_tokens: int
-    max_output_tokens: int | None
-    price: Price | None
-    output_room: int | None = None
-    answers: int = 1
-    batch: bool = False
-    policy: ModelPolicy | None = None
-
-    def __post_init__(self) -> None:
-        if self.prompt_tokens < 0 or (self.max_output_tokens or 0) < 0 or self.answers < 1:
-            raise ValueError("token counts must not be negative, and there is at least one answer")
+    wait_s: float = 0.0
+    gone: Callable[[], Awaitable[None]] | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class _Rule:
-    """Limits that hold for a request, whose they are, and how they are meant."""
+NO_PATIENCE = Patience()
 
-    owner: Owner
-    limits: Limits
-    mode: str
-    currency: str
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forecast:
+    """What would happen to a request now: what each limit says, the tokens to be reserved, and whether it would wait."""
+
+    decisions: Sequence[LimitDecision]
+    tokens: int
+    would_wait: bool
+
+    @property
+    def refusals(self) -> list[LimitDecision]:
+        """Return what refuses; limits in shadow mode refuse nobody."""
+        return [decision for decision in self.decisions if not decision.allowed and decision.mode != SHADOW]
 
 
 class Admission:
@@ -82,7 +75,13 @@ class Admission:
     its budget in `currency`, as have models."""
 
     def __init__(
-        self, clock: Clock, sums: SumsReader, *, currency: str = "EUR", calendar: BillingCalendar | None = None
+        self,
+        clock: Clock,
+        sums: SumsReader,
+        *,
+        currency: str = "EUR",
+        calendar: BillingCalendar | None = None,
+        later: Later = on_the_loop,
     ) -> None:
         self._clock = clock
         self._currency = currency
@@ -92,33 +91,60 @@ class Admission:
         self._outputs: dict[tuple[str, str], deque[int]] = {}
         self._live: set[Reservation] = set()
         self._unsaved: set[Allowance] = set()
+        self._queue = AdmissionQueue(clock, later=later)
         self._first_use = asyncio.Lock()
         self._today: Moment | None = None
 
-    async def admit(self, asked: Asked) -> Reservation:
+    async def admit(self, asked: Asked, patience: Patience = NO_PATIENCE) -> Reservation:
         """Return what was reserved for the request, which must be settled or voided once.
 
         Raises RequestExceedsLimit, BudgetExceeded or RateLimitExceeded; then nothing was taken. After `retry_after_s` of the
-        latter every limit that refused has room again, if nobody else takes it.
+        latter every limit that refused has room again, if nobody else takes it. If that is within the `patience`, the request
+        waits for it instead; Abandoned says that its client has gone meanwhile.
         """
         allowances = await self._allowances_of(asked)
-        # No await from here on.
-        answer = self._try(asked, allowances)
+        # No await from here to the taking.
+        needs = self._needs(asked, allowances)
+        answer = self._try(asked, allowances, needs)
         if isinstance(answer, Reservation):
             return answer
-        raise refusal(answer)
+        if not may_wait(answer.decisions, patience.wait_s) or not self._queue.has_room(answer):
+            raise refusal(answer.decisions)
+        return await self._queue.wait(
+            answer,
+            allowances,
+            needs,
+            lambda waiter: self._try(asked, allowances, needs, waiter),
+            patience.wait_s,
+            patience.gone,
+        )
 
-    async def preview(self, asked: Asked) -> list[LimitDecision]:
-        """Return what every limit would say now, allowing ones too. Takes nothing."""
+    async def forecast(self, asked: Asked, wait_s: float = 0.0) -> Forecast:
+        """Return what every limit would say now, and what would come of it with a patience of `wait_s`. Takes nothing."""
         allowances = await self._allowances_of(asked)
-        at = self._moment()
         needs = self._needs(asked, allowances)
-        return [decision for each, need in zip(allowances, needs, strict=True) for decision in each.decisions(need, at)]
+        at = self._moment()
+        decisions = [
+            decision
+            for allowance, need in zip(allowances, needs, strict=True)
+            for decision in allowance.decisions(need, at, self._queue.ahead(allowance))
+        ]
+        made = Forecast(decisions=decisions, tokens=needs[0].expected.tokens, would_wait=False)
+        return replace(made, would_wait=bool(made.refusals) and may_wait(made.refusals, wait_s))
+
+    def refuse_waiting(self, error: Exception) -> None:
+        """Tell every request that waits for room that nothing will come."""
+        self._queue.refuse_all(error)
+
+    @property
+    def waiting(self) -> int:
+        """Return how many requests wait for room."""
+        return len(self._queue)
 
     def snapshot(self, principal: Principal, model: str | None = None, policy: ModelPolicy | None = None) -> RateLimitState:
         """Return the state for the x-ratelimit headers: of limits that refuse. Takes nothing and reads no database."""
         at = self._moment()
-        rules = [rule for rule in self._rules(principal, model, policy) if rule.mode == "enforce"]
+        rules = [rule for rule in rules_for(principal, model, policy, self._currency) if rule.mode == "enforce"]
         return RateLimitState(
             requests=_tightest([self._rate_limit(rule, "requests", at) for rule in rules]),
             tokens=_tightest([self._rate_limit(rule, "tokens", at) for rule in rules]),
@@ -149,7 +175,7 @@ class Admission:
 
     async def _allowances_of(self, asked: Asked) -> list[Allowance]:
         """Return the allowances that hold for a request, as the limits are now. New ones read the ledger once."""
-        rules = self._rules(asked.principal, asked.model, asked.policy)
+        rules = rules_for(asked.principal, asked.model, asked.policy, self._currency)
         for rule in rules:
             if rule.owner not in self._allowances:
                 await self._meet(rule)
@@ -160,24 +186,7 @@ class Admission:
             allowance.configure(rule.limits, rule.mode, at)
         return allowances
 
-    def _rules(self, principal: Principal, model: str | None, policy: ModelPolicy | None) -> list[_Rule]:
-        tenant, key = principal.tenant, principal.key
-        currency = tenant.currency or self._currency
-        rules = [
-            _Rule(Owner("tenant", tenant.id), tenant.limits, tenant.limit_mode, currency),
-            _Rule(Owner("key", key.id), key.limits, key.limit_mode, currency),
-        ]
-        if model is None:
-            return rules
-        if policy is not None:
-            rules.append(_Rule(Owner("model", ALL_TENANTS, model), policy.limits, policy.limit_mode, self._currency))
-        if model in tenant.model_limits:
-            rules.append(_Rule(Owner("tenant", tenant.id, model), tenant.model_limits[model], tenant.limit_mode, currency))
-        if model in key.model_limits:
-            rules.append(_Rule(Owner("key", key.id, model), key.model_limits[model], key.limit_mode, currency))
-        return rules
-
-    async def _meet(self, rule: _Rule) -> None:
+    async def _meet(self, rule: Rule) -> None:
         """Make an allowance at its first use. What runs already, from before it had limits, counts with it from now on."""
         async with self._first_use:
             if rule.owner in self._allowances:
@@ -185,51 +194,51 @@ class Admission:
             at = self._moment()
             allowance = Allowance(rule.owner, rule.currency, at)
             for reservation in self._live:
-                if _is_of(rule.owner, reservation.work):
+                if holds_for(rule.owner, reservation.work):
                     reservation.holds.append(allowance.take(reservation.need, at, buckets=False))
             allowance.remember(await self._sums.read(rule.owner, rule.currency, at), at)
             self._allowances[rule.owner] = allowance
 
-    def _try(self, asked: Asked, allowances: Sequence[Allowance]) -> Reservation | list[LimitDecision]:
-        """Reserve in every allowance, or in none and return the refusals."""
+    def _try(
+        self, asked: Asked, allowances: Sequence[Allowance], needs: Sequence[Need], waiter: Waiter | None = None
+    ) -> Reservation | Refusals:
+        """Reserve in every allowance, or in none and return why not. Who waits already comes before whoever comes now."""
         at = self._moment()
-        needs = self._needs(asked, allowances)
-        refused: list[LimitDecision] = []
+        refused: list[tuple[Allowance, LimitDecision]] = []
         overlooked: dict[Allowance, list[LimitDecision]] = {}
         for allowance, need in zip(allowances, needs, strict=True):
-            refusals = allowance.refusals(need, at)
-            if refusals and not allowance.enforces:
+            refusals = allowance.refusals(need, at, self._queue.ahead(allowance, waiter))
+            if allowance.enforces:
+                refused += [(allowance, decision) for decision in refusals]
+            elif refusals:
                 overlooked[allowance] = refusals
-            else:
-                refused += refusals
         if refused:
-            return refused
+            return Refusals(by=refused)
         holds = [
             allowance.overlook(at) if allowance in overlooked else allowance.take(need, at)
             for allowance, need in zip(allowances, needs, strict=True)
         ]
-        return self._reserve(asked, needs[0], holds, [refusal for each in overlooked.values() for refusal in each])
-
-    def _reserve(self, asked: Asked, need: Need, holds: Sequence[Hold], overlooked: Sequence[LimitDecision]) -> Reservation:
         reservation = Reservation(
-            self._work(asked),
-            need,
+            asked.work(),
+            needs[0],
             holds,
             moment=self._moment,
             on_end=self._ended,
-            overlooked=overlooked,
+            overlooked=[decision for each in overlooked.values() for decision in each],
             cut_at_budget=asked.principal.tenant.cut_at_budget,
         )
         self._live.add(reservation)
-        self._unsaved.update(hold.allowance for hold in holds)
+        self._unsaved.update(allowances)
         return reservation
 
     def _ended(self, reservation: Reservation, output_tokens: int) -> None:
         self._live.discard(reservation)
-        self._unsaved.update(hold.allowance for hold in reservation.holds)
+        allowances = [hold.allowance for hold in reservation.holds]
+        self._unsaved.update(allowances)
         if output_tokens:
             work = reservation.work
             self._outputs.setdefault((work.key_id, work.model), deque(maxlen=OUTPUTS_KEPT)).append(output_tokens)
+        self._queue.wake(allowances)
 
     def _needs(self, asked: Asked, allowances: Sequence[Allowance]) -> list[Need]:
         """Return what is asked of each allowance. It differs where a guess is cut to the room that limits leave: limits in
@@ -246,26 +255,14 @@ class Admission:
         each = expected_output(outputs, asked.max_output_tokens, room=(room - asked.prompt_tokens) / asked.answers)
         expected = asked.answers * each
         longest = asked.answers * max(each, asked.max_output_tokens or 0, asked.output_room or 0)
-        work = self._work(asked)
+        work = asked.work()
         return Need(
             expected=Amount(tokens=asked.prompt_tokens + expected, cost_picos=work.cost(0, expected)),
             worst=Amount(tokens=asked.prompt_tokens + longest, cost_picos=work.cost(0, longest)),
             currency=work.currency,
         )
 
-    def _work(self, asked: Asked) -> Work:
-        tenant, price = asked.principal.tenant, asked.price
-        return Work(
-            tenant_id=tenant.id,
-            key_id=asked.principal.key.id,
-            model=asked.model,
-            prompt_tokens=asked.prompt_tokens,
-            answers=asked.answers,
-            rate=None if price is None else price.rate(tenant.tier, batch=asked.batch),
-            currency=None if price is None else price.currency,
-        )
-
-    def _rate_limit(self, rule: _Rule, kind: str, at: Moment) -> RateLimit | None:
+    def _rate_limit(self, rule: Rule, kind: str, at: Moment) -> RateLimit | None:
         capacity = rule.limits.tokens_per_minute if kind == "tokens" else rule.limits.requests_per_minute
         if capacity is None:
             return None
@@ -286,12 +283,6 @@ class Admission:
                 self._calendar.day_start(now), 0.0, self._calendar.day_of(now), self._calendar.next_day_start(now)
             )
         return Moment(now, self._clock.monotonic_s(), today.day, today.next_day_start)
-
-
-def _is_of(owner: Owner, work: Work) -> bool:
-    """Return whether the limits of `owner` hold for `work`."""
-    whose = {"tenant": work.tenant_id, "key": work.key_id, "model": ALL_TENANTS}
-    return whose[owner.scope] == owner.id and owner.model in (None, work.model)
 
 
 def _room(limits: Sequence[Limits]) -> float:

@@ -40,10 +40,12 @@ class Need:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ahead:
-    """What those who wait before a request will take first: how many they are, and their tokens."""
+    """What those who wait before a request will take first: how many they are, and their tokens. `for_window`: one of them
+    waits for a day's or a month's limit, of which he will hold what he can get."""
 
     requests: int = 0
     tokens: int = 0
+    for_window: bool = False
 
 
 NOBODY = Ahead()
@@ -108,9 +110,9 @@ class Allowance:
         if self.tokens is not None:
             yield self._bucket("tokens", self.tokens, need.expected.tokens, at, ahead.tokens, ahead)
         if limits.tokens_per_day is not None:
-            yield self._per_day(limits.tokens_per_day, need.expected.tokens, at)
+            yield self._per_day(limits.tokens_per_day, need.expected.tokens, at, ahead)
         if limits.monthly_budget is not None:
-            yield self._budget(limits.monthly_budget, self._cost(need.expected.cost_picos, need.currency), at)
+            yield self._budget(limits.monthly_budget, self._cost(need.expected.cost_picos, need.currency), at, ahead)
 
     def take(self, need: Need, at: Moment, *, buckets: bool = True) -> Hold:
         """Take `need`. Call it only when `refusals` is empty and without an await in between.
@@ -177,7 +179,7 @@ class Allowance:
         return bucket
 
     def _concurrency(self, limit: int, ahead: Ahead) -> LimitDecision:
-        allowed = self.running < limit
+        allowed = self.running + ahead.requests < limit
         wait_s = None if limit < 1 else CONCURRENCY_RETRY_S
         return self._decide("concurrency", allowed, 1, limit, limit - self.running, wait_s, ahead=ahead)
 
@@ -187,20 +189,22 @@ class Allowance:
         wait_s = bucket.wait_s(need, at.monotonic_s, ahead=promised)
         return self._decide(kind, wait_s == 0, need, bucket.capacity, bucket.level(at.monotonic_s), wait_s, ahead=ahead)
 
-    def _per_day(self, limit: int, need: int, at: Moment) -> LimitDecision:
+    def _per_day(self, limit: int, need: int, at: Moment, ahead: Ahead) -> LimitDecision:
         wait_s = None if need > limit else _until(at.next_day_start, at.now)
-        return self._window("tokens_per_day", self._windows(at)[0], need, limit, wait_s)
+        return self._window("tokens_per_day", self._windows(at)[0], need, limit, wait_s, ahead)
 
-    def _budget(self, limit_micros: int, need: int, at: Moment) -> LimitDecision:
-        return self._window("budget", self._windows(at)[1], need, limit_micros * PICOS_PER_MICRO, None)
+    def _budget(self, limit_micros: int, need: int, at: Moment, ahead: Ahead) -> LimitDecision:
+        return self._window("budget", self._windows(at)[1], need, limit_micros * PICOS_PER_MICRO, None, ahead)
 
-    def _window(self, kind: LimitKind, window: Window, need: int, limit: int, wait_s: float | None) -> LimitDecision:
+    def _window(
+        self, kind: LimitKind, window: Window, need: int, limit: int, wait_s: float | None, ahead: Ahead
+    ) -> LimitDecision:
         """Decide by what is used and held; `wait_s` is for what no running request can give back."""
         used = window.used if self.enforces else window.used - window.shadowed
         left = limit - used - window.reserved
-        allowed = need <= left
+        allowed = need <= left and not ahead.for_window
         held = not allowed and used + need <= limit
-        return self._decide(kind, allowed, need, limit, left, HELD_RETRY_S if held else wait_s, held=held)
+        return self._decide(kind, allowed, need, limit, left, HELD_RETRY_S if held else wait_s, held=held, ahead=ahead)
 
     def _decide(
         self,

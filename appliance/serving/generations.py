@@ -12,10 +12,11 @@ import structlog
 
 from appliance.base.clock import Clock
 from appliance.base.errors import Draining, NotFound, Overloaded
-from appliance.metering.admission import Admission, Asked
+from appliance.metering.admission import Admission
 from appliance.metering.ledger import Ledger
 from appliance.metering.prices import PriceBook
 from appliance.metering.records import Checkpoint, PendingEntry
+from appliance.metering.rules import Asked
 from appliance.serving.generation import Generation
 from appliance.serving.live_requests import LiveRequest
 from appliance.serving.model_registry import ServedModel
@@ -272,6 +273,7 @@ class Generations:
                     prompt_tokens=live.prompt_tokens,
                     cached_tokens=live.cached_tokens,
                     completion_tokens=live.completion_tokens,
+                    rejected_tokens=live.rejected_tokens,
                 )
                 for live in self.live.values()
                 if live.state != "finished" and live.completion_tokens > 0

@@ -8,23 +8,17 @@ import random
 import pytest
 
 from appliance.base.errors import RateLimitExceeded, Refused
-from appliance.metering.admission import Admission, Asked
-from appliance.metering.quotas import Moment, Owner
+from appliance.metering.admission import Admission
+from appliance.metering.quotas import Owner
 from appliance.metering.reservations import Reservation
-from appliance.metering.sums import PeriodSums
+from appliance.metering.rules import Asked
 from appliance.tenancy.principals import Limits, Principal
 from tests.support.clock import FakeClock
 from tests.support.factories import price, principal
+from tests.support.sums import NothingYet
 
 STEPS = 300
 PRICE = price(prompt=3, cached=1, completion=7)
-
-
-class NothingYet:
-    """A ledger without events."""
-
-    async def read(self, owner: Owner, currency: str, at: Moment) -> PeriodSums:
-        return PeriodSums(tokens_today=0, cost_month_picos=0)
 
 
 def _limits(chance: random.Random) -> Limits:

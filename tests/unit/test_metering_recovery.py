@@ -10,11 +10,12 @@ import pytest
 from appliance.base.db import Database
 from appliance.base.errors import RateLimitExceeded
 from appliance.metering import recovery
-from appliance.metering.admission import Admission, Asked
+from appliance.metering.admission import Admission
 from appliance.metering.ledger import Checkpoint, Ledger, LedgerBroken
 from appliance.metering.prices import PriceBook
 from appliance.metering.quotas import Moment, Owner
 from appliance.metering.recovery import begin_epoch, recover
+from appliance.metering.rules import Asked
 from appliance.metering.sums import LedgerSums
 from appliance.metering.usage import UsageReports
 from appliance.tenancy.principals import Limits, Principal

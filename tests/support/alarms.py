@@ -1,0 +1,57 @@
+"""Planned calls on a clock that a test moves: `advance` stops at each of them, as an event loop would."""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import itertools
+from collections.abc import Callable
+
+from tests.support.clock import FakeClock
+
+TURNS = 5  # of the event loop, so that whoever was woken goes on
+
+
+class PlannedCall:
+    """A call that is planned."""
+
+    def __init__(self, call: Callable[[], None]) -> None:
+        self.call: Callable[[], None] | None = call
+
+    def cancel(self) -> None:
+        """Plan it no more."""
+        self.call = None
+
+
+class Alarms:
+    """Stands in for the event loop's timer."""
+
+    def __init__(self, clock: FakeClock) -> None:
+        self._clock = clock
+        self._count = itertools.count()
+        self._planned: list[tuple[int, int, PlannedCall]] = []
+
+    def later(self, delay_s: float, call: Callable[[], None]) -> PlannedCall:
+        """Plan `call`."""
+        planned = PlannedCall(call)
+        due_us = round((self._clock.monotonic_s() + delay_s) * 1e6)
+        heapq.heappush(self._planned, (due_us, next(self._count), planned))
+        return planned
+
+    async def advance(self, seconds: float) -> None:
+        """Move the clock, from one planned call to the next."""
+        end_us = round((self._clock.monotonic_s() + seconds) * 1e6)
+        while self._planned and self._planned[0][0] <= end_us:
+            due_us, _, planned = heapq.heappop(self._planned)
+            if planned.call is None:
+                continue
+            self._clock.advance(max(due_us / 1e6 - self._clock.monotonic_s(), 0.0))
+            planned.call()
+            await self.settle()
+        self._clock.advance(end_us / 1e6 - self._clock.monotonic_s())
+        await self.settle()
+
+    async def settle(self) -> None:
+        """Let whoever was woken go on."""
+        for _ in range(TURNS):
+            await asyncio.sleep(0)

@@ -1,0 +1,14 @@
+"""Ledgers as admission reads them at its first meeting with an owner: without a database."""
+
+from __future__ import annotations
+
+from appliance.metering.quotas import Moment, Owner
+from appliance.metering.sums import PeriodSums
+
+
+class NothingYet:
+    """A ledger without events."""
+
+    async def read(self, owner: Owner, currency: str, at: Moment) -> PeriodSums:
+        """Return that nothing was used."""
+        return PeriodSums(tokens_today=0, cost_month_picos=0)

@@ -1,0 +1,269 @@
+"""The admission queue: a request that a limit refuses may wait a moment for room; in order, all or nothing, never for long."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+
+import pytest
+
+from appliance.base.errors import BudgetExceeded, Draining, RateLimitExceeded, RequestExceedsLimit
+from appliance.metering import admission_queue
+from appliance.metering.admission import Admission, Patience
+from appliance.metering.admission_queue import Abandoned
+from appliance.metering.reservations import Reservation
+from appliance.metering.rules import Asked
+from appliance.tenancy.model_policies import ModelPolicy
+from appliance.tenancy.principals import Limits, Principal
+from tests.support.alarms import Alarms
+from tests.support.clock import START, FakeClock
+from tests.support.factories import price, principal
+from tests.support.sums import NothingYet
+
+
+class Queue:
+    """Admission on a clock that stands still, and requests that wait in it."""
+
+    def __init__(self, clock: FakeClock) -> None:
+        self.alarms = Alarms(clock)
+        self.admission = Admission(clock, NothingYet(), later=self.alarms.later)
+        self.gone = asyncio.Event()
+        self._tasks: list[asyncio.Task[Reservation]] = []
+
+    async def ask(self, who: Principal, tokens: int, *, wait_s: float = 60.0, **changes: object) -> asyncio.Task[Reservation]:
+        """Start asking and let it come to its answer or its place in line."""
+        asked = Asked(principal=who, model="demo", prompt_tokens=tokens, max_output_tokens=0, price=None)
+        patience = Patience(wait_s=wait_s, gone=self._gone)
+        task = asyncio.create_task(self.admission.admit(dataclasses.replace(asked, **changes), patience))  # type: ignore[arg-type]
+        self._tasks.append(task)
+        await self.alarms.settle()
+        return task
+
+    async def close(self) -> None:
+        """End whoever still waits."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        assert self.admission.waiting == 0
+        assert not self.admission._queue._lines, "somebody was left in a line"
+
+    async def _gone(self) -> None:
+        await self.gone.wait()
+
+
+@pytest.fixture
+async def queue(clock: FakeClock):  # type: ignore[no-untyped-def]
+    opened = Queue(clock)
+    yield opened
+    await opened.close()
+
+
+def with_key(who: Principal, key_id: str, limits: Limits | None = None) -> Principal:
+    """Return another key of the same tenant."""
+    return dataclasses.replace(who, key=dataclasses.replace(who.key, id=key_id, limits=limits or Limits()))
+
+
+async def test_a_request_waits_for_exactly_as_long_as_the_bucket_needs(queue: Queue) -> None:
+    bob = principal(Limits(tokens_per_minute=60))
+    (await queue.ask(bob, 60)).result().settle(60)
+    waiting = await queue.ask(bob, 30)
+    await queue.alarms.advance(29.999)
+    assert not waiting.done()
+    await queue.alarms.advance(0.001)
+    assert waiting.done()
+    waiting.result().settle(30)
+
+
+async def test_without_patience_or_with_too_little_it_is_refused_at_once(queue: Queue) -> None:
+    bob = principal(Limits(tokens_per_minute=60))
+    await queue.ask(bob, 60)
+    for wait_s in (0.0, 29.999):
+        refused = await queue.ask(bob, 30, wait_s=wait_s)
+        assert isinstance(refused.exception(), RateLimitExceeded)
+    assert not (await queue.ask(bob, 30, wait_s=30.0)).done()
+
+
+@pytest.mark.parametrize(
+    ("limits", "error"),
+    [(Limits(tokens_per_minute=10), RequestExceedsLimit), (Limits(concurrent_requests=0), RequestExceedsLimit)],
+)
+async def test_what_never_fits_does_not_wait(queue: Queue, limits: Limits, error: type[Exception]) -> None:
+    assert isinstance((await queue.ask(principal(limits), 11)).exception(), error)
+
+
+async def test_a_spent_budget_does_not_wait_and_a_held_one_does(queue: Queue) -> None:
+    bob, cost = principal(Limits(monthly_budget=100)), price(prompt=1_000_000, cached=0, completion=1_000_000)
+    first = await queue.ask(bob, 60, price=cost)
+    waiting = await queue.ask(bob, 60, price=cost)
+    assert not waiting.done()
+    first.result().settle(40)
+    await queue.alarms.settle()
+    waiting.result().settle(60)
+    assert isinstance((await queue.ask(bob, 1, price=cost)).exception(), BudgetExceeded)
+
+
+async def test_who_comes_later_and_needs_less_does_not_overtake(queue: Queue) -> None:
+    bob = principal(Limits(tokens_per_minute=60))
+    (await queue.ask(bob, 50)).result().settle(50)
+    large = await queue.ask(bob, 60)
+    small = await queue.ask(bob, 5)
+    impatient = await queue.ask(bob, 5, wait_s=0.0)
+    assert not large.done()
+    assert not small.done()
+    assert impatient.exception().retry_after_s == 60.0  # type: ignore[union-attr]  # 50 for the large, 5 for the small, and its own 5
+    await queue.alarms.advance(50.0)
+    assert large.done()
+    assert not small.done()
+    await queue.alarms.advance(5.0)
+    assert small.done()
+
+
+async def test_a_stream_of_small_requests_does_not_starve_a_large_one(queue: Queue) -> None:
+    bob = principal(Limits(tokens_per_minute=60))
+    (await queue.ask(bob, 60)).result().settle(60)
+    large = await queue.ask(bob, 60)
+    for _ in range(59):
+        await queue.ask(bob, 1, wait_s=1.0)
+        await queue.alarms.advance(1.0)
+    assert not large.done()
+    await queue.alarms.advance(1.0)
+    assert large.done()
+
+
+async def test_a_key_that_waits_for_itself_does_not_stop_the_other_keys_of_its_tenant(queue: Queue) -> None:
+    bob = principal(Limits(tokens_per_minute=600))
+    slow, quick = with_key(bob, "slow", Limits(tokens_per_minute=60)), with_key(bob, "quick")
+    await queue.ask(slow, 60)
+    waiting = await queue.ask(slow, 30)
+    assert (await queue.ask(quick, 100)).done()
+    assert not waiting.done()
+
+
+async def test_while_it_waits_for_its_key_nobody_behind_it_uses_up_its_tenant(queue: Queue) -> None:
+    bob = principal(Limits(tokens_per_minute=60))
+    slow, quick = with_key(bob, "slow", Limits(tokens_per_minute=60)), with_key(bob, "quick")
+    await queue.ask(slow, 60)
+    waiting = await queue.ask(slow, 30)  # of tenant and key
+    later = await queue.ask(quick, 30)
+    await queue.alarms.advance(30.0)
+    assert (waiting.done(), later.done()) == (True, False)
+    await queue.alarms.advance(30.0)
+    assert later.done()
+
+
+async def test_a_tenant_that_waits_for_itself_does_not_stop_others_at_the_model(queue: Queue) -> None:
+    policy = ModelPolicy(model="demo", limits=Limits(tokens_per_minute=600), limit_mode="enforce", updated_at=START)
+    bob, charlie = principal(Limits(tokens_per_minute=60)), principal()
+    await queue.ask(bob, 60, policy=policy)
+    waiting = await queue.ask(bob, 60, policy=policy)
+    for _ in range(5):
+        assert (await queue.ask(charlie, 100, policy=policy)).done()
+    assert not waiting.done()
+
+
+async def test_at_the_model_tenants_stand_in_the_order_of_their_arrival(queue: Queue) -> None:
+    policy = ModelPolicy(model="demo", limits=Limits(tokens_per_minute=60), limit_mode="enforce", updated_at=START)
+    bob, charlie = principal(), principal()
+    await queue.ask(bob, 60, policy=policy)
+    first, second = await queue.ask(bob, 40, policy=policy), await queue.ask(charlie, 10, policy=policy)
+    await queue.alarms.advance(40.0)
+    assert (first.done(), second.done()) == (True, False)
+    await queue.alarms.advance(10.0)
+    assert second.done()
+
+
+async def test_it_is_refused_when_its_patience_is_over_and_is_told_how_long_still(queue: Queue) -> None:
+    bob = principal(Limits(concurrent_requests=1, tokens_per_minute=600))
+    running = await queue.ask(bob, 10)
+    waiting, behind = await queue.ask(bob, 10, wait_s=5.0), await queue.ask(bob, 10, wait_s=10.0)
+    await queue.alarms.advance(4.999)
+    assert not waiting.done()
+    await queue.alarms.advance(0.001)
+    error = waiting.exception()
+    assert isinstance(error, RateLimitExceeded)
+    assert error.retry_after_s == 1.0
+    running.result().settle(10)
+    await queue.alarms.settle()
+    assert behind.done()
+
+
+async def test_an_end_lets_the_next_one_in_at_once(queue: Queue) -> None:
+    bob = principal(Limits(concurrent_requests=2))
+    running = [await queue.ask(bob, 1) for _ in range(2)]
+    waiting = [await queue.ask(bob, 1) for _ in range(3)]
+    assert not any(task.done() for task in waiting)
+    running[0].result().void()
+    await queue.alarms.settle()
+    assert [task.done() for task in waiting] == [True, False, False]
+    running[1].result().settle(1)
+    waiting[0].result().settle(1)
+    await queue.alarms.settle()
+    assert all(task.done() for task in waiting)
+
+
+async def test_a_client_that_leaves_takes_nothing_and_lets_those_behind_it_move_up(queue: Queue) -> None:
+    bob = principal(Limits(tokens_per_minute=60))
+    (await queue.ask(bob, 50)).result().settle(50)
+    large = await queue.ask(bob, 60)
+    patient = asyncio.create_task(
+        queue.admission.admit(
+            Asked(principal=bob, model="demo", prompt_tokens=5, max_output_tokens=0, price=None), Patience(wait_s=60.0)
+        )
+    )
+    await queue.alarms.settle()
+    assert not patient.done()
+    queue.gone.set()
+    await queue.alarms.settle()
+    assert isinstance(large.exception(), Abandoned)
+    assert patient.done()
+    assert queue.admission.running(bob.tenant.id) == 2 - 1
+
+
+async def test_a_request_that_is_cancelled_in_the_moment_of_its_admission_gives_everything_back(queue: Queue) -> None:
+    bob = principal(Limits(concurrent_requests=1))
+    running, waiting = await queue.ask(bob, 1), await queue.ask(bob, 1)
+    running.result().settle(1)  # admits the one that waits, whose task has not heard of it yet
+    waiting.cancel()
+    await queue.alarms.settle()
+    assert waiting.cancelled()
+    assert queue.admission.running(bob.tenant.id) == 0
+
+
+async def test_when_the_box_shuts_down_everybody_who_waits_is_told(queue: Queue) -> None:
+    bob = principal(Limits(concurrent_requests=1))
+    await queue.ask(bob, 1)
+    waiting = [await queue.ask(bob, 1) for _ in range(3)]
+    queue.admission.refuse_waiting(Draining("the appliance is shutting down", retry_after_s=5.0))
+    await queue.alarms.settle()
+    assert all(isinstance(task.exception(), Draining) for task in waiting)
+
+
+async def test_a_line_has_an_end(queue: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(admission_queue, "LINE_MAX", 2)
+    bob = principal(Limits(concurrent_requests=1))
+    await queue.ask(bob, 1)
+    waiting = [await queue.ask(bob, 1) for _ in range(3)]
+    assert [task.done() for task in waiting] == [False, False, True]
+    assert isinstance(waiting[2].exception(), RateLimitExceeded)
+
+
+async def test_a_limit_that_was_lowered_while_it_waits_counts_and_one_that_never_fits_any_more_ends_the_wait(
+    queue: Queue,
+) -> None:
+    bob = principal(Limits(tokens_per_minute=60))
+    (await queue.ask(bob, 60)).result().settle(60)
+    waiting = await queue.ask(bob, 40)
+    lowered = dataclasses.replace(bob, tenant=dataclasses.replace(bob.tenant, limits=Limits(tokens_per_minute=30)))
+    await queue.ask(lowered, 1, wait_s=0.0)
+    await queue.alarms.advance(40.0)
+    assert isinstance(waiting.exception(), RequestExceedsLimit)
+
+
+async def test_of_what_waits_nothing_is_taken(queue: Queue) -> None:
+    bob = principal(Limits(tokens_per_minute=60, requests_per_minute=10, tokens_per_day=1000), Limits(tokens_per_minute=30))
+    (await queue.ask(bob, 30)).result().settle(30)
+    before = queue.admission.snapshot(bob)
+    waiting = await queue.ask(bob, 20)
+    assert queue.admission.snapshot(bob) == before
+    assert queue.admission.running(bob.tenant.id) == 0
+    assert not waiting.done()
