@@ -9,6 +9,8 @@ from litestar.types import ControllerRouterHandler
 
 from appliance.api import (
     admin_audit,
+    admin_economics,
+    admin_invoices,
     admin_limits,
     admin_members,
     admin_requests,
@@ -34,6 +36,8 @@ def api_routers() -> Sequence[ControllerRouterHandler]:
             *admin_members.HANDLERS,
             *admin_limits.HANDLERS,
             *admin_usage.HANDLERS,
+            *admin_invoices.HANDLERS,
+            *admin_economics.HANDLERS,
             *admin_requests.HANDLERS,
             *admin_audit.HANDLERS,
             *admin_system.HANDLERS,

@@ -1,0 +1,115 @@
+"""`/admin/v1/economics`: what a million tokens cost on this box, beside what hosted ones would."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import msgspec
+from litestar import get, put
+
+from appliance.api.auth import authenticate_administrator
+from appliance.api.bodies import decode_body
+from appliance.api.queries import AdminRequest
+from appliance.api.services_of import services_of
+from appliance.metering.economics import Economics, Hardware, HostedPrice
+from appliance.tenancy.roles import Action
+
+TAGS = ["administration"]
+
+
+class HostedPriceShape(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """What somebody else charges, in micro-units per million tokens; null for cached input: it costs as other input."""
+
+    name: str
+    prompt: int
+    completion: int
+    cached_prompt: int | None = None
+
+
+class HardwareShape(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """What the box costs. `power_w` null: what the GPUs report, and `other_power_w` beside it. Money in micro-units."""
+
+    cost_micros: int
+    months: int
+    kwh_price_micros: int
+    power_w: int | None = None
+    other_power_w: int = 0
+    other_monthly_micros: int = 0
+    currency: str | None = None
+    hosted: list[HostedPriceShape] = []
+
+
+class FigureShape(msgspec.Struct, kw_only=True):
+    """A figure, its unit and where it comes from; null: it cannot be known, and `source` says why."""
+
+    name: str
+    value: int | None
+    unit: str
+    source: str
+
+
+class BreakEvenShape(msgspec.Struct, kw_only=True):
+    """This box against one hosted price, at the measured mix of tokens. `share_basis_points` is of what the busiest hour would
+    be, kept up all month."""
+
+    name: str
+    hosted_per_million_micros: int | None
+    break_even_tokens_month: int | None
+    share_basis_points: int | None
+    hosted_month_micros: int | None
+    saved_month_micros: int | None
+
+
+class EconomicsShape(msgspec.Struct, kw_only=True):
+    """All figures, in the order in which they follow from each other."""
+
+    currency: str
+    hardware: HardwareShape
+    figures: list[FigureShape]
+    break_even: list[BreakEvenShape]
+
+
+@get("/economics", summary="What a million tokens cost here", tags=TAGS, opt={"errors": (404,)})
+async def retrieve_economics(request: AdminRequest) -> EconomicsShape:
+    """Return the figures that follow from the hardware, the power and the usage of the last thirty days."""
+    (await authenticate_administrator(request, Action.READ_BOX)).require(Action.READ_BOX)
+    return await _report(request)
+
+
+@put("/economics", summary="Say what the box costs", tags=TAGS, opt={"body": HardwareShape})
+async def replace_hardware(request: AdminRequest) -> EconomicsShape:
+    """Replace what was said of the hardware, and return the figures that follow."""
+    (await authenticate_administrator(request, Action.BILLING)).require(Action.BILLING)
+    body = decode_body(await request.body(), HardwareShape)
+    services = services_of(request)
+    fields = msgspec.structs.asdict(body)
+    hosted = tuple(HostedPrice(**msgspec.structs.asdict(price)) for price in body.hosted)
+    currency = body.currency or services.settings.currency
+    await services.economics.set_hardware(Hardware(**fields | {"hosted": hosted, "currency": currency}))
+    return await _report(request)
+
+
+async def _report(request: AdminRequest) -> EconomicsShape:
+    services = services_of(request)
+    powers = [gpu.power_w for gpu in services.sampler.latest.gpus if gpu.power_w is not None]
+    hardware, economics = await services.economics.report([math.ceil(power) for power in powers])
+    return _economics_shape(hardware, economics)
+
+
+def _economics_shape(hardware: Hardware, economics: Economics) -> EconomicsShape:
+    fields = hardware.to_record()
+    hosted = [HostedPriceShape(**price) for price in fields.pop("hosted")]
+    return EconomicsShape(
+        currency=economics.currency,
+        hardware=HardwareShape(**fields, hosted=hosted),
+        figures=[FigureShape(**_fields_of(figure, FigureShape)) for figure in economics.figures],
+        break_even=[BreakEvenShape(**_fields_of(row, BreakEvenShape)) for row in economics.break_even],
+    )
+
+
+def _fields_of(value: object, shape: type[msgspec.Struct]) -> dict[str, Any]:
+    return {name: getattr(value, name) for name in shape.__struct_fields__}
+
+
+HANDLERS = [retrieve_economics, replace_hardware]
