@@ -20,7 +20,6 @@ from appliance.console import (
     login,
     login_code,
     login_oidc,
-    login_oidc,
     overview,
     prices,
     requests,

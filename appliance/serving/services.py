@@ -9,11 +9,7 @@ from appliance.base.clock import Clock
 from appliance.base.db import Database
 from appliance.base.settings import Settings
 from appliance.metering.admission import Admission
-from appliance.metering.box_records import BoxRecords
 from appliance.metering.corrections import Corrections
-from appliance.metering.economics_report import EconomicsReport
-from appliance.metering.free_allowances import FreeAllowances
-from appliance.metering.invoices import Invoices
 from appliance.metering.ledger import Ledger
 from appliance.metering.prices import PriceBook
 from appliance.metering.request_history import RequestHistory
@@ -36,8 +32,8 @@ from appliance.tenancy.oidc import OidcProvider
 from appliance.tenancy.second_factor import SecondFactors
 from appliance.tenancy.sessions import Sessions
 from appliance.tenancy.tenants import Tenants
-from appliance.tenancy.tiers import Tiers
 from appliance.tenancy.tickets import Tickets
+from appliance.tenancy.tiers import Tiers
 
 
 @dataclass(slots=True, kw_only=True)
@@ -71,10 +67,6 @@ class Services:
     request_history: RequestHistory
     prices: PriceBook
     reports: UsageReports
-    box_records: BoxRecords
-    free_allowances: FreeAllowances
-    invoices: Invoices
-    economics: EconomicsReport
     alerts: Alerts
     models: ModelRegistry
     generations: Generations
