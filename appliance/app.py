@@ -224,6 +224,8 @@ class Appliance:
         self._gpu.open()
         await services.sampler.start()
         services.metrics.attach(lambda: services.sampler.latest)
+        balances = [model.client.figures.balance for model in services.models.list()]
+        services.metrics.compare_usage(lambda: sum(balance.unexplained_tokens for balance in balances))
         if not self.engines:
             return
         self.first_start = await bootstrap(

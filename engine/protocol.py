@@ -82,6 +82,8 @@ class TokenEvent:  # neither frozen nor of keywords only: a step makes one per r
     `num_output_tokens` counts every token generated so far, so the last event carries what is billed; `token_ids` are the
     new ones only (empty when the event tells of an abort or an error). `num_prompt_tokens_computed` reaches
     the prompt length when prefill is done. `queue_s` is the wait until the request was first scheduled.
+    `num_rejected_draft_tokens` counts, like the output, the guesses of speculative decoding so far that were computed and
+    thrown away.
     """
 
     request_id: str
@@ -97,6 +99,7 @@ class TokenEvent:  # neither frozen nor of keywords only: a step makes one per r
     index: int = 0
     prompt_logprobs: list[TokenLogprob] | None = None
     error_param: str | None = None
+    num_rejected_draft_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -35,11 +35,13 @@ class EngineClient:
         writer: asyncio.StreamWriter,
         *,
         on_frame: Callable[[EngineFrame], None] = lambda _frame: None,
+        on_discarded: Callable[[int], None] = lambda _tokens: None,
         final_event_wait_s: float | None = None,
     ) -> None:
         self._reader = reader
         self._writer = writer
         self._on_frame = on_frame
+        self._on_discarded = on_discarded
         self._final_event_wait_s = FINAL_EVENT_WAIT_S if final_event_wait_s is None else final_event_wait_s
         self._streams: dict[str, EventStream] = {}
         self._submits: dict[str, bytes] = {}
@@ -120,6 +122,7 @@ class EngineClient:
         for event in frame.events:
             stream = self._streams.get(event.request_id)
             if stream is None:
+                self._on_discarded(len(event.token_ids))
                 continue
             stream.put(event)
             if not stream.open_answers:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 
+from appliance.serving.usage_balance import UsageBalance
 from engine.protocol import EngineStatus, TenantProgress
 
 RATE_WINDOW_S = 2.0
@@ -16,6 +17,7 @@ class EngineFigures:
     def __init__(self) -> None:
         self._totals: deque[tuple[float, int]] = deque(maxlen=1024)
         self._ttfts_s: deque[float] = deque(maxlen=TTFTS_MAX)
+        self.balance = UsageBalance()
         self.tenants: list[TenantProgress] = []
         """Who held and waited for what when the engine last said so, a few times per second."""
 
@@ -24,6 +26,7 @@ class EngineFigures:
         if self._totals and status.generation_tokens_total < self._totals[-1][1]:
             self._totals.clear()  # a new engine process counts from zero
         self._totals.append((monotonic_s, status.generation_tokens_total))
+        self.balance.note_status(status)
         if status.tenants is not None:
             self.tenants = status.tenants
 

@@ -81,6 +81,7 @@ class Generation:
         self._model = model
         self._request = request
         self._field_names = field_names
+        self._generated: dict[int, int] = {}  # all that the engine told of, by answer
         self._answers = [Answer(index, _text_output(model, request)) for index in range(request.sampling.num_answers)]
         self._entry = entry
         self._reservation = reservation
@@ -180,8 +181,10 @@ class Generation:
     async def _follow_engine(self) -> tuple[str, GatehouseError | None]:
         events = self._model.client.submit(self._request)
         self._submitted = True
+        self._model.client.figures.balance.opened()
         while True:
             for event in await events.take():
+                self._generated[event.index] = event.num_output_tokens
                 answer = self._answers[event.index]
                 if not answer.stopped:
                     self._count(event)
@@ -305,13 +308,24 @@ class Generation:
         except Exception:  # owned task: the metric is what shows that the books are short
             log.exception("usage record could not be written", request_id=self.request_id)
             self._metrics.unrecorded(usage.total_tokens)
+        if self._submitted:
+            self._model.client.figures.balance.closed(
+                generated_tokens=sum(self._generated.values()),
+                billed_completion=usage.completion_tokens,
+                billed_prompt=usage.prompt_tokens,
+            )
 
     def _usage(self) -> Usage:
         if not self._billable:
             return Usage()
         live = self.live
         cached_tokens = min(live.cached_tokens, live.prompt_tokens)
-        return Usage(prompt_tokens=live.prompt_tokens, cached_tokens=cached_tokens, completion_tokens=live.completion_tokens)
+        return Usage(
+            prompt_tokens=live.prompt_tokens,
+            cached_tokens=cached_tokens,
+            completion_tokens=live.completion_tokens,
+            rejected_tokens=live.rejected_tokens,
+        )
 
     def _blocks_filled(self) -> int:
         """Return the KV blocks that the tokens filled: the engine reports them a few times per second, too seldom for short

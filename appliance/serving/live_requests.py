@@ -20,6 +20,7 @@ class _AnswerFigures:
     """What is known of one answer of a request."""
 
     completion_tokens: int = 0
+    rejected_tokens: int = 0
     preemptions: int = 0
     last_token_monotonic_s: float | None = None
 
@@ -50,6 +51,7 @@ class LiveRequest:
     queue_position: int | None = None
     cached_tokens: int = 0
     completion_tokens: int = 0
+    rejected_tokens: int = 0
     kv_blocks: int = 0
     kv_blocks_max: int = 0
     preemptions: int = 0
@@ -109,6 +111,10 @@ class LiveRequest:
         """Take over the counts of `event`; return the inter-token intervals (seconds) that it closed."""
         self.set_completion(event.index, event.num_output_tokens)
         self._count_preemptions(event.index, event.num_preemptions)
+        if event.num_rejected_draft_tokens:
+            figures = self._figures(event.index)
+            self.rejected_tokens += event.num_rejected_draft_tokens - figures.rejected_tokens
+            figures.rejected_tokens = event.num_rejected_draft_tokens
         if event.index == 0:
             self.cached_tokens = event.num_cached_tokens
             if event.num_prompt_tokens_computed or event.token_ids:

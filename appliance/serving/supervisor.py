@@ -180,7 +180,7 @@ class Supervisor:
             raise
         finally:
             theirs.close()
-        client = EngineClient(reader, writer, on_frame=self._receive)
+        client = EngineClient(reader, writer, on_frame=self._receive, on_discarded=self.figures.balance.discarded)
         self._process, self._client = process, client
         self._progress_monotonic_s, self._loaded = self._clock.monotonic_s(), None
         self.pid, self.started_at = process.pid, self._clock.now()
@@ -234,6 +234,8 @@ class Supervisor:
         self._last_frame_monotonic_s = now_s
         if frame.load_fraction is not None and frame.load_fraction != self._loaded:
             self._loaded, self._progress_monotonic_s = frame.load_fraction, now_s
+        if frame.ready is not None:
+            self.figures.balance.process_ready()
         if frame.status is not None:
             self.figures.note_status(frame.status, now_s)
         if any(event.token_ids for event in frame.events):

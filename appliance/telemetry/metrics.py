@@ -64,9 +64,9 @@ class Metrics:
         self._rejected = self._counter("requests_rejected", "Requests refused before any work", ["reason"])
         self._preemptions = self._counter("preemptions", "Preemptions of settled requests", ["model"])
         self._restarts = self._counter("engine_restarts", "Engine processes started again", ["model"])
-        self._unrecorded = Counter(
-            "gatehouse_unrecorded_usage_tokens", "Tokens whose record could not be written", registry=self.registry
-        )
+        self._unrecorded_tokens = 0
+        self._unexplained: Callable[[], int] = lambda: 0
+        self.registry.register(_UnrecordedCollector(lambda: self._unrecorded_tokens + self._unexplained()))
         self._alerts_pending = Gauge("gatehouse_alerts_pending", "Alerts that wait for delivery", registry=self.registry)
         self._alerts_delivered = Counter("gatehouse_alerts_delivered", "Alerts that were taken", registry=self.registry)
         self._alerts_given_up = Counter("gatehouse_alerts_given_up", "Alerts that nobody took", registry=self.registry)
@@ -136,7 +136,11 @@ class Metrics:
 
     def unrecorded(self, tokens: int) -> None:
         """Count tokens whose ledger record could not be written."""
-        self._unrecorded.inc(tokens)
+        self._unrecorded_tokens += tokens
+
+    def compare_usage(self, unexplained: Callable[[], int]) -> None:
+        """Ask with every scrape how many tokens engines counted that no event holds."""
+        self._unexplained = unexplained
 
     def alerts_pending(self, count: int) -> None:
         """Note how many alerts wait for delivery."""
@@ -170,6 +174,18 @@ class Metrics:
 def _codes(kind: type[GatehouseError]) -> set[str]:
     """Return the codes of every error that a caller can get."""
     return {kind.code}.union(*(_codes(child) for child in kind.__subclasses__()))
+
+
+class _UnrecordedCollector(Collector):
+    """What engines counted and the ledger does not hold: zero when all is well."""
+
+    def __init__(self, tokens: Callable[[], int]) -> None:
+        self._tokens = tokens
+
+    def collect(self) -> Iterator[Metric]:
+        """Return the one counter."""
+        text = "Tokens that engines counted and no usage event holds, when nothing runs"
+        yield CounterMetricFamily("gatehouse_unrecorded_usage_tokens", text, value=self._tokens())
 
 
 class _SnapshotCollector(Collector):

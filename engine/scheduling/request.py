@@ -82,6 +82,7 @@ class Request:
     num_prompt_tokens_computed: int = 0
     num_cached_tokens: int = 0
     num_preemptions: int = 0
+    num_rejected_draft_tokens: int = 0
     num_skips: int = 0
     first_scheduled_s: float | None = None
     finish_reason: FinishReason | None = None

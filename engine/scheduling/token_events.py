@@ -22,4 +22,6 @@ def token_event(request: Request, token_ids: list[int], *, prompt_logprobs: list
         None,
         request.index,
         prompt_logprobs,
+        None,
+        request.num_rejected_draft_tokens,
     )
