@@ -30,8 +30,12 @@ from appliance.base.version import current_version
 from appliance.console.routes import answer_unknown_path, create_console_router
 from appliance.metering import rollups
 from appliance.metering.admission import Admission
+from appliance.metering.box_records import BoxRecords
 from appliance.metering.calendar import BillingCalendar
 from appliance.metering.corrections import Corrections
+from appliance.metering.economics_report import EconomicsReport
+from appliance.metering.free_allowances import FreeAllowances
+from appliance.metering.invoices import Invoices
 from appliance.metering.ledger import Ledger
 from appliance.metering.prices import PriceBook
 from appliance.metering.recovery import begin_epoch, end_epoch, recover
@@ -145,6 +149,7 @@ class Appliance:
         alerts = Alerts(settings, db, clock, calendar, pepper)
         ledger = Ledger(db, clock, epoch_id, currency=settings.currency, calendar=calendar, on_settled=alerts.budgets.settled)
         prices = PriceBook(db, clock, currency=settings.currency)
+        reports, box_records = UsageReports(db, calendar=calendar), BoxRecords(db, clock)
         generations = Generations(
             admission=admission,
             ledger=ledger,
@@ -197,7 +202,11 @@ class Appliance:
             corrections=Corrections(db, clock, calendar=calendar, on_settled=alerts.budgets.settled),
             request_history=RequestHistory(db, clock, keep_days=settings.request_history_days),
             prices=prices,
-            reports=UsageReports(db, calendar=calendar),
+            reports=reports,
+            box_records=box_records,
+            free_allowances=FreeAllowances(db, clock),
+            invoices=Invoices(db, clock, calendar, currency=settings.currency),
+            economics=EconomicsReport(box_records, reports, clock),
             alerts=alerts,
             models=models,
             generations=generations,

@@ -40,7 +40,6 @@ ErrorHandler = Callable[[ConsoleRequest, Exception], Response[Any]]
 HANDLERS = (
     login.show_login, login.sign_in, login.sign_out, login.choose_theme, login_code.show_code, login_code.check_code,
     login_oidc.begin_oidc, login_oidc.end_oidc,
-    login_oidc.begin_oidc, login_oidc.end_oidc,
     account.show_account, account.change_password, account.end_session, account.end_other_sessions,
     second_factor.new_second_factor, second_factor.enable_second_factor, second_factor.confirm_disable,
     second_factor.disable_second_factor, second_factor.confirm_renew, second_factor.renew_recovery_codes,

@@ -9,7 +9,11 @@ from appliance.base.clock import Clock
 from appliance.base.db import Database
 from appliance.base.settings import Settings
 from appliance.metering.admission import Admission
+from appliance.metering.box_records import BoxRecords
 from appliance.metering.corrections import Corrections
+from appliance.metering.economics_report import EconomicsReport
+from appliance.metering.free_allowances import FreeAllowances
+from appliance.metering.invoices import Invoices
 from appliance.metering.ledger import Ledger
 from appliance.metering.prices import PriceBook
 from appliance.metering.request_history import RequestHistory
@@ -67,6 +71,10 @@ class Services:
     request_history: RequestHistory
     prices: PriceBook
     reports: UsageReports
+    box_records: BoxRecords
+    free_allowances: FreeAllowances
+    invoices: Invoices
+    economics: EconomicsReport
     alerts: Alerts
     models: ModelRegistry
     generations: Generations
