@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 
 import msgspec
-from litestar import Response, get, post, put
+from litestar import Response, delete, get, post, put
 from litestar.params import FromPath
 
 from appliance.api.auth import authenticate_administrator
@@ -35,7 +35,7 @@ from appliance.tenancy.roles import Action
 TAGS = ["administration"]
 _FILES: dict[str, tuple[str, Callable[[Invoice], bytes]]] = {
     "json": ("application/json", lambda invoice: msgspec.json.encode(invoice_shape(invoice))),
-    "csv": ("text/csv; charset=utf-8", render_csv),
+    "csv": ("text/csv", render_csv),
     "pdf": ("application/pdf", render_pdf),
 }
 
@@ -143,6 +143,16 @@ async def close_invoice(request: AdminRequest, invoice_id: FromPath[str]) -> Inv
     return invoice_shape(await invoices.close(invoice_id))
 
 
+@delete("/invoices/{invoice_id:str}", status_code=204, summary="Discard a draft", tags=TAGS, opt={"errors": (409,)})
+async def discard_invoice(request: AdminRequest, invoice_id: FromPath[str]) -> None:
+    """Forget that a month was drafted; no usage is forgotten, and it can be drafted again. A closed invoice stays."""
+    access = await authenticate_administrator(request, Action.BILLING)
+    invoices = services_of(request).invoices
+    head = await invoices.head(invoice_id)
+    access.require_row(Action.BILLING, head.tenant_id, what="invoice", param="invoice_id")
+    await invoices.discard(invoice_id)
+
+
 @get("/tenants/{tenant_id:str}/allowances", summary="List a tenant's free allowances", tags=TAGS)
 async def list_allowances(request: AdminRequest, tenant_id: FromPath[str]) -> PageShape[AllowanceShape]:
     """Return what is free each month, in the order of the months from which it counts."""
@@ -199,6 +209,7 @@ HANDLERS = [
     draft_invoice,
     retrieve_invoice,
     close_invoice,
+    discard_invoice,
     list_allowances,
     set_allowance,
     retrieve_seller,

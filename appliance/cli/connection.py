@@ -78,6 +78,18 @@ class AdminClient:
             return answer.json() if answer.content else None
         raise _refusal(answer)
 
+    async def fetch(self, path: str) -> bytes:
+        """Return a file."""
+        try:
+            answer = await self._client.get(f"/admin/v1{path}")
+        except httpx.HTTPError as error:
+            raise CommandFailed(
+                f"the appliance does not answer: {error or type(error).__name__}", code="unreachable"
+            ) from error
+        if answer.is_success:
+            return answer.content
+        raise _refusal(answer)
+
     async def every(
         self, path: str, *, query: Mapping[str, Any] | None = None, at_most: int | None = None
     ) -> list[dict[str, Any]]:

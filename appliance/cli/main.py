@@ -17,7 +17,21 @@ def build() -> typer.Typer:
     """Return the whole command. Imports happen here, so that `gatehouse version` costs nothing."""
     import typer
 
-    from appliance.cli import admin, audit, database, doctor, keys, models, serve, simulate, tenants, usage, version
+    from appliance.cli import (
+        admin,
+        audit,
+        database,
+        doctor,
+        economics,
+        invoices,
+        keys,
+        models,
+        serve,
+        simulate,
+        tenants,
+        usage,
+        version,
+    )
 
     app = typer.Typer(
         name="gatehouse",
@@ -33,6 +47,8 @@ def build() -> typer.Typer:
     app.add_typer(tenants.app, name="tenants")
     app.add_typer(keys.app, name="keys")
     app.command("usage")(usage.usage)
+    app.add_typer(invoices.app, name="invoices")
+    app.command("economics")(economics.economics)
     app.command("simulate")(simulate.simulate)
     app.add_typer(database.app, name="db")
     app.add_typer(admin.app, name="admin")

@@ -149,6 +149,11 @@ async def insert_draft(connection: AsyncConnection, head: InvoiceHead) -> None:
     await connection.execute(insert(invoices).values(**_columns(head)))
 
 
+async def delete_draft(connection: AsyncConnection, invoice_id: str) -> None:
+    """Remove a draft."""
+    await connection.execute(delete(invoices).where(invoices.c.id == invoice_id, invoices.c.state == "draft"))
+
+
 async def freeze(connection: AsyncConnection, closed: Invoice) -> bool:
     """Write the closed invoice over its draft and remove drafts of earlier months, which have nothing left to say.
 

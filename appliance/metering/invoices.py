@@ -115,6 +115,18 @@ class Invoices:
                 raise MonthOutOfOrder(message, param="month")
             return await self._freeze(connection, content.invoice, through)
 
+    async def discard(self, invoice_id: str) -> None:
+        """Remove a draft. Raises NotFound, and InvoiceClosed for what is none."""
+        async with self._db.writing() as connection:
+            await locked(connection, POSTING)
+            head = await _read_head(connection, invoice_id)
+            _check_draft(head)
+            await rows.delete_draft(connection, head.id)
+            before = {"month": head.month}
+            await audit.record(
+                connection, self._clock, "invoice.discard", "invoice", head.id, tenant_id=head.tenant_id, before=before
+            )
+
     async def _open(self, connection: AsyncConnection, tenant_id: str, month: str) -> InvoiceHead:
         before = await rows.read_last_cover(connection, tenant_id)
         if before is not None and month < before.month:

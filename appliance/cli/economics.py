@@ -1,0 +1,77 @@
+"""`gatehouse economics`: what a million tokens cost on this box, and from which use on that is cheaper than hosted prices."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from appliance.cli import output
+from appliance.cli.options import AsJson, DatabaseUrl, DataDir, settings_from
+
+if TYPE_CHECKING:
+    from appliance.cli.connection import AdminClient
+
+BREAK_EVEN = ("name", "hosted_per_million", "break_even_tokens_month", "share", "hosted_month", "saved_month")
+
+
+def economics(
+    file: Annotated[
+        Path | None,
+        typer.Option("--file", metavar="JSON", help="Replace what was said of the hardware by this file.", show_default=False),
+    ] = None,
+    as_json: AsJson = False,
+    data_dir: DataDir = None,
+    database: DatabaseUrl = None,
+) -> None:
+    """Show the cost per million tokens and the break-even, each figure with its source."""
+    from appliance.cli.connection import run
+    from appliance.cli.invoices import read_json
+
+    body = None if file is None else read_json(file)
+
+    async def work(client: AdminClient) -> dict[str, Any]:
+        found: dict[str, Any] = await client.call("GET" if body is None else "PUT", "/economics", body=body)
+        return found
+
+    report = run(settings_from(data_dir, database), work)
+    if as_json:
+        output.data(report)
+        return
+    currency = str(report["currency"])
+    output.table(
+        [_told(figure, currency) for figure in report["figures"]],
+        ("name", "value", "unit", "source"),
+        empty="There are no figures.",
+    )
+    output.say("")
+    output.table(
+        [_in_units(row) for row in report["break_even"]], BREAK_EVEN, empty="No hosted prices were entered to compare with."
+    )
+
+
+def _told(figure: dict[str, Any], currency: str) -> dict[str, Any]:
+    """Return a figure as a person reads it: money in units of the currency."""
+    value, unit = figure["value"], str(figure["unit"])
+    if value is not None:
+        value = _money(value) if unit.startswith("micro-units") else f"{value:,}"
+    return {**figure, "value": value, "unit": unit.replace("micro-units", currency)}
+
+
+def _in_units(row: dict[str, Any]) -> dict[str, Any]:
+    told = {name.removesuffix("_micros"): _money(row[name]) for name in row if name.endswith("_micros")}
+    share = row["share_basis_points"]
+    needed = row["break_even_tokens_month"]
+    return {
+        "name": row["name"],
+        **told,
+        "break_even_tokens_month": None if needed is None else f"{needed:,}",
+        "share": None if share is None else f"{share / 100:.2f} %",
+    }
+
+
+def _money(micros: int | None) -> str | None:
+    from appliance.base.money import format_micros
+
+    return None if micros is None else format_micros(micros)

@@ -1,0 +1,256 @@
+"""`gatehouse invoices`: draft, close, export, list; the seller and the free allowances that stand on them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from appliance.cli import output
+from appliance.cli.failure import CommandFailed
+from appliance.cli.options import AsJson, DatabaseUrl, DataDir, settings_from
+
+if TYPE_CHECKING:
+    from appliance.cli.connection import AdminClient
+
+app = typer.Typer(help="Invoices: drafts, closing a month, files to send.", no_args_is_help=True)
+
+COLUMNS = ("number", "tenant", "month", "state", "due", "id")
+FORMATS = ("pdf", "csv", "json")
+
+Month = Annotated[str, typer.Option("--month", metavar="YYYY-MM", help="The month, of the billing time zone.")]
+Tenant = Annotated[str | None, typer.Option("--tenant", metavar="TENANT", help="One tenant (id or name).", show_default=False)]
+All = Annotated[
+    bool, typer.Option("--all", help="Every tenant, archived ones too; those without anything to bill are left out.")
+]
+
+Row = dict[str, Any]
+
+
+@app.command("list")
+def list_invoices(
+    month: Annotated[str | None, typer.Option(metavar="YYYY-MM", help="Only this month.", show_default=False)] = None,
+    tenant: Tenant = None,
+    as_json: AsJson = False,
+    data_dir: DataDir = None,
+    database: DatabaseUrl = None,
+) -> None:
+    """List invoices, the newest month first. Drafts are shown as they would be now."""
+    from appliance.cli.connection import run
+
+    async def work(client: AdminClient) -> list[Row]:
+        rows: list[Row] = []
+        for chosen in await _tenants(client, tenant, everybody=tenant is None):
+            invoices = await client.every(f"/tenants/{chosen['id']}/invoices")
+            rows += [_row(invoice, chosen) for invoice in invoices if month in (None, invoice["month"])]
+        return sorted(rows, key=lambda row: (row["month"], row["number"] or ""), reverse=True)
+
+    _show(run(settings_from(data_dir, database), work), as_json=as_json)
+
+
+@app.command("draft")
+def draft(
+    month: Month,
+    tenant: Tenant = None,
+    everybody: All = False,
+    as_json: AsJson = False,
+    data_dir: DataDir = None,
+    database: DatabaseUrl = None,
+) -> None:
+    """Show what the invoice of a month would be now."""
+    _each(data_dir, database, month, tenant, "Drafting", _drafted, everybody=everybody, as_json=as_json)
+
+
+@app.command("close")
+def close(
+    month: Month,
+    tenant: Tenant = None,
+    everybody: All = False,
+    as_json: AsJson = False,
+    data_dir: DataDir = None,
+    database: DatabaseUrl = None,
+) -> None:
+    """Close the invoices of a month that is over: they get their numbers and never change again."""
+    _each(data_dir, database, month, tenant, "Closing", _closed, everybody=everybody, as_json=as_json)
+
+
+@app.command("export")
+def export(
+    month: Month,
+    tenant: Tenant = None,
+    everybody: All = False,
+    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="The folder for the files; it is made.")] = Path("."),
+    forms: Annotated[list[str] | None, typer.Option("--format", help="pdf, csv or json; repeatable; pdf unless given.")] = None,
+    drafts: Annotated[bool, typer.Option("--drafts", help="Export drafts too; they are marked as such.")] = False,
+    as_json: AsJson = False,
+    data_dir: DataDir = None,
+    database: DatabaseUrl = None,
+) -> None:
+    """Write invoices as files to send: invoice-2026-0001.pdf."""
+    from appliance.cli.connection import run
+
+    for form in forms or ():
+        if form not in FORMATS:
+            raise CommandFailed(f"--format takes {', '.join(FORMATS)}, not {form!r}", code="usage", status=2)
+
+    async def work(client: AdminClient) -> list[str]:
+        written: list[str] = []
+        chosen = await _tenants(client, tenant, everybody=everybody)
+        names = {each["id"] for each in chosen}
+        heads = [head for head in await client.every("/invoices", query={"month": month}) if head["tenant_id"] in names]
+        wanted = [head for head in heads if drafts or head["state"] == "closed"]
+        with output.progress("Exporting", quiet=as_json) as advance:
+            for done, head in enumerate(wanted, 1):
+                written += [await _write(client, head, form, out) for form in forms or ("pdf",)]
+                advance(done / len(wanted))
+        return written
+
+    files = run(settings_from(data_dir, database), work)
+    if as_json:
+        output.data({"files": files})
+    else:
+        output.say("\n".join(files) if files else f"There is no closed invoice of {month}: gatehouse invoices close")
+
+
+@app.command("seller")
+def seller(
+    file: Annotated[
+        Path | None,
+        typer.Option("--file", metavar="JSON", help="Replace the seller by what this file says.", show_default=False),
+    ] = None,
+    as_json: AsJson = False,
+    data_dir: DataDir = None,
+    database: DatabaseUrl = None,
+) -> None:
+    """Show who writes the invoices, or replace it: name, address, tax and bank, as in docs/billing.md."""
+    from appliance.cli.connection import run
+
+    body = None if file is None else read_json(file)
+
+    async def work(client: AdminClient) -> Row:
+        found: Row = await client.call("GET" if body is None else "PUT", "/seller", body=body)
+        return found
+
+    output.thing(run(settings_from(data_dir, database), work), as_json=as_json)
+
+
+@app.command("allowance")
+def allowance(
+    tenant: Annotated[str, typer.Argument(metavar="TENANT", help="A tenant's id or name.")],
+    month: Month,
+    micros: Annotated[int, typer.Option("--micros", help="What is free each month, in millionths of the currency; 0 ends it.")],
+    as_json: AsJson = False,
+    data_dir: DataDir = None,
+    database: DatabaseUrl = None,
+) -> None:
+    """Set what a tenant need not pay each month, from a month on."""
+    from appliance.cli.connection import run
+    from appliance.cli.tenants import at_tenant
+
+    body = {"first_month": month, "monthly_micros": micros}
+    work = at_tenant(tenant, "POST", "/allowances", body=body)
+    output.thing(run(settings_from(data_dir, database), work), as_json=as_json)
+
+
+def _each(
+    data_dir: str | None,
+    database: str | None,
+    month: str,
+    tenant: str | None,
+    title: str,
+    step: Callable[[AdminClient, Row], Awaitable[Row]],
+    *,
+    everybody: bool,
+    as_json: bool,
+) -> None:
+    """Take `step` for each tenant and show what came of it. One that fails stops no other, and the status tells of it."""
+    from appliance.cli.connection import run
+
+    async def work(client: AdminClient) -> tuple[list[Row], list[str]]:
+        chosen = await _tenants(client, tenant, everybody=everybody)
+        rows: list[Row] = []
+        failures: list[str] = []
+        with output.progress(title, quiet=as_json) as advance:
+            for done, each in enumerate(chosen, 1):
+                try:
+                    invoice = await _draft_of(client, each, month)
+                    if everybody and not invoice["lines"]:
+                        await client.call("DELETE", f"/invoices/{invoice['id']}")
+                        continue
+                    rows.append(_row(await step(client, invoice), each))
+                except CommandFailed as failure:
+                    if not everybody:
+                        raise
+                    if failure.code != "invoice_closed":  # somebody has done it already
+                        failures.append(f"{each['name']}: {failure.message}")
+                finally:
+                    advance(done / len(chosen))
+        return rows, failures
+
+    rows, failures = run(settings_from(data_dir, database), work)
+    _show(rows, as_json=as_json)
+    if failures:
+        raise CommandFailed("; ".join(failures), code="invoices")
+
+
+async def _draft_of(client: AdminClient, tenant: Row, month: str) -> Row:
+    invoice: Row = await client.call("POST", f"/tenants/{tenant['id']}/invoices", body={"month": month})
+    return invoice
+
+
+async def _drafted(_client: AdminClient, invoice: Row) -> Row:
+    return invoice
+
+
+async def _closed(client: AdminClient, invoice: Row) -> Row:
+    closed: Row = await client.call("POST", f"/invoices/{invoice['id']}/close")
+    return closed
+
+
+async def _tenants(client: AdminClient, tenant: str | None, *, everybody: bool) -> list[Row]:
+    from appliance.cli.tenants import find
+
+    if (tenant is None) != everybody:
+        raise CommandFailed("say for whom: --tenant TENANT or --all", code="usage", status=2)
+    if tenant is not None:
+        return [await find(client, tenant)]
+    return await client.every("/tenants", query={"include_archived": "true"})
+
+
+async def _write(client: AdminClient, head: Row, form: str, out: Path) -> str:
+    name = f"invoice-{head['number']}" if head["number"] else f"draft-{head['month']}-{head['tenant_id']}"
+    return _save(out / f"{name}.{form}", await client.fetch(f"/invoices/{head['id']}.{form}"))
+
+
+def _save(path: Path, content: bytes) -> str:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+    except OSError as error:
+        raise CommandFailed(f"{path} cannot be written: {error.strerror}", code="file") from error
+    return str(path)
+
+
+def _row(invoice: Row, tenant: Row) -> Row:
+    from appliance.base.money import format_micros, minor_unit_decimals
+
+    currency = invoice["currency"]
+    due = f"{format_micros(invoice['due_micros'], decimals=minor_unit_decimals(currency))} {currency}"
+    return {**invoice, "tenant": tenant["name"], "due": due}
+
+
+def _show(rows: list[Row], *, as_json: bool) -> None:
+    if as_json:
+        output.data({"data": rows})
+    else:
+        output.table(rows, COLUMNS, empty="There are no invoices.")
+
+
+def read_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise CommandFailed(f"{path} cannot be read as JSON: {error}", code="file") from error

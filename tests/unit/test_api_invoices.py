@@ -1,0 +1,181 @@
+"""Invoices, allowances, seller and economics over HTTP: shapes, files, roles, and errors that are named."""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+from collections.abc import AsyncIterator
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pypdf import PdfReader
+
+from appliance.metering.recovery import begin_epoch
+from tests.support.api_box import ApiBox, open_api_box
+from tests.support.billing import Tokens, add_price, post_event
+from tests.support.cast import Person, make_person
+
+INVOICE_FIELDS = {"id", "number", "tenant_id", "month", "state", "lines", "total_micros", "currency"}
+LINE_FIELDS = {"model", "kind", "tokens", "requests", "exact_picos", "rounded_micros"}
+SELLER = {"name": "Box AG", "address": ["Weg 1"], "tax_basis_points": 1900, "tax_label": "VAT", "payment_terms_days": 14}
+HARDWARE = {"cost_micros": 36_000_000_000, "months": 36, "kwh_price_micros": 300_000, "power_w": 1000}
+
+
+@pytest.fixture
+async def box(migrated_sqlite_file: Path, tmp_path: Path) -> AsyncIterator[ApiBox]:
+    async with open_api_box(migrated_sqlite_file, tmp_path) as opened:
+        yield opened
+
+
+@pytest.fixture
+async def bob(box: ApiBox) -> Person:
+    """Bob, who used a million prompt tokens on a day of January and has a currency unit of them free."""
+    services = box.services
+    person = await make_person(services.db, services.clock, "bob")
+    price = await add_price(services.db, prompt=3_000_000)
+    epoch_id = await begin_epoch(services.db, services.clock, "test")
+    tokens = Tokens(prompt=1_000_000, completion=0)
+    await post_event(services.db, person, date(2026, 1, 15), tokens, epoch_id=epoch_id, of=price, model="=demo")
+    return person
+
+
+async def drafted(box: ApiBox, person: Person, month: str = "2026-01") -> dict[str, Any]:
+    path = f"/tenants/{person.tenant.id}/invoices"
+    invoice: dict[str, Any] = await box.call("POST", path, status=201, json={"month": month})
+    return invoice
+
+
+async def refusal(box: ApiBox, method: str, path: str, status: int, **options: Any) -> tuple[str, str | None]:
+    error = (await box.call(method, path, status=status, **options))["error"]
+    return error["code"], error["param"]
+
+
+async def test_an_invoice_is_drafted_closed_and_read(box: ApiBox, bob: Person) -> None:
+    await box.call("PUT", "/seller", json=SELLER)
+    allowance = {"first_month": "2026-01", "monthly_micros": 1_000_000}
+    await box.call("POST", f"/tenants/{bob.tenant.id}/allowances", status=201, json=allowance)
+    draft = await drafted(box, bob)
+
+    assert set(draft) >= INVOICE_FIELDS
+    assert all(set(line) >= LINE_FIELDS for line in draft["lines"])
+    assert [line["rounded_micros"] for line in draft["lines"]] == [3_000_000, -1_000_000]
+    assert (draft["state"], draft["number"], draft["usage_picos"]) == ("draft", None, 3 * 10**12)
+    assert (draft["subtotal_micros"], draft["tax_micros"], draft["total_micros"]) == (2_000_000, 380_000, 2_380_000)
+    closed = await box.call("POST", f"/invoices/{draft['id']}/close")
+    assert re.fullmatch(r"20\d\d-0001", closed["number"])
+    assert (closed["seller"]["name"], closed["buyer"]["name"]) == ("Box AG", "bob")
+    await box.call("PUT", "/seller", json={"name": "Another AG"})
+    assert await box.call("GET", f"/invoices/{draft['id']}") == closed
+    assert await box.call("GET", f"/invoices/{draft['id']}.json") == closed
+    assert (await box.call("GET", f"/tenants/{bob.tenant.id}/invoices"))["data"] == [closed]
+    (head,) = (await box.call("GET", "/invoices", params={"month": "2026-01", "state": "closed"}))["data"]
+    assert (head["id"], head["total_micros"]) == (closed["id"], closed["total_micros"])
+
+
+async def test_an_invoice_comes_as_csv_and_pdf(box: ApiBox, bob: Person) -> None:
+    draft = await drafted(box, bob)
+    answer = await box.client.get(f"/admin/v1/invoices/{draft['id']}.csv")
+    rows = list(csv.DictReader(io.StringIO(answer.text)))
+    page = await box.client.get(f"/admin/v1/invoices/{draft['id']}.pdf")
+
+    assert answer.headers["content-type"] == "text/csv; charset=utf-8"
+    assert [(row["kind"], row["exact_picos"], row["rounded_micros"]) for row in rows] == [
+        ("prompt", "3000000000000", "3000000")
+    ]
+    assert rows[0]["model"] == "'=demo"  # no formula for a spreadsheet
+    assert page.headers["content-type"] == "application/pdf"
+    assert page.headers["content-disposition"] == f'inline; filename="draft-2026-01-{bob.tenant.id}.pdf"'
+    assert "DRAFT" in PdfReader(io.BytesIO(page.content)).pages[0].extract_text()
+    assert await refusal(box, "GET", f"/invoices/{draft['id']}.docx", 404) == ("not_found", "invoice_id")
+
+
+async def test_a_draft_that_nobody_wants_is_discarded_and_can_be_drafted_again(box: ApiBox, bob: Person) -> None:
+    draft = await drafted(box, bob)
+    assert (await box.client.delete(f"/admin/v1/invoices/{draft['id']}")).status_code == 204
+    assert await refusal(box, "GET", f"/invoices/{draft['id']}", 404) == ("not_found", "invoice_id")
+    assert (await drafted(box, bob))["lines"] == draft["lines"]
+
+
+async def test_what_cannot_be_done_is_a_conflict_that_says_why(box: ApiBox, bob: Person) -> None:
+    draft = await drafted(box, bob)
+    later = await drafted(box, bob, "2026-02")
+    assert await refusal(box, "POST", f"/invoices/{later['id']}/close", 409) == ("month_out_of_order", "month")
+    await box.call("POST", f"/invoices/{draft['id']}/close")
+    for method, path in (("POST", f"/invoices/{draft['id']}/close"), ("DELETE", f"/invoices/{draft['id']}")):
+        assert await refusal(box, method, path, 409) == ("invoice_closed", "invoice_id")
+    allowances = f"/tenants/{bob.tenant.id}/allowances"
+    late = {"first_month": "2026-01", "monthly_micros": 1}
+    assert await refusal(box, "POST", allowances, 409, json=late) == ("invoice_closed", "first_month")
+    this_month = f"{box.services.clock.now():%Y-%m}"
+    running = await drafted(box, bob, this_month)
+    assert await refusal(box, "POST", f"/invoices/{running['id']}/close", 409) == ("month_not_over", "month")
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body", "status", "param"),
+    [
+        ("POST", "/tenants/{bob}/invoices", {"month": "2026-13"}, 400, "month"),
+        ("POST", "/tenants/{bob}/invoices", {"month": "9999-12"}, 400, "month"),
+        ("POST", "/tenants/{bob}/invoices", {}, 400, "month"),
+        ("POST", "/tenants/tn_x/invoices", {"month": "2026-01"}, 404, "tenant_id"),
+        ("GET", "/tenants/tn_x/invoices", None, 404, None),
+        ("GET", "/invoices/inv_x.pdf", None, 404, "invoice_id"),
+        ("POST", "/invoices/inv_x/close", None, 404, "invoice_id"),
+        ("GET", "/invoices?month=x", None, 400, "month"),
+        ("GET", "/invoices?state=paid", None, 400, "state"),
+        ("POST", "/tenants/{bob}/allowances", {"first_month": "x", "monthly_micros": 1}, 400, "month"),
+        ("POST", "/tenants/{bob}/allowances", {"first_month": "2026-01", "monthly_micros": -1}, 400, "monthly_micros"),
+        ("PUT", "/seller", {"name": "x", "colour": "red"}, 400, "colour"),
+        ("PUT", "/seller", {"name": "x", "tax_basis_points": -1}, 400, "tax_basis_points"),
+        ("GET", "/seller", None, 404, "seller"),
+        ("GET", "/economics", None, 404, "hardware"),
+        ("PUT", "/economics", {**HARDWARE, "months": 0}, 400, "months"),
+        ("PUT", "/economics", {**HARDWARE, "hosted": [{"name": "a", "prompt": -1, "completion": 0}]}, 400, "hosted.prompt"),
+    ],
+)
+async def test_what_is_wrong_is_named(
+    box: ApiBox, bob: Person, method: str, path: str, body: Any, status: int, param: str | None
+) -> None:
+    answer = await refusal(box, method, path.format(bob=bob.tenant.id), status, json=body)
+    assert param is None or answer[1] == param
+
+
+@pytest.mark.parametrize(("role", "status"), [("owner", 200), ("admin", 200), ("billing", 200), ("viewer", 403)])
+async def test_those_who_bill_close_and_a_viewer_reads(box: ApiBox, bob: Person, role: str, status: int) -> None:
+    headers = await box.as_role(role)
+    draft = await drafted(box, bob)
+    writes = [
+        ("POST", f"/invoices/{draft['id']}/close", None),
+        ("PUT", "/seller", SELLER),
+        ("PUT", "/economics", HARDWARE),
+    ]
+    assert (await box.call("GET", f"/invoices/{draft['id']}.json", headers=headers))["id"] == draft["id"]
+    for method, path, body in writes:
+        await box.call(method, path, status=status, headers=headers, json=body)
+
+
+async def test_economics_say_where_each_figure_comes_from(box: ApiBox) -> None:
+    hosted = [{"name": "hosted", "prompt": 150_000, "completion": 600_000}]
+    entered = await box.call("PUT", "/economics", json={**HARDWARE, "hosted": hosted})
+    read = await box.call("GET", "/economics")
+
+    assert read["figures"] == entered["figures"]
+    values = {figure["name"]: figure["value"] for figure in read["figures"]}
+    assert (values["hardware_month"], values["energy_month"], values["total_month"]) == (10**9, 219 * 10**6, 1_219 * 10**6)
+    assert all(figure["source"] for figure in read["figures"])
+    assert (read["hardware"]["power_w"], read["hardware"]["currency"]) == (1000, "EUR")
+    assert read["break_even"][0]["break_even_tokens_month"] is None  # nothing was used: there is no mix of tokens
+
+
+async def test_a_sum_beyond_64_bits_is_told_to_the_last_digit(box: ApiBox, bob: Person) -> None:
+    services = box.services
+    dear = await add_price(services.db, prompt=10**12)
+    epoch_id = await begin_epoch(services.db, services.clock, "test")
+    for _ in range(3):
+        tokens = Tokens(prompt=9_000_000, completion=0)
+        await post_event(services.db, bob, date(2026, 3, 1), tokens, epoch_id=epoch_id, of=dear)
+    draft = await drafted(box, bob, "2026-03")
+    assert draft["lines"][0]["exact_picos"] == draft["usage_picos"] == 27 * 10**18
