@@ -24,6 +24,7 @@ from appliance.tenancy.access import Access, access_of_key
 from appliance.tenancy.principals import Principal
 from appliance.tenancy.roles import Action, Role
 from appliance.tenancy.secrets import api_key_prefix
+from appliance.tenancy.sessions import Session
 
 INFERENCE_SCOPE = "inference"
 USAGE_SCOPE = "usage"
@@ -117,9 +118,14 @@ def is_from_this_machine(connection: Connection) -> bool:
     return bool((mapped or address).is_loopback)
 
 
+async def session_of(connection: Connection) -> Session | None:
+    """Return the session of the console that the browser sent; None when a token speaks, or nobody is signed in."""
+    cookie = None if _bearer(connection) else _session_cookie(connection)
+    return await services_of(connection).sessions.resolve(cookie) if cookie else None
+
+
 async def _by_session(connection: Connection) -> Access:
-    cookie = _session_cookie(connection)
-    session = await services_of(connection).sessions.resolve(cookie) if cookie else None
+    session = await session_of(connection)
     if session is None:
         raise InvalidApiKey("no administrator token was sent: use the header Authorization: Bearer gha_...")
     if connection.scope.get("method") not in SAFE_METHODS:

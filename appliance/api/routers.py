@@ -14,6 +14,7 @@ from appliance.api import (
     admin_limits,
     admin_members,
     admin_requests,
+    admin_sessions,
     admin_system,
     admin_tenants,
     admin_usage,
@@ -34,6 +35,7 @@ def api_routers() -> Sequence[ControllerRouterHandler]:
         route_handlers=[
             *admin_tenants.HANDLERS,
             *admin_members.HANDLERS,
+            *admin_sessions.HANDLERS,
             *admin_limits.HANDLERS,
             *admin_usage.HANDLERS,
             *admin_invoices.HANDLERS,

@@ -73,6 +73,26 @@ def reset_password(
     _print_member(member, None if given else password, as_json=as_json)
 
 
+@app.command("reset-second-factor")
+def reset_second_factor(email: Email, as_json: AsJson = False, data_dir: DataDir = None, database: DatabaseUrl = None) -> None:
+    """Take away a second factor whose device is lost: the password alone signs in until a new one is set up."""
+    from appliance.base.clock import SystemClock
+    from appliance.tenancy.second_factor import reset_by_email
+
+    member = _on_database(settings_from(data_dir, database), lambda db: reset_by_email(db, SystemClock(), email))
+    _print_member(member, None, as_json=as_json)
+
+
+@app.command("unlink-provider")
+def unlink_provider(email: Email, as_json: AsJson = False, data_dir: DataDir = None, database: DatabaseUrl = None) -> None:
+    """Forget who a member is at the sign-in provider: the next sign-in there links again, by verified e-mail."""
+    from appliance.base.clock import SystemClock
+    from appliance.tenancy.identities import unlink_by_email
+
+    member = _on_database(settings_from(data_dir, database), lambda db: unlink_by_email(db, SystemClock(), email))
+    _print_member(member, None, as_json=as_json)
+
+
 @app.command("token")
 def token(
     name: Annotated[str | None, typer.Argument(help="What the new token is for.", show_default=False)] = None,

@@ -6,7 +6,7 @@ changed the provider, and never to another subject of the same one: an address t
 
 from __future__ import annotations
 
-from sqlalchemy import RowMapping, select, update
+from sqlalchemy import ColumnElement, RowMapping, select, update
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.ext.asyncio import AsyncConnection
 
@@ -43,20 +43,9 @@ class Identities:
             issuer: str | None = (await connection.execute(query)).scalar_one_or_none()
         return issuer
 
-    async def unlink(self, email: str) -> Member:
-        """Forget who the member is at the provider: the next sign-in there links again by e-mail. Raises NotFound."""
-        async with self._db.writing() as connection:
-            query = select(members).where(members.c.email == email.strip().lower())
-            row = (await connection.execute(query)).mappings().first()
-            if row is None:
-                raise NotFound("no such member", param="email")
-            await connection.execute(
-                update(members).where(members.c.id == row["id"]).values(oidc_issuer=None, oidc_subject=None)
-            )
-            if row["oidc_issuer"] is not None:
-                before = {"oidc_issuer": row["oidc_issuer"], "oidc_subject": row["oidc_subject"]}
-                await audit.record(connection, self._clock, "member.unlink_provider", "member", row["id"], before=before)
-        return member_from_row(row)
+    async def unlink(self, member_id: str) -> None:
+        """Forget who the member is at the provider: the next sign-in there links again. Raises NotFound; idempotent."""
+        await _unlink(self._db, self._clock, members.c.id == member_id)
 
     async def _link(self, identity: Identity) -> RowMapping:
         if identity.email is None:
@@ -88,3 +77,21 @@ class Identities:
     async def _linked(self, connection: AsyncConnection, identity: Identity) -> RowMapping | None:
         linked = (members.c.oidc_issuer == identity.issuer) & (members.c.oidc_subject == identity.subject)
         return (await connection.execute(select(members).where(linked))).mappings().first()
+
+
+async def unlink_by_email(db: Database, clock: Clock, email: str) -> Member:
+    """Do what `Identities.unlink` does for the member with this address."""
+    return await _unlink(db, clock, members.c.email == email.strip().lower())
+
+
+async def _unlink(db: Database, clock: Clock, whose: ColumnElement[bool]) -> Member:
+    async with db.writing() as connection:
+        row = (await connection.execute(select(members).where(whose).with_for_update())).mappings().first()
+        if row is None:
+            raise NotFound("no such member", param="member_id")
+        if row["oidc_issuer"] is not None:
+            nothing = update(members).where(members.c.id == row["id"]).values(oidc_issuer=None, oidc_subject=None)
+            await connection.execute(nothing)
+            before = {"oidc_issuer": row["oidc_issuer"], "oidc_subject": row["oidc_subject"]}
+            await audit.record(connection, clock, "member.unlink_provider", "member", row["id"], before=before)
+    return member_from_row(row)

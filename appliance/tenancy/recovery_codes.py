@@ -30,11 +30,15 @@ def normalised(typed: str) -> str | None:
 
 
 async def replace(connection: AsyncConnection, pepper: bytes, member_id: str, codes: list[str]) -> None:
-    """Make `codes` the member's only ones; an empty list leaves none."""
-    await connection.execute(delete(recovery_codes).where(recovery_codes.c.member_id == member_id))
+    """Make `codes` the member's only ones."""
+    await remove_all(connection, member_id)
     rows = [{"member_id": member_id, "digest": _digest(pepper, member_id, code.replace("-", ""))} for code in codes]
-    if rows:
-        await connection.execute(insert(recovery_codes), rows)
+    await connection.execute(insert(recovery_codes), rows)
+
+
+async def remove_all(connection: AsyncConnection, member_id: str) -> None:
+    """Leave the member none."""
+    await connection.execute(delete(recovery_codes).where(recovery_codes.c.member_id == member_id))
 
 
 async def use(connection: AsyncConnection, pepper: bytes, member_id: str, code: str, now: datetime) -> bool:

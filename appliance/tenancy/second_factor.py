@@ -14,11 +14,11 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import Any, Literal
+from typing import Literal
 from urllib.parse import urlsplit
 
 import pyotp
-from sqlalchemy import RowMapping, Update, delete, select, update
+from sqlalchemy import ColumnElement, RowMapping, Update, delete, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from appliance.base.clock import Clock
@@ -110,7 +110,7 @@ class SecondFactors:
             if changed.rowcount != 1:
                 raise Conflict("a second factor is set up already; disable it first")
             await recovery_codes.replace(connection, self._pepper, member.id, codes)
-            await self._end_sessions(connection, member.id)
+            await connection.execute(delete(sessions).where(sessions.c.member_id == member.id))
             await self._record(connection, "second_factor.enable", member.id)
         return codes
 
@@ -151,28 +151,11 @@ class SecondFactors:
 
     async def disable(self, member_id: str) -> None:
         """Take the second factor away at the member's own wish. Idempotent."""
-        await self._remove(members.c.id == member_id, "second_factor.disable")
+        await _remove(self._db, self._clock, members.c.id == member_id, "second_factor.disable")
 
     async def reset(self, member_id: str) -> Member:
         """Take the second factor away because its device is lost, and sign the member out everywhere. Raises NotFound."""
-        return await self._remove(members.c.id == member_id, "second_factor.reset")
-
-    async def reset_by_email(self, email: str) -> Member:
-        """Do what `reset` does for the member with this address."""
-        return await self._remove(members.c.email == email.strip().lower(), "second_factor.reset")
-
-    async def _remove(self, whose: Any, action: str) -> Member:
-        async with self._db.writing() as connection:
-            row = (await connection.execute(select(members).where(whose))).mappings().first()
-            if row is None:
-                raise NotFound("no such member", param="member")
-            if row["totp_confirmed_at"] is None:
-                return member_from_row(row)
-            await connection.execute(_of(row["id"]).values(totp_secret=None, totp_confirmed_at=None, totp_last_step=None))
-            await recovery_codes.replace(connection, self._pepper, row["id"], [])
-            await self._end_sessions(connection, row["id"])
-            await self._record(connection, action, row["id"])
-        return member_from_row(row)
+        return await _remove(self._db, self._clock, members.c.id == member_id, "second_factor.reset")
 
     async def _use_step(self, row: RowMapping, code: str) -> bool:
         """Return whether `code` is of a step that was not used yet. One conditional statement moves the last step forward."""
@@ -197,9 +180,6 @@ class SecondFactors:
                 await self._record(connection, "second_factor.use_recovery_code", member_id)
         return used
 
-    async def _end_sessions(self, connection: AsyncConnection, member_id: str) -> None:
-        await connection.execute(delete(sessions).where(sessions.c.member_id == member_id))
-
     async def _record(self, connection: AsyncConnection, action: str, member_id: str) -> None:
         await audit.record(connection, self._clock, action, "member", member_id)
 
@@ -217,6 +197,25 @@ def appliance_label(external_url: str | None) -> str:
     return f"Gatehouse {host}" if host else "Gatehouse"
 
 
+async def reset_by_email(db: Database, clock: Clock, email: str) -> Member:
+    """Do what `SecondFactors.reset` does for the member with this address, without the key that secrets are sealed with."""
+    return await _remove(db, clock, members.c.email == email.strip().lower(), "second_factor.reset")
+
+
+async def _remove(db: Database, clock: Clock, whose: ColumnElement[bool], action: str) -> Member:
+    async with db.writing() as connection:
+        row = (await connection.execute(select(members).where(whose))).mappings().first()
+        if row is None:
+            raise NotFound("no such member", param="member_id")
+        if row["totp_confirmed_at"] is None:
+            return member_from_row(row)
+        await connection.execute(_of(row["id"]).values(totp_secret=None, totp_confirmed_at=None, totp_last_step=None))
+        await recovery_codes.remove_all(connection, row["id"])
+        await connection.execute(delete(sessions).where(sessions.c.member_id == row["id"]))
+        await audit.record(connection, clock, action, "member", row["id"])
+    return member_from_row(row)
+
+
 def _of(member_id: str) -> Update:
     return update(members).where(members.c.id == member_id)
 
@@ -224,7 +223,7 @@ def _of(member_id: str) -> Update:
 async def _row(connection: AsyncConnection, member_id: str) -> RowMapping:
     row = (await connection.execute(select(members).where(members.c.id == member_id))).mappings().first()
     if row is None:
-        raise NotFound("no such member", param="member")
+        raise NotFound("no such member", param="member_id")
     return row
 
 

@@ -25,7 +25,8 @@ COMMANDS = (
     ["tenants", "list"], ["tenants", "create"], ["tenants", "show"], ["tenants", "update"], ["tenants", "archive"],
     ["keys", "list"], ["keys", "create"], ["keys", "rotate"], ["keys", "revoke"],
     ["db", "upgrade"], ["db", "downgrade"], ["db", "check"],
-    ["admin", "create"], ["admin", "reset-password"], ["admin", "token"],
+    ["admin", "create"], ["admin", "reset-password"], ["admin", "token"], ["admin", "reset-second-factor"],
+    ["admin", "unlink-provider"],
 )  # fmt: skip
 WITHOUT_JSON = {"serve"}
 
@@ -210,6 +211,9 @@ def test_somebody_may_sign_in_and_get_a_new_password(typed: Any) -> None:
     renewed = typed("admin", "reset-password", "alice@example.com", "--json").json()
     assert renewed["password"] != made["password"]
     assert typed("admin", "reset-password", "nobody@example.com").status == 1
+    for command in ("reset-second-factor", "unlink-provider"):
+        assert typed("admin", command, "Alice@example.com", "--json").json()["id"] == made["id"]
+        assert typed("admin", command, "nobody@example.com").status == 1
     assert typed("admin", "create", "alice@example.com", "--json").json()["error"]["code"] == "name_taken"
 
 

@@ -22,6 +22,7 @@ from appliance.tenancy.second_factor import (
     SecondFactors,
     _is_code_of,
     appliance_label,
+    reset_by_email,
 )
 from appliance.tenancy.sessions import Sessions
 from tests.support.cast import ALICE_PASSWORD, PEPPER, Cast
@@ -251,9 +252,10 @@ async def test_disabling_and_resetting_leave_nothing_of_it(
             assert (await connection.execute(select(members.c.totp_secret))).scalar_one() is None
             assert (await connection.execute(select(recovery_codes))).first() is None
     await enrolled(factors, cast, clock)
-    assert (await factors.reset_by_email(" Alice@Example.com ")).id == cast.alice.id
+    assert (await reset_by_email(database, clock, " Alice@Example.com ")).id == cast.alice.id
+    assert await factors.required(cast.alice.id) is None
     with pytest.raises(NotFound):
-        await factors.reset_by_email("nobody@example.com")
+        await reset_by_email(database, clock, "nobody@example.com")
 
 
 async def test_what_happened_is_in_the_audit_log(

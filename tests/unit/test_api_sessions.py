@@ -1,0 +1,145 @@
+"""`/admin/v1/sessions`: everybody the own ones, owners all of them, and nobody those of somebody else."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pyotp
+import pytest
+
+from appliance.api.auth import CSRF_HEADER, SESSION_COOKIES
+from appliance.tenancy.id_tokens import Identity
+from appliance.tenancy.members import Member
+from tests.support.api_box import ApiBox, open_api_box
+from tests.support.cast import quick_hasher
+
+PASSWORD = "a password of tests"
+FIREFOX = "Mozilla/5.0 (X11; Linux x86_64; rv:140.0) Gecko/20100101 Firefox/140.0"
+
+
+@pytest.fixture
+async def box(migrated_sqlite_file: Path, tmp_path: Path) -> AsyncIterator[ApiBox]:
+    async with open_api_box(migrated_sqlite_file, tmp_path) as opened:
+        opened.services.members._hasher = quick_hasher()
+        yield opened
+
+
+async def browser(box: ApiBox, member: Member) -> tuple[str, dict[str, str]]:
+    """The id of a new session, and the headers that its browser sends."""
+    token, session = await box.services.sessions.open(member.id, FIREFOX, "192.0.2.7", method="password+totp")
+    cookie = f"{SESSION_COOKIES[1]}={token}"
+    return session.id, {"authorization": "", "cookie": cookie, CSRF_HEADER: session.csrf_token}
+
+
+async def people(box: ApiBox) -> tuple[Member, Member, Member]:
+    """Alice who owns, Vera who only looks, Bob who belongs to no tenant yet."""
+    create = box.services.members.create
+    return (
+        await create("alice@example.com", PASSWORD, "owner"),
+        await create("vera@example.com", PASSWORD, "viewer"),
+        await create("bob@example.com", PASSWORD, "member"),
+    )
+
+
+async def test_everybody_sees_the_own_sessions_with_device_and_the_current_one_marked(box: ApiBox) -> None:
+    for member in await people(box):
+        (first, _), (second, headers) = await browser(box, member), await browser(box, member)
+
+        listed = await box.call("GET", "/sessions", headers=headers)
+
+        assert [(row["id"], row["current"]) for row in listed["data"]] == [(second, True), (first, False)]
+        row = listed["data"][0]
+        assert (row["email"], row["device"], row["address"]) == (member.email, "Firefox on Linux", "192.0.2.7")
+        assert row["method"] == "password+totp"
+        assert row["created_at"] <= row["last_seen_at"] < row["expires_at"]
+        assert not {"token", "token_hash", "csrf_token"} & row.keys()
+
+
+async def test_owners_and_owner_tokens_see_those_of_others(box: ApiBox) -> None:
+    alice, vera, _ = await people(box)
+    (session, _), (_, owner) = await browser(box, vera), await browser(box, alice)
+
+    listed = await box.call("GET", "/sessions", params={"member_id": vera.id}, headers=owner)
+    everything = await box.call("GET", "/sessions", params={"limit": 1})
+
+    assert [row["id"] for row in listed["data"]] == [session]
+    assert everything["has_more"]
+    rest = await box.call("GET", "/sessions", params={"cursor": everything["next_cursor"]})
+    assert [row["id"] for row in rest["data"]] == [session]
+
+
+async def test_nobody_else_sees_or_ends_a_session_of_somebody_else(box: ApiBox) -> None:
+    alice, vera, bob = await people(box)
+    session, owner = await browser(box, alice)
+    for member, status in ((vera, 403), (bob, 404)):
+        _, headers = await browser(box, member)
+        await box.call("GET", "/sessions", params={"member_id": alice.id}, headers=headers, status=status)
+        await box.call("DELETE", "/sessions", params={"member_id": alice.id}, headers=headers, status=status)
+        await box.call("DELETE", f"/sessions/{session}", headers=headers, status=404)
+    for role in ("admin", "billing", "viewer"):
+        headers = await box.as_role(role)
+        await box.call("GET", "/sessions", headers=headers, status=403)
+        await box.call("DELETE", f"/sessions/{session}", headers=headers, status=403)
+    await box.call("GET", "/sessions", headers=owner)
+
+
+async def test_a_session_ends_at_once(box: ApiBox) -> None:
+    alice, vera, _ = await people(box)
+    (session, headers), (_, owner) = await browser(box, vera), await browser(box, alice)
+
+    assert await box.call("DELETE", f"/sessions/{session}", headers=owner) == {"ended": 1}
+
+    await box.call("GET", "/sessions", headers=headers, status=401)
+    await box.call("DELETE", f"/sessions/{session}", headers=owner, status=404)
+
+
+async def test_ending_the_others_keeps_the_one_that_asks(box: ApiBox) -> None:
+    _, vera, _ = await people(box)
+    await browser(box, vera)
+    kept, headers = await browser(box, vera)
+
+    assert await box.call("DELETE", "/sessions", headers=headers) == {"ended": 1}
+    assert [row["id"] for row in (await box.call("GET", "/sessions", headers=headers))["data"]] == [kept]
+    assert await box.call("DELETE", "/sessions", params={"member_id": vera.id}) == {"ended": 1}
+    answer = await box.call("DELETE", "/sessions", status=400)
+    assert answer["error"]["param"] == "member_id"
+
+
+async def test_a_page_of_another_site_ends_nothing(box: ApiBox) -> None:
+    _, vera, _ = await people(box)
+    session, headers = await browser(box, vera)
+
+    for wrong in ({CSRF_HEADER: "forged"}, {"sec-fetch-site": "cross-site"}):
+        await box.call("DELETE", f"/sessions/{session}", headers={**headers, **wrong}, status=403)
+
+
+async def test_an_owner_resets_the_second_factor_of_somebody_who_lost_it(box: ApiBox) -> None:
+    _, vera, _ = await people(box)
+    factors = box.services.second_factors
+    enrolment = factors.begin(vera)
+    await factors.enable(vera, enrolment, pyotp.TOTP(enrolment.secret).now())
+    _, headers = await browser(box, vera)
+    path = f"/members/{vera.id}/second-factor"
+
+    before = await box.call("GET", path)
+    await box.call("DELETE", path, headers=await box.as_role("admin"), status=403)
+    await box.call("DELETE", path, headers=headers, status=403)
+    after = await box.call("DELETE", path)
+
+    assert (before["enabled"], before["recovery_codes_left"]) == (True, 10)
+    assert after == {"member_id": vera.id, "enabled": False, "enabled_at": None, "recovery_codes_left": 0}
+    assert await factors.required(vera.id) is None
+    await box.call("GET", "/sessions", headers=headers, status=401)
+    await box.call("DELETE", "/members/mb_nobody/second-factor", status=404)
+
+
+async def test_an_owner_unlinks_a_member_from_the_provider(box: ApiBox) -> None:
+    _, vera, _ = await people(box)
+    linked = Identity(issuer="https://id.example.com", subject="1", email="vera@example.com")
+    await box.services.identities.member_of(linked)
+    path = f"/members/{vera.id}/provider"
+
+    await box.call("DELETE", path, headers=await box.as_role("admin"), status=403)
+    assert await box.call("DELETE", path) == {"member_id": vera.id, "issuer": None}
+    await box.call("DELETE", "/members/mb_nobody/provider", status=404)
