@@ -1,4 +1,4 @@
-"""`/admin/v1/usage`, `/costs`, `/ledger`, `/prices`: what was used, what it cost, and at what price."""
+"""`/admin/v1/usage`, `/costs`, `/ledger`, `/prices`: what was used, what it cost, at what price, and what was corrected."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from datetime import UTC, datetime, timedelta
 
 import msgspec
 from litestar import get, post
+from litestar.params import FromPath
 
 from appliance.api.auth import authenticate_administrator
 from appliance.api.bodies import decode_body
@@ -21,20 +22,22 @@ from appliance.api.shapes import (
     price_shape,
     usage_row_shape,
 )
-from appliance.base.errors import InvalidValue
+from appliance.base.errors import InvalidValue, NotFound
 from appliance.base.money import PERCENT_MAX
-from appliance.metering.usage import BUCKETS, STATUSES, LedgerFilter
+from appliance.metering.corrections import Correction
+from appliance.metering.usage import BUCKETS, KINDS, STATUSES, LedgerFilter
 from appliance.tenancy.pages import PAGE_ROWS_MAX, check_limit, decode_cursor, encode_cursor
 from appliance.tenancy.roles import Action
 
 TAGS = ["administration"]
 PERIOD_DEFAULT = timedelta(days=30)
-LEDGER_QUERY = (*PAGING, "tenant_id", "key_id", "model", "status", "request_id", "start", "end", "order")
-USAGE_QUERY = ("start", "end", "bucket", "group_by", "tenant_id", *PAGING)
+LEDGER_QUERY = (*PAGING, "tenant_id", "key_id", "model", "kind", "status", "request_id", "start", "end", "order")
+USAGE_QUERY = ("start", "end", "bucket", "group_by", "tenant_id", "key_id", "model", *PAGING)
 
 
 class NewPriceBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """A price to add: micro-units of money per million tokens."""
+    """A price to add: micro-units of money per million tokens. `tier_percents` is what tenants of a tier pay of it, in percent;
+    `batch_percent` what batch work pays of that."""
 
     model: str
     prompt: int
@@ -42,7 +45,20 @@ class NewPriceBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     cached_prompt: int | None = None
     effective_from: str | None = None
     currency: str | None = None
+    rejected_draft: int = 0
     batch_percent: int = PERCENT_MAX
+    tier_percents: dict[str, int] | None = None
+
+
+class CorrectionBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """What is added to an event: signed tokens, charged at its own price, or a signed amount alone. `note` says why."""
+
+    note: str
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+    rejected_tokens: int = 0
+    cost_picos: int | None = None
 
 
 @get("/usage", summary="Tokens and cost per period", tags=TAGS, opt={"query": USAGE_QUERY})
@@ -66,6 +82,7 @@ async def list_ledger(request: AdminRequest) -> PageShape[LedgerEventShape]:
         tenant_id=request.query_params.get("tenant_id"),
         key_id=request.query_params.get("key_id"),
         model=request.query_params.get("model"),
+        kind=choice(request, "kind", KINDS, None),
         status=choice(request, "status", STATUSES, None),  # type: ignore[arg-type]
         request_id=request.query_params.get("request_id"),
         start=moment(request, "start"),
@@ -76,6 +93,15 @@ async def list_ledger(request: AdminRequest) -> PageShape[LedgerEventShape]:
     reports = services_of(request).reports
     page = await reports.ledger_page(limit, cursor, filters, newest_first=newest_first, access=access)
     return page_shape(page, ledger_event_shape)
+
+
+@post("/ledger/{event_id:str}/corrections", summary="Correct a usage event", tags=TAGS, opt={"body": CorrectionBody})
+async def create_correction(request: AdminRequest, event_id: FromPath[str]) -> LedgerEventShape:
+    """Write a new signed event that corrects a settled one; both stay. It goes on the next invoice that is closed."""
+    await authenticate_administrator(request, Action.BILLING)
+    body = decode_body(await request.body(), CorrectionBody)
+    correction = Correction(**msgspec.structs.asdict(body))
+    return ledger_event_shape(await services_of(request).corrections.add(_event_number(event_id), correction))
 
 
 @get("/prices", summary="List prices", tags=TAGS, opt={"query": PAGING})
@@ -100,7 +126,9 @@ async def create_price(request: AdminRequest) -> PriceShape:
         cached_prompt=body.prompt if body.cached_prompt is None else body.cached_prompt,
         completion=body.completion,
         effective_from=None if body.effective_from is None else parse_moment(body.effective_from, "effective_from"),
+        rejected_draft=body.rejected_draft,
         batch_percent=body.batch_percent,
+        tier_percents=body.tier_percents,
     )
     return price_shape(price)
 
@@ -117,6 +145,8 @@ async def _usage(request: AdminRequest) -> PageShape[UsageRowShape]:
         bucket=choice(request, "bucket", BUCKETS, "day") or "day",
         group_by=groups,
         tenant_id=request.query_params.get("tenant_id"),
+        key_ids=request.query_params.getall("key_id", None),
+        models=request.query_params.getall("model", None),
         access=access,
     )
     return _page([usage_row_shape(row) for row in rows], *paging(request, limit_default=PAGE_ROWS_MAX))
@@ -135,6 +165,12 @@ def _page(rows: list[UsageRowShape], limit: int, cursor: str | None) -> PageShap
     return PageShape(data=rows[begin:end], has_more=has_more, next_cursor=encode_cursor("usage", [end]) if has_more else None)
 
 
+def _event_number(event_id: str) -> int:
+    if not (event_id.isascii() and event_id.isdigit()) or len(event_id) > 18:
+        raise NotFound("no such event", param="event_id")
+    return int(event_id)
+
+
 def _period(request: AdminRequest, now: datetime) -> tuple[datetime, datetime]:
     """Return the period that was asked for; without a start, PERIOD_DEFAULT before its end."""
     end = moment(request, "end") or now
@@ -145,4 +181,4 @@ def _period(request: AdminRequest, now: datetime) -> tuple[datetime, datetime]:
     return start, end
 
 
-HANDLERS = [list_usage, list_costs, list_ledger, list_prices, create_price]
+HANDLERS = [list_usage, list_costs, list_ledger, create_correction, list_prices, create_price]

@@ -89,7 +89,7 @@ class NewKeyShape(KeyShape, kw_only=True):
 
 
 class LedgerEventShape(msgspec.Struct, kw_only=True):
-    """A usage event of the ledger."""
+    """A usage event of the ledger. An adjustment names the event that it corrects; its counts and cost are signed."""
 
     id: str
     request_id: str
@@ -107,6 +107,13 @@ class LedgerEventShape(msgspec.Struct, kw_only=True):
     price_id: str | None
     cost_picos: int
     currency: str
+    rejected_tokens: int
+    price_basis_points: int
+    cause: str | None
+    billing_day: str
+    posting: int | None
+    corrects_id: str | None
+    note: str | None
     admitted_at: str
     settled_at: str | None
 
@@ -149,7 +156,9 @@ class PriceShape(msgspec.Struct, kw_only=True):
     prompt: int
     cached_prompt: int
     completion: int
+    rejected_draft: int
     batch_percent: int
+    tier_percents: dict[str, int] | None
 
 
 class UsageRowShape(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -161,6 +170,7 @@ class UsageRowShape(msgspec.Struct, kw_only=True, omit_defaults=True):
     prompt_tokens: int
     cached_tokens: int
     completion_tokens: int
+    rejected_tokens: int
     cost_picos: int
     currency: str
     tenant_id: str | msgspec.UnsetType = msgspec.UNSET
@@ -218,7 +228,9 @@ def ledger_event_shape(event: UsageEvent) -> LedgerEventShape:
     """Return `event` as JSON; the order of its id is the order of the ledger."""
     return LedgerEventShape(
         id=str(event.id),
-        **_same(event, LedgerEventShape, without=("id", "admitted_at", "settled_at")),
+        **_same(event, LedgerEventShape, without=("id", "billing_day", "corrects_id", "admitted_at", "settled_at")),
+        billing_day=event.billing_day.isoformat(),
+        corrects_id=None if event.corrects_id is None else str(event.corrects_id),
         admitted_at=rfc3339(event.admitted_at),
         settled_at=_time(event.settled_at),
     )

@@ -28,6 +28,7 @@ GROUPS = ("tenant", "key", "model")
 _GROUP_COLUMNS = {"tenant": "tenant_id", "key": "key_id", "model": "model"}
 USAGE_ROWS_MAX = 50_000
 STATUSES = ("pending", "posted", "voided", "recovered")
+KINDS = ("usage", "adjustment")
 _MICROS_PER_S = 1_000_000
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
@@ -57,6 +58,7 @@ class LedgerFilter:
     tenant_id: str | None = None
     key_id: str | None = None
     model: str | None = None
+    kind: str | None = None
     status: Status | None = None
     request_id: str | None = None
     start: datetime | None = None
@@ -250,10 +252,13 @@ def _ledger_conditions(filters: LedgerFilter) -> list[ColumnElement[bool]]:
     events = usage_events.c
     if filters.status is not None:
         check_choice(filters.status, "status", STATUSES)
+    if filters.kind is not None:
+        check_choice(filters.kind, "kind", KINDS)
     equal = {
         events.tenant_id: filters.tenant_id,
         events.key_id: filters.key_id,
         events.model: filters.model,
+        events.kind: filters.kind,
         events.status: filters.status,
         events.request_id: filters.request_id,
     }

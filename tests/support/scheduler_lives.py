@@ -309,6 +309,7 @@ class SchedulerLife:
         assert (event.request_id, event.index) == (request.request_id, request.index)
         self.delivered[request] += len(event.token_ids)
         assert event.num_output_tokens == self.delivered[request] == request.num_output_tokens
+        assert event.num_rejected_draft_tokens == request.num_rejected_draft_tokens
         if event.finish_reason is not None:
             assert request.status is RequestStatus.FINISHED
             assert request.num_tokens <= request.max_total_tokens
@@ -334,6 +335,8 @@ class SchedulerLife:
             assert served == self.meter.service[account], f"{account.tenant_id} was charged {served}"
         if self.drafter is not None:
             assert self.scheduler.totals.accepted_draft_tokens == self.drafter.num_accepted
+            rejected = sum(request.num_rejected_draft_tokens for request in (*self.live, *self.ended))
+            assert rejected == self.drafter.num_drafted - self.drafter.num_accepted
         self.observe_gap()
 
     def observe_gap(self) -> None:

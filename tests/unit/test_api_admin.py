@@ -227,7 +227,7 @@ async def test_wrong_report_queries_are_named(box: ApiBox, query: str) -> None:
 async def test_a_price_is_added_with_the_boxs_currency(box: ApiBox) -> None:
     price = await box.call("POST", "/prices", status=201, json={"model": "m", "prompt": 10, "completion": 30})
 
-    assert set(price) == PRICE_FIELDS
+    assert set(price) >= PRICE_FIELDS
     assert (price["currency"], price["cached_prompt"], price["batch_percent"]) == ("EUR", 10, 100)
     assert (await box.call("GET", "/prices"))["data"] == [price]
 
