@@ -50,11 +50,13 @@ async def retrieve_request(request: AdminRequest, request_id: FromPath[str]) -> 
 async def abort_request(request: AdminRequest, request_id: FromPath[str]) -> RequestShape:
     """End a live request and return it as it ended; its client is told, and what it used so far is billed."""
     access = await authenticate_administrator(request, Action.ABORT)
-    generations = services_of(request).generations
+    services = services_of(request)
+    generations = services.generations
     live = generations.find(request_id)
     if live is None:
         raise NotFound("no such live request", param="request_id")
     access.require_row(Action.ABORT, live.tenant_id, what="live request", param="request_id")
+    await services.audit.note("request.abort", "request", request_id, tenant_id=live.tenant_id)
     return live_request_shape(await generations.abort_and_wait(request_id))
 
 

@@ -89,6 +89,7 @@ async def cancel_request(request: ConsoleRequest, console: ConsoleDependency) ->
     live = console.services.generations.find(request_id)
     if live is not None:
         access_of(request).require_row(Action.ABORT, live.tenant_id, what="live request", param="request_id")
+        await console.services.audit.note("request.abort", "request", request_id, tenant_id=live.tenant_id)
     console.services.generations.abort(request_id)
     if not is_fragment(request):
         return console.pages.redirect(request, "/requests", done="request-cancelled")

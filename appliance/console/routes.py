@@ -14,6 +14,7 @@ from litestar.static_files import create_static_files_router
 from appliance.base.errors import GatehouseError
 from appliance.console import (
     account,
+    audit,
     invoices,
     keys,
     live_stream,
@@ -43,7 +44,7 @@ HANDLERS = (
     account.show_account, account.change_password, account.end_session, account.end_other_sessions,
     second_factor.new_second_factor, second_factor.enable_second_factor, second_factor.confirm_disable,
     second_factor.disable_second_factor, second_factor.confirm_renew, second_factor.renew_recovery_codes,
-    overview.show_overview, live_stream.live_stream,
+    overview.show_overview, live_stream.live_stream, audit.show_audit,
     requests.list_requests, requests.show_request, requests.cancel_request,
     tenants.list_tenants, tenants.new_tenant, tenants.create_tenant, tenants.show_tenant, tenants.save_tenant,
     tenants.suspend_tenant, tenants.resume_tenant, tenants.confirm_archive, tenants.archive_tenant,

@@ -240,7 +240,7 @@ async def test_a_tenants_key_sees_its_own_usage_and_nothing_else(server: Server,
     await used_by_a_new_project(server, admin, name="somebody else's usage")
     key = server.admin("POST", f"/tenants/{project_id}/keys", json={"name": "reader", "scopes": ["usage"]})["key"]
     async with AsyncOpenAI(base_url=f"{server.url}/v1", api_key="unused", admin_api_key=key, max_retries=0) as reader:
-        page = await reader.admin.organization.usage.completions(start_time=today(server), group_by=["project_id"])
+        page: Any = await reader.admin.organization.usage.completions(start_time=today(server), group_by=["project_id"])
         found = [result for bucket in page.data for result in bucket.results]
         assert [(result.project_id, result.num_model_requests) for result in found] == [(project_id, len(usages))]
         for call in (reader.admin.organization.projects.list, reader.admin.organization.audit_logs.list):

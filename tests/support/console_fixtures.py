@@ -16,6 +16,7 @@ import httpx
 from litestar import Litestar
 
 from appliance.api.error_responses import answer_error
+from appliance.api.exchange import ExchangeWrapper
 from appliance.base.clock import Clock
 from appliance.base.db import Database
 from appliance.base.errors import NotFound
@@ -268,13 +269,15 @@ async def open_box(template: Path, folder: Path, clock: Clock, *, interval_s: fl
     await services.members.create("vera@example.com", VIEWER_PASSWORD, "viewer")
     await services.ledger.start()
     await services.sampler.start()
+    app = Litestar(
+        route_handlers=[create_console_router(services)],
+        exception_handlers={Exception: answer_unknown_path(services, otherwise=answer_error)},
+        openapi_config=None,
+    )
+    app.asgi_handler = ExchangeWrapper(app.asgi_handler)
     try:
         yield Box(
-            app=Litestar(
-                route_handlers=[create_console_router(services)],
-                exception_handlers={Exception: answer_unknown_path(services, otherwise=answer_error)},
-                openapi_config=None,
-            ),
+            app=app,
             services=services,
             engine_side=engine_side,
             cast=people,

@@ -213,9 +213,9 @@ async def test_a_form_in_a_character_set_that_nobody_knows_is_refused(box: Box) 
         assert answer.status_code == 400
 
 
-@pytest.mark.parametrize("name", ["a" * 300, "%C3%A9" * 200, "a/" * 3000, "a%00b"])
-async def test_a_static_file_that_cannot_exist_is_not_there(box: Box, name: str) -> None:
-    assert (await box.visitor().get(f"/static/{name}")).status_code == 404
+@pytest.mark.parametrize(("name", "status"), [("a" * 300, 404), ("%C3%A9" * 200, 404), ("a/" * 3000, 404), ("a%00b", 400)])
+async def test_a_static_file_that_cannot_exist_is_not_there(box: Box, name: str, status: int) -> None:
+    assert (await box.visitor().get(f"/static/{name}")).status_code == status
 
 
 async def test_signing_in_leads_to_an_address_with_any_letters(box: Box) -> None:

@@ -1,0 +1,100 @@
+"""The audit log in the console: who changed what, narrowed by who, what and when. There is nothing to change here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import date
+from urllib.parse import urlencode
+
+from litestar import get
+
+from appliance.console.audit_words import ACTIONS, SHOWN_AT_ONCE, audit_line
+from appliance.console.context import ConsoleDependency
+from appliance.console.history import tenants_by_name
+from appliance.console.rendering import Html
+from appliance.console.security import ConsoleRequest, access_of
+from appliance.metering.calendar import BillingCalendar
+from appliance.tenancy.audit import AuditFilter
+from appliance.tenancy.roles import Action
+
+PAGE_ROWS = 50
+TEXT_CHARS_MAX = 320
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Filters:
+    """What the log is narrowed to; empty texts narrow nothing. Days are days of the billing time zone."""
+
+    actor: str
+    action: str
+    target: str
+    tenant: str
+    start: str
+    end: str
+    cursor: str
+
+    @classmethod
+    def of(cls, request: ConsoleRequest) -> Filters:
+        """Return the filters that the query string names; a day that does not exist narrows nothing."""
+        query = request.query_params
+        texts = {
+            name: query.get(name, "").strip()[:TEXT_CHARS_MAX] for name in ("actor", "action", "target", "tenant", "cursor")
+        }
+        return cls(**texts, **{name: query.get(name, "") if _day(query.get(name, "")) else "" for name in ("start", "end")})
+
+    @property
+    def any(self) -> bool:
+        """Return whether anything is narrowed, the place in the list included."""
+        return any(getattr(self, name) for name in self.__slots__)
+
+    def page(self, cursor: str = "") -> str:
+        """Return the address of the entries after `cursor` with the same filters."""
+        given = {name: getattr(self, name) for name in self.__slots__} | {"cursor": cursor}
+        query = urlencode({name: value for name, value in given.items() if value})
+        return f"/audit?{query}" if query else "/audit"
+
+    def narrowed(self, calendar: BillingCalendar) -> AuditFilter:
+        """Return what is read."""
+        start, end = _day(self.start), _day(self.end)
+        return AuditFilter(
+            actors=[self.actor] if self.actor else None,
+            actions=[self.action] if self.action else None,
+            targets=[self.target] if self.target else None,
+            tenant_ids=[self.tenant] if self.tenant else None,
+            start=None if start is None else calendar.day_start(start),
+            end=None if end is None else calendar.next_day_start(end),
+        )
+
+
+@get("/audit")
+async def show_audit(request: ConsoleRequest, console: ConsoleDependency) -> Html:
+    """The newest entries that the member may see; htmx asks for the rows alone when a filter changes."""
+    services, access = console.services, access_of(request)
+    access.require_somewhere(Action.AUDIT)
+    filters = Filters.of(request)
+    page = await services.audit.page(
+        PAGE_ROWS, filters.cursor or None, filters.narrowed(services.reports.calendar), access=access
+    )
+    tenants = await tenants_by_name(services, access)
+    names = {tenant.id: tenant.name for tenant in tenants}
+    return console.pages.page(
+        request,
+        "pages/audit.html",
+        part="fragments/audit_rows.html",
+        filters=filters,
+        actions=ACTIONS,
+        shown_at_once=SHOWN_AT_ONCE,
+        rows=[audit_line(entry, names) for entry in page.data],
+        tenants=tenants,
+        tenant_names=names,
+        sees_all=access.sees_all,
+        next_page=filters.page(page.next_cursor) if page.next_cursor else None,
+    )
+
+
+def _day(text: str) -> date | None:
+    try:
+        day = date.fromisoformat(text)
+    except ValueError:
+        return None
+    return day if 1971 <= day.year <= 9000 else None

@@ -1,0 +1,159 @@
+"""Entries of the audit log in words: what was done, to what, and which values became which. Knows no page and no database."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+import msgspec
+
+from appliance.tenancy.audit_chain import AuditEntry
+
+NOTHING = "none"
+VALUE_CHARS_MAX = 200
+SHOWN_AT_ONCE = 6
+# What stands in the filter, by what it is about. An action that is not here shows as it is written.
+ACTIONS: dict[str, dict[str, str]] = {
+    "Tenants": {
+        "tenant.create": "Tenant created",
+        "tenant.update": "Tenant changed",
+        "tenant.archive": "Tenant archived",
+    },
+    "Keys": {
+        "key.create": "Key created",
+        "key.update": "Key changed",
+        "key.rotate": "Key rotated",
+        "key.revoke": "Key revoked",
+    },
+    "People": {
+        "member.create": "Member added",
+        "member.set_role": "Role changed",
+        "member.disable": "Member disabled",
+        "member.enable": "Member enabled",
+        "member.change_password": "Password changed",
+        "member.reset_password": "Password replaced",
+        "membership.create": "Added to tenant",
+        "membership.update": "Role in tenant changed",
+        "membership.remove": "Removed from tenant",
+        "second_factor.enable": "Second factor switched on",
+        "second_factor.disable": "Second factor switched off",
+        "session.open": "Signed in",
+        "session.refuse": "Could not sign in",
+        "session.close": "Signed out",
+        "token.create": "Administrator token created",
+        "token.revoke": "Administrator token revoked",
+    },
+    "Money": {
+        "price.create": "Price added",
+        "invoice.draft": "Invoice drafted",
+        "invoice.close": "Invoice closed",
+        "ledger.correct": "Usage corrected",
+        "ledger.recover": "Usage recovered after a crash",
+    },
+    "Limits and requests": {
+        "tier.update": "Tier changed",
+        "model_policy.set": "Limits of a model set",
+        "model_policy.remove": "Limits of a model removed",
+        "request.abort": "Request aborted",
+    },
+    "Alerts": {
+        "webhook.create": "Webhook added",
+        "webhook.update": "Webhook changed",
+        "webhook.rotate": "Webhook secret rotated",
+        "webhook.disable": "Webhook disabled",
+        "webhook.remove": "Webhook removed",
+    },
+}
+_WORDS = {action: words for group in ACTIONS.values() for action, words in group.items()}
+_BAD_NEWS = ("session.refuse", "tenant.archive", "key.revoke", "token.revoke", "member.disable", "ledger.recover")
+_PAGES = {"tenant": "/tenants/", "key": "/keys/", "request": "/requests/", "invoice": "/invoices/"}
+_UNTOLD = ("id", "tenant_id")
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One value: what it was, and what it is. None where there was or is none."""
+
+    field: str
+    before: str | None
+    after: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AuditLine:
+    """An entry as the page shows it. `address` is the page of its target, if it has one."""
+
+    id: int
+    at: datetime
+    actor: str
+    actor_kind: str
+    words: str
+    tone: str
+    target: str
+    target_id: str
+    address: str | None
+    tenant_id: str | None
+    changes: tuple[Change, ...]
+    is_change: bool
+    request_id: str | None
+    from_address: str | None
+    hash: str
+
+
+def audit_line(entry: AuditEntry, tenant_names: Mapping[str, str]) -> AuditLine:
+    """Return `entry` in words."""
+    before, after = _facts(entry.before), _facts(entry.after)
+    page = _PAGES.get(entry.target_kind)
+    return AuditLine(
+        id=entry.id,
+        at=entry.at,
+        actor=entry.actor_name,
+        actor_kind=entry.actor_kind,
+        words=_WORDS.get(entry.action, entry.action),
+        tone="bad" if entry.action in _BAD_NEWS else "",
+        target=_name_of(entry, before, after, tenant_names),
+        target_id=entry.target_id,
+        address=None if page is None else f"{page}{entry.target_id}",
+        tenant_id=entry.tenant_id,
+        changes=tuple(_changes(before, after)),
+        is_change=entry.before is not None and entry.after is not None,
+        request_id=entry.request_id,
+        from_address=entry.address,
+        hash=entry.hash,
+    )
+
+
+def _name_of(entry: AuditEntry, before: dict[str, Any], after: dict[str, Any], tenant_names: Mapping[str, str]) -> str:
+    """Return what the target is called: by the entry itself where it says so, else by its id."""
+    for facts in (after, before):
+        for field in ("name", "email", "model", "number"):
+            if isinstance(name := facts.get(field), str):
+                return name
+    return tenant_names.get(entry.target_id, entry.target_id)
+
+
+def _changes(before: Mapping[str, Any], after: Mapping[str, Any], prefix: str = "") -> Iterator[Change]:
+    """Yield every value that differs, in the order of the fields; limits inside limits by their whole name."""
+    for name in dict.fromkeys((*before, *after)):
+        was, now = before.get(name), after.get(name)
+        if isinstance(was, Mapping) or isinstance(now, Mapping):
+            yield from _changes(was or {}, now or {}, f"{prefix}{name} › ")
+        elif was != now and not (name in _UNTOLD and not prefix):
+            yield Change(f"{prefix}{name}".replace("_", " "), _shown(was, name in before), _shown(now, name in after))
+
+
+def _shown(value: Any, is_told: bool) -> str | None:
+    if not is_told:
+        return None
+    if value is None or value == []:
+        return NOTHING
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    text = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+    return text if len(text) <= VALUE_CHARS_MAX else text[: VALUE_CHARS_MAX - 1] + "…"
+
+
+def _facts(text: str | None) -> dict[str, Any]:
+    return {} if text is None else msgspec.json.decode(text, type=dict[str, Any])

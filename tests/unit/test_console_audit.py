@@ -1,0 +1,170 @@
+"""The page of the audit log: entries in words, filters, and who may see what."""
+
+from __future__ import annotations
+
+import pytest
+
+from appliance.base.acting import current_actor
+from appliance.console.audit_words import ACTIONS, NOTHING, VALUE_CHARS_MAX, Change, audit_line
+from appliance.tenancy.audit import record
+from appliance.tenancy.audit_chain import AuditEntry, canonical
+from tests.support.cast import ALICE_PASSWORD
+from tests.support.clock import START, FakeClock
+from tests.support.console_fixtures import Box, Browser
+
+
+def entry(action: str = "tenant.update", *, before: object = None, after: object = None, **changes: object) -> AuditEntry:
+    """Return an entry about the tenant `tn_bob`."""
+    fields = {
+        "id": 7, "at": START, "actor_kind": "member", "actor_id": "mb_alice", "actor_name": "alice@example.com",
+        "action": action, "target_kind": "tenant", "target_id": "tn_bob", "tenant_id": "tn_bob",
+        "before": None if before is None else canonical(before), "after": None if after is None else canonical(after),
+        "request_id": None, "address": None, "previous_hash": "0" * 64, "hash": "f" * 64,
+    }  # fmt: skip
+    return AuditEntry(**{**fields, **changes})  # type: ignore[arg-type]
+
+
+async def manager(box: Box, tenant_id: str, role: str = "manager") -> Browser:
+    """Return the browser of a member who has this role in the tenant, and none on the box."""
+    email = f"{role}-{tenant_id}@example.com"
+    member = await box.services.members.create(email, ALICE_PASSWORD, "member")
+    await box.services.memberships.add(tenant_id, member.id, role)
+    return await box.visitor().sign_in(email, ALICE_PASSWORD)
+
+
+def test_a_change_is_told_value_by_value() -> None:
+    before = {"limits": {"tokens_per_minute": None, "requests_per_minute": 5}, "suspended": False, "allowed_models": ["a"]}
+    after = {"limits": {"tokens_per_minute": 9000, "requests_per_minute": 6}, "suspended": True, "allowed_models": []}
+    assert set(audit_line(entry(before=before, after=after), {}).changes) == {
+        Change("allowed models", "a", NOTHING),
+        Change("limits › tokens per minute", NOTHING, "9000"),
+        Change("limits › requests per minute", "5", "6"),
+        Change("suspended", "no", "yes"),
+    }
+
+
+def test_what_is_new_has_no_before_and_what_is_gone_no_after() -> None:
+    assert audit_line(entry("tenant.create", after={"id": "tn_bob", "name": "bob"}), {}).changes == (
+        Change("name", None, "bob"),
+    )
+    assert audit_line(entry("webhook.remove", before={"target": "x"}), {}).changes == (Change("target", "x", None),)
+
+
+def test_a_long_value_is_cut_and_an_unknown_action_shown_as_it_is_written() -> None:
+    line = audit_line(entry("moon.paint", after={"colour": "x" * 500}), {})
+    assert (line.words, len(line.changes[0].after or "")) == ("moon.paint", VALUE_CHARS_MAX)
+
+
+def test_a_target_is_called_what_the_entry_calls_it_else_what_the_tenant_is_called() -> None:
+    assert audit_line(entry(after={"name": "new"}, before={"name": "old"}), {"tn_bob": "bob"}).target == "new"
+    assert audit_line(entry(before={"weight": 1}, after={"weight": 2}), {"tn_bob": "bob"}).target == "bob"
+    assert audit_line(entry(before={"weight": 1}, after={"weight": 2}), {}).target == "tn_bob"
+
+
+async def test_a_change_in_the_console_names_the_member_and_both_values(box: Box) -> None:
+    alice = await box.alice()
+    await alice.post(f"/tenants/{box.cast.bob.tenant.id}/suspend")
+    page = (await alice.get("/audit")).text
+    row = page.split('<tr id="entry-')[1]
+    for text in ("Tenant changed", "alice@example.com", ">bob<", "suspended", "<del>no</del>", "<ins>yes</ins>", "req_"):
+        assert text in row
+
+
+async def test_signing_in_and_failing_to_do_so_are_entries(box: Box) -> None:
+    await box.visitor().post("/login", email="alice@example.com", password="a wrong password")
+    page = (await (await box.alice()).get("/audit")).text
+    assert ">Could not sign in<" in page
+    assert "Signed in" in page
+
+
+async def test_cancelling_a_request_is_an_entry(box: Box) -> None:
+    box.engine_side.add(box.cast.bob, "req_live")
+    alice = await box.alice()
+    await alice.post("/requests/cancel", request_id="req_live")
+    (found,) = (await box.services.audit.page(1)).data
+    assert (found.action, found.target_id, found.tenant_id) == ("request.abort", "req_live", box.cast.bob.tenant.id)
+    assert (found.actor_name, found.actor_kind) == ("alice@example.com", "member")
+    assert (found.request_id or "").startswith("req_")
+
+
+async def test_the_log_is_narrowed_by_what_who_target_tenant_and_day(box: Box, clock: FakeClock) -> None:
+    alice = await box.alice()
+    bob, charlie = box.cast.bob, box.cast.charlie
+    await alice.post(f"/keys/{bob.key.id}/revoke")
+    clock.advance(2 * 86400)
+    alice = await box.alice()
+    await alice.post(f"/tenants/{charlie.tenant.id}/suspend")
+    both = {"Key revoked", "Tenant changed"}
+    queries = {
+        "": both,
+        "action=key.revoke": {"Key revoked"},
+        "actor=alice@example.com": both,
+        "actor=nobody": set(),
+        f"target={charlie.tenant.id}": {"Tenant changed"},
+        f"tenant={bob.tenant.id}": {"Key revoked"},
+        f"start={clock.now().date()}": {"Tenant changed"},
+        f"end={START.date()}": {"Key revoked"},
+        "start=never": both,
+    }
+    for query, expected in queries.items():
+        rows = (await alice.fragment(f"/audit?{query}")).text.split("<tbody>")[-1]
+        assert {words for words in both if words in rows} == expected, query
+
+
+async def test_a_filter_that_nothing_matches_says_so(box: Box) -> None:
+    page = (await (await box.alice()).get("/audit?target=nobody")).text
+    assert "No entry matches" in page
+    assert 'value="nobody"' in page
+
+
+async def test_older_entries_are_a_page_away_with_the_same_filters(box: Box, clock: FakeClock) -> None:
+    async with box.services.db.writing() as connection:
+        for number in range(60):
+            await record(connection, clock, "tier.update", "tier", f"tier {number:02d}", after={"admission_wait_ms": number})
+    alice = await box.alice()
+    first = (await alice.get("/audit?action=tier.update")).text
+    assert "tier 59" in first
+    assert "tier 09" not in first
+    older = first.split('" rel="next"')[0].rsplit('href="', 1)[1].replace("&amp;", "&")
+    assert "action=tier.update" in older
+    second = (await alice.get(older)).text
+    assert "tier 09" in second
+    assert "Newest" in second
+
+
+async def test_a_manager_sees_the_entries_of_the_tenant_alone(box: Box) -> None:
+    alice = await box.alice()
+    for person in (box.cast.bob, box.cast.charlie):
+        await alice.post(f"/keys/{person.key.id}/revoke")
+    page = (await (await manager(box, box.cast.bob.tenant.id)).get("/audit")).text
+    assert box.cast.bob.key.id in page
+    assert box.cast.charlie.key.id not in page
+    assert box.cast.charlie.tenant.id not in page
+    rows = page.split("<tbody>")[1]
+    assert "Signed in" not in rows  # a matter of the box
+    forged = (await (await manager(box, box.cast.charlie.tenant.id)).get(f"/audit?tenant={box.cast.bob.tenant.id}")).text
+    assert "No entry matches" in forged
+
+
+@pytest.mark.parametrize("role", ["developer", "viewer"])
+async def test_who_is_no_manager_has_no_audit_page(box: Box, role: str) -> None:
+    browser = await manager(box, box.cast.bob.tenant.id, role)
+    assert (await browser.get("/audit")).status_code == 403
+    assert 'href="/audit"' not in (await browser.get("/requests")).text
+
+
+async def test_text_that_is_no_html_stays_text(box: Box, clock: FakeClock) -> None:
+    async with box.services.db.writing() as connection:
+        await record(connection, clock, "<b>x", "tier", "<script>1</script>", after={"<i>": "<u>"})
+    page = (await (await box.alice()).get("/audit")).text
+    assert not {"<script>1", "<b>x", "<i>", "<u>"} & {part for part in ("<script>1", "<b>x", "<i>", "<u>") if part in page}
+
+
+def test_every_action_stands_once_in_the_filter() -> None:
+    listed = [action for group in ACTIONS.values() for action in group]
+    assert len(listed) == len(set(listed))
+
+
+async def test_nobody_acts_once_a_request_is_over(box: Box) -> None:
+    await box.alice()
+    assert current_actor().kind == "system"
