@@ -5,7 +5,7 @@ The row stays locked until that transaction ends, so whoever takes the next numb
 
 from __future__ import annotations
 
-from sqlalchemy import bindparam, select, update
+from sqlalchemy import Connection, bindparam, select, update
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.ext.asyncio import AsyncConnection
 
@@ -27,22 +27,30 @@ async def take(connection: AsyncConnection, name: str, count: int = 1) -> int:
 
     Raises ValueError for less than one number.
     """
+    return await connection.run_sync(take_at_once, name, count)
+
+
+def take_at_once(connection: Connection, name: str, count: int = 1) -> int:
+    """Do the same on a connection that does not wait."""
     if count < 1:
         raise ValueError(f"at least one number is taken, not {count}")
-    parameters = {"of_name": name, "count": count}
-    last = (await connection.execute(_ADVANCE, parameters)).scalar_one_or_none()
-    if last is None:
-        await _create(connection, name)
-        last = (await connection.execute(_ADVANCE, parameters)).scalar_one()
-    return int(last) - count + 1
+    return _advanced(connection, name, count) - count + 1
 
 
 async def locked(connection: AsyncConnection, name: str) -> int:
     """Return the number taken last (0: none yet) and hold the counter: nobody takes another until the transaction ends."""
-    value = (await connection.execute(_ADVANCE, {"of_name": name, "count": 0})).scalar_one_or_none()
+    return await connection.run_sync(_advanced, name, 0)
+
+
+def _advanced(connection: Connection, name: str, count: int) -> int:
+    """Return the last number after `count` more; a counter that is not there begins at 0."""
+    parameters = {"of_name": name, "count": count}
+    value = connection.execute(_ADVANCE, parameters).scalar_one_or_none()
     if value is None:
-        await _create(connection, name)
-        value = (await connection.execute(_ADVANCE, {"of_name": name, "count": 0})).scalar_one()
+        # Unless another transaction did so in between.
+        insert = sqlite.insert if connection.dialect.name == "sqlite" else postgresql.insert
+        connection.execute(insert(counters).values(name=name, value=0).on_conflict_do_nothing())
+        value = connection.execute(_ADVANCE, parameters).scalar_one()
     return int(value)
 
 
@@ -50,9 +58,3 @@ async def last_taken(connection: AsyncConnection, name: str) -> int:
     """Return the number taken last (0: none yet) as this connection sees it. Holds nothing."""
     value = (await connection.execute(select(counters.c.value).where(counters.c.name == name))).scalar_one_or_none()
     return 0 if value is None else int(value)
-
-
-async def _create(connection: AsyncConnection, name: str) -> None:
-    """Begin the counter at 0, unless another transaction did so in between."""
-    insert = sqlite.insert if connection.dialect.name == "sqlite" else postgresql.insert
-    await connection.execute(insert(counters).values(name=name, value=0).on_conflict_do_nothing())

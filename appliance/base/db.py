@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -23,6 +23,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_en
 from sqlalchemy.pool import NullPool
 
 from appliance.base.settings import UnusableData
+from appliance.base.sqlite_thread import SqliteThread
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -40,13 +41,16 @@ _MIGRATIONS = Path(__file__).resolve().parents[2] / "migrations"
 class Database:
     """Connections to one database. `reading` sees one snapshot; `writing` is one transaction, and on SQLite the only one."""
 
-    def __init__(self, kind: Kind, writers: AsyncEngine, readers: AsyncEngine) -> None:
+    def __init__(
+        self, kind: Kind, writers: AsyncEngine, readers: AsyncEngine, batch_writer: SqliteThread | None = None
+    ) -> None:
         self.kind: Kind = kind
         self.principals = ChangeCount()
         self.webhooks = ChangeCount()
         self.outbox_written = asyncio.Event()
         self._writers = writers
         self._readers = readers
+        self._batch_writer = batch_writer
         self._writer_lock = asyncio.Lock()
 
     @classmethod
@@ -54,7 +58,8 @@ class Database:
         """Return the database at `url` without connecting yet. Raises ValueError when it is not a URL that we serve."""
         kind, target = parse_url(url)
         if kind == "sqlite":
-            return cls(kind, _sqlite_writer(target), _sqlite_readers(target))
+            writer = _sqlite_writer(target)
+            return cls(kind, writer, _sqlite_readers(target), SqliteThread(_sqlite_batch_writer(target), writer))
         engine = create_async_engine(
             target.set(drivername="postgresql+psycopg"),
             pool_size=POSTGRESQL_CONNECTIONS_MAX,
@@ -78,7 +83,24 @@ class Database:
 
         An error of COMMIT is raised to the caller: leaving the block without one means that the rows are durable.
         """
-        async with self._transaction() as connection:
+        async with self._ending_in_calls(self._transaction()) as connection:
+            yield connection
+
+    @asynccontextmanager
+    async def batch_writing(self) -> AsyncIterator[AsyncConnection]:
+        """Do the same for whoever sends many statements at once, many times a second.
+
+        On SQLite `run_sync` of this connection costs one turn of the event loop, however many statements it sends.
+        """
+        async with self._ending_in_calls(self._batch_transaction()) as connection:
+            yield connection
+
+    @asynccontextmanager
+    async def _ending_in_calls(
+        self, transaction: AbstractAsyncContextManager[AsyncConnection]
+    ) -> AsyncIterator[AsyncConnection]:
+        """Yield the connection of `transaction`, and make the calls of `after_commit` once it is durable."""
+        async with transaction as connection:
             connection.info.pop(_AFTER_COMMIT, None)  # of a transaction before this one that was rolled back
             yield connection
             calls: list[Callable[[Database], object]] = connection.info.pop(_AFTER_COMMIT, [])
@@ -94,6 +116,15 @@ class Database:
         async with self._writer_lock, self._writers.begin() as connection:
             yield connection
 
+    @asynccontextmanager
+    async def _batch_transaction(self) -> AsyncIterator[AsyncConnection]:
+        if self._batch_writer is None:
+            async with self._transaction() as connection:
+                yield connection
+            return
+        async with self._writer_lock, self._batch_writer.writing() as connection:
+            yield connection
+
     async def ping(self) -> None:
         """Raise the driver's error when the database cannot be written."""
         async with self.writing() as connection:
@@ -106,6 +137,8 @@ class Database:
 
     async def close(self) -> None:
         """Close every connection."""
+        if self._batch_writer is not None:
+            await self._batch_writer.close()
         await self._readers.dispose()
         await self._writers.dispose()
 
@@ -125,10 +158,13 @@ class ChangeCount:
 
     def __init__(self) -> None:
         self.value = 0
+        self.listeners: list[Callable[[], None]] = []
 
     def bump(self) -> None:
         """Say that rows have changed. Called after COMMIT and before the caller hears of it."""
         self.value += 1
+        for listener in self.listeners:
+            listener()
 
 
 def parse_url(url: str) -> tuple[Kind, URL]:
@@ -148,6 +184,12 @@ def _sqlite_writer(target: URL) -> AsyncEngine:
         target.set(drivername="sqlite+aiosqlite"), pool_size=1, max_overflow=0, pool_timeout=CHECKOUT_TIMEOUT_S
     )
     _prepare_sqlite(engine.sync_engine, begin="BEGIN IMMEDIATE")
+    return engine
+
+
+def _sqlite_batch_writer(target: URL) -> Engine:
+    engine = create_engine(target, poolclass=NullPool, connect_args={"check_same_thread": False})
+    _prepare_sqlite(engine, begin="BEGIN IMMEDIATE")
     return engine
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 
 import structlog
-from sqlalchemy import RowMapping
+from sqlalchemy import Connection, RowMapping
 from sqlalchemy.exc import DataError, IntegrityError, ProgrammingError, StatementError
 from sqlalchemy.ext.asyncio import AsyncConnection
 
@@ -142,27 +142,38 @@ class Round:
         opens = [operation.entry for operation in operations if isinstance(operation, Open)]
         settles = [operation for operation in operations if isinstance(operation, Settle)]
         voids = [operation.request_id for operation in operations if isinstance(operation, Void)]
-        async with self.db.writing() as connection:
-            if opens:
-                await self._insert(connection, opens)
-            if checkpoints:
-                parameters = [rows.checkpoint_parameters(row) for row in checkpoints]
-                await connection.execute(rows.WRITE_CHECKPOINTS, parameters)
-            if settles or voids:
-                await self._settle(connection, settles, voids)
+        async with self.db.batch_writing() as connection:
+            settled = await connection.run_sync(self._write, opens, checkpoints, settles, voids)
+            if settled and self.on_settled is not None:
+                await self.on_settled(connection, settled)
         for operation in settles:
             operation.written = isinstance(self.results.get(id(operation)), UsageEvent)
 
-    async def _insert(self, connection: AsyncConnection, entries: Sequence[PendingEntry]) -> None:
+    def _write(
+        self,
+        connection: Connection,
+        opens: Sequence[PendingEntry],
+        checkpoints: Sequence[Checkpoint],
+        settles: Sequence[Settle],
+        voids: Sequence[str],
+    ) -> list[UsageEvent]:
+        """Send every statement of the transaction and return the events that got their final state."""
+        if opens:
+            self._insert(connection, opens)
+        if checkpoints:
+            connection.execute(rows.WRITE_CHECKPOINTS, [rows.checkpoint_parameters(row) for row in checkpoints])
+        return self._settle(connection, settles, voids) if settles or voids else []
+
+    def _insert(self, connection: Connection, entries: Sequence[PendingEntry]) -> None:
         event_rows = [
             rows.event_row(entry, self.epoch_id, self.currency, self.calendar.day_of(entry.admitted_at)) for entry in entries
         ]
-        await connection.execute(rows.INSERT_EVENTS, event_rows)
-        await connection.execute(rows.INSERT_REQUESTS, [rows.request_row(entry) for entry in entries])
+        connection.execute(rows.INSERT_EVENTS, event_rows)
+        connection.execute(rows.INSERT_REQUESTS, [rows.request_row(entry) for entry in entries])
 
-    async def _settle(self, connection: AsyncConnection, settles: Sequence[Settle], voids: Sequence[str]) -> None:
+    def _settle(self, connection: Connection, settles: Sequence[Settle], voids: Sequence[str]) -> list[UsageEvent]:
         wanted = {operation.settlement.request_id for operation in settles} | set(voids)
-        found = (await connection.execute(rows.events_with_prices(sorted(wanted)))).mappings().all()
+        found = connection.execute(rows.events_with_prices(sorted(wanted))).mappings().all()
         events = {row["request_id"]: row for row in found}
         changes: dict[str, tuple[UsageEvent, Settlement]] = {}
         for operation in settles:
@@ -172,18 +183,17 @@ class Round:
             if row is not None and row["status"] == "pending" and request_id not in changes:
                 self._outcome(_void(request_id), events, changes)
         if changes:
-            await self._number(connection, changes)
-            await self._update(connection, [changes[request_id] for request_id in sorted(changes)])
-            if self.on_settled is not None:
-                await self.on_settled(connection, [event for event, _ in changes.values()])
+            self._number(connection, changes)
+            self._update(connection, [changes[request_id] for request_id in sorted(changes)])
         for operation in settles:
             if operation.settlement.request_id in changes and isinstance(self.results[id(operation)], UsageEvent):
                 self.results[id(operation)] = changes[operation.settlement.request_id][0]
+        return [event for event, _ in changes.values()]
 
     @staticmethod
-    async def _number(connection: AsyncConnection, changes: dict[str, tuple[UsageEvent, Settlement]]) -> None:
+    def _number(connection: Connection, changes: dict[str, tuple[UsageEvent, Settlement]]) -> None:
         """Give the changed events their postings, in the order in which they were asked for."""
-        first = await counters.take(connection, counters.POSTING, len(changes))
+        first = counters.take_at_once(connection, counters.POSTING, len(changes))
         for posting, (request_id, (event, settlement)) in enumerate(list(changes.items()), first):
             changes[request_id] = (dataclasses.replace(event, posting=posting), settlement)
 
@@ -213,14 +223,14 @@ class Round:
         except OverflowError as error:
             return LedgerBroken(str(error))
 
-    async def _update(self, connection: AsyncConnection, changes: Sequence[tuple[UsageEvent, Settlement]]) -> None:
+    def _update(self, connection: Connection, changes: Sequence[tuple[UsageEvent, Settlement]]) -> None:
         parameters = [rows.settle_event_parameters(event) for event, _ in changes]
-        result = await connection.execute(rows.SETTLE_EVENTS, parameters)
+        result = connection.execute(rows.SETTLE_EVENTS, parameters)
         if result.rowcount != len(changes):
             raise LedgerBroken(f"{len(changes)} entries were pending and {result.rowcount} changed: is there a second writer?")
         details = [rows.settle_request_parameters(settlement, self.now) for _, settlement in changes]
-        await connection.execute(rows.SETTLE_REQUESTS, details)
-        await rollups.add(connection, self.calendar, [event for event, _ in changes])
+        connection.execute(rows.SETTLE_REQUESTS, details)
+        rollups.add_at_once(connection, self.calendar, [event for event, _ in changes])
 
 
 def _void(request_id: str) -> Settlement:

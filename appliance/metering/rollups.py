@@ -15,6 +15,7 @@ from typing import Any
 
 from sqlalchemy import (
     ColumnElement,
+    Connection,
     DateTime,
     Insert,
     Select,
@@ -61,9 +62,14 @@ async def add(connection: AsyncConnection, calendar: BillingCalendar, events: It
 
     Whoever calls holds the counter of postings: so no two transactions wait for each other's rows.
     """
+    await connection.run_sync(add_at_once, calendar, events)
+
+
+def add_at_once(connection: Connection, calendar: BillingCalendar, events: Iterable[UsageEvent]) -> None:
+    """Do the same on a connection that does not wait."""
     rows = sums_of(events, calendar)
     if rows:
-        await connection.execute(_ADD[connection.dialect.name], rows)
+        connection.execute(_ADD[connection.dialect.name], rows)
 
 
 def sums_of(events: Iterable[UsageEvent], calendar: BillingCalendar) -> list[dict[str, Any]]:

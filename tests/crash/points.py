@@ -194,19 +194,8 @@ _kept: list[asyncio.Task[None]] = []
 
 
 def _wrap_transactions(reaper: Reaper) -> None:
-    writing = Database.writing
-
-    @asynccontextmanager
-    async def cut(database: Database) -> AsyncIterator[AsyncConnection]:
-        kinds = _kinds.get()
-        async with writing(database) as connection:
-            yield connection
-            for kind in kinds:
-                reaper.reached_commit(kind)
-        for kind in kinds:
-            reaper.reached(f"{kind}: after COMMIT")
-
-    Database.writing = cut  # type: ignore[method-assign,assignment]
+    for name in ("writing", "batch_writing"):
+        setattr(Database, name, _cut(reaper, getattr(Database, name)))
     transaction = Round._transaction
 
     async def named(self: Round, operations: Any, checkpoints: Any) -> None:
@@ -224,6 +213,20 @@ def _wrap_transactions(reaper: Reaper) -> None:
 
     Round._transaction = named  # type: ignore[method-assign]
     assert ledger_round.Round is Round
+
+
+def _cut(reaper: Reaper, writing: Callable[[Database], Any]) -> Callable[[Database], Any]:
+    @asynccontextmanager
+    async def cut(database: Database) -> AsyncIterator[AsyncConnection]:
+        kinds = _kinds.get()
+        async with writing(database) as connection:
+            yield connection
+            for kind in kinds:
+                reaper.reached_commit(kind)
+        for kind in kinds:
+            reaper.reached(f"{kind}: after COMMIT")
+
+    return cut
 
 
 def _naming(function: Callable[..., Any], *kinds: str) -> Callable[..., Any]:

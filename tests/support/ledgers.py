@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
 from sqlalchemy import select
 from sqlalchemy.exc import OperationalError
@@ -64,11 +64,22 @@ class FailingDatabase(Database):
     @asynccontextmanager
     async def writing(self) -> AsyncIterator[AsyncConnection]:
         """Yield a transaction that ends as the test has set."""
+        async with self._failing(super().writing()) as connection:
+            yield connection
+
+    @asynccontextmanager
+    async def batch_writing(self) -> AsyncIterator[AsyncConnection]:
+        """Yield a transaction of the ledger that ends as the test has set."""
+        async with self._failing(super().batch_writing()) as connection:
+            yield connection
+
+    @asynccontextmanager
+    async def _failing(self, transaction: AbstractAsyncContextManager[AsyncConnection]) -> AsyncIterator[AsyncConnection]:
         if self.gate is not None:
             self.held += 1
             await self.gate.wait()
             self.held -= 1
-        async with super().writing() as connection:
+        async with transaction as connection:
             yield connection
             if self.fail_before_commit:
                 self.fail_before_commit -= 1

@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 import pytest
-from sqlalchemy import event
+from sqlalchemy import Engine, event
 
 from appliance.base.db import Database
 from appliance.metering import rollups
@@ -241,17 +241,15 @@ async def test_most_settlements_cost_no_query_of_their_own(
     for person in (cast.bob, cast.charlie):
         await spender.spend(person, 1)
     statements: list[str] = []
-    engine = database._writers.sync_engine
-
     def note(_connection: Any, _cursor: Any, statement: str, _parameters: Any, _context: Any, _many: bool) -> None:
         statements.append(statement)
 
-    event.listen(engine, "before_cursor_execute", note)
+    event.listen(Engine, "before_cursor_execute", note)
     for person in (cast.bob, cast.charlie):
         for _ in range(5):
             await spender.spend(person, 1)
     await spender.refuse(cast.bob)
-    event.remove(engine, "before_cursor_execute", note)
+    event.remove(Engine, "before_cursor_execute", note)
     assert statements
     assert not [statement for statement in statements if "FROM usage_rollups" in statement or "FROM tenants" in statement]
 

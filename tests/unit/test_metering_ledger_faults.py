@@ -36,7 +36,7 @@ def _copy(source: Path, target: Path) -> Path:
 
 async def _limit_pages(database: Database, pages: str) -> None:
     """Let the file grow to `pages` and no further, as a full disk would."""
-    async with database.writing() as connection:
+    async with database.batch_writing() as connection:
         await connection.execute(text(f"PRAGMA max_page_count = {pages}"))
 
 
