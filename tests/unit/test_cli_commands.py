@@ -24,6 +24,8 @@ COMMANDS = (
     ["models", "list"], ["models", "add"], ["models", "verify"], ["models", "remove"],
     ["tenants", "list"], ["tenants", "create"], ["tenants", "show"], ["tenants", "update"], ["tenants", "archive"],
     ["keys", "list"], ["keys", "create"], ["keys", "rotate"], ["keys", "revoke"],
+    ["invoices", "list"], ["invoices", "draft"], ["invoices", "close"], ["invoices", "export"], ["invoices", "seller"],
+    ["invoices", "allowance"], ["economics"],
     ["db", "upgrade"], ["db", "downgrade"], ["db", "check"],
     ["admin", "create"], ["admin", "reset-password"], ["admin", "token"], ["admin", "reset-second-factor"],
     ["admin", "unlink-provider"],

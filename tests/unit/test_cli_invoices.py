@@ -1,0 +1,147 @@
+"""`gatehouse invoices` and `economics` as they are typed: a month closed for everybody, files written, failures told."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import pytest
+import structlog
+
+from appliance.base.clock import SystemClock
+from appliance.base.db import Database
+from appliance.cli.main import main
+from appliance.metering.recovery import begin_epoch
+from tests.support.billing import Tokens, add_price, post_event
+from tests.support.cast import make_person
+
+Type = Callable[..., tuple[int, Any, str]]
+
+
+async def used(url: str) -> None:
+    """Bob used something in January and February, Charlie in February, Dora nothing."""
+    database, clock = Database.open(url), SystemClock()
+    bob, charlie, _ = [await make_person(database, clock, name) for name in ("bob", "charlie", "dora")]
+    price, epoch_id = await add_price(database, prompt=2_000_000), await begin_epoch(database, clock, "test")
+    for person, day in ((bob, date(2026, 1, 3)), (bob, date(2026, 2, 3)), (charlie, date(2026, 2, 4))):
+        tokens = Tokens(prompt=1_000_000, completion=0)
+        await post_event(database, person, day, tokens, epoch_id=epoch_id, of=price)
+    await database.close()
+
+
+@pytest.fixture
+def typed(
+    tmp_path: Path, migrated_sqlite_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Iterator[Type]:
+    """Type a command with --json; get its status, its answer and what it wrote to standard error."""
+    for name in [name for name in os.environ if name.startswith("GATEHOUSE_")]:
+        monkeypatch.delenv(name)
+    shutil.copyfile(migrated_sqlite_file, tmp_path / "gatehouse.db")
+    monkeypatch.setenv("GATEHOUSE_DATA_DIR", str(tmp_path))
+    asyncio.run(used(f"sqlite:///{tmp_path / 'gatehouse.db'}"))
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+
+    def run(*arguments: str) -> tuple[int, Any, str]:
+        status = main([*arguments, "--json"])
+        written = capsys.readouterr()
+        decoder, documents, text = json.JSONDecoder(), [], written.out.strip()
+        while text:
+            document, end = decoder.raw_decode(text)
+            documents.append(document)
+            text = text[end:].strip()
+        return status, documents[0] if len(documents) == 1 else documents, written.err
+
+    yield run
+    structlog.reset_defaults()
+    root.handlers[:] = handlers
+    root.setLevel(level)
+
+
+def told(answer: Any) -> list[tuple[str, str, str]]:
+    return [(row["tenant"], row["state"], row["due"]) for row in answer["data"]]
+
+
+def test_a_month_is_closed_for_everybody_and_exported(typed: Type, tmp_path: Path) -> None:
+    status, drafts, _ = typed("invoices", "draft", "--month", "2026-01", "--all")
+    assert (status, told(drafts)) == (0, [("bob", "draft", "2.00 EUR")])
+    status, closed, _ = typed("invoices", "close", "--month", "2026-01", "--all")
+    assert (status, told(closed)) == (0, [("bob", "closed", "2.00 EUR")])
+    status, closed, _ = typed("invoices", "close", "--month", "2026-02", "--all")
+    assert told(closed) == [("bob", "closed", "2.00 EUR"), ("charlie", "closed", "2.00 EUR")]
+    assert typed("invoices", "close", "--month", "2026-02", "--all")[:2] == (0, {"data": []})  # done already
+    arguments = ("invoices", "export", "--month", "2026-02", "--all", "--format", "pdf", "--format", "csv")
+    status, files, _ = typed(*arguments, "--out", str(tmp_path / "out"))
+    year = SystemClock().now().year
+    assert sorted(Path(name).name for name in files["files"]) == [
+        f"invoice-{year}-000{number}.{form}" for number in (2, 3) for form in ("csv", "pdf")
+    ]
+    assert all(Path(name).read_bytes().startswith((b"%PDF-", b"number,")) for name in files["files"])
+    assert len(typed("invoices", "list")[1]["data"]) == 3
+    assert len(typed("invoices", "list", "--tenant", "bob", "--month", "2026-01")[1]["data"]) == 1
+
+
+def test_one_tenant_that_cannot_be_closed_stops_no_other_and_is_named(typed: Type) -> None:
+    status, answers, _ = typed("invoices", "close", "--month", "2026-02", "--all")
+    closed, error = answers
+    assert status == 1
+    assert told(closed) == [("charlie", "closed", "2.00 EUR")]
+    assert "bob: 2026-01 must be closed before 2026-02" in error["error"]["message"]
+
+
+def test_an_empty_month_of_one_tenant_is_closed_when_it_is_asked_for(typed: Type) -> None:
+    assert told(typed("invoices", "close", "--month", "2026-01", "--tenant", "dora")[1]) == [("dora", "closed", "0.00 EUR")]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "part"),
+    [
+        (("close", "--month", "2026-01"), 2, "--tenant TENANT or --all"),
+        (("close", "--month", "2026-01", "--all", "--tenant", "bob"), 2, "--tenant TENANT or --all"),
+        (("close", "--month", "2026-02", "--tenant", "bob"), 1, "2026-01 must be closed"),
+        (("export", "--month", "2026-01", "--all", "--format", "docx"), 2, "pdf, csv, json"),
+        (("export", "--month", "January", "--all"), 1, "YYYY-MM"),
+        (("seller",), 1, "has not been entered"),
+        (("seller", "--file", "nowhere.json"), 1, "cannot be read as JSON"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_what_cannot_be_done_is_told(typed: Type, arguments: tuple[str, ...], status: int, part: str) -> None:
+    answer = typed("invoices", *arguments)
+    assert answer[0] == status
+    assert part in answer[1]["error"]["message"]
+
+
+def test_seller_allowance_and_economics_are_set_and_shown(typed: Type, tmp_path: Path) -> None:
+    seller, hardware = tmp_path / "seller.json", tmp_path / "hardware.json"
+    seller.write_text(json.dumps({"name": "Box AG", "tax_basis_points": 1900}))
+    hardware.write_text(json.dumps({"cost_micros": 36_000_000, "months": 36, "kwh_price_micros": 0, "power_w": 1}))
+
+    assert typed("invoices", "seller", "--file", str(seller))[1]["name"] == "Box AG"
+    assert typed("invoices", "seller")[1]["tax_basis_points"] == 1900
+    allowance = typed("invoices", "allowance", "bob", "--month", "2026-01", "--micros", "500000")[1]
+    assert (allowance["first_month"], allowance["monthly_micros"]) == ("2026-01", 500_000)
+    assert told(typed("invoices", "draft", "--month", "2026-01", "--tenant", "bob")[1]) == [("bob", "draft", "1.79 EUR")]
+    assert typed("economics")[0] == 1
+    typed("economics", "--file", str(hardware))
+    figures = {figure["name"]: figure["value"] for figure in typed("economics")[1]["figures"]}
+    assert figures["hardware_month"] == 1_000_000
+
+
+def test_economics_are_told_in_units_of_money(typed: Type, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    hardware = tmp_path / "hardware.json"
+    hosted = [{"name": "hosted", "prompt": 150_000, "completion": 600_000}]
+    hardware.write_text(
+        json.dumps({"cost_micros": 36_000_000, "months": 36, "kwh_price_micros": 0, "power_w": 1, "hosted": hosted})
+    )
+    assert main(["economics", "--file", str(hardware)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "hardware_month\t1.000000\tEUR a month\thardware_cost / months" in lines
+    assert any(line.startswith("hosted\t") for line in lines)
