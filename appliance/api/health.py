@@ -68,7 +68,7 @@ async def ready_without_body(request: Request[Any, Any, Any]) -> Response[None]:
 async def metrics(request: Request[Any, Any, Any]) -> Response[bytes]:
     """Return every metric of the appliance. They name tenants: whoever is not on this machine must be an administrator."""
     if not is_from_this_machine(request):
-        await authenticate_administrator(request, Action.READ)
+        await authenticate_administrator(request, Action.READ_BOX)
     return Response(services_of(request).metrics.render(), media_type=METRICS_MEDIA_TYPE)
 
 

@@ -1,0 +1,119 @@
+"""Access: whatever roles and memberships somebody has, what he reads is what the two tables of roles give him, and no more."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from sqlalchemy import Column, MetaData, String, Table, create_engine, insert, select
+
+from appliance.base.acting import Actor
+from appliance.base.errors import NotFound, RoleNotAllowed
+from appliance.tenancy.access import Access
+from appliance.tenancy.roles import ALLOWED, ALLOWED_IN_TENANT, Action, Role, TenantRole
+
+TENANTS = ("tn_bob", "tn_charlie", "tn_dora", "tn_emil")
+ACTOR = Actor(kind="member", name="somebody@example.com", id="mb_1")
+
+memberships = st.dictionaries(st.sampled_from(TENANTS[:3]), st.sampled_from(TenantRole))
+accesses = st.builds(Access, role=st.sampled_from(Role), actor=st.just(ACTOR), tenants=memberships)
+strangers = st.builds(Access, role=st.just(Role.MEMBER), actor=st.just(ACTOR), tenants=memberships)
+actions = st.sampled_from(Action)
+tenant_ids = st.sampled_from(TENANTS)
+
+_rows = Table("rows", MetaData(), Column("tenant_id", String(20), nullable=True))
+_engine = create_engine("sqlite://")
+_rows.metadata.create_all(_engine)
+with _engine.begin() as _connection:
+    _connection.execute(insert(_rows), [{"tenant_id": tenant_id} for tenant_id in (*TENANTS, None)])
+
+
+def read(access: Access, action: Action) -> set[str | None]:
+    """Return whose rows a narrowed query gives."""
+    with _engine.connect() as connection:
+        return set(connection.execute(access.narrow(select(_rows.c.tenant_id), _rows.c.tenant_id, action)).scalars())
+
+
+def expected(access: Access, action: Action) -> set[str | None]:
+    """Return the same by a plain walk through both tables of roles."""
+    if action in ALLOWED[access.role]:
+        return {*TENANTS, None}
+    return {tenant_id for tenant_id, role in access.tenants.items() if action in ALLOWED_IN_TENANT[role]}
+
+
+@given(accesses, actions)
+def test_a_narrowed_query_gives_what_the_tables_of_roles_give(access: Access, action: Action) -> None:
+    assert read(access, action) == expected(access, action)
+
+
+@given(accesses, actions)
+def test_both_ways_to_narrow_are_the_same(access: Access, action: Action) -> None:
+    query = select(_rows.c.tenant_id).where(*access.narrows(_rows.c.tenant_id, action))
+    with _engine.connect() as connection:
+        assert set(connection.execute(query).scalars()) == read(access, action)
+
+
+@given(accesses, actions, tenant_ids)
+def test_what_is_read_is_what_may_be_asked_for_by_name(access: Access, action: Action, tenant_id: str) -> None:
+    covered = tenant_id in read(access, action)
+
+    assert access.may(action, tenant_id) is covered
+    if covered:
+        access.require(action, tenant_id)
+        access.require_row(action, tenant_id, what="key", param="key_id")
+        access.require_somewhere(action)
+
+
+@given(strangers, actions, tenant_ids)
+def test_a_stranger_reads_nothing_and_hears_that_there_is_nothing(access: Access, action: Action, tenant_id: str) -> None:
+    assume(tenant_id not in access.tenants)
+    assert not access.sees(tenant_id)
+    assert tenant_id not in read(access, action)
+    assert access.visible() is not None
+    assert tenant_id not in (access.visible() or ())
+    with pytest.raises(NotFound, match=r"^no such tenant$"):
+        access.require(action, tenant_id)
+    with pytest.raises(NotFound, match=r"^no such key$"):
+        access.require_row(action, tenant_id, what="key", param="key_id")
+
+
+@given(strangers, actions)
+def test_who_has_no_role_on_the_box_gets_nothing_of_the_box(access: Access, action: Action) -> None:
+    assert not access.sees_all
+    assert not access.may(action)
+    assert None not in read(access, action)
+    with pytest.raises(RoleNotAllowed):
+        access.require(action)
+
+
+@given(st.sampled_from((Role.VIEWER, Role.MEMBER)), st.sampled_from((TenantRole.DEVELOPER, TenantRole.VIEWER)), actions)
+def test_who_sees_a_tenant_but_may_not_do_it_hears_why(role: Role, held: TenantRole, action: Action) -> None:
+    access = Access(role=role, actor=ACTOR, tenants={"tn_bob": held})
+    assume(not access.may(action, "tn_bob"))
+    with pytest.raises(RoleNotAllowed, match=action.value):
+        access.require(action, "tn_bob")
+
+
+@given(accesses, actions, st.sampled_from(TENANTS[:3]), st.sampled_from(TenantRole))
+def test_a_membership_adds_rights_in_its_own_tenant_alone(
+    access: Access, action: Action, tenant_id: str, role: TenantRole
+) -> None:
+    assume(tenant_id not in access.tenants)
+    more = Access(role=access.role, actor=ACTOR, tenants={**access.tenants, tenant_id: role})
+
+    assert read(access, action) <= read(more, action) <= read(access, action) | {tenant_id}
+    assert more.may(action) is access.may(action)
+
+
+@given(memberships, st.tuples(st.integers(0, 3), st.integers(0, 3)), actions)
+def test_a_greater_role_takes_nothing_away(held: dict[str, TenantRole], ranks: tuple[int, int], action: Action) -> None:
+    order = (Role.MEMBER, Role.VIEWER, Role.ADMIN, Role.OWNER)
+    less, more = (Access(role=order[rank], actor=ACTOR, tenants=held) for rank in sorted(ranks))
+
+    assert read(less, action) <= read(more, action)
+
+
+def test_no_tenant_role_covers_what_belongs_to_the_box() -> None:
+    of_the_box = {Action.READ_BOX, Action.WRITE, Action.BILLING, Action.MEMBERS}
+
+    assert not any(of_the_box & covered for covered in ALLOWED_IN_TENANT.values())

@@ -1,0 +1,285 @@
+"""Every route of the application, found from its router, tried by those who must not get what it gives.
+
+A route that is added is tried without being named here. Whoever adds one with a new name in its path says in `make_tenancy` or
+`BOX_NAMES` what stands for it, so that it is tried with something that exists.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.support.api_box import ApiBox, open_api_box
+from tests.support.strangers import SAFE, Route, Tenancy, contents, make_tenancy, routes_of, signed_in
+
+TENANT_ROLES = ("manager", "developer", "viewer")
+BOX_ROLES = ("owner", "admin", "billing", "viewer")
+REMOTE = ("192.0.2.7", 1)
+
+# For everybody: health, the description of the interface, how pages look, and signing in.
+PUBLIC = ("/health", "/schema", "/static/", "/login", "/theme")
+# A tenant's programs come here with their key.
+INFERENCE = (
+    "/chat/completions",
+    "/models",
+    "/completions",
+    "/embeddings",
+    "/responses",
+    "/messages",
+    "/tokenize",
+    "/detokenize",
+)
+# About whoever is signed in, and about nobody else.
+OWN = ("/account", "/logout", "/theme", "/login", "/admin/v1/sessions")
+# Names in paths that belong to the box and to no tenant.
+BOX_NAMES = {"name": "standard", "model": "demo", "price_id": "price_x", "rate_limit_id": "rl-demo"}
+# Fields of forms that name something.
+FORMS = {"/requests/cancel": ("request_id",)}
+
+
+@pytest.fixture
+async def box(migrated_sqlite_file: Path, tmp_path: Path) -> AsyncIterator[ApiBox]:
+    async with open_api_box(migrated_sqlite_file, tmp_path) as opened:
+        opened.client._transport.client = REMOTE  # type: ignore[attr-defined]
+        opened.services.generations.draining = True  # live streams end with their first beat
+        await opened.services.sampler.sample()
+        yield opened
+
+
+@pytest.fixture
+async def bob(box: ApiBox) -> Tenancy:
+    return await make_tenancy(box.services, "bob")
+
+
+@pytest.fixture
+async def charlie(box: ApiBox) -> Tenancy:
+    return await make_tenancy(box.services, "charlie")
+
+
+def is_under(path: str, places: tuple[str, ...]) -> bool:
+    return any(path == place or path.startswith(place.rstrip("/") + "/") for place in places)
+
+
+def routes(box: ApiBox) -> list[Route]:
+    """Return the routes that need somebody who is known."""
+    found = [route for route in routes_of(box.app) if not is_under(route.path, PUBLIC)]
+    assert len(found) > 80
+    return found
+
+
+def is_inference(route: Route) -> bool:
+    return is_under(route.path.removeprefix("/v1"), INFERENCE)
+
+
+async def call(box: ApiBox, route: Route, headers: dict[str, str], values: dict[str, str], **query: str) -> httpx.Response:
+    """Return the answer to a call that names `values`: in its path, and in the fields of its form."""
+    path = route.filled(values)
+    if route.method in SAFE:
+        return await box.client.request(route.method, path, headers=headers, params=query)
+    if "/v1" in route.path or route.path.startswith("/organization"):
+        return await box.client.request(route.method, path, headers=headers, json={}, params=query)
+    fields = {name: values[name] for name in FORMS.get(route.path, ()) if name in values}
+    return await box.client.request(route.method, path, headers=headers, data={"nothing": "", **fields}, params=query)
+
+
+def told(answer: httpx.Response, *given: str) -> tuple[int, str]:
+    """Return what an answer says, without its request id and without the names that the question gave it."""
+    text = answer.text
+    for value in given:
+        text = text.replace(value, "…")
+    return answer.status_code, "" if "<html" in text else text
+
+
+async def test_nobody_gets_anything_without_saying_who_he_is(box: ApiBox, charlie: Tenancy) -> None:
+    before = await contents(box.services)
+    for route in routes(box):
+        answer = await call(box, route, {"authorization": ""}, charlie.ids)
+
+        to_login = answer.status_code == 303 and answer.headers["location"].startswith("/login")
+        assert answer.status_code == 401 or to_login, (route, answer.status_code)
+        assert not leaks(answer, charlie, given=charlie.ids.values()), route
+    assert await contents(box.services) == before
+
+
+async def test_every_name_in_a_path_stands_for_something_that_exists(box: ApiBox, charlie: Tenancy) -> None:
+    known = {*charlie.ids, *BOX_NAMES}
+    unknown = [route for route in routes(box) if not set(route.parameters) <= known and not is_inference(route)]
+
+    assert not unknown, "say in tests/support/strangers.py what Charlie has of this"
+
+
+@pytest.mark.parametrize("role", TENANT_ROLES)
+async def test_what_is_charlies_is_not_there_for_those_of_bobs_tenant(
+    box: ApiBox, bob: Tenancy, charlie: Tenancy, role: str
+) -> None:
+    headers = await signed_in(box.services, bob.people[role])
+    before = await contents(box.services)
+    for route in routes(box):
+        asked = {name: charlie.ids[name] for name in route.query if name in charlie.ids and route.method not in SAFE}
+        if not (asked or set(route.parameters) & set(charlie.ids) or route.path in FORMS):
+            continue
+        answer = await call(box, route, headers, BOX_NAMES | charlie.ids, **asked)
+        nothing = await call(
+            box, route, headers, BOX_NAMES | charlie.missing, **{name: charlie.missing[name] for name in asked}
+        )
+
+        assert answer.status_code in (401, 403, 404), (route, answer.status_code, answer.text[:300])
+        assert told(answer, *charlie.ids.values()) == told(nothing, *charlie.missing.values()), route
+        assert not leaks(answer, charlie, given=charlie.ids.values()), route
+        own_tenant = BOX_NAMES | charlie.ids | {"tenant_id": bob.ids["tenant_id"], "project_id": bob.ids["project_id"]}
+        mixed = await call(box, route, headers, own_tenant, **asked)
+        assert not leaks(mixed, charlie, given=charlie.ids.values()), route
+    assert await contents(box.services) == before
+
+
+@pytest.mark.parametrize("role", TENANT_ROLES)
+async def test_no_list_and_no_page_tells_bobs_people_of_charlie(box: ApiBox, bob: Tenancy, charlie: Tenancy, role: str) -> None:
+    headers = await signed_in(box.services, bob.people[role])
+    answered = 0
+    for route in routes(box):
+        if route.method not in SAFE:
+            continue
+        for query in queries(route, charlie):
+            answer = await call(box, route, headers, BOX_NAMES | bob.ids, **query)
+
+            unsupported = answer.status_code == 400 and answer.json()["error"]["code"] == "unsupported_parameter"
+            assert unsupported or answer.status_code in (200, 303, 401, 403, 404), (route, query, answer.text[:300])
+            assert not leaks(answer, charlie, given=query.values()), (route, query)
+            answered += answer.status_code == 200
+    assert answered > 20
+
+
+async def test_a_key_that_may_read_usage_reads_that_of_its_tenant_alone(box: ApiBox, bob: Tenancy, charlie: Tenancy) -> None:
+    headers = {"authorization": f"Bearer {bob.person.secret}"}
+    answered = []
+    for route in routes(box):
+        if is_inference(route):
+            continue
+        for query in queries(route, charlie) if route.method in SAFE else [{}]:
+            answer = await call(box, route, headers, BOX_NAMES | charlie.ids, **query)
+
+            assert not leaks(answer, charlie, given=[*charlie.ids.values(), *query.values()]), (route, query)
+            if answer.status_code == 200:
+                answered.append(route.path)
+    assert answered
+    assert all("/organization/" in path for path in answered), answered
+
+
+@pytest.mark.parametrize("role", TENANT_ROLES)
+async def test_what_a_role_may_change_in_its_own_tenant_is_a_table(box: ApiBox, bob: Tenancy, role: str) -> None:
+    headers = await signed_in(box.services, bob.people[role])
+    own = {name: bob.ids[name] for name in ("tenant_id", "project_id")}
+    for route in changing(box):
+        answer = await call(box, route, headers, BOX_NAMES | own)
+
+        assert (answer.status_code not in (401, 403)) is may_in_tenant(role, route), (
+            route,
+            answer.status_code,
+            answer.text[:200],
+        )
+
+
+@pytest.mark.parametrize("role", BOX_ROLES)
+async def test_what_a_role_may_change_on_the_box_is_a_table(box: ApiBox, bob: Tenancy, role: str) -> None:
+    member = await box.services.members.create(f"{role}@box.example", "a password of tests", role)
+    headers = await signed_in(box.services, member)
+    before = await contents(box.services)
+    for route in changing(box):
+        answer = await call(box, route, headers, {})
+
+        assert (answer.status_code != 403) is may_on_box(role, route), (route, answer.status_code, answer.text[:200])
+        assert answer.status_code < 500, (route, answer.text)
+    assert await contents(box.services) == before
+
+
+@pytest.mark.parametrize("role", BOX_ROLES)
+async def test_every_role_on_the_box_reads_every_list_and_page(box: ApiBox, bob: Tenancy, role: str) -> None:
+    member = await box.services.members.create(f"{role}@box.example", "a password of tests", role)
+    headers = await signed_in(box.services, member)
+    forms = ("/new", "/rotate", "/revoke", "/archive", "/close")  # pages that lead to a change are for those who may make it
+    owners_only = ("/organization/admin_api_keys", "/v1/organization/admin_api_keys")
+    for route in routes(box):
+        if route.method not in SAFE or is_inference(route) or route.path.endswith(forms) or is_under(route.path, owners_only):
+            continue
+        (required,) = queries(route, bob)[:1]
+        answer = await call(box, route, headers, BOX_NAMES | bob.ids, **required)
+
+        assert answer.status_code in (200, 303, 404, 409), (route, answer.status_code, answer.text[:200])
+
+
+def changing(box: ApiBox) -> list[Route]:
+    """Return the routes that change something of somebody else."""
+    return [
+        route for route in routes(box) if route.method not in SAFE and not is_inference(route) and not is_under(route.path, OWN)
+    ]
+
+
+# Of each route that changes something: a part of its path, and which roles beside the owner may. The first that fits counts.
+RULES: tuple[tuple[str, frozenset[str]], ...] = tuple(
+    (part, frozenset(roles.split()))
+    for part, roles in (
+        ("/admin_api_keys", ""),
+        ("/v1/members", ""),
+        ("/limits/check", "admin billing viewer manager developer tenant-viewer"),
+        ("{tenant_id}/members", "admin manager"),
+        ("/keys", "admin manager developer"),
+        ("/api_keys", "admin manager developer"),
+        ("/requests", "admin manager developer"),
+        ("/webhooks", "admin manager"),
+        ("/deliveries", "admin manager"),
+        ("/prices", "admin billing"),
+        ("/invoices", "admin billing"),
+        ("/allowances", "admin billing"),
+        ("/corrections", "admin billing"),
+        ("/seller", "admin billing"),
+        ("/economics", "admin billing"),
+        ("", "admin"),
+    )
+)
+
+
+def allowed_roles(route: Route) -> frozenset[str]:
+    return next(roles for part, roles in RULES if part in route.template)
+
+
+def may_on_box(role: str, route: Route) -> bool:
+    return role == "owner" or role in allowed_roles(route)
+
+
+def may_in_tenant(role: str, route: Route) -> bool:
+    return ("tenant-viewer" if role == "viewer" else role) in allowed_roles(route)
+
+
+def queries(route: Route, of: Tenancy) -> list[dict[str, str]]:
+    """Return what to ask a route for: what it must be asked, and that with each thing of another tenant."""
+    required = {"start_time": "1"} if "start_time" in route.query else {}
+    if "/v1" in route.path or "/organization" in route.path:
+        named = [name for name in route.query if name in of.ids]
+        return [required, *({**required, name: of.ids[name]} for name in named)]
+    searched = {"q": of.person.tenant.name, "tenant": of.ids["tenant"], "tenant_id": of.ids["tenant"], "key": of.ids["key"]}
+    views = [{"view": "requests"}, {"view": "overview"}] if route.path == "/console/events" else []
+    return [required, *({name: value} for name, value in searched.items()), *views]
+
+
+def leaks(answer: httpx.Response, of: Tenancy, *, given: object) -> set[str]:
+    """Return what of the tenant stands in the answer and was not in the question."""
+    asked = set(given)  # type: ignore[call-overload]
+    return {mark for mark in of.marks - asked if mark.casefold() in answer.text.casefold() and mark not in str(answer.url)}
+
+
+async def test_charlies_own_people_do_read_it_all(box: ApiBox, charlie: Tenancy) -> None:
+    headers = await signed_in(box.services, charlie.people["manager"])
+    found = set()
+    for route in routes(box):
+        if route.method in SAFE:
+            (required,) = queries(route, charlie)[:1]
+            answer = await call(box, route, headers, BOX_NAMES | charlie.ids, **required)
+            if answer.status_code == 200:
+                found |= leaks(answer, charlie, given=())
+
+    # A mark that its owner cannot find shows nothing when a stranger does not find it.
+    without_a_list = {charlie.ids[name] for name in ("session_id", "allowance_id", "webhook_id", "delivery_id")}
+    assert charlie.marks - found <= without_a_list
