@@ -7,7 +7,7 @@ import ipaddress
 import json
 import ssl
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
@@ -29,6 +29,7 @@ from appliance.telemetry.metrics import Metrics
 from tests.support.cast import PEPPER, Person
 
 LOOPBACK = Reach((ipaddress.ip_network("127.0.0.0/8"), ipaddress.ip_network("::1/128")))
+DEADLINE_S = 10.0
 TARGET = "https://alerts.example.com/in"
 
 
@@ -136,6 +137,7 @@ class Receiver:
     answers: list[bytes] = field(default_factory=lambda: [b"HTTP/1.1 204 No Content\r\n\r\n"])
     requests: list[tuple[str, dict[str, str], bytes]] = field(default_factory=list)
     port: int = 0
+    serving: set[asyncio.Task[None]] = field(default_factory=set)
 
     def json(self, index: int = -1) -> Any:
         """Return the body of a request."""
@@ -143,6 +145,9 @@ class Receiver:
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Take one request and answer it."""
+        task = asyncio.current_task()
+        assert task is not None
+        self.serving.add(task)
         try:
             head = (await reader.readuntil(b"\r\n\r\n")).decode("ascii").split("\r\n")
             headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in head[1:] if line)}
@@ -158,6 +163,8 @@ class Receiver:
             pass
         finally:
             writer.close()
+            with suppress(ConnectionError, ssl.SSLError):
+                await writer.wait_closed()
 
 
 @asynccontextmanager
@@ -171,3 +178,5 @@ async def receiving(*answers: bytes, tls: ssl.SSLContext | None = None) -> Async
     finally:
         server.close()
         await server.wait_closed()
+        if receiver.serving:
+            await asyncio.wait(receiver.serving, timeout=DEADLINE_S)

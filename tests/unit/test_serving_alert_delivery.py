@@ -1,0 +1,235 @@
+"""Delivery: at least once, later and later, many webhooks at once, and after a death again with the same id."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from appliance.base.db import Database
+from appliance.base.sealing import Sealer
+from appliance.metering.outbox import ATTEMPTS_MAX, LEASE_S, RETRY_S_MAX
+from appliance.metering.webhooks import Webhooks
+from appliance.serving.alert_delivery import SendFailed
+from tests.support.alerts import LOOPBACK, TARGET, AlertBox, RememberingSender, alert_box
+from tests.support.clock import FakeClock
+from tests.support.ledgers import FailingDatabase, until
+
+
+@pytest.fixture
+def alerts(database: Database, clock: FakeClock) -> AlertBox:
+    """The parts of the alerts over this test's database."""
+    return alert_box(database, clock)
+
+
+async def webhook(alerts: AlertBox, target: str = TARGET) -> str:
+    made, _ = await alerts.webhooks.create(kind="webhook", target=target)
+    return made.id
+
+
+def counted(alerts: AlertBox, name: str, **labels: str) -> float:
+    """Return the value of a metric, 0 when it was never touched."""
+    return alerts.metrics.registry.get_sample_value(f"gatehouse_{name}", labels) or 0.0
+
+
+async def test_a_message_that_is_taken_is_sent_once(alerts: AlertBox) -> None:
+    await webhook(alerts)
+    await alerts.tell()
+    sender = RememberingSender()
+    delivery = alerts.delivery(sender)
+    assert await delivery.deliver_due() == 1
+    assert await delivery.deliver_due() == 0
+    (message,) = await alerts.messages()
+    assert (message.state, sender.ids) == ("delivered", [message.id])
+    assert counted(alerts, "alerts_delivered_total") == 1
+
+
+async def test_a_message_that_is_not_taken_comes_again_exactly_when_it_should(alerts: AlertBox, clock: FakeClock) -> None:
+    await webhook(alerts)
+    await alerts.tell()
+    sender = RememberingSender(*(SendFailed("failed", "the receiver answered 500") for _ in range(3)))
+    delivery = alerts.delivery(sender)
+    for wait_s in (10, 30, 90):
+        assert await delivery.deliver_due() == 1
+        clock.advance(wait_s - 0.001)
+        assert await delivery.deliver_due() == 0
+        clock.advance(0.001)
+    assert await delivery.deliver_due() == 1
+    assert len(sender.ids) == 4
+    assert len(set(sender.ids)) == 1
+    assert counted(alerts, "alert_attempts_failed_total", reason="failed") == 3
+
+
+@pytest.mark.parametrize(("randomness", "wait_s"), [(0.0, 5.0), (1.0, 15.0)])
+async def test_randomness_spreads_the_waits(alerts: AlertBox, randomness: float, wait_s: float) -> None:
+    await webhook(alerts)
+    await alerts.tell()
+    await alerts.delivery(RememberingSender(SendFailed("timeout", "no answer")), randomness=randomness).deliver_due()
+    assert await alerts.outbox.next_due_s() == wait_s
+
+
+async def test_a_receiver_is_left_alone_as_long_as_it_asks_but_not_for_ever(alerts: AlertBox) -> None:
+    await webhook(alerts)
+    for asked_s, waits_s in ((3600.0, 3600.0), (1.0, 10.0), (10**9, RETRY_S_MAX)):
+        await alerts.tell(str(asked_s))
+        await alerts.delivery(RememberingSender(SendFailed("failed", "503", retry_after_s=asked_s))).deliver_due()
+        assert await alerts.outbox.next_due_s() == waits_s
+        message = next(message for message in await alerts.messages() if message.state == "pending")
+        await alerts.outbox.delivered(message)
+
+
+async def test_after_the_last_attempt_it_is_given_up_and_said_so(alerts: AlertBox, clock: FakeClock) -> None:
+    await webhook(alerts)
+    await alerts.tell()
+    sender = RememberingSender(*(SendFailed("connect", "no connection") for _ in range(ATTEMPTS_MAX)))
+    delivery = alerts.delivery(sender)
+    began = clock.now()
+    for _ in range(ATTEMPTS_MAX):
+        clock.advance(await alerts.outbox.next_due_s() or 0)
+        assert await delivery.deliver_due() == 1
+    assert 2.5 < (clock.now() - began).total_seconds() / 86400 < 3
+    (message,) = await alerts.messages()
+    assert (message.state, message.last_error, message.attempts) == ("failed", "no connection", ATTEMPTS_MAX)
+    assert counted(alerts, "alerts_given_up_total") == 1
+    clock.advance(30 * 86400)
+    assert await delivery.deliver_due() == 0
+    await alerts.outbox.retry(message.webhook_id, message.id)
+    assert await delivery.deliver_due() == 1
+    assert set(sender.ids) == {message.id}
+
+
+async def test_a_receiver_that_is_gone_is_disabled(alerts: AlertBox) -> None:
+    webhook_id = await webhook(alerts)
+    for subject in ("one", "two"):
+        await alerts.tell(subject)
+    await alerts.delivery(RememberingSender(SendFailed("gone", "the receiver answered 410"))).deliver_due()
+    assert (await alerts.webhooks.get(webhook_id)).disabled
+    assert {message.state for message in await alerts.messages()} == {"failed"}
+    assert await alerts.tell("three") == 0
+
+
+async def test_a_slow_receiver_holds_up_nobody_else_and_gets_one_message_at_a_time(alerts: AlertBox) -> None:
+    slow, fast = "https://slow.example.com/", "https://fast.example.com/"
+    await webhook(alerts, slow)
+    for subject in ("one", "two", "three"):
+        await alerts.tell(subject)
+    await webhook(alerts, fast)
+    await alerts.tell("four")
+    sender = RememberingSender()
+    gate = sender.gates[slow] = asyncio.Event()
+    delivery = alerts.delivery(sender, parallel_max=2)
+    delivery.start()
+    await until(lambda: [target for target, _ in sender.sent].count(fast) == 1)
+    for subject in ("five", "six"):
+        await alerts.tell(subject)
+    await until(lambda: [target for target, _ in sender.sent].count(fast) == 3)
+    assert [target for target, _ in sender.sent].count(slow) == 1
+    gate.set()
+    await until(lambda: [target for target, _ in sender.sent].count(slow) == 6)
+    await delivery.stop()
+    assert {message.state for message in await alerts.messages()} == {"delivered"}
+
+
+async def test_no_more_than_so_many_are_sent_to_at_once(alerts: AlertBox) -> None:
+    sender = RememberingSender()
+    targets = [f"https://receiver-{index}.example.com/" for index in range(5)]
+    for target in targets:
+        await webhook(alerts, target)
+        sender.gates[target] = asyncio.Event()
+    await alerts.tell()
+    delivery = alerts.delivery(sender, parallel_max=3)
+    delivery.start()
+    await until(lambda: len(sender.sent) == 3)
+    await alerts.tell("another")  # which wakes it
+    await until(lambda: not alerts.db.outbox_written.is_set())
+    assert len(sender.sent) == 3
+    for gate in sender.gates.values():
+        gate.set()
+    await until(lambda: len(sender.sent) == 10)
+    await delivery.stop()
+
+
+async def test_a_new_message_wakes_the_delivery_at_once(alerts: AlertBox) -> None:
+    await webhook(alerts)
+    sender = RememberingSender()
+    delivery = alerts.delivery(sender)
+    delivery.start()
+    await until(lambda: not alerts.db.outbox_written.is_set())
+    await alerts.tell()
+    await until(lambda: counted(alerts, "alerts_delivered_total") == 1 and counted(alerts, "alerts_pending") == 0)
+    await delivery.stop()
+    assert len(sender.sent) == 1
+
+
+async def test_what_was_sent_and_not_noted_is_sent_again_with_the_same_id(database: Database, clock: FakeClock) -> None:
+    failing = FailingDatabase.around(database)
+    alerts = alert_box(failing, clock)
+    await webhook(alerts)
+    await alerts.tell()
+    sender = RememberingSender()
+    delivery = alerts.delivery(sender)
+    claim = alerts.outbox.claim
+
+    async def claim_and_lose_the_database(count: int, busy: object = ()) -> list[object]:
+        claimed = await claim(count)
+        failing.fail_before_commit = 1
+        return list(claimed)
+
+    alerts.outbox.claim = claim_and_lose_the_database  # type: ignore[method-assign,assignment]
+    await delivery.deliver_due()
+    (message,) = await alerts.messages()
+    assert (len(sender.sent), message.state) == (1, "pending")
+    # Another process, later: the first one died between sending and noting.
+    after = alert_box(database, clock)
+    assert await after.delivery(sender).deliver_due() == 0
+    clock.advance(LEASE_S)
+    assert await after.delivery(sender).deliver_due() == 1
+    assert sender.ids == [message.id, message.id]
+    assert (await after.messages())[0].state == "delivered"
+
+
+async def test_a_stop_ends_attempts_that_hang_and_loses_nothing(alerts: AlertBox, clock: FakeClock) -> None:
+    await webhook(alerts)
+    await alerts.tell()
+    sender = RememberingSender()
+    sender.gates[TARGET] = asyncio.Event()
+    delivery = alerts.delivery(sender)
+    delivery.start()
+    await until(lambda: len(sender.sent) == 1)
+    await delivery.stop(timeout_s=0.0)
+    assert (await alerts.messages())[0].state == "pending"
+    clock.advance(LEASE_S)
+    sender.gates.clear()
+    assert await alerts.delivery(sender).deliver_due() == 1
+
+
+async def test_a_secret_that_cannot_be_read_is_said_and_tried_again(alerts: AlertBox) -> None:
+    await webhook(alerts)
+    await alerts.tell()
+    alerts.webhooks = Webhooks(alerts.db, alerts.clock, Sealer(b"y" * 32, "x"), reach=LOOPBACK, mail=True)
+    sender = RememberingSender()
+    await alerts.delivery(sender).deliver_due()
+    (message,) = await alerts.messages()
+    assert (message.state, sender.sent) == ("pending", [])
+    assert message.last_error is not None
+    assert "secret.key" in message.last_error
+
+
+async def test_without_a_mail_server_e_mail_fails_and_says_why(alerts: AlertBox) -> None:
+    await alerts.webhooks.create(kind="email", target="ops@example.com")
+    await alerts.tell()
+    delivery = alerts.delivery(RememberingSender())
+    delivery._senders = {}
+    await delivery.deliver_due()
+    assert "smtp_url" in str((await alerts.messages())[0].last_error)
+
+
+async def test_a_bug_in_a_sender_ends_its_attempt_alone(alerts: AlertBox, clock: FakeClock) -> None:
+    await webhook(alerts)
+    await alerts.tell()
+    sender = RememberingSender(RuntimeError("a bug"))
+    delivery = alerts.delivery(sender)
+    await delivery.deliver_due()
+    clock.advance(LEASE_S)
+    await delivery.deliver_due()
+    assert [message.state for message in await alerts.messages()] == ["delivered"]
