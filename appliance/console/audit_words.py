@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime
@@ -70,6 +71,7 @@ _WORDS = {action: words for group in ACTIONS.values() for action, words in group
 _BAD_NEWS = ("session.refuse", "tenant.archive", "key.revoke", "token.revoke", "member.disable", "ledger.recover")
 _PAGES = {"tenant": "/tenants/", "key": "/keys/", "request": "/requests/", "invoice": "/invoices/"}
 _UNTOLD = ("id", "tenant_id")
+_TIME = re.compile(r"^(\d{4}-\d\d-\d\d)T(\d\d:\d\d:\d\d)\.\d{6}Z$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +153,7 @@ def _shown(value: Any, is_told: bool) -> str | None:
         return NOTHING
     if isinstance(value, bool):
         return "yes" if value else "no"
-    text = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+    text = ", ".join(map(str, value)) if isinstance(value, list) else _TIME.sub(r"\1 \2 UTC", str(value))
     return text if len(text) <= VALUE_CHARS_MAX else text[: VALUE_CHARS_MAX - 1] + "…"
 
 

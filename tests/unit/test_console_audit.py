@@ -43,6 +43,11 @@ def test_a_change_is_told_value_by_value() -> None:
     }
 
 
+def test_a_time_reads_as_times_do_elsewhere_in_the_console() -> None:
+    line = audit_line(entry(before={"expires_at": None}, after={"expires_at": START}), {})
+    assert line.changes == (Change("expires at", NOTHING, "2026-11-21 12:00:00 UTC"),)
+
+
 def test_what_is_new_has_no_before_and_what_is_gone_no_after() -> None:
     assert audit_line(entry("tenant.create", after={"id": "tn_bob", "name": "bob"}), {}).changes == (
         Change("name", None, "bob"),
