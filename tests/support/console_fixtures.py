@@ -23,6 +23,8 @@ from appliance.base.errors import NotFound
 from appliance.base.settings import Settings
 from appliance.console.routes import answer_unknown_path, create_console_router
 from appliance.metering.admission import Admission
+from appliance.metering.calendar import BillingCalendar
+from appliance.metering.invoices import Invoices
 from appliance.metering.ledger import Ledger
 from appliance.metering.prices import PriceBook
 from appliance.metering.sums import LedgerSums
@@ -313,6 +315,7 @@ def _services(
         "admission": Admission(clock, LedgerSums(database)),
         "ledger": Ledger(database, clock, people.epoch_id),
         "prices": PriceBook(database, clock),
+        "invoices": Invoices(database, clock, BillingCalendar()),
         "reports": UsageReports(database),
         "models": cast("Any", models),
         "generations": cast("Any", engine_side),

@@ -1,0 +1,96 @@
+"""Invoices in the console: drafted, read in full, closed once."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+from appliance.base.ids import new_id
+from tests.support.cast import Person
+from tests.support.clock import START, FakeClock
+from tests.support.console_fixtures import Box, Browser
+from tests.support.factories import pending, posted
+
+MONTH, MONTH_NAME = f"{START:%Y-%m}", f"{START:%B %Y}"
+
+
+async def use(box: Box, person: Person) -> None:
+    """Let `person` use 30 computed and 20 cached prompt tokens and 100 of output, for 1,230 micro-units in all."""
+    prices = box.services.prices
+    price = await prices.current("demo", START) or await prices.add(
+        model="demo", currency="EUR", prompt=1_000_000, cached_prompt=0, completion=12_000_000, effective_from=START
+    )
+    entry = pending(person, request_id=new_id("req"), price=price)
+    await box.services.ledger.open(entry)
+    await box.services.ledger.settle(posted(entry.request_id, prompt=50, cached=20, completion=100))
+
+
+async def drafted(box: Box, browser: Browser, person: Person) -> str:
+    """Return the address of the draft of the month."""
+    answer = await browser.post("/invoices", tenant=person.tenant.id, month=MONTH)
+    assert answer.status_code == 303, answer.text
+    return str(answer.headers["location"])
+
+
+def over(clock: FakeClock) -> None:
+    """Let the month be over."""
+    clock.advance(timedelta(days=40).total_seconds())
+
+
+async def test_a_draft_says_what_the_month_costs_so_far(box: Box) -> None:
+    await use(box, box.cast.bob)
+    alice = await box.alice()
+    page = (await alice.get(await drafted(box, alice, box.cast.bob))).text
+    for text in (f"{MONTH_NAME} of bob", "draft", "Prompt tokens", "Cached prompt tokens", "0.001200 EUR", "0.001230 EUR"):
+        assert text in page
+    assert "/admin/v1/invoices/" in page
+    assert MONTH_NAME in (await alice.get("/invoices")).text
+
+
+async def test_an_empty_list_and_an_empty_month_say_what_they_are(box: Box) -> None:
+    alice = await box.alice()
+    assert "No invoice." in (await alice.get("/invoices")).text
+    assert "Nothing to pay." in (await alice.get(await drafted(box, alice, box.cast.charlie))).text
+    assert "No invoice like this." in (await alice.get("/invoices?state=closed")).text
+
+
+async def test_a_month_that_is_not_over_is_not_closed_and_the_reason_stands_in_the_sheet(box: Box) -> None:
+    await use(box, box.cast.bob)
+    alice = await box.alice()
+    address = await drafted(box, alice, box.cast.bob)
+    answer = await alice.post(f"{address}/close")
+    assert answer.status_code == 422
+    assert "not over" in answer.text
+
+
+async def test_a_closed_invoice_has_a_number_and_cannot_be_closed_again(box: Box, clock: FakeClock) -> None:
+    await use(box, box.cast.bob)
+    over(clock)
+    alice = await box.alice()
+    address = await drafted(box, alice, box.cast.bob)
+    assert "gets the next number" in (await alice.fragment(f"{address}/close")).text
+    assert (await alice.post(f"{address}/close")).headers["location"] == address
+    page = (await alice.get(address)).text
+    assert "closed" in page
+    assert "-0001" in page
+    assert f'href="{address}/close"' not in page
+    assert (await alice.post(f"{address}/close")).status_code == 422
+
+
+async def test_a_wrong_month_is_said_above_the_list(box: Box) -> None:
+    alice = await box.alice()
+    answer = await alice.post("/invoices", tenant=box.cast.bob.tenant.id, month="soon")
+    assert answer.status_code == 422
+    assert "soon" in answer.text
+
+
+async def test_a_viewer_reads_and_a_member_of_another_tenant_does_not(box: Box) -> None:
+    await use(box, box.cast.bob)
+    address = await drafted(box, await box.alice(), box.cast.bob)
+    vera = await box.vera()
+    assert (await vera.get(address)).status_code == 200
+    assert (await vera.post(f"{address}/close")).status_code == 403
+    stranger = await box.services.members.create("mallory@example.com", "mallory's long password", "member")
+    await box.services.memberships.add(box.cast.charlie.tenant.id, stranger.id, "manager")
+    mallory = await box.visitor().sign_in("mallory@example.com", "mallory's long password")
+    assert (await mallory.get(address)).status_code == 404
+    assert "bob" not in (await mallory.get("/invoices")).text
