@@ -10,6 +10,7 @@ from typing import Any
 from appliance.base.money import PICOS_PER_MICRO, format_picos
 from appliance.metering.outbox import TEST_EVENT
 
+SUBJECT_CHARS_MAX = 300
 Data = Mapping[str, Any]
 Headline = tuple[str, str]  # what has happened, and the figures or nothing
 
@@ -44,7 +45,8 @@ def text_of(event: str, data: Data) -> Text:
     headline, details = _HEADLINES[event](data)
     facts = tuple((name.replace("_", " "), _fact(name, value, data)) for name, value in data.items() if value is not None)
     sentence = f"{headline}: {details}." if details else f"{headline}."
-    return Text(subject=f"[Gatehouse] {headline}", sentence=sentence, facts=facts)
+    line = " ".join(headline.split())  # whatever a name has that ends a line, a header has not
+    return Text(subject=f"[Gatehouse] {line}"[:SUBJECT_CHARS_MAX], sentence=sentence, facts=facts)
 
 
 def _sender(address: str | None) -> str:

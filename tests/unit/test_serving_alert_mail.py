@@ -1,0 +1,244 @@
+"""Alerts by e-mail: what is in the message, TLS in both ways, sign-in, and a mail server that refuses or hangs."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import ssl
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from email import message_from_bytes
+from email.message import EmailMessage
+from email.policy import default
+from email.utils import parsedate_to_datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiosmtpd.smtp import SMTP, AuthResult, Envelope
+
+from appliance.metering.outbox import EVENTS, TEST_EVENT, Delivery
+from appliance.metering.webhooks import Endpoint
+from appliance.serving.alert_delivery import SendFailed
+from appliance.serving.alert_mail import MailSender
+from appliance.serving.alert_texts import text_of
+from tests.support.certificates import Certificate, make_certificate
+from tests.support.clock import START
+
+TENANT = {"tenant_id": "tn_1", "tenant_name": "Bob & <Söhne>"}
+DATA: dict[str, dict[str, Any]] = {
+    "budget.threshold": {
+        **TENANT,
+        "percent": 80,
+        "month": "2026-11",
+        "monthly_budget": 100_000_000,
+        "spent_picos": 81_234_567_890_123,
+        "currency": "EUR",
+    },
+    "tokens_per_day.threshold": {**TENANT, "percent": 100, "day": "2026-11-21", "tokens_per_day": 1000, "tokens": 1001},
+    "invoice.closed": {**TENANT, "invoice_id": "inv_1", "number": "2026-0007", "month": "2026-10", "total_micros": 1_500_000},
+    "key.expiring": {**TENANT, "key_name": "ci", "prefix": "gh_aaaaaaaa", "expires_at": "2026-11-25T00:00:00.000Z"},
+    "engine.down": {"model": "demo", "state": "failed", "down_s": 61, "error": None},
+    TEST_EVENT: {"webhook_id": "wh_1", "note": "a test"},
+}
+MAILBOX = Endpoint(id="wh_1", kind="email", target="ops@example.com", secrets=())
+
+
+def delivery(event: str = "budget.threshold", data: dict[str, Any] | None = None) -> Delivery:
+    return Delivery(
+        id="msg_01abc",
+        webhook_id="wh_1",
+        event=event,
+        payload={"type": event, "timestamp": "2026-11-21T12:00:00.000Z", "data": data or DATA[event]},
+        attempts=1,
+        next_attempt_at=START,
+        delivered_at=None,
+        last_error=None,
+        created_at=START,
+    )
+
+
+class MailServer:
+    """What a mail server has taken; it answers DATA with `answer`."""
+
+    def __init__(self, answer: str = "250 OK") -> None:
+        self.answer = answer
+        self.taken: list[Envelope] = []
+        self.port = 0
+
+    async def handle_DATA(self, _server: Any, _session: Any, envelope: Envelope) -> str:
+        self.taken.append(envelope)
+        return self.answer
+
+    def message(self) -> EmailMessage:
+        """Return the last message."""
+        content = self.taken[-1].content
+        assert isinstance(content, bytes)
+        message = message_from_bytes(content, policy=default)
+        assert isinstance(message, EmailMessage)
+        return message
+
+
+def _authenticate(_server: Any, _session: Any, _envelope: Any, _mechanism: str, login: Any) -> AuthResult:
+    return AuthResult(success=(login.login, login.password) == (b"gate@house", b"p:w/d"))
+
+
+@asynccontextmanager
+async def mail_server(
+    server: MailServer, *, implicit: ssl.SSLContext | None = None, **options: Any
+) -> AsyncIterator[MailServer]:
+    """Serve on a free port of this machine."""
+    loop = asyncio.get_running_loop()
+    listening = await loop.create_server(
+        lambda: SMTP(server, loop=loop, hostname="mail.test", **options), "127.0.0.1", 0, ssl=implicit
+    )
+    server.port = listening.sockets[0].getsockname()[1]
+    try:
+        yield server
+    finally:
+        listening.close()
+        await listening.wait_closed()
+
+
+@pytest.fixture
+def certificate(tmp_path: Path) -> Certificate:
+    """A certificate for 127.0.0.1."""
+    return make_certificate(tmp_path)
+
+
+async def send(url: str, what: Delivery | None = None, *, endpoint: Endpoint = MAILBOX, **options: Any) -> None:
+    sender = MailSender(url, "gatehouse@box.example.com", **{"address": "https://llm.example.com", **options})
+    try:
+        await sender.send(endpoint, what or delivery(), START)
+    finally:
+        await sender.close()
+
+
+async def test_a_message_has_the_headers_that_let_it_be_known_again() -> None:
+    async with mail_server(MailServer()) as server:
+        await send(f"smtp://127.0.0.1:{server.port}")
+    message = server.message()
+    assert server.taken[0].rcpt_tos == ["ops@example.com"]
+    assert server.taken[0].mail_from == "gatehouse@box.example.com"
+    assert message["From"] == "gatehouse@box.example.com"
+    assert message["To"] == "ops@example.com"
+    assert message["Subject"] == "[Gatehouse] Bob & <Söhne> has reached 80 % of the budget of 2026-11"
+    assert message["Message-ID"] == "<msg_01abc@box.example.com>"
+    assert message["Auto-Submitted"] == "auto-generated"
+    assert parsedate_to_datetime(str(message["Date"])) == START
+
+
+async def test_a_message_is_plain_text_and_html_that_say_the_same() -> None:
+    async with mail_server(MailServer()) as server:
+        await send(f"smtp://127.0.0.1:{server.port}")
+    message = server.message()
+    assert message.get_content_type() == "multipart/alternative"
+    plain, page = (message.get_body((kind,)) for kind in ("plain", "html"))
+    assert plain is not None
+    assert page is not None
+    for text in (plain.get_content(), page.get_content()):
+        assert "81.23 EUR of 100.00 EUR" in text
+        assert "https://llm.example.com" in text
+    assert "Bob & <Söhne>" in plain.get_content()
+    assert "Bob &amp; &lt;Söhne&gt;" in page.get_content()
+
+
+@pytest.mark.parametrize("event", [*EVENTS, TEST_EVENT])
+def test_every_event_has_words(event: str) -> None:
+    text = text_of(event, DATA[event])
+    assert text.subject.startswith("[Gatehouse] ")
+    assert text.sentence.endswith(".")
+    assert "\n" not in text.subject
+    assert text.plain(None)
+    assert "None" not in text.plain(None)
+
+
+async def test_starttls_is_used_and_its_certificate_checked(certificate: Certificate) -> None:
+    async with mail_server(MailServer(), tls_context=certificate.server(), require_starttls=True) as server:
+        await send(f"smtp+starttls://127.0.0.1:{server.port}", tls=certificate.client())
+        with pytest.raises(SendFailed, match="certificate"):
+            await send(f"smtp+starttls://127.0.0.1:{server.port}")
+        with pytest.raises(SendFailed, match="STARTTLS"):
+            await send(f"smtp://127.0.0.1:{server.port}")
+    assert len(server.taken) == 1
+
+
+async def test_a_server_without_starttls_gets_nothing_when_it_was_asked_for() -> None:
+    async with mail_server(MailServer()) as server:
+        with pytest.raises(SendFailed, match="STARTTLS"):
+            await send(f"smtp+starttls://127.0.0.1:{server.port}")
+    assert server.taken == []
+
+
+async def test_tls_from_the_first_byte(certificate: Certificate) -> None:
+    async with mail_server(MailServer(), implicit=certificate.server()) as server:
+        await send(f"smtps://127.0.0.1:{server.port}", tls=certificate.client())
+    assert len(server.taken) == 1
+
+
+async def test_the_login_of_the_setting_is_used_with_its_escapes_read(certificate: Certificate) -> None:
+    options: dict[str, Any] = {"authenticator": _authenticate, "auth_required": True, "auth_require_tls": True}
+    async with mail_server(MailServer(), tls_context=certificate.server(), **options) as server:
+        await send(f"smtp+starttls://gate%40house:p%3Aw%2Fd@127.0.0.1:{server.port}", tls=certificate.client())
+        with pytest.raises(SendFailed) as failure:
+            await send(f"smtp+starttls://gate%40house:wrong-one@127.0.0.1:{server.port}", tls=certificate.client())
+    assert "wrong-one" not in str(failure.value)
+    assert len(server.taken) == 1
+
+
+@pytest.mark.parametrize("answer", ["451 later, please", "550 no such mailbox", "554 5.7.1 looks like spam"])
+async def test_what_the_server_refuses_is_a_failure_in_its_words(answer: str) -> None:
+    async with mail_server(MailServer(answer)) as server:
+        with pytest.raises(SendFailed) as failure:
+            await send(f"smtp://127.0.0.1:{server.port}")
+    assert failure.value.reason == "mail"
+    assert answer.split(" ", 1)[1] in str(failure.value)
+
+
+async def test_a_server_that_hangs_is_left_in_time() -> None:
+    closed = asyncio.Event()
+
+    async def hang(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read()
+        writer.close()
+        with suppress(ConnectionError):
+            await writer.wait_closed()
+        closed.set()
+
+    server = await asyncio.start_server(hang, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    with pytest.raises(SendFailed) as failure:
+        await send(f"smtp://127.0.0.1:{port}", step_timeout_s=0.05)
+    assert failure.value.reason in ("mail", "timeout")
+    await asyncio.wait_for(closed.wait(), 10)
+    server.close()
+    await server.wait_closed()
+
+
+async def test_no_server_is_a_failure() -> None:
+    async with mail_server(MailServer()) as server:
+        pass
+    with pytest.raises(SendFailed, match="mail server"):
+        await send(f"smtp://127.0.0.1:{server.port}")
+
+
+@pytest.mark.parametrize("name", ["x" * 200, "名前" * 100, "שם", "a\u2028b", "=?utf-8?q?x?=", "Bcc: all@example.com"])
+async def test_no_name_of_a_tenant_breaks_the_headers(name: str) -> None:
+    data = {**DATA["budget.threshold"], "tenant_name": name}
+    async with mail_server(MailServer()) as server:
+        await send(f"smtp://127.0.0.1:{server.port}", delivery(data=data))
+    message = server.message()
+    assert set(message.keys()) == {
+        "From", "To", "Subject", "Date", "Message-ID", "Auto-Submitted", "MIME-Version", "Content-Type"
+    }  # fmt: skip
+    assert str(message["Subject"]).strip().startswith("[Gatehouse] ")
+    plain = message.get_body(("plain",))
+    assert plain is not None
+    assert name in plain.get_content()
+
+
+def test_a_message_for_another_mailbox_differs_in_nothing_but_it() -> None:
+    sender = MailSender("smtp://localhost:25", "gatehouse@box.example.com")
+    other = dataclasses.replace(MAILBOX, target="bob@example.com")
+    first, second = (sender.message(endpoint.target, delivery(), START) for endpoint in (MAILBOX, other))
+    assert next(value for value in first.items() if value not in second.items()) == ("To", "ops@example.com")
