@@ -5,6 +5,7 @@
                  month over, earlier months closed; in one transaction that holds the posting counter
 
 Holding the counter means that no event gets a posting meanwhile: what has one is visible here, what gets one later is late.
+All requests wait for it, so nearly everything is summed before, and only what was posted since is added while it is held.
 """
 
 from __future__ import annotations
@@ -39,6 +40,15 @@ class _Content:
 
     invoice: Invoice
     open_before: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Ahead:
+    """The sums of what `cover` covers and `before` does not, read before the posting counter is held."""
+
+    before: Cover | None
+    cover: Cover
+    sums: Sequence[EventSums]
 
 
 class Invoices:
@@ -103,13 +113,18 @@ class Invoices:
         Raises NotFound, InvoiceClosed, MonthNotOver, MonthOutOfOrder (naming the month that stands in the way) and
         CurrenciesMixed; then nothing has happened and no number is used.
         """
+        async with self._db.reading() as connection:
+            head = await _read_head(connection, invoice_id)
+            _check_draft(head)
+            self._check_over(head.month)
+            ahead = await _sum_ahead(connection, head)
         async with self._db.writing() as connection:
             through = await locked(connection, POSTING)
             head = await _read_head(connection, invoice_id)
             _check_draft(head)
-            self._check_over(head.month)
             before = await rows.read_last_cover(connection, head.tenant_id)
-            content = await self._content(connection, head, before, through)
+            sums = await _sums_since(connection, head, before, through, ahead)
+            content = await self._content(connection, head, before, sums)
             if content.open_before is not None:
                 message = f"{content.open_before} must be closed before {head.month}: it has usage that is on no invoice yet"
                 raise MonthOutOfOrder(message, param="month")
@@ -192,12 +207,13 @@ class Invoices:
         ]
 
     async def _drafted(self, connection: AsyncConnection, head: InvoiceHead) -> Invoice:
-        before = await rows.read_last_cover(connection, head.tenant_id)
-        return (await self._content(connection, head, before, await last_taken(connection, POSTING))).invoice
+        ahead = await _sum_ahead(connection, head)
+        return (await self._content(connection, head, ahead.before, ahead.sums)).invoice
 
-    async def _content(self, connection: AsyncConnection, head: InvoiceHead, before: Cover | None, through: int) -> _Content:
+    async def _content(
+        self, connection: AsyncConnection, head: InvoiceHead, before: Cover | None, sums: Sequence[EventSums]
+    ) -> _Content:
         month = head.month
-        sums = await read_event_sums(connection, head.tenant_id, Cover(month, through), before)
         open_before = _open_before(sums, month, before)
         if open_before is not None:  # what is late goes to that month's invoice, not to this one
             sums = [group for group in sums if group.month == month]
@@ -230,6 +246,22 @@ async def _read_head(connection: AsyncConnection, invoice_id: str) -> InvoiceHea
     if head is None:
         raise NotFound("no such invoice", param="invoice_id")
     return head
+
+
+async def _sum_ahead(connection: AsyncConnection, head: InvoiceHead) -> _Ahead:
+    before = await rows.read_last_cover(connection, head.tenant_id)
+    cover = Cover(head.month, await last_taken(connection, POSTING))
+    return _Ahead(before, cover, await read_event_sums(connection, head.tenant_id, cover, before))
+
+
+async def _sums_since(
+    connection: AsyncConnection, head: InvoiceHead, before: Cover | None, through: int, ahead: _Ahead
+) -> Sequence[EventSums]:
+    """Return what was summed ahead and what was posted since; all of it anew if another month was closed in between."""
+    cover = Cover(head.month, through)
+    if before != ahead.before:
+        return await read_event_sums(connection, head.tenant_id, cover, before)
+    return [*ahead.sums, *await read_event_sums(connection, head.tenant_id, cover, ahead.cover)]
 
 
 async def _page(

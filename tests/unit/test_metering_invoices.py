@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from datetime import UTC, date, datetime
+from typing import Any
 
 import pytest
 from sqlalchemy import select
+from sqlalchemy.ext.asyncio import AsyncConnection
 
 from appliance.base.acting import Actor, acting
 from appliance.base.counters import last_taken
@@ -20,11 +22,12 @@ from appliance.base.errors import (
     NotFound,
 )
 from appliance.base.tables import audit_log, invoice_lines
+from appliance.metering import invoices as service
 from appliance.metering.box_records import SELLER, BoxRecords
 from appliance.metering.calendar import BillingCalendar
 from appliance.metering.free_allowances import FreeAllowances
 from appliance.metering.invoice_lines import usage_picos
-from appliance.metering.invoice_rows import Invoice
+from appliance.metering.invoice_rows import Invoice, InvoiceHead
 from appliance.metering.invoices import Invoices
 from appliance.metering.prices import Price
 from appliance.metering.seller import Seller
@@ -117,6 +120,28 @@ async def test_closing_numbers_without_gaps_and_freezes_what_was_said(books: Boo
     assert (read.seller["name"], read.buyer["name"]) == ("Box AG", "bob")
     assert (read.totals.subtotal_micros, read.totals.tax_micros, read.totals.due_micros) == (1_000_000, 190_000, 1_190_000)
     assert (read.issued_on, read.due_on) == (date(2026, 11, 21), date(2026, 12, 5))
+
+
+async def test_what_is_posted_while_a_month_is_being_closed_is_on_it_or_on_the_next(
+    books: Books, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await books.post(OCTOBER, Tokens(prompt=10, completion=0))
+    drafted = await books.draft("2026-10")
+    since: list[int] = []
+
+    async def posted_meanwhile(connection: AsyncConnection, head: InvoiceHead) -> Any:
+        ahead = await sum_ahead(connection, head)
+        since.append(await books.post(OCTOBER, Tokens(prompt=7, completion=0)))
+        return ahead
+
+    sum_ahead = service._sum_ahead
+    monkeypatch.setattr(service, "_sum_ahead", posted_meanwhile)
+    closed = await books.invoices.close(drafted.head.id)
+    monkeypatch.undo()
+
+    assert closed.head.through_posting == 2
+    assert told(closed) == [("demo", "prompt", "2026-10", 17, 17)]
+    assert (await books.draft("2026-11")).lines == ()
 
 
 async def test_the_number_counts_in_the_year_of_the_closing(books: Books) -> None:
