@@ -1,11 +1,13 @@
-"""Fixtures of the unit tests of the console."""
+"""Fixtures of the unit tests of console and commands."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import logging
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
+import structlog
 
 from tests.support.clock import FakeClock
 from tests.support.console_fixtures import Box, open_box
@@ -16,3 +18,14 @@ async def box(migrated_sqlite_file: Path, tmp_path: Path, clock: FakeClock) -> A
     """A console with Alice (owner), Vera (viewer), and the tenants of Bob and Charlie."""
     async with open_box(migrated_sqlite_file, tmp_path, clock) as opened:
         yield opened
+
+
+@pytest.fixture
+def own_logging() -> Iterator[None]:
+    """Take back what a command does to the logging of its process: its stream is closed when the test ends."""
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield
+    structlog.reset_defaults()
+    root.handlers[:] = handlers
+    root.setLevel(level)

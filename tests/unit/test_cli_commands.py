@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import structlog
 
 from appliance.base.version import current_version
 from appliance.cli.main import main
@@ -28,7 +25,7 @@ COMMANDS = (
     ["invoices", "allowance"], ["economics"],
     ["db", "upgrade"], ["db", "downgrade"], ["db", "check"],
     ["admin", "create"], ["admin", "reset-password"], ["admin", "token"], ["admin", "reset-second-factor"],
-    ["admin", "unlink-provider"],
+    ["admin", "unlink-provider"], ["audit", "list"], ["audit", "verify"],
 )  # fmt: skip
 WITHOUT_JSON = {"serve"}
 
@@ -53,17 +50,6 @@ class Typed:
 
     def json(self) -> Any:
         return json.loads(self.out)
-
-
-@pytest.fixture
-def own_logging() -> Iterator[None]:
-    """Take back what a command does to the logging of its process: its stream is closed when the test ends."""
-    root = logging.getLogger()
-    handlers, level = root.handlers[:], root.level
-    yield
-    structlog.reset_defaults()
-    root.handlers[:] = handlers
-    root.setLevel(level)
 
 
 @pytest.fixture
