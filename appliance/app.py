@@ -37,6 +37,7 @@ from appliance.metering.economics_report import EconomicsReport
 from appliance.metering.free_allowances import FreeAllowances
 from appliance.metering.invoices import Invoices
 from appliance.metering.ledger import Ledger
+from appliance.metering.limit_levels import LimitLevels
 from appliance.metering.prices import PriceBook
 from appliance.metering.recovery import begin_epoch, end_epoch, recover
 from appliance.metering.request_history import RequestHistory
@@ -129,6 +130,7 @@ class Appliance:
             if self.engines:
                 await services.keys.flush_last_used()
                 await services.ledger.stop()
+                await services.limit_levels.stop()
                 await end_epoch(services.db, services.clock, services.epoch_id)
         finally:
             await self._let_go(services.db)
@@ -145,13 +147,17 @@ class Appliance:
         calendar = BillingCalendar(settings.time_zone)
         epoch_id = await self._begin_epoch(db, clock, calendar)
         sums = LedgerSums(db, calendar=calendar)
-        admission = Admission(clock, sums, currency=settings.currency, calendar=calendar)
+        admission = Admission(clock, sums, currency=settings.currency, calendar=calendar, waits=metrics)
+        tiers, policies = Tiers(db, clock), ModelPolicies(db, clock)
         alerts = Alerts(settings, db, clock, calendar, pepper)
         ledger = Ledger(db, clock, epoch_id, currency=settings.currency, calendar=calendar, on_settled=alerts.budgets.settled)
         prices = PriceBook(db, clock, currency=settings.currency)
         reports, box_records = UsageReports(db, calendar=calendar), BoxRecords(db, clock)
         generations = Generations(
+            db=db,
             admission=admission,
+            tiers=tiers,
+            policies=policies,
             ledger=ledger,
             prices=prices,
             clock=clock,
@@ -187,8 +193,8 @@ class Appliance:
             keys=Keys(db, clock, pepper),
             members=Members(db, clock),
             memberships=Memberships(db, clock),
-            tiers=Tiers(db, clock),
-            model_policies=ModelPolicies(db, clock),
+            tiers=tiers,
+            model_policies=policies,
             sessions=Sessions(db, clock, idle_s=settings.session_idle_s, absolute_s=settings.session_absolute_s),
             second_factors=SecondFactors(db, clock, pepper, label=appliance_label(settings.external_url)),
             sign_in_tickets=Tickets(pepper, "sign-in", clock, life_s=SIGN_IN_LIFE_S),
@@ -198,6 +204,7 @@ class Appliance:
             admin_tokens=AdminTokens(db, clock),
             audit=AuditLog(db, clock),
             admission=admission,
+            limit_levels=LimitLevels(db, admission),
             ledger=ledger,
             corrections=Corrections(db, clock, calendar=calendar, on_settled=alerts.budgets.settled),
             request_history=RequestHistory(db, clock, keep_days=settings.request_history_days),
@@ -245,7 +252,8 @@ class Appliance:
             model.client.start()
         services.readiness.start()
         services.alerts.start(services.models, services.metrics, version=services.version)
-        services.generations.start_checkpoints()
+        services.generations.start_watching()
+        services.limit_levels.start()
         self._housekeeper = asyncio.create_task(self._keep_house(services), name="housekeeping")
 
     async def _keep_house(self, services: Services) -> None:

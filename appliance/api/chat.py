@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable
 from contextlib import suppress
+from functools import partial
 from typing import Any, TypeVar
 
 from litestar import Request, Response, post
@@ -20,6 +21,7 @@ from appliance.api.schemas import ChatCompletionRequest, check_messages, check_s
 from appliance.api.services_of import services_of
 from appliance.api.sse import EVENT_STREAM, PING_AFTER_S, chat_frames, event_stream
 from appliance.base.errors import GatehouseError
+from appliance.metering.admission_queue import Abandoned
 from appliance.serving.generation import Generation
 from appliance.serving.generations import Order
 from appliance.serving.services import Services
@@ -51,8 +53,11 @@ async def create_chat_completion(request: Request[Any, Any, Any]) -> Response[An
     try:
         principal = await authenticate_tenant(request)
         body = decode_body(await request.body(), ChatCompletionRequest)
+        exchange_of(request).model = body.model
         order = await _order(exchange_of(request).request_id, body, principal, services)
-        generation = await services.generations.start(order)
+        generation = await services.generations.start(order, gone=partial(_disconnect, request.receive))
+    except Abandoned:
+        return Response(b"", status_code=CLIENT_CLOSED_REQUEST, media_type=MEDIA_TYPE)
     except GatehouseError as refusal:
         services.metrics.rejected(refusal.code)
         raise

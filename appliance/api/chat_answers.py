@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from appliance.metering.records import Usage
-from appliance.serving.generation import Outcome
+from appliance.serving.endings import Outcome
 from appliance.serving.text_output import Chunk, NamedLogprob
 
 DONE = b"data: [DONE]\n\n"

@@ -29,10 +29,14 @@ log = structlog.get_logger()
 
 @dataclass(slots=True)
 class Exchange:
-    """What handlers may say about the answer. `headers` are asked for when the answer starts, `closers` run at its end."""
+    """What handlers may say about the answer. `headers` are asked for when the answer starts, `closers` run at its end.
+
+    `model` is the one that was asked for, once that is known.
+    """
 
     request_id: str
     started_s: float
+    model: str | None = None
     headers: list[Callable[[], Mapping[str, str]]] = field(default_factory=list)
     closers: list[Callable[[], None]] = field(default_factory=list)
     status: int | None = None

@@ -11,20 +11,20 @@ import math
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 from appliance.base.clock import Clock
+from appliance.base.errors import GatehouseError
 from appliance.metering.admission_queue import AdmissionQueue, Later, Refusals, Waiter, may_wait, on_the_loop
 from appliance.metering.allowances import SHADOW, Allowance, Amount, Need
 from appliance.metering.calendar import BillingCalendar
 from appliance.metering.expectations import OUTPUTS_KEPT, expected_output
 from appliance.metering.limit_levels import LevelRow, SavedLevel
-from appliance.metering.quotas import LimitDecision, Moment, Owner
+from appliance.metering.quotas import ALL_TENANTS, LimitDecision, LimitKind, Moment, Owner
 from appliance.metering.refusals import refusal
 from appliance.metering.reservations import Reservation
 from appliance.metering.rules import Asked, Rule, holds_for, rules_for
 from appliance.metering.sums import SumsReader
-from appliance.metering.token_bucket import TokenBucket
-from appliance.tenancy.model_policies import ModelPolicy
 from appliance.tenancy.principals import Limits, Principal
 
 
@@ -54,6 +54,19 @@ class Patience:
 
 
 NO_PATIENCE = Patience()
+NO_LIMITS = Limits()
+
+
+class WaitObserver(Protocol):
+    """Who counts the waits: `how` they end is admitted, refused or abandoned."""
+
+    def wait_began(self, model: str) -> None:
+        """Hear that a request waits for room."""
+        ...
+
+    def wait_ended(self, model: str, how: str, waited_s: float) -> None:
+        """Hear that it does not any more."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +95,7 @@ class Admission:
         currency: str = "EUR",
         calendar: BillingCalendar | None = None,
         later: Later = on_the_loop,
+        waits: WaitObserver | None = None,
     ) -> None:
         self._clock = clock
         self._currency = currency
@@ -92,6 +106,7 @@ class Admission:
         self._live: set[Reservation] = set()
         self._unsaved: set[Allowance] = set()
         self._queue = AdmissionQueue(clock, later=later)
+        self._waits = waits
         self._first_use = asyncio.Lock()
         self._today: Moment | None = None
 
@@ -110,7 +125,7 @@ class Admission:
             return answer
         if not may_wait(answer.decisions, patience.wait_s) or not self._queue.has_room(answer):
             raise refusal(answer.decisions)
-        return await self._queue.wait(
+        waiting = self._queue.wait(
             answer,
             allowances,
             needs,
@@ -118,6 +133,23 @@ class Admission:
             patience.wait_s,
             patience.gone,
         )
+        return await self._observed(waiting, asked.model)
+
+    async def _observed(self, waiting: Awaitable[Reservation], model: str) -> Reservation:
+        """Tell the observer how long a wait was and how it ended."""
+        if self._waits is None:
+            return await waiting
+        began_s, how = self._clock.monotonic_s(), "abandoned"
+        self._waits.wait_began(model)
+        try:
+            reservation = await waiting
+            how = "admitted"
+        except GatehouseError:
+            how = "refused"
+            raise
+        finally:
+            self._waits.wait_ended(model, how, self._clock.monotonic_s() - began_s)
+        return reservation
 
     async def forecast(self, asked: Asked, wait_s: float = 0.0) -> Forecast:
         """Return what every limit would say now, and what would come of it with a patience of `wait_s`. Takes nothing."""
@@ -141,14 +173,28 @@ class Admission:
         """Return how many requests wait for room."""
         return len(self._queue)
 
-    def snapshot(self, principal: Principal, model: str | None = None, policy: ModelPolicy | None = None) -> RateLimitState:
-        """Return the state for the x-ratelimit headers: of limits that refuse. Takes nothing and reads no database."""
+    def snapshot(self, principal: Principal, model: str | None = None, *, fresh: bool = True) -> RateLimitState:
+        """Return the state for the x-ratelimit headers: of limits that refuse. Takes nothing and reads no database.
+
+        Limits of a principal that is not `fresh` may have been changed since: then those that are known count.
+        """
         at = self._moment()
-        rules = [rule for rule in rules_for(principal, model, policy, self._currency) if rule.mode == "enforce"]
+        rules = [rule for rule in rules_for(principal, model, None, self._currency) if rule.mode != SHADOW]
+        found = [self._known(rule, at, fresh=fresh) for rule in rules]
+        if model is not None and (shared := self._allowances.get(Owner("model", ALL_TENANTS, model))) is not None:
+            found += [(shared, shared.limits)] if shared.enforces else []
         return RateLimitState(
-            requests=_tightest([self._rate_limit(rule, "requests", at) for rule in rules]),
-            tokens=_tightest([self._rate_limit(rule, "tokens", at) for rule in rules]),
+            requests=_tightest([_rate_limit(each, limits, "requests", at) for each, limits in found]),
+            tokens=_tightest([_rate_limit(each, limits, "tokens", at) for each, limits in found]),
         )
+
+    def _known(self, rule: Rule, at: Moment, *, fresh: bool) -> tuple[Allowance | None, Limits]:
+        allowance = self._allowances.get(rule.owner)
+        if allowance is None:
+            return None, rule.limits
+        if fresh:
+            allowance.configure(rule.limits, rule.mode, at)
+        return allowance, allowance.limits
 
     def running(self, owner_id: str) -> int:
         """Return how many requests of the tenant or key hold a reservation."""
@@ -180,6 +226,8 @@ class Admission:
             if rule.owner not in self._allowances:
                 await self._meet(rule)
         at = self._moment()
+        if asked.policy is None and (shared := self._allowances.get(Owner("model", ALL_TENANTS, asked.model))) is not None:
+            shared.configure(NO_LIMITS, shared.mode, at)  # the model had limits of its own
         allowances = [self._allowances[rule.owner] for rule in rules]
         for rule, allowance in zip(rules, allowances, strict=True):
             allowance.currency = rule.currency
@@ -262,19 +310,6 @@ class Admission:
             currency=work.currency,
         )
 
-    def _rate_limit(self, rule: Rule, kind: str, at: Moment) -> RateLimit | None:
-        capacity = rule.limits.tokens_per_minute if kind == "tokens" else rule.limits.requests_per_minute
-        if capacity is None:
-            return None
-        allowance = self._allowances.get(rule.owner)
-        if allowance is not None:
-            allowance.configure(rule.limits, rule.mode, at)
-        bucket: TokenBucket | None = getattr(allowance, kind, None)
-        if bucket is None:
-            return RateLimit(limit=capacity, remaining=capacity, reset_s=0.0)
-        remaining = max(bucket.level(at.monotonic_s), 0)
-        return RateLimit(limit=capacity, remaining=remaining, reset_s=bucket.wait_s(capacity, at.monotonic_s) or 0.0)
-
     def _moment(self) -> Moment:
         """Return both readings of the clock. The calendar is asked once a day."""
         now, today = self._clock.now(), self._today
@@ -283,6 +318,17 @@ class Admission:
                 self._calendar.day_start(now), 0.0, self._calendar.day_of(now), self._calendar.next_day_start(now)
             )
         return Moment(now, self._clock.monotonic_s(), today.day, today.next_day_start)
+
+
+def _rate_limit(allowance: Allowance | None, limits: Limits, kind: LimitKind, at: Moment) -> RateLimit | None:
+    capacity = limits.tokens_per_minute if kind == "tokens" else limits.requests_per_minute
+    if capacity is None:
+        return None
+    bucket = None if allowance is None else allowance.buckets.get(kind)
+    if bucket is None:
+        return RateLimit(limit=capacity, remaining=capacity, reset_s=0.0)
+    remaining = max(bucket.level(at.monotonic_s), 0)
+    return RateLimit(limit=capacity, remaining=remaining, reset_s=bucket.wait_s(capacity, at.monotonic_s) or 0.0)
 
 
 def _room(limits: Sequence[Limits]) -> float:

@@ -8,26 +8,25 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from datetime import datetime
 from typing import assert_never
 
 import structlog
 
 from appliance.base.clock import Clock
 from appliance.base.errors import (
-    DeadlineExceeded,
     EngineUnavailable,
     GatehouseError,
     InternalError,
     InvalidValue,
     Overloaded,
-    RequestAborted,
 )
 from appliance.metering.ledger import Ledger
 from appliance.metering.records import PendingEntry, RequestRecord, Settlement, Usage
 from appliance.metering.reservations import Reservation
-from appliance.serving.answers import Answer, reason_of_all
+from appliance.serving.answers import SERVED, Answer, reason_of_all
 from appliance.serving.chunk_queue import ChunkQueue
+from appliance.serving.endings import Ended, Outcome, early
 from appliance.serving.live_requests import LiveRequest
 from appliance.serving.model_registry import ServedModel
 from appliance.serving.text_output import TextOutput
@@ -38,17 +37,6 @@ SETTLE_WAIT_S = 2.0  # how long the client's last frame waits for the record to 
 RETRY_AFTER_QUEUE_S = 10.0  # the box was too busy for the whole queue deadline: it will not be free at once
 
 log = structlog.get_logger()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
-    """How a generation ended: `finish_reason` as in the ledger, `finish_reasons` of its answers in order, `error` when the
-    client must be told of a failure."""
-
-    finish_reason: str
-    usage: Usage
-    error: GatehouseError | None = None
-    finish_reasons: tuple[str, ...] = ()
 
 
 class Generation:
@@ -90,7 +78,9 @@ class Generation:
         self._metrics = metrics
         self._deadline_s = deadline_s
         self._on_end = on_end
-        self._left: str | None = None
+        self._left: Ended | None = None
+        self._failed: Ended | None = None
+        self._expiry: asyncio.TimerHandle | None = None
         self._submitted = False
         self._billable = False
         self._reservation_ended = False
@@ -101,13 +91,22 @@ class Generation:
         """Return the id that header, log, ledger, engine and console share."""
         return self.live.id
 
-    def leave(self, reason: str) -> None:
-        """End early: `disconnected`, `aborted` or `deadline`. The first reason counts; after the end this does nothing."""
+    def leave(self, why: str) -> None:
+        """End early, for one of EARLY_ENDS. The first reason counts; after the end this does nothing."""
         if self.live.state == "finished" or self._left is not None:
             return
-        self._left = reason
+        self._left = early(why)
         if self._submitted:
             self._model.client.abort(self.request_id)
+
+    def end_at(self, moment: datetime | None) -> None:
+        """End when the key of the request expires, at `moment`; None is never. It takes the place of what was set before."""
+        if self._expiry is not None:
+            self._expiry.cancel()
+            self._expiry = None
+        if moment is not None and self.live.state != "finished":
+            left_s = max((moment - self._clock.now()).total_seconds(), 0.0)
+            self._expiry = asyncio.get_running_loop().call_later(left_s, self.leave, "key_expired")
 
     async def run(self) -> None:
         """Own the generation to its end. Never raises: failures are told through `admitted` and `outcome`."""
@@ -118,6 +117,7 @@ class Generation:
             self._give_up(InternalError("the answer could not be completed"))
             await self._settle_after_bug()
         finally:
+            self.end_at(None)
             self._on_end(self)
 
     async def _run(self) -> None:
@@ -127,8 +127,7 @@ class Generation:
             self._give_up(refusal)
             return
         self.admitted.set_result(None)
-        reason, failure = await self._generate()
-        await self._settle(reason, failure)
+        await self._settle(await self._generate())
 
     async def _settle_after_bug(self) -> None:
         """Do what `_settle` did not come to: end the reservation and settle the record at the last known counts."""
@@ -138,7 +137,7 @@ class Generation:
         is_recorded = self.admitted.done() and self.admitted.exception() is None
         if is_recorded and self._writing is None:
             record = RequestRecord(finished_at=self._clock.now(), error=InternalError.code)
-            self._writing = self._start_writing("error", usage, record)
+            self._writing = self._start_writing(Ended(finish_reason="error", cause="internal_error"), usage, record)
         if self._writing is not None:
             await self._writing
 
@@ -162,10 +161,10 @@ class Generation:
             return InternalError("the request could not be recorded and was not started")
         return None
 
-    async def _generate(self) -> tuple[str, GatehouseError | None]:
-        """Run the request in the engine; return the ledger's finish reason and what to tell the client."""
+    async def _generate(self) -> Ended:
+        """Run the request in the engine and return how it ended."""
         if self._left is not None:
-            return self._left, _told(self._left)
+            return self._left
         timer = asyncio.get_running_loop().call_later(self._deadline_s, self.leave, "deadline")
         try:
             return await self._follow_engine()
@@ -174,11 +173,12 @@ class Generation:
         except Exception:  # owned task: a bug here must not leave the record pending
             log.exception("generation failed", request_id=self.request_id)
             self._model.client.abort(self.request_id)
-            return "error", InternalError("the answer could not be completed")
+            return _failed("internal_error", InternalError("the answer could not be completed"))
         finally:
             timer.cancel()
 
-    async def _follow_engine(self) -> tuple[str, GatehouseError | None]:
+    async def _follow_engine(self) -> Ended:
+        """Follow every answer to its final event, which has its exact counts, also when one of them has failed."""
         events = self._model.client.submit(self._request)
         self._submitted = True
         self._model.client.figures.balance.opened()
@@ -192,12 +192,18 @@ class Generation:
                 if event.finish_reason is None:
                     continue
                 failure = self._end_answer(answer, event)
-                if failure is not None:
+                if failure is not None and self._failed is None:
+                    self._failed = failure
                     self._model.client.abort(self.request_id)  # one answer alone is not what was asked for
-                    return str(answer.finish_reason), failure
                 if all(answer.finish_reason is not None for answer in self._answers):
-                    reason = reason_of_all(self._answers)
-                    return reason, _told(reason)
+                    return self._failed or self._end_of_all()
+
+    def _end_of_all(self) -> Ended:
+        """Return how the request ended whose answers have all ended, none of them by a failure."""
+        reason = reason_of_all(self._answers)
+        if self._left is not None and reason == self._left.finish_reason:
+            return self._left
+        return Ended(finish_reason=reason) if reason in SERVED else _failed("engine_ended", early("aborted").error, reason)
 
     def _count(self, event: TokenEvent) -> None:
         is_first = self.live.ttft_s is None
@@ -206,6 +212,8 @@ class Generation:
         self._metrics.inter_token(self.live.model, intervals_s)
         if is_first and self.live.ttft_s is not None:
             self._model.client.figures.note_ttft(self.live.ttft_s)
+        if self._billable and self._reservation.note(self.live.cached_tokens, self.live.completion_tokens) is not None:
+            self.leave("budget_exceeded")
 
     def _show(self, answer: Answer, event: TokenEvent) -> None:
         """Hand on the text of `event`. An answer that a stop string ended is of no more use to anybody."""
@@ -220,8 +228,8 @@ class Generation:
         else:
             self._model.client.abort_answer(self.request_id, answer.index)
 
-    def _end_answer(self, answer: Answer, event: TokenEvent) -> GatehouseError | None:
-        """Note how `answer` ended; return what the client is told when that ends the whole request."""
+    def _end_answer(self, answer: Answer, event: TokenEvent) -> Ended | None:
+        """Note how `answer` ended; return the end of the whole request when it is a failure."""
         assert event.finish_reason is not None
         if answer.stopped:
             self._metrics.discarded(self.live.model, event.num_output_tokens - answer.completion_tokens)
@@ -232,14 +240,16 @@ class Generation:
                 self._finish(answer, event)
                 return None
             case FinishReason.ABORTED:
-                answer.end(self._left or "aborted")
+                answer.end("error" if self._failed else self._left.finish_reason if self._left else "aborted")
                 return None
             case FinishReason.DEADLINE:
                 answer.end("deadline")
-                return Overloaded("the request waited too long for its turn", retry_after_s=RETRY_AFTER_QUEUE_S)
+                late = Overloaded("the request waited too long for its turn", retry_after_s=RETRY_AFTER_QUEUE_S)
+                return _failed("queue_deadline", late, "deadline")
             case FinishReason.OVERLOADED:
                 answer.end("refused")
-                return Overloaded(event.error or "the engine is overloaded", retry_after_s=RETRY_AFTER_QUEUE_S)
+                busy = Overloaded(event.error or "the engine is overloaded", retry_after_s=RETRY_AFTER_QUEUE_S)
+                return _failed("engine_overloaded", busy, "refused")
             case FinishReason.ERROR:
                 return self._fail(answer, event)
             case _:
@@ -251,54 +261,55 @@ class Generation:
         if chunk.text or any(other.finish_reason is None for other in self._answers):
             self.chunks.put(chunk)
 
-    def _fail(self, answer: Answer, event: TokenEvent) -> GatehouseError:
+    def _fail(self, answer: Answer, event: TokenEvent) -> Ended:
         """Return whose fault it was: a field of the request, which is named as the client wrote it, or ours."""
         if event.error_param is None:
             answer.end("error")
-            return InternalError(f"the engine could not go on: {event.error}")
+            return _failed("engine_error", InternalError(f"the engine could not go on: {event.error}"))
         answer.end("error" if self._billable else "refused")
         param = self._field_names.get(event.error_param, event.error_param)
-        return InvalidValue(event.error or f"{param} cannot be honoured", param=param)
+        invalid = InvalidValue(event.error or f"{param} cannot be honoured", param=param)
+        return _failed("invalid_request", invalid, str(answer.finish_reason))
 
-    def _end_without_engine(self, error: EngineUnavailable) -> tuple[str, GatehouseError | None]:
+    def _end_without_engine(self, error: EngineUnavailable) -> Ended:
         """No final event comes: an answer that is complete stays one, and who asked for the end hears of that end."""
         if all(answer.stopped or answer.finish_reason is not None for answer in self._answers):
             for answer in self._answers:
                 answer.finish_reason = answer.finish_reason or "stop"
-            reason = reason_of_all(self._answers)
-            return reason, _told(reason)
-        if self._left is not None:
-            return self._left, _told(self._left)
-        return "error", error
+            return self._failed or self._end_of_all()
+        return self._failed or self._left or _failed("engine_died", error)
 
-    async def _settle(self, reason: str, failure: GatehouseError | None) -> None:
+    async def _settle(self, ended: Ended) -> None:
         """Close the books once: quota now, then the record; then tell the reader."""
-        usage = self._usage()
+        usage, reason = self._usage(), ended.finish_reason
         self._end_reservation(usage)
-        self.live.finish(reason, now=self._clock.now(), error=None if failure is None else failure.message)
+        self.live.finish(reason, now=self._clock.now(), error=None if ended.error is None else ended.error.message)
         self.live.kv_blocks = 0
-        self._writing = writing = self._start_writing(reason, usage, self._record_of_request())
+        self._writing = writing = self._start_writing(ended, usage, self._record_of_request())
         await asyncio.wait({writing}, timeout=SETTLE_WAIT_S)
         self._observe(reason, usage)
         ends = tuple(answer.finish_reason or reason for answer in self._answers)
-        self.outcome.set_result(Outcome(finish_reason=reason, usage=usage, error=failure, finish_reasons=ends))
+        self.outcome.set_result(Outcome(finish_reason=reason, usage=usage, error=ended.error, finish_reasons=ends))
         self.chunks.close()
         await writing
 
     def _end_reservation(self, usage: Usage) -> None:
         self._reservation_ended = True
         if self._billable:
-            self._reservation.settle(usage.total_tokens, cached_tokens=usage.cached_tokens)
+            self._reservation.settle(
+                usage.total_tokens, cached_tokens=usage.cached_tokens, rejected_tokens=usage.rejected_tokens
+            )
         else:
             self._reservation.void()
 
-    def _start_writing(self, reason: str, usage: Usage, record: RequestRecord) -> asyncio.Task[None]:
+    def _start_writing(self, ended: Ended, usage: Usage, record: RequestRecord) -> asyncio.Task[None]:
         settlement = Settlement(
             request_id=self.request_id,
             status="posted" if self._billable else "voided",
-            finish_reason=reason,
+            finish_reason=ended.finish_reason,
             usage=usage,
             record=record,
+            cause=ended.cause,
         )
         return asyncio.create_task(self._write(settlement, usage), name=f"settle {self.request_id}")
 
@@ -378,10 +389,5 @@ def _text_output(model: ServedModel, request: GenerationRequest) -> TextOutput:
     )
 
 
-def _told(reason: str) -> GatehouseError | None:
-    """Return what the client of an early end is told; one that disconnected is told nothing."""
-    if reason == "deadline":
-        return DeadlineExceeded("the request ran longer than the appliance allows and was ended")
-    if reason == "aborted":
-        return RequestAborted("the request was ended by an administrator")
-    return None
+def _failed(cause: str, error: GatehouseError | None, finish_reason: str = "error") -> Ended:
+    return Ended(finish_reason=finish_reason, cause=cause, error=error)

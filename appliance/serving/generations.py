@@ -4,24 +4,29 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 
 import structlog
 
 from appliance.base.clock import Clock
+from appliance.base.db import Database
 from appliance.base.errors import Draining, NotFound, Overloaded
-from appliance.metering.admission import Admission
+from appliance.metering.admission import Admission, Patience
 from appliance.metering.ledger import Ledger
-from appliance.metering.prices import PriceBook
+from appliance.metering.prices import Price, PriceBook
 from appliance.metering.records import Checkpoint, PendingEntry
+from appliance.metering.reservations import Reservation
 from appliance.metering.rules import Asked
+from appliance.serving.access_watch import AccessWatch
 from appliance.serving.generation import Generation
 from appliance.serving.live_requests import LiveRequest
 from appliance.serving.model_registry import ServedModel
 from appliance.telemetry.metrics import Metrics
+from appliance.tenancy.model_policies import ModelPolicies, ModelPolicy
 from appliance.tenancy.principals import Principal
+from appliance.tenancy.tiers import Tiers
 from engine.protocol import EngineFrame, GenerationRequest, Priority, RequestProgress, SamplingParams
 
 CHECKPOINT_INTERVAL_S = 1.0
@@ -57,7 +62,10 @@ class Generations:
     def __init__(
         self,
         *,
+        db: Database,
         admission: Admission,
+        tiers: Tiers,
+        policies: ModelPolicies,
         ledger: Ledger,
         prices: PriceBook,
         clock: Clock,
@@ -70,6 +78,8 @@ class Generations:
     ) -> None:
         self.draining = False
         self._admission = admission
+        self._tiers = tiers
+        self._policies = policies
         self._ledger = ledger
         self._prices = prices
         self._clock = clock
@@ -79,6 +89,7 @@ class Generations:
         self._queue_deadline_s = queue_deadline_s
         self._deadline_s = deadline_s
         self._generations: dict[str, Generation] = {}
+        self._watch = AccessWatch(db, clock, self._generations.values)
         self._open_requests: Counter[str] = Counter()  # by model; each answer of a request counts
         self._open_of_tenants: Counter[tuple[str, str]] = Counter()  # requests by model and tenant
         self._tasks: set[asyncio.Task[None]] = set()
@@ -104,29 +115,20 @@ class Generations:
     def check_open(self, model: ServedModel) -> None:
         """Raise Draining, ModelLoading, EngineUnavailable or Overloaded when a request could not be taken now."""
         if self.draining:
-            raise Draining("the appliance is shutting down", retry_after_s=RETRY_AFTER_DRAINING_S)
+            raise _draining()
         if not self._ledger.healthy:
             raise Overloaded("the usage ledger cannot be written now", retry_after_s=RETRY_AFTER_OVERLOADED_S)
         model.client.check_ready()
         if self._open_requests[model.name] >= self._open_requests_max:
             raise Overloaded("the waiting queue is full", retry_after_s=RETRY_AFTER_OVERLOADED_S)
 
-    async def start(self, order: Order) -> Generation:
-        """Admit `order`, commit its pending record and hand it to the engine. Refusals raise and consume nothing."""
+    async def start(self, order: Order, gone: Callable[[], Awaitable[None]] | None = None) -> Generation:
+        """Admit `order`, commit its pending record and hand it to the engine. Refusals raise and consume nothing.
+
+        Where its tier lets it wait for room, `gone` returns when the client has left meanwhile: then Abandoned is raised.
+        """
         self.check_open(order.model)
-        now = self._clock.now()
-        price = await self._prices.current(order.model.name, now)
-        reservation = await self._admission.admit(
-            Asked(
-                principal=order.principal,
-                model=order.model.name,
-                prompt_tokens=len(order.prompt_token_ids),
-                max_output_tokens=order.max_output_tokens,
-                price=price,
-                output_room=order.sampling.max_tokens,
-                answers=order.sampling.num_answers,
-            )
-        )
+        price, reservation = await self._admit(order, gone)
         live = self._live_request(order)
         entry = PendingEntry(
             request_id=order.request_id,
@@ -139,6 +141,7 @@ class Generations:
             reserved_tokens=reservation.tokens_reserved,
             price=price,
             price_basis_points=reservation.basis_points,
+            currency=order.principal.tenant.currency,
             admitted_at=live.admitted_at,
         )
         generation = Generation(
@@ -156,8 +159,32 @@ class Generations:
             on_end=self._forget,
         )
         self._own(generation)
+        self._watch.began(generation, order.principal.key.expires_at)
         await asyncio.shield(generation.admitted)
         return generation
+
+    async def _admit(self, order: Order, gone: Callable[[], Awaitable[None]] | None) -> tuple[Price | None, Reservation]:
+        """Return what the request holds, and the price that is in force now that it does."""
+        tier = await self._tiers.get(order.principal.tenant.tier)
+        patience = Patience(wait_s=tier.admission_wait_ms / 1000, gone=gone)
+        currency = order.principal.tenant.currency
+        while True:
+            price = await self._prices.current(order.model.name, self._clock.now(), currency=currency)
+            policy = await self._policies.find(order.model.name)
+            reservation = await self._admission.admit(_asked(order, price, policy), patience)
+            try:
+                self.check_open(order.model)  # it may have waited
+                if await self._prices.current(order.model.name, self._clock.now(), currency=currency) == price:
+                    self._note_overlooked(reservation)
+                    return price, reservation
+            except BaseException:
+                reservation.void()
+                raise
+            reservation.void()  # another price came into force while it waited
+
+    def _note_overlooked(self, reservation: Reservation) -> None:
+        for decision in reservation.overlooked:
+            self._metrics.overlooked(decision.scope, decision.kind)
 
     def abort(self, request_id: str) -> None:
         """End a live request on an administrator's behalf. Raises NotFound when it does not live."""
@@ -182,13 +209,16 @@ class Generations:
             if generation is not None and generation.live.state != "finished":
                 generation.live.apply_progress(rows)
 
-    def start_checkpoints(self) -> None:
-        """Begin to write down, about once a second, what the live requests have used so far."""
+    def start_watching(self) -> None:
+        """Begin to write down, about once a second, what the live requests have used so far, and to end those whose key may not
+        go on."""
+        self._watch.start()
         self._checkpointer = asyncio.create_task(self._checkpoint_forever(), name="checkpoints")
 
     async def drain(self, timeout_s: float) -> bool:
-        """Refuse new requests and wait for the live ones; return whether all of them ended in time."""
+        """Refuse new requests and those that wait for room, wait for the live ones, and return whether all ended in time."""
         self.draining = True
+        self._admission.refuse_waiting(_draining())
         try:
             async with asyncio.timeout(timeout_s):
                 await self._idle.wait()
@@ -199,9 +229,10 @@ class Generations:
     async def stop(self, timeout_s: float) -> None:
         """End what still lives and wait until it is settled, at most `timeout_s`."""
         for generation in list(self._generations.values()):
-            generation.leave("aborted")
+            generation.leave("shutdown")
         if not await self.drain(timeout_s):
             log.error("requests left unsettled at stop", requests=list(self._generations))
+        await self._watch.stop()
         if self._checkpointer is not None:
             self._checkpointer.cancel()
             with suppress(asyncio.CancelledError):
@@ -280,3 +311,20 @@ class Generations:
             ]
             if rows:
                 self._ledger.checkpoint(rows)
+
+
+def _asked(order: Order, price: Price | None, policy: ModelPolicy | None) -> Asked:
+    return Asked(
+        principal=order.principal,
+        model=order.model.name,
+        prompt_tokens=len(order.prompt_token_ids),
+        max_output_tokens=order.max_output_tokens,
+        price=price,
+        output_room=order.sampling.max_tokens,
+        answers=order.sampling.num_answers,
+        policy=policy,
+    )
+
+
+def _draining() -> Draining:
+    return Draining("the appliance is shutting down", retry_after_s=RETRY_AFTER_DRAINING_S)

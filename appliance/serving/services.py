@@ -15,6 +15,7 @@ from appliance.metering.economics_report import EconomicsReport
 from appliance.metering.free_allowances import FreeAllowances
 from appliance.metering.invoices import Invoices
 from appliance.metering.ledger import Ledger
+from appliance.metering.limit_levels import LimitLevels
 from appliance.metering.prices import PriceBook
 from appliance.metering.request_history import RequestHistory
 from appliance.metering.usage import UsageReports
@@ -66,6 +67,7 @@ class Services:
     admin_tokens: AdminTokens
     audit: AuditLog
     admission: Admission
+    limit_levels: LimitLevels
     ledger: Ledger
     corrections: Corrections
     request_history: RequestHistory

@@ -62,6 +62,14 @@ class Metrics:
         self._discarded = self._counter("discarded_tokens", "Tokens generated behind a stop string, never billed", ["model"])
         self._requests = self._counter("requests", "Settled requests", ["model", "reason"])
         self._rejected = self._counter("requests_rejected", "Requests refused before any work", ["reason"])
+        self._overlooked = self._counter(
+            "shadow_refusals", "Requests that were served and a limit in shadow mode would have refused", ["reason"]
+        )
+        self._waits = self._counter("admission_waits", "Requests that waited for room in their limits", ["model", "reason"])
+        self._waiting = Gauge(
+            "gatehouse_admission_waiting", "Requests that wait for room in their limits", ["model"], registry=self.registry
+        )
+        self._admission_wait_s = self._histogram("admission_wait_seconds", "Wait for room in the limits", LATENCY_BUCKETS_S)
         self._preemptions = self._counter("preemptions", "Preemptions of settled requests", ["model"])
         self._restarts = self._counter("engine_restarts", "Engine processes started again", ["model"])
         self._unrecorded_tokens = 0
@@ -129,6 +137,20 @@ class Metrics:
     def rejected(self, reason: str) -> None:
         """Count a request that was refused before any work; `reason` is the error code."""
         self._rejected.labels(reason).inc()
+
+    def overlooked(self, scope: str, kind: str) -> None:
+        """Count a request that a limit in shadow mode would have refused."""
+        self._overlooked.labels(f"{scope}_{kind}").inc()
+
+    def wait_began(self, model: str) -> None:
+        """Count a request that begins to wait for room in its limits."""
+        self._waiting.labels(model).inc()
+
+    def wait_ended(self, model: str, how: str, waited_s: float) -> None:
+        """Count its end: admitted, refused, abandoned."""
+        self._waiting.labels(model).dec()
+        self._waits.labels(model, how).inc()
+        self._admission_wait_s.labels(model).observe(waited_s)
 
     def discarded(self, model: str, tokens: int) -> None:
         """Count tokens that the engine generated before it heard that a stop string had ended the answer."""

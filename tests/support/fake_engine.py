@@ -115,10 +115,8 @@ class FakeEngine:
         if asked == STALL:
             return None
         if asked in _REFUSALS and (asked != HALF or live.index == 0):
-            for index in range(live.request.sampling.n):
-                if asked != HALF or index == live.index:
-                    self._live.pop((live.request.request_id, index), None)
-            return event(live.request, [], 0, computed=0, **_REFUSALS[asked])  # type: ignore[arg-type]
+            del self._live[live.request.request_id, live.index]
+            return event(live.request, [], 0, computed=0, index=live.index, **_REFUSALS[asked])  # type: ignore[arg-type]
         token_id = prompt[(live.index + live.num_output_tokens) % len(prompt)]
         live.num_output_tokens += 1
         self._generated += 1

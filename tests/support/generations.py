@@ -27,6 +27,8 @@ from appliance.serving.generations import Generations, Order
 from appliance.serving.model_registry import ServedModel
 from appliance.serving.prompting import Prompting
 from appliance.telemetry.metrics import Metrics
+from appliance.tenancy.model_policies import ModelPolicies
+from appliance.tenancy.tiers import Tiers
 from engine.protocol import EngineInfo, GenerationRequest, SamplingParams
 from tests.support.cast import Person
 from tests.support.fake_engine import FakeEngine, connected_pair
@@ -129,7 +131,10 @@ async def serving(
     metrics, ledger = Metrics(), Ledger(database, clock, epoch_id)
     admission = Admission(clock, LedgerSums(database))
     generations = Generations(
+        db=database,
         admission=admission,
+        tiers=Tiers(database, clock),
+        policies=ModelPolicies(database, clock),
         ledger=ledger,
         prices=PriceBook(database, clock),
         clock=clock,

@@ -1,0 +1,82 @@
+"""Ends running requests whose key or tenant may not ask any more: revoked, expired, suspended, archived. Knows no engine.
+
+A change of keys or tenants is looked at once it is committed; an expiry that is known beforehand is a timer of the generation.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Collection
+from contextlib import suppress
+from datetime import datetime
+
+import structlog
+
+from appliance.base.clock import Clock
+from appliance.base.db import Database
+from appliance.serving.generation import Generation
+from appliance.tenancy.standing import read_standing, why_ended
+
+RECENT_CHANGE_S = 60.0
+RETRY_S = 0.5
+
+log = structlog.get_logger()
+
+
+class AccessWatch:
+    """One task. `live` are the running generations, by request id."""
+
+    def __init__(self, db: Database, clock: Clock, live: Callable[[], Collection[Generation]]) -> None:
+        self._db = db
+        self._clock = clock
+        self._live = live
+        self._changed_s = clock.monotonic_s()  # what was changed before this process began may be new to a request
+        self._look = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Begin to watch."""
+        self._db.principals.listeners.append(self._on_change)
+        self._task = asyncio.create_task(self._run(), name="access watch")
+
+    async def stop(self) -> None:
+        """End."""
+        if self._task is not None:
+            self._db.principals.listeners.remove(self._on_change)
+            self._task.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._task
+
+    def began(self, generation: Generation, expires_at: datetime | None) -> None:
+        """Watch a generation that has just begun. It was authenticated a while ago: a change since then is looked at now."""
+        generation.end_at(expires_at)
+        if self._clock.monotonic_s() - self._changed_s < RECENT_CHANGE_S:
+            self._look.set()
+
+    def _on_change(self) -> None:
+        self._changed_s = self._clock.monotonic_s()
+        self._look.set()
+
+    async def _run(self) -> None:
+        while True:
+            await self._look.wait()
+            self._look.clear()
+            try:
+                await self.look()
+            except Exception:  # owned task: a database that is away for a moment must not let a revoked key go on for ever
+                log.exception("keys of running requests could not be checked")
+                await asyncio.sleep(RETRY_S)
+                self._look.set()
+
+    async def look(self) -> None:
+        """Read the keys of all running requests and end those that may not go on."""
+        running = list(self._live())
+        standing = await read_standing(self._db, {generation.live.key_id for generation in running})
+        now = self._clock.now()
+        for generation in running:
+            principal = standing.get(generation.live.key_id)
+            why = why_ended(principal, now)
+            if why is not None:
+                generation.leave(why)
+            elif principal is not None:
+                generation.end_at(principal.key.expires_at)

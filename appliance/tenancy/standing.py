@@ -1,0 +1,42 @@
+"""How keys stand now, revoked ones too: for whoever serves requests that were admitted a while ago. Reads only."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from datetime import datetime
+
+from sqlalchemy import select
+
+from appliance.base.db import Database
+from appliance.base.tables import api_keys, tenants
+from appliance.tenancy.principals import Principal
+from appliance.tenancy.rows import key_from_row, tenant_from_row
+
+KEYS_AT_ONCE = 500
+
+
+async def read_standing(db: Database, key_ids: Collection[str]) -> dict[str, Principal]:
+    """Return those of the keys that are there, with their tenants, by the id of the key."""
+    found: dict[str, Principal] = {}
+    ids = sorted(key_ids)
+    async with db.reading() as connection:
+        for begin in range(0, len(ids), KEYS_AT_ONCE):
+            keys = select(api_keys).where(api_keys.c.id.in_(ids[begin : begin + KEYS_AT_ONCE]))
+            rows = (await connection.execute(keys)).mappings().all()
+            owners = select(tenants).where(tenants.c.id.in_({row["tenant_id"] for row in rows}))
+            by_id = {row["id"]: tenant_from_row(row) for row in (await connection.execute(owners)).mappings()}
+            found |= {row["id"]: Principal(tenant=by_id[row["tenant_id"]], key=key_from_row(row)) for row in rows}
+    return found
+
+
+def why_ended(principal: Principal | None, now: datetime) -> str | None:
+    """Return why requests of a key must end: key_revoked, tenant_archived, tenant_suspended or key_expired; None if they may
+    go on. A key that is not there counts as revoked."""
+    if principal is None or principal.key.revoked_at is not None:
+        return "key_revoked"
+    if principal.tenant.archived:
+        return "tenant_archived"
+    if principal.tenant.suspended:
+        return "tenant_suspended"
+    expires_at = principal.key.expires_at
+    return "key_expired" if expires_at is not None and expires_at <= now else None
