@@ -93,6 +93,7 @@ async def _renewed(request: ConsoleRequest, console: Console, session: Session, 
 async def _page(request: ConsoleRequest, console: Console, form: Form | None = None) -> Html:
     session = own_session(request)
     page = await console.services.sessions.list(session.member.id, PAGE_ROWS_MAX)
+    provider = console.services.oidc
     devices = sorted(page.data, key=lambda other: (other.id != session.id, -other.last_seen_at.timestamp()))
     return console.pages.page(
         request,
@@ -100,6 +101,8 @@ async def _page(request: ConsoleRequest, console: Console, form: Form | None = N
         status=422 if form else 200,
         form=form,
         current=session,
+        provider=None if provider is None else provider.client.label,
+        linked=provider is not None and await console.services.identities.issuer_of(session.member.id) is not None,
         factor=await console.services.second_factors.state(session.member.id),
         devices=devices,
         device_of=device_of,

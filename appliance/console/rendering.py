@@ -32,7 +32,7 @@ HTML = "text/html"
 # One file per component, in the order of the cascade layers that the first of them declares.
 STYLES = (
     *("layers", "base", "shell", "buttons", "forms", "badges", "tiles"),
-    *("cards", "charts", "tables", "audit", "dialog", "toasts", "login", "print"),
+    *("cards", "charts", "tables", "audit", "dialog", "toasts", "login", "account", "print"),
 )
 SCRIPTS = ("live", "dialog", "toasts", "keyboard", "copy")
 # What a finished change says on the page it leads to. The cookie carries the name, never the text.

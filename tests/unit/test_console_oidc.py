@@ -42,7 +42,7 @@ async def test_a_member_signs_in_through_the_provider(box: Box, fake: FakeProvid
     assert session is not None
     assert (session.member.id, session.method) == (box.cast.alice.id, "oidc")
     assert STEP not in visitor.http.cookies
-    assert "signed in with" in (await visitor.get("/account")).text.lower()
+    assert "You can sign in with Example ID as well." in (await visitor.get("/account")).text
 
 
 async def test_without_a_provider_there_is_no_button_and_no_way(box: Box) -> None:

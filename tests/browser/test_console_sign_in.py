@@ -1,0 +1,152 @@
+"""Signing in as a person does it: with a second factor, and through a provider on another site. The policy allows it all."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+import pyotp
+import pytest
+import uvicorn
+from playwright.async_api import Page, expect
+
+from appliance.base.clock import SystemClock
+from tests.browser.conftest import Site
+from tests.browser.test_console_accessibility import violations
+from tests.support.cast import ALICE_PASSWORD
+from tests.support.oidc_provider import FakeProvider
+
+pytestmark = pytest.mark.browser
+
+EMAIL = "alice@example.com"
+
+
+async def enrolled(page: Page) -> tuple[pyotp.TOTP, list[str]]:
+    """Set a second factor up on the account page; return the app and the recovery codes."""
+    await page.goto("/account")
+    await page.get_by_role("link", name="Set up").click()
+    dialog = page.get_by_role("dialog")
+    await expect(dialog.get_by_role("img", name="QR code for an authenticator app")).to_be_visible()
+    secret = (await dialog.locator("code.wrap").inner_text()).replace(" ", "")
+    await dialog.get_by_label("Code that the app shows").fill(pyotp.TOTP(secret).now())
+    await dialog.get_by_label("Your password").fill(ALICE_PASSWORD)
+    await dialog.get_by_role("button", name="Enable").click()
+    await expect(page.locator("#recovery-codes")).to_be_visible()
+    codes = (await page.locator("#recovery-codes").inner_text()).split()
+    await page.keyboard.press("Escape")  # codes that are shown once do not go by accident
+    await expect(page.locator("#recovery-codes")).to_be_visible()
+    await page.get_by_role("link", name="I have stored them").click()
+    await expect(page.get_by_text("10 of 10 recovery codes are left.")).to_be_visible()
+    return pyotp.TOTP(secret), codes
+
+
+async def half_way(site: Site, **options: object) -> Page:
+    """A new browser in front of the code."""
+    page = await (await site.context(**options)).new_page()
+    await page.goto("/login?next=%2Fkeys")
+    await page.get_by_label("E-mail").fill(EMAIL)
+    await page.get_by_label("Password").fill(ALICE_PASSWORD)
+    await page.get_by_role("button", name="Sign in").click()
+    await page.wait_for_url(f"{site.url}/login/code")
+    return page
+
+
+async def test_a_second_factor_from_the_qr_code_to_the_next_sign_in_and_away_again(site: Site) -> None:
+    alice = await site.alice()
+    totp, codes = await enrolled(alice)
+
+    page = await half_way(site)
+    await expect(page.get_by_label("Code of your authenticator app")).to_be_focused()
+    await page.keyboard.type(totp.at(SystemClock().now(), counter_offset=1))
+    await page.keyboard.press("Enter")
+    await page.wait_for_url(f"{site.url}/keys")
+    lost = await half_way(site)
+    await lost.get_by_label("Code of your authenticator app").fill(codes[0])
+    await lost.get_by_role("button", name="Sign in").click()
+    await lost.wait_for_url(f"{site.url}/keys")
+
+    await alice.goto("/account")
+    await expect(alice.get_by_role("row")).to_have_count(4)
+    await alice.get_by_role("button", name="Sign out all others").click()
+    await expect(alice.get_by_role("row")).to_have_count(2)
+    await alice.get_by_role("link", name="Disable").click()
+    await alice.get_by_label("Your password, or a code").fill(ALICE_PASSWORD)
+    await alice.get_by_role("dialog").get_by_role("button", name="Disable").click()
+    await expect(alice.get_by_role("link", name="Set up")).to_be_visible()
+    await page.goto("/keys")
+    assert page.url == f"{site.url}/login?next=%2Fkeys"
+
+
+async def test_a_new_password_through_the_page(site: Site) -> None:
+    alice = await site.alice()
+    await alice.goto("/account")
+    await alice.get_by_label("Current password").fill(ALICE_PASSWORD)
+    await alice.get_by_label("New password", exact=True).fill("a new long password")
+    await alice.get_by_label("New password again").fill("a new long password")
+    await alice.get_by_role("button", name="Change password").click()
+    await expect(alice.get_by_text("Password changed.")).to_be_visible()
+
+
+@asynccontextmanager
+async def served(fake: FakeProvider, listener: socket.socket) -> AsyncIterator[None]:
+    """Serve the provider's sign-in page on a socket."""
+
+    async def app(scope: Any, _receive: Any, send: Any) -> None:
+        query = scope["query_string"].decode()
+        answer = fake.handle(httpx.Request("GET", f"{fake.issuer}{scope['path']}?{query}"))
+        headers = [(name.lower(), value) for name, value in answer.headers.raw]
+        await send({"type": "http.response.start", "status": answer.status_code, "headers": headers})
+        await send({"type": "http.response.body", "body": answer.content})
+
+    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", ws="none", lifespan="off"))
+    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    try:
+        yield
+    finally:
+        server.should_exit = True
+        await serving
+
+
+async def test_signing_in_through_a_provider_on_another_site(site: Site) -> None:
+    listener = socket.create_server(("127.0.0.1", 0))
+    issuer = f"http://localhost:{listener.getsockname()[1]}"
+    fake = FakeProvider(SystemClock(), issuer=issuer, external_url=site.url)
+    site.box.services.oidc = fake.client(name="Example ID")
+    async with served(fake, listener):
+        page = await (await site.context()).new_page()
+        await page.goto("/login?next=%2Fkeys")
+        await page.get_by_role("link", name="Sign in with Example ID").click()
+        await page.wait_for_url(f"{site.url}/keys")
+        await page.goto("/account")
+        await expect(page.get_by_role("cell", name="provider", exact=True)).to_be_visible()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+async def test_account_dialogs_and_code_have_no_serious_violation(site: Site, scheme: str) -> None:
+    alice = await site.alice(color_scheme=scheme, reduced_motion="reduce")
+    found = {}
+    await alice.goto("/account")
+    found["off"] = await violations(alice)
+    await alice.get_by_role("link", name="Set up").click()
+    await expect(alice.get_by_role("dialog").get_by_label("Your password")).to_be_visible()
+    found["set up"] = await violations(alice)
+    await enrolled(alice)
+    found["on"] = await violations(alice)
+    await alice.get_by_role("link", name="Disable").click()
+    await expect(alice.get_by_label("Your password, or a code")).to_be_visible()
+    found["disable"] = await violations(alice)
+    found["code"] = await violations(await half_way(site, color_scheme=scheme))
+
+    assert {what: rules for what, rules in found.items() if rules} == {}
+
+
+async def test_no_page_of_signing_in_is_wider_than_a_telephone(site: Site) -> None:
+    await site.box.services.sessions.open(site.box.cast.alice.id, "x" * 400, "2001:db8:85a3:1234:5678:8a2e:370:7334")
+    alice = await site.alice(viewport={"width": 390, "height": 800}, has_touch=True)
+    for path in ("/account", "/account/second-factor", "/account/second-factor/disable", "/account/recovery-codes"):
+        await alice.goto(path)
+        assert await alice.evaluate("document.documentElement.scrollWidth") == 390, path
