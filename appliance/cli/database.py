@@ -13,7 +13,7 @@ from appliance.cli.options import AsJson, DatabaseUrl, DataDir, settings_from
 
 if TYPE_CHECKING:
     from appliance.base.settings import Settings
-    from appliance.cli.invariants import Finding
+    from appliance.cli.finding import Finding
 
 app = typer.Typer(help="The database: tables and the promises that the ledger keeps.", no_args_is_help=True)
 
@@ -62,11 +62,35 @@ def check(as_json: AsJson = False, data_dir: DataDir = None, database: DatabaseU
 
     settings = settings_from(data_dir, database)
     running = read_control(settings.data_dir) is not None
-    findings = asyncio.run(invariants.check(settings.database_url, running=running))
+    findings = asyncio.run(invariants.check(settings.database_url, running=running, time_zone=settings.time_zone))
     broken = [finding for finding in findings if finding.state == "broken"]
     _print_findings(findings, as_json=as_json)
     if broken:
         raise typer.Exit(1)
+
+
+@app.command("rebuild-rollups")
+def rebuild_rollups(as_json: AsJson = False, data_dir: DataDir = None, database: DatabaseUrl = None) -> None:
+    """Throw the sums by minute, hour and day away and build them again from the usage events."""
+    from appliance.base.db import Database
+    from appliance.metering import rollups
+    from appliance.metering.calendar import BillingCalendar
+
+    settings = settings_from(data_dir, database)
+    _refuse_while_running(settings)
+
+    async def rebuild() -> int:
+        opened = Database.open(settings.database_url)
+        try:
+            return await rollups.rebuild(opened, BillingCalendar(settings.time_zone))
+        finally:
+            await opened.close()
+
+    rows = asyncio.run(rebuild())
+    if as_json:
+        output.data({"rows": rows})
+    else:
+        output.say(f"The sums are built again: {rows} rows.")
 
 
 def _print_findings(findings: list[Finding], *, as_json: bool) -> None:

@@ -7,6 +7,11 @@ settled     an event that is not pending says when and why it ended; a pending o
 counts      0 <= cached <= prompt, 0 <= completion, and the request's own row has the same counts
 cost        recomputed from the counts and the price that was in force, to the last pico-unit; voided events cost nothing
 sums        the totals by tenant, by key and by model that the database computes are the exact sum of the events
+corrections an adjustment names the settled event that it corrects, and together they never come to less than nothing
+postings    events got their final state as 1, 2, 3 … without a gap, and the counter stands at the last
+rollups     the sums by minute, hour and day are those of the events
+invoices    the lines of every closed invoice are the exact sum of the events that it covers; numbers have no gap
+audit       the chain of the audit log is whole
 """
 
 from __future__ import annotations
@@ -20,24 +25,20 @@ from sqlalchemy import func, select, text
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from appliance.base import db, tables
+from appliance.base.clock import SystemClock
 from appliance.base.money import cost_picos, discounted
+from appliance.cli import invariant_books as books
 from appliance.cli.failure import CommandFailed
+from appliance.cli.finding import NAMED_MAX, Finding, named
+from appliance.metering.calendar import BillingCalendar
+from appliance.metering.sums import join_sum, split_sum
+from appliance.tenancy.audit import AuditLog
 
 BATCH_ROWS = 2000
-NAMED_MAX = 3
 
 _EVENTS = tables.usage_events
 _PRICES = tables.prices
 _REQUESTS = tables.requests
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """One promise: `state` is holds, broken, or note (nothing is wrong, but somebody may want to know)."""
-
-    name: str
-    state: str
-    text: str
 
 
 @dataclass(slots=True)
@@ -51,7 +52,7 @@ class _Tally:
     wrong: dict[str, list[str]] = field(default_factory=lambda: {"pending": [], "settled": [], "counts": [], "cost": []})
 
 
-async def check(url: str, *, running: bool) -> list[Finding]:
+async def check(url: str, *, running: bool, time_zone: str = "UTC") -> list[Finding]:
     """Return one finding per promise. `running` says whether an appliance works on this database now."""
     if db.current_revision(url) is None:
         raise CommandFailed(
@@ -65,7 +66,11 @@ async def check(url: str, *, running: bool) -> list[Finding]:
             tally = _Tally()
             async for row in _events(connection):
                 _judge(row, tally, epoch=epoch, running=running)
-            return findings + _from_tally(tally, running=running) + [await _sums(connection, tally)]
+            findings += [*_from_tally(tally, running=running), await _sums(connection, tally)]
+            findings += await books.check(connection, database.kind, BillingCalendar(time_zone))
+        verdict = await AuditLog(database, SystemClock()).verify()
+        audit = f"{verdict.entries} entries, each chained to the one before" if verdict.fault is None else verdict.fault.text
+        return [*findings, Finding("audit", "holds" if verdict.fault is None else "broken", audit)]
     finally:
         await database.close()
 
@@ -148,8 +153,10 @@ def _badly_settled(row: Any, *, pending: bool) -> bool:
 
 
 def _counts_agree(row: Any, *, pending: bool) -> bool:
+    if row.kind != "usage":
+        return row.price_id is not None or not (row.prompt_tokens or row.completion_tokens or row.rejected_tokens)
     counts = (row.prompt_tokens, row.cached_tokens, row.completion_tokens)
-    if not 0 <= row.cached_tokens <= row.prompt_tokens or row.completion_tokens < 0:
+    if not 0 <= row.cached_tokens <= row.prompt_tokens or min(row.completion_tokens, row.rejected_tokens) < 0:
         return False
     if pending or row.status != "posted" or row.request_row is None:
         return True
@@ -157,6 +164,8 @@ def _counts_agree(row: Any, *, pending: bool) -> bool:
 
 
 def _expected_cost(row: Any) -> int:
+    if row.kind != "usage" and row.price_id is None:
+        return int(row.cost_picos)  # money given back by itself
     if row.status == "voided" or row.price_id is None:
         return 0
     return cost_picos(
@@ -179,7 +188,8 @@ def _from_tally(tally: _Tally, *, running: bool) -> list[Finding]:
         "cost": "every cost is its counts times its price",
     }
     findings = [
-        Finding(name, "broken", _named(ids)) if ids else Finding(name, "holds", good[name]) for name, ids in tally.wrong.items()
+        Finding(name, "broken", named(ids, "events")) if ids else Finding(name, "holds", good[name])
+        for name, ids in tally.wrong.items()
     ]
     if not running and tally.pending:
         note = Finding("pending", "note", f"{tally.pending} of a process that has ended: the next start settles them")
@@ -187,16 +197,11 @@ def _from_tally(tally: _Tally, *, running: bool) -> list[Finding]:
     return findings
 
 
-def _named(ids: list[str]) -> str:
-    more = f" and {len(ids) - NAMED_MAX} more" if len(ids) > NAMED_MAX else ""
-    return f"{len(ids)} events: {', '.join(ids[:NAMED_MAX])}{more}"
-
-
 async def _sums(connection: AsyncConnection, tally: _Tally) -> Finding:
     for name, counter in tally.sums.items():
         column = _EVENTS.c[name]
-        answer = await connection.execute(select(column, func.sum(_EVENTS.c.cost_picos)).group_by(column))
-        if {key: int(total) for key, total in answer.all()} != dict(counter):
+        answer = await connection.execute(select(column, *split_sum(_EVENTS.c.cost_picos)).group_by(column))
+        if {key: join_sum(high, low) for key, high, low in answer.all()} != dict(counter):
             return Finding("sums", "broken", f"the totals by {name} are not the sum of their events")
     total = sum(tally.sums["tenant_id"].values())
     return Finding("sums", "holds", f"{total} pico-units in all, the same by tenant, key and model")

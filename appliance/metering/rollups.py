@@ -9,7 +9,7 @@ each level. Knows no reports.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import date, datetime
 from typing import Any
 
@@ -21,6 +21,7 @@ from sqlalchemy import (
     Select,
     case,
     delete,
+    except_,
     func,
     insert,
     literal,
@@ -70,6 +71,15 @@ def add_at_once(connection: Connection, calendar: BillingCalendar, events: Itera
     rows = sums_of(events, calendar)
     if rows:
         connection.execute(_ADD[connection.dialect.name], rows)
+
+
+async def differing(connection: AsyncConnection, kind: str, calendar: BillingCalendar) -> list[str]:
+    """Return the levels whose sums are not those of the events, as this connection sees both."""
+    levels = [bucket for bucket in (MINUTE, HOUR) if await _differs(connection, kind, bucket)]
+    days = await _days(connection, calendar)
+    stored = (await connection.execute(_stored(DAY))).mappings().all()
+    same = sorted(map(_comparable, days)) == sorted(map(_comparable, stored))
+    return levels if same else [*levels, DAY]
 
 
 def sums_of(events: Iterable[UsageEvent], calendar: BillingCalendar) -> list[dict[str, Any]]:
@@ -146,10 +156,30 @@ def floor_of(kind: str, moment: ColumnElement[Any], bucket: str) -> ColumnElemen
     return type_coerce(floor, UtcDateTime())
 
 
-async def _insert_days(connection: AsyncConnection, calendar: BillingCalendar) -> None:
+async def _differs(connection: AsyncConnection, kind: str, bucket: str) -> bool:
+    summed = _summed(bucket, floor_of(kind, usage_events.c.admitted_at, bucket))
+    for left, right in ((summed, _stored(bucket)), (_stored(bucket), summed)):
+        if (await connection.execute(except_(left, right).limit(1))).first() is not None:
+            return True
+    return False
+
+
+def _stored(bucket: str) -> Select[Any]:
+    return select(*(usage_rollups.c[name] for name in (*KEYS, *COUNTS))).where(usage_rollups.c.bucket == bucket)
+
+
+def _comparable(row: Mapping[str, Any]) -> tuple[Any, ...]:
+    return tuple(row[name] for name in (*KEYS, *COUNTS))
+
+
+async def _days(connection: AsyncConnection, calendar: BillingCalendar) -> list[dict[str, Any]]:
     found = (await connection.execute(_summed(DAY, usage_events.c.billing_day))).mappings().all()
     starts: dict[date, datetime] = {on: calendar.day_start(on) for on in {row["start_at"] for row in found}}
-    rows = [{**row, "start_at": starts[row["start_at"]], **{name: int(row[name]) for name in COUNTS}} for row in found]
+    return [{**row, "start_at": starts[row["start_at"]], **{name: int(row[name]) for name in COUNTS}} for row in found]
+
+
+async def _insert_days(connection: AsyncConnection, calendar: BillingCalendar) -> None:
+    rows = await _days(connection, calendar)
     for begin in range(0, len(rows), _INSERT_ROWS):
         await connection.execute(insert(usage_rollups), rows[begin : begin + _INSERT_ROWS])
 

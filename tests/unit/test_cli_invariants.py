@@ -5,16 +5,25 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from sqlalchemy import delete, insert, update
+from sqlalchemy import delete, insert, select, update
 
 from appliance.base import tables
+from appliance.base.counters import POSTING, take
 from appliance.base.db import Database
 from appliance.base.ids import new_id
 from appliance.cli import invariants
+from appliance.metering import rollups
+from appliance.metering.calendar import BillingCalendar
+from appliance.metering.corrections import Correction, Corrections
+from appliance.metering.invoice_rows import Invoice
+from appliance.metering.invoices import Invoices
 from tests.support.cast import Cast
 from tests.support.clock import FakeClock
 from tests.support.tampering import unkeep
 
+PROMISES = (
+    "tables", "once", "pending", "settled", "counts", "cost", "sums", "corrections", "postings", "rollups", "invoices", "audit",
+)  # fmt: skip
 PRICE = {"prompt": 1_500_000, "cached_prompt": 150_000, "completion": 6_000_000}
 
 
@@ -65,6 +74,8 @@ async def ledger(database: Database, cast: Cast, clock: FakeClock) -> str:
         for number, changes in enumerate(variants):
             await connection.execute(insert(tables.usage_events).values(**{**event, "request_id": f"req_{number}", **changes}))
         await connection.execute(insert(tables.requests).values(**shared, **request, id="req_0"))
+        await take(connection, POSTING, 2)
+    await rollups.rebuild(database, BillingCalendar())
     return "req_0"
 
 
@@ -75,17 +86,25 @@ async def change(database: Database, request_id: str, **values: Any) -> None:
         await connection.execute(update(events).where(events.c.request_id == request_id).values(**values))
 
 
+async def number_of(database: Database, request_id: str) -> int:
+    events = tables.usage_events
+    async with database.reading() as connection:
+        query = select(events.c.id).where(events.c.request_id == request_id, events.c.kind == "usage")
+        return int((await connection.execute(query)).scalar_one())
+
+
 async def states(url: str, *, running: bool = True) -> dict[str, str]:
     return {finding.name: finding.state for finding in await invariants.check(url, running=running)}
 
 
 async def broken(url: str) -> set[str]:
-    return {name for name, state in (await states(url)).items() if state == "broken"}
+    """The promises that are broken, but for the sums by time, which every change of a settled event by hand breaks, too."""
+    return {name for name, state in (await states(url)).items() if state == "broken"} - {"rollups"}
 
 
 async def test_a_sound_ledger_passes(database_url: str, ledger: str) -> None:
     found = await states(database_url)
-    assert found == dict.fromkeys(("tables", "once", "pending", "settled", "counts", "cost", "sums"), "holds")
+    assert found == dict.fromkeys(PROMISES, "holds")
 
 
 async def test_a_cost_that_is_one_pico_off_is_found(database: Database, database_url: str, ledger: str) -> None:
@@ -145,3 +164,109 @@ async def test_a_batch_boundary_hides_nothing(
     assert await broken(database_url) == set()
     await change(database, "req_1", cost_picos=5)
     assert await broken(database_url) == {"cost"}
+
+
+@pytest.mark.parametrize("column", ["requests", "prompt_tokens", "rejected_tokens", "cost_high", "cost_low"])
+@pytest.mark.parametrize("bucket", ["minute", "hour", "day"])
+async def test_a_sum_that_is_off_by_one_is_found(
+    database: Database, database_url: str, ledger: str, bucket: str, column: str
+) -> None:
+    sums = tables.usage_rollups
+    async with database.writing() as connection:
+        await connection.execute(update(sums).where(sums.c.bucket == bucket).values({column: sums.c[column] + 1}))
+    findings = {finding.name: finding for finding in await invariants.check(database_url, running=True)}
+    assert findings["rollups"].state == "broken"
+    assert f"by {bucket} " in findings["rollups"].text
+    await rollups.rebuild(database, BillingCalendar())
+    assert (await states(database_url))["rollups"] == "holds"
+
+
+async def test_a_sum_without_events_and_an_event_without_a_sum_are_found(
+    database: Database, database_url: str, ledger: str
+) -> None:
+    async with database.writing() as connection:
+        await connection.execute(update(tables.usage_rollups).values(model="ghost"))
+    assert (await states(database_url))["rollups"] == "broken"
+    async with database.writing() as connection:
+        await connection.execute(delete(tables.usage_rollups))
+    assert (await states(database_url))["rollups"] == "broken"
+
+
+@pytest.mark.parametrize(("posting", "counter"), [(3, 2), (3, 3), (1, 3), (1, 1), (None, 2)])
+async def test_a_posting_that_is_missing_or_a_counter_that_ran_on_is_found(
+    database: Database, database_url: str, ledger: str, posting: int | None, counter: int
+) -> None:
+    await change(database, ledger, posting=posting)
+    async with database.writing() as connection:
+        await connection.execute(update(tables.counters).where(tables.counters.c.name == POSTING).values(value=counter))
+    assert await broken(database_url) == {"postings"}
+
+
+async def test_a_pending_event_with_a_posting_is_found(database: Database, database_url: str, ledger: str) -> None:
+    await change(database, "req_2", posting=3)
+    assert await broken(database_url) == {"postings"}
+
+
+async def adjust_by_hand(database: Database, request_id: str, **changes: Any) -> None:
+    """Write an adjustment of a request past all checks; it takes 8 tokens of output where 7 stand."""
+    events = tables.usage_events
+    async with database.writing() as connection:
+        query = select(events).where(events.c.request_id == request_id, events.c.kind == "usage")
+        row = dict((await connection.execute(query)).mappings().one())
+        tokens = {"prompt_tokens": 0, "cached_tokens": 0, "completion_tokens": -8, "cost_picos": -8 * 6_000_000}
+        adjustment = {"kind": "adjustment", "corrects_id": row.pop("id"), "posting": await take(connection, POSTING)}
+        await connection.execute(insert(events).values(**(row | adjustment | tokens | changes)))
+
+
+async def test_corrections_hold_every_promise(database: Database, database_url: str, ledger: str, clock: FakeClock) -> None:
+    corrections, event_id = Corrections(database, clock), await number_of(database, ledger)
+    await corrections.add(event_id, Correction(note="twice", completion_tokens=-7))
+    await corrections.add(event_id, Correction(note="for the trouble", cost_picos=-5))
+    assert await states(database_url) == dict.fromkeys(PROMISES, "holds")
+
+
+async def test_a_correction_that_takes_too_much_is_found(database: Database, database_url: str, ledger: str) -> None:
+    await adjust_by_hand(database, ledger)
+    assert await broken(database_url) == {"corrections"}
+
+
+@pytest.mark.parametrize("corrects", ["req_1", "req_2", None])
+async def test_an_adjustment_of_nothing_that_was_settled_is_found(
+    database: Database, database_url: str, ledger: str, corrects: str | None
+) -> None:
+    corrects_id = None if corrects is None else await number_of(database, corrects)
+    await adjust_by_hand(database, ledger, corrects_id=corrects_id)
+    assert await broken(database_url) == {"corrections"}
+
+
+async def close_month(database: Database, clock: FakeClock, cast: Cast) -> Invoice:
+    month = f"{clock.now():%Y-%m}"
+    clock.advance(40 * 86400)
+    invoices = Invoices(database, clock, BillingCalendar())
+    return await invoices.close((await invoices.draft(cast.bob.tenant.id, month)).head.id)
+
+
+async def test_a_late_correction_leaves_a_closed_invoice_exact_and_a_number_that_is_missing_is_found(
+    database: Database, database_url: str, ledger: str, clock: FakeClock, cast: Cast
+) -> None:
+    closed = await close_month(database, clock, cast)
+    await Corrections(database, clock).add(await number_of(database, ledger), Correction(note="late", completion_tokens=-1))
+    assert await broken(database_url) == set()
+    async with database.writing() as connection:
+        await take(connection, f"invoice:{str(closed.head.number)[:4]}")
+    assert await broken(database_url) == {"invoices"}
+
+
+async def test_a_closed_invoice_that_is_not_the_sum_of_its_events_is_found(
+    database: Database, database_url: str, ledger: str, clock: FakeClock, cast: Cast
+) -> None:
+    await close_month(database, clock, cast)
+    async with database.writing() as connection:
+        await connection.execute(delete(tables.requests))
+    await change(database, ledger, completion_tokens=8, cost_picos=14 * 1_500_000 + 16 * 150_000 + 8 * 6_000_000)
+    assert await broken(database_url) == {"invoices"}
+
+
+async def test_a_changed_audit_log_is_found(database_url: str, ledger: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("appliance.tenancy.audit_chain.hash_of", lambda *_: "0" * 64)
+    assert await broken(database_url) == {"audit"}

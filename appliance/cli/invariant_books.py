@@ -1,0 +1,146 @@
+"""What must be true of the books as a whole: corrections, postings, sums, invoices. Each check reads one snapshot.
+
+Knows nothing of single events; those are looked at one by one elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from sqlalchemy import func, or_, select
+from sqlalchemy.ext.asyncio import AsyncConnection
+from sqlalchemy.orm import aliased
+
+from appliance.base import counters, tables
+from appliance.cli.finding import Finding, named
+from appliance.metering import rollups
+from appliance.metering.calendar import BillingCalendar
+from appliance.metering.invoice_lines import FREE_ALLOWANCE, InvoiceBroken, usage_lines
+from appliance.metering.invoice_rows import InvoiceHead, head_from_row, read_lines
+from appliance.metering.invoice_sums import Cover, read_event_sums
+
+_EVENTS = tables.usage_events
+_NUMBERS = "invoice:"
+_COUNTS = ("prompt_tokens", "cached_tokens", "completion_tokens", "rejected_tokens", "cost_picos")
+
+
+async def check(connection: AsyncConnection, kind: str, calendar: BillingCalendar) -> list[Finding]:
+    """Return one finding for each promise of this file."""
+    return [
+        await _corrections(connection),
+        await _postings(connection),
+        await _rollups(connection, kind, calendar),
+        await _invoices(connection),
+    ]
+
+
+async def _corrections(connection: AsyncConnection) -> Finding:
+    original = aliased(_EVENTS)
+    joined = _EVENTS.outerjoin(original, original.c.id == _EVENTS.c.corrects_id)
+    strays = (
+        select(_EVENTS.c.id)
+        .select_from(joined)
+        .where(
+            _EVENTS.c.kind == "adjustment",
+            or_(
+                original.c.id.is_(None),
+                original.c.kind != "usage",
+                original.c.status.not_in(rollups.SETTLED),
+                original.c.request_id != _EVENTS.c.request_id,
+                original.c.tenant_id != _EVENTS.c.tenant_id,
+            ),
+        )
+        .order_by(_EVENTS.c.id)
+    )
+    ids = [str(row.id) for row in (await connection.execute(strays)).all()]
+    if ids:
+        return Finding("corrections", "broken", named(ids, "adjustments correct nothing that was settled"))
+    below = [str(event_id) for event_id in await _below_nothing(connection)]
+    if below:
+        return Finding("corrections", "broken", named(below, "events come to less than nothing"))
+    adjustments = select(func.count()).select_from(_EVENTS).where(_EVENTS.c.kind == "adjustment")
+    count = (await connection.execute(adjustments)).scalar_one()
+    return Finding("corrections", "holds", f"{count} adjustments, each of a settled event")
+
+
+async def _below_nothing(connection: AsyncConnection) -> list[int]:
+    """Return the events that their corrections take more from than stands there."""
+    corrected = select(_EVENTS.c.corrects_id).where(_EVENTS.c.corrects_id.is_not(None))
+    of = func.coalesce(_EVENTS.c.corrects_id, _EVENTS.c.id)
+    sums = {name: func.sum(_EVENTS.c[name]) for name in _COUNTS}
+    query = (
+        select(of)
+        .where(or_(_EVENTS.c.corrects_id.is_not(None), _EVENTS.c.id.in_(corrected)))
+        .group_by(of)
+        .having(or_(*(total < 0 for total in sums.values()), sums["cached_tokens"] > sums["prompt_tokens"]))
+        .order_by(of)
+    )
+    return list((await connection.execute(query)).scalars().all())
+
+
+async def _postings(connection: AsyncConnection) -> Finding:
+    settled = _EVENTS.c.status != "pending"
+    numbers = select(
+        func.count(), func.count(_EVENTS.c.posting), func.min(_EVENTS.c.posting), func.max(_EVENTS.c.posting)
+    ).where(settled)
+    events, posted, first, last = (await connection.execute(numbers)).one()
+    early = (
+        await connection.execute(select(func.count()).where(_EVENTS.c.status == "pending", _EVENTS.c.posting.is_not(None)))
+    ).scalar_one()
+    counter = await counters.last_taken(connection, counters.POSTING)
+    if early or posted != events:
+        return Finding("postings", "broken", f"{events - posted} settled events have no posting, {early} pending ones have one")
+    if events and (first, last) != (1, events):
+        return Finding("postings", "broken", f"{events} events have the postings {first} to {last}")
+    if counter != events:
+        return Finding("postings", "broken", f"{events} events have postings, the counter stands at {counter}")
+    return Finding("postings", "holds", f"1 to {events} without a gap")
+
+
+async def _rollups(connection: AsyncConnection, kind: str, calendar: BillingCalendar) -> Finding:
+    wrong = await rollups.differing(connection, kind, calendar)
+    if wrong:
+        text = f"the sums by {', '.join(wrong)} are not those of the events: run gatehouse db rebuild-rollups"
+        return Finding("rollups", "broken", text)
+    return Finding("rollups", "holds", "the sums by minute, hour and day are those of the events")
+
+
+async def _invoices(connection: AsyncConnection) -> Finding:
+    invoices = tables.invoices
+    query = select(invoices).where(invoices.c.state == "closed").order_by(invoices.c.tenant_id, invoices.c.month)
+    heads = [head_from_row(row) for row in (await connection.execute(query)).mappings().all()]
+    before: dict[str, Cover] = {}
+    wrong = []
+    for head in heads:
+        if not await _is_exact(connection, head, before.get(head.tenant_id)):
+            wrong.append(str(head.number))
+        before[head.tenant_id] = Cover(head.month, head.through_posting or 0)
+    if wrong:
+        return Finding("invoices", "broken", named(wrong, "invoices are not the sum of their events"))
+    gaps = await _number_gaps(connection, [str(head.number) for head in heads])
+    if gaps:
+        return Finding("invoices", "broken", f"numbers are missing: {', '.join(gaps)}")
+    return Finding("invoices", "holds", f"{len(heads)} closed invoices, each the sum of its events")
+
+
+async def _is_exact(connection: AsyncConnection, head: InvoiceHead, before: Cover | None) -> bool:
+    """Return whether the stored lines, but for allowances, are those that the covered events come to."""
+    sums = await read_event_sums(connection, head.tenant_id, Cover(head.month, head.through_posting or 0), before)
+    stored = [line for line in (await read_lines(connection, [head.id]))[head.id] if line.kind != FREE_ALLOWANCE]
+    try:
+        return usage_lines(sums, head.month) == stored
+    except InvoiceBroken:
+        return False
+
+
+async def _number_gaps(connection: AsyncConnection, numbers: list[str]) -> list[str]:
+    """Return the years whose invoices are not numbered 1, 2, 3 … up to their counter."""
+    used: dict[str, list[int]] = defaultdict(list)
+    for number in numbers:
+        year, _, place = number.partition("-")
+        used[year].append(int(place))
+    query = select(tables.counters.c.name, tables.counters.c.value).where(tables.counters.c.name.startswith(_NUMBERS))
+    counted = {name.removeprefix(_NUMBERS): int(value) for name, value in (await connection.execute(query)).all()}
+    return [
+        year for year in sorted({*used, *counted}) if sorted(used.get(year, [])) != list(range(1, counted.get(year, 0) + 1))
+    ]
