@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import UTC, date, datetime
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,13 +22,15 @@ from appliance.base.errors import (
     MonthOutOfOrder,
     NotFound,
 )
+from appliance.base.money import format_micros
 from appliance.base.tables import audit_log, invoice_lines
 from appliance.metering import invoices as service
 from appliance.metering.box_records import SELLER, BoxRecords
 from appliance.metering.calendar import BillingCalendar
 from appliance.metering.free_allowances import FreeAllowances
-from appliance.metering.invoice_lines import usage_picos
+from appliance.metering.invoice_lines import EventSums, FreeMonth, allowance_lines, totals_of, usage_lines, usage_picos
 from appliance.metering.invoice_rows import Invoice, InvoiceHead
+from appliance.metering.invoice_wording import ABORT_POLICY
 from appliance.metering.invoices import Invoices
 from appliance.metering.prices import Price
 from appliance.metering.seller import Seller
@@ -369,3 +372,27 @@ def test_a_wrong_field_of_the_seller_is_named(fields: dict[str, object], param: 
     with pytest.raises(GatehouseError) as refused:
         Seller(**fields)  # type: ignore[arg-type]
     assert refused.value.param == param
+
+
+def test_the_worked_example_of_the_documentation_is_what_the_code_says() -> None:
+    def used(prompt: int, cached: int, completion: int, price: int) -> EventSums:
+        prices = (price, 15_000, 600_000, 0)
+        cost = (prompt - cached) * price + cached * 15_000 + completion * 600_000
+        return EventSums(
+            month="2026-10", model="demo", currency="EUR", is_correction=False, unit_prices=prices, requests=1,
+            prompt_tokens=prompt, cached_tokens=cached, completion_tokens=completion, rejected_tokens=0, cost_picos=cost,
+        )  # fmt: skip
+
+    lines = usage_lines([used(123_456_789, 98_765_432, 4_567_891, 150_000), used(80_000_001, 0, 2_000_003, 120_000)], "2026-10")
+    lines += allowance_lines(lines, {"2026-10": FreeMonth(monthly_micros=5_000_000)})
+    totals = totals_of(lines, tax_basis_points=1900, currency="EUR")
+    text = (Path(__file__).resolve().parents[2] / "docs" / "billing.md").read_text("utf-8").replace("−", "-")
+
+    assert usage_picos(lines) == 18_725_921_550_000
+    for line in lines:
+        assert f"| {line.exact_picos:,} | {format_micros(line.rounded_micros)} |" in text
+    assert [totals.subtotal_micros, totals.rounding_micros, totals.tax_micros, totals.due_micros] == [
+        13_725_921, 4_079, 2_610_000, 16_340_000,
+    ]  # fmt: skip
+    assert "| 13.725921 |" in text
+    assert ABORT_POLICY.partition(": ")[2].casefold() in " ".join(text.casefold().split())
