@@ -68,6 +68,8 @@ class Members:
         try:
             async with self._db.writing() as connection:
                 await connection.execute(insert(members).values(password_hash=password_hash, **row))
+                facts = audit.facts_of(member, "id", "created_at")
+                await audit.record(connection, self._clock, "member.create", "member", member.id, after=facts)
                 if also is not None:
                     await also(connection, member)
         except IntegrityError as error:
@@ -108,6 +110,7 @@ class Members:
         async with self._db.writing() as connection:
             await connection.execute(update(members).where(members.c.id == member.id).values(password_hash=password_hash))
             await connection.execute(delete(sessions).where(sessions.c.member_id == member.id))
+            await audit.record(connection, self._clock, "member.reset_password", "member", member.id)
         return member
 
     async def change_password(self, member: Member, current: str, password: str) -> None:

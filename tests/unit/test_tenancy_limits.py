@@ -1,0 +1,265 @@
+"""What a tenant, a key, a tier and a model may be limited to. A wrong limit is refused with its name and its bounds."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+from appliance.base.db import Database
+from appliance.base.errors import ExpiredApiKey, InvalidApiKey, InvalidValue, NotFound
+from appliance.tenancy import model_policies
+from appliance.tenancy.fields import LIMIT_MAX
+from appliance.tenancy.keys import GRACE_S_MAX, Keys
+from appliance.tenancy.model_policies import ModelPolicies
+from appliance.tenancy.principals import KeyChanges, Limits, TenantChanges
+from appliance.tenancy.tenants import Tenants
+from appliance.tenancy.tiers import ADMISSION_WAIT_MS_MAX, Tiers
+from tests.support.cast import PEPPER, Cast
+from tests.support.clock import FakeClock
+from tests.support.factories import pending, posted
+from tests.support.ledgers import running_ledger
+
+HERE = "127.0.0.1"
+ABSURD = (-1, LIMIT_MAX + 1, 1.5, True, "7", 2**80)
+
+
+@pytest.fixture
+def tenants(database: Database, clock: FakeClock) -> Tenants:
+    return Tenants(database, clock)
+
+
+@pytest.fixture
+def keys(database: Database, clock: FakeClock) -> Keys:
+    return Keys(database, clock, PEPPER)
+
+
+async def test_a_tenant_keeps_everything_that_it_was_given(tenants: Tenants) -> None:
+    given: dict[str, Any] = {
+        "model_limits": {"large": Limits(tokens_per_minute=10), "small": Limits(concurrent_requests=2, monthly_budget=5)},
+        "limit_mode": "shadow",
+        "cut_at_budget": True,
+        "currency": "CHF",
+        "billing": {"name": "Dora AG", "address": "Gasse 1\n8000 Zürich", "tax_id": "CHE-1"},
+        "alert_percents": (50, 100),
+        "suspended": True,
+    }
+    made = await tenants.create(name="dora", **given)
+
+    assert {name: getattr(made, name) for name in given} == given
+    assert await tenants.get(made.id) == made
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "stored"),
+    [
+        ("model_limits", {"m": {"tokens_per_minute": 5, "tokens_per_day": None}}, {"m": Limits(tokens_per_minute=5)}),
+        ("model_limits", None, {}),
+        ("limit_mode", "shadow", "shadow"),
+        ("cut_at_budget", True, True),
+        ("currency", "USD", "USD"),
+        ("currency", None, None),
+        ("billing", {"name": "Bob GmbH", "email": None}, {"name": "Bob GmbH"}),
+        ("billing", {"address": " A 1 \r\n B "}, {"address": "A 1\nB"}),
+        ("billing", None, None),
+        ("alert_percents", [100, 80, 80], (80, 100)),
+        ("alert_percents", [], ()),
+        ("alert_percents", None, None),
+    ],
+)
+async def test_each_field_of_a_tenant_changes_alone(
+    tenants: Tenants, cast: Cast, field: str, value: object, stored: object
+) -> None:
+    before = await tenants.get(cast.bob.tenant.id)
+    after = await tenants.update(cast.bob.tenant.id, TenantChanges(**{field: value}))  # type: ignore[arg-type]
+
+    assert getattr(after, field) == stored
+    unlike = [name for name in before.__slots__ if name != field and getattr(before, name) != getattr(after, name)]
+    assert unlike == []
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "param", "words"),
+    [
+        ("limit_mode", "off", "limit_mode", "enforce, shadow"),
+        ("cut_at_budget", 1, "cut_at_budget", "true or false"),
+        ("suspended", "yes", "suspended", "true or false"),
+        ("currency", "eur", "currency", "three capital letters"),
+        ("currency", "EURO", "currency", "three capital letters"),
+        ("billing", {"street": "x"}, "billing.street", "address"),
+        ("billing", {"name": ""}, "billing.name", "1 to 200"),
+        ("billing", {"address": "x" * 1001}, "billing.address", "1000"),
+        ("billing", {"address": "a\n\nb"}, "billing.address", "1 to 200"),
+        ("billing", ["x"], "billing", "object"),
+        ("alert_percents", [0], "alert_percents", "1 to 1000"),
+        ("alert_percents", [1001], "alert_percents", "1 to 1000"),
+        ("alert_percents", [80.5], "alert_percents", "whole number"),
+        ("alert_percents", list(range(1, 12)), "alert_percents", "at most 10"),
+        ("alert_percents", "80", "alert_percents", "list"),
+        ("model_limits", {"m": {"speed": 1}}, "model_limits.m.speed", "not a limit"),
+        ("model_limits", {"m": 5}, "model_limits.m", "object"),
+        ("model_limits", {"": {}}, "model_limits", "1 to 200"),
+        ("model_limits", {f"m{number}": {} for number in range(101)}, "model_limits", "at most 100"),
+        ("model_limits", [], "model_limits", "at most 100"),
+        ("weight", 0, "weight", "1 to 1000"),
+        ("tier", "gold", "tier", "interactive"),
+    ],
+)
+async def test_a_wrong_field_of_a_tenant_is_refused_with_its_bounds(
+    tenants: Tenants, cast: Cast, field: str, value: object, param: str, words: str
+) -> None:
+    with pytest.raises(InvalidValue, match=words) as refused:
+        await tenants.update(cast.bob.tenant.id, TenantChanges(**{field: value}))  # type: ignore[arg-type]
+
+    assert refused.value.param == param
+    assert await tenants.get(cast.bob.tenant.id) == cast.bob.tenant
+
+
+@pytest.mark.parametrize("value", ABSURD)
+@pytest.mark.parametrize("name", [*Limits.__slots__])
+async def test_a_negative_or_absurd_limit_is_refused_at_every_place(
+    tenants: Tenants, keys: Keys, cast: Cast, name: str, value: Any
+) -> None:
+    at_tenant = TenantChanges(limits={name: value})
+    at_key = KeyChanges(limits={name: value})
+    at_model = KeyChanges(model_limits={"m": {name: value}})
+    works = [
+        (tenants.update(cast.bob.tenant.id, at_tenant), f"limits.{name}"),
+        (keys.update(cast.bob.key.id, at_key), f"limits.{name}"),
+        (keys.update(cast.bob.key.id, at_model), f"model_limits.m.{name}"),
+        (tenants.create(name="x", model_limits={"m": {name: value}}), f"model_limits.m.{name}"),
+    ]
+    for work, param in works:
+        with pytest.raises(InvalidValue, match=f"from 0 to {LIMIT_MAX}") as refused:
+            await work
+
+        assert refused.value.param == param
+
+
+async def test_the_currency_is_fixed_by_the_first_request(
+    tenants: Tenants, cast: Cast, database: Database, clock: FakeClock
+) -> None:
+    await tenants.update(cast.bob.tenant.id, TenantChanges(currency="USD"))
+    async with running_ledger(database, clock, cast.epoch_id) as ledger:
+        entry = pending(cast.bob)
+        await ledger.open(entry)
+        await ledger.settle(posted(entry.request_id))
+    with pytest.raises(InvalidValue, match="fixed by its first request") as refused:
+        await tenants.update(cast.bob.tenant.id, TenantChanges(currency="CHF", weight=7))
+
+    assert refused.value.param == "currency"
+    bob = await tenants.update(cast.bob.tenant.id, TenantChanges(currency="USD", weight=5))
+    assert (bob.currency, bob.weight) == ("USD", 5)
+    assert (await tenants.update(cast.charlie.tenant.id, TenantChanges(currency="CHF"))).currency == "CHF"
+
+
+async def test_a_key_has_limits_of_its_own_for_single_models(keys: Keys, cast: Cast) -> None:
+    key, secret = await keys.create(
+        cast.bob.tenant.id, name="k", model_limits={"m": {"requests_per_minute": 3}}, limit_mode="shadow", scopes=["usage"]
+    )
+    known = (await keys.authenticate(secret, HERE)).key
+
+    assert known.model_limits == {"m": Limits(requests_per_minute=3)}
+    assert (known.limit_mode, known.scopes) == ("shadow", ("usage",))
+    successor, _ = await keys.rotate(key.id)
+    assert (successor.model_limits, successor.limit_mode) == (known.model_limits, "shadow")
+
+
+async def test_within_the_grace_period_both_secrets_work_and_after_it_one(keys: Keys, cast: Cast, clock: FakeClock) -> None:
+    successor, secret = await keys.rotate(cast.bob.key.id, grace_s=60)
+    old = await keys.get(cast.bob.key.id)
+
+    assert (old.replaced_by, old.revoked_at) == (successor.id, None)
+    assert old.expires_at == clock.now() + timedelta(seconds=60)
+    assert (successor.expires_at, successor.replaced_by) == (None, None)
+    clock.advance(59.999)
+    assert (await keys.authenticate(cast.bob.secret, HERE)).key.id == old.id
+    assert (await keys.authenticate(secret, HERE)).key.id == successor.id
+    clock.advance(0.001)
+    with pytest.raises(ExpiredApiKey):
+        await keys.authenticate(cast.bob.secret, HERE)
+    assert (await keys.authenticate(secret, HERE)).key.id == successor.id
+
+
+async def test_grace_never_makes_a_key_live_longer(keys: Keys, cast: Cast, clock: FakeClock) -> None:
+    end = clock.now() + timedelta(seconds=30)
+    key, _ = await keys.create(cast.bob.tenant.id, name="brief", expires_at=end)
+    successor, _ = await keys.rotate(key.id, grace_s=60)
+
+    assert (await keys.get(key.id)).expires_at == end
+    assert successor.expires_at == end
+    for changes in (KeyChanges(expires_at=None), KeyChanges(expires_at=end + timedelta(days=1))):
+        with pytest.raises(InvalidValue) as refused:
+            await keys.update(key.id, changes)
+        assert refused.value.param == "expires_at"
+    assert (await keys.update(key.id, KeyChanges(name="old"))).expires_at == end
+
+
+async def test_a_key_in_its_grace_period_can_still_be_revoked(keys: Keys, cast: Cast) -> None:
+    await keys.rotate(cast.bob.key.id, grace_s=60)
+    await keys.revoke(cast.bob.key.id)
+
+    with pytest.raises(InvalidApiKey):
+        await keys.authenticate(cast.bob.secret, HERE)
+
+
+async def test_a_key_is_rotated_once_and_never_after_its_end(keys: Keys, cast: Cast, clock: FakeClock) -> None:
+    successor, _ = await keys.rotate(cast.bob.key.id, grace_s=60)
+    with pytest.raises(InvalidValue, match=f"rotated already; rotate its successor {successor.id}"):
+        await keys.rotate(cast.bob.key.id, grace_s=60)
+    expired, _ = await keys.create(cast.bob.tenant.id, name="brief", expires_at=clock.now() + timedelta(seconds=1))
+    clock.advance(1)
+    with pytest.raises(InvalidValue, match="expired"):
+        await keys.rotate(expired.id)
+
+
+@pytest.mark.parametrize("grace_s", [-1, GRACE_S_MAX + 1, 1.5, True])
+async def test_a_wrong_grace_period_is_refused_with_its_bounds(keys: Keys, cast: Cast, grace_s: Any) -> None:
+    with pytest.raises(InvalidValue, match=f"from 0 to {GRACE_S_MAX}") as refused:
+        await keys.rotate(cast.bob.key.id, grace_s=grace_s)
+
+    assert refused.value.param == "grace_s"
+    assert (await keys.get(cast.bob.key.id)).replaced_by is None
+
+
+async def test_a_tier_changes_for_the_next_request(database: Database, clock: FakeClock) -> None:
+    tiers = Tiers(database, clock)
+    assert [(tier.name, tier.admission_wait_ms) for tier in await tiers.list()] == [
+        ("interactive", 0),
+        ("standard", 0),
+        ("batch", 0),
+    ]
+    for wait_ms in (250, 500):
+        assert (await tiers.update("batch", admission_wait_ms=wait_ms)).admission_wait_ms == wait_ms
+        assert (await tiers.get("batch")).admission_wait_ms == wait_ms
+    assert (await Tiers(database, clock).get("batch")).admission_wait_ms == 500
+    wrongs: list[Any] = [-1, ADMISSION_WAIT_MS_MAX + 1, True, 0.5]
+    for wrong in wrongs:
+        with pytest.raises(InvalidValue, match=f"from 0 to {ADMISSION_WAIT_MS_MAX}") as refused:
+            await tiers.update("batch", admission_wait_ms=wrong)
+        assert refused.value.param == "admission_wait_ms"
+    with pytest.raises(NotFound, match="interactive, standard, batch"):
+        await tiers.update("gold", admission_wait_ms=1)
+
+
+async def test_a_model_is_limited_for_all_until_the_limits_are_lifted(
+    database: Database, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policies = ModelPolicies(database, clock)
+    assert await policies.find("org/large") is None
+    await policies.put("org/large", Limits(tokens_per_minute=5, requests_per_minute=1))
+    changed = await policies.put("org/large", Limits(tokens_per_minute=7), "shadow")
+
+    assert await policies.find("org/large") == changed
+    assert (changed.limits, changed.limit_mode) == (Limits(tokens_per_minute=7), "shadow")
+    assert await ModelPolicies(database, clock).list() == [changed]
+    monkeypatch.setattr(model_policies, "MODELS_MAX", 1)
+    with pytest.raises(InvalidValue, match="at most 1 models"):
+        await policies.put("another", Limits())
+    assert await policies.remove("org/large") == changed
+    assert await policies.find("org/large") is None
+    with pytest.raises(NotFound):
+        await policies.remove("org/large")
+    with pytest.raises(InvalidValue, match="enforce, shadow"):
+        await policies.put("m", Limits(), "off")
