@@ -25,6 +25,7 @@ from appliance.console import (
     prices,
     requests,
     second_factor,
+    tenant_terms,
     tenants,
     usage,
 )
@@ -48,7 +49,7 @@ HANDLERS = (
     requests.list_requests, requests.show_request, requests.cancel_request,
     tenants.list_tenants, tenants.new_tenant, tenants.create_tenant, tenants.show_tenant, tenants.save_tenant,
     tenants.suspend_tenant, tenants.resume_tenant, tenants.confirm_archive, tenants.archive_tenant,
-    usage.show_usage, usage.export_usage, *invoices.HANDLERS, *prices.HANDLERS,
+    usage.show_usage, usage.export_usage, *invoices.HANDLERS, *prices.HANDLERS, *tenant_terms.HANDLERS,
     keys.list_keys, keys.new_key, keys.create_key, keys.show_key, keys.save_key,
     keys.confirm_rotate, keys.rotate_key, keys.confirm_revoke, keys.revoke_key,
 )  # fmt: skip

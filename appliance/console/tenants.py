@@ -14,6 +14,7 @@ from appliance.console.forms import Form
 from appliance.console.limits import read_limits, tenant_levels
 from appliance.console.rendering import Html
 from appliance.console.security import ConsoleRequest, access_of, needs
+from appliance.console.tenant_terms import model_lines
 from appliance.console.totals import totals_this_month, totals_today
 from appliance.tenancy.fields import TIERS, WEIGHT_MAX
 from appliance.tenancy.principals import LIMIT_NAMES, Tenant, TenantChanges
@@ -156,6 +157,7 @@ async def _tenant_page(request: ConsoleRequest, console: Console, tenant: Tenant
         may_keys=access_of(request).may(Action.KEYS, tenant.id),
         keys=sorted(keys.data, key=lambda key: key.revoked_at is not None),
         levels=tenant_levels(services, tenant, keys.data[0], today, month) if keys.data else [],
+        model_lines=model_lines(tenant.model_limits),
         today=today,
         month=month,
         tiers=TIERS,

@@ -1,0 +1,129 @@
+"""What was agreed with a tenant beyond its limits: how they hold, limits of single models, currency, address, budget alerts."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+from urllib.parse import quote
+
+from litestar import get, post
+from litestar.params import FromPath
+
+from appliance.base.errors import BadRequest, Conflict
+from appliance.console.context import Console, ConsoleDependency
+from appliance.console.forms import Form
+from appliance.console.limits import read_limits
+from appliance.console.rendering import Html
+from appliance.console.security import ConsoleRequest, needs
+from appliance.tenancy.fields import BILLING_FIELDS, LIMIT_MODES
+from appliance.tenancy.principals import LIMIT_NAMES, Limits, Tenant, TenantChanges
+from appliance.tenancy.roles import Action
+
+LABELS = {
+    "name": "Name on invoices",
+    "address": "Address",
+    "country": "Country",
+    "email": "E-mail for invoices",
+    "tax_id": "Tax number",
+    "reference": "Their reference",
+}
+FIELDS = ("limit_mode", "currency", "alert_percents", *BILLING_FIELDS)
+
+
+@get("/tenants/{tenant_id:str}/terms", guards=[needs(Action.WRITE)])
+async def show_terms(request: ConsoleRequest, console: ConsoleDependency, tenant_id: FromPath[str]) -> Html:
+    """The form with the terms of a tenant."""
+    return _terms_form(request, console, await console.services.tenants.get(tenant_id), None)
+
+
+@post("/tenants/{tenant_id:str}/terms", guards=[needs(Action.WRITE)], status_code=200)
+async def save_terms(request: ConsoleRequest, console: ConsoleDependency, tenant_id: FromPath[str]) -> Html:
+    """Save the terms, or show the form again with what is wrong."""
+    form = await console.form(request)
+    changes = _read_terms(form)
+    if not form.errors:
+        try:
+            await console.services.tenants.update(tenant_id, TenantChanges(**changes))
+            return console.pages.redirect(request, f"/tenants/{tenant_id}", done="tenant-saved")
+        except (BadRequest, Conflict) as error:
+            form.fail_with(error, FIELDS)
+    return _terms_form(request, console, await console.services.tenants.get(tenant_id), form)
+
+
+@get("/tenants/{tenant_id:str}/model-limits", guards=[needs(Action.WRITE)])
+async def show_model_limits(request: ConsoleRequest, console: ConsoleDependency, tenant_id: FromPath[str]) -> Html:
+    """The form with the limits of a tenant for one model; the model in the address fills it."""
+    tenant = await console.services.tenants.get(tenant_id)
+    return _model_form(request, console, tenant, request.query_params.get("model", ""), None)
+
+
+@post("/tenants/{tenant_id:str}/model-limits", guards=[needs(Action.WRITE)], status_code=200)
+async def save_model_limits(request: ConsoleRequest, console: ConsoleDependency, tenant_id: FromPath[str]) -> Html:
+    """Set the limits of a tenant for one model; when all are empty, the model has none of its own any more."""
+    form = await console.form(request)
+    model, limits = form.text("model"), read_limits(form)
+    if not form.errors:
+        try:
+            changes = {name: getattr(limits, name) for name in LIMIT_NAMES}
+            await console.services.tenants.limit_model(tenant_id, model, changes)
+            return console.pages.redirect(request, f"/tenants/{tenant_id}", done="tenant-saved")
+        except (BadRequest, Conflict) as error:
+            form.fail_with(error, ("model", *LIMIT_NAMES))
+    return _model_form(request, console, await console.services.tenants.get(tenant_id), model, form)
+
+
+def model_lines(limits_by_model: Mapping[str, Limits]) -> list[tuple[str, str, Limits]]:
+    """Return (model, its name in an address, limits) in the order of names."""
+    return [(model, quote(model, safe=""), limits) for model, limits in sorted(limits_by_model.items())]
+
+
+def _read_terms(form: Form) -> dict[str, Any]:
+    return {
+        "limit_mode": form.choice("limit_mode", LIMIT_MODES),
+        "cut_at_budget": form.raw("cut_at_budget") == "yes",
+        "currency": form.raw("currency") or None,
+        "billing": {name: form.raw(name) or None for name in BILLING_FIELDS},
+        "alert_percents": _read_percents(form),
+    }
+
+
+def _read_percents(form: Form) -> list[int] | None:
+    """Return the percentages, an empty list for `none`, or None for an empty field: the default of the box."""
+    typed = form.raw("alert_percents").casefold()
+    if typed in ("", "none"):
+        return [] if typed else None
+    parts = [part.strip(" %") for part in re.split(r"[,\s]+", typed) if part.strip(" %")]
+    if not all(part.isascii() and part.isdigit() and len(part) < 6 for part in parts):
+        form.fail("alert_percents", "Percentages like 80, 100, or none, or empty.")
+        return None
+    return [int(part) for part in parts]
+
+
+def _terms_form(request: ConsoleRequest, console: Console, tenant: Tenant, form: Form | None) -> Html:
+    return console.pages.sheet(
+        request,
+        "fragments/tenant_terms.html",
+        title=f"Terms of {tenant.name}",
+        status=422 if form else 200,
+        tenant=tenant,
+        form=form,
+        modes=LIMIT_MODES,
+        labels=LABELS,
+    )
+
+
+def _model_form(request: ConsoleRequest, console: Console, tenant: Tenant, model: str, form: Form | None) -> Html:
+    return console.pages.sheet(
+        request,
+        "fragments/model_limits.html",
+        title=f"Limits of {tenant.name} for one model",
+        status=422 if form else 200,
+        tenant=tenant,
+        model=model,
+        limits=tenant.model_limits.get(model),
+        form=form,
+    )
+
+
+HANDLERS = (show_terms, save_terms, show_model_limits, save_model_limits)

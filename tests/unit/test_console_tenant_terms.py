@@ -1,0 +1,71 @@
+"""What was agreed with a tenant beyond its limits, in the console."""
+
+from __future__ import annotations
+
+import pytest
+
+from appliance.tenancy.principals import Limits, Tenant
+from tests.support.console_fixtures import Box
+
+TERMS = {"limit_mode": "shadow", "currency": "USD", "alert_percents": "50, 90 %", "cut_at_budget": "yes", "name": "Bob Ltd"}
+
+
+async def bob_of(box: Box) -> Tenant:
+    return await box.services.tenants.get(box.cast.bob.tenant.id)
+
+
+async def test_terms_are_saved_and_stand_on_the_tenants_page(box: Box) -> None:
+    alice, bob = await box.alice(), box.cast.bob.tenant
+    answer = await alice.post(f"/tenants/{bob.id}/terms", **TERMS, address="1 Long Lane\r\nBristol")
+    assert answer.headers["location"] == f"/tenants/{bob.id}"
+    saved = await bob_of(box)
+    assert (saved.limit_mode, saved.currency, saved.alert_percents, saved.cut_at_budget) == ("shadow", "USD", (50, 90), True)
+    assert saved.billing == {"name": "Bob Ltd", "address": "1 Long Lane\nBristol"}
+    page = (await alice.get(f"/tenants/{bob.id}")).text
+    for text in ("shadow mode", "running answers are ended", "USD", "50 %, 90 %", "Bob Ltd"):
+        assert text in page
+
+
+@pytest.mark.parametrize(("typed", "meant"), [("", None), ("none", ()), ("100", (100,))])
+async def test_no_alert_and_the_usual_alerts_are_different_things(box: Box, typed: str, meant: tuple[int, ...] | None) -> None:
+    alice, bob = await box.alice(), box.cast.bob.tenant
+    await alice.post(f"/tenants/{bob.id}/terms", **{**TERMS, "alert_percents": typed})
+    assert (await bob_of(box)).alert_percents == meant
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"limit_mode": "maybe"}, "Choose one of"),
+        ({"currency": "dollars"}, "urrency"),
+        ({"alert_percents": "half"}, "Percentages like 80, 100"),
+        ({"alert_percents": "0"}, "from 1 to 1000"),
+        ({"name": "x" * 201}, "1 to 200 characters"),
+    ],
+)
+async def test_wrong_terms_change_nothing_and_are_named(box: Box, change: dict[str, str], sentence: str) -> None:
+    alice, before = await box.alice(), await bob_of(box)
+    answer = await alice.post(f"/tenants/{before.id}/terms", **{**TERMS, **change})
+    assert answer.status_code == 422
+    assert sentence in answer.text
+    assert await bob_of(box) == before
+
+
+async def test_a_model_gets_limits_of_its_own_and_loses_them_when_all_are_emptied(box: Box) -> None:
+    alice, bob = await box.alice(), box.cast.bob.tenant
+    path = f"/tenants/{bob.id}/model-limits"
+    await alice.post(path, model="demo/large", tokens_per_minute="5,000")
+    assert (await bob_of(box)).model_limits == {"demo/large": Limits(tokens_per_minute=5000)}
+    page = (await alice.get(f"/tenants/{bob.id}")).text
+    assert f"{path}?model=demo%2Flarge" in page
+    assert 'value="5000"' in (await alice.fragment(f"{path}?model=demo%2Flarge")).text
+    await alice.post(path, model="demo/large")
+    assert (await bob_of(box)).model_limits == {}
+
+
+async def test_a_viewer_reads_terms_and_changes_none(box: Box) -> None:
+    vera, bob = await box.vera(), box.cast.bob.tenant
+    assert "Terms" in (await vera.get(f"/tenants/{bob.id}")).text
+    for path in ("terms", "model-limits"):
+        assert (await vera.get(f"/tenants/{bob.id}/{path}")).status_code == 403
+        assert (await vera.post(f"/tenants/{bob.id}/{path}", **TERMS, model="demo")).status_code == 403
