@@ -25,7 +25,9 @@ def build() -> typer.Typer:
         economics,
         invoices,
         keys,
+        ledger,
         models,
+        prices,
         serve,
         simulate,
         tenants,
@@ -47,6 +49,8 @@ def build() -> typer.Typer:
     app.add_typer(tenants.app, name="tenants")
     app.add_typer(keys.app, name="keys")
     app.command("usage")(usage.usage)
+    app.add_typer(ledger.app, name="ledger")
+    app.add_typer(prices.app, name="prices")
     app.add_typer(invoices.app, name="invoices")
     app.command("economics")(economics.economics)
     app.command("simulate")(simulate.simulate)

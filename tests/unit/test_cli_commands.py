@@ -23,7 +23,8 @@ COMMANDS = (
     ["keys", "list"], ["keys", "create"], ["keys", "rotate"], ["keys", "revoke"],
     ["invoices", "list"], ["invoices", "draft"], ["invoices", "close"], ["invoices", "export"], ["invoices", "seller"],
     ["invoices", "allowance"], ["economics"],
-    ["db", "upgrade"], ["db", "downgrade"], ["db", "check"],
+    ["ledger", "list"], ["ledger", "correct"], ["prices", "list"], ["prices", "add"],
+    ["db", "upgrade"], ["db", "downgrade"], ["db", "check"], ["db", "rebuild-rollups"],
     ["admin", "create"], ["admin", "reset-password"], ["admin", "token"], ["admin", "reset-second-factor"],
     ["admin", "unlink-provider"], ["audit", "list"], ["audit", "verify"],
 )  # fmt: skip
@@ -227,6 +228,27 @@ def test_the_database_is_checked_downgraded_and_upgraded(typed: Any) -> None:
     assert typed("db", "check").status == 1
     upgraded = typed("db", "upgrade", "--json").json()
     assert upgraded["revision"] == upgraded["head"]
+
+
+def test_the_sums_are_built_again(typed: Any) -> None:
+    assert typed("db", "rebuild-rollups", "--json").json() == {"rows": 0}
+
+
+def test_prices_are_added_and_listed(typed: Any) -> None:
+    asked = ("--prompt", "1000", "--completion", "3000", "--currency", "CHF", "--tier-percent", "batch=50")
+    made = typed("prices", "add", "demo", *asked, "--json").json()
+    assert (made["cached_prompt"], made["currency"], made["tier_percents"]) == (1000, "CHF", {"batch": 50})
+    assert typed("prices", "list", "--model", "demo", "--json").json()["data"] == [made]
+    assert typed("prices", "list", "--model", "other", "--json").json()["data"] == []
+    assert "batch=50" in typed("prices", "list").out
+    assert typed("prices", "add", "demo", *asked[:4], "--tier-percent", "batch").status == 2
+    past = typed("prices", "add", "demo", *asked, "--from", "2020-01-01T00:00:00Z", "--json")
+    assert (past.status, past.json()["error"]["code"]) == (1, "invalid_value")
+
+
+def test_an_empty_ledger_is_listed_and_what_is_not_there_is_not_corrected(typed: Any) -> None:
+    assert typed("ledger", "list", "--json").json() == {"data": []}
+    assert typed("ledger", "correct", "7", "--note", "why", "--completion-tokens", "-5").status == 1
 
 
 def test_an_unknown_revision_is_told(typed: Any) -> None:

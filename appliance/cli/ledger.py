@@ -1,0 +1,98 @@
+"""`gatehouse ledger`: the usage events one by one, and corrections of them."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from appliance.cli import output
+from appliance.cli.options import AsJson, DatabaseUrl, DataDir, settings_from
+
+app = typer.Typer(help="The usage events: one per request, and corrections of them.", no_args_is_help=True)
+
+COLUMNS = (
+    "id", "posting", "admitted_at", "tenant_id", "model", "kind", "status", "finish_reason", "cause", "prompt_tokens",
+    "cached_tokens", "completion_tokens", "rejected_tokens", "cost", "note",
+)  # fmt: skip
+
+Tokens = Annotated[int, typer.Option(metavar="TOKENS", help="How many more, or, below zero, fewer.")]
+
+
+@app.command("list")
+def list_events(
+    tenant: Annotated[
+        str | None, typer.Option(metavar="TENANT", help="Only this tenant (id or name).", show_default=False)
+    ] = None,
+    request: Annotated[str | None, typer.Option(metavar="ID", help="Only this request.", show_default=False)] = None,
+    status: Annotated[str | None, typer.Option(help="pending, posted, voided or recovered.", show_default=False)] = None,
+    kind: Annotated[str | None, typer.Option(help="usage or adjustment.", show_default=False)] = None,
+    start: Annotated[str | None, typer.Option(metavar="TIME", help="Admitted from then on.", show_default=False)] = None,
+    end: Annotated[str | None, typer.Option(metavar="TIME", help="Admitted before.", show_default=False)] = None,
+    limit: Annotated[int, typer.Option(min=1, help="How many events at most.")] = 50,
+    as_json: AsJson = False,
+    data_dir: DataDir = None,
+    database: DatabaseUrl = None,
+) -> None:
+    """List usage events, the newest first."""
+    from appliance.cli.connection import AdminClient, run
+    from appliance.cli.tenants import find
+
+    asked = {"request_id": request, "status": status, "kind": kind, "start": start, "end": end}
+    query = {"order": "desc"} | {name: value for name, value in asked.items() if value is not None}
+
+    async def work(client: AdminClient) -> list[dict[str, Any]]:
+        if tenant is not None:
+            query["tenant_id"] = (await find(client, tenant))["id"]
+        return await client.every("/ledger", query=query, at_most=limit)
+
+    rows = run(settings_from(data_dir, database), work)
+    if as_json:
+        output.data({"data": rows})
+    else:
+        output.table([_line(row) for row in rows], COLUMNS, empty="No events.")
+
+
+@app.command("correct")
+def correct(
+    event: Annotated[str, typer.Argument(metavar="EVENT", help="The id of a settled event.")],
+    note: Annotated[str, typer.Option(help="Why: it stands on the invoice.")],
+    prompt_tokens: Tokens = 0,
+    cached_tokens: Tokens = 0,
+    completion_tokens: Tokens = 0,
+    rejected_tokens: Tokens = 0,
+    cost_picos: Annotated[
+        int | None,
+        typer.Option(metavar="PICOS", help="Money alone, below zero to give it back; instead of tokens.", show_default=False),
+    ] = None,
+    as_json: AsJson = False,
+    data_dir: DataDir = None,
+    database: DatabaseUrl = None,
+) -> None:
+    """Write a new event that corrects a settled one. Both stay; it goes on the next invoice that is closed."""
+    from appliance.cli.connection import AdminClient, run
+
+    body: dict[str, Any] = {
+        "note": note,
+        "prompt_tokens": prompt_tokens,
+        "cached_tokens": cached_tokens,
+        "completion_tokens": completion_tokens,
+        "rejected_tokens": rejected_tokens,
+        "cost_picos": cost_picos,
+    }
+
+    async def work(client: AdminClient) -> dict[str, Any]:
+        adjustment: dict[str, Any] = await client.call("POST", f"/ledger/{event}/corrections", body=body)
+        return adjustment
+
+    made = run(settings_from(data_dir, database), work)
+    if as_json:
+        output.data(made)
+    else:
+        output.table([_line(made)], COLUMNS, empty="")
+
+
+def _line(event: dict[str, Any]) -> dict[str, Any]:
+    from appliance.base.money import format_picos
+
+    return {**event, "cost": format_picos(int(event["cost_picos"]), str(event["currency"]))}

@@ -1,0 +1,108 @@
+"""`gatehouse prices`: what tokens cost from when on. Prices are added, never changed."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from appliance.cli import output
+from appliance.cli.failure import CommandFailed
+from appliance.cli.options import AsJson, DatabaseUrl, DataDir, settings_from
+
+app = typer.Typer(help="Prices of models, in micro-units of money per million tokens.", no_args_is_help=True)
+
+COLUMNS = (
+    "id", "model", "effective_from", "currency", "prompt", "cached_prompt", "completion", "rejected_draft", "batch_percent",
+    "tier_percents",
+)  # fmt: skip
+
+
+@app.command("list")
+def list_prices(
+    model: Annotated[str | None, typer.Option(help="Only this model.", show_default=False)] = None,
+    as_json: AsJson = False,
+    data_dir: DataDir = None,
+    database: DatabaseUrl = None,
+) -> None:
+    """List all prices, also past and future ones, in the order they were added."""
+    from appliance.cli.connection import AdminClient, run
+
+    async def work(client: AdminClient) -> list[dict[str, Any]]:
+        return [price for price in await client.every("/prices") if model in (None, price["model"])]
+
+    rows = run(settings_from(data_dir, database), work)
+    if as_json:
+        output.data({"data": rows})
+    else:
+        output.table([_line(row) for row in rows], COLUMNS, empty="There are no prices: what is used costs nothing.")
+
+
+@app.command("add")
+def add(
+    model: Annotated[str, typer.Argument(help="The model's name, as clients ask for it.")],
+    prompt: Annotated[int, typer.Option(metavar="MICROS", help="For a million prompt tokens.")],
+    completion: Annotated[int, typer.Option(metavar="MICROS", help="For a million tokens of output.")],
+    cached_prompt: Annotated[
+        int | None,
+        typer.Option(
+            metavar="MICROS", help="For a million prompt tokens found in the cache; default: --prompt.", show_default=False
+        ),
+    ] = None,
+    rejected_draft: Annotated[
+        int, typer.Option(metavar="MICROS", help="For a million speculative tokens that were thrown away.")
+    ] = 0,
+    currency: Annotated[
+        str | None, typer.Option(metavar="CODE", help="Three letters; default: the appliance's.", show_default=False)
+    ] = None,
+    effective_from: Annotated[
+        str | None,
+        typer.Option("--from", metavar="TIME", help="RFC 3339, also in the future; default: now.", show_default=False),
+    ] = None,
+    batch_percent: Annotated[int, typer.Option(metavar="PERCENT", help="What batch work pays of the price.")] = 100,
+    tier_percent: Annotated[
+        list[str] | None,
+        typer.Option(metavar="TIER=PERCENT", help="What tenants of a tier pay of it; repeatable.", show_default=False),
+    ] = None,
+    as_json: AsJson = False,
+    data_dir: DataDir = None,
+    database: DatabaseUrl = None,
+) -> None:
+    """Add a price. Earlier ones stay, and what was billed stays billed."""
+    from appliance.cli.connection import AdminClient, run
+
+    optional = {"cached_prompt": cached_prompt, "currency": currency, "effective_from": effective_from}
+    body: dict[str, Any] = {
+        "model": model,
+        "prompt": prompt,
+        "completion": completion,
+        "rejected_draft": rejected_draft,
+        "batch_percent": batch_percent,
+        "tier_percents": _tiers(tier_percent),
+    } | {name: value for name, value in optional.items() if value is not None}
+
+    async def work(client: AdminClient) -> dict[str, Any]:
+        made: dict[str, Any] = await client.call("POST", "/prices", body=body)
+        return made
+
+    price = run(settings_from(data_dir, database), work)
+    if as_json:
+        output.data(price)
+    else:
+        output.table([_line(price)], COLUMNS, empty="")
+
+
+def _tiers(given: list[str] | None) -> dict[str, int] | None:
+    """Return `tier=percent` texts as the interface takes them."""
+    percents: dict[str, int] = {}
+    for text in given or []:
+        tier, _, percent = text.partition("=")
+        if not (percent.isascii() and percent.isdigit()):
+            raise CommandFailed(f"--tier-percent must be like batch=50, not {text}", code="usage", status=2)
+        percents[tier] = int(percent)
+    return percents or None
+
+
+def _line(price: dict[str, Any]) -> dict[str, Any]:
+    tiers = price["tier_percents"] or {}
+    return {**price, "tier_percents": " ".join(f"{tier}={percent}" for tier, percent in sorted(tiers.items()))}
