@@ -1,0 +1,86 @@
+"""Invoices over events that the ledger itself wrote: posted, voided, pending, recovered and corrected ones."""
+
+from __future__ import annotations
+
+import dataclasses
+from datetime import UTC, datetime, timedelta
+
+from appliance.base.db import Database
+from appliance.metering.calendar import BillingCalendar
+from appliance.metering.corrections import Correction, Corrections
+from appliance.metering.invoice_lines import usage_picos
+from appliance.metering.invoices import Invoices
+from appliance.metering.records import Checkpoint, Settlement, Usage
+from appliance.metering.recovery import begin_epoch, recover
+from tests.support.billing import add_price
+from tests.support.cast import Cast
+from tests.support.clock import FakeClock
+from tests.support.factories import pending, posted, voided
+from tests.support.ledgers import all_events, running_ledger
+
+OCTOBER = datetime(2026, 10, 31, 23, 59, tzinfo=UTC)
+
+
+async def test_what_the_ledger_settled_is_billed_and_what_is_void_or_pending_is_not(
+    database: Database, clock: FakeClock, cast: Cast
+) -> None:
+    price = await add_price(database)
+    entries = [pending(cast.bob, admitted_at=OCTOBER, price=price, price_basis_points=share) for share in (10_000, 5_000)]
+    refused, open_ = (pending(cast.bob, admitted_at=OCTOBER, price=price) for _ in range(2))
+    usage = Usage(prompt_tokens=100, cached_tokens=30, completion_tokens=7, rejected_tokens=4)
+    invoices = Invoices(database, clock, BillingCalendar("UTC"))
+    async with running_ledger(database, clock, cast.epoch_id) as ledger:
+        for entry in (*entries, refused, open_):
+            await ledger.open(entry)
+        for entry in entries:
+            settlement = Settlement(request_id=entry.request_id, status="posted", finish_reason="stop", usage=usage)
+            await ledger.settle(settlement)
+        await ledger.settle(voided(refused.request_id))
+        drafted = await invoices.draft(cast.bob.tenant.id, "2026-10")
+
+        lines = [(line.kind, line.unit_price, line.tokens) for line in drafted.lines]
+        assert lines == [
+            ("prompt", 500_000, 70),
+            ("prompt", 1_000_000, 70),
+            ("cached_prompt", 50_000, 30),
+            ("cached_prompt", 100_000, 30),
+            ("completion", 1_500_000, 7),
+            ("completion", 3_000_000, 7),
+            ("rejected_draft", 0, 8),
+        ]
+        events = await all_events(database)
+        assert usage_picos(drafted.lines) == sum(event.cost_picos for event in events)
+        closed = await invoices.close(drafted.head.id)
+        assert closed.head.through_posting == 3
+        await ledger.settle(posted(open_.request_id, prompt=10, completion=5))
+
+    (late,) = (await invoices.draft(cast.bob.tenant.id, "2026-11")).lines
+    assert (late.kind, late.month, late.tokens, late.exact_picos) == ("adjustment", "2026-10", 15, 25 * 10**6)
+
+
+async def test_what_a_crash_left_open_and_what_is_corrected_is_on_the_next_invoice(
+    database: Database, clock: FakeClock, cast: Cast
+) -> None:
+    price = await add_price(database)
+    entry, lost = (pending(cast.bob, admitted_at=OCTOBER, price=price) for _ in range(2))
+    invoices = Invoices(database, clock, BillingCalendar("UTC"))
+    async with running_ledger(database, clock, cast.epoch_id) as ledger:
+        await ledger.open(entry)
+        await ledger.open(lost)
+        await ledger.settle(posted(entry.request_id, prompt=10, completion=0))
+        ledger.checkpoint([Checkpoint(request_id=lost.request_id, prompt_tokens=10, cached_tokens=0, completion_tokens=2)])
+        await ledger.settle(posted(entry.request_id, prompt=10, completion=0))  # with it the checkpoint is written
+    closed = await invoices.close((await invoices.draft(cast.bob.tenant.id, "2026-10")).head.id)
+    await recover(database, clock, await begin_epoch(database, clock, "after the crash"))
+    billed = (await all_events(database))[0]
+    corrections = Corrections(database, clock)
+    await corrections.add(billed.id, Correction(note="was not wanted", prompt_tokens=-4))
+    await corrections.add(billed.id, Correction(note="our apologies", cost_picos=-5))
+    clock.jump_wall(timedelta(days=30).total_seconds())
+
+    nexts = await invoices.close((await invoices.draft(cast.bob.tenant.id, "2026-11")).head.id)
+    costs = [event.cost_picos for event in await all_events(database)]
+    assert sum(costs) == usage_picos(closed.lines) + usage_picos(nexts.lines)
+    (line,) = nexts.lines
+    assert (line.month, line.requests, line.exact_picos) == ("2026-10", 1, 16 * 10**6 - 4 * 10**6 - 5)
+    assert dataclasses.asdict(await invoices.get(closed.head.id)) == dataclasses.asdict(closed)
