@@ -10,9 +10,9 @@ import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
-from typing import Any, TypeVar
+from typing import Any
 
-from sqlalchemy import RowMapping, Select, func, insert, select, update
+from sqlalchemy import ColumnElement, RowMapping, Select, func, insert, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from appliance.base.clock import Clock
@@ -33,8 +33,6 @@ WEBHOOKS_MAX = 20
 GRACE_S_DEFAULT = 86400
 GRACE_S_MAX = 7 * 86400
 SEALING_PURPOSE = "signing secrets of webhooks"
-
-Row = TypeVar("Row", bound=tuple[Any, ...])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,11 +118,12 @@ class Webhooks:
         limit: int = PAGE_ROWS_DEFAULT,
         cursor: str | None = None,
         *,
-        narrow: Callable[[Select[Any]], Select[Any]] = lambda query: query,
+        narrow: Callable[[Select[Any], ColumnElement[Any]], Select[Any]] = lambda query, _column: query,
         tenant_id: str | None = None,
     ) -> Page[Webhook]:
         """Return webhooks in the order they were made, those of one tenant if given; `narrow` is what its reader may see."""
-        query = narrow(select(webhooks).where(webhooks.c.removed_at.is_(None))).order_by(webhooks.c.id)
+        query = select(webhooks).where(webhooks.c.removed_at.is_(None)).order_by(webhooks.c.id)
+        query = narrow(query, webhooks.c.tenant_id)
         if tenant_id is not None:
             query = query.where(webhooks.c.tenant_id == tenant_id)
         if cursor is not None:
@@ -269,14 +268,15 @@ def _check_events(events: object, tenant_id: str | None) -> list[str]:
 async def _check_owner(connection: AsyncConnection, tenant_id: str | None) -> None:
     """Raise NotFound or InvalidValue unless the tenant (or the box) may have one more webhook."""
     if tenant_id is not None:
-        row = (await connection.execute(select(tenants.c.archived_at).where(tenants.c.id == tenant_id))).first()
+        query = select(tenants.c.archived_at).where(tenants.c.id == tenant_id)
+        row = (await connection.execute(query)).first() if tenant_id.isprintable() else None  # no database takes a NUL
         if row is None:
             raise NotFound("no such tenant", param="tenant_id")
         if row.archived_at is not None:
             raise InvalidValue("the tenant is archived", param="tenant_id")
     owner = webhooks.c.tenant_id.is_(None) if tenant_id is None else webhooks.c.tenant_id == tenant_id
-    query = select(func.count()).select_from(webhooks).where(owner, webhooks.c.removed_at.is_(None))
-    if (await connection.execute(query)).scalar_one() >= WEBHOOKS_MAX:
+    count = select(func.count()).select_from(webhooks).where(owner, webhooks.c.removed_at.is_(None))
+    if (await connection.execute(count)).scalar_one() >= WEBHOOKS_MAX:
         raise InvalidValue(f"there are {WEBHOOKS_MAX} webhooks already: remove one first", param="tenant_id")
 
 

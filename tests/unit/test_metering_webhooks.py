@@ -91,6 +91,7 @@ async def test_an_absurd_grace_is_refused(alerts: AlertBox, grace_s: object) -> 
         ({"events": ["invoice.closed"] * 1000}, "events"),
         ({"events": ["webhook.test"]}, "events"),
         ({"tenant_id": "tn_unknown"}, "tenant_id"),
+        ({"tenant_id": "tn\u0000"}, "tenant_id"),
     ],
 )
 async def test_what_cannot_be_is_refused_and_the_field_named(alerts: AlertBox, changes: dict[str, object], param: str) -> None:
