@@ -30,16 +30,19 @@ ACTIONS: dict[str, dict[str, str]] = {
     },
     "People": {
         "member.create": "Member added",
-        "member.set_role": "Role changed",
-        "member.disable": "Member disabled",
-        "member.enable": "Member enabled",
+        "member.change": "Member changed",
         "member.change_password": "Password changed",
         "member.reset_password": "Password replaced",
-        "membership.create": "Added to tenant",
-        "membership.update": "Role in tenant changed",
+        "member.link_provider": "Provider linked",
+        "member.unlink_provider": "Provider unlinked",
+        "membership.add": "Added to tenant",
+        "membership.change": "Role in tenant changed",
         "membership.remove": "Removed from tenant",
         "second_factor.enable": "Second factor switched on",
         "second_factor.disable": "Second factor switched off",
+        "second_factor.reset": "Second factor reset",
+        "second_factor.renew_codes": "Recovery codes renewed",
+        "second_factor.use_recovery_code": "Recovery code used",
         "session.open": "Signed in",
         "session.refuse": "Could not sign in",
         "session.close": "Signed out",
@@ -50,12 +53,16 @@ ACTIONS: dict[str, dict[str, str]] = {
         "price.create": "Price added",
         "invoice.draft": "Invoice drafted",
         "invoice.close": "Invoice closed",
+        "invoice.discard": "Draft discarded",
+        "allowance.set": "Free allowance set",
+        "seller.change": "Seller changed",
+        "hardware.change": "Hardware costs changed",
         "ledger.correct": "Usage corrected",
         "ledger.recover": "Usage recovered after a crash",
     },
     "Limits and requests": {
         "tier.update": "Tier changed",
-        "model_policy.set": "Limits of a model set",
+        "model_policy.put": "Limits of a model set",
         "model_policy.remove": "Limits of a model removed",
         "request.abort": "Request aborted",
     },
@@ -65,10 +72,12 @@ ACTIONS: dict[str, dict[str, str]] = {
         "webhook.rotate": "Webhook secret rotated",
         "webhook.disable": "Webhook disabled",
         "webhook.remove": "Webhook removed",
+        "webhook.test": "Webhook tested",
+        "webhook.retry": "Alert sent again",
     },
 }
 _WORDS = {action: words for group in ACTIONS.values() for action, words in group.items()}
-_BAD_NEWS = ("session.refuse", "tenant.archive", "key.revoke", "token.revoke", "member.disable", "ledger.recover")
+_BAD_NEWS = ("session.refuse", "tenant.archive", "key.revoke", "token.revoke", "second_factor.reset", "ledger.recover")
 _PAGES = {"tenant": "/tenants/", "key": "/keys/", "request": "/requests/", "invoice": "/invoices/"}
 _UNTOLD = ("id", "tenant_id")
 _TIME = re.compile(r"^(\d{4}-\d\d-\d\d)T(\d\d:\d\d:\d\d)\.\d{6}Z$")

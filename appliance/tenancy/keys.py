@@ -348,7 +348,7 @@ def _unrevoked(key_id: str) -> ColumnElement[bool]:
 
 async def _get(connection: AsyncConnection, key_id: str, *, lock: bool = False) -> ApiKey:
     query = select(api_keys).where(api_keys.c.id == key_id)
-    row = (await connection.execute(query.with_for_update() if lock else query)).mappings().first()
+    row = (await connection.execute(query.with_for_update(key_share=True) if lock else query)).mappings().first()
     if row is None:
         raise NotFound("no such key", param="key_id")
     return key_from_row(row)

@@ -121,9 +121,13 @@ class Sessions:
         return await self._end(whose if keep is None else whose & (sessions.c.id != keep))
 
     async def note_refusal(self, email: str, reason: str) -> None:
-        """Write to the audit log that somebody could not sign in with this address."""
+        """Write to the audit log that somebody could not sign in with this address.
+
+        What is no address is not written: a password is soon typed into the wrong field.
+        """
+        target = email if "@" in email else "(no e-mail address)"
         async with self._db.writing() as connection:
-            await audit.record(connection, self._clock, "session.refuse", "member", email, after={"reason": reason})
+            await audit.record(connection, self._clock, "session.refuse", "member", target, after={"reason": reason})
 
     async def _end(self, whose: ColumnElement[bool]) -> int:
         async with self._db.writing() as connection:

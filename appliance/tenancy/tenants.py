@@ -189,7 +189,7 @@ def _unbilled(tenant_id: str, columns: Mapping[str, Any]) -> list[ColumnElement[
 
 async def _get(connection: AsyncConnection, tenant_id: str, *, lock: bool = False) -> Tenant:
     query = select(tenants).where(tenants.c.id == tenant_id)
-    row = (await connection.execute(query.with_for_update() if lock else query)).mappings().first()
+    row = (await connection.execute(query.with_for_update(key_share=True) if lock else query)).mappings().first()
     if row is None:
         raise NotFound("no such tenant", param="tenant_id")
     return tenant_from_row(row)

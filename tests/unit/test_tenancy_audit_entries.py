@@ -1,0 +1,171 @@
+"""Each change of tenants, keys, people, tokens and prices is one entry: by whom, of what, from what to what, and no secret."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+from typing import Any
+
+import pytest
+from sqlalchemy import select
+
+from appliance.base.acting import Actor, acting
+from appliance.base.db import Database
+from appliance.base.errors import GatehouseError, InvalidValue, NameTaken
+from appliance.base.tables import audit_log
+from appliance.metering.prices import PriceBook
+from appliance.metering.recovery import begin_epoch, recover
+from appliance.tenancy.admin_tokens import AdminTokens
+from appliance.tenancy.audit import AuditLog
+from appliance.tenancy.audit_chain import AuditEntry
+from appliance.tenancy.keys import Keys
+from appliance.tenancy.members import Members
+from appliance.tenancy.principals import KeyChanges, TenantChanges
+from appliance.tenancy.sessions import Sessions
+from appliance.tenancy.tenants import Tenants
+from tests.support.cast import PEPPER, Cast, quick_hasher
+from tests.support.clock import FakeClock
+from tests.support.factories import pending
+from tests.support.ledgers import running_ledger
+
+ALICE = Actor(kind="member", name="alice@example.com", id="mb_alice", request_id="req_1", address="10.0.0.7")
+
+
+async def entries(database: Database) -> list[AuditEntry]:
+    """Return what Alice did, the oldest first."""
+    page = await AuditLog(database, FakeClock()).page(1000)
+    return [entry for entry in page.data[::-1] if entry.actor_name == ALICE.name]
+
+
+async def told(database: Database) -> list[tuple[str, str | None, Any, Any]]:
+    """Return (action, tenant, before, after) of what Alice did."""
+    return [
+        (entry.action, entry.tenant_id, json.loads(entry.before or "null"), json.loads(entry.after or "null"))
+        for entry in await entries(database)
+    ]
+
+
+async def test_the_life_of_a_tenant(database: Database, clock: FakeClock, cast: Cast) -> None:
+    tenants = Tenants(database, clock)
+    with acting(ALICE):
+        made = await tenants.create(name="dora", tier="batch")
+        await tenants.update(made.id, TenantChanges(weight=3, limits={"tokens_per_minute": 500}))
+        await tenants.update(made.id, TenantChanges(weight=3))
+        await tenants.limit_model(made.id, "demo", {"requests_per_minute": 2})
+        await tenants.archive(made.id)
+        await tenants.archive(made.id)
+    created, changed, limited, archived = await told(database)
+    assert created[:3] == ("tenant.create", made.id, None)
+    assert (created[3]["name"], created[3]["tier"], created[3]["limits"]["tokens_per_minute"]) == ("dora", "batch", None)
+    before, after = {"limits": {"tokens_per_minute": None}, "weight": 1}, {"limits": {"tokens_per_minute": 500}, "weight": 3}
+    assert changed == ("tenant.update", made.id, before, after)
+    assert limited[3]["model_limits"]["demo"]["requests_per_minute"] == 2
+    assert (archived[0], archived[2]["archived"], archived[3]["archived"]) == ("tenant.archive", False, True)
+
+
+async def test_the_life_of_a_key(database: Database, clock: FakeClock, cast: Cast) -> None:
+    keys = Keys(database, clock, PEPPER)
+    with acting(ALICE):
+        made, secret = await keys.create(cast.bob.tenant.id, name="ci")
+        await keys.update(made.id, KeyChanges(name="nightly"))
+        fresh, fresh_secret = await keys.rotate(made.id, grace_s=60)
+        await keys.revoke(fresh.id)
+        await keys.revoke(fresh.id)
+    rows = await told(database)
+    assert [row[0] for row in rows] == ["key.create", "key.update", "key.rotate", "key.create", "key.revoke"]
+    assert {row[1] for row in rows} == {cast.bob.tenant.id}
+    assert rows[1][2:] == ({"name": "ci"}, {"name": "nightly"})
+    assert rows[2][3]["replaced_by"] == fresh.id
+    assert [entry.target_id for entry in await entries(database)] == [made.id, made.id, made.id, fresh.id, fresh.id]
+    assert rows[4][2] == {"revoked_at": None}
+    await nothing_secret_is_in(database, secret, fresh_secret, secret.rpartition("_")[2])
+
+
+async def test_people_and_their_sessions(database: Database, clock: FakeClock) -> None:
+    members, sessions = Members(database, clock, hasher=quick_hasher()), Sessions(database, clock)
+    with acting(ALICE):
+        made = await members.create("dora@example.com", "dora's long password", "viewer")
+        token, _ = await sessions.open(made.id, "Firefox", "10.0.0.9")
+        await sessions.note_refusal("dora@example.com", "password")
+        await members.reset_password("dora@example.com", "dora's other password")
+        token_again, _ = await sessions.open(made.id, "Firefox", "10.0.0.9")
+        await sessions.close(token_again)
+        await sessions.close(token_again)
+    actions = [row[0] for row in await told(database)]
+    assert [action for action in actions if not action.startswith("session.")] == ["member.create", "member.reset_password"]
+    assert actions.count("session.open") == 2
+    assert (actions.count("session.refuse"), actions[-1]) == (1, "session.close")
+    await nothing_secret_is_in(database, "dora's long password", "dora's other password", token, token_again, "$argon2")
+
+
+async def test_a_password_in_the_wrong_field_is_not_written(database: Database, clock: FakeClock) -> None:
+    with acting(ALICE):
+        await Sessions(database, clock).note_refusal("dora's long password", "password")
+    assert [row[0] for row in await told(database)] == ["session.refuse"]
+    await nothing_secret_is_in(database, "dora's long password")
+
+
+async def test_administrator_tokens_and_prices(database: Database, clock: FakeClock) -> None:
+    tokens = AdminTokens(database, clock)
+    with acting(ALICE):
+        made, secret = await tokens.create("ci", "admin")
+        await tokens.revoke(made.id)
+        await tokens.revoke(made.id)
+        price = await PriceBook(database, clock).add(model="demo", currency="EUR", prompt=5, cached_prompt=1, completion=9)
+    rows = await told(database)
+    assert [row[0] for row in rows] == ["token.create", "token.revoke", "price.create"]
+    assert (rows[0][3]["name"], rows[0][3]["role"]) == ("ci", "admin")
+    assert (rows[2][3]["id"], rows[2][3]["prompt"]) == (price.id, 5)
+    await nothing_secret_is_in(database, secret)
+
+
+async def test_what_a_start_recovers_is_an_entry_of_the_appliance(database: Database, clock: FakeClock, cast: Cast) -> None:
+    async with running_ledger(database, clock, cast.epoch_id) as ledger:
+        await ledger.open(pending(cast.bob))
+    epoch = await begin_epoch(database, clock, "next")
+    await recover(database, clock, epoch)
+    await recover(database, clock, epoch)
+    found = [entry for entry in (await AuditLog(database, clock).page(100)).data if entry.action == "ledger.recover"]
+    assert [(entry.actor_kind, entry.target_id, entry.after) for entry in found] == [("system", epoch, '{"events":1}')]
+
+
+async def test_what_is_refused_leaves_no_entry(database: Database, clock: FakeClock, cast: Cast) -> None:
+    tenants, keys = Tenants(database, clock), Keys(database, clock, PEPPER)
+    refused: list[tuple[type[GatehouseError], Any]] = [
+        (NameTaken, lambda: tenants.create(name="bob")),
+        (NameTaken, lambda: tenants.update(cast.bob.tenant.id, TenantChanges(name="charlie"))),
+        (InvalidValue, lambda: tenants.update(cast.bob.tenant.id, TenantChanges(weight=-1))),
+        (InvalidValue, lambda: keys.rotate(cast.bob.key.id, grace_s=-1)),
+    ]
+    with acting(ALICE):
+        for error, call in refused:
+            with pytest.raises(error):
+                await call()
+    assert await entries(database) == []
+    assert (await AuditLog(database, clock).verify()).fault is None
+
+
+async def test_changes_at_once_leave_one_chain_and_no_deadlock(database: Database, clock: FakeClock, cast: Cast) -> None:
+    tenants, keys = Tenants(database, clock), Keys(database, clock, PEPPER)
+
+    async def change(number: int) -> None:
+        await tenants.update(cast.bob.tenant.id, TenantChanges(weight=number + 2))
+        key, _ = await keys.create(cast.bob.tenant.id, name=f"key {number}")
+        await keys.rotate(key.id)
+
+    with acting(ALICE):
+        await asyncio.gather(*(change(number) for number in range(12)))
+    verdict = await AuditLog(database, clock).verify()
+    assert verdict.fault is None
+    weights = [row for row in await told(database) if row[0] == "tenant.update"]
+    assert all(one[3]["weight"] == other[2]["weight"] for one, other in itertools.pairwise(weights))
+
+
+async def nothing_secret_is_in(database: Database, *secrets: str) -> None:
+    """Fail when one of `secrets` stands anywhere in the log."""
+    async with database.reading() as connection:
+        rows = (await connection.execute(select(audit_log))).all()
+    text = repr(rows)
+    assert rows
+    assert not [secret for secret in secrets if secret in text]
