@@ -7,18 +7,16 @@ from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from typing import Any, Protocol
 
-from sqlalchemy import ColumnElement, Select, and_, case, func, or_, select
+from sqlalchemy import ColumnElement, Select, Table, and_, case, func, or_, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from appliance.base.db import Database
-from appliance.base.tables import usage_events
+from appliance.base.tables import usage_events, usage_rollups
 from appliance.metering import limit_levels
 from appliance.metering.calendar import BillingCalendar
 from appliance.metering.limit_levels import SavedLevel
 from appliance.metering.quotas import BUCKET_KINDS, LimitKind, Moment, Owner
-
-SPLIT = 10**9
-SETTLED = ("posted", "recovered")
+from appliance.metering.rollups import DAY, SETTLED, SPLIT
 
 RECENT = timedelta(minutes=1)
 """After this long a bucket is full again, whatever was taken from it."""
@@ -56,7 +54,7 @@ class SumsReader(Protocol):
 
 
 class LedgerSums:
-    """Reads the sums from the usage events and the saved levels. Costs in other currencies do not count."""
+    """Reads the sums by day, the latest usage events and the saved levels. Costs in other currencies do not count."""
 
     def __init__(self, db: Database, *, calendar: BillingCalendar | None = None) -> None:
         self._db = db
@@ -77,12 +75,15 @@ class LedgerSums:
         )
 
     def _periods(self, owner: Owner, currency: str, at: Moment) -> Select[Any]:
-        events = usage_events.c
+        days = usage_rollups.c
         day, month = self._calendar.day_start(at.day), self._calendar.day_start(at.month)
-        tokens = case((events.admitted_at >= day, events.prompt_tokens + events.completion_tokens), else_=0)
-        high, low = split_sum(case((events.currency == currency, events.cost_picos), else_=0))
-        query = select(func.coalesce(func.sum(tokens), 0), high, low)
-        return query.where(_of(owner), events.admitted_at >= month, events.status.in_(SETTLED))
+        tokens = case((days.start_at >= day, days.prompt_tokens + days.completion_tokens), else_=0)
+        cost = [
+            func.coalesce(func.sum(case((days.currency == currency, half), else_=0)), 0)
+            for half in (days.cost_high, days.cost_low)
+        ]
+        query = select(func.coalesce(func.sum(tokens), 0), *cost)
+        return query.where(days.bucket == DAY, days.start_at >= month, _of(owner, usage_rollups))
 
 
 async def _last_minute(connection: AsyncConnection, owner: Owner, moment: datetime) -> list[tuple[datetime, int]]:
@@ -116,10 +117,10 @@ def _since(owner: Owner, moment: datetime) -> Select[Any]:
     )
 
 
-def _of(owner: Owner) -> ColumnElement[bool]:
-    """Return the condition on events of `owner`."""
-    events = usage_events.c
-    whose = {"tenant": events.tenant_id == owner.id, "key": events.key_id == owner.id, "model": events.model == owner.model}
+def _of(owner: Owner, table: Table = usage_events) -> ColumnElement[bool]:
+    """Return the condition on events, or sums of them, of `owner`."""
+    rows = table.c
+    whose = {"tenant": rows.tenant_id == owner.id, "key": rows.key_id == owner.id, "model": rows.model == owner.model}
     if owner.scope == "model" or owner.model is None:
         return whose[owner.scope]
     return and_(whose[owner.scope], whose["model"])
