@@ -1,0 +1,276 @@
+"""The administrators' API of people, and of limits that belong to no tenant."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sqlalchemy import event
+
+from tests.support.api_box import ApiBox, open_api_box
+from tests.support.cast import quick_hasher
+from tests.support.strangers import signed_in
+
+MEMBER_FIELDS = {"id", "email", "role", "disabled", "memberships", "created_at"}
+MEMBERSHIP_FIELDS = {"tenant_id", "member_id", "email", "role", "disabled", "created_at"}
+DORA = "dora@example.com"
+
+
+@pytest.fixture
+async def box(migrated_sqlite_file: Path, tmp_path: Path) -> AsyncIterator[ApiBox]:
+    async with open_api_box(migrated_sqlite_file, tmp_path) as opened:
+        opened.services.members._hasher = quick_hasher()
+        yield opened
+
+
+@pytest.fixture
+async def bob(box: ApiBox) -> str:
+    """Return the id of Bob's tenant."""
+    return str((await box.call("POST", "/tenants", status=201, json={"name": "bob"}))["id"])
+
+
+async def refusal(box: ApiBox, method: str, path: str, status: int, **options: Any) -> tuple[str, str | None]:
+    error = (await box.call(method, path, status=status, **options))["error"]
+    return error["code"], error["param"]
+
+
+async def as_member(box: ApiBox, email: str) -> dict[str, str]:
+    return await signed_in(box.services, await box.services.members.get_by_email(email))
+
+
+async def test_somebody_is_let_in_changed_and_shut_out(box: ApiBox) -> None:
+    made = await box.call("POST", "/members", status=201, json={"email": DORA, "role": "viewer"})
+
+    assert set(made) == MEMBER_FIELDS | {"password"}
+    assert (await box.services.members.verify_password(DORA, made["password"])).id == made["id"]
+    headers = await as_member(box, DORA)
+    assert (await box.call("GET", "/me", headers=headers))["role"] == "viewer"
+    changed = await box.call("PATCH", f"/members/{made['id']}", json={"role": "billing"})
+    assert set(changed) == MEMBER_FIELDS
+    assert (changed["role"], changed["disabled"]) == ("billing", False)
+    assert (await box.call("GET", "/me", headers=headers))["role"] == "billing"
+    assert (await box.call("PATCH", f"/members/{made['id']}", json={"disabled": True}))["disabled"]
+    assert (await refusal(box, "GET", "/me", 401, headers=headers))[0] == "invalid_api_key"
+    assert not (await box.call("PATCH", f"/members/{made['id']}", json={"disabled": False}))["disabled"]
+    assert (await refusal(box, "GET", "/me", 401, headers=headers))[0] == "invalid_api_key"
+
+
+async def test_a_new_password_ends_the_sessions_of_the_old_one(box: ApiBox) -> None:
+    made = await box.call("POST", "/members", status=201, json={"email": DORA, "role": "viewer"})
+    headers = await as_member(box, DORA)
+    fresh = await box.call("POST", f"/members/{made['id']}/reset-password")
+
+    assert fresh["password"] != made["password"]
+    assert (await box.services.members.verify_password(DORA, fresh["password"])).id == made["id"]
+    await box.call("GET", "/me", status=401, headers=headers)
+
+
+async def test_the_last_owner_is_kept_and_the_answer_says_why(box: ApiBox) -> None:
+    made = await box.call("POST", "/members", status=201, json={"email": DORA, "role": "owner"})
+    for change in ({"role": "admin"}, {"disabled": True}):
+        assert await refusal(box, "PATCH", f"/members/{made['id']}", 409, json=change) == ("last_owner", "member_id")
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/members", {"email": "nobody", "role": "viewer"}, "email"),
+        ("/members", {"email": DORA, "role": "manager"}, "role"),
+        ("/members", {"email": DORA}, "role"),
+        ("/members", {"email": DORA, "role": "viewer", "password": "x"}, "password"),
+        ("/tenants/{bob}/members", {"email": DORA, "role": "owner"}, "role"),
+        ("/tenants/{bob}/members", {"email": "@", "role": "viewer"}, "email"),
+    ],
+    ids=str,
+)
+async def test_a_wrong_field_is_named(box: ApiBox, bob: str, path: str, body: dict[str, Any], param: str) -> None:
+    assert (await refusal(box, "POST", path.format(bob=bob), 400, json=body))[1] == param
+
+
+async def test_a_manager_invites_promotes_and_removes_in_the_own_tenant(box: ApiBox, bob: str) -> None:
+    invited = await box.call("POST", f"/tenants/{bob}/members", status=201, json={"email": DORA, "role": "manager"})
+
+    assert set(invited) == MEMBERSHIP_FIELDS | {"password"}
+    headers = await as_member(box, DORA)
+    body = {"email": "emil@example.com", "role": "viewer"}
+    emil = await box.call("POST", f"/tenants/{bob}/members", status=201, json=body, headers=headers)
+    assert await refusal(box, "POST", f"/tenants/{bob}/members", 409, json=body, headers=headers) == ("name_taken", "email")
+    path = f"/tenants/{bob}/members/{emil['member_id']}"
+    assert (await box.call("PATCH", path, json={"role": "developer"}, headers=headers))["role"] == "developer"
+    listed = (await box.call("GET", f"/tenants/{bob}/members", headers=headers))["data"]
+    assert [(row["email"], row["role"]) for row in listed] == [(DORA, "manager"), ("emil@example.com", "developer")]
+    assert set(await box.call("DELETE", path, headers=headers)) == MEMBERSHIP_FIELDS
+    assert await refusal(box, "DELETE", path, 404, headers=headers) == ("not_found", "member_id")
+    emils = await as_member(box, "emil@example.com")
+    assert (await refusal(box, "GET", "/tenants", 403, headers=emils))[0] == "role_not_allowed"
+    assert await box.call("GET", "/me", headers=emils) == {
+        "kind": "member",
+        "id": emil["member_id"],
+        "name": "emil@example.com",
+        "role": "member",
+        "memberships": [],
+    }
+
+
+async def test_an_owner_sees_who_belongs_where(box: ApiBox, bob: str) -> None:
+    invited = await box.call("POST", f"/tenants/{bob}/members", status=201, json={"email": DORA, "role": "manager"})
+    member = await box.call("GET", f"/members/{invited['member_id']}")
+
+    assert (member["role"], member["memberships"]) == ("member", [{"tenant_id": bob, "role": "manager"}])
+    assert member in (await box.call("GET", "/members"))["data"]
+
+
+async def test_a_member_of_two_tenants_sees_both_and_acts_by_the_role_in_each(box: ApiBox, bob: str) -> None:
+    other = (await box.call("POST", "/tenants", status=201, json={"name": "emil"}))["id"]
+    await box.call("POST", "/tenants", status=201, json={"name": "charlie"})
+    await box.call("POST", f"/tenants/{bob}/members", status=201, json={"email": DORA, "role": "developer"})
+    await box.call("POST", f"/tenants/{other}/members", status=201, json={"email": DORA, "role": "viewer"})
+    headers = await as_member(box, DORA)
+
+    assert [row["id"] for row in (await box.call("GET", "/tenants", headers=headers))["data"]] == [bob, other]
+    key = await box.call("POST", f"/tenants/{bob}/keys", status=201, json={"name": "k"}, headers=headers)
+    assert key["scopes"] == ["inference"]
+    assert (await refusal(box, "POST", f"/tenants/{other}/keys", 403, json={"name": "k"}, headers=headers))[
+        0
+    ] == "role_not_allowed"
+    theirs = await box.call("POST", f"/tenants/{other}/keys", status=201, json={"name": "k"})
+    assert (await box.call("GET", f"/keys/{theirs['id']}", headers=headers))["id"] == theirs["id"]
+    assert (await refusal(box, "DELETE", f"/keys/{theirs['id']}", 403, headers=headers))[0] == "role_not_allowed"
+
+
+async def test_a_forged_tenant_in_a_filter_gives_what_a_missing_one_gives(box: ApiBox, bob: str) -> None:
+    other = (await box.call("POST", "/tenants", status=201, json={"name": "charlie"}))["id"]
+    await box.call("POST", f"/tenants/{bob}/members", status=201, json={"email": DORA, "role": "manager"})
+    headers = await as_member(box, DORA)
+    for path in ("/ledger", "/requests", "/usage", "/costs"):
+        answers = [await box.call("GET", path, params={"tenant_id": each}, headers=headers) for each in (other, "tn_nothing")]
+        assert answers[0] == answers[1] == {"data": [], "has_more": False, "next_cursor": None}
+
+
+async def test_a_key_is_rotated_with_a_grace_period(box: ApiBox, bob: str) -> None:
+    old = await box.call("POST", f"/tenants/{bob}/keys", status=201, json={"name": "k", "scopes": ["inference", "usage"]})
+    fresh = await box.call("POST", f"/keys/{old['id']}/rotate", json={"grace_s": 600})
+
+    for key in (old, fresh):
+        answer = await box.client.get("/v1/models", headers={"authorization": f"Bearer {key['key']}"})
+        assert answer.status_code == 200
+    assert (await box.call("GET", f"/keys/{old['id']}"))["replaced_by"] == fresh["id"]
+    assert fresh["scopes"] == ["inference", "usage"]
+    for wrong in (-1, 10**9, "600"):
+        assert await refusal(box, "POST", f"/keys/{fresh['id']}/rotate", 400, json={"grace_s": wrong}) == (
+            "invalid_value",
+            "grace_s",
+        )
+    assert await refusal(box, "POST", f"/keys/{fresh['id']}/rotate", 400, json={"grace": 1}) == ("unknown_parameter", "grace")
+
+
+async def test_a_tenant_is_made_with_everything_that_it_can_have(box: ApiBox) -> None:
+    given = {
+        "name": "dora",
+        "model_limits": {"m": {"tokens_per_minute": 5}},
+        "limit_mode": "shadow",
+        "cut_at_budget": True,
+        "currency": "USD",
+        "billing": {"name": "Dora AG", "address": "Gasse 1\n8000 Zürich"},
+        "alert_percents": [50, 100],
+    }
+    made = await box.call("POST", "/tenants", status=201, json=given)
+
+    limits = made.pop("model_limits")
+    assert {name: made[name] for name in given if name != "model_limits"} == {
+        name: value for name, value in given.items() if name != "model_limits"
+    }
+    assert {name: value for name, value in limits["m"].items() if value is not None} == {"tokens_per_minute": 5}
+    cleared = await box.call(
+        "PATCH",
+        f"/tenants/{made['id']}",
+        json={"model_limits": None, "currency": None, "billing": None, "alert_percents": None},
+    )
+    assert [cleared[name] for name in ("model_limits", "currency", "billing", "alert_percents")] == [{}, None, None, None]
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"model_limits": {"m": {"tokens_per_minute": -1}}}, "model_limits.m.tokens_per_minute"),
+        ({"model_limits": {"m": {"tokens_per_minute": 10**16}}}, "model_limits.m.tokens_per_minute"),
+        ({"limits": {"monthly_budget": 10**16}}, "limits.monthly_budget"),
+        ({"billing": {"street": "x"}}, "billing.street"),
+        ({"alert_percents": [0]}, "alert_percents"),
+        ({"currency": "euro"}, "currency"),
+        ({"limit_mode": "off"}, "limit_mode"),
+    ],
+    ids=str,
+)
+async def test_a_wrong_field_of_a_tenant_is_named(box: ApiBox, bob: str, body: dict[str, Any], param: str) -> None:
+    error = (await box.call("PATCH", f"/tenants/{bob}", status=400, json=body))["error"]
+
+    assert error["param"] == param
+    assert param in error["message"]
+
+
+async def test_a_tier_is_changed(box: ApiBox) -> None:
+    assert (await box.call("PATCH", "/tiers/batch", json={"admission_wait_ms": 2500}))["admission_wait_ms"] == 2500
+    tiers = (await box.call("GET", "/tiers"))["data"]
+    assert [(tier["name"], tier["admission_wait_ms"]) for tier in tiers] == [
+        ("interactive", 0),
+        ("standard", 0),
+        ("batch", 2500),
+    ]
+    assert await refusal(box, "PATCH", "/tiers/batch", 400, json={"admission_wait_ms": 60_001}) == (
+        "invalid_value",
+        "admission_wait_ms",
+    )
+    assert (await refusal(box, "PATCH", "/tiers/gold", 404, json={"admission_wait_ms": 1}))[0] == "not_found"
+
+
+async def test_a_model_is_limited_and_freed(box: ApiBox) -> None:
+    path = "/model-limits/org/large"
+    made = await box.call("PUT", path, json={"limits": {"tokens_per_minute": 7}, "limit_mode": "shadow"})
+
+    assert (made["model"], made["limits"]["tokens_per_minute"], made["limit_mode"]) == ("org/large", 7, "shadow")
+    assert (await box.call("GET", "/model-limits"))["data"] == [made]
+    assert await refusal(box, "PUT", path, 400, json={"limits": {"tokens_per_minute": -7}}) == (
+        "invalid_value",
+        "limits.tokens_per_minute",
+    )
+    assert await box.call("DELETE", path) == made
+    assert (await refusal(box, "DELETE", path, 404))[0] == "not_found"
+
+
+@contextmanager
+def counted(box: ApiBox) -> Iterator[list[str]]:
+    """Yield the list of the statements that are executed meanwhile."""
+    statements: list[str] = []
+
+    def note(_connection: Any, _cursor: Any, statement: str, *_: Any) -> None:
+        statements.append(statement)
+
+    engines = [engine.sync_engine for engine in (box.services.db._readers, box.services.db._writers)]
+    for engine in engines:
+        event.listen(engine, "before_cursor_execute", note)
+    yield statements
+    for engine in engines:
+        event.remove(engine, "before_cursor_execute", note)
+
+
+@pytest.mark.parametrize(
+    "path", ["/members", "/tenants/{bob}/members", "/tenants", "/tenants/{bob}/keys", "/tiers", "/model-limits"]
+)
+async def test_a_list_takes_the_same_queries_however_long_it_is(box: ApiBox, bob: str, path: str) -> None:
+    counts = []
+    for many in (1, 20):
+        for number in range(many):
+            email = f"m{many}-{number}@example.com"
+            await box.call("POST", f"/tenants/{bob}/members", status=201, json={"email": email, "role": "viewer"})
+            await box.call("POST", "/tenants", status=201, json={"name": email})
+            await box.call("POST", f"/tenants/{bob}/keys", status=201, json={"name": email})
+        await box.call("GET", path.format(bob=bob))  # what is read once is read
+        with counted(box) as statements:
+            await box.call("GET", path.format(bob=bob))
+        counts.append(len(statements))
+
+    assert counts[0] == counts[1] <= 4
