@@ -46,6 +46,7 @@ from appliance.metering.usage import UsageReports
 from appliance.serving.alerts import Alerts
 from appliance.serving.database_watch import DatabaseWatch
 from appliance.serving.fleet import build_models, engine_reading, model_folders
+from appliance.serving.forecasts import Forecasts
 from appliance.serving.generations import Generations
 from appliance.serving.model_registry import ModelRegistry
 from appliance.serving.readiness import Readiness
@@ -205,6 +206,7 @@ class Appliance:
             audit=AuditLog(db, clock),
             admission=admission,
             limit_levels=LimitLevels(db, admission),
+            forecasts=Forecasts(admission, prices=prices, tiers=tiers, policies=policies, models=models, clock=clock),
             ledger=ledger,
             corrections=Corrections(db, clock, calendar=calendar, on_settled=alerts.budgets.settled),
             request_history=RequestHistory(db, clock, keep_days=settings.request_history_days),

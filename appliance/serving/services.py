@@ -21,6 +21,7 @@ from appliance.metering.request_history import RequestHistory
 from appliance.metering.usage import UsageReports
 from appliance.serving.alerts import Alerts
 from appliance.serving.database_watch import DatabaseWatch
+from appliance.serving.forecasts import Forecasts
 from appliance.serving.generations import Generations
 from appliance.serving.model_registry import ModelRegistry
 from appliance.serving.readiness import Readiness
@@ -68,6 +69,7 @@ class Services:
     audit: AuditLog
     admission: Admission
     limit_levels: LimitLevels
+    forecasts: Forecasts
     ledger: Ledger
     corrections: Corrections
     request_history: RequestHistory

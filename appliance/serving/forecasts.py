@@ -1,0 +1,134 @@
+"""Would this request pass? What a key's next request would meet, asked by a person: nothing is taken and nothing is started."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from appliance.base.clock import Clock
+from appliance.base.errors import GatehouseError, ModelNotAllowed, ModelNotFound
+from appliance.metering.admission import Admission, Forecast
+from appliance.metering.admission_queue import known_wait_s
+from appliance.metering.prices import PriceBook
+from appliance.metering.refusals import refusal
+from appliance.metering.rules import Asked
+from appliance.serving.endings import early
+from appliance.serving.model_registry import ModelRegistry
+from appliance.tenancy.model_policies import ModelPolicies
+from appliance.tenancy.principals import ApiKey, Limits, Principal, Tenant
+from appliance.tenancy.standing import why_ended
+from appliance.tenancy.tiers import Tiers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """A request that somebody thinks of. Without a `key` the limits of its tenant and model alone are asked."""
+
+    tenant: Tenant
+    key: ApiKey | None
+    model: str
+    prompt_tokens: int
+    max_tokens: int | None = None
+    answers: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """What would come of it. `error` is what its client would be told, at once when it would not wait. `wait_s` is after how
+    long the limits have room, None when no waiting helps. `admission_wait_ms` is the patience of its tier."""
+
+    forecast: Forecast
+    error: GatehouseError | None
+    wait_s: float | None
+    admission_wait_ms: int
+
+    @property
+    def would_wait(self) -> bool:
+        """Return whether it would stand in the admission queue, and probably pass then."""
+        return self.error is None and self.forecast.would_wait
+
+    @property
+    def allowed(self) -> bool:
+        """Return whether it would begin at once."""
+        return self.error is None and not self.forecast.refusals
+
+
+class Forecasts:
+    """Asks the same admission that serves."""
+
+    def __init__(
+        self,
+        admission: Admission,
+        *,
+        prices: PriceBook,
+        tiers: Tiers,
+        policies: ModelPolicies,
+        models: ModelRegistry,
+        clock: Clock,
+    ) -> None:
+        self._admission = admission
+        self._prices = prices
+        self._tiers = tiers
+        self._policies = policies
+        self._models = models
+        self._clock = clock
+
+    async def ask(self, question: Question) -> Verdict:
+        """Return what would come of the request now."""
+        tenant, model = question.tenant, question.model
+        tier = await self._tiers.get(tenant.tier)
+        asked = Asked(
+            principal=Principal(tenant=tenant, key=question.key or _no_key(tenant)),
+            model=model,
+            prompt_tokens=question.prompt_tokens,
+            max_output_tokens=question.max_tokens,
+            price=await self._prices.current(model, self._clock.now(), currency=tenant.currency),
+            output_room=question.max_tokens or self._room(model, question.prompt_tokens),
+            answers=question.answers,
+            policy=await self._policies.find(model),
+        )
+        forecast = await self._admission.forecast(asked, tier.admission_wait_ms / 1000)
+        error = self._barred(asked.principal, model)
+        if error is None and forecast.refusals and not forecast.would_wait:
+            error = refusal(forecast.refusals)
+        return Verdict(forecast=forecast, error=error, wait_s=_wait_s(forecast), admission_wait_ms=tier.admission_wait_ms)
+
+    def _room(self, model: str, prompt_tokens: int) -> int | None:
+        """Return how long an answer may get for which nobody asked a length."""
+        context_len = next((each.max_model_len for each in self._models.list() if each.name == model), None)
+        return None if context_len is None else max(context_len - prompt_tokens, 0)
+
+    def _barred(self, principal: Principal, model: str) -> GatehouseError | None:
+        """Return why the request would not come as far as the limits."""
+        why = why_ended(principal, self._clock.now())
+        if why is not None:
+            return early(why).error
+        if not principal.may_use(model):
+            return ModelNotAllowed(f"this key may not use the model {model}", param="model")
+        if all(each.name != model for each in self._models.list()):
+            return ModelNotFound(f"the model {model!r} does not exist here", param="model")
+        return None
+
+
+def _wait_s(forecast: Forecast) -> float | None:
+    if any(decision.wait_s is None for decision in forecast.refusals):
+        return None
+    known = known_wait_s(forecast.refusals)
+    return known or max((decision.wait_s or 0.0 for decision in forecast.refusals), default=0.0)
+
+
+def _no_key(tenant: Tenant) -> ApiKey:
+    """Return a key without limits of its own."""
+    return ApiKey(
+        id="",
+        tenant_id=tenant.id,
+        name="",
+        prefix="",
+        scopes=(),
+        limits=Limits(),
+        allowed_models=None,
+        allowed_networks=None,
+        expires_at=None,
+        revoked_at=None,
+        last_used_at=None,
+        created_at=tenant.created_at,
+    )

@@ -1,0 +1,130 @@
+"""Would this request pass? The answer is what the request itself would meet, takes nothing, and is for those who may know."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from appliance.metering.rules import Asked
+from appliance.tenancy.principals import Principal
+from tests.support.api_box import ApiBox, open_api_box
+
+
+@pytest.fixture
+async def box(migrated_sqlite_file: Path, tmp_path: Path) -> AsyncIterator[ApiBox]:
+    async with open_api_box(migrated_sqlite_file, tmp_path) as opened:
+        opened.services.models._models["demo"] = cast(Any, SimpleNamespace(name="demo", max_model_len=1024))
+        yield opened
+        opened.services.models._models.clear()
+
+
+async def tenant(box: ApiBox, name: str = "bob", **fields: Any) -> str:
+    made: dict[str, Any] = await box.call("POST", "/tenants", status=201, json={"name": name, **fields})
+    return str(made["id"])
+
+
+async def check(box: ApiBox, tenant_id: str, *, status: int = 200, **fields: Any) -> Any:
+    body = {"tenant_id": tenant_id, "model": "demo", "prompt_tokens": 10, "max_tokens": 10, **fields}
+    return await box.call("POST", "/limits/check", status=status, json=body)
+
+
+async def admit(box: ApiBox, tenant_id: str, key_id: str, tokens: int) -> None:
+    services = box.services
+    principal = Principal(tenant=await services.tenants.get(tenant_id), key=await services.keys.get(key_id))
+    policy = await services.model_policies.find("demo")
+    asked = Asked(principal=principal, model="demo", prompt_tokens=tokens, max_output_tokens=0, price=None, policy=policy)
+    await services.admission.admit(asked)
+
+
+async def test_every_limit_says_what_it_thinks_and_nothing_is_taken(box: ApiBox) -> None:
+    bob = await tenant(
+        box,
+        limits={"tokens_per_minute": 100, "concurrent_requests": 2},
+        model_limits={"demo": {"requests_per_minute": 5}},
+    )
+    key = await box.call("POST", f"/tenants/{bob}/keys", status=201, json={"name": "k", "limits": {"tokens_per_day": 1000}})
+    await box.call("PUT", "/model-limits/demo", json={"limits": {"tokens_per_minute": 50}})
+    answers = [await check(box, bob, key_id=key["id"]) for _ in range(20)]
+
+    assert answers[0] == answers[-1]
+    decisions = {(d["scope"], d["model"], d["kind"]): d for d in answers[0]["decisions"]}
+    assert set(decisions) == {
+        ("tenant", None, "tokens"),
+        ("tenant", None, "concurrency"),
+        ("key", None, "tokens_per_day"),
+        ("model", "demo", "tokens"),
+        ("tenant", "demo", "requests"),
+    }
+    assert decisions["model", "demo", "tokens"] == {
+        "scope": "model", "model": "demo", "kind": "tokens", "mode": "enforce", "allowed": True,
+        "need": 20, "limit": 50, "level": 50, "wait_s": 0.0, "held": False, "ahead": 0,
+    }  # fmt: skip
+    assert answers[0]["reserved_tokens"] == 20
+
+
+async def test_a_request_that_would_be_refused_is_told_as_its_client_would_be(box: ApiBox) -> None:
+    bob = await tenant(box, limits={"tokens_per_minute": 60})
+    answer = await check(box, bob, prompt_tokens=100)
+
+    assert (answer["allowed"], answer["would_wait"], answer["wait_s"]) == (False, False, None)
+    assert (answer["error"]["status"], answer["error"]["code"]) == (429, "request_exceeds_limit")
+
+
+async def test_with_a_patient_tier_it_would_wait(box: ApiBox) -> None:
+    bob = await tenant(box, limits={"requests_per_minute": 60, "concurrent_requests": 1})
+    key = await box.call("POST", f"/tenants/{bob}/keys", status=201, json={"name": "k"})
+    await admit(box, bob, key["id"], 1)
+    impatient = await check(box, bob)
+    await box.call("PATCH", "/tiers/standard", json={"admission_wait_ms": 2000})
+    patient = await check(box, bob)
+
+    assert (impatient["would_wait"], impatient["error"]["retry_after_s"]) == (False, 1.0)
+    assert (patient["allowed"], patient["would_wait"], patient["error"]) == (False, True, None)
+    assert (patient["wait_s"], patient["admission_wait_ms"]) == (1.0, 2000)
+
+
+async def test_a_limit_in_shadow_mode_says_no_and_refuses_nobody(box: ApiBox) -> None:
+    bob = await tenant(box, limits={"tokens_per_minute": 5}, limit_mode="shadow")
+    answer = await check(box, bob)
+
+    assert answer["decisions"][0]["allowed"] is False
+    assert answer["decisions"][0]["mode"] == "shadow"
+    assert (answer["allowed"], answer["error"]) == (True, None)
+
+
+async def test_a_model_that_is_not_there_is_told(box: ApiBox) -> None:
+    assert (await check(box, await tenant(box), model="other"))["error"]["code"] == "model_not_found"
+
+
+@pytest.mark.parametrize(
+    ("change", "code"),
+    [({"suspended": True}, "tenant_suspended"), ({"allowed_models": ["other"]}, "model_not_allowed")],
+)
+async def test_what_stops_a_request_before_its_limits_is_told_too(box: ApiBox, change: dict[str, Any], code: str) -> None:
+    bob = await tenant(box)
+    await box.call("PATCH", f"/tenants/{bob}", json=change)
+
+    assert (await check(box, bob))["error"]["code"] == code
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("prompt_tokens", -1), ("max_tokens", 0), ("n", 0), ("prompt_tokens", 10**16), ("n", 1000), ("model", "")],
+)
+async def test_an_absurd_size_is_refused_by_the_name_of_its_field(box: ApiBox, field: str, value: object) -> None:
+    bob = await tenant(box)
+    error = (await check(box, bob, status=400, **{field: value}))["error"]
+
+    assert (error["code"], error["param"]) == ("invalid_value", field)
+
+
+async def test_a_key_of_another_tenant_is_not_there(box: ApiBox) -> None:
+    bob, charlie = await tenant(box), await tenant(box, "charlie")
+    key = await box.call("POST", f"/tenants/{charlie}/keys", status=201, json={"name": "k"})
+
+    assert (await check(box, bob, status=404, key_id=key["id"]))["error"]["param"] == "key_id"
+    assert (await check(box, "tn_nobody", status=404))["error"]["code"] == "not_found"
