@@ -73,14 +73,11 @@ async def _identified(request: ConsoleRequest, console: Console, provider: OidcP
     target, name = safe_next(facts["next"]), provider.client.label
     code = request.query_params.get("code", "")
     try:
-        console.attempts.count_address(address=address_of(request))
         if not 0 < len(code) <= CODE_CHARS_MAX:
             log.info("the sign-in provider sent no code", error=request.query_params.get("error", "")[:100])
             return login_form(request, console, target=target, error=DENIED.format(name=name), status=403)
         sent_by = request.query_params.get("iss")
         identity = await provider.identify(code=code, nonce=facts["nonce"], verifier=facts["verifier"], sent_by=sent_by)
-    except RateLimitExceeded as error:
-        return _too_many(request, console, error, target)
     except ProviderUnavailable as error:
         return _away(request, console, provider, error, target)
     except TokenRefused as error:

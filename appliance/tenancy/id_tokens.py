@@ -6,13 +6,14 @@ The checks are those of OpenID Connect Core 1.0, section 3.1.3.7. Pure: keys, ti
 from __future__ import annotations
 
 import hmac
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
 from joserfc import jwk, jws, jwt
-from joserfc.errors import BadSignatureError, JoseError
+from joserfc.errors import JoseError
 
 LEEWAY_S = 60  # the clocks of two machines differ
 TOKEN_CHARS_MAX = 32 * 1024
@@ -79,10 +80,8 @@ def _signed_claims(token: str, keys: Sequence[Jwk]) -> dict[str, Any]:
     for candidate in candidates:
         try:
             return jwt.decode(token, jwk.import_key(dict(candidate)), algorithms=[algorithm]).claims
-        except BadSignatureError:
-            continue
-        except (JoseError, ValueError, TypeError):
-            continue  # a key of another type than the signature: it cannot be this one
+        except (JoseError, ValueError, TypeError, KeyError):
+            continue  # it has not signed this, is of another type than the signature, or is no key at all
     raise UnknownKey("no key of the provider fits its signature")
 
 
@@ -115,6 +114,9 @@ def _check_times(claims: Mapping[str, Any], now: datetime) -> None:
         raise TokenRefused("it is from the future: is the clock of this machine right?")
 
 
-def _moment(claims: Mapping[str, Any], name: str) -> float | None:
+def _moment(claims: Mapping[str, Any], name: str) -> int | float | None:
+    """Return a time in seconds; not a number is none, or it would compare as neither too early nor too late."""
     value = claims.get(name)
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -69,7 +69,9 @@ class Identities:
         may_link = (members.c.id == row["id"]) & members.c.disabled_at.is_(None) & free
         linked = (await connection.execute(update(members).where(may_link).values(**link))).rowcount == 1
         if linked:
-            await audit.record(connection, self._clock, "member.link_provider", "member", row["id"], after=link)
+            await audit.record(
+                connection, self._clock, "member.link_provider", "member", row["id"], after={"email": email, **link}
+            )
         elif row["disabled_at"] is None and row["oidc_subject"] != identity.subject:
             raise InvalidCredentials("This member is linked with another account of the provider: ask an owner of this box.")
         return row
@@ -92,6 +94,6 @@ async def _unlink(db: Database, clock: Clock, whose: ColumnElement[bool]) -> Mem
         if row["oidc_issuer"] is not None:
             nothing = update(members).where(members.c.id == row["id"]).values(oidc_issuer=None, oidc_subject=None)
             await connection.execute(nothing)
-            before = {"oidc_issuer": row["oidc_issuer"], "oidc_subject": row["oidc_subject"]}
+            before = {name: row[name] for name in ("email", "oidc_issuer", "oidc_subject")}
             await audit.record(connection, clock, "member.unlink_provider", "member", row["id"], before=before)
     return member_from_row(row)

@@ -110,7 +110,8 @@ class Members:
         async with self._db.writing() as connection:
             await connection.execute(update(members).where(members.c.id == member.id).values(password_hash=password_hash))
             await connection.execute(delete(sessions).where(sessions.c.member_id == member.id))
-            await audit.record(connection, self._clock, "member.reset_password", "member", member.id)
+            facts = {"email": member.email}
+            await audit.record(connection, self._clock, "member.reset_password", "member", member.id, after=facts)
         return member
 
     async def change_password(self, member: Member, current: str, password: str) -> None:
@@ -124,7 +125,8 @@ class Members:
         async with self._db.writing() as connection:
             await connection.execute(update(members).where(members.c.id == member.id).values(password_hash=password_hash))
             await connection.execute(delete(sessions).where(sessions.c.member_id == member.id))
-            await audit.record(connection, self._clock, "member.change_password", "member", member.id)
+            facts = {"email": member.email}
+            await audit.record(connection, self._clock, "member.change_password", "member", member.id, after=facts)
 
     async def change(self, member_id: str, *, role: str | None = None, disabled: bool | None = None) -> Member:
         """Return the member after the change; None leaves as it is. A role on the box counts from the next request on.

@@ -181,7 +181,7 @@ class SecondFactors:
         return used
 
     async def _record(self, connection: AsyncConnection, action: str, member_id: str) -> None:
-        await audit.record(connection, self._clock, action, "member", member_id)
+        await _record(connection, self._clock, action, await _row(connection, member_id))
 
     def _stamp(self, row: RowMapping) -> str:
         return keyed_digest(self._pepper, f"first factor {row['password_hash']} {row['totp_secret']}")
@@ -212,8 +212,12 @@ async def _remove(db: Database, clock: Clock, whose: ColumnElement[bool], action
         await connection.execute(_of(row["id"]).values(totp_secret=None, totp_confirmed_at=None, totp_last_step=None))
         await recovery_codes.remove_all(connection, row["id"])
         await connection.execute(delete(sessions).where(sessions.c.member_id == row["id"]))
-        await audit.record(connection, clock, action, "member", row["id"])
+        await _record(connection, clock, action, row)
     return member_from_row(row)
+
+
+async def _record(connection: AsyncConnection, clock: Clock, action: str, row: RowMapping) -> None:
+    await audit.record(connection, clock, action, "member", row["id"], after={"email": row["email"]})
 
 
 def _of(member_id: str) -> Update:

@@ -68,7 +68,7 @@ class Sessions:
             await connection.execute(delete(sessions).where(sessions.c.member_id == member_id, ~self._lives(now)))
             await connection.execute(insert(sessions).values(token_hash=plain_digest(token), member_id=member_id, **columns))
             row = (await connection.execute(select(members).where(members.c.id == member_id))).mappings().one()
-            facts = {name: columns[name] for name in ("method", "user_agent")} | {"member_id": member_id}
+            facts = {"member_id": member_id, "email": row["email"], "method": method, "user_agent": columns["user_agent"]}
             await audit.record(connection, self._clock, "session.open", "session", columns["id"], after=facts)
         return token, Session(member=member_from_row(row), **columns)
 
@@ -134,8 +134,10 @@ class Sessions:
             ended = (
                 await connection.execute(delete(sessions).where(whose).returning(sessions.c.id, sessions.c.member_id))
             ).all()
+            whom = select(members.c.id, members.c.email).where(members.c.id.in_({row.member_id for row in ended}))
+            emails = {row.id: row.email for row in await connection.execute(whom)} if ended else {}
             for row in ended:
-                facts = {"member_id": row.member_id}
+                facts = {"member_id": row.member_id, "email": emails[row.member_id]}
                 await audit.record(connection, self._clock, "session.close", "session", row.id, before=facts)
         return len(ended)
 

@@ -54,6 +54,7 @@ class FakeProvider:
         self.down: int | None = None
         self.email_in_token = True
         self.user_info: dict[str, Any] = {}
+        self.broken_keys: list[dict[str, Any]] = []
         self.requests: list[str] = []
         self._signing: RSAKey | ECKey = rsa_key("first")
         self._shown: list[RSAKey | ECKey] = [self._signing]
@@ -105,7 +106,9 @@ class FakeProvider:
 
     def _keys(self, _request: httpx.Request) -> httpx.Response:
         strange = {"kty": "oct", "kid": "first", "k": "c2VjcmV0"}  # a shared key that nobody should believe
-        return httpx.Response(200, json={"keys": [strange, *(key.as_dict(private=False) for key in self._shown)]})
+        return httpx.Response(
+            200, json={"keys": [strange, *self.broken_keys, *(key.as_dict(private=False) for key in self._shown)]}
+        )
 
     def _authorize(self, request: httpx.Request) -> httpx.Response:
         asked = dict(parse_qsl(request.url.query.decode()))

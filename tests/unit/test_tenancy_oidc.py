@@ -68,6 +68,10 @@ async def test_an_honest_provider_says_who_it_is(fake: FakeProvider) -> None:
         ({"exp": None}, "when it was issued"),
         ({"exp": "tomorrow"}, "when it was issued"),
         ({"exp": True}, "when it was issued"),
+        ({"exp": float("nan")}, "when it was issued"),
+        ({"exp": float("inf")}, "when it was issued"),
+        ({"exp": -(10**400)}, "expired"),
+        ({"iat": 10**400}, "from the future"),
         ({"iat": None}, "when it was issued"),
         ({"iat": 2**40}, "from the future"),
         ({"nbf": 2**40}, "from the future"),
@@ -168,6 +172,13 @@ async def test_new_keys_of_the_provider_are_fetched_when_they_are_needed(fake: F
 
     assert await identify(fake, ours) == ALICE
     assert fake.requests.count("GET /keys") == 2
+
+
+@pytest.mark.parametrize("broken", [{"kty": "EC", "crv": "P-999"}, {"kty": "RSA", "n": 7, "e": None}, {"kty": []}])
+async def test_a_broken_key_beside_the_good_one_does_no_harm(fake: FakeProvider, broken: dict[str, Any]) -> None:
+    fake.broken_keys = [{"kid": "first", **broken}]
+
+    assert await identify(fake) == ALICE
 
 
 async def test_unknown_keys_do_not_make_us_ask_all_the_time(fake: FakeProvider, clock: FakeClock) -> None:
