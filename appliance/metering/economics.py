@@ -209,7 +209,7 @@ def _use(measured: Measured) -> tuple[Figure, ...]:
 
 def _per_million(name: str, total: int | None, tokens: int | None, tokens_name: str) -> Figure:
     unit, source = "micro-units per million tokens", f"total_month / {tokens_name}"
-    if total is None or not tokens:
+    if total is None or tokens is None or tokens <= 0:
         missing = "total_month is unknown" if total is None else "nothing was used"
         return Figure(name=name, value=None, unit=unit, source=f"{source}; {missing}")
     return Figure(name=name, value=divide_half_up(total * MILLION, tokens), unit=unit, source=source)

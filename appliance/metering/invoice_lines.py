@@ -96,7 +96,8 @@ class Totals:
 def usage_lines(sums: Iterable[EventSums], month: str) -> list[InvoiceLine]:
     """Return the lines of an invoice of `month` before allowances: by model, kind and unit price, then the adjustments.
 
-    Corrections, and events of other months, are adjustments: one line for each of their months and models.
+    Corrections, and events of other months, are adjustments: one line for each of their months and models, unless they come to
+    nothing. So do events without tokens: what a crash left open before its prompt was read.
     Raises InvoiceBroken when costs and counts contradict each other.
     """
     used: dict[tuple[str, int, int], list[int]] = defaultdict(lambda: [0, 0])
@@ -116,6 +117,7 @@ def usage_lines(sums: Iterable[EventSums], month: str) -> list[InvoiceLine]:
     return lines + [
         _line(model, ADJUSTMENT, of_month, None, tokens, requests, cost)
         for (of_month, model), (tokens, requests, cost) in sorted(adjusted.items())
+        if tokens or cost
     ]
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import date
 
 from sqlalchemy import and_, or_
 from sqlalchemy.ext.asyncio import AsyncConnection
@@ -25,13 +26,15 @@ from appliance.base.ids import new_id
 from appliance.base.tables import invoices
 from appliance.metering import invoice_rows as rows
 from appliance.metering.box_records import SELLER, read_record
-from appliance.metering.calendar import BillingCalendar
+from appliance.metering.calendar import BillingCalendar, first_day
 from appliance.metering.free_allowances import free_in, read_allowances
 from appliance.metering.invoice_lines import EventSums, FreeMonth, InvoiceLine, allowance_lines, totals_of, usage_lines
 from appliance.metering.invoice_rows import TIME_ZONE, Invoice, InvoiceHead, Narrow
 from appliance.metering.invoice_sums import Cover, read_event_sums
 from appliance.tenancy import audit
 from appliance.tenancy.pages import PAGE_ROWS_DEFAULT, Page, check_limit, decode_cursor, page_of
+
+FIRST_DAY = date(2000, 1, 1)  # no appliance has usage before it, and no calendar trouble begins after it
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,15 +68,18 @@ class Invoices:
 
         Raises NotFound, InvalidValue, InvoiceClosed, and MonthOutOfOrder when a later month is closed.
         """
+        if first_day(month) < FIRST_DAY:
+            raise InvalidValue(f"month must be {FIRST_DAY:%Y-%m} or later", param="month")
         if self._calendar.month_start(month) > self._clock.now():
             raise InvalidValue(f"{month} has not begun", param="month")
         async with self._db.writing() as connection:
             await locked(connection, POSTING)
-            if await rows.read_buyer(connection, tenant_id) is None:
+            buyer = await rows.read_buyer(connection, tenant_id)
+            if buyer is None:
                 raise NotFound("no such tenant", param="tenant_id")
             head = await rows.read_month(connection, tenant_id, month)
             if head is None:
-                head = await self._open(connection, tenant_id, month)
+                head = await self._open(connection, tenant_id, month, buyer.currency or self._currency)
             _check_draft(head)
         return await self.get(head.id)
 
@@ -142,7 +148,7 @@ class Invoices:
                 connection, self._clock, "invoice.discard", "invoice", head.id, tenant_id=head.tenant_id, before=before
             )
 
-    async def _open(self, connection: AsyncConnection, tenant_id: str, month: str) -> InvoiceHead:
+    async def _open(self, connection: AsyncConnection, tenant_id: str, month: str, currency: str) -> InvoiceHead:
         before = await rows.read_last_cover(connection, tenant_id)
         if before is not None and month < before.month:
             message = f"{before.month} is closed already: what is missing of {month} will be on the invoice after it"
@@ -153,7 +159,7 @@ class Invoices:
             month=month,
             number=None,
             state="draft",
-            currency=self._currency,
+            currency=currency,
             total_micros=0,
             tax_micros=0,
             through_posting=None,
@@ -310,10 +316,12 @@ def _check_draft(head: InvoiceHead) -> None:
 
 
 def _open_before(sums: Sequence[EventSums], month: str, before: Cover | None) -> str | None:
-    """Return the first month before `month` that has events and is not closed."""
-    return min(
-        (group.month for group in sums if (before is None or group.month > before.month) and group.month < month), default=None
-    )
+    """Return the first month before `month` that is not closed and would have lines of its own."""
+    newest = "" if before is None else before.month
+    for of in sorted({group.month for group in sums if newest < group.month < month}):
+        if usage_lines([group for group in sums if group.month == of], of):
+            return of
+    return None
 
 
 def _currency_of(sums: Sequence[EventSums], month: str) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from datetime import UTC, date, datetime
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,7 @@ from appliance.metering.invoices import Invoices
 from appliance.metering.prices import Price
 from appliance.metering.seller import Seller
 from tests.support.billing import Tokens, add_price, post_event
-from tests.support.cast import Cast, Person
+from tests.support.cast import Cast, Person, make_person
 from tests.support.clock import FakeClock
 
 SEPTEMBER, OCTOBER, NOVEMBER = date(2026, 9, 10), date(2026, 10, 15), date(2026, 11, 3)
@@ -205,6 +206,8 @@ async def test_a_month_that_is_not_over_can_be_drafted_and_not_closed(books: Boo
         await books.close("2026-11")
     with pytest.raises(InvalidValue, match="2026-12 has not begun"):
         await books.draft("2026-12")
+    with pytest.raises(InvalidValue, match="2000-01 or later"):
+        await books.draft("0001-01")
     with pytest.raises(InvalidValue, match="YYYY-MM"):
         await books.draft("November")
 
@@ -240,6 +243,43 @@ async def test_a_month_without_usage_may_be_skipped_or_closed_over_nothing(books
 
     empty = await books.close("2026-10", books.cast.charlie)
     assert (empty.lines, empty.totals.due_micros, empty.head.number) == ((), 0, "2026-0002")
+
+
+async def test_events_without_tokens_stand_in_no_months_way(books: Books) -> None:
+    nothing = Tokens(prompt=0, completion=0)
+    await books.post(SEPTEMBER, nothing)  # a crash left it open before its prompt was read
+    await books.post(OCTOBER)
+    assert [line.kind for line in (await books.close("2026-10")).lines] == ["prompt", "completion"]
+    assert (await books.draft("2026-11")).lines == ()
+
+
+async def test_tenants_closed_at_once_get_their_numbers_one_after_the_other(books: Books) -> None:
+    people = [await make_person(books.database, books.clock, f"tenant {index}") for index in range(6)]
+    for person in people:
+        await books.post(OCTOBER, person=person)
+    ids = [(await books.draft("2026-10", person)).head.id for person in people]
+    ends = await asyncio.gather(*(books.invoices.close(id_) for id_ in [*ids, *ids]), return_exceptions=True)
+    closed = [end for end in ends if isinstance(end, Invoice)]
+
+    assert sorted(invoice.head.number or "" for invoice in closed) == [f"2026-{count:04d}" for count in range(1, 7)]
+    assert sum(isinstance(end, InvoiceClosed) for end in ends) == 6
+
+
+async def test_what_settles_beside_a_closing_is_on_one_side_of_it(books: Books) -> None:
+    costs = [await books.post(OCTOBER) for _ in range(3)]
+    ready = (await books.draft("2026-10")).head.id
+
+    async def settle() -> None:
+        for _ in range(10):
+            costs.append(await books.post(OCTOBER))
+            await asyncio.sleep(0)
+
+    async with asyncio.TaskGroup() as beside:
+        for _ in range(3):
+            beside.create_task(settle())
+        closed = await books.invoices.close(ready)
+    assert usage_picos(closed.lines) + usage_picos((await books.draft("2026-11")).lines) == sum(costs)
+    assert len(costs) == 33
 
 
 async def test_what_is_late_goes_to_the_earliest_month_that_is_open(books: Books) -> None:
