@@ -1,0 +1,273 @@
+"""What admission costs: the same request through the whole HTTP application with key, limits and pending record, and without.
+
+One gateway process serves both kinds: a request with the key of the bench is admitted as any other; one with PLAIN as its key
+gets a principal that was made beforehand, a reservation that holds nothing and a ledger that writes nothing. The engine is a
+stand-in in a process of its own that answers after a fixed time, the clients are in a third process; all share the cores.
+
+    latency     CLIENTS requests are always open. Blocks of BLOCK_S seconds with and without admission alternate in random
+                order, so that other work on the machine hits both. Counted is the time from sending a request to the head of
+                its answer, which leaves when the pending record is durable, and to its end, which waits for the settlement.
+    sustained   an engine that answers at once, and clients that ask again at once: admissions per second, and what the same
+                gateway does without admission.
+
+SQLite with synchronous=FULL, on the disk of --folder. All samples stand in the row.
+
+    python -m bench.admission            prints one row and adds it to bench/results/
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import platform
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from tests.support.served_model import make_hollow_model
+from tests.support.wire import Wire
+
+RESULTS = Path(__file__).parent / "results" / "admission.jsonl"
+MODEL = "tiny"
+PLAIN = "gh_plainplain_without_admission"
+ADMIN_TOKEN = "gha_token-of-the-bench"
+CLIENTS = 64
+BLOCK_S = 1.0
+SETTLE_S = 0.25  # of each block are not counted: requests of the one before end in it
+ANSWER_S = 0.25
+GOALS = {"added_ms_p50": 2.0, "added_ms_p99": 5.0, "admissions_per_s": 1000}
+BODY = {
+    "model": MODEL,
+    "messages": [{"role": "user", "content": "the quick brown fox jumps over the lazy dog"}],
+    "max_tokens": 4,
+    "stream": True,
+    "ignore_eos": True,
+}
+LIMITS = {"tokens_per_minute": 10**9, "requests_per_minute": 10**7, "concurrent_requests": 10**4, "tokens_per_day": 10**12}
+Rates = dict[str, list[float]]
+
+
+@dataclass(slots=True)
+class Samples:
+    """Milliseconds to the head and to the end of each answer, in the order of their ends."""
+
+    head_ms: list[float] = field(default_factory=list)
+    end_ms: list[float] = field(default_factory=list)
+
+
+async def ask(wire: Wire, body: bytes) -> tuple[float, float, float]:
+    """Make one request; return when it was sent, when its head came and when it ended."""
+    sent_s = time.perf_counter()
+    head = await wire.ask("POST", "/v1/chat/completions", body)
+    head_s = time.perf_counter()
+    if head.status != 200:
+        raise RuntimeError(f"{head.status}: {await wire.content(head)!r}")
+    last = b""
+    async for data in wire.events():
+        last = data
+    if last != b"[DONE]":
+        raise RuntimeError(f"the stream ended with {last!r}")
+    return sent_s, head_s, time.perf_counter()
+
+
+async def block(wires: Sequence[Wire], seconds: float, *, pause_s: float, dice: random.Random) -> tuple[Samples, float]:
+    """Keep every wire busy for `seconds`; return what was sampled after SETTLE_S, and answers per second then."""
+    began_s = time.perf_counter()
+    counted_from_s, end_s = began_s + SETTLE_S, began_s + seconds
+    samples, body = Samples(), json.dumps(BODY).encode()
+    count = 0
+
+    async def work(wire: Wire) -> None:
+        nonlocal count
+        await asyncio.sleep(dice.uniform(0.0, pause_s))
+        while (now_s := time.perf_counter()) < end_s:
+            sent_s, head_s, done_s = await ask(wire, body)
+            if now_s >= counted_from_s:
+                samples.head_ms.append((head_s - sent_s) * 1000)
+                samples.end_ms.append((done_s - sent_s) * 1000)
+            count += counted_from_s <= done_s < end_s
+
+    await asyncio.gather(*(work(wire) for wire in wires))
+    return samples, count / (end_s - counted_from_s)
+
+
+async def measure_latency(port: int, key: str, blocks: int, dice: random.Random) -> dict[str, list[Samples]]:
+    """Return the samples of each block of both kinds."""
+    kinds = {"with": [Wire(port, key) for _ in range(CLIENTS)], "without": [Wire(port, PLAIN) for _ in range(CLIENTS)]}
+    found: dict[str, list[Samples]] = {kind: [] for kind in kinds}
+    for wires in kinds.values():
+        await block(wires, BLOCK_S, pause_s=ANSWER_S, dice=dice)
+    for _ in range(blocks):
+        order = list(kinds)
+        dice.shuffle(order)
+        for kind in order:
+            samples, _ = await block(kinds[kind], BLOCK_S + SETTLE_S, pause_s=ANSWER_S, dice=dice)
+            found[kind].append(samples)
+    for wire in (*kinds["with"], *kinds["without"]):
+        wire.hang_up()
+    return found
+
+
+async def measure_rate(port: int, key: str, pid: int, rounds: int, seconds: float) -> tuple[Rates, Rates]:
+    """Return answers per second with and without admission, in alternating rounds, and the gateway's CPU time of each."""
+    found: Rates = {"with": [], "without": []}
+    cpu_ms: Rates = {"with": [], "without": []}
+    for _ in range(rounds):
+        for kind, secret in (("with", key), ("without", PLAIN)):
+            wires = [Wire(port, secret) for _ in range(CLIENTS)]
+            before_s = _cpu_s(pid)
+            samples, rate = await block(wires, seconds + SETTLE_S, pause_s=0.0, dice=random.Random(0))
+            answers = len(samples.end_ms) * (seconds + SETTLE_S) / seconds
+            found[kind].append(round(rate, 1))
+            cpu_ms[kind].append(round(1000 * (_cpu_s(pid) - before_s) / answers, 3))
+            for wire in wires:
+                wire.hang_up()
+    return found, cpu_ms
+
+
+def _cpu_s(pid: int) -> float:
+    times = psutil.Process(pid).cpu_times()
+    return float(times.user + times.system)
+
+
+def row_of(latency: dict[str, list[Samples]], rates: Rates, cpu_ms: Rates) -> dict[str, Any]:
+    """Return the figures, the goals, and every sample in hundredths of a millisecond."""
+    heads = {kind: [ms for samples in blocks for ms in samples.head_ms] for kind, blocks in latency.items()}
+    ends = {kind: [ms for samples in blocks for ms in samples.end_ms] for kind, blocks in latency.items()}
+    pairs = zip(latency["with"], latency["without"], strict=True)
+    added = [statistics.median(one.head_ms) - statistics.median(other.head_ms) for one, other in pairs]
+    return {
+        "bench": "admission",
+        "at": datetime.now(UTC).isoformat(timespec="seconds"),
+        "machine": {"cores": os.cpu_count(), "load": round(os.getloadavg()[0], 2), "python": platform.python_version()},
+        "clients": CLIENTS,
+        "answer_s": ANSWER_S,
+        "requests": {kind: len(samples) for kind, samples in heads.items()},
+        "head_ms": {kind: _quantiles(samples) for kind, samples in heads.items()},
+        "end_ms": {kind: _quantiles(samples) for kind, samples in ends.items()},
+        "added_ms_p50": _added(heads, 0.5),
+        "added_ms_p99": _added(heads, 0.99),
+        "added_to_end_ms_p50": _added(ends, 0.5),
+        "added_to_end_ms_p99": _added(ends, 0.99),
+        "added_ms_p50_of_each_pair_of_blocks": [round(ms, 2) for ms in added],
+        "answers_per_s": rates,
+        "gateway_cpu_ms_per_answer": cpu_ms,
+        "admissions_per_s": statistics.median(rates["with"]) if rates["with"] else None,
+        "goals": GOALS,
+        "samples_head_centims": {kind: [round(ms * 100) for ms in samples] for kind, samples in heads.items()},
+    }
+
+
+def _quantiles(samples: Sequence[float]) -> dict[str, float]:
+    return {f"p{share * 100:g}": round(_quantile(samples, share), 2) for share in (0.5, 0.9, 0.99, 1.0)}
+
+
+def _quantile(samples: Sequence[float], share: float) -> float:
+    ordered = sorted(samples)
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+
+
+def _added(samples: dict[str, list[float]], share: float) -> float:
+    return round(_quantile(samples["with"], share) - _quantile(samples["without"], share), 2)
+
+
+@contextmanager
+def gateway(folder: Path, answer_s: float, profile: Path | None = None) -> Iterator[tuple[int, str, int]]:
+    """Yield port, key and process id of a gateway over an engine that answers after `answer_s`."""
+    model = folder / MODEL
+    if not model.exists():
+        make_hollow_model(model)
+    command = [
+        sys.executable,
+        "-m",
+        "bench.admission_gateway",
+        str(folder),
+        str(answer_s),
+        *([str(profile)] if profile else []),
+    ]
+    log = (folder / "gateway.log").open("a")
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, cwd=Path(__file__).parents[1])
+    try:
+        assert process.stdout is not None
+        port = int(process.stdout.readline() or "0")
+        if not port:
+            raise RuntimeError((folder / "gateway.log").read_text()[-3000:])
+        yield port, asyncio.run(prepare(port)), process.pid
+    except Exception:
+        sys.stderr.write((folder / "gateway.log").read_text()[-3000:])
+        raise
+    finally:
+        process.terminate()
+        process.wait(60)
+        log.close()
+
+
+async def prepare(port: int) -> str:
+    """Wait until the engine is ready, make a price and a tenant with every limit, and return its key."""
+    admin = Wire(port, ADMIN_TOKEN)
+    while (head := await admin.ask("GET", "/health/ready")).status != 200:
+        await admin.content(head)
+        await asyncio.sleep(0.05)
+    await admin.content(head)
+    price = {"model": MODEL, "prompt": 10, "cached_prompt": 5, "completion": 20, "batch_percent": 50}
+    await _make(admin, "prices", price)
+    tenant = await _make(admin, "tenants", {"name": f"bench {time.time_ns()}", "limits": {**LIMITS, "monthly_budget": 10**12}})
+    key = await _make(admin, f"tenants/{tenant['id']}/keys", {"name": "bench", "limits": LIMITS})
+    admin.hang_up()
+    return str(key["key"])
+
+
+async def _make(admin: Wire, path: str, body: dict[str, Any]) -> Any:
+    head = await admin.ask("POST", f"/admin/v1/{path}", body)
+    answer = json.loads(await admin.content(head))
+    if head.status not in (200, 201):
+        raise RuntimeError(f"{path}: {answer}")
+    return answer
+
+
+def main() -> None:
+    """Measure, print the row without its samples, and keep it."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--blocks", type=int, default=20, help="pairs of blocks with and without admission")
+    parser.add_argument("--rounds", type=int, default=3, help="pairs of rounds at full speed")
+    parser.add_argument("--seconds", type=float, default=10.0, help="length of a round at full speed")
+    parser.add_argument("--folder", type=Path, help="where the database lies")
+    parser.add_argument("--profile", type=Path, help="write cProfile's figures of the gateway at full speed to this file")
+    parser.add_argument("--no-save", action="store_true", help="print only")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=options.folder) as name:
+        folder = Path(name)
+        latency: dict[str, list[Samples]] = {"with": [], "without": []}
+        rates: Rates = {"with": [], "without": []}
+        cpu_ms: Rates = {"with": [], "without": []}
+        if options.blocks:
+            with gateway(folder, ANSWER_S) as (port, key, _):
+                latency = asyncio.run(measure_latency(port, key, options.blocks, random.Random(1)))
+        if options.rounds:
+            with gateway(folder, 0.0, options.profile) as (port, key, pid):
+                rates, cpu_ms = asyncio.run(measure_rate(port, key, pid, options.rounds, options.seconds))
+    if not options.blocks:
+        print(rates, cpu_ms)
+        return
+    row = row_of(latency, rates, cpu_ms)
+    if not options.no_save:
+        with RESULTS.open("a", encoding="utf-8") as results:
+            results.write(json.dumps(row) + "\n")
+    print(json.dumps({name: value for name, value in row.items() if not name.startswith("samples")}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

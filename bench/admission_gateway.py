@@ -1,0 +1,191 @@
+"""The gateway of `bench.admission`: the appliance as it is, and a second way in that leaves out key, limits and record.
+
+python -m bench.admission_gateway FOLDER ANSWER_S [PROFILE]      serves a gateway and prints its port
+python -m bench.admission_gateway --fd N ANSWER_S                is its engine
+"""
+
+from __future__ import annotations
+
+import asyncio
+import cProfile
+import os
+import signal
+import socket
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import uvloop
+
+from appliance.api import chat
+from appliance.app import Started, serve
+from appliance.base.logging import configure_logging
+from appliance.base.settings import Settings, load_settings
+from appliance.serving import fleet
+from appliance.serving.generation import Generation
+from appliance.serving.generations import Generations, Order
+from appliance.serving.model_registry import ModelFolder
+from appliance.tenancy.principals import ApiKey, Limits, Principal, Tenant
+from bench.admission import ADMIN_TOKEN, MODEL, PLAIN
+from engine.protocol import EngineFrame, FinishReason, GatewayFrame, GenerationRequest, TokenEvent
+from tests.support.fake_engine import FakeEngine, event
+
+STATUS_S = 0.5
+
+
+class DelayedEngine(FakeEngine):
+    """Answers each request with all of its tokens at once, `step_s` after it came."""
+
+    def _receive(self, frame: GatewayFrame) -> None:
+        loop = asyncio.get_running_loop()
+        if frame.submit:
+            loop.call_later(self._step_s, self._answer, frame.submit)
+        if frame.shutdown:
+            self._writer.close()
+
+    def _answer(self, requests: list[GenerationRequest]) -> None:
+        self.send(EngineFrame(events=[_final(request) for request in requests]))
+
+    async def _step_forever(self) -> None:
+        while True:
+            self.send(EngineFrame(status=self._status()))
+            await asyncio.sleep(STATUS_S)
+
+
+def _final(request: GenerationRequest) -> TokenEvent:
+    count = request.sampling.max_tokens or 1
+    prompt = request.prompt_token_ids
+    token_ids = [prompt[index % len(prompt)] for index in range(count)]
+    return event(request, token_ids, count, finish_reason=FinishReason.LENGTH)
+
+
+class NoReservation:
+    """Holds nothing."""
+
+    tokens_reserved = 0
+    basis_points = 10_000
+    overlooked: tuple[()] = ()
+
+    def settle(self, tokens_used: int, **_options: Any) -> None:
+        """Do nothing."""
+
+    def void(self) -> None:
+        """Do nothing."""
+
+    def note(self, *_counts: int) -> None:
+        """Do nothing."""
+
+
+class NoAdmission:
+    """Admits everybody."""
+
+    async def admit(self, *_args: Any, **_options: Any) -> NoReservation:
+        """Return a reservation of nothing."""
+        return NoReservation()
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_args, **_options: None
+
+
+class NoWatch:
+    """Watches nobody: the principal of the plain way is in no table."""
+
+    def began(self, *_generation: Any) -> None:
+        """Do nothing."""
+
+
+class NoLedger:
+    """Writes nothing."""
+
+    healthy = True
+
+    async def open(self, _entry: Any) -> None:
+        """Do nothing."""
+
+    async def settle(self, _settlement: Any) -> None:
+        """Do nothing."""
+
+    def checkpoint(self, _rows: Any) -> None:
+        """Do nothing."""
+
+
+def make_plain_way(generations: Generations) -> None:
+    """Let requests with the key PLAIN pass without admission, through the same handlers."""
+    made = datetime.now(UTC)
+    common: dict[str, Any] = {"allowed_models": None, "limits": Limits(), "created_at": made}
+    tenant = Tenant(id="plain", name="plain", tier="standard", weight=1, suspended=False, archived=False, **common)
+    key = ApiKey(
+        id="plain", tenant_id="plain", name="plain", prefix="gh_plainplai", scopes=("inference",), allowed_networks=None,
+        expires_at=None, revoked_at=None, last_used_at=None, **common,
+    )  # fmt: skip
+    principal = Principal(tenant=tenant, key=key)
+    without = Generations.__new__(Generations)
+    without.__dict__.update(generations.__dict__)
+    without.__dict__.update(_admission=NoAdmission(), _ledger=NoLedger(), _watch=NoWatch(), _generations={})
+    authenticate, start = chat.authenticate_tenant, Generations.start
+
+    async def authenticate_or_not(request: Any) -> Principal:
+        if request.headers.get("authorization", "").endswith(PLAIN):
+            return principal
+        return await authenticate(request)
+
+    async def start_either(self: Generations, order: Order, *args: Any, **options: Any) -> Generation:
+        return await start(without if order.principal is principal else self, order, *args, **options)
+
+    chat.authenticate_tenant = authenticate_or_not
+    Generations.start = start_either  # type: ignore[method-assign]
+
+
+def serve_gateway(folder: Path, answer_s: str, profile: str | None) -> None:
+    """Serve until told to stop."""
+
+    def engine_command(_folder: ModelFolder, _settings: Settings, fd: int) -> list[str]:
+        return [sys.executable, "-m", "bench.admission_gateway", "--fd", str(fd), answer_s]
+
+    def tell(started: Started) -> None:
+        make_plain_way(started.services.generations)
+        sys.stdout.write(f"{started.port}\n")
+        sys.stdout.flush()
+
+    fleet.engine_command = engine_command  # type: ignore[assignment]
+    settings = {
+        "data_dir": str(folder / "data"),
+        "port": 0,
+        "models": [str(folder / MODEL)],
+        "device": "cpu",
+        "admin_token": ADMIN_TOKEN,
+        "admin_password": "a password of the bench",
+    }
+    configure_logging("warning", json=False)
+    if "SWITCH" in os.environ:
+        sys.setswitchinterval(float(os.environ["SWITCH"]))
+    run = uvloop.run
+    loaded = load_settings(options=settings, environ={})
+    if profile is None:
+        run(serve(loaded, on_listening=tell))
+        return
+    profiler = cProfile.Profile()
+    try:
+        profiler.runcall(run, serve(loaded, on_listening=tell))
+    finally:
+        profiler.dump_stats(profile)
+
+
+async def _serve_engine(fd: int, answer_s: float) -> None:
+    reader, writer = await asyncio.open_unix_connection(sock=socket.socket(fileno=fd))
+    await DelayedEngine(reader, writer, step_s=answer_s).run()
+
+
+def main() -> None:
+    """Be the gateway or its engine."""
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    if sys.argv[1] == "--fd":
+        asyncio.run(_serve_engine(int(sys.argv[2]), float(sys.argv[3])))
+        return
+    os.environ.pop("GATEHOUSE_DATABASE_URL", None)
+    serve_gateway(Path(sys.argv[1]), sys.argv[2], sys.argv[3] if len(sys.argv) > 3 else None)
+
+
+if __name__ == "__main__":
+    main()
