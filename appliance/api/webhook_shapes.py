@@ -8,11 +8,15 @@ import msgspec
 
 from appliance.base.clock import rfc3339
 from appliance.metering.outbox import Delivery
+from appliance.metering.webhook_targets import shown_target
 from appliance.metering.webhooks import Webhook
 
 
 class WebhookShape(msgspec.Struct, kw_only=True):
-    """Where alerts go. Without a tenant it hears of all of them; until `previous_secret_until` two secrets sign."""
+    """Where alerts go. Without a tenant it hears of all of them; until `previous_secret_until` two secrets sign.
+
+    Who may not manage it sees of a URL in `target` no path: it is often a secret.
+    """
 
     id: str
     tenant_id: str | None
@@ -45,9 +49,10 @@ class DeliveryShape(msgspec.Struct, kw_only=True):
     created_at: str
 
 
-def webhook_shape(webhook: Webhook) -> WebhookShape:
-    """Return the JSON of `webhook`."""
-    return WebhookShape(**_webhook(webhook))
+def webhook_shape(webhook: Webhook, *, whole: bool = True) -> WebhookShape:
+    """Return the JSON of `webhook`, with the whole target or as much as everybody may read."""
+    shape = WebhookShape(**_webhook(webhook))
+    return shape if whole else msgspec.structs.replace(shape, target=shown_target(webhook.kind, webhook.target))
 
 
 def new_webhook_shape(webhook: Webhook, secret: str | None) -> NewWebhookShape:

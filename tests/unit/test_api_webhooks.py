@@ -110,17 +110,24 @@ async def test_a_manager_manages_the_webhooks_of_the_own_tenant_and_of_no_other(
         assert answer.is_success, (method, path, answer.text)
 
 
-@pytest.mark.parametrize(
-    ("role", "allowed"), [("owner", True), ("admin", True), ("billing", False), ("viewer", False), ("developer", False)]
-)
-async def test_who_may_manage_webhooks(box: ApiBox, role: str, allowed: bool) -> None:
+@pytest.mark.parametrize("role", ["owner", "admin", "billing", "viewer", "developer"])
+async def test_owners_and_admins_manage_webhooks_and_the_other_roles_of_the_box_read_them(box: ApiBox, role: str) -> None:
     bob = await tenant(box, "bob")
     own = await box.call("POST", "/webhooks", status=201, json={**NEW, "tenant_id": bob})
     sent = await box.call("POST", f"/webhooks/{own['id']}/test", status=201)
     headers = await person(box, bob, role) if role == "developer" else await box.as_role(role)
-    for method, path, body in _routes(own["id"], sent["id"]):
+    for method, path, body in [("GET", "/webhooks", None), *_routes(own["id"], sent["id"])]:
         answer = await box.client.request(method, f"/admin/v1{path}", headers=headers, json=body)
+        allowed = role in ("owner", "admin") or (method == "GET" and role != "developer")
         assert answer.is_success if allowed else answer.status_code == 403, (method, path, answer.text)
+
+
+async def test_who_only_reads_sees_no_path_of_a_url(box: ApiBox) -> None:
+    own = await box.call("POST", "/webhooks", status=201, json=NEW)
+    viewer = await box.as_role("viewer")
+    for path in ("/webhooks", f"/webhooks/{own['id']}", f"/webhooks/{own['id']}/deliveries"):
+        assert "/in" not in json.dumps(await box.call("GET", path, headers=viewer))
+    assert (await box.call("GET", f"/webhooks/{own['id']}", headers=viewer))["target"] == "https://alerts.example.com"
 
 
 def _routes(webhook_id: str, delivery_id: str) -> list[tuple[str, str, dict[str, Any] | None]]:

@@ -241,6 +241,7 @@ async def test_most_settlements_cost_no_query_of_their_own(
     for person in (cast.bob, cast.charlie):
         await spender.spend(person, 1)
     statements: list[str] = []
+
     def note(_connection: Any, _cursor: Any, statement: str, _parameters: Any, _context: Any, _many: bool) -> None:
         statements.append(statement)
 
