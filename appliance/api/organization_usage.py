@@ -134,16 +134,16 @@ class UsageQuestion:
             if many(request, name) is not None:
                 raise UnsupportedParameter(f"{name} is not counted by this appliance", param=name)
         width = choice(request, "bucket_width", tuple(limits), "1d") or "1d"
-        start, now = seconds(request, "start_time"), services_of(request).clock.now()
+        bucket, start = BUCKET_OF_WIDTH[width], seconds(request, "start_time")
         if start is None:
             raise InvalidValue("missing parameter: start_time", param="start_time")
-        end = seconds(request, "end_time") or max(now, start)
+        end = seconds(request, "end_time") or max(start, _end_of_now(request, bucket))
         if end <= start and "end_time" in request.query_params:
             raise InvalidValue("end_time must be later than start_time", param="end_time")
         return cls(
             start=_continued(request, start, end),
             end=end,
-            bucket=BUCKET_OF_WIDTH[width],
+            bucket=bucket,
             buckets_max=count(request, *limits[width]),
             groups=_groups(request, groups),
             models=many(request, models_name),
@@ -189,7 +189,7 @@ async def _page(
     results: Callable[[Iterable[UsageRow]], list[R]],
 ) -> UsagePageShape[R]:
     services = services_of(request)
-    calendar = BillingCalendar(services.settings.time_zone)
+    calendar = services.reports.calendar
     buckets = question.buckets(calendar, services.clock.now())
     shown = list(islice(buckets, question.buckets_max))
     after = next(buckets, None)
@@ -255,6 +255,13 @@ def _costs_results(rows: Iterable[UsageRow]) -> list[CostsResult]:
         )
         for row in rows
     ]
+
+
+def _end_of_now(request: AdminRequest, bucket: str) -> datetime:
+    """Return the end of the current bucket: where a report ends that names no end, so that its buckets are whole."""
+    services = services_of(request)
+    calendar = services.reports.calendar
+    return bucket_end(bucket_start(services.clock.now(), bucket, calendar), bucket, calendar)
 
 
 def _groups(request: AdminRequest, allowed: tuple[str, ...]) -> tuple[str, ...]:

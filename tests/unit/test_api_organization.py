@@ -1,0 +1,228 @@
+"""OpenAI's organization API where the official client is not needed to see it: buckets, currencies, shapes, roles."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from datetime import UTC, datetime, timedelta
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from appliance.api.organization_admin import TYPE_OF, audit_log_shape
+from appliance.api.organization_usage import UsageQuestion
+from appliance.metering.calendar import BillingCalendar
+from appliance.metering.recovery import begin_epoch
+from appliance.tenancy.audit_chain import AuditEntry
+from tests.support.api_box import ApiBox, open_api_box
+from tests.support.cast import Person, make_person
+from tests.support.clock import START, FakeClock
+from tests.support.factories import pending, posted
+from tests.support.ledgers import running_ledger
+
+DAY_S = 86400
+MIDNIGHT = START.replace(hour=0)
+
+
+@pytest.fixture
+async def box(migrated_sqlite_file: Path, tmp_path: Path) -> AsyncIterator[ApiBox]:
+    """The application, at noon of START whatever the day of the test."""
+    async with open_api_box(migrated_sqlite_file, tmp_path) as opened:
+        opened.services.clock = FakeClock()
+        yield opened
+
+
+async def ask(box: ApiBox, path: str, status: int = 200, **query: Any) -> Any:
+    answer = await box.client.get(f"/v1/organization{path}", params=query)
+    assert answer.status_code == status, answer.text
+    return answer.json()
+
+
+async def use(box: ApiBox, person: Person, *moments: datetime, currency: str = "EUR", model: str = "demo") -> None:
+    """Let `person` use 10 + 5 tokens at each of `moments`, 4 of them from the cache."""
+    services = box.services
+    page = await services.prices.list(100)
+    if not [price for price in page.data if (price.model, price.currency) == (model, currency)]:
+        await services.prices.add(
+            model=model,
+            currency=currency,
+            prompt=10**6,
+            cached_prompt=10**5,
+            completion=3 * 10**6,
+            effective_from=START - timedelta(days=90),
+        )
+    price = await services.prices.current(model, START, currency=currency)
+    epoch_id = await begin_epoch(services.db, services.clock, "test")
+    async with running_ledger(services.db, services.clock, epoch_id) as ledger:
+        for moment in moments:
+            entry = pending(person, admitted_at=moment, price=price, model=model)
+            await ledger.open(entry)
+            await ledger.settle(posted(entry.request_id, prompt=10, cached=4, completion=5))
+
+
+def question(start: datetime, end: datetime, bucket: str = "day") -> UsageQuestion:
+    return UsageQuestion(start=start, end=end, bucket=bucket, buckets_max=10, groups=(), models=None)
+
+
+def test_days_are_those_of_the_billing_time_zone_and_have_23_or_25_hours() -> None:
+    calendar, now = BillingCalendar("Europe/Zurich"), datetime(2027, 1, 1, tzinfo=UTC)
+    autumn = question(datetime(2026, 10, 23, 22, tzinfo=UTC), datetime(2026, 10, 26, 23, tzinfo=UTC))
+    hours = [(end - start) // timedelta(hours=1) for start, end in autumn.buckets(calendar, now)]
+    assert hours == [24, 25, 24]
+    spring = question(datetime(2026, 3, 27, 23, tzinfo=UTC), datetime(2026, 3, 30, 22, tzinfo=UTC))
+    assert [(end - start) // timedelta(hours=1) for start, end in spring.buckets(calendar, now)] == [24, 23, 24]
+
+
+def test_buckets_are_cut_at_the_ends_of_the_period_and_none_begins_in_the_future() -> None:
+    start, end = START.replace(minute=20), START + timedelta(hours=9, minutes=5)
+    buckets = list(question(start, end, "hour").buckets(BillingCalendar(), START + timedelta(hours=2)))
+    assert (buckets[0], len(buckets)) == ((start, START + timedelta(hours=1)), 3)
+    assert all(one[1] == other[0] for one, other in pairwise(buckets))
+    whole = list(question(start, end, "hour").buckets(BillingCalendar(), end))
+    assert whole[-1] == (START + timedelta(hours=9), end)
+
+
+async def test_a_bucket_without_use_is_there_and_empty(box: ApiBox) -> None:
+    bob = await make_person(box.services.db, box.services.clock, "bob")
+    await use(box, bob, START - timedelta(days=2), START)
+    page = await ask(box, "/usage/completions", start_time=int(MIDNIGHT.timestamp()) - 3 * DAY_S)
+    assert [len(bucket["results"]) for bucket in page["data"]] == [0, 1, 0, 1]
+    assert (page["has_more"], page["next_page"], page["object"]) == (False, None, "page")
+    (result,) = page["data"][1]["results"]
+    assert result == {
+        "object": "organization.usage.completions.result",
+        "input_tokens": 10, "input_cached_tokens": 4, "input_uncached_tokens": 6, "output_tokens": 5,
+        "input_text_tokens": 6, "input_cached_text_tokens": 4, "output_text_tokens": 5, "input_audio_tokens": 0,
+        "output_audio_tokens": 0, "num_model_requests": 1, "project_id": None, "user_id": None, "api_key_id": None,
+        "model": None, "batch": None, "service_tier": None,
+    }  # fmt: skip
+
+
+async def test_a_period_that_cuts_a_bucket_counts_what_lies_inside(box: ApiBox) -> None:
+    bob = await make_person(box.services.db, box.services.clock, "bob")
+    await use(box, bob, START - timedelta(hours=2), START - timedelta(hours=1), START)
+    start = int(START.timestamp()) - 5400
+    page = await ask(box, "/usage/completions", start_time=start, end_time=start + 5400)
+    (bucket,) = page["data"]
+    assert (bucket["start_time"], bucket["end_time"]) == (start, start + 5400)
+    assert bucket["results"][0]["num_model_requests"] == 1
+
+
+async def test_filters_and_groups_narrow_and_split(box: ApiBox) -> None:
+    bob = await make_person(box.services.db, box.services.clock, "bob")
+    charlie = await make_person(box.services.db, box.services.clock, "charlie")
+    await use(box, bob, START, START, model="one")
+    await use(box, bob, START, model="two")
+    await use(box, charlie, START, model="two")
+    start = {"start_time": int(MIDNIGHT.timestamp())}
+
+    async def requests(**query: Any) -> dict[Any, int]:
+        page = await ask(box, "/usage/completions", **start, **query)
+        rows = [result for bucket in page["data"] for result in bucket["results"]]
+        return {(row["project_id"], row["model"]): row["num_model_requests"] for row in rows}
+
+    assert await requests() == {(None, None): 4}
+    assert await requests(group_by="model") == {(None, "one"): 2, (None, "two"): 2}
+    assert await requests(**{"group_by[]": ["project_id", "model"]}) == {
+        (bob.tenant.id, "one"): 2, (bob.tenant.id, "two"): 1, (charlie.tenant.id, "two"): 1,
+    }  # fmt: skip
+    assert await requests(models="two") == {(None, None): 2}
+    assert await requests(**{"project_ids[]": [bob.tenant.id], "models[]": ["two"]}) == {(None, None): 1}
+    assert await requests(api_key_ids=charlie.key.id, group_by="project_id") == {(charlie.tenant.id, None): 1}
+    assert await requests(project_ids="nobody") == {}
+
+
+async def test_costs_of_two_currencies_are_never_added(box: ApiBox) -> None:
+    bob = await make_person(box.services.db, box.services.clock, "bob")
+    await use(box, bob, START, START, currency="EUR")
+    await use(box, bob, START, currency="CHF")
+    page = await ask(box, "/costs", start_time=int(MIDNIGHT.timestamp()), group_by="line_item")
+    (bucket,) = page["data"]
+    one = 6 * 10**6 + 4 * 10**5 + 5 * 3 * 10**6
+    assert {row["amount"]["currency"]: row["amount"]["value"] for row in bucket["results"]} == {
+        "eur": 2 * one / 10**12,
+        "chf": one / 10**12,
+    }
+    assert [(row["line_item"], row["quantity_unit"]) for row in bucket["results"]] == [("demo", "tokens")] * 2
+    usage = await ask(box, "/usage/completions", start_time=int(MIDNIGHT.timestamp()))
+    assert [row["num_model_requests"] for row in usage["data"][0]["results"]] == [3]
+
+
+@pytest.mark.parametrize(
+    ("path", "query", "param"),
+    [
+        ("/usage/completions", {}, "start_time"),
+        ("/costs", {"start_time": "1", "bucket_width": "1h"}, "bucket_width"),
+        ("/costs", {"start_time": "1", "limit": "181"}, "limit"),
+        ("/costs", {"start_time": "1e3"}, "start_time"),
+        ("/costs", {"start_time": "9" * 30}, "start_time"),
+        ("/costs", {"start_time": "1", "group_by": "model"}, "group_by"),
+        ("/costs", {"start_time": "1", "models": "demo"}, "models"),
+        ("/usage/embeddings", {"start_time": "5", "end_time": "5"}, "end_time"),
+        ("/projects", {"limit": "101"}, "limit"),
+        ("/projects", {"after": "x" * 600}, "cursor"),
+        ("/audit_logs", {"after": "audit_log-x"}, "after"),
+        ("/audit_logs", {"before": "audit_log-1"}, "before"),
+        ("/audit_logs", {"effective_at[gte]": "-1"}, "effective_at[gte]"),
+        ("/admin_api_keys", {"order": "up"}, "order"),
+    ],
+)
+async def test_bad_input_names_its_parameter(box: ApiBox, path: str, query: dict[str, str], param: str) -> None:
+    assert (await ask(box, path, 400, **query))["error"]["param"] == param
+
+
+async def test_a_far_future_or_a_distant_past_is_answered_page_by_page(box: ApiBox) -> None:
+    assert (await ask(box, "/usage/completions", start_time=253_402_300_799))["data"] == []
+    page = await ask(box, "/usage/completions", start_time=0, limit=31)
+    assert (len(page["data"]), page["has_more"]) == (31, True)
+
+
+@pytest.mark.parametrize(
+    ("role", "statuses"), [("viewer", (200, 403, 403)), ("admin", (200, 200, 403)), ("owner", (200, 200, 200))]
+)
+async def test_roles_hold_on_this_api_too(box: ApiBox, role: str, statuses: tuple[int, ...]) -> None:
+    headers = await box.as_role(role)
+    calls = [("GET", "/projects", None), ("POST", "/projects", {"name": "made"}), ("POST", "/admin_api_keys", {"name": "made"})]
+    answers = [
+        await box.client.request(method, f"/v1/organization{path}", headers=headers, json=body) for method, path, body in calls
+    ]
+    assert tuple(answer.status_code for answer in answers) == statuses
+
+
+async def test_a_path_of_this_api_that_is_not_served_is_not_found(box: ApiBox) -> None:
+    await ask(box, "/users", 404)
+
+
+def entry(action: str, **changes: Any) -> AuditEntry:
+    fields = {
+        "id": 7, "at": START, "actor_kind": "token", "actor_id": "adm_1", "actor_name": "ci", "action": action,
+        "target_kind": "x", "target_id": "x_1", "tenant_id": None, "before": None, "after": None, "request_id": None,
+        "address": "10.0.0.7", "previous_hash": "", "hash": "",
+    }  # fmt: skip
+    return AuditEntry(**{**fields, **changes})
+
+
+def test_an_entry_without_a_name_of_openais_keeps_ours() -> None:
+    shape = audit_log_shape(entry("price.create", after=json.dumps({"model": "demo"})))
+    assert (shape["type"], shape["price.create"]) == ("price.create", {"id": "x_1", "changes_requested": {"model": "demo"}})
+    assert shape["actor"] == {
+        "type": "api_key",
+        "api_key": {"id": "adm_1", "type": "service_account", "service_account": {"id": "adm_1"}},
+    }
+
+
+def test_members_act_by_session_and_a_failed_sign_in_has_nobody() -> None:
+    member = audit_log_shape(entry("tenant.archive", actor_kind="member", actor_id="mb_1", actor_name="alice@example.com"))
+    assert member["actor"]["session"] == {"user": {"id": "mb_1", "email": "alice@example.com"}, "ip_address": "10.0.0.7"}
+    failed = audit_log_shape(entry("session.refuse", actor_kind="system", after=json.dumps({"reason": "password"})))
+    assert failed["actor"]["session"]["user"] is None
+    assert failed["login.failed"]["error_code"] == "password"
+
+
+def test_every_type_of_openais_is_one_that_its_client_knows() -> None:
+    from openai.types.admin.organization import audit_log_list_response as client
+
+    known = set(client.AuditLogListResponse.model_fields["type"].annotation.__args__)  # type: ignore[union-attr]
+    assert set(TYPE_OF.values()) <= known
