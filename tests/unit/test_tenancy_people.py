@@ -107,8 +107,9 @@ async def test_a_new_password_ends_every_session(people: Members, doors: Session
     ],
 )
 async def test_a_bad_field_of_a_member_is_named(people: Members, changes: dict[str, str], param: str) -> None:
+    fields = {"email": "x@y", "password": "long enough", "role": "viewer"} | changes
     with pytest.raises(InvalidValue) as refused:
-        await people.create(**({"email": "x@y", "password": "long enough", "role": "viewer"} | changes))
+        await people.create(fields["email"], fields["password"], fields["role"])
     assert refused.value.param == param
 
 
