@@ -9,11 +9,33 @@ import typer
 from appliance.cli import output
 from appliance.cli.failure import CommandFailed
 from appliance.cli.options import AsJson, DatabaseUrl, DataDir, settings_from
-from appliance.cli.tenants import LimitOption, ModelOption, Which, at_tenant, find, limits_body, models_body
+from appliance.cli.tenants import (
+    LimitOption,
+    ModelLimitOption,
+    ModelOption,
+    ModeOption,
+    Which,
+    at_tenant,
+    find,
+    limits_body,
+    model_limits_body,
+    models_body,
+)
 
 app = typer.Typer(help="The API keys of tenants.", no_args_is_help=True)
 
-COLUMNS = ("id", "tenant_id", "name", "prefix", "scopes", "expires_at", "revoked_at", "last_used_at", "created_at")
+COLUMNS = (
+    "id",
+    "tenant_id",
+    "name",
+    "prefix",
+    "scopes",
+    "expires_at",
+    "revoked_at",
+    "replaced_by",
+    "last_used_at",
+    "created_at",
+)
 KEEP_IT = "Keep the key now: it is not shown again."
 
 KeyId = Annotated[str, typer.Argument(metavar="KEY", help="A key's id or its public prefix (not the secret).")]
@@ -44,7 +66,7 @@ def create(
     tenant: Which,
     name: Annotated[str, typer.Option(help="What the key is for.")] = "key",
     scope: Annotated[
-        list[str] | None, typer.Option(help="A scope; repeatable (default: inference).", show_default=False)
+        list[str] | None, typer.Option(help="inference or usage; repeatable (default: inference).", show_default=False)
     ] = None,
     expires_at: Annotated[
         str | None, typer.Option(metavar="TIME", help="When it stops working, as in 2027-01-31T00:00:00Z.", show_default=False)
@@ -58,6 +80,8 @@ def create(
     tokens_per_day: LimitOption = None,
     monthly_budget: LimitOption = None,
     model: ModelOption = None,
+    model_limit: ModelLimitOption = None,
+    limit_mode: ModeOption = None,
     as_json: AsJson = False,
     data_dir: DataDir = None,
     database: DatabaseUrl = None,
@@ -65,22 +89,73 @@ def create(
     """Create a key and print its secret, once."""
     from appliance.cli.connection import run
 
-    optional = {"scopes": scope, "expires_at": expires_at, "allowed_networks": network}
+    optional = {"scopes": scope, "expires_at": expires_at, "allowed_networks": network, "limit_mode": limit_mode}
     body: dict[str, Any] = {"name": name} | {field: value for field, value in optional.items() if value}
-    body |= models_body(model)
+    body |= models_body(model) | model_limits_body(model_limit)
     body |= limits_body(tokens_per_minute, requests_per_minute, concurrent_requests, tokens_per_day, monthly_budget)
     key = run(settings_from(data_dir, database), at_tenant(tenant, "POST", "/keys", body=body))
     _print_secret(key, as_json=as_json)
 
 
+@app.command("update")
+def update(
+    key: KeyId,
+    name: Annotated[str | None, typer.Option(help="A new name.", show_default=False)] = None,
+    scope: Annotated[list[str] | None, typer.Option(help="inference or usage; repeatable.", show_default=False)] = None,
+    expires_at: Annotated[
+        str | None, typer.Option(metavar="TIME", help="When it stops working; `none` for never.", show_default=False)
+    ] = None,
+    network: Annotated[
+        list[str] | None,
+        typer.Option(metavar="CIDR", help="A network it may be used from; `all` for every one.", show_default=False),
+    ] = None,
+    tokens_per_minute: LimitOption = None,
+    requests_per_minute: LimitOption = None,
+    concurrent_requests: LimitOption = None,
+    tokens_per_day: LimitOption = None,
+    monthly_budget: LimitOption = None,
+    model: ModelOption = None,
+    model_limit: ModelLimitOption = None,
+    limit_mode: ModeOption = None,
+    as_json: AsJson = False,
+    data_dir: DataDir = None,
+    database: DatabaseUrl = None,
+) -> None:
+    """Change a key; what is not named stays as it is."""
+    from appliance.cli.connection import AdminClient, run
+
+    named = {"name": name, "scopes": scope or None, "limit_mode": limit_mode}
+    body: dict[str, Any] = {field: value for field, value in named.items() if value is not None}
+    body |= {} if expires_at is None else {"expires_at": None if expires_at == "none" else expires_at}
+    body |= {} if not network else {"allowed_networks": None if network == ["all"] else network}
+    body |= models_body(model) | model_limits_body(model_limit)
+    body |= limits_body(tokens_per_minute, requests_per_minute, concurrent_requests, tokens_per_day, monthly_budget)
+    if not body:
+        raise CommandFailed(
+            "nothing to change: name at least one option (gatehouse keys update --help)", code="usage", status=2
+        )
+
+    async def work(client: AdminClient) -> dict[str, Any]:
+        changed: dict[str, Any] = await client.call("PATCH", f"/keys/{(await _find_key(client, key))['id']}", body=body)
+        return changed
+
+    output.thing(run(settings_from(data_dir, database), work), as_json=as_json)
+
+
 @app.command("rotate")
-def rotate(key: KeyId, as_json: AsJson = False, data_dir: DataDir = None, database: DatabaseUrl = None) -> None:
-    """Replace a key: the old one stops working at once, the new secret is printed, once."""
+def rotate(
+    key: KeyId,
+    grace: Annotated[int, typer.Option(metavar="SECONDS", help="How long the old secret works beside the new one.")] = 0,
+    as_json: AsJson = False,
+    data_dir: DataDir = None,
+    database: DatabaseUrl = None,
+) -> None:
+    """Replace a key: the old one stops working at once, or after the grace period; the new secret is printed, once."""
     from appliance.cli.connection import AdminClient, run
 
     async def work(client: AdminClient) -> dict[str, Any]:
         found = await _find_key(client, key)
-        fresh: dict[str, Any] = await client.call("POST", f"/keys/{found['id']}/rotate")
+        fresh: dict[str, Any] = await client.call("POST", f"/keys/{found['id']}/rotate", body={"grace_s": grace})
         return fresh
 
     _print_secret(run(settings_from(data_dir, database), work), as_json=as_json)

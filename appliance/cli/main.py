@@ -19,6 +19,7 @@ def build() -> typer.Typer:
 
     from appliance.cli import (
         admin,
+        alerts,
         audit,
         database,
         doctor,
@@ -26,6 +27,8 @@ def build() -> typer.Typer:
         invoices,
         keys,
         ledger,
+        limits,
+        members,
         models,
         prices,
         serve,
@@ -48,10 +51,13 @@ def build() -> typer.Typer:
     app.add_typer(models.app, name="models")
     app.add_typer(tenants.app, name="tenants")
     app.add_typer(keys.app, name="keys")
+    app.add_typer(members.app, name="members")
+    app.add_typer(limits.app, name="limits")
     app.command("usage")(usage.usage)
     app.add_typer(ledger.app, name="ledger")
     app.add_typer(prices.app, name="prices")
     app.add_typer(invoices.app, name="invoices")
+    app.add_typer(alerts.app, name="alerts")
     app.command("economics")(economics.economics)
     app.command("simulate")(simulate.simulate)
     app.add_typer(database.app, name="db")

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(help="The tenants of the appliance.", no_args_is_help=True)
 
-COLUMNS = ("id", "name", "tier", "weight", "limits", "allowed_models", "suspended", "archived", "created_at")
+COLUMNS = ("id", "name", "tier", "weight", "limits", "limit_mode", "allowed_models", "suspended", "archived", "created_at")
 LIMITS = ("tokens_per_minute", "requests_per_minute", "concurrent_requests", "tokens_per_day", "monthly_budget")
 
 Which = Annotated[str, typer.Argument(metavar="TENANT", help="A tenant's id or name.")]
@@ -26,6 +26,46 @@ LimitOption = Annotated[
 ModelOption = Annotated[
     list[str] | None,
     typer.Option("--model", metavar="NAME", help="A model it may use; repeatable; `all` for every model.", show_default=False),
+]
+ModelLimitOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--model-limit",
+        metavar="MODEL:LIMIT=N",
+        help="A limit for one model alone, as in large:tokens_per_minute=1000; repeatable; `none` lifts all of them.",
+        show_default=False,
+    ),
+]
+ModeOption = Annotated[
+    str | None,
+    typer.Option(
+        "--limit-mode", metavar="MODE", help="enforce, or shadow: count what would be refused and serve it.", show_default=False
+    ),
+]
+CurrencyOption = Annotated[
+    str | None,
+    typer.Option(metavar="CODE", help="What it is billed in, as EUR; fixed by its first request.", show_default=False),
+]
+CutOption = Annotated[
+    bool | None,
+    typer.Option(
+        "--cut-at-budget/--finish-at-budget",
+        help="End a running answer when the monthly budget is spent, or let it finish.",
+        show_default=False,
+    ),
+]
+BillingOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--billing",
+        metavar="FIELD=TEXT",
+        help="Who is billed: name, address, country, email, tax_id or reference; repeatable; replaces what was there.",
+        show_default=False,
+    ),
+]
+AlertOption = Annotated[
+    list[int] | None,
+    typer.Option("--alert-percent", metavar="N", help="A share of the budget that alerts; repeatable.", show_default=False),
 ]
 
 
@@ -58,12 +98,19 @@ def create(
     tokens_per_day: LimitOption = None,
     monthly_budget: LimitOption = None,
     model: ModelOption = None,
+    model_limit: ModelLimitOption = None,
+    limit_mode: ModeOption = None,
+    cut_at_budget: CutOption = None,
+    currency: CurrencyOption = None,
+    billing: BillingOption = None,
+    alert_percent: AlertOption = None,
     as_json: AsJson = False,
     data_dir: DataDir = None,
     database: DatabaseUrl = None,
 ) -> None:
     """Create a tenant."""
-    body = {"name": name, "tier": tier, "weight": weight} | models_body(model)
+    body = {"name": name, "tier": tier, "weight": weight} | models_body(model) | model_limits_body(model_limit)
+    body |= _terms(limit_mode, currency, billing, alert_percent, cut_at_budget=cut_at_budget)
     body |= limits_body(tokens_per_minute, requests_per_minute, concurrent_requests, tokens_per_day, monthly_budget)
     _change(settings_from(data_dir, database), "POST", "/tenants", body, as_json=as_json)
 
@@ -89,6 +136,12 @@ def update(
     tokens_per_day: LimitOption = None,
     monthly_budget: LimitOption = None,
     model: ModelOption = None,
+    model_limit: ModelLimitOption = None,
+    limit_mode: ModeOption = None,
+    cut_at_budget: CutOption = None,
+    currency: CurrencyOption = None,
+    billing: BillingOption = None,
+    alert_percent: AlertOption = None,
     suspended: Annotated[
         bool | None, typer.Option("--suspend/--resume", help="Refuse its requests, or serve them again.", show_default=False)
     ] = None,
@@ -101,6 +154,8 @@ def update(
 
     named = {"name": name, "tier": tier, "weight": weight, "suspended": suspended}
     body: dict[str, Any] = {field: value for field, value in named.items() if value is not None} | models_body(model)
+    body |= model_limits_body(model_limit)
+    body |= _terms(limit_mode, currency, billing, alert_percent, cut_at_budget=cut_at_budget)
     body |= limits_body(tokens_per_minute, requests_per_minute, concurrent_requests, tokens_per_day, monthly_budget)
     if not body:
         raise CommandFailed(
@@ -139,6 +194,47 @@ def limits_body(*values: str | None) -> dict[str, Any]:
             option = "--" + field.replace("_", "-")
             raise CommandFailed(f"{option} takes a whole number or `none`, not {value!r}", code="usage", status=2)
     return {"limits": limits} if limits else {}
+
+
+def model_limits_body(given: list[str] | None) -> dict[str, Any]:
+    """Return the field `model_limits` when any was given: all of them, because it replaces those that were."""
+    if not given:
+        return {}
+    if given == ["none"]:
+        return {"model_limits": None}
+    limits: dict[str, dict[str, int]] = {}
+    for text in given:
+        model, _, setting = text.rpartition(":")
+        name, _, value = setting.partition("=")
+        if not model or name not in LIMITS or not (value.isascii() and value.isdigit()):
+            expected = f"MODEL:LIMIT=N, where LIMIT is one of {', '.join(LIMITS)}"
+            raise CommandFailed(f"--model-limit takes {expected}, not {text!r}", code="usage", status=2)
+        limits.setdefault(model, {})[name] = int(value)
+    return {"model_limits": limits}
+
+
+def _terms(
+    limit_mode: str | None,
+    currency: str | None,
+    billing: list[str] | None,
+    alert_percents: list[int] | None,
+    *,
+    cut_at_budget: bool | None,
+) -> dict[str, Any]:
+    """Return the fields that were given of how a tenant is limited and billed."""
+    terms: dict[str, Any] = {"limit_mode": limit_mode, "cut_at_budget": cut_at_budget, "currency": currency}
+    terms |= {"alert_percents": alert_percents or None, "billing": _billing(billing) if billing else None}
+    return {name: value for name, value in terms.items() if value is not None}
+
+
+def _billing(given: list[str]) -> dict[str, str]:
+    fields = {}
+    for text in given:
+        name, equals, value = text.partition("=")
+        if not equals:
+            raise CommandFailed(f"--billing takes FIELD=TEXT, not {text!r}", code="usage", status=2)
+        fields[name] = value.replace("\\n", "\n")
+    return fields
 
 
 def models_body(models: list[str] | None) -> dict[str, Any]:

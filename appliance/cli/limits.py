@@ -1,0 +1,87 @@
+"""`gatehouse limits`: how long tiers let a request wait for room, and what all tenants together may use of a model."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+from urllib.parse import quote
+
+import typer
+
+from appliance.cli import output
+from appliance.cli.options import AsJson, DatabaseUrl, DataDir, settings_from
+from appliance.cli.tenants import LimitOption, ModeOption, limits_body
+
+app = typer.Typer(help="Limits that belong to no tenant: of tiers and of models.", no_args_is_help=True)
+
+Model = Annotated[str, typer.Argument(metavar="MODEL", help="The name of a model, as requests name it.")]
+
+
+@app.command("tiers")
+def list_tiers(as_json: AsJson = False, data_dir: DataDir = None, database: DatabaseUrl = None) -> None:
+    """List the tiers."""
+    _list("/tiers", ("name", "admission_wait_ms"), "There are no tiers.", as_json=as_json, data_dir=data_dir, database=database)
+
+
+@app.command("tier")
+def change_tier(
+    name: Annotated[str, typer.Argument(help="interactive, standard or batch.")],
+    admission_wait_ms: Annotated[
+        int, typer.Option(metavar="MS", help="How long a request waits for room in its limits before it is refused.")
+    ],
+    as_json: AsJson = False,
+    data_dir: DataDir = None,
+    database: DatabaseUrl = None,
+) -> None:
+    """Change a tier."""
+    body = {"admission_wait_ms": admission_wait_ms}
+    _call("PATCH", f"/tiers/{quote(name, safe='')}", body, as_json=as_json, data_dir=data_dir, database=database)
+
+
+@app.command("models")
+def list_models(as_json: AsJson = False, data_dir: DataDir = None, database: DatabaseUrl = None) -> None:
+    """List the models that have limits for all tenants together."""
+    columns = ("model", "limits", "limit_mode", "updated_at")
+    _list("/model-limits", columns, "No model has limits.", as_json=as_json, data_dir=data_dir, database=database)
+
+
+@app.command("model")
+def limit_model(
+    model: Model,
+    tokens_per_minute: LimitOption = None,
+    requests_per_minute: LimitOption = None,
+    concurrent_requests: LimitOption = None,
+    tokens_per_day: LimitOption = None,
+    monthly_budget: LimitOption = None,
+    mode: ModeOption = None,
+    as_json: AsJson = False,
+    data_dir: DataDir = None,
+    database: DatabaseUrl = None,
+) -> None:
+    """Limit a model for all tenants together; what is not named is not limited any more."""
+    given = limits_body(tokens_per_minute, requests_per_minute, concurrent_requests, tokens_per_day, monthly_budget)
+    body: dict[str, Any] = {"limits": given.get("limits", {})} | ({} if mode is None else {"limit_mode": mode})
+    _call("PUT", f"/model-limits/{quote(model)}", body, as_json=as_json, data_dir=data_dir, database=database)
+
+
+@app.command("free-model")
+def free_model(model: Model, as_json: AsJson = False, data_dir: DataDir = None, database: DatabaseUrl = None) -> None:
+    """Lift the limits of a model."""
+    _call("DELETE", f"/model-limits/{quote(model)}", as_json=as_json, data_dir=data_dir, database=database)
+
+
+def _list(
+    path: str, columns: tuple[str, ...], empty: str, *, as_json: bool, data_dir: str | None, database: str | None
+) -> None:
+    from appliance.cli.connection import run
+
+    rows = run(settings_from(data_dir, database), lambda client: client.call("GET", path))["data"]
+    if as_json:
+        output.data({"data": rows})
+    else:
+        output.table(rows, columns, empty=empty)
+
+
+def _call(method: str, path: str, body: object = None, *, as_json: bool, data_dir: str | None, database: str | None) -> None:
+    from appliance.cli.connection import run
+
+    output.thing(run(settings_from(data_dir, database), lambda client: client.call(method, path, body=body)), as_json=as_json)

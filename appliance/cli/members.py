@@ -1,0 +1,145 @@
+"""`gatehouse members`: who belongs to a tenant, who signs in, and what they may do."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from appliance.cli import output
+from appliance.cli.failure import CommandFailed
+from appliance.cli.options import AsJson, DatabaseUrl, DataDir, settings_from
+from appliance.cli.tenants import at_tenant, find
+
+if TYPE_CHECKING:
+    from appliance.cli.connection import AdminClient
+
+app = typer.Typer(help="People: who signs in, and who belongs to which tenant.", no_args_is_help=True)
+
+COLUMNS = ("id", "email", "role", "disabled", "memberships", "created_at")
+TENANT_COLUMNS = ("member_id", "email", "role", "disabled", "created_at")
+KEEP_IT = "Pass the password on now: it is not shown again."
+BOX_ROLES = "owner, admin, billing, viewer, or member for none."
+TENANT_ROLES = "manager, developer or viewer."
+
+Email = Annotated[str, typer.Argument(metavar="E-MAIL", help="The address that somebody signs in with.")]
+Tenant = Annotated[str, typer.Option("--tenant", metavar="TENANT", help="A tenant's id or name.")]
+
+
+@app.command("list")
+def list_members(
+    tenant: Annotated[
+        str | None, typer.Option(metavar="TENANT", help="Only who belongs to this tenant.", show_default=False)
+    ] = None,
+    as_json: AsJson = False,
+    data_dir: DataDir = None,
+    database: DatabaseUrl = None,
+) -> None:
+    """List who may sign in, or who belongs to a tenant."""
+    from appliance.cli.connection import run
+
+    async def work(client: AdminClient) -> list[dict[str, Any]]:
+        path = "/members" if tenant is None else f"/tenants/{(await find(client, tenant))['id']}/members"
+        return await client.every(path)
+
+    rows = run(settings_from(data_dir, database), work)
+    if as_json:
+        output.data({"data": rows})
+    elif tenant is None:
+        shown = [{**row, "memberships": [f"{each['role']}@{each['tenant_id']}" for each in row["memberships"]]} for row in rows]
+        output.table(shown, COLUMNS, empty="Nobody may sign in. Make somebody: gatehouse admin create E-MAIL")
+    else:
+        output.table(rows, TENANT_COLUMNS, empty="Nobody belongs to this tenant. Invite: gatehouse members invite E-MAIL")
+
+
+@app.command("invite")
+def invite(
+    email: Email,
+    tenant: Tenant,
+    role: Annotated[str, typer.Option(help=TENANT_ROLES)] = "developer",
+    as_json: AsJson = False,
+    data_dir: DataDir = None,
+    database: DatabaseUrl = None,
+) -> None:
+    """Let somebody belong to a tenant; prints the password of who could not sign in before, once."""
+    from appliance.cli.connection import run
+
+    body = {"email": email, "role": role}
+    made = run(settings_from(data_dir, database), at_tenant(tenant, "POST", "/members", body=body))
+    output.thing(made if as_json or made["password"] else {**made, "password": "the one they have"}, as_json=as_json)
+    if made["password"] and not as_json:
+        typer.echo(KEEP_IT, err=True)
+
+
+@app.command("set-role")
+def set_role(
+    email: Email,
+    role: Annotated[str, typer.Argument(help=f"In a tenant {TENANT_ROLES} On the box {BOX_ROLES}")],
+    tenant: Annotated[
+        str | None, typer.Option(metavar="TENANT", help="The role in this tenant, not on the box.", show_default=False)
+    ] = None,
+    as_json: AsJson = False,
+    data_dir: DataDir = None,
+    database: DatabaseUrl = None,
+) -> None:
+    """Change what somebody may do, on the box or in a tenant."""
+    work = _change(email, {"role": role}) if tenant is None else _at_membership(email, tenant, "PATCH", {"role": role})
+    _print(work, as_json=as_json, data_dir=data_dir, database=database)
+
+
+@app.command("remove")
+def remove(
+    email: Email, tenant: Tenant, as_json: AsJson = False, data_dir: DataDir = None, database: DatabaseUrl = None
+) -> None:
+    """Let somebody belong to a tenant no more."""
+    _print(_at_membership(email, tenant, "DELETE"), as_json=as_json, data_dir=data_dir, database=database)
+
+
+@app.command("disable")
+def disable(email: Email, as_json: AsJson = False, data_dir: DataDir = None, database: DatabaseUrl = None) -> None:
+    """Let somebody sign in no more, and end their sessions at once."""
+    _print(_change(email, {"disabled": True}), as_json=as_json, data_dir=data_dir, database=database)
+
+
+@app.command("enable")
+def enable(email: Email, as_json: AsJson = False, data_dir: DataDir = None, database: DatabaseUrl = None) -> None:
+    """Let somebody who was disabled sign in again."""
+    _print(_change(email, {"disabled": False}), as_json=as_json, data_dir=data_dir, database=database)
+
+
+def _change(email: str, body: dict[str, Any]) -> Callable[[AdminClient], Awaitable[dict[str, Any]]]:
+    async def work(client: AdminClient) -> dict[str, Any]:
+        member = await _find_in(client, "/members", "id", email)
+        changed: dict[str, Any] = await client.call("PATCH", f"/members/{member}", body=body)
+        return changed
+
+    return work
+
+
+def _at_membership(
+    email: str, tenant: str, method: str, body: dict[str, Any] | None = None
+) -> Callable[[AdminClient], Awaitable[dict[str, Any]]]:
+    async def work(client: AdminClient) -> dict[str, Any]:
+        path = f"/tenants/{(await find(client, tenant))['id']}/members"
+        member = await _find_in(client, path, "member_id", email)
+        changed: dict[str, Any] = await client.call(method, f"{path}/{member}", body=body)
+        return changed
+
+    return work
+
+
+async def _find_in(client: AdminClient, path: str, field: str, email: str) -> str:
+    """Return the id of whoever has this address among the rows of `path`."""
+    for row in await client.every(path):
+        if row["email"] == email.strip().lower():
+            return str(row[field])
+    raise CommandFailed(f"there is nobody with the address {email!r} here", code="not_found")
+
+
+def _print(
+    work: Callable[[AdminClient], Awaitable[dict[str, Any]]], *, as_json: bool, data_dir: str | None, database: str | None
+) -> None:
+    from appliance.cli.connection import run
+
+    output.thing(run(settings_from(data_dir, database), work), as_json=as_json)

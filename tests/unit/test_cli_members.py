@@ -1,0 +1,164 @@
+"""`gatehouse members` and `gatehouse limits`, and what tenants and keys take on the command line, as they are typed."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from appliance.cli.main import main
+
+DORA = "dora@example.com"
+
+
+class Typed:
+    """What a command line did: its exit status and what it wrote."""
+
+    def __init__(self, status: int, out: str, err: str) -> None:
+        self.status, self.out, self.err = status, out, err
+
+    def json(self) -> Any:
+        assert self.status == 0, self.out + self.err
+        return json.loads(self.out)
+
+
+@pytest.fixture
+def typed(
+    tmp_path: Path,
+    migrated_sqlite_file: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    own_logging: None,
+    capsys: pytest.CaptureFixture[str],
+) -> Any:
+    """Run commands on an appliance that does not run, with the tenant `bob`."""
+    for name in [name for name in os.environ if name.startswith("GATEHOUSE_")]:
+        monkeypatch.delenv(name)
+    shutil.copyfile(migrated_sqlite_file, tmp_path / "gatehouse.db")
+    monkeypatch.setenv("GATEHOUSE_DATA_DIR", str(tmp_path))
+
+    def run(*arguments: str) -> Typed:
+        status = main(list(arguments))
+        written = capsys.readouterr()
+        return Typed(status, written.out, written.err)
+
+    assert run("tenants", "create", "bob").status == 0
+    return run
+
+
+def test_somebody_is_invited_promoted_and_removed(typed: Any) -> None:
+    made = typed("members", "invite", DORA, "--tenant", "bob", "--role", "viewer", "--json").json()
+
+    assert len(made["password"]) > 15
+    assert typed("members", "invite", DORA, "--tenant", "bob").err.startswith("gatehouse: this member belongs to the tenant")
+    assert typed("members", "set-role", DORA, "manager", "--tenant", "bob", "--json").json()["role"] == "manager"
+    (listed,) = typed("members", "list", "--tenant", "bob", "--json").json()["data"]
+    assert (listed["email"], listed["role"]) == (DORA, "manager")
+    assert "manager@tn_" in typed("members", "list").out
+    assert typed("members", "remove", DORA, "--tenant", "bob").status == 0
+    assert typed("members", "list", "--tenant", "bob", "--json").json() == {"data": []}
+    assert typed("members", "remove", DORA, "--tenant", "bob").status == 1
+
+
+def test_a_password_is_said_to_be_shown_once(typed: Any) -> None:
+    first = typed("members", "invite", DORA, "--tenant", "bob")
+    assert "not shown again" in first.err
+    assert typed("tenants", "create", "emil").status == 0
+    again = typed("members", "invite", DORA, "--tenant", "emil")
+
+    assert (again.status, again.err) == (0, "")
+    assert "the one they have" in again.out
+
+
+def test_a_role_on_the_box_changes_and_the_last_owner_stays(typed: Any) -> None:
+    assert typed("admin", "create", "alice@example.com", "--role", "owner").status == 0
+    assert typed("admin", "create", DORA, "--role", "viewer").status == 0
+    assert typed("members", "set-role", DORA, "billing", "--json").json()["role"] == "billing"
+    assert typed("members", "disable", DORA, "--json").json()["disabled"]
+    assert not typed("members", "enable", DORA, "--json").json()["disabled"]
+    for arguments in (["set-role", "alice@example.com", "viewer"], ["disable", "alice@example.com"]):
+        refused = typed("members", *arguments)
+        assert (refused.status, "last owner" in refused.err) == (1, True)
+
+
+def test_a_key_is_rotated_with_a_grace_period(typed: Any) -> None:
+    old = typed("keys", "create", "bob", "--scope", "usage", "--model-limit", "m:tokens_per_minute=5", "--json").json()
+    assert (old["scopes"], old["model_limits"]["m"]["tokens_per_minute"]) == (["usage"], 5)
+    fresh = typed("keys", "rotate", old["prefix"], "--grace", "60", "--json").json()
+    rows = {row["id"]: row for row in typed("keys", "list", "--json").json()["data"]}
+
+    assert rows[old["id"]]["replaced_by"] == fresh["id"]
+    assert rows[old["id"]]["expires_at"] is not None
+    refused = typed("keys", "rotate", fresh["id"], "--grace", "-1")
+    assert (refused.status, "grace_s" in refused.err) == (1, True)
+
+
+def test_a_key_is_changed(typed: Any) -> None:
+    key = typed("keys", "create", "bob", "--json").json()
+    changed = typed(
+        "keys", "update", key["id"], "--name", "ci", "--tokens-per-minute", "7", "--limit-mode", "shadow", "--json"
+    ).json()
+
+    assert (changed["name"], changed["limits"]["tokens_per_minute"], changed["limit_mode"]) == ("ci", 7, "shadow")
+    assert typed("keys", "update", key["id"]).status == 2
+
+
+def test_a_tenant_takes_its_terms(typed: Any) -> None:
+    options = [
+        "--limit-mode",
+        "shadow",
+        "--cut-at-budget",
+        "--currency",
+        "USD",
+        "--alert-percent",
+        "50",
+        "--alert-percent",
+        "90",
+    ]
+    options += ["--billing", "name=Bob GmbH", "--billing", r"address=Gasse 1\n8000 Zürich"]
+    options += ["--model-limit", "org/m:v1:tokens_per_minute=9", "--model-limit", "org/m:v1:concurrent_requests=1"]
+    bob = typed("tenants", "update", "bob", *options, "--json").json()
+
+    assert (bob["limit_mode"], bob["cut_at_budget"], bob["currency"], bob["alert_percents"]) == (
+        "shadow",
+        True,
+        "USD",
+        [50, 90],
+    )
+    assert bob["billing"] == {"name": "Bob GmbH", "address": "Gasse 1\n8000 Zürich"}
+    assert (bob["model_limits"]["org/m:v1"]["tokens_per_minute"], bob["model_limits"]["org/m:v1"]["concurrent_requests"]) == (
+        9,
+        1,
+    )
+    assert typed("tenants", "update", "bob", "--model-limit", "none", "--json").json()["model_limits"] == {}
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("--model-limit", "m"),
+        ("--model-limit", "m:speed=1"),
+        ("--model-limit", "m:tokens_per_minute=-1"),
+        ("--model-limit", "tokens_per_minute=1"),
+        ("--billing", "name"),
+    ],
+)
+def test_a_misspelt_option_is_a_usage_error_that_names_it(typed: Any, option: str, value: str) -> None:
+    refused = typed("tenants", "update", "bob", option, value)
+
+    assert refused.status == 2
+    assert option in refused.err
+
+
+def test_tiers_and_models_are_limited(typed: Any) -> None:
+    assert typed("limits", "tier", "batch", "--admission-wait-ms", "100", "--json").json()["admission_wait_ms"] == 100
+    assert [row["admission_wait_ms"] for row in typed("limits", "tiers", "--json").json()["data"]] == [0, 0, 100]
+    assert "admission_wait_ms" in typed("limits", "tier", "batch", "--admission-wait-ms", "-1").err
+    made = typed("limits", "model", "org/m", "--tokens-per-minute", "5", "--limit-mode", "shadow", "--json").json()
+    assert (made["model"], made["limits"]["tokens_per_minute"], made["limit_mode"]) == ("org/m", 5, "shadow")
+    assert typed("limits", "models", "--json").json() == {"data": [made]}
+    assert typed("limits", "free-model", "org/m").status == 0
+    assert typed("limits", "free-model", "org/m").status == 1
