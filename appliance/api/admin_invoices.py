@@ -22,7 +22,7 @@ from appliance.api.invoice_shapes import (
 )
 from appliance.api.queries import PAGING, AdminRequest, check_query, choice, paging
 from appliance.api.services_of import services_of
-from appliance.api.shapes import PageShape, page_shape
+from appliance.api.shapes import LedgerEventShape, PageShape, ledger_event_shape, page_shape
 from appliance.base.errors import NotFound
 from appliance.metering.box_records import SELLER
 from appliance.metering.calendar import first_day
@@ -131,6 +131,17 @@ async def retrieve_invoice(request: AdminRequest, invoice_id: FromPath[str]) -> 
     return Response(body, media_type=media_type, headers=headers)
 
 
+@get("/invoices/{invoice_id:str}/events", summary="The usage events behind an invoice", tags=TAGS, opt={"query": PAGING})
+async def list_invoice_events(request: AdminRequest, invoice_id: FromPath[str]) -> PageShape[LedgerEventShape]:
+    """Return the events that the lines are the sum of, in the order in which they were posted."""
+    access = await authenticate_administrator(request, Action.INVOICES)
+    check_query(request)
+    invoices = services_of(request).invoices
+    head = await invoices.head(invoice_id)
+    access.require_row(Action.INVOICES, head.tenant_id, what="invoice", param="invoice_id")
+    return page_shape(await invoices.events(invoice_id, *paging(request)), ledger_event_shape)
+
+
 @post(
     "/invoices/{invoice_id:str}/close", status_code=200, summary="Close an invoice for ever", tags=TAGS, opt={"errors": (409,)}
 )
@@ -208,6 +219,7 @@ HANDLERS = [
     list_tenant_invoices,
     draft_invoice,
     retrieve_invoice,
+    list_invoice_events,
     close_invoice,
     discard_invoice,
     list_allowances,

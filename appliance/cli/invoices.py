@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 app = typer.Typer(help="Invoices: drafts, closing a month, files to send.", no_args_is_help=True)
 
 COLUMNS = ("number", "tenant", "month", "state", "due", "id")
-FORMATS = ("pdf", "csv", "json")
+FORMATS = ("pdf", "csv", "json", "events")
 
 Month = Annotated[str, typer.Option("--month", metavar="YYYY-MM", help="The month, of the billing time zone.")]
 Tenant = Annotated[str | None, typer.Option("--tenant", metavar="TENANT", help="One tenant (id or name).", show_default=False)]
@@ -83,7 +83,9 @@ def export(
     tenant: Tenant = None,
     everybody: All = False,
     out: Annotated[Path, typer.Option("--out", metavar="DIR", help="The folder for the files; it is made.")] = Path("."),
-    forms: Annotated[list[str] | None, typer.Option("--format", help="pdf, csv or json; repeatable; pdf unless given.")] = None,
+    forms: Annotated[
+        list[str] | None, typer.Option("--format", help="pdf, csv, json or events (each request as CSV); repeatable.")
+    ] = None,
     drafts: Annotated[bool, typer.Option("--drafts", help="Export drafts too; they are marked as such.")] = False,
     as_json: AsJson = False,
     data_dir: DataDir = None,
@@ -222,7 +224,24 @@ async def _tenants(client: AdminClient, tenant: str | None, *, everybody: bool) 
 
 async def _write(client: AdminClient, head: Row, form: str, out: Path) -> str:
     name = f"invoice-{head['number']}" if head["number"] else f"draft-{head['month']}-{head['tenant_id']}"
+    if form == "events":
+        return _save(out / f"{name}-events.csv", _csv(await client.every(f"/invoices/{head['id']}/events")))
     return _save(out / f"{name}.{form}", await client.fetch(f"/invoices/{head['id']}.{form}"))
+
+
+def _csv(rows: list[Row]) -> bytes:
+    """Return usage events as CSV; what a spreadsheet would take for a formula gets an apostrophe in front."""
+    import csv
+    import io
+
+    buffer = io.StringIO()
+    writer = csv.writer(buffer, lineterminator="\r\n")
+    columns = list(rows[0]) if rows else ["id"]
+    writer.writerow(columns)
+    for row in rows:
+        cells = (row[column] for column in columns)
+        writer.writerow(["'" + cell if isinstance(cell, str) and cell[:1] in ("=", "+", "-", "@") else cell for cell in cells])
+    return buffer.getvalue().encode()
 
 
 def _save(path: Path, content: bytes) -> str:

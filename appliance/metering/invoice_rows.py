@@ -99,8 +99,8 @@ async def read_month(connection: AsyncConnection, tenant_id: str, month: str) ->
     return await _one(connection, select(invoices).where(invoices.c.tenant_id == tenant_id, invoices.c.month == month))
 
 
-async def read_last_cover(connection: AsyncConnection, tenant_id: str) -> Cover | None:
-    """Return what the closed invoices of a tenant cover together; None before the first."""
+async def read_last_cover(connection: AsyncConnection, tenant_id: str, *, before: str | None = None) -> Cover | None:
+    """Return what the closed invoices of a tenant, or those of months before `before`, cover together; None without any."""
     columns = invoices.c
     query = (
         select(columns.month, columns.through_posting)
@@ -108,6 +108,8 @@ async def read_last_cover(connection: AsyncConnection, tenant_id: str) -> Cover 
         .order_by(columns.month.desc())
         .limit(1)
     )
+    if before is not None:
+        query = query.where(columns.month < before)
     row = (await connection.execute(query)).first()
     return None if row is None else Cover(row.month, row.through_posting)
 

@@ -19,6 +19,8 @@ from appliance.base.money import discounted
 from appliance.base.tables import prices, usage_events
 from appliance.metering.calendar import last_day
 from appliance.metering.invoice_lines import EventSums
+from appliance.metering.ledger_rows import event_from_row
+from appliance.metering.records import UsageEvent
 from appliance.metering.rollups import SETTLED
 from appliance.metering.sums import join_sum, split_sum
 
@@ -40,6 +42,25 @@ async def read_event_sums(connection: AsyncConnection, tenant_id: str, cover: Co
     return [_event_sums(row) for row in rows]
 
 
+async def read_covered_events(
+    connection: AsyncConnection,
+    tenant_id: str,
+    cover: Cover,
+    before: Cover | None,
+    *,
+    first: date | None,
+    after_posting: int,
+    rows_max: int,
+) -> list[UsageEvent]:
+    """Return the events that `read_event_sums` sums, from the day `first` on (None: all), in the order of their postings."""
+    events = usage_events.c
+    query = select(usage_events).where(*_covered(tenant_id, cover, before), events.posting > after_posting)
+    if first is not None:
+        query = query.where(events.billing_day >= first)
+    rows = (await connection.execute(query.order_by(events.posting).limit(rows_max))).mappings().all()
+    return [event_from_row(row) for row in rows]
+
+
 def _query(tenant_id: str, cover: Cover, before: Cover | None) -> Select[Any]:
     events = usage_events.c
     groups = (events.billing_day, events.model, events.currency, events.kind, events.price_id, events.price_basis_points)
@@ -52,13 +73,7 @@ def _query(tenant_id: str, cover: Cover, before: Cover | None) -> Select[Any]:
             high.label("cost_high"),
             low.label("cost_low"),
         )
-        .where(
-            events.tenant_id == tenant_id,
-            events.status.in_(SETTLED),
-            events.billing_day <= last_day(cover.month),
-            events.posting <= cover.through_posting,
-            *([] if before is None else [_uncovered(before)]),
-        )
+        .where(*_covered(tenant_id, cover, before))
         .group_by(*groups)
         .subquery()
     )
@@ -66,9 +81,17 @@ def _query(tenant_id: str, cover: Cover, before: Cover | None) -> Select[Any]:
     return select(grouped, *priced).join_from(grouped, prices, prices.c.id == grouped.c.price_id, isouter=True)
 
 
-def _uncovered(before: Cover) -> ColumnElement[bool]:
+def _covered(tenant_id: str, cover: Cover, before: Cover | None) -> list[ColumnElement[bool]]:
     events = usage_events.c
-    return or_(events.billing_day > last_day(before.month), events.posting > before.through_posting)
+    conditions = [
+        events.tenant_id == tenant_id,
+        events.status.in_(SETTLED),
+        events.billing_day <= last_day(cover.month),
+        events.posting <= cover.through_posting,
+    ]
+    if before is not None:
+        conditions.append(or_(events.billing_day > last_day(before.month), events.posting > before.through_posting))
+    return conditions
 
 
 def _event_sums(row: RowMapping) -> EventSums:

@@ -14,6 +14,7 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import date
+from typing import Any
 
 from sqlalchemy import and_, or_
 from sqlalchemy.ext.asyncio import AsyncConnection
@@ -25,12 +26,14 @@ from appliance.base.errors import CurrenciesMixed, InvalidValue, InvoiceClosed, 
 from appliance.base.ids import new_id
 from appliance.base.tables import invoices
 from appliance.metering import invoice_rows as rows
+from appliance.metering import outbox
 from appliance.metering.box_records import SELLER, read_record
 from appliance.metering.calendar import BillingCalendar, first_day
 from appliance.metering.free_allowances import free_in, read_allowances
 from appliance.metering.invoice_lines import EventSums, FreeMonth, InvoiceLine, allowance_lines, totals_of, usage_lines
 from appliance.metering.invoice_rows import TIME_ZONE, Invoice, InvoiceHead, Narrow
-from appliance.metering.invoice_sums import Cover, read_event_sums
+from appliance.metering.invoice_sums import Cover, read_covered_events, read_event_sums
+from appliance.metering.records import UsageEvent
 from appliance.tenancy import audit
 from appliance.tenancy.pages import PAGE_ROWS_DEFAULT, Page, check_limit, decode_cursor, page_of
 
@@ -136,6 +139,17 @@ class Invoices:
                 raise MonthOutOfOrder(message, param="month")
             return await self._freeze(connection, content.invoice, through)
 
+    async def events(self, invoice_id: str, limit: int = PAGE_ROWS_DEFAULT, cursor: str | None = None) -> Page[UsageEvent]:
+        """Return the events behind an invoice, in the order of their postings. Raises NotFound."""
+        after = 0 if cursor is None else decode_cursor("invoice_events", cursor, [int])[0]
+        async with self._db.reading() as connection:
+            head = await _read_head(connection, invoice_id)
+            cover, before, first = await _cover_of(connection, head)
+            found = await read_covered_events(
+                connection, head.tenant_id, cover, before, first=first, after_posting=after, rows_max=check_limit(limit) + 1
+            )
+        return page_of(found, limit, "invoice_events", lambda event: [event.posting or 0])
+
     async def discard(self, invoice_id: str) -> None:
         """Remove a draft. Raises NotFound, and InvoiceClosed for what is none."""
         async with self._db.writing() as connection:
@@ -193,6 +207,9 @@ class Invoices:
         if not await rows.freeze(connection, closed):
             raise InvoiceClosed(f"the invoice of {head.month} is closed and never changes", param="invoice_id")
         facts = ("number", "month", "state", "currency", "total_micros", "tax_micros", "through_posting")
+        await outbox.tell(
+            connection, now, event="invoice.closed", subject=head.id, data=_announcement(closed), tenant_id=head.tenant_id
+        )
         await audit.record(
             connection,
             self._clock,
@@ -260,6 +277,16 @@ async def _sum_ahead(connection: AsyncConnection, head: InvoiceHead) -> _Ahead:
     return _Ahead(before, cover, await read_event_sums(connection, head.tenant_id, cover, before))
 
 
+async def _cover_of(connection: AsyncConnection, head: InvoiceHead) -> tuple[Cover, Cover | None, date | None]:
+    """Return what an invoice covers, what those before it do, and the first day of a draft that nothing late goes to."""
+    if head.through_posting is not None:
+        before = await rows.read_last_cover(connection, head.tenant_id, before=head.month)
+        return Cover(head.month, head.through_posting), before, None
+    ahead = await _sum_ahead(connection, head)
+    is_next = _open_before(ahead.sums, head.month, ahead.before) is None
+    return ahead.cover, ahead.before, None if is_next else first_day(head.month)
+
+
 async def _sums_since(
     connection: AsyncConnection, head: InvoiceHead, before: Cover | None, through: int, ahead: _Ahead
 ) -> Sequence[EventSums]:
@@ -304,6 +331,21 @@ async def _free_months(
             granted_micros=said[of].granted_micros,
         )
         for of in months
+    }
+
+
+def _announcement(invoice: Invoice) -> dict[str, Any]:
+    """Return what is told to the outside of an invoice that was closed."""
+    head = invoice.head
+    return {
+        "tenant_id": head.tenant_id,
+        "tenant_name": invoice.buyer["name"],
+        "invoice_id": head.id,
+        "number": head.number,
+        "month": head.month,
+        "total_micros": head.total_micros,
+        "tax_micros": head.tax_micros,
+        "currency": head.currency,
     }
 
 

@@ -17,7 +17,9 @@ from appliance.base.errors import InvoiceClosed, MonthNotOver, MonthOutOfOrder
 from appliance.metering.calendar import BillingCalendar
 from appliance.metering.free_allowances import FreeAllowances
 from appliance.metering.invoice_lines import FREE_ALLOWANCE, InvoiceLine, usage_picos
+from appliance.metering.invoice_rows import Invoice
 from appliance.metering.invoices import Invoices
+from appliance.metering.records import UsageEvent
 from tests.support.billing import Tokens, add_price, post_event
 from tests.support.cast import Cast, Person
 from tests.support.clock import FakeClock
@@ -80,7 +82,11 @@ async def test_every_event_is_on_one_invoice_or_in_the_open_rest(
         assert {invoice.head.month: usage_picos(invoice.lines) for invoice in closed} == twin.closed
         rest = sum(twin.waiting.values())
         assert sum(usage_picos(invoice.lines) for invoice in closed) + rest == total[tenant_id]
+        seen: list[int] = []
         for invoice in stored:
+            events = await _events(invoices, invoice)
+            assert sum(event.cost_picos for event in events) == usage_picos(invoice.lines)
+            seen += [event.id for event in events] if not invoice.is_draft else []
             assert all(line.rounded_micros == _half_up(line.exact_picos) for line in invoice.lines)
             assert all(
                 line.exact_picos == line.tokens * line.unit_price for line in invoice.lines if line.unit_price is not None
@@ -88,6 +94,7 @@ async def test_every_event_is_on_one_invoice_or_in_the_open_rest(
             if invoice.is_draft and not twin.blocking(invoice.head.month):
                 due = sum(cost for of, cost in twin.waiting.items() if of <= invoice.head.month)
                 assert usage_picos(invoice.lines) == due
+        assert len(seen) == len(set(seen))
     numbers = sorted(head.number or "" for head in (await invoices.list(state="closed")).data)
     assert len(numbers) >= 4
     assert numbers == [f"2026-{count:04d}" for count in range(1, len(numbers) + 1)]
@@ -134,6 +141,17 @@ async def _close(invoices: Invoices, twin: Twin, person: Person, month: str) -> 
         assert blocking or newest > month
     else:
         assert usage_picos(closed.lines) == twin.close(month)
+
+
+async def _events(invoices: Invoices, invoice: Invoice) -> list[UsageEvent]:
+    events: list[UsageEvent] = []
+    cursor = None
+    while True:
+        page = await invoices.events(invoice.head.id, 7, cursor)
+        events += page.data
+        cursor = page.next_cursor
+        if cursor is None:
+            return events
 
 
 def _day(chance: random.Random, month: str) -> date:

@@ -92,6 +92,13 @@ async def test_an_invoice_comes_as_csv_and_pdf(box: ApiBox, bob: Person) -> None
     assert await refusal(box, "GET", f"/invoices/{draft['id']}.docx", 404) == ("not_found", "invoice_id")
 
 
+async def test_the_events_behind_an_invoice_are_listed(box: ApiBox, bob: Person) -> None:
+    draft = await drafted(box, bob)
+    (event,) = (await box.call("GET", f"/invoices/{draft['id']}/events"))["data"]
+    assert (event["tenant_id"], event["cost_picos"]) == (bob.tenant.id, draft["usage_picos"])
+    assert await refusal(box, "GET", f"/invoices/{draft['id']}/events?cursor=x", 400) == ("invalid_value", "cursor")
+
+
 async def test_a_draft_that_nobody_wants_is_discarded_and_can_be_drafted_again(box: ApiBox, bob: Person) -> None:
     draft = await drafted(box, bob)
     assert (await box.client.delete(f"/admin/v1/invoices/{draft['id']}")).status_code == 204

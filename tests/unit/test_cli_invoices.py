@@ -77,13 +77,14 @@ def test_a_month_is_closed_for_everybody_and_exported(typed: Type, tmp_path: Pat
     status, closed, _ = typed("invoices", "close", "--month", "2026-02", "--all")
     assert told(closed) == [("bob", "closed", "2.00 EUR"), ("charlie", "closed", "2.00 EUR")]
     assert typed("invoices", "close", "--month", "2026-02", "--all")[:2] == (0, {"data": []})  # done already
-    arguments = ("invoices", "export", "--month", "2026-02", "--all", "--format", "pdf", "--format", "csv")
+    forms = ("--format", "pdf", "--format", "csv", "--format", "events")
+    arguments = ("invoices", "export", "--month", "2026-02", "--all", *forms)
     status, files, _ = typed(*arguments, "--out", str(tmp_path / "out"))
     year = SystemClock().now().year
     assert sorted(Path(name).name for name in files["files"]) == [
-        f"invoice-{year}-000{number}.{form}" for number in (2, 3) for form in ("csv", "pdf")
+        f"invoice-{year}-000{number}{ending}" for number in (2, 3) for ending in ("-events.csv", ".csv", ".pdf")
     ]
-    assert all(Path(name).read_bytes().startswith((b"%PDF-", b"number,")) for name in files["files"])
+    assert all(Path(name).read_bytes().startswith((b"%PDF-", b"number,", b"id,request_id,")) for name in files["files"])
     assert len(typed("invoices", "list")[1]["data"]) == 3
     assert len(typed("invoices", "list", "--tenant", "bob", "--month", "2026-01")[1]["data"]) == 1
 
@@ -106,7 +107,7 @@ def test_an_empty_month_of_one_tenant_is_closed_when_it_is_asked_for(typed: Type
         (("close", "--month", "2026-01"), 2, "--tenant TENANT or --all"),
         (("close", "--month", "2026-01", "--all", "--tenant", "bob"), 2, "--tenant TENANT or --all"),
         (("close", "--month", "2026-02", "--tenant", "bob"), 1, "2026-01 must be closed"),
-        (("export", "--month", "2026-01", "--all", "--format", "docx"), 2, "pdf, csv, json"),
+        (("export", "--month", "2026-01", "--all", "--format", "docx"), 2, "pdf, csv, json, events"),
         (("export", "--month", "January", "--all"), 1, "YYYY-MM"),
         (("seller",), 1, "has not been entered"),
         (("seller", "--file", "nowhere.json"), 1, "cannot be read as JSON"),
