@@ -71,6 +71,20 @@ class Invoice:
         terms_days = self.seller.get("payment_terms_days", TERMS_DAYS_DEFAULT)
         return None if self.issued_on is None else self.issued_on + timedelta(days=terms_days)
 
+    @property
+    def announcement(self) -> dict[str, Any]:
+        """Return what is told to the outside when it is closed."""
+        return {
+            "tenant_id": self.head.tenant_id,
+            "tenant_name": self.buyer["name"],
+            "invoice_id": self.head.id,
+            "number": self.head.number,
+            "month": self.head.month,
+            "total_micros": self.head.total_micros,
+            "tax_micros": self.head.tax_micros,
+            "currency": self.head.currency,
+        }
+
 
 @dataclass(frozen=True, slots=True)
 class MonthOnInvoices:

@@ -35,6 +35,7 @@ from appliance.metering.invoice_wording import ABORT_POLICY
 from appliance.metering.invoices import Invoices
 from appliance.metering.prices import Price
 from appliance.metering.seller import Seller
+from tests.support.alerts import TARGET, alert_box
 from tests.support.billing import Tokens, add_price, post_event
 from tests.support.cast import Cast, Person, make_person
 from tests.support.clock import FakeClock
@@ -146,6 +147,27 @@ async def test_what_is_posted_while_a_month_is_being_closed_is_on_it_or_on_the_n
     assert closed.head.through_posting == 2
     assert told(closed) == [("demo", "prompt", "2026-10", 17, 17)]
     assert (await books.draft("2026-11")).lines == ()
+
+
+async def test_who_listens_hears_once_that_an_invoice_was_closed(books: Books) -> None:
+    alerts = alert_box(books.database, books.clock)
+    await alerts.webhooks.create(kind="webhook", target=TARGET, tenant_id=books.bob.tenant.id)
+    await books.post(OCTOBER)
+    closed = await books.close("2026-10")
+    with pytest.raises(InvoiceClosed):
+        await books.invoices.close(closed.head.id)
+    (message,) = await alerts.messages()
+    assert message.event == "invoice.closed"
+    assert message.payload["data"] == {
+        "tenant_id": books.bob.tenant.id,
+        "tenant_name": "bob",
+        "invoice_id": closed.head.id,
+        "number": closed.head.number,
+        "month": "2026-10",
+        "total_micros": closed.head.total_micros,
+        "tax_micros": closed.head.tax_micros,
+        "currency": "EUR",
+    }
 
 
 async def test_the_number_counts_in_the_year_of_the_closing(books: Books) -> None:

@@ -1,0 +1,180 @@
+"""`gatehouse alerts`: where alerts go, a test of the way, and what was delivered."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Annotated, Any
+
+import typer
+
+from appliance.cli import output
+from appliance.cli.failure import CommandFailed
+from appliance.cli.options import AsJson, DatabaseUrl, DataDir, settings_from
+
+app = typer.Typer(help="Alerts by signed webhook and by e-mail.", no_args_is_help=True)
+
+COLUMNS = ("id", "tenant_id", "kind", "target", "events", "disabled", "created_at")
+DELIVERY_COLUMNS = ("id", "event", "state", "attempts", "next_attempt_at", "delivered_at", "last_error", "created_at")
+KEEP_IT = "Keep the secret now: it is not shown again."
+POLLS_MAX = 50
+POLL_S = 0.4  # an attempt over HTTP ends after 15 s at the latest
+
+WebhookId = Annotated[str, typer.Argument(metavar="WEBHOOK", help="A webhook's id.")]
+TenantOption = Annotated[
+    str | None, typer.Option("--tenant", metavar="TENANT", help="A tenant's id or name.", show_default=False)
+]
+
+
+@app.command("list")
+def list_webhooks(
+    tenant: TenantOption = None, as_json: AsJson = False, data_dir: DataDir = None, database: DatabaseUrl = None
+) -> None:
+    """List where alerts go."""
+    from appliance.cli.connection import AdminClient, run
+
+    async def work(client: AdminClient) -> list[dict[str, Any]]:
+        return await client.every("/webhooks", query=await _of_tenant(client, tenant))
+
+    rows = run(settings_from(data_dir, database), work)
+    if as_json:
+        output.data({"data": rows})
+    else:
+        output.table(rows, COLUMNS, empty="Alerts go nowhere. Let them: gatehouse alerts add https://example.com/alerts")
+
+
+@app.command("add")
+def add(
+    target: Annotated[str, typer.Argument(metavar="TARGET", help="An https:// URL, or an e-mail address.")],
+    tenant: TenantOption = None,
+    event: Annotated[
+        list[str] | None, typer.Option(metavar="EVENT", help="Only this event; repeatable.", show_default=False)
+    ] = None,
+    as_json: AsJson = False,
+    data_dir: DataDir = None,
+    database: DatabaseUrl = None,
+) -> None:
+    """Send alerts to TARGET, of one tenant or of all, and print the secret that signs them, once."""
+    from appliance.cli.connection import AdminClient, run
+
+    async def work(client: AdminClient) -> dict[str, Any]:
+        body = {"kind": "webhook" if "://" in target else "email", "target": target, "events": event or None}
+        made: dict[str, Any] = await client.call("POST", "/webhooks", body=body | await _of_tenant(client, tenant))
+        return made
+
+    _print_secret(run(settings_from(data_dir, database), work), as_json=as_json)
+
+
+@app.command("rotate")
+def rotate(
+    webhook: WebhookId,
+    grace_s: Annotated[int, typer.Option(metavar="SECONDS", help="How long the previous secret signs as well.")] = 86400,
+    as_json: AsJson = False,
+    data_dir: DataDir = None,
+    database: DatabaseUrl = None,
+) -> None:
+    """Give a webhook a new secret and print it, once."""
+    from appliance.cli.connection import AdminClient, run
+
+    async def work(client: AdminClient) -> dict[str, Any]:
+        rotated: dict[str, Any] = await client.call("POST", f"/webhooks/{webhook}/rotate", body={"grace_s": grace_s})
+        return rotated
+
+    _print_secret(run(settings_from(data_dir, database), work), as_json=as_json)
+
+
+@app.command("remove")
+def remove(webhook: WebhookId, as_json: AsJson = False, data_dir: DataDir = None, database: DatabaseUrl = None) -> None:
+    """Send nothing to a webhook any more; what is pending is given up."""
+    from appliance.cli.connection import AdminClient, run
+
+    async def work(client: AdminClient) -> dict[str, Any]:
+        removed: dict[str, Any] = await client.call("DELETE", f"/webhooks/{webhook}")
+        return removed
+
+    output.thing(run(settings_from(data_dir, database), work), as_json=as_json)
+
+
+@app.command("test")
+def send_test(webhook: WebhookId, as_json: AsJson = False, data_dir: DataDir = None, database: DatabaseUrl = None) -> None:
+    """Send a test and wait for its first attempt; the exit status is 1 when that failed."""
+    from appliance.cli.connection import AdminClient, read_control, run
+
+    settings = settings_from(data_dir, database)
+    if read_control(settings.data_dir) is None:
+        raise CommandFailed("the appliance does not run: nothing would be sent", code="not_running")
+
+    async def work(client: AdminClient) -> dict[str, Any]:
+        sent = await client.call("POST", f"/webhooks/{webhook}/test")
+        return await _first_attempt(client, f"/webhooks/{webhook}/deliveries/{sent['id']}")
+
+    delivery = run(settings, work)
+    output.thing({name: delivery[name] for name in DELIVERY_COLUMNS}, as_json=as_json)
+    if delivery["state"] != "delivered":
+        raise typer.Exit(1)
+
+
+@app.command("deliveries")
+def deliveries(
+    webhook: WebhookId,
+    state: Annotated[str | None, typer.Option(help="pending, delivered or failed.", show_default=False)] = None,
+    limit: Annotated[int, typer.Option(min=1, help="How many at most.")] = 50,
+    as_json: AsJson = False,
+    data_dir: DataDir = None,
+    database: DatabaseUrl = None,
+) -> None:
+    """List what was sent to a webhook, the newest first."""
+    from appliance.cli.connection import AdminClient, run
+
+    async def work(client: AdminClient) -> list[dict[str, Any]]:
+        return await client.every(f"/webhooks/{webhook}/deliveries", query={"state": state}, at_most=limit)
+
+    rows = run(settings_from(data_dir, database), work)
+    if as_json:
+        output.data({"data": rows})
+    else:
+        output.table(rows, DELIVERY_COLUMNS, empty="Nothing was sent yet. Try the way: gatehouse alerts test WEBHOOK")
+
+
+@app.command("retry")
+def retry(
+    webhook: WebhookId,
+    delivery: Annotated[str, typer.Argument(metavar="DELIVERY", help="The id of what was sent.")],
+    as_json: AsJson = False,
+    data_dir: DataDir = None,
+    database: DatabaseUrl = None,
+) -> None:
+    """Send a message again, under the same id."""
+    from appliance.cli.connection import AdminClient, run
+
+    async def work(client: AdminClient) -> dict[str, Any]:
+        again: dict[str, Any] = await client.call("POST", f"/webhooks/{webhook}/deliveries/{delivery}/retry")
+        return again
+
+    sent = run(settings_from(data_dir, database), work)
+    output.thing({name: sent[name] for name in DELIVERY_COLUMNS}, as_json=as_json)
+
+
+async def _of_tenant(client: Any, tenant: str | None) -> dict[str, str]:
+    from appliance.cli.tenants import find
+
+    return {} if tenant is None else {"tenant_id": (await find(client, tenant))["id"]}
+
+
+async def _first_attempt(client: Any, path: str) -> dict[str, Any]:
+    """Return the delivery once its first attempt has ended, or as it stands after a while."""
+    for _ in range(POLLS_MAX):
+        delivery: dict[str, Any] = await client.call("GET", path)
+        if delivery["state"] != "pending" or delivery["last_error"] is not None:
+            break
+        await asyncio.sleep(POLL_S)
+    return delivery
+
+
+def _print_secret(webhook: dict[str, Any], *, as_json: bool) -> None:
+    if as_json:
+        output.data(webhook)
+        return
+    shown = {"secret": webhook["secret"]} if webhook["secret"] is not None else {}
+    output.facts({**shown, **{name: webhook[name] for name in COLUMNS}})
+    if shown:
+        typer.echo(KEEP_IT, err=True)
