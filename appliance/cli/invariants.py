@@ -154,7 +154,7 @@ def _badly_settled(row: Any, *, pending: bool) -> bool:
 
 def _counts_agree(row: Any, *, pending: bool) -> bool:
     if row.kind != "usage":
-        return row.price_id is not None or not (row.prompt_tokens or row.completion_tokens or row.rejected_tokens)
+        return True  # signed; what stands together with the event that it corrects is looked at elsewhere
     counts = (row.prompt_tokens, row.cached_tokens, row.completion_tokens)
     if not 0 <= row.cached_tokens <= row.prompt_tokens or min(row.completion_tokens, row.rejected_tokens) < 0:
         return False
@@ -164,7 +164,7 @@ def _counts_agree(row: Any, *, pending: bool) -> bool:
 
 
 def _expected_cost(row: Any) -> int:
-    if row.kind != "usage" and row.price_id is None:
+    if row.kind != "usage" and not (row.prompt_tokens or row.cached_tokens or row.completion_tokens or row.rejected_tokens):
         return int(row.cost_picos)  # money given back by itself
     if row.status == "voided" or row.price_id is None:
         return 0

@@ -1,0 +1,416 @@
+"""Random months of a ledger, and a plain twin of its books: dictionaries of what was asked for and what it must cost.
+
+A history runs from the end of September into December in Berlin: a day of 25 hours, a leap second of step back, hours of step
+back over midnight, prices that change within months, tenants in two currencies, kills, corrections, and invoices closed while
+requests of their month still run. The twin knows no SQL and takes nothing from the ledger but the ids it gave.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from datetime import UTC, date, datetime, timedelta
+from itertools import combinations
+from typing import Any
+from zoneinfo import ZoneInfo
+
+from sqlalchemy import select
+
+from appliance.base.db import Database
+from appliance.base.errors import InvalidValue
+from appliance.base.tables import usage_events, usage_rollups
+from appliance.metering import rollups
+from appliance.metering.calendar import BillingCalendar
+from appliance.metering.corrections import Correction, Corrections
+from appliance.metering.invoices import Invoices
+from appliance.metering.ledger import Ledger
+from appliance.metering.prices import Price, PriceBook
+from appliance.metering.records import Checkpoint, PendingEntry, Settlement, Usage
+from appliance.metering.recovery import begin_epoch, recover
+from appliance.metering.usage import GROUPS, UsageReports
+from tests.support import factories
+from tests.support.cast import Person, make_person
+from tests.support.clock import FakeClock
+
+ZONE = "Europe/Berlin"
+BEGIN = datetime(2026, 9, 29, 10, 0, tzinfo=UTC)
+END = datetime(2026, 12, 2, 10, 0, tzinfo=UTC)
+LEAP = datetime(2026, 10, 31, 23, 0, 0, 400_000, tzinfo=UTC)  # just after midnight of November in Berlin
+MODELS = ("small", "large", "free")
+COLUMNS = ("requests", "prompt_tokens", "cached_tokens", "completion_tokens", "rejected_tokens", "cost_picos")
+_TIERS = ("interactive", "standard", "batch")
+_BATCH = 96
+
+
+@dataclass(slots=True)
+class Fact:
+    """What the twin knows of one request or correction."""
+
+    request_id: str
+    tenant_id: str
+    key_id: str
+    model: str
+    currency: str
+    admitted_at: datetime
+    price: Price | None
+    basis_points: int
+    planned: tuple[int, int, int, int]
+    counts: tuple[int, int, int, int] = (0, 0, 0, 0)
+    cost_picos: int = 0
+    is_request: bool = True
+    settled: bool = False
+    billed: bool = False
+    event_id: int | None = None
+
+    def bill(self, counts: tuple[int, int, int, int]) -> None:
+        """Set the counts, and the cost as the rules of the price book say it, written out."""
+        self.counts, self.billed = counts, True
+        if self.price is None:
+            return
+        prompt, cached, completion, rejected = counts
+        units = (self.price.prompt, self.price.cached_prompt, self.price.completion, self.price.rejected_draft)
+        paid = [(2 * unit * self.basis_points + 10_000) // 20_000 for unit in units]
+        self.cost_picos = (prompt - cached) * paid[0] + cached * paid[1] + completion * paid[2] + rejected * paid[3]
+
+    @property
+    def row(self) -> tuple[int, ...]:
+        """The figures in the order of COLUMNS."""
+        return (int(self.is_request), *self.counts, self.cost_picos)
+
+
+@dataclass
+class History:
+    """One random history over a database."""
+
+    database: Database
+    clock: FakeClock
+    numbers: random.Random
+    facts: list[Fact] = field(default_factory=list)
+    open: list[Fact] = field(default_factory=list)
+    people: list[tuple[Person, str]] = field(default_factory=list)
+    prices: list[Price] = field(default_factory=list)
+    closed: int = 0
+    recovered: int = 0
+    steps_back: int = 0
+
+    def __post_init__(self) -> None:
+        self.calendar = BillingCalendar(ZONE)
+        self.book = PriceBook(self.database, self.clock)
+        self.invoices = Invoices(self.database, self.clock, self.calendar)
+        self.corrections = Corrections(self.database, self.clock, calendar=self.calendar)
+        self.reports = UsageReports(self.database, calendar=self.calendar)
+
+    async def live(self, num_requests: int) -> None:
+        """Let `num_requests` happen, and everything around them."""
+        await self._found()
+        batch = min(_BATCH, max(4, num_requests // 120))
+        rounds = -(-num_requests // batch)
+        step_s = (END - BEGIN).total_seconds() / rounds
+        marks = {name: set(self.numbers.sample(range(rounds), k=min(rounds, k))) for name, k in _HAPPENINGS.items()}
+        left = num_requests
+        for number in range(rounds):
+            self._move(self.numbers.uniform(0, 2) * step_s)
+            for name, at in marks.items():
+                if number in at:
+                    await getattr(self, f"_{name}")()
+            await self._requests(min(batch, left))
+            left -= batch
+            await self.close_months(0.2)
+        await self._settle(len(self.open))
+        await self._kill()
+        await self.ledger.stop()
+
+    async def _found(self) -> None:
+        for name, currency in (("bob", "EUR"), ("charlie", "EUR"), ("dora", "CHF")):
+            self.people.append((await make_person(self.database, self.clock, name), currency))
+        for currency in ("EUR", "CHF"):
+            for model in MODELS[:2]:
+                await self._add_price(model, currency, None)
+        await self._start()
+
+    async def _start(self) -> None:
+        epoch = await begin_epoch(self.database, self.clock, "reconciliation")
+        before = {fact.request_id: fact for fact in self.open}
+        self.recovered += await recover(self.database, self.clock, epoch, calendar=self.calendar)
+        for fact in before.values():
+            fact.settled = True
+            fact.bill(fact.counts)
+        self.open.clear()
+        self.ledger = Ledger(self.database, self.clock, epoch, calendar=self.calendar, checkpoint_interval_s=0.0)
+        await self.ledger.start()
+
+    def _move(self, seconds: float) -> None:
+        """Move on; over the leap second the clock shows one second twice."""
+        before = self.clock.now()
+        self.clock.advance(seconds)
+        if before < LEAP <= self.clock.now():
+            self.clock.jump_wall((LEAP - self.clock.now()).total_seconds())
+            self.leap = True
+
+    async def _step_back(self) -> None:
+        self.clock.jump_wall(-self.numbers.choice([1, 1, 61, 3700, 90_000]))
+        self.steps_back += 1
+
+    async def _price(self) -> None:
+        model, currency = self.numbers.choice(MODELS[:2]), self.numbers.choice(("EUR", "CHF"))
+        ahead = timedelta(seconds=self.numbers.choice([0, 0, 3600, 86400 * 3]) + self.numbers.random())
+        try:
+            await self._add_price(model, currency, self.clock.now() + ahead)
+        except InvalidValue:  # the clock was stepped back behind one that is there
+            return
+
+    async def _add_price(self, model: str, currency: str, effective_from: datetime | None) -> None:
+        unit = self.numbers.randrange
+        self.prices.append(
+            await self.book.add(
+                model=model,
+                currency=currency,
+                prompt=unit(1, 5_000_000),
+                cached_prompt=unit(0, 500_000),
+                completion=unit(1, 20_000_000),
+                rejected_draft=self.numbers.choice([0, unit(1, 900_000)]),
+                batch_percent=self.numbers.choice([50, 33, 100]),
+                tier_percents={"batch": unit(101), "interactive": 100},
+                effective_from=effective_from,
+            )
+        )
+
+    async def _requests(self, count: int) -> None:
+        """Admit some at once and settle some, of these or of earlier ones."""
+        entries = [self._admit() for _ in range(count)]
+        await asyncio.gather(*(self.ledger.open(entry) for entry in entries))
+        await self._settle(int(len(self.open) * self.numbers.uniform(0.5, 1.0)))
+
+    def _admit(self) -> PendingEntry:
+        if self.numbers.random() < 0.2:
+            self._move(self.numbers.random())
+        person, currency = self.numbers.choice(self.people)
+        model, now = self.numbers.choice(MODELS), self.clock.now()
+        price, tier, is_batch = self._in_force(model, currency, now), self.numbers.choice(_TIERS), self.numbers.random() < 0.2
+        points = 10_000 if price is None else price.rate(tier, batch=is_batch).basis_points
+        planned = self._counts()
+        terms = {"price": price, "price_basis_points": points, "currency": currency, "prompt_tokens": planned[0]}
+        entry = factories.pending(person, admitted_at=now, model=model, **terms)
+        fact = Fact(entry.request_id, person.tenant.id, person.key.id, model, currency, now, price, points, planned)
+        self.facts.append(fact)
+        self.open.append(fact)
+        return entry
+
+    def _in_force(self, model: str, currency: str, at: datetime) -> Price | None:
+        """The plain twin of the price book: of all prices that have begun, the one that began last."""
+        begun = [price for price in self.prices if (price.model, price.currency) == (model, currency)]
+        return max((price for price in begun if price.effective_from <= at), key=lambda p: p.effective_from, default=None)
+
+    async def _settle(self, count: int) -> None:
+        self.numbers.shuffle(self.open)
+        chosen = [self.open.pop() for _ in range(count)]
+        for fact, event in zip(chosen, await asyncio.gather(*(self._end(fact) for fact in chosen)), strict=True):
+            fact.event_id = event.id
+
+    def _end(self, fact: Fact) -> Any:
+        fact.settled = True
+        if self.numbers.random() < 0.05:
+            return self.ledger.settle(factories.voided(fact.request_id))
+        fact.bill(fact.planned)
+        prompt, cached, completion, rejected = fact.counts
+        usage = Usage(prompt_tokens=prompt, cached_tokens=cached, completion_tokens=completion, rejected_tokens=rejected)
+        return self.ledger.settle(Settlement(request_id=fact.request_id, status="posted", finish_reason="stop", usage=usage))
+
+    def _counts(self) -> tuple[int, int, int, int]:
+        prompt = self.numbers.choice([0, 1, self.numbers.randrange(20_000)])
+        rejected = self.numbers.choice([0, 0, self.numbers.randrange(500)])
+        return prompt, self.numbers.randrange(prompt + 1), self.numbers.randrange(5000), rejected
+
+    async def _kill(self) -> None:
+        """The process dies: some of what ran was checkpointed before, the rest had no token."""
+        for fact in self.numbers.sample(self.open, len(self.open) // 2):
+            fact.counts = fact.planned
+            prompt, cached, completion, rejected = fact.counts
+            self.ledger.checkpoint(
+                [
+                    Checkpoint(
+                        request_id=fact.request_id,
+                        prompt_tokens=prompt,
+                        cached_tokens=cached,
+                        completion_tokens=completion,
+                        rejected_tokens=rejected,
+                    )
+                ]
+            )
+        await self.ledger.stop()
+        await self._start()
+
+    async def _correct(self) -> None:
+        """Take back or add tokens of something that was billed, once: twice would need a memory of what is left."""
+        candidates = [fact for fact in self.facts if fact.event_id is not None and fact.billed and fact.is_request]
+        for fact in self.numbers.sample(candidates, min(3, len(candidates))):
+            prompt, cached, completion, rejected = fact.counts
+            less = (-self.numbers.randrange(prompt - cached + 1), 0, -self.numbers.randrange(completion + 1), -rejected)
+            if not any(less):
+                continue
+            names = ("prompt_tokens", "cached_tokens", "completion_tokens", "rejected_tokens")
+            assert fact.event_id is not None
+            made = await self.corrections.add(fact.event_id, Correction(note="test", **dict(zip(names, less, strict=True))))
+            correction = Fact(
+                fact.request_id, fact.tenant_id, fact.key_id, fact.model, fact.currency, fact.admitted_at, fact.price,
+                fact.basis_points, less, is_request=False, settled=True, event_id=made.id,
+            )  # fmt: skip
+            correction.bill(less)
+            self.facts.append(correction)
+            fact.event_id = None
+
+    async def close_months(self, chance: float) -> None:
+        """Close what is over, for some tenants at once and for some much later."""
+        for person, _currency in self.people:
+            month = self._next_month.get(person.tenant.id, "2026-09")
+            if self.clock.now() < self.calendar.next_month_start(month) or self.numbers.random() > chance:
+                continue
+            draft = await self.invoices.draft(person.tenant.id, month)
+            await self.invoices.close(draft.head.id)
+            self.closed += 1
+            self._next_month[person.tenant.id] = f"2026-{int(month[5:]) + 1:02d}"
+
+    _next_month: dict[str, str] = field(default_factory=dict)
+    leap: bool = False
+
+
+_HAPPENINGS = {"step_back": 12, "price": 25, "kill": 6, "correct": 12}
+
+
+async def check(history: History) -> dict[str, int]:
+    """Hold every view of the ledger against the twin; return the totals that all of them came to."""
+    billed = [fact for fact in history.facts if fact.billed]
+    assert all(fact.settled for fact in history.facts)
+    await _check_events(history, billed)
+    await _check_rollups(history, billed)
+    await _check_reports(history, billed)
+    await _check_invoices(history, billed)
+    return dict(zip(COLUMNS, _total(billed), strict=True))
+
+
+def _total(facts: Iterable[Fact]) -> list[int]:
+    return [sum(column) for column in zip(*(fact.row for fact in facts), strict=True)] or [0] * len(COLUMNS)
+
+
+async def _check_events(history: History, billed: list[Fact]) -> None:
+    async with history.database.reading() as connection:
+        rows = (await connection.execute(select(usage_events).order_by(usage_events.c.posting))).mappings().all()
+    assert [row["posting"] for row in rows] == list(range(1, len(history.facts) + 1))
+    found = sorted(_figures(row) for row in rows if row["status"] in ("posted", "recovered"))
+    assert found == sorted((fact.request_id, fact.currency, *fact.row) for fact in billed)
+    assert sum(row["status"] == "recovered" for row in rows) == history.recovered
+    days = {fact.request_id: fact.admitted_at.astimezone(ZoneInfo(ZONE)).date() for fact in history.facts}
+    assert all(row["billing_day"] == days[row["request_id"]] for row in rows)
+
+
+def _figures(row: Any) -> tuple[Any, ...]:
+    counts = (row[name] for name in COLUMNS[1:])
+    return (row["request_id"], row["currency"], int(row["kind"] == "usage"), *counts)
+
+
+async def _check_rollups(history: History, billed: list[Fact]) -> None:
+    before = await _rollup_rows(history.database)
+    for bucket in ("minute", "hour", "day"):
+        sums: dict[tuple[Any, ...], list[int]] = defaultdict(lambda: [0] * len(COLUMNS))
+        for fact in billed:
+            _add(sums[_start(fact, bucket), fact.tenant_id, fact.key_id, fact.model, fact.currency], fact)
+        assert {key[1:]: row for key, row in before.items() if key[0] == bucket} == dict(sums)
+    await rollups.rebuild(history.database, history.calendar)
+    assert await _rollup_rows(history.database) == before
+
+
+async def _rollup_rows(database: Database) -> dict[tuple[Any, ...], list[int]]:
+    async with database.reading() as connection:
+        rows = (await connection.execute(select(usage_rollups))).mappings().all()
+    return {
+        tuple(row[name] for name in rollups.KEYS): [
+            *(row[name] for name in COLUMNS[:-1]),
+            row["cost_high"] * rollups.SPLIT + row["cost_low"],
+        ]
+        for row in rows
+    }
+
+
+def _start(fact: Fact, bucket: str) -> datetime:
+    """The beginning of the bucket, found without the calendar under test."""
+    if bucket == "minute":
+        return fact.admitted_at.replace(second=0, microsecond=0)
+    if bucket == "hour":
+        return fact.admitted_at.replace(minute=0, second=0, microsecond=0)
+    return _midnight(fact.admitted_at.astimezone(ZoneInfo(ZONE)).date())
+
+
+def _midnight(day: date) -> datetime:
+    return datetime(day.year, day.month, day.day, tzinfo=ZoneInfo(ZONE)).astimezone(UTC)
+
+
+def _add(row: list[int], fact: Fact) -> None:
+    for index, count in enumerate(fact.row):
+        row[index] += count
+
+
+async def _check_reports(history: History, billed: list[Fact]) -> None:
+    """The usage API's reports: whole, and of periods that begin and end anywhere."""
+    everything = (BEGIN - timedelta(days=2), END + timedelta(days=2))
+    for bucket in ("hour", "day"):
+        for size in range(len(GROUPS) + 1):
+            for groups in combinations(GROUPS, size):
+                await _check_report(history, billed, *everything, bucket, groups)
+    moments = [fact.admitted_at for fact in billed]
+    for _ in range(25):
+        start, end = sorted(
+            history.numbers.choice(moments) + timedelta(microseconds=history.numbers.randrange(3)) for _ in "ab"
+        )
+        if start < end:
+            await _check_report(history, billed, start, end, history.numbers.choice(["hour", "day"]), ("tenant", "model"))
+    for _ in range(10):
+        start = history.numbers.choice(moments)
+        await _check_report(history, billed, start, start + timedelta(hours=25, seconds=0.5), "minute", ("key",))
+
+
+async def _check_report(
+    history: History, billed: list[Fact], start: datetime, end: datetime, bucket: str, groups: tuple[str, ...]
+) -> None:
+    rows = await history.reports.usage(start, end, bucket, groups)
+    found = {
+        (row.start, row.tenant_id, row.key_id, row.model, row.currency): [getattr(row, name) for name in COLUMNS]
+        for row in rows
+    }
+    assert len(found) == len(rows)
+    sums: dict[tuple[Any, ...], list[int]] = defaultdict(lambda: [0] * len(COLUMNS))
+    for fact in billed:
+        if start <= fact.admitted_at < end:
+            owner = {"tenant": fact.tenant_id, "key": fact.key_id, "model": fact.model}
+            _add(sums[_start(fact, bucket), *(owner[name] if name in groups else None for name in GROUPS), fact.currency], fact)
+    assert found == dict(sums)
+
+
+async def _check_invoices(history: History, billed: list[Fact]) -> None:
+    """Every tenant's invoices, the last one a draft, come to the sum of its events before rounding; so does each month."""
+    history.clock.advance(max((END - history.clock.now()).total_seconds(), 0))
+    for _ in range(3):
+        await history.close_months(1.0)
+    for person, _currency in history.people:
+        tenant_id = person.tenant.id
+        await history.invoices.draft(tenant_id, "2026-12")
+        lines = [line for invoice in (await history.invoices.list_of(tenant_id)).data for line in invoice.lines]
+        facts = [fact for fact in billed if fact.tenant_id == tenant_id]
+        assert sum(line.exact_picos for line in lines) == sum(fact.cost_picos for fact in facts)
+        months: dict[tuple[str, str], int] = defaultdict(int)
+        for fact in facts:
+            months[f"{fact.admitted_at.astimezone(ZoneInfo(ZONE)):%Y-%m}", fact.model] += fact.cost_picos
+        said: dict[tuple[str, str], int] = defaultdict(int)
+        for line in lines:
+            assert line.model is not None
+            said[line.month, line.model] += line.exact_picos
+        assert {key: cost for key, cost in said.items() if cost} == {key: cost for key, cost in months.items() if cost}
+
+
+async def reconcile(database: Database, num_requests: int, seed: int) -> tuple[History, dict[str, int]]:
+    """Live through a random history of `num_requests` and check it."""
+    history = History(database, FakeClock(BEGIN), random.Random(seed))
+    await history.live(num_requests)
+    return history, await check(history)
