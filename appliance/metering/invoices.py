@@ -14,7 +14,6 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import date
-from typing import Any
 
 from sqlalchemy import and_, or_
 from sqlalchemy.ext.asyncio import AsyncConnection
@@ -208,7 +207,7 @@ class Invoices:
             raise InvoiceClosed(f"the invoice of {head.month} is closed and never changes", param="invoice_id")
         facts = ("number", "month", "state", "currency", "total_micros", "tax_micros", "through_posting")
         await outbox.tell(
-            connection, now, event="invoice.closed", subject=head.id, data=_announcement(closed), tenant_id=head.tenant_id
+            connection, now, event="invoice.closed", subject=head.id, data=closed.announcement, tenant_id=head.tenant_id
         )
         await audit.record(
             connection,
@@ -331,21 +330,6 @@ async def _free_months(
             granted_micros=said[of].granted_micros,
         )
         for of in months
-    }
-
-
-def _announcement(invoice: Invoice) -> dict[str, Any]:
-    """Return what is told to the outside of an invoice that was closed."""
-    head = invoice.head
-    return {
-        "tenant_id": head.tenant_id,
-        "tenant_name": invoice.buyer["name"],
-        "invoice_id": head.id,
-        "number": head.number,
-        "month": head.month,
-        "total_micros": head.total_micros,
-        "tax_micros": head.tax_micros,
-        "currency": head.currency,
     }
 
 
