@@ -5,7 +5,7 @@
          retry │  └──── ATTEMPTS_MAX failed, webhook gone ──► failed
 
 An attempt is claimed by moving `next_attempt_at` behind its own end. Who dies between sending and noting it leaves a row that
-is sent again then, under the same id: receivers tell repetitions by it. Knows neither HTTP nor mail.
+is sent again then, or at once by the next run, under the same id: receivers tell repetitions by it. Knows no protocol.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ async def abandon(connection: AsyncConnection, webhook_id: str, reason: str) -> 
     await connection.execute(
         update(outbox)
         .where(outbox.c.webhook_id == webhook_id, outbox.c.delivered_at.is_(None), outbox.c.next_attempt_at.is_not(None))
-        .values(next_attempt_at=None, last_error=reason[:ERROR_CHARS_MAX])
+        .values(next_attempt_at=None, claimed_at=None, last_error=reason[:ERROR_CHARS_MAX])
     )
 
 
@@ -184,11 +184,20 @@ class Outbox:
         statement = (
             update(outbox)
             .where(outbox.c.id == message_id, outbox.c.delivered_at.is_(None), outbox.c.next_attempt_at <= now)
-            .values(attempts=outbox.c.attempts + 1, next_attempt_at=now + timedelta(seconds=LEASE_S))
+            .values(attempts=outbox.c.attempts + 1, claimed_at=now, next_attempt_at=now + timedelta(seconds=LEASE_S))
             .returning(outbox)
         )
         row = (await connection.execute(statement)).mappings().first()
         return None if row is None else _from_row(row)
+
+    async def release(self) -> None:
+        """Let the claims of a run that is dead be claimed again at once. Call it before the first claim of this run."""
+        async with self._db.writing() as connection:
+            await connection.execute(
+                update(outbox)
+                .where(outbox.c.next_attempt_at.is_not(None), outbox.c.claimed_at.is_not(None))
+                .values(next_attempt_at=self._clock.now(), claimed_at=None)
+            )
 
     async def delivered(self, delivery: Delivery) -> None:
         """Note that the receiver has it."""
@@ -196,7 +205,7 @@ class Outbox:
             await connection.execute(
                 update(outbox)
                 .where(outbox.c.id == delivery.id, outbox.c.delivered_at.is_(None))
-                .values(delivered_at=self._clock.now(), next_attempt_at=None, last_error=None)
+                .values(delivered_at=self._clock.now(), next_attempt_at=None, claimed_at=None, last_error=None)
             )
 
     async def failed(self, delivery: Delivery, error: str, wait_s: float | None) -> None:
@@ -207,7 +216,7 @@ class Outbox:
                 update(outbox)
                 .where(outbox.c.id == delivery.id, outbox.c.delivered_at.is_(None))
                 .where(outbox.c.next_attempt_at == delivery.next_attempt_at)
-                .values(next_attempt_at=next_attempt_at, last_error=error[:ERROR_CHARS_MAX])
+                .values(next_attempt_at=next_attempt_at, claimed_at=None, last_error=error[:ERROR_CHARS_MAX])
             )
 
     async def next_due_s(self, busy: Collection[str] = ()) -> float | None:
@@ -252,7 +261,7 @@ class Outbox:
             await connection.execute(
                 update(outbox)
                 .where(outbox.c.id == delivery_id)
-                .values(attempts=0, next_attempt_at=self._clock.now(), delivered_at=None)
+                .values(attempts=0, next_attempt_at=self._clock.now(), claimed_at=None, delivered_at=None)
             )
             after = await _get(connection, webhook_id, delivery_id)
             after_commit(connection, _wake)

@@ -25,6 +25,7 @@ from appliance.telemetry.metrics import Metrics
 
 PARALLEL_MAX = 32
 PAUSE_S_MIN = 0.05
+RETRY_PAUSE_S = 5.0  # when the database did not answer
 PAUSE_S_MAX = 60.0  # the wall clock may be set: what is due is never slept over for longer
 STOP_TIMEOUT_S = 5.0
 
@@ -112,10 +113,14 @@ class AlertDelivery:
         return len(started)
 
     async def _run(self) -> None:
+        released = False
         while True:
             self._db.outbox_written.clear()
-            pause_s = PAUSE_S_MAX
+            pause_s = RETRY_PAUSE_S
             try:
+                if not released:
+                    await self._outbox.release()
+                    released = True
                 await self._start_due()
                 self._metrics.alerts_pending(await self._outbox.pending())
                 pause_s = await self._pause_s()

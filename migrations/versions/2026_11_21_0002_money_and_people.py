@@ -326,6 +326,7 @@ def _create_outbox_and_audit() -> None:
         _json("payload", nullable=False),
         sa.Column("attempts", sa.Integer(), nullable=False),
         _time("next_attempt_at", nullable=True),
+        _time("claimed_at", nullable=True),
         _time("delivered_at", nullable=True),
         _text("last_error", 500, nullable=True),
         _time("created_at"),

@@ -188,6 +188,26 @@ async def test_what_was_sent_and_not_noted_is_sent_again_with_the_same_id(databa
     assert (await after.messages())[0].state == "delivered"
 
 
+async def test_the_next_run_sends_at_once_what_the_dead_one_was_sending_and_leaves_the_rest_waiting(
+    alerts: AlertBox, clock: FakeClock
+) -> None:
+    await webhook(alerts)
+    await alerts.tell("waits")
+    await alerts.delivery(RememberingSender(SendFailed("failed", "500"))).deliver_due()
+    await webhook(alerts, "https://other.example.com/")
+    await alerts.tell("is being sent")
+    claimed = {delivery.id for delivery in await alerts.outbox.claim(10)}
+    assert len(claimed) == 2
+    sender = RememberingSender()
+    delivery = alerts.delivery(sender)
+    delivery.start()
+    await until(lambda: counted(alerts, "alerts_delivered_total") == 2)
+    await delivery.stop()
+    assert set(sender.ids) == claimed
+    assert [message.attempts for message in await alerts.messages() if message.id in claimed] == [2, 2]
+    assert await alerts.outbox.next_due_s() == 10.0
+
+
 async def test_a_stop_ends_attempts_that_hang_and_loses_nothing(alerts: AlertBox, clock: FakeClock) -> None:
     await webhook(alerts)
     await alerts.tell()

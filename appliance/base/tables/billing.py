@@ -84,7 +84,8 @@ webhooks = Table(
 )
 
 # Written in the transaction of what it tells of, removed never, delivered at least once. `dedupe_key` makes a second telling of
-# the same thing impossible. While an attempt runs, `next_attempt_at` is when another may begin; NULL, undelivered: given up.
+# the same thing impossible. While an attempt runs, `claimed_at` is when it began and `next_attempt_at` when another may begin;
+# NULL in both and not delivered: given up.
 outbox = Table(
     "outbox",
     metadata,
@@ -95,6 +96,7 @@ outbox = Table(
     Column("payload", JSON(none_as_null=True), nullable=False),
     Column("attempts", Integer, nullable=False),
     Column("next_attempt_at", UtcDateTime, nullable=True),
+    Column("claimed_at", UtcDateTime, nullable=True),
     Column("delivered_at", UtcDateTime, nullable=True),
     Column("last_error", String(500), nullable=True),
     Column("created_at", UtcDateTime, nullable=False),
