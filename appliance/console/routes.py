@@ -17,6 +17,7 @@ from appliance.console import (
     audit,
     invoices,
     keys,
+    limit_check,
     live_stream,
     login,
     login_code,
@@ -50,6 +51,7 @@ HANDLERS = (
     tenants.list_tenants, tenants.new_tenant, tenants.create_tenant, tenants.show_tenant, tenants.save_tenant,
     tenants.suspend_tenant, tenants.resume_tenant, tenants.confirm_archive, tenants.archive_tenant,
     usage.show_usage, usage.export_usage, *invoices.HANDLERS, *prices.HANDLERS, *tenant_terms.HANDLERS,
+    *limit_check.HANDLERS,
     keys.list_keys, keys.new_key, keys.create_key, keys.show_key, keys.save_key,
     keys.confirm_rotate, keys.rotate_key, keys.confirm_revoke, keys.revoke_key,
 )  # fmt: skip

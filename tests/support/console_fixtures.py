@@ -29,6 +29,7 @@ from appliance.metering.ledger import Ledger
 from appliance.metering.prices import PriceBook
 from appliance.metering.sums import LedgerSums
 from appliance.metering.usage import UsageReports
+from appliance.serving.forecasts import Forecasts
 from appliance.serving.live_requests import LiveRequest
 from appliance.serving.services import Services
 from appliance.telemetry.events import DatabaseReading, EngineReading, ProcessReading, SystemSampler, TenantReading
@@ -40,10 +41,12 @@ from appliance.tenancy.identities import Identities
 from appliance.tenancy.keys import Keys
 from appliance.tenancy.members import Members
 from appliance.tenancy.memberships import Memberships
+from appliance.tenancy.model_policies import ModelPolicies
 from appliance.tenancy.second_factor import SecondFactors
 from appliance.tenancy.sessions import Sessions
 from appliance.tenancy.tenants import Tenants
 from appliance.tenancy.tickets import PROVIDER_SIGN_IN_LIFE_S, SIGN_IN_LIFE_S, Tickets
+from appliance.tenancy.tiers import Tiers
 from engine.protocol import EngineInfo, EngineStatus
 from tests.support.cast import ALICE_PASSWORD, PEPPER, Cast, Person, make_cast, quick_hasher
 
@@ -293,7 +296,9 @@ async def open_box(template: Path, folder: Path, clock: Clock, *, interval_s: fl
 def _services(
     database: Database, clock: Clock, engine_side: EngineSide, people: Cast, folder: Path, interval_s: float
 ) -> Services:
-    models = SimpleNamespace(list=lambda: [SimpleNamespace(name="demo")])
+    models = SimpleNamespace(list=lambda: [SimpleNamespace(name="demo", max_model_len=2048)])
+    admission, prices = Admission(clock, LedgerSums(database)), PriceBook(database, clock)
+    tiers, policies = Tiers(database, clock), ModelPolicies(database, clock)
     parts: dict[str, Any] = {
         "settings": Settings(data_dir=folder, database_url=f"sqlite:///{folder / 'gatehouse.db'}"),
         "clock": clock,
@@ -312,9 +317,14 @@ def _services(
         "identities": Identities(database, clock),
         "admin_tokens": AdminTokens(database, clock),
         "audit": AuditLog(database, clock),
-        "admission": Admission(clock, LedgerSums(database)),
+        "tiers": tiers,
+        "model_policies": policies,
+        "admission": admission,
+        "forecasts": Forecasts(
+            admission, prices=prices, tiers=tiers, policies=policies, models=cast("Any", models), clock=clock
+        ),
         "ledger": Ledger(database, clock, people.epoch_id),
-        "prices": PriceBook(database, clock),
+        "prices": prices,
         "invoices": Invoices(database, clock, BillingCalendar()),
         "reports": UsageReports(database),
         "models": cast("Any", models),

@@ -1,0 +1,108 @@
+"""Would this request pass? What every limit of a tenant says to a request that somebody thinks of. Takes nothing."""
+
+from __future__ import annotations
+
+from litestar import get
+from litestar.params import FromPath
+
+from appliance.base.errors import GatehouseError
+from appliance.console.context import Console, ConsoleDependency
+from appliance.console.formatting import count, duration, money
+from appliance.console.forms import Form, sentence
+from appliance.console.rendering import Html
+from appliance.console.security import ConsoleRequest, access_of
+from appliance.metering.quotas import LimitDecision
+from appliance.serving.forecasts import Question, Verdict
+from appliance.tenancy.fields import LIMIT_MAX, check_name
+from appliance.tenancy.principals import ApiKey, Tenant
+from appliance.tenancy.roles import Action
+
+KEYS_LISTED_MAX = 200
+PROMPT_TOKENS = 500
+KINDS = {
+    "tokens": "Tokens per minute",
+    "requests": "Requests per minute",
+    "concurrency": "Requests at once",
+    "tokens_per_day": "Tokens per day",
+    "budget": "Budget of the month",
+}
+FIELDS = ("model", "key", "prompt_tokens", "max_tokens")
+
+
+@get("/tenants/{tenant_id:str}/check")
+async def check_request(request: ConsoleRequest, console: ConsoleDependency, tenant_id: FromPath[str]) -> Html:
+    """The form, and what comes of the request that the address describes; htmx asks for the answer alone."""
+    access_of(request).require(Action.READ, tenant_id)
+    tenant = await console.services.tenants.get(tenant_id)
+    page = await console.services.keys.list(tenant.id, KEYS_LISTED_MAX, None)
+    keys = [key for key in page.data if key.revoked_at is None]
+    models = [served.name for served in console.services.models.list()]
+    form = Form({"model": models[0] if models else "", "prompt_tokens": str(PROMPT_TOKENS)} | dict(request.query_params))
+    verdict = await _ask(console, form, tenant, keys)
+    return console.pages.page(
+        request,
+        "pages/limit_check.html",
+        part="fragments/limit_verdict.html",
+        tenant=tenant,
+        keys=keys,
+        models=models,
+        form=form,
+        verdict=verdict,
+        headline=headline(verdict) if verdict else None,
+        rows=[_row(decision, console, tenant) for decision in verdict.forecast.decisions] if verdict else [],
+    )
+
+
+def headline(verdict: Verdict) -> tuple[str, str]:
+    """Return a tone and what would come of the request, in one sentence."""
+    if verdict.allowed:
+        return "ok", f"It passes: {count(verdict.forecast.tokens)} tokens would be reserved."
+    if verdict.would_wait:
+        return "warn", f"It waits {duration(verdict.wait_s)} for room, then passes if nobody else takes it."
+    assert verdict.error is not None, "what neither passes nor waits is refused"
+    return "bad", f"It is refused with {verdict.error.status} {verdict.error.code}: {sentence(verdict.error.message)}"
+
+
+async def _ask(console: Console, form: Form, tenant: Tenant, keys: list[ApiKey]) -> Verdict | None:
+    """Return the answer, or None where the form is wrong; its `errors` say how."""
+    prompt_tokens = form.whole_number("prompt_tokens", most=LIMIT_MAX)
+    max_tokens = form.whole_number("max_tokens", least=1, most=LIMIT_MAX)
+    key = next((key for key in keys if key.id == form.raw("key")), None)
+    if not form.raw("model"):
+        form.fail("model", "Fill this in.")
+    if form.errors:
+        return None
+    try:
+        question = Question(
+            tenant=tenant,
+            key=key,
+            model=check_name(form.raw("model"), "model"),
+            prompt_tokens=PROMPT_TOKENS if prompt_tokens is None else prompt_tokens,
+            max_tokens=max_tokens,
+        )
+        return await console.services.forecasts.ask(question)
+    except GatehouseError as error:
+        form.fail_with(error, FIELDS)
+        return None
+
+
+def _row(decision: LimitDecision, console: Console, tenant: Tenant) -> dict[str, object]:
+    """Return what the table shows of one limit, budgets as money."""
+    currency = tenant.currency if decision.scope != "model" and tenant.currency else console.services.settings.currency
+
+    def shown(value: int) -> str:
+        return money(value, currency) if decision.kind == "budget" else count(value)
+
+    return {
+        "name": KINDS[decision.kind],
+        "whose": f"{decision.scope}{f', {decision.model}' if decision.model and decision.scope != 'model' else ''}",
+        "mode": decision.mode,
+        "need": shown(decision.need),
+        "left": shown(max(decision.level, 0)),
+        "limit": shown(decision.limit),
+        "allowed": decision.allowed,
+        "wait": "never" if decision.wait_s is None else duration(decision.wait_s),
+    }
+
+
+HANDLERS = (check_request,)

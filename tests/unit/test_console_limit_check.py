@@ -1,0 +1,60 @@
+"""Would this request pass? The page says what the limits would say, and takes nothing."""
+
+from __future__ import annotations
+
+from appliance.tenancy.principals import Limits, TenantChanges
+from tests.support.console_fixtures import Box
+
+
+async def limited(box: Box, **limits: int) -> str:
+    """Limit Bob's tenant and return the address of its page."""
+    tenant = box.cast.bob.tenant
+    await box.services.tenants.update(tenant.id, TenantChanges(limits=Limits(**limits)))
+    return f"/tenants/{tenant.id}/check"
+
+
+async def test_without_limits_every_request_passes(box: Box) -> None:
+    page = (await (await box.alice()).get(await limited(box))).text
+    assert "It passes" in page
+    assert "No limit holds for this request" in page
+
+
+async def test_a_request_above_a_limit_hears_what_its_client_would_hear(box: Box) -> None:
+    path = await limited(box, tokens_per_minute=1000, monthly_budget=5_000_000)
+    page = (await (await box.alice()).fragment(f"{path}?model=demo&prompt_tokens=2000")).text
+    assert "It is refused with 429 request_exceeds_limit" in page
+    assert "refuses" in page
+    assert "never" in page
+    assert "5.000000 EUR" in page
+    assert "<html" not in page
+
+
+async def test_asking_takes_nothing(box: Box) -> None:
+    path = await limited(box, requests_per_minute=1, tokens_per_minute=1000)
+    alice = await box.alice()
+    for _ in range(3):
+        assert "It passes" in (await alice.fragment(f"{path}?model=demo&prompt_tokens=400&max_tokens=100")).text
+
+
+async def test_what_shadow_mode_would_refuse_passes_and_is_marked(box: Box) -> None:
+    path = await limited(box, tokens_per_minute=10)
+    await box.services.tenants.update(box.cast.bob.tenant.id, TenantChanges(limit_mode="shadow"))
+    page = (await (await box.alice()).fragment(f"{path}?model=demo")).text
+    assert "It passes" in page
+    assert "would refuse, shadow" in page
+
+
+async def test_a_number_that_is_none_and_a_model_that_is_not_there_are_said(box: Box) -> None:
+    path = await limited(box)
+    alice = await box.alice()
+    assert "A whole number, or empty." in (await alice.fragment(f"{path}?model=demo&prompt_tokens=many")).text
+    assert "404 model_not_found" in (await alice.fragment(f"{path}?model=other")).text
+    assert "Fill this in." in (await alice.fragment(f"{path}?model=")).text
+
+
+async def test_a_stranger_does_not_learn_of_the_tenant(box: Box) -> None:
+    path = await limited(box)
+    stranger = await box.services.members.create("mallory@example.com", "mallory's long password", "member")
+    await box.services.memberships.add(box.cast.charlie.tenant.id, stranger.id, "manager")
+    mallory = await box.visitor().sign_in("mallory@example.com", "mallory's long password")
+    assert (await mallory.get(path)).status_code == 404
