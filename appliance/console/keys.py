@@ -22,8 +22,8 @@ from appliance.tenancy.roles import Action
 PAGE_ROWS = 100
 FIELDS = ("name", "allowed_models", "allowed_networks", *LIMIT_NAMES)
 CONSEQUENCES = {
-    "rotate": "The key gets a new secret, and the old secret is refused from that moment. Running requests go on.",
-    "revoke": "Requests with this key are refused from that moment, for good. Running requests go on.",
+    "rotate": "The key gets a new secret, and the old secret is refused from that moment; its running requests end.",
+    "revoke": "Requests with this key are refused from that moment, for good; running ones end with an error, and what they got is billed.",
 }
 
 
