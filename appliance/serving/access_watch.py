@@ -45,11 +45,12 @@ class AccessWatch:
         """End."""
         if self._next_look is not None:
             self._next_look.cancel()
-        if self._task is not None:
+        task, self._task = self._task, None
+        if task is not None:
             self._db.principals.listeners.remove(self._on_change)
-            self._task.cancel()
+            task.cancel()
             with suppress(asyncio.CancelledError):
-                await self._task
+                await task
 
     def began(self, generation: Generation, expires_at: datetime | None) -> None:
         """Watch a generation that has just begun. It was authenticated a while ago: a change since then is looked at soon."""

@@ -11,6 +11,7 @@ import argparse
 import asyncio
 import os
 import socket
+from collections import Counter
 from dataclasses import dataclass
 
 from engine.protocol import (
@@ -46,7 +47,11 @@ class _Live:
 
 
 class FakeEngine:
-    """One connection. `step_s` is how long a step takes; every live request gets one token per step."""
+    """One connection. `step_s` is how long a step takes; every live request gets one token per step.
+
+    `counted` is how many tokens each request got, and `computed` how much of its prompt was computed, by the engine's own
+    count. With `steps_allowed` set it makes no more steps than that.
+    """
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, step_s: float = 0.0) -> None:
         self._reader = reader
@@ -56,6 +61,10 @@ class FakeEngine:
         self._generated = 0
         self._steps = 0
         self._woken = asyncio.Event()
+        self._allowed = asyncio.Event()
+        self.counted: Counter[str] = Counter()
+        self.computed: Counter[str] = Counter()
+        self.steps_allowed: int | None = None
         self.frames: list[GatewayFrame] = []
 
     async def run(self) -> None:
@@ -72,8 +81,15 @@ class FakeEngine:
             stepping.cancel()
             self._writer.close()
 
+    def allow(self, steps: int) -> None:
+        """Let the engine make so many steps more, and then none until it is allowed again."""
+        self.steps_allowed = self._steps + steps
+        self._allowed.set()
+
     def send(self, frame: EngineFrame) -> None:
         """Send one frame."""
+        for told in frame.events:
+            self.computed[told.request_id] = max(self.computed[told.request_id], told.num_prompt_tokens_computed)
         self._writer.write(encode_frame(frame))
 
     def _receive(self, frame: GatewayFrame) -> None:
@@ -104,7 +120,13 @@ class FakeEngine:
                     await asyncio.wait_for(self._woken.wait(), STATUS_INTERVAL_S)
                 except TimeoutError:
                     continue
+            if self.steps_allowed is not None and self._steps >= self.steps_allowed:
+                self._allowed.clear()
+                await self._allowed.wait()
+                continue
             await asyncio.sleep(self._step_s)
+            if not self._live:
+                continue
             events = [made for live in list(self._live.values()) if (made := self._advance(live)) is not None]
             self._steps += 1
             self.send(EngineFrame(events=events, status=self._status()))
@@ -120,6 +142,7 @@ class FakeEngine:
         token_id = prompt[(live.index + live.num_output_tokens) % len(prompt)]
         live.num_output_tokens += 1
         self._generated += 1
+        self.counted[live.request.request_id] += 1
         finish_reason = None
         if live.num_output_tokens >= (live.request.sampling.max_tokens or 1):
             finish_reason = FinishReason.LENGTH

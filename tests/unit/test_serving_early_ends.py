@@ -1,0 +1,217 @@
+"""However and wherever a running request ends, its event has the tokens that the engine counted, and says why it ended."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import AsyncIterator, Callable
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+
+from appliance.base.db import Database
+from appliance.base.errors import GatehouseError
+from appliance.metering.prices import PriceBook
+from appliance.serving.endings import EARLY_ENDS, early
+from appliance.serving.generation import Generation
+from appliance.tenancy.keys import Keys
+from appliance.tenancy.principals import KeyChanges, Limits, TenantChanges
+from appliance.tenancy.tenants import Tenants
+from tests.support.cast import PEPPER, Cast, Person
+from tests.support.clock import FakeClock
+from tests.support.fake_engine import FAIL, HALF, LATE, STALL
+from tests.support.generations import Serving, serving, text_of
+from tests.support.ledgers import until
+
+TEXT = "the quick brown fox"
+POSITIONS = 12
+MICROS = 1_000_000  # a micro-unit of money per token
+
+
+@pytest.fixture
+async def box(database: Database, clock: FakeClock, cast: Cast, tmp_path: Path) -> AsyncIterator[Serving]:
+    async with serving(database, clock, tmp_path / "model", cast.epoch_id) as opened:
+        opened.generations.start_watching()
+        yield opened
+        await opened.generations.stop(5.0)
+
+
+async def begun(box: Serving, person: Person, position: int, **sampling: object) -> Generation:
+    """Return a generation of which the engine has made exactly `position` tokens, and the gateway knows them all."""
+    box.engine.allow(position)
+    generation = await box.start(person, TEXT, max_tokens=1000, **sampling)
+    await until(lambda: generation.live.completion_tokens == position)
+    return generation
+
+
+async def check(box: Serving, generation: Generation, reason: str, cause: str | None, *, running: int = 0) -> None:
+    """Check that the event has the engine's own count, the reason and the cause."""
+    outcome = await generation.outcome
+    event = await box.event(generation)
+    counted, computed = (count[generation.request_id] for count in (box.engine.counted, box.engine.computed))
+    assert (event.finish_reason, event.cause) == (reason, cause)
+    assert event.completion_tokens == outcome.usage.completion_tokens == counted
+    assert event.status == ("posted" if computed else "voided")
+    assert event.prompt_tokens == computed
+    assert box.admission.running(event.tenant_id) == running
+
+
+@pytest.mark.parametrize("why", EARLY_ENDS)
+async def test_at_every_position_of_an_early_end_the_tokens_are_the_engines(box: Serving, cast: Cast, why: str) -> None:
+    for position in range(POSITIONS):
+        generation = await begun(box, cast.bob, position)
+        generation.leave(why)
+        await check(box, generation, early(why).finish_reason, early(why).cause)
+
+
+@pytest.mark.parametrize("position", range(POSITIONS))
+async def test_tokens_that_cross_the_end_on_their_way_count_too(box: Serving, cast: Cast, position: int) -> None:
+    generation = await begun(box, cast.bob, position)
+    box.engine.allow(3)  # it goes on while nobody has told it yet
+    generation.leave("disconnected")
+    await check(box, generation, "disconnected", "client")
+
+
+@pytest.mark.parametrize("position", range(0, POSITIONS, 3))
+async def test_of_several_answers_every_token_counts(box: Serving, cast: Cast, position: int) -> None:
+    box.engine.allow(position)
+    generation = await box.start(cast.bob, TEXT, max_tokens=1000, n=3)
+    await until(lambda: generation.live.completion_tokens == 3 * position)
+    box.engine.allow(2)
+    generation.leave("aborted")
+    await check(box, generation, "aborted", "administrator")
+
+
+async def test_when_one_answer_fails_its_siblings_are_counted_to_their_last_token(box: Serving, cast: Cast) -> None:
+    generation = await box.start(cast.bob, [HALF, 5], n=3, max_tokens=1000)
+    await check(box, generation, "error", "engine_error")
+    assert box.engine.counted[generation.request_id] > 0
+
+
+@pytest.mark.parametrize(("first", "reason", "cause"), [(FAIL, "error", "engine_error"), (LATE, "deadline", "queue_deadline")])
+async def test_what_the_engine_ends_itself_says_why(box: Serving, cast: Cast, first: int, reason: str, cause: str) -> None:
+    generation = await box.start(cast.bob, [first, 5])
+    await check(box, generation, reason, cause)
+
+
+@pytest.mark.parametrize("position", range(0, POSITIONS, 3))
+async def test_when_the_engine_dies_what_it_told_is_billed(box: Serving, cast: Cast, position: int) -> None:
+    generation = await begun(box, cast.bob, position)
+    box.engine_task.cancel()
+    await check(box, generation, "error", "engine_died")
+
+
+async def test_the_deadline_of_a_request_says_so(database: Database, clock: FakeClock, cast: Cast, tmp_path: Path) -> None:
+    async with serving(database, clock, tmp_path / "model", cast.epoch_id, deadline_s=0.05) as box:
+        generation = await box.start(cast.bob, [STALL, 5])
+        await check(box, generation, "deadline", "request_deadline")
+
+
+async def test_at_the_stop_of_the_appliance_requests_end_as_its_doing(box: Serving, cast: Cast) -> None:
+    generation = await begun(box, cast.bob, 3)
+    await box.generations.stop(5.0)
+    await check(box, generation, "aborted", "shutdown")
+
+
+Change = Callable[[Keys, Tenants, Person, FakeClock], object]
+CHANGES: dict[str, Change] = {
+    "key_revoked": lambda keys, _tenants, bob, _clock: keys.revoke(bob.key.id),
+    "key_expired": lambda keys, _tenants, bob, clock: keys.update(
+        bob.key.id, KeyChanges(expires_at=clock.now() + timedelta(milliseconds=20))
+    ),
+    "tenant_suspended": lambda _keys, tenants, bob, _clock: tenants.update(bob.tenant.id, TenantChanges(suspended=True)),
+    "tenant_archived": lambda _keys, tenants, bob, _clock: tenants.archive(bob.tenant.id),
+}
+
+
+@pytest.mark.parametrize("cause", CHANGES)
+async def test_a_key_or_tenant_that_may_not_go_on_ends_what_runs_and_nothing_of_others(
+    box: Serving, database: Database, clock: FakeClock, cast: Cast, cause: str
+) -> None:
+    bobs, charlies = await begun(box, cast.bob, 4), await box.start(cast.charlie, TEXT, max_tokens=1000)
+    await CHANGES[cause](Keys(database, clock, PEPPER), Tenants(database, clock), cast.bob, clock)  # type: ignore[misc]
+    outcome = await bobs.outcome
+
+    assert isinstance(outcome.error, GatehouseError)
+    assert not charlies.outcome.done()
+    await check(box, bobs, "aborted", cause)
+    charlies.leave("disconnected")
+    await check(box, charlies, "disconnected", "client")
+
+
+async def test_the_end_of_a_rotations_grace_ends_what_the_old_key_still_runs(
+    box: Serving, database: Database, clock: FakeClock, cast: Cast
+) -> None:
+    keys = Keys(database, clock, PEPPER)
+    old = await begun(box, cast.bob, 2)
+    successor, secret = await keys.rotate(cast.bob.key.id, grace_s=1)
+    new = await box.start(Person(tenant=cast.bob.tenant, key=successor, secret=secret), TEXT, max_tokens=1000)
+    assert not old.outcome.done()
+    clock.advance(1)
+    await box.generations._watch.look()
+    await check(box, old, "aborted", "key_expired", running=1)
+    assert not new.outcome.done()
+    new.leave("disconnected")
+    await new.outcome
+
+
+async def test_a_key_that_was_revoked_between_its_check_and_the_start_is_noticed(
+    box: Serving, database: Database, clock: FakeClock, cast: Cast
+) -> None:
+    await Keys(database, clock, PEPPER).revoke(cast.bob.key.id)
+    box.engine.allow(0)
+    generation = await box.start(cast.bob, TEXT)  # with the principal as it was before
+
+    await check(box, generation, "aborted", "key_revoked")
+
+
+async def hard_budget(database: Database, clock: FakeClock, bob: Person, micros: int, *, cut: bool = True) -> Person:
+    """Return Bob with a monthly budget at a micro-unit a token."""
+    await PriceBook(database, clock).add(
+        model="tiny", currency="EUR", prompt=MICROS, cached_prompt=MICROS, completion=MICROS, effective_from=clock.now()
+    )
+    changes = TenantChanges(limits=Limits(monthly_budget=micros), cut_at_budget=cut)
+    return dataclasses.replace(bob, tenant=await Tenants(database, clock).update(bob.tenant.id, changes))
+
+
+async def test_a_hard_budget_ends_the_answer_at_the_token_that_uses_it_up(
+    box: Serving, database: Database, clock: FakeClock, cast: Cast
+) -> None:
+    prompt = len(box.ids(TEXT))
+    bob = await hard_budget(database, clock, cast.bob, prompt + 300)
+    box.engine.allow(299)
+    generation = await box.start(bob, TEXT, max_tokens=1000)
+    await until(lambda: generation.live.completion_tokens == 299)
+    assert not generation.outcome.done()
+    box.engine.allow(1)
+    outcome = await generation.outcome
+
+    assert outcome.error is not None
+    assert (outcome.error.code, outcome.usage.completion_tokens) == ("budget_exceeded", 300)
+    await check(box, generation, "aborted", "budget_exceeded")
+
+
+async def test_what_several_requests_cost_together_uses_a_hard_budget_up(
+    box: Serving, database: Database, clock: FakeClock, cast: Cast
+) -> None:
+    prompt = len(box.ids(TEXT))
+    bob = await hard_budget(database, clock, cast.bob, 2 * prompt + 600)
+    box.engine.allow(0)
+    both = [await box.start(bob, TEXT, max_tokens=300), await box.start(bob, TEXT, max_tokens=1000)]
+    box.engine.allow(1000)
+    outcomes = [await generation.outcome for generation in both]
+
+    assert [outcome.finish_reason for outcome in outcomes] == ["length", "aborted"]
+    await check(box, both[0], "length", None)
+    await check(box, both[1], "aborted", "budget_exceeded")
+    assert outcomes[1].usage.completion_tokens >= 300
+
+
+async def test_a_budget_that_is_not_hard_never_cuts_an_answer(
+    box: Serving, database: Database, clock: FakeClock, cast: Cast
+) -> None:
+    bob = await hard_budget(database, clock, cast.bob, 300, cut=False)
+    generation = await box.start(bob, TEXT, max_tokens=500)
+    await text_of(generation)
+
+    await check(box, generation, "length", None)
