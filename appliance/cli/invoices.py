@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 app = typer.Typer(help="Invoices: drafts, closing a month, files to send.", no_args_is_help=True)
 
 COLUMNS = ("number", "tenant", "month", "state", "due", "id")
+_DONE = ("invoice_closed", "month_out_of_order")  # of a draft: the month is closed, or passed over for a later one
 FORMATS = ("pdf", "csv", "json", "events")
 
 Month = Annotated[str, typer.Option("--month", metavar="YYYY-MM", help="The month, of the billing time zone.")]
@@ -178,16 +179,13 @@ def _each(
         with output.progress(title, quiet=as_json) as advance:
             for done, each in enumerate(chosen, 1):
                 try:
-                    invoice = await _draft_of(client, each, month)
-                    if everybody and not invoice["lines"]:
-                        await client.call("DELETE", f"/invoices/{invoice['id']}")
-                        continue
-                    rows.append(_row(await step(client, invoice), each))
+                    invoice = await _draft_of(client, each, month, everybody=everybody)
+                    if invoice is not None:
+                        rows.append(_row(await step(client, invoice), each))
                 except CommandFailed as failure:
                     if not everybody:
                         raise
-                    if failure.code != "invoice_closed":  # somebody has done it already
-                        failures.append(f"{each['name']}: {failure.message}")
+                    failures.append(f"{each['name']}: {failure.message}")
                 finally:
                     advance(done / len(chosen))
         return rows, failures
@@ -198,8 +196,17 @@ def _each(
         raise CommandFailed("; ".join(failures), code="invoices")
 
 
-async def _draft_of(client: AdminClient, tenant: Row, month: str) -> Row:
-    invoice: Row = await client.call("POST", f"/tenants/{tenant['id']}/invoices", body={"month": month})
+async def _draft_of(client: AdminClient, tenant: Row, month: str, *, everybody: bool) -> Row | None:
+    """Return the draft of a month; of everybody's only where there is something to bill that is not billed already."""
+    try:
+        invoice: Row = await client.call("POST", f"/tenants/{tenant['id']}/invoices", body={"month": month})
+    except CommandFailed as failure:
+        if everybody and failure.code in _DONE:
+            return None
+        raise
+    if everybody and not invoice["lines"]:
+        await client.call("DELETE", f"/invoices/{invoice['id']}")
+        return None
     return invoice
 
 

@@ -95,6 +95,7 @@ def test_one_tenant_that_cannot_be_closed_stops_no_other_and_is_named(typed: Typ
     assert status == 1
     assert told(closed) == [("charlie", "closed", "2.00 EUR")]
     assert "bob: 2026-01 must be closed before 2026-02" in error["error"]["message"]
+    assert told(typed("invoices", "close", "--month", "2026-01", "--all")[1]) == [("bob", "closed", "2.00 EUR")]
 
 
 def test_an_empty_month_of_one_tenant_is_closed_when_it_is_asked_for(typed: Type) -> None:
