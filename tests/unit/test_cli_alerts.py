@@ -1,0 +1,79 @@
+"""`gatehouse alerts` beside a stopped appliance: what it prints for a person and for a program, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from appliance.cli.main import main
+from tests.support.alerts import TARGET
+
+
+@pytest.fixture
+def alerts(tmp_path: Path, migrated_sqlite_file: Path, monkeypatch: pytest.MonkeyPatch, own_logging: None) -> Path:
+    """The data folder of an appliance that does not run."""
+    shutil.copyfile(migrated_sqlite_file, tmp_path / "gatehouse.db")
+    monkeypatch.setenv("GATEHOUSE_DATA_DIR", str(tmp_path))
+    return tmp_path
+
+
+def told(capsys: pytest.CaptureFixture[str], *arguments: str, status: int = 0) -> Any:
+    """Run a command and return what it printed as JSON."""
+    assert main([*arguments, "--json"]) == status
+    return json.loads(capsys.readouterr().out)
+
+
+def test_a_webhook_is_added_listed_rotated_and_removed(alerts: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tenant = told(capsys, "tenants", "create", "bob")
+    made = told(capsys, "alerts", "add", TARGET, "--tenant", "bob", "--event", "invoice.closed")
+    assert (made["kind"], made["tenant_id"], made["events"]) == ("webhook", tenant["id"], ["invoice.closed"])
+    assert made["secret"].startswith("whsec_")
+    assert [row["id"] for row in told(capsys, "alerts", "list", "--tenant", "bob")["data"]] == [made["id"]]
+    assert told(capsys, "alerts", "rotate", made["id"], "--grace-s", "60")["secret"] != made["secret"]
+    assert told(capsys, "alerts", "remove", made["id"])["id"] == made["id"]
+    assert told(capsys, "alerts", "deliveries", made["id"], status=1)["error"]["code"] == "not_found"
+
+
+def test_the_secret_is_printed_once_and_the_reader_told_to_keep_it(alerts: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["alerts", "add", TARGET]) == 0
+    printed = capsys.readouterr()
+    assert "whsec_" in printed.out
+    assert "not shown again" in printed.err
+    assert main(["alerts", "list"]) == 0
+    assert "whsec_" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["add", "http://example.com/"], "webhook_networks"),
+        (["add", "https://127.0.0.1/"], "webhook_networks"),
+        (["add", "ops@example.com"], "smtp_url"),
+        (["add", TARGET, "--event", "everything"], "events must be one of"),
+        (["add", TARGET, "--tenant", "nobody"], "tenant"),
+        (["test", "wh_1"], "does not run"),
+        (["deliveries", "wh_1"], "no such webhook"),
+        (["retry", "wh_1", "msg_1"], "no such webhook"),
+        (["rotate", "wh_1"], "no such webhook"),
+    ],
+)
+def test_what_cannot_be_done_is_said_in_one_line(
+    alerts: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], words: str
+) -> None:
+    assert main(["alerts", *arguments]) == 1
+    printed = capsys.readouterr()
+    assert printed.err.count("\n") == 1
+    assert words in printed.err
+
+
+def test_with_a_mail_server_alerts_go_to_a_mailbox(
+    alerts: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GATEHOUSE_SMTP_URL", "smtp://localhost:25")
+    monkeypatch.setenv("GATEHOUSE_SMTP_FROM", "gatehouse@example.com")
+    made = told(capsys, "alerts", "add", "ops@example.com")
+    assert (made["kind"], made["target"], made["secret"]) == ("email", "ops@example.com", None)
