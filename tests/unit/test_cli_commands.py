@@ -24,6 +24,8 @@ COMMANDS = (
     ["members", "list"], ["members", "invite"], ["members", "set-role"], ["members", "remove"], ["members", "disable"],
     ["members", "enable"], ["limits", "tiers"], ["limits", "tier"], ["limits", "models"], ["limits", "model"],
     ["limits", "free-model"],
+    ["alerts", "list"], ["alerts", "add"], ["alerts", "rotate"], ["alerts", "remove"], ["alerts", "test"],
+    ["alerts", "deliveries"], ["alerts", "retry"],
     ["invoices", "list"], ["invoices", "draft"], ["invoices", "close"], ["invoices", "export"], ["invoices", "seller"],
     ["invoices", "allowance"], ["economics"],
     ["ledger", "list"], ["ledger", "correct"], ["prices", "list"], ["prices", "add"],
