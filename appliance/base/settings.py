@@ -21,6 +21,8 @@ _NEEDED_TOGETHER = (
     ("oidc_issuer", "oidc_client_id"),
     ("oidc_client_id", "oidc_issuer"),
     ("oidc_issuer", "external_url"),  # the provider sends people back to it
+    ("oidc_client_secret", "oidc_issuer"),
+    ("oidc_name", "oidc_issuer"),
     ("smtp_url", "smtp_from"),
 )
 

@@ -18,7 +18,7 @@ from appliance.console.context import Console, ConsoleDependency
 from appliance.console.login import login_form
 from appliance.console.rendering import Html
 from appliance.console.security import ConsoleRequest, safe_next, step_cookie, step_ticket
-from appliance.console.sign_in import address_of, first_factor_proven, note_refusal, wait_of
+from appliance.console.sign_in import address_of, first_factor_proven, kept_target, note_refusal, wait_of
 from appliance.tenancy.id_tokens import TokenRefused
 from appliance.tenancy.oidc import OidcProvider, ProviderUnavailable
 
@@ -51,7 +51,7 @@ async def begin_oidc(request: ConsoleRequest, console: ConsoleDependency) -> Htm
         return _away(request, console, provider, error, target)
     tickets = console.services.oidc_tickets
     answer = console.pages.redirect(request, address)
-    ticket = tickets.issue({**facts, "next": target})
+    ticket = tickets.issue({**facts, "next": kept_target(target)})
     answer.set_cookie(step_cookie(request, console.services, OIDC_STEP, ticket, life_s=tickets.life_s))
     return answer
 

@@ -18,6 +18,7 @@ from appliance.tenancy.members import Member, check_email
 CODE_STEP = "code"
 CODE_PATH = "/login/code"
 USER_AGENT_CHARS_MAX = 400
+TARGET_CHARS_MAX = 1500  # sealed and with the rest it stays below the 4 KiB that browsers keep of a cookie
 NO_ADDRESS = "(no e-mail address)"
 
 
@@ -26,13 +27,18 @@ def address_of(request: ConsoleRequest) -> str:
     return request.client.host if request.client else "unknown"
 
 
+def kept_target(target: str) -> str:
+    """Return where to go after signing in, if it fits a cookie; else the overview."""
+    return target if len(target) <= TARGET_CHARS_MAX else "/"
+
+
 async def first_factor_proven(request: ConsoleRequest, console: Console, member: Member, *, method: str, target: str) -> Html:
     """Return the way on for a member who has proven the first factor by `method`: a session, or the step of the code."""
     stamp = await console.services.second_factors.required(member.id)
     if stamp is None:
         return await finish(request, console, member, method=method, target=target)
     tickets = console.services.sign_in_tickets
-    ticket = tickets.issue({"member_id": member.id, "stamp": stamp, "method": method, "next": target})
+    ticket = tickets.issue({"member_id": member.id, "stamp": stamp, "method": method, "next": kept_target(target)})
     answer = console.pages.redirect(request, CODE_PATH)
     answer.set_cookie(step_cookie(request, console.services, CODE_STEP, ticket, life_s=tickets.life_s))
     return answer

@@ -64,7 +64,7 @@ class OidcProvider:
         self._transport = transport
         self._lock = asyncio.Lock()
         self._metadata: dict[str, Any] = {}
-        self._metadata_at = self._keys_at = self._failed_at = float("-inf")
+        self._metadata_at = self._keys_at = self._asked_again_at = self._failed_at = float("-inf")
         self._keys: list[Jwk] = []
 
     async def authorization_url(self, *, state: str, nonce: str, verifier: str) -> str:
@@ -103,7 +103,7 @@ class OidcProvider:
         try:
             return read_id_token(token, await self._signing_keys(metadata), **expected, now=self._clock.now())
         except UnknownKey:
-            keys = await self._signing_keys(metadata, kept_s=KEYS_ASKED_AGAIN_S)
+            keys = await self._newest_keys(metadata)
             return read_id_token(token, keys, **expected, now=self._clock.now())
 
     async def _described(self) -> dict[str, Any]:
@@ -123,16 +123,27 @@ class OidcProvider:
             self._metadata_at = now
             return self._metadata
 
-    async def _signing_keys(self, metadata: Mapping[str, Any], *, kept_s: float = KEPT_S) -> list[Jwk]:
+    async def _signing_keys(self, metadata: Mapping[str, Any]) -> list[Jwk]:
+        async with self._lock:
+            if self._clock.monotonic_s() - self._keys_at >= KEPT_S:
+                await self._fetch_keys(metadata)
+            return self._keys
+
+    async def _newest_keys(self, metadata: Mapping[str, Any]) -> list[Jwk]:
+        """Return the provider's keys, asked for again because one was unknown, unless that was done a moment ago."""
         async with self._lock:
             now = self._clock.monotonic_s()
-            if now - self._keys_at >= kept_s:
-                found = (await self._call("GET", metadata["jwks_uri"])).get("keys")
-                if not isinstance(found, list):
-                    raise ProviderUnavailable("the provider shows no keys")
-                self._keys = [key for key in found if isinstance(key, dict)]
-                self._keys_at = now
+            if now - self._asked_again_at >= KEYS_ASKED_AGAIN_S:
+                self._asked_again_at = now
+                await self._fetch_keys(metadata)
             return self._keys
+
+    async def _fetch_keys(self, metadata: Mapping[str, Any]) -> None:
+        found = (await self._call("GET", metadata["jwks_uri"])).get("keys")
+        if not isinstance(found, list):
+            raise ProviderUnavailable("the provider shows no keys")
+        self._keys = [key for key in found if isinstance(key, dict)]
+        self._keys_at = self._clock.monotonic_s()
 
     async def _exchange(self, metadata: Mapping[str, Any], code: str, verifier: str) -> dict[str, Any]:
         client = self.client

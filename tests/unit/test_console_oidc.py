@@ -192,6 +192,14 @@ async def test_no_way_leads_to_another_site(box: Box, fake: FakeProvider, target
     assert answer.headers["location"] == "/"
 
 
+async def test_a_way_that_is_too_long_for_a_cookie_leads_to_the_overview(box: Box, fake: FakeProvider) -> None:
+    visitor = box.visitor()
+    back = await way_back(visitor, fake, "/requests%3Fq=" + "%C3%A4" * 2000)
+
+    assert len(visitor.http.cookies[STEP]) < 4000
+    assert (await visitor.get(back)).headers["location"] == "/"
+
+
 async def test_one_address_cannot_make_us_ask_the_provider_all_day(box: Box, fake: FakeProvider) -> None:
     statuses = [(await box.visitor().get("/login/oidc")).status_code for _ in range(PER_ADDRESS.burst + 1)]
 
