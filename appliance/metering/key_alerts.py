@@ -13,6 +13,7 @@ from appliance.metering import outbox
 
 AHEAD = timedelta(days=7)
 SWEEP_INTERVAL_S = 3600.0
+_TOLD = ("tenant_id", "tenant_name", "key_id", "key_name", "prefix")
 
 
 class KeyAlerts:
@@ -39,7 +40,7 @@ class KeyAlerts:
                         self._clock.now(),
                         event="key.expiring",
                         subject=f"{row['key_id']}:{rfc3339(row['expires_at'])}",
-                        data={**row, "expires_at": rfc3339(row["expires_at"])},
+                        data={**{name: row[name] for name in _TOLD}, "expires_at": rfc3339(row["expires_at"])},
                         tenant_id=row["tenant_id"],
                     )
         self._swept_of, self._swept_s = of, now_s

@@ -1,0 +1,138 @@
+"""What is looked for now and then: keys that expire, engines that stay away, and a task that outlives a broken database."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+from typing import cast as typed
+
+import pytest
+
+from appliance.base.db import Database
+from appliance.metering.budget_alerts import BudgetAlerts
+from appliance.metering.calendar import BillingCalendar
+from appliance.metering.key_alerts import SWEEP_INTERVAL_S, KeyAlerts
+from appliance.serving.alert_watch import ENGINE_DOWN_S, AlertWatch
+from appliance.tenancy.keys import Keys
+from appliance.tenancy.principals import KeyChanges
+from appliance.tenancy.tenants import Tenants
+from tests.support.alerts import TARGET, AlertBox, alert_box
+from tests.support.cast import PEPPER, Cast, Person
+from tests.support.clock import FakeClock
+
+DAY_S = 86400.0
+
+
+class Engines:
+    """Models of the registry, of which only the state is looked at."""
+
+    def __init__(self) -> None:
+        self.client = SimpleNamespace(state="ready", error=None)
+
+    def list(self) -> list[Any]:
+        return [SimpleNamespace(name="demo", client=self.client)]
+
+
+class Watched:
+    """A watch over one test's database and a webhook of the box that hears everything."""
+
+    def __init__(self, alerts: AlertBox, clock: FakeClock) -> None:
+        self.alerts, self.clock, self.engines = alerts, clock, Engines()
+        self.keys = Keys(alerts.db, clock, PEPPER)
+        self.watch = AlertWatch(
+            alerts.db,
+            clock,
+            BudgetAlerts(alerts.db, clock, BillingCalendar()),
+            KeyAlerts(alerts.db, clock),
+            typed("Any", self.engines),
+        )
+
+    async def new_key(self, person: Person, days: float) -> str:
+        """Return the id of a new key that lives so many days."""
+        expires_at = self.clock.now() + timedelta(days=days)
+        key, _ = await self.keys.create(person.tenant.id, name="ci", expires_at=expires_at)
+        return key.id
+
+    async def told(self) -> list[dict[str, Any]]:
+        """Look, and return what has been told so far."""
+        await self.watch.look()
+        return [message.payload["data"] for message in await self.alerts.messages()]
+
+
+@pytest.fixture
+async def watched(database: Database, clock: FakeClock) -> Watched:
+    """A watch, and a webhook that hears everything."""
+    alerts = alert_box(database, clock)
+    await alerts.webhooks.create(kind="webhook", target=TARGET)
+    return Watched(alerts, clock)
+
+
+async def test_a_key_is_told_of_a_week_before_it_expires_and_once(watched: Watched, cast: Cast, clock: FakeClock) -> None:
+    key_id = await watched.new_key(cast.bob, 30)
+    assert await watched.told() == []
+    clock.advance(23 * DAY_S - 1)
+    assert await watched.told() == []
+    clock.advance(SWEEP_INTERVAL_S)
+    (data,) = await watched.told()
+    assert (data["key_id"], data["tenant_name"], data["key_name"]) == (key_id, "bob", "ci")
+    assert data["expires_at"] == "2026-12-21T12:00:00.000Z"
+    for _ in range(5):
+        clock.advance(DAY_S)
+        assert len(await watched.told()) == 1
+
+
+async def test_a_key_that_was_prolonged_is_told_of_again(watched: Watched, cast: Cast, clock: FakeClock) -> None:
+    key_id = await watched.new_key(cast.bob, 10)
+    clock.advance(4 * DAY_S)
+    assert len(await watched.told()) == 1
+    await watched.keys.update(key_id, KeyChanges(expires_at=clock.now() + timedelta(days=20)))
+    assert len(await watched.told()) == 1
+    clock.advance(15 * DAY_S)
+    assert len(await watched.told()) == 2
+
+
+async def test_keys_that_need_nobody_are_not_told_of(
+    watched: Watched, cast: Cast, clock: FakeClock, database: Database
+) -> None:
+    revoked, rotated = await watched.new_key(cast.bob, 10), await watched.new_key(cast.bob, 10)
+    await watched.new_key(cast.charlie, 10)
+    clock.advance(DAY_S)
+    await watched.keys.revoke(revoked)
+    await watched.keys.rotate(rotated, grace_s=3600)
+    await Tenants(database, clock).archive(cast.charlie.tenant.id)
+    await watched.new_key(cast.bob, 2)  # was never to live for long
+    clock.advance(3000)
+    assert await watched.told() == []
+    clock.advance(3 * DAY_S)
+    told = [data["key_id"] for data in await watched.told()]
+    assert len(told) == 1, "the successor of the rotated key alone"
+    assert told[0] not in (revoked, rotated)
+
+
+async def test_a_model_that_stays_away_is_told_of_once_until_it_was_back(watched: Watched, clock: FakeClock) -> None:
+    client = watched.engines.client
+    assert await watched.told() == []
+    client.state, client.error = "failed", "out of memory"
+    assert await watched.told() == []
+    clock.advance(ENGINE_DOWN_S - 1)
+    assert await watched.told() == []
+    clock.advance(1)
+    assert await watched.told() == [{"model": "demo", "state": "failed", "down_s": 60, "error": "out of memory"}]
+    clock.advance(3600)
+    assert len(await watched.told()) == 1
+    client.state = "ready"
+    await watched.told()
+    client.state = "restarting"
+    await watched.told()
+    clock.advance(ENGINE_DOWN_S)
+    assert len(await watched.told()) == 2
+
+
+async def test_a_model_that_is_back_in_time_is_not_told_of(watched: Watched, clock: FakeClock) -> None:
+    for _ in range(3):
+        watched.engines.client.state = "restarting"
+        await watched.told()
+        clock.advance(ENGINE_DOWN_S - 1)
+        watched.engines.client.state = "ready"
+        assert await watched.told() == []
