@@ -369,5 +369,5 @@ def _stored(head: InvoiceHead, lines: Sequence[InvoiceLine]) -> Invoice:
         lines=tuple(lines),
         totals=dataclasses.replace(totals, tax_micros=head.tax_micros, due_micros=totals.due_micros + head.tax_micros),
         seller=head.seller or {},
-        buyer=head.buyer or {},
+        buyer=head.buyer or {"name": head.tenant_id},
     )

@@ -17,6 +17,7 @@ from appliance.metering.recovery import begin_epoch
 from tests.support.api_box import ApiBox, open_api_box
 from tests.support.billing import Tokens, add_price, post_event
 from tests.support.cast import Person, make_person
+from tests.support.strangers import Tenancy, make_tenancy, signed_in
 
 INVOICE_FIELDS = {"id", "number", "tenant_id", "month", "state", "lines", "total_micros", "currency"}
 LINE_FIELDS = {"model", "kind", "tokens", "requests", "exact_picos", "rounded_micros"}
@@ -162,6 +163,31 @@ async def test_those_who_bill_close_and_a_viewer_reads(box: ApiBox, bob: Person,
     assert (await box.call("GET", f"/invoices/{draft['id']}.json", headers=headers))["id"] == draft["id"]
     for method, path, body in writes:
         await box.call(method, path, status=status, headers=headers, json=body)
+
+
+@pytest.mark.parametrize(("role", "reads"), [("manager", 200), ("developer", 403), ("viewer", 403)])
+async def test_a_manager_reads_the_invoices_of_his_own_tenant_alone(box: ApiBox, role: str, reads: int) -> None:
+    own, other = await make_tenancy(box.services, "bob"), await make_tenancy(box.services, "charlie")
+    headers = await signed_in(box.services, own.people[role])
+
+    def paths(of: Tenancy) -> list[str]:
+        tenant, invoice = f"/tenants/{of.ids['tenant_id']}", f"/invoices/{of.ids['invoice_id']}"
+        return [f"{tenant}/invoices", f"{tenant}/allowances", f"{invoice}.pdf", f"{invoice}.csv", f"{invoice}/events"]
+
+    for path in paths(own):
+        assert (await box.client.get(f"/admin/v1{path}", headers=headers)).status_code == reads, path
+    for path in paths(other):
+        assert (await box.client.get(f"/admin/v1{path}", headers=headers)).status_code in (403, 404), path
+    listed = await box.client.get("/admin/v1/invoices", headers=headers)
+    if reads == 200:
+        assert [row["tenant_id"] for row in listed.json()["data"]] == [own.ids["tenant_id"]]
+    for method, path in (
+        ("POST", f"/invoices/{own.ids['invoice_id']}/close"),
+        ("PUT", "/seller"),
+        ("GET", "/seller"),
+        ("GET", "/economics"),
+    ):
+        assert (await refusal(box, method, path, 403, headers=headers, json={}))[0] == "role_not_allowed"
 
 
 async def test_economics_say_where_each_figure_comes_from(box: ApiBox) -> None:
