@@ -75,15 +75,13 @@ class LedgerSums:
         )
 
     def _periods(self, owner: Owner, currency: str, at: Moment) -> Select[Any]:
+        """Ask the sums by day: they are few, however many events the month has."""
         days = usage_rollups.c
-        day, month = self._calendar.day_start(at.day), self._calendar.day_start(at.month)
-        tokens = case((days.start_at >= day, days.prompt_tokens + days.completion_tokens), else_=0)
-        cost = [
-            func.coalesce(func.sum(case((days.currency == currency, half), else_=0)), 0)
-            for half in (days.cost_high, days.cost_low)
-        ]
-        query = select(func.coalesce(func.sum(tokens), 0), *cost)
-        return query.where(days.bucket == DAY, days.start_at >= month, _of(owner, usage_rollups))
+        today, month = self._calendar.day_start(at.day), self._calendar.day_start(at.month)
+        tokens = case((days.start_at >= today, days.prompt_tokens + days.completion_tokens), else_=0)
+        cost = [case((days.currency == currency, half), else_=0) for half in (days.cost_high, days.cost_low)]
+        query = select(*(func.coalesce(func.sum(each), 0) for each in (tokens, *cost)))
+        return query.where(_of(owner, usage_rollups), days.bucket == DAY, days.start_at >= month)
 
 
 async def _last_minute(connection: AsyncConnection, owner: Owner, moment: datetime) -> list[tuple[datetime, int]]:
@@ -111,16 +109,16 @@ def _since(owner: Owner, moment: datetime) -> Select[Any]:
     touched = or_(events.admitted_at >= moment, and_(events.admitted_at >= moment - RUNNING_MAX, events.settled_at >= moment))
     return (
         select(events.admitted_at, events.settled_at, events.prompt_tokens + events.completion_tokens, events.reserved_tokens)
-        .where(_of(owner), touched, events.kind == "usage", events.status.in_(SETTLED))
+        .where(_of(owner, usage_events), touched, events.kind == "usage", events.status.in_(SETTLED))
         .order_by(events.admitted_at.desc())
         .limit(RECENT_EVENTS_MAX)
     )
 
 
-def _of(owner: Owner, table: Table = usage_events) -> ColumnElement[bool]:
-    """Return the condition on events, or sums of them, of `owner`."""
-    rows = table.c
-    whose = {"tenant": rows.tenant_id == owner.id, "key": rows.key_id == owner.id, "model": rows.model == owner.model}
+def _of(owner: Owner, table: Table) -> ColumnElement[bool]:
+    """Return the condition on rows of `owner`."""
+    columns = table.c
+    whose = {"tenant": columns.tenant_id == owner.id, "key": columns.key_id == owner.id, "model": columns.model == owner.model}
     if owner.scope == "model" or owner.model is None:
         return whose[owner.scope]
     return and_(whose[owner.scope], whose["model"])

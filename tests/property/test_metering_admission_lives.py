@@ -1,31 +1,36 @@
-"""Admission under random use: what is taken comes back, a refusal changes nothing, and a wait that is told is enough."""
+"""Admission under random use: what is taken comes back, a refusal changes nothing, and a wait that is told is exact."""
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import random
 
 import pytest
 
 from appliance.base.errors import RateLimitExceeded, Refused
-from appliance.metering.admission import Admission
+from appliance.metering.admission import Admission, Patience
 from appliance.metering.quotas import Owner
 from appliance.metering.reservations import Reservation
 from appliance.metering.rules import Asked
+from appliance.metering.token_bucket import UNITS_PER_TOKEN
+from appliance.tenancy.model_policies import ModelPolicy
 from appliance.tenancy.principals import Limits, Principal
-from tests.support.clock import FakeClock
+from tests.support.alarms import Alarms
+from tests.support.clock import START, FakeClock
 from tests.support.factories import price, principal
 from tests.support.sums import NothingYet
 
 STEPS = 300
 PRICE = price(prompt=3, cached=1, completion=7)
+MODELS = ("demo", "other")
 
 
-def _limits(chance: random.Random) -> Limits:
-    """Return limits of which about half are set, small enough to be met often."""
+def _limits(chance: random.Random, share: float = 0.5) -> Limits:
+    """Return limits of which about `share` are set, small enough to be met often."""
 
     def maybe(high: int) -> int | None:
-        return chance.randrange(high) if chance.random() < 0.5 else None
+        return chance.randrange(high) if chance.random() < share else None
 
     return Limits(
         tokens_per_minute=maybe(2000),
@@ -34,6 +39,25 @@ def _limits(chance: random.Random) -> Limits:
         tokens_per_day=maybe(20_000),
         monthly_budget=maybe(2),
     )
+
+
+def _person(chance: random.Random) -> Principal:
+    """Return somebody with limits of every scope, some in shadow mode."""
+    made = principal(_limits(chance), _limits(chance))
+    per_model = [{"demo": _limits(chance, 0.3)} if chance.random() < 0.5 else {} for _ in range(2)]
+    modes = [chance.choice(["enforce", "enforce", "shadow"]) for _ in range(2)]
+    return dataclasses.replace(
+        made,
+        tenant=dataclasses.replace(made.tenant, model_limits=per_model[0], limit_mode=modes[0]),
+        key=dataclasses.replace(made.key, model_limits=per_model[1], limit_mode=modes[1]),
+    )
+
+
+def _changed(chance: random.Random, who: Principal) -> Principal:
+    """Return the same person after an administrator has changed something."""
+    other = _person(chance)
+    tenant = dataclasses.replace(other.tenant, id=who.tenant.id)
+    return Principal(tenant=tenant, key=dataclasses.replace(other.key, id=who.key.id, tenant_id=tenant.id))
 
 
 def _state(admission: Admission) -> dict[Owner, tuple[object, ...]]:
@@ -49,51 +73,84 @@ def _state(admission: Admission) -> dict[Owner, tuple[object, ...]]:
     }
 
 
-async def _ask(admission: Admission, who: Principal, prompt: int, output: int | None) -> Reservation | Refused:
+async def _ask(admission: Admission, asked: Asked) -> Reservation | Refused:
     """Return the reservation or the refusal."""
     try:
-        return await admission.admit(
-            Asked(principal=who, model="demo", prompt_tokens=prompt, max_output_tokens=output, price=PRICE)
-        )
+        return await admission.admit(asked)
     except Refused as refused:
         return refused
 
 
-@pytest.mark.parametrize("seed", range(20))
+def _asked(chance: random.Random, who: Principal, policy: ModelPolicy | None) -> Asked:
+    model = chance.choice(MODELS)
+    return Asked(
+        principal=who,
+        model=model,
+        prompt_tokens=chance.randrange(300),
+        max_output_tokens=chance.choice([None, 0, 5, 500]),
+        price=PRICE,
+        output_room=chance.choice([None, 700]),
+        policy=policy if model == "demo" else None,
+    )
+
+
+@pytest.mark.parametrize("seed", range(30))
 async def test_what_is_taken_comes_back_and_a_refusal_changes_nothing(seed: int) -> None:
     chance = random.Random(seed)
     clock = FakeClock()
     admission = Admission(clock, NothingYet())
-    people = [principal(_limits(chance), _limits(chance)) for _ in range(3)]
+    people = [_person(chance) for _ in range(3)]
+    policy = ModelPolicy(
+        model="demo", limits=_limits(chance), limit_mode=chance.choice(["enforce", "shadow"]), updated_at=START
+    )
     live: list[tuple[Principal, Reservation]] = []
-    for who in people:  # meet everyone once, so that the state before a refusal is complete
-        answer = await _ask(admission, who, 0, 0)
-        if isinstance(answer, Reservation):
-            answer.void()
     for _ in range(STEPS):
         clock.advance(chance.choice([0, 0.000001, 0.5, 7, 40_000]))
+        if chance.random() < 0.05:
+            place = chance.randrange(len(people))
+            people[place] = _changed(chance, people[place])
         if live and chance.random() < 0.4:
             _end(chance, live.pop(chance.randrange(len(live)))[1])
             continue
-        who = chance.choice(people)
+        asked = _asked(chance, chance.choice(people), policy)
+        await admission.forecast(asked)  # meets everyone, so that the state before a refusal is complete
         before = _state(admission)
-        prompt, output = chance.randrange(300), chance.choice([None, 0, 5, 500])
-        answer = await _ask(admission, who, prompt, output)
+        answer = await _ask(admission, asked)
         if isinstance(answer, Refused):
             assert _state(admission) == before
-        if isinstance(answer, RateLimitExceeded) and chance.random() < 0.3:
-            clock.advance(answer.retry_after_s or 0.0)
-            refused, answer = answer, await _ask(admission, who, prompt, output)
-            assert isinstance(answer, Reservation) or _waits_for_others(answer) or _waits_for_others(refused)
+        if isinstance(answer, RateLimitExceeded) and chance.random() < 0.5:
+            answer = await _wait_as_told(admission, clock, asked, answer)
         if isinstance(answer, Reservation):
-            live.append((who, answer))
-        for owner in {who.tenant.id for who in people}:
-            assert admission.running(owner) == sum(holder.tenant.id == owner for holder, _ in live)
+            live.append((asked.principal, answer))
+        _check_running(admission, live)
     for _, reservation in live:
         reservation.void()
     for allowance in admission._allowances.values():
         assert (allowance.running, allowance._day.reserved, allowance._month.reserved) == (0, 0, 0)
-        assert allowance._day.used >= 0
+        assert allowance._day.used >= allowance._day.shadowed >= 0
+        assert allowance._month.live == 0
+
+
+async def _wait_as_told(
+    admission: Admission, clock: FakeClock, asked: Asked, refused: RateLimitExceeded
+) -> Reservation | Refused:
+    """Wait for as long as the refusal says: a millisecond less is not enough, and then it is, over all limits together."""
+    assert refused.retry_after_s is not None
+    clock.advance(refused.retry_after_s - 0.001)
+    early = await _ask(admission, asked)
+    assert isinstance(early, Refused) or _waits_for_others(refused)
+    if isinstance(early, Reservation):
+        return early
+    clock.advance(0.001)
+    answer = await _ask(admission, asked)
+    assert isinstance(answer, Reservation) or _waits_for_others(answer) or _waits_for_others(refused)
+    return answer
+
+
+def _check_running(admission: Admission, live: list[tuple[Principal, Reservation]]) -> None:
+    for owner, allowance in admission._allowances.items():
+        holds = [hold for _, each in live for hold in each.holds if hold.allowance is allowance]
+        assert allowance.running == sum(not hold.overlooked for hold in holds), owner
 
 
 def _waits_for_others(refused: Refused) -> bool:
@@ -106,3 +163,51 @@ def _end(chance: random.Random, reservation: Reservation) -> None:
         reservation.void()
     else:
         reservation.settle(chance.randrange(600), cached_tokens=chance.randrange(50))
+
+
+@pytest.mark.parametrize("seed", range(20))
+async def test_with_a_queue_no_stretch_of_time_admits_more_than_any_limit_and_nobody_overtakes(seed: int) -> None:
+    chance = random.Random(seed)
+    clock = FakeClock()
+    alarms = Alarms(clock)
+    admission = Admission(clock, NothingYet(), later=alarms.later)
+    bob = principal(Limits(tokens_per_minute=600, requests_per_minute=30, concurrent_requests=4))
+    keys = [dataclasses.replace(bob.key, id=f"key {n}", limits=Limits(tokens_per_minute=300)) for n in range(3)]
+    admitted: list[tuple[int, float, int]] = []  # arrival, time, tokens
+    tasks: list[asyncio.Task[None]] = []
+
+    async def request(arrival: int, key_place: int, tokens: int, used: int, runs_s: float) -> None:
+        asked = Asked(
+            principal=dataclasses.replace(bob, key=keys[key_place]),
+            model="demo", prompt_tokens=tokens, max_output_tokens=0, price=None,
+        )  # fmt: skip
+        try:
+            reservation = await admission.admit(asked, Patience(wait_s=chance.choice([0.0, 2.0, 30.0])))
+        except RateLimitExceeded:
+            return
+        admitted.append((arrival, clock.monotonic_s(), min(used, tokens)))
+        alarms.later(runs_s, lambda: reservation.settle(used) if used else reservation.void())
+
+    for arrival in range(150):
+        tokens = chance.randrange(1, 250)
+        used, runs_s = chance.choice([0, tokens, tokens // 2]), chance.choice([0.0, 1.0, 20.0])
+        tasks.append(asyncio.create_task(request(arrival, chance.randrange(3), tokens, used, runs_s)))
+        await alarms.settle()
+        await alarms.advance(chance.choice([0, 0.01, 1.5]))
+    await alarms.advance(120)
+    await asyncio.gather(*tasks)
+
+    assert admission.waiting == 0
+    assert not admission._queue._lines
+    assert admission.running(bob.tenant.id) == 0
+    for first, (_, since_s, _) in enumerate(admitted):
+        total = 0
+        for count, (_, moment_s, tokens) in enumerate(admitted[first:], 1):
+            total += tokens
+            micros = round((moment_s - since_s) * 1e6)
+            assert total * UNITS_PER_TOKEN <= 600 * (UNITS_PER_TOKEN + micros)
+            assert count - _voided(admitted[first : first + count]) <= 30 + 30 * micros / 60e6
+
+
+def _voided(rows: list[tuple[int, float, int]]) -> int:
+    return sum(tokens == 0 for _, _, tokens in rows)

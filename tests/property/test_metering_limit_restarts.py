@@ -1,0 +1,220 @@
+"""Limits over restarts: nothing is given twice, however often the process is killed, and an orderly stop forgets nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from dataclasses import dataclass, field
+
+import pytest
+
+from appliance.base.db import Database
+from appliance.base.errors import RateLimitExceeded
+from appliance.metering.admission import Admission
+from appliance.metering.ledger import Checkpoint, Ledger
+from appliance.metering.limit_levels import LimitLevels
+from appliance.metering.quotas import Owner
+from appliance.metering.recovery import begin_epoch, recover
+from appliance.metering.reservations import Reservation
+from appliance.metering.rules import Asked
+from appliance.metering.sums import LedgerSums
+from appliance.metering.token_bucket import UNITS_PER_TOKEN, Take, TokenBucket
+from appliance.tenancy.principals import Limits, Principal
+from tests.support.cast import Cast
+from tests.support.clock import FakeClock
+from tests.support.factories import pending, posted, voided
+
+CAPACITY = 600
+STEPS = 40
+
+
+@dataclass
+class Running:
+    """A request that was admitted: what it holds, and what the bucket that never dies holds for it."""
+
+    request_id: str
+    reservation: Reservation
+    twin: Take
+    generated: int = 0
+
+
+@dataclass
+class Box:
+    """A process with limits that can be killed, and beside it one bucket that never is."""
+
+    database: Database
+    clock: FakeClock
+    who: Principal
+    person: Cast
+    twin: TokenBucket
+    running: list[Running] = field(default_factory=list)
+    unsaved_refunds: int = 0
+
+    async def start(self) -> None:
+        self.epoch = await begin_epoch(self.database, self.clock, "test")
+        await recover(self.database, self.clock, self.epoch)
+        self.ledger = Ledger(self.database, self.clock, self.epoch, checkpoint_interval_s=0.0)
+        await self.ledger.start()
+        self.admission = Admission(self.clock, LedgerSums(self.database))
+        self.levels = LimitLevels(self.database, self.admission)
+
+    async def ask(self, tokens: int, output: int) -> None:
+        asked = Asked(principal=self.who, model="demo", prompt_tokens=tokens, max_output_tokens=output, price=None)
+        try:
+            reservation = await self.admission.admit(asked)
+        except RateLimitExceeded:
+            return
+        reserved = reservation.tokens_reserved
+        take = self.twin.take(reserved, self.clock.monotonic_s())
+        assert take is not None, "a process that was killed gave what one that lives would not give"
+        entry = pending(self.person.bob, admitted_at=self.clock.now(), prompt_tokens=tokens, reserved_tokens=reserved)
+        await self.ledger.open(entry)
+        self.running.append(Running(entry.request_id, reservation, take))
+
+    async def end(self, request: Running, used: int) -> None:
+        self.running.remove(request)
+        if used:
+            request.reservation.settle(used)
+            await self.ledger.settle(posted(request.request_id, prompt=used, completion=0))
+        else:
+            request.reservation.void()
+            await self.ledger.settle(voided(request.request_id))
+        self.unsaved_refunds += max(request.reservation.tokens_reserved - used, 0)
+        self.twin.settle(request.twin, used, self.clock.monotonic_s())
+
+    async def save(self) -> None:
+        await self.levels.save()
+        self.unsaved_refunds = 0
+
+    async def kill(self) -> None:
+        """Lose everything that is in memory. What ran is billed what its last checkpoint says."""
+        for request in self.running:
+            tokens = request.generated
+            if tokens:
+                row = Checkpoint(request_id=request.request_id, prompt_tokens=tokens, cached_tokens=0, completion_tokens=0)
+                self.ledger.checkpoint([row])
+        await self.ledger.stop()
+        lost = self.unsaved_refunds
+        for request in self.running:
+            reserved = request.reservation.tokens_reserved
+            lost += max(reserved - request.generated, 0)
+            self.twin.settle(request.twin, request.generated, self.clock.monotonic_s())
+        self.running.clear()
+        await self.start()
+        await self.meet()
+        assert self.twin_level() - lost <= self.level() <= self.twin_level()
+        self.catch_up()
+
+    def level(self) -> int:
+        """Return the level of the process, which meets its tenant anew."""
+        bucket = self.admission._allowances[Owner("tenant", self.who.tenant.id)].tokens
+        assert bucket is not None
+        return bucket.level(self.clock.monotonic_s())
+
+    def twin_level(self) -> int:
+        return self.twin.level(self.clock.monotonic_s())
+
+    def catch_up(self) -> None:
+        """From here on both are the same again: what was lost is lost."""
+        more = self.twin_level() - self.level()
+        if more > 0:
+            self.twin.charge(more, self.clock.monotonic_s())
+
+    async def meet(self) -> None:
+        """Let the process read what it knows of the tenant."""
+        await self.admission.forecast(Asked(principal=self.who, model="demo", prompt_tokens=0, max_output_tokens=0, price=None))
+
+
+def make_box(database: Database, clock: FakeClock, cast: Cast) -> Box:
+    limits = Limits(tokens_per_minute=CAPACITY)
+    who = dataclasses.replace(cast.bob.principal, tenant=dataclasses.replace(cast.bob.tenant, limits=limits))
+    return Box(database, clock, who, cast, TokenBucket(CAPACITY, clock.monotonic_s()))
+
+
+@pytest.mark.parametrize("seed", range(6))
+async def test_no_row_of_kills_gives_more_than_one_life_without_any(
+    database: Database, clock: FakeClock, cast: Cast, seed: int
+) -> None:
+    chance = random.Random(seed)
+    box = make_box(database, clock, cast)
+    await box.start()
+    for _ in range(STEPS):
+        clock.advance(chance.choice([0.001, 0.4, 1.0, 8.0, 61.0]))
+        dice = chance.random()
+        if dice < 0.45:
+            await box.ask(chance.randrange(1, 300), chance.choice([0, 100, 256]))
+        elif dice < 0.7 and box.running:
+            request = chance.choice(box.running)
+            await box.end(request, max(request.generated, chance.choice([0, 50, 300, 900])))
+        elif dice < 0.8 and box.running:
+            chance.choice(box.running).generated += chance.randrange(1, 400)
+        elif dice < 0.92:
+            await box.save()
+        else:
+            await box.kill()
+    await box.ledger.stop()
+
+
+async def test_an_orderly_stop_forgets_nothing_not_even_a_debt_of_an_hour(
+    database: Database, clock: FakeClock, cast: Cast
+) -> None:
+    box = make_box(database, clock, cast)
+    await box.start()
+    await box.ask(100, 0)
+    await box.end(box.running[0], 20_000)
+    clock.advance(0.001)
+    await box.save()
+    before = box.level()
+    assert before == 500 - 19_900
+    clock.advance(30)
+    await box.kill()
+    await box.meet()
+
+    assert box.level() == before + 300
+    with pytest.raises(RateLimitExceeded) as refused:
+        await box.admission.admit(Asked(principal=box.who, model="demo", prompt_tokens=1, max_output_tokens=0, price=None))
+    assert refused.value.retry_after_s == 1910.099  # 19,101 tokens at ten a second, since a millisecond before it was saved
+    await box.ledger.stop()
+
+
+async def test_levels_that_cannot_be_saved_are_saved_later(
+    database: Database, clock: FakeClock, cast: Cast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    box = make_box(database, clock, cast)
+    await box.start()
+    await box.ask(100, 0)
+    with monkeypatch.context() as broken:
+        broken.setattr(database, "writing", None)
+        with pytest.raises(TypeError):
+            await box.levels.save()
+    assert await box.levels.save() == 1
+    assert await box.levels.save() == 0, "what did not change is not written again"
+    await box.end(box.running[0], 100)
+    await box.ledger.stop()
+
+
+async def test_what_is_saved_is_about_a_second_old_at_most(database: Database, clock: FakeClock, cast: Cast) -> None:
+    pauses: list[float] = []
+
+    async def pause(seconds: float) -> None:
+        pauses.append(seconds)
+        if len(pauses) > 3:
+            raise OSError("enough")
+
+    box = make_box(database, clock, cast)
+    await box.start()
+    levels = LimitLevels(database, box.admission, sleep=pause)
+    levels.start()
+    assert levels._task is not None
+    with pytest.raises(OSError, match="enough"):
+        await levels._task
+    assert pauses == [1.0] * 4
+    await box.ledger.stop()
+
+
+def test_a_level_is_kept_to_the_last_unit() -> None:
+    bucket = TokenBucket(7, 0.0)
+    assert bucket.take(7, 0.0)
+    again = TokenBucket(7, 1.000001, units=bucket.units(1.000001))
+    assert again.units(1.000001) == 7 * 1_000_001
+    assert again.units(60.0) == bucket.units(60.0) == 7 * UNITS_PER_TOKEN
