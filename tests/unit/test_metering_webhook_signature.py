@@ -6,6 +6,10 @@ import base64
 import hashlib
 import hmac
 import ipaddress
+import re
+import time
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,6 +24,22 @@ def test_the_example_of_the_specification_is_signed_as_it_says() -> None:
     secret, body = "whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw", b'{"test": 2432232314}'
     signed = signature(secret, "msg_p5jXN8AQM9LWM0D4loKWxJek", 1614265330, body)
     assert signed == "v1,g0hM9SsE+OTPJTGt/tmIKtSyZlE3uFJELVlNIOLJ1OE="
+
+
+def test_the_example_of_the_guide_verifies_what_is_sent_and_nothing_else() -> None:
+    guide = (Path(__file__).resolve().parents[2] / "docs" / "operations.md").read_text("utf-8")
+    example = re.search(r"```python\n(.*?def verify.*?)```", guide, re.DOTALL)
+    assert example
+    names: dict[str, Any] = {}
+    exec(example[1], names)
+    verify, secrets, body = names["verify"], [new_signing_secret(), new_signing_secret()], b'{"type": "x"}'
+    headers = signature_headers(secrets, "msg_1", int(time.time()), body)
+    for secret in secrets:
+        verify(secret, headers, body)
+    old = signature_headers(secrets, "msg_1", int(time.time()) - 3600, body)
+    for wrong in ((new_signing_secret(), headers, body), (secrets[0], headers, body + b" "), (secrets[0], old, body)):
+        with pytest.raises(ValueError, match="not signed|too old"):
+            verify(*wrong)
 
 
 def test_a_new_secret_is_one_that_receivers_take() -> None:
