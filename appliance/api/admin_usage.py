@@ -139,6 +139,8 @@ async def _usage(request: AdminRequest) -> PageShape[UsageRowShape]:
     services = services_of(request)
     start, end = _period(request, services.clock.now())
     groups = [name for text in request.query_params.getall("group_by", []) for name in text.split(",") if name]
+    limit, cursor = paging(request, limit_default=PAGE_ROWS_MAX)
+    begin = _begin(cursor)
     rows = await services.reports.usage(
         start,
         end,
@@ -147,22 +149,22 @@ async def _usage(request: AdminRequest) -> PageShape[UsageRowShape]:
         tenant_id=request.query_params.get("tenant_id"),
         key_ids=request.query_params.getall("key_id", None),
         models=request.query_params.getall("model", None),
+        part=slice(begin, begin + check_limit(limit) + 1),  # one more, to know whether there is more
         access=access,
     )
-    return _page([usage_row_shape(row) for row in rows], *paging(request, limit_default=PAGE_ROWS_MAX))
+    has_more = len(rows) > limit
+    next_cursor = encode_cursor("usage", [begin + limit]) if has_more else None
+    return PageShape(data=[usage_row_shape(row) for row in rows[:limit]], has_more=has_more, next_cursor=next_cursor)
 
 
-def _page(rows: list[UsageRowShape], limit: int, cursor: str | None) -> PageShape[UsageRowShape]:
-    """Return a part of a report. A report is computed anew for each part; sums of past periods do not change."""
-    check_limit(limit)
-    begin = 0
-    if cursor is not None:
-        (begin,) = decode_cursor("usage", cursor, [int])
-        if begin < 0:
-            raise InvalidValue("cursor is not one of this list", param="cursor")
-    end = begin + limit
-    has_more = len(rows) > end
-    return PageShape(data=rows[begin:end], has_more=has_more, next_cursor=encode_cursor("usage", [end]) if has_more else None)
+def _begin(cursor: str | None) -> int:
+    """Return the first row of this part. A report is computed anew for each part; sums of past periods do not change."""
+    if cursor is None:
+        return 0
+    begin: int = decode_cursor("usage", cursor, [int])[0]
+    if not 0 <= begin < 2**63:
+        raise InvalidValue("cursor is not one of this list", param="cursor")
+    return begin
 
 
 def _event_number(event_id: str) -> int:

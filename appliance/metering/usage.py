@@ -83,13 +83,15 @@ class UsageReports:
         key_ids: Collection[str] | None = None,
         models: Collection[str] | None = None,
         tenant_ids: Collection[str] | None = None,
+        part: slice | None = None,
         access: Access = WHOLE_BOX,
     ) -> list[UsageRow]:
         """Return the sums of posted and recovered events admitted in `start <= t < end`, per bucket and group.
 
         Buckets begin at whole minutes and hours of UTC, or with days of the billing time zone; empty ones are left out. Amounts
         of different currencies are never added. `tenant_ids`, `key_ids` and `models` leave out all others; None is all.
-        Raises InvalidValue, also when there would be more than USAGE_ROWS_MAX rows.
+        `part` are the rows `start` to `stop` of the report, which is then as long as it likes; whole, it raises InvalidValue
+        beyond USAGE_ROWS_MAX rows, as it does for what cannot be asked.
         """
         check_choice(bucket, "bucket", BUCKETS)
         _check_period(start, end)
@@ -98,10 +100,11 @@ class UsageReports:
         if not segments:
             return []
         wanted = _wanted([None if tenant_id is None else {tenant_id}, tenant_ids, access.within(Action.READ)], key_ids, models)
-        query = usage_query(segments, [_GROUP_COLUMNS[name] for name in groups], wanted).limit(USAGE_ROWS_MAX + 1)
+        begin, stop = (0, USAGE_ROWS_MAX + 1) if part is None else (part.start, part.stop)
+        query = usage_query(segments, [_GROUP_COLUMNS[name] for name in groups], wanted).limit(stop - begin).offset(begin)
         async with self._db.reading() as connection:
             rows = (await connection.execute(query)).mappings().all()
-        if len(rows) > USAGE_ROWS_MAX:
+        if part is None and len(rows) > USAGE_ROWS_MAX:
             raise InvalidValue(f"the report has more than {USAGE_ROWS_MAX} rows; choose a larger bucket", param="bucket")
         return [_usage_row(row, bucket_end(row["start_at"], bucket, self.calendar)) for row in rows]
 
