@@ -22,7 +22,7 @@ from appliance.base.clock import Clock
 from appliance.base.db import Database
 from appliance.base.tables import audit_head, audit_log
 from appliance.tenancy.access import WHOLE_BOX, Access
-from appliance.tenancy.audit_chain import FIRST_HASH, AuditEntry, ChainWalk, Head, Verdict, canonical, changed, hash_of
+from appliance.tenancy.audit_chain import COLUMNS, FIRST_HASH, AuditEntry, ChainWalk, Head, Verdict, canonical, changed, hash_of
 from appliance.tenancy.pages import PAGE_ROWS_DEFAULT, Page, check_limit, decode_cursor, page_of
 from appliance.tenancy.roles import Action
 
@@ -33,7 +33,6 @@ BATCH_ROWS = 1000
 HIDDEN = "(hidden)"
 _HEAD_ID = 1
 _SECRET = re.compile(r"(^|_)(password|secret|digest|hash|pepper|token|totp)$")
-_COLUMNS = tuple(field.name for field in dataclasses.fields(AuditEntry))
 
 
 def facts_of(value: DataclassInstance, *leave_out: str) -> dict[str, Any]:
@@ -86,7 +85,7 @@ async def record(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AuditFilter:
-    """Which entries a page shows; None is all. `start <= at < end`. `actors` are ids or names; `actor_names` are names alone."""
+    """Which entries a page shows; None is all. `start <= at < end`. An actor is an id or a name, an actor name is no id."""
 
     actors: Collection[str] | None = None
     actor_names: Collection[str] | None = None
@@ -235,4 +234,4 @@ def _conditions(filters: AuditFilter) -> list[ColumnElement[bool]]:
 
 
 def _from_row(row: RowMapping) -> AuditEntry:
-    return AuditEntry(**{name: row[name] for name in _COLUMNS})
+    return AuditEntry(**{name: row[name] for name in COLUMNS})

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from datetime import UTC, date, datetime
 from typing import Any
 
@@ -35,6 +35,9 @@ class AuditEntry:
     address: str | None
     previous_hash: str
     hash: str
+
+
+COLUMNS = tuple(field.name for field in fields(AuditEntry))
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +150,7 @@ def changed(entry_id: int) -> Fault:
 
 def _is_as_hashed(entry: AuditEntry) -> bool:
     try:
-        return hash_of(asdict(entry), entry.previous_hash) == entry.hash
+        return hash_of({name: getattr(entry, name) for name in COLUMNS}, entry.previous_hash) == entry.hash
     except (TypeError, ValueError, AttributeError):
         return False  # SQLite keeps whatever is put into a column: bytes, numbers
 
