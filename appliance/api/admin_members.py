@@ -81,7 +81,8 @@ async def create_member(request: AdminRequest) -> NewMemberShape:
     await authenticate_administrator(request, Action.MEMBERS)
     body = decode_body(await request.body(), NewMemberBody)
     password = new_password()
-    return new_member_shape(await services_of(request).members.create(body.email, password, body.role), password)
+    member = await services_of(request).members.create(body.email, password, body.role, temporary=True)
+    return new_member_shape(member, password)
 
 
 @get("/members/{member_id:str}", summary="Retrieve a member", tags=TAGS)
@@ -112,7 +113,7 @@ async def reset_password(request: AdminRequest, member_id: FromPath[str]) -> New
     members = services_of(request).members
     member = await members.get(member_id)
     password = new_password()
-    return new_member_shape(await members.reset_password(member.email, password), password)
+    return new_member_shape(await members.reset_password(member.email, password, temporary=True), password)
 
 
 @get("/tenants/{tenant_id:str}/members", summary="List who belongs to a tenant", tags=TAGS, opt={"query": PAGING})

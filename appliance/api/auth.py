@@ -19,7 +19,7 @@ from appliance.api.exchange import exchange_of
 from appliance.api.rate_limit_headers import rate_limit_headers
 from appliance.api.services_of import services_of
 from appliance.base.acting import Actor, ActorKind, act_as, current_actor
-from appliance.base.errors import InvalidApiKey, RoleNotAllowed
+from appliance.base.errors import InvalidApiKey, PasswordChangeNeeded, RoleNotAllowed
 from appliance.tenancy.access import Access, access_of_key
 from appliance.tenancy.principals import Principal
 from appliance.tenancy.roles import Action, Role
@@ -130,6 +130,8 @@ async def _by_session(connection: Connection) -> Access:
         raise InvalidApiKey("no administrator token was sent: use the header Authorization: Bearer gha_...")
     if connection.scope.get("method") not in SAFE_METHODS:
         _check_same_site(connection, session.csrf_token)
+    if session.must_change_password:
+        raise PasswordChangeNeeded("choose a password of your own first, on the console's account page")
     member = session.member
     return await services_of(connection).memberships.access(member, _actor("member", member.email, member.id))
 

@@ -3,7 +3,8 @@
 GatehouseError
 ├── BadRequest 400 ─── InvalidValue, UnknownParameter, UnsupportedParameter, ContextLengthExceeded
 ├── Unauthenticated 401 ─── InvalidApiKey, ExpiredApiKey, InvalidCredentials
-├── Forbidden 403 ─── ModelNotAllowed, AddressNotAllowed, TenantSuspended, ScopeNotAllowed, RoleNotAllowed
+├── Forbidden 403 ─── ModelNotAllowed, AddressNotAllowed, TenantSuspended, ScopeNotAllowed, RoleNotAllowed,
+│                       PasswordChangeNeeded
 ├── Missing 404 ─── ModelNotFound, NotFound
 ├── Conflict 409 ─── NameTaken, LastOwner, InvoiceClosed, MonthNotOver, MonthOutOfOrder, CurrenciesMixed
 ├── RequestTooLarge 413
@@ -127,6 +128,12 @@ class RoleNotAllowed(Forbidden):
     """The administrator's role does not cover this action."""
 
     code = "role_not_allowed"
+
+
+class PasswordChangeNeeded(Forbidden):
+    """Somebody else made the member's password: it must be replaced before anything else."""
+
+    code = "password_change_needed"
 
 
 class Missing(GatehouseError):

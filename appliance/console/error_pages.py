@@ -9,7 +9,7 @@ import structlog
 from litestar import Response
 from litestar.exceptions import HTTPException
 
-from appliance.base.errors import GatehouseError, Unauthenticated
+from appliance.base.errors import GatehouseError, PasswordChangeNeeded, Unauthenticated
 from appliance.base.ids import new_id
 from appliance.console.forms import sentence
 from appliance.console.rendering import HTML, Html, Pages, is_fragment, toast_header
@@ -38,6 +38,8 @@ def error_handler(pages: Pages) -> Callable[[ConsoleRequest, Exception], Html]:
     def answer(request: ConsoleRequest, error: Exception) -> Html:
         if isinstance(error, Unauthenticated):
             return _to_login(request)
+        if isinstance(error, PasswordChangeNeeded):
+            return pages.redirect(request, "/account", done="password-needed")
         status, message = _describe(error)
         reference = _logged(request, error) if status >= 500 else None
         response = _render(pages, request, status, message, reference)

@@ -49,6 +49,7 @@ DONE = {
     "request-cancelled": "Cancelled. Its KV blocks are free; what was generated is billed.",
     "signed-out": "Signed out.",
     "sign-in-expired": "That sign-in was not finished in time, or in another browser. Start again.",
+    "password-needed": "Somebody else made your password. Choose one of your own to go on.",
     "password-changed": "Password changed. Every other device is signed out.",
     "second-factor-off": "Second factor disabled. Every other device is signed out.",
     "session-ended": "That device is signed out.",

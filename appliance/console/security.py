@@ -21,7 +21,7 @@ from litestar.middleware import ASGIMiddleware
 from litestar.types import ASGIApp, Guard, Message, Receive, Scope, Send
 
 from appliance.base.acting import act_as, current_actor
-from appliance.base.errors import Forbidden, InvalidValue, Unauthenticated
+from appliance.base.errors import Forbidden, InvalidValue, PasswordChangeNeeded, Unauthenticated
 from appliance.tenancy.roles import Action
 
 if TYPE_CHECKING:
@@ -33,6 +33,7 @@ Connection = ASGIConnection[Any, Any, Any, Any]
 ConsoleRequest = Request[Any, Any, Any]
 
 SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
+OWN_PATHS = ("/account", "/logout", "/theme", "/login")  # what whoever must choose a password may still open
 CSRF_FIELD = "csrf_token"
 CSRF_HEADER = "x-csrf-token"
 # The prefix makes the browser refuse the cookie unless it is Secure, host-only and for the whole site; it needs HTTPS.
@@ -161,6 +162,8 @@ def session_guard(services: Services) -> Guard:
         if session is not None:
             access = access_of(connection)
             act_as(access.actor)
+            if session.must_change_password and not connection.url.path.startswith(OWN_PATHS):
+                raise PasswordChangeNeeded("Choose a password of your own first.")
             if (tenant_id := connection.path_params.get("tenant_id")) is not None:
                 access.require(Action.READ, tenant_id)
         elif not handler.opt.get("public"):

@@ -32,13 +32,14 @@ HASHES_AT_ONCE = 2  # each takes 64 MiB and a core
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Member:
-    """A person who signs in. `disabled`: may no longer."""
+    """A person who signs in. `disabled`: may no longer. `password_temporary`: somebody else made the password."""
 
     id: str
     email: str
     role: Role
     disabled: bool
     created_at: datetime
+    password_temporary: bool = False
 
 
 class Members:
@@ -57,17 +58,23 @@ class Members:
         password: str,
         role: str = Role.VIEWER,
         *,
+        temporary: bool = False,
         also: Callable[[AsyncConnection, Member], Awaitable[None]] | None = None,
     ) -> Member:
-        """Return the new member; `also` is done in the same transaction. Raises NameTaken and InvalidValue."""
+        """Return the new member; `also` is done in the same transaction. Raises NameTaken and InvalidValue.
+
+        A `temporary` password is one that somebody else has seen: its member must choose another before anything else.
+        """
         member = Member(
             id=new_id("mb"), email=check_email(email), role=check_role(role), disabled=False, created_at=self._clock.now()
         )
+        member = dataclasses.replace(member, password_temporary=temporary)
         password_hash = await self._hash(check_password(password))
         row = {"id": member.id, "email": member.email, "role": member.role.value, "created_at": member.created_at}
         try:
             async with self._db.writing() as connection:
-                await connection.execute(insert(members).values(password_hash=password_hash, **row))
+                secrets = {"password_hash": password_hash, "password_temporary": temporary}
+                await connection.execute(insert(members).values(**secrets, **row))
                 facts = audit.facts_of(member, "id", "created_at")
                 await audit.record(connection, self._clock, "member.create", "member", member.id, after=facts)
                 if also is not None:
@@ -103,16 +110,15 @@ class Members:
             raise InvalidCredentials("e-mail address or password is wrong")
         return member_from_row(row)
 
-    async def reset_password(self, email: str, password: str) -> Member:
+    async def reset_password(self, email: str, password: str, *, temporary: bool = False) -> Member:
         """Return the member, with a new password and signed out everywhere. Raises NotFound and InvalidValue."""
         password_hash = await self._hash(check_password(password))
         member = await self.get_by_email(email)
         async with self._db.writing() as connection:
-            await connection.execute(update(members).where(members.c.id == member.id).values(password_hash=password_hash))
-            await connection.execute(delete(sessions).where(sessions.c.member_id == member.id))
+            await _replace_password(connection, member.id, password_hash, temporary=temporary)
             facts = {"email": member.email}
             await audit.record(connection, self._clock, "member.reset_password", "member", member.id, after=facts)
-        return member
+        return dataclasses.replace(member, password_temporary=temporary)
 
     async def change_password(self, member: Member, current: str, password: str) -> None:
         """Replace the password of a member who proves the current one, and end every session of the member.
@@ -121,10 +127,11 @@ class Members:
         """
         check_password(password)
         await self.verify_password(member.email, current)
+        if password == current:
+            raise InvalidValue("password must differ from the current one", param="password")
         password_hash = await self._hash(password)
         async with self._db.writing() as connection:
-            await connection.execute(update(members).where(members.c.id == member.id).values(password_hash=password_hash))
-            await connection.execute(delete(sessions).where(sessions.c.member_id == member.id))
+            await _replace_password(connection, member.id, password_hash, temporary=False)
             facts = {"email": member.email}
             await audit.record(connection, self._clock, "member.change_password", "member", member.id, after=facts)
 
@@ -201,6 +208,13 @@ async def _get(connection: AsyncConnection, member_id: str) -> Member:
     return member_from_row(row)
 
 
+async def _replace_password(connection: AsyncConnection, member_id: str, password_hash: str, *, temporary: bool) -> None:
+    """Store the new password and end every session of the member."""
+    values = {"password_hash": password_hash, "password_temporary": temporary}
+    await connection.execute(update(members).where(members.c.id == member_id).values(**values))
+    await connection.execute(delete(sessions).where(sessions.c.member_id == member_id))
+
+
 async def _lock_owners(connection: AsyncConnection) -> set[str]:
     """Return who can sign in as owner, and keep it so until the transaction ends: two owners cannot demote each other."""
     living = (members.c.role == Role.OWNER.value) & members.c.disabled_at.is_(None)
@@ -216,6 +230,7 @@ def member_from_row(row: RowMapping) -> Member:
         role=Role(row["role"]),
         disabled=row["disabled_at"] is not None,
         created_at=row["created_at"],
+        password_temporary=row["password_temporary"],
     )
 
 

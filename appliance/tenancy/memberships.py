@@ -96,7 +96,7 @@ class Memberships:
         async def join(connection: AsyncConnection, member: Member) -> None:
             await self._add(connection, tenant_id, member.id, granted)
 
-        member = await people.create(email, password, Role.MEMBER, also=join)
+        member = await people.create(email, password, Role.MEMBER, temporary=True, also=join)
         (membership,) = await self.of_members([member.id])
         return membership, password
 

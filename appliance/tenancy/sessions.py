@@ -40,6 +40,11 @@ class Session:
     last_seen_at: datetime
     expires_at: datetime
 
+    @property
+    def must_change_password(self) -> bool:
+        """Return whether it was opened by a password that somebody else made: nothing else may be done with it."""
+        return self.member.password_temporary and self.method.startswith("password")
+
 
 class Sessions:
     """All sessions. A token is stored as its SHA-256 and shown once, to the browser that signed in."""

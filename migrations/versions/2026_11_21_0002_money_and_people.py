@@ -52,7 +52,7 @@ def downgrade() -> None:
     op.execute("DELETE FROM members WHERE role = 'member'")
     _drop_columns(
         "members",
-        ("totp_secret", "totp_confirmed_at", "totp_last_step", "oidc_issuer", "oidc_subject"),
+        ("password_temporary", "totp_secret", "totp_confirmed_at", "totp_last_step", "oidc_issuer", "oidc_subject"),
         constraints=("uq_members_oidc_issuer_oidc_subject",),
     )
     _drop_columns("api_keys", ("model_limits", "limit_mode", "replaced_by"))
@@ -143,6 +143,7 @@ def _extend_tenants_and_keys() -> None:
 
 def _extend_people() -> None:
     with op.batch_alter_table("members") as table:
+        table.add_column(sa.Column("password_temporary", sa.Boolean, nullable=False, server_default=sa.false()))
         table.add_column(_text("totp_secret", 400, nullable=True))
         table.add_column(_time("totp_confirmed_at", nullable=True))
         table.add_column(_count("totp_last_step", nullable=True))

@@ -41,12 +41,21 @@ async def as_member(box: ApiBox, email: str) -> dict[str, str]:
     return await signed_in(box.services, await box.services.members.get_by_email(email))
 
 
+async def with_own_password(box: ApiBox, made: dict[str, Any]) -> dict[str, str]:
+    """Return the headers of a new member who has chosen a password."""
+    member = await box.services.members.get_by_email(made["email"])
+    await box.services.members.change_password(member, made["password"], "a password of her own")
+    return await as_member(box, made["email"])
+
+
 async def test_somebody_is_let_in_changed_and_shut_out(box: ApiBox) -> None:
     made = await box.call("POST", "/members", status=201, json={"email": DORA, "role": "viewer"})
 
     assert set(made) == MEMBER_FIELDS | {"password"}
     assert (await box.services.members.verify_password(DORA, made["password"])).id == made["id"]
     headers = await as_member(box, DORA)
+    assert (await refusal(box, "GET", "/me", 403, headers=headers))[0] == "password_change_needed"
+    headers = await with_own_password(box, made)
     assert (await box.call("GET", "/me", headers=headers))["role"] == "viewer"
     changed = await box.call("PATCH", f"/members/{made['id']}", json={"role": "billing"})
     assert set(changed) == MEMBER_FIELDS
@@ -60,7 +69,8 @@ async def test_somebody_is_let_in_changed_and_shut_out(box: ApiBox) -> None:
 
 async def test_a_new_password_ends_the_sessions_of_the_old_one(box: ApiBox) -> None:
     made = await box.call("POST", "/members", status=201, json={"email": DORA, "role": "viewer"})
-    headers = await as_member(box, DORA)
+    headers = await with_own_password(box, made)
+    await box.call("GET", "/me", headers=headers)
     fresh = await box.call("POST", f"/members/{made['id']}/reset-password")
 
     assert fresh["password"] != made["password"]
@@ -94,7 +104,7 @@ async def test_a_manager_invites_promotes_and_removes_in_the_own_tenant(box: Api
     invited = await box.call("POST", f"/tenants/{bob}/members", status=201, json={"email": DORA, "role": "manager"})
 
     assert set(invited) == MEMBERSHIP_FIELDS | {"password"}
-    headers = await as_member(box, DORA)
+    headers = await with_own_password(box, invited)
     body = {"email": "emil@example.com", "role": "viewer"}
     emil = await box.call("POST", f"/tenants/{bob}/members", status=201, json=body, headers=headers)
     assert await refusal(box, "POST", f"/tenants/{bob}/members", 409, json=body, headers=headers) == ("name_taken", "email")
@@ -104,7 +114,7 @@ async def test_a_manager_invites_promotes_and_removes_in_the_own_tenant(box: Api
     assert [(row["email"], row["role"]) for row in listed] == [(DORA, "manager"), ("emil@example.com", "developer")]
     assert set(await box.call("DELETE", path, headers=headers)) == MEMBERSHIP_FIELDS
     assert await refusal(box, "DELETE", path, 404, headers=headers) == ("not_found", "member_id")
-    emils = await as_member(box, "emil@example.com")
+    emils = await with_own_password(box, emil)
     assert (await refusal(box, "GET", "/tenants", 403, headers=emils))[0] == "role_not_allowed"
     assert await box.call("GET", "/me", headers=emils) == {
         "kind": "member",
@@ -126,9 +136,9 @@ async def test_an_owner_sees_who_belongs_where(box: ApiBox, bob: str) -> None:
 async def test_a_member_of_two_tenants_sees_both_and_acts_by_the_role_in_each(box: ApiBox, bob: str) -> None:
     other = (await box.call("POST", "/tenants", status=201, json={"name": "emil"}))["id"]
     await box.call("POST", "/tenants", status=201, json={"name": "charlie"})
-    await box.call("POST", f"/tenants/{bob}/members", status=201, json={"email": DORA, "role": "developer"})
+    made = await box.call("POST", f"/tenants/{bob}/members", status=201, json={"email": DORA, "role": "developer"})
     await box.call("POST", f"/tenants/{other}/members", status=201, json={"email": DORA, "role": "viewer"})
-    headers = await as_member(box, DORA)
+    headers = await with_own_password(box, made)
 
     assert [row["id"] for row in (await box.call("GET", "/tenants", headers=headers))["data"]] == [bob, other]
     key = await box.call("POST", f"/tenants/{bob}/keys", status=201, json={"name": "k"}, headers=headers)
@@ -143,8 +153,8 @@ async def test_a_member_of_two_tenants_sees_both_and_acts_by_the_role_in_each(bo
 
 async def test_a_forged_tenant_in_a_filter_gives_what_a_missing_one_gives(box: ApiBox, bob: str) -> None:
     other = (await box.call("POST", "/tenants", status=201, json={"name": "charlie"}))["id"]
-    await box.call("POST", f"/tenants/{bob}/members", status=201, json={"email": DORA, "role": "manager"})
-    headers = await as_member(box, DORA)
+    made = await box.call("POST", f"/tenants/{bob}/members", status=201, json={"email": DORA, "role": "manager"})
+    headers = await with_own_password(box, made)
     for path in ("/ledger", "/requests", "/usage", "/costs"):
         answers = [await box.call("GET", path, params={"tenant_id": each}, headers=headers) for each in (other, "tn_nothing")]
         assert answers[0] == answers[1] == {"data": [], "has_more": False, "next_cursor": None}

@@ -70,6 +70,7 @@ model_policies = Table(
 )
 
 # `role` is the right on the whole box: owner, admin, billing, viewer, or `member`, who has none but what memberships give.
+# `password_temporary`: somebody else made the password, so it is good for choosing another and for nothing else.
 # `totp_secret` is sealed; it counts once `totp_confirmed_at` is set. `totp_last_step` makes a code good for one sign-in.
 members = Table(
     "members",
@@ -77,6 +78,7 @@ members = Table(
     Column("id", String(40), primary_key=True),
     Column("email", String(320), nullable=False, unique=True),
     Column("password_hash", String(200), nullable=False),
+    Column("password_temporary", Boolean, nullable=False, server_default=false()),
     Column("role", String(20), nullable=False),
     Column("totp_secret", String(400), nullable=True),
     Column("totp_confirmed_at", UtcDateTime, nullable=True),
