@@ -1,8 +1,10 @@
 """The one writer of usage events: a task that takes what is queued and commits it in groups. Nobody else writes them.
 
-    open ─────────┐                       ┌─► COMMIT ─► every waiting caller hears that its rows are durable
-    settle ───────┤ inbox ─► one round = one transaction
-    checkpoint ───┘ (latest wins, once a second)        └─► error ─► each operation alone, so that one bad row fails alone
+    open ───────── opens ─┐ by turns              ┌─► COMMIT ─► every waiting caller hears that its rows are durable
+    settle, void ─ inbox ─┴► one round = one transaction
+    checkpoint ────┘ (latest wins, once a second) └─► error ─► each operation alone, so that one bad row fails alone
+
+Opens have rounds of their own, because somebody waits for them: a settlement costs several times as much.
 
 A settlement is never given up while the process lives: when the database fails it is tried again, and as it is a conditional
 update on `status = 'pending'` a second try after a COMMIT of unknown outcome changes nothing. An `open` that fails is refused,
@@ -14,6 +16,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Sequence
+from typing import TypeVar
 
 import structlog
 from sqlalchemy.exc import DBAPIError
@@ -36,6 +39,8 @@ __all__ = [
     "Usage",
     "UsageEvent",
 ]
+
+T = TypeVar("T")
 
 QUEUED_OPENS_MAX = 4096
 ROUND_OPERATIONS_MAX = 256
@@ -77,9 +82,10 @@ class Ledger:
         self._checkpoint_interval_s = checkpoint_interval_s
         self._queued_opens_max = queued_opens_max
         self._open_timeout_s = open_timeout_s
-        self._inbox: deque[Operation] = deque()
+        self._opens: deque[Open] = deque()
+        self._inbox: deque[Settle | Void] = deque()
+        self._opens_next = True
         self._in_round: list[Operation] = []
-        self._queued_opens = 0
         self._checkpoints: dict[str, Checkpoint] = {}
         self._checkpoints_due_s = 0.0
         self._wake = asyncio.Event()
@@ -107,7 +113,7 @@ class Ledger:
         if running:
             self._task.cancel()
             await asyncio.wait({self._task})
-        left = len(self._inbox) + len(self._in_round)
+        left = len(self._opens) + len(self._inbox) + len(self._in_round)
         self._fail_all(LedgerBroken("the ledger has stopped"))
         if left:
             raise LedgerBroken(f"the ledger stopped with {left} operations unwritten: {self.last_error}")
@@ -119,11 +125,11 @@ class Ledger:
         entry alone cannot be written.
         """
         self._check_running()
-        if self._queued_opens >= self._queued_opens_max:
+        if len(self._opens) >= self._queued_opens_max:
             raise Overloaded("too many requests are waiting to be recorded", retry_after_s=1.0)
         operation = Open(entry, asyncio.get_running_loop().create_future())
-        self._queued_opens += 1
-        self._put(operation)
+        self._opens.append(operation)
+        self._wake.set()
         try:
             async with asyncio.timeout(self._open_timeout_s):
                 await operation.done
@@ -156,14 +162,14 @@ class Ledger:
         if self._task is None or self._task.done() or self._stopping:
             raise InternalError("the ledger is not running; nothing can be recorded")
 
-    def _put(self, operation: Operation) -> None:
+    def _put(self, operation: Settle | Void) -> None:
         self._inbox.append(operation)
         self._wake.set()
 
     async def _run(self) -> None:
         """Write rounds until stopped. A bug in here ends the task, which turns readiness red; callers get an error."""
         try:
-            while not (self._stopping and not self._inbox and not self._checkpoints):
+            while not (self._stopping and not self._opens and not self._inbox and not self._checkpoints):
                 await self._wait()
                 await self._write_round()
         except Exception as error:  # noqa: BLE001 - an owned task says how it ended
@@ -176,7 +182,7 @@ class Ledger:
         if self._retry_s:
             await asyncio.sleep(self._retry_s)
             return
-        while not self._inbox and not self._stopping:
+        while not self._opens and not self._inbox and not self._stopping:
             self._wake.clear()
             pause_s = self._checkpoints_due_s - self._clock.monotonic_s() if self._checkpoints else None
             if pause_s is not None and pause_s <= 0:
@@ -207,13 +213,21 @@ class Ledger:
         self._in_round = []
 
     def _take_operations(self) -> list[Operation]:
-        count = min(len(self._inbox), ROUND_OPERATIONS_MAX)
-        operations = [self._inbox.popleft() for _ in range(count)]
-        self._queued_opens -= sum(isinstance(operation, Open) for operation in operations)
-        return [operation for operation in operations if not (isinstance(operation, Open) and operation.abandoned)]
+        """Return what the next round writes: opens, or the rest, by turns while both wait.
+
+        An open that was abandoned is dropped here, so a void of it that comes before it finds nothing to do.
+        """
+        others_wait = bool(self._inbox) or self._checkpoints_are_due()
+        self._opens_next = not self._opens or (others_wait and not self._opens_next)
+        if self._opens_next:
+            return [*_first(self._inbox)]
+        return [operation for operation in _first(self._opens) if not operation.abandoned]
+
+    def _checkpoints_are_due(self) -> bool:
+        return bool(self._checkpoints) and (self._stopping or self._clock.monotonic_s() >= self._checkpoints_due_s)
 
     def _take_checkpoints(self) -> list[Checkpoint]:
-        if not self._checkpoints or (self._clock.monotonic_s() < self._checkpoints_due_s and not self._stopping):
+        if not self._opens_next or not self._checkpoints_are_due():
             return []
         self._checkpoints_due_s = self._clock.monotonic_s() + self._checkpoint_interval_s
         rows = sorted(self._checkpoints.values(), key=lambda row: row.request_id)
@@ -225,7 +239,7 @@ class Ledger:
         self.last_error = f"{type(error).__name__}: {error}"
         _log.error("ledger_round_failed", error=self.last_error, operations=len(operations), retry_s=self._retry_s)
         self._retry_s = min(max(self._retry_s * 2, RETRY_S_MIN), RETRY_S_MAX)
-        kept: list[Operation] = []
+        kept: list[Settle | Void] = []
         for operation in operations:
             if isinstance(operation, Open):
                 operation.fail(_unwritable())
@@ -240,12 +254,17 @@ class Ledger:
 
     def _fail_all(self, error: LedgerBroken) -> None:
         """Tell every caller that waits, also those whose operations a round had taken when it ended."""
-        for operation in (*self._in_round, *self._inbox):
+        for operation in (*self._in_round, *self._opens, *self._inbox):
             if not isinstance(operation, Void):
                 operation.fail(error)
         self._in_round = []
+        self._opens.clear()
         self._inbox.clear()
-        self._queued_opens = 0
+
+
+def _first(waiting: deque[T]) -> list[T]:
+    """Take the operations of one round."""
+    return [waiting.popleft() for _ in range(min(len(waiting), ROUND_OPERATIONS_MAX))]
 
 
 def _unwritable() -> Overloaded:

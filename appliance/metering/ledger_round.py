@@ -173,7 +173,7 @@ class Round:
 
     def _settle(self, connection: Connection, settles: Sequence[Settle], voids: Sequence[str]) -> list[UsageEvent]:
         wanted = {operation.settlement.request_id for operation in settles} | set(voids)
-        found = connection.execute(rows.events_with_prices(sorted(wanted))).mappings().all()
+        found = connection.execute(rows.EVENTS_WITH_PRICES, {"request_ids": sorted(wanted)}).mappings().all()
         events = {row["request_id"]: row for row in found}
         changes: dict[str, tuple[UsageEvent, Settlement]] = {}
         for operation in settles:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from datetime import date, datetime
 from typing import Any
 
@@ -130,11 +129,6 @@ def request_row(entry: PendingEntry) -> dict[str, Any]:
     }
 
 
-def events_with_prices(request_ids: Sequence[str]) -> Select[Any]:
-    """Return the query for the events of these requests, each with its price where it has one."""
-    return price_query().where(usage_events.c.request_id.in_(request_ids), usage_events.c.kind == "usage")
-
-
 def price_query() -> Select[Any]:
     """Return the query for events, each with its price where it has one."""
     return select(usage_events, *(prices.c[name].label(f"price_{name}") for name in _PRICE_FIELDS if name != "id")).join_from(
@@ -142,8 +136,14 @@ def price_query() -> Select[Any]:
     )
 
 
+EVENTS_WITH_PRICES: Select[Any] = price_query().where(
+    usage_events.c.request_id.in_(bindparam("request_ids", expanding=True)), usage_events.c.kind == "usage"
+)
+"""The events of some requests. Made once: to write it anew would cost more than to run it."""
+
+
 def rate_of(row: RowMapping) -> Rate | None:
-    """Return the unit prices of the event in a row of `events_with_prices`."""
+    """Return the unit prices of the event in a row of `price_query`."""
     if row["price_id"] is None:
         return None
     price = Price(id=row["price_id"], **{name: row[f"price_{name}"] for name in _PRICE_FIELDS if name != "id"})

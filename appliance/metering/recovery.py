@@ -19,10 +19,10 @@ from appliance.base.tables import epochs, requests, usage_events
 from appliance.metering import rollups
 from appliance.metering.calendar import BillingCalendar
 from appliance.metering.ledger_rows import (
+    EVENTS_WITH_PRICES,
     SETTLE_EVENTS,
     cost_of,
     event_from_row,
-    events_with_prices,
     rate_of,
     settle_event_parameters,
 )
@@ -90,7 +90,7 @@ async def _recover_some(connection: AsyncConnection, current_epoch: str, calenda
     request_ids = (await connection.execute(left_behind)).scalars().all()
     if not request_ids:
         return 0
-    rows = (await connection.execute(events_with_prices(request_ids))).mappings().all()
+    rows = (await connection.execute(EVENTS_WITH_PRICES, {"request_ids": request_ids})).mappings().all()
     first = await counters.take(connection, counters.POSTING, len(rows))
     ordered = sorted(rows, key=lambda row: str(row["request_id"]))
     events = [_recovered(row, posting, now) for posting, row in enumerate(ordered, first)]
