@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import cProfile
 import os
+import random
 import signal
 import socket
 import sys
@@ -35,12 +36,15 @@ STATUS_S = 0.5
 
 
 class DelayedEngine(FakeEngine):
-    """Answers each request with all of its tokens at once, `step_s` after it came."""
+    """Answers each request with all of its tokens at once, `step_s` after it came, give or take a half: answers that all
+    take equally long bring their clients into step, and what is measured then is a burst of all of them."""
+
+    _dice = random.Random(0)
 
     def _receive(self, frame: GatewayFrame) -> None:
         loop = asyncio.get_running_loop()
-        if frame.submit:
-            loop.call_later(self._step_s, self._answer, frame.submit)
+        for request in frame.submit:
+            loop.call_later(self._step_s * self._dice.uniform(0.5, 1.5), self._answer, [request])
         if frame.shutdown:
             self._writer.close()
 
