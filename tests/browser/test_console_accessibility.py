@@ -6,6 +6,7 @@ import pytest
 from axe_playwright_python.async_playwright import Axe  # type: ignore[import-untyped]
 from playwright.async_api import Page, expect
 
+from appliance.tenancy.principals import TenantChanges
 from tests.browser.conftest import Site
 from tests.support.cast import Person
 from tests.support.console_fixtures import tenant as tenant_load
@@ -22,6 +23,7 @@ async def pages(site: Site) -> list[str]:
     box = site.box
     tenant = await box.services.tenants.create(name=LONG_NAME)
     key, secret = await box.services.keys.create(tenant.id, name="a key with quite a long name for a program")
+    await box.services.tenants.update(tenant.id, TenantChanges(weight=7, limits={"tokens_per_minute": 10**12}))
     person = Person(tenant=tenant, key=key, secret=secret)
     entry = pending(person)
     await box.services.ledger.open(entry)
@@ -31,7 +33,7 @@ async def pages(site: Site) -> list[str]:
     box.engine_side.tenants = [tenant_load(LONG_NAME, waiting=3, blocks=200), *(tenant_load(f"team {n}") for n in range(9))]
     await box.services.sampler.sample()
     of_tenant, of_key = f"/tenants/{tenant.id}", f"/keys/{key.id}"
-    plain = ["/", "/requests", f"/requests/{entry.request_id}", "/tenants", "/keys", "/tenants/new"]
+    plain = ["/", "/requests", f"/requests/{entry.request_id}", "/tenants", "/keys", "/tenants/new", "/audit"]
     return [*plain, of_tenant, f"{of_tenant}/archive", f"{of_tenant}/keys/new", of_key, f"{of_key}/revoke"]
 
 
