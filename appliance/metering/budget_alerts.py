@@ -166,7 +166,8 @@ class BudgetAlerts:
         async with self._db.reading() as connection:
             plans = await self._read_plans(connection, None)
             starts: dict[Kind, date] = {"budget": today.replace(day=1), "tokens_per_day": today}
-            sums = {kind: await self._sums(connection, kind, start) for kind, start in starts.items()}
+            wanted = [kind for kind in starts if any(kind in plan.limits for plan in plans)]
+            sums = {kind: await self._sums(connection, kind, starts[kind]) for kind in wanted}
         due = [
             (plan, Period(plan.tenant_id, kind, starts[kind]), used)
             for plan in plans

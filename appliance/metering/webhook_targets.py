@@ -20,6 +20,7 @@ Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 _URL = re.compile(r"[!-~]+", re.ASCII)
+_HOST = re.compile(r"(?=.{1,253}$)([a-z0-9_-]{1,63}\.)*[a-z0-9_-]{1,63}\.?", re.ASCII)
 _MAILBOX = re.compile(r"[A-Za-z0-9.!#$%&'*+/=?^_`{|}~-]{1,64}@[A-Za-z0-9-]{1,63}(\.[A-Za-z0-9-]{1,63})*", re.ASCII)
 # IPv6 addresses that lead to an IPv4 address inside of them (RFC 6052, 3056, 4380): what that one is cannot be told from them.
 _TRANSLATED = tuple(ipaddress.ip_network(text) for text in ("64:ff9b::/96", "64:ff9b:1::/48", "2002::/16", "2001::/32"))
@@ -77,7 +78,7 @@ def _url_problem(text: str, reach: Reach) -> str | None:
     try:
         address = ipaddress.ip_address(host)
     except ValueError:
-        return None
+        return None if _HOST.fullmatch(host) else "must name a host, in ASCII"
     if not reach.allows(address, encrypted=parts.scheme == "https"):
         return "is an address that the operator does not list (webhook_networks)"
     return None

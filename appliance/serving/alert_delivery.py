@@ -19,7 +19,7 @@ from appliance.base.clock import Clock
 from appliance.base.db import Database
 from appliance.base.errors import NotFound
 from appliance.base.sealing import Unsealable
-from appliance.metering.outbox import RETRY_S_MAX, Delivery, Outbox, retry_s
+from appliance.metering.outbox import ATTEMPTS_MAX, RETRY_S_MAX, Delivery, Outbox, retry_s
 from appliance.metering.webhooks import Endpoint, Webhooks
 from appliance.telemetry.metrics import Metrics
 
@@ -161,6 +161,8 @@ class AlertDelivery:
 
     async def _attempt(self, delivery: Delivery) -> None:
         try:
+            if delivery.attempts > ATTEMPTS_MAX:
+                raise SendFailed("failed", f"{ATTEMPTS_MAX} attempts began and none ended in order")
             await self._send(delivery)
         except SendFailed as failure:
             await self._note_failure(delivery, failure)

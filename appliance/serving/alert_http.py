@@ -12,7 +12,9 @@ import json
 import socket
 import ssl
 from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
+from functools import partial
 
 import httpx
 
@@ -25,16 +27,28 @@ from appliance.serving.alert_delivery import FailureReason, SendFailed
 TIMEOUT_S = 15.0  # of the whole attempt, so that a receiver that drips holds nothing longer
 CONNECT_TIMEOUT_S = 5.0
 ADDRESSES_MAX = 4
+RESOLVER_THREADS_MAX = 8
 _GONE = 410
 _RETRY_AFTER_STATUSES = (429, 503)
 
 Resolve = Callable[[str, int], Awaitable[Sequence[Address]]]
 
 
-async def resolve_name(host: str, port: int) -> Sequence[Address]:
-    """Return the addresses of `host`, as the machine's resolver orders them. Raises OSError."""
-    found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    return [ipaddress.ip_address(str(sockaddr[0]).partition("%")[0]) for *_, sockaddr in found]
+class Resolver:
+    """Asks the machine's resolver in threads of its own: names are chosen by tenants, and a slow one must hold nothing else."""
+
+    def __init__(self) -> None:
+        self._threads = ThreadPoolExecutor(RESOLVER_THREADS_MAX, thread_name_prefix="alert names")
+
+    async def __call__(self, host: str, port: int) -> Sequence[Address]:
+        """Return the addresses of `host`, as the resolver orders them. Raises OSError."""
+        ask = partial(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM)
+        found = await asyncio.get_running_loop().run_in_executor(self._threads, ask)
+        return [ipaddress.ip_address(str(sockaddr[0]).partition("%")[0]) for *_, sockaddr in found]
+
+    def close(self) -> None:
+        """Let the threads end; what they are asking is not waited for."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
 
 
 class HttpSender:
@@ -45,12 +59,13 @@ class HttpSender:
         reach: Reach,
         *,
         version: str,
-        resolve: Resolve = resolve_name,
+        resolve: Resolve | None = None,
         tls: ssl.SSLContext | None = None,
         timeout_s: float = TIMEOUT_S,
     ) -> None:
         self._reach = reach
-        self._resolve = resolve
+        self._resolver = Resolver()
+        self._resolve = resolve or self._resolver
         self._timeout_s = timeout_s
         self._client = httpx.AsyncClient(
             verify=tls or ssl.create_default_context(),
@@ -64,6 +79,7 @@ class HttpSender:
 
     async def close(self) -> None:
         """Close what is open."""
+        self._resolver.close()
         await self._client.aclose()
 
     async def send(self, endpoint: Endpoint, delivery: Delivery, now: datetime) -> None:
@@ -104,7 +120,7 @@ class HttpSender:
         encrypted = url.scheme == "https"
         try:
             found = await self._resolve(url.host, url.port or (443 if encrypted else 80))
-        except OSError as error:
+        except (OSError, UnicodeError) as error:  # the second for what cannot be a name
             raise SendFailed("name", f"the name {url.host} cannot be resolved: {_line(error)}") from error
         allowed = [address for address in dict.fromkeys(found) if self._reach.allows(address, encrypted=encrypted)]
         if not allowed:

@@ -253,3 +253,16 @@ async def test_a_bug_in_a_sender_ends_its_attempt_alone(alerts: AlertBox, clock:
     clock.advance(LEASE_S)
     await delivery.deliver_due()
     assert [message.state for message in await alerts.messages()] == ["delivered"]
+
+
+async def test_a_message_that_ends_every_attempt_in_a_bug_is_given_up_too(alerts: AlertBox, clock: FakeClock) -> None:
+    await webhook(alerts)
+    await alerts.tell()
+    sender = RememberingSender(*(RuntimeError("a bug") for _ in range(ATTEMPTS_MAX)))
+    delivery = alerts.delivery(sender)
+    for _ in range(ATTEMPTS_MAX + 1):
+        await delivery.deliver_due()
+        clock.advance(LEASE_S)
+    (message,) = await alerts.messages()
+    assert (message.state, len(sender.sent)) == ("failed", ATTEMPTS_MAX)
+    assert counted(alerts, "alerts_given_up_total") == 1

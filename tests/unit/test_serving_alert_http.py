@@ -191,6 +191,14 @@ async def test_a_name_nobody_knows_is_a_failure(send: Sending) -> None:
     assert failure.reason == "name"
 
 
+async def test_the_resolver_of_the_machine_is_asked_by_default(send: Sending) -> None:
+    async with receiving() as receiver:
+        await send(f"http://localhost:{receiver.port}/", resolve=None)
+        no_name = await refused(send(f"http://{'x' * 70}.example.com:{receiver.port}/", resolve=None))
+    assert len(receiver.requests) == 1
+    assert no_name.reason == "name"
+
+
 @pytest.mark.parametrize(
     "address", ["127.0.0.1", "10.0.0.1", "169.254.169.254", "0.0.0.0", "::1", "fd00::1", "fe80::1", "::ffff:127.0.0.1"]
 )
