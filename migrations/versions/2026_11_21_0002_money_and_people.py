@@ -70,7 +70,10 @@ def _drop_columns(name: str, columns: Sequence[str], *, constraints: Sequence[st
 
 
 def _keep_one_currency() -> None:
-    """Move prices of further currencies to moments of their own: the older schema has one price per model and moment."""
+    """Give prices of further currencies a model of their own: the older schema has one price per model and moment.
+
+    What was billed by them keeps its price; nothing is billed by them any more.
+    """
     connection = op.get_bind()
     rows = connection.execute(
         sa.text("SELECT id, model, effective_from FROM prices ORDER BY model, effective_from, created_at, id")
@@ -78,9 +81,10 @@ def _keep_one_currency() -> None:
     seen: set[tuple[str, Any]] = set()
     for price_id, model, moment in rows:
         if (model, moment) in seen:
-            # Only prices that nothing was billed by can go; the others keep their events whole and begin in the far past.
             connection.execute(
-                sa.text("UPDATE prices SET model = model || ' (' || currency || ' ' || id || ')' WHERE id = :id"),
+                sa.text(
+                    "UPDATE prices SET model = substr(model, 1, 150) || ' (' || currency || ' ' || id || ')' WHERE id = :id"
+                ),
                 {"id": price_id},
             )
         seen.add((model, moment))
