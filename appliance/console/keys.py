@@ -23,7 +23,7 @@ PAGE_ROWS = 100
 FIELDS = ("name", "allowed_models", "allowed_networks", *LIMIT_NAMES)
 CONSEQUENCES = {
     "rotate": "The key gets a new secret, and the old secret is refused from that moment; its running requests end.",
-    "revoke": "Requests with this key are refused from that moment, for good; running ones end with an error, and what they got is billed.",
+    "revoke": "Requests with this key are refused from that moment, for good; running ones end, and what they got is billed.",
 }
 
 
