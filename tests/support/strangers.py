@@ -29,11 +29,12 @@ Values = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """One method of one path."""
+    """One method of one path, and the names of what it takes in query and body."""
 
     method: str
     path: str
     query: tuple[str, ...]
+    body: tuple[str, ...]
 
     @property
     def parameters(self) -> list[str]:
@@ -61,7 +62,9 @@ def _routes(app: Litestar) -> Iterator[Route]:
         for handler in route.route_handlers:
             for method in handler.http_methods:
                 if method != "OPTIONS":
-                    yield Route(str(method), route.path, tuple(handler.opt.get("query", ())))
+                    body = handler.opt.get("body")
+                    fields = () if body is None else body.__struct_fields__
+                    yield Route(str(method), route.path, tuple(handler.opt.get("query", ())), fields)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -36,6 +36,11 @@ INFERENCE = (
 OWN = ("/account", "/logout", "/theme", "/login", "/admin/v1/sessions")
 # Names in paths that belong to the box and to no tenant.
 BOX_NAMES = {"name": "standard", "model": "demo", "price_id": "price_x", "rate_limit_id": "rl-demo"}
+# Bodies that name something: the rest of what they need to be understood.
+BODIES: dict[str, dict[str, object]] = {
+    "/admin/v1/limits/check": {"model": "demo", "prompt_tokens": 1},
+    "/admin/v1/webhooks": {"kind": "http", "target": "https://bob.example/hook"},
+}
 # Fields of forms that name something.
 FORMS = {"/requests/cancel": ("request_id",)}
 
@@ -132,6 +137,25 @@ async def test_what_is_charlies_is_not_there_for_those_of_bobs_tenant(
         own_tenant = BOX_NAMES | charlie.ids | {"tenant_id": bob.ids["tenant_id"], "project_id": bob.ids["project_id"]}
         mixed = await call(box, route, headers, own_tenant, **asked)
         assert not leaks(mixed, charlie, given=charlie.ids.values()), route
+    assert await contents(box.services) == before
+
+
+@pytest.mark.parametrize("role", TENANT_ROLES)
+async def test_a_forged_id_in_a_body_is_an_id_of_nothing(box: ApiBox, bob: Tenancy, charlie: Tenancy, role: str) -> None:
+    headers = await signed_in(box.services, bob.people[role])
+    before = await contents(box.services)
+    for route in routes(box):
+        for name in set(route.body) & set(charlie.ids):
+            assert route.path in BODIES, f"say in BODIES what else {route.path} needs"
+            answers = []
+            for value in (charlie.ids[name], charlie.missing[name]):
+                own = {each: bob.ids[each] for each in route.body if each == "tenant_id"}
+                body = BODIES[route.path] | own | {name: value}
+                answers.append(await box.client.request(route.method, route.path, headers=headers, json=body))
+
+            assert answers[0].status_code in (403, 404), (route, name, answers[0].text)
+            assert answers[0].json() == answers[1].json(), (route, name)
+            assert not leaks(answers[0], charlie, given=[charlie.ids[name]])
     assert await contents(box.services) == before
 
 
