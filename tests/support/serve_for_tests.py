@@ -19,10 +19,11 @@ def main() -> None:
     """Serve until told to stop."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--fake-engine-step-s", type=float, help="serve a stand-in engine that takes this long per token")
+    parser.add_argument("--truths", type=Path, help="the stand-in engine writes into this folder what it counts itself")
     parser.add_argument("--options", type=json.loads, default={})
     arguments = parser.parse_args()
     if arguments.fake_engine_step_s is not None:
-        _use_fake_engine(arguments.fake_engine_step_s)
+        _use_fake_engine(arguments.fake_engine_step_s, arguments.truths)
     settings = load_settings(options=arguments.options, environ={})
     configure_logging(settings.log_level, json=False)
     asyncio.run(serve(settings, on_listening=_tell))
@@ -39,11 +40,14 @@ def _tell(started: Started) -> None:
     sys.stdout.flush()
 
 
-def _use_fake_engine(step_s: float) -> None:
+def _use_fake_engine(step_s: float, truths: Path | None) -> None:
+    witness = [] if truths is None else ["--truths", str(truths)]
+    module = "tests.support.fake_engine" if truths is None else "tests.crash.witness_engine"
+
     def command(folder: ModelFolder, settings: Settings, fd: int) -> list[str]:
         assert folder.path.is_dir()
         assert settings.models
-        return [sys.executable, "-m", "tests.support.fake_engine", "--fd", str(fd), "--step-s", str(step_s)]
+        return [sys.executable, "-m", module, "--fd", str(fd), "--step-s", str(step_s), *witness]
 
     fleet.engine_command = command
 

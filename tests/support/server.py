@@ -107,8 +107,10 @@ class Server:
         return True
 
 
-def start_server(model: Path, data_dir: Path, *, fake_engine_step_s: float | None = None, **options: Any) -> Server:
-    """Start an appliance on a free port and return when it listens."""
+def start_server(
+    model: Path, data_dir: Path, *, fake_engine_step_s: float | None = None, truths: Path | None = None, **options: Any
+) -> Server:
+    """Start an appliance on a free port and return when it listens. A stand-in engine writes its own counts to `truths`."""
     data_dir.mkdir(parents=True, exist_ok=True)
     settings = {
         "data_dir": str(data_dir),
@@ -122,6 +124,7 @@ def start_server(model: Path, data_dir: Path, *, fake_engine_step_s: float | Non
         **options,
     }
     fake = [] if fake_engine_step_s is None else ["--fake-engine-step-s", str(fake_engine_step_s)]
+    fake += [] if truths is None else ["--truths", str(truths)]
     log_path = data_dir / "server.log"
     log = log_path.open("a", encoding="utf-8")
     process = subprocess.Popen(

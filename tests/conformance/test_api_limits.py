@@ -1,0 +1,291 @@
+"""Limits over real HTTP, with an engine that writes down itself what it made: what is charged is what it counted."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.crash.truth import Truth, Work
+from tests.support.served_model import make_hollow_model
+from tests.support.server import Server, running_server, wait_until
+
+MODEL = "tiny"
+CLIENTS = 200
+STEP_S = 0.002
+MESSAGES = [{"role": "user", "content": "the lazy dog"}]
+SETTLED_DEADLINE_S = 30.0
+
+
+@pytest.fixture(scope="module")
+def truths(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the engine leaves its own counts."""
+    return tmp_path_factory.mktemp("truths")
+
+
+@pytest.fixture(scope="module")
+def box(tmp_path_factory: pytest.TempPathFactory, truths: Path) -> Iterator[Server]:
+    """A running appliance over a stand-in engine."""
+    model = make_hollow_model(tmp_path_factory.mktemp("models") / MODEL)
+    options = {"fake_engine_step_s": STEP_S, "truths": truths, "max_num_seqs": 256, "max_waiting_requests": 512}
+    with running_server(model, tmp_path_factory.mktemp("data"), **options) as server:
+        yield server
+
+
+def counted(truths: Path) -> dict[str, Work]:
+    """Return what the engine says of each request."""
+    return {request_id: work for path in truths.iterdir() for request_id, work in Truth.read(path).requests.items()}
+
+
+def settled(box: Server, tenants: set[str]) -> dict[str, dict[str, Any]]:
+    """Return the events of these tenants by request, as soon as none is pending."""
+    found: dict[str, dict[str, Any]] = {}
+
+    def none_pending() -> bool:
+        rows = box.everything("/ledger")
+        found.update((row["request_id"], row) for row in rows if row["tenant_id"] in tenants)
+        return all(row["status"] != "pending" for row in found.values())
+
+    wait_until(none_pending, SETTLED_DEADLINE_S, box.log)
+    return found
+
+
+def check_tokens(events: dict[str, dict[str, Any]], truths: Path) -> None:
+    """Check that every event has the engine's own count, and their sum the engine's sum."""
+    works = counted(truths)
+    for request_id, event in events.items():
+        work = works.get(request_id, Work(request_id, 1))
+        assert event["completion_tokens"] == work.generated, event
+        assert event["prompt_tokens"] == work.prompt_tokens, event
+        assert (event["status"] == "posted") == (work.prompt_tokens > 0), event
+    made = sum(works[request_id].generated for request_id in events if request_id in works)
+    assert sum(event["completion_tokens"] for event in events.values()) == made
+
+
+class Clients:
+    """Programs of tenants, each of which asks, reads and leaves as it likes."""
+
+    def __init__(self, box: Server, client: httpx.AsyncClient) -> None:
+        self._box = box
+        self._client = client
+
+    async def read(
+        self, secret: str, *, chunks: int | None = None, begun: asyncio.Event | None = None, **fields: Any
+    ) -> tuple[int, list[str]]:
+        """Return the status and the data of the frames; after `chunks` of them the client leaves. `begun` is set at the third,
+        which has text."""
+        body = {"model": MODEL, "messages": MESSAGES, "stream": True, "max_tokens": 20, **fields}
+        headers = {"authorization": f"Bearer {secret}"}
+        url, frames = f"{self._box.url}/v1/chat/completions", []
+        async with self._client.stream("POST", url, json=body, headers=headers) as answer:
+            async for line in answer.aiter_lines():
+                if line.startswith("data: "):
+                    frames.append(line.removeprefix("data: "))
+                if begun is not None and len(frames) >= 3:
+                    begun.set()
+                if chunks is not None and len(frames) >= chunks:
+                    break
+            return answer.status_code, frames
+
+    async def whole(self, secret: str, **fields: Any) -> httpx.Response:
+        """Return an answer in one piece."""
+        body = {"model": MODEL, "messages": MESSAGES, "max_tokens": 20, **fields}
+        headers = {"authorization": f"Bearer {secret}"}
+        return await self._client.post(f"{self._box.url}/v1/chat/completions", json=body, headers=headers)
+
+
+async def metrics(box: Server) -> str:
+    """Return what the metrics say now."""
+    return str((await asyncio.to_thread(httpx.get, f"{box.url}/metrics")).text)
+
+
+async def until_metrics(box: Server, text: str) -> None:
+    """Return as soon as the metrics have `text`."""
+    async with asyncio.timeout(SETTLED_DEADLINE_S):
+        while text not in await metrics(box):
+            pass
+
+
+async def call(box: Server, method: str, path: str, **options: Any) -> Any:
+    """Call the administrators' API beside running streams."""
+    return await asyncio.to_thread(box.admin, method, path, **options)
+
+
+@pytest.fixture
+async def clients(box: Server) -> Any:
+    limits = httpx.Limits(max_connections=CLIENTS + 10, max_keepalive_connections=CLIENTS)
+    async with httpx.AsyncClient(timeout=60, limits=limits) as client:
+        yield Clients(box, client)
+
+
+async def test_the_headers_tell_of_the_tightest_of_all_limits(box: Server, clients: Clients) -> None:
+    _, secret = box.new_key(
+        tenant={
+            "name": "headers",
+            "limits": {"tokens_per_minute": 50_000, "requests_per_minute": 100},
+            "model_limits": {MODEL: {"tokens_per_minute": 9000}},
+        },
+        limits={"tokens_per_minute": 20_000},
+    )
+    box.admin("PUT", f"/model-limits/{MODEL}", json={"limits": {"requests_per_minute": 30}})
+    answer = await clients.whole(secret, max_tokens=4)
+    box.admin("DELETE", f"/model-limits/{MODEL}")
+
+    assert answer.headers["x-ratelimit-limit-tokens"] == "9000"
+    assert 9000 - 300 < int(answer.headers["x-ratelimit-remaining-tokens"]) <= 9000
+    assert answer.headers["x-ratelimit-limit-requests"] == "30"
+    assert answer.headers["x-ratelimit-remaining-requests"] == "29"
+    assert (await clients.whole(secret, max_tokens=4)).headers["x-ratelimit-limit-requests"] == "100"
+
+
+async def test_of_200_clients_at_once_the_sum_that_is_charged_is_the_sum_of_the_engine(
+    box: Server, truths: Path, clients: Clients
+) -> None:
+    chance = random.Random(4)
+    box.admin("PATCH", "/tiers/standard", json={"admission_wait_ms": 1500})
+    limits = [{}, {"tokens_per_minute": 4000}, {"concurrent_requests": 10}, {"tokens_per_day": 3000, "requests_per_minute": 40}]
+    people = [box.new_key(tenant={"name": f"crowd {place}", "limits": each}) for place, each in enumerate(limits)]
+
+    async def one(index: int) -> int:
+        _, secret = people[index % len(people)]
+        match chance.randrange(4):
+            case 0:
+                return (await clients.whole(secret, max_tokens=chance.randrange(1, 60), n=chance.choice([1, 2]))).status_code
+            case 1:
+                return (await clients.read(secret, max_tokens=200, chunks=chance.randrange(1, 40)))[0]
+            case 2:
+                status, _ = await clients.read(secret, max_tokens=300, chunks=2)
+                return status
+            case _:
+                return (await clients.read(secret, max_tokens=chance.randrange(1, 90)))[0]
+
+    statuses = await asyncio.gather(*(one(index) for index in range(CLIENTS)))
+    box.admin("PATCH", "/tiers/standard", json={"admission_wait_ms": 0})
+    events = settled(box, {tenant_id for tenant_id, _ in people})
+
+    assert set(statuses) <= {200, 429}
+    assert len(events) == statuses.count(200) >= CLIENTS // 3
+    check_tokens(events, truths)
+    usage = box.admin("GET", "/usage", params=_today(box))["data"]
+    tenants = {tenant_id for tenant_id, _ in people}
+    charged = sum(row["completion_tokens"] for row in usage if row["tenant_id"] in tenants)
+    assert charged == sum(event["completion_tokens"] for event in events.values())
+
+
+def _today(box: Server) -> dict[str, str]:
+    day = box.everything("/ledger")[0]["admitted_at"][:10]
+    return {"start": f"{day}T00:00:00Z", "end": f"{day}T23:59:59Z", "bucket": "hour", "group_by": "tenant"}
+
+
+async def test_at_every_token_position_of_a_disconnect_the_event_has_the_engines_count(
+    box: Server, truths: Path, clients: Clients
+) -> None:
+    tenant_id, secret = box.new_key()
+    for chunks in range(1, 16):
+        status, frames = await clients.read(secret, chunks=chunks, max_tokens=400)
+        assert (status, len(frames)) == (200, chunks)
+    events = settled(box, {tenant_id})
+
+    assert {(event["finish_reason"], event["cause"]) for event in events.values()} == {("disconnected", "client")}
+    check_tokens(events, truths)
+
+
+@pytest.mark.parametrize(
+    ("change", "code"),
+    [
+        ("revoke", "invalid_api_key"),
+        ("suspend", "tenant_suspended"),
+        ("archive", "tenant_suspended"),
+        ("rotate", "expired_api_key"),
+    ],
+)
+async def test_a_stream_whose_key_or_tenant_may_not_go_on_ends_with_an_error_event_and_is_billed(
+    box: Server, truths: Path, clients: Clients, change: str, code: str
+) -> None:
+    tenant_id, secret = box.new_key()
+    key_id = box.everything(f"/tenants/{tenant_id}/keys")[0]["id"]
+    begun = asyncio.Event()
+    reading = asyncio.create_task(clients.read(secret, max_tokens=900, begun=begun))
+    await begun.wait()
+    match change:
+        case "revoke":
+            await call(box, "DELETE", f"/keys/{key_id}")
+        case "suspend":
+            await call(box, "PATCH", f"/tenants/{tenant_id}", json={"suspended": True})
+        case "archive":
+            await call(box, "DELETE", f"/tenants/{tenant_id}")
+        case _:
+            await call(box, "POST", f"/keys/{key_id}/rotate", json={"grace_s": 1})
+    status, frames = await reading
+    events = settled(box, {tenant_id})
+    error = json.loads(frames[-1])["error"]
+
+    assert status == 200
+    assert "[DONE]" not in frames
+    assert (set(error), error["code"]) == ({"message", "type", "param", "code"}, code)
+    (event,) = events.values()
+    assert (event["finish_reason"], event["status"]) == ("aborted", "posted")
+    assert 0 < event["completion_tokens"] < 900
+    check_tokens(events, truths)
+
+
+async def test_a_hard_budget_ends_a_stream_with_an_error_event(box: Server, truths: Path, clients: Clients) -> None:
+    box.admin("POST", "/prices", json={"model": MODEL, "prompt": 10**6, "cached_prompt": 10**6, "completion": 10**6})
+    tenant_id, secret = box.new_key(tenant={"name": "spender", "limits": {"monthly_budget": 400}, "cut_at_budget": True})
+    _, frames = await clients.read(secret, max_tokens=900)
+    events = settled(box, {tenant_id})
+
+    assert json.loads(frames[-1])["error"]["code"] == "budget_exceeded"
+    (event,) = events.values()
+    assert event["cause"] == "budget_exceeded"
+    assert 400 <= event["prompt_tokens"] + event["completion_tokens"] < 500
+    assert (await clients.whole(secret)).json()["error"]["type"] == "insufficient_quota"
+    check_tokens(events, truths)
+
+
+async def test_a_refusal_says_when_to_come_back_and_a_patient_tier_waits_instead(box: Server, clients: Clients) -> None:
+    _, secret = box.new_key(tenant={"name": "patient", "tier": "batch", "limits": {"requests_per_minute": 60}})
+    await asyncio.gather(*(clients.whole(secret, max_tokens=1) for _ in range(60)))
+    refused = await clients.whole(secret, max_tokens=1)
+    box.admin("PATCH", "/tiers/batch", json={"admission_wait_ms": 5000})
+    waited = await clients.whole(secret, max_tokens=1)
+    box.admin("PATCH", "/tiers/batch", json={"admission_wait_ms": 0})
+    counts = await metrics(box)
+
+    assert (refused.status_code, refused.json()["error"]["code"]) == (429, "rate_limit_exceeded")
+    assert 0 < int(refused.headers["retry-after-ms"]) <= 1000
+    assert refused.headers["retry-after"] == "1"
+    assert waited.status_code == 200
+    assert f'gatehouse_admission_waits_total{{model="{MODEL}",reason="admitted"}}' in counts
+    assert f'gatehouse_admission_waiting{{model="{MODEL}"}} 0.0' in counts
+
+
+async def test_a_client_that_leaves_the_admission_queue_takes_nothing(box: Server, clients: Clients) -> None:
+    tenant_id, secret = box.new_key(tenant={"name": "leaver", "tier": "batch", "limits": {"concurrent_requests": 1}})
+    box.admin("PATCH", "/tiers/batch", json={"admission_wait_ms": 20_000})
+    begun = asyncio.Event()
+    first = asyncio.create_task(clients.read(secret, max_tokens=900, begun=begun))
+    await begun.wait()
+    waiting = asyncio.create_task(clients.read(secret, max_tokens=5))
+    await until_metrics(box, f'gatehouse_admission_waiting{{model="{MODEL}"}} 1.0')
+    waiting.cancel()
+    await until_metrics(box, 'reason="abandoned"} 1.0')
+    await asyncio.gather(first, waiting, return_exceptions=True)
+    box.admin("PATCH", "/tiers/batch", json={"admission_wait_ms": 0})
+
+    assert len(settled(box, {tenant_id})) == 1
+
+
+async def test_limits_in_shadow_mode_refuse_nobody_and_are_counted(box: Server, clients: Clients) -> None:
+    _, secret = box.new_key(tenant={"name": "shadow", "limits": {"requests_per_minute": 1}, "limit_mode": "shadow"})
+    answers = [await clients.whole(secret, max_tokens=1) for _ in range(3)]
+
+    assert [answer.status_code for answer in answers] == [200] * 3
+    assert "x-ratelimit-limit-requests" in answers[0].headers
+    assert 'gatehouse_shadow_refusals_total{reason="tenant_requests"} 2.0' in await metrics(box)
