@@ -49,6 +49,28 @@ def test_the_host_tier_and_speculation_are_at_work_and_seen(tuned_server: Server
     assert engine(tuned_server)["draft_tokens_total"] >= engine(tuned_server)["accepted_draft_tokens_total"] >= 0
 
 
+def test_guesses_that_were_thrown_away_are_billed_to_their_request(tuned_server: Server) -> None:
+    wait_until(lambda: engine(tuned_server)["requests_running"] == 0, DEADLINE_S, tuned_server.log)
+    before = engine(tuned_server)
+    answer = post(tuned_server, max_tokens=60)
+    (event,) = tuned_server.admin("GET", "/ledger", params={"request_id": answer.headers["x-request-id"]})["data"]
+
+    def thrown_away() -> int:
+        now = engine(tuned_server)
+        names = ("draft_tokens_total", "accepted_draft_tokens_total")
+        drafted, accepted = (now[name] - before[name] for name in names)
+        return int(drafted - accepted)
+
+    wait_until(lambda: thrown_away() == event["rejected_tokens"], DEADLINE_S, tuned_server.log)
+
+
+def test_engines_counted_what_the_ledger_holds(tuned_server: Server) -> None:
+    post(tuned_server, n=2, max_tokens=20, stop=["e"])
+    wait_until(lambda: engine(tuned_server)["requests_running"] == 0, DEADLINE_S, tuned_server.log)
+    text = httpx.get(f"{tuned_server.url}/metrics").text
+    assert "gatehouse_unrecorded_usage_tokens_total 0.0" in text
+
+
 def engine(server: Server) -> dict[str, Any]:
     found: dict[str, Any] = server.admin("GET", "/system")["engine"][0]
     return found
