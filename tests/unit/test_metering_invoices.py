@@ -170,6 +170,26 @@ async def test_who_listens_hears_once_that_an_invoice_was_closed(books: Books) -
     }
 
 
+async def test_a_month_that_is_closed_beside_an_earlier_one_counts_nothing_twice(
+    books: Books, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    books.clock.jump_wall(10 * 86400)
+    await books.post(OCTOBER, Tokens(prompt=10, completion=0))
+    await books.post(NOVEMBER, Tokens(prompt=3, completion=0))
+    october, november = await books.draft("2026-10"), await books.draft("2026-11")
+
+    async def closed_meanwhile(connection: AsyncConnection, head: InvoiceHead) -> Any:
+        ahead = await sum_ahead(connection, head)
+        monkeypatch.undo()
+        await books.invoices.close(october.head.id)
+        return ahead
+
+    sum_ahead = service._sum_ahead
+    monkeypatch.setattr(service, "_sum_ahead", closed_meanwhile)
+    closed = await books.invoices.close(november.head.id)
+    assert told(closed) == [("demo", "prompt", "2026-11", 3, 3)]
+
+
 async def test_the_number_counts_in_the_year_of_the_closing(books: Books) -> None:
     await books.post(OCTOBER)
     assert (await books.close("2026-10")).head.number == "2026-0001"
@@ -258,8 +278,9 @@ async def test_months_are_closed_in_order_and_the_error_names_the_one_in_the_way
 
 async def test_a_month_without_usage_may_be_skipped_or_closed_over_nothing(books: Books) -> None:
     await books.post(OCTOBER)
-    passed = await books.draft("2026-09")
+    passed, others = await books.draft("2026-09"), await books.draft("2026-09", books.cast.charlie)
     await books.close("2026-10")
+    assert (await books.invoices.get(others.head.id)) == others
     with pytest.raises(NotFound):
         await books.invoices.get(passed.head.id)
 

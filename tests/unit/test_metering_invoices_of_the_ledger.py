@@ -38,6 +38,7 @@ async def test_what_the_ledger_settled_is_billed_and_what_is_void_or_pending_is_
         await ledger.settle(voided(refused.request_id))
         drafted = await invoices.draft(cast.bob.tenant.id, "2026-10")
 
+        assert {line.requests for line in drafted.lines if line.kind != "rejected_draft"} == {1}
         lines = [(line.kind, line.unit_price, line.tokens) for line in drafted.lines]
         assert lines == [
             ("prompt", 500_000, 70),
