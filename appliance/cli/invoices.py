@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -192,6 +193,8 @@ def _each(
 
     rows, failures = run(settings_from(data_dir, database), work)
     _show(rows, as_json=as_json)
+    if any(row["seller"] is None for row in rows):
+        sys.stderr.write("gatehouse: these invoices name no seller; enter one: gatehouse invoices seller --file FILE\n")
     if failures:
         raise CommandFailed("; ".join(failures), code="invoices")
 

@@ -80,7 +80,8 @@ class _Sheet:
         seller = self._invoice.seller
         self._text(RIGHT, self._title, 20, bold=True, align="right")
         top = self._y
-        for line in wrapped(seller.get("name") or "Seller not set", 13, 260, bold=True):
+        unnamed = "Seller not set" if self._invoice.is_draft else ""  # a closed one is printed on the seller's own paper
+        for line in wrapped(seller.get("name") or unnamed, 13, 260, bold=True):
             self._text(LEFT, line, 13, bold=True)
             self._y -= 17
         for line in _seller_lines(seller):

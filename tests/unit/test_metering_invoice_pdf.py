@@ -173,4 +173,7 @@ def test_what_is_frozen_is_drawn_and_not_what_the_seller_is_now() -> None:
     moved = dataclasses.replace(drawn, seller={"name": "Old name", "time_zone": "UTC"})
     (page,) = texts(moved)
     assert "Old name" in page
+    unnamed = {"time_zone": "UTC"}
+    assert "Seller not set" not in texts(dataclasses.replace(drawn, seller=unnamed))[0]
+    assert "Seller not set" in texts(dataclasses.replace(invoice(line(), draft=True), seller=unnamed))[0]
     assert "1 November 2026" in page
