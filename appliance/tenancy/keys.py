@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any
 
-from sqlalchemy import BindParameter, ColumnElement, bindparam, insert, or_, select, update
+from sqlalchemy import BindParameter, ColumnElement, bindparam, func, insert, or_, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from appliance.base.clock import Clock
@@ -23,7 +23,6 @@ from appliance.tenancy.audit import facts_of, record
 from appliance.tenancy.fields import (
     DEFAULT_SCOPES,
     LIMIT_MODES,
-    LIST_ITEMS_MAX,
     Unset,
     check_choice,
     check_name,
@@ -31,6 +30,7 @@ from appliance.tenancy.fields import (
     check_scopes,
     check_whole,
 )
+from appliance.tenancy.networks import Network, check_networks, lies_in
 from appliance.tenancy.pages import PAGE_ROWS_DEFAULT, Page, check_limit, decode_cursor, page_of
 from appliance.tenancy.principals import ApiKey, KeyChanges, Limits, ModelLimitChanges, Principal, Tenant
 from appliance.tenancy.rows import (
@@ -46,7 +46,7 @@ from appliance.tenancy.secrets import api_key_prefix, keyed_digest, new_api_key
 
 CACHED_KEYS_MAX = 10_000
 GRACE_S_MAX = 90 * 24 * 3600
-Network = ipaddress.IPv4Network | ipaddress.IPv6Network
+KEYS_OF_TENANT_MAX = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +101,7 @@ class Keys:
         )
         async with self._db.writing() as connection:
             await _check_tenant(connection, tenant_id)
+            await _check_room(connection, tenant_id, key.created_at)
             await self._insert(connection, key, secret)
             await self._record(connection, "key.create", None, key)
         self._db.principals.bump()
@@ -182,6 +183,8 @@ class Keys:
         async with self._db.writing() as connection:
             current = await _get(connection, key_id, lock=True)
             await _check_tenant(connection, current.tenant_id)
+            if grace_s:
+                await _check_room(connection, current.tenant_id, now)
             key = dataclasses.replace(current, id=new_id("key"), prefix=prefix, created_at=now, last_used_at=None)
             if not await _retire(connection, current, key.id, now, now + timedelta(seconds=grace_s)):
                 raise InvalidValue(_why_not_rotated(current, now), param="id")
@@ -299,24 +302,6 @@ class Keys:
         return columns
 
 
-def check_networks(value: Sequence[str] | None) -> tuple[str, ...] | None:
-    """Return the networks in CIDR form (a single address is a network of one); None is every network."""
-    if value is None:
-        return None
-    if isinstance(value, str) or not isinstance(value, Sequence) or len(value) > LIST_ITEMS_MAX:
-        raise InvalidValue(f"allowed_networks must be a list of at most {LIST_ITEMS_MAX} networks", param="allowed_networks")
-    return tuple(dict.fromkeys(str(_network(item)) for item in value))
-
-
-def _network(text: object) -> Network:
-    try:
-        if not isinstance(text, str):
-            raise TypeError
-        return ipaddress.ip_network(text.strip())
-    except (TypeError, ValueError):
-        raise InvalidValue(f"allowed_networks: {text!r} is not a network like 10.0.0.0/8", param="allowed_networks") from None
-
-
 def _unknown_key() -> InvalidApiKey:
     return InvalidApiKey("the API key is not known or was revoked")
 
@@ -327,23 +312,16 @@ def _check_usable(known: _CachedKey, now: datetime, address: str) -> None:
         raise ExpiredApiKey("the API key has expired")
     if tenant.suspended or tenant.archived:
         raise TenantSuspended("the tenant of this key is " + ("archived" if tenant.archived else "suspended"))
-    if known.networks is not None and not _lies_in(address, known.networks):
+    if known.networks is not None and not lies_in(address, known.networks):
         raise AddressNotAllowed("this key may not be used from this address")
-
-
-def _lies_in(address: str, networks: tuple[Network, ...]) -> bool:
-    """Return whether `address` is in one of `networks`. An IPv4 address that came over an IPv6 socket counts as IPv4."""
-    try:
-        parsed = ipaddress.ip_address(address)
-    except ValueError:
-        return False
-    if isinstance(parsed, ipaddress.IPv6Address) and parsed.ipv4_mapped is not None:
-        parsed = parsed.ipv4_mapped
-    return any(parsed in network for network in networks)
 
 
 def _unrevoked(key_id: str) -> ColumnElement[bool]:
     return (api_keys.c.id == key_id) & api_keys.c.revoked_at.is_(None)
+
+
+def _unexpired(now: datetime) -> ColumnElement[bool]:
+    return or_(api_keys.c.expires_at.is_(None), api_keys.c.expires_at > now)
 
 
 async def _get(connection: AsyncConnection, key_id: str, *, lock: bool = False) -> ApiKey:
@@ -366,8 +344,7 @@ async def _retire(connection: AsyncConnection, key: ApiKey, successor_id: str, n
         ending: dict[str, Any] = {"revoked_at": now}
     else:
         ending = {"expires_at": last if key.expires_at is None else min(last, key.expires_at)}
-    live = or_(api_keys.c.expires_at.is_(None), api_keys.c.expires_at > now)
-    statement = update(api_keys).where(_unrevoked(key.id), api_keys.c.replaced_by.is_(None), live)
+    statement = update(api_keys).where(_unrevoked(key.id), api_keys.c.replaced_by.is_(None), _unexpired(now))
     return (await connection.execute(statement.values(replaced_by=successor_id, **ending))).rowcount == 1
 
 
@@ -387,3 +364,10 @@ async def _check_tenant(connection: AsyncConnection, tenant_id: str) -> None:
         raise NotFound("no such tenant", param="tenant_id")
     if row.archived_at is not None:
         raise InvalidValue("an archived tenant gets no keys", param="tenant_id")
+
+
+async def _check_room(connection: AsyncConnection, tenant_id: str, now: datetime) -> None:
+    """Raise InvalidValue unless the tenant may have one key more that works."""
+    working = select(func.count()).where(api_keys.c.tenant_id == tenant_id, api_keys.c.revoked_at.is_(None), _unexpired(now))
+    if (await connection.execute(working)).scalar_one() >= KEYS_OF_TENANT_MAX:
+        raise InvalidValue(f"a tenant has at most {KEYS_OF_TENANT_MAX} keys that work", param="tenant_id")

@@ -9,6 +9,7 @@ import pytest
 
 from appliance.base.db import Database
 from appliance.base.errors import ExpiredApiKey, InvalidApiKey, InvalidValue, NotFound
+from appliance.tenancy import keys as table
 from appliance.tenancy import model_policies
 from appliance.tenancy.fields import LIMIT_MAX
 from appliance.tenancy.keys import GRACE_S_MAX, Keys
@@ -212,6 +213,20 @@ async def test_a_key_is_rotated_once_and_never_after_its_end(keys: Keys, cast: C
     clock.advance(1)
     with pytest.raises(InvalidValue, match="expired"):
         await keys.rotate(expired.id)
+
+
+async def test_a_tenant_has_room_for_so_many_working_keys(
+    keys: Keys, cast: Cast, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(table, "KEYS_OF_TENANT_MAX", 2)
+    brief, _ = await keys.create(cast.bob.tenant.id, name="brief", expires_at=clock.now() + timedelta(seconds=1))
+    for work in (keys.create(cast.bob.tenant.id, name="third"), keys.rotate(brief.id, grace_s=60)):
+        with pytest.raises(InvalidValue, match="at most 2 keys that work"):
+            await work
+    await keys.rotate(cast.bob.key.id)
+    clock.advance(1)
+    await keys.create(cast.bob.tenant.id, name="third")
+    await keys.create(cast.charlie.tenant.id, name="of another tenant")
 
 
 @pytest.mark.parametrize("grace_s", [-1, GRACE_S_MAX + 1, 1.5, True])

@@ -200,6 +200,8 @@ async def test_an_administrator_token_is_shown_once_and_refused_once_revoked(dat
         await tokens.revoke("nothing")
     with pytest.raises(InvalidValue):
         await tokens.create("script", "king")
+    with pytest.raises(InvalidValue, match="owner, admin, billing, viewer"):
+        await tokens.create("script", "member")
 
 
 async def test_the_operators_own_token_is_made_once(tokens: AdminTokens) -> None:

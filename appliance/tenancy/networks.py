@@ -1,0 +1,40 @@
+"""The networks that a key may be used from: read from text in CIDR form, and whether an address lies in one. Knows no table."""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Sequence
+
+from appliance.base.errors import InvalidValue
+from appliance.tenancy.fields import LIST_ITEMS_MAX
+
+Network = ipaddress.IPv4Network | ipaddress.IPv6Network
+
+
+def check_networks(value: Sequence[str] | None) -> tuple[str, ...] | None:
+    """Return the networks in CIDR form (a single address is a network of one); None is every network."""
+    if value is None:
+        return None
+    if isinstance(value, str) or not isinstance(value, Sequence) or len(value) > LIST_ITEMS_MAX:
+        raise InvalidValue(f"allowed_networks must be a list of at most {LIST_ITEMS_MAX} networks", param="allowed_networks")
+    return tuple(dict.fromkeys(str(_network(item)) for item in value))
+
+
+def _network(text: object) -> Network:
+    try:
+        if not isinstance(text, str):
+            raise TypeError
+        return ipaddress.ip_network(text.strip())
+    except (TypeError, ValueError):
+        raise InvalidValue(f"allowed_networks: {text!r} is not a network like 10.0.0.0/8", param="allowed_networks") from None
+
+
+def lies_in(address: str, networks: tuple[Network, ...]) -> bool:
+    """Return whether `address` is in one of `networks`. An IPv4 address that came over an IPv6 socket counts as IPv4."""
+    try:
+        parsed = ipaddress.ip_address(address)
+    except ValueError:
+        return False
+    if isinstance(parsed, ipaddress.IPv6Address) and parsed.ipv4_mapped is not None:
+        parsed = parsed.ipv4_mapped
+    return any(parsed in network for network in networks)
