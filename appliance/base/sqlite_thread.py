@@ -50,16 +50,25 @@ class SqliteThread:
     @asynccontextmanager
     async def writing(self) -> AsyncIterator[AsyncConnection]:
         """Yield a connection whose first statement begins a transaction: committed when the block ends, else rolled back."""
+        connection = await self._opened()
+        try:
+            yield connection
+            await connection.run_sync(Connection.commit)
+        except BaseException:
+            # Comes after what still runs in the thread for a caller that was cancelled.
+            await asyncio.shield(connection.run_sync(Connection.rollback))
+            raise
+
+    async def write(self, fn: Callable[Concatenate[Connection, P], T], *args: P.args, **options: P.kwargs) -> T:
+        """Return what `fn(connection, …)` returns, called and committed in the thread in one go."""
+        connection = await self._opened()
+        return await connection.run_sync(lambda opened: _committed(opened, fn, *args, **options))
+
+    async def _opened(self) -> ThreadConnection:
         if self._connection is None:
             opened = await asyncio.get_running_loop().run_in_executor(self._thread, self._engine.connect)
             self._connection = ThreadConnection(self._as_engine, opened, self._thread)
-        try:
-            yield self._connection
-            await self._connection.run_sync(Connection.commit)
-        except BaseException:
-            # Comes after what still runs in the thread for a caller that was cancelled.
-            await asyncio.shield(self._connection.run_sync(Connection.rollback))
-            raise
+        return self._connection
 
     async def close(self) -> None:
         """End the thread and close the connection."""
@@ -68,6 +77,16 @@ class SqliteThread:
             self._connection = None
         self._engine.dispose()
         self._thread.shutdown()
+
+
+def _committed(connection: Connection, fn: Callable[Concatenate[Connection, P], T], *args: P.args, **options: P.kwargs) -> T:
+    try:
+        result = fn(connection, *args, **options)
+        connection.commit()
+    except BaseException:
+        connection.rollback()
+        raise
+    return result
 
 
 def _execute_and_read(connection: Connection, /, statement: Any, parameters: Any, **options: Any) -> Any:

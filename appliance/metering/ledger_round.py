@@ -142,6 +142,9 @@ class Round:
         opens = [operation.entry for operation in operations if isinstance(operation, Open)]
         settles = [operation for operation in operations if isinstance(operation, Settle)]
         voids = [operation.request_id for operation in operations if isinstance(operation, Void)]
+        if not settles and not voids:
+            await self.db.batch_write(self._write, opens, checkpoints, [], [])
+            return
         async with self.db.batch_writing() as connection:
             settled = await connection.run_sync(self._write, opens, checkpoints, settles, voids)
             if settled and self.on_settled is not None:
@@ -161,15 +164,15 @@ class Round:
         if opens:
             self._insert(connection, opens)
         if checkpoints:
-            connection.execute(rows.WRITE_CHECKPOINTS, [rows.checkpoint_parameters(row) for row in checkpoints])
+            rows.WRITE_CHECKPOINTS.execute(connection, [rows.checkpoint_parameters(row) for row in checkpoints])
         return self._settle(connection, settles, voids) if settles or voids else []
 
     def _insert(self, connection: Connection, entries: Sequence[PendingEntry]) -> None:
         event_rows = [
             rows.event_row(entry, self.epoch_id, self.currency, self.calendar.day_of(entry.admitted_at)) for entry in entries
         ]
-        connection.execute(rows.INSERT_EVENTS, event_rows)
-        connection.execute(rows.INSERT_REQUESTS, [rows.request_row(entry) for entry in entries])
+        rows.INSERT_EVENTS.execute(connection, event_rows)
+        rows.INSERT_REQUESTS.execute(connection, [rows.request_row(entry) for entry in entries])
 
     def _settle(self, connection: Connection, settles: Sequence[Settle], voids: Sequence[str]) -> list[UsageEvent]:
         wanted = {operation.settlement.request_id for operation in settles} | set(voids)
@@ -225,11 +228,11 @@ class Round:
 
     def _update(self, connection: Connection, changes: Sequence[tuple[UsageEvent, Settlement]]) -> None:
         parameters = [rows.settle_event_parameters(event) for event, _ in changes]
-        result = connection.execute(rows.SETTLE_EVENTS, parameters)
-        if result.rowcount != len(changes):
-            raise LedgerBroken(f"{len(changes)} entries were pending and {result.rowcount} changed: is there a second writer?")
+        changed = rows.SETTLE_EVENTS.execute(connection, parameters)
+        if changed != len(changes):
+            raise LedgerBroken(f"{len(changes)} entries were pending and {changed} changed: is there a second writer?")
         details = [rows.settle_request_parameters(settlement, self.now) for _, settlement in changes]
-        connection.execute(rows.SETTLE_REQUESTS, details)
+        rows.SETTLE_REQUESTS.execute(connection, details)
         rollups.add_at_once(connection, self.calendar, [event for event, _ in changes])
 
 

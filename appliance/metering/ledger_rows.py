@@ -6,8 +6,9 @@ import dataclasses
 from datetime import date, datetime
 from typing import Any
 
-from sqlalchemy import Insert, RowMapping, Select, Update, bindparam, insert, select, update
+from sqlalchemy import RowMapping, Select, bindparam, insert, select, update
 
+from appliance.base.prepared import Prepared
 from appliance.base.tables import prices, requests, usage_events
 from appliance.metering.prices import Price, Rate
 from appliance.metering.records import ERROR_CHARS_MAX, Checkpoint, PendingEntry, RequestRow, Settlement, Usage, UsageEvent
@@ -20,10 +21,10 @@ _PRICE_FIELDS = tuple(field.name for field in dataclasses.fields(Price))
 TOKEN_COLUMNS = ("prompt_tokens", "cached_tokens", "completion_tokens", "rejected_tokens")
 _DURATIONS = ("queue", "ttft", "inter_token_p50", "decode")
 
-INSERT_EVENTS: Insert = insert(usage_events)
-INSERT_REQUESTS: Insert = insert(requests)
+INSERT_EVENTS = Prepared(insert(usage_events))
+INSERT_REQUESTS = Prepared(insert(requests))
 
-SETTLE_EVENTS: Update = (
+SETTLE_EVENTS = Prepared(
     update(usage_events)
     .where(
         usage_events.c.request_id == bindparam("of_request"),
@@ -50,7 +51,7 @@ SETTLE_EVENTS: Update = (
     )
 )
 
-SETTLE_REQUESTS: Update = (
+SETTLE_REQUESTS = Prepared(
     update(requests)
     .where(requests.c.id == bindparam("of_request"))
     .values(
@@ -74,7 +75,7 @@ SETTLE_REQUESTS: Update = (
     )
 )
 
-WRITE_CHECKPOINTS: Update = (
+WRITE_CHECKPOINTS = Prepared(
     update(usage_events)
     .where(
         usage_events.c.request_id == bindparam("of_request"),

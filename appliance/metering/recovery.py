@@ -95,7 +95,7 @@ async def _recover_some(connection: AsyncConnection, current_epoch: str, calenda
     ordered = sorted(rows, key=lambda row: str(row["request_id"]))
     events = [_recovered(row, posting, now) for posting, row in enumerate(ordered, first)]
     parameters = [settle_event_parameters(event) for event in events]
-    await connection.execute(SETTLE_EVENTS, parameters)
+    await connection.run_sync(SETTLE_EVENTS.execute, parameters)
     await connection.execute(_FINISH_REQUESTS, _request_parameters(parameters))
     await rollups.add(connection, calendar, events)
     return len(request_ids)

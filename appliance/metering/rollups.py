@@ -34,6 +34,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from appliance.base import counters
 from appliance.base.db import Database
+from appliance.base.prepared import Prepared
 from appliance.base.tables import UtcDateTime, usage_events, usage_rollups
 from appliance.metering.calendar import BillingCalendar
 from appliance.metering.records import UsageEvent
@@ -55,7 +56,7 @@ def _upsert(dialect: Any) -> Insert:
     return made
 
 
-_ADD: dict[str, Insert] = {"sqlite": _upsert(sqlite), "postgresql": _upsert(postgresql)}
+_ADD = {"sqlite": Prepared(_upsert(sqlite)), "postgresql": Prepared(_upsert(postgresql))}
 
 
 async def add(connection: AsyncConnection, calendar: BillingCalendar, events: Iterable[UsageEvent]) -> None:
@@ -70,7 +71,7 @@ def add_at_once(connection: Connection, calendar: BillingCalendar, events: Itera
     """Do the same on a connection that does not wait."""
     rows = sums_of(events, calendar)
     if rows:
-        connection.execute(_ADD[connection.dialect.name], rows)
+        _ADD[connection.dialect.name].execute(connection, rows)
 
 
 async def differing(connection: AsyncConnection, kind: str, calendar: BillingCalendar) -> list[str]:

@@ -26,6 +26,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 import appliance.app
 from appliance.base.db import Database
+from appliance.base.sqlite_thread import SqliteThread
 from appliance.metering import ledger_round
 from appliance.metering.ledger import Ledger
 from appliance.metering.ledger_round import Open, Round, Settle
@@ -196,6 +197,23 @@ _kept: list[asyncio.Task[None]] = []
 def _wrap_transactions(reaper: Reaper) -> None:
     for name in ("writing", "batch_writing"):
         setattr(Database, name, _cut(reaper, getattr(Database, name)))
+    write = SqliteThread.write
+
+    async def cut_write(self: SqliteThread, fn: Any, *args: Any) -> Any:
+        kinds = _kinds.get()
+
+        def cut(connection: Any) -> Any:
+            result = fn(connection, *args)
+            for kind in kinds:
+                reaper.reached_commit(kind)
+            return result
+
+        result = await write(self, cut)
+        for kind in kinds:
+            reaper.reached(f"{kind}: after COMMIT")
+        return result
+
+    SqliteThread.write = cut_write  # type: ignore[method-assign,assignment]
     transaction = Round._transaction
 
     async def named(self: Round, operations: Any, checkpoints: Any) -> None:
@@ -291,7 +309,7 @@ def _wrap_serving(reaper: Reaper) -> None:
         if self.live.state != "finished":
             reaper.reached("abort asked" if reason == "aborted" else "client left")
 
-    Generation.leave = left  # type: ignore[method-assign]
+    Generation.leave = left  # type: ignore[method-assign,assignment]
     count = Generation._count
 
     def counted(self: Generation, event: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import Any
 
 from sqlalchemy import select
 from sqlalchemy.exc import OperationalError
@@ -72,6 +73,11 @@ class FailingDatabase(Database):
         """Yield a transaction of the ledger that ends as the test has set."""
         async with self._failing(super().batch_writing()) as connection:
             yield connection
+
+    async def batch_write(self, fn: Any, *args: Any, **options: Any) -> Any:
+        """Write in a transaction that ends as the test has set."""
+        async with self.batch_writing() as connection:
+            return await connection.run_sync(fn, *args, **options)
 
     @asynccontextmanager
     async def _failing(self, transaction: AbstractAsyncContextManager[AsyncConnection]) -> AsyncIterator[AsyncConnection]:

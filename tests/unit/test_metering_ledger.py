@@ -6,10 +6,11 @@ import asyncio
 import dataclasses
 
 import pytest
-from sqlalchemy import false
+from sqlalchemy import Update, false
 
 from appliance.base.db import Database
 from appliance.base.errors import InternalError, NotFound, Overloaded
+from appliance.base.prepared import Prepared
 from appliance.metering import ledger_rows
 from appliance.metering.ledger import Checkpoint, Ledger, LedgerBroken, RequestRecord, Settlement, Usage
 from appliance.metering.prices import Price, PriceBook
@@ -104,7 +105,9 @@ async def test_an_entry_that_somebody_else_settles_meanwhile_is_not_settled_twic
     entry = pending(cast.bob)
     async with running_ledger(database, clock, cast.epoch_id) as ledger:
         await ledger.open(entry)
-        monkeypatch.setattr(ledger_rows, "SETTLE_EVENTS", ledger_rows.SETTLE_EVENTS.where(false()))
+        settle = ledger_rows.SETTLE_EVENTS.statement
+        assert isinstance(settle, Update)
+        monkeypatch.setattr(ledger_rows, "SETTLE_EVENTS", Prepared(settle.where(false())))
         with pytest.raises(LedgerBroken, match="second writer"):
             await ledger.settle(posted(entry.request_id))
         assert ledger.unrecorded_usage_tokens == 15
