@@ -44,6 +44,8 @@ DONE = {
     "tenant-archived": "Tenant archived. Its ledger stays.",
     "key-saved": "Key saved. New limits hold from the next request on.",
     "key-revoked": "Key revoked. It is refused from now on.",
+    "member-saved": "Member saved. The role counts from the next request on.",
+    "factor-reset": "Second factor reset. Every device of the member is signed out.",
     "invoice-closed": "Invoice closed. It has its number and never changes again.",
     "price-added": "Price added. It counts from its first moment on.",
     "request-cancelled": "Cancelled. Its KV blocks are free; what was generated is billed.",

@@ -26,6 +26,7 @@ SECTIONS = (
     Section("/usage", "Usage", "usage", Action.READ),
     Section("/invoices", "Invoices", "invoices", Action.INVOICES),
     Section("/prices", "Prices", "prices", Action.READ_BOX),
+    Section("/members", "Members", "members", Action.READ_BOX),
     Section("/audit", "Audit", "audit", Action.AUDIT),
 )
 

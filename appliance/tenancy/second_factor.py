@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hmac
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Literal
@@ -81,6 +81,12 @@ class SecondFactors:
         async with self._db.reading() as connection:
             row = await _row(connection, member_id)
         return None if row["totp_confirmed_at"] is None else self._stamp(row)
+
+    async def enabled_of(self, member_ids: Collection[str]) -> frozenset[str]:
+        """Return which of these members have a second factor, by one query."""
+        query = select(members.c.id).where(members.c.id.in_(member_ids), members.c.totp_confirmed_at.is_not(None))
+        async with self._db.reading() as connection:
+            return frozenset((await connection.execute(query)).scalars())
 
     def begin(self, member: Member) -> Enrolment:
         """Return a new secret for `member`. Nothing is stored: the ticket holds it, sealed."""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Collection
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any
 
-from sqlalchemy import ColumnElement, RowMapping, Select, delete, insert, select, update
+from sqlalchemy import ColumnElement, RowMapping, Select, delete, func, insert, select, update
 
 from appliance.base.clock import Clock
 from appliance.base.db import Database
@@ -107,6 +108,13 @@ class Sessions:
         async with self._db.reading() as connection:
             rows = (await connection.execute(query)).mappings().all()
         return page_of([_from_row(row) for row in rows], limit, "sessions", lambda session: [session.id])
+
+    async def last_seen_of(self, member_ids: Collection[str]) -> dict[str, datetime]:
+        """Return when each of these members was last seen in a session that has not been ended, by one query."""
+        query = select(sessions.c.member_id, func.max(sessions.c.last_seen_at).label("last_seen_at"))
+        query = query.where(sessions.c.member_id.in_(member_ids)).group_by(sessions.c.member_id)
+        async with self._db.reading() as connection:
+            return {row.member_id: row.last_seen_at for row in await connection.execute(query)}
 
     async def close(self, token: str) -> None:
         """End the session of `token`, if there is one."""

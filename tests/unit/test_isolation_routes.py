@@ -254,6 +254,7 @@ RULES: tuple[tuple[str, frozenset[str]], ...] = tuple(
         ("/v1/members", ""),
         ("/limits/check", "admin billing viewer manager developer tenant-viewer"),
         ("{tenant_id}/members", "admin manager"),
+        ("/members", ""),
         ("/keys", "admin manager developer"),
         ("/api_keys", "admin manager developer"),
         ("/requests", "admin manager developer"),

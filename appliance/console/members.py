@@ -1,0 +1,191 @@
+"""Members: who signs in, with which role on the box. Inviting, changing, and helping somebody who has lost password or phone.
+
+A password that is made here is shown in one answer only. Roles in single tenants are given on the page of the tenant.
+"""
+
+from __future__ import annotations
+
+from urllib.parse import urlencode
+
+from litestar import get, post
+from litestar.params import FromPath
+
+from appliance.base.errors import BadRequest, Conflict
+from appliance.console.context import Console, ConsoleDependency
+from appliance.console.forms import Form
+from appliance.console.history import tenant_names
+from appliance.console.rendering import Html
+from appliance.console.security import ConsoleRequest, access_of, needs
+from appliance.tenancy.members import Member
+from appliance.tenancy.memberships import Membership
+from appliance.tenancy.roles import Action, Role
+from appliance.tenancy.secrets import new_password
+
+PAGE_ROWS = 100
+FIELDS = ("email", "role")
+ROLES = (
+    (Role.OWNER.value, "Owner: everything"),
+    (Role.ADMIN.value, "Admin: everything but who signs in"),
+    (Role.BILLING.value, "Billing: reads all, prices and invoices"),
+    (Role.VIEWER.value, "Viewer: reads all"),
+    (Role.MEMBER.value, "Member: only the tenants he belongs to"),
+)
+HELP = {
+    "password": (
+        "New password",
+        "The old password is refused from now on and every device is signed out. The new one is shown here once; whoever "
+        "signs in with it must choose another.",
+        "Make a password",
+    ),
+    "second-factor": (
+        "Reset the second factor",
+        "For a lost phone. The password alone signs in then, and every device is signed out.",
+        "Reset",
+    ),
+}
+
+
+@get("/members", guards=[needs(Action.READ_BOX)])
+async def list_members(request: ConsoleRequest, console: ConsoleDependency) -> Html:
+    """Everybody who can sign in, with roles, second factor and when last seen."""
+    services = console.services
+    page = await services.members.list(PAGE_ROWS, request.query_params.get("cursor"))
+    ids = [member.id for member in page.data]
+    return console.pages.page(
+        request,
+        "pages/members.html",
+        members=page.data,
+        factors=await services.second_factors.enabled_of(ids),
+        last_seen=await services.sessions.last_seen_of(ids),
+        places=_places(await services.memberships.of_members(ids), await tenant_names(services, access_of(request))),
+        next_page=f"/members?{urlencode({'cursor': page.next_cursor or ''})}" if page.has_more else None,
+    )
+
+
+@get("/members/new", guards=[needs(Action.MEMBERS)])
+async def new_member(request: ConsoleRequest, console: ConsoleDependency) -> Html:
+    """The form of an invitation."""
+    return _invitation(request, console, None)
+
+
+@post("/members", guards=[needs(Action.MEMBERS)], status_code=200)
+async def invite_member(request: ConsoleRequest, console: ConsoleDependency) -> Html:
+    """Create a member and show the password, or show the form again with what is wrong."""
+    form = await console.form(request)
+    email, role = form.text("email", chars_max=320), form.choice("role", [role for role, _ in ROLES])
+    if not form.errors:
+        password = new_password()
+        try:
+            member = await console.services.members.create(email, password, role, temporary=True)
+            return show_password(request, console, member.email, password, back="/members")
+        except (BadRequest, Conflict) as error:
+            form.fail_with(error, FIELDS)
+    return _invitation(request, console, form)
+
+
+@get("/members/{member_id:str}", guards=[needs(Action.MEMBERS)])
+async def edit_member(request: ConsoleRequest, console: ConsoleDependency, member_id: FromPath[str]) -> Html:
+    """The form with role and state of a member."""
+    return _change_form(request, console, await console.services.members.get(member_id), None)
+
+
+@post("/members/{member_id:str}", guards=[needs(Action.MEMBERS)], status_code=200)
+async def change_member(request: ConsoleRequest, console: ConsoleDependency, member_id: FromPath[str]) -> Html:
+    """Save role and state, or show the form again with what is wrong: the last owner stays one."""
+    member = await console.services.members.get(member_id)
+    form = await console.form(request)
+    role = form.choice("role", [role for role, _ in ROLES])
+    if not form.errors:
+        try:
+            await console.services.members.change(member_id, role=role, disabled=form.raw("disabled") == "yes")
+            return console.pages.redirect(request, "/members", done="member-saved")
+        except (BadRequest, Conflict) as error:
+            form.fail_with(error, FIELDS)
+    return _change_form(request, console, member, form)
+
+
+@get("/members/{member_id:str}/password", guards=[needs(Action.MEMBERS)])
+async def confirm_password(request: ConsoleRequest, console: ConsoleDependency, member_id: FromPath[str]) -> Html:
+    """Say what a new password does before it is made."""
+    return _confirm(request, console, await console.services.members.get(member_id), "password")
+
+
+@post("/members/{member_id:str}/password", guards=[needs(Action.MEMBERS)], status_code=200)
+async def reset_password(request: ConsoleRequest, console: ConsoleDependency, member_id: FromPath[str]) -> Html:
+    """Replace the password and show the new one."""
+    member, password = await console.services.members.get(member_id), new_password()
+    await console.services.members.reset_password(member.email, password, temporary=True)
+    return show_password(request, console, member.email, password, back="/members")
+
+
+@get("/members/{member_id:str}/second-factor", guards=[needs(Action.MEMBERS)])
+async def confirm_factor_reset(request: ConsoleRequest, console: ConsoleDependency, member_id: FromPath[str]) -> Html:
+    """Say what a reset does before it is done."""
+    return _confirm(request, console, await console.services.members.get(member_id), "second-factor")
+
+
+@post("/members/{member_id:str}/second-factor", guards=[needs(Action.MEMBERS)], status_code=200)
+async def reset_factor(request: ConsoleRequest, console: ConsoleDependency, member_id: FromPath[str]) -> Html:
+    """Take the second factor of a member away."""
+    await console.services.second_factors.reset(member_id)
+    return console.pages.redirect(request, "/members", done="factor-reset")
+
+
+def show_password(request: ConsoleRequest, console: Console, email: str, password: str, *, back: str) -> Html:
+    """Return the one answer that has this password; `back` is where its reader goes on."""
+    template = "fragments/member_password.html"
+    title = f"Password of {email}"
+    return console.pages.sheet(request, template, title=title, email=email, password=password, back=back)
+
+
+def _places(memberships: list[Membership], names: dict[str, str]) -> dict[str, list[str]]:
+    """Return what each member is in which tenants: `manager of acme`."""
+    places: dict[str, list[str]] = {}
+    for one in memberships:
+        places.setdefault(one.member_id, []).append(f"{one.role.value} of {names.get(one.tenant_id, one.tenant_id)}")
+    return places
+
+
+def _invitation(request: ConsoleRequest, console: Console, form: Form | None) -> Html:
+    status = 422 if form else 200
+    return console.pages.sheet(
+        request, "fragments/member_new.html", title="Invite somebody", status=status, form=form, roles=ROLES
+    )
+
+
+def _change_form(request: ConsoleRequest, console: Console, member: Member, form: Form | None) -> Html:
+    return console.pages.sheet(
+        request,
+        "fragments/member_change.html",
+        title=f"Change {member.email}",
+        status=422 if form else 200,
+        person=member,
+        form=form,
+        roles=ROLES,
+    )
+
+
+def _confirm(request: ConsoleRequest, console: Console, member: Member, what: str) -> Html:
+    title, consequence, verb = HELP[what]
+    return console.pages.sheet(
+        request,
+        "fragments/member_confirm.html",
+        title=title,
+        person=member,
+        what=what,
+        consequence=consequence,
+        verb=verb,
+    )
+
+
+HANDLERS = (
+    list_members,
+    new_member,
+    invite_member,
+    edit_member,
+    change_member,
+    confirm_password,
+    reset_password,
+    confirm_factor_reset,
+    reset_factor,
+)
