@@ -50,11 +50,12 @@ COLLECT_WAIT_S = 3600.0
 async def create_chat_completion(request: Request[Any, Any, Any]) -> Response[Any]:
     """Answer a conversation. With `stream` true the answer comes as server-sent events."""
     services = services_of(request)
+    change_count = services.db.principals.value
     try:
         principal = await authenticate_tenant(request)
         body = decode_body(await request.body(), ChatCompletionRequest)
         exchange_of(request).model = body.model
-        order = await _order(exchange_of(request).request_id, body, principal, services)
+        order = await _order(exchange_of(request).request_id, body, principal, services, change_count)
         generation = await services.generations.start(order, gone=partial(_disconnect, request.receive))
     except Abandoned:
         return Response(b"", status_code=CLIENT_CLOSED_REQUEST, media_type=MEDIA_TYPE)
@@ -70,7 +71,9 @@ async def create_chat_completion(request: Request[Any, Any, Any]) -> Response[An
     return await _answer_whole(request, generation, created, logprobs=bool(body.logprobs))
 
 
-async def _order(request_id: str, body: ChatCompletionRequest, principal: Principal, services: Services) -> Order:
+async def _order(
+    request_id: str, body: ChatCompletionRequest, principal: Principal, services: Services, change_count: int
+) -> Order:
     """Return the checked order: model, messages, prompt ids, sampling. Nothing is reserved yet."""
     check_supported(body)
     messages = check_messages(body.messages)
@@ -90,6 +93,7 @@ async def _order(request_id: str, body: ChatCompletionRequest, principal: Princi
         sampling=sampling_params(body, model, prompt_tokens=len(prompt_token_ids)),
         max_output_tokens=asked,
         field_names=field_names(body),
+        change_count=change_count,
     )
 
 

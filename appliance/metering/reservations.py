@@ -69,12 +69,12 @@ class Reservation:
         """Return the share of the price that is paid, in ten-thousandths."""
         return BASIS_POINTS if self.work.rate is None else self.work.rate.basis_points
 
-    def note(self, cached_tokens: int, completion_tokens: int) -> LimitDecision | None:
+    def note(self, cached_tokens: int, completion_tokens: int, rejected_tokens: int = 0) -> LimitDecision | None:
         """Say how far the request is; return the refusal of a budget that is spent with it, if it is to end for that."""
         if not self._cut_at_budget or self._ended:
             return None
         at = self._moment()
-        cost_picos = self.work.cost(cached_tokens, completion_tokens)
+        cost_picos = self.work.cost(cached_tokens, completion_tokens, rejected_tokens=rejected_tokens)
         spent = [refusal for hold in self.holds if (refusal := hold.note(cost_picos, at)) is not None]
         return spent[0] if spent else None
 

@@ -17,8 +17,6 @@ from appliance.base.db import Database
 from appliance.serving.generation import Generation
 from appliance.tenancy.standing import read_standing, why_ended
 
-RECENT_CHANGE_S = 60.0
-NEXT_LOOK_S = 0.2  # however many requests begin after a change, they are looked at together
 RETRY_S = 0.5
 
 log = structlog.get_logger()
@@ -31,40 +29,29 @@ class AccessWatch:
         self._db = db
         self._clock = clock
         self._live = live
-        self._changed_s = clock.monotonic_s()  # what was changed before this process began may be new to a request
         self._look = asyncio.Event()
-        self._next_look: asyncio.TimerHandle | None = None
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
         """Begin to watch."""
-        self._db.principals.listeners.append(self._on_change)
+        self._db.principals.listeners.append(self._look.set)
         self._task = asyncio.create_task(self._run(), name="access watch")
 
     async def stop(self) -> None:
         """End."""
-        if self._next_look is not None:
-            self._next_look.cancel()
         task, self._task = self._task, None
         if task is not None:
-            self._db.principals.listeners.remove(self._on_change)
+            self._db.principals.listeners.remove(self._look.set)
             task.cancel()
             with suppress(asyncio.CancelledError):
                 await task
 
-    def began(self, generation: Generation, expires_at: datetime | None) -> None:
-        """Watch a generation that has just begun. It was authenticated a while ago: a change since then is looked at soon."""
+    def began(self, generation: Generation, expires_at: datetime | None, change_count: int | None) -> None:
+        """Watch a generation that has just begun. What was changed since its key was checked, at `change_count`, is looked at
+        now; None is unknown."""
         generation.end_at(expires_at)
-        if self._next_look is None and self._clock.monotonic_s() - self._changed_s < RECENT_CHANGE_S:
-            self._next_look = asyncio.get_running_loop().call_later(NEXT_LOOK_S, self._look_now)
-
-    def _look_now(self) -> None:
-        self._next_look = None
-        self._look.set()
-
-    def _on_change(self) -> None:
-        self._changed_s = self._clock.monotonic_s()
-        self._look.set()
+        if change_count != self._db.principals.value:
+            self._look.set()
 
     async def _run(self) -> None:
         while True:

@@ -212,7 +212,8 @@ class Generation:
         self._metrics.inter_token(self.live.model, intervals_s)
         if is_first and self.live.ttft_s is not None:
             self._model.client.figures.note_ttft(self.live.ttft_s)
-        if self._billable and self._reservation.note(self.live.cached_tokens, self.live.completion_tokens) is not None:
+        live = self.live
+        if self._billable and self._reservation.note(live.cached_tokens, live.completion_tokens, live.rejected_tokens):
             self.leave("budget_exceeded")
 
     def _show(self, answer: Answer, event: TokenEvent) -> None:

@@ -42,7 +42,8 @@ log = structlog.get_logger()
 class Order:
     """A request that was decoded, authenticated and tokenised. `max_output_tokens` is as asked, None when it was not.
 
-    `field_names` says what the client calls a sampling field whose own name it did not use.
+    `field_names` says what the client calls a sampling field whose own name it did not use. `change_count` is the count of
+    changes of keys and tenants before the principal was authenticated, None when that is unknown.
     """
 
     request_id: str
@@ -54,6 +55,7 @@ class Order:
     sampling: SamplingParams
     max_output_tokens: int | None
     field_names: Mapping[str, str] = field(default_factory=dict)
+    change_count: int | None = None
 
 
 class Generations:
@@ -159,7 +161,7 @@ class Generations:
             on_end=self._forget,
         )
         self._own(generation)
-        self._watch.began(generation, order.principal.key.expires_at)
+        self._watch.began(generation, order.principal.key.expires_at, order.change_count)
         await asyncio.shield(generation.admitted)
         return generation
 
