@@ -137,13 +137,7 @@ class Database:
 
     async def ping(self) -> None:
         """Raise the driver's error when the database cannot be written."""
-        async with self.writing() as connection:
-            if self.kind == "sqlite":
-                # Writes the header page with the value it has: a full disk or a read-only file shows at COMMIT.
-                version = (await connection.execute(text("PRAGMA user_version"))).scalar_one()
-                await connection.execute(text(f"PRAGMA user_version = {int(version)}"))
-            elif (await connection.execute(text("SHOW transaction_read_only"))).scalar_one() != "off":
-                raise OSError("the database accepts no writes")
+        await self.batch_write(_write_nothing)
 
     async def close(self) -> None:
         """Close every connection."""
@@ -161,6 +155,15 @@ class Database:
 def after_commit(connection: AsyncConnection, call: Callable[[Database], object]) -> None:
     """Let `call` run once the transaction of `connection` is durable, and never when it was rolled back. It must not raise."""
     connection.info.setdefault(_AFTER_COMMIT, []).append(call)
+
+
+def _write_nothing(connection: Connection) -> None:
+    if connection.dialect.name == "sqlite":
+        # Writes the header page with the value it has: a full disk or a read-only file shows at COMMIT.
+        version = connection.execute(text("PRAGMA user_version")).scalar_one()
+        connection.execute(text(f"PRAGMA user_version = {int(version)}"))
+    elif connection.execute(text("SHOW transaction_read_only")).scalar_one() != "off":
+        raise OSError("the database accepts no writes")
 
 
 class ChangeCount:

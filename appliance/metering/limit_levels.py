@@ -18,6 +18,7 @@ from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from appliance.base.db import Database
+from appliance.base.prepared import Prepared
 from appliance.base.tables import limit_levels
 from appliance.metering.quotas import LimitKind, Owner
 
@@ -91,8 +92,7 @@ class LimitLevels:
         if not rows:
             return 0
         try:
-            async with self._db.writing() as connection:
-                await connection.execute(_UPSERT[self._db.kind], [_columns(row) for row in rows])
+            await self._db.batch_write(_SAVE[self._db.kind].execute, [_columns(row) for row in rows])
         except BaseException:
             self._source.save_again(rows)
             raise
@@ -136,4 +136,4 @@ def _upsert(dialect: Any) -> Insert:
     return made
 
 
-_UPSERT: dict[str, Insert] = {"sqlite": _upsert(sqlite), "postgresql": _upsert(postgresql)}
+_SAVE = {"sqlite": Prepared(_upsert(sqlite)), "postgresql": Prepared(_upsert(postgresql))}

@@ -184,7 +184,7 @@ async def test_levels_that_cannot_be_saved_are_saved_later(
     await box.start()
     await box.ask(100, 0)
     with monkeypatch.context() as broken:
-        broken.setattr(database, "writing", None)
+        broken.setattr(database, "batch_write", None)
         with pytest.raises(TypeError):
             await box.levels.save()
     assert await box.levels.save() == 1
