@@ -240,6 +240,7 @@ def _create_sums() -> None:
         _text("currency", 3),
         *(_count(name) for name in counts),
         _primary("usage_rollups", *keys),
+        sqlite_with_rowid=False,
     )
     op.create_table(
         "limit_levels",

@@ -121,6 +121,7 @@ usage_rollups = Table(
     Column("rejected_tokens", BigInteger, nullable=False),
     Column("cost_high", BigInteger, nullable=False),
     Column("cost_low", BigInteger, nullable=False),
+    sqlite_with_rowid=False,  # rows lie in the order of the key: a report reads neighbours
 )
 
 # How full the buckets of limits were, so that a restart forgets no debt. `owner` names a tenant, a key or `model`; `model` is
