@@ -3,8 +3,8 @@
 The events are of TENANTS tenants with KEYS keys each and three models, over the last DAYS days; requests of the same number
 stand beside them. They are written past the ledger's writer, in its form, and their sums are built by `rollups.rebuild`, which
 is timed, too. Then the whole application answers in this process, without engines: each question QUESTIONS times, after one
-that is not counted. Nothing else of the machine is kept still: the load stands in the row, and beside the time of an answer what
-this process worked for it (SQLite's work is in it, PostgreSQL's is not).
+that is not counted. Nothing else of the machine is kept still: the load stands in the row, and beside the time of an answer
+what this process worked for it (SQLite's work is in it, PostgreSQL's is not).
 
     python -m bench.million_rows [--events 1000000] [--database sqlite]
                              prints one row per database and adds it to bench/results/
