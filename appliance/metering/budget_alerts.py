@@ -30,7 +30,7 @@ from appliance.metering.records import UsageEvent
 from appliance.metering.rollups import DAY, SETTLED, SPLIT
 
 PERCENTS_DEFAULT = (80, 100)
-METERS_MAX = 20_000
+PERIODS_MAX = 64  # of one tenant: late events may be of other months and days than today's
 SWEEP_INTERVAL_S = 3600.0
 
 Kind = Literal["budget", "tokens_per_day"]
@@ -95,7 +95,8 @@ class BudgetAlerts:
         self._calendar = calendar
         self._currency = currency
         self._plans: dict[str, Plan | None] = {}
-        self._meters: dict[Period, Meter] = {}
+        self._read: set[str] = set()
+        self._meters: dict[str, dict[Period, Meter]] = {}
         self._plans_of = -1
         self._swept_of = (-1, -1)
         self._swept_s = 0.0
@@ -124,22 +125,26 @@ class BudgetAlerts:
         return amounts
 
     async def _add(self, connection: AsyncConnection, plan: Plan, period: Period, amount: int) -> None:
-        meter = self._meters.get(period)
-        if meter is not None:
+        meters = self._meters.get(plan.tenant_id, {})
+        if period in meters:
+            meter = meters[period]
             meter.used += amount
             if meter.next_at is None or meter.used < meter.next_at:
                 return
             # Until the alert is durable nothing is remembered: if this is rolled back, the next one looks again.
-            del self._meters[period]
+            del meters[period]
         sums = await self._sums(connection, period.kind, period.start, plan.tenant_id)
         used = sums.get(plan.tenant_id, Used()).of(plan, period.kind)
         await self._tell(connection, plan, period, used)
-        after_commit(connection, partial(self._remember, period, Meter(used, plan.next_at(period.kind, used))))
+        after_commit(connection, partial(self._remember, plan, period, Meter(used, plan.next_at(period.kind, used))))
 
-    def _remember(self, period: Period, meter: Meter, _db: Database) -> None:
-        if len(self._meters) >= METERS_MAX:
-            self._meters.clear()
-        self._meters[period] = meter
+    def _remember(self, plan: Plan, period: Period, meter: Meter, _db: Database) -> None:
+        if self._plans.get(plan.tenant_id) != plan:
+            return  # the tenant has changed since
+        meters = self._meters.setdefault(plan.tenant_id, {})
+        if len(meters) >= PERIODS_MAX:
+            meters.clear()
+        meters[period] = meter
 
     async def _tell(self, connection: AsyncConnection, plan: Plan, period: Period, used: int) -> None:
         limit = plan.limits[period.kind]
@@ -181,14 +186,22 @@ class BudgetAlerts:
         self._swept_of, self._swept_s = of, now_s
 
     async def _plans_for(self, connection: AsyncConnection, tenant_ids: set[str]) -> dict[str, Plan | None]:
-        """Return the plan of each tenant, None for one without a budget. Read again when tenants have changed."""
+        """Return the plan of each tenant, None for one without a budget.
+
+        They are read again when any tenant or key has changed; what was counted is kept where the plan is as it was.
+        """
         if self._plans_of != self._db.principals.value:
             self._plans_of = self._db.principals.value
-            self._plans, self._meters = {}, {}
-        missing = tenant_ids - self._plans.keys()
+            self._read.clear()
+        missing = tenant_ids - self._read
         if missing:
             found = {plan.tenant_id: plan for plan in await self._read_plans(connection, missing)}
-            self._plans |= {tenant_id: found.get(tenant_id) for tenant_id in missing}
+            for tenant_id in missing:
+                plan = found.get(tenant_id)
+                if self._plans.get(tenant_id) != plan:
+                    self._meters.pop(tenant_id, None)
+                self._plans[tenant_id] = plan
+            self._read |= missing
         return self._plans
 
     async def _read_plans(self, connection: AsyncConnection, tenant_ids: set[str] | None) -> list[Plan]:

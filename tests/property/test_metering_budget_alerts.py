@@ -69,7 +69,15 @@ class Life:
     async def step(self) -> None:
         """Do one thing."""
         await self.chance.choices(
-            [self.settle, self.settle_at_once, self.change_budget, self.restart, self.budgets.sweep], [12, 4, 2, 1, 2]
+            [
+                self.settle,
+                self.settle_at_once,
+                self.change_budget,
+                self.change_something_else,
+                self.restart,
+                self.budgets.sweep,
+            ],
+            [12, 4, 2, 3, 1, 2],
         )[0]()
 
     def events(self, units: tuple[int, ...] = (0, 1, 3, 10, 40, -5, -20)) -> list[UsageEvent]:
@@ -119,6 +127,11 @@ class Life:
         await Tenants(self.database, self.clock).update(tenant_id, changes)
         await self.budgets.sweep()
         twin.check(CALENDAR.month_of(self.clock.now()))
+
+    async def change_something_else(self) -> None:
+        """Change a tenant in what concerns no budget."""
+        weight = TenantChanges(weight=self.chance.randrange(1, 10))
+        await Tenants(self.database, self.clock).update(self.chance.choice(list(self.people)), weight)
 
     async def restart(self) -> None:
         """Forget everything that is not in the database."""
