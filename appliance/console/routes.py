@@ -24,6 +24,7 @@ from appliance.console import (
     login_oidc,
     members,
     overview,
+    people,
     prices,
     requests,
     second_factor,
@@ -52,7 +53,7 @@ HANDLERS = (
     tenants.list_tenants, tenants.new_tenant, tenants.create_tenant, tenants.show_tenant, tenants.save_tenant,
     tenants.suspend_tenant, tenants.resume_tenant, tenants.confirm_archive, tenants.archive_tenant,
     usage.show_usage, usage.export_usage, *invoices.HANDLERS, *prices.HANDLERS, *tenant_terms.HANDLERS,
-    *limit_check.HANDLERS, *members.HANDLERS,
+    *limit_check.HANDLERS, *members.HANDLERS, *people.HANDLERS,
     keys.list_keys, keys.new_key, keys.create_key, keys.show_key, keys.save_key,
     keys.confirm_rotate, keys.rotate_key, keys.confirm_revoke, keys.revoke_key,
 )  # fmt: skip

@@ -12,6 +12,7 @@ from appliance.base.errors import BadRequest, Conflict
 from appliance.console.context import Console, ConsoleDependency
 from appliance.console.forms import Form
 from appliance.console.limits import read_limits, tenant_levels
+from appliance.console.people import people_of
 from appliance.console.rendering import Html
 from appliance.console.security import ConsoleRequest, access_of, needs
 from appliance.console.tenant_terms import model_lines
@@ -162,4 +163,5 @@ async def _tenant_page(request: ConsoleRequest, console: Console, tenant: Tenant
         month=month,
         tiers=TIERS,
         form=form,
+        **await people_of(request, console, tenant.id),
     )

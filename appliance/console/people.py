@@ -1,0 +1,126 @@
+"""People of one tenant: who belongs to it with which role, on its page; inviting, changing and removing them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from litestar import get, post
+from litestar.params import FromPath
+
+from appliance.base.errors import BadRequest, Conflict, NotFound
+from appliance.console.context import Console, ConsoleDependency
+from appliance.console.forms import Form
+from appliance.console.members import show_password
+from appliance.console.rendering import Html
+from appliance.console.security import ConsoleRequest, access_of, needs
+from appliance.tenancy.memberships import Membership
+from appliance.tenancy.roles import Action, TenantRole
+
+SHOWN_MAX = 200
+FIELDS = ("email", "role")
+ROLES = (
+    (TenantRole.MANAGER.value, "Manager: keys, people, alerts, invoices"),
+    (TenantRole.DEVELOPER.value, "Developer: reads, and makes keys"),
+    (TenantRole.VIEWER.value, "Viewer: reads"),
+)
+ROLE_NAMES = [role for role, _ in ROLES]
+
+
+async def people_of(request: ConsoleRequest, console: Console, tenant_id: str) -> dict[str, Any]:
+    """Return what the section of the tenant's page shows."""
+    page = await console.services.memberships.of_tenant(tenant_id, SHOWN_MAX)
+    return {
+        "people": page.data,
+        "people_more": page.has_more,
+        "may_people": access_of(request).may(Action.TENANT_MEMBERS, tenant_id),
+    }
+
+
+@get("/tenants/{tenant_id:str}/members/new", guards=[needs(Action.TENANT_MEMBERS)])
+async def new_person(request: ConsoleRequest, console: ConsoleDependency, tenant_id: FromPath[str]) -> Html:
+    """The form of an invitation to a tenant."""
+    return await _invitation(request, console, tenant_id, None)
+
+
+@post("/tenants/{tenant_id:str}/members", guards=[needs(Action.TENANT_MEMBERS)], status_code=200)
+async def invite_person(request: ConsoleRequest, console: ConsoleDependency, tenant_id: FromPath[str]) -> Html:
+    """Let somebody belong to the tenant; who could not sign in before gets a password, shown in this answer alone."""
+    form, services = await console.form(request), console.services
+    email, role = form.text("email", chars_max=320), form.choice("role", ROLE_NAMES)
+    if not form.errors:
+        try:
+            membership, password = await services.memberships.invite(services.members, tenant_id, email, role)
+            if password is None:
+                return console.pages.redirect(request, f"/tenants/{tenant_id}", done="person-added")
+            return show_password(request, console, membership.email, password, back=f"/tenants/{tenant_id}")
+        except (BadRequest, Conflict) as error:
+            form.fail_with(error, FIELDS)
+    return await _invitation(request, console, tenant_id, form)
+
+
+@get("/tenants/{tenant_id:str}/members/{member_id:str}", guards=[needs(Action.TENANT_MEMBERS)])
+async def edit_person(
+    request: ConsoleRequest, console: ConsoleDependency, tenant_id: FromPath[str], member_id: FromPath[str]
+) -> Html:
+    """The form with the role of a member in the tenant."""
+    return _change_form(request, console, await _membership(console, tenant_id, member_id), None)
+
+
+@post("/tenants/{tenant_id:str}/members/{member_id:str}", guards=[needs(Action.TENANT_MEMBERS)], status_code=200)
+async def change_person(
+    request: ConsoleRequest, console: ConsoleDependency, tenant_id: FromPath[str], member_id: FromPath[str]
+) -> Html:
+    """Save the role, or show the form again with what is wrong."""
+    membership, form = await _membership(console, tenant_id, member_id), await console.form(request)
+    role = form.choice("role", ROLE_NAMES)
+    if form.errors:
+        return _change_form(request, console, membership, form)
+    await console.services.memberships.change(tenant_id, member_id, role)
+    return console.pages.redirect(request, f"/tenants/{tenant_id}", done="person-saved")
+
+
+@post("/tenants/{tenant_id:str}/members/{member_id:str}/remove", guards=[needs(Action.TENANT_MEMBERS)], status_code=200)
+async def remove_person(
+    request: ConsoleRequest, console: ConsoleDependency, tenant_id: FromPath[str], member_id: FromPath[str]
+) -> Html:
+    """Let a member belong to the tenant no more. Whoever removes himself goes on to what he may still see."""
+    await console.services.memberships.remove(tenant_id, member_id)
+    access = access_of(request)
+    stays = access.sees_all or access.actor.id != member_id
+    return console.pages.redirect(request, f"/tenants/{tenant_id}" if stays else "/tenants", done="person-removed")
+
+
+async def _membership(console: Console, tenant_id: str, member_id: str) -> Membership:
+    """Return the membership. Raises NotFound."""
+    for membership in await console.services.memberships.of_members([member_id]):
+        if membership.tenant_id == tenant_id:
+            return membership
+    raise NotFound("this tenant has no such member", param="member_id")
+
+
+async def _invitation(request: ConsoleRequest, console: Console, tenant_id: str, form: Form | None) -> Html:
+    tenant = await console.services.tenants.get(tenant_id)
+    return console.pages.sheet(
+        request,
+        "fragments/person_new.html",
+        title=f"Invite somebody to {tenant.name}",
+        status=422 if form else 200,
+        tenant=tenant,
+        form=form,
+        roles=ROLES,
+    )
+
+
+def _change_form(request: ConsoleRequest, console: Console, membership: Membership, form: Form | None) -> Html:
+    return console.pages.sheet(
+        request,
+        "fragments/person_change.html",
+        title=f"Role of {membership.email}",
+        status=422 if form else 200,
+        person=membership,
+        form=form,
+        roles=ROLES,
+    )
+
+
+HANDLERS = (new_person, invite_person, edit_person, change_person, remove_person)
