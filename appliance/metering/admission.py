@@ -53,6 +53,14 @@ class Patience:
     gone: Callable[[], Awaitable[None]] | None = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Needs:
+    """What a request asks of each of its allowances, and in `common` of all that refuse."""
+
+    common: Need
+    each: Sequence[Need]
+
+
 NO_PATIENCE = Patience()
 NO_LIMITS = Limits()
 
@@ -128,7 +136,7 @@ class Admission:
         waiting = self._queue.wait(
             answer,
             allowances,
-            needs,
+            needs.each,
             lambda waiter: self._try(asked, allowances, needs, waiter),
             patience.wait_s,
             patience.gone,
@@ -158,10 +166,10 @@ class Admission:
         at = self._moment()
         decisions = [
             decision
-            for allowance, need in zip(allowances, needs, strict=True)
+            for allowance, need in zip(allowances, needs.each, strict=True)
             for decision in allowance.decisions(need, at, self._queue.ahead(allowance))
         ]
-        made = Forecast(decisions=decisions, tokens=needs[0].expected.tokens, would_wait=False)
+        made = Forecast(decisions=decisions, tokens=needs.common.expected.tokens, would_wait=False)
         return replace(made, would_wait=bool(made.refusals) and may_wait(made.refusals, wait_s))
 
     def refuse_waiting(self, error: Exception) -> None:
@@ -248,13 +256,13 @@ class Admission:
             self._allowances[rule.owner] = allowance
 
     def _try(
-        self, asked: Asked, allowances: Sequence[Allowance], needs: Sequence[Need], waiter: Waiter | None = None
+        self, asked: Asked, allowances: Sequence[Allowance], needs: Needs, waiter: Waiter | None = None
     ) -> Reservation | Refusals:
         """Reserve in every allowance, or in none and return why not. Who waits already comes before whoever comes now."""
         at = self._moment()
         refused: list[tuple[Allowance, LimitDecision]] = []
         overlooked: dict[Allowance, list[LimitDecision]] = {}
-        for allowance, need in zip(allowances, needs, strict=True):
+        for allowance, need in zip(allowances, needs.each, strict=True):
             refusals = allowance.refusals(need, at, self._queue.ahead(allowance, waiter))
             if allowance.enforces:
                 refused += [(allowance, decision) for decision in refusals]
@@ -264,11 +272,11 @@ class Admission:
             return Refusals(by=refused)
         holds = [
             allowance.overlook(at) if allowance in overlooked else allowance.take(need, at)
-            for allowance, need in zip(allowances, needs, strict=True)
+            for allowance, need in zip(allowances, needs.each, strict=True)
         ]
         reservation = Reservation(
             asked.work(),
-            needs[0],
+            needs.common,
             holds,
             moment=self._moment,
             on_end=self._ended,
@@ -288,15 +296,18 @@ class Admission:
             self._outputs.setdefault((work.key_id, work.model), deque(maxlen=OUTPUTS_KEPT)).append(output_tokens)
         self._queue.wake(allowances)
 
-    def _needs(self, asked: Asked, allowances: Sequence[Allowance]) -> list[Need]:
+    def _needs(self, asked: Asked, allowances: Sequence[Allowance]) -> Needs:
         """Return what is asked of each allowance. It differs where a guess is cut to the room that limits leave: limits in
         shadow mode cut it for themselves alone."""
         enforced = [allowance.limits for allowance in allowances if allowance.enforces]
         common = self._need(asked, _room(enforced))
-        return [
-            common if allowance.enforces else self._need(asked, _room([*enforced, allowance.limits]))
-            for allowance in allowances
-        ]
+        return Needs(
+            common=common,
+            each=[
+                common if allowance.enforces else self._need(asked, _room([*enforced, allowance.limits]))
+                for allowance in allowances
+            ],
+        )
 
     def _need(self, asked: Asked, room: float) -> Need:
         outputs = self._outputs.get((asked.principal.key.id, asked.model), ())

@@ -1,0 +1,193 @@
+"""Limits of tenants, keys and models together: for one model, over all tenants, in shadow mode, in currencies and zones."""
+
+from __future__ import annotations
+
+import dataclasses
+from datetime import UTC, datetime
+
+import pytest
+
+from appliance.base.errors import BudgetExceeded, RateLimitExceeded, Refused
+from appliance.metering.admission import Admission
+from appliance.metering.calendar import BillingCalendar
+from appliance.metering.prices import Price
+from appliance.metering.reservations import Reservation
+from appliance.metering.rules import Asked
+from appliance.tenancy.model_policies import ModelPolicy
+from appliance.tenancy.principals import Limits, Principal
+from tests.support.clock import START, FakeClock
+from tests.support.factories import price, principal
+from tests.support.sums import NothingYet
+
+
+@pytest.fixture
+def admission(clock: FakeClock) -> Admission:
+    return Admission(clock, NothingYet())
+
+
+def with_tenant(who: Principal, **changes: object) -> Principal:
+    return dataclasses.replace(who, tenant=dataclasses.replace(who.tenant, **changes))  # type: ignore[arg-type]
+
+
+def with_key(who: Principal, **changes: object) -> Principal:
+    return dataclasses.replace(who, key=dataclasses.replace(who.key, **changes))  # type: ignore[arg-type]
+
+
+def policy(mode: str = "enforce", **limits: int) -> ModelPolicy:
+    return ModelPolicy(model="demo", limits=Limits(**limits), limit_mode=mode, updated_at=START)
+
+
+async def admit(
+    admission: Admission, who: Principal, tokens: int, model: str = "demo", *, cost: Price | None = None, **asked: object
+) -> Reservation:
+    request = Asked(principal=who, model=model, prompt_tokens=tokens, max_output_tokens=0, price=cost, **asked)  # type: ignore[arg-type]
+    return await admission.admit(request)
+
+
+@pytest.mark.parametrize("owner", ["tenant", "key"])
+async def test_a_limit_for_one_model_holds_for_that_model_alone_and_beside_the_one_for_all(
+    admission: Admission, owner: str
+) -> None:
+    change = with_tenant if owner == "tenant" else with_key
+    bob = change(principal(), limits=Limits(tokens_per_minute=100), model_limits={"demo": Limits(tokens_per_minute=50)})
+    with pytest.raises(Refused, match=f"the {owner}'s demo limit is 50"):
+        await admit(admission, bob, 51)
+    await admit(admission, bob, 50)
+    await admit(admission, bob, 50, "other")
+    with pytest.raises(RateLimitExceeded, match=f"the {owner}'s limit of 100"):
+        await admit(admission, bob, 1, "other")
+
+
+async def test_a_models_limit_counts_all_tenants_together(admission: Admission) -> None:
+    bob, charlie = principal(), principal()
+    held = await admit(admission, bob, 60, policy=policy(tokens_per_minute=100, concurrent_requests=2))
+    with pytest.raises(RateLimitExceeded, match="the model's limit of 100 tokens per minute"):
+        await admit(admission, charlie, 41, policy=policy(tokens_per_minute=100, concurrent_requests=2))
+    held.void()
+    await admit(admission, charlie, 100, policy=policy(tokens_per_minute=100, concurrent_requests=2))
+    await admit(admission, charlie, 1000, "other")
+
+
+async def test_when_a_models_limit_is_lifted_it_is_not_told_any_more(admission: Admission) -> None:
+    bob = principal()
+    await admit(admission, bob, 60, policy=policy(tokens_per_minute=100))
+    shown = admission.snapshot(bob, "demo").tokens
+    assert shown is not None
+    assert shown.remaining == 40
+    await admit(admission, bob, 1000)
+    assert admission.snapshot(bob, "demo").tokens is None
+
+
+async def test_a_limit_that_is_new_counts_what_runs_already(admission: Admission) -> None:
+    bob = principal()
+    running = [await admit(admission, bob, 10) for _ in range(3)]
+    limited = with_tenant(bob, model_limits={"demo": Limits(concurrent_requests=3, tokens_per_day=100)})
+    with pytest.raises(RateLimitExceeded, match="concurrent"):
+        await admit(admission, limited, 10)
+    running[0].settle(80)
+    with pytest.raises(RateLimitExceeded, match="tokens per day"):
+        await admit(admission, limited, 10)
+    for reservation in running[1:]:
+        reservation.void()
+    await admit(admission, limited, 20)
+
+
+@pytest.mark.parametrize("scope", ["tenant", "key", "model"])
+async def test_what_a_limit_in_shadow_mode_would_refuse_is_served_and_takes_nothing_of_it(
+    admission: Admission, scope: str
+) -> None:
+    limits = Limits(tokens_per_minute=100, requests_per_minute=3, concurrent_requests=2, tokens_per_day=150)
+    bob = principal()
+    if scope == "tenant":
+        bob = with_tenant(bob, limits=limits, limit_mode="shadow")
+    elif scope == "key":
+        bob = with_key(bob, limits=limits, limit_mode="shadow")
+    shadow = ModelPolicy(model="demo", limits=limits, limit_mode="shadow", updated_at=START) if scope == "model" else None
+    first = await admit(admission, bob, 90, policy=shadow)
+    large = await admit(admission, bob, 5000, policy=shadow)
+    small = await admit(admission, bob, 10, policy=shadow)
+
+    assert first.overlooked == small.overlooked == []
+    assert {(each.scope, each.kind) for each in large.overlooked} == {(scope, "tokens"), (scope, "tokens_per_day")}
+    large.settle(5000)
+    small.void()
+    assert (await admit(admission, bob, 10, policy=shadow)).overlooked == []
+    assert admission.snapshot(bob, "demo").tokens is None, "what refuses nobody is not told"
+
+
+async def test_a_limit_in_shadow_mode_does_not_make_the_guess_of_others_smaller(admission: Admission) -> None:
+    bob = with_tenant(principal(None, Limits(tokens_per_minute=1000)), limits=Limits(tokens_per_minute=20), limit_mode="shadow")
+    asked = Asked(principal=bob, model="demo", prompt_tokens=10, max_output_tokens=None, price=None)
+    forecast = await admission.forecast(asked)
+
+    assert [(each.scope, each.need, each.allowed) for each in forecast.decisions] == [("tenant", 20, True), ("key", 266, True)]
+    assert (await admission.admit(asked)).tokens_reserved == 266
+
+
+async def test_when_the_mode_becomes_enforce_what_was_spent_counts_of_the_day(admission: Admission) -> None:
+    bob = with_tenant(principal(), limits=Limits(tokens_per_day=100), limit_mode="shadow")
+    (await admit(admission, bob, 90)).settle(90)
+    overlooked = await admit(admission, bob, 500)
+    overlooked.settle(500)
+    assert (await admit(admission, bob, 10)).overlooked == []
+    with pytest.raises(RateLimitExceeded, match="tokens per day"):
+        await admit(admission, with_tenant(bob, limit_mode="enforce"), 1)
+
+
+async def test_an_enforced_limit_refuses_whatever_stands_in_shadow_mode(admission: Admission) -> None:
+    bob = with_tenant(principal(None, Limits(requests_per_minute=1)), limits=Limits(tokens_per_minute=5), limit_mode="shadow")
+    await admit(admission, bob, 50)
+    with pytest.raises(RateLimitExceeded, match="the key's limit of 1 requests per minute"):
+        await admit(admission, bob, 50)
+
+
+async def test_a_budget_is_in_the_currency_of_its_tenant_and_a_models_in_that_of_the_box(clock: FakeClock) -> None:
+    admission = Admission(clock, NothingYet(), currency="EUR")
+    francs = with_tenant(principal(Limits(monthly_budget=100)), currency="CHF")
+    cost = dataclasses.replace(price(prompt=1_000_000, cached=0, completion=0), currency="CHF")
+    await admit(admission, francs, 60, cost=cost, policy=policy(monthly_budget=10))  # francs are nothing to the model
+    with pytest.raises(RateLimitExceeded, match="hold"):
+        await admit(admission, francs, 60, cost=cost, policy=policy(monthly_budget=10))
+    euros = dataclasses.replace(cost, currency="EUR")
+    with pytest.raises(BudgetExceeded, match="the model's budget"):
+        await admit(admission, principal(), 11, cost=euros, policy=policy(monthly_budget=10))
+
+
+async def test_a_tier_that_pays_less_gets_further_with_its_budget(clock: FakeClock) -> None:
+    admission = Admission(clock, NothingYet())
+    cost = dataclasses.replace(price(prompt=1_000_000, cached=0, completion=0), tier_percents={"batch": 50})
+    bob = with_tenant(principal(Limits(monthly_budget=100)), tier="batch")
+    await admit(admission, bob, 200, cost=cost)
+    with pytest.raises(RateLimitExceeded):
+        await admit(admission, bob, 2, cost=cost)
+
+
+@pytest.mark.parametrize(
+    ("now", "hours"),
+    [("2026-03-29T00:30", 21.5), ("2026-10-25T00:30", 22.5), ("2026-10-24T22:00", 25.0), ("2026-11-21T12:00", 11.0)],
+)
+async def test_a_day_ends_at_midnight_of_the_billing_zone_also_when_clocks_change(now: str, hours: float) -> None:
+    clock = FakeClock(datetime.fromisoformat(now).replace(tzinfo=UTC))
+    admission = Admission(clock, NothingYet(), calendar=BillingCalendar("Europe/Zurich"))
+    bob = principal(Limits(tokens_per_day=10))
+    (await admit(admission, bob, 10)).settle(10)
+    with pytest.raises(RateLimitExceeded) as refused:
+        await admit(admission, bob, 1)
+    assert refused.value.retry_after_s == hours * 3600
+    clock.advance(hours * 3600 - 0.001)
+    with pytest.raises(RateLimitExceeded):
+        await admit(admission, bob, 1)
+    clock.advance(0.001)
+    await admit(admission, bob, 1)
+
+
+async def test_a_clock_that_steps_back_over_midnight_gives_no_second_day() -> None:
+    clock = FakeClock(datetime(2026, 11, 22, 0, 0, 0, 100, tzinfo=UTC))
+    admission = Admission(clock, NothingYet())
+    bob = principal(Limits(tokens_per_day=10))
+    (await admit(admission, bob, 10)).settle(10)
+    clock.jump_wall(-1)
+    for _ in range(2):
+        with pytest.raises(RateLimitExceeded):
+            await admit(admission, bob, 1)
+        clock.jump_wall(1)
