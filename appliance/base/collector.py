@@ -1,7 +1,7 @@
 """Python's garbage collector in a process that serves: what was made at the start is never looked through again.
 
-Without this, every few seconds under load a full collection goes through all modules, routes and schemas, half a million objects
-that live as long as the process, and every stream stands still for 150 ms meanwhile.
+Without this, every few seconds under load a full collection goes through all modules, routes and schemas, objects that live as
+long as the process, and every stream stands still for 150 ms meanwhile.
 """
 
 from __future__ import annotations
