@@ -111,7 +111,8 @@ async def rebuild(db: Database, calendar: BillingCalendar) -> int:
         await counters.locked(connection, counters.POSTING)
         await connection.execute(delete(usage_rollups))
         for bucket in (MINUTE, HOUR):
-            query = _summed(bucket, floor_of(db.kind, usage_events.c.admitted_at, bucket))
+            # In the order of time, as they came: what a report reads lies together.
+            query = _summed(bucket, floor_of(db.kind, usage_events.c.admitted_at, bucket)).order_by(literal_column("start_at"))
             await connection.execute(insert(usage_rollups).from_select([*KEYS, *COUNTS], query))
         await _insert_days(connection, calendar)
         return int((await connection.execute(select(func.count()).select_from(usage_rollups))).scalar_one())
