@@ -14,6 +14,7 @@ from litestar.static_files import create_static_files_router
 from appliance.base.errors import GatehouseError
 from appliance.console import (
     account,
+    alerts,
     audit,
     invoices,
     keys,
@@ -53,7 +54,7 @@ HANDLERS = (
     tenants.list_tenants, tenants.new_tenant, tenants.create_tenant, tenants.show_tenant, tenants.save_tenant,
     tenants.suspend_tenant, tenants.resume_tenant, tenants.confirm_archive, tenants.archive_tenant,
     usage.show_usage, usage.export_usage, *invoices.HANDLERS, *prices.HANDLERS, *tenant_terms.HANDLERS,
-    *limit_check.HANDLERS, *members.HANDLERS, *people.HANDLERS,
+    *limit_check.HANDLERS, *members.HANDLERS, *people.HANDLERS, *alerts.HANDLERS,
     keys.list_keys, keys.new_key, keys.create_key, keys.show_key, keys.save_key,
     keys.confirm_rotate, keys.rotate_key, keys.confirm_revoke, keys.revoke_key,
 )  # fmt: skip

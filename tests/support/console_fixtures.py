@@ -23,12 +23,16 @@ from appliance.base.errors import NotFound
 from appliance.base.settings import Settings
 from appliance.console.routes import answer_unknown_path, create_console_router
 from appliance.metering.admission import Admission
+from appliance.metering.box_records import BoxRecords
 from appliance.metering.calendar import BillingCalendar
+from appliance.metering.corrections import Corrections
+from appliance.metering.economics_report import EconomicsReport
 from appliance.metering.invoices import Invoices
 from appliance.metering.ledger import Ledger
 from appliance.metering.prices import PriceBook
 from appliance.metering.sums import LedgerSums
 from appliance.metering.usage import UsageReports
+from appliance.serving.alerts import Alerts
 from appliance.serving.forecasts import Forecasts
 from appliance.serving.live_requests import LiveRequest
 from appliance.serving.services import Services
@@ -299,8 +303,10 @@ def _services(
     models = SimpleNamespace(list=lambda: [SimpleNamespace(name="demo", max_model_len=2048)])
     admission, prices = Admission(clock, LedgerSums(database)), PriceBook(database, clock)
     tiers, policies = Tiers(database, clock), ModelPolicies(database, clock)
+    settings = Settings(data_dir=folder, database_url=f"sqlite:///{folder / 'gatehouse.db'}")
+    records, reports = BoxRecords(database, clock), UsageReports(database)
     parts: dict[str, Any] = {
-        "settings": Settings(data_dir=folder, database_url=f"sqlite:///{folder / 'gatehouse.db'}"),
+        "settings": settings,
         "clock": clock,
         "version": "test",
         "epoch_id": people.epoch_id,
@@ -326,7 +332,11 @@ def _services(
         "ledger": Ledger(database, clock, people.epoch_id),
         "prices": prices,
         "invoices": Invoices(database, clock, BillingCalendar()),
-        "reports": UsageReports(database),
+        "reports": reports,
+        "corrections": Corrections(database, clock),
+        "box_records": records,
+        "economics": EconomicsReport(records, reports, clock),
+        "alerts": Alerts(settings, database, clock, BillingCalendar(), PEPPER),
         "models": cast("Any", models),
         "generations": cast("Any", engine_side),
         "sampler": engine_side.sampler(interval_s),

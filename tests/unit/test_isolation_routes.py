@@ -259,6 +259,7 @@ RULES: tuple[tuple[str, frozenset[str]], ...] = tuple(
         ("/api_keys", "admin manager developer"),
         ("/requests", "admin manager developer"),
         ("/webhooks", "admin manager"),
+        ("/alerts", "admin manager"),
         ("/deliveries", "admin manager"),
         ("/prices", "admin billing"),
         ("/invoices", "admin billing"),

@@ -1,0 +1,309 @@
+"""Alerts: where they go, by signed webhook or e-mail, and how their deliveries stand. A signing secret is shown in one answer.
+
+Every role on the box reads the list; in a tenant only who manages its webhooks does, because their addresses are secrets often.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+from urllib.parse import urlencode
+
+from litestar import get, post
+from litestar.params import FromPath
+
+from appliance.base.errors import BadRequest, NotFound, RateLimitExceeded
+from appliance.console.context import Console, ConsoleDependency
+from appliance.console.forms import Form, sentence
+from appliance.console.history import tenants_by_name
+from appliance.console.rendering import Html
+from appliance.console.security import ConsoleRequest, access_of, needs
+from appliance.metering.outbox import EVENTS, TENANT_EVENTS
+from appliance.metering.webhook_targets import shown_target
+from appliance.metering.webhooks import KINDS, Webhook, WebhookChanges
+from appliance.tenancy.access import Access
+from appliance.tenancy.principals import Tenant
+from appliance.tenancy.roles import Action
+
+PAGE_ROWS = 100
+DELIVERIES_SHOWN = 50
+FIELDS = ("kind", "target", "tenant_id", "events", "grace_s")
+KIND_WORDS = (("webhook", "Webhook: a signed HTTP request"), ("email", "E-mail"))
+EVENT_WORDS = {
+    "budget.threshold": "Budget reaches a threshold",
+    "tokens_per_day.threshold": "Tokens of the day reach a threshold",
+    "invoice.closed": "Invoice closed",
+    "key.expiring": "Key expires soon",
+    "engine.down": "Engine down (whole box only)",
+    "webhook.test": "Test",
+}
+GRACES = (("0", "At once"), ("3600", "After 1 hour"), ("86400", "After 24 hours"), ("604800", "After 7 days"))
+
+
+@get("/alerts")
+async def list_alerts(request: ConsoleRequest, console: ConsoleDependency) -> Html:
+    """Every place that alerts go to and that the member may see."""
+    access = access_of(request)
+    action = reading(access)
+    access.require_somewhere(action)
+    page = await console.services.alerts.webhooks.list(
+        PAGE_ROWS, request.query_params.get("cursor"), narrow=lambda query, column: access.narrow(query, column, action)
+    )
+    names = {tenant.id: tenant.name for tenant in await tenants_by_name(console.services, access)}
+    return console.pages.page(
+        request,
+        "pages/alerts.html",
+        webhooks=[_line(access, webhook, names) for webhook in page.data],
+        may_webhooks=access.may_somewhere(Action.WEBHOOKS),
+        next_page=f"/alerts?{urlencode({'cursor': page.next_cursor or ''})}" if page.has_more else None,
+    )
+
+
+@get("/alerts/new", guards=[needs(Action.WEBHOOKS)])
+async def new_alert(request: ConsoleRequest, console: ConsoleDependency) -> Html:
+    """The form of a new place."""
+    return await _new_form(request, console, None)
+
+
+@post("/alerts", guards=[needs(Action.WEBHOOKS)], status_code=200)
+async def add_alert(request: ConsoleRequest, console: ConsoleDependency) -> Html:
+    """Add a place and show its secret, or show the form again with what is wrong."""
+    form = await console.form(request)
+    kind, target, tenant_id = form.choice("kind", KINDS), form.text("target", chars_max=2000), form.raw("tenant_id") or None
+    events = _read_events(form, tenant_id)
+    access_of(request).require(Action.WEBHOOKS, tenant_id)
+    if not form.errors:
+        try:
+            webhook, secret = await console.services.alerts.webhooks.create(
+                kind=kind, target=target, tenant_id=tenant_id, events=events
+            )
+            if secret is None:
+                return console.pages.redirect(request, f"/alerts/{webhook.id}", done="alert-added")
+            return _secret(request, console, webhook, secret, "Signing secret")
+        except BadRequest as error:
+            form.fail_with(error, FIELDS)
+    return await _new_form(request, console, form)
+
+
+@get("/alerts/{webhook_id:str}")
+async def show_alert(request: ConsoleRequest, console: ConsoleDependency, webhook_id: FromPath[str]) -> Html:
+    """One place, its settings, and the last things that were sent to it."""
+    return await _alert_page(request, console, await _found(request, console, webhook_id, reading(access_of(request))))
+
+
+@post("/alerts/{webhook_id:str}", guards=[needs(Action.WEBHOOKS)], status_code=200)
+async def save_alert(request: ConsoleRequest, console: ConsoleDependency, webhook_id: FromPath[str]) -> Html:
+    """Save address and events, or show the page again with what is wrong."""
+    webhook, form = await _found(request, console, webhook_id), await console.form(request)
+    changes = WebhookChanges(target=form.text("target", chars_max=2000), events=_read_events(form, webhook.tenant_id))
+    if not form.errors:
+        try:
+            await console.services.alerts.webhooks.update(webhook.id, changes)
+            return console.pages.redirect(request, f"/alerts/{webhook.id}", done="alert-saved")
+        except BadRequest as error:
+            form.fail_with(error, FIELDS)
+    return await _alert_page(request, console, webhook, form)
+
+
+@post("/alerts/{webhook_id:str}/pause", guards=[needs(Action.WEBHOOKS)], status_code=200)
+async def pause_alert(request: ConsoleRequest, console: ConsoleDependency, webhook_id: FromPath[str]) -> Html:
+    """Send nothing to it until it is resumed; what is pending waits."""
+    await _found(request, console, webhook_id)
+    await console.services.alerts.webhooks.update(webhook_id, WebhookChanges(disabled=True))
+    return console.pages.redirect(request, f"/alerts/{webhook_id}", done="alert-paused")
+
+
+@post("/alerts/{webhook_id:str}/resume", guards=[needs(Action.WEBHOOKS)], status_code=200)
+async def resume_alert(request: ConsoleRequest, console: ConsoleDependency, webhook_id: FromPath[str]) -> Html:
+    """Send to it again, first what has waited."""
+    await _found(request, console, webhook_id)
+    await console.services.alerts.webhooks.update(webhook_id, WebhookChanges(disabled=False))
+    return console.pages.redirect(request, f"/alerts/{webhook_id}", done="alert-resumed")
+
+
+@post("/alerts/{webhook_id:str}/test", guards=[needs(Action.WEBHOOKS)], status_code=200)
+async def send_test(request: ConsoleRequest, console: ConsoleDependency, webhook_id: FromPath[str]) -> Html:
+    """Put a test into the outbox; the list of deliveries tells how it went."""
+    webhook = await _found(request, console, webhook_id)
+    try:
+        await console.services.alerts.outbox.test(webhook_id)
+    except (BadRequest, RateLimitExceeded) as error:
+        return await _alert_page(request, console, webhook, notice=sentence(error.message))
+    return console.pages.redirect(request, f"/alerts/{webhook_id}", done="test-sent")
+
+
+@post("/alerts/{webhook_id:str}/deliveries/{delivery_id:str}/retry", guards=[needs(Action.WEBHOOKS)], status_code=200)
+async def retry_delivery(
+    request: ConsoleRequest, console: ConsoleDependency, webhook_id: FromPath[str], delivery_id: FromPath[str]
+) -> Html:
+    """Send something again, whatever became of it, under the same id."""
+    webhook = await _found(request, console, webhook_id)
+    try:
+        await console.services.alerts.outbox.retry(webhook_id, delivery_id)
+    except BadRequest as error:
+        return await _alert_page(request, console, webhook, notice=sentence(error.message))
+    return console.pages.redirect(request, f"/alerts/{webhook_id}", done="delivery-retried")
+
+
+@get("/alerts/{webhook_id:str}/rotate", guards=[needs(Action.WEBHOOKS)])
+async def confirm_rotation(request: ConsoleRequest, console: ConsoleDependency, webhook_id: FromPath[str]) -> Html:
+    """Ask how long the old secret signs beside the new one."""
+    return _confirm(request, console, await _found(request, console, webhook_id), "rotate", None)
+
+
+@post("/alerts/{webhook_id:str}/rotate", guards=[needs(Action.WEBHOOKS)], status_code=200)
+async def rotate_secret(request: ConsoleRequest, console: ConsoleDependency, webhook_id: FromPath[str]) -> Html:
+    """Replace the secret and show the new one."""
+    webhook, form = await _found(request, console, webhook_id), await console.form(request)
+    grace_s = form.choice("grace_s", [grace for grace, _ in GRACES])
+    if not form.errors:
+        try:
+            webhook, secret = await console.services.alerts.webhooks.rotate(webhook_id, int(grace_s))
+            return _secret(request, console, webhook, secret, "New signing secret")
+        except BadRequest as error:
+            form.fail_with(error, FIELDS)
+    return _confirm(request, console, webhook, "rotate", form)
+
+
+@get("/alerts/{webhook_id:str}/remove", guards=[needs(Action.WEBHOOKS)])
+async def confirm_removal(request: ConsoleRequest, console: ConsoleDependency, webhook_id: FromPath[str]) -> Html:
+    """Say what removal does before it is done."""
+    return _confirm(request, console, await _found(request, console, webhook_id), "remove", None)
+
+
+@post("/alerts/{webhook_id:str}/remove", guards=[needs(Action.WEBHOOKS)], status_code=200)
+async def remove_alert(request: ConsoleRequest, console: ConsoleDependency, webhook_id: FromPath[str]) -> Html:
+    """Send nothing to it any more, and give up what is pending."""
+    await _found(request, console, webhook_id)
+    await console.services.alerts.webhooks.remove(webhook_id)
+    return console.pages.redirect(request, "/alerts", done="alert-removed")
+
+
+def reading(access: Access) -> Action:
+    """Return what reading takes: every role on the box reads, in a tenant only who manages webhooks."""
+    return Action.READ_BOX if access.sees_all else Action.WEBHOOKS
+
+
+async def _found(request: ConsoleRequest, console: Console, webhook_id: str, action: Action = Action.WEBHOOKS) -> Webhook:
+    """Return the webhook once it is sure that the member may do this with it. Raises NotFound for one that is not his."""
+    access = access_of(request)
+    access.require_somewhere(action)
+    webhook = await console.services.alerts.webhooks.get(webhook_id)
+    if webhook.tenant_id is not None:
+        access.require_row(action, webhook.tenant_id, what="webhook", param="webhook_id")
+    elif not access.sees_all:
+        raise NotFound("no such webhook", param="webhook_id")
+    else:
+        access.require(action)
+    return webhook
+
+
+def _read_events(form: Form, tenant_id: str | None) -> list[str]:
+    """Return the events whose boxes are checked; what a tenant cannot hear of is said beside them."""
+    events = [event for event in EVENTS if form.raw(event) == "yes"]
+    if not events:
+        form.fail("events", "Choose at least one.")
+    elif tenant_id is not None and not set(events) <= set(TENANT_EVENTS):
+        form.fail("events", "A tenant hears nothing of engines: choose the whole box, or leave them out.")
+    return events
+
+
+def _line(access: Access, webhook: Webhook, names: dict[str, str]) -> dict[str, Any]:
+    """Return what the list shows of a webhook; the whole address stands there for those alone who manage it."""
+    whole = access.may(Action.WEBHOOKS, webhook.tenant_id)
+    return {
+        "webhook": webhook,
+        "target": webhook.target if whole else shown_target(webhook.kind, webhook.target),
+        "tenant": names.get(webhook.tenant_id, webhook.tenant_id) if webhook.tenant_id is not None else None,
+        "events": [EVENT_WORDS.get(event, event) for event in webhook.events],
+    }
+
+
+async def _owners(request: ConsoleRequest, console: Console) -> list[tuple[str, str]]:
+    """Return whose alerts the member may send somewhere: (id, name) of tenants; the box has no id."""
+    access = access_of(request)
+    tenants: list[Tenant] = await tenants_by_name(console.services, access)
+    owners = [(one.id, one.name) for one in tenants if not one.archived and access.may(Action.WEBHOOKS, one.id)]
+    return [("", "The whole box: every tenant"), *owners] if access.may(Action.WEBHOOKS) else owners
+
+
+async def _new_form(request: ConsoleRequest, console: Console, form: Form | None) -> Html:
+    owners = await _owners(request, console)
+    wanted = request.query_params.get("tenant", "")
+    chosen = wanted if wanted in dict(owners) else owners[0][0] if owners else ""
+    return console.pages.sheet(
+        request,
+        "fragments/alert_new.html",
+        title="Send alerts somewhere",
+        status=422 if form else 200,
+        form=form,
+        kinds=KIND_WORDS,
+        owners=owners,
+        owner=chosen,
+        events=_choices(TENANT_EVENTS if chosen else EVENTS, _offered(request)),
+    )
+
+
+def _offered(request: ConsoleRequest) -> tuple[str, ...]:
+    """Return the events that the member can have anywhere."""
+    return EVENTS if access_of(request).may(Action.WEBHOOKS) else TENANT_EVENTS
+
+
+def _choices(checked: tuple[str, ...], offered: tuple[str, ...]) -> list[tuple[str, str, bool]]:
+    return [(event, EVENT_WORDS.get(event, event), event in checked) for event in offered]
+
+
+def _secret(request: ConsoleRequest, console: Console, webhook: Webhook, secret: str, heading: str) -> Html:
+    return console.pages.sheet(
+        request, "fragments/alert_secret.html", title=heading, webhook=webhook, secret=secret, heading=heading
+    )
+
+
+def _confirm(request: ConsoleRequest, console: Console, webhook: Webhook, verb: str, form: Form | None) -> Html:
+    return console.pages.sheet(
+        request,
+        "fragments/alert_confirm.html",
+        title={"rotate": "New signing secret", "remove": "Remove"}[verb],
+        status=422 if form else 200,
+        webhook=webhook,
+        verb=verb,
+        graces=GRACES,
+        form=form,
+    )
+
+
+async def _alert_page(
+    request: ConsoleRequest, console: Console, webhook: Webhook, form: Form | None = None, notice: str | None = None
+) -> Html:
+    access = access_of(request)
+    names = {tenant.id: tenant.name for tenant in await tenants_by_name(console.services, access)}
+    deliveries = await console.services.alerts.outbox.list(webhook.id, DELIVERIES_SHOWN)
+    return console.pages.page(
+        request,
+        "pages/alert.html",
+        status=422 if form or notice else 200,
+        **_line(access, webhook, names),
+        may_webhooks=access.may(Action.WEBHOOKS, webhook.tenant_id),
+        deliveries=deliveries.data,
+        deliveries_more=deliveries.has_more,
+        event_words=EVENT_WORDS,
+        choices=_choices(webhook.events, EVENTS if webhook.tenant_id is None else TENANT_EVENTS),
+        form=form,
+        notice=notice,
+    )
+
+
+HANDLERS = (
+    list_alerts,
+    new_alert,
+    add_alert,
+    show_alert,
+    save_alert,
+    pause_alert,
+    resume_alert,
+    send_test,
+    retry_delivery,
+    confirm_rotation,
+    rotate_secret,
+    confirm_removal,
+    remove_alert,
+)

@@ -1,0 +1,197 @@
+"""Where alerts go, in the console: added with a secret that is shown once, tested, paused, rotated, removed and retried."""
+
+from __future__ import annotations
+
+import re
+from datetime import timedelta
+
+import pytest
+from sqlalchemy import select, update
+
+from appliance.base.tables import outbox
+from appliance.metering.outbox import EVENTS, TENANT_EVENTS, TESTS_PER_HOUR_MAX
+from appliance.metering.webhooks import Webhook
+from tests.support.clock import FakeClock
+from tests.support.console_fixtures import Box, Browser
+
+PASSWORD = "a long password of tests"
+URL = "https://hooks.example.com/very-secret-path"
+CHECKED = dict.fromkeys(TENANT_EVENTS, "yes")
+FIELDS = {"kind": "webhook", "target": URL, "tenant_id": "", **CHECKED}
+_SECRET = re.compile(r'id="signing-secret">([^<]+)<')
+
+
+async def added(box: Box, browser: Browser, **fields: str) -> Webhook:
+    """Return the webhook that the form makes."""
+    answer = await browser.post_htmx("/alerts", **{**FIELDS, **fields})
+    assert answer.status_code == 200, answer.text
+    assert _SECRET.findall(answer.text)
+    return (await box.services.alerts.webhooks.list()).data[-1]
+
+
+async def of_bob(box: Box, role: str = "manager") -> Browser:
+    """Return the browser of somebody with a role in Bob's tenant."""
+    member = await box.services.members.create(f"{role}@example.com", PASSWORD, "member")
+    await box.services.memberships.add(box.cast.bob.tenant.id, member.id, role)
+    return await box.visitor().sign_in(member.email, PASSWORD)
+
+
+async def test_an_address_is_added_and_its_secret_shown_once(box: Box) -> None:
+    alice = await box.alice()
+    assert "Nobody is told" in (await alice.get("/alerts")).text
+    answer = await alice.post_htmx("/alerts", **FIELDS)
+    (secret,) = _SECRET.findall(answer.text)
+    (webhook,) = (await box.services.alerts.webhooks.list()).data
+    assert (webhook.target, webhook.tenant_id, webhook.events) == (URL, None, TENANT_EVENTS)
+    for path in ("/alerts", f"/alerts/{webhook.id}"):
+        page = (await alice.get(path)).text
+        assert URL in page
+        assert secret not in page
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"target": ""}, "Fill this in."),
+        ({"target": "http://hooks.example.com"}, "must begin with https://"),
+        ({"target": "https://127.0.0.1/"}, "is an address that the operator does not list"),
+        ({"kind": "pigeon"}, "Choose one of webhook, email."),
+        ({"kind": "email", "target": "ops@example.com"}, "no mail server"),
+        (dict.fromkeys(TENANT_EVENTS, ""), "Choose at least one."),
+    ],
+)
+async def test_a_wrong_address_is_named_and_loses_nothing(box: Box, change: dict[str, str], sentence: str) -> None:
+    alice = await box.alice()
+    fields = {**FIELDS, **change}
+    answer = await alice.post_htmx("/alerts", **fields)
+    assert answer.status_code == 422
+    assert sentence.casefold() in answer.text.casefold()
+    assert f'value="{fields["target"]}"' in answer.text
+    assert (await box.services.alerts.webhooks.list()).data == []
+
+
+async def test_a_tenant_hears_nothing_of_engines(box: Box) -> None:
+    alice = await box.alice()
+    all_of_them = dict.fromkeys(EVENTS, "yes")
+    answer = await alice.post_htmx("/alerts", **{**FIELDS, **all_of_them, "tenant_id": box.cast.bob.tenant.id})
+    assert answer.status_code == 422
+    assert "A tenant hears nothing of engines" in answer.text
+    assert (await added(box, alice, **all_of_them)).events == EVENTS
+
+
+async def test_a_test_is_written_and_its_delivery_listed_until_there_were_too_many(box: Box) -> None:
+    alice = await box.alice()
+    path = f"/alerts/{(await added(box, alice)).id}"
+    assert (await alice.post(f"{path}/test")).headers["location"] == path
+    page = (await alice.get(path)).text
+    for text in ("A test is on its way", "pending", ">Test<"):
+        assert text in page
+    for _ in range(TESTS_PER_HOUR_MAX - 1):
+        await alice.post(f"{path}/test")
+    refused = await alice.post(f"{path}/test")
+    assert refused.status_code == 422
+    assert f"A webhook takes {TESTS_PER_HOUR_MAX} tests an hour." in refused.text
+
+
+async def test_what_failed_says_why_and_is_sent_again(box: Box) -> None:
+    alice = await box.alice()
+    webhook = await added(box, alice)
+    delivery = await box.services.alerts.outbox.test(webhook.id)
+    async with box.services.db.writing() as connection:
+        failed = {"next_attempt_at": None, "attempts": 14, "last_error": "answered 503"}
+        await connection.execute(update(outbox).where(outbox.c.id == delivery.id).values(**failed))
+    page = (await alice.get(f"/alerts/{webhook.id}")).text
+    for text in ("failed", "answered 503", "Retry"):
+        assert text in page
+    answer = await alice.post(f"/alerts/{webhook.id}/deliveries/{delivery.id}/retry")
+    assert answer.headers["location"] == f"/alerts/{webhook.id}"
+    assert (await box.services.alerts.outbox.get(webhook.id, delivery.id)).state == "pending"
+
+
+async def test_address_and_events_are_changed_or_named(box: Box) -> None:
+    alice = await box.alice()
+    webhook = await added(box, alice)
+    path = f"/alerts/{webhook.id}"
+    wrong = await alice.post(path, target="nonsense", **{"invoice.closed": "yes"})
+    assert wrong.status_code == 422
+    assert 'value="nonsense"' in wrong.text
+    answer = await alice.post(path, target="https://other.example.com/", **{"engine.down": "yes"})
+    assert answer.headers["location"] == path
+    changed = await box.services.alerts.webhooks.get(webhook.id)
+    assert (changed.target, changed.events) == ("https://other.example.com/", ("engine.down",))
+
+
+async def test_paused_it_takes_no_test_and_resumed_it_does(box: Box) -> None:
+    alice = await box.alice()
+    path = f"/alerts/{(await added(box, alice)).id}"
+    await alice.post(f"{path}/pause")
+    page = (await alice.get(path)).text
+    assert "paused" in page
+    refused = await alice.post(f"{path}/test")
+    assert (refused.status_code, "The webhook is disabled" in refused.text) == (422, True)
+    await alice.post(f"{path}/resume")
+    assert (await alice.post(f"{path}/test")).status_code == 303
+
+
+async def test_a_new_secret_is_shown_once_and_the_old_one_signs_for_as_long_as_was_chosen(box: Box, clock: FakeClock) -> None:
+    alice = await box.alice()
+    webhook = await added(box, alice)
+    (before,) = (await box.services.alerts.webhooks.endpoint(webhook.id)).secrets
+    path = f"/alerts/{webhook.id}/rotate"
+    assert "The old secret ends" in (await alice.fragment(path)).text
+    assert (await alice.post_htmx(path, grace_s="1")).status_code == 422
+    (secret,) = _SECRET.findall((await alice.post_htmx(path, grace_s="3600")).text)
+    assert (await box.services.alerts.webhooks.endpoint(webhook.id)).secrets == (secret, before)
+    assert (await box.services.alerts.webhooks.get(webhook.id)).previous_secret_until == clock.now() + timedelta(hours=1)
+    assert "Old secret signs until" in (await alice.get(f"/alerts/{webhook.id}")).text
+
+
+async def test_removed_it_is_gone_and_what_was_pending_is_given_up(box: Box) -> None:
+    alice = await box.alice()
+    webhook = await added(box, alice)
+    await box.services.alerts.outbox.test(webhook.id)
+    path = f"/alerts/{webhook.id}"
+    assert "Nothing is sent there any more" in (await alice.fragment(f"{path}/remove")).text
+    assert (await alice.post(f"{path}/remove")).headers["location"] == "/alerts"
+    assert (await alice.get(path)).status_code == 404
+    async with box.services.db.reading() as connection:
+        assert (await connection.execute(select(outbox.c.next_attempt_at))).scalars().all() == [None]
+
+
+async def test_a_viewer_of_the_box_reads_hosts_and_no_whole_addresses(box: Box) -> None:
+    alice, vera = await box.alice(), await box.vera()
+    webhook = await added(box, alice)
+    path = f"/alerts/{webhook.id}"
+    for page in [await vera.get("/alerts"), await vera.get(path)]:
+        assert page.status_code == 200
+        assert "https://hooks.example.com" in page.text
+        assert "very-secret-path" not in page.text
+    assert (await vera.get("/alerts/new")).status_code == 403
+    for verb in ("", "/pause", "/resume", "/test", "/rotate", "/remove"):
+        assert (await vera.post(f"{path}{verb}", **FIELDS)).status_code == 403, verb
+
+
+async def test_a_manager_has_the_alerts_of_his_tenant_and_sees_no_others(box: Box) -> None:
+    alice, manager = await box.alice(), await of_bob(box)
+    bob, charlie = box.cast.bob.tenant, box.cast.charlie.tenant
+    of_box = await added(box, alice)
+    of_charlie = await added(box, alice, tenant_id=charlie.id, target="https://charlie.example.com/")
+    form = (await manager.fragment("/alerts/new")).text
+    for text, there in (("bob", True), ("charlie", False), ("The whole box", False), ("Engine down", False)):
+        assert (text in form) is there, text
+    own = await added(box, manager, tenant_id=bob.id, target="https://bob.example.com/")
+    listed = (await manager.get("/alerts")).text
+    assert [url in listed for url in (own.target, of_box.target, of_charlie.target)] == [True, False, False]
+    for webhook in (of_box, of_charlie):
+        assert (await manager.get(f"/alerts/{webhook.id}")).status_code == 404
+        for verb in ("", "/pause", "/test", "/rotate", "/remove"):
+            assert (await manager.post(f"/alerts/{webhook.id}{verb}", **FIELDS, grace_s="0")).status_code == 404
+    assert (await manager.post("/alerts", **FIELDS)).status_code == 403
+    assert (await manager.post("/alerts", **{**FIELDS, "tenant_id": charlie.id})).status_code == 404
+
+
+@pytest.mark.parametrize("role", ["developer", "viewer"])
+async def test_others_of_a_tenant_have_no_alerts(box: Box, role: str) -> None:
+    browser = await of_bob(box, role)
+    assert (await browser.get("/alerts")).status_code == 403
+    assert "/alerts" not in (await browser.get("/tenants")).text
