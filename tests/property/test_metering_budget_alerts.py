@@ -26,7 +26,7 @@ from tests.support.clock import START, FakeClock
 from tests.support.ledgers import FailingDatabase
 
 STEPS = 60
-SEEDS = 8
+SEEDS = 6
 PERCENTS = (50, 80, 100)
 BUDGETS = (40, 100, 101, 333)
 CALENDAR = BillingCalendar("Europe/Berlin")
