@@ -44,7 +44,7 @@ T = TypeVar("T")
 
 QUEUED_OPENS_MAX = 4096
 ROUND_OPERATIONS_MAX = 256
-CHECKPOINT_INTERVAL_S = 1.0
+CHECKPOINT_INTERVAL_S = 0.5  # at least; requests say how far they are once a second, and that is to be written as it comes
 RETRY_S_MIN = 0.05
 RETRY_S_MAX = 2.0
 STOP_TIMEOUT_S = 10.0

@@ -28,7 +28,7 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any, Protocol
 
-from appliance.base.db import Database
+from appliance.base.db import Database, downgrade
 from tests.crash import points
 from tests.crash.checks import Evidence, Examination, Tally
 from tests.crash.load import MODEL, Load
@@ -44,10 +44,11 @@ STEP_S = 0.008
 STRIKE_DEADLINE_S = 4.0
 POLL_S = 0.01
 RANDOM = "at random"
+OLDEST = "0001"  # the migration that is cut short begins with a filled database of this version
 FIRST_STARTS = 2  # of each database end before anything is there
 ORDERLY_S = 0.3
 CHECKPOINT_INTERVALS_S = (0.2, 0.2, 0.2, 1.0)  # the last is the product's; the others make a life short
-NTH_MAX = {"bootstrap": 3, "recovery": 2, "checkpoint": 4, "abort asked": 2, "client left": 3}
+NTH_MAX = {"bootstrap": 3, "recovery": 1, "checkpoint": 3, "levels of limits": 1, "abort asked": 2, "client left": 3}
 WARM_UP_S_MAX = 0.9
 COMMIT_US_MAX = 3000
 FINDINGS_KEPT = 200
@@ -176,6 +177,9 @@ class Lives:
         self.result.lives += 1
         self.result.planned[death.name] += 1
         self.result.targets[death.target] += 1
+        if death.phase == "starting" and death.point.startswith("migration"):
+            await asyncio.to_thread(downgrade, books.url, OLDEST)
+            books.evidence.was_older = True
         life = await self._bear(books, self._plan(death))
         if death.phase == "starting" and death.point == RANDOM:
             await asyncio.sleep(self._dice.uniform(0.0, 0.2))

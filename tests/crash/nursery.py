@@ -161,7 +161,7 @@ def _serve(birth: Birth, descriptor: int) -> None:
     generations.CHECKPOINT_INTERVAL_S = birth.checkpoint_interval_s
     defaults = Ledger.__init__.__kwdefaults__
     assert defaults is not None
-    defaults["checkpoint_interval_s"] = birth.checkpoint_interval_s
+    defaults["checkpoint_interval_s"] = birth.checkpoint_interval_s / 2
     recovery.EVENTS_PER_TRANSACTION = birth.recovered_per_transaction
 
     def engine_command(folder: ModelFolder, settings: Settings, fd: int) -> list[str]:

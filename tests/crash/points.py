@@ -27,9 +27,10 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 import appliance.app
 from appliance.base.db import Database
 from appliance.base.sqlite_thread import SqliteThread
-from appliance.metering import ledger_round
+from appliance.metering import ledger_round, rollups
 from appliance.metering.ledger import Ledger
 from appliance.metering.ledger_round import Open, Round, Settle
+from appliance.metering.limit_levels import LimitLevels
 from appliance.serving.engine_client import EngineClient
 from appliance.serving.generation import Generation
 from appliance.serving.generations import Generations
@@ -48,6 +49,9 @@ SERVING_POINTS = (
     "tenth token",
     "end heard, bucket not settled",
     "bucket settled, record not written",
+    "events settled, sums not written",
+    "sums written",
+    *(f"levels of limits: {cut}" for cut in CUTS),
     "settlement told",
     "abort asked",
     "client left",
@@ -302,6 +306,9 @@ def _wrap_serving(reaper: Reaper) -> None:
     _before(reaper, Generation, "_end_reservation", "end heard, bucket not settled")
     _after(reaper, Generation, "_end_reservation", "bucket settled, record not written")
     _after(reaper, Generation, "_settle", "settlement told")
+    _before(reaper, rollups, "add_at_once", "events settled, sums not written")
+    _after(reaper, rollups, "add_at_once", "sums written")
+    LimitLevels.save = _naming(LimitLevels.save, "levels of limits")  # type: ignore[method-assign]
     leave = Generation.leave
 
     def left(self: Generation, reason: str, *args: Any, **options: Any) -> None:
@@ -334,7 +341,7 @@ def _wrap_stop(reaper: Reaper) -> None:
     _after_await(reaper, Ledger, "stop", "stop: ledger drained")
 
 
-def _before(reaper: Reaper, owner: type, name: str, point: str) -> None:
+def _before(reaper: Reaper, owner: Any, name: str, point: str) -> None:
     function = getattr(owner, name)
 
     def wrapped(*args: Any, **options: Any) -> Any:
@@ -344,7 +351,7 @@ def _before(reaper: Reaper, owner: type, name: str, point: str) -> None:
     setattr(owner, name, wrapped)
 
 
-def _after(reaper: Reaper, owner: type, name: str, point: str) -> None:
+def _after(reaper: Reaper, owner: Any, name: str, point: str) -> None:
     function = getattr(owner, name)
     if asyncio.iscoroutinefunction(function):
         _after_await(reaper, owner, name, point)
@@ -358,7 +365,7 @@ def _after(reaper: Reaper, owner: type, name: str, point: str) -> None:
     setattr(owner, name, wrapped)
 
 
-def _after_await(reaper: Reaper, owner: type, name: str, point: str) -> None:
+def _after_await(reaper: Reaper, owner: Any, name: str, point: str) -> None:
     function = getattr(owner, name)
 
     async def wrapped(*args: Any, **options: Any) -> Any:
