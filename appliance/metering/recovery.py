@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from datetime import datetime
 from typing import Any
 
-from sqlalchemy import RowMapping, bindparam, insert, select, update
+from sqlalchemy import RowMapping, bindparam, insert, select, text, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from appliance.base import counters
@@ -81,6 +81,9 @@ async def recover(db: Database, clock: Clock, current_epoch: str, *, calendar: B
 
 async def _recover_some(connection: AsyncConnection, current_epoch: str, calendar: BillingCalendar, now: datetime) -> int:
     await counters.locked(connection, counters.POSTING)  # who recovers at the same time waits here, and then finds nothing
+    if connection.dialect.name == "postgresql":
+        # A killed gateway's COMMIT may still run on the server, and its record would turn up when we have looked: wait for it.
+        await connection.execute(text("LOCK TABLE usage_events IN SHARE ROW EXCLUSIVE MODE"))
     left_behind = (
         select(usage_events.c.request_id)
         .where(usage_events.c.status == "pending", usage_events.c.epoch_id != current_epoch)

@@ -6,12 +6,14 @@ import asyncio
 import dataclasses
 
 import pytest
+from sqlalchemy import text
 
 from appliance.base.db import Database
 from appliance.base.errors import RateLimitExceeded
 from appliance.metering import recovery
 from appliance.metering.admission import Admission
 from appliance.metering.ledger import Checkpoint, Ledger, LedgerBroken
+from appliance.metering.ledger_rows import INSERT_EVENTS, event_row
 from appliance.metering.prices import PriceBook
 from appliance.metering.quotas import Moment, Owner
 from appliance.metering.recovery import begin_epoch, recover
@@ -19,8 +21,9 @@ from appliance.metering.rules import Asked
 from appliance.metering.sums import LedgerSums
 from appliance.metering.usage import UsageReports
 from appliance.tenancy.principals import Limits, Principal
-from tests.support.cast import Cast
+from tests.support.cast import Cast, make_cast
 from tests.support.clock import FakeClock
+from tests.support.databases import Cluster
 from tests.support.factories import pending, posted
 from tests.support.ledgers import all_events, running_ledger
 
@@ -49,6 +52,29 @@ async def test_a_request_of_a_dead_process_is_recovered_once_from_its_last_check
     row = await UsageReports(database).request(seen.request_id)
     assert (row.finish_reason, row.completion_tokens, row.prompt_tokens) == ("error", 3, 10)
     assert row.finished_at == clock.now()
+
+
+@pytest.mark.postgres
+async def test_a_record_that_the_server_commits_after_its_gateway_died_is_recovered_too(
+    postgresql: Cluster, clock: FakeClock
+) -> None:
+    url = postgresql.lend()
+    database = Database.open(url)
+    cast = await make_cast(database, clock)
+    epoch = await begin_epoch(database, clock, "next")
+    waiting = text("SELECT count(*) FROM pg_locks WHERE NOT granted")
+    async with database.writing() as dying:
+        row = event_row(pending(cast.bob), cast.epoch_id, "EUR", clock.now().date())
+        await dying.run_sync(INSERT_EVENTS.execute, [row])
+        recovering = asyncio.create_task(recover(database, clock, epoch))
+        async with asyncio.timeout(10), database.reading() as watching:
+            while not (await watching.execute(waiting)).scalar_one():  # noqa: ASYNC110 - the server has no event
+                await asyncio.sleep(0)
+        assert not recovering.done()
+    assert await recovering == 1
+    assert [event.status for event in await all_events(database)] == ["recovered"]
+    await database.close()
+    postgresql.give_back(url)
 
 
 async def test_the_running_epoch_is_left_alone(database: Database, clock: FakeClock, cast: Cast) -> None:
