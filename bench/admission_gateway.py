@@ -21,7 +21,7 @@ import uvloop
 
 from appliance.api import chat
 from appliance.app import Started, serve
-from appliance.base.collector import spare_what_is_there
+from appliance.base.interpreter import prepare_to_serve
 from appliance.base.logging import configure_logging
 from appliance.base.settings import Settings, load_settings
 from appliance.serving import fleet
@@ -149,7 +149,7 @@ def serve_gateway(folder: Path, answer_s: str, profile: str | None) -> None:
         return [sys.executable, "-m", "bench.admission_gateway", "--fd", str(fd), answer_s]
 
     def tell(started: Started) -> None:
-        spare_what_is_there()  # as `gatehouse serve` does
+        prepare_to_serve()  # as `gatehouse serve` does
         make_plain_way(started.services.generations)
         sys.stdout.write(f"{started.port}\n")
         sys.stdout.flush()

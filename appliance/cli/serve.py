@@ -81,10 +81,10 @@ class Greeter:
 
     def listening(self, started: Started) -> None:
         """Show a new login and begin to wait; called in the event loop when the service listens."""
-        from appliance.base.collector import spare_what_is_there
+        from appliance.base.interpreter import prepare_to_serve
         from appliance.cli import welcome
 
-        spare_what_is_there()
+        prepare_to_serve()
         if started.first_start is not None:
             output.say(welcome.login(_facts(started)))
             sys.stdout.flush()
