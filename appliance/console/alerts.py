@@ -70,7 +70,8 @@ async def add_alert(request: ConsoleRequest, console: ConsoleDependency) -> Html
     form = await console.form(request)
     kind, target, tenant_id = form.choice("kind", KINDS), form.text("target", chars_max=2000), form.raw("tenant_id") or None
     events = _read_events(form, tenant_id)
-    access_of(request).require(Action.WEBHOOKS, tenant_id)
+    if tenant_id is not None or not form.errors:
+        access_of(request).require(Action.WEBHOOKS, tenant_id)
     if not form.errors:
         try:
             webhook, secret = await console.services.alerts.webhooks.create(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import combinations
 from typing import Any
 from urllib.parse import urlencode
 
@@ -15,14 +16,21 @@ from appliance.console.history import tenant_names
 from appliance.console.limits import key_levels, read_limits
 from appliance.console.rendering import Html
 from appliance.console.security import ConsoleRequest, access_of, needs
-from appliance.tenancy.fields import UNSET, Unset
+from appliance.tenancy.fields import LIMIT_MODES, SCOPES, UNSET, Unset
 from appliance.tenancy.principals import LIMIT_NAMES, ApiKey, KeyChanges, Tenant
 from appliance.tenancy.roles import Action
 
 PAGE_ROWS = 100
-FIELDS = ("name", "allowed_models", "allowed_networks", *LIMIT_NAMES)
+FIELDS = ("name", "scopes", "limit_mode", "allowed_models", "allowed_networks", "grace_s", *LIMIT_NAMES)
+SCOPE_WORDS = {"inference": "run models", "usage": "read the tenant's usage"}
+SCOPE_CHOICES = [
+    (", ".join(chosen), " and ".join(SCOPE_WORDS[scope] for scope in chosen).capitalize())
+    for size in range(1, len(SCOPES) + 1)
+    for chosen in combinations(SCOPES, size)
+]
+GRACES = (("0", "At once"), ("3600", "After 1 hour"), ("86400", "After 24 hours"), ("604800", "After 7 days"))
 CONSEQUENCES = {
-    "rotate": "The key gets a new secret, and the old secret is refused from that moment; its running requests end.",
+    "rotate": "A key with a new secret and the same settings takes its place. When the old one ends, so do its requests.",
     "revoke": "Requests with this key are refused from that moment, for good; running ones end, and what they got is billed.",
 }
 
@@ -94,13 +102,16 @@ async def confirm_rotate(request: ConsoleRequest, console: ConsoleDependency, ke
 
 @post("/keys/{key_id:str}/rotate", guards=[needs(Action.KEYS)], status_code=200)
 async def rotate_key(request: ConsoleRequest, console: ConsoleDependency, key_id: FromPath[str]) -> Html:
-    """Replace the secret and show the new one."""
-    current = await _key(request, console, key_id, Action.KEYS)
-    try:
-        key, secret = await console.services.keys.rotate(key_id)
-    except BadRequest as error:
-        return _confirm(request, console, current, "rotate", error)
-    return _secret(request, console, key, secret, f"New secret of {key.name}")
+    """Replace the key by one with a new secret, and show it; for a time both may work."""
+    current, form = await _key(request, console, key_id, Action.KEYS), await console.form(request)
+    grace_s = form.choice("grace_s", [grace for grace, _ in GRACES]) if form.raw("grace_s") else "0"
+    if not form.errors:
+        try:
+            key, secret = await console.services.keys.rotate(key_id, grace_s=int(grace_s))
+            return _secret(request, console, key, secret, f"New secret of {key.name}")
+        except BadRequest as error:
+            form.fail_with(error, FIELDS)
+    return _confirm(request, console, current, "rotate", form)
 
 
 @get("/keys/{key_id:str}/revoke", guards=[needs(Action.KEYS)])
@@ -125,7 +136,13 @@ async def _key(request: ConsoleRequest, console: Console, key_id: str, action: A
 
 
 def _read(form: Form, console: Console, expires_at: Unset | None = None) -> dict[str, Any]:
-    return {
+    """Return the settings of a form; scopes and mode that it does not carry are left as they are."""
+    chosen: dict[str, Any] = {}
+    if form.raw("scopes"):
+        chosen["scopes"] = form.choice("scopes", [scopes for scopes, _ in SCOPE_CHOICES]).split(", ")
+    if form.raw("limit_mode"):
+        chosen["limit_mode"] = form.choice("limit_mode", LIMIT_MODES)
+    return chosen | {
         "name": form.text("name"),
         "expires_at": expires_at or form.last_day("expires_on", console.services.clock.now()),
         "allowed_models": form.names("allowed_models"),
@@ -137,7 +154,9 @@ def _read(form: Form, console: Console, expires_at: Unset | None = None) -> dict
 def _new_form(request: ConsoleRequest, console: Console, tenant: Tenant, form: Form | None) -> Html:
     status = 422 if form else 200
     title = f"New key for {tenant.name}"
-    return console.pages.sheet(request, "fragments/key_new.html", title=title, status=status, tenant=tenant, form=form)
+    return console.pages.sheet(
+        request, "fragments/key_new.html", title=title, status=status, tenant=tenant, form=form, **_choices()
+    )
 
 
 def _secret(request: ConsoleRequest, console: Console, key: ApiKey, secret: str, heading: str) -> Html:
@@ -146,11 +165,7 @@ def _secret(request: ConsoleRequest, console: Console, key: ApiKey, secret: str,
     )
 
 
-def _confirm(request: ConsoleRequest, console: Console, key: ApiKey, verb: str, error: BadRequest | None = None) -> Html:
-    form = None
-    if error is not None:
-        form = Form({})
-        form.fail_with(error, ())
+def _confirm(request: ConsoleRequest, console: Console, key: ApiKey, verb: str, form: Form | None = None) -> Html:
     return console.pages.sheet(
         request,
         "fragments/key_confirm.html",
@@ -159,6 +174,7 @@ def _confirm(request: ConsoleRequest, console: Console, key: ApiKey, verb: str, 
         key=key,
         verb=verb,
         consequence=CONSEQUENCES[verb],
+        graces=GRACES,
         form=form,
     )
 
@@ -173,4 +189,10 @@ async def _key_page(request: ConsoleRequest, console: Console, key: ApiKey, form
         tenant=tenant,
         levels=key_levels(console.services, tenant, key),
         form=form,
+        scopes_of=SCOPE_WORDS,
+        **_choices(),
     )
+
+
+def _choices() -> dict[str, Any]:
+    return {"scope_choices": SCOPE_CHOICES, "modes": LIMIT_MODES}

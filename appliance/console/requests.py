@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 from litestar import Response, get, post
@@ -11,24 +10,14 @@ from litestar.params import FromPath
 from appliance.console.context import Console, ConsoleDependency
 from appliance.console.history import ENDS, Filters, history_page, tenants_by_name
 from appliance.console.rendering import DONE, HTML, Html, is_fragment, toast_header
+from appliance.console.request_bill import bill_of
 from appliance.console.request_lines import RequestLine, live_line, past_line
 from appliance.console.security import ConsoleRequest, access_of, needs
-from appliance.metering.prices import Price
 from appliance.metering.records import UsageEvent
 from appliance.tenancy.access import Access
 from appliance.tenancy.roles import Action
 
 LIVE_ROWS_MAX = 100
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CostLine:
-    """Tokens of one kind and what they cost; None where no price was in force."""
-
-    label: str
-    tokens: int
-    cost_picos: int | None
-    currency: str
 
 
 @get("/requests")
@@ -77,8 +66,9 @@ def live_rows(console: Console, access: Access) -> dict[str, Any]:
 async def show_request(request: ConsoleRequest, console: ConsoleDependency, request_id: FromPath[str]) -> Html:
     """Where the time of one request went, and what it cost."""
     row, event = await _find(console, request_id, access_of(request))
-    price = await _price(console, event)
-    return console.pages.page(request, "pages/request.html", row=row, event=event, cost_lines=cost_lines(event, price))
+    return console.pages.page(
+        request, "pages/request.html", row=row, event=event, **await bill_of(console.services, event, access_of(request))
+    )
 
 
 @post("/requests/cancel", guards=[needs(Action.ABORT)], status_code=200)
@@ -106,29 +96,3 @@ async def _find(console: Console, request_id: str, access: Access) -> tuple[Requ
     tenant = await console.services.tenants.get(row.tenant_id)
     key = await console.services.keys.get(row.key_id)
     return past_line(row, {tenant.id: tenant.name}, key.prefix), event
-
-
-async def _price(console: Console, event: UsageEvent) -> Price | None:
-    """Return the price that the event was made with."""
-    price = await console.services.prices.current(event.model, event.admitted_at)
-    return price if price is not None and price.id == event.price_id else None
-
-
-def cost_lines(event: UsageEvent, price: Price | None) -> list[CostLine]:
-    """Return the tokens of the bill by kind, each with its part of the cost where the price is known."""
-    uncached, cached, output = event.prompt_tokens - event.cached_tokens, event.cached_tokens, event.completion_tokens
-    parts = (
-        ("Prompt, computed", uncached, (uncached, 0, 0)),
-        ("Prompt, cached", cached, (cached, cached, 0)),
-        ("Output", output, (0, 0, output)),
-    )
-    return [
-        CostLine(label=label, tokens=tokens, cost_picos=_part(price, *counts), currency=event.currency)
-        for label, tokens, counts in parts
-    ]
-
-
-def _part(price: Price | None, prompt_tokens: int, cached_tokens: int, completion_tokens: int) -> int | None:
-    if price is None:
-        return None
-    return price.cost_picos(prompt_tokens=prompt_tokens, cached_tokens=cached_tokens, completion_tokens=completion_tokens)

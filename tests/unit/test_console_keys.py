@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 
 import pytest
 
-from appliance.base.errors import InvalidApiKey
+from appliance.base.errors import ExpiredApiKey, InvalidApiKey
 from appliance.tenancy.principals import Limits
 from tests.support.clock import FakeClock
 from tests.support.console_fixtures import Box, Browser
@@ -171,3 +171,43 @@ async def test_the_page_of_all_keys_leads_to_where_a_new_one_is_made(box: Box) -
     page = (await (await box.alice()).get("/keys")).text
 
     assert '<a class="button" href="/tenants">New key: choose its tenant</a>' in page
+
+
+async def test_both_secrets_work_until_the_grace_of_a_rotation_is_over(box: Box, clock: FakeClock) -> None:
+    alice, old = await box.alice(), box.cast.bob
+    path = f"/keys/{old.key.id}/rotate"
+    assert "The old secret ends" in (await alice.fragment(path)).text
+    assert (await alice.post(path, grace_s="7")).status_code == 422
+
+    (secret,) = set(SECRET.findall((await alice.post(path, grace_s="3600")).text))
+
+    successor = (await box.services.keys.authenticate(secret, "192.0.2.1")).key
+    assert (await box.services.keys.authenticate(old.secret, "192.0.2.1")).key.replaced_by == successor.id
+    page = (await alice.get(f"/keys/{old.key.id}")).text
+    for text in ("Replaced by", f'href="/keys/{successor.id}"', ">replaced<"):
+        assert text in page
+    assert "/rotate" not in page
+    clock.advance(3600)
+    with pytest.raises(ExpiredApiKey):
+        await box.services.keys.authenticate(old.secret, "192.0.2.1")
+
+
+async def test_scopes_and_how_limits_hold_are_set_and_stay_where_a_form_does_not_carry_them(box: Box) -> None:
+    alice = await box.alice()
+    secret = await create(box, alice, scopes="inference, usage", limit_mode="shadow")
+    key = (await box.services.keys.authenticate(secret, "192.0.2.1")).key
+    assert (key.scopes, key.limit_mode) == (("inference", "usage"), "shadow")
+    page = (await alice.get(f"/keys/{key.id}")).text
+    for text in ("run models, read the tenant&#39;s usage", "are in shadow mode", '<option value="inference, usage" selected>'):
+        assert text in page
+
+    await alice.post(f"/keys/{key.id}", name="other")
+    same = await box.services.keys.get(key.id)
+    assert (same.name, same.scopes, same.limit_mode) == ("other", key.scopes, key.limit_mode)
+    await alice.post(f"/keys/{key.id}", name="other", scopes="usage", limit_mode="enforce")
+    changed = await box.services.keys.get(key.id)
+    assert (changed.scopes, changed.limit_mode) == (("usage",), "enforce")
+    for wrong in ({"scopes": "everything"}, {"limit_mode": "never"}):
+        answer = await alice.post(f"/keys/{key.id}", name="other", **wrong)
+        assert answer.status_code == 422
+        assert "Choose one of" in answer.text

@@ -8,7 +8,8 @@ from datetime import timedelta
 import pytest
 
 from appliance.base.ids import new_id
-from appliance.metering.records import RequestRecord
+from appliance.metering.corrections import Correction
+from appliance.metering.records import RequestRecord, Usage
 from tests.support.cast import Person
 from tests.support.clock import START, FakeClock
 from tests.support.console_fixtures import Box
@@ -177,3 +178,35 @@ async def test_of_a_long_queue_the_head_is_shown_and_the_rest_counted(box: Box) 
     assert "req_00000100" not in page
     assert 'In flight <span class="muted">130' in page
     assert "30 more wait behind them" in page
+
+
+async def test_a_bill_says_what_each_million_cost_after_discount_and_why_the_request_ended(box: Box) -> None:
+    await box.services.prices.add(
+        model="demo", currency="EUR", prompt=1_000_000, cached_prompt=100_000, completion=3_000_000, rejected_draft=500_000
+    )
+    price = await box.services.prices.current("demo", START)
+    entry = pending(box.cast.bob, price=price, price_basis_points=2500)
+    await box.services.ledger.open(entry)
+    usage = Usage(prompt_tokens=10, cached_tokens=4, completion_tokens=100, rejected_tokens=8)
+    ended = posted(entry.request_id, reason="aborted")
+    await box.services.ledger.settle(dataclasses.replace(ended, usage=usage, cause="key_revoked", record=RECORD))
+
+    page = (await (await box.alice()).get(f"/requests/{entry.request_id}")).text
+
+    for text in ("the key was revoked", "25 % of the price book", "at 0.25 a million", "at 0.75 a million", "Rejected guesses"):
+        assert text in page, text
+    assert "0.000075 EUR" in page, "100 tokens of output at a quarter of the price"
+
+
+async def test_corrections_stand_beside_what_they_correct(box: Box) -> None:
+    await box.services.prices.add(model="demo", currency="EUR", prompt=1_000_000, cached_prompt=0, completion=3_000_000)
+    request_id = await settle(box, box.cast.bob)
+    alice = await box.alice()
+    assert "Corrections" not in (await alice.get(f"/requests/{request_id}")).text
+    event = await box.services.reports.event(request_id)
+    await box.services.corrections.add(event.id, Correction(note="we were slow", completion_tokens=-50))
+
+    page = (await alice.get(f"/requests/{request_id}")).text
+
+    for text in ("Corrections", "we were slow", "-50", "-0.000150 EUR", "0.000306 EUR", "0.000156 EUR"):
+        assert text in page, text

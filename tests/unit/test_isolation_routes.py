@@ -42,7 +42,7 @@ BODIES: dict[str, dict[str, object]] = {
     "/admin/v1/webhooks": {"kind": "http", "target": "https://bob.example/hook"},
 }
 # Fields of forms that name something.
-FORMS = {"/requests/cancel": ("request_id",)}
+FORMS = {"/requests/cancel": ("request_id",), "/alerts": ("tenant_id",)}
 
 
 @pytest.fixture
@@ -124,7 +124,7 @@ async def test_what_is_charlies_is_not_there_for_those_of_bobs_tenant(
     before = await contents(box.services)
     for route in routes(box):
         asked = {name: charlie.ids[name] for name in route.query if name in charlie.ids and route.method not in SAFE}
-        if not (asked or set(route.parameters) & set(charlie.ids) or route.path in FORMS):
+        if not (asked or set(route.parameters) & set(charlie.ids) or (route.path in FORMS and route.method not in SAFE)):
             continue
         answer = await call(box, route, headers, BOX_NAMES | charlie.ids, **asked)
         nothing = await call(

@@ -1,0 +1,89 @@
+"""What one request cost: its tokens by kind, each with the price that was paid for it, and the corrections made since."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from appliance.base.money import BASIS_POINTS
+from appliance.metering.prices import Price
+from appliance.metering.records import UsageEvent
+from appliance.metering.usage import LedgerFilter
+from appliance.tenancy.access import Access
+
+if TYPE_CHECKING:
+    from appliance.serving.services import Services
+
+CORRECTIONS_SHOWN_MAX = 50
+CAUSES = {
+    "client": "the client went away",
+    "administrator": "an administrator ended it",
+    "key_revoked": "the key was revoked",
+    "key_expired": "the key expired",
+    "tenant_suspended": "the tenant was suspended",
+    "tenant_archived": "the tenant was archived",
+    "budget_exceeded": "the budget was spent",
+    "shutdown": "the appliance shut down",
+    "queue_deadline": "it waited too long in the queue",
+    "request_deadline": "it took too long",
+    "engine_died": "the engine died",
+    "engine_error": "the engine failed",
+    "gateway_died": "the gateway died; what the ledger knew of it is billed",
+    "internal_error": "the appliance made a mistake",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CostLine:
+    """Tokens of one kind, the price of a million of them after discount, and their cost; None where no price is known."""
+
+    label: str
+    tokens: int
+    unit_micros: int | None
+    cost_picos: int | None
+    currency: str
+
+
+async def bill_of(services: Services, event: UsageEvent, access: Access) -> dict[str, Any]:
+    """Return what the page of a request shows of its bill."""
+    price = await _price(services, event)
+    filters = LedgerFilter(request_id=event.request_id, kind="adjustment")
+    corrections = await services.reports.ledger_page(CORRECTIONS_SHOWN_MAX, None, filters, access=access)
+    made = [correction for correction in corrections.data if correction.corrects_id == event.id]
+    return {
+        "cause": None if event.cause is None else CAUSES.get(event.cause, event.cause.replace("_", " ")),
+        "cost_lines": cost_lines(event, price),
+        "discount": discount(event),
+        "corrections": made,
+        "stands_picos": event.cost_picos + sum(correction.cost_picos for correction in made),
+    }
+
+
+def discount(event: UsageEvent) -> str | None:
+    """Return the share of the price that is paid, None when it is all of it: `50 %`."""
+    if event.price_basis_points == BASIS_POINTS:
+        return None
+    whole, rest = divmod(event.price_basis_points, BASIS_POINTS // 100)
+    return f"{whole}.{rest:02d} %" if rest else f"{whole} %"
+
+
+def cost_lines(event: UsageEvent, price: Price | None) -> list[CostLine]:
+    """Return the tokens of the bill by kind; guesses that were rejected only where there were some."""
+    uncached, cached, rejected = event.prompt_tokens - event.cached_tokens, event.cached_tokens, event.rejected_tokens
+    kinds = [("Prompt, computed", "prompt", uncached), ("Prompt, cached", "cached_prompt", cached)]
+    kinds += [("Output", "completion", event.completion_tokens)]
+    kinds += [("Rejected guesses", "rejected_draft", rejected)] if rejected else []
+    rate = None if price is None else price.rate_at(event.price_basis_points)
+    return [_line(event, label, tokens, None if rate is None else getattr(rate, name)) for label, name, tokens in kinds]
+
+
+def _line(event: UsageEvent, label: str, tokens: int, unit_micros: int | None) -> CostLine:
+    """Return a line: micro-units per million tokens are pico-units per token."""
+    cost_picos = None if unit_micros is None else tokens * unit_micros
+    return CostLine(label=label, tokens=tokens, unit_micros=unit_micros, cost_picos=cost_picos, currency=event.currency)
+
+
+async def _price(services: Services, event: UsageEvent) -> Price | None:
+    """Return the price that the event was made with."""
+    price = await services.prices.current(event.model, event.admitted_at, currency=event.currency)
+    return price if price is not None and price.id == event.price_id else None
