@@ -1,0 +1,151 @@
+"""Many statements at once: committed together or not at all, whatever happens to who asked; and statements compiled once."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from sqlalchemy import Connection, bindparam, insert, select, text, update
+from sqlalchemy.exc import IntegrityError
+
+from appliance.base.counters import POSTING
+from appliance.base.db import Database, after_commit
+from appliance.base.prepared import Prepared
+from appliance.base.tables import counters, epochs
+from tests.support.clock import FakeClock
+
+
+def add(connection: Connection, name: str) -> str:
+    connection.execute(insert(counters).values(name=name, value=1))
+    return name
+
+
+def add_and_fail(connection: Connection, name: str) -> None:
+    add(connection, name)
+    add(connection, name)
+
+
+async def names(database: Database) -> list[str]:
+    """Return the counters that a test has made."""
+    query = select(counters.c.name).where(counters.c.name != POSTING).order_by(counters.c.name)
+    async with database.reading() as connection:
+        return list((await connection.execute(query)).scalars())
+
+
+async def test_a_batch_is_committed_whole_or_not_at_all(database: Database) -> None:
+    assert await database.batch_write(add, "one") == "one"
+    with pytest.raises(IntegrityError):
+        await database.batch_write(add_and_fail, "two")
+    with pytest.raises(IntegrityError):
+        async with database.batch_writing() as connection:
+            await connection.run_sync(add_and_fail, "three")
+
+    assert await names(database) == ["one"]
+
+
+async def test_a_batch_and_single_statements_share_one_transaction(database: Database) -> None:
+    told: list[Database] = []
+    async with database.batch_writing() as connection:
+        after_commit(connection, told.append)
+        await connection.run_sync(add, "one")
+        assert (await connection.execute(select(counters.c.value).where(counters.c.name == "one"))).scalar_one() == 1
+        assert await names(database) == []
+        assert not told
+
+    assert await names(database) == ["one"]
+    assert told == [database]
+
+
+async def test_what_a_transaction_that_was_rolled_back_wanted_called_is_never_called(database: Database) -> None:
+    told: list[Database] = []
+
+    async def fail() -> None:
+        async with database.batch_writing() as connection:
+            after_commit(connection, told.append)
+            raise RuntimeError("stop")
+
+    with pytest.raises(RuntimeError):
+        await fail()
+    await database.batch_write(add, "one")
+    async with database.batch_writing() as connection:
+        await connection.run_sync(add, "two")
+
+    assert not told
+
+
+async def test_writers_of_both_ways_wait_for_each_other(database: Database) -> None:
+    async def single(name: str) -> None:
+        async with database.writing() as connection:
+            await connection.execute(insert(counters).values(name=name, value=1))
+
+    wanted = [f"{number:02}" for number in range(20)]
+    writers: list[Any] = [database.batch_write(add, name) if int(name) % 2 else single(name) for name in wanted]
+    await asyncio.gather(*writers)
+
+    assert await names(database) == wanted
+
+
+async def test_a_batch_whose_caller_is_cancelled_leaves_the_next_one_alone(
+    migrated_sqlite: Database,
+) -> None:
+    database = migrated_sqlite
+    began, go_on = asyncio.Event(), threading.Event()
+    loop = asyncio.get_running_loop()
+
+    def slow(connection: Connection) -> None:
+        add(connection, "cancelled")
+        loop.call_soon_threadsafe(began.set)
+        assert go_on.wait(10)
+
+    async def write() -> None:
+        async with database.batch_writing() as connection:
+            await connection.run_sync(slow)
+
+    task = asyncio.create_task(write())
+    await began.wait()
+    task.cancel()
+    loop.call_later(0, go_on.set)
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await database.batch_write(add, "next")
+
+    assert await names(database) == ["next"]
+
+
+@pytest.fixture
+async def migrated_sqlite(migrated_sqlite_file: Any, tmp_path: Any) -> Any:
+    """A SQLite database of this test alone."""
+    path = tmp_path / "gatehouse.db"
+    path.write_bytes(migrated_sqlite_file.read_bytes())
+    database = Database.open(f"sqlite:///{path}")
+    yield database
+    await database.close()
+
+
+async def test_a_prepared_statement_writes_what_the_plain_one_writes(database: Database, clock: FakeClock) -> None:
+    rows = [{"id": f"epoch_{number}", "version": "1", "pid": number, "started_at": clock.now()} for number in range(3)]
+    change = (
+        update(epochs)
+        .where(epochs.c.id == bindparam("of_id"), epochs.c.version == "1")
+        .values(ended_at=bindparam("at", type_=epochs.c.ended_at.type))
+    )
+    later = clock.now() + timedelta(microseconds=1)
+    prepared, changes = Prepared(insert(epochs)), Prepared(change)
+
+    def work(connection: Connection) -> tuple[int, int]:
+        connection.execute(insert(epochs), [{**rows[0], "id": "epoch_plain"}])
+        connection.execute(change, [{"of_id": "epoch_plain", "at": later}])
+        prepared.execute(connection, rows)
+        found = changes.execute(connection, [{"of_id": row["id"], "at": later} for row in rows])
+        return found, changes.execute(connection, [{"of_id": "epoch_none", "at": later}])
+
+    assert await database.batch_write(work) == (3, 0)
+    async with database.reading() as connection:
+        stored = (await connection.execute(select(epochs).order_by(epochs.c.id))).mappings().all()
+        raw = (await connection.execute(text("SELECT DISTINCT started_at, ended_at FROM epochs"))).all()
+    assert [row["id"] for row in stored] == ["epoch_0", "epoch_1", "epoch_2", "epoch_plain"]
+    assert {(row["started_at"], row["ended_at"]) for row in stored} == {(clock.now(), later)}
+    assert len(raw) == 1, "both ways store a moment alike"
