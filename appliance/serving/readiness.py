@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import suppress
+from dataclasses import dataclass
 
 import structlog
 
 from appliance.base.clock import Clock
 from appliance.base.errors import GatehouseError
 from appliance.base.ids import new_id
+from appliance.serving.event_stream import EventStream
 from appliance.serving.model_registry import ModelRegistry, ServedModel
 from engine.protocol import FinishReason, GenerationRequest, SamplingParams
 
@@ -85,20 +87,38 @@ class Readiness:
             prompt_token_ids=[info.eos_token_ids[0] if info.eos_token_ids else 0],
             sampling=SamplingParams(temperature=0.0, max_tokens=1, seed=0, ignore_eos=True),
         )
+        counted, balance = _Counted(), model.client.figures.balance
         try:
-            async with asyncio.timeout(PROBE_TIMEOUT_S):
-                await _until_final(model, request)
-        except TimeoutError:
-            model.client.abort(request.request_id)
-            log.warning("probe unanswered", model=model.name, timeout_s=PROBE_TIMEOUT_S)
+            events = model.client.submit(request)
         except GatehouseError as error:
             log.warning("probe failed", model=model.name, reason=error.message)
+            return
+        balance.opened()
+        try:
+            try:
+                async with asyncio.timeout(PROBE_TIMEOUT_S):
+                    await _until_final(model, events, counted)
+            except TimeoutError:
+                model.client.abort(request.request_id)
+                log.warning("probe unanswered", model=model.name, timeout_s=PROBE_TIMEOUT_S)
+                await _until_final(model, events, counted)  # comes soon: an engine that does not answer is given up
+        except GatehouseError as error:
+            log.warning("probe failed", model=model.name, reason=error.message)
+        finally:
+            balance.closed(generated_tokens=counted.tokens, billed_completion=0, billed_prompt=0)
 
 
-async def _until_final(model: ServedModel, request: GenerationRequest) -> None:
-    events = model.client.submit(request)
+@dataclass(slots=True)
+class _Counted:
+    """What the engine counted for a probe: nobody is billed for it."""
+
+    tokens: int = 0
+
+
+async def _until_final(model: ServedModel, events: EventStream, counted: _Counted) -> None:
     while True:
         for event in await events.take():
+            counted.tokens = event.num_prompt_tokens_computed + event.num_output_tokens
             if event.finish_reason is FinishReason.ERROR:
                 log.warning("probe failed", model=model.name, reason=event.error)
             if event.finish_reason is not None:

@@ -18,7 +18,7 @@ class UsageBalance:
         self.recorded_tokens = 0
         """In events that are durable, or that are known to be missing and are told of elsewhere."""
         self.discarded_tokens = 0
-        """Output behind the end of an answer: generated before the engine heard of that end, billed to nobody."""
+        """Probes, and output behind the end of an answer, generated before the engine heard of that end: billed to nobody."""
         self._total: int | None = None
         self._open = 0
         self._at_rest = 0
@@ -53,5 +53,5 @@ class UsageBalance:
             self.discarded_tokens += generated_tokens - billed_completion
 
     def discarded(self, tokens: int) -> None:
-        """Output that came for a request nobody follows any more."""
+        """Tokens of a probe, or output that came for a request nobody follows any more."""
         self.discarded_tokens += tokens
