@@ -111,8 +111,8 @@ def units(micros: int | None) -> str:
     """Return micro-units as a decimal number of units, the form that a person types: 12.50."""
     if micros is None:
         return ""
-    whole, rest = divmod(micros, MICROS_PER_UNIT)
-    return f"{whole}.{f'{rest:06d}'.rstrip('0').ljust(_CENTS_DECIMALS, '0')}"
+    whole, rest = divmod(abs(micros), MICROS_PER_UNIT)
+    return f"{'-' if micros < 0 else ''}{whole}.{f'{rest:06d}'.rstrip('0').ljust(_CENTS_DECIMALS, '0')}"
 
 
 def exact_time(moment: datetime | None) -> str:

@@ -29,6 +29,7 @@ SECTIONS = (
     Section("/members", "Members", "members", (Action.READ_BOX,)),
     Section("/alerts", "Alerts", "alerts", (Action.READ_BOX, Action.WEBHOOKS)),
     Section("/audit", "Audit", "audit", (Action.AUDIT,)),
+    Section("/settings", "Settings", "settings", (Action.READ_BOX,)),
 )
 
 

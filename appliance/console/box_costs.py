@@ -1,0 +1,129 @@
+"""What the box costs, and from which use on it is cheaper than hosted prices: the form of the inputs, and the figures."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import TYPE_CHECKING, Any
+
+from litestar import get, post
+
+from appliance.base.errors import BadRequest
+from appliance.console.context import Console, ConsoleDependency
+from appliance.console.formatting import NOTHING, budget, count, units
+from appliance.console.forms import Form
+from appliance.console.rendering import Html
+from appliance.console.security import ConsoleRequest, needs
+from appliance.metering.economics import MONTHS_MAX, POWER_W_MAX, Figure, Hardware, HostedPrice, economics_of
+from appliance.tenancy.roles import Action
+
+if TYPE_CHECKING:
+    from appliance.serving.services import Services
+
+FIELDS = ("currency", "cost_micros", "months", "kwh_price_micros", "power_w", "other_power_w", "other_monthly_micros", "hosted")
+_AMOUNTS = ("cost_micros", "kwh_price_micros", "other_monthly_micros")
+_HOSTED_LINE = "Line {}: a name and two or three prices, like Hosted large; 0.50; 1.50; 0.10."
+
+
+@get("/settings/economics", guards=[needs(Action.BILLING)])
+async def show_costs(request: ConsoleRequest, console: ConsoleDependency) -> Html:
+    """The form with what the box costs."""
+    return await _form(request, console, None)
+
+
+@post("/settings/economics", guards=[needs(Action.BILLING)], status_code=200)
+async def save_costs(request: ConsoleRequest, console: ConsoleDependency) -> Html:
+    """Save what the box costs, or show the form again with what is wrong."""
+    form = await console.form(request)
+    values = _read(form, console.services.settings.currency)
+    if not form.errors:
+        try:
+            await console.services.economics.set_hardware(Hardware(**values))
+            return console.pages.redirect(request, "/settings", done="settings-saved")
+        except BadRequest as error:
+            form.fail_with(error, FIELDS)
+    return await _form(request, console, form)
+
+
+async def costs_of(services: Services) -> dict[str, Any] | None:
+    """Return the figures as the page shows them, None before the hardware was entered."""
+    hardware = await services.economics.hardware()
+    if hardware is None:
+        return None
+    powers = [math.ceil(gpu.power_w) for gpu in services.sampler.latest.gpus if gpu.power_w is not None]
+    economics = economics_of(hardware, await services.economics.measured(), powers)
+    return {
+        "economics": economics,
+        "figures": [
+            (figure.name.replace("_", " "), _value(figure, economics.currency), figure.source) for figure in economics.figures
+        ],
+        "currency": economics.currency,
+    }
+
+
+def _value(figure: Figure, currency: str) -> str:
+    if figure.value is None:
+        return NOTHING
+    return budget(figure.value, currency) if figure.unit.startswith("micro-units") else f"{count(figure.value)} {figure.unit}"
+
+
+def _read(form: Form, currency: str) -> dict[str, Any]:
+    amounts = {name: form.amount_micros(name) for name in _AMOUNTS}
+    months = form.whole_number("months", least=1, most=MONTHS_MAX)
+    for name, value in (("cost_micros", amounts["cost_micros"]), ("months", months)):
+        if value is None:
+            form.fail(name, "Fill this in.")
+    return {
+        "currency": form.raw("currency").upper() or currency,
+        **{name: amount or 0 for name, amount in amounts.items()},
+        "months": months,
+        "power_w": form.whole_number("power_w", most=POWER_W_MAX),
+        "other_power_w": form.whole_number("other_power_w", most=POWER_W_MAX) or 0,
+        "hosted": _read_hosted(form),
+    }
+
+
+def _read_hosted(form: Form) -> tuple[HostedPrice, ...]:
+    """Return the prices of a list with one in each line: name; prompt; output; cached prompt if it has a price of its own."""
+    found = []
+    for number, line in enumerate(form.raw("hosted").splitlines(), 1):
+        parts = [part.strip() for part in line.split(";")]
+        if not any(parts):
+            continue
+        prices = Form({str(index): part for index, part in enumerate(parts[1:])})
+        typed = [prices.amount_micros(str(index)) for index in range(len(parts) - 1)]
+        amounts = [amount for amount in typed if amount is not None]
+        if prices.errors or len(amounts) < len(typed) or not 2 <= len(amounts) <= 3:
+            form.fail("hosted", _HOSTED_LINE.format(number))
+            continue
+        named = dict(zip(("prompt", "completion", "cached_prompt"), amounts, strict=False))
+        try:
+            found.append(HostedPrice(name=parts[0], **named))
+        except BadRequest as error:
+            form.fail("hosted", f"Line {number}: {re.sub('^hosted[.]', '', error.message)}.")
+    return tuple(found)
+
+
+def _hosted_text(hardware: Hardware | None) -> str:
+    """Return the list as it is typed."""
+    lines = []
+    for price in hardware.hosted if hardware else ():
+        amounts = [price.prompt, price.completion, *([] if price.cached_prompt is None else [price.cached_prompt])]
+        lines.append("; ".join([price.name, *(units(amount) for amount in amounts)]))
+    return "\n".join(lines)
+
+
+async def _form(request: ConsoleRequest, console: Console, form: Form | None) -> Html:
+    hardware = await console.services.economics.hardware()
+    return console.pages.sheet(
+        request,
+        "fragments/box_costs_form.html",
+        title="What the box costs",
+        status=422 if form else 200,
+        form=form,
+        hardware=hardware,
+        hosted=_hosted_text(hardware),
+    )
+
+
+HANDLERS = (show_costs, save_costs)

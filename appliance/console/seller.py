@@ -1,0 +1,102 @@
+"""Who writes the invoices: the form of it. What may stand there is the rule of `Seller`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from litestar import get, post
+
+from appliance.base.errors import BadRequest
+from appliance.base.money import BASIS_POINTS, MICROS_PER_UNIT
+from appliance.console.context import Console, ConsoleDependency
+from appliance.console.forms import Form
+from appliance.console.rendering import Html
+from appliance.console.security import ConsoleRequest, needs
+from appliance.metering.box_records import SELLER
+from appliance.metering.seller import TERMS_DAYS_DEFAULT, TERMS_DAYS_MAX, Seller, seller_from_record
+from appliance.tenancy.roles import Action
+
+if TYPE_CHECKING:
+    from appliance.serving.services import Services
+
+TEXTS = {
+    "email": "E-mail",
+    "phone": "Telephone",
+    "website": "Website",
+    "tax_id": "Tax number",
+    "registration": "Registration",
+    "tax_label": "Name of the tax",
+    "tax_note": "Why there is no tax",
+    "payment_note": "Note on payment",
+}
+FIELDS = ("name", "address", "bank", "payment_terms_days", "tax_basis_points", *TEXTS)
+_MICROS_PER_BASIS_POINT = MICROS_PER_UNIT * 100 // BASIS_POINTS
+
+
+@get("/settings/seller", guards=[needs(Action.BILLING)])
+async def show_seller(request: ConsoleRequest, console: ConsoleDependency) -> Html:
+    """The form with what stands on invoices about who writes them."""
+    return await _form(request, console, None)
+
+
+@post("/settings/seller", guards=[needs(Action.BILLING)], status_code=200)
+async def save_seller(request: ConsoleRequest, console: ConsoleDependency) -> Html:
+    """Save it for invoices that are closed from now on, or show the form again with what is wrong."""
+    form = await console.form(request)
+    values = _read(form)
+    if not form.errors:
+        try:
+            await console.services.box_records.put(SELLER, Seller(**values).to_record())
+            return console.pages.redirect(request, "/settings", done="seller-saved")
+        except BadRequest as error:
+            form.fail_with(error, FIELDS)
+    return await _form(request, console, form)
+
+
+async def seller_of(services: Services) -> Seller | None:
+    """Return what was entered last, None before the first time."""
+    record = await services.box_records.get(SELLER)
+    return None if record is None else seller_from_record(record.value)
+
+
+def _read(form: Form) -> dict[str, Any]:
+    days = form.whole_number("payment_terms_days", most=TERMS_DAYS_MAX)
+    return {
+        "name": form.text("name"),
+        "address": _lines(form, "address"),
+        "bank": _lines(form, "bank"),
+        "payment_terms_days": TERMS_DAYS_DEFAULT if days is None else days,
+        "tax_basis_points": _read_tax(form),
+        **{name: form.raw(name) or None for name in TEXTS},
+    }
+
+
+def _lines(form: Form, field: str) -> tuple[str, ...]:
+    return tuple(line.strip() for line in form.raw(field).splitlines() if line.strip())
+
+
+def _read_tax(form: Form) -> int:
+    """Return a percentage with at most two decimals in basis points; an empty field is no tax."""
+    micros = form.amount_micros("tax_basis_points") or 0
+    basis_points, rest = divmod(micros, _MICROS_PER_BASIS_POINT)
+    if rest or basis_points > BASIS_POINTS:
+        form.fail("tax_basis_points", "A percentage from 0 to 100 with at most two decimals.")
+    return basis_points
+
+
+async def _form(request: ConsoleRequest, console: Console, form: Form | None) -> Html:
+    seller = await seller_of(console.services)
+    return console.pages.sheet(
+        request,
+        "fragments/seller.html",
+        title="Who writes the invoices",
+        status=422 if form else 200,
+        form=form,
+        seller=seller,
+        texts=TEXTS,
+        tax_micros=0 if seller is None else seller.tax_basis_points * _MICROS_PER_BASIS_POINT,
+        days=TERMS_DAYS_DEFAULT,
+    )
+
+
+HANDLERS = (show_seller, save_seller)

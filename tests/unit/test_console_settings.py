@@ -1,0 +1,164 @@
+"""Settings of the whole box in the console: waits of tiers, limits of models, who writes invoices, what the box costs."""
+
+from __future__ import annotations
+
+import pytest
+
+from appliance.console.formatting import units
+from appliance.console.seller import seller_of
+from appliance.metering.economics import HostedPrice
+from appliance.tenancy.principals import Limits
+from tests.support.clock import FakeClock
+from tests.support.console_fixtures import Box
+from tests.support.factories import pending, posted
+
+WAITS = {"wait_interactive": "0", "wait_standard": "2,500", "wait_batch": "60000"}
+SELLER = {"name": "Alice & Co", "address": "1 Long Lane\r\nBristol", "tax_basis_points": "19,5", "tax_label": "VAT"}
+COSTS = {"cost_micros": "36000", "months": "36", "kwh_price_micros": "0.30", "power_w": "1000", "other_monthly_micros": "81"}
+HOSTED = "Hosted large; 2; 6; 0.5\nHosted small; 0,10; 0,30"
+
+
+async def test_how_long_tiers_wait_is_saved_and_shown(box: Box) -> None:
+    alice = await box.alice()
+    assert (await alice.post("/settings/tiers", **WAITS)).headers["location"] == "/settings"
+    assert [tier.admission_wait_ms for tier in await box.services.tiers.list()] == [0, 2500, 60000]
+    assert 'value="2500"' in (await alice.get("/settings")).text
+
+
+@pytest.mark.parametrize(
+    ("wrong", "sentence"), [("", "Fill this in."), ("60001", "Between 0 and 60,000."), ("-1", "whole number")]
+)
+async def test_a_wait_that_is_wrong_changes_no_tier_and_loses_nothing(box: Box, wrong: str, sentence: str) -> None:
+    alice, before = await box.alice(), await box.services.tiers.list()
+    answer = await alice.post("/settings/tiers", **{**WAITS, "wait_batch": wrong})
+    assert answer.status_code == 422
+    assert sentence in answer.text
+    assert 'value="2,500"' in answer.text
+    assert await box.services.tiers.list() == before
+
+
+async def test_a_model_has_limits_for_everybody_until_all_are_emptied(box: Box) -> None:
+    alice = await box.alice()
+    fields = {"model": "demo/large", "limit_mode": "shadow", "tokens_per_minute": "5,000"}
+    assert (await alice.post("/settings/models", **fields)).headers["location"] == "/settings"
+    policy = await box.services.model_policies.find("demo/large")
+    assert policy is not None
+    assert (policy.limits, policy.limit_mode) == (Limits(tokens_per_minute=5000), "shadow")
+    page = (await alice.get("/settings")).text
+    for text in ("demo/large", "/settings/models?model=demo%2Flarge", ">shadow<"):
+        assert text in page
+    assert 'value="5000"' in (await alice.fragment("/settings/models?model=demo%2Flarge")).text
+    for _ in range(2):
+        emptied = await alice.post("/settings/models", model="demo/large", limit_mode="enforce")
+        assert emptied.status_code == 303
+    assert await box.services.model_policies.find("demo/large") is None
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"model": ""}, "Fill this in."),
+        ({"limit_mode": "maybe"}, "Choose one of"),
+        ({"tokens_per_minute": "-5"}, "A whole number"),
+        ({"requests_per_minute": "99999999999999999999"}, "Between 0 and"),
+    ],
+)
+async def test_wrong_limits_of_a_model_are_named(box: Box, change: dict[str, str], sentence: str) -> None:
+    alice = await box.alice()
+    answer = await alice.post("/settings/models", **{"model": "demo", "limit_mode": "enforce", "tokens_per_day": "7", **change})
+    assert answer.status_code == 422
+    assert sentence in answer.text
+    assert await box.services.model_policies.list() == []
+
+
+async def test_who_writes_the_invoices_is_saved_and_stands_there(box: Box) -> None:
+    alice = await box.alice()
+    assert "no sender" in (await alice.get("/settings")).text
+    assert (await alice.post("/settings/seller", **SELLER)).headers["location"] == "/settings"
+    seller = await seller_of(box.services)
+    assert seller is not None
+    assert (seller.name, seller.address, seller.tax_basis_points) == ("Alice & Co", ("1 Long Lane", "Bristol"), 1950)
+    page = (await alice.get("/settings")).text
+    for text in ("Alice &amp; Co", "1 Long Lane, Bristol", "19.50 % VAT", "Days to pay"):
+        assert text in page
+    assert "1 Long Lane\nBristol</textarea>" in (await alice.fragment("/settings/seller")).text
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"name": ""}, "Fill this in."),
+        ({"tax_basis_points": "19.555"}, "at most two decimals"),
+        ({"tax_basis_points": "101"}, "from 0 to 100"),
+        ({"payment_terms_days": "366"}, "Between 0 and 365."),
+        ({"address": "\n".join("123456789")}, "at most 8 lines"),
+        ({"tax_id": "x" * 201}, "1 to 200 characters"),
+    ],
+)
+async def test_a_wrong_seller_is_named_and_loses_nothing(box: Box, change: dict[str, str], sentence: str) -> None:
+    alice = await box.alice()
+    answer = await alice.post("/settings/seller", **{**SELLER, "phone": "0117 496", **change})
+    assert answer.status_code == 422
+    assert sentence in answer.text
+    assert 'value="0117 496"' in answer.text
+    assert await seller_of(box.services) is None
+
+
+async def test_what_the_box_costs_leads_to_the_cost_of_a_million_tokens_and_to_break_even(box: Box, clock: FakeClock) -> None:
+    entry = pending(box.cast.bob, admitted_at=clock.now())
+    await box.services.ledger.open(entry)
+    await box.services.ledger.settle(posted(entry.request_id, prompt=600_000, completion=400_000))
+    clock.advance(3600)
+    alice = await box.alice()
+    assert "Not known yet" in (await alice.get("/settings")).text
+    assert (await alice.post("/settings/economics", **COSTS, hosted=HOSTED)).headers["location"] == "/settings"
+    hardware = await box.services.economics.hardware()
+    assert hardware is not None
+    assert hardware.hosted == (
+        HostedPrice(name="Hosted large", prompt=2_000_000, completion=6_000_000, cached_prompt=500_000),
+        HostedPrice(name="Hosted small", prompt=100_000, completion=300_000),
+    )
+    page = (await alice.get("/settings")).text
+    for text in ("1300.00 EUR", "Hosted large", "3.60 EUR", "entered by the operator", "total month"):
+        assert text in page, text
+    assert "Hosted small; 0.10; 0.30</textarea>" in (await alice.fragment("/settings/economics")).text
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"cost_micros": ""}, "Fill this in."),
+        ({"months": "0"}, "Between 1 and 240."),
+        ({"currency": "euros"}, "urrency"),
+        ({"power_w": "much"}, "A whole number"),
+        ({"hosted": "Hosted large; 2; 6\nnonsense"}, "Line 2: a name and two or three prices"),
+        ({"hosted": "; 2; 6"}, "Line 1: name must have 1 to 200 characters"),
+        ({"hosted": "large; -2; 6"}, "Line 1: a name"),
+    ],
+)
+async def test_wrong_costs_are_named_and_lose_nothing(box: Box, change: dict[str, str], sentence: str) -> None:
+    alice = await box.alice()
+    answer = await alice.post("/settings/economics", **{**COSTS, "hosted": HOSTED, **change})
+    assert answer.status_code == 422
+    assert sentence in answer.text
+    assert 'value="0.30"' in answer.text
+    assert await box.services.economics.hardware() is None
+
+
+async def test_a_viewer_reads_the_settings_and_billing_changes_money_alone(box: Box) -> None:
+    vera = await box.vera()
+    page = await vera.get("/settings")
+    assert page.status_code == 200
+    assert ">Save<" not in page.text
+    changes = {"/settings/tiers": WAITS, "/settings/models": {"model": "demo"}}
+    money = {"/settings/seller": SELLER, "/settings/economics": COSTS}
+    for path, fields in (changes | money).items():
+        assert (await vera.post(path, **fields)).status_code == 403
+    member = await box.services.members.get_by_email("vera@example.com")
+    await box.services.members.change(member.id, role="billing")
+    for path, fields in (changes | money).items():
+        assert (await vera.post(path, **fields)).status_code == (303 if path in money else 403)
+
+
+def test_an_amount_below_zero_keeps_its_digits() -> None:
+    assert [units(micros) for micros in (-1_500_000, -1, 0)] == ["-1.50", "-0.000001", "0.00"]
