@@ -48,6 +48,7 @@ CLIENTS = 64
 BLOCK_S = 1.0
 SETTLE_S = 0.4  # of each block are not counted: requests of the one before end in it
 ANSWER_S = 0.25
+CLIENTS_NICE = 10  # clients are elsewhere: here they give way to the gateway, as they would not be on its cores
 GOALS = {"added_ms_p50": 2.0, "added_ms_p99": 5.0, "admissions_per_s": 1000}
 BODY = {
     "model": MODEL,
@@ -248,6 +249,7 @@ def main() -> None:
     parser.add_argument("--profile", type=Path, help="write cProfile's figures of the gateway at full speed to this file")
     parser.add_argument("--no-save", action="store_true", help="print only")
     options = parser.parse_args()
+    os.nice(CLIENTS_NICE)
     with tempfile.TemporaryDirectory(dir=options.folder) as name:
         folder = Path(name)
         latency: dict[str, list[Samples]] = {"with": [], "without": []}

@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import sys
 
-YOUNG_OBJECTS_MAX = 10_000  # of a collection of the youngest: a millisecond at most
+YOUNG_OBJECTS_MAX = 1_000  # of a collection of the youngest: half a millisecond
 COLLECTIONS_PER_OLDER = 20
 SWITCH_INTERVAL_S = 0.0005
 

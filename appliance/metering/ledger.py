@@ -4,7 +4,8 @@
     settle, void ─ inbox ─┴► one round = one transaction
     checkpoint ────┘ (latest wins, once a second) └─► error ─► each operation alone, so that one bad row fails alone
 
-Opens have rounds of their own, because somebody waits for them: a settlement costs several times as much.
+Opens have rounds of their own, because somebody waits for them and a settlement costs several times as much; but all go
+together when a round takes long, as then it is the disk that costs, or there is too much to do for small rounds.
 
 A settlement is never given up while the process lives: when the database fails it is tried again, and as it is a conditional
 update on `status = 'pending'` a second try after a COMMIT of unknown outcome changes nothing. An `open` that fails is refused,
@@ -44,6 +45,7 @@ T = TypeVar("T")
 
 QUEUED_OPENS_MAX = 4096
 ROUND_OPERATIONS_MAX = 256
+TOGETHER_FROM_S = 0.004
 CHECKPOINT_INTERVAL_S = 0.5  # at least; requests say how far they are once a second, and that is to be written as it comes
 RETRY_S_MIN = 0.05
 RETRY_S_MAX = 2.0
@@ -84,7 +86,8 @@ class Ledger:
         self._open_timeout_s = open_timeout_s
         self._opens: deque[Open] = deque()
         self._inbox: deque[Settle | Void] = deque()
-        self._opens_next = True
+        self._opens_alone = False
+        self._round_s = 0.0
         self._in_round: list[Operation] = []
         self._checkpoints: dict[str, Checkpoint] = {}
         self._checkpoints_due_s = 0.0
@@ -196,7 +199,7 @@ class Ledger:
     async def _write_round(self) -> None:
         operations = self._in_round = self._take_operations()
         checkpoints = self._take_checkpoints()
-        now = self._clock.now()
+        now, began_s = self._clock.now(), self._clock.monotonic_s()
         work = Round(self._db, self._epoch_id, self._currency, self._calendar, now, operations, checkpoints, self._on_settled)
         try:
             await work.write()
@@ -204,6 +207,7 @@ class Ledger:
             self._keep_for_retry(operations, checkpoints, error)
             self._in_round = []
             return
+        self._round_s = self._clock.monotonic_s() - began_s
         self.last_error = None
         self._retry_s = 0.0
         for operation in operations:
@@ -213,21 +217,26 @@ class Ledger:
         self._in_round = []
 
     def _take_operations(self) -> list[Operation]:
-        """Return what the next round writes: opens, or the rest, by turns while both wait.
+        """Return what the next round writes: opens, or the rest, by turns while both wait; both when the last round was long.
 
         An open that was abandoned is dropped here, so a void of it that comes before it finds nothing to do.
         """
         others_wait = bool(self._inbox) or self._checkpoints_are_due()
-        self._opens_next = not self._opens or (others_wait and not self._opens_next)
-        if self._opens_next:
-            return [*_first(self._inbox)]
-        return [operation for operation in _first(self._opens) if not operation.abandoned]
+        together = self._round_s >= TOGETHER_FROM_S
+        opens_wait = bool(self._opens)
+        self._opens_alone = opens_wait and not (others_wait and (together or self._opens_alone))
+        operations: list[Operation] = []
+        if self._opens_alone or together:
+            operations += [operation for operation in _first(self._opens) if not operation.abandoned]
+        if not self._opens_alone:
+            operations.extend(_first(self._inbox))
+        return operations
 
     def _checkpoints_are_due(self) -> bool:
         return bool(self._checkpoints) and (self._stopping or self._clock.monotonic_s() >= self._checkpoints_due_s)
 
     def _take_checkpoints(self) -> list[Checkpoint]:
-        if not self._opens_next or not self._checkpoints_are_due():
+        if self._opens_alone or not self._checkpoints_are_due():
             return []
         self._checkpoints_due_s = self._clock.monotonic_s() + self._checkpoint_interval_s
         rows = sorted(self._checkpoints.values(), key=lambda row: row.request_id)
