@@ -39,7 +39,7 @@ async def save_costs(request: ConsoleRequest, console: ConsoleDependency) -> Htm
     if not form.errors:
         try:
             await console.services.economics.set_hardware(Hardware(**values))
-            return console.pages.redirect(request, "/settings", done="settings-saved")
+            return console.pages.redirect(request, "/settings", done="costs-saved")
         except BadRequest as error:
             form.fail_with(error, FIELDS)
     return await _form(request, console, form)

@@ -57,6 +57,7 @@ DONE = {
     "test-sent": "A test is on its way. Look again in a moment.",
     "delivery-retried": "It is sent again now, under the same id.",
     "settings-saved": "Saved. It counts from the next request on.",
+    "costs-saved": "Saved. The figures follow from it.",
     "seller-saved": "Saved. It stands on invoices that are closed from now on.",
     "invoice-closed": "Invoice closed. It has its number and never changes again.",
     "price-added": "Price added. It counts from its first moment on.",

@@ -6,7 +6,9 @@ import pytest
 from axe_playwright_python.async_playwright import Axe  # type: ignore[import-untyped]
 from playwright.async_api import Page, expect
 
-from appliance.tenancy.principals import TenantChanges
+from appliance.metering.economics import Hardware, HostedPrice
+from appliance.metering.seller import Seller
+from appliance.tenancy.principals import Limits, TenantChanges
 from tests.browser.conftest import Site
 from tests.support.cast import Person
 from tests.support.console_fixtures import tenant as tenant_load
@@ -32,8 +34,20 @@ async def pages(site: Site) -> list[str]:
     box.engine_side.add(person, "req_waiting_in_line", state="queued", queue_position=0)
     box.engine_side.tenants = [tenant_load(LONG_NAME, waiting=3, blocks=200), *(tenant_load(f"team {n}") for n in range(9))]
     await box.services.sampler.sample()
-    of_tenant, of_key = f"/tenants/{tenant.id}", f"/keys/{key.id}"
+    address = "https://hooks.example.com/services/a-long-path-of-a-program-that-hears-of-budgets"
+    webhook, _ = await box.services.alerts.webhooks.create(kind="webhook", target=address)
+    await box.services.alerts.outbox.test(webhook.id)
+    await box.services.members.create("somebody-with-quite-a-long-address@engineering.example.com", "a password of tests")
+    await box.services.box_records.put("seller", Seller(name=LONG_NAME, address=("1 Long Lane", "Bristol")).to_record())
+    hosted = (HostedPrice(name=LONG_NAME, prompt=1, completion=2),)
+    costs = Hardware(currency="EUR", cost_micros=10**10, months=36, kwh_price_micros=300_000, power_w=400, hosted=hosted)
+    await box.services.economics.set_hardware(costs)
+    await box.services.model_policies.put("demo", Limits(tokens_per_minute=10**12))
+    of_tenant, of_key, of_alert = f"/tenants/{tenant.id}", f"/keys/{key.id}", f"/alerts/{webhook.id}"
     plain = ["/", "/requests", f"/requests/{entry.request_id}", "/tenants", "/keys", "/tenants/new", "/audit"]
+    box_pages = ["/members", "/members/new", "/alerts", "/alerts/new", of_alert, f"{of_alert}/rotate", "/settings"]
+    sheets = [f"/settings/{name}" for name in ("models", "seller", "economics")]
+    plain += [*box_pages, *sheets, f"{of_tenant}/members/new", f"{of_key}/rotate"]
     return [*plain, of_tenant, f"{of_tenant}/archive", f"{of_tenant}/keys/new", of_key, f"{of_key}/revoke"]
 
 
