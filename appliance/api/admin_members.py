@@ -129,11 +129,12 @@ async def list_memberships(request: AdminRequest, tenant_id: FromPath[str]) -> P
 @post("/tenants/{tenant_id:str}/members", summary="Invite somebody to a tenant", tags=TAGS,
       opt={"body": NewMembershipBody, "errors": (409,)})  # fmt: skip
 async def invite_member(request: AdminRequest, tenant_id: FromPath[str]) -> NewMembershipShape:
-    """Let somebody belong to a tenant. Who could not sign in before gets a `password`, shown in this answer alone."""
-    await authenticate_administrator(request, Action.TENANT_MEMBERS, tenant_id)
+    """Let somebody belong to a tenant. An address that nobody knows can be let in by an owner of the box alone; it gets a
+    `password`, shown in this answer alone."""
+    access = await authenticate_administrator(request, Action.TENANT_MEMBERS, tenant_id)
     body = decode_body(await request.body(), NewMembershipBody)
     services = services_of(request)
-    membership, password = await services.memberships.invite(services.members, tenant_id, body.email, body.role)
+    membership, password = await services.memberships.invite(services.members, tenant_id, body.email, body.role, access=access)
     return new_membership_shape(membership, password)
 
 

@@ -7,9 +7,9 @@ from typing import Any
 from litestar import get, post
 from litestar.params import FromPath
 
-from appliance.base.errors import BadRequest, Conflict, NotFound
+from appliance.base.errors import BadRequest, Conflict, NotFound, RoleNotAllowed
 from appliance.console.context import Console, ConsoleDependency
-from appliance.console.forms import Form
+from appliance.console.forms import Form, sentence
 from appliance.console.members import show_password
 from appliance.console.rendering import Html
 from appliance.console.security import ConsoleRequest, access_of, needs
@@ -49,12 +49,16 @@ async def invite_person(request: ConsoleRequest, console: ConsoleDependency, ten
     email, role = form.text("email", chars_max=320), form.choice("role", ROLE_NAMES)
     if not form.errors:
         try:
-            membership, password = await services.memberships.invite(services.members, tenant_id, email, role)
+            membership, password = await services.memberships.invite(
+                services.members, tenant_id, email, role, access=access_of(request)
+            )
             if password is None:
                 return console.pages.redirect(request, f"/tenants/{tenant_id}", done="person-added")
             return show_password(request, console, membership.email, password, back=f"/tenants/{tenant_id}")
         except (BadRequest, Conflict) as error:
             form.fail_with(error, FIELDS)
+        except RoleNotAllowed as error:
+            form.fail("email", sentence(error.message))
     return await _invitation(request, console, tenant_id, form)
 
 

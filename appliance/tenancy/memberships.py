@@ -14,13 +14,13 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from appliance.base.acting import Actor
 from appliance.base.clock import Clock
 from appliance.base.db import Database
-from appliance.base.errors import InvalidValue, NameTaken, NotFound
+from appliance.base.errors import InvalidValue, NameTaken, NotFound, RoleNotAllowed
 from appliance.base.tables import members, memberships, tenants
 from appliance.tenancy import audit
 from appliance.tenancy.access import Access
 from appliance.tenancy.members import Member, Members, check_email
 from appliance.tenancy.pages import PAGE_ROWS_DEFAULT, Page, check_limit, decode_cursor, page_of
-from appliance.tenancy.roles import Role, TenantRole, check_tenant_role
+from appliance.tenancy.roles import Action, Role, TenantRole, check_tenant_role
 from appliance.tenancy.secrets import new_password
 
 MEMBERS_OF_TENANT_MAX = 1000
@@ -79,10 +79,14 @@ class Memberships:
         except IntegrityError as error:
             raise NameTaken("this member belongs to the tenant already", param="email") from error
 
-    async def invite(self, people: Members, tenant_id: str, email: str, role: str) -> tuple[Membership, str | None]:
+    async def invite(
+        self, people: Members, tenant_id: str, email: str, role: str, *, access: Access
+    ) -> tuple[Membership, str | None]:
         """Return (membership, password): a new member's password, made here and known to nobody else; None for a known member.
 
-        Raises NotFound, NameTaken when the member belongs to the tenant already, and InvalidValue.
+        An address that nobody knows is let in by who may do so on the box alone: a tenant's manager could otherwise sign in as
+        somebody whom others will trust. Raises NotFound, RoleNotAllowed, NameTaken when the member belongs to the tenant
+        already, and InvalidValue.
         """
         granted = check_tenant_role(role)
         try:
@@ -91,6 +95,8 @@ class Memberships:
         except NotFound as error:
             if error.param != "email":
                 raise
+        if not access.may(Action.MEMBERS):
+            raise RoleNotAllowed("nobody with this address may sign in yet: ask an owner of the box to let them in first")
         password = new_password()
 
         async def join(connection: AsyncConnection, member: Member) -> None:

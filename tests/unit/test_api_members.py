@@ -106,7 +106,11 @@ async def test_a_manager_invites_promotes_and_removes_in_the_own_tenant(box: Api
     assert set(invited) == MEMBERSHIP_FIELDS | {"password"}
     headers = await with_own_password(box, invited)
     body = {"email": "emil@example.com", "role": "viewer"}
+    assert (await refusal(box, "POST", f"/tenants/{bob}/members", 403, json=body, headers=headers))[0] == "role_not_allowed"
+    known = await box.call("POST", "/members", status=201, json={"email": "emil@example.com", "role": "member"})
     emil = await box.call("POST", f"/tenants/{bob}/members", status=201, json=body, headers=headers)
+    assert emil["password"] is None
+    emil["password"] = known["password"]
     assert await refusal(box, "POST", f"/tenants/{bob}/members", 409, json=body, headers=headers) == ("name_taken", "email")
     path = f"/tenants/{bob}/members/{emil['member_id']}"
     assert (await box.call("PATCH", path, json={"role": "developer"}, headers=headers))["role"] == "developer"

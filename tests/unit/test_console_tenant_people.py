@@ -24,8 +24,8 @@ async def roles_in(box: Box, tenant_id: str) -> dict[str, str]:
     return {one.email: one.role.value for one in (await box.services.memberships.of_tenant(tenant_id)).data}
 
 
-async def test_a_manager_invites_somebody_new_whose_password_is_shown_once(box: Box) -> None:
-    browser, path = await manager_of(box), f"/tenants/{box.cast.bob.tenant.id}"
+async def test_an_owner_lets_somebody_new_in_whose_password_is_shown_once(box: Box) -> None:
+    browser, path = await box.alice(), f"/tenants/{box.cast.bob.tenant.id}"
     assert "Invite somebody to bob" in (await browser.fragment(f"{path}/members/new")).text
     answer = await browser.post_htmx(f"{path}/members", email="Dora@example.com", role="developer")
     (password,) = _SHOWN.findall(answer.text)
@@ -34,6 +34,14 @@ async def test_a_manager_invites_somebody_new_whose_password_is_shown_once(box: 
     assert "dora@example.com" in page
     assert password not in page
     assert (await box.visitor().post("/login", email="dora@example.com", password=password)).status_code == 303
+
+
+async def test_a_manager_adds_whom_the_box_knows_and_nobody_else(box: Box) -> None:
+    browser, path = await manager_of(box), f"/tenants/{box.cast.bob.tenant.id}"
+    answer = await browser.post_htmx(f"{path}/members", email="dora@example.com", role="developer")
+    assert answer.status_code == 422
+    assert "ask an owner of the box" in answer.text
+    assert (await browser.post(f"{path}/members", email="vera@example.com", role="viewer")).status_code == 303
 
 
 async def test_who_signs_in_already_is_added_without_a_new_password(box: Box) -> None:

@@ -9,9 +9,10 @@ from sqlalchemy import select
 
 from appliance.base.acting import SYSTEM
 from appliance.base.db import Database
-from appliance.base.errors import InvalidCredentials, InvalidValue, LastOwner, NameTaken, NotFound
+from appliance.base.errors import InvalidCredentials, InvalidValue, LastOwner, NameTaken, NotFound, RoleNotAllowed
 from appliance.base.tables import audit_log, sessions
 from appliance.tenancy import memberships as table
+from appliance.tenancy.access import WHOLE_BOX, Access
 from appliance.tenancy.members import Members
 from appliance.tenancy.memberships import Memberships
 from appliance.tenancy.roles import Role, TenantRole
@@ -35,7 +36,9 @@ def belongings(database: Database, clock: FakeClock) -> Memberships:
 async def test_somebody_new_is_invited_with_a_password_that_opens_the_door(
     people: Members, belongings: Memberships, cast: Cast
 ) -> None:
-    membership, password = await belongings.invite(people, cast.bob.tenant.id, " Dora@Example.com", "developer")
+    membership, password = await belongings.invite(
+        people, cast.bob.tenant.id, " Dora@Example.com", "developer", access=WHOLE_BOX
+    )
 
     assert (membership.email, membership.role) == (DORA, TenantRole.DEVELOPER)
     member = await people.verify_password(DORA, password or "")
@@ -46,16 +49,16 @@ async def test_somebody_new_is_invited_with_a_password_that_opens_the_door(
 
 
 async def test_somebody_known_is_added_and_keeps_the_password(people: Members, belongings: Memberships, cast: Cast) -> None:
-    membership, password = await belongings.invite(people, cast.bob.tenant.id, "alice@example.com", "viewer")
+    membership, password = await belongings.invite(people, cast.bob.tenant.id, "alice@example.com", "viewer", access=WHOLE_BOX)
 
     assert (membership.member_id, password) == (cast.alice.id, None)
     assert (await people.verify_password("alice@example.com", ALICE_PASSWORD)).role is Role.OWNER
 
 
 async def test_nobody_belongs_to_a_tenant_twice(people: Members, belongings: Memberships, cast: Cast) -> None:
-    await belongings.invite(people, cast.bob.tenant.id, DORA, "viewer")
+    await belongings.invite(people, cast.bob.tenant.id, DORA, "viewer", access=WHOLE_BOX)
     with pytest.raises(NameTaken) as refused:
-        await belongings.invite(people, cast.bob.tenant.id, DORA, "manager")
+        await belongings.invite(people, cast.bob.tenant.id, DORA, "manager", access=WHOLE_BOX)
 
     assert refused.value.param == "email"
     (only,) = (await belongings.of_tenant(cast.bob.tenant.id)).data
@@ -64,7 +67,7 @@ async def test_nobody_belongs_to_a_tenant_twice(people: Members, belongings: Mem
 
 async def test_an_invitation_that_fails_leaves_nobody_behind(people: Members, belongings: Memberships, cast: Cast) -> None:
     with pytest.raises(NotFound) as refused:
-        await belongings.invite(people, "tn_nothing", DORA, "viewer")
+        await belongings.invite(people, "tn_nothing", DORA, "viewer", access=WHOLE_BOX)
 
     assert refused.value.param == "tenant_id"
     with pytest.raises(NotFound):
@@ -79,14 +82,14 @@ async def test_a_wrong_invitation_names_its_field(
     people: Members, belongings: Memberships, cast: Cast, email: str, role: str, param: str
 ) -> None:
     with pytest.raises(InvalidValue) as refused:
-        await belongings.invite(people, cast.bob.tenant.id, email, role)
+        await belongings.invite(people, cast.bob.tenant.id, email, role, access=WHOLE_BOX)
 
     assert refused.value.param == param
 
 
 async def test_a_role_changes_and_ends_in_its_tenant_alone(people: Members, belongings: Memberships, cast: Cast) -> None:
     for person in (cast.bob, cast.charlie):
-        membership, _ = await belongings.invite(people, person.tenant.id, DORA, "viewer")
+        membership, _ = await belongings.invite(people, person.tenant.id, DORA, "viewer", access=WHOLE_BOX)
     dora = await people.get_by_email(DORA)
 
     changed = await belongings.change(cast.bob.tenant.id, dora.id, "manager")
@@ -104,19 +107,22 @@ async def test_a_tenant_has_room_for_so_many_members(
     people: Members, belongings: Memberships, cast: Cast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(table, "MEMBERS_OF_TENANT_MAX", 1)
-    await belongings.invite(people, cast.bob.tenant.id, DORA, "viewer")
+    await belongings.invite(people, cast.bob.tenant.id, DORA, "viewer", access=WHOLE_BOX)
     with pytest.raises(InvalidValue, match="at most 1 members"):
-        await belongings.invite(people, cast.bob.tenant.id, "emil@example.com", "viewer")
+        await belongings.invite(people, cast.bob.tenant.id, "emil@example.com", "viewer", access=WHOLE_BOX)
     monkeypatch.setattr(table, "TENANTS_OF_MEMBER_MAX", 1)
     with pytest.raises(InvalidValue, match="at most 1 tenants"):
-        await belongings.invite(people, cast.charlie.tenant.id, DORA, "viewer")
+        await belongings.invite(people, cast.charlie.tenant.id, DORA, "viewer", access=WHOLE_BOX)
     with pytest.raises(NotFound):
         await people.get_by_email("emil@example.com")
 
 
 async def test_members_of_a_tenant_come_in_pages(people: Members, belongings: Memberships, cast: Cast) -> None:
-    made = [(await belongings.invite(people, cast.bob.tenant.id, f"m{number}@x.example", "viewer"))[0] for number in range(5)]
-    await belongings.invite(people, cast.charlie.tenant.id, DORA, "viewer")
+    made = [
+        (await belongings.invite(people, cast.bob.tenant.id, f"m{number}@x.example", "viewer", access=WHOLE_BOX))[0]
+        for number in range(5)
+    ]
+    await belongings.invite(people, cast.charlie.tenant.id, DORA, "viewer", access=WHOLE_BOX)
     first = await belongings.of_tenant(cast.bob.tenant.id, 3)
     second = await belongings.of_tenant(cast.bob.tenant.id, 3, first.next_cursor)
 
@@ -127,7 +133,7 @@ async def test_members_of_a_tenant_come_in_pages(people: Members, belongings: Me
 async def test_each_change_stands_in_the_audit_log_with_its_tenant(
     people: Members, belongings: Memberships, cast: Cast, database: Database
 ) -> None:
-    membership, _ = await belongings.invite(people, cast.bob.tenant.id, DORA, "viewer")
+    membership, _ = await belongings.invite(people, cast.bob.tenant.id, DORA, "viewer", access=WHOLE_BOX)
     await belongings.change(cast.bob.tenant.id, membership.member_id, "manager")
     await belongings.change(cast.bob.tenant.id, membership.member_id, "manager")
     await belongings.remove(cast.bob.tenant.id, membership.member_id)
@@ -197,3 +203,17 @@ async def test_a_wrong_change_of_a_member_names_its_field(
     assert refused.value.param == param
     with pytest.raises(NotFound):
         await people.change("mb_nothing", role="viewer")
+
+
+@pytest.mark.parametrize("role", [Role.MEMBER, Role.ADMIN])
+async def test_an_address_that_nobody_knows_is_let_in_by_an_owner_alone(
+    people: Members, belongings: Memberships, cast: Cast, role: Role
+) -> None:
+    tenant_id = cast.charlie.tenant.id
+    access = Access(role=role, actor=SYSTEM, tenants={tenant_id: TenantRole.MANAGER})
+    with pytest.raises(RoleNotAllowed, match="ask an owner of the box"):
+        await belongings.invite(people, tenant_id, "cfo@bob.example", "viewer", access=access)
+    with pytest.raises(NotFound):
+        await people.get_by_email("cfo@bob.example")
+    membership, password = await belongings.invite(people, tenant_id, cast.alice.email, "viewer", access=access)
+    assert (membership.email, password) == (cast.alice.email, None)
