@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import date, datetime, timedelta
 
 from appliance.base.money import PICOS_PER_MICRO
 from appliance.metering.quotas import LimitDecision, LimitKind, Moment, Owner, Window
@@ -15,6 +15,7 @@ from appliance.tenancy.principals import Limits
 CONCURRENCY_RETRY_S = 1.0  # nobody knows when a running request ends
 HELD_RETRY_S = 1.0  # nor when it gives back what it holds and does not use
 SHADOW = "shadow"
+WINDOWS_KEPT = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,8 +67,10 @@ class Allowance:
         self.tokens: TokenBucket | None = None
         self.requests: TokenBucket | None = None
         self.buckets: dict[LimitKind, TokenBucket] = {}  # also of limits that were taken away: they may come back
-        self._day = Window(at.day)
-        self._month = Window(at.month)
+        self._days: dict[date, Window] = {}
+        self._months: dict[date, Window] = {}
+        self._day = _window_from(self._days, at.day, 1)
+        self._month = _window_from(self._months, at.month, 31)
         self._begun_s = at.monotonic_s
         self._recent: Sequence[tuple[float, int]] = ()
 
@@ -234,10 +237,9 @@ class Allowance:
 
     def _windows(self, at: Moment) -> tuple[Window, Window]:
         """Return today's and this month's window. A hold keeps the windows that it was taken from."""
-        if self._day.start < at.day:
-            self._day = Window(at.day)
-            if self._month.start < at.month:
-                self._month = Window(at.month)
+        if self._day.start != at.day:
+            self._day = _window_from(self._days, at.day, 1)
+            self._month = _window_from(self._months, at.month, 31)
         return self._day, self._month
 
 
@@ -295,6 +297,21 @@ class Hold:
         self.month.reserved -= self.held.cost_picos
         self.month.live -= self.live_picos
         self.live_picos = 0
+
+
+def _window_from(windows: dict[date, Window], start: date, step_days: int) -> Window:
+    """Return the window that begins at `start`. A clock that jumped ahead and is set right finds the one that it left.
+
+    A clock that steps back over a beginning of at most `step_days` later, into a window that nobody knows, stays in the later
+    one: else it would give a second day.
+    """
+    later = [known for known in windows if start < known <= start + timedelta(days=step_days)]
+    known = start if start in windows or not later else min(later)
+    window = windows.pop(known, None) or Window(known)
+    windows[known] = window
+    while len(windows) > WINDOWS_KEPT:
+        del windows[next(iter(windows))]
+    return window
 
 
 def _held(worst: int, limit: int | None, window: Window) -> int:

@@ -191,3 +191,18 @@ async def test_a_clock_that_steps_back_over_midnight_gives_no_second_day() -> No
         with pytest.raises(RateLimitExceeded):
             await admit(admission, bob, 1)
         clock.jump_wall(1)
+
+
+async def test_a_clock_that_jumps_a_year_ahead_and_is_set_right_finds_its_day_again(
+    admission: Admission, clock: FakeClock
+) -> None:
+    who = principal(Limits(tokens_per_day=100))
+    (await admit(admission, who, 90)).settle(90)
+    clock.jump_wall(400 * 86400)
+    (await admit(admission, who, 50)).settle(50)
+    clock.jump_wall(-400 * 86400)
+    (await admit(admission, who, 10)).settle(10)
+    with pytest.raises(RateLimitExceeded):
+        await admit(admission, who, 1)
+    clock.advance(86400)
+    await admit(admission, who, 100)
