@@ -13,7 +13,7 @@ from tests.support.factories import pending, posted
 MONTH, MONTH_NAME = f"{START:%Y-%m}", f"{START:%B %Y}"
 
 
-async def use(box: Box, person: Person) -> None:
+async def use(box: Box, person: Person, *, completion: int = 100) -> None:
     """Let `person` use 30 computed and 20 cached prompt tokens and 100 of output, for 1,230 micro-units in all."""
     prices = box.services.prices
     price = await prices.current("demo", START) or await prices.add(
@@ -21,7 +21,7 @@ async def use(box: Box, person: Person) -> None:
     )
     entry = pending(person, request_id=new_id("req"), price=price)
     await box.services.ledger.open(entry)
-    await box.services.ledger.settle(posted(entry.request_id, prompt=50, cached=20, completion=100))
+    await box.services.ledger.settle(posted(entry.request_id, prompt=50, cached=20, completion=completion))
 
 
 async def drafted(box: Box, browser: Browser, person: Person) -> str:
@@ -94,3 +94,15 @@ async def test_a_viewer_reads_and_a_member_of_another_tenant_does_not(box: Box) 
     mallory = await box.visitor().sign_in("mallory@example.com", "mallory's long password")
     assert (await mallory.get(address)).status_code == 404
     assert "bob" not in (await mallory.get("/invoices")).text
+
+
+async def test_list_and_page_say_the_same_sum_with_the_tax_by_its_name(box: Box, clock: FakeClock) -> None:
+    await box.services.box_records.put("seller", {"name": "Alice Ltd", "tax_label": "VAT", "tax_basis_points": 2000})
+    await use(box, box.cast.bob, completion=50_000_000)
+    over(clock)
+    alice = await box.alice()
+    address = await drafted(box, alice, box.cast.bob)
+    await alice.post(f"{address}/close")
+    for path in (address, "/invoices"):
+        assert "720.00 EUR" in (await alice.get(path)).text
+    assert "VAT" in (await alice.get(address)).text
