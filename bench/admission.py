@@ -23,6 +23,7 @@ import json
 import os
 import platform
 import random
+import shlex
 import statistics
 import subprocess
 import sys
@@ -48,7 +49,6 @@ CLIENTS = 64
 BLOCK_S = 1.0
 SETTLE_S = 0.4  # of each block are not counted: requests of the one before end in it
 ANSWER_S = 0.25
-CLIENTS_NICE = 10  # clients are elsewhere: here they give way to the gateway, as they would not be on its cores
 GOALS = {"added_ms_p50": 2.0, "added_ms_p99": 5.0, "admissions_per_s": 1000}
 BODY = {
     "model": MODEL,
@@ -172,6 +172,11 @@ def row_of(latency: dict[str, list[Samples]], rates: Rates, cpu_ms: Rates) -> di
     }
 
 
+def _scheduling() -> str:
+    names = {os.SCHED_OTHER: "as others", os.SCHED_RR: "in real time"}
+    return f"{names.get(os.sched_getscheduler(0), 'otherwise')}, nice {os.nice(0)}"
+
+
 def _quantiles(samples: Sequence[float]) -> dict[str, float]:
     return {f"p{share * 100:g}": round(_quantile(samples, share), 2) for share in (0.5, 0.9, 0.99, 1.0)}
 
@@ -186,12 +191,13 @@ def _added(samples: dict[str, list[float]], share: float) -> float:
 
 
 @contextmanager
-def gateway(folder: Path, answer_s: float, profile: Path | None = None) -> Iterator[tuple[int, str, int]]:
+def gateway(folder: Path, answer_s: float, before: str, profile: Path | None = None) -> Iterator[tuple[int, str, int]]:
     """Yield port, key and process id of a gateway over an engine that answers after `answer_s`."""
     model = folder / MODEL
     if not model.exists():
         make_hollow_model(model)
     command = [
+        *shlex.split(before),
         sys.executable,
         "-m",
         "bench.admission_gateway",
@@ -246,25 +252,25 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="pairs of rounds at full speed")
     parser.add_argument("--seconds", type=float, default=10.0, help="length of a round at full speed")
     parser.add_argument("--folder", type=Path, help="where the database lies")
+    parser.add_argument("--before", default="", help="command that starts the gateway, such as `chrt -r 6` on a busy machine")
     parser.add_argument("--profile", type=Path, help="write cProfile's figures of the gateway at full speed to this file")
     parser.add_argument("--no-save", action="store_true", help="print only")
     options = parser.parse_args()
-    os.nice(CLIENTS_NICE)
     with tempfile.TemporaryDirectory(dir=options.folder) as name:
         folder = Path(name)
         latency: dict[str, list[Samples]] = {"with": [], "without": []}
         rates: Rates = {"with": [], "without": []}
         cpu_ms: Rates = {"with": [], "without": []}
         if options.blocks:
-            with gateway(folder, ANSWER_S) as (port, key, _):
+            with gateway(folder, ANSWER_S, options.before) as (port, key, _):
                 latency = asyncio.run(measure_latency(port, key, options.blocks, random.Random(1)))
         if options.rounds:
-            with gateway(folder, 0.0, options.profile) as (port, key, pid):
+            with gateway(folder, 0.0, options.before, options.profile) as (port, key, pid):
                 rates, cpu_ms = asyncio.run(measure_rate(port, key, pid, options.rounds, options.seconds))
     if not options.blocks:
         print(rates, cpu_ms)
         return
-    row = row_of(latency, rates, cpu_ms)
+    row = {**row_of(latency, rates, cpu_ms), "gateway_started_by": options.before, "clients_scheduled": _scheduling()}
     if not options.no_save:
         with RESULTS.open("a", encoding="utf-8") as results:
             results.write(json.dumps(row) + "\n")

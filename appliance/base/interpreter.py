@@ -11,7 +11,7 @@ import gc
 import sys
 
 YOUNG_OBJECTS_MAX = 1_000  # of a collection of the youngest: half a millisecond
-COLLECTIONS_PER_OLDER = 20
+COLLECTIONS_PER_OLDER = 10
 SWITCH_INTERVAL_S = 0.0005
 
 

@@ -5,7 +5,7 @@
     checkpoint ────┘ (latest wins, once a second) └─► error ─► each operation alone, so that one bad row fails alone
 
 Opens have rounds of their own, because somebody waits for them and a settlement costs several times as much; but all go
-together when a round takes long, as then it is the disk that costs, or there is too much to do for small rounds.
+together when many wait, as fewer rounds are less work.
 
 A settlement is never given up while the process lives: when the database fails it is tried again, and as it is a conditional
 update on `status = 'pending'` a second try after a COMMIT of unknown outcome changes nothing. An `open` that fails is refused,
@@ -45,7 +45,7 @@ T = TypeVar("T")
 
 QUEUED_OPENS_MAX = 4096
 ROUND_OPERATIONS_MAX = 256
-TOGETHER_FROM_S = 0.004
+TOGETHER_FROM = 24
 CHECKPOINT_INTERVAL_S = 0.5  # at least; requests say how far they are once a second, and that is to be written as it comes
 RETRY_S_MIN = 0.05
 RETRY_S_MAX = 2.0
@@ -87,7 +87,6 @@ class Ledger:
         self._opens: deque[Open] = deque()
         self._inbox: deque[Settle | Void] = deque()
         self._opens_alone = False
-        self._round_s = 0.0
         self._in_round: list[Operation] = []
         self._checkpoints: dict[str, Checkpoint] = {}
         self._checkpoints_due_s = 0.0
@@ -199,7 +198,7 @@ class Ledger:
     async def _write_round(self) -> None:
         operations = self._in_round = self._take_operations()
         checkpoints = self._take_checkpoints()
-        now, began_s = self._clock.now(), self._clock.monotonic_s()
+        now = self._clock.now()
         work = Round(self._db, self._epoch_id, self._currency, self._calendar, now, operations, checkpoints, self._on_settled)
         try:
             await work.write()
@@ -207,7 +206,6 @@ class Ledger:
             self._keep_for_retry(operations, checkpoints, error)
             self._in_round = []
             return
-        self._round_s = self._clock.monotonic_s() - began_s
         self.last_error = None
         self._retry_s = 0.0
         for operation in operations:
@@ -217,19 +215,20 @@ class Ledger:
         self._in_round = []
 
     def _take_operations(self) -> list[Operation]:
-        """Return what the next round writes: opens, or the rest, by turns while both wait; both when the last round was long.
+        """Return what the next round writes: opens, or the rest, by turns while both wait, or both when many wait.
 
         An open that was abandoned is dropped here, so a void of it that comes before it finds nothing to do.
         """
         others_wait = bool(self._inbox) or self._checkpoints_are_due()
-        together = self._round_s >= TOGETHER_FROM_S
+        together = len(self._opens) + len(self._inbox) >= TOGETHER_FROM
         opens_wait = bool(self._opens)
         self._opens_alone = opens_wait and not (others_wait and (together or self._opens_alone))
         operations: list[Operation] = []
         if self._opens_alone or together:
             operations += [operation for operation in _first(self._opens) if not operation.abandoned]
         if not self._opens_alone:
-            operations.extend(_first(self._inbox))
+            others = _first(self._inbox)
+            operations += others
         return operations
 
     def _checkpoints_are_due(self) -> bool:
