@@ -208,7 +208,9 @@ class Appliance:
             limit_levels=LimitLevels(db, admission),
             forecasts=Forecasts(admission, prices=prices, tiers=tiers, policies=policies, models=models, clock=clock),
             ledger=ledger,
-            corrections=Corrections(db, clock, calendar=calendar, on_settled=alerts.budgets.settled),
+            corrections=Corrections(
+                db, clock, calendar=calendar, on_settled=alerts.budgets.settled, on_committed=admission.correct
+            ),
             request_history=RequestHistory(db, clock, keep_days=settings.request_history_days),
             prices=prices,
             reports=reports,

@@ -51,7 +51,8 @@ class NewPriceBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class CorrectionBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """What is added to an event: signed tokens, charged at its own price, or a signed amount alone. `note` says why."""
+    """What is added to an event: signed tokens, charged at its own price, or a signed amount alone. `note` says why; `confirm`
+    that more than a thousand times the event, or ten million tokens, are meant."""
 
     note: str
     prompt_tokens: int = 0
@@ -59,6 +60,7 @@ class CorrectionBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     completion_tokens: int = 0
     rejected_tokens: int = 0
     cost_picos: int | None = None
+    confirm: bool = False
 
 
 @get("/usage", summary="Tokens and cost per period", tags=TAGS, opt={"query": USAGE_QUERY})

@@ -18,6 +18,7 @@ from appliance.metering.calendar import BillingCalendar
 from appliance.metering.invoice_lines import FREE_ALLOWANCE, InvoiceBroken, usage_lines
 from appliance.metering.invoice_rows import InvoiceHead, head_from_row, read_lines
 from appliance.metering.invoice_sums import Cover, read_event_sums
+from appliance.metering.sums import split_sum
 
 _EVENTS = tables.usage_events
 _NUMBERS = "invoice:"
@@ -67,7 +68,8 @@ async def _below_nothing(connection: AsyncConnection) -> list[int]:
     """Return the events that their corrections take more from than stands there."""
     corrected = select(_EVENTS.c.corrects_id).where(_EVENTS.c.corrects_id.is_not(None))
     of = func.coalesce(_EVENTS.c.corrects_id, _EVENTS.c.id)
-    sums = {name: func.sum(_EVENTS.c[name]) for name in _COUNTS}
+    halves = {name: split_sum(_EVENTS.c[name]) for name in _COUNTS}
+    sums = {name: high * rollups.SPLIT + low for name, (high, low) in halves.items()}
     query = (
         select(of)
         .where(or_(_EVENTS.c.corrects_id.is_not(None), _EVENTS.c.id.in_(corrected)))

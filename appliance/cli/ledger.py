@@ -65,6 +65,7 @@ def correct(
         int | None,
         typer.Option(metavar="PICOS", help="Money alone, below zero to give it back; instead of tokens.", show_default=False),
     ] = None,
+    yes: Annotated[bool, typer.Option("--yes", help="Also more than 1,000 times the event, or 10M tokens.")] = False,
     as_json: AsJson = False,
     data_dir: DataDir = None,
     database: DatabaseUrl = None,
@@ -79,6 +80,7 @@ def correct(
         "completion_tokens": completion_tokens,
         "rejected_tokens": rejected_tokens,
         "cost_picos": cost_picos,
+        "confirm": yes,
     }
 
     async def work(client: AdminClient) -> dict[str, Any]:

@@ -20,7 +20,8 @@ from appliance.metering.allowances import SHADOW, Allowance, Amount, Need
 from appliance.metering.calendar import BillingCalendar
 from appliance.metering.expectations import OUTPUTS_KEPT, expected_output
 from appliance.metering.limit_levels import LevelRow, SavedLevel
-from appliance.metering.quotas import ALL_TENANTS, LimitDecision, LimitKind, Moment, Owner
+from appliance.metering.quotas import ALL_TENANTS, LimitDecision, LimitKind, LimitScope, Moment, Owner
+from appliance.metering.records import UsageEvent
 from appliance.metering.refusals import refusal
 from appliance.metering.reservations import Reservation
 from appliance.metering.rules import Asked, Rule, holds_for, rules_for
@@ -116,6 +117,7 @@ class Admission:
         self._queue = AdmissionQueue(clock, later=later)
         self._waits = waits
         self._first_use = asyncio.Lock()
+        self._heard: list[UsageEvent] = []  # corrections while an allowance is being made
         self._today: Moment | None = None
 
     async def admit(self, asked: Asked, patience: Patience = NO_PATIENCE) -> Reservation:
@@ -171,6 +173,15 @@ class Admission:
         ]
         made = Forecast(decisions=decisions, tokens=needs.common.expected.tokens, would_wait=False)
         return replace(made, would_wait=bool(made.refusals) and may_wait(made.refusals, wait_s))
+
+    def correct(self, correction: UsageEvent) -> None:
+        """Count a correction that has just been committed, and let those try again who wait for what it gives back."""
+        if self._first_use.locked():
+            self._heard.append(correction)
+        known = [self._allowances[owner] for owner in _owners_of(correction) if owner in self._allowances]
+        for allowance in known:
+            allowance.correct(correction)
+        self._queue.wake(known)
 
     def refuse_waiting(self, error: Exception) -> None:
         """Tell every request that waits for room that nothing will come."""
@@ -252,7 +263,11 @@ class Admission:
             for reservation in self._live:
                 if holds_for(rule.owner, reservation.work):
                     reservation.holds.append(allowance.take(reservation.need, at, buckets=False))
+            self._heard.clear()
             allowance.remember(await self._sums.read(rule.owner, rule.currency, at), at)
+            for correction in self._heard:
+                if rule.owner in _owners_of(correction):
+                    allowance.correct(correction)
             self._allowances[rule.owner] = allowance
 
     def _try(
@@ -340,6 +355,16 @@ def _rate_limit(allowance: Allowance | None, limits: Limits, kind: LimitKind, at
         return RateLimit(limit=capacity, remaining=capacity, reset_s=0.0)
     remaining = max(bucket.level(at.monotonic_s), 0)
     return RateLimit(limit=capacity, remaining=remaining, reset_s=bucket.wait_s(capacity, at.monotonic_s) or 0.0)
+
+
+def _owners_of(event: UsageEvent) -> list[Owner]:
+    """Return everybody whose limits an event counts against."""
+    mine = [Owner(scope, each, model) for scope, each in _ids_of(event) for model in (None, event.model)]
+    return [*mine, Owner("model", ALL_TENANTS, event.model)]
+
+
+def _ids_of(event: UsageEvent) -> tuple[tuple[LimitScope, str], ...]:
+    return ("tenant", event.tenant_id), ("key", event.key_id)
 
 
 def _room(limits: Sequence[Limits]) -> float:

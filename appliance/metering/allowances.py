@@ -8,6 +8,7 @@ from datetime import date, datetime, timedelta
 
 from appliance.base.money import PICOS_PER_MICRO
 from appliance.metering.quotas import LimitDecision, LimitKind, Moment, Owner, Window
+from appliance.metering.records import UsageEvent
 from appliance.metering.sums import RECENT, PeriodSums
 from appliance.metering.token_bucket import MICROS_PER_S, Take, TokenBucket, ceil_to_ms
 from appliance.tenancy.principals import Limits
@@ -73,16 +74,30 @@ class Allowance:
         self._month = _window_from(self._months, at.month, 31)
         self._begun_s = at.monotonic_s
         self._recent: Sequence[tuple[float, int]] = ()
+        self._through_posting = 0
 
     def remember(self, sums: PeriodSums, at: Moment) -> None:
         """Take over what earlier processes have counted. Called once, before the first request."""
         self._day.used += sums.tokens_today
         self._month.used += sums.cost_month_picos
+        self._through_posting = sums.through_posting
         self._recent = [(_age(moment, at), tokens) for moment, tokens in sums.recent]
         for kind, saved in sums.levels.items():
             bucket = self.buckets[kind] = TokenBucket(saved.capacity, _age(saved.saved_at, at), units=saved.units)
             for moment, tokens in saved.since:
                 bucket.charge(tokens if kind == "tokens" else 1, _age(moment, at))
+
+    def correct(self, correction: UsageEvent) -> None:
+        """Count a correction in the day and the month that it is of. One that the sums have that we began with is not counted
+        twice; minutes are over, so no bucket hears of it."""
+        if (correction.posting or 0) <= self._through_posting:
+            return
+        day = self._days.get(correction.billing_day)
+        if day is not None:
+            day.used += correction.prompt_tokens + correction.completion_tokens
+        month = self._months.get(correction.billing_day.replace(day=1))
+        if month is not None:
+            month.used += self._cost(correction.cost_picos, correction.currency)
 
     def configure(self, limits: Limits, mode: str, at: Moment) -> None:
         """Take over the limits as they are now; what was used counts against the new ones."""

@@ -2,40 +2,47 @@
 
 A correction takes tokens back or adds them at the rate of the event it corrects, or gives money back by itself. It belongs to
 the day of the request; where the invoice of that month is closed, it goes to the next one. What stands after all corrections of
-an event is never less than nothing.
+an event is never less than nothing. What adds more than a slip of the finger should is refused until it is confirmed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
-from sqlalchemy import RowMapping, func, insert, or_, select
+from sqlalchemy import RowMapping, insert, or_, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from appliance.base import counters
 from appliance.base.clock import Clock
-from appliance.base.db import Database
+from appliance.base.db import Database, after_commit
 from appliance.base.errors import InvalidValue, NotFound
+from appliance.base.money import format_picos
 from appliance.base.tables import usage_events
 from appliance.metering import rollups
 from appliance.metering.calendar import BillingCalendar
 from appliance.metering.ledger_round import OnSettled
 from appliance.metering.ledger_rows import COST_PICOS_MAX, TOKEN_COLUMNS, event_from_row, price_query, rate_of
 from appliance.metering.records import UsageEvent
+from appliance.metering.sums import join_sum, split_sum
 from appliance.tenancy.audit import record
 from appliance.tenancy.fields import check_name, check_whole
 
 TOKENS_MAX = 10**12
+UNCONFIRMED_TIMES = 1000
+UNCONFIRMED_TOKENS = 10_000_000
 NOTE_CHARS_MAX = 500
 CAUSE = "correction"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Correction:
-    """What is added to an event: signed tokens, or a signed amount alone. `note` is for whoever reads the invoice."""
+    """What is added to an event: signed tokens, or a signed amount alone. `note` is for whoever reads the invoice.
+
+    `confirm` is needed to add more than UNCONFIRMED_TOKENS, or more than UNCONFIRMED_TIMES what the event counted or cost.
+    """
 
     note: str
     prompt_tokens: int = 0
@@ -43,6 +50,7 @@ class Correction:
     completion_tokens: int = 0
     rejected_tokens: int = 0
     cost_picos: int | None = None
+    confirm: bool = False
 
     @property
     def tokens(self) -> dict[str, int]:
@@ -51,15 +59,22 @@ class Correction:
 
 
 class Corrections:
-    """Writes corrections, each in a transaction of its own."""
+    """Writes corrections, each in a transaction of its own. `on_committed` hears of each of them once it is durable."""
 
     def __init__(
-        self, db: Database, clock: Clock, *, calendar: BillingCalendar | None = None, on_settled: OnSettled | None = None
+        self,
+        db: Database,
+        clock: Clock,
+        *,
+        calendar: BillingCalendar | None = None,
+        on_settled: OnSettled | None = None,
+        on_committed: Callable[[UsageEvent], None] | None = None,
     ) -> None:
         self._db = db
         self._clock = clock
         self._calendar = calendar or BillingCalendar()
         self._on_settled = on_settled
+        self._on_committed = on_committed
 
     async def add(self, event_id: int, correction: Correction) -> UsageEvent:
         """Return the new event. Raises NotFound, and InvalidValue for one that is pending, void, or an adjustment itself, or
@@ -69,6 +84,7 @@ class Corrections:
             # Settlements and other corrections wait: what stands there is read and added to in one step.
             posting = await counters.take(connection, counters.POSTING)
             row = await _corrected(connection, event_id)
+            _check_confirmed(row, correction)
             cost_picos = _cost(row, correction)
             await _check_remainder(connection, row, correction, cost_picos)
             columns = _columns(row, correction, cost_picos, posting, self._clock.now())
@@ -80,6 +96,8 @@ class Corrections:
             await record(
                 connection, self._clock, "ledger.correct", "event", str(event.id), tenant_id=event.tenant_id, after=facts
             )
+            if (on_committed := self._on_committed) is not None:
+                after_commit(connection, lambda _db: on_committed(event))
         return event
 
 
@@ -113,6 +131,20 @@ async def _corrected(connection: AsyncConnection, event_id: int) -> RowMapping:
     return row
 
 
+def _check_confirmed(row: RowMapping, correction: Correction) -> None:
+    """Raise InvalidValue for an addition that no request of this size explains and nobody has confirmed."""
+    if correction.confirm:
+        return
+    added = {name: count for name, count in correction.tokens.items() if count > 0}
+    counted = row["prompt_tokens"] + row["completion_tokens"]
+    for name, count in added.items():
+        if count > min(UNCONFIRMED_TIMES * max(counted, 1), UNCONFIRMED_TOKENS):
+            raise InvalidValue(f"the event counts {counted} tokens: {count} more {name} need `confirm`", param="confirm")
+    if (correction.cost_picos or 0) > UNCONFIRMED_TIMES * row["cost_picos"]:
+        asked, cost = (format_picos(picos, row["currency"]) for picos in (correction.cost_picos or 0, row["cost_picos"]))
+        raise InvalidValue(f"the event cost {cost}: {asked} more need `confirm`", param="confirm")
+
+
 def _cost(row: RowMapping, correction: Correction) -> int:
     if correction.cost_picos is not None:
         return correction.cost_picos
@@ -124,16 +156,21 @@ def _cost(row: RowMapping, correction: Correction) -> int:
 
 
 async def _check_remainder(connection: AsyncConnection, row: RowMapping, correction: Correction, cost_picos: int) -> None:
-    """Raise InvalidValue, naming the field, when the event and all its corrections would come to less than nothing."""
+    """Raise InvalidValue, naming the field, when the event and all its corrections would come to less than nothing, or to more
+    money than an event can hold."""
     names = (*TOKEN_COLUMNS, "cost_picos")
-    query = select(*(func.sum(usage_events.c[name]).label(name) for name in names)).where(
+    query = select(*(half for name in names for half in split_sum(usage_events.c[name]))).where(
         or_(usage_events.c.id == row["id"], usage_events.c.corrects_id == row["id"])
     )
-    stands = (await connection.execute(query)).mappings().one()
-    after = {name: int(stands[name]) + added for name, added in (correction.tokens | {"cost_picos": cost_picos}).items()}
+    sums = (await connection.execute(query)).one()
+    stands = {name: join_sum(*sums[2 * index : 2 * index + 2]) for index, name in enumerate(names)}
+    after = {name: stands[name] + added for name, added in (correction.tokens | {"cost_picos": cost_picos}).items()}
     for name in names:
         if after[name] < 0:
-            raise InvalidValue(f"{name} would come to {after[name]}: only {int(stands[name])} stand there", param=name)
+            raise InvalidValue(f"{name} would come to {after[name]}: only {stands[name]} stand there", param=name)
+    if after["cost_picos"] > COST_PICOS_MAX:
+        stood = stands["cost_picos"]
+        raise InvalidValue(f"cost_picos would come to more than {COST_PICOS_MAX}: {stood} stand there", param="cost_picos")
     if after["cached_tokens"] > after["prompt_tokens"]:
         raise InvalidValue("more cached tokens than prompt tokens would stand there", param="cached_tokens")
 

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from sqlalchemy import ColumnElement, Select, Table, and_, case, func, or_, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
+from appliance.base import counters
 from appliance.base.db import Database
 from appliance.base.tables import usage_events, usage_rollups
 from appliance.metering import limit_levels
@@ -37,10 +38,11 @@ class LevelNow:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeriodSums:
     """Tokens of the day, cost of the month, saved levels of buckets, and (admitted_at, tokens) of the last minute for buckets
-    that were never saved."""
+    that were never saved. `through_posting` is the last event that stands in the sums of day and month."""
 
     tokens_today: int
     cost_month_picos: int
+    through_posting: int = 0
     recent: tuple[tuple[datetime, int], ...] = ()
     levels: Mapping[LimitKind, LevelNow] = field(default_factory=dict)
 
@@ -65,11 +67,13 @@ class LedgerSums:
         async with self._db.reading() as connection:
             saved = await limit_levels.find(connection, owner)
             row = (await connection.execute(self._periods(owner, currency, at))).one()
+            through_posting = await counters.last_taken(connection, counters.POSTING)
             levels = {kind: await _level(connection, owner, level) for kind, level in saved.items()}
             recent = [] if len(levels) == len(BUCKET_KINDS) else await _last_minute(connection, owner, at.now - RECENT)
         return PeriodSums(
             tokens_today=int(row[0]),
             cost_month_picos=join_sum(row[1], row[2]),
+            through_posting=through_posting,
             recent=tuple(recent),
             levels=levels,
         )

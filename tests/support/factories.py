@@ -8,7 +8,7 @@ from typing import Any
 
 from appliance.base.ids import new_id
 from appliance.metering.prices import Price
-from appliance.metering.records import PendingEntry, Settlement, Usage
+from appliance.metering.records import PendingEntry, Settlement, Usage, UsageEvent
 from appliance.tenancy.principals import ApiKey, Limits, Principal, Tenant
 from tests.support.cast import Person
 from tests.support.clock import START
@@ -40,6 +40,35 @@ def posted(request_id: str, *, prompt: int = 10, cached: int = 0, completion: in
 def voided(request_id: str) -> Settlement:
     """Return the settlement of a request for which nothing is owed."""
     return Settlement(request_id=request_id, status="voided", finish_reason="refused")
+
+
+def adjustment(person: Person, *, posting: int, cost_picos: int, at: datetime = START) -> UsageEvent:
+    """Return a correction of an event of `person` that no table knows."""
+    return UsageEvent(
+        id=posting,
+        request_id=new_id("req"),
+        tenant_id=person.tenant.id,
+        key_id=person.key.id,
+        model="demo",
+        endpoint="/v1/chat/completions",
+        kind="adjustment",
+        status="posted",
+        finish_reason="stop",
+        reserved_tokens=0,
+        prompt_tokens=0,
+        cached_tokens=0,
+        completion_tokens=0,
+        estimated=False,
+        price_id=None,
+        cost_picos=cost_picos,
+        currency="EUR",
+        admitted_at=at,
+        settled_at=at,
+        billing_day=at.date(),
+        posting=posting,
+        corrects_id=1,
+        note="too much",
+    )
 
 
 def price(prompt: int = 1_000_000, cached: int = 100_000, completion: int = 3_000_000, *, at: datetime = START) -> Price:

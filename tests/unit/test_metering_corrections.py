@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from datetime import timedelta
 from typing import Any
 
 import pytest
 
 from appliance.base.db import Database
-from appliance.base.errors import InvalidValue, NotFound
+from appliance.base.errors import BudgetExceeded, InvalidValue, NotFound
+from appliance.cli import invariant_books
+from appliance.metering.admission import Admission
 from appliance.metering.calendar import BillingCalendar
 from appliance.metering.corrections import NOTE_CHARS_MAX, Correction, Corrections
-from appliance.metering.prices import PriceBook
+from appliance.metering.ledger_rows import COST_PICOS_MAX
+from appliance.metering.prices import Price, PriceBook
+from appliance.metering.quotas import Moment, Owner
 from appliance.metering.records import UsageEvent
+from appliance.metering.rules import Asked
+from appliance.metering.sums import LedgerSums, PeriodSums
 from appliance.metering.usage import UsageReports
+from appliance.tenancy.principals import Limits, Principal
 from tests.support import factories
 from tests.support.cast import Cast
 from tests.support.clock import START, FakeClock
@@ -77,6 +85,10 @@ async def test_money_alone_can_be_given_back_but_not_more_than_was_taken(
         ({"cost_picos": 0}, "cost_picos"),
         ({"cost_picos": -(2**63)}, "cost_picos"),
         ({}, "prompt_tokens"),
+        ({"completion_tokens": 15_001}, "confirm"),
+        ({"prompt_tokens": 10_000_001}, "confirm"),
+        ({"cost_picos": 8_200_001}, "confirm"),
+        ({"cost_picos": 2**63 - 1, "confirm": True}, "cost_picos"),
         ({"completion_tokens": -1, "note": " "}, "note"),
         ({"completion_tokens": -1, "note": "x" * (NOTE_CHARS_MAX + 1)}, "note"),
         ({"completion_tokens": -1, "note": "a\x00b"}, "note"),
@@ -131,3 +143,72 @@ async def test_a_correction_is_heard_of_in_its_transaction(database: Database, c
     corrections = Corrections(database, clock, calendar=BillingCalendar("Asia/Tokyo"), on_settled=hear)
     made = await corrections.add(event.id, Correction(note="too much", completion_tokens=-1))
     assert heard == [made]
+
+
+async def test_what_adds_a_thousand_times_the_event_is_taken_once_it_is_confirmed(
+    database: Database, clock: FakeClock, event: UsageEvent
+) -> None:
+    await correct(database, clock, event.id, completion_tokens=15_000)
+    made = await correct(database, clock, event.id, completion_tokens=15_001, confirm=True)
+    assert made.completion_tokens == 15_001
+
+
+async def test_the_largest_correction_can_be_taken_back_and_the_books_can_be_proven_with_it(
+    database: Database, clock: FakeClock, event: UsageEvent
+) -> None:
+    most = COST_PICOS_MAX - event.cost_picos
+    await correct(database, clock, event.id, cost_picos=most, confirm=True)
+    with pytest.raises(InvalidValue, match="would come to more than") as refused:
+        await correct(database, clock, event.id, cost_picos=1)
+    assert refused.value.param == "cost_picos"
+    async with database.reading() as connection:
+        findings = await invariant_books.check(connection, database.kind, BillingCalendar())
+    assert {finding.name: finding.state for finding in findings}["corrections"] == "holds"
+    await correct(database, clock, event.id, cost_picos=-most)
+    assert sum(each.cost_picos for each in await all_events(database)) == event.cost_picos
+
+
+def asking(cast: Cast, cost: Price, *, budget: int) -> Asked:
+    """Return a request of Bob's for one token, whose tenant may spend `budget` micro-units this month."""
+    tenant = dataclasses.replace(cast.bob.tenant, limits=Limits(monthly_budget=budget, tokens_per_day=100))
+    bob = Principal(tenant=tenant, key=cast.bob.key)
+    return Asked(principal=bob, model="demo", prompt_tokens=1, max_output_tokens=0, price=cost)
+
+
+async def test_what_a_correction_gives_back_can_be_used_at_once_and_is_counted_once_after_a_restart(
+    database: Database, clock: FakeClock, cast: Cast
+) -> None:
+    cost = await PriceBook(database, clock).add(model="demo", currency="EUR", prompt=10**6, cached_prompt=0, completion=10**6)
+    admission = Admission(clock, LedgerSums(database))
+    corrections = Corrections(database, clock, on_committed=admission.correct)
+    entry, asked = factories.pending(cast.bob, price=cost), asking(cast, cost, budget=15)
+    async with running_ledger(database, clock, cast.epoch_id) as ledger:
+        await ledger.open(entry)
+        event = await ledger.settle(factories.posted(entry.request_id, prompt=10, completion=5))
+    with pytest.raises(BudgetExceeded):
+        await admission.admit(asked)
+
+    await corrections.add(event.id, Correction(note="slow", completion_tokens=-2))
+
+    forecast = await admission.forecast(asked)
+    left = {decision.kind: decision.level for decision in forecast.decisions if decision.scope == "tenant"}
+    assert left == {"budget": 2 * 10**6, "tokens_per_day": 100 - 13}
+    again = await Admission(clock, LedgerSums(database)).forecast(asked)
+    assert again.decisions == forecast.decisions
+
+
+@pytest.mark.parametrize("seen", [False, True])
+async def test_a_correction_while_the_sums_are_read_is_counted_once(clock: FakeClock, cast: Cast, seen: bool) -> None:
+    adjustment = factories.adjustment(cast.bob, posting=2, cost_picos=-3 * 10**6)
+
+    class Meanwhile:
+        """Sums of a snapshot from before the correction, or after; it is told of before they are here."""
+
+        async def read(self, owner: Owner, currency: str, at: Moment) -> PeriodSums:
+            if owner.scope == "tenant":
+                admission.correct(adjustment)
+            return PeriodSums(tokens_today=0, cost_month_picos=(12 if seen else 15) * 10**6, through_posting=2 if seen else 1)
+
+    admission = Admission(clock, Meanwhile())
+    forecast = await admission.forecast(asking(cast, factories.price(), budget=15))
+    assert [each.level for each in forecast.decisions if each.kind == "budget"] == [3 * 10**6]
