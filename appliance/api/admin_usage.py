@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import UTC, datetime, timedelta
 
 import msgspec
-from litestar import get, post
+from litestar import delete, get, post
 from litestar.params import FromPath
 
 from appliance.api.auth import authenticate_administrator
@@ -135,6 +135,13 @@ async def create_price(request: AdminRequest) -> PriceShape:
     return price_shape(price)
 
 
+@delete("/prices/{price_id:str}", status_code=200, summary="Withdraw a price that has not begun", tags=TAGS)
+async def withdraw_price(request: AdminRequest, price_id: FromPath[str]) -> PriceShape:
+    """Take a price away that begins in a minute or later, and return it; 409 `price_begun` for any other."""
+    await authenticate_administrator(request, Action.BILLING)
+    return price_shape(await services_of(request).prices.withdraw(price_id))
+
+
 async def _usage(request: AdminRequest) -> PageShape[UsageRowShape]:
     access = await authenticate_administrator(request, Action.READ)
     check_query(request)
@@ -185,4 +192,4 @@ def _period(request: AdminRequest, now: datetime) -> tuple[datetime, datetime]:
     return start, end
 
 
-HANDLERS = [list_usage, list_costs, list_ledger, create_correction, list_prices, create_price]
+HANDLERS = [list_usage, list_costs, list_ledger, create_correction, list_prices, create_price, withdraw_price]

@@ -6,7 +6,8 @@ GatehouseError
 ├── Forbidden 403 ─── ModelNotAllowed, AddressNotAllowed, TenantSuspended, ScopeNotAllowed, RoleNotAllowed,
 │                       PasswordChangeNeeded
 ├── Missing 404 ─── ModelNotFound, NotFound
-├── Conflict 409 ─── NameTaken, LastOwner, InvoiceClosed, MonthNotOver, MonthOutOfOrder, CurrenciesMixed
+├── Conflict 409 ─── NameTaken, LastOwner, InvoiceClosed, MonthNotOver, MonthOutOfOrder, CurrenciesMixed,
+│                      PriceBegun
 ├── RequestTooLarge 413
 ├── Refused 429 ─── RateLimitExceeded, RequestExceedsLimit, BudgetExceeded
 └── ServerError 5xx ─── InternalError 500, EngineUnavailable, ModelLoading, Overloaded, Draining, RequestAborted,
@@ -187,6 +188,12 @@ class MonthOutOfOrder(Conflict):
     """A tenant's months are closed in order: an earlier one with usage is still open, or a later one is closed already."""
 
     code = "month_out_of_order"
+
+
+class PriceBegun(Conflict):
+    """The price is in force, was, or will be within a minute: requests may have been charged at it."""
+
+    code = "price_begun"
 
 
 class CurrenciesMixed(Conflict):

@@ -1,8 +1,9 @@
-"""`gatehouse prices`: what tokens cost from when on. Prices are added, never changed."""
+"""`gatehouse prices`: what tokens cost from when on. Prices are added, never changed; one to come can be withdrawn."""
 
 from __future__ import annotations
 
 from typing import Annotated, Any
+from urllib.parse import quote
 
 import typer
 
@@ -84,6 +85,27 @@ def add(
     async def work(client: AdminClient) -> dict[str, Any]:
         made: dict[str, Any] = await client.call("POST", "/prices", body=body)
         return made
+
+    price = run(settings_from(data_dir, database), work)
+    if as_json:
+        output.data(price)
+    else:
+        output.table([_line(price)], COLUMNS, empty="")
+
+
+@app.command("withdraw")
+def withdraw(
+    price_id: Annotated[str, typer.Argument(metavar="ID", help="The price's id, as `prices list` shows it.")],
+    as_json: AsJson = False,
+    data_dir: DataDir = None,
+    database: DatabaseUrl = None,
+) -> None:
+    """Take away a price that has not begun. One that has stays: add another that takes its place."""
+    from appliance.cli.connection import AdminClient, run
+
+    async def work(client: AdminClient) -> dict[str, Any]:
+        gone: dict[str, Any] = await client.call("DELETE", f"/prices/{quote(price_id, safe='')}")
+        return gone
 
     price = run(settings_from(data_dir, database), work)
     if as_json:

@@ -51,6 +51,7 @@ ACTIONS: dict[str, dict[str, str]] = {
     },
     "Money": {
         "price.create": "Price added",
+        "price.withdraw": "Price withdrawn",
         "invoice.draft": "Invoice drafted",
         "invoice.close": "Invoice closed",
         "invoice.discard": "Draft discarded",

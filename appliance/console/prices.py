@@ -1,4 +1,4 @@
-"""The price book: what a million tokens cost from when on. A price is added, never changed."""
+"""The price book: what a million tokens cost from when on. A price is added, never changed; one to come can be withdrawn."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from datetime import datetime
 from typing import Any
 
 from litestar import get, post
+from litestar.params import FromPath
 
-from appliance.base.errors import BadRequest, Conflict
+from appliance.base.errors import BadRequest, Conflict, NotFound
 from appliance.console.context import Console, ConsoleDependency
 from appliance.console.forms import Form
 from appliance.console.rendering import Html
@@ -47,6 +48,25 @@ async def add_price(request: ConsoleRequest, console: ConsoleDependency) -> Html
         except (BadRequest, Conflict) as error:
             form.fail_with(error, (*FIELDS, *(f"tier_{tier}" for tier in TIERS)))
     return _form(request, console, form, model=form.raw("model"), current=None)
+
+
+@get("/prices/{price_id:str}/withdraw", guards=[needs(Action.BILLING)])
+async def confirm_withdrawal(request: ConsoleRequest, console: ConsoleDependency, price_id: FromPath[str]) -> Html:
+    """Ask once more before a price to come is taken away."""
+    return _withdrawal(request, console, None, await _price(console, price_id))
+
+
+@post("/prices/{price_id:str}/withdraw", guards=[needs(Action.BILLING)], status_code=200)
+async def withdraw_price(request: ConsoleRequest, console: ConsoleDependency, price_id: FromPath[str]) -> Html:
+    """Take a price to come away, or say why it stays."""
+    form = await console.form(request)
+    price = await _price(console, price_id)
+    try:
+        await console.services.prices.withdraw(price_id)
+    except Conflict as error:
+        form.fail_with(error, ())
+        return _withdrawal(request, console, form, price)
+    return console.pages.redirect(request, "/prices", done="price-withdrawn")
 
 
 def books_of(prices: list[Price], now: datetime) -> list[tuple[str, str, list[tuple[Price, str]]]]:
@@ -97,6 +117,20 @@ def _form(request: ConsoleRequest, console: Console, form: Form | None, *, model
     )
 
 
+def _withdrawal(request: ConsoleRequest, console: Console, form: Form | None, price: Price) -> Html:
+    status = 422 if form else 200
+    return console.pages.sheet(
+        request, "fragments/price_withdraw.html", title="Withdraw a price", status=status, form=form, price=price
+    )
+
+
+async def _price(console: Console, price_id: str) -> Price:
+    found = next((price for price in await _every_price(console) if price.id == price_id), None)
+    if found is None:
+        raise NotFound("no such price", param="price_id")
+    return found
+
+
 async def _every_price(console: Console) -> list[Price]:
     prices: list[Price] = []
     cursor = None
@@ -108,4 +142,4 @@ async def _every_price(console: Console) -> list[Price]:
             return prices
 
 
-HANDLERS = (list_prices, new_price, add_price)
+HANDLERS = (list_prices, new_price, add_price, confirm_withdrawal, withdraw_price)

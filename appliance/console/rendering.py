@@ -61,6 +61,7 @@ DONE = {
     "seller-saved": "Saved. It stands on invoices that are closed from now on.",
     "invoice-closed": "Invoice closed. It has its number and never changes again.",
     "price-added": "Price added. It counts from its first moment on.",
+    "price-withdrawn": "Price withdrawn. What was in force stays in force.",
     "request-cancelled": "Cancelled. Its KV blocks are free; what was generated is billed.",
     "signed-out": "Signed out.",
     "sign-in-expired": "That sign-in was not finished in time, or in another browser. Start again.",

@@ -1,4 +1,4 @@
-"""What tokens cost from when on. A price is never changed or removed: a later one takes its place."""
+"""What tokens cost from when on. A price is never changed: a later one takes its place. Until it begins it can be withdrawn."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any
 
-from sqlalchemy import RowMapping, insert, select
+from sqlalchemy import RowMapping, delete, insert, select
 from sqlalchemy.exc import IntegrityError
 
 from appliance.base.clock import Clock, rfc3339
 from appliance.base.db import Database
-from appliance.base.errors import InvalidValue
+from appliance.base.errors import InvalidValue, NotFound, PriceBegun
 from appliance.base.ids import new_id
 from appliance.base.money import BASIS_POINTS, PERCENT_MAX, PRICE_MICROS_MAX, cost_picos, discounted
 from appliance.base.tables import prices
@@ -21,6 +21,7 @@ from appliance.tenancy.fields import TIERS, check_choice, check_currency, check_
 from appliance.tenancy.pages import PAGE_ROWS_DEFAULT, Page, check_limit, decode_cursor, page_of
 
 PAST_TOLERANCE = timedelta(minutes=1)  # "now" of the sender may be a little earlier than ours
+WITHDRAWAL_END = timedelta(minutes=1)  # so long before a price begins it is there for good: requests may know it already
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +90,7 @@ class Price:
 
 
 class PriceBook:
-    """All prices. Those of a model are kept in memory once read; `add` forgets them.
+    """All prices. Those of a model are kept in memory once read; `add` and `withdraw` forget them.
 
     Each currency has prices of its own: amounts are never converted. `currency` is the one of who has none of his own.
     """
@@ -99,7 +100,7 @@ class PriceBook:
         self._clock = clock
         self._currency = currency
         self._by_model: dict[str, Sequence[Price]] = {}
-        self._additions = 0
+        self._changes = 0
 
     async def add(
         self,
@@ -133,9 +134,29 @@ class PriceBook:
             created_at=now,
         )
         await self._insert(price, earliest=now - PAST_TOLERANCE)
-        self._additions += 1
-        self._by_model.pop(price.model, None)
+        self._forget(price.model)
         return price
+
+    async def withdraw(self, price_id: str) -> Price:
+        """Take away a price that has not begun, and return it. Raises NotFound and PriceBegun."""
+        now = self._clock.now()
+        try:
+            async with self._db.writing() as connection:
+                row = (await connection.execute(select(prices).where(prices.c.id == price_id))).mappings().first()
+                if row is None:
+                    raise NotFound("no such price", param="price_id")
+                price = price_from_row(row)
+                _check_future(price, now)
+                await connection.execute(delete(prices).where(prices.c.id == price_id))
+                await record(connection, self._clock, "price.withdraw", "price", price_id, before=facts_of(price))
+        except IntegrityError as error:  # the database keeps it: by its clock the price has begun
+            raise PriceBegun("the price has begun by the clock of the database and stays", param="price_id") from error
+        self._forget(price.model)
+        return price
+
+    def _forget(self, model: str) -> None:
+        self._changes += 1
+        self._by_model.pop(model, None)
 
     async def list(self, limit: int = PAGE_ROWS_DEFAULT, cursor: str | None = None) -> Page[Price]:
         """Return prices in the order they were added."""
@@ -157,12 +178,12 @@ class PriceBook:
         return in_force[-1] if in_force else None
 
     async def _read(self, model: str) -> Sequence[Price]:
-        additions = self._additions
+        changes = self._changes
         query = select(prices).where(prices.c.model == model).order_by(prices.c.effective_from)
         async with self._db.reading() as connection:
             rows = (await connection.execute(query)).mappings().all()
         found = [price_from_row(row) for row in rows]
-        if additions == self._additions:  # else a price was added while we read; the next caller reads again
+        if changes == self._changes:  # else there is another book since; the next caller reads again
             self._by_model[model] = found
         return found
 
@@ -198,6 +219,15 @@ def _check_place(price: Price, others: Mapping[datetime, str], earliest: datetim
     if others and price.effective_from < earliest:
         raise InvalidValue(
             f"{price.model} has a price in {price.currency} already; a new one cannot begin in the past", param="effective_from"
+        )
+
+
+def _check_future(price: Price, now: datetime) -> None:
+    if price.effective_from <= now + WITHDRAWAL_END:
+        raise PriceBegun(
+            f"the price of {price.model} from {rfc3339(price.effective_from)} stays: one can be withdrawn until a minute "
+            "before it begins. Add another that takes its place",
+            param="price_id",
         )
 
 

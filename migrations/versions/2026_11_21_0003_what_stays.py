@@ -12,23 +12,28 @@ down_revision = "0002"
 
 # table, and when one of its rows stays as it is: a condition on the row `OLD`, in words that both databases know.
 _IN_CLOSED_INVOICE = "EXISTS (SELECT 1 FROM invoices WHERE id = OLD.invoice_id AND state = 'closed')"
+_MONTH_CLOSED = (
+    "EXISTS (SELECT 1 FROM invoices WHERE tenant_id = OLD.tenant_id AND month >= OLD.first_month AND state = 'closed')"
+)
 _STAYS_UNCHANGED = {
     "audit_log": "1 = 1",
     "usage_events": "OLD.status <> 'pending'",
     "invoices": "OLD.state = 'closed'",
     "invoice_lines": _IN_CLOSED_INVOICE,
+    "prices": "1 = 1",
+    "free_allowances": _MONTH_CLOSED,
 }
-_STAYS_THERE = _STAYS_UNCHANGED | {"usage_events": "1 = 1"}
+_BEGUN = "OLD.effective_from <= {now}"  # a price that nothing was charged at yet may be withdrawn
 
 
 def upgrade() -> None:
     """Bring the schema up."""
-    for event, conditions in (("UPDATE", _STAYS_UNCHANGED), ("DELETE", _STAYS_THERE)):
+    for event, conditions in (("UPDATE", _STAYS_UNCHANGED), ("DELETE", _stays_there())):
         for table, condition in conditions.items():
             _refuse(event, table, condition)
     if not _is_sqlite():
         op.execute("CREATE FUNCTION refuse_truncate() RETURNS trigger LANGUAGE plpgsql AS " + _body("TRUE"))
-        for table in _STAYS_THERE:
+        for table in _STAYS_UNCHANGED:
             op.execute(
                 f"CREATE TRIGGER {table}_no_truncate BEFORE TRUNCATE ON {table} "
                 "FOR EACH STATEMENT EXECUTE FUNCTION refuse_truncate()"
@@ -37,12 +42,17 @@ def upgrade() -> None:
 
 def downgrade() -> None:
     """Take the schema back."""
-    for event, conditions in (("UPDATE", _STAYS_UNCHANGED), ("DELETE", _STAYS_THERE)):
-        for table in conditions:
+    for event in ("UPDATE", "DELETE"):
+        for table in _STAYS_UNCHANGED:
             name = f"{table}_no_{event.lower()}"
             op.execute(f"DROP TRIGGER {name}" if _is_sqlite() else f"DROP FUNCTION {name} CASCADE")
     if not _is_sqlite():
         op.execute("DROP FUNCTION refuse_truncate CASCADE")
+
+
+def _stays_there() -> dict[str, str]:
+    now = "strftime('%Y-%m-%d %H:%M:%f', 'now')" if _is_sqlite() else "now()"
+    return _STAYS_UNCHANGED | {"usage_events": "1 = 1", "prices": _BEGUN.format(now=now)}
 
 
 def _refuse(event: str, table: str, condition: str) -> None:

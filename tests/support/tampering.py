@@ -6,7 +6,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from appliance.base.db import Database
 
-KEPT_TABLES = ("audit_log", "usage_events", "invoices", "invoice_lines")
+KEPT_TABLES = ("audit_log", "usage_events", "invoices", "invoice_lines", "prices", "free_allowances")
 
 
 async def tamper(database: Database, *statements: str) -> None:

@@ -307,6 +307,18 @@ async def test_who_may_not_write_reads_everything_and_changes_nothing(box: ApiBo
         assert (await refusal(box, method, path, 403, headers=headers))[0] == "role_not_allowed"
 
 
+async def test_a_price_to_come_is_withdrawn(box: ApiBox) -> None:
+    body = {"model": "m", "prompt": 10, "completion": 30}
+    now = await box.call("POST", "/prices", status=201, json=body)
+    later = await box.call("POST", "/prices", status=201, json={**body, "effective_from": "2190-01-01T00:00:00Z"})
+    await box.call("DELETE", f"/prices/{later['id']}", status=403, headers=await box.as_role("viewer"))
+    assert await box.call("DELETE", f"/prices/{later['id']}") == later
+    refused = await box.call("DELETE", f"/prices/{now['id']}", status=409)
+    assert refused["error"]["code"] == "price_begun"
+    await box.call("DELETE", f"/prices/{later['id']}", status=404)
+    assert (await box.call("GET", "/prices"))["data"] == [now]
+
+
 async def test_only_roles_with_billing_set_prices(box: ApiBox) -> None:
     body = {"model": "m", "prompt": 1, "completion": 1}
 

@@ -28,7 +28,7 @@ COMMANDS = (
     ["alerts", "deliveries"], ["alerts", "retry"],
     ["invoices", "list"], ["invoices", "draft"], ["invoices", "close"], ["invoices", "export"], ["invoices", "seller"],
     ["invoices", "allowance"], ["economics"],
-    ["ledger", "list"], ["ledger", "correct"], ["prices", "list"], ["prices", "add"],
+    ["ledger", "list"], ["ledger", "correct"], ["prices", "list"], ["prices", "add"], ["prices", "withdraw"],
     ["db", "upgrade"], ["db", "downgrade"], ["db", "check"], ["db", "rebuild-rollups"],
     ["admin", "create"], ["admin", "reset-password"], ["admin", "token"], ["admin", "reset-second-factor"],
     ["admin", "unlink-provider"], ["audit", "list"], ["audit", "verify"],
@@ -249,6 +249,16 @@ def test_prices_are_added_and_listed(typed: Any) -> None:
     assert typed("prices", "add", "demo", *asked[:4], "--tier-percent", "batch").status == 2
     past = typed("prices", "add", "demo", *asked, "--from", "2020-01-01T00:00:00Z", "--json")
     assert (past.status, past.json()["error"]["code"]) == (1, "invalid_value")
+
+
+def test_a_price_to_come_is_withdrawn_and_one_in_force_is_not(typed: Any) -> None:
+    asked = ("--prompt", "1000", "--completion", "3000")
+    now = typed("prices", "add", "demo", *asked, "--json").json()
+    later = typed("prices", "add", "demo", *asked, "--from", "2190-01-01T00:00:00Z", "--json").json()
+    assert typed("prices", "withdraw", later["id"], "--json").json() == later
+    refused = typed("prices", "withdraw", now["id"], "--json")
+    assert (refused.status, refused.json()["error"]["code"]) == (1, "price_begun")
+    assert typed("prices", "list", "--json").json()["data"] == [now]
 
 
 def test_an_empty_ledger_is_listed_and_what_is_not_there_is_not_corrected(typed: Any) -> None:

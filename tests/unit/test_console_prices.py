@@ -55,6 +55,23 @@ async def test_a_price_cannot_begin_in_the_past_of_another(box: Box, clock: Fake
     assert "past" in answer.text
 
 
+async def test_a_price_to_come_is_withdrawn_after_a_question(box: Box) -> None:
+    alice = await box.alice()
+    await alice.post("/prices", **FIELDS)
+    await alice.post("/prices", **{**FIELDS, "prompt": "7.77", "effective_from": "2190-01-01"})
+    now, later = (await box.services.prices.list()).data
+    page = (await alice.get("/prices")).text
+    assert f"/prices/{later.id}/withdraw" in page
+    assert f"/prices/{now.id}/withdraw" not in page
+    assert "7.77" in (await alice.fragment(f"/prices/{later.id}/withdraw")).text
+    answer = await alice.post(f"/prices/{later.id}/withdraw")
+    assert (answer.status_code, answer.headers["location"]) == (303, "/prices")
+    assert "7.77" not in (await alice.get("/prices")).text
+    assert (await alice.post(f"/prices/{later.id}/withdraw")).status_code == 404
+    refused = await alice.post(f"/prices/{now.id}/withdraw")
+    assert (refused.status_code, "stays" in refused.text) == (422, True)
+
+
 async def test_the_form_begins_with_the_price_in_force(box: Box) -> None:
     alice = await box.alice()
     await alice.post("/prices", **FIELDS)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from appliance.base.db import Database
-from appliance.base.errors import InvalidValue
+from appliance.base.errors import InvalidValue, NotFound, PriceBegun
 from appliance.base.money import PRICE_MICROS_MAX
 from appliance.metering.prices import Price, PriceBook
 from tests.support import factories
@@ -152,3 +152,35 @@ async def test_the_list_pages_through_every_price(database: Database, clock: Fak
     second = await book.list(3, first.next_cursor)
     assert sorted(price.id for price in first.data + second.data) == sorted(price.id for price in added)
     assert (first.has_more, second.has_more) == (True, False)
+
+
+async def test_a_price_to_come_is_withdrawn_and_another_takes_its_moment(database: Database, clock: FakeClock) -> None:
+    book = PriceBook(database, clock)
+    first = await add(book)
+    moment = START + timedelta(days=60_000)  # later than the clock of the database by any reckoning
+    typo = await add(book, prompt=1, effective_from=moment)
+    assert await book.current("demo", moment) == typo
+    assert await book.withdraw(typo.id) == typo
+    assert await book.current("demo", moment) == first
+    right = await add(book, prompt=20, effective_from=moment)
+    assert await book.current("demo", moment) == right
+    with pytest.raises(NotFound):
+        await book.withdraw(typo.id)
+
+
+async def test_a_price_that_begins_within_a_minute_or_has_begun_stays(database: Database, clock: FakeClock) -> None:
+    book = PriceBook(database, clock)
+    for moment in (START, START + timedelta(seconds=60)):
+        price = await add(book, effective_from=moment)
+        with pytest.raises(PriceBegun) as refused:
+            await book.withdraw(price.id)
+        assert refused.value.status == 409
+    assert len((await book.list()).data) == 2
+
+
+async def test_a_price_that_has_begun_by_the_clock_of_the_database_stays(database: Database) -> None:
+    book = PriceBook(database, FakeClock(START - timedelta(days=9000)))
+    price = await add(book, effective_from=START - timedelta(days=8000))
+    with pytest.raises(PriceBegun):
+        await book.withdraw(price.id)
+    assert (await book.list()).data == [price]

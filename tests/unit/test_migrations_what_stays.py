@@ -44,6 +44,16 @@ async def written(database: Database, cast: Cast, clock: FakeClock) -> Database:
         for month, state in (("2026-09", "closed"), ("2026-10", "draft")):
             await connection.execute(insert(tables.invoices).values(id=f"inv_{state}", month=month, state=state, **invoice))
             await connection.execute(insert(tables.invoice_lines).values(invoice_id=f"inv_{state}", **line))
+        price = {"model": "demo", "currency": "EUR", "prompt": 1, "cached_prompt": 1, "completion": 1, "batch_percent": 100}
+        for name, year in (("begun", 2020), ("to_come", 2190)):
+            from_ = now.replace(year=year)
+            await connection.execute(insert(tables.prices).values(id=name, effective_from=from_, created_at=now, **price))
+        for month in ("2026-09", "2026-10"):
+            await connection.execute(
+                insert(tables.free_allowances).values(
+                    id=month, tenant_id=cast.bob.tenant.id, first_month=month, monthly_micros=5, created_at=now
+                )
+            )
         await connection.execute(insert(tables.invoices).values(id="inv_empty", month="2026-08", state="closed", **invoice))
     return database
 
@@ -60,6 +70,11 @@ async def written(database: Database, cast: Cast, clock: FakeClock) -> Database:
         "DELETE FROM invoices WHERE id = 'inv_empty'",
         "UPDATE invoice_lines SET tokens = 9 WHERE invoice_id = 'inv_closed'",
         "DELETE FROM invoice_lines WHERE invoice_id = 'inv_closed'",
+        "UPDATE prices SET prompt = 9 WHERE id = 'begun'",
+        "UPDATE prices SET prompt = 9 WHERE id = 'to_come'",
+        "DELETE FROM prices WHERE id = 'begun'",
+        "UPDATE free_allowances SET monthly_micros = 9 WHERE first_month = '2026-09'",
+        "DELETE FROM free_allowances WHERE first_month = '2026-09'",
     ],
 )
 async def test_what_was_written_for_good_stays(written: Database, statement: str) -> None:
@@ -83,6 +98,9 @@ async def test_emptying_a_table_at_once_is_refused_too(written: Database) -> Non
         "UPDATE invoices SET state = 'closed', number = 'R-1' WHERE state = 'draft'",
         "UPDATE invoice_lines SET tokens = 9 WHERE invoice_id = 'inv_draft'",
         "DELETE FROM invoice_lines WHERE invoice_id = 'inv_draft'",
+        "DELETE FROM prices WHERE id = 'to_come'",
+        "UPDATE free_allowances SET monthly_micros = 9 WHERE first_month = '2026-10'",
+        "DELETE FROM free_allowances WHERE first_month = '2026-10'",
     ],
 )
 async def test_what_is_not_final_may_change(written: Database, statement: str) -> None:

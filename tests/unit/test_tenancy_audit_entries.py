@@ -112,9 +112,13 @@ async def test_administrator_tokens_and_prices(database: Database, clock: FakeCl
         made, secret = await tokens.create("ci", "admin")
         await tokens.revoke(made.id)
         await tokens.revoke(made.id)
-        price = await PriceBook(database, clock).add(model="demo", currency="EUR", prompt=5, cached_prompt=1, completion=9)
+        prices = PriceBook(database, clock)
+        price = await prices.add(model="demo", currency="EUR", prompt=5, cached_prompt=1, completion=9)
+        moment = price.effective_from.replace(year=2190)
+        typo = await prices.add(model="demo", currency="EUR", prompt=6, cached_prompt=1, completion=9, effective_from=moment)
+        await prices.withdraw(typo.id)
     rows = await told(database)
-    assert [row[0] for row in rows] == ["token.create", "token.revoke", "price.create"]
+    assert [row[0] for row in rows] == ["token.create", "token.revoke", "price.create", "price.create", "price.withdraw"]
     assert (rows[0][3]["name"], rows[0][3]["role"]) == ("ci", "admin")
     assert (rows[2][3]["id"], rows[2][3]["prompt"]) == (price.id, 5)
     await nothing_secret_is_in(database, secret)
