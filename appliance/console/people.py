@@ -107,7 +107,7 @@ async def _invitation(request: ConsoleRequest, console: Console, tenant_id: str,
     return console.pages.sheet(
         request,
         "fragments/person_new.html",
-        title=f"Invite somebody to {tenant.name}",
+        title=f"Add somebody to {tenant.name}",
         status=422 if form else 200,
         tenant=tenant,
         form=form,
