@@ -38,10 +38,17 @@ def discounted(price: int, basis_points: int) -> int:
 
 
 def format_picos(picos: int, currency: str, decimals: int = 6) -> str:
-    """Return `picos` for a person, truncated toward zero at `decimals` (0..12): `0.001234 EUR`."""
-    sign = "-" if picos < 0 else ""
-    units, rest = divmod(abs(picos), PICOS_PER_UNIT)
-    return f"{sign}{units}.{rest:012d}"[: len(sign) + len(str(units)) + 1 + decimals] + f" {currency}"
+    """Return `picos` for a person, rounded half up at `decimals` (0..12) as an invoice rounds: `0.001235 EUR`."""
+    steps = divide_half_up(picos, int(10 ** (12 - decimals)))
+    units, rest = divmod(abs(steps), int(10**decimals))
+    fraction = f".{rest:0{decimals}d}" if decimals else ""
+    return f"{'-' if steps < 0 else ''}{units}{fraction} {currency}"
+
+
+def format_exactly(picos: int, currency: str) -> str:
+    """Return `picos` with every digit there is, six decimals at least: `0.0024225 EUR`."""
+    text = format_picos(picos, "", 12).strip()
+    return f"{text[:-6]}{text[-6:].rstrip('0')} {currency}"
 
 
 def divide_half_up(amount: int, divisor: int) -> int:

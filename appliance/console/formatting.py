@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import UTC, datetime
+from functools import partial
+from typing import Any
 
 from markupsafe import Markup
 
 from appliance.base.clock import rfc3339
-from appliance.base.money import MICROS_PER_UNIT, PICOS_PER_MICRO, PICOS_PER_UNIT, format_picos
+from appliance.base.money import MICROS_PER_UNIT, PICOS_PER_MICRO, PICOS_PER_UNIT, format_exactly, format_picos, micros_of_picos
+from appliance.metering.calendar import BillingCalendar
 
 NOTHING = "–"
 _NO_TIME = Markup("–")
@@ -17,6 +21,8 @@ _MINUTE_S, _HOUR_S, _DAY_S = 60, 3600, 86400
 _EXACT_COUNT_MAX = 99_999
 _CENTS_DECIMALS = 2
 _MONEY_DECIMALS = 6
+_TO_THE_SECOND = "%Y-%m-%d %H:%M:%S"
+_UTC = BillingCalendar()
 
 
 def count(value: int | None) -> str:
@@ -82,12 +88,18 @@ def percent(fraction: float | None) -> str:
 
 
 def money(picos: int | None, currency: str) -> str:
-    """Return a cost in pico-units with six decimals; a cost below the last of them says so instead of showing zero."""
+    """Return a cost in pico-units with six decimals, rounded half up; one that is too small for them says so."""
     if picos is None:
         return NOTHING
-    if 0 < picos < PICOS_PER_MICRO:
-        return f"< {format_picos(PICOS_PER_MICRO, currency, _MONEY_DECIMALS)}"
+    if picos and not micros_of_picos(picos):
+        sign, least = ("<", PICOS_PER_MICRO) if picos > 0 else (">", -PICOS_PER_MICRO)
+        return f"{sign} {format_picos(least, currency, _MONEY_DECIMALS)}"
     return format_picos(picos, currency, _MONEY_DECIMALS)
+
+
+def money_exactly(picos: int, currency: str) -> str:
+    """Return a cost in pico-units with all its digits, up to twelve decimals."""
+    return format_exactly(picos, currency)
 
 
 def money_short(picos: int | None, currency: str) -> str:
@@ -115,16 +127,21 @@ def units(micros: int | None) -> str:
     return f"{'-' if micros < 0 else ''}{whole}.{f'{rest:06d}'.rstrip('0').ljust(_CENTS_DECIMALS, '0')}"
 
 
-def exact_time(moment: datetime | None) -> str:
-    """Return a time of day and date in UTC, to the second."""
-    return NOTHING if moment is None else moment.astimezone(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+def exact_time(moment: datetime | None, calendar: BillingCalendar = _UTC) -> str:
+    """Return a date and a time of day in UTC, to the second, and beside it that of the billing zone where it is another."""
+    if moment is None:
+        return NOTHING
+    text = moment.astimezone(UTC).strftime(f"{_TO_THE_SECOND} UTC")
+    if calendar.time_zone == "UTC":
+        return text
+    return f"{text} ({calendar.local(moment).strftime(_TO_THE_SECOND)} {calendar.time_zone})"
 
 
-def ago(moment: datetime | None, now: datetime) -> Markup:
+def ago(moment: datetime | None, now: datetime, calendar: BillingCalendar = _UTC) -> Markup:
     """Return a `<time>` that reads as a distance from `now` (3 m ago, in 2 d) and carries the exact time."""
     if moment is None:
         return _NO_TIME
-    return _TIME.format(rfc3339(moment), exact_time(moment), distance(moment, now))
+    return _TIME.format(rfc3339(moment), exact_time(moment, calendar), distance(moment, now))
 
 
 def distance(moment: datetime, now: datetime) -> str:
@@ -149,7 +166,12 @@ def clock_time(moment: datetime) -> str:
     return moment.astimezone(UTC).strftime("%H:%M:%S UTC")
 
 
-FILTERS = {
+def filters_of(calendar: BillingCalendar) -> dict[str, Callable[..., Any]]:
+    """Return the filters for a box whose days are those of `calendar`."""
+    return FILTERS | {"ago": partial(ago, calendar=calendar), "exact_time": partial(exact_time, calendar=calendar)}
+
+
+FILTERS: dict[str, Callable[..., Any]] = {
     "ago": ago,
     "amount": amount,
     "budget": budget,
@@ -159,6 +181,7 @@ FILTERS = {
     "duration": duration,
     "exact_time": exact_time,
     "money": money,
+    "money_exactly": money_exactly,
     "money_short": money_short,
     "percent": percent,
     "rate": rate,

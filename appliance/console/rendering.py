@@ -14,7 +14,7 @@ from litestar import Response
 from litestar.datastructures import Cookie
 
 from appliance.console.charts import spark_area, spark_points, stack, timeline
-from appliance.console.formatting import FILTERS
+from appliance.console.formatting import filters_of
 from appliance.console.sections import sections_of
 from appliance.console.security import ConsoleRequest, current_session, may
 
@@ -102,7 +102,7 @@ class Pages:
             trim_blocks=True,
             lstrip_blocks=True,
         )
-        self._templates.filters.update(FILTERS)
+        self._templates.filters.update(filters_of(services.reports.calendar))
         self._templates.globals.update(
             asset=asset,
             spark_area=spark_area,

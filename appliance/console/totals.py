@@ -21,15 +21,13 @@ class Totals:
 
 
 async def totals_today(services: Services, tenant_id: str | None = None) -> Totals:
-    """Return the sums since midnight UTC, of one tenant or of all."""
-    now = services.clock.now()
-    return await totals_since(services, now.replace(hour=0, minute=0, second=0, microsecond=0), tenant_id)
+    """Return the sums since the billing day began, of one tenant or of all."""
+    return await totals_since(services, services.reports.calendar.day_start(services.clock.now()), tenant_id)
 
 
 async def totals_this_month(services: Services, tenant_id: str) -> Totals:
-    """Return the sums of one tenant since the first of the month, UTC."""
-    now = services.clock.now()
-    return await totals_since(services, now.replace(day=1, hour=0, minute=0, second=0, microsecond=0), tenant_id)
+    """Return the sums of one tenant since the billing month began: the month that its budget and its invoice count."""
+    return await totals_since(services, services.reports.calendar.month_start(services.clock.now()), tenant_id)
 
 
 async def totals_since(services: Services, start: datetime, tenant_id: str | None) -> Totals:

@@ -267,14 +267,16 @@ class Browser:
 
 
 @asynccontextmanager
-async def open_box(template: Path, folder: Path, clock: Clock, *, interval_s: float = 3600.0) -> AsyncIterator[Box]:
+async def open_box(
+    template: Path, folder: Path, clock: Clock, *, interval_s: float = 3600.0, time_zone: str = "UTC"
+) -> AsyncIterator[Box]:
     """Open a console over a copy of the migrated database `template` in `folder`; one sample is taken at the start."""
     path = folder / "gatehouse.db"
     shutil.copyfile(template, path)
     database = Database.open(f"sqlite:///{path}")
     people = await make_cast(database, clock)
     engine_side = EngineSide(clock)
-    services = _services(database, clock, engine_side, people, folder, interval_s)
+    services = _services(database, clock, engine_side, people, folder, interval_s, BillingCalendar(time_zone))
     await services.members.create("vera@example.com", VIEWER_PASSWORD, "viewer")
     await services.ledger.start()
     await services.sampler.start()
@@ -298,13 +300,19 @@ async def open_box(template: Path, folder: Path, clock: Clock, *, interval_s: fl
 
 
 def _services(
-    database: Database, clock: Clock, engine_side: EngineSide, people: Cast, folder: Path, interval_s: float
+    database: Database,
+    clock: Clock,
+    engine_side: EngineSide,
+    people: Cast,
+    folder: Path,
+    interval_s: float,
+    calendar: BillingCalendar,
 ) -> Services:
     models = SimpleNamespace(list=lambda: [SimpleNamespace(name="demo", max_model_len=2048)])
     admission, prices = Admission(clock, LedgerSums(database)), PriceBook(database, clock)
     tiers, policies = Tiers(database, clock), ModelPolicies(database, clock)
     settings = Settings(data_dir=folder, database_url=f"sqlite:///{folder / 'gatehouse.db'}")
-    records, reports = BoxRecords(database, clock), UsageReports(database)
+    records, reports = BoxRecords(database, clock), UsageReports(database, calendar=calendar)
     parts: dict[str, Any] = {
         "settings": settings,
         "clock": clock,
@@ -329,14 +337,14 @@ def _services(
         "forecasts": Forecasts(
             admission, prices=prices, tiers=tiers, policies=policies, models=cast("Any", models), clock=clock
         ),
-        "ledger": Ledger(database, clock, people.epoch_id),
+        "ledger": Ledger(database, clock, people.epoch_id, calendar=calendar),
         "prices": prices,
-        "invoices": Invoices(database, clock, BillingCalendar()),
+        "invoices": Invoices(database, clock, calendar),
         "reports": reports,
         "corrections": Corrections(database, clock),
         "box_records": records,
         "economics": EconomicsReport(records, reports, clock),
-        "alerts": Alerts(settings, database, clock, BillingCalendar(), PEPPER),
+        "alerts": Alerts(settings, database, clock, calendar, PEPPER),
         "models": cast("Any", models),
         "generations": cast("Any", engine_side),
         "sampler": engine_side.sampler(interval_s),

@@ -56,15 +56,37 @@ def test_durations_read_at_a_glance(seconds: float | None, text: str) -> None:
 
 @pytest.mark.parametrize(
     ("picos", "text"),
-    [(0, "0.000000 EUR"), (1, "< 0.000001 EUR"), (10**6, "0.000001 EUR"), (1_234_567_890_123, "1.234567 EUR"), (None, "–")],
+    [
+        (0, "0.000000 EUR"),
+        (1, "< 0.000001 EUR"),
+        (-1, "> -0.000001 EUR"),
+        (10**6, "0.000001 EUR"),
+        (5_850_000, "0.000006 EUR"),
+        (-2_422_500_000, "-0.002423 EUR"),
+        (1_234_567_890_123, "1.234568 EUR"),
+        (None, "–"),
+    ],
 )
 def test_a_cost_is_never_shown_as_nothing_when_it_is_something(picos: int | None, text: str) -> None:
     assert formatting.money(picos, "EUR") == text
 
 
 def test_a_tile_shows_two_decimals_from_one_unit_up() -> None:
-    assert formatting.money_short(1_239_999_999_999, "EUR") == "1.23 EUR"
-    assert formatting.money_short(999_999_999_999, "EUR") == "0.999999 EUR"
+    assert formatting.money_short(1_239_999_999_999, "EUR") == "1.24 EUR"
+    assert formatting.money_short(999_999_400_000, "EUR") == "0.999999 EUR"
+
+
+@pytest.mark.parametrize(
+    ("picos", "text"),
+    [
+        (2_422_500_000, "0.0024225 EUR"),
+        (1, "0.000000000001 EUR"),
+        (-(10**13), "-10.000000 EUR"),
+        (1_500_000_000_000, "1.500000 EUR"),
+    ],
+)
+def test_an_exact_amount_has_every_digit_and_no_useless_one(picos: int, text: str) -> None:
+    assert formatting.money_exactly(picos, "EUR") == text
 
 
 @pytest.mark.parametrize("micros", [0, 1, 12_500_000, 250_000_000, 999_999_999_999_999])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from datetime import timedelta
 
 from appliance.base.ids import new_id
+from appliance.metering.free_allowances import FreeAllowances
 from tests.support.cast import Person
 from tests.support.clock import START, FakeClock
 from tests.support.console_fixtures import Box, Browser
@@ -106,3 +107,20 @@ async def test_list_and_page_say_the_same_sum_with_the_tax_by_its_name(box: Box,
     for path in (address, "/invoices"):
         assert "720.00 EUR" in (await alice.get(path)).text
     assert "VAT" in (await alice.get(address)).text
+
+
+async def test_exact_shows_all_digits_and_a_free_allowance_counts_nothing(box: Box) -> None:
+    bob = box.cast.bob
+    prices = box.services.prices
+    price = await prices.add(
+        model="demo", currency="EUR", prompt=1_500_000, cached_prompt=0, completion=0, effective_from=START
+    )
+    entry = pending(bob, request_id=new_id("req"), price=price)
+    await box.services.ledger.open(entry)
+    await box.services.ledger.settle(posted(entry.request_id, prompt=1615, completion=0))
+    await FreeAllowances(box.services.db, box.services.clock).set(bob.tenant.id, MONTH, 1000)
+    alice = await box.alice()
+    page = (await alice.get(await drafted(box, alice, bob))).text
+    assert ">0.0024225 EUR<" in page
+    assert ">0.002423 EUR<" in page
+    assert '<td data-label="Tokens" class="num">–</td>' in page

@@ -1,0 +1,57 @@
+"""What heads of pages sum up: the day and the month of the billing time zone, as budgets and invoices do."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+
+from appliance.base.ids import new_id
+from appliance.console.totals import totals_this_month, totals_today
+from tests.support.clock import FakeClock
+from tests.support.console_fixtures import Box, open_box
+from tests.support.factories import pending, posted
+
+LAST_OF_MONTH = datetime(2026, 12, 31, 12, 0, tzinfo=UTC)
+HALF_A_DAY_S = 11.5 * 3600
+
+
+@pytest.fixture
+async def late(migrated_sqlite_file: Path, tmp_path: Path) -> AsyncIterator[tuple[Box, FakeClock]]:
+    """A box in Zurich on the last day of December, and its clock."""
+    clock = FakeClock(LAST_OF_MONTH)
+    async with open_box(migrated_sqlite_file, tmp_path, clock, time_zone="Europe/Zurich") as box:
+        await box.services.prices.add(model="demo", currency="EUR", prompt=1_000_000, cached_prompt=0, completion=0)
+        yield box, clock
+
+
+async def use(box: Box, clock: FakeClock, tokens: int) -> None:
+    price = await box.services.prices.current("demo", clock.now())
+    entry = pending(box.cast.bob, request_id=new_id("req"), admitted_at=clock.now(), price=price)
+    await box.services.ledger.open(entry)
+    await box.services.ledger.settle(posted(entry.request_id, prompt=tokens, completion=0))
+
+
+async def test_the_day_and_the_month_begin_at_midnight_of_the_billing_zone(late: tuple[Box, FakeClock]) -> None:
+    box, clock = late
+    await use(box, clock, 1000)
+    clock.advance(HALF_A_DAY_S)  # half past midnight of January 1 in Zurich
+    await use(box, clock, 7)
+
+    bob = box.cast.bob.tenant.id
+    for totals in (
+        await totals_today(box.services),
+        await totals_today(box.services, bob),
+        await totals_this_month(box.services, bob),
+    ):
+        assert (totals.requests, totals.tokens, totals.cost_picos) == (1, 7, 7_000_000)
+
+
+async def test_an_exact_time_stands_in_utc_and_in_the_billing_zone(late: tuple[Box, FakeClock]) -> None:
+    box, clock = late
+    clock.advance(HALF_A_DAY_S)
+    key, _ = await box.services.keys.create(box.cast.bob.tenant.id, name="new year")
+    page = (await (await box.alice()).get(f"/keys/{key.id}")).text
+    assert "2026-12-31 23:30:00 UTC (2027-01-01 00:30:00 Europe/Zurich)" in page
