@@ -12,7 +12,7 @@ from litestar.params import FromPath
 from appliance.base.errors import BadRequest, Conflict
 from appliance.console.context import Console, ConsoleDependency
 from appliance.console.forms import Form
-from appliance.console.history import tenant_names
+from appliance.console.history import tenants_by_name
 from appliance.console.limits import key_levels, read_limits
 from appliance.console.rendering import Html
 from appliance.console.security import ConsoleRequest, access_of, needs
@@ -44,7 +44,7 @@ async def list_keys(request: ConsoleRequest, console: ConsoleDependency) -> Html
         request,
         "pages/keys.html",
         keys=page.data,
-        tenant_names=await tenant_names(console.services, access),
+        owners={tenant.id: tenant for tenant in await tenants_by_name(console.services, access)},
         may_keys=access.may_somewhere(Action.KEYS),
         next_page=f"/keys?{urlencode({'cursor': page.next_cursor or ''})}" if page.has_more else None,
     )

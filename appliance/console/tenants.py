@@ -156,6 +156,7 @@ async def _tenant_page(request: ConsoleRequest, console: Console, tenant: Tenant
         status=422 if form else 200,
         tenant=tenant,
         may_keys=access_of(request).may(Action.KEYS, tenant.id),
+        owners={tenant.id: tenant},
         keys=sorted(keys.data, key=lambda key: key.revoked_at is not None),
         levels=tenant_levels(services, tenant, keys.data[0], today, month) if keys.data else [],
         model_lines=model_lines(tenant.model_limits),

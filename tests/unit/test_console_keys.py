@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 import pytest
 
 from appliance.base.errors import ExpiredApiKey, InvalidApiKey
-from appliance.tenancy.principals import Limits
+from appliance.tenancy.principals import Limits, TenantChanges
 from tests.support.clock import FakeClock
 from tests.support.console_fixtures import Box, Browser
 
@@ -211,3 +211,18 @@ async def test_scopes_and_how_limits_hold_are_set_and_stay_where_a_form_does_not
         answer = await alice.post(f"/keys/{key.id}", name="other", **wrong)
         assert answer.status_code == 422
         assert "Choose one of" in answer.text
+
+
+@pytest.mark.parametrize(("ended", "words"), [("archived", "tenant archived"), ("suspended", "tenant suspended")])
+async def test_keys_of_a_tenant_that_is_not_served_say_so_and_have_no_buttons(box: Box, ended: str, words: str) -> None:
+    bob, tenants = box.cast.bob, box.services.tenants
+    await (
+        tenants.archive(bob.tenant.id) if ended == "archived" else tenants.update(bob.tenant.id, TenantChanges(suspended=True))
+    )
+    alice = await box.alice()
+    for path in ("/keys", f"/tenants/{bob.tenant.id}", f"/keys/{bob.key.id}"):
+        page = (await alice.get(path)).text
+        assert f">{words}</span>" in page
+        assert f'href="/keys/{bob.key.id}/rotate"' not in page
+        assert f'href="/keys/{bob.key.id}/revoke"' not in page
+    assert f'href="/keys/{box.cast.charlie.key.id}/revoke"' in (await alice.get("/keys")).text
