@@ -25,8 +25,8 @@ class InvoiceBroken(Exception):
 class EventSums:
     """The sums of settled events of one month with one model, currency, price and discount.
 
-    `unit_prices` are those after discount, in the order of TOKEN_KINDS. `is_correction`: events that correct others; their
-    counts and costs are signed.
+    `unit_prices` are those after discount, in the order of TOKEN_KINDS, as are `kind_requests`: how many of the requests have
+    tokens of the kind. `is_correction`: events that correct others; their counts and costs are signed.
     """
 
     month: str
@@ -35,6 +35,7 @@ class EventSums:
     is_correction: bool
     unit_prices: tuple[int, int, int, int]
     requests: int
+    kind_requests: tuple[int, int, int, int]
     prompt_tokens: int
     cached_tokens: int
     completion_tokens: int
@@ -51,7 +52,7 @@ class EventSums:
 class InvoiceLine:
     """One line. `unit_price` is micro-units per million tokens, None where events of several prices are summed.
 
-    `requests` counts the events behind the line: those behind a prompt line stand behind the completion line, too.
+    `requests` counts the events with tokens on the line: one behind a prompt line may stand behind the completion line, too.
     """
 
     model: str | None
@@ -107,9 +108,10 @@ def usage_lines(sums: Iterable[EventSums], month: str) -> list[InvoiceLine]:
             _add(adjusted[group.month, group.model], sum(group.tokens), group.requests, group.cost_picos)
             continue
         _check(group)
-        for order, (tokens, price) in enumerate(zip(group.tokens, group.unit_prices, strict=True)):
+        kinds = zip(group.tokens, group.unit_prices, group.kind_requests, strict=True)
+        for order, (tokens, price, requests) in enumerate(kinds):
             if tokens:
-                _add(used[group.model, order, price], tokens, group.requests)
+                _add(used[group.model, order, price], tokens, requests)
     lines = [
         _line(model, TOKEN_KINDS[order], month, price, tokens, requests, tokens * price)
         for (model, order, price), (tokens, requests) in sorted(used.items())

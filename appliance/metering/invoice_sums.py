@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from datetime import date
 from typing import Any
 
-from sqlalchemy import ColumnElement, RowMapping, Select, func, or_, select
+from sqlalchemy import ColumnElement, RowMapping, Select, case, func, or_, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from appliance.base.money import discounted
 from appliance.base.tables import prices, usage_events
 from appliance.metering.calendar import last_day
-from appliance.metering.invoice_lines import EventSums
+from appliance.metering.invoice_lines import TOKEN_KINDS, EventSums
 from appliance.metering.ledger_rows import event_from_row
 from appliance.metering.records import UsageEvent
 from appliance.metering.rollups import SETTLED
@@ -69,6 +69,7 @@ def _query(tenant_id: str, cover: Cover, before: Cover | None) -> Select[Any]:
         select(
             *groups,
             func.count().label("requests"),
+            *(func.sum(case((has, 1), else_=0)).label(f"requests_{kind}") for kind, has in _has_tokens().items()),
             *(func.sum(events[name]).label(name) for name in _TOKENS),
             high.label("cost_high"),
             low.label("cost_low"),
@@ -79,6 +80,19 @@ def _query(tenant_id: str, cover: Cover, before: Cover | None) -> Select[Any]:
     )
     priced = (prices.c[name].label(f"price_{name}") for name in _PRICES)
     return select(grouped, *priced).join_from(grouped, prices, prices.c.id == grouped.c.price_id, isouter=True)
+
+
+def _has_tokens() -> dict[str, ColumnElement[bool]]:
+    """Return the condition that an event has tokens of a kind, in the order of TOKEN_KINDS: sums of these counts are the same
+    however the events are split, by day or by the moment of a closing."""
+    events = usage_events.c
+    conditions = (
+        events.prompt_tokens > events.cached_tokens,
+        events.cached_tokens > 0,
+        events.completion_tokens > 0,
+        events.rejected_tokens > 0,
+    )
+    return dict(zip(TOKEN_KINDS, conditions, strict=True))
 
 
 def _covered(tenant_id: str, cover: Cover, before: Cover | None) -> list[ColumnElement[bool]]:
@@ -105,6 +119,12 @@ def _event_sums(row: RowMapping) -> EventSums:
         is_correction=is_correction,
         unit_prices=(prompt, cached, completion, rejected),
         requests=0 if is_correction else int(row["requests"]),
+        kind_requests=(
+            int(row["requests_prompt"]),
+            int(row["requests_cached_prompt"]),
+            int(row["requests_completion"]),
+            int(row["requests_rejected_draft"]),
+        ),
         **{name: int(row[name]) for name in _TOKENS},
         cost_picos=join_sum(row["cost_high"], row["cost_low"]),
     )

@@ -31,6 +31,7 @@ from appliance.metering.calendar import BillingCalendar
 from appliance.metering.free_allowances import FreeAllowances
 from appliance.metering.invoice_lines import EventSums, FreeMonth, allowance_lines, totals_of, usage_lines, usage_picos
 from appliance.metering.invoice_rows import Invoice, InvoiceHead
+from appliance.metering.invoice_sums import Cover, read_event_sums
 from appliance.metering.invoice_wording import ABORT_POLICY
 from appliance.metering.invoices import Invoices
 from appliance.metering.prices import Price
@@ -463,7 +464,7 @@ def test_the_worked_example_of_the_documentation_is_what_the_code_says() -> None
         cost = (prompt - cached) * price + cached * 15_000 + completion * 600_000
         return EventSums(
             month="2026-10", model="demo", currency="EUR", is_correction=False, unit_prices=prices, requests=1,
-            prompt_tokens=prompt, cached_tokens=cached, completion_tokens=completion, rejected_tokens=0, cost_picos=cost,
+            kind_requests=(1, 1, 1, 0), prompt_tokens=prompt, cached_tokens=cached, completion_tokens=completion, rejected_tokens=0, cost_picos=cost,
         )  # fmt: skip
 
     lines = usage_lines([used(123_456_789, 98_765_432, 4_567_891, 150_000), used(80_000_001, 0, 2_000_003, 120_000)], "2026-10")
@@ -479,3 +480,15 @@ def test_the_worked_example_of_the_documentation_is_what_the_code_says() -> None
     ]  # fmt: skip
     assert "| 13.725921 |" in text
     assert ABORT_POLICY.partition(": ")[2].casefold() in " ".join(text.casefold().split())
+
+
+async def test_lines_are_the_same_however_their_events_were_split_by_the_moment_of_closing(books: Books) -> None:
+    for prompt, cached, completion in ((10, 10, 0), (7, 3, 2), (5, 0, 0), (0, 0, 4)):
+        await books.post(OCTOBER, Tokens(prompt=prompt, cached=cached, completion=completion))
+    async with books.database.reading() as connection:
+        whole = await read_event_sums(connection, books.bob.tenant.id, Cover("2026-10", 4), None)
+        assert [line.requests for line in usage_lines(whole, "2026-10")] == [2, 2, 2]
+        for posting in range(5):
+            ahead = await read_event_sums(connection, books.bob.tenant.id, Cover("2026-10", posting), None)
+            since = await read_event_sums(connection, books.bob.tenant.id, Cover("2026-10", 4), Cover("2026-10", posting))
+            assert usage_lines([*ahead, *since], "2026-10") == usage_lines(whole, "2026-10")
