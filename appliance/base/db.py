@@ -237,6 +237,18 @@ def _prepare_sqlite(engine: Engine, *, begin: str, query_only: bool = False, for
 
 
 @contextmanager
+def _reading(url: str) -> Iterator[Connection]:
+    """Yield a connection that holds up no writer: commands look at the schema of a database that serves."""
+    kind, target = parse_url(url)
+    engine = create_engine(target if kind == "sqlite" else target.set(drivername="postgresql+psycopg"), poolclass=NullPool)
+    if kind == "sqlite":
+        _prepare_sqlite(engine, begin="BEGIN", query_only=True)
+    with engine.connect() as connection:
+        yield connection
+    engine.dispose()
+
+
+@contextmanager
 def _connected(url: str) -> Iterator[Connection]:
     kind, target = parse_url(url)
     if kind == "sqlite":
@@ -304,8 +316,11 @@ def downgrade(url: str, revision: str) -> None:
 
 
 def current_revision(url: str) -> str | None:
-    """Return the revision of the schema, or None when no migration ran."""
-    with _connected(url) as connection:
+    """Return the revision of the schema, or None when no migration ran. Makes no file and waits for no writer."""
+    kind, target = parse_url(url)
+    if kind == "sqlite" and not Path(str(target.database)).exists():
+        return None
+    with _reading(url) as connection:
         return MigrationContext.configure(connection).get_current_revision()
 
 

@@ -161,3 +161,15 @@ async def test_both_spellings_of_postgresql_are_taken() -> None:
         opened = Database.open(f"{scheme}://user@localhost/name")
         assert opened.kind == "postgresql"
         await opened.close()
+
+
+def test_the_revision_is_read_while_somebody_writes_and_makes_no_file(tmp_path: Path) -> None:
+    path = tmp_path / "gatehouse.db"
+    assert db.current_revision(f"sqlite:///{path}") is None
+    assert not path.exists()
+    db.upgrade(f"sqlite:///{path}")
+    writer = sqlite3.connect(path, isolation_level=None)
+    writer.execute("BEGIN IMMEDIATE")
+    assert db.current_revision(f"sqlite:///{path}") == db.head_revision()
+    writer.execute("ROLLBACK")
+    writer.close()

@@ -464,7 +464,8 @@ def test_the_worked_example_of_the_documentation_is_what_the_code_says() -> None
         cost = (prompt - cached) * price + cached * 15_000 + completion * 600_000
         return EventSums(
             month="2026-10", model="demo", currency="EUR", is_correction=False, unit_prices=prices, requests=1,
-            kind_requests=(1, 1, 1, 0), prompt_tokens=prompt, cached_tokens=cached, completion_tokens=completion, rejected_tokens=0, cost_picos=cost,
+            kind_requests=(1, 1, 1, 0),
+            prompt_tokens=prompt, cached_tokens=cached, completion_tokens=completion, rejected_tokens=0, cost_picos=cost,
         )  # fmt: skip
 
     lines = usage_lines([used(123_456_789, 98_765_432, 4_567_891, 150_000), used(80_000_001, 0, 2_000_003, 120_000)], "2026-10")
