@@ -167,6 +167,7 @@ class Appliance:
             max_waiting_requests=settings.max_waiting_requests,
             max_num_seqs=settings.max_num_seqs,
             queue_deadline_s=settings.queue_deadline_s,
+            refuse_unpriced=settings.unpriced == "refuse",
         )
         models = ModelRegistry()
         if self.engines:
@@ -206,7 +207,15 @@ class Appliance:
             audit=AuditLog(db, clock),
             admission=admission,
             limit_levels=LimitLevels(db, admission),
-            forecasts=Forecasts(admission, prices=prices, tiers=tiers, policies=policies, models=models, clock=clock),
+            forecasts=Forecasts(
+                admission,
+                prices=prices,
+                tiers=tiers,
+                policies=policies,
+                models=models,
+                clock=clock,
+                refuse_unpriced=settings.unpriced == "refuse",
+            ),
             ledger=ledger,
             corrections=Corrections(
                 db, clock, calendar=calendar, on_settled=alerts.budgets.settled, on_committed=admission.correct

@@ -3,7 +3,7 @@
 GatehouseError
 ├── BadRequest 400 ─── InvalidValue, UnknownParameter, UnsupportedParameter, ContextLengthExceeded
 ├── Unauthenticated 401 ─── InvalidApiKey, ExpiredApiKey, InvalidCredentials
-├── Forbidden 403 ─── ModelNotAllowed, AddressNotAllowed, TenantSuspended, ScopeNotAllowed, RoleNotAllowed,
+├── Forbidden 403 ─── ModelNotAllowed, ModelNotPriced, AddressNotAllowed, TenantSuspended, ScopeNotAllowed, RoleNotAllowed,
 │                       PasswordChangeNeeded
 ├── Missing 404 ─── ModelNotFound, NotFound
 ├── Conflict 409 ─── NameTaken, LastOwner, InvoiceClosed, MonthNotOver, MonthOutOfOrder, CurrenciesMixed,
@@ -107,6 +107,12 @@ class ModelNotAllowed(Forbidden):
     """The tenant or key may not use this model."""
 
     code = "model_not_allowed"
+
+
+class ModelNotPriced(Forbidden):
+    """The model has no price in the tenant's currency, and the box serves nothing without one."""
+
+    code = "model_not_priced"
 
 
 class AddressNotAllowed(Forbidden):

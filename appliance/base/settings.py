@@ -72,6 +72,7 @@ class Settings:
     stream_buffer_events: int = 256
     probe_interval_s: float = 30.0
     currency: str = "EUR"
+    unpriced: str = "serve"
     session_idle_s: int = 8 * 3600
     session_absolute_s: int = 7 * 24 * 3600
     secure_cookies: bool = False
@@ -199,6 +200,7 @@ _PARSERS: dict[str, Callable[[object], Any]] = {
     "stream_buffer_events": values_of.whole(1, 65536),
     "probe_interval_s": values_of.seconds(1, 3600),
     "currency": values_of.currency,
+    "unpriced": values_of.choice("serve", "refuse"),
     "session_idle_s": values_of.whole(60, 366 * 86400),
     "session_absolute_s": values_of.whole(60, 366 * 86400),
     "secure_cookies": values_of.flag,

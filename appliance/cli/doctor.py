@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 MIB = 1024 * 1024
 DISK_FREE_MIN_BYTES = 500 * MIB
+UNPRICED_DAYS = 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +44,9 @@ def doctor(
     data_dir: DataDir = None,
     database: DatabaseUrl = None,
 ) -> None:
-    """Look at Python, disk, port, database, models and GPU. Exit status 1 when something stands in the way of a start."""
+    """Look at Python, disk, port, database, prices, models, GPU. Exit status 1 when something stands in the way of a start."""
     settings = settings_from(data_dir, database, host=host, port=port, models=tuple(model) if model else None)
-    looks: list[Callable[[Settings], list[Finding]]] = [_disk, _port, _database, _models, _gpu]
+    looks: list[Callable[[Settings], list[Finding]]] = [_disk, _port, _database, _prices, _models, _gpu]
     findings = [_python()] + [finding for look in looks for finding in look(settings)]
     wrong = [finding for finding in findings if finding.state == "wrong"]
     rows = [{"check": f.check, "state": f.state, "found": f.found, "advice": f.advice} for f in findings]
@@ -154,6 +155,43 @@ def _database(settings: Settings) -> list[Finding]:
     if current != head:
         return [Finding("database", "note", f"{kind}, at revision {current or 'base'}", "the next start brings it up to date")]
     return [Finding("database", "ok", f"{kind}, writable, at revision {head}")]
+
+
+def _prices(settings: Settings) -> list[Finding]:
+    """Tell what was used lately and costs nothing: a price that was forgotten, or one in another currency."""
+    import asyncio
+    from datetime import timedelta
+
+    from sqlalchemy.exc import SQLAlchemyError
+
+    from appliance.base import db
+    from appliance.base.clock import SystemClock
+    from appliance.metering import rollups
+    from appliance.metering.prices import PriceBook
+    from appliance.metering.unpriced import unpriced
+
+    path = settings.database_url.removeprefix("sqlite:///")
+    if settings.database_url.startswith("sqlite:///") and not Path(path).exists():
+        return []
+
+    async def look() -> list[tuple[str, str]]:
+        database, clock = db.Database.open(settings.database_url), SystemClock()
+        try:
+            async with database.reading() as connection:
+                used = await rollups.used_since(connection, clock.now() - timedelta(days=UNPRICED_DAYS))
+            return await unpriced(PriceBook(database, clock, currency=settings.currency), used, clock.now())
+        finally:
+            await database.close()
+
+    try:
+        missing = asyncio.run(look())
+    except (SQLAlchemyError, OSError, ValueError):
+        return []  # told of as the database, or not migrated yet
+    advice = "add one: gatehouse prices add"
+    return [
+        Finding("prices", "note", f"{model} has no price in {currency}: its requests cost nothing", advice)
+        for model, currency in missing
+    ]
 
 
 def _models(settings: Settings) -> list[Finding]:

@@ -14,6 +14,7 @@ from appliance.console.forms import Form
 from appliance.console.rendering import Html
 from appliance.console.security import ConsoleRequest, needs
 from appliance.metering.prices import Price
+from appliance.metering.unpriced import unpriced
 from appliance.tenancy.fields import TIERS
 from appliance.tenancy.pages import PAGE_ROWS_MAX
 from appliance.tenancy.roles import Action
@@ -24,8 +25,17 @@ FIELDS = ("model", "currency", "prompt", "cached_prompt", "completion", "rejecte
 @get("/prices", guards=[needs(Action.READ_BOX)])
 async def list_prices(request: ConsoleRequest, console: ConsoleDependency) -> Html:
     """Every price: of each model and currency the one in force, those to come, and those that were."""
-    prices = await _every_price(console)
-    return console.pages.page(request, "pages/prices.html", books=books_of(prices, console.services.clock.now()), tiers=TIERS)
+    services, prices = console.services, await _every_price(console)
+    currencies = await services.tenants.currencies(services.settings.currency)
+    served = [(model.name, currency) for model in services.models.list() for currency in currencies]
+    return console.pages.page(
+        request,
+        "pages/prices.html",
+        books=books_of(prices, services.clock.now()),
+        tiers=TIERS,
+        refuse_unpriced=services.settings.unpriced == "refuse",
+        unpriced=await unpriced(services.prices, served, services.clock.now()),
+    )
 
 
 @get("/prices/new", guards=[needs(Action.BILLING)])

@@ -17,6 +17,7 @@ from appliance.console.rendering import Html
 from appliance.console.security import ConsoleRequest, access_of, needs
 from appliance.console.tenant_terms import model_lines
 from appliance.console.totals import totals_this_month, totals_today
+from appliance.metering.unpriced import unpriced
 from appliance.tenancy.fields import TIERS, WEIGHT_MAX
 from appliance.tenancy.principals import LIMIT_NAMES, Tenant, TenantChanges
 from appliance.tenancy.roles import Action
@@ -145,6 +146,15 @@ def _archive_form(request: ConsoleRequest, console: Console, tenant: Tenant, for
     return console.pages.sheet(request, "fragments/tenant_archive.html", title=title, status=status, tenant=tenant, form=form)
 
 
+async def _unpriced(console: Console, tenant: Tenant) -> list[tuple[str, str]]:
+    """Return the models that the tenant may use at no cost because they have no price in its currency."""
+    services = console.services
+    currency = tenant.currency or services.settings.currency
+    names = [model.name for model in services.models.list()]
+    mine = [name for name in names if tenant.allowed_models is None or name in tenant.allowed_models]
+    return await unpriced(services.prices, [(name, currency) for name in mine], services.clock.now())
+
+
 async def _tenant_page(request: ConsoleRequest, console: Console, tenant: Tenant, form: Form | None = None) -> Html:
     services = console.services
     keys = await services.keys.list(tenant.id, KEYS_SHOWN_MAX, None, access=access_of(request))
@@ -163,6 +173,8 @@ async def _tenant_page(request: ConsoleRequest, console: Console, tenant: Tenant
         today=today,
         month=month,
         tiers=TIERS,
+        refuse_unpriced=services.settings.unpriced == "refuse",
+        unpriced=await _unpriced(console, tenant),
         form=form,
         **await people_of(request, console, tenant.id),
     )

@@ -248,6 +248,7 @@ class Allowance:
             mode=self.mode,
             held=held,
             ahead=ahead.requests,
+            currency=self.currency,
         )
 
     def _windows(self, at: Moment) -> tuple[Window, Window]:

@@ -56,9 +56,9 @@ class Window:
 class LimitDecision:
     """What one limit says to one request: the error, the answer to "would it pass?" and the tests read nothing else.
 
-    `wait_s` is None when waiting cannot help. Budgets are in pico-units. `model` is None for a limit over all models. In the
-    mode `shadow` it refuses nobody. `held`: it refuses only for what running requests hold, of which they may give something
-    back when they end. `ahead` requests wait before this one for the same limit.
+    `wait_s` is None when waiting cannot help. Budgets are in pico-units of `currency`. `model` is None for a limit over all
+    models. In the mode `shadow` it refuses nobody. `held`: it refuses only for what running requests hold, of which they may
+    give something back when they end. `ahead` requests wait before this one for the same limit.
     """
 
     allowed: bool
@@ -72,3 +72,4 @@ class LimitDecision:
     mode: str = "enforce"
     held: bool = False
     ahead: int = 0
+    currency: str = ""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from appliance.base.errors import BudgetExceeded, RateLimitExceeded, Refused, RequestExceedsLimit
-from appliance.base.money import PICOS_PER_MICRO
+from appliance.base.errors import BudgetExceeded, ModelNotPriced, RateLimitExceeded, Refused, RequestExceedsLimit
+from appliance.base.money import PICOS_PER_MICRO, format_micros
 from appliance.metering.quotas import LimitDecision
 
 _LIMIT_NAMES = {
@@ -36,10 +36,15 @@ def refusal(decisions: Sequence[LimitDecision]) -> Refused:
 
 def budget_exceeded(decision: LimitDecision) -> BudgetExceeded:
     """Return the error that tells of a spent budget."""
-    limit, left = decision.limit // PICOS_PER_MICRO, decision.level // PICOS_PER_MICRO
-    return BudgetExceeded(
-        f"{_whose(decision)} budget of this month ({limit} micro-units) does not cover the request: {max(left, 0)} are left"
-    )
+    limit, left = (_money(picos, decision.currency) for picos in (decision.limit, max(decision.level, 0)))
+    return BudgetExceeded(f"{_whose(decision)} budget of this month ({limit}) does not cover the request: {left} are left")
+
+
+def not_priced(model: str, currency: str | None) -> ModelNotPriced:
+    """Return the error that tells of a model that may not be served because nobody has said what it costs."""
+    priced_in = "the currency of this appliance" if currency is None else currency
+    message = f"the model {model} has no price in {priced_in}; whoever runs the appliance can add one"
+    return ModelNotPriced(message, param="model")
 
 
 def _never_fits(decision: LimitDecision) -> RequestExceedsLimit:
@@ -50,14 +55,24 @@ def _never_fits(decision: LimitDecision) -> RequestExceedsLimit:
     )
 
 
+def _money(picos: int, currency: str) -> str:
+    """Return an amount in units, never more than there is."""
+    return f"{format_micros(picos // PICOS_PER_MICRO).rstrip('0').rstrip('.')} {currency}"
+
+
 def _reason(decision: LimitDecision) -> str:
     name = _LIMIT_NAMES[decision.kind]
     if decision.held:
         return f"running requests hold what is left of {_whose(decision)} {name}"
     if decision.ahead:
-        return f"{decision.ahead} requests wait already for {_whose(decision)} limit of {decision.limit} {name}"
+        return f"{decision.ahead} requests wait already for {_whose(decision)} limit of {_size(decision)}"
     left = max(decision.level, 0)
-    return f"{_whose(decision)} limit of {decision.limit} {name} is reached: the request needs {decision.need}, {left} are left"
+    return f"{_whose(decision)} limit of {_size(decision)} is reached: the request needs {decision.need}, {left} are left"
+
+
+def _size(decision: LimitDecision) -> str:
+    size = _money(decision.limit, decision.currency) if decision.kind == "budget" else str(decision.limit)
+    return f"{size} {_LIMIT_NAMES[decision.kind]}"
 
 
 def _whose(decision: LimitDecision) -> str:

@@ -105,6 +105,13 @@ def halves(cost_picos: int) -> tuple[int, int]:
     return (high, low) if cost_picos >= 0 else (-high, -low)
 
 
+async def used_since(connection: AsyncConnection, moment: datetime) -> list[tuple[str, str]]:
+    """Return the models and the currencies in which they were used on the days from `moment` on."""
+    days = usage_rollups.c
+    query = select(days.model, days.currency).where(days.bucket == DAY, days.start_at >= moment).distinct()
+    return [(model, currency) for model, currency in (await connection.execute(query)).all()]
+
+
 async def rebuild(db: Database, calendar: BillingCalendar) -> int:
     """Throw all sums away, build them again from the events, and return how many rows there are. Settlements wait meanwhile."""
     async with db.writing() as connection:

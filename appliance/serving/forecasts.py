@@ -9,7 +9,7 @@ from appliance.base.errors import GatehouseError, ModelNotAllowed, ModelNotFound
 from appliance.metering.admission import Admission, Forecast
 from appliance.metering.admission_queue import known_wait_s
 from appliance.metering.prices import PriceBook
-from appliance.metering.refusals import refusal
+from appliance.metering.refusals import not_priced, refusal
 from appliance.metering.rules import Asked
 from appliance.serving.endings import early
 from appliance.serving.model_registry import ModelRegistry
@@ -64,6 +64,7 @@ class Forecasts:
         policies: ModelPolicies,
         models: ModelRegistry,
         clock: Clock,
+        refuse_unpriced: bool = False,
     ) -> None:
         self._admission = admission
         self._prices = prices
@@ -71,6 +72,7 @@ class Forecasts:
         self._policies = policies
         self._models = models
         self._clock = clock
+        self._refuse_unpriced = refuse_unpriced
 
     async def ask(self, question: Question) -> Verdict:
         """Return what would come of the request now."""
@@ -88,6 +90,8 @@ class Forecasts:
         )
         forecast = await self._admission.forecast(asked, tier.admission_wait_ms / 1000)
         error = self._barred(asked.principal, model)
+        if error is None and asked.price is None and self._refuse_unpriced:
+            error = not_priced(model, tenant.currency)
         if error is None and forecast.refusals and not forecast.would_wait:
             error = refusal(forecast.refusals)
         return Verdict(forecast=forecast, error=error, wait_s=_wait_s(forecast), admission_wait_ms=tier.admission_wait_ms)

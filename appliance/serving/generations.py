@@ -17,6 +17,7 @@ from appliance.metering.admission import Admission, Patience
 from appliance.metering.ledger import Ledger
 from appliance.metering.prices import Price, PriceBook
 from appliance.metering.records import Checkpoint, PendingEntry
+from appliance.metering.refusals import not_priced
 from appliance.metering.reservations import Reservation
 from appliance.metering.rules import Asked
 from appliance.serving.access_watch import AccessWatch
@@ -77,6 +78,7 @@ class Generations:
         max_num_seqs: int,
         queue_deadline_s: float | None = None,
         deadline_s: float = DEADLINE_S,
+        refuse_unpriced: bool = False,
     ) -> None:
         self.draining = False
         self._admission = admission
@@ -90,6 +92,7 @@ class Generations:
         self._open_requests_max = max_waiting_requests + max_num_seqs
         self._queue_deadline_s = queue_deadline_s
         self._deadline_s = deadline_s
+        self._refuse_unpriced = refuse_unpriced
         self._generations: dict[str, Generation] = {}
         self._watch = AccessWatch(db, clock, self._generations.values)
         self._open_requests: Counter[str] = Counter()  # by model; each answer of a request counts
@@ -172,12 +175,16 @@ class Generations:
         currency = order.principal.tenant.currency
         while True:
             price = await self._prices.current(order.model.name, self._clock.now(), currency=currency)
+            if price is None and self._refuse_unpriced:
+                raise not_priced(order.model.name, currency)
             policy = await self._policies.find(order.model.name)
             reservation = await self._admission.admit(_asked(order, price, policy), patience)
             try:
                 self.check_open(order.model)  # it may have waited
                 if await self._prices.current(order.model.name, self._clock.now(), currency=currency) == price:
                     self._note_overlooked(reservation)
+                    if price is None:
+                        self._metrics.unpriced(order.model.name)
                     return price, reservation
             except BaseException:
                 reservation.void()

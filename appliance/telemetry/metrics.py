@@ -60,6 +60,7 @@ class Metrics:
         self._cached_tokens = self._counter("prefix_cache_hit_tokens", "Prompt tokens that were found in the cache", by_tenant)
         self._generation_tokens = self._counter("generation_tokens", "Generated tokens of settled requests", by_tenant)
         self._discarded = self._counter("discarded_tokens", "Tokens generated behind a stop string, never billed", ["model"])
+        self._unpriced = self._counter("unpriced_requests", "Requests served without a price, at no cost", ["model"])
         self._requests = self._counter("requests", "Settled requests", ["model", "reason"])
         self._rejected = self._counter("requests_rejected", "Requests refused before any work", ["reason"])
         self._overlooked = self._counter(
@@ -89,7 +90,7 @@ class Metrics:
 
     def add_model(self, model: str) -> None:
         """Let the counters of `model` stand at zero, so that their first event is seen as a rise and not as their birth."""
-        for counter in (self._preemptions, self._discarded, self._restarts):
+        for counter in (self._preemptions, self._discarded, self._restarts, self._unpriced):
             counter.labels(model)
 
     def attach(self, snapshot: Callable[[], SystemSnapshot]) -> None:
@@ -137,6 +138,10 @@ class Metrics:
     def rejected(self, reason: str) -> None:
         """Count a request that was refused before any work; `reason` is the error code."""
         self._rejected.labels(reason).inc()
+
+    def unpriced(self, model: str) -> None:
+        """Count a request that costs nothing because nobody has set a price."""
+        self._unpriced.labels(model).inc()
 
     def overlooked(self, scope: str, kind: str) -> None:
         """Count a request that a limit in shadow mode would have refused."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -103,6 +104,13 @@ class Tenants:
         async with self._db.reading() as connection:
             row = (await connection.execute(select(tenants).where(tenants.c.name == name.strip()))).mappings().first()
         return None if row is None else tenant_from_row(row)
+
+    async def currencies(self, default: str) -> builtins.list[str]:
+        """Return the currencies in which tenants are billed that are not archived; `default` is that of who has none."""
+        query = select(tenants.c.currency).where(tenants.c.archived_at.is_(None)).distinct()
+        async with self._db.reading() as connection:
+            found = (await connection.execute(query)).scalars().all()
+        return sorted({currency or default for currency in found})
 
     async def list(
         self,

@@ -1,0 +1,61 @@
+"""A model without a price in somebody's currency: counted, told of, and refused where the box says so."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+
+from appliance.base.db import Database
+from appliance.base.errors import BudgetExceeded, ModelNotPriced
+from appliance.metering import rollups
+from appliance.metering.admission import Admission
+from appliance.metering.prices import PriceBook
+from appliance.metering.rules import Asked
+from appliance.metering.unpriced import unpriced
+from appliance.tenancy.principals import Limits
+from tests.support import factories
+from tests.support.cast import Cast
+from tests.support.clock import FakeClock
+from tests.support.generations import MODEL, serving, text_of
+from tests.support.ledgers import running_ledger
+from tests.support.sums import NothingYet
+
+
+async def test_what_was_used_without_a_price_is_named(database: Database, clock: FakeClock, cast: Cast) -> None:
+    prices = PriceBook(database, clock)
+    await prices.add(model="demo", currency="EUR", prompt=1, cached_prompt=1, completion=1)
+    async with running_ledger(database, clock, cast.epoch_id) as ledger:
+        for currency in ("EUR", "USD"):
+            entry = factories.pending(cast.bob, currency=currency)
+            await ledger.open(entry)
+            await ledger.settle(factories.posted(entry.request_id))
+    async with database.reading() as connection:
+        used = await rollups.used_since(connection, clock.now() - timedelta(days=30))
+    assert sorted(used) == [("demo", "EUR"), ("demo", "USD")]
+    assert await unpriced(prices, used, clock.now()) == [("demo", "USD")]
+
+
+@pytest.mark.parametrize("refuse", [False, True])
+async def test_a_request_without_a_price_is_served_and_counted_or_refused_before_anything_is_held(
+    database: Database, clock: FakeClock, cast: Cast, tmp_path: Path, refuse: bool
+) -> None:
+    async with serving(database, clock, tmp_path, cast.epoch_id, refuse_unpriced=refuse) as box:
+        if refuse:
+            with pytest.raises(ModelNotPriced, match=f"{MODEL} has no price") as refused:
+                await box.start(cast.bob, "the answer")
+            assert (refused.value.status, refused.value.code) == (403, "model_not_priced")
+            assert box.admission.running(cast.bob.tenant.id) == 0
+        else:
+            await text_of(await box.start(cast.bob, "the answer"))
+        counted = f'gatehouse_unpriced_requests_total{{model="{MODEL}"}} 1.0'
+        assert (counted in box.metrics.render().decode()) is not refuse
+
+
+async def test_a_spent_budget_is_told_in_money(clock: FakeClock) -> None:
+    admission, bob = Admission(clock, NothingYet()), factories.principal(Limits(monthly_budget=300))
+    asked = Asked(principal=bob, model="demo", prompt_tokens=301, max_output_tokens=0, price=factories.price())
+    with pytest.raises(BudgetExceeded) as refused:
+        await admission.admit(asked)
+    assert "budget of this month (0.0003 EUR) does not cover the request: 0.0003 EUR are left" in refused.value.message
