@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -20,12 +20,13 @@ from appliance.metering.allowances import SHADOW, Allowance, Amount, Need
 from appliance.metering.calendar import BillingCalendar
 from appliance.metering.expectations import OUTPUTS_KEPT, expected_output
 from appliance.metering.limit_levels import LevelRow, SavedLevel
-from appliance.metering.quotas import ALL_TENANTS, LimitDecision, LimitKind, LimitScope, Moment, Owner
+from appliance.metering.quotas import ALL_TENANTS, LimitDecision, LimitKind, Moment, Owner
 from appliance.metering.records import UsageEvent
 from appliance.metering.refusals import refusal
 from appliance.metering.reservations import Reservation
-from appliance.metering.rules import Asked, Rule, holds_for, rules_for
+from appliance.metering.rules import Asked, Rule, holds_for, owners_of, rules_for
 from appliance.metering.sums import SumsReader
+from appliance.tenancy.model_policies import ModelPolicy
 from appliance.tenancy.principals import Limits, Principal
 
 
@@ -117,6 +118,7 @@ class Admission:
         self._queue = AdmissionQueue(clock, later=later)
         self._waits = waits
         self._first_use = asyncio.Lock()
+        self._asking: dict[int, Asked] = {}  # of those who wait, by what no two of them share
         self._heard: list[UsageEvent] = []  # corrections while an allowance is being made
         self._today: Moment | None = None
 
@@ -143,7 +145,36 @@ class Admission:
             patience.wait_s,
             patience.gone,
         )
-        return await self._observed(waiting, asked.model)
+        self._asking[id(asked)] = asked
+        try:
+            return await self._observed(waiting, asked.model)
+        finally:
+            del self._asking[id(asked)]
+
+    @property
+    def asking(self) -> list[Asked]:
+        """Return the requests that wait for room."""
+        return list(self._asking.values())
+
+    def reconfigure(self, principals: Mapping[str, Principal], policies: Mapping[str, ModelPolicy]) -> None:
+        """Hold those who wait to the limits as they are now, and let them try again: one may be raised, or lowered below what
+        they need. `principals` are by the id of the key, `policies` by model. A limit for a model that had none counts from the
+        next request on."""
+        at, touched = self._moment(), set()
+        for asked in self._asking.values():
+            principal = principals.get(asked.principal.key.id)
+            if principal is None:
+                continue
+            policy = policies.get(asked.model)
+            rules = {rule.owner: rule for rule in rules_for(principal, asked.model, policy, self._currency)}
+            before = rules_for(asked.principal, asked.model, asked.policy, self._currency)
+            for owner in (rule.owner for rule in before if rule.owner in self._allowances):
+                allowance, rule = self._allowances[owner], rules.get(owner)
+                touched.add(allowance)
+                if rule is not None:
+                    allowance.currency = rule.currency
+                allowance.configure(rule.limits if rule else NO_LIMITS, rule.mode if rule else allowance.mode, at)
+        self._queue.wake(touched)
 
     async def _observed(self, waiting: Awaitable[Reservation], model: str) -> Reservation:
         """Tell the observer how long a wait was and how it ended."""
@@ -178,7 +209,7 @@ class Admission:
         """Count a correction that has just been committed, and let those try again who wait for what it gives back."""
         if self._first_use.locked():
             self._heard.append(correction)
-        known = [self._allowances[owner] for owner in _owners_of(correction) if owner in self._allowances]
+        known = [self._allowances[owner] for owner in owners_of(correction) if owner in self._allowances]
         for allowance in known:
             allowance.correct(correction)
         self._queue.wake(known)
@@ -266,7 +297,7 @@ class Admission:
             self._heard.clear()
             allowance.remember(await self._sums.read(rule.owner, rule.currency, at), at)
             for correction in self._heard:
-                if rule.owner in _owners_of(correction):
+                if rule.owner in owners_of(correction):
                     allowance.correct(correction)
             self._allowances[rule.owner] = allowance
 
@@ -355,16 +386,6 @@ def _rate_limit(allowance: Allowance | None, limits: Limits, kind: LimitKind, at
         return RateLimit(limit=capacity, remaining=capacity, reset_s=0.0)
     remaining = max(bucket.level(at.monotonic_s), 0)
     return RateLimit(limit=capacity, remaining=remaining, reset_s=bucket.wait_s(capacity, at.monotonic_s) or 0.0)
-
-
-def _owners_of(event: UsageEvent) -> list[Owner]:
-    """Return everybody whose limits an event counts against."""
-    mine = [Owner(scope, each, model) for scope, each in _ids_of(event) for model in (None, event.model)]
-    return [*mine, Owner("model", ALL_TENANTS, event.model)]
-
-
-def _ids_of(event: UsageEvent) -> tuple[tuple[LimitScope, str], ...]:
-    return ("tenant", event.tenant_id), ("key", event.key_id)
 
 
 def _room(limits: Sequence[Limits]) -> float:

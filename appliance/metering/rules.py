@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from appliance.metering.prices import Price
 from appliance.metering.quotas import ALL_TENANTS, Owner
+from appliance.metering.records import UsageEvent
 from appliance.metering.reservations import Work
 from appliance.tenancy.model_policies import ModelPolicy
 from appliance.tenancy.principals import Limits, Principal
@@ -77,6 +78,16 @@ def rules_for(principal: Principal, model: str | None, policy: ModelPolicy | Non
     if model in key.model_limits:
         rules.append(Rule(Owner("key", key.id, model), key.model_limits[model], key.limit_mode, billed_in))
     return rules
+
+
+def owners_of(event: UsageEvent) -> list[Owner]:
+    """Return everybody whose limits an event counts against, if he has any."""
+    models = (None, event.model)
+    mine = [
+        *(Owner("tenant", event.tenant_id, model) for model in models),
+        *(Owner("key", event.key_id, model) for model in models),
+    ]
+    return [*mine, Owner("model", ALL_TENANTS, event.model)]
 
 
 def holds_for(owner: Owner, work: Work) -> bool:

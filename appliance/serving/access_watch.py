@@ -1,4 +1,5 @@
-"""Ends running requests whose key or tenant may not ask any more: revoked, expired, suspended, archived. Knows no engine.
+"""Ends running requests whose key or tenant may not ask any more: revoked, expired, suspended, archived; and holds those that
+wait for room to the limits as they are now. Knows no engine.
 
 A change of keys or tenants is looked at once it is committed; an expiry that is known beforehand is a timer of the generation.
 """
@@ -14,7 +15,9 @@ import structlog
 
 from appliance.base.clock import Clock
 from appliance.base.db import Database
+from appliance.metering.admission import Admission
 from appliance.serving.generation import Generation
+from appliance.tenancy.model_policies import ModelPolicies
 from appliance.tenancy.standing import read_standing, why_ended
 
 RETRY_S = 0.5
@@ -23,12 +26,22 @@ log = structlog.get_logger()
 
 
 class AccessWatch:
-    """One task. `live` are the running generations, by request id."""
+    """One task. `live` are the running generations, by request id; others wait in `admission`."""
 
-    def __init__(self, db: Database, clock: Clock, live: Callable[[], Collection[Generation]]) -> None:
+    def __init__(
+        self,
+        db: Database,
+        clock: Clock,
+        live: Callable[[], Collection[Generation]],
+        *,
+        admission: Admission,
+        policies: ModelPolicies,
+    ) -> None:
         self._db = db
         self._clock = clock
         self._live = live
+        self._admission = admission
+        self._policies = policies
         self._look = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
@@ -65,9 +78,12 @@ class AccessWatch:
                 self._look.set()
 
     async def look(self) -> None:
-        """Read the keys of all running requests and end those that may not go on."""
-        running = list(self._live())
-        standing = await read_standing(self._db, {generation.live.key_id for generation in running})
+        """Read the keys of all requests: end those that may not go on, and tell admission what those that wait may use."""
+        running, waiting = list(self._live()), self._admission.asking
+        keys = {generation.live.key_id for generation in running} | {asked.principal.key.id for asked in waiting}
+        standing = await read_standing(self._db, keys)
+        if waiting:
+            self._admission.reconfigure(standing, {policy.model: policy for policy in await self._policies.list()})
         now = self._clock.now()
         for generation in running:
             principal = standing.get(generation.live.key_id)

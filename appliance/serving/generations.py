@@ -94,7 +94,7 @@ class Generations:
         self._deadline_s = deadline_s
         self._refuse_unpriced = refuse_unpriced
         self._generations: dict[str, Generation] = {}
-        self._watch = AccessWatch(db, clock, self._generations.values)
+        self._watch = AccessWatch(db, clock, self._generations.values, admission=admission, policies=policies)
         self._open_requests: Counter[str] = Counter()  # by model; each answer of a request counts
         self._open_of_tenants: Counter[tuple[str, str]] = Counter()  # requests by model and tenant
         self._tasks: set[asyncio.Task[None]] = set()

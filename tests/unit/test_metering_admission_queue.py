@@ -267,3 +267,36 @@ async def test_of_what_waits_nothing_is_taken(queue: Queue) -> None:
     assert queue.admission.snapshot(bob) == before
     assert queue.admission.running(bob.tenant.id) == 0
     assert not waiting.done()
+
+
+def limited(who: Principal, limits: Limits) -> dict[str, Principal]:
+    """Return the principal after a change of its tenant's limits, by the id of the key."""
+    return {who.key.id: dataclasses.replace(who, tenant=dataclasses.replace(who.tenant, limits=limits))}
+
+
+async def test_a_raised_limit_wakes_who_waits_for_it_and_a_lowered_one_refuses_them(queue: Queue) -> None:
+    bob = principal(Limits(tokens_per_minute=60))
+    await queue.ask(bob, 60)
+    first, second = await queue.ask(bob, 30), await queue.ask(bob, 30)
+
+    queue.admission.reconfigure(limited(bob, Limits(tokens_per_minute=90)), {})
+    await queue.alarms.settle()
+    assert (first.done(), second.done()) == (True, False)
+
+    queue.admission.reconfigure(limited(bob, Limits(concurrent_requests=0)), {})
+    await queue.alarms.settle()
+    with pytest.raises(RequestExceedsLimit):
+        second.result()
+
+
+async def test_limits_of_a_model_that_are_taken_away_hold_nobody_who_waits(queue: Queue) -> None:
+    bob = principal()
+    policy = ModelPolicy(model="demo", limits=Limits(requests_per_minute=1), limit_mode="enforce", updated_at=START)
+    await queue.ask(bob, 1, policy=policy)
+    waiting = await queue.ask(bob, 1, policy=policy)
+    queue.admission.reconfigure(limited(bob, Limits()), {"demo": policy})
+    await queue.alarms.settle()
+    assert not waiting.done()
+    queue.admission.reconfigure(limited(bob, Limits()), {})
+    await queue.alarms.settle()
+    assert waiting.done()
