@@ -210,9 +210,9 @@ class _UnrecordedCollector(Collector):
         self._tokens = tokens
 
     def collect(self) -> Iterator[Metric]:
-        """Return the one counter."""
+        """Return the one gauge: it falls when an event is found. Its name has been promised as it is."""
         text = "Tokens that engines counted and no usage event holds, when nothing runs"
-        yield CounterMetricFamily("gatehouse_unrecorded_usage_tokens", text, value=self._tokens())
+        yield GaugeMetricFamily("gatehouse_unrecorded_usage_tokens_total", text, value=self._tokens())
 
 
 class _SnapshotCollector(Collector):

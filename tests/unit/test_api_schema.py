@@ -136,6 +136,7 @@ async def test_metrics_have_the_promised_names(box: ApiBox) -> None:
         "unrecorded_usage_tokens_total",
     ):  # fmt: skip
         assert f"# TYPE gatehouse_{name} " in text, name
+    assert "# TYPE gatehouse_unrecorded_usage_tokens_total gauge\ngatehouse_unrecorded_usage_tokens_total 0.0\n" in text
 
 
 async def test_the_metrics_type_is_the_one_that_prometheus_expects(box: ApiBox) -> None:
