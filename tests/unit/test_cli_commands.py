@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import shutil
@@ -12,8 +13,13 @@ from typing import Any
 
 import pytest
 
+from appliance.base.clock import SystemClock
+from appliance.base.db import Database
 from appliance.base.version import current_version
 from appliance.cli.main import main
+from tests.support import factories
+from tests.support.cast import make_cast
+from tests.support.ledgers import running_ledger
 
 REPO = Path(__file__).resolve().parents[2]
 COMMANDS = (
@@ -289,3 +295,21 @@ def test_what_is_not_a_model_is_told_with_the_reason(typed: Any, tmp_path: Path)
 
 def test_only_added_models_can_be_removed(typed: Any) -> None:
     assert typed("models", "remove", "gatehouse-demo").status == 1
+
+
+def test_doctor_names_what_is_served_without_a_price(typed: Any, data_dir: Path) -> None:
+    async def use() -> None:
+        clock, database = SystemClock(), Database.open(f"sqlite:///{data_dir / 'gatehouse.db'}")
+        try:
+            cast = await make_cast(database, clock)
+            entry = factories.pending(cast.bob, admitted_at=clock.now(), currency="USD")
+            async with running_ledger(database, clock, cast.epoch_id) as ledger:
+                await ledger.open(entry)
+                await ledger.settle(factories.posted(entry.request_id))
+        finally:
+            await database.close()
+
+    asyncio.run(use())
+    rows = typed("doctor", "--json").json()["data"]
+    (price,) = [row for row in rows if row["check"] == "prices"]
+    assert (price["state"], price["found"]) == ("note", "demo has no price in USD: its requests cost nothing")

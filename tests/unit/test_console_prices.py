@@ -91,3 +91,12 @@ def test_a_book_says_what_is_in_force_what_was_and_what_comes() -> None:
     ((model, currency, book),) = books_of(prices, START)
     assert (model, currency) == ("demo", "EUR")
     assert [state for _, state in book] == ["future", "in force", "past"]
+
+
+async def test_a_model_without_a_price_in_a_tenants_currency_is_named_until_it_has_one(box: Box) -> None:
+    alice = await box.alice()
+    sentence = "<b>demo</b> has no price in EUR: its requests cost nothing"
+    pages = ("/prices", f"/tenants/{box.cast.bob.tenant.id}")
+    assert all([sentence in (await alice.get(page)).text for page in pages])
+    await alice.post("/prices", **FIELDS)
+    assert not any([sentence in (await alice.get(page)).text for page in pages])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 from collections.abc import AsyncIterator, Callable
 from datetime import timedelta
@@ -10,13 +11,14 @@ from pathlib import Path
 import pytest
 
 from appliance.base.db import Database
-from appliance.base.errors import GatehouseError
+from appliance.base.errors import GatehouseError, RequestExceedsLimit
 from appliance.metering.prices import PriceBook
 from appliance.serving.endings import EARLY_ENDS, early
 from appliance.serving.generation import Generation
 from appliance.tenancy.keys import Keys
 from appliance.tenancy.principals import KeyChanges, Limits, TenantChanges
 from appliance.tenancy.tenants import Tenants
+from appliance.tenancy.tiers import Tiers
 from tests.support.cast import PEPPER, Cast, Person
 from tests.support.clock import FakeClock
 from tests.support.fake_engine import FAIL, HALF, LATE, STALL
@@ -215,3 +217,25 @@ async def test_a_budget_that_is_not_hard_never_cuts_an_answer(
     await text_of(generation)
 
     await check(box, generation, "length", None)
+
+
+async def test_a_change_of_limits_reaches_requests_that_wait_for_room(
+    box: Serving, database: Database, clock: FakeClock, cast: Cast
+) -> None:
+    tenants = Tenants(database, clock)
+    await Tiers(database, clock).update(cast.bob.tenant.tier, admission_wait_ms=60_000)
+    tenant = await tenants.update(cast.bob.tenant.id, TenantChanges(limits=Limits(concurrent_requests=1)))
+    bob = dataclasses.replace(cast.bob, tenant=tenant)
+    running = await begun(box, bob, 2)
+    first, second = (asyncio.create_task(box.start(bob, TEXT, max_tokens=1000)) for _ in range(2))
+    await until(lambda: box.admission.waiting == 2)
+
+    await tenants.update(bob.tenant.id, TenantChanges(limits=Limits(concurrent_requests=2)))
+    admitted = await first
+    assert box.admission.waiting == 1
+    await tenants.update(bob.tenant.id, TenantChanges(limits=Limits(concurrent_requests=0)))
+    with pytest.raises(RequestExceedsLimit):
+        await second
+    for generation in (running, admitted):
+        generation.leave("disconnected")
+        await generation.outcome
