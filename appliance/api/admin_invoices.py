@@ -41,9 +41,11 @@ _FILES: dict[str, tuple[str, Callable[[Invoice], bytes]]] = {
 
 
 class DraftBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """The month of a draft: `2026-10`."""
+    """The month of a draft: `2026-10`. `only`: none is made where there is nothing to bill (`billable`), nor where it cannot be
+    closed now (`closable`)."""
 
     month: str
+    only: str | None = None
 
 
 class AllowanceBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -105,7 +107,7 @@ async def draft_invoice(request: AdminRequest, tenant_id: FromPath[str]) -> Invo
     """Return the draft of a month that has begun; the same one when it is asked for again."""
     await authenticate_administrator(request, Action.BILLING, tenant_id)
     body = decode_body(await request.body(), DraftBody)
-    return invoice_shape(await services_of(request).invoices.draft(tenant_id, body.month))
+    return invoice_shape(await services_of(request).invoices.draft(tenant_id, body.month, only=body.only))
 
 
 @get(

@@ -7,7 +7,7 @@ GatehouseError
 │                       PasswordChangeNeeded
 ├── Missing 404 ─── ModelNotFound, NotFound
 ├── Conflict 409 ─── NameTaken, LastOwner, InvoiceClosed, MonthNotOver, MonthOutOfOrder, CurrenciesMixed,
-│                      PriceBegun
+│                      PriceBegun, NothingToBill
 ├── RequestTooLarge 413
 ├── Refused 429 ─── RateLimitExceeded, RequestExceedsLimit, BudgetExceeded
 └── ServerError 5xx ─── InternalError 500, EngineUnavailable, ModelLoading, Overloaded, Draining, RequestAborted,
@@ -188,6 +188,12 @@ class MonthNotOver(Conflict):
     """The month can be drafted and not yet closed."""
 
     code = "month_not_over"
+
+
+class NothingToBill(Conflict):
+    """The month has no line, and an invoice was asked for only if it has one."""
+
+    code = "nothing_to_bill"
 
 
 class MonthOutOfOrder(Conflict):

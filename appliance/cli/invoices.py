@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
+from collections import Counter
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -20,7 +22,13 @@ if TYPE_CHECKING:
 app = typer.Typer(help="Invoices: drafts, closing a month, files to send.", no_args_is_help=True)
 
 COLUMNS = ("number", "tenant", "month", "state", "due", "id")
-_DONE = ("invoice_closed", "month_out_of_order")  # of a draft: the month is closed, or passed over for a later one
+# What leaves a tenant out of a month of everybody, and how that is said of so many tenants.
+_LEFT_OUT = {
+    "invoice_closed": "closed already",
+    "month_out_of_order": "passed over, as a later month is closed",
+    "nothing_to_bill": "without anything to bill",
+}
+_OF_EVERYBODY = ("invalid_value", "month_not_over")  # what is wrong with a month is wrong for everybody, and told once
 FORMATS = ("pdf", "csv", "json", "events")
 
 Month = Annotated[str, typer.Option("--month", metavar="YYYY-MM", help="The month, of the billing time zone.")]
@@ -30,6 +38,16 @@ All = Annotated[
 ]
 
 Row = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What is done with the draft of each tenant; of everybody, only with drafts that are `only` (billable or closable)."""
+
+    title: str
+    verb: str
+    only: str
+    take: Callable[[AdminClient, Row], Awaitable[Row]]
 
 
 @app.command("list")
@@ -42,6 +60,9 @@ def list_invoices(
 ) -> None:
     """List invoices, the newest month first. Drafts are shown as they would be now."""
     from appliance.cli.connection import run
+
+    if month is not None:
+        _check_month(month)
 
     async def work(client: AdminClient) -> list[Row]:
         rows: list[Row] = []
@@ -63,7 +84,7 @@ def draft(
     database: DatabaseUrl = None,
 ) -> None:
     """Show what the invoice of a month would be now."""
-    _each(data_dir, database, month, tenant, "Drafting", _drafted, everybody=everybody, as_json=as_json)
+    _each(data_dir, database, month, tenant, DRAFT, everybody=everybody, as_json=as_json)
 
 
 @app.command("close")
@@ -76,7 +97,7 @@ def close(
     database: DatabaseUrl = None,
 ) -> None:
     """Close the invoices of a month that is over: they get their numbers and never change again."""
-    _each(data_dir, database, month, tenant, "Closing", _closed, everybody=everybody, as_json=as_json)
+    _each(data_dir, database, month, tenant, CLOSE, everybody=everybody, as_json=as_json)
 
 
 @app.command("export")
@@ -96,6 +117,7 @@ def export(
     """Write invoices as files to send: invoice-2026-0001.pdf."""
     from appliance.cli.connection import run
 
+    _check_month(month)
     for form in forms or ():
         if form not in FORMATS:
             raise CommandFailed(f"--format takes {', '.join(FORMATS)}, not {form!r}", code="usage", status=2)
@@ -160,57 +182,56 @@ def allowance(
 
 
 def _each(
-    data_dir: str | None,
-    database: str | None,
-    month: str,
-    tenant: str | None,
-    title: str,
-    step: Callable[[AdminClient, Row], Awaitable[Row]],
-    *,
-    everybody: bool,
-    as_json: bool,
+    data_dir: str | None, database: str | None, month: str, tenant: str | None, step: Step, *, everybody: bool, as_json: bool
 ) -> None:
     """Take `step` for each tenant and show what came of it. One that fails stops no other, and the status tells of it."""
     from appliance.cli.connection import run
+
+    _check_month(month)
+    left_out: Counter[str] = Counter()
 
     async def work(client: AdminClient) -> tuple[list[Row], list[str]]:
         chosen = await _tenants(client, tenant, everybody=everybody)
         rows: list[Row] = []
         failures: list[str] = []
-        with output.progress(title, quiet=as_json) as advance:
+        with output.progress(step.title, quiet=as_json) as advance:
             for done, each in enumerate(chosen, 1):
+                draft: Row | None = None
                 try:
-                    invoice = await _draft_of(client, each, month, everybody=everybody)
-                    if invoice is not None:
-                        rows.append(_row(await step(client, invoice), each))
+                    draft = await _draft_of(client, each, month, step.only if everybody else None)
+                    rows.append(_row(await step.take(client, draft), each))
                 except CommandFailed as failure:
-                    if not everybody:
+                    if not everybody or failure.code in _OF_EVERYBODY:
                         raise
-                    failures.append(f"{each['name']}: {failure.message}")
+                    if draft is None and failure.code in _LEFT_OUT:
+                        left_out[failure.code] += 1
+                    else:
+                        failures.append(f"{each['name']}: {failure.message}")
                 finally:
                     advance(done / len(chosen))
         return rows, failures
 
     rows, failures = run(settings_from(data_dir, database), work)
-    _show(rows, as_json=as_json)
+    nothing = "" if failures else _why_nothing(step.verb, month, left_out)
+    if as_json and not rows and nothing:
+        sys.stderr.write(f"{nothing}\n")
+    _show(rows, as_json=as_json, empty=nothing)
     if any(row["seller"] is None for row in rows):
         sys.stderr.write("gatehouse: these invoices name no seller; enter one: gatehouse invoices seller --file FILE\n")
     if failures:
         raise CommandFailed("; ".join(failures), code="invoices")
 
 
-async def _draft_of(client: AdminClient, tenant: Row, month: str, *, everybody: bool) -> Row | None:
-    """Return the draft of a month; of everybody's only where there is something to bill that is not billed already."""
-    try:
-        invoice: Row = await client.call("POST", f"/tenants/{tenant['id']}/invoices", body={"month": month})
-    except CommandFailed as failure:
-        if everybody and failure.code in _DONE:
-            return None
-        raise
-    if everybody and not invoice["lines"]:
-        await client.call("DELETE", f"/invoices/{invoice['id']}")
-        return None
-    return invoice
+async def _draft_of(client: AdminClient, tenant: Row, month: str, only: str | None) -> Row:
+    body = {"month": month} | ({} if only is None else {"only": only})
+    draft: Row = await client.call("POST", f"/tenants/{tenant['id']}/invoices", body=body)
+    return draft
+
+
+def _why_nothing(verb: str, month: str, left_out: Counter[str]) -> str:
+    """Return why a month of everybody came to nothing: `Nothing to close of 2026-10: 3 are closed already.`"""
+    reasons = [f"{left_out[code]} {_LEFT_OUT[code]}" for code in _LEFT_OUT if left_out[code]]
+    return f"Nothing to {verb} of {month}: {', '.join(reasons) or 'there are no tenants'}."
 
 
 async def _drafted(_client: AdminClient, invoice: Row) -> Row:
@@ -220,6 +241,21 @@ async def _drafted(_client: AdminClient, invoice: Row) -> Row:
 async def _closed(client: AdminClient, invoice: Row) -> Row:
     closed: Row = await client.call("POST", f"/invoices/{invoice['id']}/close")
     return closed
+
+
+DRAFT = Step("Drafting", "draft", "billable", _drafted)
+CLOSE = Step("Closing", "close", "closable", _closed)
+
+
+def _check_month(month: str) -> None:
+    """Refuse what is no month before anybody is asked about it."""
+    from appliance.base.errors import InvalidValue
+    from appliance.metering.calendar import first_day
+
+    try:
+        first_day(month)
+    except InvalidValue as error:
+        raise CommandFailed(f"--{error.message}, not {month!r}", code="usage", status=2) from error
 
 
 async def _tenants(client: AdminClient, tenant: str | None, *, everybody: bool) -> list[Row]:
@@ -271,11 +307,11 @@ def _row(invoice: Row, tenant: Row) -> Row:
     return {**invoice, "tenant": tenant["name"], "due": due}
 
 
-def _show(rows: list[Row], *, as_json: bool) -> None:
+def _show(rows: list[Row], *, as_json: bool, empty: str = "There are no invoices.") -> None:
     if as_json:
         output.data({"data": rows})
     else:
-        output.table(rows, COLUMNS, empty="There are no invoices.")
+        output.table(rows, COLUMNS, empty=empty)
 
 
 def read_json(path: Path) -> Any:

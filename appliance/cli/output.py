@@ -19,11 +19,14 @@ def data(value: object) -> None:
 
 
 def table(rows: Sequence[Row], columns: Sequence[str], *, empty: str) -> None:
-    """Print `columns` of `rows`. In a pipe there is always a header line, so that its reader can count on it."""
+    """Print `columns` of `rows`. In a pipe there is always a header line, so that its reader can count on it; `empty` then goes
+    to standard error."""
     if not sys.stdout.isatty():
         sys.stdout.write("\t".join(columns) + "\n")
         for row in rows:
             sys.stdout.write("\t".join(_cell(row.get(column)) for column in columns) + "\n")
+        if not rows and empty:
+            sys.stderr.write(empty + "\n")
         return
     if not rows:
         say(empty)

@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from appliance.base.errors import CurrenciesMixed
 from appliance.base.money import BASIS_POINTS, PICOS_PER_MICRO, divide_half_up, micros_of_picos, payable_micros
 
 TOKEN_KINDS = ("prompt", "cached_prompt", "completion", "rejected_draft")
@@ -136,6 +137,17 @@ def allowance_lines(lines: Sequence[InvoiceLine], free: Mapping[str, FreeMonth])
         if grant:
             made.append(_line(None, FREE_ALLOWANCE, month, None, 0, 0, -grant * PICOS_PER_MICRO))
     return made
+
+
+def currency_of(sums: Sequence[EventSums], month: str) -> str | None:
+    """Return the currency of what costs something; None when nothing does. Raises CurrenciesMixed."""
+    currencies = sorted({group.currency for group in sums if group.cost_picos})
+    if len(currencies) > 1:
+        message = (
+            f"the invoice of {month} would have costs in {' and '.join(currencies)}; amounts in two currencies have no sum"
+        )
+        raise CurrenciesMixed(message, param="month")
+    return currencies[0] if currencies else None
 
 
 def totals_of(lines: Iterable[InvoiceLine], *, tax_basis_points: int, currency: str) -> Totals:

@@ -21,7 +21,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from appliance.base.clock import Clock
 from appliance.base.counters import POSTING, last_taken, locked, take
 from appliance.base.db import Database
-from appliance.base.errors import CurrenciesMixed, InvalidValue, InvoiceClosed, MonthNotOver, MonthOutOfOrder, NotFound
+from appliance.base.errors import InvalidValue, InvoiceClosed, MonthNotOver, MonthOutOfOrder, NotFound, NothingToBill
 from appliance.base.ids import new_id
 from appliance.base.tables import invoices
 from appliance.metering import invoice_rows as rows
@@ -29,13 +29,23 @@ from appliance.metering import outbox
 from appliance.metering.box_records import SELLER, read_record
 from appliance.metering.calendar import BillingCalendar, first_day
 from appliance.metering.free_allowances import free_in, read_allowances
-from appliance.metering.invoice_lines import EventSums, FreeMonth, InvoiceLine, allowance_lines, totals_of, usage_lines
+from appliance.metering.invoice_lines import (
+    EventSums,
+    FreeMonth,
+    InvoiceLine,
+    allowance_lines,
+    currency_of,
+    totals_of,
+    usage_lines,
+)
 from appliance.metering.invoice_rows import TIME_ZONE, Invoice, InvoiceHead, Narrow
 from appliance.metering.invoice_sums import Cover, read_covered_events, read_event_sums
 from appliance.metering.records import UsageEvent
 from appliance.tenancy import audit
+from appliance.tenancy.fields import check_choice
 from appliance.tenancy.pages import PAGE_ROWS_DEFAULT, Page, check_limit, decode_cursor, page_of
 
+BILLABLE, CLOSABLE = ONLY = ("billable", "closable")
 FIRST_DAY = date(2000, 1, 1)  # no appliance has usage before it, and no calendar trouble begins after it
 
 
@@ -65,24 +75,22 @@ class Invoices:
         self._calendar = calendar
         self._currency = currency
 
-    async def draft(self, tenant_id: str, month: str) -> Invoice:
+    async def draft(self, tenant_id: str, month: str, *, only: str | None = None) -> Invoice:
         """Return the draft of a month (`YYYY-MM`) that has begun; the same one when there is one already.
 
-        Raises NotFound, InvalidValue, InvoiceClosed, and MonthOutOfOrder when a later month is closed.
+        `only` is one of ONLY: nothing is made where there is nothing to bill (NothingToBill), nor, of a `closable` one, before
+        the month is over (MonthNotOver). Raises NotFound, InvalidValue, InvoiceClosed, and MonthOutOfOrder when a later month
+        is closed.
         """
         if first_day(month) < FIRST_DAY:
             raise InvalidValue(f"month must be {FIRST_DAY:%Y-%m} or later", param="month")
         if self._calendar.month_start(month) > self._clock.now():
             raise InvalidValue(f"{month} has not begun", param="month")
+        if only is not None:
+            await self._check_worth_it(tenant_id, month, check_choice(only, "only", ONLY))
         async with self._db.writing() as connection:
             await locked(connection, POSTING)
-            buyer = await rows.read_buyer(connection, tenant_id)
-            if buyer is None:
-                raise NotFound("no such tenant", param="tenant_id")
-            head = await rows.read_month(connection, tenant_id, month)
-            if head is None:
-                head = await self._open(connection, tenant_id, month, buyer.currency or self._currency)
-            _check_draft(head)
+            head = await self._draft_of(connection, tenant_id, month, keep=True)
         return await self.get(head.id)
 
     async def head(self, invoice_id: str) -> InvoiceHead:
@@ -161,12 +169,39 @@ class Invoices:
                 connection, self._clock, "invoice.discard", "invoice", head.id, tenant_id=head.tenant_id, before=before
             )
 
-    async def _open(self, connection: AsyncConnection, tenant_id: str, month: str, currency: str) -> InvoiceHead:
+    async def _check_worth_it(self, tenant_id: str, month: str, only: str) -> None:
+        """Raise what `only` promises. An empty draft that somebody made stays."""
+        if only == CLOSABLE:
+            self._check_over(month)
+        async with self._db.reading() as connection:
+            head = await self._draft_of(connection, tenant_id, month, keep=False)
+            if not (await self._drafted(connection, head)).lines:
+                raise NothingToBill(f"{month} has nothing to bill", param="month")
+
+    async def _draft_of(self, connection: AsyncConnection, tenant_id: str, month: str, *, keep: bool) -> InvoiceHead:
+        """Return the draft that is there, or a new one, which is stored when it is to be kept."""
+        buyer = await rows.read_buyer(connection, tenant_id)
+        if buyer is None:
+            raise NotFound("no such tenant", param="tenant_id")
+        head = await rows.read_month(connection, tenant_id, month)
+        if head is None:
+            head = await self._begun(connection, tenant_id, month, buyer.currency or self._currency)
+            if keep:
+                await rows.insert_draft(connection, head)
+                after = {"month": month}
+                await audit.record(
+                    connection, self._clock, "invoice.draft", "invoice", head.id, tenant_id=tenant_id, after=after
+                )
+        _check_draft(head)
+        return head
+
+    async def _begun(self, connection: AsyncConnection, tenant_id: str, month: str, currency: str) -> InvoiceHead:
+        """Return the head of a draft that no table has. Raises MonthOutOfOrder."""
         before = await rows.read_last_cover(connection, tenant_id)
         if before is not None and month < before.month:
             message = f"{before.month} is closed already: what is missing of {month} will be on the invoice after it"
             raise MonthOutOfOrder(message, param="month")
-        head = InvoiceHead(
+        return InvoiceHead(
             id=new_id("inv"),
             tenant_id=tenant_id,
             month=month,
@@ -181,10 +216,6 @@ class Invoices:
             created_at=self._clock.now(),
             closed_at=None,
         )
-        await rows.insert_draft(connection, head)
-        after = {"month": month}
-        await audit.record(connection, self._clock, "invoice.draft", "invoice", head.id, tenant_id=tenant_id, after=after)
-        return head
 
     async def _freeze(self, connection: AsyncConnection, invoice: Invoice, through: int) -> Invoice:
         now = self._clock.now()
@@ -205,7 +236,6 @@ class Invoices:
         closed = dataclasses.replace(invoice, head=head)
         if not await rows.freeze(connection, closed):
             raise InvoiceClosed(f"the invoice of {head.month} is closed and never changes", param="invoice_id")
-        facts = ("number", "month", "state", "currency", "total_micros", "tax_micros", "through_posting")
         await outbox.tell(
             connection, now, event="invoice.closed", subject=head.id, data=closed.announcement, tenant_id=head.tenant_id
         )
@@ -216,8 +246,8 @@ class Invoices:
             "invoice",
             head.id,
             tenant_id=head.tenant_id,
-            before={name: getattr(invoice.head, name) for name in facts},
-            after={name: getattr(head, name) for name in facts},
+            before={},
+            after=rows.closing_facts(head),
         )
         return closed
 
@@ -243,7 +273,7 @@ class Invoices:
         lines += allowance_lines(lines, await _free_months(connection, head.tenant_id, lines, month))
         buyer = await rows.read_buyer(connection, head.tenant_id)
         assert buyer is not None, "an invoice refers to its tenant"
-        currency = _currency_of(sums, month) or buyer.currency or self._currency
+        currency = currency_of(sums, month) or buyer.currency or self._currency
         record = await read_record(connection, SELLER)
         seller = {**(record.value if record else {}), TIME_ZONE: self._calendar.time_zone}
         invoice = Invoice(
@@ -348,17 +378,6 @@ def _open_before(sums: Sequence[EventSums], month: str, before: Cover | None) ->
         if usage_lines([group for group in sums if group.month == of], of):
             return of
     return None
-
-
-def _currency_of(sums: Sequence[EventSums], month: str) -> str | None:
-    """Return the currency of what costs something; None when nothing does."""
-    currencies = sorted({group.currency for group in sums if group.cost_picos})
-    if len(currencies) > 1:
-        message = (
-            f"the invoice of {month} would have costs in {' and '.join(currencies)}; amounts in two currencies have no sum"
-        )
-        raise CurrenciesMixed(message, param="month")
-    return currencies[0] if currencies else None
 
 
 def _stored(head: InvoiceHead, lines: Sequence[InvoiceLine]) -> Invoice:

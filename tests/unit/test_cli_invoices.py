@@ -98,6 +98,37 @@ def test_one_tenant_that_cannot_be_closed_stops_no_other_and_is_named(typed: Typ
     assert told(typed("invoices", "close", "--month", "2026-01", "--all")[1]) == [("bob", "closed", "2.00 EUR")]
 
 
+def test_a_month_without_anything_to_close_says_why_and_leaves_no_trace(typed: Type) -> None:
+    def entries() -> int:
+        return len(typed("audit", "list")[1]["data"])
+
+    before = entries()
+    status, answer, told_beside = typed("invoices", "draft", "--month", "2025-12", "--all")
+    assert (status, answer, entries()) == (0, {"data": []}, before)
+    assert told_beside == "Nothing to draft of 2025-12: 3 without anything to bill.\n"
+
+    typed("invoices", "close", "--month", "2026-01", "--all")
+    before = entries()
+    assert typed("invoices", "close", "--month", "2026-01", "--all")[2] == (
+        "Nothing to close of 2026-01: 1 closed already, 2 without anything to bill.\n"
+    )
+    assert entries() == before
+
+
+def test_a_month_that_is_not_over_is_told_once_and_drafts_nobody(typed: Type) -> None:
+    month = f"{SystemClock().now():%Y-%m}"
+    status, answer, _ = typed("invoices", "close", "--month", month, "--all")
+    assert status == 1
+    assert answer["error"]["message"].count("is not over before") == 1
+    assert told(typed("invoices", "list", "--month", month)[1]) == []
+
+
+def test_an_empty_table_says_so_beside_the_header_of_a_pipe(typed: Type, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["invoices", "list"]) == 0
+    written = capsys.readouterr()
+    assert (written.out.count("\n"), written.err) == (1, "There are no invoices.\n")
+
+
 def test_an_empty_month_of_one_tenant_is_closed_when_it_is_asked_for(typed: Type) -> None:
     status, closed, warning = typed("invoices", "close", "--month", "2026-01", "--tenant", "dora")
     assert (status, told(closed)) == (0, [("dora", "closed", "0.00 EUR")])
@@ -111,7 +142,11 @@ def test_an_empty_month_of_one_tenant_is_closed_when_it_is_asked_for(typed: Type
         (("close", "--month", "2026-01", "--all", "--tenant", "bob"), 2, "--tenant TENANT or --all"),
         (("close", "--month", "2026-02", "--tenant", "bob"), 1, "2026-01 must be closed"),
         (("export", "--month", "2026-01", "--all", "--format", "docx"), 2, "pdf, csv, json, events"),
-        (("export", "--month", "January", "--all"), 1, "YYYY-MM"),
+        (("export", "--month", "January", "--all"), 2, "YYYY-MM"),
+        (("draft", "--month", "2026-13", "--all"), 2, "--month must be YYYY-MM, not '2026-13'"),
+        (("close", "--month", "2026-13", "--tenant", "bob"), 2, "--month must be YYYY-MM"),
+        (("list", "--month", "2026-13"), 2, "--month must be YYYY-MM"),
+        (("draft", "--month", "2999-01", "--all"), 1, "2999-01 has not begun"),
         (("seller",), 1, "has not been entered"),
         (("seller", "--file", "nowhere.json"), 1, "cannot be read as JSON"),
     ],
