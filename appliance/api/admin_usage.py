@@ -37,7 +37,7 @@ USAGE_QUERY = ("start", "end", "bucket", "group_by", "tenant_id", "key_id", "mod
 
 class NewPriceBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """A price to add: micro-units of money per million tokens. `tier_percents` is what tenants of a tier pay of it, in percent;
-    `batch_percent` what batch work pays of that."""
+    `batch_percent` what batch work pays of that, which takes effect with the batch API (not there yet)."""
 
     model: str
     prompt: int

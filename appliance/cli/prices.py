@@ -60,7 +60,12 @@ def add(
         str | None,
         typer.Option("--from", metavar="TIME", help="RFC 3339, also in the future; default: now.", show_default=False),
     ] = None,
-    batch_percent: Annotated[int, typer.Option(metavar="PERCENT", help="What batch work pays of the price.")] = 100,
+    batch_percent: Annotated[
+        int,
+        typer.Option(
+            metavar="PERCENT", help="What batch work pays of it; takes effect with the batch API, which is not there yet."
+        ),
+    ] = 100,
     tier_percent: Annotated[
         list[str] | None,
         typer.Option(metavar="TIER=PERCENT", help="What tenants of a tier pay of it; repeatable.", show_default=False),
