@@ -5,23 +5,19 @@ Knows nothing of single events; those are looked at one by one elsewhere.
 
 from __future__ import annotations
 
-from collections import defaultdict
-
 from sqlalchemy import func, or_, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 from sqlalchemy.orm import aliased
 
 from appliance.base import counters, tables
+from appliance.cli import invariant_invoices
 from appliance.cli.finding import Finding, named
 from appliance.metering import rollups
 from appliance.metering.calendar import BillingCalendar
-from appliance.metering.invoice_lines import FREE_ALLOWANCE, InvoiceBroken, usage_lines
-from appliance.metering.invoice_rows import InvoiceHead, head_from_row, read_lines
-from appliance.metering.invoice_sums import Cover, read_event_sums
 from appliance.metering.sums import split_sum
 
 _EVENTS = tables.usage_events
-_NUMBERS = "invoice:"
+_SHARED = ("tenant_id", "key_id", "model", "currency", "billing_day", "price_basis_points", "admitted_at")
 _COUNTS = ("prompt_tokens", "cached_tokens", "completion_tokens", "rejected_tokens", "cost_picos")
 
 
@@ -31,7 +27,7 @@ async def check(connection: AsyncConnection, kind: str, calendar: BillingCalenda
         await _corrections(connection),
         await _postings(connection),
         await _rollups(connection, kind, calendar),
-        await _invoices(connection),
+        await invariant_invoices.check(connection),
     ]
 
 
@@ -48,7 +44,8 @@ async def _corrections(connection: AsyncConnection) -> Finding:
                 original.c.kind != "usage",
                 original.c.status.not_in(rollups.SETTLED),
                 original.c.request_id != _EVENTS.c.request_id,
-                original.c.tenant_id != _EVENTS.c.tenant_id,
+                *(original.c[name].is_distinct_from(_EVENTS.c[name]) for name in _SHARED),
+                _EVENTS.c.price_id.is_not(None) & original.c.price_id.is_distinct_from(_EVENTS.c.price_id),
             ),
         )
         .order_by(_EVENTS.c.id)
@@ -105,44 +102,3 @@ async def _rollups(connection: AsyncConnection, kind: str, calendar: BillingCale
         text = f"the sums by {', '.join(wrong)} are not those of the events: run gatehouse db rebuild-rollups"
         return Finding("rollups", "broken", text)
     return Finding("rollups", "holds", "the sums by minute, hour and day are those of the events")
-
-
-async def _invoices(connection: AsyncConnection) -> Finding:
-    invoices = tables.invoices
-    query = select(invoices).where(invoices.c.state == "closed").order_by(invoices.c.tenant_id, invoices.c.month)
-    heads = [head_from_row(row) for row in (await connection.execute(query)).mappings().all()]
-    before: dict[str, Cover] = {}
-    wrong = []
-    for head in heads:
-        if not await _is_exact(connection, head, before.get(head.tenant_id)):
-            wrong.append(str(head.number))
-        before[head.tenant_id] = Cover(head.month, head.through_posting or 0)
-    if wrong:
-        return Finding("invoices", "broken", named(wrong, "invoices are not the sum of their events"))
-    gaps = await _number_gaps(connection, [str(head.number) for head in heads])
-    if gaps:
-        return Finding("invoices", "broken", f"numbers are missing: {', '.join(gaps)}")
-    return Finding("invoices", "holds", f"{len(heads)} closed invoices, each the sum of its events")
-
-
-async def _is_exact(connection: AsyncConnection, head: InvoiceHead, before: Cover | None) -> bool:
-    """Return whether the stored lines, but for allowances, are those that the covered events come to."""
-    sums = await read_event_sums(connection, head.tenant_id, Cover(head.month, head.through_posting or 0), before)
-    stored = [line for line in (await read_lines(connection, [head.id]))[head.id] if line.kind != FREE_ALLOWANCE]
-    try:
-        return usage_lines(sums, head.month) == stored
-    except InvoiceBroken:
-        return False
-
-
-async def _number_gaps(connection: AsyncConnection, numbers: list[str]) -> list[str]:
-    """Return the years whose invoices are not numbered 1, 2, 3 … up to their counter."""
-    used: dict[str, list[int]] = defaultdict(list)
-    for number in numbers:
-        year, _, place = number.partition("-")
-        used[year].append(int(place))
-    query = select(tables.counters.c.name, tables.counters.c.value).where(tables.counters.c.name.startswith(_NUMBERS))
-    counted = {name.removeprefix(_NUMBERS): int(value) for name, value in (await connection.execute(query)).all()}
-    return [
-        year for year in sorted({*used, *counted}) if sorted(used.get(year, [])) != list(range(1, counted.get(year, 0) + 1))
-    ]

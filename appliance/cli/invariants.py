@@ -3,8 +3,12 @@
 tables      the database is at the newest revision, and (SQLite) its pages and references are whole
 once        one usage event per request
 pending     no event is pending for a process that has ended
-settled     an event that is not pending says when and why it ended; a pending one says neither and costs nothing
-counts      0 <= cached <= prompt, 0 <= completion, and the request's own row has the same counts
+settled     an event that is not pending says when and why it ended; a pending one says neither and costs nothing; what was
+            recovered is an estimate
+counts      0 <= cached <= prompt, 0 <= completion, and the request's own row has the same counts; voided events have none
+requests    a request's own row names the tenant, key, model and end of its event, and there is none without an event
+price       an event names the latest price of its model and currency that was in force, and a discount that this has
+day         the billing day is that of the admission, to a day: it is of the time zone that held then
 cost        recomputed from the counts and the price that was in force, to the last pico-unit; voided events cost nothing
 sums        the totals by tenant, by key and by model that the database computes are the exact sum of the events
 corrections an adjustment names the settled event that it corrects, and together they never come to less than nothing
@@ -12,6 +16,7 @@ postings    events got their final state as 1, 2, 3 … without a gap, and the c
 rollups     the sums by minute, hour and day are those of the events
 invoices    the lines of every closed invoice are the exact sum of the events that it covers; numbers have no gap
 audit       the chain of the audit log is whole
+kept        the triggers that keep all this are there and switched on
 """
 
 from __future__ import annotations
@@ -28,6 +33,7 @@ from appliance.base import db, tables
 from appliance.base.clock import SystemClock
 from appliance.base.money import cost_picos, discounted
 from appliance.cli import invariant_books as books
+from appliance.cli import invariant_origins as origins
 from appliance.cli.failure import CommandFailed
 from appliance.cli.finding import NAMED_MAX, Finding, named
 from appliance.metering.calendar import BillingCalendar
@@ -49,7 +55,9 @@ class _Tally:
     sums: dict[str, Counter[str]] = field(
         default_factory=lambda: {"tenant_id": Counter(), "key_id": Counter(), "model": Counter()}
     )
-    wrong: dict[str, list[str]] = field(default_factory=lambda: {"pending": [], "settled": [], "counts": [], "cost": []})
+    wrong: dict[str, list[str]] = field(
+        default_factory=lambda: {name: [] for name in ("pending", "settled", "counts", "cost", "requests", "price", "day")}
+    )
 
 
 async def check(url: str, *, running: bool, time_zone: str = "UTC") -> list[Finding]:
@@ -64,10 +72,15 @@ async def check(url: str, *, running: bool, time_zone: str = "UTC") -> list[Find
             findings = [await _tables(connection, url, database.kind), await _once(connection)]
             epoch = await _running_epoch(connection) if running else None
             tally = _Tally()
+            history = await origins.PriceHistory.read(connection)
             async for row in _events(connection):
                 _judge(row, tally, epoch=epoch, running=running)
+                _judge_origin(row, tally, history)
+            tally.wrong["requests"] += await origins.strays(connection)
+            tally.wrong["price"] += history.wrong()
             findings += [*_from_tally(tally, running=running), await _sums(connection, tally)]
             findings += await books.check(connection, database.kind, BillingCalendar(time_zone))
+            findings.append(await origins.kept(connection, database.kind))
         verdict = await AuditLog(database, SystemClock()).verify()
         audit = f"{verdict.entries} entries, each chained to the one before" if verdict.fault is None else verdict.fault.text
         return [*findings, Finding("audit", "holds" if verdict.fault is None else "broken", audit)]
@@ -111,7 +124,16 @@ async def _events(connection: AsyncConnection) -> AsyncIterator[Any]:
         _PRICES.c.cached_prompt.label("cached_price"),
         _PRICES.c.completion.label("completion_price"),
         _PRICES.c.rejected_draft.label("rejected_price"),
+        _PRICES.c.model.label("price_model"),
+        _PRICES.c.currency.label("price_currency"),
+        _PRICES.c.effective_from.label("price_from"),
+        _PRICES.c.tier_percents.label("price_tiers"),
+        _PRICES.c.batch_percent.label("price_batch"),
         _REQUESTS.c.id.label("request_row"),
+        _REQUESTS.c.tenant_id.label("request_tenant"),
+        _REQUESTS.c.key_id.label("request_key"),
+        _REQUESTS.c.model.label("request_model"),
+        _REQUESTS.c.finish_reason.label("request_finish"),
         _REQUESTS.c.prompt_tokens.label("request_prompt"),
         _REQUESTS.c.cached_tokens.label("request_cached"),
         _REQUESTS.c.completion_tokens.label("request_completion"),
@@ -146,21 +168,34 @@ def _judge(row: Any, tally: _Tally, *, epoch: str | None, running: bool) -> None
         counter[getattr(row, name)] += row.cost_picos
 
 
+def _judge_origin(row: Any, tally: _Tally, history: origins.PriceHistory) -> None:
+    if row.kind == "usage":  # an adjustment has the price of the event that it corrects
+        history.judge(row)
+    right = {
+        "requests": origins.agrees_with_request(row),
+        "day": row.kind != "usage" or origins.is_on_its_day(row),
+    }
+    for name, holds in right.items():
+        if not holds:
+            tally.wrong[name].append(row.request_id)
+
+
 def _badly_settled(row: Any, *, pending: bool) -> bool:
     if pending:
         return row.settled_at is not None or row.finish_reason is not None or row.cost_picos != 0
+    if row.kind == "usage" and row.status == "recovered" and not row.estimated:
+        return True
     return row.settled_at is None or row.finish_reason is None
 
 
 def _counts_agree(row: Any, *, pending: bool) -> bool:
     if row.kind != "usage":
         return True  # signed; what stands together with the event that it corrects is looked at elsewhere
-    counts = (row.prompt_tokens, row.cached_tokens, row.completion_tokens)
+    if row.status == "voided" and (row.prompt_tokens or row.completion_tokens or row.rejected_tokens):
+        return False
     if not 0 <= row.cached_tokens <= row.prompt_tokens or min(row.completion_tokens, row.rejected_tokens) < 0:
         return False
-    if pending or row.status != "posted" or row.request_row is None:
-        return True
-    return counts == (row.request_prompt, row.request_cached, row.request_completion)
+    return pending or row.request_row is None or origins.counts_agree_with_request(row)
 
 
 def _expected_cost(row: Any) -> int:
@@ -186,6 +221,9 @@ def _from_tally(tally: _Tally, *, running: bool) -> list[Finding]:
         "settled": "every settled event says when and why",
         "counts": "counts are in order and agree with the requests",
         "cost": "every cost is its counts times its price",
+        "requests": "every request's own row is that of its event",
+        "price": "every event has the price that was in force",
+        "day": "every event is billed on the day of its admission",
     }
     findings = [
         Finding(name, "broken", named(ids, "events")) if ids else Finding(name, "holds", good[name])

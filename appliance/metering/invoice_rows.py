@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date, datetime, timedelta
+from hashlib import sha256
 from typing import Any, Literal
 
 from sqlalchemy import ColumnElement, RowMapping, Select, delete, func, insert, select, update
@@ -84,6 +86,13 @@ class Invoice:
             "tax_micros": self.head.tax_micros,
             "currency": self.head.currency,
         }
+
+
+def closing_facts(head: InvoiceHead) -> dict[str, Any]:
+    """Return what the audit log keeps of a closing: the sums, and a digest of who wrote the invoice and who pays it."""
+    names = ("number", "month", "state", "currency", "total_micros", "tax_micros", "through_posting")
+    parties = json.dumps([head.seller, head.buyer], sort_keys=True, ensure_ascii=True)
+    return {name: getattr(head, name) for name in names} | {"parties_sha256": sha256(parties.encode()).hexdigest()}
 
 
 @dataclass(frozen=True, slots=True)

@@ -91,14 +91,14 @@ def _add_event(add: Any, number: int, owner: str, status: str, *, at: datetime) 
     billed = status in ("posted", "recovered")
     counts = {"prompt_tokens": 30, "cached_tokens": 16, "completion_tokens": 7} if billed or status == "pending" else {}
     empty = {"prompt_tokens": 0, "cached_tokens": 0, "completion_tokens": 0}
-    who = {"tenant_id": f"tn_{owner}", "key_id": f"key_{owner}", "model": "demo", "endpoint": "/v1/chat/completions"}
+    who: dict[str, Any] = {"tenant_id": f"tn_{owner}", "key_id": f"key_{owner}", "model": "demo"}
+    who |= {"endpoint": "/v1/chat/completions", "finish_reason": None if status == "pending" else "stop"}
     add(
         "usage_events",
         request_id=f"req_{number}",
         epoch_id="epoch_1",
         kind="usage",
         status=status,
-        finish_reason=None if status == "pending" else "stop",
         reserved_tokens=100,
         estimated=status == "recovered",
         price_id="price_1",

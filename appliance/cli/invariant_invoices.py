@@ -1,0 +1,131 @@
+"""What must be true of closed invoices: lines are their events, heads are their lines, and the audit log saw them close.
+
+The log is chained, so what it says of a closing cannot be changed with the invoice. Knows nothing of single events.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from sqlalchemy import select
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from appliance.base import tables
+from appliance.cli.finding import Finding, named
+from appliance.metering.free_allowances import FreeAllowance, free_in, read_allowances
+from appliance.metering.invoice_lines import (
+    FREE_ALLOWANCE,
+    FreeMonth,
+    InvoiceBroken,
+    InvoiceLine,
+    allowance_lines,
+    totals_of,
+    usage_lines,
+)
+from appliance.metering.invoice_rows import InvoiceHead, closing_facts, head_from_row, read_lines
+from appliance.metering.invoice_sums import Cover, read_event_sums
+
+_NUMBERS = "invoice:"
+
+
+@dataclass(slots=True)
+class _Said:
+    """What the closed invoices of a tenant have said so far: what they cover, and of each month what was billed and free."""
+
+    allowances: Sequence[FreeAllowance]
+    cover: Cover | None = None
+    billed: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+    granted: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+
+    def add(self, head: InvoiceHead, lines: Sequence[InvoiceLine]) -> None:
+        """Note what one more invoice says."""
+        self.cover = Cover(head.month, head.through_posting or 0)
+        for line in lines:
+            if line.kind == FREE_ALLOWANCE:
+                self.granted[line.month] -= line.rounded_micros
+            else:
+                self.billed[line.month] += line.rounded_micros
+
+    def free(self, month: str, lines: Sequence[InvoiceLine]) -> dict[str, FreeMonth]:
+        """Return the allowance of each month that an invoice of `month` speaks of."""
+        return {
+            of: FreeMonth(
+                monthly_micros=free_in(self.allowances, of),
+                billed_micros=self.billed[of],
+                granted_micros=self.granted[of],
+            )
+            for of in sorted({month, *(line.month for line in lines)})
+            if self.allowances
+        }
+
+
+async def check(connection: AsyncConnection) -> Finding:
+    """Return what there is to say of closed invoices."""
+    invoices = tables.invoices
+    query = select(invoices).where(invoices.c.state == "closed").order_by(invoices.c.tenant_id, invoices.c.month)
+    heads = [head_from_row(row) for row in (await connection.execute(query)).mappings().all()]
+    said: dict[str, _Said] = {}
+    inexact, altered = [], []
+    closings = await _closings(connection)
+    for head in heads:
+        if head.tenant_id not in said:
+            said[head.tenant_id] = _Said(await read_allowances(connection, head.tenant_id))
+        so_far = said[head.tenant_id]
+        lines = (await read_lines(connection, [head.id]))[head.id]
+        if not await _is_exact(connection, head, lines, so_far):
+            inexact.append(str(head.number))
+        if not _is_sum(head, lines) or closings.get(head.id) != closing_facts(head):
+            altered.append(str(head.number))
+        so_far.add(head, lines)
+    if inexact:
+        return Finding("invoices", "broken", named(inexact, "invoices are not the sum of their events"))
+    if altered:
+        return Finding("invoices", "broken", named(altered, "invoices do not say what they said when they were closed"))
+    gone = sorted(closings.keys() - {head.id for head in heads})
+    if gone:
+        return Finding("invoices", "broken", named(gone, "invoices that were closed are not there"))
+    gaps = await _number_gaps(connection, [str(head.number) for head in heads])
+    if gaps:
+        return Finding("invoices", "broken", f"numbers are missing: {', '.join(gaps)}")
+    return Finding("invoices", "holds", f"{len(heads)} closed invoices, each the sum of its events, and as they were closed")
+
+
+async def _is_exact(connection: AsyncConnection, head: InvoiceHead, stored: Sequence[InvoiceLine], said: _Said) -> bool:
+    """Return whether the stored lines are those that the covered events come to, and what is free of them."""
+    sums = await read_event_sums(connection, head.tenant_id, Cover(head.month, head.through_posting or 0), said.cover)
+    try:
+        used = usage_lines(sums, head.month)
+    except InvoiceBroken:
+        return False
+    return [*used, *allowance_lines(used, said.free(head.month, used))] == list(stored)
+
+
+def _is_sum(head: InvoiceHead, lines: Sequence[InvoiceLine]) -> bool:
+    """Return whether total and tax are those of the lines, by the seller's tax of then."""
+    tax_basis_points = (head.seller or {}).get("tax_basis_points", 0)
+    totals = totals_of(lines, tax_basis_points=tax_basis_points, currency=head.currency)
+    return (totals.total_micros, totals.tax_micros) == (head.total_micros, head.tax_micros)
+
+
+async def _closings(connection: AsyncConnection) -> dict[str, dict[str, Any]]:
+    """Return what the audit log says of each closing."""
+    log = tables.audit_log.c
+    query = select(log.target_id, log.after).where(log.action == "invoice.close").order_by(log.id)
+    return {row.target_id: json.loads(row.after or "{}") for row in (await connection.execute(query)).all()}
+
+
+async def _number_gaps(connection: AsyncConnection, numbers: list[str]) -> list[str]:
+    """Return the years whose invoices are not numbered 1, 2, 3 … up to their counter."""
+    used: dict[str, list[int]] = defaultdict(list)
+    for number in numbers:
+        year, _, place = number.partition("-")
+        used[year].append(int(place))
+    query = select(tables.counters.c.name, tables.counters.c.value).where(tables.counters.c.name.startswith(_NUMBERS))
+    counted = {name.removeprefix(_NUMBERS): int(value) for name, value in (await connection.execute(query)).all()}
+    return [
+        year for year in sorted({*used, *counted}) if sorted(used.get(year, [])) != list(range(1, counted.get(year, 0) + 1))
+    ]
