@@ -251,9 +251,9 @@ class History:
             less = (-self.numbers.randrange(prompt - cached + 1), 0, -self.numbers.randrange(completion + 1), -rejected)
             if not any(less):
                 continue
-            names = ("prompt_tokens", "cached_tokens", "completion_tokens", "rejected_tokens")
             assert fact.event_id is not None
-            made = await self.corrections.add(fact.event_id, Correction(note="test", **dict(zip(names, less, strict=True))))
+            taken = Correction(note="test", prompt_tokens=less[0], completion_tokens=less[2], rejected_tokens=less[3])
+            made = await self.corrections.add(fact.event_id, taken)
             correction = Fact(
                 fact.request_id, fact.tenant_id, fact.key_id, fact.model, fact.currency, fact.admitted_at, fact.price,
                 fact.basis_points, less, is_request=False, settled=True, event_id=made.id,

@@ -112,6 +112,9 @@ async def test_a_correction_that_cannot_be_names_its_field(box: ApiBox, event: d
     path = f"/ledger/{event['id']}/corrections"
     assert await refused(box, path, 400, json={"note": "x", "completion_tokens": -6}) == ("invalid_value", "completion_tokens")
     assert await refused(box, path, 400, json={"completion_tokens": -1}) == ("invalid_value", "note")
+    huge = {"note": "x", "completion_tokens": 20_000_000}
+    assert await refused(box, path, 400, json=huge) == ("invalid_value", "confirm")
+    await box.call("POST", path, status=201, json={**huge, "confirm": True})
     assert await refused(box, path, 400, json={"note": "x", "tokens": 1}) == ("unknown_parameter", "tokens")
     for missing in ("999", "x", "1" * 30):
         body = {"note": "x", "completion_tokens": -1}
