@@ -10,6 +10,7 @@ import dataclasses
 import hmac
 import ipaddress
 from typing import Any
+from urllib.parse import unquote
 
 import structlog
 from litestar import Request
@@ -30,6 +31,8 @@ INFERENCE_SCOPE = "inference"
 USAGE_SCOPE = "usage"
 SESSION_COOKIES = ("__Host-gatehouse", "gatehouse_session")  # the console sets them: the first over HTTPS, else the second
 PROXY_HEADERS = ("x-forwarded-for", "x-real-ip", "forwarded")
+OPERATOR_HEADER = "x-gatehouse-operator"  # the command line sends it
+OPERATOR_CHARS_MAX = 200
 CSRF_HEADER = "x-csrf-token"
 SAFE_METHODS = ("GET", "HEAD", "OPTIONS")
 SAME_SITE = ("same-origin", "none")  # `none` is a person's own doing: a typed address, a bookmark
@@ -96,9 +99,14 @@ async def _by_token(connection: Connection, secret: str) -> Access:
     services = services_of(connection)
     control = services.control_token
     if control is not None and hmac.compare_digest(secret.encode(), control.encode()):
-        return Access(role=Role.OWNER, actor=_actor("cli", "command line"))
+        return Access(role=Role.OWNER, actor=_actor("cli", _operator(connection)))
     token = await services.admin_tokens.authenticate(secret)
     return Access(role=token.role, actor=_actor("token", token.name, token.id))
+
+
+def _operator(connection: Connection) -> str:
+    """Return the user of this machine whom a command of ours names. Call it for the control token alone."""
+    return unquote(connection.headers.get(OPERATOR_HEADER, ""))[:OPERATOR_CHARS_MAX].strip() or "command line"
 
 
 def _actor(kind: ActorKind, name: str, id_: str | None = None) -> Actor:

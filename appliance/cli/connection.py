@@ -16,6 +16,7 @@ import httpx
 
 from appliance.base.settings import Settings
 from appliance.cli.failure import CommandFailed
+from appliance.cli.operator import operator_headers
 
 CONTROL_FILE = "control.json"
 TIMEOUT_S = 30.0
@@ -117,7 +118,7 @@ async def connected(settings: Settings) -> AsyncIterator[AdminClient]:
     """Yield a client of the appliance of these settings."""
     control = read_control(settings.data_dir)
     if control is not None:
-        headers = {"authorization": f"Bearer {control.token}"}
+        headers = {"authorization": f"Bearer {control.token}"} | operator_headers()
         async with httpx.AsyncClient(base_url=control.url, headers=headers, timeout=TIMEOUT_S, trust_env=False) as client:
             yield AdminClient(client)
         return
@@ -137,7 +138,7 @@ async def _in_process(settings: Settings) -> AsyncIterator[httpx.AsyncClient]:
     try:
         services = appliance.services
         services.control_token = services.control_token or secrets.token_urlsafe(32)
-        headers = {"authorization": f"Bearer {services.control_token}"}
+        headers = {"authorization": f"Bearer {services.control_token}"} | operator_headers()
         application: Any = create_app(appliance)  # its types name the kinds of messages, httpx's do not
         transport = httpx.ASGITransport(app=application)
         async with httpx.AsyncClient(base_url="http://in-process", headers=headers, transport=transport) as client:

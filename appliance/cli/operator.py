@@ -1,11 +1,20 @@
-"""Who acts when a command works on the database itself: the user of this machine, as the audit log shall name them."""
+"""Who acts when a command changes something: the user of this machine, as the audit log shall name them."""
 
 from __future__ import annotations
 
 import getpass
 import os
+from urllib.parse import quote
 
 from appliance.base.acting import Actor
+
+
+OPERATOR_HEADER = "x-gatehouse-operator"  # believed only beside the control token, which its file's owner alone can read
+
+
+def operator_headers() -> dict[str, str]:
+    """Return what tells the appliance who acts when a command asks it to: in ASCII, whatever the name."""
+    return {OPERATOR_HEADER: quote(operator().name)}
 
 
 def operator() -> Actor:

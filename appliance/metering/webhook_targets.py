@@ -24,6 +24,10 @@ _HOST = re.compile(r"(?=.{1,253}$)([a-z0-9_-]{1,63}\.)*[a-z0-9_-]{1,63}\.?", re.
 _MAILBOX = re.compile(r"[A-Za-z0-9.!#$%&'*+/=?^_`{|}~-]{1,64}@[A-Za-z0-9-]{1,63}(\.[A-Za-z0-9-]{1,63})*", re.ASCII)
 # IPv6 addresses that lead to an IPv4 address inside of them (RFC 6052, 3056, 4380): what that one is cannot be told from them.
 _TRANSLATED = tuple(ipaddress.ip_network(text) for text in ("64:ff9b::/96", "64:ff9b:1::/48", "2002::/16", "2001::/32"))
+# Of IPv6 only this is given out as global unicast (RFC 4291, IANA), and of it 3fff::/20 is for documentation (RFC 9637). The
+# IPv4 addresses of 6to4 relays (RFC 7526) lead nowhere that is known.
+_GLOBAL_UNICAST = ipaddress.ip_network("2000::/3")
+_NOBODYS = tuple(ipaddress.ip_network(text) for text in ("3fff::/20", "192.88.99.0/24"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +52,9 @@ def _unmapped(address: Address) -> Address:
 
 
 def _is_public(address: Address) -> bool:
-    if isinstance(address, ipaddress.IPv6Address) and any(address in network for network in _TRANSLATED):
+    if isinstance(address, ipaddress.IPv6Address) and address not in _GLOBAL_UNICAST:
+        return False
+    if any(address in network for network in (*_TRANSLATED, *_NOBODYS) if network.version == address.version):
         return False
     return address.is_global and not address.is_multicast
 

@@ -54,6 +54,16 @@ async def test_a_change_tells_only_what_differs(box: ApiBox) -> None:
     assert row["after"] == {"limits": {"tokens_per_minute": 5}}
 
 
+async def test_a_command_says_which_user_of_the_machine_acts_and_nobody_else_can(box: ApiBox) -> None:
+    operator = {"x-gatehouse-operator": "zo%C3%AB"}
+    await box.call("POST", "/tenants", status=201, json={"name": "bob"}, headers={**box.client.headers, **operator})
+    await box.call("POST", "/tenants", status=201, json={"name": "eve"}, headers={**await box.as_role("owner"), **operator})
+    actors = [row["actor"] for row in (await box.call("GET", "/audit", params={"action": "tenant.create"}))["data"]]
+    assert [actor["kind"] for actor in actors] == ["token", "cli"]
+    assert actors[1]["name"] == "zoë"
+    assert actors[0]["name"] != "zoë"
+
+
 async def test_the_list_is_paged_and_narrowed(box: ApiBox) -> None:
     bob, key = await make(box, "bob")
     charlie, _ = await make(box, "charlie")

@@ -141,3 +141,14 @@ def test_a_user_without_a_name_acts_under_a_number(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr("getpass.getuser", nameless)
     assert operator().name.startswith("user ")
+
+
+def test_a_command_acts_as_the_user_of_this_machine(
+    file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("getpass.getuser", lambda: "zoë")
+    assert main(["tenants", "create", "dora", "--json"]) == 0
+    capsys.readouterr()
+    assert main(["audit", "list", "--action", "tenant.create", "--json"]) == 0
+    newest = json.loads(capsys.readouterr().out)["data"][0]
+    assert (newest["actor"]["kind"], newest["actor"]["name"]) == ("cli", "zoë")
