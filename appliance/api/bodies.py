@@ -15,6 +15,7 @@ T = TypeVar("T")
 _PATH = re.compile(r" - at `\$\.?(?P<path>[^`]*)`$")
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 _UNKNOWN = re.compile(r"Object contains unknown field `(?P<name>[^`]*)`")
+_NOT_WHOLE = re.compile(r"Expected `int(?P<null> \| null)?`, got")
 _MISSING = re.compile(r"Object missing required field `(?P<name>[^`]*)`")
 
 
@@ -69,6 +70,9 @@ def _refusal(message: str) -> InvalidValue | UnknownParameter:
     if missing:
         name = _joined(path, missing.group("name"))
         return InvalidValue(f"missing parameter: {name}", param=name)
+    whole = _NOT_WHOLE.match(problem)
+    if whole and path:
+        return InvalidValue(f"{path} must be a whole number{' or null' if whole.group('null') else ''}", param=path)
     return InvalidValue(f"{path or 'the body'}: {problem[:1].lower()}{problem[1:]}", param=path or None)
 
 

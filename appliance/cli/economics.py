@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from appliance.cli import output
+from appliance.cli.failure import CommandFailed
 from appliance.cli.options import AsJson, DatabaseUrl, DataDir, settings_from
 
 if TYPE_CHECKING:
@@ -32,7 +33,13 @@ def economics(
     body = None if file is None else read_json(file)
 
     async def work(client: AdminClient) -> dict[str, Any]:
-        found: dict[str, Any] = await client.call("GET" if body is None else "PUT", "/economics", body=body)
+        try:
+            found: dict[str, Any] = await client.call("GET" if body is None else "PUT", "/economics", body=body)
+        except CommandFailed as failure:
+            if failure.code != "not_found":
+                raise
+            message = "the cost of the hardware has not been entered yet: gatehouse economics --file JSON"
+            raise CommandFailed(message, code=failure.code) from failure
         return found
 
     report = run(settings_from(data_dir, database), work)

@@ -26,6 +26,7 @@ app = typer.Typer(help="The API keys of tenants.", no_args_is_help=True)
 
 COLUMNS = (
     "id",
+    "tenant",
     "tenant_id",
     "name",
     "prefix",
@@ -136,7 +137,7 @@ def update(
         )
 
     async def work(client: AdminClient) -> dict[str, Any]:
-        changed: dict[str, Any] = await client.call("PATCH", f"/keys/{(await _find_key(client, key))['id']}", body=body)
+        changed: dict[str, Any] = await client.call("PATCH", f"/keys/{(await find_key(client, key))['id']}", body=body)
         return changed
 
     output.thing(run(settings_from(data_dir, database), work), as_json=as_json)
@@ -154,7 +155,7 @@ def rotate(
     from appliance.cli.connection import AdminClient, run
 
     async def work(client: AdminClient) -> dict[str, Any]:
-        found = await _find_key(client, key)
+        found = await find_key(client, key)
         fresh: dict[str, Any] = await client.call("POST", f"/keys/{found['id']}/rotate", body={"grace_s": grace})
         return fresh
 
@@ -167,19 +168,20 @@ def revoke(key: KeyId, as_json: AsJson = False, data_dir: DataDir = None, databa
     from appliance.cli.connection import AdminClient, run
 
     async def work(client: AdminClient) -> dict[str, Any]:
-        found = await _find_key(client, key)
+        found = await find_key(client, key)
         await client.call("DELETE", f"/keys/{found['id']}")
-        return await _find_key(client, found["id"])
+        return await find_key(client, found["id"])
 
     output.thing(run(settings_from(data_dir, database), work), as_json=as_json)
 
 
 async def _keys(client: Any, tenant: str | None) -> list[dict[str, Any]]:
     owners = [await find(client, tenant)] if tenant else await client.every("/tenants", query={"include_archived": "true"})
-    return [key for owner in owners for key in await client.every(f"/tenants/{owner['id']}/keys")]
+    return [{**key, "tenant": owner["name"]} for owner in owners for key in await client.every(f"/tenants/{owner['id']}/keys")]
 
 
-async def _find_key(client: Any, which: str) -> dict[str, Any]:
+async def find_key(client: Any, which: str) -> dict[str, Any]:
+    """Return the key with this id or public prefix."""
     for key in await _keys(client, None):
         if which in (key["id"], key["prefix"]):
             return key

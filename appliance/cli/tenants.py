@@ -10,6 +10,7 @@ import typer
 from appliance.cli import output
 from appliance.cli.failure import CommandFailed
 from appliance.cli.options import AsJson, DatabaseUrl, DataDir, settings_from
+from appliance.tenancy.fields import LIMIT_MAX
 
 if TYPE_CHECKING:
     from appliance.cli.connection import AdminClient
@@ -188,12 +189,17 @@ def limits_body(*values: str | None) -> dict[str, Any]:
             continue
         if value.lower() == "none":
             limits[field] = None
-        elif value.isascii() and value.isdigit():
+        elif _is_limit(value):
             limits[field] = int(value)
         else:
             option = "--" + field.replace("_", "-")
-            raise CommandFailed(f"{option} takes a whole number or `none`, not {value!r}", code="usage", status=2)
+            message = f"{option} must be a whole number from 0 to {LIMIT_MAX} or `none`, not {value!r}"
+            raise CommandFailed(message, code="usage", status=2)
     return {"limits": limits} if limits else {}
+
+
+def _is_limit(value: str) -> bool:
+    return value.isascii() and value.isdigit() and len(value) <= len(str(LIMIT_MAX)) and int(value) <= LIMIT_MAX
 
 
 def model_limits_body(given: list[str] | None) -> dict[str, Any]:
@@ -206,8 +212,8 @@ def model_limits_body(given: list[str] | None) -> dict[str, Any]:
     for text in given:
         model, _, setting = text.rpartition(":")
         name, _, value = setting.partition("=")
-        if not model or name not in LIMITS or not (value.isascii() and value.isdigit()):
-            expected = f"MODEL:LIMIT=N, where LIMIT is one of {', '.join(LIMITS)}"
+        if not model or name not in LIMITS or not _is_limit(value):
+            expected = f"MODEL:LIMIT=N, where LIMIT is one of {', '.join(LIMITS)} and N a whole number from 0 to {LIMIT_MAX}"
             raise CommandFailed(f"--model-limit takes {expected}, not {text!r}", code="usage", status=2)
         limits.setdefault(model, {})[name] = int(value)
     return {"model_limits": limits}

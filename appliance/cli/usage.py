@@ -24,16 +24,22 @@ def usage(
     tenant: Annotated[
         str | None, typer.Option(metavar="TENANT", help="Only this tenant (id or name).", show_default=False)
     ] = None,
+    key: Annotated[
+        list[str] | None,
+        typer.Option(metavar="KEY", help="Only this key (id or public prefix); repeatable.", show_default=False),
+    ] = None,
+    model: Annotated[list[str] | None, typer.Option(help="Only this model; repeatable.", show_default=False)] = None,
     as_json: AsJson = False,
     data_dir: DataDir = None,
     database: DatabaseUrl = None,
 ) -> None:
     """Show requests, tokens and cost per bucket and tenant, key or model."""
     from appliance.cli.connection import AdminClient, run
+    from appliance.cli.keys import find_key
     from appliance.cli.tenants import find
 
     now = datetime.now(UTC)
-    query = {
+    query: dict[str, Any] = {
         "start": start or _rfc3339(now - timedelta(days=DAYS_DEFAULT)),
         "end": end or _rfc3339(now + timedelta(seconds=1)),
         "bucket": bucket,
@@ -44,6 +50,8 @@ def usage(
         tenants = await client.every("/tenants", query={"include_archived": "true"})
         if tenant is not None:
             query["tenant_id"] = (await find(client, tenant))["id"]
+        query["key_id"] = [(await find_key(client, each))["id"] for each in key or ()] or None
+        query["model"] = model or None
         return await client.every("/usage", query=query), {known["id"]: known["name"] for known in tenants}
 
     rows, names = run(settings_from(data_dir, database), work)

@@ -120,6 +120,17 @@ def test_an_unknown_setting_stops_the_command(typed: Any, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize(
+    "command", [["tenants", "list"], ["prices", "list"], ["usage"], ["db", "check"], ["audit", "verify"]], ids=" ".join
+)
+def test_a_command_that_reads_makes_no_appliance(typed: Any, tmp_path: Path, command: list[str]) -> None:
+    nowhere = tmp_path / "typo"
+    answer = typed(*command, "--data-dir", str(nowhere), "--json")
+    assert (answer.status, answer.json()["error"]["code"]) == (1, "no_appliance")
+    assert str(nowhere) in answer.json()["error"]["message"]
+    assert not nowhere.exists()
+
+
+@pytest.mark.parametrize(
     "command", [["tenants", "list"], ["db", "check"], ["db", "upgrade"], ["admin", "token", "--list"]], ids=" ".join
 )
 def test_a_database_that_does_not_answer_is_told_without_its_password(typed: Any, command: list[str]) -> None:
@@ -164,7 +175,7 @@ def test_an_update_that_changes_nothing_is_a_usage_error(typed: Any) -> None:
     assert typed("tenants", "update", "bob").status == 2
 
 
-@pytest.mark.parametrize("value", ["many", "-5", "1.5", ""])
+@pytest.mark.parametrize("value", ["many", "-5", "1.5", "", "99999999999999999999", "1000000000000001"])
 def test_a_limit_that_is_no_number_is_a_usage_error(typed: Any, value: str) -> None:
     assert typed("tenants", "create", "bob", "--tokens-per-day", value).status == 2
 
@@ -181,6 +192,7 @@ def test_a_key_is_shown_once_then_rotated_and_revoked(typed: Any) -> None:
     assert made["key"].startswith(made["prefix"])
     assert made["allowed_networks"] == ["10.0.0.0/8"]
     listed = typed("keys", "list", "--tenant", "bob", "--json")
+    assert listed.json()["data"][0]["tenant"] == "bob"
     assert made["key"] not in listed.out
     fresh = typed("keys", "rotate", made["prefix"], "--json").json()
     assert fresh["key"] != made["key"]
@@ -199,6 +211,13 @@ def test_into_a_pipe_goes_a_line_per_row_under_a_header(typed: Any) -> None:
 def test_usage_of_an_idle_appliance_is_empty(typed: Any) -> None:
     assert typed("usage", "--json").json() == {"data": []}
     assert typed("usage", "--group-by", "model").out.startswith("start\tmodel\t")
+
+
+def test_usage_is_that_of_the_keys_and_models_that_are_named(typed: Any) -> None:
+    typed("tenants", "create", "bob")
+    made = typed("keys", "create", "bob", "--json").json()
+    assert typed("usage", "--key", made["prefix"], "--model", "demo", "--model", "other", "--json").json() == {"data": []}
+    assert "no key" in typed("usage", "--key", "gh_nothing").err
 
 
 def test_usage_refuses_what_the_server_refuses(typed: Any) -> None:
