@@ -48,9 +48,9 @@ def create(
     from appliance.tenancy.members import Members
 
     given, password = _password(password_stdin)
-    member = _on_database(
-        settings_from(data_dir, database), lambda db: Members(db, SystemClock()).create(email, password, role)
-    )
+    settings = settings_from(data_dir, database)
+    _make_tables(settings)
+    member = _on_database(settings, lambda db: Members(db, SystemClock()).create(email, password, role))
     _print_member(member, None if given else password, as_json=as_json)
 
 
@@ -132,6 +132,15 @@ def _password(from_stdin: bool) -> tuple[bool, str]:
     from appliance.tenancy.secrets import new_password
 
     return (True, sys.stdin.readline().rstrip("\n")) if from_stdin else (False, new_password())
+
+
+def _make_tables(settings: Settings) -> None:
+    """Make the tables where there are none: the first administrator may come before the first start."""
+    from appliance.base import db
+
+    if db.current_revision(settings.database_url) is None:
+        settings.data_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+        db.upgrade(settings.database_url)
 
 
 def _on_database(settings: Settings, work: Callable[[Database], Awaitable[T]]) -> T:

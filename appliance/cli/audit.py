@@ -87,8 +87,10 @@ def verify(
 async def _verdict(settings: Settings, expect: str | None, *, quiet: bool) -> Verdict:
     from appliance.base import db
     from appliance.base.clock import SystemClock
+    from appliance.cli.connection import check_there
     from appliance.tenancy.audit import AuditLog
 
+    await asyncio.to_thread(check_there, settings)
     if await asyncio.to_thread(db.current_revision, settings.database_url) != db.head_revision():
         raise CommandFailed("the database is not ready: start the appliance once, or run gatehouse db upgrade", code="database")
     database = db.Database.open(settings.database_url)

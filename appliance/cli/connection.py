@@ -113,6 +113,18 @@ def _refusal(answer: httpx.Response) -> CommandFailed:
         return CommandFailed(f"the appliance answered {answer.status_code}", code=f"http_{answer.status_code}")
 
 
+def check_there(settings: Settings) -> None:
+    """Raise CommandFailed where no appliance has its database: a mistyped folder must not look like one without tenants."""
+    from appliance.base import db
+
+    if db.current_revision(settings.database_url) is None:
+        raise CommandFailed(
+            f"there is no appliance in {settings.data_dir} (its database has no tables yet): gatehouse serve, gatehouse admin "
+            "create or gatehouse db upgrade makes one",
+            code="no_appliance",
+        )
+
+
 @asynccontextmanager
 async def connected(settings: Settings) -> AsyncIterator[AdminClient]:
     """Yield a client of the appliance of these settings."""
@@ -122,6 +134,7 @@ async def connected(settings: Settings) -> AsyncIterator[AdminClient]:
         async with httpx.AsyncClient(base_url=control.url, headers=headers, timeout=TIMEOUT_S, trust_env=False) as client:
             yield AdminClient(client)
         return
+    await asyncio.to_thread(check_there, settings)
     async with _in_process(settings) as client:
         yield AdminClient(client)
 

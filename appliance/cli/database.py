@@ -58,9 +58,10 @@ def downgrade(
 def check(as_json: AsJson = False, data_dir: DataDir = None, database: DatabaseUrl = None) -> None:
     """Prove the ledger's promises on the database as it is now; it may be in use. Exit status 1 when one is broken."""
     from appliance.cli import invariants
-    from appliance.cli.connection import read_control
+    from appliance.cli.connection import check_there, read_control
 
     settings = settings_from(data_dir, database)
+    check_there(settings)
     running = read_control(settings.data_dir) is not None
     findings = asyncio.run(invariants.check(settings.database_url, running=running, time_zone=settings.time_zone))
     broken = [finding for finding in findings if finding.state == "broken"]

@@ -8,7 +8,6 @@ from urllib.parse import quote
 
 from appliance.base.acting import Actor
 
-
 OPERATOR_HEADER = "x-gatehouse-operator"  # believed only beside the control token, which its file's owner alone can read
 
 
