@@ -6,8 +6,8 @@ from sqlalchemy import BigInteger, Boolean, Column, Date, ForeignKey, Index, Int
 
 from appliance.base.tables.columns import Sequence, UtcDateTime, metadata, optional_json
 
-# Never changed, and never removed once begun. `tier_percents` maps a tier to the percentage of the price that it pays; what is missing pays
-# all of it. `rejected_draft` is the price of speculative tokens that were computed and thrown away.
+# Never changed, and never removed once begun. `tier_percents` maps a tier to the percentage of the price that it pays; what is
+# missing pays all of it. `rejected_draft` is the price of speculative tokens that were computed and thrown away.
 prices = Table(
     "prices",
     metadata,
