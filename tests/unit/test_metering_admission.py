@@ -209,7 +209,7 @@ async def test_the_budget_counts_what_is_reserved_and_what_was_spent(clock: Fake
     bob = principal(Limits(monthly_budget=100))  # micro-units: 100 000 000 picos
     cost = price(prompt=1_000_000, cached=0, completion=1_000_000)
     first = await admit(admission, bob, 20, 10, cost)
-    with pytest.raises(BudgetExceeded, match="0.00001 EUR are left") as refused:
+    with pytest.raises(BudgetExceeded, match=r"0\.00001 EUR are left") as refused:
         await admit(admission, bob, 41, 0, cost)
     assert refused.value.should_retry is False
     first.settle(30, cached_tokens=20)  # 20 tokens of the prompt cost nothing
