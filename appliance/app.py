@@ -28,22 +28,22 @@ from appliance.base.errors import GatehouseError
 from appliance.base.settings import Settings, UnusableData
 from appliance.base.version import current_version
 from appliance.console.routes import answer_unknown_path, create_console_router
-from appliance.metering import rollups
-from appliance.metering.admission import Admission
 from appliance.metering.box_records import BoxRecords
 from appliance.metering.calendar import BillingCalendar
-from appliance.metering.corrections import Corrections
 from appliance.metering.economics_report import EconomicsReport
-from appliance.metering.free_allowances import FreeAllowances
-from appliance.metering.invoices import Invoices
-from appliance.metering.ledger import Ledger
-from appliance.metering.limit_levels import LimitLevels
+from appliance.metering.invoicing.free_allowances import FreeAllowances
+from appliance.metering.invoicing.invoices import Invoices
+from appliance.metering.ledger import rollups
+from appliance.metering.ledger.corrections import Corrections
+from appliance.metering.ledger.recovery import begin_epoch, end_epoch, recover
+from appliance.metering.ledger.request_history import RequestHistory
+from appliance.metering.ledger.writer import Ledger
+from appliance.metering.limits.admission import Admission
+from appliance.metering.limits.levels import LimitLevels
+from appliance.metering.limits.sums import LedgerSums
 from appliance.metering.prices import PriceBook
-from appliance.metering.recovery import begin_epoch, end_epoch, recover
-from appliance.metering.request_history import RequestHistory
-from appliance.metering.sums import LedgerSums
 from appliance.metering.usage import UsageReports
-from appliance.serving.alerts import Alerts
+from appliance.serving.alerting.alerts import Alerts
 from appliance.serving.database_watch import DatabaseWatch
 from appliance.serving.fleet import build_models, engine_reading, model_folders
 from appliance.serving.forecasts import Forecasts

@@ -37,9 +37,9 @@ from appliance.base.db import Database
 from appliance.base.logging import configure_logging
 from appliance.base.settings import load_settings
 from appliance.base.tables import requests, usage_events
-from appliance.metering import rollups
 from appliance.metering.calendar import BillingCalendar
-from appliance.metering.recovery import begin_epoch
+from appliance.metering.ledger import rollups
+from appliance.metering.ledger.recovery import begin_epoch
 from appliance.serving.services import Services
 from tests.support.databases import postgresql_binaries, running_cluster
 

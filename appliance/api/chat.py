@@ -21,7 +21,7 @@ from appliance.api.schemas import ChatCompletionRequest, check_messages, check_s
 from appliance.api.services_of import services_of
 from appliance.api.sse import EVENT_STREAM, PING_AFTER_S, chat_frames, event_stream
 from appliance.base.errors import GatehouseError
-from appliance.metering.admission_queue import Abandoned
+from appliance.metering.limits.queue import Abandoned
 from appliance.serving.generation import Generation
 from appliance.serving.generations import Order
 from appliance.serving.services import Services

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from appliance.metering.records import Usage
+from appliance.metering.ledger.records import Usage
 from appliance.serving.endings import Outcome
 from appliance.serving.text_output import Chunk, NamedLogprob
 

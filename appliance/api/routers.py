@@ -7,27 +7,25 @@ from collections.abc import Sequence
 from litestar import Router
 from litestar.types import ControllerRouterHandler
 
-from appliance.api import (
-    admin_audit,
-    admin_economics,
-    admin_invoices,
-    admin_limit_check,
-    admin_limits,
-    admin_members,
-    admin_requests,
-    admin_sessions,
-    admin_system,
-    admin_tenants,
-    admin_usage,
-    admin_webhooks,
-    health,
-    organization_admin,
-    organization_limits,
-    organization_projects,
-    organization_usage,
-)
+from appliance.api import health
+from appliance.api.admin import audit as admin_audit
+from appliance.api.admin import economics as admin_economics
+from appliance.api.admin import invoices as admin_invoices
+from appliance.api.admin import limit_check as admin_limit_check
+from appliance.api.admin import limits as admin_limits
+from appliance.api.admin import members as admin_members
+from appliance.api.admin import requests as admin_requests
+from appliance.api.admin import sessions as admin_sessions
+from appliance.api.admin import system as admin_system
+from appliance.api.admin import tenants as admin_tenants
+from appliance.api.admin import usage as admin_usage
+from appliance.api.admin import webhooks as admin_webhooks
 from appliance.api.chat import create_chat_completion
 from appliance.api.models import list_models, retrieve_model
+from appliance.api.organization import admin as organization_admin
+from appliance.api.organization import limits as organization_limits
+from appliance.api.organization import projects as organization_projects
+from appliance.api.organization import usage as organization_usage
 
 
 def api_routers() -> Sequence[ControllerRouterHandler]:

@@ -12,8 +12,8 @@ from typing import Any, Generic, TypeVar
 import msgspec
 
 from appliance.base.clock import rfc3339
+from appliance.metering.ledger.records import RequestRow, UsageEvent
 from appliance.metering.prices import Price
-from appliance.metering.records import RequestRow, UsageEvent
 from appliance.metering.usage import UsageRow
 from appliance.serving.explanation import Timeline, explain
 from appliance.serving.live_requests import LiveRequest

@@ -74,8 +74,8 @@ def check(as_json: AsJson = False, data_dir: DataDir = None, database: DatabaseU
 def rebuild_rollups(as_json: AsJson = False, data_dir: DataDir = None, database: DatabaseUrl = None) -> None:
     """Throw the sums by minute, hour and day away and build them again from the usage events."""
     from appliance.base.db import Database
-    from appliance.metering import rollups
     from appliance.metering.calendar import BillingCalendar
+    from appliance.metering.ledger import rollups
 
     settings = settings_from(data_dir, database)
     _refuse_while_running(settings)

@@ -166,7 +166,7 @@ def _prices(settings: Settings) -> list[Finding]:
 
     from appliance.base import db
     from appliance.base.clock import SystemClock
-    from appliance.metering import rollups
+    from appliance.metering.ledger import rollups
     from appliance.metering.prices import PriceBook
     from appliance.metering.unpriced import unpriced
 

@@ -16,8 +16,8 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from appliance.base import tables
 from appliance.cli.finding import Finding, named
-from appliance.metering.free_allowances import FreeAllowance, free_in, read_allowances
-from appliance.metering.invoice_lines import (
+from appliance.metering.invoicing.free_allowances import FreeAllowance, free_in, read_allowances
+from appliance.metering.invoicing.lines import (
     FREE_ALLOWANCE,
     FreeMonth,
     InvoiceBroken,
@@ -26,8 +26,8 @@ from appliance.metering.invoice_lines import (
     totals_of,
     usage_lines,
 )
-from appliance.metering.invoice_rows import InvoiceHead, closing_facts, head_from_row, read_lines
-from appliance.metering.invoice_sums import Cover, read_event_sums
+from appliance.metering.invoicing.rows import InvoiceHead, closing_facts, head_from_row, read_lines
+from appliance.metering.invoicing.sums import Cover, read_event_sums
 
 _NUMBERS = "invoice:"
 

@@ -17,9 +17,9 @@ from appliance.console.forms import Form, sentence
 from appliance.console.history import tenants_by_name
 from appliance.console.rendering import Html
 from appliance.console.security import ConsoleRequest, access_of, needs
-from appliance.metering.outbox import EVENTS, TENANT_EVENTS
-from appliance.metering.webhook_targets import shown_target
-from appliance.metering.webhooks import KINDS, Webhook, WebhookChanges
+from appliance.metering.alerts.outbox import EVENTS, TENANT_EVENTS
+from appliance.metering.alerts.targets import shown_target
+from appliance.metering.alerts.webhooks import KINDS, Webhook, WebhookChanges
 from appliance.tenancy.access import Access
 from appliance.tenancy.principals import Tenant
 from appliance.tenancy.roles import Action

@@ -18,8 +18,8 @@ from appliance.console.history import tenants_by_name
 from appliance.console.rendering import Html
 from appliance.console.security import ConsoleRequest, access_of, needs
 from appliance.metering.calendar import first_day
-from appliance.metering.invoice_rows import Invoice, InvoiceHead
-from appliance.metering.invoice_wording import day_name, line_name, month_name, payment, percent
+from appliance.metering.invoicing.rows import Invoice, InvoiceHead
+from appliance.metering.invoicing.wording import day_name, line_name, month_name, payment, percent
 from appliance.tenancy.principals import Tenant
 from appliance.tenancy.roles import Action
 

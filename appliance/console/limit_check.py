@@ -11,7 +11,7 @@ from appliance.console.formatting import count, duration, money
 from appliance.console.forms import Form, sentence
 from appliance.console.rendering import Html
 from appliance.console.security import ConsoleRequest, access_of
-from appliance.metering.quotas import LimitDecision
+from appliance.metering.limits.quotas import LimitDecision
 from appliance.serving.forecasts import Question, Verdict
 from appliance.tenancy.fields import LIMIT_MAX, check_name
 from appliance.tenancy.principals import ApiKey, Tenant

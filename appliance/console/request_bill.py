@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from appliance.base.money import BASIS_POINTS
+from appliance.metering.ledger.records import UsageEvent
 from appliance.metering.prices import Price
-from appliance.metering.records import UsageEvent
 from appliance.metering.usage import LedgerFilter
 from appliance.tenancy.access import Access
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from appliance.serving.explanation import Timeline, explain
 
 if TYPE_CHECKING:
-    from appliance.metering.records import RequestRow
+    from appliance.metering.ledger.records import RequestRow
     from appliance.serving.live_requests import LiveRequest
 
 TAIL_CHARS = 8  # the random end of an id; its head is the time and alike for neighbours

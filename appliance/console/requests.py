@@ -13,7 +13,7 @@ from appliance.console.rendering import DONE, HTML, Html, is_fragment, toast_hea
 from appliance.console.request_bill import bill_of
 from appliance.console.request_lines import RequestLine, live_line, past_line
 from appliance.console.security import ConsoleRequest, access_of, needs
-from appliance.metering.records import UsageEvent
+from appliance.metering.ledger.records import UsageEvent
 from appliance.tenancy.access import Access
 from appliance.tenancy.roles import Action
 

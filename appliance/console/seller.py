@@ -13,7 +13,7 @@ from appliance.console.forms import Form
 from appliance.console.rendering import Html
 from appliance.console.security import ConsoleRequest, needs
 from appliance.metering.box_records import SELLER
-from appliance.metering.seller import TERMS_DAYS_DEFAULT, TERMS_DAYS_MAX, Seller, seller_from_record
+from appliance.metering.invoicing.seller import TERMS_DAYS_DEFAULT, TERMS_DAYS_MAX, Seller, seller_from_record
 from appliance.tenancy.roles import Action
 
 if TYPE_CHECKING:

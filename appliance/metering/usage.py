@@ -13,9 +13,9 @@ from appliance.base.db import Database
 from appliance.base.errors import InvalidValue, NotFound
 from appliance.base.tables import api_keys, requests, usage_events
 from appliance.metering.calendar import BillingCalendar
-from appliance.metering.ledger_rows import event_from_row, request_from_row
-from appliance.metering.records import RequestRow, Status, UsageEvent
-from appliance.metering.rollups import SPLIT, TOKENS
+from appliance.metering.ledger.records import RequestRow, Status, UsageEvent
+from appliance.metering.ledger.rollups import SPLIT, TOKENS
+from appliance.metering.ledger.rows import event_from_row, request_from_row
 from appliance.metering.usage_cover import bucket_end, cover, totals_query, usage_query
 from appliance.tenancy.access import WHOLE_BOX, Access
 from appliance.tenancy.fields import check_choice

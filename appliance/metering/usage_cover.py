@@ -18,7 +18,7 @@ from sqlalchemy import ColumnElement, Select, Table, func, literal, select, unio
 
 from appliance.base.tables import UtcDateTime, usage_events, usage_rollups
 from appliance.metering.calendar import BillingCalendar
-from appliance.metering.rollups import COUNTS, DAY, HOUR, MINUTE, SETTLED, event_counts
+from appliance.metering.ledger.rollups import COUNTS, DAY, HOUR, MINUTE, SETTLED, event_counts
 
 EVENT = "event"
 EARLIEST = datetime(1970, 1, 2, tzinfo=UTC)

@@ -15,7 +15,7 @@ import structlog
 
 from appliance.base.clock import Clock
 from appliance.base.db import Database
-from appliance.metering.admission import Admission
+from appliance.metering.limits.admission import Admission
 from appliance.serving.generation import Generation
 from appliance.tenancy.model_policies import ModelPolicies
 from appliance.tenancy.standing import read_standing, why_ended

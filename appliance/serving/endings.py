@@ -15,7 +15,7 @@ from appliance.base.errors import (
     RequestAborted,
     TenantSuspended,
 )
-from appliance.metering.records import Usage
+from appliance.metering.ledger.records import Usage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 from appliance.base.clock import Clock
 from appliance.base.errors import GatehouseError, ModelNotAllowed, ModelNotFound
-from appliance.metering.admission import Admission, Forecast
-from appliance.metering.admission_queue import known_wait_s
+from appliance.metering.limits.admission import Admission, Forecast
+from appliance.metering.limits.queue import known_wait_s
+from appliance.metering.limits.refusals import not_priced, refusal
+from appliance.metering.limits.rules import Asked
 from appliance.metering.prices import PriceBook
-from appliance.metering.refusals import not_priced, refusal
-from appliance.metering.rules import Asked
 from appliance.serving.endings import early
 from appliance.serving.model_registry import ModelRegistry
 from appliance.tenancy.model_policies import ModelPolicies

@@ -21,9 +21,9 @@ from appliance.base.errors import (
     InvalidValue,
     Overloaded,
 )
-from appliance.metering.ledger import Ledger
-from appliance.metering.records import PendingEntry, RequestRecord, Settlement, Usage
-from appliance.metering.reservations import Reservation
+from appliance.metering.ledger.records import PendingEntry, RequestRecord, Settlement, Usage
+from appliance.metering.ledger.writer import Ledger
+from appliance.metering.limits.reservations import Reservation
 from appliance.serving.answers import SERVED, Answer, reason_of_all
 from appliance.serving.chunk_queue import ChunkQueue
 from appliance.serving.endings import Ended, Outcome, early

@@ -13,13 +13,13 @@ import structlog
 from appliance.base.clock import Clock
 from appliance.base.db import Database
 from appliance.base.errors import Draining, NotFound, Overloaded
-from appliance.metering.admission import Admission, Patience
-from appliance.metering.ledger import Ledger
+from appliance.metering.ledger.records import Checkpoint, PendingEntry
+from appliance.metering.ledger.writer import Ledger
+from appliance.metering.limits.admission import Admission, Patience
+from appliance.metering.limits.refusals import not_priced
+from appliance.metering.limits.reservations import Reservation
+from appliance.metering.limits.rules import Asked
 from appliance.metering.prices import Price, PriceBook
-from appliance.metering.records import Checkpoint, PendingEntry
-from appliance.metering.refusals import not_priced
-from appliance.metering.reservations import Reservation
-from appliance.metering.rules import Asked
 from appliance.serving.access_watch import AccessWatch
 from appliance.serving.generation import Generation
 from appliance.serving.live_requests import LiveRequest

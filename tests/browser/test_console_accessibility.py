@@ -7,7 +7,7 @@ from axe_playwright_python.async_playwright import Axe  # type: ignore[import-un
 from playwright.async_api import Page, expect
 
 from appliance.metering.economics import Hardware, HostedPrice
-from appliance.metering.seller import Seller
+from appliance.metering.invoicing.seller import Seller
 from appliance.tenancy.principals import Limits, TenantChanges
 from tests.browser.conftest import Site
 from tests.support.cast import Person

@@ -10,8 +10,8 @@ import httpx
 import msgspec
 import pytest
 
-from appliance.api.admin_tenants import KeyPatch, NewKeyBody, NewTenantBody, TenantPatch
-from appliance.api.admin_usage import NewPriceBody
+from appliance.api.admin.tenants import KeyPatch, NewKeyBody, NewTenantBody, TenantPatch
+from appliance.api.admin.usage import NewPriceBody
 from appliance.api.schemas import ChatCompletionRequest
 from tests.conformance.conftest import MODEL
 from tests.support.server import ADMIN_TOKEN, Server

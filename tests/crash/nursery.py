@@ -24,8 +24,8 @@ from typing import Any
 from appliance.app import Started, serve
 from appliance.base.logging import configure_logging
 from appliance.base.settings import Settings, load_settings
-from appliance.metering import recovery
-from appliance.metering.ledger import Ledger
+from appliance.metering.ledger import recovery
+from appliance.metering.ledger.writer import Ledger
 from appliance.serving import fleet, generations
 from appliance.serving.model_registry import ModelFolder
 from tests.crash.points import Notes, Plan, Reaper, arm, watch_lag

@@ -27,10 +27,11 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 import appliance.app
 from appliance.base.db import Database
 from appliance.base.sqlite_thread import SqliteThread
-from appliance.metering import ledger_round, rollups
-from appliance.metering.ledger import Ledger
-from appliance.metering.ledger_round import Open, Round, Settle
-from appliance.metering.limit_levels import LimitLevels
+from appliance.metering.ledger import rollups
+from appliance.metering.ledger import round as ledger_round
+from appliance.metering.ledger.round import Open, Round, Settle
+from appliance.metering.ledger.writer import Ledger
+from appliance.metering.limits.levels import LimitLevels
 from appliance.serving.engine_client import EngineClient
 from appliance.serving.generation import Generation
 from appliance.serving.generations import Generations

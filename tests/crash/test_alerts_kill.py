@@ -8,7 +8,7 @@ from typing import Any
 
 import httpx
 
-from appliance.metering.webhook_signature import signature
+from appliance.metering.alerts.signature import signature
 from tests.support.alerts import Receiver, receiving
 from tests.support.ledgers import until
 from tests.support.served_model import make_hollow_model

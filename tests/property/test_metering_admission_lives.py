@@ -9,11 +9,11 @@ import random
 import pytest
 
 from appliance.base.errors import RateLimitExceeded, Refused
-from appliance.metering.admission import Admission, Patience
-from appliance.metering.quotas import Owner
-from appliance.metering.reservations import Reservation
-from appliance.metering.rules import Asked
-from appliance.metering.token_bucket import UNITS_PER_TOKEN
+from appliance.metering.limits.admission import Admission, Patience
+from appliance.metering.limits.quotas import Owner
+from appliance.metering.limits.reservations import Reservation
+from appliance.metering.limits.rules import Asked
+from appliance.metering.limits.token_bucket import UNITS_PER_TOKEN
 from appliance.tenancy.model_policies import ModelPolicy
 from appliance.tenancy.principals import Limits, Principal
 from tests.support.alarms import Alarms

@@ -14,10 +14,10 @@ from sqlalchemy.exc import OperationalError
 
 from appliance.base.counters import POSTING, take
 from appliance.base.db import Database
-from appliance.metering import rollups
-from appliance.metering.budget_alerts import BudgetAlerts
+from appliance.metering.alerts.budgets import BudgetAlerts
 from appliance.metering.calendar import BillingCalendar
-from appliance.metering.records import UsageEvent
+from appliance.metering.ledger import rollups
+from appliance.metering.ledger.records import UsageEvent
 from appliance.tenancy.principals import TenantChanges
 from appliance.tenancy.tenants import Tenants
 from tests.support.alerts import TARGET, AlertBox, alert_box, settled_event

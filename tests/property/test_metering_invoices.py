@@ -15,11 +15,11 @@ import pytest
 from appliance.base.db import Database
 from appliance.base.errors import InvoiceClosed, MonthNotOver, MonthOutOfOrder
 from appliance.metering.calendar import BillingCalendar
-from appliance.metering.free_allowances import FreeAllowances
-from appliance.metering.invoice_lines import FREE_ALLOWANCE, InvoiceLine, usage_picos
-from appliance.metering.invoice_rows import Invoice
-from appliance.metering.invoices import Invoices
-from appliance.metering.records import UsageEvent
+from appliance.metering.invoicing.free_allowances import FreeAllowances
+from appliance.metering.invoicing.invoices import Invoices
+from appliance.metering.invoicing.lines import FREE_ALLOWANCE, InvoiceLine, usage_picos
+from appliance.metering.invoicing.rows import Invoice
+from appliance.metering.ledger.records import UsageEvent
 from tests.support.billing import Tokens, add_price, post_event
 from tests.support.cast import Cast, Person
 from tests.support.clock import FakeClock

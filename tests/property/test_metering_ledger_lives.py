@@ -9,9 +9,9 @@ import pytest
 
 from appliance.base.db import Database
 from appliance.base.errors import Overloaded
-from appliance.metering.ledger import Checkpoint, Ledger
+from appliance.metering.ledger.recovery import begin_epoch, recover
+from appliance.metering.ledger.writer import Checkpoint, Ledger
 from appliance.metering.prices import Price, PriceBook
-from appliance.metering.recovery import begin_epoch, recover
 from tests.support.cast import Cast
 from tests.support.clock import FakeClock
 from tests.support.factories import pending, posted, voided

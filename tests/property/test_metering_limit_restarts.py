@@ -10,15 +10,15 @@ import pytest
 
 from appliance.base.db import Database
 from appliance.base.errors import RateLimitExceeded
-from appliance.metering.admission import Admission
-from appliance.metering.ledger import Checkpoint, Ledger
-from appliance.metering.limit_levels import LimitLevels
-from appliance.metering.quotas import Owner
-from appliance.metering.recovery import begin_epoch, recover
-from appliance.metering.reservations import Reservation
-from appliance.metering.rules import Asked
-from appliance.metering.sums import LedgerSums
-from appliance.metering.token_bucket import UNITS_PER_TOKEN, Take, TokenBucket
+from appliance.metering.ledger.recovery import begin_epoch, recover
+from appliance.metering.ledger.writer import Checkpoint, Ledger
+from appliance.metering.limits.admission import Admission
+from appliance.metering.limits.levels import LimitLevels
+from appliance.metering.limits.quotas import Owner
+from appliance.metering.limits.reservations import Reservation
+from appliance.metering.limits.rules import Asked
+from appliance.metering.limits.sums import LedgerSums
+from appliance.metering.limits.token_bucket import UNITS_PER_TOKEN, Take, TokenBucket
 from appliance.tenancy.principals import Limits, Principal
 from tests.support.cast import Cast
 from tests.support.clock import FakeClock

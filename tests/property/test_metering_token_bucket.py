@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from appliance.metering.token_bucket import DEBT_MINUTES_MAX, UNITS_PER_TOKEN, Take, TokenBucket
+from appliance.metering.limits.token_bucket import DEBT_MINUTES_MAX, UNITS_PER_TOKEN, Take, TokenBucket
 from tests.support.clock import FakeClock
 
 capacities = st.integers(1, 10**6) | st.integers(10**12, 10**15)

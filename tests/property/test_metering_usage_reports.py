@@ -13,9 +13,9 @@ from sqlalchemy import insert
 from appliance.base.db import Database
 from appliance.base.errors import InvalidValue
 from appliance.base.tables import usage_events
-from appliance.metering import rollups
 from appliance.metering.calendar import BillingCalendar
-from appliance.metering.records import UsageEvent
+from appliance.metering.ledger import rollups
+from appliance.metering.ledger.records import UsageEvent
 from appliance.metering.usage import GROUPS, UsageReports
 from appliance.tenancy.keys import Keys
 from tests.support.cast import PEPPER, Cast

@@ -19,12 +19,12 @@ from appliance.base.db import Database
 from appliance.base.ids import new_id
 from appliance.base.sealing import Sealer
 from appliance.base.tables import outbox as outbox_table
-from appliance.metering import outbox as outbox_module
-from appliance.metering.outbox import Delivery, Outbox
-from appliance.metering.records import UsageEvent
-from appliance.metering.webhook_targets import Reach
-from appliance.metering.webhooks import SEALING_PURPOSE, Endpoint, Webhooks
-from appliance.serving.alert_delivery import AlertDelivery, Sender
+from appliance.metering.alerts import outbox as outbox_module
+from appliance.metering.alerts.outbox import Delivery, Outbox
+from appliance.metering.alerts.targets import Reach
+from appliance.metering.alerts.webhooks import SEALING_PURPOSE, Endpoint, Webhooks
+from appliance.metering.ledger.records import UsageEvent
+from appliance.serving.alerting.delivery import AlertDelivery, Sender
 from appliance.telemetry.metrics import Metrics
 from tests.support.cast import PEPPER, Person
 

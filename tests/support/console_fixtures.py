@@ -22,17 +22,17 @@ from appliance.base.db import Database
 from appliance.base.errors import NotFound
 from appliance.base.settings import Settings
 from appliance.console.routes import answer_unknown_path, create_console_router
-from appliance.metering.admission import Admission
 from appliance.metering.box_records import BoxRecords
 from appliance.metering.calendar import BillingCalendar
-from appliance.metering.corrections import Corrections
 from appliance.metering.economics_report import EconomicsReport
-from appliance.metering.invoices import Invoices
-from appliance.metering.ledger import Ledger
+from appliance.metering.invoicing.invoices import Invoices
+from appliance.metering.ledger.corrections import Corrections
+from appliance.metering.ledger.writer import Ledger
+from appliance.metering.limits.admission import Admission
+from appliance.metering.limits.sums import LedgerSums
 from appliance.metering.prices import PriceBook
-from appliance.metering.sums import LedgerSums
 from appliance.metering.usage import UsageReports
-from appliance.serving.alerts import Alerts
+from appliance.serving.alerting.alerts import Alerts
 from appliance.serving.forecasts import Forecasts
 from appliance.serving.live_requests import LiveRequest
 from appliance.serving.services import Services

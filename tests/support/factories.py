@@ -7,8 +7,8 @@ from datetime import datetime
 from typing import Any
 
 from appliance.base.ids import new_id
+from appliance.metering.ledger.records import PendingEntry, Settlement, Usage, UsageEvent
 from appliance.metering.prices import Price
-from appliance.metering.records import PendingEntry, Settlement, Usage, UsageEvent
 from appliance.tenancy.principals import ApiKey, Limits, Principal, Tenant
 from tests.support.cast import Person
 from tests.support.clock import START

@@ -13,11 +13,11 @@ from appliance.base.clock import Clock
 from appliance.base.db import Database
 from appliance.base.errors import EngineUnavailable
 from appliance.base.ids import new_id
-from appliance.metering.admission import Admission
-from appliance.metering.ledger import Ledger
+from appliance.metering.ledger.records import UsageEvent
+from appliance.metering.ledger.writer import Ledger
+from appliance.metering.limits.admission import Admission
+from appliance.metering.limits.sums import LedgerSums
 from appliance.metering.prices import PriceBook
-from appliance.metering.records import UsageEvent
-from appliance.metering.sums import LedgerSums
 from appliance.metering.usage import UsageReports
 from appliance.serving.engine_client import EngineClient
 from appliance.serving.engine_figures import EngineFigures

@@ -14,9 +14,9 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from appliance.base.clock import Clock
 from appliance.base.db import Database
 from appliance.base.tables import usage_events
-from appliance.metering.ledger import Ledger
-from appliance.metering.ledger_rows import event_from_row
-from appliance.metering.records import UsageEvent
+from appliance.metering.ledger.records import UsageEvent
+from appliance.metering.ledger.rows import event_from_row
+from appliance.metering.ledger.writer import Ledger
 
 DEADLINE_S = 10.0
 

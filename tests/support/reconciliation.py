@@ -22,14 +22,14 @@ from sqlalchemy import select
 from appliance.base.db import Database
 from appliance.base.errors import InvalidValue
 from appliance.base.tables import usage_events, usage_rollups
-from appliance.metering import rollups
 from appliance.metering.calendar import BillingCalendar
-from appliance.metering.corrections import Correction, Corrections
-from appliance.metering.invoices import Invoices
-from appliance.metering.ledger import Ledger
+from appliance.metering.invoicing.invoices import Invoices
+from appliance.metering.ledger import rollups
+from appliance.metering.ledger.corrections import Correction, Corrections
+from appliance.metering.ledger.records import Checkpoint, PendingEntry, Settlement, Usage
+from appliance.metering.ledger.recovery import begin_epoch, recover
+from appliance.metering.ledger.writer import Ledger
 from appliance.metering.prices import Price, PriceBook
-from appliance.metering.records import Checkpoint, PendingEntry, Settlement, Usage
-from appliance.metering.recovery import begin_epoch, recover
 from appliance.metering.usage import GROUPS, UsageReports
 from tests.support import factories
 from tests.support.cast import Person, make_person

@@ -14,7 +14,7 @@ from sqlalchemy import Table, insert, select
 from appliance.api.auth import CSRF_HEADER, SESSION_COOKIES
 from appliance.base.ids import new_id
 from appliance.base.tables import free_allowances, invoice_lines, invoices, metadata, outbox, webhooks
-from appliance.metering.recovery import begin_epoch
+from appliance.metering.ledger.recovery import begin_epoch
 from appliance.serving.services import Services
 from appliance.tenancy.members import Member
 from appliance.tenancy.principals import Limits

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from appliance.metering.quotas import Moment, Owner
-from appliance.metering.sums import PeriodSums
+from appliance.metering.limits.quotas import Moment, Owner
+from appliance.metering.limits.sums import PeriodSums
 
 
 class NothingYet:

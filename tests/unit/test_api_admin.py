@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from appliance.api.admin_system import CREDENTIAL_CHECKED_EVERY_TICKS
+from appliance.api.admin.system import CREDENTIAL_CHECKED_EVERY_TICKS
 from appliance.api.auth import SESSION_COOKIES
 from appliance.console import security
 from appliance.telemetry import events

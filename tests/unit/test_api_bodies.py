@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from appliance.api.admin_usage import NewPriceBody
+from appliance.api.admin.usage import NewPriceBody
 from appliance.api.bodies import decode_body
 from appliance.api.schemas import ChatCompletionRequest
 from appliance.base.errors import InvalidValue

@@ -13,7 +13,7 @@ from appliance.api.chat_answers import DONE, PING, ChunkFramer
 from appliance.api.rate_limit_headers import UNLIMITED, duration, rate_limit_headers
 from appliance.api.sse import chat_frames
 from appliance.base.db import Database
-from appliance.metering.admission import RateLimit, RateLimitState
+from appliance.metering.limits.admission import RateLimit, RateLimitState
 from tests.support.cast import Cast
 from tests.support.clock import FakeClock
 from tests.support.fake_engine import STALL

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from appliance.base.clock import rfc3339
-from appliance.metering.ledger import Ledger
-from appliance.metering.recovery import begin_epoch
+from appliance.metering.ledger.recovery import begin_epoch
+from appliance.metering.ledger.writer import Ledger
 from appliance.tenancy.keys import Keys
 from appliance.tenancy.tenants import Tenants
 from tests.support import factories

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import pytest
 
-from appliance.metering.rules import Asked
+from appliance.metering.limits.rules import Asked
 from appliance.tenancy.principals import Principal
 from tests.support.api_box import ApiBox, open_api_box
 

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from appliance.api.organization_admin import TYPE_OF, audit_log_shape
-from appliance.api.organization_usage import UsageQuestion
+from appliance.api.organization.admin import TYPE_OF, audit_log_shape
+from appliance.api.organization.usage import UsageQuestion
 from appliance.metering.calendar import BillingCalendar
-from appliance.metering.recovery import begin_epoch
+from appliance.metering.ledger.recovery import begin_epoch
 from appliance.tenancy.audit_chain import AuditEntry
 from tests.support.api_box import ApiBox, open_api_box
 from tests.support.cast import Person, make_person

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from appliance.base.tables import outbox
-from appliance.metering.outbox import TENANT_EVENTS, TESTS_PER_HOUR_MAX
+from appliance.metering.alerts.outbox import TENANT_EVENTS, TESTS_PER_HOUR_MAX
 from tests.support.alerts import TARGET
 from tests.support.api_box import ApiBox, open_api_box
 from tests.support.cast import quick_hasher

@@ -13,12 +13,12 @@ from appliance.base.counters import POSTING, take
 from appliance.base.db import Database
 from appliance.base.ids import new_id
 from appliance.cli import invariants
-from appliance.metering import rollups
 from appliance.metering.calendar import BillingCalendar
-from appliance.metering.corrections import Correction, Corrections
-from appliance.metering.free_allowances import FreeAllowances
-from appliance.metering.invoice_rows import Invoice
-from appliance.metering.invoices import Invoices
+from appliance.metering.invoicing.free_allowances import FreeAllowances
+from appliance.metering.invoicing.invoices import Invoices
+from appliance.metering.invoicing.rows import Invoice
+from appliance.metering.ledger import rollups
+from appliance.metering.ledger.corrections import Correction, Corrections
 from tests.support.cast import Cast
 from tests.support.clock import FakeClock
 from tests.support.tampering import tamper, unkeep

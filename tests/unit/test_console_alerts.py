@@ -9,8 +9,8 @@ import pytest
 from sqlalchemy import select, update
 
 from appliance.base.tables import outbox
-from appliance.metering.outbox import EVENTS, TENANT_EVENTS, TESTS_PER_HOUR_MAX
-from appliance.metering.webhooks import Webhook
+from appliance.metering.alerts.outbox import EVENTS, TENANT_EVENTS, TESTS_PER_HOUR_MAX
+from appliance.metering.alerts.webhooks import Webhook
 from tests.support.clock import FakeClock
 from tests.support.console_fixtures import Box, Browser
 

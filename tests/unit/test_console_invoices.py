@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import timedelta
 
 from appliance.base.ids import new_id
-from appliance.metering.free_allowances import FreeAllowances
+from appliance.metering.invoicing.free_allowances import FreeAllowances
 from tests.support.cast import Person
 from tests.support.clock import START, FakeClock
 from tests.support.console_fixtures import Box, Browser

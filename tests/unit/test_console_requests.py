@@ -8,8 +8,8 @@ from datetime import timedelta
 import pytest
 
 from appliance.base.ids import new_id
-from appliance.metering.corrections import Correction
-from appliance.metering.records import RequestRecord, Usage
+from appliance.metering.ledger.corrections import Correction
+from appliance.metering.ledger.records import RequestRecord, Usage
 from tests.support.cast import Person
 from tests.support.clock import START, FakeClock
 from tests.support.console_fixtures import Box

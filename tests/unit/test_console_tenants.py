@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from appliance.metering.rules import Asked
+from appliance.metering.limits.rules import Asked
 from appliance.tenancy.principals import Limits
 from tests.support.console_fixtures import Box
 

@@ -8,13 +8,13 @@ import dataclasses
 import pytest
 
 from appliance.base.errors import BudgetExceeded, RateLimitExceeded, Refused, RequestExceedsLimit
-from appliance.metering.admission import Admission
-from appliance.metering.expectations import EXPECTED_OUTPUT_TOKENS, OUTPUTS_MIN, percentile_90
+from appliance.metering.limits.admission import Admission
+from appliance.metering.limits.expectations import EXPECTED_OUTPUT_TOKENS, OUTPUTS_MIN, percentile_90
+from appliance.metering.limits.quotas import Moment, Owner
+from appliance.metering.limits.reservations import Reservation
+from appliance.metering.limits.rules import Asked
+from appliance.metering.limits.sums import PeriodSums
 from appliance.metering.prices import Price
-from appliance.metering.quotas import Moment, Owner
-from appliance.metering.reservations import Reservation
-from appliance.metering.rules import Asked
-from appliance.metering.sums import PeriodSums
 from appliance.tenancy.principals import Limits, Principal
 from tests.support.clock import FakeClock
 from tests.support.factories import price, principal

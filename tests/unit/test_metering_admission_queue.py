@@ -8,11 +8,11 @@ import dataclasses
 import pytest
 
 from appliance.base.errors import BudgetExceeded, Draining, RateLimitExceeded, RequestExceedsLimit
-from appliance.metering import admission_queue
-from appliance.metering.admission import Admission, Patience
-from appliance.metering.admission_queue import Abandoned
-from appliance.metering.reservations import Reservation
-from appliance.metering.rules import Asked
+from appliance.metering.limits import queue as admission_queue
+from appliance.metering.limits.admission import Admission, Patience
+from appliance.metering.limits.queue import Abandoned
+from appliance.metering.limits.reservations import Reservation
+from appliance.metering.limits.rules import Asked
 from appliance.tenancy.model_policies import ModelPolicy
 from appliance.tenancy.principals import Limits, Principal
 from tests.support.alarms import Alarms

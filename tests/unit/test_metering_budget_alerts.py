@@ -10,11 +10,11 @@ import pytest
 from sqlalchemy import Engine, event
 
 from appliance.base.db import Database
-from appliance.metering import rollups
-from appliance.metering.budget_alerts import SWEEP_INTERVAL_S, BudgetAlerts
+from appliance.metering.alerts.budgets import SWEEP_INTERVAL_S, BudgetAlerts
+from appliance.metering.alerts.outbox import Delivery
 from appliance.metering.calendar import BillingCalendar
-from appliance.metering.ledger import Ledger
-from appliance.metering.outbox import Delivery
+from appliance.metering.ledger import rollups
+from appliance.metering.ledger.writer import Ledger
 from appliance.metering.prices import Price, PriceBook
 from appliance.tenancy.principals import Limits, TenantChanges
 from appliance.tenancy.tenants import Tenants

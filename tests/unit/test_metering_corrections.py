@@ -12,15 +12,15 @@ import pytest
 from appliance.base.db import Database
 from appliance.base.errors import BudgetExceeded, InvalidValue, NotFound
 from appliance.cli import invariant_books
-from appliance.metering.admission import Admission
 from appliance.metering.calendar import BillingCalendar
-from appliance.metering.corrections import NOTE_CHARS_MAX, Correction, Corrections
-from appliance.metering.ledger_rows import COST_PICOS_MAX
+from appliance.metering.ledger.corrections import NOTE_CHARS_MAX, Correction, Corrections
+from appliance.metering.ledger.records import UsageEvent
+from appliance.metering.ledger.rows import COST_PICOS_MAX
+from appliance.metering.limits.admission import Admission
+from appliance.metering.limits.quotas import Moment, Owner
+from appliance.metering.limits.rules import Asked
+from appliance.metering.limits.sums import LedgerSums, PeriodSums
 from appliance.metering.prices import Price, PriceBook
-from appliance.metering.quotas import Moment, Owner
-from appliance.metering.records import UsageEvent
-from appliance.metering.rules import Asked
-from appliance.metering.sums import LedgerSums, PeriodSums
 from appliance.metering.usage import UsageReports
 from appliance.tenancy.principals import Limits, Principal
 from tests.support import factories

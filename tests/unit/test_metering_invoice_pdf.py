@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 from pypdf import PdfReader
 
-from appliance.metering import pdf_text
-from appliance.metering.invoice_lines import ADJUSTMENT, FREE_ALLOWANCE, InvoiceLine, totals_of
-from appliance.metering.invoice_pdf import render_pdf
-from appliance.metering.invoice_rows import Invoice, InvoiceHead
-from appliance.metering.pdf_scripts import drawn_order
-from appliance.metering.seller import Seller
+from appliance.metering.invoicing import pdf_text
+from appliance.metering.invoicing.lines import ADJUSTMENT, FREE_ALLOWANCE, InvoiceLine, totals_of
+from appliance.metering.invoicing.pdf import render_pdf
+from appliance.metering.invoicing.pdf_scripts import drawn_order
+from appliance.metering.invoicing.rows import Invoice, InvoiceHead
+from appliance.metering.invoicing.seller import Seller
 
 FONTS = Path(pdf_text.__file__).parent / "fonts"
 SELLER = Seller(

@@ -25,17 +25,17 @@ from appliance.base.errors import (
 )
 from appliance.base.money import format_micros
 from appliance.base.tables import audit_log, invoice_lines
-from appliance.metering import invoices as service
 from appliance.metering.box_records import SELLER, BoxRecords
 from appliance.metering.calendar import BillingCalendar
-from appliance.metering.free_allowances import FreeAllowances
-from appliance.metering.invoice_lines import EventSums, FreeMonth, allowance_lines, totals_of, usage_lines, usage_picos
-from appliance.metering.invoice_rows import Invoice, InvoiceHead
-from appliance.metering.invoice_sums import Cover, read_event_sums
-from appliance.metering.invoice_wording import ABORT_POLICY
-from appliance.metering.invoices import Invoices
+from appliance.metering.invoicing import invoices as service
+from appliance.metering.invoicing.free_allowances import FreeAllowances
+from appliance.metering.invoicing.invoices import Invoices
+from appliance.metering.invoicing.lines import EventSums, FreeMonth, allowance_lines, totals_of, usage_lines, usage_picos
+from appliance.metering.invoicing.rows import Invoice, InvoiceHead
+from appliance.metering.invoicing.seller import Seller
+from appliance.metering.invoicing.sums import Cover, read_event_sums
+from appliance.metering.invoicing.wording import ABORT_POLICY
 from appliance.metering.prices import Price
-from appliance.metering.seller import Seller
 from tests.support.alerts import TARGET, alert_box
 from tests.support.billing import Tokens, add_price, post_event
 from tests.support.cast import Cast, Person, make_person

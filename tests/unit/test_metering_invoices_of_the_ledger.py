@@ -7,11 +7,11 @@ from datetime import UTC, datetime, timedelta
 
 from appliance.base.db import Database
 from appliance.metering.calendar import BillingCalendar
-from appliance.metering.corrections import Correction, Corrections
-from appliance.metering.invoice_lines import usage_picos
-from appliance.metering.invoices import Invoices
-from appliance.metering.records import Checkpoint, Settlement, Usage
-from appliance.metering.recovery import begin_epoch, recover
+from appliance.metering.invoicing.invoices import Invoices
+from appliance.metering.invoicing.lines import usage_picos
+from appliance.metering.ledger.corrections import Correction, Corrections
+from appliance.metering.ledger.records import Checkpoint, Settlement, Usage
+from appliance.metering.ledger.recovery import begin_epoch, recover
 from tests.support.billing import add_price
 from tests.support.cast import Cast
 from tests.support.clock import FakeClock

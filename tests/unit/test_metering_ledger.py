@@ -11,8 +11,8 @@ from sqlalchemy import Update, false
 from appliance.base.db import Database
 from appliance.base.errors import InternalError, NotFound, Overloaded
 from appliance.base.prepared import Prepared
-from appliance.metering import ledger_rows
-from appliance.metering.ledger import Checkpoint, Ledger, LedgerBroken, RequestRecord, Settlement, Usage
+from appliance.metering.ledger import rows as ledger_rows
+from appliance.metering.ledger.writer import Checkpoint, Ledger, LedgerBroken, RequestRecord, Settlement, Usage
 from appliance.metering.prices import Price, PriceBook
 from appliance.metering.usage import LedgerFilter, UsageReports
 from tests.support.cast import Cast

@@ -8,11 +8,11 @@ from datetime import UTC, datetime
 import pytest
 
 from appliance.base.errors import BudgetExceeded, RateLimitExceeded, Refused
-from appliance.metering.admission import Admission
 from appliance.metering.calendar import BillingCalendar
+from appliance.metering.limits.admission import Admission
+from appliance.metering.limits.reservations import Reservation
+from appliance.metering.limits.rules import Asked
 from appliance.metering.prices import Price
-from appliance.metering.reservations import Reservation
-from appliance.metering.rules import Asked
 from appliance.tenancy.model_policies import ModelPolicy
 from appliance.tenancy.principals import Limits, Principal
 from tests.support.clock import START, FakeClock

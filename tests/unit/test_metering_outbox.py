@@ -9,9 +9,9 @@ import pytest
 
 from appliance.base.db import Database
 from appliance.base.errors import InvalidValue, NotFound, RateLimitExceeded
-from appliance.metering import outbox as outbox_module
-from appliance.metering.outbox import ATTEMPTS_MAX, LEASE_S, TESTS_PER_HOUR_MAX, retry_s
-from appliance.metering.webhooks import WebhookChanges
+from appliance.metering.alerts import outbox as outbox_module
+from appliance.metering.alerts.outbox import ATTEMPTS_MAX, LEASE_S, TESTS_PER_HOUR_MAX, retry_s
+from appliance.metering.alerts.webhooks import WebhookChanges
 from tests.support.alerts import TARGET, AlertBox, alert_box
 from tests.support.cast import Cast
 from tests.support.clock import FakeClock

@@ -10,15 +10,15 @@ from sqlalchemy import text
 
 from appliance.base.db import Database
 from appliance.base.errors import RateLimitExceeded
-from appliance.metering import recovery
-from appliance.metering.admission import Admission
-from appliance.metering.ledger import Checkpoint, Ledger, LedgerBroken
-from appliance.metering.ledger_rows import INSERT_EVENTS, event_row
+from appliance.metering.ledger import recovery
+from appliance.metering.ledger.recovery import begin_epoch, recover
+from appliance.metering.ledger.rows import INSERT_EVENTS, event_row
+from appliance.metering.ledger.writer import Checkpoint, Ledger, LedgerBroken
+from appliance.metering.limits.admission import Admission
+from appliance.metering.limits.quotas import Moment, Owner
+from appliance.metering.limits.rules import Asked
+from appliance.metering.limits.sums import LedgerSums
 from appliance.metering.prices import PriceBook
-from appliance.metering.quotas import Moment, Owner
-from appliance.metering.recovery import begin_epoch, recover
-from appliance.metering.rules import Asked
-from appliance.metering.sums import LedgerSums
 from appliance.metering.usage import UsageReports
 from appliance.tenancy.principals import Limits, Principal
 from tests.support.cast import Cast, make_cast

@@ -9,8 +9,8 @@ from sqlalchemy import func, select
 
 from appliance.base.db import Database
 from appliance.base.tables import requests
-from appliance.metering import request_history
-from appliance.metering.request_history import RequestHistory
+from appliance.metering.ledger import request_history
+from appliance.metering.ledger.request_history import RequestHistory
 from tests.support import factories
 from tests.support.cast import Cast
 from tests.support.clock import START, FakeClock

@@ -9,10 +9,10 @@ import pytest
 
 from appliance.base.db import Database
 from appliance.base.errors import BudgetExceeded, ModelNotPriced
-from appliance.metering import rollups
-from appliance.metering.admission import Admission
+from appliance.metering.ledger import rollups
+from appliance.metering.limits.admission import Admission
+from appliance.metering.limits.rules import Asked
 from appliance.metering.prices import PriceBook
-from appliance.metering.rules import Asked
 from appliance.metering.unpriced import unpriced
 from appliance.tenancy.principals import Limits
 from tests.support import factories

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from appliance.base.errors import InvalidValue
-from appliance.metering.webhook_signature import new_signing_secret, signature, signature_headers
-from appliance.metering.webhook_targets import Reach, check_mailbox, check_web_target, shown_target
+from appliance.metering.alerts.signature import new_signing_secret, signature, signature_headers
+from appliance.metering.alerts.targets import Reach, check_mailbox, check_web_target, shown_target
 
 OFFICE = Reach((ipaddress.ip_network("10.1.0.0/16"), ipaddress.ip_network("fd00::/8")))
 

@@ -9,8 +9,8 @@ from appliance.base.db import Database
 from appliance.base.errors import InvalidValue, NotFound
 from appliance.base.sealing import Sealer, Unsealable
 from appliance.base.tables import audit_log, webhooks
-from appliance.metering.outbox import EVENTS, TENANT_EVENTS
-from appliance.metering.webhooks import GRACE_S_MAX, WEBHOOKS_MAX, WebhookChanges, Webhooks
+from appliance.metering.alerts.outbox import EVENTS, TENANT_EVENTS
+from appliance.metering.alerts.webhooks import GRACE_S_MAX, WEBHOOKS_MAX, WebhookChanges, Webhooks
 from appliance.tenancy.tenants import Tenants
 from tests.support.alerts import LOOPBACK, TARGET, AlertBox, alert_box
 from tests.support.cast import Cast

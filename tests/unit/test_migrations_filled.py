@@ -15,11 +15,11 @@ from appliance.base import db, tables
 from appliance.base.clock import SystemClock
 from appliance.base.db import Database
 from appliance.cli import invariants
-from appliance.metering import rollups
 from appliance.metering.calendar import BillingCalendar
-from appliance.metering.corrections import Correction, Corrections
+from appliance.metering.ledger import rollups
+from appliance.metering.ledger.corrections import Correction, Corrections
+from appliance.metering.ledger.recovery import begin_epoch, recover
 from appliance.metering.prices import PriceBook
-from appliance.metering.recovery import begin_epoch, recover
 from appliance.metering.usage import UsageReports
 
 AT = datetime(2026, 3, 29, 23, 59, 58, 1, tzinfo=UTC)  # two of four events lie in the next day of UTC

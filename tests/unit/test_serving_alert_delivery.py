@@ -8,9 +8,9 @@ import pytest
 
 from appliance.base.db import Database
 from appliance.base.sealing import Sealer
-from appliance.metering.outbox import ATTEMPTS_MAX, LEASE_S, RETRY_S_MAX
-from appliance.metering.webhooks import Webhooks
-from appliance.serving.alert_delivery import SendFailed
+from appliance.metering.alerts.outbox import ATTEMPTS_MAX, LEASE_S, RETRY_S_MAX
+from appliance.metering.alerts.webhooks import Webhooks
+from appliance.serving.alerting.delivery import SendFailed
 from tests.support.alerts import LOOPBACK, TARGET, AlertBox, RememberingSender, alert_box
 from tests.support.clock import FakeClock
 from tests.support.ledgers import FailingDatabase, until

@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
-from appliance.metering.outbox import Delivery
-from appliance.metering.webhook_signature import new_signing_secret, signature
-from appliance.metering.webhook_targets import Address, Reach
-from appliance.metering.webhooks import Endpoint
-from appliance.serving.alert_delivery import SendFailed
-from appliance.serving.alert_http import HttpSender
+from appliance.metering.alerts.outbox import Delivery
+from appliance.metering.alerts.signature import new_signing_secret, signature
+from appliance.metering.alerts.targets import Address, Reach
+from appliance.metering.alerts.webhooks import Endpoint
+from appliance.serving.alerting.delivery import SendFailed
+from appliance.serving.alerting.http import HttpSender
 from tests.support.alerts import LOOPBACK, receiving
 from tests.support.certificates import make_certificate
 from tests.support.clock import START

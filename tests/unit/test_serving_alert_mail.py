@@ -17,11 +17,11 @@ from typing import Any
 import pytest
 from aiosmtpd.smtp import SMTP, AuthResult, Envelope
 
-from appliance.metering.outbox import EVENTS, TEST_EVENT, Delivery
-from appliance.metering.webhooks import Endpoint
-from appliance.serving.alert_delivery import SendFailed
-from appliance.serving.alert_mail import MailSender
-from appliance.serving.alert_texts import text_of
+from appliance.metering.alerts.outbox import EVENTS, TEST_EVENT, Delivery
+from appliance.metering.alerts.webhooks import Endpoint
+from appliance.serving.alerting.delivery import SendFailed
+from appliance.serving.alerting.mail import MailSender
+from appliance.serving.alerting.texts import text_of
 from tests.support.certificates import Certificate, make_certificate
 from tests.support.clock import START
 

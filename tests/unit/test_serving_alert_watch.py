@@ -10,10 +10,10 @@ from typing import cast as typed
 import pytest
 
 from appliance.base.db import Database
-from appliance.metering.budget_alerts import BudgetAlerts
+from appliance.metering.alerts.budgets import BudgetAlerts
+from appliance.metering.alerts.keys import SWEEP_INTERVAL_S, KeyAlerts
 from appliance.metering.calendar import BillingCalendar
-from appliance.metering.key_alerts import SWEEP_INTERVAL_S, KeyAlerts
-from appliance.serving.alert_watch import ENGINE_DOWN_S, AlertWatch
+from appliance.serving.alerting.watch import ENGINE_DOWN_S, AlertWatch
 from appliance.tenancy.keys import Keys
 from appliance.tenancy.principals import KeyChanges
 from appliance.tenancy.tenants import Tenants

@@ -9,7 +9,7 @@ import pytest
 
 from appliance.base.db import Database
 from appliance.base.errors import Draining, EngineUnavailable, InternalError, Overloaded, RateLimitExceeded
-from appliance.metering.records import PendingEntry
+from appliance.metering.ledger.records import PendingEntry
 from appliance.serving import engine_client
 from appliance.serving.prompting import Prompting
 from appliance.serving.text_output import Chunk, TextOutput

@@ -8,7 +8,7 @@ from typing import Any
 import pynvml
 import pytest
 
-from appliance.api.system_shapes import system_shape
+from appliance.api.admin.system_shapes import system_shape
 from appliance.telemetry import events
 from appliance.telemetry.events import DatabaseReading, ProcessReading, SystemSampler, TooManySubscribers
 from appliance.telemetry.gpu import NO_GPU, GpuProbe

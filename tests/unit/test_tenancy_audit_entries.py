@@ -14,8 +14,8 @@ from appliance.base.acting import Actor, acting
 from appliance.base.db import Database
 from appliance.base.errors import GatehouseError, InvalidValue, NameTaken
 from appliance.base.tables import audit_log
+from appliance.metering.ledger.recovery import begin_epoch, recover
 from appliance.metering.prices import PriceBook
-from appliance.metering.recovery import begin_epoch, recover
 from appliance.tenancy.admin_tokens import AdminTokens
 from appliance.tenancy.audit import AuditLog
 from appliance.tenancy.audit_chain import AuditEntry

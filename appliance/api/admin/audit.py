@@ -1,0 +1,95 @@
+"""`/admin/v1/audit`: who changed what, the newest first. There is no way to change or remove an entry."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from litestar import get
+
+from appliance.api.auth import authenticate_administrator
+from appliance.api.organization.queries import many
+from appliance.api.queries import PAGING, AdminRequest, check_query, moment, paging
+from appliance.api.services_of import services_of
+from appliance.api.shapes import PageShape, page_shape
+from appliance.tenancy.audit import AuditFilter
+from appliance.tenancy.audit_chain import AuditEntry, rfc3339_micros
+from appliance.tenancy.roles import Action
+
+TAGS = ["administration"]
+QUERY = (*PAGING, "actor", "action", "target", "tenant_id", "start", "end")
+
+
+class AuditActorShape(msgspec.Struct, kw_only=True):
+    """Who did it: a member, an administrator token, the command line, an API key, or the appliance itself (`system`)."""
+
+    kind: str
+    id: str | None
+    name: str
+
+
+class AuditTargetShape(msgspec.Struct, kw_only=True):
+    """What it was done to."""
+
+    kind: str
+    id: str
+
+
+class AuditEntryShape(msgspec.Struct, kw_only=True):
+    """One entry. Of a change, `before` and `after` hold what differs. `hash` covers the entry and `previous_hash`."""
+
+    id: str
+    at: str
+    actor: AuditActorShape
+    action: str
+    target: AuditTargetShape
+    tenant_id: str | None
+    before: dict[str, Any] | None
+    after: dict[str, Any] | None
+    request_id: str | None
+    address: str | None
+    previous_hash: str
+    hash: str
+
+
+@get("/audit", summary="Who changed what", tags=TAGS, opt={"query": QUERY})
+async def list_audit(request: AdminRequest) -> PageShape[AuditEntryShape]:
+    """Return entries of the audit log, the newest first; a tenant's manager sees those of the tenant."""
+    access = await authenticate_administrator(request, Action.AUDIT)
+    check_query(request)
+    filters = AuditFilter(
+        actors=many(request, "actor"),
+        actions=many(request, "action"),
+        targets=many(request, "target"),
+        tenant_ids=many(request, "tenant_id"),
+        start=moment(request, "start"),
+        end=moment(request, "end"),
+    )
+    limit, cursor = paging(request)
+    return page_shape(await services_of(request).audit.page(limit, cursor, filters, access=access), audit_entry_shape)
+
+
+def audit_entry_shape(entry: AuditEntry) -> AuditEntryShape:
+    """Return `entry` as JSON."""
+    return AuditEntryShape(
+        id=str(entry.id),
+        at=rfc3339_micros(entry.at),
+        actor=AuditActorShape(kind=entry.actor_kind, id=entry.actor_id, name=entry.actor_name),
+        action=entry.action,
+        target=AuditTargetShape(kind=entry.target_kind, id=entry.target_id),
+        tenant_id=entry.tenant_id,
+        before=facts_from(entry.before),
+        after=facts_from(entry.after),
+        request_id=entry.request_id,
+        address=entry.address,
+        previous_hash=entry.previous_hash,
+        hash=entry.hash,
+    )
+
+
+def facts_from(text: str | None) -> dict[str, Any] | None:
+    """Return what `before` or `after` of an entry says."""
+    return None if text is None else msgspec.json.decode(text, type=dict[str, Any])
+
+
+HANDLERS = [list_audit]

@@ -1,0 +1,166 @@
+"""The JSON of invoices, allowances and the seller, and how each is made from what metering holds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from appliance.base.clock import rfc3339
+from appliance.metering.invoicing.free_allowances import FreeAllowance
+from appliance.metering.invoicing.lines import InvoiceLine, usage_picos
+from appliance.metering.invoicing.rows import TIME_ZONE, Invoice, InvoiceHead
+
+_INT64_MAX = 2**63 - 1
+
+
+class InvoiceLineShape(msgspec.Struct, kw_only=True):
+    """One line: `unit_price` is micro-units per million tokens; `exact_picos` is rounded once, to `rounded_micros`."""
+
+    model: str | None
+    kind: str
+    month: str
+    unit_price: int | None
+    tokens: int
+    requests: int
+    exact_picos: int
+    rounded_micros: int
+
+
+class InvoiceShape(msgspec.Struct, kw_only=True):
+    """An invoice. A draft is what it would be now. The lines sum to `subtotal_micros`; `total_micros` is that and the tax.
+    `due_micros` is what is paid: rounded to the smallest coin. `usage_picos` is the exact cost of the events on it."""
+
+    id: str
+    number: str | None
+    tenant_id: str
+    month: str
+    state: str
+    currency: str
+    lines: list[InvoiceLineShape]
+    subtotal_micros: int
+    tax_micros: int
+    total_micros: int
+    rounding_micros: int
+    due_micros: int
+    usage_picos: int
+    seller: dict[str, Any] | None
+    buyer: dict[str, Any]
+    time_zone: str
+    through_posting: int | None
+    created_at: str
+    closed_at: str | None
+    issued_on: str | None
+    due_on: str | None
+
+
+class InvoiceHeadShape(msgspec.Struct, kw_only=True):
+    """An invoice in the list of all tenants. The sums of a draft are null here: they are computed where it is asked for."""
+
+    id: str
+    number: str | None
+    tenant_id: str
+    month: str
+    state: str
+    currency: str
+    total_micros: int | None
+    tax_micros: int | None
+    through_posting: int | None
+    created_at: str
+    closed_at: str | None
+
+
+class AllowanceShape(msgspec.Struct, kw_only=True):
+    """Money of the tenant's currency that is free each month, from `first_month` on until a later allowance takes its place."""
+
+    id: str
+    tenant_id: str
+    first_month: str
+    monthly_micros: int
+    created_at: str
+
+
+class SellerShape(msgspec.Struct, kw_only=True):
+    """Who writes the invoices. `tax_basis_points`: 1900 is 19 %."""
+
+    name: str
+    address: list[str]
+    email: str | None
+    phone: str | None
+    website: str | None
+    tax_id: str | None
+    registration: str | None
+    bank: list[str]
+    payment_terms_days: int
+    payment_note: str | None
+    tax_basis_points: int
+    tax_label: str | None
+    tax_note: str | None
+
+
+def invoice_shape(invoice: Invoice) -> InvoiceShape:
+    """Return a whole invoice as JSON."""
+    head, totals = invoice.head, invoice.totals
+    seller = {name: value for name, value in invoice.seller.items() if name != TIME_ZONE}
+    return InvoiceShape(
+        id=head.id,
+        number=head.number,
+        tenant_id=head.tenant_id,
+        month=head.month,
+        state=head.state,
+        currency=invoice.currency,
+        lines=[_line_shape(line) for line in invoice.lines],
+        subtotal_micros=totals.subtotal_micros,
+        tax_micros=totals.tax_micros,
+        total_micros=totals.total_micros,
+        rounding_micros=totals.rounding_micros,
+        due_micros=totals.due_micros,
+        usage_picos=_exact(usage_picos(invoice.lines)),
+        seller=seller or None,
+        buyer=dict(invoice.buyer),
+        time_zone=invoice.seller.get(TIME_ZONE, "UTC"),
+        through_posting=head.through_posting,
+        created_at=rfc3339(head.created_at),
+        closed_at=None if head.closed_at is None else rfc3339(head.closed_at),
+        issued_on=None if invoice.issued_on is None else invoice.issued_on.isoformat(),
+        due_on=None if invoice.due_on is None else invoice.due_on.isoformat(),
+    )
+
+
+def invoice_head_shape(head: InvoiceHead) -> InvoiceHeadShape:
+    """Return a row of the list of all invoices as JSON."""
+    is_draft = head.state == "draft"
+    return InvoiceHeadShape(
+        id=head.id,
+        number=head.number,
+        tenant_id=head.tenant_id,
+        month=head.month,
+        state=head.state,
+        currency=head.currency,
+        total_micros=None if is_draft else head.total_micros,
+        tax_micros=None if is_draft else head.tax_micros,
+        through_posting=head.through_posting,
+        created_at=rfc3339(head.created_at),
+        closed_at=None if head.closed_at is None else rfc3339(head.closed_at),
+    )
+
+
+def allowance_shape(allowance: FreeAllowance) -> AllowanceShape:
+    """Return an allowance as JSON."""
+    return AllowanceShape(
+        id=allowance.id,
+        tenant_id=allowance.tenant_id,
+        first_month=allowance.first_month,
+        monthly_micros=allowance.monthly_micros,
+        created_at=rfc3339(allowance.created_at),
+    )
+
+
+def _line_shape(line: InvoiceLine) -> InvoiceLineShape:
+    fields = {name: getattr(line, name) for name in InvoiceLineShape.__struct_fields__}
+    return InvoiceLineShape(**fields | {"exact_picos": _exact(line.exact_picos)})
+
+
+def _exact(picos: int) -> int:
+    """Return an amount as JSON can say it: one that passes 64 bits goes into the text as its digits."""
+    return picos if abs(picos) <= _INT64_MAX else msgspec.Raw(str(picos).encode())  # type: ignore[return-value]

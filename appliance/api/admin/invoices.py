@@ -1,0 +1,231 @@
+"""`/admin/v1` invoices, free allowances and the seller of invoices. Rules live in metering; here is JSON and files."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import msgspec
+from litestar import Response, delete, get, post, put
+from litestar.params import FromPath
+
+from appliance.api.admin.invoice_shapes import (
+    AllowanceShape,
+    InvoiceHeadShape,
+    InvoiceShape,
+    SellerShape,
+    allowance_shape,
+    invoice_head_shape,
+    invoice_shape,
+)
+from appliance.api.auth import authenticate_administrator
+from appliance.api.bodies import decode_body
+from appliance.api.queries import PAGING, AdminRequest, check_query, choice, paging
+from appliance.api.services_of import services_of
+from appliance.api.shapes import LedgerEventShape, PageShape, ledger_event_shape, page_shape
+from appliance.base.errors import NotFound
+from appliance.metering.box_records import SELLER
+from appliance.metering.calendar import first_day
+from appliance.metering.invoicing.csv_file import render_csv
+from appliance.metering.invoicing.pdf import render_pdf
+from appliance.metering.invoicing.rows import Invoice
+from appliance.metering.invoicing.seller import TERMS_DAYS_DEFAULT, Seller, seller_from_record
+from appliance.tenancy.roles import Action
+
+TAGS = ["administration"]
+_FILES: dict[str, tuple[str, Callable[[Invoice], bytes]]] = {
+    "json": ("application/json", lambda invoice: msgspec.json.encode(invoice_shape(invoice))),
+    "csv": ("text/csv", render_csv),
+    "pdf": ("application/pdf", render_pdf),
+}
+
+
+class DraftBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """The month of a draft: `2026-10`. `only`: none is made where there is nothing to bill (`billable`), nor where it cannot be
+    closed now (`closable`)."""
+
+    month: str
+    only: str | None = None
+
+
+class AllowanceBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """What is free each month from `first_month` on, in micro-units; 0 ends an earlier allowance."""
+
+    first_month: str
+    monthly_micros: int
+
+
+class SellerBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Who writes the invoices; it takes the place of what was said before. `tax_basis_points`: 1900 is 19 %."""
+
+    name: str
+    address: list[str] = []
+    email: str | None = None
+    phone: str | None = None
+    website: str | None = None
+    tax_id: str | None = None
+    registration: str | None = None
+    bank: list[str] = []
+    payment_terms_days: int = TERMS_DAYS_DEFAULT
+    payment_note: str | None = None
+    tax_basis_points: int = 0
+    tax_label: str | None = None
+    tax_note: str | None = None
+
+
+@get("/invoices", summary="List the invoices of all tenants", tags=TAGS, opt={"query": (*PAGING, "month", "state")})
+async def list_invoices(request: AdminRequest) -> PageShape[InvoiceHeadShape]:
+    """Return invoices without lines, the newest month first."""
+    access = await authenticate_administrator(request, Action.INVOICES)
+    check_query(request)
+    month = request.query_params.get("month")
+    if month is not None:
+        first_day(month)
+    page = await services_of(request).invoices.list(
+        *paging(request),
+        month=month,
+        state=choice(request, "state", ("draft", "closed"), None),
+        narrow=lambda query, column: access.narrow(query, column, Action.INVOICES),
+    )
+    return page_shape(page, invoice_head_shape)
+
+
+@get(
+    "/tenants/{tenant_id:str}/invoices", summary="List a tenant's invoices", tags=TAGS, opt={"query": PAGING, "errors": (409,)}
+)
+async def list_tenant_invoices(request: AdminRequest, tenant_id: FromPath[str]) -> PageShape[InvoiceShape]:
+    """Return whole invoices, the newest month first; drafts as they would be now."""
+    await authenticate_administrator(request, Action.INVOICES, tenant_id)
+    check_query(request)
+    services = services_of(request)
+    await services.tenants.get(tenant_id)
+    return page_shape(await services.invoices.list_of(tenant_id, *paging(request)), invoice_shape)
+
+
+@post("/tenants/{tenant_id:str}/invoices", summary="Draft an invoice", tags=TAGS, opt={"body": DraftBody, "errors": (409,)})
+async def draft_invoice(request: AdminRequest, tenant_id: FromPath[str]) -> InvoiceShape:
+    """Return the draft of a month that has begun; the same one when it is asked for again."""
+    await authenticate_administrator(request, Action.BILLING, tenant_id)
+    body = decode_body(await request.body(), DraftBody)
+    return invoice_shape(await services_of(request).invoices.draft(tenant_id, body.month, only=body.only))
+
+
+@get(
+    "/invoices/{invoice_id:str}",
+    summary="An invoice as JSON, CSV or PDF: add .json, .csv or .pdf to its id",
+    tags=TAGS,
+    opt={"answer": InvoiceShape, "errors": (409,)},
+)
+async def retrieve_invoice(request: AdminRequest, invoice_id: FromPath[str]) -> Response[bytes]:
+    """Return an invoice; without an ending as JSON. A closed one is the same for ever."""
+    access = await authenticate_administrator(request, Action.INVOICES)
+    wanted, _, ending = invoice_id.partition(".")
+    services = services_of(request)
+    head = await services.invoices.head(wanted)
+    access.require_row(Action.INVOICES, head.tenant_id, what="invoice", param="invoice_id")
+    if ending and ending not in _FILES:
+        raise NotFound(f"an invoice has no form .{ending}; there are .json, .csv and .pdf", param="invoice_id")
+    media_type, render = _FILES[ending or "json"]
+    invoice = await services.invoices.get(wanted)
+    body = await asyncio.to_thread(render, invoice)
+    name = f"invoice-{head.number}" if head.number else f"draft-{head.month}-{head.tenant_id}"
+    headers = {"content-disposition": f'inline; filename="{name}.{ending}"'} if ending else {}
+    return Response(body, media_type=media_type, headers=headers)
+
+
+@get("/invoices/{invoice_id:str}/events", summary="The usage events behind an invoice", tags=TAGS, opt={"query": PAGING})
+async def list_invoice_events(request: AdminRequest, invoice_id: FromPath[str]) -> PageShape[LedgerEventShape]:
+    """Return the events that the lines are the sum of, in the order in which they were posted."""
+    access = await authenticate_administrator(request, Action.INVOICES)
+    check_query(request)
+    invoices = services_of(request).invoices
+    head = await invoices.head(invoice_id)
+    access.require_row(Action.INVOICES, head.tenant_id, what="invoice", param="invoice_id")
+    return page_shape(await invoices.events(invoice_id, *paging(request)), ledger_event_shape)
+
+
+@post(
+    "/invoices/{invoice_id:str}/close", status_code=200, summary="Close an invoice for ever", tags=TAGS, opt={"errors": (409,)}
+)
+async def close_invoice(request: AdminRequest, invoice_id: FromPath[str]) -> InvoiceShape:
+    """Give the invoice its number and freeze it. Only a month that is over, and a tenant's months in order."""
+    access = await authenticate_administrator(request, Action.BILLING)
+    invoices = services_of(request).invoices
+    head = await invoices.head(invoice_id)
+    access.require_row(Action.BILLING, head.tenant_id, what="invoice", param="invoice_id")
+    return invoice_shape(await invoices.close(invoice_id))
+
+
+@delete("/invoices/{invoice_id:str}", status_code=204, summary="Discard a draft", tags=TAGS, opt={"errors": (409,)})
+async def discard_invoice(request: AdminRequest, invoice_id: FromPath[str]) -> None:
+    """Forget that a month was drafted; no usage is forgotten, and it can be drafted again. A closed invoice stays."""
+    access = await authenticate_administrator(request, Action.BILLING)
+    invoices = services_of(request).invoices
+    head = await invoices.head(invoice_id)
+    access.require_row(Action.BILLING, head.tenant_id, what="invoice", param="invoice_id")
+    await invoices.discard(invoice_id)
+
+
+@get("/tenants/{tenant_id:str}/allowances", summary="List a tenant's free allowances", tags=TAGS)
+async def list_allowances(request: AdminRequest, tenant_id: FromPath[str]) -> PageShape[AllowanceShape]:
+    """Return what is free each month, in the order of the months from which it counts."""
+    await authenticate_administrator(request, Action.INVOICES, tenant_id)
+    services = services_of(request)
+    await services.tenants.get(tenant_id)
+    rows = [allowance_shape(row) for row in await services.free_allowances.list(tenant_id)]
+    return PageShape(data=rows, has_more=False, next_cursor=None)
+
+
+@post(
+    "/tenants/{tenant_id:str}/allowances",
+    summary="Set a free allowance",
+    tags=TAGS,
+    opt={"body": AllowanceBody, "errors": (409,)},
+)
+async def set_allowance(request: AdminRequest, tenant_id: FromPath[str]) -> AllowanceShape:
+    """Set what is free each month from a month on that is not closed; said again of the same month, the later word counts."""
+    await authenticate_administrator(request, Action.BILLING, tenant_id)
+    body = decode_body(await request.body(), AllowanceBody)
+    services = services_of(request)
+    await services.tenants.get(tenant_id)
+    return allowance_shape(await services.free_allowances.set(tenant_id, body.first_month, body.monthly_micros))
+
+
+@get("/seller", summary="Who writes the invoices", tags=TAGS, opt={"errors": (404,)})
+async def retrieve_seller(request: AdminRequest) -> SellerShape:
+    """Return what stands on new invoices about their writer."""
+    (await authenticate_administrator(request, Action.READ_BOX)).require(Action.READ_BOX)
+    record = await services_of(request).box_records.get(SELLER)
+    if record is None:
+        raise NotFound("the seller has not been entered yet: PUT /admin/v1/seller", param="seller")
+    return _seller_shape(seller_from_record(record.value))
+
+
+@put("/seller", summary="Say who writes the invoices", tags=TAGS, opt={"body": SellerBody})
+async def replace_seller(request: AdminRequest) -> SellerShape:
+    """Replace what stands on new invoices about their writer; closed ones keep what they say."""
+    (await authenticate_administrator(request, Action.BILLING)).require(Action.BILLING)
+    body = decode_body(await request.body(), SellerBody)
+    fields = msgspec.structs.asdict(body)
+    seller = Seller(**fields | {"address": tuple(body.address), "bank": tuple(body.bank)})
+    await services_of(request).box_records.put(SELLER, seller.to_record())
+    return _seller_shape(seller)
+
+
+def _seller_shape(seller: Seller) -> SellerShape:
+    return SellerShape(**seller.to_record())
+
+
+HANDLERS = [
+    list_invoices,
+    list_tenant_invoices,
+    draft_invoice,
+    retrieve_invoice,
+    list_invoice_events,
+    close_invoice,
+    discard_invoice,
+    list_allowances,
+    set_allowance,
+    retrieve_seller,
+    replace_seller,
+]

@@ -1,0 +1,120 @@
+"""`POST /admin/v1/limits/check`: would this request pass, and what does each limit say to it? Takes nothing."""
+
+from __future__ import annotations
+
+import msgspec
+from litestar import post
+
+from appliance.api.auth import authenticate_administrator
+from appliance.api.bodies import decode_body
+from appliance.api.queries import AdminRequest
+from appliance.api.services_of import services_of
+from appliance.base.errors import GatehouseError, NotFound
+from appliance.metering.limits.quotas import LimitDecision
+from appliance.serving.forecasts import Question, Verdict
+from appliance.tenancy.fields import LIMIT_MAX, check_name, check_whole
+from appliance.tenancy.roles import Action
+
+ANSWERS_MAX = 128
+
+
+class LimitCheckBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """A request that somebody thinks of: its size, and whose it would be. Without a key, only tenant and model are asked."""
+
+    tenant_id: str
+    model: str
+    prompt_tokens: int
+    key_id: str | None = None
+    max_tokens: int | None = None
+    n: int = 1
+
+
+class LimitDecisionShape(msgspec.Struct, kw_only=True):
+    """What one limit says. `need`, `limit` and `level` of a budget are in pico-units of money. `wait_s` null: never."""
+
+    scope: str
+    model: str | None
+    kind: str
+    mode: str
+    allowed: bool
+    need: int
+    limit: int
+    level: int
+    wait_s: float | None
+    held: bool
+    ahead: int
+
+
+class LimitErrorShape(msgspec.Struct, kw_only=True):
+    """What the client would be told."""
+
+    status: int
+    type: str
+    code: str
+    message: str
+    retry_after_s: float | None
+
+
+class LimitCheckShape(msgspec.Struct, kw_only=True):
+    """What would come of the request: it begins at once, waits for room, or is refused with the error."""
+
+    allowed: bool
+    would_wait: bool
+    wait_s: float | None
+    admission_wait_ms: int
+    reserved_tokens: int
+    error: LimitErrorShape | None
+    decisions: list[LimitDecisionShape]
+
+
+@post(
+    "/limits/check",
+    status_code=200,
+    summary="Check a request against the limits",
+    tags=["administration"],
+    opt={"body": LimitCheckBody},
+)
+async def check_limits(request: AdminRequest) -> LimitCheckShape:
+    """Return what every limit would say to a request of this size now. Nothing is reserved."""
+    access = await authenticate_administrator(request, Action.READ)
+    body = decode_body(await request.body(), LimitCheckBody)
+    access.require(Action.READ, body.tenant_id)
+    services = services_of(request)
+    tenant = await services.tenants.get(body.tenant_id)
+    key = None if body.key_id is None else await services.keys.get(body.key_id)
+    if key is not None and key.tenant_id != tenant.id:
+        raise NotFound("no such key", param="key_id")
+    question = Question(
+        tenant=tenant,
+        key=key,
+        model=check_name(body.model, "model"),
+        prompt_tokens=check_whole(body.prompt_tokens, "prompt_tokens", 0, LIMIT_MAX),
+        max_tokens=None if body.max_tokens is None else check_whole(body.max_tokens, "max_tokens", 1, LIMIT_MAX),
+        answers=check_whole(body.n, "n", 1, ANSWERS_MAX),
+    )
+    return _shape(await services.forecasts.ask(question))
+
+
+def _shape(verdict: Verdict) -> LimitCheckShape:
+    return LimitCheckShape(
+        allowed=verdict.allowed,
+        would_wait=verdict.would_wait,
+        wait_s=verdict.wait_s,
+        admission_wait_ms=verdict.admission_wait_ms,
+        reserved_tokens=verdict.forecast.tokens,
+        error=None if verdict.error is None else _error_shape(verdict.error),
+        decisions=[_decision_shape(decision) for decision in verdict.forecast.decisions],
+    )
+
+
+def _decision_shape(decision: LimitDecision) -> LimitDecisionShape:
+    return LimitDecisionShape(**{name: getattr(decision, name) for name in LimitDecisionShape.__struct_fields__})
+
+
+def _error_shape(error: GatehouseError) -> LimitErrorShape:
+    return LimitErrorShape(
+        status=error.status, type=error.type, code=error.code, message=error.message, retry_after_s=error.retry_after_s
+    )
+
+
+HANDLERS = [check_limits]

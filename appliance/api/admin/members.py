@@ -1,0 +1,174 @@
+"""`/admin/v1/members`, `/admin/v1/tenants/{id}/members` and `/admin/v1/me`: who signs in, and who belongs to which tenant."""
+
+from __future__ import annotations
+
+import msgspec
+from litestar import delete, get, patch, post
+from litestar.params import FromPath
+
+from appliance.api.admin.member_shapes import (
+    MemberShape,
+    MembershipShape,
+    MeShape,
+    NewMemberShape,
+    NewMembershipShape,
+    me_shape,
+    member_shape,
+    membership_shape,
+    new_member_shape,
+    new_membership_shape,
+)
+from appliance.api.auth import authenticate_administrator, authenticate_anybody
+from appliance.api.bodies import decode_body
+from appliance.api.queries import PAGING, AdminRequest, check_query, paging
+from appliance.api.services_of import services_of
+from appliance.api.shapes import PageShape, page_shape
+from appliance.tenancy.roles import Action
+from appliance.tenancy.secrets import new_password
+
+OMITTED = msgspec.UNSET
+Omittable = msgspec.UnsetType
+TAGS = ["administration"]
+
+
+class NewMemberBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Somebody who may sign in. The password is made by the appliance and stands in the answer, once."""
+
+    email: str
+    role: str
+
+
+class MemberPatch(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """What to change of a member."""
+
+    role: str | Omittable = OMITTED
+    disabled: bool | Omittable = OMITTED
+
+
+class NewMembershipBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Who is to belong to a tenant, and as what: manager, developer or viewer."""
+
+    email: str
+    role: str
+
+
+class MembershipPatch(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """A member's new role in a tenant."""
+
+    role: str
+
+
+@get("/me", summary="Who asks, and what they may do", tags=TAGS)
+async def retrieve_me(request: AdminRequest) -> MeShape:
+    """Return the caller's name, role on the box, and roles in tenants."""
+    return me_shape(await authenticate_anybody(request))
+
+
+@get("/members", summary="List who may sign in", tags=TAGS, opt={"query": PAGING})
+async def list_members(request: AdminRequest) -> PageShape[MemberShape]:
+    """Return the members of the box with the tenants that they belong to, in the order they were made."""
+    await authenticate_administrator(request, Action.READ_BOX)
+    check_query(request)
+    services = services_of(request)
+    page = await services.members.list(*paging(request))
+    found = await services.memberships.of_members([member.id for member in page.data])
+    return page_shape(page, lambda member: member_shape(member, [each for each in found if each.member_id == member.id]))
+
+
+@post("/members", summary="Let somebody sign in", tags=TAGS, opt={"body": NewMemberBody, "errors": (409,)})
+async def create_member(request: AdminRequest) -> NewMemberShape:
+    """Create a member with a role on the box; the password of `password` is shown in this answer and nowhere else."""
+    await authenticate_administrator(request, Action.MEMBERS)
+    body = decode_body(await request.body(), NewMemberBody)
+    password = new_password()
+    member = await services_of(request).members.create(body.email, password, body.role, temporary=True)
+    return new_member_shape(member, password)
+
+
+@get("/members/{member_id:str}", summary="Retrieve a member", tags=TAGS)
+async def retrieve_member(request: AdminRequest, member_id: FromPath[str]) -> MemberShape:
+    """Return one member, disabled or not."""
+    await authenticate_administrator(request, Action.READ_BOX)
+    return await _member(request, member_id)
+
+
+@patch("/members/{member_id:str}", summary="Change a member", tags=TAGS, opt={"body": MemberPatch, "errors": (409,)})
+async def change_member(request: AdminRequest, member_id: FromPath[str]) -> MemberShape:
+    """Change the role on the box, or who may sign in: a disabled member is signed out everywhere at once."""
+    await authenticate_administrator(request, Action.MEMBERS)
+    body = decode_body(await request.body(), MemberPatch)
+    members = services_of(request).members
+    await members.change(
+        member_id,
+        role=None if body.role is OMITTED else body.role,
+        disabled=None if body.disabled is OMITTED else body.disabled,
+    )
+    return await _member(request, member_id)
+
+
+@post("/members/{member_id:str}/reset-password", status_code=200, summary="Give a member a new password", tags=TAGS)
+async def reset_password(request: AdminRequest, member_id: FromPath[str]) -> NewMemberShape:
+    """Replace a member's password by a new one, shown in this answer and nowhere else, and end the member's sessions."""
+    await authenticate_administrator(request, Action.MEMBERS)
+    members = services_of(request).members
+    member = await members.get(member_id)
+    password = new_password()
+    return new_member_shape(await members.reset_password(member.email, password, temporary=True), password)
+
+
+@get("/tenants/{tenant_id:str}/members", summary="List who belongs to a tenant", tags=TAGS, opt={"query": PAGING})
+async def list_memberships(request: AdminRequest, tenant_id: FromPath[str]) -> PageShape[MembershipShape]:
+    """Return the members of a tenant with their roles in it."""
+    await authenticate_administrator(request, Action.READ, tenant_id)
+    check_query(request)
+    services = services_of(request)
+    tenant = await services.tenants.get(tenant_id)
+    return page_shape(await services.memberships.of_tenant(tenant.id, *paging(request)), membership_shape)
+
+
+@post("/tenants/{tenant_id:str}/members", summary="Invite somebody to a tenant", tags=TAGS,
+      opt={"body": NewMembershipBody, "errors": (409,)})  # fmt: skip
+async def invite_member(request: AdminRequest, tenant_id: FromPath[str]) -> NewMembershipShape:
+    """Let somebody belong to a tenant. An address that nobody knows can be let in by an owner of the box alone; it gets a
+    `password`, shown in this answer alone."""
+    access = await authenticate_administrator(request, Action.TENANT_MEMBERS, tenant_id)
+    body = decode_body(await request.body(), NewMembershipBody)
+    services = services_of(request)
+    membership, password = await services.memberships.invite(services.members, tenant_id, body.email, body.role, access=access)
+    return new_membership_shape(membership, password)
+
+
+@patch("/tenants/{tenant_id:str}/members/{member_id:str}", summary="Change a role in a tenant", tags=TAGS,
+       opt={"body": MembershipPatch})  # fmt: skip
+async def change_membership(request: AdminRequest, tenant_id: FromPath[str], member_id: FromPath[str]) -> MembershipShape:
+    """Give a member of a tenant another role; it counts from the member's next request on."""
+    await authenticate_administrator(request, Action.TENANT_MEMBERS, tenant_id)
+    body = decode_body(await request.body(), MembershipPatch)
+    return membership_shape(await services_of(request).memberships.change(tenant_id, member_id, body.role))
+
+
+@delete("/tenants/{tenant_id:str}/members/{member_id:str}", status_code=200, summary="End a membership", tags=TAGS)
+async def remove_membership(request: AdminRequest, tenant_id: FromPath[str], member_id: FromPath[str]) -> MembershipShape:
+    """Let a member belong to a tenant no more, and return the membership that was."""
+    await authenticate_administrator(request, Action.TENANT_MEMBERS, tenant_id)
+    return membership_shape(await services_of(request).memberships.remove(tenant_id, member_id))
+
+
+async def _member(request: AdminRequest, member_id: str) -> MemberShape:
+    services = services_of(request)
+    member = await services.members.get(member_id)
+    return member_shape(member, await services.memberships.of_members([member.id]))
+
+
+HANDLERS = [
+    retrieve_me,
+    list_members,
+    create_member,
+    retrieve_member,
+    change_member,
+    reset_password,
+    list_memberships,
+    invite_member,
+    change_membership,
+    remove_membership,
+]

@@ -1,0 +1,79 @@
+"""`/admin/v1/system` and `/admin/v1/events`: the box at this moment, and as a stream, one event a second."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
+
+import msgspec
+from litestar import get
+from litestar.response import Stream
+
+from appliance.api.admin.system_shapes import SystemShape, system_shape
+from appliance.api.auth import authenticate_administrator
+from appliance.api.queries import AdminRequest
+from appliance.api.services_of import services_of
+from appliance.api.sse import EVENT_STREAM, event_stream
+from appliance.base.errors import Forbidden, Overloaded, Unauthenticated
+from appliance.serving.services import Services
+from appliance.telemetry.events import CONSOLE_SUBSCRIBERS, SystemSnapshot, TooManySubscribers
+from appliance.tenancy.roles import Action
+
+TAGS = ["administration"]
+RETRY_AFTER_S = 15.0
+CREDENTIAL_CHECKED_EVERY_TICKS = 10
+
+
+@get("/system", summary="Engines, GPUs, host, database", tags=TAGS)
+async def retrieve_system(request: AdminRequest) -> SystemShape:
+    """Return the newest reading of everything."""
+    await authenticate_administrator(request, Action.READ_BOX)
+    services = services_of(request)
+    return system_shape(services.sampler.latest, services.version)
+
+
+@get("/events", summary="The same as a live stream", tags=TAGS, opt={"text": EVENT_STREAM, "errors": (503,)})
+async def stream_events(request: AdminRequest) -> Stream:
+    """Send an event named `system` with each new reading; a slow reader misses readings, never gets old ones."""
+    await authenticate_administrator(request, Action.READ_BOX)
+    services = services_of(request)
+    snapshots = services.sampler.subscribe(spare=CONSOLE_SUBSCRIBERS)
+    try:
+        first = await anext(snapshots)
+    except TooManySubscribers as error:
+        raise Overloaded(str(error), retry_after_s=RETRY_AFTER_S) from error
+    return event_stream(_frames(request, first, snapshots))
+
+
+async def _frames(
+    request: AdminRequest, first: SystemSnapshot, snapshots: AsyncGenerator[SystemSnapshot, None]
+) -> AsyncIterator[bytes]:
+    """Yield frames until the appliance drains or the caller is an administrator no more.
+
+    The sampler's beat keeps the connection alive; no other ping is needed.
+    """
+    services = services_of(request)
+    count = 0
+    yield _frame(services, first)
+    async with aclosing(snapshots):
+        async for snapshot in snapshots:
+            yield _frame(services, snapshot)
+            count += 1
+            if services.generations.draining or (count % CREDENTIAL_CHECKED_EVERY_TICKS == 0 and await _is_revoked(request)):
+                return
+
+
+async def _is_revoked(request: AdminRequest) -> bool:
+    try:
+        await authenticate_administrator(request, Action.READ_BOX)
+    except (Unauthenticated, Forbidden):
+        return True
+    return False
+
+
+def _frame(services: Services, snapshot: SystemSnapshot) -> bytes:
+    body = msgspec.json.encode(system_shape(snapshot, services.version))
+    return b"event: system\ndata: " + body + b"\n\n"
+
+
+HANDLERS = [retrieve_system, stream_events]

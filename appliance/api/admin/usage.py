@@ -1,0 +1,195 @@
+"""`/admin/v1/usage`, `/costs`, `/ledger`, `/prices`: what was used, what it cost, at what price, and what was corrected."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+
+import msgspec
+from litestar import delete, get, post
+from litestar.params import FromPath
+
+from appliance.api.auth import authenticate_administrator
+from appliance.api.bodies import decode_body
+from appliance.api.queries import PAGING, AdminRequest, check_query, choice, moment, paging, parse_moment
+from appliance.api.services_of import services_of
+from appliance.api.shapes import (
+    LedgerEventShape,
+    PageShape,
+    PriceShape,
+    UsageRowShape,
+    ledger_event_shape,
+    page_shape,
+    price_shape,
+    usage_row_shape,
+)
+from appliance.base.errors import InvalidValue, NotFound
+from appliance.base.money import PERCENT_MAX
+from appliance.metering.ledger.corrections import Correction
+from appliance.metering.usage import BUCKETS, KINDS, STATUSES, LedgerFilter
+from appliance.tenancy.pages import PAGE_ROWS_MAX, check_limit, decode_cursor, encode_cursor
+from appliance.tenancy.roles import Action
+
+TAGS = ["administration"]
+PERIOD_DEFAULT = timedelta(days=30)
+LEDGER_QUERY = (*PAGING, "tenant_id", "key_id", "model", "kind", "status", "request_id", "start", "end", "order")
+USAGE_QUERY = ("start", "end", "bucket", "group_by", "tenant_id", "key_id", "model", *PAGING)
+
+
+class NewPriceBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """A price to add: micro-units of money per million tokens. `tier_percents` is what tenants of a tier pay of it, in percent;
+    `batch_percent` what batch work pays of that, which takes effect with the batch API (not there yet)."""
+
+    model: str
+    prompt: int
+    completion: int
+    cached_prompt: int | None = None
+    effective_from: str | None = None
+    currency: str | None = None
+    rejected_draft: int = 0
+    batch_percent: int = PERCENT_MAX
+    tier_percents: dict[str, int] | None = None
+
+
+class CorrectionBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """What is added to an event: signed tokens, charged at its own price, or a signed amount alone. `note` says why; `confirm`
+    that more than a thousand times the event, or ten million tokens, are meant."""
+
+    note: str
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+    rejected_tokens: int = 0
+    cost_picos: int | None = None
+    confirm: bool = False
+
+
+@get("/usage", summary="Tokens and cost per period", tags=TAGS, opt={"query": USAGE_QUERY})
+async def list_usage(request: AdminRequest) -> PageShape[UsageRowShape]:
+    """Return sums per bucket and group (`group_by=tenant,key,model`), by default of the last thirty days per day."""
+    return await _usage(request)
+
+
+@get("/costs", summary="Cost per period", tags=TAGS, opt={"query": USAGE_QUERY})
+async def list_costs(request: AdminRequest) -> PageShape[UsageRowShape]:
+    """Return the same rows as `/usage`: tokens stand beside what they cost."""
+    return await _usage(request)
+
+
+@get("/ledger", summary="Usage events in order", tags=TAGS, opt={"query": LEDGER_QUERY})
+async def list_ledger(request: AdminRequest) -> PageShape[LedgerEventShape]:
+    """Return usage events in the order they were opened; the newest first with `order=desc`."""
+    access = await authenticate_administrator(request, Action.READ)
+    check_query(request)
+    filters = LedgerFilter(
+        tenant_id=request.query_params.get("tenant_id"),
+        key_id=request.query_params.get("key_id"),
+        model=request.query_params.get("model"),
+        kind=choice(request, "kind", KINDS, None),
+        status=choice(request, "status", STATUSES, None),  # type: ignore[arg-type]
+        request_id=request.query_params.get("request_id"),
+        start=moment(request, "start"),
+        end=moment(request, "end"),
+    )
+    newest_first = choice(request, "order", ("asc", "desc"), "asc") == "desc"
+    limit, cursor = paging(request)
+    reports = services_of(request).reports
+    page = await reports.ledger_page(limit, cursor, filters, newest_first=newest_first, access=access)
+    return page_shape(page, ledger_event_shape)
+
+
+@post("/ledger/{event_id:str}/corrections", summary="Correct a usage event", tags=TAGS, opt={"body": CorrectionBody})
+async def create_correction(request: AdminRequest, event_id: FromPath[str]) -> LedgerEventShape:
+    """Write a new signed event that corrects a settled one; both stay. It goes on the next invoice that is closed."""
+    await authenticate_administrator(request, Action.BILLING)
+    body = decode_body(await request.body(), CorrectionBody)
+    correction = Correction(**msgspec.structs.asdict(body))
+    return ledger_event_shape(await services_of(request).corrections.add(_event_number(event_id), correction))
+
+
+@get("/prices", summary="List prices", tags=TAGS, opt={"query": PAGING})
+async def list_prices(request: AdminRequest) -> PageShape[PriceShape]:
+    """Return prices in the order they were added."""
+    await authenticate_administrator(request, Action.READ_BOX)
+    check_query(request)
+    limit, cursor = paging(request)
+    return page_shape(await services_of(request).prices.list(limit, cursor), price_shape)
+
+
+@post("/prices", summary="Add a price", tags=TAGS, opt={"body": NewPriceBody})
+async def create_price(request: AdminRequest) -> PriceShape:
+    """Add a price; earlier ones stay, and what was billed stays billed. `cached_prompt` left out is the price of the prompt."""
+    await authenticate_administrator(request, Action.BILLING)
+    body = decode_body(await request.body(), NewPriceBody)
+    services = services_of(request)
+    price = await services.prices.add(
+        model=body.model,
+        currency=body.currency or services.settings.currency,
+        prompt=body.prompt,
+        cached_prompt=body.prompt if body.cached_prompt is None else body.cached_prompt,
+        completion=body.completion,
+        effective_from=None if body.effective_from is None else parse_moment(body.effective_from, "effective_from"),
+        rejected_draft=body.rejected_draft,
+        batch_percent=body.batch_percent,
+        tier_percents=body.tier_percents,
+    )
+    return price_shape(price)
+
+
+@delete("/prices/{price_id:str}", status_code=200, summary="Withdraw a price that has not begun", tags=TAGS)
+async def withdraw_price(request: AdminRequest, price_id: FromPath[str]) -> PriceShape:
+    """Take a price away that begins in a minute or later, and return it; 409 `price_begun` for any other."""
+    await authenticate_administrator(request, Action.BILLING)
+    return price_shape(await services_of(request).prices.withdraw(price_id))
+
+
+async def _usage(request: AdminRequest) -> PageShape[UsageRowShape]:
+    access = await authenticate_administrator(request, Action.READ)
+    check_query(request)
+    services = services_of(request)
+    start, end = _period(request, services.clock.now())
+    groups = [name for text in request.query_params.getall("group_by", []) for name in text.split(",") if name]
+    limit, cursor = paging(request, limit_default=PAGE_ROWS_MAX)
+    begin = _begin(cursor)
+    rows = await services.reports.usage(
+        start,
+        end,
+        bucket=choice(request, "bucket", BUCKETS, "day") or "day",
+        group_by=groups,
+        tenant_id=request.query_params.get("tenant_id"),
+        key_ids=request.query_params.getall("key_id", None),
+        models=request.query_params.getall("model", None),
+        part=slice(begin, begin + check_limit(limit) + 1),  # one more, to know whether there is more
+        access=access,
+    )
+    has_more = len(rows) > limit
+    next_cursor = encode_cursor("usage", [begin + limit]) if has_more else None
+    return PageShape(data=[usage_row_shape(row) for row in rows[:limit]], has_more=has_more, next_cursor=next_cursor)
+
+
+def _begin(cursor: str | None) -> int:
+    """Return the first row of this part. A report is computed anew for each part; sums of past periods do not change."""
+    if cursor is None:
+        return 0
+    begin: int = decode_cursor("usage", cursor, [int])[0]
+    if not 0 <= begin < 2**63:
+        raise InvalidValue("cursor is not one of this list", param="cursor")
+    return begin
+
+
+def _event_number(event_id: str) -> int:
+    if not (event_id.isascii() and event_id.isdigit()) or len(event_id) > 18:
+        raise NotFound("no such event", param="event_id")
+    return int(event_id)
+
+
+def _period(request: AdminRequest, now: datetime) -> tuple[datetime, datetime]:
+    """Return the period that was asked for; without a start, PERIOD_DEFAULT before its end."""
+    end = moment(request, "end") or now
+    start = moment(request, "start")
+    if start is None:
+        earliest = datetime.min.replace(tzinfo=UTC)
+        start = end - PERIOD_DEFAULT if end - earliest > PERIOD_DEFAULT else earliest
+    return start, end
+
+
+HANDLERS = [list_usage, list_costs, list_ledger, create_correction, list_prices, create_price, withdraw_price]

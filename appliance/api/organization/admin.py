@@ -1,0 +1,261 @@
+"""OpenAI's organization API, audit log and admin keys: entries under OpenAI's names where there are any, and our tokens.
+
+An entry without a name of OpenAI's keeps ours (`price.create`), so that nothing of the log is left out.
+"""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import Any
+
+import msgspec
+from litestar import delete, get, post
+from litestar.params import FromPath
+
+from appliance.api.admin.audit import facts_from
+from appliance.api.auth import authenticate_administrator
+from appliance.api.bodies import decode_body
+from appliance.api.organization.queries import (
+    SECONDS_MAX,
+    TAGS,
+    DeletedShape,
+    ListShape,
+    both,
+    count,
+    list_shape,
+    many,
+    paths,
+    unix,
+    whole,
+)
+from appliance.api.queries import AdminRequest, check_query, choice
+from appliance.api.services_of import services_of
+from appliance.base.errors import InvalidValue, NotFound, UnsupportedParameter
+from appliance.tenancy.admin_tokens import AdminToken
+from appliance.tenancy.audit import AuditFilter
+from appliance.tenancy.audit_chain import AuditEntry
+from appliance.tenancy.pages import encode_cursor
+from appliance.tenancy.roles import Action, Role
+
+ENTRY_PREFIX = "audit_log-"
+ENTRY_ID_MAX = 2**63 - 1
+TYPE_OF = {
+    "tenant.create": "project.created",
+    "tenant.update": "project.updated",
+    "tenant.archive": "project.archived",
+    "key.create": "api_key.created",
+    "key.update": "api_key.updated",
+    "key.rotate": "api_key.updated",
+    "key.revoke": "api_key.deleted",
+    "member.create": "user.added",
+    "member.change": "user.updated",
+    "membership.add": "role.assignment.created",
+    "membership.change": "role.assignment.created",
+    "membership.remove": "role.assignment.deleted",
+    "session.open": "login.succeeded",
+    "session.refuse": "login.failed",
+    "session.close": "logout.succeeded",
+    "token.create": "tenant.admin_api_key.created",
+    "token.revoke": "tenant.admin_api_key.deleted",
+}
+BOUNDS = {"gte": (0, "start"), "gt": (1, "start"), "lt": (0, "end"), "lte": (1, "end")}
+AUDIT_QUERY = (
+    "limit",
+    "after",
+    "before",
+    "tenant_only",
+    *both("actor_emails", "actor_ids", "event_types", "project_ids", "resource_ids"),
+    *(f"effective_at[{bound}]" for bound in BOUNDS),
+)
+
+
+class NewAdminKeyBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """An admin key to create: an administrator token with the role `owner`."""
+
+    name: str
+    expires_in_seconds: int | None = None
+
+
+class AdminKeyOwnerShape(msgspec.Struct, kw_only=True):
+    """Whom an admin key stands for: itself."""
+
+    id: str
+    name: str
+    created_at: int
+    role: str
+    type: str = "service_account"
+    object: str = "organization.service_account"
+
+
+class AdminKeyShape(msgspec.Struct, kw_only=True):
+    """An administrator token without its secret."""
+
+    id: str
+    name: str
+    redacted_value: str
+    created_at: int
+    owner: AdminKeyOwnerShape
+    last_used_at: int | None = None
+    expires_at: int | None = None
+    object: str = "organization.admin_api_key"
+
+
+class NewAdminKeyShape(AdminKeyShape, kw_only=True):
+    """A new administrator token with its secret, which is shown once."""
+
+    value: str
+
+
+@get(paths("/audit_logs"), summary="Who changed what, as OpenAI tells it", tags=TAGS, opt={"query": AUDIT_QUERY})
+async def list_audit_logs(request: AdminRequest) -> ListShape[dict[str, Any]]:
+    """Return entries of the audit log, the newest first; details stand under the name of the event's type."""
+    access = await authenticate_administrator(request, Action.AUDIT)
+    check_query(request)
+    for name in ("before", "tenant_only"):
+        if name in request.query_params:
+            raise UnsupportedParameter(f"{name} is not supported: walk the list with after", param=name)
+    after = request.query_params.get("after")
+    page = await services_of(request).audit.page(
+        count(request), None if after is None else encode_cursor("audit", [_entry_id(after)]), _filter(request), access=access
+    )
+    return list_shape(page.data, audit_log_shape, lambda entry: str(entry["id"]), has_more=page.has_more)
+
+
+@get(paths("/admin_api_keys"), summary="List admin keys", tags=TAGS, opt={"query": ("limit", "after", "order")})
+async def list_admin_keys(request: AdminRequest) -> ListShape[AdminKeyShape]:
+    """Return the administrator tokens that were not revoked, in the order they were made."""
+    await authenticate_administrator(request, Action.MEMBERS)
+    check_query(request)
+    after = request.query_params.get("after")
+    page = await services_of(request).admin_tokens.list(
+        count(request),
+        None if after is None else encode_cursor("admin_tokens", [after]),
+        include_revoked=False,
+        newest_first=choice(request, "order", ("asc", "desc"), "asc") == "desc",
+    )
+    return list_shape(page.data, _admin_key_shape, lambda key: key.id, has_more=page.has_more)
+
+
+@post(paths("/admin_api_keys"), status_code=200, summary="Create an admin key", tags=TAGS, opt={"body": NewAdminKeyBody})
+async def create_admin_key(request: AdminRequest) -> NewAdminKeyShape:
+    """Create an administrator token; its secret stands in `value` of this answer and nowhere else."""
+    await authenticate_administrator(request, Action.MEMBERS)
+    body = decode_body(await request.body(), NewAdminKeyBody)
+    if body.expires_in_seconds is not None:
+        raise UnsupportedParameter("expires_in_seconds: administrator tokens end by being revoked", param="expires_in_seconds")
+    token, secret = await services_of(request).admin_tokens.create(body.name, Role.OWNER)
+    return NewAdminKeyShape(**msgspec.structs.asdict(_admin_key_shape(token)), value=secret)
+
+
+@get(paths("/admin_api_keys/{key_id:str}"), summary="Retrieve an admin key", tags=TAGS)
+async def retrieve_admin_key(request: AdminRequest, key_id: FromPath[str]) -> AdminKeyShape:
+    """Return one administrator token that was not revoked."""
+    await authenticate_administrator(request, Action.MEMBERS)
+    return _admin_key_shape(await _token(request, key_id))
+
+
+@delete(paths("/admin_api_keys/{key_id:str}"), status_code=200, summary="Revoke an admin key", tags=TAGS)
+async def delete_admin_key(request: AdminRequest, key_id: FromPath[str]) -> DeletedShape:
+    """Revoke an administrator token: it is refused from now on."""
+    await authenticate_administrator(request, Action.MEMBERS)
+    token = await services_of(request).admin_tokens.revoke((await _token(request, key_id)).id)
+    return DeletedShape(id=token.id, object="organization.admin_api_key.deleted")
+
+
+def audit_log_shape(entry: AuditEntry) -> dict[str, Any]:
+    """Return `entry` as OpenAI's clients read it: its details are a field that is named as its type."""
+    kind = TYPE_OF.get(entry.action, entry.action)
+    shape = {
+        "object": "organization.audit_log",
+        "id": f"{ENTRY_PREFIX}{entry.id}",
+        "type": kind,
+        "effective_at": unix(entry.at),
+        "actor": _actor(entry),
+        "project": None if entry.tenant_id is None else {"id": entry.tenant_id},
+        kind: _details(entry, kind),
+    }
+    return {name: value for name, value in shape.items() if value is not None}
+
+
+def _details(entry: AuditEntry, kind: str) -> dict[str, Any]:
+    after = facts_from(entry.after) or {}
+    if kind == "login.failed":
+        return {"error_code": str(after.get("reason")), "error_message": f"{entry.target_id} could not sign in"}
+    if kind.startswith("project.") and "name" in after:
+        after["title"] = after["name"]
+    name = "data" if kind.endswith((".created", ".added")) else "changes_requested"
+    return {"id": entry.target_id, **({name: after} if after else {})}
+
+
+def _actor(entry: AuditEntry) -> dict[str, Any]:
+    """Return the actor: a member by session, everybody else as a key of their own (command line and appliance too)."""
+    if entry.actor_kind == "member" or entry.action == "session.refuse":
+        user = {"id": entry.actor_id, "email": entry.actor_name} if entry.actor_kind == "member" else None
+        return {"type": "session", "session": {"user": user, "ip_address": entry.address}}
+    own_id = entry.actor_id or entry.actor_name
+    return {"type": "api_key", "api_key": {"id": own_id, "type": "service_account", "service_account": {"id": own_id}}}
+
+
+def _filter(request: AdminRequest) -> AuditFilter:
+    types = many(request, "event_types")
+    period = _period(request)
+    return AuditFilter(
+        actors=many(request, "actor_ids"),
+        actor_names=many(request, "actor_emails"),
+        actions=None if types is None else _actions(types),
+        targets=many(request, "resource_ids"),
+        tenant_ids=many(request, "project_ids"),
+        start=period.get("start"),
+        end=period.get("end"),
+    )
+
+
+def _actions(types: frozenset[str]) -> frozenset[str]:
+    """Return our actions of OpenAI's types, and what was named in our own words."""
+    known = frozenset(action for action, kind in TYPE_OF.items() if kind in types)
+    return known | (types - frozenset(TYPE_OF.values()))
+
+
+def _period(request: AdminRequest) -> dict[str, datetime]:
+    """Return `start` and `end` of `effective_at`, where whole seconds are compared; of two bounds the narrower counts."""
+    period: dict[str, datetime] = {}
+    for bound, (step, name) in BOUNDS.items():
+        value = whole(request, f"effective_at[{bound}]", SECONDS_MAX - 1)
+        if value is None:
+            continue
+        at = datetime.fromtimestamp(value + step, UTC)
+        narrower = max if name == "start" else min
+        period[name] = narrower(period.get(name, at), at)
+    return period
+
+
+def _entry_id(text: str) -> int:
+    number = text.removeprefix(ENTRY_PREFIX)
+    if (
+        not (text.startswith(ENTRY_PREFIX) and number.isascii() and number.isdigit())
+        or not 0 <= int(number[:20]) <= ENTRY_ID_MAX
+    ):
+        raise InvalidValue("after is not an entry of this list", param="after")
+    return int(number[:20])
+
+
+async def _token(request: AdminRequest, key_id: str) -> AdminToken:
+    token = await services_of(request).admin_tokens.get(key_id)
+    if token.revoked_at is not None:
+        raise NotFound("no such administrator token", param="key_id")
+    return token
+
+
+def _admin_key_shape(token: AdminToken) -> AdminKeyShape:
+    created_at = unix(token.created_at)
+    owner = AdminKeyOwnerShape(id=token.id, name=token.name, created_at=created_at, role=token.role)
+    return AdminKeyShape(id=token.id, name=token.name, redacted_value="gha_…", created_at=created_at, owner=owner)
+
+
+HANDLERS = [
+    list_audit_logs,
+    list_admin_keys,
+    create_admin_key,
+    retrieve_admin_key,
+    delete_admin_key,
+]

@@ -1,0 +1,266 @@
+"""OpenAI's organization API, projects and their keys: a project is a tenant. The rules live in the tenancy layer."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import msgspec
+from litestar import delete, get, post
+from litestar.params import FromPath
+
+from appliance.api.auth import authenticate_administrator
+from appliance.api.bodies import decode_body
+from appliance.api.organization.queries import (
+    TAGS,
+    DeletedShape,
+    ListShape,
+    count,
+    list_shape,
+    optional_unix,
+    paths,
+    unix,
+)
+from appliance.api.queries import AdminRequest, check_query, choice, flag
+from appliance.api.services_of import services_of
+from appliance.base.errors import NotFound, UnsupportedParameter
+from appliance.tenancy.fields import SCOPES, UNSET, check_whole
+from appliance.tenancy.pages import encode_cursor
+from appliance.tenancy.principals import ApiKey, KeyChanges, Tenant, TenantChanges
+from appliance.tenancy.roles import Action
+
+EXPIRES_IN_S_MAX = 10 * 365 * 24 * 3600
+
+
+class ProjectBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """A project to create or to rename. Where data lies and with which key is not a choice of one box."""
+
+    name: str
+    external_key_id: str | None = None
+    geography: str | None = None
+    residency: dict[str, str] | None = None
+
+
+class KeyPatchBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """What to change of a key. An empty list of scopes gives it all of them."""
+
+    expires_in_seconds: int | None = None
+    scopes: list[str] | None = None
+
+
+class ProjectShape(msgspec.Struct, kw_only=True):
+    """A tenant as OpenAI's client reads it. A suspended one is active: it comes back."""
+
+    id: str
+    name: str
+    created_at: int
+    archived_at: int | None
+    status: str
+    object: str = "organization.project"
+
+
+class ServiceAccountShape(msgspec.Struct, kw_only=True):
+    """In whose name a key acts: its tenant's."""
+
+    id: str
+    name: str
+    created_at: int
+    role: str = "member"
+
+
+class KeyOwnerShape(msgspec.Struct, kw_only=True):
+    """The owner of a key. Keys belong to tenants and to no person."""
+
+    service_account: ServiceAccountShape
+    type: str = "service_account"
+
+
+class ProjectKeyShape(msgspec.Struct, kw_only=True):
+    """An API key without its secret."""
+
+    id: str
+    name: str
+    redacted_value: str
+    created_at: int
+    last_used_at: int | None
+    expires_at: int | None
+    owner: KeyOwnerShape
+    owner_project_access: str
+    object: str = "organization.project.api_key"
+
+
+@get(paths("/projects"), summary="List projects (tenants)", tags=TAGS, opt={"query": ("limit", "after", "include_archived")})
+async def list_projects(request: AdminRequest) -> ListShape[ProjectShape]:
+    """Return tenants in the order they were made."""
+    access = await authenticate_administrator(request, Action.READ)
+    check_query(request)
+    page = await services_of(request).tenants.list(
+        count(request), _after(request, "tenants"), include_archived=flag(request, "include_archived"), access=access
+    )
+    return list_shape(page.data, project_shape, lambda project: project.id, has_more=page.has_more)
+
+
+@post(
+    paths("/projects"),
+    status_code=200,
+    summary="Create a project (tenant)",
+    tags=TAGS,
+    opt={"body": ProjectBody, "errors": (409,)},
+)
+async def create_project(request: AdminRequest) -> ProjectShape:
+    """Create a tenant with the default tier and no limits."""
+    await authenticate_administrator(request, Action.WRITE)
+    body = _project_body(await request.body())
+    return project_shape(await services_of(request).tenants.create(name=body.name))
+
+
+@get(paths("/projects/{project_id:str}"), summary="Retrieve a project (tenant)", tags=TAGS)
+async def retrieve_project(request: AdminRequest, project_id: FromPath[str]) -> ProjectShape:
+    """Return one tenant, archived or not."""
+    await authenticate_administrator(request, Action.READ, project_id)
+    return project_shape(await services_of(request).tenants.get(project_id))
+
+
+@post(
+    paths("/projects/{project_id:str}"),
+    status_code=200,
+    summary="Rename a project (tenant)",
+    tags=TAGS,
+    opt={"body": ProjectBody, "errors": (409,)},
+)
+async def change_project(request: AdminRequest, project_id: FromPath[str]) -> ProjectShape:
+    """Give a tenant another name."""
+    await authenticate_administrator(request, Action.WRITE, project_id)
+    body = _project_body(await request.body())
+    return project_shape(await services_of(request).tenants.update(project_id, TenantChanges(name=body.name)))
+
+
+@post(paths("/projects/{project_id:str}/archive"), status_code=200, summary="Archive a project (tenant)", tags=TAGS)
+async def archive_project(request: AdminRequest, project_id: FromPath[str]) -> ProjectShape:
+    """Archive a tenant: its keys are refused, its records stay."""
+    await authenticate_administrator(request, Action.WRITE, project_id)
+    return project_shape(await services_of(request).tenants.archive(project_id))
+
+
+@get(
+    paths("/projects/{project_id:str}/api_keys"),
+    summary="List a project's keys",
+    tags=TAGS,
+    opt={"query": ("limit", "after", "owner_project_access")},
+)
+async def list_project_keys(request: AdminRequest, project_id: FromPath[str]) -> ListShape[ProjectKeyShape]:
+    """Return the keys of a tenant that were not revoked. All are `active`, unless the tenant is archived."""
+    access = await authenticate_administrator(request, Action.READ, project_id)
+    check_query(request)
+    services = services_of(request)
+    tenant = await services.tenants.get(project_id)
+    wanted = choice(request, "owner_project_access", ("active", "inactive", "any"), "any")
+    limit = count(request)
+    if wanted not in ("any", _owner_access(tenant)):
+        return ListShape(data=[], first_id=None, last_id=None, has_more=False)
+    page = await services.keys.list(tenant.id, limit, _after(request, "keys"), access=access, include_revoked=False)
+    return list_shape(page.data, lambda key: key_shape(key, tenant), lambda key: key.id, has_more=page.has_more)
+
+
+@get(paths("/projects/{project_id:str}/api_keys/{key_id:str}"), summary="Retrieve a project's key", tags=TAGS)
+async def retrieve_project_key(request: AdminRequest, project_id: FromPath[str], key_id: FromPath[str]) -> ProjectKeyShape:
+    """Return one key that was not revoked."""
+    await authenticate_administrator(request, Action.READ, project_id)
+    return key_shape(await _key(request, project_id, key_id), await services_of(request).tenants.get(project_id))
+
+
+@post(
+    paths("/projects/{project_id:str}/api_keys/{key_id:str}"),
+    status_code=200,
+    summary="Change a project's key",
+    tags=TAGS,
+    opt={"body": KeyPatchBody},
+)
+async def change_project_key(request: AdminRequest, project_id: FromPath[str], key_id: FromPath[str]) -> ProjectKeyShape:
+    """Change when a key expires, counted from now, and its scopes."""
+    await authenticate_administrator(request, Action.KEYS, project_id)
+    body = decode_body(await request.body(), KeyPatchBody)
+    services = services_of(request)
+    key = await _key(request, project_id, key_id)
+    changes = KeyChanges(
+        scopes=UNSET if body.scopes is None else body.scopes or SCOPES,
+        expires_at=UNSET if body.expires_in_seconds is None else services.clock.now() + _life(body.expires_in_seconds),
+    )
+    return key_shape(await services.keys.update(key.id, changes), await services.tenants.get(project_id))
+
+
+@delete(paths("/projects/{project_id:str}/api_keys/{key_id:str}"), status_code=200, summary="Revoke a project's key", tags=TAGS)
+async def delete_project_key(request: AdminRequest, project_id: FromPath[str], key_id: FromPath[str]) -> DeletedShape:
+    """Revoke a key: it is refused from now on."""
+    await authenticate_administrator(request, Action.KEYS, project_id)
+    key = await _key(request, project_id, key_id)
+    await services_of(request).keys.revoke(key.id)
+    return DeletedShape(id=key.id, object="organization.project.api_key.deleted")
+
+
+def project_shape(tenant: Tenant) -> ProjectShape:
+    """Return `tenant` as a project."""
+    return ProjectShape(
+        id=tenant.id,
+        name=tenant.name,
+        created_at=unix(tenant.created_at),
+        archived_at=optional_unix(tenant.archived_at),
+        status="archived" if tenant.archived else "active",
+    )
+
+
+def key_shape(key: ApiKey, tenant: Tenant) -> ProjectKeyShape:
+    """Return `key` of `tenant` as a project's key."""
+    owner = ServiceAccountShape(id=tenant.id, name=tenant.name, created_at=unix(tenant.created_at))
+    return ProjectKeyShape(
+        id=key.id,
+        name=key.name,
+        redacted_value=f"{key.prefix}_…",
+        created_at=unix(key.created_at),
+        last_used_at=optional_unix(key.last_used_at),
+        expires_at=optional_unix(key.expires_at),
+        owner=KeyOwnerShape(service_account=owner),
+        owner_project_access=_owner_access(tenant),
+    )
+
+
+async def _key(request: AdminRequest, project_id: str, key_id: str) -> ApiKey:
+    """Return a live key of this tenant. Raises NotFound, also for another tenant's."""
+    key = await services_of(request).keys.get(key_id)
+    if key.tenant_id != project_id or key.revoked_at is not None:
+        raise NotFound("no such key", param="key_id")
+    return key
+
+
+def _owner_access(tenant: Tenant) -> str:
+    return "inactive" if tenant.archived else "active"
+
+
+def _after(request: AdminRequest, name: str) -> str | None:
+    """Return the cursor of the list `name` behind the row whose id was given as `after`."""
+    after = request.query_params.get("after")
+    return None if after is None else encode_cursor(name, [after])
+
+
+def _life(seconds: int) -> timedelta:
+    return timedelta(seconds=check_whole(seconds, "expires_in_seconds", 1, EXPIRES_IN_S_MAX))
+
+
+def _project_body(body: bytes) -> ProjectBody:
+    decoded = decode_body(body, ProjectBody)
+    for name in ("external_key_id", "geography", "residency"):
+        if getattr(decoded, name) is not None:
+            raise UnsupportedParameter(f"{name} is not supported: everything lies on this machine", param=name)
+    return decoded
+
+
+HANDLERS = [
+    list_projects,
+    create_project,
+    retrieve_project,
+    change_project,
+    archive_project,
+    list_project_keys,
+    retrieve_project_key,
+    change_project_key,
+    delete_project_key,
+]

@@ -1,0 +1,286 @@
+"""OpenAI's organization API, usage and costs: the same sums as `/admin/v1/usage`, in buckets that may be empty.
+
+Days are days of the billing time zone. What OpenAI groups by and this appliance does not count (users, batch, service tiers) is
+refused by name. Knows nothing of how the sums are made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from itertools import islice
+from typing import Generic, TypeVar
+
+import msgspec
+from litestar import get
+
+from appliance.api.auth import authenticate_reader
+from appliance.api.organization.queries import TAGS, both, count, many, paths, seconds, unix
+from appliance.api.queries import AdminRequest, check_query, choice
+from appliance.api.services_of import services_of
+from appliance.base.errors import InvalidValue, UnsupportedParameter
+from appliance.base.money import PICOS_PER_UNIT
+from appliance.metering.calendar import BillingCalendar
+from appliance.metering.usage import UsageRow
+from appliance.metering.usage_cover import bucket_end, bucket_start
+from appliance.tenancy.access import Access
+from appliance.tenancy.pages import decode_cursor, encode_cursor
+
+BUCKET_OF_WIDTH = {"1m": "minute", "1h": "hour", "1d": "day"}
+LIMITS_OF_WIDTH = {"1m": (60, 1440), "1h": (24, 168), "1d": (7, 31)}  # buckets of a page: default, most
+COST_LIMITS = (7, 180)
+GROUP_OF = {"project_id": "tenant", "api_key_id": "key", "model": "model", "line_item": "model"}
+FILTERS = ("project_ids", "api_key_ids")
+PERIOD = ("start_time", "end_time", "bucket_width", "limit", "page")
+NOT_COUNTED = ("user_ids", "batch")
+USAGE_QUERY = (*PERIOD, *both(*FILTERS, "models", "user_ids", "group_by"), "batch")
+COSTS_QUERY = (*PERIOD, *both(*FILTERS, "line_items", "group_by"))
+
+R = TypeVar("R")
+
+
+class CompletionsResult(msgspec.Struct, kw_only=True):
+    """Tokens of one group in one bucket; what was not grouped by is null."""
+
+    input_tokens: int
+    input_cached_tokens: int
+    input_uncached_tokens: int
+    output_tokens: int
+    input_text_tokens: int
+    input_cached_text_tokens: int
+    output_text_tokens: int
+    num_model_requests: int
+    project_id: str | None
+    api_key_id: str | None
+    model: str | None
+    input_audio_tokens: int = 0
+    output_audio_tokens: int = 0
+    user_id: str | None = None
+    batch: bool | None = None
+    service_tier: str | None = None
+    object: str = "organization.usage.completions.result"
+
+
+class EmbeddingsResult(msgspec.Struct, kw_only=True):
+    """Tokens of one group in one bucket; what was not grouped by is null."""
+
+    input_tokens: int
+    num_model_requests: int
+    project_id: str | None
+    api_key_id: str | None
+    model: str | None
+    user_id: str | None = None
+    object: str = "organization.usage.embeddings.result"
+
+
+class AmountShape(msgspec.Struct, kw_only=True):
+    """Money in units of `currency` (ISO 4217, lower case): the number nearest to the exact amount of `/admin/v1/costs`."""
+
+    value: float
+    currency: str
+
+
+class CostsResult(msgspec.Struct, kw_only=True):
+    """Cost of one group in one bucket and one currency. A line item is a model; its quantity are all tokens."""
+
+    amount: AmountShape
+    line_item: str | None
+    project_id: str | None
+    api_key_id: str | None
+    quantity: float | None
+    quantity_unit: str | None
+    user_id: str | None = None
+    object: str = "organization.costs.result"
+
+
+class BucketShape(msgspec.Struct, Generic[R], kw_only=True):
+    """What was used in `start_time <= t < end_time`."""
+
+    start_time: int
+    end_time: int
+    results: list[R]
+    object: str = "bucket"
+
+
+class UsagePageShape(msgspec.Struct, Generic[R], kw_only=True):
+    """Some buckets in order; `next_page` goes into `?page=` of the next call."""
+
+    data: list[BucketShape[R]]
+    has_more: bool
+    next_page: str | None
+    object: str = "page"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UsageQuestion:
+    """What a page of buckets is asked for."""
+
+    start: datetime
+    end: datetime
+    bucket: str
+    buckets_max: int
+    groups: tuple[str, ...]
+    models: frozenset[str] | None
+
+    @classmethod
+    def of(
+        cls, request: AdminRequest, groups: tuple[str, ...], models_name: str, limits: dict[str, tuple[int, int]]
+    ) -> UsageQuestion:
+        """Return the question of `request`. Raises UnknownParameter, UnsupportedParameter or InvalidValue."""
+        check_query(request)
+        for name in NOT_COUNTED:
+            if many(request, name) is not None:
+                raise UnsupportedParameter(f"{name} is not counted by this appliance", param=name)
+        width = choice(request, "bucket_width", tuple(limits), "1d") or "1d"
+        bucket, start = BUCKET_OF_WIDTH[width], seconds(request, "start_time")
+        if start is None:
+            raise InvalidValue("missing parameter: start_time", param="start_time")
+        end = seconds(request, "end_time") or max(start, _end_of_now(request, bucket))
+        if end <= start and "end_time" in request.query_params:
+            raise InvalidValue("end_time must be later than start_time", param="end_time")
+        return cls(
+            start=_continued(request, start, end),
+            end=end,
+            bucket=bucket,
+            buckets_max=count(request, *limits[width]),
+            groups=_groups(request, groups),
+            models=many(request, models_name),
+        )
+
+    def buckets(self, calendar: BillingCalendar, now: datetime) -> Iterator[tuple[datetime, datetime]]:
+        """Yield the buckets of the period, cut at its ends; none of them begins in the future."""
+        start = self.start
+        while start < self.end and start <= now:
+            end = min(bucket_end(bucket_start(start, self.bucket, calendar), self.bucket, calendar), self.end)
+            yield start, end
+            start = end
+
+
+@get(paths("/usage/completions"), summary="Tokens of chat completions", tags=TAGS, opt={"query": USAGE_QUERY})
+async def usage_of_completions(request: AdminRequest) -> UsagePageShape[CompletionsResult]:
+    """Return tokens per bucket and group. A tenant's key with the scope `usage` sees its own tenant."""
+    access = await authenticate_reader(request)
+    question = UsageQuestion.of(request, ("project_id", "api_key_id", "model"), "models", LIMITS_OF_WIDTH)
+    return await _page(request, access, question, _completions_results)
+
+
+@get(paths("/usage/embeddings"), summary="Tokens of embeddings", tags=TAGS, opt={"query": USAGE_QUERY})
+async def usage_of_embeddings(request: AdminRequest) -> UsagePageShape[EmbeddingsResult]:
+    """Return buckets without results: this version serves no embeddings, so that none were used."""
+    access = await authenticate_reader(request)
+    question = UsageQuestion.of(request, ("project_id", "api_key_id", "model"), "models", LIMITS_OF_WIDTH)
+    return await _page(request, access, question, lambda _rows: [])
+
+
+@get(paths("/costs"), summary="Cost in money", tags=TAGS, opt={"query": COSTS_QUERY})
+async def list_costs(request: AdminRequest) -> UsagePageShape[CostsResult]:
+    """Return the cost per day and group; amounts in different currencies stand in results of their own."""
+    access = await authenticate_reader(request)
+    question = UsageQuestion.of(request, ("project_id", "api_key_id", "line_item"), "line_items", {"1d": COST_LIMITS})
+    return await _page(request, access, question, _costs_results)
+
+
+async def _page(
+    request: AdminRequest,
+    access: Access,
+    question: UsageQuestion,
+    results: Callable[[Iterable[UsageRow]], list[R]],
+) -> UsagePageShape[R]:
+    services = services_of(request)
+    calendar = services.reports.calendar
+    buckets = question.buckets(calendar, services.clock.now())
+    shown = list(islice(buckets, question.buckets_max))
+    after = next(buckets, None)
+    by_start: dict[datetime, list[UsageRow]] = {}
+    if shown:
+        for row in await services.reports.usage(
+            shown[0][0],
+            shown[-1][1],
+            question.bucket,
+            [GROUP_OF[name] for name in question.groups],
+            tenant_ids=many(request, "project_ids"),
+            key_ids=many(request, "api_key_ids"),
+            models=question.models,
+            access=access,
+        ):
+            by_start.setdefault(row.start, []).append(row)
+    data = [
+        BucketShape(
+            start_time=unix(start),
+            end_time=unix(end),
+            results=results(by_start.get(bucket_start(start, question.bucket, calendar), ())),
+        )
+        for start, end in shown
+    ]
+    next_page = None if after is None else encode_cursor("organization_usage", [unix(after[0])])
+    return UsagePageShape(data=data, has_more=after is not None, next_page=next_page)
+
+
+def _completions_results(rows: Iterable[UsageRow]) -> list[CompletionsResult]:
+    """Return tokens by group; what was paid in different currencies is one sum of tokens."""
+    sums: dict[tuple[str | None, ...], list[int]] = {}
+    for row in rows:
+        counts = (row.prompt_tokens, row.cached_tokens, row.completion_tokens, row.requests)
+        known = sums.setdefault((row.tenant_id, row.key_id, row.model), [0, 0, 0, 0])
+        known[:] = [one + other for one, other in zip(known, counts, strict=True)]
+    return [
+        CompletionsResult(
+            input_tokens=prompt,
+            input_cached_tokens=cached,
+            input_uncached_tokens=prompt - cached,
+            output_tokens=completion,
+            input_text_tokens=prompt - cached,
+            input_cached_text_tokens=cached,
+            output_text_tokens=completion,
+            num_model_requests=requests,
+            project_id=tenant_id,
+            api_key_id=key_id,
+            model=model,
+        )
+        for (tenant_id, key_id, model), (prompt, cached, completion, requests) in sums.items()
+    ]
+
+
+def _costs_results(rows: Iterable[UsageRow]) -> list[CostsResult]:
+    return [
+        CostsResult(
+            amount=AmountShape(value=row.cost_picos / PICOS_PER_UNIT, currency=row.currency.lower()),
+            line_item=row.model,
+            project_id=row.tenant_id,
+            api_key_id=row.key_id,
+            quantity=None if row.model is None else float(row.prompt_tokens + row.completion_tokens),
+            quantity_unit=None if row.model is None else "tokens",
+        )
+        for row in rows
+    ]
+
+
+def _end_of_now(request: AdminRequest, bucket: str) -> datetime:
+    """Return the end of the current bucket: where a report ends that names no end, so that its buckets are whole."""
+    services = services_of(request)
+    calendar = services.reports.calendar
+    return bucket_end(bucket_start(services.clock.now(), bucket, calendar), bucket, calendar)
+
+
+def _groups(request: AdminRequest, allowed: tuple[str, ...]) -> tuple[str, ...]:
+    given = many(request, "group_by") or frozenset()
+    for name in sorted(given - set(allowed)):
+        raise UnsupportedParameter(f"group_by {name!r} is not counted: {', '.join(allowed)} are", param="group_by")
+    return tuple(name for name in allowed if name in given)
+
+
+def _continued(request: AdminRequest, start: datetime, end: datetime) -> datetime:
+    """Return where the page begins: at `start`, or where the one before ended."""
+    cursor = request.query_params.get("page")
+    if cursor is None:
+        return start
+    with suppress(InvalidValue):
+        (at,) = decode_cursor("organization_usage", cursor, [int])
+        if unix(start) < at < end.timestamp():
+            return datetime.fromtimestamp(at, UTC)
+    raise InvalidValue("page is not one of this period", param="page")
+
+
+HANDLERS = [usage_of_completions, usage_of_embeddings, list_costs]

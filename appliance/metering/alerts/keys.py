@@ -1,0 +1,68 @@
+"""Tells that a key expires within a week, once for each date that it was given. Nothing hangs on the minute."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+from sqlalchemy import RowMapping, select
+
+from appliance.base.clock import Clock, rfc3339
+from appliance.base.db import Database
+from appliance.base.tables import api_keys, tenants
+from appliance.metering.alerts import outbox
+
+AHEAD = timedelta(days=7)
+SWEEP_INTERVAL_S = 3600.0
+_TOLD = ("tenant_id", "tenant_name", "key_id", "key_name", "prefix")
+
+
+class KeyAlerts:
+    """Watches the keys of all tenants. A key that has a successor, or was never to live longer than a week, alerts nobody."""
+
+    def __init__(self, db: Database, clock: Clock) -> None:
+        self._db = db
+        self._clock = clock
+        self._swept_of = (-1, -1)
+        self._swept_s = 0.0
+
+    async def sweep(self) -> None:
+        """Tell of every key that is about to expire, if keys or webhooks have changed since the last time, or in a while."""
+        of = (self._db.principals.value, self._db.webhooks.value)
+        now_s = self._clock.monotonic_s()
+        if of == self._swept_of and now_s - self._swept_s < SWEEP_INTERVAL_S:
+            return
+        due = await self._due()
+        if due:
+            async with self._db.writing() as connection:
+                for row in due:
+                    await outbox.tell(
+                        connection,
+                        self._clock.now(),
+                        event="key.expiring",
+                        subject=f"{row['key_id']}:{rfc3339(row['expires_at'])}",
+                        data={**{name: row[name] for name in _TOLD}, "expires_at": rfc3339(row["expires_at"])},
+                        tenant_id=row["tenant_id"],
+                    )
+        self._swept_of, self._swept_s = of, now_s
+
+    async def _due(self) -> list[RowMapping]:
+        now = self._clock.now()
+        columns = api_keys.c
+        query = (
+            select(
+                columns.tenant_id,
+                tenants.c.name.label("tenant_name"),
+                columns.id.label("key_id"),
+                columns.name.label("key_name"),
+                columns.prefix,
+                columns.expires_at,
+                columns.created_at,
+            )
+            .join_from(api_keys, tenants, tenants.c.id == columns.tenant_id)
+            .where(columns.expires_at > now, columns.expires_at <= now + AHEAD)
+            .where(columns.revoked_at.is_(None), columns.replaced_by.is_(None), tenants.c.archived_at.is_(None))
+            .order_by(columns.expires_at, columns.id)
+        )
+        async with self._db.reading() as connection:
+            rows = (await connection.execute(query)).mappings().all()
+        return [row for row in rows if row["expires_at"] - row["created_at"] > AHEAD]

@@ -1,0 +1,293 @@
+"""The table of webhooks: where alerts go, by signed HTTP request or by e-mail, of one tenant or of the whole box.
+
+Knows the rules of what may be set, and nothing of sending. Secrets are sealed here and opened for the sender alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from typing import Any
+
+from sqlalchemy import ColumnElement, RowMapping, Select, func, insert, select, update
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from appliance.base.clock import Clock
+from appliance.base.db import Database, after_commit
+from appliance.base.errors import InvalidValue, NotFound
+from appliance.base.ids import new_id
+from appliance.base.sealing import Sealer
+from appliance.base.tables import tenants, webhooks
+from appliance.metering.alerts.outbox import EVENTS, TENANT_EVENTS, abandon
+from appliance.metering.alerts.signature import new_signing_secret
+from appliance.metering.alerts.targets import Reach, check_mailbox, check_web_target, shown_target
+from appliance.tenancy import audit
+from appliance.tenancy.fields import UNSET, Unset, check_choice, check_whole
+from appliance.tenancy.pages import PAGE_ROWS_DEFAULT, Page, check_limit, decode_cursor, page_of
+
+KINDS = ("webhook", "email")
+WEBHOOKS_MAX = 20
+GRACE_S_DEFAULT = 86400
+GRACE_S_MAX = 7 * 86400
+SEALING_PURPOSE = "signing secrets of webhooks"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Webhook:
+    """Where alerts go. `tenant_id` None hears of every tenant; `previous_secret_until` is the end of a rotation's grace."""
+
+    id: str
+    tenant_id: str | None
+    kind: str
+    target: str
+    events: tuple[str, ...]
+    disabled_at: datetime | None
+    previous_secret_until: datetime | None
+    created_at: datetime
+
+    @property
+    def disabled(self) -> bool:
+        """Return whether nothing is sent to it now."""
+        return self.disabled_at is not None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Endpoint:
+    """What a sender needs to know of a webhook. `secrets` sign each message: one, or two during a rotation's grace."""
+
+    id: str
+    kind: str
+    target: str
+    secrets: tuple[str, ...] = dataclasses.field(repr=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WebhookChanges:
+    """What a PATCH of a webhook changes."""
+
+    target: str | Unset = UNSET
+    events: Sequence[str] | Unset = UNSET
+    disabled: bool | Unset = UNSET
+
+
+class Webhooks:
+    """All webhooks. `mail` says whether e-mail can be sent at all, `reach` what may be connected to."""
+
+    def __init__(self, db: Database, clock: Clock, sealer: Sealer, *, reach: Reach, mail: bool) -> None:
+        self._db = db
+        self._clock = clock
+        self._sealer = sealer
+        self._reach = reach
+        self._mail = mail
+
+    async def create(
+        self, *, kind: str, target: str, tenant_id: str | None = None, events: Sequence[str] | None = None
+    ) -> tuple[Webhook, str | None]:
+        """Return the new webhook and its signing secret, which is shown once; e-mail has none.
+
+        Without `events` it hears all that there are for it. Raises InvalidValue and NotFound.
+        """
+        check_choice(kind, "kind", KINDS)
+        columns = {
+            "id": new_id("wh"),
+            "tenant_id": tenant_id,
+            "kind": kind,
+            "target": self._check_target(kind, target),
+            "events": _check_events(events, tenant_id),
+            "created_at": self._clock.now(),
+        }
+        secret = new_signing_secret() if kind == "webhook" else None
+        async with self._db.writing() as connection:
+            await _check_owner(connection, tenant_id)
+            sealed = None if secret is None else self._sealer.seal(secret)
+            await connection.execute(insert(webhooks).values(**columns, secret=sealed))
+            made = await _get(connection, str(columns["id"]))
+            await self._record(connection, "webhook.create", None, made)
+        return made, secret
+
+    async def get(self, webhook_id: str) -> Webhook:
+        """Return one webhook. Raises NotFound."""
+        async with self._db.reading() as connection:
+            return await _get(connection, webhook_id)
+
+    async def list(
+        self,
+        limit: int = PAGE_ROWS_DEFAULT,
+        cursor: str | None = None,
+        *,
+        narrow: Callable[[Select[Any], ColumnElement[Any]], Select[Any]] = lambda query, _column: query,
+        tenant_id: str | None = None,
+    ) -> Page[Webhook]:
+        """Return webhooks in the order they were made, those of one tenant if given; `narrow` is what its reader may see."""
+        query = select(webhooks).where(webhooks.c.removed_at.is_(None)).order_by(webhooks.c.id)
+        query = narrow(query, webhooks.c.tenant_id)
+        if tenant_id is not None:
+            query = query.where(webhooks.c.tenant_id == tenant_id)
+        if cursor is not None:
+            (last_id,) = decode_cursor("webhooks", cursor, [str])
+            query = query.where(webhooks.c.id > last_id)
+        async with self._db.reading() as connection:
+            rows = (await connection.execute(query.limit(check_limit(limit) + 1))).mappings().all()
+        return page_of([_from_row(row) for row in rows], limit, "webhooks", lambda webhook: [webhook.id])
+
+    async def update(self, webhook_id: str, changes: WebhookChanges) -> Webhook:
+        """Return the webhook after `changes`. What is pending waits while it is disabled. Raises NotFound, InvalidValue."""
+        async with self._db.writing() as connection:
+            before = await _get(connection, webhook_id)
+            columns = self._changed_columns(before, changes)
+            if columns:
+                await connection.execute(update(webhooks).where(webhooks.c.id == webhook_id).values(**columns))
+            after = await _get(connection, webhook_id)
+            await self._record(connection, "webhook.update", before, after)
+        return after
+
+    async def disable(self, webhook_id: str, reason: str) -> None:
+        """Disable a webhook whose receiver has said that it is gone for good, and give up what is pending for it."""
+        async with self._db.writing() as connection:
+            before = await _get(connection, webhook_id)
+            statement = update(webhooks).where(webhooks.c.id == webhook_id, webhooks.c.disabled_at.is_(None))
+            await connection.execute(statement.values(disabled_at=self._clock.now()))
+            await abandon(connection, webhook_id, reason)
+            await self._record(connection, "webhook.disable", before, await _get(connection, webhook_id))
+
+    async def remove(self, webhook_id: str) -> Webhook:
+        """Remove a webhook and give up what is pending for it; return it as it was. Raises NotFound."""
+        async with self._db.writing() as connection:
+            removed = await _get(connection, webhook_id)
+            columns = {"removed_at": self._clock.now(), "secret": None, "previous_secret": None}
+            await connection.execute(update(webhooks).where(webhooks.c.id == webhook_id).values(**columns))
+            await abandon(connection, webhook_id, "the webhook was removed")
+            await self._record(connection, "webhook.remove", removed, None)
+        return removed
+
+    async def rotate(self, webhook_id: str, grace_s: int = GRACE_S_DEFAULT) -> tuple[Webhook, str]:
+        """Return the webhook and its new secret, which is shown once; for `grace_s` the one before signs as well."""
+        check_whole(grace_s, "grace_s", 0, GRACE_S_MAX)
+        secret = new_signing_secret()
+        until = self._clock.now() + timedelta(seconds=grace_s) if grace_s else None
+        async with self._db.writing() as connection:
+            before = await _get(connection, webhook_id)
+            if before.kind != "webhook":
+                raise InvalidValue("e-mail is not signed: there is no secret to rotate", param="kind")
+            columns = {
+                "previous_secret": webhooks.c.secret if grace_s else None,
+                "previous_secret_until": until,
+                "secret": self._sealer.seal(secret),
+            }
+            await connection.execute(update(webhooks).where(webhooks.c.id == webhook_id).values(**columns))
+            after = await _get(connection, webhook_id)
+            await audit.record(
+                connection,
+                self._clock,
+                "webhook.rotate",
+                "webhook",
+                webhook_id,
+                tenant_id=after.tenant_id,
+                after={"grace_s": grace_s},
+            )
+        return after, secret
+
+    async def endpoint(self, webhook_id: str) -> Endpoint:
+        """Return what is needed to send to a webhook. Raises NotFound when it was removed, and Unsealable."""
+        query = select(webhooks).where(webhooks.c.id == webhook_id, webhooks.c.removed_at.is_(None))
+        async with self._db.reading() as connection:
+            row = (await connection.execute(query)).mappings().first()
+        if row is None:
+            raise NotFound("no such webhook", param="webhook_id")
+        until = row["previous_secret_until"]
+        sealed = [row["secret"], row["previous_secret"] if until is not None and self._clock.now() < until else None]
+        return Endpoint(
+            id=row["id"],
+            kind=row["kind"],
+            target=row["target"],
+            secrets=tuple(self._sealer.open(secret) for secret in sealed if secret is not None),
+        )
+
+    def _check_target(self, kind: str, target: object) -> str:
+        if kind == "webhook":
+            return check_web_target(target, self._reach)
+        if not self._mail:
+            raise InvalidValue("no e-mail can be sent: the operator has set no mail server (smtp_url)", param="kind")
+        return check_mailbox(target)
+
+    def _changed_columns(self, before: Webhook, changes: WebhookChanges) -> dict[str, Any]:
+        columns: dict[str, Any] = {}
+        if not isinstance(changes.target, Unset):
+            columns["target"] = self._check_target(before.kind, changes.target)
+        if not isinstance(changes.events, Unset):
+            columns["events"] = _check_events(changes.events, before.tenant_id)
+        if not isinstance(changes.disabled, Unset):
+            columns["disabled_at"] = (before.disabled_at or self._clock.now()) if changes.disabled else None
+        return columns
+
+    async def _record(self, connection: AsyncConnection, action: str, before: Webhook | None, after: Webhook | None) -> None:
+        """Write the change to the audit log, and let those who remember what was told look again."""
+        webhook = after or before
+        assert webhook is not None
+        after_commit(connection, _changed)
+        await audit.record(
+            connection,
+            self._clock,
+            action,
+            "webhook",
+            webhook.id,
+            tenant_id=webhook.tenant_id,
+            before=None if before is None else _facts(before),
+            after=None if after is None else _facts(after),
+        )
+
+
+def _changed(db: Database) -> None:
+    db.webhooks.bump()
+    db.outbox_written.set()  # what waited for a disabled one may be due
+
+
+def _facts(webhook: Webhook) -> dict[str, Any]:
+    """Return what the audit log keeps; the digest of the target shows a change of what is not shown."""
+    return {
+        "kind": webhook.kind,
+        "target": shown_target(webhook.kind, webhook.target),
+        "target_digest": hashlib.sha256(webhook.target.encode()).hexdigest(),
+        "events": list(webhook.events),
+        "disabled": webhook.disabled,
+    }
+
+
+def _check_events(events: object, tenant_id: str | None) -> list[str]:
+    known = EVENTS if tenant_id is None else TENANT_EVENTS
+    if events is None:
+        return list(known)
+    if not isinstance(events, Sequence) or isinstance(events, str) or not 1 <= len(events) <= len(known):
+        raise InvalidValue(f"events must be a list of 1 to {len(known)} events", param="events")
+    return list(dict.fromkeys(check_choice(event, "events", known) for event in events))
+
+
+async def _check_owner(connection: AsyncConnection, tenant_id: str | None) -> None:
+    """Raise NotFound or InvalidValue unless the tenant (or the box) may have one more webhook."""
+    if tenant_id is not None:
+        query = select(tenants.c.archived_at).where(tenants.c.id == tenant_id)
+        row = (await connection.execute(query)).first() if tenant_id.isprintable() else None  # no database takes a NUL
+        if row is None:
+            raise NotFound("no such tenant", param="tenant_id")
+        if row.archived_at is not None:
+            raise InvalidValue("the tenant is archived", param="tenant_id")
+    owner = webhooks.c.tenant_id.is_(None) if tenant_id is None else webhooks.c.tenant_id == tenant_id
+    count = select(func.count()).select_from(webhooks).where(owner, webhooks.c.removed_at.is_(None))
+    if (await connection.execute(count)).scalar_one() >= WEBHOOKS_MAX:
+        raise InvalidValue(f"there are {WEBHOOKS_MAX} webhooks already: remove one first", param="tenant_id")
+
+
+async def _get(connection: AsyncConnection, webhook_id: str) -> Webhook:
+    query = select(webhooks).where(webhooks.c.id == webhook_id, webhooks.c.removed_at.is_(None))
+    row = (await connection.execute(query)).mappings().first()
+    if row is None:
+        raise NotFound("no such webhook", param="webhook_id")
+    return _from_row(row)
+
+
+def _from_row(row: RowMapping) -> Webhook:
+    names = [field.name for field in dataclasses.fields(Webhook) if field.name != "events"]
+    return Webhook(**{name: row[name] for name in names}, events=tuple(row["events"]))

@@ -1,0 +1,45 @@
+"""An invoice as CSV: a row per line with its exact and its rounded amount, for spreadsheets and for whoever checks the sums."""
+
+from __future__ import annotations
+
+import csv
+import io
+
+from appliance.metering.invoicing.rows import Invoice
+
+COLUMNS = (
+    "number", "tenant_id", "month", "line_month", "model", "kind", "tokens", "requests", "unit_price_micros", "exact_picos",
+    "rounded_micros", "currency",
+)  # fmt: skip
+_FORMULA = ("=", "+", "-", "@", "\t", "\r")
+
+
+def render_csv(invoice: Invoice) -> bytes:
+    """Return the lines as UTF-8 with a heading. The total stands in no row: it is the sum of `rounded_micros`."""
+    buffer = io.StringIO()
+    writer = csv.writer(buffer, lineterminator="\r\n")
+    writer.writerow(COLUMNS)
+    head = invoice.head
+    for line in invoice.lines:
+        writer.writerow(
+            (
+                head.number or "",
+                head.tenant_id,
+                head.month,
+                line.month,
+                _text(line.model or ""),
+                line.kind,
+                line.tokens,
+                line.requests,
+                "" if line.unit_price is None else line.unit_price,
+                line.exact_picos,
+                line.rounded_micros,
+                invoice.currency,
+            )
+        )
+    return buffer.getvalue().encode()
+
+
+def _text(value: str) -> str:
+    """Return a text that no spreadsheet takes for a formula."""
+    return f"'{value}" if value.startswith(_FORMULA) else value

@@ -1,0 +1,392 @@
+"""Invoices of a tenant and month: drafted, closed in order, read. What is on one is decided by postings, never by a clock.
+
+                 ┌── computed anew each time it is asked for
+ (nothing) ──► draft ──► closed: number, lines, totals, seller, buyer and what it covers are stored and never change
+                 month over, earlier months closed; in one transaction that holds the posting counter
+
+Holding the counter means that no event gets a posting meanwhile: what has one is visible here, what gets one later is late.
+All requests wait for it, so nearly everything is summed before, and only what was posted since is added while it is held.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import date
+
+from sqlalchemy import and_, or_
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from appliance.base.clock import Clock
+from appliance.base.counters import POSTING, last_taken, locked, take
+from appliance.base.db import Database
+from appliance.base.errors import InvalidValue, InvoiceClosed, MonthNotOver, MonthOutOfOrder, NotFound, NothingToBill
+from appliance.base.ids import new_id
+from appliance.base.tables import invoices
+from appliance.metering.alerts import outbox
+from appliance.metering.box_records import SELLER, read_record
+from appliance.metering.calendar import BillingCalendar, first_day
+from appliance.metering.invoicing import rows
+from appliance.metering.invoicing.free_allowances import free_in, read_allowances
+from appliance.metering.invoicing.lines import (
+    EventSums,
+    FreeMonth,
+    InvoiceLine,
+    allowance_lines,
+    currency_of,
+    totals_of,
+    usage_lines,
+)
+from appliance.metering.invoicing.rows import TIME_ZONE, Invoice, InvoiceHead, Narrow
+from appliance.metering.invoicing.sums import Cover, read_covered_events, read_event_sums
+from appliance.metering.ledger.records import UsageEvent
+from appliance.tenancy import audit
+from appliance.tenancy.fields import check_choice
+from appliance.tenancy.pages import PAGE_ROWS_DEFAULT, Page, check_limit, decode_cursor, page_of
+
+BILLABLE, CLOSABLE = ONLY = ("billable", "closable")
+FIRST_DAY = date(2000, 1, 1)  # no appliance has usage before it, and no calendar trouble begins after it
+
+
+@dataclass(frozen=True, slots=True)
+class _Content:
+    """What an invoice would say. `open_before` is the first earlier month that still has usage of its own to close."""
+
+    invoice: Invoice
+    open_before: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Ahead:
+    """The sums of what `cover` covers and `before` does not, read before the posting counter is held."""
+
+    before: Cover | None
+    cover: Cover
+    sums: Sequence[EventSums]
+
+
+class Invoices:
+    """The invoices of all tenants."""
+
+    def __init__(self, db: Database, clock: Clock, calendar: BillingCalendar, *, currency: str = "EUR") -> None:
+        self._db = db
+        self._clock = clock
+        self._calendar = calendar
+        self._currency = currency
+
+    async def draft(self, tenant_id: str, month: str, *, only: str | None = None) -> Invoice:
+        """Return the draft of a month (`YYYY-MM`) that has begun; the same one when there is one already.
+
+        `only` is one of ONLY: nothing is made where there is nothing to bill (NothingToBill), nor, of a `closable` one, before
+        the month is over (MonthNotOver). Raises NotFound, InvalidValue, InvoiceClosed, and MonthOutOfOrder when a later month
+        is closed.
+        """
+        if first_day(month) < FIRST_DAY:
+            raise InvalidValue(f"month must be {FIRST_DAY:%Y-%m} or later", param="month")
+        if self._calendar.month_start(month) > self._clock.now():
+            raise InvalidValue(f"{month} has not begun", param="month")
+        if only is not None:
+            await self._check_worth_it(tenant_id, month, check_choice(only, "only", ONLY))
+        async with self._db.writing() as connection:
+            await locked(connection, POSTING)
+            head = await self._draft_of(connection, tenant_id, month, keep=True)
+        return await self.get(head.id)
+
+    async def head(self, invoice_id: str) -> InvoiceHead:
+        """Return an invoice without its lines. Raises NotFound."""
+        async with self._db.reading() as connection:
+            return await _read_head(connection, invoice_id)
+
+    async def get(self, invoice_id: str) -> Invoice:
+        """Return an invoice, a draft as it would be now. Raises NotFound and CurrenciesMixed."""
+        async with self._db.reading() as connection:
+            return (await self._whole(connection, [await _read_head(connection, invoice_id)]))[0]
+
+    async def list(
+        self,
+        limit: int = PAGE_ROWS_DEFAULT,
+        cursor: str | None = None,
+        *,
+        month: str | None = None,
+        state: str | None = None,
+        narrow: Narrow | None = None,
+    ) -> Page[InvoiceHead]:
+        """Return the invoices of every tenant that `narrow` leaves, without lines, the newest month first."""
+        async with self._db.reading() as connection:
+            return await _page(connection, limit, cursor, None, month, state, narrow)
+
+    async def list_of(self, tenant_id: str, limit: int = PAGE_ROWS_DEFAULT, cursor: str | None = None) -> Page[Invoice]:
+        """Return the whole invoices of a tenant, the newest month first."""
+        async with self._db.reading() as connection:
+            page = await _page(connection, limit, cursor, tenant_id, None, None, None)
+            whole = await self._whole(connection, page.data)
+        return Page(data=[*whole], has_more=page.has_more, next_cursor=page.next_cursor)
+
+    async def close(self, invoice_id: str) -> Invoice:
+        """Return the invoice, closed: it has a number and never changes.
+
+        Raises NotFound, InvoiceClosed, MonthNotOver, MonthOutOfOrder (naming the month that stands in the way) and
+        CurrenciesMixed; then nothing has happened and no number is used.
+        """
+        async with self._db.reading() as connection:
+            head = await _read_head(connection, invoice_id)
+            _check_draft(head)
+            self._check_over(head.month)
+            ahead = await _sum_ahead(connection, head)
+        async with self._db.writing() as connection:
+            through = await locked(connection, POSTING)
+            head = await _read_head(connection, invoice_id)
+            _check_draft(head)
+            before = await rows.read_last_cover(connection, head.tenant_id)
+            sums = await _sums_since(connection, head, before, through, ahead)
+            content = await self._content(connection, head, before, sums)
+            if content.open_before is not None:
+                message = f"{content.open_before} must be closed before {head.month}: it has usage that is on no invoice yet"
+                raise MonthOutOfOrder(message, param="month")
+            return await self._freeze(connection, content.invoice, through)
+
+    async def events(self, invoice_id: str, limit: int = PAGE_ROWS_DEFAULT, cursor: str | None = None) -> Page[UsageEvent]:
+        """Return the events behind an invoice, in the order of their postings. Raises NotFound."""
+        after = 0 if cursor is None else decode_cursor("invoice_events", cursor, [int])[0]
+        async with self._db.reading() as connection:
+            head = await _read_head(connection, invoice_id)
+            cover, before, first = await _cover_of(connection, head)
+            found = await read_covered_events(
+                connection, head.tenant_id, cover, before, first=first, after_posting=after, rows_max=check_limit(limit) + 1
+            )
+        return page_of(found, limit, "invoice_events", lambda event: [event.posting or 0])
+
+    async def discard(self, invoice_id: str) -> None:
+        """Remove a draft. Raises NotFound, and InvoiceClosed for what is none."""
+        async with self._db.writing() as connection:
+            await locked(connection, POSTING)
+            head = await _read_head(connection, invoice_id)
+            _check_draft(head)
+            await rows.delete_draft(connection, head.id)
+            before = {"month": head.month}
+            await audit.record(
+                connection, self._clock, "invoice.discard", "invoice", head.id, tenant_id=head.tenant_id, before=before
+            )
+
+    async def _check_worth_it(self, tenant_id: str, month: str, only: str) -> None:
+        """Raise what `only` promises. An empty draft that somebody made stays."""
+        if only == CLOSABLE:
+            self._check_over(month)
+        async with self._db.reading() as connection:
+            head = await self._draft_of(connection, tenant_id, month, keep=False)
+            if not (await self._drafted(connection, head)).lines:
+                raise NothingToBill(f"{month} has nothing to bill", param="month")
+
+    async def _draft_of(self, connection: AsyncConnection, tenant_id: str, month: str, *, keep: bool) -> InvoiceHead:
+        """Return the draft that is there, or a new one, which is stored when it is to be kept."""
+        buyer = await rows.read_buyer(connection, tenant_id)
+        if buyer is None:
+            raise NotFound("no such tenant", param="tenant_id")
+        head = await rows.read_month(connection, tenant_id, month)
+        if head is None:
+            head = await self._begun(connection, tenant_id, month, buyer.currency or self._currency)
+            if keep:
+                await rows.insert_draft(connection, head)
+                after = {"month": month}
+                await audit.record(
+                    connection, self._clock, "invoice.draft", "invoice", head.id, tenant_id=tenant_id, after=after
+                )
+        _check_draft(head)
+        return head
+
+    async def _begun(self, connection: AsyncConnection, tenant_id: str, month: str, currency: str) -> InvoiceHead:
+        """Return the head of a draft that no table has. Raises MonthOutOfOrder."""
+        before = await rows.read_last_cover(connection, tenant_id)
+        if before is not None and month < before.month:
+            message = f"{before.month} is closed already: what is missing of {month} will be on the invoice after it"
+            raise MonthOutOfOrder(message, param="month")
+        return InvoiceHead(
+            id=new_id("inv"),
+            tenant_id=tenant_id,
+            month=month,
+            number=None,
+            state="draft",
+            currency=currency,
+            total_micros=0,
+            tax_micros=0,
+            through_posting=None,
+            seller=None,
+            buyer=None,
+            created_at=self._clock.now(),
+            closed_at=None,
+        )
+
+    async def _freeze(self, connection: AsyncConnection, invoice: Invoice, through: int) -> Invoice:
+        now = self._clock.now()
+        year = self._calendar.day_of(now).year
+        number = f"{year}-{await take(connection, f'invoice:{year}'):04d}"
+        head = dataclasses.replace(
+            invoice.head,
+            number=number,
+            state="closed",
+            currency=invoice.currency,
+            total_micros=invoice.totals.total_micros,
+            tax_micros=invoice.totals.tax_micros,
+            through_posting=through,
+            seller=invoice.seller,
+            buyer=invoice.buyer,
+            closed_at=now,
+        )
+        closed = dataclasses.replace(invoice, head=head)
+        if not await rows.freeze(connection, closed):
+            raise InvoiceClosed(f"the invoice of {head.month} is closed and never changes", param="invoice_id")
+        await outbox.tell(
+            connection, now, event="invoice.closed", subject=head.id, data=closed.announcement, tenant_id=head.tenant_id
+        )
+        await audit.record(
+            connection,
+            self._clock,
+            "invoice.close",
+            "invoice",
+            head.id,
+            tenant_id=head.tenant_id,
+            before={},
+            after=rows.closing_facts(head),
+        )
+        return closed
+
+    async def _whole(self, connection: AsyncConnection, heads: Sequence[InvoiceHead]) -> Sequence[Invoice]:
+        """Return the invoices of these heads: the lines of closed ones are read, drafts are computed."""
+        lines = await rows.read_lines(connection, [head.id for head in heads if head.state == "closed"])
+        return [
+            _stored(head, lines[head.id]) if head.state == "closed" else await self._drafted(connection, head) for head in heads
+        ]
+
+    async def _drafted(self, connection: AsyncConnection, head: InvoiceHead) -> Invoice:
+        ahead = await _sum_ahead(connection, head)
+        return (await self._content(connection, head, ahead.before, ahead.sums)).invoice
+
+    async def _content(
+        self, connection: AsyncConnection, head: InvoiceHead, before: Cover | None, sums: Sequence[EventSums]
+    ) -> _Content:
+        month = head.month
+        open_before = _open_before(sums, month, before)
+        if open_before is not None:  # what is late goes to that month's invoice, not to this one
+            sums = [group for group in sums if group.month == month]
+        lines = usage_lines(sums, month)
+        lines += allowance_lines(lines, await _free_months(connection, head.tenant_id, lines, month))
+        buyer = await rows.read_buyer(connection, head.tenant_id)
+        assert buyer is not None, "an invoice refers to its tenant"
+        currency = currency_of(sums, month) or buyer.currency or self._currency
+        record = await read_record(connection, SELLER)
+        seller = {**(record.value if record else {}), TIME_ZONE: self._calendar.time_zone}
+        invoice = Invoice(
+            head=head,
+            currency=currency,
+            lines=tuple(lines),
+            totals=totals_of(lines, tax_basis_points=seller.get("tax_basis_points", 0), currency=currency),
+            seller=seller,
+            buyer={"name": buyer.name, **buyer.billing},
+        )
+        return _Content(invoice, open_before)
+
+    def _check_over(self, month: str) -> None:
+        end = self._calendar.next_month_start(month)
+        if self._clock.now() < end:
+            until = f"{end:%Y-%m-%d %H:%M} UTC"
+            raise MonthNotOver(f"{month} is not over before {until}; until then it is a draft", param="month")
+
+
+async def _read_head(connection: AsyncConnection, invoice_id: str) -> InvoiceHead:
+    head = await rows.read_head(connection, invoice_id)
+    if head is None:
+        raise NotFound("no such invoice", param="invoice_id")
+    return head
+
+
+async def _sum_ahead(connection: AsyncConnection, head: InvoiceHead) -> _Ahead:
+    before = await rows.read_last_cover(connection, head.tenant_id)
+    cover = Cover(head.month, await last_taken(connection, POSTING))
+    return _Ahead(before, cover, await read_event_sums(connection, head.tenant_id, cover, before))
+
+
+async def _cover_of(connection: AsyncConnection, head: InvoiceHead) -> tuple[Cover, Cover | None, date | None]:
+    """Return what an invoice covers, what those before it do, and the first day of a draft that nothing late goes to."""
+    if head.through_posting is not None:
+        before = await rows.read_last_cover(connection, head.tenant_id, before=head.month)
+        return Cover(head.month, head.through_posting), before, None
+    ahead = await _sum_ahead(connection, head)
+    is_next = _open_before(ahead.sums, head.month, ahead.before) is None
+    return ahead.cover, ahead.before, None if is_next else first_day(head.month)
+
+
+async def _sums_since(
+    connection: AsyncConnection, head: InvoiceHead, before: Cover | None, through: int, ahead: _Ahead
+) -> Sequence[EventSums]:
+    """Return what was summed ahead and what was posted since; all of it anew if another month was closed in between."""
+    cover = Cover(head.month, through)
+    if before != ahead.before:
+        return await read_event_sums(connection, head.tenant_id, cover, before)
+    return [*ahead.sums, *await read_event_sums(connection, head.tenant_id, cover, ahead.cover)]
+
+
+async def _page(
+    connection: AsyncConnection,
+    limit: int,
+    cursor: str | None,
+    tenant_id: str | None,
+    month: str | None,
+    state: str | None,
+    narrow: Narrow | None,
+) -> Page[InvoiceHead]:
+    query = rows.heads_query(tenant_id, month, state, narrow)
+    if cursor is not None:
+        last_month, last_id = decode_cursor("invoices", cursor, [str, str])
+        columns = invoices.c
+        query = query.where(or_(columns.month < last_month, and_(columns.month == last_month, columns.id < last_id)))
+    found = (await connection.execute(query.limit(check_limit(limit) + 1))).mappings().all()
+    return page_of([rows.head_from_row(row) for row in found], limit, "invoices", lambda head: [head.month, head.id])
+
+
+async def _free_months(
+    connection: AsyncConnection, tenant_id: str, lines: Sequence[InvoiceLine], month: str
+) -> dict[str, FreeMonth]:
+    """Return the allowance of each month that the invoice speaks of, with what earlier invoices said of it."""
+    allowances = await read_allowances(connection, tenant_id)
+    if not allowances:
+        return {}
+    months = sorted({month, *(line.month for line in lines)})
+    said = await rows.read_months(connection, tenant_id, months)
+    return {
+        of: FreeMonth(
+            monthly_micros=free_in(allowances, of),
+            billed_micros=said[of].billed_micros,
+            granted_micros=said[of].granted_micros,
+        )
+        for of in months
+    }
+
+
+def _check_draft(head: InvoiceHead) -> None:
+    if head.state != "draft":
+        raise InvoiceClosed(
+            f"the invoice of {head.month} is closed as {head.number} and never changes; what comes later is on the next one",
+            param="invoice_id",
+        )
+
+
+def _open_before(sums: Sequence[EventSums], month: str, before: Cover | None) -> str | None:
+    """Return the first month before `month` that is not closed and would have lines of its own."""
+    newest = "" if before is None else before.month
+    for of in sorted({group.month for group in sums if newest < group.month < month}):
+        if usage_lines([group for group in sums if group.month == of], of):
+            return of
+    return None
+
+
+def _stored(head: InvoiceHead, lines: Sequence[InvoiceLine]) -> Invoice:
+    totals = totals_of(lines, tax_basis_points=0, currency=head.currency)
+    return Invoice(
+        head=head,
+        currency=head.currency,
+        lines=tuple(lines),
+        totals=dataclasses.replace(totals, tax_micros=head.tax_micros, due_micros=totals.due_micros + head.tax_micros),
+        seller=head.seller or {},
+        buyer=head.buyer or {"name": head.tenant_id},
+    )

@@ -1,0 +1,294 @@
+"""An invoice as a PDF, from the invoice's own values alone: the same closed invoice gives the same bytes for ever.
+
+Knows where things stand on A4; `invoice_wording` knows what they are called, `pdf_text` how letters are drawn. It is laid out
+twice: the first time to learn how many pages there are.
+"""
+
+from __future__ import annotations
+
+import io
+import threading
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
+
+from appliance.base.money import format_micros, minor_unit_decimals
+from appliance.metering.calendar import first_day, last_day
+from appliance.metering.invoicing import wording as words
+from appliance.metering.invoicing.lines import ADJUSTMENT, FREE_ALLOWANCE, InvoiceLine
+from appliance.metering.invoicing.pdf_text import Align, draw, width_of, wrapped
+from appliance.metering.invoicing.rows import TIME_ZONE, Invoice
+
+if TYPE_CHECKING:
+    from reportlab.pdfgen.canvas import Canvas
+
+WIDTH, HEIGHT = 595.28, 841.89  # A4 in points
+LEFT, RIGHT, TOP, BOTTOM = 56.0, 539.0, 786.0, 92.0
+TOKENS_X, PRICE_X = 338.0, 436.0  # right ends of the columns; that of the amount is RIGHT
+FACTS_X, VALUES_X = 326.0, 400.0
+SIZE, SMALL, LEAD = 9.0, 7.5, 13.0
+INK, GREY, RULE, PALE = 0.10, 0.42, 0.75, 0.88
+_drawing = threading.Lock()  # the library keeps its fonts in one place for all threads
+
+
+def render_pdf(invoice: Invoice) -> bytes:
+    """Return the PDF of an invoice; a draft is marked as one on each page. Takes tens of milliseconds: call it in a thread."""
+    with _drawing:
+        pages = _Sheet(invoice, pages=0).write()[1]
+        return _Sheet(invoice, pages=pages).write()[0]
+
+
+class _Sheet:
+    """One layout of one invoice, from the top of the first page to the bottom of the last."""
+
+    def __init__(self, invoice: Invoice, *, pages: int) -> None:
+        from reportlab.pdfgen.canvas import Canvas
+
+        self._invoice = invoice
+        self._pages = pages
+        self._buffer = io.BytesIO()
+        self._canvas: Canvas = Canvas(self._buffer, pagesize=(WIDTH, HEIGHT), invariant=1, lang="en")
+        self._page = 1
+        self._y = TOP
+        amounts = [line.rounded_micros for line in invoice.lines] + [invoice.totals.subtotal_micros]
+        self._decimals = max(words.decimals_for(amounts), minor_unit_decimals(invoice.currency))
+        self._price_decimals = words.decimals_for([line.unit_price for line in invoice.lines if line.unit_price is not None])
+
+    def write(self) -> tuple[bytes, int]:
+        """Return the document and how many pages it has."""
+        head, buyer = self._invoice.head, self._invoice.buyer
+        self._canvas.setTitle(f"{self._title} {head.number or head.month}")
+        self._canvas.setAuthor(self._invoice.seller.get("name", ""))
+        self._canvas.setSubject(f"{words.month_name(head.month)}, {buyer['name']}")
+        self._begin_page()
+        self._write_seller()
+        self._write_buyer_and_facts()
+        self._write_lines()
+        self._write_totals()
+        self._write_terms()
+        self._end_page()
+        self._canvas.save()
+        return self._buffer.getvalue(), self._page
+
+    @property
+    def _title(self) -> str:
+        if self._invoice.is_draft:
+            return "Draft invoice"
+        return "Credit note" if self._invoice.totals.due_micros < 0 else "Invoice"
+
+    def _write_seller(self) -> None:
+        seller = self._invoice.seller
+        self._text(RIGHT, self._title, 20, bold=True, align="right")
+        top = self._y
+        unnamed = "Seller not set" if self._invoice.is_draft else ""  # a closed one is printed on the seller's own paper
+        for line in wrapped(seller.get("name") or unnamed, 13, 260, bold=True):
+            self._text(LEFT, line, 13, bold=True)
+            self._y -= 17
+        for line in _seller_lines(seller):
+            self._paragraph(line, 260, SMALL + 0.5, grey=GREY, lead=11)
+        self._y = min(self._y, top - 40) - 14
+
+    def _write_buyer_and_facts(self) -> None:
+        top = self._y
+        self._text(LEFT, "Billed to", SMALL, grey=GREY)
+        self._y -= LEAD
+        self._paragraph(self._invoice.buyer["name"], 250, SIZE + 1, bold=True)
+        for line in _buyer_lines(self._invoice.buyer):
+            self._paragraph(line, 250, SIZE)
+        bottom, self._y = self._y, top
+        for name, value in self._facts():
+            self._text(FACTS_X, name, SMALL, grey=GREY)
+            size = SIZE if width_of(value, SIZE) <= RIGHT - VALUES_X else SMALL
+            for line in wrapped(value, size, RIGHT - VALUES_X):
+                self._text(VALUES_X, line, size)
+                self._y -= LEAD
+        self._y = min(bottom, self._y) - 18
+
+    def _facts(self) -> Iterator[tuple[str, str]]:
+        invoice = self._invoice
+        first, last = first_day(invoice.head.month), last_day(invoice.head.month)
+        yield "Number", invoice.head.number or "none yet"
+        yield "Month", words.month_name(invoice.head.month)
+        yield "Period", f"{first.day} – {words.day_name(last)} ({invoice.seller.get(TIME_ZONE, 'UTC')})"
+        if invoice.issued_on is not None and invoice.due_on is not None:
+            yield "Date", words.day_name(invoice.issued_on)
+            if invoice.totals.due_micros > 0:
+                yield "Due", words.day_name(invoice.due_on)
+        yield "Customer", invoice.head.tenant_id
+        if invoice.buyer.get("reference"):
+            yield "Your reference", invoice.buyer["reference"]
+
+    def _write_lines(self) -> None:
+        self._table_head()
+        if not self._invoice.lines:
+            self._text(LEFT, "Nothing was used in this month.", SIZE, grey=GREY)
+            self._y -= LEAD + 4
+        for title, lines in groupby(self._invoice.lines, key=_group_of):
+            self._group(title, list(lines))
+
+    def _group(self, title: str, lines: Sequence[InvoiceLine]) -> None:
+        names = wrapped(title, SIZE, TOKENS_X - LEFT - 70, bold=True)
+        self._room(LEAD * (len(names) + 1), in_table=True)
+        for name in names:
+            self._text(LEFT, name, SIZE, bold=True)
+            self._y -= LEAD
+        for line in lines:
+            self._room(LEAD, in_table=True)
+            self._table_row(line)
+        self._y -= 5
+
+    def _table_row(self, line: InvoiceLine) -> None:
+        first, *more = wrapped(words.line_name(line), SIZE, TOKENS_X - LEFT - 80)
+        self._text(LEFT + 10, first, SIZE)
+        if line.kind != FREE_ALLOWANCE:
+            self._text(TOKENS_X, f"{line.tokens:,}", SIZE, align="right")
+        if line.unit_price is not None:
+            self._text(PRICE_X, format_micros(line.unit_price, decimals=self._price_decimals), SIZE, align="right")
+        self._text(RIGHT, format_micros(line.rounded_micros, decimals=self._decimals), SIZE, align="right")
+        self._y -= LEAD
+        for name in more:
+            self._room(LEAD, in_table=True)
+            self._text(LEFT + 10, name, SIZE)
+            self._y -= LEAD
+
+    def _table_head(self) -> None:
+        self._canvas.setFillGray(PALE + 0.06)
+        self._canvas.rect(LEFT - 6, self._y - 6, RIGHT - LEFT + 12, 19, stroke=0, fill=1)
+        self._text(LEFT, "Model and kind", SMALL, grey=GREY)
+        self._text(TOKENS_X, "Tokens", SMALL, grey=GREY, align="right")
+        self._text(PRICE_X, f"{self._invoice.currency} per 1M tokens", SMALL, grey=GREY, align="right")
+        self._text(RIGHT, f"Amount in {self._invoice.currency}", SMALL, grey=GREY, align="right")
+        self._y -= 22
+
+    def _write_totals(self) -> None:
+        rows = list(self._totals())
+        self._room(LEAD * (len(rows) + 2) + 14)
+        self._rule(LEFT - 6)
+        self._y -= 8
+        for name, amount in rows:
+            self._text(PRICE_X, name, SIZE, align="right")
+            self._text(RIGHT, amount, SIZE, align="right")
+            self._y -= LEAD + 1
+        self._rule(300)
+        self._y -= 10
+        due = self._invoice.totals.due_micros
+        name = "Amount in your favour" if due < 0 else "Amount due"
+        amount = words.payment(abs(due), self._invoice.currency)
+        self._text(PRICE_X, name, SIZE + 2, bold=True, align="right")
+        self._text(RIGHT, amount, SIZE + 2, bold=True, align="right")
+        self._y -= 30
+
+    def _totals(self) -> Iterator[tuple[str, str]]:
+        totals, currency, seller = self._invoice.totals, self._invoice.currency, self._invoice.seller
+        coins = minor_unit_decimals(currency)
+        yield "Sum of the lines", format_micros(totals.subtotal_micros, decimals=self._decimals)
+        if totals.rounding_micros:
+            smallest = format_micros(10 ** (6 - coins), decimals=coins)
+            yield f"Rounding to {smallest}", format_micros(totals.rounding_micros, decimals=self._decimals)
+            yield "Net amount", format_micros(totals.due_micros - totals.tax_micros, decimals=coins)
+        rate = seller.get("tax_basis_points", 0)
+        if rate or totals.tax_micros:
+            label = seller.get("tax_label") or "Tax"
+            shown = label if "%" in label else f"{label} {words.percent(rate)}"
+            yield shown, format_micros(totals.tax_micros, decimals=coins)
+
+    def _write_terms(self) -> None:
+        for text in _terms(self._invoice):
+            self._paragraph(text, RIGHT - LEFT, SIZE)
+        self._y -= 8
+        for text in (words.ABORT_POLICY, words.ROUNDING_POLICY):
+            self._paragraph(text, RIGHT - LEFT, SMALL, grey=GREY, lead=10)
+            self._y -= 3
+
+    def _begin_page(self) -> None:
+        self._y = TOP
+        if self._invoice.is_draft:
+            self._watermark()
+
+    def _watermark(self) -> None:
+        canvas = self._canvas
+        canvas.saveState()
+        canvas.setFillGray(PALE + 0.04)
+        canvas.translate(WIDTH / 2, HEIGHT / 2)
+        canvas.rotate(52)
+        draw(canvas, 0, -50, "DRAFT", 150, bold=True, align="center")
+        canvas.restoreState()
+
+    def _end_page(self) -> None:
+        head, seller = self._invoice.head, self._invoice.seller
+        self._y = 56
+        self._rule(LEFT)
+        self._y -= 5
+        contact = " · ".join(seller[name] for name in ("registration", "email", "phone", "website") if seller.get(name))
+        self._text(RIGHT, f"Page {self._page} of {self._pages}", SMALL, grey=GREY, align="right")
+        name = head.number or f"draft of {words.month_name(head.month)}, may still change"
+        for line in wrapped(" · ".join(part for part in (name, contact) if part), SMALL, RIGHT - LEFT - 70)[:2]:
+            self._text(LEFT, line, SMALL, grey=GREY)
+            self._y -= 10
+
+    def _room(self, height: float, *, in_table: bool = False) -> None:
+        """Begin a new page unless `height` is left on this one."""
+        if self._y - height >= BOTTOM:
+            return
+        self._end_page()
+        self._canvas.showPage()
+        self._page += 1
+        self._begin_page()
+        if in_table:
+            self._table_head()
+
+    def _paragraph(
+        self, text: str, width: float, size: float, *, bold: bool = False, grey: float = INK, lead: float = LEAD
+    ) -> None:
+        for line in wrapped(text, size, width, bold=bold):
+            self._room(lead)
+            self._text(LEFT, line, size, bold=bold, grey=grey)
+            self._y -= lead
+
+    def _text(self, x: float, text: str, size: float, *, bold: bool = False, grey: float = INK, align: Align = "left") -> None:
+        self._canvas.setFillGray(grey)
+        draw(self._canvas, x, self._y, text, size, bold=bold, align=align)
+
+    def _rule(self, left: float) -> None:
+        self._canvas.setStrokeGray(RULE)
+        self._canvas.setLineWidth(0.6)
+        self._canvas.line(left, self._y + LEAD - 3, RIGHT + 6, self._y + LEAD - 3)
+
+
+def _seller_lines(seller: Any) -> Iterator[str]:
+    yield from seller.get("address", ())
+    if seller.get("tax_id"):
+        yield f"Tax ID {seller['tax_id']}"
+
+
+def _buyer_lines(buyer: Any) -> Iterator[str]:
+    yield from buyer.get("address", "").splitlines()
+    if buyer.get("country"):
+        yield buyer["country"]
+    if buyer.get("tax_id"):
+        yield f"Tax ID {buyer['tax_id']}"
+    if buyer.get("email"):
+        yield buyer["email"]
+
+
+def _group_of(line: InvoiceLine) -> str:
+    """Return the heading over a line: adjustments and allowances stand apart from the models of the month."""
+    return {ADJUSTMENT: "Adjustments", FREE_ALLOWANCE: "Allowances"}.get(line.kind) or line.model or ""
+
+
+def _terms(invoice: Invoice) -> Iterator[str]:
+    """Return what is to be done with the amount."""
+    seller, due, currency = invoice.seller, invoice.totals.due_micros, invoice.currency
+    if invoice.is_draft:
+        yield "This is a draft. Nothing is due yet: its figures can change until the month is closed."
+    elif due > 0 and invoice.due_on is not None:
+        yield f"Please pay {words.payment(due, currency)} by {words.day_name(invoice.due_on)}, naming {invoice.head.number}."
+        yield from seller.get("bank", ())
+    elif due < 0:
+        yield "This amount is in your favour. It will be paid out or set against your next invoice."
+    else:
+        yield "Nothing is to be paid."
+    if due > 0 and not invoice.is_draft and seller.get("payment_note"):
+        yield seller["payment_note"]
+    if seller.get("tax_note"):
+        yield seller["tax_note"]

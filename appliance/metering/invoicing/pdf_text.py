@@ -1,0 +1,133 @@
+"""Text of any script on a PDF page: which font draws which character, how wide it is, where lines break.
+
+Latin, Greek, Cyrillic, Hebrew, Arabic, Armenian and Georgian are drawn with the fonts beside this file, which go into the PDF.
+Chinese, Japanese and Korean name the standard fonts that readers of PDF bring along. What none of them has is drawn as U+FFFD,
+so that it is seen to be missing.
+"""
+
+from __future__ import annotations
+
+import unicodedata
+from functools import cache
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from appliance.metering.invoicing.pdf_scripts import drawn_order
+
+if TYPE_CHECKING:
+    from reportlab.pdfgen.canvas import Canvas
+
+Align = Literal["left", "right", "center"]
+
+REGULAR, BOLD = "DejaVuSans", "DejaVuSans-Bold"
+JAPANESE, CHINESE, KOREAN = "HeiseiKakuGo-W5", "STSong-Light", "HYGothic-Medium"
+MISSING = "\ufffd"
+_FONTS = Path(__file__).parent / "fonts"
+_HAN = (
+    (0x2E80, 0x2FDF),
+    (0x3000, 0x303F),
+    (0x3100, 0x312F),
+    (0x3200, 0x4DBF),
+    (0x4E00, 0x9FFF),
+    (0xF900, 0xFAFF),
+    (0xFE30, 0xFE4F),
+)
+_KANA = ((0x3040, 0x30FF), (0x31F0, 0x31FF))
+_HANGUL = ((0x1100, 0x11FF), (0x3130, 0x318F), (0xAC00, 0xD7A3))
+_FULL_WIDTH = ((0xFF00, 0xFFEF),)
+
+
+@cache
+def _covered() -> frozenset[int]:
+    """Register the fonts, once, and return the code points that the embedded ones have."""
+    from reportlab.pdfbase import pdfmetrics
+    from reportlab.pdfbase.cidfonts import UnicodeCIDFont
+    from reportlab.pdfbase.ttfonts import TTFont
+
+    embedded = [TTFont(name, str(_FONTS / f"{name}.ttf")) for name in (REGULAR, BOLD)]
+    for font in (*embedded, *(UnicodeCIDFont(name) for name in (JAPANESE, CHINESE, KOREAN))):
+        pdfmetrics.registerFont(font)
+    regular, bold = ({code for code, glyph in font.face.charToGlyph.items() if glyph} for font in embedded)
+    return frozenset(regular & bold)
+
+
+def runs_of(text: str, *, bold: bool = False) -> list[tuple[str, str]]:
+    """Return (font, characters) in the order of drawing."""
+    own, covered = BOLD if bold else REGULAR, _covered()
+    if text.isascii() and text.isprintable():
+        return [(own, text)]
+    east_asian = _east_asian_font(text)
+    placed = [
+        (own if east_asian is None else east_asian, character)
+        if _is_east_asian(character)
+        else (own, character if ord(character) in covered else MISSING)
+        for character in drawn_order(text)
+        if not _is_invisible(character)
+    ]
+    return [(font, "".join(character for _, character in group)) for font, group in groupby(placed, key=lambda item: item[0])]
+
+
+def width_of(text: str, size: float, *, bold: bool = False) -> float:
+    """Return the width of one line in points."""
+    from reportlab.pdfbase.pdfmetrics import stringWidth
+
+    return float(sum(stringWidth(characters, font, size) for font, characters in runs_of(text, bold=bold)))
+
+
+def draw(canvas: Canvas, x: float, y: float, text: str, size: float, *, bold: bool = False, align: Align = "left") -> None:
+    """Draw one line with its base line at `y`; `x` is its left end, its right end or its middle."""
+    from reportlab.pdfbase.pdfmetrics import stringWidth
+
+    share = {"left": 0.0, "right": 1.0, "center": 0.5}[align]
+    x -= share * width_of(text, size, bold=bold)
+    for font, characters in runs_of(text, bold=bold):
+        canvas.setFont(font, size)
+        canvas.drawString(x, y, characters)
+        x += float(stringWidth(characters, font, size))
+
+
+def wrapped(text: str, size: float, width: float, *, bold: bool = False) -> list[str]:
+    """Return the lines of `text` that fit into `width`: broken between words, and within one that is too long by itself."""
+    lines: list[str] = []
+    line = ""
+    for word in text.split():
+        longer = f"{line} {word}" if line else word
+        if width_of(longer, size, bold=bold) <= width:
+            line = longer
+            continue
+        lines += [line] if line else []
+        *full, line = _pieces(word, size, width, bold=bold)
+        lines += full
+    return [*lines, line] if line or not lines else lines
+
+
+def _pieces(word: str, size: float, width: float, *, bold: bool) -> list[str]:
+    pieces = [""]
+    for character in word:
+        if pieces[-1] and width_of(pieces[-1] + character, size, bold=bold) > width:
+            pieces.append("")
+        pieces[-1] += character
+    return pieces
+
+
+def _east_asian_font(text: str) -> str | None:
+    """Return the font of all Han characters of a text: which language they are shows in what stands beside them."""
+    if any(_within(character, _KANA) for character in text):
+        return JAPANESE
+    if any(_within(character, _HANGUL) for character in text):
+        return KOREAN
+    return CHINESE if any(_is_east_asian(character) for character in text) else None
+
+
+def _is_east_asian(character: str) -> bool:
+    return _within(character, (*_HAN, *_KANA, *_HANGUL, *_FULL_WIDTH))
+
+
+def _within(character: str, ranges: tuple[tuple[int, int], ...]) -> bool:
+    return any(first <= ord(character) <= last for first, last in ranges)
+
+
+def _is_invisible(character: str) -> bool:
+    """Return whether a character has no shape of its own: joiners, direction marks, variation selectors."""
+    return unicodedata.category(character) in ("Cf", "Cc") or "\ufe00" <= character <= "\ufe0f" or ord(character) >= 0xE0000

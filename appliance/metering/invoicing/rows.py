@@ -1,0 +1,223 @@
+"""The tables of invoices and their lines: rows in and out. Decides nothing about money, order or time."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import date, datetime, timedelta
+from hashlib import sha256
+from typing import Any, Literal
+
+from sqlalchemy import ColumnElement, RowMapping, Select, delete, func, insert, select, update
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from appliance.base.tables import invoice_lines, invoices, tenants
+from appliance.metering.calendar import BillingCalendar
+from appliance.metering.invoicing.lines import FREE_ALLOWANCE, InvoiceLine, Totals
+from appliance.metering.invoicing.seller import TERMS_DAYS_DEFAULT
+from appliance.metering.invoicing.sums import Cover
+
+# draft -> closed, once, by a conditional UPDATE on state. A draft stores nothing but whose and which month it is.
+State = Literal["draft", "closed"]
+TIME_ZONE = "time_zone"  # stands beside the seller's own fields: days of the invoice are days of that zone
+
+_LINE_FIELDS = ("model", "kind", "month", "unit_price", "tokens", "requests", "rounded_micros")
+Narrow = Callable[[Select[Any], ColumnElement[Any]], Select[Any]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InvoiceHead:
+    """An invoice without its lines. Sums, seller and buyer of a draft are not known here: they are computed when asked for."""
+
+    id: str
+    tenant_id: str
+    month: str
+    number: str | None
+    state: State
+    currency: str
+    total_micros: int
+    tax_micros: int
+    through_posting: int | None
+    seller: Mapping[str, Any] | None
+    buyer: Mapping[str, Any] | None
+    created_at: datetime
+    closed_at: datetime | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Invoice:
+    """A whole invoice: of a closed one what was frozen, of a draft what it would be now."""
+
+    head: InvoiceHead
+    currency: str
+    lines: tuple[InvoiceLine, ...]
+    totals: Totals
+    seller: Mapping[str, Any]
+    buyer: Mapping[str, Any]
+
+    @property
+    def is_draft(self) -> bool:
+        """Return whether it can still change."""
+        return self.head.state == "draft"
+
+    @property
+    def issued_on(self) -> date | None:
+        """Return the day it was closed, in the billing time zone of then; None for a draft."""
+        closed_at = self.head.closed_at
+        return None if closed_at is None else BillingCalendar(self.seller.get(TIME_ZONE, "UTC")).day_of(closed_at)
+
+    @property
+    def due_on(self) -> date | None:
+        """Return the last day to pay it; None for a draft."""
+        terms_days = self.seller.get("payment_terms_days", TERMS_DAYS_DEFAULT)
+        return None if self.issued_on is None else self.issued_on + timedelta(days=terms_days)
+
+    @property
+    def announcement(self) -> dict[str, Any]:
+        """Return what is told to the outside when it is closed."""
+        return {
+            "tenant_id": self.head.tenant_id,
+            "tenant_name": self.buyer["name"],
+            "invoice_id": self.head.id,
+            "number": self.head.number,
+            "month": self.head.month,
+            "total_micros": self.head.total_micros,
+            "tax_micros": self.head.tax_micros,
+            "currency": self.head.currency,
+        }
+
+
+def closing_facts(head: InvoiceHead) -> dict[str, Any]:
+    """Return what the audit log keeps of a closing: the sums, and a digest of who wrote the invoice and who pays it."""
+    names = ("number", "month", "state", "currency", "total_micros", "tax_micros", "through_posting")
+    parties = json.dumps([head.seller, head.buyer], sort_keys=True, ensure_ascii=True)
+    return {name: getattr(head, name) for name in names} | {"parties_sha256": sha256(parties.encode()).hexdigest()}
+
+
+@dataclass(frozen=True, slots=True)
+class MonthOnInvoices:
+    """What closed invoices said of a month so far: its lines, and what of them was free."""
+
+    billed_micros: int
+    granted_micros: int
+
+
+@dataclass(frozen=True, slots=True)
+class Buyer:
+    """The tenant as invoices name it."""
+
+    name: str
+    currency: str | None
+    billing: Mapping[str, Any]
+
+
+async def read_head(connection: AsyncConnection, invoice_id: str) -> InvoiceHead | None:
+    """Return the invoice with this id."""
+    return await _one(connection, select(invoices).where(invoices.c.id == invoice_id))
+
+
+async def read_month(connection: AsyncConnection, tenant_id: str, month: str) -> InvoiceHead | None:
+    """Return the invoice of a tenant and month."""
+    return await _one(connection, select(invoices).where(invoices.c.tenant_id == tenant_id, invoices.c.month == month))
+
+
+async def read_last_cover(connection: AsyncConnection, tenant_id: str, *, before: str | None = None) -> Cover | None:
+    """Return what the closed invoices of a tenant, or those of months before `before`, cover together; None without any."""
+    columns = invoices.c
+    query = (
+        select(columns.month, columns.through_posting)
+        .where(columns.tenant_id == tenant_id, columns.state == "closed")
+        .order_by(columns.month.desc())
+        .limit(1)
+    )
+    if before is not None:
+        query = query.where(columns.month < before)
+    row = (await connection.execute(query)).first()
+    return None if row is None else Cover(row.month, row.through_posting)
+
+
+async def read_lines(connection: AsyncConnection, invoice_ids: Sequence[str]) -> dict[str, list[InvoiceLine]]:
+    """Return the lines of closed invoices, in their order."""
+    columns = invoice_lines.c
+    query = select(invoice_lines).where(columns.invoice_id.in_(invoice_ids)).order_by(columns.invoice_id, columns.position)
+    found: dict[str, list[InvoiceLine]] = {invoice_id: [] for invoice_id in invoice_ids}
+    for row in (await connection.execute(query)).mappings():
+        fields = {name: row[name] for name in _LINE_FIELDS}
+        found[row["invoice_id"]].append(InvoiceLine(**fields, exact_picos=int(row["exact_picos"])))
+    return found
+
+
+async def read_months(connection: AsyncConnection, tenant_id: str, months: Sequence[str]) -> dict[str, MonthOnInvoices]:
+    """Return what the closed invoices of a tenant say of these months."""
+    lines = invoice_lines.c
+    is_free = (lines.kind == FREE_ALLOWANCE).label("is_free")
+    query = (
+        select(lines.month, is_free, func.sum(lines.rounded_micros).label("micros"))
+        .join_from(invoice_lines, invoices, invoices.c.id == lines.invoice_id)
+        .where(invoices.c.tenant_id == tenant_id, lines.month.in_(months))
+        .group_by(lines.month, is_free)
+    )
+    sums = {(row.month, bool(row.is_free)): int(row.micros) for row in (await connection.execute(query)).all()}
+    return {month: MonthOnInvoices(sums.get((month, False), 0), -sums.get((month, True), 0)) for month in months}
+
+
+async def read_buyer(connection: AsyncConnection, tenant_id: str) -> Buyer | None:
+    """Return how a tenant is named on invoices: in the snapshot of what it is billed for."""
+    query = select(tenants.c.name, tenants.c.currency, tenants.c.billing).where(tenants.c.id == tenant_id)
+    row = (await connection.execute(query)).first()
+    return None if row is None else Buyer(row.name, row.currency, row.billing or {})
+
+
+async def insert_draft(connection: AsyncConnection, head: InvoiceHead) -> None:
+    """Write a new draft."""
+    await connection.execute(insert(invoices).values(**_columns(head)))
+
+
+async def delete_draft(connection: AsyncConnection, invoice_id: str) -> None:
+    """Remove a draft."""
+    await connection.execute(delete(invoices).where(invoices.c.id == invoice_id, invoices.c.state == "draft"))
+
+
+async def freeze(connection: AsyncConnection, closed: Invoice) -> bool:
+    """Write the closed invoice over its draft and remove drafts of earlier months, which have nothing left to say.
+
+    Return whether there was a draft to close.
+    """
+    head, columns = closed.head, invoices.c
+    change = update(invoices).where(columns.id == head.id, columns.state == "draft").values(**_columns(head))
+    if (await connection.execute(change)).rowcount != 1:
+        return False
+    passed = (columns.tenant_id == head.tenant_id, columns.state == "draft", columns.month < head.month)
+    await connection.execute(delete(invoices).where(*passed))
+    if closed.lines:
+        await connection.execute(insert(invoice_lines), [_line_row(head.id, *item) for item in enumerate(closed.lines, 1)])
+    return True
+
+
+def heads_query(tenant_id: str | None, month: str | None, state: str | None, narrow: Narrow | None) -> Select[Any]:
+    """Return the query for invoices, the newest month first."""
+    columns = invoices.c
+    wanted = {columns.tenant_id: tenant_id, columns.month: month, columns.state: state}
+    query = select(invoices).where(*(column == value for column, value in wanted.items() if value is not None))
+    query = query.order_by(columns.month.desc(), columns.id.desc())
+    return query if narrow is None else narrow(query, columns.tenant_id)
+
+
+def head_from_row(row: RowMapping) -> InvoiceHead:
+    """Return the invoice of a row of `invoices`."""
+    return InvoiceHead(**{name: row[name] for name in invoices.c.keys()})  # noqa: SIM118 - of columns, not of a mapping
+
+
+async def _one(connection: AsyncConnection, query: Select[Any]) -> InvoiceHead | None:
+    row = (await connection.execute(query)).mappings().first()
+    return None if row is None else head_from_row(row)
+
+
+def _columns(head: InvoiceHead) -> dict[str, Any]:
+    return {name: getattr(head, name) for name in invoices.c.keys()}  # noqa: SIM118 - of columns, not of a mapping
+
+
+def _line_row(invoice_id: str, position: int, line: InvoiceLine) -> dict[str, Any]:
+    fields = {name: getattr(line, name) for name in _LINE_FIELDS}
+    return fields | {"invoice_id": invoice_id, "position": position, "exact_picos": str(line.exact_picos)}

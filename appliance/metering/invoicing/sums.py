@@ -1,0 +1,134 @@
+"""Which usage events an invoice covers, and their sums. Reads the ledger; knows neither lines nor money rules.
+
+Let m be the month of an event's billing day and p its posting. The closed invoice of month M with `through_posting` P covers
+every settled event of the tenant with m <= M and p <= P that the invoice closed before it does not cover. Months are closed in
+order and postings only grow, so what one invoice and those before it cover contains what the earlier ones cover: the invoice is
+the difference to the one before it, every event is on exactly one, and what none covers is the open rest.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import date
+from typing import Any
+
+from sqlalchemy import ColumnElement, RowMapping, Select, case, func, or_, select
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from appliance.base.money import discounted
+from appliance.base.tables import prices, usage_events
+from appliance.metering.calendar import last_day
+from appliance.metering.invoicing.lines import TOKEN_KINDS, EventSums
+from appliance.metering.ledger.records import UsageEvent
+from appliance.metering.ledger.rollups import SETTLED
+from appliance.metering.ledger.rows import event_from_row
+from appliance.metering.limits.sums import join_sum, split_sum
+
+_TOKENS = ("prompt_tokens", "cached_tokens", "completion_tokens", "rejected_tokens")
+_PRICES = ("prompt", "cached_prompt", "completion", "rejected_draft")
+
+
+@dataclass(frozen=True, slots=True)
+class Cover:
+    """What an invoice and all before it cover: events of months up to `month` with postings up to `through_posting`."""
+
+    month: str
+    through_posting: int
+
+
+async def read_event_sums(connection: AsyncConnection, tenant_id: str, cover: Cover, before: Cover | None) -> list[EventSums]:
+    """Return the sums of what `cover` covers and `before`, the invoice closed last before it, does not."""
+    rows = (await connection.execute(_query(tenant_id, cover, before))).mappings().all()
+    return [_event_sums(row) for row in rows]
+
+
+async def read_covered_events(
+    connection: AsyncConnection,
+    tenant_id: str,
+    cover: Cover,
+    before: Cover | None,
+    *,
+    first: date | None,
+    after_posting: int,
+    rows_max: int,
+) -> list[UsageEvent]:
+    """Return the events that `read_event_sums` sums, from the day `first` on (None: all), in the order of their postings."""
+    events = usage_events.c
+    query = select(usage_events).where(*_covered(tenant_id, cover, before), events.posting > after_posting)
+    if first is not None:
+        query = query.where(events.billing_day >= first)
+    rows = (await connection.execute(query.order_by(events.posting).limit(rows_max))).mappings().all()
+    return [event_from_row(row) for row in rows]
+
+
+def _query(tenant_id: str, cover: Cover, before: Cover | None) -> Select[Any]:
+    events = usage_events.c
+    groups = (events.billing_day, events.model, events.currency, events.kind, events.price_id, events.price_basis_points)
+    high, low = split_sum(events.cost_picos)
+    grouped = (
+        select(
+            *groups,
+            func.count().label("requests"),
+            *(func.sum(case((has, 1), else_=0)).label(f"requests_{kind}") for kind, has in _has_tokens().items()),
+            *(func.sum(events[name]).label(name) for name in _TOKENS),
+            high.label("cost_high"),
+            low.label("cost_low"),
+        )
+        .where(*_covered(tenant_id, cover, before))
+        .group_by(*groups)
+        .subquery()
+    )
+    priced = (prices.c[name].label(f"price_{name}") for name in _PRICES)
+    return select(grouped, *priced).join_from(grouped, prices, prices.c.id == grouped.c.price_id, isouter=True)
+
+
+def _has_tokens() -> dict[str, ColumnElement[bool]]:
+    """Return the condition that an event has tokens of a kind, in the order of TOKEN_KINDS: sums of these counts are the same
+    however the events are split, by day or by the moment of a closing."""
+    events = usage_events.c
+    conditions = (
+        events.prompt_tokens > events.cached_tokens,
+        events.cached_tokens > 0,
+        events.completion_tokens > 0,
+        events.rejected_tokens > 0,
+    )
+    return dict(zip(TOKEN_KINDS, conditions, strict=True))
+
+
+def _covered(tenant_id: str, cover: Cover, before: Cover | None) -> list[ColumnElement[bool]]:
+    events = usage_events.c
+    conditions = [
+        events.tenant_id == tenant_id,
+        events.status.in_(SETTLED),
+        events.billing_day <= last_day(cover.month),
+        events.posting <= cover.through_posting,
+    ]
+    if before is not None:
+        conditions.append(or_(events.billing_day > last_day(before.month), events.posting > before.through_posting))
+    return conditions
+
+
+def _event_sums(row: RowMapping) -> EventSums:
+    basis_points = row["price_basis_points"]
+    prompt, cached, completion, rejected = (discounted(row[f"price_{name}"] or 0, basis_points) for name in _PRICES)
+    is_correction = row["kind"] != "usage"
+    return EventSums(
+        month=_month(row["billing_day"]),
+        model=row["model"],
+        currency=row["currency"],
+        is_correction=is_correction,
+        unit_prices=(prompt, cached, completion, rejected),
+        requests=0 if is_correction else int(row["requests"]),
+        kind_requests=(
+            int(row["requests_prompt"]),
+            int(row["requests_cached_prompt"]),
+            int(row["requests_completion"]),
+            int(row["requests_rejected_draft"]),
+        ),
+        **{name: int(row[name]) for name in _TOKENS},
+        cost_picos=join_sum(row["cost_high"], row["cost_low"]),
+    )
+
+
+def _month(day: date) -> str:
+    return f"{day.year:04d}-{day.month:02d}"

@@ -1,0 +1,202 @@
+"""Corrections of the ledger: new signed events that name the one they correct. Nothing that was settled is ever changed.
+
+A correction takes tokens back or adds them at the rate of the event it corrects, or gives money back by itself. It belongs to
+the day of the request; where the invoice of that month is closed, it goes to the next one. What stands after all corrections of
+an event is never less than nothing. What adds more than a slip of the finger should is refused until it is confirmed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+from sqlalchemy import RowMapping, insert, or_, select
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from appliance.base import counters
+from appliance.base.clock import Clock
+from appliance.base.db import Database, after_commit
+from appliance.base.errors import InvalidValue, NotFound
+from appliance.base.money import format_picos
+from appliance.base.tables import usage_events
+from appliance.metering.calendar import BillingCalendar
+from appliance.metering.ledger import rollups
+from appliance.metering.ledger.records import UsageEvent
+from appliance.metering.ledger.round import OnSettled
+from appliance.metering.ledger.rows import COST_PICOS_MAX, TOKEN_COLUMNS, event_from_row, price_query, rate_of
+from appliance.metering.limits.sums import join_sum, split_sum
+from appliance.tenancy.audit import record
+from appliance.tenancy.fields import check_name, check_whole
+
+TOKENS_MAX = 10**12
+UNCONFIRMED_TIMES = 1000
+UNCONFIRMED_TOKENS = 10_000_000
+NOTE_CHARS_MAX = 500
+CAUSE = "correction"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Correction:
+    """What is added to an event: signed tokens, or a signed amount alone. `note` is for whoever reads the invoice.
+
+    `confirm` is needed to add more than UNCONFIRMED_TOKENS, or more than UNCONFIRMED_TIMES what the event counted or cost.
+    """
+
+    note: str
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+    rejected_tokens: int = 0
+    cost_picos: int | None = None
+    confirm: bool = False
+
+    @property
+    def tokens(self) -> dict[str, int]:
+        """Return the signed counts by column."""
+        return {name: getattr(self, name) for name in TOKEN_COLUMNS}
+
+
+class Corrections:
+    """Writes corrections, each in a transaction of its own. `on_committed` hears of each of them once it is durable."""
+
+    def __init__(
+        self,
+        db: Database,
+        clock: Clock,
+        *,
+        calendar: BillingCalendar | None = None,
+        on_settled: OnSettled | None = None,
+        on_committed: Callable[[UsageEvent], None] | None = None,
+    ) -> None:
+        self._db = db
+        self._clock = clock
+        self._calendar = calendar or BillingCalendar()
+        self._on_settled = on_settled
+        self._on_committed = on_committed
+
+    async def add(self, event_id: int, correction: Correction) -> UsageEvent:
+        """Return the new event. Raises NotFound, and InvalidValue for one that is pending, void, or an adjustment itself, or
+        when more would be taken back than stands there."""
+        _check(correction)
+        async with self._db.writing() as connection:
+            # Settlements and other corrections wait: what stands there is read and added to in one step.
+            posting = await counters.take(connection, counters.POSTING)
+            row = await _corrected(connection, event_id)
+            _check_confirmed(row, correction)
+            cost_picos = _cost(row, correction)
+            await _check_remainder(connection, row, correction, cost_picos)
+            columns = _columns(row, correction, cost_picos, posting, self._clock.now())
+            event = await _insert(connection, columns)
+            await rollups.add(connection, self._calendar, [event])
+            if self._on_settled is not None:
+                await self._on_settled(connection, [event])
+            facts = {"corrects_id": event_id, "note": event.note, "cost_picos": cost_picos, **correction.tokens}
+            await record(
+                connection, self._clock, "ledger.correct", "event", str(event.id), tenant_id=event.tenant_id, after=facts
+            )
+            if (on_committed := self._on_committed) is not None:
+                after_commit(connection, lambda _db: on_committed(event))
+        return event
+
+
+def _check(correction: Correction) -> None:
+    note = correction.note.strip() if isinstance(correction.note, str) else ""
+    if not 1 <= len(note) <= NOTE_CHARS_MAX:
+        raise InvalidValue(f"note must have 1 to {NOTE_CHARS_MAX} characters: it says why", param="note")
+    check_name(note.replace("\n", " ")[:200], "note")
+    for name, count in correction.tokens.items():
+        check_whole(count, name, -TOKENS_MAX, TOKENS_MAX)
+    if correction.cost_picos is None:
+        if not any(correction.tokens.values()):
+            raise InvalidValue("a correction changes some tokens, or the cost", param="prompt_tokens")
+        return
+    check_whole(correction.cost_picos, "cost_picos", -COST_PICOS_MAX, COST_PICOS_MAX)
+    if any(correction.tokens.values()):
+        raise InvalidValue("tokens are corrected at their own price: leave cost_picos out", param="cost_picos")
+    if not correction.cost_picos:
+        raise InvalidValue("cost_picos must not be zero", param="cost_picos")
+
+
+async def _corrected(connection: AsyncConnection, event_id: int) -> RowMapping:
+    found = await connection.execute(price_query().where(usage_events.c.id == event_id))
+    row: RowMapping | None = found.mappings().first()
+    if row is None:
+        raise NotFound("no such event", param="event_id")
+    if row["kind"] != "usage":
+        raise InvalidValue(f"event {event_id} is an adjustment; correct the event that it corrects", param="event_id")
+    if row["status"] not in rollups.SETTLED:
+        raise InvalidValue(f"event {event_id} is {row['status']}: there is nothing to correct", param="event_id")
+    return row
+
+
+def _check_confirmed(row: RowMapping, correction: Correction) -> None:
+    """Raise InvalidValue for an addition that no request of this size explains and nobody has confirmed."""
+    if correction.confirm:
+        return
+    added = {name: count for name, count in correction.tokens.items() if count > 0}
+    counted = row["prompt_tokens"] + row["completion_tokens"]
+    for name, count in added.items():
+        if count > min(UNCONFIRMED_TIMES * max(counted, 1), UNCONFIRMED_TOKENS):
+            raise InvalidValue(f"the event counts {counted} tokens: {count} more {name} need `confirm`", param="confirm")
+    if (correction.cost_picos or 0) > UNCONFIRMED_TIMES * row["cost_picos"]:
+        asked, cost = (format_picos(picos, row["currency"]) for picos in (correction.cost_picos or 0, row["cost_picos"]))
+        raise InvalidValue(f"the event cost {cost}: {asked} more need `confirm`", param="confirm")
+
+
+def _cost(row: RowMapping, correction: Correction) -> int:
+    if correction.cost_picos is not None:
+        return correction.cost_picos
+    rate = rate_of(row)
+    cost = 0 if rate is None else rate.cost_picos(**correction.tokens)
+    if abs(cost) > COST_PICOS_MAX:
+        raise InvalidValue(f"the correction costs {cost} pico-units, which do not fit 64 bits", param="prompt_tokens")
+    return cost
+
+
+async def _check_remainder(connection: AsyncConnection, row: RowMapping, correction: Correction, cost_picos: int) -> None:
+    """Raise InvalidValue, naming the field, when the event and all its corrections would come to less than nothing, or to more
+    money than an event can hold."""
+    names = (*TOKEN_COLUMNS, "cost_picos")
+    query = select(*(half for name in names for half in split_sum(usage_events.c[name]))).where(
+        or_(usage_events.c.id == row["id"], usage_events.c.corrects_id == row["id"])
+    )
+    sums = (await connection.execute(query)).one()
+    stands = {name: join_sum(*sums[2 * index : 2 * index + 2]) for index, name in enumerate(names)}
+    after = {name: stands[name] + added for name, added in (correction.tokens | {"cost_picos": cost_picos}).items()}
+    for name in names:
+        if after[name] < 0:
+            raise InvalidValue(f"{name} would come to {after[name]}: only {stands[name]} stand there", param=name)
+    if after["cost_picos"] > COST_PICOS_MAX:
+        stood = stands["cost_picos"]
+        raise InvalidValue(f"cost_picos would come to more than {COST_PICOS_MAX}: {stood} stand there", param="cost_picos")
+    if after["cached_tokens"] > after["prompt_tokens"]:
+        raise InvalidValue("more cached tokens than prompt tokens would stand there", param="cached_tokens")
+
+
+def _columns(row: RowMapping, correction: Correction, cost_picos: int, posting: int, now: datetime) -> dict[str, Any]:
+    kept: Sequence[str] = (
+        "request_id", "tenant_id", "key_id", "epoch_id", "model", "endpoint", "finish_reason", "price_basis_points", "currency",
+        "billing_day", "admitted_at",
+    )  # fmt: skip
+    return {
+        **{name: row[name] for name in kept},
+        **correction.tokens,
+        "kind": "adjustment",
+        "status": "posted",
+        "cause": CAUSE,
+        "reserved_tokens": 0,
+        "estimated": False,
+        "price_id": row["price_id"] if correction.cost_picos is None else None,
+        "cost_picos": cost_picos,
+        "posting": posting,
+        "corrects_id": row["id"],
+        "note": correction.note.strip(),
+        "settled_at": now,
+    }
+
+
+async def _insert(connection: AsyncConnection, columns: dict[str, Any]) -> UsageEvent:
+    written = await connection.execute(insert(usage_events).values(**columns).returning(*usage_events.c))
+    return event_from_row(written.mappings().one())

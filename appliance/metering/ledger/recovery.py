@@ -1,0 +1,129 @@
+"""Epochs, and what a dead one left behind: its pending events become `recovered`, once, before anything is served."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Sequence
+from datetime import datetime
+from typing import Any
+
+from sqlalchemy import RowMapping, bindparam, insert, select, text, update
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from appliance.base import counters
+from appliance.base.clock import Clock
+from appliance.base.db import Database
+from appliance.base.ids import new_id
+from appliance.base.tables import epochs, requests, usage_events
+from appliance.metering.calendar import BillingCalendar
+from appliance.metering.ledger import rollups
+from appliance.metering.ledger.records import Usage, UsageEvent
+from appliance.metering.ledger.rows import (
+    EVENTS_WITH_PRICES,
+    SETTLE_EVENTS,
+    cost_of,
+    event_from_row,
+    rate_of,
+    settle_event_parameters,
+)
+from appliance.tenancy.audit import record
+
+EVENTS_PER_TRANSACTION = 500
+CAUSE = "gateway_died"
+RECOVERED_ERROR = "the appliance stopped while this request ran"
+
+_FINISH_REQUESTS = (
+    update(requests)
+    .where(requests.c.id == bindparam("of_request"), requests.c.finished_at.is_(None))
+    .values(
+        cached_tokens=bindparam("new_cached_tokens"),
+        completion_tokens=bindparam("new_completion_tokens"),
+        finish_reason="error",
+        error=RECOVERED_ERROR,
+        finished_at=bindparam("new_settled_at", type_=requests.c.finished_at.type),
+    )
+)
+
+
+async def begin_epoch(db: Database, clock: Clock, version: str) -> str:
+    """Return the id of a new epoch: one run of the gateway."""
+    epoch_id = new_id("epoch")
+    async with db.writing() as connection:
+        await connection.execute(insert(epochs).values(id=epoch_id, version=version, pid=os.getpid(), started_at=clock.now()))
+    return epoch_id
+
+
+async def end_epoch(db: Database, clock: Clock, epoch_id: str) -> None:
+    """Note that the epoch ended in order, with nothing pending."""
+    async with db.writing() as connection:
+        await connection.execute(
+            update(epochs).where(epochs.c.id == epoch_id, epochs.c.ended_at.is_(None)).values(ended_at=clock.now())
+        )
+
+
+async def recover(db: Database, clock: Clock, current_epoch: str, *, calendar: BillingCalendar | None = None) -> int:
+    """Settle every pending event of other epochs at its last checkpoint, as an estimate, and return how many there were.
+
+    Call it before the ledger of `current_epoch` starts: there is one writer at a time. Interrupted or run twice, each event
+    still changes once.
+    """
+    total = 0
+    while True:
+        async with db.writing() as connection:
+            count = await _recover_some(connection, current_epoch, calendar or BillingCalendar(), clock.now())
+            if count:
+                await record(connection, clock, "ledger.recover", "epoch", current_epoch, after={"events": count})
+        total += count
+        if count < EVENTS_PER_TRANSACTION:
+            return total
+
+
+async def _recover_some(connection: AsyncConnection, current_epoch: str, calendar: BillingCalendar, now: datetime) -> int:
+    await counters.locked(connection, counters.POSTING)  # who recovers at the same time waits here, and then finds nothing
+    if connection.dialect.name == "postgresql":
+        # A killed gateway's COMMIT may still run on the server, and its record would turn up when we have looked: wait for it.
+        await connection.execute(text("LOCK TABLE usage_events IN SHARE ROW EXCLUSIVE MODE"))
+    left_behind = (
+        select(usage_events.c.request_id)
+        .where(usage_events.c.status == "pending", usage_events.c.epoch_id != current_epoch)
+        .order_by(usage_events.c.id)
+        .limit(EVENTS_PER_TRANSACTION)
+    )
+    request_ids = (await connection.execute(left_behind)).scalars().all()
+    if not request_ids:
+        return 0
+    rows = (await connection.execute(EVENTS_WITH_PRICES, {"request_ids": request_ids})).mappings().all()
+    first = await counters.take(connection, counters.POSTING, len(rows))
+    ordered = sorted(rows, key=lambda row: str(row["request_id"]))
+    events = [_recovered(row, posting, now) for posting, row in enumerate(ordered, first)]
+    parameters = [settle_event_parameters(event) for event in events]
+    await connection.run_sync(SETTLE_EVENTS.execute, parameters)
+    await connection.execute(_FINISH_REQUESTS, _request_parameters(parameters))
+    await rollups.add(connection, calendar, events)
+    return len(request_ids)
+
+
+def _recovered(row: RowMapping, posting: int, now: datetime) -> UsageEvent:
+    event = event_from_row(row)
+    usage = Usage(
+        prompt_tokens=event.prompt_tokens,
+        cached_tokens=event.cached_tokens,
+        completion_tokens=event.completion_tokens,
+        rejected_tokens=event.rejected_tokens,
+    )
+    return dataclasses.replace(
+        event,
+        status="recovered",
+        finish_reason="error",
+        cause=CAUSE,
+        estimated=True,
+        cost_picos=cost_of(rate_of(row), usage),
+        posting=posting,
+        settled_at=now,
+    )
+
+
+def _request_parameters(events: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    names = ("of_request", "new_cached_tokens", "new_completion_tokens", "new_settled_at")
+    return [{name: event[name] for name in names} for event in events]

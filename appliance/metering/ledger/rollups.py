@@ -1,0 +1,202 @@
+"""Sums of settled events by minute, hour and day: written in the transaction that settles, built again from the events at will.
+
+    minute, hour   of UTC, by the moment of admission
+    day            of the billing time zone, by the event's billing day; its `start_at` is where that day begins
+
+A voided or pending event is in no sum; an adjustment adds its signed counts and no request. Every event is added to one row of
+each level. Knows no reports.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import date, datetime
+from typing import Any
+
+from sqlalchemy import (
+    ColumnElement,
+    Connection,
+    DateTime,
+    Insert,
+    Select,
+    case,
+    delete,
+    except_,
+    func,
+    insert,
+    literal,
+    literal_column,
+    select,
+    type_coerce,
+)
+from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from appliance.base import counters
+from appliance.base.db import Database
+from appliance.base.prepared import Prepared
+from appliance.base.tables import UtcDateTime, usage_events, usage_rollups
+from appliance.metering.calendar import BillingCalendar
+from appliance.metering.ledger.records import UsageEvent
+
+MINUTE, HOUR, DAY = "minute", "hour", "day"
+SETTLED = ("posted", "recovered")
+SPLIT = 10**9
+KEYS = ("bucket", "start_at", "tenant_id", "key_id", "model", "currency")
+TOKENS = ("prompt_tokens", "cached_tokens", "completion_tokens", "rejected_tokens")
+COUNTS = ("requests", *TOKENS, "cost_high", "cost_low")
+_OWNERS = ("tenant_id", "key_id", "model", "currency")
+_INSERT_ROWS = 5000
+
+
+def _upsert(dialect: Any) -> Insert:
+    statement = dialect.insert(usage_rollups)
+    added = {name: usage_rollups.c[name] + statement.excluded[name] for name in COUNTS}
+    made: Insert = statement.on_conflict_do_update(index_elements=list(KEYS), set_=added)
+    return made
+
+
+_ADD = {"sqlite": Prepared(_upsert(sqlite)), "postgresql": Prepared(_upsert(postgresql))}
+
+
+async def add(connection: AsyncConnection, calendar: BillingCalendar, events: Iterable[UsageEvent]) -> None:
+    """Add events that have just got their final state to their sums.
+
+    Whoever calls holds the counter of postings: so no two transactions wait for each other's rows.
+    """
+    await connection.run_sync(add_at_once, calendar, events)
+
+
+def add_at_once(connection: Connection, calendar: BillingCalendar, events: Iterable[UsageEvent]) -> None:
+    """Do the same on a connection that does not wait."""
+    rows = sums_of(events, calendar)
+    if rows:
+        _ADD[connection.dialect.name].execute(connection, rows)
+
+
+async def differing(connection: AsyncConnection, kind: str, calendar: BillingCalendar) -> list[str]:
+    """Return the levels whose sums are not those of the events, as this connection sees both."""
+    levels = [bucket for bucket in (MINUTE, HOUR) if await _differs(connection, kind, bucket)]
+    days = await _days(connection, calendar)
+    stored = (await connection.execute(_stored(DAY))).mappings().all()
+    same = sorted(map(_comparable, days)) == sorted(map(_comparable, stored))
+    return levels if same else [*levels, DAY]
+
+
+def sums_of(events: Iterable[UsageEvent], calendar: BillingCalendar) -> list[dict[str, Any]]:
+    """Return the rows that these events add up to."""
+    sums: dict[tuple[Any, ...], list[int]] = {}
+    for event in events:
+        if event.status not in SETTLED:
+            continue
+        high, low = halves(event.cost_picos)
+        counts = (int(event.kind == "usage"), *(getattr(event, name) for name in TOKENS), high, low)
+        owner = (event.tenant_id, event.key_id, event.model, event.currency)
+        for bucket, start_at in _starts(event, calendar):
+            row = sums.setdefault((bucket, start_at, *owner), [0] * len(COUNTS))
+            for index, count in enumerate(counts):
+                row[index] += count
+    return [dict(zip((*KEYS, *COUNTS), (*key, *row), strict=True)) for key, row in sums.items()]
+
+
+def halves(cost_picos: int) -> tuple[int, int]:
+    """Return the cost as it is stored: both halves have its sign, as the division of both databases leaves it."""
+    high, low = divmod(abs(cost_picos), SPLIT)
+    return (high, low) if cost_picos >= 0 else (-high, -low)
+
+
+async def used_since(connection: AsyncConnection, moment: datetime) -> list[tuple[str, str]]:
+    """Return the models and the currencies in which they were used on the days from `moment` on."""
+    days = usage_rollups.c
+    query = select(days.model, days.currency).where(days.bucket == DAY, days.start_at >= moment).distinct()
+    return [(model, currency) for model, currency in (await connection.execute(query)).all()]
+
+
+async def rebuild(db: Database, calendar: BillingCalendar) -> int:
+    """Throw all sums away, build them again from the events, and return how many rows there are. Settlements wait meanwhile."""
+    async with db.writing() as connection:
+        await counters.locked(connection, counters.POSTING)
+        await connection.execute(delete(usage_rollups))
+        for bucket in (MINUTE, HOUR):
+            # In the order of time, as they came: what a report reads lies together.
+            query = _summed(bucket, floor_of(db.kind, usage_events.c.admitted_at, bucket)).order_by(literal_column("start_at"))
+            await connection.execute(insert(usage_rollups).from_select([*KEYS, *COUNTS], query))
+        await _insert_days(connection, calendar)
+        return int((await connection.execute(select(func.count()).select_from(usage_rollups))).scalar_one())
+
+
+async def align(db: Database, calendar: BillingCalendar) -> bool:
+    """Build the sums by day again when they were made in another time zone, and return whether that was so."""
+    days = select(usage_rollups.c.start_at).where(usage_rollups.c.bucket == DAY).distinct()
+    async with db.reading() as connection:
+        starts = (await connection.execute(days)).scalars().all()
+    if all(calendar.day_start(start) == start for start in starts):
+        return False
+    async with db.writing() as connection:
+        await counters.locked(connection, counters.POSTING)
+        await connection.execute(delete(usage_rollups).where(usage_rollups.c.bucket == DAY))
+        await _insert_days(connection, calendar)
+    return True
+
+
+def event_counts() -> list[ColumnElement[Any]]:
+    """Return the sums of COUNTS over events, for a query of settled ones."""
+    events = usage_events.c
+    return [
+        func.sum(case((events.kind == "usage", 1), else_=0)).label("requests"),
+        *(func.sum(events[name]).label(name) for name in TOKENS),
+        func.sum(events.cost_picos // SPLIT).label("cost_high"),
+        func.sum(events.cost_picos % SPLIT).label("cost_low"),
+    ]
+
+
+def _summed(bucket: str, start: ColumnElement[Any]) -> Select[Any]:
+    query = select(literal(bucket).label("bucket"), start.label("start_at"), *_owner_columns(), *event_counts())
+    # By its label: PostgreSQL does not see that two expressions with parameters are the same.
+    return query.where(usage_events.c.status.in_(SETTLED)).group_by(literal_column("start_at"), *_owner_columns())
+
+
+def floor_of(kind: str, moment: ColumnElement[Any], bucket: str) -> ColumnElement[Any]:
+    """Return the beginning of the minute or hour of UTC that the column `moment` lies in."""
+    if kind == "sqlite":
+        chars, rest = (16, ":00.000000") if bucket == MINUTE else (13, ":00:00.000000")
+        return type_coerce(func.substr(moment, 1, chars).op("||")(literal(rest)), UtcDateTime())
+    floor = func.timezone("UTC", func.date_trunc(bucket, func.timezone("UTC", moment), type_=DateTime()))
+    return type_coerce(floor, UtcDateTime())
+
+
+async def _differs(connection: AsyncConnection, kind: str, bucket: str) -> bool:
+    summed = _summed(bucket, floor_of(kind, usage_events.c.admitted_at, bucket))
+    for left, right in ((summed, _stored(bucket)), (_stored(bucket), summed)):
+        if (await connection.execute(except_(left, right).limit(1))).first() is not None:
+            return True
+    return False
+
+
+def _stored(bucket: str) -> Select[Any]:
+    return select(*(usage_rollups.c[name] for name in (*KEYS, *COUNTS))).where(usage_rollups.c.bucket == bucket)
+
+
+def _comparable(row: Mapping[str, Any]) -> tuple[Any, ...]:
+    return tuple(row[name] for name in (*KEYS, *COUNTS))
+
+
+async def _days(connection: AsyncConnection, calendar: BillingCalendar) -> list[dict[str, Any]]:
+    found = (await connection.execute(_summed(DAY, usage_events.c.billing_day))).mappings().all()
+    starts: dict[date, datetime] = {on: calendar.day_start(on) for on in {row["start_at"] for row in found}}
+    return [{**row, "start_at": starts[row["start_at"]], **{name: int(row[name]) for name in COUNTS}} for row in found]
+
+
+async def _insert_days(connection: AsyncConnection, calendar: BillingCalendar) -> None:
+    rows = await _days(connection, calendar)
+    for begin in range(0, len(rows), _INSERT_ROWS):
+        await connection.execute(insert(usage_rollups), rows[begin : begin + _INSERT_ROWS])
+
+
+def _starts(event: UsageEvent, calendar: BillingCalendar) -> Sequence[tuple[str, datetime]]:
+    minute = event.admitted_at.replace(second=0, microsecond=0)
+    return ((MINUTE, minute), (HOUR, minute.replace(minute=0)), (DAY, calendar.day_start(event.billing_day)))
+
+
+def _owner_columns() -> list[ColumnElement[Any]]:
+    return [usage_events.c[name] for name in _OWNERS]

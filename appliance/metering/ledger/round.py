@@ -1,0 +1,250 @@
+"""One round of the ledger's writer: the operations that are committed together, and what each of them came to."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+
+import structlog
+from sqlalchemy import Connection, RowMapping
+from sqlalchemy.exc import DataError, IntegrityError, ProgrammingError, StatementError
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from appliance.base import counters
+from appliance.base.db import Database
+from appliance.base.errors import InternalError
+from appliance.metering.calendar import BillingCalendar
+from appliance.metering.ledger import rollups, rows
+from appliance.metering.ledger.records import Checkpoint, PendingEntry, Settlement, Usage, UsageEvent
+
+_log = structlog.get_logger()
+
+
+class LedgerBroken(Exception):
+    """A settlement contradicts the ledger, or the ledger cannot be written any more. A bug or a lost database, never input."""
+
+
+def is_bad_row(error: Exception) -> bool:
+    """Return whether an operation will meet `error` again however often it is tried; other errors are the database's."""
+    bad = (IntegrityError, DataError, ProgrammingError, ValueError, OverflowError, LedgerBroken)
+    return isinstance(error, bad) or type(error) is StatementError  # whose subclasses are the driver's errors
+
+
+_BAD_OR_FAILED = (StatementError, ValueError, OverflowError, LedgerBroken)
+
+
+@dataclass(slots=True, eq=False)
+class Open:
+    """Write a pending entry. `abandoned`: its caller went away before it was written."""
+
+    entry: PendingEntry
+    done: asyncio.Future[None]
+    abandoned: bool = False
+
+    def fail(self, error: Exception) -> None:
+        """Tell the caller, if it still waits."""
+        if not self.done.done():
+            self.done.set_exception(error)
+
+
+@dataclass(slots=True, eq=False)
+class Settle:
+    """Bring an entry to its final state. `written`: the event stands in the ledger with these figures."""
+
+    settlement: Settlement
+    done: asyncio.Future[UsageEvent]
+    written: bool = False
+
+    def fail(self, error: Exception) -> None:
+        """Tell the caller, if it still waits."""
+        if not self.done.done():
+            self.done.set_exception(error)
+            self.done.exception()  # a caller that was cancelled reads it nowhere; the log has it
+
+
+@dataclass(slots=True, eq=False)
+class Void:
+    """Void an entry if it is there and pending: its caller was told that there is none."""
+
+    request_id: str
+
+
+Operation = Open | Settle | Void
+OnSettled = Callable[[AsyncConnection, Sequence[UsageEvent]], Awaitable[None]]
+"""Hears, in the transaction that settles and behind the sums, of the events that have just got their final state."""
+
+
+@dataclass(slots=True)
+class Round:
+    """Operations and checkpoints that are committed together; if one of them is bad, each alone."""
+
+    db: Database
+    epoch_id: str
+    currency: str
+    calendar: BillingCalendar
+    now: datetime
+    operations: Sequence[Operation]
+    checkpoints: Sequence[Checkpoint]
+    on_settled: OnSettled | None = None
+    results: dict[int, UsageEvent | Exception] = field(default_factory=dict)
+
+    async def write(self) -> None:
+        """Commit the round. Afterwards `results` has the event of each settlement and the error of each bad operation.
+
+        Raises the database's error when nothing can be written now; then nothing of this round may be assumed.
+        """
+        try:
+            await self._transaction(self.operations, self.checkpoints)
+        except _BAD_OR_FAILED as error:
+            if not is_bad_row(error):
+                raise
+            self.results.clear()
+            await self._write_one_by_one()
+
+    def tell(self) -> None:
+        """Give every caller its result."""
+        for operation in self.operations:
+            result = self.results.get(id(operation))
+            if isinstance(operation, Void):
+                continue
+            if isinstance(result, Exception):
+                operation.fail(result if isinstance(result, LedgerBroken) else _refusal(operation, result))
+            elif not operation.done.done():
+                operation.done.set_result(result)  # type: ignore[arg-type]  # None for Open, the event for Settle
+
+    async def _write_one_by_one(self) -> None:
+        for operation in self.operations:
+            error = await self._try([operation], [])
+            if error is not None:
+                self.results[id(operation)] = error
+        for checkpoint in self.checkpoints:
+            error = await self._try([], [checkpoint])
+            if error is not None:
+                _log.error("checkpoint_refused", request_id=checkpoint.request_id, error=str(error))
+
+    async def _try(self, operations: Sequence[Operation], checkpoints: Sequence[Checkpoint]) -> Exception | None:
+        """Commit these alone and return the error if they are bad."""
+        try:
+            await self._transaction(operations, checkpoints)
+        except _BAD_OR_FAILED as error:
+            if not is_bad_row(error):
+                raise
+            return error
+        return None
+
+    async def _transaction(self, operations: Sequence[Operation], checkpoints: Sequence[Checkpoint]) -> None:
+        if not operations and not checkpoints:
+            return
+        opens = [operation.entry for operation in operations if isinstance(operation, Open)]
+        settles = [operation for operation in operations if isinstance(operation, Settle)]
+        voids = [operation.request_id for operation in operations if isinstance(operation, Void)]
+        if not settles and not voids:
+            await self.db.batch_write(self._write, opens, checkpoints, [], [])
+            return
+        async with self.db.batch_writing() as connection:
+            settled = await connection.run_sync(self._write, opens, checkpoints, settles, voids)
+            if settled and self.on_settled is not None:
+                await self.on_settled(connection, settled)
+        for operation in settles:
+            operation.written = isinstance(self.results.get(id(operation)), UsageEvent)
+
+    def _write(
+        self,
+        connection: Connection,
+        opens: Sequence[PendingEntry],
+        checkpoints: Sequence[Checkpoint],
+        settles: Sequence[Settle],
+        voids: Sequence[str],
+    ) -> list[UsageEvent]:
+        """Send every statement of the transaction and return the events that got their final state."""
+        if opens:
+            self._insert(connection, opens)
+        if checkpoints:
+            rows.WRITE_CHECKPOINTS.execute(connection, [rows.checkpoint_parameters(row) for row in checkpoints])
+        return self._settle(connection, settles, voids) if settles or voids else []
+
+    def _insert(self, connection: Connection, entries: Sequence[PendingEntry]) -> None:
+        event_rows = [
+            rows.event_row(entry, self.epoch_id, self.currency, self.calendar.day_of(entry.admitted_at)) for entry in entries
+        ]
+        rows.INSERT_EVENTS.execute(connection, event_rows)
+        rows.INSERT_REQUESTS.execute(connection, [rows.request_row(entry) for entry in entries])
+
+    def _settle(self, connection: Connection, settles: Sequence[Settle], voids: Sequence[str]) -> list[UsageEvent]:
+        wanted = {operation.settlement.request_id for operation in settles} | set(voids)
+        found = connection.execute(rows.EVENTS_WITH_PRICES, {"request_ids": sorted(wanted)}).mappings().all()
+        events = {row["request_id"]: row for row in found}
+        changes: dict[str, tuple[UsageEvent, Settlement]] = {}
+        for operation in settles:
+            self.results[id(operation)] = self._outcome(operation.settlement, events, changes)
+        for request_id in voids:
+            row = events.get(request_id)
+            if row is not None and row["status"] == "pending" and request_id not in changes:
+                self._outcome(_void(request_id), events, changes)
+        if changes:
+            self._number(connection, changes)
+            self._update(connection, [changes[request_id] for request_id in sorted(changes)])
+        for operation in settles:
+            if operation.settlement.request_id in changes and isinstance(self.results[id(operation)], UsageEvent):
+                self.results[id(operation)] = changes[operation.settlement.request_id][0]
+        return [event for event, _ in changes.values()]
+
+    @staticmethod
+    def _number(connection: Connection, changes: dict[str, tuple[UsageEvent, Settlement]]) -> None:
+        """Give the changed events their postings, in the order in which they were asked for."""
+        first = counters.take_at_once(connection, counters.POSTING, len(changes))
+        for posting, (request_id, (event, settlement)) in enumerate(list(changes.items()), first):
+            changes[request_id] = (dataclasses.replace(event, posting=posting), settlement)
+
+    def _outcome(
+        self, settlement: Settlement, events: dict[str, RowMapping], changes: dict[str, tuple[UsageEvent, Settlement]]
+    ) -> UsageEvent | LedgerBroken:
+        """Return the event after `settlement`, and note the change if there is one."""
+        request_id = settlement.request_id
+        if request_id not in events:
+            return LedgerBroken(f"request {request_id} has no entry to settle")
+        event = changes[request_id][0] if request_id in changes else rows.event_from_row(events[request_id])
+        if event.status != "pending":
+            if rows.same_outcome(event, settlement):
+                return event
+            return LedgerBroken(f"request {request_id} was settled as {event.status} with other figures")
+        cost = self._cost(events[request_id], settlement.usage)
+        if isinstance(cost, LedgerBroken):
+            return cost
+        after = rows.settled(event, settlement, cost, self.now)
+        changes[request_id] = (after, settlement)
+        return after
+
+    @staticmethod
+    def _cost(row: RowMapping, usage: Usage) -> int | LedgerBroken:
+        try:
+            return rows.cost_of(rows.rate_of(row), usage)
+        except OverflowError as error:
+            return LedgerBroken(str(error))
+
+    def _update(self, connection: Connection, changes: Sequence[tuple[UsageEvent, Settlement]]) -> None:
+        parameters = [rows.settle_event_parameters(event) for event, _ in changes]
+        changed = rows.SETTLE_EVENTS.execute(connection, parameters)
+        if changed != len(changes):
+            raise LedgerBroken(f"{len(changes)} entries were pending and {changed} changed: is there a second writer?")
+        details = [rows.settle_request_parameters(settlement, self.now) for _, settlement in changes]
+        rows.SETTLE_REQUESTS.execute(connection, details)
+        rollups.add_at_once(connection, self.calendar, [event for event, _ in changes])
+
+
+def _void(request_id: str) -> Settlement:
+    return Settlement(request_id=request_id, status="voided", finish_reason="refused")
+
+
+def _refusal(operation: Operation, error: Exception) -> Exception:
+    """Return what the caller of a bad operation hears: a refusal for an open, a contradiction for a settlement."""
+    if isinstance(operation, Open):
+        refusal = InternalError("the usage record was refused by the database; nothing was started")
+        refusal.__cause__ = error
+        return refusal
+    broken = LedgerBroken(f"the settlement was refused by the database: {error}")
+    broken.__cause__ = error
+    return broken

@@ -1,0 +1,272 @@
+"""The statements of the ledger: rows for new entries, checkpoints and settlements. Decides nothing about time or retries."""
+
+from __future__ import annotations
+
+import dataclasses
+from datetime import date, datetime
+from typing import Any
+
+from sqlalchemy import RowMapping, Select, bindparam, insert, select, update
+
+from appliance.base.prepared import Prepared
+from appliance.base.tables import prices, requests, usage_events
+from appliance.metering.ledger.records import (
+    ERROR_CHARS_MAX,
+    Checkpoint,
+    PendingEntry,
+    RequestRow,
+    Settlement,
+    Usage,
+    UsageEvent,
+)
+from appliance.metering.prices import Price, Rate
+
+MICROS_PER_S = 1_000_000
+COST_PICOS_MAX = 2**63 - 1
+_EVENT_FIELDS = tuple(field.name for field in dataclasses.fields(UsageEvent))
+_REQUEST_FIELDS = tuple(field.name for field in dataclasses.fields(RequestRow))
+_PRICE_FIELDS = tuple(field.name for field in dataclasses.fields(Price))
+TOKEN_COLUMNS = ("prompt_tokens", "cached_tokens", "completion_tokens", "rejected_tokens")
+_DURATIONS = ("queue", "ttft", "inter_token_p50", "decode")
+
+INSERT_EVENTS = Prepared(insert(usage_events))
+INSERT_REQUESTS = Prepared(insert(requests))
+
+SETTLE_EVENTS = Prepared(
+    update(usage_events)
+    .where(
+        usage_events.c.request_id == bindparam("of_request"),
+        usage_events.c.kind == "usage",
+        usage_events.c.status == "pending",
+    )
+    .values(
+        {
+            name: bindparam(f"new_{name}")
+            for name in (
+                "status",
+                "finish_reason",
+                "cause",
+                "prompt_tokens",
+                "cached_tokens",
+                "completion_tokens",
+                "rejected_tokens",
+                "estimated",
+                "cost_picos",
+                "posting",
+                "settled_at",
+            )
+        }
+    )
+)
+
+SETTLE_REQUESTS = Prepared(
+    update(requests)
+    .where(requests.c.id == bindparam("of_request"))
+    .values(
+        {
+            name: bindparam(f"new_{name}")
+            for name in (
+                "cached_tokens",
+                "completion_tokens",
+                "kv_blocks",
+                "preemptions",
+                "finish_reason",
+                "error",
+                "queue_us",
+                "ttft_us",
+                "inter_token_p50_us",
+                "decode_us",
+                "first_token_at",
+                "finished_at",
+            )
+        }
+    )
+)
+
+WRITE_CHECKPOINTS = Prepared(
+    update(usage_events)
+    .where(
+        usage_events.c.request_id == bindparam("of_request"),
+        usage_events.c.kind == "usage",
+        usage_events.c.status == "pending",
+    )
+    .values({name: bindparam(f"new_{name}") for name in TOKEN_COLUMNS})
+)
+
+
+def event_row(entry: PendingEntry, epoch_id: str, default_currency: str, billing_day: date) -> dict[str, Any]:
+    """Return the pending row of `entry`: nothing computed, nothing owed."""
+    return {
+        "request_id": entry.request_id,
+        "tenant_id": entry.tenant_id,
+        "key_id": entry.key_id,
+        "epoch_id": epoch_id,
+        "model": entry.model,
+        "endpoint": entry.endpoint,
+        "kind": "usage",
+        "status": "pending",
+        "reserved_tokens": entry.reserved_tokens,
+        "prompt_tokens": 0,
+        "cached_tokens": 0,
+        "completion_tokens": 0,
+        "rejected_tokens": 0,
+        "estimated": False,
+        "price_id": entry.price.id if entry.price else None,
+        "price_basis_points": entry.price_basis_points,
+        "cost_picos": 0,
+        "currency": entry.price.currency if entry.price else entry.currency or default_currency,
+        "billing_day": billing_day,
+        "admitted_at": entry.admitted_at,
+    }
+
+
+def request_row(entry: PendingEntry) -> dict[str, Any]:
+    """Return the row of `requests` of an entry that has not finished."""
+    return {
+        "id": entry.request_id,
+        "tenant_id": entry.tenant_id,
+        "key_id": entry.key_id,
+        "model": entry.model,
+        "endpoint": entry.endpoint,
+        "stream": entry.stream,
+        "prompt_tokens": entry.prompt_tokens,
+        "cached_tokens": 0,
+        "completion_tokens": 0,
+        "kv_blocks": 0,
+        "preemptions": 0,
+        "admitted_at": entry.admitted_at,
+    }
+
+
+def price_query() -> Select[Any]:
+    """Return the query for events, each with its price where it has one."""
+    return select(usage_events, *(prices.c[name].label(f"price_{name}") for name in _PRICE_FIELDS if name != "id")).join_from(
+        usage_events, prices, prices.c.id == usage_events.c.price_id, isouter=True
+    )
+
+
+EVENTS_WITH_PRICES: Select[Any] = price_query().where(
+    usage_events.c.request_id.in_(bindparam("request_ids", expanding=True)), usage_events.c.kind == "usage"
+)
+"""The events of some requests. Made once: to write it anew would cost more than to run it."""
+
+
+def rate_of(row: RowMapping) -> Rate | None:
+    """Return the unit prices of the event in a row of `price_query`."""
+    if row["price_id"] is None:
+        return None
+    price = Price(id=row["price_id"], **{name: row[f"price_{name}"] for name in _PRICE_FIELDS if name != "id"})
+    return price.rate_at(row["price_basis_points"])
+
+
+def event_from_row(row: RowMapping) -> UsageEvent:
+    """Return the event of a row that has the columns of `usage_events`."""
+    return UsageEvent(**{name: row[name] for name in _EVENT_FIELDS})
+
+
+def cost_of(rate: Rate | None, usage: Usage) -> int:
+    """Return what these tokens cost; raise OverflowError when it does not fit the column."""
+    if rate is None:
+        return 0
+    cost = rate.cost_picos(**{name: getattr(usage, name) for name in TOKEN_COLUMNS})
+    if cost > COST_PICOS_MAX:
+        raise OverflowError(f"a cost of {cost} pico-units does not fit 64 bits")
+    return cost
+
+
+def settled(event: UsageEvent, settlement: Settlement, cost_picos: int, now: datetime) -> UsageEvent:
+    """Return `event` as it stands after `settlement`, but for its posting, which is taken when all of a round are known."""
+    return dataclasses.replace(
+        event,
+        status=settlement.status,
+        finish_reason=settlement.finish_reason,
+        cause=settlement.cause,
+        prompt_tokens=settlement.usage.prompt_tokens,
+        cached_tokens=settlement.usage.cached_tokens,
+        completion_tokens=settlement.usage.completion_tokens,
+        rejected_tokens=settlement.usage.rejected_tokens,
+        estimated=False,
+        cost_picos=cost_picos,
+        settled_at=now,
+    )
+
+
+def same_outcome(event: UsageEvent, settlement: Settlement) -> bool:
+    """Return whether `event` was settled with these very figures. Voided is voided: why is told by the first."""
+    if event.status == settlement.status == "voided":
+        return True
+    if (event.status, event.finish_reason) != (settlement.status, settlement.finish_reason):
+        return False
+    return all(getattr(event, name) == getattr(settlement.usage, name) for name in TOKEN_COLUMNS)
+
+
+def settle_event_parameters(event: UsageEvent) -> dict[str, Any]:
+    """Return the parameters of SETTLE_EVENTS for an event in its final state."""
+    return {
+        "of_request": event.request_id,
+        "new_status": event.status,
+        "new_finish_reason": event.finish_reason,
+        "new_cause": event.cause,
+        "new_prompt_tokens": event.prompt_tokens,
+        "new_cached_tokens": event.cached_tokens,
+        "new_completion_tokens": event.completion_tokens,
+        "new_rejected_tokens": event.rejected_tokens,
+        "new_estimated": event.estimated,
+        "new_cost_picos": event.cost_picos,
+        "new_posting": event.posting,
+        "new_settled_at": event.settled_at,
+    }
+
+
+def settle_request_parameters(settlement: Settlement, now: datetime) -> dict[str, Any]:
+    """Return the parameters of SETTLE_REQUESTS. The prompt's length stays as asked for, billed or not."""
+    record = settlement.record
+    durations = {f"new_{name}_us": _micros(getattr(record, f"{name}_s")) for name in _DURATIONS}
+    return durations | {
+        "of_request": settlement.request_id,
+        "new_cached_tokens": settlement.usage.cached_tokens,
+        "new_completion_tokens": settlement.usage.completion_tokens,
+        "new_kv_blocks": record.kv_blocks,
+        "new_preemptions": record.preemptions,
+        "new_finish_reason": settlement.finish_reason,
+        "new_error": None if record.error is None else _storable(record.error),
+        "new_first_token_at": record.first_token_at,
+        "new_finished_at": record.finished_at or now,
+    }
+
+
+def checkpoint_parameters(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Return the parameters of WRITE_CHECKPOINTS."""
+    return {
+        "of_request": checkpoint.request_id,
+        "new_prompt_tokens": checkpoint.prompt_tokens,
+        "new_cached_tokens": checkpoint.cached_tokens,
+        "new_completion_tokens": checkpoint.completion_tokens,
+        "new_rejected_tokens": checkpoint.rejected_tokens,
+    }
+
+
+def request_from_row(row: RowMapping) -> RequestRow:
+    """Return the request of a row of `requests`."""
+    values: dict[str, Any] = {name: row[name] for name in _REQUEST_FIELDS if name in row}
+    values |= {f"{name}_s": _seconds(row[f"{name}_us"]) for name in _DURATIONS}
+    return RequestRow(**values, tokens_per_second=tokens_per_second(row["completion_tokens"], values["decode_s"]))
+
+
+def tokens_per_second(completion_tokens: int, decode_s: float | None) -> float | None:
+    """Return the speed of decoding: the tokens after the first over the time they took. None when there was no second one."""
+    return (completion_tokens - 1) / decode_s if decode_s and completion_tokens > 1 else None
+
+
+def _storable(text: str) -> str:
+    """Return `text` as every database takes it: no NUL, no half surrogates, not too long."""
+    clean = text.replace("\x00", "").encode(errors="replace").decode()
+    return clean[:ERROR_CHARS_MAX]
+
+
+def _micros(seconds: float | None) -> int | None:
+    return None if seconds is None else round(seconds * MICROS_PER_S)
+
+
+def _seconds(micros: int | None) -> float | None:
+    return None if micros is None else micros / MICROS_PER_S

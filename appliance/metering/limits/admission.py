@@ -1,0 +1,398 @@
+"""Whether a request may begin: all limits of its tenant, key and model at once, all or nothing. Knows no engine and no HTTP.
+
+Between the check and the taking there is no `await`, so in one event loop nothing can come between. What is reserved is the
+prompt, which is known exactly, and the output that is to be expected; the expectation never changes the request itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import deque
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from appliance.base.clock import Clock
+from appliance.base.errors import GatehouseError
+from appliance.metering.calendar import BillingCalendar
+from appliance.metering.ledger.records import UsageEvent
+from appliance.metering.limits.allowances import SHADOW, Allowance, Amount, Need
+from appliance.metering.limits.expectations import OUTPUTS_KEPT, expected_output
+from appliance.metering.limits.levels import LevelRow, SavedLevel
+from appliance.metering.limits.queue import AdmissionQueue, Later, Refusals, Waiter, may_wait, on_the_loop
+from appliance.metering.limits.quotas import ALL_TENANTS, LimitDecision, LimitKind, Moment, Owner
+from appliance.metering.limits.refusals import refusal
+from appliance.metering.limits.reservations import Reservation
+from appliance.metering.limits.rules import Asked, Rule, holds_for, owners_of, rules_for
+from appliance.metering.limits.sums import SumsReader
+from appliance.tenancy.model_policies import ModelPolicy
+from appliance.tenancy.principals import Limits, Principal
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RateLimit:
+    """One limit per minute as headers tell it: `remaining` now, and after how many seconds it is full again."""
+
+    limit: int
+    remaining: int
+    reset_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RateLimitState:
+    """The tightest of the limits per minute that hold for a request; None where there is none."""
+
+    requests: RateLimit | None
+    tokens: RateLimit | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Patience:
+    """How long a request may wait for room. `gone` returns when its client does not want it any more."""
+
+    wait_s: float = 0.0
+    gone: Callable[[], Awaitable[None]] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Needs:
+    """What a request asks of each of its allowances, and in `common` of all that refuse."""
+
+    common: Need
+    each: Sequence[Need]
+
+
+NO_PATIENCE = Patience()
+NO_LIMITS = Limits()
+
+
+class WaitObserver(Protocol):
+    """Who counts the waits: `how` they end is admitted, refused or abandoned."""
+
+    def wait_began(self, model: str) -> None:
+        """Hear that a request waits for room."""
+        ...
+
+    def wait_ended(self, model: str, how: str, waited_s: float) -> None:
+        """Hear that it does not any more."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forecast:
+    """What would happen to a request now: what each limit says, the tokens to be reserved, and whether it would wait."""
+
+    decisions: Sequence[LimitDecision]
+    tokens: int
+    would_wait: bool
+
+    @property
+    def refusals(self) -> list[LimitDecision]:
+        """Return what refuses; limits in shadow mode refuse nobody."""
+        return [decision for decision in self.decisions if not decision.allowed and decision.mode != SHADOW]
+
+
+class Admission:
+    """Guards the limits of every tenant, key and model. Belongs to one event loop. A tenant without a currency of its own has
+    its budget in `currency`, as have models."""
+
+    def __init__(
+        self,
+        clock: Clock,
+        sums: SumsReader,
+        *,
+        currency: str = "EUR",
+        calendar: BillingCalendar | None = None,
+        later: Later = on_the_loop,
+        waits: WaitObserver | None = None,
+    ) -> None:
+        self._clock = clock
+        self._currency = currency
+        self._calendar = calendar or BillingCalendar()
+        self._sums = sums
+        self._allowances: dict[Owner, Allowance] = {}
+        self._outputs: dict[tuple[str, str], deque[int]] = {}
+        self._live: set[Reservation] = set()
+        self._unsaved: set[Allowance] = set()
+        self._queue = AdmissionQueue(clock, later=later)
+        self._waits = waits
+        self._first_use = asyncio.Lock()
+        self._asking: dict[int, Asked] = {}  # of those who wait, by what no two of them share
+        self._heard: list[UsageEvent] = []  # corrections while an allowance is being made
+        self._today: Moment | None = None
+
+    async def admit(self, asked: Asked, patience: Patience = NO_PATIENCE) -> Reservation:
+        """Return what was reserved for the request, which must be settled or voided once.
+
+        Raises RequestExceedsLimit, BudgetExceeded or RateLimitExceeded; then nothing was taken. After `retry_after_s` of the
+        latter every limit that refused has room again, if nobody else takes it. If that is within the `patience`, the request
+        waits for it instead; Abandoned says that its client has gone meanwhile.
+        """
+        allowances = await self._allowances_of(asked)
+        # No await from here to the taking.
+        needs = self._needs(asked, allowances)
+        answer = self._try(asked, allowances, needs)
+        if isinstance(answer, Reservation):
+            return answer
+        if not may_wait(answer.decisions, patience.wait_s) or not self._queue.has_room(answer):
+            raise refusal(answer.decisions)
+        waiting = self._queue.wait(
+            answer,
+            allowances,
+            needs.each,
+            lambda waiter: self._try(asked, allowances, needs, waiter),
+            patience.wait_s,
+            patience.gone,
+        )
+        self._asking[id(asked)] = asked
+        try:
+            return await self._observed(waiting, asked.model)
+        finally:
+            del self._asking[id(asked)]
+
+    @property
+    def asking(self) -> list[Asked]:
+        """Return the requests that wait for room."""
+        return list(self._asking.values())
+
+    def reconfigure(self, principals: Mapping[str, Principal], policies: Mapping[str, ModelPolicy]) -> None:
+        """Hold those who wait to the limits as they are now, and let them try again: one may be raised, or lowered below what
+        they need. `principals` are by the id of the key, `policies` by model. A limit for a model that had none counts from the
+        next request on."""
+        at, touched = self._moment(), set()
+        for asked in self._asking.values():
+            principal = principals.get(asked.principal.key.id)
+            if principal is None:
+                continue
+            policy = policies.get(asked.model)
+            rules = {rule.owner: rule for rule in rules_for(principal, asked.model, policy, self._currency)}
+            before = rules_for(asked.principal, asked.model, asked.policy, self._currency)
+            for owner in (rule.owner for rule in before if rule.owner in self._allowances):
+                allowance, rule = self._allowances[owner], rules.get(owner)
+                touched.add(allowance)
+                if rule is not None:
+                    allowance.currency = rule.currency
+                allowance.configure(rule.limits if rule else NO_LIMITS, rule.mode if rule else allowance.mode, at)
+        self._queue.wake(touched)
+
+    async def _observed(self, waiting: Awaitable[Reservation], model: str) -> Reservation:
+        """Tell the observer how long a wait was and how it ended."""
+        if self._waits is None:
+            return await waiting
+        began_s, how = self._clock.monotonic_s(), "abandoned"
+        self._waits.wait_began(model)
+        try:
+            reservation = await waiting
+            how = "admitted"
+        except GatehouseError:
+            how = "refused"
+            raise
+        finally:
+            self._waits.wait_ended(model, how, self._clock.monotonic_s() - began_s)
+        return reservation
+
+    async def forecast(self, asked: Asked, wait_s: float = 0.0) -> Forecast:
+        """Return what every limit would say now, and what would come of it with a patience of `wait_s`. Takes nothing."""
+        allowances = await self._allowances_of(asked)
+        needs = self._needs(asked, allowances)
+        at = self._moment()
+        decisions = [
+            decision
+            for allowance, need in zip(allowances, needs.each, strict=True)
+            for decision in allowance.decisions(need, at, self._queue.ahead(allowance))
+        ]
+        made = Forecast(decisions=decisions, tokens=needs.common.expected.tokens, would_wait=False)
+        return replace(made, would_wait=bool(made.refusals) and may_wait(made.refusals, wait_s))
+
+    def correct(self, correction: UsageEvent) -> None:
+        """Count a correction that has just been committed, and let those try again who wait for what it gives back."""
+        if self._first_use.locked():
+            self._heard.append(correction)
+        known = [self._allowances[owner] for owner in owners_of(correction) if owner in self._allowances]
+        for allowance in known:
+            allowance.correct(correction)
+        self._queue.wake(known)
+
+    def refuse_waiting(self, error: Exception) -> None:
+        """Tell every request that waits for room that nothing will come."""
+        self._queue.refuse_all(error)
+
+    @property
+    def waiting(self) -> int:
+        """Return how many requests wait for room."""
+        return len(self._queue)
+
+    def snapshot(self, principal: Principal, model: str | None = None, *, fresh: bool = True) -> RateLimitState:
+        """Return the state for the x-ratelimit headers: of limits that refuse. Takes nothing and reads no database.
+
+        Limits of a principal that is not `fresh` may have been changed since: then those that are known count.
+        """
+        at = self._moment()
+        rules = [rule for rule in rules_for(principal, model, None, self._currency) if rule.mode != SHADOW]
+        found = [self._known(rule, at, fresh=fresh) for rule in rules]
+        if model is not None and (shared := self._allowances.get(Owner("model", ALL_TENANTS, model))) is not None:
+            found += [(shared, shared.limits)] if shared.enforces else []
+        return RateLimitState(
+            requests=_tightest([_rate_limit(each, limits, "requests", at) for each, limits in found]),
+            tokens=_tightest([_rate_limit(each, limits, "tokens", at) for each, limits in found]),
+        )
+
+    def _known(self, rule: Rule, at: Moment, *, fresh: bool) -> tuple[Allowance | None, Limits]:
+        allowance = self._allowances.get(rule.owner)
+        if allowance is None:
+            return None, rule.limits
+        if fresh:
+            allowance.configure(rule.limits, rule.mode, at)
+        return allowance, allowance.limits
+
+    def running(self, owner_id: str) -> int:
+        """Return how many requests of the tenant or key hold a reservation."""
+        found = [self._allowances.get(Owner(scope, owner_id)) for scope in ("tenant", "key")]
+        return sum(allowance.running for allowance in found if allowance is not None)
+
+    def unsaved_levels(self) -> list[LevelRow]:
+        """Return the levels of buckets that changed since the last call."""
+        changed, self._unsaved = self._unsaved, set()
+        at = self._moment()
+        return [
+            LevelRow(
+                owner=allowance.owner,
+                kind=kind,
+                level=SavedLevel(capacity=bucket.capacity, units=bucket.units(at.monotonic_s), saved_at=at.now),
+            )
+            for allowance in changed
+            for kind, bucket in allowance.buckets.items()
+        ]
+
+    def save_again(self, rows: Sequence[LevelRow]) -> None:
+        """Hear that these levels could not be saved."""
+        self._unsaved |= {self._allowances[row.owner] for row in rows}
+
+    async def _allowances_of(self, asked: Asked) -> list[Allowance]:
+        """Return the allowances that hold for a request, as the limits are now. New ones read the ledger once."""
+        rules = rules_for(asked.principal, asked.model, asked.policy, self._currency)
+        for rule in rules:
+            if rule.owner not in self._allowances:
+                await self._meet(rule)
+        at = self._moment()
+        if asked.policy is None and (shared := self._allowances.get(Owner("model", ALL_TENANTS, asked.model))) is not None:
+            shared.configure(NO_LIMITS, shared.mode, at)  # the model had limits of its own
+        allowances = [self._allowances[rule.owner] for rule in rules]
+        for rule, allowance in zip(rules, allowances, strict=True):
+            allowance.currency = rule.currency
+            allowance.configure(rule.limits, rule.mode, at)
+        return allowances
+
+    async def _meet(self, rule: Rule) -> None:
+        """Make an allowance at its first use. What runs already, from before it had limits, counts with it from now on."""
+        async with self._first_use:
+            if rule.owner in self._allowances:
+                return
+            at = self._moment()
+            allowance = Allowance(rule.owner, rule.currency, at)
+            for reservation in self._live:
+                if holds_for(rule.owner, reservation.work):
+                    reservation.holds.append(allowance.take(reservation.need, at, buckets=False))
+            self._heard.clear()
+            allowance.remember(await self._sums.read(rule.owner, rule.currency, at), at)
+            for correction in self._heard:
+                if rule.owner in owners_of(correction):
+                    allowance.correct(correction)
+            self._allowances[rule.owner] = allowance
+
+    def _try(
+        self, asked: Asked, allowances: Sequence[Allowance], needs: Needs, waiter: Waiter | None = None
+    ) -> Reservation | Refusals:
+        """Reserve in every allowance, or in none and return why not. Who waits already comes before whoever comes now."""
+        at = self._moment()
+        refused: list[tuple[Allowance, LimitDecision]] = []
+        overlooked: dict[Allowance, list[LimitDecision]] = {}
+        for allowance, need in zip(allowances, needs.each, strict=True):
+            refusals = allowance.refusals(need, at, self._queue.ahead(allowance, waiter))
+            if allowance.enforces:
+                refused += [(allowance, decision) for decision in refusals]
+            elif refusals:
+                overlooked[allowance] = refusals
+        if refused:
+            return Refusals(by=refused)
+        holds = [
+            allowance.overlook(at) if allowance in overlooked else allowance.take(need, at)
+            for allowance, need in zip(allowances, needs.each, strict=True)
+        ]
+        reservation = Reservation(
+            asked.work(),
+            needs.common,
+            holds,
+            moment=self._moment,
+            on_end=self._ended,
+            overlooked=[decision for each in overlooked.values() for decision in each],
+            cut_at_budget=asked.principal.tenant.cut_at_budget,
+        )
+        self._live.add(reservation)
+        self._unsaved.update(allowances)
+        return reservation
+
+    def _ended(self, reservation: Reservation, output_tokens: int) -> None:
+        self._live.discard(reservation)
+        allowances = [hold.allowance for hold in reservation.holds]
+        self._unsaved.update(allowances)
+        if output_tokens:
+            work = reservation.work
+            self._outputs.setdefault((work.key_id, work.model), deque(maxlen=OUTPUTS_KEPT)).append(output_tokens)
+        self._queue.wake(allowances)
+
+    def _needs(self, asked: Asked, allowances: Sequence[Allowance]) -> Needs:
+        """Return what is asked of each allowance. It differs where a guess is cut to the room that limits leave: limits in
+        shadow mode cut it for themselves alone."""
+        enforced = [allowance.limits for allowance in allowances if allowance.enforces]
+        common = self._need(asked, _room(enforced))
+        return Needs(
+            common=common,
+            each=[
+                common if allowance.enforces else self._need(asked, _room([*enforced, allowance.limits]))
+                for allowance in allowances
+            ],
+        )
+
+    def _need(self, asked: Asked, room: float) -> Need:
+        outputs = self._outputs.get((asked.principal.key.id, asked.model), ())
+        each = expected_output(outputs, asked.max_output_tokens, room=(room - asked.prompt_tokens) / asked.answers)
+        expected = asked.answers * each
+        longest = asked.answers * max(each, asked.max_output_tokens or 0, asked.output_room or 0)
+        work = asked.work()
+        return Need(
+            expected=Amount(tokens=asked.prompt_tokens + expected, cost_picos=work.cost(0, expected)),
+            worst=Amount(tokens=asked.prompt_tokens + longest, cost_picos=work.cost(0, longest)),
+            currency=work.currency,
+        )
+
+    def _moment(self) -> Moment:
+        """Return both readings of the clock. The calendar is asked once a day."""
+        now, today = self._clock.now(), self._today
+        if today is None or not today.now <= now < today.next_day_start:
+            today = self._today = Moment(
+                self._calendar.day_start(now), 0.0, self._calendar.day_of(now), self._calendar.next_day_start(now)
+            )
+        return Moment(now, self._clock.monotonic_s(), today.day, today.next_day_start)
+
+
+def _rate_limit(allowance: Allowance | None, limits: Limits, kind: LimitKind, at: Moment) -> RateLimit | None:
+    capacity = limits.tokens_per_minute if kind == "tokens" else limits.requests_per_minute
+    if capacity is None:
+        return None
+    bucket = None if allowance is None else allowance.buckets.get(kind)
+    if bucket is None:
+        return RateLimit(limit=capacity, remaining=capacity, reset_s=0.0)
+    remaining = max(bucket.level(at.monotonic_s), 0)
+    return RateLimit(limit=capacity, remaining=remaining, reset_s=bucket.wait_s(capacity, at.monotonic_s) or 0.0)
+
+
+def _room(limits: Sequence[Limits]) -> float:
+    """Return the smallest limit in tokens."""
+    sizes = [size for each in limits for size in (each.tokens_per_minute, each.tokens_per_day) if size is not None]
+    return min(sizes, default=math.inf)
+
+
+def _tightest(limits: Sequence[RateLimit | None]) -> RateLimit | None:
+    return min((limit for limit in limits if limit is not None), key=lambda limit: limit.remaining, default=None)

@@ -1,0 +1,345 @@
+"""What one owner of limits has left of each of them, in memory. Nothing here awaits: check and take are one step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import date, datetime, timedelta
+
+from appliance.base.money import PICOS_PER_MICRO
+from appliance.metering.ledger.records import UsageEvent
+from appliance.metering.limits.quotas import LimitDecision, LimitKind, Moment, Owner, Window
+from appliance.metering.limits.sums import RECENT, PeriodSums
+from appliance.metering.limits.token_bucket import MICROS_PER_S, Take, TokenBucket, ceil_to_ms
+from appliance.tenancy.principals import Limits
+
+CONCURRENCY_RETRY_S = 1.0  # nobody knows when a running request ends
+HELD_RETRY_S = 1.0  # nor when it gives back what it holds and does not use
+SHADOW = "shadow"
+WINDOWS_KEPT = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Amount:
+    """Tokens, and what they cost."""
+
+    tokens: int
+    cost_picos: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Need:
+    """What one request asks for: what is to be expected of it, and the `worst` case, in which the answer takes all its room.
+
+    Buckets per minute hold the expected tokens: a surprise is a debt that time repays. Nothing repays a day's tokens or a
+    month's money, so of these the worst case is held, or all that is left: at most one request passes such a limit.
+    """
+
+    expected: Amount
+    worst: Amount
+    currency: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ahead:
+    """What those who wait before a request will take first: how many they are, and their tokens. `for_window`: one of them
+    waits for a day's or a month's limit, of which he will hold what he can get."""
+
+    requests: int = 0
+    tokens: int = 0
+    for_window: bool = False
+
+
+NOBODY = Ahead()
+
+
+class Allowance:
+    """Buckets, windows and running requests of one owner. A limit that is None is not counted against.
+
+    Costs count in `currency` alone: a budget is one sum, and amounts in two currencies have none.
+    """
+
+    def __init__(self, owner: Owner, currency: str, at: Moment) -> None:
+        self.owner = owner
+        self.currency = currency
+        self.running = 0
+        self.limits = Limits()
+        self.mode = "enforce"
+        self.tokens: TokenBucket | None = None
+        self.requests: TokenBucket | None = None
+        self.buckets: dict[LimitKind, TokenBucket] = {}  # also of limits that were taken away: they may come back
+        self._days: dict[date, Window] = {}
+        self._months: dict[date, Window] = {}
+        self._day = _window_from(self._days, at.day, 1)
+        self._month = _window_from(self._months, at.month, 31)
+        self._begun_s = at.monotonic_s
+        self._recent: Sequence[tuple[float, int]] = ()
+        self._through_posting = 0
+
+    def remember(self, sums: PeriodSums, at: Moment) -> None:
+        """Take over what earlier processes have counted. Called once, before the first request."""
+        self._day.used += sums.tokens_today
+        self._month.used += sums.cost_month_picos
+        self._through_posting = sums.through_posting
+        self._recent = [(_age(moment, at), tokens) for moment, tokens in sums.recent]
+        for kind, saved in sums.levels.items():
+            bucket = self.buckets[kind] = TokenBucket(saved.capacity, _age(saved.saved_at, at), units=saved.units)
+            for moment, tokens in saved.since:
+                bucket.charge(tokens if kind == "tokens" else 1, _age(moment, at))
+
+    def correct(self, correction: UsageEvent) -> None:
+        """Count a correction in the day and the month that it is of. One that the sums have that we began with is not counted
+        twice; minutes are over, so no bucket hears of it."""
+        if (correction.posting or 0) <= self._through_posting:
+            return
+        day = self._days.get(correction.billing_day)
+        if day is not None:
+            day.used += correction.prompt_tokens + correction.completion_tokens
+        month = self._months.get(correction.billing_day.replace(day=1))
+        if month is not None:
+            month.used += self._cost(correction.cost_picos, correction.currency)
+
+    def configure(self, limits: Limits, mode: str, at: Moment) -> None:
+        """Take over the limits as they are now; what was used counts against the new ones."""
+        self.mode = mode
+        if limits is self.limits:
+            return
+        self.tokens = self._resized("tokens", limits.tokens_per_minute, at.monotonic_s, self._recent)
+        requests = [(moment_s, 1) for moment_s, _tokens in self._recent]
+        self.requests = self._resized("requests", limits.requests_per_minute, at.monotonic_s, requests)
+        self.limits = limits
+
+    @property
+    def enforces(self) -> bool:
+        """Return whether a refusal refuses."""
+        return self.mode != SHADOW
+
+    def refusals(self, need: Need, at: Moment, ahead: Ahead = NOBODY) -> list[LimitDecision]:
+        """Return the decisions of the limits that refuse `need`; none of them changes anything."""
+        return [decision for decision in self.decisions(need, at, ahead) if not decision.allowed]
+
+    def decisions(self, need: Need, at: Moment, ahead: Ahead = NOBODY) -> Iterator[LimitDecision]:
+        """Yield what each limit says to `need`, and to being `ahead` of nobody who waits for the same."""
+        limits = self.limits
+        if limits.concurrent_requests is not None:
+            yield self._concurrency(limits.concurrent_requests, ahead)
+        if self.requests is not None:
+            yield self._bucket("requests", self.requests, 1, at, ahead.requests, ahead)
+        if self.tokens is not None:
+            yield self._bucket("tokens", self.tokens, need.expected.tokens, at, ahead.tokens, ahead)
+        if limits.tokens_per_day is not None:
+            yield self._per_day(limits.tokens_per_day, need.expected.tokens, at, ahead)
+        if limits.monthly_budget is not None:
+            yield self._budget(limits.monthly_budget, self._cost(need.expected.cost_picos, need.currency), at, ahead)
+
+    def take(self, need: Need, at: Moment, *, buckets: bool = True) -> Hold:
+        """Take `need`. Call it only when `refusals` is empty and without an await in between.
+
+        `buckets` False is for a request that was admitted before this allowance was known: its rate is water under the bridge.
+        """
+        tokens = requests = None
+        if buckets and self.tokens is not None:
+            tokens = self.tokens.take(need.expected.tokens, at.monotonic_s)
+            assert tokens is not None, "take after a refusal"
+        if buckets and self.requests is not None:
+            requests = self.requests.take(1, at.monotonic_s)
+            assert requests is not None, "take after a refusal"
+        day, month = self._windows(at)
+        held = Amount(
+            tokens=_held(need.worst.tokens, self.limits.tokens_per_day, day),
+            cost_picos=_held(self._cost(need.worst.cost_picos, need.currency), self._budget_picos, month),
+        )
+        day.reserved += held.tokens
+        month.reserved += held.cost_picos
+        self.running += 1
+        return Hold(
+            allowance=self,
+            held=held,
+            tokens=tokens,
+            requests=requests,
+            day=day,
+            month=month,
+        )
+
+    def overlook(self, at: Moment) -> Hold:
+        """Return what a request holds that would have been refused if the mode were not shadow: nothing."""
+        day, month = self._windows(at)
+        return Hold(allowance=self, held=Amount(tokens=0, cost_picos=0), day=day, month=month, overlooked=True)
+
+    def spent(self, month: Window, at: Moment) -> LimitDecision | None:
+        """Return the refusal of the monthly budget when it is used up by what was settled and what runs."""
+        budget = self._budget_picos
+        used = month.used + month.live
+        if budget is None or used < budget or not self.enforces or month is not self._windows(at)[1]:
+            return None
+        return self._decide("budget", False, 0, budget, budget - used, None)
+
+    @property
+    def _budget_picos(self) -> int | None:
+        return None if self.limits.monthly_budget is None else self.limits.monthly_budget * PICOS_PER_MICRO
+
+    def _cost(self, cost_picos: int, currency: str | None) -> int:
+        """Return a cost as it counts here: in another currency, from before ours was set, not at all."""
+        return cost_picos if currency is None or currency == self.currency else 0
+
+    def _resized(
+        self, kind: LimitKind, capacity: int | None, now_s: float, recent: Sequence[tuple[float, int]]
+    ) -> TokenBucket | None:
+        """Return the bucket for a limit of `capacity`. A new one remembers what an earlier process has admitted."""
+        if capacity is None:
+            return None
+        bucket = self.buckets.get(kind)
+        if bucket is None:
+            bucket = self.buckets[kind] = TokenBucket(capacity, self._begun_s - RECENT.total_seconds())
+            for moment_s, count in recent:
+                bucket.charge(count, moment_s)
+        bucket.resize(capacity, now_s)
+        return bucket
+
+    def _concurrency(self, limit: int, ahead: Ahead) -> LimitDecision:
+        allowed = self.running + ahead.requests < limit
+        wait_s = None if limit < 1 else CONCURRENCY_RETRY_S
+        return self._decide("concurrency", allowed, 1, limit, limit - self.running, wait_s, ahead=ahead)
+
+    def _bucket(
+        self, kind: LimitKind, bucket: TokenBucket, need: int, at: Moment, promised: int, ahead: Ahead
+    ) -> LimitDecision:
+        wait_s = bucket.wait_s(need, at.monotonic_s, ahead=promised)
+        return self._decide(kind, wait_s == 0, need, bucket.capacity, bucket.level(at.monotonic_s), wait_s, ahead=ahead)
+
+    def _per_day(self, limit: int, need: int, at: Moment, ahead: Ahead) -> LimitDecision:
+        wait_s = None if need > limit else _until(at.next_day_start, at.now)
+        return self._window("tokens_per_day", self._windows(at)[0], need, limit, wait_s, ahead)
+
+    def _budget(self, limit_micros: int, need: int, at: Moment, ahead: Ahead) -> LimitDecision:
+        return self._window("budget", self._windows(at)[1], need, limit_micros * PICOS_PER_MICRO, None, ahead)
+
+    def _window(
+        self, kind: LimitKind, window: Window, need: int, limit: int, wait_s: float | None, ahead: Ahead
+    ) -> LimitDecision:
+        """Decide by what is used and held; `wait_s` is for what no running request can give back."""
+        used = window.used if self.enforces else window.used - window.shadowed
+        left = limit - used - window.reserved
+        allowed = need <= left and not ahead.for_window
+        held = not allowed and used + need <= limit
+        return self._decide(kind, allowed, need, limit, left, HELD_RETRY_S if held else wait_s, held=held, ahead=ahead)
+
+    def _decide(
+        self,
+        kind: LimitKind,
+        allowed: bool,
+        need: int,
+        limit: int,
+        level: int,
+        wait_s: float | None,
+        *,
+        held: bool = False,
+        ahead: Ahead = NOBODY,
+    ) -> LimitDecision:
+        return LimitDecision(
+            allowed=allowed,
+            scope=self.owner.scope,
+            kind=kind,
+            need=need,
+            limit=limit,
+            level=level,
+            wait_s=0.0 if allowed else wait_s,
+            model=self.owner.model,
+            mode=self.mode,
+            held=held,
+            ahead=ahead.requests,
+            currency=self.currency,
+        )
+
+    def _windows(self, at: Moment) -> tuple[Window, Window]:
+        """Return today's and this month's window. A hold keeps the windows that it was taken from."""
+        if self._day.start != at.day:
+            self._day = _window_from(self._days, at.day, 1)
+            self._month = _window_from(self._months, at.month, 31)
+        return self._day, self._month
+
+
+@dataclass(slots=True, kw_only=True)
+class Hold:
+    """What one request has taken from one allowance, from the very buckets and windows it was taken from.
+
+    `overlooked`: in shadow mode it would have been refused, so it takes nothing, and what it uses counts as such.
+    """
+
+    allowance: Allowance
+    held: Amount
+    day: Window
+    month: Window
+    tokens: Take | None = None
+    requests: Take | None = None
+    overlooked: bool = False
+    live_picos: int = 0
+
+    def note(self, cost_picos: int, at: Moment) -> LimitDecision | None:
+        """Say what the running request has cost so far; return the budget's refusal when that used it up."""
+        if self.overlooked:
+            return None
+        self.month.live += cost_picos - self.live_picos
+        self.live_picos = cost_picos
+        return self.allowance.spent(self.month, at)
+
+    def settle(self, used: Amount, currency: str | None, monotonic_s: float) -> None:
+        """Replace what was reserved by what was used."""
+        cost_picos = self.allowance._cost(used.cost_picos, currency)
+        self.day.used += used.tokens
+        self.month.used += cost_picos
+        if self.overlooked:
+            self.day.shadowed += used.tokens
+            self.month.shadowed += cost_picos
+            return
+        self._release()
+        if self.tokens is not None:
+            self.tokens.bucket.settle(self.tokens, used.tokens, monotonic_s)
+        if self.requests is not None:
+            self.requests.bucket.settle(self.requests, 1, monotonic_s)
+
+    def void(self, monotonic_s: float) -> None:
+        """Put everything back, as if the request had never been."""
+        if self.overlooked:
+            return
+        self._release()
+        for take in (self.tokens, self.requests):
+            if take is not None:
+                take.bucket.settle(take, 0, monotonic_s)
+
+    def _release(self) -> None:
+        self.allowance.running -= 1
+        self.day.reserved -= self.held.tokens
+        self.month.reserved -= self.held.cost_picos
+        self.month.live -= self.live_picos
+        self.live_picos = 0
+
+
+def _window_from(windows: dict[date, Window], start: date, step_days: int) -> Window:
+    """Return the window that begins at `start`. A clock that jumped ahead and is set right finds the one that it left.
+
+    A clock that steps back over a beginning of at most `step_days` later, into a window that nobody knows, stays in the later
+    one: else it would give a second day.
+    """
+    later = [known for known in windows if start < known <= start + timedelta(days=step_days)]
+    known = start if start in windows or not later else min(later)
+    window = windows.pop(known, None) or Window(known)
+    windows[known] = window
+    while len(windows) > WINDOWS_KEPT:
+        del windows[next(iter(windows))]
+    return window
+
+
+def _held(worst: int, limit: int | None, window: Window) -> int:
+    """Return what to hold of a window: the worst case, or all that is left of the limit."""
+    return worst if limit is None else min(worst, max(limit - window.used - window.reserved, 0))
+
+
+def _age(moment: datetime, at: Moment) -> float:
+    """Return the reading of the monotonic clock at `moment`, which lies in the past, maybe before the clock began."""
+    return at.monotonic_s - max((at.now - moment).total_seconds(), 0.0)
+
+
+def _until(moment: datetime, now: datetime) -> float:
+    difference = moment - now
+    return ceil_to_ms((difference.days * 86400 + difference.seconds) * MICROS_PER_S + difference.microseconds)

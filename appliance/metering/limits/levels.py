@@ -1,0 +1,139 @@
+"""The table of how full the buckets of limits were, so that a restart forgets no debt; and the task that writes it.
+
+About once a second the levels that changed are written in one transaction. After a kill, what happened since the last of them
+is read from the usage events, so nothing is given twice. Knows no rules of limits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any, Protocol
+
+import structlog
+from sqlalchemy import Insert, select
+from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from appliance.base.db import Database
+from appliance.base.prepared import Prepared
+from appliance.base.tables import limit_levels
+from appliance.metering.limits.quotas import LimitKind, Owner
+
+SAVE_INTERVAL_S = 1.0
+
+_log = structlog.get_logger()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedLevel:
+    """A bucket of `capacity` as it was at `saved_at`; `units` as the bucket counts them."""
+
+    capacity: int
+    units: int
+    saved_at: datetime
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LevelRow:
+    """A level to save."""
+
+    owner: Owner
+    kind: LimitKind
+    level: SavedLevel
+
+
+class LevelSource(Protocol):
+    """Whoever holds the buckets."""
+
+    def unsaved_levels(self) -> list[LevelRow]:
+        """Return the levels that changed since the last call."""
+        ...
+
+    def save_again(self, rows: Sequence[LevelRow]) -> None:
+        """Hear that these could not be saved."""
+        ...
+
+
+class LimitLevels:
+    """Writes what `source` has changed about once a second; `stop` writes the rest."""
+
+    def __init__(
+        self,
+        db: Database,
+        source: LevelSource,
+        *,
+        interval_s: float = SAVE_INTERVAL_S,
+        sleep: Callable[[float], Any] = asyncio.sleep,
+    ) -> None:
+        self._db = db
+        self._source = source
+        self._interval_s = interval_s
+        self._sleep = sleep
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Begin to save."""
+        self._task = asyncio.create_task(self._run(), name="limit levels")
+
+    async def stop(self) -> None:
+        """Save what is unsaved and end. Raises the database's error."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait({self._task})
+            self._task = None
+            await self.save()
+
+    async def save(self) -> int:
+        """Write every level that changed, and return how many. Raises the database's error; then none was written."""
+        rows = self._source.unsaved_levels()
+        if not rows:
+            return 0
+        try:
+            await self._db.batch_write(_SAVE[self._db.kind].execute, [_columns(row) for row in rows])
+        except BaseException:
+            self._source.save_again(rows)
+            raise
+        return len(rows)
+
+    async def _run(self) -> None:
+        while True:
+            await self._sleep(self._interval_s)
+            try:
+                await self.save()
+            except Exception:  # noqa: BLE001 - owned task: a database that is away for a moment must not end it
+                _log.exception("limit_levels_not_saved")
+
+
+async def find(connection: AsyncConnection, owner: Owner) -> dict[LimitKind, SavedLevel]:
+    """Return the saved levels of `owner` by the kind of limit."""
+    columns = limit_levels.c
+    query = select(limit_levels).where(columns.owner == owner.id, columns.model == (owner.model or ""))
+    rows = (await connection.execute(query)).mappings().all()
+    return {
+        row["kind"]: SavedLevel(capacity=row["capacity"], units=int(row["level_units"]), saved_at=row["saved_at"])
+        for row in rows
+    }
+
+
+def _columns(row: LevelRow) -> dict[str, Any]:
+    return {
+        "owner": row.owner.id,
+        "model": row.owner.model or "",
+        "kind": row.kind,
+        "capacity": row.level.capacity,
+        "level_units": str(row.level.units),
+        "saved_at": row.level.saved_at,
+    }
+
+
+def _upsert(dialect: Any) -> Insert:
+    statement = dialect.insert(limit_levels)
+    changed = {name: statement.excluded[name] for name in ("capacity", "level_units", "saved_at")}
+    made: Insert = statement.on_conflict_do_update(index_elements=["owner", "model", "kind"], set_=changed)
+    return made
+
+
+_SAVE = {"sqlite": Prepared(_upsert(sqlite)), "postgresql": Prepared(_upsert(postgresql))}

@@ -1,0 +1,241 @@
+"""Requests that wait a moment for room instead of being refused. Knows lines and time; what room is, `attempt` decides.
+
+    ask ─► refused, but room comes in time ─► in the line of every owner that refused it ─► admitted, all limits at once
+                                                 │                                     └─► its patience is over: refused
+                                                 └─ everybody behind it leaves room for what those before it need
+
+A line is in the order of arrival, and nobody takes what somebody before him waits for. Whoever was refused by a tenant or a key
+stays in that line to the end: while he waits for another limit, nobody behind him may use this one up. In the line of a model,
+which tenants share, he stands only as long as it is the model that refuses him: else a tenant that waits for itself would stop
+all others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from appliance.base.clock import Clock
+from appliance.metering.limits.allowances import NOBODY, Ahead, Allowance, Need
+from appliance.metering.limits.quotas import LimitDecision
+from appliance.metering.limits.refusals import refusal
+from appliance.metering.limits.reservations import Reservation
+
+WAITING_MAX = 1024
+LINE_MAX = 256
+ROUNDING_S = 0.001  # waits are told in whole milliseconds, rounded up
+WINDOWS = ("tokens_per_day", "budget")
+UNKNOWN_WAITS = ("concurrency",)  # they end when a running request does
+
+
+class Abandoned(Exception):
+    """The client went away while its request waited. Nothing was taken."""
+
+
+class Alarm(Protocol):
+    """A call that is planned."""
+
+    def cancel(self) -> None:
+        """Plan it no more."""
+        ...
+
+
+Later = Callable[[float, Callable[[], None]], Alarm]
+
+
+def on_the_loop(delay_s: float, call: Callable[[], None]) -> Alarm:
+    """Plan `call` in the running event loop."""
+    return asyncio.get_running_loop().call_later(delay_s, call)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refusals:
+    """Why a request was not admitted: each refusing decision, with whose limit it is."""
+
+    by: Sequence[tuple[Allowance, LimitDecision]]
+
+    @property
+    def decisions(self) -> list[LimitDecision]:
+        """Return the decisions alone."""
+        return [decision for _allowance, decision in self.by]
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Waiter:
+    """A request in lines. `lines` maps whoever refused it to whether it waits there for a day's or a month's limit."""
+
+    seq: int
+    allowances: Sequence[Allowance]
+    needs: Sequence[Need]
+    attempt: Callable[[Waiter], Reservation | Refusals]
+    deadline_s: float
+    answer: asyncio.Future[Reservation]
+    lines: dict[Allowance, bool] = field(default_factory=dict)
+    alarm: Alarm | None = None
+
+    def need_of(self, allowance: Allowance) -> Need:
+        """Return what it needs there."""
+        return self.needs[self.allowances.index(allowance)]
+
+
+class AdmissionQueue:
+    """The lines of all owners. Belongs to one event loop; nothing in it waits but `wait`."""
+
+    def __init__(self, clock: Clock, *, later: Later = on_the_loop) -> None:
+        self._clock = clock
+        self._later = later
+        self._seq = itertools.count()
+        self._lines: dict[Allowance, list[Waiter]] = {}
+        self._waiting: set[Waiter] = set()
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def ahead(self, allowance: Allowance, waiter: Waiter | None = None) -> Ahead:
+        """Return what those before `waiter` in the line need; of all in it when None, for one who has just come."""
+        line = self._lines.get(allowance)
+        if not line:
+            return NOBODY
+        before = [other for other in line if waiter is None or other.seq < waiter.seq]
+        return Ahead(
+            requests=len(before),
+            tokens=sum(other.need_of(allowance).expected.tokens for other in before),
+            for_window=any(other.lines[allowance] for other in before),
+        )
+
+    def has_room(self, refusals: Refusals) -> bool:
+        """Return whether one more may wait there."""
+        lines = [self._lines.get(allowance, ()) for allowance, _decision in refusals.by]
+        return len(self._waiting) < WAITING_MAX and all(len(line) < LINE_MAX for line in lines)
+
+    async def wait(
+        self,
+        refusals: Refusals,
+        allowances: Sequence[Allowance],
+        needs: Sequence[Need],
+        attempt: Callable[[Waiter], Reservation | Refusals],
+        patience_s: float,
+        gone: Callable[[], Awaitable[None]] | None = None,
+    ) -> Reservation:
+        """Return the reservation as soon as `attempt` finds room.
+
+        Raises the last refusal after `patience_s`, Abandoned when `gone` returns, and what `refuse_all` was given.
+        """
+        waiter = Waiter(
+            seq=next(self._seq),
+            allowances=allowances,
+            needs=needs,
+            attempt=attempt,
+            deadline_s=self._clock.monotonic_s() + patience_s,
+            answer=asyncio.get_running_loop().create_future(),
+        )
+        self._waiting.add(waiter)
+        self._stand_in_line(waiter, refusals)
+        watcher = asyncio.ensure_future(_never() if gone is None else gone())
+        kept = False
+        try:
+            await asyncio.wait((waiter.answer, watcher), return_when=asyncio.FIRST_COMPLETED)
+            if not waiter.answer.done():
+                raise Abandoned
+            kept = True
+            return waiter.answer.result()
+        finally:
+            watcher.cancel()
+            self._let_go(waiter, kept=kept)
+
+    def wake(self, allowances: Iterable[Allowance]) -> None:
+        """Try again for everybody in these lines, in the order of arrival: something was given back, or somebody has left."""
+        affected = {allowance for allowance in allowances if allowance in self._lines}
+        while affected:
+            waiters = {waiter for allowance in affected for waiter in self._lines.get(allowance, ())}
+            affected = set()
+            for waiter in sorted(waiters, key=lambda each: each.seq):
+                affected |= self._try(waiter)
+
+    def refuse_all(self, error: Exception) -> None:
+        """Tell everybody who waits that nothing will come."""
+        for waiter in list(self._waiting):
+            self._leave(waiter)
+            if not waiter.answer.done():
+                waiter.answer.set_exception(error)
+
+    def _try(self, waiter: Waiter) -> set[Allowance]:
+        """Try once for `waiter`; return the lines in which others have moved up by it."""
+        answer = waiter.attempt(waiter)
+        if isinstance(answer, Reservation):
+            left = self._leave(waiter)
+            waiter.answer.set_result(answer)
+            return left
+        left_s = waiter.deadline_s - self._clock.monotonic_s()
+        if left_s <= 0 or not may_wait(answer.decisions, left_s + ROUNDING_S):
+            left = self._leave(waiter)
+            waiter.answer.set_exception(refusal(answer.decisions))
+            return left
+        return self._stand_in_line(waiter, answer)
+
+    def _stand_in_line(self, waiter: Waiter, refusals: Refusals) -> set[Allowance]:
+        """Join the line of everybody who refused, leave those of models that did not, and plan the next try."""
+        refusing = {allowance for allowance, _decision in refusals.by}
+        for allowance in refusing:
+            line = self._lines.setdefault(allowance, [])
+            if allowance not in waiter.lines:
+                line.append(waiter)
+                line.sort(key=lambda each: each.seq)
+            waiter.lines[allowance] = any(each is allowance and d.kind in WINDOWS for each, d in refusals.by)
+        left = {each for each in waiter.lines if each.owner.scope == "model" and each not in refusing}
+        for allowance in left:
+            self._leave_line(waiter, allowance)
+        now_s = self._clock.monotonic_s()
+        wait_s = min(known_wait_s(refusals.decisions) or waiter.deadline_s - now_s, waiter.deadline_s - now_s)
+        self._plan(waiter, max(wait_s, 0.0))
+        return left
+
+    def _plan(self, waiter: Waiter, delay_s: float) -> None:
+        if waiter.alarm is not None:
+            waiter.alarm.cancel()
+        waiter.alarm = self._later(delay_s, lambda: self.wake(list(waiter.lines)))
+
+    def _leave(self, waiter: Waiter) -> set[Allowance]:
+        """Leave every line and return them."""
+        self._waiting.discard(waiter)
+        if waiter.alarm is not None:
+            waiter.alarm.cancel()
+            waiter.alarm = None
+        left = set(waiter.lines)
+        for allowance in left:
+            self._leave_line(waiter, allowance)
+        return left
+
+    def _leave_line(self, waiter: Waiter, allowance: Allowance) -> None:
+        line = self._lines[allowance]
+        line.remove(waiter)
+        del waiter.lines[allowance]
+        if not line:
+            del self._lines[allowance]
+
+    def _let_go(self, waiter: Waiter, *, kept: bool) -> None:
+        """Nobody waits any more. What was admitted in the very moment of leaving is put back; who stood behind moves up."""
+        left = self._leave(waiter)
+        answer = waiter.answer
+        if not kept and answer.done() and not answer.cancelled() and answer.exception() is None:
+            answer.result().void()
+        self.wake(left)
+
+
+async def _never() -> None:
+    await asyncio.Event().wait()
+
+
+def known_wait_s(decisions: Iterable[LimitDecision]) -> float:
+    """Return after what time the refusing limits of which that is known have room: 0 when all depend on running requests."""
+    known = [decision.wait_s for decision in decisions if not (decision.held or decision.kind in UNKNOWN_WAITS)]
+    return max((wait_s for wait_s in known if wait_s is not None), default=0.0)
+
+
+def may_wait(decisions: Iterable[LimitDecision], patience_s: float) -> bool:
+    """Return whether a refused request could be admitted within `patience_s`; waits that nobody knows may be short."""
+    refused = list(decisions)
+    return patience_s > 0 and all(decision.wait_s is not None for decision in refused) and known_wait_s(refused) <= patience_s

@@ -1,0 +1,85 @@
+"""The error that tells a client of the limits that refused it. Only words and codes; the decisions were made elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from appliance.base.errors import BudgetExceeded, ModelNotPriced, RateLimitExceeded, Refused, RequestExceedsLimit
+from appliance.base.money import PICOS_PER_MICRO, format_micros
+from appliance.metering.limits.quotas import LimitDecision
+
+_LIMIT_NAMES = {
+    "tokens": "tokens per minute",
+    "requests": "requests per minute",
+    "concurrency": "concurrent requests",
+    "tokens_per_day": "tokens per day",
+    "budget": "budget of this month",
+}
+
+
+def refusal(decisions: Sequence[LimitDecision]) -> Refused:
+    """Return the error that tells of refusing `decisions`: what never fits before what is spent before what frees with time."""
+    never = [decision for decision in decisions if decision.wait_s is None and decision.kind != "budget"]
+    if never:
+        return _never_fits(never[0])
+    for decision in decisions:
+        if decision.kind == "budget" and decision.wait_s is None:
+            return budget_exceeded(decision)
+    longest = max(decisions, key=lambda decision: decision.wait_s or 0.0)
+    wait_s = longest.wait_s or 0.0
+    return RateLimitExceeded(
+        f"{_reason(longest)}; try again in {wait_s:.3f} s" + (", or ask for fewer max_tokens" if longest.held else ""),
+        limit_type=_limit_type(longest),
+        retry_after_s=wait_s,
+    )
+
+
+def budget_exceeded(decision: LimitDecision) -> BudgetExceeded:
+    """Return the error that tells of a spent budget."""
+    limit, left = (_money(picos, decision.currency) for picos in (decision.limit, max(decision.level, 0)))
+    return BudgetExceeded(f"{_whose(decision)} budget of this month ({limit}) does not cover the request: {left} are left")
+
+
+def not_priced(model: str, currency: str | None) -> ModelNotPriced:
+    """Return the error that tells of a model that may not be served because nobody has said what it costs."""
+    priced_in = "the currency of this appliance" if currency is None else currency
+    message = f"the model {model} has no price in {priced_in}; whoever runs the appliance can add one"
+    return ModelNotPriced(message, param="model")
+
+
+def _never_fits(decision: LimitDecision) -> RequestExceedsLimit:
+    return RequestExceedsLimit(
+        f"the request needs {decision.need} and {_whose(decision)} limit is {decision.limit} "
+        f"{_LIMIT_NAMES[decision.kind]}: it can never be admitted",
+        limit_type=_limit_type(decision),
+    )
+
+
+def _money(picos: int, currency: str) -> str:
+    """Return an amount in units, never more than there is."""
+    return f"{format_micros(picos // PICOS_PER_MICRO).rstrip('0').rstrip('.')} {currency}"
+
+
+def _reason(decision: LimitDecision) -> str:
+    name = _LIMIT_NAMES[decision.kind]
+    if decision.held:
+        return f"running requests hold what is left of {_whose(decision)} {name}"
+    if decision.ahead:
+        return f"{decision.ahead} requests wait already for {_whose(decision)} limit of {_size(decision)}"
+    left = max(decision.level, 0)
+    return f"{_whose(decision)} limit of {_size(decision)} is reached: the request needs {decision.need}, {left} are left"
+
+
+def _size(decision: LimitDecision) -> str:
+    size = _money(decision.limit, decision.currency) if decision.kind == "budget" else str(decision.limit)
+    return f"{size} {_LIMIT_NAMES[decision.kind]}"
+
+
+def _whose(decision: LimitDecision) -> str:
+    if decision.scope == "model" or decision.model is None:
+        return f"the {decision.scope}'s"
+    return f"the {decision.scope}'s {decision.model}"
+
+
+def _limit_type(decision: LimitDecision) -> str:
+    return "tokens" if decision.kind in ("tokens", "tokens_per_day") else "requests"

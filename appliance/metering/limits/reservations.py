@@ -1,0 +1,109 @@
+"""What a running request holds of all its limits, until it is settled or voided: exactly one of them, exactly once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from appliance.base.money import BASIS_POINTS
+from appliance.metering.limits.allowances import Amount, Hold, Need
+from appliance.metering.limits.quotas import LimitDecision, Moment
+from appliance.metering.prices import Rate
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """What a request asks of the box: a prompt, some answers, and what they cost at its tenant's `rate`."""
+
+    tenant_id: str
+    key_id: str
+    model: str
+    prompt_tokens: int
+    answers: int
+    rate: Rate | None
+    currency: str | None
+
+    def cost(self, cached_tokens: int, completion_tokens: int, *, rejected_tokens: int = 0, prompt: int | None = None) -> int:
+        """Return the cost in pico-units; without a price there is none. `prompt` None is the whole prompt."""
+        if self.rate is None:
+            return 0
+        prompt_tokens = self.prompt_tokens if prompt is None else prompt
+        return self.rate.cost_picos(
+            prompt_tokens=prompt_tokens,
+            cached_tokens=min(cached_tokens, prompt_tokens),
+            completion_tokens=completion_tokens,
+            rejected_tokens=rejected_tokens,
+        )
+
+
+class Reservation:
+    """What a request holds. `overlooked` are the refusals of limits in shadow mode, which refused nobody."""
+
+    def __init__(
+        self,
+        work: Work,
+        need: Need,
+        holds: Sequence[Hold],
+        *,
+        moment: Callable[[], Moment],
+        on_end: Callable[[Reservation, int], None],
+        overlooked: Sequence[LimitDecision] = (),
+        cut_at_budget: bool = False,
+    ) -> None:
+        self.work = work
+        self.need = need
+        self.holds = list(holds)
+        self.overlooked = overlooked
+        self._moment = moment
+        self._on_end = on_end
+        self._cut_at_budget = cut_at_budget
+        self._ended = False
+
+    @property
+    def tokens_reserved(self) -> int:
+        """Return the tokens that the buckets hold."""
+        return self.need.expected.tokens
+
+    @property
+    def basis_points(self) -> int:
+        """Return the share of the price that is paid, in ten-thousandths."""
+        return BASIS_POINTS if self.work.rate is None else self.work.rate.basis_points
+
+    def note(self, cached_tokens: int, completion_tokens: int, rejected_tokens: int = 0) -> LimitDecision | None:
+        """Say how far the request is; return the refusal of a budget that is spent with it, if it is to end for that."""
+        if not self._cut_at_budget or self._ended:
+            return None
+        at = self._moment()
+        cost_picos = self.work.cost(cached_tokens, completion_tokens, rejected_tokens=rejected_tokens)
+        spent = [refusal for hold in self.holds if (refusal := hold.note(cost_picos, at)) is not None]
+        return spent[0] if spent else None
+
+    def settle(self, tokens_used: int, *, cached_tokens: int = 0, rejected_tokens: int = 0) -> None:
+        """Replace the reservation by the tokens that are billed, `cached_tokens` of them at the cached price.
+
+        Raises RuntimeError when the reservation has ended.
+        """
+        if tokens_used < 0:
+            raise ValueError("token counts must not be negative")
+        self._end()
+        prompt = min(tokens_used, self.work.prompt_tokens)
+        completion = tokens_used - prompt
+        cost = self.work.cost(cached_tokens, completion, rejected_tokens=rejected_tokens, prompt=prompt)
+        used = Amount(tokens=tokens_used, cost_picos=cost)
+        now_s = self._moment().monotonic_s
+        for hold in self.holds:
+            hold.settle(used, self.work.currency, now_s)
+        self._on_end(self, -(-completion // self.work.answers))
+
+    def void(self) -> None:
+        """Put everything back: the request was not served. Raises RuntimeError when the reservation has ended."""
+        self._end()
+        now_s = self._moment().monotonic_s
+        for hold in self.holds:
+            hold.void(now_s)
+        self._on_end(self, 0)
+
+    def _end(self) -> None:
+        if self._ended:
+            raise RuntimeError("a reservation ends once")
+        self._ended = True

@@ -1,0 +1,138 @@
+"""What an owner of limits has used today, this month and in the last minute, read once from the ledger; admission counts on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta
+from typing import Any, Protocol
+
+from sqlalchemy import ColumnElement, Select, Table, and_, case, func, or_, select
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from appliance.base import counters
+from appliance.base.db import Database
+from appliance.base.tables import usage_events, usage_rollups
+from appliance.metering.calendar import BillingCalendar
+from appliance.metering.ledger.rollups import DAY, SETTLED, SPLIT
+from appliance.metering.limits import levels as limit_levels
+from appliance.metering.limits.levels import SavedLevel
+from appliance.metering.limits.quotas import BUCKET_KINDS, LimitKind, Moment, Owner
+
+RECENT = timedelta(minutes=1)
+"""After this long a bucket is full again, whatever was taken from it."""
+RECENT_EVENTS_MAX = 20_000
+RUNNING_MAX = timedelta(hours=2)  # no request runs for longer than its deadline of an hour, and the wait before it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LevelNow:
+    """How full a bucket was when it was last saved, and what was admitted or settled `since`, as (moment, tokens)."""
+
+    capacity: int
+    units: int
+    saved_at: datetime
+    since: tuple[tuple[datetime, int], ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeriodSums:
+    """Tokens of the day, cost of the month, saved levels of buckets, and (admitted_at, tokens) of the last minute for buckets
+    that were never saved. `through_posting` is the last event that stands in the sums of day and month."""
+
+    tokens_today: int
+    cost_month_picos: int
+    through_posting: int = 0
+    recent: tuple[tuple[datetime, int], ...] = ()
+    levels: Mapping[LimitKind, LevelNow] = field(default_factory=dict)
+
+
+class SumsReader(Protocol):
+    """Where admission gets the sums from when it meets an owner for the first time."""
+
+    async def read(self, owner: Owner, currency: str, at: Moment) -> PeriodSums:
+        """Return the sums of settled events of `owner`, and their cost in `currency`."""
+        ...
+
+
+class LedgerSums:
+    """Reads the sums by day, the latest usage events and the saved levels. Costs in other currencies do not count."""
+
+    def __init__(self, db: Database, *, calendar: BillingCalendar | None = None) -> None:
+        self._db = db
+        self._calendar = calendar or BillingCalendar()
+
+    async def read(self, owner: Owner, currency: str, at: Moment) -> PeriodSums:
+        """Return the sums of settled events of `owner`. A request belongs to the time of its admission."""
+        async with self._db.reading() as connection:
+            saved = await limit_levels.find(connection, owner)
+            row = (await connection.execute(self._periods(owner, currency, at))).one()
+            through_posting = await counters.last_taken(connection, counters.POSTING)
+            levels = {kind: await _level(connection, owner, level) for kind, level in saved.items()}
+            recent = [] if len(levels) == len(BUCKET_KINDS) else await _last_minute(connection, owner, at.now - RECENT)
+        return PeriodSums(
+            tokens_today=int(row[0]),
+            cost_month_picos=join_sum(row[1], row[2]),
+            through_posting=through_posting,
+            recent=tuple(recent),
+            levels=levels,
+        )
+
+    def _periods(self, owner: Owner, currency: str, at: Moment) -> Select[Any]:
+        """Ask the sums by day: they are few, however many events the month has."""
+        days = usage_rollups.c
+        today, month = self._calendar.day_start(at.day), self._calendar.day_start(at.month)
+        tokens = case((days.start_at >= today, days.prompt_tokens + days.completion_tokens), else_=0)
+        cost = [case((days.currency == currency, half), else_=0) for half in (days.cost_high, days.cost_low)]
+        query = select(*(func.coalesce(func.sum(each), 0) for each in (tokens, *cost)))
+        return query.where(_of(owner, usage_rollups), days.bucket == DAY, days.start_at >= month)
+
+
+async def _last_minute(connection: AsyncConnection, owner: Owner, moment: datetime) -> list[tuple[datetime, int]]:
+    rows = (await connection.execute(_since(owner, moment))).all()
+    return sorted((admitted_at, tokens) for admitted_at, _settled_at, tokens, _reserved in rows if admitted_at >= moment)
+
+
+async def _level(connection: AsyncConnection, owner: Owner, saved: SavedLevel) -> LevelNow:
+    """Return a saved level with what it does not know of yet.
+
+    What was admitted since counts whole. What ran when it was saved stands in it as reserved: if it took more, the rest counts;
+    if it took less, the difference is not given back, because it may have been given back before the level was saved.
+    """
+    rows = (await connection.execute(_since(owner, saved.saved_at))).all()
+    charges = [
+        (admitted_at, tokens) if admitted_at >= saved.saved_at else (settled_at, max(tokens - reserved, 0))
+        for admitted_at, settled_at, tokens, reserved in rows
+    ]
+    return LevelNow(capacity=saved.capacity, units=saved.units, saved_at=saved.saved_at, since=tuple(sorted(charges)))
+
+
+def _since(owner: Owner, moment: datetime) -> Select[Any]:
+    """Return what was admitted at or after `moment`, and what ran then: (admitted_at, settled_at, tokens, reserved)."""
+    events = usage_events.c
+    touched = or_(events.admitted_at >= moment, and_(events.admitted_at >= moment - RUNNING_MAX, events.settled_at >= moment))
+    return (
+        select(events.admitted_at, events.settled_at, events.prompt_tokens + events.completion_tokens, events.reserved_tokens)
+        .where(_of(owner, usage_events), touched, events.kind == "usage", events.status.in_(SETTLED))
+        .order_by(events.admitted_at.desc())
+        .limit(RECENT_EVENTS_MAX)
+    )
+
+
+def _of(owner: Owner, table: Table) -> ColumnElement[bool]:
+    """Return the condition on rows of `owner`."""
+    columns = table.c
+    whose = {"tenant": columns.tenant_id == owner.id, "key": columns.key_id == owner.id, "model": columns.model == owner.model}
+    if owner.scope == "model" or owner.model is None:
+        return whose[owner.scope]
+    return and_(whose[owner.scope], whose["model"])
+
+
+def split_sum(column: ColumnElement[int]) -> tuple[ColumnElement[int], ColumnElement[int]]:
+    """Return the sums of the two halves of `column`: SQLite's own SUM fails beyond 64 bits, these do not."""
+    return func.coalesce(func.sum(column // SPLIT), 0), func.coalesce(func.sum(column % SPLIT), 0)
+
+
+def join_sum(high: int, low: int) -> int:
+    """Return the exact sum from its two halves."""
+    return int(high) * SPLIT + int(low)

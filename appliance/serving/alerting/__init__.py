@@ -1,0 +1,1 @@
+"""Sends what stands in the outbox, as signed requests and as mail."""

@@ -1,0 +1,198 @@
+"""The task that empties the outbox: many webhooks at once, one message at a time to each, again and again until it is taken.
+
+    outbox row ─► claim (attempts + 1) ─► send ─► delivered
+                                           └────► wait, longer each time ─► given up, and said so
+
+It is woken by the transaction that wrote a row, and by the end of every attempt. Knows no table and no protocol.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from datetime import datetime
+from typing import Literal, Protocol
+
+import structlog
+
+from appliance.base.clock import Clock
+from appliance.base.db import Database
+from appliance.base.errors import NotFound
+from appliance.base.sealing import Unsealable
+from appliance.metering.alerts.outbox import ATTEMPTS_MAX, RETRY_S_MAX, Delivery, Outbox, retry_s
+from appliance.metering.alerts.webhooks import Endpoint, Webhooks
+from appliance.telemetry.metrics import Metrics
+
+PARALLEL_MAX = 32
+PAUSE_S_MIN = 0.05
+RETRY_PAUSE_S = 5.0  # when the database did not answer
+PAUSE_S_MAX = 60.0  # the wall clock may be set: what is due is never slept over for longer
+STOP_TIMEOUT_S = 5.0
+
+FailureReason = Literal[
+    "name", "address", "connect", "timeout", "redirect", "refused", "failed", "gone", "mail", "secret", "removed"
+]
+
+log = structlog.get_logger()
+
+
+class SendFailed(Exception):
+    """An attempt did not reach its receiver, or the receiver did not take it. `reason` is one of a few, for the metrics.
+
+    `retry_after_s` is how long the receiver asks to be left alone.
+    """
+
+    def __init__(self, reason: FailureReason, message: str, *, retry_after_s: float = 0.0) -> None:
+        super().__init__(message)
+        self.reason: FailureReason = reason
+        self.retry_after_s = retry_after_s
+
+
+class Sender(Protocol):
+    """Sends to one kind of webhook."""
+
+    async def send(self, endpoint: Endpoint, delivery: Delivery, now: datetime) -> None:
+        """Return when the receiver has taken the message, within the lease of a claim. Raises SendFailed."""
+        ...
+
+    async def close(self) -> None:
+        """Close what is open."""
+        ...
+
+
+class AlertDelivery:
+    """Delivers what the outbox holds. `randomness` returns numbers from 0 to 1 that spread the retries."""
+
+    def __init__(
+        self,
+        db: Database,
+        clock: Clock,
+        outbox: Outbox,
+        webhooks: Webhooks,
+        senders: Mapping[str, Sender],
+        metrics: Metrics,
+        *,
+        randomness: Callable[[], float],
+        parallel_max: int = PARALLEL_MAX,
+    ) -> None:
+        self._db = db
+        self._clock = clock
+        self._outbox = outbox
+        self._webhooks = webhooks
+        self._senders = senders
+        self._metrics = metrics
+        self._randomness = randomness
+        self._parallel_max = parallel_max
+        self._running: dict[str, asyncio.Task[None]] = {}
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Start the task."""
+        self._task = asyncio.create_task(self._run(), name="alert delivery")
+
+    async def stop(self, timeout_s: float = STOP_TIMEOUT_S) -> None:
+        """End. Attempts that run get `timeout_s`; what they have not noted by then is sent again after the next start."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait({self._task})
+        if self._running:
+            await asyncio.wait(set(self._running.values()), timeout=timeout_s)
+        running = set(self._running.values())
+        for task in running:
+            task.cancel()
+        if running:
+            await asyncio.wait(running)
+        for sender in self._senders.values():
+            await sender.close()
+
+    async def deliver_due(self) -> int:
+        """Make one attempt at each message that is due, one per webhook, and return how many there were."""
+        started = await self._start_due()
+        if started:
+            await asyncio.wait(set(started))
+        return len(started)
+
+    async def _run(self) -> None:
+        released = False
+        while True:
+            self._db.outbox_written.clear()
+            pause_s = RETRY_PAUSE_S
+            try:
+                if not released:
+                    await self._outbox.release()
+                    released = True
+                await self._start_due()
+                self._metrics.alerts_pending(await self._outbox.pending())
+                pause_s = await self._pause_s()
+            except Exception:  # owned task: a database that is away for a moment must not end it
+                log.exception("the outbox could not be read")
+            try:
+                async with asyncio.timeout(pause_s):
+                    await self._db.outbox_written.wait()
+            except TimeoutError:
+                pass
+
+    async def _pause_s(self) -> float:
+        """Return how long nothing is due for whom no attempt runs; the end of an attempt wakes this task anyway."""
+        if len(self._running) >= self._parallel_max:
+            return PAUSE_S_MAX
+        due_s = await self._outbox.next_due_s(busy=self._running.keys())
+        return PAUSE_S_MAX if due_s is None else min(max(due_s, PAUSE_S_MIN), PAUSE_S_MAX)
+
+    async def _start_due(self) -> list[asyncio.Task[None]]:
+        free = self._parallel_max - len(self._running)
+        if free <= 0:
+            return []
+        started = []
+        for delivery in await self._outbox.claim(free, busy=self._running.keys()):
+            task = asyncio.create_task(self._deliver(delivery), name=f"alert {delivery.id}")
+            self._running[delivery.webhook_id] = task
+            started.append(task)
+        return started
+
+    async def _deliver(self, delivery: Delivery) -> None:
+        try:
+            await self._attempt(delivery)
+        except Exception:  # owned task: its claim runs out, and the message is sent again
+            log.exception("an attempt to deliver ended", delivery_id=delivery.id, webhook_id=delivery.webhook_id)
+        finally:
+            del self._running[delivery.webhook_id]
+            self._db.outbox_written.set()
+
+    async def _attempt(self, delivery: Delivery) -> None:
+        try:
+            if delivery.attempts > ATTEMPTS_MAX:
+                raise SendFailed("failed", f"{ATTEMPTS_MAX} attempts began and none ended in order")
+            await self._send(delivery)
+        except SendFailed as failure:
+            await self._note_failure(delivery, failure)
+            return
+        await self._outbox.delivered(delivery)
+        self._metrics.alert_delivered()
+
+    async def _send(self, delivery: Delivery) -> None:
+        try:
+            endpoint = await self._webhooks.endpoint(delivery.webhook_id)
+        except NotFound as error:
+            raise SendFailed("removed", "the webhook was removed") from error
+        except Unsealable as error:
+            raise SendFailed("secret", str(error)) from error
+        sender = self._senders.get(endpoint.kind)
+        if sender is None:
+            raise SendFailed("mail", "the operator has set no mail server (smtp_url)")
+        await sender.send(endpoint, delivery, self._clock.now())
+
+    async def _note_failure(self, delivery: Delivery, failure: SendFailed) -> None:
+        self._metrics.alert_failed(failure.reason)
+        wait_s = None if failure.reason in ("gone", "removed") else retry_s(delivery.attempts, self._randomness())
+        if wait_s is not None:
+            wait_s = max(wait_s, min(failure.retry_after_s, RETRY_S_MAX))
+        await self._outbox.failed(delivery, str(failure), wait_s)
+        facts = {"delivery_id": delivery.id, "webhook_id": delivery.webhook_id, "alert": delivery.event}
+        if wait_s is None:
+            self._metrics.alert_given_up()
+            log.error("an alert was given up", **facts, attempts=delivery.attempts, reason=str(failure))
+        else:
+            log.warning("an alert was not taken", **facts, attempts=delivery.attempts, reason=str(failure), retry_s=wait_s)
+        if failure.reason == "gone":
+            await self._webhooks.disable(delivery.webhook_id, str(failure))

@@ -1,0 +1,154 @@
+"""Sends one alert to a webhook: one POST, signed, to an address that may be connected to, and nothing read but the status.
+
+No redirect is followed, no proxy of the environment is used, and the address that was checked is the one that is connected to:
+a name that means another address the second time changes nothing. Decides nothing about retries.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import json
+import socket
+import ssl
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime
+from functools import partial
+
+import httpx
+
+from appliance.metering.alerts.outbox import Delivery
+from appliance.metering.alerts.signature import signature_headers
+from appliance.metering.alerts.targets import Address, Reach
+from appliance.metering.alerts.webhooks import Endpoint
+from appliance.serving.alerting.delivery import FailureReason, SendFailed
+
+TIMEOUT_S = 15.0  # of the whole attempt, so that a receiver that drips holds nothing longer
+CONNECT_TIMEOUT_S = 5.0
+ADDRESSES_MAX = 4
+RESOLVER_THREADS_MAX = 8
+_GONE = 410
+_RETRY_AFTER_STATUSES = (429, 503)
+
+Resolve = Callable[[str, int], Awaitable[Sequence[Address]]]
+
+
+class Resolver:
+    """Asks the machine's resolver in threads of its own: names are chosen by tenants, and a slow one must hold nothing else."""
+
+    def __init__(self) -> None:
+        self._threads = ThreadPoolExecutor(RESOLVER_THREADS_MAX, thread_name_prefix="alert names")
+
+    async def __call__(self, host: str, port: int) -> Sequence[Address]:
+        """Return the addresses of `host`, as the resolver orders them. Raises OSError."""
+        ask = partial(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM)
+        found = await asyncio.get_running_loop().run_in_executor(self._threads, ask)
+        return [ipaddress.ip_address(str(sockaddr[0]).partition("%")[0]) for *_, sockaddr in found]
+
+    def close(self) -> None:
+        """Let the threads end; what they are asking is not waited for."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+class HttpSender:
+    """Posts alerts. `tls` replaces the certificates of the machine; `close` it at the end."""
+
+    def __init__(
+        self,
+        reach: Reach,
+        *,
+        version: str,
+        resolve: Resolve | None = None,
+        tls: ssl.SSLContext | None = None,
+        timeout_s: float = TIMEOUT_S,
+    ) -> None:
+        self._reach = reach
+        self._resolver = Resolver()
+        self._resolve = resolve or self._resolver
+        self._timeout_s = timeout_s
+        self._client = httpx.AsyncClient(
+            verify=tls or ssl.create_default_context(),
+            headers={"user-agent": f"gatehouse/{version}"},
+            follow_redirects=False,
+            trust_env=False,
+            timeout=httpx.Timeout(timeout_s, connect=min(CONNECT_TIMEOUT_S, timeout_s)),
+            # No connection is kept: one that was opened for a name must not serve another name of the same address.
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
+        )
+
+    async def close(self) -> None:
+        """Close what is open."""
+        self._resolver.close()
+        await self._client.aclose()
+
+    async def send(self, endpoint: Endpoint, delivery: Delivery, now: datetime) -> None:
+        """Return when the receiver has answered with 2xx. Raises SendFailed."""
+        body = json.dumps(delivery.payload, ensure_ascii=False, separators=(",", ":")).encode()
+        headers = signature_headers(endpoint.secrets, delivery.id, int(now.timestamp()), body)
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                answer = await self._post(httpx.URL(endpoint.target), body, headers)
+        except (TimeoutError, httpx.TimeoutException) as error:
+            raise SendFailed("timeout", f"no answer within {self._timeout_s:g} s") from error
+        except (httpx.HTTPError, httpx.InvalidURL, OSError) as error:
+            raise SendFailed("connect", f"no connection: {_line(error)}") from error
+        _check(answer)
+
+    async def _post(self, url: httpx.URL, body: bytes, headers: dict[str, str]) -> httpx.Response:
+        """Return the head of the answer of the first address that takes a connection."""
+        failure: httpx.HTTPError | None = None
+        for address in await self._addresses(url):
+            request = self._client.build_request(
+                "POST",
+                url.copy_with(host=str(address)),
+                content=body,
+                headers={**headers, "host": url.netloc.decode("ascii"), "content-type": "application/json"},
+                extensions={"sni_hostname": url.host},
+            )
+            try:
+                answer = await self._client.send(request, stream=True)
+            except (httpx.ConnectError, httpx.ConnectTimeout) as error:
+                failure = error
+                continue
+            await answer.aclose()
+            return answer
+        assert failure is not None, "there is at least one address"
+        raise failure
+
+    async def _addresses(self, url: httpx.URL) -> list[Address]:
+        encrypted = url.scheme == "https"
+        try:
+            found = await self._resolve(url.host, url.port or (443 if encrypted else 80))
+        except (OSError, UnicodeError) as error:  # the second for what cannot be a name
+            raise SendFailed("name", f"the name {url.host} cannot be resolved: {_line(error)}") from error
+        allowed = [address for address in dict.fromkeys(found) if self._reach.allows(address, encrypted=encrypted)]
+        if not allowed:
+            raise SendFailed(
+                "address", f"{url.host} is not at an address that alerts may be sent to this way (webhook_networks)"
+            )
+        return allowed[:ADDRESSES_MAX]
+
+
+def _check(answer: httpx.Response) -> None:
+    status = answer.status_code
+    if answer.is_success:
+        return
+    if status == _GONE:
+        raise SendFailed("gone", "the receiver answered 410: it is gone for good")
+    if answer.is_redirect:
+        raise SendFailed("redirect", f"the receiver answered {status}: redirects are not followed")
+    waits = status in _RETRY_AFTER_STATUSES
+    reason: FailureReason = "refused" if answer.is_client_error else "failed"
+    raise SendFailed(reason, f"the receiver answered {status}", retry_after_s=_retry_after_s(answer) if waits else 0.0)
+
+
+def _retry_after_s(answer: httpx.Response) -> float:
+    """Return the seconds of `retry-after`, 0 when it says none; a date counts as none."""
+    text = answer.headers.get("retry-after", "").strip()
+    return float(text) if text.isascii() and text.isdigit() and len(text) <= 9 else 0.0
+
+
+def _line(error: Exception) -> str:
+    text = str(error) or type(error).__name__
+    return "".join(character if character.isprintable() else " " for character in text)[:200]

@@ -1,0 +1,102 @@
+"""Sends one alert by e-mail: one message to one mailbox through the operator's mail server, in a thread of its own pool.
+
+The Message-ID is made from the id of the message in the outbox: one that is sent twice is known as the same. Decides nothing
+about retries.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import smtplib
+import socket
+import ssl
+from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime
+from email.message import EmailMessage
+from email.policy import SMTP
+from email.utils import format_datetime
+from urllib.parse import unquote, urlsplit
+
+from appliance.metering.alerts.outbox import Delivery
+from appliance.metering.alerts.webhooks import Endpoint
+from appliance.serving.alerting.delivery import SendFailed
+from appliance.serving.alerting.texts import text_of
+
+THREADS_MAX = 4
+STEP_TIMEOUT_S = 10.0  # of each command and its answer
+TIMEOUT_S = 60.0
+PORTS = {"smtp": 25, "smtp+starttls": 587, "smtps": 465}
+
+
+class MailSender:
+    """Speaks to the server of `smtp_url`; `tls` replaces the certificates of the machine."""
+
+    def __init__(
+        self,
+        smtp_url: str,
+        sender: str,
+        *,
+        address: str | None = None,
+        tls: ssl.SSLContext | None = None,
+        step_timeout_s: float = STEP_TIMEOUT_S,
+        timeout_s: float = TIMEOUT_S,
+    ) -> None:
+        parts = urlsplit(smtp_url)
+        self._scheme = parts.scheme
+        self._host = parts.hostname or ""
+        self._port = parts.port or PORTS[parts.scheme]
+        self._login = (unquote(parts.username), unquote(parts.password or "")) if parts.username else None
+        self._sender = sender
+        self._address = address
+        self._tls = tls or ssl.create_default_context()
+        self._step_timeout_s = step_timeout_s
+        self._timeout_s = timeout_s
+        self._threads = ThreadPoolExecutor(THREADS_MAX, thread_name_prefix="alert mail")
+
+    async def close(self) -> None:
+        """Let the threads end; what they are sending is not waited for."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def send(self, endpoint: Endpoint, delivery: Delivery, now: datetime) -> None:
+        """Return when the mail server has taken the message. Raises SendFailed."""
+        message = self.message(endpoint.target, delivery, now)
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                await asyncio.get_running_loop().run_in_executor(self._threads, self._send, message)
+        except TimeoutError as error:
+            raise SendFailed("timeout", f"the mail server did not take it within {self._timeout_s:g} s") from error
+        except (smtplib.SMTPException, OSError) as error:
+            raise SendFailed("mail", f"the mail server did not take it: {_line(error)}") from error
+
+    def message(self, mailbox: str, delivery: Delivery, now: datetime) -> EmailMessage:
+        """Return the message as it is sent."""
+        text = text_of(delivery.event, delivery.payload["data"])
+        message = EmailMessage(policy=SMTP)
+        message["From"] = self._sender
+        message["To"] = mailbox
+        message["Subject"] = text.subject
+        message["Date"] = format_datetime(now)
+        message["Message-ID"] = f"<{delivery.id}@{self._sender.rpartition('@')[2]}>"
+        message["Auto-Submitted"] = "auto-generated"  # RFC 3834: no out-of-office answers, please
+        message.set_content(text.plain(self._address))
+        message.add_alternative(text.html(self._address), subtype="html")
+        return message
+
+    def _send(self, message: EmailMessage) -> None:
+        with self._connection() as connection:
+            if self._scheme == "smtp+starttls":
+                connection.starttls(context=self._tls)
+            if self._login is not None:
+                connection.login(*self._login)
+            connection.send_message(message)
+
+    def _connection(self) -> smtplib.SMTP:
+        name = socket.gethostname()  # smtplib would ask the resolver for more, and wait for it
+        if self._scheme == "smtps":
+            return smtplib.SMTP_SSL(self._host, self._port, name, timeout=self._step_timeout_s, context=self._tls)
+        return smtplib.SMTP(self._host, self._port, name, timeout=self._step_timeout_s)
+
+
+def _line(error: Exception) -> str:
+    text = str(error) or type(error).__name__
+    return "".join(character if character.isprintable() else " " for character in text)[:300]

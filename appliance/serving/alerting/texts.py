@@ -1,0 +1,100 @@
+"""What an alert says to a person: a subject, a sentence, and the facts, as plain text and as simple HTML. Sends nothing."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from appliance.base.money import PICOS_PER_MICRO, format_picos
+from appliance.metering.alerts.outbox import TEST_EVENT
+
+SUBJECT_CHARS_MAX = 300
+Data = Mapping[str, Any]
+Headline = tuple[str, str]  # what has happened, and the figures or nothing
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Text:
+    """An alert as a person reads it. `facts` are names and values."""
+
+    subject: str
+    sentence: str
+    facts: tuple[tuple[str, str], ...]
+
+    def plain(self, address: str | None) -> str:
+        """Return the text of an e-mail from the appliance at `address`."""
+        width = max((len(name) for name, _ in self.facts), default=0)
+        lines = [f"{name + ':':<{width + 2}}{value}" for name, value in self.facts]
+        return "\n".join([self.sentence, "", *lines, "", "-- ", _sender(address), ""])
+
+    def html(self, address: str | None) -> str:
+        """Return the same as HTML."""
+        rows = "".join(
+            f"<tr><th align='left'>{html.escape(name)}</th><td>{html.escape(value)}</td></tr>" for name, value in self.facts
+        )
+        sender = html.escape(_sender(address))
+        return (
+            f"<!doctype html><html><body><p>{html.escape(self.sentence)}</p><table>{rows}</table><p>{sender}</p></body></html>"
+        )
+
+
+def text_of(event: str, data: Data) -> Text:
+    """Return what the alert `event` says."""
+    headline, details = _HEADLINES[event](data)
+    facts = tuple((name.replace("_", " "), _fact(name, value, data)) for name, value in data.items() if value is not None)
+    sentence = f"{headline}: {details}." if details else f"{headline}."
+    line = " ".join(headline.split())  # whatever a name has that ends a line, a header has not
+    return Text(subject=f"[Gatehouse] {line}"[:SUBJECT_CHARS_MAX], sentence=sentence, facts=facts)
+
+
+def _sender(address: str | None) -> str:
+    return "Sent by Gatehouse" + (f", {address}" if address else "")
+
+
+def _budget(data: Data) -> Headline:
+    limit = format_picos(data["monthly_budget"] * PICOS_PER_MICRO, data["currency"], 2)
+    spent = format_picos(data["spent_picos"], data["currency"], 2)
+    return f"{data['tenant_name']} has reached {data['percent']} % of the budget of {data['month']}", f"{spent} of {limit}"
+
+
+def _tokens(data: Data) -> Headline:
+    used = f"{data['tokens']} of {data['tokens_per_day']}"
+    return f"{data['tenant_name']} has reached {data['percent']} % of the tokens of {data['day']}", used
+
+
+def _invoice(data: Data) -> Headline:
+    return f"Invoice {data['number']} of {data['tenant_name']} for {data['month']} is closed", ""
+
+
+def _key(data: Data) -> Headline:
+    return f"A key of {data['tenant_name']} expires soon", f"{data['key_name']}, {data['prefix']}, on {data['expires_at']}"
+
+
+def _engine(data: Data) -> Headline:
+    return f"The model {data['model']} is not served", f"it has been {data['state']} for {data['down_s']} seconds"
+
+
+def _test(_data: Data) -> Headline:
+    return "This is a test", "nothing has happened"
+
+
+_HEADLINES: dict[str, Callable[[Data], Headline]] = {
+    "budget.threshold": _budget,
+    "tokens_per_day.threshold": _tokens,
+    "invoice.closed": _invoice,
+    "key.expiring": _key,
+    "engine.down": _engine,
+    TEST_EVENT: _test,
+}
+
+
+def _fact(name: str, value: object, data: Data) -> str:
+    """Return a value as a person reads it; money by the ending of its name."""
+    currency = str(data.get("currency", ""))
+    if isinstance(value, int) and name.endswith("_picos"):
+        return format_picos(value, currency)
+    if isinstance(value, int) and (name.endswith("_micros") or name == "monthly_budget"):
+        return format_picos(value * PICOS_PER_MICRO, currency, 2)
+    return str(value)

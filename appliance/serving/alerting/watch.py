@@ -1,0 +1,82 @@
+"""The task that looks for what no transaction tells of: budgets that were lowered, keys that expire, engines that stay away."""
+
+from __future__ import annotations
+
+import asyncio
+
+import structlog
+
+from appliance.base.clock import Clock, rfc3339
+from appliance.base.db import Database
+from appliance.metering.alerts import outbox
+from appliance.metering.alerts.budgets import BudgetAlerts
+from appliance.metering.alerts.keys import KeyAlerts
+from appliance.serving.model_registry import ModelRegistry
+
+INTERVAL_S = 10.0
+ENGINE_DOWN_S = 60.0  # a restart of an engine takes less, and is no alert
+_SERVED = ("ready", "loading")
+
+log = structlog.get_logger()
+
+
+class AlertWatch:
+    """Looks every INTERVAL_S. What was told before is told by the outbox to nobody twice."""
+
+    def __init__(self, db: Database, clock: Clock, budgets: BudgetAlerts, keys: KeyAlerts, models: ModelRegistry) -> None:
+        self._db = db
+        self._clock = clock
+        self._budgets = budgets
+        self._keys = keys
+        self._models = models
+        self._down_s: dict[str, float] = {}
+        self._told: set[str] = set()
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Start the task."""
+        self._task = asyncio.create_task(self._run(), name="alert watch")
+
+    async def stop(self) -> None:
+        """End."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait({self._task})
+
+    async def look(self) -> None:
+        """Look once at everything."""
+        await self._budgets.sweep()
+        await self._keys.sweep()
+        await self._look_at_engines()
+
+    async def _run(self) -> None:
+        while True:
+            try:
+                await self.look()
+            except Exception:  # owned task: a database that is away for a moment must not end it
+                log.exception("what to alert of could not be looked at")
+            await asyncio.sleep(INTERVAL_S)
+
+    async def _look_at_engines(self) -> None:
+        now_s = self._clock.monotonic_s()
+        for model in self._models.list():
+            state = model.client.state
+            if state in _SERVED:
+                self._down_s.pop(model.name, None)
+                self._told.discard(model.name)
+                continue
+            down_s = now_s - self._down_s.setdefault(model.name, now_s)
+            if down_s >= ENGINE_DOWN_S and model.name not in self._told:
+                await self._tell_engine_down(model.name, state, round(down_s), model.client.error)
+                self._told.add(model.name)
+
+    async def _tell_engine_down(self, model: str, state: str, down_s: int, error: str | None) -> None:
+        now = self._clock.now()
+        async with self._db.writing() as connection:
+            await outbox.tell(
+                connection,
+                now,
+                event="engine.down",
+                subject=f"{model[:60]}:{rfc3339(now)}",
+                data={"model": model, "state": state, "down_s": down_s, "error": error},
+            )
