@@ -14,7 +14,7 @@ from appliance.cli import invariant_invoices
 from appliance.cli.finding import Finding, named
 from appliance.metering.calendar import BillingCalendar
 from appliance.metering.ledger import rollups
-from appliance.metering.limits.sums import split_sum
+from appliance.metering.ledger.rollups import split_sum
 
 _EVENTS = tables.usage_events
 _SHARED = ("tenant_id", "key_id", "model", "currency", "billing_day", "price_basis_points", "admitted_at")

@@ -37,7 +37,7 @@ from appliance.cli import invariant_origins as origins
 from appliance.cli.failure import CommandFailed
 from appliance.cli.finding import NAMED_MAX, Finding, named
 from appliance.metering.calendar import BillingCalendar
-from appliance.metering.limits.sums import join_sum, split_sum
+from appliance.metering.ledger.rollups import join_sum, split_sum
 from appliance.tenancy.audit import AuditLog
 
 BATCH_ROWS = 2000

@@ -20,9 +20,8 @@ from appliance.base.tables import prices, usage_events
 from appliance.metering.calendar import last_day
 from appliance.metering.invoicing.lines import TOKEN_KINDS, EventSums
 from appliance.metering.ledger.records import UsageEvent
-from appliance.metering.ledger.rollups import SETTLED
+from appliance.metering.ledger.rollups import SETTLED, join_sum, split_sum
 from appliance.metering.ledger.rows import event_from_row
-from appliance.metering.limits.sums import join_sum, split_sum
 
 _TOKENS = ("prompt_tokens", "cached_tokens", "completion_tokens", "rejected_tokens")
 _PRICES = ("prompt", "cached_prompt", "completion", "rejected_draft")

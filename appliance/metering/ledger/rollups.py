@@ -200,3 +200,13 @@ def _starts(event: UsageEvent, calendar: BillingCalendar) -> Sequence[tuple[str,
 
 def _owner_columns() -> list[ColumnElement[Any]]:
     return [usage_events.c[name] for name in _OWNERS]
+
+
+def split_sum(column: ColumnElement[int]) -> tuple[ColumnElement[int], ColumnElement[int]]:
+    """Return the sums of the two halves of `column`: SQLite's own SUM fails beyond 64 bits, these do not."""
+    return func.coalesce(func.sum(column // SPLIT), 0), func.coalesce(func.sum(column % SPLIT), 0)
+
+
+def join_sum(high: int, low: int) -> int:
+    """Return the exact sum from its two halves."""
+    return int(high) * SPLIT + int(low)

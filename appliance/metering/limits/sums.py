@@ -14,7 +14,7 @@ from appliance.base import counters
 from appliance.base.db import Database
 from appliance.base.tables import usage_events, usage_rollups
 from appliance.metering.calendar import BillingCalendar
-from appliance.metering.ledger.rollups import DAY, SETTLED, SPLIT
+from appliance.metering.ledger.rollups import DAY, SETTLED, join_sum
 from appliance.metering.limits import levels as limit_levels
 from appliance.metering.limits.levels import SavedLevel
 from appliance.metering.limits.quotas import BUCKET_KINDS, LimitKind, Moment, Owner
@@ -126,13 +126,3 @@ def _of(owner: Owner, table: Table) -> ColumnElement[bool]:
     if owner.scope == "model" or owner.model is None:
         return whose[owner.scope]
     return and_(whose[owner.scope], whose["model"])
-
-
-def split_sum(column: ColumnElement[int]) -> tuple[ColumnElement[int], ColumnElement[int]]:
-    """Return the sums of the two halves of `column`: SQLite's own SUM fails beyond 64 bits, these do not."""
-    return func.coalesce(func.sum(column // SPLIT), 0), func.coalesce(func.sum(column % SPLIT), 0)
-
-
-def join_sum(high: int, low: int) -> int:
-    """Return the exact sum from its two halves."""
-    return int(high) * SPLIT + int(low)

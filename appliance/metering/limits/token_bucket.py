@@ -85,11 +85,6 @@ class TokenBucket:
         """Return the refill in tokens per second."""
         return self.capacity / 60
 
-    @property
-    def is_full(self) -> bool:
-        """Return whether nothing is missing, as of the last reading of time."""
-        return self._units == self._units_max and not self._forgone
-
     def units(self, now_s: float) -> int:
         """Return the level in units, with what a resize has put aside: what a restart must remember."""
         self._refill(now_s)
