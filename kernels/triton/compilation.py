@@ -1,0 +1,148 @@
+"""Compiling a kernel to machine code for a card that is not here, and what may be read from the result.
+
+Needs no GPU and no driver: Triton brings the assembler and `cuobjdump`. Must run in a process without TRITON_INTERPRET.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import triton
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from kernels.triton.tuning import TENSOR_MEMORY_COLUMNS, card
+
+CAPABILITIES = (80, 89, 90, 100)
+# PTX names of the matrix instructions of Ampere and Ada, of Hopper, of Blackwell.
+TENSOR_INSTRUCTIONS = ("mma.sync", "wgmma.mma_async", "tcgen05.mma")
+_USAGE = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)")
+
+
+@dataclass(frozen=True, kw_only=False)
+class Compilation:
+    """One kernel with one configuration that serving uses.
+
+    `signature` names the types of the arguments that are passed at a launch (`*bf16`, `*fp8e4nv`, `i32`, `fp32` …), pointers
+    taken as aligned to 16 bytes, as torch's are; `constexprs` the values of all others: tile sizes, None for a tensor that
+    is absent, 1 for a number that is 1 (a launch specialises it). `divisible` names the integers that are multiples of 16.
+
+    `tensor_cores`: matrix instructions of the card's own kind must be there: mma.sync on 80 and 89, wgmma on 90, tcgen05 on
+    100. `small_tile` says that the tile has fewer than 64 rows, for which only mma.sync exists on any card.
+    """
+
+    name: str
+    kernel: Any
+    signature: Mapping[str, str]
+    constexprs: Mapping[str, object]
+    num_warps: int = 4
+    num_stages: int = 3
+    capabilities: tuple[int, ...] = CAPABILITIES
+    tensor_cores: bool = False
+    spill_bytes_max: int = 0
+    divisible: tuple[str, ...] = ()
+    small_tile: bool = False
+
+    def __post_init__(self) -> None:
+        names = set(self.kernel.arg_names)
+        given = [*self.signature, *self.constexprs]
+        assert len(given) == len(set(given)), f"{self.name}: an argument is both passed and constant"
+        assert set(given) == names, f"{self.name}: missing {names - set(given)}, unknown {set(given) - names}"
+        assert set(self.divisible) <= set(self.signature), f"{self.name}: divisible names what is not passed"
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What the assembler made of it. `spill_bytes` of each thread; `programs` that one multiprocessor holds at a time."""
+
+    name: str
+    capability: int
+    triton: str
+    num_warps: int
+    num_stages: int
+    registers: int
+    spill_bytes: int
+    shared_bytes: int
+    tensor_memory_columns: int
+    tensor_instructions: tuple[str, ...]
+    programs: int
+    compile_s: float
+
+
+def compile_kernel(compilation: Compilation, capability: int) -> Compiled:
+    """Compile for one compute capability. Raises whatever Triton raises when the kernel cannot be compiled for it."""
+    started = time.perf_counter()
+    kernel = triton.compile(
+        _source(compilation),
+        target=GPUTarget("cuda", capability, 32),
+        options={"num_warps": compilation.num_warps, "num_stages": compilation.num_stages, "enable_fp_fusion": True},
+    )
+    registers, spill_bytes = _resources(kernel.asm["cubin"])
+    num_warps = int(kernel.metadata.num_warps)
+    return Compiled(
+        name=compilation.name,
+        capability=capability,
+        triton=triton.__version__,
+        num_warps=num_warps,
+        num_stages=compilation.num_stages,
+        registers=registers,
+        spill_bytes=spill_bytes,
+        shared_bytes=int(kernel.metadata.shared),
+        tensor_memory_columns=int(getattr(kernel.metadata, "tmem_size", None) or 0),
+        tensor_instructions=tuple(name for name in TENSOR_INSTRUCTIONS if name in kernel.asm["ptx"]),
+        programs=card(capability).programs(registers, int(kernel.metadata.shared), num_warps),
+        compile_s=round(time.perf_counter() - started, 3),
+    )
+
+
+def faults(compilation: Compilation, compiled: Compiled) -> list[str]:
+    """What is wrong with the result, in words; empty when it may be served."""
+    found = []
+    limits = card(compiled.capability)
+    if compiled.spill_bytes > compilation.spill_bytes_max:
+        found.append(f"spills {compiled.spill_bytes} bytes a thread, {compilation.spill_bytes_max} allowed")
+    if compiled.shared_bytes > limits.shared_bytes_max:
+        found.append(f"takes {compiled.shared_bytes} bytes of shared memory, the card has {limits.shared_bytes_max}")
+    if compiled.tensor_memory_columns > TENSOR_MEMORY_COLUMNS:
+        found.append(f"takes {compiled.tensor_memory_columns} columns of tensor memory, the card has {TENSOR_MEMORY_COLUMNS}")
+    if compilation.tensor_cores and _wanted(compilation, compiled.capability) not in compiled.tensor_instructions:
+        present = ", ".join(compiled.tensor_instructions) or "none"
+        found.append(f"lacks {_wanted(compilation, compiled.capability)} (matrix instructions: {present})")
+    if compiled.programs == 0:
+        found.append("does not fit a multiprocessor")
+    return found
+
+
+def _wanted(compilation: Compilation, capability: int) -> str:
+    older, hopper, blackwell = TENSOR_INSTRUCTIONS
+    if compilation.small_tile or capability < 90 or capability >= 120:
+        return older
+    return hopper if capability < 100 else blackwell
+
+
+def _source(compilation: Compilation) -> Any:
+    names = compilation.kernel.arg_names
+    signature = {name: compilation.signature.get(name, "constexpr") for name in names}
+    aligned = {name for name, kind in compilation.signature.items() if kind.startswith("*")} | set(compilation.divisible)
+    attributes = {(index,): [["tt.divisibility", 16]] for index, name in enumerate(names) if name in aligned}
+    return ASTSource(fn=compilation.kernel, signature=signature, constexprs=dict(compilation.constexprs), attrs=attributes)
+
+
+def _resources(cubin: bytes) -> tuple[int, int]:
+    """Registers and spilled bytes of each thread."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    match = _USAGE.search(text)
+    assert match is not None, f"cuobjdump says nothing of registers:\n{text}"
+    registers, stack, _, local = (int(number) for number in match.groups())
+    return registers, max(stack, local)

@@ -1,0 +1,53 @@
+"""`python -m kernels.triton.gate [MODULE …]`: compiles every configuration of these modules, or of all, one JSON line each.
+
+A line holds what was read from the machine code and what is wrong with it (`faults`). Knows every module of this package
+that has `compilations()`; used by the tests and by bench/compiled_kernels.py, in processes without TRITON_INTERPRET.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import pkgutil
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from kernels.triton.compilation import Compilation, compile_kernel, faults
+
+FOLDER = Path(__file__).parent
+
+
+def module_names() -> list[str]:
+    """Every module of the package that declares configurations, found without importing any."""
+    names = sorted(info.name for info in pkgutil.iter_modules([str(FOLDER)]))
+    return [f"kernels.triton.{name}" for name in names if "\ndef compilations(" in (FOLDER / f"{name}.py").read_text("utf-8")]
+
+
+def compile_module(module: str) -> list[dict[str, Any]]:
+    """One row for each configuration and capability of `module`, in their order."""
+    declared: list[Compilation] = importlib.import_module(module).compilations()
+    return [_row(module, compilation, capability) for compilation in declared for capability in compilation.capabilities]
+
+
+def _row(module: str, compilation: Compilation, capability: int) -> dict[str, Any]:
+    row = {"module": module.rpartition(".")[2], "name": compilation.name, "capability": capability}
+    try:
+        compiled = compile_kernel(compilation, capability)
+    # Whatever Triton or its assembler cannot do is this row's fault; the other rows are still compiled.
+    except Exception as error:  # noqa: BLE001
+        return {**row, "faults": [f"does not compile: {type(error).__name__}: {error}"]}
+    return {**row, **asdict(compiled), "faults": faults(compilation, compiled)}
+
+
+def main(modules: Sequence[str]) -> None:
+    """Print the rows of `modules`, of all when there are none, as they are made."""
+    for module in modules or module_names():
+        for row in compile_module(module):
+            print(json.dumps(row), flush=True)  # noqa: T201
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,86 @@
+"""What a launcher may know of the card: its compute capability and the limits that go with it. Decides no tile sizes itself.
+
+Configurations are chosen by plain functions of shape and capability, never by trying them out at run time, so that tests,
+the compile gate and serving see the same kernels.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+from triton import knobs
+
+LOG2_E = 1.4426950408889634
+# Under the interpreter launchers choose as they would on this card.
+INTERPRETED_CAPABILITY = 90
+# Fewer than any card has: kernels that loop over their work with a fixed grid stay cheap to interpret.
+INTERPRETED_MULTIPROCESSORS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Card:
+    """Limits of one compute capability (CUDA C++ Programming Guide, table of technical specifications)."""
+
+    shared_bytes_max: int  # for one program
+    shared_bytes_multiprocessor: int
+    warps_multiprocessor: int
+    fp8: bool  # converts and multiplies e4m3 itself
+
+    def programs(self, registers: int, shared_bytes: int, num_warps: int) -> int:
+        """How many programs one multiprocessor holds at a time. Registers are given out in units of 256 per warp."""
+        by_registers = REGISTERS_MULTIPROCESSOR // (max(1, -(-registers * 32 // 256)) * 256 * num_warps)
+        by_shared = self.shared_bytes_multiprocessor // (shared_bytes + SHARED_BYTES_RESERVED)
+        return min(by_registers, by_shared, self.warps_multiprocessor // num_warps, PROGRAMS_MAX)
+
+
+REGISTERS_MULTIPROCESSOR = 65536
+SHARED_BYTES_RESERVED = 1024  # by the system, for each program
+PROGRAMS_MAX = 32
+TENSOR_MEMORY_COLUMNS = 512  # of a multiprocessor from capability 100 on
+_KIB = 1024
+
+CARDS: dict[int, Card] = {
+    80: Card(163 * _KIB, 164 * _KIB, 64, fp8=False),
+    86: Card(99 * _KIB, 100 * _KIB, 48, fp8=False),
+    89: Card(99 * _KIB, 100 * _KIB, 48, fp8=True),
+    90: Card(227 * _KIB, 228 * _KIB, 64, fp8=True),
+    100: Card(227 * _KIB, 228 * _KIB, 64, fp8=True),
+    120: Card(99 * _KIB, 100 * _KIB, 48, fp8=True),
+}
+
+
+def card(capability: int) -> Card:
+    """The newest known card that is not newer than `capability`. Raises ValueError below 80."""
+    known = [number for number in CARDS if number <= capability]
+    if not known:
+        raise ValueError(f"compute capability {capability // 10}.{capability % 10} is older than 8.0, the oldest supported")
+    return CARDS[max(known)]
+
+
+def interpreted() -> bool:
+    """Whether kernels run in Triton's interpreter, on tensors of the CPU."""
+    return bool(knobs.runtime.interpret)
+
+
+@functools.cache
+def capability(device: torch.device) -> int:
+    """10 · major + minor of the card: 80, 89, 90, 100. 90 under the interpreter."""
+    if device.type != "cuda":
+        return INTERPRETED_CAPABILITY
+    major, minor = torch.cuda.get_device_capability(device)
+    return major * 10 + minor
+
+
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    """How many programs run side by side at least: 132 on an H200, 4 under the interpreter."""
+    if device.type != "cuda":
+        return INTERPRETED_MULTIPROCESSORS
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def power_of_two(size: int) -> int:
+    """The smallest power of two that is at least `size` and at least 1: what `tl.arange` takes."""
+    return 1 << max(0, size - 1).bit_length()

@@ -1,0 +1,100 @@
+"""Inputs that make a careless kernel fail: poison outside what may be read, sentinels around what may be written."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import dataclass, field
+
+import torch
+
+# Lengths on both sides of a block's and a tile's edge.
+AWKWARD_LENGTHS = (1, 15, 16, 17, 31, 67)
+HEAD_DIMS = (64, 96, 128, 256)
+GROUPS = (1, 2, 4, 8)
+FLOATS = (torch.float32, torch.float16)  # bfloat16 arithmetic is wrong in the interpreter: load → float32 → store is right
+GUARD = 64  # elements on each side
+SENTINEL = 97  # a value that every dtype holds exactly: bytes of 0x61
+
+
+def poisoned(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """NaN everywhere; for integers their smallest value, an index that no table has."""
+    if dtype.is_floating_point:
+        return torch.full(shape, math.nan, dtype=torch.float32, device=device).to(dtype)
+    return torch.full(shape, torch.iinfo(dtype).min, dtype=dtype, device=device)
+
+
+def normal(*shape: int, dtype: torch.dtype, device: torch.device, seed: int = 0) -> torch.Tensor:
+    """Normal random numbers, the same on every device, rounded to `dtype`."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator).to(dtype).to(device)
+
+
+def padded_rows(rows: torch.Tensor, width: int) -> torch.Tensor:
+    """rows: [R, C] → the same values as a view [R, C] of a poisoned tensor [R, width]: rows lie `width` elements apart."""
+    wide = poisoned(rows.shape[0], width, dtype=rows.dtype, device=rows.device)
+    wide[:, : rows.shape[1]] = rows
+    return wide[:, : rows.shape[1]]
+
+
+@dataclass
+class Guarded:
+    """An output with sentinels before and after it. Give `tensor` to the kernel, then call `check()`.
+
+    The output itself begins as poison, so that an element that was left out shows in the comparison.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    tensor: torch.Tensor = field(init=False)
+    _memory: torch.Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        size = self.dtype.itemsize
+        count = math.prod(self.shape)
+        self._memory = torch.full(((count + 2 * GUARD) * size,), SENTINEL, dtype=torch.uint8, device=self.device)
+        self.tensor = self._memory.view(self.dtype)[GUARD : GUARD + count].view(self.shape)
+        self.tensor.copy_(poisoned(*self.shape, dtype=self.dtype, device=self.device))
+
+    def check(self) -> torch.Tensor:
+        """Raise when anything outside was written; returns the output."""
+        edge = GUARD * self.dtype.itemsize
+        outside = torch.cat([self._memory[:edge], self._memory[-edge:]])
+        assert bool((outside == SENTINEL).all()), "the kernel wrote outside its output"
+        return self.tensor
+
+
+def scattered_tables(lengths: list[int], block_size: int, *, seed: int = 5) -> tuple[list[list[int]], int]:
+    """Disjoint block tables in no order, and the size of their pool; every second table is longer than its request needs."""
+    counts = [-(-length // block_size) + index % 2 for index, length in enumerate(lengths)]
+    ids = list(range(sum(counts) + 3))
+    random.Random(seed).shuffle(ids)
+    return [[ids.pop() for _ in range(count)] for count in counts], sum(counts) + 3
+
+
+def table_tensor(tables: list[list[int]], device: torch.device, *, extra_columns: int = 1) -> torch.Tensor:
+    """[B, M] int32; columns beyond a request's own hold an id that no pool has."""
+    width = max((len(table) for table in tables), default=0) + extra_columns
+    rows = [table + [2**30] * (width - len(table)) for table in tables]
+    return torch.tensor(rows, dtype=torch.int32, device=device)
+
+
+def filled_cache(
+    tables: list[list[int]],
+    lengths: list[int],
+    shape: tuple[int, int, int, int],
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    seed: int = 3,
+) -> torch.Tensor:
+    """shape: (N, P, K, D) → [N, P, 2, K, D]: each request's first `length` tokens are random, everything else is NaN."""
+    num_blocks, block_size, kv_heads, head_dim = shape
+    cache = poisoned(num_blocks, block_size, 2, kv_heads, head_dim, dtype=torch.float32, device=device)
+    generator = torch.Generator().manual_seed(seed)
+    for table, length in zip(tables, lengths, strict=True):
+        for position in range(length):
+            values = torch.randn(2, kv_heads, head_dim, generator=generator).to(device)
+            cache[table[position // block_size], position % block_size] = values
+    return cache.to(dtype)
