@@ -1,7 +1,8 @@
 """Makes the lock files anew from pyproject.toml: `python3 installer/relock.py`. Needs `uv` on the PATH; never runs at a user's.
 
-One resolution gives all three files, so that they agree: `gpu.txt` is the closure of the dependencies with the `gpu` extra,
+One resolution gives three files, so that they agree: `gpu.txt` is the closure of the dependencies with the `gpu` extra,
 `cpu.txt` the same without what only the larger build of torch brings, `test.txt` what the `test` extra adds to either.
+`triton.txt` is apart: torch ties `gpu.txt` to one version of Triton, the kernels are tested at both ends of their range.
 """
 
 from __future__ import annotations
@@ -44,6 +45,29 @@ def resolve(pyproject: str, extras: tuple[str, ...], constraints: str) -> list[s
     return [line for line in answer.stdout.splitlines() if line and not line.startswith("#") and not _ELSEWHERE.search(line)]
 
 
+def ends_of_range(requirement: str) -> tuple[str, str]:
+    """Return the oldest and the newest version that `requirement` allows, as lines `name==version`."""
+    lines = []
+    for preference in ("lowest-direct", "highest"):
+        command = ["uv", "pip", "compile", "--quiet", "--no-config", "--no-header", "--no-annotate", "--no-deps"]
+        command += ["--python-version", PYTHON, "--resolution", preference, "-"]
+        answer = subprocess.run(command, input=requirement, capture_output=True, text=True, check=False)
+        if answer.returncode != 0:
+            sys.exit(answer.stderr)
+        lines.append(answer.stdout.strip())
+    return lines[0], lines[1]
+
+
+def triton_text(pyproject: str, why: dict[str, str]) -> str:
+    """Return the lock file of Triton's versions, oldest first."""
+    (wanted,) = [
+        line for line in tomllib.loads(pyproject)["project"]["optional-dependencies"]["gpu"] if line.startswith("triton")
+    ]
+    oldest, newest = ends_of_range(wanted)
+    what = "the kernels' tests: the oldest and the newest that pyproject.toml allows"
+    return _HEADER.format(what=what) + f"\n# {why['triton']}\n{oldest}\n# the same, the newest\n{newest}\n"
+
+
 def lock_text(what: str, lines: list[str], why: dict[str, str]) -> str:
     """Return a lock file: direct dependencies first, each under its reason, then what they need."""
     direct, others = [], []
@@ -71,7 +95,7 @@ def without_gpu(lines: list[str]) -> list[str]:
 
 
 def main() -> None:
-    """Write the three files."""
+    """Write the four files."""
     pyproject = (REPO / "pyproject.toml").read_text("utf-8")
     version = tomllib.loads(pyproject)["project"]["version"]
     why = reasons(pyproject)
@@ -85,6 +109,7 @@ def main() -> None:
         "gpu": lock_text("machines with an NVIDIA GPU", run, why),
         "cpu": lock_text("machines without a GPU", without_gpu(run), why),
         "test": lock_text("the tests, beside cpu.txt or gpu.txt", added, why),
+        "triton": triton_text(pyproject, why),
     }
     for profile, text in texts.items():
         (REQUIREMENTS / f"{profile}.txt").write_text(text, "utf-8")

@@ -18,7 +18,8 @@ Makes .venv with the test packages, then runs the test suite from the clone's fo
   python3 installer test                          everything
   python3 installer test tests/unit -k quota      a part, paths as seen from the clone
   python3 installer test -- --help                pytest's own help
-What needs PostgreSQL or a browser is skipped where there is none; GATEHOUSE_REQUIRE=postgres,browser makes that a failure.
+What needs PostgreSQL, a browser or a version of Triton is skipped where there is none;
+GATEHOUSE_REQUIRE=postgres,browser,triton makes that a failure.
 """
 
 

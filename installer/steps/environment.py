@@ -14,13 +14,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from steps import machine, pip, stamp
-from steps.locks import Lock, read_lock
+from steps.locks import Lock, read_lock, read_test_lock
 from steps.place import REPO, VENV, venv_python
 from steps.progress import Step
 from steps.refusal import Refusal
 
 _NEEDED_MIB = {"cpu": 2200, "gpu": 9000}
-_NEEDED_TEST_MIB = 600
+_NEEDED_TEST_MIB = 2400  # two versions of Triton are 1650 of them
 _LOCK_POLL_S = 0.3
 # Where the builds of torch without a GPU's libraries are published; the ordinary index has one build per system.
 _SMALL_TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
@@ -47,7 +47,7 @@ def profile_for(device: str) -> str:
 def ensure(profile: str, *, with_tests: bool, venv: Path = VENV) -> None:
     """Make `venv` complete for `profile`. Raises Refusal when that cannot be done; then no `venv` of ours stays behind."""
     run = read_lock(profile)
-    test = read_lock("test") if with_tests else None
+    test = read_test_lock() if with_tests else None
     if stamp.state(venv, run, test) == "ready":
         return
     machine.check_interpreter()
@@ -75,7 +75,7 @@ def describe(profile: str, venv: Path = VENV) -> str:
         "untested": "ready, without the test packages",
         "ready": "ready, with the test packages",
     }
-    return words[stamp.state(venv, read_lock(profile), read_lock("test"))]
+    return words[stamp.state(venv, read_lock(profile), read_test_lock())]
 
 
 @contextlib.contextmanager
@@ -117,6 +117,7 @@ def _build(venv: Path, run: Lock, test: Lock | None, *, add_tests_only: bool) ->
             _link_clone(venv)
         if test is not None:
             _install_lock(venv, test, "test packages")
+            _install_tritons(venv, run)
         shutil.rmtree(venv / "tmp", ignore_errors=True)
         version = stamp.interpreter_version(venv) or platform.python_version()
         stamp.write_stamp(
@@ -181,6 +182,23 @@ def _install_lock(venv: Path, lock: Lock, what: str) -> None:
     )
     with Step(f"Installing {len(wanted)} {what}") as step:
         pip.install(venv, ["--no-deps", "-r", str(listing)], step, expected=len(wanted))
+
+
+def _install_tritons(venv: Path, run: Lock) -> None:
+    """Install both ends of the range of Triton that the kernels are written for; it is made for Linux alone.
+
+    Where torch brings no Triton of its own the newest goes into the environment; any other has a folder `triton-<version>`.
+    """
+    if sys.platform != "linux":
+        return
+    for left in venv.glob("triton-*"):
+        shutil.rmtree(left)
+    oldest, newest = (pin.version for pin in read_lock("triton").pins)
+    own = next((pin.version for pin in run.pins if pin.name == "triton"), newest)
+    for version in (oldest, newest):
+        place = [] if version == own else ["--target", str(venv / f"triton-{version}")]
+        with Step(f"Installing Triton {version} for the kernels' tests") as step:
+            pip.install(venv, ["--no-deps", *place, f"triton=={version}"], step, expected=1)
 
 
 def _link_clone(venv: Path) -> None:

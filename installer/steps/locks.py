@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from steps.place import REQUIREMENTS
@@ -23,7 +23,7 @@ class Pin:
 
 @dataclass(frozen=True)
 class Lock:
-    """One lock file. `profile` is cpu, gpu or test; `digest` changes with every byte of the file."""
+    """One lock file. `profile` is cpu, gpu, test or triton; `digest` changes with every byte of the file."""
 
     profile: str
     path: Path
@@ -56,6 +56,12 @@ def read_lock(profile: str, folder: Path = REQUIREMENTS) -> Lock:
     path = folder / f"{profile}.txt"
     content = path.read_bytes()
     return Lock(profile, path, parse(content.decode("utf-8")), hashlib.sha256(content).hexdigest())
+
+
+def read_test_lock(folder: Path = REQUIREMENTS) -> Lock:
+    """Read the lock of the test packages; its digest also changes with that of the Tritons, which are installed with them."""
+    lock, tritons = read_lock("test", folder), read_lock("triton", folder)
+    return replace(lock, digest=hashlib.sha256(f"{lock.digest} {tritons.digest}".encode()).hexdigest())
 
 
 def normalised(name: str) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from steps import environment, machine, pip, stamp
-from steps.locks import Lock, parse, read_lock
+from steps.locks import Lock, parse, read_lock, read_test_lock
 from steps.progress import Step
 from steps.refusal import Refusal
 
@@ -53,7 +53,7 @@ def fake(venv: Path, monkeypatch: pytest.MonkeyPatch) -> FakePip:
 
 
 def run_state(venv: Path, *, tests: bool = False) -> str:
-    return stamp.state(venv, read_lock("cpu"), read_lock("test") if tests else None)
+    return stamp.state(venv, read_lock("cpu"), read_test_lock() if tests else None)
 
 
 def test_a_first_run_installs_torch_first_and_everything_by_exact_version(venv: Path, fake: FakePip) -> None:
@@ -72,10 +72,10 @@ def test_a_second_run_asks_pip_for_nothing(venv: Path, fake: FakePip) -> None:
 def test_the_tests_add_their_packages_to_what_is_there(venv: Path, fake: FakePip) -> None:
     environment.ensure("cpu", with_tests=False, venv=venv)
     environment.ensure("cpu", with_tests=True, venv=venv)
-    assert len(fake.calls) == 3
+    assert [call[-1] for call in fake.calls[3:]] == ["triton==3.6.0", "triton==3.9.0"]
     assert run_state(venv, tests=True) == "ready"
     environment.ensure("cpu", with_tests=False, venv=venv)
-    assert len(fake.calls) == 3, "an environment with the test packages serves as well"
+    assert len(fake.calls) == 5, "an environment with the test packages serves as well"
 
 
 def test_a_machine_with_a_gpu_gets_its_own_lock(venv: Path, fake: FakePip) -> None:
@@ -83,6 +83,44 @@ def test_a_machine_with_a_gpu_gets_its_own_lock(venv: Path, fake: FakePip) -> No
     assert fake.calls[0] == ["--no-deps", "torch==2.13.0"]
     assert stamp.state(venv, read_lock("gpu"), None) == "ready"
     assert stamp.state(venv, read_lock("cpu"), None) == "stale"
+
+
+def tritons(fake: FakePip) -> dict[str, str]:
+    """Version of Triton -> the folder it was put into, empty for the environment itself."""
+    calls = [call for call in fake.calls if call[-1].startswith("triton==")]
+    return {call[-1].removeprefix("triton=="): Path(call[2]).name if call[1] == "--target" else "" for call in calls}
+
+
+def test_without_a_gpu_the_newest_triton_is_the_environments_and_the_oldest_lies_beside_it(venv: Path, fake: FakePip) -> None:
+    environment.ensure("cpu", with_tests=True, venv=venv)
+    assert tritons(fake) == {"3.6.0": "triton-3.6.0", "3.9.0": ""}
+
+
+def test_the_triton_that_torch_is_tied_to_is_not_replaced_by_the_tests(venv: Path, fake: FakePip) -> None:
+    environment.ensure("gpu", with_tests=True, venv=venv)
+    assert tritons(fake) == {"3.6.0": "triton-3.6.0", "3.9.0": "triton-3.9.0"}
+
+
+def test_a_triton_that_the_lock_no_longer_names_is_removed(venv: Path, fake: FakePip) -> None:
+    environment.ensure("cpu", with_tests=False, venv=venv)
+    (venv / "triton-3.5.0" / "triton").mkdir(parents=True)
+    environment.ensure("cpu", with_tests=True, venv=venv)
+    assert not (venv / "triton-3.5.0").exists()
+
+
+def test_triton_is_not_asked_for_where_there_is_none(venv: Path, fake: FakePip, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "platform", "darwin")
+    environment.ensure("cpu", with_tests=True, venv=venv)
+    assert tritons(fake) == {}
+
+
+def test_a_changed_choice_of_tritons_makes_the_test_packages_old(venv: Path, fake: FakePip, tmp_path: Path) -> None:
+    for profile in ("test", "triton"):
+        (tmp_path / f"{profile}.txt").write_bytes(read_lock(profile).path.read_bytes())
+    same = read_test_lock(tmp_path).digest
+    assert same == read_test_lock().digest
+    (tmp_path / "triton.txt").write_text("triton==3.6.0\ntriton==3.9.1\n")
+    assert read_test_lock(tmp_path).digest != same
 
 
 def test_a_failing_pip_leaves_nothing_behind(venv: Path, fake: FakePip) -> None:

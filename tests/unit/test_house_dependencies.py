@@ -58,6 +58,17 @@ def test_a_machine_without_a_gpu_gets_nothing_for_one() -> None:
     assert versions(read_lock("cpu"))["torch"].endswith("+cpu")
 
 
+def test_the_kernels_are_tested_with_both_ends_of_the_range_of_triton() -> None:
+    (range_of_triton,) = (wanted for wanted in direct("gpu") if wanted.name == "triton")
+    pins = read_lock("triton").pins
+    assert {pin.name for pin in pins} == {"triton"}
+    oldest, newest = (tuple(map(int, pin.version.split("."))) for pin in pins)
+    assert oldest < newest
+    assert all(range_of_triton.specifier.contains(pin.version) for pin in pins)
+    assert not range_of_triton.specifier.contains(f"{oldest[0]}.{oldest[1] - 1}.9")
+    assert not range_of_triton.specifier.contains(f"{newest[0]}.{newest[1] + 1}.0")
+
+
 def test_the_lock_is_whole() -> None:
     from importlib import metadata
 

@@ -1,0 +1,94 @@
+"""The gate itself: what it must refuse, on kernels made to be refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from kernels.triton.compilation import Compilation, Compiled, faults
+from kernels.triton.tuning import CARDS, card, power_of_two
+
+
+class Kernel:
+    """Stands for a compiled function: only its arguments' names are read."""
+
+    arg_names = ("x", "n", "BLOCK")
+
+
+GOOD = Compiled(
+    name="k",
+    capability=90,
+    triton="3.9.0",
+    num_warps=4,
+    num_stages=3,
+    registers=64,
+    spill_bytes=0,
+    shared_bytes=1000,
+    tensor_memory_columns=0,
+    tensor_instructions=("wgmma.mma_async",),
+    programs=8,
+    compile_s=0.1,
+)
+
+
+def asked(**options: Any) -> Compilation:
+    return Compilation("k", Kernel(), {"x": "*bf16", "n": "i32"}, {"BLOCK": 64}, **options)
+
+
+def test_what_fits_may_be_served() -> None:
+    assert faults(asked(tensor_cores=True), GOOD) == []
+
+
+@pytest.mark.parametrize(
+    ("wrong", "word"),
+    [
+        ({"spill_bytes": 8}, "spills 8 bytes"),
+        ({"shared_bytes": CARDS[90].shared_bytes_max + 1}, "shared memory"),
+        ({"tensor_memory_columns": 513}, "tensor memory"),
+        ({"programs": 0}, "does not fit"),
+        ({"tensor_instructions": ("mma.sync",)}, "lacks wgmma"),
+        ({"capability": 80}, "lacks mma.sync"),
+        ({"capability": 100}, "lacks tcgen05"),
+    ],
+)
+def test_what_does_not_fit_is_refused_in_words(wrong: dict[str, Any], word: str) -> None:
+    (found,) = faults(asked(tensor_cores=True), replace(GOOD, **wrong))
+    assert word in found
+
+
+def test_a_tile_of_few_rows_needs_the_instruction_that_every_card_has() -> None:
+    small = asked(tensor_cores=True, small_tile=True)
+    assert faults(small, replace(GOOD, tensor_instructions=("mma.sync",))) == []
+    assert faults(small, replace(GOOD, tensor_instructions=())) != []
+
+
+def test_spills_up_to_the_stated_number_are_let_through() -> None:
+    assert faults(asked(spill_bytes_max=16), replace(GOOD, spill_bytes=16)) == []
+
+
+@pytest.mark.parametrize(
+    ("signature", "constexprs"),
+    [({"x": "*bf16"}, {"BLOCK": 64}), ({"x": "*bf16", "n": "i32", "m": "i32"}, {"BLOCK": 64}), ({"x": "*bf16"}, {"x": 1})],
+)
+def test_a_configuration_names_each_argument_once(signature: dict[str, str], constexprs: dict[str, object]) -> None:
+    with pytest.raises(AssertionError):
+        Compilation("k", Kernel(), signature, constexprs)
+
+
+def test_a_newer_card_is_taken_for_the_newest_known_before_it() -> None:
+    assert card(103) is CARDS[100]
+    assert card(87) is CARDS[86]
+    with pytest.raises(ValueError, match="older than"):
+        card(75)
+
+
+@pytest.mark.parametrize(("registers", "programs"), [(64, 8), (65, 7), (128, 4), (255, 2), (16, 16)])
+def test_registers_decide_how_many_programs_run_side_by_side(registers: int, programs: int) -> None:
+    assert card(90).programs(registers, 0, 4) == programs
+
+
+@pytest.mark.parametrize(("size", "power"), [(0, 1), (1, 1), (2, 2), (3, 4), (128, 128), (129, 256)])
+def test_a_size_is_rounded_up_to_a_power_of_two(size: int, power: int) -> None:
+    assert power_of_two(size) == power

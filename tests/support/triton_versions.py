@@ -1,0 +1,72 @@
+"""The versions of Triton on this machine and how a process is started with one: the environment's, and others beside it.
+
+The installer puts the newest that pyproject.toml allows into the test environment and the oldest into its folder
+`triton-<version>`. CI names `triton` in GATEHOUSE_REQUIRE: a version that is absent then fails what it was to test.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from steps.locks import read_lock
+
+REPO = Path(__file__).resolve().parents[2]
+ENVIRONMENT = Path(sys.prefix)
+
+
+@dataclass(frozen=True)
+class TritonVersion:
+    """One version; `folder` stands before everything else on the path, None is the environment's own."""
+
+    version: str
+    folder: Path | None
+
+    def environment(self, cache: Path, *, interpret: bool) -> dict[str, str]:
+        """Variables of a process that uses this version, compiling into `cache`, or interpreting."""
+        kept = {name: value for name, value in os.environ.items() if name not in ("TRITON_INTERPRET", "PYTHONPATH")}
+        path = {"PYTHONPATH": str(self.folder)} if self.folder is not None else {}
+        mode = {"TRITON_INTERPRET": "1"} if interpret else {}
+        return {**kept, **path, **mode, "TRITON_CACHE_DIR": str(cache), "PYTHONDONTWRITEBYTECODE": "1"}
+
+    def compile_module(self, module: str, cache: Path) -> list[dict[str, Any]]:
+        """The rows of `python -m kernels.triton.gate MODULE`. Raises AssertionError with its last words when it fails."""
+        answer = subprocess.run(
+            [sys.executable, "-m", "kernels.triton.gate", module],
+            cwd=REPO,
+            env=self.environment(cache, interpret=False),
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert answer.returncode == 0, answer.stderr[-3000:]
+        return [json.loads(line) for line in answer.stdout.splitlines()]
+
+
+def promised() -> list[str]:
+    """The versions that the lock names, oldest first: the ends of the range that the kernels are written for."""
+    return [pin.version for pin in read_lock("triton").pins]
+
+
+def installed() -> list[TritonVersion]:
+    """The environment's own version first, then those in folders beside it."""
+    try:
+        found = [TritonVersion(metadata.version("triton"), None)]
+    except metadata.PackageNotFoundError:
+        found = []
+    for folder in sorted(ENVIRONMENT.glob("triton-*")):
+        version = folder.name.removeprefix("triton-")
+        if version not in {other.version for other in found}:
+            found.append(TritonVersion(version, folder))
+    return found
+
+
+def find(version: str) -> TritonVersion | None:
+    """The version of that name, None when this machine does not have it."""
+    return next((found for found in installed() if found.version == version), None)
