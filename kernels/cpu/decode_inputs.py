@@ -1,0 +1,49 @@
+"""Inputs of the next decode step from the state of its slots, and that state after a step, without a look at any value."""
+
+from __future__ import annotations
+
+import torch
+
+
+def prepare_decode(
+    slots: torch.Tensor,
+    last_tokens: torch.Tensor,
+    num_tokens: torch.Tensor,
+    slot_tables: torch.Tensor,
+    *,
+    block_size: int,
+    token_ids: torch.Tensor,
+    positions: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    context_lens: torch.Tensor,
+    block_tables: torch.Tensor,
+) -> None:
+    """Row i of the step is slot `slots[i]`, whose last token is not yet in the cache; a row below 0 is padding.
+
+    Reads slots: [B] int32, last_tokens and num_tokens: [S], slot_tables: [S, M] int32. Writes token_ids: [B], positions: [B]
+    (num_tokens - 1), slot_mapping: [B] int64 (-1 where the table has no place for the position), context_lens: [B] int32
+    (num_tokens), block_tables: [B, M] int32, of each row only the blocks that its context reaches. Padding gets token 0,
+    position 0, slot -1, length 0.
+    """
+    active = slots >= 0
+    rows = slots.clamp_min(0).long()
+    context = num_tokens.index_select(0, rows).where(active, 0).long()
+    last = (context - 1).clamp_min_(0)
+    columns = slot_tables.shape[1]
+    column = last // block_size
+    tables = slot_tables.index_select(0, rows)
+    block = tables.gather(1, column.clamp_max(columns - 1)[:, None])[:, 0].long()
+    token_ids.copy_(last_tokens.index_select(0, rows).where(active, 0))
+    positions.copy_(last)
+    slot_mapping.copy_((block * block_size + last % block_size).where(active & (column < columns) & (context > 0), -1))
+    context_lens.copy_(context)
+    reached = torch.arange(columns, device=slots.device) * block_size < context[:, None]
+    block_tables.copy_(torch.where(reached, tables, block_tables))
+
+
+def advance_slots(slots: torch.Tensor, sampled: torch.Tensor, last_tokens: torch.Tensor, num_tokens: torch.Tensor) -> None:
+    """The tokens of a step become the last of their slots: slots: [B] int32 (below 0: padding), sampled: [B]; in place."""
+    active = slots >= 0
+    rows = slots[active].long()
+    last_tokens.index_copy_(0, rows, sampled[active].to(last_tokens.dtype))
+    num_tokens.index_add_(0, rows, torch.ones_like(rows, dtype=num_tokens.dtype))

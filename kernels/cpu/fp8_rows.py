@@ -1,0 +1,22 @@
+"""Rows in e4m3 (arXiv 2209.05433), each with the scale that lets its largest element just fit."""
+
+from __future__ import annotations
+
+import torch
+
+FP8 = torch.float8_e4m3fn
+FP8_MAX = 448.0
+ROW_MAX_MIN = 1e-12
+"""A row of nothing but zeros, or of less than this, is scaled as if this were its largest element."""
+
+
+def quantize_rows_fp8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """x: [T, hidden] → e4m3 [T, hidden] and scales [T, 1] float32; x ≈ e4m3 · scale"""
+    wide = x.float()
+    largest = wide.abs().amax(dim=-1, keepdim=True).clamp_min_(ROW_MAX_MIN)
+    return to_fp8(wide * (FP8_MAX / largest)), largest / FP8_MAX
+
+
+def to_fp8(x: torch.Tensor) -> torch.Tensor:
+    """Nearest e4m3 value; what lies beyond the largest becomes the largest (torch alone would make it NaN)."""
+    return x.clamp(-FP8_MAX, FP8_MAX).to(FP8)

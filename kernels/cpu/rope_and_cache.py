@@ -1,0 +1,58 @@
+"""Between projection and attention: queries and keys normalised and rotated, keys and values written to the cache."""
+
+from __future__ import annotations
+
+import torch
+
+from kernels.cpu.elementwise import rms_norm, rope
+from kernels.cpu.fp8_rows import to_fp8
+
+
+def rope_and_cache(
+    qkv: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    kv_cache: torch.Tensor | None,
+    slot_mapping: torch.Tensor,
+    *,
+    num_kv_heads: int,
+    rotary_dim: int,
+    q_weight: torch.Tensor | None = None,
+    k_weight: torch.Tensor | None = None,
+    eps: float = 0.0,
+    kv_scales: torch.Tensor | None = None,
+) -> None:
+    """qkv: [T, H+2K, D], cos and sin: [T, 1, rotary_dim] as `rope` takes them; in place, and into kv_cache: [N, P, 2, K, D].
+
+    Weights of QK-norm are [D] for each head by itself, or [H·D] and [K·D] for the heads of a token together. slot_mapping:
+    [T] int64, block · P + offset, below 0 for a token that is not written. kv_scales: [2] float32, of keys and of values: an
+    e4m3 cache holds value / scale, None is one. Without a cache nothing is written.
+    """
+    num_heads = qkv.shape[1] - 2 * num_kv_heads
+    if q_weight is not None and k_weight is not None:
+        _normalise(qkv[:, :num_heads], q_weight, eps)
+        _normalise(qkv[:, num_heads : num_heads + num_kv_heads], k_weight, eps)
+    rope(qkv[:, : num_heads + num_kv_heads, :rotary_dim], cos, sin)
+    if kv_cache is not None:
+        _write(qkv[:, num_heads:], kv_cache, slot_mapping, kv_scales)
+
+
+def _normalise(heads: torch.Tensor, weight: torch.Tensor, eps: float) -> None:
+    """heads: [T, heads, D], in place: each by itself, or all of a token together."""
+    together = weight.shape[0] != heads.shape[-1]
+    rows = heads.flatten(1) if together else heads
+    heads.copy_(rms_norm(rows, weight, eps).view(heads.shape))
+
+
+def _write(kv: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor, kv_scales: torch.Tensor | None) -> None:
+    rows = kv.flatten(1)
+    slots = kv_cache.view(kv_cache.shape[0] * kv_cache.shape[1], -1)
+    if kv_cache.dtype is not kv.dtype:
+        wide = kv.float().view(kv.shape[0], 2, -1)
+        scaled = wide if kv_scales is None else wide / kv_scales[:, None]
+        rows, slots = to_fp8(scaled).flatten(1).view(torch.uint8), slots.view(torch.uint8)
+    try:
+        slots.index_copy_(0, slot_mapping, rows)
+    except IndexError:  # padding is rare here, and asking for it costs as much as a write
+        written = slot_mapping >= 0
+        slots.index_copy_(0, slot_mapping[written], rows[written])

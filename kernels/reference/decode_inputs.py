@@ -1,0 +1,46 @@
+"""Inputs of the next decode step from the state of its slots, row by row."""
+
+from __future__ import annotations
+
+import torch
+
+
+def prepare_decode(
+    slots: torch.Tensor,
+    last_tokens: torch.Tensor,
+    num_tokens: torch.Tensor,
+    slot_tables: torch.Tensor,
+    *,
+    block_size: int,
+    token_ids: torch.Tensor,
+    positions: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    context_lens: torch.Tensor,
+    block_tables: torch.Tensor,
+) -> None:
+    """Row i of the step is slot `slots[i]`, whose last token is not yet in the cache; a row below 0 is padding.
+
+    Reads slots: [B] int32, last_tokens and num_tokens: [S], slot_tables: [S, M] int32. Writes token_ids: [B], positions: [B]
+    (num_tokens - 1), slot_mapping: [B] int64 (-1 where the table has no place for the position), context_lens: [B] int32
+    (num_tokens), block_tables: [B, M] int32, of each row only the blocks that its context reaches. Padding gets token 0,
+    position 0, slot -1, length 0.
+    """
+    for row, slot in enumerate(slots.tolist()):
+        length = int(num_tokens[slot]) if slot >= 0 else 0
+        token_ids[row] = last_tokens[slot] if slot >= 0 else 0
+        positions[row] = max(0, length - 1)
+        context_lens[row] = length
+        slot_mapping[row] = -1
+        column, offset = divmod(max(0, length - 1), block_size)
+        if length > 0 and column < slot_tables.shape[1]:
+            slot_mapping[row] = int(slot_tables[slot, column]) * block_size + offset
+        for index in range(min(slot_tables.shape[1], -(-length // block_size))):
+            block_tables[row, index] = slot_tables[slot, index]
+
+
+def advance_slots(slots: torch.Tensor, sampled: torch.Tensor, last_tokens: torch.Tensor, num_tokens: torch.Tensor) -> None:
+    """The tokens of a step become the last of their slots: slots: [B] int32 (below 0: padding), sampled: [B]; in place."""
+    for row, slot in enumerate(slots.tolist()):
+        if slot >= 0:
+            last_tokens[slot] = sampled[row]
+            num_tokens[slot] += 1

@@ -1,0 +1,45 @@
+"""RMS normalisation with the residual sum before it and the quantisation behind it, as the formulas say, in float32."""
+
+from __future__ import annotations
+
+import torch
+
+from kernels.reference.elementwise import rms_norm
+from kernels.reference.fp8_rows import quantize_rows_fp8
+
+
+def add_rms_norm(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor | None,
+    eps: float,
+    *,
+    alpha: float = 1.0,
+    branch_weight: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """x, residual: [..., hidden] → rms_norm(sum) · weight and sum = residual + alpha · x; the sum is rounded to x's dtype.
+
+    With `branch_weight` x is normalised by itself before it is added. Without `weight` the sum is the first result too.
+    """
+    branch = x.float() if branch_weight is None else rms_norm(x.float(), branch_weight, eps)
+    total = (residual.float() + alpha * branch).to(x.dtype)
+    return (total if weight is None else rms_norm(total, weight, eps)), total
+
+
+def rms_norm_fp8(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """x: [T, hidden] → e4m3 [T, hidden] and its row scales [T, 1] float32"""
+    return quantize_rows_fp8(rms_norm(x.float(), weight, eps))
+
+
+def add_rms_norm_fp8(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    *,
+    alpha: float = 1.0,
+    branch_weight: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """As `add_rms_norm` → e4m3 [T, hidden], row scales [T, 1] float32, sum [T, hidden] in x's dtype"""
+    _, total = add_rms_norm(x, residual, None, eps, alpha=alpha, branch_weight=branch_weight)
+    return *rms_norm_fp8(total, weight, eps), total
