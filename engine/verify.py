@@ -18,7 +18,7 @@ from engine.chat_template import ChatTemplate, ChatTemplateError, NoChatTemplate
 from engine.config.model import load_model_config
 from engine.errors import ModelError, NotAModelDirectory
 from engine.models.decoder import Decoder
-from engine.runner.weights import load_weights, weight_files
+from engine.runner.weights import WeightsSize, load_weights, weight_files
 from engine.text import Tokenizer
 
 REPORT_FRACTION = 0.05
@@ -37,7 +37,7 @@ def verify_model(directory: Path, *, progress: Callable[[float], None] = lambda 
     return {
         "architecture": config.family.architecture,
         "tensors": len(plan.places),
-        "parameters": sum(place.numel() for place in plan.places.values()),
+        "parameters": WeightsSize.of(plan).num_parameters,
         "weights_bytes": sum(path.stat().st_size for path in weight_files(directory)),
         "vocab_size": config.vocab_size,
         "tokenizer_size": tokenizer_size,

@@ -6,38 +6,52 @@ from collections.abc import Sequence
 
 import torch
 
-from engine.runner.weights import WeightPlan
+from engine.runner.weights import StoredLinear, WeightPlan
 from kernels import ops
 
 
 class FusedLinear:
     """y = x Wᵀ + b, where W stacks the matrices `parts` = [(checkpoint name, rows), …].
 
-    Plain tensors while weights are loaded; after `pack` only the kernel's own form remains.
+    Plain tensors while weights are loaded, or what the plan's `storage` says; after `pack` only the kernel's own form remains.
     """
 
     def __init__(
         self, parts: Sequence[tuple[str, int]], columns: int, *, bias: bool, dtype: torch.dtype, device: torch.device
     ) -> None:
-        self._parts = parts
-        rows = sum(size for _, size in parts)
-        self._weight: torch.Tensor | None = torch.empty(rows, columns, dtype=dtype, device=device)
-        self._bias = torch.empty(rows, dtype=dtype, device=device) if bias else None
+        self._parts, self._columns, self._has_bias = parts, columns, bias
+        self._dtype, self._device = dtype, device
+        self._weight: torch.Tensor | None = None
+        self._bias: torch.Tensor | None = None
+        self._stored: StoredLinear | None = None
         self._kernel: ops.LinearKernel | None = None
 
     def plan(self, plan: WeightPlan, prefix: str) -> None:
         """Each part of the checkpoint goes to its rows here."""
-        assert self._weight is not None, "the weights are packed already"
-        start = 0
-        for name, size in self._parts:
-            plan.add(f"{prefix}.{name}.weight", self._weight.narrow(0, start, size))
+        assert self._kernel is None, "the weights are packed already"
+        modules = [(f"{prefix}.{name}", size) for name, size in self._parts]
+        if plan.storage is not None:
+            self._stored = plan.storage.linear(
+                modules, self._columns, bias=self._has_bias, dtype=self._dtype, device=self._device
+            )
+        if self._stored is not None:
+            self._stored.plan(plan)
+            return
+        start, rows = 0, sum(size for _, size in modules)
+        self._weight = torch.empty(rows, self._columns, dtype=self._dtype, device=self._device)
+        self._bias = torch.empty(rows, dtype=self._dtype, device=self._device) if self._has_bias else None
+        for module, size in modules:
+            plan.add(f"{module}.weight", self._weight.narrow(0, start, size))
             if self._bias is not None:
-                plan.add(f"{prefix}.{name}.bias", self._bias.narrow(0, start, size))
+                plan.add(f"{module}.bias", self._bias.narrow(0, start, size))
             start += size
 
     def pack(self, packer: ops.LinearPacker = ops.pack_linear) -> None:
         """Bind the loaded weights to a kernel and let go of the plain tensor."""
-        assert self._weight is not None, "the weights are packed already"
+        if self._stored is not None:
+            self._kernel, self._stored = self._stored.pack(packer), None
+            return
+        assert self._weight is not None, "there are no weights, or they are packed already"
         self._kernel = packer(self._weight, self._bias)
         self._weight = None
 

@@ -6,37 +6,71 @@ several places in one tensor, so nothing is held twice. Missing, unexpected and 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
 
 from engine.config.model import read_json
 from engine.errors import WeightsError
+from kernels import ops
 
 NAMES_SHOWN_MAX = 8
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 
 
+class Place(Protocol):
+    """What takes a tensor of the checkpoint in a way of its own, and how much it is in memory."""
+
+    num_parameters: int
+    num_bytes: int
+
+    def take(self, tensor: torch.Tensor) -> None:
+        """Raises `WeightsError` with what is wrong about shape or type, without the name."""
+
+
+class StoredLinear(Protocol):
+    """A fused linear module whose matrices are not plain tensors, from its plan to its kernel."""
+
+    def plan(self, plan: WeightPlan) -> None: ...
+
+    def pack(self, packer: ops.LinearPacker) -> ops.LinearKernel: ...
+
+
+class LinearStorage(Protocol):
+    """How the linear modules of a model are stored; `modules` are names and rows, one below the other."""
+
+    def linear(
+        self, modules: Sequence[tuple[str, int]], columns: int, *, bias: bool, dtype: torch.dtype, device: torch.device
+    ) -> StoredLinear | None:
+        """None where plain tensors are meant."""
+
+
 @dataclass(slots=True)
 class WeightPlan:
     """`places` maps a checkpoint name to the (view of a) tensor that takes it; `twins` are copies of tied tensors.
 
-    Checkpoints may leave out `optional_prefix`; tensors whose names begin with one of `ignored` are not needed.
+    Checkpoints may leave out `optional_prefix` and the tensors of `optional`; tensors whose names begin with one of `ignored`
+    are not needed. `storage` has a say in how linear modules are stored.
     """
 
-    places: dict[str, torch.Tensor] = field(default_factory=dict)
+    places: dict[str, torch.Tensor | Place] = field(default_factory=dict)
     twins: dict[str, str] = field(default_factory=dict)
     optional_prefix: str = ""
     ignored: tuple[str, ...] = ()
+    optional: set[str] = field(default_factory=set)
+    storage: LinearStorage | None = None
 
-    def add(self, name: str, place: torch.Tensor) -> None:
+    def add(self, name: str, place: torch.Tensor | Place, *, optional: bool = False) -> None:
         assert name not in self.places, f"two places for {name}"
         self.places[name] = place
+        if optional:
+            self.optional.add(name)
 
     def name_of(self, stored: str) -> str:
         """The name here of what the checkpoint calls `stored`."""
@@ -53,8 +87,14 @@ class WeightsSize:
 
     @classmethod
     def of(cls, plan: WeightPlan) -> WeightsSize:
-        places = plan.places.values()
-        return cls(sum(place.numel() for place in places), sum(place.numel() * place.element_size() for place in places))
+        sizes = [_size(place) for place in plan.places.values()]
+        return cls(sum(parameters for parameters, _ in sizes), sum(num_bytes for _, num_bytes in sizes))
+
+
+def _size(place: torch.Tensor | Place) -> tuple[int, int]:
+    if isinstance(place, torch.Tensor):
+        return place.numel(), place.numel() * place.element_size()
+    return place.num_parameters, place.num_bytes
 
 
 def weight_files(directory: Path) -> list[Path]:
@@ -71,6 +111,18 @@ def weight_files(directory: Path) -> list[Path]:
         if not path.is_file():
             raise WeightsError(f"{path} is missing; the weights must be {SINGLE_FILE} or the shards of {INDEX_FILE}")
     return files
+
+
+def stored_names(directory: Path) -> set[str]:
+    """Names of all tensors in the files of a model directory. Raises `WeightsError`."""
+    names: set[str] = set()
+    for path in weight_files(directory):
+        try:
+            with safe_open(path, framework="pt") as tensors:
+                names.update(tensors.keys())
+        except (SafetensorError, OSError) as error:
+            raise WeightsError(f"{path} is not a readable safetensors file: {error}") from error
+    return names
 
 
 def load_weights(directory: Path, plan: WeightPlan, *, progress: Callable[[float], None]) -> None:
@@ -105,24 +157,46 @@ def _take(plan: WeightPlan, name: str, read: Callable[[], torch.Tensor], path: P
     place = plan.places.get(name)
     if place is None:
         return False
-    tensor = read()
-    if tensor.shape != place.shape:
-        raise WeightsError(f"{path.name}: tensor {name} has shape {tuple(tensor.shape)}, expected {tuple(place.shape)}")
-    if not tensor.is_floating_point():
-        raise WeightsError(f"{path.name}: tensor {name} is {tensor.dtype}, expected a floating-point type")
-    place.copy_(tensor)
+    try:
+        if isinstance(place, torch.Tensor):
+            copy_checked(place, read())
+        else:
+            place.take(read())
+    except WeightsError as error:
+        raise WeightsError(f"{path.name}: tensor {name} {error}") from error
     return True
+
+
+def copy_checked(place: torch.Tensor, tensor: torch.Tensor) -> None:
+    """Copy a tensor of the same shape, and of the same kind: codes of a quantised matrix are no numbers by themselves.
+
+    Raises `WeightsError` without the name of the tensor.
+    """
+    if tensor.shape != place.shape:
+        raise WeightsError(f"has shape {tuple(tensor.shape)}, expected {tuple(place.shape)}")
+    if place.is_floating_point() and not tensor.is_floating_point():
+        raise WeightsError(f"is {tensor.dtype}, expected a floating-point type")
+    if tensor.dtype != place.dtype and not (_is_number(tensor.dtype) and _is_number(place.dtype)):
+        raise WeightsError(
+            f"is {tensor.dtype}, expected {place.dtype}; config.json and the scales must describe quantised weights"
+        )
+    place.copy_(tensor)
+
+
+def _is_number(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point and dtype.itemsize > 1
 
 
 def _check_twin(plan: WeightPlan, name: str, tensor: torch.Tensor) -> None:
     """A tied tensor may stand in the file as well, but then it must be the same one."""
     place = plan.places[plan.twins[name]]
+    assert isinstance(place, torch.Tensor), "tied tensors are plain"
     if tensor.shape != place.shape or not torch.equal(tensor.to(device=place.device, dtype=place.dtype), place):
         raise WeightsError(f"tie_word_embeddings is set, but {name} differs from {plan.twins[name]}")
 
 
 def _check_complete(directory: Path, plan: WeightPlan, seen: set[str], unexpected: list[str]) -> None:
-    missing = sorted(set(plan.places) - seen)
+    missing = sorted(set(plan.places) - seen - plan.optional)
     if missing:
         raise WeightsError(f"{directory}: {len(missing)} tensors are missing: {_shown(missing)}")
     if unexpected:

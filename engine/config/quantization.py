@@ -1,0 +1,190 @@
+"""What `quantization_config` of config.json says about the weights in the checkpoint, checked. Reads JSON; knows no torch.
+
+Which modules are quantised is not read here: the tensors in the files say so, whatever the lists of exceptions look like.
+Formats: FP8 E4M3 (arXiv 2209.05433), AWQ (arXiv 2306.00978), GPTQ (arXiv 2210.17323).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from engine.config.values import JsonObject, flag, mapping
+from engine.errors import UnsupportedModel
+
+KEY = "quantization_config"
+METHODS = ("fp8", "compressed-tensors", "awq", "gptq")
+FP8_FORMATS = ("float-quantized", "naive-quantized")
+GROUP_SIZES = (32, 64, 128, 256, 512, 1024)
+
+
+class Activations(StrEnum):
+    """What a product with 8-bit float weights does to its input: rounds it by a scale of its own for every token, by a scale
+    from the checkpoint, or leaves it as it is."""
+
+    DYNAMIC = "dynamic"
+    STATIC = "static"
+    UNTOUCHED = "untouched"
+
+
+class Int4Layout(StrEnum):
+    """How eight 4-bit codes share 32 bits: AWQ packs outputs, in the order of its GEMM kernel; GPTQ packs inputs, in order."""
+
+    AWQ = "awq"
+    GPTQ = "gptq"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fp8Weights:
+    """Weights in E4M3, with one scale per matrix or one per row of it."""
+
+    activations: Activations
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Int4Weights:
+    """Weights of 4 bits: (code - zero) · scale, zero and scale one for each output and each `group_size` inputs, None for all
+    inputs. `zero_offset` is what the stored zero lacks."""
+
+    layout: Int4Layout
+    group_size: int | None
+    zero_offset: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointQuantization:
+    """How the quantised modules of a checkpoint are stored."""
+
+    method: str
+    weights: Fp8Weights | Int4Weights
+
+
+def parse_quantization(config: JsonObject) -> CheckpointQuantization | None:
+    """The checked form of `quantization_config`, None without one. Raises `UnsupportedModel` with the key and what can be."""
+    settings = mapping(config, KEY)
+    if not settings:
+        if config.get("compression_config"):
+            raise UnsupportedModel(f"config.json: compression_config is not read; supported: the same under {KEY}")
+        return None
+    method = settings.get("quant_method")
+    if not isinstance(method, str) or method not in METHODS:
+        raise _refusal("quant_method", method, ", ".join(METHODS))
+    return CheckpointQuantization(method=method, weights=_weights(method, settings))
+
+
+def _weights(method: str, settings: JsonObject) -> Fp8Weights | Int4Weights:
+    if method == "awq":
+        return _awq(settings)
+    if method == "gptq":
+        return _gptq(settings)
+    return _fp8(settings) if method == "fp8" else _compressed(settings)
+
+
+def _refusal(key: str, value: object, supported: str) -> UnsupportedModel:
+    return UnsupportedModel(f"config.json: {KEY}.{key} {value!r} is not supported; supported: {supported}")
+
+
+def _only(settings: JsonObject, key: str, *accepted: object, at: str = "") -> None:
+    """Refuse a value that is none of `accepted`; a missing key and null are `None`."""
+    value = settings.get(key)
+    if not any(value == each and type(value) is type(each) for each in accepted):
+        shown = ", ".join("none" if each is None else str(each).lower() for each in accepted)
+        raise _refusal(f"{at}{key}", value, shown)
+
+
+def _fp8(settings: JsonObject) -> Fp8Weights:
+    """The layout of vLLM's and transformers' `fp8`: weight, weight_scale and, with static activations, input_scale."""
+    _only(settings, "weight_block_size", None)
+    _only(settings, "fmt", None, "e4m3", "float8_e4m3fn")
+    _only(settings, "activation_scheme", None, "dynamic", "static")
+    return Fp8Weights(activations=Activations(settings.get("activation_scheme") or "dynamic"))
+
+
+def _compressed(settings: JsonObject) -> Fp8Weights:
+    """The layout of llm-compressor: one group of settings for all linear modules."""
+    for key in ("sparsity_config", "transform_config"):
+        if settings.get(key) and mapping(settings, key).get("format", "dense") != "dense":
+            raise _refusal(key, settings[key], "none")
+    _kv_scheme(mapping(settings, "kv_cache_scheme"))
+    groups = mapping(settings, "config_groups")
+    if len(groups) != 1:
+        raise _refusal("config_groups", sorted(groups), "one group for all linear modules")
+    name, group = next(iter(groups.items()))
+    at = f"config_groups.{name}."
+    if not isinstance(group, Mapping):
+        raise _refusal(at.rstrip("."), group, "an object")
+    stored_as = group.get("format") or settings.get("format")
+    if stored_as not in FP8_FORMATS:
+        raise _refusal("format", stored_as, ", ".join(FP8_FORMATS))
+    _only(group, "targets", ["Linear"], at=at)
+    _only(group, "output_activations", None, at=at)
+    _compressed_weights(mapping(group, "weights"), f"{at}weights.")
+    return Fp8Weights(activations=_compressed_activations(mapping(group, "input_activations"), f"{at}input_activations."))
+
+
+def _compressed_weights(weights: JsonObject, at: str) -> None:
+    _only(weights, "num_bits", 8, at=at)
+    _only(weights, "type", "float", at=at)
+    _only(weights, "strategy", "tensor", "channel", at=at)
+    _only(weights, "symmetric", True, None, at=at)
+    _only(weights, "dynamic", False, None, at=at)
+
+
+def _compressed_activations(activations: JsonObject, at: str) -> Activations:
+    if not activations:
+        return Activations.UNTOUCHED
+    _only(activations, "num_bits", 8, at=at)
+    _only(activations, "type", "float", at=at)
+    _only(activations, "symmetric", True, None, at=at)
+    _only(activations, "dynamic", True, False, None, at=at)
+    if activations.get("dynamic"):
+        _only(activations, "strategy", "token", at=at)
+        return Activations.DYNAMIC
+    _only(activations, "strategy", "tensor", at=at)
+    return Activations.STATIC
+
+
+def _kv_scheme(scheme: JsonObject) -> None:
+    """Scales of keys and values, one of each in every layer; they serve where the cache is kept in 8 bits."""
+    if scheme:
+        at = "kv_cache_scheme."
+        _only(scheme, "num_bits", 8, at=at)
+        _only(scheme, "type", "float", at=at)
+        _only(scheme, "strategy", "tensor", at=at)
+        _only(scheme, "symmetric", True, None, at=at)
+        _only(scheme, "dynamic", False, None, at=at)
+
+
+def _awq(settings: JsonObject) -> Int4Weights:
+    settings = {"bits": settings.get("w_bit"), "group_size": settings.get("q_group_size"), **settings}
+    _only(settings, "bits", 4)
+    if str(settings.get("version") or "gemm").lower() != "gemm":
+        raise _refusal("version", settings["version"], "gemm")
+    return Int4Weights(layout=Int4Layout.AWQ, group_size=_group_size(settings), zero_offset=0)
+
+
+def _gptq(settings: JsonObject) -> Int4Weights:
+    """`desc_act` needs nothing here: `g_idx` in the files says which group an input belongs to."""
+    _only(settings, "bits", 4)
+    _only(settings, "lm_head", None, False)
+    _only(settings, "pack_dtype", None, "int32")
+    if settings.get("dynamic"):
+        raise _refusal("dynamic", settings["dynamic"], "the same bits and group_size for all modules")
+    if flag(settings, "is_marlin_format"):
+        raise _refusal("is_marlin_format", True, "false")
+    stored_as = settings.get("checkpoint_format") or settings.get("format") or "gptq"
+    if stored_as not in ("gptq", "gptq_v2"):
+        raise _refusal("checkpoint_format", stored_as, "gptq, gptq_v2")
+    offset = 1 if stored_as == "gptq" else 0  # the first format stores zero - 1
+    return Int4Weights(layout=Int4Layout.GPTQ, group_size=_group_size(settings), zero_offset=offset)
+
+
+def _group_size(settings: dict[str, Any] | JsonObject) -> int | None:
+    size = settings.get("group_size")
+    if size == -1 and not isinstance(size, bool):
+        return None
+    if size not in GROUP_SIZES or isinstance(size, bool):
+        raise _refusal("group_size", size, f"{', '.join(map(str, GROUP_SIZES))} or -1")
+    return int(size)
