@@ -15,6 +15,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from triton import __version__
+
 from kernels.triton.compilation import Compilation, compile_kernel, faults
 
 FOLDER = Path(__file__).parent
@@ -33,7 +35,7 @@ def compile_module(module: str) -> list[dict[str, Any]]:
 
 
 def _row(module: str, compilation: Compilation, capability: int) -> dict[str, Any]:
-    row = {"module": module.rpartition(".")[2], "name": compilation.name, "capability": capability}
+    row = {"module": module.rpartition(".")[2], "name": compilation.name, "capability": capability, "triton": __version__}
     try:
         compiled = compile_kernel(compilation, capability)
     # Whatever Triton or its assembler cannot do is this row's fault; the other rows are still compiled.

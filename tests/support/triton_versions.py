@@ -15,8 +15,6 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from steps.locks import read_lock
-
 REPO = Path(__file__).resolve().parents[2]
 ENVIRONMENT = Path(sys.prefix)
 
@@ -47,11 +45,6 @@ class TritonVersion:
         )
         assert answer.returncode == 0, answer.stderr[-3000:]
         return [json.loads(line) for line in answer.stdout.splitlines()]
-
-
-def promised() -> list[str]:
-    """The versions that the lock names, oldest first: the ends of the range that the kernels are written for."""
-    return [pin.version for pin in read_lock("triton").pins]
 
 
 def installed() -> list[TritonVersion]:

@@ -1,0 +1,76 @@
+"""What each kernel becomes on each card: registers, spills, shared memory, matrix instructions, programs side by side.
+
+Usage: python -m bench.compiled_kernels [--modules attention_decode …] [--processes 2] [--dry-run]
+
+Needs no GPU. Every version of Triton in the environment is used (the installer's test environment has the oldest and the
+newest that we allow). bench/results/compiled_kernels.jsonl is written anew, one row for each kernel, configuration, compute
+capability and version; compile times are left out, so that a row changes only when the machine code does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from kernels.triton import gate
+from tests.support.triton_versions import TritonVersion, installed
+
+RESULTS = Path(__file__).parent / "results" / "compiled_kernels.jsonl"
+COLUMNS = ("capability", "triton", "registers", "spill_bytes", "shared_bytes", "programs", "tensor_instructions", "faults")
+LABELS = ("sm", "triton", "regs", "spill", "shared", "programs", "matrix instructions", "faults")
+Row = dict[str, Any]
+
+
+def compile_all(versions: list[TritonVersion], modules: list[str], processes: int) -> list[Row]:
+    """The rows of every module under every version, in the order of module, configuration, capability and version."""
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(processes) as pool:
+        jobs = [
+            pool.submit(version.compile_module, module, Path(folder, version.version))
+            for module in modules
+            for version in versions
+        ]
+        rows = [row for job in jobs for row in job.result()]
+    order = {row["name"]: index for index, row in reversed(list(enumerate(rows)))}
+    return sorted(rows, key=lambda row: (order[row["name"]], row["capability"], row["triton"]))
+
+
+def table(rows: list[Row]) -> str:
+    """The rows as text, one heading for each configuration."""
+    widths = (4, 7, 5, 6, 7, 9, 30)
+    lines = ["  " + " ".join(label.ljust(width) for label, width in zip(LABELS, (*widths, 0), strict=True))]
+    heading = None
+    for row in rows:
+        if heading != (heading := (row["module"], row["name"])):
+            lines.append(f"{row['module']}: {row['name']}  ({row.get('num_warps')} warps, {row.get('num_stages')} stages)")
+        cells = [_cell(row.get(column, "-")) for column in COLUMNS]
+        lines.append("  " + " ".join(cell.ljust(width) for cell, width in zip(cells, (*widths, 0), strict=True)).rstrip())
+    return "\n".join(lines)
+
+
+def _cell(value: object) -> str:
+    return "; ".join(str(part) for part in value) if isinstance(value, list) else str(value)
+
+
+def main() -> None:
+    """Compile, print the table, write the rows unless `--dry-run`."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--modules", nargs="*", help="names of files in kernels/triton; without it all, and the rows are kept")
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--dry-run", action="store_true", help="print only")
+    options = parser.parse_args()
+    modules = [f"kernels.triton.{name}" for name in options.modules or ()] or gate.module_names()
+    rows = compile_all(installed(), modules, options.processes)
+    print(table(rows))
+    broken = sum(bool(row["faults"]) for row in rows)
+    print(f"{len(rows)} compilations, {broken} with faults")
+    if not options.dry_run and not options.modules:
+        kept = [{name: value for name, value in row.items() if name != "compile_s"} for row in rows]
+        RESULTS.write_text("".join(json.dumps(row) + "\n" for row in kept), "utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,23 @@
+"""The tests that run in Triton's interpreter here pass with the other versions too that the kernels are written for."""
+
+from __future__ import annotations
+
+from importlib import metadata
+
+import pytest
+
+from tests.support.triton_jobs import TritonJobs, promised
+
+
+def own_version() -> str:
+    try:
+        return metadata.version("triton")
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+@pytest.mark.parametrize("version", [version for version in promised() if version != own_version()])
+def test_the_kernels_tests_pass_under_another_triton(triton_jobs: TritonJobs, version: str) -> None:
+    output = triton_jobs.test_output(version)
+    if output:
+        pytest.fail(output[-6000:], pytrace=False)
