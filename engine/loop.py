@@ -7,6 +7,10 @@ One bad request must not hurt another. A step that raises is repeated in halves 
 is computed: when that fails too, several times in a row, the device is taken to be broken, and `EngineBroken` asks for a new
 process. So no request, however often it comes, can have the engine replaced by being bad.
 
+With `overlap` the next step is launched before this one's tokens are known (`engine.overlap`):
+
+    expire → schedule → move blocks → launch ── wait for the step before → accept grammars → settle
+
 Moves of blocks belong to no single request. When they raise they are repeated once, which is harmless; when they raise again,
 nobody can tell what the blocks hold, and `EngineBroken` follows.
 """
@@ -24,11 +28,12 @@ from engine.errors import EngineBroken, EngineOverloaded, PromptError
 from engine.fault_isolation import Runner, run_isolated
 from engine.grammar.desk import GrammarDesk
 from engine.grammar.spec import GrammarSpec, grammar_spec
+from engine.overlap import AheadRunner, OverlappedSteps, StepUnderWay
 from engine.protocol import EngineInfo, EngineStatus, FinishReason, GenerationRequest, InvalidOption, TokenEvent
 from engine.request_checks import PROMPT_PARAM, check_request
 from engine.sampling.randomness import seed_of_answer
 from engine.scheduling.request import Request
-from engine.scheduling.scheduled_batch import ScheduledBatch, ScheduledRequest, StepOutput
+from engine.scheduling.scheduled_batch import BlockMoves, ScheduledBatch, StepOutput
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.step_budget import StepBudget
 from engine.scheduling.token_events import token_event
@@ -52,9 +57,10 @@ class Engine:
         clock: Callable[[], float] = time.monotonic,
         grammars: GrammarDesk | None = None,
         step_budget: StepBudget | None = None,
+        overlap: AheadRunner | None = None,
     ) -> None:
         """`step_budget` is told how long steps took; it should be the scheduler's. Without `grammars` no request may ask for
-        a form of its answer."""
+        a form of its answer. `overlap` is `runner` again, if steps are to overlap; the scheduler must then not guess tokens."""
         self.info = info
         self._scheduler = scheduler
         self._runner = runner
@@ -65,6 +71,9 @@ class Engine:
         self._figures = StepFigures()
         self._failed_steps = 0
         self._checked_idle = True
+        self._overlapped = None if overlap is None else OverlappedSteps(overlap, scheduler.advance, self._move)
+        self._under_way: StepUnderWay | None = None
+        self._landed_s = 0.0
 
     @property
     def runner(self) -> Runner:
@@ -123,14 +132,18 @@ class Engine:
         events = self._admit_parked() + self._scheduler.expire()
         batch = self._scheduler.schedule()
         if batch.moves:
-            self._move(batch)
-        if not batch.is_empty:
+            self._move(batch.moves)
+        if self._overlapped is not None:
+            events += self._overlap(self._overlapped, batch, started_s)
+        elif not batch.is_empty:
             events += self._compute(batch, started_s)
         elif self._grammars:
             self._grammars.wait(PARKED_WAIT_S)
         for event in events:
             if event.finish_reason is not None:
                 self._forget_answer(event.request_id, event.index)
+        if self._overlapped is not None and self._under_way is not None and not self._live:
+            self._land(self._overlapped, None)  # surplus rows of requests that have ended
         return events
 
     def check_when_idle(self) -> None:
@@ -158,44 +171,75 @@ class Engine:
 
     def _compute(self, batch: ScheduledBatch, started_s: float) -> list[TokenEvent]:
         items = batch.items
-        outputs = self._follow_grammars(items, run_isolated(self._runner, items))
-        predicted_s = self._step_budget.model.batch_s(batch) if self._step_budget is not None else 0.0
+        outputs = run_isolated(self._runner, items)
+        self._follow_grammars([item.request for item in items], outputs)
+        predicted_s = self._predict(batch)
         events = self._scheduler.apply(batch, outputs)
-        step_s = self._clock() - started_s
-        self._figures.count(batch, step_s)
-        if self._step_budget is not None:
-            self._step_budget.observe(predicted_s, step_s)
+        self._observe(batch, predicted_s, self._clock() - started_s)
         self._judge(outputs)
         return events
 
-    def _move(self, batch: ScheduledBatch) -> None:
+    def _predict(self, batch: ScheduledBatch) -> float:
+        return self._step_budget.model.batch_s(batch) if self._step_budget is not None else 0.0
+
+    def _observe(self, batch: ScheduledBatch, predicted_s: float, step_s: float) -> None:
+        self._figures.count(batch, step_s)
+        if self._step_budget is not None:
+            self._step_budget.observe(predicted_s, step_s)
+
+    def _overlap(self, overlapped: OverlappedSteps, batch: ScheduledBatch, started_s: float) -> list[TokenEvent]:
+        """Launch a step, then take over the one before it; one that cannot be launched is computed when that is done."""
+        launched = None
+        if not batch.is_empty:
+            launched = overlapped.launch(batch, predicted_s=self._predict(batch), now_s=started_s)
+        elif self._under_way is None and self._grammars:
+            self._grammars.wait(PARKED_WAIT_S)
+        events = [] if self._under_way is None else self._land(overlapped, launched)
+        self._under_way = launched
+        if launched is not None and launched.landing is None:
+            events += self._land(overlapped, None)
+        return events
+
+    def _land(self, overlapped: OverlappedSteps, behind: StepUnderWay | None) -> list[TokenEvent]:
+        """Take over the step under way; `behind` was launched after it."""
+        step, self._under_way = self._under_way, None
+        assert step is not None, "no step is under way"
+        outputs = overlapped.land(step, behind)
+        self._follow_grammars(step.flight.requests, outputs)
+        events = self._scheduler.settle(step.flight, outputs)
+        now_s = self._clock()
+        self._observe(step.batch, step.predicted_s, now_s - max(step.launched_s, self._landed_s))
+        self._landed_s = now_s
+        self._judge([output for output in outputs if output is not None])
+        return events
+
+    def _move(self, moves: BlockMoves) -> None:
         """Move blocks, if need be at a second attempt."""
         try:
-            self._runner.move(batch.moves)
+            self._runner.move(moves)
         except Exception:
             log.exception("moving blocks failed: trying again")
-            self._move_again(batch)
+            self._move_again(moves)
 
-    def _move_again(self, batch: ScheduledBatch) -> None:
+    def _move_again(self, moves: BlockMoves) -> None:
         try:
-            self._runner.move(batch.moves)
+            self._runner.move(moves)
         except Exception as error:
             raise EngineBroken(f"blocks cannot be moved: {type(error).__name__}: {error}") from error
 
-    def _follow_grammars(self, items: Sequence[ScheduledRequest], outputs: list[StepOutput]) -> list[StepOutput]:
-        """Move grammars on by the tokens of this step; an answer whose grammar cannot follow ends here."""
+    def _follow_grammars(self, requests: Sequence[Request], outputs: list[StepOutput | None] | list[StepOutput]) -> None:
+        """Move grammars on by the tokens of this step; the output of an answer whose grammar cannot follow becomes an error."""
         if self._grammars is None:
-            return outputs
-        for index, (item, output) in enumerate(zip(items, outputs, strict=True)):
-            if output.token_ids and item.request.sampling.is_guided:
-                error = self._grammars.accept(item.request, output.token_ids)
+            return
+        for index, (request, output) in enumerate(zip(requests, outputs, strict=True)):
+            if output is not None and output.token_ids and request.sampling.is_guided and not request.is_finished:
+                error = self._grammars.accept(request, output.token_ids)
                 if error is not None:
                     outputs[index] = StepOutput(error=str(error), error_param=error.param)
-        return outputs
 
     def _judge(self, outputs: Sequence[StepOutput]) -> None:
         """Count a step that failed for everybody, unless the probe says that its requests were to blame."""
-        failed = all(output.error for output in outputs) and not self._device_works()
+        failed = bool(outputs) and all(output.error for output in outputs) and not self._device_works()
         self._failed_steps = self._failed_steps + 1 if failed else 0
         if self._failed_steps > FAILED_STEPS_MAX:
             raise EngineBroken(f"{self._failed_steps} steps in a row failed for every request, and for a probe")

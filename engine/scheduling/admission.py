@@ -46,6 +46,8 @@ class Admission:
     def can_start(self, request: Request) -> Start:
         if not self.has_seat or self._is_crowded():
             return Start.NO_ROOM
+        if request.num_unknown_tokens:  # preempted in this very plan, while its last token is on its way
+            return Start.LATER
         if _shares_prompt(request):
             has_room = self._kv.num_spare > 0
         else:
@@ -60,7 +62,7 @@ class Admission:
     def can_return(self, request: Request) -> bool:
         """Whether a preempted request can have the seat that another one of its tenant has just left."""
         self._found = self._kv.find(request)
-        return self.has_seat and self._kv.has_room(request, self._found)
+        return self.has_seat and not request.num_unknown_tokens and self._kv.has_room(request, self._found)
 
     def _is_crowded(self) -> bool:
         """Whether those that decode fill the step by themselves."""

@@ -162,10 +162,10 @@ class KvBlocks:
         self._promise(request, -min(missing, request.num_promised_blocks))
         self._hold(request, self.pool.allocate(missing))
 
-    def register(self, request: Request, num_computed_before: int) -> None:
-        """Make the blocks findable by others that became full since `num_computed_before`."""
+    def register(self, request: Request, num_computed_before: int, num_computed: int) -> None:
+        """Make the blocks findable by others that became full between these numbers of tokens, all of which are known."""
         if self.prefix_cache.is_shared:
-            self.prefix_cache.register(request, num_computed_before)
+            self.prefix_cache.register(request, num_computed_before, num_computed)
 
     def grow(self, requests: list[Request]) -> None:
         """One more block for each of these, which are promised nothing."""
@@ -177,7 +177,7 @@ class KvBlocks:
     def release(self, request: Request, *, is_preempted: bool = False) -> None:
         """Take all blocks. Those of a preempted request are made findable first, so that it need not compute them again."""
         if is_preempted and not self.prefix_cache.is_shared:
-            self.prefix_cache.register(request, 0)
+            self.prefix_cache.register(request, 0, request.num_settled_tokens)
         self._promise(request, -request.num_promised_blocks)
         self.pool.release(request.block_table, is_wanted=is_preempted if request.num_preemptions else None)
         if request.account is not None:

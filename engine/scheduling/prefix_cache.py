@@ -80,10 +80,10 @@ class PrefixCache:
             self._extend(request, num_blocks)
         return request.block_hashes
 
-    def register(self, request: Request, num_computed_before: int) -> None:
+    def register(self, request: Request, num_computed_before: int, num_computed: int) -> None:
         """Make the blocks findable that became full since `num_computed_before`, of tokens that are the request's."""
         first = num_computed_before // self._block_size
-        num_full_blocks = min(request.num_computed_tokens, request.num_tokens) // self._block_size
+        num_full_blocks = min(num_computed, request.num_tokens) // self._block_size
         if num_full_blocks <= first:
             return
         names = self.names(request, num_full_blocks)

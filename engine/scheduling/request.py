@@ -11,6 +11,8 @@ Token positions of a request, P tokens per block:
     0 ............... num_cached ........ num_computed_tokens ........ len(token_ids)
     │ found in cache      │ computed here        │ to compute next            │ to sample next
     └───────────── keys and values in block_table ─────────────┘
+
+While a step is under way (`scheduling.outcomes`), its tokens stand at the end of the list as `UNKNOWN_TOKEN`.
 """
 
 from __future__ import annotations
@@ -23,6 +25,10 @@ from engine.protocol import FinishReason, Priority, SamplingParams
 
 if TYPE_CHECKING:
     from engine.scheduling.accounts import Account
+
+
+UNKNOWN_TOKEN = -1
+"""In the place of a token that a step under way will yield. Hashing it or sending it to a device fails."""
 
 
 class RequestStatus(StrEnum):
@@ -57,6 +63,8 @@ class Request:
     `token_ids` is prompt and output in one list. `stop_ids` are the ids that end it (end-of-sequence unless ignored, and
     the caller's own). `max_total_tokens` is prompt plus output, already bounded by the model's context.
 
+    `num_unknown_tokens` stand at the end of `token_ids`; `num_flying_tokens` are those of prompt chunks under way.
+
     From `block_hashes` on the scheduler keeps its own notes: names of full blocks and the running hash behind the last of
     them; prompt blocks that were promised but are not held yet; tokens that were computed when the request was preempted, and
     those up to which it is not preempted again; steps (of the last chunk, of the next growth, of the last start or
@@ -83,6 +91,8 @@ class Request:
     num_cached_tokens: int = 0
     num_preemptions: int = 0
     num_rejected_draft_tokens: int = 0
+    num_unknown_tokens: int = 0
+    num_flying_tokens: int = 0
     num_skips: int = 0
     first_scheduled_s: float | None = None
     finish_reason: FinishReason | None = None
@@ -105,11 +115,18 @@ class Request:
 
     @property
     def num_output_tokens(self) -> int:
-        return len(self.token_ids) - self.num_prompt_tokens
+        """Those that are known."""
+        return len(self.token_ids) - self.num_prompt_tokens - self.num_unknown_tokens
 
     @property
     def output_token_ids(self) -> list[int]:
-        return self.token_ids[self.num_prompt_tokens :]
+        return self.token_ids[self.num_prompt_tokens : len(self.token_ids) - self.num_unknown_tokens]
+
+    @property
+    def num_settled_tokens(self) -> int:
+        """Tokens whose keys and values are in the blocks for certain, while at most one step is under way."""
+        settled = self.num_computed_tokens - self.num_flying_tokens
+        return min(settled, len(self.token_ids) - self.num_unknown_tokens - 1) if self.num_unknown_tokens else settled
 
     @property
     def queue_s(self) -> float:
@@ -143,3 +160,33 @@ class Request:
         if token_id in self.stop_ids and self.num_output_tokens >= self.sampling.min_tokens:
             return FinishReason.STOP
         return FinishReason.LENGTH if len(token_ids) >= self.max_total_tokens else None
+
+    def fill(self, position: int, token_id: int) -> FinishReason | None:
+        """The token of a step that was under way is known; the reason to end with it, if any. What was under way behind an
+        end never existed."""
+        token_ids = self.token_ids
+        token_ids[position] = token_id
+        self.num_unknown_tokens -= 1
+        if token_id in self.stop_ids and position + 1 - self.num_prompt_tokens >= self.sampling.min_tokens:
+            del token_ids[position + 1 :]
+            self.num_unknown_tokens = 0
+            return FinishReason.STOP
+        return FinishReason.LENGTH if position + 1 >= self.max_total_tokens else None
+
+    def take_unknown(self) -> int:
+        """Take the unknown tokens off the list; how many there were."""
+        num_unknown = self.num_unknown_tokens
+        if num_unknown:
+            del self.token_ids[-num_unknown:]
+            self.num_unknown_tokens = 0
+        return num_unknown
+
+    def give_unknown(self, num_unknown: int) -> None:
+        """Put back what `take_unknown` took."""
+        self.token_ids += [UNKNOWN_TOKEN] * num_unknown
+        self.num_unknown_tokens = num_unknown
+
+    def forget_unknown(self) -> None:
+        """The steps under way yield nothing for this request."""
+        self.take_unknown()
+        self.num_flying_tokens = 0

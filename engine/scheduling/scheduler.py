@@ -21,10 +21,12 @@ from engine.scheduling.checks import check_scheduler
 from engine.scheduling.costs import TokenCosts
 from engine.scheduling.decode_set import DecodeSet
 from engine.scheduling.fair_policy import FairPolicy
+from engine.scheduling.flight import Flight
 from engine.scheduling.host_tier import HostTier
 from engine.scheduling.kv_blocks import KvBlocks
 from engine.scheduling.limits import SchedulerLimits as SchedulerLimits
 from engine.scheduling.limits import SchedulerTotals
+from engine.scheduling.outcomes import Outcomes
 from engine.scheduling.policy import Policy, PolicyContext, Start
 from engine.scheduling.prefix_cache import PrefixCache
 from engine.scheduling.probe import probe_item
@@ -82,6 +84,20 @@ class Scheduler:
         self._deadlines = Deadlines()
         self._forks = ParkedForks()
         self._waiting: dict[Request, None] = {}
+        self._outcomes = Outcomes(
+            self.accounts,
+            self.kv,
+            self.admission,
+            self.policy,
+            self._decodes,
+            self._drafting,
+            self._forks,
+            self.totals,
+            limits.block_size,
+            end=self._end,
+            fail=self.fail,
+            wait_first=self._wait_first,
+        )
 
     @property
     def num_waiting(self) -> int:
@@ -130,6 +146,9 @@ class Scheduler:
         self.accounts.wait(account, request, first=first)
         self.policy.waits(request)
 
+    def _wait_first(self, request: Request) -> None:
+        self._wait(request, first=True)
+
     def abort(self, request: Request) -> TokenEvent | None:
         """End a live request now and free its blocks; None when it has ended before."""
         return None if request.is_finished else self._end(request, FinishReason.ABORTED)
@@ -145,13 +164,14 @@ class Scheduler:
         return [self._end(request, FinishReason.DEADLINE) for request in self._deadlines.expired(self._clock())]
 
     def schedule(self) -> ScheduledBatch:
-        """Plan one step. An empty batch means that no request is live."""
+        """Plan one step. An empty batch means that no request is live, or that all of them wait for a step under way."""
         batch = self._plan()
-        if not batch.num_tokens and self.has_requests:
+        if not batch.num_tokens and self.has_requests and not self._outcomes.num_under_way:
             batch = self._plan()  # whom room was made for had stepped aside for others, and now it is their turn
         batch.moves = self.kv.take_moves()
         assert batch.num_tokens <= self.limits.max_num_batched_tokens, "the token budget was exceeded"
-        assert batch.num_tokens or not self.has_requests, "requests are live but none can go on"
+        can_go_on = batch.num_tokens or self._outcomes.num_under_way
+        assert can_go_on or not self.has_requests, "requests are live but none can go on"
         return batch
 
     def _plan(self) -> ScheduledBatch:
@@ -267,7 +287,7 @@ class Scheduler:
         self._wait(request)
         self._stop(request, is_preempted=True)
         request.move_to(RequestStatus.QUEUED)
-        request.num_computed_tokens = 0
+        request.num_computed_tokens = request.num_flying_tokens = 0
 
     def _stop(self, request: Request, *, is_preempted: bool = False) -> None:
         """Take the seat and the blocks of a running request."""
@@ -278,87 +298,17 @@ class Scheduler:
 
     def apply(self, batch: ScheduledBatch, outputs: Sequence[StepOutput]) -> list[TokenEvent]:
         """Take over what a step computed: `outputs[i]` belongs to `batch.items[i]`. Returns the events to send."""
-        assert len(outputs) == len(batch.decodes) + len(batch.prefills), "a step has one output per item"
-        events = [self._apply_decode(item, output) for item, output in zip(batch.decodes, outputs, strict=False)]
-        for item, output in zip(batch.prefills, outputs[len(batch.decodes) :], strict=True):
-            event = self._apply_prefill(item, output)
-            if event is not None:
-                events.append(event)
-        return events
+        return self._outcomes.apply(batch, outputs)
 
-    def _apply_decode(self, item: ScheduledRequest, output: StepOutput) -> TokenEvent:
-        request, token_ids = item.request, output.token_ids
-        if output.error is not None:
-            request.num_computed_tokens += 1  # that token was booked when the step was planned
-            return self.fail(request, output.error, output.error_param)
-        num_new = len(token_ids)
-        start = item.start
-        request.num_computed_tokens = item.start = computed = start + num_new
-        if item.num_draft_tokens:
-            assert self._drafting is not None
-            self._drafting.settle(request, item, num_new - 1)
-        if num_new == 1 and output.logprobs is None:
-            if computed % self.limits.block_size == 0:
-                self.kv.register(request, start)
-            self.totals.generation_tokens += 1
-            reason = request.append(token_ids[0])
-            return token_event(request, token_ids) if reason is None else self._end(request, reason, token_ids)
-        return self._take_tokens(request, output, start)
+    def advance(self, batch: ScheduledBatch) -> Flight:
+        """Take a step for done that was launched and has no results yet, so that the next one can be planned. `settle` follows,
+        in the order of the steps; no more than two are under way at a time, and one while a step is planned."""
+        return self._outcomes.advance(batch)
 
-    def _apply_prefill(self, item: ScheduledRequest, output: StepOutput) -> TokenEvent | None:
-        request = item.request
-        if output.error is not None:
-            return self.fail(request, output.error, output.error_param)
-        request.num_computed_tokens = item.start + item.num_tokens
-        if output.prompt_logprobs:  # those of tokens that were computed before a preemption have been told
-            last = min(request.num_computed_tokens, request.num_prompt_tokens - 1)
-            num_new = max(0, last - max(item.start, request.num_prompt_tokens_computed))
-            output.prompt_logprobs = output.prompt_logprobs[len(output.prompt_logprobs) - num_new :]
-        if request.num_prompt_tokens_computed < request.num_prompt_tokens:
-            self._count_prompt(request)
-        if item.samples:
-            self.admission.computed(request)
-            self._start_decoding(request)
-            return self._take_tokens(request, output, item.start)
-        self.kv.register(request, item.start)
-        self.admission.advance(request)
-        if not output.prompt_logprobs:
-            return None
-        return token_event(request, [], prompt_logprobs=output.prompt_logprobs)
-
-    def _count_prompt(self, request: Request) -> None:
-        computed = min(request.num_computed_tokens, request.num_prompt_tokens)
-        request.num_prompt_tokens_computed = max(request.num_prompt_tokens_computed, computed)
-        if computed == request.num_prompt_tokens and request.forked_from is None:
-            self.totals.prompt_tokens += computed
-
-    def _start_decoding(self, request: Request) -> None:
-        account = _account(request)
-        request.move_to(RequestStatus.DECODE)
-        self.accounts.finish_prefill(account, request)
-        self._decodes.add(request)
-        self.policy.settled(account)
-        self.policy.charged(account)
-        for fork in reversed(self._forks.take(request)):
-            self._wait(fork, first=True)
-
-    def _take_tokens(self, request: Request, output: StepOutput, start: int) -> TokenEvent:
-        """Append what was sampled up to the first token that ends the request; tokens behind it never existed. Makes the
-        blocks findable that the step filled, from position `start` on."""
-        token_ids, logprobs = output.token_ids, output.logprobs
-        assert token_ids, f"request {request.request_id} sampled no token"
-        reason = request.append(token_ids[0])
-        number = 1
-        while reason is None and number < len(token_ids):
-            reason = request.append(token_ids[number])
-            number += 1
-        if number < len(token_ids):
-            token_ids, logprobs = token_ids[:number], logprobs and logprobs[:number]
-        self.totals.generation_tokens += number
-        self.kv.register(request, start)
-        event = token_event(request, token_ids) if reason is None else self._end(request, reason, token_ids)
-        event.logprobs, event.prompt_logprobs = logprobs, output.prompt_logprobs
-        return event
+    def settle(self, flight: Flight, outputs: Sequence[StepOutput | None]) -> list[TokenEvent]:
+        """Take over what a step under way computed; `outputs[i]` belongs to row i, None for one that was not computed because
+        its request lost its blocks: it will be computed again. Returns the events to send."""
+        return self._outcomes.settle(flight, outputs)
 
     def _end(self, request: Request, reason: FinishReason, token_ids: list[int] | None = None) -> TokenEvent:
         account = request.account

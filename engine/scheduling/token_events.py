@@ -12,7 +12,7 @@ def token_event(request: Request, token_ids: list[int], *, prompt_logprobs: list
     return TokenEvent(
         request.request_id,
         token_ids,
-        len(request.token_ids) - request.num_prompt_tokens,
+        len(request.token_ids) - request.num_prompt_tokens - request.num_unknown_tokens,
         request.num_prompt_tokens_computed,
         request.num_cached_tokens,
         request.num_preemptions,

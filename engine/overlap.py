@@ -1,0 +1,132 @@
+"""Steps that overlap: step n + 1 is planned and launched before the tokens of step n have reached the host. Knows no torch.
+
+    host    plan 1  launch 1 │ plan 2  launch 2  settle 1 │ plan 3  launch 3  settle 2 │ …
+    device           step 1 ─────────────┤├── step 2 ────────────────┤├── step 3 ──────
+
+A batch with a request whose next step needs the host (a grammar, log-probabilities, rules that look at all tokens) is
+computed in the plain way, when everything before it is settled. So is, once more, a step that failed: its rows are as they
+were planned, `run_isolated` finds the culprit, and the step that was launched behind it is computed again as well. Rows of
+requests that ended or lost their blocks meanwhile are left out.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from engine.fault_isolation import Runner, run_isolated
+from engine.scheduling.flight import Flight, as_planned
+from engine.scheduling.scheduled_batch import BlockMoves, ScheduledBatch, ScheduledRequest, StepOutput
+
+log = logging.getLogger("gatehouse.engine")
+
+
+class Landing(Protocol):
+    """A launched step."""
+
+    def outputs(self) -> list[StepOutput | None]:
+        """Wait for its results, in the order of its rows; None for a row without a usable token. Raises when it failed."""
+        ...
+
+
+class AheadRunner(Runner, Protocol):
+    """A runner that can also launch a step and come back at once."""
+
+    def launches(self, items: Sequence[ScheduledRequest]) -> bool:
+        """Whether a step with these rows can be launched before the one before it is settled."""
+        ...
+
+    def launch(self, items: Sequence[ScheduledRequest]) -> Landing:
+        """Begin a step, behind those begun before it. Raises when it cannot."""
+        ...
+
+    def forget(self) -> None:
+        """What the device holds of requests is in doubt: send it again with the next step."""
+        ...
+
+
+@dataclass(slots=True)
+class StepUnderWay:
+    """A step that is booked as done. `landing` is None when it must be computed in the plain way."""
+
+    batch: ScheduledBatch
+    flight: Flight
+    landing: Landing | None
+    predicted_s: float
+    launched_s: float
+
+
+class OverlappedSteps:
+    """Launches steps and gets their results, in order, whatever fails."""
+
+    def __init__(
+        self, runner: AheadRunner, advance: Callable[[ScheduledBatch], Flight], move: Callable[[BlockMoves], None]
+    ) -> None:
+        self._runner = runner
+        self._advance = advance
+        self._move = move
+
+    def launch(self, batch: ScheduledBatch, *, predicted_s: float, now_s: float) -> StepUnderWay:
+        """Begin a step and book it. Never raises for what the step itself does."""
+        landing: Landing | None = None
+        items = batch.items
+        if self._runner.launches(items):
+            try:
+                landing = self._runner.launch(items)
+            except Exception:
+                log.exception("a step could not be launched: computing it in the plain way")
+                self._runner.forget()
+        return StepUnderWay(batch, self._advance(batch), landing, predicted_s, now_s)
+
+    def land(self, step: StepUnderWay, behind: StepUnderWay | None) -> list[StepOutput | None]:
+        """Results of a step, whose predecessors are settled. When they are in doubt, so is what was launched `behind` it."""
+        outputs = self._wait(step)
+        if outputs is None:
+            self._distrust(behind)
+            self._repeat_copies(step)
+            return self._plain(step.flight, range(len(step.flight.requests)))
+        unusable = [row for row, output in enumerate(outputs) if output is None]
+        if unusable:
+            again = self._plain(step.flight, unusable)
+            for row in unusable:
+                outputs[row] = again[row]
+            if any(output is not None and output.error is None for output in (again[row] for row in unusable)):
+                self._distrust(behind)
+        return outputs
+
+    def _wait(self, step: StepUnderWay) -> list[StepOutput | None] | None:
+        if step.landing is None:
+            return None
+        try:
+            return step.landing.outputs()
+        except Exception:
+            log.exception("a step under way failed: computing it again in the plain way")
+            self._runner.forget()
+            return None
+
+    def _distrust(self, step: StepUnderWay | None) -> None:
+        if step is not None and step.landing is not None:
+            step.landing = None
+            self._runner.forget()
+
+    def _repeat_copies(self, step: StepUnderWay) -> None:
+        """What was copied before the step was perhaps not yet right: once more. Whatever else was moved had been settled."""
+        if step.batch.moves.copies:
+            self._move(BlockMoves(copies=step.batch.moves.copies))
+
+    def _plain(self, flight: Flight, rows: Sequence[int]) -> list[StepOutput | None]:
+        """Results of the given rows, in the places of all of them."""
+        outputs: list[StepOutput | None] = [None] * len(flight.requests)
+        held: list[int] = []
+        for row in rows:
+            if flight.holds(row):
+                held.append(row)
+            else:
+                flight.requests[row].forget_unknown()
+        if held:
+            with as_planned(flight, held) as items:
+                for row, output in zip(held, run_isolated(self._runner, items), strict=True):
+                    outputs[row] = output
+        return outputs

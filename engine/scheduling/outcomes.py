@@ -1,0 +1,249 @@
+"""What the results of a step do to its requests: progress, tokens, ends. At once, or in two parts when steps overlap. No torch.
+
+`apply` takes a finished step over. Where the next step is planned while this one still runs, `advance` books all that is
+certain without its results (progress, the end of a prompt, that there will be one more token), and `settle` the rest later:
+
+    plan n+1      launch n+1      advance n+1      results of n      settle n      plan n+2 …
+    every request of n has one unknown token       two: of n, n+1                  one: of n+1
+
+Nothing becomes findable by others and no fork starts before `settle`, so whoever builds on a step builds on one that is known
+to have worked. A request that ended meanwhile (a stop token of step n, an abort) has a surplus row in step n+1: it is thrown
+away. One that reaches its last token for certain is not planned again, and keeps its seat until that token is known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from engine.protocol import FinishReason, TokenEvent
+from engine.scheduling.accounts import Accounts
+from engine.scheduling.admission import Admission
+from engine.scheduling.decode_set import DecodeSet
+from engine.scheduling.flight import UNKNOWN_TOKEN, Flight
+from engine.scheduling.kv_blocks import KvBlocks
+from engine.scheduling.limits import SchedulerTotals
+from engine.scheduling.policy import Policy
+from engine.scheduling.request import Request, RequestStatus
+from engine.scheduling.scheduled_batch import ScheduledBatch, ScheduledRequest, StepOutput
+from engine.scheduling.token_events import token_event
+from engine.scheduling.waiting import ParkedForks
+from engine.speculation.drafting import Drafting
+
+End = Callable[[Request, FinishReason, list[int] | None], TokenEvent]
+Fail = Callable[[Request, str, str | None], TokenEvent]
+
+
+class Outcomes:
+    """The half of the scheduler behind the device."""
+
+    def __init__(
+        self,
+        accounts: Accounts,
+        kv: KvBlocks,
+        admission: Admission,
+        policy: Policy,
+        decodes: DecodeSet,
+        drafting: Drafting | None,
+        forks: ParkedForks,
+        totals: SchedulerTotals,
+        block_size: int,
+        *,
+        end: End,
+        fail: Fail,
+        wait_first: Callable[[Request], None],
+    ) -> None:
+        """`end` and `fail` end a request and return its last event; `wait_first` queues a fork before others of its tenant."""
+        self._accounts = accounts
+        self._kv = kv
+        self._admission = admission
+        self._policy = policy
+        self._decodes = decodes
+        self._drafting = drafting
+        self._forks = forks
+        self._totals = totals
+        self._block_size = block_size
+        self._end = end
+        self._fail = fail
+        self._wait_first = wait_first
+        self.num_under_way = 0
+        """Steps that were advanced and not settled."""
+
+    def apply(self, batch: ScheduledBatch, outputs: Sequence[StepOutput]) -> list[TokenEvent]:
+        """See `Scheduler.apply`."""
+        assert len(outputs) == len(batch.decodes) + len(batch.prefills), "a step has one output per item"
+        events = [self._apply_decode(item, output) for item, output in zip(batch.decodes, outputs, strict=False)]
+        for item, output in zip(batch.prefills, outputs[len(batch.decodes) :], strict=True):
+            event = self._apply_prefill(item, output)
+            if event is not None:
+                events.append(event)
+        return events
+
+    def _apply_decode(self, item: ScheduledRequest, output: StepOutput) -> TokenEvent:
+        request, token_ids = item.request, output.token_ids
+        if output.error is not None:
+            request.num_computed_tokens += 1  # that token was booked when the step was planned
+            return self._fail(request, output.error, output.error_param)
+        num_new = len(token_ids)
+        start = item.start
+        request.num_computed_tokens = item.start = computed = start + num_new
+        if item.num_draft_tokens:
+            assert self._drafting is not None
+            self._drafting.settle(request, item, num_new - 1)
+        if num_new == 1 and output.logprobs is None:
+            if computed % self._block_size == 0:
+                self._kv.register(request, start, computed)
+            self._totals.generation_tokens += 1
+            reason = request.append(token_ids[0])
+            return token_event(request, token_ids) if reason is None else self._end(request, reason, token_ids)
+        return self._take_tokens(request, output, start)
+
+    def _apply_prefill(self, item: ScheduledRequest, output: StepOutput) -> TokenEvent | None:
+        request = item.request
+        if output.error is not None:
+            return self._fail(request, output.error, output.error_param)
+        request.num_computed_tokens = item.start + item.num_tokens
+        self._keep_new_scores(request, output, item.start, request.num_computed_tokens)
+        self._count_prompt(request, request.num_computed_tokens)
+        if item.samples:
+            self._start_decoding(request)
+            self._release_forks(request)
+            return self._take_tokens(request, output, item.start)
+        self._kv.register(request, item.start, request.num_computed_tokens)
+        self._admission.advance(request)
+        if not output.prompt_logprobs:
+            return None
+        return token_event(request, [], prompt_logprobs=output.prompt_logprobs)
+
+    def _keep_new_scores(self, request: Request, output: StepOutput, start: int, end: int) -> None:
+        """Scores of tokens that were computed before a preemption have been told."""
+        if output.prompt_logprobs:
+            last = min(end, request.num_prompt_tokens - 1)
+            num_new = max(0, last - max(start, request.num_prompt_tokens_computed))
+            output.prompt_logprobs = output.prompt_logprobs[len(output.prompt_logprobs) - num_new :]
+
+    def _count_prompt(self, request: Request, end: int) -> None:
+        if request.num_prompt_tokens_computed >= request.num_prompt_tokens:
+            return
+        computed = min(end, request.num_prompt_tokens)
+        request.num_prompt_tokens_computed = max(request.num_prompt_tokens_computed, computed)
+        if computed == request.num_prompt_tokens and request.forked_from is None:
+            self._totals.prompt_tokens += computed
+
+    def _start_decoding(self, request: Request) -> None:
+        account = request.account
+        assert account is not None
+        self._admission.computed(request)
+        request.move_to(RequestStatus.DECODE)
+        self._accounts.finish_prefill(account, request)
+        self._decodes.add(request)
+        self._policy.settled(account)
+        self._policy.charged(account)
+
+    def _release_forks(self, request: Request) -> None:
+        for fork in reversed(self._forks.take(request)):
+            self._wait_first(fork)
+
+    def _take_tokens(self, request: Request, output: StepOutput, start: int) -> TokenEvent:
+        """Append what was sampled up to the first token that ends the request; tokens behind it never existed. Makes the
+        blocks findable that the step filled, from position `start` on."""
+        token_ids, logprobs = output.token_ids, output.logprobs
+        assert token_ids, f"request {request.request_id} sampled no token"
+        reason = request.append(token_ids[0])
+        number = 1
+        while reason is None and number < len(token_ids):
+            reason = request.append(token_ids[number])
+            number += 1
+        if number < len(token_ids):
+            token_ids, logprobs = token_ids[:number], logprobs and logprobs[:number]
+        self._totals.generation_tokens += number
+        self._kv.register(request, start, request.num_computed_tokens)
+        event = token_event(request, token_ids) if reason is None else self._end(request, reason, token_ids)
+        event.logprobs, event.prompt_logprobs = logprobs, output.prompt_logprobs
+        return event
+
+    def advance(self, batch: ScheduledBatch) -> Flight:
+        """See `Scheduler.advance`."""
+        self.num_under_way += 1
+        flight = Flight.of(batch)
+        last: list[Request] = []
+        for item in batch.decodes:
+            assert not item.num_draft_tokens, "how far a guess gets is not known beforehand"
+            request, start = item.request, item.start + 1
+            item.start = request.num_computed_tokens = start
+            request.token_ids.append(UNKNOWN_TOKEN)
+            request.num_unknown_tokens += 1
+            if start + 1 >= request.max_total_tokens:
+                last.append(request)
+        for item in batch.prefills:
+            request = item.request
+            request.num_computed_tokens = item.start + item.num_tokens
+            request.num_flying_tokens += item.num_tokens
+            if item.samples:
+                self._start_decoding(request)
+                request.token_ids.append(UNKNOWN_TOKEN)
+                request.num_unknown_tokens += 1
+                if request.num_tokens >= request.max_total_tokens:
+                    last.append(request)
+        for request in last:
+            self._decodes.remove(request)
+        return flight
+
+    def settle(self, flight: Flight, outputs: Sequence[StepOutput | None]) -> list[TokenEvent]:
+        """See `Scheduler.settle`."""
+        assert len(outputs) == len(flight.requests), "a step has one output per row"
+        self.num_under_way -= 1
+        num_decodes, block_size = flight.num_decodes, self._block_size
+        events: list[TokenEvent] = []
+        for request, start, output in zip(flight.requests[:num_decodes], flight.starts, outputs, strict=False):
+            if output is None or request.status is RequestStatus.FINISHED:
+                continue
+            if output.error is None and output.logprobs is None:
+                if (start + 1) % block_size == 0 and request.block_table:
+                    self._kv.register(request, start, start + 1)
+                events.append(self._settle_token(request, start + 1, output))
+            else:
+                events.append(self._settle_rarely(request, start, start + 1, output))
+        for row in range(num_decodes, len(flight.requests)):
+            output = outputs[row]
+            if output is not None and flight.requests[row].status is not RequestStatus.FINISHED:
+                event = self._settle_prefill(flight, row, output)
+                if event is not None:
+                    events.append(event)
+        return events
+
+    def _settle_token(self, request: Request, position: int, output: StepOutput) -> TokenEvent:
+        self._totals.generation_tokens += 1
+        token_ids = output.token_ids
+        reason = request.fill(position, token_ids[0])
+        return token_event(request, token_ids) if reason is None else self._end(request, reason, token_ids)
+
+    def _settle_rarely(self, request: Request, start: int, end: int, output: StepOutput) -> TokenEvent:
+        """What has log-probabilities or an error; positions `start` … `end` - 1 were computed."""
+        if output.error is not None:
+            request.forget_unknown()
+            return self._fail(request, output.error, output.error_param)
+        if request.block_table:
+            self._kv.register(request, start, end)
+        event = self._settle_token(request, end, output)
+        event.logprobs, event.prompt_logprobs = output.logprobs, output.prompt_logprobs
+        return event
+
+    def _settle_prefill(self, flight: Flight, row: int, output: StepOutput) -> TokenEvent | None:
+        request, start, num_tokens = flight.requests[row], flight.starts[row], flight.num_tokens[row]
+        end, is_running = start + num_tokens, bool(request.block_table)
+        if is_running:
+            request.num_flying_tokens -= num_tokens
+        if output.error is not None:
+            return self._settle_rarely(request, start, end, output)
+        self._keep_new_scores(request, output, start, end)
+        self._count_prompt(request, end)
+        if flight.samples[row]:
+            self._release_forks(request)
+            return self._settle_rarely(request, start, end, output)
+        if is_running:
+            self._kv.register(request, start, end)
+            if request.status is RequestStatus.PREFILL:
+                self._admission.advance(request)
+        if not output.prompt_logprobs:
+            return None
+        return token_event(request, [], prompt_logprobs=output.prompt_logprobs)
