@@ -10,17 +10,23 @@ import torch
 
 from kernels.attention_rows import AttentionRow, AttentionShape
 from kernels.cpu.attention import AttentionPlan, AttentionPlanner, planned_attention, write_kv
+from kernels.cpu.decoded_linear import linear_fp8, linear_int4, linear_int8
 from kernels.cpu.elementwise import gelu, gelu_tanh, gelu_tanh_mul, layer_norm, rms_norm, rope, silu_mul
 from kernels.cpu.experts import mix_experts, route
+from kernels.cpu.fp8_rows import quantize_rows_fp8, to_fp8
 from kernels.cpu.invariant_attention import InvariantPlan, InvariantPlanner, invariant_attention
 from kernels.cpu.linear import LinearKernel, LinearPacker, can_pack, pack_linear
-from kernels.cpu.row_tiles import pack_linear_row_invariant
+from kernels.cpu.row_tiles import pack_linear_row_invariant, row_invariant
+from kernels.quantised_weights import Fp8Weight, Int4Weight, Int8Weight, pack_awq, pack_fp8, pack_gptq, pack_int8
 
 __all__ = [
     "AttentionPlan",
     "AttentionPlanner",
     "AttentionRow",
     "AttentionShape",
+    "Fp8Weight",
+    "Int4Weight",
+    "Int8Weight",
     "InvariantPlan",
     "InvariantPlanner",
     "LinearKernel",
@@ -30,14 +36,24 @@ __all__ = [
     "gelu_tanh_mul",
     "implementation",
     "layer_norm",
+    "linear_fp8",
+    "linear_int4",
+    "linear_int8",
     "mix_experts",
+    "pack_awq",
+    "pack_fp8",
+    "pack_gptq",
+    "pack_int8",
     "pack_linear",
     "pack_linear_row_invariant",
     "paged_attention",
+    "quantize_rows_fp8",
     "rms_norm",
     "rope",
     "route",
+    "row_invariant",
     "silu_mul",
+    "to_fp8",
     "write_kv",
 ]
 

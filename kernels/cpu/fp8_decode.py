@@ -1,0 +1,23 @@
+"""From e4m3 to wider numbers by shifts: several times faster on CPUs than torch's own conversion, number by number the same."""
+
+from __future__ import annotations
+
+import torch
+
+SIGN_AND_SEVEN_BITS = 0xBF80 - 0x10000
+"""Of an int16: where float16 has its sign, the lower four bits of its exponent and the upper three of its fraction."""
+
+BIAS_FACTOR = 256.0
+"""Exponents of float16 count from 15 and those of e4m3 from 7: the same bits are 2⁸ times less."""
+
+
+def decode_fp8(codes: torch.Tensor, dtype: torch.dtype, scales: torch.Tensor | None = None) -> torch.Tensor:
+    """codes: float8_e4m3fn of any shape → code · scale in `dtype`; `scales` must broadcast with `codes`, None is one.
+
+    NaN becomes 480: who reads codes that nobody wrote must mask them.
+    """
+    bits = codes.view(torch.int8).to(torch.int16)  # the sign fills the upper half
+    bits.bitwise_left_shift_(7).bitwise_and_(SIGN_AND_SEVEN_BITS)
+    wide = bits.view(torch.float16).to(dtype if dtype.itemsize > 2 or dtype is torch.bfloat16 else torch.float32)
+    wide.mul_(BIAS_FACTOR if scales is None else (scales * BIAS_FACTOR).to(wide.dtype))
+    return wide.to(dtype)
