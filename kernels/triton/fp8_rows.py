@@ -1,0 +1,81 @@
+"""Rows to e4m3, each with its own scale; also the step of the other kernels that do it to their result."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.triton.compilation import Compilation
+from kernels.triton.row_tiles import row_tile
+
+FP8 = torch.float8_e4m3fn
+FP8_CAPABILITIES = (89, 90, 100)  # the others cannot convert to e4m3
+
+
+@triton.jit
+def bounded(value):
+    """What an e4m3 can hold of it: beyond ±448 cards and interpreter differ in what a conversion gives."""
+    return tl.minimum(tl.maximum(value, -448.0), 448.0)
+
+
+@triton.jit
+def e4m3_rows(value, quantised, scales, rows, columns, inside, stride, num_rows):
+    """Store value: [ROWS, BLOCK] float32, zero outside, as e4m3 (448 is its largest value) and one scale for each row."""
+    largest = tl.maximum(tl.max(tl.abs(value), axis=1), 1e-12)
+    fitted = bounded(value * (448.0 / largest)[:, None])
+    tl.store(quantised + rows[:, None] * stride + columns[None, :], fitted.to(tl.float8e4nv), mask=inside)
+    tl.store(scales + rows, largest / 448.0, mask=rows < num_rows)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def quantize_rows_kernel(
+    x, quantised, scales, num_rows, x_stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr
+):
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    columns = tl.arange(0, BLOCK)
+    inside = (rows < num_rows)[:, None] & (columns < WIDTH)[None, :]
+    value = tl.load(x + rows[:, None] * x_stride + columns[None, :], mask=inside, other=0.0).to(tl.float32)
+    e4m3_rows(value, quantised, scales, rows, columns, inside, WIDTH, num_rows)
+
+
+def quantize_rows_fp8(
+    x: torch.Tensor, *, out: tuple[torch.Tensor, torch.Tensor] | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """scale = max|x| / 448, e4m3 = round(x / scale): x: [T, width], rows may lie apart → [T, width] and scales [T, 1] float32
+
+    Source: arXiv 2209.05433; one scale for each row as the products of `torch._scaled_mm` take them. Reads T · width
+    elements of fp32, fp16 or bf16, writes as many bytes and 4 per row; 3 operations an element, in float32. Columns beyond
+    `width` and rows beyond T are masked. A row below 1e-12 is scaled as if that were its largest element.
+    """
+    num_rows, width = x.shape
+    quantised, scales = fp8_outputs(num_rows, width, x.device) if out is None else out
+    tile = row_tile(width)
+    if num_rows:
+        quantize_rows_kernel[(triton.cdiv(num_rows, tile.rows),)](
+            x, quantised, scales, num_rows, x.stride(0), width, tile.block, tile.rows, num_warps=tile.num_warps
+        )
+    return quantised, scales
+
+
+def fp8_outputs(num_rows: int, width: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Memory for e4m3 [T, width] and its scales [T, 1] float32."""
+    return torch.empty(num_rows, width, dtype=FP8, device=device), torch.empty(num_rows, 1, dtype=torch.float32, device=device)
+
+
+def compilations() -> list[Compilation]:
+    """Attention outputs and inputs of e4m3 products: Llama-3.1-8B, Llama-3.2-1B."""
+    return [_compilation(dtype, width) for dtype in ("bf16", "fp16") for width in (2048, 4096)]
+
+
+def _compilation(dtype: str, width: int) -> Compilation:
+    tile = row_tile(width)
+    return Compilation(
+        f"quantize_rows_{dtype}_{width}",
+        quantize_rows_kernel,
+        {"x": f"*{dtype}", "quantised": "*fp8e4nv", "scales": "*fp32", "num_rows": "i32", "x_stride": "i32"},
+        {"WIDTH": width, "BLOCK": tile.block, "ROWS": tile.rows},
+        num_warps=tile.num_warps,
+        capabilities=FP8_CAPABILITIES,
+        divisible=("x_stride",),
+    )

@@ -1,0 +1,200 @@
+"""RMS normalisation, with the residual sum before it and the quantisation behind it, in one pass over memory.
+
+One program holds one wide row or several narrow ones. A lone row of a lone request is the work of one multiprocessor: 8 KB
+arrive there within little more than the memory's latency, and a second program would have to wait for the first one's sum.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.triton.compilation import CAPABILITIES, Compilation
+from kernels.triton.fp8_rows import FP8_CAPABILITIES, e4m3_rows, fp8_outputs
+from kernels.triton.row_tiles import row_tile
+
+
+@triton.jit
+def _normed(value, weight, eps, WIDTH: tl.constexpr):
+    """value: [ROWS, BLOCK] float32, zero outside, weight: [BLOCK] → value / rms(value) · weight"""
+    inverse_rms = tl.rsqrt(tl.sum(value * value, axis=1) / WIDTH + eps)
+    return value * inverse_rms[:, None] * weight.to(tl.float32)[None, :]
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def rms_norm_kernel(
+    x, residual, weight, branch_weight, normed, total, scales,
+    num_rows, x_stride, residual_stride, eps, alpha,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    columns = tl.arange(0, BLOCK)
+    inside = (rows < num_rows)[:, None] & (columns < WIDTH)[None, :]
+    written = rows[:, None] * WIDTH + columns[None, :]
+    # Everything is asked for before anything is waited for: a lone row pays the memory's latency once.
+    value = tl.load(x + rows[:, None] * x_stride + columns[None, :], mask=inside, other=0.0)
+    if residual is not None:
+        before = tl.load(residual + rows[:, None] * residual_stride + columns[None, :], mask=inside, other=0.0)
+    if branch_weight is not None:
+        branch_scale = tl.load(branch_weight + columns, mask=columns < WIDTH, other=0.0, eviction_policy="evict_last")
+    if weight is not None:
+        scale = tl.load(weight + columns, mask=columns < WIDTH, other=0.0, eviction_policy="evict_last")
+    value = value.to(tl.float32)
+    if branch_weight is not None:
+        value = _normed(value, branch_scale, eps, WIDTH)
+    if residual is not None:
+        # What is normalised is the sum as it is stored, as where the two are separate operations.
+        stored = (before.to(tl.float32) + alpha * value).to(total.dtype.element_ty)
+        tl.store(total + written, stored, mask=inside)
+        value = stored.to(tl.float32)
+    if weight is not None:
+        value = _normed(value, scale, eps, WIDTH)
+        if scales is None:
+            tl.store(normed + written, value.to(normed.dtype.element_ty), mask=inside)
+        else:
+            e4m3_rows(value, normed, scales, rows, columns, inside, WIDTH, num_rows)
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, *, out: torch.Tensor | None = None) -> torch.Tensor:
+    """x / √(mean(x²) + eps) · weight: x: [..., hidden], weight: [hidden] in x's dtype or float32 → [..., hidden]
+
+    Source: arXiv 1910.07467, eq. 4. Reads and writes T · hidden elements of fp32, fp16 or bf16; 4 operations an element;
+    sums and products in float32, rounded once. Rows of a matrix may lie apart. Columns beyond `hidden` are masked.
+    """
+    normed = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
+    _launch(x, None, weight, None, normed, None, None, eps, 1.0)
+    return normed
+
+
+def rms_norm_fp8(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, *, out: tuple[torch.Tensor, torch.Tensor] | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`rms_norm` of x: [T, hidden] as e4m3 [T, hidden] with row scales [T, 1] float32, quantised before it is ever rounded.
+
+    Writes one byte an element and 4 a row. Scales as in `fp8_rows`.
+    """
+    quantised, scales = fp8_outputs(x.shape[0], x.shape[1], x.device) if out is None else out
+    _launch(x, None, weight, None, quantised, None, scales, eps, 1.0)
+    return quantised, scales
+
+
+def add_rms_norm(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor | None,
+    eps: float,
+    *,
+    alpha: float = 1.0,
+    branch_weight: torch.Tensor | None = None,
+    out: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """sum = residual + alpha · x, and rms_norm(sum) · weight: x, residual: [..., hidden] → both [..., hidden] in x's dtype
+
+    With `branch_weight` x is normalised by itself first (norms on both sides of a branch: arXiv 2408.00118); without
+    `weight` the sum is the only result and stands for the norm too (norms behind the branch only: arXiv 2501.00656). Reads
+    2 and writes 2 · T · hidden elements; 6 operations an element, in float32. The sum is rounded to x's dtype before it is
+    normalised. `out`: (normed, sum); the sum may be written over `residual`. Columns beyond `hidden` are masked.
+    """
+    normed, total = (_like(x) if weight is not None else None, _like(x)) if out is None else out
+    _launch(x, residual, weight, branch_weight, normed, total, None, eps, alpha)
+    return (total if normed is None else normed), total
+
+
+def add_rms_norm_fp8(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    *,
+    alpha: float = 1.0,
+    branch_weight: torch.Tensor | None = None,
+    out: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`add_rms_norm` with the norm as e4m3 [T, hidden] and row scales [T, 1] float32, then the sum [T, hidden] in x's dtype."""
+    quantised, scales, total = (*fp8_outputs(x.shape[0], x.shape[1], x.device), _like(x)) if out is None else out
+    _launch(x, residual, weight, branch_weight, quantised, total, scales, eps, alpha)
+    return quantised, scales, total
+
+
+def _like(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+
+def _launch(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    branch_weight: torch.Tensor | None,
+    normed: torch.Tensor | None,
+    total: torch.Tensor | None,
+    scales: torch.Tensor | None,
+    eps: float,
+    alpha: float,
+) -> None:
+    width = x.shape[-1]
+    x_rows = x.view(-1, width)
+    residual_rows = None if residual is None else residual.view(-1, width)
+    num_rows = x_rows.shape[0]
+    if num_rows == 0:
+        return
+    tile = row_tile(width)
+    residual_stride = width if residual_rows is None else residual_rows.stride(0)
+    rms_norm_kernel[(triton.cdiv(num_rows, tile.rows),)](
+        x_rows, residual_rows, weight, branch_weight, normed, total, scales,
+        num_rows, x_rows.stride(0), residual_stride, eps, alpha,
+        width, tile.block, tile.rows, num_warps=tile.num_warps,
+    )  # fmt: skip
+
+
+def compilations() -> list[Compilation]:
+    """The residual stream of Llama-3.1-8B, Llama-3.2-1B and Qwen3-0.6B, a wide one, Gemma's norms, heads of 128."""
+    plain = [
+        _compilation(f"{dtype}_{width}", dtype, width, residual=residual)
+        for dtype in ("bf16", "fp16")
+        for width in (1024, 2048, 4096)
+        for residual in (False, True)
+    ]
+    return [
+        *plain,
+        _compilation("bf16_128", "bf16", 128),
+        _compilation("bf16_2560", "bf16", 2560, residual=True),
+        _compilation("bf16_16384", "bf16", 16384, residual=True),
+        _compilation("gemma_bf16_2048", "bf16", 2048, residual=True, branch_weight="fp32", weight="fp32"),
+        _compilation("olmo_bf16_4096", "bf16", 4096, residual=True, branch_weight="bf16", weight=None),
+        _compilation("fp8_bf16_4096", "bf16", 4096, fp8=True),
+        _compilation("add_fp8_bf16_4096", "bf16", 4096, residual=True, fp8=True),
+        _compilation("add_fp8_bf16_8192", "bf16", 8192, residual=True, fp8=True),
+    ]
+
+
+def _compilation(
+    name: str,
+    dtype: str,
+    width: int,
+    *,
+    residual: bool = False,
+    weight: str | None = "",
+    branch_weight: str | None = None,
+    fp8: bool = False,
+) -> Compilation:
+    tile = row_tile(width)
+    tensors: dict[str, str | None] = {
+        "x": dtype,
+        "residual": dtype if residual else None,
+        "weight": dtype if weight == "" else weight,
+        "branch_weight": branch_weight,
+        "normed": None if weight is None else "fp8e4nv" if fp8 else dtype,
+        "total": dtype if residual else None,
+        "scales": "fp32" if fp8 else None,
+    }
+    numbers = {"num_rows": "i32", "x_stride": "i32", "residual_stride": "i32", "eps": "fp32", "alpha": "fp32"}
+    return Compilation(
+        f"{'add_' if residual else ''}rms_norm_{name}",
+        rms_norm_kernel,
+        {key: f"*{kind}" for key, kind in tensors.items() if kind is not None} | numbers,
+        {key: None for key, kind in tensors.items() if kind is None} | {"WIDTH": width, "BLOCK": tile.block, "ROWS": tile.rows},
+        num_warps=tile.num_warps,
+        capabilities=FP8_CAPABILITIES if fp8 else CAPABILITIES,
+        divisible=("x_stride", "residual_stride"),
+    )

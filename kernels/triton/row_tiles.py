@@ -1,0 +1,30 @@
+"""Tiles of the kernels that hold whole rows in registers, by the row's width alone.
+
+The number of rows has no part in it: the order in which a row is summed is then the same in every batch.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from kernels.triton.tuning import power_of_two
+
+ELEMENTS_THREAD = 16
+"""Two loads of 16 bytes in flight for each thread and tensor: enough to cover the memory's latency at eight programs a
+multiprocessor, and few enough for eight programs' registers."""
+WARPS_MIN, WARPS_MAX = 4, 16
+
+
+class RowTile(NamedTuple):
+    """`rows` rows of `block` columns, a power of two, for `num_warps` warps."""
+
+    rows: int
+    block: int
+    num_warps: int
+
+
+def row_tile(width: int) -> RowTile:
+    """One row per program from 1,025 columns on, several of narrower ones."""
+    block = power_of_two(width)
+    rows = max(1, WARPS_MIN * 32 * ELEMENTS_THREAD // block)
+    return RowTile(rows, block, min(WARPS_MAX, max(WARPS_MIN, block // (32 * ELEMENTS_THREAD))))
