@@ -1,25 +1,34 @@
-"""The only import surface of the kernels: every operation the engine's layers call, bound to one implementation.
+"""The only import surface of the kernels: every operation the engine's layers call, from the implementation of their device.
 
-The binding happens once, here, and `implementation` names it for the log and for `EngineInfo`. There is no fallback from
-one implementation to another: this version has torch operations only, on every device.
+`operations(device)` is the table of a device: CPUs have torch's operations, NVIDIA GPUs the Triton kernels, whose modules are
+imported by the first one that asks. `implementation` names it for the log and for `EngineInfo`. There is no fall-back from
+one implementation to another: what is missing or fails is an error. Layers take the table once, when they are made; the
+functions below look it up by the device of their first tensor.
 """
 
 from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
 from kernels.attention_rows import AttentionRow, AttentionShape
 from kernels.cpu.attention import AttentionPlan, AttentionPlanner, planned_attention, write_kv
-from kernels.cpu.decoded_linear import linear_fp8, linear_int4, linear_int8
-from kernels.cpu.elementwise import gelu, gelu_tanh, gelu_tanh_mul, layer_norm, rms_norm, rope, silu_mul
+from kernels.cpu.elementwise import gelu, gelu_tanh, gelu_tanh_mul, layer_norm, rope
 from kernels.cpu.experts import mix_experts, route
-from kernels.cpu.fp8_rows import quantize_rows_fp8, to_fp8
 from kernels.cpu.invariant_attention import InvariantPlan, InvariantPlanner, invariant_attention
 from kernels.cpu.linear import LinearKernel, LinearPacker, can_pack, pack_linear
 from kernels.cpu.row_tiles import pack_linear_row_invariant, row_invariant
+from kernels.operations import Operations
+from kernels.paged_plan import PagedPlan, PagedPlanner, paged_plan_attention
+from kernels.quantised_linear import linear_fp8, linear_int4, linear_int8, quantize_rows_fp8, to_fp8
 from kernels.quantised_weights import Fp8Weight, Int4Weight, Int8Weight, pack_awq, pack_fp8, pack_gptq, pack_int8
 
 __all__ = [
+    "AnyPlan",
+    "AnyPlanner",
     "AttentionPlan",
     "AttentionPlanner",
     "AttentionRow",
@@ -31,6 +40,10 @@ __all__ = [
     "InvariantPlanner",
     "LinearKernel",
     "LinearPacker",
+    "Operations",
+    "PagedPlan",
+    "PagedPlanner",
+    "attention_planner",
     "gelu",
     "gelu_tanh",
     "gelu_tanh_mul",
@@ -40,6 +53,7 @@ __all__ = [
     "linear_int4",
     "linear_int8",
     "mix_experts",
+    "operations",
     "pack_awq",
     "pack_fp8",
     "pack_gptq",
@@ -48,6 +62,7 @@ __all__ = [
     "pack_linear_row_invariant",
     "paged_attention",
     "quantize_rows_fp8",
+    "replaced",
     "rms_norm",
     "rope",
     "route",
@@ -57,19 +72,63 @@ __all__ = [
     "write_kv",
 ]
 
+AnyPlan = AttentionPlan | InvariantPlan | PagedPlan
+AnyPlanner = AttentionPlanner | InvariantPlanner | PagedPlanner
 
-def paged_attention(qkv: torch.Tensor, kv_cache: torch.Tensor | None, plan: AttentionPlan | InvariantPlan) -> torch.Tensor:
+_TABLES = {"cpu": "kernels.cpu.table", "cuda": "kernels.triton.table"}
+"""By type of device, the module that holds its table as `OPERATIONS`."""
+
+
+def operations(device: torch.device) -> Operations:
+    """The table of a device. Raises KeyError for a device that has none, ImportError where its kernels cannot be loaded."""
+    table: Operations = importlib.import_module(_TABLES[device.type]).OPERATIONS
+    return table
+
+
+@contextmanager
+def replaced(device_type: str, by: str) -> Iterator[None]:
+    """For tests: what is made meanwhile for one type of device takes the table of another one, "cpu" or "cuda"."""
+    before = _TABLES[device_type]
+    _TABLES[device_type] = _TABLES[by]
+    try:
+        yield
+    finally:
+        _TABLES[device_type] = before
+
+
+def attention_planner(shape: AttentionShape, *, dtype: torch.dtype, device: torch.device) -> AttentionPlanner | PagedPlanner:
+    """The planner that suits the table of `device`: rows gathered for torch's fused attention, or paged as they are."""
+    is_torch = _TABLES[device.type] == _TABLES["cpu"] and device.type == "cpu"
+    planner = AttentionPlanner if is_torch else PagedPlanner
+    return planner(shape, dtype=dtype, device=device)
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """x: [..., hidden], weight: [hidden] → [..., hidden]"""
+    return operations(x.device).rms_norm(x, weight, eps)
+
+
+def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """gate_up: [T, 2·inner] → silu(gate) · up: [T, inner]"""
+    return operations(gate_up.device).silu_mul(gate_up)
+
+
+def paged_attention(
+    qkv: torch.Tensor, kv_cache: torch.Tensor | None, plan: AnyPlan, kv_scales: torch.Tensor | None = None
+) -> torch.Tensor:
     """qkv: [T, H+2K, D] rotated, kv_cache: [N, P, 2, K, D] already written, None for a plan of whole texts → [T, H, D]
 
-    By the kind of the plan: as fast as can be, or with results that do not depend on the batch.
+    By the kind of the plan: gathered on a CPU, with results that do not depend on the batch, or by the kernels over pages.
     """
     if isinstance(plan, AttentionPlan):
         return planned_attention(qkv, kv_cache, plan)
-    assert kv_cache is not None, "batch-invariant attention reads the cache"
+    assert kv_cache is not None, "this attention reads the cache"
+    if isinstance(plan, PagedPlan):
+        return paged_plan_attention(operations(qkv.device), qkv, kv_cache, plan, kv_scales)
     return invariant_attention(qkv, kv_cache, plan)
 
 
 def implementation(dtype: torch.dtype, device: torch.device, *, batch_invariant: bool = False) -> str:
     """Which kernels run for tensors of this kind, in words."""
     packed = ", oneDNN packed weights" if can_pack(dtype, device) else ""
-    return f"torch operations ({device.type}{packed}{', batch-invariant' if batch_invariant else ''})"
+    return f"{operations(device).words} ({device.type}{packed}{', batch-invariant' if batch_invariant else ''})"

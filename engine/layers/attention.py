@@ -34,6 +34,9 @@ class Attention:
     def __init__(self, config: ModelConfig, layer: LayerConfig, *, dtype: torch.dtype, device: torch.device) -> None:
         heads, kv_heads, size = config.num_heads, config.num_kv_heads, config.head_dim
         self._num_heads, self._num_kv_heads, self._head_dim = heads, kv_heads, size
+        self._ops = ops.operations(device)
+        self.kv_scales: torch.Tensor | None = None
+        """[2] float32, of keys and of values, by which a cache of 8 bits is scaled; None is one."""
         self._rope_idx, self._window_idx = layer.rope_idx, layer.window_idx
         self._rotary_dim = config.ropes[layer.rope_idx].rotary_dim
         parts = [("q_proj", heads * size), ("k_proj", kv_heads * size), ("v_proj", kv_heads * size)]
@@ -43,9 +46,8 @@ class Attention:
         self._out = FusedLinear([("o_proj", config.hidden_size)], heads * size, bias=config.o_bias, dtype=dtype, device=device)
         self._q_norm: RMSNorm | None = None
         self._k_norm: RMSNorm | None = None
-        self._norms_heads_together = config.family.qk_norm == "full"
         if config.family.qk_norm is not None:
-            sizes = (heads * size, kv_heads * size) if self._norms_heads_together else (size, size)
+            sizes = (heads * size, kv_heads * size) if config.family.qk_norm == "full" else (size, size)
             self._q_norm, self._k_norm = (
                 RMSNorm(n, config.rms_norm_eps, dtype=dtype, device=device, offset=config.family.norm_offset) for n in sizes
             )
@@ -68,22 +70,20 @@ class Attention:
         """x: [T, hidden], kv_cache: [N, P, 2, K, D] or None when all of every text is in this batch → [T, hidden]"""
         heads, kv_heads, size = self._num_heads, self._num_kv_heads, self._head_dim
         qkv = self._qkv(x).view(-1, heads + 2 * kv_heads, size)
-        self._normalise(qkv)
         cos, sin = inputs.rotations[self._rope_idx]
-        ops.rope(qkv[:, : heads + kv_heads, : self._rotary_dim], cos, sin)
-        if kv_cache is not None:
-            ops.write_kv(qkv[:, heads:], kv_cache, inputs.slot_mapping)
-        attended = ops.paged_attention(qkv, kv_cache, inputs.attention[self._window_idx])
+        q_norm, k_norm = self._q_norm, self._k_norm
+        self._ops.rope_and_cache(
+            qkv,
+            cos,
+            sin,
+            kv_cache,
+            inputs.slot_mapping,
+            num_kv_heads=kv_heads,
+            rotary_dim=self._rotary_dim,
+            q_weight=None if q_norm is None else q_norm.weight,
+            k_weight=None if k_norm is None else k_norm.weight,
+            eps=0.0 if q_norm is None else q_norm.eps,
+            kv_scales=self.kv_scales,
+        )
+        attended = ops.paged_attention(qkv, kv_cache, inputs.attention[self._window_idx], self.kv_scales)
         return self._out(attended.view(-1, heads * size))
-
-    def _normalise(self, qkv: torch.Tensor) -> None:
-        """Queries and keys in place: each head by itself, or the heads of a token together."""
-        if self._q_norm is None or self._k_norm is None:
-            return
-        heads, kv_heads = self._num_heads, self._num_kv_heads
-        queries, keys = qkv[:, :heads], qkv[:, heads : heads + kv_heads]
-        if self._norms_heads_together:
-            queries, keys = queries.flatten(1), keys.flatten(1)
-        normed_queries, normed_keys = self._q_norm(queries), self._k_norm(keys)
-        qkv[:, :heads] = normed_queries.view(-1, heads, self._head_dim)
-        qkv[:, heads : heads + kv_heads] = normed_keys.view(-1, kv_heads, self._head_dim)

@@ -26,6 +26,7 @@ class SparseMLP:
         device: torch.device,
     ) -> None:
         self._config = config
+        self._ops = ops.operations(device)
         self._block = names.block
         self._router = FusedLinear([("gate", config.num_experts)], hidden_size, bias=False, dtype=dtype, device=device)
         self._experts = [
@@ -55,5 +56,5 @@ class SparseMLP:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x: [T, hidden] → [T, hidden]"""
-        weights, expert_ids = ops.route(self._router(x), self._config.num_chosen, normalised=self._config.normalised)
-        return ops.mix_experts(x, weights, expert_ids, self._experts)
+        weights, expert_ids = self._ops.route(self._router(x), self._config.num_chosen, normalised=self._config.normalised)
+        return self._ops.mix_experts(x, weights, expert_ids, self._experts)

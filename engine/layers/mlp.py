@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -10,7 +10,8 @@ from engine.layers.linear import FusedLinear
 from engine.runner.weights import WeightPlan
 from kernels import ops
 
-GATED_ACTIVATIONS = {"silu": ops.silu_mul, "gelu_pytorch_tanh": ops.gelu_tanh_mul}
+GATED_ACTIVATIONS = {"silu": "silu_mul", "gelu_pytorch_tanh": "gelu_tanh_mul"}
+"""The operation that stands for an activation's name in the configuration."""
 
 
 class GatedMLP:
@@ -31,7 +32,7 @@ class GatedMLP:
         parts = [(name, 2 * inner // len(gate_up)) for name in gate_up]
         self._gate_up = FusedLinear(parts, hidden_size, bias=bias, dtype=dtype, device=device)
         self._down = FusedLinear([(down, hidden_size)], inner, bias=bias, dtype=dtype, device=device)
-        self._activate = GATED_ACTIVATIONS[activation]
+        self._activate: Callable[[torch.Tensor], torch.Tensor] = getattr(ops.operations(device), GATED_ACTIVATIONS[activation])
 
     def plan(self, plan: WeightPlan, prefix: str) -> None:
         self._gate_up.plan(plan, prefix)

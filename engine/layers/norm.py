@@ -18,6 +18,7 @@ class RMSNorm:
         self.weight = torch.empty(size, dtype=torch.float32 if offset else dtype, device=device)
         self.eps = eps
         self._offset = offset
+        self._ops = ops.operations(device)
 
     def plan(self, plan: WeightPlan, name: str) -> None:
         plan.add(f"{name}.weight", self.weight)
@@ -29,7 +30,7 @@ class RMSNorm:
             self._offset = False
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return ops.rms_norm(x, self.weight, self.eps)
+        return self._ops.rms_norm(x, self.weight, self.eps)
 
 
 class LayerNorm:

@@ -7,6 +7,7 @@ import math
 import torch
 
 from engine.config.rope import RopeConfig
+from kernels import ops
 
 Rotation = tuple[torch.Tensor, torch.Tensor]
 """Cosines and signed sines of a batch's positions, each [T, 1, rotary_dim]."""
@@ -56,7 +57,7 @@ def _turning_dim(num_turns: float, rope: RopeConfig) -> float:
 
 
 class RotaryTable:
-    """Cosines and sines of every position below `max_len`, ready for `kernels.ops.rope`.
+    """Cosines and sines of every position below `max_len`, ready for `rope_and_cache`.
 
     The sine's first half carries the minus sign of the rotation, so that the kernel needs no negation.
     """
@@ -66,7 +67,8 @@ class RotaryTable:
         cos, sin = angles.cos() * rope.attention_factor, angles.sin() * rope.attention_factor
         self._cos = torch.cat((cos, cos), dim=-1).to(device=device, dtype=dtype).unsqueeze(1)
         self._sin = torch.cat((-sin, sin), dim=-1).to(device=device, dtype=dtype).unsqueeze(1)
+        self._ops = ops.operations(device)
 
     def at(self, positions: torch.Tensor) -> Rotation:
         """positions: [T] int64 → cos, signed sin: [T, 1, rotary_dim]"""
-        return self._cos.index_select(0, positions), self._sin.index_select(0, positions)
+        return self._ops.rotation_rows(self._cos, self._sin, positions)

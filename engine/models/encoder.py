@@ -42,7 +42,7 @@ class EncoderLayer:
         for linear in (self._qkv, self._out, self._up, self._down):
             linear.pack()
 
-    def __call__(self, x: torch.Tensor, attention: ops.AttentionPlan | ops.InvariantPlan) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, attention: ops.AnyPlan) -> torch.Tensor:
         """x: [T, hidden] → [T, hidden]"""
         qkv = self._qkv(x).view(-1, 3 * self._num_heads, self._head_dim)
         attended = ops.paged_attention(qkv, None, attention).flatten(1)
@@ -83,4 +83,5 @@ class Encoder:
         x = self._norm(x + self._positions.index_select(0, inputs.positions + self._first_position))
         for layer in self._layers:
             x = layer(x, inputs.attention[0])
+        assert inputs.sampled_rows is not None, "texts are pooled from the rows that were named"
         return x.index_select(0, inputs.sampled_rows)

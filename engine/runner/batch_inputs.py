@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from engine.layers.rotary import RotaryTable, Rotation
-from kernels.ops import AttentionPlan, AttentionPlanner, AttentionRow, InvariantPlan, InvariantPlanner
+from kernels.ops import AnyPlan, AnyPlanner, AttentionRow
 
 
 class InputRow(NamedTuple):
@@ -35,8 +35,8 @@ class BatchInputs:
     positions: torch.Tensor  # [T] int64
     rotations: tuple[Rotation, ...]  # one for each of the model's `ropes`
     slot_mapping: torch.Tensor  # [T] int64: block · P + offset
-    sampled_rows: torch.Tensor  # [R] int64: where the hidden states that are wanted stand, in the order of the rows
-    attention: tuple[AttentionPlan | InvariantPlan, ...]  # one for each of the model's `windows`
+    sampled_rows: torch.Tensor | None  # [R] int64: where the hidden states that are wanted stand; None is all, in order
+    attention: tuple[AnyPlan, ...]  # one for each of the model's `windows`
 
 
 def forward_order(rows: Sequence[InputRow]) -> list[int]:
@@ -51,7 +51,7 @@ def make_batch_inputs(
     *,
     block_size: int,
     rotaries: Sequence[RotaryTable],
-    planners: Sequence[AttentionPlanner | InvariantPlanner],
+    planners: Sequence[AnyPlanner],
     device: torch.device,
 ) -> BatchInputs:
     """Tensors for one pass over `rows`. Layers find their rotation and their attention plan by index."""

@@ -14,7 +14,7 @@ from engine.runner.batch_inputs import BatchInputs, InputRow, make_batch_inputs
 from engine.runner.embedder import TextModel
 from engine.runner.kv_cache import allocate_kv_cache
 from engine.runner.memory_plan import MemoryPlan
-from kernels.ops import AttentionPlanner, InvariantPlanner
+from kernels.ops import AnyPlanner, AttentionPlanner, InvariantPlanner, attention_planner
 
 
 class PagedDecoder:
@@ -41,14 +41,16 @@ class PagedDecoder:
         self._device = device
         self._rotaries = [RotaryTable(rope, plan.max_model_len, dtype=dtype, device=device) for rope in config.ropes]
         shapes = attention_shapes(config, block_size)
-        planners = [AttentionPlanner(shape, dtype=dtype, device=device) for shape in shapes]
-        self._planners: list[AttentionPlanner] | list[InvariantPlanner] = planners
-        if batch_invariant:
-            self._planners = [InvariantPlanner(shape, dtype=dtype, device=device) for shape in shapes]
+        self._planners: list[AnyPlanner] = [
+            InvariantPlanner(shape, dtype=dtype, device=device)
+            if batch_invariant
+            else attention_planner(shape, dtype=dtype, device=device)
+            for shape in shapes
+        ]
         self.text_model = TextModel(
             forward=decoder,
             rotaries=self._rotaries,
-            planners=planners,
+            planners=[AttentionPlanner(shape, dtype=dtype, device=device) for shape in shapes],
             vocab_size=config.vocab_size,
             max_len=plan.max_model_len,
             device=device,

@@ -1,0 +1,93 @@
+"""Attention whose rows are tensors on the device: block tables and lengths that the host does not know. In plain torch.
+
+The twin of the kernels that decode in graphs, so that slots and graphs can be tested without a GPU. Serving on CPUs plans
+its rows on the host (`kernels.cpu.attention`), which is faster: there a batch is cut where padding would waste time.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from kernels.attention_rows import AttentionShape
+
+
+def no_workspace(
+    shape: AttentionShape, max_requests: int, max_blocks: int, kv_dtype: torch.dtype, device: torch.device
+) -> None:
+    """Nothing is kept from call to call."""
+
+
+def paged_decode(
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    context_lens: torch.Tensor,
+    shape: AttentionShape,
+    *,
+    kv_scales: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    workspace: None = None,  # noqa: ARG001 - the kernels' signature
+) -> torch.Tensor:
+    """q: [B, H, D], kv_cache: [N, P, 2, K, D], block_tables: [B, M] int32, context_lens: [B] int32, 0 for no row → [B, H, D]"""
+    starts = torch.arange(len(context_lens) + 1, device=q.device)
+    return paged_prefill(
+        q, kv_cache, block_tables, starts, context_lens, shape, max_query_len=1, kv_scales=kv_scales, out=out
+    )
+
+
+def paged_prefill(
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    query_starts: torch.Tensor,
+    context_lens: torch.Tensor,
+    shape: AttentionShape,
+    *,
+    max_query_len: int,
+    kv_scales: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """q: [T, H, D], query_starts: [B + 1]; the last query of a row sees context_lens[b] tokens, each one before it a token
+    less → [T, H, D]"""
+    attended = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
+    starts, lengths = query_starts.tolist(), context_lens.tolist()
+    for row, context_len in enumerate(lengths):
+        first, last = starts[row], starts[row + 1]
+        assert last - first <= max_query_len, "more queries than announced"
+        if not context_len:
+            attended[first:last] = 0.0
+            continue
+        blocks = block_tables[row, : -(-context_len // shape.block_size)].long()
+        attended[first:last] = _attend(q[first:last], kv_cache, blocks, context_len, shape, kv_scales)
+    return attended
+
+
+def _attend(
+    queries: torch.Tensor,
+    kv_cache: torch.Tensor,
+    blocks: torch.Tensor,
+    context_len: int,
+    shape: AttentionShape,
+    kv_scales: torch.Tensor | None,
+) -> torch.Tensor:
+    """queries: [Q, H, D], the newest of `context_len` tokens → [Q, H, D]"""
+    found = _indexable(kv_cache).index_select(0, blocks).view(kv_cache.dtype).flatten(0, 1)[:context_len]  # [C, 2, K, D]
+    found = found.to(queries.dtype) if kv_scales is None else (found.float() * kv_scales[:, None, None]).to(queries.dtype)
+    per_kv = shape.num_heads // shape.num_kv_heads
+    keys, values = (found[:, i].transpose(0, 1).repeat_interleave(per_kv, 0) for i in (0, 1))  # [H, C, D]
+    scale = shape.head_dim**-0.5 if shape.scale is None else shape.scale
+    scores = (queries.transpose(0, 1) @ keys.transpose(1, 2)).float() * scale
+    if shape.softcap is not None:
+        scores = shape.softcap * torch.tanh(scores / shape.softcap)
+    positions = torch.arange(context_len, device=queries.device)
+    own = positions[context_len - queries.shape[0] :, None]
+    hidden = positions[None, :] > own
+    if shape.sliding_window is not None:
+        hidden |= positions[None, :] <= own - shape.sliding_window
+    weights = scores.masked_fill_(hidden, float("-inf")).softmax(dim=-1)
+    return (weights.to(values.dtype) @ values).transpose(0, 1)
+
+
+def _indexable(kv_cache: torch.Tensor) -> torch.Tensor:
+    """The same memory in a dtype that torch can index: e4m3 knows no indexing."""
+    return kv_cache.view(torch.uint8) if kv_cache.dtype.itemsize == 1 else kv_cache

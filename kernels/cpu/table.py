@@ -1,0 +1,37 @@
+"""The operations in plain torch: what serves on CPUs."""
+
+from __future__ import annotations
+
+from kernels.cpu.blocks import copy_blocks, gather_blocks, scatter_blocks
+from kernels.cpu.decode_inputs import advance_slots, prepare_decode
+from kernels.cpu.elementwise import gelu, gelu_tanh, gelu_tanh_mul, layer_norm, rms_norm, silu_mul
+from kernels.cpu.embedding import embed, rotation_rows
+from kernels.cpu.experts import mix_experts, route
+from kernels.cpu.norm import add_rms_norm
+from kernels.cpu.paged_attention import no_workspace, paged_decode, paged_prefill
+from kernels.cpu.rope_and_cache import rope_and_cache
+from kernels.operations import Operations
+
+OPERATIONS = Operations(
+    words="torch operations",
+    embed=embed,
+    rotation_rows=rotation_rows,
+    rms_norm=rms_norm,
+    add_rms_norm=add_rms_norm,
+    layer_norm=layer_norm,
+    rope_and_cache=rope_and_cache,
+    silu_mul=silu_mul,
+    gelu_tanh_mul=gelu_tanh_mul,
+    gelu=gelu,
+    gelu_tanh=gelu_tanh,
+    route=route,
+    mix_experts=mix_experts,
+    paged_decode=paged_decode,
+    paged_prefill=paged_prefill,
+    decode_workspace=no_workspace,
+    prepare_decode=prepare_decode,
+    advance_slots=advance_slots,
+    copy_blocks=copy_blocks,
+    gather_blocks=gather_blocks,
+    scatter_blocks=scatter_blocks,
+)

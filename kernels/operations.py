@@ -1,0 +1,45 @@
+"""The table of operations that one implementation provides: what `kernels.ops` binds to a device. Names and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from kernels.attention_rows import AttentionShape
+
+Tensor = torch.Tensor
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operations:
+    """One callable per operation, with the signature of its twin in `kernels.reference` (and, where no layer of the serving
+    path has a kernel of its own for it, torch's fused one). `words` name the implementation for the log.
+
+    `decode_workspace` makes what `paged_decode` needs beside its output, None where it needs nothing.
+    """
+
+    words: str
+    embed: Callable[..., Tensor]
+    rotation_rows: Callable[..., Pair]
+    rms_norm: Callable[..., Tensor]
+    add_rms_norm: Callable[..., Pair]
+    layer_norm: Callable[..., Tensor]
+    rope_and_cache: Callable[..., None]
+    silu_mul: Callable[[Tensor], Tensor]
+    gelu_tanh_mul: Callable[[Tensor], Tensor]
+    gelu: Callable[[Tensor], Tensor]
+    gelu_tanh: Callable[[Tensor], Tensor]
+    route: Callable[..., Pair]
+    mix_experts: Callable[..., Tensor]
+    paged_decode: Callable[..., Tensor]
+    paged_prefill: Callable[..., Tensor]
+    decode_workspace: Callable[[AttentionShape, int, int, torch.dtype, torch.device], Any]
+    prepare_decode: Callable[..., None]
+    advance_slots: Callable[..., None]
+    copy_blocks: Callable[..., None]
+    gather_blocks: Callable[..., None]
+    scatter_blocks: Callable[..., None]

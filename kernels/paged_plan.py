@@ -1,0 +1,104 @@
+"""What attention over block tables on the device needs of one step: tensors of fixed meaning, no lists, no masks.
+
+A plan is made from rows that the host knows (`PagedPlanner`), or stands on buffers that the device fills itself (a decode
+step from slots); the kernels cannot tell.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from kernels.attention_rows import AttentionRow, AttentionShape
+from kernels.operations import Operations
+
+
+@dataclass(frozen=True, slots=True)
+class PagedPlan:
+    """Rows of one step: the first `num_decodes` have one query each, the others those between their `query_starts`."""
+
+    shape: AttentionShape
+    num_decodes: int
+    block_tables: torch.Tensor  # [B, M] int32
+    context_lens: torch.Tensor  # [B] int32, 0 for a row that is padding
+    query_starts: torch.Tensor | None = None  # [B - num_decodes + 1] int32, counted from the first longer row
+    max_query_len: int = 1
+    workspace: Any = None  # of `paged_decode`
+
+
+class PagedPlanner:
+    """Makes plans for the rows of a step. Rows of one query come first."""
+
+    def __init__(self, shape: AttentionShape, *, dtype: torch.dtype, device: torch.device) -> None:
+        self._shape = shape
+        self._dtype, self._device = dtype, device
+
+    def plan(self, rows: Sequence[AttentionRow]) -> PagedPlan:
+        num_decodes = next((i for i, row in enumerate(rows) if row.query_len > 1), len(rows))
+        size = self._shape.block_size
+        width = max((-(-row.context_len // size) for row in rows), default=0)
+        tables = np.zeros((len(rows), width), dtype=np.int32)
+        for line, row in zip(tables, rows, strict=True):
+            num_blocks = -(-row.context_len // size)
+            line[:num_blocks] = row.block_table[:num_blocks]
+        lens = torch.tensor([row.context_len for row in rows], dtype=torch.int32)
+        longer = [row.query_len for row in rows[num_decodes:]]
+        starts = torch.from_numpy(np.cumsum([0, *longer], dtype=np.int32)) if longer else None
+        return PagedPlan(
+            self._shape,
+            num_decodes,
+            torch.from_numpy(tables).to(self._device),
+            lens.to(self._device),
+            None if starts is None else starts.to(self._device),
+            max(longer, default=1),
+        )
+
+
+def paged_plan_attention(
+    operations: Operations,
+    qkv: torch.Tensor,
+    kv_cache: torch.Tensor,
+    plan: PagedPlan,
+    kv_scales: torch.Tensor | None,
+) -> torch.Tensor:
+    """qkv: [T, H+2K, D] rotated, kv_cache: [N, P, 2, K, D] already written → [T, H, D]"""
+    shape, num_decodes = plan.shape, plan.num_decodes
+    queries = qkv[:, : shape.num_heads]
+    if plan.query_starts is None:
+        return operations.paged_decode(
+            queries,
+            kv_cache,
+            plan.block_tables,
+            plan.context_lens,
+            shape,
+            kv_scales=kv_scales,
+            workspace=plan.workspace,
+        )
+    out = torch.empty(qkv.shape[0], shape.num_heads, shape.head_dim, dtype=qkv.dtype, device=qkv.device)
+    if num_decodes:
+        operations.paged_decode(
+            queries[:num_decodes],
+            kv_cache,
+            plan.block_tables[:num_decodes],
+            plan.context_lens[:num_decodes],
+            shape,
+            kv_scales=kv_scales,
+            out=out[:num_decodes],
+            workspace=plan.workspace,
+        )
+    operations.paged_prefill(
+        queries[num_decodes:],
+        kv_cache,
+        plan.block_tables[num_decodes:],
+        plan.query_starts,
+        plan.context_lens[num_decodes:],
+        shape,
+        max_query_len=plan.max_query_len,
+        kv_scales=kv_scales,
+        out=out[num_decodes:],
+    )
+    return out
