@@ -1,0 +1,186 @@
+"""What a model needs in memory, predicted from its shape before anything is read.
+
+Integers only; knows no torch and no device. With L layers of P_layer weights in matrices, V words of d numbers, b_w, b and
+b_kv bytes per weight, per number computed with and per stored key or value, T tokens and R sampled rows in a step:
+
+    weights      W = b_w·L·P_layer + b·V·d·(1 if tied, else 2) + norms and biases; groups of g add 2/g for their scales
+    activations  A = max(T·(2f + (H + 2K)·D + 2d)·b, R·V·4·2)
+    graphs       G = A of the largest captured step, and a fixed price for each captured size
+    context      C = the driver's context, the libraries' workspaces, the kernels' code
+    KV blocks      = floor((share·memory − W − A − G − C) / (block_size·2·L·K·D·b_kv))
+
+What is divided here is that of paged caches, Kwon et al., arXiv 2309.06180, section 4; the constants are ours.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from engine.config.model import ModelConfig
+from engine.scheduling.step_time import ModelShape
+
+GIB = 1 << 30
+LOGITS_ELEMENTS_MAX = 1 << 25
+"""Logits that stand in memory at a time, 128 MiB: those of a step's rows are computed in slices of so many."""
+
+GRAPH_BYTES = 8 << 20
+"""Of each captured size: nodes of some 300 kernels and their arguments. A guess until graphs are captured and measured."""
+
+CONTEXT_BYTES = 600 << 20
+"""Of a process on an NVIDIA GPU: context, code, the matrix library's workspace. A guess where no device can be asked."""
+
+
+class WeightFormat(NamedTuple):
+    """How the matrices of the layers are stored: `bits` each, and `group_bits` more for every `group` of them."""
+
+    name: str
+    bits: int
+    group: int = 1
+    group_bits: int = 0
+
+    def num_bytes(self, num_weights: int) -> int:
+        return -(-num_weights * self.bits // 8) + -(-num_weights // self.group) * self.group_bits // 8
+
+
+def unquantised(element_bytes: int) -> WeightFormat:
+    """Weights as they are computed with."""
+    return WeightFormat(f"{8 * element_bytes} bits", 8 * element_bytes)
+
+
+EIGHT_BITS = WeightFormat("8 bits", 8)  # and one scale for each row: less than a thousandth
+FOUR_BITS = WeightFormat("4 bits", 4, group=128, group_bits=20)  # a scale of 16 bits and a zero of 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryShape:
+    """What of a model decides about memory, as numbers of numbers: weights in matrices of its layers, in embedding and head,
+    and in what is never quantised; keys and values of one token; what a layer computes of one token; words."""
+
+    matrices: int
+    vocabulary: int
+    others: int
+    kv_token: int
+    layer_width: int
+    vocab_size: int
+
+    @classmethod
+    def of(cls, config: ModelConfig) -> MemoryShape:
+        """Every tensor of the checkpoint is counted once."""
+        d, qkv = config.hidden_size, (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+        biases = (qkv if config.qkv_bias else 0) + (d if config.o_bias else 0)
+        norms = d * sum(name is not None for name in config.family.norms.value) + _qk_norm(config)
+        feed_forward = [_feed_forward(config, is_sparse=layer.is_sparse) for layer in config.layers]
+        copies = 1 if config.tie_word_embeddings or not config.has_head else 2
+        return cls(
+            matrices=sum(d * qkv + config.num_heads * config.head_dim * d + matrices for matrices, _ in feed_forward),
+            vocabulary=copies * config.vocab_size * d,
+            others=d + sum(biases + norms + others for _, others in feed_forward),
+            kv_token=2 * config.num_layers * config.num_kv_heads * config.head_dim,
+            layer_width=2 * config.active_intermediate_size + qkv + 2 * d,
+            vocab_size=config.vocab_size,
+        )
+
+    @classmethod
+    def of_dimensions(cls, shape: ModelShape) -> MemoryShape:
+        """From dimensions alone: norms and biases, less than a thousandth, are left out."""
+        embedding = shape.head_params * (1 if shape.tied else 2)
+        active = shape.num_chosen_experts * shape.intermediate_size
+        qkv = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
+        return cls(
+            matrices=shape.num_params - embedding,
+            vocabulary=embedding,
+            others=0,
+            kv_token=shape.kv_token_bytes(1),
+            layer_width=2 * active + qkv + 2 * shape.hidden_size,
+            vocab_size=shape.vocab_size,
+        )
+
+    def weights_bytes(self, weights: WeightFormat, element_bytes: int) -> int:
+        """Embedding, head, norms, biases and routers keep `element_bytes` each."""
+        return weights.num_bytes(self.matrices) + (self.vocabulary + self.others) * element_bytes
+
+    def activations_bytes(self, num_tokens: int, num_rows: int, element_bytes: int) -> int:
+        """What a pass of `num_tokens`, of which `num_rows` are sampled, holds at a time besides weights and cache."""
+        logits = min(num_rows * self.vocab_size, LOGITS_ELEMENTS_MAX) * 4 * 2
+        return max(num_tokens * self.layer_width * element_bytes, logits)
+
+    def graphs_bytes(self, num_graphs: int, num_seqs: int, element_bytes: int) -> int:
+        """What `num_graphs` captured steps of up to `num_seqs` requests hold; they share one pool of activations."""
+        return num_graphs * GRAPH_BYTES + self.activations_bytes(num_seqs, num_seqs, element_bytes) if num_graphs else 0
+
+
+def _feed_forward(config: ModelConfig, *, is_sparse: bool) -> tuple[int, int]:
+    """Weights of one layer's feed-forward part: in matrices, and others."""
+    d, experts = config.hidden_size, config.experts
+    if not is_sparse:
+        return 3 * d * config.intermediate_size, (2 * config.intermediate_size + d) if config.mlp_bias else 0
+    assert experts is not None
+    return 3 * d * experts.intermediate_size * experts.num_experts, d * experts.num_experts
+
+
+def _qk_norm(config: ModelConfig) -> int:
+    if config.family.qk_norm == "head":
+        return 2 * config.head_dim
+    return (config.num_heads + config.num_kv_heads) * config.head_dim if config.family.qk_norm == "full" else 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Formats:
+    """How weights are stored, and in how many bytes numbers are computed with and keys and values are kept."""
+
+    weights: WeightFormat
+    element_bytes: int
+    kv_element_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """What an engine is to hold: steps of `num_tokens`, `num_seqs` requests, blocks of `block_size`, captured sizes."""
+
+    num_tokens: int
+    num_seqs: int
+    block_size: int
+    num_graphs: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryNeeds:
+    """Predicted bytes of an engine: four parts that are fixed, and one block of keys and values."""
+
+    weights_bytes: int
+    activations_bytes: int
+    graphs_bytes: int
+    context_bytes: int
+    block_bytes: int
+    block_size: int
+
+    @classmethod
+    def of(
+        cls, model: MemoryShape, formats: Formats, load: Load, *, context_bytes: int, draft: MemoryShape | None = None
+    ) -> MemoryNeeds:
+        """`draft` is a second model, unquantised, with blocks of the same ids; the two compute one after the other."""
+        both = [model] if draft is None else [model, draft]
+        size = formats.element_bytes
+        drafts_bytes = 0 if draft is None else draft.weights_bytes(unquantised(size), size)
+        return cls(
+            weights_bytes=model.weights_bytes(formats.weights, size) + drafts_bytes,
+            activations_bytes=max(each.activations_bytes(load.num_tokens, load.num_seqs, size) for each in both),
+            graphs_bytes=model.graphs_bytes(load.num_graphs, load.num_seqs, size),
+            context_bytes=context_bytes,
+            block_bytes=sum(each.kv_token for each in both) * formats.kv_element_bytes * load.block_size,
+            block_size=load.block_size,
+        )
+
+    @property
+    def fixed_bytes(self) -> int:
+        """Everything but keys and values."""
+        return self.weights_bytes + self.activations_bytes + self.graphs_bytes + self.context_bytes
+
+    def num_blocks(self, usable_bytes: int) -> int:
+        """KV blocks beside the fixed parts."""
+        return max(0, usable_bytes - self.fixed_bytes) // self.block_bytes
+
+    def kv_bytes(self, num_tokens: int) -> int:
+        """Keys and values of one request, in whole blocks."""
+        return -(-num_tokens // self.block_size) * self.block_bytes

@@ -1,0 +1,148 @@
+"""What a model needs in memory: predicted figures against the models themselves, and what is said when they do not fit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from engine.memory_fit import KV_8, WEIGHTS_4, WEIGHTS_8, MemoryFit, gib
+from engine.memory_needs import EIGHT_BITS, FOUR_BITS, GIB, Formats, Load, MemoryNeeds, MemoryShape, unquantised
+from engine.simulator.models import MODELS
+
+H200 = int(139 * GIB * 0.90)
+RESERVED = 3_000_000_000  # activations, graphs and context in the published figures
+BF16 = Formats(weights=unquantised(2), element_bytes=2, kv_element_bytes=2)
+LOAD = Load(num_tokens=8192, num_seqs=256, block_size=16, num_graphs=20)
+LLAMA_8B = MemoryShape.of_dimensions(MODELS["llama-3.1-8b"].shape)
+
+
+def fit(usable_gib: float, wanted_len: int = 131_072, formats: Formats = BF16, model: MemoryShape = LLAMA_8B) -> MemoryFit:
+    return MemoryFit(
+        model=model,
+        formats=formats,
+        load=LOAD,
+        usable_bytes=int(usable_gib * GIB),
+        context_bytes=GIB // 2,
+        wanted_len=wanted_len,
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "blocks"), [("llama-3.1-8b", 54_962), ("qwen3-8b", 48_719), ("qwen3-0.6b", 70_916), ("llama-3.2-1b", 245_768)]
+)
+def test_the_blocks_of_an_h200_are_those_of_the_published_figures(name: str, blocks: int) -> None:
+    model = MemoryShape.of_dimensions(MODELS[name].shape)
+    needs = MemoryNeeds.of(model, BF16, LOAD, context_bytes=0)
+    needs = replace(needs, activations_bytes=0, graphs_bytes=0, context_bytes=RESERVED)
+    assert needs.num_blocks(H200) == pytest.approx(blocks, rel=0.005)
+    halved = replace(needs, block_bytes=needs.block_bytes // 2)
+    assert halved.num_blocks(H200) == pytest.approx(2 * blocks, rel=0.005)
+
+
+@pytest.mark.parametrize(
+    ("name", "billions", "kv_bytes", "four_bit_gb"),
+    [
+        ("llama-3.1-8b", 8.030, 131_072, 4.12),
+        ("qwen3-8b", 8.190, 147_456, 4.20),
+        ("qwen3-4b", 4.022, 147_456, 2.26),
+        ("qwen3-0.6b", 0.596, 114_688, 0.38),
+        ("llama-3.2-1b", 1.236, 32_768, 0.76),
+    ],
+)
+def test_weights_and_keys_are_those_of_the_published_models(
+    name: str, billions: float, kv_bytes: int, four_bit_gb: float
+) -> None:
+    model = MemoryShape.of_dimensions(MODELS[name].shape)
+    assert (model.matrices + model.vocabulary) / 1e9 == pytest.approx(billions, rel=1e-3)
+    assert model.kv_token * 2 == kv_bytes
+    head = MODELS[name].shape.head_params
+    assert (FOUR_BITS.num_bytes(model.matrices) + head) / 1e9 == pytest.approx(four_bit_gb, rel=0.02)
+
+
+def test_activations_are_the_larger_of_a_layer_and_the_logits() -> None:
+    assert LLAMA_8B.activations_bytes(8192, 256, 2) == 8192 * (2 * 14336 + 48 * 128 + 2 * 4096) * 2
+    assert LLAMA_8B.activations_bytes(16, 16, 2) == 16 * 128_256 * 4 * 2
+    assert LLAMA_8B.activations_bytes(16, 10_000, 2) == (1 << 25) * 8, "logits are computed in slices"
+
+
+def test_without_graphs_nothing_is_kept_for_them() -> None:
+    assert LLAMA_8B.graphs_bytes(0, 256, 2) == 0
+    assert LLAMA_8B.graphs_bytes(2, 256, 2) > 2 * (8 << 20)
+
+
+def test_a_draft_model_takes_weights_and_a_part_of_every_block() -> None:
+    draft = MemoryShape.of_dimensions(MODELS["llama-3.2-1b"].shape)
+    alone = MemoryNeeds.of(LLAMA_8B, BF16, LOAD, context_bytes=0)
+    paired = MemoryNeeds.of(LLAMA_8B, BF16, LOAD, context_bytes=0, draft=draft)
+    assert paired.block_bytes == alone.block_bytes + 16 * 32_768
+    assert paired.weights_bytes - alone.weights_bytes == pytest.approx(2 * 1.236e9, rel=1e-3)
+
+
+def test_what_fits_needs_no_remedy_and_gets_the_context_that_was_wanted() -> None:
+    assert fit(40).fits
+    assert fit(40).context_len == 131_072
+    assert fit(40).remedies() == []
+    assert fit(40).explain().endswith("40.0 GiB may be used")
+
+
+def test_a_context_that_is_too_long_is_cut_to_whole_blocks_of_what_is_left() -> None:
+    short = fit(24)
+    assert not short.fits
+    assert 0 < short.context_len < 131_072
+    assert short.context_len % 16 == 0
+    assert replace(short, wanted_len=short.context_len).fits
+    assert not replace(short, wanted_len=short.context_len + 16).fits
+
+
+def test_the_remedies_keep_the_context_where_they_can_and_each_of_them_is_true() -> None:
+    words = [remedy.words for remedy in fit(26.2).remedies()]
+    assert words[:-1] == [KV_8, WEIGHTS_8, WEIGHTS_4], "two changes are not offered where one of them is enough"
+    assert words[-1].startswith("a shorter context")
+    for formats in (replace(BF16, kv_element_bytes=1), replace(BF16, weights=EIGHT_BITS), replace(BF16, weights=FOUR_BITS)):
+        assert replace(fit(26.2), formats=formats).fits
+
+
+def test_where_one_change_is_not_enough_two_are_offered() -> None:
+    remedies = fit(18.5).remedies()
+    assert [remedy.words for remedy in remedies][:2] == [f"{WEIGHTS_8} with {KV_8}", f"{WEIGHTS_4} with {KV_8}"]
+    assert all(remedy.context_len == 131_072 for remedy in remedies[:2])
+
+
+def test_where_no_change_keeps_the_context_each_names_the_one_that_it_leaves() -> None:
+    remedies = fit(12).remedies()
+    assert remedies
+    assert all(0 < remedy.context_len < 131_072 for remedy in remedies)
+    assert all(f"max_model_len={remedy.context_len}" in remedy.words for remedy in remedies)
+
+
+def test_what_is_in_small_formats_already_is_not_offered_them() -> None:
+    small = Formats(weights=FOUR_BITS, element_bytes=2, kv_element_bytes=1)
+    assert [remedy.words.split(" (")[0] for remedy in fit(9, formats=small).remedies()] == ["a shorter context"]
+    eight = Formats(weights=EIGHT_BITS, element_bytes=2, kv_element_bytes=2)
+    assert not any(WEIGHTS_8 in remedy.words for remedy in fit(12, formats=eight).remedies())
+
+
+def test_a_device_that_is_hopelessly_small_is_told_what_the_least_would_be() -> None:
+    assert fit(2).remedies() == []
+    assert "no change here makes it fit: the smallest formats need" in fit(2).explain()
+
+
+def test_the_explanation_names_the_parts_the_sum_and_the_remedies() -> None:
+    said = fit(24).explain()
+    assert said.startswith("needs 32.")
+    for part in (
+        "weights 15.0 GiB",
+        "activations 0.7 GiB",
+        "keys and values of 131072 tokens 16.0 GiB",
+        "24.0 GiB may be used",
+    ):
+        assert part in said
+    assert KV_8 in said
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "words"), [(0, "0.0 MiB"), (3 << 20, "3.0 MiB"), (GIB, "1.0 GiB"), (GIB // 2, "0.5 GiB")]
+)
+def test_bytes_are_told_as_devices_tell_them(num_bytes: int, words: str) -> None:
+    assert gib(num_bytes) == words
