@@ -1,0 +1,162 @@
+"""Gated activations between the two products of a feed-forward part, to the model's dtype or to e4m3 rows."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.triton.compilation import Compilation
+from kernels.triton.fp8_rows import FP8_CAPABILITIES, e4m3_rows, fp8_outputs
+from kernels.triton.row_tiles import row_tile
+
+ROWS_MANY = 256
+"""From here on there are programs enough for every multiprocessor, and wider ones cost less to start."""
+
+
+class ColumnTile(NamedTuple):
+    """`block` columns of one row for `num_warps` warps."""
+
+    block: int
+    num_warps: int
+
+
+def column_tile(num_rows: int, inner: int) -> ColumnTile:
+    """8 elements, 16 bytes, of each thread in few rows and 16 in many. No sum depends on it."""
+    if num_rows < ROWS_MANY:
+        return ColumnTile(512, 2)
+    return ColumnTile(2048, 4) if inner % 2048 == 0 else ColumnTile(1024, 4)
+
+
+@triton.jit
+def _activated(gate, up, GELU: tl.constexpr):
+    """gate and up: float32 → act(gate) · up. Both activations are gate · sigmoid(z), in powers of two."""
+    exponent = -1.4426950408889634 * gate
+    if GELU:
+        # 0.5 (1 + tanh(y)) = sigmoid(2y), y = √(2/π) (gate + 0.044715 gate³); 2 √(2/π) log2(e) = 2.3022082
+        exponent = -2.302208198144325 * (gate + 0.044715 * gate * gate * gate)
+    # 2^-126 of any gate that is met is nothing, and nothing overflows.
+    return gate / (1.0 + tl.exp2(tl.minimum(exponent, 126.0))) * up
+
+
+@triton.jit
+def gated_kernel(gate_up, out, row_stride, INNER: tl.constexpr, BLOCK: tl.constexpr, GELU: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < INNER
+    gate = tl.load(gate_up + row * row_stride + columns, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + row * row_stride + INNER + columns, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + row * INNER + columns, _activated(gate, up, GELU).to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def gated_fp8_kernel(
+    gate_up, quantised, scales, num_rows, row_stride,
+    INNER: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, GELU: tl.constexpr,
+):  # fmt: skip
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    columns = tl.arange(0, BLOCK)
+    inside = (rows < num_rows)[:, None] & (columns < INNER)[None, :]
+    at = gate_up + rows[:, None] * row_stride + columns[None, :]
+    gate = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(at + INNER, mask=inside, other=0.0).to(tl.float32)
+    e4m3_rows(_activated(gate, up, GELU), quantised, scales, rows, columns, inside, INNER, num_rows)
+
+
+def silu_mul(gate_up: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
+    """gate / (1 + e^-gate) · up: gate_up: [T, 2·inner] (gates first), rows may lie apart → [T, inner]
+
+    Source: arXiv 2002.05202. Reads 2 · T · inner elements of fp32, fp16 or bf16 and writes T · inner; 6 operations each, in
+    float32, rounded once. Columns beyond `inner` are masked.
+    """
+    return _launch(gate_up, out, gelu=False)
+
+
+def gelu_tanh_mul(gate_up: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
+    """gate · ½ (1 + tanh(√(2/π) (gate + 0.044715 gate³))) · up; else as `silu_mul`
+
+    Source: arXiv 1606.08415, section 2. 10 operations an element.
+    """
+    return _launch(gate_up, out, gelu=True)
+
+
+def silu_mul_fp8(
+    gate_up: torch.Tensor, *, out: tuple[torch.Tensor, torch.Tensor] | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`silu_mul` as e4m3 [T, inner] with row scales [T, 1] float32, quantised before it is ever rounded.
+
+    A row is held by one program, because its scale needs all of it. Writes one byte an element and 4 a row.
+    """
+    return _launch_fp8(gate_up, out, gelu=False)
+
+
+def gelu_tanh_mul_fp8(
+    gate_up: torch.Tensor, *, out: tuple[torch.Tensor, torch.Tensor] | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`gelu_tanh_mul` as e4m3 rows, as in `silu_mul_fp8`."""
+    return _launch_fp8(gate_up, out, gelu=True)
+
+
+def _launch(gate_up: torch.Tensor, out: torch.Tensor | None, *, gelu: bool) -> torch.Tensor:
+    num_rows, inner = gate_up.shape[0], gate_up.shape[1] // 2
+    result = torch.empty(num_rows, inner, dtype=gate_up.dtype, device=gate_up.device) if out is None else out
+    tile = column_tile(num_rows, inner)
+    if num_rows:
+        grid = (num_rows, triton.cdiv(inner, tile.block))
+        gated_kernel[grid](gate_up, result, gate_up.stride(0), inner, tile.block, gelu, num_warps=tile.num_warps)
+    return result
+
+
+def _launch_fp8(
+    gate_up: torch.Tensor, out: tuple[torch.Tensor, torch.Tensor] | None, *, gelu: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    num_rows, inner = gate_up.shape[0], gate_up.shape[1] // 2
+    quantised, scales = fp8_outputs(num_rows, inner, gate_up.device) if out is None else out
+    tile = row_tile(inner)
+    if num_rows:
+        gated_fp8_kernel[(triton.cdiv(num_rows, tile.rows),)](
+            gate_up, quantised, scales, num_rows, gate_up.stride(0),
+            inner, tile.block, tile.rows, gelu, num_warps=tile.num_warps,
+        )  # fmt: skip
+    return quantised, scales
+
+
+def compilations() -> list[Compilation]:
+    """Llama-3.1-8B, Llama-3.2-1B and Qwen3-0.6B, few rows and many; Gemma's activation; e4m3 for the widest of them."""
+    return [
+        *(
+            _plain(dtype, inner, rows)
+            for dtype in ("bf16", "fp16")
+            for inner, rows in ((14336, 1), (14336, 4096), (3072, 4096))
+        ),
+        _plain("bf16", 16384, 4096, gelu=True),
+        *(_quantised(inner, gelu=False) for inner in (3072, 8192, 14336)),
+        _quantised(14336, gelu=True),
+    ]
+
+
+def _plain(dtype: str, inner: int, rows: int, *, gelu: bool = False) -> Compilation:
+    tile = column_tile(rows, inner)
+    return Compilation(
+        f"{'gelu_tanh' if gelu else 'silu'}_mul_{dtype}_{inner}_{tile.block}",
+        gated_kernel,
+        {"gate_up": f"*{dtype}", "out": f"*{dtype}", "row_stride": "i32"},
+        {"INNER": inner, "BLOCK": tile.block, "GELU": gelu},
+        num_warps=tile.num_warps,
+        divisible=("row_stride",),
+    )
+
+
+def _quantised(inner: int, *, gelu: bool) -> Compilation:
+    tile = row_tile(inner)
+    return Compilation(
+        f"{'gelu_tanh' if gelu else 'silu'}_mul_fp8_bf16_{inner}",
+        gated_fp8_kernel,
+        {"gate_up": "*bf16", "quantised": "*fp8e4nv", "scales": "*fp32", "num_rows": "i32", "row_stride": "i32"},
+        {"INNER": inner, "BLOCK": tile.block, "ROWS": tile.rows, "GELU": gelu},
+        num_warps=tile.num_warps,
+        capabilities=FP8_CAPABILITIES,
+        divisible=("row_stride",),
+    )
