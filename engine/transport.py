@@ -1,6 +1,6 @@
 """Frames on the socket between gateway and engine: four bytes of length, then MessagePack. Knows no torch.
 
-The gateway reads with asyncio (`read_frame`); the engine, which must not wait while requests run, uses `FrameSocket`.
+The gateway's end is an `AsyncFrameSocket`; the engine, which must not wait while requests run, uses `FrameSocket`.
 """
 
 from __future__ import annotations
@@ -89,14 +89,83 @@ def _check_length(length: int) -> None:
         raise FrameTooLarge(f"a frame of {length} bytes exceeds {FRAME_BYTES_MAX}")
 
 
-async def read_frame(reader: asyncio.StreamReader) -> bytes:
-    """Body of the next frame. Raises `PeerClosed` at the end of the stream and `FrameTooLarge`."""
-    try:
-        (length,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
-        _check_length(length)
-        return await reader.readexactly(length)
-    except (asyncio.IncompleteReadError, ConnectionError) as error:
-        raise PeerClosed("the socket was closed") from error
+def _take_frame(received: bytearray) -> bytes | None:
+    """Take the body of the first frame out of `received`, or None while it is not whole. Raises `FrameTooLarge`."""
+    if len(received) < LENGTH.size:
+        return None
+    (length,) = LENGTH.unpack_from(received)
+    _check_length(length)
+    end = LENGTH.size + length
+    if len(received) < end:
+        return None
+    body = bytes(received[LENGTH.size : end])
+    del received[:end]
+    return body
+
+
+class AsyncFrameSocket:
+    """A stream socket in the running event loop, from its making to `close`. Reading ends where the peer ended, no sooner.
+
+    A transport of asyncio closes when a write fails and drops what it has not read, of a killed peer its last frames. Here
+    neither direction knows of the other.
+    """
+
+    def __init__(self, connection: socket.socket) -> None:
+        connection.setblocking(False)
+        self._connection = connection
+        self._loop = asyncio.get_running_loop()
+        self._chunk = memoryview(bytearray(READ_BYTES))
+        self._received = bytearray()
+        self._unsent = bytearray()
+        self._arrived = asyncio.Event()
+        self._ended = False
+        self._loop.add_reader(connection, self._read)
+
+    async def receive(self) -> bytes:
+        """Body of the next frame. Raises `PeerClosed` behind the last one that the peer has sent, and `FrameTooLarge`."""
+        while (body := _take_frame(self._received)) is None:
+            if self._ended:
+                raise PeerClosed("the socket was closed")
+            self._arrived.clear()
+            await self._arrived.wait()
+        return body
+
+    def send(self, frame: bytes) -> None:
+        """Send what the socket takes now, and the rest as soon as it takes more. Nothing reaches a peer that has closed."""
+        self._unsent += frame
+        self._write()
+
+    def close(self) -> None:
+        """Close the socket; what is not sent by now is not sent."""
+        self._loop.remove_reader(self._connection)
+        self._loop.remove_writer(self._connection)
+        self._connection.close()
+
+    def _read(self) -> None:
+        """Read all that is there: when the peer died with ours unread, uvloop calls once for that and never again."""
+        try:
+            while num_bytes := self._connection.recv_into(self._chunk):
+                self._received += self._chunk[:num_bytes]
+            self._ended = True
+        except BlockingIOError:
+            pass
+        except ConnectionError:  # the kernel gives what the peer had sent first, then this
+            self._ended = True
+        if self._ended:
+            self._loop.remove_reader(self._connection)
+        self._arrived.set()
+
+    def _write(self) -> None:
+        try:
+            del self._unsent[: self._connection.send(self._unsent)]
+        except BlockingIOError:
+            pass
+        except ConnectionError:  # that the peer is gone is told by `receive`, when all that it has sent is read
+            self._unsent.clear()
+        if self._unsent:
+            self._loop.add_writer(self._connection, self._write)
+        else:
+            self._loop.remove_writer(self._connection)
 
 
 class FrameSocket:
@@ -161,12 +230,6 @@ class FrameSocket:
 
     def _take_frames(self) -> list[bytes]:
         bodies: list[bytes] = []
-        while len(self._received) >= LENGTH.size:
-            (length,) = LENGTH.unpack_from(self._received)
-            _check_length(length)
-            end = LENGTH.size + length
-            if len(self._received) < end:
-                break
-            bodies.append(bytes(self._received[LENGTH.size : end]))
-            del self._received[:end]
+        while (body := _take_frame(self._received)) is not None:
+            bodies.append(body)
         return bodies

@@ -6,20 +6,20 @@ Lives as long as one engine process. Everything that was asked for within one tu
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 
 from appliance.base.errors import EngineUnavailable
 from appliance.serving.event_stream import EventStream
 from engine.protocol import EngineFrame, EngineInfo, EngineStatus, GatewayFrame, GenerationRequest
 from engine.transport import (
+    AsyncFrameSocket,
     PeerClosed,
     TransportError,
     decode_engine_frame,
     encode_frame,
     encode_request,
     encode_submits,
-    read_frame,
 )
 
 SUBMIT_BYTES_MAX = 16 * 1024 * 1024  # of one frame with several requests; FRAME_BYTES_MAX leaves room for a larger single one
@@ -31,15 +31,13 @@ class EngineClient:
 
     def __init__(
         self,
-        reader: asyncio.StreamReader,
-        writer: asyncio.StreamWriter,
+        connection: socket.socket,
         *,
         on_frame: Callable[[EngineFrame], None] = lambda _frame: None,
         on_discarded: Callable[[int], None] = lambda _tokens: None,
         final_event_wait_s: float | None = None,
     ) -> None:
-        self._reader = reader
-        self._writer = writer
+        self._socket = AsyncFrameSocket(connection)
         self._on_frame = on_frame
         self._on_discarded = on_discarded
         self._final_event_wait_s = FINAL_EVENT_WAIT_S if final_event_wait_s is None else final_event_wait_s
@@ -102,13 +100,13 @@ class EngineClient:
         reason = "the engine process ended"
         try:
             while True:
-                self._receive(decode_engine_frame(await read_frame(self._reader)))
+                self._receive(decode_engine_frame(await self._socket.receive()))
         except PeerClosed:
             pass
         except TransportError as error:
             reason = f"the engine sent a frame that cannot be read: {error}"
         finally:
-            await self._close(self.fatal or reason)
+            self._close(self.fatal or reason)
 
     def _receive(self, frame: EngineFrame) -> None:
         if frame.load_fraction is not None:
@@ -144,7 +142,7 @@ class EngineClient:
         answer_aborts, self._answer_aborts = self._answer_aborts, []
         try:
             for batch in _batches(unsent):
-                self._writer.write(encode_submits([unsent[request_id] for request_id in batch]))
+                self._socket.send(encode_submits([unsent[request_id] for request_id in batch]))
                 for request_id in batch:
                     del unsent[request_id]
         finally:  # this is a callback of the event loop: an error in it reaches nobody but those who are told here
@@ -154,7 +152,7 @@ class EngineClient:
             self._write(GatewayFrame(abort=aborts, abort_answers=answer_aborts))
 
     def _write(self, frame: GatewayFrame) -> None:
-        self._writer.write(encode_frame(frame))
+        self._socket.send(encode_frame(frame))
 
     def _expect_end(self, request_id: str, index: int | None) -> None:
         """See to it that whoever waits for the end of an answer (of all, if None) does not wait for ever."""
@@ -171,14 +169,12 @@ class EngineClient:
         if stream is not None:
             stream.fail(reason)
 
-    async def _close(self, reason: str) -> None:
+    def _close(self, reason: str) -> None:
         self._closed_reason = reason
         streams, self._streams = self._streams, {}
         for stream in streams.values():
             stream.fail(reason)
-        self._writer.close()
-        with suppress(ConnectionError):
-            await self._writer.wait_closed()
+        self._socket.close()
 
 
 def _batches(submits: Mapping[str, bytes]) -> list[list[str]]:

@@ -171,16 +171,14 @@ class Supervisor:
     async def _run_process(self) -> tuple[bool, str | None]:
         """Run one engine process to its end; return whether it was ever ready, and its last words."""
         ours, theirs = socket.socketpair()
-        ours.setblocking(False)
         try:
             process = await self._spawn(theirs)
-            reader, writer = await asyncio.open_unix_connection(sock=ours)
         except BaseException:
             ours.close()  # a process that has been started already sees the end of its socket and exits
             raise
         finally:
             theirs.close()
-        client = EngineClient(reader, writer, on_frame=self._receive, on_discarded=self.figures.balance.discarded)
+        client = EngineClient(ours, on_frame=self._receive, on_discarded=self.figures.balance.discarded)
         self._process, self._client = process, client
         self._progress_monotonic_s, self._loaded = self._clock.monotonic_s(), None
         self.pid, self.started_at = process.pid, self._clock.now()

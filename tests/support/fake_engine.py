@@ -26,7 +26,7 @@ from engine.protocol import (
     TokenEvent,
     TokenLogprob,
 )
-from engine.transport import PeerClosed, decode_gateway_frame, encode_frame, read_frame
+from engine.transport import LENGTH, decode_gateway_frame, encode_frame
 
 DIE = 301  # the process ends as soon as such a prompt arrives
 FAIL = 302  # the request ends with an error
@@ -75,7 +75,7 @@ class FakeEngine:
         try:
             while True:
                 self._receive(decode_gateway_frame(await read_frame(self._reader)))
-        except PeerClosed:
+        except (asyncio.IncompleteReadError, ConnectionError):
             return
         finally:
             stepping.cancel()
@@ -272,12 +272,16 @@ def engine_status(
     )
 
 
-async def connected_pair() -> tuple[
-    tuple[asyncio.StreamReader, asyncio.StreamWriter], tuple[asyncio.StreamReader, asyncio.StreamWriter]
-]:
-    """Return both ends of a socket pair."""
+async def read_frame(reader: asyncio.StreamReader) -> bytes:
+    """Return the body of the next frame. Raises IncompleteReadError or ConnectionError at the end of the stream."""
+    (length,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
+    return await reader.readexactly(length)
+
+
+async def connected_pair() -> tuple[socket.socket, tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    """Return what an engine client takes and what an engine of the tests takes, connected."""
     ours, theirs = socket.socketpair()
-    return await asyncio.open_unix_connection(sock=ours), await asyncio.open_unix_connection(sock=theirs)
+    return ours, await asyncio.open_unix_connection(sock=theirs)
 
 
 async def _serve(fd: int, step_s: float) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from engine.protocol import EngineFrame, EngineInfo, FinishReason, GatewayFrame, GenerationRequest, SamplingParams, TokenEvent
-from engine.transport import PeerClosed, decode_engine_frame, encode_frame, read_frame
+from engine.transport import AsyncFrameSocket, PeerClosed, decode_engine_frame, encode_frame
 from tests.support.tiny_models import make_model
 
 DEADLINE_S = 60
@@ -24,22 +24,20 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 class EngineProcess:
     """A running `engine.main` and our end of its socket."""
 
-    def __init__(self, process: subprocess.Popen[bytes], reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def __init__(self, process: subprocess.Popen[bytes], connection: socket.socket) -> None:
         self.process = process
-        self._reader = reader
-        self._writer = writer
+        self._connection = connection
+        self._socket = AsyncFrameSocket(connection)
         self.last_frame = EngineFrame()
 
-    async def send(self, frame: GatewayFrame) -> None:
-        self._writer.write(encode_frame(frame))
-        await self._writer.drain()
+    def send(self, frame: GatewayFrame) -> None:
+        self._socket.send(encode_frame(frame))
 
-    async def send_bytes(self, data: bytes) -> None:
-        self._writer.write(data)
-        await self._writer.drain()
+    def send_bytes(self, data: bytes) -> None:
+        self._socket.send(data)
 
     async def frame(self) -> EngineFrame:
-        self.last_frame = decode_engine_frame(await asyncio.wait_for(read_frame(self._reader), DEADLINE_S))
+        self.last_frame = decode_engine_frame(await asyncio.wait_for(self._socket.receive(), DEADLINE_S))
         return self.last_frame
 
     async def ready(self) -> EngineInfo:
@@ -60,7 +58,12 @@ class EngineProcess:
         return await asyncio.wait_for(asyncio.to_thread(self.process.wait), DEADLINE_S)
 
     def hang_up(self) -> None:
-        self._writer.transport.abort()
+        self._connection.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self._socket.close()
+        self.process.kill()
+        self.process.wait()
 
 
 @contextlib.asynccontextmanager
@@ -72,15 +75,11 @@ async def engine_process(model: Path, *options: str) -> AsyncIterator[EngineProc
         command, pass_fds=[theirs.fileno()], cwd=REPOSITORY, stderr=subprocess.DEVNULL
     )
     theirs.close()
-    reader, writer = await asyncio.open_connection(sock=ours)
+    engine = EngineProcess(process, ours)
     try:
-        yield EngineProcess(process, reader, writer)
+        yield engine
     finally:
-        writer.close()
-        with contextlib.suppress(ConnectionError):
-            await writer.wait_closed()
-        process.kill()
-        process.wait()
+        engine.close()
 
 
 @pytest.fixture(scope="module")
@@ -100,17 +99,17 @@ async def test_a_request_streams_to_its_end_and_an_abort_frees_its_blocks_with_e
         info = await engine.ready()
         assert (info.architecture, info.device, info.max_model_len) == ("LlamaForCausalLM", "cpu", 256)
 
-        await engine.send(GatewayFrame(submit=[request("short", max_tokens=12)]))
+        engine.send(GatewayFrame(submit=[request("short", max_tokens=12)]))
         events = [event async for event in engine.events("short")]
         assert sum(len(event.token_ids) for event in events) == events[-1].num_output_tokens == 12
         assert events[-1].finish_reason is FinishReason.LENGTH
 
-        await engine.send(GatewayFrame(submit=[request("long", max_tokens=250)]))
+        engine.send(GatewayFrame(submit=[request("long", max_tokens=250)]))
         received = 0
         async for event in engine.events("long"):
             received += len(event.token_ids)
             if received == 3:
-                await engine.send(GatewayFrame(abort=["long", "never known"]))
+                engine.send(GatewayFrame(abort=["long", "never known"]))
             if event.finish_reason is not None:
                 assert event.finish_reason is FinishReason.ABORTED
                 assert event.num_output_tokens == received < 250
@@ -126,7 +125,7 @@ async def test_many_streams_of_mixed_lengths_all_end_and_none_waits_while_others
     async with engine_process(model, "--max-num-seqs", "32") as engine:
         await engine.ready()
         lengths = {f"stream {i}": 5 + (7 * i) % 40 for i in range(32)}
-        await engine.send(GatewayFrame(submit=[request(name, max_tokens=length) for name, length in lengths.items()]))
+        engine.send(GatewayFrame(submit=[request(name, max_tokens=length) for name, length in lengths.items()]))
         delivered = dict.fromkeys(lengths, 0)
         ended: set[str] = set()
         while len(ended) < len(lengths):
@@ -148,7 +147,7 @@ async def test_a_prompt_that_cannot_run_is_answered_and_the_engine_goes_on(model
         await engine.ready()
         sampling = SamplingParams(seed=1)
         bad = GenerationRequest(request_id="bad", tenant_id="bob", prompt_token_ids=[5, 9999], sampling=sampling)
-        await engine.send(GatewayFrame(submit=[bad, request("good", max_tokens=2)]))
+        engine.send(GatewayFrame(submit=[bad, request("good", max_tokens=2)]))
         last_events: dict[str, TokenEvent] = {}
         while len(last_events) < 2:
             last_events |= {event.request_id: event for event in (await engine.frame()).events if event.finish_reason}
@@ -160,8 +159,8 @@ async def test_a_prompt_that_cannot_run_is_answered_and_the_engine_goes_on(model
 async def test_a_shutdown_aborts_live_requests_and_ends_the_process_in_order(model: Path) -> None:
     async with engine_process(model) as engine:
         await engine.ready()
-        await engine.send(GatewayFrame(submit=[request("open", max_tokens=250)]))
-        await engine.send(GatewayFrame(shutdown=True))
+        engine.send(GatewayFrame(submit=[request("open", max_tokens=250)]))
+        engine.send(GatewayFrame(shutdown=True))
         events = [event async for event in engine.events("open")]
         assert events[-1].finish_reason is FinishReason.ABORTED
         with pytest.raises(PeerClosed):
@@ -173,7 +172,7 @@ async def test_an_interrupt_is_left_to_the_gateway(model: Path) -> None:
     async with engine_process(model) as engine:
         await engine.ready()
         engine.process.send_signal(signal.SIGINT)
-        await engine.send(GatewayFrame(submit=[request("after", max_tokens=3)]))
+        engine.send(GatewayFrame(submit=[request("after", max_tokens=3)]))
         events = [event async for event in engine.events("after")]
         assert events[-1].num_output_tokens == 3
 
@@ -181,14 +180,14 @@ async def test_an_interrupt_is_left_to_the_gateway(model: Path) -> None:
 async def test_a_frame_that_is_no_frame_ends_the_process_with_an_error(model: Path) -> None:
     async with engine_process(model) as engine:
         await engine.ready()
-        await engine.send_bytes(b"\x00\x00\x00\x01\xc1")
+        engine.send_bytes(b"\x00\x00\x00\x01\xc1")
         assert await engine.exit_status() == 1
 
 
 async def test_the_process_ends_when_the_gateway_is_gone(model: Path) -> None:
     async with engine_process(model) as engine:
         await engine.ready()
-        await engine.send(GatewayFrame(submit=[request("open", max_tokens=250)]))
+        engine.send(GatewayFrame(submit=[request("open", max_tokens=250)]))
         engine.hang_up()
         assert await engine.exit_status() == 0
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import suppress
 
 import pytest
+import uvloop
 
 from engine import transport
 from engine.protocol import EngineFrame, FinishReason, GatewayFrame, GenerationRequest, SamplingParams, TokenEvent, TokenLogprob
-from engine.transport import FrameSocket, FrameTooLarge, MalformedFrame, PeerClosed, PeerStalled
+from engine.transport import AsyncFrameSocket, FrameSocket, FrameTooLarge, MalformedFrame, PeerClosed, PeerStalled
 
 SUBMIT = GatewayFrame(
     submit=[
@@ -31,6 +33,8 @@ ANSWER = EngineFrame(
         )
     ]
 )  # fmt: skip
+NewLoop = Callable[[], asyncio.AbstractEventLoop]
+LOOPS: list[NewLoop] = [asyncio.new_event_loop, uvloop.new_event_loop]
 
 
 @pytest.fixture
@@ -38,6 +42,31 @@ def pair() -> Iterator[tuple[FrameSocket, socket.socket]]:
     ours, theirs = socket.socketpair()
     with ours, theirs:
         yield FrameSocket(ours), theirs
+
+
+def in_loop(new_loop: NewLoop, run: Callable[[AsyncFrameSocket, socket.socket], Awaitable[None]]) -> None:
+    """Run a test with both ends of a connection in a loop of that kind."""
+
+    async def connected() -> None:
+        connection, theirs = socket.socketpair()
+        ours = AsyncFrameSocket(connection)
+        with theirs:
+            try:
+                async with asyncio.timeout(10):
+                    await run(ours, theirs)
+            finally:
+                ours.close()
+
+    with asyncio.Runner(loop_factory=new_loop) as runner:
+        runner.run(connected())
+
+
+async def read_to_the_end(ours: AsyncFrameSocket) -> list[bytes]:
+    bodies = []
+    with suppress(PeerClosed):
+        while True:
+            bodies.append(await ours.receive())
+    return bodies
 
 
 def test_frames_of_both_sides_survive_the_wire() -> None:
@@ -101,10 +130,55 @@ def test_a_peer_that_does_not_read_is_given_up_and_never_waited_for(
         send_much()
 
 
-async def test_asyncio_reads_the_same_frames_and_notices_the_end() -> None:
-    reader = asyncio.StreamReader()
-    reader.feed_data(transport.encode_frame(ANSWER))
-    reader.feed_eof()
-    assert transport.decode_engine_frame(await transport.read_frame(reader)) == ANSWER
-    with pytest.raises(PeerClosed):
-        await transport.read_frame(reader)
+@pytest.mark.parametrize("new_loop", LOOPS, ids=str)
+class TestInAnEventLoop:
+    """The gateway's end, in the loop of the tests and in the one that serves."""
+
+    def test_frames_arrive_whole_then_the_end(self, new_loop: NewLoop) -> None:
+        async def run(ours: AsyncFrameSocket, theirs: socket.socket) -> None:
+            data = transport.encode_frame(ANSWER) * 3
+            reading = asyncio.create_task(read_to_the_end(ours))
+            for byte in range(0, len(data), 7):
+                theirs.sendall(data[byte : byte + 7])
+                await asyncio.sleep(0)
+            theirs.close()
+            assert [transport.decode_engine_frame(body) for body in await reading] == [ANSWER] * 3
+
+        in_loop(new_loop, run)
+
+    def test_frames_before_one_that_claims_to_be_huge_are_read(self, new_loop: NewLoop) -> None:
+        async def run(ours: AsyncFrameSocket, theirs: socket.socket) -> None:
+            theirs.sendall(transport.encode_frame(ANSWER) + b"\xff\xff\xff\xff")
+            assert transport.decode_engine_frame(await ours.receive()) == ANSWER
+            with pytest.raises(FrameTooLarge):
+                await ours.receive()
+
+        in_loop(new_loop, run)
+
+    def test_what_the_socket_does_not_take_at_once_leaves_in_order_while_frames_arrive(self, new_loop: NewLoop) -> None:
+        async def run(ours: AsyncFrameSocket, theirs: socket.socket) -> None:
+            sent = [transport.encode_frame(GatewayFrame(abort=[f"{number}" * 100_000])) for number in range(10)]
+            for frame in sent:
+                ours.send(frame)
+            peer = FrameSocket(theirs)
+            received: list[bytes] = []
+            while len(received) < len(sent):
+                received += peer.receive(0.0)
+                peer.send(ANSWER)
+                assert transport.decode_engine_frame(await ours.receive()) == ANSWER
+            assert [transport.LENGTH.pack(len(body)) + body for body in received] == sent
+
+        in_loop(new_loop, run)
+
+    @pytest.mark.parametrize("unsent_bytes", [0, 1, 10_000_000])
+    def test_a_peer_that_dies_before_it_has_read_ours_is_read_to_its_end(self, new_loop: NewLoop, unsent_bytes: int) -> None:
+        async def run(ours: AsyncFrameSocket, theirs: socket.socket) -> None:
+            ours.send(bytes(1 + unsent_bytes))
+            for _ in range(100):
+                theirs.sendall(transport.encode_frame(ANSWER))
+            theirs.close()
+            ours.send(b"to nobody")
+            assert len(await read_to_the_end(ours)) == 100
+            ours.send(b"to nobody")
+
+        in_loop(new_loop, run)

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import socket
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
+import uvloop
 
 from appliance.base.errors import EngineUnavailable
 from appliance.serving.engine_client import EngineClient
 from appliance.serving.event_stream import EVENTS_MAX, EventStream
-from engine.protocol import FinishReason, GenerationRequest, InvalidOption, SamplingParams, TokenEvent
-from engine.transport import TransportError
+from engine.protocol import EngineFrame, FinishReason, GenerationRequest, InvalidOption, SamplingParams, TokenEvent
+from engine.transport import TransportError, encode_frame
 from tests.support.fake_engine import STALL, FakeEngine, connected_pair, event
 
 DEADLINE_S = 10.0
-
+FRAMES_AT_ONCE = 50  # a socket takes so many
 
 HUGE = (2**63, -(2**63), 2**64, 10**22, -(10**22))
 NUMBERS: dict[str, Any] = {
@@ -37,7 +39,7 @@ def wanted(request_id: str, prompt: list[int], max_tokens: int = 4, **options: A
 @asynccontextmanager
 async def connected(**options: Any) -> AsyncIterator[tuple[EngineClient, FakeEngine, asyncio.Task[None]]]:
     ours, theirs = await connected_pair()
-    client, engine = EngineClient(*ours, **options), FakeEngine(*theirs)
+    client, engine = EngineClient(ours, **options), FakeEngine(*theirs)
     engine_task = asyncio.create_task(engine.run())
     client_task = asyncio.create_task(client.run())
     try:
@@ -101,6 +103,32 @@ async def test_when_the_engine_goes_every_open_stream_hears_of_it() -> None:
                 await stream.take()
         with pytest.raises(EngineUnavailable):
             client.submit(wanted("req_late", [5]))
+
+
+@pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop])
+def test_all_that_a_killed_engine_has_sent_is_heard_though_we_write_to_it(
+    new_loop: Callable[[], asyncio.AbstractEventLoop],
+) -> None:
+    async def run() -> None:
+        ours, theirs = socket.socketpair()
+        client, request = EngineClient(ours), wanted("req_1", [STALL])
+        client_task = asyncio.create_task(client.run())
+        stream = client.submit(request)
+        await asyncio.sleep(0)
+        for number in range(1, FRAMES_AT_ONCE + 1):
+            theirs.sendall(encode_frame(EngineFrame(events=[event(request, [number], number)])))
+        theirs.close()  # with what we have sent unread in it, as one that is killed
+        client.shut_down()  # writes at once, to nobody
+        async with asyncio.timeout(DEADLINE_S):
+            await client_task
+
+        events = await stream.take()
+        assert [token for one in events for token in one.token_ids] == list(range(1, FRAMES_AT_ONCE + 1))
+        with pytest.raises(EngineUnavailable):
+            await stream.take()
+
+    with asyncio.Runner(loop_factory=new_loop) as runner:
+        runner.run(run())
 
 
 async def test_events_before_the_end_are_delivered_before_the_error() -> None:
@@ -195,7 +223,7 @@ async def test_what_cannot_be_written_is_told_to_each_of_its_requests(monkeypatc
         def broken(_frame: bytes) -> None:
             raise RuntimeError("the transport is broken")
 
-        monkeypatch.setattr(client._writer, "write", broken)
+        monkeypatch.setattr(client._socket, "send", broken)
         streams = [client.submit(wanted(f"req_{index}", [5])) for index in range(3)]
         for stream in streams:
             with pytest.raises(EngineUnavailable, match="could not be sent"):
