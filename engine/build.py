@@ -19,6 +19,7 @@ from engine.loop import Engine
 from engine.models.decoder import Decoder
 from engine.options import EngineOptions
 from engine.protocol import EngineInfo
+from engine.quantization.scheme import weight_scheme
 from engine.runner.calibration import MeasuredSpeed, measure_speed
 from engine.runner.device import (
     check_kv_memory,
@@ -55,6 +56,7 @@ class LoadedModel:
     config: ModelConfig
     decoder: Decoder
     size: WeightsSize
+    quantization: str
 
 
 def build_engine(options: EngineOptions, *, progress: Callable[[float], None] = lambda _: None) -> Engine:
@@ -64,7 +66,7 @@ def build_engine(options: EngineOptions, *, progress: Callable[[float], None] = 
     device = resolve_device(options.device)
     dtype = resolve_dtype(options.dtype, load_model_config(options.model).torch_dtype, device)
     check_swap_space(options)
-    model = _load(options.model, options, dtype=dtype, device=device, progress=progress)
+    model = _load(options.model, options, dtype=dtype, device=device, quantization=options.quantization, progress=progress)
     draft = _load_draft(options, model.config, dtype=dtype, device=device)
     draft_config = None if draft is None else draft.config
     element_bytes = torch.empty((), dtype=dtype).element_size()
@@ -105,16 +107,18 @@ def _load(
     *,
     dtype: torch.dtype,
     device: torch.device,
+    quantization: str | None = None,
     progress: Callable[[float], None] = lambda _: None,
 ) -> LoadedModel:
     config = load_model_config(directory)
+    scheme = weight_scheme(directory, config, quantization, batch_invariant=options.batch_invariant)
     decoder = Decoder(config, dtype=dtype, device=device)
-    weights = decoder.weight_plan()
+    weights = decoder.weight_plan(scheme.storage)
     load_weights(directory, weights, progress=progress)
     size = WeightsSize.of(weights)
     del weights
-    decoder.pack(ops.pack_linear_row_invariant if options.batch_invariant else ops.pack_linear)
-    return LoadedModel(config, decoder, size)
+    decoder.pack(scheme.packer)
+    return LoadedModel(config, decoder, size, scheme.name)
 
 
 def _load_draft(options: EngineOptions, target: ModelConfig, *, dtype: torch.dtype, device: torch.device) -> LoadedModel | None:
@@ -206,4 +210,5 @@ def _info(
         weights_bytes=model.size.num_bytes,
         kv_bytes=plan.kv_bytes,
         load_s=load_s,
+        quantization=model.quantization,
     )

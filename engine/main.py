@@ -18,7 +18,7 @@ from pathlib import Path
 
 from engine.cpu_environment import prepare_cpu
 from engine.errors import EngineConfigError, EngineError
-from engine.options import DEVICES, DTYPES, POLICIES, EngineOptions
+from engine.options import DEVICES, DTYPES, KV_CACHE_DTYPES, POLICIES, QUANTIZATIONS, EngineOptions
 from engine.protocol import EngineFrame, TokenEvent
 from engine.speculation.options import SpeculativeOptions
 from engine.transport import FrameSocket, PeerClosed, TransportError, decode_gateway_frame
@@ -134,6 +134,8 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--name", help="name under which the model is served")
     parser.add_argument("--device", choices=DEVICES, default="auto")
     parser.add_argument("--dtype", choices=DTYPES, default="auto")
+    parser.add_argument("--quantization", choices=QUANTIZATIONS, help="int8 and fp8 are made of plain weights; or as stored")
+    parser.add_argument("--kv-cache-dtype", choices=KV_CACHE_DTYPES, default="auto")
     parser.add_argument("--max-num-seqs", type=int, default=64)
     parser.add_argument("--max-num-batched-tokens", type=int)
     parser.add_argument("--max-model-len", type=int)
@@ -172,6 +174,8 @@ def _engine_options(options: argparse.Namespace) -> EngineOptions:
         scheduling_policy=options.scheduling_policy,
         inter_token_target_ms=options.inter_token_target_ms,
         shared_prefixes=tuple(options.shared_prefix),
+        quantization=options.quantization,
+        kv_cache_dtype=options.kv_cache_dtype,
     )
 
 

@@ -15,6 +15,8 @@ from engine.speculation.options import SpeculativeOptions
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 POLICIES = ("fair", "fcfs")
+QUANTIZATIONS = ("int8", "fp8", "awq", "gptq", "compressed-tensors")
+KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3")
 SWAP_SPACE_GIB_MAX = 4096.0
 INTER_TOKEN_TARGET_MS_MAX = 60_000.0
 SHARED_PREFIXES_MAX = 256
@@ -32,6 +34,8 @@ class EngineOptions:
     `swap_space` is the size in GiB of the tier in main memory that evicted KV blocks move to. `batch_invariant`: a request
     gives the same logits alone and in any batch, at the cost of speed. `inter_token_target_ms`: how long a step may make
     running requests wait for their next token. `shared_prefixes`: text files with prompts that all tenants may share.
+    `quantization`: int8 or fp8 quantises the weights while they are read, another one must be what the checkpoint is in.
+    `kv_cache_dtype`: auto keeps keys and values as they are computed, fp8 and fp8_e4m3 in 8 bits.
     """
 
     model: Path
@@ -53,6 +57,8 @@ class EngineOptions:
     scheduling_policy: str = "fair"
     inter_token_target_ms: float | None = None
     shared_prefixes: tuple[Path, ...] = ()
+    quantization: str | None = None
+    kv_cache_dtype: str = "auto"
 
     def __post_init__(self) -> None:
         self._check_scheduling()
@@ -60,6 +66,12 @@ class EngineOptions:
             raise EngineConfigError("device", f"must be one of {', '.join(DEVICES)}, not {self.device!r}")
         if self.dtype not in DTYPES:
             raise EngineConfigError("dtype", f"must be one of {', '.join(DTYPES)}, not {self.dtype!r}")
+        if self.quantization is not None and self.quantization not in QUANTIZATIONS:
+            raise EngineConfigError("quantization", f"must be one of {', '.join(QUANTIZATIONS)}, not {self.quantization!r}")
+        if self.kv_cache_dtype not in KV_CACHE_DTYPES:
+            raise EngineConfigError(
+                "kv_cache_dtype", f"must be one of {', '.join(KV_CACHE_DTYPES)}, not {self.kv_cache_dtype!r}"
+            )
         share = self.gpu_memory_utilization
         if not _is_number(share) or not 0.0 < share <= 1.0:
             raise EngineConfigError("gpu_memory_utilization", f"must be above 0 and at most 1, not {share!r}")

@@ -159,7 +159,8 @@ class EngineStatus:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineInfo:
-    """Facts about a loaded model, sent once when the engine is ready."""
+    """Facts about a loaded model, sent once when the engine is ready. `quantization` is how its weights are kept, as the option
+    of that name calls it, or none."""
 
     model: str
     architecture: str
@@ -176,6 +177,8 @@ class EngineInfo:
     weights_bytes: int
     kv_bytes: int
     load_s: float
+    quantization: str = "none"
+    kv_cache_dtype: str = "auto"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,6 +11,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from engine.config.quantization import KEY as QUANTIZATION
+from engine.config.quantization import CheckpointQuantization, parse_quantization
 from engine.config.rope import RopeConfig, RopeDefaults, parse_rope
 from engine.config.values import JsonObject, flag, integers, mapping, number, positive
 from engine.config.windows import layer_windows
@@ -79,6 +81,7 @@ class ModelConfig:
     logits_divisor: float
     torch_dtype: str
     eos_token_ids: tuple[int, ...]
+    quantization: CheckpointQuantization | None = None
 
     @property
     def num_layers(self) -> int:
@@ -185,6 +188,7 @@ def parse_model_config(config: JsonObject, generation: JsonObject) -> ModelConfi
         logits_divisor=_multiplier(config, family, "logits_scaling"),
         torch_dtype=str(config.get("dtype") or config.get("torch_dtype") or "float32"),
         eos_token_ids=_eos_token_ids(config, generation),
+        quantization=parse_quantization(config),
     )
 
 
@@ -197,10 +201,8 @@ def _family(config: JsonObject) -> Family:
 
 def refuse_uncomputed(config: JsonObject, family: Family | None = None) -> None:
     """Options that change the numbers and that nothing here computes. `family` is None for encoders."""
-    quantization = mapping(config, "quantization_config")
-    if quantization:
-        method = quantization.get("quant_method", "unknown")
-        raise UnsupportedModel(f"quantization_config ({method}) is not supported by this version; use unquantized weights")
+    if family is None and config.get(QUANTIZATION):
+        raise UnsupportedModel(f"config.json: {QUANTIZATION} is not supported for encoders; supported: unquantised weights")
     if config.get("use_bidirectional_attention") or config.get("is_causal", True) is not True:
         raise UnsupportedModel("use_bidirectional_attention and is_causal = false are not supported for decoders")
     for key in ("clip_qkv", "lm_head_bias", "add_cross_attention", "is_decoder"):

@@ -77,8 +77,6 @@ class LLM:
         if not isinstance(seed, int) or isinstance(seed, bool):
             raise EngineConfigError("seed", f"must be an integer, not {seed!r}")
         _refuse("enable_chunked_prefill", enable_chunked_prefill, enable_chunked_prefill)
-        _refuse("quantization", quantization, quantization is None)
-        _refuse("kv_cache_dtype", kv_cache_dtype, kv_cache_dtype == "auto")
         _refuse("tensor_parallel_size", tensor_parallel_size, tensor_parallel_size == 1)
         if not isinstance(enforce_eager, bool):
             raise EngineConfigError("enforce_eager", f"must be True or False, not {enforce_eager!r}")
@@ -105,6 +103,8 @@ class LLM:
             scheduling_policy=scheduling_policy,
             inter_token_target_ms=inter_token_target_ms,
             shared_prefixes=tuple(_path("shared_prefixes", path) for path in shared_prefixes),
+            quantization=quantization,
+            kv_cache_dtype=kv_cache_dtype,
         )
         self._text_model = load_text_model(options) if gives_embeddings_only(directory) else None
         self._engine = None if self._text_model else build_engine(options)

@@ -15,6 +15,7 @@ from engine.layers.rotary import RotaryTable
 from engine.models.decoder import Decoder
 from engine.models.encoder import Encoder
 from engine.options import EngineOptions
+from engine.quantization.scheme import weight_scheme
 from engine.runner.device import resolve_device, resolve_dtype
 from engine.runner.embedder import TextModel
 from engine.runner.weights import load_weights
@@ -35,6 +36,8 @@ def load_text_model(options: EngineOptions) -> TextModel:
 
 
 def _load_encoder(options: EngineOptions, device: torch.device) -> TextModel:
+    if options.quantization is not None:
+        raise EngineConfigError("quantization", "is not supported for encoders")
     config = load_encoder_config(options.model)
     dtype = resolve_dtype(options.dtype, config.torch_dtype, device)
     max_len = _max_len(options, config.max_position_len)
@@ -58,8 +61,9 @@ def _load_decoder(options: EngineOptions, device: torch.device) -> TextModel:
     dtype = resolve_dtype(options.dtype, config.torch_dtype, device)
     max_len = _max_len(options, config.max_position_len)
     decoder = Decoder(config, dtype=dtype, device=device)
-    load_weights(options.model, decoder.weight_plan(), progress=lambda _: None)
-    decoder.pack()
+    scheme = weight_scheme(options.model, config, options.quantization)
+    load_weights(options.model, decoder.weight_plan(scheme.storage), progress=lambda _: None)
+    decoder.pack(scheme.packer)
     return TextModel(
         forward=decoder,
         rotaries=[RotaryTable(rope, max_len, dtype=dtype, device=device) for rope in config.ropes],

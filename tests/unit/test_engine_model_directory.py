@@ -75,7 +75,7 @@ def test_a_config_that_is_no_json_object_is_refused_by_name(text: str, tmp_path:
             {"rope_parameters": {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}},
             "short_factor .* list of 6",
         ),
-        ({"quantization_config": {"quant_method": "awq"}}, r"quantization_config \(awq\)"),
+        ({"quantization_config": {"quant_method": "aqlm"}}, r"quantization_config.quant_method 'aqlm' .* supported: fp8, "),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types with other than one kind of layer"),
         ({"layer_types": ["full_attention", "chunked_attention"]}, "layer_types chunked_attention"),

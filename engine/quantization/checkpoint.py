@@ -1,0 +1,121 @@
+"""Quantised modules of a checkpoint, each as its tensors say: 8-bit floats with scales, AWQ or GPTQ words, or plain.
+
+Modules that share their input are one module here, and their matrices one below the other in as few products as can be:
+neighbours are joined when they are stored in the same way and do the same to their input.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence, Set
+from itertools import groupby
+from typing import Any, Protocol
+
+import torch
+
+from engine.config.quantization import CheckpointQuantization, Fp8Weights
+from engine.quantization.products import side_by_side
+from engine.quantization.stored_fp8 import Fp8Part
+from engine.quantization.stored_int4 import Int4Part
+from engine.runner.weights import WeightPlan
+from kernels import ops
+
+
+class Part(Protocol):
+    """One quantised matrix of the checkpoint. Neighbours of a kind with an equal `key` are joined, when all were read."""
+
+    def plan(self, plan: WeightPlan, module: str) -> None: ...
+
+    def key(self) -> object: ...
+
+    def join(self, others: Sequence[Any], bias: torch.Tensor | None) -> ops.LinearKernel: ...
+
+
+class CheckpointStorage:
+    """The `LinearStorage` of a quantised checkpoint. `names` are those of the tensors in its files."""
+
+    def __init__(
+        self, quantization: CheckpointQuantization, names: Set[str], *, prefix: str = "model.", row_invariant: bool = False
+    ) -> None:
+        self._weights = quantization.weights
+        self._names = {name for stored in names for name in (stored, prefix + stored)}
+        self._row_invariant = row_invariant
+
+    def linear(
+        self, modules: Sequence[tuple[str, int]], columns: int, *, bias: bool, dtype: torch.dtype, device: torch.device
+    ) -> JoinedParts | None:
+        """None when no module of them is quantised."""
+        if not any(self._is_quantised(module) for module, _ in modules):
+            return None
+        parts: list[tuple[str, int, Part | torch.Tensor]] = []
+        for module, rows in modules:
+            plain = not self._is_quantised(module)
+            stored = torch.empty(rows, columns, dtype=dtype, device=device) if plain else self._part(rows, columns, device)
+            parts.append((module, rows, stored))
+        biased = [module for module, _ in modules if bias or f"{module}.bias" in self._names]
+        return JoinedParts(parts, columns, biased, dtype=dtype, device=device, row_invariant=self._row_invariant)
+
+    def _is_quantised(self, module: str) -> bool:
+        mark = "weight_scale" if isinstance(self._weights, Fp8Weights) else "qweight"
+        return f"{module}.{mark}" in self._names
+
+    def _part(self, rows: int, columns: int, device: torch.device) -> Part:
+        if isinstance(self._weights, Fp8Weights):
+            return Fp8Part(rows, columns, self._weights.activations, device=device)
+        return Int4Part(rows, columns, self._weights, device=device)
+
+
+class JoinedParts:
+    """The matrices of one fused module. Some of GPTQ's packers store a bias where the model has none; it is added."""
+
+    def __init__(
+        self,
+        parts: Sequence[tuple[str, int, Part | torch.Tensor]],
+        columns: int,
+        biased: Sequence[str],
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        row_invariant: bool,
+    ) -> None:
+        self._parts, self._columns, self._biased = parts, columns, biased
+        self._dtype, self._device, self._row_invariant = dtype, device, row_invariant
+        rows = sum(size for _, size, _ in parts)
+        self._bias = torch.zeros(rows, dtype=dtype, device=device) if biased else None
+
+    def plan(self, plan: WeightPlan) -> None:
+        start = 0
+        for module, rows, part in self._parts:
+            if isinstance(part, torch.Tensor):
+                plan.add(f"{module}.weight", part)
+            else:
+                part.plan(plan, module)
+            if self._bias is not None and module in self._biased:
+                plan.add(f"{module}.bias", self._bias.narrow(0, start, rows))
+            start += rows
+
+    def pack(self, packer: ops.LinearPacker) -> ops.LinearKernel:
+        """`packer` is for the parts that are plain."""
+        kernels, start = [], 0
+        for _, group in groupby(self._parts, key=lambda entry: _key(entry[2])):
+            members = list(group)
+            rows = sum(size for _, size, _ in members)
+            bias = None if self._bias is None else self._bias.narrow(0, start, rows)
+            kernels.append(self._product([part for _, _, part in members], bias, packer))
+            start += rows
+        return side_by_side(kernels)
+
+    def _product(
+        self, parts: Sequence[Part | torch.Tensor], bias: torch.Tensor | None, packer: ops.LinearPacker
+    ) -> ops.LinearKernel:
+        first, *others = parts
+        if isinstance(first, torch.Tensor):
+            weights = [part for part in parts if isinstance(part, torch.Tensor)]
+            return packer(first if not others else torch.cat(weights), bias)
+        kernel = first.join(others, bias)
+        if not self._row_invariant:
+            return kernel
+        return ops.row_invariant(kernel, self._columns, dtype=self._dtype, device=self._device)
+
+
+def _key(part: Part | torch.Tensor) -> object:
+    return "plain" if isinstance(part, torch.Tensor) else ("quantised", part.key())

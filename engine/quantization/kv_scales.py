@@ -1,0 +1,53 @@
+"""The scales by which one layer's keys and values are divided in a cache of 8 bits: from the checkpoint, else one."""
+
+from __future__ import annotations
+
+import torch
+
+from engine.errors import WeightsError
+from engine.quantization.places import checked_scales
+from engine.runner.weights import WeightPlan
+
+NAMES = (
+    ("k_scale", "v_scale"),
+    ("attn.k_scale", "attn.v_scale"),
+    ("k_proj.k_scale", "v_proj.v_scale"),
+    ("k_proj.output_scale", "v_proj.output_scale"),
+)
+"""How llm-compressor, vLLM, ModelOpt and AutoFP8 call them, below the name of the attention."""
+
+
+class KvScales:
+    """`values`: [2] float32, of keys and of values; a cache of 8 bits holds value / scale. `calibrated` is what was found."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.values = torch.ones(2, dtype=torch.float32, device=device)
+        self.calibrated = [False, False]
+
+    def plan(self, plan: WeightPlan, prefix: str) -> None:
+        """A checkpoint may hold them under any of the names, or not at all."""
+        for pair in NAMES:
+            for index, name in enumerate(pair):
+                plan.add(f"{prefix}.{name}", _KvScalePlace(self, (index,)), optional=True)
+        plan.add(f"{prefix}.kv_scale", _KvScalePlace(self, (0, 1)), optional=True)
+
+    def set(self, index: int, scale: torch.Tensor) -> None:
+        self.values[index] = scale
+        self.calibrated[index] = True
+
+
+class _KvScalePlace:
+    num_parameters = 0
+    num_bytes = 0
+
+    def __init__(self, scales: KvScales, indices: tuple[int, ...]) -> None:
+        self._scales, self._indices = scales, indices
+
+    def take(self, tensor: torch.Tensor) -> None:
+        if tensor.numel() != 1:
+            raise WeightsError(f"has shape {tuple(tensor.shape)}, expected one number for all heads")
+        number = checked_scales(tensor).reshape(())
+        if not bool(number > 0):
+            raise WeightsError("is zero")
+        for index in self._indices:
+            self._scales.set(index, number)

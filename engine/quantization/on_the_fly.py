@@ -1,0 +1,101 @@
+"""Weights of an unquantised checkpoint, quantised while they are read: no more than one module stands there unquantised."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from engine.config.quantization import Activations
+from engine.quantization.products import fp8_product, int8_product
+from engine.runner.weights import WeightPlan, copy_checked
+from kernels import ops
+
+ROUTER = ".gate"
+"""The last part of a router's name. It is small, and which experts it chooses may hang on a small difference."""
+
+
+def int8_packer(weight: torch.Tensor, bias: torch.Tensor | None) -> ops.LinearKernel:
+    """weight: [N, K] → 8-bit integers with a scale for each row"""
+    return int8_product(ops.pack_int8(weight), bias)
+
+
+def fp8_packer(weight: torch.Tensor, bias: torch.Tensor | None) -> ops.LinearKernel:
+    """weight: [N, K] → 8-bit floats with a scale for each row; inputs are rounded to 8 bits too, token by token"""
+    return fp8_product(ops.pack_fp8(weight), bias, Activations.DYNAMIC)
+
+
+PACKERS: dict[str, ops.LinearPacker] = {"int8": int8_packer, "fp8": fp8_packer}
+
+
+class OnTheFly:
+    """The `LinearStorage` that hands each module to `packer` as soon as the last of its matrices was read."""
+
+    def __init__(self, packer: ops.LinearPacker, plain: ops.LinearPacker) -> None:
+        self._packer, self._plain = packer, plain
+
+    def linear(
+        self, modules: Sequence[tuple[str, int]], columns: int, *, bias: bool, dtype: torch.dtype, device: torch.device
+    ) -> PackedWhenWhole:
+        """Routers keep their numbers; everything else goes to the packer."""
+        packer = self._plain if modules[0][0].endswith(ROUTER) else self._packer
+        num_bytes = dtype.itemsize if packer is self._plain else 1
+        return PackedWhenWhole(modules, columns, packer, bias=bias, dtype=dtype, device=device, element_bytes=num_bytes)
+
+
+class PackedWhenWhole:
+    """Matrices one below the other, in a tensor that exists from the first of them until the last was read."""
+
+    def __init__(
+        self,
+        modules: Sequence[tuple[str, int]],
+        columns: int,
+        packer: ops.LinearPacker,
+        *,
+        bias: bool,
+        dtype: torch.dtype,
+        device: torch.device,
+        element_bytes: int,
+    ) -> None:
+        self._modules, self._packer = modules, packer
+        self._shape = (sum(rows for _, rows in modules), columns)
+        self._dtype, self._device, self._element_bytes = dtype, device, element_bytes
+        self._weight: torch.Tensor | None = None
+        self._missing = len(modules)
+        # Zeros, because a packer may try the kernel before the bias was read.
+        self._bias = torch.zeros(self._shape[0], dtype=dtype, device=device) if bias else None
+        self._kernel: ops.LinearKernel | None = None
+
+    def plan(self, plan: WeightPlan) -> None:
+        start = 0
+        for module, rows in self._modules:
+            plan.add(f"{module}.weight", _Rows(self, start, (rows, self._shape[1]), self._element_bytes))
+            if self._bias is not None:
+                plan.add(f"{module}.bias", self._bias.narrow(0, start, rows))
+            start += rows
+
+    def pack(self, packer: ops.LinearPacker) -> ops.LinearKernel:  # noqa: ARG002 - it is for what is not packed yet
+        """What was packed when its last matrix was read."""
+        assert self._kernel is not None, "not all matrices were read"
+        return self._kernel
+
+    def take(self, start: int, tensor: torch.Tensor) -> None:
+        if self._weight is None:
+            self._weight = torch.empty(self._shape, dtype=self._dtype, device=self._device)
+        copy_checked(self._weight.narrow(0, start, tensor.shape[0]), tensor)
+        self._missing -= 1
+        if not self._missing:
+            self._kernel = self._packer(self._weight, self._bias)
+            self._weight = None
+
+
+class _Rows:
+    def __init__(self, target: PackedWhenWhole, start: int, shape: tuple[int, int], element_bytes: int) -> None:
+        self._target, self._start, self._shape = target, start, shape
+        self.num_parameters = shape[0] * shape[1]
+        self.num_bytes = self.num_parameters * element_bytes
+
+    def take(self, tensor: torch.Tensor) -> None:
+        if tensor.shape != self._shape:
+            copy_checked(torch.empty(self._shape, device="meta"), tensor)
+        self._target.take(self._start, tensor)

@@ -1,0 +1,55 @@
+"""Which storage and packer a model's weights get: what its checkpoint is in, or what the option `quantization` asks for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from engine.config.model import ModelConfig
+from engine.errors import EngineConfigError
+from engine.quantization.checkpoint import CheckpointStorage
+from engine.quantization.on_the_fly import PACKERS, OnTheFly
+from engine.runner.weights import LinearStorage, stored_names
+from kernels import ops
+
+NONE = "none"
+
+
+@dataclass(frozen=True, slots=True)
+class WeightScheme:
+    """`name` is for `EngineInfo`; `packer` is for what `storage` leaves plain, the output head among it."""
+
+    name: str
+    storage: LinearStorage | None
+    packer: ops.LinearPacker
+
+
+def weight_scheme(directory: Path, config: ModelConfig, wanted: str | None, *, batch_invariant: bool = False) -> WeightScheme:
+    """The scheme of a model directory. Raises `EngineConfigError` where checkpoint and option contradict each other."""
+    plain = ops.pack_linear_row_invariant if batch_invariant else ops.pack_linear
+    stored = config.quantization
+    if stored is not None:
+        if wanted not in (None, stored.method):
+            raise EngineConfigError(
+                "quantization", f"= {wanted!r} cannot be applied: the checkpoint is quantised already ({stored.method})"
+            )
+        storage = CheckpointStorage(stored, stored_names(directory), row_invariant=batch_invariant)
+        return WeightScheme(stored.method, storage, plain)
+    if wanted is None:
+        return WeightScheme(NONE, None, plain)
+    if wanted not in PACKERS:
+        raise EngineConfigError(
+            "quantization",
+            f"= {wanted!r} is a format of checkpoints, and this one is not quantised; supported here: {', '.join(PACKERS)}",
+        )
+    packer = _row_invariant(PACKERS[wanted]) if batch_invariant else PACKERS[wanted]
+    return WeightScheme(wanted, OnTheFly(packer, plain), packer)
+
+
+def _row_invariant(packer: ops.LinearPacker) -> ops.LinearPacker:
+    def pack(weight: torch.Tensor, bias: torch.Tensor | None) -> ops.LinearKernel:
+        return ops.row_invariant(packer(weight, bias), weight.shape[1], dtype=weight.dtype, device=weight.device)
+
+    return pack

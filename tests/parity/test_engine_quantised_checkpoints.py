@@ -1,0 +1,129 @@
+"""Quantised checkpoints in the published layouts give what transformers gives with the same numbers in float32.
+
+The writer of the checkpoints places codes into words one by one (tests/support/quantised_checkpoints.py). Where inputs are
+rounded to 8 bits as well, sums in another order may round one of them to the neighbour: such layouts have a wider tolerance.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support import quantised_checkpoints as layouts
+from tests.support.engines import run_to_end, small_engine, wanted
+from tests.support.parity import LOGPROB_TOLERANCE, reference_logprobs
+from tests.support.tiny_models import VOCAB_SIZE, make_model
+
+ROUNDED_TOLERANCE, ROUNDED_MEAN_TOLERANCE = 0.3, 0.02
+"""Neighbours in E4M3 are up to an eighth apart, and one of 64 inputs that goes to the other side moves a logprob by a tenth at
+most; few do, so that the mean is close. A scale that is forgotten moves the mean by one and more."""
+
+PROMPTS = [
+    [(7 * i * i + 3 * i + seed) % (VOCAB_SIZE - 3) + 3 for i in range(length)] for seed, length in ((1, 40), (2, 17), (3, 2))
+]
+
+LAYOUTS: dict[str, layouts.Layout] = {
+    "fp8-tensor-dynamic": layouts.fp8(per_row=False, activations="dynamic", compressed=False),
+    "fp8-tensor-static": layouts.fp8(per_row=False, activations="static", compressed=False),
+    "compressed-row-dynamic": layouts.fp8(per_row=True, activations="dynamic", compressed=True),
+    "compressed-row-weights-only": layouts.fp8(per_row=True, activations="none", compressed=True),
+    "compressed-tensor-static": layouts.fp8(per_row=False, activations="static", compressed=True),
+    "awq": layouts.awq(),
+    "awq-one-group": layouts.awq(group_size=-1),
+    "gptq": layouts.gptq(),
+    "gptq-symmetric-one-group": layouts.gptq(symmetric=True, group_size=-1),
+    "gptq-v2": layouts.gptq(version="gptq_v2"),
+    "gptq-ordered": layouts.gptq(desc_act=True),
+    "gptq-ordered-apart": layouts.gptq(desc_act=True, same_order=False),
+}
+FAMILIES = {
+    "llama-biased": {},
+    "qwen2": {},
+    "gemma2": {},  # tied head
+    "phi3": {},  # fused in the checkpoint
+    "qwen3_moe": {"moe_intermediate_size": 32},
+}
+
+
+def prompt_logprobs(directory: Path, **options: Any) -> list[torch.Tensor]:
+    """The log-probability of each prompt token after the first, by the engine."""
+    engine = small_engine(directory, **options)
+    try:
+        requests = [wanted(str(i), prompt, max_tokens=1, prompt_logprobs=0) for i, prompt in enumerate(PROMPTS)]
+        events = run_to_end(engine, requests)
+        found = [
+            [entry.logprob for event in events[str(i)] for entry in event.prompt_logprobs or []] for i in range(len(PROMPTS))
+        ]
+        return [torch.tensor(logprobs) for logprobs in found]
+    finally:
+        engine.close()
+
+
+def expected_logprobs(model: Any) -> list[torch.Tensor]:
+    rows = reference_logprobs(model, [prompt[:1] for prompt in PROMPTS], [prompt[1:] for prompt in PROMPTS])
+    return [row.gather(1, torch.tensor(prompt[1:])[:, None])[:, 0] for row, prompt in zip(rows, PROMPTS, strict=True)]
+
+
+def assert_equal(found: list[torch.Tensor], expected: list[torch.Tensor], layout: layouts.Layout) -> None:
+    ours, theirs = torch.cat(found), torch.cat(expected)
+    rounded = layout.rounds_input is not None
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=ROUNDED_TOLERANCE if rounded else LOGPROB_TOLERANCE)
+    assert not rounded or float((ours - theirs).abs().mean()) < ROUNDED_MEAN_TOLERANCE
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    directory = tmp_path_factory.mktemp("sources")
+    for family, changes in {"llama": {}, **FAMILIES}.items():
+        make_model(family, directory / family, **{**layouts.SIZES, "head_dim": 16, **changes})
+    return {family: directory / family for family in ("llama", *FAMILIES)}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_checkpoint_in_a_published_layout_gives_the_logprobs_of_its_numbers(
+    name: str, sources: dict[str, Path], tmp_path: Path
+) -> None:
+    layout = LAYOUTS[name]
+    written = layouts.write(sources["llama"], tmp_path / name, layout)
+    assert_equal(prompt_logprobs(written.directory), expected_logprobs(written.reference()), layout)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("name", ["compressed-row-weights-only", "awq", "gptq-ordered"])
+def test_biases_fused_projections_experts_and_tied_heads_are_quantised_like_any(
+    name: str, family: str, sources: dict[str, Path], tmp_path: Path
+) -> None:
+    written = layouts.write(sources[family], tmp_path / name, LAYOUTS[name])
+    assert_equal(prompt_logprobs(written.directory), expected_logprobs(written.reference()), written.layout)
+
+
+@pytest.mark.parametrize("name", ["compressed-row-weights-only", "fp8-tensor-static", "awq", "gptq"])
+def test_modules_that_were_not_converted_stay_plain_even_between_those_that_were(
+    name: str, sources: dict[str, Path], tmp_path: Path
+) -> None:
+    settings = {**LAYOUTS[name].settings, "modules_to_not_convert": ["k_proj", "up_proj", "layers.0.mlp.down_proj"]}
+    layout = replace(LAYOUTS[name], settings=settings)
+    written = layouts.write(sources["llama"], tmp_path / name, layout, skipped=("k_proj", "up_proj", "layers.0.mlp.down_proj"))
+    assert_equal(prompt_logprobs(written.directory), expected_logprobs(written.reference()), layout)
+
+
+@pytest.mark.parametrize("name", ["compressed-row-dynamic", "awq", "gptq-ordered-apart"])
+def test_a_batch_invariant_engine_gives_a_request_alone_what_it_gives_in_a_batch(
+    name: str, sources: dict[str, Path], tmp_path: Path
+) -> None:
+    written = layouts.write(sources["llama"], tmp_path / name, LAYOUTS[name])
+    together = prompt_logprobs(written.directory, batch_invariant=True)
+    alone = prompt_logprobs(written.directory, batch_invariant=True, max_num_seqs=1, max_num_batched_tokens=5)
+    assert [row.tolist() for row in together] == [row.tolist() for row in alone]
+
+
+def test_codes_are_kept_in_4_bits_and_the_engine_says_so(sources: dict[str, Path], tmp_path: Path) -> None:
+    written = layouts.write(sources["llama"], tmp_path / "awq", LAYOUTS["awq"])
+    quantised, plain = small_engine(written.directory), small_engine(written.twin)
+    assert (quantised.info.quantization, plain.info.quantization) == ("awq", "none")
+    assert quantised.info.num_parameters == plain.info.num_parameters
+    assert quantised.info.weights_bytes < plain.info.weights_bytes / 2
