@@ -25,7 +25,7 @@ def _normed(value, weight, eps, WIDTH: tl.constexpr):
 @triton.jit(do_not_specialize=["num_rows"])
 def rms_norm_kernel(
     x, residual, weight, branch_weight, normed, total, scales,
-    num_rows, x_stride, residual_stride, eps, alpha,
+    num_rows, x_stride, residual_stride, normed_stride, eps, alpha,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -51,7 +51,8 @@ def rms_norm_kernel(
     if weight is not None:
         value = _normed(value, scale, eps, WIDTH)
         if scales is None:
-            tl.store(normed + written, value.to(normed.dtype.element_ty), mask=inside)
+            at = normed + rows[:, None] * normed_stride + columns[None, :]
+            tl.store(at, value.to(normed.dtype.element_ty), mask=inside)
         else:
             e4m3_rows(value, normed, scales, rows, columns, inside, WIDTH, num_rows)
 
@@ -60,7 +61,8 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, *, out: torch.Te
     """x / √(mean(x²) + eps) · weight: x: [..., hidden], weight: [hidden] in x's dtype or float32 → [..., hidden]
 
     Source: arXiv 1910.07467, eq. 4. Reads and writes T · hidden elements of fp32, fp16 or bf16; 4 operations an element;
-    sums and products in float32, rounded once. Rows of a matrix may lie apart. Columns beyond `hidden` are masked.
+    sums and products in float32, rounded once. Rows of a matrix may lie
+    apart, those of `out` too, which may be x itself. Columns beyond `hidden` are masked.
     """
     normed = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
     _launch(x, None, weight, None, normed, None, None, eps, 1.0)
@@ -140,9 +142,10 @@ def _launch(
         return
     tile = row_tile(width)
     residual_stride = width if residual_rows is None else residual_rows.stride(0)
+    normed_stride = width if normed is None else normed.view(-1, width).stride(0)
     rms_norm_kernel[(triton.cdiv(num_rows, tile.rows),)](
         x_rows, residual_rows, weight, branch_weight, normed, total, scales,
-        num_rows, x_rows.stride(0), residual_stride, eps, alpha,
+        num_rows, x_rows.stride(0), residual_stride, normed_stride, eps, alpha,
         width, tile.block, tile.rows, num_warps=tile.num_warps,
     )  # fmt: skip
 
@@ -188,13 +191,13 @@ def _compilation(
         "total": dtype if residual else None,
         "scales": "fp32" if fp8 else None,
     }
-    numbers = {"num_rows": "i32", "x_stride": "i32", "residual_stride": "i32", "eps": "fp32", "alpha": "fp32"}
+    numbers = {"num_rows": "i32", "x_stride": "i32", "residual_stride": "i32", "normed_stride": "i32"}
     return Compilation(
         f"{'add_' if residual else ''}rms_norm_{name}",
         rms_norm_kernel,
-        {key: f"*{kind}" for key, kind in tensors.items() if kind is not None} | numbers,
+        {key: f"*{kind}" for key, kind in tensors.items() if kind is not None} | numbers | {"eps": "fp32", "alpha": "fp32"},
         {key: None for key, kind in tensors.items() if kind is None} | {"WIDTH": width, "BLOCK": tile.block, "ROWS": tile.rows},
         num_warps=tile.num_warps,
         capabilities=FP8_CAPABILITIES if fp8 else CAPABILITIES,
-        divisible=("x_stride", "residual_stride"),
+        divisible=("x_stride", "residual_stride", "normed_stride"),
     )

@@ -1,0 +1,229 @@
+"""Between projection and attention, in one launch: QK-norm, rotation in place, keys and values into the paged cache.
+
+A row is one head of one token; a program holds some rows. Everything a row needs is loaded before anything is stored, so a
+decode step pays the memory's latency once. Rows are laid over threads in one way only, whatever their number: eight
+elements, 16 bytes, of each thread, so the sums of QK-norm come out the same in every batch.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.triton.compilation import CAPABILITIES, Compilation
+from kernels.triton.fp8_rows import FP8_CAPABILITIES, bounded
+from kernels.triton.norm import rms_norm
+from kernels.triton.tuning import power_of_two
+
+TOKENS_MANY = 512
+"""From here on there are more rows than threads on the card, and a program may hold several of each thread's."""
+ELEMENTS_WARP = 32 * 8
+
+
+class HeadTile(NamedTuple):
+    """`heads` heads of each of `tokens` tokens for `num_warps` warps."""
+
+    tokens: int
+    heads: int
+    num_warps: int
+
+
+def head_tile(num_tokens: int, num_heads: int, num_kv_heads: int, rotary_dim: int) -> HeadTile:
+    """One warp with one load of each thread for every half of its rows, or four warps with two."""
+    rows_warp = max(1, ELEMENTS_WARP // power_of_two(rotary_dim // 2))
+    common = math.gcd(num_heads, num_kv_heads)
+    heads = min(rows_warp, common & -common)
+    num_warps = 1 if num_tokens < TOKENS_MANY else 4
+    rows = rows_warp if num_tokens < TOKENS_MANY else rows_warp * 2 * num_warps
+    return HeadTile(rows // heads, heads, num_warps)
+
+
+@triton.jit
+def _store_to_cache(value, at, scale, mask):
+    """value: float32, stored in the cache's dtype, divided by the scale where there is one."""
+    if scale is not None:
+        value = value / tl.load(scale)
+    if at.dtype.element_ty == tl.float8e4nv:
+        value = bounded(value)
+    tl.store(at, value.to(at.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def rope_and_cache_kernel(
+    qkv, cos, sin, kv_cache, slot_mapping, q_weight, k_weight, kv_scales,
+    num_tokens, qkv_stride, block_stride, slot_stride, eps,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, ROTARY: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    HALF_BLOCK: tl.constexpr, REST_BLOCK: tl.constexpr, HEAD_BLOCK: tl.constexpr,
+    TILE_TOKENS: tl.constexpr, TILE_HEADS: tl.constexpr,
+):  # fmt: skip
+    HALF: tl.constexpr = ROTARY // 2
+    row = tl.arange(0, TILE_TOKENS * TILE_HEADS)
+    token = (tl.program_id(0) * TILE_TOKENS + row // TILE_HEADS).to(tl.int64)
+    first_head = tl.program_id(1) * TILE_HEADS
+    head = first_head + row % TILE_HEADS
+    inside = token < num_tokens
+    at_head = qkv + token * qkv_stride + head * HEAD_DIM
+    k_scale, v_scale = None, None
+    if kv_scales is not None:
+        k_scale, v_scale = kv_scales, kv_scales + 1
+    if kv_cache is not None:
+        slot = tl.load(slot_mapping + token, mask=inside, other=-1).to(tl.int64)
+        written = (slot >= 0)[:, None]
+        # Values lie behind the keys in the cache as they do in the projection: heads are counted through.
+        at_slot = kv_cache + (slot // BLOCK_SIZE) * block_stride + (slot % BLOCK_SIZE) * slot_stride + (head - HEADS) * HEAD_DIM
+    if first_head < HEADS + KV_HEADS:
+        pair = tl.arange(0, HALF_BLOCK)[None, :]
+        pairs = inside[:, None] & (pair < HALF)
+        first = tl.load(at_head[:, None] + pair, mask=pairs, other=0.0).to(tl.float32)
+        second = tl.load(at_head[:, None] + HALF + pair, mask=pairs, other=0.0).to(tl.float32)
+        # Both halves of a cosine are the same, and the second half of the sine has no sign.
+        cosine = tl.load(cos + token[:, None] * ROTARY + pair, mask=pairs, other=0.0).to(tl.float32)
+        sine = tl.load(sin + token[:, None] * ROTARY + HALF + pair, mask=pairs, other=0.0).to(tl.float32)
+        if REST_BLOCK > 0:
+            other = tl.arange(0, REST_BLOCK)[None, :]
+            others = inside[:, None] & (other < HEAD_DIM - ROTARY)
+            rest = tl.load(at_head[:, None] + ROTARY + other, mask=others, other=0.0).to(tl.float32)
+        if q_weight is not None:
+            weight = q_weight
+            if first_head >= HEADS:
+                weight = k_weight
+            # As many addresses as there are elements: weights arrive where they are needed, with no exchange of threads.
+            at_weight = tl.broadcast_to(weight + pair, [TILE_TOKENS * TILE_HEADS, HALF_BLOCK])
+            first_weight = tl.load(at_weight, mask=pairs, other=0.0).to(tl.float32)
+            second_weight = tl.load(at_weight + HALF, mask=pairs, other=0.0).to(tl.float32)
+            squares = tl.sum(first * first + second * second, axis=1)
+            if REST_BLOCK > 0:
+                squares += tl.sum(rest * rest, axis=1)
+            inverse_rms = tl.rsqrt(squares / HEAD_DIM + eps)[:, None]
+            first *= inverse_rms * first_weight
+            second *= inverse_rms * second_weight
+            if REST_BLOCK > 0:
+                rest *= inverse_rms * tl.load(weight + ROTARY + other, mask=other < HEAD_DIM - ROTARY, other=0.0).to(tl.float32)
+        turned_first = first * cosine - second * sine
+        turned_second = second * cosine + first * sine
+        tl.store(at_head[:, None] + pair, turned_first.to(qkv.dtype.element_ty), mask=pairs)
+        tl.store(at_head[:, None] + HALF + pair, turned_second.to(qkv.dtype.element_ty), mask=pairs)
+        if REST_BLOCK > 0 and q_weight is not None:
+            tl.store(at_head[:, None] + ROTARY + other, rest.to(qkv.dtype.element_ty), mask=others)
+        if kv_cache is not None and first_head >= HEADS:
+            _store_to_cache(turned_first, at_slot[:, None] + pair, k_scale, pairs & written)
+            _store_to_cache(turned_second, at_slot[:, None] + HALF + pair, k_scale, pairs & written)
+            if REST_BLOCK > 0:
+                _store_to_cache(rest, at_slot[:, None] + ROTARY + other, k_scale, others & written)
+    elif kv_cache is not None:
+        column = tl.arange(0, HEAD_BLOCK)[None, :]
+        columns = inside[:, None] & (column < HEAD_DIM)
+        value = tl.load(at_head[:, None] + column, mask=columns, other=0.0).to(tl.float32)
+        _store_to_cache(value, at_slot[:, None] + column, v_scale, columns & written)
+
+
+def rope_and_cache(
+    qkv: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    kv_cache: torch.Tensor | None,
+    slot_mapping: torch.Tensor,
+    *,
+    num_kv_heads: int,
+    rotary_dim: int,
+    q_weight: torch.Tensor | None = None,
+    k_weight: torch.Tensor | None = None,
+    eps: float = 0.0,
+    kv_scales: torch.Tensor | None = None,
+) -> None:
+    """q, k = rotate(norm(q), norm(k)) in place; k / k_scale and v / v_scale to the cache at each token's slot
+
+    rotate: (x_i, x_{i+r/2}) → (x_i cos - x_{i+r/2} sin, x_{i+r/2} cos + x_i sin) for i below r/2, r = rotary_dim. Sources:
+    arXiv 2104.09864, eq. 34; QK-norm arXiv 2302.05442; the cache arXiv 2309.06180, section 4.
+
+    qkv: [T, H+2K, D] fp32, fp16 or bf16, tokens may lie apart. cos, sin: [T, 1, r] in qkv's dtype, the sine negative in its
+    first half. kv_cache: [N, P, 2, K, D] in qkv's dtype or e4m3, blocks and slots may lie apart, or None: nothing is written.
+    slot_mapping: [T] int64 or int32, block · P + offset, below 0 for a token that is not written. Weights: [D] for each head
+    by itself; or [H·D] and [K·D], which costs two launches more. kv_scales: [2] float32, None is one.
+
+    Reads T·(H+2K)·D elements and T·r of cos and sin, writes T·(H+K)·D in place and T·2K·D to the cache; 6 operations an
+    element and 4 more for the norm, in float32; rounded once. Tokens beyond T and padding of D and r to powers of two are
+    masked. e4m3 needs capability 89.
+    """
+    num_tokens, all_heads, head_dim = qkv.shape
+    num_heads = all_heads - 2 * num_kv_heads
+    if num_tokens == 0:
+        return
+    if q_weight is not None and k_weight is not None and q_weight.shape[0] != head_dim:
+        _norm_together(qkv[:, :num_heads], q_weight, eps)
+        _norm_together(qkv[:, num_heads : num_heads + num_kv_heads], k_weight, eps)
+        q_weight, k_weight = None, None
+    tile = head_tile(num_tokens, num_heads, num_kv_heads, rotary_dim)
+    groups = (all_heads if kv_cache is not None else num_heads + num_kv_heads) // tile.heads
+    block_size, strides = (1, (0, 0)) if kv_cache is None else (kv_cache.shape[1], kv_cache.stride()[:2])
+    rope_and_cache_kernel[(triton.cdiv(num_tokens, tile.tokens), groups)](
+        qkv, cos, sin, kv_cache, slot_mapping, q_weight, k_weight, kv_scales,
+        num_tokens, qkv.stride(0), strides[0], strides[1], eps,
+        **_sizes(num_heads, num_kv_heads, head_dim, rotary_dim, block_size, tile),
+        num_warps=tile.num_warps,
+    )  # fmt: skip
+
+
+def _norm_together(heads: torch.Tensor, weight: torch.Tensor, eps: float) -> None:
+    """heads: [T, heads, D], the heads of a token as one row; in place."""
+    rows = heads.flatten(1)
+    rms_norm(rows, weight, eps, out=rows)
+
+
+def _sizes(
+    num_heads: int, num_kv_heads: int, head_dim: int, rotary_dim: int, block_size: int, tile: HeadTile
+) -> dict[str, object]:
+    rest = head_dim - rotary_dim
+    return {
+        "HEADS": num_heads,
+        "KV_HEADS": num_kv_heads,
+        "HEAD_DIM": head_dim,
+        "ROTARY": rotary_dim,
+        "BLOCK_SIZE": block_size,
+        "HALF_BLOCK": power_of_two(rotary_dim // 2),
+        "REST_BLOCK": power_of_two(rest) if rest else 0,
+        "HEAD_BLOCK": power_of_two(head_dim),
+        "TILE_TOKENS": tile.tokens,
+        "TILE_HEADS": tile.heads,
+    }
+
+
+def compilations() -> list[Compilation]:
+    """Llama-3.1-8B, Llama-3.2-1B and Qwen3-0.6B in a decode step and in a prefill; fp16; e4m3; a part of the dimensions."""
+    return [
+        *(_compilation("bf16", shape, tokens) for shape in ((32, 8, 128, 128), (32, 8, 64, 64)) for tokens in (1, 4096)),
+        *(_compilation("bf16", (16, 8, 128, 128), tokens, norm=True) for tokens in (1, 4096)),
+        _compilation("fp16", (32, 8, 128, 128), 1),
+        _compilation("bf16", (32, 8, 128, 96), 4096),
+        _compilation("bf16", (24, 8, 96, 96), 1),
+        *(_compilation("bf16", (32, 8, 128, 128), tokens, cache="fp8e4nv") for tokens in (1, 4096)),
+        _compilation("bf16", (16, 8, 128, 128), 1, norm=True, cache="fp8e4nv"),
+    ]
+
+
+def _compilation(
+    dtype: str, shape: tuple[int, int, int, int], num_tokens: int, *, norm: bool = False, cache: str | None = None
+) -> Compilation:
+    heads, kv_heads, head_dim, rotary_dim = shape
+    tile = head_tile(num_tokens, heads, kv_heads, rotary_dim)
+    tensors = {"qkv": f"*{dtype}", "cos": f"*{dtype}", "sin": f"*{dtype}", "kv_cache": f"*{cache or dtype}"}
+    numbers = {"num_tokens": "i32", "qkv_stride": "i32", "block_stride": "i32", "slot_stride": "i32", "eps": "fp32"}
+    optional = {
+        "q_weight": f"*{dtype}" if norm else None,
+        "k_weight": f"*{dtype}" if norm else None,
+        "kv_scales": "*fp32" if cache else None,
+    }
+    words = "_".join(str(part) for part in (dtype, *shape, num_tokens, "norm" if norm else "", cache or "") if part != "")
+    return Compilation(
+        f"rope_and_cache_{words}",
+        rope_and_cache_kernel,
+        {**tensors, "slot_mapping": "*i64", **{key: kind for key, kind in optional.items() if kind is not None}, **numbers},
+        {key: None for key, kind in optional.items() if kind is None} | _sizes(heads, kv_heads, head_dim, rotary_dim, 16, tile),
+        num_warps=tile.num_warps,
+        capabilities=FP8_CAPABILITIES if cache else CAPABILITIES,
+        divisible=("qkv_stride", "block_stride", "slot_stride"),
+    )
