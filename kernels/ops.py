@@ -75,8 +75,8 @@ __all__ = [
 AnyPlan = AttentionPlan | InvariantPlan | PagedPlan
 AnyPlanner = AttentionPlanner | InvariantPlanner | PagedPlanner
 
-_TABLES = {"cpu": "kernels.cpu.table", "cuda": "kernels.triton.table"}
-"""By type of device, the module that holds its table as `OPERATIONS`."""
+_TABLES = {"cpu": "kernels.cpu.table", "meta": "kernels.cpu.table", "cuda": "kernels.triton.table"}
+"""By type of device, the module that holds its table as `OPERATIONS`. On meta a model is only compared with its files."""
 
 
 def operations(device: torch.device) -> Operations:
