@@ -1,0 +1,145 @@
+"""Whole blocks of the paged cache moved: within it, and through a staging buffer where a block's layers lie together.
+
+One launch moves the blocks of all layers. The kernels know no dtype: a block is a piece of memory in words of 8 bytes, two of
+them to a load. The staging buffer may be page-locked host memory, which a GPU reads and writes over the bus by itself: so
+blocks scattered over the cache reach scattered places of a host tier without a copy between.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.triton.compilation import Compilation
+
+WORD_BYTES = 8
+BLOCK = 2048
+"""Words of one program: 16 KB, eight loads of 16 bytes of each thread."""
+NUM_WARPS = 4
+
+
+@triton.jit
+def _words_of(addresses, layer):
+    """The memory of one layer's cache, whose address stands in a table."""
+    return tl.multiple_of(tl.load(addresses + layer).to(tl.pointer_type(tl.int64)), 16)
+
+
+@triton.jit
+def copy_blocks_kernel(addresses, sources, targets, block_words, block_stride, BLOCK: tl.constexpr):
+    cache = _words_of(addresses, tl.program_id(1))
+    source = tl.load(sources + tl.program_id(0)).to(tl.int64)
+    target = tl.load(targets + tl.program_id(0)).to(tl.int64)
+    word = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
+    inside = word < block_words
+    tl.store(cache + target * block_stride + word, tl.load(cache + source * block_stride + word, mask=inside), mask=inside)
+
+
+@triton.jit
+def stage_blocks_kernel(
+    addresses, blocks, staging, rows, block_words, block_stride, num_layers, BLOCK: tl.constexpr, TO_STAGING: tl.constexpr
+):
+    layer = tl.program_id(1)
+    cache = _words_of(addresses, layer)
+    block = tl.load(blocks + tl.program_id(0)).to(tl.int64)
+    row = tl.load(rows + tl.program_id(0)).to(tl.int64)
+    word = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
+    inside = word < block_words
+    at_cache = cache + block * block_stride + word
+    at_staging = staging + (row * num_layers + layer) * block_words + word
+    if TO_STAGING:
+        tl.store(at_staging, tl.load(at_cache, mask=inside), mask=inside)
+    else:
+        tl.store(at_cache, tl.load(at_staging, mask=inside), mask=inside)
+
+
+def copy_blocks(caches: Sequence[torch.Tensor], sources: torch.Tensor, targets: torch.Tensor) -> None:
+    """caches[l][targets[i]] = caches[l][sources[i]] for every layer l, bit by bit
+
+    caches: one [N, ...] per layer, of any dtype, a block in one piece of a multiple of 16 bytes, all alike; sources and
+    targets: [n] int64 or int32 on the device; no target is a source of another pair (copy on write: arXiv 2309.06180,
+    section 4.4). Reads and writes n · layers blocks. The last program of a block masks what lies beyond it.
+    """
+    if sources.shape[0] == 0:
+        return
+    words, stride = _block_words(caches)
+    grid = (sources.shape[0], len(caches), triton.cdiv(words, BLOCK))
+    copy_blocks_kernel[grid](_addresses(caches), sources, targets, words, stride, BLOCK, num_warps=NUM_WARPS)
+
+
+def gather_blocks(caches: Sequence[torch.Tensor], blocks: torch.Tensor, staging: torch.Tensor, rows: torch.Tensor) -> None:
+    """staging[rows[i], l] = caches[l][blocks[i]]: staging: [R, layers, ...one block] on the device or page-locked
+
+    blocks, rows: [n] int64 or int32 on the device; else as `copy_blocks`. A staging buffer in device memory leaves for the
+    host in one copy; a page-locked one is written over the bus, and is complete when the stream has come past this launch.
+    """
+    _stage(caches, blocks, staging, rows, to_staging=True)
+
+
+def scatter_blocks(caches: Sequence[torch.Tensor], blocks: torch.Tensor, staging: torch.Tensor, rows: torch.Tensor) -> None:
+    """caches[l][blocks[i]] = staging[rows[i], l]: the way back; no block is named twice."""
+    _stage(caches, blocks, staging, rows, to_staging=False)
+
+
+def _stage(
+    caches: Sequence[torch.Tensor], blocks: torch.Tensor, staging: torch.Tensor, rows: torch.Tensor, *, to_staging: bool
+) -> None:
+    if blocks.shape[0] == 0:
+        return
+    words, stride = _block_words(caches)
+    assert staging.is_contiguous(), "a staged block's layers lie together"
+    assert staging[0].nbytes == words * WORD_BYTES * len(caches), "a staging buffer is as wide as the layers of a block"
+    grid = (blocks.shape[0], len(caches), triton.cdiv(words, BLOCK))
+    stage_blocks_kernel[grid](
+        _addresses(caches), blocks, staging.view(torch.int64), rows, words, stride, len(caches), BLOCK, to_staging,
+        num_warps=NUM_WARPS,
+    )  # fmt: skip
+
+
+def _block_words(caches: Sequence[torch.Tensor]) -> tuple[int, int]:
+    """Words of a block, and from one block to the next."""
+    first = caches[0]
+    assert first[0].is_contiguous(), "a block is one piece of memory"
+    kinds = {(cache.shape, cache.stride(), cache.dtype) for cache in caches}
+    assert len(kinds) == 1, "blocks of unlike caches are moved one kind at a time"
+    block_bytes, stride_bytes = first[0].nbytes, first.stride(0) * first.element_size()
+    assert block_bytes % 16 == stride_bytes % 16 == 0, f"a block of {block_bytes} bytes is no multiple of 16"
+    return block_bytes // WORD_BYTES, stride_bytes // WORD_BYTES
+
+
+def _addresses(caches: Sequence[torch.Tensor]) -> torch.Tensor:
+    return _address_table(tuple(cache.data_ptr() for cache in caches), caches[0].device)
+
+
+@functools.lru_cache(maxsize=64)
+def _address_table(addresses: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """[layers] int64 on the device. It says no more than its key, so it is right for whatever stands at these addresses."""
+    return torch.tensor(addresses, dtype=torch.int64, device=device)
+
+
+def compilations() -> list[Compilation]:
+    """Dtypes and shapes of a cache make no difference."""
+    sizes = {"block_words": "i32", "block_stride": "i32"}
+    ids = {"addresses": "*i64", "sources": "*i64", "targets": "*i64"}
+    staged = {"addresses": "*i64", "blocks": "*i64", "staging": "*i64", "rows": "*i64", **sizes, "num_layers": "i32"}
+    divisible = ("block_words", "block_stride")
+    copy = Compilation(
+        "copy_blocks", copy_blocks_kernel, ids | sizes, {"BLOCK": BLOCK}, num_warps=NUM_WARPS, divisible=divisible
+    )
+    return [
+        copy,
+        *(
+            Compilation(
+                name,
+                stage_blocks_kernel,
+                staged,
+                {"BLOCK": BLOCK, "TO_STAGING": to_staging},
+                num_warps=NUM_WARPS,
+                divisible=divisible,
+            )
+            for name, to_staging in (("gather_blocks", True), ("scatter_blocks", False))
+        ),
+    ]
