@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -21,15 +21,9 @@ from engine.options import EngineOptions
 from engine.protocol import EngineInfo
 from engine.quantization.scheme import weight_scheme
 from engine.runner.calibration import MeasuredSpeed, measure_speed
-from engine.runner.device import (
-    check_kv_memory,
-    check_swap_space,
-    device_name,
-    kv_bytes_available,
-    resolve_device,
-    resolve_dtype,
-)
+from engine.runner.device import check_swap_space, device_name, kv_bytes_available, resolve_device, resolve_dtype
 from engine.runner.kv_cache import BlockMover
+from engine.runner.memory_forecast import MemoryForecast, MemoryMeter, forecast_memory
 from engine.runner.memory_plan import MemoryPlan, plan_memory
 from engine.runner.model_runner import ModelRunner
 from engine.runner.paged_decoder import PagedDecoder
@@ -66,13 +60,14 @@ def build_engine(options: EngineOptions, *, progress: Callable[[float], None] = 
     device = resolve_device(options.device)
     dtype = resolve_dtype(options.dtype, load_model_config(options.model).torch_dtype, device)
     check_swap_space(options)
+    forecast = _forecast(options, dtype=dtype, device=device)
+    forecast.check(options)
     model = _load(options.model, options, dtype=dtype, device=device, quantization=options.quantization, progress=progress)
     draft = _load_draft(options, model.config, dtype=dtype, device=device)
     draft_config = None if draft is None else draft.config
     element_bytes = torch.empty((), dtype=dtype).element_size()
-    available = kv_bytes_available(model.config, options, element_bytes=element_bytes, device=device)
+    available = kv_bytes_available(forecast.fit.needs, options, device)
     plan = plan_memory(model.config, options, element_bytes=element_bytes, available_bytes=available, draft=draft_config)
-    check_kv_memory(plan, options, device)
     if draft_config is not None:
         check_draft_context(draft_config, plan.max_model_len)
     target_decoder = _paged(model, options, plan, dtype=dtype, device=device)
@@ -86,6 +81,8 @@ def build_engine(options: EngineOptions, *, progress: Callable[[float], None] = 
         draft=draft_decoder,
         batch_invariant=options.batch_invariant,
     )
+    meter = MemoryMeter(device)
+    meter.begin_run()
     speed = measure_speed(
         model.config,
         target_decoder,
@@ -97,8 +94,17 @@ def build_engine(options: EngineOptions, *, progress: Callable[[float], None] = 
     )
     budget = _step_budget(options, speed.step_times)
     info = _info(options, model, plan, dtype=dtype, device=device, load_s=time.monotonic() - started_s)
+    num_bytes = model.size.num_bytes + (0 if draft is None else draft.size.num_bytes)
+    info = replace(info, memory=forecast.parts(meter.measured(num_bytes, plan.kv_bytes)), memory_note=forecast.shortened())
     scheduler = _scheduler(options, plan, device, speed, budget)
     return Engine(scheduler, runner, info, grammars=_grammar_desk(options, info, masks), step_budget=budget)
+
+
+def _forecast(options: EngineOptions, *, dtype: torch.dtype, device: torch.device) -> MemoryForecast:
+    config, speculative = load_model_config(options.model), options.speculative_config
+    draft = None if speculative is None or speculative.model is None else load_model_config(speculative.model)
+    name = options.name or options.model.name
+    return forecast_memory(name, config, options, dtype=dtype, device=device, draft=draft)
 
 
 def _load(

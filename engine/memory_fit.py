@@ -6,14 +6,19 @@ both. A shorter context is offered beside them wherever the fixed parts leave ro
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from engine.memory_needs import EIGHT_BITS, FOUR_BITS, GIB, Formats, Load, MemoryNeeds, MemoryShape
+from engine.protocol import MemoryPart
 
 KV_8 = "keys and values in 8 bits (kv_cache_dtype=fp8)"
 WEIGHTS_8 = "weights in 8 bits (quantization=int8 or fp8)"
 WEIGHTS_4 = "weights in 4 bits (an AWQ or GPTQ checkpoint)"
+
+TOLERANCE = 0.05
+"""By which a part may be larger than predicted before the log warns of it."""
 
 
 class Remedy(NamedTuple):
@@ -107,3 +112,26 @@ class MemoryFit:
 def gib(num_bytes: int) -> str:
     """In GiB, as memory of devices is told; small amounts in MiB."""
     return f"{num_bytes / GIB:.1f} GiB" if num_bytes >= GIB // 2 else f"{num_bytes / (1 << 20):.1f} MiB"
+
+
+def told(parts: Sequence[MemoryPart]) -> str:
+    """For the log: `weights 15.0 GiB (predicted 15.1 GiB), …`."""
+    words = [
+        f"{part.name} predicted {gib(part.predicted_bytes)}"
+        if part.measured_bytes is None
+        else f"{part.name} {gib(part.measured_bytes)} (predicted {gib(part.predicted_bytes)})"
+        for part in parts
+        if part.predicted_bytes or part.measured_bytes
+    ]
+    return ", ".join(words)
+
+
+def underestimated(parts: Sequence[MemoryPart]) -> list[MemoryPart]:
+    """Those that took more than was predicted; the context holds what other processes took and is left out."""
+    return [
+        part
+        for part in parts
+        if part.name != "context"
+        and part.measured_bytes is not None
+        and part.measured_bytes > part.predicted_bytes * (1 + TOLERANCE)
+    ]

@@ -158,6 +158,16 @@ class EngineStatus:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryPart:
+    """What one part of an engine takes of its device: weights, activations, graphs, context or kv_cache. `measured_bytes` is
+    None where the device does not tell, or where nothing was taken yet."""
+
+    name: str
+    predicted_bytes: int
+    measured_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineInfo:
     """Facts about a loaded model, sent once when the engine is ready. `quantization` is how its weights are kept, as the option
     of that name calls it, or none."""
@@ -179,6 +189,8 @@ class EngineInfo:
     load_s: float
     quantization: str = "none"
     kv_cache_dtype: str = "auto"
+    memory: list[MemoryPart] = field(default_factory=list)
+    memory_note: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

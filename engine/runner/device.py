@@ -6,12 +6,14 @@ import os
 
 import torch
 
-from engine.config.model import ModelConfig
 from engine.errors import EngineConfigError
+from engine.memory_needs import GIB, MemoryNeeds
 from engine.options import CPU_KV_CACHE_BYTES, EngineOptions
-from engine.runner.memory_plan import GIB, MemoryPlan, activation_bytes
 
 SWAP_SPACE_SHARE_MAX = 0.8
+
+WORKSPACE_BYTES = 128 << 20
+"""Of libraries and of kernels' code on a GPU, which come with the first step."""
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -38,37 +40,25 @@ def device_name(device: torch.device) -> str:
     return f"CPU, {threads} thread{'s' if threads != 1 else ''}"
 
 
-def kv_bytes_available(config: ModelConfig, options: EngineOptions, *, element_bytes: int, device: torch.device) -> int:
-    """Bytes for the KV cache, once the weights are loaded."""
+def kv_bytes_available(needs: MemoryNeeds, options: EngineOptions, device: torch.device) -> int:
+    """Bytes for the KV cache, once the weights are loaded: what is left beside the steps' own."""
     if options.kv_cache_bytes is not None:
         return options.kv_cache_bytes
     if device.type == "cpu":
         return CPU_KV_CACHE_BYTES
+    torch.cuda.empty_cache()  # what loading held for a while is given back before the rest is counted
     free, total = torch.cuda.mem_get_info(device)
-    tokens = options.batched_tokens(device.type)
-    reserved = activation_bytes(config, tokens, options.max_num_seqs, element_bytes)
+    reserved = needs.activations_bytes + needs.graphs_bytes + WORKSPACE_BYTES
     return max(0, int(total * options.gpu_memory_utilization) - (total - free) - reserved)
 
 
-def check_kv_memory(plan: MemoryPlan, options: EngineOptions, device: torch.device) -> None:
-    """Raise `EngineConfigError` for a KV cache that the device cannot hold: before memory is touched, because a machine that
-    runs out of it ends processes instead of refusing. `num_kv_blocks` is `num_gpu_blocks_override` to those who set it."""
-    memory = _main_memory() if device.type == "cpu" else torch.cuda.mem_get_info(device)[1]
-    if plan.kv_bytes <= memory:
-        return
-    fits = f"{memory} bytes of memory hold {memory // plan.block_bytes} blocks"
-    if options.num_kv_blocks is not None:
-        raise EngineConfigError("num_gpu_blocks_override", f"({plan.num_blocks} blocks) needs {plan.kv_bytes} bytes; {fits}")
-    raise EngineConfigError("kv_cache_bytes", f"({plan.kv_bytes}) is more than there is: {fits} of {plan.block_bytes} bytes")
-
-
-def _main_memory() -> int:
+def main_memory_bytes() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def check_swap_space(options: EngineOptions) -> None:
     """Raise `EngineConfigError` for a host tier that main memory cannot hold."""
-    memory = _main_memory()
+    memory = main_memory_bytes()
     if options.swap_space * GIB > memory * SWAP_SPACE_SHARE_MAX:
         raise EngineConfigError(
             "swap_space",

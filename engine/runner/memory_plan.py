@@ -11,11 +11,9 @@ from dataclasses import dataclass
 
 from engine.config.model import ModelConfig
 from engine.errors import EngineConfigError
+from engine.memory_needs import GIB as GIB
+from engine.memory_needs import LOGITS_ELEMENTS_MAX as LOGITS_ELEMENTS_MAX
 from engine.options import EngineOptions
-
-GIB = 1 << 30
-LOGITS_ELEMENTS_MAX = 1 << 25
-"""Logits that stand in memory at a time, 128 MiB: those of a step's rows are computed in slices of so many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,18 +36,10 @@ def kv_block_bytes(config: ModelConfig, block_size: int, element_bytes: int) -> 
     return block_size * 2 * config.num_kv_heads * config.head_dim * element_bytes * config.num_layers
 
 
-def activation_bytes(config: ModelConfig, num_tokens: int, num_seqs: int, element_bytes: int) -> int:
-    """Upper estimate of what one forward pass holds at a time besides weights and cache."""
-    qkv = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
-    per_token = 4 * config.hidden_size + 2 * qkv + 3 * config.active_intermediate_size
-    logits = min(max(num_seqs, num_tokens) * config.vocab_size, LOGITS_ELEMENTS_MAX) * 4 * 3
-    return 2 * num_tokens * per_token * element_bytes + logits
-
-
 def plan_memory(
     config: ModelConfig, options: EngineOptions, *, element_bytes: int, available_bytes: int, draft: ModelConfig | None = None
 ) -> MemoryPlan:
-    """Divide `available_bytes` into blocks. Raises `EngineConfigError` naming the option to change."""
+    """Divide `available_bytes` into blocks of numbers of `element_bytes`. Raises `EngineConfigError`, naming the option."""
     size = options.block_size
     block_bytes = sum(kv_block_bytes(each, size, element_bytes) for each in (config, draft) if each is not None)
     num_host_blocks = int(options.swap_space * GIB) // block_bytes

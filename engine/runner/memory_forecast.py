@@ -1,0 +1,173 @@
+"""What an engine will take of its device, told before anything is loaded and compared with what was taken when it is ready."""
+
+from __future__ import annotations
+
+import resource
+from dataclasses import dataclass, replace
+
+import torch
+
+from engine.config.model import ModelConfig
+from engine.config.quantization import Int4Weights
+from engine.errors import EngineConfigError
+from engine.memory_fit import MemoryFit, gib
+from engine.memory_needs import EIGHT_BITS, FOUR_BITS, Formats, Load, MemoryShape, WeightFormat, unquantised
+from engine.options import CPU_KV_CACHE_BYTES, EngineOptions
+from engine.protocol import MemoryPart
+from engine.runner.device import WORKSPACE_BYTES, main_memory_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryForecast:
+    """`fit` of what was asked; `kv_bytes` is the size of the cache where an option or the device decides it, not what is
+    left."""
+
+    fit: MemoryFit
+    kv_bytes: int | None
+    name: str
+
+    @property
+    def predicted_kv_bytes(self) -> int:
+        needs = self.fit.needs
+        return needs.num_blocks(self.fit.usable_bytes) * needs.block_bytes if self.kv_bytes is None else self.kv_bytes
+
+    def check(self, options: EngineOptions) -> None:
+        """Raise `EngineConfigError`, naming the option, when the model cannot be held as it was asked for: before memory is
+        touched, because a machine that runs out of it ends processes instead of refusing. `num_kv_blocks` is
+        `num_gpu_blocks_override` to those who set it."""
+        fit, needs = self.fit, self.fit.needs
+        if self.kv_bytes is not None and self.kv_bytes > fit.usable_bytes:
+            fits = f"{fit.usable_bytes} bytes of memory hold {fit.usable_bytes // needs.block_bytes} blocks"
+            if options.num_kv_blocks is None:
+                raise EngineConfigError("kv_cache_bytes", f"({self.kv_bytes}) is more than there is: {fits}")
+            refused = f"({options.num_kv_blocks} blocks) needs {self.kv_bytes} bytes; {fits}"
+            raise EngineConfigError("num_gpu_blocks_override", refused)
+        if self.kv_bytes is not None and needs.fixed_bytes + self.kv_bytes > fit.usable_bytes:
+            asked = f"{self.name} does not fit with {gib(self.kv_bytes)} of keys and values"
+            raise EngineConfigError("model", f"{asked}: {fit.explain()}")
+        if self.kv_bytes is None and not fit.context_len:
+            raise EngineConfigError("model", f"{self.name} does not fit: {fit.explain()}")
+        if self.kv_bytes is None and options.max_model_len is not None and not fit.fits:
+            raise EngineConfigError("max_model_len", f"({options.max_model_len}) does not fit: {self.name} {fit.explain()}")
+
+    def shortened(self) -> str | None:
+        """Why the context is shorter than the model's own, None when it is not."""
+        if self.kv_bytes is not None or self.fit.fits:
+            return None
+        return f"the context is {self.fit.context_len} tokens: {self.name} {self.fit.explain()}"
+
+    def parts(self, measured: MeasuredMemory) -> list[MemoryPart]:
+        """Predicted and measured bytes, part by part."""
+        needs = self.fit.needs
+        return [
+            MemoryPart(name="weights", predicted_bytes=needs.weights_bytes, measured_bytes=measured.weights_bytes),
+            MemoryPart(name="activations", predicted_bytes=needs.activations_bytes, measured_bytes=measured.activations_bytes),
+            MemoryPart(name="graphs", predicted_bytes=needs.graphs_bytes, measured_bytes=measured.graphs_bytes),
+            MemoryPart(name="context", predicted_bytes=needs.context_bytes, measured_bytes=measured.context_bytes),
+            MemoryPart(name="kv_cache", predicted_bytes=self.predicted_kv_bytes, measured_bytes=measured.kv_bytes),
+        ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredMemory:
+    """What was taken in the end; None is what this device does not tell, or what has not been taken yet."""
+
+    weights_bytes: int
+    kv_bytes: int
+    activations_bytes: int | None = None
+    graphs_bytes: int | None = None
+    context_bytes: int | None = None
+
+
+def forecast_memory(
+    name: str,
+    config: ModelConfig,
+    options: EngineOptions,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    draft: ModelConfig | None = None,
+    num_graphs: int = 0,
+) -> MemoryForecast:
+    """Predict from the configuration and what the device says now; the driver's context is there afterwards."""
+    formats = formats_of(config, options, dtype)
+    load = Load(
+        num_tokens=options.batched_tokens(device.type),
+        num_seqs=options.max_num_seqs,
+        block_size=options.block_size,
+        num_graphs=num_graphs,
+    )
+    usable, taken = _memory(options, device)
+    fit = MemoryFit(
+        model=MemoryShape.of(config),
+        formats=formats,
+        load=load,
+        usable_bytes=usable,
+        context_bytes=taken,
+        wanted_len=options.max_model_len or config.max_position_len,
+        draft=None if draft is None else MemoryShape.of(draft),
+    )
+    kv_bytes = _fixed_kv_bytes(options, device, fit.needs.block_bytes)
+    if kv_bytes is not None:
+        fit = replace(fit, wanted_len=min(fit.wanted_len, kv_bytes // fit.needs.block_bytes * load.block_size))
+    return MemoryForecast(fit, kv_bytes, name)
+
+
+def formats_of(config: ModelConfig, options: EngineOptions, dtype: torch.dtype) -> Formats:
+    """How weights, keys and values will be kept."""
+    return Formats(
+        weights=_weight_format(config, options, dtype.itemsize),
+        element_bytes=dtype.itemsize,
+        kv_element_bytes=dtype.itemsize if options.kv_cache_dtype == "auto" else 1,
+    )
+
+
+def _weight_format(config: ModelConfig, options: EngineOptions, element_bytes: int) -> WeightFormat:
+    if config.quantization is None:
+        return unquantised(element_bytes) if options.quantization is None else EIGHT_BITS
+    weights = config.quantization.weights
+    if isinstance(weights, Int4Weights):
+        return FOUR_BITS._replace(group=weights.group_size or config.hidden_size)
+    return EIGHT_BITS
+
+
+def _memory(options: EngineOptions, device: torch.device) -> tuple[int, int]:
+    """Bytes that this process may reach on the device, others' included, and bytes that are taken already."""
+    if device.type == "cpu":
+        return main_memory_bytes(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    free, total = torch.cuda.mem_get_info(device)
+    return int(total * options.gpu_memory_utilization), total - free + WORKSPACE_BYTES
+
+
+def _fixed_kv_bytes(options: EngineOptions, device: torch.device, block_bytes: int) -> int | None:
+    if options.num_kv_blocks is not None:
+        return options.num_kv_blocks * block_bytes
+    return options.kv_cache_bytes or (CPU_KV_CACHE_BYTES if device.type == "cpu" else None)
+
+
+class MemoryMeter:
+    """Reads what the parts of an engine took of a GPU, in the order in which they are made. On CPUs only sizes are known."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._before_run = 0
+        self._on_gpu = device.type == "cuda"
+
+    def begin_run(self) -> None:
+        """Weights and cache are there, steps have not run yet."""
+        if self._on_gpu:
+            torch.cuda.reset_peak_memory_stats(self._device)
+            self._before_run = torch.cuda.memory_allocated(self._device)
+
+    def measured(self, weights_bytes: int, kv_bytes: int, graphs_bytes: int | None = None) -> MeasuredMemory:
+        """After the first steps ran. On CPUs the sizes of what is held are given by those who made it."""
+        if not self._on_gpu:
+            return MeasuredMemory(weights_bytes=weights_bytes, kv_bytes=kv_bytes)
+        free, total = torch.cuda.mem_get_info(self._device)
+        return MeasuredMemory(
+            weights_bytes=self._before_run - kv_bytes,
+            kv_bytes=kv_bytes,
+            activations_bytes=torch.cuda.max_memory_allocated(self._device) - self._before_run,
+            graphs_bytes=graphs_bytes,
+            context_bytes=total - free - torch.cuda.memory_reserved(self._device),
+        )

@@ -1,0 +1,162 @@
+"""Memory told before loading against what the models take, on every family; a GPU's answers are given by a stand-in."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine.build import build_engine
+from engine.config.model import ModelConfig, load_model_config
+from engine.errors import EngineConfigError
+from engine.memory_fit import told, underestimated
+from engine.memory_needs import GIB, MemoryShape
+from engine.models.decoder import Decoder
+from engine.options import CPU_KV_CACHE_BYTES, EngineOptions
+from engine.protocol import MemoryPart
+from engine.runner import memory_forecast
+from engine.runner.memory_forecast import MeasuredMemory, MemoryForecast, forecast_memory
+from engine.runner.weights import WeightsSize
+from engine.speculation.options import SpeculativeOptions
+from tests.support.tiny_models import FAMILY_SETTINGS, make_model
+from tests.support.tiny_tokenizer import write_tokenizer
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+LLAMA_8B: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "max_position_embeddings": 131072,
+    "torch_dtype": "bfloat16",
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("llama")
+    make_model("llama", folder)
+    write_tokenizer(folder)
+    return folder
+
+
+@pytest.fixture
+def llama_8b(tmp_path: Path) -> ModelConfig:
+    """The configuration alone: nothing is loaded to predict."""
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
+    return load_model_config(tmp_path)
+
+
+@pytest.fixture
+def card(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """A GPU's free and total memory in GiB, to be changed."""
+    memory = [139, 140]
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (memory[0] * GIB, memory[1] * GIB))
+    return memory
+
+
+def forecast(config: ModelConfig, device: torch.device = GPU, **options: Any) -> MemoryForecast:
+    return forecast_memory("llama", config, EngineOptions(model=Path("m"), **options), dtype=torch.bfloat16, device=device)
+
+
+@pytest.mark.parametrize("family", sorted(FAMILY_SETTINGS))
+def test_the_predicted_weights_are_those_that_the_decoder_asks_for(family: str, tmp_path: Path) -> None:
+    make_model(family, tmp_path)
+    config = load_model_config(tmp_path)
+    shape = MemoryShape.of(config)
+    asked = WeightsSize.of(Decoder(config, dtype=torch.float32, device=CPU).weight_plan())
+    assert shape.matrices + shape.vocabulary + shape.others == asked.num_parameters
+
+
+def test_an_engine_tells_what_was_predicted_and_what_was_taken(model: Path) -> None:
+    engine = build_engine(EngineOptions(model=model, device="cpu", max_model_len=64, num_kv_blocks=8))
+    parts = {part.name: part for part in engine.info.memory}
+    assert parts["weights"].predicted_bytes == parts["weights"].measured_bytes == engine.info.weights_bytes
+    assert parts["kv_cache"].predicted_bytes == parts["kv_cache"].measured_bytes == engine.info.kv_bytes
+    assert parts["context"].predicted_bytes > 0
+    assert parts["graphs"].predicted_bytes == 0
+    assert engine.info.memory_note is None
+
+
+def test_a_draft_model_is_predicted_with_it(model: Path) -> None:
+    speculative = SpeculativeOptions.parse({"method": "draft_model", "model": str(model), "num_speculative_tokens": 2})
+    options = EngineOptions(model=model, device="cpu", max_model_len=64, num_kv_blocks=8, speculative_config=speculative)
+    parts = {part.name: part for part in build_engine(options).info.memory}
+    assert parts["weights"].predicted_bytes == parts["weights"].measured_bytes
+    assert parts["kv_cache"].predicted_bytes == parts["kv_cache"].measured_bytes
+
+
+def test_without_an_option_a_cpu_has_its_fixed_cache_and_no_word_about_the_context(llama_8b: ModelConfig) -> None:
+    on_cpu = forecast(llama_8b, CPU)
+    assert on_cpu.predicted_kv_bytes == CPU_KV_CACHE_BYTES
+    assert on_cpu.shortened() is None
+
+
+def test_on_a_gpu_the_cache_is_what_is_left(llama_8b: ModelConfig, card: list[int]) -> None:
+    found = forecast(llama_8b, gpu_memory_utilization=0.9)
+    needs = found.fit.needs
+    left = int(140 * GIB * 0.9) - needs.weights_bytes - needs.activations_bytes - needs.context_bytes
+    assert needs.context_bytes > GIB, "what others hold is not there for this engine"
+    assert found.predicted_kv_bytes == left // needs.block_bytes * needs.block_bytes
+    assert found.shortened() is None
+
+
+@pytest.mark.parametrize("option", [{"kv_cache_dtype": "fp8"}, {"quantization": "fp8"}, {"quantization": "int8"}])
+def test_smaller_formats_leave_more_blocks(llama_8b: ModelConfig, card: list[int], option: dict[str, Any]) -> None:
+    before, after = forecast(llama_8b).fit, forecast(llama_8b, **option).fit
+    assert after.needs.num_blocks(after.usable_bytes) > before.needs.num_blocks(before.usable_bytes)
+
+
+def test_a_model_that_is_too_large_is_refused_before_loading_with_what_would_help(
+    llama_8b: ModelConfig, card: list[int]
+) -> None:
+    card[:] = [12, 12]
+    with pytest.raises(EngineConfigError, match=r"model llama does not fit: needs 3\d\..* weights in 8 bits") as refused:
+        forecast(llama_8b).check(EngineOptions(model=Path("m")))
+    assert refused.value.option == "model"
+
+
+def test_a_context_that_was_asked_for_is_refused_by_name_and_one_that_was_not_is_cut_with_a_reason(
+    llama_8b: ModelConfig, card: list[int]
+) -> None:
+    card[:] = [24, 24]
+    with pytest.raises(EngineConfigError, match=r"max_model_len \(131072\) does not fit: llama needs") as refused:
+        forecast(llama_8b, max_model_len=131072).check(EngineOptions(model=Path("m"), max_model_len=131072))
+    assert refused.value.option == "max_model_len"
+    left_open = forecast(llama_8b)
+    left_open.check(EngineOptions(model=Path("m")))
+    assert "kv_cache_dtype=fp8" in str(left_open.shortened())
+    assert str(left_open.shortened()).startswith(f"the context is {left_open.fit.context_len} tokens")
+
+
+def test_weights_and_a_cache_of_a_given_size_that_do_not_fit_together_are_refused(
+    llama_8b: ModelConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory_forecast, "main_memory_bytes", lambda: 8 * GIB)
+    with pytest.raises(EngineConfigError, match=r"llama does not fit with 256\.0 MiB of keys and values: needs"):
+        forecast(llama_8b, CPU).check(EngineOptions(model=Path("m")))
+
+
+def test_parts_are_told_and_those_that_took_more_than_predicted_are_named() -> None:
+    parts = [
+        MemoryPart(name="weights", predicted_bytes=GIB, measured_bytes=GIB),
+        MemoryPart(name="activations", predicted_bytes=GIB, measured_bytes=2 * GIB),
+        MemoryPart(name="graphs", predicted_bytes=0),
+        MemoryPart(name="context", predicted_bytes=1, measured_bytes=GIB),
+    ]
+    assert [part.name for part in underestimated(parts)] == ["activations"]
+    assert told(parts[:3]) == "weights 1.0 GiB (predicted 1.0 GiB), activations 2.0 GiB (predicted 1.0 GiB)"
+    assert told([replace(parts[0], measured_bytes=None)]) == "weights predicted 1.0 GiB"
+
+
+def test_the_parts_of_a_forecast_are_in_one_order(llama_8b: ModelConfig, card: list[int]) -> None:
+    parts = forecast(llama_8b).parts(MeasuredMemory(weights_bytes=1, kv_bytes=2))
+    assert [part.name for part in parts] == ["weights", "activations", "graphs", "context", "kv_cache"]
+    assert [part.measured_bytes for part in parts] == [1, None, None, None, 2]
