@@ -1,0 +1,119 @@
+"""Inputs of the next decode step made on the GPU from the state of its slots, and that state after a step.
+
+The host decides which slots take part and hands their tables on; it never sees a token before the next step is launched.
+
+    state of a slot ── prepare_decode ──► inputs of a row ── forward, sample ──► token ── advance_slots ──► state of a slot
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.triton.compilation import Compilation
+
+COLUMNS = 512
+"""Entries of a block table that one program moves: 8,192 tokens at 16 to a block."""
+ROWS = 128
+
+
+@triton.jit
+def prepare_decode_kernel(
+    slots, last_tokens, num_tokens, slot_tables, token_ids, positions, slot_mapping, context_lens, block_tables,
+    columns, slot_stride, row_stride, BLOCK_SIZE: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0)
+    slot = tl.load(slots + row).to(tl.int64)
+    active = slot >= 0
+    length = tl.load(num_tokens + slot, mask=active, other=0).to(tl.int32)
+    table = slot_tables + slot * slot_stride
+    if tl.program_id(1) == 0:
+        position = tl.maximum(length - 1, 0)
+        in_table = active & (length > 0) & (position // BLOCK_SIZE < columns)
+        block = tl.load(table + position // BLOCK_SIZE, mask=in_table, other=0).to(tl.int64)
+        place = tl.where(in_table, block * BLOCK_SIZE + position % BLOCK_SIZE, -1)
+        tl.store(token_ids + row, tl.load(last_tokens + slot, mask=active, other=0))
+        tl.store(positions + row, position)
+        tl.store(slot_mapping + row, place)
+        tl.store(context_lens + row, length)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    reached = (column < columns) & (column * BLOCK_SIZE < length)
+    tl.store(block_tables + row.to(tl.int64) * row_stride + column, tl.load(table + column, mask=reached), mask=reached)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def advance_slots_kernel(slots, sampled, last_tokens, num_tokens, num_rows, ROWS: tl.constexpr):
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    slot = tl.load(slots + row, mask=row < num_rows, other=-1).to(tl.int64)
+    active = slot >= 0
+    tl.store(last_tokens + slot, tl.load(sampled + row, mask=active, other=0), mask=active)
+    tl.store(num_tokens + slot, tl.load(num_tokens + slot, mask=active, other=0) + 1, mask=active)
+
+
+def prepare_decode(
+    slots: torch.Tensor,
+    last_tokens: torch.Tensor,
+    num_tokens: torch.Tensor,
+    slot_tables: torch.Tensor,
+    *,
+    block_size: int,
+    token_ids: torch.Tensor,
+    positions: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    context_lens: torch.Tensor,
+    block_tables: torch.Tensor,
+) -> None:
+    """For row i with slot s = slots[i], whose last token is not yet in the cache, n = num_tokens[s] and p = n - 1:
+    token_ids[i] = last_tokens[s], positions[i] = p, context_lens[i] = n, slot_mapping[i] = table[p // P] · P + p % P,
+    block_tables[i, :⌈n / P⌉] = table[:⌈n / P⌉], table = slot_tables[s]
+
+    slots: [B] int32, below 0 for padding, which gets token 0, position 0, slot -1, length 0. State: last_tokens, num_tokens:
+    [S] int32 or int64, slot_tables: [S, M] int32. Outputs: token_ids, positions: [B] int64 or int32, slot_mapping: [B] int64
+    (-1 where the table has no column for p), context_lens: [B] int32, block_tables: [B, M] int32, whose rows keep what they
+    held beyond the reach of their contexts. No number is checked. Reads and writes 4 · Σ⌈n / P⌉ bytes and some 40 a row.
+    """
+    rows, columns = slots.shape[0], slot_tables.shape[1]
+    assert block_tables.shape[1] >= columns, "a row's table is as wide as a slot's"
+    if rows == 0:
+        return
+    prepare_decode_kernel[(rows, triton.cdiv(columns, COLUMNS))](
+        slots, last_tokens, num_tokens, slot_tables, token_ids, positions, slot_mapping, context_lens, block_tables,
+        columns, slot_tables.stride(0), block_tables.stride(0), block_size, COLUMNS, num_warps=4,
+    )  # fmt: skip
+
+
+def advance_slots(slots: torch.Tensor, sampled: torch.Tensor, last_tokens: torch.Tensor, num_tokens: torch.Tensor) -> None:
+    """last_tokens[slots[i]] = sampled[i]; num_tokens[slots[i]] += 1: slots: [B] int32 (below 0: padding), sampled: [B]
+
+    In place; slots are distinct. sampled, last_tokens and num_tokens are int32 or int64. Moves some 20 bytes a row.
+    """
+    rows = slots.shape[0]
+    if rows:
+        grid = (triton.cdiv(rows, ROWS),)
+        advance_slots_kernel[grid](slots, sampled, last_tokens, num_tokens, rows, ROWS, num_warps=4)
+
+
+def compilations() -> list[Compilation]:
+    """Blocks of 16 and of 32 tokens."""
+    state = {"slots": "*i32", "last_tokens": "*i64", "num_tokens": "*i32"}
+    outputs = {"token_ids": "*i64", "positions": "*i64", "slot_mapping": "*i64", "context_lens": "*i32", "block_tables": "*i32"}
+    sizes = {"columns": "i32", "slot_stride": "i32", "row_stride": "i32"}
+    advance = Compilation(
+        "advance_slots",
+        advance_slots_kernel,
+        {**state, "sampled": "*i64", "num_rows": "i32"},
+        {"ROWS": ROWS},
+    )
+    return [
+        advance,
+        *(
+            Compilation(
+                f"prepare_decode_{block_size}",
+                prepare_decode_kernel,
+                {**state, "slot_tables": "*i32", **outputs, **sizes},
+                {"BLOCK_SIZE": block_size, "COLUMNS": COLUMNS},
+            )
+            for block_size in (16, 32)
+        ),
+    ]

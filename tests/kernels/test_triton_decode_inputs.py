@@ -1,0 +1,101 @@
+"""Inputs of a decode step from the state of its slots: the Triton kernels and torch's operations against loops."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import pytest
+import torch
+
+from kernels.cpu import decode_inputs as cpu_inputs
+from kernels.reference import decode_inputs as reference
+from kernels.triton import decode_inputs as triton_inputs
+from tests.support.kernel_cases import Guarded
+from tests.support.kernel_tolerances import assert_same
+
+BOTH = pytest.mark.parametrize("kernels", [triton_inputs, cpu_inputs], ids=["triton", "torch"])
+NUM_SLOTS, COLUMNS = 7, 6
+OUTPUTS = {
+    "token_ids": torch.int64, "positions": torch.int64, "slot_mapping": torch.int64, "context_lens": torch.int32,
+}  # fmt: skip
+
+
+def state(lengths: list[int], device: torch.device, *, columns: int = COLUMNS) -> tuple[torch.Tensor, ...]:
+    """last_tokens, num_tokens, slot_tables of slots of these lengths; what no context reaches is an id that no pool has."""
+    tables = torch.full((len(lengths), columns), 2**30, dtype=torch.int32)
+    generator = torch.Generator().manual_seed(4)
+    for slot, length in enumerate(lengths):
+        used = min(columns, -(-length // 16))
+        tables[slot, :used] = torch.randint(0, 1000, (used,), generator=generator, dtype=torch.int32)
+    tokens = torch.randint(0, 150_000, (len(lengths),), generator=generator)
+    return tokens.to(device), torch.tensor(lengths, dtype=torch.int32, device=device), tables.to(device)
+
+
+def prepared(
+    kernels: ModuleType, slots: torch.Tensor, held: tuple[torch.Tensor, ...], block_size: int = 16
+) -> dict[str, torch.Tensor]:
+    rows, columns = slots.shape[0], held[2].shape[1]
+    outputs = {name: Guarded((rows,), dtype, slots.device) for name, dtype in OUTPUTS.items()}
+    outputs["block_tables"] = Guarded((rows, columns + 2), torch.int32, slots.device)
+    outputs["block_tables"].tensor.fill_(-5)
+    arguments = {name: output.tensor for name, output in outputs.items()}
+    arguments["block_tables"] = arguments["block_tables"][:, :columns]
+    kernels.prepare_decode(slots, *held, block_size=block_size, **arguments)
+    return {name: output.check() for name, output in outputs.items()}
+
+
+@BOTH
+@pytest.mark.parametrize("block_size", [16, 32])
+@pytest.mark.parametrize("rows", [[0], [6, 2, 0], [3, 1, 4, 5, 6, 0, 2], [-1, 2, -1, 4, -1], [-1]])
+def test_rows_are_made_from_their_slots(kernels: ModuleType, rows: list[int], block_size: int, device: torch.device) -> None:
+    slots = torch.tensor(rows, dtype=torch.int32, device=device)
+    held = state([1, 15, 16, 17, 33, 96, 2], device)
+    made, expected = prepared(kernels, slots, held, block_size), prepared(reference, slots, held, block_size)
+    for name, tensor in expected.items():
+        assert_same(made[name], tensor)
+
+
+@BOTH
+def test_a_position_beyond_the_table_is_not_written_and_an_empty_slot_is_empty(
+    kernels: ModuleType, device: torch.device
+) -> None:
+    slots = torch.tensor([0, 1, 2], dtype=torch.int32, device=device)
+    made = prepared(kernels, slots, state([97, 0, 96], device))
+    assert made["slot_mapping"].tolist()[:2] == [-1, -1]
+    assert made["slot_mapping"].tolist()[2] >= 0
+    assert made["context_lens"].tolist() == [97, 0, 96]
+    assert made["block_tables"][1].tolist() == [-5] * (COLUMNS + 2)
+
+
+def test_long_tables_are_the_work_of_several_programs(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
+    monkeypatch.setattr(triton_inputs, "COLUMNS", 16)
+    slots = torch.tensor([1, -1, 0], dtype=torch.int32, device=device)
+    held = state([600, 250], device, columns=40)
+    made, expected = prepared(triton_inputs, slots, held), prepared(reference, slots, held)
+    for name, tensor in expected.items():
+        assert_same(made[name], tensor)
+
+
+@BOTH
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("rows", [[0], [6, 2, 0], [-1, 2, -1, 4, -1], [-1]])
+def test_sampled_tokens_become_the_last_of_their_slots(
+    kernels: ModuleType, rows: list[int], dtype: torch.dtype, device: torch.device
+) -> None:
+    slots = torch.tensor(rows, dtype=torch.int32, device=device)
+    sampled = torch.arange(100, 100 + len(rows), device=device)
+    made, expected = (tuple(part.clone() for part in state([3] * NUM_SLOTS, device)[:2]) for _ in "ab")
+    made = made[0].to(dtype), made[1]
+    kernels.advance_slots(slots, sampled, *made)
+    reference.advance_slots(slots, sampled, *expected)
+    assert_same(made[0].long(), expected[0])
+    assert_same(made[1], expected[1])
+
+
+@BOTH
+def test_more_rows_than_a_program_holds(kernels: ModuleType, device: torch.device) -> None:
+    slots = torch.randperm(300, generator=torch.Generator().manual_seed(2)).to(torch.int32)[:257].to(device)
+    last, counts = torch.zeros(300, dtype=torch.int64, device=device), torch.ones(300, dtype=torch.int32, device=device)
+    kernels.advance_slots(slots, torch.arange(1, 258, device=device), last, counts)
+    assert int(counts.sum()) == 300 + 257
+    assert_same(last[slots.long()], torch.arange(1, 258, device=device))
