@@ -86,21 +86,18 @@ def dequantise_fp8(weight: Fp8Weight) -> torch.Tensor:
     return weight.values.float() * weight.scales.unsqueeze(1)
 
 
-def linear_int8(x: torch.Tensor, weight: Int8Weight, *, out: torch.Tensor | None = None) -> torch.Tensor:
-    """x: [M, K] → x Wᵀ: [M, N] like x"""
-    return _product(x, dequantise_int8(weight), out)
+def linear_int8(
+    x: torch.Tensor, weight: Int8Weight, *, bias: torch.Tensor | None = None, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """x: [M, K] → x Wᵀ + bias: [M, N] like x"""
+    return _product(x, dequantise_int8(weight), bias, out)
 
 
-def linear_int4(x: torch.Tensor, weight: Int4Weight, *, out: torch.Tensor | None = None) -> torch.Tensor:
-    """x: [M, K] → x Wᵀ: [M, N] like x"""
-    return _product(x, dequantise_int4(weight), out)
-
-
-def quantise_rows_fp8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """x: [M, K] → values: [M, K] float8_e4m3fn, scales: [M, 1] float32; x ≈ values · scales, the largest of a row is 448"""
-    scales = x.float().abs().amax(dim=1, keepdim=True) / 448.0
-    divisors = torch.where(scales == 0, torch.ones_like(scales), scales)
-    return (x.float() / divisors).clamp(-448.0, 448.0).to(torch.float8_e4m3fn), scales
+def linear_int4(
+    x: torch.Tensor, weight: Int4Weight, *, bias: torch.Tensor | None = None, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """x: [M, K] → x Wᵀ + bias: [M, N] like x"""
+    return _product(x, dequantise_int4(weight), bias, out)
 
 
 def linear_fp8(
@@ -109,13 +106,21 @@ def linear_fp8(
     *,
     x_scales: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
+    bias: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """x: [M, K] float8_e4m3fn with x_scales [M, 1] or [1], or a float x without → x Wᵀ: [M, N], of x's type or `out_dtype`"""
+    """x: [M, K] float8_e4m3fn with x_scales [M, 1] or [1], or a float x without → x Wᵀ + bias: [M, N], like x or `out_dtype`"""
     exact = x.float() if x_scales is None else x.float() * x_scales.float()
-    return _product(exact, dequantise_fp8(weight), out, out_dtype or x.dtype)
+    return _product(exact, dequantise_fp8(weight), bias, out, out_dtype or x.dtype)
 
 
-def _product(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | None, dtype: torch.dtype | None = None) -> torch.Tensor:
-    product = (x.double() @ weight.double().T).to(dtype or x.dtype)
+def _product(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    out: torch.Tensor | None,
+    dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    exact = x.double() @ weight.double().T
+    product = (exact if bias is None else exact + bias.double()).to(dtype or x.dtype)
     return product if out is None else out.copy_(product)

@@ -7,6 +7,7 @@ import torch
 
 from kernels.quantised_weights import pack_awq, pack_fp8, pack_gptq, pack_int4, pack_int4_codes, pack_int8
 from kernels.reference import quantised as reference
+from kernels.reference.fp8_rows import quantize_rows_fp8
 
 WORD = 0x76543210  # the nibble at bits 4·i is i
 
@@ -175,7 +176,7 @@ def test_products_with_quantised_weights_are_products_with_what_they_stand_for()
 def test_quantised_rows_times_their_scales_are_the_rows() -> None:
     x = torch.randn(4, 32, generator=torch.Generator().manual_seed(3))
     x[1] = 0
-    values, scales = reference.quantise_rows_fp8(x)
+    values, scales = quantize_rows_fp8(x)
     assert ((values.float() * scales - x).abs() <= x.abs() * 2**-4 + scales * 2**-10).all()
     weight = pack_fp8(torch.randn(6, 32))
     product = reference.linear_fp8(values, weight, x_scales=scales, out_dtype=torch.float32)

@@ -1,0 +1,75 @@
+"""Products with weights of 16 bits for a few rows of x: each weight is read once, at the speed of the card's memory."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional
+
+from kernels.triton.compilation import Compilation
+from kernels.triton.linear_tiles import Tiles, compilation, launch
+from kernels.triton.split_sum import split_cost, split_count
+from kernels.triton.tuning import capability, multiprocessors
+
+ROWS_MAX = 16  # more rows are left to cuBLAS
+# Columns of out and of x that one step of a program reads: 16 KiB of weights, or 8 where the matrix has few rows.
+CANDIDATES = ((64, 128, 6), (32, 256, 5), (16, 256, 6))
+
+
+def linear(
+    x: torch.Tensor, weight: torch.Tensor, *, bias: torch.Tensor | None = None, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """out[m, n] = Σ_k x[m, k] · weight[n, k] + bias[n]; x: [M, K], weight: [N, K], bias: [N], all of one type → [M, N]
+
+    For M ≤ 16 a kernel that waits for nothing but its weights: tiles of 16 rows for the tensor cores whatever M is, so a row
+    has the same bits in any of these batches, five loads of 16 KiB under way in each program, and the columns divided among
+    programs where the matrix alone has too few tiles (arXiv 2402.00025; the sum is kernels/triton/split_sum.py's and does
+    not depend on timing). Above, cuBLAS. Reads 2·N·K bytes once and x from the second-level cache, writes 2·M·N;
+    2·M·N·K operations. Rows beyond M, columns beyond N and K are masked. Accumulates in float32.
+    """
+    if x.shape[0] > ROWS_MAX:
+        return _library(x, weight, bias, out)
+    out = x.new_empty(x.shape[0], weight.shape[0]) if out is None else out
+    if not x.shape[0]:
+        return out
+    tiles = skinny_tiles(weight.shape[0], x.shape[1], capability(x.device), multiprocessors(x.device))
+    return launch(x, weight, tiles, out, bias=bias)
+
+
+def _library(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor | None) -> torch.Tensor:
+    if out is None:
+        return functional.linear(x, weight, bias)
+    return torch.mm(x, weight.T, out=out) if bias is None else torch.addmm(bias, x, weight.T, out=out)
+
+
+def skinny_tiles(num_outputs: int, num_columns: int, capability: int, multiprocessors: int) -> Tiles:
+    """The candidate whose busiest multiprocessor has the least to read; the same for any number of rows."""
+
+    def choice(block_n: int, block_k: int, stages: int) -> tuple[float, Tiles]:
+        counts = -(-num_outputs // block_n), -(-num_columns // block_k)
+        splits = split_count(*counts, multiprocessors)
+        cost = split_cost(*counts, multiprocessors, splits) * block_n * block_k
+        return cost, Tiles(16, block_n, block_k, num_warps=4, num_stages=_stages(stages, capability), splits=splits)
+
+    return min((choice(*candidate) for candidate in CANDIDATES), key=lambda pair: pair[0])[1]
+
+
+def _stages(stages: int, capability: int) -> int:
+    """Cards with 100 KiB of shared memory hold fewer loads under way."""
+    return min(stages, 4) if capability in (86, 89, 120) else stages
+
+
+def compilations() -> list[Compilation]:
+    """Every candidate, whole and divided, in the types that are served."""
+    return [
+        compilation(
+            f"linear_{dtype}_{block_n}x{block_k}_split{splits}_sm{card}",
+            Tiles(16, block_n, block_k, num_warps=4, num_stages=_stages(stages, card), splits=splits),
+            x=f"*{dtype}",
+            weight=f"*{dtype}",
+            capabilities=(card,),
+        )
+        for dtype, cards in (("bf16", (80, 89, 90, 100)), ("fp16", (90,)))
+        for card in cards
+        for block_n, block_k, stages in CANDIDATES
+        for splits in (1, 8)
+    ]

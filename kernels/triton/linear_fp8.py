@@ -1,0 +1,93 @@
+"""Products with e4m3 weights: e4m3 rows of x on the card's own fp8 instructions, or float rows for the weights' sake alone."""
+
+from __future__ import annotations
+
+import torch
+
+from kernels.quantised_weights import FP8, Fp8Weight
+from kernels.triton.compilation import Compilation
+from kernels.triton.linear_tiles import ROWS_FEW, byte_tiles, compilation, launch
+from kernels.triton.tuning import capability, card, multiprocessors
+
+
+def linear_fp8(
+    x: torch.Tensor,
+    weight: Fp8Weight,
+    *,
+    x_scales: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    bias: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """out[m, n] = x_scales[m] · scales[n] · Σ_k x[m, k] · values[n, k] + bias[n]; x: [M, K] → [M, N]
+
+    x is e4m3 with scales [M, 1] or [1] float32, or float without; scales of the weight are [N] or [1]. The result has x's
+    type, or `out_dtype`, which e4m3 rows must name (arXiv 2209.05433). Hopper's instruction adds e4m3 products with about 14
+    bits: its sums are carried into float32 registers after every tile of columns (the two levels of arXiv 2412.19437).
+    More than 64 e4m3 rows go to `torch._scaled_mm` where it can take them: bfloat16 out, sizes divisible by 16, no bias; it
+    too is asked for exact accumulation. Float rows are multiplied in their own type, which holds every e4m3 exactly.
+    Reads N·K bytes of weights once per row tile, M·K (e4m3) or 2·M·K of x, writes 2·M·N; 2·M·N·K operations. Rows beyond M,
+    columns beyond N and K are masked. Accumulates in float32. Raises ValueError on a card that has no e4m3.
+    """
+    check_fp8(x.device)
+    if (x.dtype is FP8) != (x_scales is not None):
+        raise ValueError(f"x of {x.dtype} {'without' if x_scales is None else 'with'} scales")
+    dtype = out.dtype if out is not None else out_dtype or x.dtype
+    if dtype is FP8:
+        raise ValueError("the product of e4m3 rows needs a type of its own: give out_dtype or out")
+    if x_scales is not None and x.shape[0] > ROWS_FEW and _library_takes(x, weight, dtype, bias):
+        return _library(x, weight, x_scales, out)
+    out = torch.empty(x.shape[0], weight.values.shape[0], dtype=dtype, device=x.device) if out is None else out
+    if not x.shape[0]:
+        return out
+    tiles = byte_tiles(x.shape[0], weight.values.shape, capability(x.device), multiprocessors(x.device))
+    return launch(x, weight.values, tiles, out, x_scales=x_scales, weight_scales=weight.scales, bias=bias)
+
+
+def check_fp8(device: torch.device) -> None:
+    """Raise ValueError where e4m3 cannot be computed with: weights of 8 bits are served as int8 there."""
+    number = capability(device)
+    if not card(number).fp8:
+        found = f"{number // 10}.{number % 10}"
+        raise ValueError(f"fp8 weights need a card of compute capability 8.9 or newer, this one has {found}: use int8")
+
+
+def _library_takes(x: torch.Tensor, weight: Fp8Weight, dtype: torch.dtype, bias: torch.Tensor | None) -> bool:
+    sizes = (*weight.values.shape, x.stride(0))
+    return x.device.type == "cuda" and dtype is torch.bfloat16 and bias is None and not any(size % 16 for size in sizes)
+
+
+def _library(x: torch.Tensor, weight: Fp8Weight, x_scales: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
+    """Either one scale on each side or one for each row: the two forms that torch has."""
+    num_rows, num_outputs = x.shape[0], weight.values.shape[0]
+    if x_scales.numel() == 1 and weight.scales.numel() == 1:
+        scales = x_scales.reshape(()), weight.scales.reshape(())
+    else:
+        scales = (
+            x_scales.reshape(-1, 1).expand(num_rows, 1).contiguous(),
+            weight.scales.reshape(1, -1).expand(1, num_outputs).contiguous(),
+        )
+    product = torch._scaled_mm(
+        x, weight.values.T, *scales, out_dtype=torch.bfloat16, use_fast_accum=False, **({} if out is None else {"out": out})
+    )
+    return product if out is None else out
+
+
+def compilations() -> list[Compilation]:
+    """e4m3 and bfloat16 rows, every tile for which `byte_tiles` decides, whole and divided."""
+    return [
+        compilation(
+            f"linear_fp8_{x}_{rows}rows_split{splits}_sm{number}",
+            byte_tiles(rows, (4096, 4096), number, 132).divided(splits),
+            x=f"*{x}",
+            weight="*fp8e4nv",
+            out=f"*{out}",
+            x_scales=x == "fp8e4nv",
+            weight_scales=True,
+            capabilities=(number,),
+        )
+        for x, out, cards in (("fp8e4nv", "bf16", (89, 90, 100)), ("bf16", "bf16", (89, 90, 100)), ("fp16", "fp16", (90,)))
+        for number in cards
+        for rows in (16, 32, 64, 128)
+        for splits in ((8,) if rows <= ROWS_FEW else (1,))
+    ]

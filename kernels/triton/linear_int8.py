@@ -1,0 +1,46 @@
+"""Products with weights of 8 bits, one scale for each output: half the bytes of 16 bits, converted in registers."""
+
+from __future__ import annotations
+
+import torch
+
+from kernels.quantised_weights import Int8Weight
+from kernels.triton.compilation import Compilation
+from kernels.triton.linear_tiles import ROWS_FEW, byte_tiles, compilation, launch
+from kernels.triton.tuning import capability, multiprocessors
+
+
+def linear_int8(
+    x: torch.Tensor, weight: Int8Weight, *, bias: torch.Tensor | None = None, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """out[m, n] = scales[n] · Σ_k x[m, k] · values[n, k] + bias[n]; x: [M, K] float → [M, N] like x
+
+    The scale of an output comes after the sum, so it costs nothing per weight and is exact in float32 (the way of arXiv
+    2211.10438, weights alone). An int8 is exact in float16 and bfloat16: products are those of the quantised weight. For
+    M ≤ 64 tiles of as few rows as hold M, the columns divided among programs and summed in a fixed order; above, tiles of
+    128 × 128 that the tensor cores are kept busy with. Reads N·K + 4·N bytes of weights once per row tile, 2·M·K of x,
+    writes 2·M·N; 2·M·N·K operations. Rows beyond M, columns beyond N and K are masked. Accumulates in float32.
+    """
+    out = x.new_empty(x.shape[0], weight.values.shape[0]) if out is None else out
+    if not x.shape[0]:
+        return out
+    tiles = byte_tiles(x.shape[0], weight.values.shape, capability(x.device), multiprocessors(x.device))
+    return launch(x, weight.values, tiles, out, weight_scales=weight.scales, bias=bias)
+
+
+def compilations() -> list[Compilation]:
+    """Every tile for which `byte_tiles` decides, whole and divided."""
+    return [
+        compilation(
+            f"linear_int8_{dtype}_{rows}rows_split{splits}_sm{card}",
+            byte_tiles(rows, (4096, 4096), card, 132).divided(splits),
+            x=f"*{dtype}",
+            weight="*i8",
+            weight_scales=True,
+            capabilities=(card,),
+        )
+        for dtype, cards in (("bf16", (80, 89, 90, 100)), ("fp16", (90,)))
+        for card in cards
+        for rows in (16, 32, 64, 128)
+        for splits in ((8,) if rows <= ROWS_FEW else (1,))
+    ]

@@ -1,0 +1,184 @@
+"""The product x Wᵀ in tiles, for weights that are stored as they are multiplied or one scale away from it.
+
+One kernel under linear.py, linear_int8.py and linear_fp8.py: it reads W once, converts it to x's type in registers and
+scales the sum, so that a scale costs nothing per weight. Which tiles it uses is for those files to say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.triton.compilation import Compilation
+from kernels.triton.split_sum import counters, partial_sums, split_count, store_product
+from kernels.triton.tuning import power_of_two
+
+ROWS_FEW = 64  # up to here reading the weights takes longer than multiplying
+GROUP_ROWS = 8  # row tiles that run side by side over the same columns, so that both stay in the second-level cache
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """Sizes of one program's work. `splits`: programs that share the columns of one tile."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+    splits: int = 1
+
+    def divided(self, splits: int) -> Tiles:
+        return replace(self, splits=splits)
+
+
+def byte_tiles(num_rows: int, weight_shape: Sequence[int], capability: int, multiprocessors: int) -> Tiles:
+    """For weights [N, K] of one byte. Up to 64 rows tiles are as low as they can be, with 8 or 16 KiB of weights a step."""
+    num_outputs, num_columns = weight_shape
+    if num_rows > ROWS_FEW:
+        return Tiles(128, 128, 64, num_warps=8, num_stages=3 if capability < 90 else 4)
+    block_m = max(16, power_of_two(num_rows))
+    block_k = 256 if block_m < ROWS_FEW else 128
+    splits = split_count(-(-num_outputs // 64), -(-num_columns // block_k), multiprocessors)
+    return Tiles(block_m, 64, block_k, num_warps=4, num_stages=4, splits=splits)
+
+
+@triton.jit
+def linear_kernel(
+    x_ptr,
+    weight_ptr,
+    x_scales_ptr,
+    weight_scales_ptr,
+    bias_ptr,
+    out_ptr,
+    partials_ptr,
+    counters_ptr,
+    M,
+    N,
+    K,
+    stride_x,
+    stride_weight,
+    stride_out,
+    split_columns,
+    ROW_SCALES: tl.constexpr,
+    COLUMN_SCALES: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """One tile of out, or one part of its columns. ROW_SCALES, COLUMN_SCALES: a scale for each row of x and of W, else one."""
+    row_tiles = tl.cdiv(M, BLOCK_M)
+    tile = tl.program_id(0)
+    split = tl.program_id(1)
+    in_group = GROUP_M * tl.cdiv(N, BLOCK_N)
+    first_row_tile = (tile // in_group) * GROUP_M
+    group_rows = min(row_tiles - first_row_tile, GROUP_M)
+    row_tile = first_row_tile + (tile % in_group) % group_rows
+    column_tile = (tile % in_group) // group_rows
+    rows = row_tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    columns = column_tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    row_mask, column_mask = rows < M, columns < N
+    inner = tl.arange(0, BLOCK_K)
+    start, end = 0, K
+    if SPLITS > 1:
+        start = split * split_columns
+        end = min(start + split_columns, K)
+    x_places = x_ptr + rows.to(tl.int64)[:, None] * stride_x + inner[None, :]
+    w_base = weight_ptr + (column_tile * BLOCK_N).to(tl.int64) * stride_weight
+    w_places = w_base + tl.arange(0, BLOCK_N)[None, :] * stride_weight + inner[:, None]
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for k in tl.range(start, end, BLOCK_K, num_stages=STAGES):
+        if EVEN_K:
+            x = tl.load(x_places + k, mask=row_mask[:, None], other=0.0)
+            weight = tl.load(w_places + k, mask=column_mask[None, :], other=0.0, eviction_policy="evict_first")
+        else:
+            in_k = inner < K - k
+            x = tl.load(x_places + k, mask=row_mask[:, None] & in_k[None, :], other=0.0)
+            weight = tl.load(w_places + k, mask=column_mask[None, :] & in_k[:, None], other=0.0, eviction_policy="evict_first")
+        if x.dtype == tl.float32:
+            acc = tl.dot(x, weight.to(tl.float32), acc, input_precision="ieee")
+        else:
+            # Hopper adds products of fp8 with about 14 bits: its sums are carried over into float32 after each tile.
+            if weight.dtype.is_fp8() and not x.dtype.is_fp8():
+                weight = weight.to(tl.float32)
+            acc = tl.dot(x, weight.to(x.dtype), acc, max_num_imprecise_acc=BLOCK_K)
+    if weight_scales_ptr is not None:
+        if COLUMN_SCALES:
+            acc *= tl.load(weight_scales_ptr + columns, mask=column_mask, other=0.0)[None, :]
+        else:
+            acc *= tl.load(weight_scales_ptr)
+    if x_scales_ptr is not None:
+        if ROW_SCALES:
+            acc *= tl.load(x_scales_ptr + rows, mask=row_mask, other=0.0)[:, None]
+        else:
+            acc *= tl.load(x_scales_ptr)
+    store_product(
+        acc, out_ptr, bias_ptr, partials_ptr, counters_ptr, tile, split, rows, columns, M, N, stride_out,
+        SPLITS=SPLITS, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N,
+    )  # fmt: skip
+
+
+def launch(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    tiles: Tiles,
+    out: torch.Tensor,
+    *,
+    x_scales: torch.Tensor | None = None,
+    weight_scales: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """x: [M, K], rows contiguous in themselves; weight: [N, K]; out: [M, N], rows contiguous in themselves"""
+    num_rows, num_columns = x.shape
+    num_outputs = weight.shape[0]
+    num_tiles = -(-num_rows // tiles.block_m) * -(-num_outputs // tiles.block_n)
+    steps = -(-num_columns // tiles.block_k)
+    split_columns = -(-steps // tiles.splits) * tiles.block_k
+    partials = partial_sums(num_tiles, tiles.splits, tiles.block_m * tiles.block_n, x.device)
+    linear_kernel[(num_tiles, tiles.splits)](
+        x, weight, x_scales, weight_scales, bias, out,
+        partials, counters(x.device) if tiles.splits > 1 else None,
+        num_rows, num_outputs, num_columns, x.stride(0), weight.stride(0), out.stride(0), split_columns,
+        ROW_SCALES=x_scales is not None and x_scales.numel() > 1,
+        COLUMN_SCALES=weight_scales is not None and weight_scales.numel() > 1,
+        EVEN_K=num_columns % tiles.block_k == 0,
+        SPLITS=tiles.splits, BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, BLOCK_K=tiles.block_k,
+        GROUP_M=GROUP_ROWS, STAGES=tiles.num_stages, num_warps=tiles.num_warps,
+    )  # fmt: skip
+    return out
+
+
+def compilation(
+    name: str,
+    tiles: Tiles,
+    *,
+    x: str,
+    weight: str,
+    out: str = "",
+    x_scales: bool = False,
+    weight_scales: bool = False,
+    capabilities: tuple[int, ...],
+) -> Compilation:
+    """What `launch` compiles for K divisible by the tile, without bias, with a scale for each row."""
+    floats = {"x_scales_ptr": x_scales, "weight_scales_ptr": weight_scales, "partials_ptr": tiles.splits > 1}
+    passed = {name: "*fp32" for name, given in floats.items() if given} | ({"counters_ptr": "*i32"} if tiles.splits > 1 else {})
+    absent = {*floats, "counters_ptr", "bias_ptr"} - set(passed)
+    sizes = ("N", "K", "stride_x", "stride_weight", "stride_out", "split_columns")
+    signature = {"x_ptr": x, "weight_ptr": weight, "out_ptr": out or x, "M": "i32", **dict.fromkeys(sizes, "i32"), **passed}
+    constants = {
+        **dict.fromkeys(sorted(absent), None), "ROW_SCALES": x_scales, "COLUMN_SCALES": weight_scales, "EVEN_K": True,
+        "SPLITS": tiles.splits, "BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n, "BLOCK_K": tiles.block_k,
+        "GROUP_M": GROUP_ROWS, "STAGES": tiles.num_stages,
+    }  # fmt: skip
+    return Compilation(
+        name, linear_kernel, signature, constants, tiles.num_warps, tiles.num_stages, capabilities,
+        tensor_cores=True, small_tile=tiles.block_m < 64, divisible=sizes,
+    )  # fmt: skip

@@ -1,0 +1,93 @@
+"""Products whose columns are divided among programs: partial sums in float32, added in a fixed order by whoever comes last.
+
+A matrix of few rows of x is read once and needs more programs than it has tiles, or most of the card waits. Each program
+stores its partial sums and counts itself; the last one of a tile adds all of them from the first to the last, so that the
+result does not depend on who was last: integers are counted atomically, floats never are.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+
+SPLITS_MAX = 8
+COUNTERS = 8192  # tiles of one product at most
+STEP_OVERHEAD = 2  # steps' time that starting a program and filling its pipeline takes
+SPLIT_OVERHEAD = 1  # that storing, counting and adding takes on top
+
+
+def split_count(tiles: int, steps: int, multiprocessors: int) -> int:
+    """Into how many parts (1, 2, 4, 8) the `steps` of each tile are divided, so that the busiest multiprocessor ends soonest.
+
+    Knows nothing of the number of rows: the same matrix is divided alike whatever the batch.
+    """
+    possible = [splits for splits in (1, 2, 4, SPLITS_MAX) if splits == 1 or (steps >= 2 * splits and tiles <= COUNTERS)]
+    return min(possible, key=lambda splits: split_cost(tiles, steps, multiprocessors, splits))
+
+
+def split_cost(tiles: int, steps: int, multiprocessors: int, splits: int) -> int:
+    """Steps that the busiest multiprocessor takes, starting and adding included."""
+    own_steps = -(-steps // splits) + STEP_OVERHEAD + SPLIT_OVERHEAD * (splits > 1)
+    return -(-tiles * splits // multiprocessors) * own_steps
+
+
+@functools.cache
+def counters(device: torch.device) -> torch.Tensor:
+    """[COUNTERS] int32 zeros, one set for each device; every launch leaves zeros behind. One stream at a time may use it."""
+    return torch.zeros(COUNTERS, dtype=torch.int32, device=device)
+
+
+def partial_sums(tiles: int, splits: int, tile_size: int, device: torch.device) -> torch.Tensor | None:
+    """Memory for the partial sums of one launch, None when nothing is divided. torch's allocator reuses it in stream order."""
+    return torch.empty(tiles * splits * tile_size, dtype=torch.float32, device=device) if splits > 1 else None
+
+
+@triton.jit
+def store_product(
+    product,
+    out_ptr,
+    bias_ptr,
+    partials_ptr,
+    counters_ptr,
+    tile,
+    split,
+    rows,
+    columns,
+    M,
+    N,
+    stride_out,
+    SPLITS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """product: [BLOCK_M, BLOCK_N] float32 → out[rows, columns] + bias; with SPLITS > 1 the sum of all splits' products.
+
+    `tile` numbers the tiles of the launch; rows ≥ M and columns ≥ N are neither read nor written.
+    """
+    mask = (rows < M)[:, None] & (columns < N)[None, :]
+    if SPLITS == 1:
+        _store_rows(product, out_ptr, bias_ptr, rows, columns, mask, N, stride_out)
+    else:
+        inner = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+        first = partials_ptr + tile.to(tl.int64) * (SPLITS * BLOCK_M * BLOCK_N)
+        tl.store(first + split * (BLOCK_M * BLOCK_N) + inner, product, mask=mask)
+        # All threads' partial sums are stored before one of them says so, and read by the last one after it knows.
+        tl.debug_barrier()
+        earlier = tl.atomic_add(counters_ptr + tile, 1, sem="acq_rel")
+        if earlier == SPLITS - 1:
+            total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+            for part in tl.static_range(SPLITS):
+                total += tl.load(first + part * (BLOCK_M * BLOCK_N) + inner, mask=mask, other=0.0, cache_modifier=".cg")
+            _store_rows(total, out_ptr, bias_ptr, rows, columns, mask, N, stride_out)
+            tl.store(counters_ptr + tile, 0)
+
+
+@triton.jit
+def _store_rows(values, out_ptr, bias_ptr, rows, columns, mask, N, stride_out):
+    if bias_ptr is not None:
+        values += tl.load(bias_ptr + columns, mask=columns < N, other=0.0).to(tl.float32)[None, :]
+    places = out_ptr + rows.to(tl.int64)[:, None] * stride_out + columns[None, :]
+    tl.store(places, values.to(out_ptr.dtype.element_ty), mask=mask)

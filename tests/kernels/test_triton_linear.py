@@ -1,0 +1,203 @@
+"""Products with weights of 16 and 8 bits against exact ones: awkward sizes, poison around what may be read, divided columns."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from kernels.quantised_weights import Fp8Weight, Int8Weight, pack_fp8, pack_int8
+from kernels.reference import quantised as reference
+from kernels.reference.fp8_rows import quantize_rows_fp8
+from kernels.triton import linear_tiles, split_sum
+from kernels.triton.linear import ROWS_MAX, linear, skinny_tiles
+from kernels.triton.linear_fp8 import check_fp8, linear_fp8
+from kernels.triton.linear_int8 import linear_int8
+from kernels.triton.linear_tiles import Tiles, byte_tiles, launch
+from kernels.triton.split_sum import counters, split_count
+from tests.support.kernel_cases import Guarded, normal, padded_rows, poisoned
+from tests.support.kernel_tolerances import assert_near, assert_same
+
+# Triton 3.6's interpreter reads the bound of a loop from an array of one element.
+pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim:DeprecationWarning")
+
+FLOATS = (torch.float32, torch.float16)
+SIZES = [(1, 5, 17), (3, 67, 1), (15, 16, 130), (16, 33, 300), (2, 130, 256)]  # M, N, K
+LARGER = [(17, 5, 65), (64, 67, 130), (67, 131, 200)]
+
+
+@pytest.fixture(autouse=True)
+def poisoned_partial_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What no program stored is NaN, so adding it shows."""
+
+    def partial_sums(tiles: int, splits: int, tile_size: int, device: torch.device) -> torch.Tensor | None:
+        return poisoned(tiles * splits * tile_size, dtype=torch.float32, device=device) if splits > 1 else None
+
+    monkeypatch.setattr(linear_tiles, "partial_sums", partial_sums)
+
+
+def rows(num_rows: int, num_columns: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Rows with NaN behind each, 16 bytes apart."""
+    return padded_rows(normal(num_rows, num_columns, dtype=dtype, device=device), -(-num_columns // 8) * 8 + 8)
+
+
+def int8_weight(num_rows: int, num_columns: int, device: torch.device) -> Int8Weight:
+    """Rows with -128 behind each, which no packed weight has."""
+    packed = pack_int8(normal(num_rows, num_columns, dtype=torch.float32, device=device, seed=1) * 0.1)
+    return Int8Weight(padded_rows(packed.values, -(-num_columns // 16) * 16 + 16), packed.scales)
+
+
+def fp8_weight(num_rows: int, num_columns: int, device: torch.device, *, per_row: bool) -> Fp8Weight:
+    packed = pack_fp8(normal(num_rows, num_columns, dtype=torch.float32, device=device, seed=1) * 0.1, per_row=per_row)
+    values = torch.zeros(num_rows, -(-num_columns // 16) * 16 + 16, dtype=torch.uint8, device=device) + 0x7F  # NaN
+    values[:, :num_columns] = packed.values.view(torch.uint8)
+    return Fp8Weight(values.view(torch.float8_e4m3fn)[:, :num_columns], packed.scales)
+
+
+def exact(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    product = x.double() @ weight.double().T
+    return (product if bias is None else product + bias.double()).to(x.dtype)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_few_rows_times_a_weight(sizes: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> None:
+    num_rows, num_outputs, num_columns = sizes
+    x, weight = rows(num_rows, num_columns, dtype, device), rows(num_outputs, num_columns, dtype, device)
+    bias = normal(num_outputs, dtype=dtype, device=device, seed=7)
+    out = Guarded((num_rows, num_outputs), dtype, device)
+    linear(x, weight, bias=bias, out=out.tensor)
+    assert_near(out.check(), exact(x, weight, bias), "matmul", scale=math.sqrt(num_columns))
+
+
+def test_more_rows_are_left_to_the_library(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, weight = rows(ROWS_MAX + 1, 40, torch.float32, device), rows(9, 40, torch.float32, device)
+    bias = normal(9, dtype=torch.float32, device=device)
+    monkeypatch.setattr("kernels.triton.linear.launch", None)
+    for out in (None, torch.empty(ROWS_MAX + 1, 9, device=device)):
+        assert_near(linear(x, weight, out=out), exact(x, weight), "matmul", scale=6.0)
+        assert_near(linear(x, weight, bias=bias, out=out), exact(x, weight, bias), "matmul", scale=6.0)
+
+
+@pytest.mark.parametrize("num_columns", [256, 1000])
+def test_a_row_has_the_same_bits_in_every_small_batch(num_columns: int, device: torch.device) -> None:
+    x, weight = rows(16, num_columns, torch.float16, device), rows(40, num_columns, torch.float16, device)
+    together = linear(x, weight)
+    for count in (1, 2, 7):
+        assert_same(linear(x[3 : 3 + count], weight), together[3 : 3 + count])
+
+
+@pytest.mark.parametrize("splits", [2, 4, 8])
+@pytest.mark.parametrize(("num_rows", "num_outputs", "num_columns"), [(1, 33, 260), (5, 16, 512), (17, 40, 270)])
+def test_divided_columns_are_added_in_their_order(
+    splits: int, num_rows: int, num_outputs: int, num_columns: int, device: torch.device
+) -> None:
+    x, weight = rows(num_rows, num_columns, torch.float32, device), rows(num_outputs, num_columns, torch.float32, device)
+    tiles = Tiles(16, 16, 32, num_warps=4, num_stages=3)
+    out = Guarded((num_rows, num_outputs), torch.float32, device)
+    divided = launch(x, weight, tiles.divided(splits), out.tensor)
+    out.check()
+    assert_near(divided, exact(x, weight), "matmul", scale=math.sqrt(num_columns))
+    part = math.ceil(math.ceil(num_columns / 32) / splits) * 32
+    total = torch.zeros_like(divided)
+    for first in range(0, splits * part, part):
+        single = torch.zeros_like(divided)
+        if first < num_columns:
+            launch(x[:, first : first + part], weight[:, first : first + part], tiles, single)
+        total += single
+    assert_same(divided, total)
+    assert not counters(x.device).any(), "the next launch finds the counters at zero"
+
+
+def test_a_part_without_columns_adds_nothing(device: torch.device) -> None:
+    x, weight = rows(2, 40, torch.float32, device), rows(16, 40, torch.float32, device)
+    divided = launch(x, weight, Tiles(16, 16, 32, 4, 3, splits=8), x.new_empty(2, 16))
+    assert_near(divided, exact(x, weight), "matmul", scale=6.0)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("sizes", SIZES + LARGER, ids=str)
+def test_rows_times_a_weight_of_eight_bits(sizes: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> None:
+    num_rows, num_outputs, num_columns = sizes
+    x, weight = rows(num_rows, num_columns, dtype, device), int8_weight(num_outputs, num_columns, device)
+    bias = normal(num_outputs, dtype=dtype, device=device, seed=7)
+    out = Guarded((num_rows, num_outputs), dtype, device)
+    linear_int8(x, weight, bias=bias, out=out.tensor)
+    assert_near(out.check(), reference.linear_int8(x, weight, bias=bias), "matmul", scale=math.sqrt(num_columns) * 0.3)
+
+
+@pytest.mark.parametrize("per_row", [True, False])
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("sizes", [SIZES[0], SIZES[3], *LARGER], ids=str)
+def test_float_rows_times_a_weight_of_e4m3(
+    sizes: tuple[int, int, int], dtype: torch.dtype, per_row: bool, device: torch.device
+) -> None:
+    num_rows, num_outputs, num_columns = sizes
+    x, weight = rows(num_rows, num_columns, dtype, device), fp8_weight(num_outputs, num_columns, device, per_row=per_row)
+    out = Guarded((num_rows, num_outputs), dtype, device)
+    linear_fp8(x, weight, out=out.tensor)
+    assert_near(out.check(), reference.linear_fp8(x, weight), "matmul", scale=math.sqrt(num_columns) * 0.3)
+
+
+@pytest.mark.parametrize("per_row", [True, False])
+@pytest.mark.parametrize("sizes", [SIZES[0], SIZES[3], *LARGER], ids=str)
+def test_rows_of_e4m3_times_a_weight_of_e4m3(sizes: tuple[int, int, int], per_row: bool, device: torch.device) -> None:
+    num_rows, num_outputs, num_columns = sizes
+    weight = fp8_weight(num_outputs, num_columns, device, per_row=per_row)
+    values, scales = quantize_rows_fp8(normal(num_rows, num_columns, dtype=torch.float32, device=device))
+    scales = scales if per_row else scales.amax().reshape(1)
+    bias = normal(num_outputs, dtype=torch.float32, device=device, seed=7)
+    out = Guarded((num_rows, num_outputs), torch.float32, device)
+    linear_fp8(values, weight, x_scales=scales, bias=bias, out=out.tensor)
+    expected = reference.linear_fp8(values, weight, x_scales=scales, bias=bias, out_dtype=torch.float32)
+    assert_near(out.check(), expected, "matmul", scale=math.sqrt(num_columns) * 0.3)
+
+
+def test_rows_of_e4m3_need_their_scales_and_a_type_for_the_result(device: torch.device) -> None:
+    weight = fp8_weight(8, 32, device, per_row=True)
+    values, scales = quantize_rows_fp8(normal(2, 32, dtype=torch.float32, device=device))
+    with pytest.raises(ValueError, match="without scales"):
+        linear_fp8(values, weight, out_dtype=torch.float32)
+    with pytest.raises(ValueError, match="with scales"):
+        linear_fp8(values.float(), weight, x_scales=scales)
+    with pytest.raises(ValueError, match="needs a type of its own"):
+        linear_fp8(values, weight, x_scales=scales)
+
+
+def test_a_card_without_e4m3_is_refused_in_words(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kernels.triton.linear_fp8.capability", lambda _: 80)
+    with pytest.raises(ValueError, match=r"compute capability 8\.9 or newer, this one has 8\.0: use int8"):
+        check_fp8(device)
+
+
+def test_no_rows_give_no_rows(device: torch.device) -> None:
+    x = rows(1, 32, torch.float16, device)[:0]
+    assert linear(x, rows(9, 32, torch.float16, device)).shape == (0, 9)
+    assert linear_int8(x, int8_weight(9, 32, device)).shape == (0, 9)
+    assert linear_fp8(x, fp8_weight(9, 32, device, per_row=True)).shape == (0, 9)
+
+
+def test_a_matrix_is_divided_where_the_card_would_wait() -> None:
+    assert split_count(tiles=128, steps=16, multiprocessors=132) == 1
+    assert split_count(tiles=32, steps=16, multiprocessors=132) == 4
+    assert split_count(tiles=1, steps=64, multiprocessors=132) == 8
+    assert split_count(tiles=1, steps=2, multiprocessors=132) == 1
+    assert split_count(tiles=split_sum.COUNTERS + 1, steps=64, multiprocessors=10**6) == 1
+
+
+@pytest.mark.parametrize(
+    ("num_outputs", "num_columns"), [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (1024, 2048)]
+)
+def test_the_busiest_multiprocessor_reads_little_more_than_its_share(num_outputs: int, num_columns: int) -> None:
+    tiles = skinny_tiles(num_outputs, num_columns, 90, 132)
+    programs = -(-num_outputs // tiles.block_n) * tiles.splits
+    steps = math.ceil(math.ceil(num_columns / tiles.block_k) / tiles.splits)
+    busiest = -(-programs // 132) * steps * tiles.block_n * tiles.block_k
+    assert busiest * 132 <= 1.2 * num_outputs * num_columns
+
+
+@pytest.mark.parametrize("capability", [80, 89, 90, 100])
+def test_rows_up_to_64_have_the_lowest_tile_that_holds_them(capability: int) -> None:
+    lows = [byte_tiles(num_rows, (4096, 4096), capability, 132).block_m for num_rows in (1, 16, 17, 32, 33, 64, 65)]
+    assert lows == [16, 16, 32, 32, 64, 64, 128]
