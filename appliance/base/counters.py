@@ -9,12 +9,13 @@ from sqlalchemy import Connection, bindparam, select, update
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.ext.asyncio import AsyncConnection
 
+from appliance.base.prepared import Prepared
 from appliance.base.tables import counters
 
 POSTING = "posting"
 """Counts the usage events that reached their final state, in that order."""
 
-_ADVANCE = (
+_ADVANCE = Prepared(
     update(counters)
     .where(counters.c.name == bindparam("of_name"))
     .values(value=counters.c.value + bindparam("count"))
@@ -45,12 +46,12 @@ async def locked(connection: AsyncConnection, name: str) -> int:
 def _advanced(connection: Connection, name: str, count: int) -> int:
     """Return the last number after `count` more; a counter that is not there begins at 0."""
     parameters = {"of_name": name, "count": count}
-    value = connection.execute(_ADVANCE, parameters).scalar_one_or_none()
+    value = _ADVANCE.scalar(connection, parameters)
     if value is None:
         # Unless another transaction did so in between.
         insert = sqlite.insert if connection.dialect.name == "sqlite" else postgresql.insert
         connection.execute(insert(counters).values(name=name, value=0).on_conflict_do_nothing())
-        value = connection.execute(_ADVANCE, parameters).scalar_one()
+        value = _ADVANCE.scalar(connection, parameters)
     return int(value)
 
 

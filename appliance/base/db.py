@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sqlite3
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from pathlib import Path
@@ -19,6 +20,7 @@ from alembic.runtime.migration import MigrationContext
 from alembic.script import ScriptDirectory
 from sqlalchemy import Connection, Engine, create_engine, event, make_url, text
 from sqlalchemy.engine import URL
+from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
 from sqlalchemy.pool import NullPool
 
@@ -103,7 +105,10 @@ class Database:
             async with self.batch_writing() as connection:
                 return await connection.run_sync(fn, *args, **options)
         async with self._writer_lock:
-            return await self._batch_writer.write(fn, *args, **options)
+            result, calls = await self._batch_writer.write(_with_calls, fn, *args, **options)
+        for call in calls:
+            call(self)
+        return result
 
     @asynccontextmanager
     async def _ending_in_calls(
@@ -113,7 +118,7 @@ class Database:
         async with transaction as connection:
             connection.info.pop(_AFTER_COMMIT, None)  # of a transaction before this one that was rolled back
             yield connection
-            calls: list[Callable[[Database], object]] = connection.info.pop(_AFTER_COMMIT, [])
+            calls: list[_Call] = connection.info.pop(_AFTER_COMMIT, [])
         for call in calls:
             call(self)
 
@@ -152,7 +157,16 @@ class Database:
         return sum(pool.checkedout() for pool in pools)
 
 
-def after_commit(connection: AsyncConnection, call: Callable[[Database], object]) -> None:
+def _with_calls(
+    connection: Connection, fn: Callable[Concatenate[Connection, P], T], /, *args: P.args, **options: P.kwargs
+) -> tuple[T, list[_Call]]:
+    """Return what `fn(connection, …)` returns, and what it wants to be called after the commit."""
+    connection.info.pop(_AFTER_COMMIT, None)
+    result = fn(connection, *args, **options)
+    return result, connection.info.pop(_AFTER_COMMIT, [])
+
+
+def after_commit(connection: AsyncConnection | Connection, call: _Call) -> None:
     """Let `call` run once the transaction of `connection` is durable, and never when it was rolled back. It must not raise."""
     connection.info.setdefault(_AFTER_COMMIT, []).append(call)
 
@@ -164,6 +178,9 @@ def _write_nothing(connection: Connection) -> None:
         connection.execute(text(f"PRAGMA user_version = {int(version)}"))
     elif connection.execute(text("SHOW transaction_read_only")).scalar_one() != "off":
         raise OSError("the database accepts no writes")
+
+
+_Call = Callable[[Database], object]
 
 
 class ChangeCount:
@@ -227,7 +244,12 @@ def _prepare_sqlite(engine: Engine, *, begin: str, query_only: bool = False, for
         cursor.close()
 
     def on_begin(connection: Connection) -> None:
-        connection.exec_driver_sql(begin)
+        try:
+            cursor = connection.connection.cursor()
+            cursor.execute(begin)
+            cursor.close()
+        except sqlite3.Error as error:
+            raise DBAPIError.instance(begin, None, error, sqlite3.Error) from error
 
     event.listen(engine, "connect", on_connect)
     event.listen(engine, "begin", on_begin)

@@ -2,15 +2,25 @@
 
 SQLAlchemy finds, checks and fills a compiled statement anew each time, which on SQLite costs several times what the statement
 itself does. Here that is done at the first use, and on SQLite alone; on PostgreSQL the way to the server outweighs it.
+
+On SQLite many rows are one statement, not one each: the driver lets go of the interpreter's lock for every statement, and then
+waits until the event loop is done with it. Twenty rows sent one by one took six times as long beside a busy loop.
 """
 
 from __future__ import annotations
 
+import re
+import sqlite3
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from operator import itemgetter
 from typing import Any
 
-from sqlalchemy import BindParameter, Connection, Dialect, Insert, Update
+from sqlalchemy import BindParameter, ColumnElement, Connection, Dialect, Insert, Select, Update, bindparam
+from sqlalchemy.dialects.sqlite.base import SQLiteDialect
+from sqlalchemy.exc import DBAPIError
+
+ROWS_AT_ONCE_MAX = 32  # a power of two: each power up to it is a statement of its own, which SQLite keeps compiled
 
 
 class Prepared:
@@ -18,26 +28,114 @@ class Prepared:
 
     def __init__(self, statement: Insert | Update) -> None:
         self.statement: Insert | Update = statement
-        self._sql: str | None = None
         self._places: list[_Place] = []
+        self._texts: list[str] = []
+        """For 1, 2, 4, … rows."""
+
+    def scalar(self, connection: Connection, row: Mapping[str, Any]) -> Any:
+        """Execute the statement for one row and return what it is RETURNING, None when it met no row."""
+        if connection.dialect.name != "sqlite":
+            return connection.execute(self.statement, row).scalar_one_or_none()
+        if not self._texts:
+            self._prepare(connection, row)
+        found, _met = _send(connection, self._texts[0], [place(row) for place in self._places])
+        return found[0][0] if found else None
 
     def execute(self, connection: Connection, rows: Sequence[Mapping[str, Any]]) -> int:
         """Execute the statement for each of `rows` and return how many rows of the table it met."""
         if connection.dialect.name != "sqlite":
             return connection.execute(self.statement, rows).rowcount
-        if self._sql is None:
+        if not self._texts:
             self._prepare(connection, rows[0])
-        assert self._sql is not None
-        parameters = [tuple([place(row) for place in self._places]) for row in rows]
-        return connection.exec_driver_sql(self._sql, parameters).rowcount
+        met = first = 0
+        while first < len(rows):
+            power = min(len(rows) - first, ROWS_AT_ONCE_MAX).bit_length() - 1
+            part = rows[first : first + (1 << power)]
+            parameters = [place(row) for row in part for place in self._places]
+            met += _send(connection, self._texts[power], parameters)[1]
+            first += len(part)
+        return met
 
     def _prepare(self, connection: Connection, row: Mapping[str, Any]) -> None:
-        compiled = self.statement.compile(dialect=connection.dialect, column_keys=list(row))
-        assert compiled.positiontup is not None, "the parameters stand in an order"
-        self._places = [_place(compiled.binds[name], connection.dialect, row) for name in compiled.positiontup]
-        self._sql = compiled.string
+        statement, dialect = self.statement, connection.dialect
+        make = partial(_insert_texts, statement) if isinstance(statement, Insert) else partial(_update_texts, statement)
+        names, texts = make(dialect, row)
+        binds = statement.compile(dialect=dialect, column_keys=list(row)).binds
+        self._places = [_place(binds[name], dialect, row) for name in names]
+        self._texts = texts
 
 
+class Lookup:
+    """A query for the rows whose `key` is one of some; of columns that both databases store as they are read."""
+
+    def __init__(self, query: Select[Any], key: ColumnElement[Any]) -> None:
+        self._query = query.where(key.in_(bindparam("keys", expanding=True)))
+        self._text: str | None = None
+
+    def rows(self, connection: Connection, keys: Sequence[Any]) -> Sequence[Any]:
+        """Return the rows, in any order, as tuples."""
+        if connection.dialect.name != "sqlite":
+            return connection.execute(self._query, {"keys": keys}).all()
+        if self._text is None:
+            self._text = self._query.compile(dialect=connection.dialect).string
+        # A power of two of them, the last one several times: for each number SQLite keeps another statement compiled.
+        padded = [*keys, *[keys[-1]] * ((1 << (len(keys) - 1).bit_length()) - len(keys))]
+        places = f"({', '.join('?' * len(padded))})"
+        return _send(connection, _EXPANDING.sub(places, self._text), padded)[0]
+
+
+def _send(connection: Connection, statement: str, parameters: Sequence[Any]) -> tuple[list[Any], int]:
+    """Send one statement straight to SQLite, in the transaction of `connection`; return its rows and how many it changed.
+
+    Raises SQLAlchemy's errors.
+    """
+    if not connection.in_transaction():
+        connection.begin()
+    cursor = connection.connection.cursor()
+    try:
+        cursor.execute(statement, parameters)
+        return list(cursor.fetchall()) if cursor.description else [], int(cursor.rowcount)
+    except sqlite3.Error as error:
+        raise DBAPIError.instance(statement, tuple(parameters), error, sqlite3.Error) from error
+    finally:
+        cursor.close()
+
+
+def _insert_texts(statement: Insert, dialect: Dialect, row: Mapping[str, Any]) -> tuple[Sequence[str], list[str]]:
+    """Return the names of a row's parameters in their order, and the statement for 1, 2, 4, … rows."""
+    compiled = statement.compile(dialect=dialect, column_keys=list(row))
+    assert compiled.positiontup is not None, "the parameters stand in an order"
+    places = f"({', '.join('?' * len(compiled.positiontup))})"
+    assert compiled.string.count("?") == len(compiled.positiontup), "all parameters are values of a row"
+    assert places in compiled.string
+    return compiled.positiontup, [compiled.string.replace(places, ", ".join([places] * count)) for count in _COUNTS]
+
+
+def _update_texts(statement: Update, _dialect: Dialect, row: Mapping[str, Any]) -> tuple[Sequence[str], list[str]]:
+    """Do the same: an UPDATE of many rows takes their parameters from a table of them, `given`.
+
+    What is the same for all rows is written out, so that SQLite sees that a partial index has all it looks for.
+    """
+    compiled = statement.compile(dialect=SQLiteDialect(paramstyle="named"))
+    names: list[str] = []
+
+    def place(found: re.Match[str]) -> str:
+        bind = compiled.binds[found[1]]
+        if bind.key not in row:
+            assert not bind.required, f"{bind.key} is in no row"
+            return str(compiled.render_literal_value(bind.value, bind.type))
+        if found[1] not in names:
+            names.append(found[1])
+        return f"given.column{names.index(found[1]) + 1}"
+
+    changes, condition = re.sub(r"(?<!:):(\w+)", place, compiled.string).split(" WHERE ", 1)
+    places = f"({', '.join('?' * len(names))})"
+    tables = [f"(VALUES {', '.join([places] * count)}) AS given" for count in _COUNTS]
+    return names, [f"{changes} FROM {table} WHERE {condition}" for table in tables]
+
+
+_EXPANDING = re.compile(r"\(__\[POSTCOMPILE_keys\w*\]\)")
+_COUNTS = [1 << power for power in range(ROWS_AT_ONCE_MAX.bit_length())]
 _Place = Callable[[Mapping[str, Any]], Any]
 
 

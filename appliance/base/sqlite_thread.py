@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from functools import partial
+from queue import SimpleQueue
+from threading import Thread
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from sqlalchemy import Connection, CursorResult, Engine
@@ -20,18 +21,59 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
+class Caller:
+    """A thread that makes one call after the other. A result costs one turn of the event loop, where an executor takes two."""
+
+    def __init__(self, name: str) -> None:
+        self._calls: SimpleQueue[tuple[Callable[[], Any], asyncio.Future[Any]] | None] = SimpleQueue()
+        self._thread = Thread(target=self._make_calls, name=name, daemon=True)
+        self._thread.start()
+
+    async def call(self, fn: Callable[P, T], *args: P.args, **options: P.kwargs) -> T:
+        """Return what `fn` returns. Who is cancelled meanwhile does not stop it."""
+        done: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        self._calls.put((partial(fn, *args, **options), done))
+        return await done
+
+    def end(self) -> None:
+        """Make the calls that wait, and end."""
+        self._calls.put(None)
+        self._thread.join()
+
+    def _make_calls(self) -> None:
+        while (waiting := self._calls.get()) is not None:
+            call, done = waiting
+            result, error = None, None
+            try:
+                result = call()
+            except BaseException as raised:  # noqa: BLE001 - it is the caller's, and raised there
+                error = raised
+            loop = done.get_loop()
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(_tell, done, result, error)
+            del waiting, call, done, result, error
+
+
+def _tell(done: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:
+    if done.done():
+        return
+    if error is None:
+        done.set_result(result)
+    else:
+        done.set_exception(error)
+
+
 class ThreadConnection(AsyncConnection):
     """A connection inside a transaction. Streams and savepoints are not offered."""
 
-    def __init__(self, engine: AsyncEngine, connection: Connection, thread: ThreadPoolExecutor) -> None:
+    def __init__(self, engine: AsyncEngine, connection: Connection, thread: Caller) -> None:
         super().__init__(engine, connection)
         self._connection = connection
         self._thread = thread
 
     async def run_sync(self, fn: Callable[Concatenate[Connection, P], T], *args: P.args, **options: P.kwargs) -> T:
         """Return what `fn(connection, …)` returns, called in the thread; results of queries must be read there."""
-        call = partial(fn, self._connection, *args, **options)
-        return await asyncio.get_running_loop().run_in_executor(self._thread, call)
+        return await self._thread.call(fn, self._connection, *args, **options)
 
     async def execute(self, statement: Any, parameters: Any = None, **options: Any) -> CursorResult[Any]:
         """Return the result of one statement, read to its end."""
@@ -44,7 +86,7 @@ class SqliteThread:
     def __init__(self, engine: Engine, as_engine: AsyncEngine) -> None:
         self._engine = engine
         self._as_engine = as_engine
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="sqlite writer")
+        self._thread: Caller | None = None
         self._connection: ThreadConnection | None = None
 
     @asynccontextmanager
@@ -66,8 +108,8 @@ class SqliteThread:
 
     async def _opened(self) -> ThreadConnection:
         if self._connection is None:
-            opened = await asyncio.get_running_loop().run_in_executor(self._thread, self._engine.connect)
-            self._connection = ThreadConnection(self._as_engine, opened, self._thread)
+            self._thread = self._thread or Caller("sqlite writer")
+            self._connection = ThreadConnection(self._as_engine, await self._thread.call(self._engine.connect), self._thread)
         return self._connection
 
     async def close(self) -> None:
@@ -76,7 +118,9 @@ class SqliteThread:
             await self._connection.run_sync(Connection.close)
             self._connection = None
         self._engine.dispose()
-        self._thread.shutdown()
+        if self._thread is not None:
+            self._thread.end()
+            self._thread = None
 
 
 def _committed(connection: Connection, fn: Callable[Concatenate[Connection, P], T], *args: P.args, **options: P.kwargs) -> T:

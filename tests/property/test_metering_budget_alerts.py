@@ -117,7 +117,7 @@ class Life:
         async with self.database.writing() as connection:
             await take(connection, POSTING, len(events))
             await rollups.add(connection, CALENDAR, events)
-            await self.budgets.settled(connection, events)
+            await connection.run_sync(self.budgets.settled, events)
 
     async def change_budget(self) -> None:
         """Raise or lower a budget; a sweep sees what stands reached by that."""

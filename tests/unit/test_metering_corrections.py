@@ -137,7 +137,7 @@ async def test_of_corrections_at_once_only_as_many_succeed_as_there_is_to_take_b
 async def test_a_correction_is_heard_of_in_its_transaction(database: Database, clock: FakeClock, event: UsageEvent) -> None:
     heard: list[UsageEvent] = []
 
-    async def hear(_connection: object, events: Any) -> None:
+    def hear(_connection: object, events: Any) -> None:
         heard.extend(events)
 
     corrections = Corrections(database, clock, calendar=BillingCalendar("Asia/Tokyo"), on_settled=hear)

@@ -17,8 +17,7 @@ from datetime import date, datetime
 from functools import partial
 from typing import Literal
 
-from sqlalchemy import RowMapping, func, select
-from sqlalchemy.ext.asyncio import AsyncConnection
+from sqlalchemy import Connection, RowMapping, func, select
 
 from appliance.base.clock import Clock
 from appliance.base.db import Database, after_commit
@@ -101,9 +100,9 @@ class BudgetAlerts:
         self._swept_of = (-1, -1)
         self._swept_s = 0.0
 
-    async def settled(self, connection: AsyncConnection, events: Sequence[UsageEvent]) -> None:
+    def settled(self, connection: Connection, events: Sequence[UsageEvent]) -> None:
         """Tell of the thresholds that these events reach. Call it behind the sums: they have the events already."""
-        plans = await self._plans_for(connection, {event.tenant_id for event in events})
+        plans = self._plans_for(connection, {event.tenant_id for event in events})
         added: Counter[Period] = Counter()
         for event in events:
             plan = plans[event.tenant_id]
@@ -112,7 +111,7 @@ class BudgetAlerts:
         for period, amount in added.items():
             plan = plans[period.tenant_id]
             assert plan is not None
-            await self._add(connection, plan, period, amount)
+            self._add(connection, plan, period, amount)
 
     def _amounts(self, plan: Plan, event: UsageEvent) -> dict[Period, int]:
         """Return what the event adds. A correction that takes away adds nothing: the bound stays a bound."""
@@ -124,7 +123,7 @@ class BudgetAlerts:
             amounts[Period(plan.tenant_id, "tokens_per_day", day)] = max(event.prompt_tokens + event.completion_tokens, 0)
         return amounts
 
-    async def _add(self, connection: AsyncConnection, plan: Plan, period: Period, amount: int) -> None:
+    def _add(self, connection: Connection, plan: Plan, period: Period, amount: int) -> None:
         meters = self._meters.get(plan.tenant_id, {})
         if period in meters:
             meter = meters[period]
@@ -133,9 +132,9 @@ class BudgetAlerts:
                 return
             # Until the alert is durable nothing is remembered: if this is rolled back, the next one looks again.
             del meters[period]
-        sums = await self._sums(connection, period.kind, period.start, plan.tenant_id)
+        sums = self._sums(connection, period.kind, period.start, plan.tenant_id)
         used = sums.get(plan.tenant_id, Used()).of(plan, period.kind)
-        await self._tell(connection, plan, period, used)
+        self._tell(connection, plan, period, used)
         after_commit(connection, partial(self._remember, plan, period, Meter(used, plan.next_at(period.kind, used))))
 
     def _remember(self, plan: Plan, period: Period, meter: Meter, _db: Database) -> None:
@@ -146,10 +145,10 @@ class BudgetAlerts:
             meters.clear()
         meters[period] = meter
 
-    async def _tell(self, connection: AsyncConnection, plan: Plan, period: Period, used: int) -> None:
+    def _tell(self, connection: Connection, plan: Plan, period: Period, used: int) -> None:
         limit = plan.limits[period.kind]
         for percent in plan.reached(period.kind, used):
-            await outbox.tell(
+            outbox.tell_at_once(
                 connection,
                 self._clock.now(),
                 event="budget.threshold" if period.kind == "budget" else "tokens_per_day.threshold",
@@ -169,10 +168,10 @@ class BudgetAlerts:
             return
         today = self._calendar.day_of(self._clock.now())
         async with self._db.reading() as connection:
-            plans = await self._read_plans(connection, None)
+            plans = await connection.run_sync(self._read_plans, None)
             starts: dict[Kind, date] = {"budget": today.replace(day=1), "tokens_per_day": today}
             wanted = [kind for kind in starts if any(kind in plan.limits for plan in plans)]
-            sums = {kind: await self._sums(connection, kind, starts[kind]) for kind in wanted}
+            sums = {kind: await connection.run_sync(self._sums, kind, starts[kind]) for kind in wanted}
         due = [
             (plan, Period(plan.tenant_id, kind, starts[kind]), used)
             for plan in plans
@@ -182,10 +181,10 @@ class BudgetAlerts:
         if due:
             async with self._db.writing() as connection:
                 for plan, period, used in due:
-                    await self._tell(connection, plan, period, used)
+                    await connection.run_sync(self._tell, plan, period, used)
         self._swept_of, self._swept_s = of, now_s
 
-    async def _plans_for(self, connection: AsyncConnection, tenant_ids: set[str]) -> dict[str, Plan | None]:
+    def _plans_for(self, connection: Connection, tenant_ids: set[str]) -> dict[str, Plan | None]:
         """Return the plan of each tenant, None for one without a budget.
 
         They are read again when any tenant or key has changed; what was counted is kept where the plan is as it was.
@@ -195,7 +194,7 @@ class BudgetAlerts:
             self._read.clear()
         missing = tenant_ids - self._read
         if missing:
-            found = {plan.tenant_id: plan for plan in await self._read_plans(connection, missing)}
+            found = {plan.tenant_id: plan for plan in self._read_plans(connection, missing)}
             for tenant_id in missing:
                 plan = found.get(tenant_id)
                 if self._plans.get(tenant_id) != plan:
@@ -204,7 +203,7 @@ class BudgetAlerts:
             self._read |= missing
         return self._plans
 
-    async def _read_plans(self, connection: AsyncConnection, tenant_ids: set[str] | None) -> list[Plan]:
+    def _read_plans(self, connection: Connection, tenant_ids: set[str] | None) -> list[Plan]:
         columns = tenants.c
         query = select(
             columns.id,
@@ -219,12 +218,10 @@ class BudgetAlerts:
             query = query.where(limited, columns.archived_at.is_(None))
         else:
             query = query.where(columns.id.in_(sorted(tenant_ids)))
-        rows = (await connection.execute(query)).mappings().all()
+        rows = connection.execute(query).mappings().all()
         return [plan for row in rows if (plan := _plan(row, self._currency)) is not None]
 
-    async def _sums(
-        self, connection: AsyncConnection, kind: Kind, start: date, tenant_id: str | None = None
-    ) -> dict[str, Used]:
+    def _sums(self, connection: Connection, kind: Kind, start: date, tenant_id: str | None = None) -> dict[str, Used]:
         """Return what was used in the period from `start` on, by tenant."""
         begin, end = self._bounds(kind, start)
         columns = usage_rollups.c
@@ -242,7 +239,7 @@ class BudgetAlerts:
         if tenant_id is not None:
             query = query.where(columns.tenant_id == tenant_id)
         sums: dict[str, Used] = {}
-        for row in (await connection.execute(query)).all():
+        for row in connection.execute(query).all():
             used = sums.setdefault(row.tenant_id, Used())
             used.tokens += int(row.tokens)
             used.picos[row.currency] += int(row.high) * SPLIT + int(row.low)

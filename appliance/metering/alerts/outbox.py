@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any, Literal
 
-from sqlalchemy import ColumnElement, RowMapping, func, select, update
+from sqlalchemy import ColumnElement, Connection, RowMapping, func, select, update
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.ext.asyncio import AsyncConnection
 
@@ -84,26 +84,39 @@ async def tell(
     Call it in the transaction of what happened. `subject` says what it happened to: the same event of the same subject is told
     to a webhook once, whoever tells it. Without a tenant only the webhooks of the box hear it.
     """
+    return await connection.run_sync(tell_at_once, now, event=event, subject=subject, data=data, tenant_id=tenant_id)
+
+
+def tell_at_once(
+    connection: Connection,
+    now: datetime,
+    *,
+    event: str,
+    subject: str,
+    data: Mapping[str, Any],
+    tenant_id: str | None = None,
+) -> int:
+    """Do the same on a connection that does not wait."""
     told = 0
-    for webhook_id in await _listening(connection, event, tenant_id):
-        told += await _put(connection, now, event, data, webhook_id, f"{event}:{subject}:{webhook_id}") is not None
+    for webhook_id in _listening(connection, event, tenant_id):
+        told += _put(connection, now, event, data, webhook_id, f"{event}:{subject}:{webhook_id}") is not None
     return told
 
 
-async def _listening(connection: AsyncConnection, event: str, tenant_id: str | None) -> list[str]:
+def _listening(connection: Connection, event: str, tenant_id: str | None) -> list[str]:
     owner: ColumnElement[bool] = webhooks.c.tenant_id.is_(None)
     if tenant_id is not None:
         owner = owner | (webhooks.c.tenant_id == tenant_id)
     query = select(webhooks.c.id, webhooks.c.events).where(owner, *_ready()).order_by(webhooks.c.id)
-    return [webhook_id for webhook_id, events in (await connection.execute(query)).all() if event in events]
+    return [webhook_id for webhook_id, events in connection.execute(query).all() if event in events]
 
 
 def _ready() -> tuple[ColumnElement[bool], ...]:
     return webhooks.c.disabled_at.is_(None), webhooks.c.removed_at.is_(None)
 
 
-async def _put(
-    connection: AsyncConnection, now: datetime, event: str, data: Mapping[str, Any], webhook_id: str, dedupe_key: str
+def _put(
+    connection: Connection, now: datetime, event: str, data: Mapping[str, Any], webhook_id: str, dedupe_key: str
 ) -> str | None:
     """Return the id of the new message, None when the same was told before."""
     dialect = sqlite if connection.dialect.name == "sqlite" else postgresql
@@ -119,7 +132,7 @@ async def _put(
         created_at=now,
     )
     written = statement.on_conflict_do_nothing(index_elements=["dedupe_key"]).returning(outbox.c.id)
-    if (await connection.execute(written)).first() is None:
+    if connection.execute(written).first() is None:
         return None
     after_commit(connection, _wake)
     return message_id
@@ -278,9 +291,8 @@ class Outbox:
             tenant_id = await _check_ready(connection, webhook_id)
             await self._check_tests(connection, webhook_id, now)
             text = "This is a test. Nothing has happened."
-            message_id = await _put(
-                connection, now, TEST_EVENT, {"webhook_id": webhook_id, "note": text}, webhook_id, new_id(TEST_EVENT)
-            )
+            data = {"webhook_id": webhook_id, "note": text}
+            message_id = await connection.run_sync(_put, now, TEST_EVENT, data, webhook_id, new_id(TEST_EVENT))
             assert message_id is not None, "a new key is unique"
             delivery = await _get(connection, webhook_id, message_id)
             await audit.record(

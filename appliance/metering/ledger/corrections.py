@@ -91,7 +91,7 @@ class Corrections:
             event = await _insert(connection, columns)
             await rollups.add(connection, self._calendar, [event])
             if self._on_settled is not None:
-                await self._on_settled(connection, [event])
+                await connection.run_sync(self._on_settled, [event])
             facts = {"corrects_id": event_id, "note": event.note, "cost_picos": cost_picos, **correction.tokens}
             await record(
                 connection, self._clock, "ledger.correct", "event", str(event.id), tenant_id=event.tenant_id, after=facts

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 
 import structlog
-from sqlalchemy import Connection, RowMapping
+from sqlalchemy import Connection
 from sqlalchemy.exc import DataError, IntegrityError, ProgrammingError, StatementError
-from sqlalchemy.ext.asyncio import AsyncConnection
 
 from appliance.base import counters
 from appliance.base.db import Database
@@ -19,6 +18,7 @@ from appliance.base.errors import InternalError
 from appliance.metering.calendar import BillingCalendar
 from appliance.metering.ledger import rollups, rows
 from appliance.metering.ledger.records import Checkpoint, PendingEntry, Settlement, Usage, UsageEvent
+from appliance.metering.prices import Rate
 
 _log = structlog.get_logger()
 
@@ -58,6 +58,10 @@ class Settle:
     done: asyncio.Future[UsageEvent]
     written: bool = False
 
+    @property
+    def request_id(self) -> str:
+        return self.settlement.request_id
+
     def fail(self, error: Exception) -> None:
         """Tell the caller, if it still waits."""
         if not self.done.done():
@@ -73,13 +77,16 @@ class Void:
 
 
 Operation = Open | Settle | Void
-OnSettled = Callable[[AsyncConnection, Sequence[UsageEvent]], Awaitable[None]]
+OnSettled = Callable[[Connection, Sequence[UsageEvent]], object]
 """Hears, in the transaction that settles and behind the sums, of the events that have just got their final state."""
 
 
 @dataclass(slots=True)
 class Round:
-    """Operations and checkpoints that are committed together; if one of them is bad, each alone."""
+    """Operations and checkpoints that are committed together; if one of them is bad, each alone.
+
+    `opened` are the pending entries that this process wrote; `tell` keeps it up to date.
+    """
 
     db: Database
     epoch_id: str
@@ -88,7 +95,9 @@ class Round:
     now: datetime
     operations: Sequence[Operation]
     checkpoints: Sequence[Checkpoint]
+    opened: dict[str, rows.Opened]
     on_settled: OnSettled | None = None
+    inserted: dict[str, rows.Opened] = field(default_factory=dict)
     results: dict[int, UsageEvent | Exception] = field(default_factory=dict)
 
     async def write(self) -> None:
@@ -108,6 +117,11 @@ class Round:
         """Give every caller its result."""
         for operation in self.operations:
             result = self.results.get(id(operation))
+            if isinstance(operation, Open):
+                if result is None:
+                    self.opened[operation.entry.request_id] = self.inserted[operation.entry.request_id]
+            elif isinstance(operation, Void) or operation.written:
+                self.opened.pop(operation.request_id, None)
             if isinstance(operation, Void):
                 continue
             if isinstance(result, Exception):
@@ -141,13 +155,7 @@ class Round:
         opens = [operation.entry for operation in operations if isinstance(operation, Open)]
         settles = [operation for operation in operations if isinstance(operation, Settle)]
         voids = [operation.request_id for operation in operations if isinstance(operation, Void)]
-        if not settles and not voids:
-            await self.db.batch_write(self._write, opens, checkpoints, [], [])
-            return
-        async with self.db.batch_writing() as connection:
-            settled = await connection.run_sync(self._write, opens, checkpoints, settles, voids)
-            if settled and self.on_settled is not None:
-                await self.on_settled(connection, settled)
+        await self.db.batch_write(self._write, opens, checkpoints, settles, voids)
         for operation in settles:
             operation.written = isinstance(self.results.get(id(operation)), UsageEvent)
 
@@ -158,32 +166,37 @@ class Round:
         checkpoints: Sequence[Checkpoint],
         settles: Sequence[Settle],
         voids: Sequence[str],
-    ) -> list[UsageEvent]:
-        """Send every statement of the transaction and return the events that got their final state."""
+    ) -> None:
+        """Send every statement of the transaction."""
         if opens:
             self._insert(connection, opens)
         if checkpoints:
             rows.WRITE_CHECKPOINTS.execute(connection, [rows.checkpoint_parameters(row) for row in checkpoints])
-        return self._settle(connection, settles, voids) if settles or voids else []
+        if settles or voids:
+            settled = self._settle(connection, settles, voids)
+            if settled and self.on_settled is not None:
+                self.on_settled(connection, settled)
 
     def _insert(self, connection: Connection, entries: Sequence[PendingEntry]) -> None:
         event_rows = [
             rows.event_row(entry, self.epoch_id, self.currency, self.calendar.day_of(entry.admitted_at)) for entry in entries
         ]
+        self.inserted |= {
+            entry.request_id: rows.Opened(row, entry.price) for entry, row in zip(entries, event_rows, strict=True)
+        }
         rows.INSERT_EVENTS.execute(connection, event_rows)
         rows.INSERT_REQUESTS.execute(connection, [rows.request_row(entry) for entry in entries])
 
     def _settle(self, connection: Connection, settles: Sequence[Settle], voids: Sequence[str]) -> list[UsageEvent]:
         wanted = {operation.settlement.request_id for operation in settles} | set(voids)
-        found = connection.execute(rows.EVENTS_WITH_PRICES, {"request_ids": sorted(wanted)}).mappings().all()
-        events = {row["request_id"]: row for row in found}
+        entries = rows.find(connection, sorted(wanted), self.opened)
         changes: dict[str, tuple[UsageEvent, Settlement]] = {}
         for operation in settles:
-            self.results[id(operation)] = self._outcome(operation.settlement, events, changes)
+            self.results[id(operation)] = self._outcome(operation.settlement, entries, changes)
         for request_id in voids:
-            row = events.get(request_id)
-            if row is not None and row["status"] == "pending" and request_id not in changes:
-                self._outcome(_void(request_id), events, changes)
+            entry = entries.get(request_id)
+            if entry is not None and entry.event.status == "pending" and request_id not in changes:
+                self._outcome(_void(request_id), entries, changes)
         if changes:
             self._number(connection, changes)
             self._update(connection, [changes[request_id] for request_id in sorted(changes)])
@@ -200,18 +213,18 @@ class Round:
             changes[request_id] = (dataclasses.replace(event, posting=posting), settlement)
 
     def _outcome(
-        self, settlement: Settlement, events: dict[str, RowMapping], changes: dict[str, tuple[UsageEvent, Settlement]]
+        self, settlement: Settlement, entries: Mapping[str, rows.Entry], changes: dict[str, tuple[UsageEvent, Settlement]]
     ) -> UsageEvent | LedgerBroken:
         """Return the event after `settlement`, and note the change if there is one."""
         request_id = settlement.request_id
-        if request_id not in events:
+        if request_id not in entries:
             return LedgerBroken(f"request {request_id} has no entry to settle")
-        event = changes[request_id][0] if request_id in changes else rows.event_from_row(events[request_id])
+        event = changes[request_id][0] if request_id in changes else entries[request_id].event
         if event.status != "pending":
             if rows.same_outcome(event, settlement):
                 return event
             return LedgerBroken(f"request {request_id} was settled as {event.status} with other figures")
-        cost = self._cost(events[request_id], settlement.usage)
+        cost = self._cost(entries[request_id].rate, settlement.usage)
         if isinstance(cost, LedgerBroken):
             return cost
         after = rows.settled(event, settlement, cost, self.now)
@@ -219,9 +232,9 @@ class Round:
         return after
 
     @staticmethod
-    def _cost(row: RowMapping, usage: Usage) -> int | LedgerBroken:
+    def _cost(rate: Rate | None, usage: Usage) -> int | LedgerBroken:
         try:
-            return rows.cost_of(rows.rate_of(row), usage)
+            return rows.cost_of(rate, usage)
         except OverflowError as error:
             return LedgerBroken(str(error))
 

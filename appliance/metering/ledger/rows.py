@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping, Sequence
 from datetime import date, datetime
 from typing import Any
 
-from sqlalchemy import RowMapping, Select, bindparam, insert, select, update
+from sqlalchemy import Connection, RowMapping, Select, bindparam, insert, literal_column, select, update
 
-from appliance.base.prepared import Prepared
+from appliance.base.prepared import Lookup, Prepared
 from appliance.base.tables import prices, requests, usage_events
 from appliance.metering.ledger.records import (
     ERROR_CHARS_MAX,
@@ -149,6 +150,51 @@ EVENTS_WITH_PRICES: Select[Any] = price_query().where(
     usage_events.c.request_id.in_(bindparam("request_ids", expanding=True)), usage_events.c.kind == "usage"
 )
 """The events of some requests. Made once: to write it anew would cost more than to run it."""
+
+
+_STATES = Lookup(
+    select(usage_events.c.request_id, usage_events.c.id, usage_events.c.status).where(
+        usage_events.c.kind == literal_column("'usage'")
+    ),
+    usage_events.c.request_id,
+)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Entry:
+    """An event as it stands in the ledger, and what its tokens cost."""
+
+    event: UsageEvent
+    rate: Rate | None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Opened:
+    """A pending entry that this process wrote: all that the ledger has of it but its id."""
+
+    row: dict[str, Any]
+    price: Price | None
+
+
+def find(connection: Connection, request_ids: Sequence[str], opened: Mapping[str, Opened]) -> dict[str, Entry]:
+    """Return the entries of these requests. Of those in `opened` no more is read than that they are pending still."""
+    found: dict[str, Entry] = {}
+    mine = [request_id for request_id in request_ids if request_id in opened]
+    for request_id, event_id, status in _STATES.rows(connection, mine) if mine else ():
+        if status == "pending":
+            found[request_id] = _entry_of(event_id, opened[request_id])
+    others = [request_id for request_id in request_ids if request_id not in found]
+    if others:
+        read = connection.execute(EVENTS_WITH_PRICES, {"request_ids": others}).mappings()
+        found |= {row["request_id"]: Entry(event_from_row(row), rate_of(row)) for row in read}
+    return found
+
+
+def _entry_of(event_id: int, opened: Opened) -> Entry:
+    row, price = opened.row, opened.price
+    columns: dict[str, Any] = {name: row.get(name) for name in _EVENT_FIELDS}
+    event = UsageEvent(**columns | {"id": event_id})
+    return Entry(event, None if price is None else price.rate_at(row["price_basis_points"]))
 
 
 def rate_of(row: RowMapping) -> Rate | None:

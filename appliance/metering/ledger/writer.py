@@ -29,6 +29,7 @@ from appliance.base.errors import InternalError, Overloaded
 from appliance.metering.calendar import BillingCalendar
 from appliance.metering.ledger.records import Checkpoint, PendingEntry, RequestRecord, Settlement, Usage, UsageEvent
 from appliance.metering.ledger.round import LedgerBroken, OnSettled, Open, Operation, Round, Settle, Void
+from appliance.metering.ledger.rows import Opened
 
 __all__ = [
     "Checkpoint",
@@ -88,6 +89,7 @@ class Ledger:
         self._inbox: deque[Settle | Void] = deque()
         self._opens_alone = False
         self._in_round: list[Operation] = []
+        self._opened: dict[str, Opened] = {}
         self._checkpoints: dict[str, Checkpoint] = {}
         self._checkpoints_due_s = 0.0
         self._wake = asyncio.Event()
@@ -199,7 +201,17 @@ class Ledger:
         operations = self._in_round = self._take_operations()
         checkpoints = self._take_checkpoints()
         now = self._clock.now()
-        work = Round(self._db, self._epoch_id, self._currency, self._calendar, now, operations, checkpoints, self._on_settled)
+        work = Round(
+            db=self._db,
+            epoch_id=self._epoch_id,
+            currency=self._currency,
+            calendar=self._calendar,
+            now=now,
+            operations=operations,
+            checkpoints=checkpoints,
+            opened=self._opened,
+            on_settled=self._on_settled,
+        )
         try:
             await work.write()
         except (DBAPIError, PoolTimeout, OSError) as error:
