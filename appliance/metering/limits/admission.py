@@ -23,7 +23,7 @@ from appliance.metering.limits.levels import LevelRow, SavedLevel
 from appliance.metering.limits.queue import AdmissionQueue, Later, Refusals, Waiter, may_wait, on_the_loop
 from appliance.metering.limits.quotas import ALL_TENANTS, LimitDecision, LimitKind, Moment, Owner
 from appliance.metering.limits.refusals import refusal
-from appliance.metering.limits.reservations import Reservation
+from appliance.metering.limits.reservations import Reservation, Work
 from appliance.metering.limits.rules import Asked, Rule, holds_for, owners_of, rules_for
 from appliance.metering.limits.sums import SumsReader
 from appliance.tenancy.model_policies import ModelPolicy
@@ -57,8 +57,9 @@ class Patience:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Needs:
-    """What a request asks of each of its allowances, and in `common` of all that refuse."""
+    """What a request is to cost, and what it asks of each of its allowances, and in `common` of all that refuse."""
 
+    work: Work
     common: Need
     each: Sequence[Need]
 
@@ -321,7 +322,7 @@ class Admission:
             for allowance, need in zip(allowances, needs.each, strict=True)
         ]
         reservation = Reservation(
-            asked.work(),
+            needs.work,
             needs.common,
             holds,
             moment=self._moment,
@@ -345,22 +346,23 @@ class Admission:
     def _needs(self, asked: Asked, allowances: Sequence[Allowance]) -> Needs:
         """Return what is asked of each allowance. It differs where a guess is cut to the room that limits leave: limits in
         shadow mode cut it for themselves alone."""
+        work = asked.work()
         enforced = [allowance.limits for allowance in allowances if allowance.enforces]
-        common = self._need(asked, _room(enforced))
+        common = self._need(asked, work, _room(enforced))
         return Needs(
+            work=work,
             common=common,
             each=[
-                common if allowance.enforces else self._need(asked, _room([*enforced, allowance.limits]))
+                common if allowance.enforces else self._need(asked, work, _room([*enforced, allowance.limits]))
                 for allowance in allowances
             ],
         )
 
-    def _need(self, asked: Asked, room: float) -> Need:
+    def _need(self, asked: Asked, work: Work, room: float) -> Need:
         outputs = self._outputs.get((asked.principal.key.id, asked.model), ())
         each = expected_output(outputs, asked.max_output_tokens, room=(room - asked.prompt_tokens) / asked.answers)
         expected = asked.answers * each
         longest = asked.answers * max(each, asked.max_output_tokens or 0, asked.output_room or 0)
-        work = asked.work()
         return Need(
             expected=Amount(tokens=asked.prompt_tokens + expected, cost_picos=work.cost(0, expected)),
             worst=Amount(tokens=asked.prompt_tokens + longest, cost_picos=work.cost(0, longest)),

@@ -116,7 +116,27 @@ class Allowance:
 
     def refusals(self, need: Need, at: Moment, ahead: Ahead = NOBODY) -> list[LimitDecision]:
         """Return the decisions of the limits that refuse `need`; none of them changes anything."""
+        if ahead is NOBODY and self._has_plenty(need, at):
+            return []
         return [decision for decision in self.decisions(need, at, ahead) if not decision.allowed]
+
+    def _has_plenty(self, need: Need, at: Moment) -> bool:
+        """Return whether no limit refuses `need`, without saying why: almost every request asks only this.
+
+        False may also mean that it takes a closer look, which `decisions` is.
+        """
+        limits, tokens = self.limits, need.expected.tokens
+        if limits.concurrent_requests is not None and self.running >= limits.concurrent_requests:
+            return False
+        if self.requests is not None and self.requests.level(at.monotonic_s) < 1:
+            return False
+        if self.tokens is not None and self.tokens.level(at.monotonic_s) < tokens:
+            return False
+        day, month = self._windows(at)
+        if limits.tokens_per_day is not None and day.used + day.reserved + tokens > limits.tokens_per_day:
+            return False
+        budget = self._budget_picos
+        return budget is None or month.used + month.reserved + need.expected.cost_picos <= budget
 
     def decisions(self, need: Need, at: Moment, ahead: Ahead = NOBODY) -> Iterator[LimitDecision]:
         """Yield what each limit says to `need`, and to being `ahead` of nobody who waits for the same."""

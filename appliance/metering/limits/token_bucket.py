@@ -71,12 +71,13 @@ class TokenBucket:
     DEBT_MINUTES_MAX capacities: however large the surprise was, tokens are there again after that many minutes.
     """
 
-    __slots__ = ("_at_us", "_forgone", "_last", "_units", "capacity")
+    __slots__ = ("_at_us", "_forgone", "_last", "_seen_s", "_units", "capacity")
 
     def __init__(self, capacity: int, now_s: float, *, units: int | None = None) -> None:
         self.capacity = capacity
         self._units = self._units_max if units is None else min(max(units, self._units_min), self._units_max)
         self._at_us = _micros(now_s)
+        self._seen_s = now_s
         self._last: Take | None = None
         self._forgone = 0  # debt that a smaller limit does not ask for, and a larger one would
 
@@ -160,6 +161,9 @@ class TokenBucket:
         return -DEBT_MINUTES_MAX * self._units_max
 
     def _refill(self, now_s: float) -> None:
+        if now_s == self._seen_s:
+            return  # one moment asks a bucket many things
+        self._seen_s = now_s
         now_us = _micros(now_s)
         if now_us > self._at_us:
             gained = (now_us - self._at_us) * self.capacity
