@@ -20,8 +20,17 @@ from engine.models.decoder import Decoder
 from engine.options import EngineOptions
 from engine.protocol import EngineInfo
 from engine.quantization.scheme import weight_scheme
+from engine.runner.ahead import launches_ahead, slot_runner
 from engine.runner.calibration import MeasuredSpeed, measure_speed
-from engine.runner.device import check_swap_space, device_name, kv_bytes_available, resolve_device, resolve_dtype
+from engine.runner.device import (
+    check_swap_space,
+    device_name,
+    format_name,
+    kv_bytes_available,
+    resolve_device,
+    resolve_dtype,
+    resolve_kv_dtype,
+)
 from engine.runner.kv_cache import BlockMover
 from engine.runner.memory_forecast import MemoryForecast, MemoryMeter, forecast_memory
 from engine.runner.memory_plan import MemoryPlan, plan_memory
@@ -65,17 +74,18 @@ def build_engine(options: EngineOptions, *, progress: Callable[[float], None] = 
     model = _load(options.model, options, dtype=dtype, device=device, quantization=options.quantization, progress=progress)
     draft = _load_draft(options, model.config, dtype=dtype, device=device)
     draft_config = None if draft is None else draft.config
-    element_bytes = torch.empty((), dtype=dtype).element_size()
+    kv_dtype = resolve_kv_dtype(options.kv_cache_dtype, dtype)
     available = kv_bytes_available(forecast.fit.needs, options, device)
-    plan = plan_memory(model.config, options, element_bytes=element_bytes, available_bytes=available, draft=draft_config)
+    plan = plan_memory(model.config, options, element_bytes=kv_dtype.itemsize, available_bytes=available, draft=draft_config)
     if draft_config is not None:
         check_draft_context(draft_config, plan.max_model_len)
-    target_decoder = _paged(model, options, plan, dtype=dtype, device=device)
-    draft_decoder = None if draft is None else _paged(draft, options, plan, dtype=dtype, device=device)
+    target_decoder = _paged(model, options, plan, dtype=dtype, kv_dtype=kv_dtype, device=device)
+    draft_decoder = None if draft is None else _paged(draft, options, plan, dtype=dtype, kv_dtype=kv_dtype, device=device)
     masks = GrammarMasks(model.config.vocab_size)
+    sampler = Sampler(device)
     runner = ModelRunner(
         target_decoder,
-        Sampler(device),
+        sampler,
         BlockMover([*target_decoder.kv_caches, *(draft_decoder.kv_caches if draft_decoder else ())], plan.num_host_blocks),
         masks,
         draft=draft_decoder,
@@ -88,16 +98,31 @@ def build_engine(options: EngineOptions, *, progress: Callable[[float], None] = 
         target_decoder,
         draft_decoder,
         plan,
-        element_bytes=element_bytes,
+        weight_bytes=model.size.num_bytes / model.size.num_parameters,
+        kv_bytes=kv_dtype.itemsize,
         block_size=options.block_size,
         for_speculation=options.speculative_config is not None,
     )
     budget = _step_budget(options, speed.step_times)
-    info = _info(options, model, plan, dtype=dtype, device=device, load_s=time.monotonic() - started_s)
+    info = _info(
+        options,
+        model,
+        plan,
+        dtype=dtype,
+        kv_dtype=kv_dtype,
+        kv_scales=target_decoder.kv_scales,
+        device=device,
+        load_s=time.monotonic() - started_s,
+    )
     num_bytes = model.size.num_bytes + (0 if draft is None else draft.size.num_bytes)
     info = replace(info, memory=forecast.parts(meter.measured(num_bytes, plan.kv_bytes)), memory_note=forecast.shortened())
     scheduler = _scheduler(options, plan, device, speed, budget)
-    return Engine(scheduler, runner, info, grammars=_grammar_desk(options, info, masks), step_budget=budget)
+    desk = _grammar_desk(options, info, masks)
+    if not launches_ahead(options, device):
+        return Engine(scheduler, runner, info, grammars=desk, step_budget=budget)
+    ahead = slot_runner(runner, target_decoder, sampler, scheduler.limits, device)
+    ahead.warm_up()
+    return Engine(scheduler, ahead, info, grammars=desk, step_budget=budget, overlap=ahead)
 
 
 def _forecast(options: EngineOptions, *, dtype: torch.dtype, device: torch.device) -> MemoryForecast:
@@ -136,7 +161,13 @@ def _load_draft(options: EngineOptions, target: ModelConfig, *, dtype: torch.dty
 
 
 def _paged(
-    model: LoadedModel, options: EngineOptions, plan: MemoryPlan, *, dtype: torch.dtype, device: torch.device
+    model: LoadedModel,
+    options: EngineOptions,
+    plan: MemoryPlan,
+    *,
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype,
+    device: torch.device,
 ) -> PagedDecoder:
     return PagedDecoder(
         model.config,
@@ -145,6 +176,7 @@ def _paged(
         options.block_size,
         dtype=dtype,
         device=device,
+        kv_dtype=kv_dtype,
         batch_invariant=options.batch_invariant,
     )
 
@@ -197,6 +229,8 @@ def _info(
     plan: MemoryPlan,
     *,
     dtype: torch.dtype,
+    kv_dtype: torch.dtype,
+    kv_scales: str,
     device: torch.device,
     load_s: float,
 ) -> EngineInfo:
@@ -208,7 +242,7 @@ def _info(
         eos_token_ids=list(model.config.eos_token_ids),
         block_size=options.block_size,
         num_kv_blocks=plan.num_blocks,
-        dtype=str(dtype).removeprefix("torch."),
+        dtype=format_name(dtype),
         device=device.type,
         device_name=device_name(device),
         kernels=ops.implementation(dtype, device, batch_invariant=options.batch_invariant),
@@ -217,4 +251,6 @@ def _info(
         kv_bytes=plan.kv_bytes,
         load_s=load_s,
         quantization=model.quantization,
+        kv_cache_dtype=format_name(kv_dtype),
+        kv_scales=kv_scales,
     )

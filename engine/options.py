@@ -32,7 +32,8 @@ class EngineOptions:
     """Options of one engine process. Raises `EngineConfigError`, naming the option.
 
     `swap_space` is the size in GiB of the tier in main memory that evicted KV blocks move to. `batch_invariant`: a request
-    gives the same logits alone and in any batch, at the cost of speed. `inter_token_target_ms`: how long a step may make
+    gives the same logits alone and in any batch, at the cost of speed. `enforce_eager`: on a GPU no step is captured, and none is
+    launched before the tokens of the one before it are known. `inter_token_target_ms`: how long a step may make
     running requests wait for their next token. `shared_prefixes`: text files with prompts that all tenants may share.
     `quantization`: int8 or fp8 quantises the weights while they are read, another one must be what the checkpoint is in.
     `kv_cache_dtype`: auto keeps keys and values as they are computed, fp8 and fp8_e4m3 in 8 bits.
@@ -54,6 +55,7 @@ class EngineOptions:
     swap_space: float = 0.0
     speculative_config: SpeculativeOptions | None = None
     batch_invariant: bool = False
+    enforce_eager: bool = False
     scheduling_policy: str = "fair"
     inter_token_target_ms: float | None = None
     shared_prefixes: tuple[Path, ...] = ()
@@ -105,6 +107,8 @@ class EngineOptions:
             )
         if not isinstance(self.batch_invariant, bool):
             raise EngineConfigError("batch_invariant", f"must be True or False, not {self.batch_invariant!r}")
+        if not isinstance(self.enforce_eager, bool):
+            raise EngineConfigError("enforce_eager", f"must be True or False, not {self.enforce_eager!r}")
         target_ms = self.inter_token_target_ms
         if target_ms is not None and not (_is_number(target_ms) and 0.0 < target_ms <= INTER_TOKEN_TARGET_MS_MAX):
             raise EngineConfigError(

@@ -64,6 +64,7 @@ class Settings:
     swap_space_gib: float = 0.0
     speculative: str | None = None
     batch_invariant: bool = False
+    enforce_eager: bool = False
     scheduling_policy: str = "fair"
     inter_token_target_ms: float | None = None
     shared_prefixes: tuple[str, ...] = ()
@@ -192,6 +193,7 @@ _PARSERS: dict[str, Callable[[object], Any]] = {
     "swap_space_gib": values_of.number(0, 1024 * 1024),
     "speculative": values_of.speculative,
     "batch_invariant": values_of.flag,
+    "enforce_eager": values_of.flag,
     "scheduling_policy": values_of.choice("fair", "fcfs"),
     "inter_token_target_ms": values_of.number(0.1, 60_000),
     "shared_prefixes": values_of.files,

@@ -95,6 +95,7 @@ def engine_command(folder: ModelFolder, settings: Settings, fd: int) -> list[str
     given = [(option, str(value)) for option, value in options.items() if value is not None]
     given += [("--shared-prefix", path) for path in settings.shared_prefixes]
     flags = ["--batch-invariant"] if settings.batch_invariant else []
+    flags += ["--enforce-eager"] if settings.enforce_eager else []
     return [sys.executable, "-m", "engine.main", *(part for pair in given for part in pair), *flags]
 
 

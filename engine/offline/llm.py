@@ -69,8 +69,8 @@ class LLM:
         shared_prefixes: Sequence[str | Path] = (),
         **unknown: Any,
     ) -> None:
-        """`num_gpu_blocks_override` and `kv_cache_bytes` size the cache on any device; `enforce_eager` changes nothing here,
-        because no step is compiled or captured. The last four and `speculative_config` are described in `engine.options` and
+        """`num_gpu_blocks_override` and `kv_cache_bytes` size the cache on any device; `enforce_eager` chooses
+        the plain runner, which on a CPU is the only one. The last four and `speculative_config` are described in `engine.options` and
         `speculation.options`. Raises `ModelError` or `EngineConfigError`."""
         for option in unknown:
             raise EngineConfigError(option, "is not an option of this engine")
@@ -78,8 +78,6 @@ class LLM:
             raise EngineConfigError("seed", f"must be an integer, not {seed!r}")
         _refuse("enable_chunked_prefill", enable_chunked_prefill, enable_chunked_prefill)
         _refuse("tensor_parallel_size", tensor_parallel_size, tensor_parallel_size == 1)
-        if not isinstance(enforce_eager, bool):
-            raise EngineConfigError("enforce_eager", f"must be True or False, not {enforce_eager!r}")
         directory = _path("model", model)
         _count("num_gpu_blocks_override", num_gpu_blocks_override)
         if not isinstance(shared_prefixes, list | tuple):
@@ -100,6 +98,7 @@ class LLM:
             swap_space=swap_space,
             speculative_config=None if speculative_config is None else SpeculativeOptions.parse(speculative_config),
             batch_invariant=batch_invariant,
+            enforce_eager=enforce_eager,
             scheduling_policy=scheduling_policy,
             inter_token_target_ms=inter_token_target_ms,
             shared_prefixes=tuple(_path("shared_prefixes", path) for path in shared_prefixes),

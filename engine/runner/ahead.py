@@ -1,0 +1,41 @@
+"""Which engines launch steps ahead, and the runner they do it with."""
+
+from __future__ import annotations
+
+import torch
+
+from engine.options import EngineOptions
+from engine.runner.cuda_graphs import CudaGraphs, DirectCalls
+from engine.runner.model_runner import ModelRunner
+from engine.runner.paged_decoder import PagedDecoder
+from engine.runner.slot_runner import SlotRunner
+from engine.runner.slot_sampler import HostSlotSampler
+from engine.sampling.sampler import Sampler
+from engine.scheduling.limits import SchedulerLimits
+
+
+def launches_ahead(options: EngineOptions, device: torch.device) -> bool:
+    """On a GPU, unless the operator wants the plain runner or something that needs the host between two steps: guesses, whose
+    number a step decides by the last token, and results that do not depend on the batch, which graphs of rounded sizes do."""
+    return (
+        device.type == "cuda"
+        and not options.enforce_eager
+        and not options.batch_invariant
+        and options.speculative_config is None
+    )
+
+
+def slot_runner(
+    plain: ModelRunner, target: PagedDecoder, sampler: Sampler, limits: SchedulerLimits, device: torch.device
+) -> SlotRunner:
+    """A runner over slots for all seats of the engine."""
+    return SlotRunner(
+        plain,
+        target,
+        HostSlotSampler(sampler),
+        CudaGraphs(device) if device.type == "cuda" else DirectCalls(),
+        max_num_seqs=limits.max_num_seqs,
+        num_columns=-(-limits.max_model_len // limits.block_size),
+        block_size=limits.block_size,
+        device=device,
+    )

@@ -1,0 +1,76 @@
+"""Capture and replay of a function that works on buffers that stay where they are. The only code here that tests on a CPU
+cannot run; its twin there calls the function.
+
+A replayed graph costs the host one call, whatever the number of kernels in it. A graph is made when its key is asked for the
+first time; all share one pool of memory, as only one runs at a time. Before a capture the function runs once outside of it, so
+that kernels are compiled and libraries have their workspaces: the caller sees to it that this run changes nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Hashable
+from typing import Protocol
+
+import torch
+
+log = logging.getLogger("gatehouse.engine")
+
+
+class Calls(Protocol):
+    """Runs a function by key."""
+
+    def is_ready(self, key: Hashable) -> bool:
+        """Whether `run` will do no more than what it is asked to."""
+        ...
+
+    def make_ready(self, key: Hashable, function: Callable[[], None]) -> None:
+        """Do what has to be done once; `function` must change nothing meanwhile."""
+        ...
+
+    def run(self, key: Hashable, function: Callable[[], None]) -> None:
+        """Do what `function` does with its buffers; `make_ready` came first."""
+        ...
+
+
+class DirectCalls:
+    """The plain twin: every run is a call."""
+
+    def is_ready(self, key: Hashable) -> bool:  # noqa: ARG002 - all of them
+        return True
+
+    def make_ready(self, key: Hashable, function: Callable[[], None]) -> None:
+        """Nothing has to be done."""
+
+    def run(self, key: Hashable, function: Callable[[], None]) -> None:  # noqa: ARG002 - nothing was kept by it
+        function()
+
+
+class CudaGraphs:
+    """One graph per key."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def is_ready(self, key: Hashable) -> bool:
+        return key in self._graphs
+
+    def make_ready(self, key: Hashable, function: Callable[[], None]) -> None:
+        started_s = time.perf_counter()
+        current = torch.cuda.current_stream(self._device)
+        beside = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        beside.wait_stream(current)
+        with torch.cuda.stream(beside):
+            function()
+        current.wait_stream(beside)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            function()
+        self._graphs[key] = graph
+        log.info("captured graph=%s s=%.3f", key, time.perf_counter() - started_s)
+
+    def run(self, key: Hashable, function: Callable[[], None]) -> None:  # noqa: ARG002 - it was captured
+        self._graphs[key].replay()

@@ -1,0 +1,165 @@
+"""Request slots: what the device itself knows of the requests that decode, and the host's notes of what it knows.
+
+A slot holds the last token of a request, how many tokens there are, and its row of blocks: enough for the device to make the
+inputs of the next step without the host, which has not seen that token yet. The sampler keeps its columns by the same numbers.
+
+A slot is a copy of what the scheduler knows, never the only one: whatever is not as the notes say is sent again, and a slot of
+a request that is not in the step may be given to another. Nobody has to announce the end of a request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+
+from engine.runner.staging import Staging
+from engine.scheduling.request import Request
+from engine.scheduling.scheduled_batch import ScheduledRequest
+from kernels import ops
+
+NOTHING = -1
+
+
+class SlotState:
+    """S slots of M blocks each, on the device. Only kernels read it."""
+
+    def __init__(self, num_slots: int, num_columns: int, *, device: torch.device) -> None:
+        self.last_tokens = torch.zeros(num_slots, dtype=torch.int64, device=device)  # [S]
+        self.num_tokens = torch.zeros(num_slots, dtype=torch.int32, device=device)  # [S], the last one included
+        self.tables = torch.zeros(num_slots, num_columns, dtype=torch.int32, device=device)  # [S, M]
+        self._staging = Staging(device)
+        self._ops = ops.operations(device)
+
+    @property
+    def num_slots(self) -> int:
+        return self.tables.shape[0]
+
+    def write_lengths(self, slots: Sequence[int], last_tokens: Sequence[int], num_tokens: Sequence[int]) -> None:
+        """A last token that is below 0 is not known and left as it is on the device."""
+        for chosen, target, values in (
+            ([i for i, token in enumerate(last_tokens) if token >= 0], self.last_tokens, last_tokens),
+            (range(len(slots)), self.num_tokens, num_tokens),
+        ):
+            if chosen:
+                sent = self._staging.send([[slots[i] for i in chosen], [values[i] for i in chosen]])
+                target.index_copy_(0, sent[0], sent[1].to(target.dtype))
+
+    def write_blocks(self, pieces: Sequence[tuple[int, int, Sequence[int]]]) -> None:
+        """pieces: (slot, first column, block ids)"""
+        columns = self.tables.shape[1]
+        places = np.concatenate([np.arange(len(ids)) + (slot * columns + first) for slot, first, ids in pieces])
+        blocks = np.concatenate([np.asarray(ids) for _, _, ids in pieces])
+        sent = self._staging.send(np.stack((places, blocks)))
+        self.tables.view(-1).index_copy_(0, sent[0], sent[1].to(torch.int32))
+
+    def advance(self, slots: torch.Tensor, sampled: torch.Tensor) -> None:
+        """slots: [R] int32, below 0 is padding; sampled: [R] int64, below 0 where there is no token, which 0 stands for"""
+        self._ops.advance_slots(slots, sampled.clamp_min(0), self.last_tokens, self.num_tokens)
+
+
+class SlotTable:
+    """The host's notes: whose a slot is, how many tokens it will hold after the steps launched so far, which blocks it has.
+
+    `placed(slots, requests)` is called for slots that get another owner.
+    """
+
+    def __init__(self, state: SlotState, placed: Callable[[Sequence[int], Sequence[Request]], None]) -> None:
+        num_slots = state.num_slots
+        self._state = state
+        self._placed = placed
+        self._of: dict[Request, int] = {}
+        self._free = list(range(num_slots - 1, -1, -1))
+        self._lens = [NOTHING] * num_slots
+        self._tables: list[list[int] | None] = [None] * num_slots
+        self._num_blocks = [0] * num_slots
+        self._requests: list[Request] = []  # of the last step
+        self._slots: list[int] = []
+
+    def holds(self, request: Request) -> bool:
+        """Whether the request has a slot."""
+        return request in self._of
+
+    def forget(self) -> None:
+        """What the device holds is in doubt; the owners stay."""
+        self._lens = [NOTHING] * len(self._lens)
+        self._requests = []
+
+    def leave_out(self) -> None:
+        """A step goes past the slots: whoever was in it is further than its slot says."""
+        self._requests = []
+
+    def update(self, items: Sequence[ScheduledRequest]) -> list[int]:
+        """Bring the slots of `items`, all of which yield a token, up to date, and expect the step to advance them. → slots
+
+        Where the slot is not current, the input token must be known, unless the step computes a chunk from known ones."""
+        requests = [item.request for item in items]
+        if self._goes_on(requests):
+            lens, slots = self._lens, self._slots
+            self._grow(requests, slots)
+            for slot in slots:
+                lens[slot] += 1
+            return slots
+        slots = self._seats(requests)
+        self._requests = []  # until the step is as it says below
+        stale = [
+            i
+            for i, (item, slot) in enumerate(zip(items, slots, strict=True))
+            if self._lens[slot] != item.start + item.num_tokens or self._tables[slot] is not item.request.block_table
+        ]
+        if stale:
+            self._send([items[i] for i in stale], [slots[i] for i in stale])
+        self._grow(requests, slots)
+        for item, slot in zip(items, slots, strict=True):
+            self._lens[slot] = item.start + item.num_tokens + 1
+        self._requests, self._slots = requests, slots
+        return slots
+
+    def _goes_on(self, requests: list[Request]) -> bool:
+        """Whether a step is the next one of those that were in the last: a request that was preempted since has another
+        table."""
+        if requests != self._requests:
+            return False
+        tables = self._tables
+        return all(request.block_table is tables[slot] for request, slot in zip(requests, self._slots, strict=True))
+
+    def _send(self, items: Sequence[ScheduledRequest], slots: Sequence[int]) -> None:
+        tokens: list[int] = []
+        for item, slot in zip(items, slots, strict=True):
+            request, last = item.request, item.start + item.num_tokens - 1
+            is_current = self._lens[slot] == last + 1
+            token_id = request.token_ids[last]
+            assert is_current or token_id >= 0, f"neither host nor device knows the last token of {request.request_id}"
+            tokens.append(NOTHING if is_current else token_id)
+            self._tables[slot], self._num_blocks[slot] = request.block_table, 0
+        self._state.write_lengths(slots, tokens, [item.start + item.num_tokens for item in items])
+
+    def _grow(self, requests: Sequence[Request], slots: Sequence[int]) -> None:
+        """Send the blocks that were added to tables."""
+        counts = self._num_blocks
+        pieces: list[tuple[int, int, Sequence[int]]] = []
+        for request, slot in zip(requests, slots, strict=True):
+            table, known = request.block_table, counts[slot]
+            if len(table) != known:
+                pieces.append((slot, known, table[known:]))
+                counts[slot] = len(table)
+        if pieces:
+            self._state.write_blocks(pieces)
+
+    def _seats(self, requests: Sequence[Request]) -> list[int]:
+        """Slots of these requests; who has none gets one, if need be that of a request which is not among them."""
+        slots = [self._of.get(request, NOTHING) for request in requests]
+        new = [i for i, slot in enumerate(slots) if slot == NOTHING]
+        if not new:
+            return slots
+        if len(new) > len(self._free):
+            staying = set(requests)
+            for request in [request for request in self._of if request not in staying]:
+                self._free.append(self._of.pop(request))
+        for i in new:
+            slot = self._free.pop()
+            slots[i] = self._of[requests[i]] = slot
+            self._lens[slot], self._tables[slot] = NOTHING, None
+        self._placed([slots[i] for i in new], [requests[i] for i in new])
+        return slots

@@ -1,0 +1,142 @@
+"""Host memory that the device copies from and to while the host goes on, without either overwriting what the other reads.
+
+Buffers rotate. Each is page-locked and has an event that is recorded behind the copy that uses it; it is not touched again
+before that event has passed. There are more buffers than steps under way, so that nobody waits in practice.
+
+On a CPU there is no copy that runs by itself: values are taken at once, and the same classes hand them on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, Protocol, TypeVar
+
+import numpy as np
+import torch
+
+DEPTH = 4
+"""Buffers in rotation: two steps are under way at a time."""
+
+Buffer = TypeVar("Buffer")
+
+
+class Event(Protocol):
+    """The part of `torch.cuda.Event` that matters here."""
+
+    def synchronize(self) -> None: ...
+
+
+class Rotation(Generic[Buffer]):
+    """Buffers that are used in turn, each only when its last use is over."""
+
+    def __init__(self, make: Callable[[], Buffer], depth: int = DEPTH) -> None:
+        self._buffers = [make() for _ in range(depth)]
+        self._events: list[Event | None] = [None] * depth
+        self._next = 0
+
+    def take(self) -> tuple[int, Buffer]:
+        """The buffer whose turn it is; waits for whoever still uses it."""
+        place, self._next = self._next, (self._next + 1) % len(self._buffers)
+        event, self._events[place] = self._events[place], None
+        if event is not None:
+            event.synchronize()
+        return place, self._buffers[place]
+
+    def used(self, place: int, until: Event) -> None:
+        """The buffer is in use until the event has passed."""
+        self._events[place] = until
+
+    def replace(self, place: int, buffer: Buffer) -> None:
+        """Another buffer in that place, larger for instance."""
+        self._buffers[place] = buffer
+
+
+class Staging:
+    """Small tables of integers on their way to the device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._rotation: Rotation[torch.Tensor] | None = None
+        if device.type == "cuda":
+            self._rotation = Rotation(lambda: torch.empty(4096, dtype=torch.int64, pin_memory=True))
+
+    def send(self, values: Sequence[Sequence[int]] | Sequence[int] | np.ndarray[Any, Any]) -> torch.Tensor:
+        """A tensor on the device with these integers, int64, behind everything launched so far."""
+        wanted = torch.from_numpy(np.array(values, dtype=np.int64))
+        if self._rotation is None:
+            return wanted
+        place, buffer = self._rotation.take()
+        if buffer.numel() < wanted.numel():
+            buffer = torch.empty(2 * wanted.numel(), dtype=torch.int64, pin_memory=True)
+            self._rotation.replace(place, buffer)
+        pinned = buffer[: wanted.numel()].view(wanted.shape)
+        pinned.copy_(wanted)
+        sent = pinned.to(self._device, non_blocking=True)
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record()
+        self._rotation.used(place, event)
+        return sent
+
+
+class Fetch(Protocol):
+    """Tokens on their way to the host."""
+
+    def tokens(self) -> list[int]:
+        """Wait for them. Raises what the device failed with."""
+        ...
+
+
+class FetchedAtOnce:
+    """Tokens of a device that is the host."""
+
+    def __init__(self, tokens: torch.Tensor) -> None:
+        self._tokens = tokens.clone()
+
+    def tokens(self) -> list[int]:
+        found: list[int] = self._tokens.tolist()
+        return found
+
+
+class CudaFetch:
+    """Tokens in a page-locked buffer; the wait sleeps instead of spinning, and ends with the copy, not with later steps."""
+
+    def __init__(self, pinned: torch.Tensor, event: torch.cuda.Event) -> None:
+        self._pinned = pinned
+        self._event = event
+
+    def tokens(self) -> list[int]:
+        self._event.synchronize()
+        found: list[int] = self._pinned.tolist()
+        return found
+
+
+class TokenReturn:
+    """Sends the tokens of steps to the host. On a GPU over a stream of its own: the next step does not wait for the bus."""
+
+    def __init__(self, max_rows: int, *, device: torch.device) -> None:
+        self._rotation: Rotation[tuple[torch.Tensor, torch.Tensor]] | None = None
+        if device.type == "cuda":
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            self._rotation = Rotation(
+                lambda: (
+                    torch.empty(max_rows, dtype=torch.int64, device=device),
+                    torch.empty(max_rows, dtype=torch.int64, pin_memory=True),
+                )
+            )
+
+    def send(self, tokens: torch.Tensor) -> Fetch:
+        """tokens: [R] int64 on the device, free to be overwritten by the next step"""
+        if self._rotation is None:
+            return FetchedAtOnce(tokens)
+        place, (kept, pinned) = self._rotation.take()
+        kept, pinned = kept[: tokens.shape[0]], pinned[: tokens.shape[0]]
+        kept.copy_(tokens)
+        ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        ready.record()
+        done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(self._stream):
+            self._stream.wait_event(ready)
+            pinned.copy_(kept, non_blocking=True)
+            done.record(self._stream)
+        self._rotation.used(place, done)
+        return CudaFetch(pinned, done)
