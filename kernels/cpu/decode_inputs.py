@@ -41,9 +41,21 @@ def prepare_decode(
     block_tables.copy_(torch.where(reached, tables, block_tables))
 
 
-def advance_slots(slots: torch.Tensor, sampled: torch.Tensor, last_tokens: torch.Tensor, num_tokens: torch.Tensor) -> None:
-    """The tokens of a step become the last of their slots: slots: [B] int32 (below 0: padding), sampled: [B]; in place."""
+def advance_slots(
+    slots: torch.Tensor,
+    sampled: torch.Tensor,
+    last_tokens: torch.Tensor,
+    num_tokens: torch.Tensor,
+    *,
+    out: torch.Tensor | None = None,
+) -> None:
+    """The tokens of a step become the last of their slots, in place, and are copied to `out`.
+
+    slots: [B] int32, below 0 is padding; sampled: [B], below 0 where no token could be drawn, for which a slot gets token 0.
+    """
     active = slots >= 0
     rows = slots[active].long()
-    last_tokens.index_copy_(0, rows, sampled[active].to(last_tokens.dtype))
+    last_tokens.index_copy_(0, rows, sampled[active].clamp_min(0).to(last_tokens.dtype))
     num_tokens.index_add_(0, rows, torch.ones_like(rows, dtype=num_tokens.dtype))
+    if out is not None:
+        out.copy_(sampled)

@@ -38,9 +38,21 @@ def prepare_decode(
             block_tables[row, index] = slot_tables[slot, index]
 
 
-def advance_slots(slots: torch.Tensor, sampled: torch.Tensor, last_tokens: torch.Tensor, num_tokens: torch.Tensor) -> None:
-    """The tokens of a step become the last of their slots: slots: [B] int32 (below 0: padding), sampled: [B]; in place."""
+def advance_slots(
+    slots: torch.Tensor,
+    sampled: torch.Tensor,
+    last_tokens: torch.Tensor,
+    num_tokens: torch.Tensor,
+    *,
+    out: torch.Tensor | None = None,
+) -> None:
+    """The tokens of a step become the last of their slots, in place, and are copied to `out`.
+
+    slots: [B] int32, below 0 is padding; sampled: [B], below 0 where no token could be drawn, for which a slot gets token 0.
+    """
     for row, slot in enumerate(slots.tolist()):
+        if out is not None:
+            out[row] = sampled[row]
         if slot >= 0:
-            last_tokens[slot] = sampled[row]
+            last_tokens[slot] = max(0, int(sampled[row]))
             num_tokens[slot] += 1

@@ -43,11 +43,14 @@ def prepare_decode_kernel(
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def advance_slots_kernel(slots, sampled, last_tokens, num_tokens, num_rows, ROWS: tl.constexpr):
+def advance_slots_kernel(slots, sampled, last_tokens, num_tokens, out, num_rows, ROWS: tl.constexpr):
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     slot = tl.load(slots + row, mask=row < num_rows, other=-1).to(tl.int64)
+    token = tl.load(sampled + row, mask=row < num_rows, other=0)
     active = slot >= 0
-    tl.store(last_tokens + slot, tl.load(sampled + row, mask=active, other=0), mask=active)
+    if out is not None:
+        tl.store(out + row, token, mask=row < num_rows)
+    tl.store(last_tokens + slot, tl.maximum(token, 0), mask=active)
     tl.store(num_tokens + slot, tl.load(num_tokens + slot, mask=active, other=0) + 1, mask=active)
 
 
@@ -83,15 +86,23 @@ def prepare_decode(
     )  # fmt: skip
 
 
-def advance_slots(slots: torch.Tensor, sampled: torch.Tensor, last_tokens: torch.Tensor, num_tokens: torch.Tensor) -> None:
-    """last_tokens[slots[i]] = sampled[i]; num_tokens[slots[i]] += 1: slots: [B] int32 (below 0: padding), sampled: [B]
+def advance_slots(
+    slots: torch.Tensor,
+    sampled: torch.Tensor,
+    last_tokens: torch.Tensor,
+    num_tokens: torch.Tensor,
+    *,
+    out: torch.Tensor | None = None,
+) -> None:
+    """last_tokens[slots[i]] = max(0, sampled[i]); num_tokens[slots[i]] += 1; out[i] = sampled[i], padding included
 
-    In place; slots are distinct. sampled, last_tokens and num_tokens are int32 or int64. Moves some 20 bytes a row.
+    slots: [B] int32, distinct, below 0 for padding; sampled: [B], below 0 where no token could be drawn; in place. sampled,
+    last_tokens, num_tokens and out (a copy that stays while the next step runs) are int32 or int64. Moves some 30 bytes a row.
     """
     rows = slots.shape[0]
     if rows:
         grid = (triton.cdiv(rows, ROWS),)
-        advance_slots_kernel[grid](slots, sampled, last_tokens, num_tokens, rows, ROWS, num_warps=4)
+        advance_slots_kernel[grid](slots, sampled, last_tokens, num_tokens, out, rows, ROWS, num_warps=4)
 
 
 def compilations() -> list[Compilation]:
@@ -102,7 +113,7 @@ def compilations() -> list[Compilation]:
     advance = Compilation(
         "advance_slots",
         advance_slots_kernel,
-        {**state, "sampled": "*i64", "num_rows": "i32"},
+        {**state, "sampled": "*i64", "out": "*i64", "num_rows": "i32"},
         {"ROWS": ROWS},
     )
     return [

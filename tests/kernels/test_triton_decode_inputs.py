@@ -84,10 +84,13 @@ def test_sampled_tokens_become_the_last_of_their_slots(
 ) -> None:
     slots = torch.tensor(rows, dtype=torch.int32, device=device)
     sampled = torch.arange(100, 100 + len(rows), device=device)
+    sampled[-1] = -1  # no token could be drawn
+    out = Guarded((len(rows),), torch.int64, device)
     made, expected = (tuple(part.clone() for part in state([3] * NUM_SLOTS, device)[:2]) for _ in "ab")
     made = made[0].to(dtype), made[1]
-    kernels.advance_slots(slots, sampled, *made)
+    kernels.advance_slots(slots, sampled, *made, out=out.tensor)
     reference.advance_slots(slots, sampled, *expected)
+    assert_same(out.check(), sampled)
     assert_same(made[0].long(), expected[0])
     assert_same(made[1], expected[1])
 
