@@ -170,7 +170,7 @@ class MemoryPart:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineInfo:
     """Facts about a loaded model, sent once when the engine is ready. `quantization` is how its weights are kept, as the option
-    of that name calls it, or none."""
+    of that name calls it, or none. `kv_scales` of keys and values in 8 bits: unit, or from the checkpoint."""
 
     model: str
     architecture: str
@@ -189,6 +189,7 @@ class EngineInfo:
     load_s: float
     quantization: str = "none"
     kv_cache_dtype: str = "auto"
+    kv_scales: str = "none"
     memory: list[MemoryPart] = field(default_factory=list)
     memory_note: str | None = None
 

@@ -96,11 +96,16 @@ def replaced(device_type: str, by: str) -> Iterator[None]:
         _TABLES[device_type] = before
 
 
-def attention_planner(shape: AttentionShape, *, dtype: torch.dtype, device: torch.device) -> AttentionPlanner | PagedPlanner:
-    """The planner that suits the table of `device`: rows gathered for torch's fused attention, or paged as they are."""
-    is_torch = _TABLES[device.type] == _TABLES["cpu"] and device.type == "cpu"
-    planner = AttentionPlanner if is_torch else PagedPlanner
-    return planner(shape, dtype=dtype, device=device)
+def attention_planner(
+    shape: AttentionShape, *, dtype: torch.dtype, device: torch.device, kv_dtype: torch.dtype | None = None
+) -> AttentionPlanner | PagedPlanner:
+    """The planner that suits the table of `device`: rows gathered for torch's fused attention, or paged as they are.
+
+    `kv_dtype` is the format of the cache, None is `dtype`.
+    """
+    if _TABLES[device.type] == _TABLES["cpu"] and device.type == "cpu":
+        return AttentionPlanner(shape, dtype=dtype, device=device, kv_dtype=kv_dtype)
+    return PagedPlanner(shape, dtype=dtype, device=device)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -121,11 +126,11 @@ def paged_attention(
     By the kind of the plan: gathered on a CPU, with results that do not depend on the batch, or by the kernels over pages.
     """
     if isinstance(plan, AttentionPlan):
-        return planned_attention(qkv, kv_cache, plan)
+        return planned_attention(qkv, kv_cache, plan, kv_scales)
     assert kv_cache is not None, "this attention reads the cache"
     if isinstance(plan, PagedPlan):
         return paged_plan_attention(operations(qkv.device), qkv, kv_cache, plan, kv_scales)
-    return invariant_attention(qkv, kv_cache, plan)
+    return invariant_attention(qkv, kv_cache, plan, kv_scales)
 
 
 def implementation(dtype: torch.dtype, device: torch.device, *, batch_invariant: bool = False) -> str:

@@ -168,7 +168,6 @@ def _awq(settings: JsonObject) -> Int4Weights:
 def _gptq(settings: JsonObject) -> Int4Weights:
     """`desc_act` needs nothing here: `g_idx` in the files says which group an input belongs to."""
     _only(settings, "bits", 4)
-    _only(settings, "lm_head", None, False)
     _only(settings, "pack_dtype", None, "int32")
     if settings.get("dynamic"):
         raise _refusal("dynamic", settings["dynamic"], "the same bits and group_size for all modules")

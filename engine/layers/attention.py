@@ -7,6 +7,7 @@ import torch
 from engine.config.model import LayerConfig, ModelConfig
 from engine.layers.linear import FusedLinear
 from engine.layers.norm import RMSNorm
+from engine.quantization.kv_scales import KvScales
 from engine.runner.batch_inputs import BatchInputs
 from engine.runner.weights import WeightPlan
 from kernels import ops
@@ -36,7 +37,8 @@ class Attention:
         self._num_heads, self._num_kv_heads, self._head_dim = heads, kv_heads, size
         self._ops = ops.operations(device)
         self.kv_scales: torch.Tensor | None = None
-        """[2] float32, of keys and of values, by which a cache of 8 bits is scaled; None is one."""
+        """[2] float32, of keys and of values, by which a cache of 8 bits is scaled; None for any other cache."""
+        self._stored_kv_scales = KvScales(device)
         self._rope_idx, self._window_idx = layer.rope_idx, layer.window_idx
         self._rotary_dim = config.ropes[layer.rope_idx].rotary_dim
         parts = [("q_proj", heads * size), ("k_proj", kv_heads * size), ("v_proj", kv_heads * size)]
@@ -55,9 +57,15 @@ class Attention:
     def plan(self, plan: WeightPlan, prefix: str) -> None:
         self._qkv.plan(plan, prefix)
         self._out.plan(plan, prefix)
+        self._stored_kv_scales.plan(plan, prefix)
         if self._q_norm is not None and self._k_norm is not None:
             self._q_norm.plan(plan, f"{prefix}.q_norm")
             self._k_norm.plan(plan, f"{prefix}.k_norm")
+
+    def scale_kv(self) -> bool:
+        """Keys and values will be kept in 8 bits; whether their scales came from the checkpoint, else they are one."""
+        self.kv_scales = self._stored_kv_scales.values
+        return all(self._stored_kv_scales.calibrated)
 
     def pack(self, packer: ops.LinearPacker = ops.pack_linear) -> None:
         self._qkv.pack(packer)

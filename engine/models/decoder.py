@@ -12,7 +12,7 @@ from engine.layers.experts import SparseMLP
 from engine.layers.mlp import GatedMLP
 from engine.layers.norm import RMSNorm
 from engine.runner.batch_inputs import BatchInputs
-from engine.runner.weights import LinearStorage, WeightPlan
+from engine.runner.weights import LinearStorage, StoredLinear, WeightPlan
 from kernels import ops
 
 
@@ -45,6 +45,9 @@ class DecoderLayer:
         self._mlp.pack(packer)
         for norm in self._norms.values():
             norm.pack()
+
+    def scale_kv(self) -> bool:
+        return self._attention.scale_kv()
 
     @property
     def norm(self) -> RMSNorm | None:
@@ -111,9 +114,9 @@ class Decoder:
         self._layers = [DecoderLayer(config, index, dtype=dtype, device=device) for index in range(config.num_layers)]
         offset = config.family.norm_offset
         self._norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype, device=device, offset=offset)
-        self._head: torch.Tensor | None = None
-        if config.has_head:
-            self._head = self._embedding if config.tie_word_embeddings else torch.empty_like(self._embedding)
+        self._has_own_head = config.has_head and not config.tie_word_embeddings
+        self._head = self._embedding if config.has_head and config.tie_word_embeddings else None
+        self._stored_head: StoredLinear | None = None
         self._head_kernel: ops.LinearKernel | None = None
         self._ops = ops.operations(device)
         # The multiplier is rounded to the format of the embeddings, as the reference implementations do.
@@ -129,18 +132,36 @@ class Decoder:
         self._norm.plan(plan, "model.norm")
         if self._head is self._embedding:
             plan.twins["lm_head.weight"] = "model.embed_tokens.weight"
-        elif self._head is not None:
-            plan.add("lm_head.weight", self._head)
+        elif self._has_own_head:
+            self._plan_head(plan)
         return plan
+
+    def _plan_head(self, plan: WeightPlan) -> None:
+        size, hidden = self._embedding.shape
+        dtype, device = self._embedding.dtype, self._embedding.device
+        if plan.storage is not None:
+            self._stored_head = plan.storage.linear([("lm_head", size)], hidden, bias=False, dtype=dtype, device=device)
+        if self._stored_head is not None:
+            self._stored_head.plan(plan)
+            return
+        self._head = torch.empty_like(self._embedding)
+        plan.add("lm_head.weight", self._head)
 
     def pack(self, packer: ops.LinearPacker = ops.pack_linear) -> None:
         """Bind the loaded weights to kernels. A tied embedding is kept beside its packed twin: rows are looked up in it."""
         for layer in self._layers:
             layer.pack(packer)
         self._norm.pack()
-        if self._head is not None:
+        if self._stored_head is not None:
+            self._head_kernel, self._stored_head = self._stored_head.pack(packer), None
+        elif self._head is not None:
             self._head_kernel = packer(self._head, None)
             self._head = None
+
+    def scale_kv(self) -> bool:
+        """Keys and values will be kept in 8 bits; whether the checkpoint had scales for those of every layer."""
+        calibrated = [layer.scale_kv() for layer in self._layers]
+        return all(calibrated)
 
     def __call__(self, inputs: BatchInputs, kv_caches: Sequence[torch.Tensor] | None) -> torch.Tensor:
         """Hidden states of the rows that sample: [B_sampled, hidden]; keys and values of all T tokens go to the caches.

@@ -50,7 +50,8 @@ def measure_speed(
     draft: PagedDecoder | None,
     plan: MemoryPlan,
     *,
-    element_bytes: int,
+    weight_bytes: float,
+    kv_bytes: int,
     block_size: int,
     for_speculation: bool,
 ) -> MeasuredSpeed:
@@ -64,7 +65,13 @@ def measure_speed(
     draft_step = 0.0 if draft is None else _pass_s(draft, 1, block_size) / times[0]
     speculation = SpeculationCosts(rows=tuple(rows), times=tuple(time_s / times[0] for time_s in times), draft_step=draft_step)
     step_times = step_time_model(
-        config, times[0], times[-1] / rows[-1], element_bytes=element_bytes, block_size=block_size, device=device
+        config,
+        times[0],
+        times[-1] / rows[-1],
+        weight_bytes=weight_bytes,
+        kv_bytes=kv_bytes,
+        block_size=block_size,
+        device=device,
     )
     return MeasuredSpeed(step_times, speculation)
 
@@ -82,19 +89,27 @@ def _pass_s(decoder: PagedDecoder, num_rows: int, block_size: int) -> float:
 
 
 def step_time_model(
-    config: ModelConfig, one_row_s: float, per_row_s: float, *, element_bytes: int, block_size: int, device: str
+    config: ModelConfig,
+    one_row_s: float,
+    per_row_s: float,
+    *,
+    weight_bytes: float,
+    kv_bytes: int,
+    block_size: int,
+    device: str,
 ) -> StepTimeModel:
-    """The model that predicts a pass with one row, and one with many. Attention and swaps are priced by the same bandwidth."""
+    """The model that predicts a pass with one row, and one with many. Attention and swaps are priced by the same bandwidth.
+
+    `weight_bytes` is the mean of all weights, `kv_bytes` that of one number of the cache.
+    """
     shape = model_shape(config)
     head = shape.head_params
     active = shape.num_layers * (shape.attention_params + shape.num_chosen_experts * shape.expert_params) + head
     speed = DeviceSpeed(
-        bandwidth=element_bytes * active / one_row_s, flops=2 * active / per_row_s, link_bandwidth=LINK_BANDWIDTH[device]
+        bandwidth=weight_bytes * active / one_row_s, flops=2 * active / per_row_s, link_bandwidth=LINK_BANDWIDTH[device]
     )
     measured = Efficiency(bandwidth=1.0, flops=1.0, host_s=0.0)
-    return StepTimeModel(
-        shape, speed, weight_bytes=element_bytes, kv_bytes=element_bytes, block_size=block_size, efficiency=measured
-    )
+    return StepTimeModel(shape, speed, weight_bytes=weight_bytes, kv_bytes=kv_bytes, block_size=block_size, efficiency=measured)
 
 
 def model_shape(config: ModelConfig) -> ModelShape:

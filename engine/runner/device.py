@@ -33,6 +33,16 @@ def resolve_dtype(name: str, checkpoint_dtype: str, device: torch.device) -> tor
     return torch.float32 if device.type == "cpu" else DTYPES.get(checkpoint_dtype, torch.float32)
 
 
+def resolve_kv_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
+    """The format of keys and values in the cache."""
+    return dtype if name == "auto" else torch.float8_e4m3fn
+
+
+def format_name(dtype: torch.dtype) -> str:
+    """As options call it: bfloat16, fp8_e4m3."""
+    return "fp8_e4m3" if dtype is torch.float8_e4m3fn else str(dtype).removeprefix("torch.")
+
+
 def device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)

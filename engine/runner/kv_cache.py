@@ -41,9 +41,11 @@ class BlockMover:
     """
 
     def __init__(self, caches: Sequence[torch.Tensor], num_host_blocks: int) -> None:
-        self._caches = list(caches)
+        # torch does not index 8-bit floats; a move does not care what the bytes mean.
+        self._caches = [cache.view(torch.uint8) if cache.dtype.itemsize == 1 else cache for cache in caches]
         self._host = [
-            torch.empty((num_host_blocks, *cache.shape[1:]), dtype=cache.dtype, pin_memory=cache.is_cuda) for cache in caches
+            torch.empty((num_host_blocks, *cache.shape[1:]), dtype=cache.dtype, pin_memory=cache.is_cuda)
+            for cache in self._caches
         ]
 
     def move(self, moves: BlockMoves) -> None:

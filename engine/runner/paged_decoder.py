@@ -32,24 +32,29 @@ class PagedDecoder:
         *,
         dtype: torch.dtype,
         device: torch.device,
+        kv_dtype: torch.dtype | None = None,
         batch_invariant: bool = False,
     ) -> None:
         self.vocab_size = config.vocab_size
-        self.kv_caches = allocate_kv_cache(config, plan.num_blocks, block_size, dtype=dtype, device=device)
+        kv_dtype = kv_dtype or dtype
+        self.kv_caches = allocate_kv_cache(config, plan.num_blocks, block_size, dtype=kv_dtype, device=device)
+        self.kv_scales = "none"
+        if kv_dtype is not dtype:
+            self.kv_scales = "checkpoint" if decoder.scale_kv() else "unit"
         self._decoder = decoder
         self._block_size = block_size
         self._device = device
-        self._rotaries = [RotaryTable(rope, plan.max_model_len, dtype=dtype, device=device) for rope in config.ropes]
-        shapes = attention_shapes(config, block_size)
+        self.rotaries = [RotaryTable(rope, plan.max_model_len, dtype=dtype, device=device) for rope in config.ropes]
+        self.attention_shapes = shapes = attention_shapes(config, block_size)
         self._planners: list[AnyPlanner] = [
             InvariantPlanner(shape, dtype=dtype, device=device)
             if batch_invariant
-            else attention_planner(shape, dtype=dtype, device=device)
+            else attention_planner(shape, dtype=dtype, device=device, kv_dtype=kv_dtype)
             for shape in shapes
         ]
         self.text_model = TextModel(
             forward=decoder,
-            rotaries=self._rotaries,
+            rotaries=self.rotaries,
             planners=[AttentionPlanner(shape, dtype=dtype, device=device) for shape in shapes],
             vocab_size=config.vocab_size,
             max_len=plan.max_model_len,
@@ -59,7 +64,7 @@ class PagedDecoder:
     def prepare(self, rows: Sequence[InputRow]) -> BatchInputs:
         """Tensors of one pass over `rows`."""
         return make_batch_inputs(
-            rows, block_size=self._block_size, rotaries=self._rotaries, planners=self._planners, device=self._device
+            rows, block_size=self._block_size, rotaries=self.rotaries, planners=self._planners, device=self._device
         )
 
     def forward(self, inputs: BatchInputs) -> torch.Tensor:

@@ -89,7 +89,7 @@ class StepTimeModel:
         shape: ModelShape,
         device: DeviceSpeed,
         *,
-        weight_bytes: int = 2,
+        weight_bytes: float = 2,
         kv_bytes: int = 2,
         block_size: int = 16,
         efficiency: Efficiency | None = None,

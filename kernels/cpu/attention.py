@@ -9,6 +9,9 @@ Slots beyond a row's context belong to somebody else or hold old content, NaN in
 copy and masked, so nothing of them reaches the output. Blocks that a window hides from all queries of a row are not read.
 
 The fused attention has no soft-cap; with one, scores are computed in the open, in slices of bounded size.
+
+A cache in 8 bits is decoded as it is gathered. Then every row reads its own keys and values from the cache too, rounded as
+later rows will see them: how a prompt is cut into chunks makes no difference.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ import torch
 from torch.nn import functional
 
 from kernels.attention_rows import AttentionRow, AttentionShape
+from kernels.cpu.fp8_decode import decode_kv
 
 GROUP_WASTE_BYTES = 512 * 1024
 """Padding worth one more attention call: about the time of its fixed cost at the copy speed of one core."""
@@ -68,10 +72,13 @@ class AttentionPlan:
 
 
 class AttentionPlanner:
-    """Makes plans and owns the workspace that gathered blocks go to."""
+    """Makes plans and owns the workspace that gathered blocks go to. `kv_dtype` is the format of the cache, None is `dtype`."""
 
-    def __init__(self, shape: AttentionShape, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, shape: AttentionShape, *, dtype: torch.dtype, device: torch.device, kv_dtype: torch.dtype | None = None
+    ) -> None:
         self._shape = shape
+        self._is_rounded = kv_dtype not in (None, dtype)
         self._dtype, self._device = dtype, device
         self._block_elements = shape.block_size * 2 * shape.num_kv_heads * shape.head_dim
         self._block_bytes = self._block_elements * torch.empty((), dtype=dtype).element_size()
@@ -83,7 +90,7 @@ class AttentionPlanner:
         groups = [self._decode_group(rows, first, last) for first, last in self._partition(rows[:num_single])]
         prefills, token = [], num_single
         for row in rows[num_single:]:
-            prefills.append(self._prefill_row(row, token))
+            prefills.append(self._prefill_row(row, token, from_cache=self._is_rounded or row.start > 0))
             token += row.query_len
         self._reserve(max((group.blocks.numel() for group in groups), default=0))
         return AttentionPlan(self._shape, groups, prefills, self._workspace)
@@ -92,7 +99,7 @@ class AttentionPlanner:
         """A plan for whole texts of these lengths, one after the other, that needs no cache."""
         prefills, token = [], 0
         for length in lens:
-            prefills.append(self._prefill_row(AttentionRow((), length, length), token))
+            prefills.append(self._prefill_row(AttentionRow((), length, length), token, from_cache=False))
             token += length
         return AttentionPlan(self._shape, [], prefills, self._workspace)
 
@@ -144,10 +151,10 @@ class AttentionPlanner:
             mask=mask[:, None, None, :].to(self._device),
         )
 
-    def _prefill_row(self, row: AttentionRow, token: int) -> PrefillRow:
+    def _prefill_row(self, row: AttentionRow, token: int, *, from_cache: bool) -> PrefillRow:
         shape = self._shape
         blocks, offset = None, 0
-        if row.start:
+        if from_cache:
             first, end = self._visible_blocks(row)
             blocks = torch.tensor(row.block_table[first:end], dtype=torch.int64).to(self._device)
             offset = first * shape.block_size
@@ -169,27 +176,40 @@ def write_kv(kv: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tenso
     kv_cache.view(kv_cache.shape[0] * kv_cache.shape[1], -1).index_copy_(0, slot_mapping, kv.flatten(1))
 
 
-def planned_attention(qkv: torch.Tensor, kv_cache: torch.Tensor | None, plan: AttentionPlan) -> torch.Tensor:
-    """qkv: [T, H+2K, D] rotated, kv_cache: [N, P, 2, K, D] already written, None for a plan of whole texts → [T, H, D]"""
+def planned_attention(
+    qkv: torch.Tensor, kv_cache: torch.Tensor | None, plan: AttentionPlan, kv_scales: torch.Tensor | None = None
+) -> torch.Tensor:
+    """qkv: [T, H+2K, D] rotated, kv_cache: [N, P, 2, K, D] already written, None for a plan of whole texts → [T, H, D]
+
+    kv_scales: [2] float32 of keys and of values, for a cache in e4m3; None is one.
+    """
     shape = plan.shape
     out = torch.empty(qkv.shape[0], shape.num_heads, shape.head_dim, dtype=qkv.dtype, device=qkv.device)
     for group in plan.groups:
         assert kv_cache is not None, "decodes read the cache"
-        _attend_group(qkv, kv_cache, plan, group, out)
+        _attend_group(qkv, kv_cache, plan, group, out, kv_scales)
     for row in plan.prefills:
-        _attend_row(qkv, kv_cache, shape, row, out)
+        _attend_row(qkv, kv_cache, shape, row, out, kv_scales)
     return out
 
 
 def _attend_group(
-    qkv: torch.Tensor, kv_cache: torch.Tensor, plan: AttentionPlan, group: DecodeGroup, out: torch.Tensor
+    qkv: torch.Tensor,
+    kv_cache: torch.Tensor,
+    plan: AttentionPlan,
+    group: DecodeGroup,
+    out: torch.Tensor,
+    kv_scales: torch.Tensor | None,
 ) -> None:
     shape, batch = plan.shape, group.last - group.first
     heads_per_kv = shape.num_heads // shape.num_kv_heads
     num_blocks = group.blocks.shape[0]
     block_elements = kv_cache[0].numel()
     gathered = plan.workspace[: num_blocks * block_elements].view(num_blocks, block_elements)
-    torch.index_select(kv_cache.view(-1, block_elements), 0, group.blocks, out=gathered)
+    if kv_cache.dtype is gathered.dtype:
+        torch.index_select(kv_cache.view(-1, block_elements), 0, group.blocks, out=gathered)
+    else:
+        gathered.copy_(decode_kv(kv_cache.index_select(0, group.blocks), gathered.dtype, kv_scales).flatten(1))
     slots = gathered.view(num_blocks * shape.block_size, 2 * shape.num_kv_heads * shape.head_dim)
     slots.index_fill_(0, group.hidden_slots, 0.0)
     kv = slots.view(batch, -1, 2, shape.num_kv_heads, shape.head_dim)
@@ -204,7 +224,12 @@ def _attend_group(
 
 
 def _attend_row(
-    qkv: torch.Tensor, kv_cache: torch.Tensor | None, shape: AttentionShape, row: PrefillRow, out: torch.Tensor
+    qkv: torch.Tensor,
+    kv_cache: torch.Tensor | None,
+    shape: AttentionShape,
+    row: PrefillRow,
+    out: torch.Tensor,
+    kv_scales: torch.Tensor | None,
 ) -> None:
     heads, kv_heads = shape.num_heads, shape.num_kv_heads
     chunk = qkv[row.first : row.last]
@@ -213,6 +238,8 @@ def _attend_row(
     else:
         assert kv_cache is not None, "a later chunk reads the cache"
         slots = kv_cache.index_select(0, row.blocks).flatten(0, 1)[: row.num_keys]
+        if slots.dtype is not qkv.dtype:
+            slots = decode_kv(slots, qkv.dtype, kv_scales)
         keys, values = slots[:, 0], slots[:, 1]
     queries, keys, values = chunk[:, :heads].transpose(0, 1), keys.transpose(0, 1), values.transpose(0, 1)
     if shape.softcap is not None:

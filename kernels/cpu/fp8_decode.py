@@ -21,3 +21,8 @@ def decode_fp8(codes: torch.Tensor, dtype: torch.dtype, scales: torch.Tensor | N
     wide = bits.view(torch.float16).to(dtype if dtype.itemsize > 2 or dtype is torch.bfloat16 else torch.float32)
     wide.mul_(BIAS_FACTOR if scales is None else (scales * BIAS_FACTOR).to(wide.dtype))
     return wide.to(dtype)
+
+
+def decode_kv(slots: torch.Tensor, dtype: torch.dtype, kv_scales: torch.Tensor | None) -> torch.Tensor:
+    """slots: [..., 2, K, D] float8_e4m3fn, kv_scales: [2] float32 of keys and of values, None is one → the same in `dtype`"""
+    return decode_fp8(slots, dtype, None if kv_scales is None else kv_scales[:, None, None])

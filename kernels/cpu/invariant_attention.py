@@ -15,6 +15,7 @@ import torch
 from torch.nn import functional
 
 from kernels.attention_rows import AttentionRow, AttentionShape
+from kernels.cpu.fp8_decode import decode_kv
 
 QUERY_TILE = 8
 """Positions of a tile: a decode pays for all of them, a prefill for one call each."""
@@ -103,12 +104,16 @@ class InvariantPlanner:
         return mask.repeat(self._shape.num_heads // self._shape.num_kv_heads, 1).to(self._device)
 
 
-def invariant_attention(qkv: torch.Tensor, kv_cache: torch.Tensor, plan: InvariantPlan) -> torch.Tensor:
-    """qkv: [T, H+2K, D] rotated, kv_cache: [N, P, 2, K, D] already written → [T, H, D]"""
+def invariant_attention(
+    qkv: torch.Tensor, kv_cache: torch.Tensor, plan: InvariantPlan, kv_scales: torch.Tensor | None = None
+) -> torch.Tensor:
+    """qkv: [T, H+2K, D] rotated, kv_cache: [N, P, 2, K, D] already written → [T, H, D]; kv_scales: [2] of a cache in e4m3"""
     shape = plan.shape
     out = torch.empty(qkv.shape[0], shape.num_heads, shape.head_dim, dtype=qkv.dtype, device=qkv.device)
     for row in plan.rows:
         found = kv_cache.index_select(0, row.blocks).flatten(0, 1)[: row.num_keys]
+        if found.dtype is not qkv.dtype:
+            found = decode_kv(found, qkv.dtype, kv_scales)
         slots = found.new_zeros(row.padded_keys, *found.shape[1:])
         slots[: row.num_keys] = found
         for tile in row.tiles:

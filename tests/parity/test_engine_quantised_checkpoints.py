@@ -107,8 +107,17 @@ def test_modules_that_were_not_converted_stay_plain_even_between_those_that_were
 ) -> None:
     settings = {**LAYOUTS[name].settings, "modules_to_not_convert": ["k_proj", "up_proj", "layers.0.mlp.down_proj"]}
     layout = replace(LAYOUTS[name], settings=settings)
-    written = layouts.write(sources["llama"], tmp_path / name, layout, skipped=("k_proj", "up_proj", "layers.0.mlp.down_proj"))
+    written = layouts.write(
+        sources["llama"], tmp_path / name, layout, skipped=("lm_head", "k_proj", "up_proj", "layers.0.mlp.down_proj")
+    )
     assert_equal(prompt_logprobs(written.directory), expected_logprobs(written.reference()), layout)
+
+
+@pytest.mark.parametrize("name", ["compressed-row-weights-only", "gptq"])
+def test_a_head_may_be_quantised_as_well(name: str, sources: dict[str, Path], tmp_path: Path) -> None:
+    written = layouts.write(sources["llama"], tmp_path / name, LAYOUTS[name], skipped=())
+    assert "lm_head" in written.modules
+    assert_equal(prompt_logprobs(written.directory), expected_logprobs(written.reference()), written.layout)
 
 
 @pytest.mark.parametrize("name", ["compressed-row-dynamic", "awq", "gptq-ordered-apart"])

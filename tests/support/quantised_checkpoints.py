@@ -59,8 +59,10 @@ def _rounding(rounds: Callable[[str, torch.Tensor], torch.Tensor], module: str) 
     return lambda _, arguments: (rounds(module, arguments[0]), *arguments[1:])
 
 
-def write(source: Path, target: Path, layout: Layout, *, skipped: Sequence[str] = (), extra: Tensors | None = None) -> Written:
-    """Quantise the linear modules of `source` whose name ends with none of `skipped`; embeddings, head and routers never."""
+def write(
+    source: Path, target: Path, layout: Layout, *, skipped: Sequence[str] = ("lm_head",), extra: Tensors | None = None
+) -> Written:
+    """Quantise the linear modules of `source` whose name ends with none of `skipped`; embeddings and routers never are."""
     target.mkdir(parents=True)
     quantised, twin = target / "quantised", target / "twin"
     for directory in (quantised, twin):
@@ -70,7 +72,7 @@ def write(source: Path, target: Path, layout: Layout, *, skipped: Sequence[str] 
     modules = []
     for name, tensor in load_file(source / "model.safetensors").items():
         module = name.removesuffix(".weight")
-        never = ("embed_tokens", "lm_head", ".gate", "norm")
+        never = ("embed_tokens", ".gate", "norm")
         if tensor.dim() != 2 or module.endswith((*never, *skipped)):
             stored[name] = plain[name] = tensor
             continue

@@ -48,7 +48,7 @@ def group(**changes: Any) -> dict[str, Any]:
             Int4Weights(layout=Int4Layout.AWQ, group_size=64, zero_offset=0),
         ),
         (GPTQ, Int4Weights(layout=Int4Layout.GPTQ, group_size=128, zero_offset=1)),
-        ({**GPTQ, "group_size": -1}, Int4Weights(layout=Int4Layout.GPTQ, group_size=None, zero_offset=1)),
+        ({**GPTQ, "group_size": -1, "lm_head": True}, Int4Weights(layout=Int4Layout.GPTQ, group_size=None, zero_offset=1)),
         ({**GPTQ, "checkpoint_format": "gptq_v2"}, Int4Weights(layout=Int4Layout.GPTQ, group_size=128, zero_offset=0)),
     ],
 )
@@ -69,7 +69,6 @@ def test_a_supported_layout_is_understood(settings: Any, expected: Any) -> None:
         ({**AWQ, "group_size": 48}, "group_size 48 .* supported: 32, 64, 128"),
         ({**GPTQ, "bits": 8}, "bits 8 .* supported: 4"),
         ({**GPTQ, "group_size": 16}, "group_size 16"),
-        ({**GPTQ, "lm_head": True}, "lm_head True .* supported: none, false"),
         ({**GPTQ, "checkpoint_format": "marlin"}, "checkpoint_format 'marlin' .* supported: gptq, gptq_v2"),
         ({**GPTQ, "is_marlin_format": True}, "is_marlin_format True"),
         ({**GPTQ, "pack_dtype": "int64"}, "pack_dtype 'int64'"),

@@ -1,0 +1,153 @@
+"""Keys and values in 8 bits: what transformers gives with a cache that rounds them, however the engine cuts its work."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from engine.errors import WeightsError
+from engine.runner.model_runner import ModelRunner
+from tests.support.engines import KV_CACHE_BYTES, evict_all, preempt_all, run_to_end, small_engine, tokens, wanted
+from tests.support.quantised_checkpoints import to_e4m3
+from tests.support.tiny_models import VOCAB_SIZE, make_model
+
+PROMPTS = [[(5 * i * i + 7 * i + seed) % (VOCAB_SIZE - 3) + 3 for i in range(length)] for seed, length in ((1, 70), (2, 17))]
+TOLERANCE, MEAN_TOLERANCE = 0.4, 0.02
+"""A key that a sum in another order sends to the neighbouring number of the format moves some logprobs; on average few do."""
+
+SCALES = (0.03, 0.011)
+SPELLINGS = {
+    "llm-compressor": ("k_scale", "v_scale"),
+    "vllm": ("attn.k_scale", "attn.v_scale"),
+    "modelopt": ("k_proj.k_scale", "v_proj.v_scale"),
+    "autofp8": ("k_proj.output_scale", "v_proj.output_scale"),
+}
+
+
+class RoundingCache(transformers.DynamicCache):
+    """Keeps each key and value as the nearest number of E4M3 after division by its scale."""
+
+    def __init__(self, scales: tuple[float, float]) -> None:
+        super().__init__()
+        self._scales = scales
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *arguments: Any, **options: Any) -> Any:
+        rounded = [
+            to_e4m3(states / scale).float() * scale
+            for states, scale in zip((key_states, value_states), self._scales, strict=True)
+        ]
+        return super().update(*rounded, *arguments, **options)
+
+
+def expected(model: Any, scales: tuple[float, float]) -> torch.Tensor:
+    rows = []
+    for prompt in PROMPTS:
+        with torch.inference_mode():
+            logits = model(torch.tensor([prompt]), past_key_values=RoundingCache(scales), use_cache=True).logits[0]
+        rows.append(logits[:-1].log_softmax(-1).gather(1, torch.tensor(prompt[1:])[:, None])[:, 0])
+    return torch.cat(rows)
+
+
+def found(directory: Path, **options: Any) -> torch.Tensor:
+    engine = small_engine(directory, **{"kv_cache_dtype": "fp8", **options})
+    requests = [wanted(str(i), prompt, max_tokens=1, prompt_logprobs=0) for i, prompt in enumerate(PROMPTS)]
+    events = run_to_end(engine, requests)
+    engine.close()
+    return torch.tensor(
+        [entry.logprob for i in range(len(PROMPTS)) for event in events[str(i)] for entry in event.prompt_logprobs or []]
+    )
+
+
+def assert_near(ours: torch.Tensor, theirs: torch.Tensor) -> None:
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=TOLERANCE)
+    assert float((ours - theirs).abs().mean()) < MEAN_TOLERANCE
+
+
+def add_scales(directory: Path, names: tuple[str, str], scales: tuple[float, float] = SCALES) -> None:
+    path = directory / "model.safetensors"
+    tensors = load_file(path)
+    for layer in range(2):
+        for name, scale in zip(names, scales, strict=True):
+            tensors[f"model.layers.{layer}.self_attn.{name}"] = torch.tensor(scale)
+    save_file(tensors, path, {"format": "pt"})
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2"])
+def test_without_scales_they_are_rounded_as_they_are(family: str, tmp_path: Path) -> None:
+    model = make_model(family, tmp_path, num_hidden_layers=2)
+    assert_near(found(tmp_path), expected(model, (1.0, 1.0)))
+
+
+@pytest.mark.parametrize("maker", SPELLINGS)
+def test_scales_of_the_checkpoint_are_used_under_each_of_their_names(maker: str, tmp_path: Path) -> None:
+    model = make_model("llama", tmp_path)
+    add_scales(tmp_path, SPELLINGS[maker])
+    engine = small_engine(tmp_path, kv_cache_dtype="fp8_e4m3")
+    assert (engine.info.kv_cache_dtype, engine.info.kv_scales) == ("fp8_e4m3", "checkpoint")
+    assert_near(found(tmp_path), expected(model, SCALES))
+
+
+def test_scales_of_the_checkpoint_change_nothing_where_the_cache_is_not_rounded(tmp_path: Path) -> None:
+    make_model("llama", tmp_path)
+    plain = found(tmp_path, kv_cache_dtype="auto")
+    add_scales(tmp_path, SPELLINGS["vllm"])
+    assert torch.equal(found(tmp_path, kv_cache_dtype="auto"), plain)
+
+
+@pytest.mark.parametrize("scale", [0.0, -1.0, float("nan"), float("inf")])
+def test_a_scale_that_is_no_positive_number_is_named(scale: float, tmp_path: Path) -> None:
+    make_model("llama", tmp_path)
+    add_scales(tmp_path, SPELLINGS["vllm"], (1.0, scale))
+    with pytest.raises(WeightsError, match=r"self_attn\.attn\.v_scale (is zero|holds scales that are negative or not finite)"):
+        small_engine(tmp_path)
+
+
+def test_how_a_prompt_is_cut_into_chunks_makes_no_difference(tmp_path: Path) -> None:
+    make_model("llama", tmp_path)
+    assert_near(found(tmp_path, max_num_batched_tokens=16), found(tmp_path))
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_a_batch_invariant_engine_rounds_alike_in_any_batch(family: str, tmp_path: Path) -> None:
+    make_model(family, tmp_path)
+    together = found(tmp_path, batch_invariant=True)
+    alone = found(tmp_path, batch_invariant=True, max_num_seqs=1, max_num_batched_tokens=7)
+    assert torch.equal(together, alone)
+
+
+def test_the_cache_takes_a_quarter_of_the_memory_and_holds_four_times_the_tokens(tmp_path: Path) -> None:
+    make_model("llama", tmp_path)
+    plain, rounded = small_engine(tmp_path), small_engine(tmp_path, kv_cache_dtype="fp8")
+    assert (plain.info.kv_cache_dtype, rounded.info.kv_cache_dtype) == ("float32", "fp8_e4m3")
+    assert rounded.info.kv_scales == "unit"
+    assert rounded.info.num_kv_blocks // 4 == plain.info.num_kv_blocks
+    for engine in (plain, rounded):
+        assert isinstance(engine.runner, ModelRunner)
+        num_bytes = sum(cache.untyped_storage().nbytes() for cache in engine.runner._target.kv_caches)
+        assert num_bytes == engine.info.kv_bytes <= KV_CACHE_BYTES
+
+
+def test_rounded_blocks_move_to_main_memory_and_back_and_are_copied(tmp_path: Path) -> None:
+    make_model("llama", tmp_path)
+    options = {"kv_cache_dtype": "fp8", "swap_space": 0.001}
+    request = wanted("a", PROMPTS[0], max_tokens=12, n=2, temperature=1.0)
+    undisturbed = run_to_end(small_engine(tmp_path, **options), [request])
+    engine = small_engine(tmp_path, **options)
+    events = engine.submit(request)
+    for step in range(8):
+        events += engine.step()
+        if step % 3 == 2:
+            preempt_all(engine)
+            evict_all(engine)
+    assert engine.status().swapped_out_blocks_total > 0
+    events += run_to_end(engine, []).get("a", [])
+    for index in range(2):
+        assert tokens([event for event in events if event.index == index]) == tokens(
+            [event for event in undisturbed["a"] if event.index == index]
+        )
+    assert engine.status().swapped_in_blocks_total > 0
