@@ -22,9 +22,11 @@ DEADLINE_S = 10.0
 
 
 @asynccontextmanager
-async def running_ledger(database: Database, clock: Clock, epoch_id: str, **options: float) -> AsyncIterator[Ledger]:
-    """Yield a started ledger that writes checkpoints with every round, and stop it."""
-    ledger = Ledger(database, clock, epoch_id, checkpoint_interval_s=options.get("checkpoint_interval_s", 0.0))
+async def running_ledger(
+    database: Database, clock: Clock, epoch_id: str, *, checkpoint_interval_s: float = 0.0, settle_pause_s: float = 0.0
+) -> AsyncIterator[Ledger]:
+    """Yield a started ledger that writes checkpoints with every round, and settlements at once, and stop it."""
+    ledger = Ledger(database, clock, epoch_id, checkpoint_interval_s=checkpoint_interval_s, settle_pause_s=settle_pause_s)
     await ledger.start()
     try:
         yield ledger

@@ -86,6 +86,26 @@ async def test_settling_twice_with_the_same_figures_returns_the_same_event(
     assert len(await all_events(database)) == 1
 
 
+async def test_settlements_wait_a_moment_for_each_other_and_an_open_for_neither(
+    database: Database, clock: FakeClock, cast: Cast
+) -> None:
+    counting = FailingDatabase.around(database)
+    entries = [pending(cast.bob) for _ in range(4)]
+    async with running_ledger(counting, clock, cast.epoch_id, settle_pause_s=60.0) as ledger:
+        await asyncio.gather(*(ledger.open(entry) for entry in entries[:3]))
+        first = asyncio.create_task(ledger.settle(posted(entries[0].request_id)))
+        await asyncio.sleep(0)
+        before = counting.commits
+        await ledger.open(entries[3])
+        assert counting.commits == before + 1
+        assert not first.done()
+        others = [asyncio.create_task(ledger.settle(posted(entry.request_id))) for entry in entries[1:]]
+        await asyncio.sleep(0)
+        await ledger.stop()
+        assert counting.commits == before + 2, "stopping waits for no pause"
+    assert {event.status for event in await asyncio.gather(first, *others)} == {"posted"}
+
+
 async def test_settling_otherwise_is_refused_loudly(database: Database, clock: FakeClock, cast: Cast) -> None:
     entry = pending(cast.bob)
     async with running_ledger(database, clock, cast.epoch_id) as ledger:

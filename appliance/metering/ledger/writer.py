@@ -5,7 +5,8 @@
     checkpoint ────┘ (latest wins, once a second) └─► error ─► each operation alone, so that one bad row fails alone
 
 Opens have rounds of their own, because somebody waits for them and a settlement costs several times as much; but all go
-together when many wait, as fewer rounds are less work.
+together when many wait, as fewer rounds are less work. Settlements wait a moment for each other, since a round of several
+costs little more than one of one, and an open that comes meanwhile waits for neither.
 
 A settlement is never given up while the process lives: when the database fails it is tried again, and as it is a conditional
 update on `status = 'pending'` a second try after a COMMIT of unknown outcome changes nothing. An `open` that fails is refused,
@@ -47,6 +48,7 @@ T = TypeVar("T")
 QUEUED_OPENS_MAX = 4096
 ROUND_OPERATIONS_MAX = 256
 TOGETHER_FROM = 24
+SETTLE_PAUSE_S = 0.004  # what a settlement waits for others
 CHECKPOINT_INTERVAL_S = 0.5  # at least; requests say how far they are once a second, and that is to be written as it comes
 RETRY_S_MIN = 0.05
 RETRY_S_MAX = 2.0
@@ -72,6 +74,7 @@ class Ledger:
         checkpoint_interval_s: float = CHECKPOINT_INTERVAL_S,
         queued_opens_max: int = QUEUED_OPENS_MAX,
         open_timeout_s: float = OPEN_TIMEOUT_S,
+        settle_pause_s: float = SETTLE_PAUSE_S,
     ) -> None:
         self.last_error: str | None = None
         self.unrecorded_usage_tokens = 0
@@ -85,6 +88,8 @@ class Ledger:
         self._checkpoint_interval_s = checkpoint_interval_s
         self._queued_opens_max = queued_opens_max
         self._open_timeout_s = open_timeout_s
+        self._settle_pause_s = settle_pause_s
+        self._inbox_due_s = 0.0
         self._opens: deque[Open] = deque()
         self._inbox: deque[Settle | Void] = deque()
         self._opens_alone = False
@@ -167,6 +172,8 @@ class Ledger:
             raise InternalError("the ledger is not running; nothing can be recorded")
 
     def _put(self, operation: Settle | Void) -> None:
+        if not self._inbox:
+            self._inbox_due_s = asyncio.get_running_loop().time() + self._settle_pause_s
         self._inbox.append(operation)
         self._wake.set()
 
@@ -186,9 +193,9 @@ class Ledger:
         if self._retry_s:
             await asyncio.sleep(self._retry_s)
             return
-        while not self._opens and not self._inbox and not self._stopping:
+        while not self._opens and not self._stopping:
             self._wake.clear()
-            pause_s = self._checkpoints_due_s - self._clock.monotonic_s() if self._checkpoints else None
+            pause_s = self._pause_s()
             if pause_s is not None and pause_s <= 0:
                 return
             try:
@@ -196,6 +203,15 @@ class Ledger:
                     await self._wake.wait()
             except TimeoutError:
                 return
+
+    def _pause_s(self) -> float | None:
+        """Return how long what waits may go on waiting, if no open comes; None when nothing waits."""
+        pauses_s: list[float] = []
+        if self._inbox:
+            pauses_s.append(self._inbox_due_s - asyncio.get_running_loop().time())
+        if self._checkpoints:
+            pauses_s.append(self._checkpoints_due_s - self._clock.monotonic_s())
+        return min(pauses_s, default=None)
 
     async def _write_round(self) -> None:
         operations = self._in_round = self._take_operations()
@@ -231,7 +247,7 @@ class Ledger:
 
         An open that was abandoned is dropped here, so a void of it that comes before it finds nothing to do.
         """
-        others_wait = bool(self._inbox) or self._checkpoints_are_due()
+        others_wait = self._inbox_is_due() or self._checkpoints_are_due()
         together = len(self._opens) + len(self._inbox) >= TOGETHER_FROM
         opens_wait = bool(self._opens)
         self._opens_alone = opens_wait and not (others_wait and (together or self._opens_alone))
@@ -242,6 +258,10 @@ class Ledger:
             others = _first(self._inbox)
             operations += others
         return operations
+
+    def _inbox_is_due(self) -> bool:
+        late = self._stopping or asyncio.get_running_loop().time() >= self._inbox_due_s
+        return bool(self._inbox) and late
 
     def _checkpoints_are_due(self) -> bool:
         return bool(self._checkpoints) and (self._stopping or self._clock.monotonic_s() >= self._checkpoints_due_s)
