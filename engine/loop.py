@@ -210,7 +210,9 @@ class Engine:
         now_s = self._clock()
         self._observe(step.batch, step.predicted_s, now_s - max(step.launched_s, self._landed_s))
         self._landed_s = now_s
-        self._judge([output for output in outputs if output is not None])
+        computed = [output for output in outputs if output is not None]
+        if computed:
+            self._judge(computed)
         return events
 
     def _move(self, moves: BlockMoves) -> None:
@@ -239,7 +241,7 @@ class Engine:
 
     def _judge(self, outputs: Sequence[StepOutput]) -> None:
         """Count a step that failed for everybody, unless the probe says that its requests were to blame."""
-        failed = bool(outputs) and all(output.error for output in outputs) and not self._device_works()
+        failed = all(output.error for output in outputs) and not self._device_works()
         self._failed_steps = self._failed_steps + 1 if failed else 0
         if self._failed_steps > FAILED_STEPS_MAX:
             raise EngineBroken(f"{self._failed_steps} steps in a row failed for every request, and for a probe")

@@ -1,0 +1,229 @@
+"""Steps launched ahead: what is booked when, failures under way, and buffers that rotate. Without a model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from engine.errors import EngineBroken
+from engine.loop import Engine
+from engine.protocol import EngineInfo, FinishReason
+from engine.runner.decode_step import step_size, step_sizes
+from engine.runner.staging import Rotation
+from engine.scheduling.block_pool import BlockPool
+from engine.scheduling.prefix_cache import PrefixCache
+from engine.scheduling.scheduled_batch import BlockMoves, ScheduledRequest, StepOutput
+from engine.scheduling.scheduler import Scheduler, SchedulerLimits
+from tests.support.engines import run_to_end, tokens, wanted
+
+MAX_MODEL_LEN = 64
+STOP = 7
+
+
+def token_of(request_id: str, position: int) -> int:
+    """What every runner here says: some token below 7, and 7 at every eleventh position."""
+    return STOP if position % 11 == 10 else (len(request_id) + 3 * position) % STOP
+
+
+@dataclass
+class FakeLanding:
+    runner: FakeAheadRunner
+    found: list[StepOutput | None]
+    culprits: frozenset[str]
+
+    def outputs(self) -> list[StepOutput | None]:
+        self.runner.log.append("land")
+        if self.culprits & self.runner.fails_under_way:
+            raise RuntimeError("the device failed")
+        return self.found
+
+
+class FakeAheadRunner:
+    """Answers `token_of`; fails for chosen requests at launch, under way, without a token, or in the plain way."""
+
+    def __init__(self) -> None:
+        self.stage = "run"
+        self.log: list[str] = []
+        self.fails_at_launch: set[str] = set()
+        self.fails_under_way: set[str] = set()
+        self.yields_nothing: set[str] = set()
+        self.fails_plainly: set[str] = set()
+        self.not_launched: set[str] = set()
+        self.moves: list[BlockMoves] = []
+
+    def move(self, moves: BlockMoves) -> None:
+        self.moves.append(moves)
+
+    def run(self, items: Sequence[ScheduledRequest]) -> list[StepOutput]:
+        assert all(-1 not in item.request.token_ids for item in items), "the plain way knows every token"
+        self.log.append(f"run {len(items)}")
+        if self.fails_plainly & {item.request.request_id for item in items}:
+            raise RuntimeError("boom")
+        return [output for output in self._answer(items) if output is not None]
+
+    def launches(self, items: Sequence[ScheduledRequest]) -> bool:
+        return not self.not_launched & {item.request.request_id for item in items}
+
+    def launch(self, items: Sequence[ScheduledRequest]) -> FakeLanding:
+        self.log.append(f"launch {len(items)}")
+        names = frozenset(item.request.request_id for item in items)
+        if names & self.fails_at_launch:
+            raise RuntimeError("it cannot be launched")
+        found = [None if item.request.request_id in self.yields_nothing else out for item, out in
+                 zip(items, self._answer(items), strict=True)]  # fmt: skip
+        return FakeLanding(self, found, names)
+
+    def forget(self) -> None:
+        self.log.append("forget")
+
+    def _answer(self, items: Sequence[ScheduledRequest]) -> list[StepOutput | None]:
+        return [
+            StepOutput([token_of(i.request.request_id, i.start + i.num_tokens)]) if i.samples else StepOutput() for i in items
+        ]
+
+
+def make_engine(runner: FakeAheadRunner, *, num_blocks: int = 32, caches: bool = False, **limits: Any) -> Engine:
+    chosen = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "max_model_len": MAX_MODEL_LEN, "block_size": 4, **limits}
+    info = EngineInfo(
+        model="fake", architecture="Fake", max_model_len=MAX_MODEL_LEN, vocab_size=10, eos_token_ids=[9], block_size=4,
+        num_kv_blocks=num_blocks, dtype="none", device="none", device_name="none", kernels="none", num_parameters=0,
+        weights_bytes=0, kv_bytes=0, load_s=0.0,
+    )  # fmt: skip
+    pool = BlockPool(num_blocks)
+    cache = PrefixCache(pool, 4) if caches else None
+    scheduler = Scheduler(SchedulerLimits(**chosen), pool, clock=lambda: 0.0, prefix_cache=cache)
+    return Engine(scheduler, runner, info, clock=lambda: 0.0, overlap=runner)
+
+
+def expected(request_id: str, num_prompt: int, max_tokens: int, *, stops: bool = True) -> list[int]:
+    found: list[int] = []
+    while len(found) < max_tokens and not (stops and found and found[-1] == STOP):
+        found.append(token_of(request_id, num_prompt + len(found)))
+    return found
+
+
+def test_the_next_step_is_launched_before_the_last_one_is_waited_for() -> None:
+    runner = FakeAheadRunner()
+    run_to_end(make_engine(runner), [wanted("a", [1, 2], max_tokens=3)])
+    assert runner.log == ["launch 1", "launch 1", "land", "launch 1", "land", "land"]
+
+
+def test_everybody_gets_the_tokens_of_the_plain_loop_and_all_blocks_come_back() -> None:
+    requests = {"a": (2, 9), "bb": (7, 1), "ccc": (23, 20), "dddd": (1, 30), "e": (5, 4), "f" * 9: (16, 12)}
+    for caches in (False, True):
+        engine = make_engine(FakeAheadRunner(), num_blocks=20, caches=caches)
+        events = run_to_end(engine, [wanted(n, [1] * p, max_tokens=m, stop_token_ids=[STOP]) for n, (p, m) in requests.items()])
+        assert {n: tokens(events[n]) for n in requests} == {n: expected(n, *lens) for n, lens in requests.items()}
+        assert engine.status().kv_blocks_used == 0
+        engine.check_when_idle()
+
+
+@pytest.mark.parametrize("place", ["fails_at_launch", "fails_under_way", "yields_nothing"])
+def test_a_step_that_fails_is_computed_again_in_the_plain_way_and_only_the_culprit_ends(place: str) -> None:
+    runner = FakeAheadRunner()
+    getattr(runner, place).add("bad")
+    runner.fails_plainly.add("bad")
+    engine = make_engine(runner)
+    names = {"a": 9, "bad": 9, "b": 12}
+    events = run_to_end(engine, [wanted(n, [1, 2, 3], max_tokens=m) for n, m in names.items()])
+    assert {n: tokens(events[n]) for n in ("a", "b")} == {n: expected(n, 3, names[n], stops=False) for n in ("a", "b")}
+    assert [event.finish_reason for event in events["bad"]] == [FinishReason.ERROR]
+    assert events["bad"][0].error == "the engine failed while computing this request: RuntimeError: boom"
+    assert engine.status().kv_blocks_used == 0
+
+
+def test_what_was_launched_behind_a_failed_step_is_computed_again_too() -> None:
+    runner = FakeAheadRunner()
+    engine = make_engine(runner)
+    for name in ("a", "b"):
+        engine.submit(wanted(name, [1, 2, 3], max_tokens=6))
+    events = engine.step() + engine.step()
+    runner.fails_under_way = {"a"}
+    runner.log.clear()
+    events += engine.step()
+    assert runner.log == ["launch 2", "land", "forget", "forget", "run 2", "run 2"]
+    runner.fails_under_way = set()
+    for name, rest in run_to_end(engine, []).items():
+        events += rest
+        found = [token for event in events if event.request_id == name for token in event.token_ids]
+        assert found == expected(name, 3, 6, stops=False)
+
+
+def test_copies_behind_a_failed_step_are_made_again() -> None:
+    runner = FakeAheadRunner()
+    engine = make_engine(runner)
+    engine.submit(wanted("a", [1, 2, 3], max_tokens=6, n=2))
+    engine.step()
+    runner.not_launched = {"a"}
+    engine.step()
+    engine.step()
+    copies = [moves.copies for moves in runner.moves]
+    assert len(copies) == 2, "before the step, and once more as the step was not launched"
+    assert copies[0] == copies[1]
+
+
+def test_a_batch_that_needs_the_host_waits_for_the_step_under_way_and_is_not_launched() -> None:
+    runner = FakeAheadRunner()
+    runner.not_launched = {"guided"}
+    events = run_to_end(make_engine(runner), [wanted(n, [1, 2], max_tokens=m) for n, m in (("a", 6), ("guided", 2))])
+    assert tokens(events["a"]) == expected("a", 2, 6, stops=False)
+    assert tokens(events["guided"]) == expected("guided", 2, 2, stops=False)
+    assert runner.log == ["run 2", "run 2", "launch 1", "launch 1", "land", "launch 1", "land", "launch 1", "land", "land"]
+
+
+def test_an_engine_whose_steps_all_fail_asks_to_be_replaced() -> None:
+    runner = FakeAheadRunner()
+    runner.fails_under_way = runner.fails_plainly = {"a", "b", "c", "d", "e", "probe"}
+    with pytest.raises(EngineBroken):
+        run_to_end(make_engine(runner, max_num_seqs=1), [wanted(name, [1, 2], max_tokens=3) for name in "abcde"])
+
+
+def test_a_request_that_is_aborted_under_way_leaves_nothing_behind() -> None:
+    for steps in range(5):
+        engine = make_engine(FakeAheadRunner(), caches=True)
+        for name in ("a", "b"):
+            engine.submit(wanted(name, [1] * 9, max_tokens=9))
+        events = [event for _ in range(steps) for event in engine.step()]
+        (aborted,) = engine.abort("a")
+        had = [token for event in events if event.request_id == "a" for token in event.token_ids]
+        assert aborted.num_output_tokens == len(had)
+        engine.check_invariants()
+        events += [event for each in run_to_end(engine, []).values() for event in each]
+        assert [t for e in events if e.request_id == "b" for t in e.token_ids] == expected("b", 9, 9, stops=False)
+        assert engine.status().kv_blocks_used == 0
+
+
+@dataclass
+class Copy:
+    """A copy that takes its time; whoever waits for it ends it."""
+
+    done: bool = False
+
+    def synchronize(self) -> None:
+        self.done = True
+
+
+def test_a_buffer_is_not_touched_before_the_copy_that_uses_it_has_ended() -> None:
+    rotation = Rotation(lambda: torch.zeros(1), depth=3)
+    copies: list[tuple[int, Copy]] = []
+    for _ in range(7):
+        place, _ = rotation.take()
+        assert all(copy.done for used, copy in copies if used == place)
+        copies.append((place, Copy()))
+        rotation.used(place, copies[-1][1])
+    assert [place for place, _ in copies] == [0, 1, 2, 0, 1, 2, 0]
+    assert [copy.done for _, copy in copies] == [True] * 4 + [False] * 3, "and nobody waits for younger ones"
+
+
+@pytest.mark.parametrize("max_rows", [1, 3, 4, 8, 20, 256])
+def test_steps_are_rounded_up_to_the_next_size_that_is_captured(max_rows: int) -> None:
+    sizes = list(step_sizes(max_rows))
+    assert sizes == sorted(set(sizes))
+    assert sizes[-1] == max_rows
+    for num_rows in range(1, max_rows + 1):
+        assert step_size(num_rows, max_rows) == next(size for size in sizes if size >= num_rows)
+    assert max_rows < 256 or sizes[:5] == [1, 2, 4, 8, 16]
