@@ -79,8 +79,12 @@ def store_product(
         earlier = tl.atomic_add(counters_ptr + tile, 1, sem="acq_rel")
         if earlier == SPLITS - 1:
             total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-            for part in tl.static_range(SPLITS):
-                total += tl.load(first + part * (BLOCK_M * BLOCK_N) + inner, mask=mask, other=0.0, cache_modifier=".cg")
+            # As many loads under way as there are registers for.
+            TOGETHER: tl.constexpr = 1 if BLOCK_M * BLOCK_N > 2048 else (4 if SPLITS > 4 else SPLITS)
+            for begin in range(0, SPLITS, TOGETHER):
+                for part in tl.static_range(TOGETHER):
+                    place = first + (begin + part) * (BLOCK_M * BLOCK_N) + inner
+                    total += tl.load(place, mask=mask, other=0.0, cache_modifier=".cg")
             _store_rows(total, out_ptr, bias_ptr, rows, columns, mask, N, stride_out)
             tl.store(counters_ptr + tile, 0)
 

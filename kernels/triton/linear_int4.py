@@ -1,0 +1,265 @@
+"""Products with weights of 4 bits in groups: a quarter of the bytes of 16 bits, unpacked in registers by shifts and masks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+import triton
+import triton.language as tl
+from torch.nn import functional
+
+from kernels.quantised_weights import CHUNK_COLUMNS, Int4Weight
+from kernels.triton.compilation import Compilation
+from kernels.triton.split_sum import counters, partial_sums, split_count, store_product
+from kernels.triton.tuning import capability, multiprocessors, power_of_two
+
+ROWS_FEW = 64
+ROWS_TILED = 512  # more rows: unpacking to 16 bits once costs less than in every tile
+SLAB_ELEMENTS = 1 << 23  # unpacked at a time: 16 MiB, so that the product reads them from the second-level cache
+SMALL_CARDS = (86, 89, 120)  # with 100 KiB of shared memory
+DTYPES = (torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True, slots=True)
+class Int4Tiles:
+    """Sizes of one program's work: a step is 128 columns. `splits`: programs that share the columns of one tile."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+    splits: int = 1
+
+
+@triton.jit
+def _scales(meta, IS_BFLOAT: tl.constexpr):
+    """The lower 16 bits as what they are, in float32."""
+    kind: tl.constexpr = tl.bfloat16 if IS_BFLOAT else tl.float16
+    return (meta & 0xFFFF).to(tl.int16).to(kind, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def _biased(bits, DTYPE: tl.constexpr):
+    """bits: integers to 31 in both halves of a word → with the exponent that makes halves 128 + bits or 1024 + bits."""
+    return bits | (0x43004300 if tl.bfloat16 == DTYPE else 0x64006400)
+
+
+@triton.jit
+def _lower(word, DTYPE: tl.constexpr):
+    """The lower half of a word as a float of 16 bits."""
+    return word.to(tl.int16).to(DTYPE, bitcast=True)
+
+
+@triton.jit
+def linear_int4_kernel(
+    x_ptr,
+    words_ptr,
+    scales_zeros_ptr,
+    bias_ptr,
+    out_ptr,
+    partials_ptr,
+    counters_ptr,
+    M,
+    N,
+    K,
+    stride_x,
+    stride_out,
+    num_chunks,
+    split_chunks,
+    GROUP: tl.constexpr,
+    BFLOAT_SCALES: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    DTYPE: tl.constexpr = x_ptr.dtype.element_ty
+    row_tiles = tl.cdiv(M, BLOCK_M)
+    tile = tl.program_id(0)
+    split = tl.program_id(1)
+    # Row tiles of the same columns follow each other: the weights of the first are in the second-level cache for the others.
+    rows = (tile % row_tiles) * BLOCK_M + tl.arange(0, BLOCK_M)
+    columns = (tile // row_tiles) * BLOCK_N + tl.arange(0, BLOCK_N)
+    row_mask, column_mask = (rows < M)[:, None], columns < N
+    inner = tl.arange(0, 16)
+    x_places = x_ptr + rows.to(tl.int64)[:, None] * stride_x + inner[None, :]
+    first, last = 0, num_chunks
+    if SPLITS > 1:
+        first = split * split_chunks
+        last = min(first + split_chunks, num_chunks)
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for chunk in tl.range(first, last, num_stages=STAGES):
+        words = tl.load(
+            words_ptr + tl.cast(chunk, tl.int64) * (N * 16) + columns[None, :] * 16 + inner[:, None],
+            mask=column_mask[None, :], other=0, eviction_policy="evict_first",
+        )  # fmt: skip
+        part = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        for run in tl.static_range(4):
+            if (32 * run) % GROUP == 0:
+                meta = tl.load(scales_zeros_ptr + ((chunk * 128 + 32 * run) // GROUP) * N + columns, mask=column_mask, other=0)
+                zeros = _lower(_biased(meta >> 16, DTYPE), DTYPE)[None, :]
+            # Two codes of one group at a time, as 128 + code or 1024 + code; less the zero point they are exact integers.
+            pair = _biased((words >> (4 * run)) & 0x000F000F, DTYPE)
+            even, odd = _lower(pair, DTYPE) - zeros, _lower(pair >> 16, DTYPE) - zeros
+            k = chunk * 128 + 32 * run
+            if EVEN_K:
+                x_even = tl.load(x_places + k, mask=row_mask, other=0.0)
+                x_odd = tl.load(x_places + (k + 16), mask=row_mask, other=0.0)
+            else:
+                x_even = tl.load(x_places + k, mask=row_mask & (inner < K - k)[None, :], other=0.0)
+                x_odd = tl.load(x_places + (k + 16), mask=row_mask & (inner < K - k - 16)[None, :], other=0.0)
+            part = tl.dot(x_even, even, part)
+            part = tl.dot(x_odd, odd, part)
+            if (32 * run + 32) % GROUP == 0 or run == 3:
+                acc += part * _scales(meta, BFLOAT_SCALES)[None, :]
+                part = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    store_product(
+        acc, out_ptr, bias_ptr, partials_ptr, counters_ptr, tile, split, rows, columns, M, N, stride_out,
+        SPLITS=SPLITS, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N,
+    )  # fmt: skip
+
+
+@triton.jit
+def dequantise_int4_kernel(
+    words_ptr, scales_zeros_ptr, out_ptr, N, first_row, num_rows, stride_out,
+    GROUP: tl.constexpr, BFLOAT_SCALES: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Rows first_row to first_row + num_rows of one chunk → out: [num_rows, 128 · chunks]"""
+    chunk = tl.program_id(0)
+    rows = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    inner = tl.arange(0, 16)
+    mask = (rows < num_rows)[:, None]
+    source = words_ptr + (chunk.to(tl.int64) * N + first_row) * 16
+    words = tl.load(source + rows[:, None] * 16 + inner[None, :], mask=mask, other=0)
+    for plane in tl.static_range(8):
+        k = chunk * 128 + 16 * plane
+        meta = tl.load(scales_zeros_ptr + (k // GROUP) * N + first_row + rows, mask=rows < num_rows, other=0)
+        codes = (words >> (4 * (plane // 2 + 4 * (plane % 2)))) & 15
+        values = (codes - (meta >> 16)[:, None]).to(tl.float32) * _scales(meta, BFLOAT_SCALES)[:, None]
+        places = out_ptr + rows.to(tl.int64)[:, None] * stride_out + k + inner[None, :]
+        tl.store(places, values.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+def linear_int4(
+    x: torch.Tensor, weight: Int4Weight, *, bias: torch.Tensor | None = None, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """out[m, n] = Σ_g scale[g, n] · Σ_{k in g} x[m, k] · (code[n, k] - zero[g, n]) + bias[n]; x: [M, K] 16 bits → [M, N]
+
+    The layout is `Int4Weight`'s; scale and zero point of a group come after and before the sum over the group, so the
+    codes are multiplied as exact integers (AWQ: arXiv 2306.00978, GPTQ: arXiv 2210.17323). Codes become floats by a shift
+    and a mask that put them under a fixed exponent. For M ≤ 64 the columns are divided among programs (arXiv 2402.00025)
+    and added in a fixed order; to 512 rows tiles of 128 rows; above, some rows of the weight at a time are unpacked to x's
+    type, which rounds them once, and multiplied by cuBLAS. Columns that the packing permuted are permuted in x first.
+    Reads N·K / 2 + 4·N·K / group bytes of weights once per row tile, writes 2·M·N; 2·M·N·K operations. Rows beyond M,
+    columns beyond N and K are masked. Accumulates in float32. Raises ValueError for an x of 32 bits.
+    """
+    if x.dtype not in DTYPES:
+        raise ValueError(f"weights of 4 bits are multiplied with rows of 16 bits, not {x.dtype}")
+    if weight.permutation is not None:
+        x = x.index_select(1, weight.permutation)
+    out = x.new_empty(x.shape[0], weight.num_rows) if out is None else out
+    if not x.shape[0]:
+        return out
+    if x.shape[0] > ROWS_TILED:
+        return _by_slabs(x, weight, bias, out)
+    shape = weight.num_rows, weight.num_columns
+    return _launch(x, weight, int4_tiles(x.shape[0], *shape, capability(x.device), multiprocessors(x.device)), bias, out)
+
+
+def int4_tiles(num_rows: int, num_outputs: int, num_columns: int, capability: int, multiprocessors: int) -> Int4Tiles:
+    """128 outputs a program: what a step costs beside its weights is spread over more of them. 8 KiB of weights a step."""
+    if num_rows > ROWS_FEW:
+        return Int4Tiles(128, 128, num_warps=8, num_stages=2 if capability in SMALL_CARDS else 3)
+    block_m = max(16, power_of_two(num_rows))
+    num_stages = (4 if block_m < ROWS_FEW else 3) if capability in SMALL_CARDS else (6 if block_m < ROWS_FEW else 4)
+    chunks = -(-num_columns // CHUNK_COLUMNS)
+    # A step reads half of what a step of the other kernels does: two of them are taken for one.
+    splits = split_count(-(-num_outputs // 128), -(-chunks // 2), multiprocessors)
+    return Int4Tiles(block_m, 128, num_warps=4, num_stages=num_stages, splits=splits)
+
+
+def _launch(
+    x: torch.Tensor, weight: Int4Weight, tiles: Int4Tiles, bias: torch.Tensor | None, out: torch.Tensor
+) -> torch.Tensor:
+    num_rows, num_columns = x.shape
+    num_chunks, num_outputs, _ = weight.words.shape
+    num_tiles = -(-num_rows // tiles.block_m) * -(-num_outputs // tiles.block_n)
+    partials = partial_sums(num_tiles, tiles.splits, tiles.block_m * tiles.block_n, x.device)
+    linear_int4_kernel[(num_tiles, tiles.splits)](
+        x, weight.words, weight.scales_zeros, bias, out,
+        partials, counters(x.device) if tiles.splits > 1 else None,
+        num_rows, num_outputs, num_columns, x.stride(0), out.stride(0), num_chunks, -(-num_chunks // tiles.splits),
+        GROUP=weight.group_size, BFLOAT_SCALES=weight.scale_dtype is torch.bfloat16,
+        EVEN_K=num_columns % CHUNK_COLUMNS == 0, SPLITS=tiles.splits,
+        BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, STAGES=tiles.num_stages, num_warps=tiles.num_warps,
+    )  # fmt: skip
+    return out
+
+
+def _by_slabs(x: torch.Tensor, weight: Int4Weight, bias: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor:
+    """Some rows of the weight at a time, unpacked and multiplied."""
+    num_chunks, num_outputs, _ = weight.words.shape
+    width = num_chunks * CHUNK_COLUMNS
+    step = max(16, SLAB_ELEMENTS // width // 16 * 16)
+    slab = x.new_empty(min(step, num_outputs), width)
+    for first in range(0, num_outputs, step):
+        rows = slab[: min(step, num_outputs - first)]
+        dequantise_rows(weight, first, rows)
+        part = None if bias is None else bias[first : first + step]
+        out[:, first : first + step] = functional.linear(x, rows[:, : weight.num_columns], part)
+    return out
+
+
+def dequantise_rows(weight: Int4Weight, first: int, out: torch.Tensor) -> None:
+    """Rows `first` to `first` + R of the weight, columns as they are packed → out: [R, 128 · chunks], rounded to its type"""
+    num_chunks, num_outputs, _ = weight.words.shape
+    dequantise_int4_kernel[(num_chunks, triton.cdiv(out.shape[0], 64))](
+        weight.words, weight.scales_zeros, out, num_outputs, first, out.shape[0], out.stride(0),
+        GROUP=weight.group_size, BFLOAT_SCALES=weight.scale_dtype is torch.bfloat16, BLOCK_N=64, num_warps=4,
+    )  # fmt: skip
+
+
+def compilations() -> list[Compilation]:
+    """Every tile for which `int4_tiles` decides, groups of 128; the smaller groups in the lowest tile; the unpacking."""
+    asked = [(80, "bf16", 128), (89, "bf16", 128), (90, "bf16", 128), (90, "fp16", 128), (90, "bf16", 32), (100, "bf16", 128)]
+    return [
+        *(
+            _compilation(number, dtype, group, rows)
+            for number, dtype, group in asked
+            for rows in ((16, 32, 64, 128) if group == 128 else (16,))
+        ),
+        Compilation(
+            "dequantise_int4_bf16",
+            dequantise_int4_kernel,
+            {
+                "words_ptr": "*i32", "scales_zeros_ptr": "*i32", "out_ptr": "*bf16",
+                **dict.fromkeys(("N", "first_row", "num_rows", "stride_out"), "i32"),
+            },
+            {"GROUP": 128, "BFLOAT_SCALES": False, "BLOCK_N": 64},
+            divisible=("N", "first_row", "num_rows", "stride_out"),
+        ),
+    ]  # fmt: skip
+
+
+def _compilation(number: int, dtype: str, group: int, rows: int) -> Compilation:
+    tiles = int4_tiles(rows, 4096, 4096, number, 132)
+    tiles = replace(tiles, splits=8 if rows <= ROWS_FEW else 1)
+    divided = tiles.splits > 1
+    passed = {"partials_ptr": "*fp32", "counters_ptr": "*i32"} if divided else {}
+    constants = {} if divided else {"partials_ptr": None, "counters_ptr": None}
+    sizes = ("N", "K", "stride_x", "stride_out")
+    return Compilation(
+        f"linear_int4_{dtype}_group{group}_{rows}rows_sm{number}",
+        linear_int4_kernel,
+        {
+            "x_ptr": f"*{dtype}", "words_ptr": "*i32", "scales_zeros_ptr": "*i32", "out_ptr": f"*{dtype}", **passed,
+            **dict.fromkeys(("M", *sizes, "num_chunks", "split_chunks"), "i32"),
+        },
+        {
+            **constants, "bias_ptr": None, "GROUP": group, "BFLOAT_SCALES": False, "EVEN_K": True, "SPLITS": tiles.splits,
+            "BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n, "STAGES": tiles.num_stages,
+        },
+        tiles.num_warps, tiles.num_stages, (number,), tensor_cores=True, small_tile=tiles.block_m < 64, divisible=sizes,
+    )  # fmt: skip
