@@ -10,8 +10,9 @@ from __future__ import annotations
 import gc
 import sys
 
-YOUNG_OBJECTS_MAX = 10_000  # of a collection of the youngest: a few milliseconds, and ten times as rarely as with a tenth of it
-COLLECTIONS_PER_OLDER = 10
+YOUNG_OBJECTS_MAX = 1_000  # of a collection of the youngest: a millisecond, in which every stream waits
+YOUNG_PER_OLDER = 10
+OLDER_PER_FULL = 100
 SWITCH_INTERVAL_S = 0.0005
 
 
@@ -19,5 +20,5 @@ def prepare_to_serve() -> None:
     """Call it once, when everything has been made that stays."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(YOUNG_OBJECTS_MAX, COLLECTIONS_PER_OLDER, COLLECTIONS_PER_OLDER)
+    gc.set_threshold(YOUNG_OBJECTS_MAX, YOUNG_PER_OLDER, OLDER_PER_FULL)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
