@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
+from torch.nn import functional
 
 
 def route(logits: torch.Tensor, num_chosen: int, *, normalised: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -31,3 +33,26 @@ def mix_experts(
         for weight, expert in zip(weights[token].tolist(), expert_ids[token].tolist(), strict=True):
             out[token] += weight * experts[expert](x[token : token + 1])[0].float()
     return out.to(x.dtype)
+
+
+def mix_gated_experts(
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    expert_ids: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    *,
+    activation: str = "silu",
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """x: [T, hidden], gate_up: [E, 2·inner, hidden], down: [E, hidden, inner] → Σ weight · down(act(gate) · up): [T, hidden]"""
+
+    def activate(gate: torch.Tensor) -> torch.Tensor:
+        return functional.silu(gate) if activation == "silu" else functional.gelu(gate, approximate="tanh")
+
+    def expert(index: int, row: torch.Tensor) -> torch.Tensor:
+        gate, up = (row.float() @ gate_up[index].float().T).chunk(2, dim=1)
+        return (activate(gate) * up) @ down[index].float().T
+
+    mixed = mix_experts(x.float(), weights, expert_ids, [partial(expert, index) for index in range(gate_up.shape[0])])
+    return mixed.to(x.dtype) if out is None else out.copy_(mixed)
