@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from appliance.cli import model_store, output
+from appliance.cli import model_plan, model_store, output
 from appliance.cli.failure import CommandFailed
 from appliance.cli.options import AsJson, DatabaseUrl, DataDir, settings_from
 
@@ -70,6 +70,9 @@ def verify(model: ModelPath, as_json: AsJson = False, data_dir: DataDir = None, 
     with output.progress("Verifying", quiet=as_json) as report:
         facts = check_model(path, progress=report)
     output.thing({"path": str(path), **facts}, as_json=as_json)
+
+
+app.command("plan")(model_plan.plan)
 
 
 @app.command("remove")

@@ -1,0 +1,95 @@
+"""`models plan` as it is typed: parts that add up, what would help, and options that are refused by name."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from appliance.cli.main import main
+
+
+class Typed:
+    """What a command line did."""
+
+    def __init__(self, status: int, out: str, err: str) -> None:
+        self.status, self.out, self.err = status, out, err
+
+
+@pytest.fixture
+def typed(capsys: pytest.CaptureFixture[str]) -> Any:
+    def run(*arguments: str) -> Typed:
+        capsys.readouterr()
+        status = main(["models", "plan", *arguments])
+        told = capsys.readouterr()
+        return Typed(status, told.out, told.err)
+
+    return run
+
+
+def test_the_parts_of_a_plan_add_up_to_what_may_be_used(typed: Any) -> None:
+    answer = typed("llama-3.1-8b", "--gpu", "h100", "--json")
+    assert answer.status == 0
+    plan = json.loads(answer.out)
+    names = ("weights", "activations", "graphs", "context", "kv_cache")
+    total = sum(plan[f"{name}_bytes"] for name in names)
+    assert 0 <= plan["usable_bytes"] - total < 16 * 131_072
+    assert plan["kv_tokens"] == plan["num_kv_blocks"] * 16
+    assert plan["max_model_len"] == 131_072
+    assert plan["requests_of_that_length"] == plan["kv_tokens"] // 131_072
+    assert plan["note"] is None
+
+
+def test_keys_and_values_in_eight_bits_give_twice_the_tokens(typed: Any) -> None:
+    plain, halved = (json.loads(typed("qwen3-8b", "--json", *more).out) for more in ((), ("--kv-cache-dtype", "fp8")))
+    assert halved["kv_tokens"] == pytest.approx(2 * plain["kv_tokens"], rel=1e-3)
+
+
+def test_a_context_that_is_cut_says_why_and_what_would_keep_it(typed: Any) -> None:
+    plan = json.loads(typed("llama-3.1-8b", "--memory-gib", "24", "--json").out)
+    assert plan["max_model_len"] < 131_072
+    assert "kv_cache_dtype=fp8" in plan["note"]
+
+
+def test_a_model_that_does_not_fit_fails_with_its_parts_and_the_remedies(typed: Any) -> None:
+    answer = typed("llama-3.1-8b", "--memory-gib", "12")
+    assert answer.status == 1
+    assert answer.out == ""
+    assert "llama-3.1-8b does not fit: it needs" in answer.err
+    assert "weights in 8 bits" in answer.err
+
+
+def test_a_context_that_was_asked_for_is_not_cut(typed: Any) -> None:
+    answer = typed("llama-3.1-8b", "--memory-gib", "24", "--max-model-len", "131072")
+    assert answer.status == 1
+    assert "what makes it fit" in answer.err
+
+
+def test_four_bits_fit_where_sixteen_do_not(typed: Any) -> None:
+    assert typed("llama-3.1-8b", "--memory-gib", "10", "--quantization", "int4").status == 0
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("--gpu", "h300"),
+        ("--quantization", "int3"),
+        ("--kv-cache-dtype", "int8"),
+        ("--max-model-len", "131073"),
+        ("--max-model-len", "0"),
+        ("--max-num-seqs", "0"),
+        ("--max-num-seqs", "9000"),
+        ("--gpu-memory-utilization", "1.5"),
+    ],
+)
+def test_an_option_that_cannot_be_is_named(typed: Any, option: str, value: str) -> None:
+    answer = typed("llama-3.1-8b", option, value)
+    assert answer.status == 2
+    assert option.strip("-").replace("-", "_") in answer.err
+
+
+def test_a_model_that_nobody_knows_is_told_which_are_known(typed: Any) -> None:
+    answer = typed("gpt-9")
+    assert answer.status == 2
+    assert "qwen3-8b" in answer.err
