@@ -31,7 +31,7 @@ def column_tile(num_rows: int, inner: int) -> ColumnTile:
 
 
 @triton.jit
-def _activated(gate, up, GELU: tl.constexpr):
+def activated(gate, up, GELU: tl.constexpr):
     """gate and up: float32 → act(gate) · up. Both activations are gate · sigmoid(z), in powers of two."""
     exponent = -1.4426950408889634 * gate
     if GELU:
@@ -48,7 +48,7 @@ def gated_kernel(gate_up, out, row_stride, INNER: tl.constexpr, BLOCK: tl.conste
     inside = columns < INNER
     gate = tl.load(gate_up + row * row_stride + columns, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * row_stride + INNER + columns, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + row * INNER + columns, _activated(gate, up, GELU).to(out.dtype.element_ty), mask=inside)
+    tl.store(out + row * INNER + columns, activated(gate, up, GELU).to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -62,7 +62,7 @@ def gated_fp8_kernel(
     at = gate_up + rows[:, None] * row_stride + columns[None, :]
     gate = tl.load(at, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(at + INNER, mask=inside, other=0.0).to(tl.float32)
-    e4m3_rows(_activated(gate, up, GELU), quantised, scales, rows, columns, inside, INNER, num_rows)
+    e4m3_rows(activated(gate, up, GELU), quantised, scales, rows, columns, inside, INNER, num_rows)
 
 
 def silu_mul(gate_up: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:

@@ -1,0 +1,43 @@
+"""Products of a decode step with what stands around them, in float32: the sum and the norm's squares behind one, the norm's
+root and the gated activation behind the other."""
+
+from __future__ import annotations
+
+import torch
+
+from kernels.reference.elementwise import gelu_tanh_mul, silu_mul
+from kernels.residual_stream import Gate, Stream
+
+
+def linear_add(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    residual: torch.Tensor,
+    norm_weight: torch.Tensor,
+    *,
+    alpha: float = 1.0,
+    bias: torch.Tensor | None = None,
+) -> Stream:
+    """x: [M, K], weight: [d, K], residual: [M, d], norm_weight: [d], bias: [d] → residual + alpha · (x Wᵀ + bias)"""
+    product = x.float() @ weight.float().T + (0.0 if bias is None else bias.float())
+    total = (residual.float() + alpha * product).to(x.dtype)
+    weighted = (total.float() * norm_weight.float()).to(x.dtype)
+    return Stream(total, weighted, total.float().square().sum(dim=-1)[None])
+
+
+def normed_linear(
+    stream: Stream,
+    weight: torch.Tensor,
+    eps: float,
+    *,
+    bias: torch.Tensor | None = None,
+    gate: Gate | None = None,
+) -> torch.Tensor:
+    """weight: [N, d] → rms_norm(total) Wᵀ + bias: [M, N]; with `gate`, N = 2·inner, act(first half) · second: [M, inner]"""
+    width = stream.weighted.shape[1]
+    inverse_rms = torch.rsqrt(stream.squares.sum(dim=0) / width + eps)
+    product = inverse_rms[:, None] * (stream.weighted.float() @ weight.float().T)
+    product = product + (0.0 if bias is None else bias.float())
+    if gate is not None:
+        product = silu_mul(product) if gate == "silu" else gelu_tanh_mul(product)
+    return product.to(stream.weighted.dtype)

@@ -1,0 +1,21 @@
+"""The residual stream between two fused products: what one of them leaves for the next."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+import torch
+
+Gate = Literal["silu", "gelu_tanh"]
+
+
+class Stream(NamedTuple):
+    """Rows of the stream, and what their RMS normalisation needs, which is not yet done.
+
+    total: [M, d]; weighted: [M, d], total times the weight of the coming norm; squares: [C, M] float32, whose sum over C is
+    that of a row's squares.
+    """
+
+    total: torch.Tensor
+    weighted: torch.Tensor
+    squares: torch.Tensor

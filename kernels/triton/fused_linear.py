@@ -1,0 +1,244 @@
+"""Products of a decode step of few rows with what stands around them: three launches fewer in every layer.
+
+    unfused   norm ─ qkv ─ rope ─ attention (2) ─ out ─ norm ─ gate_up ─ activation ─ down     10 launches
+    here             qkv ─ rope ─ attention (2) ─ out ────────── gate_up ───────────── down      7
+
+A norm divides a whole row by one number, which the product behind it may as well do at its end: rms_norm(x) Wᵀ is
+(x · w) Wᵀ / rms(x). So whoever adds to the residual stream also stores it times the coming norm's weight, and each of its
+tiles the sum of the squares it has seen; the next product adds those sums in the order of the tiles. Nothing waits for a row
+to be complete but the launch that needs it, and a row's bits are the same whatever else is in the batch.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.residual_stream import Gate, Stream
+from kernels.triton.activation import activated
+from kernels.triton.compilation import Compilation
+from kernels.triton.linear_tiles import Tiles
+from kernels.triton.split_sum import counters, partial_sums, split_cost, split_count
+from kernels.triton.tuning import capability, multiprocessors, power_of_two
+
+ROWS_MAX = 16
+BLOCK_M = 16
+# Columns of out, of x, and loads under way, as in linear.py; a gated step reads two such tiles.
+CANDIDATES = ((64, 128, 6), (32, 256, 5), (16, 256, 6))
+CANDIDATES_GATED = ((32, 128, 6), (16, 256, 5))
+
+
+@triton.jit
+def fused_linear_kernel(
+    x, weight, bias, squares, residual, norm_weight, out, weighted, squares_out, partials, arrivals,
+    M, N, K, num_squares, eps, alpha, split_columns,
+    GATE: tl.constexpr, EVEN_K: tl.constexpr, SQUARES_BLOCK: tl.constexpr, SPLITS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    tile, split = tl.program_id(0), tl.program_id(1)
+    rows, columns = tl.arange(0, BLOCK_M), tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    row_mask, column_mask = rows < M, columns < N
+    inner = tl.arange(0, BLOCK_K)
+    if squares is not None:
+        # Asked for now, added up when the product is there.
+        seen = tl.arange(0, SQUARES_BLOCK)
+        seen_mask = row_mask[:, None] & (seen < num_squares)[None, :]
+        row_squares = tl.load(squares + seen[None, :] * M + rows[:, None], mask=seen_mask, other=0.0)
+    start, end = 0, K
+    if SPLITS > 1:
+        start = split * split_columns
+        end = min(start + split_columns, K)
+    x_places = x + rows[:, None] * K + inner[None, :]
+    w_places = weight + columns.to(tl.int64)[None, :] * K + inner[:, None]
+    up_places = w_places + N.to(tl.int64) * K
+    product = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    up = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for k in tl.range(start, end, BLOCK_K, num_stages=STAGES):
+        x_mask, w_mask = row_mask[:, None], column_mask[None, :]
+        if not EVEN_K:
+            x_mask, w_mask = x_mask & (inner < K - k)[None, :], w_mask & (inner < K - k)[:, None]
+        x_tile = tl.load(x_places + k, mask=x_mask, other=0.0)
+        w_tile = tl.load(w_places + k, mask=w_mask, other=0.0, eviction_policy="evict_first")
+        product = tl.dot(x_tile, w_tile, product, input_precision="ieee")
+        if GATE is not None:
+            up_tile = tl.load(up_places + k, mask=w_mask, other=0.0, eviction_policy="evict_first")
+            up = tl.dot(x_tile, up_tile, up, input_precision="ieee")
+    is_last = True
+    mask = row_mask[:, None] & column_mask[None, :]
+    if SPLITS > 1:
+        # As in split_sum.py: integers are counted atomically, partial sums added in their order by whoever comes last.
+        PARTS: tl.constexpr = 1 if GATE is None else 2
+        SIZE: tl.constexpr = BLOCK_M * BLOCK_N
+        own = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+        first = partials + tile.to(tl.int64) * (SPLITS * PARTS * SIZE) + own
+        tl.store(first + split * (PARTS * SIZE), product, mask=mask)
+        if GATE is not None:
+            tl.store(first + split * (PARTS * SIZE) + SIZE, up, mask=mask)
+        tl.debug_barrier()
+        is_last = tl.atomic_add(arrivals + tile, 1, sem="acq_rel") == SPLITS - 1
+        if is_last:
+            product = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+            up = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+            for part in tl.static_range(SPLITS):
+                product += tl.load(first + part * (PARTS * SIZE), mask=mask, other=0.0, cache_modifier=".cg")
+                if GATE is not None:
+                    up += tl.load(first + part * (PARTS * SIZE) + SIZE, mask=mask, other=0.0, cache_modifier=".cg")
+            tl.store(arrivals + tile, 0)
+    if is_last:
+        if squares is not None:
+            inverse_rms = tl.rsqrt(tl.sum(row_squares, axis=1) / K + eps)[:, None]
+            product *= inverse_rms
+            up *= inverse_rms
+        if bias is not None:
+            product += tl.load(bias + columns, mask=column_mask, other=0.0).to(tl.float32)[None, :]
+            if GATE is not None:
+                up += tl.load(bias + N + columns, mask=column_mask, other=0.0).to(tl.float32)[None, :]
+        if GATE is not None:
+            product = activated(product, up, GATE == "gelu_tanh")
+        places = rows[:, None] * N + columns[None, :]
+        if residual is not None:
+            product = tl.load(residual + places, mask=mask, other=0.0).to(tl.float32) + alpha * product
+        stored = product.to(out.dtype.element_ty)
+        tl.store(out + places, stored, mask=mask)
+        if norm_weight is not None:
+            total = tl.where(mask, stored.to(tl.float32), 0.0)
+            scale = tl.load(norm_weight + columns, mask=column_mask, other=0.0).to(tl.float32)[None, :]
+            tl.store(weighted + places, (total * scale).to(weighted.dtype.element_ty), mask=mask)
+            tl.store(squares_out + tile * M + rows, tl.sum(total * total, axis=1), mask=row_mask)
+
+
+def linear_add(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    residual: torch.Tensor,
+    norm_weight: torch.Tensor,
+    *,
+    alpha: float = 1.0,
+    bias: torch.Tensor | None = None,
+) -> Stream:
+    """total = residual + alpha · (x Wᵀ + bias); weighted = total · norm_weight; squares[c] = Σ total² of tile c's columns
+
+    x: [M, K], weight: [d, K], residual: [M, d], bias: [d], all of one type, bf16 or fp16; norm_weight: [d] of that type or
+    float32; M ≤ 16. Source: the order of the operations is arXiv 1910.07467's, eq. 4, with the division moved behind the next
+    product. Reads 2·d·K bytes of weights once, writes 4·M·d; 2·M·d·K operations. Rows beyond M, columns beyond d and K are
+    masked. Accumulates in float32; total is rounded before it is squared, weighted a second time.
+    """
+    num_rows, width = x.shape[0], weight.shape[0]
+    tiles = fused_tiles(width, x.shape[1], capability(x.device), multiprocessors(x.device), gated=False)
+    total, weighted = torch.empty_like(residual), torch.empty_like(residual)
+    squares = torch.empty(triton.cdiv(width, tiles.block_n), num_rows, dtype=torch.float32, device=x.device)
+    _launch(x, weight, bias, None, residual, norm_weight, total, weighted, squares, tiles, alpha=alpha)
+    return Stream(total, weighted, squares)
+
+
+def normed_linear(
+    stream: Stream, weight: torch.Tensor, eps: float, *, bias: torch.Tensor | None = None, gate: Gate | None = None
+) -> torch.Tensor:
+    """(weighted Wᵀ) / √(Σ squares / d + eps) + bias, which is rms_norm(total) Wᵀ + bias; weight: [N, d] → [M, N]
+
+    With `gate` N = 2·inner (gates first) and the result is act(gate) · up: [M, inner] (arXiv 2002.05202): each program holds
+    the same columns of both halves. Reads 2·N·d bytes of weights once. Else as `linear_add`; x · norm_weight must be finite,
+    which fp16 does not promise for a residual stream beyond its range.
+    """
+    x, outputs = stream.weighted, weight.shape[0] if gate is None else weight.shape[0] // 2
+    tiles = fused_tiles(outputs, x.shape[1], capability(x.device), multiprocessors(x.device), gated=gate is not None)
+    out = torch.empty(x.shape[0], outputs, dtype=x.dtype, device=x.device)
+    _launch(x, weight, bias, stream.squares, None, None, out, None, None, tiles, eps=eps, gate=gate)
+    return out
+
+
+def fused_tiles(num_outputs: int, num_columns: int, capability: int, multiprocessors: int, *, gated: bool) -> Tiles:
+    """The candidate whose busiest multiprocessor has the least to read; the same for any number of rows."""
+
+    def choice(block_n: int, block_k: int, stages: int) -> tuple[float, Tiles]:
+        counts = -(-num_outputs // block_n), -(-num_columns // block_k)
+        splits = split_count(*counts, multiprocessors)
+        cost = split_cost(*counts, multiprocessors, splits) * block_n * block_k
+        return cost, Tiles(BLOCK_M, block_n, block_k, num_warps=4, num_stages=_stages(stages, capability), splits=splits)
+
+    candidates = CANDIDATES_GATED if gated else CANDIDATES
+    return min((choice(*candidate) for candidate in candidates), key=lambda pair: pair[0])[1]
+
+
+def _stages(stages: int, capability: int) -> int:
+    """Cards with 100 KiB of shared memory hold fewer loads under way."""
+    return min(stages, 3) if capability in (86, 89, 120) else stages
+
+
+def _launch(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    squares: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    norm_weight: torch.Tensor | None,
+    out: torch.Tensor,
+    weighted: torch.Tensor | None,
+    squares_out: torch.Tensor | None,
+    tiles: Tiles,
+    *,
+    eps: float = 0.0,
+    alpha: float = 1.0,
+    gate: Gate | None = None,
+) -> None:
+    num_rows, num_columns = x.shape
+    assert num_rows <= ROWS_MAX, f"{num_rows} rows are for other kernels"
+    assert x.is_contiguous(), "rows of x lie one behind the other"
+    assert weight.is_contiguous(), "rows of the weight lie one behind the other"
+    if not num_rows:
+        return
+    outputs = out.shape[1]
+    num_tiles = triton.cdiv(outputs, tiles.block_n)
+    parts = 1 if gate is None else 2
+    partials = partial_sums(num_tiles, tiles.splits, parts * tiles.block_m * tiles.block_n, x.device)
+    split_columns = triton.cdiv(triton.cdiv(num_columns, tiles.block_k), tiles.splits) * tiles.block_k
+    num_squares = 0 if squares is None else squares.shape[0]
+    fused_linear_kernel[(num_tiles, tiles.splits)](
+        x, weight, bias, squares, residual, norm_weight, out, weighted, squares_out,
+        partials, counters(x.device) if tiles.splits > 1 else None,
+        num_rows, outputs, num_columns, num_squares, eps, alpha, split_columns,
+        GATE=gate, EVEN_K=num_columns % tiles.block_k == 0, SQUARES_BLOCK=power_of_two(max(1, num_squares)),
+        SPLITS=tiles.splits, BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, BLOCK_K=tiles.block_k,
+        STAGES=tiles.num_stages, num_warps=tiles.num_warps,
+    )  # fmt: skip
+
+
+def compilations() -> list[Compilation]:
+    """The four products of a layer of Llama-3.1-8B and of Qwen3-0.6B, as an H200 would divide them."""
+    return [
+        _compilation(f"{model}_{name}_sm{card}", outputs, columns, card, gated=name == "gate_up", adds=name in ("out", "down"))
+        for card in (80, 89, 90, 100)
+        for model, shapes in (
+            ("llama_8b", {"qkv": (6144, 4096), "out": (4096, 4096), "gate_up": (14336, 4096), "down": (4096, 14336)}),
+            ("qwen_600m", {"qkv": (4096, 1024), "out": (1024, 2048), "gate_up": (3072, 1024), "down": (1024, 3072)}),
+        )
+        for name, (outputs, columns) in shapes.items()
+    ]
+
+
+def _compilation(name: str, outputs: int, columns: int, card: int, *, gated: bool, adds: bool) -> Compilation:
+    tiles = fused_tiles(outputs, columns, card, 132, gated=gated)
+    present = {"residual", "norm_weight", "weighted", "squares_out"} if adds else {"squares"}
+    kinds = {"residual": "*bf16", "norm_weight": "*bf16", "weighted": "*bf16", "squares_out": "*fp32", "squares": "*fp32"}
+    kinds |= {"bias": "*bf16", "partials": "*fp32", "arrivals": "*i32"}
+    present |= {"partials", "arrivals"} if tiles.splits > 1 else set()
+    width = fused_tiles(columns, columns, card, 132, gated=False).block_n
+    return Compilation(
+        f"fused_linear_{name}",
+        fused_linear_kernel,
+        {"x": "*bf16", "weight": "*bf16", "out": "*bf16"}
+        | {key: kind for key, kind in kinds.items() if key in present}
+        | dict.fromkeys(("M", "N", "K", "num_squares", "split_columns"), "i32")
+        | {"eps": "fp32", "alpha": "fp32"},
+        dict.fromkeys(sorted(set(kinds) - present))
+        | {"GATE": "silu" if gated else None, "EVEN_K": True, "SQUARES_BLOCK": power_of_two(-(-columns // width))}
+        | {"SPLITS": tiles.splits, "BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n, "BLOCK_K": tiles.block_k}
+        | {"STAGES": tiles.num_stages},
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+        capabilities=(card,),
+        tensor_cores=True,
+        small_tile=True,
+        divisible=("N", "K", "split_columns"),
+    )

@@ -1,0 +1,110 @@
+"""Products with residual sum, with the norm's root and with a gated activation: the Triton kernels against float32."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from kernels.reference import fused_linear as reference
+from kernels.reference.elementwise import rms_norm
+from kernels.residual_stream import Gate, Stream
+from kernels.triton import fused_linear
+from kernels.triton.linear_tiles import Tiles
+from tests.support.kernel_cases import FLOATS, normal
+from tests.support.kernel_tolerances import assert_near, assert_same
+
+# The interpreter of Triton 3.6 turns the bounds of a loop into integers in a way that numpy will refuse one day.
+pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim:DeprecationWarning")
+
+EPS = 1e-6
+SPLITS = pytest.mark.parametrize("splits", [1, 4])
+
+
+def divide(monkeypatch: pytest.MonkeyPatch, splits: int) -> None:
+    tiles = Tiles(16, 16, 32, num_warps=4, num_stages=3, splits=splits)
+    monkeypatch.setattr(fused_linear, "fused_tiles", lambda *_, **__: tiles)
+
+
+def inputs(rows: int, width: int, columns: int, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
+    return {
+        "x": normal(rows, columns, dtype=dtype, device=device),
+        "weight": (normal(width, columns, dtype=torch.float32, device=device, seed=1) / math.sqrt(columns)).to(dtype),
+        "residual": normal(rows, width, dtype=dtype, device=device, seed=2),
+        "norm_weight": normal(width, dtype=torch.float32, device=device, seed=3),
+    }
+
+
+@SPLITS
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize(("rows", "width", "columns"), [(1, 32, 256), (16, 48, 128), (3, 40, 161)])
+def test_a_product_is_added_to_the_stream(
+    rows: int, width: int, columns: int, dtype: torch.dtype, splits: int,
+    monkeypatch: pytest.MonkeyPatch, device: torch.device,
+) -> None:  # fmt: skip
+    divide(monkeypatch, splits)
+    given = inputs(rows, width, columns, dtype, device)
+    plain: dict[str, Any] = {}
+    for options in (plain, {"alpha": 0.25, "bias": normal(width, dtype=dtype, device=device, seed=4)}):
+        made = fused_linear.linear_add(**given, **options)
+        expected = reference.linear_add(**given, **options)
+        assert_near(made.total, expected.total, "matmul")
+        assert_near(made.weighted, expected.weighted, "matmul", scale=4)
+        assert_near(made.squares.sum(0), made.total.float().square().sum(-1), "matmul")
+
+
+@SPLITS
+@pytest.mark.parametrize("gate", [None, "silu", "gelu_tanh"])
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize(("rows", "width", "columns"), [(1, 32, 256), (5, 24, 161)])
+def test_a_product_of_what_is_not_yet_normalised_is_that_of_its_norm(
+    rows: int, width: int, columns: int, dtype: torch.dtype, gate: Gate | None, splits: int,
+    monkeypatch: pytest.MonkeyPatch, device: torch.device,
+) -> None:  # fmt: skip
+    divide(monkeypatch, splits)
+    total = normal(rows, columns, dtype=dtype, device=device) * 3
+    norm_weight = normal(columns, dtype=dtype, device=device, seed=1)
+    squares = total.float().square().view(rows, -1, columns // (7 if columns == 161 else 8)).sum(-1).T.contiguous()
+    stream = Stream(total, (total.float() * norm_weight.float()).to(dtype), squares)
+    outputs = width * (1 if gate is None else 2)
+    weight = (normal(outputs, columns, dtype=torch.float32, device=device, seed=2) / math.sqrt(columns)).to(dtype)
+    for bias in (None, normal(outputs, dtype=dtype, device=device, seed=3)):
+        made = fused_linear.normed_linear(stream, weight, EPS, bias=bias, gate=gate)
+        assert_near(made, reference.normed_linear(stream, weight, EPS, bias=bias, gate=gate), "matmul", scale=8)
+        if gate is None and bias is None:
+            normed = rms_norm(total.float(), norm_weight, EPS)
+            assert_near(made, (normed @ weight.float().T).to(dtype), "matmul", scale=8)
+
+
+@SPLITS
+def test_a_row_has_the_same_bits_whatever_is_beside_it(
+    splits: int, monkeypatch: pytest.MonkeyPatch, device: torch.device
+) -> None:
+    divide(monkeypatch, splits)
+    given = inputs(7, 48, 128, torch.float16, device)
+    together = fused_linear.linear_add(**given)
+    weight = normal(32, 48, dtype=torch.float16, device=device, seed=9)
+    gated = fused_linear.normed_linear(together, weight, EPS, gate="silu")
+    for row in (0, 6):
+        alone = fused_linear.linear_add(
+            given["x"][row : row + 1], given["weight"], given["residual"][row : row + 1], given["norm_weight"]
+        )
+        for one, other in zip(alone[:2], together[:2], strict=True):
+            assert_same(one[0], other[row])
+        assert_same(alone.squares[:, 0], together.squares[:, row])
+        assert_same(fused_linear.normed_linear(alone, weight, EPS, gate="silu")[0], gated[row])
+
+
+def test_no_rows_are_no_work_and_many_are_refused(device: torch.device) -> None:
+    assert fused_linear.linear_add(**inputs(0, 32, 64, torch.float16, device)).total.shape == (0, 32)
+    with pytest.raises(AssertionError, match="17 rows"):
+        fused_linear.linear_add(**inputs(17, 32, 64, torch.float16, device))
+
+
+def test_tiles_depend_on_the_matrix_alone_and_keep_every_multiprocessor_reading() -> None:
+    for outputs, columns, gated in ((6144, 4096, False), (4096, 4096, False), (14336, 4096, True), (4096, 14336, False)):
+        tiles = fused_linear.fused_tiles(outputs, columns, 90, 132, gated=gated)
+        assert -(-outputs // tiles.block_n) * tiles.splits >= 0.95 * 132
+        assert (2 if gated else 1) * tiles.block_n * tiles.block_k * tiles.num_stages * 2 <= 200 * 1024
