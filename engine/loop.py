@@ -33,7 +33,7 @@ from engine.protocol import EngineInfo, EngineStatus, FinishReason, GenerationRe
 from engine.request_checks import PROMPT_PARAM, check_request
 from engine.sampling.randomness import seed_of_answer
 from engine.scheduling.request import Request
-from engine.scheduling.scheduled_batch import BlockMoves, ScheduledBatch, StepOutput
+from engine.scheduling.scheduled_batch import BlockMoves, RowResult, ScheduledBatch, StepOutput
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.step_budget import StepBudget
 from engine.scheduling.token_events import token_event
@@ -205,13 +205,15 @@ class Engine:
         step, self._under_way = self._under_way, None
         assert step is not None, "no step is under way"
         outputs = overlapped.land(step, behind)
-        self._follow_grammars(step.flight.requests, outputs)
+        if step.landing is None:  # others have no grammar
+            self._follow_grammars(step.flight.requests, outputs)
         events = self._scheduler.settle(step.flight, outputs)
         now_s = self._clock()
         self._observe(step.batch, step.predicted_s, now_s - max(step.launched_s, self._landed_s))
         self._landed_s = now_s
-        computed = [output for output in outputs if output is not None]
-        if computed:
+        if any(isinstance(output, int) for output in outputs):
+            self._failed_steps = 0
+        elif computed := [output for output in outputs if isinstance(output, StepOutput)]:
             self._judge(computed)
         return events
 
@@ -229,12 +231,12 @@ class Engine:
         except Exception as error:
             raise EngineBroken(f"blocks cannot be moved: {type(error).__name__}: {error}") from error
 
-    def _follow_grammars(self, requests: Sequence[Request], outputs: list[StepOutput | None] | list[StepOutput]) -> None:
+    def _follow_grammars(self, requests: Sequence[Request], outputs: list[RowResult] | list[StepOutput]) -> None:
         """Move grammars on by the tokens of this step; the output of an answer whose grammar cannot follow becomes an error."""
         if self._grammars is None:
             return
         for index, (request, output) in enumerate(zip(requests, outputs, strict=True)):
-            if output is not None and output.token_ids and request.sampling.is_guided and not request.is_finished:
+            if isinstance(output, StepOutput) and output.token_ids and request.sampling.is_guided and not request.is_finished:
                 error = self._grammars.accept(request, output.token_ids)
                 if error is not None:
                     outputs[index] = StepOutput(error=str(error), error_param=error.param)

@@ -18,7 +18,7 @@ from typing import Protocol
 
 from engine.fault_isolation import Runner, run_isolated
 from engine.scheduling.flight import Flight, as_planned
-from engine.scheduling.scheduled_batch import BlockMoves, ScheduledBatch, ScheduledRequest, StepOutput
+from engine.scheduling.scheduled_batch import BlockMoves, RowResult, ScheduledBatch, ScheduledRequest, StepOutput
 
 log = logging.getLogger("gatehouse.engine")
 
@@ -26,7 +26,7 @@ log = logging.getLogger("gatehouse.engine")
 class Landing(Protocol):
     """A launched step."""
 
-    def outputs(self) -> list[StepOutput | None]:
+    def outputs(self) -> list[RowResult]:
         """Wait for its results, in the order of its rows; None for a row without a usable token. Raises when it failed."""
         ...
 
@@ -80,7 +80,7 @@ class OverlappedSteps:
                 self._runner.forget()
         return StepUnderWay(batch, self._advance(batch), landing, predicted_s, now_s)
 
-    def land(self, step: StepUnderWay, behind: StepUnderWay | None) -> list[StepOutput | None]:
+    def land(self, step: StepUnderWay, behind: StepUnderWay | None) -> list[RowResult]:
         """Results of a step, whose predecessors are settled. When they are in doubt, so is what was launched `behind` it."""
         outputs = self._wait(step)
         if outputs is None:
@@ -92,11 +92,11 @@ class OverlappedSteps:
             again = self._plain(step.flight, unusable)
             for row in unusable:
                 outputs[row] = again[row]
-            if any(output is not None and output.error is None for output in (again[row] for row in unusable)):
+            if any(isinstance(output, StepOutput) and output.error is None for output in again):
                 self._distrust(behind)
         return outputs
 
-    def _wait(self, step: StepUnderWay) -> list[StepOutput | None] | None:
+    def _wait(self, step: StepUnderWay) -> list[RowResult] | None:
         if step.landing is None:
             return None
         try:
@@ -116,9 +116,9 @@ class OverlappedSteps:
         if step.batch.moves.copies:
             self._move(BlockMoves(copies=step.batch.moves.copies))
 
-    def _plain(self, flight: Flight, rows: Sequence[int]) -> list[StepOutput | None]:
+    def _plain(self, flight: Flight, rows: Sequence[int]) -> list[RowResult]:
         """Results of the given rows, in the places of all of them."""
-        outputs: list[StepOutput | None] = [None] * len(flight.requests)
+        outputs: list[RowResult] = [None] * len(flight.requests)
         held: list[int] = []
         for row in rows:
             if flight.holds(row):

@@ -35,6 +35,7 @@ class Operations:
     gelu_tanh: Callable[[Tensor], Tensor]
     route: Callable[..., Pair]
     mix_experts: Callable[..., Tensor]
+    pack_linear: Callable[[Tensor, Tensor | None], Callable[[Tensor], Tensor]]
     paged_decode: Callable[..., Tensor]
     paged_prefill: Callable[..., Tensor]
     decode_workspace: Callable[[AttentionShape, int, int, torch.dtype, torch.device], Any]

@@ -19,7 +19,7 @@ from kernels.cpu.attention import AttentionPlan, AttentionPlanner, planned_atten
 from kernels.cpu.elementwise import gelu, gelu_tanh, gelu_tanh_mul, layer_norm, rope
 from kernels.cpu.experts import mix_experts, route
 from kernels.cpu.invariant_attention import InvariantPlan, InvariantPlanner, invariant_attention
-from kernels.cpu.linear import LinearKernel, LinearPacker, can_pack, pack_linear
+from kernels.cpu.linear import LinearKernel, LinearPacker, can_pack
 from kernels.cpu.row_tiles import pack_linear_row_invariant, row_invariant
 from kernels.operations import Operations
 from kernels.paged_plan import PagedPlan, PagedPlanner, paged_plan_attention
@@ -116,6 +116,11 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """gate_up: [T, 2·inner] → silu(gate) · up: [T, inner]"""
     return operations(gate_up.device).silu_mul(gate_up)
+
+
+def pack_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> LinearKernel:
+    """weight: [out, in], bias: [out] → a function [T, in] → [T, out]"""
+    return operations(weight.device).pack_linear(weight, bias)
 
 
 def paged_attention(

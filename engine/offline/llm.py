@@ -69,8 +69,8 @@ class LLM:
         shared_prefixes: Sequence[str | Path] = (),
         **unknown: Any,
     ) -> None:
-        """`num_gpu_blocks_override` and `kv_cache_bytes` size the cache on any device; `enforce_eager` chooses
-        the plain runner, which on a CPU is the only one. The last four and `speculative_config` are described in `engine.options` and
+        """`num_gpu_blocks_override` and `kv_cache_bytes` size the cache on any device; `enforce_eager` chooses the plain
+        runner, which on a CPU is the only one. The last four and `speculative_config` are described in `engine.options` and
         `speculation.options`. Raises `ModelError` or `EngineConfigError`."""
         for option in unknown:
             raise EngineConfigError(option, "is not an option of this engine")

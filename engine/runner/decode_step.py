@@ -75,8 +75,7 @@ class DecodeStep:
         )
         logits = self._decoder.logits(self._decoder.forward(self._inputs(size)))
         sampled = self._sampler.choose(logits, rows, context_lens, kind)
-        self._state.advance(rows, sampled)
-        self.sampled[:size].copy_(sampled)
+        self._state.advance(rows, sampled, out=self.sampled[:size])
 
     def _inputs(self, size: int) -> BatchInputs:
         positions, tables, lens = self._positions[:size], self._block_tables[:size], self._context_lens[:size]

@@ -22,7 +22,8 @@ from engine.runner.slot_sampler import SlotSampler
 from engine.runner.slots import NOTHING, SlotState, SlotTable
 from engine.runner.staging import Fetch, Staging, TokenReturn
 from engine.runner.step_rows import FIRST, NONE
-from engine.scheduling.scheduled_batch import BlockMoves, ScheduledRequest, StepOutput
+from engine.sampling.sampler import NO_TOKEN
+from engine.scheduling.scheduled_batch import BlockMoves, RowResult, ScheduledRequest, StepOutput
 
 NO_ROWS: list[int] = []
 
@@ -40,14 +41,16 @@ class LaunchedStep:
     num_sampled: int
     rows: list[int] | None
 
-    def outputs(self) -> list[StepOutput | None]:
+    def outputs(self) -> list[RowResult]:
         """One per item, None where no token could be drawn."""
-        tokens = self.fetch.tokens()[: self.num_sampled] if self.fetch is not None else []
+        tokens: list[RowResult] = [*self.fetch.tokens()[: self.num_sampled]] if self.fetch is not None else []
+        if NO_TOKEN in tokens:
+            tokens = [None if token == NO_TOKEN else token for token in tokens]
         if self.rows is None:
-            return [StepOutput([token]) if token >= 0 else None for token in tokens]
-        outputs: list[StepOutput | None] = [StepOutput() for _ in range(self.num_items)]
+            return tokens
+        outputs: list[RowResult] = [StepOutput() for _ in range(self.num_items)]
         for row, token in zip(self.rows, tokens, strict=True):
-            outputs[row] = StepOutput([token]) if token >= 0 else None
+            outputs[row] = token
         return outputs
 
 

@@ -54,9 +54,10 @@ class SlotState:
         sent = self._staging.send(np.stack((places, blocks)))
         self.tables.view(-1).index_copy_(0, sent[0], sent[1].to(torch.int32))
 
-    def advance(self, slots: torch.Tensor, sampled: torch.Tensor) -> None:
-        """slots: [R] int32, below 0 is padding; sampled: [R] int64, below 0 where there is no token, which 0 stands for"""
-        self._ops.advance_slots(slots, sampled.clamp_min(0), self.last_tokens, self.num_tokens)
+    def advance(self, slots: torch.Tensor, sampled: torch.Tensor, *, out: torch.Tensor | None = None) -> None:
+        """slots: [R] int32, below 0 is padding; sampled: [R] int64, copied to `out`; where it is below 0 there is no token,
+        and token 0 stands in the slot"""
+        self._ops.advance_slots(slots, sampled, self.last_tokens, self.num_tokens, out=out)
 
 
 class SlotTable:
@@ -95,12 +96,8 @@ class SlotTable:
 
         Where the slot is not current, the input token must be known, unless the step computes a chunk from known ones."""
         requests = [item.request for item in items]
-        if self._goes_on(requests):
-            lens, slots = self._lens, self._slots
-            self._grow(requests, slots)
-            for slot in slots:
-                lens[slot] += 1
-            return slots
+        if requests == self._requests and self._go_on(requests):
+            return self._slots
         slots = self._seats(requests)
         self._requests = []  # until the step is as it says below
         stale = [
@@ -116,13 +113,18 @@ class SlotTable:
         self._requests, self._slots = requests, slots
         return slots
 
-    def _goes_on(self, requests: list[Request]) -> bool:
-        """Whether a step is the next one of those that were in the last: a request that was preempted since has another
-        table."""
-        if requests != self._requests:
-            return False
-        tables = self._tables
-        return all(request.block_table is tables[slot] for request, slot in zip(requests, self._slots, strict=True))
+    def _go_on(self, requests: list[Request]) -> bool:
+        """The next step of those that were in the last one; False, and nothing done, if one was preempted in between, which
+        its new table tells."""
+        slots, tables = self._slots, self._tables
+        for request, slot in zip(requests, slots, strict=True):
+            if request.block_table is not tables[slot]:
+                return False
+        self._grow(requests, slots)
+        lens = self._lens
+        for slot in slots:
+            lens[slot] += 1
+        return True
 
     def _send(self, items: Sequence[ScheduledRequest], slots: Sequence[int]) -> None:
         tokens: list[int] = []

@@ -24,7 +24,7 @@ from engine.scheduling.kv_blocks import KvBlocks
 from engine.scheduling.limits import SchedulerTotals
 from engine.scheduling.policy import Policy
 from engine.scheduling.request import Request, RequestStatus
-from engine.scheduling.scheduled_batch import ScheduledBatch, ScheduledRequest, StepOutput
+from engine.scheduling.scheduled_batch import RowResult, ScheduledBatch, ScheduledRequest, StepOutput
 from engine.scheduling.token_events import token_event
 from engine.scheduling.waiting import ParkedForks
 from engine.speculation.drafting import Drafting
@@ -188,34 +188,36 @@ class Outcomes:
             self._decodes.remove(request)
         return flight
 
-    def settle(self, flight: Flight, outputs: Sequence[StepOutput | None]) -> list[TokenEvent]:
+    def settle(self, flight: Flight, outputs: Sequence[RowResult]) -> list[TokenEvent]:
         """See `Scheduler.settle`."""
         assert len(outputs) == len(flight.requests), "a step has one output per row"
         self.num_under_way -= 1
-        num_decodes, block_size = flight.num_decodes, self._block_size
+        num_decodes, block_size, num_tokens = flight.num_decodes, self._block_size, 0
         events: list[TokenEvent] = []
         for request, start, output in zip(flight.requests[:num_decodes], flight.starts, outputs, strict=False):
             if output is None or request.status is RequestStatus.FINISHED:
                 continue
-            if output.error is None and output.logprobs is None:
-                if (start + 1) % block_size == 0 and request.block_table:
-                    self._kv.register(request, start, start + 1)
-                events.append(self._settle_token(request, start + 1, output))
-            else:
+            if not isinstance(output, int):
                 events.append(self._settle_rarely(request, start, start + 1, output))
+                continue
+            if (start + 1) % block_size == 0 and request.block_table:
+                self._kv.register(request, start, start + 1)
+            num_tokens += 1
+            reason = request.fill(start + 1, output)
+            events.append(token_event(request, [output]) if reason is None else self._end(request, reason, [output]))
+        self._totals.generation_tokens += num_tokens
         for row in range(num_decodes, len(flight.requests)):
             output = outputs[row]
             if output is not None and flight.requests[row].status is not RequestStatus.FINISHED:
-                event = self._settle_prefill(flight, row, output)
+                event = self._settle_prefill(flight, row, StepOutput([output]) if isinstance(output, int) else output)
                 if event is not None:
                     events.append(event)
         return events
 
-    def _settle_token(self, request: Request, position: int, output: StepOutput) -> TokenEvent:
+    def _settle_token(self, request: Request, position: int, token_id: int) -> TokenEvent:
         self._totals.generation_tokens += 1
-        token_ids = output.token_ids
-        reason = request.fill(position, token_ids[0])
-        return token_event(request, token_ids) if reason is None else self._end(request, reason, token_ids)
+        reason = request.fill(position, token_id)
+        return token_event(request, [token_id]) if reason is None else self._end(request, reason, [token_id])
 
     def _settle_rarely(self, request: Request, start: int, end: int, output: StepOutput) -> TokenEvent:
         """What has log-probabilities or an error; positions `start` … `end` - 1 were computed."""
@@ -224,7 +226,8 @@ class Outcomes:
             return self._fail(request, output.error, output.error_param)
         if request.block_table:
             self._kv.register(request, start, end)
-        event = self._settle_token(request, end, output)
+        (token_id,) = output.token_ids
+        event = self._settle_token(request, end, token_id)
         event.logprobs, event.prompt_logprobs = output.logprobs, output.prompt_logprobs
         return event
 

@@ -84,3 +84,7 @@ class StepOutput:
     prompt_logprobs: list[TokenLogprob] | None = None
     error: str | None = None
     error_param: str | None = None
+
+
+RowResult = StepOutput | int | None
+"""What a step that was launched ahead did for one row: a token and nothing else, more than that, or nothing yet."""

@@ -31,7 +31,7 @@ from engine.scheduling.policy import Policy, PolicyContext, Start
 from engine.scheduling.prefix_cache import PrefixCache
 from engine.scheduling.probe import probe_item
 from engine.scheduling.request import Request, RequestStatus
-from engine.scheduling.scheduled_batch import ScheduledBatch, ScheduledRequest, StepOutput
+from engine.scheduling.scheduled_batch import RowResult, ScheduledBatch, ScheduledRequest, StepOutput
 from engine.scheduling.step_budget import StepBudget
 from engine.scheduling.token_events import token_event
 from engine.scheduling.turns import Turns
@@ -305,7 +305,7 @@ class Scheduler:
         in the order of the steps; no more than two are under way at a time, and one while a step is planned."""
         return self._outcomes.advance(batch)
 
-    def settle(self, flight: Flight, outputs: Sequence[StepOutput | None]) -> list[TokenEvent]:
+    def settle(self, flight: Flight, outputs: Sequence[RowResult]) -> list[TokenEvent]:
         """Take over what a step under way computed; `outputs[i]` belongs to row i, None for one that was not computed because
         its request lost its blocks: it will be computed again. Returns the events to send."""
         return self._outcomes.settle(flight, outputs)

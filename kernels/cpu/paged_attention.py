@@ -30,9 +30,7 @@ def paged_decode(
 ) -> torch.Tensor:
     """q: [B, H, D], kv_cache: [N, P, 2, K, D], block_tables: [B, M] int32, context_lens: [B] int32, 0 for no row → [B, H, D]"""
     starts = torch.arange(len(context_lens) + 1, device=q.device)
-    return paged_prefill(
-        q, kv_cache, block_tables, starts, context_lens, shape, max_query_len=1, kv_scales=kv_scales, out=out
-    )
+    return paged_prefill(q, kv_cache, block_tables, starts, context_lens, shape, max_query_len=1, kv_scales=kv_scales, out=out)
 
 
 def paged_prefill(

@@ -7,6 +7,7 @@ from kernels.cpu.decode_inputs import advance_slots, prepare_decode
 from kernels.cpu.elementwise import gelu, gelu_tanh, gelu_tanh_mul, layer_norm, rms_norm, silu_mul
 from kernels.cpu.embedding import embed, rotation_rows
 from kernels.cpu.experts import mix_experts, route
+from kernels.cpu.linear import pack_linear
 from kernels.cpu.norm import add_rms_norm
 from kernels.cpu.paged_attention import no_workspace, paged_decode, paged_prefill
 from kernels.cpu.rope_and_cache import rope_and_cache
@@ -26,6 +27,7 @@ OPERATIONS = Operations(
     gelu_tanh=gelu_tanh,
     route=route,
     mix_experts=mix_experts,
+    pack_linear=pack_linear,
     paged_decode=paged_decode,
     paged_prefill=paged_prefill,
     decode_workspace=no_workspace,

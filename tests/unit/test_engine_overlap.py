@@ -16,7 +16,7 @@ from engine.runner.decode_step import step_size, step_sizes
 from engine.runner.staging import Rotation
 from engine.scheduling.block_pool import BlockPool
 from engine.scheduling.prefix_cache import PrefixCache
-from engine.scheduling.scheduled_batch import BlockMoves, ScheduledRequest, StepOutput
+from engine.scheduling.scheduled_batch import BlockMoves, RowResult, ScheduledRequest, StepOutput
 from engine.scheduling.scheduler import Scheduler, SchedulerLimits
 from tests.support.engines import run_to_end, tokens, wanted
 
@@ -32,10 +32,10 @@ def token_of(request_id: str, position: int) -> int:
 @dataclass
 class FakeLanding:
     runner: FakeAheadRunner
-    found: list[StepOutput | None]
+    found: list[RowResult]
     culprits: frozenset[str]
 
-    def outputs(self) -> list[StepOutput | None]:
+    def outputs(self) -> list[RowResult]:
         self.runner.log.append("land")
         if self.culprits & self.runner.fails_under_way:
             raise RuntimeError("the device failed")
@@ -63,7 +63,7 @@ class FakeAheadRunner:
         self.log.append(f"run {len(items)}")
         if self.fails_plainly & {item.request.request_id for item in items}:
             raise RuntimeError("boom")
-        return [output for output in self._answer(items) if output is not None]
+        return [StepOutput([output]) if isinstance(output, int) else StepOutput() for output in self._answer(items)]
 
     def launches(self, items: Sequence[ScheduledRequest]) -> bool:
         return not self.not_launched & {item.request.request_id for item in items}
@@ -80,10 +80,8 @@ class FakeAheadRunner:
     def forget(self) -> None:
         self.log.append("forget")
 
-    def _answer(self, items: Sequence[ScheduledRequest]) -> list[StepOutput | None]:
-        return [
-            StepOutput([token_of(i.request.request_id, i.start + i.num_tokens)]) if i.samples else StepOutput() for i in items
-        ]
+    def _answer(self, items: Sequence[ScheduledRequest]) -> list[RowResult]:
+        return [token_of(i.request.request_id, i.start + i.num_tokens) if i.samples else StepOutput() for i in items]
 
 
 def make_engine(runner: FakeAheadRunner, *, num_blocks: int = 32, caches: bool = False, **limits: Any) -> Engine:

@@ -1,0 +1,215 @@
+# ruff: noqa: ARG002 - stand-ins have the signatures of what they stand for
+"""What a decode step costs the host: the loop, scheduler and slot runner of a GPU engine over a device that answers at once.
+
+Usage: python -m bench.host_step [--steps 600] [--batches 1,64,256]
+
+Everything the host does between two launches is real: planning, slots, staging, booking, tokens to events. Only the step itself
+is left out, and copies go to main memory. Times are of the thread's CPU clock, so that other work on the machine does not
+count; a call of it adds about 0.3 microseconds to each part. Phases: `steady` decodes at one batch size; `turnover` replaces a
+request in every second step, as 256 requests of 500 tokens do. One JSON row per run is appended to
+bench/results/host_step.jsonl.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import platform
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Hashable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from engine.loop import Engine
+from engine.protocol import EngineInfo, GenerationRequest, SamplingParams
+from engine.runner.slot_runner import SlotRunner
+from engine.runner.slot_sampler import HostSlotSampler
+from engine.sampling.sampler import Sampler
+from engine.scheduling.block_pool import BlockPool
+from engine.scheduling.prefix_cache import PrefixCache
+from engine.scheduling.scheduler import Scheduler, SchedulerLimits
+
+RESULTS = Path(__file__).parent / "results" / "host_step.jsonl"
+WARM_STEPS = 60
+BLOCK_SIZE = 16
+MAX_MODEL_LEN = 8192
+PROMPT_LEN = 8
+DEVICE = torch.device("cpu")
+
+
+class NoDecoder:
+    """A decoder of no layers."""
+
+    kv_caches = [torch.empty(1)]
+    attention_shapes: tuple[()] = ()
+    rotaries: tuple[()] = ()
+    vocab_size = 1
+
+    def prepare(self, rows: list[Any]) -> Any:
+        class Inputs:
+            token_ids = torch.zeros(sum(len(row.token_ids) for row in rows), dtype=torch.int64)
+
+        Inputs.num_outputs = sum(len(row.outputs) for row in rows)  # type: ignore[attr-defined]
+        return Inputs
+
+    def forward(self, inputs: Any) -> torch.Tensor:
+        return torch.zeros(inputs.num_outputs, 1)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden
+
+
+class NoSampler(HostSlotSampler):
+    """Everybody says token 0."""
+
+    def choose(self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, kind: Hashable) -> torch.Tensor:
+        return torch.zeros(len(slots), dtype=torch.int64)
+
+
+class NoCalls:
+    """A replay that takes no time."""
+
+    def is_ready(self, key: Hashable) -> bool:
+        return True
+
+    def make_ready(self, key: Hashable, function: Callable[[], None]) -> None: ...
+
+    def run(self, key: Hashable, function: Callable[[], None]) -> None: ...
+
+
+class NoPlainRunner:
+    stage = "run"
+    text_model = None
+
+    def move(self, moves: Any) -> None: ...
+
+    def run(self, items: Any) -> Any:
+        raise AssertionError("everything here is launched")
+
+
+class Parts:
+    """CPU time spent inside wrapped methods, in this step."""
+
+    def __init__(self) -> None:
+        self.times: dict[str, list[float]] = {}
+
+    def wrap(self, holder: Any, name: str, label: str) -> None:
+        inner, times = getattr(holder, name), self.times.setdefault(label, [])
+
+        def timed(*arguments: Any, **named: Any) -> Any:
+            started = time.thread_time()
+            try:
+                return inner(*arguments, **named)
+            finally:
+                times.append(time.thread_time() - started)
+
+        setattr(holder, name, timed)
+
+
+def make_engine(batch: int) -> tuple[Engine, Parts]:
+    limits = SchedulerLimits(
+        max_num_seqs=batch, max_num_batched_tokens=8192, max_model_len=MAX_MODEL_LEN, block_size=BLOCK_SIZE
+    )
+    pool = BlockPool(batch * MAX_MODEL_LEN // BLOCK_SIZE)
+    scheduler = Scheduler(limits, pool, clock=time.monotonic, prefix_cache=PrefixCache(pool, BLOCK_SIZE))
+    info = EngineInfo(
+        model="none", architecture="None", max_model_len=MAX_MODEL_LEN, vocab_size=1 << 17, eos_token_ids=[1],
+        block_size=BLOCK_SIZE, num_kv_blocks=pool.num_blocks, dtype="none", device="none", device_name="none", kernels="none",
+        num_parameters=0, weights_bytes=0, kv_bytes=0, load_s=0.0,
+    )  # fmt: skip
+    runner: Any = SlotRunner(
+        NoPlainRunner(),  # type: ignore[arg-type]
+        NoDecoder(),  # type: ignore[arg-type]
+        NoSampler(Sampler(DEVICE)),
+        NoCalls(),
+        max_num_seqs=batch,
+        num_columns=MAX_MODEL_LEN // BLOCK_SIZE,
+        block_size=BLOCK_SIZE,
+        device=DEVICE,
+    )
+    engine = Engine(scheduler, runner, info, overlap=runner)
+    parts = Parts()
+    for holder, name in ((scheduler, "schedule"), (scheduler, "advance"), (scheduler, "settle"), (runner, "launches")):
+        parts.wrap(holder, name, name)
+    parts.wrap(runner, "launch", "launch")
+    assert engine._overlapped is not None
+    engine._overlapped._advance = scheduler.advance
+    return engine, parts
+
+
+def submit(engine: Engine, number: int, max_tokens: int) -> None:
+    sampling = SamplingParams(seed=number, max_tokens=max_tokens, ignore_eos=True)
+    prompt = [number % 1000 + 2] * PROMPT_LEN
+    engine.submit(
+        GenerationRequest(request_id=str(number), tenant_id=f"t{number % 8}", prompt_token_ids=prompt, sampling=sampling)
+    )
+
+
+def measure(batch: int, phase: str, steps: int) -> dict[str, Any]:
+    engine, parts = make_engine(batch)
+    lifetime = steps + WARM_STEPS + 100 if phase == "steady" else 2 * batch
+    for number in range(batch):
+        submit(engine, number, lifetime if phase == "steady" else 2 + 2 * number)
+    number = batch
+    times: list[float] = []
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    for step in range(WARM_STEPS + steps):
+        if step == WARM_STEPS:
+            for each in parts.times.values():
+                each.clear()
+        started = time.thread_time()
+        events = engine.step()
+        if step >= WARM_STEPS:
+            times.append(time.thread_time() - started)
+        for _ in range(sum(event.finish_reason is not None for event in events)):
+            submit(engine, number, lifetime)
+            number += 1
+    gc.enable()
+    engine.abort_all()
+    found = {"batch": batch, "phase": phase, "step_us_p50": us(times), "step_us_p99": us(times, 0.99)}
+    return found | {f"{label}_us_p50": us(each) for label, each in parts.times.items()}
+
+
+def us(times: list[float], share: float = 0.5) -> float:
+    return round(1e6 * (statistics.median(times) if share == 0.5 else sorted(times)[int(share * len(times))]), 1)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=600)
+    parser.add_argument("--batches", default="1,64,256")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    cells = [
+        measure(int(batch), phase, options.steps) for batch in options.batches.split(",") for phase in ("steady", "turnover")
+    ]
+    revision = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False).stdout
+    row = {
+        "bench": "host_step",
+        "at": datetime.now(UTC).isoformat(timespec="seconds"),
+        "revision": revision.strip(),
+        "cpu": platform.processor() or platform.machine(),
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "steps": options.steps,
+        "results": cells,
+    }
+    RESULTS.parent.mkdir(exist_ok=True)
+    with RESULTS.open("a") as file:
+        file.write(json.dumps(row) + "\n")
+    for cell in cells:
+        print(cell)
+
+
+if __name__ == "__main__":
+    main()
