@@ -120,7 +120,8 @@ def build_engine(options: EngineOptions, *, progress: Callable[[float], None] = 
     desk = _grammar_desk(options, info, masks)
     if not launches_ahead(options, device):
         return Engine(scheduler, runner, info, grammars=desk, step_budget=budget)
-    ahead = slot_runner(runner, target_decoder, sampler, scheduler.limits, device)
+    has_experts = model.config.experts is not None
+    ahead = slot_runner(runner, target_decoder, sampler, scheduler.limits, device, has_experts=has_experts)
     ahead.warm_up()
     return Engine(scheduler, ahead, info, grammars=desk, step_budget=budget, overlap=ahead)
 

@@ -26,14 +26,22 @@ def launches_ahead(options: EngineOptions, device: torch.device) -> bool:
 
 
 def slot_runner(
-    plain: ModelRunner, target: PagedDecoder, sampler: Sampler, limits: SchedulerLimits, device: torch.device
+    plain: ModelRunner,
+    target: PagedDecoder,
+    sampler: Sampler,
+    limits: SchedulerLimits,
+    device: torch.device,
+    *,
+    has_experts: bool = False,
 ) -> SlotRunner:
-    """A runner over slots for all seats of the engine."""
+    """A runner over slots for all seats of the engine. Mixtures of experts ask the host who goes where, so their steps are not
+    captured."""
+    is_captured = device.type == "cuda" and not has_experts
     return SlotRunner(
         plain,
         target,
         HostSlotSampler(sampler),
-        CudaGraphs(device) if device.type == "cuda" else DirectCalls(),
+        CudaGraphs(device) if is_captured else DirectCalls(),
         max_num_seqs=limits.max_num_seqs,
         num_columns=-(-limits.max_model_len // limits.block_size),
         block_size=limits.block_size,
