@@ -38,9 +38,11 @@ class _Stretch:
 
     def add(self, units: int, *, low: float = -math.inf, high: float = math.inf) -> None:
         """Compose with a change by `units` that ends within `low` and `high`."""
+        # Comparisons instead of min and max: this runs a dozen times per request.
         self.shift += units
-        self.low = min(max(self.low + units, low), high)
-        self.high = min(max(self.high + units, low), high)
+        least, most = self.low + units, self.high + units
+        self.low = low if least < low else high if least > high else least
+        self.high = low if most < low else high if most > high else most
 
     def then(self, later: _Stretch) -> None:
         """Compose with a later stretch."""
@@ -166,14 +168,15 @@ class TokenBucket:
         self._seen_s = now_s
         now_us = _micros(now_s)
         if now_us > self._at_us:
-            gained = (now_us - self._at_us) * self.capacity
-            spilled = max(self._units + gained - self._units_max, 0)
-            self._forgone = max(self._forgone - spilled, 0)
-            self._change(gained, high=self._units_max)
+            gained, full = (now_us - self._at_us) * self.capacity, self._units_max
+            if self._forgone:
+                self._forgone = max(self._forgone - max(self._units + gained - full, 0), 0)
+            self._change(gained, high=full)
             self._at_us = now_us
 
     def _change(self, units: int, *, low: float = -math.inf, high: float = math.inf) -> None:
-        self._units = int(min(max(self._units + units, low), high))
+        level = self._units + units
+        self._units = level if low <= level <= high else int(low if level < low else high)
         if self._last is not None:
             self._last.after.add(units, low=low, high=high)
 
