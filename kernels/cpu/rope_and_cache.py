@@ -32,27 +32,29 @@ def rope_and_cache(
     if q_weight is not None and k_weight is not None:
         _normalise(qkv[:, :num_heads], q_weight, eps)
         _normalise(qkv[:, num_heads : num_heads + num_kv_heads], k_weight, eps)
-    rope(qkv[:, : num_heads + num_kv_heads, :rotary_dim], cos, sin)
+    turning = qkv[:, : num_heads + num_kv_heads]
+    rope(turning if rotary_dim == qkv.shape[2] else turning[:, :, :rotary_dim], cos, sin)
     if kv_cache is not None:
         _write(qkv[:, num_heads:], kv_cache, slot_mapping, kv_scales)
 
 
 def _normalise(heads: torch.Tensor, weight: torch.Tensor, eps: float) -> None:
     """heads: [T, heads, D], in place: each by itself, or all of a token together."""
-    together = weight.shape[0] != heads.shape[-1]
-    rows = heads.flatten(1) if together else heads
-    heads.copy_(rms_norm(rows, weight, eps).view(heads.shape))
+    if weight.shape[0] == heads.shape[2]:
+        heads.copy_(rms_norm(heads, weight, eps))
+    else:
+        heads.copy_(rms_norm(heads.flatten(1), weight, eps).view(heads.shape))
 
 
 def _write(kv: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor, kv_scales: torch.Tensor | None) -> None:
-    rows = kv.flatten(1)
-    slots = kv_cache.view(kv_cache.shape[0] * kv_cache.shape[1], -1)
+    """kv: [T, 2K, D], keys before values"""
+    slots = kv_cache.view(kv_cache.shape[0] * kv_cache.shape[1], kv.shape[1], kv.shape[2])
     if kv_cache.dtype is not kv.dtype:
         wide = kv.float().view(kv.shape[0], 2, -1)
         scaled = wide if kv_scales is None else wide / kv_scales[:, None]
-        rows, slots = to_fp8(scaled).flatten(1).view(torch.uint8), slots.view(torch.uint8)
+        kv, slots = to_fp8(scaled).view(kv.shape).view(torch.uint8), slots.view(torch.uint8)
     try:
-        slots.index_copy_(0, slot_mapping, rows)
+        slots.index_copy_(0, slot_mapping, kv)
     except IndexError:  # padding is rare here, and asking for it costs as much as a write
         written = slot_mapping >= 0
-        slots.index_copy_(0, slot_mapping[written], rows[written])
+        slots.index_copy_(0, slot_mapping[written], kv[written])
