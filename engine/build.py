@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -19,7 +20,7 @@ from engine.loop import Engine
 from engine.models.decoder import Decoder
 from engine.options import EngineOptions
 from engine.protocol import EngineInfo
-from engine.quantization.scheme import weight_scheme
+from engine.quantization.scheme import UNQUANTISED, weight_scheme
 from engine.runner.ahead import launches_ahead, slot_runner
 from engine.runner.calibration import MeasuredSpeed, measure_speed
 from engine.runner.device import (
@@ -49,7 +50,10 @@ from engine.scheduling.step_time import StepTimeModel
 from engine.shared_prefixes import shared_prefixes
 from engine.speculation.options import check_draft_context, check_draft_vocabulary
 from engine.speculation.prompt_lookup import AdaptiveDrafter
+from engine.start_times import StartTimes
 from kernels import ops
+
+log = logging.getLogger("gatehouse.engine")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +68,7 @@ class LoadedModel:
 
 def build_engine(options: EngineOptions, *, progress: Callable[[float], None] = lambda _: None) -> Engine:
     """Load the model and allocate its cache. Raises `ModelError` or `EngineConfigError`; `progress` gets 0 … 1."""
-    started_s = time.monotonic()
+    times = StartTimes()
     torch.set_num_threads(options.threads or default_threads())
     device = resolve_device(options.device)
     dtype = resolve_dtype(options.dtype, load_model_config(options.model).torch_dtype, device)
@@ -74,6 +78,7 @@ def build_engine(options: EngineOptions, *, progress: Callable[[float], None] = 
     model = _load(options.model, options, dtype=dtype, device=device, quantization=options.quantization, progress=progress)
     draft = _load_draft(options, model.config, dtype=dtype, device=device)
     draft_config = None if draft is None else draft.config
+    times.done("weights")
     kv_dtype = resolve_kv_dtype(options.kv_cache_dtype, dtype)
     available = kv_bytes_available(forecast.fit.needs, options, device)
     plan = plan_memory(model.config, options, element_bytes=kv_dtype.itemsize, available_bytes=available, draft=draft_config)
@@ -91,6 +96,7 @@ def build_engine(options: EngineOptions, *, progress: Callable[[float], None] = 
         draft=draft_decoder,
         batch_invariant=options.batch_invariant,
     )
+    times.done("cache")
     meter = MemoryMeter(device)
     meter.begin_run()
     speed = measure_speed(
@@ -103,6 +109,7 @@ def build_engine(options: EngineOptions, *, progress: Callable[[float], None] = 
         block_size=options.block_size,
         for_speculation=options.speculative_config is not None,
     )
+    times.done("kernels")  # compiled or found in Triton's cache on disk, and timed
     budget = _step_budget(options, speed.step_times)
     info = _info(
         options,
@@ -112,17 +119,20 @@ def build_engine(options: EngineOptions, *, progress: Callable[[float], None] = 
         kv_dtype=kv_dtype,
         kv_scales=target_decoder.kv_scales,
         device=device,
-        load_s=time.monotonic() - started_s,
+        load_s=times.total_s,
     )
     num_bytes = model.size.num_bytes + (0 if draft is None else draft.size.num_bytes)
     info = replace(info, memory=forecast.parts(meter.measured(num_bytes, plan.kv_bytes)), memory_note=forecast.shortened())
     scheduler = _scheduler(options, plan, device, speed, budget)
     desk = _grammar_desk(options, info, masks)
     if not launches_ahead(options, device):
+        log.info("started model=%s runner=plain %s", info.model, times)
         return Engine(scheduler, runner, info, grammars=desk, step_budget=budget)
     has_experts = model.config.experts is not None
     ahead = slot_runner(runner, target_decoder, sampler, scheduler.limits, device, has_experts=has_experts)
     ahead.warm_up()
+    times.done("graphs")
+    log.info("started model=%s runner=ahead %s", info.model, times)
     return Engine(scheduler, ahead, info, grammars=desk, step_budget=budget, overlap=ahead)
 
 
@@ -246,7 +256,7 @@ def _info(
         dtype=format_name(dtype),
         device=device.type,
         device_name=device_name(device),
-        kernels=ops.implementation(dtype, device, batch_invariant=options.batch_invariant),
+        kernels=_kernels(options, model.quantization, dtype, device),
         num_parameters=model.size.num_parameters,
         weights_bytes=model.size.num_bytes,
         kv_bytes=plan.kv_bytes,
@@ -255,3 +265,8 @@ def _info(
         kv_cache_dtype=format_name(kv_dtype),
         kv_scales=kv_scales,
     )
+
+
+def _kernels(options: EngineOptions, quantization: str, dtype: torch.dtype, device: torch.device) -> str:
+    words = ops.implementation(dtype, device, batch_invariant=options.batch_invariant)
+    return words if quantization == UNQUANTISED else f"{words}, {ops.quantised_words(quantization, device)}"

@@ -6,6 +6,7 @@ several places in one tensor, so nothing is held twice. Missing, unexpected and 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -125,13 +126,27 @@ def stored_names(directory: Path) -> set[str]:
     return names
 
 
+def _read_ahead(paths: Sequence[Path]) -> None:
+    """Ask the system to fetch files that are wanted next while others are copied to the device."""
+    if not hasattr(os, "posix_fadvise"):
+        return
+    for path in paths:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_WILLNEED)
+        finally:
+            os.close(descriptor)
+
+
 def load_weights(directory: Path, plan: WeightPlan, *, progress: Callable[[float], None]) -> None:
     """Fill every place of `plan`. `progress` gets the loaded fraction, from 0 to 1. Raises `WeightsError`."""
     seen: set[str] = set()
     unexpected: list[str] = []
     twins: dict[str, torch.Tensor] = {}
-    for path in weight_files(directory):
+    files = weight_files(directory)
+    for number, path in enumerate(files):
         try:
+            _read_ahead(files[number : number + 2])
             with safe_open(path, framework="pt") as tensors:
                 for stored in tensors.keys():  # noqa: SIM118 - not a mapping
                     name = plan.name_of(stored)
