@@ -23,7 +23,15 @@ from kernels.cpu.linear import LinearKernel, LinearPacker, can_pack
 from kernels.cpu.row_tiles import pack_linear_row_invariant, row_invariant
 from kernels.operations import Operations
 from kernels.paged_plan import PagedPlan, PagedPlanner, paged_plan_attention
-from kernels.quantised_linear import linear_fp8, linear_int4, linear_int8, quantize_rows_fp8, to_fp8
+from kernels.quantised_linear import (
+    bind_int8,
+    linear_fp8,
+    linear_int4,
+    linear_int8,
+    quantised_words,
+    quantize_rows_fp8,
+    to_fp8,
+)
 from kernels.quantised_weights import Fp8Weight, Int4Weight, Int8Weight, pack_awq, pack_fp8, pack_gptq, pack_int8
 
 __all__ = [
@@ -44,6 +52,7 @@ __all__ = [
     "PagedPlan",
     "PagedPlanner",
     "attention_planner",
+    "bind_int8",
     "gelu",
     "gelu_tanh",
     "gelu_tanh_mul",
@@ -61,6 +70,7 @@ __all__ = [
     "pack_linear",
     "pack_linear_row_invariant",
     "paged_attention",
+    "quantised_words",
     "quantize_rows_fp8",
     "replaced",
     "rms_norm",

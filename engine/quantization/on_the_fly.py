@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from engine.config.quantization import Activations
-from engine.quantization.products import fp8_product, int8_product
+from engine.quantization.products import fp8_product
 from engine.runner.weights import WeightPlan, copy_checked
 from kernels import ops
 
@@ -17,7 +17,7 @@ ROUTER = ".gate"
 
 def int8_packer(weight: torch.Tensor, bias: torch.Tensor | None) -> ops.LinearKernel:
     """weight: [N, K] → 8-bit integers with a scale for each row"""
-    return int8_product(ops.pack_int8(weight), bias)
+    return ops.bind_int8(ops.pack_int8(weight), bias)
 
 
 def fp8_packer(weight: torch.Tensor, bias: torch.Tensor | None) -> ops.LinearKernel:

@@ -10,14 +10,9 @@ from engine.config.quantization import Activations
 from kernels import ops
 
 
-def int8_product(weight: ops.Int8Weight, bias: torch.Tensor | None) -> ops.LinearKernel:
-    """Weights in 8-bit integers, inputs as they are."""
-    return _with_bias(lambda x: ops.linear_int8(x, weight), bias)
-
-
 def int4_product(weight: ops.Int4Weight, bias: torch.Tensor | None) -> ops.LinearKernel:
     """Weights in 4 bits, inputs as they are."""
-    return _with_bias(lambda x: ops.linear_int4(x, weight), bias)
+    return lambda x: ops.linear_int4(x, weight, bias=bias)
 
 
 def fp8_product(
@@ -27,18 +22,18 @@ def fp8_product(
 
     def dynamic(x: torch.Tensor) -> torch.Tensor:
         values, scales = ops.quantize_rows_fp8(x)
-        return ops.linear_fp8(values, weight, x_scales=scales, out_dtype=x.dtype)
+        return ops.linear_fp8(values, weight, x_scales=scales, out_dtype=x.dtype, bias=bias)
 
     def static(x: torch.Tensor) -> torch.Tensor:
         assert input_scale is not None, "the checkpoint gives the scale"
-        return ops.linear_fp8(ops.to_fp8(x.float() / input_scale), weight, x_scales=input_scale, out_dtype=x.dtype)
+        return ops.linear_fp8(ops.to_fp8(x.float() / input_scale), weight, x_scales=input_scale, out_dtype=x.dtype, bias=bias)
 
     products = {
         Activations.DYNAMIC: dynamic,
         Activations.STATIC: static,
-        Activations.UNTOUCHED: lambda x: ops.linear_fp8(x, weight),
+        Activations.UNTOUCHED: lambda x: ops.linear_fp8(x, weight, bias=bias),
     }
-    return _with_bias(products[activations], bias)
+    return products[activations]
 
 
 def side_by_side(products: Sequence[ops.LinearKernel]) -> ops.LinearKernel:
@@ -46,7 +41,3 @@ def side_by_side(products: Sequence[ops.LinearKernel]) -> ops.LinearKernel:
     if len(products) == 1:
         return products[0]
     return lambda x: torch.cat([multiply(x) for multiply in products], dim=-1)
-
-
-def _with_bias(multiply: ops.LinearKernel, bias: torch.Tensor | None) -> ops.LinearKernel:
-    return multiply if bias is None else lambda x: multiply(x).add_(bias)

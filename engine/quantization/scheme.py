@@ -14,7 +14,7 @@ from engine.quantization.on_the_fly import PACKERS, OnTheFly
 from engine.runner.weights import LinearStorage, stored_names
 from kernels import ops
 
-NONE = "none"
+UNQUANTISED = "none"
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ def weight_scheme(directory: Path, config: ModelConfig, wanted: str | None, *, b
         storage = CheckpointStorage(stored, stored_names(directory), row_invariant=batch_invariant)
         return WeightScheme(stored.method, storage, plain)
     if wanted is None:
-        return WeightScheme(NONE, None, plain)
+        return WeightScheme(UNQUANTISED, None, plain)
     if wanted not in PACKERS:
         raise EngineConfigError(
             "quantization",

@@ -17,10 +17,12 @@ DECODED_ELEMENTS = 1 << 18
 """Weights that stand decoded at a time: a megabyte in float32."""
 
 
-def linear_int8(x: torch.Tensor, weight: Int8Weight, *, out: torch.Tensor | None = None) -> torch.Tensor:
-    """x: [M, K] → x Wᵀ: [M, N] like x; scales are applied to the products, in float32"""
+def linear_int8(
+    x: torch.Tensor, weight: Int8Weight, *, bias: torch.Tensor | None = None, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """x: [M, K] → x Wᵀ + bias: [M, N] like x; scales are applied to the products, in float32"""
     product = _by_rows(x.float(), weight.values.shape[0], lambda first, last: weight.values[first:last].float())
-    return _given(_scaled(product, weight.scales, x.dtype), out)
+    return _finished(product.mul_(weight.scales), bias, x.dtype, out)
 
 
 def linear_fp8(
@@ -29,20 +31,23 @@ def linear_fp8(
     *,
     x_scales: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
+    bias: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """x: [M, K] float8_e4m3fn with x_scales [M, 1] or [1], or a float x without → x Wᵀ: [M, N], of x's type or `out_dtype`"""
+    """x: [M, K] float8_e4m3fn with x_scales [M, 1] or [1], or a float x without → x Wᵀ + bias: [M, N], like x or `out_dtype`"""
     rows = decode_fp8(x, torch.float32) if x.dtype.itemsize == 1 else x.float()
     product = _by_rows(rows, weight.values.shape[0], lambda first, last: decode_fp8(weight.values[first:last], torch.float32))
     scales = weight.scales if x_scales is None else weight.scales * x_scales
-    return _given(_scaled(product, scales, out_dtype or x.dtype), out)
+    return _finished(product.mul_(scales), bias, out_dtype or x.dtype, out)
 
 
-def linear_int4(x: torch.Tensor, weight: Int4Weight, *, out: torch.Tensor | None = None) -> torch.Tensor:
-    """x: [M, K] → x Wᵀ: [M, N] like x"""
+def linear_int4(
+    x: torch.Tensor, weight: Int4Weight, *, bias: torch.Tensor | None = None, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """x: [M, K] → x Wᵀ + bias: [M, N] like x"""
     columns = x if weight.permutation is None else x.index_select(1, weight.permutation)
     product = _by_rows(columns.float(), weight.num_rows, lambda first, last: decode_int4(weight, first, last))
-    return _given(product.to(x.dtype), out)
+    return _finished(product, bias, x.dtype, out)
 
 
 def decode_int4(weight: Int4Weight, first: int, last: int) -> torch.Tensor:
@@ -71,9 +76,6 @@ def _by_rows(x: torch.Tensor, num_rows: int, decode: Callable[[int, int], torch.
     return product
 
 
-def _scaled(product: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return product.mul_(scales).to(dtype)
-
-
-def _given(product: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
-    return product if out is None else out.copy_(product)
+def _finished(product: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype, out: torch.Tensor | None) -> torch.Tensor:
+    whole = (product if bias is None else product.add_(bias)).to(dtype)
+    return whole if out is None else out.copy_(whole)

@@ -1,0 +1,190 @@
+"""The options `quantization` and `kv_cache_dtype`: what is done on the fly, what is said about it, what is refused."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from engine import LLM, SamplingParams
+from engine.errors import EngineConfigError, UnsupportedModel, WeightsError
+from engine.quantization import on_the_fly
+from tests.support import quantised_checkpoints as layouts
+from tests.support.engines import small_engine
+from tests.support.tiny_models import make_encoder, make_model
+
+SMALL: dict[str, Any] = {"device": "cpu", "threads": 1, "kv_cache_bytes": 1_000_000}
+PROMPT = [[(11 * i * i + i) % 120 + 3 for i in range(40)]]
+INT8_TOLERANCE = 0.5  # logprobs of a random model with wide weights; a forgotten scale moves them by ten
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("options") / "model"
+    make_model("qwen3_moe", directory, hidden_size=64, intermediate_size=128, tie_word_embeddings=False)
+    return directory
+
+
+def logprobs(directory: Path, **options: Any) -> torch.Tensor:
+    with LLM(directory, **SMALL, **options) as llm:
+        output = llm.generate(PROMPT, SamplingParams(max_tokens=1, prompt_logprobs=0), use_tqdm=False)[0]
+    entries = (output.prompt_logprobs or [])[1:]
+    return torch.tensor([next(iter(entry.values())).logprob for entry in entries if entry is not None])
+
+
+@pytest.mark.parametrize("quantization", ["int8", "fp8"])
+def test_weights_are_quantised_while_they_are_read(quantization: str, model: Path) -> None:
+    plain, quantised = logprobs(model), logprobs(model, quantization=quantization)
+    difference = (plain - quantised).abs()
+    assert 0 < float(difference.mean()) < INT8_TOLERANCE
+
+
+@pytest.mark.parametrize("quantization", ["int8", "fp8"])
+def test_a_batch_invariant_engine_gives_the_same_in_any_chunks(quantization: str, model: Path) -> None:
+    whole = logprobs(model, quantization=quantization, batch_invariant=True)
+    assert torch.equal(
+        whole, logprobs(model, quantization=quantization, batch_invariant=True, max_num_batched_tokens=7, max_num_seqs=4)
+    )
+
+
+def test_the_engine_says_what_is_in_use_and_that_it_is_smaller(model: Path) -> None:
+    plain, quantised = small_engine(model), small_engine(model, quantization="int8", kv_cache_dtype="fp8")
+    assert (plain.info.quantization, plain.info.kv_cache_dtype) == ("none", "float32")
+    assert (quantised.info.quantization, quantised.info.kv_cache_dtype) == ("int8", "fp8_e4m3")
+    assert "int8 weights" in quantised.info.kernels
+    assert quantised.info.num_parameters == plain.info.num_parameters
+    assert quantised.info.weights_bytes < 0.5 * plain.info.weights_bytes
+
+
+def test_no_more_than_one_module_stands_unquantised_while_a_model_is_read(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    standing: list[int] = []
+    most = 0
+    take = on_the_fly.PackedWhenWhole.take
+
+    def counted(self: Any, start: int, tensor: torch.Tensor) -> None:
+        nonlocal most
+        take(self, start, tensor)
+        if self._weight is None:
+            if id(self) in standing:
+                standing.remove(id(self))
+        elif id(self) not in standing:
+            standing.append(id(self))
+        most = max(most, len(standing))
+
+    monkeypatch.setattr(on_the_fly.PackedWhenWhole, "take", counted)
+    small_engine(model, quantization="int8")
+    assert standing == []
+    assert most < 20  # of 50: safetensors orders by name, and an expert's gate and up lie apart
+
+
+def test_routers_keep_their_numbers(model: Path) -> None:
+    linear = on_the_fly.OnTheFly(on_the_fly.int8_packer, lambda weight, bias: lambda x: x @ weight.T)
+    router = linear.linear([("model.layers.0.mlp.gate", 4)], 8, bias=False, dtype=torch.float32, device=torch.device("cpu"))
+    weight, x = torch.randn(4, 8), torch.randn(2, 8)
+    router.take(0, weight)
+    assert torch.equal(router.pack(on_the_fly.int8_packer)(x), x @ weight.T)
+
+
+def test_a_quantised_checkpoint_takes_its_own_name_and_no_other(model: Path, tmp_path: Path) -> None:
+    make_model("llama", tmp_path / "plain", **layouts.SIZES)
+    written = layouts.write(tmp_path / "plain", tmp_path / "awq", layouts.awq())
+    assert small_engine(written.directory, quantization="awq").info.quantization == "awq"
+    for other in ("int8", "fp8", "gptq"):
+        with pytest.raises(EngineConfigError, match=rf"quantization = '{other}' cannot be applied: .* already \(awq\)"):
+            small_engine(written.directory, quantization=other)
+    with pytest.raises(EngineConfigError, match=r"quantization = 'awq' is a format of checkpoints.* supported here: int8, fp8"):
+        small_engine(model, quantization="awq")
+
+
+def test_an_encoder_is_not_quantised(tmp_path: Path) -> None:
+    make_encoder("bert", tmp_path)
+    with pytest.raises(EngineConfigError, match="quantization is not supported for encoders"):
+        LLM(tmp_path, quantization="int8", **SMALL)
+
+
+def test_an_encoder_checkpoint_that_is_quantised_is_refused(tmp_path: Path) -> None:
+    make_encoder("bert", tmp_path)
+    config = tmp_path / "config.json"
+    config.write_text(config.read_text().replace("{", '{"quantization_config": {"quant_method": "awq"},', 1))
+    with pytest.raises(UnsupportedModel, match="quantization_config is not supported for encoders"):
+        LLM(tmp_path, **SMALL)
+
+
+def test_a_draft_model_is_read_as_it_is_stored(tmp_path: Path) -> None:
+    make_model("llama", tmp_path / "model", **layouts.SIZES)
+    written = layouts.write(tmp_path / "model", tmp_path / "draft", layouts.gptq())
+    speculative = {"method": "draft_model", "model": str(written.directory), "num_speculative_tokens": 3}
+    greedy = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    answers = []
+    for config in (None, speculative):
+        with LLM(tmp_path / "model", speculative_config=config, **SMALL) as llm:
+            answers.append(llm.generate(PROMPT, greedy, use_tqdm=False)[0].outputs[0].token_ids)
+    assert answers[0] == answers[1]
+
+
+def damaged(source: layouts.Written, directory: Path, **changes: Any) -> Path:
+    """A copy whose tensors of the first query projection are replaced, by the last part of their names; None removes one."""
+    shutil.copytree(source.directory, directory)
+    tensors = load_file(directory / "model.safetensors")
+    for last, tensor in changes.items():
+        name = f"model.layers.0.self_attn.q_proj.{last}"
+        tensors.pop(name)
+        if tensor is not None:
+            tensors[name] = tensor
+    save_file(tensors, directory / "model.safetensors", {"format": "pt"})
+    return directory
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, layouts.Written]:
+    directory = tmp_path_factory.mktemp("damaged")
+    make_model("llama", directory / "plain", **layouts.SIZES)
+    fp8 = layouts.fp8(per_row=True, activations="static", compressed=True)
+    made = {"fp8": fp8, "awq": layouts.awq(), "gptq": layouts.gptq()}
+    return {name: layouts.write(directory / "plain", directory / name, layout) for name, layout in made.items()}
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        (
+            "fp8",
+            {"weight_scale": None},
+            "q_proj.weight is torch.float8_e4m3fn, expected torch.float32; .* scales must describe",
+        ),
+        ("fp8", {"input_scale": None}, "1 tensors are missing: .*q_proj.input_scale"),
+        (
+            "fp8",
+            {"weight_scale": torch.ones(2, 2)},
+            r"q_proj.weight_scale has shape \(2, 2\), expected one number or \[64, 1\]",
+        ),
+        (
+            "fp8",
+            {"weight_scale": torch.tensor(float("nan"))},
+            "q_proj.weight_scale holds scales that are negative or not finite",
+        ),
+        ("fp8", {"weight": torch.ones(64, 64)}, "q_proj.weight is torch.float32, expected torch.float8_e4m3fn"),
+        ("fp8", {"weight": torch.ones(64, 64, dtype=torch.int8)}, "q_proj.weight is torch.int8, expected a floating-point"),
+        ("awq", {"qweight": torch.ones(64, 8)}, "q_proj.qweight is torch.float32, expected torch.int32 with eight codes"),
+        ("awq", {"qweight": torch.ones(8, 64, dtype=torch.int32)}, r"q_proj.qweight has shape \(8, 64\), expected \(64, 8\)"),
+        ("awq", {"qzeros": None}, "1 tensors are missing: .*q_proj.qzeros"),
+        ("awq", {"scales": torch.ones(4, 64)}, r"q_proj.scales has shape \(4, 64\), expected \(2, 64\): group_size says so"),
+        ("gptq", {"g_idx": torch.zeros(64)}, "q_proj.g_idx is torch.float32"),
+        ("gptq", {"g_idx": torch.full((64,), 2)}, "q_proj.g_idx names groups that do not exist: there are 2"),
+        ("gptq", {"g_idx": torch.zeros(64, dtype=torch.int32)}, "4-bit weights of .*q_proj cannot be used: g_idx does not"),
+    ],
+)
+def test_damaged_tensors_are_named(
+    name: str, changes: dict[str, Any], message: str, sources: dict[str, layouts.Written], tmp_path: Path
+) -> None:
+    with pytest.raises(WeightsError, match=message):
+        small_engine(damaged(sources[name], tmp_path / "damaged", **changes))
+
+
+def test_gptq_without_g_idx_counts_its_columns(sources: dict[str, layouts.Written], tmp_path: Path) -> None:
+    without = damaged(sources["gptq"], tmp_path / "without", g_idx=None)
+    assert torch.equal(logprobs(without), logprobs(sources["gptq"].directory))
