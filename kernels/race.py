@@ -1,0 +1,54 @@
+"""What every implementation of a draw has in common: how noise is made of (seed, position, token), and weights of logits.
+
+A token is drawn by a race. Each token that may be drawn gets an exponential variate E of its own, and the largest of
+log2(weight) − log2(E), or of weight / E, wins: with probability weight / Σ weights (Gumbel 1954; the form used here is
+section 2 of arXiv 1611.00712). Nothing is summed, so the winner does not depend on how a row is split, nor on tokens that
+are left out; and two computations of the same logits that differ in the last bits differ in the winner only where the two
+best stand that close. Every step below is an integer operation or one correctly rounded float32 operation (never fused), so
+that a GPU, a CPU and the plain twins find the same bits.
+
+    key    = mix(stream + GAMMA · (position + 1))     64 bits; stream as in `engine.sampling.randomness`
+    bits   = hash of the token, keyed by both halves of `key`, odd        32 bits
+    E      = −log2(1 − bits / 2^32)
+    log2   : x = 2^e · (1 + t) with √½ ≤ 1 + t < √2, e + t · P(t)
+    weight = ⌊2^30 · Q(f)⌋ / 2^n for a token n + f binary orders below the likeliest one; 0 from 31 on. Integers: their sums
+             have no order either.
+"""
+
+from __future__ import annotations
+
+GAMMA = 0x9E3779B97F4A7C15  # of SplitMix64, as are the next two
+MIX_1 = 0xBF58476D1CE4E5B9
+MIX_2 = 0x94D049BB133111EB
+
+TOKEN_STEP = 0x9E3779B1  # odd, near 2^32 over the golden ratio
+HASH_1 = 0x21F0AAAD  # multipliers and shifts of a 32-bit finaliser of low bias, found by Wellons' and Ettinger's search
+HASH_2 = 0xD35A2D97
+
+SQRT_HALF_BITS = 0x3F3504F3  # of √½ in float32
+LOG2_ONE_PLUS = (  # P, least relative error on [√½ − 1, √2 − 1]: 2.3e-7
+    1.442694902420044,
+    -0.7213528156280518,
+    0.48092323541641235,
+    -0.3602396249771118,
+    0.2870987057685852,
+    -0.24887686967849731,
+    0.23404233157634735,
+    -0.14581161737442017,
+)
+EXP2_MINUS = (  # Q, least relative error on [0, 1]: 9e-8
+    1.0,
+    -0.6931437253952026,
+    0.2401801496744156,
+    -0.0552973598241806,
+    0.009205798618495464,
+    -0.0009449036442674696,
+)
+WEIGHT_BITS = 30
+FARTHEST = 31.0  # binary orders below the likeliest token from which a weight is zero
+
+GUESS, ACCEPT, RESIDUAL = 1, 2, 3
+"""Draws beside draw 0, which chooses the token of plain decoding: a draft's guess, its judgement, what replaces it."""
+
+NO_TOKEN = -1
+"""Stands for a row that nothing can be drawn from: no finite maximum, NaN, or everything forbidden."""

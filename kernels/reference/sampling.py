@@ -1,0 +1,90 @@
+"""The sampler as its definition says, row by row and with sorts: rules, filters, race."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from kernels.race import NO_TOKEN
+from kernels.reference import race
+from kernels.sampling_columns import SamplingColumns
+
+
+def sample(
+    logits: torch.Tensor,
+    slots: torch.Tensor,
+    positions: torch.Tensor,
+    columns: SamplingColumns,
+    *,
+    masks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Next token of each row, or NO_TOKEN: [R] int64
+
+    logits: [R, V]; slots: [R] int, -1 is padding; positions: [R], index of the token in prompt plus output;
+    masks: [R, ceil(V / 32)] int32, bit b of word w allows token 32 w + b
+    """
+    chosen = []
+    for row, slot in enumerate(slots.tolist()):
+        mask = None if masks is None else masks[row]
+        chosen.append(NO_TOKEN if slot < 0 else _sample_row(logits[row].float(), slot, positions[row], columns, mask))
+    return torch.tensor(chosen, dtype=torch.int64, device=logits.device)
+
+
+def adjusted(
+    logits: torch.Tensor, slot: int, position: int, columns: SamplingColumns, mask: torch.Tensor | None
+) -> torch.Tensor:
+    """One row after penalties, bias, what is held back and the grammar: [V]. What is not finite above stays so."""
+    values = logits.clone()
+    rule = int(columns.rules[slot])
+    if rule >= 0:
+        seen, times = columns.counts[rule] & 1, columns.counts[rule] >> 1
+        factor = columns.repetition[slot]
+        values = torch.where(seen > 0, torch.where(values > 0, values / factor, values * factor), values)
+        values = values - columns.frequency[slot] * times.float()
+        values = values - torch.where(times > 0, columns.presence[slot], 0.0)
+        values = values + columns.bias[rule]
+    if position < int(columns.held_until[slot]):
+        held = columns.held_ids[slot]
+        values[held[held >= 0].long()] = -math.inf
+    if mask is not None:
+        ids = torch.arange(len(values), device=values.device)
+        values = torch.where((mask[ids // 32] >> (ids % 32)) & 1 > 0, values, -math.inf)
+    return torch.where(logits.isnan() | (logits == math.inf), math.inf, values)
+
+
+def _sample_row(
+    logits: torch.Tensor, slot: int, position: torch.Tensor, columns: SamplingColumns, mask: torch.Tensor | None
+) -> int:
+    values = adjusted(logits, slot, int(position), columns, mask)
+    largest = values.max()
+    if not math.isfinite(largest):
+        return NO_TOKEN
+    scale = columns.scale[slot]
+    if scale == 0:
+        return int((values == largest).nonzero()[0])
+    kept = keep(largest - values, scale, int(columns.top_k[slot]), columns.top_p[slot], columns.reach[slot])
+    key = race.keys(columns.streams[slot][None], position[None])
+    ids = torch.arange(len(values), device=values.device)
+    score = values * scale + race.gumbel(key, ids[None])[0]
+    score = torch.where(kept & (values > -math.inf), score, -math.inf)
+    return int((score == score.max()).nonzero()[0])
+
+
+def keep(distance: torch.Tensor, scale: torch.Tensor, top_k: int, top_p: torch.Tensor, reach: torch.Tensor) -> torch.Tensor:
+    """Which tokens the filters leave: [V] bool. Equals stand or fall together.
+
+    distance: [V] ≥ 0, how far a logit lies below the largest. top-k first, then the smallest set whose weight reaches top_p
+    of what top-k left, then min-p.
+    """
+    within = torch.ones_like(distance, dtype=torch.bool)
+    if 0 < top_k < len(distance):
+        within = distance <= distance.sort().values[top_k - 1]
+    if top_p < 1:
+        weight = torch.where(within, race.weights(distance * scale), 0)
+        target = max(1, math.ceil(float(top_p.double() * weight.sum().double())))
+        order = distance.sort(stable=True).indices
+        reached = weight[order].cumsum(0) >= target
+        if reached.any():
+            within = within & (distance <= distance[order][reached.int().argmax()])
+    return within & (distance * scale <= reach)

@@ -1,0 +1,62 @@
+"""What the sampler reads of each request: columns of device tensors, one place per slot. No method decides anything."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+HELD_IDS_MAX = 8
+"""End tokens of a slot that `held_until` may hold back."""
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingColumns:
+    """S slots, V tokens, Q rows of rules. A captured graph keeps the addresses; values change between its replays.
+
+    scale: [S] float32, log2(e) / temperature; 0 is greedy. streams: [S] int64, what the noise of a seed comes from
+    top_k: [S] int32, 0 is off; top_p: [S] float32, 1 is off; reach: [S] float32, how many binary orders below the likeliest
+        token min-p still lets through, inf is off
+    repetition, frequency, presence: [S] float32; 1, 0, 0 are off
+    held_until: [S] int64, positions below it cannot be one of held_ids: [S, HELD_IDS_MAX] int32, -1 is none
+    rules: [S] int32, the row of the next two that a slot uses, -1 none
+    counts: [Q, V] int32, bit 0: stands in prompt or output; above it: how often it stands in the output
+    bias: [Q, V] float32, added to the logits; -inf forbids
+    """
+
+    scale: torch.Tensor
+    streams: torch.Tensor
+    top_k: torch.Tensor
+    top_p: torch.Tensor
+    reach: torch.Tensor
+    repetition: torch.Tensor
+    frequency: torch.Tensor
+    presence: torch.Tensor
+    held_until: torch.Tensor
+    held_ids: torch.Tensor
+    rules: torch.Tensor
+    counts: torch.Tensor
+    bias: torch.Tensor
+
+    @classmethod
+    def empty(cls, num_slots: int, vocab_size: int, num_rules: int, device: torch.device) -> SamplingColumns:
+        """All slots greedy and without rules."""
+
+        def column(value: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+            return torch.full((num_slots,), value, dtype=dtype, device=device)
+
+        return cls(
+            scale=column(0.0),
+            streams=column(0, torch.int64),
+            top_k=column(0, torch.int32),
+            top_p=column(1.0),
+            reach=column(float("inf")),
+            repetition=column(1.0),
+            frequency=column(0.0),
+            presence=column(0.0),
+            held_until=column(0, torch.int64),
+            held_ids=torch.full((num_slots, HELD_IDS_MAX), -1, dtype=torch.int32, device=device),
+            rules=column(-1, torch.int32),
+            counts=torch.zeros(max(1, num_rules), vocab_size, dtype=torch.int32, device=device),
+            bias=torch.zeros(max(1, num_rules), vocab_size, dtype=torch.float32, device=device),
+        )

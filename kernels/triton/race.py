@@ -1,0 +1,116 @@
+"""Noise and weights of a race for other kernels: the operations of `kernels.race`, one float32 rounding each.
+
+A kernel that calls these must be launched and compiled with `enable_fp_fusion=False`: a fused multiply-add rounds once where
+the definition rounds twice, and the winner of a race could differ from the one on a CPU.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from kernels import race
+
+_GAMMA = tl.constexpr(race.GAMMA)
+_MIX_1 = tl.constexpr(race.MIX_1)
+_MIX_2 = tl.constexpr(race.MIX_2)
+_TOKEN_STEP = tl.constexpr(race.TOKEN_STEP)
+_HASH_1 = tl.constexpr(race.HASH_1)
+_HASH_2 = tl.constexpr(race.HASH_2)
+_SQRT_HALF_BITS = tl.constexpr(race.SQRT_HALF_BITS)
+_UNIT = tl.constexpr(2.0**-32)
+_P0, _P1, _P2, _P3, _P4, _P5, _P6, _P7 = (tl.constexpr(c) for c in race.LOG2_ONE_PLUS)
+_Q0, _Q1, _Q2, _Q3, _Q4, _Q5 = (tl.constexpr(c) for c in race.EXP2_MINUS)
+_WEIGHT_ONE = tl.constexpr(2.0**race.WEIGHT_BITS)
+_FARTHEST = tl.constexpr(race.FARTHEST)
+_BOUND = tl.constexpr(31.4725)  # 32 − log2(log2(e)), and 0.001 for the error of the card's own logarithm
+
+
+@triton.jit
+def _mix(z):
+    z = (z ^ (z >> 30)) * _MIX_1
+    z = (z ^ (z >> 27)) * _MIX_2
+    return z ^ (z >> 31)
+
+
+@triton.jit
+def race_key(stream, position, DRAW: tl.constexpr):
+    """stream: int64, position: int → uint64: the random bits that everything about one token comes from"""
+    z = stream.to(tl.int64).to(tl.uint64, bitcast=True)
+    if DRAW > 0:
+        z = _mix(z + DRAW)
+    return _mix(z + (position.to(tl.int64).to(tl.uint64, bitcast=True) + 1) * _GAMMA)
+
+
+@triton.jit
+def key_uniform(key):
+    """A key's number in [0, 1), float64: 48 bits, all of which float64 holds."""
+    return (key >> 16).to(tl.int64).to(tl.float64) * (1.0 / 281474976710656.0)
+
+
+@triton.jit
+def race_bits(key, ids):
+    """key: uint64, ids: int32 → uint32, odd"""
+    x = ids.to(tl.uint32) * _TOKEN_STEP + key.to(tl.uint32)
+    x ^= x >> 16
+    x *= _HASH_1
+    x ^= x >> 15
+    x += (key >> 32).to(tl.uint32)
+    x *= _HASH_2
+    return (x ^ (x >> 15)) | 1
+
+
+@triton.jit
+def _log2_one_plus(t):
+    p = t * 0.0 + _P7
+    p = p * t + _P6
+    p = p * t + _P5
+    p = p * t + _P4
+    p = p * t + _P3
+    p = p * t + _P2
+    p = p * t + _P1
+    p = p * t + _P0
+    return t * p
+
+
+@triton.jit
+def race_exponential(bits):
+    """bits: uint32 → −log2(1 − bits / 2^32), float32 above zero"""
+    below = bits.to(tl.float32) * _UNIT
+    rest = (0 - bits).to(tl.float32) * _UNIT  # 2^32 − bits, in 32 bits
+    pattern = rest.to(tl.int32, bitcast=True)
+    exponent = (pattern - _SQRT_HALF_BITS) >> 23
+    t = (pattern - (exponent << 23)).to(tl.float32, bitcast=True) - 1.0
+    t = tl.where(exponent == 0, -below, t)
+    return -(exponent.to(tl.float32) + _log2_one_plus(t))
+
+
+@triton.jit
+def race_gumbel(bits):
+    """bits: uint32 → −log2(E), float32"""
+    pattern = race_exponential(bits).to(tl.int32, bitcast=True)
+    exponent = (pattern - _SQRT_HALF_BITS) >> 23
+    t = (pattern - (exponent << 23)).to(tl.float32, bitcast=True) - 1.0
+    return -(exponent.to(tl.float32) + _log2_one_plus(t))
+
+
+@triton.jit
+def race_gumbel_bound(bits):
+    """At least `race_gumbel`, and near it where noise is large: E ≥ bits / 2^32 · log2(e). One instruction of the card."""
+    return _BOUND - tl.log2(bits.to(tl.float32))
+
+
+@triton.jit
+def race_weight(orders):
+    """orders ≥ 0 float32: binary orders below the likeliest token → int64, 2^30 for the likeliest, 0 from 31 orders on"""
+    near = tl.minimum(orders, _FARTHEST)
+    whole = near.to(tl.int32)
+    f = near - whole.to(tl.float32)
+    p = f * 0.0 + _Q5
+    p = p * f + _Q4
+    p = p * f + _Q3
+    p = p * f + _Q2
+    p = p * f + _Q1
+    p = p * f + _Q0
+    scaled = (p * _WEIGHT_ONE).to(tl.int32) >> whole
+    return tl.where(near < _FARTHEST, scaled, 0).to(tl.int64)

@@ -1,0 +1,295 @@
+"""The next token of each row of logits: penalties, bias, grammar, temperature, top-k, top-p, min-p and the race, sort-free.
+
+Formula. x' = logits after the slot's rules; a greedy row takes the largest x', the lowest id among equals. Others draw by the
+race of `kernels.race`: argmax over kept tokens of x' · scale + gumbel(seed, position, token), scale = log2(e) / temperature.
+Kept: the top_k largest x'; of these the smallest set of largest x' whose weights reach top_p of theirs; of these what lies at
+most `reach` binary orders below the largest. Equals stand or fall together.
+Sources: the race is the Gumbel-max trick (arXiv 1611.00712, section 2). Thresholds instead of sorts as in FlashInfer (arXiv
+2501.01005) and Triton samplers of others; here the exact threshold is searched, on the bits of the distance from the largest
+logit, which are ordered as the distances are.
+
+Memory. Every row is read once (V · itemsize bytes) by `scan`, which leaves the largest logit of each group of 128, and which
+finishes rows that are greedy or without filters. Rows with top-p and without top-k are read again by `weigh` for the sum of
+their weights. `choose` reads only groups whose largest logit can pass the filters: with top-k, k groups have an element at
+the k-th largest group maximum, so nothing below it is among the k; with top-p the group maxima alone must not reach p. What
+remains are a few thousand logits, listed and searched in registers. A nearly flat row with top-p alone leaves more: its
+threshold is narrowed by three or four passes over the groups. 256 rows of 128,256 float32: 131 MB a pass, 31 µs at 4.3 TB/s;
+one pass and some with top-k, two and some with top-p alone.
+Operations. About 20 for each logit of a row that draws without filters (a hash, one logarithm of the card; exact noise only
+for what a bound lets through), 15 for `weigh`, 2 otherwise. Logits are taken to float32 right after the load; counts and
+weights are summed as integers, so results depend on no split, no batch size and no card.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.race import NO_TOKEN
+from kernels.sampling_columns import SamplingColumns
+from kernels.triton.compilation import Compilation
+from kernels.triton.race import race_key, race_weight
+from kernels.triton.sampling_filters import filtered_winner, group_bound
+from kernels.triton.sampling_rows import GROUP, GROUPS, NOBODY, distance_bits, load_tile, loaded_tile, race_tile
+from kernels.triton.tuning import multiprocessors, power_of_two
+
+LISTED = 1024
+"""Logits that one program searches in registers."""
+
+_NO_TOKEN = tl.constexpr(NO_TOKEN)
+_WARPS = 8
+
+
+@triton.jit
+def _filters(slot, V, scales, top_ks, top_ps, reaches):
+    """scale, top_k (0: off), top_p, reach of a slot, and whether its row is finished by `scan`."""
+    scale, top_k, top_p = tl.load(scales + slot), tl.load(top_ks + slot), tl.load(top_ps + slot)
+    reach = tl.load(reaches + slot)
+    top_k = tl.where(top_k < V, top_k, 0)
+    is_plain = (scale == 0.0) | ((top_k == 0) & (top_p >= 1.0) & (reach == float("inf")))
+    return scale, top_k, top_p, reach, is_plain
+
+
+@triton.jit
+def _largest(group_maxima_row, G, GROUPS_PADDED: tl.constexpr):
+    """Group maxima of a row, -inf behind them: [GROUPS_PADDED]; the largest; whether it is finite."""
+    group = tl.arange(0, GROUPS_PADDED)
+    maxima = tl.load(group_maxima_row + group, mask=group < G, other=float("-inf"))
+    largest = tl.max(maxima, 0)
+    return maxima, largest, (largest > float("-inf")) & (largest < float("inf"))
+
+
+@triton.jit(do_not_specialize=["logits_stride", "masks_stride", "V", "G", "tiles"])
+def scan_kernel(
+    logits, slots, positions, masks, group_maxima, best_scores, best_tokens,
+    scales, streams, top_ks, top_ps, reaches, repetition, frequency, presence, held_until, held_ids, rules, counts, bias,
+    logits_stride, masks_stride, V, G, tiles,
+):  # fmt: skip
+    """Program (row, split): the largest logit of each group of its part, and the winner of it where nothing filters."""
+    row, split = tl.program_id(0), tl.program_id(1)
+    slot = tl.load(slots + row)
+    if slot >= 0:
+        position = tl.load(positions + row)
+        scale, _top_k, _top_p, _reach, is_plain = _filters(slot, V, scales, top_ks, top_ps, reaches)
+        key = race_key(tl.load(streams + slot), position, 0)
+        columns = (repetition, frequency, presence, held_until, held_ids, rules, counts, bias)
+        request = (row, slot, position, V, columns, masks, masks_stride)
+        logits_row = logits + row.to(tl.int64) * logits_stride
+        best, best_token = float("-inf"), 0x7FFFFFFF
+        last = tl.minimum((split + 1) * tiles, tl.cdiv(G, GROUPS))
+        raw = load_tile(logits_row, split * tiles, last, V)
+        for tile in range(split * tiles, last):
+            ahead = load_tile(logits_row, tile + 1, last, V)
+            ids, value = loaded_tile(raw, tile, request)
+            raw = ahead
+            group = tile * GROUPS + tl.arange(0, GROUPS)
+            maxima = tl.max(value, 1)
+            tl.store(group_maxima + row.to(tl.int64) * G + group, maxima, mask=group < G)
+            if scale == 0.0:
+                top = tl.max(maxima, 0)
+                if top > best:
+                    best, best_token = top, tl.min(tl.where(value == top, ids, NOBODY))
+            elif is_plain:
+                best, best_token = race_tile(value, ids, scale, key, best, best_token)
+        place = row * tl.num_programs(1) + split
+        tl.store(best_scores + place, best)
+        tl.store(best_tokens + place, best_token)
+
+
+@triton.jit(do_not_specialize=["logits_stride", "masks_stride", "V", "G", "tiles"])
+def weigh_kernel(
+    logits, slots, positions, masks, group_maxima, weights,
+    scales, top_ks, top_ps, reaches, repetition, frequency, presence, held_until, held_ids, rules, counts, bias,
+    logits_stride, masks_stride, V, G, tiles,
+    GROUPS_PADDED: tl.constexpr,
+):  # fmt: skip
+    """Program (row, split): the sum of the weights of its part, for rows that have top-p alone."""
+    row, split = tl.program_id(0), tl.program_id(1)
+    slot = tl.load(slots + row)
+    if slot >= 0:
+        scale, top_k, top_p, _reach, is_plain = _filters(slot, V, scales, top_ks, top_ps, reaches)
+        if (not is_plain) & (top_k == 0) & (top_p < 1.0):
+            position = tl.load(positions + row)
+            columns = (repetition, frequency, presence, held_until, held_ids, rules, counts, bias)
+            request = (row, slot, position, V, columns, masks, masks_stride)
+            _maxima, largest, is_finite = _largest(group_maxima + row.to(tl.int64) * G, G, GROUPS_PADDED)
+            total = tl.zeros([GROUPS], tl.int64)
+            last = tl.where(is_finite, tl.minimum((split + 1) * tiles, tl.cdiv(G, GROUPS)), 0)
+            logits_row = logits + row.to(tl.int64) * logits_stride
+            raw = load_tile(logits_row, split * tiles, last, V)
+            for tile in range(split * tiles, last):
+                ahead = load_tile(logits_row, tile + 1, last, V)
+                _ids, value = loaded_tile(raw, tile, request)
+                raw = ahead
+                total += tl.sum(race_weight((largest - value) * scale), 1)
+            tl.store(weights + row * tl.num_programs(1) + split, tl.sum(total, 0))
+
+
+@triton.jit(do_not_specialize=["logits_stride", "masks_stride", "V", "G", "num_splits"])
+def choose_kernel(
+    logits, slots, positions, masks, group_maxima, best_scores, best_tokens, weights, groups, listed_logits, listed_ids, out,
+    scales, streams, top_ks, top_ps, reaches, repetition, frequency, presence, held_until, held_ids, rules, counts, bias,
+    logits_stride, masks_stride, V, G, num_splits,
+    GROUPS_PADDED: tl.constexpr, SPLITS: tl.constexpr, LISTED: tl.constexpr,
+):  # fmt: skip
+    """Program (row): the token. Rows without filters are finished already but for the winner among their parts."""
+    row = tl.program_id(0)
+    slot = tl.load(slots + row)
+    token = slot * 0 + _NO_TOKEN
+    if slot >= 0:
+        maxima, largest, is_finite = _largest(group_maxima + row.to(tl.int64) * G, G, GROUPS_PADDED)
+        scale, top_k, top_p, reach, is_plain = _filters(slot, V, scales, top_ks, top_ps, reaches)
+        split = tl.arange(0, SPLITS)
+        place = row * num_splits + split
+        if is_finite & is_plain:
+            score = tl.load(best_scores + place, mask=split < num_splits, other=float("-inf"))
+            winner = tl.load(best_tokens + place, mask=split < num_splits, other=NOBODY)
+            token = tl.min(tl.where(score == tl.max(score, 0), winner, NOBODY), 0)
+        elif is_finite:
+            position = tl.load(positions + row)
+            columns = (repetition, frequency, presence, held_until, held_ids, rules, counts, bias)
+            request = (row, slot, position, V, columns, masks, masks_stride)
+            total = tl.sum(tl.load(weights + place, mask=split < num_splits, other=0), 0)
+            distance = largest - maxima
+            bound = group_bound(distance, scale, top_k, top_p, total, G)
+            # With top-k the weights of all k count for top-p, those that min-p leaves out too.
+            limit = tl.where(top_k > 0, float("inf"), reach)
+            active = (distance_bits(distance) <= bound) & (distance * scale <= limit)
+            groups_row = groups + row.to(tl.int64) * G
+            rank = tl.cumsum(active.to(tl.int32), 0) - 1
+            tl.store(groups_row + rank, tl.arange(0, GROUPS_PADDED), mask=active)
+            tl.debug_barrier()
+            spread = 2.0 * tl.max(tl.where(maxima > float("-inf"), distance, 0.0), 0)
+            num_active = tl.max(rank, 0) + 1
+            part = (logits + row.to(tl.int64) * logits_stride, groups_row, num_active, largest, request, spread)
+            list_place = row.to(tl.int64) * LISTED
+            token = filtered_winner(
+                part, scale, top_k, top_p, reach, limit, bound, total, race_key(tl.load(streams + slot), position, 0),
+                listed_logits + list_place, listed_ids + list_place, LISTED,
+            )  # fmt: skip
+    tl.store(out + row, token)
+
+
+class SamplingWorkspace(NamedTuple):
+    """What the three kernels leave for one another: R rows, G groups, S splits. One serves all batch sizes up to its own."""
+
+    group_maxima: torch.Tensor  # [R · G] float32
+    best_scores: torch.Tensor  # [R · S] float32
+    best_tokens: torch.Tensor  # [R · S] int32
+    weights: torch.Tensor  # [R · S] int64
+    groups: torch.Tensor  # [R · G] int32
+    listed_logits: torch.Tensor  # [R · LISTED] float32
+    listed_ids: torch.Tensor  # [R · LISTED] int32
+
+
+def sampling_workspace(max_rows: int, vocab_size: int, device: torch.device) -> SamplingWorkspace:
+    """For up to `max_rows` rows; 8 KiB a row and what the groups take."""
+    groups = max_rows * -(-vocab_size // GROUP.value)
+    parts = max(rows * _splits(rows, vocab_size, device)[0] for rows in range(1, max_rows + 1))
+
+    def empty(size: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(size, dtype=dtype, device=device)
+
+    return SamplingWorkspace(
+        empty(groups, torch.float32),
+        empty(parts, torch.float32),
+        empty(parts, torch.int32),
+        empty(parts, torch.int64),
+        empty(groups, torch.int32),
+        empty(max_rows * LISTED, torch.float32),
+        empty(max_rows * LISTED, torch.int32),
+    )
+
+
+def _splits(rows: int, vocab_size: int, device: torch.device) -> tuple[int, int]:
+    """Parts of a row and tiles of a part: about eight programs for each multiprocessor, to keep its memory requests many."""
+    tiles = -(-vocab_size // (GROUP.value * GROUPS.value))
+    wanted = max(1, min(tiles, -(-8 * multiprocessors(device) // rows)))
+    of_part = -(-tiles // wanted)
+    return -(-tiles // of_part), of_part
+
+
+def sample(
+    logits: torch.Tensor,
+    slots: torch.Tensor,
+    positions: torch.Tensor,
+    columns: SamplingColumns,
+    *,
+    masks: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    workspace: SamplingWorkspace | None = None,
+) -> torch.Tensor:
+    """Next token of each row, or NO_TOKEN: [R] int64, or as `out` is.
+
+    logits: [R, V] float32, bf16 or fp16, row by row contiguous, left as they are; slots: [R] int32 or int64, -1 is padding;
+    positions: [R] int64 or int32, index of the token in prompt plus output; masks: [R, ceil(V / 32)] int32, bit b of word w
+    allows token 32 w + b. Nothing waits for the device; without `out` and `workspace` they are allocated.
+    """
+    rows, vocab_size = logits.shape
+    assert logits.stride(1) == 1, "the logits of a row lie side by side"
+    device = logits.device
+    out = torch.empty(rows, dtype=torch.int64, device=device) if out is None else out
+    if rows == 0:
+        return out
+    space = sampling_workspace(rows, vocab_size, device) if workspace is None else workspace
+    splits, tiles = _splits(rows, vocab_size, device)
+    num_groups = -(-vocab_size // GROUP.value)
+    padded = power_of_two(num_groups)
+    c = columns
+    filters = (c.top_k, c.top_p, c.reach)
+    rules = (c.repetition, c.frequency, c.presence, c.held_until, c.held_ids, c.rules, c.counts, c.bias)
+    masks_stride = 0 if masks is None else masks.stride(0)
+    sizes = (logits.stride(0), masks_stride, vocab_size, num_groups)
+    row_inputs = (logits, slots, positions, masks)
+    best = (space.best_scores, space.best_tokens)
+    grid = (rows, splits)
+    scan_kernel[grid](
+        *row_inputs, space.group_maxima, *best, c.scale, c.streams, *filters, *rules, *sizes, tiles,
+        num_warps=_WARPS, num_stages=2, enable_fp_fusion=False,
+    )  # fmt: skip
+    weigh_kernel[grid](
+        *row_inputs, space.group_maxima, space.weights, c.scale, *filters, *rules, *sizes, tiles,
+        GROUPS_PADDED=padded, num_warps=_WARPS, num_stages=2, enable_fp_fusion=False,
+    )  # fmt: skip
+    choose_kernel[(rows,)](
+        *row_inputs, space.group_maxima, *best, space.weights, space.groups, space.listed_logits, space.listed_ids, out,
+        c.scale, c.streams, *filters, *rules, *sizes, splits,
+        GROUPS_PADDED=padded, SPLITS=power_of_two(splits), LISTED=LISTED,
+        num_warps=_WARPS, num_stages=2, enable_fp_fusion=False,
+    )  # fmt: skip
+    return out
+
+
+_TYPES = {
+    "slots": "*i32", "positions": "*i64", "group_maxima": "*fp32", "best_scores": "*fp32", "best_tokens": "*i32",
+    "weights": "*i64", "groups": "*i32", "listed_logits": "*fp32", "listed_ids": "*i32", "out": "*i64", "scales": "*fp32",
+    "streams": "*i64", "top_ks": "*i32", "top_ps": "*fp32", "reaches": "*fp32", "repetition": "*fp32", "frequency": "*fp32",
+    "presence": "*fp32", "held_until": "*i64", "held_ids": "*i32", "rules": "*i32", "counts": "*i32", "bias": "*fp32",
+    "logits_stride": "i32", "masks_stride": "i32", "V": "i32", "G": "i32", "tiles": "i32", "num_splits": "i32",
+}  # fmt: skip
+
+
+def compilations() -> list[Compilation]:
+    """Vocabularies of 128k and 152k; float32 logits, and bf16 ones with a grammar."""
+    return [
+        _compilation(kernel, dtype, groups, is_guided)
+        for kernel in (scan_kernel, weigh_kernel, choose_kernel)
+        for dtype, groups, is_guided in (("fp32", 2048, False), ("bf16", 1024, True))
+    ]
+
+
+def _compilation(kernel: Any, dtype: str, groups: int, is_guided: bool) -> Compilation:
+    sizes: dict[str, object] = {"GROUPS_PADDED": groups, "SPLITS": 32, "LISTED": LISTED}
+    signature = {name: _TYPES[name] for name in kernel.arg_names if name in _TYPES} | {"logits": f"*{dtype}"}
+    constexprs = {name: size for name, size in sizes.items() if name in kernel.arg_names}
+    if is_guided:
+        signature["masks"] = "*i32"
+    else:
+        constexprs["masks"] = None
+    step = kernel.__name__.removesuffix("_kernel")
+    name = f"sample: {step}, {dtype}, {groups} groups{', grammar' if is_guided else ''}"
+    # The assembler gives up a few bytes outside the loops to fit one more program into a multiprocessor.
+    return Compilation(name, kernel, signature, constexprs, num_warps=_WARPS, num_stages=2, spill_bytes_max=32)

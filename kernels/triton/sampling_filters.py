@@ -1,0 +1,185 @@
+"""The race among the tokens of a row that top-k, top-p and min-p leave, on the groups that can hold one: a part of `choose`.
+
+Candidates are listed in memory of the program's own and searched in registers; while they are too many, the range of the
+threshold is narrowed in passes over the groups. Counts and weights are integers: every way finds the same threshold.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from kernels.race import FARTHEST
+from kernels.triton.race import race_bits, race_gumbel, race_weight
+from kernels.triton.sampling_rows import (
+    GROUPS,
+    INFINITE,
+    NOBODY,
+    adjusted_tile,
+    distance_bits,
+    race_tile,
+    smallest_threshold,
+    weight_target,
+)
+
+_FARTHEST = tl.constexpr(FARTHEST)
+_WAYS = tl.constexpr(8)  # parts that a pass divides a range into
+_EVEN_STEPS = tl.constexpr(6)  # passes that divide by distance; later ones by bits, which ends in any case
+
+
+@triton.jit
+def group_bound(distance, scale, top_k, top_p, total, G):
+    """A distance, as its bits, beyond which nothing passes top-k or, where that is off, top-p: from the group maxima alone.
+
+    distance: [groups] ≥ 0, how far the group maxima lie below the largest logit
+    """
+    bound = INFINITE - 1 + G * 0
+    if (top_k <= G) & ((top_k > 0) | (top_p < 1.0)):
+        weights = tl.where(top_k > 0, 1, race_weight(distance * scale))
+        target = tl.where(top_k > 0, top_k.to(tl.int64), weight_target(top_p, total))
+        bound = tl.minimum(bound, smallest_threshold(distance_bits(distance), weights, target))
+    return bound
+
+
+@triton.jit
+def _listed_tile(part, first):
+    """Ids, logits and distances of the next GROUPS of the groups that are looked at."""
+    logits_row, groups_row, num_active, largest, request, _ = part
+    index = first + tl.arange(0, GROUPS)
+    group = tl.load(groups_row + index, mask=index < num_active, other=0)
+    ids, value = adjusted_tile(logits_row, group, index < num_active, request)
+    return ids, value, largest - value
+
+
+@triton.jit
+def _list(part, low, high, scale, limit, listed_logits, listed_ids, LISTED: tl.constexpr):
+    """Write down what lies above `low` up to `high` and within `limit` binary orders; how many. Stops behind LISTED."""
+    num_active = part[2]
+    count, first = num_active * 0, num_active * 0
+    tl.debug_barrier()  # an earlier list was read
+    while (first < num_active) & (count <= LISTED):
+        ids, value, distance = _listed_tile(part, first)
+        patterns = distance_bits(distance)
+        taken = ((patterns > low) & (patterns <= high) & (distance * scale <= limit)).to(tl.int32)
+        of_group = tl.sum(taken, 1)
+        place = count + (tl.cumsum(of_group, 0) - of_group)[:, None] + tl.cumsum(taken, 1) - 1
+        fits = (taken > 0) & (place < LISTED)
+        tl.store(listed_logits + place, value, mask=fits)
+        tl.store(listed_ids + place, ids, mask=fits)
+        count += tl.sum(of_group, 0)
+        first += GROUPS
+    tl.debug_barrier()
+    return count
+
+
+@triton.jit
+def _read_list(listed_logits, listed_ids, count, LISTED: tl.constexpr):
+    index = tl.arange(0, LISTED)
+    value = tl.load(listed_logits + index, mask=index < count, other=float("-inf"))
+    return value, tl.load(listed_ids + index, mask=index < count, other=0)
+
+
+@triton.jit
+def filtered_winner(
+    part, scale, top_k, top_p, reach, limit, bound, total, key, listed_logits, listed_ids, LISTED: tl.constexpr
+):
+    """The token. `bound` and `limit` exclude what certainly does not pass; `total`: the row's weight where top-k is off."""
+    num_active, largest = part[2], part[3]
+    count = _list(part, -1, bound, scale, limit, listed_logits, listed_ids, LISTED)
+    is_complete = count <= LISTED
+    threshold = bound
+    for stage in range(2):  # the number of top-k, then the weight of top-p
+        if ((stage == 0) & (top_k > 0)) | ((stage == 1) & (top_p < 1.0)):
+            high, below, target = threshold, total * 0, top_k.to(tl.int64)
+            if not is_complete:
+                if stage == 1:
+                    if top_k > 0:
+                        total = _weight_up_to(part, scale, threshold)
+                    target = weight_target(top_p, total)
+                high, below, count = _narrowed(part, scale, stage == 1, target, threshold, listed_logits, listed_ids, LISTED)
+            if count <= LISTED:
+                value, _ids = _read_list(listed_logits, listed_ids, count, LISTED)
+                distance = largest - value
+                patterns = distance_bits(distance)
+                weights = tl.where(stage == 1, race_weight(distance * scale), 1)
+                if (stage == 1) & is_complete:
+                    total = tl.where(top_k > 0, tl.sum(tl.where(patterns <= threshold, weights, 0), 0), total)
+                    target = weight_target(top_p, total)
+                threshold = tl.minimum(high, smallest_threshold(patterns, weights, target - below))
+            else:
+                threshold = high
+    best, best_token = float("-inf"), 0x7FFFFFFF
+    if is_complete:
+        value, ids = _read_list(listed_logits, listed_ids, count, LISTED)
+        distance = largest - value
+        kept = (distance_bits(distance) <= threshold) & (distance * scale <= reach)
+        score = tl.where(kept, value * scale + race_gumbel(race_bits(key, ids)), float("-inf"))
+        best_token = tl.min(tl.where(score == tl.max(score, 0), ids, NOBODY), 0)
+    else:
+        for first in range(0, num_active, GROUPS):
+            ids, value, distance = _listed_tile(part, first)
+            kept = (distance_bits(distance) <= threshold) & (distance * scale <= reach)
+            best, best_token = race_tile(tl.where(kept, value, float("-inf")), ids, scale, key, best, best_token)
+    return best_token
+
+
+@triton.jit
+def _weight_up_to(part, scale, threshold):
+    """One pass: the weight of the logits up to a threshold."""
+    num_active = part[2]
+    weight = tl.zeros([GROUPS], tl.int64)
+    for first in range(0, num_active, GROUPS):
+        _ids, _value, distance = _listed_tile(part, first)
+        weight += tl.sum(tl.where(distance_bits(distance) <= threshold, race_weight(distance * scale), 0), 1)
+    return tl.sum(weight, 0)
+
+
+@triton.jit
+def _divided(part, scale, is_weighted, ends):
+    """One pass: the weight (or the number) of the logits up to each of the ends but the last: [WAYS] int64"""
+    num_active = part[2]
+    way = tl.arange(0, _WAYS)
+    weights = tl.zeros([_WAYS], tl.int64)
+    for first in range(0, num_active, GROUPS):
+        _ids, _value, distance = _listed_tile(part, first)
+        patterns = distance_bits(distance)
+        weight = tl.where(is_weighted, race_weight(distance * scale), 1)
+        for index in range(_WAYS - 1):
+            up_to = patterns <= tl.sum(tl.where(way == index, ends, 0), 0)
+            weights += tl.where(way == index, tl.sum(tl.sum(tl.where(up_to, weight, 0), 1), 0), 0)
+    return weights
+
+
+@triton.jit
+def _ends(low, high, span, step):
+    """Ends of _WAYS parts of the patterns above `low` up to `high`: by distance, or by bits once that leads no further."""
+    way = tl.arange(0, _WAYS)
+    near = tl.maximum(low, 0).to(tl.float32, bitcast=True)
+    far = tl.minimum(high.to(tl.float32, bitcast=True), near + span)
+    by_distance = distance_bits(near + (far - near) * ((way + 1).to(tl.float32) / _WAYS))
+    by_bits = low + ((high - low).to(tl.int64) * (way + 1) // _WAYS).to(tl.int32)
+    ends = tl.where(step < _EVEN_STEPS, by_distance, by_bits)
+    return tl.where(way == _WAYS - 1, high, tl.minimum(tl.maximum(ends, low), high))
+
+
+@triton.jit
+def _narrowed(part, scale, is_weighted, target, high, listed_logits, listed_ids, LISTED: tl.constexpr):
+    """A range `low` < threshold ≤ `high` with few logits, which are listed: (high, what lies up to low, how many).
+
+    The threshold is the smallest at which the number (the weight) reaches `target`, or `high` if none does. More logits than
+    LISTED remain only where they are equal: then the range has one pattern, which is the threshold.
+    """
+    way = tl.arange(0, _WAYS)
+    low, below = high * 0 - 1, target * 0
+    span = tl.where(is_weighted, _FARTHEST / scale, part[5])
+    count, step = high * 0 + NOBODY, 0
+    while (count > LISTED) & (high - low > 1):
+        ends = _ends(low, high, span, step)
+        weights = _divided(part, scale, is_weighted, ends)
+        passed = tl.sum(((weights < target) & (way < _WAYS - 1)).to(tl.int32), 0)  # ends that lie before the threshold
+        below = tl.where(passed > 0, tl.sum(tl.where(way == passed - 1, weights, 0), 0), below)
+        low = tl.where(passed > 0, tl.sum(tl.where(way == passed - 1, ends, 0), 0), low)
+        high = tl.sum(tl.where(way == passed, ends, 0), 0)
+        count = _list(part, low, high, scale, float("inf"), listed_logits, listed_ids, LISTED)
+        step += 1
+    return high, below, count

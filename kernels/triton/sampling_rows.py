@@ -1,0 +1,123 @@
+"""Pieces of a row of logits for the sampling kernels: tiles of it, the request's rules, its race, thresholds."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from kernels.sampling_columns import HELD_IDS_MAX
+from kernels.triton.race import race_bits, race_gumbel, race_gumbel_bound
+
+GROUP = tl.constexpr(128)
+GROUPS = tl.constexpr(8)
+"""A tile is GROUPS groups of GROUP neighbouring logits, a group for each warp. Twice as many take so many registers that one
+program less fits a multiprocessor, and fewer bytes are on their way."""
+
+NOBODY = tl.constexpr(0x7FFFFFFF)  # an id behind every other
+INFINITE = tl.constexpr(0x7F800000)  # the bits of inf
+_HELD = tl.constexpr(HELD_IDS_MAX)
+
+
+@triton.jit
+def adjusted_logits(raw, ids, inside, request):
+    """raw: logits at `ids` → float32 after penalties, bias, what is held back and the grammar's mask; -inf outside.
+
+    What is NaN or +inf comes out as +inf whatever the rules say, so that it shows in the largest logit.
+    """
+    row, slot, position, V, columns, masks, masks_stride = request
+    repetition, frequency, presence, held_until, held_ids, rules, counts, bias = columns
+    raw = raw.to(tl.float32)
+    value = raw
+    rule = tl.load(rules + slot)
+    if rule >= 0:
+        place = rule.to(tl.int64) * V + ids
+        count = tl.load(counts + place, mask=inside, other=0)
+        factor = tl.load(repetition + slot)
+        weaker = tl.where(value > 0.0, tl.div_rn(value, tl.zeros_like(value) + factor), value * factor)
+        value = tl.where((count & 1) != 0, weaker, value)
+        times = count >> 1
+        value = value - tl.load(frequency + slot) * times.to(tl.float32)
+        value = value - tl.where(times > 0, tl.load(presence + slot), 0.0)
+        value = value + tl.load(bias + place, mask=inside, other=0.0)
+    if position < tl.load(held_until + slot):
+        for index in tl.static_range(_HELD):
+            value = tl.where(ids == tl.load(held_ids + slot * _HELD + index), float("-inf"), value)
+    if masks is not None:
+        word = tl.load(masks + row.to(tl.int64) * masks_stride + (ids >> 5), mask=inside, other=0)
+        value = tl.where(((word >> (ids & 31)) & 1) != 0, value, float("-inf"))
+    value = tl.where((raw != raw) | (raw == float("inf")), float("inf"), value)
+    return tl.where(inside, value, float("-inf"))
+
+
+@triton.jit
+def adjusted_tile(logits_row, group, there, request):
+    """group: [GROUPS] → ids and adjusted logits of these groups: [GROUPS, GROUP]; those not `there` are outside."""
+    V = request[3]
+    ids = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    inside = there[:, None] & (ids < V)
+    raw = tl.load(logits_row + ids, mask=inside, other=float("-inf"))
+    return ids, adjusted_logits(raw, ids, inside, request)
+
+
+@triton.jit
+def load_tile(logits_row, tile, last, V):
+    """Logits of tile `tile` as they are, nothing from tile `last` on: to be asked for one tile ahead."""
+    ids = (tl.arange(0, GROUPS) + tile * GROUPS)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    end = tl.minimum(V, last * (GROUPS * GROUP))
+    return tl.load(logits_row + ids, mask=ids < end, other=float("-inf"))
+
+
+@triton.jit
+def loaded_tile(raw, tile, request):
+    """Ids and adjusted logits of a tile that was loaded."""
+    ids = (tl.arange(0, GROUPS) + tile * GROUPS)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    return ids, adjusted_logits(raw, ids, ids < request[3], request)
+
+
+@triton.jit
+def race_tile(value, ids, scale, key, best, best_token):
+    """The race of one tile against the best so far. value: -inf for what does not take part; ids ascend from tile to tile.
+
+    Exact noise costs two logarithms of twenty operations each, a bound of it one instruction of the card: only tokens whose
+    bound reaches the best so far are looked at, and these are few. The lowest id wins among equals.
+    """
+    bound = value * scale + race_gumbel_bound(race_bits(key, ids))
+    top = tl.max(bound)
+    while (top > best) | ((top == best) & (top < float("inf")) & (top > float("-inf"))):
+        token = tl.min(tl.where(bound == top, ids, NOBODY))
+        logit = tl.max(tl.where(ids == token, value, float("-inf")))
+        score = logit * scale + race_gumbel(race_bits(key, token))
+        wins = (score > best) | ((score == best) & (token < best_token))
+        best, best_token = tl.where(wins, score, best), tl.where(wins, token, best_token)
+        bound = tl.where(ids == token, float("-inf"), bound)
+        top = tl.max(bound)
+    return best, best_token
+
+
+@triton.jit
+def distance_bits(distance):
+    """distance ≥ 0, float32 → int32 of the same order"""
+    return distance.to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def smallest_threshold(patterns, weights, target):
+    """The smallest t ≥ 0 with Σ weights[patterns ≤ t] ≥ target, 0x7FFFFFFF if there is none: one bit at a time.
+
+    patterns: [C] int32 ≥ 0, weights: [C] int64
+    """
+    threshold = target.to(tl.int32) * 0
+    bit = threshold + (1 << 30)
+    for _ in range(31):
+        reached = tl.sum(tl.where(patterns < threshold + bit, weights, 0), 0)
+        threshold = tl.where(reached >= target, threshold, threshold + bit)
+        bit = bit >> 1
+    return threshold
+
+
+@triton.jit
+def weight_target(top_p, total):
+    """Weight that a nucleus must reach: ⌈top_p · total⌉, at least 1. total: int64"""
+    exact = top_p.to(tl.float64) * total.to(tl.float64)
+    whole = exact.to(tl.int64)
+    return tl.maximum(tl.where(whole.to(tl.float64) < exact, whole + 1, whole), 1)
