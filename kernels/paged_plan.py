@@ -45,17 +45,24 @@ class PagedPlanner:
         for line, row in zip(tables, rows, strict=True):
             num_blocks = -(-row.context_len // size)
             line[:num_blocks] = row.block_table[:num_blocks]
-        lens = torch.tensor([row.context_len for row in rows], dtype=torch.int32)
+        lens = np.array([row.context_len for row in rows], dtype=np.int32)
         longer = [row.query_len for row in rows[num_decodes:]]
-        starts = torch.from_numpy(np.cumsum([0, *longer], dtype=np.int32)) if longer else None
+        starts = np.cumsum([0, *longer], dtype=np.int32)
+        sent = self._send(np.concatenate((tables.reshape(-1), lens, starts)))
         return PagedPlan(
             self._shape,
             num_decodes,
-            torch.from_numpy(tables).to(self._device),
-            lens.to(self._device),
-            None if starts is None else starts.to(self._device),
+            sent[: tables.size].view(tables.shape),
+            sent[tables.size : tables.size + len(rows)],
+            sent[tables.size + len(rows) :] if longer else None,
             max(longer, default=1),
         )
+
+    def _send(self, values: np.ndarray[Any, np.dtype[np.int32]]) -> torch.Tensor:
+        """To the device in one copy. From page-locked memory, which torch reuses only when the copy is over, so that the host
+        does not wait for the steps before it."""
+        found = torch.from_numpy(values)
+        return found.pin_memory().to(self._device, non_blocking=True) if self._device.type == "cuda" else found
 
 
 def paged_plan_attention(

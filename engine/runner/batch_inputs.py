@@ -72,15 +72,25 @@ def make_batch_inputs(
             positions += range(start, start + len(ids))
             slots += _slots(block_table, start, start + len(ids), block_size)
     wanted = [first + output for first, row in zip(firsts, rows, strict=True) for output in row.outputs]
-    on_device = torch.tensor(positions, dtype=torch.int64).to(device)
+    num_tokens = len(token_ids)
+    sent = to_device(token_ids + positions + slots + wanted, device)
+    on_device = sent[num_tokens : 2 * num_tokens]
     return BatchInputs(
-        token_ids=torch.tensor(token_ids, dtype=torch.int64).to(device),
+        token_ids=sent[:num_tokens],
         positions=on_device,
         rotations=tuple(rotary.at(on_device) for rotary in rotaries),
-        slot_mapping=torch.tensor(slots, dtype=torch.int64).to(device),
-        sampled_rows=torch.tensor(wanted, dtype=torch.int64).to(device),
+        slot_mapping=sent[2 * num_tokens : 3 * num_tokens],
+        sampled_rows=sent[3 * num_tokens :],
         attention=tuple(planner.plan(attention_rows) for planner in planners),
     )
+
+
+def to_device(values: list[int], device: torch.device) -> torch.Tensor:
+    """[len(values)] int64. A GPU copies from page-locked memory, which torch reuses only when the copy is over, so that the
+    host does not wait for the steps before it."""
+    if device.type != "cuda":
+        return torch.tensor(values, dtype=torch.int64)
+    return torch.tensor(values, dtype=torch.int64, pin_memory=True).to(device, non_blocking=True)
 
 
 def _slots(block_table: Sequence[int], start: int, end: int, block_size: int) -> list[int]:

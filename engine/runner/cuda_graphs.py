@@ -54,6 +54,7 @@ class CudaGraphs:
         self._device = device
         self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
         self._pool = torch.cuda.graph_pool_handle()
+        self._beside = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def is_ready(self, key: Hashable) -> bool:
         return key in self._graphs
@@ -61,14 +62,17 @@ class CudaGraphs:
     def make_ready(self, key: Hashable, function: Callable[[], None]) -> None:
         started_s = time.perf_counter()
         current = torch.cuda.current_stream(self._device)
-        beside = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-        beside.wait_stream(current)
-        with torch.cuda.stream(beside):
-            function()
-        current.wait_stream(beside)
+        self._beside.wait_stream(current)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        with torch.cuda.stream(self._beside):
             function()
+            # Not `torch.cuda.graph`: it waits for the device and empties the allocator's cache, and steps may be under way.
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                function()
+            finally:
+                graph.capture_end()
+        current.wait_stream(self._beside)
         self._graphs[key] = graph
         log.info("captured graph=%s s=%.3f", key, time.perf_counter() - started_s)
 
