@@ -1,4 +1,5 @@
-"""`python -m kernels.triton.gate [MODULE …]`: compiles every configuration of these modules, or of all, one JSON line each.
+"""`python -m kernels.triton.gate [--only 90] [MODULE …]`: compiles every configuration of these modules, or of all, and prints
+one JSON line for each and each compute capability.
 
 A line holds what was read from the machine code and what is wrong with it (`faults`). Knows every module of this package
 that has `compilations()`; used by the tests and by bench/compiled_kernels.py, in processes without TRITON_INTERPRET.
@@ -6,11 +7,12 @@ that has `compilations()`; used by the tests and by bench/compiled_kernels.py, i
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import json
 import pkgutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -28,10 +30,13 @@ def module_names() -> list[str]:
     return [f"kernels.triton.{name}" for name in names if "\ndef compilations(" in (FOLDER / f"{name}.py").read_text("utf-8")]
 
 
-def compile_module(module: str) -> list[dict[str, Any]]:
-    """One row for each configuration and capability of `module`, in their order."""
+def compile_module(module: str, only: int | None = None) -> Iterator[dict[str, Any]]:
+    """One row for each configuration and capability of `module`, in their order; of one capability where `only` names it."""
     declared: list[Compilation] = importlib.import_module(module).compilations()
-    return [_row(module, compilation, capability) for compilation in declared for capability in compilation.capabilities]
+    for compilation in declared:
+        for capability in compilation.capabilities:
+            if only in (None, capability):
+                yield _row(module, compilation, capability)
 
 
 def _row(module: str, compilation: Compilation, capability: int) -> dict[str, Any]:
@@ -44,10 +49,14 @@ def _row(module: str, compilation: Compilation, capability: int) -> dict[str, An
     return {**row, **asdict(compiled), "faults": faults(compilation, compiled)}
 
 
-def main(modules: Sequence[str]) -> None:
-    """Print the rows of `modules`, of all when there are none, as they are made."""
-    for module in modules or module_names():
-        for row in compile_module(module):
+def main(arguments: Sequence[str]) -> None:
+    """Print the rows as they are made."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition(":")[2])
+    parser.add_argument("--only", type=int, help="one compute capability: 80, 89, 90 or 100")
+    parser.add_argument("modules", nargs="*", help="as kernels.triton.norm")
+    options = parser.parse_args(arguments)
+    for module in options.modules or module_names():
+        for row in compile_module(module, options.only):
             print(json.dumps(row), flush=True)  # noqa: T201
 
 

@@ -45,14 +45,13 @@ class TritonJobs:
         if found is not None and found.folder is not None:
             self._tested[version] = self._pool.submit(self._test, found, [str(file) for file in files])
 
-    def start_compiling(self, versions: Sequence[str]) -> None:
-        """Begin to compile every module under each of `versions` that is on this machine."""
-        for version in versions:
-            found = triton_versions.find(version)
-            for module in MODULES if found is not None else ():
-                assert found is not None
-                cache = self._folder / f"cache-{version}"
-                self._compiled[version, module] = self._pool.submit(found.compile_module, f"kernels.triton.{module}", cache)
+    def start_compiling(self, version: str, only: int | None) -> None:
+        """Begin to compile every module under `version`, if it is on this machine, for one compute capability or for all."""
+        found = triton_versions.find(version)
+        for module in MODULES if found is not None else ():
+            assert found is not None
+            cache, name = self._folder / f"cache-{version}", f"kernels.triton.{module}"
+            self._compiled[version, module] = self._pool.submit(found.compile_module, name, cache, only)
 
     def rows(self, version: str, module: str) -> Rows:
         """What compiling gave. Skips where this machine has no such version, or fails if CI promised it."""

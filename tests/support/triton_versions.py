@@ -31,12 +31,14 @@ class TritonVersion:
         kept = {name: value for name, value in os.environ.items() if name not in ("TRITON_INTERPRET", "PYTHONPATH")}
         path = {"PYTHONPATH": str(self.folder)} if self.folder is not None else {}
         mode = {"TRITON_INTERPRET": "1"} if interpret else {}
-        return {**kept, **path, **mode, "TRITON_CACHE_DIR": str(cache), "PYTHONDONTWRITEBYTECODE": "1"}
+        single = {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}  # several run beside one another
+        return {**kept, **path, **mode, **single, "TRITON_CACHE_DIR": str(cache)}
 
-    def compile_module(self, module: str, cache: Path) -> list[dict[str, Any]]:
-        """The rows of `python -m kernels.triton.gate MODULE`. Raises AssertionError with its last words when it fails."""
+    def compile_module(self, module: str, cache: Path, only: int | None = None) -> list[dict[str, Any]]:
+        """The rows of `kernels.triton.gate`, for one compute capability or all. Raises AssertionError with its last words."""
+        options = [] if only is None else ["--only", str(only)]
         answer = subprocess.run(
-            [sys.executable, "-m", "kernels.triton.gate", module],
+            [sys.executable, "-m", "kernels.triton.gate", *options, module],
             cwd=REPO,
             env=self.environment(cache, interpret=False),
             capture_output=True,
