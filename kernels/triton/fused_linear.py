@@ -32,7 +32,7 @@ CANDIDATES_GATED = ((32, 128, 6), (16, 256, 5))
 @triton.jit
 def fused_linear_kernel(
     x, weight, bias, squares, residual, norm_weight, out, weighted, squares_out, partials, arrivals,
-    M, N, K, num_squares, eps, alpha, split_columns,
+    M, N, K, x_stride, num_squares, eps, alpha, split_columns,
     GATE: tl.constexpr, EVEN_K: tl.constexpr, SQUARES_BLOCK: tl.constexpr, SPLITS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -49,7 +49,7 @@ def fused_linear_kernel(
     if SPLITS > 1:
         start = split * split_columns
         end = min(start + split_columns, K)
-    x_places = x + rows[:, None] * K + inner[None, :]
+    x_places = x + rows[:, None] * x_stride + inner[None, :]
     w_places = weight + columns.to(tl.int64)[None, :] * K + inner[:, None]
     up_places = w_places + N.to(tl.int64) * K
     product = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
@@ -119,10 +119,10 @@ def linear_add(
 ) -> Stream:
     """total = residual + alpha · (x Wᵀ + bias); weighted = total · norm_weight; squares[c] = Σ total² of tile c's columns
 
-    x: [M, K], weight: [d, K], residual: [M, d], bias: [d], all of one type, bf16 or fp16; norm_weight: [d] of that type or
-    float32; M ≤ 16. Source: the order of the operations is arXiv 1910.07467's, eq. 4, with the division moved behind the next
-    product. Reads 2·d·K bytes of weights once, writes 4·M·d; 2·M·d·K operations. Rows beyond M, columns beyond d and K are
-    masked. Accumulates in float32; total is rounded before it is squared, weighted a second time.
+    x: [M, K], rows may lie apart, weight: [d, K], residual: [M, d], bias: [d], all of one type, bf16 or fp16; norm_weight:
+    [d] of that type or float32; M ≤ 16. Source: the order of the operations is arXiv 1910.07467's, eq. 4, with the division
+    moved behind the next product. Reads 2·d·K bytes of weights once, writes 4·M·d; 2·M·d·K operations. Rows beyond M, columns
+    beyond d and K are masked. Accumulates in float32; total is rounded before it is squared, weighted a second time.
     """
     num_rows, width = x.shape[0], weight.shape[0]
     tiles = fused_tiles(width, x.shape[1], capability(x.device), multiprocessors(x.device), gated=False)
@@ -184,7 +184,7 @@ def _launch(
 ) -> None:
     num_rows, num_columns = x.shape
     assert num_rows <= ROWS_MAX, f"{num_rows} rows are for other kernels"
-    assert x.is_contiguous(), "rows of x lie one behind the other"
+    assert x.stride(1) == 1, "a row of x is one piece of memory"
     assert weight.is_contiguous(), "rows of the weight lie one behind the other"
     if not num_rows:
         return
@@ -197,7 +197,7 @@ def _launch(
     fused_linear_kernel[(num_tiles, tiles.splits)](
         x, weight, bias, squares, residual, norm_weight, out, weighted, squares_out,
         partials, counters(x.device) if tiles.splits > 1 else None,
-        num_rows, outputs, num_columns, num_squares, eps, alpha, split_columns,
+        num_rows, outputs, num_columns, x.stride(0), num_squares, eps, alpha, split_columns,
         GATE=gate, EVEN_K=num_columns % tiles.block_k == 0, SQUARES_BLOCK=power_of_two(max(1, num_squares)),
         SPLITS=tiles.splits, BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, BLOCK_K=tiles.block_k,
         STAGES=tiles.num_stages, num_warps=tiles.num_warps,
@@ -229,7 +229,7 @@ def _compilation(name: str, outputs: int, columns: int, card: int, *, gated: boo
         fused_linear_kernel,
         {"x": "*bf16", "weight": "*bf16", "out": "*bf16"}
         | {key: kind for key, kind in kinds.items() if key in present}
-        | dict.fromkeys(("M", "N", "K", "num_squares", "split_columns"), "i32")
+        | dict.fromkeys(("M", "N", "K", "x_stride", "num_squares", "split_columns"), "i32")
         | {"eps": "fp32", "alpha": "fp32"},
         dict.fromkeys(sorted(set(kinds) - present))
         | {"GATE": "silu" if gated else None, "EVEN_K": True, "SQUARES_BLOCK": power_of_two(-(-columns // width))}
@@ -240,5 +240,5 @@ def _compilation(name: str, outputs: int, columns: int, card: int, *, gated: boo
         capabilities=(card,),
         tensor_cores=True,
         small_tile=True,
-        divisible=("N", "K", "split_columns"),
+        divisible=("N", "K", "x_stride", "split_columns"),
     )
