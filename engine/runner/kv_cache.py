@@ -16,7 +16,9 @@ import torch
 
 from engine.config.model import ModelConfig
 from engine.errors import EngineConfigError
+from engine.runner.batch_inputs import to_device
 from engine.scheduling.scheduled_batch import BlockMoves
+from kernels import ops
 
 
 def allocate_kv_cache(
@@ -36,50 +38,53 @@ def allocate_kv_cache(
 class BlockMover:
     """Moves whole blocks of all `caches` at once: to and from a tier of `num_host_blocks` in main memory, and on the device.
 
-    The host tier is page-locked when the caches are on a GPU, so that transfers run at the speed of the bus. Its pages are
-    touched by the first block that comes, so an unused tier costs address space only where memory need not be locked.
+    The layers of a block lie together in the host tier, and a move is one launch for all layers of a model. The tier is
+    page-locked when the caches are on a GPU, which writes to it and reads from it over the bus, in order with the steps: the
+    host waits for nothing. Its pages are touched by the first block that comes, so an unused tier costs address space only
+    where memory need not be locked.
     """
 
     def __init__(self, caches: Sequence[torch.Tensor], num_host_blocks: int) -> None:
-        # torch does not index 8-bit floats; a move does not care what the bytes mean.
-        self._caches = [cache.view(torch.uint8) if cache.dtype.itemsize == 1 else cache for cache in caches]
+        self._device = caches[0].device
+        self._ops = ops.operations(self._device)
+        kinds: dict[tuple[torch.Size, torch.dtype], list[torch.Tensor]] = {}
+        for cache in caches:
+            kinds.setdefault((cache.shape, cache.dtype), []).append(cache)
+        self._kinds = list(kinds.values())  # those of a draft model are unlike the others
         self._host = [
-            torch.empty((num_host_blocks, *cache.shape[1:]), dtype=cache.dtype, pin_memory=cache.is_cuda)
-            for cache in self._caches
+            torch.empty((num_host_blocks, len(kind), *kind[0].shape[1:]), dtype=kind[0].dtype, pin_memory=kind[0].is_cuda)
+            for kind in self._kinds
         ]
 
     def move(self, moves: BlockMoves) -> None:
-        """First out, then in, then copies; when it returns, all of it has happened. A repeated call does no harm, because
-        nothing that is read here is written by a later kind of move of the same step."""
+        """First out, then in, then copies, behind every step launched before. A repeated call does no harm, because nothing
+        that is read here is written by a later kind of move of the same step."""
         self.swap_out(moves.swap_out)
         self.swap_in(moves.swap_in)
         self.copy(moves.copies)
 
     def swap_out(self, pairs: Sequence[tuple[int, int]]) -> None:
         """pairs: (device block, host block)"""
-        if not pairs:
-            return
-        sources, targets = _columns(pairs)
-        for cache, host in zip(self._caches, self._host, strict=True):
-            host.index_copy_(0, targets, cache.index_select(0, sources.to(cache.device)).cpu())
+        if pairs:
+            sources, targets = self._columns(pairs)
+            for caches, host in zip(self._kinds, self._host, strict=True):
+                self._ops.gather_blocks(caches, sources, host, targets)
 
     def swap_in(self, pairs: Sequence[tuple[int, int]]) -> None:
         """pairs: (host block, device block)"""
-        if not pairs:
-            return
-        sources, targets = _columns(pairs)
-        for cache, host in zip(self._caches, self._host, strict=True):
-            cache.index_copy_(0, targets.to(cache.device), host.index_select(0, sources).to(cache.device))
+        if pairs:
+            sources, targets = self._columns(pairs)
+            for caches, host in zip(self._kinds, self._host, strict=True):
+                self._ops.scatter_blocks(caches, targets, host, sources)
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
         """pairs: (source, target), both on the device; no target is a source of another pair."""
-        if not pairs:
-            return
-        sources, targets = _columns(pairs)
-        for cache in self._caches:
-            cache.index_copy_(0, targets.to(cache.device), cache.index_select(0, sources.to(cache.device)))
+        if pairs:
+            sources, targets = self._columns(pairs)
+            for caches in self._kinds:
+                self._ops.copy_blocks(caches, sources, targets)
 
-
-def _columns(pairs: Sequence[tuple[int, int]]) -> tuple[torch.Tensor, torch.Tensor]:
-    sources, targets = torch.tensor(pairs, dtype=torch.int64).unbind(1)
-    return sources, targets
+    def _columns(self, pairs: Sequence[tuple[int, int]]) -> tuple[torch.Tensor, torch.Tensor]:
+        """pairs → two columns, [n] int64 each, on the device"""
+        sent = to_device([first for first, _ in pairs] + [second for _, second in pairs], self._device)
+        return sent[: len(pairs)], sent[len(pairs) :]
