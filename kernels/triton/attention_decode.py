@@ -1,0 +1,355 @@
+"""Paged attention of the newest token of each request: the keys of a request in splits, then the splits merged.
+
+The grid is fixed by the card, never by lengths: every program works out from `context_lens` which splits are its own, so a
+captured graph serves any lengths, and a batch with one long and many short requests loads all programs alike.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.attention_rows import AttentionShape
+from kernels.triton.attention_splits import (
+    MERGE_CHUNK,
+    MERGE_CONSTANTS,
+    SPILL_BYTES_MAX,
+    DecodeTiling,
+    DecodeWorkspace,
+    decode_tiling,
+    decode_workspace,
+    max_splits,
+    merge_kernel,
+    schedule,
+    shape_tiling,
+    split_constants,
+    splits_of,
+    tile_rows,
+)
+from kernels.triton.compilation import CAPABILITIES, Compilation
+from kernels.triton.fp8_rows import FP8_CAPABILITIES
+from kernels.triton.tuning import LOG2_E, multiprocessors, power_of_two
+
+
+@triton.jit(do_not_specialize=["num_requests", "table_stride", "max_splits"])
+def _split_kernel(
+    q,
+    kv_cache,
+    block_tables,
+    context_lens,
+    query_starts,
+    kv_scales,
+    out,
+    attended,
+    log_weights,
+    num_requests,
+    scale,
+    q_stride,
+    block_stride,
+    table_stride,
+    max_splits,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    D: tl.constexpr,
+    P: tl.constexpr,
+    QUERIES: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    TILE: tl.constexpr,
+    SPLIT: tl.constexpr,
+    REQUESTS: tl.constexpr,
+):
+    """Program i works on key head i % K, so that neighbours read neighbouring heads of the same tokens at the same time."""
+    kv_head = tl.program_id(0) % K
+    request, split, num_items = schedule(
+        context_lens, num_requests, tl.program_id(0) // K, tl.num_programs(0) // K, WINDOW, QUERIES, TILE, SPLIT, REQUESTS
+    )
+    GROUP: tl.constexpr = H // K
+    row = tl.arange(0, ROWS)
+    query, head = row // GROUP, kv_head * GROUP + row % GROUP
+    lane = tl.arange(0, WIDTH)
+    value_scale = 1.0
+    if kv_scales is not None:
+        scale *= tl.load(kv_scales)
+        value_scale = tl.load(kv_scales + 1)
+    for _ in range(num_items):
+        context_len = tl.load(context_lens + request)
+        first, tiles, num_splits = splits_of(context_len, WINDOW, QUERIES, TILE, SPLIT)
+        first_query, num_queries = request, 1
+        if query_starts is not None:
+            first_query = tl.load(query_starts + request)
+            num_queries = tl.load(query_starts + request + 1) - first_query
+        live = query < num_queries
+        token_row = (first_query + query).to(tl.int64)
+        inside = live[:, None] & (lane < D)[None, :]
+        queries = tl.load(q + token_row[:, None] * q_stride + (head * D)[:, None] + lane[None, :], mask=inside, other=0.0)
+        begin = first + split * tiles * TILE
+        found, weight, largest = _attend(
+            queries,
+            kv_cache + kv_head * D,
+            block_tables + request.to(tl.int64) * table_stride,
+            begin,
+            tl.minimum(begin + tiles * TILE, context_len),
+            context_len - num_queries + 1,
+            context_len - (num_queries - 1 - query),
+            scale,
+            block_stride,
+            2 * K * D,
+            K * D,
+            D,
+            P,
+            QUERIES,
+            WINDOW,
+            SOFTCAP,
+            TILE,
+        )
+        positive = tl.where(weight > 0.0, weight, 1.0)  # nothing was seen: zeros, whatever they are divided by
+        found *= (value_scale / positive)[:, None]
+        if num_splits == 1:
+            place = (token_row * H + head) * D
+            tl.store(out + place[:, None] + lane[None, :], found.to(out.dtype.element_ty), mask=inside)
+        else:
+            place = ((request.to(tl.int64) * max_splits + split) * QUERIES + query) * H + head
+            tl.store(attended + (place * D)[:, None] + lane[None, :], found, mask=inside)
+            tl.store(log_weights + place, largest + tl.log2(positive), mask=live)
+        split += 1
+        request = tl.where(split == num_splits, request + 1, request)
+        split = tl.where(split == num_splits, 0, split)
+
+
+@triton.jit
+def _attend(
+    queries,
+    keys,
+    table,
+    begin,
+    end,
+    oldest_seen,
+    seen,
+    scale,
+    block_stride,
+    TOKEN_STRIDE: tl.constexpr,
+    VALUE_OFFSET: tl.constexpr,
+    D: tl.constexpr,
+    P: tl.constexpr,
+    QUERIES: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Tokens begin … end - 1 of one request and one key head: sum of weighted values, of weights, and the largest score."""
+    ROWS: tl.constexpr = queries.shape[0]
+    WIDTH: tl.constexpr = queries.shape[1]
+    FP8: tl.constexpr = keys.dtype.element_ty.primitive_bitwidth == 8
+    DOT: tl.constexpr = tl.float16 if FP8 else keys.dtype.element_ty
+    VALUES: tl.constexpr = WIDTH // 2 if FP8 else WIDTH
+    queries = queries.to(DOT)
+    column = tl.arange(0, TILE)
+    lane = tl.arange(0, WIDTH)
+    pair = tl.arange(0, VALUES)
+    largest = tl.full([ROWS], float("-inf"), tl.float32)
+    weights = tl.zeros([ROWS, TILE], tl.float32)
+    found = tl.zeros([ROWS, VALUES], tl.float32)
+    found_odd = tl.zeros([ROWS, VALUES], tl.float32)
+    # The blocks of a tile are asked for while the tile before is at work. A tile begins at a multiple of its length, so what it
+    # is of whole blocks, or which part of a block, needs no division.
+    block = tl.load(table + begin // P + column // P, mask=begin + column < end, other=0)
+    for start in range(begin, end, TILE):
+        token = start + column
+        held = token < end
+        if WINDOW > 0:
+            held = held & (token >= oldest_seen - WINDOW)
+        if TILE >= P:
+            place = block.to(tl.int64) * block_stride + (column % P) * TOKEN_STRIDE
+        else:
+            place = block.to(tl.int64) * block_stride + (start % P + column) * TOKEN_STRIDE
+        block = tl.load(table + (start + TILE) // P + column // P, mask=token + TILE < end, other=0)
+        # Whatever lies in a key that is not held, its score is replaced; a value would spoil the sum even with no weight.
+        places = keys + place[:, None] + lane[None, :]
+        key = tl.load(places) if WIDTH == D else tl.load(places, mask=(lane < D)[None, :], other=0.0)
+        score = tl.dot(queries, tl.trans(key.to(DOT)), input_precision="ieee") * scale
+        if SOFTCAP > 0.0:
+            score = SOFTCAP - 2.0 * SOFTCAP / (tl.exp2(score) + 1.0)
+        visible = held[None, :]
+        if QUERIES > 1:
+            visible = visible & (token[None, :] < seen[:, None])
+            if WINDOW > 0:
+                visible = visible & (token[None, :] >= (seen - WINDOW)[:, None])
+        score = tl.where(visible, score, float("-inf"))
+        larger = tl.maximum(largest, tl.max(score, 1))
+        # Nothing seen yet: any number in the place of -inf makes all weights zero instead of NaN.
+        base = tl.where(larger == float("-inf"), 0.0, larger)
+        weight = tl.exp2(score - base[:, None])
+        faded = tl.exp2(largest - base)
+        weights = weights * faded[:, None] + weight
+        weight = weight.to(DOT)
+        if FP8:
+            twos = (keys + VALUE_OFFSET + place).to(tl.pointer_type(tl.uint16))[:, None] + pair[None, :]
+            two = tl.load(twos, mask=held[:, None] & (pair < D // 2)[None, :], other=0)
+            even = (two & 0xFF).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(DOT)
+            odd = (two >> 8).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(DOT)
+            found = tl.dot(weight, even, found * faded[:, None])
+            found_odd = tl.dot(weight, odd, found_odd * faded[:, None])
+        else:
+            value = tl.load(places + VALUE_OFFSET, mask=held[:, None] & (lane < D)[None, :], other=0.0)
+            found = tl.dot(weight, value, found * faded[:, None], input_precision="ieee")
+        largest = larger
+    if FP8:
+        found = tl.reshape(tl.join(found, found_odd), [ROWS, WIDTH])
+    return found, tl.sum(weights, 1), largest
+
+
+def paged_decode(
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    context_lens: torch.Tensor,
+    shape: AttentionShape,
+    *,
+    query_starts: torch.Tensor | None = None,
+    max_query_len: int = 1,
+    kv_scales: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    workspace: DecodeWorkspace | None = None,
+) -> torch.Tensor:
+    """out[b, h] = Σ softmax(scale · q[b, h] · k[t]) · v[t] over the tokens t of request b that its window holds.
+
+    Flash-Decoding (arXiv 2311.01282) over pages (arXiv 2309.06180), with the query heads of a key head as the rows of a matrix
+    tile (arXiv 2305.13245); online softmax in base 2 (arXiv 2205.14135); soft-cap of arXiv 2408.00118.
+
+    q: [T, H, D] fp16, bf16 or fp32, rows any distance apart; kv_cache: [N, P, 2, K, D] of q's dtype, or float8_e4m3fn with
+    kv_scales [2] float32 (of keys, of values; None is 1); block_tables: [B, M] int32; context_lens: [B] int32, 0 reads nothing
+    and gives zeros. Without `query_starts` T is B and row b is request b's newest token. With it ([B + 1] int32), rows
+    query_starts[b] … query_starts[b + 1] - 1, at most `max_query_len`, are the newest tokens of request b, each seeing itself
+    and what is before it (guesses that are verified).
+
+    Bytes: all keys and values that are seen, once; 4 · D · H for each split written and read again. Operations: 4 · D · H for
+    each token seen. Tokens beyond a request's length or before its window are neither read nor counted. Scores, weights' sums
+    and outputs in float32; weights are rounded to the cache's dtype (float16 for an fp8 cache) for the second product.
+
+    A split's size is a function of its request's length alone and splits are merged in their order, so a row's result has
+    the same bits in any batch. No lengths are read on the host; with `out` and `workspace` nothing is allocated.
+    """
+    num_requests, max_blocks = block_tables.shape
+    tiling = shape_tiling(shape, kv_cache.dtype, max_query_len, q.device)
+    check_attention(q, kv_cache, shape)
+    if out is None:
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    if num_requests == 0:
+        return out
+    if workspace is None:
+        workspace = decode_workspace(shape, num_requests, max_blocks, kv_cache.dtype, q.device, max_query_len=max_query_len)
+    assert out.is_contiguous(), "outputs of decodes lie together"
+    splits = workspace.attended.shape[1]
+    assert splits >= max_splits(max_blocks * shape.block_size, tiling.split), "the workspace has too few splits"
+    assert workspace.attended.shape[0] >= num_requests, "the workspace has too few requests"
+    assert workspace.attended.shape[2] == max_query_len, "the workspace was made for another number of queries"
+    kv_heads = shape.num_kv_heads
+    groups = max(1, multiprocessors(q.device) * tiling.programs // kv_heads)
+    constants = split_constants(shape, max_query_len, tiling)
+    _split_kernel[(min(groups, num_requests * splits) * kv_heads,)](
+        q,
+        kv_cache,
+        block_tables,
+        context_lens,
+        query_starts,
+        kv_scales,
+        out,
+        workspace.attended,
+        workspace.log_weights,
+        num_requests,
+        score_factor(shape),
+        q.stride(0),
+        kv_cache.stride(0),
+        block_tables.stride(0),
+        splits,
+        **constants,
+        REQUESTS=max(64, power_of_two(num_requests)),
+        num_warps=tiling.num_warps,
+        num_stages=tiling.num_stages,
+    )
+    merge_kernel[(num_requests, max_query_len * shape.num_heads)](
+        context_lens,
+        query_starts,
+        out,
+        workspace.attended,
+        workspace.log_weights,
+        splits,
+        **{name: constants[name] for name in MERGE_CONSTANTS},
+        CHUNK=MERGE_CHUNK,
+        num_warps=4,
+    )
+    return out
+
+
+def score_factor(shape: AttentionShape) -> float:
+    """What a product is multiplied by: to the base-2 score, or, under a soft-cap, to the exponent that gives its tanh."""
+    scale = shape.head_dim**-0.5 if shape.scale is None else shape.scale
+    return scale * LOG2_E if shape.softcap is None else 2.0 * LOG2_E * scale / shape.softcap
+
+
+def check_attention(q: torch.Tensor, kv_cache: torch.Tensor, shape: AttentionShape) -> None:
+    heads, size = shape.num_kv_heads, shape.head_dim
+    assert shape.causal, "a cache holds what comes before; whole texts are attended elsewhere"
+    assert q.stride()[1:] == (size, 1), "a row's heads lie together"
+    assert kv_cache.shape[1:] == (shape.block_size, 2, heads, size), "the cache has another shape"
+    assert kv_cache.stride()[1:] == (2 * heads * size, heads * size, size, 1), "a block is one piece of memory"
+
+
+def compilations() -> list[Compilation]:
+    """Llama-3.1-8B, Llama-3.2-1B, Qwen3-8B and Qwen3-0.6B in bf16, fp16 and with an fp8 cache, and what other models need."""
+    llama, small_llama, qwen = (AttentionShape(16, 32, 8, 128), AttentionShape(16, 32, 8, 64), AttentionShape(16, 16, 8, 128))
+    gemma = AttentionShape(16, 8, 4, 256, sliding_window=4096, softcap=50.0)
+    found = []
+    for name, shape in {"llama-8b": llama, "llama-1b": small_llama, "qwen-0.6b": qwen}.items():
+        found += [_compilation(f"{name} {kv}", shape, "bf16", kv) for kv in ("bf16", "fp8e4nv")]
+    found += [
+        _compilation("llama-8b fp16", llama, "fp16", "fp16"),
+        _compilation("blocks of 64", replace(llama, block_size=64), "bf16", "bf16"),
+        _compilation("head size 96", AttentionShape(16, 32, 32, 96), "bf16", "bf16"),
+        _compilation("window and soft-cap", gemma, "bf16", "bf16"),
+        _compilation("7 heads", AttentionShape(16, 28, 4, 128), "bf16", "bf16"),
+        _compilation("verifies 4 tokens", llama, "bf16", "bf16", max_query_len=4),
+        _compilation("verifies 8 tokens", llama, "bf16", "bf16", max_query_len=8),
+        _compilation("verifies 8 tokens fp8e4nv", llama, "bf16", "fp8e4nv", max_query_len=8),
+    ]
+    return [compilation for several in found for compilation in several]
+
+
+def _compilation(name: str, shape: AttentionShape, dtype: str, kv_dtype: str, *, max_query_len: int = 1) -> list[Compilation]:
+    """One for each tiling: cards differ in what they hold."""
+    passed = {"q": f"*{dtype}", "kv_cache": f"*{kv_dtype}", "block_tables": "*i32", "context_lens": "*i32"}
+    absent: dict[str, object] = {}
+    for tensor, kind, there in (("query_starts", "*i32", max_query_len > 1), ("kv_scales", "*fp32", "fp8" in kv_dtype)):
+        if there:
+            passed[tensor] = kind
+        else:
+            absent[tensor] = None
+    passed |= {"out": f"*{dtype}", "attended": "*fp32", "log_weights": "*fp32", "num_requests": "i32", "scale": "fp32"}
+    passed |= dict.fromkeys(("q_stride", "block_stride", "table_stride", "max_splits"), "i32")
+    tilings: dict[DecodeTiling, list[int]] = {}
+    for number in FP8_CAPABILITIES if "fp8" in kv_dtype else CAPABILITIES:
+        rows = tile_rows(shape, max_query_len)
+        tiling = decode_tiling(shape.head_dim, 1 if "fp8" in kv_dtype else 2, rows, number)
+        tilings.setdefault(replace(tiling, programs=0), []).append(number)
+    return [
+        Compilation(
+            f"paged decode {name}, tiles of {tiling.tile}",
+            _split_kernel,
+            passed,
+            {**absent, **split_constants(shape, max_query_len, tiling), "REQUESTS": 256},
+            num_warps=tiling.num_warps,
+            num_stages=tiling.num_stages,
+            capabilities=tuple(numbers),
+            tensor_cores=True,
+            small_tile=True,
+            spill_bytes_max=SPILL_BYTES_MAX,
+            divisible=("q_stride", "block_stride"),
+        )
+        for tiling, numbers in tilings.items()
+    ]

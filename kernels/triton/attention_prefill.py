@@ -1,0 +1,347 @@
+"""Paged causal attention of chunks of prompts: a tile of queries of all heads of one key head, against the keys before them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.attention_rows import AttentionShape
+from kernels.triton.attention_decode import check_attention, paged_decode, score_factor
+from kernels.triton.attention_splits import workspace_bytes
+from kernels.triton.compilation import CAPABILITIES, Compilation
+from kernels.triton.fp8_rows import FP8_CAPABILITIES
+from kernels.triton.tuning import LOG2_E, capability, card, power_of_two
+
+DECODE_QUERIES_MAX = 8
+"""Rows of so few queries are not worth a tile of their own: the kernel of decodes splits their keys among programs."""
+SPLIT_BYTES_MAX = 256 * 1024 * 1024
+"""What splitting them may need of memory at most; many of them beside one very long request are tiled after all."""
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillTiling:
+    """`rows` queries, those of all heads of a key head counted, and `keys` at a time."""
+
+    rows: int
+    keys: int
+    num_warps: int
+    num_stages: int
+
+
+def prefill_tiling(head_dim: int, rows: int, capability: int) -> PrefillTiling:
+    """rows: of the longest chunk. 128 rows share what they load of keys and values, which is what the second-level cache of
+    an H200 can deliver; two groups of four warps hold 64 of them each. Shorter chunks have smaller tiles."""
+    width = power_of_two(head_dim)
+    small = card(capability).shared_bytes_max < 128 * 1024
+    tile_rows = 16 if rows <= 16 else 64 if rows <= 64 or small else 128
+    if width >= 256:  # what a query has found fills the registers of four warps
+        return PrefillTiling(min(tile_rows, 64), 32, 8, 2 if small else 3)
+    keys = min(128 if capability >= 90 else 64, (4096 if small else 16384) // width)
+    return PrefillTiling(tile_rows, keys, 8 if tile_rows == 128 else 4, 3)
+
+
+@triton.jit(do_not_specialize=["num_requests", "num_tiles", "table_stride"])
+def _prefill_kernel(
+    q,
+    kv_cache,
+    block_tables,
+    query_starts,
+    context_lens,
+    kv_scales,
+    out,
+    num_requests,
+    num_tiles,
+    scale,
+    q_stride,
+    block_stride,
+    table_stride,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    D: tl.constexpr,
+    P: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    KEYS: tl.constexpr,
+    REQUESTS: tl.constexpr,
+):
+    """Late tiles, which see most, come first. Neighbouring programs read neighbouring heads of the same tokens."""
+    GROUP: tl.constexpr = H // K
+    QUERIES: tl.constexpr = ROWS // GROUP
+    kv_head = tl.program_id(0) % K
+    tile = num_tiles - 1 - tl.program_id(0) // K
+    # Request b's tiles begin at query_starts[b] // QUERIES + b: room enough for a last tile that is not full.
+    request = tl.arange(0, REQUESTS)
+    first_tile = tl.load(query_starts + request, mask=request < num_requests, other=0) // QUERIES + request
+    request = tl.sum(((first_tile <= tile) & (request < num_requests)).to(tl.int32), 0) - 1
+    first_row = tl.load(query_starts + request)
+    num_queries = tl.load(query_starts + request + 1) - first_row
+    first = (tile - (first_row // QUERIES + request)) * QUERIES
+    if first >= num_queries:
+        return
+    row = tl.arange(0, ROWS)
+    query, head = first + row // GROUP, kv_head * GROUP + row % GROUP
+    live = (row < QUERIES * GROUP) & (query < num_queries)
+    lane = tl.arange(0, WIDTH)
+    inside = live[:, None] & (lane < D)[None, :]
+    token_row = (first_row + query).to(tl.int64)
+    DOT: tl.constexpr = tl.float16 if kv_cache.dtype.element_ty.primitive_bitwidth == 8 else kv_cache.dtype.element_ty
+    queries = tl.load(q + token_row[:, None] * q_stride + (head * D)[:, None] + lane[None, :], mask=inside, other=0.0).to(DOT)
+    value_scale = 1.0
+    if kv_scales is not None:
+        scale *= tl.load(kv_scales)
+        value_scale = tl.load(kv_scales + 1)
+    # Positions of the queries; every key up to `oldest` is seen by all of them, none behind `newest` by any.
+    start = tl.load(context_lens + request) - num_queries
+    position = start + query
+    oldest = start + first
+    newest = start + tl.minimum(first + QUERIES, num_queries) - 1
+    begin, whole = 0, 0
+    if WINDOW > 0:
+        begin = tl.maximum(oldest + 1 - WINDOW, 0) // KEYS * KEYS
+        whole = tl.minimum((tl.maximum(newest + 1 - WINDOW, 0) + KEYS - 1) // KEYS * KEYS, newest + 1)
+    diagonal = tl.maximum((oldest + 1) // KEYS * KEYS, whole)
+    keys = kv_cache + kv_head * D
+    table = block_tables + request.to(tl.int64) * table_stride
+    largest = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    found = tl.zeros([ROWS, WIDTH], tl.float32)
+    if WINDOW > 0:
+        found, total, largest = _attend(
+            found, total, largest, queries, keys, table, begin, whole, position, oldest, newest, scale, block_stride,
+            2 * K * D, K * D, D, P, WINDOW, SOFTCAP, KEYS, True,
+        )  # fmt: skip
+    found, total, largest = _attend(
+        found, total, largest, queries, keys, table, whole, diagonal, position, oldest, newest, scale, block_stride,
+        2 * K * D, K * D, D, P, WINDOW, SOFTCAP, KEYS, False,
+    )  # fmt: skip
+    found, total, largest = _attend(
+        found, total, largest, queries, keys, table, diagonal, newest + 1, position, oldest, newest, scale, block_stride,
+        2 * K * D, K * D, D, P, WINDOW, SOFTCAP, KEYS, True,
+    )  # fmt: skip
+    found *= (value_scale / tl.where(total > 0.0, total, 1.0))[:, None]
+    place = (token_row * H + head) * D
+    tl.store(out + place[:, None] + lane[None, :], found.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _attend(
+    found,
+    total,
+    largest,
+    queries,
+    keys,
+    table,
+    begin,
+    end,
+    position,
+    oldest,
+    newest,
+    scale,
+    block_stride,
+    TOKEN_STRIDE: tl.constexpr,
+    VALUE_OFFSET: tl.constexpr,
+    D: tl.constexpr,
+    P: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    KEYS: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Adds the tiles that begin at `begin` and before `end`, a multiple of KEYS each, to what was found. Without MASKED every
+    query sees every key of them."""
+    WIDTH: tl.constexpr = queries.shape[1]
+    DOT: tl.constexpr = queries.dtype
+    column = tl.arange(0, KEYS)
+    lane = tl.arange(0, WIDTH)
+    # The blocks of a tile are asked for while the tile before is at work.
+    block = tl.load(table + begin // P + column // P, mask=begin + column < end, other=0)
+    for first in range(begin, end, KEYS):
+        token = first + column
+        if KEYS >= P:
+            place = block.to(tl.int64) * block_stride + (column % P) * TOKEN_STRIDE
+        else:
+            place = block.to(tl.int64) * block_stride + (first % P + column) * TOKEN_STRIDE
+        block = tl.load(table + (first + KEYS) // P + column // P, mask=token + KEYS < end, other=0)
+        places = keys + place[:, None] + lane[None, :]
+        key = tl.load(places) if WIDTH == D else tl.load(places, mask=(lane < D)[None, :], other=0.0)
+        score = tl.dot(queries, tl.trans(key.to(DOT)), input_precision="ieee")
+        if SOFTCAP > 0.0:
+            score = SOFTCAP - 2.0 * SOFTCAP / (tl.exp2(score * scale) + 1.0)
+        if MASKED:
+            seen = token[None, :] <= position[:, None]
+            if WINDOW > 0:
+                seen = seen & (token[None, :] > (position - WINDOW)[:, None])
+            score = tl.where(seen, score, float("-inf"))
+        factor = 1.0 if SOFTCAP > 0.0 else scale
+        larger = tl.maximum(largest, tl.max(score, 1) * factor)
+        base = larger
+        if MASKED:
+            # Nothing seen yet: any number in the place of -inf makes all weights zero instead of NaN.
+            base = tl.where(larger == float("-inf"), 0.0, larger)
+        weight = tl.exp2(score * factor - base[:, None])
+        faded = tl.exp2(largest - base)
+        total = total * faded + tl.sum(weight, 1)
+        found = found * faded[:, None]
+        if MASKED:
+            held = token <= newest
+            if WINDOW > 0:
+                held = held & (token > oldest - WINDOW)
+            value = tl.load(places + VALUE_OFFSET, mask=held[:, None] & (lane < D)[None, :], other=0.0)
+        elif WIDTH == D:
+            value = tl.load(places + VALUE_OFFSET)
+        else:
+            value = tl.load(places + VALUE_OFFSET, mask=(lane < D)[None, :], other=0.0)
+        found = tl.dot(weight.to(DOT), value.to(DOT), found, input_precision="ieee")
+        largest = larger
+    return found, total, largest
+
+
+def paged_prefill(
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    query_starts: torch.Tensor,
+    context_lens: torch.Tensor,
+    shape: AttentionShape,
+    *,
+    max_query_len: int,
+    kv_scales: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """out[i, h] = Σ softmax(scale · q[i, h] · k[t]) · v[t] over the tokens t of its request, up to i's own, in its window.
+
+    FlashAttention-2 (arXiv 2307.08691) over pages (arXiv 2309.06180), with the queries of all heads of a key head in one tile
+    (arXiv 2305.13245), so that keys and values are loaded once for them; soft-cap of arXiv 2408.00118.
+
+    q: [T, H, D] fp16, bf16 or fp32, rows any distance apart; kv_cache: [N, P, 2, K, D] of q's dtype, or float8_e4m3fn with
+    kv_scales [2] float32 (of keys, of values; None is 1), the chunks' own tokens already written; block_tables: [B, M] int32;
+    query_starts: [B + 1] int32, rows query_starts[b] … query_starts[b + 1] - 1 are the newest tokens of request b, at most
+    `max_query_len`; context_lens: [B] int32, the newest one's position plus one.
+
+    Operations: 4 · D · H for each pair of a query and a token it sees, and at most one tile's worth more for each tile. Bytes:
+    keys and values once for each tile of queries, mostly from the second-level cache. Only tiles on the diagonal and at the
+    window's edge are masked; tiles that no query sees are not loaded. Scores, sums and outputs in float32; weights are
+    rounded to the cache's dtype (float16 for an fp8 cache) for the second product.
+
+    The grid depends on T and B alone. A query's result does not depend on its neighbours as long as the tiling is the same.
+    """
+    check_attention(q, kv_cache, shape)
+    num_requests = block_tables.shape[0]
+    if _are_split(shape, kv_cache.dtype, block_tables, max_query_len, q.device):
+        return paged_decode(
+            q, kv_cache, block_tables, context_lens, shape,
+            query_starts=query_starts, max_query_len=max_query_len, kv_scales=kv_scales, out=out,
+        )  # fmt: skip
+    if out is None:
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    if num_requests == 0:
+        return out
+    assert out.is_contiguous(), "outputs lie together"
+    group = shape.num_heads // shape.num_kv_heads
+    tiling = prefill_tiling(shape.head_dim, max_query_len * group, capability(q.device))
+    assert group <= tiling.rows, "a tile holds the heads of at least one query"
+    num_tiles = q.shape[0] // (tiling.rows // group) + num_requests
+    _prefill_kernel[(num_tiles * shape.num_kv_heads,)](
+        q,
+        kv_cache,
+        block_tables,
+        query_starts,
+        context_lens,
+        kv_scales,
+        out,
+        num_requests,
+        num_tiles,
+        score_factor(shape),
+        q.stride(0),
+        kv_cache.stride(0),
+        block_tables.stride(0),
+        **_constants(shape, tiling),
+        REQUESTS=max(64, power_of_two(num_requests)),
+        num_warps=tiling.num_warps,
+        num_stages=tiling.num_stages,
+    )
+    return out
+
+
+def _are_split(
+    shape: AttentionShape, kv_dtype: torch.dtype, block_tables: torch.Tensor, max_query_len: int, device: torch.device
+) -> bool:
+    num_requests, max_blocks = block_tables.shape
+    if max_query_len > DECODE_QUERIES_MAX:
+        return False
+    needed = workspace_bytes(shape, num_requests, max_blocks, kv_dtype, device, max_query_len=max_query_len)
+    return needed <= SPLIT_BYTES_MAX
+
+
+def _constants(shape: AttentionShape, tiling: PrefillTiling) -> dict[str, object]:
+    return {
+        "H": shape.num_heads,
+        "K": shape.num_kv_heads,
+        "D": shape.head_dim,
+        "P": shape.block_size,
+        "WINDOW": shape.sliding_window or 0,
+        "SOFTCAP": (shape.softcap or 0.0) * LOG2_E,
+        "ROWS": tiling.rows,
+        "WIDTH": power_of_two(shape.head_dim),
+        "KEYS": tiling.keys,
+    }
+
+
+def compilations() -> list[Compilation]:
+    """Llama-3.1-8B, Llama-3.2-1B and Qwen3-0.6B in bf16 and with an fp8 cache, long chunks and short ones, and other models."""
+    llama, small_llama, qwen = (AttentionShape(16, 32, 8, 128), AttentionShape(16, 32, 8, 64), AttentionShape(16, 16, 8, 128))
+    gemma = AttentionShape(16, 8, 4, 256, sliding_window=4096, softcap=50.0)
+    found = []
+    for name, shape in {"llama-8b": llama, "llama-1b": small_llama, "qwen-0.6b": qwen}.items():
+        found += [_compilation(f"{name} {kv}", shape, "bf16", kv) for kv in ("bf16", "fp8e4nv")]
+    found += [
+        _compilation("llama-8b fp16", llama, "fp16", "fp16"),
+        _compilation("blocks of 64", replace(llama, block_size=64), "bf16", "bf16"),
+        _compilation("window", replace(llama, sliding_window=4096), "bf16", "bf16"),
+        _compilation("head size 96", AttentionShape(16, 32, 32, 96), "bf16", "bf16"),
+        _compilation("window and soft-cap", gemma, "bf16", "bf16"),
+        _compilation("7 heads", AttentionShape(16, 28, 4, 128), "bf16", "bf16"),
+        _compilation("short chunks", llama, "bf16", "bf16", max_query_len=16),
+        _compilation("short chunks fp8e4nv", llama, "bf16", "fp8e4nv", max_query_len=16),
+        _compilation("short chunks of one head", AttentionShape(16, 32, 32, 128), "bf16", "bf16", max_query_len=16),
+    ]
+    return [compilation for several in found for compilation in several]
+
+
+def _compilation(
+    name: str, shape: AttentionShape, dtype: str, kv_dtype: str, *, max_query_len: int = 2048
+) -> list[Compilation]:
+    """One for each tiling: cards differ in what they hold."""
+    tensors = {"q": f"*{dtype}", "kv_cache": f"*{kv_dtype}", "out": f"*{dtype}"}
+    tensors |= dict.fromkeys(("block_tables", "query_starts", "context_lens"), "*i32")
+    absent: dict[str, object] = {}
+    if "fp8" in kv_dtype:
+        tensors["kv_scales"] = "*fp32"
+    else:
+        absent["kv_scales"] = None
+    numbers = dict.fromkeys(("num_requests", "num_tiles", "q_stride", "block_stride", "table_stride"), "i32")
+    rows = max_query_len * (shape.num_heads // shape.num_kv_heads)
+    tilings: dict[PrefillTiling, list[int]] = {}
+    for number in FP8_CAPABILITIES if "fp8" in kv_dtype else CAPABILITIES:
+        tiling = prefill_tiling(shape.head_dim, rows, number)
+        tilings.setdefault(tiling, []).append(number)
+    return [
+        Compilation(
+            f"paged prefill {name}, tiles of {tiling.rows} by {tiling.keys}",
+            _prefill_kernel,
+            {**tensors, **numbers, "scale": "fp32"},
+            {**absent, **_constants(shape, tiling), "REQUESTS": 64},
+            num_warps=tiling.num_warps,
+            num_stages=tiling.num_stages,
+            capabilities=tuple(numbers_of),
+            tensor_cores=True,
+            small_tile=tiling.rows < 64,
+            divisible=("q_stride", "block_stride"),
+        )
+        for tiling, numbers_of in tilings.items()
+    ]

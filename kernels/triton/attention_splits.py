@@ -1,0 +1,248 @@
+"""How the keys of decodes are cut into splits, which program works on which, and how splits are put together again.
+
+The number and size of a request's splits follow from its own length, so that no request's result depends on the others; which
+program does which split follows from all lengths, so that programs share the work alike.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.attention_rows import AttentionShape
+from kernels.triton.compilation import Compilation
+from kernels.triton.tuning import LOG2_E, capability, card, power_of_two
+
+MERGE_CHUNK = 32
+"""Splits that are added up at a time."""
+SPILL_BYTES_MAX = 32
+"""The assembler prefers one more program on a multiprocessor to these few registers of the kernels of decodes."""
+MERGE_CONSTANTS = ("H", "D", "QUERIES", "WINDOW", "WIDTH", "TILE", "SPLIT")
+
+
+class DecodeWorkspace(NamedTuple):
+    """Where splits leave what they found: B requests, S splits, Q queries each. One serves all layers and batch sizes."""
+
+    attended: torch.Tensor  # [B, S, Q, H, D] float32: values averaged over the split
+    log_weights: torch.Tensor  # [B, S, Q, H] float32: base-2 logarithm of the sum of weights, -inf where nothing was seen
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeTiling:
+    """`split` tokens at least in a split; `tile` tokens are loaded at a time."""
+
+    tile: int
+    split: int
+    num_warps: int
+    num_stages: int
+    programs: int  # of one multiprocessor
+
+
+def decode_tiling(head_dim: int, kv_bytes: int, rows: int, capability: int) -> DecodeTiling:
+    """Two tiles of 16 KiB of keys and as much of values are on their way while one is at work, in each of the programs of a
+    multiprocessor: 4.3 TB/s at 0.8 µs of latency want 26 KiB of each of an H200's 132. A split is 64 KiB to 256 KiB of keys
+    and values: two tiles for a short request, so that a lone one keeps many programs busy, eight for a long one, whose parts
+    would otherwise be a large share of what is read."""
+    row_bytes = power_of_two(head_dim) * kv_bytes
+    small = card(capability).shared_bytes_max < 128 * 1024
+    tile = max(32, min(128, (8192 if small else 16384) // row_bytes))
+    programs = 3 if capability >= 90 and not small else 2
+    return DecodeTiling(
+        tile=tile,
+        split=max(2 * tile, 32768 // row_bytes),
+        num_warps=4 if rows == 16 else 8,
+        num_stages=3,
+        programs=programs if rows == 16 else programs - 1,
+    )
+
+
+def max_splits(num_tokens: int, split: int) -> int:
+    """The most splits of a request of at most `num_tokens`: what `_splits` can answer."""
+    few = min(4, -(-num_tokens // split))
+    some = min(8, -(-num_tokens // (2 * split))) if num_tokens > 4 * split else 1
+    many = -(-num_tokens // (4 * split)) if num_tokens > 16 * split else 1
+    return max(1, few, some, many)
+
+
+def decode_workspace(
+    shape: AttentionShape,
+    max_requests: int,
+    max_blocks: int,
+    kv_dtype: torch.dtype,
+    device: torch.device,
+    *,
+    max_query_len: int = 1,
+) -> DecodeWorkspace:
+    """Room for `max_requests` requests of `max_blocks` blocks each. Llama-3.1-8B, 256 requests of 32k tokens: 260 MiB."""
+    size = _workspace_size(shape, max_requests, max_blocks, kv_dtype, device, max_query_len)
+    return DecodeWorkspace(
+        torch.empty(*size, shape.head_dim, dtype=torch.float32, device=device),
+        torch.empty(size, dtype=torch.float32, device=device),
+    )
+
+
+def workspace_bytes(
+    shape: AttentionShape,
+    max_requests: int,
+    max_blocks: int,
+    kv_dtype: torch.dtype,
+    device: torch.device,
+    *,
+    max_query_len: int = 1,
+) -> int:
+    """Bytes of what `decode_workspace` makes of these."""
+    size = _workspace_size(shape, max_requests, max_blocks, kv_dtype, device, max_query_len)
+    return math.prod(size) * (shape.head_dim + 1) * torch.float32.itemsize
+
+
+def _workspace_size(
+    shape: AttentionShape,
+    max_requests: int,
+    max_blocks: int,
+    kv_dtype: torch.dtype,
+    device: torch.device,
+    max_query_len: int,
+) -> tuple[int, int, int, int]:
+    tiling = shape_tiling(shape, kv_dtype, max_query_len, device)
+    return max_requests, max_splits(max_blocks * shape.block_size, tiling.split), max_query_len, shape.num_heads
+
+
+def shape_tiling(shape: AttentionShape, kv_dtype: torch.dtype, max_query_len: int, device: torch.device) -> DecodeTiling:
+    return decode_tiling(shape.head_dim, kv_dtype.itemsize, tile_rows(shape, max_query_len), capability(device))
+
+
+def tile_rows(shape: AttentionShape, max_query_len: int) -> int:
+    """Rows of a tile: the queries of one key head; matrix instructions take 16 at least."""
+    return max(16, power_of_two(max_query_len * (shape.num_heads // shape.num_kv_heads)))
+
+
+def split_constants(shape: AttentionShape, max_query_len: int, tiling: DecodeTiling) -> dict[str, object]:
+    return {
+        "H": shape.num_heads,
+        "K": shape.num_kv_heads,
+        "D": shape.head_dim,
+        "P": shape.block_size,
+        "QUERIES": max_query_len,
+        "WINDOW": shape.sliding_window or 0,
+        "SOFTCAP": (shape.softcap or 0.0) * LOG2_E,
+        "ROWS": tile_rows(shape, max_query_len),
+        "WIDTH": power_of_two(shape.head_dim),
+        "TILE": tiling.tile,
+        "SPLIT": tiling.split,
+    }
+
+
+@triton.jit
+def splits_of(context_len, WINDOW: tl.constexpr, QUERIES: tl.constexpr, TILE: tl.constexpr, SPLIT: tl.constexpr):
+    """First token, tokens of a split and number of splits of a request: all from its own length, nothing from the batch."""
+    first = context_len * 0
+    if WINDOW > 0:
+        first = tl.maximum(context_len - (WINDOW + QUERIES - 1), 0) // TILE * TILE
+    num_tokens = context_len - first
+    wanted = tl.where(num_tokens <= 4 * SPLIT, SPLIT, tl.where(num_tokens <= 16 * SPLIT, 2 * SPLIT, 4 * SPLIT))
+    num_splits = tl.maximum((num_tokens + wanted - 1) // wanted, 1)
+    # Evenly, so that no split is a remainder of a few tokens.
+    tiles = tl.maximum((num_tokens + num_splits * TILE - 1) // (num_splits * TILE), 1)
+    return first, tiles, tl.maximum((num_tokens + tiles * TILE - 1) // (tiles * TILE), 1)
+
+
+@triton.jit
+def schedule(
+    context_lens,
+    num_requests,
+    group,
+    num_groups,
+    WINDOW: tl.constexpr,
+    QUERIES: tl.constexpr,
+    TILE: tl.constexpr,
+    SPLIT: tl.constexpr,
+    REQUESTS: tl.constexpr,
+):
+    """The group's share of all splits, by cost: first request, its first split, and how many splits from there on."""
+    request = tl.arange(0, REQUESTS)
+    context_len = tl.load(context_lens + request, mask=request < num_requests, other=0)
+    _, tiles, num_splits = splits_of(context_len, WINDOW, QUERIES, TILE, SPLIT)
+    cost = tiles + 1  # a split begins and ends with the work of about one tile
+    num_splits = tl.where(request < num_requests, num_splits, 0)
+    end = tl.cumsum(num_splits * cost, 0)
+    start = end - num_splits * cost
+    total = tl.max(end, 0).to(tl.int64)
+    low = (total * group // num_groups).to(tl.int32)
+    high = (total * (group + 1) // num_groups).to(tl.int32)
+    # A split belongs to the group in whose share it begins.
+    before = tl.minimum(tl.maximum((low - start + cost - 1) // cost, 0), num_splits)
+    until = tl.minimum(tl.maximum((high - start + cost - 1) // cost, 0), num_splits)
+    first_request = tl.min(tl.where(until > before, request, num_requests), 0)
+    first_split = tl.sum(tl.where(request == first_request, before, 0), 0)
+    return first_request, first_split, tl.sum(until - before, 0)
+
+
+@triton.jit(do_not_specialize=["max_splits"])
+def merge_kernel(
+    context_lens,
+    query_starts,
+    out,
+    attended,
+    log_weights,
+    max_splits,
+    H: tl.constexpr,
+    D: tl.constexpr,
+    QUERIES: tl.constexpr,
+    WINDOW: tl.constexpr,
+    WIDTH: tl.constexpr,
+    TILE: tl.constexpr,
+    SPLIT: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """One query and head of one request: the average of its splits by weight, always added up in the same order."""
+    request = tl.program_id(0)
+    query, head = tl.program_id(1) // H, tl.program_id(1) % H
+    _, _, num_splits = splits_of(tl.load(context_lens + request), WINDOW, QUERIES, TILE, SPLIT)
+    token_row, num_queries = request, 1
+    if query_starts is not None:
+        first_query = tl.load(query_starts + request)
+        num_queries = tl.load(query_starts + request + 1) - first_query
+        token_row = first_query + query
+    if (num_splits > 1) & (query < num_queries):
+        lane = tl.arange(0, WIDTH)
+        largest = float("-inf")
+        total = 0.0
+        found = tl.zeros([WIDTH], tl.float32)
+        for start in range(0, num_splits, CHUNK):
+            split = start + tl.arange(0, CHUNK)
+            there = split < num_splits
+            place = ((request.to(tl.int64) * max_splits + split) * QUERIES + query) * H + head
+            log_weight = tl.load(log_weights + place, mask=there, other=float("-inf"))
+            inside = there[:, None] & (lane < D)[None, :]
+            part = tl.load(attended + (place * D)[:, None] + lane[None, :], mask=inside, other=0.0)
+            larger = tl.maximum(largest, tl.max(log_weight, 0))
+            base = tl.where(larger == float("-inf"), 0.0, larger)
+            weight, faded = tl.exp2(log_weight - base), tl.exp2(largest - base)
+            total = total * faded + tl.sum(weight, 0)
+            found = found * faded + tl.sum(part * weight[:, None], 0)
+            largest = larger
+        found = found / tl.where(total > 0.0, total, 1.0)
+        place = (token_row.to(tl.int64) * H + head) * D
+        tl.store(out + place + lane, found.to(out.dtype.element_ty), mask=lane < D)
+
+
+def compilations() -> list[Compilation]:
+    """Of the merge, for each head size; the cutting is part of the kernel of decodes."""
+    return [_compilation(head_dim, heads) for head_dim, heads in ((128, 32), (64, 32), (96, 32), (256, 8))]
+
+
+def _compilation(head_dim: int, heads: int) -> Compilation:
+    constants = split_constants(AttentionShape(16, heads, 8, head_dim), 1, decode_tiling(head_dim, 2, 16, 90))
+    return Compilation(
+        f"merge of splits, head size {head_dim}",
+        merge_kernel,
+        {"context_lens": "*i32", "out": "*bf16", "attended": "*fp32", "log_weights": "*fp32", "max_splits": "i32"},
+        {"query_starts": None, "CHUNK": MERGE_CHUNK, **{name: constants[name] for name in MERGE_CONSTANTS}},
+        num_warps=4,
+        spill_bytes_max=SPILL_BYTES_MAX,
+    )

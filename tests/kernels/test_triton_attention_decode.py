@@ -1,0 +1,192 @@
+"""Paged decode attention of Triton against its float64 twin: awkward lengths, poisoned caches, batches of every kind."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from kernels.attention_rows import AttentionShape
+from kernels.reference import attention_decode as reference
+from tests.support.kernel_cases import Guarded, filled_cache, normal, padded_rows, scattered_tables, table_tensor
+from tests.support.kernel_device import interpret_without_gpu
+from tests.support.kernel_tolerances import assert_near, assert_same
+
+interpret_without_gpu()
+from kernels.triton import attention_decode as decode  # noqa: E402
+from kernels.triton import attention_splits as splits  # noqa: E402
+
+BLOCK = 16
+SHAPE = AttentionShape(BLOCK, 4, 2, 64)
+FP8 = torch.float8_e4m3fn
+
+
+@pytest.fixture
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles of 32 tokens and splits of 32, 64 or 128, so that short requests have many of them."""
+    tiling = splits.DecodeTiling(tile=32, split=32, num_warps=4, num_stages=2, programs=2)
+    monkeypatch.setattr(splits, "decode_tiling", lambda *_: tiling)
+
+
+class Batch:
+    """Requests of given lengths in a poisoned cache, their queries in a poisoned projection."""
+
+    def __init__(
+        self,
+        lengths: list[int],
+        shape: AttentionShape,
+        device: torch.device,
+        *,
+        dtype: torch.dtype = torch.float32,
+        kv_dtype: torch.dtype | None = None,
+        query_lens: list[int] | None = None,
+    ) -> None:
+        self.shape, self.dtype = shape, dtype
+        tables, num_blocks = scattered_tables(lengths, shape.block_size)
+        size = (num_blocks, shape.block_size, shape.num_kv_heads, shape.head_dim)
+        self.cache = filled_cache(tables, lengths, size, dtype=kv_dtype or dtype, device=device)
+        self.tables = table_tensor(tables, device)
+        self.context_lens = torch.tensor(lengths, dtype=torch.int32, device=device)
+        num_rows = sum(query_lens) if query_lens else len(lengths)
+        queries = normal(num_rows, shape.num_heads * shape.head_dim, dtype=dtype, device=device)
+        wide = padded_rows(queries, (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim)
+        self.q = wide.view(-1, shape.num_heads, shape.head_dim)
+        self.query_starts = None
+        self.max_query_len = max(query_lens) if query_lens else 1
+        if query_lens:
+            starts = [sum(query_lens[:index]) for index in range(len(query_lens) + 1)]
+            self.query_starts = torch.tensor(starts, dtype=torch.int32, device=device)
+
+    def expected(self, kv_scales: torch.Tensor | None = None) -> torch.Tensor:
+        return reference.paged_decode(
+            self.q, self.cache, self.tables, self.context_lens, self.shape,
+            query_starts=self.query_starts, max_query_len=self.max_query_len, kv_scales=kv_scales,
+        )  # fmt: skip
+
+    def actual(self, kv_scales: torch.Tensor | None = None) -> torch.Tensor:
+        out = Guarded(tuple(self.q.shape), self.dtype, self.q.device)
+        decode.paged_decode(
+            self.q, self.cache, self.tables, self.context_lens, self.shape,
+            query_starts=self.query_starts, max_query_len=self.max_query_len, kv_scales=kv_scales, out=out.tensor,
+        )  # fmt: skip
+        return out.check()
+
+    def compare(self, kv_scales: torch.Tensor | None = None) -> None:
+        assert_near(self.actual(kv_scales), self.expected(kv_scales), "attention")
+
+
+@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.parametrize("lengths", [[1, 15, 16, 17], [33, 31, 0, 1], [257, 129, 67, 128]])
+def test_awkward_lengths_equal_the_loops(lengths: list[int], device: torch.device) -> None:
+    Batch(lengths, SHAPE, device).compare()
+
+
+@pytest.mark.usefixtures("small_tiles")
+def test_a_request_of_many_splits_among_short_ones(device: torch.device) -> None:
+    Batch([3, 701, 1], SHAPE, device).compare()
+
+
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
+def test_every_head_size(head_dim: int, device: torch.device) -> None:
+    Batch([67, 5], AttentionShape(BLOCK, 4, 2, head_dim), device).compare()
+
+
+@pytest.mark.parametrize("heads", [(8, 8), (8, 4), (8, 2), (8, 1), (6, 2), (20, 1)])
+def test_every_number_of_query_heads_for_a_key_head(heads: tuple[int, int], device: torch.device) -> None:
+    Batch([37, 5], AttentionShape(BLOCK, *heads, 16), device).compare()
+
+
+@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.parametrize("block_size", [16, 32, 64])
+def test_every_block_size(block_size: int, device: torch.device) -> None:
+    Batch([67, 130], AttentionShape(block_size, 2, 1, 32), device).compare()
+
+
+@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.parametrize("window", [1, 16, 21, 64])
+def test_a_window_hides_what_lies_before_it(window: int, device: torch.device) -> None:
+    shape = AttentionShape(BLOCK, 2, 1, 32, sliding_window=window)
+    batch = Batch([1, 50, 22, 90], shape, device)
+    for row, length in enumerate(batch.context_lens.tolist()):
+        for position in range(max(0, length - window)):
+            batch.cache[batch.tables[row, position // BLOCK], position % BLOCK] = float("nan")
+    batch.compare()
+
+
+@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.parametrize("window", [None, 21])
+def test_capped_scores_with_a_scale_of_their_own(window: int | None, device: torch.device) -> None:
+    Batch([1, 40, 130], AttentionShape(BLOCK, 2, 1, 32, sliding_window=window, scale=0.4, softcap=1.5), device).compare()
+
+
+@pytest.mark.usefixtures("small_tiles")
+def test_half_precision(device: torch.device) -> None:
+    Batch([1, 45, 130], SHAPE, device, dtype=torch.float16).compare()
+
+
+@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.parametrize("scales", [None, (0.5, 3.0)])
+def test_an_fp8_cache_with_and_without_scales(scales: tuple[float, float] | None, device: torch.device) -> None:
+    kv_scales = None if scales is None else torch.tensor(scales, dtype=torch.float32, device=device)
+    Batch([1, 45, 130], SHAPE, device, dtype=torch.float16, kv_dtype=FP8).compare(kv_scales)
+
+
+@pytest.mark.parametrize("number", [80, 89, 90])
+@pytest.mark.parametrize("kv_dtype", [torch.float16, FP8])
+def test_the_tiles_of_every_card(
+    number: int, kv_dtype: torch.dtype, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(splits, "capability", lambda _: number)
+    Batch([700, 65], AttentionShape(BLOCK, 4, 1, 128), device, dtype=torch.float16, kv_dtype=kv_dtype).compare()
+
+
+@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.parametrize("window", [None, 21])
+def test_guesses_see_what_is_before_them_and_no_more(window: int | None, device: torch.device) -> None:
+    shape = replace(SHAPE, sliding_window=window)
+    Batch([4, 70, 17, 130], shape, device, query_lens=[4, 1, 3, 4]).compare()
+
+
+@pytest.mark.usefixtures("small_tiles")
+def test_a_row_has_the_same_bits_in_any_batch(device: torch.device) -> None:
+    lengths = [130, 1, 70, 257, 33]
+    batch = Batch(lengths, SHAPE, device)
+    together = batch.actual()
+    wide = torch.cat([batch.tables, batch.tables], dim=1)
+    for row in range(len(lengths)):
+        one = slice(row, row + 1)
+        alone = decode.paged_decode(batch.q[one], batch.cache, wide[one], batch.context_lens[one], SHAPE)
+        assert_same(alone, together[one])
+
+
+@pytest.mark.usefixtures("small_tiles")
+def test_a_workspace_is_used_again_by_shorter_batches(device: torch.device) -> None:
+    longest = Batch([257, 129, 300], SHAPE, device)
+    workspace = splits.decode_workspace(SHAPE, 4, 40, torch.float32, device)
+    for tensor in workspace:
+        tensor.fill_(float("nan"))
+    for batch in (longest, Batch([0, 65], SHAPE, device), longest):
+        given = (batch.q, batch.cache, batch.tables, batch.context_lens, SHAPE)
+        assert_near(decode.paged_decode(*given, workspace=workspace), batch.expected(), "attention")
+
+
+def test_the_bytes_of_a_workspace_are_those_it_takes(device: torch.device) -> None:
+    workspace = splits.decode_workspace(SHAPE, 3, 70, torch.float16, device, max_query_len=2)
+    taken = sum(tensor.numel() * tensor.element_size() for tensor in workspace)
+    assert taken == splits.workspace_bytes(SHAPE, 3, 70, torch.float16, device, max_query_len=2)
+
+
+def test_no_request_has_more_splits_than_the_workspace_holds() -> None:
+    split = 128
+    for length in [*range(1, 40 * split, 61), 4 * split, 4 * split + 1, 16 * split, 16 * split + 1, 131072]:
+        wanted = split if length <= 4 * split else 2 * split if length <= 16 * split else 4 * split
+        assert -(-length // wanted) <= splits.max_splits(length, split)
+        assert splits.max_splits(length, split) <= splits.max_splits(length + 1, split)
+
+
+def test_an_empty_batch_gives_nothing(device: torch.device) -> None:
+    empty = torch.empty(0, 4, 64, device=device)
+    cache = torch.empty(1, BLOCK, 2, 2, 64, device=device)
+    tables, lens = torch.empty(0, 3, dtype=torch.int32, device=device), torch.empty(0, dtype=torch.int32, device=device)
+    assert decode.paged_decode(empty, cache, tables, lens, SHAPE).shape == (0, 4, 64)

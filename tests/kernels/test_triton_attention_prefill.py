@@ -1,0 +1,154 @@
+"""Paged prefill attention of Triton against its float64 twin: chunks of awkward lengths, long and short ones mixed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import accumulate
+
+import pytest
+import torch
+
+from kernels.attention_rows import AttentionShape
+from kernels.reference import attention_prefill as reference
+from tests.support.kernel_cases import Guarded, filled_cache, normal, padded_rows, scattered_tables, table_tensor
+from tests.support.kernel_device import interpret_without_gpu
+from tests.support.kernel_tolerances import assert_near, assert_same
+
+interpret_without_gpu()
+from kernels.triton import attention_prefill as prefill  # noqa: E402
+
+BLOCK = 16
+SHAPE = AttentionShape(BLOCK, 4, 2, 64)
+FP8 = torch.float8_e4m3fn
+Rows = list[tuple[int, int]]  # (query_len, context_len)
+
+
+@pytest.fixture(params=[(16, 32), (64, 32)], ids=["tiles of 16", "tiles of 64"])
+def tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both sizes of tiles for whatever chunks, and no splitting of short ones."""
+    rows, keys = request.param
+    monkeypatch.setattr(prefill, "prefill_tiling", lambda *_: prefill.PrefillTiling(rows, keys, num_warps=4, num_stages=2))
+    monkeypatch.setattr(prefill, "DECODE_QUERIES_MAX", 0)
+
+
+class Chunks:
+    """Chunks of prompts in a poisoned cache, their queries in a poisoned projection."""
+
+    def __init__(
+        self,
+        rows: Rows,
+        shape: AttentionShape,
+        device: torch.device,
+        *,
+        dtype: torch.dtype = torch.float32,
+        kv_dtype: torch.dtype | None = None,
+    ) -> None:
+        self.shape, self.dtype = shape, dtype
+        lengths = [context_len for _, context_len in rows]
+        tables, num_blocks = scattered_tables(lengths, shape.block_size)
+        size = (num_blocks, shape.block_size, shape.num_kv_heads, shape.head_dim)
+        self.cache = filled_cache(tables, lengths, size, dtype=kv_dtype or dtype, device=device)
+        self.tables = table_tensor(tables, device)
+        self.context_lens = torch.tensor(lengths, dtype=torch.int32, device=device)
+        starts = [0, *accumulate(query_len for query_len, _ in rows)]
+        self.query_starts = torch.tensor(starts, dtype=torch.int32, device=device)
+        self.max_query_len = max(query_len for query_len, _ in rows)
+        queries = normal(starts[-1], shape.num_heads * shape.head_dim, dtype=dtype, device=device)
+        wide = padded_rows(queries, (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim)
+        self.q = wide.view(-1, shape.num_heads, shape.head_dim)
+
+    def compare(self, kv_scales: torch.Tensor | None = None) -> None:
+        out = Guarded(tuple(self.q.shape), self.dtype, self.q.device)
+        given = (self.q, self.cache, self.tables, self.query_starts, self.context_lens, self.shape)
+        prefill.paged_prefill(*given, max_query_len=self.max_query_len, kv_scales=kv_scales, out=out.tensor)
+        expected = reference.paged_prefill(*given, max_query_len=self.max_query_len, kv_scales=kv_scales)
+        assert_near(out.check(), expected, "attention")
+
+
+@pytest.mark.usefixtures("tiles")
+@pytest.mark.parametrize("rows", [[(17, 17), (2, 16), (16, 33), (15, 15)], [(1, 1), (67, 67), (3, 20)], [(33, 129), (5, 97)]])
+def test_first_and_later_chunks_equal_the_loops(rows: Rows, device: torch.device) -> None:
+    Chunks(rows, SHAPE, device).compare()
+
+
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
+def test_every_head_size(head_dim: int, device: torch.device) -> None:
+    Chunks([(9, 9), (12, 41)], AttentionShape(BLOCK, 4, 2, head_dim), device).compare()
+
+
+@pytest.mark.usefixtures("tiles")
+@pytest.mark.parametrize("heads", [(8, 8), (8, 4), (8, 2), (8, 1), (6, 2), (7, 1)])
+def test_every_number_of_query_heads_for_a_key_head(heads: tuple[int, int], device: torch.device) -> None:
+    Chunks([(18, 37), (5, 5)], AttentionShape(BLOCK, *heads, 16), device).compare()
+
+
+@pytest.mark.usefixtures("tiles")
+@pytest.mark.parametrize("block_size", [16, 32, 64])
+def test_every_block_size(block_size: int, device: torch.device) -> None:
+    Chunks([(20, 67), (30, 130)], AttentionShape(block_size, 2, 1, 32), device).compare()
+
+
+@pytest.mark.usefixtures("tiles")
+@pytest.mark.parametrize("window", [1, 16, 21, 64])
+def test_a_window_hides_what_lies_before_it(window: int, device: torch.device) -> None:
+    shape = AttentionShape(BLOCK, 2, 1, 32, sliding_window=window)
+    rows = [(33, 33), (9, 90), (40, 140)]
+    chunks = Chunks(rows, shape, device)
+    for row, (query_len, context_len) in enumerate(rows):
+        for position in range(max(0, context_len - query_len + 1 - window)):
+            chunks.cache[chunks.tables[row, position // BLOCK], position % BLOCK] = float("nan")
+    chunks.compare()
+
+
+@pytest.mark.usefixtures("tiles")
+@pytest.mark.parametrize("window", [None, 21])
+def test_capped_scores_with_a_scale_of_their_own(window: int | None, device: torch.device) -> None:
+    shape = AttentionShape(BLOCK, 2, 1, 32, sliding_window=window, scale=0.4, softcap=1.5)
+    Chunks([(33, 33), (9, 70)], shape, device).compare()
+
+
+@pytest.mark.usefixtures("tiles")
+def test_half_precision(device: torch.device) -> None:
+    Chunks([(33, 80), (9, 9)], SHAPE, device, dtype=torch.float16).compare()
+
+
+@pytest.mark.usefixtures("tiles")
+@pytest.mark.parametrize("scales", [None, (0.5, 3.0)])
+def test_an_fp8_cache_with_and_without_scales(scales: tuple[float, float] | None, device: torch.device) -> None:
+    kv_scales = None if scales is None else torch.tensor(scales, dtype=torch.float32, device=device)
+    Chunks([(33, 80), (9, 9)], SHAPE, device, dtype=torch.float16, kv_dtype=FP8).compare(kv_scales)
+
+
+@pytest.mark.parametrize("bytes_max", [0, prefill.SPLIT_BYTES_MAX])
+def test_short_chunks_over_long_contexts_are_split_like_decodes_where_there_is_room(
+    bytes_max: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prefill, "SPLIT_BYTES_MAX", bytes_max)
+    Chunks([(4, 300), (1, 45), (8, 8)], replace(SHAPE, sliding_window=100), device).compare()
+
+
+def test_the_tiles_of_an_h200_and_of_an_l40_equal_the_loops(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number in (90, 89):
+        monkeypatch.setattr(prefill, "capability", lambda _, number=number: number)
+        Chunks([(70, 200)], SHAPE, device).compare()
+
+
+@pytest.mark.usefixtures("tiles")
+def test_how_a_prompt_is_cut_changes_no_bit(device: torch.device) -> None:
+    """Cut where a query keeps its place in a tile: the interpreter's matrix product, unlike a GPU's, minds the place."""
+    whole = Chunks([(75, 115)], SHAPE, device)
+    given = (whole.cache, whole.tables)
+    together = prefill.paged_prefill(whole.q, *given, whole.query_starts, whole.context_lens, SHAPE, max_query_len=75)
+    for first, last in ((0, 32), (32, 64), (64, 75)):
+        starts = torch.tensor([0, last - first], dtype=torch.int32, device=device)
+        context = torch.tensor([40 + last], dtype=torch.int32, device=device)
+        part = prefill.paged_prefill(whole.q[first:last], *given, starts, context, SHAPE, max_query_len=last - first)
+        assert_same(part, together[first:last])
+
+
+def test_no_rows_give_nothing(device: torch.device) -> None:
+    empty = torch.empty(0, 4, 64, device=device)
+    cache = torch.empty(1, BLOCK, 2, 2, 64, device=device)
+    tables, lens = torch.empty(0, 3, dtype=torch.int32, device=device), torch.empty(0, dtype=torch.int32, device=device)
+    starts = torch.zeros(1, dtype=torch.int32, device=device)
+    assert prefill.paged_prefill(empty, cache, tables, starts, lens, SHAPE, max_query_len=9).shape == (0, 4, 64)
