@@ -1,25 +1,34 @@
 """`python -m engine.verify PATH`: would this model directory load? Reads it with the engine's own code, holding no weights.
 
-Prints JSON lines: `{"fraction": …}` while it reads, at the end `{"ok": true, …}` with the facts or `{"ok": false, "error": …}`.
-Exit status 0 when it would load, 1 when not.
+With `--perplexity`, or with a format to try, it is loaded as well and reads a fixed text, beside the unquantised model where
+there is one. Prints JSON lines: `{"fraction": …}` while it reads, at the end `{"ok": true, …}` with the facts or
+`{"ok": false, "error": …}`. Exit status 0 when it would load, 1 when not, 2 for a wrong command line.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
+from engine.cpu_environment import prepare_cpu
 
-from engine.chat_template import ChatTemplate, ChatTemplateError, NoChatTemplate
-from engine.config.model import load_model_config
-from engine.errors import ModelError, NotAModelDirectory
-from engine.models.decoder import Decoder
-from engine.runner.weights import WeightsSize, load_weights, weight_files
-from engine.text import Tokenizer
+prepare_cpu()
+
+import torch  # noqa: E402 - torch must see the environment set above
+
+from engine.chat_template import ChatTemplate, ChatTemplateError, NoChatTemplate  # noqa: E402
+from engine.config.model import load_model_config  # noqa: E402
+from engine.errors import EngineConfigError, ModelError, NotAModelDirectory  # noqa: E402
+from engine.models.decoder import Decoder  # noqa: E402
+from engine.options import KV_CACHE_DTYPES, QUANTIZATIONS  # noqa: E402
+from engine.quantization.perplexity import Formats, compare  # noqa: E402
+from engine.quantization.scheme import UNQUANTISED, weight_scheme  # noqa: E402
+from engine.runner.weights import WeightsSize, load_weights, stored_names, weight_files  # noqa: E402
+from engine.text import Tokenizer  # noqa: E402
 
 REPORT_FRACTION = 0.05
 
@@ -32,11 +41,13 @@ def verify_model(directory: Path, *, progress: Callable[[float], None] = lambda 
     config = load_model_config(directory)
     tokenizer_size = _tokenizer_size(directory, config.vocab_size)
     _check_chat_template(directory)
-    plan = Decoder(config, dtype=torch.float32, device=torch.device("meta")).weight_plan()
+    scheme = weight_scheme(directory, config, None)
+    plan = Decoder(config, dtype=torch.float32, device=torch.device("meta")).weight_plan(scheme.storage)
     load_weights(directory, plan, progress=progress)
     return {
         "architecture": config.family.architecture,
-        "tensors": len(plan.places),
+        "quantization": scheme.name,
+        "tensors": len(stored_names(directory)),
         "parameters": WeightsSize.of(plan).num_parameters,
         "weights_bytes": sum(path.stat().st_size for path in weight_files(directory)),
         "vocab_size": config.vocab_size,
@@ -81,14 +92,36 @@ def _print(values: dict[str, Any]) -> None:
     sys.stdout.flush()
 
 
+def _perplexities(directory: Path, formats: Formats, unquantised: Path | None, *, is_plain: bool) -> dict[str, Any]:
+    """Facts of the model with its weights loaded, twice where there is something to compare with."""
+    found = compare(directory, formats, is_plain=is_plain, unquantised=unquantised)
+    return {
+        "perplexity": round(found.perplexity, 4),
+        "perplexity_unquantized": None if found.unquantised is None else round(found.unquantised, 4),
+        "perplexity_ratio": None if found.ratio is None else round(found.ratio, 5),
+        "perplexity_tokens": found.num_tokens,
+    }
+
+
+def _options(arguments: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="engine.verify", description="Would a model directory load?", allow_abbrev=False)
+    parser.add_argument("path", type=Path, metavar="PATH")
+    parser.add_argument("--perplexity", action="store_true", help="of the model on a fixed text")
+    parser.add_argument("--quantization", choices=QUANTIZATIONS, help="compare the model in this format with the plain one")
+    parser.add_argument("--kv-cache-dtype", choices=KV_CACHE_DTYPES, default="auto", help="with keys and values in this one")
+    parser.add_argument("--unquantized", type=Path, metavar="PATH", help="compare with this model")
+    return parser.parse_args(arguments)
+
+
 def main(arguments: list[str]) -> int:
     """Verify one directory and return the exit status."""
-    if len(arguments) != 1:
-        sys.stderr.write("usage: python -m engine.verify PATH\n")
-        return 2
+    options = _options(arguments)
+    formats = Formats(quantization=options.quantization, kv_cache_dtype=options.kv_cache_dtype)
     try:
-        facts = verify_model(Path(arguments[0]), progress=_Report())
-    except ModelError as error:
+        facts = verify_model(options.path, progress=_Report())
+        if options.perplexity or options.unquantized or formats != Formats():
+            facts |= _perplexities(options.path, formats, options.unquantized, is_plain=facts["quantization"] == UNQUANTISED)
+    except (ModelError, EngineConfigError) as error:
         _print({"ok": False, "error": str(error)})
         return 1
     _print({"ok": True, **facts})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +16,13 @@ _ROOT = Path(__file__).resolve().parents[2]
 _WORDS_MAX = 300
 
 
-def check_model(path: Path, *, progress: Callable[[float], None] = lambda _: None) -> dict[str, Any]:
-    """Return the facts of a model that would load. Raises CommandFailed with the reason when it would not."""
+def check_model(
+    path: Path, options: Sequence[str] = (), *, progress: Callable[[float], None] = lambda _: None
+) -> dict[str, Any]:
+    """Return the facts of a model that would load; `options` are those of engine.verify. Raises CommandFailed with the reason
+    when it would not."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "engine.verify", str(path)],
+        [sys.executable, "-m", "engine.verify", str(path), *options],
         cwd=_ROOT,
         env=engine_environment(),
         stdin=subprocess.DEVNULL,

@@ -62,13 +62,27 @@ def add(
 
 
 @app.command("verify")
-def verify(model: ModelPath, as_json: AsJson = False, data_dir: DataDir = None, database: DatabaseUrl = None) -> None:
-    """Account for every tensor of a model against its configuration, without loading it."""
+def verify(
+    model: ModelPath,
+    perplexity: Annotated[bool, typer.Option("--perplexity", help="Load the model and let it read a fixed text.")] = False,
+    quantization: Annotated[str | None, typer.Option(help="int8 or fp8: compare the model in 8 bits with itself.")] = None,
+    kv_cache_dtype: Annotated[str | None, typer.Option(help="fp8: compare with keys and values in 8 bits.")] = None,
+    unquantized: Annotated[str | None, typer.Option(help="The model to compare a quantised checkpoint with.")] = None,
+    as_json: AsJson = False,
+    data_dir: DataDir = None,
+    database: DatabaseUrl = None,
+) -> None:
+    """Account for every tensor of a model against its configuration, without loading it. With one of the options it is loaded,
+    and its perplexity on a fixed text told, beside the unquantised one and their ratio."""
     from appliance.cli.model_check import check_model
 
-    path = model_store.locate(model, settings_from(data_dir, database).data_dir)
+    folder = settings_from(data_dir, database).data_dir
+    path = model_store.locate(model, folder)
+    plain = None if unquantized is None else str(model_store.locate(unquantized, folder))
+    named = {"--quantization": quantization, "--kv-cache-dtype": kv_cache_dtype, "--unquantized": plain}
+    options = [part for option, value in named.items() if value is not None for part in (option, value)]
     with output.progress("Verifying", quiet=as_json) as report:
-        facts = check_model(path, progress=report)
+        facts = check_model(path, [*options, *(["--perplexity"] if perplexity else [])], progress=report)
     output.thing({"path": str(path), **facts}, as_json=as_json)
 
 

@@ -250,7 +250,10 @@ def _facts(engine: EngineReading, now: datetime) -> list[str]:
     if engine.info is not None:
         info = engine.info
         facts += [info.device_name, f"{info.num_parameters / 1e6:,.1f} M parameters", info.dtype]
-        facts += [f"weights {size(info.weights_bytes)}", f"KV {size(info.kv_bytes)}", f"context {info.max_model_len:,} tokens"]
+        quantised = "" if info.quantization == "none" else f" in {info.quantization}"
+        rounded = f" in {info.kv_cache_dtype}" if info.kv_cache_dtype.startswith("fp8") else ""
+        facts += [f"weights {size(info.weights_bytes)}{quantised}", f"KV {size(info.kv_bytes)}{rounded}"]
+        facts += [f"context {info.max_model_len:,} tokens"]
     if engine.started_at is not None:
         facts.append(f"up {duration(max((now - engine.started_at).total_seconds(), 1.0))}")
     facts.append(f"{engine.restarts} {'restart' if engine.restarts == 1 else 'restarts'}")

@@ -86,6 +86,8 @@ def engine_command(folder: ModelFolder, settings: Settings, fd: int) -> list[str
         "--max-model-len": settings.max_model_len,
         "--block-size": settings.block_size,
         "--kv-cache-bytes": settings.kv_cache_bytes,
+        "--quantization": settings.quantization,
+        "--kv-cache-dtype": settings.kv_cache_dtype if settings.kv_cache_dtype != "auto" else None,
         "--threads": settings.engine_threads,
         "--swap-space": settings.swap_space_gib or None,
         "--speculative-config": settings.speculative,

@@ -19,6 +19,7 @@ IN_WORDS = {
     "all cores but one": None,
     "chosen by the engine": None,
     "the model's": None,
+    "as stored": None,
     "on unless a terminal": None,
     "off": None,
     "none": (),

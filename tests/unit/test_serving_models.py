@@ -85,6 +85,8 @@ def test_an_engine_is_told_what_the_settings_say_and_nothing_else(tmp_path: Path
     assert command[command.index("--max-model-len") + 1] == "512"
     assert "--kv-cache-bytes" not in command
     assert "--scheduling-policy" not in command
+    assert "--quantization" not in command
+    assert "--kv-cache-dtype" not in command
 
 
 def test_an_engine_is_told_every_setting_that_is_its_own(tmp_path: Path) -> None:
@@ -92,6 +94,8 @@ def test_an_engine_is_told_every_setting_that_is_its_own(tmp_path: Path) -> None
     (tmp_path / "prefix.txt").write_text("You are helpful.")
     values = {
         "swap_space_gib": 1.5,
+        "quantization": "int8",
+        "kv_cache_dtype": "fp8",
         "speculative": {"method": "ngram"},
         "batch_invariant": True,
         "scheduling_policy": "fcfs",
@@ -103,6 +107,8 @@ def test_an_engine_is_told_every_setting_that_is_its_own(tmp_path: Path) -> None
 
     assert given["--swap-space"] == "1.5"
     assert given["--speculative-config"] == '{"method": "ngram"}'
+    assert given["--quantization"] == "int8"
+    assert given["--kv-cache-dtype"] == "fp8"
     assert given["--scheduling-policy"] == "fcfs"
     assert given["--inter-token-target-ms"] == "25.0"
     assert given["--shared-prefix"] == str(tmp_path / "prefix.txt")

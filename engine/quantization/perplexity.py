@@ -1,0 +1,90 @@
+"""How well a model foretells a fixed text, and how much worse when its weights, keys and values are kept in fewer bits.
+
+Perplexity is e to the mean of the negative log-probabilities of the tokens, given those before them in their window. It is
+computed by the engine itself, through the paged cache, with everything that serving does to the numbers. Only the ratio of two
+perplexities on the same tokens means anything: the text is short, and it is ours.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from engine.config.model import load_model_config
+from engine.errors import EngineConfigError
+from engine.offline.llm import LLM
+from engine.sampling_params import SamplingParams
+from engine.text import Tokenizer
+
+TEXT = Path(__file__).with_name("perplexity_text.txt")
+WINDOW_TOKENS = 512
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Formats:
+    """How a model is to be held: the options of `EngineOptions` by these names."""
+
+    quantization: str | None = None
+    kv_cache_dtype: str = "auto"
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """`unquantised` is None where no unquantised model was at hand."""
+
+    perplexity: float
+    unquantised: float | None
+    num_tokens: int
+
+    @property
+    def ratio(self) -> float | None:
+        return None if self.unquantised is None else self.perplexity / self.unquantised
+
+
+def compare(directory: Path, formats: Formats, *, is_plain: bool, unquantised: Path | None = None) -> Comparison:
+    """The perplexity of a model in `formats`, and that of `unquantised`, or of the same model where it `is_plain`.
+
+    Raises `EngineConfigError` when the two read the text as different tokens, and what building an engine raises.
+    """
+    tokens = text_tokens(directory)
+    reference = directory if is_plain and unquantised is None and formats != Formats() else unquantised
+    if reference is not None and text_tokens(reference) != tokens:
+        raise EngineConfigError("unquantized", f"({reference}) has another tokenizer: the perplexities cannot be compared")
+    size = min(window_tokens(each) for each in (directory, reference) if each is not None)
+    found = perplexity(directory, tokens, formats, size)
+    beside = None if reference is None else perplexity(reference, tokens, Formats(), size)
+    return Comparison(found, beside, len(tokens))
+
+
+def text_tokens(directory: Path) -> list[int]:
+    """The fixed text as the model reads it."""
+    return Tokenizer(directory).encode(TEXT.read_text("utf-8"))
+
+
+def window_tokens(directory: Path) -> int:
+    """One position of the context is left for the token that the engine generates."""
+    return min(WINDOW_TOKENS, load_model_config(directory).max_position_len - 1)
+
+
+def perplexity(directory: Path, tokens: Sequence[int], formats: Formats, size: int) -> float:
+    """Over windows of `size` tokens, each read from its own beginning."""
+    with LLM(
+        directory,
+        max_model_len=size + 1,
+        quantization=formats.quantization,
+        kv_cache_dtype=formats.kv_cache_dtype,
+        enable_prefix_caching=False,
+        max_num_seqs=8,
+    ) as llm:
+        windows = [list(tokens[first : first + size]) for first in range(0, len(tokens), size)]
+        scored = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
+        outputs = llm.generate([window for window in windows if len(window) > 1], scored, use_tqdm=False)
+    logprobs = [
+        entry[token_id].logprob
+        for output in outputs
+        for token_id, entry in zip(output.prompt_token_ids, output.prompt_logprobs or [], strict=True)
+        if entry is not None
+    ]
+    return math.exp(-sum(logprobs) / len(logprobs))

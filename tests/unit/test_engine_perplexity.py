@@ -1,0 +1,110 @@
+"""`models verify` compares a model in fewer bits with itself, or with the model that it was made from."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine.errors import EngineConfigError
+from engine.quantization.perplexity import Formats, compare, perplexity, text_tokens, window_tokens
+from engine.verify import main
+from tests.support import quantised_checkpoints as layouts
+from tests.support.tiny_models import make_model
+from tests.support.tiny_tokenizer import VOCAB_SIZE, write_tokenizer
+
+RATIO_TOLERANCE = 0.05  # of a random model's two perplexities; a forgotten scale changes them by orders of magnitude
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("perplexity") / "model"
+    make_model("llama", directory, **{**layouts.SIZES, "initializer_range": 0.1, "vocab_size": VOCAB_SIZE})
+    write_tokenizer(directory)
+    return directory
+
+
+def test_perplexity_is_what_transformers_computes_on_the_same_windows(model: Path) -> None:
+    import transformers
+
+    reference = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    tokens, size = text_tokens(model), window_tokens(model)
+    assert size == 255
+    losses = []
+    for first in range(0, len(tokens), size):
+        window = torch.tensor([tokens[first : first + size]])
+        with torch.inference_mode():
+            logprobs = reference(window).logits[0, :-1].log_softmax(-1)
+        losses += (-logprobs.gather(1, window[0, 1:, None])[:, 0]).tolist()
+    expected = math.exp(sum(losses) / len(losses))
+    assert perplexity(model, tokens, Formats(), size) == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.parametrize("formats", [Formats(quantization="int8"), Formats(quantization="fp8"), Formats(kv_cache_dtype="fp8")])
+def test_a_plain_model_is_compared_with_itself(formats: Formats, model: Path) -> None:
+    found = compare(model, formats, is_plain=True)
+    assert found.unquantised is not None
+    assert found.ratio == pytest.approx(1.0, abs=RATIO_TOLERANCE)
+    assert found.ratio != 1.0
+
+
+def test_a_quantised_checkpoint_is_compared_with_the_model_that_is_named(model: Path, tmp_path: Path) -> None:
+    written = layouts.write(model, tmp_path / "awq", layouts.awq())
+    alone = compare(written.directory, Formats(), is_plain=False)
+    assert (alone.unquantised, alone.ratio) == (None, None)
+    beside = compare(written.directory, Formats(), is_plain=False, unquantised=written.twin)
+    assert beside.perplexity == alone.perplexity
+    assert beside.ratio == pytest.approx(1.0, abs=1e-5)
+
+
+def test_models_that_read_the_text_differently_are_not_compared(model: Path, tmp_path: Path) -> None:
+    make_model("llama", tmp_path, vocab_size=VOCAB_SIZE)
+    write_tokenizer(tmp_path)
+    path = tmp_path / "tokenizer.json"
+    tokenizer = json.loads(path.read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+    path.write_text(json.dumps(tokenizer))
+    with pytest.raises(EngineConfigError, match=r"unquantized .* has another tokenizer"):
+        compare(model, Formats(), is_plain=True, unquantised=tmp_path)
+
+
+def said(capsys: pytest.CaptureFixture[str]) -> Any:
+    return json.loads(capsys.readouterr().out.splitlines()[-1])
+
+
+def test_the_checker_tells_both_and_their_ratio(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(model), "--quantization", "int8"]) == 0
+    facts = said(capsys)
+    assert facts["ok"]
+    assert facts["perplexity_ratio"] == pytest.approx(facts["perplexity"] / facts["perplexity_unquantized"], abs=1e-4)
+    assert facts["perplexity_tokens"] == len(text_tokens(model))
+
+
+def test_the_checker_reads_quantised_checkpoints_without_loading_them(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parameters = []
+    for name, layout in {
+        "plain": None,
+        "awq": layouts.awq(),
+        "fp8": layouts.fp8(per_row=True, activations="none", compressed=True),
+    }.items():
+        directory = model if layout is None else layouts.write(model, tmp_path / name, layout).directory
+        assert main([str(directory)]) == 0
+        facts = said(capsys)
+        assert "perplexity" not in facts
+        parameters.append(facts["parameters"])
+    assert len(set(parameters)) == 1
+
+
+def test_the_checker_names_an_option_that_contradicts_the_checkpoint(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    written = layouts.write(model, tmp_path / "gptq", layouts.gptq())
+    assert main([str(written.directory), "--quantization", "int8"]) == 1
+    assert "already (gptq)" in said(capsys)["error"]
