@@ -1,0 +1,15 @@
+#!/usr/bin/env bash
+# All figures that need a GPU, in one command: at most 8 minutes on one card, nothing downloaded. See docs/benchmarks.md.
+#
+#   bench/gpu.sh                      everything; the result goes to bench/results/gpu-<time>.json
+#   bench/gpu.sh --rehearse           the same program on the CPU with tiny shapes and Triton's interpreter; no figures
+#   bench/gpu.sh --only kernels,peers some parts (calibration always runs)
+#   PYTHON=/path/to/python bench/gpu.sh --out /tmp/result.json
+#
+# Needs torch, triton, numpy, safetensors, tokenizers and jinja2; transformers for the peers. Nothing of the web half.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+export PYTHONUNBUFFERED=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 PYTHONDONTWRITEBYTECODE=1
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-4}"
+export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
+exec "${PYTHON:-python3}" -m bench.gpu "$@"

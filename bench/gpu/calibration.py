@@ -1,0 +1,111 @@
+"""What the card itself reaches: the base of every fraction. Copies, reads, matrix products, and the gap between kernels.
+
+    copy       out ← x, bytes read and written (the base of all bandwidth fractions: the best of the sizes)
+    read       the largest of x, bytes read; may beat the copy a little
+    matmul     8192³ on normal numbers, two operations for each product
+    graph gap  a kernel of one program that does next to nothing, 500 of them in a graph
+"""
+
+from __future__ import annotations
+
+import platform
+import time
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from bench.gpu.context import Context
+from bench.gpu.rows import Row
+from bench.gpu.timing import median, seconds
+
+GB = 1_000_000_000
+SIZES_GB = (1, 4, 8)
+FP8 = torch.float8_e4m3fn
+NUM_EMPTY = 500
+
+
+@triton.jit
+def nothing_kernel(place):
+    tl.store(place, 1)
+
+
+def calibrate(context: Context) -> None:
+    context.tell(**_machine(context))
+    copies = []
+    for size in SIZES_GB:
+        context.guard(f"copy {size} GB", lambda size=size: copies.append(_copy(context, size)))
+        context.guard(f"read {size} GB", lambda size=size: _read(context, size))
+    if copies:
+        context.tell(bandwidth=max(copies))
+    context.guard("matmul bf16 8192³", lambda: _matmul(context))
+    context.guard("matmul fp8 8192³", lambda: _matmul_fp8(context))
+    context.guard("graph gap per kernel", lambda: _gap(context))
+
+
+def _machine(context: Context) -> dict[str, Any]:
+    found: dict[str, Any] = {"cpu": platform.processor() or platform.machine(), "gpu": "none"}
+    if context.device.type == "cuda":
+        properties = torch.cuda.get_device_properties(context.device)
+        free, total = torch.cuda.mem_get_info()
+        found |= {
+            "gpu": properties.name,
+            "multiprocessors": properties.multi_processor_count,
+            "capability": properties.major * 10 + properties.minor,
+            "memory_bytes": total,
+            "memory_free_bytes": free,
+            "l2_bytes": getattr(properties, "L2_cache_size", None),
+            "cuda": torch.version.cuda,
+        }
+    return found
+
+
+def _copy(context: Context, size_gb: int) -> float:
+    count = context.size(size_gb * GB // 4, 4096 * size_gb)
+    x = torch.empty(count, device=context.device).normal_()
+    out = torch.empty_like(x)
+    rates = [2 * x.nbytes / taken_s for taken_s in seconds([lambda: out.copy_(x)], context.device)]
+    context.emit(Row(name=f"copy {size_gb} GB", value=median(rates) / 1e9, samples=[rate / 1e9 for rate in rates]))
+    return median(rates)
+
+
+def _read(context: Context, size_gb: int) -> None:
+    x = torch.empty(context.size(size_gb * GB // 4, 4096 * size_gb), device=context.device).normal_()
+    out = torch.empty((), device=context.device)
+    rates = [x.nbytes / taken_s / 1e9 for taken_s in seconds([lambda: torch.amax(x, dim=0, out=out)], context.device)]
+    context.emit(Row(name=f"read {size_gb} GB", value=median(rates), samples=rates))
+
+
+def _matmul(context: Context) -> None:
+    size = context.size(8192, 64)
+    a, b = (torch.randn(size, size, device=context.device).to(context.dtype) for _ in "ab")
+    rates = [2 * size**3 / taken_s / 1e12 for taken_s in seconds([lambda: torch.mm(a, b)], context.device)]
+    context.tell(flops=median(rates) * 1e12)
+    context.emit(Row(name="matmul bf16 8192³", value=median(rates), samples=rates))
+
+
+def _matmul_fp8(context: Context) -> None:
+    size = context.size(8192, 64)
+    a, b = (torch.randn(size, size, device=context.device).to(FP8) for _ in "ab")
+    one = torch.ones((), device=context.device)
+    out_dtype = torch.float32 if context.rehearsal else context.dtype
+
+    def multiply() -> torch.Tensor:
+        if context.rehearsal:
+            return a.float() @ b.float().T
+        return torch._scaled_mm(a, b.T, scale_a=one, scale_b=one, out_dtype=out_dtype, use_fast_accum=True)
+
+    rates = [2 * size**3 / taken_s / 1e12 for taken_s in seconds([multiply], context.device)]
+    context.tell(flops_fp8=median(rates) * 1e12)
+    context.emit(Row(name="matmul fp8 8192³", value=median(rates), samples=rates))
+
+
+def _gap(context: Context) -> None:
+    place = torch.zeros(1, dtype=torch.int32, device=context.device)
+    calls = [lambda: nothing_kernel[(1,)](place)] * context.size(NUM_EMPTY, 3)
+    started_s = time.perf_counter()
+    gaps = [1e6 * taken_s for taken_s in seconds(calls, context.device)]
+    context.tell(gap_s=median(gaps) / 1e6)
+    note = f"an empty kernel's own time included; took {time.perf_counter() - started_s:.1f} s"
+    context.emit(Row(name="graph gap per kernel", value=median(gaps), samples=gaps, note=note))

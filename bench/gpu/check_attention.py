@@ -1,0 +1,111 @@
+"""Attention over pages against float64, beside torch's own in the same dtype; and whether a row's bits depend on its batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch.nn import functional
+
+from bench.gpu.context import Context
+from bench.gpu.errors import Outputs, compare, invariant
+from bench.gpu.inputs import FP8, Pages, gathered, make_pages, queries
+from kernels.attention_rows import AttentionShape
+from kernels.reference.attention_decode import paged_decode as exact_decode
+from kernels.reference.attention_prefill import paged_prefill as exact_prefill
+from kernels.triton.attention_decode import paged_decode
+from kernels.triton.attention_prefill import paged_prefill
+
+Case = tuple[str, Callable[[], tuple[Outputs, Outputs, Outputs]]]
+
+
+def check(context: Context) -> None:
+    small = context.rehearsal
+    lengths = [1, 15, 17, 40] if small else [1, 15, 16, 17, 257, 1023, 4095]
+    llama = AttentionShape(16, 4, 2, 32) if small else AttentionShape(16, 32, 8, 128)
+    slim = AttentionShape(16, 4, 2, 16) if small else AttentionShape(16, 32, 8, 64)
+    gemma = replace(llama, sliding_window=20, softcap=5.0) if small else AttentionShape(16, 8, 4, 256, 1000, None, 50.0)
+    groups = [] if small else [AttentionShape(16, 8 * group, 8, 128) for group in (1, 2, 8, 16)]
+    shapes = [llama, *groups, *(() if small else (replace(llama, block_size=32), replace(llama, block_size=64)))]
+    compare(context, "paged decode", [_decode(context, shape, lengths) for shape in shapes] + _long(context, llama))
+    compare(context, "paged decode, head size 64", [_decode(context, slim, lengths)])
+    compare(context, "paged decode, window and soft-cap", [_decode(context, gemma, lengths)])
+    compare(context, "paged decode, fp8 KV", [_decode(context, llama, lengths, fp8=True)])
+    chunks = [(9, 9), (5, 20)] if small else [(100, 100), (37, 300), (1, 16)]
+    compare(context, "paged prefill", [_prefill(context, shape, chunks) for shape in (llama, slim)])
+    compare(context, "paged prefill, small chunks", [_prefill(context, llama, [(3, 17), (2, 2), (1, 33)])])
+    shapes = [llama] if small else [llama, slim, gemma]
+    invariant(context, "paged decode", [(_name(shape), lambda shape=shape: _alone(context, shape, lengths)) for shape in shapes])
+
+
+def _name(shape: AttentionShape) -> str:
+    return f"{shape.num_heads}/{shape.num_kv_heads} heads of {shape.head_dim}, blocks of {shape.block_size}"
+
+
+def _long(context: Context, shape: AttentionShape) -> list[Case]:
+    return [] if context.rehearsal else [_decode(context, shape, [131_072, 3], label="128k tokens")]
+
+
+def _decode(context: Context, shape: AttentionShape, lengths: list[int], *, fp8: bool = False, label: str = "") -> Case:
+    def make() -> tuple[Outputs, Outputs, Outputs]:
+        pages = make_pages(lengths, shape, dtype=FP8 if fp8 else context.dtype, device=context.device)
+        scales = torch.tensor([0.5, 2.0], device=context.device) if fp8 else None
+        q = queries(pages, len(lengths), context.dtype)
+        given = (pages.cache, pages.tables, pages.context_lens, shape)
+        ours = paged_decode(q, *given, kv_scales=scales)
+        exact = exact_decode(q.double(), *given, kv_scales=scales)
+        theirs = torch.stack([_torch(q[row : row + 1], pages, row, scales)[0] for row in range(len(lengths))])
+        return ours, exact, theirs
+
+    return label or _name(shape), make
+
+
+def _torch(q: torch.Tensor, pages: Pages, request: int, scales: torch.Tensor | None) -> torch.Tensor:
+    """q: [T, H, D], the newest of a request → [T, H, D] by torch in q's dtype"""
+    shape = pages.shape
+    keys, values = (each.to(q.dtype) for each in gathered(pages, request))
+    if scales is not None:
+        keys, values = keys * scales[0].to(q.dtype), values * scales[1].to(q.dtype)
+    length, count = pages.lengths[request], q.shape[0]
+    position = torch.arange(length - count, length, device=q.device)[:, None]
+    token = torch.arange(length, device=q.device)[None, :]
+    seen = token <= position
+    if shape.sliding_window is not None:
+        seen &= token > position - shape.sliding_window
+    wide = q.transpose(0, 1).unsqueeze(0)
+    if shape.softcap is None:
+        found = functional.scaled_dot_product_attention(wide, keys, values, attn_mask=seen, enable_gqa=True)
+        return found[0].transpose(0, 1)
+    group = shape.num_heads // shape.num_kv_heads
+    keys, values = keys.repeat_interleave(group, 1), values.repeat_interleave(group, 1)
+    scores = (wide @ keys.transpose(-1, -2)) * shape.head_dim**-0.5
+    scores = (shape.softcap * torch.tanh(scores / shape.softcap)).masked_fill(~seen, float("-inf"))
+    return (torch.softmax(scores, dim=-1) @ values)[0].transpose(0, 1)
+
+
+def _prefill(context: Context, shape: AttentionShape, chunks: list[tuple[int, int]]) -> Case:
+    """chunks: (queries, tokens of the request)"""
+
+    def make() -> tuple[Outputs, Outputs, Outputs]:
+        pages = make_pages([length for _, length in chunks], shape, dtype=context.dtype, device=context.device)
+        counts = [count for count, _ in chunks]
+        starts = [sum(counts[:row]) for row in range(len(counts) + 1)]
+        q = queries(pages, starts[-1], context.dtype)
+        at = torch.tensor(starts, dtype=torch.int32, device=context.device)
+        given = (pages.cache, pages.tables, at, pages.context_lens, shape)
+        ours = paged_prefill(q, *given, max_query_len=max(counts))
+        exact = exact_prefill(q.double(), *given, max_query_len=max(counts))
+        theirs = [_torch(q[starts[row] : starts[row + 1]], pages, row, None) for row in range(len(chunks))]
+        return ours, exact, torch.cat(theirs)
+
+    return _name(shape), make
+
+
+def _alone(context: Context, shape: AttentionShape, lengths: list[int]) -> tuple[Outputs, Outputs]:
+    pages = make_pages(lengths, shape, dtype=context.dtype, device=context.device)
+    q = queries(pages, len(lengths), context.dtype)
+    together = paged_decode(q, pages.cache, pages.tables, pages.context_lens, shape)
+    rows = [slice(row, row + 1) for row in range(len(lengths))]
+    alone = [paged_decode(q[row], pages.cache, pages.tables[row], pages.context_lens[row], shape) for row in rows]
+    return torch.cat(alone), together

@@ -1,0 +1,194 @@
+"""Runs the parts of a plan in processes of their own, ends those that take too long, and collects what they say."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TextIO
+
+from bench.gpu.plan import Part
+from bench.gpu.rows import Row
+
+TAIL_CHARS = 1500
+LEFT_MIN_S = 8.0
+"""A part that has less time left is not begun."""
+
+
+@dataclass(slots=True)
+class Outcome:
+    """Everything a run gave: rows in the order in which they came, facts, and what became of each part."""
+
+    rows: list[Row] = field(default_factory=list)
+    facts: dict[str, Any] = field(default_factory=dict)
+    parts: list[dict[str, Any]] = field(default_factory=list)
+
+
+class Process:
+    """One part. It imports at once and measures when it is told to."""
+
+    def __init__(self, part: Part, *, rehearse: bool, environment: dict[str, str]) -> None:
+        self.part = part
+        self.limit_s = 0.0
+        self.ended = False
+        self._log = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")
+        arguments = [sys.executable, "-m", "bench.gpu.part", part.name, "--limit", str(part.limit_s)]
+        self._process = subprocess.Popen(
+            arguments + (["--rehearse"] if rehearse else []),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            text=True,
+            env=environment,
+            start_new_session=True,
+        )
+        self._begun_s = 0.0
+
+    def begin(self, facts: dict[str, Any], limit_s: float, lines: queue.Queue[tuple[Process, str | None]]) -> None:
+        self.limit_s, self._begun_s = limit_s, time.monotonic()
+        stdin = self._process.stdin
+        assert stdin is not None
+        try:
+            stdin.write(json.dumps(facts) + "\n")
+            stdin.close()
+        except BrokenPipeError:
+            pass  # it ended while it imported; its log says why
+        threading.Thread(target=self._read, args=(lines,), daemon=True).start()
+
+    def _read(self, lines: queue.Queue[tuple[Process, str | None]]) -> None:
+        stdout: TextIO | None = self._process.stdout  # type: ignore[assignment]
+        assert stdout is not None
+        for line in stdout:
+            lines.put((self, line))
+        lines.put((self, None))
+
+    @property
+    def left_s(self) -> float:
+        return self._begun_s + self.limit_s - time.monotonic()
+
+    @property
+    def taken_s(self) -> float:
+        return time.monotonic() - self._begun_s
+
+    def kill(self) -> None:
+        """End it and what it started."""
+        if self._process.poll() is None:
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+    def close(self) -> tuple[int, str]:
+        """Its exit status and its last words."""
+        status = self._process.wait()
+        self._log.seek(0)
+        words = self._log.read()[-TAIL_CHARS:]
+        self._log.close()
+        return status, words
+
+
+def conduct(
+    stages: Sequence[Sequence[Part]], *, rehearse: bool, total_s: float, facts: dict[str, Any], show: Callable[[str], None]
+) -> Outcome:
+    """Run all stages. The parts of the next one import while this one measures, where each is a single process."""
+    outcome = Outcome(facts=dict(facts))
+    environment = _environment(rehearse)
+    end_s = time.monotonic() + total_s
+    waiting: list[Process] = []
+    try:
+        for index, stage in enumerate(stages):
+            processes = waiting or [Process(part, rehearse=rehearse, environment=environment) for part in stage]
+            following = stages[index + 1] if index + 1 < len(stages) else ()
+            waiting = []
+            if not rehearse and len(following) == 1:
+                waiting = [Process(part, rehearse=rehearse, environment=environment) for part in following]
+            left_s = end_s - time.monotonic()
+            if left_s < LEFT_MIN_S:
+                _skip(processes, outcome, show)
+                continue
+            _run(processes, left_s, outcome, show)
+    finally:
+        for process in waiting:
+            process.kill()
+            process.close()
+    return outcome
+
+
+def _environment(rehearse: bool) -> dict[str, str]:
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    environment.pop("TRITON_INTERPRET", None)
+    if rehearse:
+        environment |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    return environment
+
+
+def _skip(processes: Sequence[Process], outcome: Outcome, show: Callable[[str], None]) -> None:
+    for process in processes:
+        process.kill()
+        process.close()
+        outcome.parts.append({"part": process.part.name, "error": "not begun: the time of the run was used up"})
+        show(f"-- {process.part.name}: no time left")
+
+
+def _run(processes: Sequence[Process], left_s: float, outcome: Outcome, show: Callable[[str], None]) -> None:
+    lines: queue.Queue[tuple[Process, str | None]] = queue.Queue()
+    for process in processes:
+        process.begin(outcome.facts, min(process.part.limit_s, left_s), lines)
+    running = list(processes)
+    try:
+        while running:
+            soonest_s = min(process.left_s for process in running)
+            try:
+                process, line = lines.get(timeout=max(0.05, soonest_s))
+            except queue.Empty:
+                for late in [process for process in running if process.left_s <= 0]:
+                    late.kill()  # its end follows as a line
+                    late.ended = True
+                    late.limit_s += 30.0
+                continue
+            if line is None:
+                running.remove(process)
+                _close(process, outcome, show)
+            else:
+                _take(line, outcome, show)
+    finally:
+        for process in running:
+            process.kill()
+
+
+def _take(line: str, outcome: Outcome, show: Callable[[str], None]) -> None:
+    said = json.loads(line)
+    if "row" in said:
+        outcome.rows.append(Row(**said["row"]))
+        show(json.dumps({key: value for key, value in said["row"].items() if value not in (None, "", [], {})}))
+    elif "facts" in said:
+        outcome.facts.update(said["facts"])
+
+
+def _close(process: Process, outcome: Outcome, show: Callable[[str], None]) -> None:
+    taken_s = round(process.taken_s, 2)
+    status, words = process.close()
+    found: dict[str, Any] = {"part": process.part.name, "target": process.part.target, "s": taken_s}
+    if process.ended:
+        found["error"] = f"ended after its limit of {process.part.limit_s:g} s"
+    elif status:
+        found["error"] = f"exit status {status}: {_last_line(words)}"
+    if "error" in found:
+        found["log"] = words
+    outcome.parts.append(found)
+    show(f"-- {process.part.name}: {taken_s} s{', ' + found['error'] if 'error' in found else ''}")
+
+
+def _last_line(words: str) -> str:
+    return next((line for line in reversed(words.splitlines()) if line.strip()), "no words")
+
+
+def results_folder() -> Path:
+    return Path(__file__).resolve().parents[1] / "results"

@@ -1,0 +1,77 @@
+"""How far a kernel is from the exact result, in units of how far torch's own is in the same dtype; and whether bits are equal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from bench.gpu.context import Context
+from bench.gpu.rows import Row
+from bench.gpu.targets import exactly, numbers, same_bits
+
+Outputs = torch.Tensor | Sequence[torch.Tensor]
+FLOOR_UNITS = 0.25
+"""Of the largest result's rounding unit: below that torch's error is a matter of luck (a copy has none)."""
+
+
+def compare(context: Context, name: str, cases: Sequence[tuple[str, Callable[[], tuple[Outputs, Outputs, Outputs]]]]) -> None:
+    """cases: what it is, and (ours, exact, torch's own). The row is the worst of them; each one's figures are among its facts."""
+
+    def measure() -> None:
+        found = {label: _error(*make()) for label, make in cases}
+        worst = max(found, key=lambda label: found[label]["ratio"])
+        samples = [each["ratio"] for each in found.values()]
+        row = Row(name=numbers(name), value=found[worst]["ratio"], samples=samples, facts={"cases": found})
+        row.note = f"worst: {worst}, error {found[worst]['ours']:.3g}, torch's {found[worst]['torch']:.3g}"
+        context.emit(row)
+
+    context.guard(numbers(name), measure)
+
+
+def _error(ours: Outputs, exact: Outputs, theirs: Outputs) -> dict[str, float]:
+    """Of several outputs the one with the worst ratio."""
+    found = []
+    for mine, true, other in zip(_listed(ours), _listed(exact), _listed(theirs), strict=True):
+        true = true.double()
+        assert mine.shape == true.shape, f"shape {tuple(mine.shape)}, expected {tuple(true.shape)}"
+        error, base = ((each.double() - true).abs().max().item() for each in (mine, other))
+        floor = FLOOR_UNITS * torch.finfo(mine.dtype).eps * true.abs().max().item()
+        ratio = error / max(base, floor, 1e-30)
+        if not torch.isfinite(mine.float()).all():
+            ratio = error = float("inf")
+        found.append({"ratio": ratio, "ours": error, "torch": base, "largest": true.abs().max().item()})
+    return max(found, key=lambda each: each["ratio"])
+
+
+def equal(context: Context, name: str, cases: Sequence[tuple[str, Callable[[], tuple[Outputs, Outputs]]]]) -> None:
+    """The row counts elements that differ from the reference."""
+    _count(context, exactly(name), cases)
+
+
+def invariant(context: Context, name: str, cases: Sequence[tuple[str, Callable[[], tuple[Outputs, Outputs]]]]) -> None:
+    """The row counts bytes that differ between a row computed alone and the same row in a batch."""
+    _count(context, same_bits(name), cases)
+
+
+def _count(context: Context, name: str, cases: Sequence[tuple[str, Callable[[], tuple[Outputs, Outputs]]]]) -> None:
+    def measure() -> None:
+        found = {label: _differences(*make()) for label, make in cases}
+        note = ", ".join(f"{label}: {count}" for label, count in found.items() if count)
+        context.emit(Row(name=name, value=float(sum(found.values())), note=note, facts={"cases": found}))
+
+    context.guard(name, measure)
+
+
+def _differences(ours: Outputs, expected: Outputs) -> int:
+    total = 0
+    for mine, wanted in zip(_listed(ours), _listed(expected), strict=True):
+        assert mine.shape == wanted.shape, f"shape {tuple(mine.shape)}, expected {tuple(wanted.shape)}"
+        assert mine.dtype == wanted.dtype, f"{mine.dtype}, expected {wanted.dtype}"
+        left, right = (each.contiguous().view(-1).view(torch.uint8).view(mine.numel(), -1) for each in (mine, wanted))
+        total += int((left != right).any(dim=1).sum()) if mine.numel() else 0
+    return total
+
+
+def _listed(outputs: Outputs) -> list[torch.Tensor]:
+    return [outputs] if isinstance(outputs, torch.Tensor) else list(outputs)

@@ -1,0 +1,79 @@
+"""Tensors for checks and timings: scattered pages, projections, rows. Values are normal numbers from one seed, never zeros."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from kernels.attention_rows import AttentionShape
+
+FP8 = torch.float8_e4m3fn
+
+
+def normal(*shape: int, dtype: torch.dtype, device: torch.device, scale: float = 1.0) -> torch.Tensor:
+    """Normal numbers of a deviation, rounded to `dtype`; made in slices, so that no second copy in float32 stands beside."""
+    if dtype.itemsize > 1:
+        return torch.empty(shape, dtype=dtype, device=device).normal_(std=scale)
+    out = torch.empty(shape, dtype=dtype, device=device)
+    for piece in out.view(-1).split(1 << 26):
+        piece.copy_(torch.empty(piece.shape, dtype=torch.float16, device=device).normal_(std=scale))
+    return out
+
+
+@dataclass(frozen=True, slots=True)
+class Pages:
+    """Requests of given lengths in a cache whose blocks lie in no order."""
+
+    shape: AttentionShape
+    cache: torch.Tensor  # [N, P, 2, K, D]
+    tables: torch.Tensor  # [B, M] int32
+    context_lens: torch.Tensor  # [B] int32
+    lengths: tuple[int, ...]
+
+    @property
+    def kv_bytes(self) -> int:
+        """Of all tokens that a decode step sees."""
+        tokens = sum(self.lengths)
+        if self.shape.sliding_window is not None:
+            tokens = sum(min(length, self.shape.sliding_window) for length in self.lengths)
+        return 2 * tokens * self.shape.num_kv_heads * self.shape.head_dim * self.cache.element_size()
+
+
+def make_pages(
+    lengths: Sequence[int], shape: AttentionShape, *, dtype: torch.dtype, device: torch.device, spare_blocks: int = 1
+) -> Pages:
+    """What lies behind a request's last token in its last block is NaN where the dtype has one."""
+    counts = [-(-length // shape.block_size) for length in lengths]
+    num_blocks = sum(counts) + spare_blocks
+    size = (num_blocks, shape.block_size, 2, shape.num_kv_heads, shape.head_dim)
+    cache = normal(*size, dtype=dtype, device=device)
+    order = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(7)).tolist()
+    tables = torch.zeros(len(lengths), max(counts), dtype=torch.int32)
+    starts = itertools.accumulate(counts, initial=0)
+    for row, (start, count, length) in enumerate(zip(starts, counts, lengths, strict=False)):
+        tables[row, :count] = torch.tensor(order[start : start + count], dtype=torch.int32)
+        used = length - (count - 1) * shape.block_size
+        if count and used < shape.block_size:
+            cache[order[start + count - 1], used:].view(torch.uint8).fill_(0x7F)  # of fp16 and bf16 too this is NaN
+    lens = torch.tensor(list(lengths), dtype=torch.int32)
+    return Pages(shape, cache, tables.to(device), lens.to(device), tuple(lengths))
+
+
+def queries(pages: Pages, num_rows: int, dtype: torch.dtype) -> torch.Tensor:
+    """[T, H, D], as they stand in a projection: rows with keys and values behind them."""
+    shape = pages.shape
+    wide = normal(
+        num_rows, shape.num_heads + 2 * shape.num_kv_heads, shape.head_dim, dtype=dtype, device=pages.cache.device
+    )
+    return wide[:, : shape.num_heads]
+
+
+def gathered(pages: Pages, request: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values of one request, [1, K, T, D] each, as a library that knows no pages takes them."""
+    length = pages.lengths[request]
+    blocks = pages.tables[request, : -(-length // pages.shape.block_size)].long()
+    found = pages.cache[blocks].flatten(0, 1)[:length]
+    return found[:, 0].transpose(0, 1).unsqueeze(0), found[:, 1].transpose(0, 1).unsqueeze(0)

@@ -1,0 +1,60 @@
+"""One part in a process of its own: `python -m bench.gpu.part NAME`. Imports first, waits for a line of facts, then measures.
+
+Lines of JSON go to what was standard output; everything that libraries print goes to standard error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import sys
+import time
+from typing import Any, TextIO
+
+from bench.gpu import requirements
+from bench.gpu.plan import PARTS
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("name", choices=[part.name for part in PARTS])
+    parser.add_argument("--rehearse", action="store_true")
+    parser.add_argument("--limit", type=float, required=True)
+    options = parser.parse_args()
+    answers = _own_output()
+    requirements.check()
+    import torch  # noqa: PLC0415 - what is missing was said in one message
+
+    from bench.gpu.context import Context  # noqa: PLC0415
+
+    part = next(part for part in PARTS if part.name == options.name)
+    module = importlib.import_module(part.module)
+
+    def write(line: dict[str, Any]) -> None:
+        answers.write(json.dumps(line) + "\n")
+        answers.flush()
+
+    write({"ready": part.name})
+    facts = json.loads(sys.stdin.readline() or "null")
+    if facts is None:
+        return
+    if not options.rehearse and not torch.cuda.is_available():
+        raise SystemExit("torch finds no NVIDIA GPU here; `bench/gpu.sh --rehearse` tries the program without one")
+    device = torch.device("cpu" if options.rehearse else "cuda")
+    context = Context(device, options.rehearse, facts, write, time.monotonic() + options.limit)
+    torch.manual_seed(0)
+    getattr(module, part.function)(context)
+    write({"done": part.name})
+
+
+def _own_output() -> TextIO:
+    """Standard output for rows alone."""
+    kept = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    return kept
+
+
+if __name__ == "__main__":
+    main()

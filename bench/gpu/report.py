@@ -1,0 +1,124 @@
+"""The result of a run as one JSON document and as a table."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import subprocess
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from bench.gpu.conduct import Outcome
+from bench.gpu.rows import Row, against, invalid, verdict
+from bench.gpu.targets import TARGETS
+
+PACKAGES = ("torch", "triton", "numpy", "transformers", "safetensors", "llguidance")
+HEAD = ("row", "value", "unit", "limit", "frac", "peer", "ratio", "must show", "verdict")
+WIDTHS = (58, 10, 16, 10, 5, 10, 7, 22, 0)
+
+
+def complete(outcome: Outcome, parts: set[str] | None = None) -> list[Row]:
+    """One row per target, in their order, then rows that no target asked for. What nobody measured says why."""
+    found = {row.name: row for row in outcome.rows}
+    reasons: dict[str, list[str]] = {}
+    for part in outcome.parts:
+        if "error" in part:
+            reasons.setdefault(part.get("target", ""), []).append(f"{part['part']}: {part['error']}")
+    rows = []
+    for target in TARGETS:
+        if parts is not None and target.part not in parts and target.name not in found:
+            continue
+        why = "; ".join(reasons.get(target.part, [])) or "no part gave this row"
+        row = found.pop(target.name, None) or Row(name=target.name, error=why)
+        rows.append(against(row, higher=target.higher))
+    return rows + list(found.values())
+
+
+def document(rows: Sequence[Row], outcome: Outcome, *, rehearsal: bool, taken_s: float) -> dict[str, Any]:
+    targets = {target.name: target for target in TARGETS}
+    described = []
+    for row in rows:
+        target = targets.get(row.name)
+        judged = "REHEARSAL" if rehearsal else verdict(row, target) if target else "told"
+        must_show = {} if target is None else {"unit": target.unit, "part": target.part, "must_show": target.words}
+        described.append({**row.as_dict(), **must_show, "verdict": judged, "invalid": invalid(row)})
+    return {
+        "bench": "gpu",
+        "rehearsal": rehearsal,
+        "at": datetime.now(UTC).isoformat(timespec="seconds"),
+        **_revision(),
+        "taken_s": round(taken_s, 1),
+        "python": platform.python_version(),
+        "versions": {name: _version(name) for name in PACKAGES},
+        "cpu_cores": os.cpu_count(),
+        "facts": outcome.facts,
+        "parts": outcome.parts,
+        "rows": described,
+    }
+
+
+def table(report: dict[str, Any]) -> str:
+    """The rows for people. A rehearsal shows which rows came, and no figures."""
+    facts, rehearsal = report["facts"], report["rehearsal"]
+    title = "REHEARSAL on the CPU: shapes are tiny and no figure means anything" if rehearsal else facts.get("gpu", "no GPU")
+    versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items() if version)
+    lines = [f"{title} · {report['revision']}{' +changes' if report['changed'] else ''} · {versions}"]
+    if not rehearsal and "bandwidth" in facts:
+        lines.append(f"calibrated: {facts['bandwidth'] / 1e9:.0f} GB/s, {facts['flops'] / 1e12:.0f} TFLOP/s bf16")
+    part = None
+    for row in report["rows"]:
+        if part != (part := row.get("part", "others")):
+            lines += ["", f"{part}", _line(HEAD)]
+        lines.append(_line(_cells(row, rehearsal)))
+        if row["error"] or row["invalid"] or (row["note"] and not rehearsal and not row["error"]):
+            lines.append(f"    {row['error'] or row['invalid'] or row['note']}"[:240])
+    for broken in (each for each in report["parts"] if "error" in each):
+        lines.append(f"\n{broken['part']}: {broken['error']}")
+    counts: dict[str, int] = {}
+    for row in report["rows"]:
+        counts[row["verdict"]] = counts.get(row["verdict"], 0) + 1
+    lines += ["", ", ".join(f"{count} {name}" for name, count in sorted(counts.items())) + f"; {report['taken_s']} s"]
+    return "\n".join(lines)
+
+
+def _cells(row: dict[str, Any], rehearsal: bool) -> tuple[str, ...]:
+    numbers = [_number(row[key]) for key in ("value", "limit", "fraction", "peer", "ratio")]
+    if rehearsal:
+        numbers = ["" if number == "-" else "·" for number in numbers]
+    value, limit, fraction, peer, ratio = numbers
+    judged = ("failed" if row["error"] else "came") if rehearsal else row["verdict"]
+    return row["name"], value, row.get("unit", ""), limit, fraction, peer, ratio, row.get("must_show", "-"), judged
+
+
+def _line(cells: Sequence[str]) -> str:
+    return "  " + " ".join(cell.ljust(width) for cell, width in zip(cells, WIDTHS, strict=True)).rstrip()
+
+
+def _number(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def _revision() -> dict[str, Any]:
+    folder = Path(__file__).resolve().parents[2]
+
+    def git(*arguments: str) -> str:
+        try:
+            answer = subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True, check=False, timeout=10)
+        except OSError:
+            return ""
+        return answer.stdout.strip() if answer.returncode == 0 else ""
+
+    changed = git("status", "--porcelain", "--untracked-files=no", "--", "kernels", "engine", "bench")
+    return {"revision": git("rev-parse", "HEAD") or os.environ.get("GATEHOUSE_REVISION", "unknown"), "changed": bool(changed)}

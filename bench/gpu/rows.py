@@ -1,0 +1,97 @@
+"""Rows of the result: what was measured, against which limit and peer, and whether it passes. Knows no torch.
+
+A row is judged by its target: by its value, by its fraction of the calibrated limit, or by its ratio to the peer. What looks
+too good, or does not add up, is marked invalid and never passes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+Judged = Literal["value", "fraction", "ratio"]
+FRACTION_MAX = 1.10
+"""Beyond what a read-only stream can gain over the calibrating copy: more means that bytes or time were counted wrongly."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """What a row must show; without `pass_at` it is told and not judged."""
+
+    name: str
+    part: str
+    unit: str
+    judged: Judged = "value"
+    pass_at: float | None = None
+    stretch_at: float | None = None
+    higher: bool = True
+
+    def reached(self, value: float, limit: float | None) -> bool:
+        return limit is not None and (value >= limit if self.higher else value <= limit)
+
+    @property
+    def words(self) -> str:
+        """`≥ 0.85 / 0.92 of limit`"""
+        if self.pass_at is None:
+            return "-"
+        both = f"{self.pass_at:g}" + ("" if self.stretch_at is None else f" / {self.stretch_at:g}")
+        return f"{'≥' if self.higher else '≤'} {both}" + {"value": "", "fraction": " of limit", "ratio": " × peer"}[self.judged]
+
+
+@dataclass(slots=True, kw_only=True)
+class Row:
+    """One line of the result. `limit` is the roofline in the row's unit; `ratio` says how many times better than the peer.
+
+    `counted` and `returned` are tokens by the engine's own count and as the caller got them: they must be equal.
+    """
+
+    name: str
+    value: float | None = None
+    limit: float | None = None
+    fraction: float | None = None
+    peer: float | None = None
+    peer_name: str = ""
+    ratio: float | None = None
+    samples: list[float] = field(default_factory=list)
+    counted: int | None = None
+    returned: int | None = None
+    note: str = ""
+    error: str = ""
+    facts: dict[str, Any] = field(default_factory=dict)
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def against(row: Row, *, higher: bool = True) -> Row:
+    """Fill fraction and ratio from value, limit and peer, where they are not set."""
+    if row.value and row.fraction is None and row.limit:
+        row.fraction = row.value / row.limit if higher else row.limit / row.value
+    if row.value and row.ratio is None and row.peer:
+        row.ratio = row.value / row.peer if higher else row.peer / row.value
+    return row
+
+
+def invalid(row: Row) -> str:
+    """Why the row cannot be right, or nothing."""
+    if row.fraction is not None and row.fraction > FRACTION_MAX:
+        return f"fraction {row.fraction:.2f} is above {FRACTION_MAX:.2f}: bytes or time are counted wrongly"
+    if row.counted != row.returned:
+        return f"{row.counted} tokens were counted, {row.returned} returned"
+    return ""
+
+
+def verdict(row: Row, target: Target) -> str:
+    """failed, INVALID, not measured, told, below, pass or stretch."""
+    if row.error:
+        return "failed"
+    if invalid(row):
+        return "INVALID"
+    value: float | None = getattr(row, target.judged)
+    if value is None:
+        return "not measured"
+    if target.pass_at is None:
+        return "told"
+    if target.reached(value, target.stretch_at):
+        return "stretch"
+    return "pass" if target.reached(value, target.pass_at) else "below"

@@ -1,0 +1,125 @@
+"""Every row that a run must have, with what it must show: the list that the table follows and the rehearsal is checked against.
+
+Figures are pass and stretch on one H200, fractions those of the bandwidth and matmul rate calibrated in the same run.
+"""
+
+from __future__ import annotations
+
+from bench.gpu.rows import Target
+
+ERROR_RATIO_MAX = 2.0
+
+CHECKED = (
+    "paged decode", "paged decode, head size 64", "paged decode, window and soft-cap", "paged decode, fp8 KV",
+    "paged prefill", "paged prefill, small chunks", "rope, QK-norm and KV write", "rope and KV write, fp8 KV",
+    "rms norm", "add + rms norm", "add + rms norm to fp8", "silu·mul", "silu·mul to fp8", "gelu·mul", "quantise rows to fp8",
+    "embedding", "product bf16", "product int8", "product fp8 weights", "product fp8 rows", "product int4",
+    "product + residual + norm", "experts",
+)  # fmt: skip
+EXACT = (
+    "sampler, greedy", "sampler, top-k top-p min-p", "sampler, penalties and bitmask", "step inputs", "block copy",
+    "block gather and scatter", "rejection sampling", "fused head + argmax",
+)  # fmt: skip
+INVARIANT = ("paged decode", "product bf16", "product int4", "rms norm", "rope and KV write", "sampler")
+
+
+def numbers(name: str) -> str:
+    return f"numbers: {name}"
+
+
+def exactly(name: str) -> str:
+    return f"equal to the reference: {name}"
+
+
+def same_bits(name: str) -> str:
+    return f"same bits in any batch: {name}"
+
+
+def _rows(part: str, unit: str, *rows: tuple[object, ...], judged: str = "value", higher: bool = True) -> list[Target]:
+    found = []
+    for row in rows:
+        name, pass_at, stretch_at = (*row, None, None)[:3]
+        found.append(
+            Target(
+                name=str(name), part=part, unit=unit, judged=judged, pass_at=pass_at, stretch_at=stretch_at, higher=higher  # type: ignore[arg-type]
+            )
+        )
+    return found
+
+
+TARGETS: list[Target] = [
+    *_rows("calibrate", "GB/s", *[(f"{kind} {size} GB",) for kind in ("copy", "read") for size in (1, 4, 8)]),
+    *_rows("calibrate", "TFLOP/s", ("matmul bf16 8192³",), ("matmul fp8 8192³",)),
+    *_rows("calibrate", "µs", ("graph gap per kernel",), higher=False),
+    *_rows("checks", "× torch's error", *[(numbers(name), ERROR_RATIO_MAX) for name in CHECKED], higher=False),
+    *_rows("checks", "differences", *[(exactly(name), 0) for name in EXACT], higher=False),
+    *_rows("checks", "differences", *[(same_bits(name), 0) for name in INVARIANT], higher=False),
+    *_rows("invariant", "differences", (same_bits("engine, batch_invariant"), 0), higher=False),
+    *_rows(
+        "kernels", "GB/s",
+        ("decode 32/8 heads of 128, 256 × 1k, 8 GB of KV", 0.85, 0.92),
+        ("decode 32/8 heads of 128, 64 × 4k, 8 GB of KV", 0.85, 0.92),
+        ("decode 1 × 32k", 0.70, 0.80),
+        ("decode 32/8 heads of 64, 256 × 1k",),
+        ("decode 16/8 heads of 128, 256 × 1k",),
+        judged="fraction",
+    ),
+    *_rows("kernels", "× uniform", ("decode 1 × 128k + 31 × 4k", 1.25, 1.10), higher=False),
+    *_rows("kernels", "× bf16 KV", ("decode with fp8 KV, 256 × 1k", 1.70, 1.85)),
+    *_rows("kernels", "TFLOP/s", ("prefill 8k, head 128, against the best SDPA", 0.75, 0.95), judged="ratio"),
+    *_rows(
+        "kernels", "GB/s",
+        *[(f"products of Llama-8B, {kind}, {rows} row{'s' * (rows > 1)}", *limits)
+          for kind, limits in (("bf16", (0.85, 0.92)), ("int8", (0.75, 0.85)), ("fp8", (0.75, 0.85)), ("int4", (0.65, 0.78)))
+          for rows in (1, 16)],
+        ("fused products of Llama-8B (norm, gate, residual), bf16, 1 row", 0.85, 0.92),
+        ("add + rms norm, 8k rows", 0.85, 0.92),
+        ("rope and KV write, 8k rows", 0.85, 0.92),
+        ("silu·mul, 8k rows", 0.85, 0.92),
+        ("experts of Qwen3-30B-A3B, 64 tokens",),
+        ("block copy, 4096 blocks",),
+        judged="fraction",
+    ),
+    *_rows("kernels", "TFLOP/s", ("product fp8 rows, 4096 rows",), judged="fraction"),
+    *_rows("kernels", "µs", ("sample top-k top-p, 256 × 128k", 150, 80), higher=False),
+    *_rows("kernels", "× torch's sort", ("sample top-k top-p against torch's sort", 10), judged="ratio"),
+    *_rows(
+        "small models", "tokens/s",
+        ("Llama-3.2-1B bf16, batch 1", 1000, 1300),
+        ("Qwen3-0.6B bf16, batch 1", 1000, 1500),
+        ("Qwen3-0.6B, 256 requests of 100–1024 in and out", 22_000, 27_000),
+    ),
+    *_rows(
+        "llama 8b", "tokens/s",
+        ("Llama-3.1-8B bf16, batch 1", 230, 255),
+        ("Llama-3.1-8B bf16, batch 64, 1k context",),
+        ("Llama-3.1-8B bf16, batch 256, 1k context",),
+        ("Llama-3.1-8B, 256 requests of 100–1024 in and out", 9500, 10_600),
+    ),
+    *_rows("llama 8b", "%", ("GPU idle in steady decode, batch 256", 3, 1), higher=False),
+    *_rows("llama 8b", "µs", ("host critical path per step, batch 256", 400, 200), higher=False),
+    *_rows("llama 8b", "s", ("start of Llama-3.1-8B beyond reading weights, warm cache", 15), higher=False),
+    *_rows("llama 8b", "% off", ("planner: KV blocks", 2, 0.5), ("planner: batch 1", 15, 8), ("planner: 256 mixed", 15, 8),
+           higher=False),
+    *_rows("latency", "ms", ("32k prompt among 64 decoders: largest gap", 30, 20), higher=False),
+    *_rows("latency", "s", ("32k prompt among 64 decoders: its TTFT", 2.0, 1.5), higher=False),
+    *_rows("latency", "× sooner", ("32k cached prefix + 128 new tokens: TTFT against cold", 25, 40)),
+    *_rows("saturated", "tokens/s", ("Llama-3.1-8B, 1000/1000 saturated", 8500, 9700)),
+    *_rows(
+        "formats", "tokens/s",
+        ("Qwen3-8B bf16, batch 1",),
+        ("Llama-3.1-8B fp8, batch 1", 400, 470),
+        ("Llama-3.1-8B int8, batch 1", 400, 470),
+        ("Llama-3.1-8B int4, batch 1", 520, 700),
+    ),
+    *_rows("peers", "tokens/s", ("against transformers continuous batching", 8, 14),
+           ("against transformers static generate", 15, 23), judged="ratio"),
+]  # fmt: skip
+
+BY_NAME = {target.name: target for target in TARGETS}
+assert len(BY_NAME) == len(TARGETS), "two rows have one name"
+
+
+def promised(part: str) -> list[str]:
+    """Names of a part's rows."""
+    return [target.name for target in TARGETS if target.part == part]

@@ -1,0 +1,69 @@
+"""Seconds per call of work on a device: calls captured into one graph and replayed, so that the host's launches do not count.
+
+Give several calls over different memory when one call's data would fit into the cache: they run one after the other. Without
+a GPU (rehearsal) the calls are made once by the clock, and mean nothing.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+
+Call = Callable[[], object]
+SAMPLE_S = 0.004
+"""A sample is at least so long: events resolve half a microsecond."""
+
+
+def seconds(calls: Sequence[Call], device: torch.device, *, samples: int = 7, captured: bool = True) -> list[float]:
+    """Samples of the mean time of a call."""
+    if device.type != "cuda":
+        started_s = time.perf_counter()
+        for call in calls:
+            call()
+        return [(time.perf_counter() - started_s) / len(calls)]
+    for call in calls:  # compiles, and makes what is made once
+        call()
+    torch.cuda.synchronize()
+    replay = _captured(calls) if captured else lambda: [call() for call in calls]
+    once_s = _elapsed(replay, 1)
+    repeats = max(1, round(SAMPLE_S / max(once_s, 1e-6)))
+    return [_elapsed(replay, repeats) / repeats / len(calls) for _ in range(samples)]
+
+
+def median(values: Sequence[float]) -> float:
+    ordered = sorted(values)
+    middle = len(ordered) // 2
+    return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def _captured(calls: Sequence[Call]) -> Call:
+    beside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    beside.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(beside):
+        for call in calls:
+            call()
+    torch.cuda.current_stream().wait_stream(beside)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    graph.replay()
+    torch.cuda.synchronize()
+    return graph.replay
+
+
+def _elapsed(replay: Call, repeats: int) -> float:
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    begin.record()
+    for _ in range(repeats):
+        replay()
+    end.record()
+    torch.cuda.synchronize()
+    return begin.elapsed_time(end) / 1000
