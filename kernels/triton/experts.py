@@ -247,13 +247,17 @@ def group_tiles(num_places: int, num_experts: int, capability: int, *, gated: bo
 def compilations() -> list[Compilation]:
     """Qwen3-30B-A3B (128 experts, 8 chosen) and Mixtral 8x7B (8, 2), from a decode step to a prefill."""
     launches = [
-        _compilation(dtype, number, experts, chosen, places, activation)
-        for dtype, number, experts, chosen in (
-            ("bf16", 80, 128, 8), ("bf16", 89, 128, 8), ("bf16", 90, 128, 8), ("fp16", 90, 8, 2), ("bf16", 100, 128, 8),
+        _compilation(dtype, number, experts, chosen, each * experts, activation)
+        for dtype, number, experts, chosen, tokens_each in (
+            ("bf16", 80, 128, 8, (16, 512)),
+            ("bf16", 89, 128, 8, (16, 512)),
+            ("bf16", 90, 128, 8, (16, 32, 64, 512)),
+            ("fp16", 90, 8, 2, (16, 512)),
+            ("bf16", 100, 128, 8, (16, 512)),
         )
-        for places in (16 * experts, 64 * experts, 512 * experts)
+        for each in tokens_each
         for activation in ("silu", "")
-    ]  # fmt: skip
+    ]
     places, floats = {"num_places": "i32", "offsets_ptr": "*i32"}, {"parts_ptr": "*bf16", "out_ptr": "*bf16"}
     return [
         *launches,
