@@ -5,6 +5,7 @@ Nothing is copied back and every launch has a size that follows from the number 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +13,7 @@ import triton
 import triton.language as tl
 
 from kernels.triton.compilation import Compilation
+from kernels.triton.linear_tiles import SPILL_BYTES_MAX
 from kernels.triton.tuning import capability, power_of_two
 
 SORT_BLOCK = 1024
@@ -28,6 +30,14 @@ class SortedTokens:
     order: torch.Tensor
     offsets: torch.Tensor
     num_chosen: int
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertWeights:
+    """table: [E] int64, where each expert's matrix begins; `matrices` keeps them alive and knows their shape."""
+
+    table: torch.Tensor
+    matrices: tuple[torch.Tensor, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +81,7 @@ def _activated(gate, ACTIVATION: tl.constexpr):
 @triton.jit
 def grouped_kernel(
     x_ptr,
-    weight_ptr,
+    weights_ptr,
     order_ptr,
     offsets_ptr,
     factors_ptr,
@@ -79,7 +89,6 @@ def grouped_kernel(
     N,
     K,
     stride_x,
-    stride_expert,
     stride_weight,
     stride_out,
     row_tiles,
@@ -115,7 +124,8 @@ def grouped_kernel(
     x_rows = places // NUM_CHOSEN if GATED else sorted_places
     inner = tl.arange(0, BLOCK_K)
     x_places = x_ptr + x_rows.to(tl.int64)[:, None] * stride_x + inner[None, :]
-    w_places = weight_ptr + tl.cast(expert, tl.int64) * stride_expert + columns[None, :] * stride_weight + inner[:, None]
+    weight = tl.load(weights_ptr + expert).to(tl.pointer_type(x_ptr.dtype.element_ty))
+    w_places = tl.multiple_of(weight, 16) + columns[None, :] * stride_weight + inner[:, None]
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     up = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for k in tl.range(0, K, BLOCK_K, num_stages=STAGES):
@@ -161,9 +171,24 @@ def sort_by_expert(expert_ids: torch.Tensor, num_experts: int) -> SortedTokens:
     return SortedTokens(order, offsets, expert_ids.shape[1])
 
 
+def bind_weights(weights: Sequence[torch.Tensor]) -> ExpertWeights:
+    """One matrix [N, K] for each expert, all alike, wherever they lie: 16-byte aligned, rows `stride` apart.
+
+    Raises ValueError where they differ.
+    """
+    first = weights[0]
+    kind = first.shape, first.stride(), first.dtype, first.device
+    if any((other.shape, other.stride(), other.dtype, other.device) != kind for other in weights):
+        raise ValueError("the experts' matrices differ in shape, layout or type")
+    if first.stride(1) != 1 or any(other.data_ptr() % 16 for other in weights):
+        raise ValueError("the experts' matrices must begin on 16 bytes and have contiguous rows")
+    table = torch.tensor([weight.data_ptr() for weight in weights], dtype=torch.int64).to(first.device)
+    return ExpertWeights(table, tuple(weights))
+
+
 def grouped_linear(
     x: torch.Tensor,
-    weight: torch.Tensor,
+    weights: ExpertWeights,
     tokens: SortedTokens,
     *,
     activation: str = "",
@@ -172,16 +197,17 @@ def grouped_linear(
 ) -> torch.Tensor:
     """Each expert's product over its own tokens, for all experts in one launch.
 
-    With `activation` ("silu", "gelu_tanh"): x: [T, K], weight: [E, 2·N, K], gate over up → act(x Gᵀ) · (x Uᵀ): [T · chosen, N]
-    in the order of the experts. Without: x: [T · chosen, K] in that order, weight: [E, N, K], factors: [T, chosen] →
-    factor · x Wᵀ: [T · chosen, N], row t · chosen + j for the j-th choice of token t.
+    With `activation` ("silu", "gelu_tanh"): x: [T, K], weights: E times [2·N, K], gate over up → act(x Gᵀ) · (x Uᵀ):
+    [T · chosen, N] in the order of the experts. Without: x: [T · chosen, K] in that order, weights: E times [N, K],
+    factors: [T, chosen] → factor · x Wᵀ: [T · chosen, N], row t · chosen + j for the j-th choice of token t.
 
     Source: grouped products by sorted tokens (arXiv 2211.15841), with as many programs as T tokens can ask for; those that
     have no tile end at once. Reads each chosen expert's weights once per tile of its tokens, 2 · 2·N·K or 2·N·K bytes, and
     its rows; 2 · rows · N · K operations a matrix. Rows of other experts, columns beyond N and K are masked. Accumulates in
     float32, activation and factor in float32 before one rounding.
     """
-    num_experts, num_outputs, num_columns = weight.shape
+    num_experts = len(weights.matrices)
+    num_outputs, num_columns = weights.matrices[0].shape
     if (activation != "") != (factors is None) or activation not in ("", *ACTIVATIONS):
         given = "without" if factors is None else "with"
         raise ValueError(f"either an activation ({', '.join(ACTIVATIONS)}) or factors: not {activation!r} {given} factors")
@@ -193,8 +219,8 @@ def grouped_linear(
     tiles = group_tiles(num_places, num_experts, capability(x.device), gated=activation != "")
     row_tiles = num_places // tiles.block_m + min(num_experts, num_places)
     grouped_kernel[(row_tiles * triton.cdiv(num_outputs, tiles.block_n),)](
-        x, weight, tokens.order, tokens.offsets, None if factors is None else factors.contiguous(), out,
-        num_outputs, num_columns, x.stride(0), weight.stride(0), weight.stride(1), out.stride(0), row_tiles,
+        x, weights.table, tokens.order, tokens.offsets, None if factors is None else factors.contiguous(), out,
+        num_outputs, num_columns, x.stride(0), weights.matrices[0].stride(0), out.stride(0), row_tiles,
         NUM_CHOSEN=tokens.num_chosen, ACTIVATION=activation, EXPERTS=num_experts, EXPERTS_BLOCK=power_of_two(num_experts),
         EVEN_K=num_columns % tiles.block_k == 0, BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, BLOCK_K=tiles.block_k,
         STAGES=tiles.num_stages, num_warps=tiles.num_warps,
@@ -206,30 +232,42 @@ def mix_gated_experts(
     x: torch.Tensor,
     weights: torch.Tensor,
     expert_ids: torch.Tensor,
-    gate_up: torch.Tensor,
-    down: torch.Tensor,
+    gate_up: ExpertWeights,
+    down: ExpertWeights,
     *,
     activation: str = "silu",
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """out[t] = Σ_j weights[t, j] · down_e(act(gate_e(x[t])) · up_e(x[t])), e = expert_ids[t, j] (arXiv 2401.04088)
 
-    x: [T, hidden], weights: [T, chosen], expert_ids: [T, chosen], gate_up: [E, 2·inner, hidden], down: [E, hidden, inner] →
-    [T, hidden]. Four launches: sort, gate and up with the activation, down with the weight, sum over a token's choices in
-    their order and in float32, so that a row does not depend on who else is in the batch. Bytes and operations are those of
-    `grouped_linear` twice and 2 · T · (chosen + 1) · hidden bytes for the sum.
+    x: [T, hidden], weights: [T, chosen], expert_ids: [T, chosen], gate_up: E times [2·inner, hidden], down: E times
+    [hidden, inner] → [T, hidden]. Four launches: sort, gate and up with the activation, down with the weight, sum over a
+    token's choices in their order and in float32, so that a row does not depend on who else is in the batch. Bytes and
+    operations are those of `grouped_linear` twice and 2 · T · (chosen + 1) · hidden bytes for the sum.
     """
     out = torch.empty_like(x) if out is None else out
     num_tokens, hidden = x.shape
     if not num_tokens:
         return out
-    tokens = sort_by_expert(expert_ids, gate_up.shape[0])
+    tokens = sort_by_expert(expert_ids, len(gate_up.matrices))
     inner = grouped_linear(x, gate_up, tokens, activation=activation)
     parts = grouped_linear(inner, down, tokens, factors=weights)
     combine_kernel[(num_tokens, triton.cdiv(hidden, COMBINE_BLOCK))](
         parts, out, hidden, out.stride(0), NUM_CHOSEN=expert_ids.shape[1], BLOCK=COMBINE_BLOCK
     )
     return out
+
+
+def bind_experts(
+    gate_ups: Sequence[torch.Tensor], downs: Sequence[torch.Tensor], activation: str
+) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
+    """The experts' matrices where they lie → a function (x, weights, expert ids) → mixture, which a graph may capture."""
+    gate_up, down = bind_weights(gate_ups), bind_weights(downs)
+
+    def mix(x: torch.Tensor, weights: torch.Tensor, expert_ids: torch.Tensor) -> torch.Tensor:
+        return mix_gated_experts(x, weights, expert_ids, gate_up, down, activation=activation)
+
+    return mix
 
 
 def group_tiles(num_places: int, num_experts: int, capability: int, *, gated: bool) -> GroupTiles:
@@ -279,13 +317,13 @@ def compilations() -> list[Compilation]:
 
 def _compilation(dtype: str, number: int, experts: int, chosen: int, places: int, activation: str) -> Compilation:
     tiles = group_tiles(places, experts, number, gated=activation != "")
-    sizes = ("N", "K", "stride_x", "stride_expert", "stride_weight", "stride_out")
+    sizes = ("N", "K", "stride_x", "stride_weight", "stride_out")
     passed = {} if activation else {"factors_ptr": f"*{dtype}"}
     return Compilation(
         f"grouped_{'gated' if activation else 'down'}_{dtype}_{experts}experts_{places}_sm{number}",
         grouped_kernel,
         {
-            "x_ptr": f"*{dtype}", "weight_ptr": f"*{dtype}", "order_ptr": "*i32", "offsets_ptr": "*i32",
+            "x_ptr": f"*{dtype}", "weights_ptr": "*i64", "order_ptr": "*i32", "offsets_ptr": "*i32",
             "out_ptr": f"*{dtype}", **passed, **dict.fromkeys((*sizes, "row_tiles"), "i32"),
         },
         {
@@ -294,4 +332,5 @@ def _compilation(dtype: str, number: int, experts: int, chosen: int, places: int
             "BLOCK_N": tiles.block_n, "BLOCK_K": tiles.block_k, "STAGES": tiles.num_stages,
         },
         tiles.num_warps, tiles.num_stages, (number,), tensor_cores=True, small_tile=tiles.block_m < 64, divisible=sizes,
+        spill_bytes_max=SPILL_BYTES_MAX,
     )  # fmt: skip

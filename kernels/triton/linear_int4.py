@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from kernels.quantised_weights import CHUNK_COLUMNS, Int4Weight
 from kernels.triton.compilation import Compilation
+from kernels.triton.linear_tiles import SPILL_BYTES_MAX
 from kernels.triton.split_sum import counters, partial_sums, split_count, store_product
 from kernels.triton.tuning import capability, multiprocessors, power_of_two
 
@@ -262,4 +263,5 @@ def _compilation(number: int, dtype: str, group: int, rows: int) -> Compilation:
             "BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n, "STAGES": tiles.num_stages,
         },
         tiles.num_warps, tiles.num_stages, (number,), tensor_cores=True, small_tile=tiles.block_m < 64, divisible=sizes,
+        spill_bytes_max=SPILL_BYTES_MAX,
     )  # fmt: skip

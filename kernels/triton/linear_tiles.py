@@ -18,6 +18,8 @@ from kernels.triton.split_sum import counters, partial_sums, split_count, store_
 from kernels.triton.tuning import power_of_two
 
 ROWS_FEW = 64  # up to here reading the weights takes longer than multiplying
+# Where an assembler stops at 64 registers it keeps one or two numbers on the stack from before the loop until behind it.
+SPILL_BYTES_MAX = 8
 GROUP_ROWS = 8  # row tiles that run side by side over the same columns, so that both stay in the second-level cache
 
 
@@ -180,5 +182,5 @@ def compilation(
     }  # fmt: skip
     return Compilation(
         name, linear_kernel, signature, constants, tiles.num_warps, tiles.num_stages, capabilities,
-        tensor_cores=True, small_tile=tiles.block_m < 64, divisible=sizes,
+        tensor_cores=True, small_tile=tiles.block_m < 64, divisible=sizes, spill_bytes_max=SPILL_BYTES_MAX,
     )  # fmt: skip

@@ -7,7 +7,7 @@ import torch
 
 from kernels.reference import experts as reference
 from kernels.triton import experts as kernel
-from kernels.triton.experts import group_tiles, grouped_linear, mix_gated_experts, sort_by_expert
+from kernels.triton.experts import bind_experts, bind_weights, group_tiles, grouped_linear, mix_gated_experts, sort_by_expert
 from tests.support.kernel_cases import Guarded, normal, padded_rows
 from tests.support.kernel_tolerances import assert_near, assert_same
 
@@ -20,6 +20,13 @@ FLOATS = (torch.float32, torch.float16)
 def chosen(num_tokens: int, num_experts: int, num_chosen: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     logits = normal(num_tokens, num_experts, dtype=torch.float32, device=device, seed=4)
     return reference.route(logits, num_chosen, normalised=True)
+
+
+def aligned(*shape: int, dtype: torch.dtype, device: torch.device, seed: int) -> torch.Tensor:
+    """Matrices that begin on 16 bytes, whatever their width, with NaN behind each row."""
+    rows = (normal(*shape, dtype=dtype, device=device, seed=seed) * 0.3).flatten(0, 1)
+    padded = padded_rows(rows, -(-shape[2] // 8) * 8 + 8)
+    return padded.as_strided(shape, (shape[1] * padded.stride(0), padded.stride(0), 1))
 
 
 @pytest.mark.parametrize(("num_tokens", "num_experts", "num_chosen"), [(1, 4, 2), (17, 5, 1), (40, 8, 3), (700, 3, 2)])
@@ -52,10 +59,11 @@ def test_the_mixture_of_a_few_tokens(
 ) -> None:
     weights, expert_ids = chosen(num_tokens, num_experts, num_chosen, device)
     x = padded_rows(normal(num_tokens, hidden, dtype=dtype, device=device), -(-hidden // 8) * 8 + 8)
-    gate_up = normal(num_experts, 2 * inner, hidden, dtype=dtype, device=device, seed=1) * 0.3
-    down = normal(num_experts, hidden, inner, dtype=dtype, device=device, seed=2) * 0.3
+    gate_up = aligned(num_experts, 2 * inner, hidden, dtype=dtype, device=device, seed=1)
+    down = aligned(num_experts, hidden, inner, dtype=dtype, device=device, seed=2)
     out = Guarded((num_tokens, hidden), dtype, device)
-    mix_gated_experts(x, weights.to(dtype), expert_ids, gate_up, down, activation=activation, out=out.tensor)
+    bound = bind_weights(gate_up.unbind()), bind_weights(down.unbind())
+    mix_gated_experts(x, weights.to(dtype), expert_ids, *bound, activation=activation, out=out.tensor)
     expected = reference.mix_gated_experts(x, weights.to(dtype), expert_ids, gate_up, down, activation=activation)
     assert_near(out.check(), expected, "matmul", scale=float(expected.abs().max()) * 2)
 
@@ -69,10 +77,10 @@ def test_every_tile_of_a_crowded_expert(rows_each: int, device: torch.device, mo
     expert_ids = torch.tensor([[1]] * (num_tokens - 2) + [[2]] * 2, device=device)
     weights = normal(num_tokens, 1, dtype=torch.float32, device=device, seed=5)
     x = normal(num_tokens, 40, dtype=torch.float32, device=device)
-    gate_up = normal(3, 18, 40, dtype=torch.float32, device=device, seed=1)
-    down = normal(3, 40, 9, dtype=torch.float32, device=device, seed=2)
+    gate_up = aligned(3, 18, 40, dtype=torch.float32, device=device, seed=1)
+    down = aligned(3, 40, 9, dtype=torch.float32, device=device, seed=2)
     gate_up[0] = down[0] = float("nan")  # nobody chose it, so nobody may read it
-    mixed = mix_gated_experts(x, weights, expert_ids, gate_up, down)
+    mixed = bind_experts(gate_up.unbind(), down.unbind(), "silu")(x, weights, expert_ids)
     expected = reference.mix_gated_experts(x, weights, expert_ids, gate_up, down)
     assert_near(mixed, expected, "matmul", scale=float(expected.abs().max()))
 
@@ -80,24 +88,36 @@ def test_every_tile_of_a_crowded_expert(rows_each: int, device: torch.device, mo
 def test_a_token_has_the_same_bits_whoever_else_is_in_the_batch(device: torch.device) -> None:
     weights, expert_ids = chosen(9, 4, 2, device)
     x = normal(9, 64, dtype=torch.float16, device=device)
-    gate_up = normal(4, 32, 64, dtype=torch.float16, device=device, seed=1) * 0.3
-    down = normal(4, 64, 16, dtype=torch.float16, device=device, seed=2) * 0.3
-    together = mix_gated_experts(x, weights, expert_ids, gate_up, down)
+    gate_up = normal(4, 32, 64, dtype=torch.float16, device=device, seed=1)
+    down = normal(4, 64, 16, dtype=torch.float16, device=device, seed=2)
+    mix = bind_experts(gate_up.unbind(), down.unbind(), "silu")
+    together = mix(x, weights, expert_ids)
     for token in (0, 4, 8):
         part = slice(token, token + 1)
-        assert_same(mix_gated_experts(x[part], weights[part], expert_ids[part], gate_up, down), together[part])
+        assert_same(mix(x[part], weights[part], expert_ids[part]), together[part])
 
 
 def test_no_tokens_give_no_rows(device: torch.device) -> None:
     x = normal(1, 8, dtype=torch.float32, device=device)[:0]
     none = torch.empty(0, 2, device=device)
-    assert mix_gated_experts(x, none, none.long(), torch.zeros(2, 8, 8), torch.zeros(2, 8, 4)).shape == (0, 8)
+    mix = bind_experts(torch.zeros(2, 8, 8, device=device).unbind(), torch.zeros(2, 8, 4, device=device).unbind(), "silu")
+    assert mix(x, none, none.long()).shape == (0, 8)
 
 
 @pytest.mark.parametrize(("activation", "with_factors"), [("relu", False), ("silu", True), ("", False)])
 def test_a_product_has_an_activation_or_factors(activation: str, with_factors: bool, device: torch.device) -> None:
     tokens = sort_by_expert(torch.zeros(1, 1, dtype=torch.int64, device=device), 1)
-    x, weight = normal(1, 8, dtype=torch.float32, device=device), torch.zeros(1, 8, 8, device=device)
+    x, weight = normal(1, 8, dtype=torch.float32, device=device), bind_weights([torch.zeros(8, 8, device=device)])
     factors = torch.ones(1, 1, device=device) if with_factors else None
     with pytest.raises(ValueError, match="either an activation"):
         grouped_linear(x, weight, tokens, activation=activation, factors=factors)
+
+
+def test_matrices_that_are_not_alike_or_not_aligned_are_refused(device: torch.device) -> None:
+    memory = torch.zeros(100, device=device)
+    with pytest.raises(ValueError, match="differ in shape"):
+        bind_weights([memory[:64].view(8, 8), memory[:32].view(4, 8)])
+    with pytest.raises(ValueError, match="begin on 16 bytes"):
+        bind_weights([memory[1:65].view(8, 8)])
+    with pytest.raises(ValueError, match="contiguous rows"):
+        bind_weights([memory[:64].view(8, 8).T])
