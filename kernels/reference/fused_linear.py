@@ -5,13 +5,16 @@ from __future__ import annotations
 
 import torch
 
+from kernels.quantised_weights import Fp8Weight, Int8Weight
 from kernels.reference.elementwise import gelu_tanh_mul, silu_mul
 from kernels.residual_stream import Gate, Stream
+
+Weight = torch.Tensor | Int8Weight | Fp8Weight
 
 
 def linear_add(
     x: torch.Tensor,
-    weight: torch.Tensor,
+    weight: Weight,
     residual: torch.Tensor,
     norm_weight: torch.Tensor,
     *,
@@ -19,7 +22,7 @@ def linear_add(
     bias: torch.Tensor | None = None,
 ) -> Stream:
     """x: [M, K], weight: [d, K], residual: [M, d], norm_weight: [d], bias: [d] → residual + alpha · (x Wᵀ + bias)"""
-    product = x.float() @ weight.float().T + (0.0 if bias is None else bias.float())
+    product = x.float() @ _plain(weight).T + (0.0 if bias is None else bias.float())
     total = (residual.float() + alpha * product).to(x.dtype)
     weighted = (total.float() * norm_weight.float()).to(x.dtype)
     return Stream(total, weighted, total.float().square().sum(dim=-1)[None])
@@ -27,7 +30,7 @@ def linear_add(
 
 def normed_linear(
     stream: Stream,
-    weight: torch.Tensor,
+    weight: Weight,
     eps: float,
     *,
     bias: torch.Tensor | None = None,
@@ -36,8 +39,13 @@ def normed_linear(
     """weight: [N, d] → rms_norm(total) Wᵀ + bias: [M, N]; with `gate`, N = 2·inner, act(first half) · second: [M, inner]"""
     width = stream.weighted.shape[1]
     inverse_rms = torch.rsqrt(stream.squares.sum(dim=0) / width + eps)
-    product = inverse_rms[:, None] * (stream.weighted.float() @ weight.float().T)
+    product = inverse_rms[:, None] * (stream.weighted.float() @ _plain(weight).T)
     product = product + (0.0 if bias is None else bias.float())
     if gate is not None:
         product = silu_mul(product) if gate == "silu" else gelu_tanh_mul(product)
     return product.to(stream.weighted.dtype)
+
+
+def _plain(weight: Weight) -> torch.Tensor:
+    """[N, K] float32"""
+    return weight.float() if isinstance(weight, torch.Tensor) else weight.values.float() * weight.scales[:, None]

@@ -15,9 +15,10 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.quantised_weights import Fp8Weight, Int8Weight
 from kernels.residual_stream import Gate, Stream
 from kernels.triton.activation import activated
-from kernels.triton.compilation import Compilation
+from kernels.triton.compilation import CAPABILITIES, Compilation
 from kernels.triton.linear_tiles import Tiles
 from kernels.triton.split_sum import counters, partial_sums, split_cost, split_count
 from kernels.triton.tuning import capability, multiprocessors, power_of_two
@@ -27,13 +28,33 @@ BLOCK_M = 16
 # Columns of out, of x, and loads under way, as in linear.py; a gated step reads two such tiles.
 CANDIDATES = ((64, 128, 6), (32, 256, 5), (16, 256, 6))
 CANDIDATES_GATED = ((32, 128, 6), (16, 256, 5))
+CANDIDATES_BYTES = ((64, 256, 4), (32, 256, 5))
+CANDIDATES_BYTES_GATED = ((32, 256, 4), (16, 256, 5))
+
+Weight = torch.Tensor | Int8Weight | Fp8Weight
+
+
+@triton.jit
+def _as(weight, x):
+    """Integers and e4m3 in x's type, in which both are exact."""
+    if weight.dtype.is_fp8():
+        weight = weight.to(tl.float32)
+    return weight.to(x.dtype)
+
+
+@triton.jit
+def _scales(weight_scales, columns, column_mask, COLUMN_SCALES: tl.constexpr):
+    if COLUMN_SCALES:
+        return tl.load(weight_scales + columns, mask=column_mask, other=0.0)[None, :]
+    else:  # noqa: RET505 - Triton takes the branch away where it is not a tail
+        return tl.load(weight_scales)
 
 
 @triton.jit
 def fused_linear_kernel(
-    x, weight, bias, squares, residual, norm_weight, out, weighted, squares_out, partials, arrivals,
+    x, weight, weight_scales, bias, squares, residual, norm_weight, out, weighted, squares_out, partials, arrivals,
     M, N, K, x_stride, num_squares, eps, alpha, split_columns,
-    GATE: tl.constexpr, EVEN_K: tl.constexpr, SQUARES_BLOCK: tl.constexpr, SPLITS: tl.constexpr,
+    GATE: tl.constexpr, COLUMN_SCALES: tl.constexpr, EVEN_K: tl.constexpr, SQUARES_BLOCK: tl.constexpr, SPLITS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     tile, split = tl.program_id(0), tl.program_id(1)
@@ -60,10 +81,10 @@ def fused_linear_kernel(
             x_mask, w_mask = x_mask & (inner < K - k)[None, :], w_mask & (inner < K - k)[:, None]
         x_tile = tl.load(x_places + k, mask=x_mask, other=0.0)
         w_tile = tl.load(w_places + k, mask=w_mask, other=0.0, eviction_policy="evict_first")
-        product = tl.dot(x_tile, w_tile, product, input_precision="ieee")
+        product = tl.dot(x_tile, _as(w_tile, x_tile), product, input_precision="ieee")
         if GATE is not None:
             up_tile = tl.load(up_places + k, mask=w_mask, other=0.0, eviction_policy="evict_first")
-            up = tl.dot(x_tile, up_tile, up, input_precision="ieee")
+            up = tl.dot(x_tile, _as(up_tile, x_tile), up, input_precision="ieee")
     is_last = True
     mask = row_mask[:, None] & column_mask[None, :]
     if SPLITS > 1:
@@ -86,6 +107,10 @@ def fused_linear_kernel(
                     up += tl.load(first + part * (PARTS * SIZE) + SIZE, mask=mask, other=0.0, cache_modifier=".cg")
             tl.store(arrivals + tile, 0)
     if is_last:
+        if weight_scales is not None:
+            product *= _scales(weight_scales, columns, column_mask, COLUMN_SCALES)
+            if GATE is not None:
+                up *= _scales(weight_scales, N + columns, column_mask, COLUMN_SCALES)
         if squares is not None:
             inverse_rms = tl.rsqrt(tl.sum(row_squares, axis=1) / K + eps)[:, None]
             product *= inverse_rms
@@ -110,7 +135,7 @@ def fused_linear_kernel(
 
 def linear_add(
     x: torch.Tensor,
-    weight: torch.Tensor,
+    weight: Weight,
     residual: torch.Tensor,
     norm_weight: torch.Tensor,
     *,
@@ -119,13 +144,14 @@ def linear_add(
 ) -> Stream:
     """total = residual + alpha · (x Wᵀ + bias); weighted = total · norm_weight; squares[c] = Σ total² of tile c's columns
 
-    x: [M, K], rows may lie apart, weight: [d, K], residual: [M, d], bias: [d], all of one type, bf16 or fp16; norm_weight:
-    [d] of that type or float32; M ≤ 16. Source: the order of the operations is arXiv 1910.07467's, eq. 4, with the division
-    moved behind the next product. Reads 2·d·K bytes of weights once, writes 4·M·d; 2·M·d·K operations. Rows beyond M, columns
-    beyond d and K are masked. Accumulates in float32; total is rounded before it is squared, weighted a second time.
+    x: [M, K], rows may lie apart, weight: [d, K], residual: [M, d], bias: [d], all of one type, bf16 or fp16, but for a weight
+    of int8 or e4m3, whose scales come behind the sum; norm_weight: [d] of that type or float32; M ≤ 16. Source: arXiv
+    1910.07467, eq. 4, with the division moved behind the next product. Reads the weight once, writes 4·M·d bytes; 2·M·d·K
+    operations. Rows beyond M, columns beyond d and K are masked. Accumulates in float32; total is rounded before it is
+    squared, weighted a second time.
     """
-    num_rows, width = x.shape[0], weight.shape[0]
-    tiles = fused_tiles(width, x.shape[1], capability(x.device), multiprocessors(x.device), gated=False)
+    num_rows, width = x.shape[0], residual.shape[1]
+    tiles = _tiles_on(x, weight, width, gated=False)
     total, weighted = torch.empty_like(residual), torch.empty_like(residual)
     squares = torch.empty(triton.cdiv(width, tiles.block_n), num_rows, dtype=torch.float32, device=x.device)
     _launch(x, weight, bias, None, residual, norm_weight, total, weighted, squares, tiles, alpha=alpha)
@@ -133,22 +159,25 @@ def linear_add(
 
 
 def normed_linear(
-    stream: Stream, weight: torch.Tensor, eps: float, *, bias: torch.Tensor | None = None, gate: Gate | None = None
+    stream: Stream, weight: Weight, eps: float, *, bias: torch.Tensor | None = None, gate: Gate | None = None
 ) -> torch.Tensor:
     """(weighted Wᵀ) / √(Σ squares / d + eps) + bias, which is rms_norm(total) Wᵀ + bias; weight: [N, d] → [M, N]
 
     With `gate` N = 2·inner (gates first) and the result is act(gate) · up: [M, inner] (arXiv 2002.05202): each program holds
-    the same columns of both halves. Reads 2·N·d bytes of weights once. Else as `linear_add`; x · norm_weight must be finite,
+    the same columns of both halves. Reads the weight once. Else as `linear_add`; x · norm_weight must be finite,
     which fp16 does not promise for a residual stream beyond its range.
     """
-    x, outputs = stream.weighted, weight.shape[0] if gate is None else weight.shape[0] // 2
-    tiles = fused_tiles(outputs, x.shape[1], capability(x.device), multiprocessors(x.device), gated=gate is not None)
+    x, num_rows = stream.weighted, _values(weight).shape[0]
+    outputs = num_rows if gate is None else num_rows // 2
+    tiles = _tiles_on(x, weight, outputs, gated=gate is not None)
     out = torch.empty(x.shape[0], outputs, dtype=x.dtype, device=x.device)
     _launch(x, weight, bias, stream.squares, None, None, out, None, None, tiles, eps=eps, gate=gate)
     return out
 
 
-def fused_tiles(num_outputs: int, num_columns: int, capability: int, multiprocessors: int, *, gated: bool) -> Tiles:
+def fused_tiles(
+    num_outputs: int, num_columns: int, capability: int, multiprocessors: int, *, gated: bool, weight_bytes: int = 2
+) -> Tiles:
     """The candidate whose busiest multiprocessor has the least to read; the same for any number of rows."""
 
     def choice(block_n: int, block_k: int, stages: int) -> tuple[float, Tiles]:
@@ -158,7 +187,18 @@ def fused_tiles(num_outputs: int, num_columns: int, capability: int, multiproces
         return cost, Tiles(BLOCK_M, block_n, block_k, num_warps=4, num_stages=_stages(stages, capability), splits=splits)
 
     candidates = CANDIDATES_GATED if gated else CANDIDATES
+    if weight_bytes == 1:
+        candidates = CANDIDATES_BYTES_GATED if gated else CANDIDATES_BYTES
     return min((choice(*candidate) for candidate in candidates), key=lambda pair: pair[0])[1]
+
+
+def _tiles_on(x: torch.Tensor, weight: Weight, num_outputs: int, *, gated: bool) -> Tiles:
+    sizes = num_outputs, x.shape[1], capability(x.device), multiprocessors(x.device)
+    return fused_tiles(*sizes, gated=gated, weight_bytes=_values(weight).element_size())
+
+
+def _values(weight: Weight) -> torch.Tensor:
+    return weight if isinstance(weight, torch.Tensor) else weight.values
 
 
 def _stages(stages: int, capability: int) -> int:
@@ -168,7 +208,7 @@ def _stages(stages: int, capability: int) -> int:
 
 def _launch(
     x: torch.Tensor,
-    weight: torch.Tensor,
+    weight: Weight,
     bias: torch.Tensor | None,
     squares: torch.Tensor | None,
     residual: torch.Tensor | None,
@@ -185,7 +225,8 @@ def _launch(
     num_rows, num_columns = x.shape
     assert num_rows <= ROWS_MAX, f"{num_rows} rows are for other kernels"
     assert x.stride(1) == 1, "a row of x is one piece of memory"
-    assert weight.is_contiguous(), "rows of the weight lie one behind the other"
+    values, scales = _values(weight), None if isinstance(weight, torch.Tensor) else weight.scales
+    assert values.is_contiguous(), "rows of the weight lie one behind the other"
     if not num_rows:
         return
     outputs = out.shape[1]
@@ -195,46 +236,57 @@ def _launch(
     split_columns = triton.cdiv(triton.cdiv(num_columns, tiles.block_k), tiles.splits) * tiles.block_k
     num_squares = 0 if squares is None else squares.shape[0]
     fused_linear_kernel[(num_tiles, tiles.splits)](
-        x, weight, bias, squares, residual, norm_weight, out, weighted, squares_out,
+        x, values, scales, bias, squares, residual, norm_weight, out, weighted, squares_out,
         partials, counters(x.device) if tiles.splits > 1 else None,
         num_rows, outputs, num_columns, x.stride(0), num_squares, eps, alpha, split_columns,
-        GATE=gate, EVEN_K=num_columns % tiles.block_k == 0, SQUARES_BLOCK=power_of_two(max(1, num_squares)),
+        GATE=gate, COLUMN_SCALES=scales is not None and scales.numel() > 1,
+        EVEN_K=num_columns % tiles.block_k == 0, SQUARES_BLOCK=power_of_two(max(1, num_squares)),
         SPLITS=tiles.splits, BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, BLOCK_K=tiles.block_k,
         STAGES=tiles.num_stages, num_warps=tiles.num_warps,
     )  # fmt: skip
 
 
+LLAMA_8B = {"qkv": (6144, 4096), "out": (4096, 4096), "gate_up": (14336, 4096), "down": (4096, 14336)}
+QWEN_600M = {"qkv": (4096, 1024), "out": (1024, 2048), "gate_up": (3072, 1024), "down": (1024, 3072)}
+
+
 def compilations() -> list[Compilation]:
-    """The four products of a layer of Llama-3.1-8B and of Qwen3-0.6B, as an H200 would divide them."""
+    """The four products of a layer of Llama-3.1-8B, also with weights of 8 bits, and of Qwen3-0.6B, as an H200 divides them."""
+    kinds = [("llama_8b", LLAMA_8B, "bf16", CAPABILITIES), ("qwen_600m", QWEN_600M, "bf16", (90,))]
+    kinds += [("llama_8b", LLAMA_8B, "i8", (80, 90)), ("llama_8b", LLAMA_8B, "fp8e4nv", (89, 90))]
     return [
-        _compilation(f"{model}_{name}_sm{card}", outputs, columns, card, gated=name == "gate_up", adds=name in ("out", "down"))
-        for card in (80, 89, 90, 100)
-        for model, shapes in (
-            ("llama_8b", {"qkv": (6144, 4096), "out": (4096, 4096), "gate_up": (14336, 4096), "down": (4096, 14336)}),
-            ("qwen_600m", {"qkv": (4096, 1024), "out": (1024, 2048), "gate_up": (3072, 1024), "down": (1024, 3072)}),
-        )
-        for name, (outputs, columns) in shapes.items()
+        _compilation(f"{model}_{name}_{kind}_sm{card}", name, sizes, kind, card)
+        for model, shapes, kind, cards in kinds
+        for card in cards
+        for name, sizes in shapes.items()
     ]
 
 
-def _compilation(name: str, outputs: int, columns: int, card: int, *, gated: bool, adds: bool) -> Compilation:
-    tiles = fused_tiles(outputs, columns, card, 132, gated=gated)
-    present = {"residual", "norm_weight", "weighted", "squares_out"} if adds else {"squares"}
-    kinds = {"residual": "*bf16", "norm_weight": "*bf16", "weighted": "*bf16", "squares_out": "*fp32", "squares": "*fp32"}
-    kinds |= {"bias": "*bf16", "partials": "*fp32", "arrivals": "*i32"}
+def _compilation(label: str, name: str, sizes: tuple[int, int], kind: str, card: int) -> Compilation:
+    outputs, columns = sizes
+    weight_bytes = 2 if kind == "bf16" else 1
+    tiles = fused_tiles(outputs, columns, card, 132, gated=name == "gate_up", weight_bytes=weight_bytes)
+    optional = {
+        "residual": "*bf16", "norm_weight": "*bf16", "weighted": "*bf16", "squares_out": "*fp32", "squares": "*fp32",
+        "bias": "*bf16", "weight_scales": "*fp32", "partials": "*fp32", "arrivals": "*i32",
+    }  # fmt: skip
+    present = {"residual", "norm_weight", "weighted", "squares_out"} if name in ("out", "down") else {"squares"}
     present |= {"partials", "arrivals"} if tiles.splits > 1 else set()
-    width = fused_tiles(columns, columns, card, 132, gated=False).block_n
+    present |= {"weight_scales"} if weight_bytes == 1 else set()
+    before = fused_tiles(columns, columns, card, 132, gated=False, weight_bytes=weight_bytes).block_n
+    constants = {
+        "GATE": "silu" if name == "gate_up" else None, "COLUMN_SCALES": weight_bytes == 1, "EVEN_K": True,
+        "SQUARES_BLOCK": power_of_two(-(-columns // before)), "SPLITS": tiles.splits, "STAGES": tiles.num_stages,
+        "BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n, "BLOCK_K": tiles.block_k,
+    }  # fmt: skip
     return Compilation(
-        f"fused_linear_{name}",
+        f"fused_linear_{label}",
         fused_linear_kernel,
-        {"x": "*bf16", "weight": "*bf16", "out": "*bf16"}
-        | {key: kind for key, kind in kinds.items() if key in present}
+        {"x": "*bf16", "weight": f"*{kind}", "out": "*bf16"}
+        | {key: optional[key] for key in sorted(present)}
         | dict.fromkeys(("M", "N", "K", "x_stride", "num_squares", "split_columns"), "i32")
         | {"eps": "fp32", "alpha": "fp32"},
-        dict.fromkeys(sorted(set(kinds) - present))
-        | {"GATE": "silu" if gated else None, "EVEN_K": True, "SQUARES_BLOCK": power_of_two(-(-columns // width))}
-        | {"SPLITS": tiles.splits, "BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n, "BLOCK_K": tiles.block_k}
-        | {"STAGES": tiles.num_stages},
+        dict.fromkeys(sorted(set(optional) - present)) | constants,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
         capabilities=(card,),

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
+from kernels.quantised_weights import Fp8Weight, Int8Weight, pack_fp8, pack_int8
 from kernels.reference import fused_linear as reference
 from kernels.reference.elementwise import rms_norm
 from kernels.residual_stream import Gate, Stream
@@ -20,6 +22,7 @@ from tests.support.kernel_tolerances import assert_near, assert_same
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim:DeprecationWarning")
 
 EPS = 1e-6
+GATES: tuple[Gate | None, ...] = (None, "silu", "gelu_tanh")
 SPLITS = pytest.mark.parametrize("splits", [1, 4])
 
 
@@ -56,7 +59,7 @@ def test_a_product_is_added_to_the_stream(
 
 
 @SPLITS
-@pytest.mark.parametrize("gate", [None, "silu", "gelu_tanh"])
+@pytest.mark.parametrize("gate", GATES)
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize(("rows", "width", "columns"), [(1, 32, 256), (5, 24, 161)])
 def test_a_product_of_what_is_not_yet_normalised_is_that_of_its_norm(
@@ -76,6 +79,22 @@ def test_a_product_of_what_is_not_yet_normalised_is_that_of_its_norm(
         if gate is None and bias is None:
             normed = rms_norm(total.float(), norm_weight, EPS)
             assert_near(made, (normed @ weight.float().T).to(dtype), "matmul", scale=8)
+
+
+@SPLITS
+@pytest.mark.parametrize("pack", [pack_int8, pack_fp8, lambda weight: pack_fp8(weight, per_row=False)])
+def test_weights_of_8_bits_are_scaled_behind_the_sum(
+    pack: Callable[[torch.Tensor], Int8Weight | Fp8Weight], splits: int, monkeypatch: pytest.MonkeyPatch, device: torch.device
+) -> None:
+    divide(monkeypatch, splits)
+    given = inputs(3, 40, 128, torch.float16, device)
+    given["weight"] = pack(given["weight"])
+    made, expected = fused_linear.linear_add(**given), reference.linear_add(**given)
+    assert_near(made.total, expected.total, "matmul", scale=2)
+    weight = pack(normal(48, 40, dtype=torch.float16, device=device, seed=9))
+    for gate in GATES:
+        product = fused_linear.normed_linear(expected, weight, EPS, gate=gate)
+        assert_near(product, reference.normed_linear(expected, weight, EPS, gate=gate), "matmul", scale=64)
 
 
 @SPLITS
