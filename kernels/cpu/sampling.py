@@ -1,0 +1,238 @@
+"""The sampler in torch operations, for CPUs and as the plain twin on a GPU: the very tokens of `kernels.triton.sampling`.
+
+What is filtered is looked for among a row's most likely tokens, of which a few are enough for trained models; only rows whose
+filter reaches beyond them get more. What is not filtered takes part in the race whole: a bound of everybody's score tells
+which few of them have to be computed exactly.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from kernels.cpu import race
+from kernels.race import NO_TOKEN
+from kernels.sampling_columns import SamplingColumns
+
+CANDIDATE_STAGES = (64, 1024)
+"""A partial top-k of 64 costs a third of one of 256, and trained models rarely keep more."""
+
+_INFINITE = float("inf")
+_NOBODY = 2**31 - 1
+_ABOUT = 4e-6  # how far the sum of float32 weights may be from the exact one, of itself
+
+
+class Filters(NamedTuple):
+    """Filters of B rows, [B] each: top_k int64 (0 is off), top_p float32 (1 is off), reach float32 (inf is off)."""
+
+    top_k: torch.Tensor
+    top_p: torch.Tensor
+    reach: torch.Tensor
+
+    def rows(self, index: torch.Tensor | list[int]) -> Filters:
+        return Filters(self.top_k[index], self.top_p[index], self.reach[index])
+
+
+class Candidates(NamedTuple):
+    """Tokens of some rows: `rows` [b] int64 among all, ids and logits [b, C], `kept` [b, C] bool: what the filters leave."""
+
+    rows: torch.Tensor
+    ids: torch.Tensor
+    logits: torch.Tensor
+    kept: torch.Tensor
+
+
+def draw(logits: torch.Tensor, scale: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """The winner of each row's race with all of its tokens: [B] int64
+
+    logits: [B, V] float32 with finite largest; scale: [B] float32, log2(e) / temperature; keys: [B] int64
+    """
+    bounds = race.gumbel_bounds(keys, logits.shape[1]).addcmul_(logits, scale[:, None])
+    first = _largest_at(bounds)[:, None]
+    values = logits.gather(1, first)
+    _, score = winner(first, values, values > -_INFINITE, scale, keys)
+    slack = (values[:, 0].abs() * scale + 64.0) * 2.0**-22  # bounds may be rounded once where scores are rounded twice
+    rows, ids = _at_least(bounds, (score - slack)[:, None])
+    values = logits[rows, ids]
+    scores = values * scale[rows] + race.gumbel(keys[rows], ids[:, None])[:, 0]
+    best = score.scatter_reduce(0, rows, scores, "amax")
+    wins = scores == best[rows]
+    nobody = torch.full_like(keys, _NOBODY)
+    return nobody.scatter_reduce(0, rows[wins], ids[wins], "amin")
+
+
+def draw_weighted(weights: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """The winner of a race by weights instead of logits, weight / E: [B] int64, NO_TOKEN where no sum of them is usable.
+
+    weights: [B, V] float32 ≥ 0, in proportion to the probabilities
+    """
+    ids = torch.arange(weights.shape[1], device=weights.device)
+    score = weights / race.exponential(race.bits(keys, ids[None]))
+    total = weights.sum(dim=-1)
+    best = score.amax(dim=-1, keepdim=True)
+    chosen = ids.expand_as(score).masked_fill(score != best, _NOBODY).amin(dim=-1)
+    return torch.where(total.isfinite() & (best[:, 0] > 0), chosen, NO_TOKEN)
+
+
+def _largest_at(values: torch.Tensor) -> torch.Tensor:
+    """[B, V] → [B]; numpy takes a tenth of torch's time on a CPU"""
+    if values.device.type == "cpu":
+        return torch.from_numpy(values.numpy().argmax(axis=-1))
+    return values.argmax(dim=-1)
+
+
+def _at_least(values: torch.Tensor, limits: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Rows and columns of what is as large as its row's limit; limits: [B, 1]"""
+    if values.device.type == "cpu":
+        return tuple(torch.from_numpy(found) for found in (values.numpy() >= limits.numpy()).nonzero())
+    return (values >= limits).nonzero(as_tuple=True)
+
+
+def winner(
+    ids: torch.Tensor, logits: torch.Tensor, kept: torch.Tensor, scale: torch.Tensor, keys: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The id with the largest score among the kept ones, the lowest among equals: [B] int64, and its score [B]
+
+    ids: [B or 1, C], logits: [B, C] float32, kept: [B, C] bool, at least one in each row
+    """
+    score = (logits * scale[:, None] + race.gumbel(keys, ids)).masked_fill_(~kept, -_INFINITE)
+    best = score.amax(dim=-1)
+    return ids.expand_as(score).masked_fill(score != best[:, None], _NOBODY).amin(dim=-1), best
+
+
+def candidates(logits: torch.Tensor, scale: torch.Tensor, filters: Filters) -> list[Candidates]:
+    """What the filters leave of every row, rows together that needed equally many of their most likely tokens.
+
+    logits: [B, V] float32 with finite largest
+    """
+    vocab_size = logits.shape[1]
+    waiting = torch.arange(len(logits), device=logits.device)
+    found: list[Candidates] = []
+    for count in (*(stage for stage in CANDIDATE_STAGES if stage < vocab_size), vocab_size):
+        part = logits if len(waiting) == len(logits) else logits[waiting]
+        tried, is_open = _candidates(part, scale[waiting], filters.rows(waiting), count)
+        still = is_open.nonzero()[:, 0] if count < vocab_size else is_open.new_zeros(0, dtype=torch.int64)
+        if not len(still):
+            return [*found, tried._replace(rows=waiting)]
+        done = (~is_open).nonzero()[:, 0]
+        if len(done):
+            found.append(Candidates(waiting[done], tried.ids[done], tried.logits[done], tried.kept[done]))
+        waiting = waiting[still]
+    return found
+
+
+def _candidates(logits: torch.Tensor, scale: torch.Tensor, filters: Filters, count: int) -> tuple[Candidates, torch.Tensor]:
+    """Of the `count` most likely tokens; and [B] bool: whether one beyond them might be kept too."""
+    values, ids = logits.topk(count, dim=-1)
+    distance = values[:, :1] - values
+    orders = distance * scale[:, None]
+    kept = values > -_INFINITE
+    has_top_k = (filters.top_k > 0) & (filters.top_k < logits.shape[1])
+    is_open = has_top_k & (filters.top_k > count)
+    last = (filters.top_k - 1).clamp(min=0, max=count - 1)[:, None]
+    kept &= (distance <= distance.gather(1, last)) | ~has_top_k[:, None]
+    has_top_p = filters.top_p < 1
+    if bool(has_top_p.any()):
+        weights = race.weights(orders) * kept
+        reached = weights.cumsum(dim=-1)
+        whole = torch.where(has_top_k, reached[:, -1], 0)
+        summed = has_top_p & ~has_top_k
+        if bool(summed.any()):
+            whole = torch.where(summed, _totals(logits, values[:, :1], scale, filters.top_p, reached), whole)
+        target = _targets(filters.top_p, whole)
+        short = reached < target[:, None]
+        is_open |= has_top_p & short[:, -1]
+        cut = short.sum(dim=-1, keepdim=True).clamp_(max=count - 1)
+        kept &= (distance <= distance.gather(1, cut)) | ~has_top_p[:, None]
+    kept &= orders <= filters.reach[:, None]
+    is_open |= kept[:, -1]  # equals of the last one, or whatever lies behind it
+    rows = torch.arange(len(logits), device=logits.device)
+    return Candidates(rows, ids, values, kept), is_open
+
+
+def _targets(top_p: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
+    """⌈top_p · total⌉, at least 1: [B] int64"""
+    return (top_p.double() * total.double()).ceil().long().clamp_(min=1)
+
+
+def _totals(
+    logits: torch.Tensor, largest: torch.Tensor, scale: torch.Tensor, top_p: torch.Tensor, reached: torch.Tensor
+) -> torch.Tensor:
+    """The weight of each row, or a number that cuts `reached` at the same place: [B] int64
+
+    The sum of float32 weights costs a third of the integers', which lose up to one each. It is enough unless a cut lies as
+    near as it may be off.
+    """
+    about = ((logits - largest) * (scale[:, None] * 0.6931471805599453)).exp_().sum(dim=-1).double() * 2.0**30
+    low = _targets(top_p, (about * (1 - _ABOUT) - logits.shape[1]).long())
+    high = _targets(top_p, (about * (1 + _ABOUT)).long())
+    near = ((reached < low[:, None]).sum(dim=-1) != (reached < high[:, None]).sum(dim=-1)).nonzero()[:, 0]
+    totals = about.long()
+    if len(near):
+        totals[near] = race.weights((largest[near] - logits[near]) * scale[near, None]).sum(dim=-1)
+    return totals
+
+
+def sample(
+    logits: torch.Tensor,
+    slots: torch.Tensor,
+    positions: torch.Tensor,
+    columns: SamplingColumns,
+    *,
+    masks: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    workspace: object = None,  # noqa: ARG001 - kernels have one
+) -> torch.Tensor:
+    """As `kernels.triton.sampling.sample`. Looks at slots on the host, so it cannot stand in a graph."""
+    chosen = torch.full((len(slots),), NO_TOKEN, dtype=torch.int64, device=logits.device)
+    used = [row for row, slot in enumerate(slots.tolist()) if slot >= 0]
+    if used:
+        rows = torch.tensor(used, device=logits.device)
+        part = logits.float().clone() if len(used) == len(slots) else logits[rows].float()
+        _adjust(part, slots[rows].tolist(), positions[rows].tolist(), columns, None if masks is None else masks[rows])
+        chosen[rows] = _sample(part, slots[rows].long(), positions[rows].long(), columns)
+    return chosen if out is None else out.copy_(chosen)
+
+
+def _adjust(
+    values: torch.Tensor, slots: list[int], positions: list[int], columns: SamplingColumns, masks: torch.Tensor | None
+) -> None:
+    """Penalties, bias, what is held back and the grammar, in place; what is NaN or +inf becomes +inf. values: [B, V]"""
+    bad = values.isnan() | (values == _INFINITE)
+    for row, (slot, position) in enumerate(zip(slots, positions, strict=True)):
+        rule = int(columns.rules[slot])
+        if rule >= 0:
+            value, count = values[row], columns.counts[rule]
+            factor, times = columns.repetition[slot], (count >> 1).float()
+            value = torch.where((count & 1) > 0, torch.where(value > 0, value / factor, value * factor), value)
+            value = value - columns.frequency[slot] * times - torch.where(times > 0, columns.presence[slot], 0.0)
+            values[row] = value + columns.bias[rule]
+        if position < int(columns.held_until[slot]):
+            held = columns.held_ids[slot]
+            values[row].index_fill_(0, held[held >= 0].long(), -_INFINITE)
+    if masks is not None:
+        ids = torch.arange(values.shape[1], device=values.device)
+        allowed = (masks[:, ids // 32] >> (ids % 32)) & 1
+        values.masked_fill_(allowed == 0, -_INFINITE)
+    values.masked_fill_(bad, _INFINITE)
+
+
+def _sample(values: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, columns: SamplingColumns) -> torch.Tensor:
+    largest, chosen = values.max(dim=-1)
+    usable = largest.isfinite()
+    scale = columns.scale[slots]
+    filters = Filters(columns.top_k[slots].long(), columns.top_p[slots], columns.reach[slots])
+    is_plain = ((filters.top_k == 0) | (filters.top_k >= values.shape[1])) & (filters.top_p >= 1)
+    is_plain &= filters.reach == _INFINITE
+    draws = usable & (scale > 0)
+    keys = race.keys(columns.streams[slots], positions)
+    whole = (draws & is_plain).nonzero()[:, 0]
+    if len(whole):
+        chosen[whole] = draw(values[whole], scale[whole], keys[whole])
+    filtered = (draws & ~is_plain).nonzero()[:, 0]
+    if len(filtered):
+        for part in candidates(values[filtered], scale[filtered], filters.rows(filtered)):
+            rows = filtered[part.rows]
+            chosen[rows] = winner(part.ids, part.logits, part.kept, scale[rows], keys[rows])[0]
+    return torch.where(usable, chosen, NO_TOKEN)
