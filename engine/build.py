@@ -23,6 +23,7 @@ from engine.protocol import EngineInfo
 from engine.quantization.scheme import UNQUANTISED, weight_scheme
 from engine.runner.ahead import launches_ahead, slot_runner
 from engine.runner.calibration import MeasuredSpeed, measure_speed
+from engine.runner.decode_step import step_sizes
 from engine.runner.device import (
     check_swap_space,
     device_name,
@@ -122,7 +123,8 @@ def build_engine(options: EngineOptions, *, progress: Callable[[float], None] = 
         load_s=times.total_s,
     )
     num_bytes = model.size.num_bytes + (0 if draft is None else draft.size.num_bytes)
-    info = replace(info, memory=forecast.parts(meter.measured(num_bytes, plan.kv_bytes)), memory_note=forecast.shortened())
+    measured = meter.measured(num_bytes, plan.kv_bytes)
+    info = replace(info, memory=forecast.parts(measured), memory_note=forecast.shortened())
     scheduler = _scheduler(options, plan, device, speed, budget)
     desk = _grammar_desk(options, info, masks)
     if not launches_ahead(options, device):
@@ -130,7 +132,9 @@ def build_engine(options: EngineOptions, *, progress: Callable[[float], None] = 
         return Engine(scheduler, runner, info, grammars=desk, step_budget=budget)
     has_experts = model.config.experts is not None
     ahead = slot_runner(runner, target_decoder, sampler, scheduler.limits, device, has_experts=has_experts)
+    meter.begin_graphs()
     ahead.warm_up()
+    info = replace(info, memory=forecast.parts(meter.with_graphs(measured)))
     times.done("graphs")
     log.info("started model=%s runner=ahead %s", info.model, times)
     return Engine(scheduler, ahead, info, grammars=desk, step_budget=budget, overlap=ahead)
@@ -140,7 +144,9 @@ def _forecast(options: EngineOptions, *, dtype: torch.dtype, device: torch.devic
     config, speculative = load_model_config(options.model), options.speculative_config
     draft = None if speculative is None or speculative.model is None else load_model_config(speculative.model)
     name = options.name or options.model.name
-    return forecast_memory(name, config, options, dtype=dtype, device=device, draft=draft)
+    captures = launches_ahead(options, device) and config.experts is None
+    num_graphs = len(list(step_sizes(options.max_num_seqs))) if captures else 0
+    return forecast_memory(name, config, options, dtype=dtype, device=device, draft=draft, num_graphs=num_graphs)
 
 
 def _load(

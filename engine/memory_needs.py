@@ -32,12 +32,14 @@ CONTEXT_BYTES = 600 << 20
 
 
 class WeightFormat(NamedTuple):
-    """How the matrices of the layers are stored: `bits` each, and `group_bits` more for every `group` of them."""
+    """How the matrices of the layers are stored: `bits` each, and `group_bits` more for every `group` of them. `head`: so is
+    the output head where it is a matrix of its own."""
 
     name: str
     bits: int
     group: int = 1
     group_bits: int = 0
+    head: bool = False
 
     def num_bytes(self, num_weights: int) -> int:
         return -(-num_weights * self.bits // 8) + -(-num_weights // self.group) * self.group_bits // 8
@@ -48,17 +50,19 @@ def unquantised(element_bytes: int) -> WeightFormat:
     return WeightFormat(f"{8 * element_bytes} bits", 8 * element_bytes)
 
 
-EIGHT_BITS = WeightFormat("8 bits", 8)  # and one scale for each row: less than a thousandth
+EIGHT_BITS = WeightFormat("8 bits", 8, head=True)  # and one scale for each row: less than a thousandth
+EIGHT_BITS_STORED = EIGHT_BITS._replace(head=False)  # checkpoints leave the head as it was
 FOUR_BITS = WeightFormat("4 bits", 4, group=128, group_bits=20)  # a scale of 16 bits and a zero of 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryShape:
-    """What of a model decides about memory, as numbers of numbers: weights in matrices of its layers, in embedding and head,
-    and in what is never quantised; keys and values of one token; what a layer computes of one token; words."""
+    """What of a model decides about memory, as numbers of numbers: weights in matrices of its layers, in the embedding, in
+    a head of its own, and in what is never quantised; keys and values of one token; what a layer computes of one; words."""
 
     matrices: int
-    vocabulary: int
+    embedding: int
+    head: int
     others: int
     kv_token: int
     layer_width: int
@@ -71,10 +75,11 @@ class MemoryShape:
         biases = (qkv if config.qkv_bias else 0) + (d if config.o_bias else 0)
         norms = d * sum(name is not None for name in config.family.norms.value) + _qk_norm(config)
         feed_forward = [_feed_forward(config, is_sparse=layer.is_sparse) for layer in config.layers]
-        copies = 1 if config.tie_word_embeddings or not config.has_head else 2
+        has_own_head = config.has_head and not config.tie_word_embeddings
         return cls(
             matrices=sum(d * qkv + config.num_heads * config.head_dim * d + matrices for matrices, _ in feed_forward),
-            vocabulary=copies * config.vocab_size * d,
+            embedding=config.vocab_size * d,
+            head=config.vocab_size * d if has_own_head else 0,
             others=d + sum(biases + norms + others for _, others in feed_forward),
             kv_token=2 * config.num_layers * config.num_kv_heads * config.head_dim,
             layer_width=2 * config.active_intermediate_size + qkv + 2 * d,
@@ -84,12 +89,13 @@ class MemoryShape:
     @classmethod
     def of_dimensions(cls, shape: ModelShape) -> MemoryShape:
         """From dimensions alone: norms and biases, less than a thousandth, are left out."""
-        embedding = shape.head_params * (1 if shape.tied else 2)
+        head = 0 if shape.tied else shape.head_params
         active = shape.num_chosen_experts * shape.intermediate_size
         qkv = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
         return cls(
-            matrices=shape.num_params - embedding,
-            vocabulary=embedding,
+            matrices=shape.num_params - shape.head_params - head,
+            embedding=shape.head_params,
+            head=head,
             others=0,
             kv_token=shape.kv_token_bytes(1),
             layer_width=2 * active + qkv + 2 * shape.hidden_size,
@@ -97,8 +103,9 @@ class MemoryShape:
         )
 
     def weights_bytes(self, weights: WeightFormat, element_bytes: int) -> int:
-        """Embedding, head, norms, biases and routers keep `element_bytes` each."""
-        return weights.num_bytes(self.matrices) + (self.vocabulary + self.others) * element_bytes
+        """Embedding, norms, biases and routers keep `element_bytes` each."""
+        head = weights if weights.head else unquantised(element_bytes)
+        return weights.num_bytes(self.matrices) + head.num_bytes(self.head) + (self.embedding + self.others) * element_bytes
 
     def activations_bytes(self, num_tokens: int, num_rows: int, element_bytes: int) -> int:
         """What a pass of `num_tokens`, of which `num_rows` are sampled, holds at a time besides weights and cache."""

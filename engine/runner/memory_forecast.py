@@ -11,7 +11,7 @@ from engine.config.model import ModelConfig
 from engine.config.quantization import Int4Weights
 from engine.errors import EngineConfigError
 from engine.memory_fit import MemoryFit, gib
-from engine.memory_needs import EIGHT_BITS, FOUR_BITS, Formats, Load, MemoryShape, WeightFormat, unquantised
+from engine.memory_needs import EIGHT_BITS, EIGHT_BITS_STORED, FOUR_BITS, Formats, Load, MemoryShape, WeightFormat, unquantised
 from engine.options import CPU_KV_CACHE_BYTES, EngineOptions
 from engine.protocol import MemoryPart
 from engine.runner.device import WORKSPACE_BYTES, main_memory_bytes
@@ -29,7 +29,9 @@ class MemoryForecast:
     @property
     def predicted_kv_bytes(self) -> int:
         needs = self.fit.needs
-        return needs.num_blocks(self.fit.usable_bytes) * needs.block_bytes if self.kv_bytes is None else self.kv_bytes
+        if self.kv_bytes is not None:
+            return self.kv_bytes // needs.block_bytes * needs.block_bytes
+        return needs.num_blocks(self.fit.usable_bytes) * needs.block_bytes
 
     def check(self, options: EngineOptions) -> None:
         """Raise `EngineConfigError`, naming the option, when the model cannot be held as it was asked for: before memory is
@@ -128,7 +130,7 @@ def _weight_format(config: ModelConfig, options: EngineOptions, element_bytes: i
     weights = config.quantization.weights
     if isinstance(weights, Int4Weights):
         return FOUR_BITS._replace(group=weights.group_size or config.hidden_size)
-    return EIGHT_BITS
+    return EIGHT_BITS_STORED
 
 
 def _memory(options: EngineOptions, device: torch.device) -> tuple[int, int]:
@@ -151,6 +153,7 @@ class MemoryMeter:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._before_run = 0
+        self._before_graphs = 0
         self._on_gpu = device.type == "cuda"
 
     def begin_run(self) -> None:
@@ -159,7 +162,18 @@ class MemoryMeter:
             torch.cuda.reset_peak_memory_stats(self._device)
             self._before_run = torch.cuda.memory_allocated(self._device)
 
-    def measured(self, weights_bytes: int, kv_bytes: int, graphs_bytes: int | None = None) -> MeasuredMemory:
+    def begin_graphs(self) -> None:
+        """The first graphs are captured from here on."""
+        if self._on_gpu:
+            self._before_graphs = torch.cuda.memory_reserved(self._device)
+
+    def with_graphs(self, measured: MeasuredMemory) -> MeasuredMemory:
+        """`measured` and what those graphs took; later ones come out of what was not promised to anybody."""
+        if not self._on_gpu:
+            return measured
+        return replace(measured, graphs_bytes=torch.cuda.memory_reserved(self._device) - self._before_graphs)
+
+    def measured(self, weights_bytes: int, kv_bytes: int) -> MeasuredMemory:
         """After the first steps ran. On CPUs the sizes of what is held are given by those who made it."""
         if not self._on_gpu:
             return MeasuredMemory(weights_bytes=weights_bytes, kv_bytes=kv_bytes)
@@ -168,6 +182,5 @@ class MemoryMeter:
             weights_bytes=self._before_run - kv_bytes,
             kv_bytes=kv_bytes,
             activations_bytes=torch.cuda.max_memory_allocated(self._device) - self._before_run,
-            graphs_bytes=graphs_bytes,
             context_bytes=total - free - torch.cuda.memory_reserved(self._device),
         )

@@ -54,7 +54,7 @@ def test_weights_and_keys_are_those_of_the_published_models(
     name: str, billions: float, kv_bytes: int, four_bit_gb: float
 ) -> None:
     model = MemoryShape.of_dimensions(MODELS[name].shape)
-    assert (model.matrices + model.vocabulary) / 1e9 == pytest.approx(billions, rel=1e-3)
+    assert (model.matrices + model.embedding + model.head) / 1e9 == pytest.approx(billions, rel=1e-3)
     assert model.kv_token * 2 == kv_bytes
     head = MODELS[name].shape.head_params
     assert (FOUR_BITS.num_bytes(model.matrices) + head) / 1e9 == pytest.approx(four_bit_gb, rel=0.02)
