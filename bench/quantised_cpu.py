@@ -1,0 +1,135 @@
+"""Weights in 8 and 4 bits on the CPU: one engine beside another, on the same random model, the same requests.
+
+Usage: python -m bench.quantised_cpu [--size 100m] [--rounds 5] [--threads 1] [--batches 1,16] [--quantization int8]
+
+Every round runs the plain engine and the quantised one right after one another, the order swapped every other time, so that
+other work on the machine hits both; results are ratios of the same round. The model's outputs are not compared token for token,
+because rounding weights changes them: the row has the mean difference of the prompt's log-probabilities, and the bytes that
+weights take. One JSON row per run is appended to bench/results/quantised_cpu.jsonl.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from engine.cpu_environment import prepare_cpu
+
+prepare_cpu()
+
+import torch  # noqa: E402 - must see the environment set above
+
+from bench.engine_cpu import MAX_MODEL_LEN, SIZES, cpu_seconds, environment, make_model, other_cpu, timed  # noqa: E402
+from engine import LLM, SamplingParams  # noqa: E402
+
+PROMPT_TOKENS, OUTPUT_TOKENS = 64, 64
+RESULTS = Path(__file__).parent / "results" / "quantised_cpu.jsonl"
+
+
+def make_prompts(vocab_size: int, count: int, length: int = PROMPT_TOKENS) -> list[list[int]]:
+    numbers = random.Random(5)
+    return [[numbers.randrange(3, vocab_size) for _ in range(length)] for _ in range(count)]
+
+
+def decode(llm: LLM, prompts: list[list[int]]) -> list[list[int]]:
+    params = SamplingParams(temperature=0.0, max_tokens=OUTPUT_TOKENS, ignore_eos=True)
+    return [output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
+
+
+def prefill(llm: LLM, prompts: list[list[int]]) -> list[list[int]]:
+    params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
+    return [output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
+
+
+def compare(plain: LLM, quantised: LLM, run: Any, prompts: list[list[int]], rounds: int, tokens: int) -> dict[str, Any]:
+    """Both once to warm up, then `rounds` interleaved pairs."""
+    run(plain, prompts), run(quantised, prompts)
+    pairs = []
+    started, started_s = cpu_seconds(), time.perf_counter()
+    for number in range(rounds):
+        order = [("plain", plain), ("quantised", quantised)]
+        costs = {name: timed(lambda llm=llm: run(llm, prompts)) for name, llm in (order if number % 2 == 0 else order[::-1])}
+        pairs.append((costs["plain"], costs["quantised"]))
+    return {
+        "ratio_median": round(statistics.median(a.wall_s / b.wall_s for a, b in pairs), 2),
+        "ratios": [round(a.wall_s / b.wall_s, 2) for a, b in pairs],
+        "cpu_ratio_median": round(statistics.median(a.cpu_s / b.cpu_s for a, b in pairs), 2),
+        "plain_wall_s": [round(a.wall_s, 3) for a, _ in pairs],
+        "quantised_wall_s": [round(b.wall_s, 3) for _, b in pairs],
+        "plain_tokens_per_s": round(tokens / min(a.wall_s for a, _ in pairs), 1),
+        "quantised_tokens_per_s": round(tokens / min(b.wall_s for _, b in pairs), 1),
+        "other_cpu_cores": round(other_cpu(started) / (time.perf_counter() - started_s), 2),
+    }
+
+
+def logprob_difference(plain: LLM, quantised: LLM, prompts: list[list[int]]) -> float:
+    """Mean absolute difference of the prompt tokens' log-probabilities."""
+    scored = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
+    found = [
+        [
+            entry[token_id].logprob
+            for output in llm.generate(prompts, scored, use_tqdm=False)
+            for token_id, entry in zip(output.prompt_token_ids, output.prompt_logprobs or [], strict=True)
+            if entry is not None
+        ]
+        for llm in (plain, quantised)
+    ]
+    return statistics.mean(abs(a - b) for a, b in zip(*found, strict=True))
+
+
+def measure(size: str, quantization: str, rounds: int, batches: list[int], threads: int) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        make_model(size, Path(folder))
+        shared: dict[str, Any] = {
+            "device": "cpu", "enable_prefix_caching": False, "threads": threads, "max_model_len": MAX_MODEL_LEN,
+        }  # fmt: skip
+        plain, quantised = LLM(folder, **shared), LLM(folder, quantization=quantization, **shared)
+        vocab_size = SIZES[size]["vocab_size"]
+        infos = [llm._generator().info for llm in (plain, quantised)]
+        results: dict[str, Any] = {
+            f"decode, {count} at once": compare(
+                plain, quantised, decode, make_prompts(vocab_size, count), rounds, count * OUTPUT_TOKENS
+            )
+            for count in batches
+        }
+        long = make_prompts(vocab_size, 1, 512)
+        results["prefill, 512 tokens"] = compare(plain, quantised, prefill, long, rounds, 512)
+        return {
+            "results": results,
+            "kernels": [info.kernels for info in infos],
+            "weights_bytes": [info.weights_bytes for info in infos],
+            "logprob_difference_mean": round(logprob_difference(plain, quantised, long), 4),
+        }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", choices=sorted(SIZES), default="100m")
+    parser.add_argument("--quantization", choices=("int8", "fp8"), default="int8")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--batches", default="1,16")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    batches = [int(batch) for batch in options.batches.split(",")]
+    row = {
+        "bench": "quantised_cpu",
+        "size": options.size,
+        "quantization": options.quantization,
+        **environment(options.threads),
+        **measure(options.size, options.quantization, options.rounds, batches, options.threads),
+    }
+    RESULTS.parent.mkdir(exist_ok=True)
+    with RESULTS.open("a") as file:
+        file.write(json.dumps(row) + "\n")
+    print(json.dumps(row, indent=2))
+
+
+if __name__ == "__main__":
+    main()
