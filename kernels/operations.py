@@ -9,9 +9,13 @@ from typing import Any
 import torch
 
 from kernels.attention_rows import AttentionShape
+from kernels.residual_stream import Stream
 
 Tensor = torch.Tensor
 Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+FUSED_ROWS_MAX = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,7 +23,9 @@ class Operations:
     """One callable per operation, with the signature of its twin in `kernels.reference` (and, where no layer of the serving
     path has a kernel of its own for it, torch's fused one). `words` name the implementation for the log.
 
-    `decode_workspace` makes what `paged_decode` needs beside its output, None where it needs nothing.
+    `decode_workspace` makes what `paged_decode` needs beside its output, None where it needs nothing. `linear_add` and
+    `normed_linear` are the products of a decode step of at most FUSED_ROWS_MAX rows with the norms around them, None where
+    products stay apart.
     """
 
     words: str
@@ -36,6 +42,8 @@ class Operations:
     route: Callable[..., Pair]
     mix_experts: Callable[..., Tensor]
     pack_linear: Callable[[Tensor, Tensor | None], Callable[[Tensor], Tensor]]
+    linear_add: Callable[..., Stream] | None
+    normed_linear: Callable[..., Tensor] | None
     paged_decode: Callable[..., Tensor]
     paged_prefill: Callable[..., Tensor]
     decode_workspace: Callable[[AttentionShape, int, int, torch.dtype, torch.device], Any]

@@ -11,18 +11,21 @@ from __future__ import annotations
 import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import ModuleType
 
 import torch
 
 from kernels.attention_rows import AttentionRow, AttentionShape
+from kernels.cpu import sampling as plain_sampling
 from kernels.cpu.attention import AttentionPlan, AttentionPlanner, planned_attention, write_kv
 from kernels.cpu.elementwise import gelu, gelu_tanh, gelu_tanh_mul, layer_norm, rope
 from kernels.cpu.experts import mix_experts, route
 from kernels.cpu.invariant_attention import InvariantPlan, InvariantPlanner, invariant_attention
 from kernels.cpu.linear import LinearKernel, LinearPacker, can_pack
 from kernels.cpu.row_tiles import pack_linear_row_invariant, row_invariant
-from kernels.operations import Operations
+from kernels.operations import FUSED_ROWS_MAX, Operations
 from kernels.paged_plan import PagedPlan, PagedPlanner, paged_plan_attention
+from kernels.plain_weights import PlainWeights
 from kernels.quantised_linear import (
     bind_int8,
     linear_fp8,
@@ -33,8 +36,12 @@ from kernels.quantised_linear import (
     to_fp8,
 )
 from kernels.quantised_weights import Fp8Weight, Int4Weight, Int8Weight, pack_awq, pack_fp8, pack_gptq, pack_int8
+from kernels.residual_stream import Stream
+from kernels.sampling_columns import HELD_IDS_MAX, SamplingColumns
 
 __all__ = [
+    "FUSED_ROWS_MAX",
+    "HELD_IDS_MAX",
     "AnyPlan",
     "AnyPlanner",
     "AttentionPlan",
@@ -51,6 +58,9 @@ __all__ = [
     "Operations",
     "PagedPlan",
     "PagedPlanner",
+    "PlainWeights",
+    "SamplingColumns",
+    "Stream",
     "attention_planner",
     "bind_int8",
     "gelu",
@@ -70,6 +80,7 @@ __all__ = [
     "pack_linear",
     "pack_linear_row_invariant",
     "paged_attention",
+    "plain_sampling",
     "quantised_words",
     "quantize_rows_fp8",
     "replaced",
@@ -77,6 +88,7 @@ __all__ = [
     "rope",
     "route",
     "row_invariant",
+    "sampling_kernels",
     "silu_mul",
     "to_fp8",
     "write_kv",
@@ -93,6 +105,11 @@ def operations(device: torch.device) -> Operations:
     """The table of a device. Raises KeyError for a device that has none, ImportError where its kernels cannot be loaded."""
     table: Operations = importlib.import_module(_TABLES[device.type]).OPERATIONS
     return table
+
+
+def sampling_kernels(device: torch.device) -> ModuleType:
+    """The module whose `sample` and `sampling_workspace` serve a device; `plain_sampling` is the twin on every device."""
+    return importlib.import_module(_TABLES[device.type].replace(".table", ".sampling"))
 
 
 @contextmanager

@@ -74,10 +74,19 @@ class Attention:
             self._q_norm.pack()
             self._k_norm.pack()
 
+    @property
+    def products(self) -> tuple[ops.PlainWeights | None, ops.PlainWeights | None]:
+        """The weights before and behind `attend`, where they may be fused with what is around them."""
+        return self._qkv.plain, self._out.plain
+
     def __call__(self, x: torch.Tensor, inputs: BatchInputs, kv_cache: torch.Tensor | None) -> torch.Tensor:
         """x: [T, hidden], kv_cache: [N, P, 2, K, D] or None when all of every text is in this batch → [T, hidden]"""
+        return self._out(self.attend(self._qkv(x), inputs, kv_cache))
+
+    def attend(self, projected: torch.Tensor, inputs: BatchInputs, kv_cache: torch.Tensor | None) -> torch.Tensor:
+        """projected: [T, (H+2K)·D], changed in place → [T, H·D]"""
         heads, kv_heads, size = self._num_heads, self._num_kv_heads, self._head_dim
-        qkv = self._qkv(x).view(-1, heads + 2 * kv_heads, size)
+        qkv = projected.view(-1, heads + 2 * kv_heads, size)
         cos, sin = inputs.rotations[self._rope_idx]
         q_norm, k_norm = self._q_norm, self._k_norm
         self._ops.rope_and_cache(
@@ -94,4 +103,4 @@ class Attention:
             kv_scales=self.kv_scales,
         )
         attended = ops.paged_attention(qkv, kv_cache, inputs.attention[self._window_idx], self.kv_scales)
-        return self._out(attended.view(-1, heads * size))
+        return attended.view(-1, heads * size)

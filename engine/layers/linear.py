@@ -55,6 +55,11 @@ class FusedLinear:
         self._kernel = packer(self._weight, self._bias)
         self._weight = None
 
+    @property
+    def plain(self) -> ops.PlainWeights | None:
+        """The weights, where other operations may read them too."""
+        return self._kernel if isinstance(self._kernel, ops.PlainWeights) else None
+
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         assert self._kernel is not None, "the weights are not packed yet"
         return self._kernel(x)

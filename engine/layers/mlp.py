@@ -32,6 +32,7 @@ class GatedMLP:
         parts = [(name, 2 * inner // len(gate_up)) for name in gate_up]
         self._gate_up = FusedLinear(parts, hidden_size, bias=bias, dtype=dtype, device=device)
         self._down = FusedLinear([(down, hidden_size)], inner, bias=bias, dtype=dtype, device=device)
+        self.gate = "silu" if activation == "silu" else "gelu_tanh"
         self._activate: Callable[[torch.Tensor], torch.Tensor] = getattr(ops.operations(device), GATED_ACTIVATIONS[activation])
 
     def plan(self, plan: WeightPlan, prefix: str) -> None:
@@ -41,6 +42,11 @@ class GatedMLP:
     def pack(self, packer: ops.LinearPacker = ops.pack_linear) -> None:
         self._gate_up.pack(packer)
         self._down.pack(packer)
+
+    @property
+    def products(self) -> tuple[ops.PlainWeights | None, ops.PlainWeights | None]:
+        """The weights before and behind the activation, where they may be fused with what is around them."""
+        return self._gate_up.plain, self._down.plain
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return self._down(self._activate(self._gate_up(x)))

@@ -11,6 +11,7 @@ from engine.layers.attention import Attention
 from engine.layers.experts import SparseMLP
 from engine.layers.mlp import GatedMLP
 from engine.layers.norm import RMSNorm
+from engine.models.fused_layers import FusedLayer, FusedLayers
 from engine.runner.batch_inputs import BatchInputs
 from engine.runner.weights import LinearStorage, StoredLinear, WeightPlan
 from kernels import ops
@@ -48,6 +49,11 @@ class DecoderLayer:
 
     def scale_kv(self) -> bool:
         return self._attention.scale_kv()
+
+    def fused(self, dtype: torch.dtype) -> FusedLayer | None:
+        """The layer for steps of few rows, once it is packed; None where it cannot be fused."""
+        norms = (self._before_attention, self._after_attention, self._before_mlp, self._after_mlp)
+        return FusedLayer.of(self._attention, self._mlp, norms, dtype)
 
     @property
     def norm(self) -> RMSNorm | None:
@@ -121,6 +127,8 @@ class Decoder:
         self._ops = ops.operations(device)
         # The multiplier is rounded to the format of the embeddings, as the reference implementations do.
         self._multiplier = torch.tensor(config.embedding_multiplier, dtype=dtype).item()
+        self._branch_multiplier = config.residual_multiplier
+        self._fused: FusedLayers | None = None
         self._softcap, self._divisor = config.logits_softcap, config.logits_divisor
 
     def weight_plan(self, storage: LinearStorage | None = None) -> WeightPlan:
@@ -157,6 +165,15 @@ class Decoder:
         elif self._head is not None:
             self._head_kernel = packer(self._head, None)
             self._head = None
+        self._fused = self._fuse()
+
+    def _fuse(self) -> FusedLayers | None:
+        linear_add, normed_linear = self._ops.linear_add, self._ops.normed_linear
+        layers = [layer.fused(self._embedding.dtype) for layer in self._layers]
+        if linear_add is None or normed_linear is None or any(layer is None for layer in layers):
+            return None
+        fused = [layer for layer in layers if layer is not None]
+        return FusedLayers(fused, linear_add, normed_linear, multiplier=self._branch_multiplier, eps=self._norm.eps)
 
     def scale_kv(self) -> bool:
         """Keys and values will be kept in 8 bits; whether the checkpoint had scales for those of every layer."""
@@ -169,6 +186,9 @@ class Decoder:
         Without caches every text of the batch must be whole, and nothing is kept of it.
         """
         residual = self._ops.embed(inputs.token_ids, self._embedding, multiplier=self._multiplier)
+        if self._fused is not None and kv_caches is not None and residual.shape[0] <= ops.FUSED_ROWS_MAX:
+            x = self._fused(residual, inputs, kv_caches, self._norm)
+            return self._norm(x if inputs.sampled_rows is None else x.index_select(0, inputs.sampled_rows))
         first = self._layers[0].norm
         x = residual if first is None else first(residual)
         norms = [layer.norm for layer in self._layers[1:]]

@@ -6,27 +6,20 @@ the plain GELUs of encoders, and the routing of experts.
 
 from __future__ import annotations
 
-import torch
-
 from kernels.cpu.elementwise import gelu, gelu_tanh, layer_norm
 from kernels.cpu.experts import mix_experts, route
-from kernels.cpu.linear import LinearKernel
 from kernels.operations import Operations
 from kernels.triton.activation import gelu_tanh_mul, silu_mul
-from kernels.triton.attention_decode import decode_workspace, paged_decode
+from kernels.triton.attention_decode import paged_decode
 from kernels.triton.attention_prefill import paged_prefill
+from kernels.triton.attention_splits import decode_workspace
 from kernels.triton.blocks import copy_blocks, gather_blocks, scatter_blocks
 from kernels.triton.decode_inputs import advance_slots, prepare_decode
 from kernels.triton.embedding import embed, rotation_rows
-from kernels.triton.linear import linear
+from kernels.triton.fused_linear import linear_add, normed_linear
 from kernels.triton.norm import add_rms_norm, rms_norm
+from kernels.triton.plain_linear import PlainLinear
 from kernels.triton.rope_and_cache import rope_and_cache
-
-
-def pack_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> LinearKernel:
-    """weight: [out, in], bias: [out] → a function [T, in] → [T, out]: own kernels for few rows, the library's for many."""
-    return lambda x: linear(x, weight, bias=bias)
-
 
 OPERATIONS = Operations(
     words="Triton kernels, products of many rows by the library",
@@ -42,7 +35,9 @@ OPERATIONS = Operations(
     gelu_tanh=gelu_tanh,
     route=route,
     mix_experts=mix_experts,
-    pack_linear=pack_linear,
+    pack_linear=PlainLinear,
+    linear_add=linear_add,
+    normed_linear=normed_linear,
     paged_decode=paged_decode,
     paged_prefill=paged_prefill,
     decode_workspace=decode_workspace,

@@ -1,0 +1,90 @@
+"""A decode step of few rows with every norm inside a product: seven launches for a layer where ten stand apart.
+
+The residual stream goes from product to product as `ops.Stream`: its rows, already times the weight of the coming norm, and the
+squares from which the next product takes the root. Only for layers that are normalised before attention and before the
+feed-forward part, whose weights are plain, and in formats that do not overflow when a row is multiplied before it is divided.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from engine.layers.attention import Attention
+from engine.layers.experts import SparseMLP
+from engine.layers.mlp import GatedMLP
+from engine.layers.norm import RMSNorm
+from engine.runner.batch_inputs import BatchInputs
+from kernels import ops
+
+DTYPES = (torch.bfloat16, torch.float32)
+
+
+@dataclass(frozen=True, slots=True)
+class FusedLayer:
+    """The parts of a layer by what is fused. `norms`: before attention and before the feed-forward part."""
+
+    attention: Attention
+    qkv: ops.PlainWeights
+    out: ops.PlainWeights
+    gate_up: ops.PlainWeights
+    down: ops.PlainWeights
+    gate: str
+    norms: tuple[RMSNorm, RMSNorm]
+
+    @classmethod
+    def of(
+        cls, attention: Attention, mlp: GatedMLP | SparseMLP, norms: Sequence[RMSNorm | None], dtype: torch.dtype
+    ) -> FusedLayer | None:
+        """None where something stands in the way. `norms`: before and after attention, before and after the other part."""
+        before_attention, after_attention, before_mlp, after_mlp = norms
+        if isinstance(mlp, SparseMLP) or dtype not in DTYPES or after_attention is not None or after_mlp is not None:
+            return None
+        (qkv, out), (gate_up, down) = attention.products, mlp.products
+        if before_attention is None or before_mlp is None or qkv is None or out is None or gate_up is None or down is None:
+            return None
+        return cls(attention, qkv, out, gate_up, down, mlp.gate, (before_attention, before_mlp))
+
+
+class FusedLayers:
+    """All layers of a decoder, for at most FUSED_ROWS_MAX rows."""
+
+    def __init__(
+        self,
+        layers: Sequence[FusedLayer],
+        linear_add: Callable[..., ops.Stream],
+        normed_linear: Callable[..., torch.Tensor],
+        *,
+        multiplier: float,
+        eps: float,
+    ) -> None:
+        """`multiplier` is that of every branch before it is added to the residual stream."""
+        self._layers = layers
+        self._linear_add, self._normed_linear = linear_add, normed_linear
+        self._multiplier, self._eps = multiplier, eps
+
+    def __call__(
+        self, residual: torch.Tensor, inputs: BatchInputs, kv_caches: Sequence[torch.Tensor], last_norm: RMSNorm
+    ) -> torch.Tensor:
+        """residual: [T, hidden], as it was embedded → [T, hidden], the stream behind the last layer; `last_norm` comes next"""
+        stream: ops.Stream | None = None
+        nexts = [layer.norms[0] for layer in self._layers[1:]] + [last_norm]
+        for layer, kv_cache, next_norm in zip(self._layers, kv_caches, nexts, strict=True):
+            if stream is None:
+                qkv = layer.qkv(layer.norms[0](residual))
+            else:
+                qkv, residual = self._product(stream, layer.qkv), stream.total
+            attended = layer.attention.attend(qkv, inputs, kv_cache)
+            stream = self._add(attended, layer.out, residual, layer.norms[1])
+            gated = self._product(stream, layer.gate_up, gate=layer.gate)
+            stream = self._add(gated, layer.down, stream.total, next_norm)
+        assert stream is not None, "a decoder has layers"
+        return stream.total
+
+    def _product(self, stream: ops.Stream, weights: ops.PlainWeights, *, gate: str | None = None) -> torch.Tensor:
+        return self._normed_linear(stream, weights.weight, self._eps, bias=weights.bias, gate=gate)
+
+    def _add(self, x: torch.Tensor, weights: ops.PlainWeights, residual: torch.Tensor, norm: RMSNorm) -> ops.Stream:
+        return self._linear_add(x, weights.weight, residual, norm.weight, alpha=self._multiplier, bias=weights.bias)

@@ -1,0 +1,18 @@
+"""Weights of a product that other operations may read as well: where a packed product is one of these, it may be fused."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional
+
+
+class PlainWeights:
+    """weight: [out, in], bias: [out]"""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        self.weight = weight
+        self.bias = bias
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """x: [T, in] → [T, out]"""
+        return functional.linear(x, self.weight, self.bias)

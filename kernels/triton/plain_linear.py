@@ -1,0 +1,15 @@
+"""A matrix of 16 or 32 bits as it came from the checkpoint, as a function."""
+
+from __future__ import annotations
+
+import torch
+
+from kernels.plain_weights import PlainWeights
+from kernels.triton.linear import linear
+
+
+class PlainLinear(PlainWeights):
+    """[T, in] → [T, out]: an own kernel for few rows, the library's for many."""
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return linear(x, self.weight, bias=self.bias)
