@@ -151,8 +151,8 @@ def linear_int4(
     The layout is `Int4Weight`'s; scale and zero point of a group come after and before the sum over the group, so the
     codes are multiplied as exact integers (AWQ: arXiv 2306.00978, GPTQ: arXiv 2210.17323). Codes become floats by a shift
     and a mask that put them under a fixed exponent. For M ≤ 64 the columns are divided among programs (arXiv 2402.00025)
-    and added in a fixed order; to 512 rows tiles of 64 or 128 rows; above, some rows of the weight at a time are unpacked to x's
-    type, which rounds them once, and multiplied by cuBLAS. Columns that the packing permuted are permuted in x first.
+    and added in a fixed order; to 512 rows tiles of 64 or 128 rows; above, some rows of the weight at a time are unpacked to
+    x's type, which rounds them once, and multiplied by cuBLAS. Columns that the packing permuted are permuted in x first.
     Reads N·K / 2 + 4·N·K / group bytes of weights once per row tile, writes 2·M·N; 2·M·N·K operations. Rows beyond M,
     columns beyond N and K are masked. Accumulates in float32. Raises ValueError for an x of 32 bits.
     """
@@ -172,7 +172,7 @@ def linear_int4(
 def int4_tiles(num_rows: int, num_outputs: int, num_columns: int, capability: int, multiprocessors: int) -> Int4Tiles:
     """128 outputs a program: what a step costs beside its weights is spread over more of them. 8 KiB of weights a step."""
     if num_rows > ROWS_FEW:
-        return Int4Tiles(128, 128, num_warps=8, num_stages=3) if capability in (90, 100) else Int4Tiles(64, 128, 4, 3)
+        return Int4Tiles(128, 128, num_warps=8, num_stages=3) if capability == 90 else Int4Tiles(64, 128, 4, 3)
     block_m = max(16, power_of_two(num_rows))
     num_stages = (4 if block_m < ROWS_FEW else 3) if capability in SMALL_CARDS else (6 if block_m < ROWS_FEW else 4)
     chunks = -(-num_columns // CHUNK_COLUMNS)
