@@ -4,7 +4,9 @@ Usage: python -m bench.compiled_kernels [--modules attention_decode …] [--proc
 
 Needs no GPU. Every version of Triton in the environment is used (the installer's test environment has the oldest and the
 newest that we allow). bench/results/compiled_kernels.jsonl is written anew, one row for each kernel, configuration, compute
-capability and version; compile times are left out, so that a row changes only when the machine code does.
+capability and version, with short names and without zeros: sm (capability), regs and spill (bytes) of a thread, shared (bytes)
+and tmem (columns of tensor memory) of a program, mma (matrix instructions), programs that one multiprocessor holds at a time.
+Compile times are left out, so that a row changes only when the machine code does.
 """
 
 from __future__ import annotations
@@ -22,20 +24,34 @@ from tests.support.triton_versions import TritonVersion, installed
 RESULTS = Path(__file__).parent / "results" / "compiled_kernels.jsonl"
 COLUMNS = ("capability", "triton", "registers", "spill_bytes", "shared_bytes", "programs", "tensor_instructions", "faults")
 LABELS = ("sm", "triton", "regs", "spill", "shared", "programs", "matrix instructions", "faults")
+STORED = {
+    "num_warps": "warps",
+    "num_stages": "stages",
+    "registers": "regs",
+    "spill_bytes": "spill",
+    "shared_bytes": "shared",
+    "tensor_memory_columns": "tmem",
+    "tensor_instructions": "mma",
+    "programs": "programs",
+    "faults": "faults",
+}
 Row = dict[str, Any]
 
 
 def compile_all(versions: list[TritonVersion], modules: list[str], processes: int) -> list[Row]:
     """The rows of every module under every version, in the order of module, configuration, capability and version."""
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(processes) as pool:
-        jobs = [
-            pool.submit(version.compile_module, module, Path(folder, version.version))
-            for module in modules
-            for version in versions
-        ]
-        rows = [row for job in jobs for row in job.result()]
-    order = {row["name"]: index for index, row in reversed(list(enumerate(rows)))}
-    return sorted(rows, key=lambda row: (order[row["name"]], row["capability"], row["triton"]))
+        jobs = [pool.submit(version.compile_modules, modules, Path(folder, version.version)) for version in versions]
+        made = [row for job in jobs for row in job.result()]
+    order = {row["name"]: index for index, row in reversed(list(enumerate(made)))}
+    return sorted(made, key=lambda row: (order[row["name"]], row["capability"], row["triton"]))
+
+
+def kept(row: Row) -> Row:
+    """What is written: short names, and nothing that says nothing."""
+    short = {name: row[name] for name in ("module", "name")} | {"sm": row["capability"], "triton": row["triton"]}
+    numbers = {label: row[name] for name, label in STORED.items() if row.get(name)}
+    return short | numbers
 
 
 def table(rows: list[Row]) -> str:
@@ -68,8 +84,7 @@ def main() -> None:
     broken = sum(bool(row["faults"]) for row in rows)
     print(f"{len(rows)} compilations, {broken} with faults")
     if not options.dry_run and not options.modules:
-        kept = [{name: value for name, value in row.items() if name != "compile_s"} for row in rows]
-        RESULTS.write_text("".join(json.dumps(row) + "\n" for row in kept), "utf-8")
+        RESULTS.write_text("".join(json.dumps(kept(row), separators=(",", ":")) + "\n" for row in rows), "utf-8")
 
 
 if __name__ == "__main__":

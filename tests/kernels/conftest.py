@@ -42,13 +42,12 @@ def triton_jobs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
     """The work of other processes; only what a collected test will ask for is begun."""
     asked = {item.path.name for item in request.session.items}
     jobs = TritonJobs(tmp_path_factory.mktemp("triton"))
-    if OTHER_VERSIONS in asked:
-        for version in promised():
-            jobs.start_tests(version, sorted(FOLDER.glob("test_triton_*.py")))
+    *older, newest = promised()
     if COMPILING in asked:
-        *older, newest = promised()
         jobs.start_compiling(newest, only=None)
-        for version in older:
-            jobs.start_compiling(version, only=OLDER_VERSIONS_FOR)
+    for version in promised() if OTHER_VERSIONS in asked else ():
+        jobs.start_tests(version, sorted(FOLDER.glob("test_triton_*.py")))
+    for version in older if COMPILING in asked else ():
+        jobs.start_compiling(version, only=OLDER_VERSIONS_FOR)
     yield jobs
     jobs.close()

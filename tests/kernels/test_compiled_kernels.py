@@ -14,7 +14,7 @@ PROMISED = promised()
 def test_every_configuration_becomes_machine_code_that_may_be_served(
     triton_jobs: TritonJobs, version: str, module: str
 ) -> None:
-    made = triton_jobs.rows(version, module)
+    made = [row for row in triton_jobs.rows(version) if row["module"] == module]
     assert made, f"{module} declares no configuration for this card"
     assert {row["triton"] for row in made if "triton" in row} <= {version}
     faults = [f"sm_{row['capability']} {row['name']}: {fault}" for row in made for fault in row["faults"]]
@@ -22,8 +22,7 @@ def test_every_configuration_becomes_machine_code_that_may_be_served(
 
 
 def test_every_configuration_has_a_name_of_its_own(triton_jobs: TritonJobs) -> None:
-    rows = [row for module in MODULES for row in triton_jobs.rows(PROMISED[-1], module)]
-    names = [(row["name"], row["capability"]) for row in rows]
+    names = [(row["name"], row["capability"]) for row in triton_jobs.rows(PROMISED[-1])]
     assert len(names) == len(set(names))
 
 

@@ -36,7 +36,7 @@ class TritonJobs:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._pool = ThreadPoolExecutor(PROCESSES)
-        self._compiled: dict[tuple[str, str], Future[Rows]] = {}
+        self._compiled: dict[str, Future[Rows]] = {}
         self._tested: dict[str, Future[str]] = {}
 
     def start_tests(self, version: str, files: Iterable[Path]) -> None:
@@ -48,16 +48,16 @@ class TritonJobs:
     def start_compiling(self, version: str, only: int | None) -> None:
         """Begin to compile every module under `version`, if it is on this machine, for one compute capability or for all."""
         found = triton_versions.find(version)
-        for module in MODULES if found is not None else ():
-            assert found is not None
-            cache, name = self._folder / f"cache-{version}", f"kernels.triton.{module}"
-            self._compiled[version, module] = self._pool.submit(found.compile_module, name, cache, only)
+        if found is not None:
+            names = [f"kernels.triton.{module}" for module in MODULES]
+            cache = self._folder / f"cache-{version}"
+            self._compiled[version] = self._pool.submit(found.compile_modules, names, cache, only)
 
-    def rows(self, version: str, module: str) -> Rows:
+    def rows(self, version: str) -> Rows:
         """What compiling gave. Skips where this machine has no such version, or fails if CI promised it."""
-        if (version, module) not in self._compiled:
+        if version not in self._compiled:
             _absent(version)
-        return self._compiled[version, module].result()
+        return self._compiled[version].result()
 
     def test_output(self, version: str) -> str:
         """The output of the tests under `version`, empty when all passed. Skips or fails as `rows` does."""

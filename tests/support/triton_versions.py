@@ -10,6 +10,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -34,11 +35,14 @@ class TritonVersion:
         single = {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}  # several run beside one another
         return {**kept, **path, **mode, **single, "TRITON_CACHE_DIR": str(cache)}
 
-    def compile_module(self, module: str, cache: Path, only: int | None = None) -> list[dict[str, Any]]:
-        """The rows of `kernels.triton.gate`, for one compute capability or all. Raises AssertionError with its last words."""
+    def compile_modules(self, modules: Sequence[str], cache: Path, only: int | None = None) -> list[dict[str, Any]]:
+        """The rows of `kernels.triton.gate`, for one compute capability or all. Raises AssertionError with its last words.
+
+        One process for all modules: its start takes as long as three compilations.
+        """
         options = [] if only is None else ["--only", str(only)]
         answer = subprocess.run(
-            [sys.executable, "-m", "kernels.triton.gate", *options, module],
+            [sys.executable, "-m", "kernels.triton.gate", *options, *modules],
             cwd=REPO,
             env=self.environment(cache, interpret=False),
             capture_output=True,
