@@ -20,6 +20,7 @@ from engine.loop import Engine
 from engine.models.decoder import Decoder
 from engine.options import EngineOptions
 from engine.protocol import EngineInfo
+from engine.quantization.card import check_card
 from engine.quantization.scheme import UNQUANTISED, weight_scheme
 from engine.runner.ahead import launches_ahead, slot_runner
 from engine.runner.calibration import MeasuredSpeed, measure_speed
@@ -72,7 +73,9 @@ def build_engine(options: EngineOptions, *, progress: Callable[[float], None] = 
     times = StartTimes()
     torch.set_num_threads(options.threads or default_threads())
     device = resolve_device(options.device)
-    dtype = resolve_dtype(options.dtype, load_model_config(options.model).torch_dtype, device)
+    stored = load_model_config(options.model)
+    dtype = resolve_dtype(options.dtype, stored.torch_dtype, device)
+    check_card(stored, options, dtype, device)
     check_swap_space(options)
     forecast = _forecast(options, dtype=dtype, device=device)
     forecast.check(options)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +13,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from engine import LLM, SamplingParams
+from engine.config.model import load_model_config
+from engine.config.quantization import parse_quantization
 from engine.errors import EngineConfigError, UnsupportedModel, WeightsError
+from engine.options import EngineOptions
 from engine.quantization import on_the_fly
+from engine.quantization.card import check_card
 from tests.support import quantised_checkpoints as layouts
 from tests.support.engines import small_engine
 from tests.support.tiny_models import make_encoder, make_model
@@ -188,3 +194,33 @@ def test_damaged_tensors_are_named(
 def test_gptq_without_g_idx_counts_its_columns(sources: dict[str, layouts.Written], tmp_path: Path) -> None:
     without = damaged(sources["gptq"], tmp_path / "without", g_idx=None)
     assert torch.equal(logprobs(without), logprobs(sources["gptq"].directory))
+
+
+@pytest.mark.parametrize(
+    ("stored", "options", "dtype", "message"),
+    [
+        (layouts.gptq(), {}, torch.float32, "dtype must be bfloat16 or float16 on a GPU for weights of 4 bits"),
+        (layouts.fp8(per_row=True, activations="dynamic", compressed=True), {}, torch.bfloat16, "quantization fp8 needs"),
+        (None, {"quantization": "fp8"}, torch.bfloat16, r"quantization fp8 needs .* 8.9 or newer, this one has 8.0; use int8"),
+        (None, {"kv_cache_dtype": "fp8"}, torch.bfloat16, "kv_cache_dtype fp8 needs a GPU of compute capability 8.9"),
+        (None, {"quantization": "int8"}, torch.bfloat16, None),
+        (layouts.awq(), {}, torch.float16, None),
+    ],
+)
+def test_what_a_card_cannot_compute_with_is_told_before_loading(
+    stored: layouts.Layout | None,
+    options: dict[str, Any],
+    dtype: torch.dtype,
+    message: str | None,
+    model: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
+    config = load_model_config(model)
+    if stored is not None:
+        config = replace(config, quantization=parse_quantization({"quantization_config": stored.settings}))
+    given = EngineOptions(model=model, **options)
+    refused = contextlib.nullcontext() if message is None else pytest.raises(EngineConfigError, match=message)
+    with refused:
+        check_card(config, given, dtype, torch.device("cuda"))
+    check_card(config, given, dtype, torch.device("cpu"))

@@ -1,0 +1,76 @@
+"""Products with quantised weights find the kernels of their device, and these take what the engine hands them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from engine.config.quantization import Activations
+from engine.quantization.products import fp8_product, int4_product
+from kernels import ops, quantised_linear
+from kernels.quantised_weights import pack_int4
+from kernels.reference import quantised as reference
+
+ROUNDED = 0.01  # float16 results of 64 products near one
+OUTPUTS, COLUMNS = 32, 64
+
+
+@pytest.fixture
+def on_triton(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Tensors on the CPU go to the Triton kernels, which the interpreter runs."""
+    monkeypatch.setitem(quantised_linear._MODULES, "cpu", quantised_linear._MODULES["cuda"])
+    monkeypatch.setattr(quantised_linear, "is_exact", lambda: False)
+    quantised_linear._found.cache_clear()
+    yield
+    quantised_linear._found.cache_clear()
+
+
+@pytest.fixture
+def x() -> torch.Tensor:
+    torch.manual_seed(1)
+    return (torch.randn(3, COLUMNS) / COLUMNS**0.5).half()
+
+
+@pytest.fixture
+def bias() -> torch.Tensor:
+    return torch.linspace(-1, 1, OUTPUTS).half()
+
+
+def weight() -> torch.Tensor:
+    torch.manual_seed(2)
+    return torch.randn(OUTPUTS, COLUMNS)
+
+
+@pytest.mark.usefixtures("on_triton")
+def test_8_bit_integers(x: torch.Tensor, bias: torch.Tensor) -> None:
+    packed = ops.pack_int8(weight())
+    assert_close(ops.bind_int8(packed, bias)(x), reference.linear_int8(x, packed, bias=bias))
+
+
+@pytest.mark.usefixtures("on_triton")
+def test_4_bits(x: torch.Tensor, bias: torch.Tensor) -> None:
+    packed = pack_int4(weight(), 32)
+    assert_close(int4_product(packed, bias)(x), reference.linear_int4(x, packed, bias=bias))
+
+
+@pytest.mark.usefixtures("on_triton")
+@pytest.mark.parametrize("activations", Activations)
+def test_8_bit_floats_with_inputs_rounded_or_not(activations: Activations, x: torch.Tensor, bias: torch.Tensor) -> None:
+    packed, scale = ops.pack_fp8(weight()), torch.tensor([0.01])
+    found = fp8_product(packed, bias, activations, scale)(x)
+    values: torch.Tensor
+    scales: torch.Tensor | None
+    values, scales = ops.quantize_rows_fp8(x)  # the interpreter does not round to the nearest
+    if activations is Activations.STATIC:
+        values, scales = (x.float() / scale).clamp(-448, 448).to(torch.float8_e4m3fn), scale
+    if activations is Activations.UNTOUCHED:
+        values, scales = x, None
+    expected = reference.linear_fp8(values, packed, x_scales=scales, out_dtype=torch.float16, bias=bias)
+    assert_close(found, expected)
+
+
+def assert_close(found: torch.Tensor, expected: torch.Tensor, tolerance: float = ROUNDED) -> None:
+    assert found.dtype is torch.float16
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
