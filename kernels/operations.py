@@ -25,7 +25,8 @@ class Operations:
 
     `decode_workspace` makes what `paged_decode` needs beside its output, None where it needs nothing. `linear_add` and
     `normed_linear` are the products of a decode step of at most FUSED_ROWS_MAX rows with the norms around them, None where
-    products stay apart.
+    products stay apart. `bind_experts` makes one function of all experts' plain matrices, which asks the host nothing; where
+    it is None, or weights are not plain, `mix_experts` serves.
     """
 
     words: str
@@ -41,6 +42,7 @@ class Operations:
     gelu_tanh: Callable[[Tensor], Tensor]
     route: Callable[..., Pair]
     mix_experts: Callable[..., Tensor]
+    bind_experts: Callable[..., Callable[[Tensor, Tensor, Tensor], Tensor]] | None
     pack_linear: Callable[[Tensor, Tensor | None], Callable[[Tensor], Tensor]]
     linear_add: Callable[..., Stream] | None
     normed_linear: Callable[..., Tensor] | None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from engine.config.model import ExpertsConfig
@@ -42,6 +44,7 @@ class SparseMLP:
             )
             for _ in range(config.num_experts)
         ]
+        self._mixture: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor] | None = None
 
     def plan(self, plan: WeightPlan, prefix: str) -> None:
         """`prefix` is the layer's; the families name what follows differently."""
@@ -53,8 +56,20 @@ class SparseMLP:
         self._router.pack(packer)
         for expert in self._experts:
             expert.pack(packer)
+        self._mixture = self._bound()
+
+    def _bound(self) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor] | None:
+        """All experts in one function, where there is such an operation and their weights are plain."""
+        products = [expert.products for expert in self._experts]
+        gate_ups = [gate_up.weight for gate_up, _ in products if gate_up is not None]
+        downs = [down.weight for _, down in products if down is not None]
+        if self._ops.bind_experts is None or not len(gate_ups) == len(downs) == len(products):
+            return None
+        return self._ops.bind_experts(gate_ups, downs, self._experts[0].gate)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x: [T, hidden] → [T, hidden]"""
         weights, expert_ids = self._ops.route(self._router(x), self._config.num_chosen, normalised=self._config.normalised)
+        if self._mixture is not None:
+            return self._mixture(x, weights, expert_ids)
         return self._ops.mix_experts(x, weights, expert_ids, self._experts)

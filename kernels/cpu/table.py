@@ -27,6 +27,7 @@ OPERATIONS = Operations(
     gelu_tanh=gelu_tanh,
     route=route,
     mix_experts=mix_experts,
+    bind_experts=None,
     pack_linear=pack_linear,
     linear_add=None,
     normed_linear=None,

@@ -16,6 +16,7 @@ from kernels.triton.attention_splits import decode_workspace
 from kernels.triton.blocks import copy_blocks, gather_blocks, scatter_blocks
 from kernels.triton.decode_inputs import advance_slots, prepare_decode
 from kernels.triton.embedding import embed, rotation_rows
+from kernels.triton.experts import bind_experts
 from kernels.triton.fused_linear import linear_add, normed_linear
 from kernels.triton.norm import add_rms_norm, rms_norm
 from kernels.triton.plain_linear import PlainLinear
@@ -35,6 +36,7 @@ OPERATIONS = Operations(
     gelu_tanh=gelu_tanh,
     route=route,
     mix_experts=mix_experts,
+    bind_experts=bind_experts,
     pack_linear=PlainLinear,
     linear_add=linear_add,
     normed_linear=normed_linear,

@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
+from pathlib import Path
+
 import pytest
 import torch
 
+from kernels import ops
 from kernels.reference import experts as reference
 from kernels.triton import experts as kernel
-from kernels.triton.experts import bind_experts, bind_weights, group_tiles, grouped_linear, mix_gated_experts, sort_by_expert
+from kernels.triton.experts import (
+    SortedTokens,
+    bind_experts,
+    bind_weights,
+    group_tiles,
+    grouped_linear,
+    mix_gated_experts,
+    sort_by_expert,
+)
+from tests.support.engines import run_to_end, small_engine, tokens, wanted
 from tests.support.kernel_cases import Guarded, normal, padded_rows
 from tests.support.kernel_tolerances import assert_near, assert_same
+from tests.support.tiny_models import make_model
 
 # Triton 3.6's interpreter reads the bound of a loop from an array of one element.
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim:DeprecationWarning")
@@ -121,3 +135,27 @@ def test_matrices_that_are_not_alike_or_not_aligned_are_refused(device: torch.de
         bind_weights([memory[1:65].view(8, 8)])
     with pytest.raises(ValueError, match="contiguous rows"):
         bind_weights([memory[:64].view(8, 8).T])
+
+
+def test_a_model_of_experts_says_the_same_through_the_kernels_and_through_torch(
+    tmp_path: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if device.type != "cpu":
+        pytest.skip("on a GPU the kernels serve, and bench/gpu.sh compares what they say")
+    make_model("qwen3_moe", tmp_path / "model", num_hidden_layers=1, head_dim=16, vocab_size=128)
+    mixed = []
+    sort = kernel.sort_by_expert
+
+    def counted(expert_ids: torch.Tensor, num_experts: int) -> SortedTokens:
+        mixed.append(expert_ids.shape[0])
+        return sort(expert_ids, num_experts)
+
+    monkeypatch.setattr(kernel, "sort_by_expert", counted)
+    answers = []
+    for table in ("cpu", "cuda"):
+        with ops.replaced("cpu", "cuda") if table == "cuda" else contextlib.nullcontext():
+            engine = small_engine(tmp_path / "model", max_num_seqs=4, max_model_len=32, num_kv_blocks=8)
+            events = run_to_end(engine, [wanted("a", [5, 6, 7], max_tokens=2), wanted("b", [3, 9], max_tokens=2)])
+        answers.append({name: tokens(each) for name, each in events.items()})
+        assert bool(mixed) == (table == "cuda")
+    assert answers[0] == answers[1]
