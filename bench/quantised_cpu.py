@@ -16,6 +16,7 @@ import random
 import statistics
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,7 @@ def compare(plain: LLM, quantised: LLM, run: Any, prompts: list[list[int]], roun
     started, started_s = cpu_seconds(), time.perf_counter()
     for number in range(rounds):
         order = [("plain", plain), ("quantised", quantised)]
-        costs = {name: timed(lambda llm=llm: run(llm, prompts)) for name, llm in (order if number % 2 == 0 else order[::-1])}
+        costs = {name: timed(partial(run, llm, prompts)) for name, llm in (order if number % 2 == 0 else order[::-1])}
         pairs.append((costs["plain"], costs["quantised"]))
     return {
         "ratio_median": round(statistics.median(a.wall_s / b.wall_s for a, b in pairs), 2),
@@ -80,7 +81,7 @@ def logprob_difference(plain: LLM, quantised: LLM, prompts: list[list[int]]) -> 
         ]
         for llm in (plain, quantised)
     ]
-    return statistics.mean(abs(a - b) for a, b in zip(*found, strict=True))
+    return float(statistics.mean(abs(a - b) for a, b in zip(*found, strict=True)))
 
 
 def measure(size: str, quantization: str, rounds: int, batches: list[int], threads: int) -> dict[str, Any]:

@@ -57,7 +57,7 @@ def bind_int8_digits(weight: Int8Weight) -> LinearKernel:
 def two_digits(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """x: [T, K] → high and low digits plus 128: [2·T, K] uint8, and what a low digit counts: [T, 1] float32"""
     wide = x.float()
-    unit = torch.linalg.vector_norm(wide, float("inf"), dim=1, keepdim=True).clamp_min_(SMALLEST).div_(INT8_MAX * STEP)
+    unit = wide.abs().amax(dim=1, keepdim=True).clamp_min_(SMALLEST).div_(INT8_MAX * STEP)
     digits = torch.empty(2, *x.shape)
     high, low = digits[0], digits[1]
     torch.div(wide, unit, out=low).round_()

@@ -30,7 +30,8 @@ def on_triton(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.fixture
 def x() -> torch.Tensor:
     torch.manual_seed(1)
-    return (torch.randn(3, COLUMNS) / COLUMNS**0.5).half()
+    rows: torch.Tensor = torch.randn(3, COLUMNS) / float(COLUMNS) ** 0.5
+    return rows.half()
 
 
 @pytest.fixture

@@ -29,7 +29,7 @@ SPELLINGS = {
 }
 
 
-class RoundingCache(transformers.DynamicCache):
+class RoundingCache(transformers.DynamicCache):  # type: ignore[misc]
     """Keeps each key and value as the nearest number of E4M3 after division by its scale."""
 
     def __init__(self, scales: tuple[float, float]) -> None:
