@@ -1,0 +1,138 @@
+"""Matrix products against float64, beside torch's own in the same dtype: weights as they are stored, decoded exactly."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch.nn import functional
+
+from bench.gpu.context import Context
+from bench.gpu.errors import Outputs, compare, invariant
+from bench.gpu.inputs import normal
+from kernels.quantised_weights import pack_fp8, pack_int4, pack_int8
+from kernels.reference import experts as exact_experts
+from kernels.reference import fused_linear as exact_fused
+from kernels.reference import quantised as exact
+from kernels.triton.experts import bind_experts
+from kernels.triton.fp8_rows import quantize_rows_fp8
+from kernels.triton.fused_linear import linear_add, normed_linear
+from kernels.triton.linear import linear
+from kernels.triton.linear_fp8 import linear_fp8
+from kernels.triton.linear_int4 import linear_int4
+from kernels.triton.linear_int8 import linear_int8
+
+Three = tuple[Outputs, Outputs, Outputs]
+EPS = 1e-6
+
+
+def check(context: Context) -> None:
+    shapes = [(40, 256)] if context.rehearsal else [(6144, 4096), (4096, 14336), (1024, 3072)]
+    rows = [1, 3] if context.rehearsal else [1, 7, 16, 17, 64, 200]
+
+    def cases(make: Callable[[Context, int, int, int], Three]) -> list[tuple[str, Callable[[], Three]]]:
+        return [
+            (f"{m} × {n} × {k}", lambda m=m, n=n, k=k: make(context, m, n, k)) for n, k in shapes for m in rows
+        ]
+
+    compare(context, "product bf16", cases(_plain))
+    compare(context, "product int8", cases(_int8))
+    compare(context, "product fp8 weights", cases(_fp8_weights))
+    compare(context, "product fp8 rows", cases(_fp8_rows))
+    compare(context, "product int4", cases(_int4))
+    few = [count for count in rows if count <= 16]
+    compare(context, "product + residual + norm", [(f"{m} rows", lambda m=m: _fused(context, m)) for m in few])
+    compare(context, "experts", [(f"{m} tokens", lambda m=m: _experts(context, m)) for m in ([3] if context.rehearsal else [1, 9, 64])])
+    invariant(context, "product bf16", [(str(shape), lambda shape=shape: _alone(context, *shape, four_bits=False)) for shape in shapes])
+    invariant(context, "product int4", [(str(shape), lambda shape=shape: _alone(context, *shape, four_bits=True)) for shape in shapes])
+
+
+def _pair(context: Context, m: int, n: int, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    x = normal(m, k, dtype=context.dtype, device=context.device)
+    return x, normal(n, k, dtype=context.dtype, device=context.device, scale=k**-0.5)
+
+
+def _product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return x.double() @ weight.double().T
+
+
+def _plain(context: Context, m: int, n: int, k: int) -> Three:
+    x, weight = _pair(context, m, n, k)
+    return linear(x, weight), _product(x, weight), functional.linear(x, weight)
+
+
+def _int8(context: Context, m: int, n: int, k: int) -> Three:
+    x, weight = _pair(context, m, n, k)
+    packed = pack_int8(weight)
+    decoded = exact.dequantise_int8(packed)
+    return linear_int8(x, packed), _product(x, decoded), functional.linear(x, decoded.to(x.dtype))
+
+
+def _fp8_weights(context: Context, m: int, n: int, k: int) -> Three:
+    x, weight = _pair(context, m, n, k)
+    packed = pack_fp8(weight)
+    decoded = exact.dequantise_fp8(packed)
+    return linear_fp8(x, packed), _product(x, decoded), functional.linear(x, decoded.to(x.dtype))
+
+
+def _fp8_rows(context: Context, m: int, n: int, k: int) -> Three:
+    x, weight = _pair(context, m, n, k)
+    packed = pack_fp8(weight)
+    values, scales = quantize_rows_fp8(x)
+    ours = linear_fp8(values, packed, x_scales=scales, out_dtype=context.dtype)
+    decoded = exact.dequantise_fp8(packed)
+    wide = values.float() * scales
+    return ours, _product(wide, decoded), functional.linear(wide.to(x.dtype), decoded.to(x.dtype))
+
+
+def _int4(context: Context, m: int, n: int, k: int) -> Three:
+    x, weight = _pair(context, m, n, k)
+    packed = pack_int4(weight, 128)
+    decoded = exact.dequantise_int4(packed)
+    return linear_int4(x, packed), _product(x, decoded), functional.linear(x, decoded.to(x.dtype))
+
+
+def _fused(context: Context, m: int) -> Three:
+    """A product added to the stream, its norm, a gated product: the tail of one layer and the head of the next."""
+    width, columns, inner = (32, 48, 40) if context.rehearsal else (4096, 4096, 14336)
+    dtype, device = context.dtype, context.device
+    x, weight = _pair(context, m, width, columns)
+    residual = normal(m, width, dtype=dtype, device=device)
+    norm_weight = 1 + normal(width, dtype=dtype, device=device, scale=0.1)
+    gates = normal(2 * inner, width, dtype=dtype, device=device, scale=width**-0.5)
+    stream = linear_add(x, weight, residual, norm_weight)
+    ours = [stream.total, normed_linear(stream, gates, EPS, gate="silu")]
+    true = exact_fused.linear_add(x.float(), weight.float(), residual.float(), norm_weight)
+    wide = [true.total, exact_fused.normed_linear(true, gates.float(), EPS, gate="silu")]
+    total = residual + functional.linear(x, weight)
+    both = functional.linear(functional.rms_norm(total, (width,), norm_weight, EPS), gates)
+    return ours, wide, [total, functional.silu(both[:, :inner]) * both[:, inner:]]
+
+
+def _experts(context: Context, m: int) -> Three:
+    hidden, inner, count, chosen = (32, 24, 4, 2) if context.rehearsal else (2048, 768, 128, 8)
+    dtype, device = context.dtype, context.device
+    x = normal(m, hidden, dtype=dtype, device=device)
+    gate_up = normal(count, 2 * inner, hidden, dtype=dtype, device=device, scale=hidden**-0.5)
+    down = normal(count, hidden, inner, dtype=dtype, device=device, scale=inner**-0.5)
+    likely, ids = torch.topk(torch.rand(m, count, device=device).softmax(-1), chosen)
+    weights = (likely / likely.sum(-1, keepdim=True)).to(dtype)
+    exact = exact_experts.mix_gated_experts(x.float(), weights.float(), ids, gate_up.float(), down.float())
+    theirs = torch.zeros(m, hidden, dtype=dtype, device=device)
+    for place in range(chosen):
+        both = torch.einsum("tik,tk->ti", gate_up[ids[:, place]], x)
+        gated = functional.silu(both[:, :inner]) * both[:, inner:]
+        theirs += torch.einsum("tki,ti->tk", down[ids[:, place]], gated) * weights[:, place, None]
+    ours = bind_experts(list(gate_up), list(down), "silu")(x, weights, ids)
+    return ours, exact, theirs
+
+
+def _alone(context: Context, n: int, k: int, *, four_bits: bool) -> tuple[Outputs, Outputs]:
+    """Every row of a full tile of 16, by itself."""
+    x, weight = _pair(context, 4 if context.rehearsal else 16, n, k)
+    packed = pack_int4(weight, 128) if four_bits else None
+
+    def multiply(rows: torch.Tensor) -> torch.Tensor:
+        return linear(rows, weight) if packed is None else linear_int4(rows, packed)
+
+    return torch.cat([multiply(x[row : row + 1]) for row in range(x.shape[0])]), multiply(x)

@@ -1,0 +1,240 @@
+"""Operations on rows against the float32 reference, beside torch's own in the same dtype; copies of blocks and step inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from bench.gpu.context import Context
+from bench.gpu.errors import Outputs, compare, equal, invariant
+from bench.gpu.inputs import FP8, normal
+from kernels.reference import blocks as exact_blocks
+from kernels.reference import decode_inputs as exact_inputs
+from kernels.reference import elementwise as exact
+from kernels.reference import norm as exact_norm
+from kernels.reference.rope_and_cache import rope_and_cache as exact_rope
+from kernels.triton import activation, blocks, decode_inputs, norm
+from kernels.triton.embedding import embed
+from kernels.triton.fp8_rows import quantize_rows_fp8
+from kernels.triton.rope_and_cache import rope_and_cache
+
+EPS = 1e-6
+Three = tuple[Outputs, Outputs, Outputs]
+Fp8Rows = tuple[torch.Tensor, torch.Tensor]
+
+
+def check(context: Context) -> None:
+    widths = [64] if context.rehearsal else [1024, 2048, 4096, 12288]
+    rows = [1, 5] if context.rehearsal else [1, 7, 17, 333]
+    sizes = [(count, width) for width in widths for count in rows]
+    inner = [48] if context.rehearsal else [3072, 8192, 14336]
+    gates = [(count, width) for width in inner for count in rows]
+
+    def cases(make: Callable[[Context, int, int], Three], over: list[tuple[int, int]]) -> list[tuple[str, Callable[[], Three]]]:
+        return [(f"{count} × {width}", lambda count=count, width=width: make(context, count, width)) for count, width in over]
+
+    compare(context, "rms norm", cases(_rms_norm, sizes))
+    compare(context, "add + rms norm", cases(_add_norm, sizes))
+    compare(context, "add + rms norm to fp8", cases(_add_norm_fp8, sizes))
+    compare(context, "quantise rows to fp8", cases(_quantise, sizes))
+    compare(context, "silu·mul", cases(_silu, gates))
+    compare(context, "silu·mul to fp8", cases(_silu_fp8, gates))
+    compare(context, "gelu·mul", cases(_gelu, gates))
+    compare(context, "embedding", cases(_embedding, sizes))
+    compare(context, "rope, QK-norm and KV write", [(f"{count} tokens", _rope_case(context, count, True, False)) for count in rows[:3]])
+    compare(context, "rope and KV write, fp8 KV", [(f"{count} tokens", _rope_case(context, count, False, True)) for count in rows[:3]])
+    invariant(context, "rms norm", [(str(width), lambda width=width: _norm_alone(context, width)) for width in widths])
+    invariant(context, "rope and KV write", [("9 tokens", lambda: _rope_alone(context))])
+    equal(context, "step inputs", [("slots", lambda: _step_inputs(context))])
+    equal(context, "block copy", [("layers", lambda: _copy(context))])
+    equal(context, "block gather and scatter", [("there and back", lambda: _stage(context))])
+
+
+def _rows(context: Context, count: int, width: int) -> torch.Tensor:
+    return normal(count, width, dtype=context.dtype, device=context.device)
+
+
+def _rms_norm(context: Context, count: int, width: int) -> Three:
+    x, weight = _rows(context, count, width), _rows(context, 1, width)[0]
+    return norm.rms_norm(x, weight, EPS), exact.rms_norm(x.float(), weight, EPS), functional.rms_norm(x, (width,), weight, EPS)
+
+
+def _add_norm(context: Context, count: int, width: int) -> Three:
+    x, residual, weight = _rows(context, count, width), _rows(context, count, width), _rows(context, 1, width)[0]
+    total = x + residual
+    theirs = (functional.rms_norm(total, (width,), weight, EPS), total)
+    wide = exact_norm.add_rms_norm(x.float(), residual.float(), weight, EPS)
+    return norm.add_rms_norm(x, residual, weight, EPS), wide, theirs
+
+
+def _add_norm_fp8(context: Context, count: int, width: int) -> Three:
+    x, residual, weight = _rows(context, count, width), _rows(context, count, width), _rows(context, 1, width)[0]
+    values, scales, _ = norm.add_rms_norm_fp8(x, residual, weight, EPS)
+    wide = exact_norm.add_rms_norm(x.float(), residual.float(), weight, EPS)[0]
+    return _wide(context, (values, scales)), wide, _torch_fp8(context, functional.rms_norm(x + residual, (width,), weight, EPS))
+
+
+def _quantise(context: Context, count: int, width: int) -> Three:
+    x = _rows(context, count, width)
+    return _wide(context, quantize_rows_fp8(x)), x.float(), _torch_fp8(context, x)
+
+
+def _silu(context: Context, count: int, width: int) -> Three:
+    x = _rows(context, count, 2 * width)
+    return activation.silu_mul(x), exact.silu_mul(x.float()), functional.silu(x[:, :width]) * x[:, width:]
+
+
+def _silu_fp8(context: Context, count: int, width: int) -> Three:
+    x = _rows(context, count, 2 * width)
+    theirs = functional.silu(x[:, :width]) * x[:, width:]
+    return _wide(context, activation.silu_mul_fp8(x)), exact.silu_mul(x.float()), _torch_fp8(context, theirs)
+
+
+def _gelu(context: Context, count: int, width: int) -> Three:
+    x = _rows(context, count, 2 * width)
+    theirs = functional.gelu(x[:, :width], approximate="tanh") * x[:, width:]
+    return activation.gelu_tanh_mul(x), exact.gelu_tanh_mul(x.float()), theirs
+
+
+def _embedding(context: Context, count: int, width: int) -> Three:
+    table = _rows(context, 97, width)
+    ids = torch.randint(0, 97, (count,), device=context.device)
+    return embed(ids, table), table.float()[ids], functional.embedding(ids, table)
+
+
+def _wide(context: Context, quantised: Fp8Rows) -> torch.Tensor:
+    """What e4m3 rows and their scales stand for, in a dtype that errors are measured in."""
+    assert quantised[0].dtype is FP8
+    del context
+    return quantised[0].float() * quantised[1]
+
+
+def _torch_fp8(context: Context, x: torch.Tensor) -> torch.Tensor:
+    """Torch's way: a pass for the largest of each row, one for the quotient."""
+    scales = x.float().abs().amax(dim=1, keepdim=True).clamp_min(1e-12) / 448
+    return _wide(context, ((x.float() / scales).to(FP8), scales))
+
+
+def _rope_inputs(context: Context, count: int, *, fp8: bool) -> dict[str, Any]:
+    heads, kv_heads, size = (4, 2, 32) if context.rehearsal else (32, 8, 128)
+    device, dtype = context.device, context.dtype
+    angles = torch.rand(count, 1, size // 2, device=device) * 6
+    cos, sin = angles.cos(), angles.sin()
+    slots = torch.randperm(count + 20, device=device)[:count]
+    slots[count // 2] = -1  # padding: nothing is written
+    return {
+        "qkv": normal(count, heads + 2 * kv_heads, size, dtype=dtype, device=device),
+        "cos": torch.cat((cos, cos), -1).to(dtype),
+        "sin": torch.cat((-sin, sin), -1).to(dtype),
+        "kv_cache": torch.zeros(count // 16 + 2, 16, 2, kv_heads, size, dtype=FP8 if fp8 else dtype, device=device),
+        "slot_mapping": slots,
+        "num_kv_heads": kv_heads,
+        "rotary_dim": size,
+    }
+
+
+def _rope_case(context: Context, count: int, normed: bool, fp8: bool) -> Callable[[], Three]:
+    def make() -> Three:
+        given = _rope_inputs(context, count, fp8=fp8)
+        size = given["rotary_dim"]
+        if normed:
+            weights = _rows(context, 2, size)
+            given |= {"q_weight": weights[0], "k_weight": weights[1], "eps": EPS}
+        if fp8:
+            given["kv_scales"] = torch.tensor([0.5, 2.0], device=context.device)
+        wide = {**given, "qkv": given["qkv"].float(), "kv_cache": torch.zeros_like(given["kv_cache"], dtype=torch.float32)}
+        exact_rope(**{**wide, "kv_scales": None})
+        if fp8:  # the reference rounds to e4m3 itself: what it writes unrounded, divided by the scales, is the exact result
+            wide["kv_cache"] = wide["kv_cache"] / given["kv_scales"].view(2, 1, 1)
+        theirs = _torch_rope({**given, "qkv": given["qkv"].clone(), "kv_cache": given["kv_cache"].clone()})
+        rope_and_cache(**given)
+        ours = [given["qkv"], given["kv_cache"].to(torch.float32 if fp8 else context.dtype)]
+        return ours, [wide["qkv"], wide["kv_cache"]], theirs
+
+    return make
+
+
+def _torch_rope(given: dict[str, Any]) -> list[torch.Tensor]:
+    """What transformers does: normalise, rotate by halves, write; all in the model's dtype."""
+    qkv, kv_heads, size = given["qkv"], given["num_kv_heads"], given["rotary_dim"]
+    heads = qkv.shape[1] - 2 * kv_heads
+    for weight, part in (("q_weight", slice(0, heads)), ("k_weight", slice(heads, heads + kv_heads))):
+        if weight in given:
+            qkv[:, part] = functional.rms_norm(qkv[:, part], (size,), given[weight], EPS)
+        x = qkv[:, part]
+        qkv[:, part] = x * given["cos"] + x.roll(size // 2, dims=-1) * given["sin"]
+    cache, slots = given["kv_cache"], given["slot_mapping"]
+    kept = slots >= 0
+    written = qkv[kept, heads:].unflatten(1, (2, kv_heads))
+    if "kv_scales" in given:
+        written = written.float() / given["kv_scales"].view(2, 1, 1)
+    flat = cache.to(torch.float32 if cache.dtype is FP8 else cache.dtype).flatten(0, 1)
+    flat[slots[kept]] = written.to(cache.dtype).to(flat.dtype)
+    return [qkv, flat.view(cache.shape)]
+
+
+def _norm_alone(context: Context, width: int) -> tuple[Outputs, Outputs]:
+    x, weight = _rows(context, 5 if context.rehearsal else 300, width), _rows(context, 1, width)[0]
+    together = norm.rms_norm(x, weight, EPS)
+    return torch.cat([norm.rms_norm(x[row : row + 1], weight, EPS) for row in (0, 3, 4)]), together[[0, 3, 4]]
+
+
+def _rope_alone(context: Context) -> tuple[Outputs, Outputs]:
+    count = 9 if context.rehearsal else 300
+    given = _rope_inputs(context, count, fp8=False)
+    alone = {**given, "qkv": given["qkv"].clone(), "kv_cache": given["kv_cache"].clone()}
+    rope_and_cache(**given)
+    for row in range(count if context.rehearsal else 12):
+        part = {name: alone[name][row : row + 1] for name in ("qkv", "cos", "sin", "slot_mapping")}
+        rope_and_cache(**{**alone, **part})
+    rows = slice(0, 9)
+    return [alone["qkv"][rows]], [given["qkv"][rows]]
+
+
+def _step_inputs(context: Context) -> tuple[Outputs, Outputs]:
+    device, lengths = context.device, torch.tensor([1, 15, 16, 17, 33, 96, 2], dtype=torch.int32)
+    columns = 8
+    held = (torch.randint(0, 1000, (7,)).to(device), lengths.to(device), torch.randperm(7 * columns).int().view(7, -1).to(device))
+    slots = torch.tensor([6, -1, 3, 0, 5, -1, 2, 1, 4], dtype=torch.int32, device=device)
+
+    def made(prepare: Callable[..., None]) -> list[torch.Tensor]:
+        wide = {name: torch.full((9,), -7, dtype=torch.int64, device=device) for name in ("token_ids", "positions", "slot_mapping")}
+        lens = torch.full((9,), -7, dtype=torch.int32, device=device)
+        tables = torch.full((9, columns), -7, dtype=torch.int32, device=device)
+        prepare(slots, *held, block_size=16, **wide, context_lens=lens, block_tables=tables)
+        return [*wide.values(), lens, tables]
+
+    return made(decode_inputs.prepare_decode), made(exact_inputs.prepare_decode)
+
+
+def _caches(context: Context) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    shape = (9, 16, 2, 2, 16)
+    return [torch.randn(shape, generator=generator).to(context.dtype).to(context.device) for _ in range(3)]
+
+
+def _copy(context: Context) -> tuple[Outputs, Outputs]:
+    made, expected = _caches(context), _caches(context)
+    ids = torch.tensor([[8, 0, 8], [3, 2, 7]], device=context.device)
+    blocks.copy_blocks(made, ids[0], ids[1])
+    exact_blocks.copy_blocks(expected, ids[0], ids[1])
+    return made, expected
+
+
+def _stage(context: Context) -> tuple[Outputs, Outputs]:
+    """Through page-locked memory on a GPU, as the host tier does."""
+    made, expected = _caches(context), _caches(context)
+    staging = torch.zeros(4, 3, *made[0].shape[1:], dtype=context.dtype, pin_memory=context.device.type == "cuda")
+    twin = torch.zeros_like(staging, device=context.device, pin_memory=False)
+    rows, sources, targets = (torch.tensor(ids, device=context.device) for ids in ([3, 0], [8, 1], [0, 5]))
+    for module, caches, buffer in ((blocks, made, staging), (exact_blocks, expected, twin)):
+        module.gather_blocks(caches, sources, buffer, rows)
+        module.scatter_blocks(caches, targets, buffer, rows)
+    if context.device.type == "cuda":
+        torch.cuda.synchronize()
+    return [*made, staging.to(context.device)], [*expected, twin]
+
+

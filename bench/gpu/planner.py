@@ -1,0 +1,85 @@
+"""What the planner's formulae say of a workload on the calibrated card: the roofline, and the prediction it gives operators.
+
+The same step-time model as the scheduler's and the simulator's (`engine.scheduling.step_time`), with nothing lost for the limit
+and with the shares that the planner expects for the prediction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from bench.gpu.context import Context
+from bench.gpu.traffic import Asked
+from engine.protocol import EngineInfo
+from engine.scheduling.step_time import DeviceSpeed, Efficiency, StepTimeModel
+from engine.simulator.models import find_model
+
+LINK = 50e9
+
+
+class Planner:
+    """Times of one model on the calibrated device."""
+
+    def __init__(self, context: Context, directory: Path, info: EngineInfo, *, expected: bool) -> None:
+        """`expected`: with the planner's shares instead of all of bandwidth and rate."""
+        shape = find_model(str(directory)).shape
+        embedding = 0 if shape.tied else shape.head_params * (4 if context.rehearsal else 2)
+        read = info.weights_bytes - embedding
+        flops = context.flops if info.quantization != "fp8" else float(context.facts.get("flops_fp8", context.flops))
+        self.read_bytes = read
+        self.model = StepTimeModel(
+            shape,
+            DeviceSpeed(bandwidth=context.bandwidth, flops=flops, link_bandwidth=LINK),
+            weight_bytes=read / (shape.num_params - (0 if shape.tied else shape.head_params)),
+            kv_bytes=1 if "fp8" in info.kv_cache_dtype else (4 if context.rehearsal else 2),
+            efficiency=None if expected else Efficiency(bandwidth=1.0, flops=1.0, host_s=0.0),
+        )
+
+    def decode_rate(self, num_requests: int, context_len: float) -> float:
+        """Tokens per second of so many requests in steady decode."""
+        step_s = self.model.step_s(
+            num_tokens=num_requests, num_rows=num_requests, context_tokens=int(num_requests * context_len), attention_pairs=0.0
+        )
+        return num_requests / step_s
+
+    def offline_rate(self, requests: Sequence[Asked], seats: int, budget: int) -> float:
+        """Output tokens per second of all of them at once, prompts in chunks beside the decodes."""
+        waiting = [[len(asked.prompt), 0, asked.num_outputs] for asked in requests]  # prompt, computed of it, outputs left
+        waiting.reverse()
+        running: list[list[int]] = []
+        seconds, tokens = 0.0, sum(asked.num_outputs for asked in requests)
+        while waiting or running:
+            while waiting and len(running) < seats:
+                running.append(waiting.pop())
+            seconds += self._step(running, budget)
+            running = [each for each in running if each[2] > 0]
+        return tokens / seconds
+
+    def _step(self, running: list[list[int]], budget: int) -> float:
+        """One step: every decode, then prompts in order while the budget lasts."""
+        decodes = [each for each in running if each[1] >= each[0]]
+        left, num_tokens, rows = budget - len(decodes), len(decodes), len(decodes)
+        seen, pairs = sum(each[1] for each in decodes), 0.0
+        for each in decodes:
+            each[1] += 1
+            each[2] -= 1
+        for each in running:
+            chunk = min(left, each[0] - each[1])
+            if chunk <= 0:
+                continue
+            pairs += chunk * (each[1] + chunk / 2)
+            seen += each[1]
+            each[1] += chunk
+            left -= chunk
+            num_tokens += chunk
+            if each[1] == each[0]:
+                rows += 1
+                each[2] -= 1
+        return self.model.step_s(num_tokens=num_tokens, num_rows=rows, context_tokens=seen, attention_pairs=pairs)
+
+    def saturated_rate(self, in_len: int, out_len: int, seats: int) -> float:
+        """Output tokens per second when each seat's next request follows at once: prefill and decode one after the other."""
+        prefill_s = self.model.token_s * in_len + self.model.pair_s * in_len * in_len / 2
+        decode_s = out_len / self.decode_rate(seats, in_len + out_len / 2)
+        return out_len / (prefill_s + decode_s)

@@ -1,0 +1,263 @@
+"""The engine as it serves: one request, many, mixed lengths, and a machine that is never empty."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from bench.gpu import traffic
+from bench.gpu.context import Context
+from bench.gpu.idle import measure_idle
+from bench.gpu.models import random_engine
+from bench.gpu.planner import Planner
+from bench.gpu.rows import Row
+from bench.gpu.timing import median
+from bench.gpu.traffic import Asked, Window
+from engine.loop import Engine
+
+MIXED_TEMPERATURE = 0.6  # as in nano-vllm's bench
+SEATS = 256
+MODEL_LEN = 4096
+
+
+def llama_8b(context: Context) -> None:
+    """Everything of one engine over Llama-3.1-8B in 16 bits."""
+    name = "llama-3.1-8b"
+    with _folder() as folder:
+        started_s = time.perf_counter()
+        with random_engine(context, folder, name, max_num_seqs=SEATS, max_model_len=MODEL_LEN) as engine:
+            start = Row(name="start of Llama-3.1-8B beyond reading weights, warm cache", value=time.perf_counter() - started_s)
+            start.note = f"{engine.info.kernels}; random weights are made meanwhile; cache of kernels filled by the warm-up"
+            context.emit(start)
+            directory = folder / f"{name}-all"
+            context.guard("planner: KV blocks", lambda: _planned_blocks(context, engine))
+            row = "Llama-3.1-8B bf16, batch 1"
+            context.guard([row, "planner: batch 1"], lambda: _batch_one(context, engine, directory, row, planned="planner: batch 1"))
+            context.guard("sizes", lambda: warm_sizes(context, engine))
+            steady = [f"Llama-3.1-8B bf16, batch {size}, 1k context" for size in (64, 256)]
+            context.guard(steady[0], lambda: _steady(context, engine, directory, 64, steady[0]))
+            profiled = ["GPU idle in steady decode, batch 256", "host critical path per step, batch 256"]
+            context.guard([steady[1], *profiled], lambda: _steady(context, engine, directory, 256, steady[1], profiled=profiled))
+            row_mixed = "Llama-3.1-8B, 256 requests of 100–1024 in and out"
+            context.guard(
+                [row_mixed, "planner: 256 mixed"],
+                lambda: _mixed(context, engine, directory, row_mixed, planned="planner: 256 mixed"),
+            )
+            context.guard("conversations", lambda: _chats(context, engine))
+
+
+def small_models(context: Context) -> None:
+    with _folder() as folder:
+        for name, title in (("qwen3-0.6b", "Qwen3-0.6B"), ("llama-3.2-1b", "Llama-3.2-1B")):
+            rows = [f"{title} bf16, batch 1"]
+            if name == "qwen3-0.6b":
+                rows.append("Qwen3-0.6B, 256 requests of 100–1024 in and out")
+            context.guard(rows, lambda name=name, rows=rows: _small(context, folder, name, rows))
+
+
+def _small(context: Context, folder: Path, name: str, rows: list[str]) -> None:
+    with random_engine(context, folder, name, max_num_seqs=SEATS, max_model_len=MODEL_LEN) as engine:
+        _batch_one(context, engine, folder / f"{name}-all", rows[0])
+        for row in rows[1:]:
+            warm_sizes(context, engine)
+            context.guard(row, lambda row=row: _mixed(context, engine, folder / f"{name}-all", row))
+
+
+def formats(context: Context) -> None:
+    """One request at a time: another model, and weights of 8 and 4 bits."""
+    cases: list[tuple[str, str, dict[str, Any]]] = [
+        ("Llama-3.1-8B fp8, batch 1", "llama-3.1-8b", {"quantization": "fp8"}),
+        ("Llama-3.1-8B int4, batch 1", "llama-3.1-8b", {"int4": True}),
+        ("Llama-3.1-8B int8, batch 1", "llama-3.1-8b", {"quantization": "int8"}),
+        ("Qwen3-8B bf16, batch 1", "qwen3-8b", {}),
+    ]
+    with _folder() as folder:
+        for row, name, options in cases:
+            context.guard(row, lambda row=row, name=name, options=options: _format(context, folder, row, name, options))
+
+
+def _format(context: Context, folder: Path, row: str, name: str, options: dict[str, Any]) -> None:
+    with random_engine(context, folder, name, max_num_seqs=8, max_model_len=MODEL_LEN, **options) as engine:
+        _batch_one(context, engine, folder / f"{name}{'-int4' if options.get('int4') else ''}-all", row)
+
+
+def saturated(context: Context) -> None:
+    """1000 in, 1000 out, and for each that ends the next one: counted over a window of the steady state."""
+    row = "Llama-3.1-8B, 1000/1000 saturated"
+    with _folder() as folder:
+        seats = context.size(512, 4)
+        with random_engine(context, folder, "llama-3.1-8b", max_num_seqs=512, max_model_len=2048) as engine:
+            context.guard(row, lambda: _saturated(context, engine, folder / "llama-3.1-8b-all", row, seats))
+
+
+def _folder() -> tempfile.TemporaryDirectory[str] | Any:
+    class Folder(tempfile.TemporaryDirectory[str]):
+        def __enter__(self) -> Path:  # type: ignore[override]
+            return Path(super().__enter__())
+
+    return Folder()
+
+
+def warm_sizes(context: Context, engine: Engine) -> None:
+    """Every size of a decode step once: requests end eight at a time, so that no timed run captures a graph."""
+    numbers = _numbers(1)
+    seats = context.size(SEATS, 4)
+    requests = [Asked(traffic.prompt(numbers, 8, engine.info.vocab_size), 2 + place // 8) for place in range(seats)]
+    traffic.run(engine, requests, temperature=MIXED_TEMPERATURE, label="w")
+    long = [Asked(traffic.prompt(numbers, context.size(1000, 20), engine.info.vocab_size), 2)] * context.size(12, 2)
+    traffic.run(engine, long, temperature=MIXED_TEMPERATURE, label="v")
+
+
+def _numbers(seed: int) -> Any:
+    import random  # noqa: PLC0415
+
+    return random.Random(seed)
+
+
+def _batch_one(context: Context, engine: Engine, directory: Path, name: str, *, planned: str | None = None) -> None:
+    """One request of 128 tokens; the time between its first token and its last."""
+    in_len, out_len, samples = context.size(128, 5), context.size(257, 4), []
+    returned, before = 0, engine.status().generation_tokens_total
+    for sample in range(context.size(4, 2)):
+        submit = Asked(traffic.prompt(_numbers(sample), in_len, engine.info.vocab_size), out_len)
+        traffic.submit(engine, f"one{sample}", submit)
+        first = traffic.steps(engine, lambda window: sum(window.tokens) > 0)
+        rest = traffic.steps(engine, lambda _: False)
+        returned += sum(first.tokens) + sum(rest.tokens)
+        if sample:  # the first one warms up
+            samples.append(rest.rate)
+    limit = Planner(context, directory, engine.info, expected=False)
+    row = Row(name=name, value=median(samples), samples=samples, returned=returned)
+    row.counted = engine.status().generation_tokens_total - before
+    row.limit = limit.decode_rate(1, in_len + out_len / 2)
+    row.facts = {"bytes_per_step": limit.read_bytes, "quantization": engine.info.quantization, "kernels": engine.info.kernels}
+    context.emit(row)
+    if planned is not None:
+        expected = Planner(context, directory, engine.info, expected=True).decode_rate(1, in_len + out_len / 2)
+        context.emit(_off(planned, expected, median(samples)))
+
+
+def _off(name: str, predicted: float, measured: float) -> Row:
+    row = Row(name=name, value=100 * abs(predicted / measured - 1), facts={"predicted": predicted, "measured": measured})
+    row.note = f"predicted {predicted:.1f}, measured {measured:.1f} tokens/s"
+    return row
+
+
+def _planned_blocks(context: Context, engine: Engine) -> None:
+    """What was predicted before loading against the blocks that there are."""
+    part = next(part for part in engine.info.memory if part.name == "kv_cache")
+    measured = engine.info.kv_bytes
+    row = Row(name="planner: KV blocks", value=100 * abs(part.predicted_bytes / measured - 1))
+    row.facts = {each.name: [each.predicted_bytes, each.measured_bytes] for each in engine.info.memory}
+    row.note = f"{engine.info.num_kv_blocks} blocks of {engine.info.block_size}"
+    context.emit(row)
+
+
+def _steady(
+    context: Context, engine: Engine, directory: Path, num_requests: int, name: str, *, profiled: list[str] | None = None
+) -> None:
+    """All decode and none arrives; contexts of about 1k."""
+    num_requests = context.size(num_requests, 3)
+    in_len, num_steps = context.size(960, 6), context.size(64, 3)
+    numbers, vocab = _numbers(2), engine.info.vocab_size
+    out_len = (5 if profiled else 2) * num_steps + 20 + num_requests // 4
+    for number in range(num_requests):
+        traffic.submit(engine, f"s{number}", Asked(traffic.prompt(numbers, in_len, vocab), out_len))
+    traffic.steps(engine, lambda window: bool(window.tokens) and window.tokens[-1] == num_requests)
+    window = traffic.steps(engine, _times(num_steps))
+    row = Row(name=name, value=window.rate, samples=[tokens / s for tokens, s in zip(window.tokens, window.step_s, strict=True)])
+    row.limit = Planner(context, directory, engine.info, expected=False).decode_rate(num_requests, in_len + num_steps)
+    row.facts = {"step_ms": median(window.step_s) * 1e3}
+    context.emit(row)
+    if profiled is not None:
+        context.guard(profiled[1], lambda: _host(context, profiled[1], window))
+        context.guard(profiled[0], lambda: _idle(context, profiled[0], engine, num_steps))
+    for number in range(num_requests):
+        engine.abort(f"s{number}")
+    traffic.steps(engine, lambda _: False)
+
+
+def _times(num_steps: int) -> Callable[[Window], bool]:
+    return lambda window: len(window.step_s) >= num_steps
+
+
+def _host(context: Context, name: str, window: Window) -> None:
+    """The thread's CPU clock stands still while it waits for the device, so what it counts is work between two launches."""
+    samples = [1e6 * cpu_s for cpu_s in window.cpu_s]
+    row = Row(name=name, value=median(samples), samples=samples, facts={"p99_us": sorted(samples)[int(0.99 * len(samples))]})
+    row.note = "CPU time of engine.step(): plan, launch, booking, events; waiting for the device sleeps"
+    context.emit(row)
+
+
+def _idle(context: Context, name: str, engine: Engine, num_steps: int) -> None:
+    idle = measure_idle(lambda: traffic.steps(engine, _times(num_steps)), context.device)
+    row = Row(name=name, value=100 * idle.share, facts={"kernels": idle.top, "span_us": idle.span_us})
+    row.facts |= {"long_gaps_percent": 100 * idle.long, "longest_gap_us": idle.longest_us, "num_kernels": idle.num_kernels}
+    row.note = f"gaps above 5 µs alone: {100 * idle.long:.2f} %; {idle.num_kernels} kernels; the profiler itself widens gaps"
+    context.emit(row)
+
+
+def _mixed(context: Context, engine: Engine, directory: Path, name: str, *, planned: str | None = None) -> None:
+    """256 requests of 100 to 1024 tokens in and out, all at once: nano-vllm's bench."""
+    vocab = engine.info.vocab_size
+    requests = traffic.uniform(256, 100, 1024, vocab) if not context.rehearsal else traffic.uniform(6, 3, 12, vocab)
+    came = traffic.run(engine, requests, temperature=MIXED_TEMPERATURE, label="m")
+    row = Row(name=name, value=came.rate, samples=[came.rate], counted=came.counted, returned=came.returned)
+    seats, budget = context.size(SEATS, 4), context.size(8192, 32)
+    row.limit = Planner(context, directory, engine.info, expected=False).offline_rate(requests, seats, budget)
+    row.facts = {"wall_s": came.wall_s, "preemptions": engine.status().preemptions_total}
+    context.emit(row)
+    if planned is not None:
+        expected = Planner(context, directory, engine.info, expected=True).offline_rate(requests, seats, budget)
+        context.emit(_off(planned, expected, came.rate))
+
+
+def _chats(context: Context, engine: Engine) -> None:
+    """What the peers are compared with: lengths of conversations, more of them than seats."""
+    requests = traffic.chats(context.size(512, 6), context.size(1024, 10), engine.info.vocab_size)
+    came = traffic.run(engine, requests, label="c")
+    row = Row(name="Llama-3.1-8B, conversations", value=came.rate, counted=came.counted, returned=came.returned)
+    row.facts = {"wall_s": came.wall_s, "requests": len(requests)}
+    context.emit(row)
+    context.tell(chats_rate=came.rate)
+
+
+def _saturated(context: Context, engine: Engine, directory: Path, name: str, seats: int) -> None:
+    """The first requests have outputs of every length up to the whole, so that they end as if it had always been so."""
+    in_len, out_len = (8, 12) if context.rehearsal else (1000, 1000)
+    window_s = 0.3 if context.rehearsal else 22.0
+    numbers, vocab, fresh = _numbers(3), engine.info.vocab_size, count()
+
+    def next_one(length: int) -> None:
+        traffic.submit(engine, f"f{next(fresh)}", Asked(traffic.prompt(numbers, in_len, vocab), max(2, length)),
+                       temperature=MIXED_TEMPERATURE)  # fmt: skip
+
+    for place in range(seats):
+        next_one(out_len * (place + 1) // seats)
+    started = traffic.steps(engine, lambda window: bool(window.tokens) and window.tokens[-1] >= 0.9 * seats,
+                            ended=lambda _: next_one(out_len))  # fmt: skip
+    end_s = time.perf_counter() + min(window_s, max(2.0, context.left_s - 6))
+    before = engine.status()
+    window = traffic.steps(engine, lambda _: time.perf_counter() > end_s, ended=lambda _: next_one(out_len))
+    after = engine.status()
+    row = Row(name=name, value=window.rate, returned=sum(window.tokens))
+    row.counted = after.generation_tokens_total - before.generation_tokens_total
+    half = len(window.tokens) // 2
+    row.samples = [sum(t) / sum(s) for t, s in ((window.tokens[:half], window.step_s[:half]), (window.tokens[half:], window.step_s[half:])) if t]
+    row.limit = Planner(context, directory, engine.info, expected=False).saturated_rate(in_len, out_len, seats)
+    row.facts = {
+        "seats": seats, "window_s": sum(window.step_s), "filled_s": sum(started.step_s),
+        "prompt_tokens": after.prompt_tokens_total - before.prompt_tokens_total,
+        "preemptions": after.preemptions_total - before.preemptions_total,
+        "kv_used_percent": 100 * after.kv_blocks_used / after.kv_blocks_total, "running": after.num_running,
+    }  # fmt: skip
+    row.note = f"{seats} seats, window of {sum(window.step_s):.0f} s; the limit is serial: prefill, then decode"
+    context.emit(row)
+    engine.abort_all()
+
+
+__all__ = ["formats", "llama_8b", "saturated", "small_models", "warm_sizes"]

@@ -1,0 +1,110 @@
+"""What one long prompt does to those who decode, and what a cached prefix saves."""
+
+from __future__ import annotations
+
+import random
+import tempfile
+import time
+from pathlib import Path
+
+from bench.gpu import traffic
+from bench.gpu.context import Context
+from bench.gpu.models import random_engine
+from bench.gpu.rows import Row
+from bench.gpu.timing import median
+from bench.gpu.traffic import Asked
+from engine.loop import Engine
+
+TARGET_MS = 18.0
+"""`inter_token_target_ms` of the engine: how long a step may keep decoders waiting."""
+GAP = "32k prompt among 64 decoders: largest gap"
+TTFT = "32k prompt among 64 decoders: its TTFT"
+CACHED = "32k cached prefix + 128 new tokens: TTFT against cold"
+
+
+def latency(context: Context) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        options = {"max_num_seqs": 72, "max_model_len": 34_816, "inter_token_target_ms": TARGET_MS}
+        with random_engine(context, Path(folder), "llama-3.1-8b", **options) as engine:
+            context.guard("warm", lambda: _warm(context, engine))
+            context.guard(CACHED, lambda: _cached(context, engine))
+            context.guard([GAP, TTFT], lambda: _among_decoders(context, engine))
+
+
+def _long(context: Context, seed: int, engine: Engine, extra: int = 0) -> tuple[int, ...]:
+    return traffic.prompt(random.Random(seed), context.size(32_768, 32) + extra, engine.info.vocab_size)
+
+
+def _warm(context: Context, engine: Engine) -> None:
+    """A whole long prompt and chunks of it beside decodes, so that nothing is compiled or captured later."""
+    numbers, vocab = random.Random(8), engine.info.vocab_size
+    for number in range(context.size(64, 2)):
+        traffic.submit(engine, f"w{number}", Asked(traffic.prompt(numbers, 8, vocab), context.size(30 + 2 * (number // 8), 4)))
+    traffic.steps(engine, lambda window: len(window.step_s) >= 4)
+    traffic.submit(engine, "warm", Asked(_long(context, 99, engine), 2))
+    traffic.steps(engine, lambda _: False)
+
+
+def _ttft(engine: Engine, name: str, prompt: tuple[int, ...]) -> float:
+    started_s = time.perf_counter()
+    traffic.submit(engine, name, Asked(prompt, 2))
+    traffic.steps(engine, lambda window: sum(window.tokens) > 0)
+    taken_s = time.perf_counter() - started_s
+    traffic.steps(engine, lambda _: False)
+    return taken_s
+
+
+def _cached(context: Context, engine: Engine) -> None:
+    numbers, vocab = random.Random(4), engine.info.vocab_size
+    cold, warm = [], []
+    for turn in range(context.size(3, 1)):
+        prefix = _long(context, 10 + turn, engine)
+        cold.append(_ttft(engine, f"cold{turn}", prefix))
+        warm.append(_ttft(engine, f"warm{turn}", prefix + traffic.prompt(numbers, context.size(128, 4), vocab)))
+    ratios = [one / other for one, other in zip(cold, warm, strict=True)]
+    row = Row(name=CACHED, value=median(ratios), samples=ratios, facts={"cold_s": cold, "cached_s": warm})
+    row.note = f"cold {median(cold) * 1e3:.0f} ms, cached {median(warm) * 1e3:.1f} ms"
+    context.emit(row)
+
+
+def _among_decoders(context: Context, engine: Engine) -> None:
+    decoders, numbers, vocab = context.size(64, 2), random.Random(6), engine.info.vocab_size
+    in_len, out_len = context.size(128, 4), context.size(3000, 24)
+    for number in range(decoders):
+        traffic.submit(engine, f"d{number}", Asked(traffic.prompt(numbers, in_len, vocab), out_len))
+    traffic.steps(engine, lambda window: bool(window.tokens) and window.tokens[-1] == decoders)
+    calm = traffic.steps(engine, lambda window: len(window.step_s) >= context.size(40, 3))
+    gaps, ttft_s = _gaps(engine, _long(context, 55, engine))
+    engine.abort_all()
+    traffic.steps(engine, lambda _: False)
+    row = Row(name=GAP, value=max(gaps) * 1e3, samples=[gap * 1e3 for gap in sorted(gaps)[-50:]])
+    row.facts = {"calm_step_ms": median(calm.step_s) * 1e3, "p50_ms": median(gaps) * 1e3, "target_ms": TARGET_MS, "gaps": len(gaps)}
+    row.note = f"inter_token_target_ms={TARGET_MS:g}; without the prompt a step takes {median(calm.step_s) * 1e3:.1f} ms"
+    context.emit(row)
+    context.emit(Row(name=TTFT, value=ttft_s, samples=[ttft_s]))
+
+
+def _gaps(engine: Engine, prompt: tuple[int, ...]) -> tuple[list[float], float]:
+    """Gaps between tokens of every decoder from the arrival of the prompt to its second token, and the time to its first."""
+    last: dict[str, float] = {}
+    gaps: list[float] = []
+    came_s: float | None = None
+    for event in engine.step():
+        last[event.request_id] = time.perf_counter()
+    arrived_s = time.perf_counter()
+    traffic.submit(engine, "long", Asked(prompt, 2))
+    while engine.has_requests:
+        events, now_s = engine.step(), time.perf_counter()
+        for event in events:
+            if event.error is not None:
+                raise RuntimeError(f"request {event.request_id} failed: {event.error}")
+            if event.request_id == "long":
+                came_s = now_s - arrived_s if came_s is None and event.token_ids else came_s
+                if event.finish_reason is not None:
+                    assert came_s is not None, "the long prompt ended without a token"
+                    return gaps, came_s
+            elif event.token_ids:
+                if event.request_id in last:
+                    gaps.append(now_s - last[event.request_id])
+                last[event.request_id] = now_s
+    raise RuntimeError("everything ended before the long prompt did")

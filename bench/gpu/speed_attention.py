@@ -1,0 +1,172 @@
+"""Attention over pages by the clock: bytes of keys and values that a step must read, over the calibrated bandwidth.
+
+Caches are taken in turn, so that together they are far larger than the second-level cache, and 8 GB where the row says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+import torch
+from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from bench.gpu.context import Context
+from bench.gpu.inputs import FP8, Pages, gathered, make_pages, normal, queries
+from bench.gpu.rows import Row
+from bench.gpu.timing import median, seconds
+from kernels.attention_rows import AttentionShape
+from kernels.triton.attention_decode import decode_workspace, paged_decode
+from kernels.triton.attention_prefill import paged_prefill
+
+LLAMA, SLIM, QWEN = AttentionShape(16, 32, 8, 128), AttentionShape(16, 32, 8, 64), AttentionShape(16, 16, 8, 128)
+TINY = AttentionShape(16, 4, 2, 32)
+BACKENDS = {
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "math": SDPBackend.MATH,
+}
+
+
+def measure(context: Context) -> None:
+    name = "decode 32/8 heads of 128, 256 × 1k, 8 GB of KV"
+    context.guard(name, lambda: _decode_row(context, name, LLAMA, [1024] * 256, copies=8, peer=True))
+    other = "decode 32/8 heads of 128, 64 × 4k, 8 GB of KV"
+    context.guard(other, lambda: _decode_row(context, other, LLAMA, [4096] * 64, copies=8))
+    context.guard("decode 1 × 32k", lambda: _decode_row(context, "decode 1 × 32k", LLAMA, [32_768], copies=8))
+    for label, shape in (("32/8 heads of 64", SLIM), ("16/8 heads of 128", QWEN)):
+        row = f"decode {label}, 256 × 1k"
+        context.guard(row, lambda row=row, shape=shape: _decode_row(context, row, shape, [1024] * 256, copies=2))
+    context.guard("decode 1 × 128k + 31 × 4k", lambda: _skewed(context))
+    context.guard("decode with fp8 KV, 256 × 1k", lambda: _fp8(context))
+    context.guard("prefill 8k, head 128, against the best SDPA", lambda: _prefill(context))
+
+
+def _batch(context: Context, lengths: Sequence[int]) -> list[int]:
+    """The lengths, or of a rehearsal three that are as unequal."""
+    return [max(1, length // 1024) for length in lengths[:3]] if context.rehearsal else list(lengths)
+
+
+def _shape(context: Context, shape: AttentionShape) -> AttentionShape:
+    return TINY if context.rehearsal else shape
+
+
+def decode_seconds(
+    context: Context, shape: AttentionShape, lengths: Sequence[int], *, copies: int, fp8: bool = False
+) -> tuple[list[float], Pages]:
+    """Samples of one decode, and the last of the caches."""
+    held = [
+        make_pages(lengths, shape, dtype=FP8 if fp8 else context.dtype, device=context.device)
+        for _ in range(1 if context.rehearsal else copies)
+    ]
+    scales = torch.ones(2, device=context.device) if fp8 else None
+    q = queries(held[0], len(lengths), context.dtype)
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    width = held[0].tables.shape[1]
+    workspace = decode_workspace(shape, len(lengths), width, held[0].cache.dtype, context.device)
+
+    def call(pages: Pages) -> Callable[[], object]:
+        return lambda: paged_decode(
+            q, pages.cache, pages.tables, pages.context_lens, shape, kv_scales=scales, out=out, workspace=workspace
+        )
+
+    return seconds([call(pages) for pages in held], context.device), held[-1]
+
+
+def _decode_row(
+    context: Context, name: str, shape: AttentionShape, lengths: Sequence[int], *, copies: int, peer: bool = False
+) -> None:
+    lengths = _batch(context, lengths)
+    taken, pages = decode_seconds(context, _shape(context, shape), lengths, copies=copies)
+    rates = [pages.kv_bytes / taken_s / 1e9 for taken_s in taken]
+    row = Row(name=name, value=median(rates), limit=context.bandwidth / 1e9, samples=rates)
+    row.facts = {"us": median(taken) * 1e6, "kv_bytes": pages.kv_bytes, "caches": copies}
+    if peer:
+        with suppress(RuntimeError):
+            row.peer, row.peer_name = pages.kv_bytes / _torch_decode(context, pages) / 1e9, "torch SDPA, unpaged, one cache"
+    context.emit(row)
+
+
+def _torch_decode(context: Context, pages: Pages) -> float:
+    """Seconds of torch's attention over keys and values that lie together, all requests of one length."""
+    if len(set(pages.lengths)) > 1:
+        raise RuntimeError("torch's has no lengths of their own")
+    pairs = [gathered(pages, request) for request in range(len(pages.lengths))]
+    keys, values = torch.cat([pair[0] for pair in pairs]).contiguous(), torch.cat([pair[1] for pair in pairs]).contiguous()
+    q = queries(pages, len(pages.lengths), context.dtype).unsqueeze(2)
+    attend = functional.scaled_dot_product_attention
+    return median(seconds([lambda: attend(q, keys, values, enable_gqa=True)], context.device))
+
+
+def _skewed(context: Context) -> None:
+    """One long request among short ones against as many tokens in equal parts, by turns."""
+    skewed = [131_072] + [4096] * 31
+    uniform = [sum(skewed) // 32] * 32
+    shape, times = _shape(context, LLAMA), {"skewed": [0.0], "uniform": [0.0]}
+    for name, lengths in (("skewed", skewed), ("uniform", uniform)):
+        times[name], pages = decode_seconds(context, shape, _batch(context, lengths), copies=2)
+        context.facts[f"bytes {name}"] = pages.kv_bytes
+        del pages
+    ratios = [one / other for one, other in zip(times["skewed"], times["uniform"], strict=True)]
+    row = Row(name="decode 1 × 128k + 31 × 4k", value=median(times["skewed"]) / median(times["uniform"]), samples=ratios)
+    row.facts = {"us_skewed": median(times["skewed"]) * 1e6, "us_uniform": median(times["uniform"]) * 1e6}
+    context.emit(row)
+
+
+def _fp8(context: Context) -> None:
+    shape, lengths = _shape(context, LLAMA), _batch(context, [1024] * 256)
+    whole, pages = decode_seconds(context, shape, lengths, copies=8)
+    del pages
+    halved, pages = decode_seconds(context, shape, lengths, copies=8, fp8=True)
+    row = Row(name="decode with fp8 KV, 256 × 1k", value=median(whole) / median(halved))
+    row.samples = [one / other for one, other in zip(whole, halved, strict=True)]
+    rate = pages.kv_bytes / median(halved) / 1e9
+    row.facts = {"us_bf16": median(whole) * 1e6, "us_fp8": median(halved) * 1e6, "gb_per_s": rate}
+    row.note = f"{rate:.0f} GB/s, {rate * 1e9 / context.bandwidth:.2f} of bandwidth"
+    context.emit(row)
+
+
+def _prefill(context: Context) -> None:
+    """One prompt of 8k; causal operations: two products of half a square for each query head."""
+    shape, length = _shape(context, LLAMA), context.size(8192, 20)
+    pages = make_pages([length], shape, dtype=context.dtype, device=context.device)
+    q = queries(pages, length, context.dtype)
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    starts = torch.tensor([0, length], dtype=torch.int32, device=context.device)
+    given = (pages.cache, pages.tables, starts, pages.context_lens, shape)
+    taken = seconds([lambda: paged_prefill(q, *given, max_query_len=length, out=out)], context.device)
+    flops = 2 * shape.num_heads * shape.head_dim * length**2
+    peers = _torch_prefill(context, shape, length)
+    best = min(peers, key=lambda name: peers[name])
+    rates = [flops / taken_s / 1e12 for taken_s in taken]
+    row = Row(name="prefill 8k, head 128, against the best SDPA", value=median(rates), limit=context.flops / 1e12, samples=rates)
+    row.peer, row.peer_name = flops / peers[best] / 1e12, f"torch SDPA {best}, unpaged"
+    row.facts = {"us": median(taken) * 1e6, "us_sdpa": {name: taken_s * 1e6 for name, taken_s in peers.items()}}
+    row.note = f"best SDPA: {best}; stretch also asks for 550 TFLOP/s"
+    context.emit(row)
+
+
+def _torch_prefill(context: Context, shape: AttentionShape, length: int) -> dict[str, float]:
+    """Seconds of every backend that takes it; keys and values are given for each query head where a backend wants that."""
+
+    def heads(count: int) -> torch.Tensor:
+        return normal(1, count, length, shape.head_dim, dtype=context.dtype, device=context.device)
+
+    q, k, v = heads(shape.num_heads), heads(shape.num_kv_heads), heads(shape.num_kv_heads)
+    group = shape.num_heads // shape.num_kv_heads
+    wide = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+    attend = functional.scaled_dot_product_attention
+    found = {}
+    for name, backend in BACKENDS.items():
+        if name == "math" and not context.rehearsal:
+            continue  # a matrix of 8k · 8k for each head: never the best
+        for label, keys, values in (("", k, v), (" with repeated heads", *wide)):
+            with suppress(RuntimeError), sdpa_kernel(backend):
+                gqa = keys is k
+                call = lambda keys=keys, values=values, gqa=gqa: attend(q, keys, values, is_causal=True, enable_gqa=gqa)  # noqa: E731
+                found[name + label] = median(seconds([call], context.device))
+    if not found:
+        raise RuntimeError("no backend of torch's attention takes this shape")
+    return found

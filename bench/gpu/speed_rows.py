@@ -1,0 +1,125 @@
+"""Operations on rows by the clock: bytes that must be read and written, over the calibrated bandwidth; and the sampler."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from bench.gpu.check_sampling import columns_of
+from bench.gpu.context import Context
+from bench.gpu.inputs import normal
+from bench.gpu.rows import Row
+from bench.gpu.timing import Call, median, seconds
+from kernels.triton.activation import silu_mul
+from kernels.triton.blocks import copy_blocks
+from kernels.triton.experts import bind_experts
+from kernels.triton.norm import add_rms_norm
+from kernels.triton.rope_and_cache import rope_and_cache
+from kernels.triton.sampling import sample, sampling_workspace
+
+COPIES = 4
+"""Inputs in turn, for what would fit into the second-level cache alone."""
+
+
+def measure(context: Context) -> None:
+    for name, make in (
+        ("add + rms norm, 8k rows", _add_norm),
+        ("rope and KV write, 8k rows", _rope),
+        ("silu·mul, 8k rows", _silu),
+        ("experts of Qwen3-30B-A3B, 64 tokens", _experts),
+        ("block copy, 4096 blocks", _copy),
+    ):
+        context.guard(name, lambda name=name, make=make: _bytes_row(context, name, make))
+    names = ["sample top-k top-p, 256 × 128k", "sample top-k top-p against torch's sort"]
+    context.guard(names, lambda: _sampler(context, *names))
+
+
+def _bytes_row(context: Context, name: str, make: Callable[[Context], tuple[Call, int]]) -> None:
+    made = [make(context) for _ in range(1 if context.rehearsal else COPIES)]
+    taken = seconds([call for call, _ in made], context.device)
+    rates = [made[0][1] / taken_s / 1e9 for taken_s in taken]
+    row = Row(name=name, value=median(rates), limit=context.bandwidth / 1e9, samples=rates)
+    row.facts = {"us": median(taken) * 1e6, "bytes": made[0][1]}
+    context.emit(row)
+
+
+def _add_norm(context: Context) -> tuple[Call, int]:
+    rows, width = context.size(8192, 4), context.size(4096, 64)
+    x, residual, normed, total = (normal(rows, width, dtype=context.dtype, device=context.device) for _ in range(4))
+    weight = normal(width, dtype=context.dtype, device=context.device)
+    return lambda: add_rms_norm(x, residual, weight, 1e-6, out=(normed, total)), 4 * x.nbytes
+
+
+def _silu(context: Context) -> tuple[Call, int]:
+    rows, inner = context.size(8192, 4), context.size(14_336, 48)
+    x = normal(rows, 2 * inner, dtype=context.dtype, device=context.device)
+    out = torch.empty(rows, inner, dtype=context.dtype, device=context.device)
+    return lambda: silu_mul(x, out=out), x.nbytes + out.nbytes
+
+
+def _rope(context: Context) -> tuple[Call, int]:
+    rows, heads, kv_heads, size = (6, 4, 2, 32) if context.rehearsal else (8192, 32, 8, 128)
+    device, dtype = context.device, context.dtype
+    qkv = normal(rows, heads + 2 * kv_heads, size, dtype=dtype, device=device, scale=0.1)
+    angles = torch.rand(rows, 1, size // 2, device=device) * 6
+    cos = torch.cat((angles.cos(), angles.cos()), -1).to(dtype)
+    sin = torch.cat((-angles.sin(), angles.sin()), -1).to(dtype)
+    cache = torch.zeros(rows // 16 + 1, 16, 2, kv_heads, size, dtype=dtype, device=device)
+    slots = torch.randperm(rows, device=device)
+    token = size * qkv.element_size()
+    moved = rows * (token * (heads + 2 * kv_heads) + token * (heads + kv_heads) + token * 2 * kv_heads + 2 * token)
+    call = lambda: rope_and_cache(qkv, cos, sin, cache, slots, num_kv_heads=kv_heads, rotary_dim=size)  # noqa: E731
+    return call, moved
+
+
+def _copy(context: Context) -> tuple[Call, int]:
+    count = context.size(4096, 3)
+    cache = normal(2 * count, 16, 2, *((2, 16) if context.rehearsal else (8, 128)), dtype=context.dtype, device=context.device)
+    order = torch.randperm(2 * count, device=context.device)
+    return lambda: copy_blocks([cache], order[:count], order[count:]), 2 * count * cache[0].nbytes
+
+
+def _experts(context: Context) -> tuple[Call, int]:
+    """64 tokens choose 8 of 128: nearly every expert is read. Its bytes are those of the experts that were chosen at all."""
+    tokens, hidden, inner, count, chosen = (3, 32, 24, 4, 2) if context.rehearsal else (64, 2048, 768, 128, 8)
+    dtype, device = context.dtype, context.device
+    gate_up = normal(count, 2 * inner, hidden, dtype=dtype, device=device, scale=hidden**-0.5)
+    down = normal(count, hidden, inner, dtype=dtype, device=device, scale=inner**-0.5)
+    x = normal(tokens, hidden, dtype=dtype, device=device)
+    likely, ids = torch.topk(torch.rand(tokens, count, device=device).softmax(-1), chosen)
+    weights = (likely / likely.sum(-1, keepdim=True)).to(dtype)
+    mix = bind_experts(list(gate_up), list(down), "silu")
+    return lambda: mix(x, weights, ids), int(ids.unique().numel()) * (gate_up[0].nbytes + down[0].nbytes)
+
+
+def _sampler(context: Context, name: str, against: str) -> None:
+    rows, vocab = context.size(256, 3), context.size(128_256, 700)
+    device = context.device
+    logits = normal(rows, vocab, dtype=torch.float32, device=device, scale=2.0)
+    columns = columns_of([{"top_k": 50, "top_p": 0.9, "temperature": 0.8}] * rows, vocab, device)
+    slots, positions = torch.arange(rows, dtype=torch.int32, device=device), torch.arange(rows, device=device)
+    workspace, out = sampling_workspace(rows, vocab, device), torch.empty(rows, dtype=torch.int64, device=device)
+    call = lambda: sample(logits, slots, positions, columns, out=out, workspace=workspace)  # noqa: E731
+    taken = [1e6 * taken_s for taken_s in seconds([call], device)]
+    limit = logits.nbytes / context.bandwidth * 1e6
+    row = Row(name=name, value=median(taken), limit=limit, samples=taken)
+    row.note = "logits of a deviation of 2, top-k 50, top-p 0.9; the limit is one pass over the logits"
+    variants = {"greedy": {"temperature": 0.0}, "plain": {}, "top_p_0.95": {"top_p": 0.95}, "min_p": {"min_p": 0.05}}
+    for label, settings in variants.items():
+        chosen = columns_of([settings] * rows, vocab, device)
+        use = lambda chosen=chosen: sample(logits, slots, positions, chosen, out=out, workspace=workspace)  # noqa: E731
+        row.facts[f"us_{label}"] = median(seconds([use], device, samples=3)) * 1e6
+    context.emit(row)
+    theirs = median(seconds([lambda: _sorted_sample(logits)], device, samples=3, captured=False)) * 1e6
+    context.emit(Row(name=against, value=1 / median(taken), peer=1 / theirs, peer_name="sort, cumsum, multinomial",
+                     facts={"us": median(taken), "us_sort": theirs}))  # fmt: skip
+
+
+def _sorted_sample(logits: torch.Tensor) -> torch.Tensor:
+    """The common way with torch alone."""
+    ordered, ids = (logits / 0.8).sort(dim=-1, descending=True)
+    ordered[:, 50:] = float("-inf")
+    likely = ordered.softmax(dim=-1)
+    likely[likely.cumsum(dim=-1) - likely > 0.9] = 0.0
+    return ids.gather(1, torch.multinomial(likely, 1))

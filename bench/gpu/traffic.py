@@ -1,0 +1,123 @@
+"""Requests for engines, and what came of them: every token with its time, counted by the caller and by the engine."""
+
+from __future__ import annotations
+
+import random
+import time
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from engine.loop import Engine
+from engine.protocol import GenerationRequest, SamplingParams
+
+# Percentiles of a ShareGPT sample, in tokens: those of bench/engine_cpu.py, not divided.
+PERCENTILES = (0, 10, 25, 50, 75, 90, 97)
+PROMPT_LENS = (4, 9, 15, 36, 163, 842, 1800)
+OUTPUT_LENS = (8, 39, 134, 281, 450, 685, 860)
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """One request: prompt tokens and how many to generate."""
+
+    prompt: tuple[int, ...]
+    num_outputs: int
+
+
+@dataclass(slots=True)
+class Came:
+    """What a run gave. `returned` are tokens that events carried, `counted` what the engine's totals say."""
+
+    wall_s: float = 0.0
+    returned: int = 0
+    counted: int = 0
+    wrong: list[str] = field(default_factory=list)
+
+    @property
+    def rate(self) -> float:
+        return self.returned / self.wall_s
+
+
+def prompt(numbers: random.Random, length: int, vocab: int) -> tuple[int, ...]:
+    return tuple(numbers.choices(range(3, vocab), k=length))
+
+
+def uniform(count: int, low: int, high: int, vocab: int, *, seed: int = 0) -> list[Asked]:
+    """Lengths in and out drawn evenly, as nano-vllm's bench does (256, 100 to 1024)."""
+    numbers = random.Random(seed)
+    prompts = [prompt(numbers, numbers.randint(low, high), vocab) for _ in range(count)]
+    return [Asked(each, numbers.randint(low, high)) for each in prompts]
+
+
+def chats(count: int, longest: int, vocab: int, *, seed: int = 5) -> list[Asked]:
+    """Lengths of conversations, by the percentiles above; none longer than `longest`, in and out."""
+    numbers = random.Random(seed)
+
+    def length(values: Sequence[int]) -> int:
+        at = numbers.uniform(0, PERCENTILES[-1])
+        upper = next(i for i, percentile in enumerate(PERCENTILES) if at <= percentile and i)
+        share = (at - PERCENTILES[upper - 1]) / (PERCENTILES[upper] - PERCENTILES[upper - 1])
+        return max(2, min(longest, round(values[upper - 1] + (values[upper] - values[upper - 1]) * share)))
+
+    return [Asked(prompt(numbers, length(PROMPT_LENS), vocab), length(OUTPUT_LENS)) for _ in range(count)]
+
+
+def submit(engine: Engine, name: str, asked: Asked, *, temperature: float = 0.0) -> None:
+    sampling = SamplingParams(
+        temperature=temperature, max_tokens=asked.num_outputs, ignore_eos=True, seed=zlib.crc32(name.encode())
+    )
+    wanted = GenerationRequest(request_id=name, tenant_id="bench", prompt_token_ids=list(asked.prompt), sampling=sampling)
+    for event in engine.submit(wanted):
+        raise RuntimeError(f"request {name} was refused: {event.error}")
+
+
+def run(engine: Engine, requests: Sequence[Asked], *, temperature: float = 0.0, label: str = "r") -> Came:
+    """All at once, to the end."""
+    came, before = Came(), engine.status().generation_tokens_total
+    started_s = time.perf_counter()
+    lengths: dict[str, int] = {}
+    for number, asked in enumerate(requests):
+        submit(engine, f"{label}{number}", asked, temperature=temperature)
+    while engine.has_requests:
+        for event in engine.step():
+            if event.error is not None:
+                raise RuntimeError(f"request {event.request_id} failed: {event.error}")
+            came.returned += len(event.token_ids)
+            lengths[event.request_id] = lengths.get(event.request_id, 0) + len(event.token_ids)
+    came.wall_s = time.perf_counter() - started_s
+    came.counted = engine.status().generation_tokens_total - before
+    came.wrong = [f"{label}{n}" for n, asked in enumerate(requests) if lengths.get(f"{label}{n}") != asked.num_outputs]
+    if came.wrong:
+        raise RuntimeError(f"{len(came.wrong)} requests did not give as many tokens as were asked for: {came.wrong[:4]}")
+    return came
+
+
+@dataclass(slots=True)
+class Window:
+    """Steps of an engine that is kept busy: wall and thread time of each, tokens by step."""
+
+    step_s: list[float] = field(default_factory=list)
+    cpu_s: list[float] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+
+    @property
+    def rate(self) -> float:
+        return sum(self.tokens) / sum(self.step_s)
+
+
+def steps(engine: Engine, until: Callable[[Window], bool], *, ended: Callable[[str], None] | None = None) -> Window:
+    """Step until told to stop; `ended` is called for every request that finishes."""
+    window = Window()
+    while engine.has_requests and not until(window):
+        cpu_s, started_s = time.thread_time(), time.perf_counter()
+        events = engine.step()
+        window.cpu_s.append(time.thread_time() - cpu_s)
+        window.step_s.append(time.perf_counter() - started_s)
+        window.tokens.append(sum(len(event.token_ids) for event in events))
+        for event in events:
+            if event.error is not None:
+                raise RuntimeError(f"request {event.request_id} failed: {event.error}")
+            if event.finish_reason is not None and ended is not None:
+                ended(event.request_id)
+    return window

@@ -1,0 +1,109 @@
+"""Beside the checks: every kernel of the engines compiled into the cache on disk, and the engine that no batch changes.
+
+Models keep their widths and lose their layers: kernels know nothing of depth.
+"""
+
+from __future__ import annotations
+
+import random
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from bench.gpu import traffic
+from bench.gpu.context import Context
+from bench.gpu.models import random_engine
+from bench.gpu.rows import Row
+from bench.gpu.serve import MIXED_TEMPERATURE, MODEL_LEN, SEATS, warm_sizes
+from bench.gpu.targets import same_bits
+from bench.gpu.traffic import Asked
+from engine.loop import Engine
+from engine.protocol import GenerationRequest, SamplingParams
+
+KV_BYTES = 3 << 30
+"""So little that all processes of this stage have room."""
+
+
+def warm_llama(context: Context) -> None:
+    _warm(context, "llama-3.1-8b", max_num_seqs=SEATS, max_model_len=MODEL_LEN, interpreted=True)
+    _warm(context, "llama-3.1-8b", max_num_seqs=72, max_model_len=34_816)
+    _warm(context, "llama-3.1-8b", max_num_seqs=512, max_model_len=2048)
+
+
+def warm_small(context: Context) -> None:
+    _warm(context, "qwen3-0.6b", max_num_seqs=SEATS, max_model_len=MODEL_LEN)
+    _warm(context, "llama-3.2-1b", max_num_seqs=SEATS, max_model_len=MODEL_LEN)
+
+
+def warm_formats(context: Context) -> None:
+    options: dict[str, Any] = {"max_num_seqs": 8, "max_model_len": MODEL_LEN}
+    for extra in ({"quantization": "fp8"}, {"int4": True}, {"quantization": "int8"}):
+        _warm(context, "llama-3.1-8b", **options, **extra)
+    _warm(context, "qwen3-8b", **options)
+
+
+def _warm(context: Context, name: str, **options: Any) -> None:
+    if not context.rehearsal:
+        options = {**options, "kv_cache_bytes": KV_BYTES}
+        options.pop("interpreted", None)
+
+    def run() -> None:
+        with tempfile.TemporaryDirectory() as folder, random_engine(context, Path(folder), name, layers=1, **options) as engine:
+            if options.get("interpreted"):
+                _few_tokens(engine)  # a model through every Triton kernel takes seconds a token in the interpreter
+            else:
+                _sizes(context, engine)
+
+    context.guard(f"warm-up of {name} {options}", run)
+
+
+def _few_tokens(engine: Engine) -> None:
+    requests = [Asked((3, 4, 5, 6, 7), 2), Asked((8,), 2)]
+    traffic.run(engine, requests, temperature=MIXED_TEMPERATURE, label="i")
+
+
+def _sizes(context: Context, engine: Engine) -> None:
+    numbers, vocab = random.Random(0), engine.info.vocab_size
+    traffic.run(engine, [Asked(traffic.prompt(numbers, context.size(128, 5), vocab), 4)], label="a")
+    warm_sizes(context, engine)
+    mixed = traffic.uniform(context.size(40, 2), 3, context.size(700, 8), vocab)
+    traffic.run(engine, [Asked(asked.prompt, 3) for asked in mixed], temperature=MIXED_TEMPERATURE, label="b")
+
+
+def invariant(context: Context) -> None:
+    """One request alone and among others: tokens and log-probabilities are the same floats."""
+    name = same_bits("engine, batch_invariant")
+    context.guard(name, lambda: _invariant(context, name))
+
+
+def _invariant(context: Context, name: str) -> None:
+    options: dict[str, Any] = {"max_num_seqs": 16, "max_model_len": 1024, "batch_invariant": True}
+    if not context.rehearsal:
+        options["kv_cache_bytes"] = KV_BYTES
+    with tempfile.TemporaryDirectory() as folder:
+        with random_engine(context, Path(folder), "llama-3.2-1b", layers=None if context.rehearsal else 4, **options) as engine:
+            numbers, vocab = random.Random(5), engine.info.vocab_size
+            lens = [5, 3, 9] if context.rehearsal else [100, 17, 300, 1, 64, 33, 128, 511, 15, 16, 31, 200]
+            prompts = [traffic.prompt(numbers, length, vocab) for length in lens]
+            together = _told(context, engine, prompts)
+            alone = _told(context, engine, prompts[:1])
+    differing = sum(one != other for one, other in zip(alone[0], together[0], strict=True))
+    context.emit(Row(name=name, value=float(differing), note=f"{len(alone[0])} tokens and their log-probabilities"))
+
+
+def _told(context: Context, engine: Engine, prompts: list[tuple[int, ...]]) -> list[list[tuple[int, float]]]:
+    """(token, log-probability) of each token of each request."""
+    told: dict[str, list[tuple[int, float]]] = {str(number): [] for number in range(len(prompts))}
+    for number, prompt in enumerate(prompts):
+        sampling = SamplingParams(temperature=0.0, max_tokens=context.size(32, 3), ignore_eos=True, seed=1, logprobs=1)
+        refused = engine.submit(
+            GenerationRequest(request_id=str(number), tenant_id="bench", prompt_token_ids=list(prompt), sampling=sampling)
+        )
+        assert not refused, f"a request was refused: {refused}"
+    while engine.has_requests:
+        for event in engine.step():
+            if event.error is not None:
+                raise RuntimeError(f"request {event.request_id} failed: {event.error}")
+            scores = event.logprobs or []
+            told[event.request_id] += [(token, each.logprob) for token, each in zip(event.token_ids, scores, strict=True)]
+    return list(told.values())
