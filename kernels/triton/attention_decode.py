@@ -16,6 +16,7 @@ from kernels.attention_rows import AttentionShape
 from kernels.triton.attention_splits import (
     MERGE_CHUNK,
     MERGE_CONSTANTS,
+    MERGE_WARPS,
     SPILL_BYTES_MAX,
     DecodeTiling,
     DecodeWorkspace,
@@ -32,6 +33,10 @@ from kernels.triton.attention_splits import (
 from kernels.triton.compilation import CAPABILITIES, Compilation
 from kernels.triton.fp8_rows import FP8_CAPABILITIES
 from kernels.triton.tuning import LOG2_E, multiprocessors, power_of_two
+
+__all__ = ["DecodeWorkspace", "check_attention", "compilations", "decode_workspace", "paged_decode", "score_factor"]
+
+H200 = (90,)
 
 
 @triton.jit(do_not_specialize=["num_requests", "table_stride", "max_splits"])
@@ -269,7 +274,7 @@ def paged_decode(
         block_tables.stride(0),
         splits,
         **constants,
-        REQUESTS=max(64, power_of_two(num_requests)),
+        REQUESTS=max(32, power_of_two(num_requests)),
         num_warps=tiling.num_warps,
         num_stages=tiling.num_stages,
     )
@@ -282,7 +287,7 @@ def paged_decode(
         splits,
         **{name: constants[name] for name in MERGE_CONSTANTS},
         CHUNK=MERGE_CHUNK,
-        num_warps=4,
+        num_warps=MERGE_WARPS,
     )
     return out
 
@@ -302,26 +307,31 @@ def check_attention(q: torch.Tensor, kv_cache: torch.Tensor, shape: AttentionSha
 
 
 def compilations() -> list[Compilation]:
-    """Llama-3.1-8B, Llama-3.2-1B, Qwen3-8B and Qwen3-0.6B in bf16, fp16 and with an fp8 cache, and what other models need."""
+    """Llama-3.1-8B (and Qwen3-8B), Llama-3.2-1B and Qwen3-0.6B in bf16 and with an fp8 cache for every card; for an H200 what
+    else there is: other head sizes and groups, windows, guesses."""
     llama, small_llama, qwen = (AttentionShape(16, 32, 8, 128), AttentionShape(16, 32, 8, 64), AttentionShape(16, 16, 8, 128))
     gemma = AttentionShape(16, 8, 4, 256, sliding_window=4096, softcap=50.0)
     found = []
-    for name, shape in {"llama-8b": llama, "llama-1b": small_llama, "qwen-0.6b": qwen}.items():
+    for name, shape in {"llama-8b": llama, "llama-1b": small_llama}.items():
         found += [_compilation(f"{name} {kv}", shape, "bf16", kv) for kv in ("bf16", "fp8e4nv")]
     found += [
-        _compilation("llama-8b fp16", llama, "fp16", "fp16"),
-        _compilation("blocks of 64", replace(llama, block_size=64), "bf16", "bf16"),
-        _compilation("head size 96", AttentionShape(16, 32, 32, 96), "bf16", "bf16"),
-        _compilation("window and soft-cap", gemma, "bf16", "bf16"),
-        _compilation("7 heads", AttentionShape(16, 28, 4, 128), "bf16", "bf16"),
-        _compilation("verifies 4 tokens", llama, "bf16", "bf16", max_query_len=4),
-        _compilation("verifies 8 tokens", llama, "bf16", "bf16", max_query_len=8),
-        _compilation("verifies 8 tokens fp8e4nv", llama, "bf16", "fp8e4nv", max_query_len=8),
+        _compilation("qwen-0.6b bf16", qwen, "bf16", "bf16", only=H200),
+        _compilation("qwen-0.6b fp8e4nv", qwen, "bf16", "fp8e4nv", only=H200),
+        _compilation("llama-8b fp16", llama, "fp16", "fp16", only=H200),
+        _compilation("blocks of 64", replace(llama, block_size=64), "bf16", "bf16", only=H200),
+        _compilation("head size 96", AttentionShape(16, 32, 32, 96), "bf16", "bf16", only=H200),
+        _compilation("window and soft-cap", gemma, "bf16", "bf16", only=H200),
+        _compilation("7 heads", AttentionShape(16, 28, 4, 128), "bf16", "bf16", only=H200),
+        _compilation("verifies 4 tokens", llama, "bf16", "bf16", max_query_len=4, only=H200),
+        _compilation("verifies 8 tokens", llama, "bf16", "bf16", max_query_len=8, only=H200),
+        _compilation("verifies 8 tokens fp8e4nv", llama, "bf16", "fp8e4nv", max_query_len=8, only=H200),
     ]
     return [compilation for several in found for compilation in several]
 
 
-def _compilation(name: str, shape: AttentionShape, dtype: str, kv_dtype: str, *, max_query_len: int = 1) -> list[Compilation]:
+def _compilation(
+    name: str, shape: AttentionShape, dtype: str, kv_dtype: str, *, max_query_len: int = 1, only: tuple[int, ...] = ()
+) -> list[Compilation]:
     """One for each tiling: cards differ in what they hold."""
     passed = {"q": f"*{dtype}", "kv_cache": f"*{kv_dtype}", "block_tables": "*i32", "context_lens": "*i32"}
     absent: dict[str, object] = {}
@@ -333,7 +343,7 @@ def _compilation(name: str, shape: AttentionShape, dtype: str, kv_dtype: str, *,
     passed |= {"out": f"*{dtype}", "attended": "*fp32", "log_weights": "*fp32", "num_requests": "i32", "scale": "fp32"}
     passed |= dict.fromkeys(("q_stride", "block_stride", "table_stride", "max_splits"), "i32")
     tilings: dict[DecodeTiling, list[int]] = {}
-    for number in FP8_CAPABILITIES if "fp8" in kv_dtype else CAPABILITIES:
+    for number in only or (FP8_CAPABILITIES if "fp8" in kv_dtype else CAPABILITIES):
         rows = tile_rows(shape, max_query_len)
         tiling = decode_tiling(shape.head_dim, 1 if "fp8" in kv_dtype else 2, rows, number)
         tilings.setdefault(replace(tiling, programs=0), []).append(number)

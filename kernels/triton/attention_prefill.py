@@ -17,6 +17,9 @@ from kernels.triton.tuning import LOG2_E, capability, card, power_of_two
 
 DECODE_QUERIES_MAX = 8
 """Rows of so few queries are not worth a tile of their own: the kernel of decodes splits their keys among programs."""
+H200 = (90,)
+SPILL_BYTES_MAX = 64
+"""Of what stays the same through the loop, where the tile fills all registers: 100 with an fp8 cache."""
 SPLIT_BYTES_MAX = 256 * 1024 * 1024
 """What splitting them may need of memory at most; many of them beside one very long request are tiled after all."""
 
@@ -31,7 +34,7 @@ class PrefillTiling:
     num_stages: int
 
 
-def prefill_tiling(head_dim: int, rows: int, capability: int) -> PrefillTiling:
+def prefill_tiling(head_dim: int, rows: int, windowed: bool, capability: int) -> PrefillTiling:
     """rows: of the longest chunk. 128 rows share what they load of keys and values, which is what the second-level cache of
     an H200 can deliver; two groups of four warps hold 64 of them each. Shorter chunks have smaller tiles."""
     width = power_of_two(head_dim)
@@ -39,7 +42,7 @@ def prefill_tiling(head_dim: int, rows: int, capability: int) -> PrefillTiling:
     tile_rows = 16 if rows <= 16 else 64 if rows <= 64 or small else 128
     if width >= 256:  # what a query has found fills the registers of four warps
         return PrefillTiling(min(tile_rows, 64), 32, 8, 2 if small else 3)
-    keys = min(128 if capability >= 90 else 64, (4096 if small else 16384) // width)
+    keys = min(64, 4096 // width) if capability < 90 or small else 128 if tile_rows != 64 and not windowed else 64
     return PrefillTiling(tile_rows, keys, 8 if tile_rows == 128 else 4, 3)
 
 
@@ -243,7 +246,7 @@ def paged_prefill(
         return out
     assert out.is_contiguous(), "outputs lie together"
     group = shape.num_heads // shape.num_kv_heads
-    tiling = prefill_tiling(shape.head_dim, max_query_len * group, capability(q.device))
+    tiling = prefill_tiling(shape.head_dim, max_query_len * group, shape.sliding_window is not None, capability(q.device))
     assert group <= tiling.rows, "a tile holds the heads of at least one query"
     num_tiles = q.shape[0] // (tiling.rows // group) + num_requests
     _prefill_kernel[(num_tiles * shape.num_kv_heads,)](
@@ -261,7 +264,7 @@ def paged_prefill(
         kv_cache.stride(0),
         block_tables.stride(0),
         **_constants(shape, tiling),
-        REQUESTS=max(64, power_of_two(num_requests)),
+        REQUESTS=max(32, power_of_two(num_requests)),
         num_warps=tiling.num_warps,
         num_stages=tiling.num_stages,
     )
@@ -293,28 +296,31 @@ def _constants(shape: AttentionShape, tiling: PrefillTiling) -> dict[str, object
 
 
 def compilations() -> list[Compilation]:
-    """Llama-3.1-8B, Llama-3.2-1B and Qwen3-0.6B in bf16 and with an fp8 cache, long chunks and short ones, and other models."""
+    """Llama-3.1-8B (and Qwen3-8B), Llama-3.2-1B and Qwen3-0.6B in bf16 and with an fp8 cache for every card; for an H200 what
+    else there is: short chunks, windows, other head sizes and groups."""
     llama, small_llama, qwen = (AttentionShape(16, 32, 8, 128), AttentionShape(16, 32, 8, 64), AttentionShape(16, 16, 8, 128))
     gemma = AttentionShape(16, 8, 4, 256, sliding_window=4096, softcap=50.0)
     found = []
-    for name, shape in {"llama-8b": llama, "llama-1b": small_llama, "qwen-0.6b": qwen}.items():
+    for name, shape in {"llama-8b": llama, "llama-1b": small_llama}.items():
         found += [_compilation(f"{name} {kv}", shape, "bf16", kv) for kv in ("bf16", "fp8e4nv")]
     found += [
-        _compilation("llama-8b fp16", llama, "fp16", "fp16"),
-        _compilation("blocks of 64", replace(llama, block_size=64), "bf16", "bf16"),
-        _compilation("window", replace(llama, sliding_window=4096), "bf16", "bf16"),
-        _compilation("head size 96", AttentionShape(16, 32, 32, 96), "bf16", "bf16"),
-        _compilation("window and soft-cap", gemma, "bf16", "bf16"),
-        _compilation("7 heads", AttentionShape(16, 28, 4, 128), "bf16", "bf16"),
-        _compilation("short chunks", llama, "bf16", "bf16", max_query_len=16),
-        _compilation("short chunks fp8e4nv", llama, "bf16", "fp8e4nv", max_query_len=16),
-        _compilation("short chunks of one head", AttentionShape(16, 32, 32, 128), "bf16", "bf16", max_query_len=16),
+        _compilation("qwen-0.6b bf16", qwen, "bf16", "bf16", only=H200),
+        _compilation("qwen-0.6b fp8e4nv", qwen, "bf16", "fp8e4nv", only=H200),
+        _compilation("llama-8b fp16", llama, "fp16", "fp16", only=H200),
+        _compilation("blocks of 64", replace(llama, block_size=64), "bf16", "bf16", only=H200),
+        _compilation("window", replace(llama, sliding_window=4096), "bf16", "bf16", only=H200),
+        _compilation("head size 96", AttentionShape(16, 32, 32, 96), "bf16", "bf16", only=H200),
+        _compilation("window and soft-cap", gemma, "bf16", "bf16", only=H200),
+        _compilation("7 heads", AttentionShape(16, 28, 4, 128), "bf16", "bf16", only=H200),
+        _compilation("short chunks", llama, "bf16", "bf16", max_query_len=16, only=H200),
+        _compilation("short chunks fp8e4nv", llama, "bf16", "fp8e4nv", max_query_len=16, only=H200),
+        _compilation("short chunks of one head", AttentionShape(16, 32, 32, 128), "bf16", "bf16", max_query_len=16, only=H200),
     ]
     return [compilation for several in found for compilation in several]
 
 
 def _compilation(
-    name: str, shape: AttentionShape, dtype: str, kv_dtype: str, *, max_query_len: int = 2048
+    name: str, shape: AttentionShape, dtype: str, kv_dtype: str, *, max_query_len: int = 2048, only: tuple[int, ...] = ()
 ) -> list[Compilation]:
     """One for each tiling: cards differ in what they hold."""
     tensors = {"q": f"*{dtype}", "kv_cache": f"*{kv_dtype}", "out": f"*{dtype}"}
@@ -327,8 +333,8 @@ def _compilation(
     numbers = dict.fromkeys(("num_requests", "num_tiles", "q_stride", "block_stride", "table_stride"), "i32")
     rows = max_query_len * (shape.num_heads // shape.num_kv_heads)
     tilings: dict[PrefillTiling, list[int]] = {}
-    for number in FP8_CAPABILITIES if "fp8" in kv_dtype else CAPABILITIES:
-        tiling = prefill_tiling(shape.head_dim, rows, number)
+    for number in only or (FP8_CAPABILITIES if "fp8" in kv_dtype else CAPABILITIES):
+        tiling = prefill_tiling(shape.head_dim, rows, shape.sliding_window is not None, number)
         tilings.setdefault(tiling, []).append(number)
     return [
         Compilation(
@@ -341,6 +347,7 @@ def _compilation(
             capabilities=tuple(numbers_of),
             tensor_cores=True,
             small_tile=tiling.rows < 64,
+            spill_bytes_max=SPILL_BYTES_MAX,
             divisible=("q_stride", "block_stride"),
         )
         for tiling, numbers_of in tilings.items()

@@ -18,8 +18,8 @@ from kernels.attention_rows import AttentionShape
 from kernels.triton.compilation import Compilation
 from kernels.triton.tuning import LOG2_E, capability, card, power_of_two
 
-MERGE_CHUNK = 32
-"""Splits that are added up at a time."""
+MERGE_CHUNK, MERGE_WARPS = 16, 2
+"""Splits that are added up at a time. Merging waits for memory and little else, so many small programs should be at it."""
 SPILL_BYTES_MAX = 32
 """The assembler prefers one more program on a multiprocessor to these few registers of the kernels of decodes."""
 MERGE_CONSTANTS = ("H", "D", "QUERIES", "WINDOW", "WIDTH", "TILE", "SPLIT")
@@ -243,6 +243,7 @@ def _compilation(head_dim: int, heads: int) -> Compilation:
         merge_kernel,
         {"context_lens": "*i32", "out": "*bf16", "attended": "*fp32", "log_weights": "*fp32", "max_splits": "i32"},
         {"query_starts": None, "CHUNK": MERGE_CHUNK, **{name: constants[name] for name in MERGE_CONSTANTS}},
-        num_warps=4,
+        num_warps=MERGE_WARPS,
+        capabilities=(90, 100),
         spill_bytes_max=SPILL_BYTES_MAX,
     )

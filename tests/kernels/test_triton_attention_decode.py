@@ -14,6 +14,9 @@ from tests.support.kernel_device import interpret_without_gpu
 from tests.support.kernel_tolerances import assert_near, assert_same
 
 interpret_without_gpu()
+import triton  # noqa: E402
+import triton.language as tl  # noqa: E402
+
 from kernels.triton import attention_decode as decode  # noqa: E402
 from kernels.triton import attention_splits as splits  # noqa: E402
 
@@ -169,6 +172,47 @@ def test_a_workspace_is_used_again_by_shorter_batches(device: torch.device) -> N
     for batch in (longest, Batch([0, 65], SHAPE, device), longest):
         given = (batch.q, batch.cache, batch.tables, batch.context_lens, SHAPE)
         assert_near(decode.paged_decode(*given, workspace=workspace), batch.expected(), "attention")
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def shares_kernel(context_lens, shares, num_requests, REQUESTS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """What each group of programs would do: first request, first split, number of splits."""
+    group = tl.program_id(0)
+    request, split, count = splits.schedule(context_lens, num_requests, group, tl.num_programs(0), 0, 1, 64, 128, REQUESTS)
+    tl.store(shares + group * 3, request)
+    tl.store(shares + group * 3 + 1, split)
+    tl.store(shares + group * 3 + 2, count)
+
+
+def cut(length: int) -> list[int]:
+    """Tiles of 64 tokens in each split of a request of this length, splits being at least 128 tokens."""
+    wanted = 128 if length <= 512 else 256 if length <= 2048 else 512
+    count = max(1, -(-length // wanted))
+    tiles = max(1, -(-length // (64 * count)))
+    return [tiles] * max(1, -(-length // (64 * tiles)))
+
+
+@pytest.mark.parametrize(
+    "lengths",
+    [[131072, *[4096] * 31], [4096] * 64, [1025] * 50, [1] * 40, [0, 0, 700, 0], list(range(1, 3000, 97)), [1000]],
+    ids=["one long", "uniform", "odd", "ones", "padding", "all sorts", "alone"],
+)
+def test_every_split_is_done_once_and_no_program_does_much_more_than_its_share(
+    lengths: list[int], device: torch.device
+) -> None:
+    num_groups = 49
+    lens = torch.tensor(lengths, dtype=torch.int32, device=device)
+    shares = torch.full((num_groups, 3), -1, dtype=torch.int32, device=device)
+    shares_kernel[(num_groups,)](lens, shares, len(lengths), REQUESTS=64)
+    every = [(request, split, tiles + 1) for request, length in enumerate(lengths) for split, tiles in enumerate(cut(length))]
+    place, costs = 0, []
+    for request, split, count in shares.tolist():
+        if count:
+            assert (request, split) == every[place][:2]
+        costs.append(sum(cost for _, _, cost in every[place : place + count]))
+        place += count
+    assert place == len(every)
+    assert max(costs) < sum(costs) / num_groups + max(cost for _, _, cost in every)
 
 
 def test_the_bytes_of_a_workspace_are_those_it_takes(device: torch.device) -> None:
