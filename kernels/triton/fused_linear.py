@@ -30,6 +30,12 @@ CANDIDATES = ((64, 128, 6), (32, 256, 5), (16, 256, 6))
 CANDIDATES_GATED = ((32, 128, 6), (16, 256, 5))
 CANDIDATES_BYTES = ((64, 256, 4), (32, 256, 5))
 CANDIDATES_BYTES_GATED = ((32, 256, 4), (16, 256, 5))
+CANDIDATES_FLOAT32 = CANDIDATES_FLOAT32_GATED = ((16, 64, 4),)  # no tensor core multiplies it: registers are the limit
+BY_BYTES = {
+    1: (CANDIDATES_BYTES, CANDIDATES_BYTES_GATED),
+    2: (CANDIDATES, CANDIDATES_GATED),
+    4: (CANDIDATES_FLOAT32, CANDIDATES_FLOAT32_GATED),
+}
 
 Weight = torch.Tensor | Int8Weight | Fp8Weight
 
@@ -186,10 +192,7 @@ def fused_tiles(
         cost = split_cost(*counts, multiprocessors, splits) * block_n * block_k
         return cost, Tiles(BLOCK_M, block_n, block_k, num_warps=4, num_stages=_stages(stages, capability), splits=splits)
 
-    candidates = CANDIDATES_GATED if gated else CANDIDATES
-    if weight_bytes == 1:
-        candidates = CANDIDATES_BYTES_GATED if gated else CANDIDATES_BYTES
-    return min((choice(*candidate) for candidate in candidates), key=lambda pair: pair[0])[1]
+    return min((choice(*candidate) for candidate in BY_BYTES[weight_bytes][gated]), key=lambda pair: pair[0])[1]
 
 
 def _tiles_on(x: torch.Tensor, weight: Weight, num_outputs: int, *, gated: bool) -> Tiles:
@@ -251,9 +254,11 @@ QWEN_600M = {"qkv": (4096, 1024), "out": (1024, 2048), "gate_up": (3072, 1024), 
 
 
 def compilations() -> list[Compilation]:
-    """The four products of a layer of Llama-3.1-8B, also with weights of 8 bits, and of Qwen3-0.6B, as an H200 divides them."""
+    """Products of a layer of Llama-3.1-8B, also with weights of 8 bits, and of Qwen3-0.6B, also in float32, on 132
+    multiprocessors."""
     kinds = [("llama_8b", LLAMA_8B, "bf16", CAPABILITIES), ("qwen_600m", QWEN_600M, "bf16", (90,))]
     kinds += [("llama_8b", LLAMA_8B, "i8", (80, 90)), ("llama_8b", LLAMA_8B, "fp8e4nv", (89, 90))]
+    kinds += [("qwen_600m", QWEN_600M, "fp32", (80, 89, 90))]
     return [
         _compilation(f"{model}_{name}_{kind}_sm{card}", name, sizes, kind, card)
         for model, shapes, kind, cards in kinds
@@ -264,11 +269,12 @@ def compilations() -> list[Compilation]:
 
 def _compilation(label: str, name: str, sizes: tuple[int, int], kind: str, card: int) -> Compilation:
     outputs, columns = sizes
-    weight_bytes = 2 if kind == "bf16" else 1
+    weight_bytes = {"fp32": 4, "bf16": 2}.get(kind, 1)
+    own = "*fp32" if kind == "fp32" else "*bf16"
     tiles = fused_tiles(outputs, columns, card, 132, gated=name == "gate_up", weight_bytes=weight_bytes)
     optional = {
-        "residual": "*bf16", "norm_weight": "*bf16", "weighted": "*bf16", "squares_out": "*fp32", "squares": "*fp32",
-        "bias": "*bf16", "weight_scales": "*fp32", "partials": "*fp32", "arrivals": "*i32",
+        "residual": own, "norm_weight": own, "weighted": own, "squares_out": "*fp32", "squares": "*fp32",
+        "bias": own, "weight_scales": "*fp32", "partials": "*fp32", "arrivals": "*i32",
     }  # fmt: skip
     present = {"residual", "norm_weight", "weighted", "squares_out"} if name in ("out", "down") else {"squares"}
     present |= {"partials", "arrivals"} if tiles.splits > 1 else set()
@@ -282,7 +288,7 @@ def _compilation(label: str, name: str, sizes: tuple[int, int], kind: str, card:
     return Compilation(
         f"fused_linear_{label}",
         fused_linear_kernel,
-        {"x": "*bf16", "weight": f"*{kind}", "out": "*bf16"}
+        {"x": own, "weight": f"*{kind}", "out": own}
         | {key: optional[key] for key in sorted(present)}
         | dict.fromkeys(("M", "N", "K", "x_stride", "num_squares", "split_columns"), "i32")
         | {"eps": "fp32", "alpha": "fp32"},
@@ -290,7 +296,7 @@ def _compilation(label: str, name: str, sizes: tuple[int, int], kind: str, card:
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
         capabilities=(card,),
-        tensor_cores=True,
+        tensor_cores=kind != "fp32",
         small_tile=True,
         divisible=("N", "K", "x_stride", "split_columns"),
     )
