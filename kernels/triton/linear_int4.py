@@ -172,7 +172,7 @@ def linear_int4(
 def int4_tiles(num_rows: int, num_outputs: int, num_columns: int, capability: int, multiprocessors: int) -> Int4Tiles:
     """128 outputs a program: what a step costs beside its weights is spread over more of them. 8 KiB of weights a step."""
     if num_rows > ROWS_FEW:
-        return Int4Tiles(128, 128, num_warps=8, num_stages=3) if capability == 90 else Int4Tiles(64, 128, 4, 3)
+        return Int4Tiles(128, 128, num_warps=8, num_stages=3) if capability == 90 else Int4Tiles(64, 128, 8, 3)
     block_m = max(16, power_of_two(num_rows))
     num_stages = (4 if block_m < ROWS_FEW else 3) if capability in SMALL_CARDS else (6 if block_m < ROWS_FEW else 4)
     chunks = -(-num_columns // CHUNK_COLUMNS)
