@@ -1,15 +1,16 @@
 """What the card itself reaches: the base of every fraction. Copies, reads, matrix products, and the gap between kernels.
 
-    copy       out ← x, bytes read and written (the base of all bandwidth fractions: the best of the sizes)
-    read       the largest of x, bytes read; may beat the copy a little
-    matmul     8192³ on normal numbers, two operations for each product
-    graph gap  a kernel of one program that does next to nothing, 500 of them in a graph
+copy       out ← x, bytes read and written (the base of all bandwidth fractions: the best of the sizes)
+read       the largest of x, bytes read; may beat the copy a little
+matmul     8192³ on normal numbers, two operations for each product
+graph gap  a kernel of one program that does next to nothing, 500 of them in a graph
 """
 
 from __future__ import annotations
 
 import platform
 import time
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,16 +28,16 @@ NUM_EMPTY = 500
 
 
 @triton.jit
-def nothing_kernel(place):
+def nothing_kernel(place):  # type: ignore[no-untyped-def]
     tl.store(place, 1)
 
 
 def calibrate(context: Context) -> None:
     context.tell(**_machine(context))
-    copies = []
+    copies: list[float] = []
     for size in SIZES_GB:
-        context.guard(f"copy {size} GB", lambda size=size: copies.append(_copy(context, size)))
-        context.guard(f"read {size} GB", lambda size=size: _read(context, size))
+        context.guard(f"copy {size} GB", partial(_copy, context, size, copies))
+        context.guard(f"read {size} GB", partial(_read, context, size))
     if copies:
         context.tell(bandwidth=max(copies))
     context.guard("matmul bf16 8192³", lambda: _matmul(context))
@@ -61,13 +62,13 @@ def _machine(context: Context) -> dict[str, Any]:
     return found
 
 
-def _copy(context: Context, size_gb: int) -> float:
+def _copy(context: Context, size_gb: int, rates_found: list[float]) -> None:
     count = context.size(size_gb * GB // 4, 4096 * size_gb)
     x = torch.empty(count, device=context.device).normal_()
     out = torch.empty_like(x)
     rates = [2 * x.nbytes / taken_s for taken_s in seconds([lambda: out.copy_(x)], context.device)]
     context.emit(Row(name=f"copy {size_gb} GB", value=median(rates) / 1e9, samples=[rate / 1e9 for rate in rates]))
-    return median(rates)
+    rates_found.append(median(rates))
 
 
 def _read(context: Context, size_gb: int) -> None:

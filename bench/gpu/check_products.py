@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch.nn import functional
@@ -31,9 +32,7 @@ def check(context: Context) -> None:
     rows = [1, 3] if context.rehearsal else [1, 7, 16, 17, 64, 200]
 
     def cases(make: Callable[[Context, int, int, int], Three]) -> list[tuple[str, Callable[[], Three]]]:
-        return [
-            (f"{m} × {n} × {k}", lambda m=m, n=n, k=k: make(context, m, n, k)) for n, k in shapes for m in rows
-        ]
+        return [(f"{m} × {n} × {k}", partial(make, context, m, n, k)) for n, k in shapes for m in rows]
 
     compare(context, "product bf16", cases(_plain))
     compare(context, "product int8", cases(_int8))
@@ -41,10 +40,18 @@ def check(context: Context) -> None:
     compare(context, "product fp8 rows", cases(_fp8_rows))
     compare(context, "product int4", cases(_int4))
     few = [count for count in rows if count <= 16]
-    compare(context, "product + residual + norm", [(f"{m} rows", lambda m=m: _fused(context, m)) for m in few])
-    compare(context, "experts", [(f"{m} tokens", lambda m=m: _experts(context, m)) for m in ([3] if context.rehearsal else [1, 9, 64])])
-    invariant(context, "product bf16", [(str(shape), lambda shape=shape: _alone(context, *shape, four_bits=False)) for shape in shapes])
-    invariant(context, "product int4", [(str(shape), lambda shape=shape: _alone(context, *shape, four_bits=True)) for shape in shapes])
+    compare(context, "product + residual + norm", [(f"{m} rows", partial(_fused, context, m)) for m in few])
+    compare(
+        context,
+        "experts",
+        [(f"{m} tokens", partial(_experts, context, m)) for m in ([3] if context.rehearsal else [1, 9, 64])],
+    )
+    invariant(
+        context,
+        "product bf16",
+        [(str(shape), partial(_alone, context, *shape, four_bits=False)) for shape in shapes],
+    )
+    invariant(context, "product int4", [(str(shape), partial(_alone, context, *shape, four_bits=True)) for shape in shapes])
 
 
 def _pair(context: Context, m: int, n: int, k: int) -> tuple[torch.Tensor, torch.Tensor]:

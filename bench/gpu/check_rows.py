@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,7 +35,7 @@ def check(context: Context) -> None:
     gates = [(count, width) for width in inner for count in rows]
 
     def cases(make: Callable[[Context, int, int], Three], over: list[tuple[int, int]]) -> list[tuple[str, Callable[[], Three]]]:
-        return [(f"{count} × {width}", lambda count=count, width=width: make(context, count, width)) for count, width in over]
+        return [(f"{count} × {width}", partial(make, context, count, width)) for count, width in over]
 
     compare(context, "rms norm", cases(_rms_norm, sizes))
     compare(context, "add + rms norm", cases(_add_norm, sizes))
@@ -44,9 +45,17 @@ def check(context: Context) -> None:
     compare(context, "silu·mul to fp8", cases(_silu_fp8, gates))
     compare(context, "gelu·mul", cases(_gelu, gates))
     compare(context, "embedding", cases(_embedding, sizes))
-    compare(context, "rope, QK-norm and KV write", [(f"{count} tokens", _rope_case(context, count, True, False)) for count in rows[:3]])
-    compare(context, "rope and KV write, fp8 KV", [(f"{count} tokens", _rope_case(context, count, False, True)) for count in rows[:3]])
-    invariant(context, "rms norm", [(str(width), lambda width=width: _norm_alone(context, width)) for width in widths])
+    compare(
+        context,
+        "rope, QK-norm and KV write",
+        [(f"{count} tokens", _rope_case(context, count, True, False)) for count in rows[:3]],
+    )
+    compare(
+        context,
+        "rope and KV write, fp8 KV",
+        [(f"{count} tokens", _rope_case(context, count, False, True)) for count in rows[:3]],
+    )
+    invariant(context, "rms norm", [(str(width), partial(_norm_alone, context, width)) for width in widths])
     invariant(context, "rope and KV write", [("9 tokens", lambda: _rope_alone(context))])
     equal(context, "step inputs", [("slots", lambda: _step_inputs(context))])
     equal(context, "block copy", [("layers", lambda: _copy(context))])
@@ -197,11 +206,17 @@ def _rope_alone(context: Context) -> tuple[Outputs, Outputs]:
 def _step_inputs(context: Context) -> tuple[Outputs, Outputs]:
     device, lengths = context.device, torch.tensor([1, 15, 16, 17, 33, 96, 2], dtype=torch.int32)
     columns = 8
-    held = (torch.randint(0, 1000, (7,)).to(device), lengths.to(device), torch.randperm(7 * columns).int().view(7, -1).to(device))
+    held = (
+        torch.randint(0, 1000, (7,)).to(device),
+        lengths.to(device),
+        torch.randperm(7 * columns).int().view(7, -1).to(device),
+    )
     slots = torch.tensor([6, -1, 3, 0, 5, -1, 2, 1, 4], dtype=torch.int32, device=device)
 
     def made(prepare: Callable[..., None]) -> list[torch.Tensor]:
-        wide = {name: torch.full((9,), -7, dtype=torch.int64, device=device) for name in ("token_ids", "positions", "slot_mapping")}
+        wide = {
+            name: torch.full((9,), -7, dtype=torch.int64, device=device) for name in ("token_ids", "positions", "slot_mapping")
+        }
         lens = torch.full((9,), -7, dtype=torch.int32, device=device)
         tables = torch.full((9, columns), -7, dtype=torch.int32, device=device)
         prepare(slots, *held, block_size=16, **wide, context_lens=lens, block_tables=tables)
@@ -236,5 +251,3 @@ def _stage(context: Context) -> tuple[Outputs, Outputs]:
     if context.device.type == "cuda":
         torch.cuda.synchronize()
     return [*made, staging.to(context.device)], [*expected, twin]
-
-

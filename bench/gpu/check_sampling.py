@@ -31,7 +31,7 @@ def check(context: Context) -> None:
     equal(context, "sampler, top-k top-p min-p", [("filters", lambda: _drawn(context, vocab, FILTERS))])
     equal(context, "sampler, penalties and bitmask", [("rules", lambda: _drawn(context, vocab, FILTERS[:3], rules=True))])
     invariant(context, "sampler", [("filters", lambda: _alone(context, vocab))])
-    equal(context, "rejection sampling", [("drafts", lambda: _rejected(context))])
+    equal(context, "rejection sampling", [("drafts", _rejected)])
     equal(context, "fused head + argmax", [("rows", lambda: _head(context))])
 
 
@@ -68,7 +68,9 @@ def _given(
     return logits, slots, positions, columns_of(settings, vocab, context.device)
 
 
-def _drawn(context: Context, vocab: int, settings: Sequence[dict[str, float]], *, rules: bool = False) -> tuple[Outputs, Outputs]:
+def _drawn(
+    context: Context, vocab: int, settings: Sequence[dict[str, float]], *, rules: bool = False
+) -> tuple[Outputs, Outputs]:
     logits, slots, positions, columns = _given(context, vocab, settings)
     masks = None
     if rules:
@@ -92,7 +94,7 @@ def _alone(context: Context, vocab: int) -> tuple[Outputs, Outputs]:
     return torch.cat(alone), sample(logits, slots, positions, columns)
 
 
-def _rejected(context: Context) -> tuple[Outputs, Outputs]:
+def _rejected() -> tuple[Outputs, Outputs]:
     find("reject_drafts")
     raise NotImplementedError("bench/gpu/check_sampling.py does not yet know how reject_drafts is called")
 

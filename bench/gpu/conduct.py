@@ -40,7 +40,7 @@ class Process:
         self.part = part
         self.limit_s = 0.0
         self.ended = False
-        self._log = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")
+        self._log = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115 - as long as the process
         arguments = [sys.executable, "-m", "bench.gpu.part", part.name, "--limit", str(part.limit_s)]
         self._process = subprocess.Popen(
             arguments + (["--rehearse"] if rehearse else []),

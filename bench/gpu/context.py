@@ -61,7 +61,7 @@ class Context:
         """Measure; when that raises, the rows of these names say why and the part goes on."""
         try:
             measure()
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - the row tells it, and the others go on
             self.failures += 1
             words = "".join(traceback.format_exception(error))[-WORDS_MAX:]
             for name in [names] if isinstance(names, str) else names:

@@ -1,4 +1,4 @@
-"""How far a kernel is from the exact result, in units of how far torch's own is in the same dtype; and whether bits are equal."""
+"""How far a kernel is from the exact result, in units of how far torch's own is in that dtype; and whether bits are equal."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FLOOR_UNITS = 0.25
 
 
 def compare(context: Context, name: str, cases: Sequence[tuple[str, Callable[[], tuple[Outputs, Outputs, Outputs]]]]) -> None:
-    """cases: what it is, and (ours, exact, torch's own). The row is the worst of them; each one's figures are among its facts."""
+    """cases: what it is, and (ours, exact, torch's own). The row is the worst of them; its facts tell all."""
 
     def measure() -> None:
         found = {label: _error(*make()) for label, make in cases}

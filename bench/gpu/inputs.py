@@ -18,7 +18,7 @@ def normal(*shape: int, dtype: torch.dtype, device: torch.device, scale: float =
     if dtype.itemsize > 1:
         return torch.empty(shape, dtype=dtype, device=device).normal_(std=scale)
     out = torch.empty(shape, dtype=dtype, device=device)
-    for piece in out.view(-1).split(1 << 26):
+    for piece in torch.split(out.view(-1), 1 << 26):
         piece.copy_(torch.empty(piece.shape, dtype=torch.float16, device=device).normal_(std=scale))
     return out
 
@@ -51,13 +51,13 @@ def make_pages(
     size = (num_blocks, shape.block_size, 2, shape.num_kv_heads, shape.head_dim)
     cache = normal(*size, dtype=dtype, device=device)
     order = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(7)).tolist()
-    tables = torch.zeros(len(lengths), max(counts), dtype=torch.int32)
+    tables = torch.zeros(len(lengths), max(1, *counts), dtype=torch.int32)
     starts = itertools.accumulate(counts, initial=0)
     for row, (start, count, length) in enumerate(zip(starts, counts, lengths, strict=False)):
         tables[row, :count] = torch.tensor(order[start : start + count], dtype=torch.int32)
         used = length - (count - 1) * shape.block_size
         if count and used < shape.block_size:
-            cache[order[start + count - 1], used:].view(torch.uint8).fill_(0x7F)  # of fp16 and bf16 too this is NaN
+            cache[order[start + count - 1], used:].view(torch.uint8).fill_(0xFF)  # NaN in e4m3, fp16 and bf16
     lens = torch.tensor(list(lengths), dtype=torch.int32)
     return Pages(shape, cache, tables.to(device), lens.to(device), tuple(lengths))
 
@@ -65,9 +65,7 @@ def make_pages(
 def queries(pages: Pages, num_rows: int, dtype: torch.dtype) -> torch.Tensor:
     """[T, H, D], as they stand in a projection: rows with keys and values behind them."""
     shape = pages.shape
-    wide = normal(
-        num_rows, shape.num_heads + 2 * shape.num_kv_heads, shape.head_dim, dtype=dtype, device=pages.cache.device
-    )
+    wide = normal(num_rows, shape.num_heads + 2 * shape.num_kv_heads, shape.head_dim, dtype=dtype, device=pages.cache.device)
     return wide[:, : shape.num_heads]
 
 

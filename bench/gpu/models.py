@@ -91,9 +91,9 @@ def random_engine(
     chosen = {"device": context.device.type, **(_rehearsed(options) if context.rehearsal else options)}
     with ExitStack() as stack:
         stack.enter_context(mock.patch("engine.build.load_weights", fill))
-        stack.enter_context(mock.patch("engine.quantization.scheme.stored_names", lambda _: set(shapes)))
+        stack.enter_context(mock.patch("engine.quantization.scheme.stored_names", return_value=set(shapes)))
         if context.rehearsal:  # all of what a GPU does but the graphs
-            stack.enter_context(mock.patch("engine.build.launches_ahead", lambda *_: not chosen.get("batch_invariant")))
+            stack.enter_context(mock.patch("engine.build.launches_ahead", return_value=not chosen.get("batch_invariant")))
             stack.enter_context(ops.replaced("cpu", "cuda" if chosen.pop("interpreted", False) else "cpu"))
         engine = build_engine(EngineOptions(model=directory, name=name, **chosen))
         try:
@@ -106,7 +106,10 @@ def random_engine(
 def _rehearsed(options: dict[str, Any]) -> dict[str, Any]:
     """The same options for a model of a few thousand weights."""
     small = {"max_num_seqs": 4, "max_model_len": 64, "max_num_batched_tokens": 32, "num_kv_blocks": 64, "threads": 1}
-    return {**options, **{name: value for name, value in small.items() if name in options or name in ("num_kv_blocks", "threads")}}
+    return {
+        **options,
+        **{name: value for name, value in small.items() if name in options or name in ("num_kv_blocks", "threads")},
+    }
 
 
 def tensor_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
@@ -114,7 +117,10 @@ def tensor_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     hidden, size, inner = config["hidden_size"], config["head_dim"], config["intermediate_size"]
     queries, keys = config["num_attention_heads"] * size, config["num_key_value_heads"] * size
     quantised = config.get("quantization_config")
-    found: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config["vocab_size"], hidden), "model.norm.weight": (hidden,)}
+    found: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (config["vocab_size"], hidden),
+        "model.norm.weight": (hidden,),
+    }
     if not config["tie_word_embeddings"]:
         found["lm_head.weight"] = (config["vocab_size"], hidden)
     linears = {

@@ -25,9 +25,9 @@ def main() -> None:
     options = parser.parse_args()
     answers = _own_output()
     requirements.check()
-    import torch  # noqa: PLC0415 - what is missing was said in one message
+    import torch
 
-    from bench.gpu.context import Context  # noqa: PLC0415
+    from bench.gpu.context import Context
 
     if options.rehearse:
         _correct_interpreter()
@@ -53,9 +53,9 @@ def main() -> None:
 
 def _correct_interpreter() -> None:
     """The interpreter rounds to e4m3 as no card does; the tests know how to put it right."""
-    import pytest  # noqa: PLC0415 - for rehearsals alone, which run where tests run
+    import pytest
 
-    from tests.support.interpreted_fp8 import correct_e4m3  # noqa: PLC0415
+    from tests.support.interpreted_fp8 import correct_e4m3
 
     correct_e4m3(pytest.MonkeyPatch())
 

@@ -1,4 +1,4 @@
-"""transformers beside us in the same run: the same model and weights, lengths drawn alike, its continuous batching and `generate`.
+"""transformers beside us in the same run: same model, same weights, its continuous batching and `generate`.
 
 Ours was measured on 512 conversations by the part before; a peer has as many as its time allows, in whole batches, and rates
 are compared. What is not installed is a row that says so, never a pass.
@@ -44,16 +44,14 @@ def against_transformers(context: Context) -> None:
 
 def _model(context: Context) -> Any:
     """Made on the device, then given our weights by name."""
-    import transformers  # noqa: PLC0415 - only this process needs it
+    import transformers
 
     transformers.logging.set_verbosity_error()
     config = config_of(context, "llama-3.1-8b")
     kind = transformers.LlamaConfig(**{name: value for name, value in config.items() if name not in ("architectures", "dtype")})
     dtype = torch.float32 if context.rehearsal else torch.bfloat16
-    with torch.device("meta"):
-        model = transformers.LlamaForCausalLM(kind).to(dtype)
-    model = model.to_empty(device=context.device).eval()
-    model.model.rotary_emb = type(model.model.rotary_emb)(config=kind, device=context.device)  # its buffers are computed
+    with torch.device(context.device):
+        model = transformers.AutoModelForCausalLM.from_config(kind, dtype=dtype).eval()
     with torch.inference_mode():
         for name, parameter in model.named_parameters():
             fill(name, parameter)
@@ -104,7 +102,7 @@ def _generate(model: Any, requests: list[Asked], context: Context) -> int:
 
 
 def _continuous(context: Context, model: Any, longest: int) -> tuple[int, int, float, str]:
-    from transformers import ContinuousBatchingConfig, GenerationConfig  # noqa: PLC0415
+    from transformers import ContinuousBatchingConfig, GenerationConfig
 
     small = context.rehearsal
     settings = (

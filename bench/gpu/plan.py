@@ -43,8 +43,8 @@ PARTS: tuple[Part, ...] = (
     Part("small models", "small models", "bench.gpu.serve", "small_models", 50),
     Part("formats", "formats", "bench.gpu.serve", "formats", 60),
     Part("latency", "latency", "bench.gpu.serve_latency", "latency", 40),
-    Part("peers", "peers", "bench.gpu.peers", "against_transformers", 110),
     Part("saturated", "saturated", "bench.gpu.serve", "saturated", 60),
+    Part("peers", "peers", "bench.gpu.peers", "against_transformers", 110),
 )
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import random
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -36,12 +39,16 @@ def llama_8b(context: Context) -> None:
             directory = folder / f"{name}-all"
             context.guard("planner: KV blocks", lambda: _planned_blocks(context, engine))
             row = "Llama-3.1-8B bf16, batch 1"
-            context.guard([row, "planner: batch 1"], lambda: _batch_one(context, engine, directory, row, planned="planner: batch 1"))
+            context.guard(
+                [row, "planner: batch 1"], lambda: _batch_one(context, engine, directory, row, planned="planner: batch 1")
+            )
             context.guard("sizes", lambda: warm_sizes(context, engine))
             steady = [f"Llama-3.1-8B bf16, batch {size}, 1k context" for size in (64, 256)]
             context.guard(steady[0], lambda: _steady(context, engine, directory, 64, steady[0]))
             profiled = ["GPU idle in steady decode, batch 256", "host critical path per step, batch 256"]
-            context.guard([steady[1], *profiled], lambda: _steady(context, engine, directory, 256, steady[1], profiled=profiled))
+            context.guard(
+                [steady[1], *profiled], lambda: _steady(context, engine, directory, 256, steady[1], profiled=profiled)
+            )
             row_mixed = "Llama-3.1-8B, 256 requests of 100–1024 in and out"
             context.guard(
                 [row_mixed, "planner: 256 mixed"],
@@ -56,7 +63,7 @@ def small_models(context: Context) -> None:
             rows = [f"{title} bf16, batch 1"]
             if name == "qwen3-0.6b":
                 rows.append("Qwen3-0.6B, 256 requests of 100–1024 in and out")
-            context.guard(rows, lambda name=name, rows=rows: _small(context, folder, name, rows))
+            context.guard(rows, partial(_small, context, folder, name, rows))
 
 
 def _small(context: Context, folder: Path, name: str, rows: list[str]) -> None:
@@ -64,7 +71,7 @@ def _small(context: Context, folder: Path, name: str, rows: list[str]) -> None:
         _batch_one(context, engine, folder / f"{name}-all", rows[0])
         for row in rows[1:]:
             warm_sizes(context, engine)
-            context.guard(row, lambda row=row: _mixed(context, engine, folder / f"{name}-all", row))
+            context.guard(row, partial(_mixed, context, engine, folder / f"{name}-all", row))
 
 
 def formats(context: Context) -> None:
@@ -77,7 +84,7 @@ def formats(context: Context) -> None:
     ]
     with _folder() as folder:
         for row, name, options in cases:
-            context.guard(row, lambda row=row, name=name, options=options: _format(context, folder, row, name, options))
+            context.guard(row, partial(_format, context, folder, row, name, options))
 
 
 def _format(context: Context, folder: Path, row: str, name: str, options: dict[str, Any]) -> None:
@@ -94,17 +101,15 @@ def saturated(context: Context) -> None:
             context.guard(row, lambda: _saturated(context, engine, folder / "llama-3.1-8b-all", row, seats))
 
 
-def _folder() -> tempfile.TemporaryDirectory[str] | Any:
-    class Folder(tempfile.TemporaryDirectory[str]):
-        def __enter__(self) -> Path:  # type: ignore[override]
-            return Path(super().__enter__())
-
-    return Folder()
+@contextmanager
+def _folder() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory() as folder:
+        yield Path(folder)
 
 
 def warm_sizes(context: Context, engine: Engine) -> None:
     """Every size of a decode step once: requests end eight at a time, so that no timed run captures a graph."""
-    numbers = _numbers(1)
+    numbers = random.Random(1)
     seats = context.size(SEATS, 4)
     requests = [Asked(traffic.prompt(numbers, 8, engine.info.vocab_size), 2 + place // 8) for place in range(seats)]
     traffic.run(engine, requests, temperature=MIXED_TEMPERATURE, label="w")
@@ -112,18 +117,12 @@ def warm_sizes(context: Context, engine: Engine) -> None:
     traffic.run(engine, long, temperature=MIXED_TEMPERATURE, label="v")
 
 
-def _numbers(seed: int) -> Any:
-    import random  # noqa: PLC0415
-
-    return random.Random(seed)
-
-
 def _batch_one(context: Context, engine: Engine, directory: Path, name: str, *, planned: str | None = None) -> None:
     """One request of 128 tokens; the time between its first token and its last."""
     in_len, out_len, samples = context.size(128, 5), context.size(257, 4), []
     returned, before = 0, engine.status().generation_tokens_total
     for sample in range(context.size(4, 2)):
-        submit = Asked(traffic.prompt(_numbers(sample), in_len, engine.info.vocab_size), out_len)
+        submit = Asked(traffic.prompt(random.Random(sample), in_len, engine.info.vocab_size), out_len)
         traffic.submit(engine, f"one{sample}", submit)
         first = traffic.steps(engine, lambda window: sum(window.tokens) > 0)
         rest = traffic.steps(engine, lambda _: False)
@@ -163,13 +162,16 @@ def _steady(
     """All decode and none arrives; contexts of about 1k."""
     num_requests = context.size(num_requests, 3)
     in_len, num_steps = context.size(960, 6), context.size(64, 3)
-    numbers, vocab = _numbers(2), engine.info.vocab_size
+    numbers, vocab = random.Random(2), engine.info.vocab_size
     out_len = (5 if profiled else 2) * num_steps + 20 + num_requests // 4
     for number in range(num_requests):
-        traffic.submit(engine, f"s{number}", Asked(traffic.prompt(numbers, in_len, vocab), out_len))
+        asked = Asked(traffic.prompt(numbers, in_len, vocab), out_len)
+        traffic.submit(engine, f"s{number}", asked, temperature=MIXED_TEMPERATURE)
     traffic.steps(engine, lambda window: bool(window.tokens) and window.tokens[-1] == num_requests)
     window = traffic.steps(engine, _times(num_steps))
-    row = Row(name=name, value=window.rate, samples=[tokens / s for tokens, s in zip(window.tokens, window.step_s, strict=True)])
+    row = Row(
+        name=name, value=window.rate, samples=[tokens / s for tokens, s in zip(window.tokens, window.step_s, strict=True)]
+    )
     row.limit = Planner(context, directory, engine.info, expected=False).decode_rate(num_requests, in_len + num_steps)
     row.facts = {"step_ms": median(window.step_s) * 1e3}
     context.emit(row)
@@ -219,7 +221,7 @@ def _mixed(context: Context, engine: Engine, directory: Path, name: str, *, plan
 def _chats(context: Context, engine: Engine) -> None:
     """What the peers are compared with: lengths of conversations, more of them than seats."""
     requests = traffic.chats(context.size(512, 6), context.size(1024, 10), engine.info.vocab_size)
-    came = traffic.run(engine, requests, label="c")
+    came = traffic.run(engine, requests, temperature=MIXED_TEMPERATURE, label="c")
     row = Row(name="Llama-3.1-8B, conversations", value=came.rate, counted=came.counted, returned=came.returned)
     row.facts = {"wall_s": came.wall_s, "requests": len(requests)}
     context.emit(row)
@@ -230,7 +232,7 @@ def _saturated(context: Context, engine: Engine, directory: Path, name: str, sea
     """The first requests have outputs of every length up to the whole, so that they end as if it had always been so."""
     in_len, out_len = (8, 12) if context.rehearsal else (1000, 1000)
     window_s = 0.3 if context.rehearsal else 22.0
-    numbers, vocab, fresh = _numbers(3), engine.info.vocab_size, count()
+    numbers, vocab, fresh = random.Random(3), engine.info.vocab_size, count()
 
     def next_one(length: int) -> None:
         traffic.submit(engine, f"f{next(fresh)}", Asked(traffic.prompt(numbers, in_len, vocab), max(2, length)),
@@ -247,7 +249,11 @@ def _saturated(context: Context, engine: Engine, directory: Path, name: str, sea
     row = Row(name=name, value=window.rate, returned=sum(window.tokens))
     row.counted = after.generation_tokens_total - before.generation_tokens_total
     half = len(window.tokens) // 2
-    row.samples = [sum(t) / sum(s) for t, s in ((window.tokens[:half], window.step_s[:half]), (window.tokens[half:], window.step_s[half:])) if t]
+    row.samples = [
+        sum(t) / sum(s)
+        for t, s in ((window.tokens[:half], window.step_s[:half]), (window.tokens[half:], window.step_s[half:]))
+        if t
+    ]
     row.limit = Planner(context, directory, engine.info, expected=False).saturated_rate(in_len, out_len, seats)
     row.facts = {
         "seats": seats, "window_s": sum(window.step_s), "filled_s": sum(started.step_s),
@@ -258,6 +264,3 @@ def _saturated(context: Context, engine: Engine, directory: Path, name: str, sea
     row.note = f"{seats} seats, window of {sum(window.step_s):.0f} s; the limit is serial: prefill, then decode"
     context.emit(row)
     engine.abort_all()
-
-
-__all__ = ["formats", "llama_8b", "saturated", "small_models", "warm_sizes"]

@@ -6,6 +6,7 @@ import random
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 from bench.gpu import traffic
 from bench.gpu.context import Context
@@ -24,7 +25,7 @@ CACHED = "32k cached prefix + 128 new tokens: TTFT against cold"
 
 def latency(context: Context) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        options = {"max_num_seqs": 72, "max_model_len": 34_816, "inter_token_target_ms": TARGET_MS}
+        options: dict[str, Any] = {"max_num_seqs": 72, "max_model_len": 34_816, "inter_token_target_ms": TARGET_MS}
         with random_engine(context, Path(folder), "llama-3.1-8b", **options) as engine:
             context.guard("warm", lambda: _warm(context, engine))
             context.guard(CACHED, lambda: _cached(context, engine))
@@ -78,7 +79,12 @@ def _among_decoders(context: Context, engine: Engine) -> None:
     engine.abort_all()
     traffic.steps(engine, lambda _: False)
     row = Row(name=GAP, value=max(gaps) * 1e3, samples=[gap * 1e3 for gap in sorted(gaps)[-50:]])
-    row.facts = {"calm_step_ms": median(calm.step_s) * 1e3, "p50_ms": median(gaps) * 1e3, "target_ms": TARGET_MS, "gaps": len(gaps)}
+    row.facts = {
+        "calm_step_ms": median(calm.step_s) * 1e3,
+        "p50_ms": median(gaps) * 1e3,
+        "target_ms": TARGET_MS,
+        "gaps": len(gaps),
+    }
     row.note = f"inter_token_target_ms={TARGET_MS:g}; without the prompt a step takes {median(calm.step_s) * 1e3:.1f} ms"
     context.emit(row)
     context.emit(Row(name=TTFT, value=ttft_s, samples=[ttft_s]))

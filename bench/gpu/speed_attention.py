@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 
 import torch
 from torch.nn import functional
@@ -38,7 +39,7 @@ def measure(context: Context) -> None:
     context.guard("decode 1 × 32k", lambda: _decode_row(context, "decode 1 × 32k", LLAMA, [32_768], copies=8))
     for label, shape in (("32/8 heads of 64", SLIM), ("16/8 heads of 128", QWEN)):
         row = f"decode {label}, 256 × 1k"
-        context.guard(row, lambda row=row, shape=shape: _decode_row(context, row, shape, [1024] * 256, copies=2))
+        context.guard(row, partial(_decode_row, context, row, shape, [1024] * 256, copies=2))
     context.guard("decode 1 × 128k + 31 × 4k", lambda: _skewed(context))
     context.guard("decode with fp8 KV, 256 × 1k", lambda: _fp8(context))
     context.guard("prefill 8k, head 128, against the best SDPA", lambda: _prefill(context))
@@ -141,7 +142,9 @@ def _prefill(context: Context) -> None:
     peers = _torch_prefill(context, shape, length)
     best = min(peers, key=lambda name: peers[name])
     rates = [flops / taken_s / 1e12 for taken_s in taken]
-    row = Row(name="prefill 8k, head 128, against the best SDPA", value=median(rates), limit=context.flops / 1e12, samples=rates)
+    row = Row(
+        name="prefill 8k, head 128, against the best SDPA", value=median(rates), limit=context.flops / 1e12, samples=rates
+    )
     row.peer, row.peer_name = flops / peers[best] / 1e12, f"torch SDPA {best}, unpaged"
     row.facts = {"us": median(taken) * 1e6, "us_sdpa": {name: taken_s * 1e6 for name, taken_s in peers.items()}}
     row.note = f"best SDPA: {best}; stretch also asks for 550 TFLOP/s"
@@ -164,8 +167,7 @@ def _torch_prefill(context: Context, shape: AttentionShape, length: int) -> dict
             continue  # a matrix of 8k · 8k for each head: never the best
         for label, keys, values in (("", k, v), (" with repeated heads", *wide)):
             with suppress(RuntimeError), sdpa_kernel(backend):
-                gqa = keys is k
-                call = lambda keys=keys, values=values, gqa=gqa: attend(q, keys, values, is_causal=True, enable_gqa=gqa)  # noqa: E731
+                call = partial(attend, q, keys, values, is_causal=True, enable_gqa=keys is k)
                 found[name + label] = median(seconds([call], context.device))
     if not found:
         raise RuntimeError("no backend of torch's attention takes this shape")

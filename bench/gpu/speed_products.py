@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 from torch.nn import functional
@@ -29,7 +30,7 @@ Product = Callable[[torch.Tensor], torch.Tensor]
 def measure(context: Context) -> None:
     for kind in ("bf16", "int8", "fp8", "int4"):
         names = [_name(kind, rows) for rows in (1, 16)]
-        context.guard(names, lambda kind=kind: _layer(context, kind))
+        context.guard(names, partial(_layer, context, kind))
     fused = "fused products of Llama-8B (norm, gate, residual), bf16, 1 row"
     context.guard(fused, lambda: _fused(context, fused))
     context.guard("product fp8 rows, 4096 rows", lambda: _many_rows(context))
@@ -70,12 +71,12 @@ def _layer(context: Context, kind: str) -> None:
     num_bytes = sum(size for _, _, size in products)
     for rows in (1, 16):
         inputs = {columns: normal(rows, columns, dtype=context.dtype, device=context.device) for columns, _, _ in products}
-        taken = _total(context, [lambda product=product, x=inputs[columns]: product(x) for columns, product, _ in products])
+        taken = _total(context, [partial(product, inputs[columns]) for columns, product, _ in products])
         rates = [num_bytes / taken_s / 1e9 for taken_s in taken]
         row = Row(name=_name(kind, rows), value=median(rates), limit=context.bandwidth / 1e9, samples=rates)
         row.facts = {"us_layer": median(taken) * 1e6 / max(1, len(products) / len(_shapes(context))), "bytes": num_bytes}
         if plain:
-            theirs = _total(context, [lambda weight=weight: functional.linear(inputs[weight.shape[1]], weight) for weight in plain])
+            theirs = _total(context, [partial(functional.linear, inputs[weight.shape[1]], weight) for weight in plain])
             row.peer, row.peer_name = num_bytes / median(theirs) / 1e9, "torch linear"
         context.emit(row)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import torch
 
@@ -30,7 +32,7 @@ def measure(context: Context) -> None:
         ("experts of Qwen3-30B-A3B, 64 tokens", _experts),
         ("block copy, 4096 blocks", _copy),
     ):
-        context.guard(name, lambda name=name, make=make: _bytes_row(context, name, make))
+        context.guard(name, partial(_bytes_row, context, name, make))
     names = ["sample top-k top-p, 256 × 128k", "sample top-k top-p against torch's sort"]
     context.guard(names, lambda: _sampler(context, *names))
 
@@ -90,7 +92,7 @@ def _experts(context: Context) -> tuple[Call, int]:
     likely, ids = torch.topk(torch.rand(tokens, count, device=device).softmax(-1), chosen)
     weights = (likely / likely.sum(-1, keepdim=True)).to(dtype)
     mix = bind_experts(list(gate_up), list(down), "silu")
-    return lambda: mix(x, weights, ids), int(ids.unique().numel()) * (gate_up[0].nbytes + down[0].nbytes)
+    return lambda: mix(x, weights, ids), len(set(ids.flatten().tolist())) * (gate_up[0].nbytes + down[0].nbytes)
 
 
 def _sampler(context: Context, name: str, against: str) -> None:
@@ -105,15 +107,21 @@ def _sampler(context: Context, name: str, against: str) -> None:
     limit = logits.nbytes / context.bandwidth * 1e6
     row = Row(name=name, value=median(taken), limit=limit, samples=taken)
     row.note = "logits of a deviation of 2, top-k 50, top-p 0.9; the limit is one pass over the logits"
-    variants = {"greedy": {"temperature": 0.0}, "plain": {}, "top_p_0.95": {"top_p": 0.95}, "min_p": {"min_p": 0.05}}
+    variants: dict[str, dict[str, Any]] = {
+        "greedy": {"temperature": 0.0},
+        "plain": {},
+        "top_p_0.95": {"top_p": 0.95},
+        "min_p": {"min_p": 0.05},
+    }
     for label, settings in variants.items():
         chosen = columns_of([settings] * rows, vocab, device)
-        use = lambda chosen=chosen: sample(logits, slots, positions, chosen, out=out, workspace=workspace)  # noqa: E731
+        use = partial(sample, logits, slots, positions, chosen, out=out, workspace=workspace)
         row.facts[f"us_{label}"] = median(seconds([use], device, samples=3)) * 1e6
     context.emit(row)
     theirs = median(seconds([lambda: _sorted_sample(logits)], device, samples=3, captured=False)) * 1e6
-    context.emit(Row(name=against, value=1 / median(taken), peer=1 / theirs, peer_name="sort, cumsum, multinomial",
-                     facts={"us": median(taken), "us_sort": theirs}))  # fmt: skip
+    faster = Row(name=against, value=theirs / median(taken), peer_name="sort, cumsum, multinomial")
+    faster.facts = {"us": median(taken), "us_sort": theirs}
+    context.emit(faster)
 
 
 def _sorted_sample(logits: torch.Tensor) -> torch.Tensor:

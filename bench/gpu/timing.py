@@ -66,4 +66,4 @@ def _elapsed(replay: Call, repeats: int) -> float:
         replay()
     end.record()
     torch.cuda.synchronize()
-    return begin.elapsed_time(end) / 1000
+    return float(begin.elapsed_time(end)) / 1000

@@ -80,13 +80,13 @@ def _invariant(context: Context, name: str) -> None:
     options: dict[str, Any] = {"max_num_seqs": 16, "max_model_len": 1024, "batch_invariant": True}
     if not context.rehearsal:
         options["kv_cache_bytes"] = KV_BYTES
-    with tempfile.TemporaryDirectory() as folder:
-        with random_engine(context, Path(folder), "llama-3.2-1b", layers=None if context.rehearsal else 4, **options) as engine:
-            numbers, vocab = random.Random(5), engine.info.vocab_size
-            lens = [5, 3, 9] if context.rehearsal else [100, 17, 300, 1, 64, 33, 128, 511, 15, 16, 31, 200]
-            prompts = [traffic.prompt(numbers, length, vocab) for length in lens]
-            together = _told(context, engine, prompts)
-            alone = _told(context, engine, prompts[:1])
+    options["layers"] = context.size(4, 2)
+    with tempfile.TemporaryDirectory() as folder, random_engine(context, Path(folder), "llama-3.2-1b", **options) as engine:
+        numbers, vocab = random.Random(5), engine.info.vocab_size
+        lens = [5, 3, 9] if context.rehearsal else [100, 17, 300, 1, 64, 33, 128, 511, 15, 16, 31, 200]
+        prompts = [traffic.prompt(numbers, length, vocab) for length in lens]
+        together = _told(context, engine, prompts)
+        alone = _told(context, engine, prompts[:1])
     differing = sum(one != other for one, other in zip(alone[0], together[0], strict=True))
     context.emit(Row(name=name, value=float(differing), note=f"{len(alone[0])} tokens and their log-probabilities"))
 
