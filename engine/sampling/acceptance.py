@@ -2,7 +2,7 @@
 
 Two rules, both lossless:
 
-    equality   Each row draws its token with the noise uniform(seed, position) that plain decoding would use there, and
+    equality   Each row draws its token with the noise of (seed, position) that plain decoding would use there, and
                guesses are accepted as long as they equal what was drawn. Where the guess does not depend on chance, this is
                the rule of Leviathan et al. (arXiv 2211.17192) itself, coupled to that noise: a guess x is a distribution q
                with all its mass on x, it is accepted with probability min(1, p(x) / q(x)) = p(x), the chance that the
@@ -19,12 +19,13 @@ from collections.abc import Sequence
 
 import torch
 
-from engine.sampling.randomness import uniform
-from engine.sampling.sampler import NO_TOKEN, NOT_FINITE, SampledToken, invert
+from engine.sampling.randomness import key, signed, uniform
+from engine.sampling.sampler import NO_TOKEN, NOT_FINITE, SampledToken
 from engine.scheduling.scheduled_batch import StepOutput
+from kernels.ops import plain_sampling
 
 GUESS, ACCEPT, RESIDUAL = 1, 2, 3
-"""Draws of `uniform` beside draw 0, which chooses the token of plain decoding: all four are independent."""
+"""Draws beside draw 0, which chooses the token of plain decoding: their noise is independent of its and of each other's."""
 
 
 def accept_equal(drawn: Sequence[SampledToken], guesses: Sequence[int]) -> StepOutput:
@@ -66,16 +67,16 @@ def accept_by_rejection(
     for index in range(len(guesses)):
         if uniform(seed, position + index, draw=ACCEPT) * proposed[index] >= wanted[index]:
             rest = (target[index] - draft[index]).clamp_(min=0)
-            return _with_last(guesses[:index], rest, target[index], uniform(seed, position + index, draw=RESIDUAL))
-    return _with_last(guesses, target[-1], target[-1], uniform(seed, position + len(guesses)))
+            return _with_last(guesses[:index], rest, target[index], key(seed, position + index, draw=RESIDUAL))
+    return _with_last(guesses, target[-1], target[-1], key(seed, position + len(guesses)))
 
 
-def _with_last(accepted: Sequence[int], weights: torch.Tensor, fallback: torch.Tensor, number: float) -> StepOutput:
+def _with_last(accepted: Sequence[int], weights: torch.Tensor, fallback: torch.Tensor, noise: int) -> StepOutput:
     """The accepted guesses and one more token, drawn by `weights`; where rounding left none, p and q are equal: by p."""
-    column = torch.tensor([[number]], dtype=torch.float64, device=weights.device)
-    token_id = int(invert(weights[None], column))
+    keys = torch.tensor([signed(noise)], dtype=torch.int64, device=weights.device)
+    token_id = int(plain_sampling.draw_weighted(weights[None], keys))
     if token_id == NO_TOKEN:
-        token_id = int(invert(fallback[None], column))
+        token_id = int(plain_sampling.draw_weighted(fallback[None], keys))
     if token_id == NO_TOKEN:
         return StepOutput(token_ids=list(accepted)) if accepted else StepOutput(error=NOT_FINITE)
     return StepOutput(token_ids=[*accepted, token_id])

@@ -6,12 +6,33 @@ sampling (arXiv 2202.00666) on what these left. All of them work on probabilitie
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from engine.protocol import SamplingParams
+
+GREEDY_BELOW = 1e-5
+"""Temperatures below are greedy: a float32 column cannot hold the smallest of them, and none of them would draw otherwise."""
+
+LOG2_E = 1.4426950408889634
+
+
+def is_greedy(sampling: SamplingParams) -> bool:
+    """Whether the largest logit is taken, the lowest id among equals; a single candidate is that one too."""
+    return sampling.temperature < GREEDY_BELOW or sampling.top_k == 1
+
+
+def scale_of(sampling: SamplingParams) -> float:
+    """What logits are multiplied by to count binary orders of probability; 0 is greedy."""
+    return 0.0 if is_greedy(sampling) else LOG2_E / sampling.temperature
+
+
+def reach_of(sampling: SamplingParams) -> float:
+    """How many binary orders below the likeliest token min-p lets through."""
+    return -math.log2(sampling.min_p) if sampling.min_p > 0.0 else math.inf
 
 
 def is_filtered(sampling: SamplingParams) -> bool:

@@ -1,8 +1,8 @@
 """Randomness of sampling as a function of (seed, position): the same wherever and with whomever a request runs. No torch.
 
-One uniform number per sampled token, from two rounds of the SplitMix64 finaliser (Steele, Lea, Flood: Fast Splittable
-Pseudorandom Number Generators, OOPSLA 2014), which passes BigCrush as a counter-based generator. The engine inverts the
-cumulative distribution with it. A replayed or preempted request therefore draws the very tokens it would have drawn.
+64 bits per sampled token, from two rounds of the SplitMix64 finaliser (Steele, Lea, Flood: Fast Splittable Pseudorandom Number
+Generators, OOPSLA 2014), which passes BigCrush as a counter-based generator. They key the noise of the race that draws the
+token (`kernels.race`). A replayed or preempted request therefore draws the very tokens it would have drawn.
 """
 
 from __future__ import annotations
@@ -13,15 +13,28 @@ _STREAM_OF_ANSWERS = 0xD1B54A32D192ED03  # odd and unlike _GAMMA, so that answer
 _SEED_BITS = 63
 
 
-def uniform(seed: int, position: int, *, draw: int = 0) -> float:
-    """A number in [0, 1) with 48 random bits; `position` is the index of the token in prompt plus output.
+def stream(seed: int, *, draw: int = 0) -> int:
+    """What all random bits of a seed come from: 64 bits.
 
-    Where a token takes more than one number (a draft is judged, then replaced), `draw` counts them from 0.
+    Where a token takes bits more than once (a draft is judged, then replaced), `draw` counts the times from 0.
     """
-    stream = _mix((seed + _GAMMA) & _MASK)
-    if draw:
-        stream = _mix((stream + draw) & _MASK)
-    return (_mix((stream + _GAMMA * (position + 1)) & _MASK) >> 16) / 2.0**48
+    start = _mix((seed + _GAMMA) & _MASK)
+    return _mix((start + draw) & _MASK) if draw else start
+
+
+def key(seed: int, position: int, *, draw: int = 0) -> int:
+    """64 random bits for one token; `position` is its index in prompt plus output."""
+    return _mix((stream(seed, draw=draw) + _GAMMA * (position + 1)) & _MASK)
+
+
+def signed(bits: int) -> int:
+    """64 bits as the int64 that holds them."""
+    return bits - 2**64 if bits >= 2**63 else bits
+
+
+def uniform(seed: int, position: int, *, draw: int = 0) -> float:
+    """A number in [0, 1) with 48 of the bits of `key`."""
+    return (key(seed, position, draw=draw) >> 16) / 2.0**48
 
 
 def seed_of_answer(seed: int, index: int) -> int:

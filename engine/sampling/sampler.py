@@ -2,10 +2,12 @@
 
 rules (`sampling.logits_rules`) ─► grammar mask ─► largest logit, or temperature ─► filters (`sampling.logits_filters`) ─► draw
 
-Greedy rows take the largest logit. Sampled rows invert a cumulative distribution with the one uniform number of
-`sampling.randomness`: over the whole vocabulary when nothing filters, else over the most likely candidates. Candidates come
+Greedy rows take the largest logit, the lowest id among equals. Sampled rows are drawn by a race (`kernels.race`): every token
+that may be drawn gets noise of its own from (seed, position, token), and the largest logit with noise wins. Candidates come
 from a partial top-k; only rows whose filter reaches beyond it are sorted in full. A row without a finite maximum, or without
-a weight to draw from, fails alone. Log-probabilities are the model's own, before all of this.
+a token to draw, fails alone. Log-probabilities are the model's own, before all of this.
+
+This is the plain twin of the kernels that choose on a GPU: both draw the very same tokens.
 """
 
 from __future__ import annotations
@@ -22,23 +24,21 @@ from engine.sampling.logits_filters import (
     filtered_candidates,
     is_filtered,
     needs_all_tokens,
+    reach_of,
+    scale_of,
     typical_tokens,
 )
+from engine.sampling.logits_filters import is_greedy as is_greedy
 from engine.sampling.logits_rules import LogitsRules, SampledRow, has_rules
 from engine.sampling.logprobs import token_logprobs
-from engine.sampling.randomness import uniform
+from engine.sampling.randomness import key, signed
+from kernels.ops import plain_sampling
 
 CANDIDATE_STAGES = (64, 1024)
 """Partial top-k, widened only for rows whose own filter reaches beyond it; then the whole vocabulary. A partial top-k of 64
 costs a third of one of 256, and trained models rarely keep more."""
 
-GREEDY_BELOW = 1e-5
-"""Temperatures below are greedy: a float32 column cannot hold the smallest of them, and none of them would draw otherwise."""
-
-CHUNK = 256
-"""Tokens whose weights are summed up for the first half of a draw."""
-
-NO_TOKEN = -1
+NO_TOKEN = -1  # as of the kernels
 NOT_FINITE = "the model computed logits that are not finite for this request"
 NOTHING_ALLOWED = "every token is forbidden here by what the request asks for (guided decoding, bad_words, min_tokens)"
 
@@ -51,10 +51,6 @@ class SampledToken:
     logprob: TokenLogprob | None = None
     error: str | None = None
     error_param: str | None = None
-
-
-def is_greedy(sampling: SamplingParams) -> bool:
-    return sampling.temperature < GREEDY_BELOW
 
 
 class Sampler:
@@ -121,16 +117,47 @@ class Sampler:
 
     def _draw(self, logits: torch.Tensor, maxima: torch.Tensor, rows: Sequence[SampledRow], group: list[int]) -> torch.Tensor:
         """Token ids of the rows of `group`, which either all filter or all do not, or NO_TOKEN: [len(group)] int64"""
-        noise = column([_uniform(rows[i]) for i in group], torch.float64, self._device)
-        scaled = self._scaled(logits, maxima, rows, group)
-        if not is_filtered(rows[group[0]].sampling):
-            return invert(torch.softmax(scaled, dim=-1), noise)
-        chosen = torch.empty(len(group), dtype=torch.int64, device=self._device)
-        for part, ids, weights in self._candidates(scaled, [rows[i].sampling for i in group]):
-            place = invert(weights, noise[part])
-            drawn = ids.gather(1, place.clamp(min=0)[:, None])[:, 0]
-            chosen[part] = torch.where(place == NO_TOKEN, NO_TOKEN, drawn)
+        params = [rows[i].sampling for i in group]
+        keys = torch.tensor([_key(rows[i]) for i in group], dtype=torch.int64).to(self._device)
+        scale = column([scale_of(p) for p in params], torch.float32, self._device)[:, 0]
+        part = logits if len(group) == len(rows) else logits[group]
+        if not is_filtered(params[0]):
+            return plain_sampling.draw(part, scale, keys)
+        chosen = torch.full((len(group),), NO_TOKEN, dtype=torch.int64, device=self._device)
+        typical = [i for i, p in enumerate(params) if p.typical_p < 1.0]
+        others = [i for i, p in enumerate(params) if p.typical_p >= 1.0]
+        if others:
+            self._draw_filtered(part, params, others, scale, keys, chosen)
+        if typical:
+            scaled = self._scaled(logits, maxima, rows, [group[i] for i in typical])
+            for found, ids, weights in self._candidates(scaled, [params[i] for i in typical]):
+                places = [typical[i] for i in found]
+                kept = weights > 0
+                winners, _ = plain_sampling.winner(ids, part[places].gather(1, ids), kept, scale[places], keys[places])
+                chosen[places] = torch.where(kept.any(dim=-1), winners, NO_TOKEN)
         return chosen
+
+    def _draw_filtered(
+        self,
+        logits: torch.Tensor,
+        params: Sequence[SamplingParams],
+        places: list[int],
+        scale: torch.Tensor,
+        keys: torch.Tensor,
+        chosen: torch.Tensor,
+    ) -> None:
+        """Write the tokens of the rows `places`, which have filters but typical sampling, to `chosen`."""
+        asked = [params[i] for i in places]
+        filters = plain_sampling.Filters(
+            column([max(0, p.top_k) for p in asked], torch.int64, self._device)[:, 0],
+            column([p.top_p for p in asked], torch.float32, self._device)[:, 0],
+            column([reach_of(p) for p in asked], torch.float32, self._device)[:, 0],
+        )
+        index = torch.tensor(places, device=self._device)
+        everyone = len(places) == len(params)
+        for part in plain_sampling.candidates(logits if everyone else logits[index], scale[index], filters):
+            rows = index[part.rows]
+            chosen[rows] = plain_sampling.winner(part.ids, part.logits, part.kept, scale[rows], keys[rows])[0]
 
     def _candidates(
         self, scaled: torch.Tensor, params: Sequence[SamplingParams]
@@ -208,10 +235,10 @@ def _sampled_groups(rows: Sequence[SampledRow]) -> list[list[int]]:
     return [group for group in (filtered, plain) if group]
 
 
-def _uniform(row: SampledRow) -> float:
+def _key(row: SampledRow) -> int:
     seed = row.request.sampling.seed
     assert seed is not None, f"request {row.request.request_id} has no seed"
-    return uniform(seed, row.position)
+    return signed(key(seed, row.position))
 
 
 def _failure(row: SampledRow, maximum: float) -> SampledToken:
@@ -221,37 +248,3 @@ def _failure(row: SampledRow, maximum: float) -> SampledToken:
         return SampledToken(error=NOT_FINITE)
     param = sampling.guided_param or ("bad_words" if sampling.bad_words_token_ids else "min_tokens")
     return SampledToken(error=NOTHING_ALLOWED, error_param=param)
-
-
-def invert(weights: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
-    """weights: [B, V] ≥ 0, noise: [B, 1] float64 in [0, 1) → index drawn in proportion to the weights: [B]
-
-    NO_TOKEN for rows whose weights do not sum to a finite number above zero. First a chunk is drawn by its sum, then an index
-    within it: a cumulative sum in float64 over a whole vocabulary costs more than everything else about a draw.
-    """
-    num_chunks = -(-weights.shape[-1] // CHUNK)
-    if num_chunks <= 2:
-        return _place(weights, noise)
-    whole = weights.shape[-1] // CHUNK * CHUNK
-    sums = weights[:, :whole].reshape(len(weights), -1, CHUNK).sum(dim=-1)
-    if whole < weights.shape[-1]:
-        sums = torch.cat((sums, weights[:, whole:].sum(dim=-1, keepdim=True)), dim=-1)
-    cumulative = sums.cumsum(dim=-1, dtype=torch.float64)
-    target = noise * cumulative[:, -1:]
-    chunk = torch.searchsorted(cumulative, target, right=True).clamp_(max=num_chunks - 1)
-    before = torch.where(chunk > 0, cumulative.gather(1, (chunk - 1).clamp_(min=0)), 0.0)
-    share = (target - before) / (cumulative.gather(1, chunk) - before)
-    places = chunk * CHUNK + torch.arange(CHUNK, device=weights.device)
-    inside = weights.gather(1, places.clamp(max=weights.shape[-1] - 1)).masked_fill_(places >= weights.shape[-1], 0.0)
-    place = _place(inside, share)
-    is_finite = torch.isfinite(cumulative[:, -1])
-    return torch.where(is_finite & (place != NO_TOKEN), chunk[:, 0] * CHUNK + place, NO_TOKEN)
-
-
-def _place(weights: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
-    """As `invert`, in one pass; a noise that was rounded up to 1 draws the last index that has a weight."""
-    cumulative = weights.cumsum(dim=-1, dtype=torch.float64)
-    total = cumulative[:, -1:]
-    target = torch.minimum(noise * total, torch.nextafter(total, torch.zeros_like(total)))
-    index = torch.searchsorted(cumulative, target, right=True).clamp_(max=weights.shape[-1] - 1)
-    return torch.where(torch.isfinite(total) & (total > 0), index, NO_TOKEN)[:, 0]

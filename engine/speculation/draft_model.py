@@ -16,10 +16,11 @@ from engine.runner.batch_inputs import InputRow
 from engine.runner.paged_decoder import PagedDecoder
 from engine.sampling.acceptance import GUESS
 from engine.sampling.logits_rules import SampledRow
-from engine.sampling.randomness import uniform
-from engine.sampling.sampler import NO_TOKEN, Sampler, invert
+from engine.sampling.randomness import key, signed
+from engine.sampling.sampler import NO_TOKEN, Sampler
 from engine.scheduling.request import Request
 from engine.scheduling.scheduled_batch import ScheduledRequest
+from kernels.ops import plain_sampling
 
 
 class DraftModel:
@@ -73,8 +74,8 @@ class DraftModel:
     def _draw(self, logits: torch.Tensor, rows: Sequence[SampledRow]) -> list[tuple[int, torch.Tensor]]:
         """logits: [R, V] → guesses with their distributions [V]; where nothing can be drawn, token 0 with all of the mass."""
         distributions = self._sampler.distributions(logits, rows)
-        numbers = [[uniform(row.request.sampling.seed or 0, row.position, draw=GUESS)] for row in rows]
-        token_ids = invert(distributions, torch.tensor(numbers, dtype=torch.float64, device=logits.device))
+        keys = [signed(key(row.request.sampling.seed or 0, row.position, draw=GUESS)) for row in rows]
+        token_ids = plain_sampling.draw_weighted(distributions, torch.tensor(keys, dtype=torch.int64, device=logits.device))
         failed = token_ids == NO_TOKEN
         token_ids = token_ids.masked_fill(failed, 0)
         distributions[failed] = 0.0

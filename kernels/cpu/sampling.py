@@ -182,7 +182,8 @@ def sample(
     *,
     masks: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
-    workspace: object = None,  # noqa: ARG001 - kernels have one
+    workspace: None = None,  # noqa: ARG001 - kernels have one
+    weighs: bool = True,  # noqa: ARG001 - what is not needed is not computed
 ) -> torch.Tensor:
     """As `kernels.triton.sampling.sample`. Looks at slots on the host, so it cannot stand in a graph."""
     chosen = torch.full((len(slots),), NO_TOKEN, dtype=torch.int64, device=logits.device)
@@ -193,6 +194,10 @@ def sample(
         _adjust(part, slots[rows].tolist(), positions[rows].tolist(), columns, None if masks is None else masks[rows])
         chosen[rows] = _sample(part, slots[rows].long(), positions[rows].long(), columns)
     return chosen if out is None else out.copy_(chosen)
+
+
+def sampling_workspace(max_rows: int, vocab_size: int, device: torch.device) -> None:
+    """Nothing is kept from call to call."""
 
 
 def _adjust(

@@ -221,12 +221,14 @@ def sample(
     masks: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     workspace: SamplingWorkspace | None = None,
+    weighs: bool = True,
 ) -> torch.Tensor:
     """Next token of each row, or NO_TOKEN: [R] int64, or as `out` is.
 
     logits: [R, V] float32, bf16 or fp16, row by row contiguous, left as they are; slots: [R] int32 or int64, -1 is padding;
     positions: [R] int64 or int32, index of the token in prompt plus output; masks: [R, ceil(V / 32)] int32, bit b of word w
-    allows token 32 w + b. Nothing waits for the device; without `out` and `workspace` they are allocated.
+    allows token 32 w + b. Without `weighs` no row has top-p alone, and a launch is saved. Nothing waits for the device;
+    without `out` and `workspace` they are allocated.
     """
     rows, vocab_size = logits.shape
     assert logits.stride(1) == 1, "the logits of a row lie side by side"
@@ -250,10 +252,11 @@ def sample(
         *row_inputs, space.group_maxima, *best, c.scale, c.streams, *filters, *rules, *sizes, tiles,
         num_warps=_WARPS, num_stages=2, enable_fp_fusion=False,
     )  # fmt: skip
-    weigh_kernel[grid](
-        *row_inputs, space.group_maxima, space.weights, c.scale, *filters, *rules, *sizes, tiles,
-        GROUPS_PADDED=padded, num_warps=_WARPS, num_stages=2, enable_fp_fusion=False,
-    )  # fmt: skip
+    if weighs:
+        weigh_kernel[grid](
+            *row_inputs, space.group_maxima, space.weights, c.scale, *filters, *rules, *sizes, tiles,
+            GROUPS_PADDED=padded, num_warps=_WARPS, num_stages=2, enable_fp_fusion=False,
+        )  # fmt: skip
     choose_kernel[(rows,)](
         *row_inputs, space.group_maxima, *best, space.weights, space.groups, space.listed_logits, space.listed_ids, out,
         c.scale, c.streams, *filters, *rules, *sizes, splits,

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from engine.sampling.randomness import seed_of_answer, uniform
-from engine.sampling.sampler import NO_TOKEN, NOT_FINITE, SampledToken, invert
+from engine.sampling.sampler import NO_TOKEN, NOT_FINITE, SampledToken
+from kernels.ops import plain_sampling
 from tests.support.sampling import sample, sampling_request
 
 VOCAB_SIZE = 1100  # more than the widest partial top-k
@@ -150,58 +151,21 @@ def test_the_strongest_penalties_leave_logits_that_can_be_sampled(sign: float, p
 
 
 @pytest.mark.parametrize("weights", [[math.nan, 1.0], [math.inf, 1.0], [0.0, 0.0]])
-def test_weights_that_no_token_can_be_drawn_from_draw_none(weights: list[float]) -> None:
-    drawn = invert(torch.tensor([[1.0, 1.0], weights]), torch.tensor([[0.6], [0.6]], dtype=torch.float64))
-    assert drawn.tolist() == [1, NO_TOKEN]
-
-
-def plain_invert(weights: torch.Tensor, noise: float) -> int:
-    """The twin of `invert`, for one row of weights that sum to a finite number above zero."""
-    cumulative = weights.double().cumsum(0)
-    return int((cumulative <= noise * cumulative[-1]).sum())
-
-
-@pytest.mark.parametrize("vocab_size", [1, 2, 255, 256, 257, 511, 512, 513, 768, 1000, 3000])
-@pytest.mark.parametrize("kept", [1.0, 0.3, 0.01])
-def test_a_draw_in_two_halves_is_that_of_one_cumulative_sum(vocab_size: int, kept: float) -> None:
-    generator = torch.Generator().manual_seed(vocab_size)
-    weights = torch.rand(200, vocab_size, generator=generator).round(decimals=3).mul(512).floor()  # sums are exact
-    weights *= torch.rand(200, vocab_size, generator=generator) < kept
-    weights[weights.sum(-1) == 0, vocab_size // 2] = 1.0
-    noise = torch.rand(200, 1, generator=generator, dtype=torch.float64)
-    noise[:2], noise[2:4] = 0.0, 1 - 2**-48
-    expected = [plain_invert(row, number) for row, number in zip(weights, noise[:, 0].tolist(), strict=True)]
-    drawn = invert(weights, noise)
-    assert drawn.tolist() == expected
-    assert bool((weights.gather(1, drawn[:, None]) > 0).all())
-
-
-@pytest.mark.parametrize("noise", [0.0, 0.3, 1 - 2**-48])
-@pytest.mark.parametrize("spread", [1e-30, 1.0, 1e30])
-def test_no_token_without_weight_is_drawn_however_sums_are_rounded(noise: float, spread: float) -> None:
-    generator = torch.Generator().manual_seed(3)
-    weights = torch.rand(300, 1500, generator=generator) ** 20 * spread
-    weights *= torch.rand(300, 1500, generator=generator) < 0.05
-    drawn = invert(weights, torch.full((300, 1), noise, dtype=torch.float64))
-    assert bool((weights.gather(1, drawn[:, None]) > 0).all())
-
-
-@pytest.mark.parametrize("weights", [[math.nan, 1.0], [math.inf, 1.0], [0.0, 0.0]])
 @pytest.mark.parametrize("place", [0, 255, 256, 1499])
-def test_weights_of_a_vocabulary_that_no_token_can_be_drawn_from_draw_none(weights: list[float], place: int) -> None:
+def test_weights_that_no_token_can_be_drawn_from_draw_none(weights: list[float], place: int) -> None:
     rows = torch.zeros(2, 1500)
     rows[0, place], rows[1, place], rows[1, 700] = 1.0, weights[0], weights[1]
-    assert invert(rows, torch.tensor([[0.6], [0.6]], dtype=torch.float64)).tolist() == [place, NO_TOKEN]
+    assert plain_sampling.draw_weighted(rows, torch.tensor([3, 4])).tolist() == [place, NO_TOKEN]
 
 
-@pytest.mark.parametrize("sampling", [{}, {"top_p": 0.5}, {"top_k": 2}, {"logprobs": 1}])
-def test_a_row_without_a_token_to_draw_fails_alone(
-    logits: torch.Tensor, sampling: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    healthy = sample(logits[None], [sampling_request("0", **sampling)])[0]
-    monkeypatch.setattr("engine.sampling.sampler.is_greedy", lambda params: False)  # so that a division by zero comes about
-    requests = [sampling_request("0", **sampling), sampling_request("1", temperature=1e-320, **sampling)]
-    assert sample(logits.expand(2, -1), requests) == [healthy, SampledToken(error=NOT_FINITE)]
+@pytest.mark.parametrize("spread", [1e-30, 1.0, 1e30])
+def test_tokens_are_drawn_in_proportion_to_their_weights_and_never_without_one(spread: float) -> None:
+    generator = torch.Generator().manual_seed(3)
+    weights = torch.rand(1, 300, generator=generator) ** 4 * spread
+    weights *= torch.rand(1, 300, generator=generator) < 0.3
+    keys = torch.randint(-(2**63), 2**63 - 1, (DRAWS,), generator=generator)
+    drawn = plain_sampling.draw_weighted(weights.expand(DRAWS, -1), keys)
+    assert_follows(torch.bincount(drawn, minlength=300), (weights / weights.sum()).double()[0])
 
 
 @pytest.mark.parametrize("poison", [math.nan, math.inf])

@@ -8,8 +8,8 @@ import pytest
 import torch
 import transformers
 
-from engine.sampling.randomness import uniform
-from engine.sampling.sampler import invert
+from engine.sampling.randomness import key, signed
+from kernels.ops import plain_sampling
 from tests.support.sampling import distributions, sample, sampling_request
 
 SETTINGS: list[dict[str, Any]] = [
@@ -84,8 +84,8 @@ def test_what_is_sampled_is_drawn_from_the_distribution() -> None:
     logits = logits_of(1.0, 1100)
     requests = [sampling_request(str(i), seed=i, logit_bias={3: 4.0}) for i in range(len(logits))]
     tokens = [output.token_id for output in sample(logits, requests)]
-    noise = torch.tensor([[uniform(seed, 1)] for seed in range(len(logits))], dtype=torch.float64)
-    assert invert(distributions(logits, requests), noise).tolist() == tokens
+    keys = torch.tensor([signed(key(seed, 1)) for seed in range(len(logits))])
+    assert plain_sampling.draw_weighted(distributions(logits, requests), keys).tolist() == tokens
 
 
 @pytest.mark.parametrize("settings", [{}, {"top_p": 0.5}, {"typical_p": 0.5}, {"temperature": 0.0}], ids=str)

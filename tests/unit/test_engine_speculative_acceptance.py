@@ -10,9 +10,10 @@ import torch
 
 from engine.protocol import TokenLogprob
 from engine.sampling.acceptance import GUESS, accept_by_rejection, accept_equal
-from engine.sampling.randomness import uniform
-from engine.sampling.sampler import NOT_FINITE, SampledToken, invert
+from engine.sampling.randomness import key, signed
+from engine.sampling.sampler import NOT_FINITE, SampledToken
 from engine.speculation.options import SpeculativeOptions
+from kernels.ops import plain_sampling
 from tests.support.engines import run_to_end, small_engine, tokens, wanted
 from tests.support.tiny_models import make_model
 
@@ -77,8 +78,8 @@ def test_tokens_accepted_by_rejection_have_the_distribution_of_the_model(closene
     seconds: dict[int, list[int]] = {}
     num_accepted = 0
     for seed in range(NUM_DRAWS):
-        column = [[uniform(seed, 10 + i, draw=GUESS)] for i in range(depth)]
-        guesses = invert(draft, torch.tensor(column, dtype=torch.float64)).tolist()
+        keys = torch.tensor([signed(key(seed, 10 + i, draw=GUESS)) for i in range(depth)])
+        guesses = plain_sampling.draw_weighted(draft, keys).tolist()
         output = accept_by_rejection(target, draft, guesses, seed=seed, position=10)
         firsts.append(output.token_ids[0])
         num_accepted += len(output.token_ids) - 1
