@@ -176,8 +176,9 @@ def int4_tiles(num_rows: int, num_outputs: int, num_columns: int, capability: in
     block_m = max(16, power_of_two(num_rows))
     num_stages = (4 if block_m < ROWS_FEW else 3) if capability in SMALL_CARDS else (6 if block_m < ROWS_FEW else 4)
     chunks = -(-num_columns // CHUNK_COLUMNS)
-    # A step reads half of what a step of the other kernels does: two of them are taken for one.
-    splits = split_count(-(-num_outputs // 128), -(-chunks // 2), multiprocessors)
+    # A step reads half of what a step of the other kernels does, so two of them are taken for one, and computes twice as much:
+    # some 500 instructions of each warp, which a multiprocessor hides behind those of two other programs.
+    splits = split_count(-(-num_outputs // 128), -(-chunks // 2), multiprocessors, together=3, splits_max=16)
     return Int4Tiles(block_m, 128, num_warps=4, num_stages=num_stages, splits=splits)
 
 

@@ -45,7 +45,8 @@ def byte_tiles(num_rows: int, weight_shape: Sequence[int], capability: int, mult
         return Tiles(128, 128, 64, num_warps=8, num_stages=3 if capability < 90 else 4)
     block_m = max(16, power_of_two(num_rows))
     block_k = 256 if block_m < ROWS_FEW else 128
-    splits = split_count(-(-num_outputs // 64), -(-num_columns // block_k), multiprocessors)
+    # Converting bytes takes one program longer than its share of reading them.
+    splits = split_count(-(-num_outputs // 64), -(-num_columns // block_k), multiprocessors, together=2)
     return Tiles(block_m, 64, block_k, num_warps=4, num_stages=4, splits=splits)
 
 

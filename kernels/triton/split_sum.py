@@ -19,19 +19,24 @@ STEP_OVERHEAD = 2  # steps' time that starting a program and filling its pipelin
 SPLIT_OVERHEAD = 1  # that storing, counting and adding takes on top
 
 
-def split_count(tiles: int, steps: int, multiprocessors: int) -> int:
-    """Into how many parts (1, 2, 4, 8) the `steps` of each tile are divided, so that the busiest multiprocessor ends soonest.
+def split_count(tiles: int, steps: int, multiprocessors: int, *, together: int = 1, splits_max: int = SPLITS_MAX) -> int:
+    """Into how many parts (1, 2, 4, …) the `steps` of each tile are divided, so that the busiest multiprocessor ends soonest.
 
-    Knows nothing of the number of rows: the same matrix is divided alike whatever the batch.
+    Knows nothing of the number of rows: the same matrix is divided alike whatever the batch. `together`: see `split_cost`.
     """
-    possible = [splits for splits in (1, 2, 4, SPLITS_MAX) if splits == 1 or (steps >= 2 * splits and tiles <= COUNTERS)]
-    return min(possible, key=lambda splits: split_cost(tiles, steps, multiprocessors, splits))
+    possible = [1]
+    while tiles <= COUNTERS and possible[-1] < splits_max and steps >= 4 * possible[-1]:
+        possible.append(2 * possible[-1])
+    return min(possible, key=lambda splits: split_cost(tiles, steps, multiprocessors, splits, together=together))
 
 
-def split_cost(tiles: int, steps: int, multiprocessors: int, splits: int) -> int:
-    """Steps that the busiest multiprocessor takes, starting and adding included."""
+def split_cost(tiles: int, steps: int, multiprocessors: int, splits: int, *, together: int = 1) -> int:
+    """Steps that the busiest multiprocessor takes, starting and adding included.
+
+    It takes no longer for `together` programs than for one: what unpacks much leaves gaps that others fill.
+    """
     own_steps = -(-steps // splits) + STEP_OVERHEAD + SPLIT_OVERHEAD * (splits > 1)
-    return -(-tiles * splits // multiprocessors) * own_steps
+    return max(together, -(-tiles * splits // multiprocessors)) * own_steps
 
 
 @functools.cache

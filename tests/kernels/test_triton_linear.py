@@ -12,6 +12,7 @@ from kernels.reference import quantised as reference
 from kernels.reference.fp8_rows import quantize_rows_fp8
 from kernels.triton import linear_tiles, split_sum
 from kernels.triton.linear import ROWS_MAX, linear, skinny_tiles
+from kernels.triton.linear_fp8 import _library as library_fp8
 from kernels.triton.linear_fp8 import check_fp8, linear_fp8
 from kernels.triton.linear_int8 import linear_int8
 from kernels.triton.linear_tiles import Tiles, byte_tiles, launch
@@ -154,6 +155,20 @@ def test_rows_of_e4m3_times_a_weight_of_e4m3(sizes: tuple[int, int, int], per_ro
     assert_near(out.check(), expected, "matmul", scale=math.sqrt(num_columns) * 0.3)
 
 
+@pytest.mark.parametrize("per_row", [True, False])
+@pytest.mark.parametrize("x_per_row", [True, False])
+def test_many_rows_of_e4m3_are_left_to_the_library(x_per_row: bool, per_row: bool, device: torch.device) -> None:
+    """Whether it takes them is the card's; here it is asked as it would be there."""
+    weight = pack_fp8(normal(48, 64, dtype=torch.float32, device=device, seed=1) * 0.1, per_row=per_row)
+    values, scales = quantize_rows_fp8(normal(80, 64, dtype=torch.float32, device=device))
+    scales = scales if x_per_row else scales.amax().reshape(1)
+    expected = reference.linear_fp8(values, weight, x_scales=scales, out_dtype=torch.bfloat16)
+    out = Guarded((80, 48), torch.bfloat16, device)
+    library_fp8(values, weight, scales, out.tensor)
+    assert_near(out.check(), expected, "matmul")
+    assert_near(library_fp8(values, weight, scales, None), expected, "matmul")
+
+
 def test_rows_of_e4m3_need_their_scales_and_a_type_for_the_result(device: torch.device) -> None:
     weight = fp8_weight(8, 32, device, per_row=True)
     values, scales = quantize_rows_fp8(normal(2, 32, dtype=torch.float32, device=device))
@@ -183,6 +198,8 @@ def test_a_matrix_is_divided_where_the_card_would_wait() -> None:
     assert split_count(tiles=32, steps=16, multiprocessors=132) == 4
     assert split_count(tiles=1, steps=64, multiprocessors=132) == 8
     assert split_count(tiles=1, steps=2, multiprocessors=132) == 1
+    assert split_count(tiles=128, steps=16, multiprocessors=132, together=2) == 2
+    assert split_count(tiles=32, steps=56, multiprocessors=132, together=3, splits_max=16) == 16
     assert split_count(tiles=split_sum.COUNTERS + 1, steps=64, multiprocessors=10**6) == 1
 
 
