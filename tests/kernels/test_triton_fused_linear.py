@@ -42,7 +42,7 @@ def inputs(rows: int, width: int, columns: int, dtype: torch.dtype, device: torc
 
 @SPLITS
 @pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize(("rows", "width", "columns"), [(1, 32, 256), (16, 48, 128), (3, 40, 161)])
+@pytest.mark.parametrize(("rows", "width", "columns"), [(1, 32, 128), (16, 48, 64), (3, 24, 91)])
 def test_a_product_is_added_to_the_stream(
     rows: int, width: int, columns: int, dtype: torch.dtype, splits: int,
     monkeypatch: pytest.MonkeyPatch, device: torch.device,
@@ -61,7 +61,7 @@ def test_a_product_is_added_to_the_stream(
 @SPLITS
 @pytest.mark.parametrize("gate", GATES)
 @pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize(("rows", "width", "columns"), [(1, 32, 256), (5, 24, 161)])
+@pytest.mark.parametrize(("rows", "width", "columns"), [(1, 32, 128), (5, 24, 91)])
 def test_a_product_of_what_is_not_yet_normalised_is_that_of_its_norm(
     rows: int, width: int, columns: int, dtype: torch.dtype, gate: Gate | None, splits: int,
     monkeypatch: pytest.MonkeyPatch, device: torch.device,
@@ -69,7 +69,7 @@ def test_a_product_of_what_is_not_yet_normalised_is_that_of_its_norm(
     divide(monkeypatch, splits)
     total = normal(rows, columns, dtype=dtype, device=device) * 3
     norm_weight = normal(columns, dtype=dtype, device=device, seed=1)
-    squares = total.float().square().view(rows, -1, columns // (7 if columns == 161 else 8)).sum(-1).T.contiguous()
+    squares = total.float().square().view(rows, -1, columns // (7 if columns == 91 else 8)).sum(-1).T.contiguous()
     stream = Stream(total, (total.float() * norm_weight.float()).to(dtype), squares)
     outputs = width * (1 if gate is None else 2)
     weight = (normal(outputs, columns, dtype=torch.float32, device=device, seed=2) / math.sqrt(columns)).to(dtype)
