@@ -118,6 +118,7 @@ class Decoder:
     def __init__(self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device) -> None:
         self._embedding = torch.empty(config.vocab_size, config.hidden_size, dtype=dtype, device=device)
         self._layers = [DecoderLayer(config, index, dtype=dtype, device=device) for index in range(config.num_layers)]
+        self._later_norms = tuple(layer.norm for layer in self._layers[1:])
         offset = config.family.norm_offset
         self._norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype, device=device, offset=offset)
         self._has_own_head = config.has_head and not config.tie_word_embeddings
@@ -191,17 +192,19 @@ class Decoder:
             return self._norm(x if inputs.sampled_rows is None else x.index_select(0, inputs.sampled_rows))
         first = self._layers[0].norm
         x = residual if first is None else first(residual)
-        norms = [layer.norm for layer in self._layers[1:]]
         # The last norm is for the rows that are wanted: together with the last sum where these are all.
-        norms.append(self._norm if inputs.sampled_rows is None else None)
-        for index, (layer, next_norm) in enumerate(zip(self._layers, norms, strict=True)):
-            x, residual = layer(x, residual, inputs, None if kv_caches is None else kv_caches[index], next_norm)
+        norms = (*self._later_norms, self._norm if inputs.sampled_rows is None else None)
+        caches = (None,) * len(norms) if kv_caches is None else kv_caches
+        for layer, kv_cache, next_norm in zip(self._layers, caches, norms, strict=True):
+            x, residual = layer(x, residual, inputs, kv_cache, next_norm)
         return x if inputs.sampled_rows is None else self._norm(x.index_select(0, inputs.sampled_rows))
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden: [B, hidden] → [B, V] float32"""
+    def logits(self, hidden: torch.Tensor, *, wide: bool = True) -> torch.Tensor:
+        """hidden: [B, hidden] → [B, V] float32; unless `wide`, in the format of the product where nothing follows it"""
         assert self._head_kernel is not None, "the weights are not packed yet, or there is no head"
-        logits = self._head_kernel(hidden).float()
+        logits = self._head_kernel(hidden)
+        if wide or self._divisor != 1.0 or self._softcap is not None:
+            logits = logits.float()
         if self._divisor != 1.0:
             logits.div_(self._divisor)
         return logits if self._softcap is None else logits.div_(self._softcap).tanh_().mul_(self._softcap)

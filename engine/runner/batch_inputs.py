@@ -80,7 +80,7 @@ def make_batch_inputs(
         positions=on_device,
         rotations=tuple(rotary.at(on_device) for rotary in rotaries),
         slot_mapping=sent[2 * num_tokens : 3 * num_tokens],
-        sampled_rows=sent[3 * num_tokens :],
+        sampled_rows=None if len(wanted) == num_tokens and wanted == list(range(num_tokens)) else sent[3 * num_tokens :],
         attention=tuple(planner.plan(attention_rows) for planner in planners),
     )
 

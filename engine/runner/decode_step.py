@@ -73,7 +73,7 @@ class DecodeStep:
             context_lens=context_lens,
             block_tables=self._block_tables[:size],
         )
-        logits = self._decoder.logits(self._decoder.forward(self._inputs(size)))
+        logits = self._decoder.logits(self._decoder.forward(self._inputs(size)), wide=False)
         sampled = self._sampler.choose(logits, rows, context_lens, kind)
         self._state.advance(rows, sampled, out=self.sampled[:size])
 

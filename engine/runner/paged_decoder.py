@@ -71,6 +71,6 @@ class PagedDecoder:
         """Hidden states of the outputs that the rows asked for: [R, hidden]; all keys and values go to the cache."""
         return self._decoder(inputs, self.kv_caches)
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden: [R, hidden] → [R, V] float32"""
-        return self._decoder.logits(hidden)
+    def logits(self, hidden: torch.Tensor, *, wide: bool = True) -> torch.Tensor:
+        """hidden: [R, hidden] → [R, V] float32, or, unless `wide`, perhaps narrower with the same values"""
+        return self._decoder.logits(hidden, wide=wide)

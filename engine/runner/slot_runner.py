@@ -164,7 +164,7 @@ class SlotRunner:
             return LaunchedStep(None, len(items), 0, sampling)
         where = self._staging.send([slots, [items[row].start + items[row].num_tokens for row in sampling]])
         chosen = where[0].to(torch.int32)
-        tokens = self._sampler.choose(self._target.logits(hidden), chosen, where[1], self._sampler.kind(slots))
+        tokens = self._sampler.choose(self._target.logits(hidden, wide=False), chosen, where[1], self._sampler.kind(slots))
         self._state.advance(chosen, tokens)
         return LaunchedStep(self._return.send(tokens), len(items), len(sampling), sampling)
 

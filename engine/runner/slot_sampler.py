@@ -32,8 +32,8 @@ class SlotSampler(Protocol):
         ...
 
     def choose(self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, kind: Hashable) -> torch.Tensor:
-        """logits: [R, V] float32 (may be changed); slots: [R] int32, below 0 is padding; positions: [R], index of the chosen
-        token in prompt plus output → token ids, NO_TOKEN where none can be drawn: [R] int64"""
+        """logits: [R, V], float32 or narrower (may be changed); slots: [R] int32, below 0 is padding; positions: [R], index of
+        the chosen token in prompt plus output → token ids, NO_TOKEN where none can be drawn: [R] int64"""
         ...
 
 
