@@ -10,6 +10,7 @@ from engine.runner.model_runner import ModelRunner
 from engine.runner.paged_decoder import PagedDecoder
 from engine.runner.slot_runner import SlotRunner
 from engine.runner.slot_sampler import HostSlotSampler
+from engine.sampling.columns import ColumnSampler
 from engine.sampling.sampler import Sampler
 from engine.scheduling.limits import SchedulerLimits
 
@@ -33,15 +34,17 @@ def slot_runner(
     device: torch.device,
     *,
     has_experts: bool = False,
+    by_columns: bool | None = None,
 ) -> SlotRunner:
     """A runner over slots for all seats of the engine. Mixtures of experts ask the host who goes where, so their steps are not
-    captured."""
-    is_captured = device.type == "cuda" and not has_experts
+    captured. `by_columns`: whether tokens are chosen from columns in the slots, which a GPU always does."""
+    on_gpu = device.type == "cuda"
+    columns = ColumnSampler(limits.max_num_seqs, target.vocab_size, device) if by_columns or on_gpu else None
     return SlotRunner(
         plain,
         target,
-        HostSlotSampler(sampler),
-        CudaGraphs(device) if is_captured else DirectCalls(),
+        columns or HostSlotSampler(sampler),
+        CudaGraphs(device) if on_gpu and not has_experts else DirectCalls(),
         max_num_seqs=limits.max_num_seqs,
         num_columns=-(-limits.max_model_len // limits.block_size),
         block_size=limits.block_size,

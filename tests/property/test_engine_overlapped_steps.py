@@ -122,6 +122,7 @@ def run(engine: Engine, requests: list[Asked], *, preempt_at: int | None) -> lis
     caches=st.booleans(),
     preempt_at=st.none() | st.integers(1, 12),
     swap_space=st.sampled_from((0.0, 0.002)),
+    by_columns=st.booleans(),
 )
 def test_tokens_are_those_of_the_plain_runner(
     folder: Path,
@@ -134,6 +135,7 @@ def test_tokens_are_those_of_the_plain_runner(
     caches: bool,
     preempt_at: int | None,
     swap_space: float,
+    by_columns: bool,
 ) -> None:
     engine = overlapped_engine(
         folder / family,
@@ -144,6 +146,7 @@ def test_tokens_are_those_of_the_plain_runner(
         num_kv_blocks=MAX_LEN // block_size + spare_blocks * 16 // block_size,
         enable_prefix_caching=caches,
         swap_space=swap_space,
+        by_columns=by_columns,
     )
     for found, each in zip(run(engine, requests, preempt_at=preempt_at), requests, strict=True):
         expected = alone(folder, family, *each[:4])
