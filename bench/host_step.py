@@ -5,8 +5,8 @@ Usage: python -m bench.host_step [--steps 600] [--batches 1,64,256]
 
 Everything the host does between two launches is real: planning, slots, staging, booking, tokens to events. Only the step itself
 is left out, and copies go to main memory. Times are of the thread's CPU clock, so that other work on the machine does not
-count, but for a shared core: `calibrator_us`, 256 attribute updates, took 5 microseconds on a quiet one. A call of that clock
-adds about 0.3 microseconds to each part. Phases: `steady` decodes at one batch size; `turnover` replaces a
+count but for what it does to caches; `calibrator_us` is the time of 256 attribute updates just then. A call of that clock adds
+about 0.3 microseconds to each part. Phases: `steady` decodes at one batch size; `turnover` replaces a
 request in every second step, as 256 requests of 500 tokens do. One JSON row per run is appended to
 bench/results/host_step.jsonl.
 """

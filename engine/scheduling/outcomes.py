@@ -203,6 +203,11 @@ class Outcomes:
             if (start + 1) % block_size == 0 and request.block_table:
                 self._kv.register(request, start, start + 1)
             num_tokens += 1
+            if output not in request.stop_ids and start + 2 < request.max_total_tokens:  # what `fill` does when nothing ends
+                request.token_ids[start + 1] = output
+                request.num_unknown_tokens -= 1
+                events.append(token_event(request, [output]))
+                continue
             reason = request.fill(start + 1, output)
             events.append(token_event(request, [output]) if reason is None else self._end(request, reason, [output]))
         self._totals.generation_tokens += num_tokens
