@@ -33,7 +33,11 @@ def main() -> int:
     total_s = options.total or (REHEARSAL_S if options.rehearse else TOTAL_S)
     started_s = time.monotonic()
     outcome = conduct(
-        stages(only), rehearse=options.rehearse, total_s=total_s, facts={}, show=lambda line: print(line, flush=True)
+        stages(only, rehearse=options.rehearse),
+        rehearse=options.rehearse,
+        total_s=total_s,
+        facts={},
+        show=lambda line: print(line, flush=True),
     )
     rows = complete(outcome, None if only is None else only | {"calibrate"})
     report = document(rows, outcome, rehearsal=options.rehearse, taken_s=time.monotonic() - started_s)

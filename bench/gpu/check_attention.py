@@ -63,7 +63,7 @@ def _decode(context: Context, shape: AttentionShape, lengths: list[int], *, fp8:
 
 
 def _torch(q: torch.Tensor, pages: Pages, request: int, scales: torch.Tensor | None) -> torch.Tensor:
-    """q: [T, H, D], the newest of a request → [T, H, D] by torch in q's dtype"""
+    """q: [T, H, D], the newest of a request → [T, H, D] by torch in q's dtype: its own attention, or products and a softmax where that takes no such mask"""
     shape = pages.shape
     if not pages.lengths[request]:
         return torch.zeros_like(q)
@@ -71,20 +71,21 @@ def _torch(q: torch.Tensor, pages: Pages, request: int, scales: torch.Tensor | N
     if scales is not None:
         keys, values = keys * scales[0].to(q.dtype), values * scales[1].to(q.dtype)
     length, count = pages.lengths[request], q.shape[0]
+    group = shape.num_heads // shape.num_kv_heads
+    wide = q.transpose(0, 1).unsqueeze(0)
+    if shape.sliding_window is None and shape.softcap is None and count in (1, length):
+        attend = functional.scaled_dot_product_attention
+        return attend(wide, keys, values, is_causal=count > 1, enable_gqa=True)[0].transpose(0, 1)
     position = torch.arange(length - count, length, device=q.device)[:, None]
     token = torch.arange(length, device=q.device)[None, :]
     seen = token <= position
     if shape.sliding_window is not None:
         seen &= token > position - shape.sliding_window
-    wide = q.transpose(0, 1).unsqueeze(0)
-    if shape.softcap is None:
-        found = functional.scaled_dot_product_attention(wide, keys, values, attn_mask=seen, enable_gqa=True)
-        return found[0].transpose(0, 1)
-    group = shape.num_heads // shape.num_kv_heads
     keys, values = keys.repeat_interleave(group, 1), values.repeat_interleave(group, 1)
     scores = (wide @ keys.transpose(-1, -2)) * shape.head_dim**-0.5
-    scores = (shape.softcap * torch.tanh(scores / shape.softcap)).masked_fill(~seen, float("-inf"))
-    return (torch.softmax(scores, dim=-1) @ values)[0].transpose(0, 1)
+    if shape.softcap is not None:
+        scores = shape.softcap * torch.tanh(scores / shape.softcap)
+    return (torch.softmax(scores.masked_fill(~seen, float("-inf")), dim=-1) @ values)[0].transpose(0, 1)
 
 
 def _prefill(context: Context, shape: AttentionShape, chunks: list[tuple[int, int]]) -> Case:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
-from bench.gpu.plan import Part
+from bench.gpu.plan import Job
 from bench.gpu.rows import Row
 
 TAIL_CHARS = 1500
@@ -34,14 +34,14 @@ class Outcome:
 
 
 class Process:
-    """One part. It imports at once and measures when it is told to."""
+    """One job. It imports at once and measures when it is told to."""
 
-    def __init__(self, part: Part, *, rehearse: bool, environment: dict[str, str]) -> None:
-        self.part = part
+    def __init__(self, job: Job, *, rehearse: bool, environment: dict[str, str]) -> None:
+        self.job = job
         self.limit_s = 0.0
         self.ended = False
         self._log = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115 - as long as the process
-        arguments = [sys.executable, "-m", "bench.gpu.part", part.name, "--limit", str(part.limit_s)]
+        arguments = [sys.executable, "-m", "bench.gpu.part", *(part.name for part in job.parts), "--limit", str(job.limit_s)]
         self._process = subprocess.Popen(
             arguments + (["--rehearse"] if rehearse else []),
             stdin=subprocess.PIPE,
@@ -95,7 +95,7 @@ class Process:
 
 
 def conduct(
-    stages: Sequence[Sequence[Part]], *, rehearse: bool, total_s: float, facts: dict[str, Any], show: Callable[[str], None]
+    stages: Sequence[Sequence[Job]], *, rehearse: bool, total_s: float, facts: dict[str, Any], show: Callable[[str], None]
 ) -> Outcome:
     """Run all stages. The parts of the next one import while this one measures, where each is a single process."""
     outcome = Outcome(facts=dict(facts))
@@ -104,11 +104,11 @@ def conduct(
     waiting: list[Process] = []
     try:
         for index, stage in enumerate(stages):
-            processes = waiting or [Process(part, rehearse=rehearse, environment=environment) for part in stage]
+            processes = waiting or [Process(job, rehearse=rehearse, environment=environment) for job in stage]
             following = stages[index + 1] if index + 1 < len(stages) else ()
             waiting = []
             if not rehearse and len(following) == 1:
-                waiting = [Process(part, rehearse=rehearse, environment=environment) for part in following]
+                waiting = [Process(job, rehearse=rehearse, environment=environment) for job in following]
             left_s = end_s - time.monotonic()
             if left_s < LEFT_MIN_S:
                 _skip(processes, outcome, show)
@@ -133,14 +133,14 @@ def _skip(processes: Sequence[Process], outcome: Outcome, show: Callable[[str], 
     for process in processes:
         process.kill()
         process.close()
-        outcome.parts.append({"part": process.part.name, "error": "not begun: the time of the run was used up"})
-        show(f"-- {process.part.name}: no time left")
+        outcome.parts.append({**_described(process.job), "error": "not begun: the time of the run was used up"})
+        show(f"-- {process.job.name}: no time left")
 
 
 def _run(processes: Sequence[Process], left_s: float, outcome: Outcome, show: Callable[[str], None]) -> None:
     lines: queue.Queue[tuple[Process, str | None]] = queue.Queue()
     for process in processes:
-        process.begin(outcome.facts, min(process.part.limit_s, left_s), lines)
+        process.begin(outcome.facts, min(process.job.limit_s, left_s), lines)
     running = list(processes)
     try:
         while running:
@@ -175,15 +175,19 @@ def _take(line: str, outcome: Outcome, show: Callable[[str], None]) -> None:
 def _close(process: Process, outcome: Outcome, show: Callable[[str], None]) -> None:
     taken_s = round(process.taken_s, 2)
     status, words = process.close()
-    found: dict[str, Any] = {"part": process.part.name, "target": process.part.target, "s": taken_s}
+    found: dict[str, Any] = {**_described(process.job), "s": taken_s}
     if process.ended:
-        found["error"] = f"ended after its limit of {process.part.limit_s:g} s"
+        found["error"] = f"ended after its limit of {process.job.limit_s:g} s"
     elif status:
         found["error"] = f"exit status {status}: {_last_line(words)}"
     if "error" in found:
         found["log"] = words
     outcome.parts.append(found)
-    show(f"-- {process.part.name}: {taken_s} s{', ' + found['error'] if 'error' in found else ''}")
+    show(f"-- {process.job.name}: {taken_s} s{', ' + found['error'] if 'error' in found else ''}")
+
+
+def _described(job: Job) -> dict[str, Any]:
+    return {"part": job.name, "targets": sorted({part.target for part in job.parts})}
 
 
 def _last_line(words: str) -> str:

@@ -1,4 +1,4 @@
-"""One part in a process of its own: `python -m bench.gpu.part NAME`. Imports first, waits for a line of facts, then measures.
+"""A process of the bench: `python -m bench.gpu.part NAME…`. Imports first, waits for a line of facts, then measures.
 
 Lines of JSON go to what was standard output; everything that libraries print goes to standard error.
 """
@@ -14,12 +14,12 @@ import time
 from typing import Any, TextIO
 
 from bench.gpu import requirements
-from bench.gpu.plan import PARTS
+from bench.gpu.plan import BY_NAME
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("name", choices=[part.name for part in PARTS])
+    parser.add_argument("names", nargs="+", choices=sorted(BY_NAME))
     parser.add_argument("--rehearse", action="store_true")
     parser.add_argument("--limit", type=float, required=True)
     options = parser.parse_args()
@@ -31,14 +31,13 @@ def main() -> None:
 
     if options.rehearse:
         _correct_interpreter()
-    part = next(part for part in PARTS if part.name == options.name)
-    module = importlib.import_module(part.module)
+    functions = [getattr(importlib.import_module(BY_NAME[name].module), BY_NAME[name].function) for name in options.names]
 
     def write(line: dict[str, Any]) -> None:
         answers.write(json.dumps(line) + "\n")
         answers.flush()
 
-    write({"ready": part.name})
+    write({"ready": options.names})
     facts = json.loads(sys.stdin.readline() or "null")
     if facts is None:
         return
@@ -46,9 +45,10 @@ def main() -> None:
         raise SystemExit("torch finds no NVIDIA GPU here; `bench/gpu.sh --rehearse` tries the program without one")
     device = torch.device("cpu" if options.rehearse else "cuda")
     context = Context(device, options.rehearse, facts, write, time.monotonic() + options.limit)
-    torch.manual_seed(0)
-    getattr(module, part.function)(context)
-    write({"done": part.name})
+    for function in functions:
+        torch.manual_seed(0)
+        function(context)
+    write({"done": options.names})
 
 
 def _correct_interpreter() -> None:

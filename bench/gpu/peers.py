@@ -102,24 +102,34 @@ def _generate(model: Any, requests: list[Asked], context: Context) -> int:
 
 
 def _continuous(context: Context, model: Any, longest: int) -> tuple[int, int, float, str]:
+    """With its own choice of sizes; where that fails, with sizes that are smaller."""
+    work = traffic.chats(context.size(128, 4), longest, model.config.vocab_size)
+    attempts: list[dict[str, int]] = [{}, {"max_batch_tokens": 4096, "num_blocks": 1024}]
+    if context.rehearsal:
+        attempts = [{"num_blocks": 16, "max_batch_tokens": 64, "max_requests_per_batch": 4}]
+    failed = ""
+    for sizes in attempts:
+        try:
+            returned, wall_s = _managed(context, model, work, sizes)
+        except (RuntimeError, ValueError) as error:
+            failed = f"{failed}with {sizes or 'its own sizes'}: {type(error).__name__}: {str(error)[:150]}; "
+        else:
+            note = f"{len(work)} conversations at once, {sizes or 'its own sizes'}{failed and f'; failed {failed}'}"
+            return sum(asked.num_outputs for asked in work), returned, wall_s, note
+    raise RuntimeError(f"continuous batching of transformers did not run {failed}")
+
+
+def _managed(context: Context, model: Any, work: list[Asked], sizes: dict[str, int]) -> tuple[int, float]:
     from transformers import ContinuousBatchingConfig, GenerationConfig
 
-    small = context.rehearsal
-    settings = (
-        ContinuousBatchingConfig(page_size=32, num_blocks=64, max_batch_tokens=64, max_requests_per_batch=4)
-        if small
-        else ContinuousBatchingConfig(max_batch_tokens=8192)
-    )
     generation = GenerationConfig(do_sample=False, max_new_tokens=1, eos_token_id=-1, pad_token_id=0)
-    work = traffic.chats(context.size(128, 4), longest, model.config.vocab_size)
     with model.continuous_batching_context_manager(
-        generation_config=generation, continuous_batching_config=settings, warmup=False
+        generation_config=generation, continuous_batching_config=ContinuousBatchingConfig(**sizes), warmup=False
     ) as manager:
         _through(manager, [Asked(asked.prompt[:8], 2) for asked in work[:4]], "w", context)
         started_s = time.perf_counter()
         returned = _through(manager, work, "r", context)
-        wall_s = time.perf_counter() - started_s
-    return sum(asked.num_outputs for asked in work), returned, wall_s, f"{len(work)} conversations at once"
+        return returned, time.perf_counter() - started_s
 
 
 def _through(manager: Any, work: list[Asked], label: str, context: Context) -> int:
@@ -131,7 +141,9 @@ def _through(manager: Any, work: list[Asked], label: str, context: Context) -> i
     while len(answers) < len(work):
         if context.left_s < 2:
             raise RuntimeError(f"no time left: {len(answers)} of {len(work)} conversations were done")
-        result = manager.get_result(timeout=5)
+        result = manager.get_result(timeout=2)
+        if result is None and not manager.is_running():
+            raise RuntimeError("its loop has ended")
         if result is not None and result.is_finished():
             answers[result.request_id] = len(result.generated_tokens)
     return sum(answers.values())

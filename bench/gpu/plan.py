@@ -16,46 +16,66 @@ TOTAL_S = 470.0
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """`target` is the part of the targets whose rows it gives. Parts with the same `group` run side by side."""
+    """`target` is the part of the targets whose rows it gives. A rehearsal computes a `family` in one process; a run does its
+    parts in processes of their own, one after the other, or at a time where they are `beside` each other."""
 
     name: str
     target: str
     module: str
     function: str
     limit_s: float
-    group: str = ""
+    family: str
+    beside: bool = False
 
 
 PARTS: tuple[Part, ...] = (
-    Part("calibrate", "calibrate", "bench.gpu.calibration", "calibrate", 40),
-    Part("check attention", "checks", "bench.gpu.check_attention", "check", 100, "checks"),
-    Part("check rows", "checks", "bench.gpu.check_rows", "check", 100, "checks"),
-    Part("check products", "checks", "bench.gpu.check_products", "check", 100, "checks"),
-    Part("check sampling", "checks", "bench.gpu.check_sampling", "check", 100, "checks"),
-    Part("check engine", "invariant", "bench.gpu.warm_up", "invariant", 100, "checks"),
-    Part("warm llama", "warm-up", "bench.gpu.warm_up", "warm_llama", 100, "checks"),
-    Part("warm small", "warm-up", "bench.gpu.warm_up", "warm_small", 100, "checks"),
-    Part("warm formats", "warm-up", "bench.gpu.warm_up", "warm_formats", 100, "checks"),
-    Part("kernel attention", "kernels", "bench.gpu.speed_attention", "measure", 60),
-    Part("kernel products", "kernels", "bench.gpu.speed_products", "measure", 60),
-    Part("kernel rows", "kernels", "bench.gpu.speed_rows", "measure", 45),
-    Part("llama 8b", "llama 8b", "bench.gpu.serve", "llama_8b", 90),
-    Part("small models", "small models", "bench.gpu.serve", "small_models", 50),
-    Part("formats", "formats", "bench.gpu.serve", "formats", 60),
-    Part("latency", "latency", "bench.gpu.serve_latency", "latency", 40),
-    Part("saturated", "saturated", "bench.gpu.serve", "saturated", 60),
-    Part("peers", "peers", "bench.gpu.peers", "against_transformers", 110),
+    Part("calibrate", "calibrate", "bench.gpu.calibration", "calibrate", 40, "calibrate"),
+    Part("check attention", "checks", "bench.gpu.check_attention", "check", 100, "checks", beside=True),
+    Part("check rows", "checks", "bench.gpu.check_rows", "check", 100, "checks", beside=True),
+    Part("check products", "checks", "bench.gpu.check_products", "check", 100, "checks", beside=True),
+    Part("check sampling", "checks", "bench.gpu.check_sampling", "check", 100, "checks", beside=True),
+    Part("check engine", "invariant", "bench.gpu.warm_up", "invariant", 100, "checks", beside=True),
+    Part("warm llama", "warm-up", "bench.gpu.warm_up", "warm_llama", 100, "checks", beside=True),
+    Part("warm small", "warm-up", "bench.gpu.warm_up", "warm_small", 100, "checks", beside=True),
+    Part("warm formats", "warm-up", "bench.gpu.warm_up", "warm_formats", 100, "checks", beside=True),
+    Part("kernel attention", "kernels", "bench.gpu.speed_attention", "measure", 60, "kernels"),
+    Part("kernel products", "kernels", "bench.gpu.speed_products", "measure", 60, "kernels"),
+    Part("kernel rows", "kernels", "bench.gpu.speed_rows", "measure", 45, "kernels"),
+    Part("llama 8b", "llama 8b", "bench.gpu.serve", "llama_8b", 90, "engines"),
+    Part("small models", "small models", "bench.gpu.serve", "small_models", 50, "engines"),
+    Part("formats", "formats", "bench.gpu.serve", "formats", 60, "engines"),
+    Part("latency", "latency", "bench.gpu.serve_latency", "latency", 40, "engines"),
+    Part("saturated", "saturated", "bench.gpu.serve", "saturated", 60, "engines"),
+    Part("peers", "peers", "bench.gpu.peers", "against_transformers", 110, "peers"),
 )
+BY_NAME = {part.name: part for part in PARTS}
 
 
-def stages(only: set[str] | None = None) -> list[list[Part]]:
-    """Parts that run at a time. `only` names targets' parts; what calibrates is always there."""
-    found: list[list[Part]] = []
-    for part in PARTS:
-        if only is not None and part.target != "calibrate" and part.target not in only:
-            continue
-        if found and part.group and found[-1][0].group == part.group:
-            found[-1].append(part)
+@dataclass(frozen=True, slots=True)
+class Job:
+    """The parts that one process computes, one after the other."""
+
+    parts: tuple[Part, ...]
+
+    @property
+    def name(self) -> str:
+        return " + ".join(part.name for part in self.parts)
+
+    @property
+    def limit_s(self) -> float:
+        return sum(part.limit_s for part in self.parts)
+
+
+def stages(only: set[str] | None = None, *, rehearse: bool = False) -> list[list[Job]]:
+    """Jobs that run at a time. `only` names targets' parts; what calibrates is always there."""
+    chosen = [part for part in PARTS if only is None or part.target == "calibrate" or part.target in only]
+    found: list[list[Job]] = []
+    for part in chosen:
+        same_family = bool(found) and found[-1][0].parts[0].family == part.family
+        if same_family and rehearse:
+            found[-1] = [Job((*found[-1][0].parts, part))]
+        elif same_family and part.beside:
+            found[-1].append(Job((part,)))
         else:
-            found.append([part])
+            found.append([Job((part,))])
     return found

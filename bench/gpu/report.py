@@ -26,7 +26,8 @@ def complete(outcome: Outcome, parts: set[str] | None = None) -> list[Row]:
     reasons: dict[str, list[str]] = {}
     for part in outcome.parts:
         if "error" in part:
-            reasons.setdefault(part.get("target", ""), []).append(f"{part['part']}: {part['error']}")
+            for name in part["targets"]:
+                reasons.setdefault(name, []).append(f"{part['part']}: {part['error']}")
     rows = []
     for target in TARGETS:
         if parts is not None and target.part not in parts and target.name not in found:
