@@ -12,7 +12,16 @@ from safetensors.torch import load_file, save_file
 
 from engine.errors import WeightsError
 from engine.runner.model_runner import ModelRunner
-from tests.support.engines import KV_CACHE_BYTES, evict_all, preempt_all, run_to_end, small_engine, tokens, wanted
+from tests.support.engines import (
+    KV_CACHE_BYTES,
+    evict_all,
+    overlapped_engine,
+    preempt_all,
+    run_to_end,
+    small_engine,
+    tokens,
+    wanted,
+)
 from tests.support.quantised_checkpoints import to_e4m3
 from tests.support.tiny_models import VOCAB_SIZE, make_model
 
@@ -151,3 +160,12 @@ def test_rounded_blocks_move_to_main_memory_and_back_and_are_copied(tmp_path: Pa
             [event for event in undisturbed["a"] if event.index == index]
         )
     assert engine.status().swapped_in_blocks_total > 0
+
+
+def test_steps_launched_ahead_over_slots_read_the_same_rounded_cache(tmp_path: Path) -> None:
+    make_model("llama", tmp_path)
+    add_scales(tmp_path, SPELLINGS["vllm"])
+    requests = [wanted(str(i), prompt, max_tokens=12) for i, prompt in enumerate(PROMPTS)]
+    options: dict[str, Any] = {"kv_cache_dtype": "fp8", "quantization": "int8"}
+    plain, ahead = (run_to_end(make(tmp_path, **options), requests) for make in (small_engine, overlapped_engine))
+    assert [tokens(ahead[key]) for key in "01"] == [tokens(plain[key]) for key in "01"]
