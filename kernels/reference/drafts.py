@@ -1,0 +1,36 @@
+"""Rejection sampling of drafts, request by request and guess by guess."""
+
+from __future__ import annotations
+
+import torch
+
+from kernels.cpu import race
+from kernels.cpu.sampling import draw_weighted
+from kernels.race import ACCEPT, NO_TOKEN, RESIDUAL
+
+
+def reject_drafts(
+    target: torch.Tensor,
+    draft: torch.Tensor,
+    guesses: torch.Tensor,
+    num_guesses: torch.Tensor,
+    streams: torch.Tensor,
+    positions: torch.Tensor,
+) -> torch.Tensor:
+    """As `kernels.triton.drafts.reject_drafts`."""
+    out = torch.full((len(guesses), guesses.shape[1] + 1), NO_TOKEN, dtype=torch.int64, device=target.device)
+    for i, count in enumerate(num_guesses.tolist()):
+        taken, left = 0, None
+        while taken < count and left is None:
+            guess, position = int(guesses[i, taken]), positions[i : i + 1] + taken
+            number = float(race.uniform(race.keys(streams[i : i + 1], position, ACCEPT)))
+            if number * float(draft[i, taken, guess]) < float(target[i, taken, guess]):
+                out[i, taken] = guess
+                taken += 1
+            else:
+                left = (target[i, taken] - draft[i, taken]).clamp(min=0)
+        keys = race.keys(streams[i : i + 1], positions[i : i + 1] + taken, 0 if left is None else RESIDUAL)
+        weights = target[i, taken] if left is None else left
+        drawn = draw_weighted(weights[None], keys)
+        out[i, taken] = drawn if drawn != NO_TOKEN else draw_weighted(target[i, taken][None], keys)
+    return out

@@ -1,0 +1,56 @@
+"""A grammar's mask applied to logits in place: one bit for each token, one int32 word for 32 of them."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.triton.compilation import Compilation
+
+_BLOCK = 4096
+_WARPS = 8
+
+
+@triton.jit(do_not_specialize=["logits_stride", "masks_stride", "V"])
+def bitmask_kernel(logits, masks, rows, logits_stride, masks_stride, V, BLOCK: tl.constexpr):
+    """Program (index, part): writes -inf where a bit is 0; what is NaN or +inf becomes NaN, so that a mask hides no fault."""
+    row = tl.load(rows + tl.program_id(0)).to(tl.int64)
+    ids = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = ids < tl.where(row >= 0, V, 0)
+    word = tl.load(masks + tl.program_id(0).to(tl.int64) * masks_stride + (ids >> 5), mask=inside, other=-1)
+    forbidden = inside & (((word >> (ids & 31)) & 1) == 0)
+    place = logits + row * logits_stride + ids
+    value = tl.load(place, mask=forbidden, other=0.0).to(tl.float32)
+    bad = (value != value) | (value == float("inf"))
+    value = tl.where(bad, float("nan"), float("-inf"))
+    tl.store(place, value.to(logits.dtype.element_ty), mask=forbidden)
+
+
+def apply_bitmask(logits: torch.Tensor, masks: torch.Tensor, rows: torch.Tensor) -> None:
+    """Forbid in row `rows[i]` of the logits what row i of the masks does not allow.
+
+    logits: [R, V] float32, bf16 or fp16, changed in place; masks: [G, ceil(V / 32)] int32, bit b of word w allows token
+    32 w + b; rows: [G] int32 or int64, below 0 is padding. Reads V / 8 bytes of mask a row; logits are read and written only
+    where they are forbidden. No accumulation.
+    """
+    vocab_size = logits.shape[1]
+    if len(rows):
+        bitmask_kernel[(len(rows), triton.cdiv(vocab_size, _BLOCK))](
+            logits, masks, rows, logits.stride(0), masks.stride(0), vocab_size, BLOCK=_BLOCK, num_warps=_WARPS
+        )
+
+
+def compilations() -> list[Compilation]:
+    """Logits of both widths."""
+    numbers = {"logits_stride": "i32", "masks_stride": "i32", "V": "i32"}
+    return [
+        Compilation(
+            f"apply_bitmask, {dtype}",
+            bitmask_kernel,
+            {"logits": f"*{dtype}", "masks": "*i32", "rows": "*i32", **numbers},
+            {"BLOCK": _BLOCK},
+            num_warps=_WARPS,
+        )
+        for dtype in ("fp32", "bf16")
+    ]

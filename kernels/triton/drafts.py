@@ -1,0 +1,179 @@
+"""Rejection sampling of drafts on the device: which guesses of each request become tokens, and the token behind them.
+
+Formula (Leviathan et al., arXiv 2211.17192; `engine.sampling.acceptance` is the twin): guess i, drawn from q_i, is accepted
+when uniform(seed, position + i, ACCEPT) · q_i(x) < p_i(x); the first that is not is replaced by a token drawn from
+max(0, p_i − q_i), or from p_i where that is empty; behind accepted guesses comes one drawn from p_k. Drawn means the race of
+`kernels.race` by weights: argmax of weight / E, E keyed by (seed, position, RESIDUAL) for a replacement and by (seed, position)
+for a token of p_k. Weights of which one is not finite draw nothing.
+
+Memory: `judge` reads two numbers a guess; `race` reads one row of p and, after a rejection, one of q: 2 · V · 4 bytes for each
+request, split over programs; `settle` joins the parts. Nothing is summed; the product of uniform number and q is float64.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.race import ACCEPT, NO_TOKEN, RESIDUAL
+from kernels.triton.compilation import Compilation
+from kernels.triton.race import key_uniform, race_bits, race_exponential, race_key
+from kernels.triton.tuning import multiprocessors, power_of_two
+
+_BLOCK = 1024
+_WARPS = 8
+_ACCEPT = tl.constexpr(ACCEPT)
+_RESIDUAL = tl.constexpr(RESIDUAL)
+_NO_TOKEN = tl.constexpr(NO_TOKEN)
+_NOBODY = tl.constexpr(0x7FFFFFFF)
+
+
+@triton.jit(do_not_specialize=["V", "max_guesses"])
+def judge_kernel(target, draft, guesses, num_guesses, streams, positions, accepted, V, max_guesses):
+    """Program (request): how many guesses are accepted."""
+    request = tl.program_id(0).to(tl.int64)
+    stream, position = tl.load(streams + request), tl.load(positions + request).to(tl.int64)
+    count = tl.load(num_guesses + request)
+    taken = count * 0
+    is_open = count > 0
+    while is_open:
+        guess = tl.load(guesses + request * max_guesses + taken).to(tl.int64)
+        proposed = tl.load(draft + (request * max_guesses + taken) * V + guess).to(tl.float64)
+        wanted = tl.load(target + (request * (max_guesses + 1) + taken) * V + guess).to(tl.float64)
+        is_taken = key_uniform(race_key(stream, position + taken, _ACCEPT)) * proposed < wanted
+        taken = tl.where(is_taken, taken + 1, taken)
+        is_open = tl.where(is_taken, taken, count) < count
+    tl.store(accepted + request, taken)
+
+
+@triton.jit(do_not_specialize=["V", "max_guesses", "blocks"])
+def race_kernel(
+    target, draft, num_guesses, streams, positions, accepted, scores, tokens, V, max_guesses, blocks, BLOCK: tl.constexpr
+):
+    """Program (request, split): winners of its part, by what is left of p and, should that be nothing, by p itself."""
+    request, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    taken = tl.load(accepted + request)
+    is_rejected = taken < tl.load(num_guesses + request)
+    stream, position = tl.load(streams + request), tl.load(positions + request).to(tl.int64) + taken
+    key = race_key(stream, position, 0)
+    if is_rejected:
+        key = race_key(stream, position, _RESIDUAL)
+    p_row = target + (request * (max_guesses + 1) + taken) * V
+    q_row = draft + (request * max_guesses + tl.minimum(taken, max_guesses - 1)) * V
+    lane = tl.arange(0, BLOCK)
+    left, plain = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
+    left_token, plain_token = lane * 0 + _NOBODY, lane * 0 + _NOBODY
+    for block in range(split * blocks, tl.minimum((split + 1) * blocks, tl.cdiv(V, BLOCK))):
+        token = lane + block * BLOCK
+        p = tl.load(p_row + token, mask=token < V, other=0.0)
+        q = tl.load(q_row + token, mask=token < tl.where(is_rejected, V, 0), other=0.0)
+        variate = race_exponential(race_bits(key, token))
+        score = tl.div_rn(tl.where(p - q > 0.0, p - q, 0.0), variate)
+        score = tl.where(p - q == p - q, score, float("inf"))
+        left_token = tl.where(score > left, token, left_token)
+        left = tl.maximum(left, score)
+        score = tl.where(p == p, tl.div_rn(p, variate), float("inf"))
+        plain_token = tl.where(score > plain, token, plain_token)
+        plain = tl.maximum(plain, score)
+    place = (request * tl.num_programs(1) + split) * 2
+    best = tl.max(left, 0)
+    tl.store(scores + place, best)
+    tl.store(tokens + place, tl.min(tl.where(left == best, left_token, _NOBODY), 0))
+    best = tl.max(plain, 0)
+    tl.store(scores + place + 1, best)
+    tl.store(tokens + place + 1, tl.min(tl.where(plain == best, plain_token, _NOBODY), 0))
+
+
+@triton.jit(do_not_specialize=["max_guesses", "splits"])
+def settle_kernel(guesses, accepted, scores, tokens, out, max_guesses, splits, SPLITS: tl.constexpr, WIDTH: tl.constexpr):
+    """Program (request): accepted guesses, the drawn token, NO_TOKEN behind it."""
+    request = tl.program_id(0).to(tl.int64)
+    split = tl.arange(0, SPLITS)
+    place = (request * splits + split) * 2
+    score = tl.load(scores + place, mask=split < splits, other=0.0)
+    token = tl.load(tokens + place, mask=split < splits, other=_NOBODY)
+    best = tl.max(score, 0)
+    drawn = tl.min(tl.where(score == best, token, _NOBODY), 0)
+    drawn = tl.where(best < float("inf"), drawn, _NOBODY)
+    score = tl.load(scores + place + 1, mask=split < splits, other=0.0)
+    token = tl.load(tokens + place + 1, mask=split < splits, other=_NOBODY)
+    best = tl.max(score, 0)
+    fallback = tl.min(tl.where(score == best, token, _NOBODY), 0)
+    fallback = tl.where(best < float("inf"), fallback, _NOBODY)
+    drawn = tl.where(drawn == _NOBODY, fallback, drawn)
+    drawn = tl.where(drawn == _NOBODY, _NO_TOKEN, drawn).to(tl.int64)
+    taken = tl.load(accepted + request)
+    index = tl.arange(0, WIDTH)
+    kept = tl.load(guesses + request * max_guesses + index, mask=index < taken, other=_NO_TOKEN).to(tl.int64)
+    kept = tl.where(index == taken, drawn, kept)
+    tl.store(out + request * (max_guesses + 1) + index, kept, mask=index <= max_guesses)
+
+
+def reject_drafts(
+    target: torch.Tensor,
+    draft: torch.Tensor,
+    guesses: torch.Tensor,
+    num_guesses: torch.Tensor,
+    streams: torch.Tensor,
+    positions: torch.Tensor,
+) -> torch.Tensor:
+    """Tokens of each request, NO_TOKEN behind the last one: [B, k + 1] int64. Only NO_TOKEN where nothing can be drawn.
+
+    target: [B, k + 1, V], draft: [B, k, V] float32 contiguous, rows that sum to 1; guesses: [B, k] int64, num_guesses: [B]
+    int32, up to k ≥ 1; streams: [B] int64 of the seeds; positions: [B], index of the first token in prompt plus output.
+    """
+    requests, max_guesses, vocab_size = draft.shape
+    device = target.device
+    blocks = triton.cdiv(vocab_size, _BLOCK)
+    wanted = max(1, min(blocks, triton.cdiv(4 * multiprocessors(device), max(1, requests))))
+    of_part = triton.cdiv(blocks, wanted)
+    splits = triton.cdiv(blocks, of_part)
+    accepted = torch.empty(requests, dtype=torch.int32, device=device)
+    scores = torch.empty(requests, splits, 2, dtype=torch.float32, device=device)
+    tokens = torch.empty(requests, splits, 2, dtype=torch.int32, device=device)
+    out = torch.empty(requests, max_guesses + 1, dtype=torch.int64, device=device)
+    if requests:
+        judge_kernel[(requests,)](
+            target, draft, guesses, num_guesses, streams, positions, accepted, vocab_size, max_guesses,
+            num_warps=1, enable_fp_fusion=False,
+        )  # fmt: skip
+        race_kernel[(requests, splits)](
+            target, draft, num_guesses, streams, positions, accepted, scores, tokens, vocab_size, max_guesses, of_part,
+            BLOCK=_BLOCK, num_warps=_WARPS, enable_fp_fusion=False,
+        )  # fmt: skip
+        settle_kernel[(requests,)](
+            guesses, accepted, scores, tokens, out, max_guesses, splits,
+            SPLITS=power_of_two(splits), WIDTH=power_of_two(max_guesses + 1), num_warps=1,
+        )  # fmt: skip
+    return out
+
+
+def compilations() -> list[Compilation]:
+    """Up to 15 guesses."""
+    shared = {"target": "*fp32", "draft": "*fp32", "num_guesses": "*i32", "streams": "*i64", "positions": "*i64"}
+    parts = {"accepted": "*i32", "scores": "*fp32", "tokens": "*i32"}
+    numbers = {"V": "i32", "max_guesses": "i32"}
+    return [
+        Compilation(
+            "reject_drafts: judge",
+            judge_kernel,
+            shared | {"guesses": "*i64", "accepted": "*i32"} | numbers,
+            {},
+            num_warps=1,
+        ),
+        Compilation(
+            "reject_drafts: race",
+            race_kernel,
+            shared | parts | numbers | {"blocks": "i32"},
+            {"BLOCK": _BLOCK},
+            num_warps=_WARPS,
+        ),
+        Compilation(
+            "reject_drafts: settle",
+            settle_kernel,
+            parts | {"guesses": "*i64", "out": "*i64", "max_guesses": "i32", "splits": "i32"},
+            {"SPLITS": 128, "WIDTH": 16},
+            num_warps=1,
+        ),
+    ]

@@ -1,0 +1,119 @@
+"""Log-probabilities of a few tokens of each row: one pass for the logarithm of the sum, none of it written down.
+
+Formula. logprob(t) = x_t − log Σ exp(x), and rank(t) = 1 + how many logits are larger than x_t. Rows are split over programs
+(`part`), each with its largest logit, its sum of exp2((x − largest) · log2(e)) and its count of larger logits; `join` puts the
+parts together, as in online softmax (arXiv 1805.02867). Every logit is read once; 12 bytes a part are written. float32 sums.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.triton.compilation import Compilation
+from kernels.triton.tuning import LOG2_E, multiprocessors, power_of_two
+
+_BLOCK = 2048
+_WARPS = 8
+_LOG2_E = tl.constexpr(LOG2_E)
+_LN_2 = tl.constexpr(1.0 / LOG2_E)
+
+
+@triton.jit(do_not_specialize=["logits_stride", "ids_stride", "V", "blocks"])
+def logprob_part_kernel(logits, ids, maxima, sums, larger, logits_stride, ids_stride, V, blocks, BLOCK: tl.constexpr):
+    """Program (row, split): -inf as the largest and 0 as the sum where a part has nothing above -inf."""
+    row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    own = tl.load(ids + row * ids_stride)
+    threshold = tl.load(logits + row * logits_stride + own, mask=own >= 0, other=float("inf")).to(tl.float32)
+    lane = tl.arange(0, BLOCK)
+    largest = tl.full([BLOCK], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK], tl.float32)
+    count = tl.zeros([BLOCK], tl.int32)
+    for block in range(split * blocks, tl.minimum((split + 1) * blocks, tl.cdiv(V, BLOCK))):
+        token = lane + block * BLOCK
+        value = tl.load(logits + row * logits_stride + token, mask=token < V, other=float("-inf")).to(tl.float32)
+        count += (value > threshold).to(tl.int32)
+        higher = tl.maximum(largest, value)
+        base = tl.where(higher == float("-inf"), 0.0, higher)
+        total = total * tl.exp2((largest - base) * _LOG2_E) + tl.exp2((value - base) * _LOG2_E)
+        largest = higher
+    top = tl.max(largest, 0)
+    base = tl.where(top == float("-inf"), 0.0, top)
+    place = row * tl.num_programs(1) + split
+    tl.store(maxima + place, top)
+    tl.store(sums + place, tl.sum(total * tl.exp2((largest - base) * _LOG2_E), 0))
+    tl.store(larger + place, tl.sum(count, 0))
+
+
+@triton.jit(do_not_specialize=["logits_stride", "ids_stride", "num_ids", "splits"])
+def logprob_join_kernel(
+    logits, ids, maxima, sums, larger, logprobs, ranks,
+    logits_stride, ids_stride, num_ids, splits, SPLITS: tl.constexpr, IDS: tl.constexpr,
+):  # fmt: skip
+    """Program (row): the logarithm of the sum, then the tokens asked for."""
+    row = tl.program_id(0).to(tl.int64)
+    split = tl.arange(0, SPLITS)
+    there = split < splits
+    largest = tl.load(maxima + row * splits + split, mask=there, other=float("-inf"))
+    total = tl.load(sums + row * splits + split, mask=there, other=0.0)
+    top = tl.max(largest, 0)
+    base = tl.where(top == float("-inf"), 0.0, top)
+    whole = base + tl.log2(tl.sum(total * tl.exp2((largest - base) * _LOG2_E), 0)) * _LN_2
+    index = tl.arange(0, IDS)
+    token = tl.load(ids + row * ids_stride + index, mask=index < num_ids, other=-1)
+    value = tl.load(logits + row * logits_stride + token, mask=token >= 0, other=float("nan")).to(tl.float32)
+    tl.store(logprobs + row * num_ids + index, value - whole, mask=index < num_ids)
+    tl.store(ranks + row, 1 + tl.sum(tl.load(larger + row * splits + split, mask=there, other=0), 0))
+
+
+def token_logprobs(logits: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probabilities of `ids` and the rank of the first of them: [R, N] float32, [R] int32
+
+    logits: [R, V] float32, bf16 or fp16, left as they are; ids: [R, N] int64 or int32, below 0 is none: NaN, and rank 1.
+    """
+    (rows, vocab_size), num_ids = logits.shape, ids.shape[1]
+    blocks = triton.cdiv(vocab_size, _BLOCK)
+    wanted = max(1, min(blocks, triton.cdiv(8 * multiprocessors(logits.device), max(1, rows))))
+    of_part = triton.cdiv(blocks, wanted)
+    splits = triton.cdiv(blocks, of_part)
+    maxima, sums = torch.empty(2, rows, splits, dtype=torch.float32, device=logits.device)
+    larger = torch.empty(rows, splits, dtype=torch.int32, device=logits.device)
+    logprobs = torch.empty(rows, num_ids, dtype=torch.float32, device=logits.device)
+    ranks = torch.empty(rows, dtype=torch.int32, device=logits.device)
+    if rows:
+        strides = (logits.stride(0), ids.stride(0))
+        logprob_part_kernel[(rows, splits)](
+            logits, ids, maxima, sums, larger, *strides, vocab_size, of_part, BLOCK=_BLOCK, num_warps=_WARPS
+        )
+        logprob_join_kernel[(rows,)](
+            logits, ids, maxima, sums, larger, logprobs, ranks, *strides, num_ids, splits,
+            SPLITS=power_of_two(splits), IDS=power_of_two(num_ids), num_warps=1,
+        )  # fmt: skip
+    return logprobs, ranks
+
+
+def compilations() -> list[Compilation]:
+    """Chosen token and up to 20 likeliest ones."""
+    parts = {"maxima": "*fp32", "sums": "*fp32", "larger": "*i32"}
+    strides = {"logits_stride": "i32", "ids_stride": "i32"}
+    found = []
+    for dtype in ("fp32", "bf16"):
+        inputs = {"logits": f"*{dtype}", "ids": "*i64", **parts, **strides}
+        found += [
+            Compilation(
+                f"token_logprobs: part, {dtype}",
+                logprob_part_kernel,
+                inputs | {"V": "i32", "blocks": "i32"},
+                {"BLOCK": _BLOCK},
+                num_warps=_WARPS,
+            ),
+            Compilation(
+                f"token_logprobs: join, {dtype}",
+                logprob_join_kernel,
+                inputs | {"logprobs": "*fp32", "ranks": "*i32", "num_ids": "i32", "splits": "i32"},
+                {"SPLITS": 64, "IDS": 32},
+                num_warps=1,
+            ),
+        ]
+    return found

@@ -1,0 +1,84 @@
+"""Kernels beside the sampler: masks of grammars, log-probabilities, judging drafts, the head with its argmax."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from engine.sampling.acceptance import accept_by_rejection
+from engine.sampling.randomness import signed, stream
+from kernels.reference import bitmask as reference_bitmask
+from kernels.reference import drafts as reference_drafts
+from kernels.reference import logprobs as reference_logprobs
+from kernels.triton import bitmask, drafts, logprobs
+from tests.support.kernel_cases import FLOATS, Guarded, normal, padded_rows
+from tests.support.kernel_tolerances import assert_near, assert_same
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("vocab_size", [1, 31, 33, 130])
+def test_a_mask_forbids_what_it_does_not_allow_and_touches_nothing_else(
+    vocab_size: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    words = -(-vocab_size // 32)
+    generator = torch.Generator().manual_seed(vocab_size)
+    masks = torch.randint(-(2**31), 2**31, (3, words), generator=generator, dtype=torch.int64).int().to(device)
+    rows = torch.tensor([3, -1, 1], dtype=torch.int32, device=device)
+    logits = Guarded((5, vocab_size), dtype, device)
+    logits.tensor.copy_(normal(5, vocab_size, dtype=dtype, device=device))
+    logits.tensor[3, 0], logits.tensor[1, vocab_size - 1] = math.nan, math.inf
+    expected = logits.tensor.clone()
+    reference_bitmask.apply_bitmask(expected, masks, rows)
+    bitmask.apply_bitmask(logits.tensor, padded_rows(masks, words + 2), rows)
+    assert_same(logits.check().nan_to_num(nan=7.0), expected.nan_to_num(nan=7.0))
+
+
+@pytest.mark.parametrize("vocab_size", [1, 17, 2048, 4099])
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_log_probabilities_and_ranks_are_those_of_the_whole_table(
+    vocab_size: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    logits = padded_rows(normal(3, vocab_size, dtype=dtype, device=device) * 5, vocab_size + 3)
+    ids = torch.tensor([[vocab_size - 1, 0, -1], [0, vocab_size // 2, 0], [vocab_size // 3, -1, -1]], device=device)
+    found, ranks = logprobs.token_logprobs(logits, ids)
+    expected, expected_ranks = reference_logprobs.token_logprobs(logits.float(), ids)
+    assert torch.equal(found.isnan(), ids < 0)
+    assert_near(found.nan_to_num(0.0), expected.nan_to_num(0.0), "probability", scale=100.0)
+    assert ranks.tolist() == expected_ranks.tolist()
+
+
+def test_forbidden_tokens_weigh_nothing_and_do_not_spoil_the_sum(device: torch.device) -> None:
+    logits = torch.full((2, 4500), -math.inf, device=device)
+    logits[0, 4400], logits[0, 2], logits[1, 7] = 3.0, 3.0, -1.0
+    ids = torch.tensor([[2, 4400], [7, 8]], device=device)
+    found, ranks = logprobs.token_logprobs(logits, ids)
+    assert found.tolist() == [[pytest.approx(-math.log(2)), pytest.approx(-math.log(2))], [0.0, -math.inf]]
+    assert ranks.tolist() == [1, 1]
+
+
+@pytest.mark.parametrize(("vocab_size", "depth"), [(7, 1), (1500, 3)])
+def test_drafts_are_judged_as_their_definition_and_the_engine_judge_them(
+    vocab_size: int, depth: int, device: torch.device
+) -> None:
+    count = 6
+    target = torch.softmax(normal(count, depth + 1, vocab_size, dtype=torch.float32, device=device) * 2, dim=-1)
+    draft = torch.softmax(
+        target[:, :depth].log() + normal(count, depth, vocab_size, dtype=torch.float32, device=device), dim=-1
+    )
+    draft[0] = target[0, :depth]  # every guess is accepted
+    guesses = draft.argmax(-1)
+    num_guesses = torch.full((count,), depth, dtype=torch.int32, device=device)
+    num_guesses[1] = 0
+    target[2, :, vocab_size // 2] = math.nan
+    seeds = [2**63 - 1 - i for i in range(count)]
+    streams = torch.tensor([signed(stream(seed)) for seed in seeds], device=device)
+    positions = torch.arange(count, device=device) * 5
+    found = drafts.reject_drafts(target, draft, guesses, num_guesses, streams, positions)
+    expected = reference_drafts.reject_drafts(target, draft, guesses, num_guesses, streams, positions)
+    assert found.tolist() == expected.tolist()
+    assert -1 in found[2].tolist()
+    for i in (0, 3, 4, 5):
+        output = accept_by_rejection(target[i], draft[i], guesses[i].tolist(), seed=seeds[i], position=5 * i)
+        assert output.token_ids == [token for token in found[i].tolist() if token >= 0]
