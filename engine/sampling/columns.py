@@ -7,6 +7,7 @@ same race with the same noise; what a slot cannot hold (`accepts`) is left to th
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -69,7 +70,7 @@ class ColumnSampler:
 
     def place(self, slots: Sequence[int], requests: Sequence[Request]) -> None:
         """The slots have these owners from now on."""
-        index = torch.tensor(slots, dtype=torch.int64).to(self._device, non_blocking=True)
+        index = self._send(slots, torch.int64)
         params = [request.sampling for request in requests]
         held = [sorted(request.stop_ids) if request.sampling.min_tokens > 0 else [] for request in requests]
         c = self.columns
@@ -83,14 +84,19 @@ class ColumnSampler:
             (c.held_ids, [ids + [-1] * (ops.HELD_IDS_MAX - len(ids)) for ids in held]),
             (c.rules, [self._rules.get(r, -1) if _has_bias(r.sampling) else -1 for r in requests]),
         ):
-            column.index_copy_(0, index, torch.tensor(values, dtype=column.dtype).to(self._device, non_blocking=True))
+            column.index_copy_(0, index, self._send(values, column.dtype))
         for slot, request in zip(slots, requests, strict=True):
             self._weighs[slot] = weighs(request.sampling)
             if _has_bias(request.sampling):
                 self._write_bias(self._rules[request], request.sampling)
 
+    def _send(self, values: Sequence[Any], dtype: torch.dtype) -> torch.Tensor:
+        """From page-locked memory, which torch reuses only when the copy is over: the host waits for no step under way."""
+        kept = torch.tensor(values, dtype=dtype, pin_memory=self._device.type == "cuda")
+        return kept.to(self._device, non_blocking=True)
+
     def _write_bias(self, rule: int, sampling: SamplingParams) -> None:
-        row = torch.zeros(self._vocab_size)
+        row = torch.zeros(self._vocab_size, pin_memory=self._device.type == "cuda")
         bias = sampling.logit_bias or {}
         row[list(bias)] = torch.tensor(list(bias.values()))
         row[[word[0] for word in sampling.bad_words_token_ids or ()]] = FORBIDDEN
