@@ -17,6 +17,7 @@ from kernels.triton.linear_fp8 import check_fp8, linear_fp8
 from kernels.triton.linear_int8 import linear_int8
 from kernels.triton.linear_tiles import Tiles, byte_tiles, launch
 from kernels.triton.split_sum import counters, split_count
+from tests.support.interpreted_bf16 import correct_bf16
 from tests.support.kernel_cases import Guarded, normal, padded_rows, poisoned
 from tests.support.kernel_tolerances import assert_near, assert_same
 
@@ -79,6 +80,16 @@ def test_more_rows_are_left_to_the_library(device: torch.device, monkeypatch: py
     for out in (None, torch.empty(ROWS_MAX + 1, 9, device=device)):
         assert_near(linear(x, weight, out=out), exact(x, weight), "matmul", scale=6.0)
         assert_near(linear(x, weight, bias=bias, out=out), exact(x, weight, bias), "matmul", scale=6.0)
+
+
+def test_rows_of_bfloat16_times_weights_of_16_bits(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    if device.type == "cpu":
+        correct_bf16(monkeypatch)
+    x, weight = rows(3, 300, torch.bfloat16, device), rows(33, 300, torch.bfloat16, device)
+    bias = normal(33, dtype=torch.bfloat16, device=device, seed=7)
+    out = Guarded((3, 33), torch.bfloat16, device)
+    linear(x, weight, bias=bias, out=out.tensor)
+    assert_near(out.check(), exact(x, weight, bias), "matmul", scale=math.sqrt(300))
 
 
 @pytest.mark.parametrize("num_columns", [256, 1000])
