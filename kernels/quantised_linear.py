@@ -16,6 +16,7 @@ import torch
 from kernels.cpu.fp8_rows import to_fp8
 from kernels.cpu.int8_digits import bind_int8_digits, is_exact
 from kernels.cpu.linear import LinearKernel
+from kernels.plain_weights import PlainWeights
 from kernels.quantised_weights import Fp8Weight, Int4Weight, Int8Weight
 
 __all__ = ["bind_int8", "linear_fp8", "linear_int4", "linear_int8", "quantised_words", "quantize_rows_fp8", "to_fp8"]
@@ -42,10 +43,22 @@ def _found(name: str, device_type: str) -> Callable[..., Any]:
     return found
 
 
+class Int8Product(PlainWeights):
+    """[T, K] → [T, N], like its input. Inputs stay as they are, so that it may be fused with the norms around it."""
+
+    def __init__(self, weight: Int8Weight, bias: torch.Tensor | None) -> None:
+        self.weight = weight  # type: ignore[assignment]  # the fused products take such weights as well
+        self.bias = bias
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        weight: Any = self.weight
+        return linear_int8(x, weight, bias=self.bias)
+
+
 def bind_int8(weight: Int8Weight, bias: torch.Tensor | None) -> LinearKernel:
     """→ a function [T, K] → [T, N], like its input: x Wᵀ + bias"""
     if weight.values.device.type != "cpu" or not is_exact():
-        return lambda x: linear_int8(x, weight, bias=bias)
+        return Int8Product(weight, bias)
     multiply = bind_int8_digits(weight)
     return multiply if bias is None else lambda x: multiply(x).add_(bias)
 

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from engine.config.quantization import Activations
 from engine.quantization.products import fp8_product, int4_product
+from engine.runner.model_runner import ModelRunner
 from kernels import ops, quantised_linear
 from kernels.quantised_weights import pack_int4
 from kernels.reference import quantised as reference
+from tests.support.engines import run_to_end, small_engine, tokens, wanted
+from tests.support.tiny_models import make_model
 
 ROUNDED = 0.01  # float16 results of 64 products near one
 OUTPUTS, COLUMNS = 32, 64
+CPU_MODULES = quantised_linear._MODULES["cpu"]
 
 
 @pytest.fixture
@@ -75,3 +81,19 @@ def test_8_bit_floats_with_inputs_rounded_or_not(activations: Activations, x: to
 def assert_close(found: torch.Tensor, expected: torch.Tensor, tolerance: float = ROUNDED) -> None:
     assert found.dtype is torch.float16
     torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.filterwarnings("ignore:Conversion of an array with ndim:DeprecationWarning")
+@pytest.mark.usefixtures("on_triton")
+def test_a_model_in_8_bits_says_the_same_with_norms_fused_into_its_products(tmp_path: Path) -> None:
+    make_model("llama", tmp_path, num_hidden_layers=2, head_dim=16)
+    options: dict[str, Any] = {"max_num_seqs": 2, "max_model_len": 32, "num_kv_blocks": 4, "quantization": "int8"}
+    request = wanted("a", [5, 6, 7], max_tokens=3)
+    with ops.replaced("cpu", "cuda"):
+        engine = small_engine(tmp_path, **options)
+        assert isinstance(engine.runner, ModelRunner)
+        assert engine.runner._target._decoder._fused is not None
+        found = tokens(run_to_end(engine, [request])["a"])
+    quantised_linear._found.cache_clear()
+    quantised_linear._MODULES["cpu"] = CPU_MODULES
+    assert found == tokens(run_to_end(small_engine(tmp_path, **options), [request])["a"])
