@@ -139,7 +139,9 @@ class History:
             fact.settled = True
             fact.bill(fact.counts)
         self.open.clear()
-        self.ledger = Ledger(self.database, self.clock, epoch, calendar=self.calendar, checkpoint_interval_s=0.0, settle_pause_s=0.0)
+        self.ledger = Ledger(
+            self.database, self.clock, epoch, calendar=self.calendar, checkpoint_interval_s=0.0, settle_pause_s=0.0
+        )
         await self.ledger.start()
 
     def _move(self, seconds: float) -> None:
