@@ -11,8 +11,9 @@ from engine.sampling.acceptance import accept_by_rejection
 from engine.sampling.randomness import signed, stream
 from kernels.reference import bitmask as reference_bitmask
 from kernels.reference import drafts as reference_drafts
+from kernels.reference import greedy_head as reference_head
 from kernels.reference import logprobs as reference_logprobs
-from kernels.triton import bitmask, drafts, logprobs
+from kernels.triton import bitmask, drafts, greedy_head, logprobs
 from tests.support.kernel_cases import FLOATS, Guarded, normal, padded_rows
 from tests.support.kernel_tolerances import assert_near, assert_same
 
@@ -82,3 +83,26 @@ def test_drafts_are_judged_as_their_definition_and_the_engine_judge_them(
     for i in (0, 3, 4, 5):
         output = accept_by_rejection(target[i], draft[i], guesses[i].tolist(), seed=seeds[i], position=5 * i)
         assert output.token_ids == [token for token in found[i].tolist() if token >= 0]
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize(("rows", "vocab_size", "hidden_size"), [(1, 1, 64), (3, 67, 96), (16, 200, 300)])
+def test_the_head_with_its_argmax_finds_the_most_likely_token(
+    rows: int, vocab_size: int, hidden_size: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    # Whole numbers: sums are exact in any order, ties many, and the lowest id must win.
+    hidden = padded_rows(normal(rows, hidden_size, dtype=dtype, device=device).round(), hidden_size + 16)
+    weight = padded_rows(normal(vocab_size, hidden_size, dtype=dtype, device=device, seed=1).round(), hidden_size + 16)
+    out = Guarded((rows,), torch.int64, device)
+    greedy_head.greedy_head(hidden, weight, out=out.tensor)
+    assert out.check().tolist() == reference_head.greedy_head(hidden, weight).tolist()
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered in matmul:RuntimeWarning")  # of the interpreter's product
+def test_a_row_whose_logits_are_not_finite_has_no_token(device: torch.device) -> None:
+    hidden = normal(4, 64, dtype=torch.float32, device=device)
+    weight = normal(70, 64, dtype=torch.float32, device=device, seed=1)
+    hidden[1, 3], hidden[2, 3] = math.nan, math.inf
+    found = greedy_head.greedy_head(hidden, weight)
+    assert found.tolist() == reference_head.greedy_head(hidden, weight).tolist()
+    assert found[1] == found[2] == -1
