@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,6 +15,7 @@ from tests.support.triton_jobs import TritonJobs, promised
 FOLDER = Path(__file__).parent
 DEVICE = interpret_without_gpu()
 COMPILING, OTHER_VERSIONS = "test_compiled_kernels.py", "test_other_tritons.py"
+JOBS = pytest.StashKey[TritonJobs]()
 OLDER_VERSIONS_FOR = 90  # the card that they serve on; for the others the newest compiles, and bench/compiled_kernels.py both
 
 if importlib.util.find_spec("triton") is None:
@@ -30,18 +30,18 @@ def device() -> torch.device:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put what waits for other processes behind the tests that run meanwhile."""
-    places = [index for index, item in enumerate(items) if item.path.parent == FOLDER]
-    ours = sorted((items[index] for index in places), key=lambda item: item.path.name in (COMPILING, OTHER_VERSIONS))
-    for index, item in zip(places, ours, strict=True):
-        items[index] = item
+    """Put what waits for other processes behind everything that runs meanwhile, the tests of other folders included."""
+    items.sort(key=lambda item: item.path.parent == FOLDER and item.path.name in (COMPILING, OTHER_VERSIONS))
 
 
-@pytest.fixture(scope="session", autouse=True)
-def triton_jobs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonJobs]:
-    """The work of other processes; only what a collected test will ask for is begun."""
-    asked = {item.path.name for item in request.session.items}
-    jobs = TritonJobs(tmp_path_factory.mktemp("triton"))
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Begin the work of other processes, as much of it as a collected test will ask for."""
+    asked = {item.path.name for item in session.items if item.path.parent == FOLDER}
+    if session.config.option.collectonly or not asked & {COMPILING, OTHER_VERSIONS}:
+        return
+    jobs = TritonJobs()
+    session.config.stash[JOBS] = jobs
+    session.config.add_cleanup(jobs.close)
     *older, newest = promised()
     if COMPILING in asked:
         jobs.start_compiling(newest, only=None)
@@ -49,5 +49,9 @@ def triton_jobs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
         jobs.start_tests(version, sorted(FOLDER.glob("test_triton_*.py")))
     for version in older if COMPILING in asked else ():
         jobs.start_compiling(version, only=OLDER_VERSIONS_FOR)
-    yield jobs
-    jobs.close()
+
+
+@pytest.fixture
+def triton_jobs(request: pytest.FixtureRequest) -> TritonJobs:
+    """The work of other processes."""
+    return request.config.stash[JOBS]

@@ -1,10 +1,14 @@
-"""Work with other versions of Triton that runs beside the tests, in processes of its own, at most two at a time."""
+"""Work with other versions of Triton that runs beside the tests, in processes of its own, at most two at a time.
+
+They take what the tests leave of the processor: at a low priority they hardly delay a test that has a limit of time.
+"""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -19,7 +23,8 @@ from tests.support.databases import required
 from tests.support.triton_versions import REPO, TritonVersion
 
 PROCESSES = min(2, os.cpu_count() or 1)
-LIMIT_S = 900
+LIMIT_S = 1800
+LAST_IN_LINE = ("nice", "-n", "10")
 OLD_INTERPRETER = "ignore:Conversion of an array with ndim:DeprecationWarning"
 """Triton 3.6 turns the bound of a `range` into a number in a way that numpy will refuse from 2.4 on; our lock stays below."""
 
@@ -36,9 +41,10 @@ def promised() -> list[str]:
 class TritonJobs:
     """What each promised version that is on this machine makes of the kernels: machine code, and the interpreter's tests."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="gatehouse-triton-")
         self._pool = ThreadPoolExecutor(PROCESSES)
+        self._running: set[subprocess.Popen[str]] = set()
         self._compiled: dict[str, Future[Rows]] = {}
         self._tested: dict[str, Future[str]] = {}
 
@@ -52,9 +58,7 @@ class TritonJobs:
         """Begin to compile every module under `version`, if it is on this machine, for one compute capability or for all."""
         found = triton_versions.find(version)
         if found is not None:
-            names = [f"kernels.triton.{module}" for module in MODULES]
-            cache = self._folder / f"cache-{version}"
-            self._compiled[version] = self._pool.submit(found.compile_modules, names, cache, only)
+            self._compiled[version] = self._pool.submit(self._compile, found, only)
 
     def rows(self, version: str) -> Rows:
         """What compiling gave. Skips where this machine has no such version, or fails if CI promised it."""
@@ -69,20 +73,47 @@ class TritonJobs:
         return self._tested[version].result()
 
     def close(self) -> None:
-        """Begin nothing more and wait for what runs."""
-        self._pool.shutdown(cancel_futures=True)
+        """Begin nothing more, end what runs, and remove what it wrote."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        for process in list(self._running):
+            process.terminate()
+        self._pool.shutdown()
+        self._folder.cleanup()
 
     def _test(self, found: TritonVersion, files: Sequence[str]) -> str:
-        answer = subprocess.run(
-            [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--tb=short", "-W", OLD_INTERPRETER, *files],
+        interpret = not torch.cuda.is_available()
+        command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--tb=short", "-W", OLD_INTERPRETER, *files]
+        status, out, err = self._run(command, found, interpret=interpret)
+        return "" if status == 0 else out + err
+
+    def _compile(self, found: TritonVersion, only: int | None) -> Rows:
+        modules = [f"kernels.triton.{module}" for module in MODULES]
+        status, out, err = self._run(triton_versions.gate_command(modules, only), found, interpret=False)
+        assert status == 0, err[-3000:]
+        return triton_versions.gate_rows(out)
+
+    def _run(self, command: Sequence[str], found: TritonVersion, *, interpret: bool) -> tuple[int, str, str]:
+        """Exit status, standard output and standard error."""
+        environment = found.environment(Path(self._folder.name, found.version), interpret=interpret)
+        process = subprocess.Popen(
+            [*LAST_IN_LINE, *command],
             cwd=REPO,
-            env=found.environment(self._folder / f"cache-{found.version}", interpret=not torch.cuda.is_available()),
-            capture_output=True,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
             text=True,
-            check=False,
-            timeout=LIMIT_S,
         )
-        return "" if answer.returncode == 0 else answer.stdout + answer.stderr
+        self._running.add(process)
+        try:
+            out, err = process.communicate(timeout=LIMIT_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.communicate()
+            raise
+        finally:
+            self._running.discard(process)
+        return process.returncode, out, err
 
 
 def _absent(version: str) -> None:

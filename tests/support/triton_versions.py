@@ -35,22 +35,22 @@ class TritonVersion:
         single = {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}  # several run beside one another
         return {**kept, **path, **mode, **single, "TRITON_CACHE_DIR": str(cache)}
 
-    def compile_modules(self, modules: Sequence[str], cache: Path, only: int | None = None) -> list[dict[str, Any]]:
-        """The rows of `kernels.triton.gate`, for one compute capability or all. Raises AssertionError with its last words.
+    def compile_modules(self, modules: Sequence[str], cache: Path) -> list[dict[str, Any]]:
+        """The rows of `kernels.triton.gate` for `modules`. Raises CalledProcessError."""
+        environment = self.environment(cache, interpret=False)
+        answer = subprocess.run(gate_command(modules), cwd=REPO, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+        return gate_rows(answer.stdout)
 
-        One process for all modules: its start takes as long as three compilations.
-        """
-        options = [] if only is None else ["--only", str(only)]
-        answer = subprocess.run(
-            [sys.executable, "-m", "kernels.triton.gate", *options, *modules],
-            cwd=REPO,
-            env=self.environment(cache, interpret=False),
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert answer.returncode == 0, answer.stderr[-3000:]
-        return [json.loads(line) for line in answer.stdout.splitlines()]
+
+def gate_command(modules: Sequence[str], only: int | None = None) -> list[str]:
+    """Compiles `modules` in one process, whose start takes as long as three kernels; for one compute capability or for all."""
+    options = [] if only is None else ["--only", str(only)]
+    return [sys.executable, "-m", "kernels.triton.gate", *options, *modules]
+
+
+def gate_rows(output: str) -> list[dict[str, Any]]:
+    """What `gate_command` printed."""
+    return [json.loads(line) for line in output.splitlines()]
 
 
 def installed() -> list[TritonVersion]:
