@@ -63,7 +63,7 @@ def _decode(context: Context, shape: AttentionShape, lengths: list[int], *, fp8:
 
 
 def _torch(q: torch.Tensor, pages: Pages, request: int, scales: torch.Tensor | None) -> torch.Tensor:
-    """q: [T, H, D], the newest of a request → [T, H, D] by torch in q's dtype: its own attention, or products and a softmax where that takes no such mask"""
+    """q: [T, H, D], the newest of a request → [T, H, D] in q's dtype: torch's attention, or products and a softmax."""
     shape = pages.shape
     if not pages.lengths[request]:
         return torch.zeros_like(q)

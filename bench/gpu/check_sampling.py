@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import importlib
 import math
-import pkgutil
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-import kernels.triton
 from bench.gpu.context import Context
-from bench.gpu.errors import Outputs, equal, invariant
+from bench.gpu.errors import Outputs, compare, equal, invariant
 from bench.gpu.inputs import normal
 from kernels.reference import sampling as exact
 from kernels.sampling_columns import SamplingColumns
 from kernels.triton.sampling import sample
 
 LOG2_E = 1.4426950408889634
-MISSING = "this operation has no Triton kernel yet"
+STREAM = 0x1234567_89ABCDE
+Launcher = Callable[..., Any]
 FILTERS: tuple[dict[str, float], ...] = (
     {}, {"top_k": 1}, {"top_k": 40, "temperature": 1.7}, {"top_k": 300, "top_p": 0.9}, {"top_p": 0.1},
     {"top_p": 0.95, "temperature": 0.6}, {"min_p": 0.05}, {"top_k": 20, "top_p": 0.5, "min_p": 0.2}, {"top_p": 0.9999},
@@ -32,7 +31,9 @@ def check(context: Context) -> None:
     equal(context, "sampler, top-k top-p min-p", [("filters", lambda: _drawn(context, vocab, FILTERS))])
     equal(context, "sampler, penalties and bitmask", [("rules", lambda: _drawn(context, vocab, FILTERS[:3], rules=True))])
     invariant(context, "sampler", [("filters", lambda: _alone(context, vocab))])
-    equal(context, "rejection sampling", [("drafts", _rejected)])
+    equal(context, "grammar bitmask", [("rows", lambda: _masked(context))])
+    compare(context, "log-probabilities", [("rows", lambda: _scored(context))])
+    equal(context, "rejection sampling", [("drafts", lambda: _rejected(context))])
     equal(context, "fused head + argmax", [("rows", lambda: _head(context))])
 
 
@@ -42,21 +43,16 @@ def columns_of(settings: Sequence[dict[str, float]], vocab: int, device: torch.d
     for slot, each in enumerate(settings):
         temperature = each.get("temperature", 1.0)
         columns.scale[slot] = LOG2_E / temperature if temperature else 0.0
-        columns.streams[slot] = (slot + 1) * 0x1234567_89ABCDE
+        columns.streams[slot] = (slot + 1) * STREAM
         columns.top_k[slot] = int(each.get("top_k", 0))
         columns.top_p[slot] = each.get("top_p", 1.0)
         columns.reach[slot] = -math.log2(each["min_p"]) if "min_p" in each else math.inf
     return columns
 
 
-def find(name: str) -> Callable[..., Any]:
-    """The launcher of that name, in whichever module of the kernels it stands."""
-    for module in pkgutil.iter_modules(kernels.triton.__path__, "kernels.triton."):
-        found = getattr(importlib.import_module(module.name), name, None)
-        if found is not None:
-            launcher: Callable[..., Any] = found
-            return launcher
-    raise LookupError(f"no module of kernels.triton has {name}: {MISSING}")
+def both(module: str, name: str) -> tuple[Launcher, Launcher]:
+    """A Triton launcher and its reference. Imported for a row alone, so that a missing one costs no other."""
+    return tuple(getattr(importlib.import_module(f"kernels.{kind}.{module}"), name) for kind in ("triton", "reference"))  # type: ignore[return-value]
 
 
 def _given(
@@ -95,17 +91,50 @@ def _alone(context: Context, vocab: int) -> tuple[Outputs, Outputs]:
     return torch.cat(alone), sample(logits, slots, positions, columns)
 
 
-def _rejected() -> tuple[Outputs, Outputs]:
-    find("reject_drafts")
-    raise LookupError("reject_drafts is there, and bench/gpu/check_sampling.py does not call it yet")
+def _rejected(context: Context) -> tuple[Outputs, Outputs]:
+    ours, exact_rejection = both("drafts", "reject_drafts")
+    requests, guesses, vocab, device = 6, 3, context.size(32_000, 300), context.device
+    target = torch.randn(requests, guesses + 1, vocab, device=device).mul_(2).softmax(-1)
+    draft = (target[:, :guesses].log() + 0.3 * torch.randn(requests, guesses, vocab, device=device)).softmax(-1).contiguous()
+    given = (
+        target,
+        draft,
+        torch.multinomial(draft.flatten(0, 1), 1).view(requests, guesses),
+        torch.tensor([3, 2, 1, 3, 3, 2], dtype=torch.int32, device=device),
+        torch.arange(1, requests + 1, device=device) * STREAM,
+        11 * torch.arange(requests, device=device),
+    )
+    return ours(*given), exact_rejection(*given)
+
+
+def _masked(context: Context) -> tuple[Outputs, Outputs]:
+    ours, exact_bitmask = both("bitmask", "apply_bitmask")
+    rows, vocab = 4, 4099 if not context.rehearsal else 259
+    logits = normal(rows, vocab, dtype=context.dtype, device=context.device)
+    masks = torch.randint(-(2**31), 2**31, (3, -(-vocab // 32))).to(torch.int32).to(context.device)
+    chosen = torch.tensor([2, -1, 0], dtype=torch.int32, device=context.device)
+    expected = logits.cpu()
+    exact_bitmask(expected, masks.cpu(), chosen.cpu())
+    ours(logits, masks, chosen)
+    return logits, expected.to(logits.device)
+
+
+def _scored(context: Context) -> tuple[Outputs, Outputs, Outputs]:
+    ours, _ = both("logprobs", "token_logprobs")
+    vocab = context.size(128_256, 700)
+    logits = normal(5, vocab, dtype=torch.float32, device=context.device, scale=3.0)
+    ids = torch.randint(0, vocab, (5, 4), device=context.device)
+    wide = logits.double().log_softmax(-1).gather(1, ids)
+    return ours(logits, ids)[0], wide, logits.log_softmax(-1).gather(1, ids)
 
 
 def _head(context: Context) -> tuple[Outputs, Outputs]:
     """Rows far from ties: what is largest does not hang on the order of a sum."""
+    ours, _ = both("greedy_head", "greedy_head")
     width, vocab = (64, 300) if context.rehearsal else (4096, 128_256)
     hidden = normal(5, width, dtype=context.dtype, device=context.device)
     weight = normal(vocab, width, dtype=context.dtype, device=context.device, scale=width**-0.5)
     for row in range(5):
         weight[(row + 1) * vocab // 7] = hidden[row] * (20 / width)
-    ours = find("greedy_head")(hidden, weight)
-    return ours, (hidden.double() @ weight.double().T).argmax(dim=1).to(ours.dtype)
+    tokens = ours(hidden, weight)
+    return tokens, (hidden.double() @ weight.double().T).argmax(dim=1).to(tokens.dtype)

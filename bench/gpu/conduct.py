@@ -67,8 +67,9 @@ class Process:
     def _read(self, lines: queue.Queue[tuple[Process, str | None]]) -> None:
         stdout: TextIO | None = self._process.stdout  # type: ignore[assignment]
         assert stdout is not None
-        for line in stdout:
-            lines.put((self, line))
+        with stdout:
+            for line in stdout:
+                lines.put((self, line))
         lines.put((self, None))
 
     @property
@@ -88,6 +89,9 @@ class Process:
     def close(self) -> tuple[int, str]:
         """Its exit status and its last words."""
         status = self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None and not pipe.closed and not self._begun_s:  # else its reader closes it
+                pipe.close()
         self._log.seek(0)
         words = self._log.read()[-TAIL_CHARS:]
         self._log.close()

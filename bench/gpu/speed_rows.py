@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from bench.gpu.check_sampling import columns_of
+from bench.gpu.check_sampling import both, columns_of
 from bench.gpu.context import Context
 from bench.gpu.inputs import normal
 from bench.gpu.rows import Row
@@ -29,6 +29,7 @@ def measure(context: Context) -> None:
         ("add + rms norm, 8k rows", _add_norm),
         ("rope and KV write, 8k rows", _rope),
         ("silu·mul, 8k rows", _silu),
+        ("fused head + argmax, 128k words, 1 row", _head),
         ("experts of Qwen3-30B-A3B, 64 tokens", _experts),
         ("block copy, 4096 blocks", _copy),
     ):
@@ -80,6 +81,15 @@ def _copy(context: Context) -> tuple[Call, int]:
     cache = normal(2 * count, 16, 2, *((2, 16) if context.rehearsal else (8, 128)), dtype=context.dtype, device=context.device)
     order = torch.randperm(2 * count, device=context.device)
     return lambda: copy_blocks([cache], order[:count], order[count:]), 2 * count * cache[0].nbytes
+
+
+def _head(context: Context) -> tuple[Call, int]:
+    head, _ = both("greedy_head", "greedy_head")
+    vocab, width = context.size(128_256, 300), context.size(4096, 64)
+    hidden = normal(1, width, dtype=context.dtype, device=context.device)
+    weight = normal(vocab, width, dtype=context.dtype, device=context.device, scale=width**-0.5)
+    out = torch.empty(1, dtype=torch.int64, device=context.device)
+    return lambda: head(hidden, weight, out=out), weight.nbytes
 
 
 def _experts(context: Context) -> tuple[Call, int]:

@@ -15,12 +15,12 @@ CHECKED = (
     "paged decode", "paged decode, head size 64", "paged decode, window and soft-cap", "paged decode, fp8 KV",
     "paged prefill", "paged prefill, small chunks", "rope, QK-norm and KV write", "rope and KV write, fp8 KV",
     "rms norm", "add + rms norm", "add + rms norm to fp8", "silu·mul", "silu·mul to fp8", "gelu·mul", "quantise rows to fp8",
-    "embedding", "product bf16", "product int8", "product fp8 weights", "product fp8 rows", "product int4",
+    "embedding", "log-probabilities", "product bf16", "product int8", "product fp8 weights", "product fp8 rows", "product int4",
     "product + residual + norm", "experts",
 )  # fmt: skip
 EXACT = (
-    "sampler, greedy", "sampler, top-k top-p min-p", "sampler, penalties and bitmask", "step inputs", "block copy",
-    "block gather and scatter", "rejection sampling", "fused head + argmax",
+    "sampler, greedy", "sampler, top-k top-p min-p", "sampler, penalties and bitmask", "grammar bitmask", "step inputs",
+    "block copy", "block gather and scatter", "rejection sampling", "fused head + argmax",
 )  # fmt: skip
 INVARIANT = ("paged decode", "product bf16", "product int4", "rms norm", "rope and KV write", "sampler")
 
@@ -75,6 +75,7 @@ TARGETS: list[Target] = [
         ("add + rms norm, 8k rows", 0.85, 0.92),
         ("rope and KV write, 8k rows", 0.85, 0.92),
         ("silu·mul, 8k rows", 0.85, 0.92),
+        ("fused head + argmax, 128k words, 1 row",),
         ("experts of Qwen3-30B-A3B, 64 tokens",),
         ("block copy, 4096 blocks",),
         judged="fraction",

@@ -1,0 +1,160 @@
+"""The bench that needs a GPU, rehearsed without one: every row that it must give comes, and what is too good never passes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.gpu import requirements
+from bench.gpu.conduct import conduct
+from bench.gpu.idle import WORK, idle_of
+from bench.gpu.plan import BY_NAME, PARTS, TOTAL_S, Job, stages
+from bench.gpu.report import complete, document, table
+from bench.gpu.rows import Row, Target, against, invalid, verdict
+from bench.gpu.targets import BY_NAME as TARGET_OF
+from bench.gpu.targets import TARGETS
+from tests.support.databases import required
+from tests.support.triton_versions import REPO, TritonVersion, installed
+
+LIMIT_S = 900
+
+# What the engine must show on one H200: pass and stretch, and what is judged.
+MUST_SHOW: dict[str, tuple[float, float | None, str]] = {
+    "numbers: paged decode": (2.0, None, "value"),
+    "same bits in any batch: paged decode": (0, None, "value"),
+    "same bits in any batch: engine, batch_invariant": (0, None, "value"),
+    "decode 32/8 heads of 128, 256 × 1k, 8 GB of KV": (0.85, 0.92, "fraction"),
+    "decode 32/8 heads of 128, 64 × 4k, 8 GB of KV": (0.85, 0.92, "fraction"),
+    "decode 1 × 128k + 31 × 4k": (1.25, 1.10, "value"),
+    "decode with fp8 KV, 256 × 1k": (1.7, 1.85, "value"),
+    "prefill 8k, head 128, against the best SDPA": (0.75, 0.95, "ratio"),
+    "Llama-3.1-8B bf16, batch 1": (230, 255, "value"),
+    "Llama-3.2-1B bf16, batch 1": (1000, 1300, "value"),
+    "Qwen3-0.6B bf16, batch 1": (1000, 1500, "value"),
+    "Llama-3.1-8B fp8, batch 1": (400, 470, "value"),
+    "Llama-3.1-8B int8, batch 1": (400, 470, "value"),
+    "Llama-3.1-8B int4, batch 1": (520, 700, "value"),
+    "Qwen3-0.6B, 256 requests of 100–1024 in and out": (22_000, 27_000, "value"),
+    "Llama-3.1-8B, 256 requests of 100–1024 in and out": (9500, 10_600, "value"),
+    "Llama-3.1-8B, 1000/1000 saturated": (8500, 9700, "value"),
+    "against transformers continuous batching": (8, 14, "ratio"),
+    "against transformers static generate": (15, 23, "ratio"),
+    "32k prompt among 64 decoders: largest gap": (30, 20, "value"),
+    "GPU idle in steady decode, batch 256": (3, 1, "value"),
+    "host critical path per step, batch 256": (400, 200, "value"),
+    "start of Llama-3.1-8B beyond reading weights, warm cache": (15, None, "value"),
+}
+ALSO_NAMED = ("Qwen3-8B bf16, batch 1", "Llama-3.1-8B bf16, batch 64, 1k context", "Llama-3.1-8B bf16, batch 256, 1k context",
+              "32k cached prefix + 128 new tokens: TTFT against cold", "planner: KV blocks", "planner: batch 1",
+              "graph gap per kernel", *(f"{kind} {size} GB" for kind in ("copy", "read") for size in (1, 4, 8)),
+              "matmul bf16 8192³", "matmul fp8 8192³")  # fmt: skip
+
+
+def oldest_triton() -> TritonVersion:
+    """The version of the GPU machine, where it is installed."""
+    versions = sorted(installed(), key=lambda found: [int(part) for part in found.version.split(".") if part.isdigit()])
+    if not versions:
+        assert not required("triton"), "Triton is not installed; `python3 installer test` installs it"
+        pytest.skip("Triton is not installed")
+    return versions[0]
+
+
+def test_a_rehearsal_gives_every_row_and_no_figures(tmp_path: Path) -> None:
+    result = tmp_path / "result.json"
+    answer = subprocess.run(
+        [sys.executable, "-m", "bench.gpu", "--rehearse", "--out", str(result)],
+        cwd=REPO,
+        env={**oldest_triton().environment(tmp_path / "cache", interpret=True), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=LIMIT_S,
+    )
+    report: dict[str, Any] = json.loads(result.read_text("utf-8"))
+    rows = {row["name"]: row for row in report["rows"]}
+    assert {name: row["error"] for name, row in rows.items() if row["error"]} == {}, answer.stderr[-2000:]
+    assert answer.returncode == 0, answer.stdout[-3000:]
+    assert set(TARGET_OF) <= set(rows)
+    assert [part for part in report["parts"] if "error" in part] == []
+    assert all(row["value"] is not None for name, row in rows.items() if name in TARGET_OF)
+    assert {row["verdict"] for row in report["rows"]} == {"REHEARSAL"}
+    printed = answer.stdout[answer.stdout.index("REHEARSAL") :]
+    assert "tokens/s  " in printed
+    assert "stretch" not in printed.replace("must show", "")
+
+
+def test_every_row_that_is_promised_is_judged_by_its_figures() -> None:
+    for name, (pass_at, stretch_at, judged) in MUST_SHOW.items():
+        target = TARGET_OF[name]
+        assert (target.pass_at, target.stretch_at, target.judged) == (pass_at, stretch_at, judged), name
+    assert set(ALSO_NAMED) <= set(TARGET_OF)
+
+
+def test_every_target_has_a_part_and_the_time_is_eight_minutes() -> None:
+    assert {target.part for target in TARGETS} <= {part.target for part in PARTS}
+    assert TOTAL_S <= 480
+    assert [job.name for job in stages({"peers"})[0]] == ["calibrate"]
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        (Row(name="x", fraction=0.95), "stretch"),
+        (Row(name="x", fraction=0.86), "pass"),
+        (Row(name="x", fraction=0.5), "below"),
+        (Row(name="x", fraction=1.11), "INVALID"),
+        (Row(name="x", fraction=0.95, counted=7, returned=8), "INVALID"),
+        (Row(name="x", fraction=0.95, error="it broke"), "failed"),
+        (Row(name="x"), "not measured"),
+    ],
+)
+def test_a_row_passes_by_its_limits_and_never_when_it_cannot_be_right(row: Row, expected: str) -> None:
+    target = Target(name="x", part="kernels", unit="GB/s", judged="fraction", pass_at=0.85, stretch_at=0.92)
+    assert verdict(row, target) == expected
+
+
+def test_less_is_better_where_the_target_says_so() -> None:
+    target = Target(name="x", part="kernels", unit="µs", pass_at=150, stretch_at=80, higher=False)
+    assert [verdict(Row(name="x", value=value), target) for value in (79.0, 149.0, 151.0)] == ["stretch", "pass", "below"]
+    assert against(Row(name="x", value=50.0, limit=40.0, peer=100.0), higher=False).fraction == 0.8
+    assert against(Row(name="x", value=50.0, peer=100.0), higher=False).ratio == 2.0
+
+
+def test_a_missing_peer_is_no_pass() -> None:
+    target = TARGET_OF["against transformers static generate"]
+    assert verdict(Row(name=target.name, value=1000.0), target) == "not measured"
+
+
+def test_a_part_that_takes_too_long_is_ended_and_its_rows_say_so() -> None:
+    late = Job((replace(BY_NAME["check rows"], limit_s=0.05),))
+    outcome = conduct([[late]], rehearse=True, total_s=60, facts={}, show=lambda _: None)
+    assert "ended after its limit" in outcome.parts[0]["error"]
+    rows = {row.name: row for row in complete(outcome, {"checks"})}
+    assert "check rows: ended after its limit" in rows["numbers: rms norm"].error
+    printed = table(document(list(rows.values()), outcome, rehearsal=False, taken_s=1.0))
+    assert "failed" in printed
+    assert not invalid(rows["numbers: rms norm"])
+
+
+def test_what_is_missing_is_named_in_one_message() -> None:
+    assert requirements.missing({"json": "is there", "no_such_package": "does nothing"}) == ["  no_such_package: does nothing"]
+    stand_in = requirements.StandIn("grammars")
+    with pytest.raises(RuntimeError, match="grammars is not installed"):
+        stand_in.LLMatcher()
+
+
+def test_idle_time_is_what_no_kernel_covers() -> None:
+    def ran(begin: float, taken: float, kind: str = "kernel") -> dict[str, Any]:
+        return {"ts": begin, "dur": taken, "cat": kind, "name": "k"}
+
+    events = [ran(0, 10), ran(5, 10, "gpu_memcpy"), ran(17, 3), ran(40, 10), ran(2, 90, "cpu_op"), {"name": "no time"}]
+    idle = idle_of(events, WORK)
+    assert idle.share == pytest.approx(22 / 50)
+    assert idle.long == pytest.approx(20 / 50)
+    assert idle.longest_us == 20
