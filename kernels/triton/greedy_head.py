@@ -3,7 +3,7 @@
 Formula. argmax_v round(Σ_k hidden[m, k] · weight[v, k]), the lowest id among equals, rounded to the type of the weights as the
 logits of a separate product would be; sums in float32, columns in the order of `kernels.triton.linear` without splits.
 Memory: 2·V·K bytes of weights once (1.05 GB for Llama-3.1-8B, 0.24 ms at 4.3 TB/s), 8 bytes a row for each of V / 64 parts,
-which `join` reads; a separate product writes and reads logits of 2 to 4 bytes each. 2·M·V·K operations on tensor cores, tiles of
+which `join` reads; a separate product writes and reads logits. 2·M·V·K operations on tensor cores, tiles of
 16 rows whatever M is. Rows beyond M and tokens beyond V are masked. A row with NaN or +inf, or with nothing above -inf, has
 NO_TOKEN.
 """
