@@ -52,7 +52,8 @@ def columns_of(settings: Sequence[dict[str, float]], vocab: int, device: torch.d
 
 def both(module: str, name: str) -> tuple[Launcher, Launcher]:
     """A Triton launcher and its reference. Imported for a row alone, so that a missing one costs no other."""
-    return tuple(getattr(importlib.import_module(f"kernels.{kind}.{module}"), name) for kind in ("triton", "reference"))  # type: ignore[return-value]
+    triton, reference = (importlib.import_module(f"kernels.{kind}.{module}") for kind in ("triton", "reference"))
+    return getattr(triton, name), getattr(reference, name)
 
 
 def _given(
