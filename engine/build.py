@@ -133,8 +133,8 @@ def build_engine(options: EngineOptions, *, progress: Callable[[float], None] = 
     if not launches_ahead(options, device):
         log.info("started model=%s runner=plain %s", info.model, times)
         return Engine(scheduler, runner, info, grammars=desk, step_budget=budget)
-    has_experts = model.config.experts is not None
-    ahead = slot_runner(runner, target_decoder, sampler, scheduler.limits, device, has_experts=has_experts)
+    asks_host = model.decoder.asks_host
+    ahead = slot_runner(runner, target_decoder, sampler, scheduler.limits, device, asks_host=asks_host)
     meter.begin_graphs()
     ahead.warm_up()
     info = replace(info, memory=forecast.parts(meter.with_graphs(measured)))

@@ -58,6 +58,11 @@ class SparseMLP:
             expert.pack(packer)
         self._mixture = self._bound()
 
+    @property
+    def asks_host(self) -> bool:
+        """Whether a step waits for the host to read who goes where, so that it cannot be captured."""
+        return self._mixture is None
+
     def _bound(self) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor] | None:
         """All experts in one function, where there is such an operation and their weights are plain."""
         products = [expert.products for expert in self._experts]

@@ -50,6 +50,10 @@ class DecoderLayer:
     def scale_kv(self) -> bool:
         return self._attention.scale_kv()
 
+    @property
+    def asks_host(self) -> bool:
+        return isinstance(self._mlp, SparseMLP) and self._mlp.asks_host
+
     def fused(self, dtype: torch.dtype) -> FusedLayer | None:
         """The layer for steps of few rows, once it is packed; None where it cannot be fused."""
         norms = (self._before_attention, self._after_attention, self._before_mlp, self._after_mlp)
@@ -167,6 +171,11 @@ class Decoder:
             self._head_kernel = packer(self._head, None)
             self._head = None
         self._fused = self._fuse()
+
+    @property
+    def asks_host(self) -> bool:
+        """Whether a step waits for the host somewhere between its layers, so that it cannot be captured."""
+        return any(layer.asks_host for layer in self._layers)
 
     def _fuse(self) -> FusedLayers | None:
         linear_add, normed_linear = self._ops.linear_add, self._ops.normed_linear

@@ -33,18 +33,18 @@ def slot_runner(
     limits: SchedulerLimits,
     device: torch.device,
     *,
-    has_experts: bool = False,
+    asks_host: bool = False,
     by_columns: bool | None = None,
 ) -> SlotRunner:
-    """A runner over slots for all seats of the engine. Mixtures of experts ask the host who goes where, so their steps are not
-    captured. `by_columns`: whether tokens are chosen from columns in the slots, which a GPU always does."""
+    """A runner over slots for all seats of the engine. `asks_host`: the decoder does, so its steps are not captured.
+    `by_columns`: whether tokens are chosen from columns in the slots, which a GPU always does."""
     on_gpu = device.type == "cuda"
     columns = ColumnSampler(limits.max_num_seqs, target.vocab_size, device) if by_columns or on_gpu else None
     return SlotRunner(
         plain,
         target,
         columns or HostSlotSampler(sampler),
-        CudaGraphs(device) if on_gpu and not has_experts else DirectCalls(),
+        CudaGraphs(device) if on_gpu and not asks_host else DirectCalls(),
         max_num_seqs=limits.max_num_seqs,
         num_columns=-(-limits.max_model_len // limits.block_size),
         block_size=limits.block_size,

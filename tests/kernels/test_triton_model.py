@@ -43,7 +43,7 @@ def answers(make: Callable[..., Engine], model: Path, table: str, **options: Any
 
 @pytest.mark.parametrize(
     ("family", "make"),
-    [("llama", small_engine), ("llama", by_columns), ("qwen3", by_columns), ("gemma2", small_engine)],
+    [("llama", small_engine), ("llama", by_columns), ("qwen3_moe", by_columns), ("gemma2", small_engine)],
 )
 def test_a_model_says_the_same_through_the_kernels_and_through_torch(
     family: str, make: Callable[..., Engine], folder: Path, device: torch.device
