@@ -23,7 +23,8 @@ _P0, _P1, _P2, _P3, _P4, _P5, _P6, _P7 = (tl.constexpr(c) for c in race.LOG2_ONE
 _Q0, _Q1, _Q2, _Q3, _Q4, _Q5 = (tl.constexpr(c) for c in race.EXP2_MINUS)
 _WEIGHT_ONE = tl.constexpr(2.0**race.WEIGHT_BITS)
 _FARTHEST = tl.constexpr(race.FARTHEST)
-_BOUND = tl.constexpr(31.4725)  # 32 − log2(log2(e)), and 0.001 for the error of the card's own logarithm
+_BOUND = tl.constexpr(31.4725 + 127)  # 32 − log2(log2(e)), 0.001 for what rounding does, and the bias of exponents
+_PATTERN_UNIT = tl.constexpr(2.0**-23)
 
 
 @triton.jit
@@ -96,8 +97,10 @@ def race_gumbel(bits):
 
 @triton.jit
 def race_gumbel_bound(bits):
-    """At least `race_gumbel`, and near it where noise is large: E ≥ bits / 2^32 · log2(e). One instruction of the card."""
-    return _BOUND - tl.log2(bits.to(tl.float32))
+    """At least `race_gumbel`, and within 0.09 where noise is large: E ≥ bits / 2^32 · log2(e), and between powers of two a
+    logarithm lies above the line that the pattern of a float follows. Three operations."""
+    pattern = bits.to(tl.float32).to(tl.int32, bitcast=True)
+    return _BOUND - pattern.to(tl.float32) * _PATTERN_UNIT
 
 
 @triton.jit

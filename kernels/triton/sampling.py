@@ -15,8 +15,8 @@ the k-th largest group maximum, so nothing below it is among the k; with top-p t
 remains are a few thousand logits, listed and searched in registers. A nearly flat row with top-p alone leaves more: its
 threshold is narrowed by three or four passes over the groups. 256 rows of 128,256 float32: 131 MB a pass, 31 µs at 4.3 TB/s;
 one pass and some with top-k, two and some with top-p alone.
-Operations. About 20 for each logit of a row that draws without filters (a hash, one logarithm of the card; exact noise only
-for what a bound lets through), 15 for `weigh`, 2 otherwise. Logits are taken to float32 right after the load; counts and
+Operations. About 20 for each logit of a row that draws without filters (a hash and a bound; exact noise only for what the
+bound lets through), 15 for `weigh`, 2 otherwise. Logits are taken to float32 right after the load; counts and
 weights are summed as integers, so results depend on no split, no batch size and no card.
 """
 

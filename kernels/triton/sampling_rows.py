@@ -78,8 +78,8 @@ def loaded_tile(raw, tile, request):
 def race_tile(value, ids, scale, key, best, best_token):
     """The race of one tile against the best so far. value: -inf for what does not take part; ids ascend from tile to tile.
 
-    Exact noise costs two logarithms of twenty operations each, a bound of it one instruction of the card: only tokens whose
-    bound reaches the best so far are looked at, and these are few. The lowest id wins among equals.
+    Exact noise costs two logarithms of twenty operations each, a bound of it three operations: only tokens whose bound reaches
+    the best so far are looked at, and these are few. The lowest id wins among equals.
     """
     bound = value * scale + race_gumbel_bound(race_bits(key, ids))
     top = tl.max(bound)
