@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from functools import partial
 
@@ -11,7 +12,7 @@ from torch.nn import functional
 from bench.gpu.context import Context
 from bench.gpu.errors import Outputs, compare, invariant
 from bench.gpu.inputs import normal
-from kernels.quantised_weights import pack_fp8, pack_int4, pack_int8
+from kernels.quantised_weights import Int4Weight, pack_fp8, pack_int4, pack_int8
 from kernels.reference import experts as exact_experts
 from kernels.reference import fused_linear as exact_fused
 from kernels.reference import quantised as exact
@@ -93,10 +94,16 @@ def _fp8_rows(context: Context, m: int, n: int, k: int) -> Three:
 
 
 def _int4(context: Context, m: int, n: int, k: int) -> Three:
-    x, weight = _pair(context, m, n, k)
-    packed = pack_int4(weight, 128)
-    decoded = exact.dequantise_int4(packed)
+    x, _ = _pair(context, m, n, k)
+    packed, decoded = _int4_weight(context.dtype, context.device, n, k)
     return linear_int4(x, packed), _product(x, decoded), functional.linear(x, decoded.to(x.dtype))
+
+
+@functools.cache
+def _int4_weight(dtype: torch.dtype, device: torch.device, n: int, k: int) -> tuple[Int4Weight, torch.Tensor]:
+    """Packed, and decoded column by column, which takes a second."""
+    packed = pack_int4(normal(n, k, dtype=dtype, device=device, scale=k**-0.5), 128)
+    return packed, exact.dequantise_int4(packed)
 
 
 def _fused(context: Context, m: int) -> Three:

@@ -20,6 +20,8 @@ from bench.gpu.plan import Job
 from bench.gpu.rows import Row
 
 TAIL_CHARS = 1500
+BASE_FACT = "bandwidth"
+"""What every part after the first divides by."""
 LEFT_MIN_S = 8.0
 """A part that has less time left is not begun."""
 
@@ -114,8 +116,11 @@ def conduct(
             if not rehearse and len(following) == 1:
                 waiting = [Process(job, rehearse=rehearse, environment=environment) for job in following]
             left_s = end_s - time.monotonic()
+            if index and BASE_FACT not in outcome.facts:
+                _skip(processes, outcome, "the card could not be calibrated", show)
+                continue
             if left_s < LEFT_MIN_S:
-                _skip(processes, outcome, show)
+                _skip(processes, outcome, "the time of the run was used up", show)
                 continue
             _run(processes, left_s, outcome, show)
     finally:
@@ -133,12 +138,12 @@ def _environment(rehearse: bool) -> dict[str, str]:
     return environment
 
 
-def _skip(processes: Sequence[Process], outcome: Outcome, show: Callable[[str], None]) -> None:
+def _skip(processes: Sequence[Process], outcome: Outcome, reason: str, show: Callable[[str], None]) -> None:
     for process in processes:
         process.kill()
         process.close()
-        outcome.parts.append({**_described(process.job), "error": "not begun: the time of the run was used up"})
-        show(f"-- {process.job.name}: no time left")
+        outcome.parts.append({**_described(process.job), "error": f"not begun: {reason}"})
+        show(f"-- {process.job.name}: not begun, {reason}")
 
 
 def _run(processes: Sequence[Process], left_s: float, outcome: Outcome, show: Callable[[str], None]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -68,4 +69,5 @@ class Context:
                 self.emit(Row(name=name, error=f"{type(error).__name__}: {str(error)[:300]}", note=words))
         finally:
             if self.device.type == "cuda":
+                gc.collect()  # engines have cycles, and the next one wants their memory
                 torch.cuda.empty_cache()

@@ -44,7 +44,7 @@ PARTS: tuple[Part, ...] = (
     Part("llama 8b", "llama 8b", "bench.gpu.serve", "llama_8b", 90, "engines"),
     Part("small models", "small models", "bench.gpu.serve", "small_models", 50, "engines"),
     Part("formats", "formats", "bench.gpu.serve", "formats", 60, "engines"),
-    Part("latency", "latency", "bench.gpu.serve_latency", "latency", 40, "engines"),
+    Part("latency", "latency", "bench.gpu.serve_latency", "latency", 55, "engines"),
     Part("saturated", "saturated", "bench.gpu.serve", "saturated", 60, "engines"),
     Part("peers", "peers", "bench.gpu.peers", "against_transformers", 110, "peers"),
 )

@@ -45,7 +45,7 @@ def document(rows: Sequence[Row], outcome: Outcome, *, rehearsal: bool, taken_s:
         target = targets.get(row.name)
         judged = "REHEARSAL" if rehearsal else verdict(row, target) if target else "told"
         must_show = {} if target is None else {"unit": target.unit, "part": target.part, "must_show": target.words}
-        described.append({**row.as_dict(), **must_show, "verdict": judged, "invalid": invalid(row)})
+        described.append({**row.as_dict(), **must_show, "verdict": judged, "invalid": invalid(row, has_figures=not rehearsal)})
     return {
         "bench": "gpu",
         "rehearsal": rehearsal,

@@ -72,9 +72,9 @@ def against(row: Row, *, higher: bool = True) -> Row:
     return row
 
 
-def invalid(row: Row) -> str:
-    """Why the row cannot be right, or nothing."""
-    if row.fraction is not None and row.fraction > FRACTION_MAX:
+def invalid(row: Row, *, has_figures: bool = True) -> str:
+    """Why the row cannot be right, or nothing. A rehearsal's tokens are counted, and its figures mean nothing."""
+    if has_figures and row.fraction is not None and row.fraction > FRACTION_MAX:
         return f"fraction {row.fraction:.2f} is above {FRACTION_MAX:.2f}: bytes or time are counted wrongly"
     if row.counted != row.returned:
         return f"{row.counted} tokens were counted, {row.returned} returned"

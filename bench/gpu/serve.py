@@ -25,6 +25,9 @@ from engine.loop import Engine
 MIXED_TEMPERATURE = 0.6  # as in nano-vllm's bench
 SEATS = 256
 MODEL_LEN = 4096
+GB = 1_000_000_000
+FEW_KV_BYTES = 6 * GB
+"""For one request at a time; what several engines of a process hold in turn then fits side by side."""
 
 
 def llama_8b(context: Context) -> None:
@@ -67,7 +70,12 @@ def small_models(context: Context) -> None:
 
 
 def _small(context: Context, folder: Path, name: str, rows: list[str]) -> None:
-    with random_engine(context, folder, name, max_num_seqs=SEATS, max_model_len=MODEL_LEN) as engine:
+    options: dict[str, Any] = {
+        "max_num_seqs": SEATS,
+        "max_model_len": MODEL_LEN,
+        "kv_cache_bytes": 62 * GB if len(rows) > 1 else FEW_KV_BYTES,
+    }
+    with random_engine(context, folder, name, **options) as engine:
         _batch_one(context, engine, folder / f"{name}-all", rows[0])
         for row in rows[1:]:
             warm_sizes(context, engine)
@@ -88,7 +96,8 @@ def formats(context: Context) -> None:
 
 
 def _format(context: Context, folder: Path, row: str, name: str, options: dict[str, Any]) -> None:
-    with random_engine(context, folder, name, max_num_seqs=8, max_model_len=MODEL_LEN, **options) as engine:
+    options |= {"max_num_seqs": 8, "max_model_len": MODEL_LEN, "kv_cache_bytes": FEW_KV_BYTES}
+    with random_engine(context, folder, name, **options) as engine:
         _batch_one(context, engine, folder / f"{name}{'-int4' if options.get('int4') else ''}-all", row)
 
 
@@ -113,8 +122,8 @@ def warm_sizes(context: Context, engine: Engine) -> None:
     seats = context.size(SEATS, 4)
     requests = [Asked(traffic.prompt(numbers, 8, engine.info.vocab_size), 2 + place // 8) for place in range(seats)]
     traffic.run(engine, requests, temperature=MIXED_TEMPERATURE, label="w")
-    long = [Asked(traffic.prompt(numbers, context.size(1000, 20), engine.info.vocab_size), 2)] * context.size(12, 2)
-    traffic.run(engine, long, temperature=MIXED_TEMPERATURE, label="v")
+    mixed = traffic.uniform(context.size(24, 2), 3, context.size(1024, 8), engine.info.vocab_size, seed=9)
+    traffic.run(engine, [Asked(asked.prompt, 3) for asked in mixed], temperature=MIXED_TEMPERATURE, label="v")
 
 
 def _batch_one(context: Context, engine: Engine, directory: Path, name: str, *, planned: str | None = None) -> None:

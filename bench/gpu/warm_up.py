@@ -66,8 +66,6 @@ def _sizes(context: Context, engine: Engine) -> None:
     numbers, vocab = random.Random(0), engine.info.vocab_size
     traffic.run(engine, [Asked(traffic.prompt(numbers, context.size(128, 5), vocab), 4)], label="a")
     warm_sizes(context, engine)
-    mixed = traffic.uniform(context.size(40, 2), 3, context.size(700, 8), vocab)
-    traffic.run(engine, [Asked(asked.prompt, 3) for asked in mixed], temperature=MIXED_TEMPERATURE, label="b")
 
 
 def invariant(context: Context) -> None:

@@ -142,6 +142,21 @@ def test_a_part_that_takes_too_long_is_ended_and_its_rows_say_so() -> None:
     assert not invalid(rows["numbers: rms norm"])
 
 
+def test_without_a_gpu_it_says_so_and_begins_nothing_else(tmp_path: Path) -> None:
+    answer = subprocess.run(
+        [sys.executable, "-m", "bench.gpu", "--only", "formats", "--out", str(tmp_path / "result.json")],
+        cwd=REPO,
+        env={**oldest_triton().environment(tmp_path / "cache", interpret=False), "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=LIMIT_S,
+    )
+    assert answer.returncode == 1
+    assert "torch finds no NVIDIA GPU here" in answer.stdout
+    assert "formats: not begun: the card could not be calibrated" in answer.stdout
+
+
 def test_what_is_missing_is_named_in_one_message() -> None:
     assert requirements.missing({"json": "is there", "no_such_package": "does nothing"}) == ["  no_such_package: does nothing"]
     stand_in = requirements.StandIn("grammars")
