@@ -18,6 +18,9 @@ from kernels.sampling_columns import SamplingColumns
 CANDIDATE_STAGES = (64, 1024)
 """A partial top-k of 64 costs a third of one of 256, and trained models rarely keep more."""
 
+SLICE_ELEMENTS = 1 << 16
+"""Noise that a CPU makes at a time: it passes over it a dozen times, so it should stay in the second-level cache."""
+
 _INFINITE = float("inf")
 _NOBODY = 2**31 - 1
 _ABOUT = 4e-6  # how far the sum of float32 weights may be from the exact one, of itself
@@ -48,6 +51,12 @@ def draw(logits: torch.Tensor, scale: torch.Tensor, keys: torch.Tensor) -> torch
 
     logits: [B, V] float32 with finite largest; scale: [B] float32, log2(e) / temperature; keys: [B] int64
     """
+    size = max(1, SLICE_ELEMENTS // logits.shape[1]) if logits.device.type == "cpu" else len(logits)
+    parts = [slice(begin, begin + size) for begin in range(0, len(logits), size)]
+    return torch.cat([_draw(logits[part], scale[part], keys[part]) for part in parts])
+
+
+def _draw(logits: torch.Tensor, scale: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     bounds = race.gumbel_bounds(keys, logits.shape[1]).addcmul_(logits, scale[:, None])
     first = _largest_at(bounds)[:, None]
     values = logits.gather(1, first)
