@@ -37,7 +37,7 @@ def against_transformers(context: Context) -> None:
     made: list[Any] = []
     context.guard(NAMES, lambda: made.append(_model(context)))
     if made:
-        longest = context.size(1024, 6)
+        longest = context.size(traffic.CHAT_LEN_MAX, 6)
         context.guard(STATIC, lambda: _row(context, STATIC, lambda: _static(context, made[0], longest)))
         context.guard(CONTINUOUS, lambda: _row(context, CONTINUOUS, lambda: _continuous(context, made[0], longest)))
 
