@@ -22,6 +22,8 @@ from bench.gpu.rows import Row
 TAIL_CHARS = 1500
 BASE_FACT = "bandwidth"
 """What every part after the first divides by."""
+PATIENCE = 8.0
+"""A rehearsal may share two busy cores with everything else: its parts have so many times their limits."""
 LEFT_MIN_S = 8.0
 """A part that has less time left is not begun."""
 
@@ -40,10 +42,11 @@ class Process:
 
     def __init__(self, job: Job, *, rehearse: bool, environment: dict[str, str]) -> None:
         self.job = job
+        self.allowed_s = job.limit_s * (PATIENCE if rehearse else 1.0)
         self.limit_s = 0.0
         self.ended = False
         self._log = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115 - as long as the process
-        arguments = [sys.executable, "-m", "bench.gpu.part", *(part.name for part in job.parts), "--limit", str(job.limit_s)]
+        arguments = [sys.executable, "-m", "bench.gpu.part", *(part.name for part in job.parts), "--limit", str(self.allowed_s)]
         self._process = subprocess.Popen(
             arguments + (["--rehearse"] if rehearse else []),
             stdin=subprocess.PIPE,
@@ -149,7 +152,7 @@ def _skip(processes: Sequence[Process], outcome: Outcome, reason: str, show: Cal
 def _run(processes: Sequence[Process], left_s: float, outcome: Outcome, show: Callable[[str], None]) -> None:
     lines: queue.Queue[tuple[Process, str | None]] = queue.Queue()
     for process in processes:
-        process.begin(outcome.facts, min(process.job.limit_s, left_s), lines)
+        process.begin(outcome.facts, min(process.allowed_s, left_s), lines)
     running = list(processes)
     try:
         while running:
@@ -173,6 +176,8 @@ def _run(processes: Sequence[Process], left_s: float, outcome: Outcome, show: Ca
 
 
 def _take(line: str, outcome: Outcome, show: Callable[[str], None]) -> None:
+    if not line.endswith("\n"):
+        return  # cut off when it was ended
     said = json.loads(line)
     if "row" in said:
         outcome.rows.append(Row(**said["row"]))
@@ -186,7 +191,7 @@ def _close(process: Process, outcome: Outcome, show: Callable[[str], None]) -> N
     status, words = process.close()
     found: dict[str, Any] = {**_described(process.job), "s": taken_s}
     if process.ended:
-        found["error"] = f"ended after its limit of {process.job.limit_s:g} s"
+        found["error"] = f"ended after its limit of {process.allowed_s:g} s"
     elif status:
         found["error"] = f"exit status {status}: {_last_line(words)}"
     if "error" in found:
