@@ -149,7 +149,7 @@ def test_logits_of_a_long_prompt_are_never_held_at_once(model: Path) -> None:
         most = max(most, hidden.shape[0])
         return whole(hidden)
 
-    runner._target.logits = counted  # type: ignore[method-assign]
+    runner._target.logits = counted  # type: ignore[method-assign,assignment]
     requests = [wanted(str(i), list(range(3, 60)), max_tokens=2, prompt_logprobs=2, logprobs=0) for i in range(8)]
     events = run_to_end(engine, requests)
     assert most == 3
