@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import sqlite3
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from pathlib import Path
@@ -20,7 +19,6 @@ from alembic.runtime.migration import MigrationContext
 from alembic.script import ScriptDirectory
 from sqlalchemy import Connection, Engine, create_engine, event, make_url, text
 from sqlalchemy.engine import URL
-from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
 from sqlalchemy.pool import NullPool
 
@@ -237,22 +235,20 @@ def _prepare_sqlite(engine: Engine, *, begin: str, query_only: bool = False, for
     pragmas += ["query_only=ON"] if query_only else ["journal_mode=WAL"]
 
     def on_connect(connection: Any, _record: object) -> None:
-        connection.isolation_level = None  # no BEGIN from the driver: `on_begin` sends ours
+        connection.isolation_level = None  # no BEGIN from the driver: `send_begin` sends ours
         cursor = connection.cursor()
         for pragma in pragmas:
             cursor.execute(f"PRAGMA {pragma}")
         cursor.close()
 
-    def on_begin(connection: Connection) -> None:
-        try:
-            cursor = connection.connection.cursor()
-            cursor.execute(begin)
-            cursor.close()
-        except sqlite3.Error as error:
-            raise DBAPIError.instance(begin, None, error, sqlite3.Error) from error
+    def send_begin(connection: Any) -> None:
+        cursor = connection.cursor()
+        cursor.execute(begin)
+        cursor.close()
 
     event.listen(engine, "connect", on_connect)
-    event.listen(engine, "begin", on_begin)
+    # Not a listener of "begin": when one raises, its connection takes itself to be beginning ever after, and sends no BEGIN.
+    engine.dialect.do_begin = send_begin  # type: ignore[method-assign, assignment]
 
 
 # Migrations are synchronous: they run at start and from the command line, before anything is served.

@@ -7,8 +7,9 @@ many transactions a second takes this instead. Knows no tables and no locks.
 from __future__ import annotations
 
 import asyncio
+import sqlite3
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from functools import partial
 from queue import SimpleQueue
 from threading import Thread
@@ -98,7 +99,7 @@ class SqliteThread:
             await connection.run_sync(Connection.commit)
         except BaseException:
             # Comes after what still runs in the thread for a caller that was cancelled.
-            await asyncio.shield(connection.run_sync(Connection.rollback))
+            await asyncio.shield(connection.run_sync(_roll_back))
             raise
 
     async def write(self, fn: Callable[Concatenate[Connection, P], T], *args: P.args, **options: P.kwargs) -> T:
@@ -128,9 +129,17 @@ def _committed(connection: Connection, fn: Callable[Concatenate[Connection, P], 
         result = fn(connection, *args, **options)
         connection.commit()
     except BaseException:
-        connection.rollback()
+        _roll_back(connection)
         raise
     return result
+
+
+def _roll_back(connection: Connection) -> None:
+    connection.rollback()
+    # A COMMIT that was refused ends the transaction for SQLAlchemy and not for SQLite: it would stay open, and the next one's
+    # rows be committed by nobody.
+    with suppress(sqlite3.Error):  # the next BEGIN says so too
+        connection.connection.rollback()
 
 
 def _execute_and_read(connection: Connection, /, statement: Any, parameters: Any, **options: Any) -> Any:

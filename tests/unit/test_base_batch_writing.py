@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import sqlite3
 import threading
+from collections.abc import Callable
+from contextlib import closing
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
 from sqlalchemy import Connection, bindparam, insert, select, text, update
-from sqlalchemy.exc import IntegrityError
+from sqlalchemy.exc import DBAPIError, IntegrityError
 
 from appliance.base.counters import POSTING
 from appliance.base.db import Database, after_commit
@@ -113,6 +117,50 @@ async def test_a_batch_whose_caller_is_cancelled_leaves_the_next_one_alone(
     await database.batch_write(add, "next")
 
     assert await names(database) == ["next"]
+
+
+async def test_after_a_begin_that_was_refused_a_batch_is_a_transaction_again(migrated_sqlite: Database, tmp_path: Path) -> None:
+    database = migrated_sqlite
+    await database.batch_write(execute, "PRAGMA busy_timeout=0")
+    with closing(sqlite3.connect(tmp_path / "gatehouse.db", isolation_level=None)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        with pytest.raises(DBAPIError, match="locked"):
+            await database.batch_write(add, "locked out")
+        other.execute("ROLLBACK")
+    with pytest.raises(IntegrityError):
+        await database.batch_write(add_and_fail, "half")
+    await database.batch_write(add, "next")
+
+    assert await names(database) == ["next"]
+
+
+@pytest.mark.parametrize("way", ["batch_write", "batch_writing", "writing"])
+async def test_after_a_commit_that_was_refused_the_next_one_is_durable(migrated_sqlite: Database, way: str) -> None:
+    database = migrated_sqlite
+
+    async def write(fn: Callable[[Connection, str], object], name: str) -> None:
+        if way == "batch_write":
+            await database.batch_write(fn, name)
+            return
+        async with database.writing() if way == "writing" else database.batch_writing() as connection:
+            await connection.run_sync(fn, name)
+
+    for number in range(2):
+        with pytest.raises(IntegrityError, match="FOREIGN KEY"):
+            await write(add_what_commit_refuses, f"refused {number}")
+    await write(add, "next")
+
+    assert await names(database) == ["next"]
+
+
+def execute(connection: Connection, statement: str) -> None:
+    connection.execute(text(statement))
+
+
+def add_what_commit_refuses(connection: Connection, name: str) -> None:
+    add(connection, name)
+    execute(connection, "CREATE TABLE children (parent TEXT REFERENCES epochs (id) DEFERRABLE INITIALLY DEFERRED)")
+    execute(connection, "INSERT INTO children VALUES ('nobody')")
 
 
 @pytest.fixture
