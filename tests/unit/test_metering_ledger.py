@@ -12,7 +12,7 @@ from appliance.base.db import Database
 from appliance.base.errors import InternalError, NotFound, Overloaded
 from appliance.base.prepared import Prepared
 from appliance.metering.ledger import rows as ledger_rows
-from appliance.metering.ledger.writer import Checkpoint, Ledger, LedgerBroken, RequestRecord, Settlement, Usage
+from appliance.metering.ledger.writer import RETRY_S_MIN, Checkpoint, Ledger, LedgerBroken, RequestRecord, Settlement, Usage
 from appliance.metering.prices import Price, PriceBook
 from appliance.metering.usage import LedgerFilter, UsageReports
 from tests.support.cast import Cast
@@ -164,11 +164,12 @@ async def test_a_bad_row_fails_alone(database: Database, clock: FakeClock, cast:
         gated.gate.set()
         answers = await asyncio.gather(*tasks, return_exceptions=True)
         assert ledger.healthy
-        await ledger.settle(voided(good.request_id))
+        event = await ledger.settle(posted(good.request_id))
     assert answers[0] is None
     assert isinstance(answers[1], InternalError)
     assert isinstance(answers[2], InternalError)
-    assert [event.model for event in await all_events(database)] == ["demo"]
+    assert event.model == "demo", "settled as what was written, not as what was refused"
+    assert await all_events(database) == [event]
 
 
 async def test_a_commit_that_fails_refuses_the_request_and_leaves_no_entry(
@@ -303,6 +304,23 @@ async def test_the_latest_checkpoint_of_each_request_is_written(database: Databa
     assert (written.prompt_tokens, written.cached_tokens, written.completion_tokens) == (10, 4, 2)
     assert (written.status, written.cost_picos) == ("pending", 0)
     assert events[other.request_id].completion_tokens == 0
+
+
+async def test_a_ledger_whose_checkpoint_failed_is_not_healthy_before_something_is_written(
+    database: Database, clock: FakeClock, cast: Cast
+) -> None:
+    entry = pending(cast.bob)
+    failing = FailingDatabase.around(database)
+    async with running_ledger(failing, clock, cast.epoch_id, checkpoint_interval_s=60.0) as ledger:
+        await ledger.open(entry)
+        failing.fail_before_commit = 1
+        ledger.checkpoint([Checkpoint(request_id=entry.request_id, prompt_tokens=10, cached_tokens=0, completion_tokens=1)])
+        await until(lambda: not ledger.healthy)
+        await asyncio.sleep(3 * RETRY_S_MIN)
+        assert not ledger.healthy
+        clock.advance(60)
+        await until(lambda: ledger.healthy)
+    assert [event.completion_tokens for event in await all_events(database)] == [1]
 
 
 async def test_a_late_checkpoint_does_not_touch_a_settled_event(database: Database, clock: FakeClock, cast: Cast) -> None:

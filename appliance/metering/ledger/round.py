@@ -155,7 +155,7 @@ class Round:
         opens = [operation.entry for operation in operations if isinstance(operation, Open)]
         settles = [operation for operation in operations if isinstance(operation, Settle)]
         voids = [operation.request_id for operation in operations if isinstance(operation, Void)]
-        await self.db.batch_write(self._write, opens, checkpoints, settles, voids)
+        self.inserted |= await self.db.batch_write(self._write, opens, checkpoints, settles, voids)
         for operation in settles:
             operation.written = isinstance(self.results.get(id(operation)), UsageEvent)
 
@@ -166,26 +166,24 @@ class Round:
         checkpoints: Sequence[Checkpoint],
         settles: Sequence[Settle],
         voids: Sequence[str],
-    ) -> None:
-        """Send every statement of the transaction."""
-        if opens:
-            self._insert(connection, opens)
+    ) -> dict[str, rows.Opened]:
+        """Send every statement of the transaction, and return the new entries."""
+        inserted = self._insert(connection, opens) if opens else {}
         if checkpoints:
             rows.WRITE_CHECKPOINTS.execute(connection, [rows.checkpoint_parameters(row) for row in checkpoints])
         if settles or voids:
             settled = self._settle(connection, settles, voids)
             if settled and self.on_settled is not None:
                 self.on_settled(connection, settled)
+        return inserted
 
-    def _insert(self, connection: Connection, entries: Sequence[PendingEntry]) -> None:
+    def _insert(self, connection: Connection, entries: Sequence[PendingEntry]) -> dict[str, rows.Opened]:
         event_rows = [
             rows.event_row(entry, self.epoch_id, self.currency, self.calendar.day_of(entry.admitted_at)) for entry in entries
         ]
-        self.inserted |= {
-            entry.request_id: rows.Opened(row, entry.price) for entry, row in zip(entries, event_rows, strict=True)
-        }
         rows.INSERT_EVENTS.execute(connection, event_rows)
         rows.INSERT_REQUESTS.execute(connection, [rows.request_row(entry) for entry in entries])
+        return {entry.request_id: rows.Opened(row, entry.price) for entry, row in zip(entries, event_rows, strict=True)}
 
     def _settle(self, connection: Connection, settles: Sequence[Settle], voids: Sequence[str]) -> list[UsageEvent]:
         wanted = {operation.settlement.request_id for operation in settles} | set(voids)

@@ -216,6 +216,8 @@ class Ledger:
     async def _write_round(self) -> None:
         operations = self._in_round = self._take_operations()
         checkpoints = self._take_checkpoints()
+        if not operations and not checkpoints:
+            return  # nothing is due, of which a failed round's checkpoints may be the rest: no word on the database's health
         now = self._clock.now()
         work = Round(
             db=self._db,
