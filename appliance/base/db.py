@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sqlite3
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from pathlib import Path
@@ -32,6 +33,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 Kind = Literal["sqlite", "postgresql"]
 
+SQLITE_MIN = (3, 35)  # RETURNING; UPDATE … FROM is a little older
 BUSY_TIMEOUT_MS = 5000
 READERS_MAX = 8
 POSTGRESQL_CONNECTIONS_MAX = 16
@@ -270,6 +272,7 @@ def _reading(url: str) -> Iterator[Connection]:
 def _connected(url: str) -> Iterator[Connection]:
     kind, target = parse_url(url)
     if kind == "sqlite":
+        _check_sqlite()
         _create_private(Path(str(target.database)))
         engine = create_engine(target, poolclass=NullPool)
         # A table is changed by making it anew, while others refer to it; what came of that is checked at the end.
@@ -281,6 +284,15 @@ def _connected(url: str) -> Iterator[Connection]:
         if kind == "sqlite":
             _check_references(connection)
     engine.dispose()
+
+
+def _check_sqlite() -> None:
+    if sqlite3.sqlite_version_info < SQLITE_MIN:
+        needed = ".".join(map(str, SQLITE_MIN))
+        raise UnusableData(
+            f"the SQLite {sqlite3.sqlite_version} of this Python is too old: take a Python with {needed} or newer, "
+            "or PostgreSQL with --database"
+        )
 
 
 def _check_references(connection: Connection) -> None:
@@ -306,7 +318,8 @@ def _config(connection: Connection | None = None) -> Config:
 def upgrade(url: str, revision: str = "head") -> None:
     """Bring the schema to `revision` in one transaction.
 
-    Raises UnusableData when a newer version has been at this database: what its tables mean is not known here.
+    Raises UnusableData when a newer version has been at this database, for what its tables mean is not known here, and when
+    Python's SQLite is too old.
     """
     with _connected(url) as connection:
         _check_known(connection)

@@ -14,6 +14,7 @@ from sqlalchemy.exc import DBAPIError
 
 from appliance.base import db
 from appliance.base.db import Database
+from appliance.base.settings import UnusableData
 from appliance.base.tables import epochs
 from tests.support.clock import START
 
@@ -98,6 +99,17 @@ async def test_cancelled_tasks_leave_no_connection_and_no_open_transaction(datab
 
 async def _read(database: Database) -> None:
     await _count(database)
+
+
+def test_a_sqlite_that_is_too_old_is_refused_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "gatehouse.db"
+    monkeypatch.setattr(sqlite3, "sqlite_version_info", (3, 34, 1))
+    monkeypatch.setattr(sqlite3, "sqlite_version", "3.34.1")
+    with pytest.raises(UnusableData, match=r"SQLite 3\.34\.1 .* 3\.35 .* --database"):
+        db.upgrade(f"sqlite:///{path}")
+    assert not path.exists()
 
 
 async def test_ping_of_a_database_that_takes_writes_returns(database: Database) -> None:
