@@ -49,9 +49,8 @@ class Caller:
                 result = call()
             except BaseException as raised:  # noqa: BLE001 - it is the caller's, and raised there
                 error = raised
-            loop = done.get_loop()
-            if not loop.is_closed():
-                loop.call_soon_threadsafe(_tell, done, result, error)
+            with suppress(RuntimeError):  # the loop has been closed: nobody waits any more
+                done.get_loop().call_soon_threadsafe(_tell, done, result, error)
             del waiting, call, done, result, error
 
 
@@ -60,6 +59,8 @@ def _tell(done: asyncio.Future[Any], result: Any, error: BaseException | None) -
         return
     if error is None:
         done.set_result(result)
+    elif isinstance(error, StopIteration):  # which no future takes: who waits would wait for ever
+        done.set_exception(RuntimeError(f"the call raised {error!r}"))
     else:
         done.set_exception(error)
 

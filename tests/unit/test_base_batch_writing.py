@@ -6,7 +6,7 @@ import asyncio
 import sqlite3
 import threading
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import closing, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from sqlalchemy.exc import DBAPIError, IntegrityError
 from appliance.base.counters import POSTING
 from appliance.base.db import Database, after_commit
 from appliance.base.prepared import Prepared
+from appliance.base.sqlite_thread import Caller
 from appliance.base.tables import counters, epochs
 from tests.support.clock import FakeClock
 
@@ -151,6 +152,44 @@ async def test_after_a_commit_that_was_refused_the_next_one_is_durable(migrated_
     await write(add, "next")
 
     assert await names(database) == ["next"]
+
+
+async def test_every_error_reaches_who_waits_for_it(database: Database) -> None:
+    def find_nothing(_connection: Connection) -> None:
+        next(iter([]))
+
+    async with asyncio.timeout(10):
+        with pytest.raises(RuntimeError, match="StopIteration"):
+            await database.batch_write(find_nothing)
+        await database.batch_write(add, "next")
+
+    assert await names(database) == ["next"]
+
+
+def test_a_loop_that_closed_meanwhile_is_no_matter_to_the_next_one() -> None:
+    caller, began, go_on = Caller("test"), threading.Event(), threading.Event()
+
+    def slow() -> None:
+        began.set()
+        assert go_on.wait(10)
+
+    async def leave() -> None:
+        task = asyncio.create_task(caller.call(slow))
+        await asyncio.to_thread(began.wait, 10)
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+
+    async def ask() -> str:
+        async with asyncio.timeout(10):
+            return await caller.call(lambda: "answer")
+
+    loop = asyncio.SelectorEventLoop()
+    loop.run_until_complete(leave())
+    loop.close()
+    go_on.set()
+    assert asyncio.run(ask()) == "answer"
+    caller.end()
 
 
 def execute(connection: Connection, statement: str) -> None:
