@@ -17,6 +17,7 @@ from engine.protocol import FRAME_BYTES_MAX, EngineFrame, GatewayFrame, Generati
 
 LENGTH = struct.Struct(">I")
 READ_BYTES = 256 * 1024
+READS_PER_TURN = 4
 UNSENT_BYTES_MAX = FRAME_BYTES_MAX
 """What the engine keeps for a gateway that does not read; beyond it the gateway is taken to be dead."""
 
@@ -118,7 +119,7 @@ class AsyncFrameSocket:
         self._received = bytearray()
         self._unsent = bytearray()
         self._arrived = asyncio.Event()
-        self._ended = False
+        self._ended = self._closed = False
         self._loop.add_reader(connection, self._read)
 
     async def receive(self) -> bytes:
@@ -137,16 +138,27 @@ class AsyncFrameSocket:
 
     def close(self) -> None:
         """Close the socket; what is not sent by now is not sent."""
+        self._closed = True
         self._loop.remove_reader(self._connection)
         self._loop.remove_writer(self._connection)
         self._connection.close()
 
     def _read(self) -> None:
-        """Read all that is there: when the peer died with ours unread, uvloop calls once for that and never again."""
+        """Read all that is there, some in each turn of the loop, which a peer that sends on and on would stop otherwise.
+
+        Nobody need call again: when the peer died with ours unread, uvloop calls once for that and never again.
+        """
+        if self._closed:
+            return
         try:
-            while num_bytes := self._connection.recv_into(self._chunk):
+            for _ in range(READS_PER_TURN):
+                num_bytes = self._connection.recv_into(self._chunk)
                 self._received += self._chunk[:num_bytes]
-            self._ended = True
+                if not num_bytes:
+                    self._ended = True
+                    break
+            else:
+                self._loop.call_soon(self._read)
         except BlockingIOError:
             pass
         except ConnectionError:  # the kernel gives what the peer had sent first, then this

@@ -182,3 +182,19 @@ class TestInAnEventLoop:
             ours.send(b"to nobody")
 
         in_loop(new_loop, run)
+
+    def test_a_peer_that_sends_much_leaves_turns_to_others(self, new_loop: NewLoop, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(transport, "READ_BYTES", 16)
+
+        async def run(ours: AsyncFrameSocket, theirs: socket.socket) -> None:
+            theirs.sendall(transport.encode_frame(ANSWER) * 200)
+            theirs.close()
+            reading = asyncio.create_task(read_to_the_end(ours))
+            turns = 0
+            while not reading.done():
+                await asyncio.sleep(0)
+                turns += 1
+            assert len(await reading) == 200
+            assert turns > 30
+
+        in_loop(new_loop, run)
