@@ -12,7 +12,6 @@ from __future__ import annotations
 import re
 import sqlite3
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from operator import itemgetter
 from typing import Any
 
@@ -58,8 +57,10 @@ class Prepared:
 
     def _prepare(self, connection: Connection, row: Mapping[str, Any]) -> None:
         statement, dialect = self.statement, connection.dialect
-        make = partial(_insert_texts, statement) if isinstance(statement, Insert) else partial(_update_texts, statement)
-        names, texts = make(dialect, row)
+        if isinstance(statement, Insert):
+            names, texts = _insert_texts(statement, dialect, row)
+        else:
+            names, texts = _update_texts(statement, row)
         binds = statement.compile(dialect=dialect, column_keys=list(row)).binds
         self._places = [_place(binds[name], dialect, row) for name in names]
         self._texts = texts
@@ -111,7 +112,7 @@ def _insert_texts(statement: Insert, dialect: Dialect, row: Mapping[str, Any]) -
     return compiled.positiontup, [compiled.string.replace(places, ", ".join([places] * count)) for count in _COUNTS]
 
 
-def _update_texts(statement: Update, _dialect: Dialect, row: Mapping[str, Any]) -> tuple[Sequence[str], list[str]]:
+def _update_texts(statement: Update, row: Mapping[str, Any]) -> tuple[Sequence[str], list[str]]:
     """Do the same: an UPDATE of many rows takes their parameters from a table of them, `given`.
 
     What is the same for all rows is written out, so that SQLite sees that a partial index has all it looks for.
