@@ -76,7 +76,8 @@ def verify(
     and its perplexity on a fixed text told, beside the unquantised one and their ratio."""
     from appliance.cli.model_check import check_model
 
-    folder = settings_from(data_dir, database).data_dir
+    formats = {"quantization": quantization, "kv_cache_dtype": kv_cache_dtype}
+    folder = settings_from(data_dir, database, **formats).data_dir
     path = model_store.locate(model, folder)
     plain = None if unquantized is None else str(model_store.locate(unquantized, folder))
     named = {"--quantization": quantization, "--kv-cache-dtype": kv_cache_dtype, "--unquantized": plain}
