@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import shutil
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -13,6 +14,12 @@ from appliance.base.db import Database
 from tests.support.cast import Cast, make_cast
 from tests.support.clock import FakeClock
 from tests.support.databases import Cluster, postgresql_binaries, required, running_cluster
+
+
+def pytest_collection_finish() -> None:
+    """Let the garbage collector leave alone what lives to the end anyway: the libraries, the tests' own modules and items."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

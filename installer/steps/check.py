@@ -1,19 +1,38 @@
-"""`installer test`: the same environment with the test packages, then pytest with whatever arguments were given."""
+"""`installer test`: the same environment with the test packages, then the whole suite, or pytest with what was given for it."""
 
 from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Sequence
 
 from steps import environment
+from steps.parts import parts
 from steps.place import REPO, VENV, venv_python
+from steps.side_by_side import SideBySide, processes, summary
+
+# -u: how far a part is can be read while it runs. Parts that end at the same time would write the same cache of pytest.
+_WHOLE_SUITE = ("-u", "-m", "pytest", "-p", "no:cacheprovider")
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Install if needed, then become pytest in the clone's folder; its exit status is ours."""
+    """Install if needed; then become pytest in the clone's folder, or run the whole suite in parts. Its status is ours."""
     environment.ensure(environment.profile_for("auto"), with_tests=True)
     sys.stdout.flush()
-    os.chdir(REPO)
-    command = [str(venv_python(VENV)), "-m", "pytest", *arguments]
-    os.execv(command[0], command)
+    python = str(venv_python(VENV))
+    if arguments:
+        os.chdir(REPO)
+        os.execv(python, [python, "-m", "pytest", *arguments])
+    return run_suite([python, *_WHOLE_SUITE])
+
+
+def run_suite(command: Sequence[str]) -> int:
+    """Run every part of the suite with `command`, tell what it took and what failed; return 0 when nothing did, else 1."""
+    began_s, at_once = time.monotonic(), processes()
+    with SideBySide(command, REPO, os.environ, at_once) as running:
+        suite = parts(REPO)
+        print(f"Running the tests in {len(suite)} parts, {at_once} at a time ...", flush=True)
+        outcomes = running.run(suite)
+    print(summary(outcomes, time.monotonic() - began_s, at_once), flush=True)
+    return 0 if all(outcome.status == 0 for outcome in outcomes) else 1

@@ -15,7 +15,7 @@ _LATER = ("install", "bundle", "upgrade", "rollback", "uninstall")
 _TEST_HELP = """usage: python3 installer test [pytest arguments]
 
 Makes .venv with the test packages, then runs the test suite from the clone's folder; every argument goes to pytest:
-  python3 installer test                          everything
+  python3 installer test                          everything, in parts side by side; at the end what failed and what took time
   python3 installer test tests/unit -k quota      a part, paths as seen from the clone
   python3 installer test -- --help                pytest's own help
 What needs PostgreSQL, a browser or a version of Triton is skipped where there is none;

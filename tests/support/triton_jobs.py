@@ -1,4 +1,4 @@
-"""Work with other versions of Triton that runs beside the tests, in processes of its own, at most two at a time.
+"""Work with other versions of Triton that runs beside the tests, in processes of its own, one or two at a time.
 
 They take what the tests leave of the processor: at a low priority they hardly delay a test that has a limit of time.
 """
@@ -22,7 +22,7 @@ from tests.support import triton_versions
 from tests.support.databases import required
 from tests.support.triton_versions import REPO, TritonVersion
 
-PROCESSES = min(2, os.cpu_count() or 1)
+PROCESSES = 2 if (os.cpu_count() or 1) > 2 else 1  # one processor is left to whatever else is tested
 LIMIT_S = 1800
 LAST_IN_LINE = ("nice", "-n", "10")
 OLD_INTERPRETER = "ignore:Conversion of an array with ndim:DeprecationWarning"

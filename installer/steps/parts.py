@@ -1,0 +1,61 @@
+"""Which parts the test suite runs in: every test file belongs to exactly one, wherever a new one is put.
+
+A part is one pytest process. It costs a few seconds to begin, so there are about a dozen; the longest begin first, so that
+no processor waits for the last one.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+
+# Large enough to be parts of their own, by the first word of a file's name in tests/unit.
+UNIT_AREAS = ("api", "cli", "console", "engine", "metering", "serving", "tenancy")
+# These wait for processes of their own, which take a processor each: see tests/support/triton_jobs.py.
+WAITING = {"test_compiled_kernels.py": "compiled kernels", "test_other_tritons.py": "other Tritons"}
+LONGEST_FIRST = (
+    "other Tritons",
+    "compiled kernels",
+    "kernels",
+    "property",
+    "unit metering",
+    "unit engine",
+    "unit console",
+    "unit tenancy",
+    "parity",
+    "crash",
+    "unit api",
+    "unit cli",
+    "unit serving",
+    "conformance",
+    "browser",
+    "unit",
+    "installer",
+)
+
+
+@dataclass(frozen=True)
+class Part:
+    """Some files of the suite, as paths seen from the clone."""
+
+    name: str
+    files: tuple[str, ...]
+
+
+def parts(clone: Path) -> list[Part]:
+    """Return the parts of the suite in the order in which they begin: first any that LONGEST_FIRST does not know."""
+    files = defaultdict(list)
+    for path in sorted((clone / "tests").rglob("test_*.py")):
+        files[name_of(path.relative_to(clone / "tests"))].append(str(path.relative_to(clone)))
+    order = {name: place for place, name in enumerate(LONGEST_FIRST)}
+    return [Part(name, tuple(files[name])) for name in sorted(files, key=lambda name: order.get(name, -1))]
+
+
+def name_of(path: Path) -> str:
+    """Return the part of a test file, given as it is seen from the folder of the tests."""
+    folder = path.parts[0] if len(path.parts) > 1 else "tests"
+    if folder == "kernels" and path.name in WAITING:
+        return WAITING[path.name]
+    area = path.stem.split("_")[1]
+    return f"unit {area}" if folder == "unit" and area in UNIT_AREAS else folder

@@ -1,0 +1,208 @@
+"""Runs the parts of the test suite side by side, each in a process of its own, and tells what came of them and what it took.
+
+While they run, a person sees how far each is: a live line on a terminal, a line now and then elsewhere. What fails is named
+as soon as its part has ended and shown in full behind everything else.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+
+from steps.parts import Part
+
+PROCESSES_MAX = 4  # a part may start an appliance, a browser or a database server of its own
+POLL_S = 0.1
+TOLD_EVERY_S = 30.0
+END_DEADLINE_S = 30.0  # for a part to stop what it has started
+_PERCENT = re.compile(r"\[ *(\d+)%\]")
+_COUNT = re.compile(r"(\d+) (passed|failed|error|skipped|xfailed|xpassed|warning)")
+_REPORT = re.compile(r"^=+ (?:FAILURES|ERRORS|short test summary info) =+$", re.MULTILINE)
+_FAILED = re.compile(r"^(?:FAILED|ERROR) .*", re.MULTILINE)
+
+
+def processes() -> int:
+    """Return how many parts run at once here: one for each processor that this process may use, up to PROCESSES_MAX."""
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(usable, PROCESSES_MAX)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of a part. `cpu_s` counts its processes and those they waited for; a database server is not among them."""
+
+    part: Part
+    status: int
+    wall_s: float
+    cpu_s: float
+    output: str
+
+    @property
+    def counts(self) -> Counter[str]:
+        """How many tests passed, failed, …, by pytest's last line."""
+        last = self.output.rstrip().rpartition("\n")[2]
+        return Counter({word: int(number) for number, word in _COUNT.findall(last)})
+
+    def line(self) -> str:
+        """One line: what came of it."""
+        told = ", ".join(f"{number} {word}" for word, number in self.counts.items()) or "no test was run"
+        ended = (
+            ""
+            if self.status in (0, 1)
+            else f"; ended by signal {-self.status}"
+            if self.status < 0
+            else f"; status {self.status}"
+        )
+        return f"{self.part.name}: {told}{ended} ({self.wall_s:.0f} s)"
+
+    def failed(self) -> list[str]:
+        """The lines that name what failed."""
+        return _FAILED.findall(self.output)
+
+    def report(self) -> str:
+        """What pytest says of failures, without the dots before; all it said when it did not come to that."""
+        begin = _REPORT.search(self.output)
+        return self.output[begin.start() :] if begin else self.output
+
+
+@dataclass(frozen=True)
+class Running:
+    """A part that runs. Its output goes to a file: nobody has to read it for the part to go on."""
+
+    part: Part
+    process: subprocess.Popen[bytes]
+    output: Path
+    began_s: float = field(default_factory=time.monotonic)
+
+    def percent(self) -> int:
+        """How far it is, by its own count of tests."""
+        told = _PERCENT.findall(self.output.read_text("utf-8", "replace"))
+        return int(told[-1]) if told else 0
+
+    def outcome(self) -> Outcome | None:
+        """What came of it, None while it runs."""
+        pid, status, usage = os.wait4(self.process.pid, os.WNOHANG)
+        if pid == 0:
+            return None
+        self.process.returncode = os.waitstatus_to_exitcode(status)
+        took_s = time.monotonic() - self.began_s
+        output = self.output.read_text("utf-8", "replace")
+        return Outcome(self.part, self.process.returncode, took_s, usage.ru_utime + usage.ru_stime, output)
+
+
+class SideBySide:
+    """At most `at_once` parts at a time. Use as a context manager: at its end nothing runs any more."""
+
+    def __init__(self, command: Sequence[str], folder: Path, environ: Mapping[str, str], at_once: int) -> None:
+        self._command = command
+        self._folder = folder
+        # They share the processors: libraries that would take all of them for one process take one.
+        self._environ = {**({"OMP_NUM_THREADS": "1"} if at_once > 1 else {}), **environ}
+        self._at_once = at_once
+        self._outputs = tempfile.TemporaryDirectory(prefix="gatehouse-tests-")
+        self._running: list[Running] = []
+        self._told_s = self._began_s = time.monotonic()
+
+    def __enter__(self) -> SideBySide:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._clear_line()
+        for running in self._running:
+            with suppress(ProcessLookupError):
+                running.process.send_signal(signal.SIGINT)  # pytest then ends what its fixtures have started
+        try:
+            for running in self._running:
+                with suppress(subprocess.TimeoutExpired):
+                    running.process.wait(END_DEADLINE_S)
+        finally:
+            for running in self._running:
+                with suppress(ProcessLookupError):
+                    os.killpg(running.process.pid, signal.SIGKILL)
+            self._outputs.cleanup()
+
+    def run(self, parts: Sequence[Part]) -> list[Outcome]:
+        """Run `parts`, begun in the order given, and return what came of them in the order in which they ended."""
+        waiting, outcomes = list(parts), []
+        while waiting or self._running:
+            while waiting and len(self._running) < self._at_once:
+                self._running.append(self._start(waiting.pop(0)))
+            for running in list(self._running):
+                if (outcome := running.outcome()) is not None:
+                    self._running.remove(running)
+                    outcomes.append(outcome)
+                    self._tell("\n  ".join([outcome.line(), *outcome.failed()]))
+            self._show_progress(len(waiting))
+            time.sleep(POLL_S)
+        return outcomes
+
+    def _start(self, part: Part) -> Running:
+        output = Path(self._outputs.name, part.name)
+        with output.open("wb") as file:
+            process = subprocess.Popen(
+                [*self._command, *part.files],
+                cwd=self._folder,
+                env=self._environ,
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # Ctrl-C reaches it through us, once
+            )
+        return Running(part, process, output)
+
+    def _show_progress(self, num_waiting: int) -> None:
+        now_s = time.monotonic()
+        live = sys.stdout.isatty()
+        if not self._running or now_s - self._told_s < (1.0 if live else TOLD_EVERY_S):
+            return
+        self._told_s = now_s
+        told = ", ".join(f"{running.part.name} {running.percent()} %" for running in self._running)
+        line = f"{clock(now_s - self._began_s)}  {told}; {num_waiting} to come"
+        sys.stdout.write(f"\r\x1b[K{line}" if live else f"{line}\n")
+        sys.stdout.flush()
+
+    def _tell(self, line: str) -> None:
+        self._clear_line()
+        print(f"{clock(time.monotonic() - self._began_s)}  {line}", flush=True)
+
+    def _clear_line(self) -> None:
+        if sys.stdout.isatty():
+            sys.stdout.write("\r\x1b[K")
+            sys.stdout.flush()
+
+
+def clock(seconds: float) -> str:
+    """Return minutes and seconds as on a clock."""
+    return f"{int(seconds) // 60:2d}:{int(seconds) % 60:02d}"
+
+
+def summary(outcomes: Sequence[Outcome], wall_s: float, at_once: int) -> str:
+    """Return where the time went, then what failed in full, then one line with the result."""
+    longest_first = sorted(outcomes, key=lambda outcome: -outcome.wall_s)
+    counts = sum((outcome.counts for outcome in outcomes), Counter[str]())
+    lines = ["", f"{'part':20}{'tests':>7}{'wall s':>8}{'CPU s':>8}"]
+    for outcome in longest_first:
+        lines.append(f"{outcome.part.name:20}{_num_tests(outcome.counts):7}{outcome.wall_s:8.0f}{outcome.cpu_s:8.0f}")
+    cpu_s = sum(outcome.cpu_s for outcome in outcomes)
+    lines.append(f"{f'{at_once} at a time':20}{_num_tests(counts):7}{wall_s:8.0f}{cpu_s:8.0f}")
+    failing = [outcome for outcome in outcomes if outcome.status != 0]
+    for outcome in failing:
+        lines += ["", f"##### {outcome.line()}", outcome.report().rstrip()]
+    told = ", ".join(f"{number} {word}" for word, number in sorted(counts.items(), key=lambda pair: pair[0] != "failed"))
+    lines += ["", f"{told} in {clock(wall_s).strip()}" + "".join(f"; {outcome.part.name} failed" for outcome in failing)]
+    return "\n".join(lines)
+
+
+def _num_tests(counts: Counter[str]) -> int:
+    return sum(number for word, number in counts.items() if word != "warning")
