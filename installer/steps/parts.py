@@ -15,8 +15,8 @@ UNIT_AREAS = ("api", "cli", "console", "engine", "metering", "serving", "tenancy
 # These wait for processes of their own, which take a processor each: see tests/support/triton_jobs.py.
 WAITING = {"test_compiled_kernels.py": "compiled kernels", "test_other_tritons.py": "other Tritons"}
 LONGEST_FIRST = (
-    "other Tritons",
     "compiled kernels",
+    "other Tritons",
     "kernels",
     "property",
     "unit metering",

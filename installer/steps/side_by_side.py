@@ -22,7 +22,7 @@ from types import TracebackType
 
 from steps.parts import Part
 
-PROCESSES_MAX = 4  # a part may start an appliance, a browser or a database server of its own
+PROCESSORS_MAX = 4  # a part may start an appliance, a browser or a database server of its own
 POLL_S = 0.1
 TOLD_EVERY_S = 30.0
 END_DEADLINE_S = 30.0  # for a part to stop what it has started
@@ -33,9 +33,9 @@ _FAILED = re.compile(r"^(?:FAILED|ERROR) .*", re.MULTILINE)
 
 
 def processes() -> int:
-    """Return how many parts run at once here: one for each processor that this process may use, up to PROCESSES_MAX."""
+    """Return how many parts run at once here: one for each processor, up to PROCESSORS_MAX, and one for when they wait."""
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(usable, PROCESSES_MAX)
+    return min(usable, PROCESSORS_MAX) + 1
 
 
 @dataclass(frozen=True)

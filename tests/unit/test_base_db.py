@@ -117,12 +117,11 @@ async def test_ping_of_a_database_that_takes_writes_returns(database: Database) 
     await database.ping()
 
 
-async def test_ping_of_a_database_that_takes_no_writes_raises(sqlite_file: Path) -> None:
+async def test_ping_of_a_database_that_takes_no_writes_raises(sqlite_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(db, "BUSY_TIMEOUT_MS", 1)
     blocker = sqlite3.connect(sqlite_file, isolation_level=None)
     opened = Database.open(f"sqlite:///{sqlite_file}")
     await opened.ping()
-    async with opened.writing() as connection:
-        await connection.execute(text("PRAGMA busy_timeout=1"))
     blocker.execute("BEGIN IMMEDIATE")
     with pytest.raises(DBAPIError, match="locked"):
         await opened.ping()
