@@ -31,8 +31,7 @@ import torch
 from engine.loop import Engine
 from engine.protocol import EngineInfo, GenerationRequest, SamplingParams
 from engine.runner.slot_runner import SlotRunner
-from engine.runner.slot_sampler import HostSlotSampler
-from engine.sampling.sampler import Sampler
+from engine.sampling.columns import Chosen, ColumnSampler, Kind
 from engine.scheduling.block_pool import BlockPool
 from engine.scheduling.prefix_cache import PrefixCache
 from engine.scheduling.scheduler import Scheduler, SchedulerLimits
@@ -67,11 +66,13 @@ class NoDecoder:
         return hidden
 
 
-class NoSampler(HostSlotSampler):
+class NoSampler(ColumnSampler):
     """Everybody says token 0."""
 
-    def choose(self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, kind: Hashable) -> torch.Tensor:
-        return torch.zeros(len(slots), dtype=torch.int64)
+    def choose(
+        self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, kind: Kind, masks: torch.Tensor | None = None
+    ) -> Chosen:
+        return Chosen(torch.zeros(len(slots), dtype=torch.int64), None)
 
 
 class NoCalls:
@@ -128,7 +129,8 @@ def make_engine(batch: int) -> tuple[Engine, Parts]:
     runner: Any = SlotRunner(
         NoPlainRunner(),  # type: ignore[arg-type]
         NoDecoder(),  # type: ignore[arg-type]
-        NoSampler(Sampler(DEVICE)),
+        NoSampler(batch, 1, DEVICE),
+        None,  # type: ignore[arg-type]
         NoCalls(),
         max_num_seqs=batch,
         num_columns=MAX_MODEL_LEN // BLOCK_SIZE,

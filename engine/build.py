@@ -134,7 +134,7 @@ def build_engine(options: EngineOptions, *, progress: Callable[[float], None] = 
         log.info("started model=%s runner=plain %s", info.model, times)
         return Engine(scheduler, runner, info, grammars=desk, step_budget=budget)
     asks_host = model.decoder.asks_host
-    ahead = slot_runner(runner, target_decoder, sampler, scheduler.limits, device, asks_host=asks_host)
+    ahead = slot_runner(runner, target_decoder, masks, scheduler.limits, device, asks_host=asks_host)
     meter.begin_graphs()
     ahead.warm_up()
     info = replace(info, memory=forecast.parts(meter.with_graphs(measured)))

@@ -9,7 +9,7 @@ process. So no request, however often it comes, can have the engine replaced by 
 
 With `overlap` the next step is launched before this one's tokens are known (`engine.overlap`):
 
-    expire → schedule → move blocks → launch ── wait for the step before → accept grammars → settle
+    expire → schedule → move blocks → launch ── wait for the step before → accept grammars → settle → complete the launch
 
 Moves of blocks belong to no single request. When they raise they are repeated once, which is harmless; when they raise again,
 nobody can tell what the blocks hold, and `EngineBroken` follows.
@@ -195,6 +195,8 @@ class Engine:
         elif self._under_way is None and self._grammars:
             self._grammars.wait(PARKED_WAIT_S)
         events = [] if self._under_way is None else self._land(overlapped, launched)
+        if launched is not None:
+            overlapped.complete(launched)
         self._under_way = launched
         if launched is not None and launched.landing is None:
             events += self._land(overlapped, None)
@@ -205,8 +207,7 @@ class Engine:
         step, self._under_way = self._under_way, None
         assert step is not None, "no step is under way"
         outputs = overlapped.land(step, behind)
-        if step.landing is None:  # others have no grammar
-            self._follow_grammars(step.flight.requests, outputs)
+        self._follow_grammars(step.flight.requests, outputs)
         events = self._scheduler.settle(step.flight, outputs)
         now_s = self._clock()
         self._observe(step.batch, step.predicted_s, now_s - max(step.launched_s, self._landed_s))
@@ -233,11 +234,14 @@ class Engine:
 
     def _follow_grammars(self, requests: Sequence[Request], outputs: list[RowResult] | list[StepOutput]) -> None:
         """Move grammars on by the tokens of this step; the output of an answer whose grammar cannot follow becomes an error."""
-        if self._grammars is None:
+        if self._grammars is None or not self._grammars.guides:
             return
         for index, (request, output) in enumerate(zip(requests, outputs, strict=True)):
-            if isinstance(output, StepOutput) and output.token_ids and request.sampling.is_guided and not request.is_finished:
-                error = self._grammars.accept(request, output.token_ids)
+            if output is None or not request.sampling.is_guided or request.is_finished:
+                continue
+            token_ids = [output] if isinstance(output, int) else output.token_ids
+            if token_ids:
+                error = self._grammars.accept(request, token_ids)
                 if error is not None:
                     outputs[index] = StepOutput(error=str(error), error_param=error.param)
 

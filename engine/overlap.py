@@ -3,10 +3,11 @@
     host    plan 1  launch 1 │ plan 2  launch 2  settle 1 │ plan 3  launch 3  settle 2 │ …
     device           step 1 ─────────────┤├── step 2 ────────────────┤├── step 3 ──────
 
-A batch with a request whose next step needs the host (a grammar, log-probabilities, rules that look at all tokens) is
-computed in the plain way, when everything before it is settled. So is, once more, a step that failed: its rows are as they
-were planned, `run_isolated` finds the culprit, and the step that was launched behind it is computed again as well. Rows of
-requests that ended or lost their blocks meanwhile are left out.
+Where a row waits for a mask that depends on the token before (a grammar), `launch` begins what can be begun without it and
+`complete`, behind `settle`, the rest. A batch with a request that no slot can hold is computed in the plain way, when all
+before it is settled. So is, once more, a step that failed: its rows are as they were planned, `run_isolated` finds the
+culprit, and the step that was launched behind it is computed again as well. Rows of requests that ended or lost their blocks
+meanwhile are left out.
 """
 
 from __future__ import annotations
@@ -25,6 +26,10 @@ log = logging.getLogger("gatehouse.engine")
 
 class Landing(Protocol):
     """A launched step."""
+
+    def complete(self) -> None:
+        """Begin what had to wait for the step before to be settled, if anything. Raises when it cannot."""
+        ...
 
     def outputs(self) -> list[RowResult]:
         """Wait for its results, in the order of its rows; None for a row without a usable token. Raises when it failed."""
@@ -79,6 +84,15 @@ class OverlappedSteps:
                 log.exception("a step could not be launched: computing it in the plain way")
                 self._runner.forget()
         return StepUnderWay(batch, self._advance(batch), landing, predicted_s, now_s)
+
+    def complete(self, step: StepUnderWay) -> None:
+        """Begin the rest of a step, when everything before it is settled. Never raises for what the step itself does."""
+        if step.landing is not None:
+            try:
+                step.landing.complete()
+            except Exception:
+                log.exception("a step could not be launched to its end: computing it in the plain way")
+                self._distrust(step)
 
     def land(self, step: StepUnderWay, behind: StepUnderWay | None) -> list[RowResult]:
         """Results of a step, whose predecessors are settled. When they are in doubt, so is what was launched `behind` it."""

@@ -12,16 +12,15 @@ HELD_IDS_MAX = 8
 
 @dataclass(frozen=True, slots=True)
 class SamplingColumns:
-    """S slots, V tokens, Q rows of rules. A captured graph keeps the addresses; values change between its replays.
+    """S slots, V tokens, Q rows of bias. A captured graph keeps the addresses; values change between its replays.
 
     scale: [S] float32, log2(e) / temperature; 0 is greedy. streams: [S] int64, what the noise of a seed comes from
     top_k: [S] int32, 0 is off; top_p: [S] float32, 1 is off; reach: [S] float32, how many binary orders below the likeliest
         token min-p still lets through, inf is off
     repetition, frequency, presence: [S] float32; 1, 0, 0 are off
     held_until: [S] int64, positions below it cannot be one of held_ids: [S, HELD_IDS_MAX] int32, -1 is none
-    rules: [S] int32, the row of the next two that a slot uses, -1 none
-    counts: [Q, V] int32, bit 0: stands in prompt or output; above it: how often it stands in the output
-    bias: [Q, V] float32, added to the logits; -inf forbids
+    counts: [S, V] int32, what the three look at. Bit 0: stands in prompt or output; above it: how often it stands in the output
+    rules: [S] int32, the row of bias that a slot uses, -1 none. bias: [Q, V] float32, added to the logits; -inf forbids
     """
 
     scale: torch.Tensor
@@ -34,13 +33,13 @@ class SamplingColumns:
     presence: torch.Tensor
     held_until: torch.Tensor
     held_ids: torch.Tensor
-    rules: torch.Tensor
     counts: torch.Tensor
+    rules: torch.Tensor
     bias: torch.Tensor
 
     @classmethod
     def empty(cls, num_slots: int, vocab_size: int, num_rules: int, device: torch.device) -> SamplingColumns:
-        """All slots greedy and without rules."""
+        """All slots greedy and without rules. 4 · V bytes for each slot and each row of bias."""
 
         def column(value: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
             return torch.full((num_slots,), value, dtype=dtype, device=device)
@@ -56,7 +55,7 @@ class SamplingColumns:
             presence=column(0.0),
             held_until=column(0, torch.int64),
             held_ids=torch.full((num_slots, HELD_IDS_MAX), -1, dtype=torch.int32, device=device),
+            counts=torch.zeros(num_slots, vocab_size, dtype=torch.int32, device=device),
             rules=column(-1, torch.int32),
-            counts=torch.zeros(max(1, num_rules), vocab_size, dtype=torch.int32, device=device),
             bias=torch.zeros(max(1, num_rules), vocab_size, dtype=torch.float32, device=device),
         )

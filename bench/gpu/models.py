@@ -10,7 +10,6 @@ import json
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -21,7 +20,6 @@ from bench.gpu.context import Context
 from engine.build import build_engine
 from engine.loop import Engine
 from engine.options import EngineOptions
-from engine.runner.ahead import slot_runner
 from engine.runner.weights import WeightPlan
 from kernels import ops
 
@@ -96,8 +94,6 @@ def random_engine(
         stack.enter_context(mock.patch("engine.quantization.scheme.stored_names", return_value=set(shapes)))
         if context.rehearsal:  # all of what a GPU does but the graphs
             stack.enter_context(mock.patch("engine.build.launches_ahead", return_value=not chosen.get("batch_invariant")))
-            by_columns = partial(slot_runner, by_columns=True)
-            stack.enter_context(mock.patch("engine.build.slot_runner", by_columns))
             stack.enter_context(ops.replaced("cpu", "cuda" if chosen.pop("interpreted", False) else "cpu"))
         engine = build_engine(EngineOptions(model=directory, name=name, **chosen))
         try:

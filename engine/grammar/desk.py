@@ -28,6 +28,9 @@ class Masks(Protocol):
 
     def accept(self, request: Request, token_ids: Sequence[int]) -> GrammarError | None: ...
 
+    @property
+    def are_empty(self) -> bool: ...
+
     def close(self) -> None: ...
 
 
@@ -137,6 +140,11 @@ class GrammarDesk:
         except CancelledError:
             return parked.answers, GrammarError(parked.param, f"{parked.param} was not compiled: the engine is stopping")
         return parked.answers, None
+
+    @property
+    def guides(self) -> bool:
+        """Whether any answer is held to a grammar."""
+        return not self._masks.are_empty
 
     def wait(self, timeout_s: float) -> None:
         """Sleep until the first grammar is ready, but not for longer."""

@@ -51,16 +51,24 @@ class GrammarMasks:
         with new_threads_get(STACK_BYTES):
             return self._worker.submit(self._fill, len(requests), states)
 
+    def nothing_forbidden(self, num_rows: int) -> StepMasks:
+        """Masks that allow everything."""
+        return StepMasks(torch.full((num_rows, self._num_words), -1, dtype=torch.int32), {})
+
+    @property
+    def are_empty(self) -> bool:
+        """Whether nobody is held to a grammar."""
+        return not self._states
+
     def _fill(self, num_rows: int, states: dict[int, GrammarState]) -> StepMasks:
-        rows = torch.full((num_rows, self._num_words), -1, dtype=torch.int32)
-        buffers = rows.numpy()
-        errors: dict[int, GrammarError] = {}
+        masks = self.nothing_forbidden(num_rows)
+        buffers = masks.rows.numpy()
         for index, state in states.items():
             try:
                 state.fill_mask(buffers[index])
             except GrammarError as error:
-                errors[index] = error
-        return StepMasks(rows, errors)
+                masks.errors[index] = error
+        return masks
 
     def accept(self, request: Request, token_ids: Sequence[int]) -> GrammarError | None:
         """Move on by tokens that were taken; the error that ends the answer, if its grammar cannot be followed further."""

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import torch
 
+from engine.grammar.masks import GrammarMasks
 from engine.options import EngineOptions
 from engine.runner.cuda_graphs import CudaGraphs, DirectCalls
 from engine.runner.model_runner import ModelRunner
 from engine.runner.paged_decoder import PagedDecoder
 from engine.runner.slot_runner import SlotRunner
-from engine.runner.slot_sampler import HostSlotSampler
 from engine.sampling.columns import ColumnSampler
-from engine.sampling.sampler import Sampler
+from engine.sampling.host_masks import HostMasks
 from engine.scheduling.limits import SchedulerLimits
 
 
@@ -29,22 +29,19 @@ def launches_ahead(options: EngineOptions, device: torch.device) -> bool:
 def slot_runner(
     plain: ModelRunner,
     target: PagedDecoder,
-    sampler: Sampler,
+    masks: GrammarMasks,
     limits: SchedulerLimits,
     device: torch.device,
     *,
     asks_host: bool = False,
-    by_columns: bool | None = None,
 ) -> SlotRunner:
-    """A runner over slots for all seats of the engine. `asks_host`: the decoder does, so its steps are not captured.
-    `by_columns`: whether tokens are chosen from columns in the slots, which a GPU always does."""
-    on_gpu = device.type == "cuda"
-    columns = ColumnSampler(limits.max_num_seqs, target.vocab_size, device) if by_columns or on_gpu else None
+    """A runner over slots for all seats of the engine. `asks_host`: the decoder does, so its steps are not captured."""
     return SlotRunner(
         plain,
         target,
-        columns or HostSlotSampler(sampler),
-        CudaGraphs(device) if on_gpu and not asks_host else DirectCalls(),
+        ColumnSampler(limits.max_num_seqs, target.vocab_size, device),
+        HostMasks(masks),
+        CudaGraphs(device) if device.type == "cuda" and not asks_host else DirectCalls(),
         max_num_seqs=limits.max_num_seqs,
         num_columns=-(-limits.max_model_len // limits.block_size),
         block_size=limits.block_size,

@@ -2,20 +2,25 @@
 
     slots ─► inputs (last tokens, positions, places, blocks) ─► layers ─► logits ─► tokens ─► slots, and out
 
-It takes its rows from `rows`, where the host writes the slots of the step, and leaves their tokens in `sampled`. A row below 0
-is padding: it reads no context, writes no key, and changes no slot, so a step of nothing but padding changes nothing.
+It takes its rows from `rows`, where the host writes the slots of the step, and leaves their tokens in `sampled`, and what was
+asked about them in `scores`. A row below 0 is padding: it reads no context, writes no key, and changes no slot, so a step of
+nothing but padding changes nothing.
+
+Where a row waits for a mask that depends on the token before, the graph ends with the logits, and `choose` follows by itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Iterator
 
 import torch
 
 from engine.runner.batch_inputs import BatchInputs
 from engine.runner.paged_decoder import PagedDecoder
-from engine.runner.slot_sampler import SlotSampler
 from engine.runner.slots import NOTHING, SlotState
+from engine.sampling import scores
+from engine.sampling.columns import ColumnSampler, Kind
+from engine.sampling_params import TOP_LOGPROBS_MAX
 from kernels import ops
 
 EVERY = 8
@@ -38,11 +43,13 @@ class DecodeStep:
     """The step of one model for up to as many rows as there are slots."""
 
     def __init__(
-        self, decoder: PagedDecoder, state: SlotState, sampler: SlotSampler, *, block_size: int, device: torch.device
+        self, decoder: PagedDecoder, state: SlotState, sampler: ColumnSampler, *, block_size: int, device: torch.device
     ) -> None:
         num_rows, num_columns = state.tables.shape
         self.rows = torch.full((num_rows,), NOTHING, dtype=torch.int32, device=device)
         self.sampled = torch.zeros(num_rows, dtype=torch.int64, device=device)
+        self.scores = torch.zeros(num_rows, scores.width(TOP_LOGPROBS_MAX), dtype=torch.int64, device=device)
+        self._logits: torch.Tensor | None = None  # [S, V], of steps whose rows wait for masks
         self._token_ids = torch.zeros(num_rows, dtype=torch.int64, device=device)
         self._positions = torch.zeros(num_rows, dtype=torch.int64, device=device)
         self._slot_mapping = torch.full((num_rows,), NOTHING, dtype=torch.int64, device=device)
@@ -58,8 +65,23 @@ class DecodeStep:
             self._ops.decode_workspace(shape, num_rows, num_columns, cache.dtype, device) for shape in decoder.attention_shapes
         ]
 
-    def __call__(self, size: int, kind: Hashable) -> None:
-        """Compute the first `size` of `rows`. Makes no decision by anything that lies on the device."""
+    def __call__(self, size: int, kind: Kind | None) -> None:
+        """Compute the first `size` of `rows`, None as far as their logits. Makes no decision by anything on the device."""
+        logits = self._compute(size)
+        if kind is not None:
+            self._choose(logits, size, kind, None)
+            return
+        if self._logits is None:  # in the run before the first capture, so that it lies outside the memory of graphs
+            self._logits = logits.new_empty(self.rows.shape[0], logits.shape[1])
+        self._logits[:size].copy_(logits)
+
+    def choose(self, size: int, kind: Kind, masks: torch.Tensor) -> None:
+        """The rest of a step that was computed as far as its logits. masks: [size, ceil(V / 32)] int32"""
+        assert self._logits is not None, "no step ended with its logits"
+        self._choose(self._logits[:size], size, kind, masks)
+
+    def _compute(self, size: int) -> torch.Tensor:
+        """Logits: [size, V]"""
         rows, context_lens = self.rows[:size], self._context_lens[:size]
         self._ops.prepare_decode(
             rows,
@@ -73,9 +95,14 @@ class DecodeStep:
             context_lens=context_lens,
             block_tables=self._block_tables[:size],
         )
-        logits = self._decoder.logits(self._decoder.forward(self._inputs(size)), wide=False)
-        sampled = self._sampler.choose(logits, rows, context_lens, kind)
-        self._state.advance(rows, sampled, out=self.sampled[:size])
+        return self._decoder.logits(self._decoder.forward(self._inputs(size)), wide=False)
+
+    def _choose(self, logits: torch.Tensor, size: int, kind: Kind, masks: torch.Tensor | None) -> None:
+        rows = self.rows[:size]
+        chosen = self._sampler.choose(logits, rows, self._context_lens[:size], kind, masks)
+        self._state.advance(rows, chosen.tokens, out=self.sampled[:size])
+        if chosen.scores is not None:
+            self.scores[:size, : chosen.scores.shape[1]].copy_(chosen.scores)
 
     def _inputs(self, size: int) -> BatchInputs:
         positions, tables, lens = self._positions[:size], self._block_tables[:size], self._context_lens[:size]

@@ -3,55 +3,42 @@
 A step in which every row is one token that yields another is `DecodeStep`, replayed from a graph on a GPU. A step with chunks
 of prompts is the plain forward pass over rows made on the host, with the tokens put in that only the device knows. Either way
 tokens go from slot to slot on the device, and a copy of them reaches the host while the next step runs.
+
+Rows that need a mask from the host (a grammar) wait for the token before theirs. The others of their step do not wait for more
+than that: the step is launched ahead as far as its logits, and `LaunchedStep.complete` begins the choice of all tokens, when
+the step before it has been settled and while the device still computes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
+from engine.grammar.spec import GrammarError
 from engine.runner.batch_inputs import InputRow, forward_order
 from engine.runner.cuda_graphs import Calls
 from engine.runner.decode_step import DecodeStep, step_size
 from engine.runner.embedder import TextModel
+from engine.runner.launched_step import Choosing, LaunchedStep
 from engine.runner.model_runner import ModelRunner
 from engine.runner.paged_decoder import PagedDecoder
-from engine.runner.slot_sampler import SlotSampler
 from engine.runner.slots import NOTHING, SlotState, SlotTable
 from engine.runner.staging import Fetch, Staging, TokenReturn
-from engine.runner.step_rows import FIRST, NONE
-from engine.sampling.sampler import NO_TOKEN
-from engine.scheduling.scheduled_batch import BlockMoves, RowResult, ScheduledRequest, StepOutput
+from engine.runner.step_rows import FIRST, NONE, scored_positions
+from engine.sampling import scores
+from engine.sampling.columns import ColumnSampler, Kind, Wants
+from engine.sampling.host_masks import HostMasks
+from engine.sampling.logits_rules import SampledRow
+from engine.sampling_params import TOP_LOGPROBS_MAX
+from engine.scheduling.scheduled_batch import BlockMoves, ScheduledRequest, StepOutput
 
 NO_ROWS: list[int] = []
 
 WARM_ROWS = (1, 2, 4, 8)
 """Steps that are captured before the first request: what few requests need at once. The others take some tens of milliseconds
 each, when so many run for the first time."""
-
-
-@dataclass(slots=True)
-class LaunchedStep:
-    """Where the tokens of a step will arrive: `rows[i]` is the item that token i belongs to, all of them in order if None."""
-
-    fetch: Fetch | None
-    num_items: int
-    num_sampled: int
-    rows: list[int] | None
-
-    def outputs(self) -> list[RowResult]:
-        """One per item, None where no token could be drawn."""
-        tokens: list[RowResult] = [*self.fetch.tokens()[: self.num_sampled]] if self.fetch is not None else []
-        if NO_TOKEN in tokens:
-            tokens = [None if token == NO_TOKEN else token for token in tokens]
-        if self.rows is None:
-            return tokens
-        outputs: list[RowResult] = [StepOutput() for _ in range(self.num_items)]
-        for row, token in zip(self.rows, tokens, strict=True):
-            outputs[row] = token
-        return outputs
 
 
 class SlotRunner:
@@ -61,7 +48,8 @@ class SlotRunner:
         self,
         plain: ModelRunner,
         target: PagedDecoder,
-        sampler: SlotSampler,
+        sampler: ColumnSampler,
+        masks: HostMasks,
         calls: Calls,
         *,
         max_num_seqs: int,
@@ -73,16 +61,17 @@ class SlotRunner:
         self.plain = plain
         self._target = target
         self._sampler = sampler
+        self._masks = masks
         self._calls = calls
         self._max_rows = max_num_seqs
         self._device = device
         self._state = SlotState(max_num_seqs, num_columns, device=device)
-        self._slots = SlotTable(self._state, sampler.place)
+        self._slots = SlotTable(self._state, sampler)
         self._step = DecodeStep(target, self._state, sampler, block_size=block_size, device=device)
         self._staging = Staging(device)
-        self._return = TokenReturn(max_num_seqs, device=device)
+        self._return = TokenReturn(max_num_seqs, scores.width(TOP_LOGPROBS_MAX), device=device)
         self._rows: list[int] = []  # what stands in `DecodeStep.rows`
-        self._kind: Hashable = None
+        self._wants = Wants(Kind(), [], [])
 
     @property
     def stage(self) -> str:
@@ -100,7 +89,7 @@ class SlotRunner:
 
     def run(self, items: Sequence[ScheduledRequest]) -> list[StepOutput]:
         """Compute a step in the plain way. What it does to its requests is sent to their slots when they are launched again."""
-        self._slots.leave_out()
+        self._slots.leave_out([item.request for item in items])
         return self.plain.run(items)
 
     def forget(self) -> None:
@@ -108,9 +97,9 @@ class SlotRunner:
         self._slots.forget()
 
     def launches(self, items: Sequence[ScheduledRequest]) -> bool:
-        """Whether nothing in this step needs the host."""
+        """Whether nothing in this step needs the plain way: the scores of prompts do, and whatever no slot can hold."""
         holds, accepts = self._slots.holds, self._sampler.accepts
-        return all(holds(item.request) or accepts(item.request) for item in items)
+        return all(holds(item.request) or (accepts(item.request) and not scored_positions(item)) for item in items)
 
     @torch.inference_mode()
     def launch(self, items: Sequence[ScheduledRequest]) -> LaunchedStep:
@@ -120,8 +109,8 @@ class SlotRunner:
         return self._launch_rows(items)
 
     @torch.inference_mode()
-    def make_ready(self, num_rows: int, kind: Hashable) -> int:
-        """Have the decode step of so many rows captured; the size that it is rounded up to."""
+    def make_ready(self, num_rows: int, kind: Kind | None) -> int:
+        """Have the decode step of so many rows captured, None as far as its logits; the size that it is rounded up to."""
         size = step_size(num_rows, self._max_rows)
         key = size, kind
         if not self._calls.is_ready(key):
@@ -133,40 +122,90 @@ class SlotRunner:
         """Have the steps of the fewest rows ready; larger ones are captured when they are first needed."""
         for num_rows in WARM_ROWS:
             if num_rows <= self._max_rows:
-                self.make_ready(num_rows, self._sampler.kind(NO_ROWS))
+                self.make_ready(num_rows, Kind())
 
     def _launch_decodes(self, items: Sequence[ScheduledRequest]) -> LaunchedStep:
         slots = self._slots.update(items)
         if slots is not self._rows:
-            self._kind = self._sampler.kind(slots)
-        size = self.make_ready(len(slots), self._kind)
+            self._wants = self._sampler.wants(slots)
+        wants = self._wants
+        kind = None if wants.masked else wants.kind
+        size = self.make_ready(len(slots), kind)
         if slots is not self._rows:
             self._write_rows(slots, size)
-        kind = self._kind
         self._calls.run((size, kind), lambda: self._step(size, kind))
-        fetch = self._return.send(self._step.sampled[: len(slots)])
-        return LaunchedStep(fetch, len(items), len(items), None)
+        launched = LaunchedStep(len(items), len(items), scored=wants.scored)
+        if wants.masked:
+            launched.choice = partial(self._choose_decodes, len(slots), size, wants, _masked_rows(items, wants))
+        else:
+            launched.fetch = self._fetch(len(slots), wants.kind)
+        return launched
 
     def _write_rows(self, slots: list[int], size: int) -> None:
         padded = slots + [NOTHING] * (size - len(slots))
         self._step.rows[:size].copy_(self._staging.send(padded))
         self._rows = slots
 
+    @torch.inference_mode()
+    def _choose_decodes(self, num_rows: int, size: int, wants: Wants, rows: Sequence[SampledRow]) -> Choosing:
+        """The rest of a step that ends with its logits."""
+        masks, errors = self._fill(size, wants.masked, rows)
+        self._step.choose(size, wants.kind, masks)
+        return self._fetch(num_rows, wants.kind), errors
+
+    def _fetch(self, num_rows: int, kind: Kind) -> Fetch:
+        """What the decode step leaves."""
+        table = self._step.scores[:num_rows, : scores.width(kind.num_top)] if kind.num_top else None
+        return self._return.send(self._step.sampled[:num_rows], table)
+
     def _launch_rows(self, items: Sequence[ScheduledRequest]) -> LaunchedStep:
         """A step with chunks of prompts, computed by the plain forward pass."""
         sampling = [row for row, item in enumerate(items) if item.samples]
-        slots = self._slots.update([items[row] for row in sampling]) if sampling else NO_ROWS
+        chosen = [items[row] for row in sampling]
+        slots = self._slots.update(chosen) if chosen else NO_ROWS
         rows = [_input_row(item) for item in items]
         inputs = self._target.prepare(rows)
         self._put_in(rows, dict(zip(sampling, slots, strict=True)), inputs.token_ids)
         hidden = self._target.forward(inputs)
+        launched = LaunchedStep(len(items), len(sampling), sampling)
         if not sampling:
-            return LaunchedStep(None, len(items), 0, sampling)
-        where = self._staging.send([slots, [items[row].start + items[row].num_tokens for row in sampling]])
-        chosen = where[0].to(torch.int32)
-        tokens = self._sampler.choose(self._target.logits(hidden, wide=False), chosen, where[1], self._sampler.kind(slots))
-        self._state.advance(chosen, tokens)
-        return LaunchedStep(self._return.send(tokens), len(items), len(sampling), sampling)
+            return launched
+        where = self._staging.send([slots, [item.start + item.num_tokens for item in chosen]])
+        wants = self._sampler.wants(slots)
+        choose = partial(self._choose_rows, self._target.logits(hidden, wide=False), where, wants.kind)
+        launched.scored = wants.scored
+        if wants.masked:
+            launched.choice = partial(self._choose_masked, choose, len(slots), wants.masked, _masked_rows(chosen, wants))
+        else:
+            launched.fetch = choose(None)
+        return launched
+
+    def _choose_rows(self, logits: torch.Tensor, where: torch.Tensor, kind: Kind, masks: torch.Tensor | None) -> Fetch:
+        """logits: [R, V]; where: [2, R], slots and positions"""
+        slots = where[0].to(torch.int32)
+        chosen = self._sampler.choose(logits, slots, where[1], kind, masks)
+        self._state.advance(slots, chosen.tokens)
+        return self._return.send(chosen.tokens, chosen.scores)
+
+    @torch.inference_mode()
+    def _choose_masked(
+        self, choose: Callable[[torch.Tensor], Fetch], num_rows: int, masked: Sequence[int], rows: Sequence[SampledRow]
+    ) -> Choosing:
+        masks, errors = self._fill(num_rows, masked, rows)
+        return choose(masks), errors
+
+    def _fill(
+        self, size: int, masked: Sequence[int], rows: Sequence[SampledRow]
+    ) -> tuple[torch.Tensor, dict[int, GrammarError]]:
+        """Masks of `size` rows: `rows` stand at `masked`, the others may choose anything. And why there are none."""
+        live = [index for index, row in enumerate(rows) if not row.request.is_finished]
+        filled = self._masks.fill([rows[index] for index in live])
+        masks = torch.full((size, filled.rows.shape[1]), -1, dtype=torch.int32, device=self._device)
+        if live:
+            places = self._staging.send([masked[index] for index in live])
+            pinned = filled.rows.pin_memory() if self._device.type == "cuda" else filled.rows
+            masks.index_copy_(0, places, pinned.to(self._device, non_blocking=True))
+        return masks, {masked[live[index]]: error for index, error in filled.errors.items()}
 
     def _put_in(self, rows: Sequence[InputRow], slots: dict[int, int], token_ids: torch.Tensor) -> None:
         """Write the tokens that only the device knows to their places in the pass, which is ordered by `forward_order`."""
@@ -175,6 +214,11 @@ class SlotRunner:
         if places:
             sent = self._staging.send([places, [slots[order[place]] for place in places]])
             token_ids.index_copy_(0, sent[0], self._state.last_tokens.index_select(0, sent[1]))
+
+
+def _masked_rows(items: Sequence[ScheduledRequest], wants: Wants) -> list[SampledRow]:
+    """The rows that wait for masks, as the step was planned: its items move on."""
+    return [SampledRow(items[row].request, items[row].start + items[row].num_tokens) for row in wants.masked]
 
 
 UNKNOWN = (0,)

@@ -9,7 +9,8 @@ a request that is not in the step may be given to another. Nobody has to announc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -60,16 +61,25 @@ class SlotState:
         self._ops.advance_slots(slots, sampled, self.last_tokens, self.num_tokens, out=out)
 
 
+class SlotListener(Protocol):
+    """Keeps more of the requests by the same numbers."""
+
+    def place(self, slots: Sequence[int], requests: Sequence[Request]) -> None:
+        """The slots have these owners from now on."""
+        ...
+
+    def restart(self, slot: int, request: Request, num_tokens: int) -> None:
+        """What the slot holds of its request's tokens is in doubt or of another owner; the first `num_tokens` are known."""
+        ...
+
+
 class SlotTable:
-    """The host's notes: whose a slot is, how many tokens it will hold after the steps launched so far, which blocks it has.
+    """The host's notes: whose a slot is, how many tokens it will hold after the steps launched so far, which blocks it has."""
 
-    `placed(slots, requests)` is called for slots that get another owner.
-    """
-
-    def __init__(self, state: SlotState, placed: Callable[[Sequence[int], Sequence[Request]], None]) -> None:
+    def __init__(self, state: SlotState, listener: SlotListener) -> None:
         num_slots = state.num_slots
         self._state = state
-        self._placed = placed
+        self._listener = listener
         self._of: dict[Request, int] = {}
         self._free = list(range(num_slots - 1, -1, -1))
         self._lens = [NOTHING] * num_slots
@@ -87,9 +97,12 @@ class SlotTable:
         self._lens = [NOTHING] * len(self._lens)
         self._requests = []
 
-    def leave_out(self) -> None:
-        """A step goes past the slots: whoever was in it is further than its slot says."""
+    def leave_out(self, requests: Sequence[Request]) -> None:
+        """A step with these goes past the slots, which know less of them from then on, or something else."""
         self._requests = []
+        for request in requests:
+            if request in self._of:
+                self._lens[self._of[request]] = NOTHING
 
     def update(self, items: Sequence[ScheduledRequest]) -> list[int]:
         """Bring the slots of `items`, all of which yield a token, up to date, and expect the step to advance them. → slots
@@ -134,6 +147,8 @@ class SlotTable:
             token_id = request.token_ids[last]
             assert is_current or token_id >= 0, f"neither host nor device knows the last token of {request.request_id}"
             tokens.append(NOTHING if is_current else token_id)
+            if not is_current:
+                self._listener.restart(slot, request, last + 1)
             self._tables[slot], self._num_blocks[slot] = request.block_table, 0
         self._state.write_lengths(slots, tokens, [item.start + item.num_tokens for item in items])
 
@@ -163,5 +178,5 @@ class SlotTable:
             slot = self._free.pop()
             slots[i] = self._of[requests[i]] = slot
             self._lens[slot], self._tables[slot] = NOTHING, None
-        self._placed([slots[i] for i in new], [requests[i] for i in new])
+        self._listener.place([slots[i] for i in new], [requests[i] for i in new])
         return slots

@@ -85,16 +85,23 @@ class Fetch(Protocol):
         """Wait for them. Raises what the device failed with."""
         ...
 
+    def scores(self) -> torch.Tensor:
+        """[R, W] int64, what was sent with the tokens, when these are there; good until a few steps later"""
+        ...
+
 
 class FetchedAtOnce:
     """Tokens of a device that is the host."""
 
-    def __init__(self, tokens: torch.Tensor) -> None:
-        self._tokens = tokens.clone()
+    def __init__(self, table: torch.Tensor) -> None:
+        self._table = table.clone()
 
     def tokens(self) -> list[int]:
-        found: list[int] = self._tokens.tolist()
+        found: list[int] = self._table[:, 0].tolist()
         return found
+
+    def scores(self) -> torch.Tensor:
+        return self._table[:, 1:]
 
 
 class CudaFetch:
@@ -106,31 +113,39 @@ class CudaFetch:
 
     def tokens(self) -> list[int]:
         self._event.synchronize()
-        found: list[int] = self._pinned.tolist()
+        found: list[int] = self._pinned[:, 0].tolist()
         return found
+
+    def scores(self) -> torch.Tensor:
+        return self._pinned[:, 1:]
 
 
 class TokenReturn:
-    """Sends the tokens of steps to the host. On a GPU over a stream of its own: the next step does not wait for the bus."""
+    """Sends the tokens of steps to the host, and what was asked about them. On a GPU over a stream of its own: the next step
+    does not wait for the bus."""
 
-    def __init__(self, max_rows: int, *, device: torch.device) -> None:
+    def __init__(self, max_rows: int, max_scores: int, *, device: torch.device) -> None:
+        """`max_scores`: columns of the widest table of scores."""
         self._rotation: Rotation[tuple[torch.Tensor, torch.Tensor]] | None = None
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            size = max_rows * (1 + max_scores)
             self._rotation = Rotation(
                 lambda: (
-                    torch.empty(max_rows, dtype=torch.int64, device=device),
-                    torch.empty(max_rows, dtype=torch.int64, pin_memory=True),
+                    torch.empty(size, dtype=torch.int64, device=device),
+                    torch.empty(size, dtype=torch.int64, pin_memory=True),
                 )
             )
 
-    def send(self, tokens: torch.Tensor) -> Fetch:
-        """tokens: [R] int64 on the device, free to be overwritten by the next step"""
+    def send(self, tokens: torch.Tensor, scores: torch.Tensor | None = None) -> Fetch:
+        """tokens: [R] int64, scores: [R, W] int64, on the device, free to be overwritten by the next step"""
+        parts = (tokens[:, None],) if scores is None else (tokens[:, None], scores)
+        shape = tokens.shape[0], sum(part.shape[1] for part in parts)
         if self._rotation is None:
-            return FetchedAtOnce(tokens)
-        place, (kept, pinned) = self._rotation.take()
-        kept, pinned = kept[: tokens.shape[0]], pinned[: tokens.shape[0]]
-        kept.copy_(tokens)
+            return FetchedAtOnce(torch.cat(parts, dim=1))
+        place, buffers = self._rotation.take()
+        kept, pinned = (buffer[: shape[0] * shape[1]].view(shape) for buffer in buffers)
+        torch.cat(parts, dim=1, out=kept)
         ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
         ready.record()
         done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]

@@ -1,18 +1,21 @@
 """Sampling that never asks the host: the parameters of a request lie in its slot, and kernels choose by them.
 
-`ColumnSampler` is what the runner over slots samples with on a GPU. It chooses the very tokens of `sampling.sampler`, by the
-same race with the same noise; what a slot cannot hold (`accepts`) is left to that.
+`ColumnSampler` is what the runner over slots samples with. It chooses the very tokens of `sampling.sampler`, by the same race
+with the same noise; what a slot cannot hold (`accepts`) is left to that. Some rows wait for a mask of the host (`host_masks`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 
 from engine.protocol import SamplingParams
+from engine.sampling import scores
+from engine.sampling.host_masks import needs_masks
 from engine.sampling.logits_filters import is_greedy, reach_of, scale_of
 from engine.sampling.logits_rules import FORBIDDEN, has_penalties
 from engine.sampling.randomness import signed, stream
@@ -22,14 +25,44 @@ from kernels import ops
 NUM_RULES = 16
 """Requests with a bias that a step may hold: a row of the vocabulary for each, 1 MB for 128k tokens."""
 
+NO_SCORES = -1
+
+
+class Kind(NamedTuple):
+    """Which variant of `choose` a step needs; a graph is captured for each.
+
+    weighs: some vocabulary has to be weighed, for top-p that no top-k comes before. counts: some row has penalties.
+    num_top: how many likeliest tokens are scored beside the chosen ones, 0 if no log-probabilities are asked for.
+    """
+
+    weighs: bool = False
+    counts: bool = False
+    num_top: int = 0
+
+
+class Wants(NamedTuple):
+    """What the rows of a step ask for. scored: (row, number of likeliest tokens) of rows with log-probabilities; masked: rows
+    that the host has to give a mask."""
+
+    kind: Kind
+    scored: list[tuple[int, int]]
+    masked: list[int]
+
+
+class Chosen(NamedTuple):
+    """tokens: [R] int64, NO_TOKEN where none can be drawn; scores: [R, W] int64 as of `scores.packed`"""
+
+    tokens: torch.Tensor
+    scores: torch.Tensor | None
+
 
 def weighs(sampling: SamplingParams) -> bool:
-    """Whether the whole vocabulary has to be weighed: for top-p that no top-k comes before."""
+    """Whether the whole vocabulary has to be weighed."""
     return not is_greedy(sampling) and sampling.top_k <= 0 and sampling.top_p < 1.0
 
 
 def _has_bias(sampling: SamplingParams) -> bool:
-    return bool(sampling.logit_bias) or bool(sampling.bad_words_token_ids)
+    return bool(sampling.logit_bias) or any(len(word) == 1 for word in sampling.bad_words_token_ids or ())
 
 
 class ColumnSampler:
@@ -38,24 +71,22 @@ class ColumnSampler:
     def __init__(self, num_slots: int, vocab_size: int, device: torch.device, *, num_rules: int = NUM_RULES) -> None:
         self.columns = ops.SamplingColumns.empty(num_slots, vocab_size, num_rules, device)
         self._device = device
+        self._ops = ops.operations(device)
         self._kernels = ops.sampling_kernels(device)
         self._workspace = self._kernels.sampling_workspace(num_slots, vocab_size, device)
         self._vocab_size = vocab_size
         self._rules: WeakKeyDictionary[Request, int] = WeakKeyDictionary()
         self._num_rules = num_rules
-        self._weighs = [False] * num_slots
+        self._weighs = np.zeros(num_slots, dtype=bool)
+        self._counts = np.zeros(num_slots, dtype=bool)
+        self._masked = np.zeros(num_slots, dtype=bool)
+        self._scored = np.full(num_slots, NO_SCORES, dtype=np.int64)
 
     def accepts(self, request: Request) -> bool:
-        """Whether everything this request asks of its tokens is in its columns. What depends on the tokens before (penalties,
-        words of several tokens), on a grammar, or on log-probabilities is not; a bias is while there is a row for it."""
+        """Whether everything this request asks of its tokens is in its columns or in a mask. Typical sampling is not; a bias
+        is while there is a row for it."""
         sampling = request.sampling
-        if sampling.logprobs is not None or sampling.prompt_logprobs is not None or sampling.is_guided:
-            return False
-        if has_penalties(sampling) or sampling.typical_p < 1.0:
-            return False
-        if sampling.min_tokens > 0 and len(request.stop_ids) > ops.HELD_IDS_MAX:
-            return False
-        if any(len(word) > 1 for word in sampling.bad_words_token_ids or ()):
+        if sampling.typical_p < 1.0:
             return False
         return not _has_bias(sampling) or self._reserve(request)
 
@@ -69,10 +100,11 @@ class ColumnSampler:
         return True
 
     def place(self, slots: Sequence[int], requests: Sequence[Request]) -> None:
-        """The slots have these owners from now on."""
+        """The slots have these owners from now on. What their tokens are, `restart` says."""
         index = self._send(slots, torch.int64)
         params = [request.sampling for request in requests]
         held = [sorted(request.stop_ids) if request.sampling.min_tokens > 0 else [] for request in requests]
+        held = [ids if len(ids) <= ops.HELD_IDS_MAX else [] for ids in held]
         c = self.columns
         for column, values in (
             (c.scale, [scale_of(p) for p in params]),
@@ -80,17 +112,32 @@ class ColumnSampler:
             (c.top_k, [p.top_k if 0 < p.top_k < self._vocab_size else 0 for p in params]),
             (c.top_p, [p.top_p for p in params]),
             (c.reach, [reach_of(p) for p in params]),
+            (c.repetition, [p.repetition_penalty for p in params]),
+            (c.frequency, [p.frequency_penalty for p in params]),
+            (c.presence, [p.presence_penalty for p in params]),
             (c.held_until, [r.num_prompt_tokens + r.sampling.min_tokens for r in requests]),
             (c.held_ids, [ids + [-1] * (ops.HELD_IDS_MAX - len(ids)) for ids in held]),
             (c.rules, [self._rules.get(r, -1) if _has_bias(r.sampling) else -1 for r in requests]),
         ):
             column.index_copy_(0, index, self._send(values, column.dtype))
         for slot, request in zip(slots, requests, strict=True):
-            self._weighs[slot] = weighs(request.sampling)
-            if _has_bias(request.sampling):
-                self._write_bias(self._rules[request], request.sampling)
+            sampling = request.sampling
+            self._weighs[slot], self._counts[slot] = weighs(sampling), has_penalties(sampling)
+            self._masked[slot] = needs_masks(request)
+            self._scored[slot] = NO_SCORES if sampling.logprobs is None else sampling.logprobs
+            if _has_bias(sampling):
+                self._write_bias(self._rules[request], sampling)
 
-    def _send(self, values: Sequence[Any], dtype: torch.dtype) -> torch.Tensor:
+    def restart(self, slot: int, request: Request, num_tokens: int) -> None:
+        """What the device has counted of this slot's tokens is in doubt; the first `num_tokens` of its request are known."""
+        if not self._counts[slot]:
+            return
+        ids, places = np.unique(request.token_ids[:num_tokens], return_inverse=True)
+        in_output = np.bincount(places[request.num_prompt_tokens :], minlength=len(ids))
+        sent = self._send(np.stack((ids, 2 * in_output + 1)), torch.int64)
+        self.columns.counts[slot].zero_().index_copy_(0, sent[0], sent[1].int())
+
+    def _send(self, values: Any, dtype: torch.dtype) -> torch.Tensor:
         """From page-locked memory, which torch reuses only when the copy is over: the host waits for no step under way."""
         kept = torch.tensor(values, dtype=dtype, pin_memory=self._device.type == "cuda")
         return kept.to(self._device, non_blocking=True)
@@ -99,17 +146,31 @@ class ColumnSampler:
         row = torch.zeros(self._vocab_size, pin_memory=self._device.type == "cuda")
         bias = sampling.logit_bias or {}
         row[list(bias)] = torch.tensor(list(bias.values()))
-        row[[word[0] for word in sampling.bad_words_token_ids or ()]] = FORBIDDEN
+        row[[word[0] for word in sampling.bad_words_token_ids or () if len(word) == 1]] = FORBIDDEN
         self.columns.bias[rule].copy_(row, non_blocking=True)
 
-    def kind(self, slots: Sequence[int]) -> Hashable:
-        """Whether a step with these slots needs the pass that weighs vocabularies."""
-        return any(self._weighs[slot] for slot in slots)
+    def wants(self, slots: Sequence[int]) -> Wants:
+        """What a step with these slots, in this order, has to do."""
+        index = np.array(slots, dtype=np.int64)
+        counts = self._scored[index]
+        scored = [(row, int(counts[row])) for row in (counts != NO_SCORES).nonzero()[0].tolist()]
+        num_top = scores.num_top([count for _, count in scored], self._vocab_size) if scored else 0
+        kind = Kind(bool(self._weighs[index].any()), bool(self._counts[index].any()), num_top)
+        return Wants(kind, scored, self._masked[index].nonzero()[0].tolist())
 
-    def choose(self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, kind: Hashable) -> torch.Tensor:
+    def choose(
+        self,
+        logits: torch.Tensor,
+        slots: torch.Tensor,
+        positions: torch.Tensor,
+        kind: Kind,
+        masks: torch.Tensor | None = None,
+    ) -> Chosen:
         """logits: [R, V], left as they are; slots: [R] int32, below 0 is padding; positions: [R], index of the chosen token in
-        prompt plus output → token ids, NO_TOKEN where none can be drawn: [R] int64. Can be captured in a graph."""
-        chosen: torch.Tensor = self._kernels.sample(
-            logits, slots, positions, self.columns, workspace=self._workspace, weighs=bool(kind)
+        prompt plus output; masks: [R, ceil(V / 32)] int32, what may be chosen. Can be captured in a graph."""
+        tokens: torch.Tensor = self._kernels.sample(
+            logits, slots, positions, self.columns, masks=masks, workspace=self._workspace, weighs=kind.weighs
         )
-        return chosen
+        if kind.counts:
+            self._ops.count_tokens(slots, tokens, self.columns.counts)
+        return Chosen(tokens, scores.packed(self._ops, logits, tokens, kind.num_top) if kind.num_top else None)

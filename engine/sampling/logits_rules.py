@@ -14,8 +14,8 @@ from weakref import WeakKeyDictionary
 import torch
 
 from engine.protocol import SamplingParams
-from engine.sampling.logprobs import rows_per_slice
 from engine.scheduling.request import Request
+from kernels import ops
 
 FORBIDDEN = float("-inf")
 
@@ -106,26 +106,44 @@ class BadWords:
             if len(word) > 1:
                 self._longer.setdefault(word[-2], []).append((list(word[:-1]), word[-1]))
 
-    def forbidden(self, request: Request) -> list[int]:
-        """Ids that would complete a bad word in the output of `request`."""
-        if not request.num_output_tokens:
+    def forbidden(self, row: SampledRow) -> list[int]:
+        """Ids that would complete a bad word in the output that stands before this row's token."""
+        tokens, end = row.request.token_ids, row.position
+        num_output = end - row.request.num_prompt_tokens
+        if not num_output:
             return self._single
-        tokens, num_output = request.token_ids, request.num_output_tokens
-        candidates = self._longer.get(tokens[-1], ())
+        candidates = self._longer.get(tokens[end - 1], ())
         return self._single + [
-            last for begin, last in candidates if len(begin) <= num_output and tokens[-len(begin) :] == begin
+            last for begin, last in candidates if len(begin) <= num_output and tokens[end - len(begin) : end] == begin
         ]
 
 
+class ForbiddenTokens:
+    """What may not be the token of a row, whatever its logit. Keeps the bad words of requests for as long as they live."""
+
+    def __init__(self) -> None:
+        self._bad_words: WeakKeyDictionary[Request, BadWords] = WeakKeyDictionary()
+
+    def of(self, row: SampledRow) -> list[int]:
+        """Ids; those before `row.position` must be known."""
+        forbidden = sorted(row.request.stop_ids) if row.is_too_short_to_end else []
+        words = row.request.sampling.bad_words_token_ids
+        if not words:
+            return forbidden
+        bad_words = self._bad_words.get(row.request)
+        if bad_words is None:
+            bad_words = self._bad_words[row.request] = BadWords(words)
+        return forbidden + bad_words.forbidden(row)
+
+
 class LogitsRules:
-    """Applies the rules in place and keeps token counts and bad words for as long as their requests live."""
+    """Applies the rules in place and keeps token counts for as long as their requests live."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._counts: WeakKeyDictionary[Request, TokenCounts] = WeakKeyDictionary()
-        self._bad_words: WeakKeyDictionary[Request, BadWords] = WeakKeyDictionary()
-        allowed = (torch.arange(256, device=device)[:, None] >> torch.arange(8, device=device)) & 1
-        self._octets = torch.where(allowed > 0, 0.0, FORBIDDEN)  # [256, 8]: what eight tokens get by one octet of a mask
+        self._forbidden = ForbiddenTokens()
+        self._ops = ops.operations(device)
 
     def apply(self, logits: torch.Tensor, rows: Sequence[SampledRow]) -> None:
         """logits: [R, V] float32, changed in place, of `rows`; a grammar is applied by `apply_masks` after it."""
@@ -138,13 +156,8 @@ class LogitsRules:
 
         logits: [R, V] float32, changed in place; masks: [R, ceil(V / 32)] int32, bit b of word w allows token 32 w + b
         """
-        places = torch.tensor(guided, device=self._device)
-        octets = masks[list(guided)].to(self._device).view(torch.uint8).int()
-        size = rows_per_slice(logits.shape[-1])
-        for begin in range(0, len(guided), size):
-            part = slice(begin, begin + size)
-            change = torch.nn.functional.embedding(octets[part], self._octets).flatten(1)
-            logits.index_add_(0, places[part], change[:, : logits.shape[-1]])  # what is not finite stays so
+        chosen = masks if len(guided) == len(masks) else masks[list(guided)]
+        self._ops.apply_bitmask(logits, chosen.to(self._device), torch.tensor(guided).to(self._device))
 
     def _apply_one(self, logits: torch.Tensor, row: SampledRow) -> None:
         sampling = row.request.sampling
@@ -154,20 +167,10 @@ class LogitsRules:
             ids = torch.tensor(list(sampling.logit_bias), device=self._device)
             values = torch.tensor(list(sampling.logit_bias.values()), dtype=torch.float32, device=self._device)
             logits.index_add_(0, ids, values)
-        forbidden = self._forbidden(row)
+        assert not sampling.bad_words_token_ids or row.position == row.request.num_tokens, "drafts in spite of bad words"
+        forbidden = self._forbidden.of(row)
         if forbidden:
             logits.index_fill_(0, torch.tensor(forbidden, device=self._device), FORBIDDEN)
-
-    def _forbidden(self, row: SampledRow) -> list[int]:
-        forbidden = sorted(row.request.stop_ids) if row.is_too_short_to_end else []
-        words = row.request.sampling.bad_words_token_ids
-        if not words:
-            return forbidden
-        assert row.position == row.request.num_tokens, f"request {row.request.request_id} has drafts in spite of bad words"
-        bad_words = self._bad_words.get(row.request)
-        if bad_words is None:
-            bad_words = self._bad_words[row.request] = BadWords(words)
-        return forbidden + bad_words.forbidden(row.request)
 
     def _penalise(self, logits: torch.Tensor, row: SampledRow) -> None:
         request, sampling = row.request, row.request.sampling
@@ -178,7 +181,7 @@ class LogitsRules:
         counts.follow(request)
         values = logits[counts.ids]
         if sampling.repetition_penalty != 1.0:
-            factor = sampling.repetition_penalty
+            factor = values.new_full((), sampling.repetition_penalty)  # a GPU divides by numbers, but multiplies for scalars
             values = torch.where(values > 0, values / factor, values * factor)
         values -= sampling.frequency_penalty * counts.in_output
         values -= sampling.presence_penalty * (counts.in_output > 0)

@@ -215,13 +215,15 @@ def _adjust(
     """Penalties, bias, what is held back and the grammar, in place; what is NaN or +inf becomes +inf. values: [B, V]"""
     bad = values.isnan() | (values == _INFINITE)
     for row, (slot, position) in enumerate(zip(slots, positions, strict=True)):
+        factor, often, once = columns.repetition[slot], columns.frequency[slot], columns.presence[slot]
+        if factor != 1 or often != 0 or once != 0:
+            value, count = values[row], columns.counts[slot]
+            times = (count >> 1).float()
+            value = torch.where((count & 1) > 0, torch.where(value > 0, value / factor, value * factor), value)
+            values[row] = value - often * times - torch.where(times > 0, once, 0.0)
         rule = int(columns.rules[slot])
         if rule >= 0:
-            value, count = values[row], columns.counts[rule]
-            factor, times = columns.repetition[slot], (count >> 1).float()
-            value = torch.where((count & 1) > 0, torch.where(value > 0, value / factor, value * factor), value)
-            value = value - columns.frequency[slot] * times - torch.where(times > 0, columns.presence[slot], 0.0)
-            values[row] = value + columns.bias[rule]
+            values[row] += columns.bias[rule]
         if position < int(columns.held_until[slot]):
             held = columns.held_ids[slot]
             values[row].index_fill_(0, held[held >= 0].long(), -_INFINITE)

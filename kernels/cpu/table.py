@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from kernels.cpu.bitmask import apply_bitmask
 from kernels.cpu.blocks import copy_blocks, gather_blocks, scatter_blocks
 from kernels.cpu.decode_inputs import advance_slots, prepare_decode
 from kernels.cpu.elementwise import gelu, gelu_tanh, gelu_tanh_mul, layer_norm, rms_norm, silu_mul
 from kernels.cpu.embedding import embed, rotation_rows
 from kernels.cpu.experts import mix_experts, route
 from kernels.cpu.linear import pack_linear
+from kernels.cpu.logprobs import token_logprobs
 from kernels.cpu.norm import add_rms_norm
 from kernels.cpu.paged_attention import no_workspace, paged_decode, paged_prefill
 from kernels.cpu.rope_and_cache import rope_and_cache
+from kernels.cpu.token_counts import count_tokens
 from kernels.operations import Operations
 
 OPERATIONS = Operations(
@@ -36,6 +39,9 @@ OPERATIONS = Operations(
     decode_workspace=no_workspace,
     prepare_decode=prepare_decode,
     advance_slots=advance_slots,
+    apply_bitmask=apply_bitmask,
+    count_tokens=count_tokens,
+    token_logprobs=token_logprobs,
     copy_blocks=copy_blocks,
     gather_blocks=gather_blocks,
     scatter_blocks=scatter_blocks,

@@ -36,13 +36,13 @@ def adjusted(
 ) -> torch.Tensor:
     """One row after penalties, bias, what is held back and the grammar: [V]. What is not finite above stays so."""
     values = logits.clone()
+    seen, times = columns.counts[slot] & 1, columns.counts[slot] >> 1
+    factor = columns.repetition[slot]
+    values = torch.where(seen > 0, torch.where(values > 0, values / factor, values * factor), values)
+    values = values - columns.frequency[slot] * times.float()
+    values = values - torch.where(times > 0, columns.presence[slot], 0.0)
     rule = int(columns.rules[slot])
     if rule >= 0:
-        seen, times = columns.counts[rule] & 1, columns.counts[rule] >> 1
-        factor = columns.repetition[slot]
-        values = torch.where(seen > 0, torch.where(values > 0, values / factor, values * factor), values)
-        values = values - columns.frequency[slot] * times.float()
-        values = values - torch.where(times > 0, columns.presence[slot], 0.0)
         values = values + columns.bias[rule]
     if position < int(columns.held_until[slot]):
         held = columns.held_ids[slot]

@@ -65,7 +65,7 @@ def _largest(group_maxima_row, G, GROUPS_PADDED: tl.constexpr):
 @triton.jit(do_not_specialize=["logits_stride", "masks_stride", "V", "G", "tiles"])
 def scan_kernel(
     logits, slots, positions, masks, group_maxima, best_scores, best_tokens,
-    scales, streams, top_ks, top_ps, reaches, repetition, frequency, presence, held_until, held_ids, rules, counts, bias,
+    scales, streams, top_ks, top_ps, reaches, repetition, frequency, presence, counts, held_until, held_ids, rules, bias,
     logits_stride, masks_stride, V, G, tiles,
 ):  # fmt: skip
     """Program (row, split): the largest logit of each group of its part, and the winner of it where nothing filters."""
@@ -75,7 +75,7 @@ def scan_kernel(
         position = tl.load(positions + row)
         scale, _top_k, _top_p, _reach, is_plain = _filters(slot, V, scales, top_ks, top_ps, reaches)
         key = race_key(tl.load(streams + slot), position, 0)
-        columns = (repetition, frequency, presence, held_until, held_ids, rules, counts, bias)
+        columns = (repetition, frequency, presence, counts, held_until, held_ids, rules, bias)
         request = (row, slot, position, V, columns, masks, masks_stride)
         logits_row = logits + row.to(tl.int64) * logits_stride
         best, best_token = float("-inf"), 0x7FFFFFFF
@@ -102,7 +102,7 @@ def scan_kernel(
 @triton.jit(do_not_specialize=["logits_stride", "masks_stride", "V", "G", "tiles"])
 def weigh_kernel(
     logits, slots, positions, masks, group_maxima, weights,
-    scales, top_ks, top_ps, reaches, repetition, frequency, presence, held_until, held_ids, rules, counts, bias,
+    scales, top_ks, top_ps, reaches, repetition, frequency, presence, counts, held_until, held_ids, rules, bias,
     logits_stride, masks_stride, V, G, tiles,
     GROUPS_PADDED: tl.constexpr,
 ):  # fmt: skip
@@ -113,7 +113,7 @@ def weigh_kernel(
         scale, top_k, top_p, _reach, is_plain = _filters(slot, V, scales, top_ks, top_ps, reaches)
         if (not is_plain) & (top_k == 0) & (top_p < 1.0):
             position = tl.load(positions + row)
-            columns = (repetition, frequency, presence, held_until, held_ids, rules, counts, bias)
+            columns = (repetition, frequency, presence, counts, held_until, held_ids, rules, bias)
             request = (row, slot, position, V, columns, masks, masks_stride)
             _maxima, largest, is_finite = _largest(group_maxima + row.to(tl.int64) * G, G, GROUPS_PADDED)
             total = tl.zeros([GROUPS], tl.int64)
@@ -131,7 +131,7 @@ def weigh_kernel(
 @triton.jit(do_not_specialize=["logits_stride", "masks_stride", "V", "G", "num_splits"])
 def choose_kernel(
     logits, slots, positions, masks, group_maxima, best_scores, best_tokens, weights, groups, listed_logits, listed_ids, out,
-    scales, streams, top_ks, top_ps, reaches, repetition, frequency, presence, held_until, held_ids, rules, counts, bias,
+    scales, streams, top_ks, top_ps, reaches, repetition, frequency, presence, counts, held_until, held_ids, rules, bias,
     logits_stride, masks_stride, V, G, num_splits,
     GROUPS_PADDED: tl.constexpr, SPLITS: tl.constexpr, LISTED: tl.constexpr,
 ):  # fmt: skip
@@ -150,7 +150,7 @@ def choose_kernel(
             token = tl.min(tl.where(score == tl.max(score, 0), winner, NOBODY), 0)
         elif is_finite:
             position = tl.load(positions + row)
-            columns = (repetition, frequency, presence, held_until, held_ids, rules, counts, bias)
+            columns = (repetition, frequency, presence, counts, held_until, held_ids, rules, bias)
             request = (row, slot, position, V, columns, masks, masks_stride)
             total = tl.sum(tl.load(weights + place, mask=split < num_splits, other=0), 0)
             distance = largest - maxima
@@ -242,7 +242,7 @@ def sample(
     padded = power_of_two(num_groups)
     c = columns
     filters = (c.top_k, c.top_p, c.reach)
-    rules = (c.repetition, c.frequency, c.presence, c.held_until, c.held_ids, c.rules, c.counts, c.bias)
+    rules = (c.repetition, c.frequency, c.presence, c.counts, c.held_until, c.held_ids, c.rules, c.bias)
     masks_stride = 0 if masks is None else masks.stride(0)
     sizes = (logits.stride(0), masks_stride, vocab_size, num_groups)
     row_inputs = (logits, slots, positions, masks)
@@ -270,7 +270,7 @@ _TYPES = {
     "slots": "*i32", "positions": "*i64", "group_maxima": "*fp32", "best_scores": "*fp32", "best_tokens": "*i32",
     "weights": "*i64", "groups": "*i32", "listed_logits": "*fp32", "listed_ids": "*i32", "out": "*i64", "scales": "*fp32",
     "streams": "*i64", "top_ks": "*i32", "top_ps": "*fp32", "reaches": "*fp32", "repetition": "*fp32", "frequency": "*fp32",
-    "presence": "*fp32", "held_until": "*i64", "held_ids": "*i32", "rules": "*i32", "counts": "*i32", "bias": "*fp32",
+    "presence": "*fp32", "counts": "*i32", "held_until": "*i64", "held_ids": "*i32", "rules": "*i32", "bias": "*fp32",
     "logits_stride": "i32", "masks_stride": "i32", "V": "i32", "G": "i32", "tiles": "i32", "num_splits": "i32",
 }  # fmt: skip
 

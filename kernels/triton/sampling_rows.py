@@ -25,20 +25,20 @@ def adjusted_logits(raw, ids, inside, request):
     What is NaN or +inf comes out as +inf whatever the rules say, so that it shows in the largest logit.
     """
     row, slot, position, V, columns, masks, masks_stride = request
-    repetition, frequency, presence, held_until, held_ids, rules, counts, bias = columns
+    repetition, frequency, presence, counts, held_until, held_ids, rules, bias = columns
     raw = raw.to(tl.float32)
     value = raw
-    rule = tl.load(rules + slot)
-    if rule >= 0:
-        place = rule.to(tl.int64) * V + ids
-        count = tl.load(counts + place, mask=inside, other=0)
-        factor = tl.load(repetition + slot)
+    factor, often, once = tl.load(repetition + slot), tl.load(frequency + slot), tl.load(presence + slot)
+    if (factor != 1.0) | (often != 0.0) | (once != 0.0):
+        count = tl.load(counts + slot.to(tl.int64) * V + ids, mask=inside, other=0)
         weaker = tl.where(value > 0.0, tl.div_rn(value, tl.zeros_like(value) + factor), value * factor)
         value = tl.where((count & 1) != 0, weaker, value)
         times = count >> 1
-        value = value - tl.load(frequency + slot) * times.to(tl.float32)
-        value = value - tl.where(times > 0, tl.load(presence + slot), 0.0)
-        value = value + tl.load(bias + place, mask=inside, other=0.0)
+        value = value - often * times.to(tl.float32)
+        value = value - tl.where(times > 0, once, 0.0)
+    rule = tl.load(rules + slot)
+    if rule >= 0:
+        value = value + tl.load(bias + rule.to(tl.int64) * V + ids, mask=inside, other=0.0)
     if position < tl.load(held_until + slot):
         for index in tl.static_range(_HELD):
             value = tl.where(ids == tl.load(held_ids + slot * _HELD + index), float("-inf"), value)

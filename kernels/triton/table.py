@@ -13,14 +13,17 @@ from kernels.triton.activation import gelu_tanh_mul, silu_mul
 from kernels.triton.attention_decode import paged_decode
 from kernels.triton.attention_prefill import paged_prefill
 from kernels.triton.attention_splits import decode_workspace
+from kernels.triton.bitmask import apply_bitmask
 from kernels.triton.blocks import copy_blocks, gather_blocks, scatter_blocks
 from kernels.triton.decode_inputs import advance_slots, prepare_decode
 from kernels.triton.embedding import embed, rotation_rows
 from kernels.triton.experts import bind_experts
 from kernels.triton.fused_linear import linear_add, normed_linear
+from kernels.triton.logprobs import token_logprobs
 from kernels.triton.norm import add_rms_norm, rms_norm
 from kernels.triton.plain_linear import PlainLinear
 from kernels.triton.rope_and_cache import rope_and_cache
+from kernels.triton.token_counts import count_tokens
 
 OPERATIONS = Operations(
     words="Triton kernels, products of many rows by the library",
@@ -45,6 +48,9 @@ OPERATIONS = Operations(
     decode_workspace=decode_workspace,
     prepare_decode=prepare_decode,
     advance_slots=advance_slots,
+    apply_bitmask=apply_bitmask,
+    count_tokens=count_tokens,
+    token_logprobs=token_logprobs,
     copy_blocks=copy_blocks,
     gather_blocks=gather_blocks,
     scatter_blocks=scatter_blocks,

@@ -29,11 +29,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("models")
 
 
-def by_columns(model: Path, **options: Any) -> Engine:
-    """All of what a GPU does but the graphs."""
-    return overlapped_engine(model, by_columns=True, **options)
-
-
 def answers(make: Callable[..., Engine], model: Path, table: str, **options: Any) -> dict[str, list[int]]:
     with ops.replaced("cpu", table) if table != "cpu" else contextlib.nullcontext():
         engine = make(model, max_num_seqs=4, max_model_len=32, num_kv_blocks=8, **options)
@@ -43,7 +38,7 @@ def answers(make: Callable[..., Engine], model: Path, table: str, **options: Any
 
 @pytest.mark.parametrize(
     ("family", "make"),
-    [("llama", small_engine), ("llama", by_columns), ("qwen3_moe", by_columns), ("gemma2", small_engine)],
+    [("llama", small_engine), ("llama", overlapped_engine), ("qwen3_moe", overlapped_engine), ("gemma2", small_engine)],
 )
 def test_a_model_says_the_same_through_the_kernels_and_through_torch(
     family: str, make: Callable[..., Engine], folder: Path, device: torch.device

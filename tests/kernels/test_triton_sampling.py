@@ -167,7 +167,7 @@ def test_penalties_bias_and_what_is_held_back_come_before_the_filters(device: to
     settings: list[dict[str, float]] = [{"temperature": 0.0}, {}, {"top_k": 3}, {"top_p": 0.6}]
     columns = columns_of(settings, 260, device, num_rules=3)
     generator = torch.Generator().manual_seed(4)
-    columns.counts.copy_(torch.randint(0, 8, (3, 260), generator=generator, dtype=torch.int32) | 1)
+    columns.counts.copy_(torch.randint(0, 8, (4, 260), generator=generator, dtype=torch.int32) | 1)
     columns.counts[:, ::2] = 0
     columns.bias.copy_(torch.randn(3, 260, generator=generator))
     columns.bias[:, 7] = -math.inf

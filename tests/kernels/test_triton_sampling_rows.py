@@ -1,4 +1,4 @@
-"""Kernels beside the sampler: masks of grammars, log-probabilities, judging drafts, the head with its argmax."""
+"""Kernels beside the sampler: grammars' masks, log-probabilities, counts of tokens, judging drafts, head and argmax."""
 
 from __future__ import annotations
 
@@ -9,11 +9,15 @@ import torch
 
 from engine.sampling.acceptance import accept_by_rejection
 from engine.sampling.randomness import signed, stream
+from kernels.cpu import bitmask as bitmask_cpu
+from kernels.cpu import logprobs as logprobs_cpu
+from kernels.cpu import token_counts as counts_cpu
 from kernels.reference import bitmask as reference_bitmask
 from kernels.reference import drafts as reference_drafts
 from kernels.reference import greedy_head as reference_head
 from kernels.reference import logprobs as reference_logprobs
-from kernels.triton import bitmask, drafts, greedy_head, logprobs
+from kernels.reference import token_counts as reference_counts
+from kernels.triton import bitmask, drafts, greedy_head, logprobs, token_counts
 from tests.support.kernel_cases import FLOATS, Guarded, normal, padded_rows
 from tests.support.kernel_tolerances import assert_near, assert_same
 
@@ -31,7 +35,10 @@ def test_a_mask_forbids_what_it_does_not_allow_and_touches_nothing_else(
     logits.tensor.copy_(normal(5, vocab_size, dtype=dtype, device=device))
     logits.tensor[3, 0], logits.tensor[1, vocab_size - 1] = math.nan, math.inf
     expected = logits.tensor.clone()
+    twin = expected.clone()
     reference_bitmask.apply_bitmask(expected, masks, rows)
+    bitmask_cpu.apply_bitmask(twin, masks[::2], rows[::2])  # without padding
+    assert_same(twin.nan_to_num(nan=7.0), expected.nan_to_num(nan=7.0))
     bitmask.apply_bitmask(logits.tensor, padded_rows(masks, words + 2), rows)
     assert_same(logits.check().nan_to_num(nan=7.0), expected.nan_to_num(nan=7.0))
 
@@ -45,9 +52,10 @@ def test_log_probabilities_and_ranks_are_those_of_the_whole_table(
     ids = torch.tensor([[vocab_size - 1, 0, -1], [0, vocab_size // 2, 0], [vocab_size // 3, -1, -1]], device=device)
     found, ranks = logprobs.token_logprobs(logits, ids)
     expected, expected_ranks = reference_logprobs.token_logprobs(logits.float(), ids)
-    assert torch.equal(found.isnan(), ids < 0)
-    assert_near(found.nan_to_num(0.0), expected.nan_to_num(0.0), "probability", scale=100.0)
-    assert ranks.tolist() == expected_ranks.tolist()
+    for each, its_ranks in ((found, ranks), logprobs_cpu.token_logprobs(logits, ids)):
+        assert torch.equal(each.isnan(), ids < 0)
+        assert_near(each.nan_to_num(0.0), expected.nan_to_num(0.0), "probability", scale=100.0)
+        assert its_ranks.tolist() == expected_ranks.tolist()
 
 
 def test_forbidden_tokens_weigh_nothing_and_do_not_spoil_the_sum(device: torch.device) -> None:
@@ -57,6 +65,23 @@ def test_forbidden_tokens_weigh_nothing_and_do_not_spoil_the_sum(device: torch.d
     found, ranks = logprobs.token_logprobs(logits, ids)
     assert found.tolist() == [[pytest.approx(-math.log(2)), pytest.approx(-math.log(2))], [0.0, -math.inf]]
     assert ranks.tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("rows", [1, 3, 130])
+def test_generated_tokens_are_counted_where_they_stand(rows: int, device: torch.device) -> None:
+    generator = torch.Generator().manual_seed(rows)
+    slots = torch.randperm(rows + 2, generator=generator)[:rows].int().to(device)
+    tokens = torch.randint(-1, 37, (rows,), generator=generator).to(device)
+    slots[rows // 2] = -1
+    counts = Guarded((rows + 2, 37), torch.int32, device)
+    counts.tensor.copy_(torch.randint(0, 9, counts.tensor.shape, generator=generator, dtype=torch.int32))
+    expected, twin = counts.tensor.clone(), counts.tensor.clone()
+    for _ in range(2):
+        reference_counts.count_tokens(slots, tokens, expected)
+        counts_cpu.count_tokens(slots, tokens, twin)
+        token_counts.count_tokens(slots, tokens, counts.tensor)
+    assert_same(counts.check(), expected)
+    assert_same(twin, expected)
 
 
 @pytest.mark.parametrize(("vocab_size", "depth"), [(7, 1), (1500, 3)])

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine.grammar.lark import to_lark
+from engine.grammar.matcher import CompiledGrammar, of_text, token_trie
+from engine.grammar.spec import GrammarSpec
+from engine.grammar.vocabulary import Vocabulary
 from engine.loop import Engine
-from engine.protocol import FinishReason, TokenEvent
+from engine.protocol import FinishReason, TokenEvent, TokenLogprob
 from tests.support.engines import evict_all, overlapped_engine, preempt_all, run_to_end, small_engine, wanted
 from tests.support.tiny_models import EOS, VOCAB_SIZE, make_model
 
 FAMILIES = ("llama", "mistral-window", "gemma2", "qwen3", "qwen3_moe")
 MAX_LEN = 64
 
-# What a request may ask for; the last four need the host between two steps and take the synchronous way.
+# What a request may ask for. "typical" is computed in the plain way, and so is a prompt with scores; masks are the host's.
 WISHES: dict[str, dict[str, Any]] = {
     "greedy": {},
     "sampled": {"temperature": 1.0},
@@ -27,11 +33,43 @@ WISHES: dict[str, dict[str, Any]] = {
     "stops late": {"stop_token_ids": list(range(2, 90)), "min_tokens": 5},
     "biased": {"logit_bias": {7: 9.0, 8: 8.5}},
     "two answers": {"n": 2, "temperature": 0.8},
-    "penalised": {"repetition_penalty": 1.4},
+    "repeats less": {"repetition_penalty": 1.4},
+    "penalised": {"presence_penalty": 1.5, "frequency_penalty": 0.7, "temperature": 0.8, "logit_bias": {7: 4.0}},
     "scored": {"logprobs": 1},
-    "prompt scored": {"prompt_logprobs": 1},
-    "without words": {"bad_words_token_ids": [[5], [6, 7]]},
+    "scored more": {"logprobs": 7, "temperature": 1.0, "repetition_penalty": 1.2, "top_p": 0.9},
+    "prompt scored": {"prompt_logprobs": 1, "logprobs": 0},
+    "without words": {"bad_words_token_ids": [[5], [6, 7]], "temperature": 1.2},
+    "long without end": {"stop_token_ids": list(range(2, 90)), "min_tokens": 5, "temperature": 1.1},
+    "guided": {"guided_regex": "[a-d]{2}x?[0-9]*[k-m]"},
+    "guided, sampled": {"guided_regex": "([a-z]+ )*", "temperature": 1.3, "presence_penalty": 0.5, "logprobs": 3},
+    "typical": {"typical_p": 0.8},
 }
+LETTERS = Vocabulary((b"",) * 3 + tuple(bytes([byte]) for byte in range(3, VOCAB_SIZE)), (EOS,))
+
+
+class LetterGrammars:
+    """Compiles at once, for tokens of one letter."""
+
+    def __init__(self) -> None:
+        self._trie = token_trie(LETTERS)
+
+    def submit(self, spec: GrammarSpec) -> Future[CompiledGrammar]:
+        done: Future[CompiledGrammar] = Future()
+        done.set_result(CompiledGrammar(self._trie, of_text(to_lark(spec), first_space=False), spec))
+        return done
+
+    def close(self) -> None:
+        """Nothing was opened."""
+
+
+GRAMMARS = LetterGrammars()
+
+
+def with_grammars(engine: Engine) -> Engine:
+    """The engine, with grammars for its letters."""
+    assert engine._grammars is not None
+    engine._grammars._compiler = GRAMMARS
+    return engine
 
 
 class Asked(NamedTuple):
@@ -75,20 +113,29 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @cache
 def alone(folder: Path, family: str, prompt: tuple[int, ...], wish: str, max_tokens: int, seed: int) -> dict[int, Any]:
     """Tokens and end of each answer from the plain runner, with nobody beside it."""
-    engine = small_engine(folder / family, max_model_len=MAX_LEN)
+    engine = with_grammars(small_engine(folder / family, max_model_len=MAX_LEN))
     once = Asked(prompt, wish, max_tokens, seed, 0, None)
     return answers(once.submit(engine, "a") + run_to_end(engine, [])["a"])
 
 
 def answers(events: list[TokenEvent]) -> dict[int, Any]:
-    """By index: tokens, log-probabilities asked for, reason of the end, and the counts of the last event."""
+    """By index: tokens, their scores and those of the prompt, reason of the end, and the counts of the last event."""
     found: dict[int, Any] = {}
     for event in events:
-        tokens, num_scores, *_ = found.get(event.index, ([], 0))
-        num_scores += len(event.logprobs or ()) + len(event.prompt_logprobs or ())
+        tokens, (own, prompt), *_ = found.get(event.index, ([], ([], [])))
+        scored = own + (event.logprobs or []), prompt + (event.prompt_logprobs or [])
         counts = event.num_output_tokens, event.num_prompt_tokens_computed
-        found[event.index] = tokens + event.token_ids, num_scores, event.finish_reason, counts
+        found[event.index] = tokens + event.token_ids, scored, event.finish_reason, counts
     return found
+
+
+def assert_same_scores(found: list[TokenLogprob], expected: list[TokenLogprob]) -> None:
+    """Beside others the logits of a request may differ in the last bits."""
+    assert len(found) == len(expected)
+    for one, other in zip(found, expected, strict=True):
+        assert (one.rank, one.top_token_ids) == (other.rank, other.top_token_ids)
+        numbers = [other.logprob, *other.top_logprobs]
+        assert [one.logprob, *one.top_logprobs] == pytest.approx(numbers, rel=1e-4, abs=1e-5)
 
 
 def run(engine: Engine, requests: list[Asked], *, preempt_at: int | None) -> list[dict[int, Any]]:
@@ -122,7 +169,6 @@ def run(engine: Engine, requests: list[Asked], *, preempt_at: int | None) -> lis
     caches=st.booleans(),
     preempt_at=st.none() | st.integers(1, 12),
     swap_space=st.sampled_from((0.0, 0.002)),
-    by_columns=st.booleans(),
 )
 def test_tokens_are_those_of_the_plain_runner(
     folder: Path,
@@ -135,7 +181,6 @@ def test_tokens_are_those_of_the_plain_runner(
     caches: bool,
     preempt_at: int | None,
     swap_space: float,
-    by_columns: bool,
 ) -> None:
     engine = overlapped_engine(
         folder / family,
@@ -146,16 +191,19 @@ def test_tokens_are_those_of_the_plain_runner(
         num_kv_blocks=MAX_LEN // block_size + spare_blocks * 16 // block_size,
         enable_prefix_caching=caches,
         swap_space=swap_space,
-        by_columns=by_columns,
     )
-    for found, each in zip(run(engine, requests, preempt_at=preempt_at), requests, strict=True):
+    for found, each in zip(run(with_grammars(engine), requests, preempt_at=preempt_at), requests, strict=True):
         expected = alone(folder, family, *each[:4])
-        for index, (tokens, num_scores, reason, counts) in found.items():
+        for index, (tokens, scored, reason, counts) in found.items():
+            for some, all_of_them in zip(scored, expected[index][1], strict=True):
+                assert_same_scores(some, all_of_them[: len(some)])
             if reason is FinishReason.ABORTED:
                 assert tokens == expected[index][0][: len(tokens)], "an aborted answer had begun otherwise"
                 assert counts[0] == len(tokens)
             else:
-                assert (tokens, num_scores, reason, counts) == expected[index]
+                assert tokens == expected[index][0]
+                assert [len(each) for each in scored] == [len(each) for each in expected[index][1]]
+                assert (reason, counts) == expected[index][2:]
         assert found.keys() == expected.keys()
 
 
@@ -182,3 +230,14 @@ def test_a_request_is_not_launched_beyond_its_last_token(folder: Path) -> None:
         engine.step()
         sizes.append(0 if engine._under_way is None else len(engine._under_way.flight.requests))
     assert sizes == [1, 1, 1, 0]
+
+
+@pytest.mark.parametrize("wish", sorted(WISHES))
+def test_only_what_no_slot_can_hold_is_computed_in_the_plain_way(wish: str, folder: Path) -> None:
+    engine = with_grammars(overlapped_engine(folder / "llama", max_model_len=MAX_LEN))
+    Asked((5, 6, 7, 8), wish, 6, 1, 0, None).submit(engine, "a")
+    engine.submit(wanted("b", [9, 8, 7], max_tokens=6))
+    plain = engine.runner.plain.run  # type: ignore[attr-defined]
+    with mock.patch.object(engine.runner.plain, "run", side_effect=plain) as spy:  # type: ignore[attr-defined]
+        run_to_end(engine, [])
+    assert spy.call_count == {"typical": 6, "prompt scored": 1}.get(wish, 0)

@@ -35,13 +35,12 @@ def small_engine(model: Path, **changes: Any) -> Engine:
     return engine
 
 
-def overlapped_engine(model: Path, *, by_columns: bool = False, **changes: Any) -> Engine:
-    """As `small_engine`, with steps that are launched ahead over slots: all of what a GPU does but the graphs, and, with
-    `by_columns`, tokens chosen from columns in the slots."""
+def overlapped_engine(model: Path, **changes: Any) -> Engine:
+    """As `small_engine`, with steps that are launched ahead over slots: all of what a GPU does but the graphs."""
     plain = small_engine(model, **changes)
     runner, scheduler = plain.runner, plain._scheduler
     assert isinstance(runner, ModelRunner)
-    ahead = slot_runner(runner, runner._target, runner._sampler, scheduler.limits, torch.device("cpu"), by_columns=by_columns)
+    ahead = slot_runner(runner, runner._target, runner._masks, scheduler.limits, torch.device("cpu"))
     ahead.warm_up()
     return Engine(scheduler, ahead, plain.info, grammars=plain._grammars, step_budget=plain._step_budget, overlap=ahead)
 

@@ -60,6 +60,10 @@ class FakeMasks:
         assert grammar is GRAMMAR
         self.said[request] = []
 
+    @property
+    def are_empty(self) -> bool:
+        return not self.said
+
     def accept(self, request: Request, token_ids: Sequence[int]) -> GrammarError | None:
         self.said[request] += token_ids
         return GrammarError("guided_regex", "lost the thread") if self.refused in token_ids else None

@@ -35,6 +35,12 @@ class FakeLanding:
     found: list[RowResult]
     culprits: frozenset[str]
 
+    def complete(self) -> None:
+        if self.culprits & self.runner.waits:
+            self.runner.log.append("complete")
+            if self.culprits & self.runner.fails_at_completion:
+                raise RuntimeError("it cannot be completed")
+
     def outputs(self) -> list[RowResult]:
         self.runner.log.append("land")
         if self.culprits & self.runner.fails_under_way:
@@ -49,6 +55,8 @@ class FakeAheadRunner:
         self.stage = "run"
         self.log: list[str] = []
         self.fails_at_launch: set[str] = set()
+        self.waits: set[str] = set()
+        self.fails_at_completion: set[str] = set()
         self.fails_under_way: set[str] = set()
         self.yields_nothing: set[str] = set()
         self.fails_plainly: set[str] = set()
@@ -108,6 +116,21 @@ def test_the_next_step_is_launched_before_the_last_one_is_waited_for() -> None:
     runner = FakeAheadRunner()
     run_to_end(make_engine(runner), [wanted("a", [1, 2], max_tokens=3)])
     assert runner.log == ["launch 1", "launch 1", "land", "launch 1", "land", "land"]
+
+
+def test_a_row_that_waits_for_a_mask_is_completed_behind_the_step_before_and_ahead_of_its_own_tokens() -> None:
+    runner = FakeAheadRunner()
+    runner.waits = {"a"}
+    run_to_end(make_engine(runner), [wanted("a", [1, 2], max_tokens=3)])
+    assert runner.log == ["launch 1", "complete", "launch 1", "land", "complete", "launch 1", "land", "complete", "land"]
+
+
+def test_a_step_that_cannot_be_completed_is_computed_in_the_plain_way() -> None:
+    runner = FakeAheadRunner()
+    runner.waits = runner.fails_at_completion = {"bb"}
+    events = run_to_end(make_engine(runner), [wanted("a", [1, 2], max_tokens=6), wanted("bb", [1, 2, 3], max_tokens=4)])
+    assert [tokens(events["a"]), tokens(events["bb"])] == [expected("a", 2, 6, stops=False), expected("bb", 3, 4, stops=False)]
+    assert {"forget", "run 2"} < set(runner.log)
 
 
 def test_everybody_gets_the_tokens_of_the_plain_loop_and_all_blocks_come_back() -> None:

@@ -7,8 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from engine.sampling.columns import ColumnSampler
+from engine.grammar.masks import GrammarMasks
+from engine.sampling.columns import ColumnSampler, Kind
+from engine.sampling.host_masks import HostMasks
+from engine.sampling.logits_rules import SampledRow
 from engine.sampling.sampler import NO_TOKEN
+from engine.sampling.scores import unpacked
 from tests.support.sampling import sample, sampling_request
 
 VOCAB_SIZE = 1500
@@ -27,22 +31,28 @@ SETTINGS: list[dict[str, Any]] = [
     {"logit_bias": {7: 6.0, 8: -100.0}},
     {"bad_words_token_ids": [[3], [4]], "logit_bias": {3: 100.0}, "temperature": 0.0},
     {"min_tokens": 3, "stop_token_ids": [5, 6]},
+    {"repetition_penalty": 1.3, "temperature": 0.0},
+    {"presence_penalty": 1.5, "frequency_penalty": -0.4, "top_k": 50},
+    {"repetition_penalty": 0.8, "frequency_penalty": 0.3, "logit_bias": {7: 6.0}, "top_p": 0.9},
 ]
 
 
 def test_slots_draw_the_tokens_of_the_plain_sampler() -> None:
     logits = torch.randn(len(SETTINGS), VOCAB_SIZE, generator=torch.Generator().manual_seed(1)) * 3
-    logits[-1, 5] = 100.0
+    logits[SETTINGS.index({"min_tokens": 3, "stop_token_ids": [5, 6]}), 5] = 100.0
     sampler = ColumnSampler(2 * len(SETTINGS), VOCAB_SIZE, CPU)
     requests = [sampling_request(str(i), seed=2**63 - 1 - i, **each) for i, each in enumerate(SETTINGS)]
     slots = [(7 * i) % (2 * len(SETTINGS)) for i in range(len(SETTINGS))]
     assert all(sampler.accepts(request) for request in requests)
     sampler.place(slots, requests)
+    for slot, request in zip(slots, requests, strict=True):
+        request.token_ids += [9, 9]  # of an earlier life of the request
+        sampler.restart(slot, request, request.num_tokens)
     for _ in range(5):
         expected = [token.token_id for token in sample(logits, requests)]
         positions = torch.tensor([request.num_tokens for request in requests], dtype=torch.int32)
-        chosen = sampler.choose(logits, torch.tensor(slots, dtype=torch.int32), positions, sampler.kind(slots))
-        assert chosen.tolist() == expected
+        chosen = sampler.choose(logits, torch.tensor(slots, dtype=torch.int32), positions, sampler.wants(slots).kind)
+        assert chosen.tokens.tolist() == expected
         for request, token_id in zip(requests, expected, strict=True):
             request.token_ids.append(token_id or 0)
 
@@ -50,36 +60,71 @@ def test_slots_draw_the_tokens_of_the_plain_sampler() -> None:
 def test_a_slot_forgets_its_last_owner() -> None:
     sampler = ColumnSampler(1, 20, CPU)
     logits = torch.zeros(1, 20)
-    for sampling, expected in (({"logit_bias": {7: 9.0}}, 7), ({"min_tokens": 2}, 1), ({}, 0)):
-        request = sampling_request(temperature=0.0, **sampling)
+    for sampling, expected in (
+        ({"logit_bias": {7: 9.0}}, 7),
+        ({"min_tokens": 2}, 1),
+        ({"presence_penalty": 1.0}, 2),
+        ({"repetition_penalty": 2.0}, 0),
+        ({}, 0),
+    ):
+        request = sampling_request(prompt=(3,), output=(0, 1), temperature=0.0, **sampling)
         assert sampler.accepts(request)
         sampler.place([0], [request])
-        position = torch.tensor([request.num_tokens])
-        assert sampler.choose(logits, torch.tensor([0]), position, sampler.kind([0])).tolist() == [expected]
+        sampler.restart(0, request, request.num_tokens)
+        position = torch.tensor([request.num_prompt_tokens])
+        chosen = sampler.choose(logits, torch.tensor([0]), position, sampler.wants([0]).kind)
+        assert chosen.tokens.tolist() == [expected]
 
 
 def test_padding_has_no_token() -> None:
     sampler = ColumnSampler(2, 20, CPU)
-    chosen = sampler.choose(torch.zeros(2, 20), torch.tensor([-1, -1]), torch.tensor([0, 0]), sampler.kind([]))
-    assert chosen.tolist() == [NO_TOKEN, NO_TOKEN]
+    kind = Kind(weighs=True, counts=True, num_top=5)
+    chosen = sampler.choose(torch.zeros(2, 20), torch.tensor([-1, -1]), torch.tensor([0, 0]), kind)
+    assert chosen.tokens.tolist() == [NO_TOKEN, NO_TOKEN]
+    assert not sampler.columns.counts.any()
+
+
+def test_typical_sampling_is_left_to_the_plain_sampler() -> None:
+    assert not ColumnSampler(1, 50, CPU).accepts(sampling_request(typical_p=0.9))
 
 
 @pytest.mark.parametrize(
     "sampling",
-    [
-        {"logprobs": 1},
-        {"prompt_logprobs": 0},
-        {"guided_regex": "a"},
-        {"typical_p": 0.9},
-        {"repetition_penalty": 1.1},
-        {"presence_penalty": 0.1},
-        {"bad_words_token_ids": [[1, 2]]},
-        {"min_tokens": 1, "stop_token_ids": list(range(20))},
-    ],
+    [{"guided_regex": "a"}, {"bad_words_token_ids": [[1], [1, 2]]}, {"min_tokens": 1, "stop_token_ids": list(range(20))}],
     ids=str,
 )
-def test_what_a_slot_cannot_hold_is_left_to_the_plain_sampler(sampling: dict[str, Any]) -> None:
-    assert not ColumnSampler(1, 50, CPU).accepts(sampling_request(**sampling))
+def test_what_depends_on_the_token_before_waits_for_a_mask(sampling: dict[str, Any]) -> None:
+    sampler = ColumnSampler(2, 50, CPU)
+    requests = [sampling_request(), sampling_request(**sampling)]
+    assert all(sampler.accepts(request) for request in requests)
+    sampler.place([0, 1], requests)
+    assert sampler.wants([0, 1]).masked == [1]
+    assert sampler.wants([1, 0]).masked == [0]
+    assert sampler.wants([0]).masked == []
+
+
+def test_masks_of_the_host_hold_what_is_forbidden_behind_the_tokens_before() -> None:
+    request = sampling_request(bad_words_token_ids=[[3], [4, 37]], output=(4,), min_tokens=3, stop_token_ids=[5])
+    masks = HostMasks(GrammarMasks(40)).fill([SampledRow(request, request.num_tokens), SampledRow(sampling_request(), 1)])
+    bits = (masks.rows[:, torch.arange(40) // 32] >> torch.arange(40) % 32) & 1
+    assert (bits == 0).nonzero().tolist() == [[0, 0], [0, 3], [0, 5], [0, 37]]
+    assert masks.errors == {}
+
+
+@pytest.mark.parametrize("counts", [[0], [1, 3], [0, 20, 7]])
+def test_scores_of_a_step_are_those_of_the_plain_sampler(counts: list[int]) -> None:
+    settings: list[dict[str, Any]] = [{"logprobs": count, "repetition_penalty": 1.5, "top_k": 40} for count in counts]
+    requests = [sampling_request(), *(sampling_request(seed=i, **each) for i, each in enumerate(settings))]
+    logits = torch.randn(len(requests), VOCAB_SIZE, generator=torch.Generator().manual_seed(2)) * 3
+    sampler, slots = ColumnSampler(8, VOCAB_SIZE, CPU), list(range(3, 3 + len(requests)))
+    sampler.place(slots, requests)
+    wants = sampler.wants(slots)
+    assert wants.scored == list(enumerate(counts, 1))
+    chosen = sampler.choose(logits, torch.tensor(slots), torch.tensor([1] * len(slots)), wants.kind)
+    assert chosen.scores is not None
+    expected = sample(logits, requests)
+    assert chosen.tokens.tolist() == [token.token_id for token in expected]
+    assert [unpacked(chosen.scores[row], count) for row, count in wants.scored] == [token.logprob for token in expected[1:]]
 
 
 def test_rows_for_biases_are_given_back_when_their_requests_end() -> None:
@@ -96,4 +141,4 @@ def test_rows_for_biases_are_given_back_when_their_requests_end() -> None:
 def test_only_top_p_without_top_k_weighs_the_vocabulary() -> None:
     sampler = ColumnSampler(3, 50, CPU)
     sampler.place([0, 1, 2], [sampling_request(top_p=0.5), sampling_request(top_p=0.5, top_k=4), sampling_request()])
-    assert [sampler.kind([slot]) for slot in range(3)] == [True, False, False]
+    assert [sampler.wants([slot]).kind.weighs for slot in range(3)] == [True, False, False]

@@ -1,0 +1,63 @@
+"""A step that was launched: what becomes of it on the host, when its tokens arrive."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from engine.grammar.spec import GrammarError
+from engine.runner.staging import Fetch
+from engine.sampling import scores
+from engine.sampling.sampler import NO_TOKEN
+from engine.scheduling.scheduled_batch import RowResult, StepOutput
+
+Choosing = tuple[Fetch, dict[int, GrammarError]]
+"""Where the tokens of a step whose rows waited for masks will arrive, and why a row has no mask."""
+
+
+@dataclass(slots=True)
+class LaunchedStep:
+    """Where the tokens of a step will arrive.
+
+    `rows[i]` is the item that token i belongs to, all of them in order if None. `scored`: (token, number of likeliest ones) of
+    those with log-probabilities. `choice` is what still has to be begun, `errors` what came of it.
+    """
+
+    num_items: int
+    num_sampled: int
+    rows: list[int] | None = None
+    scored: list[tuple[int, int]] = field(default_factory=list)
+    fetch: Fetch | None = None
+    choice: Callable[[], Choosing] | None = None
+    errors: dict[int, GrammarError] = field(default_factory=dict)
+
+    def complete(self) -> None:
+        """Begin what waited for the tokens of the step before. Raises when it cannot."""
+        if self.choice is not None:
+            (self.fetch, self.errors), self.choice = self.choice(), None
+
+    def outputs(self) -> list[RowResult]:
+        """One per item, None where no token could be drawn."""
+        assert self.choice is None, "the step was not completed"
+        results = self._results()
+        if self.rows is None:
+            return results
+        outputs: list[RowResult] = [StepOutput() for _ in range(self.num_items)]
+        for row, result in zip(self.rows, results, strict=True):
+            outputs[row] = result
+        return outputs
+
+    def _results(self) -> list[RowResult]:
+        """One per token."""
+        if self.fetch is None:
+            return []
+        tokens = self.fetch.tokens()[: self.num_sampled]
+        results: list[RowResult] = [*tokens]
+        if NO_TOKEN in tokens:
+            results = [None if token == NO_TOKEN else token for token in tokens]
+        for index, count in self.scored:
+            if results[index] is not None:
+                results[index] = StepOutput([tokens[index]], [scores.unpacked(self.fetch.scores()[index], count)])
+        for index, error in self.errors.items():
+            results[index] = StepOutput(error=str(error), error_param=error.param)
+        return results

@@ -1,0 +1,48 @@
+"""Masks of what only the host knows to be forbidden: by a grammar, by bad words of several tokens, by many end tokens.
+
+They depend on the token before: ahead of it a step is computed as far as its logits, and chooses when the masks are there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from engine.grammar.masks import WORD_BITS, GrammarMasks, StepMasks
+from engine.sampling.logits_rules import ForbiddenTokens, SampledRow
+from engine.scheduling.request import Request
+from kernels.ops import HELD_IDS_MAX
+
+
+def needs_masks(request: Request) -> bool:
+    """Whether some token of the request has to be chosen by a mask."""
+    sampling = request.sampling
+    if sampling.is_guided or any(len(word) > 1 for word in sampling.bad_words_token_ids or ()):
+        return True
+    return sampling.min_tokens > 0 and len(request.stop_ids) > HELD_IDS_MAX
+
+
+class HostMasks:
+    """Fills the masks of rows that need them. One thread calls it."""
+
+    def __init__(self, grammars: GrammarMasks) -> None:
+        self._grammars = grammars
+        self._forbidden = ForbiddenTokens()
+
+    def fill(self, rows: Sequence[SampledRow]) -> StepMasks:
+        """Masks of these rows, and why there are none: [len(rows), ceil(V / 32)] int32. All tokens before theirs are known."""
+        masks = self._grammars.fill([row.request for row in rows])
+        filled = self._grammars.nothing_forbidden(len(rows)) if masks is None else masks.result()
+        for index, row in enumerate(rows):
+            ids = self._forbidden.of(row)
+            if ids:
+                _forbid(filled.rows[index], ids)
+        return filled
+
+
+def _forbid(mask: torch.Tensor, ids: Sequence[int]) -> None:
+    """mask: [W] int32, in place"""
+    words = mask.numpy().view("uint32")
+    for token_id in ids:
+        words[token_id // WORD_BITS] &= ~(1 << token_id % WORD_BITS) & 0xFFFFFFFF

@@ -1,0 +1,28 @@
+"""A grammar's mask applied to logits, eight tokens at a time."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+
+SLICE_ELEMENTS = 1 << 24
+"""Logits changed at a time: the change is as large as they are."""
+
+
+@cache
+def _octets(device: torch.device) -> torch.Tensor:
+    """What eight tokens get by one octet of a mask: [256, 8] float32"""
+    allowed = (torch.arange(256, device=device)[:, None] >> torch.arange(8, device=device)) & 1
+    return torch.where(allowed > 0, 0.0, -torch.inf)
+
+
+def apply_bitmask(logits: torch.Tensor, masks: torch.Tensor, rows: torch.Tensor) -> None:
+    """As `kernels.triton.bitmask.apply_bitmask`, without padding. Adds, so that what is not finite stays so."""
+    vocab_size = logits.shape[1]
+    octets = masks.contiguous().view(torch.uint8).int()
+    size = max(1, SLICE_ELEMENTS // vocab_size)
+    for begin in range(0, len(rows), size):
+        part = slice(begin, begin + size)
+        change = torch.nn.functional.embedding(octets[part], _octets(logits.device)).flatten(1)
+        logits.index_add_(0, rows[part], change[:, :vocab_size].to(logits.dtype))
