@@ -50,7 +50,7 @@ def document(rows: Sequence[Row], outcome: Outcome, *, rehearsal: bool, taken_s:
         "bench": "gpu",
         "rehearsal": rehearsal,
         "at": datetime.now(UTC).isoformat(timespec="seconds"),
-        **_revision(),
+        **revision(),
         "taken_s": round(taken_s, 1),
         "python": platform.python_version(),
         "versions": {name: _version(name) for name in PACKAGES},
@@ -111,7 +111,7 @@ def _version(package: str) -> str:
         return ""
 
 
-def _revision() -> dict[str, Any]:
+def revision() -> dict[str, Any]:
     folder = Path(__file__).resolve().parents[2]
 
     def git(*arguments: str) -> str:

@@ -1,0 +1,226 @@
+"""Our engine beside its peers on the CPU: vLLM's build for CPUs, transformers' continuous batching, llama.cpp. Optional.
+
+    bench/peers/set_up.sh                              once: their environments, about 10 minutes
+    python -m bench.engine_peers                       everything
+    python -m bench.engine_peers --models 8M --peers vllm --requests 16 --rounds 1 --no-save
+
+The same random-weight Llama models, the same prompts of token ids, the same numbers of tokens; float32, greedy, two threads for
+everybody, prefill and decode together in every figure. Each engine runs in a process of its own, which is stopped by signal
+(SIGSTOP) while it is not its turn. First both answer once, which compiles and warms, and the tokens are compared; then they are
+measured by turns in rounds of four runs, ABBA and BAAB. A round is discarded and repeated when, during any of its runs, other
+processes and the host together took more than --noise cores. A row has the medians, the median of the ratios of
+neighbouring runs, and every raw sample, those of discarded rounds too; rows are added to bench/results/engine_peers.jsonl.
+The exit status is 0 when every row came.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from bench.gpu.report import revision
+from bench.gpu.rows import Row, Target, verdict
+from bench.peers import served
+from bench.peers.disturbance import CORES_MAX
+from bench.peers.models import SHAPES, make_model
+from bench.peers.plan import OURS, PEERS, VLLM_SERVED, Comparison, comparisons, slower
+from bench.peers.request_sets import request_set
+from bench.peers.rounds import equal_tokens, measure, row_of
+from bench.peers.workers import PEERS_FOLDER, Kind, PeerFailed, Worker, working
+
+RESULTS = Path(__file__).parent / "results" / "engine_peers.jsonl"
+EQUAL_MIN = 0.5
+"""Less than this share of tokens before the first difference cannot be rounding: then another model was measured."""
+HEAD = ("row", "ours", "peer", "unit", "ratio", "must show", "verdict")
+WIDTHS = (58, 9, 9, 9, 6, 20, 0)
+COUNTS = [1, 16, 48]
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Folders of one run: the model's, and the one that workers' output goes to."""
+
+    model: Path
+    logs: Path
+
+
+def compare(ours: Worker, peer: Worker, comparison: Comparison, model: str, options: argparse.Namespace) -> Row:
+    """One row: tokens first, then the clock. Raises PeerFailed."""
+    requests = request_set(comparison.count, SHAPES[model]["vocab_size"])
+    rounds = max(1, round(options.rounds * comparison.rounds))
+    tell(f"  {comparison.name(model)}: {rounds} rounds")
+    tokens, answers = equal_tokens(ours.run(requests)[0], peer.run(requests)[0])
+    measured = measure(ours, peer, requests, rounds, options.noise)
+    row = row_of(comparison.name(model), comparison.peer.name, requests, measured, rounds)
+    row.note += f"; equal tokens {tokens:.1%}" if tokens < 1 else ""
+    row.facts |= {"ours": ours.facts, "peer": peer.facts, "equal_tokens": round(tokens, 4), "equal_answers": round(answers, 4)}
+    if tokens < EQUAL_MIN:
+        row.error = f"only {tokens:.0%} of the tokens are equal before an answer's first difference: not the same model"
+    return row
+
+
+def beside(
+    ours: Worker, peer: Kind, wanted: Sequence[Comparison], model: str, places: Places, options: argparse.Namespace
+) -> Iterator[Row]:
+    """The rows of one peer. When it fails, those that are missing say so, and the next peer goes on."""
+    done = 0
+    try:
+        with working(peer, options.folder, places.model, options.threads, places.logs) as worker:
+            tell(f"{model}: {peer.name} loaded in {worker.facts['load_s']} s")
+            for comparison in wanted:
+                yield compare(ours, worker, comparison, model, options)
+                done += 1
+    except PeerFailed as error:
+        tell(f"  {error}")
+        yield from (Row(name=each.name(model), peer_name=peer.name, error=str(error)) for each in wanted[done:])
+
+
+def asked(model: str, options: argparse.Namespace) -> list[Comparison]:
+    names = {name for peer in options.peers for name in PEERS[peer]}
+    return [each for each in comparisons(model) if each.count in options.requests and each.peer.name in names]
+
+
+def rows_of(model: str, places: Places, options: argparse.Namespace) -> list[tuple[Row, Target]]:
+    """Make the model, then one peer after another beside ours."""
+    wanted = asked(model, options)
+    if not wanted:
+        return []
+    tell(f"{model}: making the model")
+    make_model(SHAPES[model], places.model)
+    rows: list[Row] = []
+    with working(OURS, options.folder, places.model, options.threads, places.logs) as ours:
+        for peer, group in groupby(wanted, key=lambda each: each.peer):
+            rows += beside(ours, peer, list(group), model, places, options)
+    beaten = slower({each: row.peer for each, row in zip(wanted, rows, strict=True)})
+    return [(row, each.target(model, judged=each not in beaten)) for each, row in zip(wanted, rows, strict=True)]
+
+
+def document(model: str, rows: Sequence[tuple[Row, Target]], options: argparse.Namespace, taken_s: float) -> dict[str, Any]:
+    """What is added to the results: one document per model."""
+    lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
+    return {
+        "bench": "engine_peers",
+        "model": model,
+        "at": datetime.now(UTC).isoformat(timespec="seconds"),
+        **revision(),
+        "cpu": next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine()),
+        "cores": os.cpu_count(),
+        "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
+        "python": platform.python_version(),
+        "threads": options.threads,
+        "noise_cores": options.noise,
+        "load": round(os.getloadavg()[0], 2),
+        "taken_s": round(taken_s, 1),
+        "rows": [
+            {**row.as_dict(), "unit": target.unit, "must_show": target.words, "verdict": verdict(row, target)}
+            for row, target in rows
+        ],
+    }
+
+
+def table(reports: Sequence[dict[str, Any]]) -> str:
+    """The rows for people."""
+    lines = [line(HEAD)]
+    for row in (row for report in reports for row in report["rows"]):
+        numbers = [
+            "-" if row[key] is None else f"{row[key]:.{digits}f}" for key, digits in (("value", 0), ("peer", 0), ("ratio", 2))
+        ]
+        lines.append(line((row["name"], *numbers[:2], row["unit"], numbers[2], row["must_show"], row["verdict"])))
+        if row["error"] or row["note"]:
+            lines.append(f"      {row['error'] or row['note']}")
+    return "\n".join(lines)
+
+
+def line(cells: Sequence[str]) -> str:
+    return "  " + " ".join(cell.ljust(width) for cell, width in zip(cells, WIDTHS, strict=True)).rstrip()
+
+
+def tell(what: str) -> None:
+    print(what, file=sys.stderr, flush=True)
+
+
+def several(kind: type, allowed: Sequence[Any]) -> Callable[[str], list[Any]]:
+    """A reader of `a,b,c` for argparse, with no value that is not allowed."""
+
+    def read(text: str) -> list[Any]:
+        try:
+            values = [kind(part) for part in text.split(",")]
+        except ValueError:
+            values = [text]
+        if wrong := [value for value in values if value not in allowed]:
+            raise argparse.ArgumentTypeError(f"{wrong[0]} is none of {', '.join(map(str, allowed))}")
+        return values
+
+    return read
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--models", type=several(str, list(SHAPES)), default=list(SHAPES), help="8M,100M")
+    made.add_argument("--peers", type=several(str, list(PEERS)), default=list(PEERS), help="vllm,transformers,llama")
+    made.add_argument("--requests", type=several(int, COUNTS), default=COUNTS, help="1,16,48: how many at once")
+    made.add_argument("--rounds", type=int, default=3, help="rounds of a judged row; costly ones get fewer (default 3)")
+    made.add_argument("--served", action="store_true", help="also 16 streaming clients of both servers, 8M")
+    made.add_argument("--noise", type=float, default=CORES_MAX, help=f"cores that others may use (default {CORES_MAX})")
+    made.add_argument("--threads", type=int, default=2, help="of every engine (default 2)")
+    made.add_argument(
+        "--folder", type=Path, default=os.environ.get("GATEHOUSE_PEERS", PEERS_FOLDER), help="of the environments"
+    )
+    made.add_argument("--logs", type=Path, help="where output of the engines goes (default: a new temporary folder)")
+    made.add_argument("--no-save", action="store_true", help="print only")
+    return made
+
+
+def missing(options: argparse.Namespace) -> list[str]:
+    """What has to be made first, a command each."""
+    found = []
+    kinds = [each.peer for model in options.models for each in asked(model, options)] + [VLLM_SERVED] * options.served
+    for kind in kinds:
+        try:
+            kind.interpreter(options.folder)
+        except PeerFailed as error:
+            found.append(str(error))
+    return list(dict.fromkeys(found))
+
+
+def main() -> None:
+    options = parser().parse_args()
+    options.folder = Path(options.folder).resolve()
+    if problems := missing(options):
+        sys.exit("\n".join(problems))
+    logs = options.logs or Path(tempfile.mkdtemp(prefix="engine-peers-"))
+    logs.mkdir(parents=True, exist_ok=True)
+    tell(f"output of the engines: {logs}")
+    reports = []
+    for model in options.models:
+        started_s = time.perf_counter()
+        # Always the same place: vLLM keeps what it compiled by the model's path, and a second run starts sooner.
+        places = Places(options.folder / "models" / model, logs)
+        rows = rows_of(model, places, options)
+        if options.served and model == served.MODEL:
+            rows.append(served.row(places.model, logs, options.folder, options.threads, options.rounds, options.noise))
+        if not rows:
+            continue
+        reports.append(document(model, rows, options, time.perf_counter() - started_s))
+        if not options.no_save:
+            with RESULTS.open("a", encoding="utf-8") as results:
+                results.write(json.dumps(reports[-1]) + "\n")
+    print(table(reports))
+    sys.exit(any(row["error"] for report in reports for row in report["rows"]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,55 @@
+"""What else the machine did during a measurement, and the rule by which a round is discarded. Linux."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+CORES_MAX = 0.06
+"""A quiet system with its timers uses 0.01 to 0.03 cores."""
+TICKS_MAX = 3
+"""Ticks of CPU time that are never a disturbance, however short the run: the counters are not finer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """Of the machine's counters: `busy_s` is what processes and interrupts used on all cores, without waiting and steal."""
+
+    at_s: float
+    busy_s: float
+    steal_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Disturbance:
+    """Cores that others used, and that the host took away, on the average of one run."""
+
+    others_cores: float
+    steal_cores: float
+    wall_s: float
+
+    def reason(self, cores_max: float = CORES_MAX) -> str:
+        """Why a round with this run is discarded, or nothing: others and the host together took more than `cores_max`."""
+        if self.others_cores + self.steal_cores <= max(cores_max, TICKS_MAX * tick_s() / self.wall_s):
+            return ""
+        return f"others used {self.others_cores:.2f} cores, the host took {self.steal_cores:.2f}"
+
+
+def tick_s() -> float:
+    return 1 / os.sysconf("SC_CLK_TCK")
+
+
+def read_machine(text: str | None = None) -> Reading:
+    """Counters now, from /proc/stat or from its first line as given."""
+    line = (text or Path("/proc/stat").read_text("ascii")).split("\n", 1)[0]
+    user, nice, system, _, _, irq, softirq, steal = map(int, line.split()[1:9])
+    return Reading(time.perf_counter(), (user + nice + system + irq + softirq) * tick_s(), steal * tick_s())
+
+
+def between(before: Reading, after: Reading, known_cpu_s: float) -> Disturbance:
+    """What is left of the machine's CPU time when that of the measured and of the asking process is taken off."""
+    wall_s = max(after.at_s - before.at_s, 1e-9)
+    others_s = max(after.busy_s - before.busy_s - known_cpu_s, 0.0)
+    return Disturbance(others_s / wall_s, (after.steal_s - before.steal_s) / wall_s, wall_s)

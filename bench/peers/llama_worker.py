@@ -1,0 +1,62 @@
+"""llama.cpp as a worker of the bench of peers: one request after another, float32, through its C interface.
+
+The prompt is one batch, then one token at a time; the greedy choice is llama.cpp's own sampler, so Python adds two calls to a
+token and looks at no logits.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+from typing import Any
+
+from bench.peers.gguf_names import GGUF
+from bench.peers.protocol import Run, leave_repository, work
+
+KEPT: list[Any] = []
+"""What C holds a pointer to and Python would free."""
+
+
+def load(folder: Path, threads: int, settings: dict[str, Any]) -> tuple[Run, dict[str, Any]]:
+    import llama_cpp as llama  # type: ignore[import-not-found]
+
+    context_len = settings["n_ctx"]
+    llama.llama_backend_init()
+    path = folder / GGUF
+    model = llama.llama_model_load_from_file(str(path).encode(), llama.llama_model_default_params())
+    if not model:
+        raise RuntimeError(f"llama.cpp could not load {path}")
+    wanted = llama.llama_context_default_params()
+    wanted.n_ctx = wanted.n_batch = wanted.n_ubatch = context_len
+    wanted.n_threads = wanted.n_threads_batch = threads
+    wanted.type_k = wanted.type_v = llama.GGML_TYPE_F32
+    context = llama.llama_init_from_model(model, wanted)
+    if not context:
+        raise RuntimeError(f"llama.cpp made no context for {path}")
+    greedy = llama.llama_sampler_init_greedy()
+    KEPT.append(llama.llama_log_callback(lambda *_: None))  # its notes on graphs would fall into measured time
+    llama.llama_log_set(KEPT[-1], ctypes.c_void_p(0))
+
+    def step(token_ids: list[int]) -> int:
+        kept = (llama.llama_token * len(token_ids))(*token_ids)  # the batch holds its address, not the array
+        if status := llama.llama_decode(context, llama.llama_batch_get_one(kept, len(token_ids))):
+            raise RuntimeError(f"llama_decode returned {status}")
+        return int(llama.llama_sampler_sample(greedy, context, -1))
+
+    def one(prompt: list[int], length: int) -> list[int]:
+        llama.llama_memory_clear(llama.llama_get_memory(context), True)
+        answer = [step(prompt)]
+        while len(answer) < length:
+            answer.append(step(answer[-1:]))
+        return answer
+
+    def run(prompts: list[list[int]], output_lens: list[int]) -> list[list[int]]:
+        return [one(prompt, length) for prompt, length in zip(prompts, output_lens, strict=True)]
+
+    system = llama.llama_print_system_info().decode().strip()
+    return run, {"llama_cpp_python": llama.__version__, "system": system}
+
+
+if __name__ == "__main__":
+    leave_repository()
+    work(load)

@@ -1,0 +1,80 @@
+"""Which engines are compared on which requests, and what must come out. Names and numbers, no engine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from bench.gpu.rows import Target
+from bench.peers.workers import Kind
+
+MAX_MODEL_LEN = 1024
+SEATS = 64
+QUIET = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "VLLM_LOGGING_LEVEL": "WARNING", "TOKENIZERS_PARALLELISM": "false"}
+VLLM = {"VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_CPU_OMP_THREADS_BIND": "nobind", **QUIET}
+IN_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", **VLLM}
+
+OURS = Kind("ours", "bench.peers.ours_worker", settings={"max_model_len": MAX_MODEL_LEN, "max_num_seqs": SEATS})
+COMPILED, EAGER = (
+    Kind(
+        f"vLLM {name}", "bench.peers.vllm_worker", "vllm",
+        {"max_model_len": MAX_MODEL_LEN, "max_num_seqs": SEATS, "enforce_eager": name == "eager"}, IN_PROCESS,
+    )
+    for name in ("compiled", "eager")
+)  # fmt: skip
+VLLM_SETTINGS = (COMPILED, EAGER)
+VLLM_SERVED = Kind("vLLM's server", "", "vllm")
+CONTINUOUS = Kind(
+    "transformers continuous batching", "bench.peers.transformers_worker", "transformers",
+    # Blocks of earlier runs would be shared: nobody here keeps prefixes.
+    {"page_size": 32, "num_blocks": 512, "max_batch_tokens": 512, "allow_block_sharing": False}, QUIET,
+)  # fmt: skip
+LLAMA = Kind("llama.cpp F32", "bench.peers.llama_worker", "llama", {"n_ctx": MAX_MODEL_LEN}, prepare="bench.peers.write_gguf")
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """One row: `count` requests at once, or one at a time. `rounds` is a share of the wanted number."""
+
+    peer: Kind
+    count: int
+    pass_at: float | None = None
+    stretch_at: float | None = None
+    rounds: float = 1.0
+
+    def name(self, model: str) -> str:
+        return f"{model}, {f'{self.count} mixed requests' if self.count > 1 else 'one at a time'}, {self.peer.name}"
+
+    def target(self, model: str, *, judged: bool) -> Target:
+        goals = (self.pass_at, self.stretch_at) if judged else (None, None)
+        return Target(name=self.name(model), part=model, unit="tokens/s", judged="ratio", pass_at=goals[0], stretch_at=goals[1])
+
+
+def comparisons(model: str) -> list[Comparison]:
+    """In the order of measuring. vLLM's faster setting counts: both have the goal, `slower` tells which one loses it."""
+    vllm = (1.0, 1.5) if model == "8M" else (1.0, 1.15)
+    return [
+        Comparison(COMPILED, 16, *vllm),
+        Comparison(COMPILED, 48, *vllm, rounds=2 / 3),
+        Comparison(COMPILED, 1, *vllm),
+        Comparison(EAGER, 16, *vllm, rounds=1 / 3),
+        Comparison(EAGER, 48, *vllm, rounds=1 / 3),
+        Comparison(EAGER, 1, *vllm, rounds=1 / 3),
+        Comparison(CONTINUOUS, 16, 2.0, 3.0, rounds=2 / 3),
+        Comparison(LLAMA, 1, 0.6, 1.0),
+    ]
+
+
+def slower(speeds: Mapping[Comparison, float | None]) -> set[Comparison]:
+    """Of vLLM's two settings on the same requests, the one that need not be beaten. Keys are comparisons of one model, values
+    the peer's tokens per second, or None where it was not measured."""
+    beaten = set()
+    for one, speed in speeds.items():
+        rivals = [other for each, other in speeds.items() if each.peer in VLLM_SETTINGS and each.count == one.count]
+        if one.peer in VLLM_SETTINGS and any(other is not None and (speed is None or other > speed) for other in rivals):
+            beaten.add(one)
+    return beaten
+
+
+PEERS = {"vllm": ("vLLM compiled", "vLLM eager"), "transformers": (CONTINUOUS.name,), "llama": (LLAMA.name,)}
+"""What `--peers` takes."""

@@ -1,0 +1,79 @@
+"""A worker's side of the bench of peers: one JSON document per line in, one out. Standard library only: every peer's
+interpreter runs it, and none of them has our packages.
+
+    {"do": "load", "folder": …, "threads": 2, "settings": {…}}    -> {"facts": {…}, "load_s": …}
+    {"do": "run", "prompts": [[id, …], …], "output_lens": [n, …], "at_once": true}
+                                                                  -> {"tokens": [[id, …], …], "wall_s": …, "cpu_s": …}
+
+Every request is greedy, ignores the end of text and gives exactly its number of tokens. Requests are handed over together, or
+one when the one before it is done. `wall_s` and `cpu_s` are of the run alone; every answer also has `process_cpu_s`, all that
+the process used since it had the question, so that the asker can tell it from others. An error is answered as {"error": …} and
+ends the worker. The worker ends when its input does.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+Run = Callable[[list[list[int]], list[int]], list[list[int]]]
+"""Prompts and the exact number of tokens for each to the generated token ids."""
+
+Load = Callable[[Path, int, dict[str, Any]], tuple[Run, dict[str, Any]]]
+"""Model folder, threads and settings to a way to run requests, and facts for the row."""
+
+
+def leave_repository() -> None:
+    """Take our repository off the import path, for children too: a peer's libraries look for another `kernels` than ours."""
+    os.environ.pop("PYTHONPATH", None)
+    sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != REPOSITORY]
+
+
+def work(load: Load) -> None:
+    """Answer until the input ends. What libraries print goes to stderr, so that answers stay readable."""
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    run: Run | None = None
+    for line in sys.stdin:
+        started_cpu_s = time.process_time()
+        question = json.loads(line)
+        try:
+            if question["do"] == "load":
+                run, answer = _load(load, question)
+            elif run is None:
+                raise RuntimeError("asked to run before a model was loaded")
+            else:
+                answer = _timed(run, question)
+        except Exception as error:  # noqa: BLE001 - whatever a peer raises is its answer
+            traceback.print_exc()
+            answers.write(json.dumps({"error": f"{type(error).__name__}: {error}"}) + "\n")
+            answers.flush()
+            sys.exit(1)
+        text = json.dumps(answer)[:-1]
+        answers.write(f'{text}, "process_cpu_s": {time.process_time() - started_cpu_s}}}\n')
+        answers.flush()
+
+
+def _load(load: Load, question: dict[str, Any]) -> tuple[Run, dict[str, Any]]:
+    started_s = time.perf_counter()
+    run, facts = load(Path(question["folder"]), question["threads"], question["settings"])
+    return run, {"facts": facts, "load_s": time.perf_counter() - started_s}
+
+
+def _timed(run: Run, question: dict[str, Any]) -> dict[str, Any]:
+    prompts, output_lens = question["prompts"], question["output_lens"]
+    calls = [(prompts, output_lens)] if question["at_once"] else [([p], [n]) for p, n in zip(prompts, output_lens, strict=True)]
+    started_s, started_cpu_s = time.perf_counter(), time.process_time()
+    tokens = [answer for call in calls for answer in run(*call)]
+    taken = {"wall_s": time.perf_counter() - started_s, "cpu_s": time.process_time() - started_cpu_s}
+    if list(map(len, tokens)) != output_lens:
+        raise RuntimeError(f"{list(map(len, tokens))} tokens came for {output_lens}")
+    return {"tokens": tokens, **taken}

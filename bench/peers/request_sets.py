@@ -1,0 +1,38 @@
+"""What is asked of every engine: prompts of random token ids with the exact number of tokens to generate for each."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+PROMPT_LENS = (16, 200)
+OUTPUT_LENS = (16, 128)
+ONE_BY_ONE = 4
+"""Requests in the set of one at a time: the clock of a machine's CPU time is too coarse for one alone."""
+ONE_LENS = (100, 64)
+FIRST_ORDINARY_ID = 3
+
+
+@dataclass(frozen=True, slots=True)
+class RequestSet:
+    """Requests that are handed over together, or each when the one before it is done."""
+
+    prompts: list[list[int]]
+    output_lens: list[int]
+    at_once: bool = True
+
+    @property
+    def num_output_tokens(self) -> int:
+        return sum(self.output_lens)
+
+
+def request_set(count: int, vocab_size: int) -> RequestSet:
+    """`count` mixed requests at once; for 1 a few of equal lengths, one at a time. The same ones every time, and the same
+    lengths for every vocabulary."""
+    lengths, ids = random.Random(count), random.Random(count + 1)
+    if count == 1:
+        pairs = [ONE_LENS] * ONE_BY_ONE
+    else:
+        pairs = [(lengths.randint(*PROMPT_LENS), lengths.randint(*OUTPUT_LENS)) for _ in range(count)]
+    prompts = [[ids.randrange(FIRST_ORDINARY_ID, vocab_size) for _ in range(length)] for length, _ in pairs]
+    return RequestSet(prompts, [length for _, length in pairs], at_once=count > 1)

@@ -1,0 +1,162 @@
+"""Worker processes of the bench of peers: started, asked, and stopped by signal while it is another one's turn."""
+
+from __future__ import annotations
+
+import json
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+from bench.peers.disturbance import Disturbance, between, read_machine
+from bench.peers.protocol import REPOSITORY
+from bench.peers.request_sets import RequestSet
+
+ANSWER_TIMEOUT_S = 600.0
+SETTLE_S = 0.05
+"""Between the signal that wakes a worker and its measurement: threads that were stopped in a wait run once and sleep again."""
+
+PEERS_FOLDER = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gatehouse" / "peers"
+
+
+class PeerFailed(Exception):
+    """A worker or a server of a peer ended, said that it failed, or did not answer; or its environment is missing."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Kind:
+    """One engine with its settings. `environment` names a folder of bench/peers/set_up.sh; none is this interpreter.
+
+    `prepare` is a module that its interpreter runs once on the model's folder before it is loaded.
+    """
+
+    name: str
+    module: str
+    environment: str = ""
+    settings: dict[str, Any] = field(default_factory=dict)
+    variables: dict[str, str] = field(default_factory=dict)
+    prepare: str = ""
+
+    def interpreter(self, folder: Path) -> str:
+        """Path of the peer's python. Raises PeerFailed with the command that makes it."""
+        if not self.environment:
+            return sys.executable
+        python = folder / self.environment / "bin" / "python"
+        if not python.exists():
+            option = "" if folder == PEERS_FOLDER else f" --folder {folder}"
+            raise PeerFailed(f"{python} is missing: make it with bench/peers/set_up.sh --only {self.environment}{option}")
+        return str(python)
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One run of a request set."""
+
+    wall_s: float
+    cpu_s: float
+    disturbance: Disturbance
+
+    def as_row(self) -> dict[str, float]:
+        return {
+            "wall_s": round(self.wall_s, 4),
+            "cpu_s": round(self.cpu_s, 4),
+            "others_cores": round(self.disturbance.others_cores, 3),
+            "steal_cores": round(self.disturbance.steal_cores, 3),
+        }
+
+
+class Worker:
+    """A loaded engine in a process group of its own, stopped between its turns so that no thread of it can spin."""
+
+    def __init__(self, kind: Kind, folder: Path, model: Path, threads: int, log: IO[str]) -> None:
+        """Start and load, then stop. Raises PeerFailed."""
+        self.kind = kind
+        self._log = log
+        variables = {
+            "OMP_NUM_THREADS": str(threads), "PYTHONPATH": str(REPOSITORY), "HF_HUB_OFFLINE": "1",
+            "VLLM_CACHE_ROOT": str(folder / "cache"), **kind.variables,
+        }  # fmt: skip
+        self._process = subprocess.Popen(
+            [kind.interpreter(folder), "-m", kind.module],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True,
+            env={**os.environ, **variables}, cwd=model,
+        )  # fmt: skip
+        try:
+            loaded = self._ask({"do": "load", "folder": str(model), "threads": threads, "settings": kind.settings})
+        except BaseException:
+            self.close()
+            raise
+        self.facts: dict[str, Any] = {**loaded["facts"], "load_s": round(loaded["load_s"], 1)}
+        self._signal(signal.SIGSTOP)
+
+    def run(self, requests: RequestSet) -> tuple[list[list[int]], Sample]:
+        """Wake, run the requests, stop again. Raises PeerFailed."""
+        self._signal(signal.SIGCONT)
+        time.sleep(SETTLE_S)
+        own_s, before = time.process_time(), read_machine()
+        answer = self._ask({"do": "run", **asdict(requests)})
+        after, own_s = read_machine(), time.process_time() - own_s
+        self._signal(signal.SIGSTOP)
+        disturbance = between(before, after, answer["process_cpu_s"] + own_s)
+        return answer["tokens"], Sample(answer["wall_s"], answer["cpu_s"], disturbance)
+
+    def close(self) -> None:
+        """End the process and whatever it started."""
+        for number in (signal.SIGCONT, signal.SIGKILL):
+            self._signal(number)
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            assert pipe is not None
+            pipe.close()
+
+    def _signal(self, number: signal.Signals) -> None:
+        with suppress(ProcessLookupError):  # when it has ended, the next question finds out why
+            os.killpg(self._process.pid, number)
+
+    def _ask(self, question: dict[str, Any]) -> dict[str, Any]:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        try:
+            self._process.stdin.write(json.dumps(question) + "\n")
+            self._process.stdin.flush()
+        except BrokenPipeError as error:
+            raise self._failed("ended") from error
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._process.stdout, selectors.EVENT_READ)
+            if not selector.select(ANSWER_TIMEOUT_S):
+                raise self._failed(f"gave no answer within {ANSWER_TIMEOUT_S:.0f} s")
+        line = self._process.stdout.readline()
+        if not line:
+            raise self._failed("ended")
+        answer: dict[str, Any] = json.loads(line)
+        if "error" in answer:
+            raise self._failed(answer["error"])
+        return answer
+
+    def _failed(self, what: str) -> PeerFailed:
+        return PeerFailed(f"{self.kind.name}: {what}; its output is in {self._log.name}")
+
+
+@contextmanager
+def working(kind: Kind, folder: Path, model: Path, threads: int, logs: Path) -> Iterator[Worker]:
+    """A worker with its output in a file of `logs`. Raises PeerFailed."""
+    with (logs / f"{kind.name.replace(' ', '-').replace(',', '')}-{model.name}.log").open("a") as log:
+        if kind.prepare:
+            prepared = subprocess.run(
+                [kind.interpreter(folder), "-m", kind.prepare, str(model)],
+                stdout=log, stderr=log, check=False, cwd=REPOSITORY,
+            )  # fmt: skip
+            if prepared.returncode:
+                raise PeerFailed(f"{kind.name}: {kind.prepare} failed; its output is in {log.name}")
+        worker = Worker(kind, folder, model, threads, log)
+        try:
+            yield worker
+        finally:
+            worker.close()

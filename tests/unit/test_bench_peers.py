@@ -1,0 +1,207 @@
+"""The bench of peers without any peer: requests, the rule of discarding, what follows from rounds, the wire to a worker."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from bench.peers import disturbance
+from bench.peers.disturbance import Disturbance, Reading, between, read_machine
+from bench.peers.gguf_names import gguf_name, interleaved
+from bench.peers.models import SHAPES, weight_shapes
+from bench.peers.plan import COMPILED, EAGER, LLAMA, comparisons, slower
+from bench.peers.request_sets import RequestSet, request_set
+from bench.peers.rounds import Measured, equal_tokens, measure, row_of
+from bench.peers.workers import Kind, PeerFailed, Sample, Worker, working
+
+REPO = Path(__file__).resolve().parents[2]
+QUIET = Disturbance(0.01, 0.0, 1.0)
+BUSY = Disturbance(0.5, 0.0, 1.0)
+ECHO = """
+from bench.peers.protocol import work
+def load(folder, threads, settings):
+    def run(prompts, output_lens):
+        print("noise on stdout")
+        return [prompt[:1] * (length + settings["off"]) for prompt, length in zip(prompts, output_lens)]
+    return run, {"threads": threads}
+work(load)
+"""
+
+
+def sample(wall_s: float, noise: Disturbance = QUIET) -> Sample:
+    return Sample(wall_s, 2 * wall_s, noise)
+
+
+class Scripted:
+    """An engine whose runs take what the script says."""
+
+    def __init__(self, *samples: Sample) -> None:
+        self._samples: Iterator[Sample] = iter(samples)
+
+    def run(self, requests: RequestSet) -> tuple[list[list[int]], Sample]:
+        return [], next(self._samples)
+
+
+def test_requests_repeat_and_stay_in_their_bounds() -> None:
+    asked = request_set(16, 4096)
+    assert asked == request_set(16, 4096)
+    assert {16 <= len(prompt) <= 200 for prompt in asked.prompts} == {True}
+    assert {16 <= length <= 128 for length in asked.output_lens} == {True}
+    assert all(3 <= token_id < 4096 for prompt in asked.prompts for token_id in prompt)
+    assert asked.output_lens == request_set(16, 32000).output_lens
+
+
+def test_one_request_is_several_one_after_another() -> None:
+    one, many = request_set(1, 4096), request_set(48, 4096)
+    assert not one.at_once
+    assert many.at_once
+    assert len({len(prompt) for prompt in one.prompts}) == 1
+
+
+def test_what_is_not_ours_is_others() -> None:
+    found = between(Reading(10.0, 100.0, 5.0), Reading(12.0, 103.0, 5.5), known_cpu_s=2.0)
+    assert (found.others_cores, found.steal_cores, found.wall_s) == (0.5, 0.25, 2.0)
+
+
+def test_machine_time_is_read_without_waiting_and_steal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disturbance, "tick_s", lambda: 0.01)
+    reading = read_machine("cpu  100 20 3 4000 500 6 7 80 9 9\ncpu0 1 1 1")
+    assert reading.busy_s == pytest.approx(1.36)
+    assert reading.steal_s == pytest.approx(0.8)
+
+
+@pytest.mark.parametrize(
+    ("others", "steal", "wall_s", "kept"),
+    [
+        (0.02, 0.0, 10.0, True),
+        (0.2, 0.0, 10.0, False),
+        (0.0, 0.2, 10.0, False),
+        (0.04, 0.04, 10.0, False),
+        (0.2, 0.0, 0.1, True),
+    ],
+)
+def test_a_run_is_disturbed_by_others_and_by_the_host_but_not_by_one_tick(
+    monkeypatch: pytest.MonkeyPatch, others: float, steal: float, wall_s: float, kept: bool
+) -> None:
+    monkeypatch.setattr(disturbance, "tick_s", lambda: 0.01)
+    assert (Disturbance(others, steal, wall_s).reason(0.06) == "") is kept
+
+
+def test_rounds_swap_their_order_and_give_neighbouring_pairs() -> None:
+    ours, peer = Scripted(*map(sample, (1.0, 2.0, 4.0, 5.0))), Scripted(*map(sample, (2.0, 6.0, 8.0, 5.0)))
+    measured = measure(ours, peer, request_set(1, 100), rounds=2)
+    assert [[name for name, _ in each] for each in measured.rounds] == [
+        ["ours", "peer", "peer", "ours"],
+        ["peer", "ours", "ours", "peer"],
+    ]
+    assert measured.ratios == [2.0, 3.0, 2.0, 1.0]
+
+
+def test_a_disturbed_round_is_repeated_and_kept_apart() -> None:
+    ours = Scripted(sample(1.0), sample(1.0), sample(1.0), sample(1.0))
+    peer = Scripted(sample(9.0), sample(9.0, BUSY), sample(2.0), sample(2.0))
+    measured = measure(ours, peer, request_set(1, 100), rounds=1)
+    assert measured.ratios == [2.0, 2.0]
+    assert [reason for reason, _ in measured.discarded] == ["peer: others used 0.50 cores, the host took 0.00"]
+
+
+def test_a_machine_that_is_never_quiet_gives_no_figure() -> None:
+    never = [sample(1.0, BUSY)] * 6
+    requests = request_set(1, 100)
+    row = row_of("row", "peer", requests, measure(Scripted(*never), Scripted(*never), requests, rounds=1), 1)
+    assert row.value is None
+    assert row.ratio is None
+    assert "all 3 rounds were disturbed" in row.error
+    assert len(row.facts["discarded"]) == 3
+
+
+def test_a_row_has_medians_of_rates_and_ratios_and_every_sample() -> None:
+    requests = RequestSet([[5]], [12])
+    measured = Measured(
+        rounds=[[(name, sample(wall_s)) for name, wall_s in (("ours", 2.0), ("peer", 3.0), ("peer", 8.0), ("ours", 4.0))]]
+    )
+    row = row_of("row", "peer", requests, measured, 1)
+    assert (row.value, row.ratio, row.samples) == (4.0, 1.75, [1.5, 2.0])
+    assert row.peer == pytest.approx(12 / 5.5)
+    assert [each["who"] for each in row.facts["rounds"][0]] == ["ours", "peer", "peer", "ours"]
+
+
+def test_tokens_count_as_equal_until_an_answer_first_differs() -> None:
+    assert equal_tokens([[1, 2, 3, 4], [5, 6]], [[1, 9, 3, 4], [5, 6]]) == (0.5, 0.5)
+
+
+def test_of_vllm_settings_the_faster_one_on_the_same_requests_counts() -> None:
+    rows = {(each.peer.name, each.count): each for each in comparisons("8M")}
+    fast, slow = rows[COMPILED.name, 16], rows[EAGER.name, 16]
+    alone, other = rows[EAGER.name, 48], rows[LLAMA.name, 1]
+    assert slower({fast: 300.0, slow: 200.0, alone: 100.0, other: 1.0}) == {slow}
+    assert slower({fast: 100.0, slow: 200.0}) == {fast}
+    assert slower({fast: 100.0, slow: None}) == {slow}
+    assert fast.target("8M", judged=True).words == "≥ 1 / 1.5 × peer"
+    assert fast.target("8M", judged=False).pass_at is None
+
+
+@pytest.mark.parametrize("model", SHAPES)
+def test_every_weight_has_a_name_of_its_own_in_gguf(model: str) -> None:
+    names = [gguf_name(name) for name, _ in weight_shapes(SHAPES[model])]
+    assert len(set(names)) == len(names) == 3 - SHAPES[model]["tie_word_embeddings"] + 9 * SHAPES[model]["num_hidden_layers"]
+    assert gguf_name("model.layers.11.self_attn.o_proj.weight") == "blk.11.attn_output.weight"
+
+
+def test_a_weight_that_no_llama_has_is_refused() -> None:
+    with pytest.raises(KeyError):
+        gguf_name("model.layers.0.self_attn.q_norm.weight")
+
+
+def test_halves_of_a_head_are_interleaved() -> None:
+    assert interleaved(12, 2) == [0, 3, 1, 4, 2, 5, 6, 9, 7, 10, 8, 11]
+
+
+def test_a_worker_answers_apart_from_what_its_library_prints(tmp_path: Path) -> None:
+    asked = RequestSet([[7], [8]], [1, 3])
+    with working(echo(tmp_path, off=0), tmp_path, tmp_path, 1, tmp_path) as worker:
+        assert worker.facts["threads"] == 1
+        tokens, taken = worker.run(asked)
+        assert worker.run(asked)[0] == tokens == [[7], [8, 8, 8]]
+    assert taken.wall_s >= 0
+
+
+def test_a_worker_that_gives_another_number_of_tokens_fails_by_name(tmp_path: Path) -> None:
+    with working(echo(tmp_path, off=1), tmp_path, tmp_path, 1, tmp_path) as worker, pytest.raises(PeerFailed) as failed:
+        worker.run(RequestSet([[7]], [1]))
+    assert "echo: RuntimeError: [2] tokens came for [1]" in str(failed.value)
+
+
+def test_a_worker_that_ends_is_named_with_its_output(tmp_path: Path) -> None:
+    with pytest.raises(PeerFailed, match="gone"), (tmp_path / "gone.log").open("w") as log:
+        Worker(Kind("gone", "no_such_module"), tmp_path, tmp_path, 1, log)
+
+
+def test_a_missing_environment_names_the_command_that_makes_it(tmp_path: Path) -> None:
+    with pytest.raises(PeerFailed, match=r"bench/peers/set_up\.sh --only llama --folder"):
+        LLAMA.interpreter(tmp_path)
+
+
+def test_the_set_up_refuses_a_folder_within_the_repository() -> None:
+    answer = subprocess.run(
+        [str(REPO / "bench" / "peers" / "set_up.sh"), "--folder", str(REPO)], capture_output=True, text=True, check=False
+    )
+    assert answer.returncode == 1
+    assert "inside the repository" in answer.stderr
+
+
+def test_the_set_up_refuses_a_peer_that_it_does_not_know() -> None:
+    answer = subprocess.run(
+        [str(REPO / "bench" / "peers" / "set_up.sh"), "--only", "other"], capture_output=True, text=True, check=False
+    )
+    assert answer.returncode == 1
+    assert "vllm, llama or transformers" in answer.stderr
+
+
+def echo(folder: Path, off: int) -> Kind:
+    """A worker that knows no model; its module lies in the folder, which is its working directory."""
+    (folder / "echo.py").write_text(ECHO)
+    return Kind("echo", "echo", settings={"off": off})
