@@ -47,6 +47,7 @@ DEVICE = torch.device("cpu")
 class NoDecoder:
     """A decoder of no layers."""
 
+    greedy_head = None
     kv_caches = [torch.empty(1)]
     attention_shapes: tuple[()] = ()
     rotaries: tuple[()] = ()

@@ -26,7 +26,8 @@ class Operations:
     `decode_workspace` makes what `paged_decode` needs beside its output, None where it needs nothing. `linear_add` and
     `normed_linear` are the products of a decode step of at most FUSED_ROWS_MAX rows with the norms around them, None where
     products stay apart. `bind_experts` makes one function of all experts' plain matrices, which asks the host nothing; where
-    it is None, or weights are not plain, `mix_experts` serves.
+    it is None, or weights are not plain, `mix_experts` serves. `bind_greedy_head` makes a function of an output head: the most
+    likely tokens of at most FUSED_ROWS_MAX rows, None where its sums would differ from those of the head's product.
     """
 
     words: str
@@ -54,6 +55,8 @@ class Operations:
     apply_bitmask: Callable[[Tensor, Tensor, Tensor], None]
     count_tokens: Callable[[Tensor, Tensor, Tensor], None]
     token_logprobs: Callable[[Tensor, Tensor], Pair]
+    reject_drafts: Callable[..., Tensor]
+    bind_greedy_head: Callable[[Tensor], Callable[[Tensor], Tensor] | None] | None
     copy_blocks: Callable[..., None]
     gather_blocks: Callable[..., None]
     scatter_blocks: Callable[..., None]

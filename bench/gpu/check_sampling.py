@@ -14,6 +14,7 @@ from bench.gpu.errors import Outputs, compare, equal, invariant
 from bench.gpu.inputs import normal
 from kernels.reference import sampling as exact
 from kernels.sampling_columns import SamplingColumns
+from kernels.triton.linear import linear
 from kernels.triton.sampling import sample
 
 LOG2_E = 1.4426950408889634
@@ -34,7 +35,7 @@ def check(context: Context) -> None:
     equal(context, "grammar bitmask", [("rows", lambda: _masked(context))])
     compare(context, "log-probabilities", [("rows", lambda: _scored(context))])
     equal(context, "rejection sampling", [("drafts", lambda: _rejected(context))])
-    equal(context, "fused head + argmax", [("rows", lambda: _head(context))])
+    equal(context, "fused head + argmax", [("rows", lambda: _head(context)), ("product", lambda: _twice(context))])
 
 
 def columns_of(settings: Sequence[dict[str, float]], vocab: int, device: torch.device, num_rules: int = 1) -> SamplingColumns:
@@ -127,6 +128,16 @@ def _scored(context: Context) -> tuple[Outputs, Outputs, Outputs]:
     ids = torch.randint(0, vocab, (5, 4), device=context.device)
     wide = logits.double().log_softmax(-1).gather(1, ids)
     return ours(logits, ids)[0], wide, logits.log_softmax(-1).gather(1, ids)
+
+
+def _twice(context: Context) -> tuple[Outputs, Outputs]:
+    """The fused head and the plain product of the same rows, which is what the plain runner does: ties included."""
+    ours, _ = both("greedy_head", "greedy_head")
+    width, vocab = (64, 300) if context.rehearsal else (4096, 128_256)
+    hidden = normal(16, width, dtype=context.dtype, device=context.device)
+    weight = normal(vocab, width, dtype=context.dtype, device=context.device, scale=width**-0.5)
+    tokens = ours(hidden, weight)
+    return tokens, linear(hidden, weight).float().argmax(dim=1).to(tokens.dtype)
 
 
 def _head(context: Context) -> tuple[Outputs, Outputs]:

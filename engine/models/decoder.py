@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -129,6 +129,8 @@ class Decoder:
         self._head = self._embedding if config.has_head and config.tie_word_embeddings else None
         self._stored_head: StoredLinear | None = None
         self._head_kernel: ops.LinearKernel | None = None
+        self.greedy_head: Callable[[torch.Tensor], torch.Tensor] | None = None
+        """Of a few rows [B, hidden] the tokens with the largest `logits`: [B] int64. None where no kernel does it."""
         self._ops = ops.operations(device)
         # The multiplier is rounded to the format of the embeddings, as the reference implementations do.
         self._multiplier = torch.tensor(config.embedding_multiplier, dtype=dtype).item()
@@ -169,6 +171,8 @@ class Decoder:
             self._head_kernel, self._stored_head = self._stored_head.pack(packer), None
         elif self._head is not None:
             self._head_kernel = packer(self._head, None)
+            if self._ops.bind_greedy_head is not None and self._softcap is None and self._divisor == 1.0:
+                self.greedy_head = self._ops.bind_greedy_head(self._head)
             self._head = None
         self._fused = self._fuse()
 

@@ -56,6 +56,7 @@ class DecodeStep:
         self._context_lens = torch.zeros(num_rows, dtype=torch.int32, device=device)
         self._block_tables = torch.zeros(num_rows, num_columns, dtype=torch.int32, device=device)
         self._decoder = decoder
+        self._greedy_head = decoder.greedy_head
         self._state = state
         self._sampler = sampler
         self._block_size = block_size
@@ -67,7 +68,11 @@ class DecodeStep:
 
     def __call__(self, size: int, kind: Kind | None) -> None:
         """Compute the first `size` of `rows`, None as far as their logits. Makes no decision by anything on the device."""
-        logits = self._compute(size)
+        hidden = self._compute(size)
+        if kind is not None and kind.greedy and self._greedy_head is not None and size <= ops.FUSED_ROWS_MAX:
+            self._state.advance(self.rows[:size], self._greedy_head(hidden), out=self.sampled[:size])
+            return
+        logits = self._decoder.logits(hidden, wide=False)
         if kind is not None:
             self._choose(logits, size, kind, None)
             return
@@ -81,7 +86,7 @@ class DecodeStep:
         self._choose(self._logits[:size], size, kind, masks)
 
     def _compute(self, size: int) -> torch.Tensor:
-        """Logits: [size, V]"""
+        """Hidden states: [size, hidden]"""
         rows, context_lens = self.rows[:size], self._context_lens[:size]
         self._ops.prepare_decode(
             rows,
@@ -95,7 +100,7 @@ class DecodeStep:
             context_lens=context_lens,
             block_tables=self._block_tables[:size],
         )
-        return self._decoder.logits(self._decoder.forward(self._inputs(size)), wide=False)
+        return self._decoder.forward(self._inputs(size))
 
     def _choose(self, logits: torch.Tensor, size: int, kind: Kind, masks: torch.Tensor | None) -> None:
         rows = self.rows[:size]

@@ -41,6 +41,7 @@ class PagedDecoder:
         self.kv_scales = "none"
         if kv_dtype is not dtype:
             self.kv_scales = "checkpoint" if decoder.scale_kv() else "unit"
+        self.greedy_head = decoder.greedy_head
         self._decoder = decoder
         self._block_size = block_size
         self._device = device

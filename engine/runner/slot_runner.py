@@ -122,7 +122,8 @@ class SlotRunner:
         """Have the steps of the fewest rows ready; larger ones are captured when they are first needed."""
         for num_rows in WARM_ROWS:
             if num_rows <= self._max_rows:
-                self.make_ready(num_rows, Kind())
+                for kind in (Kind(), Kind(greedy=True)):
+                    self.make_ready(num_rows, kind)
 
     def _launch_decodes(self, items: Sequence[ScheduledRequest]) -> LaunchedStep:
         slots = self._slots.update(items)

@@ -19,13 +19,13 @@ from collections.abc import Sequence
 
 import torch
 
-from engine.sampling.randomness import key, signed, uniform
+from engine.sampling.randomness import signed, stream
 from engine.sampling.sampler import NO_TOKEN, NOT_FINITE, SampledToken
 from engine.scheduling.scheduled_batch import StepOutput
-from kernels.ops import plain_sampling
+from kernels import ops
 
-GUESS, ACCEPT, RESIDUAL = 1, 2, 3
-"""Draws beside draw 0, which chooses the token of plain decoding: their noise is independent of its and of each other's."""
+GUESS = 1
+"""The draw that makes a guess. Draw 0 chooses the token of plain decoding, others judge (`kernels.race`): independent noise."""
 
 
 def accept_equal(drawn: Sequence[SampledToken], guesses: Sequence[int]) -> StepOutput:
@@ -59,24 +59,17 @@ def accept_by_rejection(
 ) -> StepOutput:
     """Tokens by the rule of Leviathan et al.; the first one is for `position` of the request.
 
-    target: [k + 1, V] float32, draft: [k, V] float32, rows that sum to 1; guesses: k tokens, guess i drawn from draft[i]
+    target: [k + 1, V] float32, draft: [k, V] float32, rows that sum to 1; guesses: k ≥ 1 tokens, guess i drawn from draft[i].
+    Where rounding left nothing of a residual, p and q are equal, and the token is drawn from p.
     """
-    ids = torch.tensor(guesses, dtype=torch.int64, device=target.device)[:, None]
-    proposed = draft.gather(1, ids)[:, 0].tolist()
-    wanted = target[:-1].gather(1, ids)[:, 0].tolist()
-    for index in range(len(guesses)):
-        if uniform(seed, position + index, draw=ACCEPT) * proposed[index] >= wanted[index]:
-            rest = (target[index] - draft[index]).clamp_(min=0)
-            return _with_last(guesses[:index], rest, target[index], key(seed, position + index, draw=RESIDUAL))
-    return _with_last(guesses, target[-1], target[-1], key(seed, position + len(guesses)))
-
-
-def _with_last(accepted: Sequence[int], weights: torch.Tensor, fallback: torch.Tensor, noise: int) -> StepOutput:
-    """The accepted guesses and one more token, drawn by `weights`; where rounding left none, p and q are equal: by p."""
-    keys = torch.tensor([signed(noise)], dtype=torch.int64, device=weights.device)
-    token_id = int(plain_sampling.draw_weighted(weights[None], keys))
-    if token_id == NO_TOKEN:
-        token_id = int(plain_sampling.draw_weighted(fallback[None], keys))
-    if token_id == NO_TOKEN:
-        return StepOutput(token_ids=list(accepted)) if accepted else StepOutput(error=NOT_FINITE)
-    return StepOutput(token_ids=[*accepted, token_id])
+    device = target.device
+    drawn = ops.operations(device).reject_drafts(
+        target[None],
+        draft[None],
+        torch.tensor([guesses], dtype=torch.int64).to(device),
+        torch.tensor([len(guesses)], dtype=torch.int32).to(device),
+        torch.tensor([signed(stream(seed))], dtype=torch.int64).to(device),
+        torch.tensor([position], dtype=torch.int64).to(device),
+    )
+    token_ids = [token_id for token_id in drawn[0].tolist() if token_id != NO_TOKEN]
+    return StepOutput(token_ids=token_ids) if token_ids else StepOutput(error=NOT_FINITE)

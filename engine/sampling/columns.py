@@ -17,7 +17,7 @@ from engine.protocol import SamplingParams
 from engine.sampling import scores
 from engine.sampling.host_masks import needs_masks
 from engine.sampling.logits_filters import is_greedy, reach_of, scale_of
-from engine.sampling.logits_rules import FORBIDDEN, has_penalties
+from engine.sampling.logits_rules import FORBIDDEN, changes_logits, has_penalties
 from engine.sampling.randomness import signed, stream
 from engine.scheduling.request import Request
 from kernels import ops
@@ -32,12 +32,14 @@ class Kind(NamedTuple):
     """Which variant of `choose` a step needs; a graph is captured for each.
 
     weighs: some vocabulary has to be weighed, for top-p that no top-k comes before. counts: some row has penalties.
-    num_top: how many likeliest tokens are scored beside the chosen ones, 0 if no log-probabilities are asked for.
+    num_top: how many likeliest tokens are scored beside the chosen ones, 0 if no log-probabilities are asked for. greedy: every
+    row takes the largest logit as the model has it.
     """
 
     weighs: bool = False
     counts: bool = False
     num_top: int = 0
+    greedy: bool = False
 
 
 class Wants(NamedTuple):
@@ -80,6 +82,7 @@ class ColumnSampler:
         self._weighs = np.zeros(num_slots, dtype=bool)
         self._counts = np.zeros(num_slots, dtype=bool)
         self._masked = np.zeros(num_slots, dtype=bool)
+        self._greedy = np.zeros(num_slots, dtype=bool)
         self._scored = np.full(num_slots, NO_SCORES, dtype=np.int64)
 
     def accepts(self, request: Request) -> bool:
@@ -124,6 +127,7 @@ class ColumnSampler:
             sampling = request.sampling
             self._weighs[slot], self._counts[slot] = weighs(sampling), has_penalties(sampling)
             self._masked[slot] = needs_masks(request)
+            self._greedy[slot] = is_greedy(sampling) and not changes_logits(sampling) and sampling.logprobs is None
             self._scored[slot] = NO_SCORES if sampling.logprobs is None else sampling.logprobs
             if _has_bias(sampling):
                 self._write_bias(self._rules[request], sampling)
@@ -155,7 +159,8 @@ class ColumnSampler:
         counts = self._scored[index]
         scored = [(row, int(counts[row])) for row in (counts != NO_SCORES).nonzero()[0].tolist()]
         num_top = scores.num_top([count for _, count in scored], self._vocab_size) if scored else 0
-        kind = Kind(bool(self._weighs[index].any()), bool(self._counts[index].any()), num_top)
+        greedy = bool(self._greedy[index].all())
+        kind = Kind(bool(self._weighs[index].any()), bool(self._counts[index].any()), num_top, greedy)
         return Wants(kind, scored, self._masked[index].nonzero()[0].tolist())
 
     def choose(

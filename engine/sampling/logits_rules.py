@@ -47,12 +47,16 @@ def has_penalties(sampling: SamplingParams) -> bool:
 def has_rules(row: SampledRow) -> bool:
     """Whether this row's logits differ from the model's, a grammar aside."""
     sampling = row.request.sampling
-    return (
-        has_penalties(sampling)
-        or bool(sampling.logit_bias)
-        or bool(sampling.bad_words_token_ids)
-        or (sampling.min_tokens > 0 and row.is_too_short_to_end)
-    )
+    return _has_rules_anywhere(sampling) or (sampling.min_tokens > 0 and row.is_too_short_to_end)
+
+
+def changes_logits(sampling: SamplingParams) -> bool:
+    """Whether some row of such a request has logits that differ from the model's."""
+    return _has_rules_anywhere(sampling) or sampling.min_tokens > 0 or sampling.is_guided
+
+
+def _has_rules_anywhere(sampling: SamplingParams) -> bool:
+    return has_penalties(sampling) or bool(sampling.logit_bias) or bool(sampling.bad_words_token_ids)
 
 
 class TokenCounts:

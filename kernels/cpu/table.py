@@ -5,6 +5,7 @@ from __future__ import annotations
 from kernels.cpu.bitmask import apply_bitmask
 from kernels.cpu.blocks import copy_blocks, gather_blocks, scatter_blocks
 from kernels.cpu.decode_inputs import advance_slots, prepare_decode
+from kernels.cpu.drafts import reject_drafts
 from kernels.cpu.elementwise import gelu, gelu_tanh, gelu_tanh_mul, layer_norm, rms_norm, silu_mul
 from kernels.cpu.embedding import embed, rotation_rows
 from kernels.cpu.experts import mix_experts, route
@@ -42,6 +43,8 @@ OPERATIONS = Operations(
     apply_bitmask=apply_bitmask,
     count_tokens=count_tokens,
     token_logprobs=token_logprobs,
+    reject_drafts=reject_drafts,
+    bind_greedy_head=None,
     copy_blocks=copy_blocks,
     gather_blocks=gather_blocks,
     scatter_blocks=scatter_blocks,

@@ -10,13 +10,17 @@ NO_TOKEN.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 import triton
 import triton.language as tl
 
 from kernels.race import NO_TOKEN
 from kernels.triton.compilation import Compilation
-from kernels.triton.tuning import capability, power_of_two
+from kernels.triton.linear import skinny_tiles
+from kernels.triton.tuning import capability, multiprocessors, power_of_two
 
 ROWS_MAX = 16
 _TOKENS = 64
@@ -68,11 +72,20 @@ def _stages(capability: int) -> int:
     return 4 if capability in (86, 89, 120) else 6
 
 
+def bind_greedy_head(weight: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor] | None:
+    """`greedy_head` with this head; None where `kernels.triton.linear` adds in another order, so that near a tie the two could
+    choose differently. weight: [V, K]"""
+    device = weight.device
+    tiles = skinny_tiles(weight.shape[0], weight.shape[1], capability(device), multiprocessors(device))
+    if (tiles.block_n, tiles.block_k, tiles.splits) != (_TOKENS, _COLUMNS, 1):
+        return None
+    return partial(greedy_head, weight=weight)
+
+
 def greedy_head(hidden: torch.Tensor, weight: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
     """Token of each row, or NO_TOKEN: [M] int64, or as `out` is.
 
-    hidden: [M, K], M ≤ 16, weight: [V, K], both of one type. The runner over slots and the plain one must both use it, or
-    neither: near a tie, another order of the same sum may round a logit to its neighbour.
+    hidden: [M, K], M ≤ 16, weight: [V, K], both of one type.
     """
     (rows, num_columns), vocab_size = hidden.shape, weight.shape[0]
     assert rows <= ROWS_MAX, f"{rows} rows, {ROWS_MAX} at most"

@@ -16,9 +16,11 @@ from kernels.triton.attention_splits import decode_workspace
 from kernels.triton.bitmask import apply_bitmask
 from kernels.triton.blocks import copy_blocks, gather_blocks, scatter_blocks
 from kernels.triton.decode_inputs import advance_slots, prepare_decode
+from kernels.triton.drafts import reject_drafts
 from kernels.triton.embedding import embed, rotation_rows
 from kernels.triton.experts import bind_experts
 from kernels.triton.fused_linear import linear_add, normed_linear
+from kernels.triton.greedy_head import bind_greedy_head
 from kernels.triton.logprobs import token_logprobs
 from kernels.triton.norm import add_rms_norm, rms_norm
 from kernels.triton.plain_linear import PlainLinear
@@ -51,6 +53,8 @@ OPERATIONS = Operations(
     apply_bitmask=apply_bitmask,
     count_tokens=count_tokens,
     token_logprobs=token_logprobs,
+    reject_drafts=reject_drafts,
+    bind_greedy_head=bind_greedy_head,
     copy_blocks=copy_blocks,
     gather_blocks=gather_blocks,
     scatter_blocks=scatter_blocks,

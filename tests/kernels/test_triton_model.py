@@ -7,12 +7,15 @@ import importlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 from engine.loop import Engine
 from kernels import ops
+from kernels.triton import greedy_head
+from kernels.triton.linear_tiles import Tiles
 from tests.support.engines import overlapped_engine, run_to_end, small_engine, tokens, wanted
 from tests.support.tiny_models import make_model
 
@@ -50,6 +53,23 @@ def test_a_model_says_the_same_through_the_kernels_and_through_torch(
         make_model(family, model, num_hidden_layers=2, head_dim=16, vocab_size=128)
     options = {"block_size": 16, "max_num_batched_tokens": 16}
     assert answers(make, model, "cuda", **options) == answers(small_engine, model, "cpu", **options)
+
+
+def test_a_greedy_step_of_few_rows_takes_its_tokens_from_the_head(
+    folder: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if device.type != "cpu":
+        pytest.skip("on a GPU the kernels serve, and bench/gpu.sh compares what they say")
+    make_model("llama", folder / "head", num_hidden_layers=1, head_dim=16)
+    tiles = Tiles(16, 64, 128, num_warps=4, num_stages=4, splits=1)  # what a vocabulary has that is not tiny
+    monkeypatch.setattr("kernels.triton.greedy_head.skinny_tiles", lambda *_: tiles)
+    fused = mock.Mock(side_effect=greedy_head.greedy_head)
+    monkeypatch.setattr("kernels.triton.greedy_head.greedy_head", fused)
+    options = {"block_size": 16, "max_num_batched_tokens": 16}
+    assert answers(overlapped_engine, folder / "head", "cuda", **options) == answers(
+        small_engine, folder / "head", "cpu", **options
+    )
+    assert fused.call_count == MAX_TOKENS - 1, "of the steps without prompts"
 
 
 def test_a_decode_step_of_few_rows_takes_seven_launches_for_a_layer(

@@ -10,6 +10,7 @@ import torch
 from engine.sampling.acceptance import accept_by_rejection
 from engine.sampling.randomness import signed, stream
 from kernels.cpu import bitmask as bitmask_cpu
+from kernels.cpu import drafts as drafts_cpu
 from kernels.cpu import logprobs as logprobs_cpu
 from kernels.cpu import token_counts as counts_cpu
 from kernels.reference import bitmask as reference_bitmask
@@ -18,6 +19,8 @@ from kernels.reference import greedy_head as reference_head
 from kernels.reference import logprobs as reference_logprobs
 from kernels.reference import token_counts as reference_counts
 from kernels.triton import bitmask, drafts, greedy_head, logprobs, token_counts
+from kernels.triton.linear import skinny_tiles
+from kernels.triton.tuning import capability, multiprocessors
 from tests.support.kernel_cases import FLOATS, Guarded, normal, padded_rows
 from tests.support.kernel_tolerances import assert_near, assert_same
 
@@ -104,6 +107,7 @@ def test_drafts_are_judged_as_their_definition_and_the_engine_judge_them(
     found = drafts.reject_drafts(target, draft, guesses, num_guesses, streams, positions)
     expected = reference_drafts.reject_drafts(target, draft, guesses, num_guesses, streams, positions)
     assert found.tolist() == expected.tolist()
+    assert drafts_cpu.reject_drafts(target, draft, guesses, num_guesses, streams, positions).tolist() == expected.tolist()
     assert -1 in found[2].tolist()
     for i in (0, 3, 4, 5):
         output = accept_by_rejection(target[i], draft[i], guesses[i].tolist(), seed=seeds[i], position=5 * i)
@@ -131,3 +135,11 @@ def test_a_row_whose_logits_are_not_finite_has_no_token(device: torch.device) ->
     found = greedy_head.greedy_head(hidden, weight)
     assert found.tolist() == reference_head.greedy_head(hidden, weight).tolist()
     assert found[1] == found[2] == -1
+
+
+def test_a_head_is_fused_where_its_product_adds_in_the_same_order(device: torch.device) -> None:
+    for vocab_size, is_fused in ((16, False), (40_000, True)):
+        weight = normal(vocab_size, 64, dtype=torch.float32, device=device, seed=1)
+        tiles = skinny_tiles(vocab_size, 64, capability(device), multiprocessors(device))
+        head = greedy_head.bind_greedy_head(weight)
+        assert ((tiles.block_n, tiles.block_k, tiles.splits) == (64, 128, 1)) == is_fused == (head is not None)

@@ -1,0 +1,35 @@
+"""Rejection sampling of drafts in torch, all requests at a time."""
+
+from __future__ import annotations
+
+import torch
+
+from kernels.cpu import race
+from kernels.cpu.sampling import draw_weighted
+from kernels.race import ACCEPT, NO_TOKEN, RESIDUAL
+
+
+def reject_drafts(
+    target: torch.Tensor,
+    draft: torch.Tensor,
+    guesses: torch.Tensor,
+    num_guesses: torch.Tensor,
+    streams: torch.Tensor,
+    positions: torch.Tensor,
+) -> torch.Tensor:
+    """As `kernels.triton.drafts.reject_drafts`."""
+    depth, index = guesses.shape[1], torch.arange(guesses.shape[1], device=guesses.device)
+    keys = race.keys(streams[:, None], positions[:, None] + index, ACCEPT)
+    proposed, wanted = (table[:, :depth].gather(2, guesses[..., None])[..., 0] for table in (draft, target))
+    accepts = (race.uniform(keys) * proposed < wanted) & (index < num_guesses[:, None])
+    taken = accepts.int().cumprod(dim=1).sum(dim=1)
+    is_rejected = taken < num_guesses
+    rows = torch.arange(len(guesses), device=guesses.device)
+    plain = target[rows, taken]
+    rest = torch.where(is_rejected[:, None], (plain - draft[rows, taken.clamp_max(depth - 1)]).clamp_min(0), plain)
+    last = positions + taken
+    keys = torch.where(is_rejected, race.keys(streams, last, RESIDUAL), race.keys(streams, last))
+    drawn = draw_weighted(rest, keys)
+    drawn = torch.where(drawn == NO_TOKEN, draw_weighted(plain, keys), drawn)
+    out = torch.where(index < taken[:, None], guesses, NO_TOKEN)
+    return torch.nn.functional.pad(out, (0, 1), value=NO_TOKEN).scatter_(1, taken[:, None], drawn[:, None])
