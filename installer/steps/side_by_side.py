@@ -27,6 +27,7 @@ POLL_S = 0.1
 TOLD_EVERY_S = 30.0
 END_DEADLINE_S = 30.0  # for a part to stop what it has started
 _PERCENT = re.compile(r"\[ *(\d+)%\]")
+_SUMMARY = re.compile(r"^(?:=+ )?(\d+ \w+(?:, \d+ \w+)*) in [\d.]+s", re.MULTILINE)
 _COUNT = re.compile(r"(\d+) (passed|failed|error|skipped|xfailed|xpassed|warning)")
 _REPORT = re.compile(r"^=+ (?:FAILURES|ERRORS|short test summary info) =+$", re.MULTILINE)
 _FAILED = re.compile(r"^(?:FAILED|ERROR) .*", re.MULTILINE)
@@ -50,9 +51,9 @@ class Outcome:
 
     @property
     def counts(self) -> Counter[str]:
-        """How many tests passed, failed, …, by pytest's last line."""
-        last = self.output.rstrip().rpartition("\n")[2]
-        return Counter({word: int(number) for number, word in _COUNT.findall(last)})
+        """How many tests passed, failed, …, by pytest's summary; what libraries print at their end may stand behind it."""
+        told = _SUMMARY.findall(self.output)
+        return Counter({word: int(number) for number, word in _COUNT.findall(told[-1])} if told else {})
 
     def line(self) -> str:
         """One line: what came of it."""

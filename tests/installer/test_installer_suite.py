@@ -110,6 +110,13 @@ def test_a_part_that_ends_in_another_way_fails(tmp_path: Path, text: str, told: 
     assert outcome.output in summary([outcome], 1.0, 1)
 
 
+def test_words_behind_pytests_summary_hide_nothing(tmp_path: Path) -> None:
+    with shell(tmp_path, 1) as running:
+        text = "echo 2 failed, 3 passed, 1 error in 70.01s '(0:01:10)'; echo a library says good-bye; exit 1"
+        (outcome,) = running.run([script(tmp_path, "wordy", text)])
+    assert outcome.counts == {"failed": 2, "passed": 3, "error": 1}
+
+
 def test_as_many_parts_run_at_once_as_were_asked_for(tmp_path: Path) -> None:
     # The first waits for a second; a third would find two at work.
     note = "echo begin >> notes; until [ $(grep -c begin notes) -ge 2 ]; do sleep 0.05; done; echo end >> notes"
