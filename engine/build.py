@@ -134,6 +134,7 @@ def build_engine(options: EngineOptions, *, progress: Callable[[float], None] = 
         log.info("started model=%s runner=plain %s", info.model, times)
         return Engine(scheduler, runner, info, grammars=desk, step_budget=budget)
     asks_host = model.decoder.asks_host
+    meter.begin_slots()
     ahead = slot_runner(runner, target_decoder, masks, scheduler.limits, device, asks_host=asks_host)
     meter.begin_graphs()
     ahead.warm_up()
@@ -147,9 +148,12 @@ def _forecast(options: EngineOptions, *, dtype: torch.dtype, device: torch.devic
     config, speculative = load_model_config(options.model), options.speculative_config
     draft = None if speculative is None or speculative.model is None else load_model_config(speculative.model)
     name = options.name or options.model.name
-    captures = launches_ahead(options, device) and config.experts is None
-    num_graphs = len(list(step_sizes(options.max_num_seqs))) if captures else 0
-    return forecast_memory(name, config, options, dtype=dtype, device=device, draft=draft, num_graphs=num_graphs)
+    ahead = launches_ahead(options, device)
+    asks_host = config.experts is not None and (config.quantization is not None or options.quantization is not None)
+    num_graphs = len(list(step_sizes(options.max_num_seqs))) if ahead and not asks_host else 0
+    return forecast_memory(
+        name, config, options, dtype=dtype, device=device, draft=draft, num_graphs=num_graphs, has_slots=ahead
+    )
 
 
 def _load(

@@ -6,6 +6,7 @@ both. A shorter context is offered beside them wherever the fixed parts leave ro
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -42,12 +43,23 @@ class MemoryFit:
 
     @property
     def needs(self) -> MemoryNeeds:
-        return MemoryNeeds.of(self.model, self.formats, self.load, context_bytes=self.context_bytes, draft=self.draft)
+        """With the context that there will be."""
+        return self._needs(self.context_len)
+
+    def _needs(self, context_len: int) -> MemoryNeeds:
+        context_bytes, draft = self.context_bytes, self.draft
+        return MemoryNeeds.of(
+            self.model, self.formats, self.load, context_bytes=context_bytes, context_len=context_len, draft=draft
+        )
+
+    def _needed_bytes(self, context_len: int) -> int:
+        needs = self._needs(context_len)
+        return needs.fixed_bytes + needs.kv_bytes(context_len)
 
     @property
     def needed_bytes(self) -> int:
         """With keys and values of one request of the wanted length."""
-        return self.needs.fixed_bytes + self.needs.kv_bytes(self.wanted_len)
+        return self._needed_bytes(self.wanted_len)
 
     @property
     def fits(self) -> bool:
@@ -55,8 +67,13 @@ class MemoryFit:
 
     @property
     def context_len(self) -> int:
-        """The longest request that fits, at most the wanted one; 0 when not even one block does."""
-        return min(self.wanted_len, self.needs.num_blocks(self.usable_bytes) * self.load.block_size)
+        """The longest request that fits, at most the wanted one, else whole blocks; 0 when not even one block does."""
+        if self.fits:
+            return self.wanted_len
+        size = self.load.block_size
+        return size * bisect_right(
+            range(1, self.wanted_len // size + 1), self.usable_bytes, key=lambda n: self._needed_bytes(n * size)
+        )
 
     def remedies(self) -> list[Remedy]:
         """Everything that helps: changes of formats that keep the wanted context, else with the context they leave."""
@@ -75,11 +92,12 @@ class MemoryFit:
 
     def explain(self) -> str:
         """What it needs, what there is, and what would make it fit."""
-        needs = self.needs
+        needs = self._needs(self.wanted_len)
         parts = [
             ("weights", needs.weights_bytes),
             ("activations", needs.activations_bytes),
             ("graphs", needs.graphs_bytes),
+            ("slots", needs.slots_bytes),
             ("device context", needs.context_bytes),
             (f"keys and values of {self.wanted_len} tokens", needs.kv_bytes(self.wanted_len)),
         ]

@@ -6,8 +6,10 @@ b_kv bytes per weight, per number computed with and per stored key or value, T t
     weights      W = b_w·L·P_layer + b·V·d·(1 if tied, else 2) + norms and biases; groups of g add 2/g for their scales
     activations  A = max(T·(2f + (H + 2K)·D + 2d)·b, R·V·4·2)
     graphs       G = A of the largest captured step, and a fixed price for each captured size
+    slots        S = R·(splits of the context·H·(D + 1)·4 for each window + V·(4 + b)) + 16·V·4, on a GPU: what decodes leave
+                     between two kernels, counts of tokens, logits that wait for masks, biases
     context      C = the driver's context, the libraries' workspaces, the kernels' code
-    KV blocks      = floor((share·memory − W − A − G − C) / (block_size·2·L·K·D·b_kv))
+    KV blocks      = floor((share·memory − W − A − G − S − C) / (block_size·2·L·K·D·b_kv))
 
 What is divided here is that of paged caches, Kwon et al., arXiv 2309.06180, section 4; the constants are ours.
 """
@@ -29,6 +31,21 @@ GRAPH_BYTES = 8 << 20
 
 CONTEXT_BYTES = 600 << 20
 """Of a process on an NVIDIA GPU: context, code, the matrix library's workspace. A guess where no device can be asked."""
+
+
+BIAS_ROWS = 16
+"""Requests with a bias that steps over slots may hold (`sampling.columns`)."""
+
+
+def num_splits(num_tokens: int, head_dim: int, kv_element_bytes: int, window: int | None) -> int:
+    """The most parts that the keys of one decode are cut into (`kernels.triton.attention_splits`): they are of 128 tokens for
+    heads of 128 numbers in 16 bits, four times that in long requests. A window sees no more of a long one than itself."""
+    row_bytes = (1 << (head_dim - 1).bit_length()) * kv_element_bytes
+    split = max(64, 32768 // row_bytes)
+    if window is not None:
+        num_tokens = min(num_tokens, window + split)
+    few, some, many = (-(-num_tokens // (times * split)) for times in (1, 2, 4))
+    return max(1, min(4, few), min(8, some) if few > 4 else 1, many if few > 16 else 1)
 
 
 class WeightFormat(NamedTuple):
@@ -67,6 +84,9 @@ class MemoryShape:
     kv_token: int
     layer_width: int
     vocab_size: int
+    num_heads: int
+    head_dim: int
+    windows: tuple[int | None, ...] = (None,)
 
     @classmethod
     def of(cls, config: ModelConfig) -> MemoryShape:
@@ -84,6 +104,9 @@ class MemoryShape:
             kv_token=2 * config.num_layers * config.num_kv_heads * config.head_dim,
             layer_width=2 * config.active_intermediate_size + qkv + 2 * d,
             vocab_size=config.vocab_size,
+            num_heads=config.num_heads,
+            head_dim=config.head_dim,
+            windows=config.windows,
         )
 
     @classmethod
@@ -100,6 +123,8 @@ class MemoryShape:
             kv_token=shape.kv_token_bytes(1),
             layer_width=2 * active + qkv + 2 * shape.hidden_size,
             vocab_size=shape.vocab_size,
+            num_heads=shape.num_heads,
+            head_dim=shape.head_dim,
         )
 
     def weights_bytes(self, weights: WeightFormat, element_bytes: int) -> int:
@@ -115,6 +140,16 @@ class MemoryShape:
     def graphs_bytes(self, num_graphs: int, num_seqs: int, element_bytes: int) -> int:
         """What `num_graphs` captured steps of up to `num_seqs` requests hold; they share one pool of activations."""
         return num_graphs * GRAPH_BYTES + self.activations_bytes(num_seqs, num_seqs, element_bytes) if num_graphs else 0
+
+    def splits_bytes(self, num_seqs: int, context_len: int, kv_element_bytes: int) -> int:
+        """What `num_seqs` decodes of up to `context_len` tokens leave for the kernel that puts their parts together, which are
+        as many as the request's own length says, so that results depend on no batch."""
+        splits = sum(num_splits(context_len, self.head_dim, kv_element_bytes, window) for window in self.windows)
+        return num_seqs * splits * self.num_heads * (self.head_dim + 1) * 4
+
+    def columns_bytes(self, num_seqs: int, element_bytes: int) -> int:
+        """What sampling keeps for `num_seqs` slots."""
+        return self.vocab_size * (num_seqs * (4 + element_bytes) + BIAS_ROWS * 4)
 
 
 def _feed_forward(config: ModelConfig, *, is_sparse: bool) -> tuple[int, int]:
@@ -143,37 +178,51 @@ class Formats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """What an engine is to hold: steps of `num_tokens`, `num_seqs` requests, blocks of `block_size`, captured sizes."""
+    """What an engine is to hold: steps of `num_tokens`, `num_seqs` requests, blocks of `block_size`, captured sizes. `on_gpu`:
+    decodes are cut into splits. `has_slots`: steps are launched ahead over slots."""
 
     num_tokens: int
     num_seqs: int
     block_size: int
     num_graphs: int = 0
+    on_gpu: bool = False
+    has_slots: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryNeeds:
-    """Predicted bytes of an engine: four parts that are fixed, and one block of keys and values."""
+    """Predicted bytes of an engine: five parts that are fixed, and one block of keys and values."""
 
     weights_bytes: int
     activations_bytes: int
     graphs_bytes: int
+    slots_bytes: int
     context_bytes: int
     block_bytes: int
     block_size: int
 
     @classmethod
     def of(
-        cls, model: MemoryShape, formats: Formats, load: Load, *, context_bytes: int, draft: MemoryShape | None = None
+        cls,
+        model: MemoryShape,
+        formats: Formats,
+        load: Load,
+        *,
+        context_bytes: int,
+        context_len: int = 0,
+        draft: MemoryShape | None = None,
     ) -> MemoryNeeds:
-        """`draft` is a second model, unquantised, with blocks of the same ids; the two compute one after the other."""
+        """`context_len` is that of the longest request; `draft` a second model, unquantised, with blocks of the same ids: the two
+        compute one after the other."""
         both = [model] if draft is None else [model, draft]
         size = formats.element_bytes
         drafts_bytes = 0 if draft is None else draft.weights_bytes(unquantised(size), size)
+        splits = [each.splits_bytes(load.num_seqs, context_len, formats.kv_element_bytes) for each in both if load.on_gpu]
         return cls(
             weights_bytes=model.weights_bytes(formats.weights, size) + drafts_bytes,
             activations_bytes=max(each.activations_bytes(load.num_tokens, load.num_seqs, size) for each in both),
             graphs_bytes=model.graphs_bytes(load.num_graphs, load.num_seqs, size),
+            slots_bytes=max(splits, default=0) + (model.columns_bytes(load.num_seqs, size) if load.has_slots else 0),
             context_bytes=context_bytes,
             block_bytes=sum(each.kv_token for each in both) * formats.kv_element_bytes * load.block_size,
             block_size=load.block_size,
@@ -182,7 +231,7 @@ class MemoryNeeds:
     @property
     def fixed_bytes(self) -> int:
         """Everything but keys and values."""
-        return self.weights_bytes + self.activations_bytes + self.graphs_bytes + self.context_bytes
+        return self.weights_bytes + self.activations_bytes + self.graphs_bytes + self.slots_bytes + self.context_bytes
 
     def num_blocks(self, usable_bytes: int) -> int:
         """KV blocks beside the fixed parts."""

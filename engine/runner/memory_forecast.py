@@ -65,6 +65,7 @@ class MemoryForecast:
             MemoryPart(name="weights", predicted_bytes=needs.weights_bytes, measured_bytes=measured.weights_bytes),
             MemoryPart(name="activations", predicted_bytes=needs.activations_bytes, measured_bytes=measured.activations_bytes),
             MemoryPart(name="graphs", predicted_bytes=needs.graphs_bytes, measured_bytes=measured.graphs_bytes),
+            MemoryPart(name="slots", predicted_bytes=needs.slots_bytes, measured_bytes=measured.slots_bytes),
             MemoryPart(name="context", predicted_bytes=needs.context_bytes, measured_bytes=measured.context_bytes),
             MemoryPart(name="kv_cache", predicted_bytes=self.predicted_kv_bytes, measured_bytes=measured.kv_bytes),
         ]
@@ -78,6 +79,7 @@ class MeasuredMemory:
     kv_bytes: int
     activations_bytes: int | None = None
     graphs_bytes: int | None = None
+    slots_bytes: int | None = None
     context_bytes: int | None = None
 
 
@@ -90,6 +92,7 @@ def forecast_memory(
     device: torch.device,
     draft: ModelConfig | None = None,
     num_graphs: int = 0,
+    has_slots: bool = False,
 ) -> MemoryForecast:
     """Predict from the configuration and what the device says now; the driver's context is there afterwards."""
     formats = formats_of(config, options, dtype)
@@ -98,6 +101,8 @@ def forecast_memory(
         num_seqs=options.max_num_seqs,
         block_size=options.block_size,
         num_graphs=num_graphs,
+        on_gpu=device.type == "cuda",
+        has_slots=has_slots,
     )
     usable, taken = _memory(options, device)
     fit = MemoryFit(
@@ -153,6 +158,8 @@ class MemoryMeter:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._before_run = 0
+        self._before_slots = 0
+        self._slots_bytes = 0
         self._before_graphs = 0
         self._on_gpu = device.type == "cuda"
 
@@ -162,16 +169,23 @@ class MemoryMeter:
             torch.cuda.reset_peak_memory_stats(self._device)
             self._before_run = torch.cuda.memory_allocated(self._device)
 
+    def begin_slots(self) -> None:
+        """Slots and what belongs to them are made from here on."""
+        if self._on_gpu:
+            self._before_slots = torch.cuda.memory_allocated(self._device)
+
     def begin_graphs(self) -> None:
-        """The first graphs are captured from here on."""
+        """Slots are made; the first graphs are captured from here on."""
         if self._on_gpu:
             self._before_graphs = torch.cuda.memory_reserved(self._device)
+            self._slots_bytes = torch.cuda.memory_allocated(self._device) - self._before_slots
 
     def with_graphs(self, measured: MeasuredMemory) -> MeasuredMemory:
-        """`measured` and what those graphs took; later ones come out of what was not promised to anybody."""
+        """`measured`, slots, and what those graphs took; later ones come out of what was not promised to anybody."""
         if not self._on_gpu:
             return measured
-        return replace(measured, graphs_bytes=torch.cuda.memory_reserved(self._device) - self._before_graphs)
+        graphs_bytes = torch.cuda.memory_reserved(self._device) - self._before_graphs
+        return replace(measured, graphs_bytes=graphs_bytes, slots_bytes=self._slots_bytes)
 
     def measured(self, weights_bytes: int, kv_bytes: int) -> MeasuredMemory:
         """After the first steps ran. On CPUs the sizes of what is held are given by those who made it."""

@@ -43,7 +43,14 @@ def memory_fit(
     return MemoryFit(
         model=MemoryShape.of_dimensions(model.shape),
         formats=Formats(weights=WEIGHTS[quantization], element_bytes=ELEMENT_BYTES, kv_element_bytes=KV_BYTES[kv_cache_dtype]),
-        load=Load(num_tokens=max_num_batched_tokens, num_seqs=max_num_seqs, block_size=BLOCK_SIZE, num_graphs=GRAPHS),
+        load=Load(
+            num_tokens=max_num_batched_tokens,
+            num_seqs=max_num_seqs,
+            block_size=BLOCK_SIZE,
+            num_graphs=GRAPHS,
+            on_gpu=True,
+            has_slots=True,
+        ),
         usable_bytes=int(memory_bytes * gpu_memory_utilization),
         context_bytes=CONTEXT_BYTES,
         wanted_len=wanted_len,
@@ -59,6 +66,7 @@ def facts(fit: MemoryFit) -> dict[str, Any]:
         "weights_bytes": needs.weights_bytes,
         "activations_bytes": needs.activations_bytes,
         "graphs_bytes": needs.graphs_bytes,
+        "slots_bytes": needs.slots_bytes,
         "context_bytes": needs.context_bytes,
         "kv_cache_bytes": num_blocks * needs.block_bytes,
         "num_kv_blocks": num_blocks,

@@ -22,9 +22,9 @@ from kernels.triton.attention_splits import (
     DecodeWorkspace,
     decode_tiling,
     decode_workspace,
-    max_splits,
     merge_kernel,
     schedule,
+    shape_splits,
     shape_tiling,
     split_constants,
     splits_of,
@@ -251,7 +251,7 @@ def paged_decode(
         workspace = decode_workspace(shape, num_requests, max_blocks, kv_cache.dtype, q.device, max_query_len=max_query_len)
     assert out.is_contiguous(), "outputs of decodes lie together"
     splits = workspace.attended.shape[1]
-    assert splits >= max_splits(max_blocks * shape.block_size, tiling.split), "the workspace has too few splits"
+    assert splits >= shape_splits(shape, max_blocks, max_query_len, tiling), "the workspace has too few splits"
     assert workspace.attended.shape[0] >= num_requests, "the workspace has too few requests"
     assert workspace.attended.shape[2] == max_query_len, "the workspace was made for another number of queries"
     kv_heads = shape.num_kv_heads

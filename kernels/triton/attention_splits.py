@@ -109,7 +109,15 @@ def _workspace_size(
     max_query_len: int,
 ) -> tuple[int, int, int, int]:
     tiling = shape_tiling(shape, kv_dtype, max_query_len, device)
-    return max_requests, max_splits(max_blocks * shape.block_size, tiling.split), max_query_len, shape.num_heads
+    return max_requests, shape_splits(shape, max_blocks, max_query_len, tiling), max_query_len, shape.num_heads
+
+
+def shape_splits(shape: AttentionShape, max_blocks: int, max_query_len: int, tiling: DecodeTiling) -> int:
+    """The most splits of a request of `max_blocks` blocks, of which a window sees no more than itself and a part of a tile."""
+    num_tokens = max_blocks * shape.block_size
+    if shape.sliding_window is not None:
+        num_tokens = min(num_tokens, shape.sliding_window + max_query_len - 1 + tiling.split)
+    return max_splits(num_tokens, tiling.split)
 
 
 def shape_tiling(shape: AttentionShape, kv_dtype: torch.dtype, max_query_len: int, device: torch.device) -> DecodeTiling:

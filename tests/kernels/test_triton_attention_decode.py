@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from engine.memory_needs import num_splits
 from kernels.attention_rows import AttentionShape
 from kernels.reference import attention_decode as reference
 from tests.support.kernel_cases import Guarded, filled_cache, normal, padded_rows, scattered_tables, table_tensor
@@ -234,3 +235,17 @@ def test_an_empty_batch_gives_nothing(device: torch.device) -> None:
     cache = torch.empty(1, BLOCK, 2, 2, 64, device=device)
     tables, lens = torch.empty(0, 3, dtype=torch.int32, device=device), torch.empty(0, dtype=torch.int32, device=device)
     assert decode.paged_decode(empty, cache, tables, lens, SHAPE).shape == (0, 4, 64)
+
+
+@pytest.mark.parametrize("window", [None, 512])
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
+def test_the_memory_plan_knows_the_workspace(
+    head_dim: int, dtype: torch.dtype, window: int | None, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in (80, 89, 90, 100):
+        monkeypatch.setattr(splits, "capability", lambda _, found=number: found)
+        for blocks in (1, 40, 129, 2048, 8192):
+            shape = AttentionShape(16, 32, 8, head_dim, sliding_window=window)
+            planned = num_splits(16 * blocks, head_dim, dtype.itemsize, window) * 5 * 32 * (head_dim + 1) * 4
+            assert splits.workspace_bytes(shape, 5, blocks, dtype, device) == planned

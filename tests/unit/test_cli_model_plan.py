@@ -32,7 +32,7 @@ def test_the_parts_of_a_plan_add_up_to_what_may_be_used(typed: Any) -> None:
     answer = typed("llama-3.1-8b", "--gpu", "h100", "--json")
     assert answer.status == 0
     plan = json.loads(answer.out)
-    names = ("weights", "activations", "graphs", "context", "kv_cache")
+    names = ("weights", "activations", "graphs", "slots", "context", "kv_cache")
     total = sum(plan[f"{name}_bytes"] for name in names)
     assert 0 <= plan["usable_bytes"] - total < 16 * 131_072
     assert plan["kv_tokens"] == plan["num_kv_blocks"] * 16
@@ -43,7 +43,7 @@ def test_the_parts_of_a_plan_add_up_to_what_may_be_used(typed: Any) -> None:
 
 def test_keys_and_values_in_eight_bits_give_twice_the_tokens(typed: Any) -> None:
     plain, halved = (json.loads(typed("qwen3-8b", "--json", *more).out) for more in ((), ("--kv-cache-dtype", "fp8")))
-    assert halved["kv_tokens"] == pytest.approx(2 * plain["kv_tokens"], rel=1e-3)
+    assert halved["kv_tokens"] == pytest.approx(2 * plain["kv_tokens"], rel=2e-3)
 
 
 def test_a_context_that_is_cut_says_why_and_what_would_keep_it(typed: Any) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine.build import build_engine
+from engine.build import _forecast, build_engine
 from engine.config.model import ModelConfig, load_model_config
 from engine.errors import EngineConfigError
 from engine.memory_fit import told, underestimated
@@ -113,9 +113,10 @@ def test_without_an_option_a_cpu_has_its_fixed_cache_and_no_word_about_the_conte
 
 
 def test_on_a_gpu_the_cache_is_what_is_left(llama_8b: ModelConfig, card: list[int]) -> None:
-    found = forecast(llama_8b, gpu_memory_utilization=0.9)
+    found = forecast(llama_8b, gpu_memory_utilization=0.9, max_num_seqs=64)
     needs = found.fit.needs
-    left = int(140 * GIB * 0.9) - needs.weights_bytes - needs.activations_bytes - needs.context_bytes
+    assert needs.slots_bytes == MemoryShape.of(llama_8b).splits_bytes(64, 131_072, 2)
+    left = int(140 * GIB * 0.9) - needs.weights_bytes - needs.activations_bytes - needs.slots_bytes - needs.context_bytes
     assert needs.context_bytes > GIB, "what others hold is not there for this engine"
     assert found.predicted_kv_bytes == left // needs.block_bytes * needs.block_bytes
     assert found.shortened() is None
@@ -171,5 +172,17 @@ def test_parts_are_told_and_those_that_took_more_than_predicted_are_named() -> N
 
 def test_the_parts_of_a_forecast_are_in_one_order(llama_8b: ModelConfig, card: list[int]) -> None:
     parts = forecast(llama_8b).parts(MeasuredMemory(weights_bytes=1, kv_bytes=2))
-    assert [part.name for part in parts] == ["weights", "activations", "graphs", "context", "kv_cache"]
-    assert [part.measured_bytes for part in parts] == [1, None, None, None, 2]
+    assert [part.name for part in parts] == ["weights", "activations", "graphs", "slots", "context", "kv_cache"]
+    assert [part.measured_bytes for part in parts] == [1, None, None, None, None, 2]
+
+
+@pytest.mark.parametrize(("quantization", "captured"), [(None, True), ("int8", False)])
+def test_graphs_of_a_mixture_of_experts_are_predicted_where_its_steps_can_be_captured(
+    quantization: str | None, captured: bool, tmp_path: Path, card: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_model("qwen3_moe", tmp_path)
+    monkeypatch.setattr("engine.build.launches_ahead", lambda *_: True)
+    options = EngineOptions(model=tmp_path, quantization=quantization)
+    needs = _forecast(options, dtype=torch.bfloat16, device=GPU).fit.needs
+    assert (needs.graphs_bytes > 0) == captured
+    assert needs.slots_bytes > 0

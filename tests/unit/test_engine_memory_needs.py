@@ -34,7 +34,7 @@ def fit(usable_gib: float, wanted_len: int = 131_072, formats: Formats = BF16, m
 def test_the_blocks_of_an_h200_are_those_of_the_published_figures(name: str, blocks: int) -> None:
     model = MemoryShape.of_dimensions(MODELS[name].shape)
     needs = MemoryNeeds.of(model, BF16, LOAD, context_bytes=0)
-    needs = replace(needs, activations_bytes=0, graphs_bytes=0, context_bytes=RESERVED)
+    needs = replace(needs, activations_bytes=0, graphs_bytes=0, slots_bytes=0, context_bytes=RESERVED)
     assert needs.num_blocks(H200) == pytest.approx(blocks, rel=0.005)
     halved = replace(needs, block_bytes=needs.block_bytes // 2)
     assert halved.num_blocks(H200) == pytest.approx(2 * blocks, rel=0.005)
@@ -69,6 +69,25 @@ def test_activations_are_the_larger_of_a_layer_and_the_logits() -> None:
 def test_without_graphs_nothing_is_kept_for_them() -> None:
     assert LLAMA_8B.graphs_bytes(0, 256, 2) == 0
     assert LLAMA_8B.graphs_bytes(2, 256, 2) > 2 * (8 << 20)
+
+
+def test_slots_hold_what_decodes_and_sampling_keep_for_each_of_them() -> None:
+    assert LLAMA_8B.splits_bytes(256, 32_768, 2) == 256 * 64 * 32 * 129 * 4
+    assert LLAMA_8B.columns_bytes(256, 2) == 128_256 * (256 * 6 + 64)
+    eager = MemoryNeeds.of(LLAMA_8B, BF16, replace(LOAD, on_gpu=True), context_bytes=0, context_len=32_768)
+    assert eager.slots_bytes == LLAMA_8B.splits_bytes(256, 32_768, 2)
+    ahead = replace(LOAD, on_gpu=True, has_slots=True)
+    slots = MemoryNeeds.of(LLAMA_8B, BF16, ahead, context_bytes=0, context_len=32_768)
+    assert slots.fixed_bytes - eager.fixed_bytes == LLAMA_8B.columns_bytes(256, 2)
+    assert MemoryNeeds.of(LLAMA_8B, BF16, LOAD, context_bytes=0, context_len=32_768).slots_bytes == 0, "a CPU has neither"
+
+
+def test_a_shorter_context_leaves_more_for_itself_where_splits_take_less() -> None:
+    short = replace(fit(24), load=replace(LOAD, on_gpu=True, has_slots=True))
+    assert 0 < short.context_len < fit(24).context_len
+    assert short.needs.slots_bytes < replace(short, usable_bytes=H200).needs.slots_bytes
+    assert replace(short, wanted_len=short.context_len).fits
+    assert not replace(short, wanted_len=short.context_len + 16).fits
 
 
 def test_a_draft_model_takes_weights_and_a_part_of_every_block() -> None:
