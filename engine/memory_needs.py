@@ -212,8 +212,8 @@ class MemoryNeeds:
         context_len: int = 0,
         draft: MemoryShape | None = None,
     ) -> MemoryNeeds:
-        """`context_len` is that of the longest request; `draft` a second model, unquantised, with blocks of the same ids: the two
-        compute one after the other."""
+        """`context_len` is that of the longest request; `draft` a second model, unquantised, with blocks of the same ids: the
+        two compute one after the other."""
         both = [model] if draft is None else [model, draft]
         size = formats.element_bytes
         drafts_bytes = 0 if draft is None else draft.weights_bytes(unquantised(size), size)
