@@ -159,7 +159,7 @@ class EngineStatus:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPart:
-    """What one part of an engine takes of its device: weights, activations, graphs, slots, context or kv_cache. `measured_bytes`
+    """What one part of an engine takes of its device: weights, activations, graphs, slots, context, kv_cache. `measured_bytes`
     is None where the device does not tell, or where nothing was taken yet."""
 
     name: str
