@@ -22,6 +22,11 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+def pytest_unconfigure() -> None:
+    """Let the end of the process find everything: some libraries complain of what is left."""
+    gc.unfreeze()
+
+
 @pytest.fixture
 def clock() -> FakeClock:
     """A clock that stands still."""

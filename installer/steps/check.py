@@ -12,8 +12,9 @@ from steps.parts import parts
 from steps.place import REPO, VENV, venv_python
 from steps.side_by_side import SideBySide, processes, summary
 
-# -u: how far a part is can be read while it runs. Parts that end at the same time would write the same cache of pytest.
-_WHOLE_SUITE = ("-u", "-m", "pytest", "-p", "no:cacheprovider")
+# How far a part is can be read while it runs (-u), after each file (-v against the -q of pyproject.toml). Parts that end at the
+# same time would write the same cache of pytest.
+_WHOLE_SUITE = ("-u", "-m", "pytest", "-v", "-p", "no:cacheprovider")
 
 
 def run(arguments: Sequence[str]) -> int:

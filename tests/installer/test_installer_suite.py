@@ -19,7 +19,7 @@ from steps.parts import LONGEST_FIRST, Part, name_of, parts
 from steps.side_by_side import SideBySide, summary
 
 REPO = Path(__file__).resolve().parents[2]
-PYTEST = [sys.executable, "-u", "-m", "pytest", "-p", "no:cacheprovider", "-q"]
+PYTEST = [sys.executable, *check._WHOLE_SUITE]
 BARE = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}  # begins sooner
 DEADLINE_S = 60.0
 
@@ -28,6 +28,7 @@ DEADLINE_S = 60.0
 def suite(tmp_path: Path) -> list[Part]:
     """Three small parts: two pass, between them one fails."""
     texts = {"first": "def test_a(): pass\ndef test_b(): pass\n", "second": "def test_c(): assert 'this' == 'that'\n"}
+    (tmp_path / "pytest.ini").write_text("[pytest]\naddopts = -q\n")
     texts["third"] = "import pytest\ndef test_d(): pytest.skip('no such part here')\n"
     for name, text in texts.items():
         (tmp_path / f"test_{name}.py").write_text(text)
