@@ -19,6 +19,7 @@ import argparse
 import json
 import os
 import platform
+import signal
 import sys
 import tempfile
 import time
@@ -198,6 +199,7 @@ def missing(options: argparse.Namespace) -> list[str]:
 
 def main() -> None:
     options = parser().parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that a bench that is ended ends its engines
     options.folder = Path(options.folder).resolve()
     if problems := missing(options):
         sys.exit("\n".join(problems))

@@ -13,14 +13,19 @@ ends the worker. The worker ends when its input does.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
+import signal
 import sys
 import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+PR_SET_PDEATHSIG = 1
+"""Of Linux's prctl: the signal that a process gets when its parent ends."""
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -39,6 +44,8 @@ def leave_repository() -> None:
 
 def work(load: Load) -> None:
     """Answer until the input ends. What libraries print goes to stderr, so that answers stay readable."""
+    # A worker that is stopped when the bench dies would not see the end of its input.
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     run: Run | None = None

@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -41,6 +41,7 @@ MODEL = "8M"
 CLIENTS = 16
 WARM_RUNS = 2
 READY_TIMEOUT_S = 300.0
+END_TIMEOUT_S = 20.0
 SPECIAL = ("<unk>", "<s>", "</s>")
 TEMPLATE = "{{ bos_token }}{% for message in messages %}{{ message['content'] }}\n{% endfor %}"
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
@@ -179,11 +180,11 @@ def serving(command: list[str], variables: dict[str, str], health: str, log: IO[
         yield psutil.Process(process.pid)
     finally:
         process.terminate()
-        try:
-            process.wait(20)
-        except subprocess.TimeoutExpired:
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(END_TIMEOUT_S)
+        with suppress(ProcessLookupError):  # whoever of the group has not ended with the first of it
             os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+        process.wait()
 
 
 def healthy(url: str) -> bool:
