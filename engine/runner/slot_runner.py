@@ -72,6 +72,7 @@ class SlotRunner:
         self._return = TokenReturn(max_num_seqs, scores.width(TOP_LOGPROBS_MAX), device=device)
         self._rows: list[int] = []  # what stands in `DecodeStep.rows`
         self._wants = Wants(Kind(), [], [])
+        self._decodes: Sequence[ScheduledRequest] = []  # of the last step of one token each: mostly those of the next one
 
     @property
     def stage(self) -> str:
@@ -98,13 +99,18 @@ class SlotRunner:
 
     def launches(self, items: Sequence[ScheduledRequest]) -> bool:
         """Whether nothing in this step needs the plain way: the scores of prompts do, and whatever no slot can hold."""
+        if items == self._decodes:
+            return True
         holds, accepts = self._slots.holds, self._sampler.accepts
         return all(holds(item.request) or (accepts(item.request) and not scored_positions(item)) for item in items)
 
     @torch.inference_mode()
     def launch(self, items: Sequence[ScheduledRequest]) -> LaunchedStep:
         """Begin a step."""
+        if items == self._decodes:
+            return self._launch_decodes(items)
         if all(item.num_tokens == 1 and item.samples for item in items):
+            self._decodes = items
             return self._launch_decodes(items)
         return self._launch_rows(items)
 

@@ -10,6 +10,7 @@ a request that is not in the step may be given to another. Nobody has to announc
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import is_
 from typing import Protocol
 
 import numpy as np
@@ -82,11 +83,14 @@ class SlotTable:
         self._listener = listener
         self._of: dict[Request, int] = {}
         self._free = list(range(num_slots - 1, -1, -1))
-        self._lens = [NOTHING] * num_slots
+        self._lens = np.full(num_slots, NOTHING, dtype=np.int64)
         self._tables: list[list[int] | None] = [None] * num_slots
         self._num_blocks = [0] * num_slots
         self._requests: list[Request] = []  # of the last step
         self._slots: list[int] = []
+        self._step_slots = np.zeros(0, dtype=np.int64)
+        self._step_tables: list[list[int]] = []
+        self._step_sizes: list[int] = []
 
     def holds(self, request: Request) -> bool:
         """Whether the request has a slot."""
@@ -94,7 +98,7 @@ class SlotTable:
 
     def forget(self) -> None:
         """What the device holds is in doubt; the owners stay."""
-        self._lens = [NOTHING] * len(self._lens)
+        self._lens[:] = NOTHING
         self._requests = []
 
     def leave_out(self, requests: Sequence[Request]) -> None:
@@ -124,19 +128,22 @@ class SlotTable:
         for item, slot in zip(items, slots, strict=True):
             self._lens[slot] = item.start + item.num_tokens + 1
         self._requests, self._slots = requests, slots
+        self._step_slots = np.array(slots, dtype=np.int64)
+        self._step_tables = [request.block_table for request in requests]
+        self._step_sizes = [*map(len, self._step_tables)]
         return slots
 
     def _go_on(self, requests: list[Request]) -> bool:
         """The next step of those that were in the last one; False, and nothing done, if one was preempted in between, which
         its new table tells."""
-        slots, tables = self._slots, self._tables
-        for request, slot in zip(requests, slots, strict=True):
-            if request.block_table is not tables[slot]:
-                return False
-        self._grow(requests, slots)
-        lens = self._lens
-        for slot in slots:
-            lens[slot] += 1
+        tables = [request.block_table for request in requests]
+        if not all(map(is_, tables, self._step_tables)):
+            return False
+        sizes = [*map(len, tables)]
+        if sizes != self._step_sizes:
+            self._grow(requests, self._slots)
+            self._step_sizes = sizes
+        self._lens[self._step_slots] += 1
         return True
 
     def _send(self, items: Sequence[ScheduledRequest], slots: Sequence[int]) -> None:

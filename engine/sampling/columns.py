@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -77,7 +76,7 @@ class ColumnSampler:
         self._kernels = ops.sampling_kernels(device)
         self._workspace = self._kernels.sampling_workspace(num_slots, vocab_size, device)
         self._vocab_size = vocab_size
-        self._rules: WeakKeyDictionary[Request, int] = WeakKeyDictionary()
+        self._rules: dict[Request, int] = {}
         self._num_rules = num_rules
         self._weighs = np.zeros(num_slots, dtype=bool)
         self._counts = np.zeros(num_slots, dtype=bool)
@@ -96,6 +95,7 @@ class ColumnSampler:
     def _reserve(self, request: Request) -> bool:
         """A row for the bias of a request, for as long as the request lives."""
         if request not in self._rules:
+            self._rules = {owner: rule for owner, rule in self._rules.items() if not owner.is_finished}
             free = set(range(self._num_rules)).difference(self._rules.values())
             if not free:
                 return False

@@ -15,27 +15,29 @@ from engine.scheduling.scheduled_batch import ScheduledBatch, ScheduledRequest
 class Flight:
     """Rows of one step in columns, decodes first; the items of its batch have gone on to the next one.
 
-    `tables[i]` is the block table that row i was planned with: a request that lost its blocks since has another one.
+    `tables[i]` is the block table that row i was planned with: one that lost its blocks since has another. `chunks` are
+    the tokens of the rows behind the decodes, which have one each, and whether they sample.
     """
 
     requests: list[Request]
     starts: list[int]
-    num_tokens: list[int]
-    samples: list[bool]
-    num_decodes: int
     tables: list[list[int]]
+    chunks: list[tuple[int, bool]]
 
     @classmethod
     def of(cls, batch: ScheduledBatch) -> Flight:
         items = batch.items
+        requests = [item.request for item in items]
         return cls(
-            requests=[item.request for item in items],
+            requests=requests,
             starts=[item.start for item in items],
-            num_tokens=[item.num_tokens for item in items],
-            samples=[item.samples for item in items],
-            num_decodes=len(batch.decodes),
-            tables=[item.request.block_table for item in items],
+            tables=[request.block_table for request in requests],
+            chunks=[(item.num_tokens, item.samples) for item in batch.prefills],
         )
+
+    @property
+    def num_decodes(self) -> int:
+        return len(self.requests) - len(self.chunks)
 
     def holds(self, row: int) -> bool:
         """Whether the request of a row is still the one that was planned: neither ended nor preempted since."""
@@ -44,7 +46,9 @@ class Flight:
 
     def item(self, row: int) -> ScheduledRequest:
         """The row as it was planned."""
-        return ScheduledRequest(self.requests[row], self.starts[row], self.num_tokens[row], self.samples[row])
+        num_decodes = self.num_decodes
+        num_tokens, samples = self.chunks[row - num_decodes] if row >= num_decodes else (1, True)
+        return ScheduledRequest(self.requests[row], self.starts[row], num_tokens, samples)
 
 
 @contextmanager

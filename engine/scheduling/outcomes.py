@@ -164,10 +164,10 @@ class Outcomes:
     def advance(self, batch: ScheduledBatch) -> Flight:
         """See `Scheduler.advance`."""
         self.num_under_way += 1
+        assert self._drafting is None, "how far a guess gets is not known beforehand"
         flight = Flight.of(batch)
         last: list[Request] = []
         for item in batch.decodes:
-            assert not item.num_draft_tokens, "how far a guess gets is not known beforehand"
             request, start = item.request, item.start + 1
             item.start = request.num_computed_tokens = start
             request.token_ids.append(UNKNOWN_TOKEN)
@@ -193,22 +193,25 @@ class Outcomes:
         assert len(outputs) == len(flight.requests), "a step has one output per row"
         self.num_under_way -= 1
         num_decodes, block_size, num_tokens = flight.num_decodes, self._block_size, 0
+        finished = RequestStatus.FINISHED
         events: list[TokenEvent] = []
         for request, start, output in zip(flight.requests[:num_decodes], flight.starts, outputs, strict=False):
-            if output is None or request.status is RequestStatus.FINISHED:
+            if output is None or request.status is finished:
                 continue
-            if not isinstance(output, int):
-                events.append(self._settle_rarely(request, start, start + 1, output))
+            end = start + 1
+            if output.__class__ is not int:
+                assert isinstance(output, StepOutput)
+                events.append(self._settle_rarely(request, start, end, output))
                 continue
-            if (start + 1) % block_size == 0 and request.block_table:
-                self._kv.register(request, start, start + 1)
+            if not end % block_size and request.block_table:
+                self._kv.register(request, start, end)
             num_tokens += 1
-            if output not in request.stop_ids and start + 2 < request.max_total_tokens:  # what `fill` does when nothing ends
-                request.token_ids[start + 1] = output
+            if output not in request.stop_ids and end + 1 < request.max_total_tokens:  # what `fill` does when nothing ends
+                request.token_ids[end] = output
                 request.num_unknown_tokens -= 1
                 events.append(token_event(request, [output]))
                 continue
-            reason = request.fill(start + 1, output)
+            reason = request.fill(end, output)
             events.append(token_event(request, [output]) if reason is None else self._end(request, reason, [output]))
         self._totals.generation_tokens += num_tokens
         for row in range(num_decodes, len(flight.requests)):
@@ -237,7 +240,8 @@ class Outcomes:
         return event
 
     def _settle_prefill(self, flight: Flight, row: int, output: StepOutput) -> TokenEvent | None:
-        request, start, num_tokens = flight.requests[row], flight.starts[row], flight.num_tokens[row]
+        request, start = flight.requests[row], flight.starts[row]
+        num_tokens, samples = flight.chunks[row - flight.num_decodes]
         end, is_running = start + num_tokens, bool(request.block_table)
         if is_running:
             request.num_flying_tokens -= num_tokens
@@ -245,7 +249,7 @@ class Outcomes:
             return self._settle_rarely(request, start, end, output)
         self._keep_new_scores(request, output, start, end)
         self._count_prompt(request, end)
-        if flight.samples[row]:
+        if samples:
             self._release_forks(request)
             return self._settle_rarely(request, start, end, output)
         if is_running:

@@ -58,7 +58,7 @@ class Request:
 
     A submission with n > 1 answers is n of these with one `request_id` and an `index` each; the scheduler tells them apart
     by identity. `forked_from` is the one whose computed prompt blocks this one shares when they are still there.
-    `queue_deadline_s` is a time of the scheduler's clock.
+    `queue_deadline_s` is a time of the scheduler's clock; `queue_s` the wait until the first schedule, 0.0 before it.
 
     `token_ids` is prompt and output in one list. `stop_ids` are the ids that end it (end-of-sequence unless ignored, and
     the caller's own). `max_total_tokens` is prompt plus output, already bounded by the model's context.
@@ -95,6 +95,7 @@ class Request:
     num_flying_tokens: int = 0
     num_skips: int = 0
     first_scheduled_s: float | None = None
+    queue_s: float = 0.0
     finish_reason: FinishReason | None = None
     block_hashes: list[bytes] = field(default_factory=list)
     prefix_hash: Any = None
@@ -129,17 +130,13 @@ class Request:
         return min(settled, len(self.token_ids) - self.num_unknown_tokens - 1) if self.num_unknown_tokens else settled
 
     @property
-    def queue_s(self) -> float:
-        """Wait until the first schedule; 0.0 when it never was scheduled."""
-        return 0.0 if self.first_scheduled_s is None else self.first_scheduled_s - self.arrived_s
-
-    @property
     def is_finished(self) -> bool:
         return self.status is RequestStatus.FINISHED
 
     def schedule_first(self, now_s: float) -> None:
         """A preempted request finds its own blocks again: that is no discount, so only the first match counts."""
         self.first_scheduled_s = now_s
+        self.queue_s = now_s - self.arrived_s
         self.num_cached_tokens = min(self.num_computed_tokens, self.num_prompt_tokens)
         self.num_prompt_tokens_computed = self.num_cached_tokens
 

@@ -8,7 +8,6 @@ from engine.scheduling.request import Request
 
 def token_event(request: Request, token_ids: list[int], *, prompt_logprobs: list[TokenLogprob] | None = None) -> TokenEvent:
     """The wire form of what just happened to `request`, with its exact counts."""
-    started_s = request.first_scheduled_s
     return TokenEvent(
         request.request_id,
         token_ids,
@@ -16,7 +15,7 @@ def token_event(request: Request, token_ids: list[int], *, prompt_logprobs: list
         request.num_prompt_tokens_computed,
         request.num_cached_tokens,
         request.num_preemptions,
-        0.0 if started_s is None else started_s - request.arrived_s,
+        request.queue_s,
         None,
         request.finish_reason,
         None,

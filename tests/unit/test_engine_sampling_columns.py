@@ -13,6 +13,7 @@ from engine.sampling.host_masks import HostMasks
 from engine.sampling.logits_rules import SampledRow
 from engine.sampling.sampler import NO_TOKEN
 from engine.sampling.scores import unpacked
+from engine.scheduling.request import RequestStatus
 from tests.support.sampling import sample, sampling_request
 
 VOCAB_SIZE = 1500
@@ -134,7 +135,7 @@ def test_rows_for_biases_are_given_back_when_their_requests_end() -> None:
     assert sampler.accepts(second)
     assert sampler.accepts(first)
     assert not sampler.accepts(third)
-    del first
+    first.status = RequestStatus.FINISHED
     assert sampler.accepts(third)
 
 
