@@ -43,7 +43,7 @@ from bench.peers.rounds import equal_tokens, measure, row_of
 from bench.peers.workers import PEERS_FOLDER, Kind, PeerFailed, Worker, working
 
 RESULTS = Path(__file__).parent / "results" / "engine_peers.jsonl"
-EQUAL_MIN = 0.5
+EQUAL_MIN = 0.2
 """Less than this share of tokens before the first difference cannot be rounding: then another model was measured."""
 HEAD = ("row", "ours", "peer", "unit", "ratio", "must show", "verdict")
 WIDTHS = (58, 9, 9, 9, 6, 20, 0)

@@ -48,11 +48,11 @@ class Kind:
         """Path of the peer's python. Raises PeerFailed with the command that makes it."""
         if not self.environment:
             return sys.executable
-        python = folder / self.environment / "bin" / "python"
-        if not python.exists():
+        place = folder / self.environment
+        if not (place / ".ready").exists():
             option = "" if folder == PEERS_FOLDER else f" --folder {folder}"
-            raise PeerFailed(f"{python} is missing: make it with bench/peers/set_up.sh --only {self.environment}{option}")
-        return str(python)
+            raise PeerFailed(f"{place} is not ready: make it with bench/peers/set_up.sh --only {self.environment}{option}")
+        return str(place / "bin" / "python")
 
 
 @dataclass(frozen=True, slots=True)
