@@ -168,15 +168,24 @@ def several(kind: type, allowed: Sequence[Any]) -> Callable[[str], list[Any]]:
     return read
 
 
+def at_least_one(text: str) -> int:
+    """A reader of whole numbers for argparse."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number of at least 1")
+    return int(text)
+
+
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--models", type=several(str, list(SHAPES)), default=list(SHAPES), help="8M,100M")
     made.add_argument("--peers", type=several(str, list(PEERS)), default=list(PEERS), help="vllm,transformers,llama")
     made.add_argument("--requests", type=several(int, COUNTS), default=COUNTS, help="1,16,48: how many at once")
-    made.add_argument("--rounds", type=int, default=3, help="rounds of a judged row; costly ones get fewer (default 3)")
+    made.add_argument(
+        "--rounds", type=at_least_one, default=3, help="rounds of a judged row; costly ones get fewer (default 3)"
+    )
     made.add_argument("--served", action="store_true", help="also 16 streaming clients of both servers, 8M")
     made.add_argument("--noise", type=float, default=CORES_MAX, help=f"cores that others may use (default {CORES_MAX})")
-    made.add_argument("--threads", type=int, default=2, help="of every engine (default 2)")
+    made.add_argument("--threads", type=at_least_one, default=2, help="of every engine (default 2)")
     made.add_argument(
         "--folder", type=Path, default=os.environ.get("GATEHOUSE_PEERS", PEERS_FOLDER), help="of the environments"
     )
