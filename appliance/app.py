@@ -25,6 +25,7 @@ from appliance.base.data_folder import StartTraces, make_data_folder
 from appliance.base.database_claim import DatabaseClaim, claim_database
 from appliance.base.db import Database, upgrade
 from appliance.base.errors import GatehouseError
+from appliance.base.journal import Journal
 from appliance.base.settings import Settings, UnusableData
 from appliance.base.version import current_version
 from appliance.console.routes import answer_unknown_path, create_console_router
@@ -35,6 +36,7 @@ from appliance.metering.invoicing.free_allowances import FreeAllowances
 from appliance.metering.invoicing.invoices import Invoices
 from appliance.metering.ledger import rollups
 from appliance.metering.ledger.corrections import Corrections
+from appliance.metering.ledger.journaled import journal_beside, replay
 from appliance.metering.ledger.recovery import begin_epoch, end_epoch, recover
 from appliance.metering.ledger.request_history import RequestHistory
 from appliance.metering.ledger.writer import Ledger
@@ -88,6 +90,7 @@ class Appliance:
         self._services: Services | None = None
         self._gpu = GpuProbe()
         self._claim: DatabaseClaim | None = None
+        self._journal: Journal | None = None
         self._housekeeper: asyncio.Task[None] | None = None
 
     @property
@@ -137,6 +140,8 @@ class Appliance:
             await self._let_go(services.db)
 
     async def _let_go(self, db: Database) -> None:
+        if self._journal is not None:
+            self._journal.close()
         await db.close()
         if self._claim is not None:
             await self._claim.release()
@@ -151,7 +156,15 @@ class Appliance:
         admission = Admission(clock, sums, currency=settings.currency, calendar=calendar, waits=metrics)
         tiers, policies = Tiers(db, clock), ModelPolicies(db, clock)
         alerts = Alerts(settings, db, clock, calendar, pepper)
-        ledger = Ledger(db, clock, epoch_id, currency=settings.currency, calendar=calendar, on_settled=alerts.budgets.settled)
+        ledger = Ledger(
+            db,
+            clock,
+            epoch_id,
+            currency=settings.currency,
+            calendar=calendar,
+            on_settled=alerts.budgets.settled,
+            journal=self._journal,
+        )
         prices = PriceBook(db, clock, currency=settings.currency)
         reports, box_records = UsageReports(db, calendar=calendar), BoxRecords(db, clock)
         generations = Generations(
@@ -242,6 +255,9 @@ class Appliance:
         if not self.engines:
             return "none"
         epoch_id = await begin_epoch(db, clock, current_version())
+        self._journal = journal_beside(self.settings.database_url)
+        if self._journal is not None:
+            await replay(db, self._journal)
         recovered = await recover(db, clock, epoch_id, calendar=calendar)
         if recovered:
             log.warning("records of an earlier run recovered", count=recovered)

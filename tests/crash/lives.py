@@ -48,7 +48,15 @@ OLDEST = "0001"  # the migration that is cut short begins with a filled database
 FIRST_STARTS = 2  # of each database end before anything is there
 ORDERLY_S = 0.3
 CHECKPOINT_INTERVALS_S = (0.2, 0.2, 0.2, 1.0)  # the last is the product's; the others make a life short
-NTH_MAX = {"bootstrap": 3, "recovery": 1, "checkpoint": 3, "levels of limits": 1, "abort asked": 2, "client left": 3}
+NTH_MAX = {
+    "bootstrap": 3,
+    "recovery": 1,
+    "journal to tables": 1,
+    "checkpoint": 3,
+    "levels of limits": 1,
+    "abort asked": 2,
+    "client left": 3,
+}
 WARM_UP_S_MAX = 0.9
 COMMIT_US_MAX = 3000
 FINDINGS_KEPT = 200
@@ -75,13 +83,15 @@ class Death:
         return f"{self.phase}: {self.point}"
 
 
-def deaths(dice: random.Random) -> Iterator[Death]:
+def deaths(dice: random.Random, database: str) -> Iterator[Death]:
     """Yield every death in random order, again and again; one in the start follows one under load."""
-    serving = [Death("serving", point, target) for point in points.SERVING_POINTS for target in ("gateway", "both")]
+    in_journal, in_replay = (points.JOURNAL_POINTS, points.REPLAY_POINTS) if database == "sqlite" else ((), ())
+    under_load = (*points.SERVING_POINTS, *in_journal)
+    serving = [Death("serving", point, target) for point in under_load for target in ("gateway", "both")]
     serving += [Death("serving", point, "engine") for point in points.ENGINE_POINTS]
     serving += [Death("serving", RANDOM, target) for target in ("gateway", "both", "engine") for _ in range(3)]
     serving += [Death("stopping", point, "gateway") for point in points.STOP_POINTS]
-    starting = [Death("starting", point, "gateway") for point in points.START_POINTS] + [Death("starting", RANDOM, "gateway")]
+    starting = [Death("starting", point, "gateway") for point in (*points.START_POINTS, *in_replay, RANDOM)]
     while True:
         dice.shuffle(serving)
         dice.shuffle(starting)
@@ -367,7 +377,7 @@ def live(
         folder = Path(name)
         with database_server(kind, folder) as server:
             lives = Lives(nursery, server, folder, seed=seed, on_life=on_life)
-            result = asyncio.run(lives.run(times, order or deaths(random.Random(seed))))
+            result = asyncio.run(lives.run(times, order or deaths(random.Random(seed), kind)))
     return row_of(result, kind, seed, time.monotonic() - began_s)
 
 

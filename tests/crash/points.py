@@ -26,6 +26,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 import appliance.app
 from appliance.base.db import Database
+from appliance.base.journal import Journal
 from appliance.base.sqlite_thread import SqliteThread
 from appliance.metering.ledger import rollups
 from appliance.metering.ledger import round as ledger_round
@@ -57,6 +58,8 @@ SERVING_POINTS = (
     "abort asked",
     "client left",
 )
+JOURNAL_POINTS = tuple(f"line in the journal: {cut}" for cut in CUTS)  # on SQLite: where COMMIT is the write that waits
+REPLAY_POINTS = tuple(f"journal to tables: {cut}" for cut in (*CUTS, "not cleared"))
 ENGINE_POINTS = (
     "engine told",
     "first token",
@@ -175,6 +178,7 @@ _kinds: ContextVar[tuple[str, ...]] = ContextVar("kinds", default=())
 def arm(reaper: Reaper) -> None:
     """Wrap the appliance of this process so that `reaper` hears of every point."""
     _wrap_transactions(reaper)
+    _wrap_journal(reaper)
     _wrap_start(reaper)
     _wrap_serving(reaper)
     _wrap_stop(reaper)
@@ -238,6 +242,22 @@ def _wrap_transactions(reaper: Reaper) -> None:
     assert ledger_round.Round is Round
 
 
+def _wrap_journal(reaper: Reaper) -> None:
+    write, clear = Journal._write, Journal.clear
+
+    def cut(self: Journal, batch: Any) -> None:
+        reaper.reached_commit("line in the journal")
+        write(self, batch)
+        reaper.reached("line in the journal: after COMMIT")
+
+    def before_clearing(self: Journal) -> None:
+        reaper.reached("journal to tables: not cleared")
+        clear(self)
+
+    Journal._write = cut  # type: ignore[method-assign]
+    Journal.clear = before_clearing  # type: ignore[method-assign]
+
+
 def _cut(reaper: Reaper, writing: Callable[[Database], Any]) -> Callable[[Database], Any]:
     @asynccontextmanager
     async def cut(database: Database) -> AsyncIterator[AsyncConnection]:
@@ -268,6 +288,7 @@ def _naming(function: Callable[..., Any], *kinds: str) -> Callable[..., Any]:
 def _wrap_start(reaper: Reaper) -> None:
     app: Any = appliance.app
     app.begin_epoch = _naming(app.begin_epoch, "epoch")
+    app.replay = _naming(app.replay, "journal to tables")
     app.recover = _naming(app.recover, "recovery")
     app.end_epoch = _naming(app.end_epoch, "end of epoch")
     app.bootstrap = _naming(app.bootstrap, "bootstrap")

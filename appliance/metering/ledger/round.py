@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+from collections import ChainMap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
+from typing import Any
 
 import structlog
 from sqlalchemy import Connection
@@ -38,15 +40,31 @@ _BAD_OR_FAILED = (StatementError, ValueError, OverflowError, LedgerBroken)
 
 @dataclass(slots=True, eq=False)
 class Open:
-    """Write a pending entry. `abandoned`: its caller went away before it was written."""
+    """Write a pending entry. `done` is what its caller waits for; it is None, and `number` the entry's in the journal, when
+    the caller has gone on because it stands there.
+
+    `abandoned`: its caller went away before it was written. `again`: it may have been written already.
+    """
 
     entry: PendingEntry
-    done: asyncio.Future[None]
+    done: asyncio.Future[None] | None
+    number: int | None = None
     abandoned: bool = False
+    again: bool = False
+
+    def succeed(self) -> None:
+        """Tell the caller, if it still waits."""
+        if self.done is not None and not self.done.done():
+            self.done.set_result(None)
 
     def fail(self, error: Exception) -> None:
-        """Tell the caller, if it still waits."""
-        if not self.done.done():
+        """Tell the caller, if it still waits; the log, if it has gone on."""
+        if self.done is None:
+            # Its settlement will find no entry and say so too: what it used is counted as unrecorded.
+            _log.error(
+                "an admitted request was refused by the tables", error=str(error.__cause__ or error), entry=repr(self.entry)
+            )
+        elif not self.done.done():
             self.done.set_exception(error)
 
 
@@ -61,6 +79,11 @@ class Settle:
     @property
     def request_id(self) -> str:
         return self.settlement.request_id
+
+    def succeed(self, event: UsageEvent) -> None:
+        """Tell the caller, if it still waits."""
+        if not self.done.done():
+            self.done.set_result(event)
 
     def fail(self, error: Exception) -> None:
         """Tell the caller, if it still waits."""
@@ -126,8 +149,10 @@ class Round:
                 continue
             if isinstance(result, Exception):
                 operation.fail(result if isinstance(result, LedgerBroken) else _refusal(operation, result))
-            elif not operation.done.done():
-                operation.done.set_result(result)  # type: ignore[arg-type]  # None for Open, the event for Settle
+            elif isinstance(operation, Open):
+                operation.succeed()
+            elif result is not None:
+                operation.succeed(result)
 
     async def _write_one_by_one(self) -> None:
         for operation in self.operations:
@@ -152,7 +177,7 @@ class Round:
     async def _transaction(self, operations: Sequence[Operation], checkpoints: Sequence[Checkpoint]) -> None:
         if not operations and not checkpoints:
             return
-        opens = [operation.entry for operation in operations if isinstance(operation, Open)]
+        opens = [operation for operation in operations if isinstance(operation, Open)]
         settles = [operation for operation in operations if isinstance(operation, Settle)]
         voids = [operation.request_id for operation in operations if isinstance(operation, Void)]
         self.inserted |= await self.db.batch_write(self._write, opens, checkpoints, settles, voids)
@@ -162,7 +187,7 @@ class Round:
     def _write(
         self,
         connection: Connection,
-        opens: Sequence[PendingEntry],
+        opens: Sequence[Open],
         checkpoints: Sequence[Checkpoint],
         settles: Sequence[Settle],
         voids: Sequence[str],
@@ -172,22 +197,28 @@ class Round:
         if checkpoints:
             rows.WRITE_CHECKPOINTS.execute(connection, [rows.checkpoint_parameters(row) for row in checkpoints])
         if settles or voids:
-            settled = self._settle(connection, settles, voids)
+            settled = self._settle(connection, settles, voids, ChainMap(inserted, self.opened))
             if settled and self.on_settled is not None:
                 self.on_settled(connection, settled)
         return inserted
 
-    def _insert(self, connection: Connection, entries: Sequence[PendingEntry]) -> dict[str, rows.Opened]:
-        event_rows = [
-            rows.event_row(entry, self.epoch_id, self.currency, self.calendar.day_of(entry.admitted_at)) for entry in entries
-        ]
-        rows.INSERT_EVENTS.execute(connection, event_rows)
-        rows.INSERT_REQUESTS.execute(connection, [rows.request_row(entry) for entry in entries])
-        return {entry.request_id: rows.Opened(row, entry.price) for entry, row in zip(entries, event_rows, strict=True)}
+    def _insert(self, connection: Connection, opens: Sequence[Open]) -> dict[str, rows.Opened]:
+        made = [(operation.entry, self._event_row(operation.entry)) for operation in opens]
+        maybe_there = [operation.entry.request_id for operation in opens if operation.again]
+        there = rows.known(connection, maybe_there) if maybe_there else ()
+        missing = [(entry, row) for entry, row in made if entry.request_id not in there]
+        if missing:
+            rows.insert(connection, [entry for entry, _ in missing], [row for _, row in missing])
+        return {entry.request_id: rows.Opened(row, entry.price) for entry, row in made}
 
-    def _settle(self, connection: Connection, settles: Sequence[Settle], voids: Sequence[str]) -> list[UsageEvent]:
+    def _event_row(self, entry: PendingEntry) -> dict[str, Any]:
+        return rows.event_row(entry, self.epoch_id, self.currency, self.calendar.day_of(entry.admitted_at))
+
+    def _settle(
+        self, connection: Connection, settles: Sequence[Settle], voids: Sequence[str], opened: Mapping[str, rows.Opened]
+    ) -> list[UsageEvent]:
         wanted = {operation.settlement.request_id for operation in settles} | set(voids)
-        entries = rows.find(connection, sorted(wanted), self.opened)
+        entries = rows.find(connection, sorted(wanted), opened)
         changes: dict[str, tuple[UsageEvent, Settlement]] = {}
         for operation in settles:
             self.results[id(operation)] = self._outcome(operation.settlement, entries, changes)

@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from datetime import date, datetime
 from typing import Any
 
-from sqlalchemy import Connection, RowMapping, Select, bindparam, insert, literal_column, select, update
+from sqlalchemy import Connection, RowMapping, Select, bindparam, literal_column, select, update
+from sqlalchemy import insert as insert_into
 
 from appliance.base.prepared import Lookup, Prepared
 from appliance.base.tables import prices, requests, usage_events
@@ -30,8 +31,8 @@ _PRICE_FIELDS = tuple(field.name for field in dataclasses.fields(Price))
 TOKEN_COLUMNS = ("prompt_tokens", "cached_tokens", "completion_tokens", "rejected_tokens")
 _DURATIONS = ("queue", "ttft", "inter_token_p50", "decode")
 
-INSERT_EVENTS = Prepared(insert(usage_events))
-INSERT_REQUESTS = Prepared(insert(requests))
+INSERT_EVENTS = Prepared(insert_into(usage_events))
+INSERT_REQUESTS = Prepared(insert_into(requests))
 
 SETTLE_EVENTS = Prepared(
     update(usage_events)
@@ -137,6 +138,17 @@ def request_row(entry: PendingEntry) -> dict[str, Any]:
         "preemptions": 0,
         "admitted_at": entry.admitted_at,
     }
+
+
+def insert(connection: Connection, entries: Sequence[PendingEntry], event_rows: Sequence[dict[str, Any]]) -> None:
+    """Write new entries: their events, and the rows of their requests."""
+    INSERT_EVENTS.execute(connection, event_rows)
+    INSERT_REQUESTS.execute(connection, [request_row(entry) for entry in entries])
+
+
+def known(connection: Connection, request_ids: Sequence[str]) -> set[str]:
+    """Return which of these requests have an event already."""
+    return {request_id for request_id, _event_id, _status in _STATES.rows(connection, request_ids)}
 
 
 def price_query() -> Select[Any]:

@@ -1,16 +1,19 @@
 """The one writer of usage events: a task that takes what is queued and commits it in groups. Nobody else writes them.
 
-    open ───────── opens ─┐ by turns              ┌─► COMMIT ─► every waiting caller hears that its rows are durable
+    open ─► journal ─► the caller goes on
+              └─── inbox ─┐                       ┌─► COMMIT ─► every waiting caller hears that its rows are durable
     settle, void ─ inbox ─┴► one round = one transaction
     checkpoint ────┘ (latest wins, once a second) └─► error ─► each operation alone, so that one bad row fails alone
 
-Opens have rounds of their own, because somebody waits for them and a settlement costs several times as much; but all go
-together when many wait, as fewer rounds are less work. Settlements wait a moment for each other, since a round of several
-costs little more than one of one, and an open that comes meanwhile waits for neither.
+With a journal (on SQLite) an open is durable as soon as its line is, and its rows follow with the next round. Without one its
+caller waits for its rows: then opens have rounds of their own, because somebody waits for them and a settlement costs several
+times as much; but all go together when many wait, as fewer rounds are less work. What nobody waits for urgently waits a moment
+for others of its kind, since a round of several costs little more than one of one.
 
 A settlement is never given up while the process lives: when the database fails it is tried again, and as it is a conditional
-update on `status = 'pending'` a second try after a COMMIT of unknown outcome changes nothing. An `open` that fails is refused,
-and in case its COMMIT did happen the entry is voided as soon as the database answers again.
+update on `status = 'pending'` a second try after a COMMIT of unknown outcome changes nothing. So are the rows of an entry in
+the journal. An `open` without one that fails is refused, and in case its COMMIT did happen the entry is voided as soon as the
+database answers again.
 """
 
 from __future__ import annotations
@@ -27,7 +30,9 @@ from sqlalchemy.exc import TimeoutError as PoolTimeout
 from appliance.base.clock import Clock
 from appliance.base.db import Database
 from appliance.base.errors import InternalError, Overloaded
+from appliance.base.journal import Journal
 from appliance.metering.calendar import BillingCalendar
+from appliance.metering.ledger.journaled import Journaled, encode
 from appliance.metering.ledger.records import Checkpoint, PendingEntry, RequestRecord, Settlement, Usage, UsageEvent
 from appliance.metering.ledger.round import LedgerBroken, OnSettled, Open, Operation, Round, Settle, Void
 from appliance.metering.ledger.rows import Opened
@@ -48,7 +53,8 @@ T = TypeVar("T")
 QUEUED_OPENS_MAX = 4096
 ROUND_OPERATIONS_MAX = 256
 TOGETHER_FROM = 24
-SETTLE_PAUSE_S = 0.004  # what a settlement waits for others
+SETTLE_PAUSE_S = 0.001  # what a settlement waits for others; longer, and answers end together and come back together
+OPEN_PAUSE_S = 0.02  # what the rows of an entry in the journal wait
 CHECKPOINT_INTERVAL_S = 0.5  # at least; requests say how far they are once a second, and that is to be written as it comes
 RETRY_S_MIN = 0.05
 RETRY_S_MAX = 2.0
@@ -75,6 +81,7 @@ class Ledger:
         queued_opens_max: int = QUEUED_OPENS_MAX,
         open_timeout_s: float = OPEN_TIMEOUT_S,
         settle_pause_s: float = SETTLE_PAUSE_S,
+        journal: Journal | None = None,
     ) -> None:
         self.last_error: str | None = None
         self.unrecorded_usage_tokens = 0
@@ -89,9 +96,10 @@ class Ledger:
         self._queued_opens_max = queued_opens_max
         self._open_timeout_s = open_timeout_s
         self._settle_pause_s = settle_pause_s
+        self._journal = journal
         self._inbox_due_s = 0.0
         self._opens: deque[Open] = deque()
-        self._inbox: deque[Settle | Void] = deque()
+        self._inbox: deque[Operation] = deque()
         self._opens_alone = False
         self._in_round: list[Operation] = []
         self._opened: dict[str, Opened] = {}
@@ -104,8 +112,9 @@ class Ledger:
 
     @property
     def healthy(self) -> bool:
-        """Return whether the writer runs and its last round was committed."""
-        return self._task is not None and not self._task.done() and self.last_error is None
+        """Return whether the writer runs, and what was last written to tables and journal is there."""
+        journal_works = self._journal is None or self._journal.last_error is None
+        return self._task is not None and not self._task.done() and self.last_error is None and journal_works
 
     async def start(self) -> None:
         """Start the writer task."""
@@ -130,12 +139,40 @@ class Ledger:
     async def open(self, entry: PendingEntry) -> None:
         """Return once the pending entry is durable. When it raises, or is cancelled, no entry stays pending.
 
-        Raises Overloaded when the database fails or does not answer in time, or too many wait, and InternalError when this
-        entry alone cannot be written.
+        Raises Overloaded when the disk or the database fails or does not answer in time, or too many wait, and InternalError
+        when this entry alone cannot be written.
         """
         self._check_running()
-        if len(self._opens) >= self._queued_opens_max:
+        if len(self._opens) + len(self._inbox) >= self._queued_opens_max:
             raise Overloaded("too many requests are waiting to be recorded", retry_after_s=1.0)
+        if self._journal is None:
+            await self._open_in_tables(entry)
+        else:
+            await self._open_in(self._journal, entry)
+
+    async def _open_in(self, journal: Journal, entry: PendingEntry) -> None:
+        """Return once the entry stands in the journal. Whoever is cancelled leaves a line there that a start may find."""
+        if self.last_error is not None:
+            raise _unwritable()
+        day = self._calendar.day_of(entry.admitted_at)
+        try:
+            record = encode(Journaled(epoch_id=self._epoch_id, currency=self._currency, billing_day=day, entry=entry))
+        except ValueError as error:
+            raise InternalError("the usage record cannot be written; nothing was started") from error
+        try:
+            async with asyncio.timeout(self._open_timeout_s):
+                number = await journal.append(record)
+        except (OSError, TimeoutError) as error:
+            raise _unwritable() from error
+        try:
+            self._check_running()
+        except InternalError:
+            journal.release([number])
+            raise
+        self._put(Open(entry, None, number))
+
+    async def _open_in_tables(self, entry: PendingEntry) -> None:
+        """Return once the rows of the entry are committed."""
         operation = Open(entry, asyncio.get_running_loop().create_future())
         self._opens.append(operation)
         self._wake.set()
@@ -171,9 +208,10 @@ class Ledger:
         if self._task is None or self._task.done() or self._stopping:
             raise InternalError("the ledger is not running; nothing can be recorded")
 
-    def _put(self, operation: Settle | Void) -> None:
-        if not self._inbox:
-            self._inbox_due_s = asyncio.get_running_loop().time() + self._settle_pause_s
+    def _put(self, operation: Operation) -> None:
+        pause_s = OPEN_PAUSE_S if isinstance(operation, Open) else self._settle_pause_s
+        due_s = asyncio.get_running_loop().time() + pause_s
+        self._inbox_due_s = min(self._inbox_due_s, due_s) if self._inbox else due_s
         self._inbox.append(operation)
         self._wake.set()
 
@@ -242,6 +280,10 @@ class Ledger:
             if isinstance(operation, Settle) and operation.written:
                 self.unrecorded_usage_tokens -= operation.settlement.usage.total_tokens
         work.tell()
+        if self._journal is not None:
+            self._journal.release(
+                operation.number for operation in operations if isinstance(operation, Open) and operation.number is not None
+            )
         self._in_round = []
 
     def _take_operations(self) -> list[Operation]:
@@ -272,22 +314,25 @@ class Ledger:
         if self._opens_alone or not self._checkpoints_are_due():
             return []
         self._checkpoints_due_s = self._clock.monotonic_s() + self._checkpoint_interval_s
-        rows = sorted(self._checkpoints.values(), key=lambda row: row.request_id)
-        self._checkpoints = {}
+        without_rows = {operation.entry.request_id for operation in self._inbox if isinstance(operation, Open)}
+        rows = [row for name, row in sorted(self._checkpoints.items()) if name not in without_rows]
+        self._checkpoints = {name: row for name, row in self._checkpoints.items() if name in without_rows}
         return rows
 
     def _keep_for_retry(self, operations: list[Operation], checkpoints: list[Checkpoint], error: Exception) -> None:
-        """The database failed: refuse the opens, keep the rest for the next round, in order."""
+        """The database failed: refuse the opens that somebody waits for, keep the rest for the next round, in order."""
         self.last_error = f"{type(error).__name__}: {error}"
         _log.error("ledger_round_failed", error=self.last_error, operations=len(operations), retry_s=self._retry_s)
         self._retry_s = min(max(self._retry_s * 2, RETRY_S_MIN), RETRY_S_MAX)
-        kept: list[Settle | Void] = []
+        kept: list[Operation] = []
         for operation in operations:
-            if isinstance(operation, Open):
+            if isinstance(operation, Open) and operation.number is None:
                 operation.fail(_unwritable())
                 kept.append(Void(operation.entry.request_id))
-            else:
-                kept.append(operation)
+                continue
+            if isinstance(operation, Open):
+                operation.again = True
+            kept.append(operation)
         self._inbox.extendleft(reversed(kept))
         settling = {operation.settlement.request_id for operation in self._inbox if isinstance(operation, Settle)}
         for row in checkpoints:
@@ -297,7 +342,7 @@ class Ledger:
     def _fail_all(self, error: LedgerBroken) -> None:
         """Tell every caller that waits, also those whose operations a round had taken when it ended."""
         for operation in (*self._in_round, *self._opens, *self._inbox):
-            if not isinstance(operation, Void):
+            if isinstance(operation, Settle) or (isinstance(operation, Open) and operation.number is None):
                 operation.fail(error)
         self._in_round = []
         self._opens.clear()

@@ -1,0 +1,194 @@
+"""A journal: records that are durable once `append` returns, long before anybody has put them where they belong.
+
+    append ─► a write that waits for the disk, in a thread, all together that wait ─► whoever asked goes on
+    release ─► the record stands elsewhere now; a file of which all records were released is used again
+
+Two files take turns, so that neither grows without end while there is always somebody writing. They have their length from the
+beginning: overwriting costs the disk one write, where growing costs the file system a transaction of its own as well.
+
+A record is a line with a checksum and a number, and numbers only rise: reading ends at the first line that a dying process left
+half written, or that is older than the one before it. Knows no record's meaning.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import zlib
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from threading import Thread
+
+FILE_BYTES = 1 << 20
+"""So long a file is from the beginning, and so far it is written to before it is the other's turn."""
+
+RETRY_S = 1.0
+"""After a failure the journal looks by itself whether it can write again."""
+
+
+class Journal:
+    """Two files, written by one thread. `read_left` and `clear` come before the first `append`, `close` is the end.
+
+    Raises OSError when the files cannot be made. There is one journal for a path at a time; who opens it sees to that.
+    """
+
+    def __init__(self, path: Path, *, file_bytes: int = FILE_BYTES) -> None:
+        self.last_error: str | None = None
+        self._paths = [path.with_name(f"{path.name}-{number}") for number in (1, 2)]
+        self._files = [_open(file, file_bytes) for file in self._paths]
+        _sync_folder(path.parent)
+        self._file_bytes = file_bytes
+        self._current = 0
+        self._ends = [0, 0]
+        self._newest = [0, 0]  # number of the last record in each file
+        self._held: dict[int, None] = {}  # numbers that were not released, oldest first
+        self._oldest_held = 1
+        self._next_number = 1
+        self._waiting: SimpleQueue[_Append | None] = SimpleQueue()
+        self._thread: Thread | None = None
+
+    def read_left(self) -> list[bytes]:
+        """Return the records that an earlier process left, of which some may stand elsewhere already."""
+        return [record for path in self._paths for record in _records(path.read_bytes())]
+
+    def clear(self) -> None:
+        """Forget what was left."""
+        for index, file in enumerate(self._files):
+            os.pwrite(file, bytes(os.fstat(file).st_size), 0)
+            self._ends[index] = 0
+
+    async def append(self, record: bytes) -> int:
+        """Return the number of `record` once it is durable; it must have no line break. Raises OSError when it cannot be.
+
+        Whoever is cancelled, or hears of an error, need not release it: at worst a later `read_left` finds it.
+        """
+        if not record or b"\n" in record:
+            raise ValueError("a record is one line that is not empty")
+        loop = asyncio.get_running_loop()
+        number, self._next_number = self._next_number, self._next_number + 1
+        waiting = _Append(number, _line(number, record), loop.create_future())
+        self._held[number] = None
+        if self._thread is None:
+            self._thread = Thread(target=self._write_forever, args=(loop,), name="journal", daemon=True)
+            self._thread.start()
+        self._waiting.put(waiting)
+        try:
+            await waiting.done
+        except BaseException:
+            self.release([number])
+            raise
+        return number
+
+    def release(self, numbers: Iterable[int]) -> None:
+        """Say that these records stand elsewhere, durably."""
+        for number in numbers:
+            self._held.pop(number, None)
+        self._oldest_held = next(iter(self._held), self._next_number)
+
+    def close(self) -> None:
+        """End the thread behind the last record. The files are cleared when every record was released."""
+        if self._thread is not None:
+            self._waiting.put(None)
+            self._thread.join()
+            if not self._held:
+                with suppress(OSError):  # then a start finds what stands elsewhere
+                    self.clear()
+        for file in self._files:
+            os.close(file)
+
+    def _write_forever(self, loop: asyncio.AbstractEventLoop) -> None:
+        closing = False
+        while not closing:
+            batch, closing = self._take()
+            error: OSError | None = None
+            try:
+                self._write(batch)
+            except OSError as raised:
+                error = raised
+            self.last_error = None if error is None else f"{type(error).__name__}: {error}"
+            with suppress(RuntimeError):  # the loop has been closed: nobody waits any more
+                loop.call_soon_threadsafe(_tell, batch, error)
+
+    def _take(self) -> tuple[list[_Append], bool]:
+        """Return what waits, as soon as something does, and whether it is the last; nothing when it is time to try again."""
+        batch: list[_Append] = []
+        with suppress(Empty):
+            append = self._waiting.get(timeout=None if self.last_error is None else RETRY_S)
+            while append is not None:
+                batch.append(append)
+                append = self._waiting.get_nowait()
+            return batch, True
+        return batch, False
+
+    def _write(self, batch: list[_Append]) -> None:
+        """Make the lines of `batch` durable. What a failure leaves of them is overwritten by the next."""
+        other = 1 - self._current
+        if self._ends[self._current] >= self._file_bytes and self._newest[other] < self._oldest_held:
+            self._current, self._ends[other] = other, 0
+        file, end = self._files[self._current], self._ends[self._current]
+        lines = memoryview(b"".join([append.line for append in batch]) or b"\n")
+        written = 0
+        while written < len(lines):
+            written += os.pwrite(file, lines[written:], end + written)
+        if batch:
+            self._ends[self._current] = end + written
+            self._newest[self._current] = batch[-1].number
+
+
+class _Append:
+    """A record on its way, and who waits for it."""
+
+    __slots__ = ("done", "line", "number")
+
+    def __init__(self, number: int, line: bytes, done: asyncio.Future[None]) -> None:
+        self.number, self.line, self.done = number, line, done
+
+
+def _tell(batch: list[_Append], error: OSError | None) -> None:
+    for append in batch:
+        if append.done.done():
+            continue
+        if error is None:
+            append.done.set_result(None)
+        else:
+            append.done.set_exception(error)
+
+
+def _line(number: int, record: bytes) -> bytes:
+    text = b"%d %b" % (number, record)
+    return b"%08x %b\n" % (zlib.crc32(text), text)
+
+
+def _records(text: bytes) -> Iterable[bytes]:
+    """Yield the records of a file, up to the first line that is none or is older than the one before it."""
+    newest = 0
+    for line in text.split(b"\n"):
+        checksum, _, rest = line.partition(b" ")
+        if checksum != b"%08x" % zlib.crc32(rest):
+            return
+        number, _, record = rest.partition(b" ")
+        if int(number) <= newest:
+            return
+        newest = int(number)
+        yield record
+
+
+def _open(path: Path, size: int) -> int:
+    """Open a file whose writes wait for the disk, at least `size` long."""
+    with open(os.open(path, os.O_CREAT | os.O_RDWR, 0o600), "r+b") as file:
+        length = file.seek(0, os.SEEK_END)
+        file.write(bytes(max(0, size - length)))
+        file.flush()
+        os.fsync(file.fileno())
+    return os.open(path, os.O_RDWR | os.O_DSYNC)
+
+
+def _sync_folder(path: Path) -> None:
+    """Make the names of new files durable."""
+    folder = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)

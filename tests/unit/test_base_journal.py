@@ -1,0 +1,159 @@
+"""The journal: what `append` promised is read after a death, what it did not promise is not, and no file grows without end."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from appliance.base import journal as journal_module
+from appliance.base.journal import Journal
+from tests.support.ledgers import until
+
+
+def left_in(path: Path) -> list[bytes]:
+    """What a new process finds."""
+    reader = Journal(path)
+    try:
+        return reader.read_left()
+    finally:
+        reader.close()
+
+
+def _files_in(folder: Path) -> list[os.stat_result]:
+    return [path.stat() for path in folder.iterdir()]
+
+
+async def test_what_was_appended_is_found_after_a_death_in_its_order(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "j")
+    records = [b"record %d" % number for number in range(50)]
+    numbers = await asyncio.gather(*(journal.append(record) for record in records))
+    assert numbers == sorted(numbers)
+    assert left_in(tmp_path / "j") == records
+
+
+async def test_nothing_is_left_of_records_that_stand_elsewhere_once_it_is_closed(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "j")
+    journal.release([await journal.append(b"one"), await journal.append(b"two")])
+    journal.close()
+    assert left_in(tmp_path / "j") == []
+
+
+async def test_closing_keeps_what_stands_nowhere_else(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "j")
+    number = await journal.append(b"one")
+    await journal.append(b"two")
+    journal.release([number])
+    journal.close()
+    assert b"two" in left_in(tmp_path / "j")
+
+
+async def test_closing_writes_what_waits(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "j")
+    waiting = [asyncio.create_task(journal.append(b"%d" % number)) for number in range(5)]
+    await asyncio.sleep(0)
+    journal.close()
+    await asyncio.gather(*waiting)
+    assert len(left_in(tmp_path / "j")) == 5
+
+
+async def test_a_cleared_journal_is_empty_whatever_it_held(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "j")
+    await asyncio.gather(*(journal.append(b"of an earlier life %d" % number) for number in range(30)))
+    later = Journal(tmp_path / "j")
+    later.clear()
+    await later.append(b"of an earlier life 0")
+    assert left_in(tmp_path / "j") == [b"of an earlier life 0"]
+
+
+async def test_two_files_take_turns_and_neither_grows(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "j", file_bytes=1000)
+    for number in range(500):
+        journal.release([await journal.append(b"record %d" % number)])
+    sizes = [status.st_size for status in _files_in(tmp_path)]
+    assert len(sizes) == 2
+    assert max(sizes) < 1100
+
+
+async def test_a_file_with_a_record_that_stands_nowhere_else_is_not_used_again(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "j", file_bytes=500)
+    await journal.append(b"held")
+    for number in range(200):
+        journal.release([await journal.append(b"record %d" % number)])
+    assert b"held" in left_in(tmp_path / "j")
+
+
+@pytest.mark.parametrize("seed", range(20))
+async def test_whenever_a_process_dies_what_was_held_is_left_and_what_was_torn_is_not(tmp_path: Path, seed: int) -> None:
+    chance = random.Random(seed)
+    journal = Journal(tmp_path / "j", file_bytes=400)
+    held: dict[int, bytes] = {}
+    told: set[bytes] = set()
+    for step in range(chance.randrange(5, 80)):
+        records = [b"%d.%d %s" % (step, index, b"x" * chance.randrange(40)) for index in range(chance.randrange(1, 5))]
+        numbers = await asyncio.gather(*(journal.append(record) for record in records))
+        held |= dict(zip(numbers, records, strict=True))
+        told |= set(records)
+        for number in chance.sample(sorted(held), chance.randrange(len(held) + 1)):
+            journal.release([number])
+            del held[number]
+    # Death in the middle of a write that nobody was told of: some of its lines arrive, in any order, whole or not.
+    file, end = journal._files[journal._current], journal._ends[journal._current]
+    torn = b"".join(journal_module._line(journal._next_number + index, b"torn") for index in range(3))
+    cut = chance.randrange(len(torn))
+    os.pwrite(file, torn[:cut] if chance.random() < 0.5 else bytes(cut) + torn[cut:], end)
+    left = left_in(tmp_path / "j")
+    assert set(held.values()) <= set(left)
+    assert set(left) <= told | {b"torn"}
+    assert len(left) == len(set(left)) + max(0, left.count(b"torn") - 1)
+
+
+async def test_a_write_that_fails_is_told_and_the_next_one_takes_its_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(journal_module, "RETRY_S", 0.01)
+    journal = Journal(tmp_path / "j")
+    await journal.append(b"before")
+    failing = True
+    write = os.pwrite
+
+    def pwrite(file: int, data: Any, offset: int) -> int:
+        if failing:
+            write(file, bytes(data)[:7], offset)
+            raise OSError(errno.ENOSPC, "no space left")
+        return write(file, data, offset)
+
+    monkeypatch.setattr(os, "pwrite", pwrite)
+    with pytest.raises(OSError, match="no space left"):
+        await journal.append(b"refused")
+    assert "no space left" in str(journal.last_error)
+    failing = False
+    await until(lambda: journal.last_error is None)
+    await journal.append(b"after")
+    assert left_in(tmp_path / "j") == [b"before", b"after"]
+
+
+async def test_who_is_cancelled_holds_nothing(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "j")
+    task = asyncio.create_task(journal.append(b"left"))
+    await asyncio.sleep(0)
+    task.cancel()
+    await asyncio.wait({task})
+    await journal.append(b"right")
+    assert list(journal._held.values()) == [None]
+
+
+@pytest.mark.parametrize("record", [b"", b"two\nlines"])
+async def test_a_record_is_one_line(tmp_path: Path, record: bytes) -> None:
+    with pytest.raises(ValueError, match="one line"):
+        await Journal(tmp_path / "j").append(record)
+
+
+async def test_the_files_are_for_their_owner_alone(tmp_path: Path) -> None:
+    Journal(tmp_path / "j").close()
+    assert {status.st_mode & 0o777 for status in _files_in(tmp_path)} == {0o600}

@@ -1,0 +1,292 @@
+"""The ledger with a journal: an open is durable with its line, its rows follow, and a death in between loses nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from datetime import timedelta
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import pytest
+
+from appliance.base.db import Database
+from appliance.base.errors import InternalError, Overloaded
+from appliance.base.journal import Journal
+from appliance.metering.ledger.journaled import Journaled, decode, encode, replay
+from appliance.metering.ledger.records import Checkpoint, PendingEntry, UsageEvent
+from appliance.metering.ledger.recovery import begin_epoch, recover
+from appliance.metering.ledger.writer import Ledger, LedgerBroken
+from appliance.metering.prices import Price, PriceBook
+from tests.support.cast import Cast
+from tests.support.clock import START, FakeClock
+from tests.support.factories import pending, posted, voided
+from tests.support.ledgers import FailingDatabase, all_events, until
+
+
+@asynccontextmanager
+async def journaling(database: Database, clock: FakeClock, epoch_id: str, path: Path, **options: Any) -> AsyncIterator[Ledger]:
+    """Yield a started ledger with a journal, and stop both in order."""
+    journal = Journal(path)
+    ledger = Ledger(database, clock, epoch_id, checkpoint_interval_s=0.0, journal=journal, **options)
+    await ledger.start()
+    try:
+        yield ledger
+    finally:
+        await ledger.stop()
+        journal.close()
+
+
+async def start_again(database: Database, clock: FakeClock, path: Path) -> dict[str, UsageEvent]:
+    """What the next start makes of database and journal, by request."""
+    epoch_id = await begin_epoch(database, clock, "next")
+    journal = Journal(path)
+    await replay(database, journal)
+    await recover(database, clock, epoch_id)
+    journal.close()
+    return {event.request_id: event for event in await all_events(database)}
+
+
+def _contents(path: Path) -> list[bytes]:
+    """What stands in the two files of a journal."""
+    return [file.read_bytes().strip(b"\0") for file in path.parent.glob(f"{path.name}-*")]
+
+
+async def die(ledger: Ledger) -> None:
+    """End the ledger as a killed process would, in the middle of whatever it does; its journal is never closed."""
+    assert ledger._task is not None
+    ledger._task.cancel()
+    await asyncio.wait({ledger._task})
+
+
+async def test_an_entry_in_the_journal_is_settled_as_any_other(
+    database: Database, clock: FakeClock, cast: Cast, tmp_path: Path
+) -> None:
+    price = await PriceBook(database, clock).add(model="demo", currency="EUR", prompt=3, cached_prompt=1, completion=7)
+    entries = [pending(cast.bob, price=price, admitted_at=clock.now()) for _ in range(60)]
+    async with journaling(database, clock, cast.epoch_id, tmp_path / "j") as ledger:
+        await asyncio.gather(*(ledger.open(entry) for entry in entries))
+        events = await asyncio.gather(*(ledger.settle(posted(entry.request_id)) for entry in entries))
+    assert {event.cost_picos for event in events} == {10 * 3 + 5 * 7}
+    assert sorted(await all_events(database), key=lambda event: event.id) == sorted(events, key=lambda event: event.id)
+    assert _contents(tmp_path / "j") == [b"", b""]
+
+
+async def test_the_rows_of_an_entry_follow_by_themselves(
+    database: Database, clock: FakeClock, cast: Cast, tmp_path: Path
+) -> None:
+    entry = pending(cast.bob)
+    async with journaling(database, clock, cast.epoch_id, tmp_path / "j") as ledger:
+        await ledger.open(entry)
+        await until(lambda: entry.request_id in ledger._opened)
+        (event,) = await all_events(database)
+        assert event.status == "pending"
+        ledger.checkpoint([Checkpoint(request_id=entry.request_id, prompt_tokens=9, cached_tokens=0, completion_tokens=2)])
+        await ledger.settle(voided(entry.request_id))
+
+
+async def test_a_death_between_the_line_and_its_rows_leaves_a_recovered_request(
+    database: Database, clock: FakeClock, cast: Cast, tmp_path: Path
+) -> None:
+    gated = FailingDatabase.around(database)
+    gated.gate = asyncio.Event()
+    ledger = Ledger(gated, clock, cast.epoch_id, journal=Journal(tmp_path / "j"))
+    await ledger.start()
+    entries = [pending(cast.bob, admitted_at=START + timedelta(microseconds=number)) for number in range(40)]
+    await asyncio.gather(*(ledger.open(entry) for entry in entries))
+    await die(ledger)
+    assert await all_events(database) == []
+    events = await start_again(database, clock, tmp_path / "j")
+    assert set(events) == {entry.request_id for entry in entries}
+    for entry in entries:
+        event = events[entry.request_id]
+        assert (event.status, event.estimated, event.cost_picos) == ("recovered", True, 0)
+        assert (event.admitted_at, event.reserved_tokens, event.model) == (entry.admitted_at, 266, "demo")
+    assert await start_again(database, clock, tmp_path / "j") == events, "once"
+
+
+async def test_what_stands_in_the_tables_already_is_not_written_again(
+    database: Database, clock: FakeClock, cast: Cast, tmp_path: Path
+) -> None:
+    ledger = Ledger(database, clock, cast.epoch_id, journal=Journal(tmp_path / "j"))
+    await ledger.start()
+    entry = pending(cast.bob)
+    await ledger.open(entry)
+    event = await ledger.settle(posted(entry.request_id))
+    await die(ledger)
+    assert await start_again(database, clock, tmp_path / "j") == {entry.request_id: event}
+
+
+async def test_rows_whose_commit_had_an_unknown_outcome_are_there_once(
+    database: Database, clock: FakeClock, cast: Cast, tmp_path: Path
+) -> None:
+    failing = FailingDatabase.around(database)
+    async with journaling(failing, clock, cast.epoch_id, tmp_path / "j") as ledger:
+        failing.fail_after_commit, failing.fail_before_commit = 2, 1
+        entries = [pending(cast.bob) for _ in range(5)]
+        await asyncio.gather(*(ledger.open(entry) for entry in entries))
+        await until(lambda: not ledger.healthy)
+        with pytest.raises(Overloaded, match="nothing was started"):
+            await ledger.open(pending(cast.bob))
+        await until(lambda: ledger.healthy)
+        await asyncio.gather(*(ledger.settle(posted(entry.request_id)) for entry in entries))
+    assert [event.status for event in await all_events(database)] == ["posted"] * 5
+
+
+async def test_a_journal_that_cannot_be_written_refuses_and_heals(
+    database: Database, clock: FakeClock, cast: Cast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("appliance.base.journal.RETRY_S", 0.01)
+    async with journaling(database, clock, cast.epoch_id, tmp_path / "j") as ledger:
+        running = pending(cast.bob)
+        await ledger.open(running)
+        with monkeypatch.context() as full:
+            full.setattr(os, "pwrite", _no_space)
+            with pytest.raises(Overloaded, match="nothing was started"):
+                await ledger.open(pending(cast.bob))
+            assert not ledger.healthy
+            await ledger.settle(posted(running.request_id))
+        await until(lambda: ledger.healthy)
+        late = pending(cast.bob)
+        await ledger.open(late)
+        await ledger.settle(posted(late.request_id))
+    assert {event.request_id for event in await all_events(database)} == {running.request_id, late.request_id}
+
+
+def _no_space(*_arguments: Any) -> int:
+    raise OSError(28, "no space left on device")
+
+
+async def test_a_disk_that_does_not_answer_refuses_and_leaves_nothing_pending(
+    database: Database, clock: FakeClock, cast: Cast, tmp_path: Path
+) -> None:
+    journal = Journal(tmp_path / "j")
+    ledger = Ledger(database, clock, cast.epoch_id, journal=journal, open_timeout_s=0.05)
+    await ledger.start()
+    journal._thread = Thread()  # nobody takes what waits
+    with pytest.raises(Overloaded, match="nothing was started"):
+        await ledger.open(pending(cast.bob))
+    journal._thread = None
+    await ledger.stop()
+    journal.close()
+    assert await start_again(database, clock, tmp_path / "j") == {}
+
+
+async def test_an_entry_that_the_tables_refuse_is_loud_and_costs_no_other(
+    database: Database, clock: FakeClock, cast: Cast, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    good, bad = pending(cast.bob), pending(cast.bob, tenant_id="nobody")
+    async with journaling(database, clock, cast.epoch_id, tmp_path / "j") as ledger:
+        await asyncio.gather(ledger.open(bad), ledger.open(good))
+        event = await ledger.settle(posted(good.request_id))
+        with pytest.raises(LedgerBroken, match="no entry"):
+            await ledger.settle(posted(bad.request_id))
+        assert ledger.unrecorded_usage_tokens == 15
+        assert ledger.healthy
+    assert await all_events(database) == [event]
+    assert "refused by the tables" in capfd.readouterr().out
+
+
+async def test_a_journal_newer_than_its_database_does_not_stop_the_start(
+    database: Database, clock: FakeClock, cast: Cast, tmp_path: Path
+) -> None:
+    journal = Journal(tmp_path / "j")
+    day = START.date()
+    good = Journaled(epoch_id=cast.epoch_id, currency="EUR", billing_day=day, entry=pending(cast.bob))
+    lost = Journaled(epoch_id="epoch_of_a_later_backup", currency="EUR", billing_day=day, entry=pending(cast.bob))
+    for record in (encode(lost), b'{"not": "an entry"}', b"not JSON", encode(good)):
+        await journal.append(record)
+    events = await start_again(database, clock, tmp_path / "j")
+    assert set(events) == {good.entry.request_id}
+
+
+async def test_a_database_that_cannot_be_written_at_the_start_loses_nothing(
+    database: Database, clock: FakeClock, cast: Cast, tmp_path: Path
+) -> None:
+    journal = Journal(tmp_path / "j")
+    left = Journaled(epoch_id=cast.epoch_id, currency="EUR", billing_day=START.date(), entry=pending(cast.bob))
+    await journal.append(encode(left))
+    failing = FailingDatabase.around(database)
+    failing.fail_before_commit = 1
+    with pytest.raises(Exception, match="disk full"):
+        await replay(failing, Journal(tmp_path / "j"))
+    assert set(await start_again(database, clock, tmp_path / "j")) == {left.entry.request_id}
+
+
+async def test_a_ledger_that_stops_refuses_what_comes_too_late(
+    database: Database, clock: FakeClock, cast: Cast, tmp_path: Path
+) -> None:
+    journal = Journal(tmp_path / "j")
+    ledger = Ledger(database, clock, cast.epoch_id, journal=journal)
+    await ledger.start()
+    opening = asyncio.create_task(ledger.open(pending(cast.bob)))
+    await asyncio.sleep(0)
+    await ledger.stop()
+    with pytest.raises(InternalError, match="not running"):
+        await opening
+    journal.close()
+    assert await start_again(database, clock, tmp_path / "j") == {}
+
+
+@pytest.mark.parametrize("seed", range(5))
+async def test_every_admitted_request_is_in_the_ledger_once_whatever_fails_and_dies(
+    database: Database, clock: FakeClock, cast: Cast, tmp_path: Path, seed: int
+) -> None:
+    chance = random.Random(seed)
+    failing = FailingDatabase.around(database)
+    admitted: set[str] = set()
+    settled: dict[str, UsageEvent] = {}
+
+    async def live(ledger: Ledger) -> None:
+        entry = pending(cast.bob)
+        await asyncio.sleep(chance.random() * 0.05)
+        try:
+            await ledger.open(entry)
+        except (Overloaded, InternalError):
+            return
+        admitted.add(entry.request_id)
+        ledger.checkpoint([Checkpoint(request_id=entry.request_id, prompt_tokens=10, cached_tokens=0, completion_tokens=1)])
+        if chance.random() < 0.7:
+            settled[entry.request_id] = await ledger.settle(posted(entry.request_id))
+
+    for _ in range(4):
+        journal = Journal(tmp_path / "j", file_bytes=2000)
+        epoch_id = await begin_epoch(database, clock, "test")
+        await replay(database, journal)
+        await recover(database, clock, epoch_id)
+        ledger = Ledger(failing, clock, epoch_id, checkpoint_interval_s=0.0, journal=journal)
+        await ledger.start()
+        lives = [asyncio.create_task(live(ledger)) for _ in range(30)]
+        failing.fail_before_commit, failing.fail_after_commit = chance.randrange(2), chance.randrange(3)
+        await asyncio.sleep(chance.random() * 0.1)
+        await die(ledger)
+        failing.fail_before_commit = failing.fail_after_commit = 0
+        for task in lives:
+            task.cancel()
+        await asyncio.wait(lives)
+    events = await start_again(database, clock, tmp_path / "j")
+    assert admitted <= set(events)
+    assert all(event.status != "pending" for event in events.values())
+    assert all(events[request_id] == event for request_id, event in settled.items())
+
+
+def test_an_entry_comes_back_from_its_record_as_it_was(clock: FakeClock) -> None:
+    entry = pending_of_nobody(clock)
+    journaled = Journaled(epoch_id="epoch", currency="EUR", billing_day=START.date(), entry=entry)
+    assert decode(encode(journaled)) == journaled
+
+
+def pending_of_nobody(clock: FakeClock) -> PendingEntry:
+    """An entry with a price and every field set."""
+    price = Price(
+        id="price", model="démo", effective_from=clock.now(), currency="EUR", prompt=1, cached_prompt=2, completion=3,
+        batch_percent=50, created_at=clock.now(), rejected_draft=4, tier_percents={"priority": 120},
+    )  # fmt: skip
+    return PendingEntry(
+        request_id="req", tenant_id="tenant", key_id="key", model="démo\n", endpoint="/v1", stream=False, prompt_tokens=1,
+        reserved_tokens=2, price=price, admitted_at=clock.now(), price_basis_points=5000, currency="USD",
+    )  # fmt: skip
