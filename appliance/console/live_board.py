@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from appliance.console.charts import Segment, stack
 from appliance.console.formatting import duration, size
@@ -22,12 +22,20 @@ if TYPE_CHECKING:
     from appliance.serving.services import Services
     from appliance.telemetry.events import EngineReading, SystemSnapshot, TenantReading
     from appliance.telemetry.gpu import GpuReading
-    from engine.protocol import EngineStatus
+    from engine.protocol import EngineStatus, MemoryPart
 
 TOTALS_KEPT_S = 4.0
 RECENT_ROWS = 8
 TENANT_ROWS = 6
 NO_GPU = "no NVIDIA GPU"
+_MEMORY_LABELS = {
+    "weights": "Weights",
+    "activations": "Activations",
+    "graphs": "Graphs",
+    "slots": "Slots",
+    "context": "Device context",
+    "kv_cache": "Keys and values",
+}
 _TONES = {"ready": "ok", "loading": "warn", "restarting": "warn", "failed": "bad", "stopped": "bad"}
 
 
@@ -42,6 +50,14 @@ class TenantsView:
     more_running: int
     more_waiting: int
     more_blocks: int
+
+
+class MemoryLine(NamedTuple):
+    """What one part of an engine took of its device, None where the device does not tell, and what was predicted."""
+
+    label: str
+    measured_bytes: int | None
+    predicted_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +85,8 @@ class EngineView:
     host_total: int
     host_used: int
     draft_rate: float | None
+    memory: list[MemoryLine]
+    memory_note: str | None
     tenants: TenantsView
 
 
@@ -196,8 +214,19 @@ def engine_view(engine: EngineReading, history: Sequence[SystemSnapshot], now: d
         host_total=status.host_blocks_total if status else 0,
         host_used=status.host_blocks_used if status else 0,
         draft_rate=_draft_rate(status),
+        memory=[] if engine.info is None else memory_lines(engine.info.memory),
+        memory_note=None if engine.info is None else engine.info.memory_note,
         tenants=tenants_view(engine.tenants),
     )
+
+
+def memory_lines(parts: Sequence[MemoryPart]) -> list[MemoryLine]:
+    """Return the parts that take anything, in the order in which the engine tells them."""
+    return [
+        MemoryLine(_MEMORY_LABELS.get(part.name, part.name), part.measured_bytes, part.predicted_bytes)
+        for part in parts
+        if part.predicted_bytes or part.measured_bytes
+    ]
 
 
 def _draft_rate(status: EngineStatus | None) -> float | None:

@@ -51,7 +51,7 @@ from appliance.tenancy.sessions import Sessions
 from appliance.tenancy.tenants import Tenants
 from appliance.tenancy.tickets import PROVIDER_SIGN_IN_LIFE_S, SIGN_IN_LIFE_S, Tickets
 from appliance.tenancy.tiers import Tiers
-from engine.protocol import EngineInfo, EngineStatus
+from engine.protocol import EngineInfo, EngineStatus, MemoryPart
 from tests.support.cast import ALICE_PASSWORD, PEPPER, Cast, Person, make_cast, quick_hasher
 
 GIB = 1024**3
@@ -78,6 +78,12 @@ def engine_info(*, device: str = "cpu") -> EngineInfo:
         weights_bytes=GIB,
         kv_bytes=2 * GIB,
         load_s=1.0,
+        memory=[
+            MemoryPart(name="weights", predicted_bytes=GIB, measured_bytes=GIB),
+            MemoryPart(name="activations", predicted_bytes=768 << 20),
+            MemoryPart(name="graphs", predicted_bytes=0),
+            MemoryPart(name="kv_cache", predicted_bytes=2 * GIB, measured_bytes=2 * GIB - (1 << 20)),
+        ],
     )
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from appliance.api.admin.system_shapes import system_shape
 from appliance.console import live_stream
 from appliance.console.context import Console
 from appliance.console.live_board import prompt_history
@@ -80,6 +81,36 @@ async def test_with_several_gpus_only_what_is_used_is_claimed(box: Box) -> None:
     assert "used <b>4.0 GiB" in page
     assert "weights <b>" not in page
     assert "None" not in page
+
+
+async def test_memory_is_told_part_by_part_as_it_was_taken_and_as_it_was_predicted(box: Box) -> None:
+    box.engine_side.info = dataclasses.replace(engine_info(), memory_note="the context is 512 tokens: it needs more")
+
+    page = " ".join((await overview(box)).split())
+
+    assert '<dt>Weights</dt><dd>1.0 GiB <small class="muted">1.0 GiB</small></dd>' in page
+    assert '<dt>Activations</dt><dd>– <small class="muted">768 MiB</small></dd>' in page
+    assert '<dt>Keys and values</dt><dd>2.0 GiB <small class="muted">2.0 GiB</small></dd>' in page
+    assert "Graphs" not in page
+    assert "the context is 512 tokens: it needs more" in page
+
+
+async def test_the_api_tells_the_same_memory(box: Box) -> None:
+    (engine,) = system_shape(await box.services.sampler.sample(), "1").engine
+
+    assert [(part.name, part.predicted_bytes, part.measured_bytes) for part in engine.memory] == [
+        ("weights", GIB, GIB),
+        ("activations", 768 << 20, None),
+        ("graphs", 0, None),
+        ("kv_cache", 2 * GIB, 2 * GIB - (1 << 20)),
+    ]
+    assert engine.memory_note is None
+
+
+async def test_an_engine_that_is_not_there_yet_has_no_memory_to_tell(box: Box) -> None:
+    box.engine_side.info = None
+
+    assert "Memory of the device" not in await overview(box)
 
 
 async def test_the_page_shows_the_engine_its_blocks_and_the_host(box: Box) -> None:

@@ -8,6 +8,7 @@ from appliance.base.clock import rfc3339
 from appliance.telemetry.events import EngineReading, ProcessReading, SystemSnapshot, TenantReading
 from appliance.telemetry.gpu import GpuReading
 from appliance.telemetry.host import HostReading
+from engine.protocol import MemoryPart
 
 
 class ProcessShape(msgspec.Struct, kw_only=True):
@@ -38,6 +39,15 @@ class HostBlocksShape(msgspec.Struct, kw_only=True):
     swapped_out_total: int
 
 
+class MemoryPartShape(msgspec.Struct, kw_only=True):
+    """What one part of an engine takes of its device: predicted before it was loaded, and measured, null where the device does
+    not tell. Names: weights, activations, graphs, slots, context, kv_cache."""
+
+    name: str
+    predicted_bytes: int
+    measured_bytes: int | None
+
+
 class TenantLoadShape(msgspec.Struct, kw_only=True):
     """What a tenant with live requests holds and waits for; `service_s` is the predicted device time spent for it since it
     last had none. Each of several answers to one request counts."""
@@ -64,6 +74,8 @@ class EngineShape(msgspec.Struct, kw_only=True):
     requests_waiting: int
     kv_blocks: KvBlocksShape
     host_kv_blocks: HostBlocksShape
+    memory: list[MemoryPartShape]
+    memory_note: str | None
     preemptions_total: int
     draft_tokens_total: int
     accepted_draft_tokens_total: int
@@ -163,6 +175,8 @@ def _engine(engine: EngineReading) -> EngineShape:
             swapped_in_total=status.swapped_in_blocks_total if status else 0,
             swapped_out_total=status.swapped_out_blocks_total if status else 0,
         ),
+        memory=[_memory_part(part) for part in info.memory] if info else [],
+        memory_note=info.memory_note if info else None,
         preemptions_total=status.preemptions_total if status else 0,
         draft_tokens_total=status.draft_tokens_total if status else 0,
         accepted_draft_tokens_total=status.accepted_draft_tokens_total if status else 0,
@@ -172,6 +186,10 @@ def _engine(engine: EngineReading) -> EngineShape:
         ttft_p50_s=engine.ttft_p50_s,
         ttft_p95_s=engine.ttft_p95_s,
     )
+
+
+def _memory_part(part: MemoryPart) -> MemoryPartShape:
+    return MemoryPartShape(name=part.name, predicted_bytes=part.predicted_bytes, measured_bytes=part.measured_bytes)
 
 
 def _tenant(tenant: TenantReading) -> TenantLoadShape:
