@@ -18,6 +18,7 @@ from pathlib import Path
 
 from engine.cpu_environment import prepare_cpu
 from engine.errors import EngineConfigError, EngineError
+from engine.gpu_environment import prepare_gpu
 from engine.memory_fit import told, underestimated
 from engine.options import DEVICES, DTYPES, KV_CACHE_DTYPES, POLICIES, QUANTIZATIONS, EngineOptions
 from engine.protocol import EngineFrame, EngineInfo, TokenEvent
@@ -25,6 +26,7 @@ from engine.speculation.options import SpeculativeOptions
 from engine.transport import FrameSocket, PeerClosed, TransportError, decode_gateway_frame
 
 prepare_cpu()
+prepare_gpu()
 
 from engine.build import build_engine  # noqa: E402 - torch must see the environment set above
 from engine.loop import Engine  # noqa: E402

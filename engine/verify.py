@@ -15,8 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from engine.cpu_environment import prepare_cpu
+from engine.gpu_environment import prepare_gpu
 
 prepare_cpu()
+prepare_gpu()
 
 import torch  # noqa: E402 - torch must see the environment set above
 

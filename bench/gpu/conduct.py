@@ -18,6 +18,7 @@ from typing import Any, TextIO
 
 from bench.gpu.plan import Job
 from bench.gpu.rows import Row
+from engine.gpu_environment import FP_FUSION
 
 TAIL_CHARS = 1500
 BASE_FACT = "bandwidth"
@@ -134,7 +135,7 @@ def conduct(
 
 
 def _environment(rehearse: bool) -> dict[str, str]:
-    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1", FP_FUSION: "1"}
     environment.pop("TRITON_INTERPRET", None)
     if rehearse:
         environment |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}

@@ -16,6 +16,7 @@ from engine.chat_template import ChatTemplate
 from engine.config.pooling import MODES, PoolingConfig, load_pooling_config
 from engine.cpu_environment import prepare_cpu
 from engine.errors import EngineConfigError, EngineError, PromptError
+from engine.gpu_environment import prepare_gpu
 from engine.offline.completion import Completion, engine_params
 from engine.offline.outputs import GenerationFailed, RequestOutput
 from engine.offline.progress import Progress
@@ -27,6 +28,7 @@ from engine.speculation.options import SpeculativeOptions
 from engine.text import Tokenizer
 
 prepare_cpu()
+prepare_gpu()
 
 from engine.build import build_engine  # noqa: E402 - torch must see the environment set above
 from engine.loop import Engine  # noqa: E402

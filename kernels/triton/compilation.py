@@ -35,7 +35,8 @@ class Compilation:
     is absent, 1 for a number that is 1 (a launch specialises it). `divisible` names the integers that are multiples of 16.
 
     `tensor_cores`: matrix instructions of the card's own kind must be there: mma.sync on 80 and 89, wgmma on 90, tcgen05 on
-    100. `small_tile` says that the tile has fewer than 64 rows, for which only mma.sync exists on any card.
+    100. `small_tile` says that the tile has fewer than 64 rows, for which only mma.sync exists on any card. `fp_fusion` is what
+    the launch says of products that are added to: fused, unless every rounding counts.
     """
 
     name: str
@@ -49,6 +50,7 @@ class Compilation:
     spill_bytes_max: int = 0
     divisible: tuple[str, ...] = ()
     small_tile: bool = False
+    fp_fusion: bool = True
 
     def __post_init__(self) -> None:
         names = set(self.kernel.arg_names)
@@ -82,7 +84,11 @@ def compile_kernel(compilation: Compilation, capability: int) -> Compiled:
     kernel = triton.compile(
         _source(compilation),
         target=GPUTarget("cuda", capability, 32),
-        options={"num_warps": compilation.num_warps, "num_stages": compilation.num_stages, "enable_fp_fusion": True},
+        options={
+            "num_warps": compilation.num_warps,
+            "num_stages": compilation.num_stages,
+            "enable_fp_fusion": compilation.fp_fusion,
+        },
     )
     registers, spill_bytes = _resources(kernel.asm["cubin"])
     num_warps = int(kernel.metadata.num_warps)

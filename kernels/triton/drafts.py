@@ -161,6 +161,7 @@ def compilations() -> list[Compilation]:
             shared | {"guesses": "*i64", "accepted": "*i32"} | numbers,
             {},
             num_warps=1,
+            fp_fusion=False,
         ),
         Compilation(
             "reject_drafts: race",
@@ -168,6 +169,7 @@ def compilations() -> list[Compilation]:
             shared | parts | numbers | {"blocks": "i32"},
             {"BLOCK": _BLOCK},
             num_warps=_WARPS,
+            fp_fusion=False,
         ),
         Compilation(
             "reject_drafts: settle",

@@ -295,4 +295,4 @@ def _compilation(kernel: Any, dtype: str, groups: int, is_guided: bool) -> Compi
     step = kernel.__name__.removesuffix("_kernel")
     name = f"sample: {step}, {dtype}, {groups} groups{', grammar' if is_guided else ''}"
     # The assembler gives up a few bytes outside the loops to fit one more program into a multiprocessor.
-    return Compilation(name, kernel, signature, constexprs, num_warps=_WARPS, num_stages=2, spill_bytes_max=96)
+    return Compilation(name, kernel, signature, constexprs, num_warps=_WARPS, num_stages=2, spill_bytes_max=96, fp_fusion=False)

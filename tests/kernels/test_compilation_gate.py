@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import ast
+import importlib
+from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from kernels.triton import gate
 from kernels.triton.compilation import Compilation, Compiled, faults
 from kernels.triton.tuning import CARDS, card, power_of_two
 
@@ -92,3 +97,20 @@ def test_registers_decide_how_many_programs_run_side_by_side(registers: int, pro
 @pytest.mark.parametrize(("size", "power"), [(0, 1), (1, 1), (2, 2), (3, 4), (128, 128), (129, 256)])
 def test_a_size_is_rounded_up_to_a_power_of_two(size: int, power: int) -> None:
     assert power_of_two(size) == power
+
+
+def launches(module: str) -> Iterator[tuple[str, bool]]:
+    """Every launch in a module: the name of the kernel, and whether it fuses products with sums."""
+    tree = ast.parse(Path(importlib.import_module(module).__file__ or "").read_text("utf-8"))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript) and isinstance(node.func.value, ast.Name):
+            yield node.func.value.id, not any(keyword.arg == "enable_fp_fusion" for keyword in node.keywords)
+
+
+@pytest.mark.parametrize("module", gate.module_names())
+def test_a_kernel_is_compiled_here_with_the_fusion_that_it_is_launched_with(module: str) -> None:
+    compiled = {(each.kernel.__name__, each.fp_fusion) for each in importlib.import_module(module).compilations()}
+    launched = {found for found in launches(module) if found[0] in {name for name, _ in compiled}}
+    assert launched <= compiled
+    if "kernels.triton.race" in Path(importlib.import_module(module).__file__ or "").read_text("utf-8"):
+        assert not all(fused for _, fused in launched), "the race counts every rounding"
