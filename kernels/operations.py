@@ -28,6 +28,8 @@ class Operations:
     products stay apart. `bind_experts` makes one function of all experts' plain matrices, which asks the host nothing; where
     it is None, or weights are not plain, `mix_experts` serves. `bind_greedy_head` makes a function of an output head: the most
     likely tokens of at most FUSED_ROWS_MAX rows, None where its sums would differ from those of the head's product.
+    `pages` says of heads and of the format of a cache whether `paged_decode` and `paged_prefill` are the way to attend;
+    `is_row_invariant`, whether the products of `pack_linear` and that attention give a row the same bits in any batch.
     """
 
     words: str
@@ -60,3 +62,5 @@ class Operations:
     copy_blocks: Callable[..., None]
     gather_blocks: Callable[..., None]
     scatter_blocks: Callable[..., None]
+    pages: Callable[[AttentionShape, torch.dtype], bool] = lambda _shape, _kv_dtype: True
+    is_row_invariant: bool = False

@@ -1,9 +1,10 @@
 """The only import surface of the kernels: every operation the engine's layers call, from the implementation of their device.
 
-`operations(device)` is the table of a device: CPUs have torch's operations, NVIDIA GPUs the Triton kernels, whose modules are
-imported by the first one that asks. `implementation` names it for the log and for `EngineInfo`. There is no fall-back from
-one implementation to another: what is missing or fails is an error. Layers take the table once, when they are made; the
-functions below look it up by the device of their first tensor.
+`operations(device, dtype)` is the table of a device and of the numbers that layers pass: CPUs have functions compiled for their
+vectors for float32 and torch's operations for everything else, NVIDIA GPUs the Triton kernels; modules are imported by the
+first one that asks. `implementation` names it for the log and for `EngineInfo`. There is no fall-back from one implementation
+to another: what is missing or fails is an error. Layers take the table once, when they are made; the functions below look it
+up by their first tensor.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from kernels.cpu.attention import AttentionPlan, AttentionPlanner, planned_atten
 from kernels.cpu.elementwise import gelu, gelu_tanh, gelu_tanh_mul, layer_norm, rope
 from kernels.cpu.experts import mix_experts, route
 from kernels.cpu.invariant_attention import InvariantPlan, InvariantPlanner, invariant_attention
-from kernels.cpu.linear import LinearKernel, LinearPacker, can_pack
-from kernels.cpu.row_tiles import pack_linear_row_invariant, row_invariant
+from kernels.cpu.linear import LinearKernel, LinearPacker
+from kernels.cpu.row_tiles import row_invariant
 from kernels.operations import FUSED_ROWS_MAX, Operations
 from kernels.paged_plan import PagedPlan, PagedPlanner, paged_plan_attention
 from kernels.plain_weights import PlainWeights
@@ -67,6 +68,7 @@ __all__ = [
     "gelu_tanh",
     "gelu_tanh_mul",
     "implementation",
+    "invariant_planner",
     "layer_norm",
     "linear_fp8",
     "linear_int4",
@@ -100,10 +102,17 @@ AnyPlanner = AttentionPlanner | InvariantPlanner | PagedPlanner
 _TABLES = {"cpu": "kernels.cpu.table", "meta": "kernels.cpu.table", "cuda": "kernels.triton.table"}
 """By type of device, the module that holds its table as `OPERATIONS`. On meta a model is only compared with its files."""
 
+_FLOAT32_TABLES = {"kernels.cpu.table": "kernels.simd.table"}
+"""The table that serves float32 on a CPU in the place of another one."""
 
-def operations(device: torch.device) -> Operations:
-    """The table of a device. Raises KeyError for a device that has none, ImportError where its kernels cannot be loaded."""
-    table: Operations = importlib.import_module(_TABLES[device.type]).OPERATIONS
+
+def operations(device: torch.device, dtype: torch.dtype | None = None) -> Operations:
+    """The table of a device for tensors of `dtype`, None where operations know no dtype. Raises KeyError for a device that has
+    none, ImportError where its kernels cannot be loaded."""
+    name = _TABLES[device.type]
+    if device.type == "cpu" and dtype is torch.float32:
+        name = _FLOAT32_TABLES.get(name, name)
+    table: Operations = importlib.import_module(name).OPERATIONS
     return table
 
 
@@ -130,24 +139,42 @@ def attention_planner(
 
     `kv_dtype` is the format of the cache, None is `dtype`.
     """
-    if _TABLES[device.type] == _TABLES["cpu"] and device.type == "cpu":
-        return AttentionPlanner(shape, dtype=dtype, device=device, kv_dtype=kv_dtype)
-    return PagedPlanner(shape, dtype=dtype, device=device)
+    if operations(device, dtype).pages(shape, kv_dtype or dtype):
+        return PagedPlanner(shape, dtype=dtype, device=device)
+    return AttentionPlanner(shape, dtype=dtype, device=device, kv_dtype=kv_dtype)
+
+
+def invariant_planner(
+    shape: AttentionShape, *, dtype: torch.dtype, device: torch.device, kv_dtype: torch.dtype | None = None
+) -> InvariantPlanner | PagedPlanner:
+    """The planner whose attention gives a query the same bits in any batch, however its prompt was cut."""
+    table = operations(device, dtype)
+    if table.is_row_invariant and table.pages(shape, kv_dtype or dtype):
+        return PagedPlanner(shape, dtype=dtype, device=device)
+    return InvariantPlanner(shape, dtype=dtype, device=device)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """x: [..., hidden], weight: [hidden] → [..., hidden]"""
-    return operations(x.device).rms_norm(x, weight, eps)
+    return operations(x.device, x.dtype).rms_norm(x, weight, eps)
 
 
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """gate_up: [T, 2·inner] → silu(gate) · up: [T, inner]"""
-    return operations(gate_up.device).silu_mul(gate_up)
+    return operations(gate_up.device, gate_up.dtype).silu_mul(gate_up)
 
 
 def pack_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> LinearKernel:
     """weight: [out, in], bias: [out] → a function [T, in] → [T, out]"""
-    return operations(weight.device).pack_linear(weight, bias)
+    return operations(weight.device, weight.dtype).pack_linear(weight, bias)
+
+
+def pack_linear_row_invariant(weight: torch.Tensor, bias: torch.Tensor | None) -> LinearKernel:
+    """As `pack_linear`; the result of a row has the same bits whatever other rows are multiplied with it."""
+    packed = pack_linear(weight, bias)
+    if operations(weight.device, weight.dtype).is_row_invariant:
+        return packed
+    return row_invariant(packed, weight.shape[1], dtype=weight.dtype, device=weight.device)
 
 
 def paged_attention(
@@ -161,11 +188,10 @@ def paged_attention(
         return planned_attention(qkv, kv_cache, plan, kv_scales)
     assert kv_cache is not None, "this attention reads the cache"
     if isinstance(plan, PagedPlan):
-        return paged_plan_attention(operations(qkv.device), qkv, kv_cache, plan, kv_scales)
+        return paged_plan_attention(operations(qkv.device, qkv.dtype), qkv, kv_cache, plan, kv_scales)
     return invariant_attention(qkv, kv_cache, plan, kv_scales)
 
 
 def implementation(dtype: torch.dtype, device: torch.device, *, batch_invariant: bool = False) -> str:
     """Which kernels run for tensors of this kind, in words."""
-    packed = ", oneDNN packed weights" if can_pack(dtype, device) else ""
-    return f"{operations(device).words} ({device.type}{packed}{', batch-invariant' if batch_invariant else ''})"
+    return f"{operations(device, dtype).words} ({device.type}{', batch-invariant' if batch_invariant else ''})"

@@ -35,7 +35,7 @@ class Attention:
     def __init__(self, config: ModelConfig, layer: LayerConfig, *, dtype: torch.dtype, device: torch.device) -> None:
         heads, kv_heads, size = config.num_heads, config.num_kv_heads, config.head_dim
         self._num_heads, self._num_kv_heads, self._head_dim = heads, kv_heads, size
-        self._ops = ops.operations(device)
+        self._ops = ops.operations(device, dtype)
         self.kv_scales: torch.Tensor | None = None
         """[2] float32, of keys and of values, by which a cache of 8 bits is scaled; None for any other cache."""
         self._stored_kv_scales = KvScales(device)

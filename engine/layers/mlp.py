@@ -33,7 +33,9 @@ class GatedMLP:
         self._gate_up = FusedLinear(parts, hidden_size, bias=bias, dtype=dtype, device=device)
         self._down = FusedLinear([(down, hidden_size)], inner, bias=bias, dtype=dtype, device=device)
         self.gate = "silu" if activation == "silu" else "gelu_tanh"
-        self._activate: Callable[[torch.Tensor], torch.Tensor] = getattr(ops.operations(device), GATED_ACTIVATIONS[activation])
+        self._activate: Callable[[torch.Tensor], torch.Tensor] = getattr(
+            ops.operations(device, dtype), GATED_ACTIVATIONS[activation]
+        )
 
     def plan(self, plan: WeightPlan, prefix: str) -> None:
         self._gate_up.plan(plan, prefix)

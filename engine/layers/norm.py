@@ -18,7 +18,7 @@ class RMSNorm:
         self.weight = torch.empty(size, dtype=torch.float32 if offset else dtype, device=device)
         self.eps = eps
         self._offset = offset
-        self._ops = ops.operations(device)
+        self._ops = ops.operations(device, dtype)
 
     def plan(self, plan: WeightPlan, name: str) -> None:
         plan.add(f"{name}.weight", self.weight)

@@ -67,7 +67,7 @@ class RotaryTable:
         cos, sin = angles.cos() * rope.attention_factor, angles.sin() * rope.attention_factor
         self._cos = torch.cat((cos, cos), dim=-1).to(device=device, dtype=dtype).unsqueeze(1)
         self._sin = torch.cat((-sin, sin), dim=-1).to(device=device, dtype=dtype).unsqueeze(1)
-        self._ops = ops.operations(device)
+        self._ops = ops.operations(device, dtype)
 
     def at(self, positions: torch.Tensor) -> Rotation:
         """positions: [T] int64 → cos, signed sin: [T, 1, rotary_dim]"""

@@ -33,7 +33,7 @@ class DecoderLayer:
         self._before_attention, self._after_attention, self._before_mlp, self._after_mlp = norms
         self._multiplier = config.residual_multiplier
         self._eps = config.rms_norm_eps
-        self._ops = ops.operations(device)
+        self._ops = ops.operations(device, dtype)
 
     def plan(self, plan: WeightPlan, prefix: str) -> None:
         self._attention.plan(plan, f"{prefix}.self_attn")
@@ -131,7 +131,7 @@ class Decoder:
         self._head_kernel: ops.LinearKernel | None = None
         self.greedy_head: Callable[[torch.Tensor], torch.Tensor] | None = None
         """Of a few rows [B, hidden] the tokens with the largest `logits`: [B] int64. None where no kernel does it."""
-        self._ops = ops.operations(device)
+        self._ops = ops.operations(device, dtype)
         # The multiplier is rounded to the format of the embeddings, as the reference implementations do.
         self._multiplier = torch.tensor(config.embedding_multiplier, dtype=dtype).item()
         self._branch_multiplier = config.residual_multiplier

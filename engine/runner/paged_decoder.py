@@ -14,7 +14,7 @@ from engine.runner.batch_inputs import BatchInputs, InputRow, make_batch_inputs
 from engine.runner.embedder import TextModel
 from engine.runner.kv_cache import allocate_kv_cache
 from engine.runner.memory_plan import MemoryPlan
-from kernels.ops import AnyPlanner, AttentionPlanner, InvariantPlanner, attention_planner
+from kernels.ops import AnyPlanner, AttentionPlanner, attention_planner, invariant_planner
 
 
 class PagedDecoder:
@@ -48,9 +48,7 @@ class PagedDecoder:
         self.rotaries = [RotaryTable(rope, plan.max_model_len, dtype=dtype, device=device) for rope in config.ropes]
         self.attention_shapes = shapes = attention_shapes(config, block_size)
         self._planners: list[AnyPlanner] = [
-            InvariantPlanner(shape, dtype=dtype, device=device)
-            if batch_invariant
-            else attention_planner(shape, dtype=dtype, device=device, kv_dtype=kv_dtype)
+            (invariant_planner if batch_invariant else attention_planner)(shape, dtype=dtype, device=device, kv_dtype=kv_dtype)
             for shape in shapes
         ]
         self.text_model = TextModel(

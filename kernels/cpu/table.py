@@ -48,4 +48,5 @@ OPERATIONS = Operations(
     copy_blocks=copy_blocks,
     gather_blocks=gather_blocks,
     scatter_blocks=scatter_blocks,
+    pages=lambda _shape, _kv_dtype: False,  # gathered rows and torch's fused attention are faster
 )

@@ -1,0 +1,53 @@
+"""How functions here are compiled, and where what was compiled is kept.
+
+Compiled code is kept in a folder named after the sources: Numba itself looks only at the file that a function stands in, not at
+those it calls. An operator may name another folder with NUMBA_CACHE_DIR.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import tempfile
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numba
+
+log = logging.getLogger("gatehouse.engine")
+
+
+def _folder() -> Path:
+    """Where compiled code can be kept from start to start, or for this process alone where nothing else can be written."""
+    digest = hashlib.sha256()
+    for source in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(source.read_bytes())
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    folder = Path(base, "gatehouse", f"simd-{digest.hexdigest()[:16]}")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        log.warning("compiled kernels cannot be kept, every start compiles them again: %s", error)
+        return Path(tempfile.mkdtemp(prefix="gatehouse-simd-"))
+    return folder
+
+
+if "NUMBA_CACHE_DIR" not in os.environ:
+    numba.config.CACHE_DIR = str(_folder())
+
+# Division by zero is not looked for, and numbers are not reordered: what may be fused or reordered says so in `vectors`.
+_OPTIONS: dict[str, Any] = {"cache": True, "error_model": "numpy"}
+
+part = numba.njit(error_model="numpy", cache=False)
+"""A function that others call and that is compiled with them."""
+
+task = partial(numba.cfunc, numba.types.void(numba.types.int64), nopython=True, **_OPTIONS)()
+"""A function of the address of its arguments that each thread of a team runs, see `kernels.simd.threads`."""
+
+
+def entry(num_integers: int, num_floats: int = 0) -> Any:
+    """A function that Python calls, of so many int64 and then float32, compiled at once. It lets go of Python's lock."""
+    kinds = [numba.types.int64] * num_integers + [numba.types.float32] * num_floats
+    return numba.njit(numba.types.void(*kinds), nogil=True, **_OPTIONS)

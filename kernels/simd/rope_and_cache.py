@@ -1,0 +1,116 @@
+"""Between projection and attention, in one pass over each token: queries and keys normalised (QK-norm, arXiv 2302.05442) and
+rotated (arXiv 2104.09864, eq. 34), keys and values written to the cache.
+
+Reads a token's row and writes its queries and keys in place, and 2 · K · D numbers of the cache.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from kernels.simd.compiling import entry, part, task
+from kernels.simd.norm import inverse_root, scale_row, sum_of_squares
+from kernels.simd.threads import argument, bits, number, pool, run, share
+from kernels.simd.vectors import BYTES, LANES, fma, get_int64, load_part, store_part
+
+
+@part
+def _normalise(heads, count, size, weight, whole, eps):
+    """Each head by itself, or all of a token together where the weight is as wide."""
+    if whole:
+        size, count = size * count, 1
+    for head in range(count):
+        line = heads + head * size * BYTES
+        scale_row(line, weight, line, size, inverse_root(sum_of_squares(line, size), size, eps))
+
+
+@part
+def _turn(head, cos, sin, rotary_dim):
+    """Pairs (i, i + rotary_dim / 2); the first half of the sines is negative."""
+    half = rotary_dim // 2
+    other = head + half * BYTES
+    for i in range(0, half, LANES):
+        low, high = load_part(head, i, half), load_part(other, i, half)
+        turned = fma(high, load_part(sin, i, half), low * load_part(cos, i, half))
+        risen = fma(low, load_part(sin + half * BYTES, i, half), high * load_part(cos + half * BYTES, i, half))
+        store_part(head, i, half, turned)
+        store_part(other, i, half, risen)
+
+
+@part
+def _copy(source, target, count):
+    for i in range(0, count, LANES):
+        store_part(target, i, count, load_part(source, i, count))
+
+
+@task
+def _tokens(a):
+    qkv, cos, sin, cache, slots = argument(a, 0), argument(a, 1), argument(a, 2), argument(a, 3), argument(a, 4)
+    num_heads, num_kv_heads, size, rotary_dim = argument(a, 6), argument(a, 7), argument(a, 8), argument(a, 9)
+    q_weight, k_weight, whole, eps = argument(a, 10), argument(a, 11), argument(a, 12), number(argument(a, 13))
+    first, end = share(a, argument(a, 5))
+    for token in range(first, end):
+        queries = qkv + token * (num_heads + 2 * num_kv_heads) * size * BYTES
+        keys = queries + num_heads * size * BYTES
+        if q_weight:
+            _normalise(queries, num_heads, size, q_weight, whole, eps)
+            _normalise(keys, num_kv_heads, size, k_weight, whole, eps)
+        angle = token * rotary_dim * BYTES
+        for head in range(num_heads + num_kv_heads):
+            _turn(queries + head * size * BYTES, cos + angle, sin + angle, rotary_dim)
+        slot = get_int64(slots, token) if cache else -1
+        if slot >= 0:
+            width = 2 * num_kv_heads * size
+            _copy(keys, cache + slot * width * BYTES, width)
+
+
+@entry(16, 1)
+def _prepare(
+    pool, threads, task, qkv, cos, sin, cache, slots, num_tokens, num_heads, num_kv_heads, size, rotary_dim,
+    q_weight, k_weight, whole, eps,
+):  # fmt: skip
+    run(
+        pool, threads, task,
+        (qkv, cos, sin, cache, slots, num_tokens, num_heads, num_kv_heads, size, rotary_dim,
+         q_weight, k_weight, whole, bits(eps)),
+    )  # fmt: skip
+
+
+def rope_and_cache(
+    qkv: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    kv_cache: torch.Tensor | None,
+    slot_mapping: torch.Tensor,
+    *,
+    num_kv_heads: int,
+    rotary_dim: int,
+    q_weight: torch.Tensor | None = None,
+    k_weight: torch.Tensor | None = None,
+    eps: float = 0.0,
+) -> None:
+    """qkv: [T, H+2K, D] float32, in place, and into kv_cache: [N, P, 2, K, D] float32 or None at slot_mapping: [T] int64, below
+    0 for a token that is not written. cos and sin: [T, 1, rotary_dim], the sine negative in its first half. Weights of QK-norm
+    are [D] for each head by itself, or [H·D] and [K·D] for the heads of a token together."""
+    assert qkv.is_contiguous(), "rows are changed in place"
+    num_tokens, width, size = qkv.shape
+    team = pool()
+    _prepare(
+        team.address,
+        team.threads(qkv.numel()),
+        _tokens.address,
+        qkv.data_ptr(),
+        cos.data_ptr(),
+        sin.data_ptr(),
+        0 if kv_cache is None else kv_cache.data_ptr(),
+        slot_mapping.data_ptr(),
+        num_tokens,
+        width - 2 * num_kv_heads,
+        num_kv_heads,
+        size,
+        rotary_dim,
+        0 if q_weight is None else q_weight.data_ptr(),
+        0 if k_weight is None else k_weight.data_ptr(),
+        int(q_weight is not None and q_weight.shape[0] != size),
+        eps,
+    )

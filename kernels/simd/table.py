@@ -1,0 +1,82 @@
+"""The operations in vectors of this processor: what serves float32 on CPUs. What has no kernel here is torch's."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from kernels.attention_rows import AttentionShape
+from kernels.cpu import table as plain
+from kernels.simd.activation import gelu_tanh_mul, silu_mul
+from kernels.simd.attention import can_attend, paged_decode, paged_prefill
+from kernels.simd.linear import pack_linear
+from kernels.simd.norm import add_rms_norm, rms_norm
+from kernels.simd.rope_and_cache import rope_and_cache
+from kernels.simd.threads import pool
+from kernels.simd.vectors import LANES
+
+
+def _rope_and_cache(
+    qkv: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    kv_cache: torch.Tensor | None,
+    slot_mapping: torch.Tensor,
+    *,
+    num_kv_heads: int,
+    rotary_dim: int,
+    q_weight: torch.Tensor | None = None,
+    k_weight: torch.Tensor | None = None,
+    eps: float = 0.0,
+    kv_scales: torch.Tensor | None = None,
+) -> None:
+    """As `kernels.cpu.rope_and_cache`, which writes caches of other formats."""
+    if kv_cache is not None and kv_cache.dtype is not torch.float32:
+        plain.OPERATIONS.rope_and_cache(
+            qkv, cos, sin, kv_cache, slot_mapping, num_kv_heads=num_kv_heads, rotary_dim=rotary_dim,
+            q_weight=q_weight, k_weight=k_weight, eps=eps, kv_scales=kv_scales,
+        )  # fmt: skip
+        return
+    rope_and_cache(
+        qkv, cos, sin, kv_cache, slot_mapping, num_kv_heads=num_kv_heads, rotary_dim=rotary_dim,
+        q_weight=q_weight, k_weight=k_weight, eps=eps,
+    )  # fmt: skip
+
+
+def _suits(shape: AttentionShape, kv_dtype: torch.dtype) -> bool:
+    return kv_dtype is torch.float32 and can_attend(shape)
+
+
+def _paged_decode(
+    q: torch.Tensor, kv_cache: torch.Tensor, block_tables: torch.Tensor, context_lens: torch.Tensor, shape: AttentionShape,
+    **others: Any,
+) -> torch.Tensor:  # fmt: skip
+    """As `kernels.cpu.paged_attention`, which knows caches of other formats and odd heads."""
+    attend = paged_decode if _suits(shape, kv_cache.dtype) else plain.OPERATIONS.paged_decode
+    return attend(q, kv_cache, block_tables, context_lens, shape, **others)
+
+
+def _paged_prefill(
+    q: torch.Tensor, kv_cache: torch.Tensor, block_tables: torch.Tensor, query_starts: torch.Tensor,
+    context_lens: torch.Tensor, shape: AttentionShape, **others: Any,
+) -> torch.Tensor:  # fmt: skip
+    attend = paged_prefill if _suits(shape, kv_cache.dtype) else plain.OPERATIONS.paged_prefill
+    return attend(q, kv_cache, block_tables, query_starts, context_lens, shape, **others)
+
+
+OPERATIONS = replace(
+    plain.OPERATIONS,
+    words=f"compiled vectors of {LANES} numbers, {'the threads of torch' if pool().address else 'one thread'}",
+    rms_norm=rms_norm,
+    add_rms_norm=add_rms_norm,
+    rope_and_cache=_rope_and_cache,
+    silu_mul=silu_mul,
+    gelu_tanh_mul=gelu_tanh_mul,
+    pack_linear=pack_linear,
+    paged_decode=_paged_decode,
+    paged_prefill=_paged_prefill,
+    pages=_suits,
+    is_row_invariant=True,
+)

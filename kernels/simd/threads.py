@@ -1,0 +1,141 @@
+"""Teams of threads: the ones that torch already has.
+
+torch brings an OpenMP runtime whose threads wait for work in a loop. A second pool would take their cores from them, so that
+functions compiled here are run by that same pool: through `GOMP_parallel`, the call that compilers make for a parallel section,
+found in the library that the process has loaded. Where the library has no such call, everything runs in the calling thread.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import torch
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from kernels.simd.compiling import part
+from kernels.simd.vectors import INT32, INT64, get_int64
+
+WORK_PER_THREAD = 1 << 15
+"""Multiplications, or elements read and written, that are worth another thread: about ten microseconds."""
+
+_RUNTIMES = ("libgomp", "libomp", "libiomp5")
+
+
+class Pool:
+    """The runtime's addresses as compiled functions take them. `address` is 0 where there is none."""
+
+    def __init__(self, library: ctypes.CDLL | None) -> None:
+        functions = [] if library is None else [library.GOMP_parallel, library.omp_get_thread_num]
+        self._addresses = np.array([ctypes.cast(each, ctypes.c_void_p).value for each in functions], dtype=np.int64)
+        self.address = self._addresses.ctypes.data if functions else 0
+
+    def threads(self, work: int) -> int:
+        """How many threads `work` is worth, at most torch's."""
+        if work < 2 * WORK_PER_THREAD or not self.address:
+            return 1
+        return min(torch.get_num_threads(), work // WORK_PER_THREAD)
+
+
+@cache
+def pool() -> Pool:
+    """The pool of this process."""
+    for path in _loaded_runtimes():
+        library = ctypes.CDLL(path)
+        if hasattr(library, "GOMP_parallel"):
+            return Pool(library)
+    return Pool(None)
+
+
+def _loaded_runtimes() -> Iterator[str]:
+    """Files of OpenMP runtimes that are loaded, torch's own first."""
+    maps = Path("/proc/self/maps")
+    paths = {line.split()[-1] for line in maps.read_text("utf-8").splitlines() if "/" in line} if maps.exists() else set()
+    if not paths:
+        paths = {str(path) for path in Path(torch.__file__).parent.glob("lib/lib*omp*")}
+    found = [path for path in paths if Path(path).name.startswith(_RUNTIMES)]
+    yield from sorted(found, key=lambda path: "torch" not in path)
+
+
+@intrinsic
+def run(typing, pool, threads, task, arguments):
+    """Run `task`, the address of one, on `threads` threads of the pool at the address `pool`; returns when all have ended.
+
+    A task gets the address of whole numbers of eight bytes: 0 and 1 are for `member`, the arguments follow.
+    """
+
+    def emit(context, builder, sig, args):
+        pool, threads, task, arguments = args
+        values = [builder.extract_value(arguments, index) for index in range(len(sig.args[3]))]
+        room = cgutils.alloca_once(builder, INT64, size=len(values) + 2)
+        for index, value in enumerate([INT64(0), threads, *values]):
+            builder.store(value, builder.gep(room, [INT64(index)]))
+        address = builder.ptrtoint(room, INT64)
+        kind = ir.FunctionType(ir.VoidType(), [INT64])
+        with builder.if_else(builder.icmp_signed(">", threads, INT64(1))) as (several, alone):
+            with several:
+                addresses = builder.inttoptr(pool, INT64.as_pointer())
+                builder.store(builder.load(builder.gep(addresses, [INT64(1)])), room)
+                parallel = ir.FunctionType(ir.VoidType(), [INT64, INT64, INT32, INT32])
+                function = builder.inttoptr(builder.load(addresses), parallel.as_pointer())
+                builder.call(function, [task, address, builder.trunc(threads, INT32), INT32(0)])
+            with alone:
+                builder.call(builder.inttoptr(task, kind.as_pointer()), [address])
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64, arguments), emit
+
+
+@intrinsic
+def _call(typing, function):
+    """Call a function without arguments that gives an int."""
+
+    def emit(context, builder, sig, args):
+        kind = ir.FunctionType(INT32, [])
+        return builder.sext(builder.call(builder.inttoptr(args[0], kind.as_pointer()), []), INT64)
+
+    return types.int64(types.int64), emit
+
+
+@intrinsic
+def bits(typing, value):
+    """A float32 as the whole number that `number` turns back."""
+    return (
+        types.int64(types.float32),
+        lambda context, builder, sig, args: builder.zext(builder.bitcast(args[0], INT32), INT64),
+    )
+
+
+@intrinsic
+def number(typing, argument):
+    """The float32 that `bits` made an argument of."""
+    return (
+        types.float32(types.int64),
+        lambda context, builder, sig, args: builder.bitcast(builder.trunc(args[0], INT32), ir.FloatType()),
+    )
+
+
+@part
+def member(arguments):
+    """Which thread of its team a task runs on, and how many these are."""
+    function = get_int64(arguments, 0)
+    return (_call(function) if function else 0), get_int64(arguments, 1)
+
+
+@part
+def share(arguments, count):
+    """First and end of the consecutive parts, out of `count`, that this thread does."""
+    index, threads = member(arguments)
+    return count * index // threads, count * (index + 1) // threads
+
+
+@part
+def argument(arguments, index):
+    """Argument `index` of a task."""
+    return get_int64(arguments, index + 2)

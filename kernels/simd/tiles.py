@@ -1,0 +1,145 @@
+"""Tiles of products that stay in registers: what matrix products and attention are made of.
+
+Each sum runs over its terms in order, one fused multiplication and addition after the other, whatever other rows and columns
+are computed beside it. So a row has the same bits in any batch.
+"""
+
+from __future__ import annotations
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from kernels.simd.vectors import (
+    BYTES,
+    INT32,
+    INT64,
+    INTEGERS,
+    LANES,
+    ZEROS,
+    emit_call,
+    emit_fma,
+    emit_load,
+    emit_splat,
+    emit_store,
+    f32s,
+    place,
+)
+
+ROWS = 4 if LANES == 8 else 8
+"""Rows of the largest tile: with WIDE vectors in each it leaves registers for the operands. AVX2 has 16, the others 32."""
+
+WIDE = 2
+"""Vectors of a tile's row. A processor that starts two products in a cycle, each taking four, needs eight to be busy."""
+
+CACHE_LINE = 64
+
+
+def _emit_tile(builder, rows, width, arguments, *, fetches):
+    """c[r] = start[r] + Σ_k a[r, k] · b[k] for `rows` rows of `width` vectors."""
+    a, a_stride, b, b_stride, length, start, start_stride, c, c_stride = arguments
+    behind = builder.add(b, builder.mul(builder.mul(length, b_stride), INT64(BYTES)))
+    row_places = [place(builder, a, builder.mul(a_stride, INT64(row))) for row in range(rows)]
+    sums = []
+    for row in range(rows):
+        first = builder.mul(start_stride, INT64(row))
+        begin = [emit_load(builder, start, builder.add(first, INT64(LANES * i))) for i in range(width)]
+        sums.append([cgutils.alloca_once_value(builder, value) for value in begin])
+    with cgutils.for_range(builder, length) as loop:
+        column = builder.mul(loop.index, b_stride)
+        values = [emit_load(builder, b, builder.add(column, INT64(LANES * i))) for i in range(width)]
+        if fetches:
+            _prefetch(builder, builder.add(behind, builder.mul(column, INT64(BYTES))), width)
+        for row in range(rows):
+            factor = emit_splat(builder, builder.load(builder.gep(row_places[row], [loop.index]), align=BYTES))
+            for i in range(width):
+                builder.store(emit_fma(builder, factor, values[i], builder.load(sums[row][i])), sums[row][i])
+    for row in range(rows):
+        first = builder.mul(c_stride, INT64(row))
+        for i in range(width):
+            emit_store(builder, c, builder.add(first, INT64(LANES * i)), builder.load(sums[row][i]))
+
+
+def _prefetch(builder, address, width) -> None:
+    """Ask for as many bytes as a step of the tile reads."""
+    byte = ir.IntType(8)
+    for offset in range(0, width * LANES * BYTES, CACHE_LINE):
+        pointer = builder.inttoptr(builder.add(address, INT64(offset)), byte.as_pointer())
+        emit_call(builder, "llvm.prefetch.p0", ir.VoidType(), [pointer, INT32(0), INT32(2), INT32(1)])
+
+
+def _tiles(width, rows_min, *, fetches):
+    """A function that chooses the tile for its number of rows, `rows_min` to ROWS."""
+
+    @intrinsic
+    def tiles(typing, rows, a, a_stride, b, b_stride, length, start, start_stride, c, c_stride):
+        def emit(context, builder, sig, args):
+            behind = builder.append_basic_block("behind")
+            choice = builder.switch(args[0], behind)
+            for rows in range(rows_min, ROWS + 1):
+                block = builder.append_basic_block(f"rows_{rows}")
+                choice.add_case(INT64(rows), block)
+                builder.position_at_end(block)
+                _emit_tile(builder, rows, width, args[1:], fetches=fetches)
+                builder.branch(behind)
+            builder.position_at_end(behind)
+            return context.get_dummy_value()
+
+        return types.void(*[types.int64] * 10), emit
+
+    return tiles
+
+
+multiply = _tiles(WIDE, 1, fetches=False)
+"""(rows, a, a_stride, b, b_stride, length, start, start_stride, c, c_stride): c[r] = start[r] + Σ_k a[r, k] · b[k] for 1 to
+ROWS rows of WIDE vectors and k below `length`. a, b, start and c are addresses in bytes, strides count elements."""
+
+multiply_narrow = _tiles(1, 1, fetches=False)
+"""As `multiply`, for rows of one vector."""
+
+multiply_fetching = _tiles(WIDE, ROWS, fetches=True)
+"""As `multiply`, for ROWS rows, while as much as b has, of what lies behind it in memory, is fetched to the cache."""
+
+
+@intrinsic
+def dots(typing, query, keys, key_stride, count, size):
+    """Products of one query with LANES keys, of which the first `count` are read and the others repeat the last of these.
+
+    Numbers of `size`, a multiple of LANES; `key_stride` in elements. Partial sums of LANES keys are added up crosswise: four
+    rounds of pairs for 16 keys, in the place of 16 sums over 16 lanes.
+    """
+
+    def emit(context, builder, sig, args):
+        query, keys, key_stride, count, size = args
+        last = builder.sub(count, INT64(1))
+        firsts = []
+        for key in range(LANES):
+            index = builder.select(builder.icmp_signed("<", INT64(key), last), INT64(key), last)
+            firsts.append(builder.mul(index, key_stride))
+        sums = [cgutils.alloca_once_value(builder, ZEROS) for _ in range(LANES)]
+        with cgutils.for_range_slice(builder, INT64(0), size, INT64(LANES), intp=INT64) as (index, _):
+            values = emit_load(builder, query, index)
+            for key in range(LANES):
+                others = emit_load(builder, keys, builder.add(firsts[key], index))
+                builder.store(emit_fma(builder, values, others, builder.load(sums[key])), sums[key])
+        return _crosswise(builder, [builder.load(each) for each in sums])
+
+    return f32s(*[types.int64] * 5), emit
+
+
+def _crosswise(builder, vectors):
+    """Lane i of the result is the sum of vector i."""
+    distance = 1
+    while len(vectors) > 1:
+        low = [lane + (LANES - distance if lane & distance else 0) for lane in range(LANES)]
+        high = [lane + (LANES if lane & distance else distance) for lane in range(LANES)]
+        vectors = [
+            builder.fadd(
+                builder.shuffle_vector(first, second, ir.Constant(INTEGERS, low)),
+                builder.shuffle_vector(first, second, ir.Constant(INTEGERS, high)),
+            )
+            for first, second in zip(vectors[::2], vectors[1::2], strict=True)
+        ]
+        distance *= 2
+    return vectors[0]

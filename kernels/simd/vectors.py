@@ -1,0 +1,340 @@
+"""Vectors of float32 as wide as this processor's registers, for functions that Numba compiles.
+
+`f32s` is LLVM's vector type, so what is written here is what the processor runs: nothing is left to an auto-vectoriser. Memory
+is addressed by integers: `address` in bytes, `index` in elements of four bytes from there. Products and sums may be fused to
+one rounding ("contract"); nothing is reordered, and NaN and infinities keep their meaning.
+
+Numba has no name for the functions that LLVM calls intrinsics but `intrinsic`: a function of types that gives the result's
+type and a function that emits the instructions.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+
+import numba
+from llvmlite import binding, ir
+from numba import types
+from numba.core import cgutils
+from numba.core.imputils import lower_builtin
+from numba.core.typing.templates import AbstractTemplate, infer_global, signature
+from numba.extending import intrinsic, models, register_model
+
+from kernels.simd.compiling import part
+
+
+def _lanes() -> int:
+    features = numba.config.CPU_FEATURES
+    if features is None:
+        features = binding.get_host_cpu_features().flatten()
+    if "+avx512f" in features:
+        return 16
+    return 8 if "+avx" in features else 4
+
+
+LANES = _lanes()
+BYTES = 4
+FLOAT, INT32, INT64 = ir.FloatType(), ir.IntType(32), ir.IntType(64)
+VECTOR, INTEGERS = ir.VectorType(FLOAT, LANES), ir.VectorType(INT32, LANES)
+ZEROS = ir.Constant(VECTOR, [0.0] * LANES)
+CONTRACT = ("contract",)
+
+
+class Float32s(types.Type):
+    """LANES numbers of float32."""
+
+    def __init__(self) -> None:
+        super().__init__(name=f"f32x{LANES}")
+
+
+f32s = Float32s()
+
+
+@register_model(Float32s)
+class _Model(models.PrimitiveModel):
+    def __init__(self, manager, fe_type):
+        super().__init__(manager, fe_type, VECTOR)
+
+
+class _Binary(AbstractTemplate):
+    def generic(self, args, kws):
+        if kws or args != (f32s, f32s):
+            return None
+        return signature(f32s, f32s, f32s)
+
+
+def _define_operator(function, emit) -> None:
+    infer_global(function)(type(f"_{function.__name__}", (_Binary,), {"key": function}))
+    lower_builtin(function, f32s, f32s)(lambda context, builder, sig, args: emit(builder, *args))
+
+
+_define_operator(operator.add, lambda builder, x, y: builder.fadd(x, y, flags=CONTRACT))
+_define_operator(operator.sub, lambda builder, x, y: builder.fsub(x, y, flags=CONTRACT))
+_define_operator(operator.mul, lambda builder, x, y: builder.fmul(x, y, flags=CONTRACT))
+_define_operator(operator.truediv, lambda builder, x, y: builder.fdiv(x, y))
+
+
+def place(builder, address, index, element=FLOAT):
+    """The pointer to an element."""
+    return builder.gep(builder.inttoptr(address, element.as_pointer()), [index])
+
+
+def emit_load(builder, address, index):
+    """LANES numbers from an element on."""
+    return builder.load(builder.bitcast(place(builder, address, index), VECTOR.as_pointer()), align=BYTES)
+
+
+def emit_store(builder, address, index, value):
+    """LANES numbers to an element and those behind it."""
+    builder.store(value, builder.bitcast(place(builder, address, index), VECTOR.as_pointer()), align=BYTES)
+
+
+def emit_splat(builder, value):
+    """One number in all lanes."""
+    alone = builder.insert_element(ir.Constant(VECTOR, ir.Undefined), value, INT32(0))
+    return builder.shuffle_vector(alone, ir.Constant(VECTOR, ir.Undefined), ir.Constant(INTEGERS, [0] * LANES))
+
+
+def emit_call(builder, name, result, arguments):
+    """A function of LLVM's own by its full name."""
+    kind = ir.FunctionType(result, [argument.type for argument in arguments])
+    return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), arguments)
+
+
+def emit_fma(builder, x, y, z):
+    """x · y + z with one rounding."""
+    return emit_call(builder, f"llvm.fma.v{LANES}f32", VECTOR, [x, y, z])
+
+
+def _emit_mask(builder, count):
+    """The first `count` lanes."""
+    alone = builder.insert_element(ir.Constant(INTEGERS, ir.Undefined), builder.trunc(count, INT32), INT32(0))
+    counts = builder.shuffle_vector(alone, ir.Constant(INTEGERS, ir.Undefined), ir.Constant(INTEGERS, [0] * LANES))
+    return builder.icmp_signed("<", ir.Constant(INTEGERS, list(range(LANES))), counts)
+
+
+@intrinsic
+def splat(typing, value):
+    """One number in all lanes."""
+    return f32s(types.float32), lambda context, builder, sig, args: emit_splat(builder, args[0])
+
+
+@intrinsic
+def load(typing, address, index):
+    """LANES numbers from element `index` on."""
+    return f32s(types.int64, types.int64), lambda context, builder, sig, args: emit_load(builder, *args)
+
+
+@intrinsic
+def load_part(typing, address, index, end):
+    """As `load`, but nothing is read from element `end` on: those lanes are zero."""
+
+    def emit(context, builder, sig, args):
+        address, index, end = args
+        pointer = builder.bitcast(place(builder, address, index), VECTOR.as_pointer())
+        mask = _emit_mask(builder, builder.sub(end, index))
+        return emit_call(builder, f"llvm.masked.load.v{LANES}f32.p0", VECTOR, [pointer, INT32(BYTES), mask, ZEROS])
+
+    return f32s(types.int64, types.int64, types.int64), emit
+
+
+@intrinsic
+def store(typing, address, index, value):
+    """LANES numbers to element `index` and those behind it."""
+
+    def emit(context, builder, sig, args):
+        address, index, value = args
+        emit_store(builder, address, index, value)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, f32s), emit
+
+
+@intrinsic
+def store_part(typing, address, index, end, value):
+    """As `store`, but nothing is written from element `end` on."""
+
+    def emit(context, builder, sig, args):
+        address, index, end, value = args
+        pointer = builder.bitcast(place(builder, address, index), VECTOR.as_pointer())
+        mask = _emit_mask(builder, builder.sub(end, index))
+        emit_call(builder, f"llvm.masked.store.v{LANES}f32.p0", ir.VoidType(), [value, pointer, INT32(BYTES), mask])
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64, f32s), emit
+
+
+@intrinsic
+def first_lanes(typing, value, count, other):
+    """The first `count` lanes of one vector and the others of the second."""
+
+    def emit(context, builder, sig, args):
+        value, count, other = args
+        return builder.select(_emit_mask(builder, count), value, other)
+
+    return f32s(f32s, types.int64, f32s), emit
+
+
+@intrinsic
+def where_less(typing, x, y, chosen, other):
+    """`chosen` in the lanes where x < y; where one of them is NaN, `other`."""
+
+    def emit(context, builder, sig, args):
+        x, y, chosen, other = args
+        return builder.select(builder.fcmp_ordered("<", x, y), chosen, other)
+
+    return f32s(f32s, f32s, f32s, f32s), emit
+
+
+@intrinsic
+def fma(typing, x, y, z):
+    """x · y + z with one rounding."""
+    return f32s(f32s, f32s, f32s), lambda context, builder, sig, args: emit_fma(builder, *args)
+
+
+@intrinsic
+def power_of_two(typing, shifted):
+    """2ⁿ for whole numbers n to which 1.5 · 2²³ was added, so that they stand in the lowest bits; -126 ≤ n ≤ 127."""
+
+    def emit(context, builder, sig, args):
+        bits = builder.add(builder.bitcast(args[0], INTEGERS), ir.Constant(INTEGERS, [127] * LANES))
+        return builder.bitcast(builder.shl(bits, ir.Constant(INTEGERS, [23] * LANES)), VECTOR)
+
+    return f32s(f32s), emit
+
+
+def _emit_halves(builder, value, combine):
+    """All lanes combined, half with half."""
+    width = LANES
+    while width > 1:
+        width //= 2
+        kind = ir.VectorType(INT32, width)
+        undefined = ir.Constant(value.type, ir.Undefined)
+        low = builder.shuffle_vector(value, undefined, ir.Constant(kind, list(range(width))))
+        high = builder.shuffle_vector(value, undefined, ir.Constant(kind, list(range(width, 2 * width))))
+        value = combine(low, high)
+    return builder.extract_element(value, INT32(0))
+
+
+@intrinsic
+def total(typing, value):
+    """The sum of all lanes, half with half."""
+    return types.float32(f32s), lambda context, builder, sig, args: _emit_halves(builder, args[0], builder.fadd)
+
+
+@intrinsic
+def largest(typing, value):
+    """The largest lane, or any number where one of them is NaN."""
+
+    def emit(context, builder, sig, args):
+        return _emit_halves(builder, args[0], lambda x, y: builder.select(builder.fcmp_ordered("<", x, y), y, x))
+
+    return types.float32(f32s), emit
+
+
+@intrinsic
+def get(typing, address, index):
+    """One number."""
+    return (
+        types.float32(types.int64, types.int64),
+        lambda context, builder, sig, args: builder.load(place(builder, args[0], args[1]), align=BYTES),
+    )
+
+
+@intrinsic
+def put(typing, address, index, value):
+    """One number written."""
+
+    def emit(context, builder, sig, args):
+        address, index, value = args
+        builder.store(value, place(builder, address, index), align=BYTES)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.float32), emit
+
+
+@intrinsic
+def get_int32(typing, address, index):
+    """One whole number of four bytes."""
+
+    def emit(context, builder, sig, args):
+        return builder.sext(builder.load(place(builder, args[0], args[1], INT32), align=BYTES), INT64)
+
+    return types.int64(types.int64, types.int64), emit
+
+
+@intrinsic
+def get_int64(typing, address, index):
+    """One whole number of eight bytes; `index` counts these."""
+    return (
+        types.int64(types.int64, types.int64),
+        lambda context, builder, sig, args: builder.load(place(builder, args[0], args[1], INT64), align=8),
+    )
+
+
+def stack(count):
+    """A function without arguments that gives the address of room for `count` numbers, until its caller returns."""
+
+    @intrinsic
+    def room(typing):
+        def emit(context, builder, sig, args):
+            with builder.goto_entry_block():
+                pointer = builder.alloca(FLOAT, INT64(count))
+                pointer.align = 64
+            return builder.ptrtoint(pointer, INT64)
+
+        return types.int64(), emit
+
+    return room
+
+
+@part
+def maximum(x, y):
+    """The larger of both, lane by lane; x where one of them is NaN."""
+    return where_less(x, y, y, x)
+
+
+_LOWEST, _HIGHEST = -87.33, 88.37
+_SHIFT = 12582912.0  # 1.5 · 2²³: a number below 2²² that is added to it is rounded to a whole one
+_LOG2_E, _LN2_HIGH, _LN2_LOW = 1.44269504088896341, 0.693359375, -2.12194440e-4
+
+
+@part
+def exp(x):
+    """eˣ within two units in the last place, 0 below -87.33, infinite above 88.37: 2ⁿ · e^r, |r| ≤ ln(2) / 2 (Cephes, expf)."""
+    lowest = splat(numba.float32(_LOWEST))
+    clamped = where_less(x, lowest, lowest, x)
+    highest = splat(numba.float32(_HIGHEST))
+    clamped = where_less(highest, clamped, highest, clamped)
+    shifted = fma(clamped, splat(numba.float32(_LOG2_E)), splat(numba.float32(_SHIFT)))
+    whole = shifted - splat(numba.float32(_SHIFT))
+    rest = fma(whole, splat(numba.float32(-_LN2_HIGH)), clamped)
+    rest = fma(whole, splat(numba.float32(-_LN2_LOW)), rest)
+    value = splat(numba.float32(1.9875691500e-4))
+    value = fma(value, rest, splat(numba.float32(1.3981999507e-3)))
+    value = fma(value, rest, splat(numba.float32(8.3334519073e-3)))
+    value = fma(value, rest, splat(numba.float32(4.1665795894e-2)))
+    value = fma(value, rest, splat(numba.float32(1.6666665459e-1)))
+    value = fma(value, rest, splat(numba.float32(5.0000001201e-1)))
+    one = splat(numba.float32(1.0))
+    value = fma(value * rest, rest, rest + one)
+    value = where_less(x, lowest, splat(numba.float32(0.0)), value * power_of_two(shifted))
+    return where_less(highest, x, splat(numba.float32(math.inf)), value)
+
+
+@part
+def tanh(x):
+    """The hyperbolic tangent: a polynomial near zero, where 1 - 2 / (e²ˣ + 1) would lose digits (Cephes, tanhf)."""
+    zero, one, two = splat(numba.float32(0.0)), splat(numba.float32(1.0)), splat(numba.float32(2.0))
+    square = x * x
+    near = splat(numba.float32(-5.70498872745e-3))
+    near = fma(near, square, splat(numba.float32(2.06390887954e-2)))
+    near = fma(near, square, splat(numba.float32(-5.37397155531e-2)))
+    near = fma(near, square, splat(numba.float32(1.33314422036e-1)))
+    near = fma(near, square, splat(numba.float32(-3.33332819422e-1)))
+    near = fma(near * square, x, x)
+    size = where_less(x, zero, zero - x, x)
+    far = one - two / (exp(size * two) + one)
+    far = where_less(x, zero, zero - far, far)
+    return where_less(size, splat(numba.float32(0.625)), near, far)
