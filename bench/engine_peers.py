@@ -70,6 +70,8 @@ def compare(ours: Worker, peer: Worker, comparison: Comparison, model: str, opti
     row.facts |= {"ours": ours.facts, "peer": peer.facts, "equal_tokens": round(tokens, 4), "equal_answers": round(answers, 4)}
     if tokens < EQUAL_MIN:
         row.error = f"only {tokens:.0%} of the tokens are equal before an answer's first difference: not the same model"
+    shown = "" if row.ratio is None else f"{row.value:.0f} against {row.peer:.0f} tokens/s, {row.ratio:.2f} times, "
+    tell(f"    {shown}{row.error or row.note}")
     return row
 
 
