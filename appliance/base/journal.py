@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 import zlib
 from collections.abc import Iterable
 from contextlib import suppress
@@ -25,18 +26,24 @@ FILE_BYTES = 1 << 20
 """So long a file is from the beginning, and so far it is written to before it is the other's turn."""
 
 RETRY_S = 1.0
-"""After a failure the journal looks by itself whether it can write again."""
+"""After a failure the journal tries by itself whether it can write again. As often it looks whether its files are whole."""
+
+STUCK_S = 5.0
+"""A write that has not returned for so long counts as failed until it does."""
 
 
 class Journal:
     """Two files, written by one thread. `read_left` and `clear` come before the first `append`, `close` is the end.
 
     Raises OSError when the files cannot be made. There is one journal for a path at a time; who opens it sees to that.
+    A file that is deleted or cut short meanwhile is made anew, for what comes then.
     """
 
     def __init__(self, path: Path, *, file_bytes: int = FILE_BYTES) -> None:
-        self.last_error: str | None = None
-        self._paths = [path.with_name(f"{path.name}-{number}") for number in (1, 2)]
+        self._last_error: str | None = None
+        self._writing_since_s: float | None = None
+        self._look_again_s = 0.0
+        self._paths = _paths(path)
         self._files = [_open(file, file_bytes) for file in self._paths]
         _sync_folder(path.parent)
         self._file_bytes = file_bytes
@@ -49,14 +56,22 @@ class Journal:
         self._waiting: SimpleQueue[_Append | None] = SimpleQueue()
         self._thread: Thread | None = None
 
+    @property
+    def last_error(self) -> str | None:
+        """Return why the last write failed, or that it does not return; None when all is well."""
+        since_s = self._writing_since_s
+        if since_s is not None and time.monotonic() - since_s > STUCK_S:
+            return f"a write has not returned for {STUCK_S:g} s"
+        return self._last_error
+
     def read_left(self) -> list[bytes]:
-        """Return the records that an earlier process left, of which some may stand elsewhere already."""
-        return [record for path in self._paths for record in _records(path.read_bytes())]
+        """Return the records that an earlier process left, oldest first, of which some may stand elsewhere already."""
+        return _read(self._paths)
 
     def clear(self) -> None:
         """Forget what was left."""
         for index, file in enumerate(self._files):
-            os.pwrite(file, bytes(os.fstat(file).st_size), 0)
+            _write(file, bytes(os.fstat(file).st_size), 0)
             self._ends[index] = 0
 
     async def append(self, record: bytes) -> int:
@@ -67,12 +82,13 @@ class Journal:
         if not record or b"\n" in record:
             raise ValueError("a record is one line that is not empty")
         loop = asyncio.get_running_loop()
+        if self._thread is None:
+            thread = Thread(target=self._write_forever, args=(loop,), name="journal", daemon=True)
+            thread.start()
+            self._thread = thread
         number, self._next_number = self._next_number, self._next_number + 1
         waiting = _Append(number, _line(number, record), loop.create_future())
         self._held[number] = None
-        if self._thread is None:
-            self._thread = Thread(target=self._write_forever, args=(loop,), name="journal", daemon=True)
-            self._thread.start()
         self._waiting.put(waiting)
         try:
             await waiting.done
@@ -103,11 +119,15 @@ class Journal:
         while not closing:
             batch, closing = self._take()
             error: OSError | None = None
+            self._writing_since_s = time.monotonic()
             try:
                 self._write(batch)
             except OSError as raised:
                 error = raised
-            self.last_error = None if error is None else f"{type(error).__name__}: {error}"
+            except Exception as raised:  # noqa: BLE001 - a thread that ended would let everybody wait, and say nothing
+                error = OSError(f"{type(raised).__name__}: {raised}")
+            self._last_error = None if error is None else f"{type(error).__name__}: {error}"
+            self._writing_since_s = None
             with suppress(RuntimeError):  # the loop has been closed: nobody waits any more
                 loop.call_soon_threadsafe(_tell, batch, error)
 
@@ -115,7 +135,7 @@ class Journal:
         """Return what waits, as soon as something does, and whether it is the last; nothing when it is time to try again."""
         batch: list[_Append] = []
         with suppress(Empty):
-            append = self._waiting.get(timeout=None if self.last_error is None else RETRY_S)
+            append = self._waiting.get(timeout=None if self._last_error is None else RETRY_S)
             while append is not None:
                 batch.append(append)
                 append = self._waiting.get_nowait()
@@ -124,17 +144,29 @@ class Journal:
 
     def _write(self, batch: list[_Append]) -> None:
         """Make the lines of `batch` durable. What a failure leaves of them is overwritten by the next."""
+        if time.monotonic() >= self._look_again_s:
+            self._keep_files_whole()
         other = 1 - self._current
         if self._ends[self._current] >= self._file_bytes and self._newest[other] < self._oldest_held:
             self._current, self._ends[other] = other, 0
         file, end = self._files[self._current], self._ends[self._current]
-        lines = memoryview(b"".join([append.line for append in batch]) or b"\n")
-        written = 0
-        while written < len(lines):
-            written += os.pwrite(file, lines[written:], end + written)
+        lines = b"".join([append.line for append in batch])
+        _write(file, lines or b"\n", end)
         if batch:
-            self._ends[self._current] = end + written
+            self._ends[self._current] = end + len(lines)
             self._newest[self._current] = batch[-1].number
+
+    def _keep_files_whole(self) -> None:
+        """Make a file anew that somebody has deleted or cut short: what is written there nobody would find."""
+        for index, path in enumerate(self._paths):
+            status = os.fstat(self._files[index])
+            if status.st_nlink and status.st_size >= max(self._file_bytes, self._ends[index]):
+                continue
+            broken, self._files[index] = self._files[index], _open(path, self._file_bytes)
+            self._ends[index] = 0
+            os.close(broken)
+            _sync_folder(path.parent)
+        self._look_again_s = time.monotonic() + RETRY_S
 
 
 class _Append:
@@ -144,6 +176,11 @@ class _Append:
 
     def __init__(self, number: int, line: bytes, done: asyncio.Future[None]) -> None:
         self.number, self.line, self.done = number, line, done
+
+
+def left_in(path: Path) -> list[bytes]:
+    """Return what `read_left` would, and make no file. Raises OSError."""
+    return _read([file for file in _paths(path) if file.exists()])
 
 
 def _tell(batch: list[_Append], error: OSError | None) -> None:
@@ -161,8 +198,26 @@ def _line(number: int, record: bytes) -> bytes:
     return b"%08x %b\n" % (zlib.crc32(text), text)
 
 
-def _records(text: bytes) -> Iterable[bytes]:
-    """Yield the records of a file, up to the first line that is none or is older than the one before it."""
+def _paths(path: Path) -> list[Path]:
+    return [path.with_name(f"{path.name}-{number}") for number in (1, 2)]
+
+
+def _read(paths: Iterable[Path]) -> list[bytes]:
+    """Return the records of these files, oldest first."""
+    numbered = [found for path in paths for found in _records(path.read_bytes())]
+    return [record for _number, record in sorted(numbered)]
+
+
+def _write(file: int, data: bytes, offset: int) -> None:
+    """Write all of `data`: one call may write a part."""
+    left = memoryview(data)
+    while left:
+        written = os.pwrite(file, left, offset)
+        left, offset = left[written:], offset + written
+
+
+def _records(text: bytes) -> Iterable[tuple[int, bytes]]:
+    """Yield the records of a file with their numbers, up to the first line that is none or is older than the one before it."""
     newest = 0
     for line in text.split(b"\n"):
         checksum, _, rest = line.partition(b" ")
@@ -172,7 +227,7 @@ def _records(text: bytes) -> Iterable[bytes]:
         if int(number) <= newest:
             return
         newest = int(number)
-        yield record
+        yield newest, record
 
 
 def _open(path: Path, size: int) -> int:
@@ -186,9 +241,10 @@ def _open(path: Path, size: int) -> int:
 
 
 def _sync_folder(path: Path) -> None:
-    """Make the names of new files durable."""
-    folder = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+    """Make the names of new files durable, where the file system can do that and the folder may be read."""
+    with suppress(OSError):
+        folder = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)

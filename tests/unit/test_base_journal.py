@@ -7,22 +7,14 @@ import errno
 import os
 import random
 from pathlib import Path
+from threading import Event, Thread
 from typing import Any
 
 import pytest
 
 from appliance.base import journal as journal_module
-from appliance.base.journal import Journal
+from appliance.base.journal import Journal, left_in
 from tests.support.ledgers import until
-
-
-def left_in(path: Path) -> list[bytes]:
-    """What a new process finds."""
-    reader = Journal(path)
-    try:
-        return reader.read_left()
-    finally:
-        reader.close()
 
 
 def _files_in(folder: Path) -> list[os.stat_result]:
@@ -157,3 +149,99 @@ async def test_a_record_is_one_line(tmp_path: Path, record: bytes) -> None:
 async def test_the_files_are_for_their_owner_alone(tmp_path: Path) -> None:
     Journal(tmp_path / "j").close()
     assert {status.st_mode & 0o777 for status in _files_in(tmp_path)} == {0o600}
+
+
+async def test_what_is_left_comes_in_its_order_from_whichever_file(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "j", file_bytes=200)
+    records = [b"record %d" % number for number in range(30)]
+    numbers = [await journal.append(record) for record in records[:12]]
+    journal.release(numbers)
+    for record in records[12:]:
+        await journal.append(record)
+    left = left_in(tmp_path / "j")
+    assert left == sorted(left, key=records.index)
+    assert set(records[12:]) <= set(left)
+
+
+async def test_looking_at_what_is_left_makes_no_file(tmp_path: Path) -> None:
+    assert left_in(tmp_path / "j") == []
+    assert _files_in(tmp_path) == []
+
+
+async def test_no_error_ends_the_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journal_module, "RETRY_S", 0.01)
+    journal = Journal(tmp_path / "j")
+    with monkeypatch.context() as failing:
+        failing.setattr(os, "pwrite", _no_memory)
+        with pytest.raises(OSError, match="MemoryError"):
+            await asyncio.wait_for(journal.append(b"refused"), 5)
+        assert "MemoryError" in str(journal.last_error)
+    await until(lambda: journal.last_error is None)
+    await journal.append(b"after")
+    assert left_in(tmp_path / "j") == [b"after"]
+
+
+def _no_memory(*_arguments: Any) -> int:
+    raise MemoryError
+
+
+async def test_a_thread_that_cannot_be_started_holds_nothing_and_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    journal = Journal(tmp_path / "j")
+    with monkeypatch.context() as failing:
+        failing.setattr(Thread, "start", _no_thread)
+        with pytest.raises(RuntimeError):
+            await journal.append(b"refused")
+    assert not journal._held
+    await asyncio.wait_for(journal.append(b"after"), 5)
+    assert left_in(tmp_path / "j") == [b"after"]
+
+
+def _no_thread(*_arguments: Any) -> None:
+    raise RuntimeError("can't start new thread")
+
+
+async def test_a_write_that_does_not_return_is_an_error_until_it_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journal_module, "STUCK_S", 0.01)
+    journal, answers, write = Journal(tmp_path / "j"), Event(), os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda *given: answers.wait() and write(*given))
+    waiting = asyncio.create_task(journal.append(b"one"))
+    await until(lambda: "has not returned" in str(journal.last_error))
+    answers.set()
+    await waiting
+    assert journal.last_error is None
+
+
+async def test_what_one_call_does_not_write_the_next_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write = os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda file, data, offset: write(file, bytes(data)[: max(1, len(data) // 2)], offset))
+    journal = Journal(tmp_path / "j", file_bytes=300)
+    for number in range(12):
+        await journal.append(b"record %d" % number)
+    assert len(left_in(tmp_path / "j")) == 12
+    journal.clear()
+    assert _contents(tmp_path) == [bytes(300), bytes(300)]
+
+
+def _contents(folder: Path) -> list[bytes]:
+    return [path.read_bytes() for path in folder.iterdir()]
+
+
+def _harm(folder: Path, harm: str) -> None:
+    for path in folder.iterdir():
+        path.unlink() if harm == "deleted" else os.truncate(path, 0)
+
+
+@pytest.mark.parametrize("harm", ["deleted", "cut short"])
+async def test_a_file_that_is_harmed_while_it_is_in_use_is_made_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, harm: str
+) -> None:
+    monkeypatch.setattr(journal_module, "RETRY_S", 0.0)
+    journal = Journal(tmp_path / "j", file_bytes=500)
+    for number in range(8):
+        journal.release([await journal.append(b"before %d" % number)])
+    _harm(tmp_path, harm)
+    await journal.append(b"after")
+    assert left_in(tmp_path / "j")[-1:] == [b"after"]
+    assert [status.st_size for status in _files_in(tmp_path)] == [500, 500]
