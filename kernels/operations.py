@@ -27,7 +27,8 @@ class Operations:
     `normed_linear` are the products of a decode step of at most FUSED_ROWS_MAX rows with the norms around them, None where
     products stay apart. `bind_experts` makes one function of all experts' plain matrices, which asks the host nothing; where
     it is None, or weights are not plain, `mix_experts` serves. `bind_greedy_head` makes a function of an output head: the most
-    likely tokens of at most FUSED_ROWS_MAX rows, None where its sums would differ from those of the head's product.
+    likely tokens of at most FUSED_ROWS_MAX rows, None where its sums would differ from those of the head's product. Operations
+    that end with `_fp8` leave e4m3 rows and their scales for a product with 8-bit weights.
     `pages` says of heads and of the format of a cache whether `paged_decode` and `paged_prefill` are the way to attend;
     `is_row_invariant`, whether the products of `pack_linear` and that attention give a row the same bits in any batch.
     """
@@ -39,8 +40,12 @@ class Operations:
     add_rms_norm: Callable[..., Pair]
     layer_norm: Callable[..., Tensor]
     rope_and_cache: Callable[..., None]
+    rms_norm_fp8: Callable[..., Pair] | None
+    add_rms_norm_fp8: Callable[..., tuple[Tensor, Tensor, Tensor]] | None
     silu_mul: Callable[[Tensor], Tensor]
     gelu_tanh_mul: Callable[[Tensor], Tensor]
+    silu_mul_fp8: Callable[[Tensor], Pair] | None
+    gelu_tanh_mul_fp8: Callable[[Tensor], Pair] | None
     gelu: Callable[[Tensor], Tensor]
     gelu_tanh: Callable[[Tensor], Tensor]
     route: Callable[..., Pair]

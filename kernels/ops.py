@@ -28,6 +28,8 @@ from kernels.operations import FUSED_ROWS_MAX, Operations
 from kernels.paged_plan import PagedPlan, PagedPlanner, paged_plan_attention
 from kernels.plain_weights import PlainWeights
 from kernels.quantised_linear import (
+    Fp8Product,
+    Fp8Rows,
     bind_int8,
     linear_fp8,
     linear_int4,
@@ -49,6 +51,8 @@ __all__ = [
     "AttentionPlanner",
     "AttentionRow",
     "AttentionShape",
+    "Fp8Product",
+    "Fp8Rows",
     "Fp8Weight",
     "Int4Weight",
     "Int8Weight",

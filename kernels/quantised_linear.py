@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -19,7 +19,17 @@ from kernels.cpu.linear import LinearKernel
 from kernels.plain_weights import PlainWeights
 from kernels.quantised_weights import Fp8Weight, Int4Weight, Int8Weight
 
-__all__ = ["bind_int8", "linear_fp8", "linear_int4", "linear_int8", "quantised_words", "quantize_rows_fp8", "to_fp8"]
+__all__ = [
+    "Fp8Product",
+    "Fp8Rows",
+    "bind_int8",
+    "linear_fp8",
+    "linear_int4",
+    "linear_int8",
+    "quantised_words",
+    "quantize_rows_fp8",
+    "to_fp8",
+]
 
 _MODULES = {
     "cpu": {
@@ -41,6 +51,26 @@ _MODULES = {
 def _found(name: str, device_type: str) -> Callable[..., Any]:
     found: Callable[..., Any] = getattr(importlib.import_module(_MODULES[device_type][name]), name)
     return found
+
+
+class Fp8Rows(NamedTuple):
+    """Rows for a product with 8-bit weights, made by what stands before it: e4m3 [T, K], scales [T, 1] float32, and the type
+    that the rows would have had, which is that of the product."""
+
+    values: torch.Tensor
+    scales: torch.Tensor
+    dtype: torch.dtype
+
+
+class Fp8Product:
+    """[T, K] → [T, N] with e4m3 weights and rows, which are rounded here unless they come as `Fp8Rows`."""
+
+    def __init__(self, weight: Fp8Weight, bias: torch.Tensor | None) -> None:
+        self._weight, self._bias = weight, bias
+
+    def __call__(self, x: torch.Tensor | Fp8Rows) -> torch.Tensor:
+        rows = x if isinstance(x, Fp8Rows) else Fp8Rows(*quantize_rows_fp8(x), x.dtype)
+        return linear_fp8(rows.values, self._weight, x_scales=rows.scales, out_dtype=rows.dtype, bias=self._bias)
 
 
 class Int8Product(PlainWeights):

@@ -79,7 +79,11 @@ class Attention:
         """The weights before and behind `attend`, where they may be fused with what is around them."""
         return self._qkv.plain, self._out.plain
 
-    def __call__(self, x: torch.Tensor, inputs: BatchInputs, kv_cache: torch.Tensor | None) -> torch.Tensor:
+    @property
+    def takes_fp8_rows(self) -> bool:
+        return self._qkv.takes_fp8_rows
+
+    def __call__(self, x: torch.Tensor | ops.Fp8Rows, inputs: BatchInputs, kv_cache: torch.Tensor | None) -> torch.Tensor:
         """x: [T, hidden], kv_cache: [N, P, 2, K, D] or None when all of every text is in this batch → [T, hidden]"""
         return self._out(self.attend(self._qkv(x), inputs, kv_cache))
 

@@ -60,6 +60,12 @@ class FusedLinear:
         """The weights, where other operations may read them too."""
         return self._kernel if isinstance(self._kernel, ops.PlainWeights) else None
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    @property
+    def takes_fp8_rows(self) -> bool:
+        """Whether what stands before it may make the rows that it multiplies."""
+        return isinstance(self._kernel, ops.Fp8Product)
+
+    def __call__(self, x: torch.Tensor | ops.Fp8Rows) -> torch.Tensor:
+        """`Fp8Rows` only where it takes them."""
         assert self._kernel is not None, "the weights are not packed yet"
-        return self._kernel(x)
+        return self._kernel(x)  # type: ignore[arg-type]

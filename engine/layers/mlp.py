@@ -33,9 +33,9 @@ class GatedMLP:
         self._gate_up = FusedLinear(parts, hidden_size, bias=bias, dtype=dtype, device=device)
         self._down = FusedLinear([(down, hidden_size)], inner, bias=bias, dtype=dtype, device=device)
         self.gate = "silu" if activation == "silu" else "gelu_tanh"
-        self._activate: Callable[[torch.Tensor], torch.Tensor] = getattr(
-            ops.operations(device, dtype), GATED_ACTIVATIONS[activation]
-        )
+        table, name = ops.operations(device, dtype), GATED_ACTIVATIONS[activation]
+        self._activate: Callable[[torch.Tensor], torch.Tensor] = getattr(table, name)
+        self._activate_fp8: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]] | None = getattr(table, f"{name}_fp8")
 
     def plan(self, plan: WeightPlan, prefix: str) -> None:
         self._gate_up.plan(plan, prefix)
@@ -50,5 +50,12 @@ class GatedMLP:
         """The weights before and behind the activation, where they may be fused with what is around them."""
         return self._gate_up.plain, self._down.plain
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return self._down(self._activate(self._gate_up(x)))
+    @property
+    def takes_fp8_rows(self) -> bool:
+        return self._gate_up.takes_fp8_rows
+
+    def __call__(self, x: torch.Tensor | ops.Fp8Rows) -> torch.Tensor:
+        gate_up = self._gate_up(x)
+        if self._activate_fp8 is not None and self._down.takes_fp8_rows:
+            return self._down(ops.Fp8Rows(*self._activate_fp8(gate_up), gate_up.dtype))
+        return self._down(self._activate(gate_up))

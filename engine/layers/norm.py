@@ -19,6 +19,7 @@ class RMSNorm:
         self.eps = eps
         self._offset = offset
         self._ops = ops.operations(device, dtype)
+        self._feeds_fp8 = False
 
     def plan(self, plan: WeightPlan, name: str) -> None:
         plan.add(f"{name}.weight", self.weight)
@@ -29,8 +30,30 @@ class RMSNorm:
             self.weight += 1.0
             self._offset = False
 
+    def feed(self, *, takes_fp8_rows: bool) -> None:
+        """Nothing but one product reads what comes out; whether that takes rows in 8 bits, which are made here where there is a
+        kernel that does."""
+        self._feeds_fp8 = takes_fp8_rows and self._ops.rms_norm_fp8 is not None
+
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return self._ops.rms_norm(x, self.weight, self.eps)
+
+    def rows(self, x: torch.Tensor) -> torch.Tensor | ops.Fp8Rows:
+        """What it feeds the product behind it with. x: [T, hidden]"""
+        if self._feeds_fp8 and self._ops.rms_norm_fp8 is not None:
+            return ops.Fp8Rows(*self._ops.rms_norm_fp8(x, self.weight, self.eps), x.dtype)
+        return self(x)
+
+    def rows_of_sum(
+        self, branch: torch.Tensor, residual: torch.Tensor, *, alpha: float, branch_weight: torch.Tensor | None
+    ) -> tuple[torch.Tensor | ops.Fp8Rows, torch.Tensor]:
+        """`rows` of the sum residual + alpha · branch, and the sum itself; `branch_weight` normalises the branch before."""
+        if self._feeds_fp8 and self._ops.add_rms_norm_fp8 is not None:
+            values, scales, total = self._ops.add_rms_norm_fp8(
+                branch, residual, self.weight, self.eps, alpha=alpha, branch_weight=branch_weight
+            )
+            return ops.Fp8Rows(values, scales, total.dtype), total
+        return self._ops.add_rms_norm(branch, residual, self.weight, self.eps, alpha=alpha, branch_weight=branch_weight)
 
 
 class LayerNorm:

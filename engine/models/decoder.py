@@ -46,6 +46,9 @@ class DecoderLayer:
         self._mlp.pack(packer)
         for norm in self._norms.values():
             norm.pack()
+        for before, part in ((self._before_attention, self._attention), (self._before_mlp, self._mlp)):
+            if before is not None:
+                before.feed(takes_fp8_rows=not isinstance(part, SparseMLP) and part.takes_fp8_rows)
 
     def scale_kv(self) -> bool:
         return self._attention.scale_kv()
@@ -66,28 +69,30 @@ class DecoderLayer:
 
     def __call__(
         self,
-        x: torch.Tensor,
+        x: torch.Tensor | ops.Fp8Rows,
         residual: torch.Tensor,
         inputs: BatchInputs,
         kv_cache: torch.Tensor | None,
         next_norm: RMSNorm | None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor | ops.Fp8Rows, torch.Tensor]:
         """x: residual normalised by `norm`, both [T, hidden] → the new residual normalised by `next_norm`, and itself"""
         branch = self._attention(x, inputs, kv_cache)
         x, residual = self._add(branch, residual, self._after_attention, self._before_mlp)
-        return self._add(self._mlp(x), residual, self._after_mlp, next_norm)
+        branch = self._mlp(_plain(x)) if isinstance(self._mlp, SparseMLP) else self._mlp(x)
+        return self._add(branch, residual, self._after_mlp, next_norm)
 
     def _add(
         self, branch: torch.Tensor, residual: torch.Tensor, after: RMSNorm | None, before: RMSNorm | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._ops.add_rms_norm(
-            branch,
-            residual,
-            None if before is None else before.weight,
-            self._eps,
-            alpha=self._multiplier,
-            branch_weight=None if after is None else after.weight,
-        )
+    ) -> tuple[torch.Tensor | ops.Fp8Rows, torch.Tensor]:
+        alpha, branch_weight = self._multiplier, None if after is None else after.weight
+        if before is not None:
+            return before.rows_of_sum(branch, residual, alpha=alpha, branch_weight=branch_weight)
+        return self._ops.add_rms_norm(branch, residual, None, self._eps, alpha=alpha, branch_weight=branch_weight)
+
+
+def _plain(x: torch.Tensor | ops.Fp8Rows) -> torch.Tensor:
+    assert isinstance(x, torch.Tensor), "rows in 8 bits are for a product with such weights alone"
+    return x
 
 
 def _feed_forward(config: ModelConfig, *, is_sparse: bool, dtype: torch.dtype, device: torch.device) -> GatedMLP | SparseMLP:
@@ -204,12 +209,13 @@ class Decoder:
             x = self._fused(residual, inputs, kv_caches, self._norm)
             return self._norm(x if inputs.sampled_rows is None else x.index_select(0, inputs.sampled_rows))
         first = self._layers[0].norm
-        x = residual if first is None else first(residual)
+        rows: torch.Tensor | ops.Fp8Rows = residual if first is None else first.rows(residual)
         # The last norm is for the rows that are wanted: together with the last sum where these are all.
         norms = (*self._later_norms, self._norm if inputs.sampled_rows is None else None)
         caches = (None,) * len(norms) if kv_caches is None else kv_caches
         for layer, kv_cache, next_norm in zip(self._layers, caches, norms, strict=True):
-            x, residual = layer(x, residual, inputs, kv_cache, next_norm)
+            rows, residual = layer(rows, residual, inputs, kv_cache, next_norm)
+        x = _plain(rows)
         return x if inputs.sampled_rows is None else self._norm(x.index_select(0, inputs.sampled_rows))
 
     def logits(self, hidden: torch.Tensor, *, wide: bool = True) -> torch.Tensor:

@@ -20,16 +20,12 @@ def fp8_product(
 ) -> ops.LinearKernel:
     """Weights in 8-bit floats. Inputs are rounded to them by a scale of each row or by `input_scale`, [1], or not at all."""
 
-    def dynamic(x: torch.Tensor) -> torch.Tensor:
-        values, scales = ops.quantize_rows_fp8(x)
-        return ops.linear_fp8(values, weight, x_scales=scales, out_dtype=x.dtype, bias=bias)
-
     def static(x: torch.Tensor) -> torch.Tensor:
         assert input_scale is not None, "the checkpoint gives the scale"
         return ops.linear_fp8(ops.to_fp8(x.float() / input_scale), weight, x_scales=input_scale, out_dtype=x.dtype, bias=bias)
 
-    products = {
-        Activations.DYNAMIC: dynamic,
+    products: dict[Activations, ops.LinearKernel] = {
+        Activations.DYNAMIC: ops.Fp8Product(weight, bias),
         Activations.STATIC: static,
         Activations.UNTOUCHED: lambda x: ops.linear_fp8(x, weight, bias=bias),
     }

@@ -9,7 +9,7 @@ from __future__ import annotations
 from kernels.cpu.elementwise import gelu, gelu_tanh, layer_norm
 from kernels.cpu.experts import mix_experts, route
 from kernels.operations import Operations
-from kernels.triton.activation import gelu_tanh_mul, silu_mul
+from kernels.triton.activation import gelu_tanh_mul, gelu_tanh_mul_fp8, silu_mul, silu_mul_fp8
 from kernels.triton.attention_decode import paged_decode
 from kernels.triton.attention_prefill import paged_prefill
 from kernels.triton.attention_splits import decode_workspace
@@ -22,7 +22,7 @@ from kernels.triton.experts import bind_experts
 from kernels.triton.fused_linear import linear_add, normed_linear
 from kernels.triton.greedy_head import bind_greedy_head
 from kernels.triton.logprobs import token_logprobs
-from kernels.triton.norm import add_rms_norm, rms_norm
+from kernels.triton.norm import add_rms_norm, add_rms_norm_fp8, rms_norm, rms_norm_fp8
 from kernels.triton.plain_linear import PlainLinear
 from kernels.triton.rope_and_cache import rope_and_cache
 from kernels.triton.token_counts import count_tokens
@@ -35,8 +35,12 @@ OPERATIONS = Operations(
     add_rms_norm=add_rms_norm,
     layer_norm=layer_norm,
     rope_and_cache=rope_and_cache,
+    rms_norm_fp8=rms_norm_fp8,
+    add_rms_norm_fp8=add_rms_norm_fp8,
     silu_mul=silu_mul,
     gelu_tanh_mul=gelu_tanh_mul,
+    silu_mul_fp8=silu_mul_fp8,
+    gelu_tanh_mul_fp8=gelu_tanh_mul_fp8,
     gelu=gelu,
     gelu_tanh=gelu_tanh,
     route=route,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 
 from engine.loop import Engine
 from kernels import ops
+from kernels.cpu import fp8_rows
 from kernels.triton import greedy_head
 from kernels.triton.linear_tiles import Tiles
 from tests.support.engines import overlapped_engine, run_to_end, small_engine, tokens, wanted
@@ -70,6 +72,27 @@ def test_a_greedy_step_of_few_rows_takes_its_tokens_from_the_head(
         small_engine, folder / "head", "cpu", **options
     )
     assert fused.call_count == MAX_TOKENS - 1, "of the steps without prompts"
+
+
+def widths_rounded_alone(make: Callable[..., Engine], model: Path, table: str) -> Counter[int]:
+    """How often which, of the rows that are rounded to 8 bits by themselves, in an engine whose weights have 8 bits."""
+    with mock.patch("kernels.quantised_linear.quantize_rows_fp8", side_effect=fp8_rows.quantize_rows_fp8) as rounded:
+        answers(make, model, table, block_size=16, max_num_batched_tokens=16, quantization="fp8")
+    return Counter(call.args[0].shape[1] for call in rounded.call_args_list)
+
+
+def test_norms_and_activations_make_the_rows_of_products_with_weights_in_8_bits(folder: Path, device: torch.device) -> None:
+    if device.type != "cpu":
+        pytest.skip("on a GPU the kernels serve, and bench/gpu.sh compares what they say")
+    hidden, attended, inner = 64, 128, 96
+    make_model("llama", folder / "fp8", num_hidden_layers=2, hidden_size=hidden, num_attention_heads=8, head_dim=16,
+               intermediate_size=inner)  # fmt: skip
+    plain = widths_rounded_alone(small_engine, folder / "fp8", "cpu")
+    assert plain[inner] == plain[attended]
+    assert 2 * plain[hidden] == 5 * plain[attended], "twice in each layer, and for the head"
+    fused = widths_rounded_alone(overlapped_engine, folder / "fp8", "cuda")
+    assert fused[inner] == 0
+    assert 2 * fused[hidden] == fused[attended], "for the head alone"
 
 
 def test_a_decode_step_of_few_rows_takes_seven_launches_for_a_layer(

@@ -1,0 +1,71 @@
+"""Rows in 8 bits that are made before the product that reads them are those that it would have made itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kernels import ops
+from kernels.cpu import table
+from kernels.cpu.fp8_rows import quantize_rows_fp8
+from tests.support.engines import run_to_end, small_engine, tokens, wanted
+from tests.support.tiny_models import make_model
+
+PLAIN = table.OPERATIONS
+PROMPTS = {"a": [5, 6, 7], "b": list(range(3, 21)), "c": [8]}
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+def rounded(operation: Callable[..., torch.Tensor], called: list[str], name: str) -> Callable[..., Pair]:
+    """The operation, and behind it the rounding of its rows."""
+
+    def both(*arguments: Any) -> Pair:
+        called.append(name)
+        return quantize_rows_fp8(operation(*arguments))
+
+    return both
+
+
+def said(model: Path, **options: Any) -> dict[str, list[int]]:
+    events = run_to_end(
+        small_engine(model, quantization="fp8", **options),
+        [wanted(name, prompt, max_tokens=6) for name, prompt in PROMPTS.items()],
+    )
+    return {name: tokens(each) for name, each in events.items()}
+
+
+@pytest.mark.parametrize(
+    ("family", "expected"),
+    [
+        ("llama", {"rms_norm", "add_rms_norm", "silu_mul"}),
+        ("gemma2", {"rms_norm", "add_rms_norm", "gelu_tanh_mul"}),
+        ("olmo2", {"silu_mul"}),
+    ],
+)
+def test_whoever_stands_before_a_product_in_8_bits_makes_its_rows(
+    family: str, expected: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_model(family, tmp_path)
+    monkeypatch.setattr(ops, "_FLOAT32_TABLES", {})
+    before, called = said(tmp_path), list[str]()
+
+    def add_rms_norm_fp8(*arguments: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        called.append("add_rms_norm")
+        normed, total = PLAIN.add_rms_norm(*arguments, **options)
+        return (*quantize_rows_fp8(normed), total)
+
+    fused = replace(
+        PLAIN,
+        rms_norm_fp8=rounded(PLAIN.rms_norm, called, "rms_norm"),
+        add_rms_norm_fp8=add_rms_norm_fp8,
+        silu_mul_fp8=rounded(PLAIN.silu_mul, called, "silu_mul"),
+        gelu_tanh_mul_fp8=rounded(PLAIN.gelu_tanh_mul, called, "gelu_tanh_mul"),
+    )
+    monkeypatch.setattr(table, "OPERATIONS", fused)
+    assert said(tmp_path) == before
+    assert set(called) == expected
