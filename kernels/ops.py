@@ -12,6 +12,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from types import ModuleType
 
 import torch
@@ -116,6 +117,11 @@ def operations(device: torch.device, dtype: torch.dtype | None = None) -> Operat
     name = _TABLES[device.type]
     if device.type == "cpu" and dtype is torch.float32:
         name = _FLOAT32_TABLES.get(name, name)
+    return _table(name)
+
+
+@cache
+def _table(name: str) -> Operations:
     table: Operations = importlib.import_module(name).OPERATIONS
     return table
 

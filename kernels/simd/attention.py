@@ -133,11 +133,11 @@ def _add_values(scores, rows, size, values, table, block, slot, first, end, sums
         if size % (WIDE * LANES) == 0:
             for column in range(0, size, WIDE * LANES):
                 target = sums + column * BYTES
-                multiply(rows, weights, STRIDE, found + column * BYTES, slot, count, target, size, target, size)
+                multiply(rows, weights, STRIDE, found + column * BYTES, slot, count, target, size, target, size, 0)
         else:
             for column in range(0, size, LANES):
                 target = sums + column * BYTES
-                multiply_narrow(rows, weights, STRIDE, found + column * BYTES, slot, count, target, size, target, size)
+                multiply_narrow(rows, weights, STRIDE, found + column * BYTES, slot, count, target, size, target, size, 0)
         position += count
 
 

@@ -16,7 +16,7 @@ import torch
 
 from kernels.simd.compiling import entry, part, task
 from kernels.simd.threads import argument, pool, run, share
-from kernels.simd.tiles import ROWS, WIDE, multiply, multiply_fetching
+from kernels.simd.tiles import ROWS, WIDE, multiply, multiply_fetching, multiply_fetching_half
 from kernels.simd.vectors import BYTES, LANES, get, put, stack
 
 COLUMNS = WIDE * LANES
@@ -34,9 +34,27 @@ def _inner_panel(x, num_columns, panel, bias, out, out_stride, num_rows):
         weights = panel + first * COLUMNS * BYTES
         start, start_stride = (out, out_stride) if first else (bias, 0)
         begin = 0
-        if num_rows > ROWS:
+        behind = weights + depth * COLUMNS * BYTES
+        if num_rows >= 2 * ROWS:  # the memory is asked while both are computed, not in bursts between pauses
+            for half in range(2):
+                row = half * ROWS
+                multiply_fetching_half(
+                    ROWS,
+                    x + (row * num_columns + first) * BYTES,
+                    num_columns,
+                    weights,
+                    COLUMNS,
+                    depth,
+                    start + row * start_stride * BYTES,
+                    start_stride,
+                    out + row * out_stride * BYTES,
+                    out_stride,
+                    behind + half * depth * COLUMNS * BYTES // 2,
+                )
+            begin = 2 * ROWS
+        elif num_rows > ROWS:
             multiply_fetching(
-                ROWS, x + first * BYTES, num_columns, weights, COLUMNS, depth, start, start_stride, out, out_stride
+                ROWS, x + first * BYTES, num_columns, weights, COLUMNS, depth, start, start_stride, out, out_stride, behind
             )
             begin = ROWS
         for row in range(begin, num_rows, ROWS):
@@ -51,6 +69,7 @@ def _inner_panel(x, num_columns, panel, bias, out, out_stride, num_rows):
                 start_stride,
                 out + row * out_stride * BYTES,
                 out_stride,
+                0,
             )
 
 
@@ -60,7 +79,7 @@ def _last_panel(x, num_columns, panel, bias, out, out_stride, num_rows, width):
     edge = _edge()
     for row in range(0, num_rows, ROWS):
         rows = min(ROWS, num_rows - row)
-        multiply(rows, x + row * num_columns * BYTES, num_columns, panel, COLUMNS, num_columns, bias, 0, edge, COLUMNS)
+        multiply(rows, x + row * num_columns * BYTES, num_columns, panel, COLUMNS, num_columns, bias, 0, edge, COLUMNS, 0)
         for i in range(rows):
             for column in range(width):
                 put(out, (row + i) * out_stride + column, get(edge, i * COLUMNS + column))
@@ -100,9 +119,10 @@ def pack_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> Callable[[to
     if bias is not None:
         padded[:num_outputs] = bias
     panels_address, bias_address = panels.data_ptr(), padded.data_ptr()
-    team, size = pool(), num_outputs * num_columns
+    team, task_address, size = pool(), _panels.address, num_outputs * num_columns
 
     def linear(x: torch.Tensor, _kept: tuple[torch.Tensor, ...] = (panels, padded)) -> torch.Tensor:
+        assert x.dtype is torch.float32
         x = x.contiguous()
         num_rows = x.shape[0]
         out = torch.empty(num_rows, num_outputs)
@@ -110,7 +130,7 @@ def pack_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> Callable[[to
         _multiply(
             team.address,
             threads,
-            _panels.address,
+            task_address,
             x.data_ptr(),
             panels_address,
             bias_address,

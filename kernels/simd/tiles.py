@@ -36,10 +36,9 @@ WIDE = 2
 CACHE_LINE = 64
 
 
-def _emit_tile(builder, rows, width, arguments, *, fetches):
+def _emit_tile(builder, rows, width, arguments, *, num_lines):
     """c[r] = start[r] + Σ_k a[r, k] · b[k] for `rows` rows of `width` vectors."""
-    a, a_stride, b, b_stride, length, start, start_stride, c, c_stride = arguments
-    behind = builder.add(b, builder.mul(builder.mul(length, b_stride), INT64(BYTES)))
+    a, a_stride, b, b_stride, length, start, start_stride, c, c_stride, *ahead = arguments
     row_places = [place(builder, a, builder.mul(a_stride, INT64(row))) for row in range(rows)]
     sums = []
     for row in range(rows):
@@ -49,8 +48,8 @@ def _emit_tile(builder, rows, width, arguments, *, fetches):
     with cgutils.for_range(builder, length) as loop:
         column = builder.mul(loop.index, b_stride)
         values = [emit_load(builder, b, builder.add(column, INT64(LANES * i))) for i in range(width)]
-        if fetches:
-            _prefetch(builder, builder.add(behind, builder.mul(column, INT64(BYTES))), width)
+        for line in range(num_lines):
+            _prefetch(builder, builder.add(ahead[0], builder.mul(loop.index, INT64(num_lines * CACHE_LINE))), line)
         for row in range(rows):
             factor = emit_splat(builder, builder.load(builder.gep(row_places[row], [loop.index]), align=BYTES))
             for i in range(width):
@@ -61,19 +60,18 @@ def _emit_tile(builder, rows, width, arguments, *, fetches):
             emit_store(builder, c, builder.add(first, INT64(LANES * i)), builder.load(sums[row][i]))
 
 
-def _prefetch(builder, address, width) -> None:
-    """Ask for as many bytes as a step of the tile reads."""
-    byte = ir.IntType(8)
-    for offset in range(0, width * LANES * BYTES, CACHE_LINE):
-        pointer = builder.inttoptr(builder.add(address, INT64(offset)), byte.as_pointer())
-        emit_call(builder, "llvm.prefetch.p0", ir.VoidType(), [pointer, INT32(0), INT32(2), INT32(1)])
+def _prefetch(builder, address, line) -> None:
+    """Ask for a line of the cache, counted from an address."""
+    pointer = builder.inttoptr(builder.add(address, INT64(line * CACHE_LINE)), ir.IntType(8).as_pointer())
+    emit_call(builder, "llvm.prefetch.p0", ir.VoidType(), [pointer, INT32(0), INT32(2), INT32(1)])
 
 
-def _tiles(width, rows_min, *, fetches):
-    """A function that chooses the tile for its number of rows, `rows_min` to ROWS."""
+def _tiles(width, rows_min, num_lines=0):
+    """A function that chooses the tile for its number of rows, `rows_min` to ROWS. In each step along k it asks for `num_lines`
+    lines of what it is told to fetch."""
 
     @intrinsic
-    def tiles(typing, rows, a, a_stride, b, b_stride, length, start, start_stride, c, c_stride):
+    def tiles(typing, rows, a, a_stride, b, b_stride, length, start, start_stride, c, c_stride, ahead):
         def emit(context, builder, sig, args):
             behind = builder.append_basic_block("behind")
             choice = builder.switch(args[0], behind)
@@ -81,25 +79,31 @@ def _tiles(width, rows_min, *, fetches):
                 block = builder.append_basic_block(f"rows_{rows}")
                 choice.add_case(INT64(rows), block)
                 builder.position_at_end(block)
-                _emit_tile(builder, rows, width, args[1:], fetches=fetches)
+                _emit_tile(builder, rows, width, args[1:], num_lines=num_lines)
                 builder.branch(behind)
             builder.position_at_end(behind)
             return context.get_dummy_value()
 
-        return types.void(*[types.int64] * 10), emit
+        return types.void(*[types.int64] * 11), emit
 
     return tiles
 
 
-multiply = _tiles(WIDE, 1, fetches=False)
-"""(rows, a, a_stride, b, b_stride, length, start, start_stride, c, c_stride): c[r] = start[r] + Σ_k a[r, k] · b[k] for 1 to
+multiply = _tiles(WIDE, 1)
+"""(rows, a, a_stride, b, b_stride, length, start, start_stride, c, c_stride, 0): c[r] = start[r] + Σ_k a[r, k] · b[k] for 1 to
 ROWS rows of WIDE vectors and k below `length`. a, b, start and c are addresses in bytes, strides count elements."""
 
-multiply_narrow = _tiles(1, 1, fetches=False)
+multiply_narrow = _tiles(1, 1)
 """As `multiply`, for rows of one vector."""
 
-multiply_fetching = _tiles(WIDE, ROWS, fetches=True)
-"""As `multiply`, for ROWS rows, while as much as b has, of what lies behind it in memory, is fetched to the cache."""
+LINES = max(1, WIDE * LANES * BYTES // CACHE_LINE)
+"""Lines of the cache that a step of `multiply` reads."""
+
+multiply_fetching = _tiles(WIDE, ROWS, LINES)
+"""As `multiply`, for ROWS rows, while as much as it reads of b is fetched to the cache from the address in the last place."""
+
+multiply_fetching_half = _tiles(WIDE, ROWS, max(1, LINES // 2))
+"""As `multiply_fetching`, for half as much, or the same where it is one line."""
 
 
 @intrinsic
