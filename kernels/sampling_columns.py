@@ -21,6 +21,8 @@ class SamplingColumns:
     held_until: [S] int64, positions below it cannot be one of held_ids: [S, HELD_IDS_MAX] int32, -1 is none
     counts: [S, V] int32, what the three look at. Bit 0: stands in prompt or output; above it: how often it stands in the output
     rules: [S] int32, the row of bias that a slot uses, -1 none. bias: [Q, V] float32, added to the logits; -inf forbids
+    floats, ints, longs: the columns of one number in the tables that they are rows of, so that a slot is written in few copies:
+        scale, top_p, reach, repetition, frequency, presence; top_k, rules; streams, held_until
     """
 
     scale: torch.Tensor
@@ -36,26 +38,38 @@ class SamplingColumns:
     counts: torch.Tensor
     rules: torch.Tensor
     bias: torch.Tensor
+    floats: torch.Tensor
+    ints: torch.Tensor
+    longs: torch.Tensor
 
     @classmethod
     def empty(cls, num_slots: int, vocab_size: int, num_rules: int, device: torch.device) -> SamplingColumns:
         """All slots greedy and without rules. 4 · V bytes for each slot and each row of bias."""
 
-        def column(value: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-            return torch.full((num_slots,), value, dtype=dtype, device=device)
+        def table(dtype: torch.dtype, *values: float) -> torch.Tensor:
+            width = -(-num_slots // 4) * 4  # each column begins where kernels take pointers to: at a multiple of 16 bytes
+            return torch.tensor(values, dtype=dtype)[:, None].repeat(1, width).to(device)[:, :num_slots]
 
+        floats = table(torch.float32, 0.0, 1.0, float("inf"), 1.0, 0.0, 0.0)
+        ints, longs = table(torch.int32, 0, -1), table(torch.int64, 0, 0)
+        scale, top_p, reach, repetition, frequency, presence = floats.unbind(0)
+        top_k, rules = ints.unbind(0)
+        streams, held_until = longs.unbind(0)
         return cls(
-            scale=column(0.0),
-            streams=column(0, torch.int64),
-            top_k=column(0, torch.int32),
-            top_p=column(1.0),
-            reach=column(float("inf")),
-            repetition=column(1.0),
-            frequency=column(0.0),
-            presence=column(0.0),
-            held_until=column(0, torch.int64),
+            scale=scale,
+            streams=streams,
+            top_k=top_k,
+            top_p=top_p,
+            reach=reach,
+            repetition=repetition,
+            frequency=frequency,
+            presence=presence,
+            held_until=held_until,
             held_ids=torch.full((num_slots, HELD_IDS_MAX), -1, dtype=torch.int32, device=device),
             counts=torch.zeros(num_slots, vocab_size, dtype=torch.int32, device=device),
-            rules=column(-1, torch.int32),
+            rules=rules,
             bias=torch.zeros(max(1, num_rules), vocab_size, dtype=torch.float32, device=device),
+            floats=floats,
+            ints=ints,
+            longs=longs,
         )

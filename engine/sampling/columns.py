@@ -109,20 +109,26 @@ class ColumnSampler:
         held = [sorted(request.stop_ids) if request.sampling.min_tokens > 0 else [] for request in requests]
         held = [ids if len(ids) <= ops.HELD_IDS_MAX else [] for ids in held]
         c = self.columns
-        for column, values in (
-            (c.scale, [scale_of(p) for p in params]),
-            (c.streams, [signed(stream(p.seed or 0)) for p in params]),
-            (c.top_k, [p.top_k if 0 < p.top_k < self._vocab_size else 0 for p in params]),
-            (c.top_p, [p.top_p for p in params]),
-            (c.reach, [reach_of(p) for p in params]),
-            (c.repetition, [p.repetition_penalty for p in params]),
-            (c.frequency, [p.frequency_penalty for p in params]),
-            (c.presence, [p.presence_penalty for p in params]),
-            (c.held_until, [r.num_prompt_tokens + r.sampling.min_tokens for r in requests]),
-            (c.held_ids, [ids + [-1] * (ops.HELD_IDS_MAX - len(ids)) for ids in held]),
-            (c.rules, [self._rules.get(r, -1) if _has_bias(r.sampling) else -1 for r in requests]),
-        ):
-            column.index_copy_(0, index, self._send(values, column.dtype))
+        floats = [
+            [scale_of(p) for p in params],
+            [p.top_p for p in params],
+            [reach_of(p) for p in params],
+            [p.repetition_penalty for p in params],
+            [p.frequency_penalty for p in params],
+            [p.presence_penalty for p in params],
+        ]
+        ints = [
+            [p.top_k if 0 < p.top_k < self._vocab_size else 0 for p in params],
+            [self._rules.get(r, -1) if _has_bias(r.sampling) else -1 for r in requests],
+        ]
+        longs = [
+            [signed(stream(p.seed or 0)) for p in params],
+            [r.num_prompt_tokens + r.sampling.min_tokens for r in requests],
+        ]
+        for table, values in ((c.floats, floats), (c.ints, ints), (c.longs, longs)):
+            table.index_copy_(1, index, self._send(values, table.dtype))
+        held_ids = [ids + [-1] * (ops.HELD_IDS_MAX - len(ids)) for ids in held]
+        c.held_ids.index_copy_(0, index, self._send(held_ids, torch.int32))
         for slot, request in zip(slots, requests, strict=True):
             sampling = request.sampling
             self._weighs[slot], self._counts[slot] = weighs(sampling), has_penalties(sampling)

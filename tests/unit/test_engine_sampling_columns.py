@@ -14,6 +14,7 @@ from engine.sampling.logits_rules import SampledRow
 from engine.sampling.sampler import NO_TOKEN
 from engine.sampling.scores import unpacked
 from engine.scheduling.request import RequestStatus
+from kernels.ops import SamplingColumns
 from tests.support.sampling import sample, sampling_request
 
 VOCAB_SIZE = 1500
@@ -143,3 +144,12 @@ def test_only_top_p_without_top_k_weighs_the_vocabulary() -> None:
     sampler = ColumnSampler(3, 50, CPU)
     sampler.place([0, 1, 2], [sampling_request(top_p=0.5), sampling_request(top_p=0.5, top_k=4), sampling_request()])
     assert [sampler.wants([slot]).kind.weighs for slot in range(3)] == [True, False, False]
+
+
+@pytest.mark.parametrize("num_slots", [1, 5, 256])
+def test_every_column_begins_at_a_multiple_of_16_bytes(num_slots: int) -> None:
+    columns = SamplingColumns.empty(num_slots, 33, 1, CPU)
+    for name in ("scale", "streams", "top_k", "top_p", "reach", "repetition", "frequency", "presence", "held_until", "rules"):
+        column = getattr(columns, name)
+        assert column.shape == (num_slots,)
+        assert column.data_ptr() % 16 == 0, name
