@@ -242,7 +242,7 @@ class Outcomes:
     def _settle_prefill(self, flight: Flight, row: int, output: StepOutput) -> TokenEvent | None:
         request, start = flight.requests[row], flight.starts[row]
         num_tokens, samples = flight.chunks[row - flight.num_decodes]
-        end, is_running = start + num_tokens, bool(request.block_table)
+        end, is_running = start + num_tokens, flight.holds(row)  # it may have started again, with other blocks
         if is_running:
             request.num_flying_tokens -= num_tokens
         if output.error is not None:

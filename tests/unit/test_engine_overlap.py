@@ -133,6 +133,19 @@ def test_a_step_that_cannot_be_completed_is_computed_in_the_plain_way() -> None:
     assert {"forget", "run 2"} < set(runner.log)
 
 
+def test_a_chunk_of_an_earlier_start_says_nothing_of_the_blocks_of_the_next_one() -> None:
+    engine = make_engine(FakeAheadRunner(), caches=True, max_num_batched_tokens=8)
+    engine.submit(wanted("a", list(range(8)) * 2, max_tokens=2))
+    engine.step()
+    (request,) = engine._scheduler.running
+    engine._scheduler.preempt(request)
+    engine.step()  # starts it again, and takes over the chunk that was under way before
+    assert request.block_table
+    assert (request.num_flying_tokens, request.num_settled_tokens) == (8, 0)
+    assert all(engine._scheduler.pool.lookup(name) is None for name in request.block_hashes), "nothing of it is computed yet"
+    assert tokens(run_to_end(engine, [])["a"]) == expected("a", 16, 2, stops=False)
+
+
 def test_everybody_gets_the_tokens_of_the_plain_loop_and_all_blocks_come_back() -> None:
     requests = {"a": (2, 9), "bb": (7, 1), "ccc": (23, 20), "dddd": (1, 30), "e": (5, 4), "f" * 9: (16, 12)}
     for caches in (False, True):
