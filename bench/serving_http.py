@@ -28,7 +28,7 @@ from litestar import Litestar, get
 from litestar.response import Stream
 
 from appliance.api.chat_answers import ChunkFramer
-from appliance.api.sse import event_stream
+from appliance.api.sse import EventStream
 from appliance.serving.text_output import Chunk
 
 FRAMES_PER_STREAM = 400
@@ -58,7 +58,7 @@ async def _frames() -> AsyncIterator[bytes]:
 @get("/stream")
 async def stream() -> Stream:
     """Send FRAMES_PER_STREAM chat chunks."""
-    return event_stream(_frames())
+    return EventStream(_frames())
 
 
 app = Litestar(route_handlers=[stream], openapi_config=None, logging_config=None)

@@ -19,7 +19,7 @@ from appliance.api.exchange import exchange_of
 from appliance.api.sampling import asked_max_tokens, field_names, sampling_params
 from appliance.api.schemas import ChatCompletionRequest, check_messages, check_supported
 from appliance.api.services_of import services_of
-from appliance.api.sse import EVENT_STREAM, PING_AFTER_S, chat_frames, event_stream
+from appliance.api.sse import EVENT_STREAM, PING_AFTER_S, EventStream, chat_frames, until_disconnected
 from appliance.base.errors import GatehouseError
 from appliance.metering.limits.queue import Abandoned
 from appliance.serving.generation import Generation
@@ -56,7 +56,7 @@ async def create_chat_completion(request: Request[Any, Any, Any]) -> Response[An
         body = decode_body(await request.body(), ChatCompletionRequest)
         exchange_of(request).model = body.model
         order = await _order(exchange_of(request).request_id, body, principal, services, change_count)
-        generation = await services.generations.start(order, gone=partial(_disconnect, request.receive))
+        generation = await services.generations.start(order, gone=partial(until_disconnected, request.receive))
     except Abandoned:
         return Response(b"", status_code=CLIENT_CLOSED_REQUEST, media_type=MEDIA_TYPE)
     except GatehouseError as refusal:
@@ -67,7 +67,7 @@ async def create_chat_completion(request: Request[Any, Any, Any]) -> Response[An
     if body.stream:
         if order.sampling.is_guided and await _unless_disconnected(_began(generation), request.receive) is None:
             return Response(b"", status_code=CLIENT_CLOSED_REQUEST, media_type=MEDIA_TYPE)
-        return event_stream(chat_frames(generation, _framer(generation, body, created)))
+        return EventStream(chat_frames(generation, _framer(generation, body, created)))
     return await _answer_whole(request, generation, created, logprobs=bool(body.logprobs))
 
 
@@ -152,7 +152,7 @@ async def _collect(generation: Generation) -> list[Chunk]:
 async def _unless_disconnected(awaited: Awaitable[T], receive: Receive) -> T | None:
     """Return what `awaited` returns, or None as soon as the client has gone: nothing else would tell of it."""
     waiter = asyncio.ensure_future(awaited)
-    watcher = asyncio.ensure_future(_disconnect(receive))
+    watcher = asyncio.ensure_future(until_disconnected(receive))
     try:
         await asyncio.wait({waiter, watcher}, return_when=asyncio.FIRST_COMPLETED)
         return waiter.result() if waiter.done() else None
@@ -161,8 +161,3 @@ async def _unless_disconnected(awaited: Awaitable[T], receive: Receive) -> T | N
             task.cancel()
             with suppress(asyncio.CancelledError):
                 await task
-
-
-async def _disconnect(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass

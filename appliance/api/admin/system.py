@@ -13,7 +13,7 @@ from appliance.api.admin.system_shapes import SystemShape, system_shape
 from appliance.api.auth import authenticate_administrator
 from appliance.api.queries import AdminRequest
 from appliance.api.services_of import services_of
-from appliance.api.sse import EVENT_STREAM, event_stream
+from appliance.api.sse import EVENT_STREAM, EventStream
 from appliance.base.errors import Forbidden, Overloaded, Unauthenticated
 from appliance.serving.services import Services
 from appliance.telemetry.events import CONSOLE_SUBSCRIBERS, SystemSnapshot, TooManySubscribers
@@ -42,7 +42,7 @@ async def stream_events(request: AdminRequest) -> Stream:
         first = await anext(snapshots)
     except TooManySubscribers as error:
         raise Overloaded(str(error), retry_after_s=RETRY_AFTER_S) from error
-    return event_stream(_frames(request, first, snapshots))
+    return EventStream(_frames(request, first, snapshots))
 
 
 async def _frames(
