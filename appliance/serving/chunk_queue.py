@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from contextlib import suppress
 
 from appliance.serving.text_output import Chunk, joined
 
 
 class ChunkQueue:
     """Holds about `limit` chunks: beyond it a further one is joined to the last of its answer, if there is one, so memory is
-    bounded by the answers' own length."""
+    bounded by the answers' own length. It has one reader."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._chunks: deque[Chunk] = deque()
         self._closed = False
-        self._changed = asyncio.Event()
+        self._reader: asyncio.Future[None] | None = None
 
     @property
     def ended(self) -> bool:
@@ -28,20 +27,24 @@ class ChunkQueue:
         """Add `chunk` without waiting."""
         if len(self._chunks) < self._limit or not self._joined_to_last(chunk):
             self._chunks.append(chunk)
-        self._changed.set()
+        self._wake()
 
     def close(self) -> None:
         """Say that nothing more comes."""
         self._closed = True
-        self._changed.set()
+        self._wake()
 
     async def wait(self, timeout_s: float) -> None:
         """Return when a chunk is there or the queue has ended, and after `timeout_s` anyhow. Takes nothing."""
-        if not self._chunks and not self._closed:
-            self._changed.clear()
-            with suppress(TimeoutError):
-                async with asyncio.timeout(timeout_s):
-                    await self._changed.wait()
+        if self._chunks or self._closed:
+            return
+        loop = asyncio.get_running_loop()
+        self._reader = loop.create_future()
+        timer = loop.call_later(timeout_s, self._wake)
+        try:
+            await self._reader
+        finally:
+            timer.cancel()
 
     async def take(self, timeout_s: float) -> list[Chunk]:
         """Return all chunks that are there; wait for one if need be. Empty after `timeout_s`, or when the queue has ended."""
@@ -49,6 +52,10 @@ class ChunkQueue:
         chunks = list(self._chunks)
         self._chunks.clear()
         return chunks
+
+    def _wake(self) -> None:
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
 
     def _joined_to_last(self, chunk: Chunk) -> bool:
         """Join `chunk` to the last one of its answer; return whether there was one."""
