@@ -18,8 +18,9 @@ import torch
 
 from kernels.attention_rows import AttentionShape
 from kernels.simd.compiling import entry, part, task
+from kernels.simd.fetching import fetch
 from kernels.simd.threads import argument, bits, member, number, pool, run
-from kernels.simd.tiles import ROWS, WIDE, dots, multiply, multiply_narrow
+from kernels.simd.tiles import CACHE_LINE, ROWS, WIDE, dots, multiply, multiply_narrow
 from kernels.simd.vectors import (
     BYTES,
     LANES,
@@ -65,8 +66,33 @@ def _score_keys(query, keys, key_stride, count, size, scale, softcap):
 
 
 @part
+def _fetch(keys, slot, count, size):
+    """Ask for a head's keys and values of `count` slots."""
+    for key in range(count):
+        for offset in range(0, size * BYTES, CACHE_LINE):
+            fetch(keys + key * slot * BYTES + offset)
+            fetch(keys + (key * slot + slot // 2) * BYTES + offset)
+
+
+@part
 def _score_chunk(
-    scores, rows, heads, queries, query_stride, size, cache, table, block, slot, first, end, own, window, scale, softcap
+    scores,
+    rows,
+    heads,
+    queries,
+    query_stride,
+    size,
+    cache,
+    table,
+    block,
+    slot,
+    first,
+    end,
+    own,
+    window,
+    scale,
+    softcap,
+    fetches,
 ):
     """Scores of the keys `first` to `end` - 1 for each row, at their places in the chunk; what a row does not see is -inf.
 
@@ -81,6 +107,10 @@ def _score_chunk(
     while position < end:
         count = min(LANES, end - position, block - position % block)
         keys = cache + (get_int32(table, position // block) * block + position % block) * slot * BYTES
+        behind = position + count
+        if fetches and behind < end:
+            following = cache + (get_int32(table, behind // block) * block + behind % block) * slot * BYTES
+            _fetch(following, slot, min(LANES, end - behind, block - behind % block), size)
         for row in range(rows):
             query = queries + (row // heads * query_stride + row % heads * size) * BYTES
             seen = min(count, own + row // heads + 1 - position)
@@ -143,9 +173,14 @@ def _add_values(scores, rows, size, values, table, block, slot, first, end, sums
 
 @part
 def _attend_tile(
-    rows, heads, queries, query_stride, size, cache, num_kv_heads, table, block, own, window, scale, softcap, out, out_stride
-):
-    """`rows` rows: `heads` heads of each of the consecutive queries, the first of which is at position `own`."""
+    rows, heads, queries, query_stride, size, cache, num_kv_heads, table, block, own, window, scale, softcap, out, out_stride,
+    fetches,
+):  # fmt: skip
+    """`rows` rows: `heads` heads of each of the consecutive queries, the first of which is at position `own`.
+
+    A tile that `fetches` asks for a head's part of the next slots while it scores some: they lie apart, so that the processor
+    does not see them coming. Tiles after the first of a row find them in the cache.
+    """
     scores, sums, room = _scores(), _sums(), _lane()
     largest_scores, totals = _largest_scores(), _totals()
     zeros = splat(numba.float32(0.0))
@@ -161,8 +196,9 @@ def _attend_tile(
     while first < last:
         end = min(last, (first // CHUNK + 1) * CHUNK)
         _score_chunk(
-            scores, rows, heads, queries, query_stride, size, cache, table, block, slot, first, end, own, window, scale, softcap
-        )
+            scores, rows, heads, queries, query_stride, size, cache, table, block, slot,
+            first, end, own, window, scale, softcap, fetches,
+        )  # fmt: skip
         _weigh_chunk(scores, rows, size, first, end, sums, largest_scores, totals, room)
         _add_values(scores, rows, size, values, table, block, slot, first, end, sums)
         first = end
@@ -225,6 +261,7 @@ def _rows(a):
                         softcap,
                         target,
                         num_heads * size,
+                        query == first and head == kv_head * group,
                     )
 
 
