@@ -49,7 +49,7 @@ def _emit_tile(builder, rows, width, arguments, *, num_lines):
         column = builder.mul(loop.index, b_stride)
         values = [emit_load(builder, b, builder.add(column, INT64(LANES * i))) for i in range(width)]
         for line in range(num_lines):
-            _prefetch(builder, builder.add(ahead[0], builder.mul(loop.index, INT64(num_lines * CACHE_LINE))), line)
+            prefetch(builder, builder.add(ahead[0], builder.mul(loop.index, INT64(num_lines * CACHE_LINE))), line)
         for row in range(rows):
             factor = emit_splat(builder, builder.load(builder.gep(row_places[row], [loop.index]), align=BYTES))
             for i in range(width):
@@ -60,7 +60,7 @@ def _emit_tile(builder, rows, width, arguments, *, num_lines):
             emit_store(builder, c, builder.add(first, INT64(LANES * i)), builder.load(sums[row][i]))
 
 
-def _prefetch(builder, address, line) -> None:
+def prefetch(builder, address, line) -> None:
     """Ask for a line of the cache, counted from an address."""
     pointer = builder.inttoptr(builder.add(address, INT64(line * CACHE_LINE)), ir.IntType(8).as_pointer())
     emit_call(builder, "llvm.prefetch.p0", ir.VoidType(), [pointer, INT32(0), INT32(2), INT32(1)])

@@ -90,6 +90,13 @@ def emit_store(builder, address, index, value):
     builder.store(value, builder.bitcast(place(builder, address, index), VECTOR.as_pointer()), align=BYTES)
 
 
+def emit_store_part(builder, address, index, end, value):
+    """As `emit_store`, but nothing is written from element `end` on."""
+    pointer = builder.bitcast(place(builder, address, index), VECTOR.as_pointer())
+    mask = _emit_mask(builder, builder.sub(end, index))
+    emit_call(builder, f"llvm.masked.store.v{LANES}f32.p0", ir.VoidType(), [value, pointer, INT32(BYTES), mask])
+
+
 def emit_splat(builder, value):
     """One number in all lanes."""
     alone = builder.insert_element(ir.Constant(VECTOR, ir.Undefined), value, INT32(0))
@@ -156,10 +163,7 @@ def store_part(typing, address, index, end, value):
     """As `store`, but nothing is written from element `end` on."""
 
     def emit(context, builder, sig, args):
-        address, index, end, value = args
-        pointer = builder.bitcast(place(builder, address, index), VECTOR.as_pointer())
-        mask = _emit_mask(builder, builder.sub(end, index))
-        emit_call(builder, f"llvm.masked.store.v{LANES}f32.p0", ir.VoidType(), [value, pointer, INT32(BYTES), mask])
+        emit_store_part(builder, *args)
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64, types.int64, f32s), emit

@@ -1,0 +1,147 @@
+"""Products with weights in 8 and 4 bits, compiled for this processor, against the reader of single numbers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from kernels.quantised_weights import Fp8Weight, pack_fp8, pack_int4, pack_int4_codes, pack_int8
+from kernels.reference import quantised as reference
+from kernels.reference.fp8_rows import quantize_rows_fp8
+from kernels.simd.coded_tiles import PANEL
+from kernels.simd.fp8_linear import bind_fp8
+from kernels.simd.int4_linear import bind_int4
+from kernels.simd.int8_linear import bind_int8
+from kernels.simd.tiles import ROWS
+
+Kernel = Callable[[torch.Tensor], torch.Tensor]
+
+TOLERANCE = 1e-5  # float32 sums of at most some hundred products near one, beside float64
+ROUNDED = {torch.float32: TOLERANCE, torch.float16: 2e-3, torch.bfloat16: 2e-2}
+FORMATS = ["int8", "fp8", "int4"]
+
+
+@pytest.fixture(params=[1, 2], ids=["one thread", "two threads"])
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+def bound(name: str, weight: torch.Tensor, bias: torch.Tensor | None) -> tuple[Kernel, Kernel]:
+    """The product of a format and its reference."""
+    if name == "int8":
+        int8 = pack_int8(weight)
+        return bind_int8(int8, bias), lambda x: reference.linear_int8(x, int8, bias=bias)
+    if name == "fp8":
+        fp8 = pack_fp8(weight)
+        return bind_fp8(fp8, bias), lambda x: reference.linear_fp8(x, fp8, bias=bias)
+    int4 = pack_int4(weight, 32)
+    return bind_int4(int4, bias), lambda x: reference.linear_int4(x, int4, bias=bias)
+
+
+def rows_of(count: int, columns: int) -> torch.Tensor:
+    rows: torch.Tensor = torch.randn(count, columns) / float(columns) ** 0.5
+    return rows
+
+
+def assert_close(found: torch.Tensor, expected: torch.Tensor, tolerance: float = TOLERANCE) -> None:
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(
+    ("outputs", "columns"), [(1, 1), (PANEL, 32), (PANEL + 1, 33), (3 * PANEL - 1, 257), (PANEL // 2, 500)]
+)
+def test_a_product_equals_its_reference(name: str, outputs: int, columns: int, threads: int) -> None:
+    torch.manual_seed(outputs)
+    for bias in (None, torch.randn(outputs)):
+        multiply, expected = bound(name, torch.randn(outputs, columns), bias)
+        for count in (1, 2, ROWS // 2, ROWS // 2 + 1, ROWS - 1, ROWS, ROWS + 1, 4 * ROWS + 1):
+            x = rows_of(count, columns)
+            assert_close(multiply(x), expected(x))
+
+
+@pytest.mark.parametrize(("columns", "group_size"), [(64, 32), (200, 64), (500, 128), (256, 256), (130, 64), (300, 256)])
+def test_groups_of_any_size_and_a_last_one_that_is_not_full(columns: int, group_size: int) -> None:
+    torch.manual_seed(columns)
+    for scale_dtype in (torch.float16, torch.bfloat16):
+        weight, x = pack_int4(torch.randn(PANEL + 7, columns), group_size, scale_dtype=scale_dtype), rows_of(3, columns)
+        assert_close(bind_int4(weight, None)(x), reference.linear_int4(x, weight))
+
+
+@pytest.mark.parametrize("group_size", [-1, 64])
+def test_columns_in_another_order_and_zero_points_of_sixteen(group_size: int) -> None:
+    torch.manual_seed(3)
+    groups = 1 if group_size == -1 else 4
+    codes, scales = torch.randint(0, 16, (24, 200), dtype=torch.uint8), torch.rand(groups, 24).half() - 0.5
+    zeros = torch.randint(0, 17, (groups, 24))
+    weight = pack_int4_codes(codes, scales, zeros, group_size, permutation=torch.randperm(200))
+    x = rows_of(3, 200) / 8
+    assert_close(bind_int4(weight, None)(x), reference.linear_int4(x, weight))
+
+
+def test_every_number_of_e4m3_is_multiplied_as_itself() -> None:
+    codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)[:, None]
+    weight = Fp8Weight(codes, torch.ones(1))
+    found = bind_fp8(weight, None)(torch.ones(1, 1))[0]
+    finite = ~codes[:, 0].float().isnan()
+    assert torch.equal(found[finite], codes[finite, 0].float())
+
+
+@pytest.mark.parametrize("num_scales", [1, 40])
+def test_inputs_in_e4m3_come_with_a_scale_of_each_row_or_of_all(num_scales: int) -> None:
+    torch.manual_seed(4)
+    weight, bias, x = pack_fp8(torch.randn(40, 96), per_row=num_scales > 1), torch.randn(40), rows_of(5, 96)
+    values, scales = quantize_rows_fp8(x)
+    for x_scales in (scales, torch.tensor([0.01])):
+        found = bind_fp8(weight, bias)(values, x_scales=x_scales, out_dtype=torch.float32)
+        expected = reference.linear_fp8(values, weight, x_scales=x_scales, out_dtype=torch.float32, bias=bias)
+        assert_close(found, expected)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_row_has_the_same_bits_in_any_batch(name: str, threads: int) -> None:
+    torch.manual_seed(5)
+    multiply, _ = bound(name, torch.randn(PANEL + 9, 300), torch.randn(PANEL + 9))
+    x = rows_of(4 * ROWS + 1, 300)
+    together = multiply(x)
+    for count in (1, 3, ROWS - 1, ROWS):
+        assert torch.equal(torch.cat([multiply(x[first : first + count]) for first in range(0, len(x), count)]), together)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("dtype", ROUNDED, ids=str)
+def test_results_have_the_type_of_the_inputs_which_are_left_alone(name: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(6)
+    multiply, expected = bound(name, torch.randn(40, 64), None)
+    x = rows_of(3, 128).to(dtype)[:, ::2]
+    before = x.clone()
+    found = multiply(x)
+    assert found.dtype is dtype
+    assert_close(found, expected(x), ROUNDED[dtype])
+    assert torch.equal(x, before)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_what_is_not_finite_stays_in_its_row_and_no_rows_give_none(name: str) -> None:
+    multiply, _ = bound(name, torch.ones(16, 32), None)
+    for odd in (math.nan, math.inf):
+        x = torch.ones(2, 32)
+        x[1, 3] = odd
+        finite = multiply(x).isfinite()
+        assert bool(finite[0].all())
+        assert not bool(finite[1].any())
+    assert multiply(torch.ones(0, 32)).shape == (0, 16)
+
+
+def test_a_product_does_not_read_its_weight_again() -> None:
+    weight, x = pack_int8(torch.ones(40, 8)), torch.ones(2, 8)
+    multiply = bind_int8(weight, None)
+    expected = multiply(x)
+    weight.values.fill_(7)
+    assert torch.equal(multiply(x), expected)
