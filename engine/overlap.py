@@ -137,7 +137,7 @@ class OverlappedSteps:
         for row in rows:
             if flight.holds(row):
                 held.append(row)
-            else:
+            elif not flight.requests[row].block_table:  # one that has started again owes this step nothing
                 flight.requests[row].forget_unknown()
         if held:
             with as_planned(flight, held) as items:

@@ -146,6 +146,25 @@ def test_a_chunk_of_an_earlier_start_says_nothing_of_the_blocks_of_the_next_one(
     assert tokens(run_to_end(engine, [])["a"]) == expected("a", 16, 2, stops=False)
 
 
+@pytest.mark.parametrize("samples", [False, True])
+def test_a_chunk_of_an_earlier_start_that_fails_takes_nothing_from_the_next_one(samples: bool) -> None:
+    runner = FakeAheadRunner()
+    engine = make_engine(runner, max_num_batched_tokens=8)
+    if samples:  # beside another prompt there is room for half of the request's own, and then for all of it
+        engine.submit(wanted("b", [1, 2, 3, 4], max_tokens=1))
+    engine.submit(wanted("a", list(range(7)) if samples else list(range(8)) * 2, max_tokens=2))
+    engine.step()
+    request = next(each for each in engine._scheduler.running if each.request_id == "a")
+    assert request.num_flying_tokens
+    engine._scheduler.preempt(request)
+    runner.fails_under_way = {"a"}
+    engine.step()  # starts it again, and computes in the plain way what was under way before
+    runner.fails_under_way = set()
+    assert request.num_settled_tokens <= request.num_computed_tokens
+    run_to_end(engine, [])
+    assert request.output_token_ids == expected("a", request.num_prompt_tokens, 2, stops=False)
+
+
 def test_everybody_gets_the_tokens_of_the_plain_loop_and_all_blocks_come_back() -> None:
     requests = {"a": (2, 9), "bb": (7, 1), "ccc": (23, 20), "dddd": (1, 30), "e": (5, 4), "f" * 9: (16, 12)}
     for caches in (False, True):
