@@ -166,17 +166,17 @@ def _schema_text(schema: Mapping[str, Any]) -> str:
 def _number(p: SamplingParams, param: str, low: float, high: float, *, above: bool = False) -> None:
     """A float between its limits; NaN is between none. `above`: the lower limit itself is refused."""
     value = getattr(p, param)
+    if _is_number(value) and (low < value if above else low <= value) and value <= high:
+        return
     limits = f"must be above {low:g} and at most {high:g}" if above else f"must be between {low:g} and {high:g}"
-    _require(_is_number(value), param, f"{limits}, not {_shown(value)}")
-    _require((low < value if above else low <= value) and value <= high, param, f"{limits}, not {_shown(value)}")
+    raise InvalidOption(param, f"{param} {limits}, not {_shown(value)}")
 
 
 def _integer(p: SamplingParams, param: str, low: int, high: int, *, optional: bool = False, note: str = "") -> None:
     value = getattr(p, param)
-    if optional and value is None:
+    if (optional and value is None) or (_is_int(value) and low <= value <= high):
         return
-    message = f"must be an integer between {low} and {high}{note}, not {_shown(value)}"
-    _require(_is_int(value) and low <= value <= high, param, message)
+    raise InvalidOption(param, f"{param} must be an integer between {low} and {high}{note}, not {_shown(value)}")
 
 
 def _check_numbers(p: SamplingParams) -> None:
