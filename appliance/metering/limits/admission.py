@@ -11,6 +11,7 @@ import math
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import itemgetter
 from typing import Protocol
 
 from appliance.base.clock import Clock
@@ -26,6 +27,7 @@ from appliance.metering.limits.refusals import refusal
 from appliance.metering.limits.reservations import Reservation, Work
 from appliance.metering.limits.rules import Asked, Rule, holds_for, owners_of, rules_for
 from appliance.metering.limits.sums import SumsReader
+from appliance.metering.limits.token_bucket import TokenBucket
 from appliance.tenancy.model_policies import ModelPolicy
 from appliance.tenancy.principals import Limits, Principal
 
@@ -234,10 +236,7 @@ class Admission:
         found = [self._known(rule, at, fresh=fresh) for rule in rules]
         if model is not None and (shared := self._allowances.get(Owner("model", ALL_TENANTS, model))) is not None:
             found += [(shared, shared.limits)] if shared.enforces else []
-        return RateLimitState(
-            requests=_tightest([_rate_limit(each, limits, "requests", at) for each, limits in found]),
-            tokens=_tightest([_rate_limit(each, limits, "tokens", at) for each, limits in found]),
-        )
+        return RateLimitState(requests=_tightest(found, "requests", at), tokens=_tightest(found, "tokens", at))
 
     def _known(self, rule: Rule, at: Moment, *, fresh: bool) -> tuple[Allowance | None, Limits]:
         allowance = self._allowances.get(rule.owner)
@@ -379,22 +378,22 @@ class Admission:
         return Moment(now, self._clock.monotonic_s(), today.day, today.next_day_start)
 
 
-def _rate_limit(allowance: Allowance | None, limits: Limits, kind: LimitKind, at: Moment) -> RateLimit | None:
-    capacity = limits.tokens_per_minute if kind == "tokens" else limits.requests_per_minute
-    if capacity is None:
+def _tightest(found: Sequence[tuple[Allowance | None, Limits]], kind: LimitKind, at: Moment) -> RateLimit | None:
+    """Return the limit of this kind of which least remains."""
+    levels: list[tuple[int, int, TokenBucket | None]] = []
+    for allowance, limits in found:
+        capacity = limits.tokens_per_minute if kind == "tokens" else limits.requests_per_minute
+        if capacity is not None:
+            bucket = None if allowance is None else allowance.buckets.get(kind)
+            levels.append((capacity if bucket is None else max(bucket.level(at.monotonic_s), 0), capacity, bucket))
+    if not levels:
         return None
-    bucket = None if allowance is None else allowance.buckets.get(kind)
-    if bucket is None:
-        return RateLimit(limit=capacity, remaining=capacity, reset_s=0.0)
-    remaining = max(bucket.level(at.monotonic_s), 0)
-    return RateLimit(limit=capacity, remaining=remaining, reset_s=bucket.wait_s(capacity, at.monotonic_s) or 0.0)
+    remaining, capacity, bucket = min(levels, key=itemgetter(0))
+    reset_s = None if bucket is None else bucket.wait_s(capacity, at.monotonic_s)
+    return RateLimit(limit=capacity, remaining=remaining, reset_s=reset_s or 0.0)
 
 
 def _room(limits: Sequence[Limits]) -> float:
     """Return the smallest limit in tokens."""
     sizes = [size for each in limits for size in (each.tokens_per_minute, each.tokens_per_day) if size is not None]
     return min(sizes, default=math.inf)
-
-
-def _tightest(limits: Sequence[RateLimit | None]) -> RateLimit | None:
-    return min((limit for limit in limits if limit is not None), key=lambda limit: limit.remaining, default=None)
