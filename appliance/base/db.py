@@ -36,6 +36,7 @@ Kind = Literal["sqlite", "postgresql"]
 SQLITE_MIN = (3, 35)  # RETURNING; UPDATE … FROM is a little older
 BUSY_TIMEOUT_MS = 5000
 READERS_MAX = 8
+BATCH_STATEMENTS = 512  # that stay compiled: those of `prepared` come in as many forms as they may have rows
 POSTGRESQL_CONNECTIONS_MAX = 16
 CHECKOUT_TIMEOUT_S = 10.0
 _AFTER_COMMIT = "after_commit"
@@ -218,7 +219,8 @@ def _sqlite_writer(target: URL) -> AsyncEngine:
 
 
 def _sqlite_batch_writer(target: URL) -> Engine:
-    engine = create_engine(target, poolclass=NullPool, connect_args={"check_same_thread": False})
+    options = {"check_same_thread": False, "cached_statements": BATCH_STATEMENTS}
+    engine = create_engine(target, poolclass=NullPool, connect_args=options)
     _prepare_sqlite(engine, begin="BEGIN IMMEDIATE")
     return engine
 

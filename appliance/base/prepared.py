@@ -19,7 +19,7 @@ from sqlalchemy import BindParameter, ColumnElement, Connection, Dialect, Insert
 from sqlalchemy.dialects.sqlite.base import SQLiteDialect
 from sqlalchemy.exc import DBAPIError
 
-ROWS_AT_ONCE_MAX = 32  # a power of two: each power up to it is a statement of its own, which SQLite keeps compiled
+ROWS_AT_ONCE_MAX = 32  # each number up to it is a statement of its own, which the driver keeps compiled
 
 
 class Prepared:
@@ -29,7 +29,7 @@ class Prepared:
         self.statement: Insert | Update = statement
         self._places: list[_Place] = []
         self._texts: list[str] = []
-        """For 1, 2, 4, … rows."""
+        """For 1, 2, 3, … rows."""
 
     def scalar(self, connection: Connection, row: Mapping[str, Any]) -> Any:
         """Execute the statement for one row and return what it is RETURNING, None when it met no row."""
@@ -46,13 +46,11 @@ class Prepared:
             return connection.execute(self.statement, rows).rowcount
         if not self._texts:
             self._prepare(connection, rows[0])
-        met = first = 0
-        while first < len(rows):
-            power = min(len(rows) - first, ROWS_AT_ONCE_MAX).bit_length() - 1
-            part = rows[first : first + (1 << power)]
+        met = 0
+        for first in range(0, len(rows), ROWS_AT_ONCE_MAX):
+            part = rows[first : first + ROWS_AT_ONCE_MAX]
             parameters = [place(row) for row in part for place in self._places]
-            met += _send(connection, self._texts[power], parameters)[1]
-            first += len(part)
+            met += _send(connection, self._texts[len(part) - 1], parameters)[1]
         return met
 
     def _prepare(self, connection: Connection, row: Mapping[str, Any]) -> None:
@@ -103,7 +101,7 @@ def _send(connection: Connection, statement: str, parameters: Sequence[Any]) -> 
 
 
 def _insert_texts(statement: Insert, dialect: Dialect, row: Mapping[str, Any]) -> tuple[Sequence[str], list[str]]:
-    """Return the names of a row's parameters in their order, and the statement for 1, 2, 4, … rows."""
+    """Return the names of a row's parameters in their order, and the statement for 1, 2, 3, … rows."""
     compiled = statement.compile(dialect=dialect, column_keys=list(row))
     assert compiled.positiontup is not None, "the parameters stand in an order"
     places = f"({', '.join('?' * len(compiled.positiontup))})"
@@ -136,7 +134,7 @@ def _update_texts(statement: Update, row: Mapping[str, Any]) -> tuple[Sequence[s
 
 
 _EXPANDING = re.compile(r"\(__\[POSTCOMPILE_keys\w*\]\)")
-_COUNTS = [1 << power for power in range(ROWS_AT_ONCE_MAX.bit_length())]
+_COUNTS = range(1, ROWS_AT_ONCE_MAX + 1)
 _Place = Callable[[Mapping[str, Any]], Any]
 
 
