@@ -30,7 +30,7 @@ class Operations:
     likely tokens of at most FUSED_ROWS_MAX rows, None where its sums would differ from those of the head's product. Operations
     that end with `_fp8` leave e4m3 rows and their scales for a product with 8-bit weights.
     `pages` says of heads and of the format of a cache whether `paged_decode` and `paged_prefill` are the way to attend;
-    `is_row_invariant`, whether the products of `pack_linear` and that attention give a row the same bits in any batch.
+    `is_row_invariant`, whether products, plain or quantised, and that attention give a row the same bits in any batch.
     """
 
     words: str

@@ -24,17 +24,16 @@ from kernels.cpu.elementwise import gelu, gelu_tanh, gelu_tanh_mul, layer_norm, 
 from kernels.cpu.experts import mix_experts, route
 from kernels.cpu.invariant_attention import InvariantPlan, InvariantPlanner, invariant_attention
 from kernels.cpu.linear import LinearKernel, LinearPacker
-from kernels.cpu.row_tiles import row_invariant
+from kernels.cpu.row_tiles import in_agreeing_tiles
 from kernels.operations import FUSED_ROWS_MAX, Operations
 from kernels.paged_plan import PagedPlan, PagedPlanner, paged_plan_attention
 from kernels.plain_weights import PlainWeights
 from kernels.quantised_linear import (
     Fp8Product,
     Fp8Rows,
+    bind_fp8,
+    bind_int4,
     bind_int8,
-    linear_fp8,
-    linear_int4,
-    linear_int8,
     quantised_words,
     quantize_rows_fp8,
     to_fp8,
@@ -68,6 +67,8 @@ __all__ = [
     "SamplingColumns",
     "Stream",
     "attention_planner",
+    "bind_fp8",
+    "bind_int4",
     "bind_int8",
     "gelu",
     "gelu_tanh",
@@ -75,9 +76,6 @@ __all__ = [
     "implementation",
     "invariant_planner",
     "layer_norm",
-    "linear_fp8",
-    "linear_int4",
-    "linear_int8",
     "mix_experts",
     "operations",
     "pack_awq",
@@ -181,10 +179,14 @@ def pack_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> LinearKernel
 
 def pack_linear_row_invariant(weight: torch.Tensor, bias: torch.Tensor | None) -> LinearKernel:
     """As `pack_linear`; the result of a row has the same bits whatever other rows are multiplied with it."""
-    packed = pack_linear(weight, bias)
-    if operations(weight.device, weight.dtype).is_row_invariant:
-        return packed
-    return row_invariant(packed, weight.shape[1], dtype=weight.dtype, device=weight.device)
+    return row_invariant(pack_linear(weight, bias), weight.shape[1], dtype=weight.dtype, device=weight.device)
+
+
+def row_invariant(multiply: LinearKernel, num_columns: int, *, dtype: torch.dtype, device: torch.device) -> LinearKernel:
+    """A product of plain or quantised weights, or, where it does not give a row the same bits in any batch, one that does."""
+    if operations(device, dtype).is_row_invariant:
+        return multiply
+    return in_agreeing_tiles(multiply, num_columns, dtype=dtype, device=device)
 
 
 def paged_attention(

@@ -1,7 +1,7 @@
-"""Products with quantised weights: each from the implementation of the device of its input, as `kernels.ops` promises.
+"""Products with quantised weights: each from the implementation of the device of its weights, as `kernels.ops` promises.
 
-On CPUs weights of 8-bit integers are multiplied by the processor's own instructions where their sums are exact, and all others
-are decoded; on GPUs all have Triton kernels, whose modules are imported by the first one that asks.
+Weights are bound to a product once. CPUs have kernels compiled for their vectors, which pack the codes anew; GPUs have Triton
+kernels, which read them as they are. Modules are imported by the first one that asks.
 """
 
 from __future__ import annotations
@@ -14,18 +14,15 @@ from typing import Any, NamedTuple
 import torch
 
 from kernels.cpu.fp8_rows import to_fp8
-from kernels.cpu.int8_digits import bind_int8_digits, is_exact
 from kernels.cpu.linear import LinearKernel
-from kernels.plain_weights import PlainWeights
 from kernels.quantised_weights import Fp8Weight, Int4Weight, Int8Weight
 
 __all__ = [
     "Fp8Product",
     "Fp8Rows",
+    "bind_fp8",
+    "bind_int4",
     "bind_int8",
-    "linear_fp8",
-    "linear_int4",
-    "linear_int8",
     "quantised_words",
     "quantize_rows_fp8",
     "to_fp8",
@@ -33,15 +30,15 @@ __all__ = [
 
 _MODULES = {
     "cpu": {
-        "linear_fp8": "kernels.cpu.decoded_linear",
-        "linear_int4": "kernels.cpu.decoded_linear",
-        "linear_int8": "kernels.cpu.decoded_linear",
+        "bind_fp8": "kernels.simd.fp8_linear",
+        "bind_int4": "kernels.simd.int4_linear",
+        "bind_int8": "kernels.simd.int8_linear",
         "quantize_rows_fp8": "kernels.cpu.fp8_rows",
     },
     "cuda": {
-        "linear_fp8": "kernels.triton.linear_fp8",
-        "linear_int4": "kernels.triton.linear_int4",
-        "linear_int8": "kernels.triton.linear_int8",
+        "bind_fp8": "kernels.triton.quantised_products",
+        "bind_int4": "kernels.triton.quantised_products",
+        "bind_int8": "kernels.triton.quantised_products",
         "quantize_rows_fp8": "kernels.triton.fp8_rows",
     },
 }
@@ -66,56 +63,31 @@ class Fp8Product:
     """[T, K] → [T, N] with e4m3 weights and rows, which are rounded here unless they come as `Fp8Rows`."""
 
     def __init__(self, weight: Fp8Weight, bias: torch.Tensor | None) -> None:
-        self._weight, self._bias = weight, bias
+        self._multiply = bind_fp8(weight, bias)
 
     def __call__(self, x: torch.Tensor | Fp8Rows) -> torch.Tensor:
         rows = x if isinstance(x, Fp8Rows) else Fp8Rows(*quantize_rows_fp8(x), x.dtype)
-        return linear_fp8(rows.values, self._weight, x_scales=rows.scales, out_dtype=rows.dtype, bias=self._bias)
-
-
-class Int8Product(PlainWeights):
-    """[T, K] → [T, N], like its input. Inputs stay as they are, so that it may be fused with the norms around it."""
-
-    def __init__(self, weight: Int8Weight, bias: torch.Tensor | None) -> None:
-        self.weight = weight  # type: ignore[assignment]  # the fused products take such weights as well
-        self.bias = bias
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        weight: Any = self.weight
-        return linear_int8(x, weight, bias=self.bias)
+        return self._multiply(rows.values, x_scales=rows.scales, out_dtype=rows.dtype)
 
 
 def bind_int8(weight: Int8Weight, bias: torch.Tensor | None) -> LinearKernel:
     """→ a function [T, K] → [T, N], like its input: x Wᵀ + bias"""
-    if weight.values.device.type != "cpu" or not is_exact():
-        return Int8Product(weight, bias)
-    multiply = bind_int8_digits(weight)
-    return multiply if bias is None else lambda x: multiply(x).add_(bias)
-
-
-def linear_int8(x: torch.Tensor, weight: Int8Weight, *, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """x: [M, K] → x Wᵀ + bias: [M, N] like x"""
-    product: torch.Tensor = _found("linear_int8", x.device.type)(x, weight, bias=bias)
+    product: LinearKernel = _found("bind_int8", weight.values.device.type)(weight, bias)
     return product
 
 
-def linear_int4(x: torch.Tensor, weight: Int4Weight, *, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """x: [M, K] → x Wᵀ + bias: [M, N] like x"""
-    product: torch.Tensor = _found("linear_int4", x.device.type)(x, weight, bias=bias)
+def bind_int4(weight: Int4Weight, bias: torch.Tensor | None) -> LinearKernel:
+    """→ a function [T, K] → [T, N], like its input: x Wᵀ + bias"""
+    product: LinearKernel = _found("bind_int4", weight.words.device.type)(weight, bias)
     return product
 
 
-def linear_fp8(
-    x: torch.Tensor,
-    weight: Fp8Weight,
-    *,
-    x_scales: torch.Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
-    bias: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """x: [M, K] float8_e4m3fn with x_scales [M, 1] or [1], or a float x without → x Wᵀ + bias: [M, N], like x or `out_dtype`"""
-    multiply = _found("linear_fp8", x.device.type)
-    product: torch.Tensor = multiply(x, weight, x_scales=x_scales, out_dtype=out_dtype, bias=bias)
+def bind_fp8(weight: Fp8Weight, bias: torch.Tensor | None) -> Callable[..., torch.Tensor]:
+    """→ a function (x, *, x_scales=None, out_dtype=None): x Wᵀ + bias: [T, N], like x or `out_dtype`
+
+    x: [T, K] float8_e4m3fn with x_scales [T, 1] or [1], or of another float type without.
+    """
+    product: Callable[..., torch.Tensor] = _found("bind_fp8", weight.values.device.type)(weight, bias)
     return product
 
 
@@ -127,6 +99,4 @@ def quantize_rows_fp8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def quantised_words(name: str, device: torch.device) -> str:
     """How weights kept as `name` are multiplied on a device, in words."""
-    if device.type != "cpu":
-        return f"{name} weights"
-    return "int8 weights by VNNI" if name == "int8" and is_exact() else f"{name} weights decoded at every product"
+    return f"{name} weights decoded in registers" if device.type == "cpu" else f"{name} weights"

@@ -11,7 +11,6 @@ import torch
 from engine.config.quantization import Int4Layout, Int4Weights
 from engine.errors import WeightsError
 from engine.quantization.places import CodesPlace, GroupScalesPlace, OrderPlace
-from engine.quantization.products import int4_product
 from engine.runner.weights import WeightPlan
 from kernels import ops
 
@@ -56,7 +55,7 @@ class Int4Part:
                 words=torch.cat([weight.words for weight in weights], dim=1),
                 scales_zeros=torch.cat([weight.scales_zeros for weight in weights], dim=1),
             )
-        return int4_product(joined, bias)
+        return ops.bind_int4(joined, bias)
 
     def _pack(self) -> ops.Int4Weight:
         if self._packed is None:

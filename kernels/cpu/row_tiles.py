@@ -18,10 +18,10 @@ TILE_ROWS = (64, 16, 4)
 
 def pack_linear_row_invariant(weight: torch.Tensor, bias: torch.Tensor | None) -> LinearKernel:
     """As `pack_linear`, in tiles of the sizes that agree on this machine."""
-    return row_invariant(pack_linear(weight, bias), weight.shape[1], dtype=weight.dtype, device=weight.device)
+    return in_agreeing_tiles(pack_linear(weight, bias), weight.shape[1], dtype=weight.dtype, device=weight.device)
 
 
-def row_invariant(multiply: LinearKernel, num_columns: int, *, dtype: torch.dtype, device: torch.device) -> LinearKernel:
+def in_agreeing_tiles(multiply: LinearKernel, num_columns: int, *, dtype: torch.dtype, device: torch.device) -> LinearKernel:
     """`multiply`, of rows of `num_columns`, in tiles of the sizes that agree on this machine."""
     sizes = agreeing_sizes(multiply, num_columns, dtype=dtype, device=device)
     return lambda x: _in_tiles(multiply, x, sizes)

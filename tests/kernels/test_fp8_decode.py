@@ -1,0 +1,22 @@
+"""Decoding 8-bit floats on a CPU: the same numbers as torch's own conversion."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kernels.cpu.fp8_decode import decode_fp8, decode_kv
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_every_number_of_e4m3_is_decoded_as_torch_does(dtype: torch.dtype) -> None:
+    codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    codes = codes[~codes.float().isnan()]
+    torch.testing.assert_close(decode_fp8(codes, dtype), codes.to(dtype), rtol=0, atol=0)
+
+
+def test_keys_and_values_have_scales_of_their_own() -> None:
+    slots = torch.randn(3, 2, 4, 8).to(torch.float8_e4m3fn)
+    decoded = decode_kv(slots, torch.float32, torch.tensor([2.0, 0.5]))
+    torch.testing.assert_close(decoded[:, 0], slots[:, 0].float() * 2.0, rtol=0, atol=0)
+    torch.testing.assert_close(decoded[:, 1], slots[:, 1].float() * 0.5, rtol=0, atol=0)
