@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import os
 import random
+import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from datetime import timedelta
@@ -17,7 +19,9 @@ import pytest
 from appliance.base.db import Database
 from appliance.base.errors import InternalError, Overloaded
 from appliance.base.journal import Journal
-from appliance.metering.ledger.journaled import Journaled, decode, encode, replay
+from appliance.metering.ledger import journaled as journaled_module
+from appliance.metering.ledger import writer as writer_module
+from appliance.metering.ledger.journaled import Journaled, decode, encode, journal_beside, only_in_journal, replay
 from appliance.metering.ledger.records import Checkpoint, PendingEntry, UsageEvent
 from appliance.metering.ledger.recovery import begin_epoch, recover
 from appliance.metering.ledger.writer import Ledger, LedgerBroken
@@ -26,6 +30,12 @@ from tests.support.cast import Cast
 from tests.support.clock import START, FakeClock
 from tests.support.factories import pending, posted, voided
 from tests.support.ledgers import FailingDatabase, all_events, until
+
+
+@pytest.fixture
+def database_url(tmp_path: Path, migrated_sqlite_file: Path) -> str:
+    """A SQLite database: others have no journal."""
+    return f"sqlite:///{shutil.copyfile(migrated_sqlite_file, tmp_path / 'gatehouse.db')}"
 
 
 @asynccontextmanager
@@ -290,3 +300,162 @@ def pending_of_nobody(clock: FakeClock) -> PendingEntry:
         request_id="req", tenant_id="tenant", key_id="key", model="démo\n", endpoint="/v1", stream=False, prompt_tokens=1,
         reserved_tokens=2, price=price, admitted_at=clock.now(), price_basis_points=5000, currency="USD",
     )  # fmt: skip
+
+
+async def test_who_reads_pending_rows_can_wait_for_them(
+    database: Database, clock: FakeClock, cast: Cast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writer_module, "OPEN_PAUSE_S", 60.0)
+    entries = [pending(cast.bob) for _ in range(600)]  # more than two rounds take
+    async with journaling(database, clock, cast.epoch_id, tmp_path / "j", settle_pause_s=60.0) as ledger:
+        await ledger.caught_up()
+        await asyncio.gather(*(ledger.open(entry) for entry in entries))
+        await asyncio.gather(ledger.caught_up(), ledger.caught_up())
+        assert {event.request_id for event in await all_events(database)} == {entry.request_id for entry in entries}
+        await asyncio.gather(*(ledger.settle(posted(entry.request_id)) for entry in entries))
+
+
+async def test_nobody_waits_for_long_for_rows_that_cannot_be_written(
+    database: Database, clock: FakeClock, cast: Cast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writer_module, "CATCH_UP_S", 0.01)
+    gated = FailingDatabase.around(database)
+    gated.gate = asyncio.Event()
+    async with journaling(gated, clock, cast.epoch_id, tmp_path / "j") as ledger:
+        good, bad = pending(cast.bob), pending(cast.bob, tenant_id="nobody")
+        await asyncio.gather(ledger.open(good), ledger.open(bad))
+        await ledger.caught_up()
+        gated.gate.set()
+        monkeypatch.setattr(writer_module, "CATCH_UP_S", 60.0)
+        await ledger.caught_up()
+        assert [event.request_id for event in await all_events(database)] == [good.request_id]
+        await ledger.settle(voided(good.request_id))
+
+
+async def test_while_a_round_hangs_nothing_is_admitted_and_the_ledger_says_so(
+    database: Database, clock: FakeClock, cast: Cast, tmp_path: Path
+) -> None:
+    gated = FailingDatabase.around(database)
+    gated.gate = asyncio.Event()
+    async with journaling(gated, clock, cast.epoch_id, tmp_path / "j", open_timeout_s=0.2) as ledger:
+        entry = pending(cast.bob)
+        await ledger.open(entry)
+        await until(lambda: not ledger.healthy)
+        with pytest.raises(Overloaded, match="nothing was started"):
+            await ledger.open(pending(cast.bob))
+        gated.gate.set()
+        await until(lambda: ledger.healthy)
+        await ledger.settle(posted(entry.request_id))
+    assert [event.status for event in await all_events(database)] == ["posted"]
+
+
+async def test_stopping_while_the_database_fails_leaves_the_lines_to_the_next_start(
+    database: Database, clock: FakeClock, cast: Cast, tmp_path: Path
+) -> None:
+    failing = FailingDatabase.around(database)
+    failing.fail_before_commit = 1_000_000
+    journal = Journal(tmp_path / "j")
+    ledger = Ledger(failing, clock, cast.epoch_id, journal=journal)
+    await ledger.start()
+    entries = [pending(cast.bob) for _ in range(3)]
+    await asyncio.gather(*(ledger.open(entry) for entry in entries))
+    settling = asyncio.create_task(ledger.settle(posted(entries[0].request_id)))
+    await asyncio.sleep(0)
+    with pytest.raises(LedgerBroken, match="unwritten"):
+        await ledger.stop(0.1)
+    with pytest.raises(LedgerBroken):
+        await settling
+    journal.close()
+    events = await start_again(database, clock, tmp_path / "j")
+    assert {(name, event.status) for name, event in events.items()} == {(entry.request_id, "recovered") for entry in entries}
+
+
+async def test_a_journal_that_fails_says_why_in_the_log(
+    database: Database, clock: FakeClock, cast: Cast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.setattr("appliance.base.journal.RETRY_S", 0.01)
+    async with journaling(database, clock, cast.epoch_id, tmp_path / "j") as ledger:
+        with monkeypatch.context() as full:
+            full.setattr(os, "pwrite", _no_space)
+            with pytest.raises(Overloaded):
+                await ledger.open(pending(cast.bob))
+    assert "no space left on device" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize("field", ["prompt_tokens", "reserved_tokens"])
+async def test_a_count_that_no_table_takes_is_refused_before_anything_starts(
+    database: Database, clock: FakeClock, cast: Cast, tmp_path: Path, field: str
+) -> None:
+    huge: dict[str, Any] = {field: 2**63}
+    async with journaling(database, clock, cast.epoch_id, tmp_path / "j") as ledger:
+        with pytest.raises(InternalError, match="nothing was started"):
+            await ledger.open(pending(cast.bob, **huge))
+        assert ledger.healthy
+    assert await all_events(database) == []
+
+
+async def test_a_text_comes_through_the_journal_as_it_is_or_is_refused(
+    database: Database, clock: FakeClock, cast: Cast, tmp_path: Path
+) -> None:
+    entry = pending(cast.bob, model="a\nb\u2028 démo " + "l" * 100)
+    ledger = Ledger(database, clock, cast.epoch_id, journal=Journal(tmp_path / "j"))
+    await ledger.start()
+    with pytest.raises(InternalError, match="nothing was started"):
+        await ledger.open(pending(cast.bob, model="half a \ud800"))
+    await ledger.open(entry)
+    await die(ledger)
+    events = await start_again(database, clock, tmp_path / "j")
+    assert events[entry.request_id].model == entry.model
+
+
+async def test_no_record_stops_the_start(database: Database, clock: FakeClock, cast: Cast, tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "j")
+    counts: dict[str, Any] = {"reserved_tokens": 2**80}
+    good = Journaled(epoch_id=cast.epoch_id, currency="EUR", billing_day=START.date(), entry=pending(cast.bob))
+    huge = dataclasses.replace(good, entry=pending(cast.bob, **counts))
+    for record in (journaled_module._ENCODER.encode(huge), encode(good)):
+        await journal.append(record)
+    assert set(await start_again(database, clock, tmp_path / "j")) == {good.entry.request_id}
+
+
+def test_a_later_version_reads_what_the_first_one_left() -> None:
+    first = (
+        b'{"epoch_id":"epoch","currency":"EUR","billing_day":"2026-11-21","entry":{"request_id":"req","tenant_id":"tenant",'
+        b'"key_id":"key","model":"demo","endpoint":"/v1","stream":false,"prompt_tokens":1,"reserved_tokens":2,"price":{"id":'
+        b'"price","model":"demo","effective_from":"2026-11-21T20:38:14.467045Z","currency":"EUR","prompt":1,"cached_prompt":2,'
+        b'"completion":3,"batch_percent":50,"created_at":"2026-11-21T20:38:14.467045Z","rejected_draft":4,"tier_percents":'
+        b'{"priority":120}},"admitted_at":"2026-11-21T20:38:14.467045Z","price_basis_points":10000,"currency":null}}'
+    )
+    assert encode(decode(first)) == first
+
+
+async def test_what_stands_in_the_journal_alone_is_counted_without_touching_it(
+    database: Database, database_url: str, clock: FakeClock, cast: Cast
+) -> None:
+    journal = journal_beside(database_url)
+    assert journal is not None
+    ledger = Ledger(database, clock, cast.epoch_id, journal=journal)
+    await ledger.start()
+    written, left = pending(cast.bob), pending(cast.bob)
+    await ledger.open(written)
+    await ledger.settle(posted(written.request_id))
+    await die(ledger)
+    await journal.append(encode(Journaled(epoch_id=cast.epoch_id, currency="EUR", billing_day=START.date(), entry=left)))
+    for _ in range(2):
+        async with database.reading() as connection:
+            assert await only_in_journal(connection, database_url) == 1
+
+
+def test_a_journal_lies_beside_the_file_itself_whatever_links_lead_there(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "real.db").touch()
+    (tmp_path / "link.db").symlink_to(tmp_path / "data" / "real.db")
+    journal = journal_beside(f"sqlite:///{tmp_path}/link.db")
+    assert journal is not None
+    journal.close()
+    assert sorted(path.name for path in (tmp_path / "data").iterdir()) == [
+        "real.db",
+        "real.db.admitted-1",
+        "real.db.admitted-2",
+    ]

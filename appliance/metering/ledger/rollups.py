@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import date, datetime
+from operator import add as add_integers
 from typing import Any
 
 from sqlalchemy import (
@@ -85,18 +86,29 @@ async def differing(connection: AsyncConnection, kind: str, calendar: BillingCal
 
 def sums_of(events: Iterable[UsageEvent], calendar: BillingCalendar) -> list[dict[str, Any]]:
     """Return the rows that these events add up to."""
-    sums: dict[tuple[Any, ...], list[int]] = {}
+    by_minute: dict[tuple[Any, ...], list[int]] = {}
     for event in events:
-        if event.status not in SETTLED:
-            continue
-        high, low = halves(event.cost_picos)
-        counts = (int(event.kind == "usage"), *(getattr(event, name) for name in TOKENS), high, low)
-        owner = (event.tenant_id, event.key_id, event.model, event.currency)
-        for bucket, start_at in _starts(event, calendar):
-            row = sums.setdefault((bucket, start_at, *owner), [0] * len(COUNTS))
-            for index, count in enumerate(counts):
-                row[index] += count
+        if event.status in SETTLED:
+            minute = event.admitted_at.replace(second=0, microsecond=0)
+            place = (minute, event.billing_day, event.tenant_id, event.key_id, event.model, event.currency)
+            _add_to(by_minute, place, _counts(event))
+    sums: dict[tuple[Any, ...], list[int]] = {}
+    for (minute, day, *owner), counts in by_minute.items():
+        for bucket, start_at in _starts(minute, day, calendar):
+            _add_to(sums, (bucket, start_at, *owner), counts)
     return [dict(zip((*KEYS, *COUNTS), (*key, *row), strict=True)) for key, row in sums.items()]
+
+
+def _counts(event: UsageEvent) -> list[int]:
+    """Return what the event adds to each of COUNTS."""
+    high, low = halves(event.cost_picos)
+    tokens = event.prompt_tokens, event.cached_tokens, event.completion_tokens, event.rejected_tokens
+    return [int(event.kind == "usage"), *tokens, high, low]
+
+
+def _add_to(sums: dict[tuple[Any, ...], list[int]], place: tuple[Any, ...], counts: list[int]) -> None:
+    there = sums.get(place)
+    sums[place] = counts if there is None else list(map(add_integers, there, counts))
 
 
 def halves(cost_picos: int) -> tuple[int, int]:
@@ -193,9 +205,8 @@ async def _insert_days(connection: AsyncConnection, calendar: BillingCalendar) -
         await connection.execute(insert(usage_rollups), rows[begin : begin + _INSERT_ROWS])
 
 
-def _starts(event: UsageEvent, calendar: BillingCalendar) -> Sequence[tuple[str, datetime]]:
-    minute = event.admitted_at.replace(second=0, microsecond=0)
-    return ((MINUTE, minute), (HOUR, minute.replace(minute=0)), (DAY, calendar.day_start(event.billing_day)))
+def _starts(minute: datetime, day: date, calendar: BillingCalendar) -> Sequence[tuple[str, datetime]]:
+    return ((MINUTE, minute), (HOUR, minute.replace(minute=0)), (DAY, calendar.day_start(day)))
 
 
 def _owner_columns() -> list[ColumnElement[Any]]:

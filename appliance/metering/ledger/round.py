@@ -40,8 +40,8 @@ _BAD_OR_FAILED = (StatementError, ValueError, OverflowError, LedgerBroken)
 
 @dataclass(slots=True, eq=False)
 class Open:
-    """Write a pending entry. `done` is what its caller waits for; it is None, and `number` the entry's in the journal, when
-    the caller has gone on because it stands there.
+    """Write a pending entry. `done` is what its caller waits for. When `number` is given, its caller has gone on because the
+    entry stands in the journal under that number; `done` is there then if somebody waits for the rows nevertheless.
 
     `abandoned`: its caller went away before it was written. `again`: it may have been written already.
     """
@@ -59,12 +59,13 @@ class Open:
 
     def fail(self, error: Exception) -> None:
         """Tell the caller, if it still waits; the log, if it has gone on."""
-        if self.done is None:
+        if self.number is not None:
             # Its settlement will find no entry and say so too: what it used is counted as unrecorded.
             _log.error(
                 "an admitted request was refused by the tables", error=str(error.__cause__ or error), entry=repr(self.entry)
             )
-        elif not self.done.done():
+            self.succeed()
+        elif self.done is not None and not self.done.done():
             self.done.set_exception(error)
 
 

@@ -204,9 +204,9 @@ def find(connection: Connection, request_ids: Sequence[str], opened: Mapping[str
 
 def _entry_of(event_id: int, opened: Opened) -> Entry:
     row, price = opened.row, opened.price
-    columns: dict[str, Any] = {name: row.get(name) for name in _EVENT_FIELDS}
-    event = UsageEvent(**columns | {"id": event_id})
-    return Entry(event, None if price is None else price.rate_at(row["price_basis_points"]))
+    columns = {**row, "id": event_id, "finish_reason": None, "settled_at": None}
+    del columns["epoch_id"]
+    return Entry(UsageEvent(**columns), None if price is None else price.rate_at(row["price_basis_points"]))
 
 
 def rate_of(row: RowMapping) -> Rate | None:

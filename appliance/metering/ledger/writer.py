@@ -19,6 +19,7 @@ database answers again.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import Sequence
 from typing import TypeVar
@@ -60,6 +61,7 @@ RETRY_S_MIN = 0.05
 RETRY_S_MAX = 2.0
 STOP_TIMEOUT_S = 10.0
 OPEN_TIMEOUT_S = 5.0  # as long as SQLite itself waits for a lock
+CATCH_UP_S = 1.0
 RETRY_AFTER_S = 2.0
 
 _log = structlog.get_logger()
@@ -102,6 +104,7 @@ class Ledger:
         self._inbox: deque[Operation] = deque()
         self._opens_alone = False
         self._in_round: list[Operation] = []
+        self._in_round_since_s: float | None = None
         self._opened: dict[str, Opened] = {}
         self._checkpoints: dict[str, Checkpoint] = {}
         self._checkpoints_due_s = 0.0
@@ -114,7 +117,14 @@ class Ledger:
     def healthy(self) -> bool:
         """Return whether the writer runs, and what was last written to tables and journal is there."""
         journal_works = self._journal is None or self._journal.last_error is None
-        return self._task is not None and not self._task.done() and self.last_error is None and journal_works
+        return self._task is not None and not self._task.done() and self._tables_work and journal_works
+
+    @property
+    def _tables_work(self) -> bool:
+        """Return whether the last round was committed, and one that runs now does not hang."""
+        since_s = self._in_round_since_s
+        hangs = since_s is not None and time.monotonic() - since_s > self._open_timeout_s
+        return self.last_error is None and not hangs
 
     async def start(self) -> None:
         """Start the writer task."""
@@ -152,7 +162,7 @@ class Ledger:
 
     async def _open_in(self, journal: Journal, entry: PendingEntry) -> None:
         """Return once the entry stands in the journal. Whoever is cancelled leaves a line there that a start may find."""
-        if self.last_error is not None:
+        if not self._tables_work:
             raise _unwritable()
         day = self._calendar.day_of(entry.admitted_at)
         try:
@@ -163,6 +173,7 @@ class Ledger:
             async with asyncio.timeout(self._open_timeout_s):
                 number = await journal.append(record)
         except (OSError, TimeoutError) as error:
+            _log.error("ledger_journal_failed", error=repr(error), request_id=entry.request_id)
             raise _unwritable() from error
         try:
             self._check_running()
@@ -173,12 +184,13 @@ class Ledger:
 
     async def _open_in_tables(self, entry: PendingEntry) -> None:
         """Return once the rows of the entry are committed."""
-        operation = Open(entry, asyncio.get_running_loop().create_future())
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        operation = Open(entry, done)
         self._opens.append(operation)
         self._wake.set()
         try:
             async with asyncio.timeout(self._open_timeout_s):
-                await operation.done
+                await done
         except (asyncio.CancelledError, TimeoutError) as error:
             # Nobody waits any more between asking and hearing; whether the row was written is decided here.
             operation.abandoned = True
@@ -186,6 +198,21 @@ class Ledger:
             if isinstance(error, TimeoutError):
                 raise _unwritable() from error
             raise
+
+    async def caught_up(self) -> None:
+        """Return when the rows of all entries opened before are in the tables: who reads pending rows asks for it first.
+
+        While the database fails, or takes longer than CATCH_UP_S, it returns without: what is read then lacks the latest.
+        """
+        behind = (*reversed(self._inbox), *reversed(self._in_round))
+        last = next((operation for operation in behind if isinstance(operation, Open) and operation.number is not None), None)
+        if last is None or not self._tables_work:
+            return
+        if last.done is None:
+            last.done = asyncio.get_running_loop().create_future()
+        self._inbox_due_s = 0.0
+        self._wake.set()
+        await asyncio.wait({last.done}, timeout=CATCH_UP_S)
 
     async def settle(self, settlement: Settlement) -> UsageEvent:
         """Return the event once its final state is durable; settling again with the same figures returns it again.
@@ -268,12 +295,15 @@ class Ledger:
             opened=self._opened,
             on_settled=self._on_settled,
         )
+        self._in_round_since_s = time.monotonic()
         try:
             await work.write()
         except (DBAPIError, PoolTimeout, OSError) as error:
             self._keep_for_retry(operations, checkpoints, error)
             self._in_round = []
             return
+        finally:
+            self._in_round_since_s = None
         self.last_error = None
         self._retry_s = 0.0
         for operation in operations:
@@ -342,7 +372,9 @@ class Ledger:
     def _fail_all(self, error: LedgerBroken) -> None:
         """Tell every caller that waits, also those whose operations a round had taken when it ended."""
         for operation in (*self._in_round, *self._opens, *self._inbox):
-            if isinstance(operation, Settle) or (isinstance(operation, Open) and operation.number is None):
+            if isinstance(operation, Open) and operation.number is not None:
+                operation.succeed()  # a start finds it in the journal
+            elif not isinstance(operation, Void):
                 operation.fail(error)
         self._in_round = []
         self._opens.clear()
