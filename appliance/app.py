@@ -36,7 +36,7 @@ from appliance.metering.invoicing.free_allowances import FreeAllowances
 from appliance.metering.invoicing.invoices import Invoices
 from appliance.metering.ledger import rollups
 from appliance.metering.ledger.corrections import Corrections
-from appliance.metering.ledger.journaled import journal_beside, replay
+from appliance.metering.ledger.journaled import SUFFIX, journal_beside, replay
 from appliance.metering.ledger.recovery import begin_epoch, end_epoch, recover
 from appliance.metering.ledger.request_history import RequestHistory
 from appliance.metering.ledger.writer import Ledger
@@ -140,11 +140,13 @@ class Appliance:
             await self._let_go(services.db)
 
     async def _let_go(self, db: Database) -> None:
-        if self._journal is not None:
-            self._journal.close()
-        await db.close()
-        if self._claim is not None:
-            await self._claim.release()
+        try:
+            if self._journal is not None:
+                await asyncio.to_thread(self._journal.close)
+            await db.close()
+        finally:
+            if self._claim is not None:
+                await self._claim.release()
 
     async def _build(self, db: Database) -> Services:
         settings, clock, metrics = self.settings, SystemClock(), Metrics()
@@ -254,16 +256,25 @@ class Appliance:
         """Begin an epoch of our own and settle what dead ones left. A command beside the appliance has none."""
         if not self.engines:
             return "none"
+        await self._open_journal(db)
         epoch_id = await begin_epoch(db, clock, current_version())
-        self._journal = journal_beside(self.settings.database_url)
-        if self._journal is not None:
-            await replay(db, self._journal)
         recovered = await recover(db, clock, epoch_id, calendar=calendar)
         if recovered:
             log.warning("records of an earlier run recovered", count=recovered)
         if await rollups.align(db, calendar):
             log.warning("sums by day built again for another time zone", time_zone=calendar.time_zone)
         return epoch_id
+
+    async def _open_journal(self, db: Database) -> None:
+        """Open the journal, where the database has one, and bring into the tables what a dead run left in it."""
+        try:
+            self._journal = journal_beside(self.settings.database_url)
+            missing = 0 if self._journal is None else await replay(db, self._journal)
+        except OSError as error:
+            where = f"{self.settings.database_url.removeprefix('sqlite:///')}{SUFFIX}"
+            raise UnusableData(f"the journal {where} cannot be used: {error.strerror or error}") from error
+        if missing:
+            log.warning("admitted requests of an earlier run brought from the journal into the tables", count=missing)
 
     async def _start_parts(self, services: Services) -> None:
         self._gpu.open()

@@ -37,7 +37,7 @@ async def claim_database(url: str, *, wait_s: float = WAIT_S) -> DatabaseClaim:
     """
     kind, target = parse_url(url)
     if kind == "sqlite":
-        return _claim_file(f"{target.database}.claim")
+        return _claim_file(str(target.database))
     server = target.set(drivername="postgresql").update_query_dict(_KEEPALIVE, append=False)
     try:
         connection = await psycopg.AsyncConnection.connect(server.render_as_string(hide_password=False), autocommit=True)
@@ -74,7 +74,8 @@ class _PostgresqlClaim:
         await self._connection.close()
 
 
-def _claim_file(path: str) -> _FileClaim:
+def _claim_file(database: str) -> _FileClaim:
+    path = f"{os.path.realpath(database)}.claim"  # of the file itself, whatever links lead there
     descriptor = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

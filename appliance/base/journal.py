@@ -112,7 +112,8 @@ class Journal:
                 with suppress(OSError):  # then a start finds what stands elsewhere
                     self.clear()
         for file in self._files:
-            os.close(file)
+            with suppress(OSError):  # all was written already
+                os.close(file)
 
     def _write_forever(self, loop: asyncio.AbstractEventLoop) -> None:
         closing = False

@@ -37,6 +37,7 @@ from appliance.cli import invariant_origins as origins
 from appliance.cli.failure import CommandFailed
 from appliance.cli.finding import NAMED_MAX, Finding, named
 from appliance.metering.calendar import BillingCalendar
+from appliance.metering.ledger import journaled
 from appliance.metering.ledger.rollups import join_sum, split_sum
 from appliance.tenancy.audit import AuditLog
 
@@ -78,7 +79,9 @@ async def check(url: str, *, running: bool, time_zone: str = "UTC") -> list[Find
                 _judge_origin(row, tally, history)
             tally.wrong["requests"] += await origins.strays(connection)
             tally.wrong["price"] += history.wrong()
-            findings += [*_from_tally(tally, running=running), await _sums(connection, tally)]
+            only_in_journal = 0 if running else await journaled.only_in_journal(connection, url)
+            findings += _from_tally(tally, running=running, only_in_journal=only_in_journal)
+            findings.append(await _sums(connection, tally))
             findings += await books.check(connection, database.kind, BillingCalendar(time_zone))
             findings.append(await origins.kept(connection, database.kind))
         verdict = await AuditLog(database, SystemClock()).verify()
@@ -215,7 +218,7 @@ def _expected_cost(row: Any) -> int:
     )
 
 
-def _from_tally(tally: _Tally, *, running: bool) -> list[Finding]:
+def _from_tally(tally: _Tally, *, running: bool, only_in_journal: int) -> list[Finding]:
     good = {
         "pending": f"{tally.pending} pending, all of the running process",
         "settled": "every settled event says when and why",
@@ -229,8 +232,9 @@ def _from_tally(tally: _Tally, *, running: bool) -> list[Finding]:
         Finding(name, "broken", named(ids, "events")) if ids else Finding(name, "holds", good[name])
         for name, ids in tally.wrong.items()
     ]
-    if not running and tally.pending:
-        note = Finding("pending", "note", f"{tally.pending} of a process that has ended: the next start settles them")
+    if not running and (tally.pending or only_in_journal):
+        more = f", {only_in_journal} more in its journal" if only_in_journal else ""
+        note = Finding("pending", "note", f"{tally.pending} of a process that has ended{more}: the next start settles them")
         findings = [note if finding.name == "pending" else finding for finding in findings]
     return findings
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from appliance.base.database_claim import claim_database
@@ -17,6 +19,14 @@ async def test_a_second_gateway_is_refused_until_the_first_has_gone(empty_databa
     second = await claim_database(empty_database_url, wait_s=5)
 
     await second.release()
+
+
+async def test_a_link_to_a_database_is_the_same_database(tmp_path: Path) -> None:
+    (tmp_path / "link.db").symlink_to(tmp_path / "real.db")
+    first = await claim_database(f"sqlite:///{tmp_path}/real.db")
+    with pytest.raises(UnusableData, match="another Gatehouse uses"):
+        await claim_database(f"sqlite:///{tmp_path}/link.db")
+    await first.release()
 
 
 async def test_a_server_that_does_not_answer_is_told_in_one_line() -> None:

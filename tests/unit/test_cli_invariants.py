@@ -19,8 +19,10 @@ from appliance.metering.invoicing.invoices import Invoices
 from appliance.metering.invoicing.rows import Invoice
 from appliance.metering.ledger import rollups
 from appliance.metering.ledger.corrections import Correction, Corrections
+from appliance.metering.ledger.journaled import Journaled, encode, journal_beside
 from tests.support.cast import Cast
 from tests.support.clock import FakeClock
+from tests.support.factories import pending
 from tests.support.tampering import tamper, unkeep
 
 PROMISES = (
@@ -256,6 +258,22 @@ async def test_more_cached_than_prompt_tokens_is_found(database: Database, datab
 async def test_a_settled_event_without_an_end_is_found(database: Database, database_url: str, ledger: str) -> None:
     await change(database, ledger, settled_at=None)
     assert await broken(database_url) == {"settled"}
+
+
+async def test_what_a_dead_process_left_in_its_journal_is_told(
+    database: Database, database_url: str, ledger: str, cast: Cast, clock: FakeClock
+) -> None:
+    journal = journal_beside(database_url)
+    if journal is None:
+        return  # PostgreSQL has none
+    entry = Journaled(epoch_id=cast.epoch_id, currency="EUR", billing_day=clock.now().date(), entry=pending(cast.bob))
+    await journal.append(encode(entry))
+    found = {finding.name: finding for finding in await invariants.check(database_url, running=False)}
+    assert found["pending"].state == "note"
+    assert "1 of a process that has ended, 1 more in its journal" in found["pending"].text
+    assert {
+        finding.text for finding in await invariants.check(database_url, running=True) if "journal" in finding.text
+    } == set()
 
 
 async def test_a_pending_event_of_a_dead_process_is_found(

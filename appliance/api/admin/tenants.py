@@ -167,7 +167,9 @@ async def change_tenant(request: AdminRequest, tenant_id: FromPath[str]) -> Tena
     """Change what the body names; it counts from the next request on."""
     await authenticate_administrator(request, Action.WRITE, tenant_id)
     body = decode_body(await request.body(), TenantPatch)
-    return tenant_shape(await services_of(request).tenants.update(tenant_id, TenantChanges(**_given(body))))
+    services = services_of(request)
+    await services.ledger.caught_up()  # the currency is fixed by the first request that is recorded
+    return tenant_shape(await services.tenants.update(tenant_id, TenantChanges(**_given(body))))
 
 
 @delete("/tenants/{tenant_id:str}", status_code=200, summary="Archive a tenant", tags=TAGS)

@@ -1,0 +1,79 @@
+"""The journal in the whole appliance: a start that cannot use it, and pages that show requests whose rows are on their way."""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+from collections.abc import AsyncIterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from appliance.app import Appliance
+from appliance.base.database_claim import claim_database
+from appliance.base.settings import UnusableData, load_settings
+from appliance.console.requests import _find
+from appliance.metering.ledger import rows
+from appliance.metering.ledger.records import PendingEntry
+from appliance.tenancy.access import WHOLE_BOX
+from tests.support.api_box import ApiBox, open_api_box
+from tests.support.cast import make_cast
+from tests.support.clock import FakeClock
+from tests.support.factories import pending
+
+
+@pytest.fixture
+async def box(migrated_sqlite_file: Path, tmp_path: Path) -> AsyncIterator[ApiBox]:
+    async with open_api_box(migrated_sqlite_file, tmp_path) as opened:
+        yield opened
+
+
+@pytest.fixture
+async def entry(box: ApiBox, clock: FakeClock, monkeypatch: pytest.MonkeyPatch) -> PendingEntry:
+    """An entry of which the journal alone knows, until somebody waits for its rows."""
+    people = await make_cast(box.services.db, clock)
+    entry = pending(people.bob)
+    row = rows.event_row(entry, people.epoch_id, "EUR", clock.now().date())
+    written: list[str] = []
+
+    async def caught_up() -> None:
+        if not written:
+            written.append(entry.request_id)
+            await box.services.db.batch_write(rows.insert, [entry], [row])
+
+    monkeypatch.setattr(box.services.ledger, "caught_up", caught_up)
+    return entry
+
+
+async def test_a_request_that_was_just_admitted_is_in_the_list(box: ApiBox, entry: PendingEntry) -> None:
+    assert [row["id"] for row in (await box.call("GET", "/requests"))["data"]] == [entry.request_id]
+
+
+async def test_a_request_that_was_just_admitted_is_in_the_ledger(box: ApiBox, entry: PendingEntry) -> None:
+    listed = await box.call("GET", "/ledger", params={"status": "pending"})
+    assert [row["request_id"] for row in listed["data"]] == [entry.request_id]
+
+
+async def test_the_first_request_of_a_tenant_fixes_its_currency_from_its_admission_on(box: ApiBox, entry: PendingEntry) -> None:
+    refused = await box.call("PATCH", f"/tenants/{entry.tenant_id}", status=400, json={"currency": "USD"})
+    assert refused["error"]["param"] == "currency"
+
+
+async def test_a_request_that_was_just_admitted_has_its_page(box: ApiBox, entry: PendingEntry) -> None:
+    console = cast(Any, SimpleNamespace(services=box.services))
+    _, event = await _find(console, entry.request_id, WHOLE_BOX)
+    assert event.status == "pending"
+
+
+async def test_a_start_whose_journal_cannot_be_used_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
+    os.mkdir(tmp_path / "gatehouse.db.admitted-2")
+    settings = load_settings(options={"data_dir": tmp_path}, environ={})
+
+    with pytest.raises(UnusableData, match=r"^the journal .*gatehouse\.db\.admitted cannot be used: Is a directory"):
+        await Appliance(settings).start()
+
+    await (await claim_database(settings.database_url)).release()
+    with sqlite3.connect(tmp_path / "gatehouse.db") as connection:
+        assert connection.execute("SELECT count(*) FROM epochs").fetchone() == (0,)
