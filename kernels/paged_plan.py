@@ -36,6 +36,8 @@ class PagedPlanner:
     def __init__(self, shape: AttentionShape, *, dtype: torch.dtype, device: torch.device) -> None:
         self._shape = shape
         self._dtype, self._device = dtype, device
+        self.workspace: Any = None
+        """Of `paged_decode`, for as many rows and blocks as a step ever has; where there is none, each call makes its own."""
 
     def plan(self, rows: Sequence[AttentionRow]) -> PagedPlan:
         num_decodes = next((i for i, row in enumerate(rows) if row.query_len > 1), len(rows))
@@ -56,6 +58,7 @@ class PagedPlanner:
             sent[tables.size : tables.size + len(rows)],
             sent[tables.size + len(rows) :] if longer else None,
             max(longer, default=1),
+            self.workspace,
         )
 
     def _send(self, values: np.ndarray[Any, np.dtype[np.int32]]) -> torch.Tensor:

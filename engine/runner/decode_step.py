@@ -61,10 +61,7 @@ class DecodeStep:
         self._sampler = sampler
         self._block_size = block_size
         self._ops = ops.operations(device)
-        cache = decoder.kv_caches[0]
-        self._workspaces = [
-            self._ops.decode_workspace(shape, num_rows, num_columns, cache.dtype, device) for shape in decoder.attention_shapes
-        ]
+        self._workspaces = decoder.keep_workspaces(num_rows, num_columns)
 
     def __call__(self, size: int, kind: Kind | None) -> None:
         """Compute the first `size` of `rows`, None as far as their logits. Makes no decision by anything on the device."""

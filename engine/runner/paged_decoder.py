@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -14,7 +15,7 @@ from engine.runner.batch_inputs import BatchInputs, InputRow, make_batch_inputs
 from engine.runner.embedder import TextModel
 from engine.runner.kv_cache import allocate_kv_cache
 from engine.runner.memory_plan import MemoryPlan
-from kernels.ops import AnyPlanner, AttentionPlanner, attention_planner, invariant_planner
+from kernels.ops import AnyPlanner, AttentionPlanner, PagedPlanner, attention_planner, invariant_planner, operations
 
 
 class PagedDecoder:
@@ -59,6 +60,16 @@ class PagedDecoder:
             max_len=plan.max_model_len,
             device=device,
         )
+
+    def keep_workspaces(self, num_rows: int, num_columns: int) -> list[Any]:
+        """What the attention of decodes leaves between two kernels, one for each of `attention_shapes`, in steps of so many
+        rows and blocks. Steps follow one another: those of `prepare` use the same from now on instead of making their own."""
+        make, dtype = operations(self._device).decode_workspace, self.kv_caches[0].dtype
+        workspaces = [make(shape, num_rows, num_columns, dtype, self._device) for shape in self.attention_shapes]
+        for planner, workspace in zip(self._planners, workspaces, strict=True):
+            if isinstance(planner, PagedPlanner):
+                planner.workspace = workspace
+        return workspaces
 
     def prepare(self, rows: Sequence[InputRow]) -> BatchInputs:
         """Tensors of one pass over `rows`."""

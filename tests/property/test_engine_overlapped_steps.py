@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -18,11 +20,15 @@ from engine.grammar.spec import GrammarSpec
 from engine.grammar.vocabulary import Vocabulary
 from engine.loop import Engine
 from engine.protocol import FinishReason, TokenEvent, TokenLogprob
+from engine.runner.batch_inputs import InputRow
+from engine.runner.step_rows import FIRST, NONE
+from kernels import ops
 from tests.support.engines import evict_all, overlapped_engine, preempt_all, run_to_end, small_engine, wanted
 from tests.support.tiny_models import EOS, VOCAB_SIZE, make_model
 
 FAMILIES = ("llama", "mistral-window", "gemma2", "qwen3", "qwen3_moe")
 MAX_LEN = 64
+CPU = torch.device("cpu")
 
 # What a request may ask for. "typical" is computed in the plain way, and so is a prompt with scores; masks are the host's.
 WISHES: dict[str, dict[str, Any]] = {
@@ -220,6 +226,20 @@ def test_a_stop_token_is_seen_one_step_late_and_what_was_launched_behind_it_is_t
     assert (ended.num_output_tokens, ended.finish_reason) == (1, FinishReason.STOP)
     assert ended.token_ids[0] in range(VOCAB_SIZE)
     assert EOS in range(VOCAB_SIZE)
+
+
+def test_steps_with_prompts_attend_in_the_workspaces_of_decode_steps(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder = overlapped_engine(folder / "gemma2").runner._target  # type: ignore[attr-defined]
+    found = ops.operations(CPU)
+    table = replace(found, decode_workspace=lambda shape, rows, columns, *_: (shape, rows, columns))
+    monkeypatch.setattr("engine.runner.paged_decoder.operations", lambda _: table)
+    shapes = decoder.attention_shapes
+    assert len(shapes) == 2, "a window and none"
+    decoder._planners = [ops.PagedPlanner(shape, dtype=torch.float32, device=CPU) for shape in shapes]
+    kept = decoder.keep_workspaces(16, 4)
+    assert kept == [(shape, 16, 4) for shape in shapes]
+    plans = decoder.prepare([InputRow([1], 4, [0], FIRST), InputRow([1, 2, 3], 0, [1], NONE)]).attention
+    assert all(plan.workspace is workspace for plan, workspace in zip(plans, kept, strict=True))
 
 
 def test_a_request_is_not_launched_beyond_its_last_token(folder: Path) -> None:
