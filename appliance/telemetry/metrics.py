@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter as Counts
 from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -12,6 +13,8 @@ from prometheus_client.registry import Collector
 from appliance.base.errors import GatehouseError
 from appliance.telemetry.events import EngineReading, SystemSnapshot, TenantReading
 from engine.protocol import EngineStatus
+
+M = TypeVar("M", Counter, Histogram)
 
 TENANTS_MAX = 500
 OTHER_TENANTS = "other"
@@ -55,6 +58,7 @@ class Metrics:
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         self._tenants: set[str] = set()
+        self._children: dict[tuple[Counter | Histogram, tuple[str, ...]], Any] = {}
         by_tenant = ["model", "tenant"]
         self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of settled requests", by_tenant)
         self._cached_tokens = self._counter("prefix_cache_hit_tokens", "Prompt tokens that were found in the cache", by_tenant)
@@ -106,30 +110,30 @@ class Metrics:
     ) -> None:
         """Count one settled request and what it is billed for."""
         labels = (model, self._tenant_label(tenant))
-        self._requests.labels(model, reason).inc()
-        self._prompt_tokens.labels(*labels).inc(prompt_tokens)
-        self._cached_tokens.labels(*labels).inc(cached_tokens)
-        self._generation_tokens.labels(*labels).inc(completion_tokens)
+        self._of(self._requests, model, reason).inc()
+        self._of(self._prompt_tokens, *labels).inc(prompt_tokens)
+        self._of(self._cached_tokens, *labels).inc(cached_tokens)
+        self._of(self._generation_tokens, *labels).inc(completion_tokens)
 
     def timings(self, *, model: str, request_s: float, queue_s: float | None, ttft_s: float | None, preemptions: int) -> None:
         """Count the durations of one settled request; a stage that was not reached is None."""
-        self._request_s.labels(model).observe(request_s)
+        self._of(self._request_s, model).observe(request_s)
         if queue_s is not None:
-            self._queue_s.labels(model).observe(queue_s)
+            self._of(self._queue_s, model).observe(queue_s)
         if ttft_s is not None:
-            self._ttft_s.labels(model).observe(ttft_s)
+            self._of(self._ttft_s, model).observe(ttft_s)
         if preemptions:
             self._preemptions.labels(model).inc(preemptions)
 
     def inter_token(self, model: str, intervals_s: list[float]) -> None:
         """Count times between tokens of one stream."""
-        histogram = self._inter_token_s.labels(model)
+        histogram = self._of(self._inter_token_s, model)
         for interval_s in intervals_s:
             histogram.observe(interval_s)
 
     def engine_step(self, model: str, step_s: float) -> None:
         """Count one engine step."""
-        self._step_s.labels(model).observe(step_s)
+        self._of(self._step_s, model).observe(step_s)
 
     def engine_restarted(self, model: str) -> None:
         """Count an engine process that was started again."""
@@ -190,6 +194,13 @@ class Metrics:
             self._tenants.add(tenant)
             return tenant
         return OTHER_TENANTS
+
+    def _of(self, metric: M, *labels: str) -> M:
+        """Return what counts under these labels. The library's own way to it takes a lock and a check for each request."""
+        child: M | None = self._children.get((metric, labels))
+        if child is None:
+            child = self._children[metric, labels] = metric.labels(*labels)
+        return child
 
     def _counter(self, name: str, text: str, labels: list[str]) -> Counter:
         return Counter(f"gatehouse_{name}", text, labels, registry=self.registry)
