@@ -1,11 +1,12 @@
 """Weights in 8 and 4 bits on the CPU: one engine beside another, on the same random model, the same requests.
 
-Usage: python -m bench.quantised_cpu [--size 100m] [--rounds 5] [--threads 1] [--batches 1,16] [--quantization int8]
+Usage: python -m bench.quantised_cpu [--size 100m] [--rounds 5] [--threads 1] [--batches 1,16] [--quantization int8|fp8|gptq]
 
 Every round runs the plain engine and the quantised one right after one another, the order swapped every other time, so that
 other work on the machine hits both; results are ratios of the same round. The model's outputs are not compared token for token,
 because rounding weights changes them: the row has the mean difference of the prompt's log-probabilities, and the bytes that
-weights take. One JSON row per run is appended to bench/results/quantised_cpu.jsonl.
+weights take. gptq is a checkpoint in 4 bits that is written for the bench, the others are read from the plain one. One JSON row
+per run is appended to bench/results/quantised_cpu.jsonl.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ prepare_cpu()
 import torch  # noqa: E402 - must see the environment set above
 
 from bench.engine_cpu import MAX_MODEL_LEN, SIZES, cpu_seconds, environment, make_model, other_cpu, timed  # noqa: E402
+from bench.int4_checkpoint import write_int4  # noqa: E402
 from engine import LLM, SamplingParams  # noqa: E402
 
 PROMPT_TOKENS, OUTPUT_TOKENS = 64, 64
@@ -86,11 +88,16 @@ def logprob_difference(plain: LLM, quantised: LLM, prompts: list[list[int]]) -> 
 
 def measure(size: str, quantization: str, rounds: int, batches: list[int], threads: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
-        make_model(size, Path(folder))
+        directory = Path(folder, "plain")
+        make_model(size, directory)
+        source = directory
+        if quantization == "gptq":
+            source = Path(folder, quantization)
+            write_int4(directory, source)
         shared: dict[str, Any] = {
             "device": "cpu", "enable_prefix_caching": False, "threads": threads, "max_model_len": MAX_MODEL_LEN,
         }  # fmt: skip
-        plain, quantised = LLM(folder, **shared), LLM(folder, quantization=quantization, **shared)
+        plain, quantised = LLM(str(directory), **shared), LLM(str(source), quantization=quantization, **shared)
         vocab_size = SIZES[size]["vocab_size"]
         infos = [llm._generator().info for llm in (plain, quantised)]
         results: dict[str, Any] = {
@@ -112,7 +119,7 @@ def measure(size: str, quantization: str, rounds: int, batches: list[int], threa
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=sorted(SIZES), default="100m")
-    parser.add_argument("--quantization", choices=("int8", "fp8"), default="int8")
+    parser.add_argument("--quantization", choices=("int8", "fp8", "gptq"), default="int8")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--batches", default="1,16")
