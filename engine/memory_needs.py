@@ -4,7 +4,8 @@ Integers only; knows no torch and no device. With L layers of P_layer weights in
 b_kv bytes per weight, per number computed with and per stored key or value, T tokens and R sampled rows in a step:
 
     weights      W = b_w·L·P_layer + b·V·d·(1 if tied, else 2) + norms and biases; groups of g add 2/g for their scales
-    activations  A = max(T·(2f + (H + 2K)·D + 2d)·b, R·V·4·2)
+    activations  A = max(T·w·b, R·V·4·2), w numbers of a token where a layer holds most: 3f + 6d behind gates of width f; of a
+                     mixture of k experts (k + 2)·f + (k + 6)·d; 2(H + K)·D + 5d in attention
     graphs       G = A of the largest captured step, and a fixed price for each captured size
     slots        S = R·(splits of the context·H·(D + 1)·4 for each window + V·(4 + b)) + 16·V·4, on a GPU: what decodes leave
                      between two kernels, counts of tokens, logits that wait for masks, biases
@@ -102,7 +103,13 @@ class MemoryShape:
             head=config.vocab_size * d if has_own_head else 0,
             others=d + sum(biases + norms + others for _, others in feed_forward),
             kv_token=2 * config.num_layers * config.num_kv_heads * config.head_dim,
-            layer_width=2 * config.active_intermediate_size + qkv + 2 * d,
+            layer_width=_layer_width(
+                d,
+                qkv + config.num_heads * config.head_dim,
+                dense=0 if all(layer.is_sparse for layer in config.layers) else config.intermediate_size,
+                chosen=0 if config.experts is None else config.experts.num_chosen,
+                expert=0 if config.experts is None else config.experts.intermediate_size,
+            ),
             vocab_size=config.vocab_size,
             num_heads=config.num_heads,
             head_dim=config.head_dim,
@@ -113,7 +120,7 @@ class MemoryShape:
     def of_dimensions(cls, shape: ModelShape) -> MemoryShape:
         """From dimensions alone: norms and biases, less than a thousandth, are left out."""
         head = 0 if shape.tied else shape.head_params
-        active = shape.num_chosen_experts * shape.intermediate_size
+        is_sparse = shape.num_experts > 1
         qkv = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
         return cls(
             matrices=shape.num_params - shape.head_params - head,
@@ -121,7 +128,13 @@ class MemoryShape:
             head=head,
             others=0,
             kv_token=shape.kv_token_bytes(1),
-            layer_width=2 * active + qkv + 2 * shape.hidden_size,
+            layer_width=_layer_width(
+                shape.hidden_size,
+                qkv + shape.num_heads * shape.head_dim,
+                dense=0 if is_sparse else shape.intermediate_size,
+                chosen=shape.num_chosen_experts if is_sparse else 0,
+                expert=shape.intermediate_size,
+            ),
             vocab_size=shape.vocab_size,
             num_heads=shape.num_heads,
             head_dim=shape.head_dim,
@@ -150,6 +163,14 @@ class MemoryShape:
     def columns_bytes(self, num_seqs: int, element_bytes: int) -> int:
         """What sampling keeps for `num_seqs` slots."""
         return self.vocab_size * (num_seqs * (4 + element_bytes) + BIAS_ROWS * 4)
+
+
+def _layer_width(hidden: int, attended: int, *, dense: int, chosen: int = 0, expert: int = 0) -> int:
+    """Numbers of one token that a layer holds at a time where it holds most: five rows of the residual stream (sum and norm
+    that it began with, those in its middle, what attention added), and gates, products and result of a part `dense` wide;
+    or the products and results of `chosen` experts, `expert` wide, and the gates of one; or what attention computes with."""
+    mixture = (chosen + 2) * expert + (chosen + 1) * hidden if chosen else 0
+    return 5 * hidden + max(3 * dense + hidden if dense else 0, mixture, attended)
 
 
 def _feed_forward(config: ModelConfig, *, is_sparse: bool) -> tuple[int, int]:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 from engine.build import _forecast, build_engine
 from engine.config.model import ModelConfig, load_model_config
@@ -19,9 +22,11 @@ from engine.models.decoder import Decoder
 from engine.options import CPU_KV_CACHE_BYTES, EngineOptions
 from engine.protocol import MemoryPart
 from engine.runner import memory_forecast
+from engine.runner.batch_inputs import InputRow
 from engine.runner.memory_forecast import MeasuredMemory, MemoryForecast, forecast_memory
 from engine.runner.weights import WeightsSize
 from engine.speculation.options import SpeculativeOptions
+from tests.support.engines import small_engine
 from tests.support.tiny_models import FAMILY_SETTINGS, make_model
 from tests.support.tiny_tokenizer import write_tokenizer
 
@@ -168,6 +173,30 @@ def test_parts_are_told_and_those_that_took_more_than_predicted_are_named() -> N
     assert [part.name for part in underestimated(parts)] == ["activations"]
     assert told(parts[:3]) == "weights 1.0 GiB (predicted 1.0 GiB), activations 2.0 GiB (predicted 1.0 GiB)"
     assert told([replace(parts[0], measured_bytes=None)]) == "weights predicted 1.0 GiB"
+
+
+def peak_bytes(work: Callable[[], object]) -> int:
+    """The most that `work` holds at a time of what it allocates."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        work()
+    results = profiler.profiler.kineto_results
+    found = [event for event in results.events() if event.name() == "[memory]"]
+    sizes: list[int] = [event.nbytes() for event in sorted(found, key=lambda event: event.start_ns())]
+    return max(accumulate(sizes))
+
+
+@pytest.mark.parametrize(("family", "inner"), [("llama", "intermediate_size"), ("qwen3_moe", "moe_intermediate_size")])
+def test_the_activations_of_a_pass_are_what_it_holds_at_a_time(family: str, inner: str, tmp_path: Path) -> None:
+    sizes: dict[str, Any] = {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, inner: 512}
+    make_model(family, tmp_path, num_hidden_layers=3, max_position_embeddings=1024, **sizes)
+    engine = small_engine(tmp_path, kv_cache_bytes=4_000_000, max_num_batched_tokens=512)
+    decoder = engine.runner._target  # type: ignore[attr-defined]
+    inputs = decoder.prepare([InputRow([1] * 512, 0, list(range(32)), [511])])
+    with torch.inference_mode():
+        decoder.forward(inputs)
+        found = peak_bytes(lambda: decoder.forward(inputs))
+    predicted = MemoryShape.of(load_model_config(tmp_path)).activations_bytes(512, 1, 4)
+    assert 0.8 * predicted < found <= 1.02 * predicted
 
 
 def test_the_parts_of_a_forecast_are_in_one_order(llama_8b: ModelConfig, card: list[int]) -> None:
