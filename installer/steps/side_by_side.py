@@ -116,6 +116,8 @@ class SideBySide:
         self._told_s = self._began_s = time.monotonic()
 
     def __enter__(self) -> SideBySide:
+        # A shell's background job ignores it, and so would the parts, which are ended by it.
+        self._on_interrupt = signal.signal(signal.SIGINT, signal.default_int_handler)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -132,6 +134,7 @@ class SideBySide:
                 with suppress(ProcessLookupError):
                     os.killpg(running.process.pid, signal.SIGKILL)
             self._outputs.cleanup()
+            signal.signal(signal.SIGINT, self._on_interrupt)
 
     def run(self, parts: Sequence[Part]) -> list[Outcome]:
         """Run `parts`, begun in the order given, and return what came of them in the order in which they ended."""

@@ -54,7 +54,7 @@ def found(answer: subprocess.CompletedProcess[str]) -> Any:
 
 
 def ask(server: Server, key: str) -> int:
-    body = {"model": "tiny-llama", "max_tokens": 2, "messages": [{"role": "user", "content": "fox"}]}
+    body = {"model": "tiny-llama", "max_tokens": 2, "ignore_eos": True, "messages": [{"role": "user", "content": "fox"}]}
     headers = {"authorization": f"Bearer {key}"}
     return httpx.post(f"{server.url}/v1/chat/completions", json=body, headers=headers, timeout=60).status_code
 

@@ -172,8 +172,9 @@ def test_how_far_the_parts_are_is_told_while_they_run(tmp_path: Path, monkeypatc
     assert (tmp_path / "told").exists()
 
 
+@pytest.mark.parametrize("before", [signal.SIG_DFL, signal.SIG_IGN], ids=["in the foreground", "in the background"])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupted_run_leaves_nothing_running(tmp_path: Path, number: signal.Signals) -> None:
+def test_an_interrupted_run_leaves_nothing_running(tmp_path: Path, number: signal.Signals, before: signal.Handlers) -> None:
     (tmp_path / "test_long.py").write_text("""import os, pathlib, time
 def test_long():
     try:
@@ -195,6 +196,7 @@ def test_long():
         [sys.executable, "-c", textwrap.dedent(program)],
         env={**os.environ, "PYTHONPATH": str(REPO / "installer")},
         stderr=subprocess.DEVNULL,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, before),  # noqa: PLW1509 - nothing else runs in this process
     )
     end_s = time.monotonic() + DEADLINE_S
     while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
