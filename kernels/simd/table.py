@@ -19,30 +19,14 @@ from kernels.simd.vectors import LANES
 
 
 def _rope_and_cache(
-    qkv: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    kv_cache: torch.Tensor | None,
-    slot_mapping: torch.Tensor,
-    *,
-    num_kv_heads: int,
-    rotary_dim: int,
-    q_weight: torch.Tensor | None = None,
-    k_weight: torch.Tensor | None = None,
-    eps: float = 0.0,
-    kv_scales: torch.Tensor | None = None,
-) -> None:
+    qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, kv_cache: torch.Tensor | None, slot_mapping: torch.Tensor,
+    *, kv_scales: torch.Tensor | None = None, **others: Any,
+) -> None:  # fmt: skip
     """As `kernels.cpu.rope_and_cache`, which writes caches of other formats."""
-    if kv_cache is not None and kv_cache.dtype is not torch.float32:
-        plain.OPERATIONS.rope_and_cache(
-            qkv, cos, sin, kv_cache, slot_mapping, num_kv_heads=num_kv_heads, rotary_dim=rotary_dim,
-            q_weight=q_weight, k_weight=k_weight, eps=eps, kv_scales=kv_scales,
-        )  # fmt: skip
-        return
-    rope_and_cache(
-        qkv, cos, sin, kv_cache, slot_mapping, num_kv_heads=num_kv_heads, rotary_dim=rotary_dim,
-        q_weight=q_weight, k_weight=k_weight, eps=eps,
-    )  # fmt: skip
+    if kv_cache is None or kv_cache.dtype is torch.float32:
+        rope_and_cache(qkv, cos, sin, kv_cache, slot_mapping, **others)
+    else:
+        plain.OPERATIONS.rope_and_cache(qkv, cos, sin, kv_cache, slot_mapping, kv_scales=kv_scales, **others)
 
 
 def _suits(shape: AttentionShape, kv_dtype: torch.dtype) -> bool:
