@@ -28,9 +28,12 @@ def _folder() -> Path:
     folder = Path(base, "gatehouse", f"simd-{digest.hexdigest()[:16]}")
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
         log.warning("compiled kernels cannot be kept, every start compiles them again: %s", error)
         return Path(tempfile.mkdtemp(prefix="gatehouse-simd-"))
+    if not any(folder.iterdir()):
+        log.info("compiling kernels for this processor, once: some seconds")
     return folder
 
 

@@ -1,0 +1,36 @@
+"""Where compiled kernels are kept: in a folder of the user's, and nowhere for longer than the process when that cannot be."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+
+from kernels.simd import compiling
+
+
+def test_the_first_start_says_that_it_compiles_and_later_ones_do_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with caplog.at_level(logging.INFO, "gatehouse.engine"):
+        folder = compiling._folder()
+    assert folder.is_relative_to(tmp_path)
+    assert "once" in caplog.text
+    caplog.clear()
+    (folder / "compiled").touch()
+    with caplog.at_level(logging.INFO, "gatehouse.engine"):
+        assert compiling._folder() == folder
+    assert not caplog.text
+
+
+def test_a_folder_that_cannot_be_written_is_said_and_another_one_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "gatehouse").touch()  # no folder can be made below it
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    folder = compiling._folder()
+    assert folder.is_dir()
+    assert not folder.is_relative_to(tmp_path / "gatehouse")
+    assert "cannot be kept" in caplog.text
