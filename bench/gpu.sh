@@ -6,10 +6,16 @@
 #   bench/gpu.sh --only kernels,peers some parts (calibration always runs)
 #   PYTHON=/path/to/python bench/gpu.sh --out /tmp/result.json
 #
-# Needs torch, triton, numpy, safetensors, tokenizers and jinja2; transformers for the peers. Nothing of the web half.
+# Needs torch, triton, numpy, safetensors, tokenizers and jinja2; transformers for the peers, pytest to rehearse. Nothing of
+# the web half.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 export PYTHONUNBUFFERED=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 PYTHONDONTWRITEBYTECODE=1
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-4}"
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
-exec "${PYTHON:-python3}" -m bench.gpu "$@"
+python="${PYTHON:-python3}"
+if ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
+    echo "bench/gpu.sh needs Python 3.11 or newer, and $python is not; PYTHON=/path/to/python names another" >&2
+    exit 1
+fi
+exec "$python" -m bench.gpu "$@"

@@ -29,7 +29,7 @@ def main() -> int:
     only = {name.strip() for name in options.only.split(",") if name.strip()} or None
     for name in (only or set()) - set(known):
         parser.error(f"--only: there is no part {name!r}; there are {', '.join(known)}")
-    requirements.check()
+    requirements.check(rehearse=options.rehearse)
     total_s = options.total or (REHEARSAL_S if options.rehearse else TOTAL_S)
     started_s = time.monotonic()
     outcome = conduct(
@@ -42,7 +42,7 @@ def main() -> int:
     rows = complete(outcome, None if only is None else only | {"calibrate"})
     report = document(rows, outcome, rehearsal=options.rehearse, taken_s=time.monotonic() - started_s)
     path = options.out
-    if path is None and not options.rehearse:
+    if path is None and outcome.rows and not options.rehearse:  # without a GPU there is nothing to keep
         path = results_folder() / f"gpu-{datetime.now(UTC):%Y%m%dT%H%M%SZ}.json"
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -7,38 +7,71 @@ grammars, which are not measured here, is replaced by a stand-in that says so wh
 from __future__ import annotations
 
 import importlib.util
+import re
 import sys
+from importlib import metadata
 from types import ModuleType
 from typing import Any
 
-PYTHON_MIN = (3, 11)
 NEEDED = {
-    "torch": "tensors and CUDA; 2.11 or newer",
-    "triton": "the kernels; 3.6 to 3.9",
+    "torch": "tensors and CUDA",
+    "triton": "the kernels",
     "numpy": "host-side batch arrays",
     "safetensors": "engine.runner.weights imports it, though nothing is read here",
     "tokenizers": "engine.text imports it, though prompts are token ids here",
     "jinja2": "engine.chat_template imports it, though no template is rendered here",
 }
+NEEDED_TO_REHEARSE = {"pytest": "a rehearsal corrects Triton's interpreter as the tests do"}
+OLDEST = {"torch": (2, 11), "triton": (3, 6)}
+BELOW = {"triton": (3, 10)}
+"""Both as in pyproject.toml."""
+OLD_INTERPRETER, NUMPY_TOO_NEW = (3, 7), (2, 4)
+"""The interpreter of a Triton before that makes numbers of arrays in a way that numpy refuses from there on."""
 GRAMMARS = "llguidance"
 
 
 def missing(names: dict[str, str] | None = None) -> list[str]:
     """One line for each package that is not there."""
     wanted = NEEDED if names is None else names
-    lines = [f"  {name}: {reason}" for name, reason in wanted.items() if importlib.util.find_spec(name) is None]
-    if sys.version_info < PYTHON_MIN:
-        lines.insert(0, f"  Python {PYTHON_MIN[0]}.{PYTHON_MIN[1]} or newer, not {sys.version.split()[0]}")
+    return [f"  {name} is missing: {reason}" for name, reason in wanted.items() if importlib.util.find_spec(name) is None]
+
+
+def unfit(versions: dict[str, tuple[int, ...]], *, rehearse: bool) -> list[str]:
+    """One line for each package whose version will not do."""
+    lines = []
+    for name, version in versions.items():
+        if version < OLDEST.get(name, ()):
+            lines.append(f"  {name} {_text(version)}: {_text(OLDEST[name])} or newer is needed")
+        elif name in BELOW and version >= BELOW[name]:
+            lines.append(f"  {name} {_text(version)}: one below {_text(BELOW[name])} is needed")
+    if rehearse and versions.get("triton", OLD_INTERPRETER) < OLD_INTERPRETER and versions.get("numpy", ()) >= NUMPY_TOO_NEW:
+        needed = f"a rehearsal with Triton {_text(versions['triton'])} needs one below {_text(NUMPY_TOO_NEW)}"
+        lines.append(f"  numpy {_text(versions['numpy'])}: {needed}; a run on a GPU does not")
     return lines
 
 
-def check() -> None:
-    """Exit with one message that names everything that is missing; replace what only grammars need."""
-    lines = missing()
+def check(*, rehearse: bool = False) -> None:
+    """Exit with one message that names everything that is missing or will not do; replace what only grammars need."""
+    lines = missing(NEEDED | NEEDED_TO_REHEARSE if rehearse else NEEDED) or unfit(_installed(), rehearse=rehearse)
     if lines:
-        raise SystemExit("bench/gpu.sh cannot run here; missing are:\n" + "\n".join(lines))
+        raise SystemExit("bench/gpu.sh cannot run here:\n" + "\n".join(lines))
     if importlib.util.find_spec(GRAMMARS) is None:
         sys.modules[GRAMMARS] = StandIn(GRAMMARS)
+
+
+def _installed() -> dict[str, tuple[int, ...]]:
+    """Package → the numbers of its version; a package that was put there without its version is not judged."""
+    found = {}
+    for name in NEEDED:
+        try:
+            found[name] = tuple(map(int, re.findall(r"\d+", metadata.version(name).partition("+")[0])[:2]))
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _text(version: tuple[int, ...]) -> str:
+    return ".".join(map(str, version))
 
 
 class StandIn(ModuleType):

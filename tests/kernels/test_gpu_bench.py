@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+import tomllib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from packaging.requirements import Requirement
 
 from bench.gpu import requirements
 from bench.gpu.conduct import conduct
@@ -158,10 +161,55 @@ def test_without_a_gpu_it_says_so_and_begins_nothing_else(tmp_path: Path) -> Non
 
 
 def test_what_is_missing_is_named_in_one_message() -> None:
-    assert requirements.missing({"json": "is there", "no_such_package": "does nothing"}) == ["  no_such_package: does nothing"]
+    assert requirements.missing({"json": "is there", "no_such_package": "does nothing"}) == [
+        "  no_such_package is missing: does nothing"
+    ]
     stand_in = requirements.StandIn("grammars")
     with pytest.raises(RuntimeError, match="grammars is not installed"):
         stand_in.LLMatcher()
+
+
+@pytest.mark.parametrize(
+    ("torch_is", "triton_is", "numpy_is", "rehearsal_only"),
+    [
+        ((2, 11), (3, 6), (2, 3), []),
+        ((2, 13), (3, 9), (2, 5), []),
+        ((2, 11), (3, 6), (2, 5), ["numpy"]),
+    ],
+)
+def test_a_rehearsal_says_that_numpy_is_too_new_for_the_interpreter(
+    torch_is: tuple[int, int], triton_is: tuple[int, int], numpy_is: tuple[int, int], rehearsal_only: list[str]
+) -> None:
+    versions: dict[str, tuple[int, ...]] = {"torch": torch_is, "triton": triton_is, "numpy": numpy_is}
+    assert requirements.unfit(versions, rehearse=False) == []
+    assert [line.split()[0] for line in requirements.unfit(versions, rehearse=True)] == rehearsal_only
+
+
+def test_a_version_outside_the_range_is_named_before_anything_runs() -> None:
+    assert requirements.unfit({"torch": (2, 10), "triton": (3, 5), "numpy": (1, 26)}, rehearse=False) == [
+        "  torch 2.10: 2.11 or newer is needed",
+        "  triton 3.5: 3.6 or newer is needed",
+    ]
+    assert requirements.unfit({"triton": (3, 10)}, rehearse=False) == ["  triton 3.10: one below 3.10 is needed"]
+
+
+def test_the_range_is_that_of_the_project_file() -> None:
+    project = tomllib.loads((REPO / "pyproject.toml").read_text("utf-8"))["project"]
+    wanted = [Requirement(line) for line in [*project["dependencies"], *project["optional-dependencies"]["gpu"]]]
+    ranges = {line.name: {str(each) for each in line.specifier} for line in wanted if line.name in requirements.OLDEST}
+    assert ranges == {"torch": {">=2.11"}, "triton": {">=3.6", "<3.10"}}
+    assert requirements.OLDEST == {"torch": (2, 11), "triton": (3, 6)}
+    assert requirements.BELOW == {"triton": (3, 10)}
+
+
+def test_an_old_python_is_told_so_by_the_script() -> None:
+    script = (REPO / "bench" / "gpu.sh").read_text("utf-8")
+    assert "sys.version_info < (3, 11)" in script
+    answer = subprocess.run(
+        ["bash", "bench/gpu.sh"], cwd=REPO, env={**os.environ, "PYTHON": "false"}, capture_output=True, text=True, check=False
+    )
+    assert (answer.returncode, answer.stdout) == (1, "")
+    assert "needs Python 3.11 or newer" in answer.stderr
 
 
 def test_idle_time_is_what_no_kernel_covers() -> None:
