@@ -1,0 +1,37 @@
+"""A card that is not there: the real code for GPUs runs on it, late, and what would break on a first GPU breaks here.
+
+    with rehearsal() as card:
+        engine = build_engine(EngineOptions(model=..., device="cuda"))
+
+Tensors say that they are on cuda:0 and lie in main memory (`tensors`). Streams are queues that run when somebody waits for them
+(`card`), graphs are lists of what was launched (`graphs`), freed memory turns to garbage (`memory`), kernels of Triton run in
+its interpreter (`interpreted`). It shows wrong results and raises errors where a GPU would; it shows nothing of speed, of
+compilers and libraries, of races inside a kernel, and nothing of threads: one thread uses the card.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+from tests.support.rehearsal.card import DEFAULT_BYTES, Card, Schedule, Sync, begin, end
+from tests.support.rehearsal.cuda import in_place_of_cuda
+from tests.support.rehearsal.interpreted import launched_by_triton
+from tests.support.rehearsal.tensors import DEVICE, mode
+
+__all__ = ["DEVICE", "Card", "Schedule", "Sync", "rehearsal"]
+
+
+@contextmanager
+def rehearsal(schedule: Schedule = Schedule.LATE, *, seed: int = 0, total_bytes: int = DEFAULT_BYTES) -> Iterator[Card]:
+    """A card for as long as the context lasts. Its tensors are of no use afterwards."""
+    card = Card(schedule=schedule, seed=seed, total_bytes=total_bytes)
+    begin(card)
+    try:
+        with ExitStack() as stack:
+            stack.enter_context(in_place_of_cuda(card))
+            stack.enter_context(launched_by_triton())
+            stack.enter_context(mode())
+            yield card
+    finally:
+        end(card)

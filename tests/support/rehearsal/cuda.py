@@ -1,0 +1,103 @@
+"""What stands in for `torch.cuda` while a card is rehearsed: an H200 by name, with a gigabyte of memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+
+from tests.support.rehearsal.card import CONTEXT_BYTES, SEGMENT_BYTES, Card, Event, Stream
+from tests.support.rehearsal.graphs import Graph, captured_in, on_stream
+from tests.support.rehearsal.memory import locked
+from tests.support.rehearsal.tensors import DEVICE
+
+CAPABILITY = (9, 0)
+MULTIPROCESSORS = 4
+"""As few as under the interpreter: kernels with a fixed grid stay cheap."""
+
+
+def stand_ins(card: Card) -> dict[str, Any]:
+    """By name in `torch.cuda`."""
+    properties = SimpleNamespace(
+        name="NVIDIA H200 (rehearsed)", major=9, minor=0, multi_processor_count=MULTIPROCESSORS, total_memory=card.total_bytes,
+        L2_cache_size=50 << 20, shared_memory_per_block_optin=227 << 10, warp_size=32,
+    )  # fmt: skip
+
+    def reset_peak(*_: object) -> None:
+        card.peak_bytes = card.allocated_bytes
+
+    def empty_cache() -> None:
+        card.refuse_in_capture("to give memory back")
+        card.reserved_bytes = -(-card.allocated_bytes // SEGMENT_BYTES) * SEGMENT_BYTES
+
+    return {
+        "_lazy_init": lambda: None,
+        "is_available": lambda: True,
+        "is_initialized": lambda: True,
+        "device_count": lambda: 1,
+        "current_device": lambda: 0,
+        "set_device": lambda *_: None,
+        "device": lambda *_: nullcontext(),
+        "get_device_name": lambda *_: properties.name,
+        "get_device_capability": lambda *_: CAPABILITY,
+        "get_device_properties": lambda *_: properties,
+        "mem_get_info": lambda *_: (card.total_bytes - card.reserved_bytes - CONTEXT_BYTES, card.total_bytes),
+        "memory_allocated": lambda *_: card.allocated_bytes,
+        "max_memory_allocated": lambda *_: card.peak_bytes,
+        "memory_reserved": lambda *_: card.reserved_bytes,
+        "reset_peak_memory_stats": reset_peak,
+        "empty_cache": empty_cache,
+        "synchronize": lambda *_: card.wait_for_all("torch.cuda.synchronize"),
+        "Stream": Stream,
+        "Event": Event,
+        "CUDAGraph": Graph,
+        "current_stream": lambda *_: card.stream,
+        "default_stream": lambda *_: card.streams[0],
+        "stream": on_stream,
+        "graph": captured_in,
+        "graph_pool_handle": lambda: (0, 1),
+        "is_current_stream_capturing": lambda: card.capture is not None,
+    }
+
+
+@contextmanager
+def in_place_of_cuda(card: Card) -> Iterator[None]:
+    """torch sees the card, and makes tensors of Python's numbers for it."""
+    with ExitStack() as stack:
+        for name, stand_in in stand_ins(card).items():
+            stack.enter_context(mock.patch.object(torch.cuda, name, stand_in))
+        for name in ("tensor", "as_tensor"):
+            stack.enter_context(mock.patch.object(torch, name, _made_of_numbers(getattr(torch, name))))
+        stack.enter_context(mock.patch.object(torch.Tensor, "to", _with_index(torch.Tensor.to)))
+        yield
+
+
+def _made_of_numbers(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """torch makes these in main memory, page-locked where that is asked for, and copies them from there."""
+
+    def made(data: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        device, is_locked = kwargs.pop("device", None), kwargs.pop("pin_memory", False)
+        found = make(data, *args, **kwargs)
+        if is_locked:
+            found = locked(found)
+        return found if device is None else found.to(DEVICE if torch.device(device).type == "cuda" else device)
+
+    return made
+
+
+def _with_index(to: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """torch asks its CUDA library which card `cuda` is: it is the first."""
+
+    def moved(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return to(tensor, *(_first(each) for each in args), **{name: _first(each) for name, each in kwargs.items()})
+
+    return moved
+
+
+def _first(value: Any) -> Any:
+    is_cuda = isinstance(value, str | torch.device) and torch.device(value).type == "cuda"
+    return DEVICE if is_cuda else value

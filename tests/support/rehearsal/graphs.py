@@ -1,0 +1,90 @@
+"""Captured work: what `torch.cuda.CUDAGraph` is while a card is rehearsed.
+
+A capture keeps the operations with the memory and the numbers that they were launched with, and a replay launches these again:
+a number that Python computed, a tensor that was made anew or freed since, shows as a wrong result. What no capture may do
+raises: to wait for the device, to copy from pageable memory, to lock memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from tests.support.rehearsal.card import Stream, Work, current_card
+
+
+class Graph:
+    """Works in the order in which they were captured, flattened where a capture forks."""
+
+    def __init__(self, keep_graph: bool = False) -> None:
+        self.card = current_card()
+        self.works: list[Work] = []
+        self.streams: list[Stream] = []
+        self._captured = False
+
+    def takes(self, stream: Stream) -> bool:
+        """Whether work on this stream belongs to the capture."""
+        return stream in self.streams
+
+    def capture_begin(self, pool: object = None, capture_error_mode: str = "global") -> None:
+        card = self.card
+        assert capture_error_mode in ("global", "thread_local", "relaxed"), capture_error_mode
+        if self._captured:
+            raise RuntimeError("this graph has been captured already")
+        if card.capture is not None:
+            raise RuntimeError("CUDA error: a capture is under way on another graph")
+        if card.stream is card.streams[0]:
+            raise RuntimeError("CUDA graphs must be captured on a non-default stream.")
+        self.streams = [card.stream]
+        card.capture = self
+
+    def capture_end(self) -> None:
+        assert self.card.capture is self, "no capture of this graph is under way"
+        if self.card.stream is not self.streams[0]:
+            raise RuntimeError("the capture must end on the stream on which it began")
+        self.card.capture = None
+        self.card.num_captures += 1
+        self._captured = True
+
+    def replay(self) -> None:
+        if not self._captured:
+            raise RuntimeError("Called CUDAGraph::replay without a preceding successful capture.")
+        self.card.refuse_in_capture("a replay")
+        self.card.num_replays += 1
+        for work in self.works:
+            self.card.stream.add(work)
+
+    def reset(self) -> None:
+        self.works, self._captured = [], False
+
+    def pool(self) -> tuple[int, int]:
+        return (0, 1)
+
+
+@contextmanager
+def on_stream(stream: Stream | None) -> Iterator[None]:
+    """`torch.cuda.stream`."""
+    if stream is None:
+        yield
+        return
+    card = current_card()
+    before, card.stream = card.stream, stream
+    try:
+        yield
+    finally:
+        card.stream = before
+
+
+@contextmanager
+def captured_in(
+    graph: Graph, pool: object = None, stream: Stream | None = None, capture_error_mode: str = "global"
+) -> Iterator[None]:
+    """`torch.cuda.graph`: waits for the device first."""
+    card = current_card()
+    card.wait_for_all("torch.cuda.graph")
+    with on_stream(stream or Stream()):
+        graph.capture_begin(pool, capture_error_mode=capture_error_mode)
+        try:
+            yield
+        finally:
+            graph.capture_end()

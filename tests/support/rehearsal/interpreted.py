@@ -1,0 +1,35 @@
+"""Launches of Triton kernels on a rehearsed card: the interpreter runs them when the stream comes to them."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_map
+
+from tests.support.rehearsal.card import current_card
+from tests.support.rehearsal.memory import is_locked
+from tests.support.rehearsal.tensors import CardTensor, to_host
+
+
+@contextmanager
+def launched_by_triton() -> Iterator[None]:
+    """Kernels are launched and not run. Addresses of the host are refused as Triton does, but for page-locked memory."""
+    executor = importlib.import_module("triton.runtime.interpreter").GridExecutor
+    execute = executor.__call__
+
+    def launch(self: Any, *args: Any, **kwargs: Any) -> None:
+        for each in tree_flatten((args, kwargs))[0]:
+            if isinstance(each, torch.Tensor) and not isinstance(each, CardTensor) and not is_locked(each):
+                raise ValueError("Pointer argument cannot be accessed from Triton (cpu tensor?)")
+        host_args, host_kwargs = tree_map(to_host, (args, kwargs))
+        card = current_card()
+        card.num_launches += 1
+        card.stream.add(lambda: execute(self, *host_args, **host_kwargs))
+
+    with mock.patch.object(executor, "__call__", launch):
+        yield

@@ -1,0 +1,450 @@
+"""A tensor that says it is on an NVIDIA GPU and lies in main memory: operations on it are launched, not computed.
+
+`CardTensor` holds a CPU tensor, `data`. `dispatch` gets every operation of torch that touches one, or that makes one:
+
+- a view is made at once, as it reads nothing;
+- an operation's outputs are allocated with the shapes that torch computes on its meta device, full of garbage, and what fills
+  them is launched on the current stream;
+- what needs a value on the host waits for the stream, and is noted;
+- copies from and to the host are `copies`; a tensor of the host in any other place is an error, as on a GPU, but for numbers
+  (tensors without dimensions) and for indices, which torch copies.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+from tests.support.rehearsal.card import current_card
+from tests.support.rehearsal.memory import Memory, empty_on_card, is_locked, locked
+
+aten = torch.ops.aten
+DEVICE = torch.device("cuda", 0)
+CPU = torch.device("cpu")
+
+# Results whose sizes depend on values: torch waits for them on a GPU.
+WAITING = {
+    "aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::equal", "aten::_unique2", "aten::unique_dim",
+    "aten::unique_consecutive", "aten::unique_dim_consecutive", "aten::repeat_interleave", "aten::bincount",
+}  # fmt: skip
+# Taken whole, though torch would take them apart by the device that it thinks it has.
+WHOLE = {"aten::scaled_dot_product_attention"}
+INDEXED = {"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"}
+
+
+class CardTensor(torch.Tensor):
+    """`data`: the same tensor in main memory; `memory`: the allocation that it stands on."""
+
+    data_on_host: torch.Tensor
+    memory: Memory
+
+    @staticmethod
+    def __new__(cls, data: torch.Tensor, memory: Memory | None = None) -> CardTensor:
+        with torch.inference_mode(False):  # else torch could not make views of it in inference mode
+            found: CardTensor = torch.Tensor._make_wrapper_subclass(
+                cls, data.size(), strides=data.stride(), storage_offset=data.storage_offset(), dtype=data.dtype, device=DEVICE
+            )
+        found.data_on_host = data
+        found.memory = memory or Memory(current_card(), data)
+        return found
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        return dispatch(func, args, kwargs or {}, mode())
+
+    def data_ptr(self) -> int:
+        return self.data_on_host.data_ptr()
+
+    def tolist(self) -> Any:
+        return self.cpu().tolist()
+
+    def numpy(self, *_: Any, **__: Any) -> Any:
+        raise TypeError(
+            "can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() to copy the tensor to host memory first."
+        )
+
+    def __array__(self, *_: Any, **__: Any) -> Any:
+        return self.numpy()
+
+    # torch asks its CUDA library for a device in these, before anybody else is asked.
+
+    def copy_(self, source: torch.Tensor, non_blocking: bool = False) -> CardTensor:
+        found: CardTensor = aten.copy_.default(self, source, non_blocking)
+        return found
+
+    def nonzero(self, *, as_tuple: bool = False) -> Any:
+        found = aten.nonzero.default(self)
+        return found.unbind(1) if as_tuple else found
+
+    def __bool__(self) -> bool:
+        return bool(self.item())
+
+    def __int__(self) -> int:
+        return int(self.item())
+
+    def __float__(self) -> float:
+        return float(self.item())
+
+    __index__ = __int__
+
+    def __format__(self, words: str) -> str:
+        return format(self.item(), words) if self.dim() == 0 else object.__format__(self, words)
+
+    def is_pinned(self, *_: Any) -> bool:
+        return False
+
+    def record_stream(self, stream: Any) -> None:
+        self.memory.streams.append(stream)
+
+    def __getitem__(self, key: Any) -> Any:
+        return _at(self, key)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        place, indices = _taken_apart(self, key)
+        if not isinstance(value, torch.Tensor):
+            if not indices:
+                place.fill_(value)
+                return
+            value = torch.full((), value, dtype=self.dtype)
+        if indices:
+            place.index_put_(indices, value)
+        else:
+            place.copy_(value)
+
+    def __repr__(self, *_: Any, **__: Any) -> str:  # type: ignore[override]
+        return f"CardTensor({self.data_on_host!r} as of now)"
+
+    def __deepcopy__(self, memo: Any) -> torch.Tensor:
+        return self.clone()
+
+
+class RehearsalMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Sees what makes tensors of nothing, on the card or in page-locked memory."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return dispatch(func, args, kwargs or {}, self)
+
+
+def mode() -> RehearsalMode:
+    return RehearsalMode()  # type: ignore[no-untyped-call]
+
+
+def _at(tensor: CardTensor, key: Any) -> torch.Tensor:
+    place, indices = _taken_apart(tensor, key)
+    return aten.index.Tensor(place, indices) if indices else place
+
+
+def _taken_apart(tensor: CardTensor, key: Any) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
+    """torch's indexing in two steps: a view by numbers, slices, None and dots; then tensors by dimension."""
+    keys = list(key) if isinstance(key, tuple) else [key]
+    spent = sum(0 if each is None or each is Ellipsis else each.dim() if _is_mask(each) else 1 for each in keys)
+    if not any(each is Ellipsis for each in keys):
+        keys.append(Ellipsis)
+    place: torch.Tensor = tensor
+    indices: list[torch.Tensor | None] = []
+    dim = 0
+    for each in keys:
+        if each is Ellipsis:
+            skipped = tensor.dim() - spent
+            indices += [None] * skipped
+            dim += skipped
+        elif each is None:
+            place = place.unsqueeze(dim)
+            indices.append(None)
+            dim += 1
+        elif isinstance(each, slice):
+            assert each.step is None or operator.index(each.step) > 0, "slice step must be positive"
+            if each != slice(None):
+                place = aten.slice.Tensor(place, dim, each.start, each.stop, 1 if each.step is None else each.step)
+            indices.append(None)
+            dim += 1
+        elif isinstance(each, torch.Tensor | list) or hasattr(each, "__array_interface__"):
+            index = each if isinstance(each, torch.Tensor) else torch.as_tensor(each)
+            indices.append(index)
+            dim += index.dim() if _is_mask(index) else 1
+        else:
+            place = place.select(dim, operator.index(each))
+    while indices and indices[-1] is None:
+        indices.pop()
+    return place, indices
+
+
+def _is_mask(key: Any) -> bool:
+    return isinstance(key, torch.Tensor) and key.dtype in (torch.bool, torch.uint8)
+
+
+def dispatch(func: Any, args: Sequence[Any], kwargs: dict[str, Any], mode: TorchDispatchMode) -> Any:
+    """An operation of torch, as a GPU would take it."""
+    name = func._schema.name
+    if name == "aten::is_pinned":
+        return not isinstance(args[0], CardTensor) and is_locked(args[0])
+    if name in ("aten::pin_memory", "aten::_pin_memory"):
+        return args[0] if is_locked(args[0]) else locked(args[0])
+    flat, spec = tree_flatten((list(args), kwargs))
+    flat = [DEVICE if isinstance(each, torch.device) and each.type == "cuda" else each for each in flat]
+    args, kwargs = tree_unflatten(flat, spec)
+    on_card = any(isinstance(each, CardTensor) for each in flat)
+    device = kwargs.get("device")
+    wanted = None if device is None else torch.device(device)
+    if not on_card and (wanted is None or wanted.type != "cuda"):
+        if kwargs.get("pin_memory"):
+            return locked(func(*args, **{**kwargs, "pin_memory": False}))
+        return func(*args, **kwargs)
+    if name not in WHOLE and func._can_decompose():
+        with mode:
+            found = func.decompose(*args, **kwargs)
+        if found is not NotImplemented:
+            return found
+    special = SPECIAL.get(name)
+    if special is not None:
+        return special(func, args, kwargs)
+    flat = _of_one_device(name, flat)
+    args, kwargs = tree_unflatten(flat, spec)
+    if name in WAITING or (name in INDEXED and _by_masks(args)):
+        return _waiting(func, args, kwargs)
+    if _is_view(func):
+        return _view(func, args, kwargs)
+    return _launch(func, flat, args, kwargs)
+
+
+def to_host(value: Any) -> Any:
+    """What an operation gets when it runs: tensors in main memory, and the CPU where the card was meant."""
+    if isinstance(value, CardTensor):
+        return value.data_on_host
+    if isinstance(value, torch.device):
+        return CPU
+    return value
+
+
+def _unwrapped(args: Any, kwargs: Any) -> tuple[Any, Any]:
+    kwargs = {name: value for name, value in kwargs.items() if name != "pin_memory"}
+    found: tuple[Any, Any] = tree_map(to_host, (list(args), kwargs))
+    return found
+
+
+def _of_one_device(name: str, flat: list[Any]) -> list[Any]:
+    """Raises what torch does for a tensor of the host among those of the card; numbers are taken as they are now."""
+    found = []
+    for each in flat:
+        if isinstance(each, torch.Tensor) and not isinstance(each, CardTensor):
+            if each.dim() == 0:
+                each = each.clone()  # a launch takes the value, not the place
+            elif name in INDEXED:
+                each = _copied(each)
+            else:
+                raise RuntimeError(
+                    f"Expected all tensors to be on the same device, but found at least two devices, cuda:0 and cpu! ({name})"
+                )
+        found.append(each)
+    return found
+
+
+def _copied(index: torch.Tensor) -> torch.Tensor:
+    """Indices of the host, which torch copies from pageable memory."""
+    return _from_host(index.clone(), index.dtype, non_blocking=False, pageable=True)
+
+
+def _by_masks(args: Any) -> bool:
+    return any(_is_mask(each) for each in args[1] if each is not None)
+
+
+def _is_view(func: Any) -> bool:
+    returns = func._schema.returns
+    return bool(returns) and all(each.alias_info is not None and not each.alias_info.is_write for each in returns)
+
+
+def _view(func: Any, args: Any, kwargs: Any) -> Any:
+    base = next(each for each in tree_flatten(args)[0] if isinstance(each, CardTensor))
+    host_args, host_kwargs = _unwrapped(args, kwargs)
+    with torch.inference_mode():
+        found = func(*host_args, **host_kwargs)
+    return tree_map(lambda each: CardTensor(each, base.memory) if isinstance(each, torch.Tensor) else each, found)
+
+
+def _waiting(func: Any, args: Any, kwargs: Any) -> Any:
+    """The host waits for the stream, as it needs a value."""
+    card = current_card()
+    card.refuse_in_capture(func._schema.name)
+    card.wait(func._schema.name, card.stream, card.stream.launched)
+    return computed_now(func, args, kwargs)
+
+
+def computed_now(func: Any, args: Any, kwargs: Any) -> Any:
+    """Results at once; new tensors are on the card, and those that were given stay what they are."""
+    host_args, host_kwargs = _unwrapped(args, kwargs)
+    with torch.inference_mode():
+        found = func(*host_args, **host_kwargs)
+    given = {id(each.data_on_host): each for each in tree_flatten((args, kwargs))[0] if isinstance(each, CardTensor)}
+
+    def wrapped(each: Any) -> Any:
+        return given.get(id(each)) or CardTensor(each) if isinstance(each, torch.Tensor) else each
+
+    return tree_map(wrapped, found)
+
+
+def _launch(func: Any, flat: list[Any], args: Any, kwargs: Any) -> Any:
+    schema = func._schema
+    host_args, host_kwargs = _unwrapped(args, kwargs)
+    written = _written(schema, args, kwargs)
+    if written or not schema.returns:
+        current_card().stream.add(lambda: func(*host_args, **host_kwargs))
+        return None if not schema.returns else written[0] if len(schema.returns) == 1 else tuple(written)
+    shapes = _shapes(func, flat, args, kwargs)
+    if shapes is None:
+        current_card().computed_early.add(schema.name)
+        current_card().drain()
+        outs = computed_now(func, args, kwargs)
+    else:
+        outs = tree_map(lambda each: CardTensor(empty_on_card(*each.of)) if isinstance(each, Geometry) else each, shapes)
+    if schema.name in ("aten::empty", "aten::empty_strided", "aten::empty_like", "aten::new_empty", "aten::new_empty_strided"):
+        return outs
+    places = [each.data_on_host if isinstance(each, CardTensor) else None for each in tree_flatten(outs)[0]]
+
+    def fill() -> None:
+        found = tree_flatten(func(*host_args, **host_kwargs))[0]
+        for place, each in zip(places, found, strict=True):
+            if place is not None:
+                place.copy_(each)
+
+    current_card().stream.add(fill)
+    return outs
+
+
+def _written(schema: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
+    """The arguments that are results as well, in the order of the results."""
+    by_set: dict[str, Any] = {}
+    for index, each in enumerate(schema.arguments):
+        if each.alias_info is not None and each.alias_info.is_write:
+            value = args[index] if index < len(args) and not each.kwarg_only else kwargs.get(each.name)
+            for name in each.alias_info.before_set:
+                by_set[name] = value
+    for each in schema.returns:
+        assert bool(each.alias_info) == bool(by_set), f"{schema.name} has results of both kinds"
+    return [by_set[next(iter(each.alias_info.before_set))] for each in schema.returns if each.alias_info is not None]
+
+
+class Geometry:
+    """Size, strides and dtype of a tensor that does not exist yet."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.of = tuple(tensor.size()), tuple(tensor.stride()), tensor.dtype
+
+
+_known: dict[Any, Any] = {}
+
+
+def _shapes(func: Any, flat: list[Any], args: Any, kwargs: Any) -> Any:
+    """What torch says that the results will be like; None when it cannot tell."""
+    key = (
+        func,
+        repr([Geometry(e).of if isinstance(e, torch.Tensor) else e for e in flat]),
+        repr(tree_flatten((list(args), kwargs))[1]),
+    )
+    if key not in _known:
+        _known[key] = _asked(func, args, kwargs)
+    return _known[key]
+
+
+def _asked(func: Any, args: Any, kwargs: Any) -> Any:
+    def on_meta(each: Any) -> Any:
+        if isinstance(each, CardTensor) or (isinstance(each, torch.Tensor) and each.dim()):
+            return torch.empty_strided(each.size(), each.stride(), dtype=each.dtype, device="meta")
+        return torch.device("meta") if isinstance(each, torch.device) else each
+
+    kwargs = {name: value for name, value in kwargs.items() if name != "pin_memory"}
+    meta_args, meta_kwargs = tree_map(on_meta, (list(args), kwargs))
+    try:
+        with _disable_current_modes(), torch.inference_mode():
+            found = func(*meta_args, **meta_kwargs)
+    except (NotImplementedError, RuntimeError):
+        return None
+    return tree_map(lambda each: Geometry(each) if isinstance(each, torch.Tensor) else each, found)
+
+
+def _from_host(source: torch.Tensor, dtype: torch.dtype, *, non_blocking: bool, pageable: bool) -> CardTensor:
+    out = CardTensor(empty_on_card(source.size(), source.contiguous().stride(), dtype))
+    copy_from_host(out, source, non_blocking=non_blocking, pageable=pageable)
+    return out
+
+
+def copy_from_host(target: CardTensor, source: torch.Tensor, *, non_blocking: bool, pageable: bool | None = None) -> None:
+    """Only one piece of page-locked memory, of the same dtype, is read while the host goes on; torch makes a pageable copy of
+    anything else first."""
+    card, place = current_card(), target.data_on_host
+    if pageable is None:
+        pageable = not is_locked(source)
+    direct = source.dtype == place.dtype and source.is_contiguous() and place.is_contiguous() and source.shape == place.shape
+    if pageable or not direct:
+        card.refuse_in_capture("a copy from pageable memory")
+        card.note("copy from pageable memory")
+        source = source.clone()
+    card.stream.add(lambda: place.copy_(source))
+    if not non_blocking:
+        card.wait("copy to the card", card.stream, card.stream.launched)
+
+
+def copy_to_host(target: torch.Tensor, source: CardTensor, *, non_blocking: bool) -> None:
+    card, place = current_card(), source.data_on_host
+    direct = target.dtype == place.dtype and target.is_contiguous() and place.is_contiguous() and target.shape == place.shape
+    is_async = non_blocking and is_locked(target) and direct
+    if not is_async:
+        card.refuse_in_capture("a copy to pageable memory")
+    card.stream.add(lambda: target.copy_(place))
+    if not is_async:
+        card.wait("copy to the host", card.stream, card.stream.launched)
+
+
+def _copy(func: Any, args: Any, kwargs: Any) -> Any:
+    target, source, *rest = args
+    non_blocking = bool(rest[0] if rest else kwargs.get("non_blocking", False))
+    if isinstance(target, CardTensor) and isinstance(source, CardTensor):
+        to, of = target.data_on_host, source.data_on_host
+        current_card().stream.add(lambda: to.copy_(of))
+    elif isinstance(target, CardTensor):
+        if source.dim() == 0 and not is_locked(source):
+            value, to = source.clone(), target.data_on_host
+            current_card().note("copy from pageable memory")
+            current_card().refuse_in_capture("a copy from pageable memory")
+            current_card().stream.add(lambda: to.copy_(value))
+        else:
+            copy_from_host(target, source, non_blocking=non_blocking)
+    else:
+        copy_to_host(target, source, non_blocking=non_blocking)
+    return target
+
+
+def _to_copy(func: Any, args: Any, kwargs: Any) -> Any:
+    source = args[0]
+    dtype = kwargs.get("dtype") or source.dtype
+    device = torch.device(kwargs.get("device") or source.device)
+    non_blocking = bool(kwargs.get("non_blocking"))
+    if not isinstance(source, CardTensor):
+        return _from_host(source, dtype, non_blocking=non_blocking, pageable=None if is_locked(source) else True)  # type: ignore[arg-type]
+    if device.type == "cuda":
+        kept = {name: value for name, value in kwargs.items() if name not in ("device", "non_blocking", "pin_memory")}
+        flat = tree_flatten((list(args), kept))[0]
+        return _launch(func, flat, args, kept)
+    if dtype != source.dtype:
+        source = source.to(dtype)
+    target = torch.empty(source.size(), dtype=dtype)
+    if non_blocking:
+        target = locked(target)  # as torch does
+    copy_to_host(target, source, non_blocking=non_blocking)
+    return target
+
+
+def _lift(func: Any, args: Any, kwargs: Any) -> Any:
+    return args[0]
+
+
+SPECIAL: dict[str, Callable[[Any, Any, Any], Any]] = {
+    "aten::copy_": _copy, "aten::_to_copy": _to_copy, "aten::lift_fresh": _lift,
+    "aten::detach_": _lift,
+}  # fmt: skip
