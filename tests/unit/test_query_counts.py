@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ STATEMENTS_MAX = 25
 STREAMS = ("/events", "/console/events")
 ELSEWHERE = ("/static", "/login/oidc")
 BOX_NAMES = {"name": "standard", "model": "demo"}
+SENT: ContextVar[list[str] | None] = ContextVar("SENT", default=None)
+"""What the answer that is being made has asked so far; what the appliance writes by itself every few seconds is not its."""
 
 
 @pytest.fixture
@@ -30,19 +33,29 @@ async def box(migrated_sqlite_file: Path, tmp_path: Path) -> AsyncIterator[ApiBo
         yield opened
 
 
-@contextmanager
-def statements() -> Iterator[list[str]]:
-    """Yield a list of what is sent to any database meanwhile."""
-    sent: list[str] = []
+@pytest.fixture(autouse=True)
+def noted() -> Iterator[None]:
+    """Every statement goes to the answer it was sent for."""
 
     def note(_connection: Any, _cursor: Any, statement: str, *_rest: Any) -> None:
-        sent.append(statement)
+        sent = SENT.get()
+        if sent is not None:
+            sent.append(statement)
 
     event.listen(Engine, "before_cursor_execute", note)
+    yield
+    event.remove(Engine, "before_cursor_execute", note)
+
+
+@contextmanager
+def statements() -> Iterator[list[str]]:
+    """Yield a list of what is sent to any database meanwhile, by this task and by those it begins."""
+    sent: list[str] = []
+    before = SENT.set(sent)
     try:
         yield sent
     finally:
-        event.remove(Engine, "before_cursor_execute", note)
+        SENT.reset(before)
 
 
 def reads(box: ApiBox) -> list[Route]:
