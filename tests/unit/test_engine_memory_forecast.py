@@ -177,7 +177,7 @@ def test_parts_are_told_and_those_that_took_more_than_predicted_are_named() -> N
 
 def peak_bytes(work: Callable[[], object]) -> int:
     """The most that `work` holds at a time of what it allocates."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
         work()
     results = profiler.profiler.kineto_results
     found = [event for event in results.events() if event.name() == "[memory]"]
