@@ -170,6 +170,7 @@ def _install_small_torch(venv: Path, version: str, step: Step) -> None:
     except pip.PipFailed:
         machine.check_disk(venv, _NEEDED_MIB["gpu"] * machine.MIB, "the only build of torch that the package index has")
         pip.install(venv, [f"torch=={version}"], step, expected=1)
+        step.outcome("done, with a GPU's libraries, which are not used: no index that answered has a build without them")
 
 
 def _install_lock(venv: Path, lock: Lock, what: str) -> None:

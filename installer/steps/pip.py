@@ -44,7 +44,7 @@ _CAUSES: tuple[tuple[re.Pattern[str], str, str], ...] = (
     (
         re.compile(r"No matching distribution found for|Could not find a version that satisfies"),
         "The package index has no build of a locked package for this Python and this machine.",
-        "Python 3.11 on Linux x86_64 is what the locks are tested with: start the installer with python3.11.",
+        "The locks are tested with Python 3.11 and 3.12 on Linux x86_64: start the installer with python3.11 or python3.12.",
     ),
     (
         re.compile(r"Permission denied|Errno 13"),

@@ -196,6 +196,21 @@ def test_the_small_build_of_torch_is_looked_for_where_it_is_published(venv: Path
     assert "--index-url" in fake.calls[1]
 
 
+def test_a_larger_build_of_torch_is_taken_where_there_is_no_small_one_and_told(
+    venv: Path, fake: FakePip, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def install(venv: Path, arguments: Sequence[str], step: Step, *, expected: int) -> None:
+        fake.install(venv, arguments, step, expected=expected)
+        if arguments[-1].endswith("+cpu"):
+            raise pip.PipFailed([f"ERROR: No matching distribution found for {arguments[-1]}"])
+
+    monkeypatch.setattr(pip, "install", install)
+    environment.ensure("cpu", with_tests=False, venv=venv)
+    assert fake.calls[2] == ["torch==2.13.0"], "with what it needs, which the lock for the CPU does not hold"
+    assert run_state(venv) == "ready"
+    assert "done, with a GPU's libraries" in capsys.readouterr().out
+
+
 def test_a_network_that_is_down_is_not_taken_for_a_missing_build(venv: Path, fake: FakePip) -> None:
     fake.fail_at = 1
     fake.failure = pip.PipFailed(["WARNING: NewConnectionError", "ERROR: No matching distribution found for torch==2.13.0+cpu"])
