@@ -7,12 +7,13 @@ always as late as it may be, and what the host overwrites, frees or reads too ea
 from __future__ import annotations
 
 import random
-import traceback
+import sys
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,8 +23,8 @@ if TYPE_CHECKING:
     from tests.support.rehearsal.graphs import Graph
 
 Work = Callable[[], object]
-REPO = Path(__file__).resolve().parents[3]
-SUPPORT = Path(__file__).resolve().parent
+REPO = f"{Path(__file__).resolve().parents[3]}/"
+PACKAGE = f"{Path(__file__).resolve().parent}/"
 DEFAULT_BYTES = 1 << 30
 CONTEXT_BYTES = 64 << 20
 ALLOCATION_BYTES = 512
@@ -199,6 +200,12 @@ class Card:
             self.note(kind)
             stream.run_to(position)
 
+    def wait_for_value(self, kind: str) -> None:
+        """The host waits for the current stream, and would if nothing were launched."""
+        self.refuse_in_capture(f"a wait for the device ({kind})")
+        self.note(kind)
+        self.drain()
+
     def wait_for_all(self, kind: str) -> None:
         """The host waits for everything launched."""
         self.refuse_in_capture(f"a wait for the device ({kind})")
@@ -217,11 +224,15 @@ class Card:
         if self.capture is not None:
             raise RuntimeError(f"CUDA error: operation not permitted when stream is capturing: {what}")
 
+    def check_room(self, num_bytes: int) -> None:
+        """Raise torch.OutOfMemoryError where there is none."""
+        if self.allocated_bytes + num_bytes + CONTEXT_BYTES > self.total_bytes:
+            raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {num_bytes} bytes of {self.total_bytes}")
+
     def take_memory(self, num_bytes: int) -> int:
         """Count an allocation as torch's allocator does, in units. Raises torch.OutOfMemoryError. → bytes taken"""
         taken = -(-num_bytes // ALLOCATION_BYTES) * ALLOCATION_BYTES
-        if self.allocated_bytes + taken + CONTEXT_BYTES > self.total_bytes:
-            raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {taken} bytes of {self.total_bytes}")
+        self.check_room(taken)
         self.allocated_bytes += taken
         self.peak_bytes = max(self.peak_bytes, self.allocated_bytes)
         self.reserved_bytes = max(self.reserved_bytes, -(-self.allocated_bytes // SEGMENT_BYTES) * SEGMENT_BYTES)
@@ -229,13 +240,15 @@ class Card:
 
 
 def lines_of_repo() -> tuple[str, ...]:
-    """Where the host stands, without tests and this package."""
+    """Where the host stands, without this package."""
     found = []
-    for frame in traceback.extract_stack():
-        path = Path(frame.filename)
-        if path.is_relative_to(REPO) and not path.is_relative_to(SUPPORT):
-            found.append(f"{path.relative_to(REPO).as_posix()}:{frame.lineno} {frame.name}")
-    return tuple(found)
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if name.startswith(REPO) and not name.startswith(PACKAGE):
+            found.append(f"{name[len(REPO) :]}:{frame.f_lineno} {frame.f_code.co_name}")
+        frame = frame.f_back
+    return tuple(reversed(found))
 
 
 _cards: list[Card] = []

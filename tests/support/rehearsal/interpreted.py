@@ -8,12 +8,9 @@ from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
-import torch
-from torch.utils._pytree import tree_flatten, tree_map
-
 from tests.support.rehearsal.card import current_card
-from tests.support.rehearsal.memory import is_locked
-from tests.support.rehearsal.tensors import CardTensor, to_host
+from tests.support.rehearsal.leaves import mapped
+from tests.support.rehearsal.tensors import refuse_host, to_host
 
 
 @contextmanager
@@ -23,10 +20,8 @@ def launched_by_triton() -> Iterator[None]:
     execute = executor.__call__
 
     def launch(self: Any, *args: Any, **kwargs: Any) -> None:
-        for each in tree_flatten((args, kwargs))[0]:
-            if isinstance(each, torch.Tensor) and not isinstance(each, CardTensor) and not is_locked(each):
-                raise ValueError("Pointer argument cannot be accessed from Triton (cpu tensor?)")
-        host_args, host_kwargs = tree_map(to_host, (args, kwargs))
+        refuse_host((args, kwargs))
+        host_args, host_kwargs = mapped(to_host, (args, kwargs))
         card = current_card()
         card.num_launches += 1
         card.stream.add(lambda: execute(self, *host_args, **host_kwargs))

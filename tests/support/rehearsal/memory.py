@@ -7,6 +7,7 @@ it, or a graph that was captured with it, comes to wrong results.
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Sequence
 
@@ -54,7 +55,8 @@ def spoil(data: torch.Tensor) -> None:
 
 
 def empty_on_card(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """The memory of a new tensor, as it is found."""
+    """The memory of a new tensor, as it is found. Raises torch.OutOfMemoryError."""
+    current_card().check_room(math.prod(size) * dtype.itemsize)
     data = torch.empty_strided(tuple(size), tuple(stride), dtype=dtype)
     spoil(data)
     return data

@@ -12,16 +12,19 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Sequence
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from kernels.sampling_columns import SamplingColumns
 from tests.support.rehearsal.card import current_card
-from tests.support.rehearsal.memory import Memory, empty_on_card, is_locked, locked
+from tests.support.rehearsal.indexing import at, is_mask, taken_apart
+from tests.support.rehearsal.leaves import leaves_of, mapped
+from tests.support.rehearsal.memory import Memory, empty_on_card, is_locked, locked, spoil
+from tests.support.rehearsal.shapes import Geometry, shapes_of
 
 aten = torch.ops.aten
 DEVICE = torch.device("cuda", 0)
@@ -32,8 +35,9 @@ WAITING = {
     "aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::equal", "aten::_unique2", "aten::unique_dim",
     "aten::unique_consecutive", "aten::unique_dim_consecutive", "aten::repeat_interleave", "aten::bincount",
 }  # fmt: skip
-# Taken whole, though torch would take them apart by the device that it thinks it has.
-WHOLE = {"aten::scaled_dot_product_attention"}
+# Taken whole: torch would take the first apart by the device that it thinks it has, and the others to no end.
+WHOLE = {"aten::scaled_dot_product_attention", "aten::rms_norm", "aten::linear", "aten::matmul"}
+EMPTY = {"aten::empty", "aten::empty_strided", "aten::empty_like", "aten::new_empty", "aten::new_empty_strided"}
 INDEXED = {"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"}
 
 
@@ -83,6 +87,12 @@ class CardTensor(torch.Tensor):
         found = aten.nonzero.default(self)
         return found.unbind(1) if as_tuple else found
 
+    def __invert__(self) -> torch.Tensor:
+        return self.bitwise_not()
+
+    def __contains__(self, value: Any) -> bool:
+        return bool((self == value).any())
+
     def __bool__(self) -> bool:
         return bool(self.item())
 
@@ -104,17 +114,17 @@ class CardTensor(torch.Tensor):
         self.memory.streams.append(stream)
 
     def __getitem__(self, key: Any) -> Any:
-        return _at(self, key)
+        return at(self, key)
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        place, indices = _taken_apart(self, key)
+        place, indices = taken_apart(self, key)
         if not isinstance(value, torch.Tensor):
             if not indices:
                 place.fill_(value)
                 return
             value = torch.full((), value, dtype=self.dtype)
         if indices:
-            place.index_put_(indices, value)
+            aten.index_put_.default(place, indices, value)
         else:
             place.copy_(value)
 
@@ -128,56 +138,16 @@ class CardTensor(torch.Tensor):
 class RehearsalMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Sees what makes tensors of nothing, on the card or in page-locked memory."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled, and torch's compiler takes seconds to import
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return dispatch(func, args, kwargs or {}, self)
 
 
 def mode() -> RehearsalMode:
     return RehearsalMode()  # type: ignore[no-untyped-call]
-
-
-def _at(tensor: CardTensor, key: Any) -> torch.Tensor:
-    place, indices = _taken_apart(tensor, key)
-    return aten.index.Tensor(place, indices) if indices else place
-
-
-def _taken_apart(tensor: CardTensor, key: Any) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
-    """torch's indexing in two steps: a view by numbers, slices, None and dots; then tensors by dimension."""
-    keys = list(key) if isinstance(key, tuple) else [key]
-    spent = sum(0 if each is None or each is Ellipsis else each.dim() if _is_mask(each) else 1 for each in keys)
-    if not any(each is Ellipsis for each in keys):
-        keys.append(Ellipsis)
-    place: torch.Tensor = tensor
-    indices: list[torch.Tensor | None] = []
-    dim = 0
-    for each in keys:
-        if each is Ellipsis:
-            skipped = tensor.dim() - spent
-            indices += [None] * skipped
-            dim += skipped
-        elif each is None:
-            place = place.unsqueeze(dim)
-            indices.append(None)
-            dim += 1
-        elif isinstance(each, slice):
-            assert each.step is None or operator.index(each.step) > 0, "slice step must be positive"
-            if each != slice(None):
-                place = aten.slice.Tensor(place, dim, each.start, each.stop, 1 if each.step is None else each.step)
-            indices.append(None)
-            dim += 1
-        elif isinstance(each, torch.Tensor | list) or hasattr(each, "__array_interface__"):
-            index = each if isinstance(each, torch.Tensor) else torch.as_tensor(each)
-            indices.append(index)
-            dim += index.dim() if _is_mask(index) else 1
-        else:
-            place = place.select(dim, operator.index(each))
-    while indices and indices[-1] is None:
-        indices.pop()
-    return place, indices
-
-
-def _is_mask(key: Any) -> bool:
-    return isinstance(key, torch.Tensor) and key.dtype in (torch.bool, torch.uint8)
 
 
 def dispatch(func: Any, args: Sequence[Any], kwargs: dict[str, Any], mode: TorchDispatchMode) -> Any:
@@ -187,17 +157,19 @@ def dispatch(func: Any, args: Sequence[Any], kwargs: dict[str, Any], mode: Torch
         return not isinstance(args[0], CardTensor) and is_locked(args[0])
     if name in ("aten::pin_memory", "aten::_pin_memory"):
         return args[0] if is_locked(args[0]) else locked(args[0])
-    flat, spec = tree_flatten((list(args), kwargs))
-    flat = [DEVICE if isinstance(each, torch.device) and each.type == "cuda" else each for each in flat]
-    args, kwargs = tree_unflatten(flat, spec)
+    flat = leaves_of((args, kwargs))
     on_card = any(isinstance(each, CardTensor) for each in flat)
     device = kwargs.get("device")
     wanted = None if device is None else torch.device(device)
     if not on_card and (wanted is None or wanted.type != "cuda"):
         if kwargs.get("pin_memory"):
-            return locked(func(*args, **{**kwargs, "pin_memory": False}))
+            found = func(*args, **{**kwargs, "pin_memory": False})
+            if name in EMPTY:
+                spoil(found)
+            return locked(found)
         return func(*args, **kwargs)
     if name not in WHOLE and func._can_decompose():
+        args, kwargs = mapped(_with_index, (args, kwargs))
         with mode:
             found = func.decompose(*args, **kwargs)
         if found is not NotImplemented:
@@ -205,13 +177,18 @@ def dispatch(func: Any, args: Sequence[Any], kwargs: dict[str, Any], mode: Torch
     special = SPECIAL.get(name)
     if special is not None:
         return special(func, args, kwargs)
-    flat = _of_one_device(name, flat)
-    args, kwargs = tree_unflatten(flat, spec)
+    if any(isinstance(each, torch.Tensor) and not isinstance(each, CardTensor) for each in flat):
+        args, kwargs = mapped(lambda each: _of_one_device(name, each), (args, kwargs))
     if name in WAITING or (name in INDEXED and _by_masks(args)):
         return _waiting(func, args, kwargs)
     if _is_view(func):
         return _view(func, args, kwargs)
-    return _launch(func, flat, args, kwargs)
+    return _launch(func, args, kwargs)
+
+
+def _with_index(value: Any) -> Any:
+    """torch would ask its CUDA library which card is meant."""
+    return DEVICE if isinstance(value, torch.device) and value.type == "cuda" else value
 
 
 def to_host(value: Any) -> Any:
@@ -220,30 +197,35 @@ def to_host(value: Any) -> Any:
         return value.data_on_host
     if isinstance(value, torch.device):
         return CPU
+    if isinstance(value, SamplingColumns):
+        return replace(value, **{each.name: to_host(getattr(value, each.name)) for each in fields(value)})
     return value
+
+
+def refuse_host(values: Any) -> None:
+    """Raise what Triton does for an address of the host; a kernel can use page-locked memory."""
+    for each in leaves_of(values):
+        if isinstance(each, torch.Tensor) and not isinstance(each, CardTensor) and not is_locked(each):
+            raise ValueError("Pointer argument cannot be accessed from Triton (cpu tensor?)")
 
 
 def _unwrapped(args: Any, kwargs: Any) -> tuple[Any, Any]:
     kwargs = {name: value for name, value in kwargs.items() if name != "pin_memory"}
-    found: tuple[Any, Any] = tree_map(to_host, (list(args), kwargs))
+    found: tuple[Any, Any] = mapped(to_host, (args, kwargs))
     return found
 
 
-def _of_one_device(name: str, flat: list[Any]) -> list[Any]:
+def _of_one_device(name: str, value: Any) -> Any:
     """Raises what torch does for a tensor of the host among those of the card; numbers are taken as they are now."""
-    found = []
-    for each in flat:
-        if isinstance(each, torch.Tensor) and not isinstance(each, CardTensor):
-            if each.dim() == 0:
-                each = each.clone()  # a launch takes the value, not the place
-            elif name in INDEXED:
-                each = _copied(each)
-            else:
-                raise RuntimeError(
-                    f"Expected all tensors to be on the same device, but found at least two devices, cuda:0 and cpu! ({name})"
-                )
-        found.append(each)
-    return found
+    if not isinstance(value, torch.Tensor) or isinstance(value, CardTensor):
+        return value
+    if value.dim() == 0:
+        return value.clone()  # a launch takes the value, not the place
+    if name in INDEXED:
+        return _copied(value)
+    raise RuntimeError(
+        f"Expected all tensors to be on the same device, but found at least two devices, cuda:0 and cpu! ({name})"
+    )
 
 
 def _copied(index: torch.Tensor) -> torch.Tensor:
@@ -252,7 +234,7 @@ def _copied(index: torch.Tensor) -> torch.Tensor:
 
 
 def _by_masks(args: Any) -> bool:
-    return any(_is_mask(each) for each in args[1] if each is not None)
+    return any(is_mask(each) for each in args[1] if each is not None)
 
 
 def _is_view(func: Any) -> bool:
@@ -261,18 +243,16 @@ def _is_view(func: Any) -> bool:
 
 
 def _view(func: Any, args: Any, kwargs: Any) -> Any:
-    base = next(each for each in tree_flatten(args)[0] if isinstance(each, CardTensor))
+    base = next(each for each in leaves_of(args) if isinstance(each, CardTensor))
     host_args, host_kwargs = _unwrapped(args, kwargs)
     with torch.inference_mode():
         found = func(*host_args, **host_kwargs)
-    return tree_map(lambda each: CardTensor(each, base.memory) if isinstance(each, torch.Tensor) else each, found)
+    return mapped(lambda each: CardTensor(each, base.memory) if isinstance(each, torch.Tensor) else each, found)
 
 
 def _waiting(func: Any, args: Any, kwargs: Any) -> Any:
     """The host waits for the stream, as it needs a value."""
-    card = current_card()
-    card.refuse_in_capture(func._schema.name)
-    card.wait(func._schema.name, card.stream, card.stream.launched)
+    current_card().wait_for_value(func._schema.name)
     return computed_now(func, args, kwargs)
 
 
@@ -281,34 +261,34 @@ def computed_now(func: Any, args: Any, kwargs: Any) -> Any:
     host_args, host_kwargs = _unwrapped(args, kwargs)
     with torch.inference_mode():
         found = func(*host_args, **host_kwargs)
-    given = {id(each.data_on_host): each for each in tree_flatten((args, kwargs))[0] if isinstance(each, CardTensor)}
+    given = {id(each.data_on_host): each for each in leaves_of((args, kwargs)) if isinstance(each, CardTensor)}
 
     def wrapped(each: Any) -> Any:
-        return given.get(id(each)) or CardTensor(each) if isinstance(each, torch.Tensor) else each
+        return (given[id(each)] if id(each) in given else CardTensor(each)) if isinstance(each, torch.Tensor) else each
 
-    return tree_map(wrapped, found)
+    return mapped(wrapped, found)
 
 
-def _launch(func: Any, flat: list[Any], args: Any, kwargs: Any) -> Any:
+def _launch(func: Any, args: Any, kwargs: Any) -> Any:
     schema = func._schema
     host_args, host_kwargs = _unwrapped(args, kwargs)
     written = _written(schema, args, kwargs)
     if written or not schema.returns:
         current_card().stream.add(lambda: func(*host_args, **host_kwargs))
         return None if not schema.returns else written[0] if len(schema.returns) == 1 else tuple(written)
-    shapes = _shapes(func, flat, args, kwargs)
+    shapes = shapes_of(func, args, kwargs)
     if shapes is None:
         current_card().computed_early.add(schema.name)
         current_card().drain()
         outs = computed_now(func, args, kwargs)
     else:
-        outs = tree_map(lambda each: CardTensor(empty_on_card(*each.of)) if isinstance(each, Geometry) else each, shapes)
-    if schema.name in ("aten::empty", "aten::empty_strided", "aten::empty_like", "aten::new_empty", "aten::new_empty_strided"):
+        outs = mapped(lambda each: CardTensor(empty_on_card(*each.of)) if isinstance(each, Geometry) else each, shapes)
+    if schema.name in EMPTY:
         return outs
-    places = [each.data_on_host if isinstance(each, CardTensor) else None for each in tree_flatten(outs)[0]]
+    places = [each.data_on_host if isinstance(each, CardTensor) else None for each in leaves_of(outs)]
 
     def fill() -> None:
-        found = tree_flatten(func(*host_args, **host_kwargs))[0]
+        found = leaves_of(func(*host_args, **host_kwargs))
         for place, each in zip(places, found, strict=True):
             if place is not None:
                 place.copy_(each)
@@ -330,44 +310,6 @@ def _written(schema: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
     return [by_set[next(iter(each.alias_info.before_set))] for each in schema.returns if each.alias_info is not None]
 
 
-class Geometry:
-    """Size, strides and dtype of a tensor that does not exist yet."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.of = tuple(tensor.size()), tuple(tensor.stride()), tensor.dtype
-
-
-_known: dict[Any, Any] = {}
-
-
-def _shapes(func: Any, flat: list[Any], args: Any, kwargs: Any) -> Any:
-    """What torch says that the results will be like; None when it cannot tell."""
-    key = (
-        func,
-        repr([Geometry(e).of if isinstance(e, torch.Tensor) else e for e in flat]),
-        repr(tree_flatten((list(args), kwargs))[1]),
-    )
-    if key not in _known:
-        _known[key] = _asked(func, args, kwargs)
-    return _known[key]
-
-
-def _asked(func: Any, args: Any, kwargs: Any) -> Any:
-    def on_meta(each: Any) -> Any:
-        if isinstance(each, CardTensor) or (isinstance(each, torch.Tensor) and each.dim()):
-            return torch.empty_strided(each.size(), each.stride(), dtype=each.dtype, device="meta")
-        return torch.device("meta") if isinstance(each, torch.device) else each
-
-    kwargs = {name: value for name, value in kwargs.items() if name != "pin_memory"}
-    meta_args, meta_kwargs = tree_map(on_meta, (list(args), kwargs))
-    try:
-        with _disable_current_modes(), torch.inference_mode():
-            found = func(*meta_args, **meta_kwargs)
-    except (NotImplementedError, RuntimeError):
-        return None
-    return tree_map(lambda each: Geometry(each) if isinstance(each, torch.Tensor) else each, found)
-
-
 def _from_host(source: torch.Tensor, dtype: torch.dtype, *, non_blocking: bool, pageable: bool) -> CardTensor:
     out = CardTensor(empty_on_card(source.size(), source.contiguous().stride(), dtype))
     copy_from_host(out, source, non_blocking=non_blocking, pageable=pageable)
@@ -387,7 +329,7 @@ def copy_from_host(target: CardTensor, source: torch.Tensor, *, non_blocking: bo
         source = source.clone()
     card.stream.add(lambda: place.copy_(source))
     if not non_blocking:
-        card.wait("copy to the card", card.stream, card.stream.launched)
+        card.wait_for_value("copy to the card")
 
 
 def copy_to_host(target: torch.Tensor, source: CardTensor, *, non_blocking: bool) -> None:
@@ -398,7 +340,7 @@ def copy_to_host(target: torch.Tensor, source: CardTensor, *, non_blocking: bool
         card.refuse_in_capture("a copy to pageable memory")
     card.stream.add(lambda: target.copy_(place))
     if not is_async:
-        card.wait("copy to the host", card.stream, card.stream.launched)
+        card.wait_for_value("copy to the host")
 
 
 def _copy(func: Any, args: Any, kwargs: Any) -> Any:
@@ -429,8 +371,7 @@ def _to_copy(func: Any, args: Any, kwargs: Any) -> Any:
         return _from_host(source, dtype, non_blocking=non_blocking, pageable=None if is_locked(source) else True)  # type: ignore[arg-type]
     if device.type == "cuda":
         kept = {name: value for name, value in kwargs.items() if name not in ("device", "non_blocking", "pin_memory")}
-        flat = tree_flatten((list(args), kept))[0]
-        return _launch(func, flat, args, kept)
+        return _launch(func, args, kept)
     if dtype != source.dtype:
         source = source.to(dtype)
     target = torch.empty(source.size(), dtype=dtype)

@@ -1,0 +1,235 @@
+"""The rehearsed card itself: it does late what a GPU may do late, and refuses what CUDA and torch refuse."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from engine.runner.staging import Rotation, Staging, TokenReturn
+from tests.support.rehearsal import DEVICE, Card, rehearsal
+
+pytest.importorskip("triton")
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU nothing is rehearsed")
+
+
+@pytest.fixture
+def card() -> Iterator[Card]:
+    with rehearsal() as card:
+        yield card
+
+
+def numbers(*values: int) -> torch.Tensor:
+    return torch.tensor(values, device="cuda")
+
+
+@contextmanager
+def captured() -> Iterator[torch.cuda.CUDAGraph]:
+    """A graph of what is launched meanwhile."""
+    graph, beside = torch.cuda.CUDAGraph(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    with torch.cuda.stream(beside):
+        graph.capture_begin()
+        yield graph
+        graph.capture_end()
+
+
+def kinds(card: Card) -> list[str]:
+    found = [sync.kind for sync in card.syncs]
+    card.syncs.clear()
+    return found
+
+
+def test_tensors_say_that_they_are_on_the_card_and_are_computed_when_somebody_waits(card: Card) -> None:
+    x = numbers(1, 2, 3)
+    kinds(card)
+    y = (x * 2 + 1).view(3, 1)[1:]
+    assert (y.device, y.is_cuda, y.shape) == (DEVICE, True, (2, 1))
+    assert kinds(card) == []
+    assert y.flatten().tolist() == [5, 7]
+    assert kinds(card) == ["copy to the host"]
+
+
+@pytest.mark.parametrize(
+    "look",
+    [
+        lambda x: x[0].item(), lambda x: int(x[0]), lambda x: x.cpu(), lambda x: x.nonzero(), lambda x: x[x > 1],
+        lambda x: bool((x > 1).any()), lambda x: torch.equal(x, x), lambda x: f"{x[0]}", torch.unique,
+        lambda _: torch.cuda.synchronize(), lambda x: x.to("cpu", torch.float32), lambda x: torch.empty(3).copy_(x),
+        lambda x: x.repeat_interleave(x), lambda x: x.masked_select(x > 1), lambda x: 2 in x,
+    ],
+)  # fmt: skip
+def test_whoever_wants_a_value_on_the_host_waits_and_no_capture_may(card: Card, look: object) -> None:
+    assert callable(look)
+    x = numbers(1, 2, 3)
+    kinds(card)
+    look(x)
+    assert kinds(card)
+    with captured(), pytest.raises(RuntimeError, match="not permitted when stream is capturing"):
+        look(x)
+
+
+def test_a_page_locked_tensor_is_read_when_the_stream_comes_to_it(card: Card) -> None:
+    kept = torch.tensor([1, 2, 3], pin_memory=True)
+    assert kept.is_pinned()
+    kinds(card)
+    sent = kept.to(DEVICE, non_blocking=True)
+    kept[0] = 9
+    assert kinds(card) == []
+    assert sent.tolist() == [9, 2, 3]
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        lambda: torch.tensor([1, 2, 3, 4]),
+        lambda: torch.tensor([1, 2, 3, 4], dtype=torch.int32, pin_memory=True).to(torch.int64),
+        lambda: torch.tensor([1, 2, 3, 4, 5, 6, 7, 8], pin_memory=True).view(4, 2).t(),
+    ],
+)
+def test_a_copy_from_pageable_memory_is_a_wait_and_is_taken_at_once(card: Card, source: object) -> None:
+    assert callable(source)
+    kept = source()
+    expected = kept.tolist()
+    sent = kept.to(DEVICE, non_blocking=True)
+    kept.zero_()
+    assert kinds(card) == ["copy from pageable memory"]
+    assert sent.tolist() == expected
+
+
+def test_a_copy_to_page_locked_memory_is_there_when_its_event_has_passed(card: Card) -> None:
+    kept = torch.empty(3, dtype=torch.int64, pin_memory=True)
+    done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    kept.copy_(numbers(1, 2, 3), non_blocking=True)
+    done.record()
+    assert kept.tolist() != [1, 2, 3]
+    done.synchronize()
+    assert kept.tolist() == [1, 2, 3]
+    assert torch.empty(3, dtype=torch.int64).copy_(numbers(4, 5, 6), non_blocking=True).tolist() == [4, 5, 6]
+
+
+def test_a_stream_waits_for_another_only_where_it_is_told_to(card: Card) -> None:
+    beside, x, seen = torch.cuda.Stream(), numbers(0, 0, 0), torch.empty(3, dtype=torch.int64, pin_memory=True)  # type: ignore[no-untyped-call]
+    x.add_(1)
+    for waits, expected in ((False, [0, 0, 0]), (True, [1, 1, 1])):
+        if waits:
+            beside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(beside):
+            seen.copy_(x, non_blocking=True)
+        beside.synchronize()
+        assert seen.tolist() == expected
+
+
+def test_a_replay_uses_the_memory_and_the_numbers_of_the_capture(card: Card) -> None:
+    x, out, factor = numbers(1, 2, 3), numbers(0, 0, 0), 2
+    with captured() as graph:
+        out.copy_(x * factor + torch.arange(3, device="cuda"))
+    factor = 10
+    x.copy_(numbers(4, 5, 6))
+    assert out.tolist() == [0, 0, 0], "a capture computes nothing"
+    graph.replay()
+    assert out.tolist() == [8, 11, 14]
+    x = numbers(0, 0, 0)
+    graph.replay()
+    assert out.tolist() != [8, 11, 14], "what a graph reads was let go of, and belongs to somebody else"
+    assert factor == 10
+
+
+def test_memory_that_was_let_go_of_is_garbage_for_another_stream(card: Card) -> None:
+    beside, out = torch.cuda.Stream(), torch.zeros(3, device="cuda")  # type: ignore[no-untyped-call]
+    for kept, expected in ((False, False), (True, True)):
+        x = torch.ones(3, device="cuda")
+        beside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(beside):
+            out.copy_(x)
+        if kept:
+            x.record_stream(beside)
+        del x
+        torch.cuda.current_stream().synchronize()
+        assert (out.tolist() == [1.0, 1.0, 1.0]) is expected
+
+
+def test_memory_is_garbage_before_it_is_written(card: Card) -> None:
+    assert torch.empty(2, device="cuda").isnan().all().item()
+    assert torch.empty(2, dtype=torch.int32, device="cuda").tolist() != [0, 0]
+    assert torch.empty(2, pin_memory=True).isnan().all()
+
+
+def test_what_cuda_refuses_is_refused(card: Card) -> None:
+    x, here = numbers(1, 2, 3), torch.tensor([0, 1, 2])
+    with pytest.raises(RuntimeError, match="same device"):
+        x + here
+    with pytest.raises(RuntimeError, match="same device"):
+        x.index_select(0, here)
+    with pytest.raises(TypeError, match="numpy"):
+        x.numpy()
+    assert (x + torch.tensor(1)).tolist() == [2, 3, 4], "a number may come from the host"
+    assert x[here].tolist() == [1, 2, 3], "torch copies indices"
+    with pytest.raises(RuntimeError, match="non-default stream"):
+        torch.cuda.CUDAGraph().capture_begin()
+    forbidden: list[Callable[[], object]] = [lambda: torch.empty(3, pin_memory=True), lambda: x.copy_(here), lambda: numbers(1)]
+    for refused in forbidden:
+        with captured(), pytest.raises(RuntimeError, match="not permitted when stream is capturing"):
+            refused()
+    with pytest.raises(torch.OutOfMemoryError):
+        torch.empty(1 << 30, device="cuda")
+
+
+def test_an_error_on_the_card_comes_when_somebody_waits_and_stays(card: Card) -> None:
+    found = numbers(1, 2, 3).index_select(0, numbers(7))
+    with pytest.raises(IndexError):
+        found.tolist()
+    with pytest.raises(RuntimeError, match="the device is lost"):
+        torch.cuda.synchronize()
+
+
+def test_indexing_is_that_of_torch(card: Card) -> None:
+    here = torch.arange(24).view(2, 3, 4)
+    there = here.to(DEVICE)
+    rows, mask = torch.tensor([1, 0]), torch.tensor([[True, False, True], [False, True, True]])
+    keys = (1, (0, 2), (slice(None), 1), (..., 0), (None, 1), (slice(0, 1), slice(1, None, 2)), rows, (rows, 2), mask,
+            (slice(None), torch.tensor([0, 2]), slice(1, 3)), (..., rows), [1, 0], (1, ..., None))  # fmt: skip
+    for key in keys:
+        wanted = here[key]
+        moved = (
+            tuple(each.to(DEVICE) if isinstance(each, torch.Tensor) else each for each in key)
+            if isinstance(key, tuple)
+            else key
+        )
+        assert there[moved].cpu().equal(wanted), key
+        for value in (7, torch.zeros_like(wanted)):
+            one, other = here.clone(), there.clone()
+            one[key] = value
+            other[moved] = value.to(DEVICE) if isinstance(value, torch.Tensor) else value
+            assert other.cpu().equal(one), key
+
+
+def test_a_buffer_that_is_used_again_too_early_shows(card: Card, monkeypatch: pytest.MonkeyPatch) -> None:
+    def sent(depth: int) -> list[list[int]]:
+        staging = Staging(DEVICE)
+        arrived = [staging.send([number, number]) for number in range(depth)]
+        return [each.tolist() for each in arrived]
+
+    expected = [[number, number] for number in range(9)]
+    assert sent(9) == expected
+    monkeypatch.setattr(Rotation, "used", lambda *_: None)
+    assert sent(4) == expected[:4]
+    assert sent(9) != expected
+
+
+def test_tokens_come_back_as_they_were_when_their_step_was_launched(card: Card, monkeypatch: pytest.MonkeyPatch) -> None:
+    def returned(count: int) -> list[list[int]]:
+        back, tokens = TokenReturn(2, 3, device=DEVICE), numbers(0, 0)
+        under_way, found = [], []
+        for _ in range(count):
+            under_way.append(back.send(tokens))
+            tokens.add_(1)
+            if len(under_way) == 2:
+                found.append(under_way.pop(0).tokens())
+        return found
+
+    expected = [[number, number] for number in range(8)]
+    assert returned(9) == expected
+    monkeypatch.setattr(torch.cuda.Event, "synchronize", lambda _: None)
+    assert returned(9) != expected

@@ -1,0 +1,78 @@
+"""Histories of an engine on a rehearsed card: captured steps, launched ahead, give the tokens of the plain runner on the CPU.
+
+Operations are torch's (`tests.support.rehearsal.table`): the kernels' own numbers are the business of their tests.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+
+from tests.support.engine_histories import MAX_LEN, Asked, asked, assert_as_alone, run, with_grammars
+from tests.support.engines import small_engine
+from tests.support.rehearsal import Schedule, rehearsal
+from tests.support.rehearsal.table import in_place_of_triton
+from tests.support.tiny_models import make_model
+
+pytest.importorskip("triton")
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU nothing is rehearsed")
+
+FAMILIES = ("llama", "gemma2", "qwen3")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models")
+    for family in FAMILIES:
+        make_model(family, folder / family)
+    return folder
+
+
+@settings(max_examples=25, deadline=None, derandomize=True, phases=(Phase.generate,))
+@given(
+    family=st.sampled_from(FAMILIES),
+    requests=st.lists(asked, min_size=1, max_size=9),
+    budget=st.sampled_from((7, 16, 512)),
+    block_size=st.sampled_from((4, 16)),
+    seats=st.sampled_from((2, 5, 16)),
+    spare_blocks=st.sampled_from((0, 8, 1000)),
+    caches=st.booleans(),
+    preempt_at=st.none() | st.integers(1, 12),
+    swap_space=st.sampled_from((0.0, 0.002)),
+    schedule=st.sampled_from(Schedule),
+    seed=st.integers(0, 99),
+)
+def test_tokens_are_those_of_the_plain_runner(
+    folder: Path,
+    family: str,
+    requests: list[Asked],
+    budget: int,
+    block_size: int,
+    seats: int,
+    spare_blocks: int,
+    caches: bool,
+    preempt_at: int | None,
+    swap_space: float,
+    schedule: Schedule,
+    seed: int,
+) -> None:
+    with rehearsal(schedule, seed=seed) as card, in_place_of_triton():
+        engine = small_engine(
+            folder / family,
+            device="cuda",
+            dtype="float32",
+            max_num_batched_tokens=max(budget, seats),
+            block_size=block_size,
+            max_num_seqs=seats,
+            max_model_len=MAX_LEN,
+            num_kv_blocks=MAX_LEN // block_size + spare_blocks * 16 // block_size,
+            enable_prefix_caching=caches,
+            swap_space=swap_space,
+        )
+        found = run(with_grammars(engine), requests, preempt_at=preempt_at)
+    assert card.broken is None
+    assert_as_alone(folder, family, requests, found)

@@ -1,0 +1,19 @@
+"""The choice of tokens for `table`: the one for CPUs, launched whole, as it looks at values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from kernels.cpu import sampling
+from tests.support.rehearsal.table import launched_into
+
+sampling_workspace = sampling.sampling_workspace
+
+
+def _tokens(logits: torch.Tensor, *_: Any) -> torch.Tensor:
+    return torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)
+
+
+sample = launched_into(sampling.sample, _tokens)

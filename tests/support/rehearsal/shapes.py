@@ -1,0 +1,44 @@
+"""What an operation's results will be like, before it runs: torch computes it on its meta device, once for each kind."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from tests.support.rehearsal.leaves import mapped
+
+
+class Geometry:
+    """Size, strides and dtype of a tensor that does not exist yet."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.of = tuple(tensor.size()), tuple(tensor.stride()), tensor.dtype
+
+
+_known: dict[Any, Any] = {}
+
+
+def shapes_of(func: Any, args: Any, kwargs: Any) -> Any:
+    """What torch says that the results will be like; None when it cannot tell."""
+    key = func, repr(mapped(lambda each: Geometry(each).of if isinstance(each, torch.Tensor) else each, (args, kwargs)))
+    if key not in _known:
+        _known[key] = _asked(func, args, kwargs)
+    return _known[key]
+
+
+def _asked(func: Any, args: Any, kwargs: Any) -> Any:
+    def on_meta(each: Any) -> Any:
+        if isinstance(each, torch.Tensor) and (each.is_cuda or each.dim()):
+            return torch.empty_strided(each.size(), each.stride(), dtype=each.dtype, device="meta")
+        return torch.device("meta") if isinstance(each, torch.device) else each
+
+    kwargs = {name: value for name, value in kwargs.items() if name != "pin_memory"}
+    meta_args, meta_kwargs = mapped(on_meta, (args, kwargs))
+    try:
+        with _disable_current_modes(), torch.inference_mode():
+            found = func(*meta_args, **meta_kwargs)
+    except (NotImplementedError, RuntimeError):
+        return None
+    return mapped(lambda each: Geometry(each) if isinstance(each, torch.Tensor) else each, found)

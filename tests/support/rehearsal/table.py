@@ -1,0 +1,74 @@
+"""The operations of a rehearsed card in torch instead of Triton: what histories of many steps are rehearsed with.
+
+The interpreter takes a tenth of a second for a layer, too much for hundreds of steps. Here an operation is the one of the table
+for CPUs: most of these look at no value and are launched by torch, operation by operation. Those that look at values, as no
+kernel on a card may, are launched whole: RETURNING and WRITING here, and `sample` in the module beside this one. Experts of a
+mixture stay those that ask the host, so that their steps are not captured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import torch
+
+from kernels import ops
+from kernels.cpu import table
+from tests.support.rehearsal.card import current_card
+from tests.support.rehearsal.leaves import mapped
+from tests.support.rehearsal.tensors import refuse_host, to_host
+
+RETURNING = ("paged_decode", "paged_prefill")
+WRITING = (
+    "copy_blocks", "gather_blocks", "scatter_blocks", "rope_and_cache", "prepare_decode", "advance_slots", "count_tokens",
+    "apply_bitmask",
+)  # fmt: skip
+
+
+def launched(function: Callable[..., Any]) -> Callable[..., None]:
+    """A function over tensors of the CPU, which writes into its arguments, as one launch."""
+
+    def launch(*args: Any, **kwargs: Any) -> None:
+        refuse_host((args, kwargs))
+        host_args, host_kwargs = mapped(to_host, (args, kwargs))
+        current_card().stream.add(lambda: function(*host_args, **host_kwargs))
+
+    return launch
+
+
+def launched_into(function: Callable[..., Any], make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """One that returns a tensor; `make` allocates it unless it is given as `out`."""
+
+    def write(out: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        out.copy_(function(*args, **kwargs))
+
+    def launch(*args: Any, out: torch.Tensor | None = None, **kwargs: Any) -> torch.Tensor:
+        out = make(*args) if out is None else out
+        launched(write)(out, *args, **kwargs)
+        return out
+
+    return launch
+
+
+def _like_queries(q: torch.Tensor, *_: Any) -> torch.Tensor:
+    return torch.empty(q.shape, dtype=q.dtype, device=q.device)
+
+
+_LAUNCHED: dict[str, Any] = {
+    **{name: launched_into(getattr(table, name), _like_queries) for name in RETURNING},
+    **{name: launched(getattr(table, name)) for name in WRITING},
+}
+OPERATIONS = replace(
+    table.OPERATIONS, words="torch operations on a rehearsed card", pages=lambda _shape, _kv_dtype: True, **_LAUNCHED
+)
+
+
+@contextmanager
+def in_place_of_triton() -> Iterator[None]:
+    """What is made for cards meanwhile takes these operations."""
+    with mock.patch.dict(ops._TABLES, cuda=f"{__package__}.table"):
+        yield
