@@ -63,7 +63,8 @@ INT4 = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True,
 
 def config_of(context: Context, name: str, *, int4: bool = False, layers: int | None = None) -> dict[str, Any]:
     """What config.json holds. `layers` leaves layers out: their kernels are those of the whole model."""
-    config = {**CONFIGS[name], "dtype": "float32" if context.rehearsal else "bfloat16"}
+    dtype = torch.float32 if context.device.type == "cpu" else context.dtype
+    config = {**CONFIGS[name], "dtype": str(dtype).removeprefix("torch.")}
     if context.rehearsal:
         config |= TINY
     if layers is not None:

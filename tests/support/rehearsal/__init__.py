@@ -23,14 +23,17 @@ __all__ = ["DEVICE", "Card", "Schedule", "Sync", "rehearsal"]
 
 
 @contextmanager
-def rehearsal(schedule: Schedule = Schedule.LATE, *, seed: int = 0, total_bytes: int = DEFAULT_BYTES) -> Iterator[Card]:
-    """A card for as long as the context lasts. Its tensors are of no use afterwards."""
+def rehearsal(
+    schedule: Schedule = Schedule.LATE, *, seed: int = 0, total_bytes: int = DEFAULT_BYTES, runs_kernels: bool = True
+) -> Iterator[Card]:
+    """A card for as long as the context lasts. Its tensors are of no use afterwards. Without `runs_kernels` those of Triton are
+    launched, captured and replayed as always, but compute nothing: for what looks at no result and would take minutes."""
     card = Card(schedule=schedule, seed=seed, total_bytes=total_bytes)
     begin(card)
     try:
         with ExitStack() as stack:
             stack.enter_context(in_place_of_cuda(card))
-            stack.enter_context(launched_by_triton())
+            stack.enter_context(launched_by_triton(runs=runs_kernels))
             stack.enter_context(mode())
             yield card
     finally:

@@ -27,6 +27,8 @@ REPO = f"{Path(__file__).resolve().parents[3]}/"
 PACKAGE = f"{Path(__file__).resolve().parent}/"
 DEFAULT_BYTES = 1 << 30
 CONTEXT_BYTES = 64 << 20
+ELAPSED_MS = 100.0
+"""Between any two events: so much that nobody repeats what he times."""
 ALLOCATION_BYTES = 512
 SEGMENT_BYTES = 2 << 20
 
@@ -157,7 +159,7 @@ class Event:
         assert self.stream is not None, "the first event was never recorded"
         assert end.stream is not None, "the second event was never recorded"
         assert end.stream.done >= end.position, "nobody waited for the second event"
-        return 1.0
+        return ELAPSED_MS
 
 
 @dataclass

@@ -20,6 +20,13 @@ MULTIPROCESSORS = 4
 """As few as under the interpreter: kernels with a fixed grid stay cheap."""
 
 
+class HostGenerator(torch.Generator):
+    """What draws for the card draws here."""
+
+    def __new__(cls, device: object = None) -> HostGenerator:
+        return super().__new__(cls)
+
+
 def stand_ins(card: Card) -> dict[str, Any]:
     """By name in `torch.cuda`."""
     properties = SimpleNamespace(
@@ -72,6 +79,7 @@ def in_place_of_cuda(card: Card) -> Iterator[None]:
             stack.enter_context(mock.patch.object(torch.cuda, name, stand_in))
         for name in ("tensor", "as_tensor"):
             stack.enter_context(mock.patch.object(torch, name, _made_of_numbers(getattr(torch, name))))
+        stack.enter_context(mock.patch.object(torch, "Generator", HostGenerator))
         stack.enter_context(mock.patch.object(torch.Tensor, "to", _with_index(torch.Tensor.to)))
         yield
 

@@ -14,8 +14,9 @@ from tests.support.rehearsal.tensors import refuse_host, to_host
 
 
 @contextmanager
-def launched_by_triton() -> Iterator[None]:
-    """Kernels are launched and not run. Addresses of the host are refused as Triton does, but for page-locked memory."""
+def launched_by_triton(*, runs: bool = True) -> Iterator[None]:
+    """Kernels are launched, and run when the stream comes to them, or, unless `runs`, never: their outputs stay garbage.
+    Addresses of the host are refused as Triton does, but for page-locked memory."""
     executor = importlib.import_module("triton.runtime.interpreter").GridExecutor
     execute = executor.__call__
 
@@ -24,7 +25,7 @@ def launched_by_triton() -> Iterator[None]:
         host_args, host_kwargs = mapped(to_host, (args, kwargs))
         card = current_card()
         card.num_launches += 1
-        card.stream.add(lambda: execute(self, *host_args, **host_kwargs))
+        card.stream.add(lambda: execute(self, *host_args, **host_kwargs) if runs else None)
 
     with mock.patch.object(executor, "__call__", launch):
         yield

@@ -16,8 +16,9 @@ from unittest import mock
 
 import torch
 
-from kernels import ops
+from kernels import ops, quantised_linear
 from kernels.cpu import table
+from tests.support.rehearsal import quantised
 from tests.support.rehearsal.card import current_card
 from tests.support.rehearsal.leaves import mapped
 from tests.support.rehearsal.tensors import refuse_host, to_host
@@ -69,6 +70,12 @@ OPERATIONS = replace(
 
 @contextmanager
 def in_place_of_triton() -> Iterator[None]:
-    """What is made for cards meanwhile takes these operations."""
-    with mock.patch.dict(ops._TABLES, cuda=f"{__package__}.table"):
+    """What is made for cards meanwhile takes these operations, and the products of `quantised`."""
+    found = quantised_linear._found
+
+    def bound(name: str, device_type: str) -> Callable[..., Any]:
+        product: Callable[..., Any] = getattr(quantised, name) if device_type == "cuda" else found(name, device_type)
+        return product
+
+    with mock.patch.dict(ops._TABLES, cuda=f"{__package__}.table"), mock.patch.object(quantised_linear, "_found", bound):
         yield

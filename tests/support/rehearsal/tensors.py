@@ -83,6 +83,9 @@ class CardTensor(torch.Tensor):
         found: CardTensor = aten.copy_.default(self, source, non_blocking)
         return found
 
+    def contiguous(self, *_: Any, **__: Any) -> torch.Tensor:
+        return self if self.is_contiguous() else self.clone(memory_format=torch.contiguous_format)
+
     def nonzero(self, *, as_tuple: bool = False) -> Any:
         found = aten.nonzero.default(self)
         return found.unbind(1) if as_tuple else found
@@ -118,6 +121,8 @@ class CardTensor(torch.Tensor):
 
     def __setitem__(self, key: Any, value: Any) -> None:
         place, indices = taken_apart(self, key)
+        if isinstance(value, torch.Tensor) and not indices:
+            value = value.view(value.shape[max(0, value.dim() - place.dim()) :])  # dimensions of 1 in front do not count
         if not isinstance(value, torch.Tensor):
             if not indices:
                 place.fill_(value)
@@ -177,7 +182,7 @@ def dispatch(func: Any, args: Sequence[Any], kwargs: dict[str, Any], mode: Torch
     special = SPECIAL.get(name)
     if special is not None:
         return special(func, args, kwargs)
-    if any(isinstance(each, torch.Tensor) and not isinstance(each, CardTensor) for each in flat):
+    if on_card and any(isinstance(each, torch.Tensor) and not isinstance(each, CardTensor) for each in flat):
         args, kwargs = mapped(lambda each: _of_one_device(name, each), (args, kwargs))
     if name in WAITING or (name in INDEXED and _by_masks(args)):
         return _waiting(func, args, kwargs)
@@ -346,6 +351,7 @@ def copy_to_host(target: torch.Tensor, source: CardTensor, *, non_blocking: bool
 def _copy(func: Any, args: Any, kwargs: Any) -> Any:
     target, source, *rest = args
     non_blocking = bool(rest[0] if rest else kwargs.get("non_blocking", False))
+    torch.empty(source.shape, device="meta").expand(target.shape)  # raises where it does not fit
     if isinstance(target, CardTensor) and isinstance(source, CardTensor):
         to, of = target.data_on_host, source.data_on_host
         current_card().stream.add(lambda: to.copy_(of))

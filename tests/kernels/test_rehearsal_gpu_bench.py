@@ -1,0 +1,62 @@
+"""The bench that needs a GPU, on a rehearsed one: its code for a card, with graphs, streams and events, runs to its end.
+
+`bench/gpu.sh --rehearse` runs the same parts on the CPU, without any of that, and looks at the kernels' numbers. Here most
+kernels are launched and compute nothing, and engines have torch's operations. The peers, which are not ours, are left out.
+"""
+
+from __future__ import annotations
+
+import importlib
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+import torch
+
+from bench.gpu.context import Context
+from bench.gpu.idle import Idle
+from bench.gpu.plan import PARTS, Part
+from bench.gpu.targets import TARGETS
+from tests.support.rehearsal import DEVICE, Schedule, rehearsal
+from tests.support.rehearsal.table import in_place_of_triton
+
+pytest.importorskip("triton")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Conversion of an array with ndim:DeprecationWarning"),
+    pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU nothing is rehearsed"),
+]
+
+FACTS = {"bandwidth": 4e12, "flops": 8e14, "flops_fp8": 1.6e15, "gap_s": 1e-6}
+NUMBERS_ELSEWHERE = ("check attention", "check rows", "check products")
+"""Checks whose kernels take long in the interpreter: they are launched here and computed by the rehearsal on the CPU."""
+
+
+def without_a_trace(run: Callable[[], object], device: torch.device) -> Idle:
+    """The profiler of a torch without CUDA sees no card."""
+    run()
+    torch.cuda.synchronize()
+    assert device == DEVICE
+    return Idle(0.0, 0.0, 1.0, 1, 0.0, {})
+
+
+@pytest.mark.parametrize("part", [part for part in PARTS if part.name != "peers"], ids=lambda part: part.name)
+def test_a_part_runs_to_its_end_on_a_card(part: Part, monkeypatch: pytest.MonkeyPatch) -> None:
+    measure = getattr(importlib.import_module(part.module), part.function)
+    monkeypatch.setattr("bench.gpu.serve.measure_idle", without_a_trace)
+    told: list[dict[str, Any]] = []
+    has_kernels = part.family in ("calibrate", "kernels") or part.module.startswith("bench.gpu.check_")
+    with ExitStack() as stack:
+        runs = part.family != "kernels" and part.name not in NUMBERS_ELSEWHERE
+        card = stack.enter_context(rehearsal(Schedule.EARLY, total_bytes=8 << 30, runs_kernels=runs))
+        if not has_kernels:
+            stack.enter_context(in_place_of_triton())
+        torch.manual_seed(0)
+        measure(Context(DEVICE, True, dict(FACTS), told.append, time.monotonic() + 600))
+    rows = {line["row"]["name"]: line["row"] for line in told if "row" in line}
+    assert {name: row["note"] for name, row in rows.items() if row["error"]} == {}
+    assert not card.computed_early
+    assert card.broken is None
+    mine = {target.name for target in TARGETS if target.part == part.target}
+    assert not rows or rows.keys() & mine
