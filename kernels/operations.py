@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from kernels.attention_rows import AttentionShape
+from kernels.recorded_operations import RecordedOperations
 from kernels.residual_stream import Stream
 
 Tensor = torch.Tensor
@@ -31,6 +32,7 @@ class Operations:
     that end with `_fp8` leave e4m3 rows and their scales for a product with 8-bit weights.
     `pages` says of heads and of the format of a cache whether `paged_decode` and `paged_prefill` are the way to attend;
     `is_row_invariant`, whether products, plain or quantised, and that attention give a row the same bits in any batch.
+    `sequence` makes room for operations of so many rows that are to run together, None where they are called one by one.
     """
 
     words: str
@@ -69,3 +71,4 @@ class Operations:
     scatter_blocks: Callable[..., None]
     pages: Callable[[AttentionShape, torch.dtype], bool] = lambda _shape, _kv_dtype: True
     is_row_invariant: bool = False
+    sequence: Callable[[int], RecordedOperations] | None = None

@@ -39,6 +39,7 @@ from kernels.quantised_linear import (
     to_fp8,
 )
 from kernels.quantised_weights import Fp8Weight, Int4Weight, Int8Weight, pack_awq, pack_fp8, pack_gptq, pack_int8
+from kernels.recorded_operations import NotRecordable, RecordedOperations
 from kernels.residual_stream import Stream
 from kernels.sampling_columns import HELD_IDS_MAX, SamplingColumns
 
@@ -60,10 +61,12 @@ __all__ = [
     "InvariantPlanner",
     "LinearKernel",
     "LinearPacker",
+    "NotRecordable",
     "Operations",
     "PagedPlan",
     "PagedPlanner",
     "PlainWeights",
+    "RecordedOperations",
     "SamplingColumns",
     "Stream",
     "attention_planner",

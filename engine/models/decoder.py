@@ -12,6 +12,7 @@ from engine.layers.experts import SparseMLP
 from engine.layers.mlp import GatedMLP
 from engine.layers.norm import RMSNorm
 from engine.models.fused_layers import FusedLayer, FusedLayers
+from engine.models.joined_layers import MAX_ROWS, JoinedLayers, one_token_each
 from engine.runner.batch_inputs import BatchInputs
 from engine.runner.weights import LinearStorage, StoredLinear, WeightPlan
 from kernels import ops
@@ -141,6 +142,8 @@ class Decoder:
         self._multiplier = torch.tensor(config.embedding_multiplier, dtype=dtype).item()
         self._branch_multiplier = config.residual_multiplier
         self._fused: FusedLayers | None = None
+        self._joined: JoinedLayers | None = None
+        self._can_join = self._ops.sequence is not None
         self._softcap, self._divisor = config.logits_softcap, config.logits_divisor
 
     def weight_plan(self, storage: LinearStorage | None = None) -> WeightPlan:
@@ -208,15 +211,42 @@ class Decoder:
         if self._fused is not None and kv_caches is not None and residual.shape[0] <= ops.FUSED_ROWS_MAX:
             x = self._fused(residual, inputs, kv_caches, self._norm)
             return self._norm(x if inputs.sampled_rows is None else x.index_select(0, inputs.sampled_rows))
+        if self._can_join and kv_caches is not None and residual.shape[0] <= MAX_ROWS and one_token_each(inputs):
+            joined = self._join(inputs, kv_caches)
+            if joined is not None:
+                x = joined(residual, inputs)
+                return x.clone() if inputs.sampled_rows is None else x.index_select(0, inputs.sampled_rows)
+        x = self._through(residual, inputs, kv_caches)
+        return x if inputs.sampled_rows is None else self._norm(x.index_select(0, inputs.sampled_rows))
+
+    def _through(
+        self,
+        residual: torch.Tensor,
+        inputs: BatchInputs,
+        kv_caches: Sequence[torch.Tensor] | None,
+        before_layer: Callable[[], None] = lambda: None,
+    ) -> torch.Tensor:
+        """The way through all layers: [T, hidden] → [T, hidden], normalised where all rows are wanted: for fewer the last norm
+        is not computed together with the last sum."""
         first = self._layers[0].norm
         rows: torch.Tensor | ops.Fp8Rows = residual if first is None else first.rows(residual)
-        # The last norm is for the rows that are wanted: together with the last sum where these are all.
         norms = (*self._later_norms, self._norm if inputs.sampled_rows is None else None)
         caches = (None,) * len(norms) if kv_caches is None else kv_caches
         for layer, kv_cache, next_norm in zip(self._layers, caches, norms, strict=True):
+            before_layer()
             rows, residual = layer(rows, residual, inputs, kv_cache, next_norm)
-        x = _plain(rows)
-        return x if inputs.sampled_rows is None else self._norm(x.index_select(0, inputs.sampled_rows))
+        return _plain(rows)
+
+    def _join(self, inputs: BatchInputs, kv_caches: Sequence[torch.Tensor]) -> JoinedLayers | None:
+        """All layers for these caches as one call, None where something between them is not one of its operations."""
+        if self._joined is None or self._joined.kv_caches is not kv_caches:
+            assert self._ops.sequence is not None
+            try:
+                hidden_size = self._embedding.shape[1]
+                self._joined = JoinedLayers(self._ops.sequence(MAX_ROWS), self._through, hidden_size, inputs, kv_caches)
+            except ops.NotRecordable:
+                self._joined, self._can_join = None, False
+        return self._joined
 
     def logits(self, hidden: torch.Tensor, *, wide: bool = True) -> torch.Tensor:
         """hidden: [B, hidden] → [B, V] float32; unless `wide`, in the format of the product where nothing follows it"""

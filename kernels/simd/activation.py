@@ -6,7 +6,8 @@ import numba
 import torch
 
 from kernels.simd.compiling import entry, part, task
-from kernels.simd.threads import argument, pool, run, share
+from kernels.simd.launching import Launch, new
+from kernels.simd.threads import argument, run, share
 from kernels.simd.vectors import BYTES, LANES, exp, fma, load_part, splat, store_part
 
 SILU, GELU_TANH = 0, 1
@@ -40,18 +41,20 @@ def _gates(a):
 
 
 @entry(8)
-def _gate(pool, threads, task, x, out, num_rows, size, kind):
+def _run(pool, threads, task, x, out, num_rows, size, kind):
     run(pool, threads, task, (x, out, num_rows, size, kind))
+
+
+_gate = Launch(_run, _gates, rows_at=2)
 
 
 def _gated(gate_up: torch.Tensor, kind: int) -> torch.Tensor:
     gate_up = gate_up.contiguous()
     num_rows, size = gate_up.shape[0], gate_up.shape[1] // 2
-    out = torch.empty(num_rows, size)
-    team = pool()
-    # an exponential costs as much as a dozen other operations
-    threads = min(num_rows, team.threads(num_rows * size * 8))
-    _gate(team.address, threads, _gates.address, gate_up.data_ptr(), out.data_ptr(), num_rows, size, kind)
+    out = new(num_rows, size)
+    # an exponential costs as much as a dozen other operations; a row is not shared
+    work = num_rows * size * 8 if num_rows > 1 else 0
+    _gate(work, gate_up.data_ptr(), out.data_ptr(), num_rows, size, kind)
     return out
 
 

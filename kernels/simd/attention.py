@@ -1,50 +1,21 @@
 """Causal attention of queries over the blocks of the paged cache, read where they are: nothing is gathered, nothing padded.
 
-Queries that share their keys make a tile: the query heads of one key head, and of a longer row some consecutive queries. The
-keys are passed in chunks, of which a tile's scores stay in the cache of a core, and sums are rescaled when a chunk has a
-larger score (online softmax, arXiv 1805.02867; tiles as in arXiv 2205.14135). Scores are `tiles.dots` of a query with LANES
-keys, and weighted sums of values are `tiles.multiply`.
-
-Chunks begin at multiples of CHUNK and keys are added in order, so that a query has the same bits whatever is computed beside
-it and however its prompt was cut. Slots outside a row's context are not read. Reads 2 · context · D numbers for each tile.
+Queries that share their keys make a tile (`attention_tile`): the query heads of one key head, and of a longer row some
+consecutive queries. A decode's tile has several neighbouring key heads, which lie side by side in memory: the threads
+share these evenly, so that they read what a row has together and in order. Reads 2 · context · D numbers for each tile.
 """
 
 from __future__ import annotations
-
-import math
 
 import numba
 import torch
 
 from kernels.attention_rows import AttentionShape
+from kernels.simd.attention_tile import HEAD_DIM_MAX, TILE_ROWS, attend_tile
 from kernels.simd.compiling import entry, part, task
-from kernels.simd.fetching import fetch
-from kernels.simd.threads import argument, bits, member, number, pool, run
-from kernels.simd.tiles import CACHE_LINE, ROWS, WIDE, dots, multiply, multiply_narrow
-from kernels.simd.vectors import (
-    BYTES,
-    LANES,
-    exp,
-    first_lanes,
-    get,
-    get_int32,
-    largest,
-    load,
-    maximum,
-    put,
-    splat,
-    stack,
-    store,
-    tanh,
-    total,
-)
-
-CHUNK = 512
-STRIDE = CHUNK + LANES
-HEAD_DIM_MAX = 256
-
-_scores, _sums, _lane = stack(ROWS * STRIDE), stack(ROWS * HEAD_DIM_MAX), stack(LANES)
-_largest_scores, _totals = stack(ROWS), stack(ROWS)
+from kernels.simd.launching import Launch, new
+from kernels.simd.threads import argument, bits, member, number, run
+from kernels.simd.vectors import BYTES, LANES, get_int32, splat, store
 
 
 def can_attend(shape: AttentionShape) -> bool:
@@ -53,166 +24,18 @@ def can_attend(shape: AttentionShape) -> bool:
 
 
 @part
-def _scalar_exp(x, room):
-    store(room, 0, exp(splat(x)))
-    return get(room, 0)
-
-
-@part
-def _score_keys(query, keys, key_stride, count, size, scale, softcap):
-    """Scores of LANES keys of which `count` are there, -inf for the others."""
-    scores = dots(query, keys, key_stride, count, size)
-    return tanh(scores * splat(scale / softcap)) * splat(softcap) if softcap > 0 else scores * splat(scale)
-
-
-@part
-def _fetch(keys, slot, count, size):
-    """Ask for a head's keys and values of `count` slots."""
-    for key in range(count):
-        for offset in range(0, size * BYTES, CACHE_LINE):
-            fetch(keys + key * slot * BYTES + offset)
-            fetch(keys + (key * slot + slot // 2) * BYTES + offset)
-
-
-@part
-def _score_chunk(
-    scores,
-    rows,
-    heads,
-    queries,
-    query_stride,
-    size,
-    cache,
-    table,
-    block,
-    slot,
-    first,
-    end,
-    own,
-    window,
-    scale,
-    softcap,
-    fetches,
-):
-    """Scores of the keys `first` to `end` - 1 for each row, at their places in the chunk; what a row does not see is -inf.
-
-    `own`: the position of the first query; rows are its heads, then those of the next query. `cache`: key 0 of slot 0.
-    """
-    hidden = splat(numba.float32(-math.inf))
-    base = first // CHUNK * CHUNK
-    for row in range(rows):
-        store(scores, row * STRIDE + (first - base) // LANES * LANES, hidden)
-        store(scores, row * STRIDE + (end - 1 - base) // LANES * LANES, hidden)
-    position = first
-    while position < end:
-        count = min(LANES, end - position, block - position % block)
-        keys = cache + (get_int32(table, position // block) * block + position % block) * slot * BYTES
-        behind = position + count
-        if fetches and behind < end:
-            following = cache + (get_int32(table, behind // block) * block + behind % block) * slot * BYTES
-            _fetch(following, slot, min(LANES, end - behind, block - behind % block), size)
-        for row in range(rows):
-            query = queries + (row // heads * query_stride + row % heads * size) * BYTES
-            seen = min(count, own + row // heads + 1 - position)
-            found = hidden
-            if seen > 0:
-                found = first_lanes(_score_keys(query, keys, slot, count, size, scale, softcap), seen, hidden)
-            before = own + row // heads + 1 - window - position
-            if window > 0 and before > 0:
-                found = first_lanes(hidden, before, found)
-            store(scores, row * STRIDE + position - base, found)
-        position += count
-
-
-@part
-def _weigh_chunk(scores, rows, size, first, end, sums, largest_scores, totals, room):
-    """Scores become weights relative to the largest so far, and the sums so far are rescaled to it."""
-    base = first // CHUNK * CHUNK
-    low, high = (first - base) // LANES * LANES, end - base
-    for row in range(rows):
-        line = row * STRIDE
-        found = load(scores, line + low)
-        for place in range(low + LANES, high, LANES):
-            found = maximum(found, load(scores, line + place))
-        before = get(largest_scores, row)
-        now = max(before, largest(found))
-        shift = numba.float32(0.0) if now == -math.inf else now
-        weights = splat(numba.float32(0.0))
-        for place in range(low, high, LANES):
-            weight = exp(load(scores, line + place) - splat(shift))
-            store(scores, line + place, weight)
-            weights = weights + weight
-        factor = numba.float32(1.0)
-        if before != now:
-            factor = _scalar_exp(before - shift, room)
-            for place in range(0, size, LANES):
-                store(sums, row * size + place, load(sums, row * size + place) * splat(factor))
-        put(totals, row, get(totals, row) * factor + total(weights))
-        put(largest_scores, row, now)
-
-
-@part
-def _add_values(scores, rows, size, values, table, block, slot, first, end, sums):
-    """Weights times the values of the keys `first` to `end` - 1."""
-    base = first // CHUNK * CHUNK
-    position = first
-    while position < end:
-        count = min(end - position, block - position % block)
-        found = values + (get_int32(table, position // block) * block + position % block) * slot * BYTES
-        weights = scores + (position - base) * BYTES
-        if size % (WIDE * LANES) == 0:
-            for column in range(0, size, WIDE * LANES):
-                target = sums + column * BYTES
-                multiply(rows, weights, STRIDE, found + column * BYTES, slot, count, target, size, target, size, 0)
-        else:
-            for column in range(0, size, LANES):
-                target = sums + column * BYTES
-                multiply_narrow(rows, weights, STRIDE, found + column * BYTES, slot, count, target, size, target, size, 0)
-        position += count
-
-
-@part
-def _attend_tile(
-    rows, heads, queries, query_stride, size, cache, num_kv_heads, table, block, own, window, scale, softcap, out, out_stride,
-    fetches,
-):  # fmt: skip
-    """`rows` rows: `heads` heads of each of the consecutive queries, the first of which is at position `own`.
-
-    A tile that `fetches` asks for a head's part of the next slots while it scores some: they lie apart, so that the processor
-    does not see them coming. Tiles after the first of a row find them in the cache.
-    """
-    scores, sums, room = _scores(), _sums(), _lane()
-    largest_scores, totals = _largest_scores(), _totals()
-    zeros = splat(numba.float32(0.0))
-    for place in range(0, rows * size, LANES):
-        store(sums, place, zeros)
-    for row in range(rows):
-        put(largest_scores, row, numba.float32(-math.inf))
-        put(totals, row, numba.float32(0.0))
-    slot = 2 * num_kv_heads * size
-    values = cache + num_kv_heads * size * BYTES
-    first = max(0, own + 1 - window) if window > 0 else 0
-    last = own + rows // heads
-    while first < last:
-        end = min(last, (first // CHUNK + 1) * CHUNK)
-        _score_chunk(
-            scores, rows, heads, queries, query_stride, size, cache, table, block, slot,
-            first, end, own, window, scale, softcap, fetches,
-        )  # fmt: skip
-        _weigh_chunk(scores, rows, size, first, end, sums, largest_scores, totals, room)
-        _add_values(scores, rows, size, values, table, block, slot, first, end, sums)
-        first = end
-    for row in range(rows):
-        target = out + (row // heads * out_stride + row % heads * size) * BYTES
-        share = numba.float32(1.0) / get(totals, row)
-        for place in range(0, size, LANES):
-            store(target, place, load(sums, row * size + place) * splat(share))
-
-
-@part
 def _clear(target, count):
     for place in range(0, count, LANES):
         store(target, place, splat(numba.float32(0.0)))
+
+
+@part
+def _neighbours(num_kv_heads, heads, group, threads):
+    """How many key heads a tile of one query has: as many as it holds, when the threads can share what a row has evenly."""
+    shared = num_kv_heads // threads if num_kv_heads % threads == 0 else 1
+    while shared * heads > TILE_ROWS or num_kv_heads % shared:
+        shared -= 1
+    return shared if heads == group else 1
 
 
 @task
@@ -224,35 +47,38 @@ def _rows(a):
     window, scale, softcap = argument(a, 13), number(argument(a, 14)), number(argument(a, 15))
     index, threads = member(a)
     group = num_heads // num_kv_heads
-    heads = min(group, ROWS)
-    length = ROWS // heads
-    turn = 0
+    heads = min(group, TILE_ROWS)
+    length = TILE_ROWS // heads
+    slot = 2 * num_kv_heads * size
+    tile = 0
     for row in range(num_rows):
         first, end = row, row + 1
         if starts:
             first, end = get_int32(starts, row), get_int32(starts, row + 1)
         context = get_int32(lengths, row)
         table = tables + row * table_width * BYTES
+        kv_heads = _neighbours(num_kv_heads, heads, group, threads) if end - first == 1 else 1
         for query in range(first, end, length):
             count = min(length, end - query)
-            for kv_head in range(num_kv_heads):
-                turn += 1
-                if turn % threads != index:
+            for kv_head in range(0, num_kv_heads, kv_heads):
+                tile += 1
+                if tile % threads != index:
                     continue
-                for head in range(kv_head * group, (kv_head + 1) * group, heads):
-                    width = min(heads, (kv_head + 1) * group - head)
+                for head in range(kv_head * group, (kv_head + kv_heads) * group, kv_heads * heads):
+                    width = min(heads, (kv_head + kv_heads) * group - head)
                     target = out + (query * num_heads + head) * size * BYTES
                     if context == 0:
-                        _clear(target, width * size)
+                        _clear(target, kv_heads * width * size)
                         continue
-                    _attend_tile(
+                    attend_tile(
+                        kv_heads,
                         width * count,
                         width,
                         q + (query * q_stride + head * size) * BYTES,
                         q_stride,
                         size,
                         cache + kv_head * size * BYTES,
-                        num_kv_heads,
+                        slot,
                         table,
                         block,
                         context - (end - query),
@@ -266,7 +92,7 @@ def _rows(a):
 
 
 @entry(17, 2)
-def _attend(
+def _run(
     pool, threads, task, q, q_stride, cache, tables, table_width, starts, lengths, num_rows, out,
     num_heads, num_kv_heads, size, block, window, scale, softcap,
 ):  # fmt: skip
@@ -275,6 +101,9 @@ def _attend(
         (q, q_stride, cache, tables, table_width, starts, lengths, num_rows, out,
          num_heads, num_kv_heads, size, block, window, bits(scale), bits(softcap)),
     )  # fmt: skip
+
+
+_attend = Launch(_run, _rows, rows_at=7, num_floats=2)
 
 
 def paged_decode(
@@ -321,13 +150,10 @@ def _attention(
 ) -> torch.Tensor:
     assert kv_cache.dtype is torch.float32, "a cache in other formats is gathered and decoded"
     num_heads, size = shape.num_heads, shape.head_dim
-    attended = torch.empty(q.shape[0], num_heads, size) if out is None else out
-    team = pool()
+    attended = new(q.shape[0], num_heads, size) if out is None else out
     work = q.shape[0] * num_heads * size * block_tables.shape[1] * shape.block_size
     _attend(
-        team.address,
-        team.threads(work),
-        _rows.address,
+        work,
         q.data_ptr(),
         q.stride(0),
         kv_cache.data_ptr(),

@@ -16,7 +16,8 @@ from torch.nn import functional
 
 from kernels.simd.coded_tiles import PANEL, Format, tiles_of
 from kernels.simd.compiling import entry, part
-from kernels.simd.threads import argument, pool, run, share
+from kernels.simd.launching import Launch, new
+from kernels.simd.threads import argument, run, share
 from kernels.simd.tiles import ROWS
 from kernels.simd.vectors import BYTES
 
@@ -55,7 +56,7 @@ def way_through(form: Format) -> Callable[[int], None]:
 
 
 @entry(12)
-def _multiply(pool, threads, task, x, codes, groups, bias, out, num_rows, num_columns, num_outputs, group_size):
+def _run(pool, threads, task, x, codes, groups, bias, out, num_rows, num_columns, num_outputs, group_size):
     run(pool, threads, task, (x, codes, groups, bias, out, num_rows, num_columns, num_outputs, group_size))
 
 
@@ -78,16 +79,14 @@ def bind(
     if bias is not None:
         addends[:num_outputs] = bias
     codes_address, entries_address, addends_address = codes.data_ptr(), entries.data_ptr(), addends.data_ptr()
-    team, size, columns_of_group = pool(), num_outputs * num_columns, group_size or num_columns
+    multiply, size, columns_of_group = Launch(_run, task, rows_at=5), num_outputs * num_columns, group_size or num_columns
 
     def linear(x: torch.Tensor, _kept: tuple[torch.Tensor, ...] = (codes, entries, addends)) -> torch.Tensor:
         rows = x.float().contiguous()
         num_rows = rows.shape[0]
-        out = torch.empty(num_rows, num_outputs)
-        _multiply(
-            team.address,
-            team.threads(num_rows * size),
-            task.address,
+        out = new(num_rows, num_outputs)
+        multiply(
+            num_rows * size,
             rows.data_ptr(),
             codes_address,
             entries_address,

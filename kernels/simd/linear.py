@@ -15,7 +15,8 @@ from collections.abc import Callable
 import torch
 
 from kernels.simd.compiling import entry, part, task
-from kernels.simd.threads import argument, pool, run, share
+from kernels.simd.launching import Launch, new
+from kernels.simd.threads import argument, run, share
 from kernels.simd.tiles import ROWS, WIDE, multiply, multiply_fetching, multiply_fetching_half
 from kernels.simd.vectors import BYTES, LANES, get, put, stack
 
@@ -101,8 +102,11 @@ def _panels(a):
 
 
 @entry(10)
-def _multiply(pool, threads, task, x, panels, bias, out, num_rows, num_columns, num_outputs):
+def _run(pool, threads, task, x, panels, bias, out, num_rows, num_columns, num_outputs):
     run(pool, threads, task, (x, panels, bias, out, num_rows, num_columns, num_outputs))
+
+
+_multiply = Launch(_run, _panels, rows_at=4)
 
 
 def pack_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -119,25 +123,15 @@ def pack_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> Callable[[to
     if bias is not None:
         padded[:num_outputs] = bias
     panels_address, bias_address = panels.data_ptr(), padded.data_ptr()
-    team, task_address, size = pool(), _panels.address, num_outputs * num_columns
+    size = num_outputs * num_columns
 
     def linear(x: torch.Tensor, _kept: tuple[torch.Tensor, ...] = (panels, padded)) -> torch.Tensor:
         assert x.dtype is torch.float32
         x = x.contiguous()
         num_rows = x.shape[0]
-        out = torch.empty(num_rows, num_outputs)
-        threads = team.threads(num_rows * size)
+        out = new(num_rows, num_outputs)
         _multiply(
-            team.address,
-            threads,
-            task_address,
-            x.data_ptr(),
-            panels_address,
-            bias_address,
-            out.data_ptr(),
-            num_rows,
-            num_columns,
-            num_outputs,
+            num_rows * size, x.data_ptr(), panels_address, bias_address, out.data_ptr(), num_rows, num_columns, num_outputs
         )
         return out
 

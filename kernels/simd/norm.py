@@ -12,7 +12,8 @@ import numba
 import torch
 
 from kernels.simd.compiling import entry, part, task
-from kernels.simd.threads import argument, bits, number, pool, run, share
+from kernels.simd.launching import Launch, new
+from kernels.simd.threads import argument, bits, number, run, share
 from kernels.simd.vectors import BYTES, LANES, fma, load_part, splat, store_part, total
 
 
@@ -50,7 +51,7 @@ def _norms(a):
 
 
 @entry(8, 1)
-def _norm(pool, threads, task, x, weight, out, num_rows, size, eps):
+def _run_norms(pool, threads, task, x, weight, out, num_rows, size, eps):
     run(pool, threads, task, (x, weight, out, num_rows, size, bits(eps)))
 
 
@@ -85,17 +86,20 @@ def _sums(a):
 
 
 @entry(11, 2)
-def _add_norm(pool, threads, task, x, residual, branch_weight, weight, sums, out, num_rows, size, eps, alpha):
+def _run_sums(pool, threads, task, x, residual, branch_weight, weight, sums, out, num_rows, size, eps, alpha):
     run(pool, threads, task, (x, residual, branch_weight, weight, sums, out, num_rows, size, bits(eps), bits(alpha)))
+
+
+_norm = Launch(_run_norms, _norms, rows_at=3, num_floats=1)
+_add_norm = Launch(_run_sums, _sums, rows_at=6, num_floats=2)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """x: [..., hidden] float32, weight: [hidden] → [..., hidden]"""
     x = x.contiguous()
-    out = torch.empty_like(x)
-    team, count, size = pool(), x.numel(), weight.shape[0]
-    threads = team.threads(count)
-    _norm(team.address, threads, _norms.address, x.data_ptr(), weight.data_ptr(), out.data_ptr(), count // size, size, eps)
+    out = new(*x.shape)
+    count, size = x.numel(), weight.shape[0]
+    _norm(count, x.data_ptr(), weight.data_ptr(), out.data_ptr(), count // size, size, eps)
     return out
 
 
@@ -113,13 +117,11 @@ def add_rms_norm(
     With `branch_weight` x is normalised by itself before it is added. Without `weight` the sum is the first result too.
     """
     x, residual = x.contiguous(), residual.contiguous()
-    sums = torch.empty_like(x)
-    out = sums if weight is None else torch.empty_like(x)
-    team, count, size = pool(), x.numel(), x.shape[-1]
+    sums = new(*x.shape)
+    out = sums if weight is None else new(*x.shape)
+    count, size = x.numel(), x.shape[-1]
     _add_norm(
-        team.address,
-        team.threads(count),
-        _sums.address,
+        count,
         x.data_ptr(),
         residual.data_ptr(),
         0 if branch_weight is None else branch_weight.data_ptr(),

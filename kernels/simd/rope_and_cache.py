@@ -9,8 +9,9 @@ from __future__ import annotations
 import torch
 
 from kernels.simd.compiling import entry, part, task
+from kernels.simd.launching import Launch
 from kernels.simd.norm import inverse_root, scale_row, sum_of_squares
-from kernels.simd.threads import argument, bits, number, pool, run, share
+from kernels.simd.threads import argument, bits, number, run, share
 from kernels.simd.vectors import BYTES, LANES, fma, get_int64, load_part, store_part
 
 
@@ -65,7 +66,7 @@ def _tokens(a):
 
 
 @entry(16, 1)
-def _prepare(
+def _run(
     pool, threads, task, qkv, cos, sin, cache, slots, num_tokens, num_heads, num_kv_heads, size, rotary_dim,
     q_weight, k_weight, whole, eps,
 ):  # fmt: skip
@@ -74,6 +75,9 @@ def _prepare(
         (qkv, cos, sin, cache, slots, num_tokens, num_heads, num_kv_heads, size, rotary_dim,
          q_weight, k_weight, whole, bits(eps)),
     )  # fmt: skip
+
+
+_prepare = Launch(_run, _tokens, rows_at=5, num_floats=1)
 
 
 def rope_and_cache(
@@ -94,11 +98,8 @@ def rope_and_cache(
     are [D] for each head by itself, or [H·D] and [K·D] for the heads of a token together."""
     assert qkv.is_contiguous(), "rows are changed in place"
     num_tokens, width, size = qkv.shape
-    team = pool()
     _prepare(
-        team.address,
-        team.threads(qkv.numel()),
-        _tokens.address,
+        qkv.numel(),
         qkv.data_ptr(),
         cos.data_ptr(),
         sin.data_ptr(),

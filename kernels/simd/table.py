@@ -11,6 +11,7 @@ from kernels.attention_rows import AttentionShape
 from kernels.cpu import table as plain
 from kernels.simd.activation import gelu_tanh_mul, silu_mul
 from kernels.simd.attention import can_attend, paged_decode, paged_prefill
+from kernels.simd.launching import OperationSequence
 from kernels.simd.linear import pack_linear
 from kernels.simd.norm import add_rms_norm, rms_norm
 from kernels.simd.rope_and_cache import rope_and_cache
@@ -63,4 +64,5 @@ OPERATIONS = replace(
     paged_prefill=_paged_prefill,
     pages=_suits,
     is_row_invariant=True,
+    sequence=OperationSequence,
 )

@@ -11,6 +11,7 @@ import ctypes
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,12 +30,17 @@ _RUNTIMES = ("libgomp", "libomp", "libiomp5")
 
 
 class Pool:
-    """The runtime's addresses as compiled functions take them. `address` is 0 where there is none."""
+    """The runtime's addresses as compiled functions take them: `address` is that of a table, 0 where there is no runtime;
+    `member` that of the function that numbers a thread, `barrier` of the one that waits for all of a team."""
 
     def __init__(self, library: ctypes.CDLL | None) -> None:
-        functions = [] if library is None else [library.GOMP_parallel, library.omp_get_thread_num]
-        self._addresses = np.array([ctypes.cast(each, ctypes.c_void_p).value for each in functions], dtype=np.int64)
-        self.address = self._addresses.ctypes.data if functions else 0
+        names = ("GOMP_parallel", "omp_get_thread_num", "GOMP_barrier")
+        functions = [
+            0 if library is None else ctypes.cast(getattr(library, name), ctypes.c_void_p).value or 0 for name in names
+        ]
+        self._addresses = np.array(functions, dtype=np.int64)
+        self.address = 0 if library is None else self._addresses.ctypes.data
+        _, self.member, self.barrier = functions
 
     def threads(self, work: int) -> int:
         """How many threads `work` is worth, at most torch's."""
@@ -43,12 +49,16 @@ class Pool:
         return min(torch.get_num_threads(), work // WORK_PER_THREAD)
 
 
+def _address(function: Any) -> int:
+    return ctypes.cast(function, ctypes.c_void_p).value or 0
+
+
 @cache
 def pool() -> Pool:
     """The pool of this process."""
     for path in _loaded_runtimes():
         library = ctypes.CDLL(path)
-        if hasattr(library, "GOMP_parallel"):
+        if hasattr(library, "GOMP_parallel") and hasattr(library, "GOMP_barrier"):
             return Pool(library)
     return Pool(None)
 
@@ -101,6 +111,29 @@ def _call(typing, function):
         return builder.sext(builder.call(builder.inttoptr(args[0], kind.as_pointer()), []), INT64)
 
     return types.int64(types.int64), emit
+
+
+@intrinsic
+def wait(typing, function):
+    """Wait, by `Pool.barrier`, until all threads of the team are here; what they wrote is seen by all."""
+
+    def emit(context, builder, sig, args):
+        builder.call(builder.inttoptr(args[0], ir.FunctionType(ir.VoidType(), []).as_pointer()), [])
+        return context.get_dummy_value()
+
+    return types.void(types.int64), emit
+
+
+@intrinsic
+def call_task(typing, task, arguments):
+    """Call a task, in this thread, with the address of its arguments."""
+
+    def emit(context, builder, sig, args):
+        kind = ir.FunctionType(ir.VoidType(), [INT64])
+        builder.call(builder.inttoptr(args[0], kind.as_pointer()), [args[1]])
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), emit
 
 
 @intrinsic

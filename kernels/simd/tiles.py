@@ -6,6 +6,8 @@ are computed beside it. So a row has the same bits in any batch.
 
 from __future__ import annotations
 
+from typing import Any
+
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
@@ -17,6 +19,7 @@ from kernels.simd.vectors import (
     INT64,
     INTEGERS,
     LANES,
+    VECTOR,
     ZEROS,
     emit_call,
     emit_fma,
@@ -116,11 +119,7 @@ def dots(typing, query, keys, key_stride, count, size):
 
     def emit(context, builder, sig, args):
         query, keys, key_stride, count, size = args
-        last = builder.sub(count, INT64(1))
-        firsts = []
-        for key in range(LANES):
-            index = builder.select(builder.icmp_signed("<", INT64(key), last), INT64(key), last)
-            firsts.append(builder.mul(index, key_stride))
+        firsts = _key_places(builder, key_stride, count)
         sums = [cgutils.alloca_once_value(builder, ZEROS) for _ in range(LANES)]
         with cgutils.for_range_slice(builder, INT64(0), size, INT64(LANES), intp=INT64) as (index, _):
             values = emit_load(builder, query, index)
@@ -130,6 +129,94 @@ def dots(typing, query, keys, key_stride, count, size):
         return _crosswise(builder, [builder.load(each) for each in sums])
 
     return f32s(*[types.int64] * 5), emit
+
+
+DOT_ROWS = 4 if LANES == 16 else 2
+"""Rows of `dots_of_rows` at a time, each of which holds as many vectors as its tree of sums is deep, and one."""
+
+
+@intrinsic
+def turn(typing, keys, key_stride, count, size, turned):
+    """LANES keys, of which the first `count` are read as `dots` reads them, one below the other in columns: [size, LANES] at
+    `turned`, number i of all keys in row i."""
+
+    def emit(context, builder, sig, args):
+        keys, key_stride, count, size, turned = args
+        firsts = _key_places(builder, key_stride, count)
+        with cgutils.for_range_slice(builder, INT64(0), size, INT64(LANES), intp=INT64) as (index, _):
+            vectors = [emit_load(builder, keys, builder.add(first, index)) for first in firsts]
+            for lane, vector in enumerate(_transposed(builder, vectors)):
+                place_of = builder.mul(builder.add(index, INT64(lane)), INT64(LANES))
+                emit_store(builder, turned, place_of, vector)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 5), emit
+
+
+@intrinsic
+def dots_of_rows(typing, rows, queries, size, turned, out, out_stride):
+    """What `dots` gives for 1 to DOT_ROWS queries, one behind the other, with keys that `turn` has turned: the same sums in the
+    same order, lane by lane. Row r goes to `out` + r · `out_stride`."""
+
+    def emit(context, builder, sig, args):
+        behind = builder.append_basic_block("behind")
+        choice = builder.switch(args[0], behind)
+        for rows in range(1, DOT_ROWS + 1):
+            block = builder.append_basic_block(f"rows_{rows}")
+            choice.add_case(INT64(rows), block)
+            builder.position_at_end(block)
+            _emit_dots_of_rows(builder, rows, *args[1:])
+            builder.branch(behind)
+        builder.position_at_end(behind)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 6), emit
+
+
+def _emit_dots_of_rows(builder, rows, queries, size, turned, out, out_stride):
+    """Partial sum l of a query is over its numbers l, l + LANES, …; a tree adds neighbours first, as `_crosswise` does."""
+    firsts = [builder.mul(size, INT64(row)) for row in range(rows)]
+    sums = [cgutils.alloca_once(builder, VECTOR) for _ in range(rows)]
+    trees: list[list[Any]] = [[] for _ in range(rows)]
+    for lane in range(LANES):
+        for pointer in sums:
+            builder.store(ZEROS, pointer)
+        with cgutils.for_range_slice(builder, INT64(lane), size, INT64(LANES), intp=INT64) as (index, _):
+            keys = emit_load(builder, turned, builder.mul(index, INT64(LANES)))
+            for first, pointer in zip(firsts, sums, strict=True):
+                factor = emit_splat(builder, builder.load(place(builder, queries, builder.add(first, index)), align=BYTES))
+                builder.store(emit_fma(builder, factor, keys, builder.load(pointer)), pointer)
+        for tree, pointer in zip(trees, sums, strict=True):
+            value, filled = builder.load(pointer), lane
+            while filled % 2:
+                value, filled = builder.fadd(tree.pop(), value), filled // 2
+            tree.append(value)
+    for row, (total,) in enumerate(trees):
+        emit_store(builder, out, builder.mul(out_stride, INT64(row)), total)
+
+
+def _transposed(builder, vectors):
+    """Vector i of the result has lane i of each."""
+    distance = 1
+    while distance < LANES:
+        kept = [lane if not lane & distance else LANES + lane - distance for lane in range(LANES)]
+        moved = [lane + distance if not lane & distance else LANES + lane for lane in range(LANES)]
+        swapped = list(vectors)
+        for index in range(LANES):
+            if not index & distance:
+                pair = vectors[index], vectors[index + distance]
+                swapped[index] = builder.shuffle_vector(*pair, ir.Constant(INTEGERS, kept))
+                swapped[index + distance] = builder.shuffle_vector(*pair, ir.Constant(INTEGERS, moved))
+        vectors = swapped
+        distance *= 2
+    return vectors
+
+
+def _key_places(builder, key_stride, count):
+    """Where LANES keys begin, counted in elements: behind the first `count` the last of these is repeated."""
+    last = builder.sub(count, INT64(1))
+    keys = [builder.select(builder.icmp_signed("<", INT64(key), last), INT64(key), last) for key in range(LANES)]
+    return [builder.mul(key, key_stride) for key in keys]
 
 
 def _crosswise(builder, vectors):

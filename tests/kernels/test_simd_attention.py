@@ -13,7 +13,7 @@ from kernels import ops
 from kernels.attention_rows import AttentionRow, AttentionShape
 from kernels.paged_plan import PagedPlanner, paged_plan_attention
 from kernels.reference import attention as reference_attention
-from kernels.simd.attention import CHUNK, HEAD_DIM_MAX
+from kernels.simd.attention_tile import CHUNK, HEAD_DIM_MAX
 from kernels.simd.table import OPERATIONS
 from kernels.simd.vectors import LANES
 

@@ -1,0 +1,29 @@
+"""Operations that are put down once and run together from then on: what `kernels.simd.launching` makes. Names and no code."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+
+class NotRecordable(Exception):
+    """Something between the operations is computed in another way, and would be missing."""
+
+
+class RecordedOperations(Protocol):
+    """Operations over up to `max_rows` rows, one after the other, on tensors that stay where they are."""
+
+    max_rows: int
+
+    def recording(self) -> AbstractContextManager[None]:
+        """What is called meanwhile, with tensors of `max_rows` rows, is put down and not run. Raises `NotRecordable`."""
+        ...
+
+    def turn(self) -> None:
+        """Tensors made from here on take the places of those that were made before the last turn: of these only what was
+        made since then may still be read."""
+        ...
+
+    def run(self, num_rows: int) -> None:
+        """Run all of them, over the first `num_rows` rows."""
+        ...

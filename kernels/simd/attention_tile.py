@@ -1,0 +1,250 @@
+"""A tile of attention: rows that share what they read of keys and values, from the first key that they see to the last.
+
+The keys are passed in chunks, of which a tile's scores stay in the cache of a core, and sums are rescaled when a chunk has a
+larger score (online softmax, arXiv 1805.02867; tiles as in arXiv 2205.14135). Scores of few rows are `tiles.dots` of a query
+with LANES keys; for many rows keys are turned once. Weighted sums of values are `tiles.multiply`.
+
+Chunks begin at multiples of CHUNK and keys are added in order, so that a query has the same bits whatever is computed beside
+it and however its prompt was cut. Slots outside a row's context are not read.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numba
+
+from kernels.simd.compiling import part
+from kernels.simd.fetching import fetch
+from kernels.simd.tiles import CACHE_LINE, DOT_ROWS, ROWS, WIDE, dots, dots_of_rows, multiply, multiply_narrow, turn
+from kernels.simd.vectors import (
+    BYTES,
+    LANES,
+    exp,
+    first_lanes,
+    get,
+    get_int32,
+    largest,
+    load,
+    maximum,
+    put,
+    splat,
+    stack,
+    store,
+    tanh,
+    total,
+)
+
+CHUNK = 512
+STRIDE = CHUNK + LANES
+HEAD_DIM_MAX = 256
+
+TILE_ROWS = 32
+"""Rows of the largest tile: that many share what is read of keys and values. A row has its scores of a chunk beside it."""
+
+ROWS_PER_TURN = 8
+"""Turning LANES keys costs about as much as the sums of a query for every so many of their numbers."""
+
+_scores, _sums, _queries = stack(TILE_ROWS * STRIDE), stack(TILE_ROWS * HEAD_DIM_MAX), stack(TILE_ROWS * HEAD_DIM_MAX)
+_turned, _lane = stack(LANES * HEAD_DIM_MAX), stack(LANES)
+_largest_scores, _totals = stack(TILE_ROWS), stack(TILE_ROWS)
+
+
+@part
+def _scalar_exp(x, room):
+    store(room, 0, exp(splat(x)))
+    return get(room, 0)
+
+
+@part
+def _multiply_keys(rows, queries, keys, key_stride, count, size, turned, products):
+    """Products of LANES keys, of which `count` are there, with each row of queries. Many rows are worth turning the keys."""
+    if rows * ROWS_PER_TURN > size:
+        turn(keys, key_stride, count, size, turned)
+        for row in range(0, rows, DOT_ROWS):
+            first, target = queries + row * size * BYTES, products + row * STRIDE * BYTES
+            dots_of_rows(min(DOT_ROWS, rows - row), first, size, turned, target, STRIDE)
+    else:
+        for row in range(rows):
+            store(products, row * STRIDE, dots(queries + row * size * BYTES, keys, key_stride, count, size))
+
+
+@part
+def _scaled(scores, scale, softcap):
+    return tanh(scores * splat(scale / softcap)) * splat(softcap) if softcap > 0 else scores * splat(scale)
+
+
+@part
+def _fetch(keys, slot, count, size):
+    """Ask for `size` numbers of the keys, and as many of the values, of `count` slots."""
+    for key in range(count):
+        for offset in range(0, size * BYTES, CACHE_LINE):
+            fetch(keys + key * slot * BYTES + offset)
+            fetch(keys + (key * slot + slot // 2) * BYTES + offset)
+
+
+@part
+def _score_chunk(
+    scores,
+    kv_heads,
+    rows,
+    heads,
+    queries,
+    turned,
+    size,
+    cache,
+    table,
+    block,
+    slot,
+    first,
+    end,
+    own,
+    window,
+    scale,
+    softcap,
+    fetches,
+):
+    """Scores of the keys `first` to `end` - 1 for each row, at their places in the chunk; what a row does not see is -inf.
+
+    `own`: the position of the first query. `cache`: key 0 of slot 0.
+    """
+    hidden = splat(numba.float32(-math.inf))
+    base = first // CHUNK * CHUNK
+    for row in range(kv_heads * rows):
+        store(scores, row * STRIDE + (first - base) // LANES * LANES, hidden)
+        store(scores, row * STRIDE + (end - 1 - base) // LANES * LANES, hidden)
+    position = first
+    while position < end:
+        count = min(LANES, end - position, block - position % block)
+        keys = cache + (get_int32(table, position // block) * block + position % block) * slot * BYTES
+        behind = position + count
+        if fetches and behind < end:
+            following = cache + (get_int32(table, behind // block) * block + behind % block) * slot * BYTES
+            _fetch(following, slot, min(LANES, end - behind, block - behind % block), kv_heads * size)
+        for kv_head in range(kv_heads):
+            products = scores + (kv_head * rows * STRIDE + position - base) * BYTES
+            _multiply_keys(
+                rows,
+                queries + kv_head * rows * size * BYTES,
+                keys + kv_head * size * BYTES,
+                slot,
+                count,
+                size,
+                turned,
+                products,
+            )
+            for query in range(rows // heads):
+                visible = own + query + 1 - position
+                for row in range(query * heads, (query + 1) * heads):
+                    found = first_lanes(_scaled(load(products, row * STRIDE), scale, softcap), min(count, visible), hidden)
+                    if window > 0 and visible > window:
+                        found = first_lanes(hidden, visible - window, found)
+                    store(products, row * STRIDE, found)
+        position += count
+
+
+@part
+def _weigh_chunk(scores, rows, size, first, end, sums, largest_scores, totals, room):
+    """Scores become weights relative to the largest so far, and the sums so far are rescaled to it."""
+    base = first // CHUNK * CHUNK
+    low, high = (first - base) // LANES * LANES, end - base
+    for row in range(rows):
+        line = row * STRIDE
+        found = load(scores, line + low)
+        for place in range(low + LANES, high, LANES):
+            found = maximum(found, load(scores, line + place))
+        before = get(largest_scores, row)
+        now = max(before, largest(found))
+        shift = numba.float32(0.0) if now == -math.inf else now
+        weights = splat(numba.float32(0.0))
+        for place in range(low, high, LANES):
+            weight = exp(load(scores, line + place) - splat(shift))
+            store(scores, line + place, weight)
+            weights = weights + weight
+        factor = numba.float32(1.0)
+        if before != now:
+            factor = _scalar_exp(before - shift, room)
+            for place in range(0, size, LANES):
+                store(sums, row * size + place, load(sums, row * size + place) * splat(factor))
+        put(totals, row, get(totals, row) * factor + total(weights))
+        put(largest_scores, row, now)
+
+
+@part
+def _multiply_values(rows, weights, values, slot, count, sums, size):
+    for row in range(0, rows, ROWS):
+        some, factors, line = min(ROWS, rows - row), weights + row * STRIDE * BYTES, sums + row * size * BYTES
+        if size % (WIDE * LANES) == 0:
+            for offset in range(0, size * BYTES, WIDE * LANES * BYTES):
+                target = line + offset
+                multiply(some, factors, STRIDE, values + offset, slot, count, target, size, target, size, 0)
+        else:
+            for offset in range(0, size * BYTES, LANES * BYTES):
+                target = line + offset
+                multiply_narrow(some, factors, STRIDE, values + offset, slot, count, target, size, target, size, 0)
+
+
+@part
+def _add_values(scores, kv_heads, rows, size, values, table, block, slot, first, end, sums):
+    """Weights times the values of the keys `first` to `end` - 1."""
+    base = first // CHUNK * CHUNK
+    position = first
+    while position < end:
+        count = min(end - position, block - position % block)
+        found = values + (get_int32(table, position // block) * block + position % block) * slot * BYTES
+        weights = scores + (position - base) * BYTES
+        for kv_head in range(kv_heads):
+            line = kv_head * rows
+            _multiply_values(
+                rows,
+                weights + line * STRIDE * BYTES,
+                found + kv_head * size * BYTES,
+                slot,
+                count,
+                sums + line * size * BYTES,
+                size,
+            )
+        position += count
+
+
+@part
+def attend_tile(
+    kv_heads, rows, heads, queries, query_stride, size, cache, slot, table, block, own, window, scale, softcap, out, out_stride,
+    fetches,
+):  # fmt: skip
+    """A tile: for each of `kv_heads` neighbouring key heads `rows` rows, which are `heads` heads of consecutive queries, the
+    first of which is at position `own`.
+
+    A tile that `fetches` asks for its part of the next slots while it scores some: they lie apart, so that the processor
+    does not see them coming. Tiles after the first of a row find them in the cache.
+    """
+    scores, sums, room = _scores(), _sums(), _lane()
+    kept, turned = _queries(), _turned()
+    largest_scores, totals = _largest_scores(), _totals()
+    all_rows = kv_heads * rows
+    for place in range(0, all_rows * size, LANES):
+        store(sums, place, splat(numba.float32(0.0)))
+    for row in range(all_rows):
+        head, query = row // rows * heads + row % heads, row % rows // heads
+        for place in range(0, size, LANES):
+            store(kept, row * size + place, load(queries + (query * query_stride + head * size) * BYTES, place))
+        put(largest_scores, row, numba.float32(-math.inf))
+        put(totals, row, numba.float32(0.0))
+    values = cache + slot // 2 * BYTES
+    first = max(0, own + 1 - window) if window > 0 else 0
+    last = own + rows // heads
+    while first < last:
+        end = min(last, (first // CHUNK + 1) * CHUNK)
+        _score_chunk(
+            scores, kv_heads, rows, heads, kept, turned, size, cache, table, block, slot,
+            first, end, own, window, scale, softcap, fetches,
+        )  # fmt: skip
+        _weigh_chunk(scores, all_rows, size, first, end, sums, largest_scores, totals, room)
+        _add_values(scores, kv_heads, rows, size, values, table, block, slot, first, end, sums)
+        first = end
+    for row in range(all_rows):
+        head, query = row // rows * heads + row % heads, row % rows // heads
+        target = out + (query * out_stride + head * size) * BYTES
+        share = numba.float32(1.0) / get(totals, row)
+        for place in range(0, size, LANES):
+            store(target, place, load(sums, row * size + place) * splat(share))

@@ -1,0 +1,156 @@
+"""Operations as Python calls them, and sequences of them: many operations in one call and one parallel section.
+
+A decode step of a small model is some sixty operations of some microseconds each: calling them from Python one by one, with a
+parallel section for each, takes as long as a quarter of the step. They are the same in every step but for the number of
+rows. So they are put down once, with the addresses of tensors that stay where they are, and run from then on by one call, in
+which the threads wait for each other behind each operation. Nothing else changes: the same tasks with the same arguments, and
+so the same bits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from threading import local
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from kernels.recorded_operations import NotRecordable
+from kernels.simd.compiling import entry, task
+from kernels.simd.threads import argument, call_task, member, pool, run, wait
+from kernels.simd.vectors import get_int64
+
+LINE = 24
+"""Numbers of eight bytes in a line of a sequence: a task's address, what `member` reads, and its arguments."""
+
+_TASK, _FUNCTION, _THREADS, _ARGUMENTS = range(4)
+
+
+class Launch:
+    """An operation: its task, and the compiled function that runs it for Python. `rows_at`: which argument counts the rows;
+    `num_floats`: how many of the last ones are float32."""
+
+    def __init__(self, compiled: Callable[..., None], a_task: Any, *, rows_at: int, num_floats: int = 0) -> None:
+        self._compiled, self._task, self._team = compiled, a_task.address, pool()
+        self._rows_at, self._num_floats = rows_at, num_floats
+
+    def __call__(self, work: int, *arguments: float) -> None:
+        """Run it, on as many threads as `work` is worth, or put it down in the sequence that is being recorded."""
+        sequence = _recording.sequence
+        if sequence is not None:
+            first = len(arguments) - self._num_floats
+            floats = np.array(arguments[first:], dtype=np.float32).view(np.int32)
+            sequence.add(self._task, self._rows_at, [*arguments[:first], *floats.tolist()])
+        else:
+            self._compiled(self._team.address, self._team.threads(work), self._task, *arguments)
+
+
+class _Recording(local):
+    """Of each thread the sequence that it is recording, if any."""
+
+    sequence: OperationSequence | None = None
+
+
+_recording = _Recording()
+
+
+def new(*shape: int) -> torch.Tensor:
+    """An uninitialised tensor of float32, which a sequence that is being recorded keeps."""
+    sequence = _recording.sequence
+    return torch.empty(shape) if sequence is None else sequence.new(shape)
+
+
+class OperationSequence:
+    """Operations over up to `max_rows` rows, one after the other."""
+
+    def __init__(self, max_rows: int) -> None:
+        self.max_rows = max_rows
+        self._lines: list[list[int]] = []
+        self._row_cells: list[int] = []
+        self._cells = np.zeros(0, dtype=np.int64)
+        self._table = np.zeros((0, LINE), dtype=np.int64)
+        self._pages: list[list[torch.Tensor]] = [[], []]
+        self._page, self._place = 0, 0
+        self._kept: list[torch.Tensor] = []
+        self._team, self._threads = pool(), 0
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """What is called meanwhile, with tensors of `max_rows` rows, is put down and not run. Raises `NotRecordable`."""
+        _recording.sequence = self
+        try:
+            with _NothingComputed(self._kept):
+                yield
+        finally:
+            _recording.sequence = None
+        self._table = np.array(self._lines, dtype=np.int64).reshape(-1, LINE)
+        self._cells = np.array(self._row_cells, dtype=np.int64)
+
+    def turn(self) -> None:
+        """Tensors made from here on take the places of those that were made before the last turn but this one."""
+        self._page, self._place = 1 - self._page, 0
+
+    def new(self, shape: Sequence[int]) -> torch.Tensor:
+        """A tensor of this page: what stood in its place before, where that is large enough."""
+        page, size = self._pages[self._page], math.prod(shape)
+        if self._place == len(page):
+            page.append(torch.empty(size))
+        elif page[self._place].numel() < size:
+            page[self._place] = torch.empty(size)
+        self._place += 1
+        return page[self._place - 1][:size].view(shape)
+
+    def add(self, address: int, rows_at: int, numbers: list[Any]) -> None:
+        """Put down an operation with its arguments, floats as `threads.bits` makes them."""
+        assert _ARGUMENTS + len(numbers) <= LINE, "an operation with more arguments than a line has"
+        self._row_cells.append(len(self._lines) * LINE + _ARGUMENTS + rows_at)
+        self._lines.append([address, 0, 1, *numbers, *[0] * (LINE - _ARGUMENTS - len(numbers))])
+
+    def run(self, num_rows: int) -> None:
+        """Run all operations, over the first `num_rows` rows."""
+        assert num_rows <= self.max_rows
+        table, team = self._table, self._team
+        threads = torch.get_num_threads() if team.address else 1
+        if threads != self._threads:
+            self._threads = threads
+            table[:, _FUNCTION] = team.member if threads > 1 else 0
+            table[:, _THREADS] = threads
+        table.reshape(-1)[self._cells] = num_rows
+        _run(team.address, threads, _in_order.address, table.ctypes.data, len(table), team.barrier)
+
+
+class _NothingComputed(TorchDispatchMode):
+    """Lets torch make views, and tensors, which it keeps; refuses what torch would compute."""
+
+    def __init__(self, kept: list[torch.Tensor]) -> None:
+        super().__init__()
+        self._kept = kept
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        is_made = func is torch.ops.aten.empty.memory_format
+        if not (func.is_view or is_made):
+            raise NotRecordable(str(func))
+        result = func(*args, **(kwargs or {}))
+        if is_made:
+            self._kept.append(result)
+        return result
+
+
+@task
+def _in_order(a):
+    lines, count, barrier = argument(a, 0), argument(a, 1), argument(a, 2)
+    _, threads = member(a)
+    for index in range(count):
+        line = lines + index * LINE * 8
+        call_task(get_int64(line, _TASK), line + _FUNCTION * 8)
+        if threads > 1:
+            wait(barrier)
+
+
+@entry(6)
+def _run(pool, threads, task, lines, count, barrier):
+    run(pool, threads, task, (lines, count, barrier))

@@ -1,0 +1,121 @@
+"""Operations in a sequence: the bits of those that are called one by one, for any number of rows, and nothing left out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from kernels.attention_rows import AttentionShape
+from kernels.recorded_operations import NotRecordable
+from kernels.simd.launching import OperationSequence
+from kernels.simd.table import OPERATIONS
+
+HIDDEN, INNER, BLOCKS, MAX_ROWS = 64, 96, 40, 19
+SHAPE = AttentionShape(16, 4, 2, 16, softcap=30.0)
+
+
+@pytest.fixture(params=[1, 2], ids=["one thread", "two threads"], autouse=True)
+def _threads(request: pytest.FixtureRequest) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield
+    torch.set_num_threads(before)
+
+
+class Layers:
+    """Three layers with every operation that a sequence may hold, the last numbers of each row in the cache."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(1)
+        self.norms = torch.rand(3, HIDDEN) + 0.5
+        sizes = ((128, HIDDEN), (HIDDEN, HIDDEN), (2 * INNER, HIDDEN), (HIDDEN, INNER))
+        self.products = [[OPERATIONS.pack_linear(torch.randn(size) / 8, None) for size in sizes] for _ in range(3)]
+        self.cache = torch.randn(3, BLOCKS, 16, 2, 2, 16)
+
+    def __call__(self, x: torch.Tensor, inputs: list[torch.Tensor], sequence: OperationSequence | None = None) -> torch.Tensor:
+        cos, sin, slots, tables, lens = inputs
+        rows = OPERATIONS.rms_norm(x, self.norms[0], 1e-5)
+        for norm, cache, (qkv, out, gate_up, down) in zip(self.norms, self.cache, self.products, strict=True):
+            if sequence is not None:
+                sequence.turn()
+            heads = qkv(rows).view(-1, 8, 16)
+            OPERATIONS.rope_and_cache(heads, cos, sin, cache, slots, num_kv_heads=2, rotary_dim=16)
+            attended = OPERATIONS.paged_decode(heads[:, :4], cache, tables, lens, SHAPE)
+            rows, x = OPERATIONS.add_rms_norm(out(attended.view(-1, HIDDEN)), x, norm, 1e-5, alpha=0.5)
+            rows, x = OPERATIONS.add_rms_norm(down(OPERATIONS.silu_mul(gate_up(rows))), x, norm, 1e-5)
+        return rows
+
+
+def inputs(num_rows: int) -> list[torch.Tensor]:
+    """Rows of one to three blocks each."""
+    torch.manual_seed(num_rows)
+    angles = torch.rand(num_rows, 1, 8) * 6
+    lens = torch.randint(1, 40, (num_rows,), dtype=torch.int32)
+    tables = torch.arange(2 * num_rows, dtype=torch.int32).view(num_rows, 2)
+    tables = torch.cat((tables, tables[:, :1]), dim=1)
+    last = (lens - 1).long()
+    slots = tables.gather(1, (last // 16)[:, None])[:, 0].long() * 16 + last % 16
+    return [torch.cat((angles.cos(),) * 2, -1), torch.cat((-angles.sin(), angles.sin()), -1), slots, tables, lens]
+
+
+def test_a_sequence_gives_the_bits_of_its_operations_for_any_number_of_rows() -> None:
+    layers, x = Layers(), torch.zeros(MAX_ROWS, HIDDEN)
+    room = [torch.zeros(MAX_ROWS, *each.shape[1:], dtype=each.dtype) for each in inputs(MAX_ROWS)]
+    sequence, cache = OperationSequence(MAX_ROWS), layers.cache.clone()
+    with sequence.recording():
+        found = layers(x, room, sequence)
+    assert torch.equal(layers.cache, cache), "what is put down is not run"
+    for num_rows in (MAX_ROWS, 1, 7, 16, 2, MAX_ROWS):
+        x[:] = room[0][:] = math.nan  # of rows that are not asked for
+        x[:num_rows] = torch.randn(num_rows, HIDDEN)
+        for kept, given in zip(room, inputs(num_rows), strict=True):
+            kept[:num_rows] = given
+        before = layers.cache.clone()
+        expected = layers(x[:num_rows].clone(), inputs(num_rows))
+        after = layers.cache.clone()
+        layers.cache.copy_(before)
+        sequence.run(num_rows)
+        assert torch.equal(found[:num_rows], expected)
+        assert torch.equal(layers.cache, after)
+
+
+def test_a_sequence_follows_the_number_of_torchs_threads() -> None:
+    x, weight = torch.randn(8, 64), torch.ones(64)
+    sequence = OperationSequence(8)
+    with sequence.recording():
+        found = OPERATIONS.rms_norm(x, weight, 1e-5)
+    before = torch.get_num_threads()
+    for threads in (2, 1, 2):
+        torch.set_num_threads(threads)
+        found.fill_(math.nan)
+        sequence.run(8)
+        assert torch.equal(found, OPERATIONS.rms_norm(x, weight, 1e-5))
+    torch.set_num_threads(before)
+
+
+def test_what_torch_computes_between_operations_is_refused_and_nothing_is_recorded_afterwards() -> None:
+    x, weight = torch.randn(2, 32), torch.ones(32)
+    computations: list[Callable[[torch.Tensor], torch.Tensor]] = [
+        torch.neg,
+        torch.clone,
+        lambda rows: rows.index_select(0, order),
+    ]
+    order = torch.tensor([1, 0])
+    for compute in computations:
+        with pytest.raises(NotRecordable), OperationSequence(2).recording():
+            compute(OPERATIONS.rms_norm(x, weight, 1e-5))
+    assert torch.isfinite(OPERATIONS.rms_norm(x, weight, 1e-5)).all()
+
+
+def test_layers_take_the_memory_of_those_before_the_last_one() -> None:
+    x, weight = torch.randn(4, 32), torch.ones(32)
+    sequence, places = OperationSequence(4), []
+    with sequence.recording():
+        for _ in range(4):
+            sequence.turn()
+            x = OPERATIONS.rms_norm(x, weight, 1e-5)
+            places.append(x.data_ptr())
+    assert places[0] == places[2] != places[1] == places[3]
