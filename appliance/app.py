@@ -256,7 +256,7 @@ class Appliance:
         """Begin an epoch of our own and settle what dead ones left. A command beside the appliance has none."""
         if not self.engines:
             return "none"
-        await self._open_journal(db)
+        await self._open_journal(db, clock, calendar)
         epoch_id = await begin_epoch(db, clock, current_version())
         recovered = await recover(db, clock, epoch_id, calendar=calendar)
         if recovered:
@@ -265,23 +265,25 @@ class Appliance:
             log.warning("sums by day built again for another time zone", time_zone=calendar.time_zone)
         return epoch_id
 
-    async def _open_journal(self, db: Database) -> None:
+    async def _open_journal(self, db: Database, clock: SystemClock, calendar: BillingCalendar) -> None:
         """Open the journal, where the database has one, and bring into the tables what a dead run left in it."""
         try:
             self._journal = journal_beside(self.settings.database_url)
-            missing = 0 if self._journal is None else await replay(db, self._journal)
+            missing = 0 if self._journal is None else await replay(db, self._journal, clock, calendar)
         except OSError as error:
             where = f"{self.settings.database_url.removeprefix('sqlite:///')}{SUFFIX}"
             raise UnusableData(f"the journal {where} cannot be used: {error.strerror or error}") from error
         if missing:
-            log.warning("admitted requests of an earlier run brought from the journal into the tables", count=missing)
+            log.warning("records of an earlier run brought from the journal into the tables", count=missing)
 
     async def _start_parts(self, services: Services) -> None:
         self._gpu.open()
         await services.sampler.start()
         services.metrics.attach(lambda: services.sampler.latest)
         balances = [model.client.figures.balance for model in services.models.list()]
-        services.metrics.compare_usage(lambda: sum(balance.unexplained_tokens for balance in balances))
+        services.metrics.compare_usage(
+            lambda: services.ledger.unrecorded_usage_tokens + sum(balance.unexplained_tokens for balance in balances)
+        )
         if not self.engines:
             return
         self.first_start = await bootstrap(

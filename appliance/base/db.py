@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sqlite3
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, TypeVar
@@ -53,6 +53,8 @@ class Database:
         self.principals = ChangeCount()
         self.webhooks = ChangeCount()
         self.outbox_written = asyncio.Event()
+        self.catch_up: Callable[[], Awaitable[None]] | None = None
+        """Where somebody writes later what was promised already, it waits for that: nobody sees less than was promised."""
         self._writers = writers
         self._readers = readers
         self._batch_writer = batch_writer
@@ -77,6 +79,8 @@ class Database:
     @asynccontextmanager
     async def reading(self) -> AsyncIterator[AsyncConnection]:
         """Yield a connection that sees one snapshot and cannot write."""
+        if self.catch_up is not None:
+            await self.catch_up()
         async with self._readers.connect() as connection:
             if self.kind == "postgresql":
                 await connection.execute(text("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ READ ONLY"))
@@ -88,6 +92,8 @@ class Database:
 
         An error of COMMIT is raised to the caller: leaving the block without one means that the rows are durable.
         """
+        if self.catch_up is not None:
+            await self.catch_up()
         async with self._ending_in_calls(self._transaction()) as connection:
             yield connection
 

@@ -88,7 +88,6 @@ async def cancel_request(request: ConsoleRequest, console: ConsoleDependency) ->
 
 async def _find(console: Console, request_id: str, access: Access) -> tuple[RequestLine, UsageEvent]:
     """Return the request, live or past, and its event in the ledger. Raises NotFound, also for one that may not be seen."""
-    await console.services.ledger.caught_up()
     event = await console.services.reports.event(request_id, access=access)
     live = console.services.generations.find(request_id)
     if live is not None:

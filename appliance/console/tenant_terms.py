@@ -44,7 +44,6 @@ async def save_terms(request: ConsoleRequest, console: ConsoleDependency, tenant
     changes = _read_terms(form)
     if not form.errors:
         try:
-            await console.services.ledger.caught_up()  # the currency is fixed by the first request that is recorded
             await console.services.tenants.update(tenant_id, TenantChanges(**changes))
             return console.pages.redirect(request, f"/tenants/{tenant_id}", done="tenant-saved")
         except (BadRequest, Conflict) as error:

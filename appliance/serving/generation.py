@@ -22,7 +22,7 @@ from appliance.base.errors import (
     Overloaded,
 )
 from appliance.metering.ledger.records import PendingEntry, RequestRecord, Settlement, Usage
-from appliance.metering.ledger.writer import Ledger
+from appliance.metering.ledger.writer import Ledger, LedgerBroken
 from appliance.metering.limits.reservations import Reservation
 from appliance.serving.answers import SERVED, Answer, reason_of_all
 from appliance.serving.chunk_queue import ChunkQueue
@@ -317,6 +317,8 @@ class Generation:
     async def _write(self, settlement: Settlement, usage: Usage) -> None:
         try:
             await self._ledger.settle(settlement)
+        except LedgerBroken:  # which has counted what the books are short of
+            log.exception("usage record was refused", request_id=self.request_id)
         except Exception:  # owned task: the metric is what shows that the books are short
             log.exception("usage record could not be written", request_id=self.request_id)
             self._metrics.unrecorded(usage.total_tokens)

@@ -14,7 +14,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from appliance.base.clock import Clock
 from appliance.base.db import Database
 from appliance.base.tables import usage_events
-from appliance.metering.ledger.records import UsageEvent
+from appliance.metering.ledger.records import Settlement, UsageEvent
 from appliance.metering.ledger.rows import event_from_row
 from appliance.metering.ledger.writer import Ledger
 
@@ -39,6 +39,15 @@ async def all_events(database: Database) -> list[UsageEvent]:
     async with database.reading() as connection:
         rows = (await connection.execute(select(usage_events).order_by(usage_events.c.id))).mappings().all()
     return [event_from_row(row) for row in rows]
+
+
+async def settle(ledger: Ledger, settlement: Settlement) -> UsageEvent:
+    """Settle, and return the event as it stands in the tables then."""
+    await ledger.settle(settlement)
+    of_request = (usage_events.c.request_id == settlement.request_id, usage_events.c.kind == "usage")
+    async with ledger._db.reading() as connection:
+        row = (await connection.execute(select(usage_events).where(*of_request))).mappings().one()
+    return event_from_row(row)
 
 
 async def until(condition: Callable[[], bool]) -> None:

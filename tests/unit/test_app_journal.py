@@ -43,7 +43,7 @@ async def entry(box: ApiBox, clock: FakeClock, monkeypatch: pytest.MonkeyPatch) 
             written.append(entry.request_id)
             await box.services.db.batch_write(rows.insert, [entry], [row])
 
-    monkeypatch.setattr(box.services.ledger, "caught_up", caught_up)
+    monkeypatch.setattr(box.services.db, "catch_up", caught_up)
     return entry
 
 

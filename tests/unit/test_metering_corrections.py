@@ -26,7 +26,7 @@ from appliance.tenancy.principals import Limits, Principal
 from tests.support import factories
 from tests.support.cast import Cast
 from tests.support.clock import START, FakeClock
-from tests.support.ledgers import all_events, running_ledger
+from tests.support.ledgers import all_events, running_ledger, settle
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ async def event(database: Database, clock: FakeClock, cast: Cast) -> UsageEvent:
     entry = factories.pending(cast.bob, price=price, price_basis_points=5000)
     async with running_ledger(database, clock, cast.epoch_id) as ledger:
         await ledger.open(entry)
-        posted = await ledger.settle(factories.posted(entry.request_id, prompt=10, cached=4, completion=5))
+        posted = await settle(ledger, factories.posted(entry.request_id, prompt=10, cached=4, completion=5))
     clock.advance(86400)
     return posted
 
@@ -184,7 +184,7 @@ async def test_what_a_correction_gives_back_can_be_used_at_once_and_is_counted_o
     entry, asked = factories.pending(cast.bob, price=cost), asking(cast, cost, budget=15)
     async with running_ledger(database, clock, cast.epoch_id) as ledger:
         await ledger.open(entry)
-        event = await ledger.settle(factories.posted(entry.request_id, prompt=10, completion=5))
+        event = await settle(ledger, factories.posted(entry.request_id, prompt=10, completion=5))
     with pytest.raises(BudgetExceeded):
         await admission.admit(asked)
 

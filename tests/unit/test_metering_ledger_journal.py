@@ -15,21 +15,27 @@ from threading import Thread
 from typing import Any
 
 import pytest
+from sqlalchemy import select
 
 from appliance.base.db import Database
 from appliance.base.errors import InternalError, Overloaded
 from appliance.base.journal import Journal
+from appliance.base.tables import usage_events
+from appliance.metering.calendar import BillingCalendar
 from appliance.metering.ledger import journaled as journaled_module
+from appliance.metering.ledger import rollups
+from appliance.metering.ledger import waiting as waiting_module
 from appliance.metering.ledger import writer as writer_module
 from appliance.metering.ledger.journaled import Journaled, decode, encode, journal_beside, only_in_journal, replay
-from appliance.metering.ledger.records import Checkpoint, PendingEntry, UsageEvent
+from appliance.metering.ledger.records import Checkpoint, PendingEntry, RequestRecord, Settlement, Usage, UsageEvent
 from appliance.metering.ledger.recovery import begin_epoch, recover
 from appliance.metering.ledger.writer import Ledger, LedgerBroken
 from appliance.metering.prices import Price, PriceBook
+from appliance.metering.usage import UsageReports
 from tests.support.cast import Cast
 from tests.support.clock import START, FakeClock
 from tests.support.factories import pending, posted, voided
-from tests.support.ledgers import FailingDatabase, all_events, until
+from tests.support.ledgers import FailingDatabase, all_events, settle, until
 
 
 @pytest.fixture
@@ -55,7 +61,7 @@ async def start_again(database: Database, clock: FakeClock, path: Path) -> dict[
     """What the next start makes of database and journal, by request."""
     epoch_id = await begin_epoch(database, clock, "next")
     journal = Journal(path)
-    await replay(database, journal)
+    await replay(database, journal, clock, BillingCalendar())
     await recover(database, clock, epoch_id)
     journal.close()
     return {event.request_id: event for event in await all_events(database)}
@@ -80,7 +86,7 @@ async def test_an_entry_in_the_journal_is_settled_as_any_other(
     entries = [pending(cast.bob, price=price, admitted_at=clock.now()) for _ in range(60)]
     async with journaling(database, clock, cast.epoch_id, tmp_path / "j") as ledger:
         await asyncio.gather(*(ledger.open(entry) for entry in entries))
-        events = await asyncio.gather(*(ledger.settle(posted(entry.request_id)) for entry in entries))
+        events = await asyncio.gather(*(settle(ledger, posted(entry.request_id)) for entry in entries))
     assert {event.cost_picos for event in events} == {10 * 3 + 5 * 7}
     assert sorted(await all_events(database), key=lambda event: event.id) == sorted(events, key=lambda event: event.id)
     assert _contents(tmp_path / "j") == [b"", b""]
@@ -119,6 +125,88 @@ async def test_a_death_between_the_line_and_its_rows_leaves_a_recovered_request(
     assert await start_again(database, clock, tmp_path / "j") == events, "once"
 
 
+async def test_a_death_between_the_line_of_a_settlement_and_its_rows_leaves_the_exact_bill(
+    database: Database, clock: FakeClock, cast: Cast, tmp_path: Path
+) -> None:
+    price = await PriceBook(database, clock).add(model="demo", currency="EUR", prompt=3, cached_prompt=1, completion=7)
+    gated = FailingDatabase.around(database)
+    ledger = Ledger(gated, clock, cast.epoch_id, journal=Journal(tmp_path / "j"))
+    await ledger.start()
+    with_rows, in_lines, refused, running = (pending(cast.bob, price=price, admitted_at=clock.now()) for _ in range(4))
+    await ledger.open(with_rows)
+    await ledger.caught_up()
+    gated.gate = asyncio.Event()
+    await asyncio.gather(*(ledger.open(entry) for entry in (in_lines, refused, running)))
+    await asyncio.gather(*(ledger.settle(posted(entry.request_id, completion=5)) for entry in (with_rows, in_lines)))
+    await ledger.settle(voided(refused.request_id))
+    await die(ledger)
+    events = await start_again(database, clock, tmp_path / "j")
+    for entry in (with_rows, in_lines):
+        event = events[entry.request_id]
+        assert (event.status, event.estimated, event.completion_tokens) == ("posted", False, 5)
+        assert event.cost_picos == 10 * 3 + 5 * 7
+        row = await UsageReports(database).request(entry.request_id)
+        assert (row.finish_reason, row.completion_tokens, row.finished_at) == (event.finish_reason, 5, clock.now())
+    assert events[refused.request_id].status == "voided"
+    assert events[running.request_id].status == "recovered"
+    assert await start_again(database, clock, tmp_path / "j") == events, "once"
+    async with database.reading() as connection:
+        assert await rollups.differing(connection, database.kind, BillingCalendar()) == []
+
+
+async def test_who_reads_or_writes_sees_what_was_settled_however_late_the_rows_come(
+    database: Database, clock: FakeClock, cast: Cast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(waiting_module, "ROWS_PAUSE_S", 60.0)
+    statuses = select(usage_events.c.status)
+    async with journaling(database, clock, cast.epoch_id, tmp_path / "j") as ledger:
+        for transaction in (database.reading, database.writing):
+            entry = pending(cast.bob)
+            await ledger.open(entry)
+            await ledger.settle(posted(entry.request_id))
+            async with transaction() as connection:
+                assert set((await connection.execute(statuses)).scalars()) == {"posted"}
+
+
+async def test_a_caller_that_is_cancelled_while_its_line_is_written_does_not_stop_the_settlement(
+    database: Database, clock: FakeClock, cast: Cast, tmp_path: Path
+) -> None:
+    async with journaling(database, clock, cast.epoch_id, tmp_path / "j") as ledger:
+        entry = pending(cast.bob)
+        await ledger.open(entry)
+        settling = asyncio.create_task(ledger.settle(posted(entry.request_id)))
+        await asyncio.sleep(0)
+        settling.cancel()
+        await asyncio.wait({settling})
+    assert [event.status for event in await all_events(database)] == ["posted"]
+
+
+async def test_a_settlement_that_contradicts_the_ledger_is_counted_also_behind_its_callers_back(
+    database: Database, clock: FakeClock, cast: Cast, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    async with journaling(database, clock, cast.epoch_id, tmp_path / "j") as ledger:
+        entry = pending(cast.bob)
+        await ledger.open(entry)
+        first = await settle(ledger, posted(entry.request_id, completion=5))
+        again = await settle(ledger, posted(entry.request_id, completion=5))
+        assert (again, ledger.unrecorded_usage_tokens) == (first, 0)
+        assert await settle(ledger, posted(entry.request_id, completion=6)) == first
+        assert ledger.unrecorded_usage_tokens == 16
+    assert "other figures" in capfd.readouterr().out
+
+
+async def test_what_no_line_can_say_waits_for_its_rows(
+    database: Database, clock: FakeClock, cast: Cast, tmp_path: Path
+) -> None:
+    async with journaling(database, clock, cast.epoch_id, tmp_path / "j") as ledger:
+        entry = pending(cast.bob)
+        await ledger.open(entry)
+        with pytest.raises(LedgerBroken, match="refused by the database"):
+            await ledger.settle(posted(entry.request_id, completion=2**63))
+        await ledger.settle(posted(entry.request_id))
+        assert ledger.unrecorded_usage_tokens == 10 + 2**63
+
+
 async def test_what_stands_in_the_tables_already_is_not_written_again(
     database: Database, clock: FakeClock, cast: Cast, tmp_path: Path
 ) -> None:
@@ -126,7 +214,7 @@ async def test_what_stands_in_the_tables_already_is_not_written_again(
     await ledger.start()
     entry = pending(cast.bob)
     await ledger.open(entry)
-    event = await ledger.settle(posted(entry.request_id))
+    event = await settle(ledger, posted(entry.request_id))
     await die(ledger)
     assert await start_again(database, clock, tmp_path / "j") == {entry.request_id: event}
 
@@ -192,13 +280,12 @@ async def test_an_entry_that_the_tables_refuse_is_loud_and_costs_no_other(
     good, bad = pending(cast.bob), pending(cast.bob, tenant_id="nobody")
     async with journaling(database, clock, cast.epoch_id, tmp_path / "j") as ledger:
         await asyncio.gather(ledger.open(bad), ledger.open(good))
-        event = await ledger.settle(posted(good.request_id))
-        with pytest.raises(LedgerBroken, match="no entry"):
-            await ledger.settle(posted(bad.request_id))
+        await ledger.settle(posted(bad.request_id))
+        event = await settle(ledger, posted(good.request_id))
         assert ledger.unrecorded_usage_tokens == 15
         assert ledger.healthy
     assert await all_events(database) == [event]
-    assert "refused by the tables" in capfd.readouterr().out
+    assert "the tables refused what was promised" in capfd.readouterr().out
 
 
 async def test_a_journal_newer_than_its_database_does_not_stop_the_start(
@@ -223,7 +310,7 @@ async def test_a_database_that_cannot_be_written_at_the_start_loses_nothing(
     failing = FailingDatabase.around(database)
     failing.fail_before_commit = 1
     with pytest.raises(Exception, match="disk full"):
-        await replay(failing, Journal(tmp_path / "j"))
+        await replay(failing, Journal(tmp_path / "j"), clock, BillingCalendar())
     assert set(await start_again(database, clock, tmp_path / "j")) == {left.entry.request_id}
 
 
@@ -261,12 +348,12 @@ async def test_every_admitted_request_is_in_the_ledger_once_whatever_fails_and_d
         admitted.add(entry.request_id)
         ledger.checkpoint([Checkpoint(request_id=entry.request_id, prompt_tokens=10, cached_tokens=0, completion_tokens=1)])
         if chance.random() < 0.7:
-            settled[entry.request_id] = await ledger.settle(posted(entry.request_id))
+            settled[entry.request_id] = await settle(ledger, posted(entry.request_id))
 
     for _ in range(4):
         journal = Journal(tmp_path / "j", file_bytes=2000)
         epoch_id = await begin_epoch(database, clock, "test")
-        await replay(database, journal)
+        await replay(database, journal, clock, BillingCalendar())
         await recover(database, clock, epoch_id)
         ledger = Ledger(failing, clock, epoch_id, checkpoint_interval_s=0.0, journal=journal)
         await ledger.start()
@@ -290,6 +377,18 @@ def test_an_entry_comes_back_from_its_record_as_it_was(clock: FakeClock) -> None
     assert decode(encode(journaled)) == journaled
 
 
+def test_a_settlement_comes_back_from_its_record_as_it_was() -> None:
+    usage = Usage(prompt_tokens=9, cached_tokens=8, completion_tokens=7, rejected_tokens=6)
+    record = RequestRecord(
+        queue_s=0.1, ttft_s=0.2, inter_token_p50_s=None, decode_s=0.3, kv_blocks=4, preemptions=5, first_token_at=START,
+        finished_at=START + timedelta(microseconds=1), error="démo\n",
+    )  # fmt: skip
+    settlement = Settlement(
+        request_id="req", status="posted", finish_reason="stop", usage=usage, record=record, cause="key_revoked"
+    )
+    assert decode(encode(settlement)) == settlement
+
+
 def pending_of_nobody(clock: FakeClock) -> PendingEntry:
     """An entry with a price and every field set."""
     price = Price(
@@ -305,7 +404,7 @@ def pending_of_nobody(clock: FakeClock) -> PendingEntry:
 async def test_who_reads_pending_rows_can_wait_for_them(
     database: Database, clock: FakeClock, cast: Cast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(writer_module, "OPEN_PAUSE_S", 60.0)
+    monkeypatch.setattr(waiting_module, "ROWS_PAUSE_S", 60.0)
     entries = [pending(cast.bob) for _ in range(600)]  # more than two rounds take
     async with journaling(database, clock, cast.epoch_id, tmp_path / "j", settle_pause_s=60.0) as ledger:
         await ledger.caught_up()
@@ -359,15 +458,12 @@ async def test_stopping_while_the_database_fails_leaves_the_lines_to_the_next_st
     await ledger.start()
     entries = [pending(cast.bob) for _ in range(3)]
     await asyncio.gather(*(ledger.open(entry) for entry in entries))
-    settling = asyncio.create_task(ledger.settle(posted(entries[0].request_id)))
-    await asyncio.sleep(0)
+    await ledger.settle(posted(entries[0].request_id))
     with pytest.raises(LedgerBroken, match="unwritten"):
         await ledger.stop(0.1)
-    with pytest.raises(LedgerBroken):
-        await settling
     journal.close()
     events = await start_again(database, clock, tmp_path / "j")
-    assert {(name, event.status) for name, event in events.items()} == {(entry.request_id, "recovered") for entry in entries}
+    assert [events[entry.request_id].status for entry in entries] == ["posted", "recovered", "recovered"]
 
 
 async def test_a_journal_that_fails_says_why_in_the_log(
@@ -439,7 +535,7 @@ async def test_what_stands_in_the_journal_alone_is_counted_without_touching_it(
     await ledger.start()
     written, left = pending(cast.bob), pending(cast.bob)
     await ledger.open(written)
-    await ledger.settle(posted(written.request_id))
+    await settle(ledger, posted(written.request_id))
     await die(ledger)
     await journal.append(encode(Journaled(epoch_id=cast.epoch_id, currency="EUR", billing_day=START.date(), entry=left)))
     for _ in range(2):

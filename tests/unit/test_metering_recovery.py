@@ -25,7 +25,7 @@ from tests.support.cast import Cast, make_cast
 from tests.support.clock import FakeClock
 from tests.support.databases import Cluster
 from tests.support.factories import pending, posted
-from tests.support.ledgers import all_events, running_ledger
+from tests.support.ledgers import all_events, running_ledger, settle
 
 
 async def test_a_request_of_a_dead_process_is_recovered_once_from_its_last_checkpoint(
@@ -39,7 +39,7 @@ async def test_a_request_of_a_dead_process_is_recovered_once_from_its_last_check
         for entry in (seen, unseen, done):
             await ledger.open(entry)
         ledger.checkpoint([Checkpoint(request_id=seen.request_id, prompt_tokens=10, cached_tokens=4, completion_tokens=3)])
-        settled = await ledger.settle(posted(done.request_id))
+        settled = await settle(ledger, posted(done.request_id))
     epoch = await begin_epoch(database, clock, "next")
     clock.advance(60)
     assert await recover(database, clock, epoch) == 2

@@ -23,7 +23,6 @@ async def list_requests(request: AdminRequest) -> PageShape[RequestShape]:
     check_query(request)
     services = services_of(request)
     limit, cursor = paging(request)
-    await services.ledger.caught_up()
     page = await services.reports.requests_page(
         limit,
         cursor,

@@ -1,8 +1,8 @@
-"""Pending entries in the journal: how they are written there, and how a start brings what a dead process left into the tables.
+"""What stands in the journal: pending entries and settlements, how they are written there and brought into the tables.
 
-On SQLite a request waits for its line in the journal instead of its rows in the database, which have ten indexes to keep and
-wait for whoever writes at the moment. The file lies beside the database and is as durable. Its rows follow within a moment.
-A start may be that of a later version: fields that entries get must have defaults.
+On SQLite a request waits for a line in the journal, when it is admitted and when it ends, instead of its rows in the database,
+which have ten indexes to keep and wait for whoever writes at the moment. The file lies beside the database and is as durable.
+Its rows follow within a moment. A start may be that of a later version: fields that these values get must have defaults.
 """
 
 from __future__ import annotations
@@ -19,14 +19,17 @@ from sqlalchemy import Connection
 from sqlalchemy.exc import StatementError
 from sqlalchemy.ext.asyncio import AsyncConnection
 
+from appliance.base.clock import Clock
 from appliance.base.db import Database, parse_url
 from appliance.base.journal import Journal, left_in
+from appliance.metering.calendar import BillingCalendar
 from appliance.metering.ledger import rows
-from appliance.metering.ledger.records import PendingEntry
-from appliance.metering.ledger.round import is_bad_row
+from appliance.metering.ledger.records import PendingEntry, Settlement
+from appliance.metering.ledger.round import Round, Settle, is_bad_row
 
 ENTRIES_PER_TRANSACTION = 200
 SUFFIX = ".admitted"
+SETTLEMENT = b"settled "  # begins a settlement's record; what begins otherwise is an entry's
 INTEGER_MAX = 2**63 - 1
 
 _log = structlog.get_logger()
@@ -54,32 +57,44 @@ def _path(database_url: str) -> Path | None:
     return Path(f"{os.path.realpath(str(target.database))}{SUFFIX}") if kind == "sqlite" else None
 
 
-def encode(journaled: Journaled) -> bytes:
-    """Return the record of an entry. Raises ValueError for what no table takes: a text that is not Unicode, a huge count."""
-    if max(journaled.entry.prompt_tokens, journaled.entry.reserved_tokens) > INTEGER_MAX:
+def encode(promised: Journaled | Settlement) -> bytes:
+    """Return the record of an entry or a settlement. Raises ValueError for what no table takes: a text that is not Unicode, a
+    huge count."""
+    if isinstance(promised, Journaled):
+        prefix, count = b"", max(promised.entry.prompt_tokens, promised.entry.reserved_tokens)
+    else:
+        prefix, count = SETTLEMENT, max(getattr(promised.usage, name) for name in rows.TOKEN_COLUMNS)
+    if count > INTEGER_MAX:
         raise ValueError("a count of tokens does not fit 64 bits")
-    return _ENCODER.encode(journaled)
+    return prefix + _ENCODER.encode(promised)
 
 
-def decode(record: bytes) -> Journaled:
-    """Return the entry of a record. Raises ValueError."""
-    return _DECODER.decode(record)
+def decode(record: bytes) -> Journaled | Settlement:
+    """Return the entry or the settlement of a record. Raises ValueError."""
+    if record.startswith(SETTLEMENT):
+        return _SETTLEMENTS.decode(record.removeprefix(SETTLEMENT))
+    return _ENTRIES.decode(record)
 
 
 _ENCODER = msgspec.json.Encoder()
-_DECODER = msgspec.json.Decoder(Journaled)
+_ENTRIES = msgspec.json.Decoder(Journaled)
+_SETTLEMENTS = msgspec.json.Decoder(Settlement)
 
 
-async def replay(db: Database, journal: Journal) -> int:
-    """Bring the entries that a dead process left in `journal` into the tables, and return how many were missing there.
+async def replay(db: Database, journal: Journal, clock: Clock, calendar: BillingCalendar) -> int:
+    """Bring what a dead process left in `journal` into the tables, and return how many records were missing there.
 
-    Call it before `recover`, which settles them. Raises OSError, or the database's error when it cannot be written; nothing is
-    lost then.
+    Call it before `recover`, which settles what is pending then. Raises OSError, or the database's error when it cannot be
+    written; nothing is lost then.
     """
     left = [found for record in journal.read_left() if (found := _read(record)) is not None]
+    entries = [found for found in left if isinstance(found, Journaled)]
+    settlements = [found for found in left if isinstance(found, Settlement)]
     count = 0
-    for first in range(0, len(left), ENTRIES_PER_TRANSACTION):
-        count += await _put_in_tables(db, left[first : first + ENTRIES_PER_TRANSACTION])
+    for first in range(0, len(entries), ENTRIES_PER_TRANSACTION):
+        count += await _put_in_tables(db, entries[first : first + ENTRIES_PER_TRANSACTION])
+    for first in range(0, len(settlements), ENTRIES_PER_TRANSACTION):
+        count += await _settle(db, clock, calendar, settlements[first : first + ENTRIES_PER_TRANSACTION])
     journal.clear()
     return count
 
@@ -87,21 +102,19 @@ async def replay(db: Database, journal: Journal) -> int:
 async def only_in_journal(connection: AsyncConnection, database_url: str) -> int:
     """Return how many entries a stopped appliance has left in its journal and not in the tables. Raises OSError."""
     path = _path(database_url)
-    left = [] if path is None else [found for record in left_in(path) if (found := _read(record)) is not None]
-    request_ids = [journaled.entry.request_id for journaled in left]
+    left = [] if path is None else [_read(record) for record in left_in(path)]
+    request_ids = [found.entry.request_id for found in left if isinstance(found, Journaled)]
     count = len(request_ids)
     for first in range(0, len(request_ids), ENTRIES_PER_TRANSACTION):
         count -= len(await connection.run_sync(rows.known, request_ids[first : first + ENTRIES_PER_TRANSACTION]))
     return count
 
 
-def _read(record: bytes) -> Journaled | None:
+def _read(record: bytes) -> Journaled | Settlement | None:
     try:
         return decode(record)
     except ValueError as error:
-        _log.error(
-            "an admitted request in the journal cannot be read", error=str(error), record=record.decode(errors="replace")
-        )
+        _log.error("a line of the journal cannot be read", error=str(error), record=record.decode(errors="replace"))
         return None
 
 
@@ -125,3 +138,17 @@ def _insert_missing(connection: Connection, entries: Sequence[Journaled]) -> int
         event_rows = [rows.event_row(it.entry, it.epoch_id, it.currency, it.billing_day) for it in missing]
         rows.insert(connection, [journaled.entry for journaled in missing], event_rows)
     return len(missing)
+
+
+async def _settle(db: Database, clock: Clock, calendar: BillingCalendar, settlements: Sequence[Settlement]) -> int:
+    """Settle those of which the entry is pending, as the ledger would have; what the tables refuse is in the log."""
+    async with db.reading() as connection:
+        request_ids = [settlement.request_id for settlement in settlements]
+        pending = await connection.run_sync(rows.pending, request_ids)
+    missing = [Settle(settlement=settlement) for settlement in settlements if settlement.request_id in pending]
+    work = Round(
+        db=db, epoch_id="", currency="", calendar=calendar, now=clock.now(), operations=missing, checkpoints=(), opened={}
+    )
+    await work.write()
+    work.tell()
+    return sum(operation.written for operation in missing)

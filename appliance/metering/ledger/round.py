@@ -38,19 +38,14 @@ def is_bad_row(error: Exception) -> bool:
 _BAD_OR_FAILED = (StatementError, ValueError, OverflowError, LedgerBroken)
 
 
-@dataclass(slots=True, eq=False)
-class Open:
-    """Write a pending entry. `done` is what its caller waits for. When `number` is given, its caller has gone on because the
-    entry stands in the journal under that number; `done` is there then if somebody waits for the rows nevertheless.
-
-    `abandoned`: its caller went away before it was written. `again`: it may have been written already.
+@dataclass(slots=True, eq=False, kw_only=True)
+class Promised:
+    """An operation that somebody asked for. `done` is what its caller waits for. When `number` is given, its caller has gone on
+    because it stands in the journal under that number; `done` is there then if somebody waits for its rows nevertheless.
     """
 
-    entry: PendingEntry
-    done: asyncio.Future[None] | None
+    done: asyncio.Future[None] | None = None
     number: int | None = None
-    abandoned: bool = False
-    again: bool = False
 
     def succeed(self) -> None:
         """Tell the caller, if it still waits."""
@@ -59,38 +54,33 @@ class Open:
 
     def fail(self, error: Exception) -> None:
         """Tell the caller, if it still waits; the log, if it has gone on."""
-        if self.number is not None:
-            # Its settlement will find no entry and say so too: what it used is counted as unrecorded.
-            _log.error(
-                "an admitted request was refused by the tables", error=str(error.__cause__ or error), entry=repr(self.entry)
-            )
+        if self.number is not None or self.done is None:
+            _log.error("the tables refused what was promised", error=str(error.__cause__ or error), operation=repr(self))
             self.succeed()
-        elif self.done is not None and not self.done.done():
+        elif not self.done.done():
             self.done.set_exception(error)
+            self.done.exception()  # a caller that was cancelled reads it nowhere; the log has it
 
 
-@dataclass(slots=True, eq=False)
-class Settle:
+@dataclass(slots=True, eq=False, kw_only=True)
+class Open(Promised):
+    """Write a pending entry. `abandoned`: its caller went away before it was written. `again`: it may have been written."""
+
+    entry: PendingEntry
+    abandoned: bool = False
+    again: bool = False
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Settle(Promised):
     """Bring an entry to its final state. `written`: the event stands in the ledger with these figures."""
 
     settlement: Settlement
-    done: asyncio.Future[UsageEvent]
     written: bool = False
 
     @property
     def request_id(self) -> str:
         return self.settlement.request_id
-
-    def succeed(self, event: UsageEvent) -> None:
-        """Tell the caller, if it still waits."""
-        if not self.done.done():
-            self.done.set_result(event)
-
-    def fail(self, error: Exception) -> None:
-        """Tell the caller, if it still waits."""
-        if not self.done.done():
-            self.done.set_exception(error)
-            self.done.exception()  # a caller that was cancelled reads it nowhere; the log has it
 
 
 @dataclass(slots=True, eq=False)
@@ -150,10 +140,8 @@ class Round:
                 continue
             if isinstance(result, Exception):
                 operation.fail(result if isinstance(result, LedgerBroken) else _refusal(operation, result))
-            elif isinstance(operation, Open):
+            else:
                 operation.succeed()
-            elif result is not None:
-                operation.succeed(result)
 
     async def _write_one_by_one(self) -> None:
         for operation in self.operations:

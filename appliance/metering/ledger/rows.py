@@ -151,6 +151,11 @@ def known(connection: Connection, request_ids: Sequence[str]) -> set[str]:
     return {request_id for request_id, _event_id, _status in _STATES.rows(connection, request_ids)}
 
 
+def pending(connection: Connection, request_ids: Sequence[str]) -> set[str]:
+    """Return which of these requests have an event that is pending."""
+    return {request_id for request_id, _event_id, status in _STATES.rows(connection, request_ids) if status == "pending"}
+
+
 def price_query() -> Select[Any]:
     """Return the query for events, each with its price where it has one."""
     return select(usage_events, *(prices.c[name].label(f"price_{name}") for name in _PRICE_FIELDS if name != "id")).join_from(

@@ -1,0 +1,158 @@
+"""What waits for the ledger's next round: in what order it goes, and how long it may wait for others of its kind.
+
+An open without a line in the journal has rounds of its own, because somebody waits for it and a settlement costs several times
+as much; but all go together when many wait, as fewer rounds are less work. What nobody waits for urgently waits a moment for
+others, since a round of several costs little more than one of one. Of a checkpoint the latest counts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import TypeVar
+
+from appliance.base.clock import Clock
+from appliance.metering.ledger.records import Checkpoint
+from appliance.metering.ledger.round import Open, Operation, Promised, Settle
+
+T = TypeVar("T")
+
+ROUND_OPERATIONS_MAX = 256
+TOGETHER_FROM = 24
+SETTLE_PAUSE_S = 0.001  # what a settlement waits for others; longer, and answers end together and come back together
+ROWS_PAUSE_S = 0.025  # what rows wait for others of which the journal has the line
+CHECKPOINT_INTERVAL_S = 0.5  # at least; requests say how far they are once a second, and that is to be written as it comes
+
+
+class Waiting:
+    """Operations and checkpoints that no round has taken yet. `closing`: nothing has to wait any more."""
+
+    def __init__(self, clock: Clock, *, checkpoint_interval_s: float, settle_pause_s: float) -> None:
+        self.closing = False
+        self._clock = clock
+        self._checkpoint_interval_s = checkpoint_interval_s
+        self._settle_pause_s = settle_pause_s
+        self._opens: deque[Open] = deque()
+        self._others: deque[Operation] = deque()
+        self._others_due_s = 0.0
+        self._opens_alone = False
+        self._checkpoints: dict[str, Checkpoint] = {}
+        self._checkpoints_due_s = 0.0
+        self._wake = asyncio.Event()
+
+    def __len__(self) -> int:
+        """Return how many operations wait."""
+        return len(self._opens) + len(self._others)
+
+    @property
+    def is_empty(self) -> bool:
+        """Return whether there is nothing left to write."""
+        return not self._opens and not self._others and not self._checkpoints
+
+    def put(self, operation: Operation) -> None:
+        """Let an operation wait for a round."""
+        if isinstance(operation, Open) and operation.number is None:
+            self._opens.append(operation)
+        else:
+            has_line = isinstance(operation, Promised) and operation.number is not None
+            due_s = asyncio.get_running_loop().time() + (ROWS_PAUSE_S if has_line else self._settle_pause_s)
+            self._others_due_s = min(self._others_due_s, due_s) if self._others else due_s
+            self._others.append(operation)
+        self._wake.set()
+
+    def note(self, checkpoints: Sequence[Checkpoint]) -> None:
+        """Let the latest checkpoint of each request wait."""
+        self._checkpoints.update((checkpoint.request_id, checkpoint) for checkpoint in checkpoints)
+        self._wake.set()
+
+    def forget(self, request_id: str) -> None:
+        """Drop the checkpoint of a request that settles."""
+        self._checkpoints.pop(request_id, None)
+
+    def hurry(self) -> None:
+        """Let nothing wait for others any more of what waits now."""
+        self._others_due_s = 0.0
+        self._wake.set()
+
+    def close(self) -> None:
+        """Let nothing wait for others from now on."""
+        self.closing = True
+        self._wake.set()
+
+    def newest_first(self) -> Iterator[Operation]:
+        """Yield what waits besides opens that somebody waits for, the last one first."""
+        return reversed(self._others)
+
+    async def something(self) -> None:
+        """Return when there is something to write."""
+        while not self._opens and not self.closing:
+            self._wake.clear()
+            pause_s = self._pause_s()
+            if pause_s is not None and pause_s <= 0:
+                return
+            try:
+                async with asyncio.timeout(pause_s):
+                    await self._wake.wait()
+            except TimeoutError:
+                return
+
+    def take(self) -> tuple[list[Operation], list[Checkpoint]]:
+        """Return what the next round writes: opens, or the rest, by turns while both wait, or both when many wait.
+
+        An open that was abandoned is dropped here, so a void of it that comes before it finds nothing to do.
+        """
+        others_wait = self._others_are_due() or self._checkpoints_are_due()
+        together = len(self) >= TOGETHER_FROM
+        self._opens_alone = bool(self._opens) and not (others_wait and (together or self._opens_alone))
+        operations: list[Operation] = []
+        if self._opens_alone or together:
+            operations += [operation for operation in _first(self._opens) if not operation.abandoned]
+        if not self._opens_alone:
+            operations += _first(self._others)
+        return operations, self._take_checkpoints()
+
+    def take_all(self) -> list[Operation]:
+        """Return every operation that waits, and let none wait any more."""
+        operations = [*self._opens, *self._others]
+        self._opens.clear()
+        self._others.clear()
+        return operations
+
+    def put_back(self, operations: Sequence[Operation], checkpoints: Sequence[Checkpoint]) -> None:
+        """Let what a failed round had taken wait again, before all others and in its order."""
+        self._others.extendleft(reversed(operations))
+        settling = {operation.request_id for operation in self._others if isinstance(operation, Settle)}
+        for checkpoint in checkpoints:
+            if checkpoint.request_id not in settling:
+                self._checkpoints.setdefault(checkpoint.request_id, checkpoint)
+
+    def _pause_s(self) -> float | None:
+        """Return how long what waits may go on waiting, if no open comes; None when nothing waits."""
+        pauses_s: list[float] = []
+        if self._others:
+            pauses_s.append(self._others_due_s - asyncio.get_running_loop().time())
+        if self._checkpoints:
+            pauses_s.append(self._checkpoints_due_s - self._clock.monotonic_s())
+        return min(pauses_s, default=None)
+
+    def _others_are_due(self) -> bool:
+        late = self.closing or asyncio.get_running_loop().time() >= self._others_due_s
+        return bool(self._others) and late
+
+    def _checkpoints_are_due(self) -> bool:
+        return bool(self._checkpoints) and (self.closing or self._clock.monotonic_s() >= self._checkpoints_due_s)
+
+    def _take_checkpoints(self) -> list[Checkpoint]:
+        if self._opens_alone or not self._checkpoints_are_due():
+            return []
+        self._checkpoints_due_s = self._clock.monotonic_s() + self._checkpoint_interval_s
+        without_rows = {operation.entry.request_id for operation in self._others if isinstance(operation, Open)}
+        taken = [row for name, row in sorted(self._checkpoints.items()) if name not in without_rows]
+        self._checkpoints = {name: row for name, row in self._checkpoints.items() if name in without_rows}
+        return taken
+
+
+def _first(waiting: deque[T]) -> list[T]:
+    """Take the operations of one round."""
+    return [waiting.popleft() for _ in range(min(len(waiting), ROUND_OPERATIONS_MAX))]
