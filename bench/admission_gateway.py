@@ -185,7 +185,8 @@ def main() -> None:
     """Be the gateway or its engine."""
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     if sys.argv[1] == "--fd":
-        asyncio.run(_serve_engine(int(sys.argv[2]), float(sys.argv[3])))
+        prepare_to_serve()  # as an engine does
+        uvloop.run(_serve_engine(int(sys.argv[2]), float(sys.argv[3])))
         return
     os.environ.pop("GATEHOUSE_DATABASE_URL", None)
     serve_gateway(Path(sys.argv[1]), sys.argv[2], sys.argv[3] if len(sys.argv) > 3 else None)
