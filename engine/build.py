@@ -111,6 +111,8 @@ def build_engine(options: EngineOptions, *, progress: Callable[[float], None] = 
         weight_bytes=model.size.num_bytes / model.size.num_parameters,
         kv_bytes=kv_dtype.itemsize,
         block_size=options.block_size,
+        max_tokens=options.batched_tokens(device.type),
+        max_seqs=options.max_num_seqs,
         for_speculation=options.speculative_config is not None,
     )
     times.done("kernels")  # compiled or found in Triton's cache on disk, and timed

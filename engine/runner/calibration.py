@@ -53,16 +53,21 @@ def measure_speed(
     weight_bytes: float,
     kv_bytes: int,
     block_size: int,
+    max_tokens: int,
+    max_seqs: int,
     for_speculation: bool,
 ) -> MeasuredSpeed:
-    """Run the models in their empty caches; what that leaves there is nobody's."""
+    """Run the models in their empty caches; what that leaves there is nobody's. A pass is no larger than the steps that memory
+    was planned for: of `max_tokens` rows and the logits of `max_seqs` of them, or of all where tokens are guessed."""
     device = target.kv_caches[0].device.type
-    asked = sorted({*ROWS[device], *(ROWS_BETWEEN if for_speculation else ())})
-    rows = [num_rows for num_rows in asked if num_rows <= plan.max_model_len]
-    times = list(accumulate((_pass_s(target, num_rows, block_size) for num_rows in rows), max))
+    asked = {*ROWS[device], *(ROWS_BETWEEN if for_speculation else ())}
+    rows = sorted({min(num_rows, max_tokens) for num_rows in asked if num_rows <= plan.max_model_len})
+    max_sampled = rows[-1] if for_speculation else min(rows[-1], max_seqs)
+    sampled_share = max_sampled / rows[-1]
+    times = list(accumulate((_pass_s(target, num_rows, min(num_rows, max_sampled), block_size) for num_rows in rows), max))
     if len(rows) == 1:
         rows, times = [1, 2], [times[0], 2 * times[0]]
-    draft_step = 0.0 if draft is None else _pass_s(draft, 1, block_size) / times[0]
+    draft_step = 0.0 if draft is None else _pass_s(draft, 1, 1, block_size) / times[0]
     speculation = SpeculationCosts(rows=tuple(rows), times=tuple(time_s / times[0] for time_s in times), draft_step=draft_step)
     step_times = step_time_model(
         config,
@@ -72,12 +77,13 @@ def measure_speed(
         kv_bytes=kv_bytes,
         block_size=block_size,
         device=device,
+        sampled_share=sampled_share,
     )
     return MeasuredSpeed(step_times, speculation)
 
 
-def _pass_s(decoder: PagedDecoder, num_rows: int, block_size: int) -> float:
-    row = InputRow([0] * num_rows, 0, range(-(-num_rows // block_size)), range(num_rows))
+def _pass_s(decoder: PagedDecoder, num_rows: int, num_sampled: int, block_size: int) -> float:
+    row = InputRow([0] * num_rows, 0, range(-(-num_rows // block_size)), range(num_rows - num_sampled, num_rows))
     times: list[float] = []
     while not times or (len(times) <= PASSES and sum(times) < PASSES_S):
         started_s = time.perf_counter()
@@ -97,16 +103,20 @@ def step_time_model(
     kv_bytes: int,
     block_size: int,
     device: str,
+    sampled_share: float = 1.0,
 ) -> StepTimeModel:
     """The model that predicts a pass with one row, and one with many. Attention and swaps are priced by the same bandwidth.
 
-    `weight_bytes` is the mean of all weights, `kv_bytes` that of one number of the cache.
+    `weight_bytes` is the mean of all weights, `kv_bytes` that of one number of the cache. `sampled_share` of the many rows were
+    multiplied with the head as well.
     """
     shape = model_shape(config)
     head = shape.head_params
     active = shape.num_layers * (shape.attention_params + shape.num_chosen_experts * shape.expert_params) + head
     speed = DeviceSpeed(
-        bandwidth=weight_bytes * active / one_row_s, flops=2 * active / per_row_s, link_bandwidth=LINK_BANDWIDTH[device]
+        bandwidth=weight_bytes * active / one_row_s,
+        flops=2 * (active - (1 - sampled_share) * head) / per_row_s,
+        link_bandwidth=LINK_BANDWIDTH[device],
     )
     measured = Efficiency(bandwidth=1.0, flops=1.0, host_s=0.0)
     return StepTimeModel(shape, speed, weight_bytes=weight_bytes, kv_bytes=kv_bytes, block_size=block_size, efficiency=measured)

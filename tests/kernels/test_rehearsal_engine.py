@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from engine.build import build_engine
+from engine.errors import EngineConfigError
+from engine.loop import Engine
+from engine.options import EngineOptions
 from tests.support.engines import run_to_end, small_engine, tokens, wanted
+from tests.support.interpreted_fp8 import correct_e4m3
+from tests.support.rehearsal import Schedule, rehearsal
+from tests.support.rehearsal.table import in_place_of_triton
 from tests.support.tiny_models import make_model
 
 pytest.importorskip("triton")
-
-from tests.support.rehearsal import Schedule, rehearsal
 
 # The interpreter of Triton 3.6 turns the bounds of a loop into integers in a way that numpy will refuse one day.
 pytestmark = [
@@ -32,17 +38,109 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def answers(model: Path, **options: Any) -> dict[str, list[int]]:
+def answers(model: Path, prompts: dict[str, list[int]] = PROMPTS, **options: Any) -> dict[str, list[int]]:
     engine = small_engine(model, dtype="float32", **{**SMALL, **options})
-    events = run_to_end(engine, [wanted(name, prompt, max_tokens=4) for name, prompt in PROMPTS.items()])
+    events = run_to_end(engine, [wanted(name, prompt, max_tokens=4) for name, prompt in prompts.items()])
     return {name: tokens(each) for name, each in events.items()}
 
 
-@pytest.mark.parametrize("schedule", list(Schedule))
-def test_an_engine_on_the_card_says_what_the_plain_one_says(llama: Path, schedule: Schedule) -> None:
+def test_an_engine_on_the_card_says_what_the_plain_one_says(llama: Path) -> None:
     expected = answers(llama)
-    with rehearsal(schedule) as card:
+    with rehearsal() as card:
         assert answers(llama, device="cuda") == expected
     assert card.num_captures
     assert card.num_replays
     assert not card.computed_early
+
+
+def test_with_weights_and_cache_in_8_bits_it_says_what_its_eager_twin_says(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    correct_e4m3(monkeypatch)
+    prompts, options = {"a": [5, 6, 7], "b": [8]}, {"device": "cuda", "quantization": "fp8", "kv_cache_dtype": "fp8"}
+    found = []
+    for schedule, is_eager in ((Schedule.EARLY, True), (Schedule.RANDOM, False)):
+        with rehearsal(schedule) as card:
+            found.append(answers(llama, prompts, enforce_eager=is_eager, **options))
+        assert (card.num_replays == 0) is is_eager
+    assert found[0] == found[1]
+
+
+def steps_with(engine: Engine, **sampling: Any) -> None:
+    """Three requests that decode."""
+    for number in range(3):
+        engine.submit(wanted(str(number), [5, 6, 7 + number], max_tokens=20, **sampling))
+    for _ in range(6):
+        engine.step()
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {}, {"temperature": 1.0, "top_p": 0.9}, {"logprobs": 3}, {"presence_penalty": 1.0, "logit_bias": {7: 3.0}},
+        {"bad_words_token_ids": [[5], [6, 7]]},
+    ],
+)  # fmt: skip
+def test_a_step_that_decodes_waits_for_the_tokens_of_the_one_before_and_for_nothing_else(
+    llama: Path, sampling: dict[str, Any]
+) -> None:
+    with rehearsal() as card, in_place_of_triton():
+        engine = small_engine(llama, device="cuda", dtype="float32", **{**SMALL, "max_model_len": 64})
+        steps_with(engine, **sampling)
+        captures, replays = card.num_captures, card.num_replays
+        for _ in range(5):
+            card.syncs.clear()
+            engine.step()
+            assert [sync.kind for sync in card.syncs] == ["event"]
+            assert card.syncs[0].innermost.startswith("engine/runner/staging.py:")
+            assert card.syncs[0].innermost.endswith(" tokens")
+    assert card.num_captures == captures
+    assert card.num_replays == replays + 5
+
+
+def test_requests_that_come_and_go_make_nobody_wait_for_values_or_for_pageable_memory(llama: Path) -> None:
+    with rehearsal() as card, in_place_of_triton():
+        engine = small_engine(llama, device="cuda", dtype="float32", **{**SMALL, "max_model_len": 64})
+        steps_with(engine, temperature=1.0)
+        card.syncs.clear()
+        for number in range(3, 7):
+            engine.submit(wanted(str(number), list(range(3, 20 + number)), max_tokens=number, repetition_penalty=1.1))
+        engine.abort("1")
+        run_to_end(engine, [])
+    assert {sync.kind for sync in card.syncs} == {"event"}
+
+
+def test_steps_of_few_rows_are_captured_before_the_first_request_and_larger_ones_when_they_come(llama: Path) -> None:
+    with rehearsal() as card, in_place_of_triton():
+        engine = small_engine(llama, device="cuda", dtype="float32", **{**SMALL, "max_num_seqs": 16, "num_kv_blocks": 32})
+        assert card.num_captures == 8, "of 1, 2, 4 and 8 rows, greedy or not"
+        for number in range(9):
+            engine.submit(wanted(str(number), [5, 6, 7 + number], max_tokens=6))
+        run_to_end(engine, [])
+        assert card.num_captures == 9, "of 16 rows"
+
+
+def test_a_start_measures_what_it_took_beside_what_was_predicted(llama: Path) -> None:
+    with rehearsal(Schedule.EARLY, total_bytes=300 << 20) as card, in_place_of_triton():
+        options = EngineOptions(
+            model=llama, device="cuda", dtype="float32", max_num_seqs=8, max_num_batched_tokens=32, max_model_len=256
+        )
+        info = build_engine(options).info
+        assert card.allocated_bytes < 0.9 * card.total_bytes
+        parts = {part.name: part for part in info.memory}
+        assert info.device_name == "NVIDIA H200 (rehearsed)"
+        for name in ("activations", "kv_cache"):
+            taken, predicted = parts[name].measured_bytes, parts[name].predicted_bytes
+            assert taken is not None
+            assert taken == pytest.approx(predicted, rel=0.2), f"{name}: no pass of the start is larger than a step"
+        with pytest.raises(EngineConfigError, match="does not fit"):
+            build_engine(replace(options, gpu_memory_utilization=0.3))
+
+
+@pytest.mark.parametrize("options", [{"kv_cache_dtype": "fp8"}, {"quantization": "int8"}, {"quantization": "fp8"}])
+def test_formats_of_8_bits_are_captured_as_any(llama: Path, options: dict[str, Any]) -> None:
+    with rehearsal(), in_place_of_triton():
+        expected = answers(llama, device="cuda", enforce_eager=True, **options)
+    with rehearsal() as card, in_place_of_triton():
+        assert answers(llama, device="cuda", **options) == expected
+    assert card.num_replays

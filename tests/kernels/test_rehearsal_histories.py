@@ -32,7 +32,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@settings(max_examples=25, deadline=None, derandomize=True, phases=(Phase.generate,))
+@settings(max_examples=16, deadline=None, derandomize=True, phases=(Phase.generate,))
 @given(
     family=st.sampled_from(FAMILIES),
     requests=st.lists(asked, min_size=1, max_size=9),
