@@ -49,6 +49,7 @@ def ensure(profile: str, *, with_tests: bool, venv: Path = VENV) -> None:
     run = read_lock(profile)
     test = read_test_lock() if with_tests else None
     if stamp.state(venv, run, test) == "ready":
+        _tell_of_another_python(venv)
         return
     machine.check_interpreter()
     if not os.access(REPO, os.W_OK):
@@ -63,6 +64,15 @@ def ensure(profile: str, *, with_tests: bool, venv: Path = VENV) -> None:
         if state != "ready":
             machine.check_disk(venv, needed * machine.MIB, "the environment")
             _build(venv, run, test, add_tests_only=state == "untested")
+
+
+def _tell_of_another_python(venv: Path) -> None:
+    """Who starts the installer with one Python and gets an environment of another should know."""
+    made = stamp.read_stamp(venv)
+    if made is not None and made.python.rpartition(".")[0] != platform.python_version().rpartition(".")[0]:
+        print(
+            f"{venv} has Python {made.python} and is used; remove it to get one with {platform.python_version()}.", flush=True
+        )
 
 
 def describe(profile: str, venv: Path = VENV) -> str:

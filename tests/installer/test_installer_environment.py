@@ -69,6 +69,18 @@ def test_a_second_run_asks_pip_for_nothing(venv: Path, fake: FakePip) -> None:
     assert len(fake.calls) == 2
 
 
+def test_an_environment_of_another_python_is_used_and_told(
+    venv: Path, fake: FakePip, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    environment.ensure("cpu", with_tests=False, venv=venv)
+    environment.ensure("cpu", with_tests=False, venv=venv)
+    assert "remove it" not in capsys.readouterr().out
+    monkeypatch.setattr("platform.python_version", lambda: "3.99.1")
+    environment.ensure("cpu", with_tests=False, venv=venv)
+    assert "remove it to get one with 3.99.1.\n" in capsys.readouterr().out
+    assert run_state(venv) == "ready"
+
+
 def test_the_tests_add_their_packages_to_what_is_there(venv: Path, fake: FakePip) -> None:
     environment.ensure("cpu", with_tests=False, venv=venv)
     environment.ensure("cpu", with_tests=True, venv=venv)
