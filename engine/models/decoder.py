@@ -207,17 +207,20 @@ class Decoder:
 
         Without caches every text of the batch must be whole, and nothing is kept of it.
         """
-        residual = self._ops.embed(inputs.token_ids, self._embedding, multiplier=self._multiplier)
-        if self._fused is not None and kv_caches is not None and residual.shape[0] <= ops.FUSED_ROWS_MAX:
-            x = self._fused(residual, inputs, kv_caches, self._norm)
+        num_rows = inputs.token_ids.shape[0]
+        if self._fused is not None and kv_caches is not None and num_rows <= ops.FUSED_ROWS_MAX:
+            x = self._fused(self._embedded(inputs), inputs, kv_caches, self._norm)
             return self._norm(x if inputs.sampled_rows is None else x.index_select(0, inputs.sampled_rows))
-        if self._can_join and kv_caches is not None and residual.shape[0] <= MAX_ROWS and one_token_each(inputs):
+        if self._can_join and kv_caches is not None and num_rows <= MAX_ROWS and one_token_each(inputs):
             joined = self._join(inputs, kv_caches)
             if joined is not None:
-                x = joined(residual, inputs)
+                x = joined(self._embedded(inputs), inputs)
                 return x.clone() if inputs.sampled_rows is None else x.index_select(0, inputs.sampled_rows)
-        x = self._through(residual, inputs, kv_caches)
+        x = self._through(self._embedded(inputs), inputs, kv_caches)  # which alone holds the rows, and lets go of them
         return x if inputs.sampled_rows is None else self._norm(x.index_select(0, inputs.sampled_rows))
+
+    def _embedded(self, inputs: BatchInputs) -> torch.Tensor:
+        return self._ops.embed(inputs.token_ids, self._embedding, multiplier=self._multiplier)
 
     def _through(
         self,

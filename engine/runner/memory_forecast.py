@@ -12,9 +12,14 @@ from engine.config.quantization import Int4Weights
 from engine.errors import EngineConfigError
 from engine.memory_fit import MemoryFit, gib
 from engine.memory_needs import EIGHT_BITS, EIGHT_BITS_STORED, FOUR_BITS, Formats, Load, MemoryShape, WeightFormat, unquantised
+from engine.models.joined_layers import MAX_ROWS
 from engine.options import CPU_KV_CACHE_BYTES, EngineOptions
 from engine.protocol import MemoryPart
 from engine.runner.device import WORKSPACE_BYTES, main_memory_bytes
+from kernels import ops
+
+KEPT_ROWS = 2 * MAX_ROWS
+"""Of a layer's activations on a CPU: what two layers compute of a decode step stays where it is (`joined_layers`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +101,11 @@ def forecast_memory(
 ) -> MemoryForecast:
     """Predict from the configuration and what the device says now; the driver's context is there afterwards."""
     formats = formats_of(config, options, dtype)
+    on_cpu = device.type == "cpu"
+    if on_cpu:
+        ops.operations(device, dtype)  # loads what it compiles for this processor, and the compiler: a part of what is taken
     load = Load(
-        num_tokens=options.batched_tokens(device.type),
+        num_tokens=options.batched_tokens(device.type) + (KEPT_ROWS if on_cpu else 0),
         num_seqs=options.max_num_seqs,
         block_size=options.block_size,
         num_graphs=num_graphs,

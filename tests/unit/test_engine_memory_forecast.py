@@ -23,9 +23,10 @@ from engine.options import CPU_KV_CACHE_BYTES, EngineOptions
 from engine.protocol import MemoryPart
 from engine.runner import memory_forecast
 from engine.runner.batch_inputs import InputRow
-from engine.runner.memory_forecast import MeasuredMemory, MemoryForecast, forecast_memory
+from engine.runner.memory_forecast import KEPT_ROWS, MeasuredMemory, MemoryForecast, forecast_memory
 from engine.runner.weights import WeightsSize
 from engine.speculation.options import SpeculativeOptions
+from kernels import ops
 from tests.support.engines import small_engine
 from tests.support.tiny_models import FAMILY_SETTINGS, make_model
 from tests.support.tiny_tokenizer import write_tokenizer
@@ -115,6 +116,23 @@ def test_without_an_option_a_cpu_has_its_fixed_cache_and_no_word_about_the_conte
     on_cpu = forecast(llama_8b, CPU)
     assert 0 <= CPU_KV_CACHE_BYTES - on_cpu.predicted_kv_bytes < on_cpu.fit.needs.block_bytes
     assert on_cpu.shortened() is None
+
+
+def test_what_a_cpu_has_taken_is_asked_when_its_compiled_kernels_are_loaded(
+    llama_8b: ModelConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded: list[tuple[object, ...]] = []
+    monkeypatch.setattr(ops, "operations", lambda *of: loaded.append(of))
+    monkeypatch.setattr(memory_forecast, "_memory", lambda *_: (64 * GIB, len(loaded) * GIB))
+    assert forecast(llama_8b, CPU).fit.needs.context_bytes == GIB
+    assert loaded == [(CPU, torch.bfloat16)]
+
+
+def test_on_a_cpu_what_decode_steps_keep_is_a_part_of_the_activations(llama_8b: ModelConfig) -> None:
+    shape = MemoryShape.of(llama_8b)
+    for tokens in (512, 4096):
+        needs = forecast(llama_8b, CPU, max_num_batched_tokens=tokens, max_num_seqs=8).fit.needs
+        assert needs.activations_bytes == shape.activations_bytes(tokens + KEPT_ROWS, 8, 2)
 
 
 def test_on_a_gpu_the_cache_is_what_is_left(llama_8b: ModelConfig, card: list[int]) -> None:
