@@ -67,7 +67,7 @@ class Sampler:
         of a guided request allows (bit b of word w: token 32 w + b); rows of other requests are not looked at
         """
         model_logits = self._constrain(logits, rows, masks)
-        maxima, chosen = logits.max(dim=-1)
+        maxima, chosen = plain_sampling.largest(logits)
         for group in _sampled_groups(rows):
             chosen[group] = self._draw(logits, maxima, rows, group)
         usable = (torch.isfinite(maxima) & (chosen != NO_TOKEN)).tolist()

@@ -58,7 +58,7 @@ def draw(logits: torch.Tensor, scale: torch.Tensor, keys: torch.Tensor) -> torch
 
 def _draw(logits: torch.Tensor, scale: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     bounds = race.gumbel_bounds(keys, logits.shape[1]).addcmul_(logits, scale[:, None])
-    first = _largest_at(bounds)[:, None]
+    first = largest(bounds)[1][:, None]
     values = logits.gather(1, first)
     _, score = winner(first, values, values > -_INFINITE, scale, keys)
     slack = (values[:, 0].abs() * scale + 64.0) * 2.0**-22  # bounds may be rounded once where scores are rounded twice
@@ -84,11 +84,14 @@ def draw_weighted(weights: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     return torch.where(total.isfinite() & (best[:, 0] > 0), chosen, NO_TOKEN)
 
 
-def _largest_at(values: torch.Tensor) -> torch.Tensor:
-    """[B, V] → [B]; numpy takes a tenth of torch's time on a CPU"""
-    if values.device.type == "cpu":
-        return torch.from_numpy(values.numpy().argmax(axis=-1))
-    return values.argmax(dim=-1)
+def largest(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """values: [B, V] → the largest of each row, NaN where one is, and its place, the first of equals: [B] each
+
+    On a CPU numpy takes a fifth of torch's time."""
+    if values.device.type != "cpu":
+        return values.max(dim=-1)
+    places = torch.from_numpy(values.numpy().argmax(axis=-1))
+    return values.gather(1, places[:, None])[:, 0], places
 
 
 def _at_least(values: torch.Tensor, limits: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -235,8 +238,8 @@ def _adjust(
 
 
 def _sample(values: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, columns: SamplingColumns) -> torch.Tensor:
-    largest, chosen = values.max(dim=-1)
-    usable = largest.isfinite()
+    maxima, chosen = largest(values)
+    usable = maxima.isfinite()
     scale = columns.scale[slots]
     filters = Filters(columns.top_k[slots].long(), columns.top_p[slots], columns.reach[slots])
     is_plain = ((filters.top_k == 0) | (filters.top_k >= values.shape[1])) & (filters.top_p >= 1)

@@ -199,3 +199,12 @@ def test_every_answer_has_a_seed_of_its_own_and_the_first_that_of_the_request() 
     assert seed_of_answer(7, 0) == 7
     streams = [[uniform(seed_of_answer(7, index), position) for position in range(50)] for index in range(4)]
     assert len({number for stream in streams for number in stream}) == 200
+
+
+def test_the_largest_of_a_row_is_the_first_of_equals_and_nan_where_one_is() -> None:
+    rows = torch.tensor([[1.0, 3.0, 3.0, 2.0], [-math.inf] * 4, [5.0, math.nan, 7.0, math.nan], [0.0, math.inf, 1.0, math.inf]])
+    values, places = plain_sampling.largest(rows)
+    expected = rows.max(dim=-1)
+    torch.testing.assert_close(values, expected.values, rtol=0.0, atol=0.0, equal_nan=True)
+    assert places.tolist() == [1, 0, 1, 1]
+    assert plain_sampling.largest(rows.T.contiguous().T)[1].tolist() == places.tolist()
