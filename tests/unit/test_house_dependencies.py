@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 import re
 import tomllib
 from pathlib import Path
@@ -13,7 +14,8 @@ from steps.locks import Lock, normalised, read_lock
 
 REPO = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((REPO / "pyproject.toml").read_text("utf-8"))["project"]
-LINUX = {"sys_platform": "linux", "platform_system": "Linux", "implementation_name": "cpython", "python_full_version": "3.11.9"}
+PYTHONS = ("3.11.9", "3.12.3")
+LINUX = {"sys_platform": "linux", "platform_system": "Linux", "implementation_name": "cpython"}
 
 
 def direct(*extras: str) -> list[Requirement]:
@@ -21,13 +23,18 @@ def direct(*extras: str) -> list[Requirement]:
     return [Requirement(line) for line in lines]
 
 
-def versions(lock: Lock) -> dict[str, str]:
-    return {pin.name: pin.version for pin in lock.pins if not pin.marker or Marker(pin.marker).evaluate(dict(LINUX))}
+def versions(lock: Lock, python: str = PYTHONS[0]) -> dict[str, str]:
+    machine = {**LINUX, "python_full_version": python, "python_version": python.rpartition(".")[0]}
+    pins = [pin for pin in lock.pins if not pin.marker or Marker(pin.marker).evaluate(machine)]
+    held = {pin.name: pin.version for pin in pins}
+    assert len(held) == len(pins), "a package stands there twice for one machine"
+    return held
 
 
+@pytest.mark.parametrize("python", PYTHONS)
 @pytest.mark.parametrize(("profile", "extras"), [("cpu", ()), ("gpu", ("gpu",)), ("test", ("test",))])
-def test_a_lock_holds_a_version_that_the_project_file_allows(profile: str, extras: tuple[str, ...]) -> None:
-    held = versions(read_lock(profile)) | (versions(read_lock("cpu")) if profile == "test" else {})
+def test_a_lock_holds_a_version_that_the_project_file_allows(profile: str, extras: tuple[str, ...], python: str) -> None:
+    held = versions(read_lock(profile), python) | (versions(read_lock("cpu"), python) if profile == "test" else {})
     for requirement in direct(*extras):
         version = held.get(normalised(requirement.name))
         assert version is not None, f"{requirement.name} is not in {profile}.txt"
@@ -39,6 +46,18 @@ def test_every_dependency_says_why_it_is_here() -> None:
     lists = re.findall(r"^(?:dependencies|gpu|test) = \[\n(.*?)^\]", text, re.DOTALL | re.MULTILINE)
     assert len(lists) == 3
     assert not [line for block in lists for line in block.splitlines() if not re.search(r'",\s+# \S', line)]
+
+
+@pytest.mark.parametrize("profile", ["cpu", "gpu", "test"])
+def test_every_supported_python_gets_the_same_packages(profile: str) -> None:
+    first, *others = (set(versions(read_lock(profile), python)) for python in PYTHONS)
+    assert all(other == first for other in others)
+
+
+def test_the_project_file_names_the_pythons_that_are_tested() -> None:
+    named = [line.rpartition(" ")[2] for line in PROJECT["classifiers"] if re.search(r":: \d+\.\d+$", line)]
+    assert named == [python.rpartition(".")[0] for python in PYTHONS]
+    assert PROJECT["requires-python"] == f">={named[0]}"
 
 
 def test_the_locks_repeat_the_reasons() -> None:
@@ -72,13 +91,15 @@ def test_the_kernels_are_tested_with_both_ends_of_the_range_of_triton() -> None:
 def test_the_lock_is_whole() -> None:
     from importlib import metadata
 
-    held = versions(read_lock("cpu"))
+    held = versions(read_lock("cpu"), platform.python_version())
     missing = set()
     for name in held:
         try:
-            needs = metadata.requires(name) or []
+            installed, needs = metadata.version(name), metadata.requires(name) or []
         except metadata.PackageNotFoundError:
             continue  # this interpreter was not made from the lock; the others are still compared
+        if installed != held[name]:
+            continue  # another version, or another build, may need something else
         for line in needs:
             requirement = Requirement(line)
             wanted = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
