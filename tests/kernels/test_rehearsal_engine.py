@@ -10,9 +10,13 @@ import pytest
 import torch
 
 from engine.build import build_engine
+from engine.config.pooling import PoolingConfig
 from engine.errors import EngineConfigError
 from engine.loop import Engine
 from engine.options import EngineOptions
+from engine.runner.embedder import Embedder
+from engine.runner.text_models import load_text_model
+from engine.speculation.options import SpeculativeOptions
 from tests.support.engines import run_to_end, small_engine, tokens, wanted
 from tests.support.interpreted_fp8 import correct_e4m3
 from tests.support.rehearsal import Schedule, rehearsal
@@ -144,3 +148,44 @@ def test_formats_of_8_bits_are_captured_as_any(llama: Path, options: dict[str, A
     with rehearsal() as card, in_place_of_triton():
         assert answers(llama, device="cuda", **options) == expected
     assert card.num_replays
+
+
+GUESSING = SpeculativeOptions.parse({"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3})
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "is_captured"),
+    [
+        ("mistral-window", {}, True),
+        ("qwen3_moe", {}, False),
+        ("llama", {"speculative_config": GUESSING}, False),
+        ("llama", {"batch_invariant": True}, False),
+    ],
+)
+def test_what_needs_the_host_between_steps_is_not_captured(
+    family: str, options: dict[str, Any], is_captured: bool, tmp_path: Path
+) -> None:
+    """Experts ask the host in torch's operations; Triton's kernels do not."""
+    make_model(family, tmp_path / family)
+    expected = answers(tmp_path / family, **options)
+    with rehearsal() as card, in_place_of_triton():
+        assert answers(tmp_path / family, device="cuda", **options) == expected
+    assert bool(card.num_captures) is is_captured
+    assert bool(card.num_replays) is is_captured
+
+
+def test_experts_are_captured_with_the_kernels_that_ask_nothing(tmp_path: Path) -> None:
+    make_model("qwen3_moe", tmp_path / "moe")
+    with rehearsal(runs_kernels=False) as card:
+        small_engine(tmp_path / "moe", device="cuda", dtype="float32", **SMALL)
+    assert card.num_captures
+
+
+def test_embeddings_are_those_of_the_cpu(llama: Path) -> None:
+    texts, vectors = [[5, 6, 7], [8, 9]], []
+    for device in ("cpu", "cuda"):
+        with rehearsal(), in_place_of_triton():
+            model = load_text_model(EngineOptions(model=llama, device=device, dtype="float32", threads=1))
+            embedder = Embedder(model, PoolingConfig(mode="last", normalised=True))
+            vectors.append(torch.tensor([list(vector) for vector in embedder.embed(texts)]))
+    torch.testing.assert_close(vectors[0], vectors[1])
