@@ -33,7 +33,7 @@ from appliance.metering.ledger.journaled import Journaled, encode
 from appliance.metering.ledger.records import Checkpoint, PendingEntry, RequestRecord, Settlement, Usage, UsageEvent
 from appliance.metering.ledger.round import LedgerBroken, OnSettled, Open, Operation, Promised, Round, Settle, Void
 from appliance.metering.ledger.rows import Opened
-from appliance.metering.ledger.waiting import CHECKPOINT_INTERVAL_S, SETTLE_PAUSE_S, Waiting
+from appliance.metering.ledger.waiting import CHECKPOINT_INTERVAL_S, SETTLE_PAUSE_S, TOGETHER_FROM, Waiting
 
 __all__ = [
     "Checkpoint",
@@ -212,8 +212,12 @@ class Ledger:
             await done
 
     async def _line_of(self, settlement: Settlement) -> int | None:
-        """Return the number of its line in the journal; None where it has none, and its rows must be waited for."""
-        if self._journal is None or not self._runs:
+        """Return the number of its line in the journal; None where it has none, and its rows must be waited for.
+
+        Where many wait, rounds follow one another and each is worth its cost: another write to the disk would only delay them.
+        """
+        many_wait = len(self._waiting) + len(self._in_round) >= TOGETHER_FROM
+        if self._journal is None or not self._runs or many_wait:
             return None
         try:
             async with asyncio.timeout(self._open_timeout_s):
