@@ -10,7 +10,8 @@ stand-in in a process of its own that answers after a fixed time, the clients ar
     sustained   an engine that answers at once, and clients that ask again at once: admissions per second, and what the same
                 gateway does without admission.
 
-SQLite with synchronous=FULL, on the disk of --folder. All samples stand in the row.
+Pairs of blocks and of rounds are repeated until enough of them were undisturbed (`bench.host_speed`), or TRIES_MAX times as
+many as asked for. SQLite with synchronous=FULL, on the disk of --folder. All samples of what counted stand in the row.
 
     python -m bench.admission            prints one row and adds it to bench/results/
 """
@@ -29,17 +30,18 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeVar
 
 import psutil
 import uvloop
 
 from appliance.base.interpreter import prepare_to_serve
+from bench.host_speed import HostSpeed, host_speed, undisturbed
 from tests.support.served_model import make_hollow_model
 from tests.support.wire import Wire
 
@@ -51,6 +53,7 @@ CLIENTS = 64
 BLOCK_S = 1.0
 SETTLE_S = 0.4  # of each block are not counted: requests of the one before end in it
 ANSWER_S = 0.25
+TRIES_MAX = 3
 GOALS = {"added_ms_p50": 2.0, "added_ms_p99": 5.0, "admissions_per_s": 1000}
 BODY = {
     "model": MODEL,
@@ -61,6 +64,10 @@ BODY = {
 }
 LIMITS = {"tokens_per_minute": 10**9, "requests_per_minute": 10**7, "concurrent_requests": 10**4, "tokens_per_day": 10**12}
 Rates = dict[str, list[float]]
+Host = dict[str, Any]
+Kind = Literal["with", "without"]
+KINDS: tuple[Kind, ...] = ("with", "without")
+T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -107,38 +114,61 @@ async def block(wires: Sequence[Wire], seconds: float, *, pause_s: float, dice: 
     return samples, count / (end_s - counted_from_s)
 
 
-async def measure_latency(port: int, key: str, blocks: int, dice: random.Random) -> dict[str, list[Samples]]:
-    """Return the samples of each block of both kinds."""
-    kinds = {"with": [Wire(port, key) for _ in range(CLIENTS)], "without": [Wire(port, PLAIN) for _ in range(CLIENTS)]}
-    found: dict[str, list[Samples]] = {kind: [] for kind in kinds}
-    for wires in kinds.values():
-        await block(wires, BLOCK_S, pause_s=ANSWER_S, dice=dice)
-    for _ in range(blocks):
-        order = list(kinds)
-        dice.shuffle(order)
-        for kind in order:
-            samples, _ = await block(kinds[kind], BLOCK_S + SETTLE_S, pause_s=ANSWER_S, dice=dice)
-            found[kind].append(samples)
-    for wire in (*kinds["with"], *kinds["without"]):
+async def measure_latency(port: int, key: str, blocks: int, dice: random.Random) -> tuple[dict[str, list[Samples]], Host]:
+    """Return the samples of each block of both kinds, and what the host did beside them."""
+    wires = {kind: [Wire(port, secret) for _ in range(CLIENTS)] for kind, secret in zip(KINDS, (key, PLAIN), strict=True)}
+
+    async def pair() -> dict[str, Samples]:
+        found: dict[str, Samples] = {}
+        for kind in dice.sample(KINDS, len(KINDS)):
+            found[kind], _ = await block(wires[kind], BLOCK_S + SETTLE_S, pause_s=ANSWER_S, dice=dice)
+        return found
+
+    await pair()  # warms up
+    pairs, host = await until_undisturbed(blocks, pair)
+    for wire in (*wires["with"], *wires["without"]):
         wire.hang_up()
-    return found
+    return {kind: [found[kind] for found in pairs] for kind in KINDS}, host
 
 
-async def measure_rate(port: int, key: str, pid: int, rounds: int, seconds: float) -> tuple[Rates, Rates]:
-    """Return answers per second with and without admission, in alternating rounds, and the gateway's CPU time of each."""
-    found: Rates = {"with": [], "without": []}
-    cpu_ms: Rates = {"with": [], "without": []}
-    for _ in range(rounds):
-        for kind, secret in (("with", key), ("without", PLAIN)):
+async def measure_rate(port: int, key: str, pid: int, rounds: int, seconds: float) -> tuple[Rates, Rates, Host]:
+    """Return answers per second with and without admission, in alternating rounds, the gateway's CPU time of each, and what the
+    host did beside them."""
+
+    async def pair() -> dict[str, tuple[float, float]]:
+        found: dict[str, tuple[float, float]] = {}
+        for kind, secret in zip(KINDS, (key, PLAIN), strict=True):
             wires = [Wire(port, secret) for _ in range(CLIENTS)]
             before_s = _cpu_s(pid)
             samples, rate = await block(wires, seconds + SETTLE_S, pause_s=0.0, dice=random.Random(0))
             answers = len(samples.end_ms) * (seconds + SETTLE_S) / seconds
-            found[kind].append(round(rate, 1))
-            cpu_ms[kind].append(round(1000 * (_cpu_s(pid) - before_s) / answers, 3))
+            found[kind] = round(rate, 1), round(1000 * (_cpu_s(pid) - before_s) / answers, 3)
             for wire in wires:
                 wire.hang_up()
-    return found, cpu_ms
+        return found
+
+    pairs, host = await until_undisturbed(rounds, pair)
+    rates = {kind: [found[kind][0] for found in pairs] for kind in KINDS}
+    return rates, {kind: [found[kind][1] for found in pairs] for kind in KINDS}, host
+
+
+async def until_undisturbed(count: int, measure: Callable[[], Awaitable[T]]) -> tuple[list[T], Host]:
+    """Return what `measure` found in `count` undisturbed tries, fewer when that takes too many."""
+    with host_speed() as speed_of_host:
+        parts: list[tuple[float, T]] = []
+        before = await _speed(speed_of_host)
+        while len(undisturbed(parts)) < count and len(parts) < TRIES_MAX * count:
+            found = await measure()
+            after = await _speed(speed_of_host)
+            parts.append((min(before, after), found))
+            before = after
+    kept = undisturbed(parts)
+    return kept, {"disturbed_pairs": len(parts) - len(kept), "pieces_per_s": [round(speed) for speed, _ in parts]}
+
+
+async def _speed(host: HostSpeed) -> float:
+    await asyncio.sleep(SETTLE_S)  # what was asked last is answered
+    return host.measure()
 
 
 def _cpu_s(pid: int) -> float:
@@ -261,19 +291,25 @@ def main() -> None:
     prepare_to_serve()  # so that no collection of garbage is measured as the gateway's
     with tempfile.TemporaryDirectory(dir=options.folder) as name:
         folder = Path(name)
-        latency: dict[str, list[Samples]] = {"with": [], "without": []}
-        rates: Rates = {"with": [], "without": []}
-        cpu_ms: Rates = {"with": [], "without": []}
+        latency: dict[str, list[Samples]] = {kind: [] for kind in KINDS}
+        rates: Rates = {kind: [] for kind in KINDS}
+        cpu_ms: Rates = {kind: [] for kind in KINDS}
+        host: dict[str, Host] = {}
         if options.blocks:
             with gateway(folder, ANSWER_S, options.before) as (port, key, _):
-                latency = uvloop.run(measure_latency(port, key, options.blocks, random.Random(1)))
+                latency, host["blocks"] = uvloop.run(measure_latency(port, key, options.blocks, random.Random(1)))
         if options.rounds:
             with gateway(folder, 0.0, options.before, options.profile) as (port, key, pid):
-                rates, cpu_ms = uvloop.run(measure_rate(port, key, pid, options.rounds, options.seconds))
+                rates, cpu_ms, host["rounds"] = uvloop.run(measure_rate(port, key, pid, options.rounds, options.seconds))
     if not options.blocks:
         print(rates, cpu_ms)
         return
-    row = {**row_of(latency, rates, cpu_ms), "gateway_started_by": options.before, "clients_scheduled": _scheduling()}
+    row = {
+        **row_of(latency, rates, cpu_ms),
+        "host": host,
+        "gateway_started_by": options.before,
+        "clients_scheduled": _scheduling(),
+    }
     if not options.no_save:
         with RESULTS.open("a", encoding="utf-8") as results:
             results.write(json.dumps(row) + "\n")

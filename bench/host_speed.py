@@ -1,0 +1,84 @@
+"""How fast the host runs all cores of this machine at once, to tell a disturbed measurement from another.
+
+A virtual machine on a shared host runs at half its speed for minutes, and its counters say nothing of it (no steal). So a
+bench asks before and after each part of a measurement how much work all cores do together in PROBE_S, and discards a part
+beside which they did less than UNDISTURBED of the most that was seen. What was measured plays no role in that.
+
+    python -m bench.host_speed           is one of the processes that work
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TypeVar
+
+T = TypeVar("T")
+
+PROBE_S = 0.15
+UNDISTURBED = 0.75
+_WORK = bytes(100_000)
+
+
+class HostSpeed:
+    """A process per core that waits to be asked."""
+
+    def __init__(self) -> None:
+        command = [sys.executable, "-m", "bench.host_speed"]
+        self._workers = [
+            subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0)
+            for _ in range(os.cpu_count() or 1)
+        ]
+
+    def measure(self) -> float:
+        """Return pieces of work per second of the slowest core while all of them work."""
+        for worker in self._workers:
+            assert worker.stdin is not None
+            worker.stdin.write(b"\n")
+        return min(float(worker.stdout.readline()) for worker in self._workers if worker.stdout is not None)
+
+    def close(self) -> None:
+        """End the processes."""
+        for worker in self._workers:
+            worker.communicate()
+
+
+@contextmanager
+def host_speed() -> Iterator[HostSpeed]:
+    """Yield a HostSpeed."""
+    speed = HostSpeed()
+    try:
+        yield speed
+    finally:
+        speed.close()
+
+
+def undisturbed(parts: Sequence[tuple[float, T]]) -> list[T]:
+    """Return the parts beside which the host was as fast as it can be; each comes with the lesser speed before and after it."""
+    fastest = max((speed for speed, _ in parts), default=0.0)
+    return [part for speed, part in parts if speed >= UNDISTURBED * fastest]
+
+
+def _work() -> float:
+    began_s = time.perf_counter()
+    pieces = 0
+    while time.perf_counter() - began_s < PROBE_S:
+        zlib.crc32(_WORK)
+        pieces += 1
+    return pieces / PROBE_S
+
+
+def main() -> None:
+    """Work whenever a line comes."""
+    for _ in sys.stdin.buffer:
+        sys.stdout.write(f"{_work():.1f}\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()
