@@ -25,9 +25,6 @@ from tests.support.kernel_cases import Guarded, normal, padded_rows
 from tests.support.kernel_tolerances import assert_near, assert_same
 from tests.support.tiny_models import make_model
 
-# Triton 3.6's interpreter reads the bound of a loop from an array of one element.
-pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim:DeprecationWarning")
-
 FLOATS = (torch.float32, torch.float16)
 
 

@@ -21,9 +21,6 @@ from tests.support.interpreted_bf16 import correct_bf16
 from tests.support.kernel_cases import Guarded, normal, padded_rows, poisoned
 from tests.support.kernel_tolerances import assert_near, assert_same
 
-# Triton 3.6's interpreter reads the bound of a loop from an array of one element.
-pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim:DeprecationWarning")
-
 FLOATS = (torch.float32, torch.float16)
 SIZES = [(1, 5, 17), (3, 67, 1), (15, 16, 130), (16, 33, 300), (2, 130, 256)]  # M, N, K
 LARGER = [(17, 5, 65), (64, 67, 130), (67, 131, 200)]

@@ -17,9 +17,6 @@ from tests.support.interpreted_bf16 import correct_bf16
 from tests.support.kernel_cases import Guarded, normal, padded_rows, poisoned
 from tests.support.kernel_tolerances import assert_near, assert_same
 
-# Triton 3.6's interpreter reads the bound of a loop from an array of one element.
-pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim:DeprecationWarning")
-
 HALF = torch.float16
 SIZES = [(1, 8, 128), (3, 67, 96), (16, 33, 200), (17, 8, 300), (40, 130, 256)]  # M, N, K
 

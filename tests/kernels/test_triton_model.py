@@ -22,8 +22,6 @@ from tests.support.engines import overlapped_engine, run_to_end, small_engine, t
 from tests.support.tiny_models import make_model
 
 # The interpreter of Triton 3.6 turns the bounds of a loop into integers in a way that numpy will refuse one day.
-pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim:DeprecationWarning")
-
 LAUNCHES_OF_A_LAYER = 7  # qkv, rotation and cache, attention and its merge, out, gate and up, down
 PROMPTS = {"a": [5, 6, 7], "b": list(range(3, 21)), "c": [8]}
 MAX_TOKENS = 3

@@ -82,7 +82,6 @@ def assert_close(found: torch.Tensor, expected: torch.Tensor, tolerance: float =
     torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.filterwarnings("ignore:Conversion of an array with ndim:DeprecationWarning")
 @pytest.mark.usefixtures("on_triton")
 def test_a_model_in_8_bits_says_the_same_with_norms_fused_into_its_products(tmp_path: Path) -> None:
     make_model("llama", tmp_path, num_hidden_layers=2, head_dim=16)
