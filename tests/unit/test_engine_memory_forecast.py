@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import accumulate
@@ -212,7 +213,8 @@ def test_the_activations_of_a_pass_are_what_it_holds_at_a_time(family: str, inne
     inputs = decoder.prepare([InputRow([1] * 512, 0, list(range(32)), [511])])
     with torch.inference_mode():
         decoder.forward(inputs)
-        found = peak_bytes(lambda: decoder.forward(inputs))
+        # Of several: events of one nanosecond have no order, and the most at a time depends on it.
+        found = statistics.median_low(peak_bytes(lambda: decoder.forward(inputs)) for _ in range(5))
     predicted = MemoryShape.of(load_model_config(tmp_path)).activations_bytes(512, 1, 4)
     assert 0.8 * predicted < found <= 1.02 * predicted
 
