@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from datetime import timedelta
 from pathlib import Path
+from queue import SimpleQueue
 from threading import Thread
 from typing import Any
 
@@ -35,7 +36,7 @@ from appliance.metering.usage import UsageReports
 from tests.support.cast import Cast
 from tests.support.clock import START, FakeClock
 from tests.support.factories import pending, posted, voided
-from tests.support.ledgers import FailingDatabase, all_events, settle, until
+from tests.support.ledgers import DEADLINE_S, FailingDatabase, all_events, settle, until
 
 
 @pytest.fixture
@@ -181,6 +182,44 @@ async def test_where_many_wait_a_settlement_goes_with_their_round(
     assert events == {entry.request_id: "pending" for entry in entries} | {entries[0].request_id: "posted"}
 
 
+async def test_while_the_tables_fail_a_settlement_has_its_line_however_many_wait(
+    database: Database, clock: FakeClock, cast: Cast, tmp_path: Path
+) -> None:
+    failing = FailingDatabase.around(database)
+    ledger = Ledger(failing, clock, cast.epoch_id, journal=Journal(tmp_path / "j"))
+    await ledger.start()
+    entries = [pending(cast.bob) for _ in range(waiting_module.TOGETHER_FROM + 1)]
+    await asyncio.gather(*(ledger.open(entry) for entry in entries))
+    await ledger.caught_up()
+    failing.fail_before_commit = 1_000_000
+    await ledger.settle(posted(entries[0].request_id))
+    await until(lambda: not ledger.healthy)
+    for entry in entries[1:]:
+        async with asyncio.timeout(DEADLINE_S):
+            await ledger.settle(posted(entry.request_id))
+    await die(ledger)
+    events = await start_again(database, clock, tmp_path / "j")
+    assert {event.status for event in events.values()} == {"posted"}
+
+
+async def test_a_settlement_goes_to_the_tables_when_the_journal_does_not_answer_and_at_once_when_that_is_known(
+    database: Database, clock: FakeClock, cast: Cast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with journaling(database, clock, cast.epoch_id, tmp_path / "j") as ledger:
+        journal = ledger._journal
+        assert journal is not None
+        first, second = pending(cast.bob), pending(cast.bob)
+        await asyncio.gather(ledger.open(first), ledger.open(second))
+        for entry, timeout_s, stuck_s in ((first, 0.01, None), (second, 60.0, -60.0)):
+            monkeypatch.setattr(writer_module, "LINE_TIMEOUT_S", timeout_s)
+            with monkeypatch.context() as hanging:
+                hanging.setattr(journal, "_waiting", SimpleQueue())  # nobody takes what waits
+                hanging.setattr(journal, "_writing_since_s", stuck_s)  # long ago
+                async with asyncio.timeout(DEADLINE_S):
+                    await ledger.settle(posted(entry.request_id))
+    assert [event.status for event in await all_events(database)] == ["posted"] * 2
+
+
 async def test_a_caller_that_is_cancelled_while_its_line_is_written_does_not_stop_the_settlement(
     database: Database, clock: FakeClock, cast: Cast, tmp_path: Path
 ) -> None:
@@ -312,6 +351,14 @@ async def test_a_journal_newer_than_its_database_does_not_stop_the_start(
         await journal.append(record)
     events = await start_again(database, clock, tmp_path / "j")
     assert set(events) == {good.entry.request_id}
+
+
+async def test_a_settlement_of_which_the_database_has_no_entry_is_in_the_log_of_the_start(
+    database: Database, clock: FakeClock, cast: Cast, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    await Journal(tmp_path / "j").append(encode(posted("req_of_a_later_backup")))
+    assert await start_again(database, clock, tmp_path / "j") == {}
+    assert "req_of_a_later_backup has no entry" in capfd.readouterr().out
 
 
 async def test_a_database_that_cannot_be_written_at_the_start_loses_nothing(

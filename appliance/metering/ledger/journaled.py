@@ -141,11 +141,11 @@ def _insert_missing(connection: Connection, entries: Sequence[Journaled]) -> int
 
 
 async def _settle(db: Database, clock: Clock, calendar: BillingCalendar, settlements: Sequence[Settlement]) -> int:
-    """Settle those of which the entry is pending, as the ledger would have; what the tables refuse is in the log."""
+    """Settle those that have not ended, as the ledger would have; what the tables refuse, or know nothing of, is in the log."""
     async with db.reading() as connection:
         request_ids = [settlement.request_id for settlement in settlements]
-        pending = await connection.run_sync(rows.pending, request_ids)
-    missing = [Settle(settlement=settlement) for settlement in settlements if settlement.request_id in pending]
+        ended = await connection.run_sync(rows.ended, request_ids)
+    missing = [Settle(settlement=settlement) for settlement in settlements if settlement.request_id not in ended]
     work = Round(
         db=db, epoch_id="", currency="", calendar=calendar, now=clock.now(), operations=missing, checkpoints=(), opened={}
     )

@@ -151,9 +151,9 @@ def known(connection: Connection, request_ids: Sequence[str]) -> set[str]:
     return {request_id for request_id, _event_id, _status in _STATES.rows(connection, request_ids)}
 
 
-def pending(connection: Connection, request_ids: Sequence[str]) -> set[str]:
-    """Return which of these requests have an event that is pending."""
-    return {request_id for request_id, _event_id, status in _STATES.rows(connection, request_ids) if status == "pending"}
+def ended(connection: Connection, request_ids: Sequence[str]) -> set[str]:
+    """Return which of these requests have an event that is no longer pending."""
+    return {request_id for request_id, _event_id, status in _STATES.rows(connection, request_ids) if status != "pending"}
 
 
 def price_query() -> Select[Any]:

@@ -51,6 +51,7 @@ RETRY_S_MIN = 0.05
 RETRY_S_MAX = 2.0
 STOP_TIMEOUT_S = 10.0
 OPEN_TIMEOUT_S = 5.0  # as long as SQLite itself waits for a lock
+LINE_TIMEOUT_S = 1.0  # for a settlement, whose rows can still come before the client is told that its answer has ended
 CATCH_UP_S = 1.0
 RETRY_AFTER_S = 2.0
 
@@ -215,12 +216,15 @@ class Ledger:
         """Return the number of its line in the journal; None where it has none, and its rows must be waited for.
 
         Where many wait, rounds follow one another and each is worth its cost: another write to the disk would only delay them.
+        Not so while the tables fail; and while the journal does, there is nothing to wait for there.
         """
+        if self._journal is None or self._journal.last_error is not None or not self._runs:
+            return None
         many_wait = len(self._waiting) + len(self._in_round) >= TOGETHER_FROM
-        if self._journal is None or not self._runs or many_wait:
+        if many_wait and self._tables_work:
             return None
         try:
-            async with asyncio.timeout(self._open_timeout_s):
+            async with asyncio.timeout(LINE_TIMEOUT_S):
                 return await self._journal.append(encode(settlement))
         except (OSError, TimeoutError, ValueError) as error:
             _log.error("ledger_journal_failed", error=repr(error), request_id=settlement.request_id)
