@@ -1,7 +1,8 @@
 """What the process should know of its processor: settings before torch is imported, and how many threads to use. No torch.
 
 MKL picks slow paths for small matrices on AMD processors unless told to stay with AVX2, and its results then also repeat
-from run to run.
+from run to run. And a thread that waits for the others of a parallel section does so at full speed, by default for
+milliseconds: the gateway and whoever else shares the cores waits meanwhile, at times the very thread that is waited for.
 """
 
 from __future__ import annotations
@@ -14,14 +15,22 @@ from pathlib import Path
 log = logging.getLogger("gatehouse.engine")
 
 
+SPINS = 10_000
+"""Turns that a waiting thread takes before it sleeps: some 100 µs, longer than a part of a decode step."""
+
+
 def prepare_cpu() -> None:
     """Set what helps on this processor; what the operator has set himself stays. Says so when it comes too late."""
-    if "MKL_CBWR" in os.environ or not _is_amd():
+    settings: dict[str, str] = {}
+    if "GOMP_SPINCOUNT" not in os.environ and "OMP_WAIT_POLICY" not in os.environ:
+        settings["GOMP_SPINCOUNT"] = str(SPINS)
+    if "MKL_CBWR" not in os.environ and _is_amd():
+        settings["MKL_CBWR"] = "AVX2"
+    if settings and "torch" in sys.modules:
+        told = ", ".join(f"{name}={value}" for name, value in settings.items())
+        log.info("torch was imported before the engine: %s not set, small batches may be slower", told)
         return
-    if "torch" in sys.modules:
-        log.info("torch was imported before the engine: MKL_CBWR=AVX2 is not set, small batches may be slower")
-        return
-    os.environ["MKL_CBWR"] = "AVX2"
+    os.environ.update(settings)
 
 
 def default_threads() -> int:

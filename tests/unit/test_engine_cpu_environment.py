@@ -1,0 +1,51 @@
+"""What an engine sets for its processor before torch comes, and that an operator's own settings stay."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+
+import pytest
+
+from engine import cpu_environment
+from engine.cpu_environment import SPINS, prepare_cpu
+
+NAMES = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY", "MKL_CBWR")
+
+
+@pytest.fixture
+def before_torch(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """A process that has not imported torch, on an AMD processor, without any of the settings."""
+    environment = {name: value for name, value in os.environ.items() if name not in NAMES}
+    monkeypatch.setattr(os, "environ", environment)
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    monkeypatch.setattr(cpu_environment, "_is_amd", lambda: True)
+    return monkeypatch
+
+
+def test_waiting_threads_soon_sleep_and_small_matrices_are_fast(before_torch: pytest.MonkeyPatch) -> None:
+    prepare_cpu()
+    assert {name: os.environ.get(name) for name in NAMES} == {
+        "GOMP_SPINCOUNT": str(SPINS),
+        "OMP_WAIT_POLICY": None,
+        "MKL_CBWR": "AVX2",
+    }
+
+
+@pytest.mark.parametrize(("name", "value"), [("GOMP_SPINCOUNT", "5"), ("OMP_WAIT_POLICY", "active")])
+def test_what_the_operator_says_of_waiting_threads_stays(before_torch: pytest.MonkeyPatch, name: str, value: str) -> None:
+    before_torch.setitem(os.environ, name, value)
+    prepare_cpu()
+    assert os.environ[name] == value
+    assert len({"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & set(os.environ)) == 1
+
+
+def test_nothing_is_set_when_it_comes_too_late_and_the_log_says_so(
+    before_torch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    before_torch.setitem(sys.modules, "torch", os)
+    with caplog.at_level(logging.INFO, logger="gatehouse.engine"):
+        prepare_cpu()
+    assert not set(NAMES) & set(os.environ)
+    assert "GOMP_SPINCOUNT=10000, MKL_CBWR=AVX2 not set" in caplog.text
