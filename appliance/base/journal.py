@@ -104,10 +104,15 @@ class Journal:
         self._oldest_held = next(iter(self._held), self._next_number)
 
     def close(self) -> None:
-        """End the thread behind the last record. The files are cleared when every record was released."""
+        """End the thread behind the last record. The files are cleared when every record was released.
+
+        A write that does not return keeps nobody: its thread ends with the process, and a start finds what stands there.
+        """
         if self._thread is not None:
             self._waiting.put(None)
-            self._thread.join()
+            self._thread.join(STUCK_S)
+            if self._thread.is_alive():
+                return
             if not self._held:
                 with suppress(OSError):  # then a start finds what stands elsewhere
                     self.clear()

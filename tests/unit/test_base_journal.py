@@ -213,6 +213,18 @@ async def test_a_write_that_does_not_return_is_an_error_until_it_does(tmp_path: 
     assert journal.last_error is None
 
 
+async def test_closing_does_not_wait_for_a_write_that_does_not_return(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journal_module, "STUCK_S", 0.01)
+    journal, answers, write = Journal(tmp_path / "j"), Event(), os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda *given: answers.wait() and write(*given))
+    waiting = asyncio.create_task(journal.append(b"one"))
+    await until(lambda: journal.last_error is not None)
+    journal.close()
+    answers.set()
+    await waiting
+    assert left_in(tmp_path / "j") == [b"one"]
+
+
 async def test_what_one_call_does_not_write_the_next_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write = os.pwrite
     monkeypatch.setattr(os, "pwrite", lambda file, data, offset: write(file, bytes(data)[: max(1, len(data) // 2)], offset))
