@@ -209,17 +209,22 @@ class History:
     async def _settle(self, count: int) -> None:
         self.numbers.shuffle(self.open)
         chosen = [self.open.pop() for _ in range(count)]
-        for fact, event in zip(chosen, await asyncio.gather(*(self._end(fact) for fact in chosen)), strict=True):
-            fact.event_id = event.id
+        await asyncio.gather(*(self.ledger.settle(self._end(fact)) for fact in chosen))
+        of_usage = select(usage_events.c.request_id, usage_events.c.id).where(usage_events.c.kind == "usage")
+        of_chosen = usage_events.c.request_id.in_([fact.request_id for fact in chosen])
+        async with self.database.reading() as connection:
+            event_ids = dict((await connection.execute(of_usage.where(of_chosen))).tuples().all())
+        for fact in chosen:
+            fact.event_id = event_ids[fact.request_id]
 
-    def _end(self, fact: Fact) -> Any:
+    def _end(self, fact: Fact) -> Settlement:
         fact.settled = True
         if self.numbers.random() < 0.05:
-            return self.ledger.settle(factories.voided(fact.request_id))
+            return factories.voided(fact.request_id)
         fact.bill(fact.planned)
         prompt, cached, completion, rejected = fact.counts
         usage = Usage(prompt_tokens=prompt, cached_tokens=cached, completion_tokens=completion, rejected_tokens=rejected)
-        return self.ledger.settle(Settlement(request_id=fact.request_id, status="posted", finish_reason="stop", usage=usage))
+        return Settlement(request_id=fact.request_id, status="posted", finish_reason="stop", usage=usage)
 
     def _counts(self) -> tuple[int, int, int, int]:
         prompt = self.numbers.choice([0, 1, self.numbers.randrange(20_000)])
