@@ -213,7 +213,8 @@ class History:
         of_usage = select(usage_events.c.request_id, usage_events.c.id).where(usage_events.c.kind == "usage")
         of_chosen = usage_events.c.request_id.in_([fact.request_id for fact in chosen])
         async with self.database.reading() as connection:
-            event_ids = dict((await connection.execute(of_usage.where(of_chosen))).tuples().all())
+            rows = (await connection.execute(of_usage.where(of_chosen))).all()
+        event_ids = {row.request_id: row.id for row in rows}
         for fact in chosen:
             fact.event_id = event_ids[fact.request_id]
 
