@@ -220,6 +220,43 @@ async def test_a_settlement_goes_to_the_tables_when_the_journal_does_not_answer_
     assert [event.status for event in await all_events(database)] == ["posted"] * 2
 
 
+async def test_what_settles_after_the_writer_ended_by_a_bug_is_in_the_journal_for_the_next_start(
+    database: Database, clock: FakeClock, cast: Cast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def bug(*_: object) -> None:
+        raise KeyError("a bug")
+
+    journal = Journal(tmp_path / "j")
+    ledger = Ledger(database, clock, cast.epoch_id, journal=journal)
+    await ledger.start()
+    entry = pending(cast.bob)
+    await ledger.open(entry)
+    monkeypatch.setattr(ledger._waiting, "take", bug)
+    await until(lambda: not ledger.healthy)
+    await ledger.settle(posted(entry.request_id, completion=5))
+    assert ledger.unrecorded_usage_tokens == 0
+    journal.close()
+    event = (await start_again(database, clock, tmp_path / "j"))[entry.request_id]
+    assert (event.status, event.completion_tokens) == ("posted", 5)
+
+
+async def test_a_round_that_hangs_is_waited_for_by_its_first_reader_alone(
+    database: Database, clock: FakeClock, cast: Cast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writer_module, "CATCH_UP_S", 0.05)
+    gated = FailingDatabase.around(database)
+    gated.gate = asyncio.Event()
+    async with journaling(gated, clock, cast.epoch_id, tmp_path / "j") as ledger:
+        await ledger.open(pending(cast.bob))
+        await until(lambda: gated.held == 1)
+        await ledger.caught_up()
+        await until(lambda: ledger._round_lasts(0.05))
+        monkeypatch.setattr(asyncio, "wait", None)
+        await ledger.caught_up()
+        monkeypatch.undo()
+        gated.gate.set()
+
+
 async def test_a_caller_that_is_cancelled_while_its_line_is_written_does_not_stop_the_settlement(
     database: Database, clock: FakeClock, cast: Cast, tmp_path: Path
 ) -> None:

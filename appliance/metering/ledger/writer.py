@@ -105,9 +105,11 @@ class Ledger:
     @property
     def _tables_work(self) -> bool:
         """Return whether the last round was committed, and one that runs now does not hang."""
+        return self.last_error is None and not self._round_lasts(self._open_timeout_s)
+
+    def _round_lasts(self, longer_than_s: float) -> bool:
         since_s = self._in_round_since_s
-        hangs = since_s is not None and time.monotonic() - since_s > self._open_timeout_s
-        return self.last_error is None and not hangs
+        return since_s is not None and time.monotonic() - since_s > longer_than_s
 
     async def start(self) -> None:
         """Start the writer task."""
@@ -185,11 +187,12 @@ class Ledger:
     async def caught_up(self) -> None:
         """Return when all that was promised before stands in the tables: whoever reads them comes here first (`Database`).
 
-        While the database fails, or takes longer than CATCH_UP_S, it returns without: what is read then lacks the latest.
+        While the database fails, or takes longer than CATCH_UP_S, it returns without: what is read then lacks the latest. Only
+        who comes first waits for so long.
         """
         behind = (*self._waiting.newest_first(), *reversed(self._in_round))
         last = next((operation for operation in behind if isinstance(operation, Promised) and operation.number), None)
-        if last is None or not self._runs or not self._tables_work:
+        if last is None or not self._runs or not self._tables_work or self._round_lasts(CATCH_UP_S):
             return
         if last.done is None:
             last.done = asyncio.get_running_loop().create_future()
@@ -216,12 +219,12 @@ class Ledger:
         """Return the number of its line in the journal; None where it has none, and its rows must be waited for.
 
         Where many wait, rounds follow one another and each is worth its cost: another write to the disk would only delay them.
-        Not so while the tables fail; and while the journal does, there is nothing to wait for there.
+        Not so while the tables fail or the writer has ended; and while the journal fails, there is nothing to wait for there.
         """
-        if self._journal is None or self._journal.last_error is not None or not self._runs:
+        if self._journal is None or self._journal.last_error is not None or self._task is None:
             return None
         many_wait = len(self._waiting) + len(self._in_round) >= TOGETHER_FROM
-        if many_wait and self._tables_work:
+        if many_wait and self._tables_work and self._runs:
             return None
         try:
             async with asyncio.timeout(LINE_TIMEOUT_S):
