@@ -1,7 +1,8 @@
 """The whole service beside vLLM's server: 16 clients that stream chat answers, both on loopback, the client in this process.
 
-Ours is `gatehouse serve` with everything it does for a request: key, limits, ledger. Neither server is stopped while the other
-answers, so the rule of discarding also holds its idling against it. Every run has new prompts, the same for both.
+Ours is `gatehouse serve` with everything it does for a request: key, limits, ledger. vLLM's server is stopped (SIGSTOP) while
+ours answers, since with nothing to do it uses 0.7 cores; ours goes on, and its idling counts as a disturbance of the other.
+Every run has new prompts, the same for both.
 """
 
 from __future__ import annotations
@@ -50,18 +51,21 @@ TARGET = Target(name=NAME, part=MODEL, unit="tokens/s", judged="ratio", pass_at=
 
 
 class Server:
-    """A server that is ready, and its clients."""
+    """A server that is ready, and its clients. With `rests` all of its processes are stopped but for its runs."""
 
-    def __init__(self, process: psutil.Process, port: int, model: str, key: str) -> None:
+    def __init__(self, process: psutil.Process, port: int, model: str, key: str, *, rests: bool = False) -> None:
         self._process, self._port, self._model, self._key = process, port, model, key
+        self._rests = rests
         self._numbers = random.Random(0)
 
     def run(self, requests: RequestSet) -> tuple[list[list[int]], Sample]:
         """All requests at once, of these lengths and with new texts; no tokens come back, only text. Raises PeerFailed."""
         texts = ["".join(self._numbers.choices(LETTERS, k=2 * len(prompt))) for prompt in requests.prompts]
+        self._signal(signal.SIGCONT)
         own_s, used_s, before = time.process_time(), self._cpu_s(), read_machine()
         asyncio.run(self._all(texts, requests.output_lens))
         after, own_s, used_s = read_machine(), time.process_time() - own_s, self._cpu_s() - used_s
+        self._signal(signal.SIGSTOP)
         return [], Sample(after.at_s - before.at_s, used_s, between(before, after, used_s + own_s))
 
     async def _all(self, texts: list[str], output_lens: list[int]) -> None:
@@ -87,6 +91,10 @@ class Server:
         counted = json.loads(usage)["usage"]["completion_tokens"] if usage else None
         if counted != length:
             raise PeerFailed(f"{self._model} counted {counted} tokens of {length}")
+
+    def _signal(self, number: signal.Signals) -> None:
+        if self._rests:
+            os.killpg(self._process.pid, number)
 
     def _cpu_s(self) -> float:
         """What the server and its children have used."""
@@ -161,7 +169,7 @@ def vllm(folder: Path, peers: Path, threads: int, log: IO[str]) -> Iterator[Serv
     ]  # fmt: skip
     variables = {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1", "VLLM_CACHE_ROOT": str(peers / "cache"), **VLLM}
     with serving(command, variables, f"http://127.0.0.1:{port}/health", log) as process:
-        yield Server(process, port, folder.name, "none")
+        yield Server(process, port, folder.name, "none", rests=True)
 
 
 @contextmanager
@@ -179,6 +187,8 @@ def serving(command: list[str], variables: dict[str, str], health: str, log: IO[
             time.sleep(0.2)
         yield psutil.Process(process.pid)
     finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGCONT)  # who rests hears nothing else
         process.terminate()
         with suppress(subprocess.TimeoutExpired):
             process.wait(END_TIMEOUT_S)
