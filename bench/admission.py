@@ -41,7 +41,7 @@ import psutil
 import uvloop
 
 from appliance.base.interpreter import prepare_to_serve
-from bench.host_speed import HostSpeed, host_speed, undisturbed
+from bench.host_speed import HostSpeed, host_speed
 from tests.support.served_model import make_hollow_model
 from tests.support.wire import Wire
 
@@ -114,7 +114,9 @@ async def block(wires: Sequence[Wire], seconds: float, *, pause_s: float, dice: 
     return samples, count / (end_s - counted_from_s)
 
 
-async def measure_latency(port: int, key: str, blocks: int, dice: random.Random) -> tuple[dict[str, list[Samples]], Host]:
+async def measure_latency(
+    port: int, key: str, speed_of_host: HostSpeed, blocks: int, dice: random.Random
+) -> tuple[dict[str, list[Samples]], Host]:
     """Return the samples of each block of both kinds, and what the host did beside them."""
     wires = {kind: [Wire(port, secret) for _ in range(CLIENTS)] for kind, secret in zip(KINDS, (key, PLAIN), strict=True)}
 
@@ -125,13 +127,15 @@ async def measure_latency(port: int, key: str, blocks: int, dice: random.Random)
         return found
 
     await pair()  # warms up
-    pairs, host = await until_undisturbed(blocks, pair)
+    pairs, host = await until_undisturbed(speed_of_host, blocks, pair)
     for wire in (*wires["with"], *wires["without"]):
         wire.hang_up()
     return {kind: [found[kind] for found in pairs] for kind in KINDS}, host
 
 
-async def measure_rate(port: int, key: str, pid: int, rounds: int, seconds: float) -> tuple[Rates, Rates, Host]:
+async def measure_rate(
+    port: int, key: str, pid: int, speed_of_host: HostSpeed, rounds: int, seconds: float
+) -> tuple[Rates, Rates, Host]:
     """Return answers per second with and without admission, in alternating rounds, the gateway's CPU time of each, and what the
     host did beside them."""
 
@@ -147,22 +151,21 @@ async def measure_rate(port: int, key: str, pid: int, rounds: int, seconds: floa
                 wire.hang_up()
         return found
 
-    pairs, host = await until_undisturbed(rounds, pair)
+    pairs, host = await until_undisturbed(speed_of_host, rounds, pair)
     rates = {kind: [found[kind][0] for found in pairs] for kind in KINDS}
     return rates, {kind: [found[kind][1] for found in pairs] for kind in KINDS}, host
 
 
-async def until_undisturbed(count: int, measure: Callable[[], Awaitable[T]]) -> tuple[list[T], Host]:
+async def until_undisturbed(speed_of_host: HostSpeed, count: int, measure: Callable[[], Awaitable[T]]) -> tuple[list[T], Host]:
     """Return what `measure` found in `count` undisturbed tries, fewer when that takes too many."""
-    with host_speed() as speed_of_host:
-        parts: list[tuple[float, T]] = []
-        before = await _speed(speed_of_host)
-        while len(undisturbed(parts)) < count and len(parts) < TRIES_MAX * count:
-            found = await measure()
-            after = await _speed(speed_of_host)
-            parts.append((min(before, after), found))
-            before = after
-    kept = undisturbed(parts)
+    parts: list[tuple[float, T]] = []
+    before = await _speed(speed_of_host)
+    while len(speed_of_host.undisturbed(parts)) < count and len(parts) < TRIES_MAX * count:
+        found = await measure()
+        after = await _speed(speed_of_host)
+        parts.append((min(before, after), found))
+        before = after
+    kept = speed_of_host.undisturbed(parts)
     return kept, {"disturbed_pairs": len(parts) - len(kept), "pieces_per_s": [round(speed) for speed, _ in parts]}
 
 
@@ -289,7 +292,7 @@ def main() -> None:
     parser.add_argument("--no-save", action="store_true", help="print only")
     options = parser.parse_args()
     prepare_to_serve()  # so that no collection of garbage is measured as the gateway's
-    with tempfile.TemporaryDirectory(dir=options.folder) as name:
+    with tempfile.TemporaryDirectory(dir=options.folder) as name, host_speed() as speed_of_host:
         folder = Path(name)
         latency: dict[str, list[Samples]] = {kind: [] for kind in KINDS}
         rates: Rates = {kind: [] for kind in KINDS}
@@ -297,10 +300,14 @@ def main() -> None:
         host: dict[str, Host] = {}
         if options.blocks:
             with gateway(folder, ANSWER_S, options.before) as (port, key, _):
-                latency, host["blocks"] = uvloop.run(measure_latency(port, key, options.blocks, random.Random(1)))
+                latency, host["blocks"] = uvloop.run(
+                    measure_latency(port, key, speed_of_host, options.blocks, random.Random(1))
+                )
         if options.rounds:
             with gateway(folder, 0.0, options.before, options.profile) as (port, key, pid):
-                rates, cpu_ms, host["rounds"] = uvloop.run(measure_rate(port, key, pid, options.rounds, options.seconds))
+                rates, cpu_ms, host["rounds"] = uvloop.run(
+                    measure_rate(port, key, pid, speed_of_host, options.rounds, options.seconds)
+                )
     if not options.blocks:
         print(rates, cpu_ms)
         return

@@ -26,9 +26,10 @@ _WORK = bytes(100_000)
 
 
 class HostSpeed:
-    """A process per core that waits to be asked."""
+    """A process per core that waits to be asked. `fastest` is the most that was seen."""
 
     def __init__(self) -> None:
+        self.fastest = 0.0
         command = [sys.executable, "-m", "bench.host_speed"]
         self._workers = [
             subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0)
@@ -40,7 +41,13 @@ class HostSpeed:
         for worker in self._workers:
             assert worker.stdin is not None
             worker.stdin.write(b"\n")
-        return min(float(worker.stdout.readline()) for worker in self._workers if worker.stdout is not None)
+        speed = min(float(worker.stdout.readline()) for worker in self._workers if worker.stdout is not None)
+        self.fastest = max(self.fastest, speed)
+        return speed
+
+    def undisturbed(self, parts: Sequence[tuple[float, T]]) -> list[T]:
+        """Return the parts beside which the host was as fast as it can be; each comes with the lesser speed beside it."""
+        return [part for speed, part in parts if speed >= UNDISTURBED * self.fastest]
 
     def close(self) -> None:
         """End the processes."""
@@ -56,12 +63,6 @@ def host_speed() -> Iterator[HostSpeed]:
         yield speed
     finally:
         speed.close()
-
-
-def undisturbed(parts: Sequence[tuple[float, T]]) -> list[T]:
-    """Return the parts beside which the host was as fast as it can be; each comes with the lesser speed before and after it."""
-    fastest = max((speed for speed, _ in parts), default=0.0)
-    return [part for speed, part in parts if speed >= UNDISTURBED * fastest]
 
 
 def _work() -> float:
