@@ -31,7 +31,7 @@ class Largest(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
-        made = [] if name in ("slice", "view", "select") else tree_leaves(result)
+        made = [] if name in ("slice", "view", "select", "detach") else tree_leaves(result)
         hidden = [args[0]] if name == "logsumexp" else []
         sizes = [leaf.numel() for leaf in [*made, *hidden] if isinstance(leaf, torch.Tensor)]
         self.num_elements = max([self.num_elements, *sizes])
