@@ -35,9 +35,7 @@ class Pool:
 
     def __init__(self, library: ctypes.CDLL | None) -> None:
         names = ("GOMP_parallel", "omp_get_thread_num", "GOMP_barrier")
-        functions = [
-            0 if library is None else ctypes.cast(getattr(library, name), ctypes.c_void_p).value or 0 for name in names
-        ]
+        functions = [0 if library is None else _address(getattr(library, name)) for name in names]
         self._addresses = np.array(functions, dtype=np.int64)
         self.address = 0 if library is None else self._addresses.ctypes.data
         _, self.member, self.barrier = functions
