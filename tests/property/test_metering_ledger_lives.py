@@ -1,28 +1,35 @@
-"""The ledger under random use, failing databases and deaths: each admitted request once, none pending, costs that add up."""
+"""The ledger under random use, failing databases and deaths: each admitted request once, none pending, costs that add up.
+
+With a journal, as on SQLite, and without, as on PostgreSQL; either works with either database.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import random
+from pathlib import Path
 
 import pytest
 
 from appliance.base.db import Database
 from appliance.base.errors import Overloaded
+from appliance.base.journal import Journal
+from appliance.metering.calendar import BillingCalendar
+from appliance.metering.ledger.journaled import replay
 from appliance.metering.ledger.recovery import begin_epoch, recover
 from appliance.metering.ledger.writer import Checkpoint, Ledger
 from appliance.metering.prices import Price, PriceBook
 from tests.support.cast import Cast
 from tests.support.clock import FakeClock
 from tests.support.factories import pending, posted, voided
-from tests.support.ledgers import FailingDatabase, all_events, settle
+from tests.support.ledgers import FailingDatabase, all_events, die
 
 REQUESTS_PER_EPOCH = 25
 EPOCHS = 3
 
 
 class Owner:
-    """Plays the tasks that own generations, and keeps its own plain book of what they were told."""
+    """Plays the tasks that own generations, and keeps a plain book of what they were promised: status and cost."""
 
     def __init__(self, ledger: Ledger, cast: Cast, clock: FakeClock, price: Price, chance: random.Random) -> None:
         self.refused: set[str] = set()
@@ -48,16 +55,19 @@ class Owner:
         fate = chance.random()
         if fate < 0.2:
             return  # still running when the process dies
-        settlement = voided(entry.request_id) if fate < 0.35 else posted(entry.request_id, completion=tokens)
-        event = await settle(self._ledger, settlement)
-        self.settled[entry.request_id] = (event.status, event.cost_picos)
+        is_void = fate < 0.35
+        settlement = voided(entry.request_id) if is_void else posted(entry.request_id, completion=tokens)
+        await self._ledger.settle(settlement)
+        cost_picos = 0 if is_void or entry.price is None else 10 * entry.price.prompt + tokens * entry.price.completion
+        self.settled[entry.request_id] = (settlement.status, cost_picos)
         if fate > 0.8:
-            assert await settle(self._ledger, settlement) == event
+            await self._ledger.settle(settlement)
 
 
+@pytest.mark.parametrize("has_journal", [True, False], ids=["journal", "tables"])
 @pytest.mark.parametrize("seed", range(5))
 async def test_every_admitted_request_is_in_the_ledger_once_and_none_stays_pending(
-    database: Database, clock: FakeClock, cast: Cast, seed: int
+    database: Database, clock: FakeClock, cast: Cast, tmp_path: Path, seed: int, has_journal: bool
 ) -> None:
     chance = random.Random(seed)
     price = await PriceBook(database, clock).add(model="demo", currency="EUR", prompt=3, cached_prompt=1, completion=7)
@@ -66,20 +76,22 @@ async def test_every_admitted_request_is_in_the_ledger_once_and_none_stays_pendi
     refused: set[str] = set()
     settled: dict[str, tuple[str, int]] = {}
     for _ in range(EPOCHS):
-        epoch_id = await begin_epoch(database, clock, "test")
-        await recover(database, clock, epoch_id)
-        ledger = Ledger(failing, clock, epoch_id, checkpoint_interval_s=0.0)
+        journal = Journal(tmp_path / "journal") if has_journal else None
+        epoch_id = await _begin(database, clock, journal)
+        ledger = Ledger(failing, clock, epoch_id, checkpoint_interval_s=0.0, journal=journal)
         await ledger.start()
         owner = Owner(ledger, cast, clock, price, chance)
         lives = [asyncio.create_task(owner.serve()) for _ in range(REQUESTS_PER_EPOCH)]
         failing.fail_before_commit, failing.fail_after_commit = chance.randrange(2), chance.randrange(3)
         await asyncio.gather(*lives)
         failing.fail_before_commit = failing.fail_after_commit = 0
-        await _die(ledger, in_order=chance.random() < 0.5)
+        await (ledger.stop() if chance.random() < 0.5 else die(ledger))
+        if journal is not None:
+            journal.close()
         admitted |= owner.admitted
         refused |= owner.refused
         settled |= owner.settled
-    await recover(database, clock, await begin_epoch(database, clock, "last"))
+    await _begin(database, clock, Journal(tmp_path / "journal") if has_journal else None)
     events = {event.request_id: event for event in await all_events(database)}
     assert len(events) == len(await all_events(database))
     assert admitted <= set(events)
@@ -92,11 +104,10 @@ async def test_every_admitted_request_is_in_the_ledger_once_and_none_stays_pendi
             assert (event.status, event.estimated) == ("recovered", True)
 
 
-async def _die(ledger: Ledger, *, in_order: bool) -> None:
-    """End the ledger: in order, or as a killed process would, in the middle of whatever it does."""
-    if in_order:
-        await ledger.stop()
-        return
-    assert ledger._task is not None
-    ledger._task.cancel()
-    await asyncio.wait({ledger._task})
+async def _begin(database: Database, clock: FakeClock, journal: Journal | None) -> str:
+    """Settle what a dead epoch left behind, as a start does, and return the id of a new one."""
+    if journal is not None:
+        await replay(database, journal, clock, BillingCalendar())
+    epoch_id = await begin_epoch(database, clock, "test")
+    await recover(database, clock, epoch_id)
+    return epoch_id

@@ -34,6 +34,13 @@ async def running_ledger(
         await ledger.stop()
 
 
+async def die(ledger: Ledger) -> None:
+    """End the ledger as a killed process would, in the middle of whatever it does."""
+    assert ledger._task is not None
+    ledger._task.cancel()
+    await asyncio.wait({ledger._task})
+
+
 async def all_events(database: Database) -> list[UsageEvent]:
     """Return every usage event in order."""
     async with database.reading() as connection:

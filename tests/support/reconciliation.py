@@ -3,6 +3,8 @@
 A history runs from the end of September into December in Berlin: a day of 25 hours, a leap second of step back, hours of step
 back over midnight, prices that change within months, tenants in two currencies, kills, corrections, and invoices closed while
 requests of their month still run. The twin knows no SQL and takes nothing from the ledger but the ids it gave.
+
+The ledger runs as the appliance runs it: on SQLite with a journal, where deaths leave lines without rows; on PostgreSQL without.
 """
 
 from __future__ import annotations
@@ -21,19 +23,23 @@ from sqlalchemy import select
 
 from appliance.base.db import Database
 from appliance.base.errors import InvalidValue
+from appliance.base.journal import Journal
 from appliance.base.tables import usage_events, usage_rollups
 from appliance.metering.calendar import BillingCalendar
 from appliance.metering.invoicing.invoices import Invoices
 from appliance.metering.ledger import rollups
 from appliance.metering.ledger.corrections import Correction, Corrections
+from appliance.metering.ledger.journaled import journal_beside, replay
 from appliance.metering.ledger.records import Checkpoint, PendingEntry, Settlement, Usage
 from appliance.metering.ledger.recovery import begin_epoch, recover
+from appliance.metering.ledger.waiting import TOGETHER_FROM
 from appliance.metering.ledger.writer import Ledger
 from appliance.metering.prices import Price, PriceBook
 from appliance.metering.usage import GROUPS, UsageReports
 from tests.support import factories
 from tests.support.cast import Person, make_person
 from tests.support.clock import FakeClock
+from tests.support.ledgers import FailingDatabase, die
 
 ZONE = "Europe/Berlin"
 BEGIN = datetime(2026, 9, 29, 10, 0, tzinfo=UTC)
@@ -43,6 +49,8 @@ MODELS = ("small", "large", "free")
 COLUMNS = ("requests", "prompt_tokens", "cached_tokens", "completion_tokens", "rejected_tokens", "cost_picos")
 _TIERS = ("interactive", "standard", "batch")
 _BATCH = 96
+_LAST = 9
+"""So many are admitted, and so many settled, in the moment before a death: too few to go to the tables together."""
 
 
 @dataclass(slots=True)
@@ -83,9 +91,10 @@ class Fact:
 
 @dataclass
 class History:
-    """One random history over a database."""
+    """One random history over the database at `url`."""
 
-    database: Database
+    database: FailingDatabase
+    url: str
     clock: FakeClock
     numbers: random.Random
     facts: list[Fact] = field(default_factory=list)
@@ -94,6 +103,7 @@ class History:
     prices: list[Price] = field(default_factory=list)
     closed: int = 0
     recovered: int = 0
+    replayed: int = 0
     steps_back: int = 0
 
     def __post_init__(self) -> None:
@@ -121,7 +131,7 @@ class History:
             await self.close_months(0.2)
         await self._settle(len(self.open))
         await self._kill()
-        await self.ledger.stop()
+        await self._stop()
 
     async def _found(self) -> None:
         for name, currency in (("bob", "EUR"), ("charlie", "EUR"), ("dora", "CHF")):
@@ -132,17 +142,29 @@ class History:
         await self._start()
 
     async def _start(self) -> None:
-        epoch = await begin_epoch(self.database, self.clock, "reconciliation")
-        before = {fact.request_id: fact for fact in self.open}
-        self.recovered += await recover(self.database, self.clock, epoch, calendar=self.calendar)
-        for fact in before.values():
+        """Start as the appliance does: lines of the journal into the tables, then what is pending there."""
+        self.journal = journal_beside(self.url)
+        if self.journal is not None:
+            self.replayed += await replay(self.database, self.journal, self.clock, self.calendar)
+        self.epoch_id = await begin_epoch(self.database, self.clock, "reconciliation")
+        self.recovered += await recover(self.database, self.clock, self.epoch_id, calendar=self.calendar)
+        for fact in self.open:
             fact.settled = True
             fact.bill(fact.counts)
         self.open.clear()
+        await self._start_ledger()
+
+    async def _start_ledger(self) -> None:
         self.ledger = Ledger(
-            self.database, self.clock, epoch, calendar=self.calendar, checkpoint_interval_s=0.0, settle_pause_s=0.0
-        )
+            self.database, self.clock, self.epoch_id, calendar=self.calendar, checkpoint_interval_s=0.0, settle_pause_s=0.0,
+            journal=self.journal,
+        )  # fmt: skip
         await self.ledger.start()
+
+    async def _stop(self) -> None:
+        await self.ledger.stop()
+        if self.journal is not None:
+            self.journal.close()
 
     def _move(self, seconds: float) -> None:
         """Move on; over the leap second the clock shows one second twice."""
@@ -182,9 +204,12 @@ class History:
 
     async def _requests(self, count: int) -> None:
         """Admit some at once and settle some, of these or of earlier ones."""
+        await self._open(count)
+        await self._settle(int(len(self.open) * self.numbers.uniform(0.5, 1.0)))
+
+    async def _open(self, count: int) -> None:
         entries = [self._admit() for _ in range(count)]
         await asyncio.gather(*(self.ledger.open(entry) for entry in entries))
-        await self._settle(int(len(self.open) * self.numbers.uniform(0.5, 1.0)))
 
     def _admit(self) -> PendingEntry:
         if self.numbers.random() < 0.2:
@@ -207,9 +232,21 @@ class History:
         return max((price for price in begun if price.effective_from <= at), key=lambda p: p.effective_from, default=None)
 
     async def _settle(self, count: int) -> None:
+        """Settle some: all at once, whose rows are waited for, or in portions of which each has its line in the journal."""
+        chosen = self._choose(count)
+        size = self.numbers.choice([count, self.numbers.randrange(1, TOGETHER_FROM)]) or 1
+        for first in range(0, count, size):
+            await self.ledger.caught_up()
+            await asyncio.gather(*(self.ledger.settle(self._end(fact)) for fact in chosen[first : first + size]))
+        await self._note_events(chosen)
+
+    def _choose(self, count: int) -> list[Fact]:
+        """Take `count` of those that run."""
         self.numbers.shuffle(self.open)
-        chosen = [self.open.pop() for _ in range(count)]
-        await asyncio.gather(*(self.ledger.settle(self._end(fact)) for fact in chosen))
+        return [self.open.pop() for _ in range(count)]
+
+    async def _note_events(self, chosen: list[Fact]) -> None:
+        """Read the ids of the events of these."""
         of_usage = select(usage_events.c.request_id, usage_events.c.id).where(usage_events.c.kind == "usage")
         of_chosen = usage_events.c.request_id.in_([fact.request_id for fact in chosen])
         async with self.database.reading() as connection:
@@ -234,6 +271,7 @@ class History:
 
     async def _kill(self) -> None:
         """The process dies: some of what ran was checkpointed before, the rest had no token."""
+        # What came last has its lines, where there is a journal, and no rows.
         for fact in self.numbers.sample(self.open, len(self.open) // 2):
             fact.counts = fact.planned
             prompt, cached, completion, rejected = fact.counts
@@ -249,7 +287,21 @@ class History:
                 ]
             )
         await self.ledger.stop()
+        promised = [] if self.journal is None else await self._die_before_the_rows(self.journal)
         await self._start()
+        await self._note_events(promised)
+
+    async def _die_before_the_rows(self, journal: Journal) -> list[Fact]:
+        """Admit and settle some while no round comes to its COMMIT, and die; return those that are promised to be billed."""
+        await self._start_ledger()
+        self.database.gate = asyncio.Event()
+        await self._open(_LAST)
+        promised = self._choose(min(_LAST, len(self.open)))
+        await asyncio.gather(*(self.ledger.settle(self._end(fact)) for fact in promised))
+        await die(self.ledger)
+        self.database.gate = None
+        journal.close()
+        return promised
 
     async def _correct(self) -> None:
         """Take back or add tokens of something that was billed, once: twice would need a memory of what is left."""
@@ -417,8 +469,8 @@ async def _check_invoices(history: History, billed: list[Fact]) -> None:
         assert {key: cost for key, cost in said.items() if cost} == {key: cost for key, cost in months.items() if cost}
 
 
-async def reconcile(database: Database, num_requests: int, seed: int) -> tuple[History, dict[str, int]]:
-    """Live through a random history of `num_requests` and check it."""
-    history = History(database, FakeClock(BEGIN), random.Random(seed))
+async def reconcile(database: Database, url: str, num_requests: int, seed: int) -> tuple[History, dict[str, int]]:
+    """Live through a random history of `num_requests` in `database`, which is that of `url`, and check it."""
+    history = History(FailingDatabase.around(database), url, FakeClock(BEGIN), random.Random(seed))
     await history.live(num_requests)
     return history, await check(history)

@@ -36,7 +36,7 @@ from appliance.metering.usage import UsageReports
 from tests.support.cast import Cast
 from tests.support.clock import START, FakeClock
 from tests.support.factories import pending, posted, voided
-from tests.support.ledgers import DEADLINE_S, FailingDatabase, all_events, settle, until
+from tests.support.ledgers import DEADLINE_S, FailingDatabase, all_events, die, settle, until
 
 
 @pytest.fixture
@@ -71,13 +71,6 @@ async def start_again(database: Database, clock: FakeClock, path: Path) -> dict[
 def _contents(path: Path) -> list[bytes]:
     """What stands in the two files of a journal."""
     return [file.read_bytes().strip(b"\0") for file in path.parent.glob(f"{path.name}-*")]
-
-
-async def die(ledger: Ledger) -> None:
-    """End the ledger as a killed process would, in the middle of whatever it does; its journal is never closed."""
-    assert ledger._task is not None
-    ledger._task.cancel()
-    await asyncio.wait({ledger._task})
 
 
 async def test_an_entry_in_the_journal_is_settled_as_any_other(
