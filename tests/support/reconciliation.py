@@ -4,7 +4,7 @@ A history runs from the end of September into December in Berlin: a day of 25 ho
 back over midnight, prices that change within months, tenants in two currencies, kills, corrections, and invoices closed while
 requests of their month still run. The twin knows no SQL and takes nothing from the ledger but the ids it gave.
 
-The ledger runs as the appliance runs it: on SQLite with a journal, where deaths leave lines without rows; on PostgreSQL without.
+The ledger runs as the appliance runs it: on SQLite with a journal, where deaths leave lines without rows, else without one.
 """
 
 from __future__ import annotations
