@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from datetime import UTC, date, datetime
+from datetime import date, datetime, timedelta
 from typing import TYPE_CHECKING
 
 from appliance.base.errors import GatehouseError
@@ -90,14 +90,14 @@ class Form:
         whole, decimals = match.group(1), match.group(2) or ""
         return int(whole) * MICROS_PER_UNIT + int(decimals.ljust(6, "0"))
 
-    def last_day(self, field: str, now: datetime) -> datetime | None:
-        """Return the end (UTC) of a day that is not yet over, or None for an empty field."""
+    def last_day(self, field: str, now: datetime, calendar: BillingCalendar) -> datetime | None:
+        """Return the last second of a day that is not yet over in the billing time zone, or None for an empty field."""
         typed = self.raw(field)
         if not typed:
             return None
         try:
-            moment = datetime.strptime(typed, "%Y-%m-%d").replace(hour=23, minute=59, second=59, tzinfo=UTC)
-        except ValueError:
+            moment = calendar.next_day_start(date.fromisoformat(typed)) - timedelta(seconds=1)
+        except (ValueError, OverflowError):
             self.fail(field, "A day like 2027-03-31, or empty.")
             return None
         if moment <= now:

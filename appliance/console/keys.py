@@ -83,7 +83,7 @@ async def save_key(request: ConsoleRequest, console: ConsoleDependency, key_id: 
     key = await _key(request, console, key_id, Action.KEYS)
     form = await console.form(request)
     # A day that was not touched stays the exact time it stands for, also when it is over.
-    same_day = key.expires_at is not None and form.raw("expires_on") == key.expires_at.strftime("%Y-%m-%d")
+    same_day = key.expires_at is not None and form.raw("expires_on") == _last_day(console, key)
     values = _read(form, console, expires_at=UNSET if same_day else None)
     if not form.errors:
         try:
@@ -137,14 +137,14 @@ async def _key(request: ConsoleRequest, console: Console, key_id: str, action: A
 
 def _read(form: Form, console: Console, expires_at: Unset | None = None) -> dict[str, Any]:
     """Return the settings of a form; scopes and mode that it does not carry are left as they are."""
-    chosen: dict[str, Any] = {}
+    services, chosen = console.services, dict[str, Any]()
     if form.raw("scopes"):
         chosen["scopes"] = form.choice("scopes", [scopes for scopes, _ in SCOPE_CHOICES]).split(", ")
     if form.raw("limit_mode"):
         chosen["limit_mode"] = form.choice("limit_mode", LIMIT_MODES)
     return chosen | {
         "name": form.text("name"),
-        "expires_at": expires_at or form.last_day("expires_on", console.services.clock.now()),
+        "expires_at": expires_at or form.last_day("expires_on", services.clock.now(), services.reports.calendar),
         "allowed_models": form.names("allowed_models"),
         "allowed_networks": form.names("allowed_networks"),
         "limits": read_limits(form),
@@ -155,7 +155,7 @@ def _new_form(request: ConsoleRequest, console: Console, tenant: Tenant, form: F
     status = 422 if form else 200
     title = f"New key for {tenant.name}"
     return console.pages.sheet(
-        request, "fragments/key_new.html", title=title, status=status, tenant=tenant, form=form, **_choices()
+        request, "fragments/key_new.html", title=title, status=status, tenant=tenant, form=form, **_choices(console)
     )
 
 
@@ -190,9 +190,15 @@ async def _key_page(request: ConsoleRequest, console: Console, key: ApiKey, form
         levels=key_levels(console.services, tenant, key),
         form=form,
         scopes_of=SCOPE_WORDS,
-        **_choices(),
+        last_day=_last_day(console, key),
+        **_choices(console),
     )
 
 
-def _choices() -> dict[str, Any]:
-    return {"scope_choices": SCOPE_CHOICES, "modes": LIMIT_MODES}
+def _choices(console: Console) -> dict[str, Any]:
+    return {"scope_choices": SCOPE_CHOICES, "modes": LIMIT_MODES, "zone": console.services.reports.calendar.time_zone}
+
+
+def _last_day(console: Console, key: ApiKey) -> str:
+    """Return the day of the billing time zone on which the key ends, as a form has it; empty when it never does."""
+    return "" if key.expires_at is None else str(console.services.reports.calendar.day_of(key.expires_at))

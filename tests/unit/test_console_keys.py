@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 from datetime import UTC, datetime
+from pathlib import Path
 
 import pytest
 
 from appliance.base.errors import ExpiredApiKey, InvalidApiKey
 from appliance.tenancy.principals import Limits, TenantChanges
 from tests.support.clock import FakeClock
-from tests.support.console_fixtures import Box, Browser
+from tests.support.console_fixtures import Box, Browser, open_box
 
 SECRET = re.compile(r"gh_[a-z0-9]{8}_[a-z0-9]{26}")
 
@@ -213,16 +214,42 @@ async def test_scopes_and_how_limits_hold_are_set_and_stay_where_a_form_does_not
         assert "Choose one of" in answer.text
 
 
-@pytest.mark.parametrize(("ended", "words"), [("archived", "tenant archived"), ("suspended", "tenant suspended")])
-async def test_keys_of_a_tenant_that_is_not_served_say_so_and_have_no_buttons(box: Box, ended: str, words: str) -> None:
-    bob, tenants = box.cast.bob, box.services.tenants
-    await (
-        tenants.archive(bob.tenant.id) if ended == "archived" else tenants.update(bob.tenant.id, TenantChanges(suspended=True))
-    )
+async def test_keys_of_an_archived_tenant_say_so_and_have_no_buttons(box: Box) -> None:
+    bob = box.cast.bob
+    await box.services.tenants.archive(bob.tenant.id)
     alice = await box.alice()
     for path in ("/keys", f"/tenants/{bob.tenant.id}", f"/keys/{bob.key.id}"):
         page = (await alice.get(path)).text
-        assert f">{words}</span>" in page
+        assert ">tenant archived</span>" in page
         assert f'href="/keys/{bob.key.id}/rotate"' not in page
         assert f'href="/keys/{bob.key.id}/revoke"' not in page
     assert f'href="/keys/{box.cast.charlie.key.id}/revoke"' in (await alice.get("/keys")).text
+
+
+async def test_a_key_of_a_suspended_tenant_can_be_rotated_and_revoked_before_the_tenant_comes_back(box: Box) -> None:
+    bob, alice = box.cast.bob, await box.alice()
+    await box.services.tenants.update(bob.tenant.id, TenantChanges(suspended=True))
+    for path in ("/keys", f"/tenants/{bob.tenant.id}", f"/keys/{bob.key.id}"):
+        page = (await alice.get(path)).text
+        assert ">tenant suspended</span>" in page
+        assert f'href="/keys/{bob.key.id}/rotate"' in page
+        assert f'href="/keys/{bob.key.id}/revoke"' in page
+
+    await alice.post(f"/keys/{bob.key.id}/revoke")
+
+    await box.services.tenants.update(bob.tenant.id, TenantChanges(suspended=False))
+    with pytest.raises(InvalidApiKey):
+        await box.services.keys.authenticate(bob.secret, "192.0.2.1")
+
+
+async def test_the_last_day_of_a_key_ends_at_midnight_of_the_billing_zone(
+    migrated_sqlite_file: Path, tmp_path: Path, clock: FakeClock
+) -> None:
+    async with open_box(migrated_sqlite_file, tmp_path, clock, time_zone="Asia/Tokyo") as box:
+        alice = await box.alice()
+        secret = await create(box, alice, expires_on="2027-03-31")
+        key = (await box.services.keys.authenticate(secret, "192.0.2.1")).key
+        assert key.expires_at == datetime(2027, 3, 31, 14, 59, 59, tzinfo=UTC)
+        page = (await alice.get(f"/keys/{key.id}")).text
+        assert 'value="2027-03-31"' in page
+        assert "Ends at midnight, Asia/Tokyo." in page
