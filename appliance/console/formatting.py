@@ -161,14 +161,14 @@ def _largest_unit(seconds: float) -> str:
     return f"{int(seconds)} s"
 
 
-def clock_time(moment: datetime) -> str:
-    """Return the time of day in UTC, to the second."""
-    return moment.astimezone(UTC).strftime("%H:%M:%S UTC")
+def clock_time(moment: datetime, calendar: BillingCalendar = _UTC) -> str:
+    """Return the time of day in the billing zone, to the second, and the zone's name."""
+    return f"{calendar.local(moment):%H:%M:%S} {calendar.time_zone}"
 
 
 def filters_of(calendar: BillingCalendar) -> dict[str, Callable[..., Any]]:
     """Return the filters for a box whose days are those of `calendar`."""
-    return FILTERS | {"ago": partial(ago, calendar=calendar), "exact_time": partial(exact_time, calendar=calendar)}
+    return FILTERS | {time.__name__: partial(time, calendar=calendar) for time in (ago, clock_time, exact_time)}
 
 
 FILTERS: dict[str, Callable[..., Any]] = {

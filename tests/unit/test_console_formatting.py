@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 
 import pytest
 
 from appliance.console import formatting
 from appliance.console.charts import Segment, spark_area, spark_points, stack, timeline
 from appliance.console.forms import Form
+from appliance.metering.calendar import BillingCalendar
 from tests.support.clock import START
 
 
@@ -110,6 +111,13 @@ def test_times_are_distances_with_the_exact_time_beside_them(age: timedelta, tex
     assert f">{text}</time>" in shown
     assert "datetime=" in shown
     assert "UTC" in shown
+
+
+def test_the_live_clock_shows_the_billing_zone_and_names_it() -> None:
+    moment = datetime(2026, 7, 1, 22, 30, 5, tzinfo=UTC)
+
+    assert formatting.clock_time(moment) == "22:30:05 UTC"
+    assert formatting.filters_of(BillingCalendar("Europe/Zurich"))["clock_time"](moment) == "00:30:05 Europe/Zurich"
 
 
 def test_percentages_and_rates_have_a_word_for_nothing() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import html
 import io
 from datetime import UTC, date, datetime, timedelta
 
@@ -87,6 +88,17 @@ async def test_the_file_has_the_exact_numbers_and_no_formula(box: Box) -> None:
     assert rows[0]["tenant"] == box.cast.bob.tenant.id
     assert int(rows[0]["cost_picos"]) == 30 * 1_000_000 + 100 * 2_000_000
     assert (rows[0]["prompt_tokens"], rows[0]["cached_tokens"], rows[0]["currency"]) == ("50", "20", "EUR")
+
+
+async def test_keys_are_shown_by_name_with_their_prefix_and_tenant(box: Box) -> None:
+    await use(box, box.cast.bob)
+    bob, alice = box.cast.bob, await box.alice()
+    await box.services.keys.revoke(bob.key.id)
+    part = html.unescape((await alice.fragment("/usage?group=key")).text)
+    assert f'href="/keys/{bob.key.id}" title="{bob.key.name}">{bob.key.name}</a>' in part
+    assert f"{bob.key.prefix}… of {bob.tenant.name}" in part
+    (row,) = csv.DictReader(io.StringIO((await alice.get("/usage.csv?group=key")).text))
+    assert (row["key"], row["name"]) == (bob.key.id, bob.key.name)
 
 
 async def test_a_tenant_narrows_all_of_the_page(box: Box) -> None:
