@@ -232,9 +232,10 @@ class History:
         return max((price for price in begun if price.effective_from <= at), key=lambda p: p.effective_from, default=None)
 
     async def _settle(self, count: int) -> None:
-        """Settle some: all at once, whose rows are waited for, or in portions of which each has its line in the journal."""
+        """Settle some: all at once, whose rows are waited for, or in portions, so that each has its line in the journal."""
         chosen = self._choose(count)
-        size = self.numbers.choice([count, self.numbers.randrange(1, TOGETHER_FROM)]) or 1
+        in_portions = self.journal is not None and self.numbers.random() < 0.5
+        size = self.numbers.randrange(1, TOGETHER_FROM) if in_portions else max(count, 1)
         for first in range(0, count, size):
             await self.ledger.caught_up()
             await asyncio.gather(*(self.ledger.settle(self._end(fact)) for fact in chosen[first : first + size]))
