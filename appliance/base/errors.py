@@ -11,7 +11,7 @@ GatehouseError
 ├── RequestTooLarge 413
 ├── Refused 429 ─── RateLimitExceeded, RequestExceedsLimit, BudgetExceeded
 └── ServerError 5xx ─── InternalError 500, EngineUnavailable, ModelLoading, Overloaded, Draining, RequestAborted,
-                        DeadlineExceeded 503
+                        DeadlineExceeded, SecretUnreadable 503
 """
 
 from __future__ import annotations
@@ -304,6 +304,15 @@ class RequestAborted(ServerError):
     """An administrator ended the request. Sending it again by itself would undo that."""
 
     code = "request_aborted"
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, should_retry=False)
+
+
+class SecretUnreadable(ServerError):
+    """A stored secret was sealed with another `secret.key` than the appliance has: only the operator can mend that."""
+
+    code = "secret_unreadable"
 
     def __init__(self, message: str) -> None:
         super().__init__(message, should_retry=False)

@@ -63,7 +63,9 @@ def check(as_json: AsJson = False, data_dir: DataDir = None, database: DatabaseU
     settings = settings_from(data_dir, database)
     check_there(settings)
     running = read_control(settings.data_dir) is not None
-    findings = asyncio.run(invariants.check(settings.database_url, running=running, time_zone=settings.time_zone))
+    findings = asyncio.run(
+        invariants.check(settings.database_url, running=running, time_zone=settings.time_zone, data_dir=settings.data_dir)
+    )
     broken = [finding for finding in findings if finding.state == "broken"]
     _print_findings(findings, as_json=as_json)
     if broken:

@@ -44,9 +44,9 @@ def doctor(
     data_dir: DataDir = None,
     database: DatabaseUrl = None,
 ) -> None:
-    """Look at Python, disk, port, database, prices, models, GPU. Exit status 1 when something stands in the way of a start."""
+    """Look at Python, disk, port, database, secrets, prices, models, GPU. Exit status 1 when something must be mended."""
     settings = settings_from(data_dir, database, host=host, port=port, models=tuple(model) if model else None)
-    looks: list[Callable[[Settings], list[Finding]]] = [_disk, _port, _database, _prices, _models, _gpu]
+    looks: list[Callable[[Settings], list[Finding]]] = [_disk, _port, _database, _secrets, _prices, _models, _gpu]
     findings = [_python()] + [finding for look in looks for finding in look(settings)]
     wrong = [finding for finding in findings if finding.state == "wrong"]
     rows = [{"check": f.check, "state": f.state, "found": f.found, "advice": f.advice} for f in findings]
@@ -132,8 +132,7 @@ def _database(settings: Settings) -> list[Finding]:
 
     from appliance.base import db
 
-    path = settings.database_url.removeprefix("sqlite:///")
-    if settings.database_url.startswith("sqlite:///") and not Path(path).exists():
+    if _not_there_yet(settings):
         return [Finding("database", "ok", "not there yet: the first start makes it")]
 
     async def ping() -> str:
@@ -157,6 +156,46 @@ def _database(settings: Settings) -> list[Finding]:
     return [Finding("database", "ok", f"{kind}, writable, at revision {head}")]
 
 
+def _secrets(settings: Settings) -> list[Finding]:
+    """Tell whether `secret.key` is the file with which second factors and signing secrets were sealed."""
+    import asyncio
+
+    from sqlalchemy.exc import SQLAlchemyError
+
+    from appliance.base import db
+    from appliance.base.settings import UnusableData
+    from appliance.metering.alerts import sealed
+    from appliance.tenancy.secrets import PEPPER_FILE, read_pepper
+
+    async def look(pepper: bytes | None) -> sealed.Sealed:
+        database = db.Database.open(settings.database_url)
+        try:
+            async with database.reading() as connection:
+                return await sealed.look(connection, pepper)
+        finally:
+            await database.close()
+
+    if _not_there_yet(settings):
+        return []
+    path = settings.data_dir / PEPPER_FILE
+    try:
+        found = asyncio.run(look(read_pepper(settings.data_dir) if path.exists() else None))
+    except UnusableData as error:
+        return [Finding("secrets", "wrong", str(error), "restore it from the backup of this database")]
+    except (SQLAlchemyError, OSError, ValueError):
+        return []  # told of as the database, or not migrated yet
+    if not found.unreadable:
+        return [Finding("secrets", "ok", f"{found.stored} sealed, each opens with {path.name}")]
+    why = "was sealed with another file" if path.exists() else "needs it, and it is not there"
+    return [Finding("secrets", "wrong", f"{path}: {found.unreadable} of {found.stored} secrets: {why}", sealed.ADVICE)]
+
+
+def _not_there_yet(settings: Settings) -> bool:
+    """Return whether the database is a file that the first start will make."""
+    path = settings.database_url.removeprefix("sqlite:///")
+    return settings.database_url.startswith("sqlite:///") and not Path(path).exists()
+
+
 def _prices(settings: Settings) -> list[Finding]:
     """Tell what was used lately and costs nothing: a price that was forgotten, or one in another currency."""
     import asyncio
@@ -170,8 +209,7 @@ def _prices(settings: Settings) -> list[Finding]:
     from appliance.metering.prices import PriceBook
     from appliance.metering.unpriced import unpriced
 
-    path = settings.database_url.removeprefix("sqlite:///")
-    if settings.database_url.startswith("sqlite:///") and not Path(path).exists():
+    if _not_there_yet(settings):
         return []
 
     async def look() -> list[tuple[str, str]]:

@@ -17,6 +17,7 @@ rollups     the sums by minute, hour and day are those of the events
 invoices    the lines of every closed invoice are the exact sum of the events that it covers; numbers have no gap
 audit       the chain of the audit log is whole
 kept        the triggers that keep all this are there and switched on
+secrets     what was sealed (second factors, signing secrets of webhooks) opens with the `secret.key` of the data folder
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from sqlalchemy import func, select, text
@@ -36,10 +38,12 @@ from appliance.cli import invariant_books as books
 from appliance.cli import invariant_origins as origins
 from appliance.cli.failure import CommandFailed
 from appliance.cli.finding import NAMED_MAX, Finding, named
+from appliance.metering.alerts import sealed
 from appliance.metering.calendar import BillingCalendar
 from appliance.metering.ledger import journaled
 from appliance.metering.ledger.rollups import join_sum, split_sum
 from appliance.tenancy.audit import AuditLog
+from appliance.tenancy.secrets import PEPPER_FILE, read_pepper
 
 BATCH_ROWS = 2000
 
@@ -61,8 +65,11 @@ class _Tally:
     )
 
 
-async def check(url: str, *, running: bool, time_zone: str = "UTC") -> list[Finding]:
-    """Return one finding per promise. `running` says whether an appliance works on this database now."""
+async def check(url: str, *, running: bool, time_zone: str = "UTC", data_dir: Path | None = None) -> list[Finding]:
+    """Return one finding per promise. `running` says whether an appliance works on this database now.
+
+    Without the data folder that belongs to it, nothing is said of the secrets.
+    """
     if db.current_revision(url) is None:
         raise CommandFailed(
             "the database has no tables yet: start the appliance once, or run gatehouse db upgrade", code="database"
@@ -84,6 +91,8 @@ async def check(url: str, *, running: bool, time_zone: str = "UTC") -> list[Find
             findings.append(await _sums(connection, tally))
             findings += await books.check(connection, database.kind, BillingCalendar(time_zone))
             findings.append(await origins.kept(connection, database.kind))
+            if data_dir is not None:
+                findings.append(await _secrets(connection, data_dir))
         verdict = await AuditLog(database, SystemClock()).verify()
         audit = f"{verdict.entries} entries, each chained to the one before" if verdict.fault is None else verdict.fault.text
         return [*findings, Finding("audit", "holds" if verdict.fault is None else "broken", audit)]
@@ -101,6 +110,16 @@ async def _tables(connection: AsyncConnection, url: str, kind: str) -> Finding:
         if whole != "ok" or dangling:
             return Finding("tables", "broken", f"integrity check says {whole!r}, {len(dangling)} references lead nowhere")
     return Finding("tables", "holds", f"revision {head}")
+
+
+async def _secrets(connection: AsyncConnection, data_dir: Path) -> Finding:
+    path = data_dir / PEPPER_FILE
+    found = await sealed.look(connection, read_pepper(data_dir) if path.exists() else None)
+    if not found.unreadable:
+        return Finding("secrets", "holds", f"{found.stored} sealed, each opens with secret.key")
+    parts = [named(ids, what) for ids, what in ((found.members, "second factors"), (found.webhooks, "webhooks")) if ids]
+    why = f"{path} is not the file they were sealed with" if path.exists() else f"{path} is not there"
+    return Finding("secrets", "broken", f"cannot be opened: {'; '.join(parts)}; {why}: {sealed.ADVICE}")
 
 
 async def _once(connection: AsyncConnection) -> Finding:

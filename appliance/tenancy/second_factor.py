@@ -23,8 +23,8 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from appliance.base.clock import Clock
 from appliance.base.db import Database
-from appliance.base.errors import Conflict, InvalidCredentials, NotFound
-from appliance.base.sealing import Sealer
+from appliance.base.errors import Conflict, InvalidCredentials, NotFound, SecretUnreadable
+from appliance.base.sealing import Sealer, Unsealable
 from appliance.base.tables import members, sessions
 from appliance.tenancy import audit, recovery_codes
 from appliance.tenancy.members import Member, member_from_row
@@ -36,6 +36,12 @@ WINDOW_STEPS = 1  # a code of the step before and after is good too: clocks diff
 ENROLMENT_LIFE_S = 15 * 60
 CODE_CHARS_MAX = 64
 WRONG_CODE = "the code is wrong, or was used already"
+SEALING_PURPOSE = "second factor"
+UNREADABLE = (
+    "the code cannot be checked: secret.key in the data folder is not the file that this second factor was sealed with; "
+    "whoever operates the appliance restores it from the backup, or resets the second factor: "
+    "gatehouse admin reset-second-factor"
+)
 _CODE = re.compile(r"\d{6}", re.ASCII)
 
 Kind = Literal["totp", "recovery"]
@@ -66,7 +72,7 @@ class SecondFactors:
         self._clock = clock
         self._pepper = pepper
         self._label = label
-        self._sealer = Sealer(pepper, "second factor")
+        self._sealer = Sealer(pepper, SEALING_PURPOSE)
         self._enrolments = Tickets(pepper, "second factor enrolment", clock, life_s=ENROLMENT_LIFE_S)
 
     async def state(self, member_id: str) -> FactorState:
@@ -123,6 +129,7 @@ class SecondFactors:
     async def check(self, member_id: str, code: str, *, stamp: str | None = None) -> Kind:
         """Return which kind of code was used up: each is good once. Raises InvalidCredentials, in the same words for all.
 
+        Raises SecretUnreadable when `secret.key` is another one: no code, recovery codes included, could be found right then.
         With `stamp` it is also refused when password or second factor have changed since `required` was asked.
         """
         refusal = InvalidCredentials(WRONG_CODE, param="code")
@@ -134,9 +141,10 @@ class SecondFactors:
             raise refusal
         if stamp is not None and not hmac.compare_digest(stamp, self._stamp(row)):
             raise refusal
+        secret = self._opened(row)
         digits = re.sub(r"\s", "", code)
         if _CODE.fullmatch(digits):
-            used = await self._use_step(row, digits)
+            used = await self._use_step(row, secret, digits)
             kind: Kind = "totp"
         else:
             used = await self._use_recovery_code(member_id, code)
@@ -163,9 +171,14 @@ class SecondFactors:
         """Take the second factor away because its device is lost, and sign the member out everywhere. Raises NotFound."""
         return await _remove(self._db, self._clock, members.c.id == member_id, "second_factor.reset")
 
-    async def _use_step(self, row: RowMapping, code: str) -> bool:
+    def _opened(self, row: RowMapping) -> str:
+        try:
+            return self._sealer.open(row["totp_secret"])
+        except Unsealable as error:
+            raise SecretUnreadable(UNREADABLE) from error
+
+    async def _use_step(self, row: RowMapping, secret: str, code: str) -> bool:
         """Return whether `code` is of a step that was not used yet. One conditional statement moves the last step forward."""
-        secret = self._sealer.open(row["totp_secret"])
         for step in _steps(self._clock.now()):
             if not _is_code_of(secret, step, code):
                 continue

@@ -62,6 +62,12 @@ def read_or_create_pepper(data_dir: Path) -> bytes:
     path = data_dir / PEPPER_FILE
     if not path.exists():
         _write_once(path, secrets.token_bytes(PEPPER_BYTES))
+    return read_pepper(data_dir)
+
+
+def read_pepper(data_dir: Path) -> bytes:
+    """Return the 32 bytes of `secret.key` in `data_dir`, which is there. Raises UnusableData, and OSError."""
+    path = data_dir / PEPPER_FILE
     pepper = path.read_bytes()
     if len(pepper) != PEPPER_BYTES:
         raise UnusableData(f"{path} must hold {PEPPER_BYTES} bytes, not {len(pepper)}: restore it from a backup")

@@ -11,12 +11,17 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pyotp
 import pytest
 
 from appliance.base.clock import SystemClock
 from appliance.base.db import Database
+from appliance.base.sealing import Sealer
 from appliance.base.version import current_version
 from appliance.cli.main import main
+from appliance.metering.alerts.targets import Reach
+from appliance.metering.alerts.webhooks import SEALING_PURPOSE, Webhooks
+from appliance.tenancy.second_factor import SecondFactors
 from tests.support import factories
 from tests.support.cast import make_cast
 from tests.support.ledgers import running_ledger
@@ -321,6 +326,40 @@ def test_a_format_that_is_none_is_told_with_those_that_are(typed: Any, tmp_path:
 
 def test_only_added_models_can_be_removed(typed: Any) -> None:
     assert typed("models", "remove", "gatehouse-demo").status == 1
+
+
+async def _seal_something(url: str, pepper: bytes) -> None:
+    database, clock = Database.open(url), SystemClock()
+    try:
+        alice = (await make_cast(database, clock)).alice
+        factors = SecondFactors(database, clock, pepper)
+        enrolment = factors.begin(alice)
+        await factors.enable(alice, enrolment, pyotp.TOTP(enrolment.secret).at(clock.now()))
+        webhooks = Webhooks(database, clock, Sealer(pepper, SEALING_PURPOSE), reach=Reach(), mail=False)
+        await webhooks.create(kind="webhook", target="https://192.0.78.9/hook")
+    finally:
+        await database.close()
+
+
+def test_doctor_and_db_check_say_when_secret_key_is_another_one_or_gone(typed: Any, data_dir: Path) -> None:
+    def looks() -> tuple[str, str]:
+        checks = typed("db", "check", "--json").json()["data"], typed("doctor", "--json").json()["data"]
+        (checked,), (seen,) = ([row for row in rows if row["check"] == "secrets"] for rows in checks)
+        return f"{checked['state']}: {checked['found']}", f"{seen['state']}: {seen['found']} {seen['advice']}"
+
+    asyncio.run(_seal_something(f"sqlite:///{data_dir / 'gatehouse.db'}", b"p" * 32))
+    (data_dir / "secret.key").write_bytes(b"p" * 32)
+    assert looks() == ("holds: 2 sealed, each opens with secret.key", "ok: 2 sealed, each opens with secret.key ")
+    (data_dir / "secret.key").write_bytes(b"q" * 32)
+    checked, seen = looks()
+    assert checked.startswith("broken: cannot be opened: 1 second factors: alice@example.com; 1 webhooks: wh_")
+    assert seen.startswith(f"wrong: {data_dir / 'secret.key'}: 2 of 2 secrets: was sealed with another file")
+    for text in (checked, seen):
+        assert "restore secret.key from the backup" in text
+        assert "reset-second-factor" in text
+    (data_dir / "secret.key").unlink()
+    assert ["is not there" in text for text in looks()] == [True, True]
+    assert not (data_dir / "secret.key").exists(), "a look makes none"
 
 
 def test_doctor_names_what_is_served_without_a_price(typed: Any, data_dir: Path) -> None:

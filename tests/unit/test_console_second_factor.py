@@ -11,9 +11,10 @@ import pytest
 from httpx import Response
 from sqlalchemy import select
 
+from appliance.base.sealing import Sealer
 from appliance.base.tables import audit_log
 from appliance.console.login_attempts import PER_MEMBER_CODES
-from appliance.tenancy.second_factor import STEP_S
+from appliance.tenancy.second_factor import SEALING_PURPOSE, STEP_S
 from appliance.tenancy.tickets import SIGN_IN_LIFE_S
 from tests.support.cast import ALICE_PASSWORD
 from tests.support.clock import FakeClock
@@ -269,3 +270,14 @@ async def test_the_qr_code_has_no_styles_that_the_policy_forbids(box: Box) -> No
     assert '<svg xmlns="http://www.w3.org/2000/svg"' in sheet
     assert "style=" not in sheet
     assert "<script" not in sheet
+
+
+async def test_with_another_secret_key_the_page_says_what_is_wrong_and_what_the_operator_does(
+    box: Box, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    app = await enrol(await box.alice(), clock)
+    monkeypatch.setattr(box.services.second_factors, "_sealer", Sealer(b"q" * 32, SEALING_PURPOSE))
+    answer = await (await half_way(box)).post("/login/code", code=app.code())
+    assert answer.status_code == 503
+    for words in ("secret.key", "restores it from the backup", "gatehouse admin reset-second-factor"):
+        assert words in answer.text

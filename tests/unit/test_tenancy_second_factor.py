@@ -11,8 +11,7 @@ import pytest
 from sqlalchemy import select, update
 
 from appliance.base.db import Database
-from appliance.base.errors import Conflict, InvalidCredentials, NotFound
-from appliance.base.sealing import Unsealable
+from appliance.base.errors import Conflict, InvalidCredentials, NotFound, SecretUnreadable
 from appliance.base.tables import audit_log, members, recovery_codes
 from appliance.tenancy import recovery_codes as codes_of
 from appliance.tenancy.second_factor import (
@@ -200,8 +199,17 @@ async def test_secret_and_codes_are_not_readable_in_the_database(
     assert len(digests) == codes_of.CODES
     assert not any(code.replace("-", "") in text for code in recovery for text in (*digests, log))
     assert enrolment.secret not in log
-    with pytest.raises(Unsealable):
-        await SecondFactors(database, clock, b"q" * 32).check(cast.alice.id, code_at(enrolment, clock))
+
+
+async def test_with_another_secret_key_no_code_is_called_wrong_but_the_key(
+    database: Database, factors: SecondFactors, cast: Cast, clock: FakeClock
+) -> None:
+    enrolment, recovery = await enrolled(factors, cast, clock)
+    elsewhere = SecondFactors(database, clock, b"q" * 32)
+    for code in (code_at(enrolment, clock), "000000", recovery[0]):
+        with pytest.raises(SecretUnreadable, match=r"secret\.key .* restores it from the backup"):
+            await elsewhere.check(cast.alice.id, code)
+    assert await factors.check(cast.alice.id, recovery[0]) == "recovery", "nothing was used up"
 
 
 async def test_a_second_enrolment_does_not_replace_the_first(factors: SecondFactors, cast: Cast, clock: FakeClock) -> None:
