@@ -29,6 +29,8 @@ from appliance.base.journal import Journal
 from appliance.base.settings import Settings, UnusableData
 from appliance.base.version import current_version
 from appliance.console.routes import answer_unknown_path, create_console_router
+from appliance.metering.alerts import sealed
+from appliance.metering.alerts.outbox_history import OutboxHistory
 from appliance.metering.box_records import BoxRecords
 from appliance.metering.calendar import BillingCalendar
 from appliance.metering.economics_report import EconomicsReport
@@ -50,6 +52,7 @@ from appliance.serving.database_watch import DatabaseWatch
 from appliance.serving.fleet import build_models, engine_reading, model_folders
 from appliance.serving.forecasts import Forecasts
 from appliance.serving.generations import Generations
+from appliance.serving.housekeeping import Housekeeping
 from appliance.serving.model_registry import ModelRegistry
 from appliance.serving.readiness import Readiness
 from appliance.serving.services import Services
@@ -74,7 +77,6 @@ from appliance.tenancy.tenants import Tenants
 from appliance.tenancy.tickets import PROVIDER_SIGN_IN_LIFE_S, SIGN_IN_LIFE_S, Tickets
 from appliance.tenancy.tiers import Tiers
 
-HOUSEKEEPING_INTERVAL_S = 10.0
 SETTLE_TIMEOUT_S = 10.0
 
 log = structlog.get_logger()
@@ -91,7 +93,6 @@ class Appliance:
         self._gpu = GpuProbe()
         self._claim: DatabaseClaim | None = None
         self._journal: Journal | None = None
-        self._housekeeper: asyncio.Task[None] | None = None
 
     @property
     def services(self) -> Services:
@@ -121,9 +122,7 @@ class Appliance:
     async def stop(self) -> None:
         """Settle what lives and stop every part, in the order of dependence."""
         services = self.services
-        if self._housekeeper is not None:
-            self._housekeeper.cancel()
-            await asyncio.wait({self._housekeeper})
+        await services.housekeeping.stop()
         await services.readiness.stop()
         await services.generations.stop(SETTLE_TIMEOUT_S)
         await services.alerts.stop()
@@ -156,8 +155,9 @@ class Appliance:
         epoch_id = await self._begin_epoch(db, clock, calendar)
         sums = LedgerSums(db, calendar=calendar)
         admission = Admission(clock, sums, currency=settings.currency, calendar=calendar, waits=metrics)
-        tiers, policies = Tiers(db, clock), ModelPolicies(db, clock)
+        keys, tiers, policies = Keys(db, clock, pepper), Tiers(db, clock), ModelPolicies(db, clock)
         alerts = Alerts(settings, db, clock, calendar, pepper)
+        await sealed.warn(db, pepper)
         ledger = Ledger(
             db,
             clock,
@@ -207,7 +207,7 @@ class Appliance:
             db=db,
             database_watch=database_watch,
             tenants=Tenants(db, clock),
-            keys=Keys(db, clock, pepper),
+            keys=keys,
             members=Members(db, clock),
             memberships=Memberships(db, clock),
             tiers=tiers,
@@ -235,7 +235,11 @@ class Appliance:
             corrections=Corrections(
                 db, clock, calendar=calendar, on_settled=alerts.budgets.settled, on_committed=admission.correct
             ),
-            request_history=RequestHistory(db, clock, keep_days=settings.request_history_days),
+            housekeeping=Housekeeping(
+                keys,
+                RequestHistory(db, clock, keep_days=settings.request_history_days),
+                OutboxHistory(db, clock, keep_days=settings.request_history_days),
+            ),
             prices=prices,
             reports=reports,
             box_records=box_records,
@@ -296,19 +300,7 @@ class Appliance:
         services.alerts.start(services.models, services.metrics, version=services.version)
         services.generations.start_watching()
         services.limit_levels.start()
-        self._housekeeper = asyncio.create_task(self._keep_house(services), name="housekeeping")
-
-    async def _keep_house(self, services: Services) -> None:
-        while True:
-            await asyncio.sleep(HOUSEKEEPING_INTERVAL_S)
-            try:
-                await services.keys.flush_last_used()
-                pruned = await services.request_history.prune()
-            except Exception:  # owned task: a database that is away for a moment must not end it
-                log.exception("housekeeping failed; it is tried again")
-            else:
-                if pruned:
-                    log.info("old requests forgotten", count=pruned)
+        services.housekeeping.start()
 
 
 def create_app(appliance: Appliance) -> Litestar:

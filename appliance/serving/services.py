@@ -13,7 +13,6 @@ from appliance.metering.economics_report import EconomicsReport
 from appliance.metering.invoicing.free_allowances import FreeAllowances
 from appliance.metering.invoicing.invoices import Invoices
 from appliance.metering.ledger.corrections import Corrections
-from appliance.metering.ledger.request_history import RequestHistory
 from appliance.metering.ledger.writer import Ledger
 from appliance.metering.limits.admission import Admission
 from appliance.metering.limits.levels import LimitLevels
@@ -23,6 +22,7 @@ from appliance.serving.alerting.alerts import Alerts
 from appliance.serving.database_watch import DatabaseWatch
 from appliance.serving.forecasts import Forecasts
 from appliance.serving.generations import Generations
+from appliance.serving.housekeeping import Housekeeping
 from appliance.serving.model_registry import ModelRegistry
 from appliance.serving.readiness import Readiness
 from appliance.telemetry.events import SystemSampler
@@ -72,7 +72,6 @@ class Services:
     forecasts: Forecasts
     ledger: Ledger
     corrections: Corrections
-    request_history: RequestHistory
     prices: PriceBook
     reports: UsageReports
     box_records: BoxRecords
@@ -83,6 +82,7 @@ class Services:
     models: ModelRegistry
     generations: Generations
     readiness: Readiness
+    housekeeping: Housekeeping
     sampler: SystemSampler
     metrics: Metrics
     control_token: str | None = field(default=None, repr=False)

@@ -1,0 +1,51 @@
+"""The task that does now and then what nobody waits for: last uses of keys are written, old requests and alerts forgotten."""
+
+from __future__ import annotations
+
+import asyncio
+
+import structlog
+
+from appliance.metering.alerts.outbox_history import OutboxHistory
+from appliance.metering.ledger.request_history import RequestHistory
+from appliance.tenancy.keys import Keys
+
+INTERVAL_S = 10.0
+
+log = structlog.get_logger()
+
+
+class Housekeeping:
+    """Works every INTERVAL_S, a bounded amount at a time."""
+
+    def __init__(self, keys: Keys, requests: RequestHistory, alerts: OutboxHistory) -> None:
+        self._keys = keys
+        self._requests = requests
+        self._alerts = alerts
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Start the task."""
+        self._task = asyncio.create_task(self._run(), name="housekeeping")
+
+    async def stop(self) -> None:
+        """End."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait({self._task})
+
+    async def work(self) -> None:
+        """Do once what there is to do."""
+        await self._keys.flush_last_used()
+        for what, history in (("requests", self._requests), ("alerts", self._alerts)):
+            pruned = await history.prune()
+            if pruned:
+                log.info("old records forgotten", of=what, count=pruned)
+
+    async def _run(self) -> None:
+        while True:
+            await asyncio.sleep(INTERVAL_S)
+            try:
+                await self.work()
+            except Exception:  # owned task: a database that is away for a moment must not end it
+                log.exception("housekeeping failed; it is tried again")

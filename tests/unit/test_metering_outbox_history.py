@@ -1,0 +1,80 @@
+"""Alerts that ended long ago are forgotten, in small batches; what is pending, and what could be told again, stays."""
+
+from __future__ import annotations
+
+import pytest
+
+from appliance.base.db import Database
+from appliance.metering.alerts import outbox_history
+from appliance.metering.alerts.outbox_history import INTERVAL_S, KEEP_DAYS_MIN, OutboxHistory
+from tests.support.alerts import TARGET, AlertBox, alert_box
+from tests.support.clock import FakeClock
+
+DAY_S = 86400.0
+
+
+@pytest.fixture
+async def alerts(database: Database, clock: FakeClock) -> AlertBox:
+    """An outbox with one webhook, and on day 0 a delivered message, one that was given up and one that is pending."""
+    box = alert_box(database, clock)
+    await box.webhooks.create(kind="webhook", target=TARGET)
+    for subject in ("delivered", "given up", "pending"):
+        await box.tell(subject)
+        if subject != "pending":
+            (claimed,) = await box.outbox.claim(1)
+            await (box.outbox.delivered(claimed) if subject == "delivered" else box.outbox.failed(claimed, "gone", None))
+    return box
+
+
+async def left(alerts: AlertBox) -> list[str]:
+    return [message.payload["data"]["subject"] for message in await alerts.messages()]
+
+
+async def test_what_ended_before_the_days_that_are_kept_goes_and_what_is_pending_stays(
+    alerts: AlertBox, clock: FakeClock
+) -> None:
+    history = OutboxHistory(alerts.db, clock, keep_days=90)
+    clock.advance(89 * DAY_S)
+    assert await history.prune() == 0
+    clock.advance(2 * DAY_S)
+    await alerts.tell("new")
+    assert await history.prune() == 2
+    assert await left(alerts) == ["pending", "new"]
+
+
+async def test_one_that_was_sent_again_lately_stays(alerts: AlertBox, clock: FakeClock) -> None:
+    clock.advance(100 * DAY_S)
+    first = (await alerts.messages())[0]
+    await alerts.outbox.retry(first.webhook_id, first.id)
+    (claimed,) = await alerts.outbox.claim(1)
+    await alerts.outbox.delivered(claimed)
+    assert await OutboxHistory(alerts.db, clock, keep_days=90).prune() == 1
+    assert await left(alerts) == ["delivered", "pending"]
+
+
+async def test_a_threshold_is_not_forgotten_while_its_month_may_be_looked_at_again(alerts: AlertBox, clock: FakeClock) -> None:
+    history = OutboxHistory(alerts.db, clock, keep_days=1)
+    clock.advance(31 * DAY_S)
+    assert await history.prune() == 0
+    assert await alerts.tell("delivered") == 0, "told once"
+    clock.advance((KEEP_DAYS_MIN - 30) * DAY_S)
+    assert await history.prune() == 2
+
+
+async def test_a_call_does_a_bounded_amount_and_the_next_goes_on(
+    alerts: AlertBox, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(outbox_history, "BATCH_ROWS", 1)
+    clock.advance(100 * DAY_S)
+    history = OutboxHistory(alerts.db, clock, keep_days=90)
+    assert [await history.prune(1), await history.prune(1), await history.prune(1)] == [1, 1, 0]
+
+
+async def test_it_looks_once_an_hour(alerts: AlertBox, clock: FakeClock) -> None:
+    history = OutboxHistory(alerts.db, clock, keep_days=90)
+    clock.advance(90 * DAY_S)
+    assert await history.prune() == 0
+    clock.advance(INTERVAL_S - 1)
+    assert await history.prune() == 0
+    clock.advance(1)
+    assert await history.prune() == 2
