@@ -49,6 +49,8 @@ MODELS = ("small", "large", "free")
 COLUMNS = ("requests", "prompt_tokens", "cached_tokens", "completion_tokens", "rejected_tokens", "cost_picos")
 _TIERS = ("interactive", "standard", "batch")
 _BATCH = 96
+PATIENCE_S = 3600.0
+"""How slow the machine is, or whether it stands still for a while, is no finding."""
 _LAST = 9
 """So many are admitted, and so many settled, in the moment before a death: too few to go to the tables together."""
 
@@ -157,12 +159,12 @@ class History:
     async def _start_ledger(self) -> None:
         self.ledger = Ledger(
             self.database, self.clock, self.epoch_id, calendar=self.calendar, checkpoint_interval_s=0.0, settle_pause_s=0.0,
-            journal=self.journal,
+            journal=self.journal, open_timeout_s=PATIENCE_S,
         )  # fmt: skip
         await self.ledger.start()
 
     async def _stop(self) -> None:
-        await self.ledger.stop()
+        await self.ledger.stop(PATIENCE_S)
         if self.journal is not None:
             self.journal.close()
 
@@ -287,7 +289,7 @@ class History:
                     )
                 ]
             )
-        await self.ledger.stop()
+        await self.ledger.stop(PATIENCE_S)
         promised = [] if self.journal is None else await self._die_before_the_rows(self.journal)
         await self._start()
         await self._note_events(promised)
