@@ -41,6 +41,7 @@ from appliance.metering.ledger.corrections import Corrections
 from appliance.metering.ledger.journaled import SUFFIX, journal_beside, replay
 from appliance.metering.ledger.recovery import begin_epoch, end_epoch, recover
 from appliance.metering.ledger.request_history import RequestHistory
+from appliance.metering.ledger.round import OnSettled
 from appliance.metering.ledger.writer import Ledger
 from appliance.metering.limits.admission import Admission
 from appliance.metering.limits.levels import LimitLevels
@@ -152,11 +153,11 @@ class Appliance:
         started_at = clock.now()
         pepper = read_or_create_pepper(settings.data_dir)
         calendar = BillingCalendar(settings.time_zone)
-        epoch_id = await self._begin_epoch(db, clock, calendar)
+        alerts = Alerts(settings, db, clock, calendar, pepper)
+        epoch_id = await self._begin_epoch(db, clock, calendar, alerts.budgets.settled)
         sums = LedgerSums(db, calendar=calendar)
         admission = Admission(clock, sums, currency=settings.currency, calendar=calendar, waits=metrics)
         keys, tiers, policies = Keys(db, clock, pepper), Tiers(db, clock), ModelPolicies(db, clock)
-        alerts = Alerts(settings, db, clock, calendar, pepper)
         await sealed.warn(db, pepper)
         ledger = Ledger(
             db,
@@ -256,24 +257,24 @@ class Appliance:
             engines=self.engines,
         )
 
-    async def _begin_epoch(self, db: Database, clock: SystemClock, calendar: BillingCalendar) -> str:
+    async def _begin_epoch(self, db: Database, clock: SystemClock, calendar: BillingCalendar, on_settled: OnSettled) -> str:
         """Begin an epoch of our own and settle what dead ones left. A command beside the appliance has none."""
         if not self.engines:
             return "none"
-        await self._open_journal(db, clock, calendar)
+        await self._open_journal(db, clock, calendar, on_settled)
         epoch_id = await begin_epoch(db, clock, current_version())
-        recovered = await recover(db, clock, epoch_id, calendar=calendar)
+        recovered = await recover(db, clock, epoch_id, calendar=calendar, on_settled=on_settled)
         if recovered:
             log.warning("records of an earlier run recovered", count=recovered)
         if await rollups.align(db, calendar):
             log.warning("sums by day built again for another time zone", time_zone=calendar.time_zone)
         return epoch_id
 
-    async def _open_journal(self, db: Database, clock: SystemClock, calendar: BillingCalendar) -> None:
+    async def _open_journal(self, db: Database, clock: SystemClock, calendar: BillingCalendar, on_settled: OnSettled) -> None:
         """Open the journal, where the database has one, and bring into the tables what a dead run left in it."""
         try:
             self._journal = journal_beside(self.settings.database_url)
-            missing = 0 if self._journal is None else await replay(db, self._journal, clock, calendar)
+            missing = 0 if self._journal is None else await replay(db, self._journal, clock, calendar, on_settled)
         except OSError as error:
             where = f"{self.settings.database_url.removeprefix('sqlite:///')}{SUFFIX}"
             raise UnusableData(f"the journal {where} cannot be used: {error.strerror or error}") from error

@@ -2,7 +2,8 @@
 
 An alert is due when what was used stands at or above the threshold, and the outbox tells each webhook the same threshold of
 the same budget and period once. So it does not matter in which order events settle, nor how often somebody looks: `settled`
-looks in the transaction that settles, `sweep` where nothing settles (a lowered budget, a new webhook, recovered events).
+looks in the transaction that settles, be it of the ledger or of a start that settles what a dead run left, and `sweep` where
+nothing settles (a lowered budget, a new webhook).
 
 To look means to sum. Between two looks an upper bound of what was used is carried in memory, and compared with the next
 threshold: almost every settlement costs an addition.

@@ -25,7 +25,7 @@ from appliance.base.journal import Journal, left_in
 from appliance.metering.calendar import BillingCalendar
 from appliance.metering.ledger import rows
 from appliance.metering.ledger.records import PendingEntry, Settlement
-from appliance.metering.ledger.round import Round, Settle, is_bad_row
+from appliance.metering.ledger.round import OnSettled, Round, Settle, is_bad_row
 
 ENTRIES_PER_TRANSACTION = 200
 SUFFIX = ".admitted"
@@ -81,11 +81,13 @@ _ENTRIES = msgspec.json.Decoder(Journaled)
 _SETTLEMENTS = msgspec.json.Decoder(Settlement)
 
 
-async def replay(db: Database, journal: Journal, clock: Clock, calendar: BillingCalendar) -> int:
+async def replay(
+    db: Database, journal: Journal, clock: Clock, calendar: BillingCalendar, on_settled: OnSettled | None = None
+) -> int:
     """Bring what a dead process left in `journal` into the tables, and return how many records were missing there.
 
-    Call it before `recover`, which settles what is pending then. Raises OSError, or the database's error when it cannot be
-    written; nothing is lost then.
+    `on_settled` hears of what this settles, as it does of what the ledger settles. Call it before `recover`, which settles what
+    is pending then. Raises OSError, or the database's error when it cannot be written; nothing is lost then.
     """
     left = [found for record in journal.read_left() if (found := _read(record)) is not None]
     entries = [found for found in left if isinstance(found, Journaled)]
@@ -94,7 +96,8 @@ async def replay(db: Database, journal: Journal, clock: Clock, calendar: Billing
     for first in range(0, len(entries), ENTRIES_PER_TRANSACTION):
         count += await _put_in_tables(db, entries[first : first + ENTRIES_PER_TRANSACTION])
     for first in range(0, len(settlements), ENTRIES_PER_TRANSACTION):
-        count += await _settle(db, clock, calendar, settlements[first : first + ENTRIES_PER_TRANSACTION])
+        some = settlements[first : first + ENTRIES_PER_TRANSACTION]
+        count += await _settle(db, clock, calendar, some, on_settled)
     journal.clear()
     return count
 
@@ -140,15 +143,18 @@ def _insert_missing(connection: Connection, entries: Sequence[Journaled]) -> int
     return len(missing)
 
 
-async def _settle(db: Database, clock: Clock, calendar: BillingCalendar, settlements: Sequence[Settlement]) -> int:
+async def _settle(
+    db: Database, clock: Clock, calendar: BillingCalendar, settlements: Sequence[Settlement], on_settled: OnSettled | None
+) -> int:
     """Settle those that have not ended, as the ledger would have; what the tables refuse, or know nothing of, is in the log."""
     async with db.reading() as connection:
         request_ids = [settlement.request_id for settlement in settlements]
         ended = await connection.run_sync(rows.ended, request_ids)
     missing = [Settle(settlement=settlement) for settlement in settlements if settlement.request_id not in ended]
     work = Round(
-        db=db, epoch_id="", currency="", calendar=calendar, now=clock.now(), operations=missing, checkpoints=(), opened={}
-    )
+        db=db, epoch_id="", currency="", calendar=calendar, now=clock.now(), operations=missing, checkpoints=(), opened={},
+        on_settled=on_settled,
+    )  # fmt: skip
     await work.write()
     work.tell()
     return sum(operation.written for operation in missing)

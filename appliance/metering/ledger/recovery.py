@@ -19,6 +19,7 @@ from appliance.base.tables import epochs, requests, usage_events
 from appliance.metering.calendar import BillingCalendar
 from appliance.metering.ledger import rollups
 from appliance.metering.ledger.records import Usage, UsageEvent
+from appliance.metering.ledger.round import OnSettled
 from appliance.metering.ledger.rows import (
     EVENTS_WITH_PRICES,
     SETTLE_EVENTS,
@@ -62,24 +63,36 @@ async def end_epoch(db: Database, clock: Clock, epoch_id: str) -> None:
         )
 
 
-async def recover(db: Database, clock: Clock, current_epoch: str, *, calendar: BillingCalendar | None = None) -> int:
+async def recover(
+    db: Database,
+    clock: Clock,
+    current_epoch: str,
+    *,
+    calendar: BillingCalendar | None = None,
+    on_settled: OnSettled | None = None,
+) -> int:
     """Settle every pending event of other epochs at its last checkpoint, as an estimate, and return how many there were.
 
-    Call it before the ledger of `current_epoch` starts: there is one writer at a time. Interrupted or run twice, each event
-    still changes once.
+    `on_settled` hears of them in the same transaction, as it does of what the ledger settles. Call it before the ledger of
+    `current_epoch` starts: there is one writer at a time. Interrupted or run twice, each event still changes once.
     """
     total = 0
     while True:
         async with db.writing() as connection:
-            count = await _recover_some(connection, current_epoch, calendar or BillingCalendar(), clock.now())
-            if count:
-                await record(connection, clock, "ledger.recover", "epoch", current_epoch, after={"events": count})
-        total += count
-        if count < EVENTS_PER_TRANSACTION:
+            events = await _recover_some(connection, current_epoch, calendar or BillingCalendar(), clock.now())
+            if events:
+                after = {"events": len(events)}
+                await record(connection, clock, "ledger.recover", "epoch", current_epoch, after=after)
+            if events and on_settled is not None:
+                await connection.run_sync(on_settled, events)
+        total += len(events)
+        if len(events) < EVENTS_PER_TRANSACTION:
             return total
 
 
-async def _recover_some(connection: AsyncConnection, current_epoch: str, calendar: BillingCalendar, now: datetime) -> int:
+async def _recover_some(
+    connection: AsyncConnection, current_epoch: str, calendar: BillingCalendar, now: datetime
+) -> list[UsageEvent]:
     await counters.locked(connection, counters.POSTING)  # who recovers at the same time waits here, and then finds nothing
     if connection.dialect.name == "postgresql":
         # A killed gateway's COMMIT may still run on the server, and its record would turn up when we have looked: wait for it.
@@ -92,7 +105,7 @@ async def _recover_some(connection: AsyncConnection, current_epoch: str, calenda
     )
     request_ids = (await connection.execute(left_behind)).scalars().all()
     if not request_ids:
-        return 0
+        return []
     rows = (await connection.execute(EVENTS_WITH_PRICES, {"request_ids": request_ids})).mappings().all()
     first = await counters.take(connection, counters.POSTING, len(rows))
     ordered = sorted(rows, key=lambda row: str(row["request_id"]))
@@ -101,7 +114,7 @@ async def _recover_some(connection: AsyncConnection, current_epoch: str, calenda
     await connection.run_sync(SETTLE_EVENTS.execute, parameters)
     await connection.execute(_FINISH_REQUESTS, _request_parameters(parameters))
     await rollups.add(connection, calendar, events)
-    return len(request_ids)
+    return events
 
 
 def _recovered(row: RowMapping, posting: int, now: datetime) -> UsageEvent:

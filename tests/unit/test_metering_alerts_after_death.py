@@ -1,0 +1,128 @@
+"""A threshold that was reached by what a dead process left is told by the next start, once, also of a month that is over."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from typing import cast as typed
+
+import pytest
+
+from appliance.base.db import Database
+from appliance.base.journal import Journal
+from appliance.metering.alerts.budgets import BudgetAlerts
+from appliance.metering.alerts.keys import KeyAlerts
+from appliance.metering.calendar import BillingCalendar
+from appliance.metering.ledger.journaled import replay
+from appliance.metering.ledger.records import Checkpoint
+from appliance.metering.ledger.recovery import begin_epoch, recover
+from appliance.metering.ledger.writer import Ledger
+from appliance.metering.prices import Price, PriceBook
+from appliance.serving.alerting.watch import AlertWatch
+from appliance.tenancy.principals import TenantChanges
+from appliance.tenancy.tenants import Tenants
+from tests.support.alerts import TARGET, AlertBox, alert_box
+from tests.support.cast import Cast
+from tests.support.clock import FakeClock
+from tests.support.factories import pending, posted
+from tests.support.ledgers import die, running_ledger, settle, until
+
+CALENDAR = BillingCalendar("Europe/Berlin")
+MONTH_S = 31 * 86400.0
+
+
+@pytest.fixture
+async def alerts(database: Database, clock: FakeClock, cast: Cast) -> AlertBox:
+    """Bob may spend 100 EUR a month, and a webhook hears of 80 and 100 percent of it."""
+    box = alert_box(database, clock)
+    await box.webhooks.create(kind="webhook", target=TARGET, tenant_id=cast.bob.tenant.id)
+    await Tenants(database, clock).update(cast.bob.tenant.id, TenantChanges(limits={"monthly_budget": 100_000_000}))
+    return box
+
+
+@pytest.fixture
+async def price(database: Database, clock: FakeClock) -> Price:
+    """One EUR for each token of output."""
+    return await PriceBook(database, clock).add(
+        model="demo", currency="EUR", prompt=0, cached_prompt=0, completion=1_000_000_000_000
+    )
+
+
+async def start_again(alerts: AlertBox, journal: Path) -> BudgetAlerts:
+    """Begin an epoch as the appliance does, with alerts that remember nothing."""
+    budgets = BudgetAlerts(alerts.db, alerts.clock, CALENDAR)
+    opened = Journal(journal)
+    await replay(alerts.db, opened, alerts.clock, CALENDAR, budgets.settled)
+    opened.close()
+    epoch_id = await begin_epoch(alerts.db, alerts.clock, "next")
+    await recover(alerts.db, alerts.clock, epoch_id, calendar=CALENDAR, on_settled=budgets.settled)
+    return budgets
+
+
+async def told(alerts: AlertBox) -> list[tuple[str, int]]:
+    return [(told["month"], told["percent"]) for told in (message.payload["data"] for message in await alerts.messages())]
+
+
+@pytest.mark.parametrize("later_s", [0.0, MONTH_S], ids=["at once", "a month later"])
+async def test_what_was_settled_in_the_journal_alone_is_told_by_the_next_start(
+    alerts: AlertBox, price: Price, clock: FakeClock, cast: Cast, tmp_path: Path, later_s: float
+) -> None:
+    journal = Journal(tmp_path / "j")
+    ledger = Ledger(alerts.db, clock, cast.epoch_id, calendar=CALENDAR, journal=journal)
+    await ledger.start()
+    entry = pending(cast.bob, price=price, admitted_at=clock.now())
+    await ledger.open(entry)
+    await ledger.settle(posted(entry.request_id, completion=85))
+    await die(ledger)
+    journal.close()
+    assert await told(alerts) == []
+
+    clock.advance(later_s)
+    await start_again(alerts, tmp_path / "j")
+
+    assert await told(alerts) == [("2026-11", 80)]
+
+
+@pytest.mark.parametrize("later_s", [0.0, MONTH_S], ids=["at once", "a month later"])
+async def test_what_is_recovered_from_a_checkpoint_is_told_by_the_next_start_and_never_again(
+    alerts: AlertBox, price: Price, clock: FakeClock, cast: Cast, tmp_path: Path, later_s: float
+) -> None:
+    ledger = Ledger(alerts.db, clock, cast.epoch_id, calendar=CALENDAR, checkpoint_interval_s=0.0)
+    await ledger.start()
+    entry = pending(cast.bob, price=price, admitted_at=clock.now())
+    await ledger.open(entry)
+    ledger.checkpoint([Checkpoint(request_id=entry.request_id, prompt_tokens=0, cached_tokens=0, completion_tokens=100)])
+    await until(lambda: not ledger._waiting._checkpoints)
+    await ledger.stop()
+    assert await told(alerts) == []
+
+    clock.advance(later_s)
+    budgets = await start_again(alerts, tmp_path / "j")
+
+    both = [("2026-11", 80), ("2026-11", 100)]
+    assert await told(alerts) == both
+    models = typed("Any", SimpleNamespace(list=list[Any]))
+    watch = AlertWatch(alerts.db, clock, budgets, KeyAlerts(alerts.db, clock), models)
+    await watch.look()
+    await (await start_again(alerts, tmp_path / "j")).sweep()
+    assert await told(alerts) == both
+
+
+async def test_what_is_settled_after_the_next_start_adds_to_what_was_recovered(
+    alerts: AlertBox, price: Price, clock: FakeClock, cast: Cast, tmp_path: Path
+) -> None:
+    async with running_ledger(alerts.db, clock, cast.epoch_id) as ledger:
+        left, after = (pending(cast.bob, price=price, admitted_at=clock.now()) for _ in range(2))
+        await ledger.open(left)
+        ledger.checkpoint([Checkpoint(request_id=left.request_id, prompt_tokens=0, cached_tokens=0, completion_tokens=79)])
+        await until(lambda: not ledger._waiting._checkpoints)
+    budgets = await start_again(alerts, tmp_path / "j")
+    assert await told(alerts) == []
+    epoch_id = await begin_epoch(alerts.db, clock, "later")
+    ledger = Ledger(alerts.db, clock, epoch_id, calendar=CALENDAR, on_settled=budgets.settled)
+    await ledger.start()
+    await ledger.open(after)
+    await settle(ledger, posted(after.request_id, completion=1))
+    await ledger.stop()
+    assert await told(alerts) == [("2026-11", 80)]
