@@ -14,6 +14,7 @@ import socket
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 
 from engine.cpu_environment import prepare_cpu
@@ -48,15 +49,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # The gateway stamps each line with the time when it copies it into its own log.
     logging.basicConfig(stream=sys.stderr, level=options.log_level.upper(), format="%(levelname)s %(name)s %(message)s")
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    connection = FrameSocket(socket.socket(fileno=options.fd))
-    try:
-        return run(connection, options)
-    except PeerClosed:
-        log.info("the gateway closed the socket")
-        return 0
-    except TransportError:
-        log.exception("the gateway cannot be reached")
-        return 1
+    with closing(FrameSocket(socket.socket(fileno=options.fd))) as connection:
+        try:
+            return run(connection, options)
+        except PeerClosed:
+            log.info("the gateway closed the socket")
+            return 0
+        except TransportError:
+            log.exception("the gateway cannot be reached")
+            return 1
 
 
 def run(connection: FrameSocket, options: argparse.Namespace) -> int:

@@ -226,6 +226,10 @@ class FrameSocket:
             raise PeerStalled("the last frames could not be sent") from error
         self._unsent.clear()
 
+    def close(self) -> None:
+        """Close the socket; what is not sent by now is not sent."""
+        self._connection.close()
+
     def _read_all(self) -> None:
         while True:
             try:

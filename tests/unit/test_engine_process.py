@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import IO
 
 import pytest
 
@@ -67,12 +68,12 @@ class EngineProcess:
 
 
 @contextlib.asynccontextmanager
-async def engine_process(model: Path, *options: str) -> AsyncIterator[EngineProcess]:
+async def engine_process(model: Path, *options: str, log: int | IO[bytes] = subprocess.DEVNULL) -> AsyncIterator[EngineProcess]:
     ours, theirs = socket.socketpair()
     command = [sys.executable, "-m", "engine.main", "--fd", str(theirs.fileno()), "--model", str(model), "--device", "cpu"]
     command += ["--threads", "1", "--kv-cache-bytes", "2000000", *options]
     process = subprocess.Popen(  # noqa: ASYNC220 - starting is quick and waiting is done in a thread
-        command, pass_fds=[theirs.fileno()], cwd=REPOSITORY, stderr=subprocess.DEVNULL
+        command, pass_fds=[theirs.fileno()], cwd=REPOSITORY, stderr=log
     )
     theirs.close()
     engine = EngineProcess(process, ours)
@@ -198,3 +199,14 @@ async def test_a_folder_that_is_no_model_is_a_fatal_frame_that_says_so(tmp_path:
             pass
         assert "config.json" in reason
         assert await engine.exit_status() == 1
+
+
+async def test_an_engine_that_ends_closes_its_socket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONWARNINGS", "always::ResourceWarning")
+    with (tmp_path / "log").open("w+b") as log:
+        async with engine_process(tmp_path / "no-model", log=log) as engine:
+            assert await engine.exit_status() == 1
+        log.seek(0)
+        told = log.read().decode()
+    assert "the engine stops" in told
+    assert "ResourceWarning" not in told
