@@ -40,8 +40,15 @@ class ApiBox:
 @asynccontextmanager
 async def open_api_box(migrated_sqlite_file: Path, folder: Path) -> AsyncIterator[ApiBox]:
     """Yield the application over a migrated database of its own."""
-    shutil.copyfile(migrated_sqlite_file, folder / "gatehouse.db")
-    settings = load_settings(options={"data_dir": folder}, environ={})
+    path = shutil.copyfile(migrated_sqlite_file, folder / "gatehouse.db")
+    async with open_api_box_on(f"sqlite:///{path}", folder) as box:
+        yield box
+
+
+@asynccontextmanager
+async def open_api_box_on(database_url: str, folder: Path) -> AsyncIterator[ApiBox]:
+    """Yield the application over the migrated database of this URL, with its other data in `folder`."""
+    settings = load_settings(options={"data_dir": folder, "database_url": database_url}, environ={})
     appliance = Appliance(settings, engines=False)
     await appliance.start()
     try:
