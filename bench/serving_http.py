@@ -47,6 +47,7 @@ async def _frames() -> AsyncIterator[bytes]:
         created=1,
         model="gatehouse-demo",
         prompt_tokens=20,
+        num_answers=1,
         logprobs=False,
         include_usage=False,
         continuous_usage=False,
