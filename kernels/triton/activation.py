@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from kernels.triton.compilation import Compilation
+from kernels.triton.early_launch import early_launch, start_in_turn
 from kernels.triton.fp8_rows import FP8_CAPABILITIES, e4m3_rows, fp8_outputs
 from kernels.triton.row_tiles import row_tile
 
@@ -42,7 +43,8 @@ def activated(gate, up, GELU: tl.constexpr):
 
 
 @triton.jit
-def gated_kernel(gate_up, out, row_stride, INNER: tl.constexpr, BLOCK: tl.constexpr, GELU: tl.constexpr):
+def gated_kernel(gate_up, out, row_stride, INNER: tl.constexpr, BLOCK: tl.constexpr, GELU: tl.constexpr, EARLY: tl.constexpr):
+    start_in_turn(EARLY)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < INNER
@@ -54,8 +56,9 @@ def gated_kernel(gate_up, out, row_stride, INNER: tl.constexpr, BLOCK: tl.conste
 @triton.jit(do_not_specialize=["num_rows"])
 def gated_fp8_kernel(
     gate_up, quantised, scales, num_rows, row_stride,
-    INNER: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, GELU: tl.constexpr,
+    INNER: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, GELU: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    start_in_turn(EARLY)
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, BLOCK)
     inside = (rows < num_rows)[:, None] & (columns < INNER)[None, :]
@@ -105,7 +108,10 @@ def _launch(gate_up: torch.Tensor, out: torch.Tensor | None, *, gelu: bool) -> t
     tile = column_tile(num_rows, inner)
     if num_rows:
         grid = (num_rows, triton.cdiv(inner, tile.block))
-        gated_kernel[grid](gate_up, result, gate_up.stride(0), inner, tile.block, gelu, num_warps=tile.num_warps)
+        gated_kernel[grid](
+            gate_up, result, gate_up.stride(0), inner, tile.block, gelu,
+            num_warps=tile.num_warps, **early_launch(gate_up.device),
+        )  # fmt: skip
     return result
 
 
@@ -118,7 +124,7 @@ def _launch_fp8(
     if num_rows:
         gated_fp8_kernel[(triton.cdiv(num_rows, tile.rows),)](
             gate_up, quantised, scales, num_rows, gate_up.stride(0),
-            inner, tile.block, tile.rows, gelu, num_warps=tile.num_warps,
+            inner, tile.block, tile.rows, gelu, num_warps=tile.num_warps, **early_launch(gate_up.device),
         )  # fmt: skip
     return quantised, scales
 

@@ -31,6 +31,7 @@ from kernels.triton.attention_splits import (
     tile_rows,
 )
 from kernels.triton.compilation import CAPABILITIES, Compilation
+from kernels.triton.early_launch import early_launch, start_in_turn
 from kernels.triton.fp8_rows import FP8_CAPABILITIES
 from kernels.triton.tuning import LOG2_E, multiprocessors, power_of_two
 
@@ -68,8 +69,10 @@ def _split_kernel(
     TILE: tl.constexpr,
     SPLIT: tl.constexpr,
     REQUESTS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Program i works on key head i % K, so that neighbours read neighbouring heads of the same tokens at the same time."""
+    start_in_turn(EARLY)
     kv_head = tl.program_id(0) % K
     request, split, num_items = schedule(
         context_lens, num_requests, tl.program_id(0) // K, tl.num_programs(0) // K, WINDOW, QUERIES, TILE, SPLIT, REQUESTS
@@ -277,6 +280,7 @@ def paged_decode(
         REQUESTS=max(32, power_of_two(num_requests)),
         num_warps=tiling.num_warps,
         num_stages=tiling.num_stages,
+        **early_launch(q.device),
     )
     merge_kernel[(num_requests, max_query_len * shape.num_heads)](
         context_lens,
@@ -288,6 +292,7 @@ def paged_decode(
         **{name: constants[name] for name in MERGE_CONSTANTS},
         CHUNK=MERGE_CHUNK,
         num_warps=MERGE_WARPS,
+        **early_launch(q.device),
     )
     return out
 

@@ -16,6 +16,7 @@ import triton.language as tl
 
 from kernels.attention_rows import AttentionShape
 from kernels.triton.compilation import Compilation
+from kernels.triton.early_launch import start_in_turn
 from kernels.triton.tuning import LOG2_E, capability, card, power_of_two
 
 MERGE_CHUNK, MERGE_WARPS = 16, 2
@@ -152,8 +153,8 @@ def splits_of(context_len, WINDOW: tl.constexpr, QUERIES: tl.constexpr, TILE: tl
     if WINDOW > 0:
         first = tl.maximum(context_len - (WINDOW + QUERIES - 1), 0) // TILE * TILE
     num_tokens = context_len - first
-    wanted = tl.where(num_tokens <= 4 * SPLIT, SPLIT, tl.where(num_tokens <= 16 * SPLIT, 2 * SPLIT, 4 * SPLIT))
-    num_splits = tl.maximum((num_tokens + wanted - 1) // wanted, 1)
+    few, some, many = tl.cdiv(num_tokens, SPLIT), tl.cdiv(num_tokens, 2 * SPLIT), tl.cdiv(num_tokens, 4 * SPLIT)
+    num_splits = tl.maximum(tl.where(few <= 4, few, tl.where(few <= 16, some, many)), 1)
     # Evenly, so that no split is a remainder of a few tokens.
     tiles = tl.maximum((num_tokens + num_splits * TILE - 1) // (num_splits * TILE), 1)
     return first, tiles, tl.maximum((num_tokens + tiles * TILE - 1) // (tiles * TILE), 1)
@@ -179,9 +180,11 @@ def schedule(
     num_splits = tl.where(request < num_requests, num_splits, 0)
     end = tl.cumsum(num_splits * cost, 0)
     start = end - num_splits * cost
-    total = tl.max(end, 0).to(tl.int64)
-    low = (total * group // num_groups).to(tl.int32)
-    high = (total * (group + 1) // num_groups).to(tl.int32)
+    # ⌊total · group / num_groups⌋ and the next, without a product that is too large for 32 bits.
+    total = tl.max(end, 0)
+    share, rest = total // num_groups, total % num_groups
+    low = share * group + rest * group // num_groups
+    high = share * (group + 1) + rest * (group + 1) // num_groups
     # A split belongs to the group in whose share it begins.
     before = tl.minimum(tl.maximum((low - start + cost - 1) // cost, 0), num_splits)
     until = tl.minimum(tl.maximum((high - start + cost - 1) // cost, 0), num_splits)
@@ -206,8 +209,10 @@ def merge_kernel(
     TILE: tl.constexpr,
     SPLIT: tl.constexpr,
     CHUNK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """One query and head of one request: the average of its splits by weight, always added up in the same order."""
+    start_in_turn(EARLY)
     request = tl.program_id(0)
     query, head = tl.program_id(1) // H, tl.program_id(1) % H
     _, _, num_splits = splits_of(tl.load(context_lens + request), WINDOW, QUERIES, TILE, SPLIT)

@@ -18,11 +18,14 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from kernels.triton.early_launch import CAPABILITY_MIN as EARLY_CAPABILITY
 from kernels.triton.tuning import TENSOR_MEMORY_COLUMNS, card
 
 CAPABILITIES = (80, 89, 90, 100)
 # PTX names of the matrix instructions of Ampere and Ada, of Hopper, of Blackwell.
 TENSOR_INSTRUCTIONS = ("mma.sync", "wgmma.mma_async", "tcgen05.mma")
+WAIT = "griddepcontrol.wait"
+_MEMORY = re.compile(r"\b(?:ld\.global|st\.global|cp\.async|atom\.|red\.global)")
 _USAGE = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)")
 
 
@@ -33,6 +36,8 @@ class Compilation:
     `signature` names the types of the arguments that are passed at a launch (`*bf16`, `*fp8e4nv`, `i32`, `fp32` …), pointers
     taken as aligned to 16 bytes, as torch's are; `constexprs` the values of all others: tile sizes, None for a tensor that
     is absent, 1 for a number that is 1 (a launch specialises it). `divisible` names the integers that are multiples of 16.
+
+    A kernel's EARLY (`kernels.triton.early_launch`) is not named: it is what a launch on the card says.
 
     `tensor_cores`: matrix instructions of the card's own kind must be there: mma.sync on 80 and 89, wgmma on 90, tcgen05 on
     100. `small_tile` says that the tile has fewer than 64 rows, for which only mma.sync exists on any card. `fp_fusion` is what
@@ -53,7 +58,7 @@ class Compilation:
     fp_fusion: bool = True
 
     def __post_init__(self) -> None:
-        names = set(self.kernel.arg_names)
+        names = set(self.kernel.arg_names) - {"EARLY"}
         given = [*self.signature, *self.constexprs]
         assert len(given) == len(set(given)), f"{self.name}: an argument is both passed and constant"
         assert set(given) == names, f"{self.name}: missing {names - set(given)}, unknown {set(given) - names}"
@@ -62,7 +67,8 @@ class Compilation:
 
 @dataclass(frozen=True)
 class Compiled:
-    """What the assembler made of it. `spill_bytes` of each thread; `programs` that one multiprocessor holds at a time."""
+    """What the assembler made of it. `spill_bytes` of each thread; `programs` that one multiprocessor holds at a time;
+    `touches_early`: reads or writes memory before it waits for the kernel in front of it."""
 
     name: str
     capability: int
@@ -75,6 +81,7 @@ class Compiled:
     tensor_memory_columns: int
     tensor_instructions: tuple[str, ...]
     programs: int
+    touches_early: bool
     compile_s: float
 
 
@@ -82,7 +89,7 @@ def compile_kernel(compilation: Compilation, capability: int) -> Compiled:
     """Compile for one compute capability. Raises whatever Triton raises when the kernel cannot be compiled for it."""
     started = time.perf_counter()
     kernel = triton.compile(
-        _source(compilation),
+        _source(compilation, capability),
         target=GPUTarget("cuda", capability, 32),
         options={
             "num_warps": compilation.num_warps,
@@ -104,8 +111,20 @@ def compile_kernel(compilation: Compilation, capability: int) -> Compiled:
         tensor_memory_columns=int(getattr(kernel.metadata, "tmem_size", None) or 0),
         tensor_instructions=tuple(name for name in TENSOR_INSTRUCTIONS if name in kernel.asm["ptx"]),
         programs=card(capability).programs(registers, int(kernel.metadata.shared), num_warps),
+        touches_early=_is_early(compilation, capability) and touches_early(kernel.asm["ptx"]),
         compile_s=round(time.perf_counter() - started, 3),
     )
+
+
+def touches_early(ptx: str) -> bool:
+    """Whether a kernel that may be launched early reads or writes memory before it waits, or never waits. Fetching ahead into
+    the second-level cache is neither: what is fetched is read again behind the wait."""
+    before, wait, _ = ptx.partition(WAIT)
+    return not wait or _MEMORY.search(before) is not None
+
+
+def _is_early(compilation: Compilation, capability: int) -> bool:
+    return "EARLY" in compilation.kernel.arg_names and capability >= EARLY_CAPABILITY
 
 
 def faults(compilation: Compilation, compiled: Compiled) -> list[str]:
@@ -121,6 +140,8 @@ def faults(compilation: Compilation, compiled: Compiled) -> list[str]:
     if compilation.tensor_cores and _wanted(compilation, compiled.capability) not in compiled.tensor_instructions:
         present = ", ".join(compiled.tensor_instructions) or "none"
         found.append(f"lacks {_wanted(compilation, compiled.capability)} (matrix instructions: {present})")
+    if compiled.touches_early:
+        found.append("reads or writes memory before it waits for the kernel in front of it")
     if compiled.programs == 0:
         found.append("does not fit a multiprocessor")
     return found
@@ -133,12 +154,15 @@ def _wanted(compilation: Compilation, capability: int) -> str:
     return hopper if capability < 100 else blackwell
 
 
-def _source(compilation: Compilation) -> Any:
+def _source(compilation: Compilation, capability: int) -> Any:
     names = compilation.kernel.arg_names
+    constants = dict(compilation.constexprs)
+    if "EARLY" in names:
+        constants["EARLY"] = _is_early(compilation, capability)
     signature = {name: compilation.signature.get(name, "constexpr") for name in names}
     aligned = {name for name, kind in compilation.signature.items() if kind.startswith("*")} | set(compilation.divisible)
     attributes = {(index,): [["tt.divisibility", 16]] for index, name in enumerate(names) if name in aligned}
-    return ASTSource(fn=compilation.kernel, signature=signature, constexprs=dict(compilation.constexprs), attrs=attributes)
+    return ASTSource(fn=compilation.kernel, signature=signature, constexprs=constants, attrs=attributes)
 
 
 def _resources(cubin: bytes) -> tuple[int, int]:

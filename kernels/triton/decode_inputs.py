@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from kernels.triton.compilation import Compilation
+from kernels.triton.early_launch import early_launch, start_in_turn
 
 COLUMNS = 512
 """Entries of a block table that one program moves: 8,192 tokens at 16 to a block."""
@@ -21,8 +22,9 @@ ROWS = 128
 @triton.jit
 def prepare_decode_kernel(
     slots, last_tokens, num_tokens, slot_tables, token_ids, positions, slot_mapping, context_lens, block_tables,
-    columns, slot_stride, row_stride, BLOCK_SIZE: tl.constexpr, COLUMNS: tl.constexpr,
+    columns, slot_stride, row_stride, BLOCK_SIZE: tl.constexpr, COLUMNS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    start_in_turn(EARLY)
     row = tl.program_id(0)
     slot = tl.load(slots + row).to(tl.int64)
     active = slot >= 0
@@ -43,7 +45,8 @@ def prepare_decode_kernel(
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def advance_slots_kernel(slots, sampled, last_tokens, num_tokens, out, num_rows, ROWS: tl.constexpr):
+def advance_slots_kernel(slots, sampled, last_tokens, num_tokens, out, num_rows, ROWS: tl.constexpr, EARLY: tl.constexpr):
+    start_in_turn(EARLY)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     slot = tl.load(slots + row, mask=row < num_rows, other=-1).to(tl.int64)
     token = tl.load(sampled + row, mask=row < num_rows, other=0)
@@ -83,6 +86,7 @@ def prepare_decode(
     prepare_decode_kernel[(rows, triton.cdiv(columns, COLUMNS))](
         slots, last_tokens, num_tokens, slot_tables, token_ids, positions, slot_mapping, context_lens, block_tables,
         columns, slot_tables.stride(0), block_tables.stride(0), block_size, COLUMNS, num_warps=4,
+        **early_launch(slots.device),
     )  # fmt: skip
 
 
@@ -102,7 +106,9 @@ def advance_slots(
     rows = slots.shape[0]
     if rows:
         grid = (triton.cdiv(rows, ROWS),)
-        advance_slots_kernel[grid](slots, sampled, last_tokens, num_tokens, out, rows, ROWS, num_warps=4)
+        advance_slots_kernel[grid](
+            slots, sampled, last_tokens, num_tokens, out, rows, ROWS, num_warps=4, **early_launch(slots.device)
+        )
 
 
 def compilations() -> list[Compilation]:

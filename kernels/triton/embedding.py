@@ -7,13 +7,17 @@ import triton
 import triton.language as tl
 
 from kernels.triton.compilation import Compilation
+from kernels.triton.early_launch import early_launch, start_in_turn
 from kernels.triton.tuning import power_of_two
 
 BLOCK_MAX = 1024
 
 
 @triton.jit
-def embed_kernel(token_ids, table, out, multiplier, WIDTH: tl.constexpr, BLOCK: tl.constexpr, SCALED: tl.constexpr):
+def embed_kernel(
+    token_ids, table, out, multiplier, WIDTH: tl.constexpr, BLOCK: tl.constexpr, SCALED: tl.constexpr, EARLY: tl.constexpr
+):
+    start_in_turn(EARLY)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < WIDTH
@@ -26,8 +30,10 @@ def embed_kernel(token_ids, table, out, multiplier, WIDTH: tl.constexpr, BLOCK: 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def rotation_rows_kernel(
-    cos, sin, positions, cos_out, sin_out, num_rows, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr
-):
+    cos, sin, positions, cos_out, sin_out, num_rows, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    EARLY: tl.constexpr,
+):  # fmt: skip
+    start_in_turn(EARLY)
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, BLOCK)[None, :]
     inside = (rows < num_rows)[:, None] & (columns < WIDTH)
@@ -51,7 +57,9 @@ def embed(
     block = min(BLOCK_MAX, power_of_two(width))
     if num_rows:
         grid = (num_rows, triton.cdiv(width, block))
-        embed_kernel[grid](token_ids, table, rows, multiplier, width, block, multiplier != 1.0, num_warps=4)
+        embed_kernel[grid](
+            token_ids, table, rows, multiplier, width, block, multiplier != 1.0, num_warps=4, **early_launch(table.device)
+        )
     return rows
 
 
@@ -70,7 +78,9 @@ def rotation_rows(
     rows = _rotation_rows_tile(block)
     if num_rows:
         grid = (triton.cdiv(num_rows, rows),)
-        rotation_rows_kernel[grid](cos, sin, positions, cosines, sines, num_rows, width, block, rows, num_warps=1)
+        rotation_rows_kernel[grid](
+            cos, sin, positions, cosines, sines, num_rows, width, block, rows, num_warps=1, **early_launch(cos.device)
+        )
     return cosines, sines
 
 

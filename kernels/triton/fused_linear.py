@@ -19,17 +19,28 @@ from kernels.quantised_weights import Fp8Weight, Int8Weight
 from kernels.residual_stream import Gate, Stream
 from kernels.triton.activation import activated
 from kernels.triton.compilation import CAPABILITIES, Compilation
+from kernels.triton.early_launch import early_launch, fetch_rows, let_next_start, wait_for_previous
 from kernels.triton.linear_tiles import Tiles
-from kernels.triton.split_sum import counters, partial_sums, split_cost, split_count
+from kernels.triton.split_sum import (
+    CONVERT,
+    STREAM,
+    counters,
+    empty_sums,
+    partial_sums,
+    split_cost,
+    split_count,
+    step_columns,
+    summed,
+)
 from kernels.triton.tuning import capability, multiprocessors, power_of_two
 
 ROWS_MAX = 16
 BLOCK_M = 16
 # Columns of out, of x, and loads under way, as in linear.py; a gated step reads two such tiles.
-CANDIDATES = ((64, 128, 6), (32, 256, 5), (16, 256, 6))
+CANDIDATES = ((32, 256, 5), (64, 128, 6), (16, 256, 6))
 CANDIDATES_GATED = ((32, 128, 6), (16, 256, 5))
-CANDIDATES_BYTES = ((64, 256, 4), (32, 256, 5))
-CANDIDATES_BYTES_GATED = ((32, 256, 4), (16, 256, 5))
+CANDIDATES_BYTES = ((64, 256, 4), (32, 256, 6))
+CANDIDATES_BYTES_GATED = ((32, 256, 4), (16, 256, 6))
 CANDIDATES_FLOAT32 = CANDIDATES_FLOAT32_GATED = ((16, 64, 4),)  # no tensor core multiplies it: registers are the limit
 BY_BYTES = {
     1: (CANDIDATES_BYTES, CANDIDATES_BYTES_GATED),
@@ -61,36 +72,47 @@ def fused_linear_kernel(
     x, weight, weight_scales, bias, squares, residual, norm_weight, out, weighted, squares_out, partials, arrivals,
     M, N, K, x_stride, num_squares, eps, alpha, split_columns,
     GATE: tl.constexpr, COLUMN_SCALES: tl.constexpr, EVEN_K: tl.constexpr, SQUARES_BLOCK: tl.constexpr, SPLITS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, WARPS: tl.constexpr, STAGES: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
+    let_next_start(EARLY)
     tile, split = tl.program_id(0), tl.program_id(1)
     rows, columns = tl.arange(0, BLOCK_M), tile * BLOCK_N + tl.arange(0, BLOCK_N)
     row_mask, column_mask = rows < M, columns < N
-    inner = tl.arange(0, BLOCK_K)
+    inner = step_columns(BLOCK_K, WARPS)
+    x_inner, w_inner = tl.expand_dims(inner, -2), tl.expand_dims(inner, -1)
+    start, end = 0, K
+    if SPLITS > 1:
+        start = split * split_columns
+        end = min(start + split_columns, K)
+    if EARLY:
+        w_rows = weight + tl.minimum(columns, N - 1).to(tl.int64) * K
+        for stage in tl.static_range(STAGES - 1):
+            fetch_rows(w_rows, start + stage * BLOCK_K, end, BLOCK_K, EARLY)
+            if GATE is not None:
+                fetch_rows(w_rows + N.to(tl.int64) * K, start + stage * BLOCK_K, end, BLOCK_K, EARLY)
+    wait_for_previous(EARLY)
     if squares is not None:
         # Asked for now, added up when the product is there.
         seen = tl.arange(0, SQUARES_BLOCK)
         seen_mask = row_mask[:, None] & (seen < num_squares)[None, :]
         row_squares = tl.load(squares + seen[None, :] * M + rows[:, None], mask=seen_mask, other=0.0)
-    start, end = 0, K
-    if SPLITS > 1:
-        start = split * split_columns
-        end = min(start + split_columns, K)
-    x_places = x + rows[:, None] * x_stride + inner[None, :]
-    w_places = weight + columns.to(tl.int64)[None, :] * K + inner[:, None]
+    x_places = x + rows[:, None] * x_stride + x_inner
+    w_places = weight + columns.to(tl.int64)[None, :] * K + w_inner
     up_places = w_places + N.to(tl.int64) * K
-    product = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    up = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    product = empty_sums(BLOCK_M, BLOCK_N, WARPS)
+    up = empty_sums(BLOCK_M, BLOCK_N, WARPS)
     for k in tl.range(start, end, BLOCK_K, num_stages=STAGES):
         x_mask, w_mask = row_mask[:, None], column_mask[None, :]
         if not EVEN_K:
-            x_mask, w_mask = x_mask & (inner < K - k)[None, :], w_mask & (inner < K - k)[:, None]
+            x_mask, w_mask = x_mask & (x_inner < K - k), w_mask & (w_inner < K - k)
         x_tile = tl.load(x_places + k, mask=x_mask, other=0.0)
         w_tile = tl.load(w_places + k, mask=w_mask, other=0.0, eviction_policy="evict_first")
         product = tl.dot(x_tile, _as(w_tile, x_tile), product, input_precision="ieee")
         if GATE is not None:
             up_tile = tl.load(up_places + k, mask=w_mask, other=0.0, eviction_policy="evict_first")
             up = tl.dot(x_tile, _as(up_tile, x_tile), up, input_precision="ieee")
+    product, up = summed(product, WARPS), summed(up, WARPS)
     is_last = True
     mask = row_mask[:, None] & column_mask[None, :]
     if SPLITS > 1:
@@ -184,13 +206,18 @@ def normed_linear(
 def fused_tiles(
     num_outputs: int, num_columns: int, capability: int, multiprocessors: int, *, gated: bool, weight_bytes: int = 2
 ) -> Tiles:
-    """The candidate whose busiest multiprocessor has the least to read; the same for any number of rows."""
+    """The candidate with which the card is done soonest; the same for any number of rows."""
+    matrices = 2 if gated else 1
+    pace = CONVERT if weight_bytes == 1 else STREAM
 
     def choice(block_n: int, block_k: int, stages: int) -> tuple[float, Tiles]:
-        counts = -(-num_outputs // block_n), -(-num_columns // block_k)
-        splits = split_count(*counts, multiprocessors)
-        cost = split_cost(*counts, multiprocessors, splits) * block_n * block_k
-        return cost, Tiles(BLOCK_M, block_n, block_k, num_warps=4, num_stages=_stages(stages, capability), splits=splits)
+        step_bytes = matrices * block_n * block_k * weight_bytes
+        work = -(-num_outputs // block_n), -(-num_columns // block_k), multiprocessors, step_bytes
+        splits = split_count(*work, pace=pace)
+        column_warps = 1 if weight_bytes == 4 else 4  # see split_sum.step_columns
+        stages = _stages(stages, capability)
+        tiles = Tiles(BLOCK_M, block_n, block_k, num_warps=4, num_stages=stages, splits=splits, column_warps=column_warps)
+        return split_cost(*work, splits, pace=pace), tiles
 
     return min((choice(*candidate) for candidate in BY_BYTES[weight_bytes][gated]), key=lambda pair: pair[0])[1]
 
@@ -245,7 +272,7 @@ def _launch(
         GATE=gate, COLUMN_SCALES=scales is not None and scales.numel() > 1,
         EVEN_K=num_columns % tiles.block_k == 0, SQUARES_BLOCK=power_of_two(max(1, num_squares)),
         SPLITS=tiles.splits, BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, BLOCK_K=tiles.block_k,
-        STAGES=tiles.num_stages, num_warps=tiles.num_warps,
+        WARPS=tiles.column_warps, STAGES=tiles.num_stages, num_warps=tiles.num_warps, **early_launch(x.device),
     )  # fmt: skip
 
 
@@ -283,6 +310,7 @@ def _compilation(label: str, name: str, sizes: tuple[int, int], kind: str, card:
     constants = {
         "GATE": "silu" if name == "gate_up" else None, "COLUMN_SCALES": weight_bytes == 1, "EVEN_K": True,
         "SQUARES_BLOCK": power_of_two(-(-columns // before)), "SPLITS": tiles.splits, "STAGES": tiles.num_stages,
+        "WARPS": tiles.column_warps,
         "BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n, "BLOCK_K": tiles.block_k,
     }  # fmt: skip
     return Compilation(

@@ -19,6 +19,7 @@ import triton.language as tl
 
 from kernels.race import NO_TOKEN
 from kernels.triton.compilation import Compilation
+from kernels.triton.early_launch import early_launch, fetch_rows, let_next_start, start_in_turn, wait_for_previous
 from kernels.triton.linear import skinny_tiles
 from kernels.triton.tuning import capability, multiprocessors, power_of_two
 
@@ -32,15 +33,22 @@ _NOBODY = tl.constexpr(0x7FFFFFFF)
 
 @triton.jit(do_not_specialize=["M", "V", "tiles"])
 def head_kernel(
-    hidden, weight, maxima, tokens, M, V, K, hidden_stride, weight_stride, tiles, TOKENS: tl.constexpr, COLUMNS: tl.constexpr
-):
+    hidden, weight, maxima, tokens, M, V, K, hidden_stride, weight_stride, tiles, TOKENS: tl.constexpr, COLUMNS: tl.constexpr,
+    EARLY: tl.constexpr,
+):  # fmt: skip
     """Program (tile): the largest logit of TOKENS tokens in each row; +inf stands for one that is not finite above."""
+    let_next_start(EARLY)
     tile = tl.program_id(0)
     row = tl.arange(0, _ROWS)
     token = tile * TOKENS + tl.arange(0, TOKENS)
     column = tl.arange(0, COLUMNS)
     weights = weight + token.to(tl.int64)[:, None] * weight_stride + column[None, :]
     inputs = hidden + row[:, None] * hidden_stride + column[None, :]
+    if EARLY:
+        rows = weight + tl.minimum(token, V - 1).to(tl.int64) * weight_stride
+        for step in tl.static_range(4):
+            fetch_rows(rows, step * COLUMNS, K, COLUMNS, EARLY)
+    wait_for_previous(EARLY)
     total = tl.zeros([_ROWS, TOKENS], tl.float32)
     for start in range(0, K, COLUMNS):
         left = column < K - start
@@ -57,8 +65,9 @@ def head_kernel(
 
 
 @triton.jit(do_not_specialize=["tiles"])
-def join_kernel(maxima, tokens, out, tiles, TILES: tl.constexpr):
+def join_kernel(maxima, tokens, out, tiles, TILES: tl.constexpr, EARLY: tl.constexpr):
     """Program (row): the largest of all tiles."""
+    start_in_turn(EARLY)
     row = tl.program_id(0)
     tile = tl.arange(0, TILES)
     best = tl.load(maxima + row * tiles + tile, mask=tile < tiles, other=float("-inf"))
@@ -98,8 +107,9 @@ def greedy_head(hidden: torch.Tensor, weight: torch.Tensor, *, out: torch.Tensor
     head_kernel[(tiles,)](
         hidden, weight, maxima, tokens, rows, vocab_size, num_columns, hidden.stride(0), weight.stride(0), tiles,
         TOKENS=_TOKENS, COLUMNS=_COLUMNS, num_warps=4, num_stages=_stages(capability(hidden.device)),
+        **early_launch(hidden.device),
     )  # fmt: skip
-    join_kernel[(rows,)](maxima, tokens, out, tiles, TILES=power_of_two(tiles), num_warps=4)
+    join_kernel[(rows,)](maxima, tokens, out, tiles, TILES=power_of_two(tiles), num_warps=4, **early_launch(hidden.device))
     return out
 
 

@@ -12,7 +12,7 @@ from kernels.triton.tuning import capability, multiprocessors
 
 ROWS_MAX = 16  # more rows are left to cuBLAS
 # Columns of out and of x that one step of a program reads: 16 KiB of weights, or 8 where the matrix has few rows.
-CANDIDATES = ((64, 128, 6), (32, 256, 5), (16, 256, 6))
+CANDIDATES = ((32, 256, 5), (64, 128, 6), (16, 256, 6))
 
 
 def linear(
@@ -42,15 +42,19 @@ def _library(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, o
 
 
 def skinny_tiles(num_outputs: int, num_columns: int, capability: int, multiprocessors: int) -> Tiles:
-    """The candidate whose busiest multiprocessor has the least to read; the same for any number of rows."""
+    """The candidate with which the card is done soonest; the same for any number of rows."""
 
     def choice(block_n: int, block_k: int, stages: int) -> tuple[float, Tiles]:
-        counts = -(-num_outputs // block_n), -(-num_columns // block_k)
-        splits = split_count(*counts, multiprocessors)
-        cost = split_cost(*counts, multiprocessors, splits) * block_n * block_k
-        return cost, Tiles(16, block_n, block_k, num_warps=4, num_stages=_stages(stages, capability), splits=splits)
+        work = -(-num_outputs // block_n), -(-num_columns // block_k), multiprocessors, block_n * block_k * 2
+        splits = split_count(*work)
+        return split_cost(*work, splits), _tiles(block_n, block_k, _stages(stages, capability), splits)
 
     return min((choice(*candidate) for candidate in CANDIDATES), key=lambda pair: pair[0])[1]
+
+
+def _tiles(block_n: int, block_k: int, stages: int, splits: int) -> Tiles:
+    """Four warps lie side by side over 64 outputs, 16 for each, and share the columns of fewer."""
+    return Tiles(16, block_n, block_k, num_warps=4, num_stages=stages, splits=splits, column_warps=1 if block_n == 64 else 4)
 
 
 def _stages(stages: int, capability: int) -> int:
@@ -63,7 +67,7 @@ def compilations() -> list[Compilation]:
     return [
         compilation(
             f"linear_{dtype}_{block_n}x{block_k}_split{splits}_sm{card}",
-            Tiles(16, block_n, block_k, num_warps=4, num_stages=_stages(stages, card), splits=splits),
+            _tiles(block_n, block_k, _stages(stages, card), splits),
             x=f"*{dtype}",
             weight=f"*{dtype}",
             capabilities=(card,),

@@ -11,8 +11,9 @@ from torch.nn import functional
 
 from kernels.quantised_weights import CHUNK_COLUMNS, Int4Weight
 from kernels.triton.compilation import Compilation
+from kernels.triton.early_launch import early_launch, fetch_rows, let_next_start, wait_for_previous
 from kernels.triton.linear_tiles import SPILL_BYTES_MAX
-from kernels.triton.split_sum import counters, partial_sums, split_count, store_product
+from kernels.triton.split_sum import UNPACK, counters, partial_sums, split_count, store_product
 from kernels.triton.tuning import capability, multiprocessors, power_of_two
 
 ROWS_FEW = 64
@@ -75,7 +76,9 @@ def linear_int4_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    let_next_start(EARLY)
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
     row_tiles = tl.cdiv(M, BLOCK_M)
     tile = tl.program_id(0)
@@ -90,6 +93,12 @@ def linear_int4_kernel(
     if SPLITS > 1:
         first = split * split_chunks
         last = min(first + split_chunks, num_chunks)
+    if EARLY:
+        rows_of_words = words_ptr + tl.minimum(columns, N - 1) * 16
+        for stage in tl.static_range(STAGES - 1):
+            chunk = tl.minimum(first + stage, num_chunks - 1)
+            fetch_rows(rows_of_words + tl.cast(chunk, tl.int64) * (N * 16), 0, 16, 32, EARLY)
+    wait_for_previous(EARLY)
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for chunk in tl.range(first, last, num_stages=STAGES):
         words = tl.load(
@@ -176,9 +185,9 @@ def int4_tiles(num_rows: int, num_outputs: int, num_columns: int, capability: in
     block_m = max(16, power_of_two(num_rows))
     num_stages = (4 if block_m < ROWS_FEW else 3) if capability in SMALL_CARDS else (6 if block_m < ROWS_FEW else 4)
     chunks = -(-num_columns // CHUNK_COLUMNS)
-    # A step reads half of what a step of the other kernels does, so two of them are taken for one, and computes twice as much:
-    # some 500 instructions of each warp, which a multiprocessor hides behind those of two other programs.
-    splits = split_count(-(-num_outputs // 128), -(-chunks // 2), multiprocessors, together=3, splits_max=16)
+    # A step takes some 500 instructions of each warp, which a multiprocessor hides behind those of two other programs.
+    step_bytes = 128 * CHUNK_COLUMNS // 2
+    splits = split_count(-(-num_outputs // 128), chunks, multiprocessors, step_bytes, pace=UNPACK, splits_max=16)
     return Int4Tiles(block_m, 128, num_warps=4, num_stages=num_stages, splits=splits)
 
 
@@ -196,6 +205,7 @@ def _launch(
         GROUP=weight.group_size, BFLOAT_SCALES=weight.scale_dtype is torch.bfloat16,
         EVEN_K=num_columns % CHUNK_COLUMNS == 0, SPLITS=tiles.splits,
         BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, STAGES=tiles.num_stages, num_warps=tiles.num_warps,
+        **early_launch(x.device),
     )  # fmt: skip
     return out
 

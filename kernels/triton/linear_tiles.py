@@ -14,7 +14,17 @@ import triton
 import triton.language as tl
 
 from kernels.triton.compilation import Compilation
-from kernels.triton.split_sum import counters, partial_sums, split_count, store_product
+from kernels.triton.early_launch import early_launch, fetch_rows, let_next_start, wait_for_previous
+from kernels.triton.split_sum import (
+    CONVERT,
+    counters,
+    empty_sums,
+    partial_sums,
+    split_count,
+    step_columns,
+    store_product,
+    summed,
+)
 from kernels.triton.tuning import power_of_two
 
 ROWS_FEW = 64  # up to here reading the weights takes longer than multiplying
@@ -25,7 +35,8 @@ GROUP_ROWS = 8  # row tiles that run side by side over the same columns, so that
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """Sizes of one program's work. `splits`: programs that share the columns of one tile."""
+    """Sizes of one program's work. `splits`: programs that share the columns of one tile; `column_warps`: warps that share
+    those of one step, all of the program's, or 1 where they lie side by side over the outputs."""
 
     block_m: int
     block_n: int
@@ -33,6 +44,7 @@ class Tiles:
     num_warps: int
     num_stages: int
     splits: int = 1
+    column_warps: int = 1
 
     def divided(self, splits: int) -> Tiles:
         return replace(self, splits=splits)
@@ -45,9 +57,8 @@ def byte_tiles(num_rows: int, weight_shape: Sequence[int], capability: int, mult
         return Tiles(128, 128, 64, num_warps=8, num_stages=3 if capability < 90 else 4)
     block_m = max(16, power_of_two(num_rows))
     block_k = 256 if block_m < ROWS_FEW else 128
-    # Converting bytes takes one program longer than its share of reading them.
-    splits = split_count(-(-num_outputs // 64), -(-num_columns // block_k), multiprocessors, together=2)
-    return Tiles(block_m, 64, block_k, num_warps=4, num_stages=4, splits=splits)
+    splits = split_count(-(-num_outputs // 64), -(-num_columns // block_k), multiprocessors, 64 * block_k, pace=CONVERT)
+    return Tiles(block_m, 64, block_k, num_warps=4, num_stages=4, splits=splits, column_warps=4 if block_m == 16 else 1)
 
 
 @triton.jit
@@ -75,9 +86,12 @@ def linear_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,
+    WARPS: tl.constexpr,
     STAGES: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """One tile of out, or one part of its columns. ROW_SCALES, COLUMN_SCALES: a scale for each row of x and of W, else one."""
+    let_next_start(EARLY)
     row_tiles = tl.cdiv(M, BLOCK_M)
     tile = tl.program_id(0)
     split = tl.program_id(1)
@@ -89,30 +103,37 @@ def linear_kernel(
     rows = row_tile * BLOCK_M + tl.arange(0, BLOCK_M)
     columns = column_tile * BLOCK_N + tl.arange(0, BLOCK_N)
     row_mask, column_mask = rows < M, columns < N
-    inner = tl.arange(0, BLOCK_K)
+    inner = step_columns(BLOCK_K, WARPS)
+    x_inner, w_inner = tl.expand_dims(inner, -2), tl.expand_dims(inner, -1)
     start, end = 0, K
     if SPLITS > 1:
         start = split * split_columns
         end = min(start + split_columns, K)
-    x_places = x_ptr + rows.to(tl.int64)[:, None] * stride_x + inner[None, :]
+    x_places = x_ptr + rows.to(tl.int64)[:, None] * stride_x + x_inner
     w_base = weight_ptr + (column_tile * BLOCK_N).to(tl.int64) * stride_weight
-    w_places = w_base + tl.arange(0, BLOCK_N)[None, :] * stride_weight + inner[:, None]
-    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    w_places = w_base + tl.arange(0, BLOCK_N)[None, :] * stride_weight + w_inner
+    if EARLY:
+        w_rows = weight_ptr + tl.minimum(columns, N - 1).to(tl.int64) * stride_weight
+        for stage in tl.static_range(STAGES - 1):
+            fetch_rows(w_rows, start + stage * BLOCK_K, end, BLOCK_K, EARLY)
+    wait_for_previous(EARLY)
+    acc = empty_sums(BLOCK_M, BLOCK_N, WARPS)
     for k in tl.range(start, end, BLOCK_K, num_stages=STAGES):
         if EVEN_K:
             x = tl.load(x_places + k, mask=row_mask[:, None], other=0.0)
             weight = tl.load(w_places + k, mask=column_mask[None, :], other=0.0, eviction_policy="evict_first")
         else:
-            in_k = inner < K - k
-            x = tl.load(x_places + k, mask=row_mask[:, None] & in_k[None, :], other=0.0)
-            weight = tl.load(w_places + k, mask=column_mask[None, :] & in_k[:, None], other=0.0, eviction_policy="evict_first")
+            x = tl.load(x_places + k, mask=row_mask[:, None] & (x_inner < K - k), other=0.0)
+            w_mask = column_mask[None, :] & (w_inner < K - k)
+            weight = tl.load(w_places + k, mask=w_mask, other=0.0, eviction_policy="evict_first")
         if x.dtype == tl.float32:
             acc = tl.dot(x, weight.to(tl.float32), acc, input_precision="ieee")
         else:
             # Hopper adds products of fp8 with about 14 bits: its sums are carried over into float32 after each tile.
             if weight.dtype.is_fp8() and not x.dtype.is_fp8():
                 weight = weight.to(tl.float32)
-            acc = tl.dot(x, weight.to(x.dtype), acc, max_num_imprecise_acc=BLOCK_K)
+            acc = tl.dot(x, weight.to(x.dtype), acc, max_num_imprecise_acc=BLOCK_K // WARPS)
+    acc = summed(acc, WARPS)
     if weight_scales_ptr is not None:
         if COLUMN_SCALES:
             acc *= tl.load(weight_scales_ptr + columns, mask=column_mask, other=0.0)[None, :]
@@ -154,7 +175,8 @@ def launch(
         COLUMN_SCALES=weight_scales is not None and weight_scales.numel() > 1,
         EVEN_K=num_columns % tiles.block_k == 0,
         SPLITS=tiles.splits, BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, BLOCK_K=tiles.block_k,
-        GROUP_M=GROUP_ROWS, STAGES=tiles.num_stages, num_warps=tiles.num_warps,
+        GROUP_M=GROUP_ROWS, WARPS=tiles.column_warps, STAGES=tiles.num_stages, num_warps=tiles.num_warps,
+        **early_launch(x.device),
     )  # fmt: skip
     return out
 
@@ -179,7 +201,7 @@ def compilation(
     constants = {
         **dict.fromkeys(sorted(absent), None), "ROW_SCALES": x_scales, "COLUMN_SCALES": weight_scales, "EVEN_K": True,
         "SPLITS": tiles.splits, "BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n, "BLOCK_K": tiles.block_k,
-        "GROUP_M": GROUP_ROWS, "STAGES": tiles.num_stages,
+        "GROUP_M": GROUP_ROWS, "WARPS": tiles.column_warps, "STAGES": tiles.num_stages,
     }  # fmt: skip
     return Compilation(
         name, linear_kernel, signature, constants, tiles.num_warps, tiles.num_stages, capabilities,

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from kernels.triton.compilation import CAPABILITIES, Compilation
+from kernels.triton.early_launch import early_launch, start_in_turn
 from kernels.triton.fp8_rows import FP8_CAPABILITIES, e4m3_rows, fp8_outputs
 from kernels.triton.row_tiles import row_tile
 
@@ -26,8 +27,9 @@ def _normed(value, weight, eps, WIDTH: tl.constexpr):
 def rms_norm_kernel(
     x, residual, weight, branch_weight, normed, total, scales,
     num_rows, x_stride, residual_stride, normed_stride, eps, alpha,
-    WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    start_in_turn(EARLY)
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, BLOCK)
     inside = (rows < num_rows)[:, None] & (columns < WIDTH)[None, :]
@@ -146,7 +148,7 @@ def _launch(
     rms_norm_kernel[(triton.cdiv(num_rows, tile.rows),)](
         x_rows, residual_rows, weight, branch_weight, normed, total, scales,
         num_rows, x_rows.stride(0), residual_stride, normed_stride, eps, alpha,
-        width, tile.block, tile.rows, num_warps=tile.num_warps,
+        width, tile.block, tile.rows, num_warps=tile.num_warps, **early_launch(x.device),
     )  # fmt: skip
 
 

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from kernels.triton.compilation import CAPABILITIES, Compilation
+from kernels.triton.early_launch import early_launch, start_in_turn
 from kernels.triton.fp8_rows import FP8_CAPABILITIES, bounded
 from kernels.triton.norm import rms_norm
 from kernels.triton.tuning import power_of_two
@@ -58,8 +59,9 @@ def rope_and_cache_kernel(
     num_tokens, qkv_stride, block_stride, slot_stride, eps,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, ROTARY: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     HALF_BLOCK: tl.constexpr, REST_BLOCK: tl.constexpr, HEAD_BLOCK: tl.constexpr,
-    TILE_TOKENS: tl.constexpr, TILE_HEADS: tl.constexpr,
+    TILE_TOKENS: tl.constexpr, TILE_HEADS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    start_in_turn(EARLY)
     HALF: tl.constexpr = ROTARY // 2
     row = tl.arange(0, TILE_TOKENS * TILE_HEADS)
     token = (tl.program_id(0) * TILE_TOKENS + row // TILE_HEADS).to(tl.int64)
@@ -164,7 +166,7 @@ def rope_and_cache(
         qkv, cos, sin, kv_cache, slot_mapping, q_weight, k_weight, kv_scales,
         num_tokens, qkv.stride(0), strides[0], strides[1], eps,
         **_sizes(num_heads, num_kv_heads, head_dim, rotary_dim, block_size, tile),
-        num_warps=tile.num_warps,
+        num_warps=tile.num_warps, **early_launch(qkv.device),
     )  # fmt: skip
 
 

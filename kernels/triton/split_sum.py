@@ -8,6 +8,7 @@ result does not depend on who was last: integers are counted atomically, floats 
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -15,28 +16,50 @@ import triton.language as tl
 
 SPLITS_MAX = 8
 COUNTERS = 8192  # tiles of one product at most
-STEP_OVERHEAD = 2  # steps' time that starting a program and filling its pipeline takes
-SPLIT_OVERHEAD = 1  # that storing, counting and adding takes on top
+WAVE_BYTES = 32768  # of weights that a multiprocessor could have read (1 µs on an H200) while programs start and loads arrive
+SPLIT_BYTES = 49152  # that it could have read while partial sums are stored, counted and added
 
 
-def split_count(tiles: int, steps: int, multiprocessors: int, *, together: int = 1, splits_max: int = SPLITS_MAX) -> int:
-    """Into how many parts (1, 2, 4, …) the `steps` of each tile are divided, so that the busiest multiprocessor ends soonest.
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """How programs of one kind share a card: `resident` of them fit a multiprocessor, and a lone one needs `alone` times as
+    long for its steps as the memory needs to bring a multiprocessor's share of them. Many loads under way make it less than
+    one; what unpacks much leaves gaps that other programs fill."""
 
-    Knows nothing of the number of rows: the same matrix is divided alike whatever the batch. `together`: see `split_cost`.
+    resident: int
+    alone: float
+
+
+STREAM = Pace(resident=2, alone=0.5)  # weights are multiplied as they are
+CONVERT = Pace(resident=2, alone=1.5)  # bytes become floats
+UNPACK = Pace(resident=3, alone=3.0)  # so do codes of four bits
+
+
+def split_count(
+    tiles: int, steps: int, multiprocessors: int, step_bytes: int, *, pace: Pace = STREAM, splits_max: int = SPLITS_MAX
+) -> int:
+    """Into how many parts (1, 2, 4, …) the `steps` of each tile are divided, so that the card is done soonest.
+
+    Knows nothing of the number of rows: the same matrix is divided alike whatever the batch.
     """
     possible = [1]
     while tiles <= COUNTERS and possible[-1] < splits_max and steps >= 4 * possible[-1]:
         possible.append(2 * possible[-1])
-    return min(possible, key=lambda splits: split_cost(tiles, steps, multiprocessors, splits, together=together))
+    return min(possible, key=lambda splits: split_cost(tiles, steps, multiprocessors, step_bytes, splits, pace=pace))
 
 
-def split_cost(tiles: int, steps: int, multiprocessors: int, splits: int, *, together: int = 1) -> int:
-    """Steps that the busiest multiprocessor takes, starting and adding included.
+def split_cost(tiles: int, steps: int, multiprocessors: int, step_bytes: int, splits: int, *, pace: Pace = STREAM) -> float:
+    """Bytes of weights that a multiprocessor at its share of the memory's speed could have read meanwhile.
 
-    It takes no longer for `together` programs than for one: what unpacks much leaves gaps that others fill.
+    Programs that run side by side wait for one memory, so that those of a multiprocessor with fewer of them are done
+    no sooner and no later; what costs is a further wave of programs, which begins with empty pipelines.
     """
-    own_steps = -(-steps // splits) + STEP_OVERHEAD + SPLIT_OVERHEAD * (splits > 1)
-    return max(together, -(-tiles * splits // multiprocessors)) * own_steps
+    programs, own_bytes = tiles * splits, -(-steps // splits) * step_bytes
+    waves, rest = divmod(programs, pace.resident * multiprocessors)
+    cost = waves * max(pace.resident, pace.alone) * own_bytes
+    if rest:
+        cost += max(rest / multiprocessors, pace.alone) * own_bytes
+    return cost + (waves + (rest > 0)) * WAVE_BYTES + (splits > 1) * SPLIT_BYTES
 
 
 @functools.cache
@@ -48,6 +71,37 @@ def counters(device: torch.device) -> torch.Tensor:
 def partial_sums(tiles: int, splits: int, tile_size: int, device: torch.device) -> torch.Tensor | None:
     """Memory for the partial sums of one launch, None when nothing is divided. torch's allocator reuses it in stream order."""
     return torch.empty(tiles * splits * tile_size, dtype=torch.float32, device=device) if splits > 1 else None
+
+
+@triton.jit
+def step_columns(BLOCK_K: tl.constexpr, WARPS: tl.constexpr):
+    """Columns of x that one step multiplies: [BLOCK_K], or [WARPS, BLOCK_K / WARPS] where each warp multiplies its own.
+
+    Warps side by side over few outputs would each read all of x, or even all of the weights, from shared memory, which is
+    then slower than the card's memory. With columns of its own each reads both once, and their sums are added at the end.
+    """
+    if WARPS == 1:
+        return tl.arange(0, BLOCK_K)
+    else:  # noqa: RET505 - Triton takes the branch away where it is not a tail
+        PART: tl.constexpr = BLOCK_K // WARPS
+        return tl.arange(0, WARPS)[:, None] * PART + tl.arange(0, PART)[None, :]
+
+
+@triton.jit
+def empty_sums(BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WARPS: tl.constexpr):
+    if WARPS == 1:
+        return tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    else:  # noqa: RET505
+        return tl.zeros((WARPS, BLOCK_M, BLOCK_N), tl.float32)
+
+
+@triton.jit
+def summed(sums, WARPS: tl.constexpr):
+    """→ [BLOCK_M, BLOCK_N]"""
+    if WARPS == 1:
+        return sums
+    else:  # noqa: RET505
+        return tl.sum(sums, axis=0)
 
 
 @triton.jit

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from kernels.triton import gate
-from kernels.triton.compilation import Compilation, Compiled, faults
+from kernels.triton.compilation import Compilation, Compiled, faults, touches_early
 from kernels.triton.tuning import CARDS, card, power_of_two
 
 
@@ -34,6 +34,7 @@ GOOD = Compiled(
     tensor_memory_columns=0,
     tensor_instructions=("wgmma.mma_async",),
     programs=8,
+    touches_early=False,
     compile_s=0.1,
 )
 
@@ -53,6 +54,7 @@ def test_what_fits_may_be_served() -> None:
         ({"shared_bytes": CARDS[90].shared_bytes_max + 1}, "shared memory"),
         ({"tensor_memory_columns": 513}, "tensor memory"),
         ({"programs": 0}, "does not fit"),
+        ({"touches_early": True}, "before it waits"),
         ({"tensor_instructions": ("mma.sync",)}, "lacks wgmma"),
         ({"capability": 80}, "lacks mma.sync"),
         ({"capability": 100}, "lacks tcgen05"),
@@ -67,6 +69,36 @@ def test_a_tile_of_few_rows_needs_the_instruction_that_every_card_has() -> None:
     small = asked(tensor_cores=True, small_tile=True)
     assert faults(small, replace(GOOD, tensor_instructions=("mma.sync",))) == []
     assert faults(small, replace(GOOD, tensor_instructions=())) != []
+
+
+@pytest.mark.parametrize(
+    ("ptx", "touches"),
+    [
+        ("prefetch.global.L2 [%rd1];\ngriddepcontrol.wait;\n@%p1 ld.global.b32 { %r1 }, [ %rd1 + 0 ];", False),
+        ("@%p1 ld.global.b32 { %r1 }, [ %rd1 + 0 ];\ngriddepcontrol.wait;", True),
+        ("cp.async.cg.shared.global [ %r1 + 0 ], [ %rd1 + 0 ], 0x10, 0x10;\ngriddepcontrol.wait;", True),
+        ("@%p1 atom.global.gpu.acq_rel.add.s32 %r1, [ %rd1 + 0 ], %r2;\ngriddepcontrol.wait;", True),
+        ("griddepcontrol.launch_dependents;\nst.global.b32 [ %rd1 + 0 ], { %r1 };", True),
+    ],
+)
+def test_a_kernel_that_is_launched_early_touches_memory_only_behind_its_wait(ptx: str, touches: bool) -> None:
+    assert touches_early(ptx) is touches
+
+
+def test_a_kernel_with_an_early_form_is_told_at_every_launch_which_one_it_is() -> None:
+    for module in gate.module_names():
+        tree = ast.parse(Path(importlib.import_module(module).__file__ or "").read_text("utf-8"))
+        early = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and _has_early(node)}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript) and isinstance(node.func.value, ast.Name):
+                told = any(keyword.arg is None and "early_launch(" in ast.unparse(keyword.value) for keyword in node.keywords)
+                imported = node.func.value.id == "merge_kernel"
+                assert told == (node.func.value.id in early or imported), f"{module}: {node.func.value.id}"
+
+
+def _has_early(function: ast.FunctionDef) -> bool:
+    is_kernel = any("jit" in ast.unparse(decorator) for decorator in function.decorator_list)
+    return is_kernel and any(argument.arg == "EARLY" for argument in function.args.args)
 
 
 def test_spills_up_to_the_stated_number_are_let_through() -> None:

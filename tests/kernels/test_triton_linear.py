@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from kernels.triton.linear_fp8 import _library as library_fp8
 from kernels.triton.linear_fp8 import check_fp8, linear_fp8
 from kernels.triton.linear_int8 import linear_int8
 from kernels.triton.linear_tiles import Tiles, byte_tiles, launch
-from kernels.triton.split_sum import counters, split_count
+from kernels.triton.split_sum import counters, split_cost, split_count
 from tests.support.interpreted_bf16 import correct_bf16
 from tests.support.kernel_cases import Guarded, normal, padded_rows, poisoned
 from tests.support.kernel_tolerances import assert_near, assert_same
@@ -204,24 +205,34 @@ def test_no_rows_give_no_rows(device: torch.device) -> None:
 
 
 def test_a_matrix_is_divided_where_the_card_would_wait() -> None:
-    assert split_count(tiles=128, steps=16, multiprocessors=132) == 1
-    assert split_count(tiles=32, steps=16, multiprocessors=132) == 4
-    assert split_count(tiles=1, steps=64, multiprocessors=132) == 8
-    assert split_count(tiles=1, steps=2, multiprocessors=132) == 1
-    assert split_count(tiles=128, steps=16, multiprocessors=132, together=2) == 2
-    assert split_count(tiles=32, steps=56, multiprocessors=132, together=3, splits_max=16) == 16
-    assert split_count(tiles=split_sum.COUNTERS + 1, steps=64, multiprocessors=10**6) == 1
+    count = partial(split_count, multiprocessors=132, step_bytes=16384)
+    assert count(tiles=128, steps=16) == 1
+    assert count(tiles=32, steps=64) == 4
+    assert count(tiles=1, steps=64) == 8
+    assert count(tiles=1, steps=2) == 1
+    assert count(tiles=128, steps=56, pace=split_sum.CONVERT) == 2
+    assert count(tiles=32, steps=112, step_bytes=8192, pace=split_sum.UNPACK) == 8
+    assert split_count(split_sum.COUNTERS + 1, 64, 10**6, 16384) == 1
+
+
+def test_a_small_matrix_is_read_before_its_parts_would_be_added() -> None:
+    assert split_count(tiles=64, steps=8, multiprocessors=132, step_bytes=8192) == 1
+
+
+def test_programs_of_one_wave_cost_less_than_as_many_bytes_in_two() -> None:
+    one_wave, two_waves = split_cost(264, 64, 132, 8192, 1), split_cost(528, 32, 132, 8192, 1)
+    assert one_wave + split_sum.WAVE_BYTES == two_waves
 
 
 @pytest.mark.parametrize(
     ("num_outputs", "num_columns"), [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (1024, 2048)]
 )
-def test_the_busiest_multiprocessor_reads_little_more_than_its_share(num_outputs: int, num_columns: int) -> None:
+def test_bytes_under_way_cover_the_memorys_latency(num_outputs: int, num_columns: int) -> None:
     tiles = skinny_tiles(num_outputs, num_columns, 90, 132)
-    programs = -(-num_outputs // tiles.block_n) * tiles.splits
-    steps = math.ceil(math.ceil(num_columns / tiles.block_k) / tiles.splits)
-    busiest = -(-programs // 132) * steps * tiles.block_n * tiles.block_k
-    assert busiest * 132 <= 1.2 * num_outputs * num_columns
+    programs = min(2 * 132, -(-num_outputs // tiles.block_n) * tiles.splits)
+    steps = min(tiles.num_stages - 1, math.ceil(num_columns / tiles.block_k / tiles.splits))
+    needed = min(4 * 1024**2, num_outputs * num_columns)  # 4.8 TB/s for 0.9 µs, or half of a matrix that is as small
+    assert programs * steps * tiles.block_n * tiles.block_k * 2 >= needed
 
 
 @pytest.mark.parametrize("capability", [80, 89, 90, 100])
