@@ -69,7 +69,10 @@ class ExchangeWrapper:
         # Nobody acts until somebody is known; whoever is known then keeps the request and the address.
         client = scope.get("client")
         actor = dataclasses.replace(SYSTEM, request_id=exchange.request_id, address=client[0] if client else None)
-        with structlog.contextvars.bound_contextvars(request_id=exchange.request_id), acting(actor):
+        # The task is the request's own, but its context may be that of the request before it on the connection.
+        structlog.contextvars.clear_contextvars()
+        structlog.contextvars.bind_contextvars(request_id=exchange.request_id)
+        with acting(actor):
             await self._serve(exchange, scope, receive, send)
 
     async def _serve(self, exchange: Exchange, scope: Scope, receive: Receive, send: Send) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import resource
+from typing import Any
 
 import structlog
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -23,6 +24,42 @@ BODY_IDLE_S = 60.0
 LINE_OVERHEAD_BYTES = 4  # colon, space and line end of a header
 
 log = structlog.get_logger()
+
+
+class HeadWithBody:
+    """A transport that sends the head of an answer together with what is written right behind it: one packet less of two.
+
+    A head that nothing follows in the same turn of the event loop leaves with the next one.
+    """
+
+    def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
+        self._transport = transport
+        self._loop = loop
+        self._head = b""
+
+    def write(self, data: bytes) -> None:
+        """Send `data`, behind the head if there is one."""
+        if self._head:
+            head, self._head = self._head, b""
+            self._transport.write(head + data)
+        elif data.startswith(b"HTTP/") and data.endswith(b"\r\n\r\n"):
+            self._head = data
+            self._loop.call_soon(self._send_head)
+        else:
+            self._transport.write(data)
+
+    def close(self) -> None:
+        """Close once all has been sent."""
+        self._send_head()
+        self._transport.close()
+
+    def _send_head(self) -> None:
+        head, self._head = self._head, b""
+        if head and not self._transport.is_closing():
+            self._transport.write(head)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
 
 
 class LimitedConnection(HttpToolsProtocol):
@@ -40,6 +77,7 @@ class LimitedConnection(HttpToolsProtocol):
         if len(self.connections) > _connections_max():
             transport.abort()
             return
+        self.transport = HeadWithBody(transport, self.loop)  # type: ignore[assignment]
         self._set_deadline(HEAD_DEADLINE_S)
 
     def connection_lost(self, exc: Exception | None) -> None:

@@ -26,6 +26,10 @@ HEADERS: list[tuple[bytes, bytes]] = [
 log = structlog.get_logger()
 
 
+class LastFrame(bytes):
+    """A frame that nothing follows: the end of the answer leaves with it, not in a packet of its own."""
+
+
 class EventStream(Stream):
     """An answer that sends frames as they come, and stops when the client has left.
 
@@ -47,10 +51,13 @@ class EventStream(Stream):
         assert sending is not None, "answers are sent by tasks"
         listening = asyncio.create_task(until_disconnected(receive))
         listening.add_done_callback(stop := lambda _listening: sending.cancel())
+        is_last = False
         try:
             async for frame in self._frames:
-                await send({"type": "http.response.body", "body": frame, "more_body": True})
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
+                is_last = isinstance(frame, LastFrame)
+                await send({"type": "http.response.body", "body": frame, "more_body": not is_last})
+            if not is_last:
+                await send({"type": "http.response.body", "body": b"", "more_body": False})
         except asyncio.CancelledError:
             if not listening.done() or sending.uncancel() > 0:
                 raise
@@ -88,8 +95,8 @@ async def _frames(generation: Generation, framer: ChunkFramer, ping_after_s: flo
         elif not chunks.ended:
             yield PING
     outcome = await generation.outcome
-    yield framer.last(outcome) if outcome.error is None else _error_frame(outcome.error)
+    yield LastFrame(framer.last(outcome)) if outcome.error is None else _error_frame(outcome.error)
 
 
-def _error_frame(error: GatehouseError) -> bytes:
-    return b"data: " + encode_error(error) + b"\n\n"
+def _error_frame(error: GatehouseError) -> LastFrame:
+    return LastFrame(b"data: " + encode_error(error) + b"\n\n")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 
 from appliance.api.chat_answers import DONE, PING, ChunkFramer
 from appliance.api.rate_limit_headers import UNLIMITED, duration, rate_limit_headers
-from appliance.api.sse import chat_frames
+from appliance.api.sse import EventStream, LastFrame, chat_frames
 from appliance.base.db import Database
 from appliance.metering.limits.admission import RateLimit, RateLimitState
 from tests.support.cast import Cast
@@ -119,3 +120,23 @@ def test_rate_limit_headers_are_always_there() -> None:
     assert headers["x-ratelimit-remaining-requests"] == "3"
     assert headers["x-ratelimit-reset-requests"] == "42s"
     assert headers["x-ratelimit-limit-tokens"] == str(UNLIMITED)
+
+
+async def test_the_end_of_an_answer_leaves_with_its_last_frame(box: Serving, cast: Cast) -> None:
+    generation = await box.start(cast.bob, "the quick fox")
+    sent: list[dict[str, Any]] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async def receive() -> Any:
+        await asyncio.Event().wait()
+
+    app = EventStream(chat_frames(generation, framer())).to_asgi_response()
+    scope: Any = {}
+    await app(scope, receive, send)
+
+    bodies = [message for message in sent if message["type"] == "http.response.body"]
+    assert DONE in bodies[-1]["body"]
+    assert [body["more_body"] for body in bodies] == [*[True] * (len(bodies) - 1), False]
+    assert isinstance(bodies[-1]["body"], LastFrame)

@@ -29,11 +29,13 @@ class Wire(asyncio.Transport):
 
     def __init__(self) -> None:
         super().__init__()
+        self.writes: list[bytes] = []
         self.sent = b""
         self.closed = False
 
     def write(self, data: Any) -> None:
         """Keep it."""
+        self.writes.append(bytes(data))
         self.sent += bytes(data)
 
     def close(self) -> None:
@@ -222,3 +224,49 @@ def test_as_many_files_may_be_open_as_the_system_allows() -> None:
         assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+async def test_a_head_leaves_together_with_what_comes_right_behind_it() -> None:
+    async def says_hello(_scope: Any, _receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"10")]})
+        await send({"type": "http.response.body", "body": b"hello", "more_body": True})
+        await send({"type": "http.response.body", "body": b"there"})
+
+    connection, wire, _timers = await opened(says_hello)
+    connection.data_received(GET)
+    await answered(wire)
+
+    assert [write[-5:] for write in wire.writes] == [b"hello", b"there"]
+    assert wire.writes[0].startswith(b"HTTP/1.1 200 ")
+
+
+async def test_a_head_does_not_wait_for_a_body_that_is_not_there_yet() -> None:
+    body = asyncio.Event()
+
+    async def takes_long(_scope: Any, _receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"5")]})
+        await body.wait()
+        await send({"type": "http.response.body", "body": b"hello"})
+
+    connection, wire, _timers = await opened(takes_long)
+    connection.data_received(GET)
+    await answered(wire)
+    assert wire.sent.endswith(b"\r\n\r\n")
+    body.set()
+    await asyncio.sleep(0.01)
+
+    assert wire.writes[1:] == [b"hello"]
+
+
+async def test_a_head_that_nothing_follows_leaves_before_the_connection_is_closed() -> None:
+    async def says_nothing(_scope: Any, _receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 204, "headers": [(b"connection", b"close")]})
+        await send({"type": "http.response.body", "body": b""})
+
+    connection, wire, _timers = await opened(says_nothing)
+    connection.data_received(GET)
+    await asyncio.sleep(0.01)
+
+    assert wire.closed
+    assert wire.sent.startswith(b"HTTP/1.1 204 ")
+    assert wire.sent.endswith(b"\r\n\r\n")
