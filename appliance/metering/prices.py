@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any
 
+import msgspec
 from sqlalchemy import RowMapping, delete, insert, select
 from sqlalchemy.exc import IntegrityError
 
@@ -24,8 +25,7 @@ PAST_TOLERANCE = timedelta(minutes=1)  # "now" of the sender may be a little ear
 WITHDRAWAL_END = timedelta(minutes=1)  # so long before a price begins it is there for good: requests may know it already
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rate:
+class Rate(msgspec.Struct, frozen=True, kw_only=True):
     """Unit prices after discounts: what tokens of one request cost. `basis_points` is the share of the price that is paid."""
 
     prompt: int

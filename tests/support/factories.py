@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 from datetime import datetime
 from typing import Any
+
+import msgspec
 
 from appliance.base.ids import new_id
 from appliance.metering.ledger.records import PendingEntry, Settlement, Usage, UsageEvent
@@ -28,7 +29,7 @@ def pending(person: Person, *, admitted_at: datetime = START, **changes: Any) ->
         price=None,
         admitted_at=admitted_at,
     )
-    return dataclasses.replace(entry, **changes)
+    return msgspec.structs.replace(entry, **changes)
 
 
 def posted(request_id: str, *, prompt: int = 10, cached: int = 0, completion: int = 5, reason: str = "stop") -> Settlement:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 from datetime import timedelta
 
+import msgspec
 import pytest
 
 from appliance.base.ids import new_id
@@ -24,11 +24,11 @@ async def settle(box: Box, person: Person, *, reason: str = "stop", age_s: float
     price = await box.services.prices.current("demo", START)
     entry = pending(person, request_id=new_id("req"), admitted_at=admitted_at, model=model, price=price)
     await box.services.ledger.open(entry)
-    record = dataclasses.replace(
+    record = msgspec.structs.replace(
         RECORD, first_token_at=admitted_at + timedelta(seconds=0.5), finished_at=admitted_at + timedelta(seconds=4.5)
     )
     settlement = posted(entry.request_id, prompt=10, cached=4, completion=100, reason=reason)
-    await box.services.ledger.settle(dataclasses.replace(settlement, record=record))
+    await box.services.ledger.settle(msgspec.structs.replace(settlement, record=record))
     return entry.request_id
 
 
@@ -189,7 +189,7 @@ async def test_a_bill_says_what_each_million_cost_after_discount_and_why_the_req
     await box.services.ledger.open(entry)
     usage = Usage(prompt_tokens=10, cached_tokens=4, completion_tokens=100, rejected_tokens=8)
     ended = posted(entry.request_id, reason="aborted")
-    await box.services.ledger.settle(dataclasses.replace(ended, usage=usage, cause="key_revoked", record=RECORD))
+    await box.services.ledger.settle(msgspec.structs.replace(ended, usage=usage, cause="key_revoked", record=RECORD))
 
     page = (await (await box.alice()).get(f"/requests/{entry.request_id}")).text
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 
+import msgspec
 import pytest
 
 from appliance.base.errors import BudgetExceeded, RateLimitExceeded, Refused, RequestExceedsLimit
@@ -359,7 +360,7 @@ async def test_a_guess_for_several_answers_is_cut_to_the_limit_together(admissio
 async def test_a_budget_holds_the_longest_that_all_answers_may_get(admission: Admission) -> None:
     bob = principal(Limits(tokens_per_day=10_000))
     two = Asked(principal=bob, model="demo", prompt_tokens=0, max_output_tokens=2000, price=None, answers=2)
-    first = await admission.admit(dataclasses.replace(two, answers=5))
+    first = await admission.admit(msgspec.structs.replace(two, answers=5))
     with pytest.raises(RateLimitExceeded):
         await admission.admit(two)
     first.settle(100)
@@ -371,6 +372,6 @@ async def test_what_an_answer_is_expected_to_take_is_learnt_per_answer(admission
     for _ in range(OUTPUTS_MIN):
         four = Asked(principal=bob, model="demo", prompt_tokens=0, max_output_tokens=9000, price=None, answers=4)
         (await admission.admit(four)).settle(4 * 1000)
-    one = await admission.admit(dataclasses.replace(four, answers=1))
+    one = await admission.admit(msgspec.structs.replace(four, answers=1))
 
     assert one.tokens_reserved == 1000

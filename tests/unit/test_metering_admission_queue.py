@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 
+import msgspec
 import pytest
 
 from appliance.base.errors import BudgetExceeded, Draining, RateLimitExceeded, RequestExceedsLimit
@@ -34,7 +35,7 @@ class Queue:
         """Start asking and let it come to its answer or its place in line."""
         asked = Asked(principal=who, model="demo", prompt_tokens=tokens, max_output_tokens=0, price=None)
         patience = Patience(wait_s=wait_s, gone=self._gone)
-        task = asyncio.create_task(self.admission.admit(dataclasses.replace(asked, **changes), patience))  # type: ignore[arg-type]
+        task = asyncio.create_task(self.admission.admit(msgspec.structs.replace(asked, **changes), patience))
         self._tasks.append(task)
         await self.alarms.settle()
         return task

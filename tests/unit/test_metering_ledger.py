@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 
+import msgspec
 import pytest
 from sqlalchemy import Update, false
 
@@ -60,7 +60,7 @@ async def test_the_row_of_the_request_is_finished_in_the_same_transaction(
 ) -> None:
     entry = pending(cast.bob)
     record = RequestRecord(queue_s=0.5, ttft_s=1.25, inter_token_p50_s=0.02, decode_s=2.0, kv_blocks=3, error="a\x00b" * 400)
-    settlement = dataclasses.replace(posted(entry.request_id, completion=5), record=record)
+    settlement = msgspec.structs.replace(posted(entry.request_id, completion=5), record=record)
     async with running_ledger(database, clock, cast.epoch_id) as ledger:
         await ledger.open(entry)
         await ledger.settle(settlement)
@@ -160,7 +160,7 @@ async def test_a_bad_row_fails_alone(database: Database, clock: FakeClock, cast:
     gated.gate = asyncio.Event()
     good, bad = pending(cast.bob), pending(cast.bob, tenant_id="nobody")
     async with running_ledger(gated, clock, cast.epoch_id) as ledger:
-        tasks = [asyncio.create_task(ledger.open(entry)) for entry in (good, bad, dataclasses.replace(good, model="twin"))]
+        tasks = [asyncio.create_task(ledger.open(entry)) for entry in (good, bad, msgspec.structs.replace(good, model="twin"))]
         await asyncio.sleep(0)
         gated.gate.set()
         answers = await asyncio.gather(*tasks, return_exceptions=True)

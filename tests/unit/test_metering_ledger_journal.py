@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import os
 import random
 import shutil
@@ -15,6 +14,7 @@ from queue import SimpleQueue
 from threading import Thread
 from typing import Any
 
+import msgspec
 import pytest
 from sqlalchemy import select
 
@@ -603,7 +603,7 @@ async def test_no_record_stops_the_start(database: Database, clock: FakeClock, c
     journal = Journal(tmp_path / "j")
     counts: dict[str, Any] = {"reserved_tokens": 2**80}
     good = Journaled(epoch_id=cast.epoch_id, currency="EUR", billing_day=START.date(), entry=pending(cast.bob))
-    huge = dataclasses.replace(good, entry=pending(cast.bob, **counts))
+    huge = msgspec.structs.replace(good, entry=pending(cast.bob, **counts))
     for record in (journaled_module._ENCODER.encode(huge), encode(good)):
         await journal.append(record)
     assert set(await start_again(database, clock, tmp_path / "j")) == {good.entry.request_id}

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
 
@@ -35,8 +34,7 @@ INTEGER_MAX = 2**63 - 1
 _log = structlog.get_logger()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Journaled:
+class Journaled(msgspec.Struct, frozen=True, kw_only=True):
     """A pending entry with what its rows say besides. `currency` is the box's, for where neither price nor tenant says it."""
 
     epoch_id: str

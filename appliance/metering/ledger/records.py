@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import date, datetime
 from typing import Literal
+
+import msgspec
 
 from appliance.base.money import BASIS_POINTS
 from appliance.metering.prices import Price
@@ -14,8 +16,7 @@ SettledAs = Literal["posted", "voided"]
 ERROR_CHARS_MAX = 500
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Usage:
+class Usage(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens of one request as the engine counted them. `cached_tokens` are those of the prompt not computed anew,
     `rejected_tokens` speculative ones that were computed and thrown away."""
 
@@ -34,8 +35,7 @@ class Usage:
         return self.prompt_tokens + self.completion_tokens
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PendingEntry:
+class PendingEntry(msgspec.Struct, frozen=True, kw_only=True):
     """A request that was admitted and of which the engine has not heard yet. `prompt_tokens` is what it asks for; the record
     itself begins with zero tokens, because nothing has been computed. `price_basis_points` is the share of the price that is
     paid, by tier and batch; `currency` is that of the tenant, where no price says it."""
@@ -54,8 +54,7 @@ class PendingEntry:
     currency: str | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RequestRecord:
+class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
     """How a request went, for the console; nothing here is money."""
 
     queue_s: float | None = None
@@ -69,8 +68,7 @@ class RequestRecord:
     error: str | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Settlement:
+class Settlement(msgspec.Struct, frozen=True, kw_only=True):
     """How a pending entry ends. Nothing is owed for a voided one: its usage must be zero.
 
     `cause` says why it ended early, where `finish_reason` alone does not: `key_revoked`, `budget_exceeded`, `shutdown`, ….
@@ -79,8 +77,8 @@ class Settlement:
     request_id: str
     status: SettledAs
     finish_reason: str
-    usage: Usage = field(default_factory=Usage)
-    record: RequestRecord = field(default_factory=RequestRecord)
+    usage: Usage = msgspec.field(default_factory=Usage)
+    record: RequestRecord = msgspec.field(default_factory=RequestRecord)
     cause: str | None = None
 
     def __post_init__(self) -> None:
@@ -88,8 +86,7 @@ class Settlement:
             raise ValueError("a voided request has no usage")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Checkpoint:
+class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
     """What a running request would be billed if the process died now: the prompt once prefill is done, the output so far."""
 
     request_id: str
@@ -99,8 +96,7 @@ class Checkpoint:
     rejected_tokens: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UsageEvent:
+class UsageEvent(msgspec.Struct, frozen=True, kw_only=True):
     """One record of the ledger. While pending its tokens are checkpoints and it costs nothing yet.
 
     `posting` numbers the events in the order in which they got their final state; `billing_day` is the day of admission in the

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from collections.abc import Sequence
 from datetime import datetime
 from typing import Any
 
+import msgspec
 from sqlalchemy import RowMapping, bindparam, insert, select, text, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
@@ -125,7 +125,7 @@ def _recovered(row: RowMapping, posting: int, now: datetime) -> UsageEvent:
         completion_tokens=event.completion_tokens,
         rejected_tokens=event.rejected_tokens,
     )
-    return dataclasses.replace(
+    return msgspec.structs.replace(
         event,
         status="recovered",
         finish_reason="error",

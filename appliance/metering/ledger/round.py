@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 from collections import ChainMap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
+import msgspec
 import structlog
 from sqlalchemy import Connection
 from sqlalchemy.exc import DataError, IntegrityError, ProgrammingError, StatementError
@@ -228,7 +228,7 @@ class Round:
         """Give the changed events their postings, in the order in which they were asked for."""
         first = counters.take_at_once(connection, counters.POSTING, len(changes))
         for posting, (request_id, (event, settlement)) in enumerate(list(changes.items()), first):
-            changes[request_id] = (dataclasses.replace(event, posting=posting), settlement)
+            changes[request_id] = (msgspec.structs.replace(event, posting=posting), settlement)
 
     def _outcome(
         self, settlement: Settlement, entries: Mapping[str, rows.Entry], changes: dict[str, tuple[UsageEvent, Settlement]]

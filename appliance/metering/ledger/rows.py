@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from datetime import date, datetime
 from typing import Any
 
+import msgspec
 from sqlalchemy import Connection, RowMapping, Select, bindparam, literal_column, select, update
 from sqlalchemy import insert as insert_into
 
@@ -25,7 +26,7 @@ from appliance.metering.prices import Price, Rate
 
 MICROS_PER_S = 1_000_000
 COST_PICOS_MAX = 2**63 - 1
-_EVENT_FIELDS = tuple(field.name for field in dataclasses.fields(UsageEvent))
+_EVENT_FIELDS = UsageEvent.__struct_fields__
 _REQUEST_FIELDS = tuple(field.name for field in dataclasses.fields(RequestRow))
 _PRICE_FIELDS = tuple(field.name for field in dataclasses.fields(Price))
 TOKEN_COLUMNS = ("prompt_tokens", "cached_tokens", "completion_tokens", "rejected_tokens")
@@ -239,7 +240,7 @@ def cost_of(rate: Rate | None, usage: Usage) -> int:
 
 def settled(event: UsageEvent, settlement: Settlement, cost_picos: int, now: datetime) -> UsageEvent:
     """Return `event` as it stands after `settlement`, but for its posting, which is taken when all of a round are known."""
-    return dataclasses.replace(
+    return msgspec.structs.replace(
         event,
         status=settlement.status,
         finish_reason=settlement.finish_reason,

@@ -14,6 +14,8 @@ from dataclasses import dataclass, replace
 from operator import itemgetter
 from typing import Protocol
 
+import msgspec
+
 from appliance.base.clock import Clock
 from appliance.base.errors import GatehouseError
 from appliance.metering.calendar import BillingCalendar
@@ -32,8 +34,7 @@ from appliance.tenancy.model_policies import ModelPolicy
 from appliance.tenancy.principals import Limits, Principal
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RateLimit:
+class RateLimit(msgspec.Struct, frozen=True, kw_only=True):
     """One limit per minute as headers tell it: `remaining` now, and after how many seconds it is full again."""
 
     limit: int
@@ -41,24 +42,21 @@ class RateLimit:
     reset_s: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RateLimitState:
+class RateLimitState(msgspec.Struct, frozen=True, kw_only=True):
     """The tightest of the limits per minute that hold for a request; None where there is none."""
 
     requests: RateLimit | None
     tokens: RateLimit | None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Patience:
+class Patience(msgspec.Struct, frozen=True, kw_only=True):
     """How long a request may wait for room. `gone` returns when its client does not want it any more."""
 
     wait_s: float = 0.0
     gone: Callable[[], Awaitable[None]] | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Needs:
+class Needs(msgspec.Struct, frozen=True, kw_only=True):
     """What a request is to cost, and what it asks of each of its allowances, and in `common` of all that refuse."""
 
     work: Work

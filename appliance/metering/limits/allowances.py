@@ -6,6 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import date, datetime, timedelta
 
+import msgspec
+
 from appliance.base.money import PICOS_PER_MICRO
 from appliance.metering.ledger.records import UsageEvent
 from appliance.metering.limits.quotas import LimitDecision, LimitKind, Moment, Owner, Window
@@ -19,16 +21,14 @@ SHADOW = "shadow"
 WINDOWS_KEPT = 4
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Amount:
+class Amount(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens, and what they cost."""
 
     tokens: int
     cost_picos: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Need:
+class Need(msgspec.Struct, frozen=True, kw_only=True):
     """What one request asks for: what is to be expected of it, and the `worst` case, in which the answer takes all its room.
 
     Buckets per minute hold the expected tokens: a surprise is a debt that time repays. Nothing repays a day's tokens or a
@@ -40,8 +40,7 @@ class Need:
     currency: str | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ahead:
+class Ahead(msgspec.Struct, frozen=True, kw_only=True):
     """What those who wait before a request will take first: how many they are, and their tokens. `for_window`: one of them
     waits for a day's or a month's limit, of which he will hold what he can get."""
 

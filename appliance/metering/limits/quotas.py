@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from datetime import date, datetime
 from typing import Literal
 
+import msgspec
+
 LimitScope = Literal["tenant", "key", "model"]
 LimitKind = Literal["tokens", "requests", "concurrency", "tokens_per_day", "budget"]
 
@@ -13,8 +15,7 @@ BUCKET_KINDS: tuple[LimitKind, ...] = ("tokens", "requests")
 ALL_TENANTS = "model"  # stands where an id would, for the limits of a model over all tenants
 
 
-@dataclass(frozen=True, slots=True)
-class Owner:
+class Owner(msgspec.Struct, frozen=True):
     """Whose limits: of a tenant or key over all models or for one, or of a model over all tenants. `id` is then ALL_TENANTS."""
 
     scope: LimitScope
@@ -22,8 +23,7 @@ class Owner:
     model: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Moment:
+class Moment(msgspec.Struct, frozen=True):
     """One reading of both clocks, so that all limits of a decision see the same time, and the day it lies in."""
 
     now: datetime

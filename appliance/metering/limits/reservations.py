@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+
+import msgspec
 
 from appliance.base.money import BASIS_POINTS
 from appliance.metering.limits.allowances import Amount, Hold, Need
@@ -11,8 +12,7 @@ from appliance.metering.limits.quotas import LimitDecision, Moment
 from appliance.metering.prices import Rate
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Work:
+class Work(msgspec.Struct, frozen=True, kw_only=True):
     """What a request asks of the box: a prompt, some answers, and what they cost at its tenant's `rate`."""
 
     tenant_id: str

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import msgspec
 
 from appliance.metering.ledger.records import UsageEvent
 from appliance.metering.limits.quotas import ALL_TENANTS, Owner
@@ -12,8 +12,7 @@ from appliance.tenancy.model_policies import ModelPolicy
 from appliance.tenancy.principals import Limits, Principal
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class Asked(msgspec.Struct, frozen=True, kw_only=True):
     """A request as admission sees it.
 
     `max_output_tokens` is what was asked for; `output_room` is how long the answer may get, which differs when nothing was
@@ -48,8 +47,7 @@ class Asked:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Rule:
+class Rule(msgspec.Struct, frozen=True):
     """Limits that hold for a request, whose they are, and how they are meant. Budgets are in `currency`."""
 
     owner: Owner

@@ -44,6 +44,13 @@ class _Stretch:
         self.low = low if least < low else high if least > high else least
         self.high = low if most < low else high if most > high else most
 
+    def refill(self, units: int, full: int) -> None:
+        """Do the same for a change that is bounded above alone, which comes with each question to a bucket."""
+        self.shift += units
+        least, most = self.low + units, self.high + units
+        self.low = full if least > full else least
+        self.high = full if most > full else most
+
     def then(self, later: _Stretch) -> None:
         """Compose with a later stretch."""
         self.add(later.shift, low=later.low, high=later.high)
@@ -169,16 +176,18 @@ class TokenBucket:
         now_us = _micros(now_s)
         if now_us > self._at_us:
             gained, full = (now_us - self._at_us) * self.capacity, self._units_max
+            level = self._units + gained
             if self._forgone:
-                self._forgone = max(self._forgone - max(self._units + gained - full, 0), 0)
-            self._change(gained, high=full)
+                self._forgone = max(self._forgone - max(level - full, 0), 0)
+            self._units = full if level > full else level
+            if self._last is not None:
+                self._last.after.refill(gained, full)
             self._at_us = now_us
 
-    def _change(self, units: int, *, low: float = -math.inf, high: float = math.inf) -> None:
-        level = self._units + units
-        self._units = level if low <= level <= high else int(low if level < low else high)
+    def _change(self, units: int, *, low: int) -> None:
+        self._units = max(self._units + units, low)
         if self._last is not None:
-            self._last.after.add(units, low=low, high=high)
+            self._last.after.add(units, low=low)
 
     def _give_back(self, take: Take, kept: int) -> None:
         """Let the bucket be as if `take` had been `kept` units: replay the levels that the later open takes met."""
