@@ -1,6 +1,6 @@
 """The parts of a run, in order: what each measures, how long it may take, and which run side by side. Standard library only.
 
-    calibrate → checks, with every kernel of the engines compiled meanwhile → kernels → engines → peers
+    calibrate → checks, with every kernel of the engines compiled meanwhile → kernels → engines → peers → choices
 
 Checks are not timed, so several processes share the card and the compiler has all cores. Everything after them runs alone.
 Limits are for a cold cache of kernels; the usual sum is less, and no part begins that the rest of the time cannot hold.
@@ -47,6 +47,7 @@ PARTS: tuple[Part, ...] = (
     Part("latency", "latency", "bench.gpu.serve_latency", "latency", 55, "engines"),
     Part("saturated", "saturated", "bench.gpu.serve", "saturated", 60, "engines"),
     Part("peers", "peers", "bench.gpu.peers", "against_transformers", 110, "peers"),
+    Part("choices", "choices", "bench.gpu.choices", "measure", 75, "choices"),
 )
 BY_NAME = {part.name: part for part in PARTS}
 

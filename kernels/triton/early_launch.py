@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kernels.triton.tuning import capability
+from kernels.triton.tuning import capability, interpreted
 
 VARIABLE = "GATEHOUSE_EARLY_LAUNCH"
 CAPABILITY_MIN = 90
@@ -29,7 +29,9 @@ LINE_BYTES = tl.constexpr(128)
 @functools.cache
 def early_launch(device: torch.device) -> dict[str, bool]:
     """What a launch passes on: the kernel's constant EARLY, and whether the card may start it before its predecessor ended."""
-    early = device.type == "cuda" and capability(device) >= CAPABILITY_MIN and os.environ.get(VARIABLE, "1") != "0"
+    if device.type != "cuda" or interpreted() or os.environ.get(VARIABLE, "1") == "0":
+        return {"EARLY": False, "launch_pdl": False}
+    early = capability(device) >= CAPABILITY_MIN
     return {"EARLY": early, "launch_pdl": early}
 
 

@@ -1,0 +1,216 @@
+"""What was chosen without a GPU at hand, beside what might have been chosen: one run on a card decides.
+
+Nothing here is judged. A row's value is how many times as long the choice takes as the fastest of its candidates, 1 where it is
+the fastest; its facts have the microseconds of each. The candidates are those between which machine code did not decide.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from functools import partial
+from unittest import mock
+
+import torch
+
+from bench.gpu.context import Context
+from bench.gpu.inputs import make_pages, normal, queries
+from bench.gpu.rows import Row
+from bench.gpu.timing import Call, median, seconds
+from kernels.attention_rows import AttentionShape
+from kernels.quantised_weights import Int8Weight, pack_int8
+from kernels.triton import attention_decode, attention_prefill, attention_splits, fused_linear
+from kernels.triton.attention_splits import DecodeTiling
+from kernels.triton.early_launch import VARIABLE, early_launch
+from kernels.triton.fused_linear import BY_BYTES, linear_add, normed_linear
+from kernels.triton.linear_tiles import Tiles
+from kernels.triton.rope_and_cache import rope_and_cache
+from kernels.triton.tuning import capability, multiprocessors
+
+LLAMA, TINY = AttentionShape(16, 32, 8, 128), AttentionShape(16, 4, 2, 32)
+MODELS = {
+    "Llama-8B": (LLAMA, 4096, 14_336, 4),
+    "Llama-1B": (AttentionShape(16, 32, 8, 64), 2048, 8192, 8),
+    "Qwen3-0.6B": (AttentionShape(16, 16, 8, 128), 1024, 3072, 28),
+}
+"""Heads, width of the residual stream and of the feed-forward part, and layers in turn, more than a cache holds."""
+CONTEXT_LEN = 1024
+CHOSEN = "chosen"
+
+
+def measure(context: Context) -> None:
+    for model in MODELS:
+        name = f"layer of {model}, 1 row, launched early over in turn"
+        context.guard(name, partial(_layer, context, name, model))
+    for kind in ("bf16", "int8"):
+        name = f"fused products of Llama-8B, {kind}, 1 row, chosen tiles over the fastest"
+        context.guard(name, partial(_products, context, name, kind))
+    for lengths in ([1024] * 256, [1024]):
+        name = f"decode {len(lengths)} × 1k, chosen splits over the fastest"
+        context.guard(name, partial(_decode, context, name, lengths))
+    context.guard("prefill 8k, chosen tile over the fastest", lambda: _prefill(context))
+
+
+def _emit(context: Context, name: str, taken: dict[str, float]) -> None:
+    row = Row(name=name, value=taken[CHOSEN] / min(taken.values()))
+    row.facts = {"us": {case: taken_s * 1e6 for case, taken_s in taken.items()}}
+    context.emit(row)
+
+
+@contextmanager
+def launched_in_turn() -> Iterator[None]:
+    """No kernel starts before the one in front of it has ended."""
+    with mock.patch.dict(os.environ, {VARIABLE: "0"}):
+        early_launch.cache_clear()
+        yield
+    early_launch.cache_clear()
+
+
+def _layer(context: Context, name: str, model: str) -> None:
+    """The seven launches of a layer of plain weights, between one token and a context of 1k."""
+    shape, hidden, inner, layers = (TINY, 64, 96, 1) if context.rehearsal else MODELS[model]
+    device, dtype = context.device, context.dtype
+    made = partial(normal, dtype=dtype, device=device)
+    pages = make_pages([context.size(CONTEXT_LEN, 20)], shape, dtype=dtype, device=device)
+    width, attended = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim, shape.num_heads * shape.head_dim
+    cos, sin = made(1, 1, shape.head_dim), made(1, 1, shape.head_dim)
+    slot = torch.zeros(1, dtype=torch.int64, device=device)
+    norm_weight, first = torch.ones(hidden, dtype=dtype, device=device), made(1, hidden)
+    sizes = {"qkv": (width, hidden), "out": (hidden, attended), "gate_up": (2 * inner, hidden), "down": (hidden, inner)}
+    weights = [{part: made(*size, scale=size[1] ** -0.5) for part, size in sizes.items()} for _ in range(layers)]
+
+    def run() -> None:
+        stream = linear_add(made_rows, weights[0]["out"], first, norm_weight)
+        for layer in weights:
+            qkv = normed_linear(stream, layer["qkv"], 1e-6).view(1, -1, shape.head_dim)
+            rope_and_cache(qkv, cos, sin, pages.cache, slot, num_kv_heads=shape.num_kv_heads, rotary_dim=shape.head_dim)
+            rows = attention_decode.paged_decode(
+                qkv[:, : shape.num_heads], pages.cache, pages.tables, pages.context_lens, shape, workspace=workspace
+            )
+            stream = linear_add(rows.view(1, -1), layer["out"], stream.total, norm_weight)
+            gated = normed_linear(stream, layer["gate_up"], 1e-6, gate="silu")
+            stream = linear_add(gated, layer["down"], stream.total, norm_weight)
+
+    made_rows = made(1, attended)
+    workspace = attention_decode.decode_workspace(shape, 1, pages.tables.shape[1], dtype, device)
+    taken = {CHOSEN: median(seconds([run], device)) / layers}
+    with launched_in_turn():
+        taken["in turn"] = median(seconds([run], device)) / layers
+    _emit(context, name, taken)
+
+
+def _products(context: Context, name: str, kind: str) -> None:
+    """All four products of layers whose weights together exceed the cache, with each candidate's tiles for all of them."""
+    hidden, inner, layers = (32, 48, 1) if context.rehearsal else (4096, 14_336, 4)
+    device, dtype = context.device, context.dtype
+    sizes = {"qkv": (hidden * 3 // 2, hidden), "out": (hidden, hidden), "gate_up": (2 * inner, hidden), "down": (hidden, inner)}
+
+    def weight(rows: int, columns: int) -> torch.Tensor | Int8Weight:
+        values = normal(rows, columns, dtype=dtype, device=device, scale=columns**-0.5)
+        return pack_int8(values) if kind == "int8" else values
+
+    weights = {part: [weight(*size) for _ in range(layers)] for part, size in sizes.items()}
+    norm_weight, residual = torch.ones(hidden, dtype=dtype, device=device), normal(1, hidden, dtype=dtype, device=device)
+    stream = linear_add(residual, weights["out"][0], residual, norm_weight)
+    gated = normed_linear(stream, weights["gate_up"][0], 1e-6, gate="silu")
+    calls: dict[str, Callable[[torch.Tensor | Int8Weight], object]] = {
+        "qkv": lambda each: normed_linear(stream, each, 1e-6),
+        "out": lambda each: linear_add(residual, each, residual, norm_weight),
+        "gate_up": lambda each: normed_linear(stream, each, 1e-6, gate="silu"),
+        "down": lambda each: linear_add(gated, each, residual, norm_weight),
+    }
+    taken = {part: _tile_times(context, part, sizes[part], weights[part], call) for part, call in calls.items()}
+    fastest = sum(min(times.values()) for times in taken.values())
+    row = Row(name=name, value=sum(times[CHOSEN] for times in taken.values()) / fastest)
+    row.facts = {"us": {part: {case: each * 1e6 for case, each in times.items()} for part, times in taken.items()}}
+    context.emit(row)
+
+
+def _tile_times(
+    context: Context,
+    part: str,
+    size: tuple[int, int],
+    weights: list[torch.Tensor | Int8Weight],
+    call: Callable[[torch.Tensor | Int8Weight], object],
+) -> dict[str, float]:
+    """Seconds of a product with what was chosen and with every candidate, undivided and divided by two."""
+    device, is_gated = context.device, part == "gate_up"
+    weight_bytes = 1 if isinstance(weights[0], Int8Weight) else 2
+    outputs = size[0] // 2 if is_gated else size[0]
+    chosen = fused_linear.fused_tiles(
+        outputs, size[1], capability(device), multiprocessors(device), gated=is_gated, weight_bytes=weight_bytes
+    )
+    calls: list[Call] = [partial(call, weight) for weight in weights]
+    taken = {CHOSEN: median(seconds(calls, device))}
+    for block_n, block_k, stages in BY_BYTES[weight_bytes][is_gated]:
+        for splits in (1, 2):
+            tiles = replace(chosen, block_n=block_n, block_k=block_k, num_stages=stages, splits=splits)
+            if tiles != chosen:
+                taken[_words(tiles)] = median(_with_tiles(tiles, calls, device))
+    return taken
+
+
+def _words(tiles: Tiles) -> str:
+    return f"{tiles.block_n}x{tiles.block_k} split {tiles.splits}"
+
+
+def _with_tiles(tiles: Tiles, calls: list[Call], device: torch.device) -> list[float]:
+    with mock.patch.object(fused_linear, "fused_tiles", mock.Mock(return_value=tiles)):
+        return seconds(calls, device, samples=3)
+
+
+def _decode(context: Context, name: str, lengths: list[int]) -> None:
+    """Other sizes of a split, and other numbers of programs of a multiprocessor, over caches larger than the second level's."""
+    shape, device = (TINY if context.rehearsal else LLAMA), context.device
+    lengths = [20, 5] if context.rehearsal else lengths
+    copies = context.size(2 if len(lengths) > 1 else 32, 1)
+    held = [make_pages(lengths, shape, dtype=context.dtype, device=device) for _ in range(copies)]
+    q = queries(held[0], len(lengths), context.dtype)
+    chosen = attention_splits.shape_tiling(shape, context.dtype, 1, device)
+    cases = {
+        CHOSEN: chosen,
+        "splits of half the size": replace(chosen, split=max(chosen.tile, chosen.split // 2)),
+        "splits of twice the size": replace(chosen, split=2 * chosen.split),
+        "one program less": replace(chosen, programs=chosen.programs - 1),
+    }
+
+    def times(tiling: DecodeTiling) -> float:
+        fixed = mock.Mock(return_value=tiling)
+        with ExitStack() as stack:
+            for module in (attention_splits, attention_decode):
+                stack.enter_context(mock.patch.object(module, "shape_tiling", fixed))
+            width = held[0].tables.shape[1]
+            workspace = attention_decode.decode_workspace(shape, len(lengths), width, context.dtype, device)
+            decode = attention_decode.paged_decode
+            calls: list[Call] = [
+                partial(decode, q, pages.cache, pages.tables, pages.context_lens, shape, workspace=workspace) for pages in held
+            ]
+            return median(seconds(calls, device, samples=3))
+
+    _emit(context, name, {case: times(tiling) for case, tiling in cases.items()})
+
+
+def _prefill(context: Context) -> None:
+    """Tiles of half as many queries or keys: two programs of a multiprocessor, one at its exponentials while one multiplies."""
+    shape, length = (TINY if context.rehearsal else LLAMA), context.size(8192, 20)
+    pages = make_pages([length], shape, dtype=context.dtype, device=context.device)
+    q = queries(pages, length, context.dtype)
+    starts = torch.tensor([0, length], dtype=torch.int32, device=context.device)
+    group = shape.num_heads // shape.num_kv_heads
+    chosen = attention_prefill.prefill_tiling(shape.head_dim, length * group, False, capability(context.device))
+    cases = {
+        CHOSEN: chosen,
+        "128 × 64": replace(chosen, rows=128, keys=64, num_warps=8),
+        "64 × 64": replace(chosen, rows=64, keys=64, num_warps=4),
+        "64 × 128": replace(chosen, rows=64, keys=128, num_warps=4),
+    }
+    prefill = partial(
+        attention_prefill.paged_prefill, q, pages.cache, pages.tables, starts, pages.context_lens, shape, max_query_len=length
+    )
+    taken = {}
+    for case, tiling in cases.items():
+        with mock.patch.object(attention_prefill, "prefill_tiling", mock.Mock(return_value=tiling)):
+            taken[case] = median(seconds([prefill], context.device, samples=3))
+    _emit(context, "prefill 8k, chosen tile over the fastest", taken)
