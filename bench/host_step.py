@@ -52,6 +52,10 @@ class NoDecoder:
     attention_shapes: tuple[()] = ()
     rotaries: tuple[()] = ()
     vocab_size = 1
+    dtype = None
+
+    def keep_workspaces(self, num_rows: int, num_columns: int) -> list[Any]:
+        return []
 
     def prepare(self, rows: list[Any]) -> Any:
         class Inputs:
@@ -138,6 +142,7 @@ def make_engine(batch: int) -> tuple[Engine, Parts]:
         block_size=BLOCK_SIZE,
         device=DEVICE,
     )
+    runner._state.host_tables = runner._step.host_sampled = None  # as on a GPU, where the device's memory is not the host's
     engine = Engine(scheduler, runner, info, overlap=runner)
     parts = Parts()
     for holder, name in ((scheduler, "schedule"), (scheduler, "advance"), (scheduler, "settle"), (runner, "launches")):

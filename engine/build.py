@@ -22,7 +22,7 @@ from engine.options import EngineOptions
 from engine.protocol import EngineInfo
 from engine.quantization.card import check_card
 from engine.quantization.scheme import UNQUANTISED, weight_scheme
-from engine.runner.ahead import launches_ahead, slot_runner
+from engine.runner.ahead import launches_ahead, records_steps, slot_runner
 from engine.runner.calibration import MeasuredSpeed, measure_speed
 from engine.runner.decode_step import step_sizes
 from engine.runner.device import (
@@ -132,17 +132,20 @@ def build_engine(options: EngineOptions, *, progress: Callable[[float], None] = 
     info = replace(info, memory=forecast.parts(measured), memory_note=forecast.shortened())
     scheduler = _scheduler(options, plan, device, speed, budget)
     desk = _grammar_desk(options, info, masks)
-    if not launches_ahead(options, device):
+    lands_at_once = records_steps(options, target_decoder)
+    if not lands_at_once and not launches_ahead(options, device):
         log.info("started model=%s runner=plain %s", info.model, times)
         return Engine(scheduler, runner, info, grammars=desk, step_budget=budget)
     asks_host = model.decoder.asks_host
     meter.begin_slots()
-    ahead = slot_runner(runner, target_decoder, masks, scheduler.limits, device, asks_host=asks_host)
+    ahead = slot_runner(
+        runner, target_decoder, masks, scheduler.limits, device, asks_host=asks_host, lands_at_once=lands_at_once
+    )
     meter.begin_graphs()
     ahead.warm_up()
     info = replace(info, memory=forecast.parts(meter.with_graphs(measured)))
     times.done("graphs")
-    log.info("started model=%s runner=ahead %s", info.model, times)
+    log.info("started model=%s runner=%s %s", info.model, "recorded" if lands_at_once else "ahead", times)
     return Engine(scheduler, ahead, info, grammars=desk, step_budget=budget, overlap=ahead)
 
 

@@ -198,7 +198,7 @@ class Engine:
         if launched is not None:
             overlapped.complete(launched)
         self._under_way = launched
-        if launched is not None and launched.landing is None:
+        if launched is not None and (launched.landing is None or overlapped.lands_at_once):
             events += self._land(overlapped, None)
         return events
 

@@ -160,7 +160,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--swap-space", type=float, default=0.0, help="GiB of main memory for evicted KV blocks")
     parser.add_argument("--speculative-config", help="JSON object with the fields of engine.speculation.options")
     parser.add_argument("--batch-invariant", action="store_true", help="the same tokens alone and in any batch, more slowly")
-    parser.add_argument("--enforce-eager", action="store_true", help="on a GPU: capture no step and launch none ahead")
+    parser.add_argument("--enforce-eager", action="store_true", help="capture or record no step and launch none ahead")
     parser.add_argument("--scheduling-policy", default="fair", help=" or ".join(POLICIES))
     parser.add_argument("--inter-token-target-ms", type=float, default=INTER_TOKEN_TARGET_MS)
     parser.add_argument("--shared-prefix", type=Path, action="append", default=[], help="file with a prompt that all may share")

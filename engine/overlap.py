@@ -39,6 +39,11 @@ class Landing(Protocol):
 class AheadRunner(Runner, Protocol):
     """A runner that can also launch a step and come back at once."""
 
+    @property
+    def lands_at_once(self) -> bool:
+        """Whether a step that was launched is over: nothing is gained by looking at it later."""
+        ...
+
     def launches(self, items: Sequence[ScheduledRequest]) -> bool:
         """Whether a step with these rows can be launched before the one before it is settled."""
         ...
@@ -72,6 +77,7 @@ class OverlappedSteps:
         self._runner = runner
         self._advance = advance
         self._move = move
+        self.lands_at_once = runner.lands_at_once
 
     def launch(self, batch: ScheduledBatch, *, predicted_s: float, now_s: float) -> StepUnderWay:
         """Begin a step and book it. Never raises for what the step itself does."""

@@ -115,10 +115,12 @@ _FLOAT32_TABLES = {"kernels.cpu.table": "kernels.simd.table"}
 def operations(device: torch.device, dtype: torch.dtype | None = None) -> Operations:
     """The table of a device for tensors of `dtype`, None where operations know no dtype. Raises KeyError for a device that has
     none, ImportError where its kernels cannot be loaded."""
+    return _table(_module(device, dtype))
+
+
+def _module(device: torch.device, dtype: torch.dtype | None) -> str:
     name = _TABLES[device.type]
-    if device.type == "cpu" and dtype is torch.float32:
-        name = _FLOAT32_TABLES.get(name, name)
-    return _table(name)
+    return _FLOAT32_TABLES.get(name, name) if device.type == "cpu" and dtype is torch.float32 else name
 
 
 @cache
@@ -127,9 +129,10 @@ def _table(name: str) -> Operations:
     return table
 
 
-def sampling_kernels(device: torch.device) -> ModuleType:
-    """The module whose `sample` and `sampling_workspace` serve a device; `plain_sampling` is the twin on every device."""
-    return importlib.import_module(_TABLES[device.type].replace(".table", ".sampling"))
+def sampling_kernels(device: torch.device, dtype: torch.dtype | None = None) -> ModuleType:
+    """The module whose `sample` and `sampling_workspace` serve a device and logits of `dtype`, None is any; `plain_sampling` is
+    the twin on every device."""
+    return importlib.import_module(_module(device, dtype).replace(".table", ".sampling"))
 
 
 @contextmanager

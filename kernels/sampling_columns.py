@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 HELD_IDS_MAX = 8
@@ -66,10 +67,17 @@ class SamplingColumns:
             presence=presence,
             held_until=held_until,
             held_ids=torch.full((num_slots, HELD_IDS_MAX), -1, dtype=torch.int32, device=device),
-            counts=torch.zeros(num_slots, vocab_size, dtype=torch.int32, device=device),
+            counts=_zeros(num_slots, vocab_size, torch.int32, device),
             rules=rules,
-            bias=torch.zeros(max(1, num_rules), vocab_size, dtype=torch.float32, device=device),
+            bias=_zeros(max(1, num_rules), vocab_size, torch.float32, device),
             floats=floats,
             ints=ints,
             longs=longs,
         )
+
+
+def _zeros(num_rows: int, vocab_size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """[num_rows, vocab_size] of four bytes each. A CPU's memory is taken when it is written to, as most of it never is."""
+    if device.type != "cpu":
+        return torch.zeros(num_rows, vocab_size, dtype=dtype, device=device)
+    return torch.from_numpy(np.zeros((num_rows, vocab_size), dtype=np.int32)).view(dtype)

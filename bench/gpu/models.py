@@ -95,6 +95,7 @@ def random_engine(
         stack.enter_context(mock.patch("engine.quantization.scheme.stored_names", return_value=set(shapes)))
         if context.rehearsal:  # all of what a GPU does but the graphs
             stack.enter_context(mock.patch("engine.build.launches_ahead", return_value=not chosen.get("batch_invariant")))
+            stack.enter_context(mock.patch("engine.build.records_steps", return_value=False))
             stack.enter_context(ops.replaced("cpu", "cuda" if chosen.pop("interpreted", False) else "cpu"))
         engine = build_engine(EngineOptions(model=directory, name=name, **chosen))
         try:

@@ -202,11 +202,19 @@ class Decoder:
         calibrated = [layer.scale_kv() for layer in self._layers]
         return all(calibrated)
 
-    def __call__(self, inputs: BatchInputs, kv_caches: Sequence[torch.Tensor] | None) -> torch.Tensor:
+    def __call__(
+        self,
+        inputs: BatchInputs,
+        kv_caches: Sequence[torch.Tensor] | None,
+        before_layer: Callable[[], None] | None = None,
+    ) -> torch.Tensor:
         """Hidden states of the rows that sample: [B_sampled, hidden]; keys and values of all T tokens go to the caches.
 
-        Without caches every text of the batch must be whole, and nothing is kept of it.
+        Without caches every text of the batch must be whole, and nothing is kept of it. `before_layer` is called before each
+        layer of a step that is being recorded; all of its rows sample.
         """
+        if before_layer is not None:
+            return self._through(self._embedded(inputs), inputs, kv_caches, before_layer)
         num_rows = inputs.token_ids.shape[0]
         if self._fused is not None and kv_caches is not None and num_rows <= ops.FUSED_ROWS_MAX:
             x = self._fused(self._embedded(inputs), inputs, kv_caches, self._norm)

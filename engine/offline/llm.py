@@ -34,6 +34,7 @@ from engine.build import build_engine  # noqa: E402 - torch must see the environ
 from engine.loop import Engine  # noqa: E402
 from engine.runner.embedder import Embedder, Embedding, TextModel  # noqa: E402
 from engine.runner.model_runner import ModelRunner  # noqa: E402
+from engine.runner.slot_runner import SlotRunner  # noqa: E402
 from engine.runner.text_models import gives_embeddings_only, load_text_model  # noqa: E402
 
 TENANT = "offline"
@@ -72,7 +73,7 @@ class LLM:
         **unknown: Any,
     ) -> None:
         """`num_gpu_blocks_override` and `kv_cache_bytes` size the cache on any device; `enforce_eager` chooses the plain
-        runner, which on a CPU is the only one. The last four and `speculative_config` are described in `engine.options` and
+        runner. The last four and `speculative_config` are described in `engine.options` and
         `speculation.options`. Raises `ModelError` or `EngineConfigError`."""
         for option in unknown:
             raise EngineConfigError(option, "is not an option of this engine")
@@ -260,7 +261,7 @@ class LLM:
 
     def _decoder_as_text_model(self) -> TextModel:
         assert self._engine is not None
-        assert isinstance(self._engine.runner, ModelRunner)
+        assert isinstance(self._engine.runner, ModelRunner | SlotRunner)
         return self._engine.runner.text_model
 
     def _text_ids(self, index: int, text: Prompt, pooling: PoolingConfig) -> list[int]:

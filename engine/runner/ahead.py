@@ -26,6 +26,12 @@ def launches_ahead(options: EngineOptions, device: torch.device) -> bool:
     )
 
 
+def records_steps(options: EngineOptions, target: PagedDecoder) -> bool:
+    """Whether decode steps on this CPU are one recorded call, over slots too, though none is ahead of another."""
+    needs_host = options.enforce_eager or options.batch_invariant or options.speculative_config is not None
+    return target.sequence is not None and not needs_host
+
+
 def slot_runner(
     plain: ModelRunner,
     target: PagedDecoder,
@@ -34,16 +40,19 @@ def slot_runner(
     device: torch.device,
     *,
     asks_host: bool = False,
+    lands_at_once: bool = False,
 ) -> SlotRunner:
-    """A runner over slots for all seats of the engine. `asks_host`: the decoder does, so its steps are not captured."""
+    """A runner over slots for all seats of the engine. `asks_host`: the decoder does, so its steps are not captured;
+    `lands_at_once`: as a CPU's, whose steps are over when they were launched."""
     return SlotRunner(
         plain,
         target,
-        ColumnSampler(limits.max_num_seqs, target.vocab_size, device),
+        ColumnSampler(limits.max_num_seqs, target.vocab_size, device, dtype=target.dtype),
         HostMasks(masks),
         CudaGraphs(device) if device.type == "cuda" and not asks_host else DirectCalls(),
         max_num_seqs=limits.max_num_seqs,
         num_columns=-(-limits.max_model_len // limits.block_size),
         block_size=limits.block_size,
         device=device,
+        lands_at_once=lands_at_once,
     )

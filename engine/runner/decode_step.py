@@ -7,16 +7,18 @@ asked about them in `scores`. A row below 0 is padding: it reads no context, wri
 nothing but padding changes nothing.
 
 Where a row waits for a mask that depends on the token before, the graph ends with the logits, and `choose` follows by itself.
+On a CPU the operations of a step are recorded instead (`runner.recorded_step`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
 from engine.runner.batch_inputs import BatchInputs
 from engine.runner.paged_decoder import PagedDecoder
+from engine.runner.recorded_step import RecordedSteps
 from engine.runner.slots import NOTHING, SlotState
 from engine.sampling import scores
 from engine.sampling.columns import ColumnSampler, Kind
@@ -43,11 +45,20 @@ class DecodeStep:
     """The step of one model for up to as many rows as there are slots."""
 
     def __init__(
-        self, decoder: PagedDecoder, state: SlotState, sampler: ColumnSampler, *, block_size: int, device: torch.device
+        self,
+        decoder: PagedDecoder,
+        state: SlotState,
+        sampler: ColumnSampler,
+        *,
+        block_size: int,
+        device: torch.device,
+        is_recorded: bool = False,
     ) -> None:
+        """`is_recorded`: as one call of the decoder's operations, where they can be recorded."""
         num_rows, num_columns = state.tables.shape
         self.rows = torch.full((num_rows,), NOTHING, dtype=torch.int32, device=device)
         self.sampled = torch.zeros(num_rows, dtype=torch.int64, device=device)
+        self.host_sampled = self.sampled.numpy() if device.type == "cpu" else None  # the same memory
         self.scores = torch.zeros(num_rows, scores.width(TOP_LOGPROBS_MAX), dtype=torch.int64, device=device)
         self._logits: torch.Tensor | None = None  # [S, V], of steps whose rows wait for masks
         self._token_ids = torch.zeros(num_rows, dtype=torch.int64, device=device)
@@ -60,29 +71,41 @@ class DecodeStep:
         self._state = state
         self._sampler = sampler
         self._block_size = block_size
-        self._ops = ops.operations(device)
+        self._ops = ops.operations(device, decoder.dtype)
+        self._recorded = RecordedSteps(decoder.sequence if is_recorded else None, self._run, num_rows)
         self._workspaces = decoder.keep_workspaces(num_rows, num_columns)
 
     def __call__(self, size: int, kind: Kind | None) -> None:
         """Compute the first `size` of `rows`, None as far as their logits. Makes no decision by anything on the device."""
-        hidden = self._compute(size)
-        if kind is not None and kind.greedy and self._greedy_head is not None and size <= ops.FUSED_ROWS_MAX:
-            self._state.advance(self.rows[:size], self._greedy_head(hidden), out=self.sampled[:size])
-            return
-        logits = self._decoder.logits(hidden, wide=False)
-        if kind is not None:
-            self._choose(logits, size, kind, None)
+        logits = self._recorded(size, kind)
+        if logits is None:
             return
         if self._logits is None:  # in the run before the first capture, so that it lies outside the memory of graphs
             self._logits = logits.new_empty(self.rows.shape[0], logits.shape[1])
         self._logits[:size].copy_(logits)
+
+    def make_ready(self, kind: Kind | None) -> None:
+        """Have steps of this kind recorded, where they can be."""
+        self._recorded.make_ready(kind)
 
     def choose(self, size: int, kind: Kind, masks: torch.Tensor) -> None:
         """The rest of a step that was computed as far as its logits. masks: [size, ceil(V / 32)] int32"""
         assert self._logits is not None, "no step ended with its logits"
         self._choose(self._logits[:size], size, kind, masks)
 
-    def _compute(self, size: int) -> torch.Tensor:
+    def _run(self, size: int, kind: Kind | None, before_layer: Callable[[], None] | None) -> torch.Tensor | None:
+        """Operation by operation; logits [size, V] where no kind is given."""
+        hidden = self._compute(size, before_layer)
+        if kind is not None and kind.greedy and self._greedy_head is not None and size <= ops.FUSED_ROWS_MAX:
+            self._state.advance(self.rows[:size], self._greedy_head(hidden), out=self.sampled[:size])
+            return None
+        logits = self._decoder.logits(hidden, wide=False)
+        if kind is None:
+            return logits
+        self._choose(logits, size, kind, None)
+        return None
+
+    def _compute(self, size: int, before_layer: Callable[[], None] | None) -> torch.Tensor:
         """Hidden states: [size, hidden]"""
         rows, context_lens = self.rows[:size], self._context_lens[:size]
         self._ops.prepare_decode(
@@ -97,7 +120,7 @@ class DecodeStep:
             context_lens=context_lens,
             block_tables=self._block_tables[:size],
         )
-        return self._decoder.forward(self._inputs(size))
+        return self._decoder.forward(self._inputs(size), before_layer)
 
     def _choose(self, logits: torch.Tensor, size: int, kind: Kind, masks: torch.Tensor | None) -> None:
         rows = self.rows[:size]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,15 @@ from engine.runner.batch_inputs import BatchInputs, InputRow, make_batch_inputs
 from engine.runner.embedder import TextModel
 from engine.runner.kv_cache import allocate_kv_cache
 from engine.runner.memory_plan import MemoryPlan
-from kernels.ops import AnyPlanner, AttentionPlanner, PagedPlanner, attention_planner, invariant_planner, operations
+from kernels.ops import (
+    AnyPlanner,
+    AttentionPlanner,
+    PagedPlanner,
+    RecordedOperations,
+    attention_planner,
+    invariant_planner,
+    operations,
+)
 
 
 class PagedDecoder:
@@ -37,6 +45,7 @@ class PagedDecoder:
         batch_invariant: bool = False,
     ) -> None:
         self.vocab_size = config.vocab_size
+        self.dtype = dtype
         kv_dtype = kv_dtype or dtype
         self.kv_caches = allocate_kv_cache(config, plan.num_blocks, block_size, dtype=kv_dtype, device=device)
         self.kv_scales = "none"
@@ -77,9 +86,18 @@ class PagedDecoder:
             rows, block_size=self._block_size, rotaries=self.rotaries, planners=self._planners, device=self._device
         )
 
-    def forward(self, inputs: BatchInputs) -> torch.Tensor:
-        """Hidden states of the outputs that the rows asked for: [R, hidden]; all keys and values go to the cache."""
-        return self._decoder(inputs, self.kv_caches)
+    @property
+    def sequence(self) -> Callable[[int], RecordedOperations] | None:
+        """Makes room for operations that are recorded, None where the way to attend is not among them."""
+        table = operations(self._device, self.dtype)
+        pages = all(table.pages(shape, self.kv_caches[0].dtype) for shape in self.attention_shapes)
+        return table.sequence if pages else None
+
+    def forward(self, inputs: BatchInputs, before_layer: Callable[[], None] | None = None) -> torch.Tensor:
+        """Hidden states of the outputs that the rows asked for: [R, hidden]; all keys and values go to the cache.
+
+        `before_layer`: called before each layer of a step that is being recorded."""
+        return self._decoder(inputs, self.kv_caches, before_layer)
 
     def logits(self, hidden: torch.Tensor, *, wide: bool = True) -> torch.Tensor:
         """hidden: [R, hidden] → [R, V] float32, or, unless `wide`, perhaps narrower with the same values"""

@@ -25,7 +25,7 @@ from engine.runner.launched_step import Choosing, LaunchedStep
 from engine.runner.model_runner import ModelRunner
 from engine.runner.paged_decoder import PagedDecoder
 from engine.runner.slots import NOTHING, SlotState, SlotTable
-from engine.runner.staging import Fetch, Staging, TokenReturn
+from engine.runner.staging import Fetch, FetchedAtOnce, Staging, TokenReturn
 from engine.runner.step_rows import FIRST, NONE, scored_positions
 from engine.sampling import scores
 from engine.sampling.columns import ColumnSampler, Kind, Wants
@@ -56,18 +56,21 @@ class SlotRunner:
         num_columns: int,
         block_size: int,
         device: torch.device,
+        lands_at_once: bool = False,
     ) -> None:
-        """`num_columns`: blocks of the longest request."""
+        """`num_columns`: blocks of the longest request. `lands_at_once`: a step is over when it was launched, and is recorded
+        instead of rounded up to one of the sizes of graphs."""
         self.plain = plain
         self._target = target
         self._sampler = sampler
         self._masks = masks
         self._calls = calls
         self._max_rows = max_num_seqs
+        self.lands_at_once = lands_at_once
         self._device = device
-        self._state = SlotState(max_num_seqs, num_columns, device=device)
+        self._state = SlotState(max_num_seqs, num_columns, device=device, dtype=target.dtype)
         self._slots = SlotTable(self._state, sampler)
-        self._step = DecodeStep(target, self._state, sampler, block_size=block_size, device=device)
+        self._step = DecodeStep(target, self._state, sampler, block_size=block_size, device=device, is_recorded=lands_at_once)
         self._staging = Staging(device)
         self._return = TokenReturn(max_num_seqs, scores.width(TOP_LOGPROBS_MAX), device=device)
         self._rows: list[int] = []  # what stands in `DecodeStep.rows`
@@ -117,7 +120,7 @@ class SlotRunner:
     @torch.inference_mode()
     def make_ready(self, num_rows: int, kind: Kind | None) -> int:
         """Have the decode step of so many rows captured, None as far as its logits; the size that it is rounded up to."""
-        size = step_size(num_rows, self._max_rows)
+        size = num_rows if self.lands_at_once else step_size(num_rows, self._max_rows)
         key = size, kind
         if not self._calls.is_ready(key):
             self._write_rows(NO_ROWS, size)  # of nothing but padding: the step changes nothing
@@ -129,6 +132,7 @@ class SlotRunner:
         for num_rows in WARM_ROWS:
             if num_rows <= self._max_rows:
                 for kind in (Kind(), Kind(greedy=True)):
+                    self._step.make_ready(kind)
                     self.make_ready(num_rows, kind)
 
     def _launch_decodes(self, items: Sequence[ScheduledRequest]) -> LaunchedStep:
@@ -162,6 +166,8 @@ class SlotRunner:
 
     def _fetch(self, num_rows: int, kind: Kind) -> Fetch:
         """What the decode step leaves."""
+        if self._step.host_sampled is not None and not kind.num_top:
+            return FetchedAtOnce(self._step.host_sampled[:num_rows].tolist())
         table = self._step.scores[:num_rows, : scores.width(kind.num_top)] if kind.num_top else None
         return self._return.send(self._step.sampled[:num_rows], table)
 

@@ -27,12 +27,14 @@ NOTHING = -1
 class SlotState:
     """S slots of M blocks each, on the device. Only kernels read it."""
 
-    def __init__(self, num_slots: int, num_columns: int, *, device: torch.device) -> None:
+    def __init__(self, num_slots: int, num_columns: int, *, device: torch.device, dtype: torch.dtype | None = None) -> None:
+        """`dtype`: of the model, whose operations advance the slots; None is any."""
         self.last_tokens = torch.zeros(num_slots, dtype=torch.int64, device=device)  # [S]
         self.num_tokens = torch.zeros(num_slots, dtype=torch.int32, device=device)  # [S], the last one included
         self.tables = torch.zeros(num_slots, num_columns, dtype=torch.int32, device=device)  # [S, M]
         self._staging = Staging(device)
-        self._ops = ops.operations(device)
+        self.host_tables = self.tables.numpy() if device.type == "cpu" else None  # the same memory
+        self._ops = ops.operations(device, dtype)
 
     @property
     def num_slots(self) -> int:
@@ -50,6 +52,10 @@ class SlotState:
 
     def write_blocks(self, pieces: Sequence[tuple[int, int, Sequence[int]]]) -> None:
         """pieces: (slot, first column, block ids)"""
+        if self.host_tables is not None:
+            for slot, first, ids in pieces:
+                self.host_tables[slot, first : first + len(ids)] = ids
+            return
         columns = self.tables.shape[1]
         places = np.concatenate([np.arange(len(ids)) + (slot * columns + first) for slot, first, ids in pieces])
         blocks = np.concatenate([np.asarray(ids) for _, _, ids in pieces])

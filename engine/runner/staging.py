@@ -93,15 +93,16 @@ class Fetch(Protocol):
 class FetchedAtOnce:
     """Tokens of a device that is the host."""
 
-    def __init__(self, table: torch.Tensor) -> None:
-        self._table = table.clone()
+    def __init__(self, tokens: list[int], scores: torch.Tensor | None = None) -> None:
+        self._tokens = tokens
+        self._scores = scores
 
     def tokens(self) -> list[int]:
-        found: list[int] = self._table[:, 0].tolist()
-        return found
+        return self._tokens
 
     def scores(self) -> torch.Tensor:
-        return self._table[:, 1:]
+        assert self._scores is not None, "nothing was sent with the tokens"
+        return self._scores
 
 
 class CudaFetch:
@@ -139,10 +140,10 @@ class TokenReturn:
 
     def send(self, tokens: torch.Tensor, scores: torch.Tensor | None = None) -> Fetch:
         """tokens: [R] int64, scores: [R, W] int64, on the device, free to be overwritten by the next step"""
+        if self._rotation is None:
+            return FetchedAtOnce(tokens.tolist(), None if scores is None else scores.clone())
         parts = (tokens[:, None],) if scores is None else (tokens[:, None], scores)
         shape = tokens.shape[0], sum(part.shape[1] for part in parts)
-        if self._rotation is None:
-            return FetchedAtOnce(torch.cat(parts, dim=1))
         place, buffers = self._rotation.take()
         kept, pinned = (buffer[: shape[0] * shape[1]].view(shape) for buffer in buffers)
         torch.cat(parts, dim=1, out=kept)

@@ -69,11 +69,20 @@ def _has_bias(sampling: SamplingParams) -> bool:
 class ColumnSampler:
     """Columns for `num_slots` slots of one engine. One thread calls everything."""
 
-    def __init__(self, num_slots: int, vocab_size: int, device: torch.device, *, num_rules: int = NUM_RULES) -> None:
+    def __init__(
+        self,
+        num_slots: int,
+        vocab_size: int,
+        device: torch.device,
+        *,
+        num_rules: int = NUM_RULES,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """`dtype`: of all logits, None if it is not known."""
         self.columns = ops.SamplingColumns.empty(num_slots, vocab_size, num_rules, device)
         self._device = device
-        self._ops = ops.operations(device)
-        self._kernels = ops.sampling_kernels(device)
+        self._ops = ops.operations(device, dtype)
+        self._kernels = ops.sampling_kernels(device, dtype)
         self._workspace = self._kernels.sampling_workspace(num_slots, vocab_size, device)
         self._vocab_size = vocab_size
         self._rules: dict[Request, int] = {}

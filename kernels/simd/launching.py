@@ -73,10 +73,11 @@ class OperationSequence:
         self._row_cells: list[int] = []
         self._cells = np.zeros(0, dtype=np.int64)
         self._table = np.zeros((0, LINE), dtype=np.int64)
+        self._address = 0
         self._pages: list[list[torch.Tensor]] = [[], []]
         self._page, self._place = 0, 0
         self._kept: list[torch.Tensor] = []
-        self._team, self._threads = pool(), 0
+        self._team, self._threads, self._num_rows = pool(), 0, 0
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -89,6 +90,7 @@ class OperationSequence:
             _recording.sequence = None
         self._table = np.array(self._lines, dtype=np.int64).reshape(-1, LINE)
         self._cells = np.array(self._row_cells, dtype=np.int64)
+        self._address = self._table.ctypes.data
 
     def turn(self) -> None:
         """Tensors made from here on take the places of those that were made before the last turn but this one."""
@@ -119,8 +121,10 @@ class OperationSequence:
             self._threads = threads
             table[:, _FUNCTION] = team.member if threads > 1 else 0
             table[:, _THREADS] = threads
-        table.reshape(-1)[self._cells] = num_rows
-        _run(team.address, threads, _in_order.address, table.ctypes.data, len(table), team.barrier)
+        if num_rows != self._num_rows:
+            self._num_rows = num_rows
+            table.reshape(-1)[self._cells] = num_rows
+        _run(team.address, threads, _IN_ORDER, self._address, len(self._lines), team.barrier)
 
 
 class _NothingComputed(TorchDispatchMode):
@@ -149,6 +153,9 @@ def _in_order(a):
         call_task(get_int64(line, _TASK), line + _FUNCTION * 8)
         if threads > 1:
             wait(barrier)
+
+
+_IN_ORDER = _in_order.address
 
 
 @entry(6)

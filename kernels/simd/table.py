@@ -11,11 +11,14 @@ from kernels.attention_rows import AttentionShape
 from kernels.cpu import table as plain
 from kernels.simd.activation import gelu_tanh_mul, silu_mul
 from kernels.simd.attention import can_attend, paged_decode, paged_prefill
+from kernels.simd.decode_inputs import advance_slots, prepare_decode
+from kernels.simd.embedding import embed, rotation_rows
 from kernels.simd.launching import OperationSequence
 from kernels.simd.linear import pack_linear
 from kernels.simd.norm import add_rms_norm, rms_norm
 from kernels.simd.rope_and_cache import rope_and_cache
 from kernels.simd.threads import pool
+from kernels.simd.token_counts import count_tokens
 from kernels.simd.vectors import LANES
 
 
@@ -54,6 +57,8 @@ def _paged_prefill(
 OPERATIONS = replace(
     plain.OPERATIONS,
     words=f"compiled vectors of {LANES} numbers, {'the threads of torch' if pool().address else 'one thread'}",
+    embed=embed,
+    rotation_rows=rotation_rows,
     rms_norm=rms_norm,
     add_rms_norm=add_rms_norm,
     rope_and_cache=_rope_and_cache,
@@ -62,6 +67,9 @@ OPERATIONS = replace(
     pack_linear=pack_linear,
     paged_decode=_paged_decode,
     paged_prefill=_paged_prefill,
+    prepare_decode=prepare_decode,
+    advance_slots=advance_slots,
+    count_tokens=count_tokens,
     pages=_suits,
     is_row_invariant=True,
     sequence=OperationSequence,

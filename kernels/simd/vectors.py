@@ -277,6 +277,30 @@ def get_int64(typing, address, index):
     )
 
 
+@intrinsic
+def put_int32(typing, address, index, value):
+    """One whole number written in four bytes."""
+
+    def emit(context, builder, sig, args):
+        address, index, value = args
+        builder.store(builder.trunc(value, INT32), place(builder, address, index, INT32), align=BYTES)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64), emit
+
+
+@intrinsic
+def put_int64(typing, address, index, value):
+    """One whole number written in eight bytes; `index` counts these."""
+
+    def emit(context, builder, sig, args):
+        address, index, value = args
+        builder.store(value, place(builder, address, index, INT64), align=8)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64), emit
+
+
 def stack(count):
     """A function without arguments that gives the address of room for `count` numbers, until its caller returns."""
 

@@ -14,9 +14,11 @@ from hypothesis import strategies as st
 from engine.protocol import FinishReason
 from engine.runner.batch_inputs import InputRow
 from engine.runner.step_rows import FIRST, NONE
+from engine.sampling.columns import Kind
 from kernels import ops
+from kernels.simd.vectors import LANES
 from tests.support.engine_histories import MAX_LEN, WISHES, Asked, asked, assert_as_alone, run, with_grammars
-from tests.support.engines import overlapped_engine, run_to_end, wanted
+from tests.support.engines import overlapped_engine, recorded_engine, run_to_end, wanted
 from tests.support.tiny_models import EOS, VOCAB_SIZE, make_model
 
 FAMILIES = ("llama", "mistral-window", "gemma2", "qwen3", "qwen3_moe")
@@ -28,6 +30,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models")
     for family in FAMILIES:
         make_model(family, folder / family)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def wide_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("wide")
+    for family in RECORDED:
+        make_model(family, folder / family, head_dim=LANES, hidden_size=4 * LANES)
     return folder
 
 
@@ -66,6 +76,59 @@ def test_tokens_are_those_of_the_plain_runner(
         swap_space=swap_space,
     )
     assert_as_alone(folder, family, requests, run(with_grammars(engine), requests, preempt_at=preempt_at))
+
+
+RECORDED = ("llama", "mistral-window", "gemma2", "qwen3_moe")
+"""With heads that compiled attention takes. Of the last two no step can be recorded: torch caps logits, and mixes experts."""
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(
+    family=st.sampled_from(RECORDED[:2]) | st.sampled_from(RECORDED),
+    requests=st.lists(asked, min_size=1, max_size=9),
+    budget=st.sampled_from((7, 16, 512)),
+    block_size=st.sampled_from((4, 16)),
+    seats=st.sampled_from((2, 5, 16)),
+    spare_blocks=st.sampled_from((0, 8, 1000)),
+    caches=st.booleans(),
+    preempt_at=st.none() | st.integers(1, 12),
+)
+def test_tokens_of_recorded_steps_are_those_of_the_plain_runner(
+    wide_folder: Path,
+    family: str,
+    requests: list[Asked],
+    budget: int,
+    block_size: int,
+    seats: int,
+    spare_blocks: int,
+    caches: bool,
+    preempt_at: int | None,
+) -> None:
+    engine = recorded_engine(
+        wide_folder / family,
+        max_num_batched_tokens=max(budget, seats),
+        block_size=block_size,
+        max_num_seqs=seats,
+        max_model_len=MAX_LEN,
+        num_kv_blocks=MAX_LEN // block_size + spare_blocks * 16 // block_size,
+        enable_prefix_caching=caches,
+    )
+    assert_as_alone(wide_folder, family, requests, run(with_grammars(engine), requests, preempt_at=preempt_at))
+
+
+@pytest.mark.parametrize("family", RECORDED)
+def test_a_step_is_recorded_where_torch_has_no_part_in_it(family: str, wide_folder: Path) -> None:
+    engine = recorded_engine(wide_folder / family)
+    records = engine.runner._step._recorded  # type: ignore[attr-defined]
+    assert (records.make_ready(Kind(greedy=True)) is not None) == (family in RECORDED[:2])
+    assert records.make_ready(Kind(num_top=1)) is None
+
+
+def test_tokens_of_recorded_steps_come_with_the_step_that_computed_them(wide_folder: Path) -> None:
+    engine = recorded_engine(wide_folder / "llama")
+    engine.submit(wanted("a", [5, 6, 7], max_tokens=3))
+    assert [[event.num_output_tokens for event in engine.step()] for _ in range(3)] == [[1], [2], [3]]
+    assert not engine.has_requests
 
 
 def test_a_stop_token_is_seen_one_step_late_and_what_was_launched_behind_it_is_thrown_away(folder: Path) -> None:

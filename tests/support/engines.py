@@ -14,6 +14,7 @@ from engine.options import EngineOptions
 from engine.protocol import GenerationRequest, SamplingParams, TokenEvent
 from engine.runner.ahead import slot_runner
 from engine.runner.model_runner import ModelRunner
+from engine.runner.slot_runner import SlotRunner
 from engine.speculation.prompt_lookup import AdaptiveDrafter, SpeculationCosts
 
 KV_CACHE_BYTES = 1_000_000
@@ -23,9 +24,10 @@ FREE_ROWS = SpeculationCosts(rows=(1, 64), times=(1.0, 1.0))
 
 
 def small_engine(model: Path, **changes: Any) -> Engine:
-    """An engine on the CPU with one thread and a cache of a megabyte. Guesses go as deep as they may, whatever the machine
-    measured them to cost."""
+    """An engine on the CPU with the plain runner, one thread and a cache of a megabyte. Guesses go as deep as they may,
+    whatever the machine measured them to cost."""
     chosen = {"device": "cpu", "threads": 1, "kv_cache_bytes": KV_CACHE_BYTES, "max_num_seqs": 16, **changes}
+    chosen.setdefault("enforce_eager", chosen["device"] == "cpu")
     options = EngineOptions(model=model, **chosen)
     engine = build_engine(options)
     if options.speculative_config is not None:
@@ -43,6 +45,13 @@ def overlapped_engine(model: Path, **changes: Any) -> Engine:
     ahead = slot_runner(runner, runner._target, runner._masks, scheduler.limits, torch.device("cpu"))
     ahead.warm_up()
     return Engine(scheduler, ahead, plain.info, grammars=plain._grammars, step_budget=plain._step_budget, overlap=ahead)
+
+
+def recorded_engine(model: Path, **changes: Any) -> Engine:
+    """As `small_engine`, with the runner that serves on a CPU: over slots, decode steps as one call where that can be."""
+    engine = small_engine(model, enforce_eager=False, **changes)
+    assert isinstance(engine.runner, SlotRunner)
+    return engine
 
 
 def preempt_all(engine: Engine) -> None:

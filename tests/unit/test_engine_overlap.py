@@ -51,8 +51,9 @@ class FakeLanding:
 class FakeAheadRunner:
     """Answers `token_of`; fails for chosen requests at launch, under way, without a token, or in the plain way."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, lands_at_once: bool = False) -> None:
         self.stage = "run"
+        self.lands_at_once = lands_at_once
         self.log: list[str] = []
         self.fails_at_launch: set[str] = set()
         self.waits: set[str] = set()
@@ -118,6 +119,14 @@ def test_the_next_step_is_launched_before_the_last_one_is_waited_for() -> None:
     assert runner.log == ["launch 1", "launch 1", "land", "launch 1", "land", "land"]
 
 
+def test_a_step_that_is_over_when_it_was_launched_is_taken_over_before_the_next_one() -> None:
+    runner = FakeAheadRunner(lands_at_once=True)
+    runner.waits = {"a"}
+    events = run_to_end(make_engine(runner), [wanted("a", [1, 2], max_tokens=3)])
+    assert runner.log == ["launch 1", "complete", "land"] * 3
+    assert tokens(events["a"]) == expected("a", 2, 3)
+
+
 def test_a_row_that_waits_for_a_mask_is_completed_behind_the_step_before_and_ahead_of_its_own_tokens() -> None:
     runner = FakeAheadRunner()
     runner.waits = {"a"}
@@ -175,9 +184,12 @@ def test_everybody_gets_the_tokens_of_the_plain_loop_and_all_blocks_come_back() 
         engine.check_when_idle()
 
 
+@pytest.mark.parametrize("lands_at_once", [False, True])
 @pytest.mark.parametrize("place", ["fails_at_launch", "fails_under_way", "yields_nothing"])
-def test_a_step_that_fails_is_computed_again_in_the_plain_way_and_only_the_culprit_ends(place: str) -> None:
-    runner = FakeAheadRunner()
+def test_a_step_that_fails_is_computed_again_in_the_plain_way_and_only_the_culprit_ends(
+    place: str, lands_at_once: bool
+) -> None:
+    runner = FakeAheadRunner(lands_at_once=lands_at_once)
     getattr(runner, place).add("bad")
     runner.fails_plainly.add("bad")
     engine = make_engine(runner)

@@ -1,0 +1,63 @@
+"""Whole decode steps as one call, where a table of operations can put them down: what graphs are to a GPU.
+
+A step is computed once over tensors of as many rows as there may be, and every operation on the way is written down instead of
+run. It works on buffers that stay where they are, so that from then on only the number of its rows is said. There is a record
+for each kind of step. What torch has a part in cannot be recorded, and is computed operation by operation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from engine.models.joined_layers import MAX_ROWS
+from engine.sampling.columns import Kind
+from kernels import ops
+
+Computed = torch.Tensor | None
+"""Logits of a step that ends with them: [R, V]. None of one that chooses its tokens."""
+
+Compute = Callable[[int, Kind | None, Callable[[], None] | None], Computed]
+"""A step of so many rows and of this kind; the last is called before each layer while the step is recorded."""
+
+
+class Record(NamedTuple):
+    """What runs a step, and where its logits stand then."""
+
+    operations: ops.RecordedOperations
+    logits: Computed
+
+
+class RecordedSteps:
+    """Steps of up to `max_rows` rows that were recorded, or that cannot be."""
+
+    def __init__(self, sequence: Callable[[int], ops.RecordedOperations] | None, compute: Compute, max_rows: int) -> None:
+        """`sequence` makes room for operations, None where no step can be recorded."""
+        self._sequence = sequence
+        self._compute = compute
+        self._max_rows = min(max_rows, MAX_ROWS)
+        self._records: dict[Kind | None, Record | None] = {}
+
+    def make_ready(self, kind: Kind | None) -> Record | None:
+        """The record of steps of this kind, None if they have none."""
+        if self._sequence is None:
+            return None
+        if kind not in self._records:
+            operations = self._sequence(self._max_rows)
+            try:
+                with operations.recording():
+                    logits = self._compute(self._max_rows, kind, operations.turn)
+                self._records[kind] = Record(operations, logits)
+            except ops.NotRecordable:
+                self._records[kind] = None
+        return self._records[kind]
+
+    def __call__(self, num_rows: int, kind: Kind | None) -> Computed:
+        """Compute a step, by its record if there is one."""
+        record = self.make_ready(kind) if num_rows <= self._max_rows else None
+        if record is None:
+            return self._compute(num_rows, kind, None)
+        record.operations.run(num_rows)
+        return None if record.logits is None else record.logits[:num_rows]

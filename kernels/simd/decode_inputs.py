@@ -1,0 +1,129 @@
+"""Inputs of a decode step from the state of its slots, and that state after the step, as `kernels.cpu.decode_inputs` says.
+
+Moves some numbers of each row and the blocks that its context reaches.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from kernels.simd.compiling import entry, task
+from kernels.simd.launching import Launch
+from kernels.simd.threads import argument, run, share
+from kernels.simd.vectors import get_int32, get_int64, put_int32, put_int64
+
+
+@task
+def _rows(a):
+    slots, last_tokens, num_tokens, tables, width, block = (
+        argument(a, 0), argument(a, 1), argument(a, 2), argument(a, 3), argument(a, 4), argument(a, 5),
+    )  # fmt: skip
+    token_ids, positions, slot_mapping, context_lens, block_tables, out_width = (
+        argument(a, 6), argument(a, 7), argument(a, 8), argument(a, 9), argument(a, 10), argument(a, 11),
+    )  # fmt: skip
+    first, end = share(a, argument(a, 12))
+    for row in range(first, end):
+        slot = get_int32(slots, row)
+        context = get_int32(num_tokens, slot) if slot >= 0 else 0
+        last = max(context - 1, 0)
+        place, column = -1, last // block
+        if context > 0 and column < width:
+            place = get_int32(tables, slot * width + column) * block + last % block
+        put_int64(token_ids, row, get_int64(last_tokens, slot) if slot >= 0 else 0)
+        put_int64(positions, row, last)
+        put_int64(slot_mapping, row, place)
+        put_int32(context_lens, row, context)
+        for index in range(min(width, (context + block - 1) // block)):
+            put_int32(block_tables, row * out_width + index, get_int32(tables, slot * width + index))
+
+
+@entry(16)
+def _run_rows(
+    pool, threads, task, slots, last_tokens, num_tokens, tables, width, block,
+    token_ids, positions, slot_mapping, context_lens, block_tables, out_width, num_rows,
+):  # fmt: skip
+    run(
+        pool, threads, task,
+        (slots, last_tokens, num_tokens, tables, width, block,
+         token_ids, positions, slot_mapping, context_lens, block_tables, out_width, num_rows),
+    )  # fmt: skip
+
+
+@task
+def _advance(a):
+    slots, sampled, last_tokens = argument(a, 0), argument(a, 1), argument(a, 2)
+    num_tokens, out = argument(a, 3), argument(a, 4)
+    first, end = share(a, argument(a, 5))
+    for row in range(first, end):
+        slot, token = get_int32(slots, row), get_int64(sampled, row)
+        if slot >= 0:
+            put_int64(last_tokens, slot, max(token, 0))
+            put_int32(num_tokens, slot, get_int32(num_tokens, slot) + 1)
+        if out:
+            put_int64(out, row, token)
+
+
+@entry(9)
+def _run_advance(pool, threads, task, slots, sampled, last_tokens, num_tokens, out, num_rows):
+    run(pool, threads, task, (slots, sampled, last_tokens, num_tokens, out, num_rows))
+
+
+_prepare = Launch(_run_rows, _rows, rows_at=12)
+_go_on = Launch(_run_advance, _advance, rows_at=5)
+
+
+def prepare_decode(
+    slots: torch.Tensor,
+    last_tokens: torch.Tensor,
+    num_tokens: torch.Tensor,
+    slot_tables: torch.Tensor,
+    *,
+    block_size: int,
+    token_ids: torch.Tensor,
+    positions: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    context_lens: torch.Tensor,
+    block_tables: torch.Tensor,
+) -> None:
+    """As `kernels.cpu.decode_inputs.prepare_decode`: slots and num_tokens int32, last_tokens int64, slot_tables [S, M] int32;
+    token_ids, positions and slot_mapping [B] int64, context_lens [B] and block_tables [B, M] int32."""
+    assert slots.dtype is num_tokens.dtype is slot_tables.dtype is torch.int32
+    assert last_tokens.dtype is torch.int64
+    _prepare(
+        slots.numel() * slot_tables.shape[1],
+        slots.data_ptr(),
+        last_tokens.data_ptr(),
+        num_tokens.data_ptr(),
+        slot_tables.data_ptr(),
+        slot_tables.shape[1],
+        block_size,
+        token_ids.data_ptr(),
+        positions.data_ptr(),
+        slot_mapping.data_ptr(),
+        context_lens.data_ptr(),
+        block_tables.data_ptr(),
+        block_tables.stride(0),
+        slots.shape[0],
+    )
+
+
+def advance_slots(
+    slots: torch.Tensor,
+    sampled: torch.Tensor,
+    last_tokens: torch.Tensor,
+    num_tokens: torch.Tensor,
+    *,
+    out: torch.Tensor | None = None,
+) -> None:
+    """As `kernels.cpu.decode_inputs.advance_slots`: slots and num_tokens int32, sampled, last_tokens and out int64."""
+    assert slots.dtype is num_tokens.dtype is torch.int32
+    assert sampled.dtype is last_tokens.dtype is torch.int64
+    _go_on(
+        slots.numel(),
+        slots.data_ptr(),
+        sampled.data_ptr(),
+        last_tokens.data_ptr(),
+        num_tokens.data_ptr(),
+        0 if out is None else out.data_ptr(),
+        slots.shape[0],
+    )

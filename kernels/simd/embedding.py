@@ -1,0 +1,48 @@
+"""What a step looks up by token and by position: rows of tables, copied."""
+
+from __future__ import annotations
+
+import numba
+import torch
+
+from kernels.simd.compiling import entry, task
+from kernels.simd.launching import Launch, new
+from kernels.simd.threads import argument, bits, number, run, share
+from kernels.simd.vectors import BYTES, LANES, get_int64, load_part, splat, store_part
+
+
+@task
+def _copies(a):
+    table, index, out, size, factor = argument(a, 0), argument(a, 1), argument(a, 2), argument(a, 4), number(argument(a, 5))
+    first, end = share(a, argument(a, 3))
+    for row in range(first, end):
+        source, target = table + get_int64(index, row) * size * BYTES, out + row * size * BYTES
+        for i in range(0, size, LANES):
+            store_part(target, i, size, load_part(source, i, size) * splat(numba.float32(factor)))
+
+
+@entry(8, 1)
+def _run(pool, threads, task, table, index, out, num_rows, size, factor):
+    run(pool, threads, task, (table, index, out, num_rows, size, bits(factor)))
+
+
+_look_up = Launch(_run, _copies, rows_at=3, num_floats=1)
+
+
+def _rows_of(table: torch.Tensor, index: torch.Tensor, factor: float) -> torch.Tensor:
+    """table: [N, …] float32 → [T, …]; what stands in `index` must be within the table."""
+    index = index.contiguous() if index.dtype is torch.int64 else index.long()
+    out = new(index.shape[0], *table.shape[1:])
+    size = table[0].numel()
+    _look_up(out.numel(), table.data_ptr(), index.data_ptr(), out.data_ptr(), index.shape[0], size, factor)
+    return out
+
+
+def embed(token_ids: torch.Tensor, table: torch.Tensor, *, multiplier: float = 1.0) -> torch.Tensor:
+    """token_ids: [T] int64 or int32, table: [V, hidden] float32 → [T, hidden] · multiplier"""
+    return _rows_of(table, token_ids, multiplier)
+
+
+def rotation_rows(cos: torch.Tensor, sin: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """cos, sin: [max_len, 1, rotary_dim] float32, positions: [T] → both at these positions, [T, 1, rotary_dim]"""
+    return _rows_of(cos, positions, 1.0), _rows_of(sin, positions, 1.0)

@@ -1,0 +1,310 @@
+"""Choosing the next tokens of rows whose parameters lie in columns: the very tokens of `kernels.cpu.sampling`, a row at a time.
+
+    logits ─► what the request changes (a copy of the row, where there is such a thing) ─► the first of the largest
+        ─► distances below it ─► the limits of top-k and top-p, each the smallest distance that leaves enough ─► race
+
+Such a limit is found in three passes over the row: distances are not negative, so that their bits have their order, and the
+sums of what lies in each of 2048 ranges of bits tell in which one the limit is (a radix select). Reads a row once or, where
+there are filters, up to nine times from the cache.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+
+import numba
+import torch
+
+from kernels.race import NO_TOKEN
+from kernels.sampling_columns import HELD_IDS_MAX, SamplingColumns
+from kernels.simd.compiling import entry, part, task
+from kernels.simd.launching import Launch
+from kernels.simd.race import gumbel, key_of, times, weights
+from kernels.simd.threads import argument, member, run
+from kernels.simd.vectors import (
+    BYTES,
+    LANES,
+    first_lanes,
+    get,
+    get_int32,
+    get_int64,
+    load_part,
+    put,
+    put_int64,
+    splat,
+    stack,
+    store,
+    store_part,
+    total,
+    where_less,
+)
+
+_SCALE, _TOP_P, _REACH, _REPETITION, _FREQUENCY, _PRESENCE = range(6)
+_TOP_K, _RULE = range(2)
+_STREAM, _HELD_UNTIL = range(2)
+
+_INFINITE = math.inf
+_RANGES = 2048
+_lanes = stack(2 * LANES)
+_sums = stack(2 * _RANGES)
+_one = stack(2)
+
+
+@part
+def _splat(number):
+    return splat(numba.float32(number))
+
+
+@part
+def _end_of(x, i, size, other):
+    """LANES numbers from element i on, `other` from the end of the row on."""
+    value = load_part(x, i, size)
+    return value if size - i >= LANES else first_lanes(value, size - i, other)
+
+
+@part
+def _winner(best, places):
+    """The token with the largest score, the lowest of equals: `places` are those of the first lanes, -1 is none."""
+    room, chosen, most = _lanes(), NO_TOKEN, numba.float32(-_INFINITE)
+    store(room, 0, best)
+    store(room, LANES, places)
+    for lane in range(LANES):
+        score, place = get(room, lane), get(room, LANES + lane)
+        token = numba.int64(place) + lane
+        if place >= 0 and (score > most or (score == most and token < chosen)):
+            chosen, most = token, score
+    return chosen
+
+
+@part
+def _first_largest(x, size):
+    """The first of the largest numbers of a row, NO_TOKEN where one is NaN or infinite, or where none is above -inf."""
+    lowest, zero, highest = _splat(-_INFINITE), _splat(0.0), _splat(_INFINITE)
+    best, places, poison = lowest, _splat(-1.0), zero
+    for i in range(0, size, LANES):
+        value = _end_of(x, i, size, lowest)
+        poison = where_less(value, highest, poison, value)
+        places = where_less(best, value, _splat(i), places)
+        best = where_less(best, value, value, best)
+    return _winner(best, places) if math.isfinite(total(poison)) else NO_TOKEN
+
+
+@part
+def _measure(x, out, weighed, size, most, scale):
+    """out = most - x, and into `weighed`, if there is room for it, what each weighs."""
+    for i in range(0, size, LANES):
+        distance = _splat(most) - load_part(x, i, size)
+        store_part(out, i, size, distance)
+        if weighed:
+            store_part(weighed, i, size, weights(times(distance, scale)))
+
+
+@part
+def _total_weight(distances, weighed, size, limit):
+    """What everything weighs that is no farther than `limit`."""
+    found = 0
+    for i in range(size):
+        if get(distances, i) <= limit:
+            found += get_int32(weighed, i)
+    return found
+
+
+@part
+def _limit(distances, weighed, size, target):
+    """The smallest distance up to which the weights, all 1 without `weighed`, sum up to `target`, the largest if none does."""
+    sums, found, left = _sums(), 0, target
+    for level in range(3):
+        shift, ranges = 20 - 10 * level, _RANGES if level == 0 else _RANGES // 2
+        width = 11 if level == 0 else 10
+        for index in range(ranges):
+            put_int64(sums, index, 0)
+        for i in range(size):
+            bits = get_int32(distances, i)
+            if bits >> (shift + width) == found:
+                index = (bits >> shift) & (ranges - 1)
+                put_int64(sums, index, get_int64(sums, index) + (get_int32(weighed, i) if weighed else 1))
+        index = 0
+        while get_int64(sums, index) < left and index < ranges - 1:
+            left -= get_int64(sums, index)
+            index += 1
+        found = (found << width) | index
+    room = _one()
+    put_int64(room, 0, found)
+    return get(room, 0)
+
+
+@part
+def _race(x, size, scale, key, most, limit, reach):
+    """The winner among the tokens that lie no farther below the largest logit than the limits."""
+    lowest = _splat(-_INFINITE)
+    best, places = lowest, _splat(-1.0)
+    for i in range(0, size, LANES):
+        value = _end_of(x, i, size, lowest)
+        score = times(value, scale) + gumbel(i, key)
+        distance = _splat(most) - value
+        score = where_less(_splat(limit), distance, lowest, score)
+        score = where_less(_splat(reach), times(distance, scale), lowest, score)
+        places = where_less(best, score, _splat(i), places)
+        best = where_less(best, score, score, best)
+    return _winner(best, places)
+
+
+@part
+def _drawn(x, size, most, scale, top_k, top_p, reach, key, room):
+    """Room is for two rows."""
+    limit = numba.float32(_INFINITE)
+    if (0 < top_k < size) or top_p < 1:
+        weighed = room + size * BYTES if top_p < 1 else 0
+        _measure(x, room, weighed, size, most, scale)
+        if 0 < top_k < size:
+            limit = _limit(room, 0, size, top_k)
+        if top_p < 1:
+            target = math.ceil(numba.float64(top_p) * numba.float64(_total_weight(room, weighed, size, limit)))
+            limit = min(limit, _limit(room, weighed, size, max(1, numba.int64(target))))
+    return _race(x, size, scale, key, most, limit, reach)
+
+
+@part
+def _change(x, out, size, repetition, frequency, presence, counts, bias):
+    """Penalties and bias of a request: 0 where there are no counts, or no bias."""
+    for i in range(size):
+        value = get(x, i)
+        if counts:
+            count = get_int32(counts, i)
+            times_out = numba.float32(count >> 1)
+            if count & 1:
+                value = value / repetition if value > 0 else value * repetition
+            value = value - frequency * times_out
+            value = value - (presence if count >> 1 > 0 else numba.float32(0.0))
+        if bias:
+            value = value + get(bias, i)
+        put(out, i, value if get(x, i) < _INFINITE else numba.float32(_INFINITE))
+
+
+@part
+def _forbid(out, token):
+    """What is not finite stays so: forbidding it does not hide that the model failed."""
+    if get(out, token) < _INFINITE:
+        put(out, token, numba.float32(-_INFINITE))
+
+
+@part
+def _forbid_by_mask(out, size, mask):
+    for i in range(size):
+        if not (get_int32(mask, i >> 5) >> (i & 31)) & 1:
+            _forbid(out, i)
+
+
+@task
+def _rows(a):
+    logits, stride, size, slots = argument(a, 0), argument(a, 1), argument(a, 2), argument(a, 3)
+    positions, position_bytes = argument(a, 4), argument(a, 5)
+    floats, ints, longs, columns = argument(a, 6), argument(a, 7), argument(a, 8), argument(a, 9)
+    held_ids, counts, bias = argument(a, 10), argument(a, 11), argument(a, 12)
+    masks, mask_stride, rooms, num_rooms = argument(a, 13), argument(a, 14), argument(a, 15), argument(a, 16)
+    out, num_rows = argument(a, 17), argument(a, 18)
+    thread, threads = member(a)
+    threads = min(threads, num_rooms)  # those beyond have nowhere to work
+    room = rooms + thread * 3 * size * BYTES
+    for row in range(num_rows * min(thread, threads) // threads, num_rows * min(thread + 1, threads) // threads):
+        slot = get_int32(slots, row)
+        if slot < 0:
+            put_int64(out, row, NO_TOKEN)
+            continue
+        x = logits + row * stride * BYTES
+        position = get_int64(positions, row) if position_bytes == 8 else get_int32(positions, row)
+        repetition, frequency = get(floats, _REPETITION * columns + slot), get(floats, _FREQUENCY * columns + slot)
+        presence, rule = get(floats, _PRESENCE * columns + slot), get_int32(ints, _RULE * columns + slot)
+        is_penalised = repetition != 1 or frequency != 0 or presence != 0
+        is_held = position < get_int64(longs, _HELD_UNTIL * columns + slot)
+        if is_penalised or rule >= 0 or is_held or masks:
+            _change(
+                x, room, size, repetition, frequency, presence,
+                counts + slot * size * BYTES if is_penalised else 0, bias + rule * size * BYTES if rule >= 0 else 0,
+            )  # fmt: skip
+            x = room
+            if is_held:
+                for index in range(slot * HELD_IDS_MAX, (slot + 1) * HELD_IDS_MAX):
+                    if get_int32(held_ids, index) >= 0:
+                        _forbid(x, get_int32(held_ids, index))
+            if masks:
+                _forbid_by_mask(x, size, masks + row * mask_stride * BYTES)
+        token = _first_largest(x, size)
+        scale = get(floats, _SCALE * columns + slot)
+        if token != NO_TOKEN and scale > 0:
+            key = key_of(get_int64(longs, _STREAM * columns + slot), position)
+            token = _drawn(
+                x, size, get(x, token), scale, get_int32(ints, _TOP_K * columns + slot), get(floats, _TOP_P * columns + slot),
+                get(floats, _REACH * columns + slot), key, room + size * BYTES,
+            )  # fmt: skip
+        put_int64(out, row, token)
+
+
+@entry(22)
+def _run(
+    pool, threads, task, logits, stride, size, slots, positions, position_bytes, floats, ints, longs, columns,
+    held_ids, counts, bias, masks, mask_stride, rooms, num_rooms, out, num_rows,
+):  # fmt: skip
+    run(
+        pool, threads, task,
+        (logits, stride, size, slots, positions, position_bytes, floats, ints, longs, columns,
+         held_ids, counts, bias, masks, mask_stride, rooms, num_rooms, out, num_rows),
+    )  # fmt: skip
+
+
+_choose = Launch(_run, _rows, rows_at=18)
+
+_PASSES = 16
+"""What a row takes, about, in operations for each number of it."""
+
+
+def sampling_workspace(max_rows: int, vocab_size: int, device: torch.device) -> torch.Tensor:
+    """Room of each thread for a row that a request changed, distances and weights; what is not used takes no memory."""
+    return torch.empty(max(os.cpu_count() or 1, torch.get_num_threads()), 3, vocab_size)
+
+
+def sample(
+    logits: torch.Tensor,
+    slots: torch.Tensor,
+    positions: torch.Tensor,
+    columns: SamplingColumns,
+    *,
+    masks: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    workspace: torch.Tensor | None = None,
+    weighs: bool = True,
+) -> torch.Tensor:
+    """Next token of each row, or NO_TOKEN: [R] int64
+
+    logits: [R, V] float32, left as they are; slots: [R] int32, below 0 is padding; positions: [R] int32 or int64, index of the
+    token in prompt plus output; masks: [R, ceil(V / 32)] int32, bit b of word w allows token 32 w + b
+    """
+    num_rows, vocab_size = logits.shape
+    room = sampling_workspace(num_rows, vocab_size, logits.device) if workspace is None else workspace
+    chosen = torch.empty(num_rows, dtype=torch.int64) if out is None else out
+    assert logits.dtype is torch.float32
+    assert slots.dtype is torch.int32
+    _choose(
+        logits.numel() * _PASSES if num_rows > 1 else 0,
+        logits.data_ptr(),
+        logits.stride(0),
+        vocab_size,
+        slots.data_ptr(),
+        positions.data_ptr(),
+        positions.element_size(),
+        columns.floats.data_ptr(),
+        columns.ints.data_ptr(),
+        columns.longs.data_ptr(),
+        columns.floats.stride(0),
+        columns.held_ids.data_ptr(),
+        columns.counts.data_ptr(),
+        columns.bias.data_ptr(),
+        0 if masks is None else masks.data_ptr(),
+        0 if masks is None else masks.stride(0),
+        room.data_ptr(),
+        room.shape[0],
+        chosen.data_ptr(),
+        num_rows,
+    )
+    return chosen

@@ -1,0 +1,36 @@
+"""What penalties look at: counts of the tokens that a request has, see `kernels.sampling_columns`."""
+
+from __future__ import annotations
+
+import torch
+
+from kernels.simd.compiling import entry, task
+from kernels.simd.launching import Launch
+from kernels.simd.threads import argument, run, share
+from kernels.simd.vectors import get_int32, get_int64, put_int32
+
+
+@task
+def _counted(a):
+    slots, tokens, counts, vocab_size = argument(a, 0), argument(a, 1), argument(a, 2), argument(a, 4)
+    first, end = share(a, argument(a, 3))
+    for row in range(first, end):
+        slot, token = get_int32(slots, row), get_int64(tokens, row)
+        if slot >= 0 and token >= 0:
+            place = slot * vocab_size + token
+            put_int32(counts, place, (get_int32(counts, place) | 1) + 2)
+
+
+@entry(8)
+def _run(pool, threads, task, slots, tokens, counts, num_rows, vocab_size):
+    run(pool, threads, task, (slots, tokens, counts, num_rows, vocab_size))
+
+
+_count = Launch(_run, _counted, rows_at=3)
+
+
+def count_tokens(slots: torch.Tensor, tokens: torch.Tensor, counts: torch.Tensor) -> None:
+    """slots: [R] int32, below 0 is padding, none twice; tokens: [R] int64, below 0 is none; counts: [S, V] int32, in place"""
+    assert slots.dtype is counts.dtype is torch.int32
+    assert tokens.dtype is torch.int64
+    _count(slots.numel(), slots.data_ptr(), tokens.data_ptr(), counts.data_ptr(), slots.shape[0], counts.shape[1])

@@ -1,0 +1,177 @@
+"""Choosing tokens in compiled vectors: the very tokens of the definition, whatever rows ask for and however many threads."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from kernels.cpu import race as torch_race
+from kernels.cpu import sampling as torch_sampling
+from kernels.race import NO_TOKEN
+from kernels.reference import sampling as reference
+from kernels.sampling_columns import SamplingColumns
+from kernels.simd import sampling
+from kernels.simd.vectors import LANES
+
+LOG2_E = 1.4426950408889634
+SETTINGS: list[dict[str, Any]] = [
+    {},
+    {"temperature": 0.0},
+    {"top_k": 1},
+    {"top_k": 5},
+    {"top_k": 40, "temperature": 1.7},
+    {"top_k": 300, "top_p": 0.9},
+    {"top_p": 0.1},
+    {"top_p": 1e-9},
+    {"top_p": 0.95, "temperature": 0.6},
+    {"top_p": 0.9999, "temperature": 2.0},
+    {"min_p": 0.05},
+    {"top_p": 0.9, "min_p": 0.1},
+    {"top_k": 20, "top_p": 0.5, "min_p": 0.2},
+    {"temperature": 1e-4},
+    {"top_k": 10**6},
+    {"repetition": 1.3, "temperature": 0.0},
+    {"repetition": 0.7, "frequency": 0.4, "presence": -0.3, "top_p": 0.9},
+    {"frequency": 1.5, "rule": 0},
+    {"rule": 1, "temperature": 0.0},
+    {"held": [0, 3], "temperature": 0.0},
+    {"held": [1], "rule": 1, "presence": 2.0, "top_k": 7},
+]
+VOCABS = (1, LANES - 1, LANES, 129, 4093)
+
+
+@pytest.fixture(params=[1, 2], ids=["one thread", "two threads"], autouse=True)
+def _threads(request: pytest.FixtureRequest) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield
+    torch.set_num_threads(before)
+
+
+def columns_of(settings: list[dict[str, Any]], vocab_size: int) -> SamplingColumns:
+    columns = SamplingColumns.empty(len(settings), vocab_size, 2, torch.device("cpu"))
+    generator = torch.Generator().manual_seed(vocab_size)
+    columns.counts.copy_(torch.randint(0, 6, columns.counts.shape, generator=generator))
+    columns.bias.copy_(torch.randn(columns.bias.shape, generator=generator) * 3)
+    columns.bias[1, ::3] = -math.inf
+    for slot, each in enumerate(settings):
+        temperature = each.get("temperature", 1.0)
+        columns.scale[slot] = LOG2_E / temperature if temperature else 0.0
+        columns.streams[slot] = (slot + 1) * 0x5DEECE66D123457 - 2**62
+        columns.top_k[slot] = int(each.get("top_k", 0))
+        columns.top_p[slot] = each.get("top_p", 1.0)
+        columns.reach[slot] = -math.log2(each["min_p"]) if "min_p" in each else math.inf
+        columns.repetition[slot] = each.get("repetition", 1.0)
+        columns.frequency[slot], columns.presence[slot] = each.get("frequency", 0.0), each.get("presence", 0.0)
+        columns.rules[slot] = each.get("rule", -1)
+        columns.held_until[slot] = 9 if "held" in each else 0
+        for place, token_id in enumerate(token_id for token_id in each.get("held", ()) if token_id < vocab_size):
+            columns.held_ids[slot, place] = token_id
+    return columns
+
+
+def compare(
+    logits: torch.Tensor,
+    columns: SamplingColumns,
+    slots: torch.Tensor,
+    positions: torch.Tensor,
+    masks: torch.Tensor | None = None,
+) -> list[int]:
+    """The tokens, which must be the definition's and torch's."""
+    before = logits.clone()
+    found: list[int] = sampling.sample(logits, slots, positions, columns, masks=masks).tolist()
+    assert torch.equal(logits.nan_to_num(7.0), before.nan_to_num(7.0)), "the logits were changed"
+    assert found == torch_sampling.sample(logits, slots, positions, columns, masks=masks).tolist()
+    assert found == reference.sample(logits, slots, positions, columns, masks=masks).tolist()
+    return found
+
+
+@pytest.mark.parametrize("vocab_size", VOCABS)
+@pytest.mark.parametrize("spread", [0.01, 3.0])
+def test_whatever_a_row_asks_for_it_gets_the_token_of_its_definition(vocab_size: int, spread: float) -> None:
+    columns, count = columns_of(SETTINGS, vocab_size), len(SETTINGS)
+    generator = torch.Generator().manual_seed(1)
+    wide = torch.full((count, vocab_size + 5), math.nan)
+    logits = wide[:, :vocab_size]  # rows that lie apart, poison between them
+    for step in range(3):
+        logits.copy_(torch.randn(count, vocab_size, generator=generator) * spread)
+        slots = torch.randperm(count, generator=generator).int()
+        slots[step] = -1
+        positions = torch.arange(count, dtype=torch.int64 if step % 2 else torch.int32) * 3 + step
+        assert compare(logits, columns, slots, positions)[step] == NO_TOKEN
+
+
+def test_equal_logits_stand_or_fall_together() -> None:
+    settings: list[dict[str, Any]] = [
+        {"top_k": 3},
+        {"top_p": 0.5},
+        {"min_p": 0.5},
+        {"temperature": 0.0},
+        {},
+        {"top_k": 5, "top_p": 0.5},
+    ]
+    columns = columns_of(settings, 700)
+    logits = torch.randn(len(settings), 700, generator=torch.Generator().manual_seed(2)).round()
+    slots = torch.arange(len(settings), dtype=torch.int32)
+    for step in range(4):
+        assert compare(logits, columns, slots, slots.long() + step)[3] == int(logits[3].argmax())
+        compare(torch.zeros_like(logits), columns, slots, slots.long() + step)
+
+
+def test_a_mask_leaves_what_it_allows_and_forbidding_hides_no_failure() -> None:
+    settings: list[dict[str, Any]] = [{}, {"temperature": 0.0}, {"top_k": 4}, {"top_p": 0.7}, {"held": [3]}, {"rule": 1}]
+    columns = columns_of(settings, 70)
+    generator = torch.Generator().manual_seed(3)
+    masks = torch.randint(-(2**31), 2**31, (len(settings), 5), generator=generator, dtype=torch.int64).int()[:, :3]
+    logits = torch.randn(len(settings), 70, generator=generator)
+    slots = torch.arange(len(settings), dtype=torch.int32)
+    for row, token_id in enumerate(compare(logits, columns, slots, slots.long(), masks)):
+        assert masks[row, token_id // 32] >> token_id % 32 & 1
+    masks[0], masks[1:, 0] = 0, ~8
+    logits[2:4, 3], logits[4, 3], logits[5, 3] = math.nan, math.inf, -math.inf
+    found = compare(logits, columns, slots, slots.long(), masks)
+    assert [token_id == NO_TOKEN for token_id in found] == [True, False, True, True, True, False]
+
+
+def test_a_row_without_a_finite_largest_logit_has_no_token_and_leaves_the_others_alone() -> None:
+    settings: list[dict[str, Any]] = [{"temperature": 0.0}, {}, {"top_k": 4}, {"top_p": 0.7}]
+    columns = columns_of(settings, 300)
+    logits = torch.randn(16, 300, generator=torch.Generator().manual_seed(4))
+    logits[0:4, 130], logits[4:8, 299], logits[8:12] = math.nan, math.inf, -math.inf
+    found = compare(logits, columns, torch.arange(16, dtype=torch.int32) % 4, torch.full((16,), 5))
+    assert [token_id == NO_TOKEN for token_id in found] == [True] * 12 + [False] * 4
+
+
+def test_fewer_tokens_than_top_k_asks_for_are_all_that_there_are() -> None:
+    columns = columns_of([{"top_k": 9}, {"top_k": 9, "top_p": 0.9}], 200)
+    logits = torch.full((2, 200), -math.inf)
+    logits[:, [3, 77, 150]] = torch.tensor([1.0, 2.0, 0.5])
+    found = [compare(logits, columns, torch.tensor([0, 1], dtype=torch.int32), torch.full((2,), at)) for at in range(20)]
+    assert {row[0] for row in found} == {3, 77, 150}
+
+
+def test_more_threads_than_there_is_room_for_leave_the_work_to_the_others() -> None:
+    columns, slots = columns_of(SETTINGS, 40), torch.arange(len(SETTINGS), dtype=torch.int32)
+    logits = torch.randn(len(SETTINGS), 40, generator=torch.Generator().manual_seed(5))
+    room = torch.full((2, 3, 40), math.nan)
+    expected = torch_sampling.sample(logits, slots, slots, columns).tolist()
+    assert sampling.sample(logits, slots, slots, columns, workspace=room[:1]).tolist() == expected
+    assert bool(room[1].isnan().all())
+
+
+def test_tokens_are_drawn_as_often_as_they_are_likely() -> None:
+    columns = columns_of([{}], 4)
+    logits = torch.tensor([[0.5, 0.25, 0.2, 0.05]]).log().expand(4000, -1).contiguous()
+    slots = torch.zeros(4000, dtype=torch.int32)
+    chosen = sampling.sample(logits, slots, torch.arange(4000), columns)
+    assert torch.equal(chosen, torch_sampling.draw(logits, columns.scale[:1].expand(4000), keys(columns, 4000)))
+    shares = torch.bincount(chosen, minlength=4) / 4000
+    assert shares.tolist() == pytest.approx([0.5, 0.25, 0.2, 0.05], abs=0.025)
+
+
+def keys(columns: SamplingColumns, count: int) -> torch.Tensor:
+    return torch_race.keys(columns.streams[:1].expand(count), torch.arange(count))
