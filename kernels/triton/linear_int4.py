@@ -42,9 +42,10 @@ def _scales(meta, IS_BFLOAT: tl.constexpr):
 
 
 @triton.jit
-def _biased(bits, DTYPE: tl.constexpr):
-    """bits: integers to 31 in both halves of a word → with the exponent that makes halves 128 + bits or 1024 + bits."""
-    return bits | (0x43004300 if tl.bfloat16 == DTYPE else 0x64006400)
+def _exponent(meta, DTYPE: tl.constexpr):
+    """Under which a number below 32, in either half of a word, is 128 + number or 1024 + number. Zero points end at bit 20, so
+    that nothing of `meta` is left: but the assembler cannot know, and masks a code and sets its exponent by one instruction."""
+    return (0x43004300 if tl.bfloat16 == DTYPE else 0x64006400) | (meta >> 21)
 
 
 @triton.jit
@@ -109,9 +110,10 @@ def linear_int4_kernel(
         for run in tl.static_range(4):
             if (32 * run) % GROUP == 0:
                 meta = tl.load(scales_zeros_ptr + ((chunk * 128 + 32 * run) // GROUP) * N + columns, mask=column_mask, other=0)
-                zeros = _lower(_biased(meta >> 16, DTYPE), DTYPE)[None, :]
+                exponent = _exponent(meta, DTYPE)
+                zeros = _lower((meta >> 16) | exponent, DTYPE)[None, :]
             # Two codes of one group at a time, as 128 + code or 1024 + code; less the zero point they are exact integers.
-            pair = _biased((words >> (4 * run)) & 0x000F000F, DTYPE)
+            pair = ((words >> (4 * run)) & 0x000F000F) | exponent[None, :]
             even, odd = _lower(pair, DTYPE) - zeros, _lower(pair >> 16, DTYPE) - zeros
             k = chunk * 128 + 32 * run
             if EVEN_K:

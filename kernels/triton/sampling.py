@@ -62,7 +62,7 @@ def _largest(group_maxima_row, G, GROUPS_PADDED: tl.constexpr):
     return maxima, largest, (largest > float("-inf")) & (largest < float("inf"))
 
 
-@triton.jit(do_not_specialize=["logits_stride", "masks_stride", "V", "G", "tiles"])
+@triton.jit(do_not_specialize=["masks_stride", "G", "tiles"])
 def scan_kernel(
     logits, slots, positions, masks, group_maxima, best_scores, best_tokens,
     scales, streams, top_ks, top_ps, reaches, repetition, frequency, presence, counts, held_until, held_ids, rules, bias,
@@ -81,10 +81,11 @@ def scan_kernel(
         best, best_token = float("-inf"), 0x7FFFFFFF
         last = tl.minimum((split + 1) * tiles, tl.cdiv(G, GROUPS))
         raw = load_tile(logits_row, split * tiles, last, V)
+        soon = load_tile(logits_row, split * tiles + 1, last, V)
         for tile in range(split * tiles, last):
-            ahead = load_tile(logits_row, tile + 1, last, V)
+            ahead = load_tile(logits_row, tile + 2, last, V)
             ids, value = loaded_tile(raw, tile, request)
-            raw = ahead
+            raw, soon = soon, ahead
             group = tile * GROUPS + tl.arange(0, GROUPS)
             maxima = tl.max(value, 1)
             tl.store(group_maxima + row.to(tl.int64) * G + group, maxima, mask=group < G)
@@ -99,7 +100,7 @@ def scan_kernel(
         tl.store(best_tokens + place, best_token)
 
 
-@triton.jit(do_not_specialize=["logits_stride", "masks_stride", "V", "G", "tiles"])
+@triton.jit(do_not_specialize=["masks_stride", "G", "tiles"])
 def weigh_kernel(
     logits, slots, positions, masks, group_maxima, weights,
     scales, top_ks, top_ps, reaches, repetition, frequency, presence, counts, held_until, held_ids, rules, bias,
@@ -120,15 +121,16 @@ def weigh_kernel(
             last = tl.where(is_finite, tl.minimum((split + 1) * tiles, tl.cdiv(G, GROUPS)), 0)
             logits_row = logits + row.to(tl.int64) * logits_stride
             raw = load_tile(logits_row, split * tiles, last, V)
+            soon = load_tile(logits_row, split * tiles + 1, last, V)
             for tile in range(split * tiles, last):
-                ahead = load_tile(logits_row, tile + 1, last, V)
+                ahead = load_tile(logits_row, tile + 2, last, V)
                 _ids, value = loaded_tile(raw, tile, request)
-                raw = ahead
+                raw, soon = soon, ahead
                 total += tl.sum(race_weight((largest - value) * scale), 1)
             tl.store(weights + row * tl.num_programs(1) + split, tl.sum(total, 0))
 
 
-@triton.jit(do_not_specialize=["logits_stride", "masks_stride", "V", "G", "num_splits"])
+@triton.jit(do_not_specialize=["masks_stride", "G", "num_splits"])
 def choose_kernel(
     logits, slots, positions, masks, group_maxima, best_scores, best_tokens, weights, groups, listed_logits, listed_ids, out,
     scales, streams, top_ks, top_ps, reaches, repetition, frequency, presence, counts, held_until, held_ids, rules, bias,
@@ -295,4 +297,14 @@ def _compilation(kernel: Any, dtype: str, groups: int, is_guided: bool) -> Compi
     step = kernel.__name__.removesuffix("_kernel")
     name = f"sample: {step}, {dtype}, {groups} groups{', grammar' if is_guided else ''}"
     # The assembler gives up a few bytes outside the loops to fit one more program into a multiprocessor.
-    return Compilation(name, kernel, signature, constexprs, num_warps=_WARPS, num_stages=2, spill_bytes_max=96, fp_fusion=False)
+    return Compilation(
+        name,
+        kernel,
+        signature,
+        constexprs,
+        num_warps=_WARPS,
+        num_stages=2,
+        spill_bytes_max=128,
+        fp_fusion=False,
+        divisible=("logits_stride", "V"),
+    )

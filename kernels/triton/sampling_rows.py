@@ -61,7 +61,7 @@ def adjusted_tile(logits_row, group, there, request):
 
 @triton.jit
 def load_tile(logits_row, tile, last, V):
-    """Logits of tile `tile` as they are, nothing from tile `last` on: to be asked for one tile ahead."""
+    """Logits of tile `tile` as they are, nothing from tile `last` on: to be asked for two tiles ahead."""
     ids = (tl.arange(0, GROUPS) + tile * GROUPS)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     end = tl.minimum(V, last * (GROUPS * GROUP))
     return tl.load(logits_row + ids, mask=ids < end, other=float("-inf"))
