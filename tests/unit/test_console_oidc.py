@@ -45,6 +45,23 @@ async def test_a_member_signs_in_through_the_provider(box: Box, fake: FakeProvid
     assert "You can sign in with Example ID as well." in (await visitor.get("/account")).text
 
 
+async def test_a_password_goes_on_working_beside_the_provider_until_the_operator_replaces_it(
+    box: Box, fake: FakeProvider
+) -> None:
+    visitor = box.visitor()
+    await visitor.get(await way_back(visitor, fake))
+    assert "This password goes on working beside it" in (await visitor.get("/account")).text
+    await box.visitor().sign_in("alice@example.com", ALICE_PASSWORD)
+
+    await box.services.members.reset_password("alice@example.com", "one that nobody was told")
+
+    refused = await box.visitor().post("/login", email="alice@example.com", password=ALICE_PASSWORD)
+    assert refused.status_code == 401
+    assert (await visitor.get("/keys")).headers["location"].startswith("/login"), "signed out"
+    assert (await visitor.get(await way_back(visitor, fake))).headers["location"] == "/keys"
+    assert (await visitor.get("/keys")).status_code == 200, "and nothing asks for another password"
+
+
 async def test_without_a_provider_there_is_no_button_and_no_way(box: Box) -> None:
     assert "Sign in with" not in (await box.visitor().get("/login")).text
     for path in ("/login/oidc", "/login/oidc/callback"):
