@@ -1,6 +1,6 @@
 """A journal: records that are durable once `append` returns, long before anybody has put them where they belong.
 
-    append ─► a write that waits for the disk, in a thread, all together that wait ─► whoever asked goes on
+    append ─► a write that waits for the disk, all together that wait ─► whoever asked goes on
     release ─► the record stands elsewhere now; a file of which all records were released is used again
 
 Two files take turns, so that neither grows without end while there is always somebody writing. They have their length from the
@@ -8,6 +8,9 @@ beginning: overwriting costs the disk one write, where growing costs the file sy
 
 A record is a line with a checksum and a number, and numbers only rise: reading ends at the first line that a dying process left
 half written, or that is older than the one before it. Knows no record's meaning.
+
+The kernel writes by itself where that is asked for and possible (`KernelWriter`), else a thread does. What goes wrong is always
+the thread's: it takes over for good what the kernel did not write, tries again and says why.
 """
 
 from __future__ import annotations
@@ -22,6 +25,10 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from threading import Thread
 
+import structlog
+
+from appliance.base.kernel_writer import KernelWriter
+
 FILE_BYTES = 1 << 20
 """So long a file is from the beginning, and so far it is written to before it is the other's turn."""
 
@@ -31,15 +38,17 @@ RETRY_S = 1.0
 STUCK_S = 5.0
 """A write that has not returned for so long counts as failed until it does."""
 
+_log = structlog.get_logger()
+
 
 class Journal:
-    """Two files, written by one thread. `read_left` and `clear` come before the first `append`, `close` is the end.
+    """Two files, written by one writer. `read_left` and `clear` come before the first `append`, `close` is the end.
 
-    Raises OSError when the files cannot be made. There is one journal for a path at a time; who opens it sees to that.
-    A file that is deleted or cut short meanwhile is made anew, for what comes then.
+    Where `by_kernel` the kernel writes if it can. Raises OSError when the files cannot be made. There is one journal for a path
+    at a time; who opens it sees to that. A file that is deleted or cut short meanwhile is made anew, for what comes then.
     """
 
-    def __init__(self, path: Path, *, file_bytes: int = FILE_BYTES) -> None:
+    def __init__(self, path: Path, *, file_bytes: int = FILE_BYTES, by_kernel: bool = False) -> None:
         self._last_error: str | None = None
         self._writing_since_s: float | None = None
         self._look_again_s = 0.0
@@ -55,6 +64,10 @@ class Journal:
         self._next_number = 1
         self._waiting: SimpleQueue[_Append | None] = SimpleQueue()
         self._thread: Thread | None = None
+        self._for_kernel: list[_Append] = []  # what waits for the kernel
+        self._is_planned = False
+        self._by_kernel = by_kernel
+        self._kernel: KernelWriter | None = None
 
     @property
     def last_error(self) -> str | None:
@@ -82,14 +95,15 @@ class Journal:
         if not record or b"\n" in record:
             raise ValueError("a record is one line that is not empty")
         loop = asyncio.get_running_loop()
-        if self._thread is None:
-            thread = Thread(target=self._write_forever, args=(loop,), name="journal", daemon=True)
-            thread.start()
-            self._thread = thread
+        if self._thread is None and self._kernel is None:
+            self._start(loop)
         number, self._next_number = self._next_number, self._next_number + 1
         waiting = _Append(number, _line(number, record), loop.create_future())
         self._held[number] = None
-        self._waiting.put(waiting)
+        if self._kernel is None:
+            self._waiting.put(waiting)
+        else:
+            self._plan(loop, waiting)
         try:
             await waiting.done
         except BaseException:
@@ -104,21 +118,97 @@ class Journal:
         self._oldest_held = next(iter(self._held), self._next_number)
 
     def close(self) -> None:
-        """End the thread behind the last record. The files are cleared when every record was released.
+        """End behind the last record. The files are cleared when every record was released.
 
-        A write that does not return keeps nobody: its thread ends with the process, and a start finds what stands there.
+        A write that does not return keeps nobody: it ends with the process, and a start finds what stands there.
         """
+        if self._kernel is not None and not self._finish_by_kernel(self._kernel):
+            return
         if self._thread is not None:
             self._waiting.put(None)
             self._thread.join(STUCK_S)
             if self._thread.is_alive():
                 return
-            if not self._held:
-                with suppress(OSError):  # then a start finds what stands elsewhere
-                    self.clear()
+        if self._next_number > 1 and not self._held:
+            with suppress(OSError):  # then a start finds what stands elsewhere
+                self.clear()
         for file in self._files:
             with suppress(OSError):  # all was written already
                 os.close(file)
+
+    def _start(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Begin to write: the kernel, or a thread where it cannot."""
+        if self._by_kernel:
+            self._by_kernel = False  # it is tried once
+            try:
+                self._kernel = KernelWriter(self._paths)
+            except OSError as error:
+                _log.info("the journal is written by a thread", reason=str(error))
+            else:
+                return
+        thread = Thread(target=self._write_forever, args=(loop,), name="journal", daemon=True)
+        thread.start()
+        self._thread = thread
+
+    def _plan(self, loop: asyncio.AbstractEventLoop, append: _Append) -> None:
+        """Let the kernel write `append` with all that comes in the same turn of the event loop."""
+        self._for_kernel.append(append)
+        if not self._is_planned and self._kernel is not None and not self._kernel.is_busy:
+            self._is_planned = True
+            loop.call_soon(self._hand_to_kernel)
+
+    def _hand_to_kernel(self) -> None:
+        """Let the kernel write what waits; what it does not take is for the thread, as is all that comes later."""
+        self._is_planned = False
+        kernel, batch = self._kernel, self._for_kernel
+        if kernel is None or kernel.is_busy or not batch:
+            return
+        self._for_kernel = []
+        lines = b"".join([append.line for append in batch])
+        try:
+            if time.monotonic() >= self._look_again_s:
+                self._check_files()
+            if kernel.is_slow or not kernel.fits(len(lines)):
+                raise OSError(f"{len(batch)} records are too much, or writes are slow")
+            index, end = self._place()
+            kernel.write(index, lines, end, lambda is_durable: self._on_written(batch, len(lines), is_durable))
+            self._writing_since_s = time.monotonic()
+        except OSError as error:
+            self._leave_to_thread(batch, str(error))
+
+    def _on_written(self, batch: list[_Append], num_bytes: int, is_durable: bool) -> None:
+        self._writing_since_s = None
+        if not is_durable:
+            self._leave_to_thread(batch, "a write of the kernel failed")
+            return
+        self._note_written(batch, num_bytes)
+        _tell(batch, None)
+        self._hand_to_kernel()
+
+    def _leave_to_thread(self, batch: list[_Append], reason: str) -> None:
+        """Let a thread write from now on, first of all `batch`."""
+        _log.warning("the journal is written by a thread from now on", reason=reason)
+        kernel, self._kernel = self._kernel, None
+        waiting, self._for_kernel = [*batch, *self._for_kernel], []
+        if kernel is not None:
+            kernel.close()
+        try:
+            self._start(asyncio.get_running_loop())
+        except RuntimeError as error:  # no thread can be started; the next `append` tries again
+            _tell(waiting, OSError(str(error)))
+            return
+        for append in waiting:
+            self._waiting.put(append)
+
+    def _finish_by_kernel(self, kernel: KernelWriter) -> bool:
+        """Write what waits, wait for it, and return whether it was written in time, by whomever."""
+        while self._kernel is not None and (kernel.is_busy or self._for_kernel):
+            self._hand_to_kernel()
+            if not kernel.finish(STUCK_S):
+                return False
+        kernel.close()
+        self._kernel = None
+        return True
 
     def _write_forever(self, loop: asyncio.AbstractEventLoop) -> None:
         closing = False
@@ -152,21 +242,38 @@ class Journal:
         """Make the lines of `batch` durable. What a failure leaves of them is overwritten by the next."""
         if time.monotonic() >= self._look_again_s:
             self._keep_files_whole()
+        index, end = self._place()
+        lines = b"".join([append.line for append in batch])
+        _write(self._files[index], lines or b"\n", end)
+        if batch:
+            self._note_written(batch, len(lines))
+
+    def _place(self) -> tuple[int, int]:
+        """Return which file is written to next, and from where on."""
         other = 1 - self._current
         if self._ends[self._current] >= self._file_bytes and self._newest[other] < self._oldest_held:
             self._current, self._ends[other] = other, 0
-        file, end = self._files[self._current], self._ends[self._current]
-        lines = b"".join([append.line for append in batch])
-        _write(file, lines or b"\n", end)
-        if batch:
-            self._ends[self._current] = end + len(lines)
-            self._newest[self._current] = batch[-1].number
+        return self._current, self._ends[self._current]
+
+    def _note_written(self, batch: list[_Append], num_bytes: int) -> None:
+        self._ends[self._current] += num_bytes
+        self._newest[self._current] = batch[-1].number
+
+    def _is_whole(self, index: int) -> bool:
+        """Return whether a file is where it was made and as long as it must be."""
+        status = os.fstat(self._files[index])
+        return status.st_nlink > 0 and status.st_size >= max(self._file_bytes, self._ends[index])
+
+    def _check_files(self) -> None:
+        """Raise OSError when one of them has been harmed."""
+        if not all(map(self._is_whole, range(len(self._files)))):
+            raise OSError("a file of the journal was deleted or cut short")
+        self._look_again_s = time.monotonic() + RETRY_S
 
     def _keep_files_whole(self) -> None:
         """Make a file anew that somebody has deleted or cut short: what is written there nobody would find."""
         for index, path in enumerate(self._paths):
-            status = os.fstat(self._files[index])
-            if status.st_nlink and status.st_size >= max(self._file_bytes, self._ends[index]):
+            if self._is_whole(index):
                 continue
             broken, self._files[index] = self._files[index], _open(path, self._file_bytes)
             self._ends[index] = 0

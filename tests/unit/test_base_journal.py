@@ -16,28 +16,33 @@ from appliance.base import journal as journal_module
 from appliance.base.journal import Journal, left_in
 from tests.support.ledgers import until
 
+BOTH = pytest.mark.parametrize("by_kernel", [False, True], ids=["thread", "kernel"])
+
 
 def _files_in(folder: Path) -> list[os.stat_result]:
     return [path.stat() for path in folder.iterdir()]
 
 
-async def test_what_was_appended_is_found_after_a_death_in_its_order(tmp_path: Path) -> None:
-    journal = Journal(tmp_path / "j")
+@BOTH
+async def test_what_was_appended_is_found_after_a_death_in_its_order(tmp_path: Path, by_kernel: bool) -> None:
+    journal = Journal(tmp_path / "j", by_kernel=by_kernel)
     records = [b"record %d" % number for number in range(50)]
     numbers = await asyncio.gather(*(journal.append(record) for record in records))
     assert numbers == sorted(numbers)
     assert left_in(tmp_path / "j") == records
 
 
-async def test_nothing_is_left_of_records_that_stand_elsewhere_once_it_is_closed(tmp_path: Path) -> None:
-    journal = Journal(tmp_path / "j")
+@BOTH
+async def test_nothing_is_left_of_records_that_stand_elsewhere_once_it_is_closed(tmp_path: Path, by_kernel: bool) -> None:
+    journal = Journal(tmp_path / "j", by_kernel=by_kernel)
     journal.release([await journal.append(b"one"), await journal.append(b"two")])
     journal.close()
     assert left_in(tmp_path / "j") == []
 
 
-async def test_closing_keeps_what_stands_nowhere_else(tmp_path: Path) -> None:
-    journal = Journal(tmp_path / "j")
+@BOTH
+async def test_closing_keeps_what_stands_nowhere_else(tmp_path: Path, by_kernel: bool) -> None:
+    journal = Journal(tmp_path / "j", by_kernel=by_kernel)
     number = await journal.append(b"one")
     await journal.append(b"two")
     journal.release([number])
@@ -45,8 +50,9 @@ async def test_closing_keeps_what_stands_nowhere_else(tmp_path: Path) -> None:
     assert b"two" in left_in(tmp_path / "j")
 
 
-async def test_closing_writes_what_waits(tmp_path: Path) -> None:
-    journal = Journal(tmp_path / "j")
+@BOTH
+async def test_closing_writes_what_waits(tmp_path: Path, by_kernel: bool) -> None:
+    journal = Journal(tmp_path / "j", by_kernel=by_kernel)
     waiting = [asyncio.create_task(journal.append(b"%d" % number)) for number in range(5)]
     await asyncio.sleep(0)
     journal.close()
@@ -54,26 +60,29 @@ async def test_closing_writes_what_waits(tmp_path: Path) -> None:
     assert len(left_in(tmp_path / "j")) == 5
 
 
-async def test_a_cleared_journal_is_empty_whatever_it_held(tmp_path: Path) -> None:
-    journal = Journal(tmp_path / "j")
+@BOTH
+async def test_a_cleared_journal_is_empty_whatever_it_held(tmp_path: Path, by_kernel: bool) -> None:
+    journal = Journal(tmp_path / "j", by_kernel=by_kernel)
     await asyncio.gather(*(journal.append(b"of an earlier life %d" % number) for number in range(30)))
-    later = Journal(tmp_path / "j")
+    later = Journal(tmp_path / "j", by_kernel=by_kernel)
     later.clear()
     await later.append(b"of an earlier life 0")
     assert left_in(tmp_path / "j") == [b"of an earlier life 0"]
 
 
-async def test_two_files_take_turns_and_neither_grows(tmp_path: Path) -> None:
-    journal = Journal(tmp_path / "j", file_bytes=1000)
+@BOTH
+async def test_two_files_take_turns_and_neither_grows(tmp_path: Path, by_kernel: bool) -> None:
+    journal = Journal(tmp_path / "j", file_bytes=4000, by_kernel=by_kernel)
     for number in range(500):
         journal.release([await journal.append(b"record %d" % number)])
     sizes = [status.st_size for status in _files_in(tmp_path)]
     assert len(sizes) == 2
-    assert max(sizes) < 1100
+    assert max(sizes) < 4200
 
 
-async def test_a_file_with_a_record_that_stands_nowhere_else_is_not_used_again(tmp_path: Path) -> None:
-    journal = Journal(tmp_path / "j", file_bytes=500)
+@BOTH
+async def test_a_file_with_a_record_that_stands_nowhere_else_is_not_used_again(tmp_path: Path, by_kernel: bool) -> None:
+    journal = Journal(tmp_path / "j", file_bytes=500, by_kernel=by_kernel)
     await journal.append(b"held")
     for number in range(200):
         journal.release([await journal.append(b"record %d" % number)])
@@ -81,9 +90,12 @@ async def test_a_file_with_a_record_that_stands_nowhere_else_is_not_used_again(t
 
 
 @pytest.mark.parametrize("seed", range(20))
-async def test_whenever_a_process_dies_what_was_held_is_left_and_what_was_torn_is_not(tmp_path: Path, seed: int) -> None:
+@BOTH
+async def test_whenever_a_process_dies_what_was_held_is_left_and_what_was_torn_is_not(
+    tmp_path: Path, by_kernel: bool, seed: int
+) -> None:
     chance = random.Random(seed)
-    journal = Journal(tmp_path / "j", file_bytes=400)
+    journal = Journal(tmp_path / "j", file_bytes=400, by_kernel=by_kernel)
     held: dict[int, bytes] = {}
     told: set[bytes] = set()
     for step in range(chance.randrange(5, 80)):
@@ -130,8 +142,9 @@ async def test_a_write_that_fails_is_told_and_the_next_one_takes_its_place(
     assert left_in(tmp_path / "j") == [b"before", b"after"]
 
 
-async def test_who_is_cancelled_holds_nothing(tmp_path: Path) -> None:
-    journal = Journal(tmp_path / "j")
+@BOTH
+async def test_who_is_cancelled_holds_nothing(tmp_path: Path, by_kernel: bool) -> None:
+    journal = Journal(tmp_path / "j", by_kernel=by_kernel)
     task = asyncio.create_task(journal.append(b"left"))
     await asyncio.sleep(0)
     task.cancel()
@@ -146,8 +159,9 @@ async def test_a_record_is_one_line(tmp_path: Path, record: bytes) -> None:
         await Journal(tmp_path / "j").append(record)
 
 
-async def test_the_files_are_for_their_owner_alone(tmp_path: Path) -> None:
-    Journal(tmp_path / "j").close()
+@BOTH
+async def test_the_files_are_for_their_owner_alone(tmp_path: Path, by_kernel: bool) -> None:
+    Journal(tmp_path / "j", by_kernel=by_kernel).close()
     assert {status.st_mode & 0o777 for status in _files_in(tmp_path)} == {0o600}
 
 
@@ -245,15 +259,16 @@ def _harm(folder: Path, harm: str) -> None:
         path.unlink() if harm == "deleted" else os.truncate(path, 0)
 
 
+@BOTH
 @pytest.mark.parametrize("harm", ["deleted", "cut short"])
 async def test_a_file_that_is_harmed_while_it_is_in_use_is_made_anew(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, harm: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, harm: str, by_kernel: bool
 ) -> None:
     monkeypatch.setattr(journal_module, "RETRY_S", 0.0)
-    journal = Journal(tmp_path / "j", file_bytes=500)
+    journal = Journal(tmp_path / "j", file_bytes=4096, by_kernel=by_kernel)
     for number in range(8):
         journal.release([await journal.append(b"before %d" % number)])
     _harm(tmp_path, harm)
     await journal.append(b"after")
     assert left_in(tmp_path / "j")[-1:] == [b"after"]
-    assert [status.st_size for status in _files_in(tmp_path)] == [500, 500]
+    assert [status.st_size for status in _files_in(tmp_path)] == [4096, 4096]

@@ -46,7 +46,7 @@ class Journaled(msgspec.Struct, frozen=True, kw_only=True):
 def journal_beside(database_url: str) -> Journal | None:
     """Open the journal of a SQLite database; PostgreSQL, whose disk is another one, has none. Raises OSError."""
     path = _path(database_url)
-    return None if path is None else Journal(path)
+    return None if path is None else Journal(path, by_kernel=True)
 
 
 def _path(database_url: str) -> Path | None:

@@ -1,0 +1,193 @@
+"""Writes of the kernel: the bytes stand where they should, and whatever it does not write, the journal's thread does."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import platform
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from appliance.base import journal as journal_module
+from appliance.base import kernel_writer as kernel_writer_module
+from appliance.base.journal import Journal, left_in
+from appliance.base.kernel_writer import BLOCK_BYTES, ROOM_BYTES, SLOW_SUBMITS_MAX, KernelWriter
+
+
+async def written(writer: KernelWriter, index: int, data: bytes, offset: int) -> bool:
+    ended: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+    writer.write(index, data, offset, ended.set_result)
+    assert writer.is_busy
+    return await ended
+
+
+@pytest.fixture
+def paths(tmp_path: Path) -> list[Path]:
+    made = [tmp_path / "one", tmp_path / "two"]
+    for path in made:
+        path.write_bytes(b"\xff" * 8 * BLOCK_BYTES)
+    return made
+
+
+@pytest.mark.parametrize("seed", range(10))
+async def test_writes_of_any_length_follow_one_another_and_start_again_at_the_beginning(paths: list[Path], seed: int) -> None:
+    chance = random.Random(seed)
+    writer = KernelWriter(paths)
+    expected = [b"", b""]
+    for _ in range(60):
+        index = chance.randrange(2)
+        if len(expected[index]) > 6 * BLOCK_BYTES:
+            expected[index] = b""
+        data = chance.randbytes(chance.choice([1, 7, 400, BLOCK_BYTES - 1, BLOCK_BYTES, BLOCK_BYTES + 1]))
+        assert await written(writer, index, data, len(expected[index]))
+        expected[index] += data
+        for path, content in zip(paths, expected, strict=True):
+            assert path.read_bytes()[: len(content)] == content
+    writer.close()
+
+
+async def test_what_follows_the_last_byte_in_its_block_is_no_record_of_an_earlier_life(paths: list[Path]) -> None:
+    writer = KernelWriter(paths)
+    await written(writer, 0, b"short", 0)
+    assert paths[0].read_bytes()[5:BLOCK_BYTES] == bytes(BLOCK_BYTES - 5)
+    writer.close()
+
+
+async def test_a_write_elsewhere_than_behind_the_last_is_refused(paths: list[Path]) -> None:
+    writer = KernelWriter(paths)
+    with pytest.raises(OSError, match="follow one another"):
+        writer.write(0, b"data", 17, print)
+    assert not writer.is_busy
+    writer.close()
+
+
+async def test_an_end_can_be_waited_for_without_the_event_loop(paths: list[Path]) -> None:
+    writer = KernelWriter(paths)
+    ends: list[bool] = []
+    writer.write(1, b"data", 0, ends.append)
+    assert writer.finish(5.0)
+    assert ends == [True]
+    writer.close()
+
+
+async def test_a_writer_leaves_no_file_open(paths: list[Path]) -> None:
+    before = set(os.listdir("/proc/self/fd"))
+    writer = KernelWriter(paths)
+    await written(writer, 0, b"data", 0)
+    writer.close()
+    assert set(os.listdir("/proc/self/fd")) <= before
+    with pytest.raises(FileNotFoundError):
+        KernelWriter([paths[0], paths[0].with_name("missing")])
+    assert set(os.listdir("/proc/self/fd")) <= before
+
+
+def thread_writes(journal: Journal) -> bool:
+    return journal._thread is not None
+
+
+async def journal_of(tmp_path: Path, records: int = 3) -> tuple[Journal, list[bytes]]:
+    """Return a journal that the kernel writes, and what it holds."""
+    journal = Journal(tmp_path / "j", by_kernel=True)
+    held = [b"held %d" % number for number in range(records)]
+    for record in held:
+        await journal.append(record)
+    assert journal._kernel is not None
+    assert not thread_writes(journal)
+    return journal, held
+
+
+async def test_a_machine_whose_calls_are_not_known_has_a_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(platform, "machine", lambda: "pdp11")
+    journal = Journal(tmp_path / "j", by_kernel=True)
+    await journal.append(b"record")
+    assert thread_writes(journal)
+    assert left_in(tmp_path / "j") == [b"record"]
+
+
+async def test_a_sandbox_that_forbids_the_calls_has_a_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def forbidden(*_given: Any) -> int:
+        raise OSError(errno.EPERM, "not permitted")
+
+    before = set(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr(KernelWriter, "_call", forbidden)
+    journal = Journal(tmp_path / "j", by_kernel=True)
+    await journal.append(b"record")
+    journal.close()
+    assert left_in(tmp_path / "j") == [b"record"]
+    assert set(os.listdir("/proc/self/fd")) <= before
+
+
+async def test_what_the_kernel_fails_to_write_the_thread_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    journal, held = await journal_of(tmp_path)
+    hear = kernel_writer_module._Event
+    monkeypatch.setattr(kernel_writer_module, "_Event", type("Failed", (hear,), {"result": -errno.EIO}))
+    await asyncio.gather(*(journal.append(b"%d" % number) for number in range(5)))
+    assert thread_writes(journal)
+    assert journal.last_error is None
+    await journal.append(b"last")
+    assert left_in(tmp_path / "j") == [*held, *(b"%d" % number for number in range(5)), b"last"]
+    journal.close()
+
+
+async def test_what_the_kernel_does_not_take_the_thread_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_given: Any) -> None:
+        raise OSError(errno.EAGAIN, "try again")
+
+    journal, held = await journal_of(tmp_path)
+    monkeypatch.setattr(KernelWriter, "write", refused)
+    await journal.append(b"after")
+    assert left_in(tmp_path / "j") == [*held, b"after"]
+
+
+async def test_a_record_larger_than_the_kernels_room_is_written_too(tmp_path: Path) -> None:
+    journal, held = await journal_of(tmp_path)
+    await asyncio.gather(journal.append(b"x" * ROOM_BYTES), journal.append(b"behind"))
+    assert left_in(tmp_path / "j") == [*held, b"x" * ROOM_BYTES, b"behind"]
+
+
+async def test_a_disk_that_stops_the_event_loop_at_each_write_is_left_to_the_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernel_writer_module, "SLOW_SUBMIT_S", -1.0)
+    journal = Journal(tmp_path / "j", by_kernel=True)
+    for number in range(SLOW_SUBMITS_MAX):
+        await journal.append(b"%d" % number)
+    assert not thread_writes(journal)
+    await journal.append(b"last")
+    assert thread_writes(journal)
+    assert len(left_in(tmp_path / "j")) == SLOW_SUBMITS_MAX + 1
+
+
+async def test_a_write_that_does_not_end_is_an_error_and_closing_does_not_wait_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(journal_module, "STUCK_S", 0.05)
+    journal, held = await journal_of(tmp_path)
+    kernel = journal._kernel
+    assert kernel is not None
+    monkeypatch.setattr(KernelWriter, "_hear", lambda _self: None)
+    asyncio.get_running_loop().remove_reader(kernel._eventfd)
+    stuck = asyncio.create_task(journal.append(b"stuck"))
+    await asyncio.sleep(0.1)
+    assert "has not returned" in str(journal.last_error)
+    journal.close()
+    stuck.cancel()
+    assert left_in(tmp_path / "j")[: len(held)] == held
+
+
+async def test_appends_of_one_turn_are_one_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    journal, _held = await journal_of(tmp_path)
+    sizes: list[int] = []
+    write = KernelWriter.write
+
+    def counted(self: KernelWriter, index: int, data: bytes, offset: int, on_end: Any) -> None:
+        sizes.append(data.count(b"\n"))
+        write(self, index, data, offset, on_end)
+
+    monkeypatch.setattr(KernelWriter, "write", counted)
+    await asyncio.gather(*(journal.append(b"%d" % number) for number in range(40)))
+    assert sizes == [40]
