@@ -1,7 +1,8 @@
 """What was chosen without a GPU at hand, beside what might have been chosen: one run on a card decides.
 
-Nothing here is judged. A row's value is how many times as long the choice takes as the fastest of its candidates, 1 where it is
-the fastest; its facts have the microseconds of each. The candidates are those between which machine code did not decide.
+Nothing here is judged, and most of the time goes into compiling what is not served. A row's value is how many times as long the
+choice takes as the fastest of its candidates, 1 where it is the fastest; its facts have the microseconds of each. The
+candidates are those between which machine code did not decide.
 """
 
 from __future__ import annotations
@@ -32,7 +33,6 @@ from kernels.triton.tuning import capability, multiprocessors
 LLAMA, TINY = AttentionShape(16, 32, 8, 128), AttentionShape(16, 4, 2, 32)
 MODELS = {
     "Llama-8B": (LLAMA, 4096, 14_336, 4),
-    "Llama-1B": (AttentionShape(16, 32, 8, 64), 2048, 8192, 8),
     "Qwen3-0.6B": (AttentionShape(16, 16, 8, 128), 1024, 3072, 28),
 }
 """Heads, width of the residual stream and of the feed-forward part, and layers in turn, more than a cache holds."""
@@ -135,7 +135,7 @@ def _tile_times(
     weights: list[torch.Tensor | Int8Weight],
     call: Callable[[torch.Tensor | Int8Weight], object],
 ) -> dict[str, float]:
-    """Seconds of a product with what was chosen and with every candidate, undivided and divided by two."""
+    """Seconds of a product with what was chosen, with other candidates undivided, and with the choice divided by two more."""
     device, is_gated = context.device, part == "gate_up"
     weight_bytes = 1 if isinstance(weights[0], Int8Weight) else 2
     outputs = size[0] // 2 if is_gated else size[0]
@@ -144,11 +144,13 @@ def _tile_times(
     )
     calls: list[Call] = [partial(call, weight) for weight in weights]
     taken = {CHOSEN: median(seconds(calls, device))}
-    for block_n, block_k, stages in BY_BYTES[weight_bytes][is_gated]:
-        for splits in (1, 2):
-            tiles = replace(chosen, block_n=block_n, block_k=block_k, num_stages=stages, splits=splits)
-            if tiles != chosen:
-                taken[_words(tiles)] = median(_with_tiles(tiles, calls, device))
+    others = [
+        replace(chosen, block_n=block_n, block_k=block_k, num_stages=stages, splits=1)
+        for block_n, block_k, stages in BY_BYTES[weight_bytes][is_gated]
+    ]
+    for tiles in [*others, chosen.divided(2 * chosen.splits)]:
+        if tiles != chosen:
+            taken[_words(tiles)] = median(_with_tiles(tiles, calls, device))
     return taken
 
 

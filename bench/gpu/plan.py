@@ -47,7 +47,7 @@ PARTS: tuple[Part, ...] = (
     Part("latency", "latency", "bench.gpu.serve_latency", "latency", 55, "engines"),
     Part("saturated", "saturated", "bench.gpu.serve", "saturated", 60, "engines"),
     Part("peers", "peers", "bench.gpu.peers", "against_transformers", 110, "peers"),
-    Part("choices", "choices", "bench.gpu.choices", "measure", 75, "choices"),
+    Part("choices", "choices", "bench.gpu.choices", "measure", 100, "choices"),
 )
 BY_NAME = {part.name: part for part in PARTS}
 
