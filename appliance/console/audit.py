@@ -77,6 +77,8 @@ async def show_audit(request: ConsoleRequest, console: ConsoleDependency) -> Htm
     )
     tenants = await tenants_by_name(services, access)
     names = {tenant.id: tenant.name for tenant in tenants}
+    of_keys = await services.keys.named({entry.target_id for entry in page.data if entry.target_kind == "key"})
+    keys = {key.id: key.name for key in of_keys}
     return console.pages.page(
         request,
         "pages/audit.html",
@@ -84,7 +86,7 @@ async def show_audit(request: ConsoleRequest, console: ConsoleDependency) -> Htm
         filters=filters,
         actions=ACTIONS,
         shown_at_once=SHOWN_AT_ONCE,
-        rows=[audit_line(entry, names) for entry in page.data],
+        rows=[audit_line(entry, names | keys) for entry in page.data],
         tenants=tenants,
         tenant_names=names,
         sees_all=access.sees_all,

@@ -114,8 +114,8 @@ class AuditLine:
     hash: str
 
 
-def audit_line(entry: AuditEntry, tenant_names: Mapping[str, str]) -> AuditLine:
-    """Return `entry` in words."""
+def audit_line(entry: AuditEntry, names: Mapping[str, str]) -> AuditLine:
+    """Return `entry` in words. `names` are those of tenants and keys, by id."""
     before, after = _facts(entry.before), _facts(entry.after)
     page = _PAGES.get(entry.target_kind)
     return AuditLine(
@@ -125,7 +125,7 @@ def audit_line(entry: AuditEntry, tenant_names: Mapping[str, str]) -> AuditLine:
         actor_kind=entry.actor_kind,
         words=_WORDS.get(entry.action, entry.action),
         tone="bad" if entry.action in _BAD_NEWS else "",
-        target=_name_of(entry, before, after, tenant_names),
+        target=_name_of(entry, before, after, names),
         target_id=entry.target_id,
         address=None if page is None else f"{page}{entry.target_id}",
         tenant_id=entry.tenant_id,
@@ -137,13 +137,13 @@ def audit_line(entry: AuditEntry, tenant_names: Mapping[str, str]) -> AuditLine:
     )
 
 
-def _name_of(entry: AuditEntry, before: dict[str, Any], after: dict[str, Any], tenant_names: Mapping[str, str]) -> str:
-    """Return what the target is called: by the entry itself where it says so, else by its id."""
+def _name_of(entry: AuditEntry, before: dict[str, Any], after: dict[str, Any], names: Mapping[str, str]) -> str:
+    """Return what the target is called: by the entry itself where it says so, else as it is called now, else by its id."""
     for facts in (after, before):
         for field in ("name", "email", "model", "number"):
             if isinstance(name := facts.get(field), str):
                 return name
-    return tenant_names.get(entry.target_id, entry.target_id)
+    return names.get(entry.target_id, entry.target_id)
 
 
 def _changes(before: Mapping[str, Any], after: Mapping[str, Any], prefix: str = "") -> Iterator[Change]:

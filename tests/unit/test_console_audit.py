@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import html
 import re
 from pathlib import Path
 
@@ -199,3 +200,11 @@ def test_every_action_that_is_written_has_words_and_stands_once_in_the_filter() 
 async def test_nobody_acts_once_a_request_is_over(box: Box) -> None:
     await box.alice()
     assert current_actor().kind == "system"
+
+
+async def test_a_key_is_called_by_its_name_where_the_entry_does_not_say_it(box: Box) -> None:
+    key = box.cast.bob.key
+    await box.services.keys.rotate(key.id)
+    page = html.unescape((await (await box.alice()).get("/audit?action=key.rotate")).text)
+    (row,) = re.findall(r'data-label="Target".*', page)
+    assert f">{key.name}<" in row
