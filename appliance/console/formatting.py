@@ -15,13 +15,14 @@ from appliance.metering.calendar import BillingCalendar
 
 NOTHING = "–"
 _NO_TIME = Markup("–")
+_NO_BREAK = "\N{NO-BREAK SPACE}"
 _TIME = Markup('<time datetime="{}" title="{}">{}</time>')
 _BYTE_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 _MINUTE_S, _HOUR_S, _DAY_S = 60, 3600, 86400
 _EXACT_COUNT_MAX = 99_999
 _CENTS_DECIMALS = 2
 _MONEY_DECIMALS = 6
-_TO_THE_SECOND = "%Y-%m-%d %H:%M:%S"
+_DAY, _TIME_OF_DAY = "%Y-%m-%d", "%H:%M:%S"
 _UTC = BillingCalendar()
 
 
@@ -128,13 +129,16 @@ def units(micros: int | None) -> str:
 
 
 def exact_time(moment: datetime | None, calendar: BillingCalendar = _UTC) -> str:
-    """Return a date and a time of day in UTC, to the second, and beside it that of the billing zone where it is another."""
+    """Return a date and a time of day in UTC, to the second, and beside it what differs of that of the billing zone."""
     if moment is None:
         return NOTHING
-    text = moment.astimezone(UTC).strftime(f"{_TO_THE_SECOND} UTC")
+    utc, local = moment.astimezone(UTC), calendar.local(moment)
+    text = f"{utc:{_DAY} {_TIME_OF_DAY}} UTC"
     if calendar.time_zone == "UTC":
         return text
-    return f"{text} ({calendar.local(moment).strftime(_TO_THE_SECOND)} {calendar.time_zone})"
+    written = _TIME_OF_DAY if local.date() == utc.date() else f"{_DAY} {_TIME_OF_DAY}"
+    beside = f"({local:{written}} {calendar.time_zone})"
+    return f"{text} {beside.replace(' ', _NO_BREAK)}"
 
 
 def ago(moment: datetime | None, now: datetime, calendar: BillingCalendar = _UTC) -> Markup:
@@ -163,7 +167,7 @@ def _largest_unit(seconds: float) -> str:
 
 def clock_time(moment: datetime, calendar: BillingCalendar = _UTC) -> str:
     """Return the time of day in the billing zone, to the second, and the zone's name."""
-    return f"{calendar.local(moment):%H:%M:%S} {calendar.time_zone}"
+    return f"{calendar.local(moment):{_TIME_OF_DAY}} {calendar.time_zone}"
 
 
 def filters_of(calendar: BillingCalendar) -> dict[str, Callable[..., Any]]:

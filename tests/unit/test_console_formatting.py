@@ -120,6 +120,14 @@ def test_the_live_clock_shows_the_billing_zone_and_names_it() -> None:
     assert formatting.filters_of(BillingCalendar("Europe/Zurich"))["clock_time"](moment) == "00:30:05 Europe/Zurich"
 
 
+def test_an_exact_time_names_the_day_of_the_billing_zone_only_where_it_is_another() -> None:
+    exact = formatting.filters_of(BillingCalendar("Europe/Zurich"))["exact_time"]
+
+    assert exact(datetime(2026, 7, 1, 12, 0, tzinfo=UTC)) == "2026-07-01 12:00:00 UTC (14:00:00\N{NO-BREAK SPACE}Europe/Zurich)"
+    late = exact(datetime(2026, 7, 1, 22, 30, tzinfo=UTC)).replace("\N{NO-BREAK SPACE}", " ")
+    assert late == "2026-07-01 22:30:00 UTC (2026-07-02 00:30:00 Europe/Zurich)"
+
+
 def test_percentages_and_rates_have_a_word_for_nothing() -> None:
     assert (formatting.percent(0.374), formatting.percent(None)) == ("37 %", "–")
     assert (formatting.rate(12.34), formatting.rate(1234.5), formatting.rate(None)) == ("12.3", "1,234", "–")
