@@ -42,15 +42,15 @@ CHOSEN = "chosen"
 
 def measure(context: Context) -> None:
     for model in MODELS:
-        name = f"layer of {model}, 1 row, launched early over in turn"
+        name = f"layer of {model}, 1 row: early launches over others"
         context.guard(name, partial(_layer, context, name, model))
     for kind in ("bf16", "int8"):
-        name = f"fused products of Llama-8B, {kind}, 1 row, chosen tiles over the fastest"
+        name = f"fused products of Llama-8B, {kind}: chosen tiles over others"
         context.guard(name, partial(_products, context, name, kind))
     for lengths in ([1024] * 256, [1024]):
-        name = f"decode {len(lengths)} × 1k, chosen splits over the fastest"
+        name = f"decode {len(lengths)} × 1k: chosen splits over others"
         context.guard(name, partial(_decode, context, name, lengths))
-    context.guard("prefill 8k, chosen tile over the fastest", lambda: _prefill(context))
+    context.guard("prefill 8k: chosen tile over others", lambda: _prefill(context))
 
 
 def _emit(context: Context, name: str, taken: dict[str, float]) -> None:
@@ -215,4 +215,4 @@ def _prefill(context: Context) -> None:
     for case, tiling in cases.items():
         with mock.patch.object(attention_prefill, "prefill_tiling", mock.Mock(return_value=tiling)):
             taken[case] = median(seconds([prefill], context.device, samples=3))
-    _emit(context, "prefill 8k, chosen tile over the fastest", taken)
+    _emit(context, "prefill 8k: chosen tile over others", taken)
