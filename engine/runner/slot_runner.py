@@ -16,6 +16,7 @@ from functools import partial
 
 import torch
 
+from engine.grammar.masks import StepMasks
 from engine.grammar.spec import GrammarError
 from engine.runner.batch_inputs import InputRow, forward_order
 from engine.runner.cuda_graphs import Calls
@@ -35,6 +36,9 @@ from engine.sampling_params import TOP_LOGPROBS_MAX
 from engine.scheduling.scheduled_batch import BlockMoves, ScheduledRequest, StepOutput
 
 NO_ROWS: list[int] = []
+
+Begun = Callable[[], StepMasks]
+"""Masks that are being filled."""
 
 WARM_ROWS = (1, 2, 4, 8)
 """Steps that are captured before the first request: what few requests need at once. The others take some tens of milliseconds
@@ -120,6 +124,9 @@ class SlotRunner:
     @torch.inference_mode()
     def make_ready(self, num_rows: int, kind: Kind | None) -> int:
         """Have the decode step of so many rows captured, None as far as its logits; the size that it is rounded up to."""
+        return self._ready(num_rows, kind)
+
+    def _ready(self, num_rows: int, kind: Kind | None) -> int:
         size = num_rows if self.lands_at_once else step_size(num_rows, self._max_rows)
         key = size, kind
         if not self._calls.is_ready(key):
@@ -141,13 +148,15 @@ class SlotRunner:
             self._wants = self._sampler.wants(slots)
         wants = self._wants
         kind = None if wants.masked else wants.kind
-        size = self.make_ready(len(slots), kind)
+        size = self._ready(len(slots), kind)
         if slots is not self._rows:
             self._write_rows(slots, size)
+        masked = _masked_rows(items, wants) if wants.masked else []
+        begun = self._begin_masks(masked)
         self._calls.run((size, kind), lambda: self._step(size, kind))
         launched = LaunchedStep(len(items), len(items), scored=wants.scored)
         if wants.masked:
-            launched.choice = partial(self._choose_decodes, len(slots), size, wants, _masked_rows(items, wants))
+            launched.choice = partial(self._choose_decodes, len(slots), size, wants, masked, begun)
         else:
             launched.fetch = self._fetch(len(slots), wants.kind)
         return launched
@@ -158,9 +167,11 @@ class SlotRunner:
         self._rows = slots
 
     @torch.inference_mode()
-    def _choose_decodes(self, num_rows: int, size: int, wants: Wants, rows: Sequence[SampledRow]) -> Choosing:
+    def _choose_decodes(
+        self, num_rows: int, size: int, wants: Wants, rows: Sequence[SampledRow], begun: Begun | None
+    ) -> Choosing:
         """The rest of a step that ends with its logits."""
-        masks, errors = self._fill(size, wants.masked, rows)
+        masks, errors = self._fill(size, wants.masked, rows, begun)
         self._step.choose(size, wants.kind, masks)
         return self._fetch(num_rows, wants.kind), errors
 
@@ -176,6 +187,9 @@ class SlotRunner:
         sampling = [row for row, item in enumerate(items) if item.samples]
         chosen = [items[row] for row in sampling]
         slots = self._slots.update(chosen) if chosen else NO_ROWS
+        wants = self._sampler.wants(slots)
+        masked = _masked_rows(chosen, wants) if wants.masked else []
+        begun = self._begin_masks(masked)
         rows = [_input_row(item) for item in items]
         inputs = self._target.prepare(rows)
         self._put_in(rows, dict(zip(sampling, slots, strict=True)), inputs.token_ids)
@@ -184,11 +198,10 @@ class SlotRunner:
         if not sampling:
             return launched
         where = self._staging.send([slots, [item.start + item.num_tokens for item in chosen]])
-        wants = self._sampler.wants(slots)
         choose = partial(self._choose_rows, self._target.logits(hidden, wide=False), where, wants.kind)
         launched.scored = wants.scored
-        if wants.masked:
-            launched.choice = partial(self._choose_masked, choose, len(slots), wants.masked, _masked_rows(chosen, wants))
+        if masked:
+            launched.choice = partial(self._choose_masked, choose, len(slots), wants.masked, masked, begun)
         else:
             launched.fetch = choose(None)
         return launched
@@ -202,17 +215,27 @@ class SlotRunner:
 
     @torch.inference_mode()
     def _choose_masked(
-        self, choose: Callable[[torch.Tensor], Fetch], num_rows: int, masked: Sequence[int], rows: Sequence[SampledRow]
+        self,
+        choose: Callable[[torch.Tensor], Fetch],
+        num_rows: int,
+        masked: Sequence[int],
+        rows: Sequence[SampledRow],
+        begun: Begun | None,
     ) -> Choosing:
-        masks, errors = self._fill(num_rows, masked, rows)
+        masks, errors = self._fill(num_rows, masked, rows, begun)
         return choose(masks), errors
 
+    def _begin_masks(self, rows: Sequence[SampledRow]) -> Begun | None:
+        """Where steps land at once, the tokens that masks depend on are known when a step is launched: they are filled while it
+        is computed, and nobody ends meanwhile."""
+        return self._masks.begin(rows) if rows and self.lands_at_once else None
+
     def _fill(
-        self, size: int, masked: Sequence[int], rows: Sequence[SampledRow]
+        self, size: int, masked: Sequence[int], rows: Sequence[SampledRow], begun: Begun | None
     ) -> tuple[torch.Tensor, dict[int, GrammarError]]:
         """Masks of `size` rows: `rows` stand at `masked`, the others may choose anything. And why there are none."""
         live = [index for index, row in enumerate(rows) if not row.request.is_finished]
-        filled = self._masks.fill([rows[index] for index in live])
+        filled = self._masks.fill([rows[index] for index in live]) if begun is None else begun()
         masks = torch.full((size, filled.rows.shape[1]), -1, dtype=torch.int32, device=self._device)
         if live:
             places = self._staging.send([masked[index] for index in live])

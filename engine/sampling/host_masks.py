@@ -5,7 +5,9 @@ They depend on the token before: ahead of it a step is computed as far as its lo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from functools import partial
 
 import torch
 
@@ -30,9 +32,17 @@ class HostMasks:
         self._grammars = grammars
         self._forbidden = ForbiddenTokens()
 
-    def fill(self, rows: Sequence[SampledRow]) -> StepMasks:
-        """Masks of these rows, and why there are none: [len(rows), ceil(V / 32)] int32. All tokens before theirs are known."""
+    def begin(self, rows: Sequence[SampledRow]) -> Callable[[], StepMasks]:
+        """Begin to fill the masks of these rows, in a thread beside this one; what gives them when they are filled: masks, and
+        why there are none, [len(rows), ceil(V / 32)] int32. All tokens before theirs are known."""
         masks = self._grammars.fill([row.request for row in rows])
+        return partial(self._finish, rows, masks)
+
+    def fill(self, rows: Sequence[SampledRow]) -> StepMasks:
+        """As `begin`, at once."""
+        return self.begin(rows)()
+
+    def _finish(self, rows: Sequence[SampledRow], masks: Future[StepMasks] | None) -> StepMasks:
         filled = self._grammars.nothing_forbidden(len(rows)) if masks is None else masks.result()
         for index, row in enumerate(rows):
             ids = self._forbidden.of(row)

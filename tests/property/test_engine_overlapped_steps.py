@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -129,6 +130,21 @@ def test_tokens_of_recorded_steps_come_with_the_step_that_computed_them(wide_fol
     engine.submit(wanted("a", [5, 6, 7], max_tokens=3))
     assert [[event.num_output_tokens for event in engine.step()] for _ in range(3)] == [[1], [2], [3]]
     assert not engine.has_requests
+
+
+def test_masks_are_filled_while_a_recorded_step_is_computed(wide_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = with_grammars(recorded_engine(wide_folder / "llama"))
+    runner: Any = engine.runner
+    begin, compute = mock.Mock(wraps=runner._masks.begin), mock.Mock(wraps=runner._step._recorded)
+    calls = mock.Mock()
+    calls.attach_mock(begin, "begin")
+    calls.attach_mock(compute, "compute")
+    monkeypatch.setattr(runner._masks, "begin", begin)
+    monkeypatch.setattr(runner._step, "_recorded", compute)
+    engine.submit(wanted("a", [5, 6, 7], max_tokens=3, guided_regex="[a-d]*"))
+    run_to_end(engine, [])
+    names = [call[0] for call in calls.mock_calls]
+    assert names == ["begin", *["begin", "compute"] * 2], "the first step has a prompt and is no recorded one"
 
 
 def test_a_stop_token_is_seen_one_step_late_and_what_was_launched_behind_it_is_thrown_away(folder: Path) -> None:
