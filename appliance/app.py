@@ -142,7 +142,7 @@ class Appliance:
     async def _let_go(self, db: Database) -> None:
         try:
             if self._journal is not None:
-                await asyncio.to_thread(self._journal.close)
+                await self._journal.close()
             await db.close()
         finally:
             if self._claim is not None:

@@ -27,10 +27,10 @@ from threading import Thread
 
 import structlog
 
-from appliance.base.kernel_writer import KernelWriter
+from appliance.base.kernel_writer import BLOCK_BYTES, KernelWriter
 
 FILE_BYTES = 1 << 20
-"""So long a file is from the beginning, and so far it is written to before it is the other's turn."""
+"""So long a file is from the beginning, in whole blocks; what does not fit any more is the other's turn."""
 
 RETRY_S = 1.0
 """After a failure the journal tries by itself whether it can write again. As often it looks whether its files are whole."""
@@ -53,6 +53,7 @@ class Journal:
         self._writing_since_s: float | None = None
         self._look_again_s = 0.0
         self._paths = _paths(path)
+        file_bytes = -(-file_bytes // BLOCK_BYTES) * BLOCK_BYTES
         self._files = [_open(file, file_bytes) for file in self._paths]
         _sync_folder(path.parent)
         self._file_bytes = file_bytes
@@ -68,6 +69,7 @@ class Journal:
         self._is_planned = False
         self._by_kernel = by_kernel
         self._kernel: KernelWriter | None = None
+        self._is_closed = False
 
     @property
     def last_error(self) -> str | None:
@@ -88,12 +90,15 @@ class Journal:
             self._ends[index] = 0
 
     async def append(self, record: bytes) -> int:
-        """Return the number of `record` once it is durable; it must have no line break. Raises OSError when it cannot be.
+        """Return the number of `record` once it is durable; it must have no line break. Raises OSError when it cannot be, also
+        once the journal is being closed.
 
         Whoever is cancelled, or hears of an error, need not release it: at worst a later `read_left` finds it.
         """
         if not record or b"\n" in record:
             raise ValueError("a record is one line that is not empty")
+        if self._is_closed:
+            raise OSError("the journal is closed")
         loop = asyncio.get_running_loop()
         if self._thread is None and self._kernel is None:
             self._start(loop)
@@ -117,24 +122,16 @@ class Journal:
             self._held.pop(number, None)
         self._oldest_held = next(iter(self._held), self._next_number)
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """End behind the last record. The files are cleared when every record was released.
 
         A write that does not return keeps nobody: it ends with the process, and a start finds what stands there.
         """
-        if self._kernel is not None and not self._finish_by_kernel(self._kernel):
-            return
-        if self._thread is not None:
-            self._waiting.put(None)
-            self._thread.join(STUCK_S)
-            if self._thread.is_alive():
-                return
-        if self._next_number > 1 and not self._held:
-            with suppress(OSError):  # then a start finds what stands elsewhere
-                self.clear()
-        for file in self._files:
-            with suppress(OSError):  # all was written already
-                os.close(file)
+        if self._is_closed:
+            return  # the numbers of its files may be those of others by now
+        self._is_closed = True
+        if await self._kernel_ends():
+            await asyncio.to_thread(self._end)
 
     def _start(self, loop: asyncio.AbstractEventLoop) -> None:
         """Begin to write: the kernel, or a thread where it cannot."""
@@ -170,11 +167,11 @@ class Journal:
                 self._check_files()
             if kernel.is_slow or not kernel.fits(len(lines)):
                 raise OSError(f"{len(batch)} records are too much, or writes are slow")
-            index, end = self._place()
+            index, end = self._place(len(lines))
             kernel.write(index, lines, end, lambda is_durable: self._on_written(batch, len(lines), is_durable))
             self._writing_since_s = time.monotonic()
-        except OSError as error:
-            self._leave_to_thread(batch, str(error))
+        except Exception as error:  # noqa: BLE001 - whoever waits would do so for ever
+            self._leave_to_thread(batch, f"{type(error).__name__}: {error}")
 
     def _on_written(self, batch: list[_Append], num_bytes: int, is_durable: bool) -> None:
         self._writing_since_s = None
@@ -200,15 +197,31 @@ class Journal:
         for append in waiting:
             self._waiting.put(append)
 
-    def _finish_by_kernel(self, kernel: KernelWriter) -> bool:
-        """Write what waits, wait for it, and return whether it was written in time, by whomever."""
-        while self._kernel is not None and (kernel.is_busy or self._for_kernel):
-            self._hand_to_kernel()
-            if not kernel.finish(STUCK_S):
+    async def _kernel_ends(self) -> bool:
+        """Wait for what the kernel writes, and return whether nothing is on its way any more, except through the thread."""
+        until_s = time.monotonic() + STUCK_S
+        while self._kernel is not None and (self._kernel.is_busy or self._for_kernel):
+            if time.monotonic() > until_s:
                 return False
-        kernel.close()
-        self._kernel = None
+            await asyncio.sleep(0.001)
+        if self._kernel is not None:
+            self._kernel.close()
+            self._kernel = None
         return True
+
+    def _end(self) -> None:
+        """End the thread, which there may be, and close the files."""
+        if self._thread is not None:
+            self._waiting.put(None)
+            self._thread.join(STUCK_S)
+            if self._thread.is_alive():
+                return
+        if self._next_number > 1 and not self._held:
+            with suppress(OSError):  # then a start finds what stands elsewhere
+                self.clear()
+        for file in self._files:
+            with suppress(OSError):  # all was written already
+                os.close(file)
 
     def _write_forever(self, loop: asyncio.AbstractEventLoop) -> None:
         closing = False
@@ -242,16 +255,16 @@ class Journal:
         """Make the lines of `batch` durable. What a failure leaves of them is overwritten by the next."""
         if time.monotonic() >= self._look_again_s:
             self._keep_files_whole()
-        index, end = self._place()
         lines = b"".join([append.line for append in batch])
+        index, end = self._place(len(lines))
         _write(self._files[index], lines or b"\n", end)
         if batch:
             self._note_written(batch, len(lines))
 
-    def _place(self) -> tuple[int, int]:
-        """Return which file is written to next, and from where on."""
+    def _place(self, num_bytes: int) -> tuple[int, int]:
+        """Return which file is written to next, and from where on. A file grows only while the other one is held."""
         other = 1 - self._current
-        if self._ends[self._current] >= self._file_bytes and self._newest[other] < self._oldest_held:
+        if self._ends[self._current] + num_bytes > self._file_bytes and self._newest[other] < self._oldest_held:
             self._current, self._ends[other] = other, 0
         return self._current, self._ends[self._current]
 

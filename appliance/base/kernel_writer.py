@@ -6,7 +6,8 @@ A thread that writes asks for the lock twice per write, each time up to a switch
 event loop stands still while it has it. Here the event loop hands over and hears, and that is all.
 
 Method: Linux's asynchronous I/O, whose writes return at once for files opened with O_DIRECT; with O_DSYNC they are done when
-the bytes are durable. Such a write is of whole blocks, so what stands before `data` in its first block is written again. A
+the bytes are durable. They return at once only where they overwrite, so no file grows here. Such a write is of whole blocks, so
+what stands before `data` in its first block is written again. Memory that it comes from may be given back: the kernel keeps it. A
 process that dies leaves no write behind: the kernel waits for it before the process is gone.
 """
 
@@ -26,9 +27,10 @@ from pathlib import Path
 
 BLOCK_BYTES = 4096
 ROOM_BYTES = 256 * 1024
-SLOW_SUBMIT_S = 0.005
+SLOW_SUBMIT_S = 0.001
 """A file system that takes so long to take a write does not write asynchronously: the event loop would stand still."""
 SLOW_SUBMITS_MAX = 8
+"""So many in a row: a single one may be the machine's."""
 
 _SETUP, _DESTROY, _GETEVENTS, _SUBMIT = range(4)
 _CALLS = {"x86_64": (206, 207, 208, 209), "aarch64": (0, 1, 4, 2)}  # of asm/unistd.h: libc has no names for them
@@ -72,12 +74,13 @@ class KernelWriter:
     """
 
     def __init__(self, paths: Sequence[Path]) -> None:
-        if sys.platform != "linux" or platform.machine() not in _CALLS:
-            raise OSError(errno.ENOSYS, "asynchronous writes are known for Linux on x86-64 and ARM alone")
+        if sys.platform != "linux" or platform.machine() not in _CALLS or sys.maxsize < 2**32:
+            raise OSError(errno.ENOSYS, "asynchronous writes are known for 64-bit Linux on x86-64 and ARM alone")
         self._calls = _CALLS[platform.machine()]
         self._syscall = ctypes.PyDLL(None, use_errno=True).syscall  # which keeps the interpreter's lock: all calls are short
         self._syscall.restype = ctypes.c_long
         self._loop = asyncio.get_running_loop()
+        self._room = mmap.mmap(-1, ROOM_BYTES)  # pages of its own: a write must begin at a block of memory, too
         with ExitStack() as made:
             flags = os.O_RDWR | os.O_DIRECT | os.O_DSYNC
             self._files = [_opened(made, os.open(path, flags)) for path in paths]
@@ -90,7 +93,6 @@ class KernelWriter:
             self._loop.add_reader(self._eventfd, self._hear)
             made.callback(self._loop.remove_reader, self._eventfd)
             self._made = made.pop_all()
-        self._room = mmap.mmap(-1, ROOM_BYTES)  # pages of its own: a write must begin at a block of memory, too
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._room))
         self._request = _Request(opcode=_PWRITE, flags=_TELL_EVENTFD, eventfd=self._eventfd, buffer=self._address)
         self._requests = (ctypes.POINTER(_Request) * 1)(ctypes.pointer(self._request))
@@ -118,29 +120,24 @@ class KernelWriter:
         """
         if offset not in (0, self._ends[index]):
             raise OSError(errno.ESPIPE, "writes follow one another")
+        if self.is_busy:
+            raise OSError(errno.EBUSY, "a write is on its way")
         before = self._tails[index] if offset else b""
         whole = before + data
         num_bytes = -(-len(whole) // BLOCK_BYTES) * BLOCK_BYTES
+        if offset - len(before) + num_bytes > os.fstat(self._files[index]).st_size:
+            raise OSError(errno.EFBIG, "the file would grow, for which the event loop would wait")
         self._room[:num_bytes] = whole.ljust(num_bytes, b"\0")
         self._request.file, self._request.num_bytes, self._request.offset = self._files[index], num_bytes, offset - len(before)
         began_s = time.monotonic()
         self._call(_SUBMIT, self._context, 1, self._requests)
-        self._num_slow += time.monotonic() - began_s > SLOW_SUBMIT_S
+        self._num_slow = self._num_slow + 1 if time.monotonic() - began_s > SLOW_SUBMIT_S else 0
         self._on_end = on_end
         self._ends[index] = offset + len(data)
         self._tails[index] = whole[len(whole) // BLOCK_BYTES * BLOCK_BYTES :]
 
-    def finish(self, timeout_s: float) -> bool:
-        """Wait for the write that is on its way, and tell of its end here; return whether none is left."""
-        until_s = time.monotonic() + timeout_s
-        while self.is_busy and time.monotonic() < until_s:
-            self._hear()
-            time.sleep(0 if not self.is_busy else 0.001)
-        return not self.is_busy
-
     def close(self) -> None:
-        """Close the files. A write that is on its way still ends, and nobody hears of it."""
-        self._on_end = None
+        """Close the files; not while a write is on its way: the kernel would let the event loop wait for its end."""
         with suppress(OSError, RuntimeError):  # a loop that is closed has no readers any more
             self._made.close()
 

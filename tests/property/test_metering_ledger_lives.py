@@ -91,7 +91,7 @@ async def test_every_admitted_request_is_in_the_ledger_once_and_none_stays_pendi
         await asyncio.gather(*(owner.serve() for _ in range(LAST)))
         await (ledger.stop() if chance.random() < 0.5 else die(ledger))
         if journal is not None:
-            journal.close()
+            await journal.close()
         admitted |= owner.admitted
         refused |= owner.refused
         settled |= owner.settled

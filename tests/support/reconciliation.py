@@ -166,7 +166,7 @@ class History:
     async def _stop(self) -> None:
         await self.ledger.stop(PATIENCE_S)
         if self.journal is not None:
-            self.journal.close()
+            await self.journal.close()
 
     def _move(self, seconds: float) -> None:
         """Move on; over the leap second the clock shows one second twice."""
@@ -303,7 +303,7 @@ class History:
         await asyncio.gather(*(self.ledger.settle(self._end(fact)) for fact in promised))
         await die(self.ledger)
         self.database.gate = None
-        journal.close()
+        await journal.close()
         return promised
 
     async def _correct(self) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import errno
 import os
 import random
+from contextlib import suppress
 from pathlib import Path
 from threading import Event, Thread
 from typing import Any
@@ -14,6 +15,7 @@ import pytest
 
 from appliance.base import journal as journal_module
 from appliance.base.journal import Journal, left_in
+from appliance.base.kernel_writer import BLOCK_BYTES
 from tests.support.ledgers import until
 
 BOTH = pytest.mark.parametrize("by_kernel", [False, True], ids=["thread", "kernel"])
@@ -36,7 +38,7 @@ async def test_what_was_appended_is_found_after_a_death_in_its_order(tmp_path: P
 async def test_nothing_is_left_of_records_that_stand_elsewhere_once_it_is_closed(tmp_path: Path, by_kernel: bool) -> None:
     journal = Journal(tmp_path / "j", by_kernel=by_kernel)
     journal.release([await journal.append(b"one"), await journal.append(b"two")])
-    journal.close()
+    await journal.close()
     assert left_in(tmp_path / "j") == []
 
 
@@ -46,7 +48,7 @@ async def test_closing_keeps_what_stands_nowhere_else(tmp_path: Path, by_kernel:
     number = await journal.append(b"one")
     await journal.append(b"two")
     journal.release([number])
-    journal.close()
+    await journal.close()
     assert b"two" in left_in(tmp_path / "j")
 
 
@@ -55,9 +57,45 @@ async def test_closing_writes_what_waits(tmp_path: Path, by_kernel: bool) -> Non
     journal = Journal(tmp_path / "j", by_kernel=by_kernel)
     waiting = [asyncio.create_task(journal.append(b"%d" % number)) for number in range(5)]
     await asyncio.sleep(0)
-    journal.close()
+    await journal.close()
     await asyncio.gather(*waiting)
     assert len(left_in(tmp_path / "j")) == 5
+
+
+@BOTH
+async def test_a_journal_that_is_closed_touches_no_file_of_others_that_has_its_number(tmp_path: Path, by_kernel: bool) -> None:
+    journal = Journal(tmp_path / "j", by_kernel=by_kernel)
+    journal.release([await journal.append(b"one")])
+    await journal.close()
+    others = [os.memfd_create("other") for _ in range(8)]
+    for other in others:
+        os.write(other, b"dear")
+    with pytest.raises(OSError, match="closed"):
+        await journal.append(b"late")
+    await journal.close()
+    assert [os.pread(other, 99, 0) for other in others] == [b"dear"] * len(others)
+    for other in others:
+        os.close(other)
+
+
+@BOTH
+async def test_what_is_appended_while_the_journal_is_closed_is_refused_or_found(tmp_path: Path, by_kernel: bool) -> None:
+    journal = Journal(tmp_path / "j", by_kernel=by_kernel)
+    told: list[bytes] = []
+
+    async def append_until_refused(name: int) -> None:
+        with suppress(OSError):
+            while True:
+                record = b"%d %d" % (name, len(told))
+                await journal.append(record)
+                told.append(record)
+
+    tasks = [asyncio.create_task(append_until_refused(name)) for name in range(6)]
+    await until(lambda: len(told) > 100)
+    await journal.close()
+    async with asyncio.timeout(10):
+        await asyncio.gather(*tasks)
+    assert set(left_in(tmp_path / "j")) == set(told)
 
 
 @BOTH
@@ -161,7 +199,7 @@ async def test_a_record_is_one_line(tmp_path: Path, record: bytes) -> None:
 
 @BOTH
 async def test_the_files_are_for_their_owner_alone(tmp_path: Path, by_kernel: bool) -> None:
-    Journal(tmp_path / "j", by_kernel=by_kernel).close()
+    await Journal(tmp_path / "j", by_kernel=by_kernel).close()
     assert {status.st_mode & 0o777 for status in _files_in(tmp_path)} == {0o600}
 
 
@@ -233,7 +271,7 @@ async def test_closing_does_not_wait_for_a_write_that_does_not_return(tmp_path: 
     monkeypatch.setattr(os, "pwrite", lambda *given: answers.wait() and write(*given))
     waiting = asyncio.create_task(journal.append(b"one"))
     await until(lambda: journal.last_error is not None)
-    journal.close()
+    await journal.close()
     answers.set()
     await waiting
     assert left_in(tmp_path / "j") == [b"one"]
@@ -247,7 +285,7 @@ async def test_what_one_call_does_not_write_the_next_does(tmp_path: Path, monkey
         await journal.append(b"record %d" % number)
     assert len(left_in(tmp_path / "j")) == 12
     journal.clear()
-    assert _contents(tmp_path) == [bytes(300), bytes(300)]
+    assert _contents(tmp_path) == [bytes(BLOCK_BYTES), bytes(BLOCK_BYTES)]
 
 
 def _contents(folder: Path) -> list[bytes]:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import mmap
 import os
 import platform
 import random
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -65,12 +67,50 @@ async def test_a_write_elsewhere_than_behind_the_last_is_refused(paths: list[Pat
     writer.close()
 
 
-async def test_an_end_can_be_waited_for_without_the_event_loop(paths: list[Path]) -> None:
+async def test_a_write_that_would_let_a_file_grow_is_refused(paths: list[Path]) -> None:
     writer = KernelWriter(paths)
-    ends: list[bool] = []
-    writer.write(1, b"data", 0, ends.append)
-    assert writer.finish(5.0)
-    assert ends == [True]
+    assert await written(writer, 0, b"x" * (8 * BLOCK_BYTES - 3), 0)
+    with pytest.raises(OSError, match="would grow"):
+        writer.write(0, b"four", 8 * BLOCK_BYTES - 3, print)
+    os.truncate(paths[1], BLOCK_BYTES)
+    with pytest.raises(OSError, match="would grow"):
+        writer.write(1, b"x" * (BLOCK_BYTES + 1), 0, print)
+    assert not writer.is_busy
+    writer.close()
+
+
+async def test_what_the_kernel_still_reads_is_not_overwritten(paths: list[Path]) -> None:
+    writer = KernelWriter(paths)
+    ended: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+    writer.write(0, b"first" * 6000, 0, ended.set_result)
+    with pytest.raises(OSError, match="on its way"):
+        writer.write(1, b"second" * 5000, 0, print)
+    assert await ended
+    assert paths[0].read_bytes().startswith(b"first" * 6000)
+    writer.close()
+
+
+async def test_memory_that_is_given_back_while_it_is_written_from_is_written_as_it_was(paths: list[Path]) -> None:
+    writer = KernelWriter(paths)
+    ended: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+    writer.write(0, b"x" * 7 * BLOCK_BYTES, 0, ended.set_result)
+    writer._room.close()
+    others = [mmap.mmap(-1, ROOM_BYTES) for _ in range(4)]
+    for other in others:
+        other[:] = b"#" * ROOM_BYTES
+    assert await ended
+    assert paths[0].read_bytes()[: 7 * BLOCK_BYTES] == b"x" * 7 * BLOCK_BYTES
+    writer.close()
+
+
+async def test_single_writes_that_take_long_to_hand_over_are_not_held_against_the_disk(
+    paths: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer = KernelWriter(paths)
+    for number in range(3 * SLOW_SUBMITS_MAX):
+        monkeypatch.setattr(kernel_writer_module, "SLOW_SUBMIT_S", 60.0 if number % 4 == 3 else -1.0)
+        assert await written(writer, 0, b"data", 0)
+        assert not writer.is_slow
     writer.close()
 
 
@@ -108,6 +148,13 @@ async def test_a_machine_whose_calls_are_not_known_has_a_thread(tmp_path: Path, 
     assert left_in(tmp_path / "j") == [b"record"]
 
 
+async def test_a_machine_whose_words_are_shorter_has_a_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "maxsize", 2**31 - 1)
+    journal = Journal(tmp_path / "j", by_kernel=True)
+    await journal.append(b"record")
+    assert thread_writes(journal)
+
+
 async def test_a_sandbox_that_forbids_the_calls_has_a_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def forbidden(*_given: Any) -> int:
         raise OSError(errno.EPERM, "not permitted")
@@ -116,7 +163,7 @@ async def test_a_sandbox_that_forbids_the_calls_has_a_thread(tmp_path: Path, mon
     monkeypatch.setattr(KernelWriter, "_call", forbidden)
     journal = Journal(tmp_path / "j", by_kernel=True)
     await journal.append(b"record")
-    journal.close()
+    await journal.close()
     assert left_in(tmp_path / "j") == [b"record"]
     assert set(os.listdir("/proc/self/fd")) <= before
 
@@ -130,7 +177,7 @@ async def test_what_the_kernel_fails_to_write_the_thread_writes(tmp_path: Path, 
     assert journal.last_error is None
     await journal.append(b"last")
     assert left_in(tmp_path / "j") == [*held, *(b"%d" % number for number in range(5)), b"last"]
-    journal.close()
+    await journal.close()
 
 
 async def test_what_the_kernel_does_not_take_the_thread_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,6 +188,41 @@ async def test_what_the_kernel_does_not_take_the_thread_writes(tmp_path: Path, m
     monkeypatch.setattr(KernelWriter, "write", refused)
     await journal.append(b"after")
     assert left_in(tmp_path / "j") == [*held, b"after"]
+
+
+async def test_no_error_lets_anybody_wait_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_memory(*_given: Any) -> None:
+        raise MemoryError
+
+    journal, held = await journal_of(tmp_path)
+    monkeypatch.setattr(KernelWriter, "write", no_memory)
+    await asyncio.wait_for(journal.append(b"after"), 5)
+    assert left_in(tmp_path / "j") == [*held, b"after"]
+
+
+async def test_the_kernel_goes_from_file_to_file_and_a_file_that_must_grow_is_left_to_the_thread(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "j", file_bytes=BLOCK_BYTES, by_kernel=True)
+    for number in range(500):
+        journal.release([await journal.append(b"released %d" % number)])
+    assert not thread_writes(journal)
+    assert [status.st_size for status in map(os.stat, (tmp_path / "j-1", tmp_path / "j-2"))] == [BLOCK_BYTES, BLOCK_BYTES]
+    held = [b"held %d" % number for number in range(500)]
+    for record in held:
+        await journal.append(record)
+    assert thread_writes(journal)
+    assert set(held) <= set(left_in(tmp_path / "j"))
+
+
+async def test_closing_waits_for_a_write_whose_appender_was_cancelled(tmp_path: Path) -> None:
+    journal, held = await journal_of(tmp_path)
+    task = asyncio.create_task(journal.append(b"cancelled"))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert journal._kernel is not None
+    assert journal._kernel.is_busy
+    task.cancel()
+    await journal.close()
+    assert left_in(tmp_path / "j") == [*held, b"cancelled"]
 
 
 async def test_a_record_larger_than_the_kernels_room_is_written_too(tmp_path: Path) -> None:
@@ -174,7 +256,7 @@ async def test_a_write_that_does_not_end_is_an_error_and_closing_does_not_wait_f
     stuck = asyncio.create_task(journal.append(b"stuck"))
     await asyncio.sleep(0.1)
     assert "has not returned" in str(journal.last_error)
-    journal.close()
+    await journal.close()
     stuck.cancel()
     assert left_in(tmp_path / "j")[: len(held)] == held
 

@@ -54,7 +54,7 @@ async def start_again(alerts: AlertBox, journal: Path) -> BudgetAlerts:
     budgets = BudgetAlerts(alerts.db, alerts.clock, CALENDAR)
     opened = Journal(journal)
     await replay(alerts.db, opened, alerts.clock, CALENDAR, budgets.settled)
-    opened.close()
+    await opened.close()
     epoch_id = await begin_epoch(alerts.db, alerts.clock, "next")
     await recover(alerts.db, alerts.clock, epoch_id, calendar=CALENDAR, on_settled=budgets.settled)
     return budgets
@@ -75,7 +75,7 @@ async def test_what_was_settled_in_the_journal_alone_is_told_by_the_next_start(
     await ledger.open(entry)
     await ledger.settle(posted(entry.request_id, completion=85))
     await die(ledger)
-    journal.close()
+    await journal.close()
     assert await told(alerts) == []
 
     clock.advance(later_s)

@@ -55,7 +55,7 @@ async def journaling(database: Database, clock: FakeClock, epoch_id: str, path: 
         yield ledger
     finally:
         await ledger.stop()
-        journal.close()
+        await journal.close()
 
 
 async def start_again(database: Database, clock: FakeClock, path: Path) -> dict[str, UsageEvent]:
@@ -64,7 +64,7 @@ async def start_again(database: Database, clock: FakeClock, path: Path) -> dict[
     journal = Journal(path)
     await replay(database, journal, clock, BillingCalendar())
     await recover(database, clock, epoch_id)
-    journal.close()
+    await journal.close()
     return {event.request_id: event for event in await all_events(database)}
 
 
@@ -228,7 +228,7 @@ async def test_what_settles_after_the_writer_ended_by_a_bug_is_in_the_journal_fo
     await until(lambda: not ledger.healthy)
     await ledger.settle(posted(entry.request_id, completion=5))
     assert ledger.unrecorded_usage_tokens == 0
-    journal.close()
+    await journal.close()
     event = (await start_again(database, clock, tmp_path / "j"))[entry.request_id]
     assert (event.status, event.completion_tokens) == ("posted", 5)
 
@@ -352,7 +352,7 @@ async def test_a_disk_that_does_not_answer_refuses_and_leaves_nothing_pending(
         await ledger.open(pending(cast.bob))
     journal._thread = None
     await ledger.stop()
-    journal.close()
+    await journal.close()
     assert await start_again(database, clock, tmp_path / "j") == {}
 
 
@@ -415,7 +415,7 @@ async def test_a_ledger_that_stops_refuses_what_comes_too_late(
     await ledger.stop()
     with pytest.raises(InternalError, match="not running"):
         await opening
-    journal.close()
+    await journal.close()
     assert await start_again(database, clock, tmp_path / "j") == {}
 
 
@@ -555,7 +555,7 @@ async def test_stopping_while_the_database_fails_leaves_the_lines_to_the_next_st
     await ledger.settle(posted(entries[0].request_id))
     with pytest.raises(LedgerBroken, match="unwritten"):
         await ledger.stop(0.1)
-    journal.close()
+    await journal.close()
     events = await start_again(database, clock, tmp_path / "j")
     assert [events[entry.request_id].status for entry in entries] == ["posted", "recovered", "recovered"]
 
@@ -643,7 +643,7 @@ def test_a_journal_lies_beside_the_file_itself_whatever_links_lead_there(tmp_pat
     (tmp_path / "link.db").symlink_to(tmp_path / "data" / "real.db")
     journal = journal_beside(f"sqlite:///{tmp_path}/link.db")
     assert journal is not None
-    journal.close()
+    asyncio.run(journal.close())
     assert sorted(path.name for path in (tmp_path / "data").iterdir()) == [
         "real.db",
         "real.db.admitted-1",
