@@ -6,9 +6,9 @@ A thread that writes asks for the lock twice per write, each time up to a switch
 event loop stands still while it has it. Here the event loop hands over and hears, and that is all.
 
 Method: Linux's asynchronous I/O, whose writes return at once for files opened with O_DIRECT; with O_DSYNC they are done when
-the bytes are durable. They return at once only where they overwrite, so no file grows here. Such a write is of whole blocks, so
-what stands before `data` in its first block is written again. Memory that it comes from may be given back: the kernel keeps it. A
-process that dies leaves no write behind: the kernel waits for it before the process is gone.
+the bytes are durable. That is so where they overwrite: no file grows here. A write is of whole blocks, so what stands before
+`data` in its first block is written again. Memory may be given back meanwhile, as the kernel holds on to it, and a process that
+dies leaves no write behind: the kernel waits for it before the process is gone.
 """
 
 from __future__ import annotations
