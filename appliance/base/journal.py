@@ -185,6 +185,7 @@ class Journal:
     def _leave_to_thread(self, batch: list[_Append], reason: str) -> None:
         """Let a thread write from now on, first of all `batch`."""
         _log.warning("the journal is written by a thread from now on", reason=reason)
+        self._look_again_s = 0.0  # it may be the files
         kernel, self._kernel = self._kernel, None
         waiting, self._for_kernel = [*batch, *self._for_kernel], []
         if kernel is not None:

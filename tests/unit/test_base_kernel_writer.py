@@ -213,6 +213,14 @@ async def test_the_kernel_goes_from_file_to_file_and_a_file_that_must_grow_is_le
     assert set(held) <= set(left_in(tmp_path / "j"))
 
 
+async def test_a_file_that_is_cut_short_just_before_a_write_is_made_anew_for_it(tmp_path: Path) -> None:
+    journal, _held = await journal_of(tmp_path)
+    for name in ("j-1", "j-2"):
+        os.truncate(tmp_path / name, 0)
+    await journal.append(b"after")
+    assert left_in(tmp_path / "j") == [b"after"]
+
+
 async def test_closing_waits_for_a_write_whose_appender_was_cancelled(tmp_path: Path) -> None:
     journal, held = await journal_of(tmp_path)
     task = asyncio.create_task(journal.append(b"cancelled"))
