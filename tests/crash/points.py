@@ -27,6 +27,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 import appliance.app
 from appliance.base.db import Database
 from appliance.base.journal import Journal
+from appliance.base.kernel_writer import KernelWriter
 from appliance.base.sqlite_thread import SqliteThread
 from appliance.metering.ledger import rollups
 from appliance.metering.ledger import round as ledger_round
@@ -256,6 +257,17 @@ def _wrap_journal(reaper: Reaper) -> None:
 
     Journal._write = cut  # type: ignore[method-assign]
     Journal.clear = before_clearing  # type: ignore[method-assign]
+    by_kernel = KernelWriter.write
+
+    def cut_by_kernel(self: KernelWriter, index: int, data: bytes, offset: int, on_end: Callable[[bool], None]) -> None:
+        def ended(is_durable: bool) -> None:
+            reaper.reached("line in the journal: after COMMIT")
+            on_end(is_durable)
+
+        reaper.reached_commit("line in the journal")
+        by_kernel(self, index, data, offset, ended)
+
+    KernelWriter.write = cut_by_kernel  # type: ignore[method-assign]
 
 
 def _cut(reaper: Reaper, writing: Callable[[Database], Any]) -> Callable[[Database], Any]:
