@@ -1,14 +1,17 @@
-"""A database that the first version filled: what it holds comes through the upgrade whole, and back."""
+"""A database that an older version filled: what it holds comes through the upgrade whole, and back."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
+from alembic.script import ScriptDirectory
 from sqlalchemy import Connection, MetaData, Table, create_engine, event, insert, select, text
+from sqlalchemy.exc import IntegrityError
 from sqlalchemy.pool import NullPool
 
 from appliance.base import db, tables
@@ -25,7 +28,17 @@ from appliance.metering.usage import UsageReports
 AT = datetime(2026, 3, 29, 23, 59, 58, 1, tzinfo=UTC)  # two of four events lie in the next day of UTC
 MONEY = ("tenants", "api_keys", "members", "admin_tokens", "prices", "epochs", "usage_events", "requests")
 PRICE: dict[str, Any] = {"prompt": 1_500_000, "cached_prompt": 150_000, "completion": 6_000_000}
+TIMES = ("created_at", "started_at", "admitted_at", "at")
 Rows = dict[str, list[dict[str, Any]]]
+# What the second version's columns say of rows that the first wrote.
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "tenants": {"limit_mode": "enforce", "cut_at_budget": False, "currency": None, "billing": None, "alert_percents": None},
+    "api_keys": {"limit_mode": "enforce", "model_limits": None, "replaced_by": None},
+    "members": {"password_temporary": False, "totp_secret": None, "oidc_issuer": None, "oidc_subject": None},
+    "sessions": {"method": "password"},
+    "prices": {"rejected_draft": 0, "tier_percents": None},
+    "usage_events": {"rejected_tokens": 0, "price_basis_points": 10_000, "cause": None, "corrects_id": None, "note": None},
+}
 
 
 @contextmanager
@@ -49,26 +62,43 @@ def contents(url: str) -> Rows:
         }
 
 
+def everything(url: str) -> Rows:
+    """Every row of every table, in the order of their keys."""
+    with connected(url) as connection:
+        found = MetaData()
+        found.reflect(connection)
+        return {
+            name: [dict(row) for row in connection.execute(select(table).order_by(*table.primary_key)).mappings()]
+            for name, table in found.tables.items()
+            if name != "alembic_version"
+        }
+
+
 def moment(url: str, offset: timedelta = timedelta()) -> datetime:
     """A time as the column takes it: SQLite's knows no zone."""
     return (AT + offset).replace(tzinfo=None) if url.startswith("sqlite") else AT + offset
 
 
-@pytest.fixture
-def filled_url(empty_database_url: str) -> str:
-    """A database of the first version with two tenants, four events of every kind, and people."""
-    url = empty_database_url
-    db.upgrade(url, "0001")
-    at = moment(url)
+@contextmanager
+def adding(url: str) -> Iterator[Callable[..., None]]:
+    """A function that adds a row to a table as the database has it; times that are not given are `AT`."""
     with connected(url) as connection:
         found = MetaData()
         found.reflect(connection)
 
         def add(into: str, /, **values: Any) -> None:
             table: Table = found.tables[into]
-            times = {column.name: at for column in table.columns if column.name in ("created_at", "started_at", "admitted_at")}
+            times = {column.name: moment(url) for column in table.columns if column.name in TIMES}
             connection.execute(insert(table).values(**{**times, **values}))
 
+        yield add
+
+
+def fill_first(url: str) -> None:
+    """Make a database of the first version with two tenants, four events of every kind, and people."""
+    db.upgrade(url, "0001")
+    at = moment(url)
+    with adding(url) as add:
         for name in ("bob", "charlie"):
             add("tenants", id=f"tn_{name}", name=name, tier="standard", weight=1, suspended=False)
             shown = {"name": "key", "prefix": f"gh_{name}", "digest": name, "scopes": '["inference"]'}
@@ -84,7 +114,42 @@ def filled_url(empty_database_url: str) -> str:
             [("bob", "posted"), ("bob", "voided"), ("charlie", "recovered"), ("bob", "pending")]
         ):
             _add_event(add, number, owner, status, at=moment(url, timedelta(seconds=number)))
-    return url
+
+
+def fill_second(url: str) -> None:
+    """Make a database of the second version: what the first wrote, a correction, invoices closed and not, an audit entry."""
+    fill_first(url)
+    db.upgrade(url, "0002")
+    at, corrected = moment(url), contents(url)["usage_events"][0]
+    lower = {"completion_tokens": -1, "prompt_tokens": 0, "cached_tokens": 0, "cost_picos": -6_000_000}
+    with adding(url) as add:
+        correction = {"id": 5, "kind": "adjustment", "corrects_id": corrected["id"], "posting": 4, "note": "too much"}
+        add("usage_events", **corrected | lower | correction)
+        more = {"rejected_draft": 750_000, "tier_percents": {"interactive": 150}}
+        add("prices", id="price_2", model="demo", effective_from=at, currency="CHF", batch_percent=50, **more, **PRICE)
+        add("free_allowances", id="free_1", tenant_id="tn_bob", first_month="2026-03", monthly_micros=5)
+        for owner, state, ended in (("bob", "closed", at), ("charlie", "draft", None)):
+            invoice = {"month": "2026-03", "number": "2026-1" if ended else None, "state": state, "closed_at": ended}
+            sums = {"currency": "EUR", "total_micros": 65, "tax_micros": 12, "through_posting": 4 if ended else None}
+            add("invoices", id=f"inv_{owner}", tenant_id=f"tn_{owner}", seller={"name": "box"}, **invoice, **sums)
+            line = {"model": "demo", "kind": "prompt", "month": "2026-03", "unit_price": 1_500_000, "tokens": 43, "requests": 1}
+            add("invoice_lines", invoice_id=f"inv_{owner}", position=0, exact_picos="65400000", rounded_micros=65, **line)
+        actor = {"actor_kind": "member", "actor_id": "mb_alice", "actor_name": "alice@example.com"}
+        entry = {"action": "invoice.close", "target_kind": "invoice", "target_id": "inv_bob", "after": '{"total_micros": 65}'}
+        add("audit_log", previous_hash="0" * 64, hash="1" * 64, **actor, **entry)
+        add("audit_head", id=1, entries=1, hash="1" * 64)
+    with connected(url) as connection:
+        connection.execute(text("UPDATE counters SET value = 4 WHERE name = 'posting'"))
+
+
+FILLED: dict[str, Callable[[str], None]] = {"0001": fill_first, "0002": fill_second}
+
+
+@pytest.fixture
+def filled_url(empty_database_url: str) -> str:
+    """The URL of a database that the first version filled."""
+    fill_first(empty_database_url)
+    return empty_database_url
 
 
 def _add_event(add: Any, number: int, owner: str, status: str, *, at: datetime) -> None:
@@ -120,6 +185,44 @@ def same(before: Rows, after: Rows) -> bool:
     return True
 
 
+def test_every_version_before_the_newest_is_filled_here() -> None:
+    migrations = Path(__file__).parents[2] / "migrations"
+    versions = {script.revision for script in ScriptDirectory(str(migrations)).walk_revisions()}
+    assert set(FILLED) == versions - {db.head_revision()}
+
+
+@pytest.mark.parametrize("version", FILLED)
+def test_a_filled_version_goes_to_the_newest_and_back_and_no_row_is_lost_or_changed(
+    version: str, empty_database_url: str
+) -> None:
+    url = empty_database_url
+    FILLED[version](url)
+    before = everything(url)
+    db.upgrade(url)
+    newest = everything(url)
+    db.downgrade(url, version)
+
+    assert same(before, newest)
+    assert everything(url) == before
+    db.upgrade(url)
+    assert everything(url) == newest
+
+
+def test_what_was_written_for_good_before_the_database_kept_it_is_kept_from_then_on(empty_database_url: str) -> None:
+    fill_second(empty_database_url)
+    db.upgrade(empty_database_url)
+    for statement in (
+        "UPDATE usage_events SET cost_picos = 0 WHERE id = 5",
+        "UPDATE prices SET prompt = 0 WHERE id = 'price_2'",
+        "UPDATE invoices SET total_micros = 0 WHERE id = 'inv_bob'",
+        "DELETE FROM invoice_lines WHERE invoice_id = 'inv_bob'",
+        "UPDATE free_allowances SET monthly_micros = 0",
+        "DELETE FROM audit_log",
+    ):
+        with pytest.raises(IntegrityError, match="written for good"), connected(empty_database_url) as connection:
+            connection.execute(text(statement))
+
+
 async def test_what_the_first_version_wrote_comes_through_whole(filled_url: str) -> None:
     before = contents(filled_url)
     db.upgrade(filled_url)
@@ -129,12 +232,10 @@ async def test_what_the_first_version_wrote_comes_through_whole(filled_url: str)
     events = {row["request_id"]: row for row in after["usage_events"]}
     assert [events[f"req_{number}"]["posting"] for number in range(4)] == [1, 2, 3, None]
     assert [str(events[f"req_{number}"]["billing_day"]) for number in range(4)] == ["2026-03-29"] * 2 + ["2026-03-30"] * 2
-    assert {(row["rejected_tokens"], row["price_basis_points"], row["cause"]) for row in after["usage_events"]} == {
-        (0, 10_000, None)
-    }
-    with connected(filled_url) as connection:
-        ids = connection.execute(text("SELECT id FROM sessions")).scalars().all()
-    assert len(set(ids)) == 2
+    now = everything(filled_url)
+    for name, defaults in DEFAULTS.items():
+        assert [{column: row[column] for column in defaults} for row in now[name]] == [defaults] * len(now[name]), name
+    assert len({row["id"] for row in now["sessions"]}) == 2
     findings = await invariants.check(filled_url, running=False)
     assert [finding.name for finding in findings if finding.state != "holds"] == ["pending"]
 
