@@ -360,7 +360,7 @@ async def _start(appliance: Appliance) -> None:
 async def _serve_on(listener: socket.socket, appliance: Appliance, on_listening: Callable[[Started], None]) -> None:
     settings, services = appliance.settings, appliance.services
     host, port = listener.getsockname()[:2]
-    server = HttpServer(create_app(appliance), listener)
+    server = HttpServer(create_app(appliance), listener, settings.trusted_proxies)
     models = [model.name for model in services.models.list()]
     with control_file(settings.data_dir, host, port, services.control_token or ""):
         log.info("listening", host=host, port=port, models=models)

@@ -30,7 +30,7 @@ from appliance.tenancy.sessions import Session
 INFERENCE_SCOPE = "inference"
 USAGE_SCOPE = "usage"
 SESSION_COOKIES = ("__Host-gatehouse", "gatehouse_session")  # the console sets them: the first over HTTPS, else the second
-PROXY_HEADERS = ("x-forwarded-for", "x-real-ip", "forwarded")
+PROXY_HEADERS = ("x-forwarded-for", "x-forwarded-proto", "x-real-ip", "forwarded")
 OPERATOR_HEADER = "x-gatehouse-operator"  # the command line sends it
 OPERATOR_CHARS_MAX = 200
 CSRF_HEADER = "x-csrf-token"

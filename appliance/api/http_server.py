@@ -10,12 +10,13 @@ import asyncio
 import contextlib
 import errno
 import fcntl
+import ipaddress
 import json
 import os
 import signal
 import socket
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,6 +25,7 @@ import uvicorn
 from litestar.types import ASGIApp
 
 from appliance.api.http_connection import LimitedConnection, raise_open_files_limit
+from appliance.base.setting_values import Network
 from appliance.base.settings import Settings
 from appliance.serving.generations import Generations
 
@@ -31,6 +33,7 @@ BACKLOG = 2048
 LOCK_FILE = "gatehouse.lock"
 CONTROL_FILE = "control.json"
 CLOSE_TIMEOUT_S = 2
+IPV4_MAPPED_BITS = 96  # of an IPv6 address, before the IPv4 address that it holds
 KEEP_ALIVE_S = 75  # longer than clients keep idle connections, so that they close them and not we under their next request
 
 log = structlog.get_logger()
@@ -43,8 +46,8 @@ class CannotStart(Exception):
 class HttpServer:
     """uvicorn on a socket that is bound already, with draining before closing."""
 
-    def __init__(self, app: ASGIApp, listener: socket.socket) -> None:
-        self._server = _Server(_config(app))
+    def __init__(self, app: ASGIApp, listener: socket.socket, trusted_proxies: Sequence[Network] = ()) -> None:
+        self._server = _Server(server_config(app, trusted_proxies))
         self._listener = listener
 
     async def run(self, generations: Generations, *, drain_timeout_s: float) -> None:
@@ -102,7 +105,11 @@ class _Server(uvicorn.Server):
         yield
 
 
-def _config(app: ASGIApp) -> uvicorn.Config:
+def server_config(app: ASGIApp, trusted_proxies: Sequence[Network]) -> uvicorn.Config:
+    """Return how uvicorn runs `app`: `trusted_proxies` alone are believed when they say who sent a request, and that by https.
+
+    X-Forwarded-For is read from the right, where each proxy adds its peer, up to the first address that is no trusted proxy.
+    """
     return uvicorn.Config(
         app,
         loop="none",
@@ -112,10 +119,18 @@ def _config(app: ASGIApp) -> uvicorn.Config:
         log_config=None,
         access_log=False,
         server_header=False,
-        proxy_headers=False,
+        proxy_headers=bool(trusted_proxies),
+        forwarded_allow_ips=[form for network in trusted_proxies for form in _forms(network)],
         timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=CLOSE_TIMEOUT_S,
     )
+
+
+def _forms(network: Network) -> list[str]:
+    """Return the network as the sockets name it: on one for IPv6 too, an IPv4 peer has a mapped address."""
+    if isinstance(network, ipaddress.IPv6Network):
+        return [str(network)]
+    return [str(network), f"::ffff:{network.network_address}/{IPV4_MAPPED_BITS + network.prefixlen}"]
 
 
 @contextlib.contextmanager

@@ -248,3 +248,12 @@ def networks(value: object) -> tuple[Network, ...]:
         return tuple(ipaddress.ip_network(item.strip()) for item in items)
     except ValueError as error:
         raise ValueError(f"{message}: {error}") from None
+
+
+def proxies(value: object) -> tuple[Network, ...]:
+    """Return addresses and networks of proxies; a network that is everybody is refused."""
+    found = networks(value)
+    for network in found:
+        if network.prefixlen == 0:
+            raise ValueError(f"must name proxies, and {network} is everybody")
+    return found

@@ -89,6 +89,7 @@ class Settings:
     smtp_url: str | None = field(default=None, repr=False)
     smtp_from: str | None = None
     webhook_networks: tuple[values_of.Network, ...] = ()
+    trusted_proxies: tuple[values_of.Network, ...] = ()
 
 
 def default_data_dir() -> Path:
@@ -220,4 +221,5 @@ _PARSERS: dict[str, Callable[[object], Any]] = {
     "smtp_url": values_of.mail_server,
     "smtp_from": values_of.email,
     "webhook_networks": values_of.networks,
+    "trusted_proxies": values_of.proxies,
 }

@@ -1,0 +1,133 @@
+"""Behind a proxy: whose word about the sender is taken, and what follows from it for keys, the audit log and this machine."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any, cast
+
+import httpx
+import pytest
+
+from appliance.api.auth import SESSION_COOKIES
+from appliance.api.http_server import server_config
+from appliance.base.settings import SettingsError, load_settings
+from tests.support.api_box import ApiBox, open_api_box
+
+PROXY, FRONT_PROXY = "10.0.0.5", "10.0.1.9"
+OFFICE, ELSEWHERE = "192.0.2.7", "203.0.113.4"
+
+
+@pytest.fixture
+async def box(migrated_sqlite_file: Path, tmp_path: Path) -> AsyncIterator[ApiBox]:
+    async with open_api_box(migrated_sqlite_file, tmp_path) as opened:
+        yield opened
+
+
+def peer_of(box: ApiBox, peer: str, trusted: str | None) -> httpx.AsyncClient:
+    """A peer of the server as it would run with this setting."""
+    settings = load_settings(options={"data_dir": Path("/nowhere"), "trusted_proxies": trusted}, environ={})
+    config = server_config(cast(Any, box.app), settings.trusted_proxies)
+    config.load()
+    transport = httpx.ASGITransport(app=cast(Any, config.loaded_app), client=(peer, 40000))
+    return httpx.AsyncClient(transport=transport, base_url="http://box")
+
+
+async def key_of_the_office(box: ApiBox) -> dict[str, str]:
+    """Headers with a key that may be used from the office alone."""
+    tenant = await box.call("POST", "/tenants", status=201, json={"name": "acme"})
+    body = {"name": "office", "allowed_networks": [OFFICE]}
+    made = await box.call("POST", f"/tenants/{tenant['id']}/keys", status=201, json=body)
+    return {"authorization": f"Bearer {made['key']}"}
+
+
+@pytest.mark.parametrize(
+    ("trusted", "peer", "forwarded_for", "admitted"),
+    [
+        pytest.param(None, OFFICE, None, True, id="no proxy at all"),
+        pytest.param(None, PROXY, OFFICE, False, id="by default nobody is believed"),
+        pytest.param(None, "127.0.0.1", OFFICE, False, id="by default not even this machine is"),
+        pytest.param(PROXY, ELSEWHERE, OFFICE, False, id="a peer that is no proxy"),
+        pytest.param(PROXY, PROXY, OFFICE, True, id="a proxy by its address"),
+        pytest.param(PROXY, PROXY, f"{OFFICE}:51000", True, id="with the sender's port"),
+        pytest.param(PROXY, PROXY, ELSEWHERE, False, id="a proxy that names another sender"),
+        pytest.param(PROXY, PROXY, None, False, id="a proxy that names nobody"),
+        pytest.param("10.0.0.0/24", PROXY, OFFICE, True, id="a proxy by its network"),
+        pytest.param("10.0.0.0/24", f"::ffff:{PROXY}", OFFICE, True, id="an IPv4 proxy on an IPv6 socket"),
+        pytest.param("2001:db8::/64", "2001:db8::1", OFFICE, True, id="an IPv6 proxy"),
+        pytest.param(f"{PROXY}, {FRONT_PROXY}", PROXY, f"{OFFICE}, {FRONT_PROXY}", True, id="a chain of proxies"),
+        pytest.param(PROXY, PROXY, f"{OFFICE}, {FRONT_PROXY}", False, id="a chain with one that is not trusted"),
+        pytest.param(PROXY, PROXY, f"{OFFICE}, {ELSEWHERE}", False, id="a left-most entry that the sender made up"),
+        pytest.param(PROXY, PROXY, "who knows", False, id="no address"),
+    ],
+)
+async def test_a_key_may_be_used_from_where_a_trusted_proxy_says(
+    box: ApiBox, trusted: str | None, peer: str, forwarded_for: str | None, admitted: bool
+) -> None:
+    headers = await key_of_the_office(box)
+    if forwarded_for is not None:
+        headers["x-forwarded-for"] = forwarded_for
+
+    async with peer_of(box, peer, trusted) as client:
+        answer = await client.get("/v1/models", headers=headers)
+
+    assert answer.status_code == (200 if admitted else 403), answer.text
+
+
+@pytest.mark.parametrize(("trusted", "expected"), [(None, PROXY), (PROXY, OFFICE)])
+async def test_the_audit_log_has_the_address_that_the_proxy_names_if_it_is_trusted(
+    box: ApiBox, trusted: str | None, expected: str
+) -> None:
+    headers = {**await box.as_role("owner"), "x-forwarded-for": OFFICE}
+    async with peer_of(box, PROXY, trusted) as client:
+        made = await client.post("/admin/v1/tenants", json={"name": "acme"}, headers=headers)
+    assert made.status_code == 201, made.text
+
+    assert (await box.call("GET", "/audit"))["data"][0]["address"] == expected
+
+
+@pytest.mark.parametrize(("trusted", "expected"), [(None, PROXY), (PROXY, OFFICE)])
+async def test_signing_in_counts_for_the_address_that_a_trusted_proxy_names(
+    box: ApiBox, trusted: str | None, expected: str
+) -> None:
+    async with peer_of(box, PROXY, trusted) as client:
+        form = {"email": "nobody@example.com", "password": "a password of tests"}
+        refused = await client.post("/login", data=form, headers={"x-forwarded-for": OFFICE})
+    assert refused.status_code == 401, refused.text
+
+    assert (await box.call("GET", "/audit"))["data"][0]["address"] == expected
+
+
+@pytest.mark.parametrize("trusted", [None, "127.0.0.1"])
+@pytest.mark.parametrize("headers", [{"x-forwarded-for": "127.0.0.1"}, {"x-forwarded-for": ""}, {"x-forwarded-proto": "https"}])
+async def test_what_was_forwarded_is_never_from_this_machine(box: ApiBox, trusted: str | None, headers: dict[str, str]) -> None:
+    async with peer_of(box, "127.0.0.1", trusted) as client:
+        assert (await client.get("/metrics")).status_code == 200
+        assert (await client.get("/metrics", headers=headers)).status_code == 401
+
+
+@pytest.mark.parametrize(("trusted", "status"), [(None, 401), (PROXY, 200)])
+async def test_over_https_is_what_a_trusted_proxy_says_so_of(box: ApiBox, trusted: str | None, status: int) -> None:
+    member = await box.services.members.create("alice@example.com", "a password of tests", "owner")
+    token, _ = await box.services.sessions.open(member.id, "a browser", OFFICE, method="password")
+    headers = {"cookie": f"{SESSION_COOKIES[0]}={token}", "x-forwarded-for": OFFICE, "x-forwarded-proto": "https"}
+
+    async with peer_of(box, PROXY, trusted) as client:
+        assert (await client.get("/admin/v1/sessions", headers=headers)).status_code == status
+
+
+def test_proxies_are_set_by_every_source(tmp_path: Path) -> None:
+    def found(**others: Any) -> list[str]:
+        settings = load_settings(options={"data_dir": tmp_path}, environ=others)
+        return [str(network) for network in settings.trusted_proxies]
+
+    assert found() == []
+    assert found(GATEHOUSE_TRUSTED_PROXIES="127.0.0.1, 10.0.0.0/24") == ["127.0.0.1/32", "10.0.0.0/24"]
+    (tmp_path / "gatehouse.toml").write_text("trusted_proxies = ['::1']")
+    assert found() == ["::1/128"]
+
+
+@pytest.mark.parametrize("value", ["*", "proxy.example.com", "10.0.0.5/24", "", "0.0.0.0/0", "::/0", "10.0.0.5,,10.0.0.6"])
+def test_a_proxy_that_is_none_or_is_everybody_stops_the_start_and_is_named(tmp_path: Path, value: str) -> None:
+    with pytest.raises(SettingsError, match=r"GATEHOUSE_TRUSTED_PROXIES must (be a list of networks|name proxies)"):
+        load_settings(options={"data_dir": tmp_path}, environ={"GATEHOUSE_TRUSTED_PROXIES": value})
