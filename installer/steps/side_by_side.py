@@ -28,7 +28,8 @@ TOLD_EVERY_S = 30.0
 END_DEADLINE_S = 30.0  # for a part to stop what it has started
 _PERCENT = re.compile(r"\[ *(\d+)%\]")
 _SUMMARY = re.compile(r"^(?:=+ )?(\d+ \w+(?:, \d+ \w+)*) in [\d.]+s", re.MULTILINE)
-_COUNT = re.compile(r"(\d+) (passed|failed|error|skipped|xfailed|xpassed|warning)")
+_RESULTS = ("failed", "error", "passed", "skipped", "xfailed", "xpassed", "warning")
+_COUNT = re.compile(rf"(\d+) ({'|'.join(_RESULTS)})")
 _REPORT = re.compile(r"^=+ (?:FAILURES|ERRORS|short test summary info) =+$", re.MULTILINE)
 _FAILED = re.compile(r"^(?:FAILED|ERROR) .*", re.MULTILINE)
 
@@ -203,7 +204,7 @@ def summary(outcomes: Sequence[Outcome], wall_s: float, at_once: int) -> str:
     failing = [outcome for outcome in outcomes if outcome.status != 0]
     for outcome in failing:
         lines += ["", f"##### {outcome.line()}", outcome.report().rstrip()]
-    told = ", ".join(f"{number} {word}" for word, number in sorted(counts.items(), key=lambda pair: pair[0] != "failed"))
+    told = ", ".join(f"{counts[word]} {word}" for word in _RESULTS if word in counts)
     lines += ["", f"{told} in {clock(wall_s).strip()}" + "".join(f"; {outcome.part.name} failed" for outcome in failing)]
     return "\n".join(lines)
 
