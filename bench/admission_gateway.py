@@ -27,7 +27,7 @@ from appliance.base.settings import Settings, load_settings
 from appliance.serving import fleet
 from appliance.serving.generation import Generation
 from appliance.serving.generations import Generations, Order
-from appliance.serving.model_registry import ModelFolder
+from appliance.serving.model_folder import ModelFolder
 from appliance.tenancy.principals import ApiKey, Limits, Principal, Tenant
 from bench.admission import ADMIN_TOKEN, MODEL, PLAIN
 from engine.protocol import EngineFrame, FinishReason, GatewayFrame, GenerationRequest, TokenEvent

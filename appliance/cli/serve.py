@@ -59,7 +59,7 @@ def _run(settings: Settings) -> None:
     from appliance import app
     from appliance.api.http_server import CannotStart
     from appliance.base.logging import configure_logging
-    from appliance.serving.model_registry import NotAModel
+    from appliance.serving.model_folder import NotAModel
 
     as_json = not sys.stderr.isatty() if settings.log_json is None else settings.log_json
     configure_logging(settings.log_level, json=as_json)

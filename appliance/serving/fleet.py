@@ -9,7 +9,8 @@ from pathlib import Path
 
 from appliance.base.clock import Clock
 from appliance.base.settings import Settings
-from appliance.serving.model_registry import ModelFolder, ModelRegistry, ServedModel
+from appliance.serving.model_folder import ModelFolder
+from appliance.serving.model_registry import ModelRegistry, ServedModel
 from appliance.serving.prompting import Prompting
 from appliance.serving.supervisor import Supervisor
 from appliance.telemetry.events import EngineReading, TenantReading

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from tokenizers import Tokenizer
 
 from appliance.base.errors import ContextLengthExceeded, InvalidValue, Overloaded
-from appliance.serving.model_registry import NotAModel
+from appliance.serving.model_folder import NotAModel
 from appliance.serving.vocabulary import Vocabulary
 from engine.answer_text import AnswerText
 from engine.bad_words import bad_words_token_ids

@@ -27,7 +27,7 @@ from appliance.base.settings import Settings, load_settings
 from appliance.metering.ledger import recovery
 from appliance.metering.ledger.writer import Ledger
 from appliance.serving import fleet, generations
-from appliance.serving.model_registry import ModelFolder
+from appliance.serving.model_folder import ModelFolder
 from tests.crash.points import Notes, Plan, Reaper, arm, watch_lag
 
 ORDER_BYTES_MAX = 65_536

@@ -14,7 +14,7 @@ import pytest
 from appliance.api.http_server import CONTROL_FILE, CannotStart
 from appliance.app import serve
 from appliance.base.settings import load_settings
-from appliance.serving.model_registry import NotAModel
+from appliance.serving.model_folder import NotAModel
 from tests.support.databases import Cluster
 from tests.support.served_model import make_hollow_model
 from tests.support.server import Server, running_server, wait_until

@@ -12,7 +12,7 @@ from appliance.app import Started, serve
 from appliance.base.logging import configure_logging
 from appliance.base.settings import Settings, load_settings
 from appliance.serving import fleet
-from appliance.serving.model_registry import ModelFolder
+from appliance.serving.model_folder import ModelFolder
 
 
 def main() -> None:

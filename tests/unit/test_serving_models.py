@@ -11,7 +11,8 @@ import pytest
 from appliance.base.errors import ModelNotFound
 from appliance.base.settings import load_settings
 from appliance.serving.fleet import engine_command, tenant_readings
-from appliance.serving.model_registry import ModelFolder, ModelRegistry, NotAModel
+from appliance.serving.model_folder import ModelFolder, NotAModel
+from appliance.serving.model_registry import ModelRegistry
 from engine.protocol import TenantProgress
 from tests.support.served_model import make_hollow_model
 

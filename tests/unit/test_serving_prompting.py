@@ -11,7 +11,7 @@ import pytest
 
 from appliance.base.errors import ContextLengthExceeded, InvalidValue, Overloaded
 from appliance.serving import prompting
-from appliance.serving.model_registry import NotAModel
+from appliance.serving.model_folder import NotAModel
 from appliance.serving.prompting import Prompting, output_room
 from tests.support.served_model import make_tokenizer, write_text_files
 

@@ -1,0 +1,76 @@
+"""A folder with a model in it: finds out before anything starts whether it is one, and what its files say about serving it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+
+class NotAModel(Exception):
+    """A path does not hold a model that can be served. The message names what is missing."""
+
+
+@dataclass(slots=True, kw_only=True)
+class ModelFolder:
+    """A folder that was checked: it has every file that serving needs."""
+
+    name: str
+    path: Path
+    config: dict[str, Any]
+    generation_config: dict[str, Any]
+
+    @classmethod
+    def check(cls, path: Path) -> ModelFolder:
+        """Return the folder under the name of its directory. Raises NotAModel."""
+        path = path.expanduser().absolute()
+        if not path.is_dir():
+            raise NotAModel(f"{path} is not a model: there is no such folder")
+        missing = [name for name in ("config.json", "tokenizer.json") if not (path / name).is_file()]
+        missing += _missing_weights(path)
+        if missing:
+            raise NotAModel(f"{path} is not a model: it has no {', no '.join(missing)}")
+        return cls(
+            name=path.name,
+            path=path,
+            config=_read_json(path / "config.json"),
+            generation_config=_read_json(path / "generation_config.json"),
+        )
+
+    @property
+    def context_len(self) -> int | None:
+        """Return the context that the model's own configuration names."""
+        value = self.config.get("max_position_embeddings")
+        return value if isinstance(value, int) else None
+
+    @property
+    def sampling_defaults(self) -> dict[str, Any]:
+        """Return the sampling values that the model's makers recommend; a request's own values come first."""
+        if self.generation_config.get("do_sample") is False:
+            return {}
+        return {
+            name: self.generation_config[name] for name in SAMPLING_DEFAULTS if self.generation_config.get(name) is not None
+        }
+
+
+def _missing_weights(path: Path) -> list[str]:
+    index = path / "model.safetensors.index.json"
+    if not index.is_file():
+        return [] if (path / "model.safetensors").is_file() else ["model.safetensors"]
+    shards = sorted(set(_read_json(index).get("weight_map", {}).values()))
+    return [shard for shard in shards if not (path / shard).is_file()]
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        content = json.loads(path.read_text("utf-8"))
+    except ValueError as error:
+        raise NotAModel(f"{path} cannot be read: {error}") from error
+    if not isinstance(content, dict):
+        raise NotAModel(f"{path} cannot be read: it holds no object")
+    return content
