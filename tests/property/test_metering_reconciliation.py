@@ -3,18 +3,23 @@
 On each database as the appliance runs on it: SQLite with the journal in which admissions and settlements are durable first.
 
 The suite runs a few thousand requests on each database; all hundred thousand:
-    python -m tests.property.test_metering_reconciliation 100000 [--database sqlite|postgresql] [--seed N]
+    python -m tests.property.test_metering_reconciliation 100000 [--database sqlite|postgresql] [--seed N] [--save FILE]
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import json
+import os
+import platform
 import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 from appliance.base import db
 from appliance.base.db import Database
@@ -55,8 +60,8 @@ def fresh_database(kind: str) -> Iterator[str]:
         yield cluster.lend()
 
 
-async def run(url: str, num_requests: int, seed: int) -> str:
-    """Reconcile and return one line about it."""
+async def run(url: str, num_requests: int, seed: int) -> dict[str, Any]:
+    """Reconcile and return the row of figures. Raises AssertionError when two views differ or a promise is broken."""
     database = Database.open(url)
     try:
         began_s = time.monotonic()
@@ -65,22 +70,40 @@ async def run(url: str, num_requests: int, seed: int) -> str:
         assert await broken(url) == []
     finally:
         await database.close()
-    return (
-        f"{database.kind}: {totals['requests']} billed requests, {totals['cost_picos']} pico-units in every view; "
-        f"{len(history.prices)} prices, {history.closed} closed invoices, {history.recovered} recovered, "
-        f"{history.replayed} records brought from the journal, {history.steps_back} steps back; {reconciled_s:.0f} s"
-    )
+    return {
+        "bench": "metering_reconciliation",
+        "at": datetime.now(UTC).isoformat(timespec="seconds"),
+        "machine": {"cores": os.cpu_count(), "load": round(os.getloadavg()[0], 2), "python": platform.python_version()},
+        "database": database.kind,
+        "seed": seed,
+        "requests": num_requests,
+        "billed_in_every_view": totals,
+        "prices": len(history.prices),
+        "closed_invoices": history.closed,
+        "recovered": history.recovered,
+        "brought_from_the_journal": history.replayed,
+        "clock_steps_back": history.steps_back,
+        "leap_second": history.leap,
+        "took_s": round(reconciled_s, 1),
+    }
 
 
 def main() -> None:
-    """Run as many requests as the command line asks for."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    """Run as many requests as the command line asks for and print the row."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("requests", type=int)
     parser.add_argument("--database", choices=("sqlite", "postgresql"), default="sqlite")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--save", type=Path, help="add the row to this file")
     given = parser.parse_args()
     with fresh_database(given.database) as url:
-        print(asyncio.run(run(url, given.requests, given.seed)))  # noqa: T201 - what the command is for
+        row = asyncio.run(run(url, given.requests, given.seed))
+    print(json.dumps(row, indent=1))  # noqa: T201 - what the command is for
+    if given.save:
+        options = f"{given.requests} --database {given.database} --seed {given.seed}"
+        row["command"] = f"python -m tests.property.test_metering_reconciliation {options}"
+        with given.save.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
 
 
 if __name__ == "__main__":
