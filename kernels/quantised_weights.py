@@ -15,11 +15,9 @@ FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
 
 CHUNK_COLUMNS = 128  # columns that lie together in the layout of int4 weights
-CHUNK_WORDS = CHUNK_COLUMNS // 8
-GROUP_SIZE_MIN = 32
-# The nibble at bits 4·p of a word belongs to the run of 16 columns PLANES[p] of its chunk: bits 0-3 of both halves of the
-# word hold neighbouring runs, so that one shift and one mask give two codes of the same group.
-PLANES = (0, 2, 4, 6, 1, 3, 5, 7)
+CHUNK_RUNS = 4  # of neighbouring columns, all of one group; a word holds a code of each
+RUN_COLUMNS = CHUNK_COLUMNS // CHUNK_RUNS
+GROUP_SIZE_MIN = RUN_COLUMNS
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 SCALE_DTYPES = (torch.float16, torch.bfloat16)
 
@@ -44,9 +42,9 @@ class Fp8Weight:
 class Int4Weight:
     """w[n, permutation[k]] = (code[n, k] - zero[k // group_size, n]) · scale[k // group_size, n].
 
-    words: [⌈K / 128⌉, N, 16] int32. Word j of chunk c and row n holds at bits 4·p the code of column
-    128·c + 16·PLANES[p] + j. A tile of rows is one contiguous piece of memory, read 16 bytes at a time, and the columns
-    beyond K are zero.
+    words: [⌈K / 128⌉, N, 32] int16. Word j of chunk c and row n holds at bits 4·r the code of column 128·c + 32·r + j, so
+    that one shift and one mask give two codes for neighbouring columns of a group where a register holds two words. A tile of
+    rows is one contiguous piece of memory, read 16 bytes at a time, and the columns beyond K are zero.
     scales_zeros: [⌈128·chunks / group_size⌉, N] int32: the 16 bits of the scale, the zero point (0 to 16) above them.
     permutation: [K] int64, or None when columns stand in the checkpoint's order.
     """
@@ -174,11 +172,11 @@ def _permutation(g_idx: torch.Tensor, group_size: int) -> torch.Tensor | None:
 
 
 def _words(codes: torch.Tensor) -> torch.Tensor:
-    """[N, K] uint8 → [⌈K / 128⌉, N, 16] int32"""
-    runs = _padded(codes, CHUNK_COLUMNS).view(codes.shape[0], -1, 8, CHUNK_WORDS)
-    words = torch.zeros(runs.shape[1], runs.shape[0], CHUNK_WORDS, dtype=torch.int32, device=codes.device)
-    for position, plane in enumerate(PLANES):
-        words |= runs[:, :, plane].transpose(0, 1).to(torch.int32) << (4 * position)
+    """[N, K] uint8 → [⌈K / 128⌉, N, 32] int16"""
+    runs = _padded(codes, CHUNK_COLUMNS).view(codes.shape[0], -1, CHUNK_RUNS, RUN_COLUMNS)
+    words = torch.zeros(runs.shape[1], runs.shape[0], RUN_COLUMNS, dtype=torch.int16, device=codes.device)
+    for run in range(CHUNK_RUNS):
+        words |= runs[:, :, run].transpose(0, 1).to(torch.int16) << (4 * run)
     return words
 
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import torch
 
-from kernels.quantised_weights import Fp8Weight, Int8Weight
+from kernels.quantised_weights import Fp8Weight, Int4Weight, Int8Weight
 from kernels.reference.elementwise import gelu_tanh_mul, silu_mul
+from kernels.reference.quantised import dequantise_int4
 from kernels.residual_stream import Gate, Stream
 
-Weight = torch.Tensor | Int8Weight | Fp8Weight
+Weight = torch.Tensor | Int8Weight | Fp8Weight | Int4Weight
 
 
 def linear_add(
@@ -48,4 +49,6 @@ def normed_linear(
 
 def _plain(weight: Weight) -> torch.Tensor:
     """[N, K] float32"""
+    if isinstance(weight, Int4Weight):
+        return dequantise_int4(weight)
     return weight.float() if isinstance(weight, torch.Tensor) else weight.values.float() * weight.scales[:, None]

@@ -66,9 +66,8 @@ def dequantise_int4(weight: Int4Weight) -> torch.Tensor:
     dequantised = torch.empty(weight.num_rows, weight.num_columns, device=weight.words.device)
     for column in range(weight.num_columns):
         chunk, within = divmod(column, 128)
-        run, word = divmod(within, 16)
-        position = run // 2 + 4 * (run % 2)
-        codes = (weight.words[chunk, :, word].long() & 0xFFFFFFFF) >> (4 * position) & 15
+        run, word = divmod(within, 32)
+        codes = (weight.words[chunk, :, word].long() & 0xFFFF) >> (4 * run) & 15
         meta = weight.scales_zeros[column // weight.group_size]
         scales = (meta & 0xFFFF).to(torch.int16).view(weight.scale_dtype).float()
         original = column if weight.permutation is None else int(weight.permutation[column])

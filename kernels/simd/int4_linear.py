@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import torch
 
-from kernels.quantised_weights import PLANES, Int4Weight
+from kernels.quantised_weights import CHUNK_RUNS, Int4Weight
 from kernels.simd.coded_panels import bind, in_panels, way_through
 from kernels.simd.coded_tiles import (
     PANEL,
@@ -64,9 +64,9 @@ def bind_int4(weight: Int4Weight, bias: torch.Tensor | None) -> Callable[[torch.
 def _codes(weight: Int4Weight) -> torch.Tensor:
     """→ [N, K] uint8, columns sorted by group, see `Int4Weight`"""
     num_chunks, num_outputs, num_words = weight.words.shape
-    codes = torch.empty(num_outputs, num_chunks, len(PLANES), num_words, dtype=torch.uint8)
-    for position, plane in enumerate(PLANES):
-        codes[:, :, plane] = weight.words.bitwise_right_shift(_CODE_BITS * position).bitwise_and_(_CODE).transpose(0, 1)
+    codes = torch.empty(num_outputs, num_chunks, CHUNK_RUNS, num_words, dtype=torch.uint8)
+    for run in range(CHUNK_RUNS):
+        codes[:, :, run] = weight.words.bitwise_right_shift(_CODE_BITS * run).bitwise_and_(_CODE).transpose(0, 1)
     return codes.view(num_outputs, -1)[:, : weight.num_columns]
 
 

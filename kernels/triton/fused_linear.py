@@ -15,11 +15,13 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.quantised_weights import Fp8Weight, Int8Weight
+from kernels.quantised_weights import Fp8Weight, Int4Weight, Int8Weight
 from kernels.residual_stream import Gate, Stream
-from kernels.triton.activation import activated
+from kernels.triton import fused_int4
 from kernels.triton.compilation import CAPABILITIES, Compilation
 from kernels.triton.early_launch import early_launch, fetch_rows, let_next_start, wait_for_previous
+from kernels.triton.fused_sums import asked_squares, finish
+from kernels.triton.linear_int4 import Int4Tiles
 from kernels.triton.linear_tiles import Tiles
 from kernels.triton.split_sum import (
     CONVERT,
@@ -48,7 +50,7 @@ BY_BYTES = {
     4: (CANDIDATES_FLOAT32, CANDIDATES_FLOAT32_GATED),
 }
 
-Weight = torch.Tensor | Int8Weight | Fp8Weight
+Weight = torch.Tensor | Int8Weight | Fp8Weight | Int4Weight
 
 
 @triton.jit
@@ -57,14 +59,6 @@ def _as(weight, x):
     if weight.dtype.is_fp8():
         weight = weight.to(tl.float32)
     return weight.to(x.dtype)
-
-
-@triton.jit
-def _scales(weight_scales, columns, column_mask, COLUMN_SCALES: tl.constexpr):
-    if COLUMN_SCALES:
-        return tl.load(weight_scales + columns, mask=column_mask, other=0.0)[None, :]
-    else:  # noqa: RET505 - Triton takes the branch away where it is not a tail
-        return tl.load(weight_scales)
 
 
 @triton.jit
@@ -92,11 +86,7 @@ def fused_linear_kernel(
             if GATE is not None:
                 fetch_rows(w_rows + N.to(tl.int64) * K, start + stage * BLOCK_K, end, BLOCK_K, EARLY)
     wait_for_previous(EARLY)
-    if squares is not None:
-        # Asked for now, added up when the product is there.
-        seen = tl.arange(0, SQUARES_BLOCK)
-        seen_mask = row_mask[:, None] & (seen < num_squares)[None, :]
-        row_squares = tl.load(squares + seen[None, :] * M + rows[:, None], mask=seen_mask, other=0.0)
+    row_squares = asked_squares(squares, rows, M, num_squares, SQUARES_BLOCK)
     x_places = x + rows[:, None] * x_stride + x_inner
     w_places = weight + columns.to(tl.int64)[None, :] * K + w_inner
     up_places = w_places + N.to(tl.int64) * K
@@ -113,52 +103,10 @@ def fused_linear_kernel(
             up_tile = tl.load(up_places + k, mask=w_mask, other=0.0, eviction_policy="evict_first")
             up = tl.dot(x_tile, _as(up_tile, x_tile), up, input_precision="ieee")
     product, up = summed(product, WARPS), summed(up, WARPS)
-    is_last = True
-    mask = row_mask[:, None] & column_mask[None, :]
-    if SPLITS > 1:
-        # As in split_sum.py: integers are counted atomically, partial sums added in their order by whoever comes last.
-        PARTS: tl.constexpr = 1 if GATE is None else 2
-        SIZE: tl.constexpr = BLOCK_M * BLOCK_N
-        own = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
-        first = partials + tile.to(tl.int64) * (SPLITS * PARTS * SIZE) + own
-        tl.store(first + split * (PARTS * SIZE), product, mask=mask)
-        if GATE is not None:
-            tl.store(first + split * (PARTS * SIZE) + SIZE, up, mask=mask)
-        tl.debug_barrier()
-        is_last = tl.atomic_add(arrivals + tile, 1, sem="acq_rel") == SPLITS - 1
-        if is_last:
-            product = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-            up = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-            for part in tl.static_range(SPLITS):
-                product += tl.load(first + part * (PARTS * SIZE), mask=mask, other=0.0, cache_modifier=".cg")
-                if GATE is not None:
-                    up += tl.load(first + part * (PARTS * SIZE) + SIZE, mask=mask, other=0.0, cache_modifier=".cg")
-            tl.store(arrivals + tile, 0)
-    if is_last:
-        if weight_scales is not None:
-            product *= _scales(weight_scales, columns, column_mask, COLUMN_SCALES)
-            if GATE is not None:
-                up *= _scales(weight_scales, N + columns, column_mask, COLUMN_SCALES)
-        if squares is not None:
-            inverse_rms = tl.rsqrt(tl.sum(row_squares, axis=1) / K + eps)[:, None]
-            product *= inverse_rms
-            up *= inverse_rms
-        if bias is not None:
-            product += tl.load(bias + columns, mask=column_mask, other=0.0).to(tl.float32)[None, :]
-            if GATE is not None:
-                up += tl.load(bias + N + columns, mask=column_mask, other=0.0).to(tl.float32)[None, :]
-        if GATE is not None:
-            product = activated(product, up, GATE == "gelu_tanh")
-        places = rows[:, None] * N + columns[None, :]
-        if residual is not None:
-            product = tl.load(residual + places, mask=mask, other=0.0).to(tl.float32) + alpha * product
-        stored = product.to(out.dtype.element_ty)
-        tl.store(out + places, stored, mask=mask)
-        if norm_weight is not None:
-            total = tl.where(mask, stored.to(tl.float32), 0.0)
-            scale = tl.load(norm_weight + columns, mask=column_mask, other=0.0).to(tl.float32)[None, :]
-            tl.store(weighted + places, (total * scale).to(weighted.dtype.element_ty), mask=mask)
-            tl.store(squares_out + tile * M + rows, tl.sum(total * total, axis=1), mask=row_mask)
+    finish(
+        product, up, weight_scales, bias, squares, row_squares, residual, norm_weight, out, weighted, squares_out,
+        partials, arrivals, tile, split, rows, columns, M, N, K, eps, alpha, GATE, COLUMN_SCALES, SPLITS, BLOCK_M, BLOCK_N,
+    )  # fmt: skip
 
 
 def linear_add(
@@ -195,7 +143,7 @@ def normed_linear(
     the same columns of both halves. Reads the weight once. Else as `linear_add`; x · norm_weight must be finite,
     which fp16 does not promise for a residual stream beyond its range.
     """
-    x, num_rows = stream.weighted, _values(weight).shape[0]
+    x, num_rows = stream.weighted, weight.num_rows if isinstance(weight, Int4Weight) else _values(weight).shape[0]
     outputs = num_rows if gate is None else num_rows // 2
     tiles = _tiles_on(x, weight, outputs, gated=gate is not None)
     out = torch.empty(x.shape[0], outputs, dtype=x.dtype, device=x.device)
@@ -222,12 +170,14 @@ def fused_tiles(
     return min((choice(*candidate) for candidate in BY_BYTES[weight_bytes][gated]), key=lambda pair: pair[0])[1]
 
 
-def _tiles_on(x: torch.Tensor, weight: Weight, num_outputs: int, *, gated: bool) -> Tiles:
+def _tiles_on(x: torch.Tensor, weight: Weight, num_outputs: int, *, gated: bool) -> Tiles | Int4Tiles:
     sizes = num_outputs, x.shape[1], capability(x.device), multiprocessors(x.device)
+    if isinstance(weight, Int4Weight):
+        return fused_int4.fused_int4_tiles(*sizes, gated=gated)
     return fused_tiles(*sizes, gated=gated, weight_bytes=_values(weight).element_size())
 
 
-def _values(weight: Weight) -> torch.Tensor:
+def _values(weight: torch.Tensor | Int8Weight | Fp8Weight) -> torch.Tensor:
     return weight if isinstance(weight, torch.Tensor) else weight.values
 
 
@@ -246,7 +196,7 @@ def _launch(
     out: torch.Tensor,
     weighted: torch.Tensor | None,
     squares_out: torch.Tensor | None,
-    tiles: Tiles,
+    tiles: Tiles | Int4Tiles,
     *,
     eps: float = 0.0,
     alpha: float = 1.0,
@@ -255,10 +205,16 @@ def _launch(
     num_rows, num_columns = x.shape
     assert num_rows <= ROWS_MAX, f"{num_rows} rows are for other kernels"
     assert x.stride(1) == 1, "a row of x is one piece of memory"
-    values, scales = _values(weight), None if isinstance(weight, torch.Tensor) else weight.scales
-    assert values.is_contiguous(), "rows of the weight lie one behind the other"
     if not num_rows:
         return
+    if isinstance(weight, Int4Weight):
+        around = bias, squares, residual, norm_weight, out, weighted, squares_out
+        assert isinstance(tiles, Int4Tiles)
+        fused_int4.launch(x, weight, *around, tiles, eps=eps, alpha=alpha, gate=gate)
+        return
+    assert isinstance(tiles, Tiles)
+    values, scales = _values(weight), None if isinstance(weight, torch.Tensor) else weight.scales
+    assert values.is_contiguous(), "rows of the weight lie one behind the other"
     outputs = out.shape[1]
     num_tiles = triton.cdiv(outputs, tiles.block_n)
     parts = 1 if gate is None else 2

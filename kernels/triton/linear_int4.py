@@ -11,7 +11,8 @@ from torch.nn import functional
 
 from kernels.quantised_weights import CHUNK_COLUMNS, Int4Weight
 from kernels.triton.compilation import Compilation
-from kernels.triton.early_launch import early_launch, fetch_rows, let_next_start, wait_for_previous
+from kernels.triton.early_launch import early_launch, let_next_start, wait_for_previous
+from kernels.triton.int4_codes import COLUMNS, RUN, RUNS, fetch_chunks, group_scales, int4_sums
 from kernels.triton.linear_tiles import SPILL_BYTES_MAX
 from kernels.triton.split_sum import UNPACK, counters, partial_sums, split_count, store_product
 from kernels.triton.tuning import capability, multiprocessors, power_of_two
@@ -32,26 +33,6 @@ class Int4Tiles:
     num_warps: int
     num_stages: int
     splits: int = 1
-
-
-@triton.jit
-def _scales(meta, IS_BFLOAT: tl.constexpr):
-    """The lower 16 bits as what they are, in float32."""
-    kind: tl.constexpr = tl.bfloat16 if IS_BFLOAT else tl.float16
-    return (meta & 0xFFFF).to(tl.int16).to(kind, bitcast=True).to(tl.float32)
-
-
-@triton.jit
-def _exponent(meta, DTYPE: tl.constexpr):
-    """Under which a number below 32, in either half of a word, is 128 + number or 1024 + number. Zero points end at bit 20, so
-    that nothing of `meta` is left: but the assembler cannot know, and masks a code and sets its exponent by one instruction."""
-    return (0x43004300 if tl.bfloat16 == DTYPE else 0x64006400) | (meta >> 21)
-
-
-@triton.jit
-def _lower(word, DTYPE: tl.constexpr):
-    """The lower half of a word as a float of 16 bits."""
-    return word.to(tl.int16).to(DTYPE, bitcast=True)
 
 
 @triton.jit
@@ -80,53 +61,23 @@ def linear_int4_kernel(
     EARLY: tl.constexpr,
 ):
     let_next_start(EARLY)
-    DTYPE: tl.constexpr = x_ptr.dtype.element_ty
     row_tiles = tl.cdiv(M, BLOCK_M)
     tile = tl.program_id(0)
     split = tl.program_id(1)
     # Row tiles of the same columns follow each other: the weights of the first are in the second-level cache for the others.
     rows = (tile % row_tiles) * BLOCK_M + tl.arange(0, BLOCK_M)
     columns = (tile // row_tiles) * BLOCK_N + tl.arange(0, BLOCK_N)
-    row_mask, column_mask = (rows < M)[:, None], columns < N
-    inner = tl.arange(0, 16)
-    x_places = x_ptr + rows.to(tl.int64)[:, None] * stride_x + inner[None, :]
     first, last = 0, num_chunks
     if SPLITS > 1:
         first = split * split_chunks
         last = min(first + split_chunks, num_chunks)
     if EARLY:
-        rows_of_words = words_ptr + tl.minimum(columns, N - 1) * 16
-        for stage in tl.static_range(STAGES - 1):
-            chunk = tl.minimum(first + stage, num_chunks - 1)
-            fetch_rows(rows_of_words + tl.cast(chunk, tl.int64) * (N * 16), 0, 16, 32, EARLY)
+        fetch_chunks(words_ptr, columns, N, first, num_chunks, STAGES, EARLY)
     wait_for_previous(EARLY)
-    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for chunk in tl.range(first, last, num_stages=STAGES):
-        words = tl.load(
-            words_ptr + tl.cast(chunk, tl.int64) * (N * 16) + columns[None, :] * 16 + inner[:, None],
-            mask=column_mask[None, :], other=0, eviction_policy="evict_first",
-        )  # fmt: skip
-        part = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        for run in tl.static_range(4):
-            if (32 * run) % GROUP == 0:
-                meta = tl.load(scales_zeros_ptr + ((chunk * 128 + 32 * run) // GROUP) * N + columns, mask=column_mask, other=0)
-                exponent = _exponent(meta, DTYPE)
-                zeros = _lower((meta >> 16) | exponent, DTYPE)[None, :]
-            # Two codes of one group at a time, as 128 + code or 1024 + code; less the zero point they are exact integers.
-            pair = ((words >> (4 * run)) & 0x000F000F) | exponent[None, :]
-            even, odd = _lower(pair, DTYPE) - zeros, _lower(pair >> 16, DTYPE) - zeros
-            k = chunk * 128 + 32 * run
-            if EVEN_K:
-                x_even = tl.load(x_places + k, mask=row_mask, other=0.0)
-                x_odd = tl.load(x_places + (k + 16), mask=row_mask, other=0.0)
-            else:
-                x_even = tl.load(x_places + k, mask=row_mask & (inner < K - k)[None, :], other=0.0)
-                x_odd = tl.load(x_places + (k + 16), mask=row_mask & (inner < K - k - 16)[None, :], other=0.0)
-            part = tl.dot(x_even, even, part)
-            part = tl.dot(x_odd, odd, part)
-            if (32 * run + 32) % GROUP == 0 or run == 3:
-                acc += part * _scales(meta, BFLOAT_SCALES)[None, :]
-                part = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    acc = int4_sums(
+        x_ptr, rows, rows < M, stride_x, words_ptr, scales_zeros_ptr, columns, columns < N, N, K, first, last,
+        GROUP=GROUP, BFLOAT_SCALES=BFLOAT_SCALES, EVEN_K=EVEN_K, STAGES=STAGES,
+    )  # fmt: skip
     store_product(
         acc, out_ptr, bias_ptr, partials_ptr, counters_ptr, tile, split, rows, columns, M, N, stride_out,
         SPLITS=SPLITS, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N,
@@ -141,15 +92,15 @@ def dequantise_int4_kernel(
     """Rows first_row to first_row + num_rows of one chunk → out: [num_rows, 128 · chunks]"""
     chunk = tl.program_id(0)
     rows = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    inner = tl.arange(0, 16)
+    inner = tl.arange(0, RUN)
     mask = (rows < num_rows)[:, None]
-    source = words_ptr + (chunk.to(tl.int64) * N + first_row) * 16
-    words = tl.load(source + rows[:, None] * 16 + inner[None, :], mask=mask, other=0)
-    for plane in tl.static_range(8):
-        k = chunk * 128 + 16 * plane
+    source = words_ptr + (chunk.to(tl.int64) * N + first_row) * RUN
+    words = tl.load(source + rows[:, None] * RUN + inner[None, :], mask=mask, other=0).to(tl.int32)
+    for run in tl.static_range(RUNS):
+        k = chunk * COLUMNS + RUN * run
         meta = tl.load(scales_zeros_ptr + (k // GROUP) * N + first_row + rows, mask=rows < num_rows, other=0)
-        codes = (words >> (4 * (plane // 2 + 4 * (plane % 2)))) & 15
-        values = (codes - (meta >> 16)[:, None]).to(tl.float32) * _scales(meta, BFLOAT_SCALES)[:, None]
+        codes = (words >> (4 * run)) & 15
+        values = (codes - (meta >> 16)[:, None]).to(tl.float32) * group_scales(meta, BFLOAT_SCALES)[:, None]
         places = out_ptr + rows.to(tl.int64)[:, None] * stride_out + k + inner[None, :]
         tl.store(places, values.to(out_ptr.dtype.element_ty), mask=mask)
 
@@ -187,7 +138,7 @@ def int4_tiles(num_rows: int, num_outputs: int, num_columns: int, capability: in
     block_m = max(16, power_of_two(num_rows))
     num_stages = (4 if block_m < ROWS_FEW else 3) if capability in SMALL_CARDS else (6 if block_m < ROWS_FEW else 4)
     chunks = -(-num_columns // CHUNK_COLUMNS)
-    # A step takes some 500 instructions of each warp, which a multiprocessor hides behind those of two other programs.
+    # A step takes some 350 instructions of each warp, which a multiprocessor hides behind those of two other programs.
     step_bytes = 128 * CHUNK_COLUMNS // 2
     splits = split_count(-(-num_outputs // 128), chunks, multiprocessors, step_bytes, pace=UNPACK, splits_max=16)
     return Int4Tiles(block_m, 128, num_warps=4, num_stages=num_stages, splits=splits)
@@ -248,7 +199,7 @@ def compilations() -> list[Compilation]:
             "dequantise_int4_bf16",
             dequantise_int4_kernel,
             {
-                "words_ptr": "*i32", "scales_zeros_ptr": "*i32", "out_ptr": "*bf16",
+                "words_ptr": "*i16", "scales_zeros_ptr": "*i32", "out_ptr": "*bf16",
                 **dict.fromkeys(("N", "first_row", "num_rows", "stride_out"), "i32"),
             },
             {"GROUP": 128, "BFLOAT_SCALES": False, "BLOCK_N": 64},
@@ -268,7 +219,7 @@ def _compilation(number: int, dtype: str, group: int, rows: int) -> Compilation:
         f"linear_int4_{dtype}_group{group}_{rows}rows_sm{number}",
         linear_int4_kernel,
         {
-            "x_ptr": f"*{dtype}", "words_ptr": "*i32", "scales_zeros_ptr": "*i32", "out_ptr": f"*{dtype}", **passed,
+            "x_ptr": f"*{dtype}", "words_ptr": "*i16", "scales_zeros_ptr": "*i32", "out_ptr": f"*{dtype}", **passed,
             **dict.fromkeys(("M", *sizes, "num_chunks", "split_chunks"), "i32"),
         },
         {

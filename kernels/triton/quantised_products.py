@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -14,24 +14,28 @@ from kernels.triton.linear_int4 import linear_int4
 from kernels.triton.linear_int8 import linear_int8
 
 
-class Int8Product(PlainWeights):
+class CodedProduct(PlainWeights):
     """[T, K] → [T, N], like its input. Inputs stay as they are, so that it may be fused with the norms around it."""
 
-    def __init__(self, weight: Int8Weight, bias: torch.Tensor | None) -> None:
+    def __init__(
+        self, multiply: Callable[..., torch.Tensor], weight: Int8Weight | Int4Weight, bias: torch.Tensor | None
+    ) -> None:
         self.weight = weight  # type: ignore[assignment]  # the fused products take such weights as well
         self.bias = bias
+        self._multiply = multiply
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        weight: Any = self.weight
-        return linear_int8(x, weight, bias=self.bias)
+        return self._multiply(x, self.weight, bias=self.bias)
 
 
-bind_int8 = Int8Product
-
-
-def bind_int4(weight: Int4Weight, bias: torch.Tensor | None) -> partial[torch.Tensor]:
+def bind_int8(weight: Int8Weight, bias: torch.Tensor | None) -> CodedProduct:
     """→ a function [T, K] → [T, N], like its input: x Wᵀ + bias"""
-    return partial(linear_int4, weight=weight, bias=bias)
+    return CodedProduct(linear_int8, weight, bias)
+
+
+def bind_int4(weight: Int4Weight, bias: torch.Tensor | None) -> CodedProduct:
+    """→ a function [T, K] → [T, N], like its input: x Wᵀ + bias"""
+    return CodedProduct(linear_int4, weight, bias)
 
 
 def bind_fp8(weight: Fp8Weight, bias: torch.Tensor | None) -> partial[torch.Tensor]:

@@ -32,7 +32,7 @@ class Pace:
 
 STREAM = Pace(resident=2, alone=0.5)  # weights are multiplied as they are
 CONVERT = Pace(resident=2, alone=1.5)  # bytes become floats
-UNPACK = Pace(resident=3, alone=2.0)  # so do codes of four bits
+UNPACK = Pace(resident=3, alone=1.5)  # so do codes of four bits
 
 
 def split_count(

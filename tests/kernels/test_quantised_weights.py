@@ -125,8 +125,8 @@ def test_columns_beyond_the_last_are_zero(num_columns: int) -> None:
     codes = torch.full((3, num_columns), 15, dtype=torch.uint8)
     groups = -(-num_columns // 32)
     packed = pack_int4_codes(codes, random_scales(groups, 3), torch.full((groups, 3), 16, dtype=torch.uint8), 32)
-    assert packed.words.shape == (-(-num_columns // 128), 3, 16)
-    bits = sum(int(((packed.words.long() & 0xFFFFFFFF) >> (4 * i) & 15 == 15).sum()) for i in range(8))
+    assert packed.words.shape == (-(-num_columns // 128), 3, 32)
+    bits = sum(int((packed.words >> (4 * run) & 15 == 15).sum()) for run in range(4))
     assert bits == 3 * num_columns
     assert int((packed.scales_zeros != 0).sum()) == 3 * groups
 

@@ -1,0 +1,145 @@
+"""Fused products of a decode step with weights of 4 bits: those of fused_linear.py, codes decoded in registers.
+
+The loop over the columns is that of linear_int4.py. A gated program takes as many outputs of either half side by side, so that
+it is the same loop, and parts its sums behind it. Reads N·K / 2 + 4·N·K / group bytes of weights once.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.quantised_weights import CHUNK_COLUMNS, Int4Weight
+from kernels.residual_stream import Gate
+from kernels.triton.compilation import Compilation
+from kernels.triton.early_launch import early_launch, let_next_start, wait_for_previous
+from kernels.triton.fused_sums import asked_squares, finish
+from kernels.triton.int4_codes import fetch_chunks, int4_sums
+from kernels.triton.linear_int4 import DTYPES, SMALL_CARDS, Int4Tiles
+from kernels.triton.split_sum import UNPACK, counters, partial_sums, split_count
+from kernels.triton.tuning import power_of_two
+
+ROWS = 16
+OUTPUTS = 128  # of a program, both halves of a gated one together
+
+
+@triton.jit
+def fused_int4_kernel(
+    x, words, scales_zeros, bias, squares, residual, norm_weight, out, weighted, squares_out, partials, arrivals,
+    M, N, K, x_stride, num_chunks, split_chunks, num_squares, eps, alpha,
+    GATE: tl.constexpr, GROUP: tl.constexpr, BFLOAT_SCALES: tl.constexpr, EVEN_K: tl.constexpr, SQUARES_BLOCK: tl.constexpr,
+    SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """Program (tile, split): BLOCK_N columns of out, the chunks of its split. N counts the columns of out."""
+    let_next_start(EARLY)
+    HALVES: tl.constexpr = 1 if GATE is None else 2
+    tile, split = tl.program_id(0), tl.program_id(1)
+    rows, columns = tl.arange(0, BLOCK_M), tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    lanes = tl.arange(0, HALVES * BLOCK_N)
+    within = tile * BLOCK_N + lanes % BLOCK_N
+    outputs = within + (lanes // BLOCK_N) * N
+    first, last = 0, num_chunks
+    if SPLITS > 1:
+        first = split * split_chunks
+        last = min(first + split_chunks, num_chunks)
+    if EARLY:
+        fetch_chunks(words, outputs, HALVES * N, first, num_chunks, STAGES, EARLY)
+    wait_for_previous(EARLY)
+    row_squares = asked_squares(squares, rows, M, num_squares, SQUARES_BLOCK)
+    product = int4_sums(
+        x, rows, rows < M, x_stride, words, scales_zeros, outputs, within < N, HALVES * N, K, first, last,
+        GROUP=GROUP, BFLOAT_SCALES=BFLOAT_SCALES, EVEN_K=EVEN_K, STAGES=STAGES,
+    )  # fmt: skip
+    up = product
+    if GATE is not None:
+        product, up = tl.split(tl.permute(tl.reshape(product, (BLOCK_M, 2, BLOCK_N)), (0, 2, 1)))
+    finish(
+        product, up, None, bias, squares, row_squares, residual, norm_weight, out, weighted, squares_out,
+        partials, arrivals, tile, split, rows, columns, M, N, K, eps, alpha, GATE, False, SPLITS, BLOCK_M, BLOCK_N,
+    )  # fmt: skip
+
+
+def fused_int4_tiles(num_outputs: int, num_columns: int, capability: int, multiprocessors: int, *, gated: bool) -> Int4Tiles:
+    """The tile of `int4_tiles` for few rows; the same for any number of rows."""
+    block_n, chunks = OUTPUTS // 2 if gated else OUTPUTS, -(-num_columns // CHUNK_COLUMNS)
+    splits = split_count(-(-num_outputs // block_n), chunks, multiprocessors, OUTPUTS * CHUNK_COLUMNS // 2, pace=UNPACK)
+    return Int4Tiles(ROWS, block_n, num_warps=4, num_stages=4 if capability in SMALL_CARDS else 6, splits=splits)
+
+
+def launch(
+    x: torch.Tensor,
+    weight: Int4Weight,
+    bias: torch.Tensor | None,
+    squares: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    norm_weight: torch.Tensor | None,
+    out: torch.Tensor,
+    weighted: torch.Tensor | None,
+    squares_out: torch.Tensor | None,
+    tiles: Int4Tiles,
+    *,
+    eps: float = 0.0,
+    alpha: float = 1.0,
+    gate: Gate | None = None,
+) -> None:
+    """x: [M, K] of 16 bits, columns as the checkpoint has them; the others as `fused_linear_kernel` takes them."""
+    assert x.dtype in DTYPES, f"weights of 4 bits are multiplied with rows of 16 bits, not {x.dtype}"
+    if weight.permutation is not None:
+        x = x.index_select(1, weight.permutation)
+    (num_rows, num_columns), outputs = x.shape, out.shape[1]
+    num_tiles, num_chunks = triton.cdiv(outputs, tiles.block_n), weight.words.shape[0]
+    size = tiles.block_m * tiles.block_n * (1 if gate is None else 2)
+    num_squares = 0 if squares is None else squares.shape[0]
+    fused_int4_kernel[(num_tiles, tiles.splits)](
+        x, weight.words, weight.scales_zeros, bias, squares, residual, norm_weight, out, weighted, squares_out,
+        partial_sums(num_tiles, tiles.splits, size, x.device), counters(x.device) if tiles.splits > 1 else None,
+        num_rows, outputs, num_columns, x.stride(0), num_chunks, triton.cdiv(num_chunks, tiles.splits), num_squares, eps, alpha,
+        GATE=gate, GROUP=weight.group_size, BFLOAT_SCALES=weight.scale_dtype is torch.bfloat16,
+        EVEN_K=num_columns % CHUNK_COLUMNS == 0, SQUARES_BLOCK=power_of_two(max(1, num_squares)), SPLITS=tiles.splits,
+        BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, STAGES=tiles.num_stages, num_warps=tiles.num_warps,
+        **early_launch(x.device),
+    )  # fmt: skip
+
+
+LLAMA_8B = {"qkv": (6144, 4096), "out": (4096, 4096), "gate_up": (14336, 4096), "down": (4096, 14336)}
+
+
+def compilations() -> list[Compilation]:
+    """Products of a layer of Llama-3.1-8B on 132 multiprocessors, groups of 128; the smaller groups where it is gated."""
+    asked = [(name, "bf16", 128, card) for card in (80, 89, 90, 100) for name in LLAMA_8B]
+    asked += [("gate_up", "bf16", group, 90) for group in (32, 64)]
+    return [_compilation(*each) for each in asked]
+
+
+def _compilation(name: str, dtype: str, group: int, card: int) -> Compilation:
+    outputs, columns = LLAMA_8B[name]
+    gated, own = name == "gate_up", f"*{dtype}"
+    tiles = fused_int4_tiles(outputs, columns, card, 132, gated=gated)
+    optional = {
+        "residual": own, "norm_weight": own, "weighted": own, "squares_out": "*fp32", "squares": "*fp32", "bias": own,
+        "partials": "*fp32", "arrivals": "*i32",
+    }  # fmt: skip
+    present = {"residual", "norm_weight", "weighted", "squares_out"} if name in ("out", "down") else {"squares"}
+    present |= {"partials", "arrivals"} if tiles.splits > 1 else set()
+    numbers = ("M", "N", "K", "x_stride", "num_chunks", "split_chunks", "num_squares")
+    return Compilation(
+        f"fused_int4_llama_8b_{name}_{dtype}_group{group}_sm{card}",
+        fused_int4_kernel,
+        {"x": own, "words": "*i16", "scales_zeros": "*i32", "out": own}
+        | {key: optional[key] for key in sorted(present)}
+        | dict.fromkeys(numbers, "i32")
+        | {"eps": "fp32", "alpha": "fp32"},
+        dict.fromkeys(sorted(set(optional) - present))
+        | {
+            "GATE": "silu" if gated else None, "GROUP": group, "BFLOAT_SCALES": False, "EVEN_K": True,
+            "SQUARES_BLOCK": power_of_two(4096 // OUTPUTS), "SPLITS": tiles.splits, "BLOCK_M": tiles.block_m,
+            "BLOCK_N": tiles.block_n, "STAGES": tiles.num_stages,
+        },
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+        capabilities=(card,),
+        tensor_cores=True,
+        small_tile=True,
+        divisible=("N", "K", "x_stride"),
+    )  # fmt: skip

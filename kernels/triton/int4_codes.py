@@ -1,0 +1,99 @@
+"""Codes of 4 bits become floats in registers, and are multiplied: what every product with such weights does, row by row.
+
+A word of 16 bits holds four codes, of columns 32 apart, and a register two words, whose columns are neighbours as matrix
+instructions want them: a shift and a mask, which sets an exponent as well, make two codes 128 + code (bfloat16) or 1024 + code
+(float16) with nothing moved between registers. Less the zero point under the same exponent they are exact integers.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from kernels.quantised_weights import CHUNK_COLUMNS, CHUNK_RUNS, RUN_COLUMNS
+from kernels.triton.early_launch import fetch_rows
+from kernels.triton.tuning import interpreted
+
+COLUMNS = tl.constexpr(CHUNK_COLUMNS)
+RUNS = tl.constexpr(CHUNK_RUNS)
+RUN = tl.constexpr(RUN_COLUMNS)
+_BFLOAT_EXPONENT, _HALF_EXPONENT = tl.constexpr(0x4300), tl.constexpr(0x6400)  # of 128 and of 1024
+_INTERPRETED = tl.constexpr(interpreted())
+
+
+@triton.constexpr_function
+def unpacking(run: int, exponent: int) -> str:
+    """The instructions for two words: bits of the upper one that the shift brings into the lower are masked, as are all others.
+    Triton's own operations on 16 bits become twice as many, because each word is shifted by itself."""
+    both = exponent << 16 | exponent
+    return f"{{ .reg .b32 shifted; shr.u32 shifted, $1, {4 * run}; lop3.b32 $0, shifted, 0x000F000F, {both:#x}, 0xEA; }}"
+
+
+@triton.jit
+def raised_codes(words, RUN_INDEX: tl.constexpr, DTYPE: tl.constexpr):
+    """The codes of one run of each word, under the exponent of DTYPE. words: int16"""
+    EXPONENT: tl.constexpr = _BFLOAT_EXPONENT if tl.bfloat16 == DTYPE else _HALF_EXPONENT
+    if _INTERPRETED:
+        raised = ((words >> (4 * RUN_INDEX)) & 15 | EXPONENT).to(tl.int16)
+    else:
+        instructions: tl.constexpr = unpacking(RUN_INDEX, EXPONENT)
+        raised = tl.inline_asm_elementwise(instructions, "=r,r", [words], dtype=tl.int16, is_pure=True, pack=2)
+    return raised.to(DTYPE, bitcast=True)
+
+
+@triton.jit
+def raised_zeros(meta, DTYPE: tl.constexpr):
+    """The zero point, above the 16 bits of the scale, under the same exponent."""
+    EXPONENT: tl.constexpr = _BFLOAT_EXPONENT if tl.bfloat16 == DTYPE else _HALF_EXPONENT
+    return ((meta >> 16) | EXPONENT).to(tl.int16).to(DTYPE, bitcast=True)
+
+
+@triton.jit
+def group_scales(meta, IS_BFLOAT: tl.constexpr):
+    """The lower 16 bits as what they are, in float32."""
+    kind: tl.constexpr = tl.bfloat16 if IS_BFLOAT else tl.float16
+    return (meta & 0xFFFF).to(tl.int16).to(kind, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def fetch_chunks(words, outputs, num_outputs, first, num_chunks, STAGES: tl.constexpr, EARLY: tl.constexpr):
+    """Has the second-level cache fetch the words of the first chunks of a program."""
+    rows = words + tl.minimum(outputs, num_outputs - 1) * RUN
+    for stage in tl.static_range(STAGES - 1):
+        chunk = tl.minimum(first + stage, num_chunks - 1)
+        fetch_rows(rows + tl.cast(chunk, tl.int64) * (num_outputs * RUN), 0, RUN, 2 * RUN, EARLY)
+
+
+@triton.jit
+def int4_sums(
+    x, rows, row_mask, x_stride, words, scales_zeros, outputs, output_mask, num_outputs, K, first, last,
+    GROUP: tl.constexpr, BFLOAT_SCALES: tl.constexpr, EVEN_K: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Σ x[rows, k] · w[outputs, k] over the columns of chunks `first` to `last`: [rows, outputs] float32
+
+    `num_outputs` are those of the whole weight, behind which the next chunk begins. The scale of a group comes behind its sum.
+    """
+    DTYPE: tl.constexpr = x.dtype.element_ty
+    inner = tl.arange(0, RUN)
+    x_places = x + rows.to(tl.int64)[:, None] * x_stride + inner[None, :]
+    word_places = words + outputs.to(tl.int64)[None, :] * RUN + inner[:, None]
+    total = tl.zeros((rows.shape[0], outputs.shape[0]), tl.float32)
+    for chunk in tl.range(first, last, num_stages=STAGES):
+        places = word_places + tl.cast(chunk, tl.int64) * (num_outputs * RUN)
+        tile = tl.load(places, mask=output_mask[None, :], other=0, eviction_policy="evict_first")
+        part = tl.zeros((rows.shape[0], outputs.shape[0]), tl.float32)
+        for run in tl.static_range(RUNS):
+            if (RUN * run) % GROUP == 0:
+                group = (chunk * COLUMNS + RUN * run) // GROUP
+                meta = tl.load(scales_zeros + group * num_outputs + outputs, mask=output_mask, other=0)
+                zeros = raised_zeros(meta, DTYPE)[None, :]
+            k = chunk * COLUMNS + RUN * run
+            x_mask = row_mask[:, None]
+            if not EVEN_K:
+                x_mask = x_mask & (inner < K - k)[None, :]
+            x_run = tl.load(x_places + k, mask=x_mask, other=0.0)
+            part = tl.dot(x_run, raised_codes(tile, run, DTYPE) - zeros, part)
+            if (RUN * run + RUN) % GROUP == 0 or run == RUNS - 1:
+                total += part * group_scales(meta, BFLOAT_SCALES)[None, :]
+                part = tl.zeros((rows.shape[0], outputs.shape[0]), tl.float32)
+    return total
