@@ -17,7 +17,7 @@ from appliance.api.chat_answers import ChatCompletion, ChunkFramer, whole_answer
 from appliance.api.error_responses import MEDIA_TYPE
 from appliance.api.exchange import exchange_of
 from appliance.api.sampling import asked_max_tokens, field_names, sampling_params
-from appliance.api.schemas import ChatCompletionRequest, check_messages, check_supported
+from appliance.api.schemas import ChatCompletionRequest, check_messages, check_supported, service_tier_of
 from appliance.api.services_of import services_of
 from appliance.api.sse import EVENT_STREAM, PING_AFTER_S, EventStream, chat_frames, until_disconnected
 from appliance.base.errors import GatehouseError
@@ -68,7 +68,7 @@ async def create_chat_completion(request: Request[Any, Any, Any]) -> Response[An
         if order.sampling.is_guided and await _unless_disconnected(_began(generation), request.receive) is None:
             return Response(b"", status_code=CLIENT_CLOSED_REQUEST, media_type=MEDIA_TYPE)
         return EventStream(chat_frames(generation, _framer(generation, body, created)))
-    return await _answer_whole(request, generation, created, logprobs=bool(body.logprobs))
+    return await _answer_whole(request, generation, body, created)
 
 
 async def _order(
@@ -76,6 +76,7 @@ async def _order(
 ) -> Order:
     """Return the checked order: model, messages, prompt ids, sampling. Nothing is reserved yet."""
     check_supported(body)
+    service_tier = service_tier_of(body)
     messages = check_messages(body.messages)
     asked, _ = asked_max_tokens(body)
     model = services.models.get(body.model)
@@ -94,6 +95,7 @@ async def _order(
         max_output_tokens=asked,
         field_names=field_names(body),
         change_count=change_count,
+        batch=service_tier == "flex",
     )
 
 
@@ -108,6 +110,7 @@ def _framer(generation: Generation, body: ChatCompletionRequest, created: int) -
         logprobs=bool(body.logprobs),
         include_usage=bool(options and options.include_usage),
         continuous_usage=bool(options and options.continuous_usage_stats),
+        service_tier=service_tier_of(body),
     )
 
 
@@ -123,7 +126,7 @@ async def _began(generation: Generation) -> Generation:
 
 
 async def _answer_whole(
-    request: Request[Any, Any, Any], generation: Generation, created: int, *, logprobs: bool
+    request: Request[Any, Any, Any], generation: Generation, asked: ChatCompletionRequest, created: int
 ) -> Response[Any]:
     chunks = await _unless_disconnected(_collect(generation), request.receive)
     if chunks is None:
@@ -137,7 +140,8 @@ async def _answer_whole(
         model=generation.live.model,
         chunks=chunks,
         outcome=outcome,
-        logprobs=logprobs,
+        logprobs=bool(asked.logprobs),
+        service_tier=service_tier_of(asked),
     )
     return Response(body, media_type=MEDIA_TYPE)
 

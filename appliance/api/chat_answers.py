@@ -50,7 +50,7 @@ class Choice(msgspec.Struct, kw_only=True):
 
 
 class ChatCompletion(msgspec.Struct, kw_only=True):
-    """A whole answer. `id` is the request id."""
+    """A whole answer. `id` is the request id; `service_tier` is there when the request said one: the one that served it."""
 
     id: str
     object: str
@@ -59,6 +59,7 @@ class ChatCompletion(msgspec.Struct, kw_only=True):
     choices: list[Choice]
     usage: UsageShape
     system_fingerprint: str | None = None
+    service_tier: str | msgspec.UnsetType = msgspec.UNSET
 
 
 def usage_shape(usage: Usage) -> UsageShape:
@@ -97,9 +98,12 @@ class ChunkFramer:
         logprobs: bool,
         include_usage: bool,
         continuous_usage: bool,
+        service_tier: str | None = None,
     ) -> None:
-        head = encode({"id": request_id, "object": "chat.completion.chunk", "created": created, "model": model})
-        self._head = b"data: " + head[:-1] + b',"system_fingerprint":null,"choices":['
+        shared = {"id": request_id, "object": "chat.completion.chunk", "created": created, "model": model}
+        if service_tier is not None:
+            shared["service_tier"] = service_tier
+        self._head = b"data: " + encode(shared)[:-1] + b',"system_fingerprint":null,"choices":['
         self._prompt_tokens = prompt_tokens
         self._cached_tokens = 0
         self._completion_tokens = dict.fromkeys(range(num_answers), 0)
@@ -158,7 +162,14 @@ class ChunkFramer:
 
 
 def whole_answer(
-    *, request_id: str, created: int, model: str, chunks: Sequence[Chunk], outcome: Outcome, logprobs: bool
+    *,
+    request_id: str,
+    created: int,
+    model: str,
+    chunks: Sequence[Chunk],
+    outcome: Outcome,
+    logprobs: bool,
+    service_tier: str | None = None,
 ) -> bytes:
     """Return the body of an answer that was not streamed."""
     return encode(
@@ -169,6 +180,7 @@ def whole_answer(
             model=model,
             choices=_choices(chunks, outcome.finish_reasons, logprobs=logprobs),
             usage=usage_shape(outcome.usage),
+            service_tier=service_tier or msgspec.UNSET,
         )
     )
 

@@ -1,7 +1,7 @@
 """The fields of `POST /v1/chat/completions`: which are honoured, which are refused by name, which are taken and ignored.
 
 Ignored by documented choice: `store`, `metadata`, `user`, `safety_identifier`, `prompt_cache_key`, `prompt_cache_retention`,
-`verbosity`, `parallel_tool_calls`, `stream_options.include_obfuscation`, and `service_tier` auto or default.
+`verbosity`, `parallel_tool_calls`, `stream_options.include_obfuscation`.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import msgspec
 
 from appliance.api.structured_output import ResponseFormat
 from appliance.base.errors import InvalidValue, UnsupportedParameter
+from appliance.metering.limits.rules import is_batch_work
 
 MESSAGES_MAX = 4096
 STOP_CHARS_MAX = 1000
@@ -110,7 +111,6 @@ def check_supported(body: ChatCompletionRequest) -> None:
         "functions": bool(body.functions),
         "function_call": body.function_call not in (None, "none", "auto"),
         "modalities": body.modalities not in (None, ["text"]),
-        "service_tier": body.service_tier not in (None, "auto", "default"),
         "reasoning_effort": body.reasoning_effort not in (None, "none"),
     }
     for name in ("audio", "prediction", "web_search_options", "moderation", "prompt_logprobs"):
@@ -118,6 +118,16 @@ def check_supported(body: ChatCompletionRequest) -> None:
     for name, unsupported in asked.items():
         if unsupported:
             raise UnsupportedParameter(f"{name} with this value is not supported by this version", param=name)
+
+
+def service_tier_of(body: ChatCompletionRequest) -> str | None:
+    """Return the service tier that the request is served in, flex or default; None when it does not say one.
+
+    Raises InvalidValue for one that there is not.
+    """
+    if body.service_tier is None:
+        return None
+    return "flex" if is_batch_work(body.service_tier) else "default"
 
 
 def check_messages(messages: list[Message]) -> list[dict[str, Any]]:

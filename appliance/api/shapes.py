@@ -104,6 +104,7 @@ class LedgerEventShape(msgspec.Struct, kw_only=True):
     cached_tokens: int
     completion_tokens: int
     estimated: bool
+    batch: bool
     price_id: str | None
     cost_picos: int
     currency: str
@@ -127,6 +128,7 @@ class RequestShape(msgspec.Struct, kw_only=True):
     model: str
     endpoint: str
     stream: bool
+    batch: bool
     state: str
     queue_position: int | None
     prompt_tokens: int
@@ -277,6 +279,7 @@ def past_request_shape(row: RequestRow) -> RequestShape:
                 completion_tokens=row.completion_tokens,
                 preemptions=row.preemptions,
                 finish_reason=row.finish_reason or "error",
+                batch=row.batch,
             )
         ),
     )

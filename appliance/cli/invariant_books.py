@@ -17,7 +17,7 @@ from appliance.metering.ledger import rollups
 from appliance.metering.ledger.rollups import split_sum
 
 _EVENTS = tables.usage_events
-_SHARED = ("tenant_id", "key_id", "model", "currency", "billing_day", "price_basis_points", "admitted_at")
+_SHARED = ("tenant_id", "key_id", "model", "currency", "billing_day", "batch", "price_basis_points", "admitted_at")
 _COUNTS = ("prompt_tokens", "cached_tokens", "completion_tokens", "rejected_tokens", "cost_picos")
 
 

@@ -87,9 +87,10 @@ def _is_own(row: Any) -> bool:
 
 
 def _shares(row: Any) -> set[int]:
-    """Return the shares of its price that a request may pay, by tier and for batch work."""
+    """Return the shares of its price that a request may pay, by tier; batch work pays the batch share of them."""
     tiers = {PERCENT_MAX, *(row.price_tiers or {}).values()}
-    return {tier * batch for tier in tiers for batch in (PERCENT_MAX, row.price_batch)}
+    batch = row.price_batch if row.batch else PERCENT_MAX
+    return {tier * batch for tier in tiers}
 
 
 def agrees_with_request(row: Any) -> bool:
@@ -97,6 +98,8 @@ def agrees_with_request(row: Any) -> bool:
     if row.request_row is None:
         return True
     if (row.tenant_id, row.key_id, row.model) != (row.request_tenant, row.request_key, row.request_model):
+        return False
+    if row.batch != row.request_batch:
         return False
     return bool(row.kind != "usage" or row.status == "pending" or row.finish_reason == row.request_finish)
 

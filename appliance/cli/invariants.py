@@ -6,8 +6,10 @@ pending     no event is pending for a process that has ended
 settled     an event that is not pending says when and why it ended; a pending one says neither and costs nothing; what was
             recovered is an estimate
 counts      0 <= cached <= prompt, 0 <= completion, and the request's own row has the same counts; voided events have none
-requests    a request's own row names the tenant, key, model and end of its event, and there is none without an event
-price       an event names the latest price of its model and currency that was in force, and a discount that this has
+requests    a request's own row names the tenant, key, model and end of its event, says of both whether they are batch work,
+            and there is none without an event
+price       an event names the latest price of its model and currency that was in force, and a discount that this has: of
+            batch work its batch share
 day         the billing day is that of the admission, to a day: it is of the time zone that held then
 cost        recomputed from the counts and the price that was in force, to the last pico-unit; voided events cost nothing
 sums        the totals by tenant, by key and by model that the database computes are the exact sum of the events
@@ -155,6 +157,7 @@ async def _events(connection: AsyncConnection) -> AsyncIterator[Any]:
         _REQUESTS.c.tenant_id.label("request_tenant"),
         _REQUESTS.c.key_id.label("request_key"),
         _REQUESTS.c.model.label("request_model"),
+        _REQUESTS.c.batch.label("request_batch"),
         _REQUESTS.c.finish_reason.label("request_finish"),
         _REQUESTS.c.prompt_tokens.label("request_prompt"),
         _REQUESTS.c.cached_tokens.label("request_cached"),

@@ -12,7 +12,7 @@ from appliance.cli.options import AsJson, DatabaseUrl, DataDir, settings_from
 app = typer.Typer(help="The usage events: one per request, and corrections of them.", no_args_is_help=True)
 
 COLUMNS = (
-    "id", "posting", "admitted_at", "tenant_id", "model", "kind", "status", "finish_reason", "cause", "prompt_tokens",
+    "id", "posting", "admitted_at", "tenant_id", "model", "kind", "batch", "status", "finish_reason", "cause", "prompt_tokens",
     "cached_tokens", "completion_tokens", "rejected_tokens", "cost", "note",
 )  # fmt: skip
 

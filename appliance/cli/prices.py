@@ -62,9 +62,7 @@ def add(
     ] = None,
     batch_percent: Annotated[
         int,
-        typer.Option(
-            metavar="PERCENT", help="What batch work pays of it; takes effect with the batch API, which is not there yet."
-        ),
+        typer.Option(metavar="PERCENT", help="What batch work pays of it: requests with the service tier flex."),
     ] = 100,
     tier_percent: Annotated[
         list[str] | None,

@@ -19,7 +19,7 @@ from appliance.console.rendering import Html
 from appliance.console.security import ConsoleRequest, access_of, needs
 from appliance.metering.calendar import first_day
 from appliance.metering.invoicing.rows import Invoice, InvoiceHead
-from appliance.metering.invoicing.wording import day_name, line_name, month_name, payment, percent
+from appliance.metering.invoicing.wording import ABORT_POLICY, day_name, line_name, month_name, payment, percent
 from appliance.tenancy.principals import Tenant
 from appliance.tenancy.roles import Action
 
@@ -32,6 +32,7 @@ WORDS: dict[str, Any] = {
     "line_name": line_name,
     "payment": payment,
     "tax_percent": percent,
+    "abort_policy": ABORT_POLICY,
 }
 
 

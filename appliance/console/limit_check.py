@@ -12,6 +12,7 @@ from appliance.console.forms import Form, sentence
 from appliance.console.rendering import Html
 from appliance.console.security import ConsoleRequest, access_of
 from appliance.metering.limits.quotas import LimitDecision
+from appliance.metering.limits.rules import is_batch_work
 from appliance.serving.forecasts import Question, Verdict
 from appliance.tenancy.fields import LIMIT_MAX, check_name
 from appliance.tenancy.principals import ApiKey, Tenant
@@ -26,7 +27,7 @@ KINDS = {
     "tokens_per_day": "Tokens per day",
     "budget": "Budget of the month",
 }
-FIELDS = ("model", "key", "prompt_tokens", "max_tokens")
+FIELDS = ("model", "key", "prompt_tokens", "max_tokens", "service_tier")
 
 
 @get("/tenants/{tenant_id:str}/check")
@@ -79,6 +80,7 @@ async def _ask(console: Console, form: Form, tenant: Tenant, keys: list[ApiKey])
             model=check_name(form.raw("model"), "model"),
             prompt_tokens=PROMPT_TOKENS if prompt_tokens is None else prompt_tokens,
             max_tokens=max_tokens,
+            batch=is_batch_work(form.raw("service_tier") or "default"),
         )
         return await console.services.forecasts.ask(question)
     except GatehouseError as error:

@@ -34,6 +34,7 @@ class RequestLine:
     model: str
     endpoint: str
     stream: bool
+    batch: bool
     prompt_tokens: int
     cached_tokens: int
     completion_tokens: int
@@ -80,6 +81,7 @@ def live_line(live: LiveRequest, now: datetime) -> RequestLine:
         model=live.model,
         endpoint=live.endpoint,
         stream=live.stream,
+        batch=live.batch,
         prompt_tokens=live.prompt_tokens,
         cached_tokens=live.cached_tokens,
         completion_tokens=live.completion_tokens,
@@ -122,6 +124,7 @@ def past_line(row: RequestRow, tenant_names: Mapping[str, str], key_prefix: str 
         model=row.model,
         endpoint=row.endpoint,
         stream=row.stream,
+        batch=row.batch,
         prompt_tokens=row.prompt_tokens,
         cached_tokens=row.cached_tokens,
         completion_tokens=row.completion_tokens,
@@ -146,6 +149,7 @@ def past_line(row: RequestRow, tenant_names: Mapping[str, str], key_prefix: str 
                 completion_tokens=row.completion_tokens,
                 preemptions=row.preemptions,
                 finish_reason=row.finish_reason,
+                batch=row.batch,
             )
         ),
         error=row.error,

@@ -10,7 +10,8 @@ NOTICEABLE_S = 0.5  # below this nobody asks why
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeline:
     """Where the time of a request went, in seconds; None where that stage was not reached. Of its own tenant's requests
-    `queue_position` wait before it and `tenant_open` were open when it came, as far as that is known."""
+    `queue_position` wait before it and `tenant_open` were open when it came, as far as that is known. `batch`: everybody's more
+    urgent requests come before it."""
 
     queue_s: float | None
     ttft_s: float | None
@@ -23,6 +24,7 @@ class Timeline:
     queue_position: int | None = None
     tenant_open: int = 0
     finish_reason: str | None = None
+    batch: bool = False
 
 
 def explain(timeline: Timeline) -> str:
@@ -44,7 +46,7 @@ def _explain_before_first_token(timeline: Timeline) -> str:
     if timeline.finish_reason is not None:
         return f"Ended before its first token ({timeline.finish_reason}){waited}{_preempted(timeline.preemptions)}."
     if timeline.is_queued:
-        return f"Waiting for a place in the batch{_ahead(timeline)}{_preempted(timeline.preemptions)}."
+        return f"Waiting for a place in the batch{_ahead(timeline)}{_urgency(timeline)}{_preempted(timeline.preemptions)}."
     computed = timeline.prompt_tokens - timeline.cached_tokens
     return f"Reading its prompt: {computed} of {timeline.prompt_tokens} tokens to compute{waited}."
 
@@ -53,7 +55,7 @@ def _cause(stage: str, longest_s: float, total_s: float, timeline: Timeline) -> 
     share = f"{_seconds(longest_s)} of {_seconds(total_s)}"
     if stage == "queue":
         own = f"; {_requests(timeline.tenant_open)} of its own tenant came before it" if timeline.tenant_open else ""
-        return f"Mostly waited for a place in the batch: {share}{own}"
+        return f"Mostly waited for a place in the batch: {share}{own}{_urgency(timeline)}"
     if stage == "prefill":
         computed = timeline.prompt_tokens - timeline.cached_tokens
         return f"Mostly read its prompt: {share} for {computed} tokens that were not cached"
@@ -67,6 +69,10 @@ def _ahead(timeline: Timeline) -> str:
     if timeline.queue_position == 0:
         return ": the next one of its tenant"
     return f": {_requests(timeline.queue_position)} of its own tenant ahead of it"
+
+
+def _urgency(timeline: Timeline) -> str:
+    return "; as batch work it lets more urgent requests go first" if timeline.batch else ""
 
 
 def _requests(count: int) -> str:

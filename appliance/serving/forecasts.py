@@ -21,7 +21,8 @@ from appliance.tenancy.tiers import Tiers
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """A request that somebody thinks of. Without a `key` the limits of its tenant and model alone are asked."""
+    """A request that somebody thinks of, `batch` work or not. Without a `key` the limits of its tenant and model alone are
+    asked."""
 
     tenant: Tenant
     key: ApiKey | None
@@ -29,6 +30,7 @@ class Question:
     prompt_tokens: int
     max_tokens: int | None = None
     answers: int = 1
+    batch: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +88,7 @@ class Forecasts:
             price=await self._prices.current(model, self._clock.now(), currency=tenant.currency),
             output_room=question.max_tokens or self._room(model, question.prompt_tokens),
             answers=question.answers,
+            batch=question.batch,
             policy=await self._policies.find(model),
         )
         forecast = await self._admission.forecast(asked, tier.admission_wait_ms / 1000)

@@ -44,7 +44,8 @@ class Order:
     """A request that was decoded, authenticated and tokenised. `max_output_tokens` is as asked, None when it was not.
 
     `field_names` says what the client calls a sampling field whose own name it did not use. `change_count` is the count of
-    changes of keys and tenants before the principal was authenticated, None when that is unknown.
+    changes of keys and tenants before the principal was authenticated, None when that is unknown. `batch` work is served in the
+    lowest class of priority, whatever its tenant's tier, and pays the batch share of the price.
     """
 
     request_id: str
@@ -57,6 +58,7 @@ class Order:
     max_output_tokens: int | None
     field_names: Mapping[str, str] = field(default_factory=dict)
     change_count: int | None = None
+    batch: bool = False
 
 
 class Generations:
@@ -147,6 +149,7 @@ class Generations:
             price=price,
             price_basis_points=reservation.basis_points,
             currency=order.principal.tenant.currency,
+            batch=order.batch,
             admitted_at=live.admitted_at,
         )
         generation = Generation(
@@ -268,11 +271,13 @@ class Generations:
             admitted_at=self._clock.now(),
             admitted_monotonic_s=self._clock.monotonic_s(),
             num_answers=order.sampling.num_answers,
+            batch=order.batch,
             tenant_open=self._open_of_tenants[order.model.name, tenant.id],
         )
 
     def _generation_request(self, order: Order) -> GenerationRequest:
-        """Return what the engine gets. Whose it is comes from the key that was authenticated, never from the body."""
+        """Return what the engine gets. Whose it is comes from the key that was authenticated, never from the body, which can
+        only ask to be served later than its tenant's tier would be."""
         tenant = order.principal.tenant
         return GenerationRequest(
             request_id=order.request_id,
@@ -280,7 +285,7 @@ class Generations:
             prompt_token_ids=order.prompt_token_ids,
             sampling=order.sampling,
             weight=tenant.weight,
-            priority=Priority(tenant.tier),
+            priority=Priority.BATCH if order.batch else Priority(tenant.tier),
             queue_deadline_s=self._queue_deadline_s,
         )
 
@@ -331,6 +336,7 @@ def _asked(order: Order, price: Price | None, policy: ModelPolicy | None) -> Ask
         price=price,
         output_room=order.sampling.max_tokens,
         answers=order.sampling.num_answers,
+        batch=order.batch,
         policy=policy,
     )
 

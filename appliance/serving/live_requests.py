@@ -46,6 +46,7 @@ class LiveRequest:
     admitted_at: datetime
     admitted_monotonic_s: float
     num_answers: int = 1
+    batch: bool = False
     tenant_open: int = 0
     state: str = "queued"
     queue_position: int | None = None
@@ -94,6 +95,7 @@ class LiveRequest:
                 queue_position=self.queue_position,
                 tenant_open=self.tenant_open,
                 finish_reason=self.finish_reason,
+                batch=self.batch,
             )
         )
 

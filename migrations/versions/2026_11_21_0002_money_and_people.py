@@ -37,7 +37,7 @@ def downgrade() -> None:
     op.execute("DELETE FROM usage_events WHERE kind = 'adjustment'")
     _drop_columns(
         "usage_events",
-        ("cause", "rejected_tokens", "price_basis_points", "billing_day", "posting", "corrects_id", "note"),
+        ("cause", "rejected_tokens", *_shares_unless_needed(), "billing_day", "posting", "corrects_id", "note"),
         constraints=("uq_usage_events_posting", "fk_usage_events_corrects_id"),
         indexes=("ix_usage_events_tenant_id_billing_day",),
     )
@@ -67,6 +67,15 @@ def _drop_columns(name: str, columns: Sequence[str], *, constraints: Sequence[st
             batch.drop_constraint(constraint, type_="foreignkey" if constraint.startswith("fk_") else "unique")
         for column in columns:
             batch.drop_column(column)
+
+
+def _shares_unless_needed() -> tuple[str, ...]:
+    """Return the column of the shares that were paid of prices, to be dropped; none where one of them was not all of it.
+
+    Then it stays, unread by the older version, and is found again on the way up: without it costs could not be explained.
+    """
+    discounted = "SELECT 1 FROM usage_events WHERE price_basis_points <> 10000 LIMIT 1"
+    return () if op.get_bind().execute(sa.text(discounted)).first() else ("price_basis_points",)
 
 
 def _keep_one_currency() -> None:
@@ -171,6 +180,7 @@ def _extend_prices() -> None:
 
 
 def _extend_usage_events() -> None:
+    there = {column["name"] for column in sa.inspect(op.get_bind()).get_columns("usage_events")}
     for column in (
         _text("cause", 40, nullable=True),
         sa.Column("rejected_tokens", sa.BigInteger(), nullable=False, server_default="0"),
@@ -180,7 +190,8 @@ def _extend_usage_events() -> None:
         sa.Column("corrects_id", sa.BigInteger().with_variant(sa.Integer(), "sqlite"), nullable=True),
         _text("note", 500, nullable=True),
     ):
-        op.add_column("usage_events", column)
+        if column.name not in there:
+            op.add_column("usage_events", column)
     day = "date(admitted_at)" if _is_sqlite() else "(admitted_at AT TIME ZONE 'UTC')::date"
     op.execute(f"UPDATE usage_events SET billing_day = {day}")  # noqa: S608 - our own text
     op.execute(

@@ -64,6 +64,7 @@ async def post_event(
     of: Price | None,
     model: str = "demo",
     basis_points: int = 10_000,
+    batch: bool = False,
     is_correction: bool = False,
     currency: str = "EUR",
 ) -> int:
@@ -91,6 +92,7 @@ async def post_event(
                 completion_tokens=tokens.completion,
                 rejected_tokens=tokens.rejected,
                 estimated=False,
+                batch=batch,
                 price_id=None if of is None else of.id,
                 price_basis_points=basis_points,
                 cost_picos=cost,

@@ -85,7 +85,7 @@ class Serving:
     async def start(self, person: Person, prompt: list[int] | str, **sampling: Any) -> Generation:
         """Start a generation for `person`; a prompt given as text is what the stand-in engine will say."""
         ids = self.ids(prompt) if isinstance(prompt, str) else prompt
-        field_names = sampling.pop("field_names", {})
+        field_names, batch = sampling.pop("field_names", {}), sampling.pop("batch", False)
         options = {"max_tokens": len(ids), "seed": 1, **sampling}
         return await self.generations.start(
             Order(
@@ -98,6 +98,7 @@ class Serving:
                 sampling=SamplingParams(**options),
                 max_output_tokens=options["max_tokens"],
                 field_names=field_names,
+                batch=batch,
             )
         )
 

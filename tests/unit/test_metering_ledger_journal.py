@@ -491,7 +491,7 @@ def pending_of_nobody(clock: FakeClock) -> PendingEntry:
     )  # fmt: skip
     return PendingEntry(
         request_id="req", tenant_id="tenant", key_id="key", model="démo\n", endpoint="/v1", stream=False, prompt_tokens=1,
-        reserved_tokens=2, price=price, admitted_at=clock.now(), price_basis_points=5000, currency="USD",
+        reserved_tokens=2, price=price, admitted_at=clock.now(), price_basis_points=5000, currency="USD", batch=True,
     )  # fmt: skip
 
 
@@ -617,7 +617,10 @@ def test_a_later_version_reads_what_the_first_one_left() -> None:
         b'"completion":3,"batch_percent":50,"created_at":"2026-11-21T20:38:14.467045Z","rejected_draft":4,"tier_percents":'
         b'{"priority":120}},"admitted_at":"2026-11-21T20:38:14.467045Z","price_basis_points":10000,"currency":null}}'
     )
-    assert encode(decode(first)) == first
+    entry = decode(first)
+    assert isinstance(entry, Journaled)
+    assert encode(entry) == first.replace(b'"currency":null}}', b'"currency":null,"batch":false}}')
+    assert not entry.entry.batch, "nothing was batch work before there was any"
 
 
 async def test_what_stands_in_the_journal_alone_is_counted_without_touching_it(

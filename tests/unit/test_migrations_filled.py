@@ -21,7 +21,9 @@ from appliance.cli import invariants
 from appliance.metering.calendar import BillingCalendar
 from appliance.metering.ledger import rollups
 from appliance.metering.ledger.corrections import Correction, Corrections
+from appliance.metering.ledger.records import PendingEntry, Settlement, Usage
 from appliance.metering.ledger.recovery import begin_epoch, recover
+from appliance.metering.ledger.writer import Ledger
 from appliance.metering.prices import PriceBook
 from appliance.metering.usage import UsageReports
 
@@ -30,15 +32,18 @@ MONEY = ("tenants", "api_keys", "members", "admin_tokens", "prices", "epochs", "
 PRICE: dict[str, Any] = {"prompt": 1_500_000, "cached_prompt": 150_000, "completion": 6_000_000}
 TIMES = ("created_at", "started_at", "admitted_at", "at")
 Rows = dict[str, list[dict[str, Any]]]
-# What the second version's columns say of rows that the first wrote.
+# What the columns of later versions say of rows that the first wrote.
 DEFAULTS: dict[str, dict[str, Any]] = {
     "tenants": {"limit_mode": "enforce", "cut_at_budget": False, "currency": None, "billing": None, "alert_percents": None},
     "api_keys": {"limit_mode": "enforce", "model_limits": None, "replaced_by": None},
     "members": {"password_temporary": False, "totp_secret": None, "oidc_issuer": None, "oidc_subject": None},
     "sessions": {"method": "password"},
     "prices": {"rejected_draft": 0, "tier_percents": None},
-    "usage_events": {"rejected_tokens": 0, "price_basis_points": 10_000, "cause": None, "corrects_id": None, "note": None},
-}
+    "usage_events": {
+        "rejected_tokens": 0, "price_basis_points": 10_000, "cause": None, "corrects_id": None, "note": None, "batch": False,
+    },
+    "requests": {"batch": False},
+}  # fmt: skip
 
 
 @contextmanager
@@ -142,7 +147,13 @@ def fill_second(url: str) -> None:
         connection.execute(text("UPDATE counters SET value = 4 WHERE name = 'posting'"))
 
 
-FILLED: dict[str, Callable[[str], None]] = {"0001": fill_first, "0002": fill_second}
+def fill_third(url: str) -> None:
+    """Make a database of the third version, which keeps what the second wrote."""
+    fill_second(url)
+    db.upgrade(url, "0003")
+
+
+FILLED: dict[str, Callable[[str], None]] = {"0001": fill_first, "0002": fill_second, "0003": fill_third}
 
 
 @pytest.fixture
@@ -272,6 +283,49 @@ async def test_the_way_back_keeps_what_the_first_version_knew(filled_url: str) -
     db.upgrade(filled_url)
     findings = await invariants.check(filled_url, running=False)
     assert [finding.name for finding in findings if finding.state == "broken"] == []
+
+
+@pytest.mark.parametrize("version", ["0003", "0002", "0001"])
+async def test_the_way_back_and_forth_does_not_forget_which_work_was_batch_work_and_what_it_paid(
+    version: str, filled_url: str
+) -> None:
+    db.upgrade(filled_url)
+    await do_batch_work(filled_url)
+    before = everything(filled_url)
+    db.downgrade(filled_url, version)
+    db.upgrade(filled_url)
+    after = everything(filled_url)
+
+    for name in ("usage_events", "requests"):
+        assert [row["batch"] for row in after[name]] == [row["batch"] for row in before[name]]
+        assert sum(row["batch"] for row in after[name]) == 1
+    figures = ("request_id", "status", "cost_picos", "price_basis_points")
+    assert [[row[name] for name in figures] for row in after["usage_events"]] == [
+        [row[name] for name in figures] for row in before["usage_events"]
+    ]
+    findings = await invariants.check(filled_url, running=False)
+    assert [finding.text for finding in findings if finding.state == "broken"] == []
+
+
+async def do_batch_work(url: str) -> None:
+    """Serve a request of Bob's as batch work."""
+    database, clock = Database.open(url), SystemClock()
+    try:
+        price = await PriceBook(database, clock).current("demo", clock.now())
+        assert price is not None
+        ledger = Ledger(database, clock, await begin_epoch(database, clock, "test"))
+        await ledger.start()
+        entry = PendingEntry(
+            request_id="req_flex", tenant_id="tn_bob", key_id="key_bob", model="demo", endpoint="/v1/chat/completions",
+            stream=False, prompt_tokens=30, reserved_tokens=40, price=price, admitted_at=clock.now(),
+            price_basis_points=price.rate(batch=True).basis_points, batch=True,
+        )  # fmt: skip
+        await ledger.open(entry)
+        usage = Usage(prompt_tokens=30, cached_tokens=16, completion_tokens=7)
+        await ledger.settle(Settlement(request_id="req_flex", status="posted", finish_reason="stop", usage=usage))
+        await ledger.stop()
+    finally:
+        await database.close()
 
 
 async def use_what_is_new(url: str) -> None:

@@ -10,15 +10,18 @@ from appliance.base.clock import rfc3339
 from appliance.metering.invoicing.free_allowances import FreeAllowance
 from appliance.metering.invoicing.lines import InvoiceLine, usage_picos
 from appliance.metering.invoicing.rows import TIME_ZONE, Invoice, InvoiceHead
+from appliance.metering.invoicing.wording import ABORT_POLICY
 
 _INT64_MAX = 2**63 - 1
 
 
 class InvoiceLineShape(msgspec.Struct, kw_only=True):
-    """One line: `unit_price` is micro-units per million tokens; `exact_picos` is rounded once, to `rounded_micros`."""
+    """One line: `unit_price` is micro-units per million tokens; `exact_picos` is rounded once, to `rounded_micros`. `batch`
+    says that the tokens are those of batch work."""
 
     model: str | None
     kind: str
+    batch: bool
     month: str
     unit_price: int | None
     tokens: int
@@ -29,7 +32,8 @@ class InvoiceLineShape(msgspec.Struct, kw_only=True):
 
 class InvoiceShape(msgspec.Struct, kw_only=True):
     """An invoice. A draft is what it would be now. The lines sum to `subtotal_micros`; `total_micros` is that and the tax.
-    `due_micros` is what is paid: rounded to the smallest coin. `usage_picos` is the exact cost of the events on it."""
+    `due_micros` is what is paid: rounded to the smallest coin. `usage_picos` is the exact cost of the events on it.
+    `abort_policy` is how usage was counted, in the words of the PDF."""
 
     id: str
     number: str | None
@@ -52,6 +56,7 @@ class InvoiceShape(msgspec.Struct, kw_only=True):
     closed_at: str | None
     issued_on: str | None
     due_on: str | None
+    abort_policy: str
 
 
 class InvoiceHeadShape(msgspec.Struct, kw_only=True):
@@ -124,6 +129,7 @@ def invoice_shape(invoice: Invoice) -> InvoiceShape:
         closed_at=None if head.closed_at is None else rfc3339(head.closed_at),
         issued_on=None if invoice.issued_on is None else invoice.issued_on.isoformat(),
         due_on=None if invoice.due_on is None else invoice.due_on.isoformat(),
+        abort_policy=ABORT_POLICY,
     )
 
 

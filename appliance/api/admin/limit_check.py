@@ -11,6 +11,7 @@ from appliance.api.queries import AdminRequest
 from appliance.api.services_of import services_of
 from appliance.base.errors import GatehouseError, NotFound
 from appliance.metering.limits.quotas import LimitDecision
+from appliance.metering.limits.rules import is_batch_work
 from appliance.serving.forecasts import Question, Verdict
 from appliance.tenancy.fields import LIMIT_MAX, check_name, check_whole
 from appliance.tenancy.roles import Action
@@ -27,6 +28,7 @@ class LimitCheckBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     key_id: str | None = None
     max_tokens: int | None = None
     n: int = 1
+    service_tier: str | None = None
 
 
 class LimitDecisionShape(msgspec.Struct, kw_only=True):
@@ -91,6 +93,7 @@ async def check_limits(request: AdminRequest) -> LimitCheckShape:
         prompt_tokens=check_whole(body.prompt_tokens, "prompt_tokens", 0, LIMIT_MAX),
         max_tokens=None if body.max_tokens is None else check_whole(body.max_tokens, "max_tokens", 1, LIMIT_MAX),
         answers=check_whole(body.n, "n", 1, ANSWERS_MAX),
+        batch=body.service_tier is not None and is_batch_work(body.service_tier),
     )
     return _shape(await services.forecasts.ask(question))
 

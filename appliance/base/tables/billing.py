@@ -2,7 +2,20 @@
 
 from __future__ import annotations
 
-from sqlalchemy import JSON, BigInteger, Column, ForeignKey, Index, Integer, String, Table, Text, UniqueConstraint
+from sqlalchemy import (
+    JSON,
+    BigInteger,
+    Boolean,
+    Column,
+    ForeignKey,
+    Index,
+    Integer,
+    String,
+    Table,
+    Text,
+    UniqueConstraint,
+    false,
+)
 
 from appliance.base.tables.columns import Sequence, UtcDateTime, metadata, optional_json
 
@@ -48,8 +61,8 @@ invoices = Table(
     UniqueConstraint("tenant_id", "month"),
 )
 
-# `kind`: prompt, cached_prompt, completion, rejected_draft, adjustment, free_allowance. Exact costs are decimal texts: they may
-# pass 64 bits, and no database rounds a text.
+# `kind`: prompt, cached_prompt, completion, rejected_draft, adjustment, free_allowance. `batch`: tokens of batch work. Exact
+# costs are decimal texts: they may pass 64 bits, and no database rounds a text.
 invoice_lines = Table(
     "invoice_lines",
     metadata,
@@ -57,6 +70,7 @@ invoice_lines = Table(
     Column("position", Integer, primary_key=True),
     Column("model", String(200), nullable=True),
     Column("kind", String(20), nullable=False),
+    Column("batch", Boolean, nullable=False, server_default=false()),
     Column("month", String(7), nullable=False),
     Column("unit_price", BigInteger, nullable=True),
     Column("tokens", BigInteger, nullable=False),

@@ -2,7 +2,20 @@
 
 from __future__ import annotations
 
-from sqlalchemy import BigInteger, Boolean, Column, Date, ForeignKey, Index, Integer, String, Table, UniqueConstraint, text
+from sqlalchemy import (
+    BigInteger,
+    Boolean,
+    Column,
+    Date,
+    ForeignKey,
+    Index,
+    Integer,
+    String,
+    Table,
+    UniqueConstraint,
+    false,
+    text,
+)
 
 from appliance.base.tables.columns import Sequence, UtcDateTime, metadata, optional_json
 
@@ -48,6 +61,7 @@ counters = Table(
 # while pending, the token columns are checkpoints of what the engine has counted so far.
 #   posting            order in which events got their final state, from 1 without gaps; NULL while pending
 #   billing_day        the day of admission in the billing time zone: its month is the month of the invoice
+#   batch              it asked for the service tier flex: batch priority, and the batch share of the price
 #   price_basis_points share of the price that is paid, by tier and batch: 10000 is all of it
 #   rejected_tokens    speculative tokens that were computed and thrown away
 #   cause              why it ended early, where finish_reason alone does not say it
@@ -72,6 +86,7 @@ usage_events = Table(
     Column("completion_tokens", BigInteger, nullable=False),
     Column("rejected_tokens", BigInteger, nullable=False, server_default="0"),
     Column("estimated", Boolean, nullable=False),
+    Column("batch", Boolean, nullable=False, server_default=false()),
     Column("price_id", ForeignKey("prices.id"), nullable=True),
     Column("price_basis_points", Integer, nullable=False, server_default="10000"),
     Column("cost_picos", BigInteger, nullable=False),
@@ -147,6 +162,7 @@ requests = Table(
     Column("model", String(200), nullable=False),
     Column("endpoint", String(80), nullable=False),
     Column("stream", Boolean, nullable=False),
+    Column("batch", Boolean, nullable=False, server_default=false()),
     Column("prompt_tokens", BigInteger, nullable=False),
     Column("cached_tokens", BigInteger, nullable=False),
     Column("completion_tokens", BigInteger, nullable=False),

@@ -1,4 +1,8 @@
-"""An invoice as CSV: a row per line with its exact and its rounded amount, for spreadsheets and for whoever checks the sums."""
+"""An invoice as CSV: a row per line with its exact and its rounded amount, for spreadsheets and for whoever checks the sums.
+
+Only lines: the total, the parties and the words on how usage is counted are on the PDF and in the JSON. A sentence in a closing
+row, or once in every row, would be taken for data by whatever reads the file.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,7 @@ from appliance.metering.invoicing.rows import Invoice
 
 COLUMNS = (
     "number", "tenant_id", "month", "line_month", "model", "kind", "tokens", "requests", "unit_price_micros", "exact_picos",
-    "rounded_micros", "currency",
+    "rounded_micros", "currency", "batch",
 )  # fmt: skip
 _FORMULA = ("=", "+", "-", "@", "\t", "\r")
 
@@ -35,6 +39,7 @@ def render_csv(invoice: Invoice) -> bytes:
                 line.exact_picos,
                 line.rounded_micros,
                 invoice.currency,
+                "yes" if line.batch else "no",
             )
         )
     return buffer.getvalue().encode()

@@ -24,7 +24,7 @@ class InvoiceBroken(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EventSums:
-    """The sums of settled events of one month with one model, currency, price and discount.
+    """The sums of settled events of one month with one model, currency, price and discount, all batch work or none of it.
 
     `unit_prices` are those after discount, in the order of TOKEN_KINDS, as are `kind_requests`: how many of the requests have
     tokens of the kind. `is_correction`: events that correct others; their counts and costs are signed.
@@ -34,6 +34,7 @@ class EventSums:
     model: str
     currency: str
     is_correction: bool
+    batch: bool = False
     unit_prices: tuple[int, int, int, int]
     requests: int
     kind_requests: tuple[int, int, int, int]
@@ -51,13 +52,15 @@ class EventSums:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InvoiceLine:
-    """One line. `unit_price` is micro-units per million tokens, None where events of several prices are summed.
+    """One line. `unit_price` is micro-units per million tokens, None where events of several prices are summed. `batch` says
+    that its tokens are those of batch work; of adjustments nobody says it.
 
     `requests` counts the events with tokens on the line: one behind a prompt line may stand behind the completion line, too.
     """
 
     model: str | None
     kind: str
+    batch: bool = False
     month: str
     unit_price: int | None
     tokens: int
@@ -96,13 +99,14 @@ class Totals:
 
 
 def usage_lines(sums: Iterable[EventSums], month: str) -> list[InvoiceLine]:
-    """Return the lines of an invoice of `month` before allowances: by model, kind and unit price, then the adjustments.
+    """Return the lines of an invoice of `month` before allowances: by model, kind and unit price, batch work behind the rest
+    of its model, then the adjustments.
 
     Corrections, and events of other months, are adjustments: one line for each of their months and models, unless they come to
     nothing. So do events without tokens: what a crash left open before its prompt was read.
     Raises InvoiceBroken when costs and counts contradict each other.
     """
-    used: dict[tuple[str, int, int], list[int]] = defaultdict(lambda: [0, 0])
+    used: dict[tuple[str, bool, int, int], list[int]] = defaultdict(lambda: [0, 0])
     adjusted: dict[tuple[str, str], list[int]] = defaultdict(lambda: [0, 0, 0])
     for group in sums:
         if group.is_correction or group.month != month:
@@ -112,10 +116,10 @@ def usage_lines(sums: Iterable[EventSums], month: str) -> list[InvoiceLine]:
         kinds = zip(group.tokens, group.unit_prices, group.kind_requests, strict=True)
         for order, (tokens, price, requests) in enumerate(kinds):
             if tokens:
-                _add(used[group.model, order, price], tokens, requests)
+                _add(used[group.model, group.batch, order, price], tokens, requests)
     lines = [
-        _line(model, TOKEN_KINDS[order], month, price, tokens, requests, tokens * price)
-        for (model, order, price), (tokens, requests) in sorted(used.items())
+        _line(model, TOKEN_KINDS[order], month, price, tokens, requests, tokens * price, batch=batch)
+        for (model, batch, order, price), (tokens, requests) in sorted(used.items())
     ]
     return lines + [
         _line(model, ADJUSTMENT, of_month, None, tokens, requests, cost)
@@ -164,11 +168,20 @@ def usage_picos(lines: Iterable[InvoiceLine]) -> int:
 
 
 def _line(
-    model: str | None, kind: str, month: str, unit_price: int | None, tokens: int, requests: int, exact_picos: int
+    model: str | None,
+    kind: str,
+    month: str,
+    unit_price: int | None,
+    tokens: int,
+    requests: int,
+    exact_picos: int,
+    *,
+    batch: bool = False,
 ) -> InvoiceLine:
     return InvoiceLine(
         model=model,
         kind=kind,
+        batch=batch,
         month=month,
         unit_price=unit_price,
         tokens=tokens,

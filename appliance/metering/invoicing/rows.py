@@ -22,7 +22,7 @@ from appliance.metering.invoicing.sums import Cover
 State = Literal["draft", "closed"]
 TIME_ZONE = "time_zone"  # stands beside the seller's own fields: days of the invoice are days of that zone
 
-_LINE_FIELDS = ("model", "kind", "month", "unit_price", "tokens", "requests", "rounded_micros")
+_LINE_FIELDS = ("model", "kind", "batch", "month", "unit_price", "tokens", "requests", "rounded_micros")
 Narrow = Callable[[Select[Any], ColumnElement[Any]], Select[Any]]
 
 

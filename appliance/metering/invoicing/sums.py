@@ -62,7 +62,8 @@ async def read_covered_events(
 
 def _query(tenant_id: str, cover: Cover, before: Cover | None) -> Select[Any]:
     events = usage_events.c
-    groups = (events.billing_day, events.model, events.currency, events.kind, events.price_id, events.price_basis_points)
+    terms = (events.currency, events.batch, events.price_id, events.price_basis_points)
+    groups = (events.billing_day, events.model, events.kind, *terms)
     high, low = split_sum(events.cost_picos)
     grouped = (
         select(
@@ -116,6 +117,7 @@ def _event_sums(row: RowMapping) -> EventSums:
         model=row["model"],
         currency=row["currency"],
         is_correction=is_correction,
+        batch=row["batch"],
         unit_prices=(prompt, cached, completion, rejected),
         requests=0 if is_correction else int(row["requests"]),
         kind_requests=(

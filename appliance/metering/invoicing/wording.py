@@ -44,7 +44,7 @@ def line_name(line: InvoiceLine) -> str:
         return f"Free allowance for {month_name(line.month)}"
     if line.kind == ADJUSTMENT:
         return f"{line.model}: corrections and late usage of {month_name(line.month)}"
-    return _KINDS[line.kind]
+    return f"{_KINDS[line.kind]}, batch" if line.batch else _KINDS[line.kind]
 
 
 def percent(basis_points: int) -> str:

@@ -177,8 +177,8 @@ async def _check_remainder(connection: AsyncConnection, row: RowMapping, correct
 
 def _columns(row: RowMapping, correction: Correction, cost_picos: int, posting: int, now: datetime) -> dict[str, Any]:
     kept: Sequence[str] = (
-        "request_id", "tenant_id", "key_id", "epoch_id", "model", "endpoint", "finish_reason", "price_basis_points", "currency",
-        "billing_day", "admitted_at",
+        "request_id", "tenant_id", "key_id", "epoch_id", "model", "endpoint", "finish_reason", "batch", "price_basis_points",
+        "currency", "billing_day", "admitted_at",
     )  # fmt: skip
     return {
         **{name: row[name] for name in kept},

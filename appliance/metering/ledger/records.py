@@ -38,7 +38,7 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
 class PendingEntry(msgspec.Struct, frozen=True, kw_only=True):
     """A request that was admitted and of which the engine has not heard yet. `prompt_tokens` is what it asks for; the record
     itself begins with zero tokens, because nothing has been computed. `price_basis_points` is the share of the price that is
-    paid, by tier and batch; `currency` is that of the tenant, where no price says it."""
+    paid, by tier and batch; `batch` says that it is batch work; `currency` is that of the tenant, where no price says it."""
 
     request_id: str
     tenant_id: str
@@ -52,6 +52,7 @@ class PendingEntry(msgspec.Struct, frozen=True, kw_only=True):
     admitted_at: datetime
     price_basis_points: int = BASIS_POINTS
     currency: str | None = None
+    batch: bool = False
 
 
 class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -125,6 +126,7 @@ class UsageEvent(msgspec.Struct, frozen=True, kw_only=True):
     billing_day: date
     rejected_tokens: int = 0
     price_basis_points: int = BASIS_POINTS
+    batch: bool = False
     cause: str | None = None
     posting: int | None = None
     corrects_id: int | None = None
@@ -141,6 +143,7 @@ class RequestRow:
     model: str
     endpoint: str
     stream: bool
+    batch: bool
     prompt_tokens: int
     cached_tokens: int
     completion_tokens: int

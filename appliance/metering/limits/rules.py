@@ -8,15 +8,25 @@ from appliance.metering.ledger.records import UsageEvent
 from appliance.metering.limits.quotas import ALL_TENANTS, Owner
 from appliance.metering.limits.reservations import Work
 from appliance.metering.prices import Price
+from appliance.tenancy.fields import check_choice
 from appliance.tenancy.model_policies import ModelPolicy
 from appliance.tenancy.principals import Limits, Principal
+
+SERVICE_TIERS = ("auto", "default", "flex")
+"""What a request may ask for. `flex` is batch work: cheaper, and served when nothing more urgent waits."""
+
+
+def is_batch_work(service_tier: object) -> bool:
+    """Return whether a service tier, one of SERVICE_TIERS, is that of batch work. Raises InvalidValue."""
+    return check_choice(service_tier, "service_tier", SERVICE_TIERS) == "flex"
 
 
 class Asked(msgspec.Struct, frozen=True, kw_only=True):
     """A request as admission sees it.
 
     `max_output_tokens` is what was asked for; `output_room` is how long the answer may get, which differs when nothing was
-    asked for: then it is the rest of the model's context. Both are of one answer, of which there are `answers`.
+    asked for: then it is the rest of the model's context. Both are of one answer, of which there are `answers`. `batch` work
+    pays the batch share of the price.
     """
 
     principal: Principal
