@@ -1,8 +1,8 @@
 """Causal attention of queries over the blocks of the paged cache, read where they are: nothing is gathered, nothing padded.
 
 Queries that share their keys make a tile (`attention_tile`): the query heads of one key head, and of a longer row some
-consecutive queries. A decode's tile has several neighbouring key heads, which lie side by side in memory: the threads
-share these evenly, so that they read what a row has together and in order. Reads 2 · context · D numbers for each tile.
+consecutive queries. A decode's tile has several neighbouring key heads, which lie side by side in memory, so that what a row
+has is read together and in order. Reads 2 · context · D numbers for each tile.
 """
 
 from __future__ import annotations
@@ -30,17 +30,45 @@ def _clear(target, count):
 
 
 @part
-def _neighbours(num_kv_heads, heads, group, threads):
-    """How many key heads a tile of one query has: as many as it holds, when the threads can share what a row has evenly."""
-    shared = num_kv_heads // threads if num_kv_heads % threads == 0 else 1
-    while shared * heads > TILE_ROWS or num_kv_heads % shared:
-        shared -= 1
-    return shared if heads == group else 1
+def _decodes(a):
+    """Rows of one query. The threads share key heads row by row: each has as many keys to read as the others, mostly whole rows."""
+    q, q_stride, cache, tables, table_width = argument(a, 0), argument(a, 1), argument(a, 2), argument(a, 3), argument(a, 4)
+    lengths, num_rows, out = argument(a, 6), argument(a, 7), argument(a, 8)
+    num_heads, num_kv_heads, size, block = argument(a, 9), argument(a, 10), argument(a, 11), argument(a, 12)
+    window, scale, softcap = argument(a, 13), number(argument(a, 14)), number(argument(a, 15))
+    index, threads = member(a)
+    group = num_heads // num_kv_heads
+    heads = min(group, TILE_ROWS)
+    together = TILE_ROWS // heads if heads == group else 1
+    whole = 0
+    for row in range(num_rows):
+        whole += max(get_int32(lengths, row), 1)
+    begin, behind = whole * num_kv_heads * index // threads, whole * num_kv_heads * (index + 1) // threads
+    passed = 0
+    for row in range(num_rows):
+        context = get_int32(lengths, row)
+        keys = max(context, 1)
+        first = min(max((begin - passed + keys - 1) // keys, 0), num_kv_heads)
+        end = min(max((behind - passed + keys - 1) // keys, 0), num_kv_heads)
+        passed += keys * num_kv_heads
+        for kv_head in range(first, end, together):
+            kv_heads = min(together, end - kv_head)
+            for head in range(kv_head * group, (kv_head + kv_heads) * group, kv_heads * heads):
+                width = min(heads, (kv_head + kv_heads) * group - head)
+                target = out + (row * num_heads + head) * size * BYTES
+                if context == 0:
+                    _clear(target, kv_heads * width * size)
+                    continue
+                attend_tile(
+                    kv_heads, width, width, q + (row * q_stride + head * size) * BYTES, q_stride, size,
+                    cache + kv_head * size * BYTES, 2 * num_kv_heads * size, tables + row * table_width * BYTES, block,
+                    context - 1, window, scale, softcap, target, num_heads * size, head == kv_head * group,
+                )  # fmt: skip
 
 
-@task
-def _rows(a):
-    """Tiles of all rows, each thread every so many."""
+@part
+def _prompts(a):
+    """Rows of several queries: each thread has every so many tiles."""
     q, q_stride, cache, tables, table_width = argument(a, 0), argument(a, 1), argument(a, 2), argument(a, 3), argument(a, 4)
     starts, lengths, num_rows, out = argument(a, 5), argument(a, 6), argument(a, 7), argument(a, 8)
     num_heads, num_kv_heads, size, block = argument(a, 9), argument(a, 10), argument(a, 11), argument(a, 12)
@@ -49,46 +77,36 @@ def _rows(a):
     group = num_heads // num_kv_heads
     heads = min(group, TILE_ROWS)
     length = TILE_ROWS // heads
-    slot = 2 * num_kv_heads * size
     tile = 0
     for row in range(num_rows):
-        first, end = row, row + 1
-        if starts:
-            first, end = get_int32(starts, row), get_int32(starts, row + 1)
-        context = get_int32(lengths, row)
-        table = tables + row * table_width * BYTES
-        kv_heads = _neighbours(num_kv_heads, heads, group, threads) if end - first == 1 else 1
+        first, end, context = get_int32(starts, row), get_int32(starts, row + 1), get_int32(lengths, row)
         for query in range(first, end, length):
             count = min(length, end - query)
-            for kv_head in range(0, num_kv_heads, kv_heads):
+            for kv_head in range(num_kv_heads):
                 tile += 1
                 if tile % threads != index:
                     continue
-                for head in range(kv_head * group, (kv_head + kv_heads) * group, kv_heads * heads):
-                    width = min(heads, (kv_head + kv_heads) * group - head)
+                for head in range(kv_head * group, (kv_head + 1) * group, heads):
+                    width = min(heads, (kv_head + 1) * group - head)
                     target = out + (query * num_heads + head) * size * BYTES
                     if context == 0:
-                        _clear(target, kv_heads * width * size)
+                        for each in range(count):
+                            _clear(target + each * num_heads * size * BYTES, width * size)
                         continue
                     attend_tile(
-                        kv_heads,
-                        width * count,
-                        width,
-                        q + (query * q_stride + head * size) * BYTES,
-                        q_stride,
-                        size,
-                        cache + kv_head * size * BYTES,
-                        slot,
-                        table,
-                        block,
-                        context - (end - query),
-                        window,
-                        scale,
-                        softcap,
-                        target,
-                        num_heads * size,
+                        1, width * count, width, q + (query * q_stride + head * size) * BYTES, q_stride, size,
+                        cache + kv_head * size * BYTES, 2 * num_kv_heads * size, tables + row * table_width * BYTES, block,
+                        context - (end - query), window, scale, softcap, target, num_heads * size,
                         query == first and head == kv_head * group,
-                    )
+                    )  # fmt: skip
+
+
+@task
+def _rows(a):
+    if argument(a, 5):
+        _prompts(a)
+    else:
+        _decodes(a)
 
 
 @entry(17, 2)

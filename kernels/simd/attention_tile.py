@@ -15,7 +15,7 @@ import math
 import numba
 
 from kernels.simd.compiling import part
-from kernels.simd.fetching import fetch
+from kernels.simd.fetching import touch
 from kernels.simd.tiles import CACHE_LINE, DOT_ROWS, ROWS, WIDE, dots, dots_of_rows, multiply, multiply_narrow, turn
 from kernels.simd.vectors import (
     BYTES,
@@ -75,12 +75,12 @@ def _scaled(scores, scale, softcap):
 
 
 @part
-def _fetch(keys, slot, count, size):
-    """Ask for `size` numbers of the keys, and as many of the values, of `count` slots."""
-    for key in range(count):
-        for offset in range(0, size * BYTES, CACHE_LINE):
-            fetch(keys + key * slot * BYTES + offset)
-            fetch(keys + (key * slot + slot // 2) * BYTES + offset)
+def _touch(keys, slot, count, size):
+    """Read once, in order, `size` numbers of the keys, and as many of the values, of `count` slots."""
+    for key in range(keys, keys + count * slot * BYTES, slot * BYTES):
+        for part_of in range(key, key + slot * BYTES, slot // 2 * BYTES):
+            for line in range(part_of, part_of + size * BYTES, CACHE_LINE):
+                touch(line)
 
 
 @part
@@ -102,7 +102,7 @@ def _score_chunk(
     window,
     scale,
     softcap,
-    fetches,
+    is_cold,
 ):
     """Scores of the keys `first` to `end` - 1 for each row, at their places in the chunk; what a row does not see is -inf.
 
@@ -117,10 +117,8 @@ def _score_chunk(
     while position < end:
         count = min(LANES, end - position, block - position % block)
         keys = cache + (get_int32(table, position // block) * block + position % block) * slot * BYTES
-        behind = position + count
-        if fetches and behind < end:
-            following = cache + (get_int32(table, behind // block) * block + behind % block) * slot * BYTES
-            _fetch(following, slot, min(LANES, end - behind, block - behind % block), kv_heads * size)
+        if is_cold:
+            _touch(keys, slot, count, kv_heads * size)
         for kv_head in range(kv_heads):
             products = scores + (kv_head * rows * STRIDE + position - base) * BYTES
             _multiply_keys(
@@ -210,13 +208,13 @@ def _add_values(scores, kv_heads, rows, size, values, table, block, slot, first,
 @part
 def attend_tile(
     kv_heads, rows, heads, queries, query_stride, size, cache, slot, table, block, own, window, scale, softcap, out, out_stride,
-    fetches,
+    is_cold,
 ):  # fmt: skip
     """A tile: for each of `kv_heads` neighbouring key heads `rows` rows, which are `heads` heads of consecutive queries, the
     first of which is at position `own`.
 
-    A tile that `fetches` asks for its part of the next slots while it scores some: they lie apart, so that the processor
-    does not see them coming. Tiles after the first of a row find them in the cache.
+    A tile that `is_cold` finds its slots in memory: it reads its part of each block through before it works on the keys, which
+    takes half the time, as values lie between keys and are wanted later. Tiles after the first of a row find them in the cache.
     """
     scores, sums, room = _scores(), _sums(), _lane()
     kept, turned = _queries(), _turned()
@@ -237,7 +235,7 @@ def attend_tile(
         end = min(last, (first // CHUNK + 1) * CHUNK)
         _score_chunk(
             scores, kv_heads, rows, heads, kept, turned, size, cache, table, block, slot,
-            first, end, own, window, scale, softcap, fetches,
+            first, end, own, window, scale, softcap, is_cold,
         )  # fmt: skip
         _weigh_chunk(scores, all_rows, size, first, end, sums, largest_scores, totals, room)
         _add_values(scores, kv_heads, rows, size, values, table, block, slot, first, end, sums)

@@ -1,21 +1,20 @@
-"""Memory that is asked for before it is needed, where it lies so that the processor does not see it coming."""
+"""Memory that is read before it is needed, in the order in which it lies, where the work itself would go to and fro in it."""
 
 from __future__ import annotations
 
-from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from kernels.simd.vectors import INT32, emit_call
+from kernels.simd.vectors import INT32
 
 
 @intrinsic
-def fetch(typing, address):
-    """Ask for the line of the cache that holds an address; nothing waits for it."""
+def touch(typing, address):
+    """Read four bytes, whatever they are, so that the cache has the line that holds them. Unlike a request to fetch it, which a
+    processor drops when it has too many, this takes part in what it foresees: the lines behind come by themselves."""
 
     def emit(context, builder, sig, args):
-        pointer = builder.inttoptr(args[0], ir.IntType(8).as_pointer())
-        emit_call(builder, "llvm.prefetch.p0", ir.VoidType(), [pointer, INT32(0), INT32(2), INT32(1)])
+        builder.load_atomic(builder.inttoptr(args[0], INT32.as_pointer()), "monotonic", 4)  # never left out as unused
         return context.get_dummy_value()
 
     return types.void(types.int64), emit

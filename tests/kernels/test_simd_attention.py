@@ -95,6 +95,26 @@ def test_a_row_without_context_is_zero() -> None:
     assert torch.equal(OPERATIONS.paged_decode(torch.randn(1, 4, 16), cache, tables, lens, shape), torch.zeros(1, 4, 16))
 
 
+@pytest.mark.parametrize("window", [None, 30])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (6, 2), (9, 1), (40, 1), (72, 2)])
+def test_decodes_have_the_same_bits_however_many_threads_share_them(heads: int, kv_heads: int, window: int | None) -> None:
+    shape = AttentionShape(16, heads, kv_heads, 32, sliding_window=window)
+    lens = [CHUNK + 5, 3, 0, 40, 1, 1, 0, 77]
+    qkv, cache, rows = case([(1, length) for length in lens], shape)
+    queries = qkv[:, :heads].contiguous()
+    tables = torch.zeros(len(lens), 40, dtype=torch.int32)
+    for table, row in zip(tables, rows, strict=True):
+        table[: len(row.block_table)] = torch.tensor(row.block_table, dtype=torch.int32)
+    found = []
+    for threads in (1, 2, 3, 5):
+        torch.set_num_threads(threads)
+        out = torch.full_like(queries, math.nan)
+        OPERATIONS.paged_decode(queries, cache, tables, torch.tensor(lens, dtype=torch.int32), shape, out=out)
+        found.append(out)
+    assert not found[0].isnan().any()
+    assert all(torch.equal(each, found[0]) for each in found)
+
+
 @pytest.mark.parametrize("window", [None, 70])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (6, 2), (9, 1)])
 def test_a_query_has_the_same_bits_alone_and_in_any_chunk(heads: int, kv_heads: int, window: int | None) -> None:
