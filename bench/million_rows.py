@@ -41,6 +41,7 @@ from appliance.metering.calendar import BillingCalendar
 from appliance.metering.ledger import rollups
 from appliance.metering.ledger.recovery import begin_epoch
 from appliance.serving.services import Services
+from appliance.tenancy.access import WHOLE_BOX
 from tests.support.databases import postgresql_binaries, running_cluster
 
 RESULTS = Path(__file__).parent / "results" / "million_rows.jsonl"
@@ -55,9 +56,9 @@ async def fill(services: Services, count: int) -> tuple[str, str]:
     """Write `count` events and their requests; return the id of one tenant and of one of its keys."""
     owners = []
     for number in range(TENANTS):
-        tenant = await services.tenants.create(name=f"tenant {number}")
+        tenant = await services.tenants.create(name=f"tenant {number}", access=WHOLE_BOX)
         for _ in range(KEYS):
-            key, _secret = await services.keys.create(tenant.id, name="key")
+            key, _secret = await services.keys.create(tenant.id, name="key", access=WHOLE_BOX)
             owners.append((tenant.id, key.id))
     prices = {}
     for model in MODELS:

@@ -28,6 +28,7 @@ from appliance.api.http_connection import LimitedConnection, raise_open_files_li
 from appliance.base.setting_values import Network
 from appliance.base.settings import Settings
 from appliance.serving.generations import Generations
+from appliance.tenancy.access import WHOLE_BOX
 
 BACKLOG = 2048
 LOCK_FILE = "gatehouse.lock"
@@ -70,14 +71,14 @@ class HttpServer:
 
 
 async def _drain(generations: Generations, stopping: _Stopping, timeout_s: float) -> None:
-    log.info("draining", requests=len(generations.live), timeout_s=timeout_s)
+    log.info("draining", requests=len(generations.live(access=WHOLE_BOX)), timeout_s=timeout_s)
     draining = asyncio.ensure_future(generations.drain(timeout_s))
     hurrying = asyncio.ensure_future(stopping.second.wait())
     await asyncio.wait({draining, hurrying}, return_when=asyncio.FIRST_COMPLETED)
     for task in (draining, hurrying):
         task.cancel()
-    for request_id in generations.live:
-        generations.abort(request_id)
+    for request_id in generations.live(access=WHOLE_BOX):
+        generations.abort(request_id, access=WHOLE_BOX)
 
 
 @dataclass(slots=True)

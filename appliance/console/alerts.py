@@ -11,13 +11,13 @@ from urllib.parse import urlencode
 from litestar import get, post
 from litestar.params import FromPath
 
-from appliance.base.errors import BadRequest, NotFound, RateLimitExceeded
+from appliance.base.errors import BadRequest, RateLimitExceeded
 from appliance.console.context import Console, ConsoleDependency
 from appliance.console.forms import Form, sentence
 from appliance.console.history import tenants_by_name
 from appliance.console.rendering import Html
 from appliance.console.security import ConsoleRequest, access_of, needs
-from appliance.metering.alerts.outbox import EVENTS, TENANT_EVENTS
+from appliance.metering.alerts.outbox import EVENTS, TENANT_EVENTS, reading
 from appliance.metering.alerts.targets import shown_target
 from appliance.metering.alerts.webhooks import KINDS, Webhook, WebhookChanges
 from appliance.tenancy.access import Access
@@ -43,11 +43,8 @@ GRACES = (("0", "At once"), ("3600", "After 1 hour"), ("86400", "After 24 hours"
 async def list_alerts(request: ConsoleRequest, console: ConsoleDependency) -> Html:
     """Every place that alerts go to and that the member may see."""
     access = access_of(request)
-    action = reading(access)
-    access.require_somewhere(action)
-    page = await console.services.alerts.webhooks.list(
-        PAGE_ROWS, request.query_params.get("cursor"), narrow=lambda query, column: access.narrow(query, column, action)
-    )
+    access.require_somewhere(reading(access))
+    page = await console.services.alerts.webhooks.list(PAGE_ROWS, request.query_params.get("cursor"), access=access)
     names = {tenant.id: tenant.name for tenant in await tenants_by_name(console.services, access)}
     return console.pages.page(
         request,
@@ -75,7 +72,7 @@ async def add_alert(request: ConsoleRequest, console: ConsoleDependency) -> Html
     if not form.errors:
         try:
             webhook, secret = await console.services.alerts.webhooks.create(
-                kind=kind, target=target, tenant_id=tenant_id, events=events
+                kind=kind, target=target, tenant_id=tenant_id, events=events, access=access_of(request)
             )
             if secret is None:
                 return console.pages.redirect(request, f"/alerts/{webhook.id}", done="alert-added")
@@ -98,7 +95,7 @@ async def save_alert(request: ConsoleRequest, console: ConsoleDependency, webhoo
     changes = WebhookChanges(target=form.text("target", chars_max=2000), events=_read_events(form, webhook.tenant_id))
     if not form.errors:
         try:
-            await console.services.alerts.webhooks.update(webhook.id, changes)
+            await console.services.alerts.webhooks.update(webhook.id, changes, access=access_of(request))
             return console.pages.redirect(request, f"/alerts/{webhook.id}", done="alert-saved")
         except BadRequest as error:
             form.fail_with(error, FIELDS)
@@ -108,16 +105,14 @@ async def save_alert(request: ConsoleRequest, console: ConsoleDependency, webhoo
 @post("/alerts/{webhook_id:str}/pause", guards=[needs(Action.WEBHOOKS)], status_code=200)
 async def pause_alert(request: ConsoleRequest, console: ConsoleDependency, webhook_id: FromPath[str]) -> Html:
     """Send nothing to it until it is resumed; what is pending waits."""
-    await _found(request, console, webhook_id)
-    await console.services.alerts.webhooks.update(webhook_id, WebhookChanges(disabled=True))
+    await console.services.alerts.webhooks.update(webhook_id, WebhookChanges(disabled=True), access=access_of(request))
     return console.pages.redirect(request, f"/alerts/{webhook_id}", done="alert-paused")
 
 
 @post("/alerts/{webhook_id:str}/resume", guards=[needs(Action.WEBHOOKS)], status_code=200)
 async def resume_alert(request: ConsoleRequest, console: ConsoleDependency, webhook_id: FromPath[str]) -> Html:
     """Send to it again, first what has waited."""
-    await _found(request, console, webhook_id)
-    await console.services.alerts.webhooks.update(webhook_id, WebhookChanges(disabled=False))
+    await console.services.alerts.webhooks.update(webhook_id, WebhookChanges(disabled=False), access=access_of(request))
     return console.pages.redirect(request, f"/alerts/{webhook_id}", done="alert-resumed")
 
 
@@ -126,7 +121,7 @@ async def send_test(request: ConsoleRequest, console: ConsoleDependency, webhook
     """Put a test into the outbox; the list of deliveries tells how it went."""
     webhook = await _found(request, console, webhook_id)
     try:
-        await console.services.alerts.outbox.test(webhook_id)
+        await console.services.alerts.outbox.test(webhook_id, access=access_of(request))
     except (BadRequest, RateLimitExceeded) as error:
         return await _alert_page(request, console, webhook, notice=sentence(error.message))
     return console.pages.redirect(request, f"/alerts/{webhook_id}", done="test-sent")
@@ -139,7 +134,7 @@ async def retry_delivery(
     """Send something again, whatever became of it, under the same id."""
     webhook = await _found(request, console, webhook_id)
     try:
-        await console.services.alerts.outbox.retry(webhook_id, delivery_id)
+        await console.services.alerts.outbox.retry(webhook_id, delivery_id, access=access_of(request))
     except BadRequest as error:
         return await _alert_page(request, console, webhook, notice=sentence(error.message))
     return console.pages.redirect(request, f"/alerts/{webhook_id}", done="delivery-retried")
@@ -158,7 +153,7 @@ async def rotate_secret(request: ConsoleRequest, console: ConsoleDependency, web
     grace_s = form.choice("grace_s", [grace for grace, _ in GRACES])
     if not form.errors:
         try:
-            webhook, secret = await console.services.alerts.webhooks.rotate(webhook_id, int(grace_s))
+            webhook, secret = await console.services.alerts.webhooks.rotate(webhook_id, int(grace_s), access=access_of(request))
             return _secret(request, console, webhook, secret, "New signing secret")
         except BadRequest as error:
             form.fail_with(error, FIELDS)
@@ -174,28 +169,15 @@ async def confirm_removal(request: ConsoleRequest, console: ConsoleDependency, w
 @post("/alerts/{webhook_id:str}/remove", guards=[needs(Action.WEBHOOKS)], status_code=200)
 async def remove_alert(request: ConsoleRequest, console: ConsoleDependency, webhook_id: FromPath[str]) -> Html:
     """Send nothing to it any more, and give up what is pending."""
-    await _found(request, console, webhook_id)
-    await console.services.alerts.webhooks.remove(webhook_id)
+    await console.services.alerts.webhooks.remove(webhook_id, access=access_of(request))
     return console.pages.redirect(request, "/alerts", done="alert-removed")
-
-
-def reading(access: Access) -> Action:
-    """Return what reading takes: every role on the box reads, in a tenant only who manages webhooks."""
-    return Action.READ_BOX if access.sees_all else Action.WEBHOOKS
 
 
 async def _found(request: ConsoleRequest, console: Console, webhook_id: str, action: Action = Action.WEBHOOKS) -> Webhook:
     """Return the webhook once it is sure that the member may do this with it. Raises NotFound for one that is not his."""
     access = access_of(request)
     access.require_somewhere(action)
-    webhook = await console.services.alerts.webhooks.get(webhook_id)
-    if webhook.tenant_id is not None:
-        access.require_row(action, webhook.tenant_id, what="webhook", param="webhook_id")
-    elif not access.sees_all:
-        raise NotFound("no such webhook", param="webhook_id")
-    else:
-        access.require(action)
-    return webhook
+    return await console.services.alerts.webhooks.get(webhook_id, access=access, action=action)
 
 
 def _read_events(form: Form, tenant_id: str | None) -> list[str]:
@@ -277,7 +259,7 @@ async def _alert_page(
 ) -> Html:
     access = access_of(request)
     names = {tenant.id: tenant.name for tenant in await tenants_by_name(console.services, access)}
-    deliveries = await console.services.alerts.outbox.list(webhook.id, DELIVERIES_SHOWN)
+    deliveries = await console.services.alerts.outbox.list(webhook.id, DELIVERIES_SHOWN, access=access_of(request))
     return console.pages.page(
         request,
         "pages/alert.html",

@@ -77,7 +77,7 @@ async def show_audit(request: ConsoleRequest, console: ConsoleDependency) -> Htm
     )
     tenants = await tenants_by_name(services, access)
     names = {tenant.id: tenant.name for tenant in tenants}
-    of_keys = await services.keys.named({entry.target_id for entry in page.data if entry.target_kind == "key"})
+    of_keys = await services.keys.named({entry.target_id for entry in page.data if entry.target_kind == "key"}, access=access)
     keys = {key.id: key.name for key in of_keys}
     return console.pages.page(
         request,

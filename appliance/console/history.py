@@ -81,6 +81,6 @@ async def history_page(
         text=filters.q or None,
         access=access,
     )
-    live = services.generations.live
+    live = services.generations.live(access=access)
     rows = [past_line(row, names) for row in page.data if row.id not in live]
     return rows, filters.page(page.next_cursor) if page.next_cursor else None

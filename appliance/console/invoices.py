@@ -4,7 +4,6 @@ below it, and the files come from the administrators' interface."""
 from __future__ import annotations
 
 from datetime import timedelta
-from functools import partial
 from typing import Any
 from urllib.parse import urlencode
 
@@ -18,7 +17,7 @@ from appliance.console.history import tenants_by_name
 from appliance.console.rendering import Html
 from appliance.console.security import ConsoleRequest, access_of, needs
 from appliance.metering.calendar import first_day
-from appliance.metering.invoicing.rows import Invoice, InvoiceHead
+from appliance.metering.invoicing.rows import Invoice
 from appliance.metering.invoicing.wording import ABORT_POLICY, day_name, line_name, month_name, payment, percent
 from appliance.tenancy.principals import Tenant
 from appliance.tenancy.roles import Action
@@ -49,7 +48,7 @@ async def draft_invoice(request: ConsoleRequest, console: ConsoleDependency) -> 
     tenant_id, month = form.text("tenant"), form.text("month")
     if not form.errors:
         try:
-            invoice = await console.services.invoices.draft(tenant_id, month)
+            invoice = await console.services.invoices.draft(tenant_id, month, access=access_of(request))
             return console.pages.redirect(request, f"/invoices/{invoice.head.id}")
         except (BadRequest, Conflict) as error:
             form.fail_with(error, FIELDS)
@@ -75,7 +74,7 @@ async def close_invoice(request: ConsoleRequest, console: ConsoleDependency, inv
     """Give the invoice its number and freeze it."""
     invoice, tenant = await _find(request, console, invoice_id, Action.BILLING)
     try:
-        await console.services.invoices.close(invoice_id)
+        await console.services.invoices.close(invoice_id, access=access_of(request))
     except (BadRequest, Conflict) as error:
         return _close_form(request, console, invoice, tenant, error)
     return console.pages.redirect(request, f"/invoices/{invoice_id}", done="invoice-closed")
@@ -83,9 +82,9 @@ async def close_invoice(request: ConsoleRequest, console: ConsoleDependency, inv
 
 async def _find(request: ConsoleRequest, console: Console, invoice_id: str, action: Action) -> tuple[Invoice, Tenant]:
     """Return an invoice and its tenant. Raises NotFound for one that is not the member's."""
-    head: InvoiceHead = await console.services.invoices.head(invoice_id)
-    access_of(request).require_row(action, head.tenant_id, what="invoice", param="invoice_id")
-    return await console.services.invoices.get(invoice_id), await console.services.tenants.get(head.tenant_id)
+    access = access_of(request)
+    invoice = await console.services.invoices.get(invoice_id, access=access, action=action)
+    return invoice, await console.services.tenants.get(invoice.head.tenant_id, access=access)
 
 
 async def _list(request: ConsoleRequest, console: Console, form: Form | None) -> Html:
@@ -96,7 +95,7 @@ async def _list(request: ConsoleRequest, console: Console, form: Form | None) ->
         request.query_params.get("cursor") or None,
         month=month or None,
         state=state if state in STATES else None,
-        narrow=partial(access.narrow, action=Action.INVOICES),
+        access=access,
     )
     tenants = await tenants_by_name(services, access)
     given = {"state": state, "month": month, "cursor": page.next_cursor or ""}

@@ -53,18 +53,18 @@ async def list_keys(request: ConsoleRequest, console: ConsoleDependency) -> Html
 @get("/tenants/{tenant_id:str}/keys/new", guards=[needs(Action.KEYS)])
 async def new_key(request: ConsoleRequest, console: ConsoleDependency, tenant_id: FromPath[str]) -> Html:
     """The form of a new key."""
-    return _new_form(request, console, await console.services.tenants.get(tenant_id), None)
+    return _new_form(request, console, await console.services.tenants.get(tenant_id, access=access_of(request)), None)
 
 
 @post("/tenants/{tenant_id:str}/keys", guards=[needs(Action.KEYS)], status_code=200)
 async def create_key(request: ConsoleRequest, console: ConsoleDependency, tenant_id: FromPath[str]) -> Html:
     """Create a key and show its secret, or show the form again with what is wrong."""
-    tenant = await console.services.tenants.get(tenant_id)
+    tenant = await console.services.tenants.get(tenant_id, access=access_of(request))
     form = await console.form(request)
     values = _read(form, console)
     if not form.errors:
         try:
-            key, secret = await console.services.keys.create(tenant_id, **values)
+            key, secret = await console.services.keys.create(tenant_id, **values, access=access_of(request))
             return _secret(request, console, key, secret, f"Key for {tenant.name}")
         except (BadRequest, Conflict) as error:
             form.fail_with(error, FIELDS)
@@ -87,7 +87,7 @@ async def save_key(request: ConsoleRequest, console: ConsoleDependency, key_id: 
     values = _read(form, console, expires_at=UNSET if same_day else None)
     if not form.errors:
         try:
-            await console.services.keys.update(key_id, KeyChanges(**values))
+            await console.services.keys.update(key_id, KeyChanges(**values), access=access_of(request))
             return console.pages.redirect(request, f"/keys/{key_id}", done="key-saved")
         except (BadRequest, Conflict) as error:
             form.fail_with(error, FIELDS)
@@ -107,7 +107,7 @@ async def rotate_key(request: ConsoleRequest, console: ConsoleDependency, key_id
     grace_s = form.choice("grace_s", [grace for grace, _ in GRACES]) if form.raw("grace_s") else "0"
     if not form.errors:
         try:
-            key, secret = await console.services.keys.rotate(key_id, grace_s=int(grace_s))
+            key, secret = await console.services.keys.rotate(key_id, grace_s=int(grace_s), access=access_of(request))
             return _secret(request, console, key, secret, f"New secret of {key.name}")
         except BadRequest as error:
             form.fail_with(error, FIELDS)
@@ -123,16 +123,13 @@ async def confirm_revoke(request: ConsoleRequest, console: ConsoleDependency, ke
 @post("/keys/{key_id:str}/revoke", guards=[needs(Action.KEYS)], status_code=200)
 async def revoke_key(request: ConsoleRequest, console: ConsoleDependency, key_id: FromPath[str]) -> Html:
     """Refuse the key from now on."""
-    await _key(request, console, key_id, Action.KEYS)
-    key = await console.services.keys.revoke(key_id)
+    key = await console.services.keys.revoke(key_id, access=access_of(request))
     return console.pages.redirect(request, f"/tenants/{key.tenant_id}", done="key-revoked")
 
 
 async def _key(request: ConsoleRequest, console: Console, key_id: str, action: Action) -> ApiKey:
     """Return the key once it is sure that the member may do this in its tenant. Raises NotFound for a key that is not his."""
-    key = await console.services.keys.get(key_id)
-    access_of(request).require_row(action, key.tenant_id, what="key", param="key_id")
-    return key
+    return await console.services.keys.get(key_id, access=access_of(request), action=action)
 
 
 def _read(form: Form, console: Console, expires_at: Unset | None = None) -> dict[str, Any]:
@@ -180,7 +177,7 @@ def _confirm(request: ConsoleRequest, console: Console, key: ApiKey, verb: str, 
 
 
 async def _key_page(request: ConsoleRequest, console: Console, key: ApiKey, form: Form | None = None) -> Html:
-    tenant = await console.services.tenants.get(key.tenant_id)
+    tenant = await console.services.tenants.get(key.tenant_id, access=access_of(request))
     return console.pages.page(
         request,
         "pages/key.html",

@@ -16,7 +16,6 @@ from appliance.metering.limits.rules import is_batch_work
 from appliance.serving.forecasts import Question, Verdict
 from appliance.tenancy.fields import LIMIT_MAX, check_name
 from appliance.tenancy.principals import ApiKey, Tenant
-from appliance.tenancy.roles import Action
 
 KEYS_LISTED_MAX = 200
 PROMPT_TOKENS = 500
@@ -33,9 +32,9 @@ FIELDS = ("model", "key", "prompt_tokens", "max_tokens", "service_tier")
 @get("/tenants/{tenant_id:str}/check")
 async def check_request(request: ConsoleRequest, console: ConsoleDependency, tenant_id: FromPath[str]) -> Html:
     """The form, and what comes of the request that the address describes; htmx asks for the answer alone."""
-    access_of(request).require(Action.READ, tenant_id)
-    tenant = await console.services.tenants.get(tenant_id)
-    page = await console.services.keys.list(tenant.id, KEYS_LISTED_MAX, None)
+    access = access_of(request)
+    tenant = await console.services.tenants.get(tenant_id, access=access)
+    page = await console.services.keys.list(tenant.id, KEYS_LISTED_MAX, None, access=access)
     keys = [key for key in page.data if key.revoked_at is None]
     models = [served.name for served in console.services.models.list()]
     form = Form({"model": models[0] if models else "", "prompt_tokens": str(PROMPT_TOKENS)} | dict(request.query_params))

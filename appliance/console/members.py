@@ -48,7 +48,7 @@ HELP = {
 @get("/members", guards=[needs(Action.READ_BOX)])
 async def list_members(request: ConsoleRequest, console: ConsoleDependency) -> Html:
     """Everybody who can sign in, with roles, second factor and when last seen."""
-    services = console.services
+    services, access = console.services, access_of(request)
     page = await services.members.list(PAGE_ROWS, request.query_params.get("cursor"))
     ids = [member.id for member in page.data]
     return console.pages.page(
@@ -57,7 +57,10 @@ async def list_members(request: ConsoleRequest, console: ConsoleDependency) -> H
         members=page.data,
         factors=await services.second_factors.enabled_of(ids),
         last_seen=await services.sessions.last_seen_of(ids),
-        places=_places(await services.memberships.of_members(ids), await tenant_names(services, access_of(request))),
+        places=_places(
+            await services.memberships.of_members(ids, access=access),
+            await tenant_names(services, access),
+        ),
         next_page=f"/members?{urlencode({'cursor': page.next_cursor or ''})}" if page.has_more else None,
     )
 

@@ -7,7 +7,7 @@ from typing import Any
 from litestar import get, post
 from litestar.params import FromPath
 
-from appliance.base.errors import BadRequest, Conflict, NotFound, RoleNotAllowed
+from appliance.base.errors import BadRequest, Conflict, RoleNotAllowed
 from appliance.console.context import Console, ConsoleDependency
 from appliance.console.forms import Form, sentence
 from appliance.console.members import show_password
@@ -28,7 +28,7 @@ ROLE_NAMES = [role for role, _ in ROLES]
 
 async def people_of(request: ConsoleRequest, console: Console, tenant_id: str) -> dict[str, Any]:
     """Return what the section of the tenant's page shows."""
-    page = await console.services.memberships.of_tenant(tenant_id, SHOWN_MAX)
+    page = await console.services.memberships.of_tenant(tenant_id, SHOWN_MAX, access=access_of(request))
     return {
         "people": page.data,
         "people_more": page.has_more,
@@ -67,7 +67,7 @@ async def edit_person(
     request: ConsoleRequest, console: ConsoleDependency, tenant_id: FromPath[str], member_id: FromPath[str]
 ) -> Html:
     """The form with the role of a member in the tenant."""
-    return _change_form(request, console, await _membership(console, tenant_id, member_id), None)
+    return _change_form(request, console, await _membership(request, console, tenant_id, member_id), None)
 
 
 @post("/tenants/{tenant_id:str}/members/{member_id:str}", guards=[needs(Action.TENANT_MEMBERS)], status_code=200)
@@ -75,11 +75,11 @@ async def change_person(
     request: ConsoleRequest, console: ConsoleDependency, tenant_id: FromPath[str], member_id: FromPath[str]
 ) -> Html:
     """Save the role, or show the form again with what is wrong."""
-    membership, form = await _membership(console, tenant_id, member_id), await console.form(request)
+    membership, form = await _membership(request, console, tenant_id, member_id), await console.form(request)
     role = form.choice("role", ROLE_NAMES)
     if form.errors:
         return _change_form(request, console, membership, form)
-    await console.services.memberships.change(tenant_id, member_id, role)
+    await console.services.memberships.change(tenant_id, member_id, role, access=access_of(request))
     return console.pages.redirect(request, f"/tenants/{tenant_id}", done="person-saved")
 
 
@@ -88,22 +88,20 @@ async def remove_person(
     request: ConsoleRequest, console: ConsoleDependency, tenant_id: FromPath[str], member_id: FromPath[str]
 ) -> Html:
     """Let a member belong to the tenant no more. Whoever removes himself goes on to what he may still see."""
-    await console.services.memberships.remove(tenant_id, member_id)
+    await console.services.memberships.remove(tenant_id, member_id, access=access_of(request))
     access = access_of(request)
     stays = access.sees_all or access.actor.id != member_id
     return console.pages.redirect(request, f"/tenants/{tenant_id}" if stays else "/tenants", done="person-removed")
 
 
-async def _membership(console: Console, tenant_id: str, member_id: str) -> Membership:
+async def _membership(request: ConsoleRequest, console: Console, tenant_id: str, member_id: str) -> Membership:
     """Return the membership. Raises NotFound."""
-    for membership in await console.services.memberships.of_members([member_id]):
-        if membership.tenant_id == tenant_id:
-            return membership
-    raise NotFound("this tenant has no such member", param="member_id")
+    memberships, access = console.services.memberships, access_of(request)
+    return await memberships.get(tenant_id, member_id, access=access, action=Action.TENANT_MEMBERS)
 
 
 async def _invitation(request: ConsoleRequest, console: Console, tenant_id: str, form: Form | None) -> Html:
-    tenant = await console.services.tenants.get(tenant_id)
+    tenant = await console.services.tenants.get(tenant_id, access=access_of(request))
     return console.pages.sheet(
         request,
         "fragments/person_new.html",

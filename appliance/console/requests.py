@@ -56,7 +56,7 @@ def live_rows(console: Console, access: Access) -> dict[str, Any]:
     second. `live_total` counts all of them, `cancellable` are the tenants whose requests may be ended here.
     """
     now = console.services.clock.now()
-    seen = [live for live in console.services.generations.live.values() if access.sees(live.tenant_id)]
+    seen = list(console.services.generations.live(access=access).values())
     rows = [live_line(live, now) for live in seen[:LIVE_ROWS_MAX]]
     cancellable = {row.tenant_id for row in rows if access.may(Action.ABORT, row.tenant_id)}
     return {"live": rows, "live_total": len(seen), "cancellable": cancellable}
@@ -74,13 +74,12 @@ async def show_request(request: ConsoleRequest, console: ConsoleDependency, requ
 @post("/requests/cancel", guards=[needs(Action.ABORT)], status_code=200)
 async def cancel_request(request: ConsoleRequest, console: ConsoleDependency) -> Html:
     """End a request in flight; what it generated so far is billed."""
-    form = await console.form(request)
+    form, access, services = await console.form(request), access_of(request), console.services
     request_id = form.raw("request_id")
-    live = console.services.generations.find(request_id)
+    live = services.generations.find(request_id, access=access, action=Action.ABORT)
     if live is not None:
-        access_of(request).require_row(Action.ABORT, live.tenant_id, what="live request", param="request_id")
-        await console.services.audit.note("request.abort", "request", request_id, tenant_id=live.tenant_id)
-    console.services.generations.abort(request_id)
+        await services.audit.note("request.abort", "request", request_id, tenant_id=live.tenant_id)
+    services.generations.abort(request_id, access=access)
     if not is_fragment(request):
         return console.pages.redirect(request, "/requests", done="request-cancelled")
     return Response("", media_type=HTML, headers={"hx-trigger": toast_header(DONE["request-cancelled"], "done")})
@@ -89,10 +88,10 @@ async def cancel_request(request: ConsoleRequest, console: ConsoleDependency) ->
 async def _find(console: Console, request_id: str, access: Access) -> tuple[RequestLine, UsageEvent]:
     """Return the request, live or past, and its event in the ledger. Raises NotFound, also for one that may not be seen."""
     event = await console.services.reports.event(request_id, access=access)
-    live = console.services.generations.find(request_id)
+    live = console.services.generations.find(request_id, access=access)
     if live is not None:
         return live_line(live, console.services.clock.now()), event
     row = await console.services.reports.request(request_id, access=access)
-    tenant = await console.services.tenants.get(row.tenant_id)
-    key = await console.services.keys.get(row.key_id)
+    tenant = await console.services.tenants.get(row.tenant_id, access=access)
+    key = await console.services.keys.get(row.key_id, access=access)
     return past_line(row, {tenant.id: tenant.name}, key.prefix), event

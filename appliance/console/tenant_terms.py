@@ -15,7 +15,7 @@ from appliance.console.context import Console, ConsoleDependency
 from appliance.console.forms import Form
 from appliance.console.limits import read_limits
 from appliance.console.rendering import Html
-from appliance.console.security import ConsoleRequest, needs
+from appliance.console.security import ConsoleRequest, access_of, needs
 from appliance.tenancy.fields import BILLING_FIELDS, LIMIT_MODES
 from appliance.tenancy.principals import LIMIT_NAMES, Limits, Tenant, TenantChanges
 from appliance.tenancy.roles import Action
@@ -34,7 +34,7 @@ FIELDS = ("limit_mode", "currency", "alert_percents", *BILLING_FIELDS)
 @get("/tenants/{tenant_id:str}/terms", guards=[needs(Action.WRITE)])
 async def show_terms(request: ConsoleRequest, console: ConsoleDependency, tenant_id: FromPath[str]) -> Html:
     """The form with the terms of a tenant."""
-    return _terms_form(request, console, await console.services.tenants.get(tenant_id), None)
+    return _terms_form(request, console, await console.services.tenants.get(tenant_id, access=access_of(request)), None)
 
 
 @post("/tenants/{tenant_id:str}/terms", guards=[needs(Action.WRITE)], status_code=200)
@@ -44,17 +44,17 @@ async def save_terms(request: ConsoleRequest, console: ConsoleDependency, tenant
     changes = _read_terms(form)
     if not form.errors:
         try:
-            await console.services.tenants.update(tenant_id, TenantChanges(**changes))
+            await console.services.tenants.update(tenant_id, TenantChanges(**changes), access=access_of(request))
             return console.pages.redirect(request, f"/tenants/{tenant_id}", done="tenant-saved")
         except (BadRequest, Conflict) as error:
             form.fail_with(error, FIELDS)
-    return _terms_form(request, console, await console.services.tenants.get(tenant_id), form)
+    return _terms_form(request, console, await console.services.tenants.get(tenant_id, access=access_of(request)), form)
 
 
 @get("/tenants/{tenant_id:str}/model-limits", guards=[needs(Action.WRITE)])
 async def show_model_limits(request: ConsoleRequest, console: ConsoleDependency, tenant_id: FromPath[str]) -> Html:
     """The form with the limits of a tenant for one model; the model in the address fills it."""
-    tenant = await console.services.tenants.get(tenant_id)
+    tenant = await console.services.tenants.get(tenant_id, access=access_of(request))
     return _model_form(request, console, tenant, request.query_params.get("model", ""), None)
 
 
@@ -66,11 +66,11 @@ async def save_model_limits(request: ConsoleRequest, console: ConsoleDependency,
     if not form.errors:
         try:
             changes = {name: getattr(limits, name) for name in LIMIT_NAMES}
-            await console.services.tenants.limit_model(tenant_id, model, changes)
+            await console.services.tenants.limit_model(tenant_id, model, changes, access=access_of(request))
             return console.pages.redirect(request, f"/tenants/{tenant_id}", done="tenant-saved")
         except (BadRequest, Conflict) as error:
             form.fail_with(error, ("model", *LIMIT_NAMES))
-    return _model_form(request, console, await console.services.tenants.get(tenant_id), model, form)
+    return _model_form(request, console, await console.services.tenants.get(tenant_id, access=access_of(request)), model, form)
 
 
 def model_lines(limits_by_model: Mapping[str, Limits]) -> list[tuple[str, str, Limits]]:

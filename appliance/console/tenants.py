@@ -63,6 +63,7 @@ async def create_tenant(request: ConsoleRequest, console: ConsoleDependency) -> 
                 weight=changes["weight"],
                 limits=changes["limits"],
                 allowed_models=changes["allowed_models"],
+                access=access_of(request),
             )
             return console.pages.redirect(request, f"/tenants/{tenant.id}", done="tenant-created")
         except (BadRequest, Conflict) as error:
@@ -73,7 +74,7 @@ async def create_tenant(request: ConsoleRequest, console: ConsoleDependency) -> 
 @get("/tenants/{tenant_id:str}")
 async def show_tenant(request: ConsoleRequest, console: ConsoleDependency, tenant_id: FromPath[str]) -> Html:
     """One tenant: what it used, its keys, its settings."""
-    return await _tenant_page(request, console, await console.services.tenants.get(tenant_id))
+    return await _tenant_page(request, console, await console.services.tenants.get(tenant_id, access=access_of(request)))
 
 
 @post("/tenants/{tenant_id:str}", guards=[needs(Action.WRITE)], status_code=200)
@@ -83,42 +84,42 @@ async def save_tenant(request: ConsoleRequest, console: ConsoleDependency, tenan
     changes = _read(form)
     if not form.errors:
         try:
-            await console.services.tenants.update(tenant_id, TenantChanges(**changes))
+            await console.services.tenants.update(tenant_id, TenantChanges(**changes), access=access_of(request))
             return console.pages.redirect(request, f"/tenants/{tenant_id}", done="tenant-saved")
         except (BadRequest, Conflict) as error:
             form.fail_with(error, FIELDS)
-    return await _tenant_page(request, console, await console.services.tenants.get(tenant_id), form)
+    return await _tenant_page(request, console, await console.services.tenants.get(tenant_id, access=access_of(request)), form)
 
 
 @post("/tenants/{tenant_id:str}/suspend", guards=[needs(Action.WRITE)], status_code=200)
 async def suspend_tenant(request: ConsoleRequest, console: ConsoleDependency, tenant_id: FromPath[str]) -> Html:
     """Refuse the tenant's keys until it is resumed."""
-    await console.services.tenants.update(tenant_id, TenantChanges(suspended=True))
+    await console.services.tenants.update(tenant_id, TenantChanges(suspended=True), access=access_of(request))
     return console.pages.redirect(request, f"/tenants/{tenant_id}", done="tenant-suspended")
 
 
 @post("/tenants/{tenant_id:str}/resume", guards=[needs(Action.WRITE)], status_code=200)
 async def resume_tenant(request: ConsoleRequest, console: ConsoleDependency, tenant_id: FromPath[str]) -> Html:
     """Serve the tenant again."""
-    await console.services.tenants.update(tenant_id, TenantChanges(suspended=False))
+    await console.services.tenants.update(tenant_id, TenantChanges(suspended=False), access=access_of(request))
     return console.pages.redirect(request, f"/tenants/{tenant_id}", done="tenant-resumed")
 
 
 @get("/tenants/{tenant_id:str}/archive", guards=[needs(Action.WRITE)])
 async def confirm_archive(request: ConsoleRequest, console: ConsoleDependency, tenant_id: FromPath[str]) -> Html:
     """Ask for the tenant's name before it is archived."""
-    return _archive_form(request, console, await console.services.tenants.get(tenant_id), None)
+    return _archive_form(request, console, await console.services.tenants.get(tenant_id, access=access_of(request)), None)
 
 
 @post("/tenants/{tenant_id:str}/archive", guards=[needs(Action.WRITE)], status_code=200)
 async def archive_tenant(request: ConsoleRequest, console: ConsoleDependency, tenant_id: FromPath[str]) -> Html:
     """Archive the tenant for good when its name was typed."""
-    tenant = await console.services.tenants.get(tenant_id)
+    tenant = await console.services.tenants.get(tenant_id, access=access_of(request))
     form = await console.form(request)
     if form.raw("confirm") != tenant.name:
         form.fail("confirm", "This is not the name of the tenant.")
         return _archive_form(request, console, tenant, form)
-    await console.services.tenants.archive(tenant_id)
+    await console.services.tenants.archive(tenant_id, access=access_of(request))
     return console.pages.redirect(request, "/tenants", done="tenant-archived")
 
 

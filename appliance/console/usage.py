@@ -23,6 +23,7 @@ from appliance.console.rendering import Html
 from appliance.console.security import ConsoleRequest, access_of
 from appliance.metering.calendar import BillingCalendar
 from appliance.metering.usage import UsageRow
+from appliance.tenancy.access import Access
 
 if TYPE_CHECKING:
     from appliance.serving.services import Services
@@ -116,7 +117,7 @@ async def show_usage(request: ConsoleRequest, console: ConsoleDependency) -> Htm
         view.start, view.end, (view.group,), tenant_id=only, rows_max=ROWS_MAX + 1, access=access
     )
     tenants = await tenants_by_name(services, access)
-    names = await _names(services, view.group, rows, {tenant.id: tenant.name for tenant in tenants})
+    names = await _names(services, view.group, rows, {tenant.id: tenant.name for tenant in tenants}, access)
     sums = add_up(bars, services.settings.currency)
     return console.pages.page(
         request,
@@ -144,7 +145,7 @@ async def export_usage(request: ConsoleRequest, console: ConsoleDependency) -> R
         view.start, view.end, (view.group,), tenant_id=view.tenant or None, rows_max=CSV_ROWS_MAX, access=access
     )
     tenants = {tenant.id: tenant.name for tenant in await tenants_by_name(services, access)}
-    names = await _names(services, view.group, rows, tenants)
+    names = await _names(services, view.group, rows, tenants, access)
     text = io.StringIO()
     table = csv.writer(text)
     table.writerow(["start", "end", view.group, "name", *COUNTS, "cost_picos", "currency"])
@@ -215,14 +216,14 @@ def _bars(rows: Sequence[UsageRow], view: View, calendar: BillingCalendar, curre
 
 
 async def _names(
-    services: Services, group: str, rows: Sequence[UsageRow], tenants: Mapping[str, str]
+    services: Services, group: str, rows: Sequence[UsageRow], tenants: Mapping[str, str], access: Access
 ) -> dict[str, tuple[str, str]]:
     """Return name and note of the tenants, keys or models of `rows`."""
     if group == "tenant":
         return {tenant_id: (name, "") for tenant_id, name in tenants.items()}
     if group == "model":
         return {}
-    keys = await services.keys.named([row.key_id for row in rows if row.key_id is not None])
+    keys = await services.keys.named([row.key_id for row in rows if row.key_id is not None], access=access)
     return {key.id: (key.name, f"{key.prefix}… of {tenants.get(key.tenant_id, key.tenant_id)}") for key in keys}
 
 

@@ -137,7 +137,7 @@ class UsageReports:
         filters: LedgerFilter | None = None,
         *,
         newest_first: bool = False,
-        access: Access = WHOLE_BOX,
+        access: Access,
     ) -> Page[UsageEvent]:
         """Return usage events in the order they were opened (or the reverse). Raises InvalidValue for a bad cursor."""
         events = usage_events.c
@@ -152,7 +152,7 @@ class UsageReports:
             rows = (await connection.execute(query.limit(check_limit(limit) + 1))).mappings().all()
         return page_of([event_from_row(row) for row in rows], limit, name, lambda event: [event.id])
 
-    async def event(self, request_id: str, tenant_id: str | None = None, *, access: Access = WHOLE_BOX) -> UsageEvent:
+    async def event(self, request_id: str, tenant_id: str | None = None, *, access: Access) -> UsageEvent:
         """Return the usage event of a request. Raises NotFound, also for another tenant's."""
         filters = LedgerFilter(request_id=request_id, tenant_id=tenant_id)
         page = await self.ledger_page(1, None, filters, access=access)
@@ -171,7 +171,7 @@ class UsageReports:
         finish_reason: str | None = None,
         text: str | None = None,
         finished_only: bool = True,
-        access: Access = WHOLE_BOX,
+        access: Access,
     ) -> Page[RequestRow]:
         """Return past requests, the newest first. Raises InvalidValue for a bad cursor.
 
@@ -201,7 +201,7 @@ class UsageReports:
         found = [request_from_row(row) for row in rows]
         return page_of(found, limit, "requests", lambda row: [_to_micros(row.admitted_at), row.id])
 
-    async def request(self, request_id: str, tenant_id: str | None = None, *, access: Access = WHOLE_BOX) -> RequestRow:
+    async def request(self, request_id: str, tenant_id: str | None = None, *, access: Access) -> RequestRow:
         """Return a request. Raises NotFound, also for another tenant's."""
         query = access.narrow(select(requests), requests.c.tenant_id).where(requests.c.id == request_id)
         if tenant_id is not None:

@@ -25,8 +25,10 @@ from appliance.serving.generation import Generation
 from appliance.serving.live_requests import LiveRequest
 from appliance.serving.model_registry import ServedModel
 from appliance.telemetry.metrics import Metrics
+from appliance.tenancy.access import WHOLE_BOX, Access
 from appliance.tenancy.model_policies import ModelPolicies, ModelPolicy
 from appliance.tenancy.principals import Principal
+from appliance.tenancy.roles import Action
 from appliance.tenancy.tiers import Tiers
 from engine.protocol import EngineFrame, GenerationRequest, Priority, RequestProgress, SamplingParams
 
@@ -104,20 +106,23 @@ class Generations:
         self._idle = asyncio.Event()
         self._idle.set()
 
-    @property
-    def live(self) -> Mapping[str, LiveRequest]:
-        """Return the requests that are not yet settled, oldest first."""
-        return {request_id: generation.live for request_id, generation in self._generations.items()}
+    def live(self, *, access: Access) -> Mapping[str, LiveRequest]:
+        """Return the requests that are not yet settled and that `access` shows, by id, oldest first."""
+        lives = (generation.live for generation in self._generations.values())
+        return {live.id: live for live in lives if access.sees(live.tenant_id)}
 
     @property
     def tenant_names(self) -> dict[str, str]:
         """Return the names of the tenants with live requests, by id."""
         return {generation.live.tenant_id: generation.live.tenant_name for generation in self._generations.values()}
 
-    def find(self, request_id: str) -> LiveRequest | None:
-        """Return one live request."""
+    def find(self, request_id: str, *, access: Access, action: Action = Action.READ) -> LiveRequest | None:
+        """Return one live request; None when there is none, or none that `access` shows. Raises RoleNotAllowed."""
         generation = self._generations.get(request_id)
-        return None if generation is None else generation.live
+        if generation is None or not access.sees(generation.live.tenant_id):
+            return None
+        access.require(action, generation.live.tenant_id)
+        return generation.live
 
     def check_open(self, model: ServedModel) -> None:
         """Raise Draining, ModelLoading, EngineUnavailable or Overloaded when a request could not be taken now."""
@@ -198,14 +203,16 @@ class Generations:
         for decision in reservation.overlooked:
             self._metrics.overlooked(decision.scope, decision.kind)
 
-    def abort(self, request_id: str) -> None:
-        """End a live request on an administrator's behalf. Raises NotFound when it does not live."""
-        self._find(request_id).leave("aborted")
+    def abort(self, request_id: str, *, access: Access) -> LiveRequest:
+        """End a live request on somebody's behalf and return it.
 
-    async def abort_and_wait(self, request_id: str) -> LiveRequest:
+        Raises NotFound when it does not live or is another tenant's, and RoleNotAllowed.
+        """
+        return self._leave(request_id, access).live
+
+    async def abort_and_wait(self, request_id: str, *, access: Access) -> LiveRequest:
         """Do the same and return the request when it has ended, or after ABORT_WAIT_S as it is then."""
-        generation = self._find(request_id)
-        generation.leave("aborted")
+        generation = self._leave(request_id, access)
         await asyncio.wait({generation.outcome}, timeout=ABORT_WAIT_S)
         return generation.live
 
@@ -250,10 +257,12 @@ class Generations:
             with suppress(asyncio.CancelledError):
                 await self._checkpointer
 
-    def _find(self, request_id: str) -> Generation:
-        generation = self._generations.get(request_id)
-        if generation is None:
+    def _leave(self, request_id: str, access: Access) -> Generation:
+        live = self.find(request_id, access=access, action=Action.ABORT)
+        if live is None:
             raise NotFound(f"the request {request_id} is not live")
+        generation = self._generations[live.id]
+        generation.leave("aborted")
         return generation
 
     def _live_request(self, order: Order) -> LiveRequest:
@@ -320,7 +329,7 @@ class Generations:
                     completion_tokens=live.completion_tokens,
                     rejected_tokens=live.rejected_tokens,
                 )
-                for live in self.live.values()
+                for live in self.live(access=WHOLE_BOX).values()
                 if live.state != "finished" and live.completion_tokens > 0
             ]
             if rows:

@@ -1,13 +1,14 @@
 """What somebody who is known may see and do: the one place where every read is narrowed to the tenants it may show.
 
-A tenant that may not be seen answers like one that is not there. Knows no HTTP and no table: a query comes in and goes out.
+A tenant that may not be seen answers like one that is not there. Stores take an `Access` with every read of what belongs to a
+tenant: lists pass their query through `narrow`, single rows go through `row`. Knows no HTTP and no table.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from sqlalchemy import ColumnElement, Select
 
@@ -17,6 +18,18 @@ from appliance.tenancy.principals import Principal
 from appliance.tenancy.roles import ALLOWED, ALLOWED_IN_TENANT, Action, Role, TenantRole
 
 Row = TypeVar("Row", bound=tuple[Any, ...])
+
+
+class Owned(Protocol):
+    """A row that belongs to a tenant, or to the box when `tenant_id` is None."""
+
+    @property
+    def tenant_id(self) -> str | None:
+        """Return whose it is."""
+        ...
+
+
+OwnedRow = TypeVar("OwnedRow", bound=Owned)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,9 +71,20 @@ class Access:
         if not self.may(action, tenant_id):
             raise self._refusal(action, tenant_id)
 
-    def require_row(self, action: Action, tenant_id: str, *, what: str, param: str) -> None:
-        """Do as `require`, for a row of a tenant: whoever may not see the tenant hears that there is no such `what`."""
-        if not self.sees(tenant_id):
+    def row(self, found: OwnedRow | None, action: Action, *, what: str, param: str) -> OwnedRow:
+        """Return the row that a store has found by its id, once it is sure that it is there and `action` is covered for it.
+
+        Raises NotFound, in the same words for a row that is not there and for one that may not be seen, and RoleNotAllowed.
+        """
+        if found is None:
+            raise NotFound(f"no such {what}", param=param)
+        self.require_row(action, found.tenant_id, what=what, param=param)
+        return found
+
+    def require_row(self, action: Action, tenant_id: str | None, *, what: str, param: str) -> None:
+        """Do as `require`, for a row of a tenant, or of the box when None: whoever may not see whose it is hears that there is
+        no such `what`."""
+        if not (self.sees_all if tenant_id is None else self.sees(tenant_id)):
             raise NotFound(f"no such {what}", param=param)
         self.require(action, tenant_id)
 

@@ -21,7 +21,7 @@ from appliance.base.acting import current_actor
 from appliance.base.clock import Clock
 from appliance.base.db import Database
 from appliance.base.tables import audit_head, audit_log
-from appliance.tenancy.access import WHOLE_BOX, Access
+from appliance.tenancy.access import Access
 from appliance.tenancy.audit_chain import COLUMNS, FIRST_HASH, AuditEntry, ChainWalk, Head, Verdict, canonical, changed, hash_of
 from appliance.tenancy.pages import PAGE_ROWS_DEFAULT, Page, check_limit, decode_cursor, page_of
 from appliance.tenancy.roles import Action
@@ -114,7 +114,7 @@ class AuditLog:
         cursor: str | None = None,
         filters: AuditFilter | None = None,
         *,
-        access: Access = WHOLE_BOX,
+        access: Access,
     ) -> Page[AuditEntry]:
         """Return entries that `access` may see, the newest first; those of the box have no tenant. Raises InvalidValue."""
         query = select(audit_log).where(*_conditions(filters or AuditFilter())).order_by(audit_log.c.id.desc())

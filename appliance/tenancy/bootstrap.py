@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from appliance.base.errors import NotFound
 from appliance.base.settings import Settings
+from appliance.tenancy.access import WHOLE_BOX
 from appliance.tenancy.admin_tokens import AdminTokens
 from appliance.tenancy.first_login import PendingLogin, read_pending, write_pending
 from appliance.tenancy.keys import Keys
@@ -48,8 +49,9 @@ async def bootstrap(
     if known and unseen is None:
         return None
     password = None if settings.admin_password else new_password()
-    tenant = await tenants.find(FIRST_TENANT) or await tenants.create(name=FIRST_TENANT)
-    key, api_key = await keys.create(tenant.id, name=FIRST_KEY)
+    tenant = await tenants.find(FIRST_TENANT, access=WHOLE_BOX)
+    tenant = tenant or await tenants.create(name=FIRST_TENANT, access=WHOLE_BOX)
+    key, api_key = await keys.create(tenant.id, name=FIRST_KEY, access=WHOLE_BOX)
     token_id, admin_token = await _first_token(settings, tokens)
     email = unseen.email if known and unseen is not None else settings.admin_email or FIRST_EMAIL
     write_pending(settings.data_dir, PendingLogin(email=email, key_id=key.id, token_id=token_id))
@@ -71,7 +73,7 @@ async def _unseen(settings: Settings, tokens: AdminTokens, keys: Keys) -> Pendin
     if pending is None:
         return None
     try:
-        await keys.revoke(pending.key_id)
+        await keys.revoke(pending.key_id, access=WHOLE_BOX)
     except NotFound:
         return None  # the data folder was used with another database then; that one's login stays pending with it
     if pending.token_id is not None:

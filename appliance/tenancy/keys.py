@@ -20,7 +20,7 @@ from appliance.base.db import Database
 from appliance.base.errors import AddressNotAllowed, ExpiredApiKey, InvalidApiKey, InvalidValue, NotFound, TenantSuspended
 from appliance.base.ids import new_id
 from appliance.base.tables import api_keys, tenants
-from appliance.tenancy.access import WHOLE_BOX, Access
+from appliance.tenancy.access import Access
 from appliance.tenancy.audit import facts_of, record
 from appliance.tenancy.fields import (
     DEFAULT_SCOPES,
@@ -35,6 +35,7 @@ from appliance.tenancy.fields import (
 from appliance.tenancy.networks import Network, check_networks, lies_in
 from appliance.tenancy.pages import PAGE_ROWS_DEFAULT, Page, check_limit, decode_cursor, page_of
 from appliance.tenancy.principals import ApiKey, KeyChanges, Limits, ModelLimitChanges, Principal, Tenant
+from appliance.tenancy.roles import Action
 from appliance.tenancy.rows import (
     changed_limits_to_row,
     check_model_limits,
@@ -83,8 +84,10 @@ class Keys:
         limits: Limits | None = None,
         model_limits: ModelLimitChanges | None = None,
         limit_mode: str = "enforce",
+        access: Access,
     ) -> tuple[ApiKey, str]:
-        """Return (key, secret); the secret cannot be had again. Raises NotFound (tenant) and InvalidValue."""
+        """Return (key, secret); the secret cannot be had again. Raises NotFound (tenant), RoleNotAllowed and InvalidValue."""
+        access.require(Action.KEYS, tenant_id)
         prefix, secret = new_api_key()
         key = ApiKey(
             id=new_id("key"),
@@ -110,15 +113,16 @@ class Keys:
         self._db.principals.bump()
         return key, secret
 
-    async def get(self, key_id: str) -> ApiKey:
-        """Return the key. Raises NotFound."""
+    async def get(self, key_id: str, *, access: Access, action: Action = Action.READ) -> ApiKey:
+        """Return the key. Raises NotFound, also for another tenant's, and RoleNotAllowed."""
         async with self._db.reading() as connection:
-            return await _get(connection, key_id)
+            return await _get(connection, key_id, access, action)
 
-    async def named(self, key_ids: Collection[str]) -> Sequence[ApiKey]:
-        """Return those of the keys that are there, in no order: for the names beside sums that were narrowed already."""
+    async def named(self, key_ids: Collection[str], *, access: Access) -> Sequence[ApiKey]:
+        """Return those of the keys that are there and that `access` shows, in no order: for the names beside sums."""
+        query = access.narrow(select(api_keys), api_keys.c.tenant_id).where(api_keys.c.id.in_(sorted(key_ids)))
         async with self._db.reading() as connection:
-            rows = (await connection.execute(select(api_keys).where(api_keys.c.id.in_(sorted(key_ids))))).mappings().all()
+            rows = (await connection.execute(query)).mappings().all()
         return [key_from_row(row) for row in rows]
 
     async def list(
@@ -128,7 +132,7 @@ class Keys:
         cursor: str | None = None,
         *,
         include_revoked: bool = True,
-        access: Access = WHOLE_BOX,
+        access: Access,
     ) -> Page[ApiKey]:
         """Return the keys that `access` shows of one tenant, or of all when None, in the order they were made."""
         query = access.narrow(select(api_keys), api_keys.c.tenant_id).order_by(api_keys.c.id).limit(check_limit(limit) + 1)
@@ -143,18 +147,19 @@ class Keys:
             rows = (await connection.execute(query)).mappings().all()
         return page_of([key_from_row(row) for row in rows], limit, "keys", lambda key: [key.id])
 
-    async def update(self, key_id: str, changes: KeyChanges) -> ApiKey:
+    async def update(self, key_id: str, changes: KeyChanges, *, access: Access) -> ApiKey:
         """Return the key after `changes`.
 
-        Raises NotFound, and InvalidValue (also for a revoked key, and for the expiry of one whose successor is in use).
+        Raises NotFound, RoleNotAllowed, and InvalidValue (also for a revoked key, and for the expiry of one whose successor is
+        in use).
         """
         columns = self._changed_columns(changes)
         retired = [api_keys.c.replaced_by.is_(None)] if "expires_at" in columns else []
         async with self._db.writing() as connection:
-            before = await _get(connection, key_id, lock=True)
+            before = await _get(connection, key_id, access, Action.KEYS, lock=True)
             if columns:
                 await connection.execute(update(api_keys).where(_unrevoked(key_id), *retired).values(**columns))
-            key = await _get(connection, key_id)
+            key = await _get(connection, key_id, access, Action.KEYS)
             await self._record(connection, "key.update", before, key)
         self._db.principals.bump()
         if key.revoked_at is not None:
@@ -165,26 +170,26 @@ class Keys:
             )
         return key
 
-    async def revoke(self, key_id: str) -> ApiKey:
-        """Return the key, refused from now on. Raises NotFound; idempotent."""
+    async def revoke(self, key_id: str, *, access: Access) -> ApiKey:
+        """Return the key, refused from now on. Raises NotFound and RoleNotAllowed; idempotent."""
         async with self._db.writing() as connection:
-            before = await _get(connection, key_id, lock=True)
+            before = await _get(connection, key_id, access, Action.KEYS, lock=True)
             await _revoke(connection, key_id, self._clock.now())
-            key = await _get(connection, key_id)
+            key = await _get(connection, key_id, access, Action.KEYS)
             await self._record(connection, "key.revoke", before, key)
         self._db.principals.bump()
         return key
 
-    async def rotate(self, key_id: str, *, grace_s: int = 0) -> tuple[ApiKey, str]:
+    async def rotate(self, key_id: str, *, grace_s: int = 0, access: Access) -> tuple[ApiKey, str]:
         """Return (successor, its secret). The old key is refused after `grace_s` seconds, or at its own expiry before that.
 
-        Raises NotFound, and InvalidValue when it is revoked, expired or rotated already, or its tenant archived.
+        Raises NotFound, RoleNotAllowed, and InvalidValue when it is revoked, expired or rotated, or its tenant archived.
         """
         check_whole(grace_s, "grace_s", 0, GRACE_S_MAX)
         prefix, secret = new_api_key()
         now = self._clock.now()
         async with self._db.writing() as connection:
-            current = await _get(connection, key_id, lock=True)
+            current = await _get(connection, key_id, access, Action.KEYS, lock=True)
             await _check_tenant(connection, current.tenant_id)
             if grace_s:
                 await _check_room(connection, current.tenant_id, now)
@@ -192,7 +197,7 @@ class Keys:
             if not await _retire(connection, current, key.id, now, now + timedelta(seconds=grace_s)):
                 raise InvalidValue(_why_not_rotated(current, now), param="id")
             await self._insert(connection, key, secret)
-            await self._record(connection, "key.rotate", current, await _get(connection, key_id))
+            await self._record(connection, "key.rotate", current, await _get(connection, key_id, access, Action.KEYS))
             await self._record(connection, "key.create", None, key)
         self._db.principals.bump()
         return key, secret
@@ -330,12 +335,10 @@ def _unexpired(now: datetime) -> ColumnElement[bool]:
     return or_(api_keys.c.expires_at.is_(None), api_keys.c.expires_at > now)
 
 
-async def _get(connection: AsyncConnection, key_id: str, *, lock: bool = False) -> ApiKey:
+async def _get(connection: AsyncConnection, key_id: str, access: Access, action: Action, *, lock: bool = False) -> ApiKey:
     query = select(api_keys).where(api_keys.c.id == key_id)
     row = (await connection.execute(query.with_for_update(key_share=True) if lock else query)).mappings().first()
-    if row is None:
-        raise NotFound("no such key", param="key_id")
-    return key_from_row(row)
+    return access.row(None if row is None else key_from_row(row), action, what="key", param="key_id")
 
 
 async def _revoke(connection: AsyncConnection, key_id: str, now: datetime) -> bool:

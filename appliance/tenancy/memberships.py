@@ -53,8 +53,19 @@ class Memberships:
             rows = (await connection.execute(query)).all()
         return Access(role=member.role, actor=actor, tenants={row.tenant_id: TenantRole(row.role) for row in rows})
 
-    async def of_tenant(self, tenant_id: str, limit: int = PAGE_ROWS_DEFAULT, cursor: str | None = None) -> Page[Membership]:
-        """Return who belongs to the tenant, in the order in which they became members of the box."""
+    async def get(self, tenant_id: str, member_id: str, *, access: Access, action: Action = Action.READ) -> Membership:
+        """Return one member's place in a tenant. Raises NotFound and RoleNotAllowed."""
+        async with self._db.reading() as connection:
+            return await _get(connection, tenant_id, member_id, access, action)
+
+    async def of_tenant(
+        self, tenant_id: str, limit: int = PAGE_ROWS_DEFAULT, cursor: str | None = None, *, access: Access
+    ) -> Page[Membership]:
+        """Return who belongs to the tenant, in the order in which they became members of the box.
+
+        Raises NotFound for a tenant that may not be seen, and RoleNotAllowed.
+        """
+        access.require(Action.READ, tenant_id)
         query = _joined().where(memberships.c.tenant_id == tenant_id).order_by(memberships.c.member_id)
         if cursor is not None:
             (last_id,) = decode_cursor("memberships", cursor, [str])
@@ -63,19 +74,20 @@ class Memberships:
             rows = (await connection.execute(query.limit(check_limit(limit) + 1))).mappings().all()
         return page_of([_from_row(row) for row in rows], limit, "memberships", lambda found: [found.member_id])
 
-    async def of_members(self, member_ids: Sequence[str]) -> list[Membership]:
-        """Return every membership of these members, by one query."""
-        query = _joined().where(memberships.c.member_id.in_(member_ids))
+    async def of_members(self, member_ids: Sequence[str], *, access: Access) -> list[Membership]:
+        """Return every membership of these members in tenants that `access` shows, by one query."""
+        query = access.narrow(_joined(), memberships.c.tenant_id).where(memberships.c.member_id.in_(member_ids))
         query = query.order_by(memberships.c.member_id, memberships.c.tenant_id)
         async with self._db.reading() as connection:
             return [_from_row(row) for row in (await connection.execute(query)).mappings()]
 
-    async def add(self, tenant_id: str, member_id: str, role: str) -> Membership:
-        """Return the new membership. Raises NotFound, NameTaken when there is one already, and InvalidValue."""
+    async def add(self, tenant_id: str, member_id: str, role: str, *, access: Access) -> Membership:
+        """Return the new membership. Raises NotFound, RoleNotAllowed, NameTaken when there is one already, and InvalidValue."""
+        access.require(Action.TENANT_MEMBERS, tenant_id)
         granted = check_tenant_role(role)
         try:
             async with self._db.writing() as connection:
-                return await self._add(connection, tenant_id, member_id, granted)
+                return await self._add(connection, tenant_id, member_id, granted, access)
         except IntegrityError as error:
             raise NameTaken("this member belongs to the tenant already", param="email") from error
 
@@ -88,10 +100,11 @@ class Memberships:
         somebody whom others will trust. Raises NotFound, RoleNotAllowed, NameTaken when the member belongs to the tenant
         already, and InvalidValue.
         """
+        access.require(Action.TENANT_MEMBERS, tenant_id)
         granted = check_tenant_role(role)
         try:
             known = await people.get_by_email(check_email(email))
-            return await self.add(tenant_id, known.id, granted), None
+            return await self.add(tenant_id, known.id, granted, access=access), None
         except NotFound as error:
             if error.param != "email":
                 raise
@@ -100,37 +113,45 @@ class Memberships:
         password = new_password()
 
         async def join(connection: AsyncConnection, member: Member) -> None:
-            await self._add(connection, tenant_id, member.id, granted)
+            await self._add(connection, tenant_id, member.id, granted, access)
 
         member = await people.create(email, password, Role.MEMBER, temporary=True, also=join)
-        (membership,) = await self.of_members([member.id])
+        (membership,) = await self.of_members([member.id], access=access)
         return membership, password
 
-    async def change(self, tenant_id: str, member_id: str, role: str) -> Membership:
-        """Return the membership with its new role, which counts from the next request on. Raises NotFound and InvalidValue."""
+    async def change(self, tenant_id: str, member_id: str, role: str, *, access: Access) -> Membership:
+        """Return the membership with its new role, which counts from the next request on.
+
+        Raises NotFound, RoleNotAllowed and InvalidValue.
+        """
         granted = check_tenant_role(role)
         whose = (memberships.c.tenant_id == tenant_id) & (memberships.c.member_id == member_id)
         async with self._db.writing() as connection:
-            before = await _get(connection, tenant_id, member_id)
+            before = await _get(connection, tenant_id, member_id, access, Action.TENANT_MEMBERS)
             await connection.execute(update(memberships).where(whose).values(role=granted.value))
-            after = await _get(connection, tenant_id, member_id)
+            after = await _get(connection, tenant_id, member_id, access, Action.TENANT_MEMBERS)
             await self._record(connection, "membership.change", before, after)
         return after
 
-    async def remove(self, tenant_id: str, member_id: str) -> Membership:
-        """Return the membership that was: its member sees nothing of the tenant from the next request on. Raises NotFound."""
+    async def remove(self, tenant_id: str, member_id: str, *, access: Access) -> Membership:
+        """Return the membership that was: its member sees nothing of the tenant from the next request on.
+
+        Raises NotFound and RoleNotAllowed.
+        """
         whose = (memberships.c.tenant_id == tenant_id) & (memberships.c.member_id == member_id)
         async with self._db.writing() as connection:
-            before = await _get(connection, tenant_id, member_id)
+            before = await _get(connection, tenant_id, member_id, access, Action.TENANT_MEMBERS)
             await connection.execute(delete(memberships).where(whose))
             await self._record(connection, "membership.remove", before, None)
         return before
 
-    async def _add(self, connection: AsyncConnection, tenant_id: str, member_id: str, role: TenantRole) -> Membership:
+    async def _add(
+        self, connection: AsyncConnection, tenant_id: str, member_id: str, role: TenantRole, access: Access
+    ) -> Membership:
         await _check_places(connection, tenant_id, member_id)
         row = {"tenant_id": tenant_id, "member_id": member_id, "role": role.value, "created_at": self._clock.now()}
         await connection.execute(insert(memberships).values(**row))
-        made = await _get(connection, tenant_id, member_id)
+        made = await _get(connection, tenant_id, member_id, access, Action.TENANT_MEMBERS)
         await self._record(connection, "membership.add", None, made)
         return made
 
@@ -160,7 +181,8 @@ def _from_row(row: RowMapping) -> Membership:
     )
 
 
-async def _get(connection: AsyncConnection, tenant_id: str, member_id: str) -> Membership:
+async def _get(connection: AsyncConnection, tenant_id: str, member_id: str, access: Access, action: Action) -> Membership:
+    access.require(action, tenant_id)
     query = _joined().where(memberships.c.tenant_id == tenant_id, memberships.c.member_id == member_id)
     row = (await connection.execute(query)).mappings().first()
     if row is None:

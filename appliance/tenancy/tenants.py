@@ -16,7 +16,7 @@ from appliance.base.db import Database
 from appliance.base.errors import InvalidValue, NameTaken, NotFound
 from appliance.base.ids import new_id
 from appliance.base.tables import tenants, usage_events
-from appliance.tenancy.access import WHOLE_BOX, Access
+from appliance.tenancy.access import Access
 from appliance.tenancy.audit import facts_of, record
 from appliance.tenancy.fields import (
     LIMIT_MODES,
@@ -34,6 +34,7 @@ from appliance.tenancy.fields import (
 )
 from appliance.tenancy.pages import PAGE_ROWS_DEFAULT, Page, check_limit, decode_cursor, page_of
 from appliance.tenancy.principals import Limits, ModelLimitChanges, Tenant, TenantChanges
+from appliance.tenancy.roles import Action
 from appliance.tenancy.rows import (
     changed_limits_to_row,
     check_model_limits,
@@ -66,8 +67,10 @@ class Tenants:
         billing: Mapping[str, str | None] | None = None,
         alert_percents: Sequence[int] | None = None,
         suspended: bool = False,
+        access: Access,
     ) -> Tenant:
-        """Return the new tenant. Raises NameTaken (also when an archived tenant has the name) and InvalidValue."""
+        """Return the new tenant. Raises RoleNotAllowed, NameTaken (also when an archived tenant has the name), InvalidValue."""
+        access.require(Action.WRITE)
         tenant = Tenant(
             id=new_id("tn"),
             name=check_name(name),
@@ -94,15 +97,16 @@ class Tenants:
         self._db.principals.bump()
         return tenant
 
-    async def get(self, tenant_id: str) -> Tenant:
-        """Return the tenant, archived or not. Raises NotFound."""
+    async def get(self, tenant_id: str, *, access: Access, action: Action = Action.READ) -> Tenant:
+        """Return the tenant, archived or not. Raises NotFound, also for one that may not be seen, and RoleNotAllowed."""
         async with self._db.reading() as connection:
-            return await _get(connection, tenant_id)
+            return await _get(connection, tenant_id, access, action)
 
-    async def find(self, name: str) -> Tenant | None:
-        """Return the tenant of this name, archived or not."""
+    async def find(self, name: str, *, access: Access) -> Tenant | None:
+        """Return the tenant of this name, archived or not, if `access` shows it."""
+        query = access.narrow(select(tenants), tenants.c.id).where(tenants.c.name == name.strip())
         async with self._db.reading() as connection:
-            row = (await connection.execute(select(tenants).where(tenants.c.name == name.strip()))).mappings().first()
+            row = (await connection.execute(query)).mappings().first()
         return None if row is None else tenant_from_row(row)
 
     async def currencies(self, default: str) -> builtins.list[str]:
@@ -118,7 +122,7 @@ class Tenants:
         cursor: str | None = None,
         *,
         include_archived: bool = False,
-        access: Access = WHOLE_BOX,
+        access: Access,
     ) -> Page[Tenant]:
         """Return the tenants that `access` shows, in the order they were made."""
         query = access.narrow(select(tenants), tenants.c.id).order_by(tenants.c.id).limit(check_limit(limit) + 1)
@@ -131,19 +135,20 @@ class Tenants:
             rows = (await connection.execute(query)).mappings().all()
         return page_of([tenant_from_row(row) for row in rows], limit, "tenants", lambda tenant: [tenant.id])
 
-    async def update(self, tenant_id: str, changes: TenantChanges) -> Tenant:
+    async def update(self, tenant_id: str, changes: TenantChanges, *, access: Access) -> Tenant:
         """Return the tenant after `changes`.
 
-        Raises NotFound, NameTaken, and InvalidValue (also for an archived tenant, and for another currency once it was billed).
+        Raises NotFound, RoleNotAllowed, NameTaken, and InvalidValue (also for an archived tenant, and for another currency once
+        it was billed).
         """
         columns = _changed_columns(changes)
         try:
             async with self._db.writing() as connection:
-                before = await _get(connection, tenant_id, lock=True)
+                before = await _get(connection, tenant_id, access, Action.WRITE, lock=True)
                 if columns:
                     statement = update(tenants).where(_unarchived(tenant_id), *_unbilled(tenant_id, columns))
                     await connection.execute(statement.values(**columns))
-                tenant = await _get(connection, tenant_id)
+                tenant = await _get(connection, tenant_id, access, Action.WRITE)
                 await self._record(connection, "tenant.update", before, tenant)
         except IntegrityError as error:
             raise NameTaken("another tenant has this name", param="name") from error
@@ -154,26 +159,29 @@ class Tenants:
             raise InvalidValue("the currency of a tenant is fixed by its first request", param="currency")
         return tenant
 
-    async def limit_model(self, tenant_id: str, model: str, changes: Mapping[str, int | None]) -> Tenant:
+    async def limit_model(self, tenant_id: str, model: str, changes: Mapping[str, int | None], *, access: Access) -> Tenant:
         """Return the tenant after `changes` of its limits for one model; those of other models stay. Raises as `update`."""
         async with self._db.writing() as connection:
-            before = await _get(connection, tenant_id, lock=True)
+            before = await _get(connection, tenant_id, access, Action.WRITE, lock=True)
             if before.archived:
                 raise InvalidValue("an archived tenant cannot be changed", param="id")
             limits = dataclasses.replace(before.model_limits.get(model, Limits()), **changes)
             column = model_limits_to_row(check_model_limits({**before.model_limits, model: limits}))
             await connection.execute(update(tenants).where(tenants.c.id == tenant_id).values(model_limits=column))
-            tenant = await _get(connection, tenant_id)
+            tenant = await _get(connection, tenant_id, access, Action.WRITE)
             await self._record(connection, "tenant.update", before, tenant)
         self._db.principals.bump()
         return tenant
 
-    async def archive(self, tenant_id: str) -> Tenant:
-        """Return the tenant, archived: its keys are refused from now on, its records stay. Raises NotFound; idempotent."""
+    async def archive(self, tenant_id: str, *, access: Access) -> Tenant:
+        """Return the tenant, archived: its keys are refused from now on, its records stay. Idempotent.
+
+        Raises NotFound and RoleNotAllowed.
+        """
         async with self._db.writing() as connection:
-            before = await _get(connection, tenant_id, lock=True)
+            before = await _get(connection, tenant_id, access, Action.WRITE, lock=True)
             await connection.execute(update(tenants).where(_unarchived(tenant_id)).values(archived_at=self._clock.now()))
-            tenant = await _get(connection, tenant_id)
+            tenant = await _get(connection, tenant_id, access, Action.WRITE)
             await self._record(connection, "tenant.archive", before, tenant)
         self._db.principals.bump()
         return tenant
@@ -195,7 +203,8 @@ def _unbilled(tenant_id: str, columns: Mapping[str, Any]) -> list[ColumnElement[
     return [or_(tenants.c.currency.is_not_distinct_from(columns["currency"]), ~recorded)]
 
 
-async def _get(connection: AsyncConnection, tenant_id: str, *, lock: bool = False) -> Tenant:
+async def _get(connection: AsyncConnection, tenant_id: str, access: Access, action: Action, *, lock: bool = False) -> Tenant:
+    access.require(action, tenant_id)
     query = select(tenants).where(tenants.c.id == tenant_id)
     row = (await connection.execute(query.with_for_update(key_share=True) if lock else query)).mappings().first()
     if row is None:

@@ -8,6 +8,7 @@ from playwright.async_api import Page, expect
 
 from appliance.metering.economics import Hardware, HostedPrice
 from appliance.metering.invoicing.seller import Seller
+from appliance.tenancy.access import WHOLE_BOX
 from appliance.tenancy.principals import Limits, TenantChanges
 from tests.browser.conftest import Site
 from tests.support.cast import Person
@@ -23,9 +24,11 @@ LONG_NAME = "A tenant whose lawyers insisted on the whole registered name of the
 async def pages(site: Site) -> list[str]:
     """Return the paths of every page, with something to show on each."""
     box = site.box
-    tenant = await box.services.tenants.create(name=LONG_NAME)
-    key, secret = await box.services.keys.create(tenant.id, name="a key with quite a long name for a program")
-    await box.services.tenants.update(tenant.id, TenantChanges(weight=7, limits={"tokens_per_minute": 10**12}))
+    tenant = await box.services.tenants.create(name=LONG_NAME, access=WHOLE_BOX)
+    key, secret = await box.services.keys.create(tenant.id, name="a key with quite a long name for a program", access=WHOLE_BOX)
+    await box.services.tenants.update(
+        tenant.id, TenantChanges(weight=7, limits={"tokens_per_minute": 10**12}), access=WHOLE_BOX
+    )
     person = Person(tenant=tenant, key=key, secret=secret)
     entry = pending(person)
     await box.services.ledger.open(entry)
@@ -35,8 +38,8 @@ async def pages(site: Site) -> list[str]:
     box.engine_side.tenants = [tenant_load(LONG_NAME, waiting=3, blocks=200), *(tenant_load(f"team {n}") for n in range(9))]
     await box.services.sampler.sample()
     address = "https://hooks.example.com/services/a-long-path-of-a-program-that-hears-of-budgets"
-    webhook, _ = await box.services.alerts.webhooks.create(kind="webhook", target=address)
-    await box.services.alerts.outbox.test(webhook.id)
+    webhook, _ = await box.services.alerts.webhooks.create(kind="webhook", target=address, access=WHOLE_BOX)
+    await box.services.alerts.outbox.test(webhook.id, access=WHOLE_BOX)
     await box.services.members.create("somebody-with-quite-a-long-address@engineering.example.com", "a password of tests")
     await box.services.box_records.put("seller", Seller(name=LONG_NAME, address=("1 Long Lane", "Bristol")).to_record())
     hosted = (HostedPrice(name=LONG_NAME, prompt=1, completion=2),)

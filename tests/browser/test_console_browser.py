@@ -157,7 +157,7 @@ async def test_the_page_of_a_running_request_follows_it_to_its_end(site: Site) -
 
     live.kv_blocks = 41
     await expect(page.get_by_text("41", exact=True)).to_be_visible()
-    del box.engine_side.live[entry.request_id]
+    del box.engine_side.requests[entry.request_id]
     await box.services.ledger.settle(posted(entry.request_id, reason="length"))
 
     await expect(page.locator(".page-head .badge")).to_have_text("length")
@@ -171,7 +171,7 @@ async def test_an_action_that_comes_too_late_is_told_in_a_toast_that_stays(site:
     await page.goto("/requests")
     await expect(page.locator("[data-live-text]")).to_have_text("Live")
     await page.get_by_role("button", name="Pause").click()
-    side.live.clear()
+    side.requests.clear()
     page.on("dialog", lambda dialog: dialog.accept())
 
     await page.get_by_role("button", name="Cancel …t_to_end").click()

@@ -18,6 +18,7 @@ from appliance.metering.alerts.budgets import BudgetAlerts
 from appliance.metering.calendar import BillingCalendar
 from appliance.metering.ledger import rollups
 from appliance.metering.ledger.records import UsageEvent
+from appliance.tenancy.access import WHOLE_BOX
 from appliance.tenancy.principals import TenantChanges
 from appliance.tenancy.tenants import Tenants
 from tests.support.alerts import TARGET, AlertBox, alert_box, settled_event
@@ -124,14 +125,14 @@ class Life:
         tenant_id, twin = self.chance.choice(list(self.twins.items()))
         twin.budget = self.chance.choice(BUDGETS)
         changes = TenantChanges(limits={"monthly_budget": twin.budget * 10**6}, alert_percents=list(PERCENTS))
-        await Tenants(self.database, self.clock).update(tenant_id, changes)
+        await Tenants(self.database, self.clock).update(tenant_id, changes, access=WHOLE_BOX)
         await self.budgets.sweep()
         twin.check(CALENDAR.month_of(self.clock.now()))
 
     async def change_something_else(self) -> None:
         """Change a tenant in what concerns no budget."""
         weight = TenantChanges(weight=self.chance.randrange(1, 10))
-        await Tenants(self.database, self.clock).update(self.chance.choice(list(self.people)), weight)
+        await Tenants(self.database, self.clock).update(self.chance.choice(list(self.people)), weight, access=WHOLE_BOX)
 
     async def restart(self) -> None:
         """Forget everything that is not in the database."""
@@ -151,7 +152,7 @@ async def listeners(alerts: AlertBox, cast: Cast) -> dict[str, set[str]]:
     heard = {None: everybody, cast.bob.tenant.id: {cast.bob.tenant.id}, cast.charlie.tenant.id: {cast.charlie.tenant.id}}
     made = {}
     for owner, tenants in heard.items():
-        webhook, _ = await alerts.webhooks.create(kind="webhook", target=TARGET, tenant_id=owner)
+        webhook, _ = await alerts.webhooks.create(kind="webhook", target=TARGET, tenant_id=owner, access=WHOLE_BOX)
         made[webhook.id] = tenants
     return made
 

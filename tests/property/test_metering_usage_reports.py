@@ -17,6 +17,7 @@ from appliance.metering.calendar import BillingCalendar
 from appliance.metering.ledger import rollups
 from appliance.metering.ledger.records import UsageEvent
 from appliance.metering.usage import GROUPS, UsageReports
+from appliance.tenancy.access import WHOLE_BOX
 from appliance.tenancy.keys import Keys
 from tests.support.cast import PEPPER, Cast
 from tests.support.clock import START, FakeClock
@@ -31,7 +32,7 @@ EDGES_US = (0, 1, 59_999_999, 60_000_000, 3_599_999_999, 3_600_000_000, 43_199_9
 async def events(database: Database, clock: FakeClock, cast: Cast) -> list[UsageEvent]:
     """300 events over two days, some at the very edges of buckets, some of them not to be counted."""
     chance = random.Random(7)
-    second_key, _secret = await Keys(database, clock, PEPPER).create(cast.bob.tenant.id, name="second")
+    second_key, _secret = await Keys(database, clock, PEPPER).create(cast.bob.tenant.id, name="second", access=WHOLE_BOX)
     owners = [(cast.bob.tenant.id, cast.bob.key.id), (cast.bob.tenant.id, second_key.id)]
     owners.append((cast.charlie.tenant.id, cast.charlie.key.id))
     rows = []

@@ -39,6 +39,7 @@ from appliance.serving.services import Services
 from appliance.telemetry.events import DatabaseReading, EngineReading, ProcessReading, SystemSampler, TenantReading
 from appliance.telemetry.gpu import NO_GPU, GpuReading
 from appliance.telemetry.host import HostReading
+from appliance.tenancy.access import Access
 from appliance.tenancy.admin_tokens import AdminTokens
 from appliance.tenancy.audit import AuditLog
 from appliance.tenancy.identities import Identities
@@ -46,6 +47,7 @@ from appliance.tenancy.keys import Keys
 from appliance.tenancy.members import Members
 from appliance.tenancy.memberships import Memberships
 from appliance.tenancy.model_policies import ModelPolicies
+from appliance.tenancy.roles import Action
 from appliance.tenancy.second_factor import SecondFactors
 from appliance.tenancy.sessions import Sessions
 from appliance.tenancy.tenants import Tenants
@@ -123,7 +125,7 @@ class EngineSide:
     """What the console reads of engines and machine; a test changes it and samples again."""
 
     clock: Clock
-    live: dict[str, LiveRequest] = field(default_factory=dict)
+    requests: dict[str, LiveRequest] = field(default_factory=dict)
     aborted: list[str] = field(default_factory=list)
     gpus: list[GpuReading] = field(default_factory=list)
     gpu_error: str | None = NO_GPU
@@ -136,14 +138,22 @@ class EngineSide:
     database_ok: bool = True
     draining: bool = False
 
-    def find(self, request_id: str) -> LiveRequest | None:
-        """Stand in for `Generations.find`."""
-        return self.live.get(request_id)
+    def live(self, *, access: Access) -> dict[str, LiveRequest]:
+        """Stand in for `Generations.live`."""
+        return {request.id: request for request in self.requests.values() if access.sees(request.tenant_id)}
 
-    def abort(self, request_id: str) -> None:
+    def find(self, request_id: str, *, access: Access, action: Action = Action.READ) -> LiveRequest | None:
+        """Stand in for `Generations.find`."""
+        request = self.live(access=access).get(request_id)
+        if request is not None:
+            access.require(action, request.tenant_id)
+        return request
+
+    def abort(self, request_id: str, *, access: Access) -> None:
         """Stand in for `Generations.abort`: the request is gone at once."""
-        if self.live.pop(request_id, None) is None:
+        if self.find(request_id, access=access, action=Action.ABORT) is None:
             raise NotFound(f"no live request {request_id}")
+        del self.requests[request_id]
         self.aborted.append(request_id)
 
     def engines(self) -> list[EngineReading]:
@@ -209,7 +219,7 @@ class EngineSide:
             state=state,
             **changes,
         )
-        self.live[request_id] = request
+        self.requests[request_id] = request
         return request
 
 

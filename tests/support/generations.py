@@ -27,6 +27,7 @@ from appliance.serving.generations import Generations, Order
 from appliance.serving.model_registry import ServedModel
 from appliance.serving.prompting import Prompting
 from appliance.telemetry.metrics import Metrics
+from appliance.tenancy.access import WHOLE_BOX
 from appliance.tenancy.model_policies import ModelPolicies
 from appliance.tenancy.tiers import Tiers
 from engine.protocol import EngineInfo, GenerationRequest, SamplingParams
@@ -112,7 +113,7 @@ class Serving:
 
     async def event(self, generation: Generation) -> UsageEvent:
         """Return the ledger's event of a generation."""
-        return await self.reports.event(generation.request_id)
+        return await self.reports.event(generation.request_id, access=WHOLE_BOX)
 
 
 async def text_of(generation: Generation) -> str:

@@ -36,6 +36,7 @@ from appliance.metering.ledger.waiting import TOGETHER_FROM
 from appliance.metering.ledger.writer import Ledger
 from appliance.metering.prices import Price, PriceBook
 from appliance.metering.usage import GROUPS, UsageReports
+from appliance.tenancy.access import WHOLE_BOX
 from tests.support import factories
 from tests.support.cast import Person, make_person
 from tests.support.clock import FakeClock
@@ -331,8 +332,8 @@ class History:
             month = self._next_month.get(person.tenant.id, "2026-09")
             if self.clock.now() < self.calendar.next_month_start(month) or self.numbers.random() > chance:
                 continue
-            draft = await self.invoices.draft(person.tenant.id, month)
-            await self.invoices.close(draft.head.id)
+            draft = await self.invoices.draft(person.tenant.id, month, access=WHOLE_BOX)
+            await self.invoices.close(draft.head.id, access=WHOLE_BOX)
             self.closed += 1
             self._next_month[person.tenant.id] = f"2026-{int(month[5:]) + 1:02d}"
 
@@ -458,8 +459,10 @@ async def _check_invoices(history: History, billed: list[Fact]) -> None:
         await history.close_months(1.0)
     for person, _currency in history.people:
         tenant_id = person.tenant.id
-        await history.invoices.draft(tenant_id, "2026-12")
-        lines = [line for invoice in (await history.invoices.list_of(tenant_id)).data for line in invoice.lines]
+        await history.invoices.draft(tenant_id, "2026-12", access=WHOLE_BOX)
+        lines = [
+            line for invoice in (await history.invoices.list_of(tenant_id, access=WHOLE_BOX)).data for line in invoice.lines
+        ]
         facts = [fact for fact in billed if fact.tenant_id == tenant_id]
         assert sum(line.exact_picos for line in lines) == sum(fact.cost_picos for fact in facts)
         months: dict[tuple[str, str], int] = defaultdict(int)

@@ -16,6 +16,7 @@ from appliance.base.ids import new_id
 from appliance.base.tables import free_allowances, invoice_lines, invoices, metadata, outbox, webhooks
 from appliance.metering.ledger.recovery import begin_epoch
 from appliance.serving.services import Services
+from appliance.tenancy.access import WHOLE_BOX
 from appliance.tenancy.members import Member
 from appliance.tenancy.principals import Limits
 from tests.support.cast import Person, quick_hasher
@@ -115,8 +116,10 @@ class Tenancy:
 async def make_tenancy(services: Services, name: str) -> Tenancy:
     """Return a new tenant `name` with a key, a served request on its bill, and a member of each role."""
     services.members._hasher = quick_hasher()
-    tenant = await services.tenants.create(name=name, limits=Limits(tokens_per_minute=1000), billing={"name": name})
-    key, secret = await services.keys.create(tenant.id, name=f"{name}'s key", scopes=["inference", "usage"])
+    tenant = await services.tenants.create(
+        name=name, limits=Limits(tokens_per_minute=1000), billing={"name": name}, access=WHOLE_BOX
+    )
+    key, secret = await services.keys.create(tenant.id, name=f"{name}'s key", scopes=["inference", "usage"], access=WHOLE_BOX)
     person = Person(tenant=tenant, key=key, secret=secret)
     epoch_id = await begin_epoch(services.db, services.clock, "test")
     async with running_ledger(services.db, services.clock, epoch_id) as ledger:
@@ -127,10 +130,10 @@ async def make_tenancy(services: Services, name: str) -> Tenancy:
     for role in ("manager", "developer", "viewer"):
         email = f"{role}@{name}.example"
         member = await services.members.create(email, "a password of tests", "member")
-        await services.memberships.add(tenant.id, member.id, role)
+        await services.memberships.add(tenant.id, member.id, role, access=WHOLE_BOX)
         people[role] = member
     _, session = await services.sessions.open(people["viewer"].id, f"{name}'s browser", "192.0.2.8")
-    event = await services.reports.event(entry.request_id)
+    event = await services.reports.event(entry.request_id, access=WHOLE_BOX)
     others = {"session_id": session.id, "event_id": str(event.id), **await _papers(services, tenant.id, name)}
     return Tenancy(person=person, people=people, request_id=entry.request_id, others=others)
 

@@ -10,6 +10,7 @@ from typing import Any, cast
 import pytest
 
 from appliance.metering.limits.rules import Asked
+from appliance.tenancy.access import WHOLE_BOX
 from appliance.tenancy.principals import Principal
 from tests.support.api_box import ApiBox, open_api_box
 
@@ -34,7 +35,9 @@ async def check(box: ApiBox, tenant_id: str, *, status: int = 200, **fields: Any
 
 async def admit(box: ApiBox, tenant_id: str, key_id: str, tokens: int) -> None:
     services = box.services
-    principal = Principal(tenant=await services.tenants.get(tenant_id), key=await services.keys.get(key_id))
+    principal = Principal(
+        tenant=await services.tenants.get(tenant_id, access=WHOLE_BOX), key=await services.keys.get(key_id, access=WHOLE_BOX)
+    )
     policy = await services.model_policies.find("demo")
     asked = Asked(principal=principal, model="demo", prompt_tokens=tokens, max_output_tokens=0, price=None, policy=policy)
     await services.admission.admit(asked)

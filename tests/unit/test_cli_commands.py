@@ -21,6 +21,7 @@ from appliance.base.version import current_version
 from appliance.cli.main import main
 from appliance.metering.alerts.targets import Reach
 from appliance.metering.alerts.webhooks import SEALING_PURPOSE, Webhooks
+from appliance.tenancy.access import WHOLE_BOX
 from appliance.tenancy.second_factor import SecondFactors
 from tests.support import factories
 from tests.support.cast import make_cast
@@ -336,7 +337,7 @@ async def _seal_something(url: str, pepper: bytes) -> None:
         enrolment = factors.begin(alice)
         await factors.enable(alice, enrolment, pyotp.TOTP(enrolment.secret).at(clock.now()))
         webhooks = Webhooks(database, clock, Sealer(pepper, SEALING_PURPOSE), reach=Reach(), mail=False)
-        await webhooks.create(kind="webhook", target="https://192.0.78.9/hook")
+        await webhooks.create(kind="webhook", target="https://192.0.78.9/hook", access=WHOLE_BOX)
     finally:
         await database.close()
 

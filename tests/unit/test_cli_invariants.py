@@ -20,6 +20,7 @@ from appliance.metering.invoicing.rows import Invoice
 from appliance.metering.ledger import rollups
 from appliance.metering.ledger.corrections import Correction, Corrections
 from appliance.metering.ledger.journaled import Journaled, encode, journal_beside
+from appliance.tenancy.access import WHOLE_BOX
 from tests.support.cast import Cast
 from tests.support.clock import FakeClock
 from tests.support.factories import pending
@@ -381,7 +382,7 @@ async def close_month(database: Database, clock: FakeClock, cast: Cast) -> Invoi
     month = f"{clock.now():%Y-%m}"
     clock.advance(40 * 86400)
     invoices = Invoices(database, clock, BillingCalendar())
-    return await invoices.close((await invoices.draft(cast.bob.tenant.id, month)).head.id)
+    return await invoices.close((await invoices.draft(cast.bob.tenant.id, month, access=WHOLE_BOX)).head.id, access=WHOLE_BOX)
 
 
 async def test_a_late_correction_leaves_a_closed_invoice_exact_and_a_number_that_is_missing_is_found(
@@ -425,7 +426,7 @@ async def test_a_closed_invoice_that_is_not_the_sum_of_its_events_is_found(
 async def test_a_closed_invoice_that_is_not_as_it_was_closed_is_found(
     database: Database, database_url: str, ledger: str, clock: FakeClock, cast: Cast, statement: str
 ) -> None:
-    await FreeAllowances(database, clock).set(cast.bob.tenant.id, f"{clock.now():%Y-%m}", 20)
+    await FreeAllowances(database, clock).set(cast.bob.tenant.id, f"{clock.now():%Y-%m}", 20, access=WHOLE_BOX)
     closed = await close_month(database, clock, cast)
     assert closed.lines[-1].kind == "free_allowance"
     assert await broken(database_url) == set()

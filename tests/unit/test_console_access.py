@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from appliance.console.security import CONTENT_SECURITY_POLICY, safe_next
+from appliance.tenancy.access import WHOLE_BOX
 from tests.support.cast import ALICE_PASSWORD
 from tests.support.clock import FakeClock
 from tests.support.console_fixtures import Box, Browser
@@ -40,7 +41,7 @@ async def test_a_stranger_changes_nothing(box: Box) -> None:
 
         assert (answer.status_code, answer.headers["location"]) == (303, "/login"), path
 
-    assert not (await box.services.tenants.get(box.cast.bob.tenant.id)).suspended
+    assert not (await box.services.tenants.get(box.cast.bob.tenant.id, access=WHOLE_BOX)).suspended
 
 
 async def test_a_viewer_sees_every_page_but_no_button_that_changes_something(box: Box) -> None:
@@ -65,7 +66,7 @@ async def test_a_viewer_is_refused_every_change(box: Box) -> None:
         assert answer.status_code == 403, path
 
     assert box.engine_side.aborted == []
-    assert (await box.services.keys.get(box.cast.bob.key.id)).revoked_at is None
+    assert (await box.services.keys.get(box.cast.bob.key.id, access=WHOLE_BOX)).revoked_at is None
 
 
 async def test_a_form_without_the_session_s_token_changes_nothing(box: Box) -> None:
@@ -78,7 +79,7 @@ async def test_a_form_without_the_session_s_token_changes_nothing(box: Box) -> N
         assert answer.status_code == 403, path
         assert "older session" in answer.text
 
-    tenant = await box.services.tenants.get(box.cast.bob.tenant.id)
+    tenant = await box.services.tenants.get(box.cast.bob.tenant.id, access=WHOLE_BOX)
     assert (tenant.name, tenant.suspended, tenant.archived) == ("bob", False, False)
 
 

@@ -11,6 +11,7 @@ from sqlalchemy import select, update
 from appliance.base.tables import outbox
 from appliance.metering.alerts.outbox import EVENTS, TENANT_EVENTS, TESTS_PER_HOUR_MAX
 from appliance.metering.alerts.webhooks import Webhook
+from appliance.tenancy.access import WHOLE_BOX
 from tests.support.clock import FakeClock
 from tests.support.console_fixtures import Box, Browser
 
@@ -26,13 +27,13 @@ async def added(box: Box, browser: Browser, **fields: str) -> Webhook:
     answer = await browser.post_htmx("/alerts", **{**FIELDS, **fields})
     assert answer.status_code == 200, answer.text
     assert _SECRET.findall(answer.text)
-    return (await box.services.alerts.webhooks.list()).data[-1]
+    return (await box.services.alerts.webhooks.list(access=WHOLE_BOX)).data[-1]
 
 
 async def of_bob(box: Box, role: str = "manager") -> Browser:
     """Return the browser of somebody with a role in Bob's tenant."""
     member = await box.services.members.create(f"{role}@example.com", PASSWORD, "member")
-    await box.services.memberships.add(box.cast.bob.tenant.id, member.id, role)
+    await box.services.memberships.add(box.cast.bob.tenant.id, member.id, role, access=WHOLE_BOX)
     return await box.visitor().sign_in(member.email, PASSWORD)
 
 
@@ -41,7 +42,7 @@ async def test_an_address_is_added_and_its_secret_shown_once(box: Box) -> None:
     assert "Nobody is told" in (await alice.get("/alerts")).text
     answer = await alice.post_htmx("/alerts", **FIELDS)
     (secret,) = _SECRET.findall(answer.text)
-    (webhook,) = (await box.services.alerts.webhooks.list()).data
+    (webhook,) = (await box.services.alerts.webhooks.list(access=WHOLE_BOX)).data
     assert (webhook.target, webhook.tenant_id, webhook.events) == (URL, None, TENANT_EVENTS)
     for path in ("/alerts", f"/alerts/{webhook.id}"):
         page = (await alice.get(path)).text
@@ -67,7 +68,7 @@ async def test_a_wrong_address_is_named_and_loses_nothing(box: Box, change: dict
     assert answer.status_code == 422
     assert sentence.casefold() in answer.text.casefold()
     assert f'value="{fields["target"]}"' in answer.text
-    assert (await box.services.alerts.webhooks.list()).data == []
+    assert (await box.services.alerts.webhooks.list(access=WHOLE_BOX)).data == []
 
 
 async def test_a_tenant_hears_nothing_of_engines(box: Box) -> None:
@@ -96,7 +97,7 @@ async def test_a_test_is_written_and_its_delivery_listed_until_there_were_too_ma
 async def test_what_failed_says_why_and_is_sent_again(box: Box) -> None:
     alice = await box.alice()
     webhook = await added(box, alice)
-    delivery = await box.services.alerts.outbox.test(webhook.id)
+    delivery = await box.services.alerts.outbox.test(webhook.id, access=WHOLE_BOX)
     async with box.services.db.writing() as connection:
         failed = {"next_attempt_at": None, "attempts": 14, "last_error": "answered 503"}
         await connection.execute(update(outbox).where(outbox.c.id == delivery.id).values(**failed))
@@ -105,7 +106,7 @@ async def test_what_failed_says_why_and_is_sent_again(box: Box) -> None:
         assert text in page
     answer = await alice.post(f"/alerts/{webhook.id}/deliveries/{delivery.id}/retry")
     assert answer.headers["location"] == f"/alerts/{webhook.id}"
-    assert (await box.services.alerts.outbox.get(webhook.id, delivery.id)).state == "pending"
+    assert (await box.services.alerts.outbox.get(webhook.id, delivery.id, access=WHOLE_BOX)).state == "pending"
 
 
 async def test_address_and_events_are_changed_or_named(box: Box) -> None:
@@ -117,7 +118,7 @@ async def test_address_and_events_are_changed_or_named(box: Box) -> None:
     assert 'value="nonsense"' in wrong.text
     answer = await alice.post(path, target="https://other.example.com/", **{"engine.down": "yes"})
     assert answer.headers["location"] == path
-    changed = await box.services.alerts.webhooks.get(webhook.id)
+    changed = await box.services.alerts.webhooks.get(webhook.id, access=WHOLE_BOX)
     assert (changed.target, changed.events) == ("https://other.example.com/", ("engine.down",))
 
 
@@ -142,14 +143,16 @@ async def test_a_new_secret_is_shown_once_and_the_old_one_signs_for_as_long_as_w
     assert (await alice.post_htmx(path, grace_s="1")).status_code == 422
     (secret,) = _SECRET.findall((await alice.post_htmx(path, grace_s="3600")).text)
     assert (await box.services.alerts.webhooks.endpoint(webhook.id)).secrets == (secret, before)
-    assert (await box.services.alerts.webhooks.get(webhook.id)).previous_secret_until == clock.now() + timedelta(hours=1)
+    assert (
+        await box.services.alerts.webhooks.get(webhook.id, access=WHOLE_BOX)
+    ).previous_secret_until == clock.now() + timedelta(hours=1)
     assert "Old secret signs until" in (await alice.get(f"/alerts/{webhook.id}")).text
 
 
 async def test_removed_it_is_gone_and_what_was_pending_is_given_up(box: Box) -> None:
     alice = await box.alice()
     webhook = await added(box, alice)
-    await box.services.alerts.outbox.test(webhook.id)
+    await box.services.alerts.outbox.test(webhook.id, access=WHOLE_BOX)
     path = f"/alerts/{webhook.id}"
     assert "Nothing is sent there any more" in (await alice.fragment(f"{path}/remove")).text
     assert (await alice.post(f"{path}/remove")).headers["location"] == "/alerts"

@@ -6,6 +6,7 @@ from datetime import timedelta
 
 from appliance.base.ids import new_id
 from appliance.metering.invoicing.free_allowances import FreeAllowances
+from appliance.tenancy.access import WHOLE_BOX
 from tests.support.cast import Person
 from tests.support.clock import START, FakeClock
 from tests.support.console_fixtures import Box, Browser
@@ -91,7 +92,7 @@ async def test_a_viewer_reads_and_a_member_of_another_tenant_does_not(box: Box) 
     assert (await vera.get(address)).status_code == 200
     assert (await vera.post(f"{address}/close")).status_code == 403
     stranger = await box.services.members.create("mallory@example.com", "mallory's long password", "member")
-    await box.services.memberships.add(box.cast.charlie.tenant.id, stranger.id, "manager")
+    await box.services.memberships.add(box.cast.charlie.tenant.id, stranger.id, "manager", access=WHOLE_BOX)
     mallory = await box.visitor().sign_in("mallory@example.com", "mallory's long password")
     assert (await mallory.get(address)).status_code == 404
     assert "bob" not in (await mallory.get("/invoices")).text
@@ -118,7 +119,7 @@ async def test_exact_shows_all_digits_and_a_free_allowance_counts_nothing(box: B
     entry = pending(bob, request_id=new_id("req"), price=price)
     await box.services.ledger.open(entry)
     await box.services.ledger.settle(posted(entry.request_id, prompt=1615, completion=0))
-    await FreeAllowances(box.services.db, box.services.clock).set(bob.tenant.id, MONTH, 1000)
+    await FreeAllowances(box.services.db, box.services.clock).set(bob.tenant.id, MONTH, 1000, access=WHOLE_BOX)
     alice = await box.alice()
     page = (await alice.get(await drafted(box, alice, bob))).text
     assert ">0.0024225 EUR<" in page

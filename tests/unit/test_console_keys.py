@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from appliance.base.errors import ExpiredApiKey, InvalidApiKey
+from appliance.tenancy.access import WHOLE_BOX
 from appliance.tenancy.principals import Limits, TenantChanges
 from tests.support.clock import FakeClock
 from tests.support.console_fixtures import Box, Browser, open_box
@@ -80,7 +81,7 @@ async def test_a_wrong_field_comes_back_with_a_sentence_beside_it(box: Box, fiel
     assert answer.status_code == 422
     assert sentence in answer.text
     assert f'aria-describedby="sheet-{field}-note"' in answer.text
-    assert len((await box.services.keys.list(tenant.id)).data) == 1
+    assert len((await box.services.keys.list(tenant.id, access=WHOLE_BOX)).data) == 1
 
 
 async def test_a_key_is_saved(box: Box) -> None:
@@ -88,18 +89,18 @@ async def test_a_key_is_saved(box: Box) -> None:
 
     answer = await alice.post(f"/keys/{key.id}", name="renamed", tokens_per_minute="1000")
 
-    saved = await box.services.keys.get(key.id)
+    saved = await box.services.keys.get(key.id, access=WHOLE_BOX)
     assert answer.headers["location"] == f"/keys/{key.id}"
     assert (saved.name, saved.limits) == ("renamed", Limits(tokens_per_minute=1000))
 
 
 async def test_a_last_day_that_was_not_touched_stays_the_exact_time(box: Box) -> None:
     moment = datetime(2026, 12, 24, 18, 30, tzinfo=UTC)
-    key, _ = await box.services.keys.create(box.cast.bob.tenant.id, name="until Christmas", expires_at=moment)
+    key, _ = await box.services.keys.create(box.cast.bob.tenant.id, name="until Christmas", expires_at=moment, access=WHOLE_BOX)
 
     await (await box.alice()).post(f"/keys/{key.id}", name="until Christmas", expires_on="2026-12-24")
 
-    assert (await box.services.keys.get(key.id)).expires_at == moment
+    assert (await box.services.keys.get(key.id, access=WHOLE_BOX)).expires_at == moment
 
 
 async def test_a_wrong_field_of_a_key_comes_back_on_its_page(box: Box) -> None:
@@ -136,7 +137,7 @@ async def test_revoking_asks_first_and_then_refuses_the_key_at_once(box: Box) ->
 
 async def test_a_revoked_key_cannot_be_rotated_or_saved(box: Box) -> None:
     alice, key = await box.alice(), box.cast.bob.key
-    await box.services.keys.revoke(key.id)
+    await box.services.keys.revoke(key.id, access=WHOLE_BOX)
 
     assert (await alice.post(f"/keys/{key.id}/rotate")).status_code == 422
     assert (await alice.post(f"/keys/{key.id}", name="back")).status_code == 422
@@ -203,10 +204,10 @@ async def test_scopes_and_how_limits_hold_are_set_and_stay_where_a_form_does_not
         assert text in page
 
     await alice.post(f"/keys/{key.id}", name="other")
-    same = await box.services.keys.get(key.id)
+    same = await box.services.keys.get(key.id, access=WHOLE_BOX)
     assert (same.name, same.scopes, same.limit_mode) == ("other", key.scopes, key.limit_mode)
     await alice.post(f"/keys/{key.id}", name="other", scopes="usage", limit_mode="enforce")
-    changed = await box.services.keys.get(key.id)
+    changed = await box.services.keys.get(key.id, access=WHOLE_BOX)
     assert (changed.scopes, changed.limit_mode) == (("usage",), "enforce")
     for wrong in ({"scopes": "everything"}, {"limit_mode": "never"}):
         answer = await alice.post(f"/keys/{key.id}", name="other", **wrong)
@@ -216,7 +217,7 @@ async def test_scopes_and_how_limits_hold_are_set_and_stay_where_a_form_does_not
 
 async def test_keys_of_an_archived_tenant_say_so_and_have_no_buttons(box: Box) -> None:
     bob = box.cast.bob
-    await box.services.tenants.archive(bob.tenant.id)
+    await box.services.tenants.archive(bob.tenant.id, access=WHOLE_BOX)
     alice = await box.alice()
     for path in ("/keys", f"/tenants/{bob.tenant.id}", f"/keys/{bob.key.id}"):
         page = (await alice.get(path)).text
@@ -228,7 +229,7 @@ async def test_keys_of_an_archived_tenant_say_so_and_have_no_buttons(box: Box) -
 
 async def test_a_key_of_a_suspended_tenant_can_be_rotated_and_revoked_before_the_tenant_comes_back(box: Box) -> None:
     bob, alice = box.cast.bob, await box.alice()
-    await box.services.tenants.update(bob.tenant.id, TenantChanges(suspended=True))
+    await box.services.tenants.update(bob.tenant.id, TenantChanges(suspended=True), access=WHOLE_BOX)
     for path in ("/keys", f"/tenants/{bob.tenant.id}", f"/keys/{bob.key.id}"):
         page = (await alice.get(path)).text
         assert ">tenant suspended</span>" in page
@@ -237,7 +238,7 @@ async def test_a_key_of_a_suspended_tenant_can_be_rotated_and_revoked_before_the
 
     await alice.post(f"/keys/{bob.key.id}/revoke")
 
-    await box.services.tenants.update(bob.tenant.id, TenantChanges(suspended=False))
+    await box.services.tenants.update(bob.tenant.id, TenantChanges(suspended=False), access=WHOLE_BOX)
     with pytest.raises(InvalidApiKey):
         await box.services.keys.authenticate(bob.secret, "192.0.2.1")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from appliance.tenancy.access import WHOLE_BOX
 from appliance.tenancy.principals import Limits, TenantChanges
 from tests.support.console_fixtures import Box
 
@@ -9,7 +10,7 @@ from tests.support.console_fixtures import Box
 async def limited(box: Box, **limits: int) -> str:
     """Limit Bob's tenant and return the address of its page."""
     tenant = box.cast.bob.tenant
-    await box.services.tenants.update(tenant.id, TenantChanges(limits=Limits(**limits)))
+    await box.services.tenants.update(tenant.id, TenantChanges(limits=Limits(**limits)), access=WHOLE_BOX)
     return f"/tenants/{tenant.id}/check"
 
 
@@ -38,7 +39,7 @@ async def test_asking_takes_nothing(box: Box) -> None:
 
 async def test_what_shadow_mode_would_refuse_passes_and_is_marked(box: Box) -> None:
     path = await limited(box, tokens_per_minute=10)
-    await box.services.tenants.update(box.cast.bob.tenant.id, TenantChanges(limit_mode="shadow"))
+    await box.services.tenants.update(box.cast.bob.tenant.id, TenantChanges(limit_mode="shadow"), access=WHOLE_BOX)
     page = (await (await box.alice()).fragment(f"{path}?model=demo")).text
     assert "It passes" in page
     assert "would refuse, shadow" in page
@@ -55,6 +56,6 @@ async def test_a_number_that_is_none_and_a_model_that_is_not_there_are_said(box:
 async def test_a_stranger_does_not_learn_of_the_tenant(box: Box) -> None:
     path = await limited(box)
     stranger = await box.services.members.create("mallory@example.com", "mallory's long password", "member")
-    await box.services.memberships.add(box.cast.charlie.tenant.id, stranger.id, "manager")
+    await box.services.memberships.add(box.cast.charlie.tenant.id, stranger.id, "manager", access=WHOLE_BOX)
     mallory = await box.visitor().sign_in("mallory@example.com", "mallory's long password")
     assert (await mallory.get(path)).status_code == 404

@@ -7,6 +7,7 @@ import re
 import pyotp
 import pytest
 
+from appliance.tenancy.access import WHOLE_BOX
 from tests.support.clock import FakeClock
 from tests.support.console_fixtures import Box, Browser
 
@@ -37,7 +38,7 @@ async def test_the_list_says_role_second_factor_state_tenants_and_when_last_seen
     alice = await box.alice()
     await invited(box, alice)
     bob = await box.services.members.create("bob@example.com", OWN_PASSWORD, "member")
-    await box.services.memberships.add(box.cast.bob.tenant.id, bob.id, "manager")
+    await box.services.memberships.add(box.cast.bob.tenant.id, bob.id, "manager", access=WHOLE_BOX)
     factors = box.services.second_factors
     assert await factors.enabled_of([bob.id]) == frozenset()
     await box.vera()

@@ -10,6 +10,7 @@ import pytest
 from appliance.base.ids import new_id
 from appliance.metering.ledger.corrections import Correction
 from appliance.metering.ledger.records import RequestRecord, Usage
+from appliance.tenancy.access import WHOLE_BOX
 from tests.support.cast import Person
 from tests.support.clock import START, FakeClock
 from tests.support.console_fixtures import Box
@@ -203,7 +204,7 @@ async def test_corrections_stand_beside_what_they_correct(box: Box) -> None:
     request_id = await settle(box, box.cast.bob)
     alice = await box.alice()
     assert "Corrections" not in (await alice.get(f"/requests/{request_id}")).text
-    event = await box.services.reports.event(request_id)
+    event = await box.services.reports.event(request_id, access=WHOLE_BOX)
     await box.services.corrections.add(event.id, Correction(note="we were slow", completion_tokens=-50))
 
     page = (await alice.get(f"/requests/{request_id}")).text

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from appliance.tenancy.access import WHOLE_BOX
 from appliance.tenancy.principals import Limits, Tenant
 from tests.support.console_fixtures import Box
 
@@ -11,7 +12,7 @@ TERMS = {"limit_mode": "shadow", "currency": "USD", "alert_percents": "50, 90 %"
 
 
 async def bob_of(box: Box) -> Tenant:
-    return await box.services.tenants.get(box.cast.bob.tenant.id)
+    return await box.services.tenants.get(box.cast.bob.tenant.id, access=WHOLE_BOX)
 
 
 async def test_terms_are_saved_and_stand_on_the_tenants_page(box: Box) -> None:

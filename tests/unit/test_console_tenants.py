@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from appliance.metering.limits.rules import Asked
+from appliance.tenancy.access import WHOLE_BOX
 from appliance.tenancy.principals import Limits
 from tests.support.console_fixtures import Box
 
@@ -12,7 +13,9 @@ NEW = {"name": "Acme", "tier": "standard", "weight": "2"}
 
 
 async def test_the_list_names_every_tenant_and_its_limits(box: Box) -> None:
-    await box.services.tenants.create(name="limited", limits=Limits(tokens_per_minute=60_000, monthly_budget=12_500_000))
+    await box.services.tenants.create(
+        name="limited", limits=Limits(tokens_per_minute=60_000, monthly_budget=12_500_000), access=WHOLE_BOX
+    )
 
     page = (await (await box.alice()).get("/tenants")).text
 
@@ -21,7 +24,7 @@ async def test_the_list_names_every_tenant_and_its_limits(box: Box) -> None:
 
 
 async def test_names_are_escaped(box: Box) -> None:
-    await box.services.tenants.create(name="<script>alert(1)</script>")
+    await box.services.tenants.create(name="<script>alert(1)</script>", access=WHOLE_BOX)
 
     page = (await (await box.alice()).get("/tenants")).text
 
@@ -36,7 +39,7 @@ async def test_a_tenant_is_created_with_its_limits_and_the_next_page_says_so(box
     )
 
     assert answer.status_code == 303
-    created = await box.services.tenants.get(answer.headers["location"].rpartition("/")[2])
+    created = await box.services.tenants.get(answer.headers["location"].rpartition("/")[2], access=WHOLE_BOX)
     assert (created.name, created.weight, created.allowed_models) == ("Acme", 2, ("demo", "other"))
     assert created.limits == Limits(tokens_per_minute=60_000, monthly_budget=12_500_000)
     assert "Tenant created" in (await alice.get(answer.headers["location"])).text
@@ -81,7 +84,7 @@ async def test_a_wrong_field_comes_back_with_a_sentence_beside_it(box: Box, fiel
     assert "<html" in page.text
     assert "<html" not in fragment.text
 
-    assert {tenant.name for tenant in (await box.services.tenants.list(10)).data} == {"bob", "charlie"}
+    assert {tenant.name for tenant in (await box.services.tenants.list(10, access=WHOLE_BOX)).data} == {"bob", "charlie"}
 
 
 async def test_what_was_typed_is_not_lost(box: Box) -> None:
@@ -98,10 +101,12 @@ async def test_limits_are_saved_and_an_empty_field_takes_a_limit_away(box: Box) 
     fields = {"name": "bob", "tier": "interactive", "weight": "3"}
 
     await alice.post(path, **fields, requests_per_minute="600", concurrent_requests="4")
-    assert (await box.services.tenants.get(tenant.id)).limits == Limits(requests_per_minute=600, concurrent_requests=4)
+    assert (await box.services.tenants.get(tenant.id, access=WHOLE_BOX)).limits == Limits(
+        requests_per_minute=600, concurrent_requests=4
+    )
 
     answer = await alice.post(path, **fields, concurrent_requests="4")
-    saved = await box.services.tenants.get(tenant.id)
+    saved = await box.services.tenants.get(tenant.id, access=WHOLE_BOX)
     assert answer.headers["location"] == path
     assert (saved.tier, saved.weight, saved.limits) == ("interactive", 3, Limits(concurrent_requests=4))
 
@@ -144,12 +149,12 @@ async def test_suspending_refuses_the_tenant_s_keys_until_it_is_resumed(box: Box
     alice, tenant = await box.alice(), box.cast.bob.tenant
 
     await alice.post(f"/tenants/{tenant.id}/suspend")
-    assert (await box.services.tenants.get(tenant.id)).suspended
+    assert (await box.services.tenants.get(tenant.id, access=WHOLE_BOX)).suspended
 
     page = (await alice.get(f"/tenants/{tenant.id}")).text
     assert "Resume" in page
     await alice.post(f"/tenants/{tenant.id}/resume")
-    assert not (await box.services.tenants.get(tenant.id)).suspended
+    assert not (await box.services.tenants.get(tenant.id, access=WHOLE_BOX)).suspended
 
 
 async def test_archiving_needs_the_name_to_be_typed(box: Box) -> None:
@@ -159,18 +164,18 @@ async def test_archiving_needs_the_name_to_be_typed(box: Box) -> None:
     refused = await alice.post(path, confirm="Bob")
     assert refused.status_code == 422
     assert "not the name" in refused.text
-    assert not (await box.services.tenants.get(tenant.id)).archived
+    assert not (await box.services.tenants.get(tenant.id, access=WHOLE_BOX)).archived
 
     done = await alice.post(path, confirm="bob")
     assert done.headers["location"] == "/tenants"
-    assert (await box.services.tenants.get(tenant.id)).archived
+    assert (await box.services.tenants.get(tenant.id, access=WHOLE_BOX)).archived
     assert f"/tenants/{tenant.id}" not in (await alice.get("/tenants")).text
     assert f"/tenants/{tenant.id}" in (await alice.get("/tenants?archived=yes")).text
 
 
 async def test_an_archived_tenant_has_no_form_and_takes_no_change(box: Box) -> None:
     alice, tenant = await box.alice(), box.cast.bob.tenant
-    await box.services.tenants.archive(tenant.id)
+    await box.services.tenants.archive(tenant.id, access=WHOLE_BOX)
 
     assert ">Save<" not in (await alice.get(f"/tenants/{tenant.id}")).text
     answer = await alice.post(f"/tenants/{tenant.id}", name="back", tier="standard", weight="1")

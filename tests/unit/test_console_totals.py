@@ -10,6 +10,7 @@ import pytest
 
 from appliance.base.ids import new_id
 from appliance.console.totals import totals_this_month, totals_today
+from appliance.tenancy.access import WHOLE_BOX
 from tests.support.clock import FakeClock
 from tests.support.console_fixtures import Box, open_box
 from tests.support.factories import pending, posted
@@ -52,6 +53,6 @@ async def test_the_day_and_the_month_begin_at_midnight_of_the_billing_zone(late:
 async def test_an_exact_time_stands_in_utc_and_in_the_billing_zone(late: tuple[Box, FakeClock]) -> None:
     box, clock = late
     clock.advance(HALF_A_DAY_S)
-    key, _ = await box.services.keys.create(box.cast.bob.tenant.id, name="new year")
+    key, _ = await box.services.keys.create(box.cast.bob.tenant.id, name="new year", access=WHOLE_BOX)
     page = (await (await box.alice()).get(f"/keys/{key.id}")).text.replace("\N{NO-BREAK SPACE}", " ")
     assert "2026-12-31 23:30:00 UTC (2027-01-01 00:30:00 Europe/Zurich)" in page

@@ -13,6 +13,7 @@ from appliance.base.ids import new_id
 from appliance.console.charts import columns
 from appliance.console.usage import GROUPS, MEASURES, PERIODS, bounds
 from appliance.metering.calendar import BillingCalendar
+from appliance.tenancy.access import WHOLE_BOX
 from appliance.tenancy.principals import TenantChanges
 from tests.support.cast import Person
 from tests.support.clock import START
@@ -80,7 +81,7 @@ async def test_wrong_choices_are_as_if_they_were_not_there(box: Box) -> None:
 async def test_the_file_has_the_exact_numbers_and_no_formula(box: Box) -> None:
     await priced(box)
     await use(box, box.cast.bob)
-    await box.services.tenants.update(box.cast.bob.tenant.id, TenantChanges(name="=HYPERLINK(1)"))
+    await box.services.tenants.update(box.cast.bob.tenant.id, TenantChanges(name="=HYPERLINK(1)"), access=WHOLE_BOX)
     answer = await (await box.alice()).get("/usage.csv?group=tenant&period=today")
     rows = list(csv.DictReader(io.StringIO(answer.text)))
     assert answer.headers["content-type"].startswith("text/csv")
@@ -93,7 +94,7 @@ async def test_the_file_has_the_exact_numbers_and_no_formula(box: Box) -> None:
 async def test_keys_are_shown_by_name_with_their_prefix_and_tenant(box: Box) -> None:
     await use(box, box.cast.bob)
     bob, alice = box.cast.bob, await box.alice()
-    await box.services.keys.revoke(bob.key.id)
+    await box.services.keys.revoke(bob.key.id, access=WHOLE_BOX)
     part = html.unescape((await alice.fragment("/usage?group=key")).text)
     assert f'href="/keys/{bob.key.id}" title="{bob.key.name}">{bob.key.name}</a>' in part
     assert f"{bob.key.prefix}… of {bob.tenant.name}" in part

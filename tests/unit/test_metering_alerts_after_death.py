@@ -20,6 +20,7 @@ from appliance.metering.ledger.recovery import begin_epoch, recover
 from appliance.metering.ledger.writer import Ledger
 from appliance.metering.prices import Price, PriceBook
 from appliance.serving.alerting.watch import AlertWatch
+from appliance.tenancy.access import WHOLE_BOX
 from appliance.tenancy.principals import TenantChanges
 from appliance.tenancy.tenants import Tenants
 from tests.support.alerts import TARGET, AlertBox, alert_box
@@ -36,8 +37,10 @@ MONTH_S = 31 * 86400.0
 async def alerts(database: Database, clock: FakeClock, cast: Cast) -> AlertBox:
     """Bob may spend 100 EUR a month, and a webhook hears of 80 and 100 percent of it."""
     box = alert_box(database, clock)
-    await box.webhooks.create(kind="webhook", target=TARGET, tenant_id=cast.bob.tenant.id)
-    await Tenants(database, clock).update(cast.bob.tenant.id, TenantChanges(limits={"monthly_budget": 100_000_000}))
+    await box.webhooks.create(kind="webhook", target=TARGET, tenant_id=cast.bob.tenant.id, access=WHOLE_BOX)
+    await Tenants(database, clock).update(
+        cast.bob.tenant.id, TenantChanges(limits={"monthly_budget": 100_000_000}), access=WHOLE_BOX
+    )
     return box
 
 

@@ -16,6 +16,7 @@ from appliance.metering.calendar import BillingCalendar
 from appliance.metering.ledger import rollups
 from appliance.metering.ledger.writer import Ledger
 from appliance.metering.prices import Price, PriceBook
+from appliance.tenancy.access import WHOLE_BOX
 from appliance.tenancy.principals import Limits, TenantChanges
 from appliance.tenancy.tenants import Tenants
 from tests.support.alerts import TARGET, AlertBox, alert_box, settled_event
@@ -60,7 +61,7 @@ def told_by(message: Delivery) -> tuple[str, int]:
 
 async def budget(database: Database, clock: FakeClock, person: Person, units: int | None, **changes: Any) -> None:
     limits = {"monthly_budget": None if units is None else units * UNIT}
-    await Tenants(database, clock).update(person.tenant.id, TenantChanges(limits=limits, **changes))
+    await Tenants(database, clock).update(person.tenant.id, TenantChanges(limits=limits, **changes), access=WHOLE_BOX)
 
 
 async def make_price(database: Database, clock: FakeClock) -> Price:
@@ -72,7 +73,7 @@ async def make_price(database: Database, clock: FakeClock) -> Price:
 async def spender(database: Database, clock: FakeClock, cast: Cast) -> AsyncIterator[Spender]:
     """A running ledger, and one webhook of the box that hears everything."""
     alerts = alert_box(database, clock)
-    await alerts.webhooks.create(kind="webhook", target=TARGET)
+    await alerts.webhooks.create(kind="webhook", target=TARGET, access=WHOLE_BOX)
     budgets = BudgetAlerts(database, clock, BillingCalendar())
     ledger = Ledger(database, clock, cast.epoch_id, on_settled=budgets.settled)
     await ledger.start()
@@ -148,7 +149,7 @@ async def test_another_budget_is_told_of_anew_and_the_old_one_not_again(
 
 async def test_each_month_of_the_billing_zone_has_its_own_alerts(database: Database, clock: FakeClock, cast: Cast) -> None:
     alerts = alert_box(database, clock)
-    await alerts.webhooks.create(kind="webhook", target=TARGET)
+    await alerts.webhooks.create(kind="webhook", target=TARGET, access=WHOLE_BOX)
     calendar = BillingCalendar("Pacific/Auckland")
     budgets = BudgetAlerts(database, clock, calendar)
     ledger = Ledger(database, clock, cast.epoch_id, calendar=calendar, on_settled=budgets.settled)
@@ -164,7 +165,9 @@ async def test_each_month_of_the_billing_zone_has_its_own_alerts(database: Datab
 async def test_the_tokens_of_the_day_are_watched_too(
     database: Database, clock: FakeClock, cast: Cast, spender: Spender
 ) -> None:
-    await Tenants(database, clock).update(cast.bob.tenant.id, TenantChanges(limits=Limits(tokens_per_day=100)))
+    await Tenants(database, clock).update(
+        cast.bob.tenant.id, TenantChanges(limits=Limits(tokens_per_day=100)), access=WHOLE_BOX
+    )
     for units in (79, 1, 19, 1):
         await spender.spend(cast.bob, units)
     clock.advance(86400)
@@ -206,7 +209,9 @@ async def test_a_webhook_that_is_new_hears_how_it_stands(
     await budget(database, clock, cast.bob, 10)
     await spender.spend(cast.bob, 9)
     await spender.budgets.sweep()
-    late, _ = await spender.alerts.webhooks.create(kind="email", target="ops@example.com", tenant_id=cast.bob.tenant.id)
+    late, _ = await spender.alerts.webhooks.create(
+        kind="email", target="ops@example.com", tenant_id=cast.bob.tenant.id, access=WHOLE_BOX
+    )
     await spender.budgets.sweep()
     told = [message.webhook_id for message in await spender.alerts.messages()]
     assert told.count(late.id) == 1
@@ -218,7 +223,7 @@ async def test_an_alert_is_rolled_back_with_its_settlement_and_told_with_the_sec
 ) -> None:
     failing = FailingDatabase.around(database)
     alerts = alert_box(database, clock)
-    await alerts.webhooks.create(kind="webhook", target=TARGET)
+    await alerts.webhooks.create(kind="webhook", target=TARGET, access=WHOLE_BOX)
     budgets = BudgetAlerts(failing, clock, BillingCalendar())
     ledger = Ledger(failing, clock, cast.epoch_id, on_settled=budgets.settled)
     await ledger.start()

@@ -36,6 +36,7 @@ from appliance.metering.invoicing.seller import Seller
 from appliance.metering.invoicing.sums import Cover, read_event_sums
 from appliance.metering.invoicing.wording import ABORT_POLICY
 from appliance.metering.prices import Price
+from appliance.tenancy.access import WHOLE_BOX
 from tests.support.alerts import TARGET, alert_box
 from tests.support.billing import Tokens, add_price, post_event
 from tests.support.cast import Cast, Person, make_person
@@ -60,10 +61,10 @@ class Books:
         )  # fmt: skip
 
     async def draft(self, month: str, person: Person | None = None) -> Invoice:
-        return await self.invoices.draft((person or self.bob).tenant.id, month)
+        return await self.invoices.draft((person or self.bob).tenant.id, month, access=WHOLE_BOX)
 
     async def close(self, month: str, person: Person | None = None) -> Invoice:
-        return await self.invoices.close((await self.draft(month, person)).head.id)
+        return await self.invoices.close((await self.draft(month, person)).head.id, access=WHOLE_BOX)
 
 
 @pytest.fixture
@@ -103,7 +104,7 @@ async def test_a_draft_is_computed_anew_each_time_it_is_asked_for(books: Books) 
     await books.post(NOVEMBER)
     first = await books.draft("2026-11")
     cost = await books.post(NOVEMBER)
-    second = await books.invoices.get(first.head.id)
+    second = await books.invoices.get(first.head.id, access=WHOLE_BOX)
 
     assert (await books.draft("2026-11")).head.id == first.head.id
     assert usage_picos(second.lines) == usage_picos(first.lines) + cost
@@ -119,7 +120,7 @@ async def test_closing_numbers_without_gaps_and_freezes_what_was_said(books: Boo
     other = await books.close("2026-10", books.cast.charlie)
     await records.put(SELLER, Seller(name="Another AG").to_record())
     await books.post(OCTOBER)
-    read = await books.invoices.get(first.head.id)
+    read = await books.invoices.get(first.head.id, access=WHOLE_BOX)
 
     assert (first.head.number, other.head.number) == ("2026-0001", "2026-0002")
     assert read == first
@@ -142,7 +143,7 @@ async def test_what_is_posted_while_a_month_is_being_closed_is_on_it_or_on_the_n
 
     sum_ahead = service._sum_ahead
     monkeypatch.setattr(service, "_sum_ahead", posted_meanwhile)
-    closed = await books.invoices.close(drafted.head.id)
+    closed = await books.invoices.close(drafted.head.id, access=WHOLE_BOX)
     monkeypatch.undo()
 
     assert closed.head.through_posting == 2
@@ -152,11 +153,11 @@ async def test_what_is_posted_while_a_month_is_being_closed_is_on_it_or_on_the_n
 
 async def test_who_listens_hears_once_that_an_invoice_was_closed(books: Books) -> None:
     alerts = alert_box(books.database, books.clock)
-    await alerts.webhooks.create(kind="webhook", target=TARGET, tenant_id=books.bob.tenant.id)
+    await alerts.webhooks.create(kind="webhook", target=TARGET, tenant_id=books.bob.tenant.id, access=WHOLE_BOX)
     await books.post(OCTOBER)
     closed = await books.close("2026-10")
     with pytest.raises(InvoiceClosed):
-        await books.invoices.close(closed.head.id)
+        await books.invoices.close(closed.head.id, access=WHOLE_BOX)
     (message,) = await alerts.messages()
     assert message.event == "invoice.closed"
     assert message.payload["data"] == {
@@ -182,12 +183,12 @@ async def test_a_month_that_is_closed_beside_an_earlier_one_counts_nothing_twice
     async def closed_meanwhile(connection: AsyncConnection, head: InvoiceHead) -> Any:
         ahead = await sum_ahead(connection, head)
         monkeypatch.undo()
-        await books.invoices.close(october.head.id)
+        await books.invoices.close(october.head.id, access=WHOLE_BOX)
         return ahead
 
     sum_ahead = service._sum_ahead
     monkeypatch.setattr(service, "_sum_ahead", closed_meanwhile)
-    closed = await books.invoices.close(november.head.id)
+    closed = await books.invoices.close(november.head.id, access=WHOLE_BOX)
     assert told(closed) == [("demo", "prompt", "2026-11", 3, 3)]
 
 
@@ -213,7 +214,7 @@ async def test_late_events_and_corrections_are_adjustments_of_the_next_invoice(b
 
     nexts = await books.close("2026-11")
 
-    assert await books.invoices.get(closed.head.id) == closed
+    assert await books.invoices.get(closed.head.id, access=WHOLE_BOX) == closed
     assert told(nexts)[2:] == [("demo", "adjustment", "2026-09", -1, -1), ("demo", "adjustment", "2026-10", 5, 9)]
     assert nexts.lines[-1].exact_picos == late
     assert nexts.lines[-2].exact_picos == taken_back
@@ -235,7 +236,7 @@ async def test_a_closed_invoice_cannot_be_closed_again_or_drafted_again(books: B
     closed = await books.close("2026-10")
 
     with pytest.raises(InvoiceClosed, match="2026-0001") as again:
-        await books.invoices.close(closed.head.id)
+        await books.invoices.close(closed.head.id, access=WHOLE_BOX)
     with pytest.raises(InvoiceClosed):
         await books.draft("2026-10")
     assert (again.value.status, again.value.code) == (409, "invoice_closed")
@@ -257,12 +258,12 @@ async def test_a_month_that_is_not_over_can_be_drafted_and_not_closed(books: Boo
 
 async def test_the_end_of_the_month_is_that_of_the_billing_time_zone(books: Books) -> None:
     zurich = Invoices(books.database, books.clock, BillingCalendar("Europe/Zurich"))
-    drafted = await zurich.draft(books.bob.tenant.id, "2026-11")
+    drafted = await zurich.draft(books.bob.tenant.id, "2026-11", access=WHOLE_BOX)
     books.clock.jump_wall((datetime(2026, 11, 30, 22, 59, 59, tzinfo=UTC) - books.clock.now()).total_seconds())
     with pytest.raises(MonthNotOver):
-        await zurich.close(drafted.head.id)
+        await zurich.close(drafted.head.id, access=WHOLE_BOX)
     books.clock.jump_wall(1)
-    closed = await zurich.close(drafted.head.id)
+    closed = await zurich.close(drafted.head.id, access=WHOLE_BOX)
     assert closed.issued_on == date(2026, 12, 1)
 
 
@@ -281,9 +282,9 @@ async def test_a_month_without_usage_may_be_skipped_or_closed_over_nothing(books
     await books.post(OCTOBER)
     passed, others = await books.draft("2026-09"), await books.draft("2026-09", books.cast.charlie)
     await books.close("2026-10")
-    assert (await books.invoices.get(others.head.id)) == others
+    assert (await books.invoices.get(others.head.id, access=WHOLE_BOX)) == others
     with pytest.raises(NotFound):
-        await books.invoices.get(passed.head.id)
+        await books.invoices.get(passed.head.id, access=WHOLE_BOX)
 
     empty = await books.close("2026-10", books.cast.charlie)
     assert (empty.lines, empty.totals.due_micros, empty.head.number) == ((), 0, "2026-0002")
@@ -302,7 +303,7 @@ async def test_tenants_closed_at_once_get_their_numbers_one_after_the_other(book
     for person in people:
         await books.post(OCTOBER, person=person)
     ids = [(await books.draft("2026-10", person)).head.id for person in people]
-    ends = await asyncio.gather(*(books.invoices.close(id_) for id_ in [*ids, *ids]), return_exceptions=True)
+    ends = await asyncio.gather(*(books.invoices.close(id_, access=WHOLE_BOX) for id_ in [*ids, *ids]), return_exceptions=True)
     closed = [end for end in ends if isinstance(end, Invoice)]
 
     assert sorted(invoice.head.number or "" for invoice in closed) == [f"2026-{count:04d}" for count in range(1, 7)]
@@ -321,7 +322,7 @@ async def test_what_settles_beside_a_closing_is_on_one_side_of_it(books: Books) 
     async with asyncio.TaskGroup() as beside:
         for _ in range(3):
             beside.create_task(settle())
-        closed = await books.invoices.close(ready)
+        closed = await books.invoices.close(ready, access=WHOLE_BOX)
     assert usage_picos(closed.lines) + usage_picos((await books.draft("2026-11")).lines) == sum(costs)
     assert len(costs) == 33
 
@@ -339,8 +340,8 @@ async def test_what_is_late_goes_to_the_earliest_month_that_is_open(books: Books
 
 
 async def test_the_free_allowance_takes_no_more_than_what_was_used(books: Books) -> None:
-    await books.allowances.set(books.bob.tenant.id, "2026-01", 15)
-    await books.allowances.set(books.bob.tenant.id, "2026-10", 100)
+    await books.allowances.set(books.bob.tenant.id, "2026-01", 15, access=WHOLE_BOX)
+    await books.allowances.set(books.bob.tenant.id, "2026-10", 100, access=WHOLE_BOX)
     await books.post(SEPTEMBER, Tokens(prompt=40, completion=0))
     await books.post(OCTOBER, Tokens(prompt=40, completion=0))
 
@@ -355,7 +356,7 @@ async def test_the_free_allowance_takes_no_more_than_what_was_used(books: Books)
 
 async def test_what_is_left_of_an_allowance_covers_what_comes_late(books: Books) -> None:
     books.clock.jump_wall(10 * 86400)
-    await books.allowances.set(books.bob.tenant.id, "2026-10", 50)
+    await books.allowances.set(books.bob.tenant.id, "2026-10", 50, access=WHOLE_BOX)
     await books.post(OCTOBER, Tokens(prompt=40, completion=0))
     await books.close("2026-10")
     await books.post(OCTOBER, Tokens(prompt=30, completion=0))
@@ -365,7 +366,7 @@ async def test_what_is_left_of_an_allowance_covers_what_comes_late(books: Books)
 
 async def test_a_correction_of_what_was_free_gives_no_money(books: Books) -> None:
     books.clock.jump_wall(10 * 86400)
-    await books.allowances.set(books.bob.tenant.id, "2026-10", 50)
+    await books.allowances.set(books.bob.tenant.id, "2026-10", 50, access=WHOLE_BOX)
     await books.post(OCTOBER, Tokens(prompt=40, completion=0))
     await books.close("2026-10")
     await books.post(OCTOBER, Tokens(prompt=-30, completion=0), is_correction=True)
@@ -380,12 +381,14 @@ async def test_an_allowance_cannot_begin_in_a_closed_month_and_the_later_word_co
     await books.post(OCTOBER)
     await books.close("2026-10")
     with pytest.raises(InvoiceClosed, match="2026-10 is closed"):
-        await books.allowances.set(tenant_id, "2026-10", 1)
-    await books.allowances.set(tenant_id, "2026-11", 1)
-    await books.allowances.set(tenant_id, "2026-11", 2)
-    assert [(row.first_month, row.monthly_micros) for row in await books.allowances.list(tenant_id)] == [("2026-11", 2)]
+        await books.allowances.set(tenant_id, "2026-10", 1, access=WHOLE_BOX)
+    await books.allowances.set(tenant_id, "2026-11", 1, access=WHOLE_BOX)
+    await books.allowances.set(tenant_id, "2026-11", 2, access=WHOLE_BOX)
+    assert [(row.first_month, row.monthly_micros) for row in await books.allowances.list(tenant_id, access=WHOLE_BOX)] == [
+        ("2026-11", 2)
+    ]
     with pytest.raises(InvalidValue, match="monthly_micros"):
-        await books.allowances.set(tenant_id, "2026-12", -1)
+        await books.allowances.set(tenant_id, "2026-12", -1, access=WHOLE_BOX)
 
 
 async def test_costs_in_two_currencies_have_no_invoice(books: Books) -> None:
@@ -404,7 +407,7 @@ async def test_lines_keep_costs_that_pass_64_bits(books: Books) -> None:
 
     closed = await books.close("2026-10")
     assert closed.lines[0].exact_picos == 27 * 10**18 > 2**63
-    assert (await books.invoices.get(closed.head.id)) == closed
+    assert (await books.invoices.get(closed.head.id, access=WHOLE_BOX)) == closed
     async with books.database.reading() as connection:
         assert (await connection.execute(select(invoice_lines.c.exact_picos))).scalar_one() == str(27 * 10**18)
 
@@ -420,16 +423,16 @@ async def test_lists_show_closed_and_open_the_newest_first(books: Books) -> None
     drafted = await books.draft("2026-11")
     await books.draft("2026-11", books.cast.charlie)
 
-    page = await books.invoices.list_of(books.bob.tenant.id, 1)
-    rest = await books.invoices.list_of(books.bob.tenant.id, 1, page.next_cursor)
+    page = await books.invoices.list_of(books.bob.tenant.id, 1, access=WHOLE_BOX)
+    rest = await books.invoices.list_of(books.bob.tenant.id, 1, page.next_cursor, access=WHOLE_BOX)
     assert [*page.data, *rest.data] == [drafted, closed]
-    assert len((await books.invoices.list(month="2026-11")).data) == 2
-    assert [head.id for head in (await books.invoices.list(state="closed")).data] == [closed.head.id]
+    assert len((await books.invoices.list(month="2026-11", access=WHOLE_BOX)).data) == 2
+    assert [head.id for head in (await books.invoices.list(state="closed", access=WHOLE_BOX)).data] == [closed.head.id]
 
 
 async def test_closing_and_allowances_and_the_seller_are_in_the_audit_log(books: Books) -> None:
     with acting(Actor(kind="member", name="alice@example.com")):
-        await books.allowances.set(books.bob.tenant.id, "2026-10", 5)
+        await books.allowances.set(books.bob.tenant.id, "2026-10", 5, access=WHOLE_BOX)
         await BoxRecords(books.database, books.clock).put(SELLER, Seller(name="Box AG").to_record())
         await books.post(OCTOBER)
         await books.close("2026-10")

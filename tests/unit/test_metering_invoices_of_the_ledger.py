@@ -12,6 +12,7 @@ from appliance.metering.invoicing.lines import usage_picos
 from appliance.metering.ledger.corrections import Correction, Corrections
 from appliance.metering.ledger.records import Checkpoint, Settlement, Usage
 from appliance.metering.ledger.recovery import begin_epoch, recover
+from appliance.tenancy.access import WHOLE_BOX
 from tests.support.billing import add_price
 from tests.support.cast import Cast
 from tests.support.clock import FakeClock
@@ -36,7 +37,7 @@ async def test_what_the_ledger_settled_is_billed_and_what_is_void_or_pending_is_
             settlement = Settlement(request_id=entry.request_id, status="posted", finish_reason="stop", usage=usage)
             await ledger.settle(settlement)
         await ledger.settle(voided(refused.request_id))
-        drafted = await invoices.draft(cast.bob.tenant.id, "2026-10")
+        drafted = await invoices.draft(cast.bob.tenant.id, "2026-10", access=WHOLE_BOX)
 
         assert {line.requests for line in drafted.lines if line.kind != "rejected_draft"} == {1}
         lines = [(line.kind, line.unit_price, line.tokens) for line in drafted.lines]
@@ -51,11 +52,11 @@ async def test_what_the_ledger_settled_is_billed_and_what_is_void_or_pending_is_
         ]
         events = await all_events(database)
         assert usage_picos(drafted.lines) == sum(event.cost_picos for event in events)
-        closed = await invoices.close(drafted.head.id)
+        closed = await invoices.close(drafted.head.id, access=WHOLE_BOX)
         assert closed.head.through_posting == 3
         await ledger.settle(posted(open_.request_id, prompt=10, completion=5))
 
-    (late,) = (await invoices.draft(cast.bob.tenant.id, "2026-11")).lines
+    (late,) = (await invoices.draft(cast.bob.tenant.id, "2026-11", access=WHOLE_BOX)).lines
     assert (late.kind, late.month, late.tokens, late.exact_picos) == ("adjustment", "2026-10", 15, 25 * 10**6)
 
 
@@ -71,7 +72,9 @@ async def test_what_a_crash_left_open_and_what_is_corrected_is_on_the_next_invoi
         await ledger.settle(posted(entry.request_id, prompt=10, completion=0))
         ledger.checkpoint([Checkpoint(request_id=lost.request_id, prompt_tokens=10, cached_tokens=0, completion_tokens=2)])
         await ledger.settle(posted(entry.request_id, prompt=10, completion=0))  # with it the checkpoint is written
-    closed = await invoices.close((await invoices.draft(cast.bob.tenant.id, "2026-10")).head.id)
+    closed = await invoices.close(
+        (await invoices.draft(cast.bob.tenant.id, "2026-10", access=WHOLE_BOX)).head.id, access=WHOLE_BOX
+    )
     await recover(database, clock, await begin_epoch(database, clock, "after the crash"))
     billed = (await all_events(database))[0]
     corrections = Corrections(database, clock)
@@ -79,9 +82,11 @@ async def test_what_a_crash_left_open_and_what_is_corrected_is_on_the_next_invoi
     await corrections.add(billed.id, Correction(note="our apologies", cost_picos=-5))
     clock.jump_wall(timedelta(days=30).total_seconds())
 
-    nexts = await invoices.close((await invoices.draft(cast.bob.tenant.id, "2026-11")).head.id)
+    nexts = await invoices.close(
+        (await invoices.draft(cast.bob.tenant.id, "2026-11", access=WHOLE_BOX)).head.id, access=WHOLE_BOX
+    )
     costs = [event.cost_picos for event in await all_events(database)]
     assert sum(costs) == usage_picos(closed.lines) + usage_picos(nexts.lines)
     (line,) = nexts.lines
     assert (line.month, line.requests, line.exact_picos) == ("2026-10", 1, 16 * 10**6 - 4 * 10**6 - 5)
-    assert dataclasses.asdict(await invoices.get(closed.head.id)) == dataclasses.asdict(closed)
+    assert dataclasses.asdict(await invoices.get(closed.head.id, access=WHOLE_BOX)) == dataclasses.asdict(closed)

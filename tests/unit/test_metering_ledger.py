@@ -15,6 +15,7 @@ from appliance.metering.ledger import rows as ledger_rows
 from appliance.metering.ledger.writer import RETRY_S_MIN, Checkpoint, Ledger, LedgerBroken, RequestRecord, Settlement, Usage
 from appliance.metering.prices import Price, PriceBook
 from appliance.metering.usage import LedgerFilter, UsageReports
+from appliance.tenancy.access import WHOLE_BOX
 from tests.support.cast import Cast
 from tests.support.clock import FakeClock
 from tests.support.factories import pending, posted, voided
@@ -64,7 +65,7 @@ async def test_the_row_of_the_request_is_finished_in_the_same_transaction(
     async with running_ledger(database, clock, cast.epoch_id) as ledger:
         await ledger.open(entry)
         await ledger.settle(settlement)
-    row = await UsageReports(database).request(entry.request_id)
+    row = await UsageReports(database).request(entry.request_id, access=WHOLE_BOX)
     assert (row.queue_s, row.ttft_s, row.decode_s, row.kv_blocks, row.completion_tokens) == (0.5, 1.25, 2.0, 3, 5)
     assert row.tokens_per_second == 2.0
     assert row.error == ("ab" * 400)[:500]
@@ -133,7 +134,7 @@ async def test_an_entry_that_somebody_else_settles_meanwhile_is_not_settled_twic
             await ledger.settle(posted(entry.request_id))
         assert ledger.unrecorded_usage_tokens == 15
     assert [event.status for event in await all_events(database)] == ["pending"]
-    assert (await UsageReports(database).request(entry.request_id)).finished_at is None
+    assert (await UsageReports(database).request(entry.request_id, access=WHOLE_BOX)).finished_at is None
 
 
 async def test_settling_what_was_never_opened_is_refused_loudly(database: Database, clock: FakeClock, cast: Cast) -> None:
@@ -403,18 +404,18 @@ async def test_the_ledger_pages_in_order_and_shows_each_tenant_its_own(
     seen: list[str] = []
     cursor = None
     while True:
-        page = await reports.ledger_page(3, cursor)
+        page = await reports.ledger_page(3, cursor, access=WHOLE_BOX)
         seen += [event.request_id for event in page.data]
         cursor = page.next_cursor
         assert page.has_more == (cursor is not None)
         if cursor is None:
             break
     assert seen == [entry.request_id for entry in entries]
-    newest = await reports.ledger_page(4, None, newest_first=True)
+    newest = await reports.ledger_page(4, None, newest_first=True, access=WHOLE_BOX)
     assert [event.request_id for event in newest.data] == [entry.request_id for entry in reversed(entries)][:4]
-    bobs = await reports.ledger_page(50, None, LedgerFilter(tenant_id=cast.bob.tenant.id))
+    bobs = await reports.ledger_page(50, None, LedgerFilter(tenant_id=cast.bob.tenant.id), access=WHOLE_BOX)
     assert [event.request_id for event in bobs.data] == [e.request_id for n, e in enumerate(entries) if n % 3]
     with pytest.raises(NotFound):
-        await reports.event(entries[0].request_id, cast.bob.tenant.id)
+        await reports.event(entries[0].request_id, cast.bob.tenant.id, access=WHOLE_BOX)
     with pytest.raises(NotFound):
-        await reports.request(entries[0].request_id, cast.bob.tenant.id)
+        await reports.request(entries[0].request_id, cast.bob.tenant.id, access=WHOLE_BOX)

@@ -12,6 +12,7 @@ from appliance.base.errors import InvalidValue, NotFound, RateLimitExceeded
 from appliance.metering.alerts import outbox as outbox_module
 from appliance.metering.alerts.outbox import ATTEMPTS_MAX, LEASE_S, TESTS_PER_HOUR_MAX, retry_s
 from appliance.metering.alerts.webhooks import WebhookChanges
+from appliance.tenancy.access import WHOLE_BOX
 from tests.support.alerts import TARGET, AlertBox, alert_box
 from tests.support.cast import Cast
 from tests.support.clock import FakeClock
@@ -24,7 +25,9 @@ def alerts(database: Database, clock: FakeClock) -> AlertBox:
 
 
 async def add_webhook(alerts: AlertBox, tenant_id: str | None = None, events: list[str] | None = None) -> str:
-    webhook, _secret = await alerts.webhooks.create(kind="webhook", target=TARGET, tenant_id=tenant_id, events=events)
+    webhook, _secret = await alerts.webhooks.create(
+        kind="webhook", target=TARGET, tenant_id=tenant_id, events=events, access=WHOLE_BOX
+    )
     return webhook.id
 
 
@@ -52,8 +55,8 @@ async def test_an_event_of_the_box_is_told_to_its_own_webhooks_alone(alerts: Ale
 async def test_only_who_listens_to_an_event_hears_it(alerts: AlertBox) -> None:
     await add_webhook(alerts, events=["invoice.closed"])
     disabled, removed = await add_webhook(alerts), await add_webhook(alerts)
-    await alerts.webhooks.update(disabled, WebhookChanges(disabled=True))
-    await alerts.webhooks.remove(removed)
+    await alerts.webhooks.update(disabled, WebhookChanges(disabled=True), access=WHOLE_BOX)
+    await alerts.webhooks.remove(removed, access=WHOLE_BOX)
     assert await alerts.tell() == 0
 
 
@@ -129,7 +132,7 @@ async def test_a_message_that_was_retried_meanwhile_is_not_put_off(alerts: Alert
     await alerts.tell()
     (claimed,) = await alerts.outbox.claim(10)
     clock.advance(1)
-    await alerts.outbox.retry(webhook_id, claimed.id)
+    await alerts.outbox.retry(webhook_id, claimed.id, access=WHOLE_BOX)
     await alerts.outbox.failed(claimed, "no answer", 3600.0)
     (again,) = await alerts.outbox.claim(10)
     assert (again.id, again.attempts) == (claimed.id, 1)
@@ -140,8 +143,8 @@ async def test_a_delivered_message_can_be_sent_again_under_its_id(alerts: AlertB
     await alerts.tell()
     (claimed,) = await alerts.outbox.claim(10)
     await alerts.outbox.delivered(claimed)
-    assert (await alerts.outbox.get(webhook_id, claimed.id)).state == "delivered"
-    assert (await alerts.outbox.retry(webhook_id, claimed.id)).state == "pending"
+    assert (await alerts.outbox.get(webhook_id, claimed.id, access=WHOLE_BOX)).state == "delivered"
+    assert (await alerts.outbox.retry(webhook_id, claimed.id, access=WHOLE_BOX)).state == "pending"
     (again,) = await alerts.outbox.claim(10)
     assert again.id == claimed.id
 
@@ -149,15 +152,15 @@ async def test_a_delivered_message_can_be_sent_again_under_its_id(alerts: AlertB
 async def test_what_is_pending_waits_for_a_disabled_webhook_and_dies_with_a_removed_one(alerts: AlertBox) -> None:
     webhook_id = await add_webhook(alerts)
     await alerts.tell()
-    await alerts.webhooks.update(webhook_id, WebhookChanges(disabled=True))
+    await alerts.webhooks.update(webhook_id, WebhookChanges(disabled=True), access=WHOLE_BOX)
     assert await alerts.outbox.claim(10) == []
     assert await alerts.outbox.next_due_s() is None
     (waiting,) = await alerts.messages()
     with pytest.raises(InvalidValue, match="disabled"):
-        await alerts.outbox.retry(webhook_id, waiting.id)
-    await alerts.webhooks.update(webhook_id, WebhookChanges(disabled=False))
+        await alerts.outbox.retry(webhook_id, waiting.id, access=WHOLE_BOX)
+    await alerts.webhooks.update(webhook_id, WebhookChanges(disabled=False), access=WHOLE_BOX)
     assert await alerts.outbox.next_due_s() == 0
-    await alerts.webhooks.remove(webhook_id)
+    await alerts.webhooks.remove(webhook_id, access=WHOLE_BOX)
     (message,) = await alerts.messages()
     assert (message.state, message.last_error) == ("failed", "the webhook was removed")
 
@@ -166,29 +169,29 @@ async def test_a_test_is_for_its_webhook_alone_and_there_are_so_many_an_hour(ale
     webhook_id = await add_webhook(alerts, events=["invoice.closed"])
     await add_webhook(alerts)
     for _ in range(TESTS_PER_HOUR_MAX):
-        delivery = await alerts.outbox.test(webhook_id)
+        delivery = await alerts.outbox.test(webhook_id, access=WHOLE_BOX)
         clock.advance(60)
     assert (delivery.event, delivery.webhook_id) == ("webhook.test", webhook_id)
     with pytest.raises(RateLimitExceeded) as refused:
-        await alerts.outbox.test(webhook_id)
+        await alerts.outbox.test(webhook_id, access=WHOLE_BOX)
     assert refused.value.retry_after_s is not None
     clock.advance(refused.value.retry_after_s - 0.001)
     with pytest.raises(RateLimitExceeded):
-        await alerts.outbox.test(webhook_id)
+        await alerts.outbox.test(webhook_id, access=WHOLE_BOX)
     clock.advance(0.001)
-    await alerts.outbox.test(webhook_id)
+    await alerts.outbox.test(webhook_id, access=WHOLE_BOX)
     assert len(await alerts.messages()) == TESTS_PER_HOUR_MAX + 1
 
 
 async def test_what_is_not_there_is_not_found(alerts: AlertBox) -> None:
     first, second = await add_webhook(alerts), await add_webhook(alerts)
-    delivery = await alerts.outbox.test(first)
+    delivery = await alerts.outbox.test(first, access=WHOLE_BOX)
     with pytest.raises(NotFound):
-        await alerts.outbox.get(second, delivery.id)
+        await alerts.outbox.get(second, delivery.id, access=WHOLE_BOX)
     with pytest.raises(NotFound):
-        await alerts.outbox.retry(second, delivery.id)
+        await alerts.outbox.retry(second, delivery.id, access=WHOLE_BOX)
     with pytest.raises(NotFound):
-        await alerts.outbox.test("wh_unknown")
+        await alerts.outbox.test("wh_unknown", access=WHOLE_BOX)
 
 
 async def test_messages_are_listed_the_newest_first_and_by_state(alerts: AlertBox) -> None:
@@ -200,12 +203,12 @@ async def test_messages_are_listed_the_newest_first_and_by_state(alerts: AlertBo
     await alerts.outbox.delivered(claimed)
     (claimed,) = await alerts.outbox.claim(1)
     await alerts.outbox.failed(claimed, "no", None)
-    page = await alerts.outbox.list(webhook_id, 2)
+    page = await alerts.outbox.list(webhook_id, 2, access=WHOLE_BOX)
     assert [delivery.id for delivery in page.data] == [third, second]
-    rest = await alerts.outbox.list(webhook_id, 2, page.next_cursor)
+    rest = await alerts.outbox.list(webhook_id, 2, page.next_cursor, access=WHOLE_BOX)
     assert [delivery.id for delivery in rest.data] == [first]
     for state, message_id in (("delivered", first), ("failed", second), ("pending", third)):
-        found = await alerts.outbox.list(webhook_id, state=state)
+        found = await alerts.outbox.list(webhook_id, state=state, access=WHOLE_BOX)
         assert [delivery.id for delivery in found.data] == [message_id]
 
 

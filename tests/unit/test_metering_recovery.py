@@ -20,6 +20,7 @@ from appliance.metering.limits.rules import Asked
 from appliance.metering.limits.sums import LedgerSums
 from appliance.metering.prices import PriceBook
 from appliance.metering.usage import UsageReports
+from appliance.tenancy.access import WHOLE_BOX
 from appliance.tenancy.principals import Limits, Principal
 from tests.support.cast import Cast, make_cast
 from tests.support.clock import FakeClock
@@ -49,7 +50,7 @@ async def test_a_request_of_a_dead_process_is_recovered_once_from_its_last_check
     assert first.cost_picos == 6 * 1_000_000 + 3 * 2_000_000
     assert (second.status, second.prompt_tokens, second.cost_picos) == ("recovered", 0, 0)
     assert third == settled
-    row = await UsageReports(database).request(seen.request_id)
+    row = await UsageReports(database).request(seen.request_id, access=WHOLE_BOX)
     assert (row.finish_reason, row.completion_tokens, row.prompt_tokens) == ("error", 3, 10)
     assert row.finished_at == clock.now()
 

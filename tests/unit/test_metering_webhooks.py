@@ -11,6 +11,7 @@ from appliance.base.sealing import Sealer, Unsealable
 from appliance.base.tables import audit_log, webhooks
 from appliance.metering.alerts.outbox import EVENTS, TENANT_EVENTS
 from appliance.metering.alerts.webhooks import GRACE_S_MAX, WEBHOOKS_MAX, WebhookChanges, Webhooks
+from appliance.tenancy.access import WHOLE_BOX
 from appliance.tenancy.tenants import Tenants
 from tests.support.alerts import LOOPBACK, TARGET, AlertBox, alert_box
 from tests.support.cast import Cast
@@ -24,17 +25,17 @@ def alerts(database: Database, clock: FakeClock) -> AlertBox:
 
 
 async def test_a_webhook_is_kept_as_it_was_made_and_hears_everything_by_default(alerts: AlertBox, cast: Cast) -> None:
-    bobs, _ = await alerts.webhooks.create(kind="webhook", target=TARGET, tenant_id=cast.bob.tenant.id)
-    box, _ = await alerts.webhooks.create(kind="email", target="ops@example.com")
-    assert await alerts.webhooks.get(bobs.id) == bobs
+    bobs, _ = await alerts.webhooks.create(kind="webhook", target=TARGET, tenant_id=cast.bob.tenant.id, access=WHOLE_BOX)
+    box, _ = await alerts.webhooks.create(kind="email", target="ops@example.com", access=WHOLE_BOX)
+    assert await alerts.webhooks.get(bobs.id, access=WHOLE_BOX) == bobs
     assert (bobs.kind, bobs.target, bobs.events, bobs.disabled) == ("webhook", TARGET, TENANT_EVENTS, False)
     assert (box.tenant_id, box.events) == (None, EVENTS)
-    assert [webhook.id for webhook in (await alerts.webhooks.list()).data] == sorted([bobs.id, box.id])
-    assert (await alerts.webhooks.list(tenant_id=cast.bob.tenant.id)).data == [bobs]
+    assert [webhook.id for webhook in (await alerts.webhooks.list(access=WHOLE_BOX)).data] == sorted([bobs.id, box.id])
+    assert (await alerts.webhooks.list(tenant_id=cast.bob.tenant.id, access=WHOLE_BOX)).data == [bobs]
 
 
 async def test_the_secret_is_told_once_and_lies_sealed_in_the_database(alerts: AlertBox) -> None:
-    webhook, secret = await alerts.webhooks.create(kind="webhook", target=TARGET)
+    webhook, secret = await alerts.webhooks.create(kind="webhook", target=TARGET, access=WHOLE_BOX)
     assert secret is not None
     async with alerts.db.reading() as connection:
         stored = (await connection.execute(select(webhooks.c.secret))).scalar_one()
@@ -47,32 +48,32 @@ async def test_the_secret_is_told_once_and_lies_sealed_in_the_database(alerts: A
 
 
 async def test_e_mail_has_no_secret_and_needs_a_mail_server(alerts: AlertBox, database: Database, clock: FakeClock) -> None:
-    webhook, secret = await alerts.webhooks.create(kind="email", target="ops@example.com")
+    webhook, secret = await alerts.webhooks.create(kind="email", target="ops@example.com", access=WHOLE_BOX)
     assert secret is None
     assert (await alerts.webhooks.endpoint(webhook.id)).secrets == ()
     with pytest.raises(InvalidValue, match="no secret"):
-        await alerts.webhooks.rotate(webhook.id)
+        await alerts.webhooks.rotate(webhook.id, access=WHOLE_BOX)
     without = alert_box(database, clock, mail=False)
     with pytest.raises(InvalidValue, match="smtp_url"):
-        await without.webhooks.create(kind="email", target="ops@example.com")
+        await without.webhooks.create(kind="email", target="ops@example.com", access=WHOLE_BOX)
 
 
 async def test_after_a_rotation_both_secrets_sign_until_the_grace_is_over(alerts: AlertBox, clock: FakeClock) -> None:
-    webhook, first = await alerts.webhooks.create(kind="webhook", target=TARGET)
-    rotated, second = await alerts.webhooks.rotate(webhook.id, 3600)
+    webhook, first = await alerts.webhooks.create(kind="webhook", target=TARGET, access=WHOLE_BOX)
+    rotated, second = await alerts.webhooks.rotate(webhook.id, 3600, access=WHOLE_BOX)
     assert rotated.previous_secret_until is not None
     assert (await alerts.webhooks.endpoint(webhook.id)).secrets == (second, first)
     clock.advance(3600)
     assert (await alerts.webhooks.endpoint(webhook.id)).secrets == (second,)
-    _, third = await alerts.webhooks.rotate(webhook.id, 0)
+    _, third = await alerts.webhooks.rotate(webhook.id, 0, access=WHOLE_BOX)
     assert (await alerts.webhooks.endpoint(webhook.id)).secrets == (third,)
 
 
 @pytest.mark.parametrize("grace_s", [-1, GRACE_S_MAX + 1, 1.5, "60", None, True])
 async def test_an_absurd_grace_is_refused(alerts: AlertBox, grace_s: object) -> None:
-    webhook, first = await alerts.webhooks.create(kind="webhook", target=TARGET)
+    webhook, first = await alerts.webhooks.create(kind="webhook", target=TARGET, access=WHOLE_BOX)
     with pytest.raises(InvalidValue) as refused:
-        await alerts.webhooks.rotate(webhook.id, grace_s)  # type: ignore[arg-type]
+        await alerts.webhooks.rotate(webhook.id, grace_s, access=WHOLE_BOX)  # type: ignore[arg-type]
     assert refused.value.param == "grace_s"
     assert (await alerts.webhooks.endpoint(webhook.id)).secrets == (first,)
 
@@ -96,14 +97,16 @@ async def test_an_absurd_grace_is_refused(alerts: AlertBox, grace_s: object) -> 
 )
 async def test_what_cannot_be_is_refused_and_the_field_named(alerts: AlertBox, changes: dict[str, object], param: str) -> None:
     with pytest.raises((InvalidValue, NotFound)) as refused:
-        await alerts.webhooks.create(**{"kind": "webhook", "target": TARGET, **changes})  # type: ignore[arg-type]
+        await alerts.webhooks.create(**{"kind": "webhook", "target": TARGET, **changes}, access=WHOLE_BOX)  # type: ignore[arg-type]
     assert refused.value.param == param
-    assert (await alerts.webhooks.list()).data == []
+    assert (await alerts.webhooks.list(access=WHOLE_BOX)).data == []
 
 
 async def test_a_tenant_hears_no_event_of_the_box(alerts: AlertBox, cast: Cast) -> None:
     with pytest.raises(InvalidValue) as refused:
-        await alerts.webhooks.create(kind="webhook", target=TARGET, tenant_id=cast.bob.tenant.id, events=["engine.down"])
+        await alerts.webhooks.create(
+            kind="webhook", target=TARGET, tenant_id=cast.bob.tenant.id, events=["engine.down"], access=WHOLE_BOX
+        )
     assert refused.value.param == "events"
 
 
@@ -111,39 +114,41 @@ async def test_there_are_so_many_webhooks_and_none_for_an_archived_tenant(
     alerts: AlertBox, cast: Cast, clock: FakeClock
 ) -> None:
     for _ in range(WEBHOOKS_MAX):
-        last, _ = await alerts.webhooks.create(kind="webhook", target=TARGET, tenant_id=cast.bob.tenant.id)
+        last, _ = await alerts.webhooks.create(kind="webhook", target=TARGET, tenant_id=cast.bob.tenant.id, access=WHOLE_BOX)
     with pytest.raises(InvalidValue, match=f"{WEBHOOKS_MAX} webhooks"):
-        await alerts.webhooks.create(kind="webhook", target=TARGET, tenant_id=cast.bob.tenant.id)
-    await alerts.webhooks.create(kind="webhook", target=TARGET)
-    await alerts.webhooks.remove(last.id)
-    await alerts.webhooks.create(kind="webhook", target=TARGET, tenant_id=cast.bob.tenant.id)
-    await Tenants(alerts.db, clock).archive(cast.charlie.tenant.id)
+        await alerts.webhooks.create(kind="webhook", target=TARGET, tenant_id=cast.bob.tenant.id, access=WHOLE_BOX)
+    await alerts.webhooks.create(kind="webhook", target=TARGET, access=WHOLE_BOX)
+    await alerts.webhooks.remove(last.id, access=WHOLE_BOX)
+    await alerts.webhooks.create(kind="webhook", target=TARGET, tenant_id=cast.bob.tenant.id, access=WHOLE_BOX)
+    await Tenants(alerts.db, clock).archive(cast.charlie.tenant.id, access=WHOLE_BOX)
     with pytest.raises(InvalidValue, match="archived"):
-        await alerts.webhooks.create(kind="webhook", target=TARGET, tenant_id=cast.charlie.tenant.id)
+        await alerts.webhooks.create(kind="webhook", target=TARGET, tenant_id=cast.charlie.tenant.id, access=WHOLE_BOX)
 
 
 async def test_a_change_changes_what_it_names(alerts: AlertBox) -> None:
-    webhook, _ = await alerts.webhooks.create(kind="webhook", target=TARGET)
+    webhook, _ = await alerts.webhooks.create(kind="webhook", target=TARGET, access=WHOLE_BOX)
     other = "https://other.example.com/in"
-    changed = await alerts.webhooks.update(webhook.id, WebhookChanges(target=other, events=["invoice.closed"]))
+    changed = await alerts.webhooks.update(
+        webhook.id, WebhookChanges(target=other, events=["invoice.closed"]), access=WHOLE_BOX
+    )
     assert (changed.target, changed.events, changed.disabled) == (other, ("invoice.closed",), False)
-    assert (await alerts.webhooks.update(webhook.id, WebhookChanges(disabled=True))).disabled
-    assert (await alerts.webhooks.update(webhook.id, WebhookChanges())).disabled
+    assert (await alerts.webhooks.update(webhook.id, WebhookChanges(disabled=True), access=WHOLE_BOX)).disabled
+    assert (await alerts.webhooks.update(webhook.id, WebhookChanges(), access=WHOLE_BOX)).disabled
     for bad in (WebhookChanges(target="nowhere"), WebhookChanges(events=["x"])):
         with pytest.raises(InvalidValue):
-            await alerts.webhooks.update(webhook.id, bad)
-    assert (await alerts.webhooks.update(webhook.id, WebhookChanges(disabled=False))).target == other
+            await alerts.webhooks.update(webhook.id, bad, access=WHOLE_BOX)
+    assert (await alerts.webhooks.update(webhook.id, WebhookChanges(disabled=False), access=WHOLE_BOX)).target == other
 
 
 async def test_a_removed_webhook_is_gone_with_its_secret(alerts: AlertBox) -> None:
-    webhook, _ = await alerts.webhooks.create(kind="webhook", target=TARGET)
-    await alerts.webhooks.remove(webhook.id)
+    webhook, _ = await alerts.webhooks.create(kind="webhook", target=TARGET, access=WHOLE_BOX)
+    await alerts.webhooks.remove(webhook.id, access=WHOLE_BOX)
     for work in (
-        alerts.webhooks.get(webhook.id),
-        alerts.webhooks.remove(webhook.id),
-        alerts.webhooks.rotate(webhook.id),
+        alerts.webhooks.get(webhook.id, access=WHOLE_BOX),
+        alerts.webhooks.remove(webhook.id, access=WHOLE_BOX),
+        alerts.webhooks.rotate(webhook.id, access=WHOLE_BOX),
         alerts.webhooks.endpoint(webhook.id),
-        alerts.webhooks.update(webhook.id, WebhookChanges(disabled=True)),
+        alerts.webhooks.update(webhook.id, WebhookChanges(disabled=True), access=WHOLE_BOX),
     ):
         with pytest.raises(NotFound):
             await work
@@ -152,12 +157,12 @@ async def test_a_removed_webhook_is_gone_with_its_secret(alerts: AlertBox) -> No
 
 
 async def test_every_change_is_in_the_audit_log_without_secrets_and_without_the_path(alerts: AlertBox, cast: Cast) -> None:
-    webhook, first = await alerts.webhooks.create(kind="webhook", target=TARGET, tenant_id=cast.bob.tenant.id)
-    await alerts.webhooks.update(webhook.id, WebhookChanges(target=TARGET + "/other"))
-    _, second = await alerts.webhooks.rotate(webhook.id)
-    delivery = await alerts.outbox.test(webhook.id)
-    await alerts.outbox.retry(webhook.id, delivery.id)
-    await alerts.webhooks.remove(webhook.id)
+    webhook, first = await alerts.webhooks.create(kind="webhook", target=TARGET, tenant_id=cast.bob.tenant.id, access=WHOLE_BOX)
+    await alerts.webhooks.update(webhook.id, WebhookChanges(target=TARGET + "/other"), access=WHOLE_BOX)
+    _, second = await alerts.webhooks.rotate(webhook.id, access=WHOLE_BOX)
+    delivery = await alerts.outbox.test(webhook.id, access=WHOLE_BOX)
+    await alerts.outbox.retry(webhook.id, delivery.id, access=WHOLE_BOX)
+    await alerts.webhooks.remove(webhook.id, access=WHOLE_BOX)
     query = select(audit_log).where(audit_log.c.target_kind == "webhook").order_by(audit_log.c.id)
     async with alerts.db.reading() as connection:
         entries = (await connection.execute(query)).mappings().all()

@@ -11,6 +11,7 @@ from appliance.base.sealing import Sealer
 from appliance.metering.alerts.outbox import ATTEMPTS_MAX, LEASE_S, RETRY_S_MAX
 from appliance.metering.alerts.webhooks import Webhooks
 from appliance.serving.alerting.delivery import SendFailed
+from appliance.tenancy.access import WHOLE_BOX
 from tests.support.alerts import LOOPBACK, TARGET, AlertBox, RememberingSender, alert_box
 from tests.support.clock import FakeClock
 from tests.support.ledgers import FailingDatabase, until
@@ -23,7 +24,7 @@ def alerts(database: Database, clock: FakeClock) -> AlertBox:
 
 
 async def webhook(alerts: AlertBox, target: str = TARGET) -> str:
-    made, _ = await alerts.webhooks.create(kind="webhook", target=target)
+    made, _ = await alerts.webhooks.create(kind="webhook", target=target, access=WHOLE_BOX)
     return made.id
 
 
@@ -93,7 +94,7 @@ async def test_after_the_last_attempt_it_is_given_up_and_said_so(alerts: AlertBo
     assert counted(alerts, "alerts_given_up_total") == 1
     clock.advance(30 * 86400)
     assert await delivery.deliver_due() == 0
-    await alerts.outbox.retry(message.webhook_id, message.id)
+    await alerts.outbox.retry(message.webhook_id, message.id, access=WHOLE_BOX)
     assert await delivery.deliver_due() == 1
     assert set(sender.ids) == {message.id}
 
@@ -103,7 +104,7 @@ async def test_a_receiver_that_is_gone_is_disabled(alerts: AlertBox) -> None:
     for subject in ("one", "two"):
         await alerts.tell(subject)
     await alerts.delivery(RememberingSender(SendFailed("gone", "the receiver answered 410"))).deliver_due()
-    assert (await alerts.webhooks.get(webhook_id)).disabled
+    assert (await alerts.webhooks.get(webhook_id, access=WHOLE_BOX)).disabled
     assert {message.state for message in await alerts.messages()} == {"failed"}
     assert await alerts.tell("three") == 0
 
@@ -236,7 +237,7 @@ async def test_a_secret_that_cannot_be_read_is_said_and_tried_again(alerts: Aler
 
 
 async def test_without_a_mail_server_e_mail_fails_and_says_why(alerts: AlertBox) -> None:
-    await alerts.webhooks.create(kind="email", target="ops@example.com")
+    await alerts.webhooks.create(kind="email", target="ops@example.com", access=WHOLE_BOX)
     await alerts.tell()
     delivery = alerts.delivery(RememberingSender())
     delivery._senders = {}

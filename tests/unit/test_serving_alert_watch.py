@@ -14,6 +14,7 @@ from appliance.metering.alerts.budgets import BudgetAlerts
 from appliance.metering.alerts.keys import SWEEP_INTERVAL_S, KeyAlerts
 from appliance.metering.calendar import BillingCalendar
 from appliance.serving.alerting.watch import ENGINE_DOWN_S, AlertWatch
+from appliance.tenancy.access import WHOLE_BOX
 from appliance.tenancy.keys import Keys
 from appliance.tenancy.principals import KeyChanges
 from appliance.tenancy.tenants import Tenants
@@ -51,7 +52,7 @@ class Watched:
     async def new_key(self, person: Person, days: float) -> str:
         """Return the id of a new key that lives so many days."""
         expires_at = self.clock.now() + timedelta(days=days)
-        key, _ = await self.keys.create(person.tenant.id, name="ci", expires_at=expires_at)
+        key, _ = await self.keys.create(person.tenant.id, name="ci", expires_at=expires_at, access=WHOLE_BOX)
         return key.id
 
     async def told(self) -> list[dict[str, Any]]:
@@ -64,7 +65,7 @@ class Watched:
 async def watched(database: Database, clock: FakeClock) -> Watched:
     """A watch, and a webhook that hears everything."""
     alerts = alert_box(database, clock)
-    await alerts.webhooks.create(kind="webhook", target=TARGET)
+    await alerts.webhooks.create(kind="webhook", target=TARGET, access=WHOLE_BOX)
     return Watched(alerts, clock)
 
 
@@ -86,7 +87,7 @@ async def test_a_key_that_was_prolonged_is_told_of_again(watched: Watched, cast:
     key_id = await watched.new_key(cast.bob, 10)
     clock.advance(4 * DAY_S)
     assert len(await watched.told()) == 1
-    await watched.keys.update(key_id, KeyChanges(expires_at=clock.now() + timedelta(days=20)))
+    await watched.keys.update(key_id, KeyChanges(expires_at=clock.now() + timedelta(days=20)), access=WHOLE_BOX)
     assert len(await watched.told()) == 1
     clock.advance(15 * DAY_S)
     assert len(await watched.told()) == 2
@@ -98,9 +99,9 @@ async def test_keys_that_need_nobody_are_not_told_of(
     revoked, rotated = await watched.new_key(cast.bob, 10), await watched.new_key(cast.bob, 10)
     await watched.new_key(cast.charlie, 10)
     clock.advance(DAY_S)
-    await watched.keys.revoke(revoked)
-    await watched.keys.rotate(rotated, grace_s=3600)
-    await Tenants(database, clock).archive(cast.charlie.tenant.id)
+    await watched.keys.revoke(revoked, access=WHOLE_BOX)
+    await watched.keys.rotate(rotated, grace_s=3600, access=WHOLE_BOX)
+    await Tenants(database, clock).archive(cast.charlie.tenant.id, access=WHOLE_BOX)
     await watched.new_key(cast.bob, 2)  # was never to live for long
     clock.advance(3000)
     assert await watched.told() == []

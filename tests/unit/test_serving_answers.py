@@ -12,6 +12,7 @@ from appliance.base.errors import EngineUnavailable, InternalError, InvalidValue
 from appliance.serving.generation import Generation
 from appliance.serving.text_output import Chunk
 from appliance.tenancy import fields
+from appliance.tenancy.access import WHOLE_BOX
 from appliance.tenancy.principals import Limits, TenantChanges
 from appliance.tenancy.tenants import Tenants
 from engine.protocol import WEIGHT_MAX, Priority, RequestProgress
@@ -56,7 +57,7 @@ async def test_each_answer_has_its_own_text_and_the_prompt_is_billed_once(box: S
     assert (event.status, event.finish_reason) == ("posted", "length")
     assert event.prompt_tokens == len(ids)
     assert event.completion_tokens == outcome.usage.completion_tokens == 3 * len(ids)
-    assert len((await box.reports.ledger_page()).data) == 1
+    assert len((await box.reports.ledger_page(access=WHOLE_BOX)).data) == 1
     assert box.admission.running(cast.bob.tenant.id) == 0
 
 
@@ -165,7 +166,7 @@ async def test_the_engine_gets_weight_class_and_deadline_of_the_tenant(
     box: Serving, cast: Cast, database: Database, clock: FakeClock
 ) -> None:
     tenants = Tenants(database, clock)
-    changed = await tenants.update(cast.bob.tenant.id, TenantChanges(weight=4, tier="batch"))
+    changed = await tenants.update(cast.bob.tenant.id, TenantChanges(weight=4, tier="batch"), access=WHOLE_BOX)
     generation = await box.start(Person(tenant=changed, key=cast.bob.key, secret=""), TEXT)
     await generation.outcome
     (request,) = [request for frame in box.engine.frames for request in frame.submit]

@@ -15,6 +15,7 @@ from appliance.base.errors import GatehouseError, RequestExceedsLimit
 from appliance.metering.prices import PriceBook
 from appliance.serving.endings import EARLY_ENDS, early
 from appliance.serving.generation import Generation
+from appliance.tenancy.access import WHOLE_BOX
 from appliance.tenancy.keys import Keys
 from appliance.tenancy.principals import KeyChanges, Limits, TenantChanges
 from appliance.tenancy.tenants import Tenants
@@ -117,12 +118,14 @@ async def test_at_the_stop_of_the_appliance_requests_end_as_its_doing(box: Servi
 
 Change = Callable[[Keys, Tenants, Person, FakeClock], object]
 CHANGES: dict[str, Change] = {
-    "key_revoked": lambda keys, _tenants, bob, _clock: keys.revoke(bob.key.id),
+    "key_revoked": lambda keys, _tenants, bob, _clock: keys.revoke(bob.key.id, access=WHOLE_BOX),
     "key_expired": lambda keys, _tenants, bob, clock: keys.update(
-        bob.key.id, KeyChanges(expires_at=clock.now() + timedelta(milliseconds=20))
+        bob.key.id, KeyChanges(expires_at=clock.now() + timedelta(milliseconds=20)), access=WHOLE_BOX
     ),
-    "tenant_suspended": lambda _keys, tenants, bob, _clock: tenants.update(bob.tenant.id, TenantChanges(suspended=True)),
-    "tenant_archived": lambda _keys, tenants, bob, _clock: tenants.archive(bob.tenant.id),
+    "tenant_suspended": lambda _keys, tenants, bob, _clock: tenants.update(
+        bob.tenant.id, TenantChanges(suspended=True), access=WHOLE_BOX
+    ),
+    "tenant_archived": lambda _keys, tenants, bob, _clock: tenants.archive(bob.tenant.id, access=WHOLE_BOX),
 }
 
 
@@ -146,7 +149,7 @@ async def test_the_end_of_a_rotations_grace_ends_what_the_old_key_still_runs(
 ) -> None:
     keys = Keys(database, clock, PEPPER)
     old = await begun(box, cast.bob, 2)
-    successor, secret = await keys.rotate(cast.bob.key.id, grace_s=1)
+    successor, secret = await keys.rotate(cast.bob.key.id, grace_s=1, access=WHOLE_BOX)
     new = await box.start(Person(tenant=cast.bob.tenant, key=successor, secret=secret), TEXT, max_tokens=1000)
     assert not old.outcome.done()
     clock.advance(1)
@@ -160,7 +163,7 @@ async def test_the_end_of_a_rotations_grace_ends_what_the_old_key_still_runs(
 async def test_a_key_that_was_revoked_between_its_check_and_the_start_is_noticed(
     box: Serving, database: Database, clock: FakeClock, cast: Cast
 ) -> None:
-    await Keys(database, clock, PEPPER).revoke(cast.bob.key.id)
+    await Keys(database, clock, PEPPER).revoke(cast.bob.key.id, access=WHOLE_BOX)
     box.engine.allow(0)
     generation = await box.start(cast.bob, TEXT)  # with the principal as it was before
 
@@ -173,7 +176,7 @@ async def hard_budget(database: Database, clock: FakeClock, bob: Person, micros:
         model="tiny", currency="EUR", prompt=MICROS, cached_prompt=MICROS, completion=MICROS, effective_from=clock.now()
     )
     changes = TenantChanges(limits=Limits(monthly_budget=micros), cut_at_budget=cut)
-    return dataclasses.replace(bob, tenant=await Tenants(database, clock).update(bob.tenant.id, changes))
+    return dataclasses.replace(bob, tenant=await Tenants(database, clock).update(bob.tenant.id, changes, access=WHOLE_BOX))
 
 
 async def test_a_hard_budget_ends_the_answer_at_the_token_that_uses_it_up(
@@ -224,16 +227,16 @@ async def test_a_change_of_limits_reaches_requests_that_wait_for_room(
 ) -> None:
     tenants = Tenants(database, clock)
     await Tiers(database, clock).update(cast.bob.tenant.tier, admission_wait_ms=60_000)
-    tenant = await tenants.update(cast.bob.tenant.id, TenantChanges(limits=Limits(concurrent_requests=1)))
+    tenant = await tenants.update(cast.bob.tenant.id, TenantChanges(limits=Limits(concurrent_requests=1)), access=WHOLE_BOX)
     bob = dataclasses.replace(cast.bob, tenant=tenant)
     running = await begun(box, bob, 2)
     first, second = (asyncio.create_task(box.start(bob, TEXT, max_tokens=1000)) for _ in range(2))
     await until(lambda: box.admission.waiting == 2)
 
-    await tenants.update(bob.tenant.id, TenantChanges(limits=Limits(concurrent_requests=2)))
+    await tenants.update(bob.tenant.id, TenantChanges(limits=Limits(concurrent_requests=2)), access=WHOLE_BOX)
     admitted = await first
     assert box.admission.waiting == 1
-    await tenants.update(bob.tenant.id, TenantChanges(limits=Limits(concurrent_requests=0)))
+    await tenants.update(bob.tenant.id, TenantChanges(limits=Limits(concurrent_requests=0)), access=WHOLE_BOX)
     with pytest.raises(RequestExceedsLimit):
         await second
     for generation in (running, admitted):

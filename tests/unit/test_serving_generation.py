@@ -13,6 +13,7 @@ from appliance.metering.ledger.records import PendingEntry
 from appliance.serving import engine_client
 from appliance.serving.prompting import Prompting
 from appliance.serving.text_output import Chunk, TextOutput
+from appliance.tenancy.access import WHOLE_BOX
 from appliance.tenancy.principals import Limits
 from engine.protocol import GenerationRequest, SamplingParams
 from tests.support.cast import Cast, make_person
@@ -146,7 +147,7 @@ async def test_a_reader_that_leaves_before_prefill_pays_nothing(box: Serving, ca
 async def test_an_administrator_can_end_it(box: Serving, cast: Cast) -> None:
     generation = await box.start(cast.bob, TEXT, max_tokens=1000)
     await generation.chunks.take(10.0)
-    box.generations.abort(generation.request_id)
+    box.generations.abort(generation.request_id, access=WHOLE_BOX)
     outcome = await generation.outcome
 
     assert outcome.finish_reason == "aborted"
@@ -201,7 +202,7 @@ async def test_without_an_engine_nothing_is_reserved_or_recorded(box: Serving, c
     with pytest.raises(EngineUnavailable):
         await box.start(cast.bob, TEXT)
 
-    assert (await box.reports.ledger_page()).data == []
+    assert (await box.reports.ledger_page(access=WHOLE_BOX)).data == []
 
 
 async def test_a_refusal_of_admission_leaves_no_record(box: Serving, database: Database, clock: FakeClock) -> None:
@@ -212,7 +213,7 @@ async def test_a_refusal_of_admission_leaves_no_record(box: Serving, database: D
     first.leave("disconnected")
     await first.outcome
 
-    assert len((await box.reports.ledger_page()).data) == 1
+    assert len((await box.reports.ledger_page(access=WHOLE_BOX)).data) == 1
 
 
 async def test_when_the_record_cannot_be_written_the_engine_never_hears_of_it(
@@ -258,7 +259,7 @@ async def test_draining_refuses_new_ones_and_waits_for_the_rest(box: Serving, ca
 
 async def test_a_live_request_shows_its_progress(box: Serving, cast: Cast) -> None:
     generation = await box.start(cast.bob, [STALL, 5])
-    live = box.generations.live[generation.request_id]
+    live = box.generations.live(access=WHOLE_BOX)[generation.request_id]
     await until(lambda: live.kv_blocks > 0)
 
     assert (live.state, live.queue_position, live.tenant_name) == ("queued", 0, "bob")

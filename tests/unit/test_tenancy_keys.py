@@ -22,6 +22,7 @@ from appliance.base.errors import (
     TenantSuspended,
 )
 from appliance.base.tables import api_keys
+from appliance.tenancy.access import WHOLE_BOX
 from appliance.tenancy.keys import Keys
 from appliance.tenancy.principals import KeyChanges, Limits, TenantChanges
 from appliance.tenancy.tenants import Tenants
@@ -37,7 +38,7 @@ def keys(database: Database, clock: FakeClock) -> Keys:
 
 
 async def test_a_key_is_its_prefix_and_a_secret_that_no_column_holds(database: Database, keys: Keys, cast: Cast) -> None:
-    key, secret = await keys.create(cast.bob.tenant.id, name="ci")
+    key, secret = await keys.create(cast.bob.tenant.id, name="ci", access=WHOLE_BOX)
     assert re.fullmatch(r"gh_[a-z2-7]{8}_[a-z2-7]{26}", secret)
     assert secret.startswith(key.prefix + "_")
     async with database.reading() as connection:
@@ -77,26 +78,30 @@ async def test_a_known_key_is_not_read_again_until_something_changes(keys: Keys,
 
 async def test_a_revoked_key_is_refused_by_the_next_call(keys: Keys, cast: Cast, clock: FakeClock) -> None:
     await keys.authenticate(cast.bob.secret, HERE)
-    revoked = await keys.revoke(cast.bob.key.id)
+    revoked = await keys.revoke(cast.bob.key.id, access=WHOLE_BOX)
     assert revoked.revoked_at == clock.now()
     with pytest.raises(InvalidApiKey):
         await keys.authenticate(cast.bob.secret, HERE)
     clock.advance(5)
-    assert await keys.revoke(cast.bob.key.id) == revoked
+    assert await keys.revoke(cast.bob.key.id, access=WHOLE_BOX) == revoked
     await keys.authenticate(cast.charlie.secret, HERE)
 
 
 async def test_a_key_read_while_it_is_revoked_is_not_remembered(keys: Keys, cast: Cast) -> None:
     for _ in range(5):
-        key, secret = await keys.create(cast.bob.tenant.id, name="short-lived")
-        await asyncio.gather(*(keys.authenticate(secret, HERE) for _ in range(4)), keys.revoke(key.id), return_exceptions=True)
+        key, secret = await keys.create(cast.bob.tenant.id, name="short-lived", access=WHOLE_BOX)
+        await asyncio.gather(
+            *(keys.authenticate(secret, HERE) for _ in range(4)), keys.revoke(key.id, access=WHOLE_BOX), return_exceptions=True
+        )
         with pytest.raises(InvalidApiKey):
             await keys.authenticate(secret, HERE)
 
 
 async def test_rotation_makes_a_successor_and_refuses_the_old_key(keys: Keys, cast: Cast) -> None:
-    limited = await keys.update(cast.bob.key.id, KeyChanges(limits={"tokens_per_minute": 5}, allowed_networks=["10.0.0.0/8"]))
-    successor, secret = await keys.rotate(cast.bob.key.id)
+    limited = await keys.update(
+        cast.bob.key.id, KeyChanges(limits={"tokens_per_minute": 5}, allowed_networks=["10.0.0.0/8"]), access=WHOLE_BOX
+    )
+    successor, secret = await keys.rotate(cast.bob.key.id, access=WHOLE_BOX)
     assert successor.id != limited.id
     assert (successor.name, successor.limits, successor.allowed_networks) == (
         limited.name,
@@ -107,26 +112,30 @@ async def test_rotation_makes_a_successor_and_refuses_the_old_key(keys: Keys, ca
         await keys.authenticate(cast.bob.secret, "10.1.1.1")
     assert (await keys.authenticate(secret, "10.1.1.1")).key.id == successor.id
     with pytest.raises(InvalidValue):
-        await keys.rotate(cast.bob.key.id)
+        await keys.rotate(cast.bob.key.id, access=WHOLE_BOX)
 
 
 async def test_a_key_of_an_archived_tenant_gets_no_successor(
     keys: Keys, cast: Cast, database: Database, clock: FakeClock
 ) -> None:
-    await Tenants(database, clock).archive(cast.bob.tenant.id)
+    await Tenants(database, clock).archive(cast.bob.tenant.id, access=WHOLE_BOX)
     with pytest.raises(InvalidValue, match="archived"):
-        await keys.rotate(cast.bob.key.id)
-    assert len((await keys.list(cast.bob.tenant.id)).data) == 1
+        await keys.rotate(cast.bob.key.id, access=WHOLE_BOX)
+    assert len((await keys.list(cast.bob.tenant.id, access=WHOLE_BOX)).data) == 1
 
 
 async def test_of_two_rotations_at_once_one_wins(keys: Keys, cast: Cast) -> None:
-    answers = await asyncio.gather(keys.rotate(cast.bob.key.id), keys.rotate(cast.bob.key.id), return_exceptions=True)
+    answers = await asyncio.gather(
+        keys.rotate(cast.bob.key.id, access=WHOLE_BOX), keys.rotate(cast.bob.key.id, access=WHOLE_BOX), return_exceptions=True
+    )
     assert sum(isinstance(answer, InvalidValue) for answer in answers) == 1
-    assert len((await keys.list(cast.bob.tenant.id)).data) == 2
+    assert len((await keys.list(cast.bob.tenant.id, access=WHOLE_BOX)).data) == 2
 
 
 async def test_a_key_expires_at_its_moment(keys: Keys, cast: Cast, clock: FakeClock) -> None:
-    _key, secret = await keys.create(cast.bob.tenant.id, name="brief", expires_at=clock.now() + timedelta(seconds=10))
+    _key, secret = await keys.create(
+        cast.bob.tenant.id, name="brief", expires_at=clock.now() + timedelta(seconds=10), access=WHOLE_BOX
+    )
     clock.advance(9.999999)
     await keys.authenticate(secret, HERE)
     clock.advance(0.000001)
@@ -139,24 +148,24 @@ async def test_a_suspended_or_archived_tenants_keys_are_refused_at_once(
 ) -> None:
     tenants = Tenants(database, clock)
     await keys.authenticate(cast.bob.secret, HERE)
-    await tenants.update(cast.bob.tenant.id, TenantChanges(suspended=True))
+    await tenants.update(cast.bob.tenant.id, TenantChanges(suspended=True), access=WHOLE_BOX)
     with pytest.raises(TenantSuspended):
         await keys.authenticate(cast.bob.secret, HERE)
-    await tenants.update(cast.bob.tenant.id, TenantChanges(suspended=False))
+    await tenants.update(cast.bob.tenant.id, TenantChanges(suspended=False), access=WHOLE_BOX)
     await keys.authenticate(cast.bob.secret, HERE)
-    await tenants.archive(cast.bob.tenant.id)
+    await tenants.archive(cast.bob.tenant.id, access=WHOLE_BOX)
     with pytest.raises(TenantSuspended):
         await keys.authenticate(cast.bob.secret, HERE)
     with pytest.raises(InvalidValue):
-        await keys.create(cast.bob.tenant.id, name="late")
+        await keys.create(cast.bob.tenant.id, name="late", access=WHOLE_BOX)
 
 
 async def test_changed_limits_are_those_of_the_next_principal(
     database: Database, clock: FakeClock, keys: Keys, cast: Cast
 ) -> None:
     await keys.authenticate(cast.bob.secret, HERE)
-    await Tenants(database, clock).update(cast.bob.tenant.id, TenantChanges(limits={"tokens_per_minute": 3}))
-    await keys.update(cast.bob.key.id, KeyChanges(limits={"requests_per_minute": 4}))
+    await Tenants(database, clock).update(cast.bob.tenant.id, TenantChanges(limits={"tokens_per_minute": 3}), access=WHOLE_BOX)
+    await keys.update(cast.bob.key.id, KeyChanges(limits={"requests_per_minute": 4}), access=WHOLE_BOX)
     principal = await keys.authenticate(cast.bob.secret, HERE)
     assert principal.tenant.limits == Limits(tokens_per_minute=3)
     assert principal.key.limits == Limits(requests_per_minute=4)
@@ -176,7 +185,7 @@ async def test_changed_limits_are_those_of_the_next_principal(
     ],
 )
 async def test_a_key_is_bound_to_its_networks(keys: Keys, cast: Cast, networks: list[str], address: str, allowed: bool) -> None:
-    await keys.update(cast.bob.key.id, KeyChanges(allowed_networks=networks))
+    await keys.update(cast.bob.key.id, KeyChanges(allowed_networks=networks), access=WHOLE_BOX)
     if allowed:
         await keys.authenticate(cast.bob.secret, address)
         return
@@ -201,58 +210,63 @@ async def test_a_key_is_bound_to_its_networks(keys: Keys, cast: Cast, networks: 
 )
 async def test_a_bad_field_is_named_in_create_and_update(keys: Keys, cast: Cast, changes: dict[str, Any], param: str) -> None:
     with pytest.raises(InvalidValue) as refused:
-        await keys.create(cast.bob.tenant.id, **({"name": "new"} | changes))
+        await keys.create(cast.bob.tenant.id, **({"name": "new"} | changes), access=WHOLE_BOX)
     assert refused.value.param == param
     with pytest.raises(InvalidValue) as refused:
-        await keys.update(cast.bob.key.id, KeyChanges(**changes))
+        await keys.update(cast.bob.key.id, KeyChanges(**changes), access=WHOLE_BOX)
     assert refused.value.param == param
-    assert await keys.get(cast.bob.key.id) == cast.bob.key
+    assert await keys.get(cast.bob.key.id, access=WHOLE_BOX) == cast.bob.key
 
 
 async def test_a_revoked_key_cannot_be_changed(keys: Keys, cast: Cast) -> None:
-    await keys.revoke(cast.bob.key.id)
+    await keys.revoke(cast.bob.key.id, access=WHOLE_BOX)
     with pytest.raises(InvalidValue, match="revoked"):
-        await keys.update(cast.bob.key.id, KeyChanges(name="again"))
-    assert (await keys.get(cast.bob.key.id)).name == "bob's key"
+        await keys.update(cast.bob.key.id, KeyChanges(name="again"), access=WHOLE_BOX)
+    assert (await keys.get(cast.bob.key.id, access=WHOLE_BOX)).name == "bob's key"
 
 
 async def test_unknown_tenants_and_keys_are_not_found(keys: Keys) -> None:
-    for call in (keys.create("nobody", name="x"), keys.get("nothing"), keys.revoke("nothing"), keys.rotate("nothing")):
+    for call in (
+        keys.create("nobody", name="x", access=WHOLE_BOX),
+        keys.get("nothing", access=WHOLE_BOX),
+        keys.revoke("nothing", access=WHOLE_BOX),
+        keys.rotate("nothing", access=WHOLE_BOX),
+    ):
         with pytest.raises(NotFound):
             await call
     with pytest.raises(NotFound):
-        await keys.update("nothing", KeyChanges(name="x"))
+        await keys.update("nothing", KeyChanges(name="x"), access=WHOLE_BOX)
 
 
 async def test_the_list_of_a_tenant_shows_its_own_keys_alone(keys: Keys, cast: Cast) -> None:
     for number in range(4):
-        await keys.create(cast.bob.tenant.id, name=f"bob {number}")
-    first = await keys.list(cast.bob.tenant.id, 3)
-    second = await keys.list(cast.bob.tenant.id, 3, first.next_cursor)
+        await keys.create(cast.bob.tenant.id, name=f"bob {number}", access=WHOLE_BOX)
+    first = await keys.list(cast.bob.tenant.id, 3, access=WHOLE_BOX)
+    second = await keys.list(cast.bob.tenant.id, 3, first.next_cursor, access=WHOLE_BOX)
     assert len(first.data + second.data) == 5
     assert {key.tenant_id for key in first.data + second.data} == {cast.bob.tenant.id}
-    assert len((await keys.list(None)).data) == 6
+    assert len((await keys.list(None, access=WHOLE_BOX)).data) == 6
 
 
 async def test_times_of_use_are_written_in_a_batch_and_never_go_back(keys: Keys, cast: Cast, clock: FakeClock) -> None:
     await keys.flush_last_used()
     await keys.authenticate(cast.bob.secret, HERE)
-    assert (await keys.get(cast.bob.key.id)).last_used_at is None
+    assert (await keys.get(cast.bob.key.id, access=WHOLE_BOX)).last_used_at is None
     await keys.flush_last_used()
     used_at = clock.now()
-    assert (await keys.get(cast.bob.key.id)).last_used_at == used_at
-    assert (await keys.get(cast.charlie.key.id)).last_used_at is None
+    assert (await keys.get(cast.bob.key.id, access=WHOLE_BOX)).last_used_at == used_at
+    assert (await keys.get(cast.charlie.key.id, access=WHOLE_BOX)).last_used_at is None
     clock.jump_wall(-3600)
     await keys.authenticate(cast.bob.secret, HERE)
     await keys.flush_last_used()
-    assert (await keys.get(cast.bob.key.id)).last_used_at == used_at
+    assert (await keys.get(cast.bob.key.id, access=WHOLE_BOX)).last_used_at == used_at
 
 
 async def test_models_and_scopes_are_checked_at_tenant_and_key(
     database: Database, clock: FakeClock, keys: Keys, cast: Cast
 ) -> None:
-    await Tenants(database, clock).update(cast.bob.tenant.id, TenantChanges(allowed_models=["a", "b"]))
-    await keys.update(cast.bob.key.id, KeyChanges(allowed_models=["b", "c"]))
+    await Tenants(database, clock).update(cast.bob.tenant.id, TenantChanges(allowed_models=["a", "b"]), access=WHOLE_BOX)
+    await keys.update(cast.bob.key.id, KeyChanges(allowed_models=["b", "c"]), access=WHOLE_BOX)
     principal = await keys.authenticate(cast.bob.secret, HERE)
     principal.check_model("b")
     principal.check_scope("inference")

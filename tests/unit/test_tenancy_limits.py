@@ -11,6 +11,7 @@ from appliance.base.db import Database
 from appliance.base.errors import ExpiredApiKey, InvalidApiKey, InvalidValue, NotFound
 from appliance.tenancy import keys as table
 from appliance.tenancy import model_policies
+from appliance.tenancy.access import WHOLE_BOX
 from appliance.tenancy.fields import LIMIT_MAX
 from appliance.tenancy.keys import GRACE_S_MAX, Keys
 from appliance.tenancy.model_policies import ModelPolicies
@@ -46,10 +47,10 @@ async def test_a_tenant_keeps_everything_that_it_was_given(tenants: Tenants) -> 
         "alert_percents": (50, 100),
         "suspended": True,
     }
-    made = await tenants.create(name="dora", **given)
+    made = await tenants.create(name="dora", **given, access=WHOLE_BOX)
 
     assert {name: getattr(made, name) for name in given} == given
-    assert await tenants.get(made.id) == made
+    assert await tenants.get(made.id, access=WHOLE_BOX) == made
 
 
 @pytest.mark.parametrize(
@@ -72,8 +73,8 @@ async def test_a_tenant_keeps_everything_that_it_was_given(tenants: Tenants) -> 
 async def test_each_field_of_a_tenant_changes_alone(
     tenants: Tenants, cast: Cast, field: str, value: object, stored: object
 ) -> None:
-    before = await tenants.get(cast.bob.tenant.id)
-    after = await tenants.update(cast.bob.tenant.id, TenantChanges(**{field: value}))  # type: ignore[arg-type]
+    before = await tenants.get(cast.bob.tenant.id, access=WHOLE_BOX)
+    after = await tenants.update(cast.bob.tenant.id, TenantChanges(**{field: value}), access=WHOLE_BOX)  # type: ignore[arg-type]
 
     assert getattr(after, field) == stored
     unlike = [name for name in before.__slots__ if name != field and getattr(before, name) != getattr(after, name)]
@@ -111,10 +112,10 @@ async def test_a_wrong_field_of_a_tenant_is_refused_with_its_bounds(
     tenants: Tenants, cast: Cast, field: str, value: object, param: str, words: str
 ) -> None:
     with pytest.raises(InvalidValue, match=words) as refused:
-        await tenants.update(cast.bob.tenant.id, TenantChanges(**{field: value}))  # type: ignore[arg-type]
+        await tenants.update(cast.bob.tenant.id, TenantChanges(**{field: value}), access=WHOLE_BOX)  # type: ignore[arg-type]
 
     assert refused.value.param == param
-    assert await tenants.get(cast.bob.tenant.id) == cast.bob.tenant
+    assert await tenants.get(cast.bob.tenant.id, access=WHOLE_BOX) == cast.bob.tenant
 
 
 @pytest.mark.parametrize("value", ABSURD)
@@ -126,10 +127,10 @@ async def test_a_negative_or_absurd_limit_is_refused_at_every_place(
     at_key = KeyChanges(limits={name: value})
     at_model = KeyChanges(model_limits={"m": {name: value}})
     works = [
-        (tenants.update(cast.bob.tenant.id, at_tenant), f"limits.{name}"),
-        (keys.update(cast.bob.key.id, at_key), f"limits.{name}"),
-        (keys.update(cast.bob.key.id, at_model), f"model_limits.m.{name}"),
-        (tenants.create(name="x", model_limits={"m": {name: value}}), f"model_limits.m.{name}"),
+        (tenants.update(cast.bob.tenant.id, at_tenant, access=WHOLE_BOX), f"limits.{name}"),
+        (keys.update(cast.bob.key.id, at_key, access=WHOLE_BOX), f"limits.{name}"),
+        (keys.update(cast.bob.key.id, at_model, access=WHOLE_BOX), f"model_limits.m.{name}"),
+        (tenants.create(name="x", model_limits={"m": {name: value}}, access=WHOLE_BOX), f"model_limits.m.{name}"),
     ]
     for work, param in works:
         with pytest.raises(InvalidValue, match=f"from 0 to {LIMIT_MAX}") as refused:
@@ -141,35 +142,40 @@ async def test_a_negative_or_absurd_limit_is_refused_at_every_place(
 async def test_the_currency_is_fixed_by_the_first_request(
     tenants: Tenants, cast: Cast, database: Database, clock: FakeClock
 ) -> None:
-    await tenants.update(cast.bob.tenant.id, TenantChanges(currency="USD"))
+    await tenants.update(cast.bob.tenant.id, TenantChanges(currency="USD"), access=WHOLE_BOX)
     async with running_ledger(database, clock, cast.epoch_id) as ledger:
         entry = pending(cast.bob)
         await ledger.open(entry)
         await ledger.settle(posted(entry.request_id))
     with pytest.raises(InvalidValue, match="fixed by its first request") as refused:
-        await tenants.update(cast.bob.tenant.id, TenantChanges(currency="CHF", weight=7))
+        await tenants.update(cast.bob.tenant.id, TenantChanges(currency="CHF", weight=7), access=WHOLE_BOX)
 
     assert refused.value.param == "currency"
-    bob = await tenants.update(cast.bob.tenant.id, TenantChanges(currency="USD", weight=5))
+    bob = await tenants.update(cast.bob.tenant.id, TenantChanges(currency="USD", weight=5), access=WHOLE_BOX)
     assert (bob.currency, bob.weight) == ("USD", 5)
-    assert (await tenants.update(cast.charlie.tenant.id, TenantChanges(currency="CHF"))).currency == "CHF"
+    assert (await tenants.update(cast.charlie.tenant.id, TenantChanges(currency="CHF"), access=WHOLE_BOX)).currency == "CHF"
 
 
 async def test_a_key_has_limits_of_its_own_for_single_models(keys: Keys, cast: Cast) -> None:
     key, secret = await keys.create(
-        cast.bob.tenant.id, name="k", model_limits={"m": {"requests_per_minute": 3}}, limit_mode="shadow", scopes=["usage"]
+        cast.bob.tenant.id,
+        name="k",
+        model_limits={"m": {"requests_per_minute": 3}},
+        limit_mode="shadow",
+        scopes=["usage"],
+        access=WHOLE_BOX,
     )
     known = (await keys.authenticate(secret, HERE)).key
 
     assert known.model_limits == {"m": Limits(requests_per_minute=3)}
     assert (known.limit_mode, known.scopes) == ("shadow", ("usage",))
-    successor, _ = await keys.rotate(key.id)
+    successor, _ = await keys.rotate(key.id, access=WHOLE_BOX)
     assert (successor.model_limits, successor.limit_mode) == (known.model_limits, "shadow")
 
 
 async def test_within_the_grace_period_both_secrets_work_and_after_it_one(keys: Keys, cast: Cast, clock: FakeClock) -> None:
-    successor, secret = await keys.rotate(cast.bob.key.id, grace_s=60)
-    old = await keys.get(cast.bob.key.id)
+    successor, secret = await keys.rotate(cast.bob.key.id, grace_s=60, access=WHOLE_BOX)
+    old = await keys.get(cast.bob.key.id, access=WHOLE_BOX)
 
     assert (old.replaced_by, old.revoked_at) == (successor.id, None)
     assert old.expires_at == clock.now() + timedelta(seconds=60)
@@ -185,57 +191,64 @@ async def test_within_the_grace_period_both_secrets_work_and_after_it_one(keys: 
 
 async def test_grace_never_makes_a_key_live_longer(keys: Keys, cast: Cast, clock: FakeClock) -> None:
     end = clock.now() + timedelta(seconds=30)
-    key, _ = await keys.create(cast.bob.tenant.id, name="brief", expires_at=end)
-    successor, _ = await keys.rotate(key.id, grace_s=60)
+    key, _ = await keys.create(cast.bob.tenant.id, name="brief", expires_at=end, access=WHOLE_BOX)
+    successor, _ = await keys.rotate(key.id, grace_s=60, access=WHOLE_BOX)
 
-    assert (await keys.get(key.id)).expires_at == end
+    assert (await keys.get(key.id, access=WHOLE_BOX)).expires_at == end
     assert successor.expires_at == end
     for changes in (KeyChanges(expires_at=None), KeyChanges(expires_at=end + timedelta(days=1))):
         with pytest.raises(InvalidValue) as refused:
-            await keys.update(key.id, changes)
+            await keys.update(key.id, changes, access=WHOLE_BOX)
         assert refused.value.param == "expires_at"
-    assert (await keys.update(key.id, KeyChanges(name="old"))).expires_at == end
+    assert (await keys.update(key.id, KeyChanges(name="old"), access=WHOLE_BOX)).expires_at == end
 
 
 async def test_a_key_in_its_grace_period_can_still_be_revoked(keys: Keys, cast: Cast) -> None:
-    await keys.rotate(cast.bob.key.id, grace_s=60)
-    await keys.revoke(cast.bob.key.id)
+    await keys.rotate(cast.bob.key.id, grace_s=60, access=WHOLE_BOX)
+    await keys.revoke(cast.bob.key.id, access=WHOLE_BOX)
 
     with pytest.raises(InvalidApiKey):
         await keys.authenticate(cast.bob.secret, HERE)
 
 
 async def test_a_key_is_rotated_once_and_never_after_its_end(keys: Keys, cast: Cast, clock: FakeClock) -> None:
-    successor, _ = await keys.rotate(cast.bob.key.id, grace_s=60)
+    successor, _ = await keys.rotate(cast.bob.key.id, grace_s=60, access=WHOLE_BOX)
     with pytest.raises(InvalidValue, match=f"rotated already; rotate its successor {successor.id}"):
-        await keys.rotate(cast.bob.key.id, grace_s=60)
-    expired, _ = await keys.create(cast.bob.tenant.id, name="brief", expires_at=clock.now() + timedelta(seconds=1))
+        await keys.rotate(cast.bob.key.id, grace_s=60, access=WHOLE_BOX)
+    expired, _ = await keys.create(
+        cast.bob.tenant.id, name="brief", expires_at=clock.now() + timedelta(seconds=1), access=WHOLE_BOX
+    )
     clock.advance(1)
     with pytest.raises(InvalidValue, match="expired"):
-        await keys.rotate(expired.id)
+        await keys.rotate(expired.id, access=WHOLE_BOX)
 
 
 async def test_a_tenant_has_room_for_so_many_working_keys(
     keys: Keys, cast: Cast, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(table, "KEYS_OF_TENANT_MAX", 2)
-    brief, _ = await keys.create(cast.bob.tenant.id, name="brief", expires_at=clock.now() + timedelta(seconds=1))
-    for work in (keys.create(cast.bob.tenant.id, name="third"), keys.rotate(brief.id, grace_s=60)):
+    brief, _ = await keys.create(
+        cast.bob.tenant.id, name="brief", expires_at=clock.now() + timedelta(seconds=1), access=WHOLE_BOX
+    )
+    for work in (
+        keys.create(cast.bob.tenant.id, name="third", access=WHOLE_BOX),
+        keys.rotate(brief.id, grace_s=60, access=WHOLE_BOX),
+    ):
         with pytest.raises(InvalidValue, match="at most 2 keys that work"):
             await work
-    await keys.rotate(cast.bob.key.id)
+    await keys.rotate(cast.bob.key.id, access=WHOLE_BOX)
     clock.advance(1)
-    await keys.create(cast.bob.tenant.id, name="third")
-    await keys.create(cast.charlie.tenant.id, name="of another tenant")
+    await keys.create(cast.bob.tenant.id, name="third", access=WHOLE_BOX)
+    await keys.create(cast.charlie.tenant.id, name="of another tenant", access=WHOLE_BOX)
 
 
 @pytest.mark.parametrize("grace_s", [-1, GRACE_S_MAX + 1, 1.5, True])
 async def test_a_wrong_grace_period_is_refused_with_its_bounds(keys: Keys, cast: Cast, grace_s: Any) -> None:
     with pytest.raises(InvalidValue, match=f"from 0 to {GRACE_S_MAX}") as refused:
-        await keys.rotate(cast.bob.key.id, grace_s=grace_s)
+        await keys.rotate(cast.bob.key.id, grace_s=grace_s, access=WHOLE_BOX)
 
     assert refused.value.param == "grace_s"
-    assert (await keys.get(cast.bob.key.id)).replaced_by is None
+    assert (await keys.get(cast.bob.key.id, access=WHOLE_BOX)).replaced_by is None
 
 
 async def test_a_tier_changes_for_the_next_request(database: Database, clock: FakeClock) -> None:

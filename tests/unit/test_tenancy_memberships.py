@@ -61,7 +61,7 @@ async def test_nobody_belongs_to_a_tenant_twice(people: Members, belongings: Mem
         await belongings.invite(people, cast.bob.tenant.id, DORA, "manager", access=WHOLE_BOX)
 
     assert refused.value.param == "email"
-    (only,) = (await belongings.of_tenant(cast.bob.tenant.id)).data
+    (only,) = (await belongings.of_tenant(cast.bob.tenant.id, access=WHOLE_BOX)).data
     assert only.role is TenantRole.VIEWER
 
 
@@ -92,13 +92,16 @@ async def test_a_role_changes_and_ends_in_its_tenant_alone(people: Members, belo
         membership, _ = await belongings.invite(people, person.tenant.id, DORA, "viewer", access=WHOLE_BOX)
     dora = await people.get_by_email(DORA)
 
-    changed = await belongings.change(cast.bob.tenant.id, dora.id, "manager")
+    changed = await belongings.change(cast.bob.tenant.id, dora.id, "manager", access=WHOLE_BOX)
     assert changed.role is TenantRole.MANAGER
     access = await belongings.access(dora, SYSTEM)
     assert access.tenants == {cast.bob.tenant.id: TenantRole.MANAGER, cast.charlie.tenant.id: TenantRole.VIEWER}
-    await belongings.remove(cast.bob.tenant.id, membership.member_id)
+    await belongings.remove(cast.bob.tenant.id, membership.member_id, access=WHOLE_BOX)
     assert (await belongings.access(dora, SYSTEM)).visible() == frozenset({cast.charlie.tenant.id})
-    for work in (belongings.remove(cast.bob.tenant.id, dora.id), belongings.change(cast.bob.tenant.id, dora.id, "viewer")):
+    for work in (
+        belongings.remove(cast.bob.tenant.id, dora.id, access=WHOLE_BOX),
+        belongings.change(cast.bob.tenant.id, dora.id, "viewer", access=WHOLE_BOX),
+    ):
         with pytest.raises(NotFound):
             await work
 
@@ -123,20 +126,20 @@ async def test_members_of_a_tenant_come_in_pages(people: Members, belongings: Me
         for number in range(5)
     ]
     await belongings.invite(people, cast.charlie.tenant.id, DORA, "viewer", access=WHOLE_BOX)
-    first = await belongings.of_tenant(cast.bob.tenant.id, 3)
-    second = await belongings.of_tenant(cast.bob.tenant.id, 3, first.next_cursor)
+    first = await belongings.of_tenant(cast.bob.tenant.id, 3, access=WHOLE_BOX)
+    second = await belongings.of_tenant(cast.bob.tenant.id, 3, first.next_cursor, access=WHOLE_BOX)
 
     assert [each.member_id for each in first.data + second.data] == [each.member_id for each in made]
-    assert await belongings.of_members([made[0].member_id, made[4].member_id]) == [made[0], made[4]]
+    assert await belongings.of_members([made[0].member_id, made[4].member_id], access=WHOLE_BOX) == [made[0], made[4]]
 
 
 async def test_each_change_stands_in_the_audit_log_with_its_tenant(
     people: Members, belongings: Memberships, cast: Cast, database: Database
 ) -> None:
     membership, _ = await belongings.invite(people, cast.bob.tenant.id, DORA, "viewer", access=WHOLE_BOX)
-    await belongings.change(cast.bob.tenant.id, membership.member_id, "manager")
-    await belongings.change(cast.bob.tenant.id, membership.member_id, "manager")
-    await belongings.remove(cast.bob.tenant.id, membership.member_id)
+    await belongings.change(cast.bob.tenant.id, membership.member_id, "manager", access=WHOLE_BOX)
+    await belongings.change(cast.bob.tenant.id, membership.member_id, "manager", access=WHOLE_BOX)
+    await belongings.remove(cast.bob.tenant.id, membership.member_id, access=WHOLE_BOX)
 
     async with database.reading() as connection:
         rows = (await connection.execute(select(audit_log).where(audit_log.c.target_kind == "membership"))).all()

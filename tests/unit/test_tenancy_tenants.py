@@ -9,6 +9,7 @@ import pytest
 
 from appliance.base.db import Database
 from appliance.base.errors import InvalidValue, NameTaken, NotFound
+from appliance.tenancy.access import WHOLE_BOX
 from appliance.tenancy.fields import LIMIT_MAX
 from appliance.tenancy.principals import LIMIT_NAMES, Limits, TenantChanges
 from appliance.tenancy.tenants import Tenants
@@ -23,8 +24,10 @@ def tenants(database: Database, clock: FakeClock) -> Tenants:
 
 
 async def test_a_tenant_is_read_back_as_it_was_made(tenants: Tenants, clock: FakeClock) -> None:
-    made = await tenants.create(name="  Zoë & Søn ", tier="batch", weight=7, limits=ALL_LIMITS, allowed_models=["a", "b", "a"])
-    assert made == await tenants.get(made.id) == await tenants.find("Zoë & Søn")
+    made = await tenants.create(
+        name="  Zoë & Søn ", tier="batch", weight=7, limits=ALL_LIMITS, allowed_models=["a", "b", "a"], access=WHOLE_BOX
+    )
+    assert made == await tenants.get(made.id, access=WHOLE_BOX) == await tenants.find("Zoë & Søn", access=WHOLE_BOX)
     assert (made.name, made.allowed_models, made.created_at) == ("Zoë & Søn", ("a", "b"), clock.now())
     assert not made.suspended
     assert not made.archived
@@ -50,13 +53,13 @@ async def test_a_tenant_is_read_back_as_it_was_made(tenants: Tenants, clock: Fak
 )
 async def test_a_bad_field_is_named_in_create_and_update(tenants: Tenants, changes: dict[str, Any], param: str) -> None:
     with pytest.raises(InvalidValue) as refused:
-        await tenants.create(**({"name": "bob"} | changes))
+        await tenants.create(**({"name": "bob"} | changes), access=WHOLE_BOX)
     assert refused.value.param == param
-    bob = await tenants.create(name="bob")
+    bob = await tenants.create(name="bob", access=WHOLE_BOX)
     with pytest.raises(InvalidValue) as refused:
-        await tenants.update(bob.id, TenantChanges(**changes))
+        await tenants.update(bob.id, TenantChanges(**changes), access=WHOLE_BOX)
     assert refused.value.param == param
-    assert await tenants.get(bob.id) == bob
+    assert await tenants.get(bob.id, access=WHOLE_BOX) == bob
 
 
 @pytest.mark.parametrize("name", LIMIT_NAMES)
@@ -68,66 +71,68 @@ def test_a_bad_limit_is_named(name: str, value: Any) -> None:
 
 
 async def test_an_unknown_limit_is_named(tenants: Tenants) -> None:
-    bob = await tenants.create(name="bob")
+    bob = await tenants.create(name="bob", access=WHOLE_BOX)
     with pytest.raises(InvalidValue) as refused:
-        await tenants.update(bob.id, TenantChanges(limits={"tokens_per_second": 5}))
+        await tenants.update(bob.id, TenantChanges(limits={"tokens_per_second": 5}), access=WHOLE_BOX)
     assert refused.value.param == "limits.tokens_per_second"
 
 
 async def test_a_change_touches_the_named_fields_alone(tenants: Tenants) -> None:
-    bob = await tenants.create(name="bob", limits=ALL_LIMITS, allowed_models=["demo"])
-    changed = await tenants.update(bob.id, TenantChanges(limits={"tokens_per_day": None}, suspended=True))
+    bob = await tenants.create(name="bob", limits=ALL_LIMITS, allowed_models=["demo"], access=WHOLE_BOX)
+    changed = await tenants.update(bob.id, TenantChanges(limits={"tokens_per_day": None}, suspended=True), access=WHOLE_BOX)
     assert changed.limits == Limits(tokens_per_minute=1, requests_per_minute=2, concurrent_requests=3, monthly_budget=5)
     assert (changed.suspended, changed.allowed_models, changed.name) == (True, ("demo",), "bob")
-    replaced = await tenants.update(bob.id, TenantChanges(limits=Limits(tokens_per_minute=9), allowed_models=None))
+    replaced = await tenants.update(
+        bob.id, TenantChanges(limits=Limits(tokens_per_minute=9), allowed_models=None), access=WHOLE_BOX
+    )
     assert replaced.limits == Limits(tokens_per_minute=9)
     assert replaced.allowed_models is None
-    assert await tenants.update(bob.id, TenantChanges()) == replaced
+    assert await tenants.update(bob.id, TenantChanges(), access=WHOLE_BOX) == replaced
 
 
 async def test_two_changes_at_once_do_not_undo_each_other(tenants: Tenants) -> None:
-    bob = await tenants.create(name="bob")
-    await asyncio.gather(*(tenants.update(bob.id, TenantChanges(limits={name: 7})) for name in LIMIT_NAMES))
-    assert (await tenants.get(bob.id)).limits == Limits(**dict.fromkeys(LIMIT_NAMES, 7))
+    bob = await tenants.create(name="bob", access=WHOLE_BOX)
+    await asyncio.gather(*(tenants.update(bob.id, TenantChanges(limits={name: 7}), access=WHOLE_BOX) for name in LIMIT_NAMES))
+    assert (await tenants.get(bob.id, access=WHOLE_BOX)).limits == Limits(**dict.fromkeys(LIMIT_NAMES, 7))
 
 
 async def test_a_name_belongs_to_one_tenant(tenants: Tenants) -> None:
-    bob, charlie = await tenants.create(name="bob"), await tenants.create(name="charlie")
+    bob, charlie = await tenants.create(name="bob", access=WHOLE_BOX), await tenants.create(name="charlie", access=WHOLE_BOX)
     with pytest.raises(NameTaken):
-        await tenants.create(name=" bob")
+        await tenants.create(name=" bob", access=WHOLE_BOX)
     with pytest.raises(NameTaken):
-        await tenants.update(charlie.id, TenantChanges(name="bob"))
-    assert (await tenants.update(bob.id, TenantChanges(name="bob"))).name == "bob"
+        await tenants.update(charlie.id, TenantChanges(name="bob"), access=WHOLE_BOX)
+    assert (await tenants.update(bob.id, TenantChanges(name="bob"), access=WHOLE_BOX)).name == "bob"
 
 
 async def test_an_archived_tenant_stays_and_cannot_be_changed(tenants: Tenants) -> None:
-    bob = await tenants.create(name="bob")
-    archived = await tenants.archive(bob.id)
+    bob = await tenants.create(name="bob", access=WHOLE_BOX)
+    archived = await tenants.archive(bob.id, access=WHOLE_BOX)
     assert archived.archived
-    assert await tenants.archive(bob.id) == archived == await tenants.get(bob.id)
+    assert await tenants.archive(bob.id, access=WHOLE_BOX) == archived == await tenants.get(bob.id, access=WHOLE_BOX)
     with pytest.raises(InvalidValue, match="archived"):
-        await tenants.update(bob.id, TenantChanges(weight=5))
-    assert (await tenants.get(bob.id)).weight == 1
-    assert (await tenants.list()).data == []
-    assert (await tenants.list(include_archived=True)).data == [archived]
+        await tenants.update(bob.id, TenantChanges(weight=5), access=WHOLE_BOX)
+    assert (await tenants.get(bob.id, access=WHOLE_BOX)).weight == 1
+    assert (await tenants.list(access=WHOLE_BOX)).data == []
+    assert (await tenants.list(include_archived=True, access=WHOLE_BOX)).data == [archived]
 
 
 async def test_an_unknown_tenant_is_not_found(tenants: Tenants) -> None:
     with pytest.raises(NotFound):
-        await tenants.get("tn_nobody")
+        await tenants.get("tn_nobody", access=WHOLE_BOX)
     with pytest.raises(NotFound):
-        await tenants.update("tn_nobody", TenantChanges(weight=5))
+        await tenants.update("tn_nobody", TenantChanges(weight=5), access=WHOLE_BOX)
     with pytest.raises(NotFound):
-        await tenants.archive("tn_nobody")
-    assert await tenants.find("nobody") is None
+        await tenants.archive("tn_nobody", access=WHOLE_BOX)
+    assert await tenants.find("nobody", access=WHOLE_BOX) is None
 
 
 async def test_the_list_pages_through_every_tenant_once(tenants: Tenants) -> None:
-    made = {(await tenants.create(name=f"tenant {number}")).id for number in range(7)}
+    made = {(await tenants.create(name=f"tenant {number}", access=WHOLE_BOX)).id for number in range(7)}
     seen: list[str] = []
     cursor = None
     while True:
-        page = await tenants.list(3, cursor)
+        page = await tenants.list(3, cursor, access=WHOLE_BOX)
         seen += [tenant.id for tenant in page.data]
         cursor = page.next_cursor
         if cursor is None:

@@ -85,7 +85,7 @@ async def list_invoices(request: AdminRequest) -> PageShape[InvoiceHeadShape]:
         *paging(request),
         month=month,
         state=choice(request, "state", ("draft", "closed"), None),
-        narrow=lambda query, column: access.narrow(query, column, Action.INVOICES),
+        access=access,
     )
     return page_shape(page, invoice_head_shape)
 
@@ -95,19 +95,20 @@ async def list_invoices(request: AdminRequest) -> PageShape[InvoiceHeadShape]:
 )
 async def list_tenant_invoices(request: AdminRequest, tenant_id: FromPath[str]) -> PageShape[InvoiceShape]:
     """Return whole invoices, the newest month first; drafts as they would be now."""
-    await authenticate_administrator(request, Action.INVOICES, tenant_id)
+    access = await authenticate_administrator(request, Action.INVOICES, tenant_id)
     check_query(request)
     services = services_of(request)
-    await services.tenants.get(tenant_id)
-    return page_shape(await services.invoices.list_of(tenant_id, *paging(request)), invoice_shape)
+    await services.tenants.get(tenant_id, access=access)
+    return page_shape(await services.invoices.list_of(tenant_id, *paging(request), access=access), invoice_shape)
 
 
 @post("/tenants/{tenant_id:str}/invoices", summary="Draft an invoice", tags=TAGS, opt={"body": DraftBody, "errors": (409,)})
 async def draft_invoice(request: AdminRequest, tenant_id: FromPath[str]) -> InvoiceShape:
     """Return the draft of a month that has begun; the same one when it is asked for again."""
-    await authenticate_administrator(request, Action.BILLING, tenant_id)
+    access = await authenticate_administrator(request, Action.BILLING, tenant_id)
     body = decode_body(await request.body(), DraftBody)
-    return invoice_shape(await services_of(request).invoices.draft(tenant_id, body.month, only=body.only))
+    invoices = services_of(request).invoices
+    return invoice_shape(await invoices.draft(tenant_id, body.month, only=body.only, access=access))
 
 
 @get(
@@ -120,13 +121,12 @@ async def retrieve_invoice(request: AdminRequest, invoice_id: FromPath[str]) -> 
     """Return an invoice; without an ending as JSON. A closed one is the same for ever."""
     access = await authenticate_administrator(request, Action.INVOICES)
     wanted, _, ending = invoice_id.partition(".")
-    services = services_of(request)
-    head = await services.invoices.head(wanted)
-    access.require_row(Action.INVOICES, head.tenant_id, what="invoice", param="invoice_id")
+    invoices = services_of(request).invoices
+    head = await invoices.head(wanted, access=access)
     if ending and ending not in _FILES:
         raise NotFound(f"an invoice has no form .{ending}; there are .json, .csv and .pdf", param="invoice_id")
     media_type, render = _FILES[ending or "json"]
-    invoice = await services.invoices.get(wanted)
+    invoice = await invoices.get(wanted, access=access)
     body = await asyncio.to_thread(render, invoice)
     name = f"invoice-{head.number}" if head.number else f"draft-{head.month}-{head.tenant_id}"
     headers = {"content-disposition": f'inline; filename="{name}.{ending}"'} if ending else {}
@@ -139,9 +139,7 @@ async def list_invoice_events(request: AdminRequest, invoice_id: FromPath[str]) 
     access = await authenticate_administrator(request, Action.INVOICES)
     check_query(request)
     invoices = services_of(request).invoices
-    head = await invoices.head(invoice_id)
-    access.require_row(Action.INVOICES, head.tenant_id, what="invoice", param="invoice_id")
-    return page_shape(await invoices.events(invoice_id, *paging(request)), ledger_event_shape)
+    return page_shape(await invoices.events(invoice_id, *paging(request), access=access), ledger_event_shape)
 
 
 @post(
@@ -150,29 +148,23 @@ async def list_invoice_events(request: AdminRequest, invoice_id: FromPath[str]) 
 async def close_invoice(request: AdminRequest, invoice_id: FromPath[str]) -> InvoiceShape:
     """Give the invoice its number and freeze it. Only a month that is over, and a tenant's months in order."""
     access = await authenticate_administrator(request, Action.BILLING)
-    invoices = services_of(request).invoices
-    head = await invoices.head(invoice_id)
-    access.require_row(Action.BILLING, head.tenant_id, what="invoice", param="invoice_id")
-    return invoice_shape(await invoices.close(invoice_id))
+    return invoice_shape(await services_of(request).invoices.close(invoice_id, access=access))
 
 
 @delete("/invoices/{invoice_id:str}", status_code=204, summary="Discard a draft", tags=TAGS, opt={"errors": (409,)})
 async def discard_invoice(request: AdminRequest, invoice_id: FromPath[str]) -> None:
     """Forget that a month was drafted; no usage is forgotten, and it can be drafted again. A closed invoice stays."""
     access = await authenticate_administrator(request, Action.BILLING)
-    invoices = services_of(request).invoices
-    head = await invoices.head(invoice_id)
-    access.require_row(Action.BILLING, head.tenant_id, what="invoice", param="invoice_id")
-    await invoices.discard(invoice_id)
+    await services_of(request).invoices.discard(invoice_id, access=access)
 
 
 @get("/tenants/{tenant_id:str}/allowances", summary="List a tenant's free allowances", tags=TAGS)
 async def list_allowances(request: AdminRequest, tenant_id: FromPath[str]) -> PageShape[AllowanceShape]:
     """Return what is free each month, in the order of the months from which it counts."""
-    await authenticate_administrator(request, Action.INVOICES, tenant_id)
+    access = await authenticate_administrator(request, Action.INVOICES, tenant_id)
     services = services_of(request)
-    await services.tenants.get(tenant_id)
-    rows = [allowance_shape(row) for row in await services.free_allowances.list(tenant_id)]
+    await services.tenants.get(tenant_id, access=access)
+    rows = [allowance_shape(row) for row in await services.free_allowances.list(tenant_id, access=access)]
     return PageShape(data=rows, has_more=False, next_cursor=None)
 
 
@@ -184,11 +176,12 @@ async def list_allowances(request: AdminRequest, tenant_id: FromPath[str]) -> Pa
 )
 async def set_allowance(request: AdminRequest, tenant_id: FromPath[str]) -> AllowanceShape:
     """Set what is free each month from a month on that is not closed; said again of the same month, the later word counts."""
-    await authenticate_administrator(request, Action.BILLING, tenant_id)
+    access = await authenticate_administrator(request, Action.BILLING, tenant_id)
     body = decode_body(await request.body(), AllowanceBody)
     services = services_of(request)
-    await services.tenants.get(tenant_id)
-    return allowance_shape(await services.free_allowances.set(tenant_id, body.first_month, body.monthly_micros))
+    await services.tenants.get(tenant_id, access=access)
+    allowances = services.free_allowances
+    return allowance_shape(await allowances.set(tenant_id, body.first_month, body.monthly_micros, access=access))
 
 
 @get("/seller", summary="Who writes the invoices", tags=TAGS, opt={"errors": (404,)})

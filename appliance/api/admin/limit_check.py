@@ -80,10 +80,9 @@ async def check_limits(request: AdminRequest) -> LimitCheckShape:
     """Return what every limit would say to a request of this size now. Nothing is reserved."""
     access = await authenticate_administrator(request, Action.READ)
     body = decode_body(await request.body(), LimitCheckBody)
-    access.require(Action.READ, body.tenant_id)
     services = services_of(request)
-    tenant = await services.tenants.get(body.tenant_id)
-    key = None if body.key_id is None else await services.keys.get(body.key_id)
+    tenant = await services.tenants.get(body.tenant_id, access=access)
+    key = None if body.key_id is None else await services.keys.get(body.key_id, access=access)
     if key is not None and key.tenant_id != tenant.id:
         raise NotFound("no such key", param="key_id")
     question = Question(

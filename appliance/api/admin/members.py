@@ -23,6 +23,7 @@ from appliance.api.bodies import decode_body
 from appliance.api.queries import PAGING, AdminRequest, check_query, paging
 from appliance.api.services_of import services_of
 from appliance.api.shapes import PageShape, page_shape
+from appliance.tenancy.access import Access
 from appliance.tenancy.roles import Action
 from appliance.tenancy.secrets import new_password
 
@@ -67,11 +68,11 @@ async def retrieve_me(request: AdminRequest) -> MeShape:
 @get("/members", summary="List who may sign in", tags=TAGS, opt={"query": PAGING})
 async def list_members(request: AdminRequest) -> PageShape[MemberShape]:
     """Return the members of the box with the tenants that they belong to, in the order they were made."""
-    await authenticate_administrator(request, Action.READ_BOX)
+    access = await authenticate_administrator(request, Action.READ_BOX)
     check_query(request)
     services = services_of(request)
     page = await services.members.list(*paging(request))
-    found = await services.memberships.of_members([member.id for member in page.data])
+    found = await services.memberships.of_members([member.id for member in page.data], access=access)
     return page_shape(page, lambda member: member_shape(member, [each for each in found if each.member_id == member.id]))
 
 
@@ -88,14 +89,14 @@ async def create_member(request: AdminRequest) -> NewMemberShape:
 @get("/members/{member_id:str}", summary="Retrieve a member", tags=TAGS)
 async def retrieve_member(request: AdminRequest, member_id: FromPath[str]) -> MemberShape:
     """Return one member, disabled or not."""
-    await authenticate_administrator(request, Action.READ_BOX)
-    return await _member(request, member_id)
+    access = await authenticate_administrator(request, Action.READ_BOX)
+    return await _member(request, member_id, access)
 
 
 @patch("/members/{member_id:str}", summary="Change a member", tags=TAGS, opt={"body": MemberPatch, "errors": (409,)})
 async def change_member(request: AdminRequest, member_id: FromPath[str]) -> MemberShape:
     """Change the role on the box, or who may sign in: a disabled member is signed out everywhere at once."""
-    await authenticate_administrator(request, Action.MEMBERS)
+    access = await authenticate_administrator(request, Action.MEMBERS)
     body = decode_body(await request.body(), MemberPatch)
     members = services_of(request).members
     await members.change(
@@ -103,7 +104,7 @@ async def change_member(request: AdminRequest, member_id: FromPath[str]) -> Memb
         role=None if body.role is OMITTED else body.role,
         disabled=None if body.disabled is OMITTED else body.disabled,
     )
-    return await _member(request, member_id)
+    return await _member(request, member_id, access)
 
 
 @post("/members/{member_id:str}/reset-password", status_code=200, summary="Give a member a new password", tags=TAGS)
@@ -119,11 +120,12 @@ async def reset_password(request: AdminRequest, member_id: FromPath[str]) -> New
 @get("/tenants/{tenant_id:str}/members", summary="List who belongs to a tenant", tags=TAGS, opt={"query": PAGING})
 async def list_memberships(request: AdminRequest, tenant_id: FromPath[str]) -> PageShape[MembershipShape]:
     """Return the members of a tenant with their roles in it."""
-    await authenticate_administrator(request, Action.READ, tenant_id)
+    access = await authenticate_administrator(request, Action.READ, tenant_id)
     check_query(request)
     services = services_of(request)
-    tenant = await services.tenants.get(tenant_id)
-    return page_shape(await services.memberships.of_tenant(tenant.id, *paging(request)), membership_shape)
+    tenant = await services.tenants.get(tenant_id, access=access)
+    page = await services.memberships.of_tenant(tenant.id, *paging(request), access=access)
+    return page_shape(page, membership_shape)
 
 
 @post("/tenants/{tenant_id:str}/members", summary="Invite somebody to a tenant", tags=TAGS,
@@ -142,22 +144,22 @@ async def invite_member(request: AdminRequest, tenant_id: FromPath[str]) -> NewM
        opt={"body": MembershipPatch})  # fmt: skip
 async def change_membership(request: AdminRequest, tenant_id: FromPath[str], member_id: FromPath[str]) -> MembershipShape:
     """Give a member of a tenant another role; it counts from the member's next request on."""
-    await authenticate_administrator(request, Action.TENANT_MEMBERS, tenant_id)
+    access = await authenticate_administrator(request, Action.TENANT_MEMBERS, tenant_id)
     body = decode_body(await request.body(), MembershipPatch)
-    return membership_shape(await services_of(request).memberships.change(tenant_id, member_id, body.role))
+    return membership_shape(await services_of(request).memberships.change(tenant_id, member_id, body.role, access=access))
 
 
 @delete("/tenants/{tenant_id:str}/members/{member_id:str}", status_code=200, summary="End a membership", tags=TAGS)
 async def remove_membership(request: AdminRequest, tenant_id: FromPath[str], member_id: FromPath[str]) -> MembershipShape:
     """Let a member belong to a tenant no more, and return the membership that was."""
-    await authenticate_administrator(request, Action.TENANT_MEMBERS, tenant_id)
-    return membership_shape(await services_of(request).memberships.remove(tenant_id, member_id))
+    access = await authenticate_administrator(request, Action.TENANT_MEMBERS, tenant_id)
+    return membership_shape(await services_of(request).memberships.remove(tenant_id, member_id, access=access))
 
 
-async def _member(request: AdminRequest, member_id: str) -> MemberShape:
+async def _member(request: AdminRequest, member_id: str, access: Access) -> MemberShape:
     services = services_of(request)
     member = await services.members.get(member_id)
-    return member_shape(member, await services.memberships.of_members([member.id]))
+    return member_shape(member, await services.memberships.of_members([member.id], access=access))
 
 
 HANDLERS = [

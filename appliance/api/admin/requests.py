@@ -11,6 +11,7 @@ from appliance.api.services_of import services_of
 from appliance.api.shapes import PageShape, RequestShape, live_request_shape, page_shape, past_request_shape
 from appliance.base.errors import NotFound
 from appliance.serving.services import Services
+from appliance.tenancy.access import Access
 from appliance.tenancy.roles import Action
 
 TAGS = ["administration"]
@@ -32,7 +33,7 @@ async def list_requests(request: AdminRequest) -> PageShape[RequestShape]:
         finished_only=False,
         access=access,
     )
-    return page_shape(page, lambda row: _live_shape(services, row.id) or past_request_shape(row))
+    return page_shape(page, lambda row: _live_shape(services, row.id, access) or past_request_shape(row))
 
 
 @get("/requests/{request_id:str}", summary="Retrieve a request", tags=TAGS)
@@ -40,8 +41,8 @@ async def retrieve_request(request: AdminRequest, request_id: FromPath[str]) -> 
     """Return one live or past request."""
     access = await authenticate_administrator(request, Action.READ)
     services = services_of(request)
-    live = services.generations.find(request_id)
-    if live is not None and access.sees(live.tenant_id):
+    live = services.generations.find(request_id, access=access)
+    if live is not None:
         return live_request_shape(live)
     return past_request_shape(await services.reports.request(request_id, access=access))
 
@@ -52,16 +53,15 @@ async def abort_request(request: AdminRequest, request_id: FromPath[str]) -> Req
     access = await authenticate_administrator(request, Action.ABORT)
     services = services_of(request)
     generations = services.generations
-    live = generations.find(request_id)
+    live = generations.find(request_id, access=access, action=Action.ABORT)
     if live is None:
         raise NotFound("no such live request", param="request_id")
-    access.require_row(Action.ABORT, live.tenant_id, what="live request", param="request_id")
     await services.audit.note("request.abort", "request", request_id, tenant_id=live.tenant_id)
-    return live_request_shape(await generations.abort_and_wait(request_id))
+    return live_request_shape(await generations.abort_and_wait(request_id, access=access))
 
 
-def _live_shape(services: Services, request_id: str) -> RequestShape | None:
-    live = services.generations.find(request_id)
+def _live_shape(services: Services, request_id: str, access: Access) -> RequestShape | None:
+    live = services.generations.find(request_id, access=access)
     return None if live is None else live_request_shape(live)
 
 

@@ -23,7 +23,7 @@ from appliance.api.shapes import (
     tenant_shape,
 )
 from appliance.tenancy.fields import DEFAULT_SCOPES, UNSET
-from appliance.tenancy.principals import ApiKey, KeyChanges, Limits, TenantChanges
+from appliance.tenancy.principals import KeyChanges, Limits, TenantChanges
 from appliance.tenancy.roles import Action
 
 OMITTED = msgspec.UNSET
@@ -136,7 +136,7 @@ async def list_tenants(request: AdminRequest) -> PageShape[TenantShape]:
 @post("/tenants", summary="Create a tenant", tags=TAGS, opt={"body": NewTenantBody, "errors": (409,)})
 async def create_tenant(request: AdminRequest) -> TenantShape:
     """Create a tenant and return it."""
-    await authenticate_administrator(request, Action.WRITE)
+    access = await authenticate_administrator(request, Action.WRITE)
     body = decode_body(await request.body(), NewTenantBody)
     tenant = await services_of(request).tenants.create(
         name=body.name,
@@ -151,6 +151,7 @@ async def create_tenant(request: AdminRequest) -> TenantShape:
         alert_percents=body.alert_percents,
         allowed_models=body.allowed_models,
         suspended=body.suspended,
+        access=access,
     )
     return tenant_shape(tenant)
 
@@ -158,24 +159,24 @@ async def create_tenant(request: AdminRequest) -> TenantShape:
 @get("/tenants/{tenant_id:str}", summary="Retrieve a tenant", tags=TAGS)
 async def retrieve_tenant(request: AdminRequest, tenant_id: FromPath[str]) -> TenantShape:
     """Return one tenant, archived or not."""
-    await authenticate_administrator(request, Action.READ, tenant_id)
-    return tenant_shape(await services_of(request).tenants.get(tenant_id))
+    access = await authenticate_administrator(request, Action.READ, tenant_id)
+    return tenant_shape(await services_of(request).tenants.get(tenant_id, access=access))
 
 
 @patch("/tenants/{tenant_id:str}", summary="Change a tenant", tags=TAGS, opt={"body": TenantPatch, "errors": (409,)})
 async def change_tenant(request: AdminRequest, tenant_id: FromPath[str]) -> TenantShape:
     """Change what the body names; it counts from the next request on."""
-    await authenticate_administrator(request, Action.WRITE, tenant_id)
+    access = await authenticate_administrator(request, Action.WRITE, tenant_id)
     body = decode_body(await request.body(), TenantPatch)
     services = services_of(request)
-    return tenant_shape(await services.tenants.update(tenant_id, TenantChanges(**_given(body))))
+    return tenant_shape(await services.tenants.update(tenant_id, TenantChanges(**_given(body)), access=access))
 
 
 @delete("/tenants/{tenant_id:str}", status_code=200, summary="Archive a tenant", tags=TAGS)
 async def archive_tenant(request: AdminRequest, tenant_id: FromPath[str]) -> TenantShape:
     """Archive a tenant: its keys are refused, its records stay."""
-    await authenticate_administrator(request, Action.WRITE, tenant_id)
-    return tenant_shape(await services_of(request).tenants.archive(tenant_id))
+    access = await authenticate_administrator(request, Action.WRITE, tenant_id)
+    return tenant_shape(await services_of(request).tenants.archive(tenant_id, access=access))
 
 
 @get("/tenants/{tenant_id:str}/keys", summary="List a tenant's keys", tags=TAGS, opt={"query": PAGING})
@@ -184,7 +185,7 @@ async def list_keys(request: AdminRequest, tenant_id: FromPath[str]) -> PageShap
     access = await authenticate_administrator(request, Action.READ, tenant_id)
     check_query(request)
     services = services_of(request)
-    tenant = await services.tenants.get(tenant_id)
+    tenant = await services.tenants.get(tenant_id, access=access)
     limit, cursor = paging(request)
     return page_shape(await services.keys.list(tenant.id, limit, cursor, access=access), key_shape)
 
@@ -192,7 +193,7 @@ async def list_keys(request: AdminRequest, tenant_id: FromPath[str]) -> PageShap
 @post("/tenants/{tenant_id:str}/keys", summary="Create a key", tags=TAGS, opt={"body": NewKeyBody})
 async def create_key(request: AdminRequest, tenant_id: FromPath[str]) -> NewKeyShape:
     """Create a key; its secret stands in `key` of this answer and nowhere else."""
-    await authenticate_administrator(request, Action.KEYS, tenant_id)
+    access = await authenticate_administrator(request, Action.KEYS, tenant_id)
     body = decode_body(await request.body(), NewKeyBody)
     key, secret = await services_of(request).keys.create(
         tenant_id,
@@ -204,6 +205,7 @@ async def create_key(request: AdminRequest, tenant_id: FromPath[str]) -> NewKeyS
         limits=_limits(body.limits),
         model_limits=model_limits_of(body.model_limits),
         limit_mode=body.limit_mode,
+        access=access,
     )
     return new_key_shape(key, secret)
 
@@ -211,42 +213,35 @@ async def create_key(request: AdminRequest, tenant_id: FromPath[str]) -> NewKeyS
 @get("/keys/{key_id:str}", summary="Retrieve a key", tags=TAGS)
 async def retrieve_key(request: AdminRequest, key_id: FromPath[str]) -> KeyShape:
     """Return one key, without its secret."""
-    return key_shape(await _key(request, key_id, Action.READ))
+    access = await authenticate_administrator(request, Action.READ)
+    return key_shape(await services_of(request).keys.get(key_id, access=access))
 
 
 @post("/keys/{key_id:str}/rotate", status_code=200, summary="Rotate a key", tags=TAGS, opt={"body": RotationBody})
 async def rotate_key(request: AdminRequest, key_id: FromPath[str]) -> NewKeyShape:
     """Return a key's successor with the new secret; the old one is refused at once, or after the grace period of the body."""
-    await _key(request, key_id, Action.KEYS)
+    access = await authenticate_administrator(request, Action.KEYS)
     content = await request.body()
     body = decode_body(content, RotationBody) if content else RotationBody()
-    key, secret = await services_of(request).keys.rotate(key_id, grace_s=body.grace_s)
+    key, secret = await services_of(request).keys.rotate(key_id, grace_s=body.grace_s, access=access)
     return new_key_shape(key, secret)
 
 
 @patch("/keys/{key_id:str}", summary="Change a key", tags=TAGS, opt={"body": KeyPatch})
 async def change_key(request: AdminRequest, key_id: FromPath[str]) -> KeyShape:
     """Change what the body names."""
-    await _key(request, key_id, Action.KEYS)
+    access = await authenticate_administrator(request, Action.KEYS)
     changes = _given(decode_body(await request.body(), KeyPatch))
     if isinstance(changes["expires_at"], str):
         changes["expires_at"] = parse_moment(changes["expires_at"], "expires_at")
-    return key_shape(await services_of(request).keys.update(key_id, KeyChanges(**changes)))
+    return key_shape(await services_of(request).keys.update(key_id, KeyChanges(**changes), access=access))
 
 
 @delete("/keys/{key_id:str}", status_code=200, summary="Revoke a key", tags=TAGS)
 async def revoke_key(request: AdminRequest, key_id: FromPath[str]) -> KeyShape:
     """Revoke a key: it is refused from now on."""
-    await _key(request, key_id, Action.KEYS)
-    return key_shape(await services_of(request).keys.revoke(key_id))
-
-
-async def _key(request: AdminRequest, key_id: str, action: Action) -> ApiKey:
-    """Return the key once it is sure that the caller may do this in its tenant. Raises NotFound for a key that is not his."""
-    access = await authenticate_administrator(request, action)
-    key = await services_of(request).keys.get(key_id)
-    access.require_row(action, key.tenant_id, what="key", param="key_id")
-    return key
+    access = await authenticate_administrator(request, Action.KEYS)
+    return key_shape(await services_of(request).keys.revoke(key_id, access=access))
 
 
 def _limits(body: LimitsBody | None) -> Limits | None:

@@ -19,8 +19,7 @@ from appliance.api.bodies import decode_body
 from appliance.api.queries import PAGING, AdminRequest, check_query, choice, paging
 from appliance.api.services_of import services_of
 from appliance.api.shapes import PageShape, page_shape
-from appliance.base.errors import NotFound
-from appliance.metering.alerts.outbox import STATES
+from appliance.metering.alerts.outbox import STATES, reading
 from appliance.metering.alerts.webhooks import GRACE_S_DEFAULT, Webhook, WebhookChanges
 from appliance.tenancy.access import Access
 from appliance.tenancy.fields import UNSET
@@ -57,17 +56,12 @@ class WebhookRotationBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=Tr
 @get("/webhooks", summary="List webhooks", tags=TAGS, opt={"query": (*PAGING, "tenant_id")})
 async def list_webhooks(request: AdminRequest) -> PageShape[WebhookShape]:
     """Return webhooks in the order they were made, without secrets."""
-    access = await authenticate_administrator(request, Action.READ)
-    action = _reading(access)
+    access = await _reader(request)
     check_query(request)
     tenant_id = request.query_params.get("tenant_id")
-    if tenant_id is None:
-        access.require_somewhere(action)
-    else:
-        access.require(action, tenant_id)
-    page = await services_of(request).alerts.webhooks.list(
-        *paging(request), narrow=lambda query, column: access.narrow(query, column, action), tenant_id=tenant_id
-    )
+    if tenant_id is not None:
+        access.require(reading(access), tenant_id)
+    page = await services_of(request).alerts.webhooks.list(*paging(request), tenant_id=tenant_id, access=access)
     return page_shape(page, lambda webhook: _shape(access, webhook))
 
 
@@ -76,9 +70,8 @@ async def create_webhook(request: AdminRequest) -> NewWebhookShape:
     """Create a webhook; the secret that signs its messages stands in `secret` of this answer and nowhere else."""
     access = await authenticate_administrator(request, Action.WEBHOOKS)
     body = decode_body(await request.body(), NewWebhookBody)
-    access.require(Action.WEBHOOKS, body.tenant_id)
     webhook, secret = await services_of(request).alerts.webhooks.create(
-        kind=body.kind, target=body.target, tenant_id=body.tenant_id, events=body.events
+        kind=body.kind, target=body.target, tenant_id=body.tenant_id, events=body.events, access=access
     )
     return new_webhook_shape(webhook, secret)
 
@@ -86,25 +79,25 @@ async def create_webhook(request: AdminRequest) -> NewWebhookShape:
 @get("/webhooks/{webhook_id:str}", summary="Retrieve a webhook", tags=TAGS)
 async def retrieve_webhook(request: AdminRequest, webhook_id: FromPath[str]) -> WebhookShape:
     """Return one webhook without its secret."""
-    access, webhook = await _found(request, webhook_id, reading=True)
-    return _shape(access, webhook)
+    access = await _reader(request)
+    return _shape(access, await services_of(request).alerts.webhooks.get(webhook_id, access=access))
 
 
 @patch("/webhooks/{webhook_id:str}", summary="Change a webhook", tags=TAGS, opt={"body": WebhookPatch})
 async def change_webhook(request: AdminRequest, webhook_id: FromPath[str]) -> WebhookShape:
     """Change what the body names. While it is disabled it hears nothing, and what is pending waits."""
-    await _found(request, webhook_id)
+    access = await authenticate_administrator(request, Action.WEBHOOKS)
     body = decode_body(await request.body(), WebhookPatch)
     changes = {name: getattr(body, name) for name in body.__struct_fields__}
     changed = WebhookChanges(**{name: UNSET if value is OMITTED else value for name, value in changes.items()})
-    return webhook_shape(await services_of(request).alerts.webhooks.update(webhook_id, changed))
+    return webhook_shape(await services_of(request).alerts.webhooks.update(webhook_id, changed, access=access))
 
 
 @delete("/webhooks/{webhook_id:str}", status_code=200, summary="Remove a webhook", tags=TAGS)
 async def remove_webhook(request: AdminRequest, webhook_id: FromPath[str]) -> WebhookShape:
     """Remove a webhook and give up what is pending for it."""
-    await _found(request, webhook_id)
-    return webhook_shape(await services_of(request).alerts.webhooks.remove(webhook_id))
+    access = await authenticate_administrator(request, Action.WEBHOOKS)
+    return webhook_shape(await services_of(request).alerts.webhooks.remove(webhook_id, access=access))
 
 
 @post(
@@ -116,16 +109,16 @@ async def remove_webhook(request: AdminRequest, webhook_id: FromPath[str]) -> We
 )
 async def rotate_webhook(request: AdminRequest, webhook_id: FromPath[str]) -> NewWebhookShape:
     """Return the webhook with a new secret; for `grace_s` seconds (a day without a body) the one before signs as well."""
-    await _found(request, webhook_id)
+    access = await authenticate_administrator(request, Action.WEBHOOKS)
     body = decode_body(await request.body() or b"{}", WebhookRotationBody)
-    return new_webhook_shape(*await services_of(request).alerts.webhooks.rotate(webhook_id, body.grace_s))
+    return new_webhook_shape(*await services_of(request).alerts.webhooks.rotate(webhook_id, body.grace_s, access=access))
 
 
 @post("/webhooks/{webhook_id:str}/test", summary="Send a test to a webhook", tags=TAGS, opt={"errors": (400, 429)})
 async def send_test(request: AdminRequest, webhook_id: FromPath[str]) -> DeliveryShape:
     """Put a message of the event `webhook.test` into the outbox; its delivery tells how it went."""
-    await _found(request, webhook_id)
-    return delivery_shape(await services_of(request).alerts.outbox.test(webhook_id))
+    access = await authenticate_administrator(request, Action.WEBHOOKS)
+    return delivery_shape(await services_of(request).alerts.outbox.test(webhook_id, access=access))
 
 
 @get(
@@ -136,18 +129,18 @@ async def send_test(request: AdminRequest, webhook_id: FromPath[str]) -> Deliver
 )
 async def list_deliveries(request: AdminRequest, webhook_id: FromPath[str]) -> PageShape[DeliveryShape]:
     """Return its messages, the newest first."""
-    await _found(request, webhook_id, reading=True)
+    access = await _reader(request)
     check_query(request)
     state = choice(request, "state", STATES, None)
-    page = await services_of(request).alerts.outbox.list(webhook_id, *paging(request), state=state)
+    page = await services_of(request).alerts.outbox.list(webhook_id, *paging(request), state=state, access=access)
     return page_shape(page, delivery_shape)
 
 
 @get("/webhooks/{webhook_id:str}/deliveries/{delivery_id:str}", summary="Retrieve a delivery", tags=TAGS)
 async def retrieve_delivery(request: AdminRequest, webhook_id: FromPath[str], delivery_id: FromPath[str]) -> DeliveryShape:
     """Return one message and how its delivery stands."""
-    await _found(request, webhook_id, reading=True)
-    return delivery_shape(await services_of(request).alerts.outbox.get(webhook_id, delivery_id))
+    access = await _reader(request)
+    return delivery_shape(await services_of(request).alerts.outbox.get(webhook_id, delivery_id, access=access))
 
 
 @post(
@@ -159,31 +152,15 @@ async def retrieve_delivery(request: AdminRequest, webhook_id: FromPath[str], de
 )
 async def retry_delivery(request: AdminRequest, webhook_id: FromPath[str], delivery_id: FromPath[str]) -> DeliveryShape:
     """Send a message again from now on, whatever became of it, under the same id."""
-    await _found(request, webhook_id)
-    return delivery_shape(await services_of(request).alerts.outbox.retry(webhook_id, delivery_id))
+    access = await authenticate_administrator(request, Action.WEBHOOKS)
+    return delivery_shape(await services_of(request).alerts.outbox.retry(webhook_id, delivery_id, access=access))
 
 
-async def _found(request: AdminRequest, webhook_id: str, *, reading: bool = False) -> tuple[Access, Webhook]:
-    """Return the webhook if the caller may manage it, or read it if that is all. Raises RoleNotAllowed.
-
-    NotFound, too, for somebody who may not see its tenant, or the box.
-    """
+async def _reader(request: AdminRequest) -> Access:
+    """Return what the caller may see, once it is sure that he may read webhooks somewhere. Raises RoleNotAllowed."""
     access = await authenticate_administrator(request, Action.READ)
-    action = _reading(access) if reading else Action.WEBHOOKS
-    access.require_somewhere(action)
-    webhook = await services_of(request).alerts.webhooks.get(webhook_id)
-    if webhook.tenant_id is not None:
-        access.require_row(action, webhook.tenant_id, what="webhook", param="webhook_id")
-    elif not access.sees_all:
-        raise NotFound("no such webhook", param="webhook_id")
-    else:
-        access.require(action)
-    return access, webhook
-
-
-def _reading(access: Access) -> Action:
-    """Return what reading takes: every role on the box reads, in a tenant only who manages webhooks."""
-    return Action.READ if access.sees_all else Action.WEBHOOKS
+    access.require_somewhere(reading(access))
+    return access
 
 
 def _shape(access: Access, webhook: Webhook) -> WebhookShape:

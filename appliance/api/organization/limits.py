@@ -68,10 +68,10 @@ class RateLimitShape(msgspec.Struct, kw_only=True):
 )
 async def list_rate_limits(request: AdminRequest, project_id: FromPath[str]) -> ListShape[RateLimitShape]:
     """Return the limits of a tenant: over all models first, then of each that is served to it or has limits of its own."""
-    await authenticate_administrator(request, Action.READ, project_id)
+    access = await authenticate_administrator(request, Action.READ, project_id)
     check_query(request)
     services = services_of(request)
-    tenant = await services.tenants.get(project_id)
+    tenant = await services.tenants.get(project_id, access=access)
     served = [model.name for model in services.models.list()]
     models = [EVERY_MODEL, *sorted(_models_of(tenant, served))]
     models = _between(request, models)
@@ -91,16 +91,18 @@ async def list_rate_limits(request: AdminRequest, project_id: FromPath[str]) -> 
 )
 async def change_rate_limit(request: AdminRequest, project_id: FromPath[str], rate_limit_id: FromPath[str]) -> RateLimitShape:
     """Change limits per minute of a tenant; they count from the next request on."""
-    await authenticate_administrator(request, Action.WRITE, project_id)
+    access = await authenticate_administrator(request, Action.WRITE, project_id)
     changes = decode_body(await request.body(), RateLimitBody).changes()
     services = services_of(request)
     model = _model_of(rate_limit_id)
     if model == EVERY_MODEL:
-        return rate_limit_shape(await services.tenants.update(project_id, TenantChanges(limits=changes)), model)
-    known = _models_of(await services.tenants.get(project_id), [served.name for served in services.models.list()])
+        changed = await services.tenants.update(project_id, TenantChanges(limits=changes), access=access)
+        return rate_limit_shape(changed, model)
+    tenant = await services.tenants.get(project_id, access=access)
+    known = _models_of(tenant, [served.name for served in services.models.list()])
     if model not in known:
         raise NotFound("no such rate limit", param="rate_limit_id")
-    return rate_limit_shape(await services.tenants.limit_model(project_id, model, changes), model)
+    return rate_limit_shape(await services.tenants.limit_model(project_id, model, changes, access=access), model)
 
 
 def rate_limit_shape(tenant: Tenant, model: str) -> RateLimitShape:

@@ -23,6 +23,7 @@ from appliance.api.organization.queries import (
 from appliance.api.queries import AdminRequest, check_query, choice, flag
 from appliance.api.services_of import services_of
 from appliance.base.errors import NotFound, UnsupportedParameter
+from appliance.tenancy.access import Access
 from appliance.tenancy.fields import SCOPES, UNSET, check_whole
 from appliance.tenancy.pages import encode_cursor
 from appliance.tenancy.principals import ApiKey, KeyChanges, Tenant, TenantChanges
@@ -108,16 +109,16 @@ async def list_projects(request: AdminRequest) -> ListShape[ProjectShape]:
 )
 async def create_project(request: AdminRequest) -> ProjectShape:
     """Create a tenant with the default tier and no limits."""
-    await authenticate_administrator(request, Action.WRITE)
+    access = await authenticate_administrator(request, Action.WRITE)
     body = _project_body(await request.body())
-    return project_shape(await services_of(request).tenants.create(name=body.name))
+    return project_shape(await services_of(request).tenants.create(name=body.name, access=access))
 
 
 @get(paths("/projects/{project_id:str}"), summary="Retrieve a project (tenant)", tags=TAGS)
 async def retrieve_project(request: AdminRequest, project_id: FromPath[str]) -> ProjectShape:
     """Return one tenant, archived or not."""
-    await authenticate_administrator(request, Action.READ, project_id)
-    return project_shape(await services_of(request).tenants.get(project_id))
+    access = await authenticate_administrator(request, Action.READ, project_id)
+    return project_shape(await services_of(request).tenants.get(project_id, access=access))
 
 
 @post(
@@ -129,16 +130,16 @@ async def retrieve_project(request: AdminRequest, project_id: FromPath[str]) -> 
 )
 async def change_project(request: AdminRequest, project_id: FromPath[str]) -> ProjectShape:
     """Give a tenant another name."""
-    await authenticate_administrator(request, Action.WRITE, project_id)
-    body = _project_body(await request.body())
-    return project_shape(await services_of(request).tenants.update(project_id, TenantChanges(name=body.name)))
+    access = await authenticate_administrator(request, Action.WRITE, project_id)
+    changes = TenantChanges(name=_project_body(await request.body()).name)
+    return project_shape(await services_of(request).tenants.update(project_id, changes, access=access))
 
 
 @post(paths("/projects/{project_id:str}/archive"), status_code=200, summary="Archive a project (tenant)", tags=TAGS)
 async def archive_project(request: AdminRequest, project_id: FromPath[str]) -> ProjectShape:
     """Archive a tenant: its keys are refused, its records stay."""
-    await authenticate_administrator(request, Action.WRITE, project_id)
-    return project_shape(await services_of(request).tenants.archive(project_id))
+    access = await authenticate_administrator(request, Action.WRITE, project_id)
+    return project_shape(await services_of(request).tenants.archive(project_id, access=access))
 
 
 @get(
@@ -152,7 +153,7 @@ async def list_project_keys(request: AdminRequest, project_id: FromPath[str]) ->
     access = await authenticate_administrator(request, Action.READ, project_id)
     check_query(request)
     services = services_of(request)
-    tenant = await services.tenants.get(project_id)
+    tenant = await services.tenants.get(project_id, access=access)
     wanted = choice(request, "owner_project_access", ("active", "inactive", "any"), "any")
     limit = count(request)
     if wanted not in ("any", _owner_access(tenant)):
@@ -164,8 +165,9 @@ async def list_project_keys(request: AdminRequest, project_id: FromPath[str]) ->
 @get(paths("/projects/{project_id:str}/api_keys/{key_id:str}"), summary="Retrieve a project's key", tags=TAGS)
 async def retrieve_project_key(request: AdminRequest, project_id: FromPath[str], key_id: FromPath[str]) -> ProjectKeyShape:
     """Return one key that was not revoked."""
-    await authenticate_administrator(request, Action.READ, project_id)
-    return key_shape(await _key(request, project_id, key_id), await services_of(request).tenants.get(project_id))
+    access = await authenticate_administrator(request, Action.READ, project_id)
+    key = await _key(request, project_id, key_id, access)
+    return key_shape(key, await services_of(request).tenants.get(project_id, access=access))
 
 
 @post(
@@ -177,23 +179,24 @@ async def retrieve_project_key(request: AdminRequest, project_id: FromPath[str],
 )
 async def change_project_key(request: AdminRequest, project_id: FromPath[str], key_id: FromPath[str]) -> ProjectKeyShape:
     """Change when a key expires, counted from now, and its scopes."""
-    await authenticate_administrator(request, Action.KEYS, project_id)
+    access = await authenticate_administrator(request, Action.KEYS, project_id)
     body = decode_body(await request.body(), KeyPatchBody)
     services = services_of(request)
-    key = await _key(request, project_id, key_id)
+    key = await _key(request, project_id, key_id, access)
     changes = KeyChanges(
         scopes=UNSET if body.scopes is None else body.scopes or SCOPES,
         expires_at=UNSET if body.expires_in_seconds is None else services.clock.now() + _life(body.expires_in_seconds),
     )
-    return key_shape(await services.keys.update(key.id, changes), await services.tenants.get(project_id))
+    changed = await services.keys.update(key.id, changes, access=access)
+    return key_shape(changed, await services.tenants.get(project_id, access=access))
 
 
 @delete(paths("/projects/{project_id:str}/api_keys/{key_id:str}"), status_code=200, summary="Revoke a project's key", tags=TAGS)
 async def delete_project_key(request: AdminRequest, project_id: FromPath[str], key_id: FromPath[str]) -> DeletedShape:
     """Revoke a key: it is refused from now on."""
-    await authenticate_administrator(request, Action.KEYS, project_id)
-    key = await _key(request, project_id, key_id)
-    await services_of(request).keys.revoke(key.id)
+    access = await authenticate_administrator(request, Action.KEYS, project_id)
+    key = await _key(request, project_id, key_id, access)
+    await services_of(request).keys.revoke(key.id, access=access)
     return DeletedShape(id=key.id, object="organization.project.api_key.deleted")
 
 
@@ -223,9 +226,9 @@ def key_shape(key: ApiKey, tenant: Tenant) -> ProjectKeyShape:
     )
 
 
-async def _key(request: AdminRequest, project_id: str, key_id: str) -> ApiKey:
+async def _key(request: AdminRequest, project_id: str, key_id: str, access: Access) -> ApiKey:
     """Return a live key of this tenant. Raises NotFound, also for another tenant's."""
-    key = await services_of(request).keys.get(key_id)
+    key = await services_of(request).keys.get(key_id, access=access)
     if key.tenant_id != project_id or key.revoked_at is not None:
         raise NotFound("no such key", param="key_id")
     return key

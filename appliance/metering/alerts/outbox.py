@@ -14,7 +14,7 @@ import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from sqlalchemy import ColumnElement, Connection, RowMapping, func, select, update
 from sqlalchemy.dialects import postgresql, sqlite
@@ -26,7 +26,9 @@ from appliance.base.errors import InvalidValue, NotFound, RateLimitExceeded
 from appliance.base.ids import new_id
 from appliance.base.tables import outbox, webhooks
 from appliance.tenancy import audit
+from appliance.tenancy.access import Access
 from appliance.tenancy.pages import PAGE_ROWS_DEFAULT, Page, check_limit, decode_cursor, page_of
+from appliance.tenancy.roles import Action
 
 TENANT_EVENTS = ("budget.threshold", "tokens_per_day.threshold", "invoice.closed", "key.expiring")
 BOX_EVENTS = ("engine.down",)
@@ -65,6 +67,13 @@ class Delivery:
         if self.delivered_at is not None:
             return "delivered"
         return "failed" if self.next_attempt_at is None else "pending"
+
+
+class _Owner(NamedTuple):
+    """Whose a webhook is, and since when nothing is sent to it."""
+
+    tenant_id: str | None
+    disabled_at: datetime | None
 
 
 _FIELDS = tuple(field.name for field in dataclasses.fields(Delivery))
@@ -249,27 +258,38 @@ class Outbox:
         async with self._db.reading() as connection:
             return int((await connection.execute(query)).scalar_one())
 
-    async def get(self, webhook_id: str, delivery_id: str) -> Delivery:
-        """Return one message of a webhook. Raises NotFound."""
+    async def get(self, webhook_id: str, delivery_id: str, *, access: Access) -> Delivery:
+        """Return one message of a webhook. Raises NotFound, also for another tenant's, and RoleNotAllowed."""
         async with self._db.reading() as connection:
+            await _owner(connection, webhook_id, access, reading(access))
             return await _get(connection, webhook_id, delivery_id)
 
     async def list(
-        self, webhook_id: str, limit: int = PAGE_ROWS_DEFAULT, cursor: str | None = None, *, state: str | None = None
+        self,
+        webhook_id: str,
+        limit: int = PAGE_ROWS_DEFAULT,
+        cursor: str | None = None,
+        *,
+        state: str | None = None,
+        access: Access,
     ) -> Page[Delivery]:
-        """Return the messages of a webhook, the newest first."""
+        """Return the messages of a webhook, the newest first. Raises as `get`."""
         query = select(outbox).where(outbox.c.webhook_id == webhook_id, *_in_state(state)).order_by(outbox.c.id.desc())
         if cursor is not None:
             (last_id,) = decode_cursor("deliveries", cursor, [str])
             query = query.where(outbox.c.id < last_id)
         async with self._db.reading() as connection:
+            await _owner(connection, webhook_id, access, reading(access))
             rows = (await connection.execute(query.limit(check_limit(limit) + 1))).mappings().all()
         return page_of([_from_row(row) for row in rows], limit, "deliveries", lambda delivery: [delivery.id])
 
-    async def retry(self, webhook_id: str, delivery_id: str) -> Delivery:
-        """Send a message again from now on, as often as a new one, under its old id. Raises NotFound and InvalidValue."""
+    async def retry(self, webhook_id: str, delivery_id: str, *, access: Access) -> Delivery:
+        """Send a message again from now on, as often as a new one, under its old id.
+
+        Raises NotFound, RoleNotAllowed and InvalidValue.
+        """
         async with self._db.writing() as connection:
-            tenant_id = await _check_ready(connection, webhook_id)
+            tenant_id = await _check_ready(connection, webhook_id, access)
             before = await _get(connection, webhook_id, delivery_id)
             await connection.execute(
                 update(outbox)
@@ -284,11 +304,14 @@ class Outbox:
             )
         return after
 
-    async def test(self, webhook_id: str) -> Delivery:
-        """Write a test message to one webhook. Raises NotFound, InvalidValue when it is disabled, RateLimitExceeded."""
+    async def test(self, webhook_id: str, *, access: Access) -> Delivery:
+        """Write a test message to one webhook.
+
+        Raises NotFound, RoleNotAllowed, InvalidValue when it is disabled, and RateLimitExceeded.
+        """
         now = self._clock.now()
         async with self._db.writing() as connection:
-            tenant_id = await _check_ready(connection, webhook_id)
+            tenant_id = await _check_ready(connection, webhook_id, access)
             await self._check_tests(connection, webhook_id, now)
             text = "This is a test. Nothing has happened."
             data = {"webhook_id": webhook_id, "note": text}
@@ -324,16 +347,25 @@ class Outbox:
             )
 
 
-async def _check_ready(connection: AsyncConnection, webhook_id: str) -> str | None:
-    """Return the tenant of a webhook. Raises NotFound, and InvalidValue when it is disabled."""
+def reading(access: Access) -> Action:
+    """Return what reading webhooks and their messages takes: every role on the box reads; in a tenant only who manages them,
+    because their addresses are secrets often."""
+    return Action.READ_BOX if access.sees_all else Action.WEBHOOKS
+
+
+async def _check_ready(connection: AsyncConnection, webhook_id: str, access: Access) -> str | None:
+    """Return the tenant of a webhook to send to. Raises NotFound, RoleNotAllowed, and InvalidValue when it is disabled."""
+    owner = await _owner(connection, webhook_id, access, Action.WEBHOOKS)
+    if owner.disabled_at is not None:
+        raise InvalidValue("the webhook is disabled: nothing is sent to it", param="webhook_id")
+    return owner.tenant_id
+
+
+async def _owner(connection: AsyncConnection, webhook_id: str, access: Access, action: Action) -> _Owner:
+    """Return whose a webhook is. Raises NotFound and RoleNotAllowed."""
     query = select(webhooks.c.tenant_id, webhooks.c.disabled_at)
     row = (await connection.execute(query.where(webhooks.c.id == webhook_id, webhooks.c.removed_at.is_(None)))).first()
-    if row is None:
-        raise NotFound("no such webhook", param="webhook_id")
-    if row.disabled_at is not None:
-        raise InvalidValue("the webhook is disabled: nothing is sent to it", param="webhook_id")
-    tenant_id: str | None = row.tenant_id
-    return tenant_id
+    return access.row(None if row is None else _Owner(*row), action, what="webhook", param="webhook_id")
 
 
 async def _get(connection: AsyncConnection, webhook_id: str, delivery_id: str) -> Delivery:

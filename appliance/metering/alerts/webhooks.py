@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any
 
-from sqlalchemy import ColumnElement, RowMapping, Select, func, insert, select, update
+from sqlalchemy import RowMapping, func, insert, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from appliance.base.clock import Clock
@@ -21,12 +21,14 @@ from appliance.base.errors import InvalidValue, NotFound
 from appliance.base.ids import new_id
 from appliance.base.sealing import Sealer
 from appliance.base.tables import tenants, webhooks
-from appliance.metering.alerts.outbox import EVENTS, TENANT_EVENTS, abandon
+from appliance.metering.alerts.outbox import EVENTS, TENANT_EVENTS, abandon, reading
 from appliance.metering.alerts.signature import new_signing_secret
 from appliance.metering.alerts.targets import Reach, check_mailbox, check_web_target, shown_target
 from appliance.tenancy import audit
+from appliance.tenancy.access import WHOLE_BOX, Access
 from appliance.tenancy.fields import UNSET, Unset, check_choice, check_whole
 from appliance.tenancy.pages import PAGE_ROWS_DEFAULT, Page, check_limit, decode_cursor, page_of
+from appliance.tenancy.roles import Action
 
 KINDS = ("webhook", "email")
 WEBHOOKS_MAX = 20
@@ -84,12 +86,19 @@ class Webhooks:
         self._mail = mail
 
     async def create(
-        self, *, kind: str, target: str, tenant_id: str | None = None, events: Sequence[str] | None = None
+        self,
+        *,
+        kind: str,
+        target: str,
+        tenant_id: str | None = None,
+        events: Sequence[str] | None = None,
+        access: Access,
     ) -> tuple[Webhook, str | None]:
         """Return the new webhook and its signing secret, which is shown once; e-mail has none.
 
-        Without `events` it hears all that there are for it. Raises InvalidValue and NotFound.
+        Without `events` it hears all that there are for it. Raises InvalidValue, NotFound and RoleNotAllowed.
         """
+        access.require(Action.WEBHOOKS, tenant_id)
         check_choice(kind, "kind", KINDS)
         columns = {
             "id": new_id("wh"),
@@ -104,26 +113,29 @@ class Webhooks:
             await _check_owner(connection, tenant_id)
             sealed = None if secret is None else self._sealer.seal(secret)
             await connection.execute(insert(webhooks).values(**columns, secret=sealed))
-            made = await _get(connection, str(columns["id"]))
+            made = await _get(connection, str(columns["id"]), access, Action.WEBHOOKS)
             await self._record(connection, "webhook.create", None, made)
         return made, secret
 
-    async def get(self, webhook_id: str) -> Webhook:
-        """Return one webhook. Raises NotFound."""
+    async def get(self, webhook_id: str, *, access: Access, action: Action | None = None) -> Webhook:
+        """Return one webhook, for `action` or, when None, to read it.
+
+        Raises NotFound, also for another tenant's, and RoleNotAllowed.
+        """
         async with self._db.reading() as connection:
-            return await _get(connection, webhook_id)
+            return await _get(connection, webhook_id, access, action or reading(access))
 
     async def list(
         self,
         limit: int = PAGE_ROWS_DEFAULT,
         cursor: str | None = None,
         *,
-        narrow: Callable[[Select[Any], ColumnElement[Any]], Select[Any]] = lambda query, _column: query,
         tenant_id: str | None = None,
+        access: Access,
     ) -> Page[Webhook]:
-        """Return webhooks in the order they were made, those of one tenant if given; `narrow` is what its reader may see."""
+        """Return the webhooks that `access` shows in the order they were made, those of one tenant if given."""
         query = select(webhooks).where(webhooks.c.removed_at.is_(None)).order_by(webhooks.c.id)
-        query = narrow(query, webhooks.c.tenant_id)
+        query = access.narrow(query, webhooks.c.tenant_id, reading(access))
         if tenant_id is not None:
             query = query.where(webhooks.c.tenant_id == tenant_id)
         if cursor is not None:
@@ -133,43 +145,47 @@ class Webhooks:
             rows = (await connection.execute(query.limit(check_limit(limit) + 1))).mappings().all()
         return page_of([_from_row(row) for row in rows], limit, "webhooks", lambda webhook: [webhook.id])
 
-    async def update(self, webhook_id: str, changes: WebhookChanges) -> Webhook:
-        """Return the webhook after `changes`. What is pending waits while it is disabled. Raises NotFound, InvalidValue."""
+    async def update(self, webhook_id: str, changes: WebhookChanges, *, access: Access) -> Webhook:
+        """Return the webhook after `changes`. What is pending waits while it is disabled.
+
+        Raises NotFound, RoleNotAllowed and InvalidValue.
+        """
         async with self._db.writing() as connection:
-            before = await _get(connection, webhook_id)
+            before = await _get(connection, webhook_id, access, Action.WEBHOOKS)
             columns = self._changed_columns(before, changes)
             if columns:
                 await connection.execute(update(webhooks).where(webhooks.c.id == webhook_id).values(**columns))
-            after = await _get(connection, webhook_id)
+            after = await _get(connection, webhook_id, access, Action.WEBHOOKS)
             await self._record(connection, "webhook.update", before, after)
         return after
 
     async def disable(self, webhook_id: str, reason: str) -> None:
         """Disable a webhook whose receiver has said that it is gone for good, and give up what is pending for it."""
         async with self._db.writing() as connection:
-            before = await _get(connection, webhook_id)
+            before = await _get(connection, webhook_id, WHOLE_BOX, Action.WEBHOOKS)
             statement = update(webhooks).where(webhooks.c.id == webhook_id, webhooks.c.disabled_at.is_(None))
             await connection.execute(statement.values(disabled_at=self._clock.now()))
             await abandon(connection, webhook_id, reason)
-            await self._record(connection, "webhook.disable", before, await _get(connection, webhook_id))
+            after = await _get(connection, webhook_id, WHOLE_BOX, Action.WEBHOOKS)
+            await self._record(connection, "webhook.disable", before, after)
 
-    async def remove(self, webhook_id: str) -> Webhook:
-        """Remove a webhook and give up what is pending for it; return it as it was. Raises NotFound."""
+    async def remove(self, webhook_id: str, *, access: Access) -> Webhook:
+        """Remove a webhook and give up what is pending for it; return it as it was. Raises NotFound and RoleNotAllowed."""
         async with self._db.writing() as connection:
-            removed = await _get(connection, webhook_id)
+            removed = await _get(connection, webhook_id, access, Action.WEBHOOKS)
             columns = {"removed_at": self._clock.now(), "secret": None, "previous_secret": None}
             await connection.execute(update(webhooks).where(webhooks.c.id == webhook_id).values(**columns))
             await abandon(connection, webhook_id, "the webhook was removed")
             await self._record(connection, "webhook.remove", removed, None)
         return removed
 
-    async def rotate(self, webhook_id: str, grace_s: int = GRACE_S_DEFAULT) -> tuple[Webhook, str]:
+    async def rotate(self, webhook_id: str, grace_s: int = GRACE_S_DEFAULT, *, access: Access) -> tuple[Webhook, str]:
         """Return the webhook and its new secret, which is shown once; for `grace_s` the one before signs as well."""
         check_whole(grace_s, "grace_s", 0, GRACE_S_MAX)
         secret = new_signing_secret()
         until = self._clock.now() + timedelta(seconds=grace_s) if grace_s else None
         async with self._db.writing() as connection:
-            before = await _get(connection, webhook_id)
+            before = await _get(connection, webhook_id, access, Action.WEBHOOKS)
             if before.kind != "webhook":
                 raise InvalidValue("e-mail is not signed: there is no secret to rotate", param="kind")
             columns = {
@@ -178,7 +194,7 @@ class Webhooks:
                 "secret": self._sealer.seal(secret),
             }
             await connection.execute(update(webhooks).where(webhooks.c.id == webhook_id).values(**columns))
-            after = await _get(connection, webhook_id)
+            after = await _get(connection, webhook_id, access, Action.WEBHOOKS)
             await audit.record(
                 connection,
                 self._clock,
@@ -191,7 +207,10 @@ class Webhooks:
         return after, secret
 
     async def endpoint(self, webhook_id: str) -> Endpoint:
-        """Return what is needed to send to a webhook. Raises NotFound when it was removed, and Unsealable."""
+        """Return what is needed to send to a webhook, its secrets too: for the deliverer alone.
+
+        Raises NotFound when it was removed, and Unsealable.
+        """
         query = select(webhooks).where(webhooks.c.id == webhook_id, webhooks.c.removed_at.is_(None))
         async with self._db.reading() as connection:
             row = (await connection.execute(query)).mappings().first()
@@ -280,12 +299,10 @@ async def _check_owner(connection: AsyncConnection, tenant_id: str | None) -> No
         raise InvalidValue(f"there are {WEBHOOKS_MAX} webhooks already: remove one first", param="tenant_id")
 
 
-async def _get(connection: AsyncConnection, webhook_id: str) -> Webhook:
+async def _get(connection: AsyncConnection, webhook_id: str, access: Access, action: Action) -> Webhook:
     query = select(webhooks).where(webhooks.c.id == webhook_id, webhooks.c.removed_at.is_(None))
     row = (await connection.execute(query)).mappings().first()
-    if row is None:
-        raise NotFound("no such webhook", param="webhook_id")
-    return _from_row(row)
+    return access.row(None if row is None else _from_row(row), action, what="webhook", param="webhook_id")
 
 
 def _from_row(row: RowMapping) -> Webhook:

@@ -20,7 +20,9 @@ from appliance.base.ids import new_id
 from appliance.base.tables import free_allowances, invoices
 from appliance.metering.calendar import first_day
 from appliance.tenancy import audit
+from appliance.tenancy.access import Access
 from appliance.tenancy.fields import LIMIT_MAX, check_whole
+from appliance.tenancy.roles import Action
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,11 +43,12 @@ class FreeAllowances:
         self._db = db
         self._clock = clock
 
-    async def set(self, tenant_id: str, first_month: str, monthly_micros: int) -> FreeAllowance:
+    async def set(self, tenant_id: str, first_month: str, monthly_micros: int, *, access: Access) -> FreeAllowance:
         """Return the allowance from `first_month` on; 0 ends an earlier one. Said twice of one month, the later word counts.
 
-        Raises InvalidValue, and InvoiceClosed for a month that was closed already.
+        Raises NotFound, RoleNotAllowed, InvalidValue, and InvoiceClosed for a month that was closed already.
         """
+        access.require(Action.BILLING, tenant_id)
         first_day(first_month)
         check_whole(monthly_micros, "monthly_micros", 0, LIMIT_MAX)
         async with self._db.writing() as connection:
@@ -72,8 +75,9 @@ class FreeAllowances:
             )
         return allowance
 
-    async def list(self, tenant_id: str) -> Sequence[FreeAllowance]:
-        """Return the allowances of a tenant in the order of their months."""
+    async def list(self, tenant_id: str, *, access: Access) -> Sequence[FreeAllowance]:
+        """Return the allowances of a tenant in the order of their months. Raises NotFound and RoleNotAllowed."""
+        access.require(Action.INVOICES, tenant_id)
         async with self._db.reading() as connection:
             return await read_allowances(connection, tenant_id)
 

@@ -38,12 +38,14 @@ from appliance.metering.invoicing.lines import (
     totals_of,
     usage_lines,
 )
-from appliance.metering.invoicing.rows import TIME_ZONE, Invoice, InvoiceHead, Narrow
+from appliance.metering.invoicing.rows import TIME_ZONE, Invoice, InvoiceHead
 from appliance.metering.invoicing.sums import Cover, read_covered_events, read_event_sums
 from appliance.metering.ledger.records import UsageEvent
 from appliance.tenancy import audit
+from appliance.tenancy.access import Access
 from appliance.tenancy.fields import check_choice
 from appliance.tenancy.pages import PAGE_ROWS_DEFAULT, Page, check_limit, decode_cursor, page_of
+from appliance.tenancy.roles import Action
 
 BILLABLE, CLOSABLE = ONLY = ("billable", "closable")
 FIRST_DAY = date(2000, 1, 1)  # no appliance has usage before it, and no calendar trouble begins after it
@@ -75,13 +77,14 @@ class Invoices:
         self._calendar = calendar
         self._currency = currency
 
-    async def draft(self, tenant_id: str, month: str, *, only: str | None = None) -> Invoice:
+    async def draft(self, tenant_id: str, month: str, *, only: str | None = None, access: Access) -> Invoice:
         """Return the draft of a month (`YYYY-MM`) that has begun; the same one when there is one already.
 
         `only` is one of ONLY: nothing is made where there is nothing to bill (NothingToBill), nor, of a `closable` one, before
-        the month is over (MonthNotOver). Raises NotFound, InvalidValue, InvoiceClosed, and MonthOutOfOrder when a later month
-        is closed.
+        the month is over (MonthNotOver). Raises NotFound, RoleNotAllowed, InvalidValue, InvoiceClosed, and MonthOutOfOrder when
+        a later month is closed.
         """
+        access.require(Action.BILLING, tenant_id)
         if first_day(month) < FIRST_DAY:
             raise InvalidValue(f"month must be {FIRST_DAY:%Y-%m} or later", param="month")
         if self._calendar.month_start(month) > self._clock.now():
@@ -91,17 +94,17 @@ class Invoices:
         async with self._db.writing() as connection:
             await locked(connection, POSTING)
             head = await self._draft_of(connection, tenant_id, month, keep=True)
-        return await self.get(head.id)
+        return await self.get(head.id, access=access)
 
-    async def head(self, invoice_id: str) -> InvoiceHead:
-        """Return an invoice without its lines. Raises NotFound."""
+    async def head(self, invoice_id: str, *, access: Access, action: Action = Action.INVOICES) -> InvoiceHead:
+        """Return an invoice without its lines. Raises NotFound, also for another tenant's, and RoleNotAllowed."""
         async with self._db.reading() as connection:
-            return await _read_head(connection, invoice_id)
+            return await _read_head(connection, invoice_id, access, action)
 
-    async def get(self, invoice_id: str) -> Invoice:
-        """Return an invoice, a draft as it would be now. Raises NotFound and CurrenciesMixed."""
+    async def get(self, invoice_id: str, *, access: Access, action: Action = Action.INVOICES) -> Invoice:
+        """Return an invoice, a draft as it would be now. Raises as `head`, and CurrenciesMixed."""
         async with self._db.reading() as connection:
-            return (await self._whole(connection, [await _read_head(connection, invoice_id)]))[0]
+            return (await self._whole(connection, [await _read_head(connection, invoice_id, access, action)]))[0]
 
     async def list(
         self,
@@ -110,33 +113,36 @@ class Invoices:
         *,
         month: str | None = None,
         state: str | None = None,
-        narrow: Narrow | None = None,
+        access: Access,
     ) -> Page[InvoiceHead]:
-        """Return the invoices of every tenant that `narrow` leaves, without lines, the newest month first."""
+        """Return the invoices of every tenant that `access` shows, without lines, the newest month first."""
         async with self._db.reading() as connection:
-            return await _page(connection, limit, cursor, None, month, state, narrow)
+            return await _page(connection, limit, cursor, None, month, state, access)
 
-    async def list_of(self, tenant_id: str, limit: int = PAGE_ROWS_DEFAULT, cursor: str | None = None) -> Page[Invoice]:
+    async def list_of(
+        self, tenant_id: str, limit: int = PAGE_ROWS_DEFAULT, cursor: str | None = None, *, access: Access
+    ) -> Page[Invoice]:
         """Return the whole invoices of a tenant, the newest month first."""
+        access.require(Action.INVOICES, tenant_id)
         async with self._db.reading() as connection:
-            page = await _page(connection, limit, cursor, tenant_id, None, None, None)
+            page = await _page(connection, limit, cursor, tenant_id, None, None, access)
             whole = await self._whole(connection, page.data)
         return Page(data=[*whole], has_more=page.has_more, next_cursor=page.next_cursor)
 
-    async def close(self, invoice_id: str) -> Invoice:
+    async def close(self, invoice_id: str, *, access: Access) -> Invoice:
         """Return the invoice, closed: it has a number and never changes.
 
-        Raises NotFound, InvoiceClosed, MonthNotOver, MonthOutOfOrder (naming the month that stands in the way) and
+        Raises as `head`, InvoiceClosed, MonthNotOver, MonthOutOfOrder (naming the month that stands in the way) and
         CurrenciesMixed; then nothing has happened and no number is used.
         """
         async with self._db.reading() as connection:
-            head = await _read_head(connection, invoice_id)
+            head = await _read_head(connection, invoice_id, access, Action.BILLING)
             _check_draft(head)
             self._check_over(head.month)
             ahead = await _sum_ahead(connection, head)
         async with self._db.writing() as connection:
             through = await locked(connection, POSTING)
-            head = await _read_head(connection, invoice_id)
+            head = await _read_head(connection, invoice_id, access, Action.BILLING)
             _check_draft(head)
             before = await rows.read_last_cover(connection, head.tenant_id)
             sums = await _sums_since(connection, head, before, through, ahead)
@@ -146,22 +152,24 @@ class Invoices:
                 raise MonthOutOfOrder(message, param="month")
             return await self._freeze(connection, content.invoice, through)
 
-    async def events(self, invoice_id: str, limit: int = PAGE_ROWS_DEFAULT, cursor: str | None = None) -> Page[UsageEvent]:
+    async def events(
+        self, invoice_id: str, limit: int = PAGE_ROWS_DEFAULT, cursor: str | None = None, *, access: Access
+    ) -> Page[UsageEvent]:
         """Return the events behind an invoice, in the order of their postings. Raises NotFound."""
         after = 0 if cursor is None else decode_cursor("invoice_events", cursor, [int])[0]
         async with self._db.reading() as connection:
-            head = await _read_head(connection, invoice_id)
+            head = await _read_head(connection, invoice_id, access, Action.INVOICES)
             cover, before, first = await _cover_of(connection, head)
             found = await read_covered_events(
                 connection, head.tenant_id, cover, before, first=first, after_posting=after, rows_max=check_limit(limit) + 1
             )
         return page_of(found, limit, "invoice_events", lambda event: [event.posting or 0])
 
-    async def discard(self, invoice_id: str) -> None:
+    async def discard(self, invoice_id: str, *, access: Access) -> None:
         """Remove a draft. Raises NotFound, and InvoiceClosed for what is none."""
         async with self._db.writing() as connection:
             await locked(connection, POSTING)
-            head = await _read_head(connection, invoice_id)
+            head = await _read_head(connection, invoice_id, access, Action.BILLING)
             _check_draft(head)
             await rows.delete_draft(connection, head.id)
             before = {"month": head.month}
@@ -293,11 +301,9 @@ class Invoices:
             raise MonthNotOver(f"{month} is not over before {until}; until then it is a draft", param="month")
 
 
-async def _read_head(connection: AsyncConnection, invoice_id: str) -> InvoiceHead:
+async def _read_head(connection: AsyncConnection, invoice_id: str, access: Access, action: Action) -> InvoiceHead:
     head = await rows.read_head(connection, invoice_id)
-    if head is None:
-        raise NotFound("no such invoice", param="invoice_id")
-    return head
+    return access.row(head, action, what="invoice", param="invoice_id")
 
 
 async def _sum_ahead(connection: AsyncConnection, head: InvoiceHead) -> _Ahead:
@@ -333,9 +339,9 @@ async def _page(
     tenant_id: str | None,
     month: str | None,
     state: str | None,
-    narrow: Narrow | None,
+    access: Access,
 ) -> Page[InvoiceHead]:
-    query = rows.heads_query(tenant_id, month, state, narrow)
+    query = access.narrow(rows.heads_query(tenant_id, month, state), invoices.c.tenant_id, Action.INVOICES)
     if cursor is not None:
         last_month, last_id = decode_cursor("invoices", cursor, [str, str])
         columns = invoices.c

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date, datetime, timedelta
 from hashlib import sha256
 from typing import Any, Literal
 
-from sqlalchemy import ColumnElement, RowMapping, Select, delete, func, insert, select, update
+from sqlalchemy import RowMapping, Select, delete, func, insert, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from appliance.base.tables import invoice_lines, invoices, tenants
@@ -23,7 +23,6 @@ State = Literal["draft", "closed"]
 TIME_ZONE = "time_zone"  # stands beside the seller's own fields: days of the invoice are days of that zone
 
 _LINE_FIELDS = ("model", "kind", "batch", "month", "unit_price", "tokens", "requests", "rounded_micros")
-Narrow = Callable[[Select[Any], ColumnElement[Any]], Select[Any]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,13 +194,12 @@ async def freeze(connection: AsyncConnection, closed: Invoice) -> bool:
     return True
 
 
-def heads_query(tenant_id: str | None, month: str | None, state: str | None, narrow: Narrow | None) -> Select[Any]:
+def heads_query(tenant_id: str | None, month: str | None, state: str | None) -> Select[Any]:
     """Return the query for invoices, the newest month first."""
     columns = invoices.c
     wanted = {columns.tenant_id: tenant_id, columns.month: month, columns.state: state}
     query = select(invoices).where(*(column == value for column, value in wanted.items() if value is not None))
-    query = query.order_by(columns.month.desc(), columns.id.desc())
-    return query if narrow is None else narrow(query, columns.tenant_id)
+    return query.order_by(columns.month.desc(), columns.id.desc())
 
 
 def head_from_row(row: RowMapping) -> InvoiceHead:
