@@ -31,7 +31,7 @@ def _clear(target, count):
 
 @part
 def _decodes(a):
-    """Rows of one query. The threads share key heads row by row: each has as many keys to read as the others, mostly whole rows."""
+    """Rows of one query. The threads share key heads row by row: each has as many keys to read, mostly whole rows."""
     q, q_stride, cache, tables, table_width = argument(a, 0), argument(a, 1), argument(a, 2), argument(a, 3), argument(a, 4)
     lengths, num_rows, out = argument(a, 6), argument(a, 7), argument(a, 8)
     num_heads, num_kv_heads, size, block = argument(a, 9), argument(a, 10), argument(a, 11), argument(a, 12)
