@@ -124,6 +124,7 @@ def deliveries(
 ) -> None:
     """List what was sent to a webhook, the newest first."""
     from appliance.cli.connection import AdminClient, run
+    from appliance.serving.alerting.texts import text_of
 
     async def work(client: AdminClient) -> list[dict[str, Any]]:
         return await client.every(f"/webhooks/{webhook}/deliveries", query={"state": state}, at_most=limit)
@@ -132,7 +133,10 @@ def deliveries(
     if as_json:
         output.data({"data": rows})
     else:
-        output.table(rows, DELIVERY_COLUMNS, empty="Nothing was sent yet. Try the way: gatehouse alerts test WEBHOOK")
+        said = [{**row, "about": text_of(row["event"], row["payload"]["data"]).headline} for row in rows]
+        output.table(
+            said, (*DELIVERY_COLUMNS, "about"), empty="Nothing was sent yet. Try the way: gatehouse alerts test WEBHOOK"
+        )
 
 
 @app.command("retry")

@@ -20,6 +20,7 @@ from appliance.console.security import ConsoleRequest, access_of, needs
 from appliance.metering.alerts.outbox import EVENTS, TENANT_EVENTS, reading
 from appliance.metering.alerts.targets import shown_target
 from appliance.metering.alerts.webhooks import KINDS, Webhook, WebhookChanges
+from appliance.serving.alerting.texts import text_of
 from appliance.tenancy.access import Access
 from appliance.tenancy.principals import Tenant
 from appliance.tenancy.roles import Action
@@ -266,7 +267,7 @@ async def _alert_page(
         status=422 if form or notice else 200,
         **_line(access, webhook, names),
         may_webhooks=access.may(Action.WEBHOOKS, webhook.tenant_id),
-        deliveries=deliveries.data,
+        deliveries=[(delivery, text_of(delivery.event, delivery.payload["data"]).sentence) for delivery in deliveries.data],
         deliveries_more=deliveries.has_more,
         event_words=EVENT_WORDS,
         choices=_choices(webhook.events, EVENTS if webhook.tenant_id is None else TENANT_EVENTS),

@@ -1,14 +1,14 @@
-"""Every threshold that is crossed is told at least once and at most once, whatever the order of settlements, corrections,
-budget changes, failing commits and restarts."""
+"""Every threshold that is reached is told at once and never again to whoever may hear of it, whoever's limit it is and whatever
+the order of settlements, corrections, changed limits, failing commits and restarts. The twin is a list of events."""
 
 from __future__ import annotations
 
 import asyncio
 import random
-from collections import defaultdict
-from datetime import timedelta
+from datetime import date, timedelta
 from fractions import Fraction
 
+import msgspec
 import pytest
 from sqlalchemy.exc import OperationalError
 
@@ -19,50 +19,73 @@ from appliance.metering.calendar import BillingCalendar
 from appliance.metering.ledger import rollups
 from appliance.metering.ledger.records import UsageEvent
 from appliance.tenancy.access import WHOLE_BOX
-from appliance.tenancy.principals import TenantChanges
+from appliance.tenancy.keys import Keys
+from appliance.tenancy.model_policies import ModelPolicies
+from appliance.tenancy.principals import KeyChanges, Limits, TenantChanges
 from appliance.tenancy.tenants import Tenants
 from tests.support.alerts import TARGET, AlertBox, alert_box, settled_event
-from tests.support.cast import Cast, Person
+from tests.support.cast import PEPPER, Cast, Person
 from tests.support.clock import START, FakeClock
 from tests.support.ledgers import FailingDatabase
 
 STEPS = 60
 SEEDS = 6
 PERCENTS = (50, 80, 100)
-BUDGETS = (40, 100, 101, 333)
+LIMITS = (0, 40, 100, 101, 333)
+MODELS = ("demo", "other")
 CALENDAR = BillingCalendar("Europe/Berlin")
+Due = tuple[str, int, int]  # the day or the month, the percentage, the limit
 
 
-class Month:
-    """The plain twin of one tenant's months: every spending ever, and what must have been told by now."""
+class Owner:
+    """The plain twin of one owner: which events are its, what its limits are, and what must have been told by now."""
 
-    def __init__(self) -> None:
-        self.budget = 0
-        self.spent: dict[str, int] = defaultdict(int)
-        self.due: set[tuple[str, int, int]] = set()
+    def __init__(self, *, tenant: str = "", key: str = "", model: str = "") -> None:
+        self.tenant, self.key, self.model = tenant, key, model
+        self.currency = "EUR"
+        self.percents = PERCENTS if tenant else (80, 100)
+        self.limits = {"monthly_budget": 0, "tokens_per_day": 0}
+        self.due: set[Due] = set()
 
-    def settle(self, events: list[UsageEvent]) -> None:
-        """Count events that were settled together, and the thresholds that stand reached with them."""
-        for event in events:
-            self.spent[CALENDAR.month_of(event.billing_day)] += event.cost_picos
-        for month in {CALENDAR.month_of(event.billing_day) for event in events}:
-            self.check(month)
+    @property
+    def name(self) -> tuple[str, str, str]:
+        """Return what the alerts call it: a key's tenant is no part of it."""
+        return ("" if self.key else self.tenant, self.key, self.model)
 
-    def check(self, month: str) -> None:
-        """Note which thresholds of the budget are reached."""
-        if self.budget:
-            share = Fraction(self.spent[month], self.budget * 10**12)
-            self.due |= {(month, percent, self.budget) for percent in PERCENTS if share >= Fraction(percent, 100)}
+    def has(self, event: UsageEvent) -> bool:
+        """Return whether an event counts against it."""
+        ids = ((self.tenant, event.tenant_id), (self.key, event.key_id), (self.model, event.model))
+        return all(mine in ("", its) for mine, its in ids)
+
+    def check(self, events: list[UsageEvent], day: date) -> None:
+        """Note which thresholds of the day and of its month stand reached by these events."""
+        mine = [event for event in events if self.has(event)]
+        month = CALENDAR.month_of(day)
+        paid = [event for event in mine if CALENDAR.month_of(event.billing_day) == month and event.currency == self.currency]
+        picos = sum(event.cost_picos for event in paid)
+        tokens = sum(event.completion_tokens for event in mine if event.billing_day == day)
+        used = {"monthly_budget": (month, Fraction(picos, 10**12)), "tokens_per_day": (day.isoformat(), Fraction(tokens))}
+        for kind, limit in self.limits.items():
+            period, amount = used[kind]
+            if limit:
+                self.due |= {(period, percent, limit) for percent in self.percents if amount / limit >= Fraction(percent, 100)}
 
 
 class Life:
-    """One history that chance decides, with its twin beside it."""
+    """One history that chance decides, with its twins beside it."""
 
-    def __init__(self, database: Database, clock: FakeClock, cast: Cast, seed: int) -> None:
+    def __init__(self, database: Database, clock: FakeClock, people: list[Person], seed: int) -> None:
         self.chance = random.Random(seed)
         self.clock = clock
-        self.people = {person.tenant.id: person for person in (cast.bob, cast.charlie)}
-        self.twins = {tenant_id: Month() for tenant_id in self.people}
+        self.people = people
+        self.settled_events: list[UsageEvent] = []
+        tenants = sorted({person.tenant.id for person in people})
+        models = ("", *MODELS)
+        self.owners = [
+            *(Owner(tenant=tenant, model=model) for tenant in tenants for model in models),
+            *(Owner(tenant=person.tenant.id, key=person.key.id, model=model) for person in people for model in models),
+            *(Owner(model=model) for model in MODELS),
+        ]
         self.database = FailingDatabase.around(database)
         self.alerts = alert_box(self.database, clock)
         self.budgets = BudgetAlerts(self.database, clock, CALENDAR)
@@ -73,22 +96,24 @@ class Life:
             [
                 self.settle,
                 self.settle_at_once,
-                self.change_budget,
+                self.change_limit,
                 self.change_something_else,
                 self.restart,
                 self.budgets.sweep,
             ],
-            [12, 4, 2, 3, 1, 2],
+            [12, 4, 4, 3, 1, 2],
         )[0]()
 
     def events(self, units: tuple[int, ...] = (0, 1, 3, 10, 40, -5, -20)) -> list[UsageEvent]:
-        """Return events of the last weeks, some of them corrections that give money back."""
+        """Return events of the last weeks, some of them corrections that give back, some in another currency."""
         chance = self.chance
         made = []
         for _ in range(chance.randrange(1, 6)):
-            person: Person = chance.choice(list(self.people.values()))
-            at = self.clock.now() + timedelta(days=chance.randrange(-30, 15))
-            made.append(settled_event(person, chance.choice(units) * 10**12, at))
+            at = self.clock.now() + timedelta(days=chance.choice((0, 0, chance.randrange(-30, 15))))
+            cost, tokens = chance.choice(units) * 10**12, chance.choice(units)
+            event = settled_event(chance.choice(self.people), cost, at, tokens=tokens)
+            currency = chance.choice(("EUR", "EUR", "EUR", "CHF"))
+            made.append(msgspec.structs.replace(event, model=chance.choice(MODELS), currency=currency))
         return made
 
     async def settle(self) -> None:
@@ -109,9 +134,11 @@ class Life:
         self.count([event for events in groups for event in events])  # nothing is given back: the order changes nothing
 
     def count(self, events: list[UsageEvent]) -> None:
-        """Let the twins count what was settled."""
-        for tenant_id, twin in self.twins.items():
-            twin.settle([event for event in events if event.tenant_id == tenant_id])
+        """Let the twins look at what the events belong to."""
+        self.settled_events += events
+        for owner in self.owners:
+            for day in {event.billing_day for event in events if owner.has(event)}:
+                owner.check(self.settled_events, day)
 
     async def write(self, events: list[UsageEvent]) -> None:
         """Do what the ledger does with settled events."""
@@ -120,54 +147,91 @@ class Life:
             await rollups.add(connection, CALENDAR, events)
             await connection.run_sync(self.budgets.settled, events)
 
-    async def change_budget(self) -> None:
-        """Raise or lower a budget; a sweep sees what stands reached by that."""
-        tenant_id, twin = self.chance.choice(list(self.twins.items()))
-        twin.budget = self.chance.choice(BUDGETS)
-        changes = TenantChanges(limits={"monthly_budget": twin.budget * 10**6}, alert_percents=list(PERCENTS))
-        await Tenants(self.database, self.clock).update(tenant_id, changes, access=WHOLE_BOX)
+    async def change_limit(self) -> None:
+        """Raise, lower or remove the limits of somebody; a sweep sees what stands reached by that."""
+        await self.limit(self.chance.choice(self.owners))
         await self.budgets.sweep()
-        twin.check(CALENDAR.month_of(self.clock.now()))
+
+    async def limit(self, owner: Owner) -> None:
+        """Give an owner limits, and its twin too."""
+        owner.limits = {kind: self.chance.choice(LIMITS) for kind in owner.limits}
+        await self.write_limits(owner)
+        owner.check(self.settled_events, CALENDAR.day_of(self.clock.now()))
+
+    async def write_limits(self, owner: Owner) -> None:
+        """Write what an administrator would."""
+        tenants, keys = Tenants(self.database, self.clock), Keys(self.database, self.clock, PEPPER)
+        limits = {
+            "monthly_budget": owner.limits["monthly_budget"] * 10**6,
+            "tokens_per_day": owner.limits["tokens_per_day"] or None,
+        }
+        if not owner.tenant:
+            await ModelPolicies(self.database, self.clock).put(owner.model, Limits(**limits))
+        elif owner.key and owner.model:
+            others = (await keys.get(owner.key, access=WHOLE_BOX)).model_limits
+            await keys.update(owner.key, KeyChanges(model_limits={**others, owner.model: limits}), access=WHOLE_BOX)
+        elif owner.key:
+            await keys.update(owner.key, KeyChanges(limits=limits), access=WHOLE_BOX)
+        elif owner.model:
+            await tenants.limit_model(owner.tenant, owner.model, limits, access=WHOLE_BOX)
+        else:
+            await tenants.update(owner.tenant, TenantChanges(limits=limits), access=WHOLE_BOX)
 
     async def change_something_else(self) -> None:
         """Change a tenant in what concerns no budget."""
         weight = TenantChanges(weight=self.chance.randrange(1, 10))
-        await Tenants(self.database, self.clock).update(self.chance.choice(list(self.people)), weight, access=WHOLE_BOX)
+        await Tenants(self.database, self.clock).update(self.chance.choice(self.people).tenant.id, weight, access=WHOLE_BOX)
 
     async def restart(self) -> None:
         """Forget everything that is not in the database."""
         self.budgets = BudgetAlerts(self.database, self.clock, CALENDAR)
 
-    async def told(self, tenant_id: str, webhook_id: str) -> list[tuple[str, int, int]]:
-        """Return what a webhook was told of a tenant."""
-        data = [message.payload["data"] for message in await self.alerts.messages() if message.webhook_id == webhook_id]
-        return [
-            (told["month"], told["percent"], told["monthly_budget"] // 10**6) for told in data if told["tenant_id"] == tenant_id
-        ]
+    async def told(self, webhook_id: str) -> list[tuple[tuple[str, str, str], Due]]:
+        """Return of whom a webhook was told what."""
+        told = []
+        for data in [message.payload["data"] for message in await self.alerts.messages() if message.webhook_id == webhook_id]:
+            name = ("" if "key_id" in data else data.get("tenant_id", ""), data.get("key_id", ""), data.get("model", ""))
+            if "month" in data:
+                told.append((name, (data["month"], data["percent"], data["monthly_budget"] // 10**6)))
+            else:
+                told.append((name, (data["day"], data["percent"], data["tokens_per_day"])))
+        return told
 
 
-async def listeners(alerts: AlertBox, cast: Cast) -> dict[str, set[str]]:
-    """Return webhooks of the box, of Bob and of Charlie, and whom each hears of."""
-    everybody = {cast.bob.tenant.id, cast.charlie.tenant.id}
-    heard = {None: everybody, cast.bob.tenant.id: {cast.bob.tenant.id}, cast.charlie.tenant.id: {cast.charlie.tenant.id}}
+async def listeners(alerts: AlertBox, cast: Cast) -> dict[str, str]:
+    """Return webhooks of the box, of Bob and of Charlie, and whose they are."""
     made = {}
-    for owner, tenants in heard.items():
-        webhook, _ = await alerts.webhooks.create(kind="webhook", target=TARGET, tenant_id=owner, access=WHOLE_BOX)
-        made[webhook.id] = tenants
+    for tenant_id in (None, cast.bob.tenant.id, cast.charlie.tenant.id):
+        webhook, _ = await alerts.webhooks.create(kind="webhook", target=TARGET, tenant_id=tenant_id, access=WHOLE_BOX)
+        made[webhook.id] = tenant_id or ""
     return made
+
+
+async def everybody(database: Database, clock: FakeClock, cast: Cast) -> list[Person]:
+    """Return Bob with two keys and Charlie, who is billed in francs, with percentages of their own."""
+    for person, currency in ((cast.bob, "EUR"), (cast.charlie, "CHF")):
+        changes = TenantChanges(alert_percents=list(PERCENTS), currency=currency)
+        await Tenants(database, clock).update(person.tenant.id, changes, access=WHOLE_BOX)
+    key, secret = await Keys(database, clock, PEPPER).create(cast.bob.tenant.id, name="another", access=WHOLE_BOX)
+    return [cast.bob, Person(tenant=cast.bob.tenant, key=key, secret=secret), cast.charlie]
 
 
 @pytest.mark.parametrize("seed", range(SEEDS))
 async def test_every_crossing_is_told_to_each_who_listens_once(
     database: Database, clock: FakeClock, cast: Cast, seed: int
 ) -> None:
-    life = Life(database, clock, cast, seed)
+    life = Life(database, clock, await everybody(database, clock, cast), seed)
+    for owner in life.owners:
+        owner.currency = "CHF" if owner.tenant == cast.charlie.tenant.id else "EUR"
+        await life.limit(owner)
     heard_by = await listeners(life.alerts, cast)
+    of_box = next(webhook_id for webhook_id, tenant_id in heard_by.items() if not tenant_id)
     for _ in range(STEPS):
         await life.step()
-    for webhook_id, tenants in heard_by.items():
-        for tenant_id, twin in life.twins.items():
-            told = await life.told(tenant_id, webhook_id)
-            assert len(told) == len(set(told)), "told twice"
-            assert set(told) == (twin.due if tenant_id in tenants else set())
-    assert any(twin.due for twin in life.twins.values()), f"nothing happened from {START} on"
+        assert set(await life.told(of_box)) == {(owner.name, due) for owner in life.owners for due in owner.due}
+    for webhook_id, tenant_id in heard_by.items():
+        told = await life.told(webhook_id)
+        heard = [owner for owner in life.owners if tenant_id in ("", owner.tenant)]
+        assert len(told) == len(set(told)), "told twice"
+        assert set(told) == {(owner.name, due) for owner in heard for due in owner.due}
+    assert any(owner.due for owner in life.owners), f"nothing happened from {START} on"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shutil
 from pathlib import Path
@@ -9,8 +10,11 @@ from typing import Any
 
 import pytest
 
+from appliance.base.db import Database
 from appliance.cli.main import main
+from appliance.metering.alerts.outbox import tell
 from tests.support.alerts import TARGET
+from tests.support.clock import START
 
 
 @pytest.fixture
@@ -77,3 +81,23 @@ def test_with_a_mail_server_alerts_go_to_a_mailbox(
     monkeypatch.setenv("GATEHOUSE_SMTP_FROM", "gatehouse@example.com")
     made = told(capsys, "alerts", "add", "ops@example.com")
     assert (made["kind"], made["target"], made["secret"]) == ("email", "ops@example.com", None)
+
+
+def test_a_delivery_is_listed_with_what_it_told(alerts: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    webhook_id = told(capsys, "alerts", "add", TARGET)["id"]
+    data = {"scope": "model", "model": "demo", "percent": 80, "day": "2026-11-21", "tokens_per_day": 10, "tokens": 9}
+
+    async def write() -> None:
+        database = Database.open(f"sqlite:///{alerts / 'gatehouse.db'}")
+        async with database.writing() as connection:
+            await tell(connection, START, event="tokens_per_day.threshold", subject="a model", data=data)
+        await database.close()
+
+    asyncio.run(write())
+    assert main(["alerts", "deliveries", webhook_id]) == 0
+    header, line = (row.split("\t") for row in capsys.readouterr().out.splitlines())
+    assert (
+        line[header.index("about")] == "All tenants together have reached 80 % of the tokens of 2026-11-21 for the model demo"
+    )
+    (row,) = told(capsys, "alerts", "deliveries", webhook_id)["data"]
+    assert row["payload"]["data"] == data

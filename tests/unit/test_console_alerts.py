@@ -9,7 +9,7 @@ import pytest
 from sqlalchemy import select, update
 
 from appliance.base.tables import outbox
-from appliance.metering.alerts.outbox import EVENTS, TENANT_EVENTS, TESTS_PER_HOUR_MAX
+from appliance.metering.alerts.outbox import EVENTS, TENANT_EVENTS, TESTS_PER_HOUR_MAX, tell
 from appliance.metering.alerts.webhooks import Webhook
 from appliance.tenancy.access import WHOLE_BOX
 from tests.support.clock import FakeClock
@@ -92,6 +92,19 @@ async def test_a_test_is_written_and_its_delivery_listed_until_there_were_too_ma
     refused = await alice.post(f"{path}/test")
     assert refused.status_code == 422
     assert f"A webhook takes {TESTS_PER_HOUR_MAX} tests an hour." in refused.text
+
+
+async def test_a_delivery_says_what_it_told(box: Box, clock: FakeClock) -> None:
+    alice = await box.alice()
+    webhook = await added(box, alice)
+    key = {"scope": "key", "tenant_id": "tn_1", "tenant_name": "bob", "key_id": "key_1", "key_name": "<ci>", "model": "demo"}
+    tokens = {"percent": 80, "day": "2026-11-21", "tokens_per_day": 10, "tokens": 9}
+    async with box.services.db.writing() as connection:
+        event = "tokens_per_day.threshold"
+        await tell(connection, clock.now(), event=event, subject="a key", data={**key, **tokens})
+    page = (await alice.get(f"/alerts/{webhook.id}")).text
+    assert "Tokens of the day reach a threshold" in page
+    assert "The key &lt;ci&gt; of bob has reached 80 % of the tokens of 2026-11-21 for the model demo: 9 of 10." in page
 
 
 async def test_what_failed_says_why_and_is_sent_again(box: Box) -> None:

@@ -4,81 +4,37 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
 from datetime import UTC, datetime
-from typing import Any
 
 import pytest
-from sqlalchemy import Engine, event
 
 from appliance.base.db import Database
-from appliance.metering.alerts.budgets import SWEEP_INTERVAL_S, BudgetAlerts
-from appliance.metering.alerts.outbox import Delivery
+from appliance.metering.alerts.budgets import SWEEP_INTERVAL_S, Watch
+from appliance.metering.alerts.plans import Period, Plan
 from appliance.metering.calendar import BillingCalendar
 from appliance.metering.ledger import rollups
-from appliance.metering.ledger.writer import Ledger
-from appliance.metering.prices import Price, PriceBook
+from appliance.metering.limits.quotas import ALL_TENANTS, Owner
 from appliance.tenancy.access import WHOLE_BOX
 from appliance.tenancy.principals import Limits, TenantChanges
 from appliance.tenancy.tenants import Tenants
 from tests.support.alerts import TARGET, AlertBox, alert_box, settled_event
 from tests.support.cast import Cast, Person
-from tests.support.clock import FakeClock
-from tests.support.factories import pending, posted, voided
+from tests.support.clock import START, FakeClock
 from tests.support.ledgers import FailingDatabase
-
-UNIT = 10**6  # micro-units of money in one
-
-
-class Spender:
-    """A ledger with budget alerts behind it. Completion tokens cost one unit of money each."""
-
-    def __init__(self, alerts: AlertBox, budgets: BudgetAlerts, ledger: Ledger, price: Price) -> None:
-        self.alerts = alerts
-        self.budgets = budgets
-        self._ledger = ledger
-        self._price = price
-
-    async def spend(self, person: Person, units: int, *, at: datetime | None = None) -> None:
-        """Settle a request that costs so many units."""
-        entry = pending(person, price=self._price, admitted_at=at or self.alerts.clock.now())
-        await self._ledger.open(entry)
-        await self._ledger.settle(posted(entry.request_id, prompt=0, completion=units))
-
-    async def refuse(self, person: Person) -> None:
-        """Void a request."""
-        entry = pending(person, price=self._price)
-        await self._ledger.open(entry)
-        await self._ledger.settle(voided(entry.request_id))
-
-    async def told(self) -> list[tuple[str, int]]:
-        """Return period and percentage of every alert, in order."""
-        return [told_by(message) for message in await self.alerts.messages()]
-
-
-def told_by(message: Delivery) -> tuple[str, int]:
-    data = message.payload["data"]
-    return data.get("month") or data["day"], data["percent"]
-
-
-async def budget(database: Database, clock: FakeClock, person: Person, units: int | None, **changes: Any) -> None:
-    limits = {"monthly_budget": None if units is None else units * UNIT}
-    await Tenants(database, clock).update(person.tenant.id, TenantChanges(limits=limits, **changes), access=WHOLE_BOX)
-
-
-async def make_price(database: Database, clock: FakeClock) -> Price:
-    """Return a price at which each completion token costs one unit of money."""
-    return await PriceBook(database, clock).add(model="demo", currency="EUR", prompt=0, cached_prompt=0, completion=10**12)
+from tests.support.spending import UNIT, Spender, budget, spending, statements_seen, told_by
 
 
 @pytest.fixture
 async def spender(database: Database, clock: FakeClock, cast: Cast) -> AsyncIterator[Spender]:
     """A running ledger, and one webhook of the box that hears everything."""
+    async with spending(await listening(database, clock), cast.epoch_id) as spender:
+        yield spender
+
+
+async def listening(database: Database, clock: FakeClock) -> AlertBox:
+    """Return alerts that one webhook of the box hears all of."""
     alerts = alert_box(database, clock)
     await alerts.webhooks.create(kind="webhook", target=TARGET, access=WHOLE_BOX)
-    budgets = BudgetAlerts(database, clock, BillingCalendar())
-    ledger = Ledger(database, clock, cast.epoch_id, on_settled=budgets.settled)
-    await ledger.start()
-    yield Spender(alerts, budgets, ledger, await make_price(database, clock))
-    await ledger.stop()
+    return alerts
 
 
 async def test_each_threshold_is_told_once_when_it_is_reached(
@@ -92,6 +48,7 @@ async def test_each_threshold_is_told_once_when_it_is_reached(
     assert [told_by(message) for message in messages] == [("2026-11", 80), ("2026-11", 100)]
     assert messages[0].event == "budget.threshold"
     assert messages[0].payload["data"] == {
+        "scope": "tenant",
         "tenant_id": cast.bob.tenant.id,
         "tenant_name": "bob",
         "percent": 80,
@@ -148,17 +105,11 @@ async def test_another_budget_is_told_of_anew_and_the_old_one_not_again(
 
 
 async def test_each_month_of_the_billing_zone_has_its_own_alerts(database: Database, clock: FakeClock, cast: Cast) -> None:
-    alerts = alert_box(database, clock)
-    await alerts.webhooks.create(kind="webhook", target=TARGET, access=WHOLE_BOX)
-    calendar = BillingCalendar("Pacific/Auckland")
-    budgets = BudgetAlerts(database, clock, calendar)
-    ledger = Ledger(database, clock, cast.epoch_id, calendar=calendar, on_settled=budgets.settled)
-    await ledger.start()
-    spender = Spender(alerts, budgets, ledger, await make_price(database, clock))
     await budget(database, clock, cast.bob, 10)
-    await spender.spend(cast.bob, 8, at=datetime(2026, 11, 30, 10, 59, tzinfo=UTC))
-    await spender.spend(cast.bob, 8, at=datetime(2026, 11, 30, 11, 0, tzinfo=UTC))  # midnight there
-    await ledger.stop()
+    calendar = BillingCalendar("Pacific/Auckland")
+    async with spending(await listening(database, clock), cast.epoch_id, calendar=calendar) as spender:
+        await spender.spend(cast.bob, 8, at=datetime(2026, 11, 30, 10, 59, tzinfo=UTC))
+        await spender.spend(cast.bob, 8, at=datetime(2026, 11, 30, 11, 0, tzinfo=UTC))  # midnight there
     assert await spender.told() == [("2026-11", 80), ("2026-12", 80)]
 
 
@@ -222,20 +173,13 @@ async def test_an_alert_is_rolled_back_with_its_settlement_and_told_with_the_sec
     database: Database, clock: FakeClock, cast: Cast
 ) -> None:
     failing = FailingDatabase.around(database)
-    alerts = alert_box(database, clock)
-    await alerts.webhooks.create(kind="webhook", target=TARGET, access=WHOLE_BOX)
-    budgets = BudgetAlerts(failing, clock, BillingCalendar())
-    ledger = Ledger(failing, clock, cast.epoch_id, on_settled=budgets.settled)
-    await ledger.start()
-    spender = Spender(alerts, budgets, ledger, await make_price(database, clock))
     await budget(database, clock, cast.bob, 10)
-    await spender.spend(cast.bob, 1)
-    entry = pending(cast.bob, price=spender._price)
-    await ledger.open(entry)
-    failing.fail_before_commit = 1
-    await ledger.settle(posted(entry.request_id, prompt=0, completion=8))
-    assert failing.fail_before_commit == 0
-    await ledger.stop()
+    async with spending(await listening(database, clock), cast.epoch_id, database=failing) as spender:
+        await spender.spend(cast.bob, 1)
+        request_id = await spender.admit(cast.bob)
+        failing.fail_before_commit = 1
+        await spender.settle(request_id, 8)
+        assert failing.fail_before_commit == 0
     assert await spender.told() == [("2026-11", 80)]
 
 
@@ -245,20 +189,15 @@ async def test_most_settlements_cost_no_query_of_their_own(
     await budget(database, clock, cast.bob, 1_000_000)
     for person in (cast.bob, cast.charlie):
         await spender.spend(person, 1)
-    statements: list[str] = []
-
-    def note(_connection: Any, _cursor: Any, statement: str, _parameters: Any, _context: Any, _many: bool) -> None:
-        statements.append(statement)
-
-    event.listen(Engine, "before_cursor_execute", note)
-    for person in (cast.bob, cast.charlie):
-        for _ in range(5):
-            await spender.spend(person, 1)
-    await spender.refuse(cast.bob)
-    assert not [statement for statement in statements if "FROM usage_rollups" in statement or "FROM tenants" in statement]
-    await budget(database, clock, cast.bob, 2_000_000)
-    await spender.spend(cast.bob, 1)
-    event.remove(Engine, "before_cursor_execute", note)
+    with statements_seen() as statements:
+        for person in (cast.bob, cast.charlie):
+            for _ in range(5):
+                await spender.spend(person, 1)
+        await spender.refuse(cast.bob)
+        own = [statement for statement in statements if "FROM usage_rollups" in statement or "FROM tenants" in statement]
+        assert not own
+        await budget(database, clock, cast.bob, 2_000_000)
+        await spender.spend(cast.bob, 1)
     assert [statement for statement in statements if "FROM tenants" in statement], "such queries are seen"
 
 
@@ -280,3 +219,14 @@ async def settle_directly(spender: Spender, person: Person, costs: Sequence[int]
     async with spender.alerts.db.writing() as connection:
         await rollups.add(connection, BillingCalendar(), events)
         await connection.run_sync(spender.budgets.settled, events)
+
+
+def test_a_period_that_must_be_looked_at_is_unknown_until_the_look_is_durable(cast: Cast) -> None:
+    """A COMMIT that failed to whoever sent it may have happened: what it counted is in no memory."""
+    owner = Owner("model", ALL_TENANTS, "demo")
+    today = Period("tokens_per_day", START.date())
+    plan = Plan(owner=owner, whose={}, currency="EUR", limits={"tokens_per_day": 100}, percents=(80,))
+    watch = Watch(plan, left={today: 5})
+    one, five = (settled_event(cast.bob, 0, START, tokens=tokens) for tokens in (1, 5))
+    assert [list(watch.count(event)) for event in (one, five, one)] == [[], [today], [today]]
+    assert watch.left == {}

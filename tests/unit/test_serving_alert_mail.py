@@ -143,6 +143,32 @@ async def test_a_message_is_plain_text_and_html_that_say_the_same() -> None:
     assert "Bob &amp; &lt;Söhne&gt;" in page.get_content()
 
 
+BUDGET = {name: value for name, value in DATA["budget.threshold"].items() if name not in TENANT}
+TOKENS = {name: value for name, value in DATA["tokens_per_day.threshold"].items() if name not in TENANT}
+KEY = {**TENANT, "key_id": "key_1", "key_name": "ci"}
+
+
+@pytest.mark.parametrize(
+    ("whose", "who", "what"),
+    [
+        (TENANT, "Bob & <Söhne> has", ""),
+        ({"scope": "tenant", **TENANT}, "Bob & <Söhne> has", ""),
+        ({"scope": "tenant", **TENANT, "model": "demo"}, "Bob & <Söhne> has", " for the model demo"),
+        ({"scope": "key", **KEY}, "The key ci of Bob & <Söhne> has", ""),
+        ({"scope": "key", **KEY, "model": "demo"}, "The key ci of Bob & <Söhne> has", " for the model demo"),
+        ({"scope": "model", "model": "demo"}, "All tenants together have", " for the model demo"),
+    ],
+    ids=["before there were scopes", "tenant", "tenant for a model", "key", "key for a model", "model"],
+)
+def test_a_threshold_says_whose_limit_was_reached(whose: dict[str, str], who: str, what: str) -> None:
+    money = text_of("budget.threshold", {**whose, **BUDGET})
+    assert money.sentence == f"{who} reached 80 % of the budget of 2026-11{what}: 81.23 EUR of 100.00 EUR."
+    assert money.subject == f"[Gatehouse] {who} reached 80 % of the budget of 2026-11{what}"
+    tokens = text_of("tokens_per_day.threshold", {**whose, **TOKENS})
+    assert tokens.sentence == f"{who} reached 100 % of the tokens of 2026-11-21{what}: 1001 of 1000."
+    assert [value for name, value in money.facts if name == "model"] == ([whose["model"]] if "model" in whose else [])
+
+
 @pytest.mark.parametrize("event", [*EVENTS, TEST_EVENT])
 def test_every_event_has_words(event: str) -> None:
     text = text_of(event, DATA[event])

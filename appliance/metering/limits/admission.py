@@ -210,7 +210,8 @@ class Admission:
         """Count a correction that has just been committed, and let those try again who wait for what it gives back."""
         if self._first_use.locked():
             self._heard.append(correction)
-        known = [self._allowances[owner] for owner in owners_of(correction) if owner in self._allowances]
+        owners = owners_of(correction.tenant_id, correction.key_id, correction.model)
+        known = [self._allowances[owner] for owner in owners if owner in self._allowances]
         for allowance in known:
             allowance.correct(correction)
         self._queue.wake(known)
@@ -295,7 +296,7 @@ class Admission:
             self._heard.clear()
             allowance.remember(await self._sums.read(rule.owner, rule.currency, at), at)
             for correction in self._heard:
-                if rule.owner in owners_of(correction):
+                if rule.owner in owners_of(correction.tenant_id, correction.key_id, correction.model):
                     allowance.correct(correction)
             self._allowances[rule.owner] = allowance
 

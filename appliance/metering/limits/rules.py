@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import msgspec
 
-from appliance.metering.ledger.records import UsageEvent
 from appliance.metering.limits.quotas import ALL_TENANTS, Owner
 from appliance.metering.limits.reservations import Work
 from appliance.metering.prices import Price
@@ -88,14 +87,15 @@ def rules_for(principal: Principal, model: str | None, policy: ModelPolicy | Non
     return rules
 
 
-def owners_of(event: UsageEvent) -> list[Owner]:
-    """Return everybody whose limits an event counts against, if he has any."""
-    models = (None, event.model)
-    mine = [
-        *(Owner("tenant", event.tenant_id, model) for model in models),
-        *(Owner("key", event.key_id, model) for model in models),
-    ]
-    return [*mine, Owner("model", ALL_TENANTS, event.model)]
+def owners_of(tenant_id: str, key_id: str, model: str) -> tuple[Owner, ...]:
+    """Return everybody whose limits the use of a model counts against, if he has any."""
+    return (
+        Owner("tenant", tenant_id),
+        Owner("tenant", tenant_id, model),
+        Owner("key", key_id),
+        Owner("key", key_id, model),
+        Owner("model", ALL_TENANTS, model),
+    )
 
 
 def holds_for(owner: Owner, work: Work) -> bool:

@@ -19,9 +19,14 @@ Headline = tuple[str, str]  # what has happened, and the figures or nothing
 class Text:
     """An alert as a person reads it. `facts` are names and values."""
 
-    subject: str
+    headline: str
     sentence: str
     facts: tuple[tuple[str, str], ...]
+
+    @property
+    def subject(self) -> str:
+        """Return the subject of an e-mail."""
+        return f"[Gatehouse] {self.headline}"[:SUBJECT_CHARS_MAX]
 
     def plain(self, address: str | None) -> str:
         """Return the text of an e-mail from the appliance at `address`."""
@@ -46,7 +51,7 @@ def text_of(event: str, data: Data) -> Text:
     facts = tuple((name.replace("_", " "), _fact(name, value, data)) for name, value in data.items() if value is not None)
     sentence = f"{headline}: {details}." if details else f"{headline}."
     line = " ".join(headline.split())  # whatever a name has that ends a line, a header has not
-    return Text(subject=f"[Gatehouse] {line}"[:SUBJECT_CHARS_MAX], sentence=sentence, facts=facts)
+    return Text(headline=line, sentence=sentence, facts=facts)
 
 
 def _sender(address: str | None) -> str:
@@ -56,12 +61,24 @@ def _sender(address: str | None) -> str:
 def _budget(data: Data) -> Headline:
     limit = format_picos(data["monthly_budget"] * PICOS_PER_MICRO, data["currency"], 2)
     spent = format_picos(data["spent_picos"], data["currency"], 2)
-    return f"{data['tenant_name']} has reached {data['percent']} % of the budget of {data['month']}", f"{spent} of {limit}"
+    return _reached(data, f"the budget of {data['month']}"), f"{spent} of {limit}"
 
 
 def _tokens(data: Data) -> Headline:
-    used = f"{data['tokens']} of {data['tokens_per_day']}"
-    return f"{data['tenant_name']} has reached {data['percent']} % of the tokens of {data['day']}", used
+    return _reached(data, f"the tokens of {data['day']}"), f"{data['tokens']} of {data['tokens_per_day']}"
+
+
+def _reached(data: Data, limit: str) -> str:
+    """Return who has reached which share of `limit`. Messages from before there were scopes are of tenants."""
+    scope = data.get("scope", "tenant")
+    if scope == "model":
+        who = "All tenants together have"
+    elif scope == "key":
+        who = f"The key {data['key_name']} of {data['tenant_name']} has"
+    else:
+        who = f"{data['tenant_name']} has"
+    model = f" for the model {data['model']}" if "model" in data else ""
+    return f"{who} reached {data['percent']} % of {limit}{model}"
 
 
 def _invoice(data: Data) -> Headline:

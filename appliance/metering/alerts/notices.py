@@ -1,0 +1,65 @@
+"""What is told when a budget's threshold is reached: which event, to whom, once for what, and the figures."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import Any
+
+from appliance.base.money import PICOS_PER_MICRO
+from appliance.metering.alerts.plans import Period, Plan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Notice:
+    """`used` stands at or above `percent` of the limit of `period.kind`."""
+
+    plan: Plan
+    period: Period
+    percent: int
+    used: int
+
+    @property
+    def event(self) -> str:
+        """Return the event's name."""
+        return "budget.threshold" if self.period.kind == "budget" else "tokens_per_day.threshold"
+
+    @property
+    def tenant_id(self) -> str | None:
+        """Return whose webhooks hear of it beside those of the box: nobody's of what all tenants use of a model together."""
+        return self.plan.whose.get("tenant_id")
+
+    @property
+    def subject(self) -> str:
+        """Return what the outbox tells once: this share of this limit of this owner in this period."""
+        limit = self.plan.limits[self.period.kind]
+        return f"{self._owner}:{self.period.start.isoformat()}:{self.percent}:{limit}"
+
+    @property
+    def _owner(self) -> str:
+        """Return the id of the owner. A model's name may be longer than a key of the outbox: its digest stands for it."""
+        owner = self.plan.owner
+        if owner.model is None:
+            return owner.id
+        return f"{owner.id}/{hashlib.blake2b(owner.model.encode(), digest_size=16).hexdigest()}"
+
+    @property
+    def data(self) -> dict[str, Any]:
+        """Return what the alert says."""
+        plan, period = self.plan, self.period
+        model = {} if plan.owner.model is None else {"model": plan.owner.model}
+        whose = {"scope": plan.owner.scope, **plan.whose, **model, "percent": self.percent}
+        if period.kind == "budget":
+            return whose | {
+                "month": f"{period.start:%Y-%m}",
+                "monthly_budget": plan.limits["budget"] // PICOS_PER_MICRO,
+                "spent_picos": self.used,
+                "currency": plan.currency,
+            }
+        tokens = {"tokens_per_day": plan.limits["tokens_per_day"], "tokens": self.used}
+        return whose | {"day": period.start.isoformat(), **tokens}
+
+
+def notices_of(plan: Plan, period: Period, used: int) -> list[Notice]:
+    """Return what stands to be told of `used`."""
+    return [Notice(plan=plan, period=period, percent=percent, used=used) for percent in plan.reached(period.kind, used)]

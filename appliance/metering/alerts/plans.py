@@ -1,0 +1,139 @@
+"""Whose budgets alert, and from which use on: read whole from the tables of tenants, keys and models. Tells nobody."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import date, datetime
+from typing import Any, Literal, NamedTuple
+
+from sqlalchemy import ColumnElement, Connection, RowMapping, Select, Table, or_, select
+
+from appliance.base.money import PICOS_PER_MICRO
+from appliance.base.tables import api_keys, model_policies, tenants
+from appliance.metering.limits.quotas import ALL_TENANTS, LimitScope, Owner
+
+PERCENTS_DEFAULT = (80, 100)
+
+Kind = Literal["budget", "tokens_per_day"]
+_WHOSE: dict[LimitScope, tuple[str, ...]] = {
+    "tenant": ("tenant_id", "tenant_name"),
+    "key": ("tenant_id", "tenant_name", "key_id", "key_name"),
+    "model": (),
+}
+
+
+class Period(NamedTuple):
+    """What is counted together: money of the month, or tokens of the day, that `start` begins."""
+
+    kind: Kind
+    start: date
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What an owner is alerted of: limits (picos a month, tokens a day) and the shares of them that alert, rising.
+
+    `whose` are the ids and names of the owner that an alert says.
+    """
+
+    owner: Owner
+    whose: Mapping[str, str]
+    currency: str
+    limits: Mapping[Kind, int]
+    percents: tuple[int, ...]
+
+    def counted(self, kind: Kind, tokens: int, cost_picos: int, currency: str) -> int:
+        """Return what of a use counts against the limit of this kind. Money in another currency does not."""
+        if kind == "tokens_per_day":
+            return tokens
+        return cost_picos if currency == self.currency else 0
+
+    def reached(self, kind: Kind, used: int) -> list[int]:
+        """Return the percentages that `used` stands at or above."""
+        return [percent for percent in self.percents if used * 100 >= percent * self.limits[kind]]
+
+    def next_at(self, kind: Kind, used: int) -> int | None:
+        """Return the use from which the next threshold is reached, None when all are."""
+        left = [percent for percent in self.percents if used * 100 < percent * self.limits[kind]]
+        return -(-left[0] * self.limits[kind] // 100) if left else None
+
+
+def read_plans(connection: Connection, now: datetime, currency: str) -> dict[Owner, Plan]:
+    """Return the plans of all who have one: of tenants that are not archived, keys that work, and models over all tenants.
+
+    Budgets of models, and of tenants without a currency of their own, are in `currency`, as admission has them.
+    """
+    read: list[tuple[LimitScope, Select[Any]]] = [("tenant", _tenants()), ("key", _keys(now)), ("model", _models())]
+    return {
+        plan.owner: plan
+        for scope, query in read
+        for row in connection.execute(query).mappings()
+        for plan in _plans(scope, row, currency)
+    }
+
+
+def _tenants() -> Select[Any]:
+    return (
+        select(*_terms(), *_limits(tenants), tenants.c.model_limits)
+        .where(tenants.c.archived_at.is_(None))
+        .where(or_(_limited(tenants), tenants.c.model_limits.is_not(None)))
+    )
+
+
+def _keys(now: datetime) -> Select[Any]:
+    columns = api_keys.c
+    names = columns.id.label("key_id"), columns.name.label("key_name")
+    return (
+        select(*_terms(), *names, *_limits(api_keys), columns.model_limits)
+        .join_from(api_keys, tenants, tenants.c.id == columns.tenant_id)
+        .where(tenants.c.archived_at.is_(None), columns.revoked_at.is_(None))
+        .where(or_(columns.expires_at.is_(None), columns.expires_at > now))
+        .where(or_(_limited(api_keys), columns.model_limits.is_not(None)))
+    )
+
+
+def _models() -> Select[Any]:
+    return select(model_policies.c.model, *_limits(model_policies)).where(_limited(model_policies))
+
+
+def _terms() -> list[ColumnElement[Any]]:
+    columns = tenants.c
+    return [columns.id.label("tenant_id"), columns.name.label("tenant_name"), columns.currency, columns.alert_percents]
+
+
+def _limits(table: Table) -> list[ColumnElement[Any]]:
+    return [table.c.monthly_budget_micros.label("monthly_budget"), table.c.tokens_per_day]
+
+
+def _limited(table: Table) -> ColumnElement[bool]:
+    return or_(table.c.monthly_budget_micros > 0, table.c.tokens_per_day > 0)
+
+
+def _plans(scope: LimitScope, row: RowMapping, currency: str) -> Iterator[Plan]:
+    """Yield the plans of one row: over all models, and for each model that it limits."""
+    whose = {name: row[name] for name in _WHOSE[scope]}
+    if scope == "model":
+        yield from _plan(Owner(scope, ALL_TENANTS, row["model"]), whose, row, currency, None)
+        return
+    by_model: dict[str | None, Any] = {None: row, **(row["model_limits"] or {})}
+    for model, limits in by_model.items():
+        owner = Owner(scope, row[f"{scope}_id"], model)
+        yield from _plan(owner, whose, limits, row["currency"] or currency, row["alert_percents"])
+
+
+def _plan(
+    owner: Owner, whose: Mapping[str, str], limits: Mapping[Any, Any], currency: str, percents: Sequence[int] | None
+) -> Iterator[Plan]:
+    """Yield the plan, if there is anything to alert of.
+
+    A limit of 0 is nothing: every share of it is reached before anything is used.
+    """
+    alerting: dict[Kind, int] = {}
+    if limits.get("monthly_budget"):
+        alerting["budget"] = limits["monthly_budget"] * PICOS_PER_MICRO
+    if limits.get("tokens_per_day"):
+        alerting["tokens_per_day"] = limits["tokens_per_day"]
+    shares = PERCENTS_DEFAULT if percents is None else tuple(sorted(percents))
+    if alerting and shares:
+        yield Plan(owner=owner, whose=whose, currency=currency, limits=alerting, percents=shares)

@@ -1,0 +1,112 @@
+"""Somebody who spends: a ledger with budget alerts behind it, and a price at which each token of output costs one unit."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from datetime import datetime
+from typing import Any
+
+from sqlalchemy import Engine, event
+
+from appliance.base.clock import Clock
+from appliance.base.db import Database
+from appliance.metering.alerts.budgets import BudgetAlerts
+from appliance.metering.alerts.outbox import Delivery
+from appliance.metering.calendar import BillingCalendar
+from appliance.metering.ledger.writer import Ledger
+from appliance.metering.prices import Price, PriceBook
+from appliance.tenancy.access import WHOLE_BOX
+from appliance.tenancy.principals import TenantChanges
+from appliance.tenancy.tenants import Tenants
+from tests.support.alerts import AlertBox
+from tests.support.cast import Person
+from tests.support.factories import pending, posted, voided
+
+UNIT = 10**6  # micro-units of money in one
+PICOS = 10**12
+
+
+class Spender:
+    """A ledger with budget alerts behind it. Completion tokens cost one unit of money each."""
+
+    def __init__(self, alerts: AlertBox, budgets: BudgetAlerts, ledger: Ledger, price: Price) -> None:
+        self.alerts = alerts
+        self.budgets = budgets
+        self.price = price
+        self._ledger = ledger
+
+    async def spend(self, person: Person, units: int, *, at: datetime | None = None, model: str = "demo") -> None:
+        """Settle a request that costs so many units."""
+        await self.settle(await self.admit(person, at=at, model=model), units)
+
+    async def admit(self, person: Person, *, at: datetime | None = None, model: str = "demo") -> str:
+        """Open a request and return its id."""
+        entry = pending(person, price=self.price, admitted_at=at or self.alerts.clock.now(), model=model)
+        await self._ledger.open(entry)
+        return entry.request_id
+
+    async def settle(self, request_id: str, units: int) -> None:
+        """Settle a request that cost so many units."""
+        await self._ledger.settle(posted(request_id, prompt=0, completion=units))
+
+    async def refuse(self, person: Person) -> None:
+        """Void a request."""
+        await self._ledger.settle(voided(await self.admit(person)))
+
+    async def told(self) -> list[tuple[str, int]]:
+        """Return period and percentage of every alert, in order."""
+        return [told_by(message) for message in await self.alerts.messages()]
+
+
+@asynccontextmanager
+async def spending(
+    alerts: AlertBox,
+    epoch_id: str,
+    *,
+    database: Database | None = None,
+    calendar: BillingCalendar | None = None,
+    currency: str = "EUR",
+) -> AsyncIterator[Spender]:
+    """Yield a spender whose ledger runs, on another view of the database if given."""
+    database, clock, calendar = database or alerts.db, alerts.clock, calendar or BillingCalendar()
+    budgets = BudgetAlerts(database, clock, calendar)
+    ledger = Ledger(database, clock, epoch_id, calendar=calendar, on_settled=budgets.settled)
+    await ledger.start()
+    try:
+        yield Spender(alerts, budgets, ledger, await make_price(alerts.db, clock, currency))
+    finally:
+        await ledger.stop()
+
+
+async def make_price(database: Database, clock: Clock, currency: str = "EUR") -> Price:
+    """Return a price at which each completion token costs one unit of money."""
+    prices = PriceBook(database, clock)
+    return await prices.add(model="demo", currency=currency, prompt=0, cached_prompt=0, completion=PICOS)
+
+
+def told_by(message: Delivery) -> tuple[str, int]:
+    """Return period and percentage of an alert."""
+    data = message.payload["data"]
+    return data.get("month") or data["day"], data["percent"]
+
+
+async def budget(database: Database, clock: Clock, person: Person, units: int | None, **changes: Any) -> None:
+    """Give a tenant another monthly budget."""
+    limits = {"monthly_budget": None if units is None else units * UNIT}
+    await Tenants(database, clock).update(person.tenant.id, TenantChanges(limits=limits, **changes), access=WHOLE_BOX)
+
+
+@contextmanager
+def statements_seen() -> Iterator[Sequence[str]]:
+    """Yield a list that every statement is appended to which any engine sends meanwhile."""
+    seen: list[str] = []
+
+    def note(_connection: Any, _cursor: Any, statement: str, _parameters: Any, _context: Any, _many: bool) -> None:
+        seen.append(statement)
+
+    event.listen(Engine, "before_cursor_execute", note)
+    try:
+        yield seen
+    finally:
+        event.remove(Engine, "before_cursor_execute", note)

@@ -1,0 +1,342 @@
+"""Budget alerts of every owner of limits: tenants and keys, over all models or for one, and models over all tenants."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+from appliance.base.db import Database
+from appliance.metering.alerts.budgets import SWEPT_AT_ONCE
+from appliance.metering.alerts.outbox import Delivery
+from appliance.metering.alerts.webhooks import Webhook
+from appliance.tenancy.keys import Keys
+from appliance.tenancy.model_policies import ModelPolicies
+from appliance.tenancy.principals import KeyChanges, Limits, TenantChanges
+from appliance.tenancy.tenants import Tenants
+from tests.support.alerts import TARGET, alert_box
+from tests.support.cast import PEPPER, Cast, Person
+from tests.support.clock import FakeClock
+from tests.support.spending import PICOS, UNIT, Spender, budget, spending, statements_seen, told_by
+from appliance.tenancy.access import WHOLE_BOX
+
+OWNERS = ("tenant", "tenant for a model", "key", "key for a model", "model")
+_SAYS = {"scope", "tenant_id", "tenant_name", "key_id", "key_name", "model"}
+MONTH, DAY = "2026-11", "2026-11-21"
+BOTH = [80, 100]
+
+
+class Box:
+    """Bob's, Charlie's and the box's webhooks, and whose limits can be set."""
+
+    def __init__(self, database: Database, clock: FakeClock, cast: Cast, spender: Spender, webhooks: list[Webhook]) -> None:
+        self.tenants = Tenants(database, clock)
+        self.keys = Keys(database, clock, PEPPER)
+        self.models = ModelPolicies(database, clock)
+        self.clock = clock
+        self.bob = cast.bob
+        self.charlie = cast.charlie
+        self.spender = spender
+        self.of_box, self.of_bob, self.of_charlie = webhooks
+
+    async def limit(self, owner: str, *, model: str = "demo", **limits: int | None) -> None:
+        """Set the limits of Bob, of his key, or of the model."""
+        each = Limits(**limits)
+        if owner == "model":
+            await self.models.put(model, each)
+        elif owner == "tenant":
+            await self.tenants.update(self.bob.tenant.id, TenantChanges(limits=each), access=WHOLE_BOX)
+        elif owner == "tenant for a model":
+            await self.tenants.update(self.bob.tenant.id, TenantChanges(model_limits={model: each}), access=WHOLE_BOX)
+        elif owner == "key":
+            await self.keys.update(self.bob.key.id, KeyChanges(limits=each), access=WHOLE_BOX)
+        else:
+            await self.keys.update(self.bob.key.id, KeyChanges(model_limits={model: each}), access=WHOLE_BOX)
+
+    async def another_key(self) -> Person:
+        """Return Bob with another key."""
+        key, secret = await self.keys.create(self.bob.tenant.id, name="another", access=WHOLE_BOX)
+        return Person(tenant=self.bob.tenant, key=key, secret=secret)
+
+    async def heard(self, webhook: Webhook | None = None) -> list[Delivery]:
+        """Return what a webhook heard; that of the box hears everything."""
+        messages = await self.spender.alerts.messages()
+        return [message for message in messages if message.webhook_id == (webhook or self.of_box).id]
+
+    async def told(self, webhook: Webhook | None = None) -> list[tuple[str, int]]:
+        """Return period and percentage of each message to a webhook."""
+        return sorted(told_by(message) for message in await self.heard(webhook))
+
+
+@pytest.fixture
+async def box(database: Database, clock: FakeClock, cast: Cast) -> AsyncIterator[Box]:
+    """A running ledger, and three webhooks."""
+    alerts = alert_box(database, clock)
+    owners = (None, cast.bob.tenant.id, cast.charlie.tenant.id)
+    webhooks = [(await alerts.webhooks.create(kind="webhook", target=TARGET, tenant_id=owner, access=WHOLE_BOX))[0] for owner in owners]
+    async with spending(alerts, cast.epoch_id) as spender:
+        yield Box(database, clock, cast, spender, webhooks)
+
+
+def whose(box: Box, owner: str) -> dict[str, Any]:
+    """Return what an alert says of its owner."""
+    bob, key = box.bob.tenant, box.bob.key
+    said: dict[str, Any] = {"scope": owner.split()[0]}
+    if owner != "model":
+        said |= {"tenant_id": bob.id, "tenant_name": bob.name}
+    if "key" in owner:
+        said |= {"key_id": key.id, "key_name": key.name}
+    return said | ({"model": "demo"} if "model" in owner else {})
+
+
+@pytest.mark.parametrize("owner", OWNERS)
+async def test_every_owner_hears_of_each_threshold_of_its_budget_once(box: Box, owner: str) -> None:
+    await box.limit(owner, monthly_budget=100 * UNIT)
+    for units, told in ((79, []), (1, [80]), (19, [80]), (1, BOTH), (50, BOTH)):
+        await box.spender.spend(box.bob, units)
+        assert await box.told() == [(MONTH, percent) for percent in told]
+    first, _ = await box.heard()
+    assert first.event == "budget.threshold"
+    money = {"month": MONTH, "monthly_budget": 100 * UNIT, "spent_picos": 80 * PICOS, "currency": "EUR"}
+    assert first.payload["data"] == {**whose(box, owner), "percent": 80, **money}
+
+
+@pytest.mark.parametrize("owner", OWNERS)
+async def test_every_owner_hears_of_each_threshold_of_its_tokens_of_the_day_once(box: Box, owner: str) -> None:
+    await box.limit(owner, tokens_per_day=100)
+    for units in (79, 1, 19, 1):
+        await box.spender.spend(box.bob, units)
+    box.clock.advance(86400)
+    await box.spender.spend(box.bob, 80)
+    assert await box.told() == [(DAY, 80), (DAY, 100), ("2026-11-22", 80)]
+    first = (await box.heard())[0]
+    assert first.event == "tokens_per_day.threshold"
+    tokens = {"day": DAY, "tokens_per_day": 100, "tokens": 80}
+    assert first.payload["data"] == {**whose(box, owner), "percent": 80, **tokens}
+
+
+@pytest.mark.parametrize("owner", OWNERS)
+async def test_what_counts_against_no_limit_of_an_owner_tells_it_nothing(box: Box, owner: str) -> None:
+    await box.limit(owner, monthly_budget=10 * UNIT, tokens_per_day=10)
+    others = [(box.charlie, "demo")] if owner != "model" else [(box.charlie, "other")]
+    if "key" in owner:
+        others.append((await box.another_key(), "demo"))
+    if "for a model" in owner:
+        others.append((box.bob, "other"))
+    for person, model in others:
+        await box.spender.spend(person, 100, model=model)
+    await box.spender.budgets.sweep()
+    assert await box.told() == []
+
+
+async def test_one_request_that_reaches_thresholds_of_all_owners_tells_of_each(box: Box) -> None:
+    for owner in OWNERS:
+        await box.limit(owner, monthly_budget=10 * UNIT, tokens_per_day=10)
+    await box.spender.spend(box.bob, 10)
+    told = [(message.event, message.payload["data"]) for message in await box.heard()]
+    for owner in OWNERS:
+        said = whose(box, owner)
+        of_owner = [
+            (event, data["percent"]) for event, data in told if said == {name: data[name] for name in _SAYS & set(data)}
+        ]
+        assert sorted(of_owner) == [(f"{kind}.threshold", percent) for kind in ("budget", "tokens_per_day") for percent in BOTH]
+    assert len(told) == len(OWNERS) * 4
+
+
+async def test_a_tenant_hears_of_its_keys_and_only_the_box_of_what_all_use_of_a_model(box: Box) -> None:
+    for owner in ("key", "model"):
+        await box.limit(owner, monthly_budget=10 * UNIT)
+    await box.spender.spend(box.bob, 10)
+    for webhook, scopes in ((box.of_box, ["key", "key", "model", "model"]), (box.of_bob, ["key", "key"]), (box.of_charlie, [])):
+        assert sorted(message.payload["data"]["scope"] for message in await box.heard(webhook)) == scopes
+
+
+async def test_the_budget_of_a_model_is_what_all_tenants_spend_in_the_currency_of_the_box(
+    box: Box, database: Database, clock: FakeClock
+) -> None:
+    await box.limit("model", monthly_budget=100 * UNIT)
+    for person, alert_percents in ((box.bob, [1]), (box.charlie, [])):
+        await budget(database, clock, person, None, alert_percents=alert_percents)
+    await box.spender.spend(box.bob, 40)
+    assert await box.told() == []
+    await box.spender.spend(box.charlie, 40)
+    assert await box.told() == [(MONTH, 80)]
+
+
+@pytest.mark.parametrize("owner", OWNERS)
+async def test_money_in_another_currency_counts_against_no_budget(
+    box: Box, database: Database, clock: FakeClock, cast: Cast, owner: str
+) -> None:
+    await box.tenants.update(box.bob.tenant.id, TenantChanges(currency="CHF"), access=WHOLE_BOX)
+    await box.limit(owner, monthly_budget=10 * UNIT)
+    async with spending(box.spender.alerts, cast.epoch_id, currency="CHF") as francs:
+        await (francs if owner == "model" else box.spender).spend(box.bob, 100)
+        await francs.budgets.sweep()
+        assert await box.told() == []
+        await (box.spender if owner == "model" else francs).spend(box.bob, 8)
+    assert [message.payload["data"]["currency"] for message in await box.heard()] == ["EUR" if owner == "model" else "CHF"]
+
+
+async def test_keys_and_single_models_alert_at_the_percentages_of_their_tenant(
+    box: Box, database: Database, clock: FakeClock
+) -> None:
+    await budget(database, clock, box.bob, None, alert_percents=[50])
+    await box.limit("key", monthly_budget=10 * UNIT)
+    await box.limit("tenant for a model", monthly_budget=20 * UNIT)
+    await box.spender.spend(box.bob, 5)
+    assert await box.told() == [(MONTH, 50)]
+    await box.spender.spend(box.bob, 5)
+    assert await box.told() == [(MONTH, 50)] * 2
+    await budget(database, clock, box.bob, None, alert_percents=[])
+    await box.limit("key", monthly_budget=1 * UNIT)
+    await box.spender.spend(box.bob, 5)
+    await box.spender.budgets.sweep()
+    assert len(await box.told()) == 2
+
+
+@pytest.mark.parametrize("owner", OWNERS)
+async def test_another_limit_is_told_of_anew_and_by_the_sweep_where_nobody_settles(box: Box, owner: str) -> None:
+    await box.limit(owner, monthly_budget=100 * UNIT)
+    await box.spender.spend(box.bob, 80)
+    await box.limit(owner, monthly_budget=1000 * UNIT)
+    await box.spender.spend(box.bob, 719)
+    assert await box.told() == [(MONTH, 80)]
+    await box.spender.spend(box.bob, 1)
+    assert await box.told() == [(MONTH, 80)] * 2
+    await box.limit(owner, monthly_budget=900 * UNIT)
+    await box.spender.budgets.sweep()
+    assert await box.told() == [(MONTH, 80)] * 3
+    await box.limit(owner, monthly_budget=100 * UNIT)
+    await box.spender.budgets.sweep()
+    assert await box.told() == [*[(MONTH, 80)] * 3, (MONTH, 100)]
+
+
+@pytest.mark.parametrize("owner", OWNERS)
+async def test_a_limit_that_is_taken_away_and_set_again_has_counted_what_came_between(box: Box, owner: str) -> None:
+    for limit, units in ((100, 10), (None, 60), (100, 9)):
+        await box.limit(owner, monthly_budget=limit and limit * UNIT)
+        await box.spender.spend(box.bob, units)
+    assert await box.told() == []
+    await box.spender.spend(box.bob, 1)
+    assert await box.told() == [(MONTH, 80)]
+
+
+@pytest.mark.parametrize("owner", OWNERS)
+async def test_a_limit_of_nothing_alerts_nobody(box: Box, owner: str) -> None:
+    await box.limit(owner, monthly_budget=0, tokens_per_day=0)
+    await box.spender.spend(box.bob, 10)
+    await box.spender.budgets.sweep()
+    assert await box.told() == []
+
+
+@pytest.mark.parametrize("owner", OWNERS)
+async def test_a_webhook_that_is_new_hears_how_every_owner_stands(box: Box, owner: str) -> None:
+    await box.limit(owner, monthly_budget=10 * UNIT)
+    await box.spender.spend(box.bob, 9)
+    await box.spender.budgets.sweep()
+    late, _ = await box.spender.alerts.webhooks.create(kind="email", target="ops@example.com", access=WHOLE_BOX)
+    await box.spender.budgets.sweep()
+    assert await box.told(late) == await box.told() == [(MONTH, 80)]
+
+
+@pytest.mark.parametrize("end", ["revoked", "expired", "archived"])
+async def test_a_key_that_can_spend_no_more_alerts_nobody(box: Box, end: str) -> None:
+    await box.limit("key", monthly_budget=10 * UNIT)
+    await box.limit("key for a model", tokens_per_day=10)
+    await box.limit("tenant", monthly_budget=10 * UNIT)
+    ran = await box.spender.admit(box.bob)
+    if end == "revoked":
+        await box.keys.revoke(box.bob.key.id, access=WHOLE_BOX)
+    elif end == "archived":
+        await box.tenants.archive(box.bob.tenant.id, access=WHOLE_BOX)
+    else:
+        await box.keys.update(box.bob.key.id, KeyChanges(expires_at=box.clock.now() + timedelta(seconds=1)), access=WHOLE_BOX)
+        box.clock.advance(2)
+    await box.spender.settle(ran, 10)
+    await box.spender.budgets.sweep()
+    scopes = [message.payload["data"]["scope"] for message in await box.heard()]
+    assert scopes == ([] if end == "archived" else ["tenant", "tenant"])
+
+
+async def test_the_successor_of_a_rotated_key_has_a_budget_and_alerts_of_its_own(box: Box) -> None:
+    await box.limit("key", monthly_budget=10 * UNIT)
+    await box.spender.spend(box.bob, 7)
+    key, secret = await box.keys.rotate(box.bob.key.id, grace_s=60, access=WHOLE_BOX)
+    successor = Person(tenant=box.bob.tenant, key=key, secret=secret)
+    await box.spender.spend(successor, 7)
+    assert await box.told() == []
+    for person in (box.bob, successor):
+        await box.spender.spend(person, 1)
+    told = [message.payload["data"] for message in await box.heard()]
+    assert [(data["key_id"], data["key_name"], data["percent"]) for data in told] == [
+        (each.id, box.bob.key.name, 80) for each in (box.bob.key, key)
+    ]
+
+
+@pytest.mark.parametrize("owner", ["tenant for a model", "key for a model", "model"])
+async def test_models_with_long_and_alike_names_are_told_apart(box: Box, owner: str) -> None:
+    names = [f"{'m' * 199}{last}" for last in "xy"]
+    for model in names:
+        await box.limit(owner, model=model, monthly_budget=10 * UNIT, tokens_per_day=10)
+        await box.spender.spend(box.bob, 8, model=model)
+    told = [(message.event, message.payload["data"]["model"]) for message in await box.heard()]
+    assert sorted(told) == [(f"{kind}.threshold", model) for kind in ("budget", "tokens_per_day") for model in names]
+
+
+async def test_what_was_told_of_a_tenant_by_an_earlier_version_is_not_told_again(box: Box, database: Database) -> None:
+    await box.limit("tenant", monthly_budget=10 * UNIT, tokens_per_day=10)
+    tenant_id = box.bob.tenant.id
+    told = (
+        ("budget.threshold", f"{tenant_id}:2026-11-01:80:{10 * PICOS}"),
+        ("tokens_per_day.threshold", f"{tenant_id}:{DAY}:80:10"),
+    )
+    for event, subject in told:
+        await box.spender.alerts.tell(subject, tenant_id=tenant_id, event=event)
+    await box.spender.spend(box.bob, 9)
+    await box.spender.budgets.sweep()
+    assert [message.payload["data"] for message in await box.heard()] == [{"subject": subject} for _, subject in told]
+
+
+async def test_owners_without_a_budget_cost_no_statement(box: Box) -> None:
+    await box.limit("tenant", requests_per_minute=1000)
+    await box.limit("key", tokens_per_minute=10**6)
+    for person in (box.bob, box.charlie):
+        await box.spender.spend(person, 1)
+    with statements_seen() as without:
+        for person in (box.bob, box.charlie):
+            await box.spender.spend(person, 1)
+    for owner in OWNERS:
+        await box.limit(owner, monthly_budget=10**6 * UNIT, tokens_per_day=10**6)
+    for person in (box.bob, box.charlie):
+        await box.spender.spend(person, 1)
+    with statements_seen() as within:
+        for person in (box.bob, box.charlie):
+            await box.spender.spend(person, 1)
+    assert within == without
+    assert not [statement for statement in without if "FROM usage_rollups" in statement or "model_policies" in statement]
+
+
+async def test_a_look_at_many_owners_is_one_statement_a_period(box: Box) -> None:
+    for owner in OWNERS:
+        await box.limit(owner, monthly_budget=10**6 * UNIT, tokens_per_day=10**6)
+    with statements_seen() as statements:
+        await box.spender.spend(box.bob, 1)
+    assert len([statement for statement in statements if "FROM usage_rollups" in statement]) == 2
+    assert len([statement for statement in statements if "alert_percents" in statement or "model_policies" in statement]) == 3
+
+
+async def test_a_sweep_tells_of_more_than_it_writes_at_once_and_the_next_writes_nothing(box: Box) -> None:
+    count = SWEPT_AT_ONCE // 2 + 1
+    for number in range(count):
+        await box.models.put(f"m{number}", Limits(tokens_per_day=10))
+        await box.spender.spend(box.bob, 1, model=f"m{number}")
+    for number in range(count):
+        await box.models.put(f"m{number}", Limits(tokens_per_day=1))
+    await box.spender.budgets.sweep()
+    assert len(await box.told()) == 2 * count
+    await box.tenants.update(box.charlie.tenant.id, TenantChanges(weight=2), access=WHOLE_BOX)
+    with statements_seen() as statements:
+        await box.spender.budgets.sweep()
+    assert not [statement for statement in statements if "outbox" in statement]
