@@ -62,6 +62,7 @@ class Tally:
     """What the checks have counted so far."""
 
     events: Counter[str] = field(default_factory=Counter)
+    batch_events: int = 0
     seen: Counter[str] = field(default_factory=Counter)
     tokens: int = 0
     unbilled_tokens: int = 0
@@ -94,6 +95,7 @@ class Examination:
             self._event(row, *works.get(name, (None, None)))
         self._clients(events)
         self._tally.events.update(str(row["status"]) for row in rows)
+        self._tally.batch_events += sum(bool(row["batch"]) for row in rows)
         self._tally.seen.update(seen.error or str(seen.status) for seen in self._evidence.seen)
         return max((int(row["id"]) for row in rows), default=after_id)
 
@@ -113,8 +115,13 @@ class Examination:
 
     def _nobody_missing(self, events: Mapping[str, Any]) -> None:
         for seen in self._evidence.seen:
-            if seen.status == 200 and seen.request_id not in events:
+            if seen.status != 200:
+                continue
+            row = events.get(seen.request_id)
+            if row is None:
                 self._find(f"{seen.request_id} was admitted ({seen.manner}) and is not in the ledger")
+            elif bool(row["batch"]) is not seen.batch:
+                self._find(f"{seen.request_id} asked for batch work: {seen.batch}, and the ledger says {row['batch']}")
         for truth in self._truths:
             for name in truth.requests:
                 if not name.startswith(PROBE) and name not in events:

@@ -395,6 +395,7 @@ def row_of(result: Result, kind: str, seed: int, took_s: float) -> dict[str, Any
         "checks_after_a_start": result.checks,
         "points": {name: [result.struck[name], count] for name, count in sorted(result.planned.items())},
         "events": dict(sorted(tally.events.items())),
+        "events_of_batch_work": tally.batch_events,
         "answers_seen_by_clients": dict(sorted(tally.seen.items())),
         "streams_told_of_an_engines_death": result.told_of_death,
         "events_settled_after_an_engines_death": tally.died_with_engine,

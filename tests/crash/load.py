@@ -14,6 +14,7 @@ from tests.support.wire import Cut, Wire
 MODEL = "tiny"
 TEXTS = ("the lazy dog", "the quick brown fox jumps over the lazy dog", "pack my box with five dozen liquor jugs")
 MANNERS = ("stream", "stream", "stream", "whole", "whole", "leave", "abort", "two answers")
+BATCH_SHARE = 0.25
 PAUSE_S = 0.02
 DRAINING = "draining"
 
@@ -26,6 +27,7 @@ class Seen:
     tenant: str
     manner: str
     status: int
+    batch: bool = False
     chunks: int = 0
     ended: bool = False
     error: str | None = None
@@ -73,9 +75,11 @@ class Load:
     async def _one(self, wire: Wire, admin: Wire, tenant: str, dice: random.Random) -> bool:
         """Make one request; return whether it was admitted."""
         manner = dice.choice(MANNERS)
-        head = await wire.ask("POST", "/v1/chat/completions", _body(manner, dice))
+        body = _body(manner, dice)
+        head = await wire.ask("POST", "/v1/chat/completions", body)
         assert "x-request-id" in head.headers, (head, await wire.content(head))
-        seen = Seen(request_id=head.headers["x-request-id"], tenant=tenant, manner=manner, status=head.status)
+        request_id, batch = head.headers["x-request-id"], "service_tier" in body
+        seen = Seen(request_id=request_id, tenant=tenant, manner=manner, status=head.status, batch=batch)
         self.seen.append(seen)
         if "content-length" in head.headers:
             _note_whole(seen, json.loads(await wire.content(head)))
@@ -100,6 +104,7 @@ def _body(manner: str, dice: random.Random) -> dict[str, Any]:
         "max_tokens": dice.randint(40, 400) if long else dice.randint(1, 20),
         "n": 2 if manner == "two answers" else 1,
         "ignore_eos": True,
+        **({"service_tier": "flex"} if dice.random() < BATCH_SHARE else {}),
         **({} if manner == "whole" else {"stream": True, "stream_options": {"include_usage": True}}),
     }
 

@@ -25,7 +25,7 @@ from appliance.base import db
 from appliance.base.db import Database
 from appliance.cli import invariants
 from tests.support.databases import postgresql_binaries, running_cluster
-from tests.support.reconciliation import ZONE, reconcile
+from tests.support.reconciliation import ZONE, History, reconcile
 
 REQUESTS = 5_000
 
@@ -35,8 +35,14 @@ async def test_every_view_of_the_ledger_comes_to_the_same_sums(database: Databas
     assert totals["requests"] > REQUESTS * 0.9
     assert min(history.closed, history.recovered, history.steps_back, len(history.prices) - 4) > 0
     assert history.leap
+    assert 0.1 < batch_requests(history) / totals["requests"] < 0.3
     assert (history.replayed > 0) == (database.kind == "sqlite"), "deaths left lines in the journal alone, where there is one"
     assert await broken(database_url) == []
+
+
+def batch_requests(history: History) -> int:
+    """How many of the billed requests were batch work."""
+    return sum(fact.batch and fact.billed and fact.is_request for fact in history.facts)
 
 
 async def broken(url: str) -> list[str]:
@@ -78,6 +84,7 @@ async def run(url: str, num_requests: int, seed: int) -> dict[str, Any]:
         "seed": seed,
         "requests": num_requests,
         "billed_in_every_view": totals,
+        "batch_requests": batch_requests(history),
         "prices": len(history.prices),
         "closed_invoices": history.closed,
         "recovered": history.recovered,

@@ -27,6 +27,8 @@ from appliance.base.journal import Journal
 from appliance.base.tables import usage_events, usage_rollups
 from appliance.metering.calendar import BillingCalendar
 from appliance.metering.invoicing.invoices import Invoices
+from appliance.metering.invoicing.lines import ADJUSTMENT
+from appliance.metering.invoicing.rows import Invoice
 from appliance.metering.ledger import rollups
 from appliance.metering.ledger.corrections import Correction, Corrections
 from appliance.metering.ledger.journaled import journal_beside, replay
@@ -37,6 +39,7 @@ from appliance.metering.ledger.writer import Ledger
 from appliance.metering.prices import Price, PriceBook
 from appliance.metering.usage import GROUPS, UsageReports
 from appliance.tenancy.access import WHOLE_BOX
+from appliance.tenancy.pages import PAGE_ROWS_MAX
 from tests.support import factories
 from tests.support.cast import Person, make_person
 from tests.support.clock import FakeClock
@@ -68,6 +71,7 @@ class Fact:
     admitted_at: datetime
     price: Price | None
     basis_points: int
+    batch: bool
     planned: tuple[int, int, int, int]
     counts: tuple[int, int, int, int] = (0, 0, 0, 0)
     cost_picos: int = 0
@@ -223,8 +227,8 @@ class History:
         points = 10_000 if price is None else price.rate(tier, batch=is_batch).basis_points
         planned = self._counts()
         terms = {"price": price, "price_basis_points": points, "currency": currency, "prompt_tokens": planned[0]}
-        entry = factories.pending(person, admitted_at=now, model=model, **terms)
-        fact = Fact(entry.request_id, person.tenant.id, person.key.id, model, currency, now, price, points, planned)
+        entry = factories.pending(person, admitted_at=now, model=model, batch=is_batch, **terms)
+        fact = Fact(entry.request_id, person.tenant.id, person.key.id, model, currency, now, price, points, is_batch, planned)
         self.facts.append(fact)
         self.open.append(fact)
         return entry
@@ -320,7 +324,7 @@ class History:
             made = await self.corrections.add(fact.event_id, taken)
             correction = Fact(
                 fact.request_id, fact.tenant_id, fact.key_id, fact.model, fact.currency, fact.admitted_at, fact.price,
-                fact.basis_points, less, is_request=False, settled=True, event_id=made.id,
+                fact.basis_points, fact.batch, less, is_request=False, settled=True, event_id=made.id,
             )  # fmt: skip
             correction.bill(less)
             self.facts.append(correction)
@@ -366,6 +370,8 @@ async def _check_events(history: History, billed: list[Fact]) -> None:
     found = sorted(_figures(row) for row in rows if row["status"] in ("posted", "recovered"))
     assert found == sorted((fact.request_id, fact.currency, *fact.row) for fact in billed)
     assert sum(row["status"] == "recovered" for row in rows) == history.recovered
+    batch = {fact.request_id: fact.batch for fact in history.facts}
+    assert all(row["batch"] == batch[row["request_id"]] for row in rows)
     days = {fact.request_id: fact.admitted_at.astimezone(ZoneInfo(ZONE)).date() for fact in history.facts}
     assert all(row["billing_day"] == days[row["request_id"]] for row in rows)
 
@@ -460,9 +466,8 @@ async def _check_invoices(history: History, billed: list[Fact]) -> None:
     for person, _currency in history.people:
         tenant_id = person.tenant.id
         await history.invoices.draft(tenant_id, "2026-12", access=WHOLE_BOX)
-        lines = [
-            line for invoice in (await history.invoices.list_of(tenant_id, access=WHOLE_BOX)).data for line in invoice.lines
-        ]
+        invoices = (await history.invoices.list_of(tenant_id, access=WHOLE_BOX)).data
+        lines = [line for invoice in invoices for line in invoice.lines]
         facts = [fact for fact in billed if fact.tenant_id == tenant_id]
         assert sum(line.exact_picos for line in lines) == sum(fact.cost_picos for fact in facts)
         months: dict[tuple[str, str], int] = defaultdict(int)
@@ -473,6 +478,24 @@ async def _check_invoices(history: History, billed: list[Fact]) -> None:
             assert line.model is not None
             said[line.month, line.model] += line.exact_picos
         assert {key: cost for key, cost in said.items() if cost} == {key: cost for key, cost in months.items() if cost}
+        for invoice in invoices:
+            await _check_batch_lines(history, invoice)
+
+
+async def _check_batch_lines(history: History, invoice: Invoice) -> None:
+    """Lines of batch work come to the batch work behind the invoice, the others to the rest; adjustments stand apart."""
+    said: dict[tuple[bool, bool], int] = defaultdict(int)
+    for line in invoice.lines:
+        said[line.kind == ADJUSTMENT, line.batch] += line.exact_picos
+    events: dict[tuple[bool, bool], int] = defaultdict(int)
+    cursor, has_more = None, True
+    while has_more:
+        page = await history.invoices.events(invoice.head.id, PAGE_ROWS_MAX, cursor, access=WHOLE_BOX)
+        for event in page.data:
+            is_late = event.kind != "usage" or f"{event.billing_day:%Y-%m}" != invoice.head.month
+            events[is_late, event.batch and not is_late] += event.cost_picos
+        cursor, has_more = page.next_cursor, page.has_more
+    assert {key: cost for key, cost in said.items() if cost} == {key: cost for key, cost in events.items() if cost}
 
 
 async def reconcile(database: Database, url: str, num_requests: int, seed: int) -> tuple[History, dict[str, int]]:

@@ -105,6 +105,19 @@ async def test_a_stream_of_several_answers_tells_them_apart_and_ends_each_once(b
     assert counts[-1] == (await generation.outcome).usage.completion_tokens == len(box.ids("fox")) + len(prompt) - 1
 
 
+async def test_every_frame_of_a_stream_says_its_service_tier_when_the_request_said_one(box: Serving, cast: Cast) -> None:
+    said: dict[str | None, list[dict[str, Any]]] = {}
+    for tier in ("flex", None):
+        generation = await box.start(cast.bob, "the quick fox")
+        sent = b"".join([frame async for frame in chat_frames(generation, framer(service_tier=tier, include_usage=True))])
+        said[tier] = [json.loads(part.removeprefix(b"data: ")) for part in sent.removesuffix(DONE).split(b"\n\n") if part]
+
+    assert {frame["service_tier"] for frame in said["flex"]} == {"flex"}
+    assert said["flex"][-1]["usage"] is not None
+    assert [{**frame, "service_tier": "flex"} for frame in said[None]] == said["flex"]
+    assert not any("service_tier" in frame for frame in said[None])
+
+
 @pytest.mark.parametrize(
     ("seconds", "text"),
     [(0, "0s"), (0.25, "250ms"), (1, "1s"), (1.5, "1.5s"), (60, "1m0s"), (360, "6m0s"), (3661, "1h1m1s"), (59.9996, "1m0s")],

@@ -69,6 +69,18 @@ async def test_every_limit_says_what_it_thinks_and_nothing_is_taken(box: ApiBox)
     assert answers[0]["reserved_tokens"] == 20
 
 
+async def test_a_budget_hears_what_batch_work_would_cost(box: ApiBox) -> None:
+    price = {"model": "demo", "prompt": 1_000_000, "completion": 1_000_000, "batch_percent": 40}
+    await box.call("POST", "/prices", status=201, json=price)
+    bob = await tenant(box, limits={"monthly_budget": 1000})
+    answers = [await check(box, bob, service_tier=tier) for tier in (None, "auto", "default", "flex")]
+
+    assert [answer["decisions"][0]["need"] for answer in answers] == [20_000_000] * 3 + [8_000_000]
+    error = (await check(box, bob, status=400, service_tier="priority"))["error"]
+    assert (error["param"], error["code"]) == ("service_tier", "invalid_value")
+    assert "auto, default, flex" in error["message"]
+
+
 async def test_a_request_that_would_be_refused_is_told_as_its_client_would_be(box: ApiBox) -> None:
     bob = await tenant(box, limits={"tokens_per_minute": 60})
     answer = await check(box, bob, prompt_tokens=100)

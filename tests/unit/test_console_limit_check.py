@@ -30,6 +30,19 @@ async def test_a_request_above_a_limit_hears_what_its_client_would_hear(box: Box
     assert "<html" not in page
 
 
+async def test_batch_work_is_asked_for_by_its_service_tier(box: Box) -> None:
+    terms = {"prompt": 1_000_000, "cached_prompt": 1_000_000, "completion": 1_000_000, "batch_percent": 50}
+    await box.services.prices.add(model="demo", currency="EUR", **terms)
+    path = await limited(box, monthly_budget=1000)
+    alice = await box.alice()
+    asked = f"{path}?model=demo&prompt_tokens=1000&max_tokens=1000&service_tier"
+
+    assert "It is refused with 429 budget_exceeded" in (await alice.fragment(f"{asked}=default")).text
+    assert "It passes" in (await alice.fragment(f"{asked}=flex")).text
+    assert '<option value="flex" selected>' in (await alice.get(f"{asked}=flex")).text
+    assert "Service_tier must be one of auto, default, flex" in (await alice.fragment(f"{asked}=scale")).text
+
+
 async def test_asking_takes_nothing(box: Box) -> None:
     path = await limited(box, requests_per_minute=1, tokens_per_minute=1000)
     alice = await box.alice()

@@ -186,7 +186,7 @@ async def test_a_bill_says_what_each_million_cost_after_discount_and_why_the_req
         model="demo", currency="EUR", prompt=1_000_000, cached_prompt=100_000, completion=3_000_000, rejected_draft=500_000
     )
     price = await box.services.prices.current("demo", START)
-    entry = pending(box.cast.bob, price=price, price_basis_points=2500)
+    entry = pending(box.cast.bob, price=price, price_basis_points=2500, batch=True)
     await box.services.ledger.open(entry)
     usage = Usage(prompt_tokens=10, cached_tokens=4, completion_tokens=100, rejected_tokens=8)
     ended = posted(entry.request_id, reason="aborted")
@@ -194,7 +194,14 @@ async def test_a_bill_says_what_each_million_cost_after_discount_and_why_the_req
 
     page = (await (await box.alice()).get(f"/requests/{entry.request_id}")).text
 
-    for text in ("the key was revoked", "25 % of the price book", "at 0.25 a million", "at 0.75 a million", "Rejected guesses"):
+    for text in (
+        "the key was revoked",
+        "billed at 25 % of the price book",
+        "flex: batch work",
+        "at 0.25 a million",
+        "at 0.75 a million",
+        "Rejected guesses",
+    ):
         assert text in page, text
     assert "0.000075 EUR" in page, "100 tokens of output at a quarter of the price"
 

@@ -42,6 +42,14 @@ DONE = Timeline(
         ),
         ({"ttft_s": None, "is_queued": True, "finish_reason": None}, "Waiting for a place in the batch."),
         (
+            {"ttft_s": None, "is_queued": True, "finish_reason": None, "batch": True},
+            "Waiting for a place in the batch; as batch work it lets more urgent requests go first.",
+        ),
+        (
+            {"queue_s": 5.0, "ttft_s": 5.2, "batch": True},
+            "Mostly waited for a place in the batch: 5.0 s of 7.2 s; as batch work it lets more urgent requests go first.",
+        ),
+        (
             {"ttft_s": None, "finish_reason": None},
             "Reading its prompt: 40 of 50 tokens to compute after 100 ms in the queue.",
         ),

@@ -1,0 +1,234 @@
+"""Batch work from the order to the invoice: served last, priced with the batch share, and never mixed up with other work."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import io
+from collections.abc import AsyncIterator
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from sqlalchemy import update
+
+from appliance.api.admin.invoice_shapes import invoice_shape
+from appliance.base import tables
+from appliance.base.db import Database
+from appliance.base.errors import BudgetExceeded, InvalidValue
+from appliance.cli import invariants
+from appliance.metering.calendar import BillingCalendar
+from appliance.metering.invoicing.csv_file import render_csv
+from appliance.metering.invoicing.invoices import Invoices
+from appliance.metering.invoicing.lines import InvoiceLine
+from appliance.metering.invoicing.wording import ABORT_POLICY, line_name
+from appliance.metering.ledger.corrections import Correction, Corrections
+from appliance.metering.ledger.records import Checkpoint, UsageEvent
+from appliance.metering.ledger.recovery import begin_epoch, recover
+from appliance.metering.limits.rules import Asked, is_batch_work
+from appliance.metering.prices import Price, PriceBook
+from appliance.tenancy.access import WHOLE_BOX
+from appliance.tenancy.principals import Limits
+from engine.protocol import Priority
+from tests.support import factories
+from tests.support.billing import Tokens, add_price, post_event
+from tests.support.cast import Cast, Person
+from tests.support.clock import FakeClock
+from tests.support.generations import MODEL, Serving, serving, text_of
+from tests.support.ledgers import all_events, running_ledger, settle
+from tests.support.tampering import unkeep
+
+TEXT = "the quick brown fox"
+OCTOBER = date(2026, 10, 15)
+
+
+@pytest.fixture
+async def box(database: Database, clock: FakeClock, cast: Cast, tmp_path: Path) -> AsyncIterator[Serving]:
+    async with serving(database, clock, tmp_path / "model", cast.epoch_id) as opened:
+        yield opened
+
+
+async def add(database: Database, clock: FakeClock, model: str = MODEL, **options: Any) -> Price:
+    """A price of 1,000 micro-units for a million prompt tokens and twice that for output, of which batch work pays half."""
+    terms = {"prompt": 1000, "cached_prompt": 100, "completion": 2000, "batch_percent": 50, **options}
+    return await PriceBook(database, clock).add(model=model, currency="EUR", **terms)
+
+
+@pytest.mark.parametrize(("tier", "batch"), [("auto", False), ("default", False), ("flex", True)])
+def test_of_the_service_tiers_flex_is_batch_work(tier: str, batch: bool) -> None:
+    assert is_batch_work(tier) is batch
+
+
+@pytest.mark.parametrize("tier", ["priority", "scale", "Flex", "", None, 1])
+def test_a_service_tier_that_there_is_not_is_refused_with_those_that_there_are(tier: object) -> None:
+    with pytest.raises(InvalidValue, match="service_tier must be one of auto, default, flex") as refused:
+        is_batch_work(tier)
+    assert refused.value.param == "service_tier"
+
+
+async def test_batch_work_runs_in_the_batch_class_whatever_the_tier_and_pays_the_batch_share(
+    box: Serving, database: Database, clock: FakeClock, cast: Cast
+) -> None:
+    await add(database, clock)
+    generations = [await box.start(cast.bob, TEXT, batch=batch) for batch in (False, True)]
+    for generation in generations:
+        assert await text_of(generation) == TEXT
+        await generation.outcome
+    usual, flex = [await box.event(generation) for generation in generations]
+    submitted = {request.request_id: request.priority for frame in box.engine.frames for request in frame.submit}
+
+    assert [submitted[generation.request_id] for generation in generations] == [Priority.STANDARD, Priority.BATCH]
+    assert (usual.batch, flex.batch) == (False, True)
+    assert (usual.price_basis_points, flex.price_basis_points) == (10_000, 5000)
+    assert usual.cost_picos == 2 * flex.cost_picos > 0
+    for generation, batch in zip(generations, (False, True), strict=True):
+        assert generation.live.batch is batch
+        assert (await box.reports.request(generation.request_id, access=WHOLE_BOX)).batch is batch
+
+
+async def test_tier_and_batch_are_discounts_of_one_another(
+    box: Serving, database: Database, clock: FakeClock, cast: Cast
+) -> None:
+    await add(database, clock, tier_percents={"standard": 80})
+    generation = await box.start(cast.bob, TEXT, batch=True)
+    await generation.outcome
+    assert (await box.event(generation)).price_basis_points == 4000
+
+
+async def test_a_budget_that_is_too_small_for_a_request_has_room_for_it_as_batch_work(
+    box: Serving, database: Database, clock: FakeClock
+) -> None:
+    price = await add(database, clock, prompt=1_000_000, completion=1_000_000)
+    who = factories.principal(Limits(monthly_budget=120))
+    asked = Asked(principal=who, model=MODEL, prompt_tokens=100, max_output_tokens=100, price=price)
+
+    with pytest.raises(BudgetExceeded):
+        await box.admission.admit(asked)
+    reservation = await box.admission.admit(msgspec.structs.replace(asked, batch=True))
+    assert reservation.basis_points == 5000
+    reservation.void()
+
+
+async def test_a_crash_and_a_correction_keep_what_was_batch_work_and_its_share(
+    database: Database, database_url: str, clock: FakeClock, cast: Cast
+) -> None:
+    price = await add(database, clock, "demo")
+    entry = factories.pending(cast.bob, price=price, price_basis_points=5000, batch=True)
+    async with running_ledger(database, clock, cast.epoch_id) as ledger:
+        await ledger.open(entry)
+        ledger.checkpoint(
+            [Checkpoint(request_id=entry.request_id, prompt_tokens=10, cached_tokens=4, completion_tokens=5, rejected_tokens=0)]
+        )
+    clock.advance(60)
+    assert await recover(database, clock, await begin_epoch(database, clock, "next")) == 1
+    (event,) = await all_events(database)
+    made = await Corrections(database, clock).add(event.id, Correction(note="ours", completion_tokens=-2))
+
+    assert (event.status, event.batch, event.cost_picos) == ("recovered", True, 6 * 500 + 4 * 50 + 5 * 1000)
+    assert (made.batch, made.price_basis_points, made.cost_picos) == (True, 5000, -2 * 1000)
+    assert await broken(database_url) == set()
+
+
+async def broken(url: str) -> set[str]:
+    return {finding.name for finding in await invariants.check(url, running=False) if finding.state == "broken"} - {"kept"}
+
+
+@pytest.fixture
+async def event(database: Database, clock: FakeClock, cast: Cast) -> UsageEvent:
+    """A posted event of Bob's batch work, at the batch share of its price."""
+    price = await add(database, clock, "demo")
+    entry = factories.pending(cast.bob, price=price, price_basis_points=5000, batch=True)
+    async with running_ledger(database, clock, cast.epoch_id) as ledger:
+        await ledger.open(entry)
+        return await settle(ledger, factories.posted(entry.request_id))
+
+
+@pytest.mark.parametrize("also_the_request", [False, True])
+async def test_the_check_finds_work_that_pays_the_share_of_the_other_kind(
+    also_the_request: bool, database: Database, database_url: str, event: UsageEvent
+) -> None:
+    assert await broken(database_url) == set()
+    async with database.writing() as connection:
+        await unkeep(connection)
+        await connection.execute(update(tables.usage_events).values(batch=False))
+        if also_the_request:
+            await connection.execute(update(tables.requests).values(batch=False))
+    assert await broken(database_url) == ({"price"} if also_the_request else {"price", "requests"})
+
+
+async def test_the_check_finds_batch_work_that_pays_all_of_its_price(
+    database: Database, database_url: str, event: UsageEvent
+) -> None:
+    whole = {"price_basis_points": 10_000, "cost_picos": 2 * event.cost_picos}
+    async with database.writing() as connection:
+        await unkeep(connection)
+        await connection.execute(update(tables.usage_events).values(**whole))
+    assert "price" in await broken(database_url)
+
+
+class Books:
+    """Bob's work of October, some of it batch work at half the price and some, of another price, at all of it."""
+
+    def __init__(self, database: Database, clock: FakeClock, cast: Cast) -> None:
+        self._database, self._epoch_id = database, cast.epoch_id
+        self.bob: Person = cast.bob
+        self.invoices = Invoices(database, clock, BillingCalendar("UTC"))
+
+    async def post(self, tokens: Tokens, **options: Any) -> int:
+        return await post_event(self._database, self.bob, OCTOBER, tokens, epoch_id=self._epoch_id, **options)
+
+
+@pytest.fixture
+async def books(database: Database, clock: FakeClock, cast: Cast) -> Books:
+    made = Books(database, clock, cast)
+    price, same = await add_price(database), dataclasses.replace(await add_price(database), batch_percent=100)
+    await made.post(Tokens(prompt=100, cached=40, completion=7), of=price)
+    await made.post(Tokens(prompt=10, completion=1), of=price, basis_points=5000, batch=True)
+    await made.post(Tokens(prompt=3, completion=0), of=same, batch=True)
+    return made
+
+
+async def test_batch_work_has_lines_of_its_own_behind_those_of_its_model_even_at_the_same_price(books: Books) -> None:
+    draft = await books.invoices.draft(books.bob.tenant.id, "2026-10", access=WHOLE_BOX)
+    closed = await books.invoices.close(draft.head.id, access=WHOLE_BOX)
+
+    assert [(line.batch, line.kind, line.unit_price, line.tokens, line.requests) for line in draft.lines] == [
+        (False, "prompt", 1_000_000, 60, 1),
+        (False, "cached_prompt", 100_000, 40, 1),
+        (False, "completion", 3_000_000, 7, 1),
+        (True, "prompt", 500_000, 10, 1),
+        (True, "prompt", 1_000_000, 3, 1),
+        (True, "completion", 1_500_000, 1, 1),
+    ]
+    assert closed.lines == draft.lines
+    assert (await books.invoices.get(draft.head.id, access=WHOLE_BOX)).lines == draft.lines
+
+
+async def test_a_correction_of_batch_work_is_an_adjustment_like_any_other(books: Books) -> None:
+    before = await books.invoices.draft(books.bob.tenant.id, "2026-10", access=WHOLE_BOX)
+    price = await add_price(books._database)
+    await books.post(Tokens(prompt=-1, completion=0), of=price, basis_points=5000, batch=True, is_correction=True)
+    after = await books.invoices.get(before.head.id, access=WHOLE_BOX)
+
+    assert list(after.lines[:-1]) == list(before.lines)
+    assert (after.lines[-1].kind, after.lines[-1].batch, after.lines[-1].exact_picos) == ("adjustment", False, -500_000)
+
+
+async def test_the_files_of_an_invoice_say_which_lines_are_batch_work_and_how_aborted_work_is_counted(books: Books) -> None:
+    draft = await books.invoices.draft(books.bob.tenant.id, "2026-10", access=WHOLE_BOX)
+    rows = list(csv.DictReader(io.StringIO(render_csv(draft).decode())))
+    shape = invoice_shape(draft)
+
+    assert [row["batch"] for row in rows] == ["no"] * 3 + ["yes"] * 3
+    assert len(rows) == len(draft.lines), "a row is a line: nothing else stands in the file"
+    assert [line.batch for line in shape.lines] == [line.batch for line in draft.lines]
+    assert shape.abort_policy == ABORT_POLICY
+
+
+def test_the_name_of_a_line_says_that_it_is_batch_work() -> None:
+    usual = InvoiceLine(
+        model="demo", kind="completion", month="2026-10", unit_price=1, tokens=1, requests=1, exact_picos=1, rounded_micros=0
+    )
+    assert line_name(dataclasses.replace(usual, batch=True)) == f"{line_name(usual)}, batch"
