@@ -16,6 +16,7 @@ from torch.nn import functional
 
 from kernels.simd.coded_tiles import PANEL, Format, tiles_of
 from kernels.simd.compiling import entry, part
+from kernels.simd.large_pages import on_large_pages
 from kernels.simd.launching import Launch, new
 from kernels.simd.threads import argument, run, share
 from kernels.simd.tiles import ROWS
@@ -74,6 +75,7 @@ def bind(
     codes: the panels as `task` reads them; groups: [N, groups] entries of 4 bytes, `group_size` None is one for all columns.
     """
     num_outputs = groups.shape[0]
+    codes = on_large_pages(*codes.shape, dtype=codes.dtype).copy_(codes)
     entries = in_panels(groups).transpose(1, 2).contiguous()
     addends = torch.zeros(codes.shape[0] * PANEL)
     if bias is not None:

@@ -15,6 +15,7 @@ from collections.abc import Callable
 import torch
 
 from kernels.simd.compiling import entry, part, task
+from kernels.simd.large_pages import on_large_pages
 from kernels.simd.launching import Launch, new
 from kernels.simd.threads import argument, run, share
 from kernels.simd.tiles import ROWS, WIDE, multiply, multiply_fetching, multiply_fetching_half
@@ -113,7 +114,7 @@ def pack_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> Callable[[to
     """weight: [out, in] float32, bias: [out] → a function [T, in] → [T, out]; it keeps no reference to `weight`."""
     num_outputs, num_columns = weight.shape
     num_panels = -(-num_outputs // COLUMNS)
-    panels = torch.empty(num_panels, num_columns, COLUMNS)
+    panels = on_large_pages(num_panels, num_columns, COLUMNS)
     whole = num_outputs // COLUMNS
     panels[:whole] = weight[: whole * COLUMNS].view(whole, COLUMNS, num_columns).transpose(1, 2)
     if whole < num_panels:

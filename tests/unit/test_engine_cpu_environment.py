@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+import platform
+import subprocess
 import sys
 
 import pytest
@@ -49,3 +51,34 @@ def test_nothing_is_set_when_it_comes_too_late_and_the_log_says_so(
         prepare_cpu()
     assert not set(NAMES) & set(os.environ)
     assert "GOMP_SPINCOUNT=10000, MKL_CBWR=AVX2 not set" in caplog.text
+
+
+def freed_pages(environment: dict[str, str]) -> int:
+    """Pages that a process asks for anew when it frees and takes the same megabytes twenty times."""
+    program = """
+import ctypes, resource
+from engine.cpu_environment import keep_memory
+keep_memory()
+libc = ctypes.CDLL(None)
+libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_size_t], [ctypes.c_void_p]
+def work():
+    places = [libc.malloc(5 << 20) for _ in range(4)]
+    for place in places:
+        ctypes.memset(place, 1, 5 << 20)
+    for place in places:
+        libc.free(place)
+work()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(20):
+    work()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_") and name != "GLIBC_TUNABLES"}
+    told = subprocess.run([sys.executable, "-c", program], env={**kept, **environment}, capture_output=True, check=True)
+    return int(told.stdout)
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library")
+def test_memory_that_a_step_frees_is_there_for_the_next_one_unless_the_operator_says_otherwise() -> None:
+    assert freed_pages({}) < 100
+    assert freed_pages({"MALLOC_TRIM_THRESHOLD_": "131072"}) > 10_000
