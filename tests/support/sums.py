@@ -12,3 +12,7 @@ class NothingYet:
     async def read(self, owner: Owner, currency: str, at: Moment) -> PeriodSums:
         """Return that nothing was used."""
         return PeriodSums(tokens_today=0, cost_month_picos=0)
+
+    async def outputs(self, key_id: str, model: str) -> list[int]:
+        """Return that nobody ever got an answer."""
+        return []

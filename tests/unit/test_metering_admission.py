@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+from collections.abc import Sequence
 
 import msgspec
 import pytest
 
 from appliance.base.errors import BudgetExceeded, RateLimitExceeded, Refused, RequestExceedsLimit
 from appliance.metering.limits.admission import Admission
-from appliance.metering.limits.expectations import EXPECTED_OUTPUT_TOKENS, OUTPUTS_MIN, percentile_90
+from appliance.metering.limits.expectations import EXPECTED_OUTPUT_TOKENS, OUTPUTS_KEPT, OUTPUTS_MIN, percentile_90
 from appliance.metering.limits.quotas import Moment, Owner
 from appliance.metering.limits.reservations import Reservation
 from appliance.metering.limits.rules import Asked
@@ -24,14 +25,19 @@ from tests.support.factories import price, principal
 class FixedSums:
     """Sums as if the ledger held them. Each read passes through the event loop, as a database would."""
 
-    def __init__(self, tokens_today: int = 0, cost_month_picos: int = 0) -> None:
+    def __init__(self, tokens_today: int = 0, cost_month_picos: int = 0, answers: Sequence[int] = ()) -> None:
         self.sums = PeriodSums(tokens_today=tokens_today, cost_month_picos=cost_month_picos)
+        self.answers = answers
         self.reads: list[str] = []
 
     async def read(self, owner: Owner, currency: str, at: Moment) -> PeriodSums:
         self.reads.append(owner.scope)
         await asyncio.sleep(0)
         return self.sums
+
+    async def outputs(self, key_id: str, model: str) -> Sequence[int]:
+        await asyncio.sleep(0)
+        return self.answers
 
 
 @pytest.fixture
@@ -278,12 +284,47 @@ async def test_an_answer_that_was_asked_for_and_exceeds_the_limit_is_refused_how
         await admit(admission, principal(Limits(tokens_per_minute=100)), 10, asked)
 
 
+async def test_a_key_whose_answers_are_short_holds_what_nine_in_ten_of_them_stayed_within(admission: Admission) -> None:
+    bob = principal()
+    for length in range(1, 101):
+        (await admit(admission, bob, 10, None)).settle(10 + length)
+    assert (await admit(admission, bob, 10, None)).tokens_reserved == 10 + 90
+    assert (await admit(admission, bob, 10, 5)).tokens_reserved == 10 + 5
+
+
 async def test_a_row_of_short_answers_does_not_make_a_burst_of_long_ones_cheap(admission: Admission) -> None:
     bob = principal(Limits(tokens_per_minute=1000))
     for _ in range(OUTPUTS_MIN):
         (await admit(admission, bob, 1, 1)).settle(2)
     answers = await asyncio.gather(*(admit(admission, bob, 1, 400) for _ in range(60)), return_exceptions=True)
-    assert sum(isinstance(answer, Reservation) for answer in answers) == 3
+    held = [answer.tokens_reserved for answer in answers if isinstance(answer, Reservation)]
+    assert held == [2, 2, 2, 257, 257, 257]
+
+
+async def test_many_answers_of_one_request_are_a_burst_too(admission: Admission) -> None:
+    bob = principal()
+    for _ in range(OUTPUTS_KEPT):
+        (await admit(admission, bob, 0, 1)).settle(1)
+    asked = Asked(principal=bob, model="demo", prompt_tokens=0, max_output_tokens=400, price=None, answers=12)
+    twelve = await admission.admit(asked)
+    assert twelve.tokens_reserved == 12
+    twelve.settle(12)
+    assert (await admission.admit(msgspec.structs.replace(asked, answers=13))).tokens_reserved == 13 * EXPECTED_OUTPUT_TOKENS
+
+
+async def test_long_answers_that_run_at_once_are_not_expected_to_be_shorter_than_alone(admission: Admission) -> None:
+    bob = principal()
+    for _ in range(OUTPUTS_KEPT):
+        (await admit(admission, bob, 0, None)).settle(900)
+    held = [(await admit(admission, bob, 0, None)).tokens_reserved for _ in range(30)]
+    assert held == [900] * 30
+
+
+async def test_what_was_learnt_of_answers_survives_a_restart(clock: FakeClock) -> None:
+    admission, bob = Admission(clock, FixedSums(answers=[30] * OUTPUTS_MIN)), principal()
+    first = await asyncio.gather(*(admit(admission, bob, 10, None) for _ in range(2)))
+    assert [reservation.tokens_reserved for reservation in first] == [40, 40]
+    assert (await admit(Admission(clock, FixedSums(answers=[30] * (OUTPUTS_MIN - 1))), bob, 10, None)).tokens_reserved == 266
 
 
 @pytest.mark.parametrize("limits", [Limits(tokens_per_day=1000), Limits(monthly_budget=1000)])

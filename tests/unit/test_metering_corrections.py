@@ -209,6 +209,9 @@ async def test_a_correction_while_the_sums_are_read_is_counted_once(clock: FakeC
                 admission.correct(adjustment)
             return PeriodSums(tokens_today=0, cost_month_picos=(12 if seen else 15) * 10**6, through_posting=2 if seen else 1)
 
+        async def outputs(self, key_id: str, model: str) -> list[int]:
+            return []
+
     admission = Admission(clock, Meanwhile())
     forecast = await admission.forecast(asking(cast, factories.price(), budget=15))
     assert [each.level for each in forecast.decisions if each.kind == "budget"] == [3 * 10**6]

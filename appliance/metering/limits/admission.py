@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import itemgetter
@@ -21,7 +20,7 @@ from appliance.base.errors import GatehouseError
 from appliance.metering.calendar import BillingCalendar
 from appliance.metering.ledger.records import UsageEvent
 from appliance.metering.limits.allowances import SHADOW, Allowance, Amount, Need
-from appliance.metering.limits.expectations import OUTPUTS_KEPT, expected_output
+from appliance.metering.limits.expectations import Expectations
 from appliance.metering.limits.levels import LevelRow, SavedLevel
 from appliance.metering.limits.queue import AdmissionQueue, Later, Refusals, Waiter, may_wait, on_the_loop
 from appliance.metering.limits.quotas import ALL_TENANTS, LimitDecision, LimitKind, Moment, Owner
@@ -113,7 +112,7 @@ class Admission:
         self._calendar = calendar or BillingCalendar()
         self._sums = sums
         self._allowances: dict[Owner, Allowance] = {}
-        self._outputs: dict[tuple[str, str], deque[int]] = {}
+        self._expectations = Expectations(sums)
         self._live: set[Reservation] = set()
         self._unsaved: set[Allowance] = set()
         self._queue = AdmissionQueue(clock, later=later)
@@ -271,6 +270,7 @@ class Admission:
     async def _allowances_of(self, asked: Asked) -> list[Allowance]:
         """Return the allowances that hold for a request, as the limits are now. New ones read the ledger once."""
         rules = rules_for(asked.principal, asked.model, asked.policy, self._currency)
+        await self._expectations.meet(asked.principal.key.id, asked.model)
         for rule in rules:
             if rule.owner not in self._allowances:
                 await self._meet(rule)
@@ -329,6 +329,7 @@ class Admission:
             cut_at_budget=asked.principal.tenant.cut_at_budget,
         )
         self._live.add(reservation)
+        self._expectations.began(needs.work)
         self._unsaved.update(allowances)
         return reservation
 
@@ -336,9 +337,7 @@ class Admission:
         self._live.discard(reservation)
         allowances = [hold.allowance for hold in reservation.holds]
         self._unsaved.update(allowances)
-        if output_tokens:
-            work = reservation.work
-            self._outputs.setdefault((work.key_id, work.model), deque(maxlen=OUTPUTS_KEPT)).append(output_tokens)
+        self._expectations.ended(reservation.work, output_tokens)
         self._queue.wake(allowances)
 
     def _needs(self, asked: Asked, allowances: Sequence[Allowance]) -> Needs:
@@ -357,8 +356,8 @@ class Admission:
         )
 
     def _need(self, asked: Asked, work: Work, room: float) -> Need:
-        outputs = self._outputs.get((asked.principal.key.id, asked.model), ())
-        each = expected_output(outputs, asked.max_output_tokens, room=(room - asked.prompt_tokens) / asked.answers)
+        room_each = (room - asked.prompt_tokens) / asked.answers
+        each = self._expectations.output(work, asked.max_output_tokens, room_each)
         expected = asked.answers * each
         longest = asked.answers * max(each, asked.max_output_tokens or 0, asked.output_room or 0)
         return Need(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from typing import Any, Protocol
@@ -16,12 +16,14 @@ from appliance.base.tables import usage_events, usage_rollups
 from appliance.metering.calendar import BillingCalendar
 from appliance.metering.ledger.rollups import DAY, SETTLED, join_sum
 from appliance.metering.limits import levels as limit_levels
+from appliance.metering.limits.expectations import OUTPUTS_KEPT
 from appliance.metering.limits.levels import SavedLevel
 from appliance.metering.limits.quotas import BUCKET_KINDS, LimitKind, Moment, Owner
 
 RECENT = timedelta(minutes=1)
 """After this long a bucket is full again, whatever was taken from it."""
 RECENT_EVENTS_MAX = 20_000
+OUTPUTS_READ_MAX = 10 * OUTPUTS_KEPT
 RUNNING_MAX = timedelta(hours=2)  # no request runs for longer than its deadline of an hour, and the wait before it
 
 
@@ -54,6 +56,10 @@ class SumsReader(Protocol):
         """Return the sums of settled events of `owner`, and their cost in `currency`."""
         ...
 
+    async def outputs(self, key_id: str, model: str) -> Sequence[int]:
+        """Return the output tokens of the last requests of a key with a model, at most OUTPUTS_KEPT, oldest first."""
+        ...
+
 
 class LedgerSums:
     """Reads the sums by day, the latest usage events and the saved levels. Costs in other currencies do not count."""
@@ -78,6 +84,15 @@ class LedgerSums:
             levels=levels,
         )
 
+    async def outputs(self, key_id: str, model: str) -> Sequence[int]:
+        """Return the output tokens of the last requests of a key with a model, at most OUTPUTS_KEPT, oldest first.
+
+        Of a request with several answers all of them count as one: how many there were is not in the ledger.
+        """
+        async with self._db.reading() as connection:
+            found = (await connection.execute(outputs_query(key_id, model))).scalars().all()
+        return [int(tokens) for tokens in reversed(found)]
+
     def _periods(self, owner: Owner, currency: str, at: Moment) -> Select[Any]:
         """Ask the sums by day: they are few, however many events the month has."""
         days = usage_rollups.c
@@ -86,6 +101,19 @@ class LedgerSums:
         cost = [case((days.currency == currency, half), else_=0) for half in (days.cost_high, days.cost_low)]
         query = select(*(func.coalesce(func.sum(each), 0) for each in (tokens, *cost)))
         return query.where(_of(owner, usage_rollups), days.bucket == DAY, days.start_at >= month)
+
+
+def outputs_query(key_id: str, model: str) -> Select[Any]:
+    """Ask for the output of the last requests of a key with a model, newest first.
+
+    However long its history is, only the last OUTPUTS_READ_MAX events of the key are looked at, by the index on key and
+    admission.
+    """
+    events = usage_events.c
+    latest = select(events.model, events.kind, events.status, events.completion_tokens, events.admitted_at)
+    last = latest.where(events.key_id == key_id).order_by(events.admitted_at.desc()).limit(OUTPUTS_READ_MAX).subquery().c
+    query = select(last.completion_tokens).where(last.model == model, last.kind == "usage", last.status.in_(SETTLED))
+    return query.where(last.completion_tokens > 0).order_by(last.admitted_at.desc()).limit(OUTPUTS_KEPT)
 
 
 async def _last_minute(connection: AsyncConnection, owner: Owner, moment: datetime) -> list[tuple[datetime, int]]:

@@ -1,0 +1,75 @@
+"""What answers are expected to take, under random use: the 90th percentile, and bursts of long answers that are never cheap."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from appliance.metering.limits.admission import Admission
+from appliance.metering.limits.expectations import EXPECTED_OUTPUT_TOKENS, OUTPUTS_KEPT, OUTPUTS_MIN
+from appliance.metering.limits.reservations import Reservation
+from appliance.metering.limits.rules import Asked
+from tests.support.clock import FakeClock
+from tests.support.factories import principal
+from tests.support.sums import NothingYet
+
+STEPS = 600
+CHEAP_MAX = OUTPUTS_KEPT // 9 + 1
+
+
+class Seen:
+    """The plain twin: every answer that ended, newest last, and who runs with what each of its answers holds and may take."""
+
+    def __init__(self) -> None:
+        self.ended: list[int] = []
+        self.running: list[tuple[Reservation, int, int | None]] = []
+
+    def expected(self, asked_max: int | None, answers: int) -> int:
+        """Return the guess as the guide tells it."""
+        known = self.ended[-OUTPUTS_KEPT:]
+        usual = sorted(known)[round_up(len(known) * 9, 10) - 1] if len(known) >= OUTPUTS_MIN else EXPECTED_OUTPUT_TOKENS
+        at_once = sum(reservation.work.answers for reservation, _held, _most in self.running) + answers
+        if at_once > len(known) / 9 + 1:
+            usual = max(usual, EXPECTED_OUTPUT_TOKENS)
+        return usual if asked_max is None else min(usual, asked_max)
+
+    @property
+    def cheap(self) -> int:
+        """Return how many answers run that hold less than a key without a history would hold for them."""
+        return sum(
+            reservation.work.answers
+            for reservation, held, most in self.running
+            if held < min(EXPECTED_OUTPUT_TOKENS, EXPECTED_OUTPUT_TOKENS if most is None else most)
+        )
+
+
+def round_up(value: int, by: int) -> int:
+    return -(-value // by)
+
+
+@pytest.mark.parametrize("seed", range(8))
+async def test_a_burst_is_never_cheap_whatever_came_before_it(clock: FakeClock, seed: int) -> None:
+    chance, admission, seen, bob = random.Random(seed), Admission(clock, NothingYet()), Seen(), principal()
+    longest = chance.choice([5, 300, 3000])
+    for step in range(STEPS):
+        if chance.random() < 0.1:
+            longest = chance.choice([1, 5, 300, 3000])  # the game: a row of short ones, then long ones
+        keeps = 1 if step % 100 < 50 else 60  # one at a time, then many at once
+        if len(seen.running) < keeps or chance.random() < 0.3:
+            most, answers = chance.choice([None, 3, 200, 5000]), chance.choice([1, 1, 1, 2, 14])
+            expected = seen.expected(most, answers)
+            asked = Asked(principal=bob, model="demo", prompt_tokens=7, max_output_tokens=most, price=None, answers=answers)
+            reservation = await admission.admit(asked)
+            assert reservation.tokens_reserved == 7 + answers * expected
+            seen.running.append((reservation, expected, most))
+            assert seen.cheap <= CHEAP_MAX
+        else:
+            reservation, _held, most = seen.running.pop(chance.randrange(len(seen.running)))
+            if chance.random() < 0.1:
+                reservation.void()
+                continue
+            each = chance.randint(1, min(longest, most or longest))
+            reservation.settle(7 + reservation.work.answers * each)
+            seen.ended.append(each)
+    assert len(seen.ended) > OUTPUTS_KEPT
