@@ -1,10 +1,11 @@
 """How fast the usage API and the console answer over a ledger of a million events, on SQLite and on PostgreSQL.
 
-The events are of TENANTS tenants with KEYS keys each and three models, over the last DAYS days; requests of the same number
-stand beside them. They are written past the ledger's writer, in its form, and their sums are built by `rollups.rebuild`, which
-is timed, too. Then the whole application answers in this process, without engines: each question QUESTIONS times, after one
-that is not counted. Nothing else of the machine is kept still: the load stands in the row, and beside the time of an answer
-what this process worked for it (SQLite's work is in it, PostgreSQL's is not).
+The events are of TENANTS tenants with KEYS keys each and the models MODELS, over the last DAYS days; few owners use much, and
+many use little. Requests of the same number stand beside them. They are written past the ledger's writer, in its form, and
+their sums are built by `rollups.rebuild`, which is timed, too. Then the whole application answers in this process, without
+engines: each question QUESTIONS times, after one that is not counted; reports of many pages are then walked from the first
+page to the last, each page once (`walks`). Nothing else of the machine is kept still: the load stands in the row, and beside
+the time of an answer what this process worked for it (SQLite's work is in it, PostgreSQL's is not).
 
     python -m bench.million_rows [--events 1000000] [--database sqlite]
                              prints one row per database and adds it to bench/results/
@@ -34,6 +35,7 @@ from appliance.api.auth import SESSION_COOKIES
 from appliance.app import Appliance, create_app
 from appliance.base import counters, db
 from appliance.base.db import Database
+from appliance.base.interpreter import prepare_to_serve
 from appliance.base.logging import configure_logging
 from appliance.base.settings import load_settings
 from appliance.base.tables import requests, usage_events
@@ -42,24 +44,27 @@ from appliance.metering.ledger import rollups
 from appliance.metering.ledger.recovery import begin_epoch
 from appliance.serving.services import Services
 from appliance.tenancy.access import WHOLE_BOX
+from bench.million_rows_questions import Filled, questions, walks
 from tests.support.databases import postgresql_binaries, running_cluster
 
 RESULTS = Path(__file__).parent / "results" / "million_rows.jsonl"
-TENANTS, KEYS, DAYS = 50, 2, 90
-MODELS = ("small", "medium", "large")
+TENANTS, KEYS, DAYS = 100, 4, 30
+MODELS = {"small": 7000, "medium": 2499, "large": 500, "rare": 1}
+"""Of ten thousand events, how many are of each model."""
 QUESTIONS = 15
 GOAL_MS = 200
 _BATCH = 20_000
 
 
-async def fill(services: Services, count: int) -> tuple[str, str]:
-    """Write `count` events and their requests; return the id of one tenant and of one of its keys."""
+async def fill(services: Services, count: int) -> Filled:
+    """Write `count` events and their requests."""
     owners = []
     for number in range(TENANTS):
         tenant = await services.tenants.create(name=f"tenant {number}", access=WHOLE_BOX)
         for _ in range(KEYS):
             key, _secret = await services.keys.create(tenant.id, name="key", access=WHOLE_BOX)
             owners.append((tenant.id, key.id))
+    quiet = await services.tenants.create(name="a tenant that used nothing", access=WHOLE_BOX)
     prices = {}
     for model in MODELS:
         price = await services.prices.add(model=model, currency="EUR", prompt=150_000, cached_prompt=15_000, completion=600_000)
@@ -77,7 +82,11 @@ async def fill(services: Services, count: int) -> tuple[str, str]:
             await connection.execute(insert(requests), [_request(row) for row in rows])
     async with services.db.writing() as connection:
         await counters.take(connection, counters.POSTING, count)
-    return owners[0]
+    return Filled(tenant_id=owners[0][0], key_id=owners[0][1], quiet_tenant_id=quiet.id, request_id=_request_id(count // 2))
+
+
+def _request_id(number: int) -> str:
+    return f"req_{number:026d}"
 
 
 def _event(
@@ -88,19 +97,23 @@ def _event(
     prices: dict[str, str],
     epoch_id: str,
 ) -> dict[str, Any]:
-    tenant_id, key_id = owners[min(int(numbers.expovariate(0.05)), len(owners) - 1)]  # few use much, many use little
-    model, prompt, completion = numbers.choice(MODELS), numbers.randrange(1, 4000), numbers.randrange(1, 800)
+    tenant_id, key_id = owners[int(len(owners) * numbers.random() ** 3)]  # the first of them a seventh of everything
+    (model,) = numbers.choices(list(MODELS), list(MODELS.values()))
+    prompt, completion = numbers.randrange(1, 4000), numbers.randrange(1, 800)
     cached = numbers.randrange(prompt)
+    voided = number % 1000 == 999
+    if voided:
+        prompt = cached = completion = 0
     return {
-        "request_id": f"req_{number:026d}",
+        "request_id": _request_id(number),
         "tenant_id": tenant_id,
         "key_id": key_id,
         "epoch_id": epoch_id,
         "model": model,
         "endpoint": "/v1/chat/completions",
         "kind": "usage",
-        "status": "posted",
-        "finish_reason": "stop",
+        "status": "voided" if voided else "posted",
+        "finish_reason": "error" if voided else "stop",
         "reserved_tokens": prompt + 256,
         "prompt_tokens": prompt,
         "cached_tokens": cached,
@@ -129,38 +142,20 @@ def _request(event: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def questions(now: datetime, tenant_id: str, key_id: str) -> dict[str, str]:
-    """Return what is asked, by name."""
-    day, month = now - timedelta(days=1), now - timedelta(days=30)
-    api = "/admin/v1/usage?"
-    return {
-        "usage of 30 days": api,
-        "usage of 30 days by tenant": f"{api}group_by=tenant",
-        "usage of 30 days by tenant, key and model": f"{api}group_by=tenant,key,model",
-        "usage of 90 days by model": f"{api}group_by=model&start={_iso(now - timedelta(days=90))}",
-        "usage of 30 days of one tenant by key": f"{api}group_by=key&tenant_id={tenant_id}",
-        "usage of 30 days by hour": f"{api}bucket=hour&start={_iso(month)}",
-        "usage of 7 days by hour and tenant": f"{api}bucket=hour&group_by=tenant&start={_iso(now - timedelta(days=7))}",
-        "usage of a day by minute and model": f"{api}bucket=minute&group_by=model&start={_iso(day)}",
-        "costs of 30 days by tenant": "/admin/v1/costs?group_by=tenant",
-        "ledger, newest first": "/admin/v1/ledger?order=desc",
-        "ledger of one key": f"/admin/v1/ledger?key_id={key_id}",
-        "requests": "/admin/v1/requests",
-        "organization usage": f"/v1/organization/usage/completions?start_time={int(month.timestamp())}&limit=31",
-        "console usage": "/usage",
-        "console usage by key": "/usage?group=key",
-        "console usage of one tenant": f"/usage?tenant={tenant_id}",
-        "console usage of today": "/usage?period=today",
-        "console overview": "/",
-        "console tenants": "/tenants",
-        "console tenant": f"/tenants/{tenant_id}",
-        "console requests": "/requests",
-        "console invoices": "/invoices",
-    }
-
-
-def _iso(moment: datetime) -> str:
-    return moment.isoformat(timespec="seconds").replace("+00:00", "Z")
+async def walk(client: httpx.AsyncClient, path: str) -> list[float]:
+    """Return the milliseconds of each page of a report."""
+    samples: list[float] = []
+    position: dict[str, str] = {}
+    while True:
+        began_s = time.perf_counter()
+        answer = await client.get(str(httpx.URL(path).copy_merge_params(position)))
+        samples.append((time.perf_counter() - began_s) * 1000)
+        if answer.status_code != 200:
+            raise RuntimeError(f"{path}: {answer.status_code} {answer.text[:300]}")
+        page = answer.json()
+        if not page["has_more"]:
+            return samples
+        position = {"page": page["next_page"]} if "next_page" in page else {"cursor": page["next_cursor"]}
 
 
 async def ask(client: httpx.AsyncClient, path: str) -> list[tuple[float, float]]:
@@ -185,18 +180,20 @@ async def measure(url: str, folder: Path, count: int) -> dict[str, Any]:
     try:
         await services.sampler.sample()
         began_s = time.perf_counter()
-        tenant_id, key_id = await fill(services, count)
+        filled = await fill(services, count)
         filled_s, began_s = time.perf_counter() - began_s, time.perf_counter()
         num_sums = await rollups.rebuild(services.db, BillingCalendar())
         rebuilt_s = time.perf_counter() - began_s
         await _analyze(services.db)
         member = await services.members.create("alice@example.com", "a password of the bench", "owner")
         token, _session = await services.sessions.open(member.id, "bench", "127.0.0.1")
+        prepare_to_serve()  # as `gatehouse serve` does
         transport = httpx.ASGITransport(app=cast(Any, create_app(appliance)))
         headers = {"cookie": f"{SESSION_COOKIES[1]}={token}", "sec-fetch-site": "same-origin"}
         async with httpx.AsyncClient(transport=transport, base_url="http://box", headers=headers) as client:
-            asked = questions(services.clock.now(), tenant_id, key_id)
-            samples = {name: await ask(client, path) for name, path in asked.items()}
+            now = services.clock.now()
+            samples = {name: await ask(client, path) for name, path in questions(now, filled).items()}
+            pages = {name: await walk(client, path) for name, path in walks(now).items()}
     finally:
         await appliance.stop()
     return {
@@ -212,6 +209,10 @@ async def measure(url: str, folder: Path, count: int) -> dict[str, Any]:
         "median_ms": {name: round(statistics.median(ms for ms, _ in each), 1) for name, each in samples.items()},
         "worst_ms": {name: round(max(ms for ms, _ in each), 1) for name, each in samples.items()},
         "worked_ms": {name: round(statistics.median(worked for _, worked in each), 1) for name, each in samples.items()},
+        "walks": {
+            name: {"pages": len(each), "median_ms": round(statistics.median(each), 1), "worst_ms": round(max(each), 1)}
+            for name, each in pages.items()
+        },
     }
 
 

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Any, Literal
 
-from sqlalchemy import ColumnElement, and_, or_, select
+from sqlalchemy import ColumnElement, Select, and_, literal, or_, select
 
 from appliance.base.db import Database
 from appliance.base.errors import InvalidValue, NotFound
 from appliance.base.tables import api_keys, requests, usage_events
 from appliance.metering.calendar import BillingCalendar
 from appliance.metering.ledger.records import RequestRow, Status, UsageEvent
-from appliance.metering.ledger.rollups import SPLIT, TOKENS
+from appliance.metering.ledger.rollups import SPLIT
 from appliance.metering.ledger.rows import event_from_row, request_from_row
-from appliance.metering.usage_cover import bucket_end, cover, totals_query, usage_query
+from appliance.metering.usage_cover import Segment, bucket_end, cover, reaching
+from appliance.metering.usage_queries import Owners, Place, page_query, report_query, tenant_of_key, totals_query
 from appliance.tenancy.access import WHOLE_BOX, Access
 from appliance.tenancy.fields import check_choice
 from appliance.tenancy.pages import PAGE_ROWS_DEFAULT, Page, check_limit, decode_cursor, page_of
@@ -83,30 +84,84 @@ class UsageReports:
         key_ids: Collection[str] | None = None,
         models: Collection[str] | None = None,
         tenant_ids: Collection[str] | None = None,
-        part: slice | None = None,
+        rows_max: int | None = None,
         access: Access = WHOLE_BOX,
     ) -> list[UsageRow]:
         """Return the sums of posted and recovered events admitted in `start <= t < end`, per bucket and group.
 
         Buckets begin at whole minutes and hours of UTC, or with days of the billing time zone; empty ones are left out. Amounts
         of different currencies are never added. `tenant_ids`, `key_ids` and `models` leave out all others; None is all.
-        `part` are the rows `start` to `stop` of the report, which is then as long as it likes; whole, it raises InvalidValue
-        beyond USAGE_ROWS_MAX rows, as it does for what cannot be asked.
+        Rows come in the order of their buckets, the first `rows_max` of them; without it, all of them. Raises InvalidValue for
+        what cannot be asked, and for a whole report of more than USAGE_ROWS_MAX rows.
         """
-        check_choice(bucket, "bucket", BUCKETS)
-        _check_period(start, end)
-        groups = _check_groups(group_by)
-        segments = cover(start, end, bucket, self.calendar)
+        owners = _owners(group_by, [_only(tenant_id), tenant_ids, access.within(Action.READ)], key_ids, models)
+        segments = self._segments(start, end, bucket)
         if not segments:
             return []
-        wanted = _wanted([None if tenant_id is None else {tenant_id}, tenant_ids, access.within(Action.READ)], key_ids, models)
-        begin, stop = (0, USAGE_ROWS_MAX + 1) if part is None else (part.start, part.stop)
-        query = usage_query(segments, [_GROUP_COLUMNS[name] for name in groups], wanted).limit(stop - begin).offset(begin)
-        async with self._db.reading() as connection:
-            rows = (await connection.execute(query)).mappings().all()
-        if part is None and len(rows) > USAGE_ROWS_MAX:
+        if rows_max is not None:
+            found = await self._read(page_query(segments, owners, rows_max, None))
+            return [row for row, _place in self._rows(found, owners, bucket)]
+        found = await self._read(report_query(segments, owners).limit(USAGE_ROWS_MAX + 1))
+        if len(found) > USAGE_ROWS_MAX:
             raise InvalidValue(f"the report has more than {USAGE_ROWS_MAX} rows; choose a larger bucket", param="bucket")
-        return [_usage_row(row, bucket_end(row["start_at"], bucket, self.calendar)) for row in rows]
+        return [row for row, _place in self._rows(found, owners, bucket)]
+
+    async def usage_page(
+        self,
+        start: datetime,
+        end: datetime,
+        bucket: str = "day",
+        group_by: Sequence[str] = (),
+        tenant_id: str | None = None,
+        *,
+        limit: int = PAGE_ROWS_DEFAULT,
+        cursor: str | None = None,
+        key_ids: Collection[str] | None = None,
+        models: Collection[str] | None = None,
+        access: Access = WHOLE_BOX,
+    ) -> Page[UsageRow]:
+        """Return a part of the report of `usage`. Raises InvalidValue for a bad cursor, too.
+
+        A page costs what it shows, not what stands before it. A cursor continues the report that it came from: in its period,
+        whatever `start` and `end` are now. What is settled between two pages changes no row that was shown: it is in the rows
+        that come, where it belongs to one of them, and no row comes twice.
+        """
+        owners = _owners(group_by, [_only(tenant_id), access.within(Action.READ)], key_ids, models)
+        name = "/".join(["usage", bucket, *owners.columns])
+        after = None
+        if cursor is not None:
+            start, end, after = _position(name, cursor, owners)
+        segments = self._segments(start, end, bucket)
+        if after is not None:
+            segments = reaching(segments, after.start_at)
+        found = await self._read(page_query(segments, owners, check_limit(limit) + 1, after)) if segments else []
+        rows = self._rows(found, owners, bucket)
+        period = [_to_micros(start), _to_micros(end)]
+
+        def position(row: tuple[UsageRow, Place]) -> list[str | int]:
+            return [*period, _to_micros(row[1].start_at), *row[1].names]
+
+        page = page_of(rows, limit, name, position)
+        return Page(data=[row for row, _place in page.data], has_more=page.has_more, next_cursor=page.next_cursor)
+
+    async def _read(self, query: Select[Any]) -> Sequence[Any]:
+        async with self._db.reading() as connection:
+            rows: Sequence[Any] = (await connection.execute(query)).all()
+        return rows
+
+    def _segments(self, start: datetime, end: datetime, bucket: str) -> list[Segment]:
+        check_choice(bucket, "bucket", BUCKETS)
+        _check_period(start, end)
+        return cover(start, end, bucket, self.calendar)
+
+    def _rows(self, found: Sequence[Any], owners: Owners, bucket: str) -> list[tuple[UsageRow, Place]]:
+        """Return the rows of a report and their places."""
+        ends = {start: bucket_end(start, bucket, self.calendar) for start in {row[0] for row in found}}
+        names = 1 + len(owners.place) + 1
+        return [
+            (_usage_row(row[0], ends[row[0]], row[1:names], row[names:], owners), Place(row[0], tuple(row[1:names])))
+            for row in found
+        ]
 
     async def totals(
         self,
@@ -119,16 +174,11 @@ class UsageReports:
         access: Access = WHOLE_BOX,
     ) -> list[UsageRow]:
         """Return the sums over the whole of `start <= t < end` per group and currency, the dearest first."""
-        _check_period(start, end)
-        groups = _check_groups(group_by)
-        segments = cover(start, end, "day", self.calendar)
-        if not segments:
-            return []
-        wanted = _wanted([None if tenant_id is None else {tenant_id}, access.within(Action.READ)], None, None)
-        query = totals_query(segments, [_GROUP_COLUMNS[name] for name in groups], wanted).limit(rows_max)
-        async with self._db.reading() as connection:
-            rows = (await connection.execute(query)).mappings().all()
-        return [_usage_row({**row, "start_at": start}, end) for row in rows]
+        owners = _owners(group_by, [_only(tenant_id), access.within(Action.READ)], None, None)
+        segments = self._segments(start, end, "day")
+        found = await self._read(totals_query(segments, owners).limit(rows_max)) if segments else []
+        names = len(owners.place) + 1
+        return [_usage_row(start, end, row[:names], row[names:], owners) for row in found]
 
     async def ledger_page(
         self,
@@ -143,13 +193,16 @@ class UsageReports:
         events = usage_events.c
         name = "ledger_newest" if newest_first else "ledger"
         order = events.id.desc() if newest_first else events.id
-        query = access.narrow(select(usage_events), events.tenant_id)
+        query = access.narrow(select(events.id), events.tenant_id)
         query = query.where(*_ledger_conditions(filters or LedgerFilter())).order_by(order)
         if cursor is not None:
             (last_id,) = decode_cursor(name, cursor, [int])
             query = query.where(events.id < last_id if newest_first else events.id > last_id)
+        # The ids first: SQLite has those of a tenant or key in its index, and whole rows are read of one page alone.
+        found = query.limit(check_limit(limit) + 1).subquery("found")
+        shown = select(usage_events).join(found, events.id == found.c.id).order_by(order)
         async with self._db.reading() as connection:
-            rows = (await connection.execute(query.limit(check_limit(limit) + 1))).mappings().all()
+            rows = (await connection.execute(shown)).mappings().all()
         return page_of([event_from_row(row) for row in rows], limit, name, lambda event: [event.id])
 
     async def event(self, request_id: str, tenant_id: str | None = None, *, access: Access) -> UsageEvent:
@@ -187,6 +240,9 @@ class UsageReports:
             columns.finish_reason: finish_reason,
         }
         query = query.where(*(column == value for column, value in wanted.items() if value is not None))
+        if key_id is not None and tenant_id is None:
+            # Requests are found by tenant: those of a key that is hardly used would be looked for among everybody's.
+            query = query.where(columns.tenant_id == tenant_of_key(key_id))
         if text:
             query = query.where(_mentions(text))
         if finished_only:
@@ -213,12 +269,6 @@ class UsageReports:
         return request_from_row(row)
 
 
-def _check_groups(group_by: Sequence[str]) -> tuple[str, ...]:
-    for name in group_by:
-        check_choice(name, "group_by", GROUPS)
-    return tuple(name for name in GROUPS if name in group_by)
-
-
 def _check_period(start: datetime, end: datetime) -> None:
     for name, moment in (("start", start), ("end", end)):
         if moment.tzinfo is None:
@@ -227,27 +277,52 @@ def _check_period(start: datetime, end: datetime) -> None:
         raise InvalidValue("end must be later than start", param="end")
 
 
-def _wanted(
-    tenant_ids: Sequence[Collection[str] | None], key_ids: Collection[str] | None, models: Collection[str] | None
-) -> Mapping[str, Collection[str]]:
-    """Return the values that count of each column that is narrowed; a tenant must be asked for and visible."""
+def _owners(
+    group_by: Sequence[str],
+    tenant_ids: Sequence[Collection[str] | None],
+    key_ids: Collection[str] | None,
+    models: Collection[str] | None,
+) -> Owners:
+    """Return whose sums are asked for. A tenant must be in all of `tenant_ids`: asked for, and visible."""
+    for name in group_by:
+        check_choice(name, "group_by", GROUPS)
     narrowing = [set(ids) for ids in tenant_ids if ids is not None]
     tenants = set.intersection(*narrowing) if narrowing else None
-    narrowed = {"tenant_id": tenants, "key_id": key_ids, "model": models}
-    return {name: values for name, values in narrowed.items() if values is not None}
+    wanted = {"tenant_id": tenants, "key_id": key_ids, "model": models}
+    return Owners(
+        columns=tuple(_GROUP_COLUMNS[name] for name in GROUPS if name in group_by),
+        wanted={name: set(values) for name, values in wanted.items() if values is not None},
+    )
 
 
-def _usage_row(row: Any, end: datetime) -> UsageRow:
+def _only(value: str | None) -> Collection[str] | None:
+    return None if value is None else {value}
+
+
+def _position(name: str, cursor: str, owners: Owners) -> tuple[datetime, datetime, Place]:
+    """Return the period of the report that `cursor` is of, and the place behind which it continues."""
+    start, end, bucket_at, *names = decode_cursor(name, cursor, [int, int, int, *(str for _ in owners.place), str])
+    return _from_micros(start), _from_micros(end), Place(_from_micros(bucket_at), tuple(names))
+
+
+def _usage_row(start: datetime, end: datetime, names: Sequence[str], counts: Sequence[int], owners: Owners) -> UsageRow:
+    """Return the row of the owner's columns and the currency `names`, and of COUNTS, which PostgreSQL adds up to decimals."""
+    *owner, currency = names
+    named = dict(zip(owners.place, owner, strict=True))
+    requests, prompt, cached, completion, rejected, cost_high, cost_low = map(int, counts)
     return UsageRow(
-        start=row["start_at"],
+        start=start,
         end=end,
-        tenant_id=row.get("tenant_id"),
-        key_id=row.get("key_id"),
-        model=row.get("model"),
-        requests=int(row["requests"]),
-        **{name: int(row[name]) for name in TOKENS},
-        cost_picos=int(row["cost_high"]) * SPLIT + int(row["cost_low"]),
-        currency=row["currency"],
+        tenant_id=named.get("tenant_id") if "tenant_id" in owners.columns else None,
+        key_id=named.get("key_id"),
+        model=named.get("model"),
+        requests=requests,
+        prompt_tokens=prompt,
+        cached_tokens=cached,
+        completion_tokens=completion,
+        rejected_tokens=rejected,
+        cost_picos=cost_high * SPLIT + cost_low,
+        currency=currency,
     )
 
 
@@ -261,16 +336,24 @@ def _ledger_conditions(filters: LedgerFilter) -> list[ColumnElement[bool]]:
         events.tenant_id: filters.tenant_id,
         events.key_id: filters.key_id,
         events.model: filters.model,
-        events.kind: filters.kind,
         events.status: filters.status,
-        events.request_id: filters.request_id,
     }
     conditions: list[ColumnElement[bool]] = [column == value for column, value in equal.items() if value is not None]
+    if filters.kind is not None:
+        conditions.append(_is_kind(filters.kind))
+    if filters.request_id is not None:
+        of_request = events.request_id == filters.request_id
+        # Each kind has an index of its own, which both databases find where the kind is named.
+        conditions.append(or_(*(and_(_is_kind(kind), of_request) for kind in KINDS)))
     if filters.start is not None:
         conditions.append(events.admitted_at >= filters.start)
     if filters.end is not None:
         conditions.append(events.admitted_at < filters.end)
     return conditions
+
+
+def _is_kind(kind: str) -> ColumnElement[bool]:
+    return usage_events.c.kind == literal(kind, literal_execute=True)
 
 
 def _mentions(text: str) -> ColumnElement[bool]:

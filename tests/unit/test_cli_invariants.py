@@ -320,6 +320,18 @@ async def test_a_sum_that_is_off_by_one_is_found(
     assert (await states(database_url))["rollups"] == "holds"
 
 
+@pytest.mark.parametrize("bucket", ["minute", "hour", "day"])
+async def test_a_sum_of_the_box_that_is_not_that_of_its_owners_is_found(
+    database: Database, database_url: str, ledger: str, bucket: str
+) -> None:
+    sums = tables.usage_box_rollups
+    async with database.writing() as connection:
+        await connection.execute(update(sums).where(sums.c.bucket == bucket).values(cost_low=sums.c.cost_low + 1))
+    findings = {finding.name: finding for finding in await invariants.check(database_url, running=True)}
+    assert findings["rollups"].state == "broken"
+    assert f"by {bucket} " in findings["rollups"].text
+
+
 async def test_a_sum_without_events_and_an_event_without_a_sum_are_found(
     database: Database, database_url: str, ledger: str
 ) -> None:

@@ -153,7 +153,20 @@ def fill_third(url: str) -> None:
     db.upgrade(url, "0003")
 
 
-FILLED: dict[str, Callable[[str], None]] = {"0001": fill_first, "0002": fill_second, "0003": fill_third}
+def fill_fourth(url: str) -> None:
+    """Make a database of the fourth version, which knows of batch work: what runs when it ends is."""
+    fill_third(url)
+    db.upgrade(url, "0004")
+    with connected(url) as connection:
+        connection.execute(text("UPDATE usage_events SET batch = true WHERE status = 'pending'"))
+
+
+FILLED: dict[str, Callable[[str], None]] = {
+    "0001": fill_first,
+    "0002": fill_second,
+    "0003": fill_third,
+    "0004": fill_fourth,
+}
 
 
 @pytest.fixture

@@ -22,11 +22,11 @@ from appliance.api.shapes import (
     price_shape,
     usage_row_shape,
 )
-from appliance.base.errors import InvalidValue, NotFound
+from appliance.base.errors import NotFound
 from appliance.base.money import PERCENT_MAX
 from appliance.metering.ledger.corrections import Correction
 from appliance.metering.usage import BUCKETS, KINDS, STATUSES, LedgerFilter
-from appliance.tenancy.pages import PAGE_ROWS_MAX, check_limit, decode_cursor, encode_cursor
+from appliance.tenancy.pages import PAGE_ROWS_MAX
 from appliance.tenancy.roles import Action
 
 TAGS = ["administration"]
@@ -37,7 +37,7 @@ USAGE_QUERY = ("start", "end", "bucket", "group_by", "tenant_id", "key_id", "mod
 
 class NewPriceBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """A price to add: micro-units of money per million tokens. `tier_percents` is what tenants of a tier pay of it, in percent;
-    `batch_percent` what batch work pays of that, which takes effect with the batch API (not there yet)."""
+    `batch_percent` what batch work (service tier flex) pays of that."""
 
     model: str
     prompt: int
@@ -149,31 +149,19 @@ async def _usage(request: AdminRequest) -> PageShape[UsageRowShape]:
     start, end = _period(request, services.clock.now())
     groups = [name for text in request.query_params.getall("group_by", []) for name in text.split(",") if name]
     limit, cursor = paging(request, limit_default=PAGE_ROWS_MAX)
-    begin = _begin(cursor)
-    rows = await services.reports.usage(
+    page = await services.reports.usage_page(
         start,
         end,
         bucket=choice(request, "bucket", BUCKETS, "day") or "day",
         group_by=groups,
         tenant_id=request.query_params.get("tenant_id"),
+        limit=limit,
+        cursor=cursor,
         key_ids=request.query_params.getall("key_id", None),
         models=request.query_params.getall("model", None),
-        part=slice(begin, begin + check_limit(limit) + 1),  # one more, to know whether there is more
         access=access,
     )
-    has_more = len(rows) > limit
-    next_cursor = encode_cursor("usage", [begin + limit]) if has_more else None
-    return PageShape(data=[usage_row_shape(row) for row in rows[:limit]], has_more=has_more, next_cursor=next_cursor)
-
-
-def _begin(cursor: str | None) -> int:
-    """Return the first row of this part. A report is computed anew for each part; sums of past periods do not change."""
-    if cursor is None:
-        return 0
-    begin: int = decode_cursor("usage", cursor, [int])[0]
-    if not 0 <= begin < 2**63:
-        raise InvalidValue("cursor is not one of this list", param="cursor")
-    return begin
+    return page_shape(page, usage_row_shape)
 
 
 def _event_number(event_id: str) -> int:

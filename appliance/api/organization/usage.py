@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from itertools import islice
 from typing import Generic, TypeVar
 
@@ -31,6 +32,7 @@ from appliance.tenancy.pages import decode_cursor, encode_cursor
 BUCKET_OF_WIDTH = {"1m": "minute", "1h": "hour", "1d": "day"}
 LIMITS_OF_WIDTH = {"1m": (60, 1440), "1h": (24, 168), "1d": (7, 31)}  # buckets of a page: default, most
 COST_LIMITS = (7, 180)
+RESULTS_MAX = 3000  # of a page of several buckets
 GROUP_OF = {"project_id": "tenant", "api_key_id": "key", "model": "model", "line_item": "model"}
 FILTERS = ("project_ids", "api_key_ids")
 PERIOD = ("start_time", "end_time", "bucket_width", "limit", "page")
@@ -188,24 +190,31 @@ async def _page(
     question: UsageQuestion,
     results: Callable[[Iterable[UsageRow]], list[R]],
 ) -> UsagePageShape[R]:
+    """Return the buckets that were asked for, whole ones: fewer of them where they have more than RESULTS_MAX results."""
     services = services_of(request)
     calendar = services.reports.calendar
+    read = partial(
+        services.reports.usage,
+        bucket=question.bucket,
+        group_by=[GROUP_OF[name] for name in question.groups],
+        tenant_ids=many(request, "project_ids"),
+        key_ids=many(request, "api_key_ids"),
+        models=question.models,
+        access=access,
+    )
     buckets = question.buckets(calendar, services.clock.now())
     shown = list(islice(buckets, question.buckets_max))
     after = next(buckets, None)
+    rows = await read(shown[0][0], shown[-1][1], rows_max=RESULTS_MAX + 1) if shown else []
+    if len(rows) > RESULTS_MAX:
+        # The last row is of the bucket with which the next page begins, unless that one alone is too large.
+        fitting = sum(end <= rows[-1].start for _start, end in shown)
+        if fitting == 0:
+            fitting, rows = 1, await read(*shown[0])
+        shown, after = shown[:fitting], [*shown, after][fitting]
     by_start: dict[datetime, list[UsageRow]] = {}
-    if shown:
-        for row in await services.reports.usage(
-            shown[0][0],
-            shown[-1][1],
-            question.bucket,
-            [GROUP_OF[name] for name in question.groups],
-            tenant_ids=many(request, "project_ids"),
-            key_ids=many(request, "api_key_ids"),
-            models=question.models,
-            access=access,
-        ):
-            by_start.setdefault(row.start, []).append(row)
+    for row in rows:
+        by_start.setdefault(row.start, []).append(row)
     data = [
         BucketShape(
             start_time=unix(start),

@@ -34,6 +34,7 @@ from appliance.base.tables.people import (
     tenants,
     tiers,
 )
+from appliance.base.tables.reports import usage_box_rollups
 
 __all__ = [
     "UtcDateTime",
@@ -59,6 +60,7 @@ __all__ = [
     "sessions",
     "tenants",
     "tiers",
+    "usage_box_rollups",
     "usage_events",
     "usage_rollups",
     "webhooks",

@@ -4,7 +4,8 @@
     day            of the billing time zone, by the event's billing day; its `start_at` is where that day begins
 
 A voided or pending event is in no sum; an adjustment adds its signed counts and no request. Every event is added to one row of
-each level. Knows no reports.
+its owner (tenant, key, model, currency) at each level, and to one of the box (model, currency), which stands in a table of its
+own: the rows of the owners, added up. Knows no reports.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from sqlalchemy import (
     DateTime,
     Insert,
     Select,
+    Table,
     case,
     delete,
     except_,
@@ -36,28 +38,37 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from appliance.base import counters
 from appliance.base.db import Database
 from appliance.base.prepared import Prepared
-from appliance.base.tables import UtcDateTime, usage_events, usage_rollups
+from appliance.base.tables import UtcDateTime, usage_box_rollups, usage_events, usage_rollups
 from appliance.metering.calendar import BillingCalendar
 from appliance.metering.ledger.records import UsageEvent
 
 MINUTE, HOUR, DAY = "minute", "hour", "day"
+LEVELS = (MINUTE, HOUR, DAY)
 SETTLED = ("posted", "recovered")
 SPLIT = 10**9
 KEYS = ("bucket", "start_at", "tenant_id", "key_id", "model", "currency")
+BOX_KEYS = ("bucket", "start_at", "model", "currency")
 TOKENS = ("prompt_tokens", "cached_tokens", "completion_tokens", "rejected_tokens")
 COUNTS = ("requests", *TOKENS, "cost_high", "cost_low")
 _OWNERS = ("tenant_id", "key_id", "model", "currency")
 _INSERT_ROWS = 5000
 
 
-def _upsert(dialect: Any) -> Insert:
-    statement = dialect.insert(usage_rollups)
-    added = {name: usage_rollups.c[name] + statement.excluded[name] for name in COUNTS}
-    made: Insert = statement.on_conflict_do_update(index_elements=list(KEYS), set_=added)
+def _upserts(table: Table, keys: Sequence[str]) -> dict[str, Prepared]:
+    """Return the statements, by dialect, that add counts to the rows of `keys`."""
+    return {name: Prepared(_upsert(dialect, table, keys)) for name, dialect in _DIALECTS.items()}
+
+
+def _upsert(dialect: Any, table: Table, keys: Sequence[str]) -> Insert:
+    statement = dialect.insert(table)
+    added = {name: table.c[name] + statement.excluded[name] for name in COUNTS}
+    made: Insert = statement.on_conflict_do_update(index_elements=list(keys), set_=added)
     return made
 
 
-_ADD = {"sqlite": Prepared(_upsert(sqlite)), "postgresql": Prepared(_upsert(postgresql))}
+_DIALECTS: dict[str, Any] = {"sqlite": sqlite, "postgresql": postgresql}
+_ADD = _upserts(usage_rollups, KEYS)
+_ADD_TO_BOX = _upserts(usage_box_rollups, BOX_KEYS)
 
 
 async def add(connection: AsyncConnection, calendar: BillingCalendar, events: Iterable[UsageEvent]) -> None:
@@ -73,15 +84,18 @@ def add_at_once(connection: Connection, calendar: BillingCalendar, events: Itera
     rows = sums_of(events, calendar)
     if rows:
         _ADD[connection.dialect.name].execute(connection, rows)
+        _ADD_TO_BOX[connection.dialect.name].execute(connection, _of_box(rows))
 
 
 async def differing(connection: AsyncConnection, kind: str, calendar: BillingCalendar) -> list[str]:
     """Return the levels whose sums are not those of the events, as this connection sees both."""
-    levels = [bucket for bucket in (MINUTE, HOUR) if await _differs(connection, kind, bucket)]
+    wrong = {bucket for bucket in (MINUTE, HOUR) if await _differs(connection, kind, bucket)}
     days = await _days(connection, calendar)
     stored = (await connection.execute(_stored(DAY))).mappings().all()
-    same = sorted(map(_comparable, days)) == sorted(map(_comparable, stored))
-    return levels if same else [*levels, DAY]
+    if sorted(map(_comparable, days)) != sorted(map(_comparable, stored)):
+        wrong.add(DAY)
+    wrong |= {bucket for bucket in LEVELS if await _box_differs(connection, bucket)}
+    return [bucket for bucket in LEVELS if bucket in wrong]
 
 
 def sums_of(events: Iterable[UsageEvent], calendar: BillingCalendar) -> list[dict[str, Any]]:
@@ -97,6 +111,14 @@ def sums_of(events: Iterable[UsageEvent], calendar: BillingCalendar) -> list[dic
         for bucket, start_at in _starts(minute, day, calendar):
             _add_to(sums, (bucket, start_at, *owner), counts)
     return [dict(zip((*KEYS, *COUNTS), (*key, *row), strict=True)) for key, row in sums.items()]
+
+
+def _of_box(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return what rows of owners come to for the whole box."""
+    sums: dict[tuple[Any, ...], list[int]] = {}
+    for row in rows:
+        _add_to(sums, tuple(row[name] for name in BOX_KEYS), [row[name] for name in COUNTS])
+    return [dict(zip((*BOX_KEYS, *COUNTS), (*key, *counts), strict=True)) for key, counts in sums.items()]
 
 
 def _counts(event: UsageEvent) -> list[int]:
@@ -119,21 +141,26 @@ def halves(cost_picos: int) -> tuple[int, int]:
 
 async def used_since(connection: AsyncConnection, moment: datetime) -> list[tuple[str, str]]:
     """Return the models and the currencies in which they were used on the days from `moment` on."""
-    days = usage_rollups.c
+    days = usage_box_rollups.c
     query = select(days.model, days.currency).where(days.bucket == DAY, days.start_at >= moment).distinct()
     return [(model, currency) for model, currency in (await connection.execute(query)).all()]
 
 
 async def rebuild(db: Database, calendar: BillingCalendar) -> int:
-    """Throw all sums away, build them again from the events, and return how many rows there are. Settlements wait meanwhile."""
+    """Throw all sums away, build them again from the events, and return how many rows of owners there are.
+
+    Settlements wait meanwhile.
+    """
     async with db.writing() as connection:
         await counters.locked(connection, counters.POSTING)
         await connection.execute(delete(usage_rollups))
+        await connection.execute(delete(usage_box_rollups))
         for bucket in (MINUTE, HOUR):
             # In the order of time, as they came: what a report reads lies together.
             query = _summed(bucket, floor_of(db.kind, usage_events.c.admitted_at, bucket)).order_by(literal_column("start_at"))
             await connection.execute(insert(usage_rollups).from_select([*KEYS, *COUNTS], query))
         await _insert_days(connection, calendar)
+        await _insert_box(connection, LEVELS)
         return int((await connection.execute(select(func.count()).select_from(usage_rollups))).scalar_one())
 
 
@@ -146,8 +173,10 @@ async def align(db: Database, calendar: BillingCalendar) -> bool:
         return False
     async with db.writing() as connection:
         await counters.locked(connection, counters.POSTING)
-        await connection.execute(delete(usage_rollups).where(usage_rollups.c.bucket == DAY))
+        for table in (usage_rollups, usage_box_rollups):
+            await connection.execute(delete(table).where(table.c.bucket == DAY))
         await _insert_days(connection, calendar)
+        await _insert_box(connection, [DAY])
     return True
 
 
@@ -178,15 +207,30 @@ def floor_of(kind: str, moment: ColumnElement[Any], bucket: str) -> ColumnElemen
 
 
 async def _differs(connection: AsyncConnection, kind: str, bucket: str) -> bool:
-    summed = _summed(bucket, floor_of(kind, usage_events.c.admitted_at, bucket))
-    for left, right in ((summed, _stored(bucket)), (_stored(bucket), summed)):
+    return await _unlike(connection, _summed(bucket, floor_of(kind, usage_events.c.admitted_at, bucket)), _stored(bucket))
+
+
+def _stored(bucket: str) -> Select[Any]:
+    return select(*(usage_rollups.c[name] for name in (*KEYS, *COUNTS))).where(usage_rollups.c.bucket == bucket)
+
+
+async def _box_differs(connection: AsyncConnection, bucket: str) -> bool:
+    stored = select(*(usage_box_rollups.c[name] for name in (*BOX_KEYS, *COUNTS))).where(usage_box_rollups.c.bucket == bucket)
+    return await _unlike(connection, _summed_for_box(bucket), stored)
+
+
+async def _unlike(connection: AsyncConnection, one: Select[Any], other: Select[Any]) -> bool:
+    """Return whether one of two queries has a row that the other has not."""
+    for left, right in ((one, other), (other, one)):
         if (await connection.execute(except_(left, right).limit(1))).first() is not None:
             return True
     return False
 
 
-def _stored(bucket: str) -> Select[Any]:
-    return select(*(usage_rollups.c[name] for name in (*KEYS, *COUNTS))).where(usage_rollups.c.bucket == bucket)
+def _summed_for_box(bucket: str) -> Select[Any]:
+    keys = [usage_rollups.c[name] for name in BOX_KEYS]
+    sums = [func.sum(usage_rollups.c[name]).label(name) for name in COUNTS]
+    return select(*keys, *sums).where(usage_rollups.c.bucket == bucket).group_by(*keys)
 
 
 def _comparable(row: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -203,6 +247,12 @@ async def _insert_days(connection: AsyncConnection, calendar: BillingCalendar) -
     rows = await _days(connection, calendar)
     for begin in range(0, len(rows), _INSERT_ROWS):
         await connection.execute(insert(usage_rollups), rows[begin : begin + _INSERT_ROWS])
+
+
+async def _insert_box(connection: AsyncConnection, levels: Iterable[str]) -> None:
+    for bucket in levels:
+        query = _summed_for_box(bucket).order_by(*(usage_rollups.c[name] for name in BOX_KEYS))
+        await connection.execute(insert(usage_box_rollups).from_select([*BOX_KEYS, *COUNTS], query))
 
 
 def _starts(minute: datetime, day: date, calendar: BillingCalendar) -> Sequence[tuple[str, datetime]]:

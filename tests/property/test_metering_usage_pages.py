@@ -1,0 +1,242 @@
+"""Pages of a report joined together are the report, whatever is asked, on both databases, while events arrive in between."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pytest
+from sqlalchemy import insert, select
+
+from appliance.base.db import Database
+from appliance.base.errors import InvalidValue
+from appliance.base.tables import usage_box_rollups, usage_events
+from appliance.metering.calendar import BillingCalendar
+from appliance.metering.ledger import rollups
+from appliance.metering.ledger.records import UsageEvent
+from appliance.metering.usage import BUCKETS, GROUPS, UsageReports, UsageRow
+from appliance.metering.usage_cover import bucket_start
+from appliance.tenancy.access import WHOLE_BOX
+from appliance.tenancy.keys import Keys
+from tests.support.cast import PEPPER, Cast, make_person
+from tests.support.clock import FakeClock
+from tests.support.ledgers import all_events
+
+ZONE = "Europe/Berlin"
+CLOCKS_GO_BACK = datetime(2026, 10, 25, 1, tzinfo=UTC)
+CLOCKS_GO_FORWARD = datetime(2026, 3, 29, 1, tzinfo=UTC)
+EVENTS, QUESTIONS = 400, 60
+MODELS = ("demo", "other", "qwen/größer")
+Place = tuple[Any, ...]
+
+
+@dataclass(kw_only=True)
+class Story:
+    """Events around a day on which clocks are changed, of three tenants and their keys."""
+
+    database: Database
+    cast: Cast
+    chance: random.Random
+    middle: datetime
+    owners: list[tuple[str, str]]
+    calendar: BillingCalendar = field(default_factory=lambda: BillingCalendar(ZONE))
+    written: int = 0
+
+    @property
+    def reports(self) -> UsageReports:
+        """The reports under test."""
+        return UsageReports(self.database, calendar=self.calendar)
+
+    def moment(self) -> datetime:
+        """Return a moment near the change of clocks: most in a few hours and minutes, many at the edges of buckets."""
+        span_us = self.chance.choice([48 * 3_600_000_000, 3_600_000_000, 120_000_000])
+        moment = self.middle + timedelta(microseconds=self.chance.randrange(-span_us, span_us))
+        unit = self.chance.choice([None, "minute", "hour", "day"])
+        edge = moment if unit is None else bucket_start(moment, unit, self.calendar)
+        return edge - timedelta(microseconds=self.chance.choice([0, 0, 1]))
+
+    def rows(self, count: int) -> list[dict[str, Any]]:
+        """Return new events."""
+        return [self._row() for _ in range(count)]
+
+    def _row(self) -> dict[str, Any]:
+        self.written += 1
+        chance, admitted_at, prompt = self.chance, self.moment(), self.chance.randrange(1000)
+        tenant_id, key_id = chance.choice(self.owners)
+        adjustment = self.written % 11 == 0
+        return {
+            "request_id": f"req_{self.written}",
+            "tenant_id": tenant_id,
+            "key_id": key_id,
+            "epoch_id": self.cast.epoch_id,
+            "model": chance.choice(MODELS),
+            "endpoint": "/v1/completions",
+            "kind": "adjustment" if adjustment else "usage",
+            "status": chance.choice(["posted", "posted", "posted", "recovered", "voided", "pending"]),
+            "reserved_tokens": 0,
+            "prompt_tokens": prompt,
+            "cached_tokens": chance.randrange(prompt + 1),
+            "completion_tokens": chance.randrange(1000),
+            "rejected_tokens": chance.randrange(10),
+            "estimated": False,
+            "cost_picos": chance.randrange(-(2**62), 2**63) if adjustment else chance.randrange(2**63),
+            "currency": chance.choice(["EUR", "EUR", "USD"]),
+            "billing_day": self.calendar.day_of(admitted_at),
+            "admitted_at": admitted_at,
+        }
+
+    async def write(self, count: int) -> None:
+        """Write events as the ledger does: with their sums, in one transaction."""
+        known = len(await all_events(self.database))
+        async with self.database.writing() as connection:
+            await connection.execute(insert(usage_events), self.rows(count))
+        new = (await all_events(self.database))[known:]
+        async with self.database.writing() as connection:
+            await rollups.add(connection, self.calendar, new)
+
+    def question(self) -> dict[str, Any]:
+        """Return what a report can be asked for."""
+        chance = self.chance
+        start, end = sorted([self.moment(), self.moment()])
+        keys = [key_id for _tenant_id, key_id in self.owners]
+        tenants = sorted({tenant_id for tenant_id, _key_id in self.owners})
+        return {
+            "start": start if chance.random() < 0.5 else self.middle - timedelta(days=3),
+            "end": end + timedelta(microseconds=1) if chance.random() < 0.5 else self.middle + timedelta(days=3),
+            "bucket": chance.choice(BUCKETS),
+            "group_by": chance.sample(GROUPS, chance.randrange(len(GROUPS) + 1)),
+            "tenant_id": chance.choice([None, None, *tenants]),
+            "key_ids": None if chance.random() < 0.7 else chance.sample(keys, chance.randrange(1, 3)),
+            "models": None if chance.random() < 0.7 else chance.sample(MODELS, chance.randrange(1, 3)),
+        }
+
+
+@pytest.fixture(params=[CLOCKS_GO_BACK, CLOCKS_GO_FORWARD], ids=["25 hours", "23 hours"])
+async def story(request: pytest.FixtureRequest, database: Database, clock: FakeClock, cast: Cast) -> Story:
+    """Events on both sides of the change."""
+    keys = Keys(database, clock, PEPPER)
+    dora = await make_person(database, clock, "dora")
+    owners = [(person.tenant.id, person.key.id) for person in (cast.bob, cast.charlie, dora)]
+    for number in range(3):
+        key, _secret = await keys.create(cast.bob.tenant.id, name=f"key {number}", access=WHOLE_BOX)
+        owners.append((cast.bob.tenant.id, key.id))
+    made = Story(database=database, cast=cast, chance=random.Random(11), middle=request.param, owners=owners)
+    await made.write(EVENTS)
+    return made
+
+
+def plain(events: Sequence[UsageEvent], calendar: BillingCalendar, question: dict[str, Any]) -> dict[Place, list[int]]:
+    """Return the report as plainly as it can be made."""
+
+    def wanted(value: str, values: Collection[str] | None) -> bool:
+        return values is None or value in values
+
+    sums: dict[Place, list[int]] = {}
+    for event in events:
+        asked = question["start"] <= event.admitted_at < question["end"] and event.status in ("posted", "recovered")
+        asked = asked and question["tenant_id"] in (None, event.tenant_id)
+        if not (asked and wanted(event.key_id, question["key_ids"]) and wanted(event.model, question["models"])):
+            continue
+        names = {"tenant": event.tenant_id, "key": event.key_id, "model": event.model}
+        shown = [names[name] if name in question["group_by"] else None for name in GROUPS]
+        counts = [int(event.kind == "usage"), event.prompt_tokens, event.cached_tokens, event.completion_tokens]
+        counts += [event.rejected_tokens, event.cost_picos]
+        place = (bucket_start(event.admitted_at, question["bucket"], calendar), *shown, event.currency)
+        sums[place] = [one + other for one, other in zip(sums.get(place, [0] * 6), counts, strict=True)]
+    return sums
+
+
+def place_of(row: UsageRow) -> Place:
+    return row.start, row.tenant_id, row.key_id, row.model, row.currency
+
+
+def counts_of(row: UsageRow) -> list[int]:
+    counts = [row.requests, row.prompt_tokens, row.cached_tokens, row.completion_tokens, row.rejected_tokens]
+    return [*counts, row.cost_picos]
+
+
+async def walked(story: Story, question: dict[str, Any], limit: int) -> list[UsageRow]:
+    """Return the rows of all pages; every page but the last is full, and only the last may be empty."""
+    rows: list[UsageRow] = []
+    cursor = None
+    while True:
+        page = await story.reports.usage_page(**question, limit=limit, cursor=cursor)
+        rows += page.data
+        assert len(page.data) == limit or not page.has_more
+        assert page.has_more == (page.next_cursor is not None)
+        if not page.has_more:
+            return rows
+        cursor = page.next_cursor
+
+
+async def test_pages_joined_together_are_the_whole_report(story: Story) -> None:
+    events = await all_events(story.database)
+    lengths = []
+    for _ in range(QUESTIONS):
+        question, limit = story.question(), story.chance.choice([1, 2, 3, 7, 50, 1000])
+        whole = await story.reports.usage(**question)
+        assert {place_of(row): counts_of(row) for row in whole} == plain(events, story.calendar, question), question
+        assert await walked(story, question, limit) == whole, (question, limit)
+        assert await story.reports.usage(**question, rows_max=limit) == whole[:limit], question
+        lengths.append(len(whole))
+    assert max(lengths) > 100
+    assert 0 in lengths
+
+
+async def test_what_is_settled_between_two_pages_doubles_and_loses_no_row(story: Story) -> None:
+    for _ in range(QUESTIONS // 6):
+        question, limit = story.question(), story.chance.choice([3, 7, 20])
+        before = {place_of(row) for row in await story.reports.usage(**question)}
+        shown: list[Place] = []
+        cursor = None
+        while True:
+            whole = await story.reports.usage(**question)
+            page = await story.reports.usage_page(**question, limit=limit, cursor=cursor)
+            # Each row is what the report says at the moment of its page, and they go on without a gap.
+            begin = whole.index(page.data[0]) if page.data else len(whole)
+            assert page.data == whole[begin : begin + limit]
+            assert not {place_of(row) for row in whole[:begin]} & before - set(shown), question
+            shown += [place_of(row) for row in page.data]
+            cursor = page.next_cursor
+            if cursor is None:
+                break
+            await story.write(5)
+        assert len(set(shown)) == len(shown), question
+        assert before <= set(shown), question
+
+
+async def test_a_cursor_goes_on_in_the_period_of_its_report(story: Story) -> None:
+    day = timedelta(days=1)
+    report: dict[str, Any] = {"bucket": "minute", "group_by": ["key"], "limit": 10}
+    whole = await story.reports.usage(story.middle - day, story.middle + day, "minute", ["key"])
+    first = await story.reports.usage_page(story.middle - day, story.middle + day, **report)
+    second = await story.reports.usage_page(story.middle, story.middle + 2 * day, **report, cursor=first.next_cursor)
+    assert first.data + second.data == whole[:20]
+
+
+async def test_a_cursor_of_another_report_is_refused(story: Story) -> None:
+    period = (story.middle - timedelta(days=1), story.middle + timedelta(days=1))
+    page = await story.reports.usage_page(*period, "hour", ["tenant"], limit=1)
+    for bucket, groups in (("minute", ["tenant"]), ("hour", ["model"]), ("hour", ["tenant", "model"]), ("hour", [])):
+        with pytest.raises(InvalidValue) as refused:
+            await story.reports.usage_page(*period, bucket, groups, limit=1, cursor=page.next_cursor)
+        assert refused.value.param == "cursor"
+
+
+async def test_the_sums_of_the_box_are_those_of_its_owners_and_can_be_built_again(story: Story) -> None:
+    async def box() -> set[tuple[Any, ...]]:
+        async with story.database.reading() as connection:
+            rows = (await connection.execute(select(usage_box_rollups))).all()
+        return {tuple(row) for row in rows}
+
+    for _ in range(10):
+        await story.write(7)
+    written = await box()
+    assert len(written) > 50
+    await rollups.rebuild(story.database, story.calendar)
+    assert await box() == written
+    async with story.database.reading() as connection:
+        assert await rollups.differing(connection, story.database.kind, story.calendar) == []
