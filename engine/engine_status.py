@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from engine.overlap import Fallbacks
 from engine.protocol import EngineStatus, Priority, RequestProgress, TenantProgress
 from engine.scheduling.request import Request, RequestStatus
 from engine.scheduling.scheduled_batch import ScheduledBatch
@@ -28,7 +29,13 @@ class StepFigures:
 
 
 def make_status(
-    scheduler: Scheduler, figures: StepFigures, parked: Iterable[Request], *, num_parked: int, with_requests: bool
+    scheduler: Scheduler,
+    figures: StepFigures,
+    fallbacks: Fallbacks,
+    parked: Iterable[Request],
+    *,
+    num_parked: int,
+    with_requests: bool,
 ) -> EngineStatus:
     """The state now; `with_requests` adds every live answer and tenant, at a cost proportional to their number. Answers that
     are parked until their grammar is compiled count as waiting, behind all others."""
@@ -56,6 +63,8 @@ def make_status(
         swapped_out_blocks_total=scheduler.kv.num_swapped_out,
         draft_tokens_total=totals.draft_tokens,
         accepted_draft_tokens_total=totals.accepted_draft_tokens,
+        fallback_steps_total=fallbacks.count,
+        fallback_reason=fallbacks.reason,
     )
 
 

@@ -28,7 +28,7 @@ from engine.errors import EngineBroken, EngineOverloaded, PromptError
 from engine.fault_isolation import Runner, run_isolated
 from engine.grammar.desk import GrammarDesk
 from engine.grammar.spec import GrammarSpec, grammar_spec
-from engine.overlap import AheadRunner, OverlappedSteps, StepUnderWay
+from engine.overlap import AheadRunner, Fallbacks, OverlappedSteps, StepUnderWay
 from engine.protocol import EngineInfo, EngineStatus, FinishReason, GenerationRequest, InvalidOption, TokenEvent
 from engine.request_checks import PROMPT_PARAM, check_request
 from engine.sampling.randomness import seed_of_answer
@@ -79,6 +79,11 @@ class Engine:
     def runner(self) -> Runner:
         """The device half, for work beside the steps."""
         return self._runner
+
+    @property
+    def fallbacks(self) -> Fallbacks:
+        """Steps that were to be launched ahead and were computed in the plain way, as the status counts them."""
+        return Fallbacks() if self._overlapped is None else self._overlapped.fallbacks
 
     @property
     def has_requests(self) -> bool:
@@ -167,7 +172,9 @@ class Engine:
         """Gauges and totals now; `with_requests` adds every live answer, at a cost proportional to their number."""
         parked = [] if self._grammars is None else list(self._grammars.requests()) if with_requests else []
         num_parked = 0 if self._grammars is None else len(self._grammars)
-        return make_status(self._scheduler, self._figures, parked, num_parked=num_parked, with_requests=with_requests)
+        return make_status(
+            self._scheduler, self._figures, self.fallbacks, parked, num_parked=num_parked, with_requests=with_requests
+        )
 
     def _compute(self, batch: ScheduledBatch, started_s: float) -> list[TokenEvent]:
         items = batch.items

@@ -7,7 +7,7 @@ Where a row waits for a mask that depends on the token before (a grammar), `laun
 `complete`, behind `settle`, the rest. A batch with a request that no slot can hold is computed in the plain way, when all
 before it is settled. So is, once more, a step that failed: its rows are as they were planned, `run_isolated` finds the
 culprit, and the step that was launched behind it is computed again as well. Rows of requests that ended or lost their blocks
-meanwhile are left out.
+meanwhile are left out. The plain way is right and slow: whoever falls back to it is counted, with the reason.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from engine.scheduling.flight import Flight, as_planned
 from engine.scheduling.scheduled_batch import BlockMoves, RowResult, ScheduledBatch, ScheduledRequest, StepOutput
 
 log = logging.getLogger("gatehouse.engine")
+
+REASON_CHARS_MAX = 500
 
 
 class Landing(Protocol):
@@ -58,6 +60,22 @@ class AheadRunner(Runner, Protocol):
 
 
 @dataclass(slots=True)
+class Fallbacks:
+    """How many steps were computed in the plain way because the fast one failed, and why the last one was. Requests that no
+    slot can hold, and those that fail in the plain way too, are none."""
+
+    count: int = 0
+    reason: str | None = None
+
+    def note(self, what: str, error: Exception | None = None) -> None:
+        """Count a step and log it, with the traceback when the reason is a new one."""
+        reason = what if error is None else f"{what}: {type(error).__name__}: {error}"[:REASON_CHARS_MAX]
+        self.count += 1
+        is_new, self.reason = reason != self.reason, reason
+        log.error("%s; %d steps so far, in the plain way", reason, self.count, exc_info=error if is_new else None)
+
+
+@dataclass(slots=True)
 class StepUnderWay:
     """A step that is booked as done. `landing` is None when it must be computed in the plain way."""
 
@@ -77,6 +95,7 @@ class OverlappedSteps:
         self._runner = runner
         self._advance = advance
         self._move = move
+        self.fallbacks = Fallbacks()
         self.lands_at_once = runner.lands_at_once
 
     def launch(self, batch: ScheduledBatch, *, predicted_s: float, now_s: float) -> StepUnderWay:
@@ -86,8 +105,8 @@ class OverlappedSteps:
         if self._runner.launches(items):
             try:
                 landing = self._runner.launch(items)
-            except Exception:
-                log.exception("a step could not be launched: computing it in the plain way")
+            except Exception as error:  # noqa: BLE001 - noted, with its traceback
+                self.fallbacks.note("a step could not be launched", error)
                 self._runner.forget()
         return StepUnderWay(batch, self._advance(batch), landing, predicted_s, now_s)
 
@@ -96,8 +115,8 @@ class OverlappedSteps:
         if step.landing is not None:
             try:
                 step.landing.complete()
-            except Exception:
-                log.exception("a step could not be launched to its end: computing it in the plain way")
+            except Exception as error:  # noqa: BLE001 - noted, with its traceback
+                self.fallbacks.note("a step could not be launched to its end", error)
                 self._distrust(step)
 
     def land(self, step: StepUnderWay, behind: StepUnderWay | None) -> list[RowResult]:
@@ -113,6 +132,7 @@ class OverlappedSteps:
             for row in unusable:
                 outputs[row] = again[row]
             if any(isinstance(output, StepOutput) and output.error is None for output in again):
+                self.fallbacks.note("a step gave no token where the plain way has one")
                 self._distrust(behind)
         return outputs
 
@@ -121,8 +141,8 @@ class OverlappedSteps:
             return None
         try:
             return step.landing.outputs()
-        except Exception:
-            log.exception("a step under way failed: computing it again in the plain way")
+        except Exception as error:  # noqa: BLE001 - noted, with its traceback
+            self.fallbacks.note("a step under way failed", error)
             self._runner.forget()
             return None
 

@@ -132,7 +132,8 @@ class TenantProgress:
 class EngineStatus:
     """Gauges and running totals of one engine process since its start. `requests` and `tenants` are filled a few times per
     second. Host blocks are the tier in main memory that evicted KV blocks move to; draft tokens are those of speculative
-    decoding, of which the accepted ones became output."""
+    decoding, of which the accepted ones became output. Fall-back steps are those that were computed in the plain, slow way
+    because the fast one failed; `fallback_reason` says why the last one was."""
 
     num_running: int
     num_waiting: int
@@ -155,6 +156,8 @@ class EngineStatus:
     swapped_out_blocks_total: int = 0
     draft_tokens_total: int = 0
     accepted_draft_tokens_total: int = 0
+    fallback_steps_total: int = 0
+    fallback_reason: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -85,6 +85,8 @@ class EngineView:
     host_total: int
     host_used: int
     draft_rate: float | None
+    fallback_steps: int
+    fallback_reason: str | None
     memory: list[MemoryLine]
     memory_note: str | None
     tenants: TenantsView
@@ -214,6 +216,8 @@ def engine_view(engine: EngineReading, history: Sequence[SystemSnapshot], now: d
         host_total=status.host_blocks_total if status else 0,
         host_used=status.host_blocks_used if status else 0,
         draft_rate=_draft_rate(status),
+        fallback_steps=status.fallback_steps_total if status else 0,
+        fallback_reason=status.fallback_reason if status else None,
         memory=[] if engine.info is None else memory_lines(engine.info.memory),
         memory_note=None if engine.info is None else engine.info.memory_note,
         tenants=tenants_view(engine.tenants),

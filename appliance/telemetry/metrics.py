@@ -40,6 +40,10 @@ ENGINE_GAUGES: dict[str, tuple[str, Callable[[EngineReading], float]]] = {
 }
 ENGINE_COUNTERS: dict[str, tuple[str, Callable[[EngineStatus], int]]] = {
     "gatehouse_engine_steps": ("Steps of the running engine process", lambda s: s.steps_total),
+    "gatehouse_engine_fallback_steps": (
+        "Steps computed in the plain way because the fast one failed",
+        lambda s: s.fallback_steps_total,
+    ),
     "gatehouse_swapped_in_kv_blocks": ("KV blocks copied back from main memory", lambda s: s.swapped_in_blocks_total),
     "gatehouse_swapped_out_kv_blocks": ("KV blocks copied to main memory", lambda s: s.swapped_out_blocks_total),
     "gatehouse_draft_tokens": ("Tokens that speculation proposed", lambda s: s.draft_tokens_total),

@@ -328,6 +328,14 @@ async def test_without_requests_the_page_says_that_nobody_is_served(box: Box) ->
     assert "Nobody holds a seat, nobody waits." in page
     assert "Blocks in main memory" not in page
     assert "Guesses accepted" not in page
+    assert "plain, slow way" not in page
+
+
+async def test_an_engine_that_falls_back_to_its_plain_way_is_shown_with_the_reason(box: Box) -> None:
+    box.engine_side.status = engine_status(fallback_steps_total=1200, fallback_reason="a step under way failed: <boom>")
+    page = await overview(box)
+
+    assert "1,200 steps fell back to the plain, slow way; the last because a step under way failed: &lt;boom&gt;" in page
 
 
 async def test_the_host_tier_and_speculation_are_shown_where_they_are_on(box: Box) -> None:

@@ -201,6 +201,45 @@ def test_a_step_that_fails_is_computed_again_in_the_plain_way_and_only_the_culpr
     assert engine.status().kv_blocks_used == 0
 
 
+@pytest.mark.parametrize(
+    ("place", "reason"),
+    [
+        ("fails_at_launch", "a step could not be launched: RuntimeError: it cannot be launched"),
+        ("fails_at_completion", "a step could not be launched to its end: RuntimeError: it cannot be completed"),
+        ("fails_under_way", "a step under way failed: RuntimeError: the device failed"),
+        ("yields_nothing", "a step gave no token where the plain way has one"),
+    ],
+)
+def test_the_status_tells_of_steps_that_fell_back_to_the_plain_way_and_of_the_last_reason(place: str, reason: str) -> None:
+    runner = FakeAheadRunner()
+    runner.waits = {"bad"}
+    engine = make_engine(runner)
+    run_to_end(engine, [wanted("a", [1, 2], max_tokens=3)])
+    assert (engine.status().fallback_steps_total, engine.status().fallback_reason) == (0, None)
+    getattr(runner, place).add("bad")
+    run_to_end(engine, [wanted("bad", [1, 2], max_tokens=1)])
+    assert (engine.status().fallback_steps_total, engine.status().fallback_reason) == (1, reason)
+    assert engine.fallbacks.count == 1
+
+
+def test_what_no_slot_can_hold_and_a_request_that_fails_everywhere_are_no_fall_back() -> None:
+    runner = FakeAheadRunner()
+    runner.not_launched = {"guided"}
+    runner.yields_nothing = runner.fails_plainly = {"bad"}
+    engine = make_engine(runner)
+    run_to_end(engine, [wanted(name, [1, 2], max_tokens=2) for name in ("guided", "bad")])
+    assert engine.status().fallback_steps_total == 0
+
+
+def test_the_same_failure_is_told_with_its_traceback_once(caplog: pytest.LogCaptureFixture) -> None:
+    runner = FakeAheadRunner()
+    runner.fails_at_launch = {"a"}
+    run_to_end(make_engine(runner), [wanted("a", [1, 2], max_tokens=4)])
+    told = [record for record in caplog.records if record.name == "gatehouse.engine"]
+    assert [bool(record.exc_info) for record in told] == [True, False, False, False]
+    assert told[-1].getMessage().endswith("it cannot be launched; 4 steps so far, in the plain way")
+
+
 def test_what_was_launched_behind_a_failed_step_is_computed_again_too() -> None:
     runner = FakeAheadRunner()
     engine = make_engine(runner)

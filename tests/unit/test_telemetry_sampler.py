@@ -132,7 +132,7 @@ async def test_who_holds_seats_and_blocks_is_measured_with_bounded_labels(
 
 
 async def test_the_host_tier_and_speculation_are_measured(clock: FakeClock) -> None:
-    totals = {"swapped_in_blocks_total": 3, "swapped_out_blocks_total": 4, "draft_tokens_total": 50}
+    totals = {"swapped_in_blocks_total": 3, "swapped_out_blocks_total": 4, "draft_tokens_total": 50, "fallback_steps_total": 6}
     status = engine_status(host_blocks_total=100, host_blocks_used=7, accepted_draft_tokens_total=30, **totals)
     sampler, metrics = EngineSide(clock, status=status).sampler(3600.0), Metrics()
     metrics.attach(lambda: sampler.latest)
@@ -147,6 +147,7 @@ async def test_the_host_tier_and_speculation_are_measured(clock: FakeClock) -> N
         'gatehouse_draft_tokens_total{model="demo"} 50.0',
         'gatehouse_accepted_draft_tokens_total{model="demo"} 30.0',
         'gatehouse_engine_steps_total{model="demo"} 10.0',
+        'gatehouse_engine_fallback_steps_total{model="demo"} 6.0',
     ):
         assert line in text
 
@@ -160,3 +161,11 @@ async def test_the_system_says_who_holds_what(clock: FakeClock) -> None:
     assert (bob.name, bob.requests_running, bob.requests_waiting, bob.kv_blocks) == ("bob", 3, 2, 40)
     assert (engine.host_kv_blocks.total, engine.host_kv_blocks.used) == (100, 7)
     assert (engine.draft_tokens_total, engine.accepted_draft_tokens_total) == (50, 30)
+    assert (engine.fallback_steps_total, engine.fallback_reason) == (0, None)
+
+
+async def test_the_system_says_why_an_engine_fell_back_to_its_plain_way(clock: FakeClock) -> None:
+    status = engine_status(fallback_steps_total=2, fallback_reason="a step under way failed: RuntimeError: boom")
+    (engine,) = system_shape(await EngineSide(clock, status=status).sampler(3600.0).sample(), "test").engine
+
+    assert (engine.fallback_steps_total, engine.fallback_reason) == (2, "a step under way failed: RuntimeError: boom")

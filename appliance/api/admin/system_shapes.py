@@ -79,6 +79,8 @@ class EngineShape(msgspec.Struct, kw_only=True):
     preemptions_total: int
     draft_tokens_total: int
     accepted_draft_tokens_total: int
+    fallback_steps_total: int
+    fallback_reason: str | None
     tenants: list[TenantLoadShape]
     tokens_per_second: float
     step_ms: float
@@ -180,6 +182,8 @@ def _engine(engine: EngineReading) -> EngineShape:
         preemptions_total=status.preemptions_total if status else 0,
         draft_tokens_total=status.draft_tokens_total if status else 0,
         accepted_draft_tokens_total=status.accepted_draft_tokens_total if status else 0,
+        fallback_steps_total=status.fallback_steps_total if status else 0,
+        fallback_reason=status.fallback_reason if status else None,
         tenants=[_tenant(tenant) for tenant in engine.tenants],
         tokens_per_second=engine.tokens_per_second,
         step_ms=status.step_ms if status else 0.0,
