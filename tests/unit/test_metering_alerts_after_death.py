@@ -21,10 +21,12 @@ from appliance.metering.ledger.writer import Ledger
 from appliance.metering.prices import Price, PriceBook
 from appliance.serving.alerting.watch import AlertWatch
 from appliance.tenancy.access import WHOLE_BOX
-from appliance.tenancy.principals import TenantChanges
+from appliance.tenancy.keys import Keys
+from appliance.tenancy.model_policies import ModelPolicies
+from appliance.tenancy.principals import KeyChanges, Limits, TenantChanges
 from appliance.tenancy.tenants import Tenants
 from tests.support.alerts import TARGET, AlertBox, alert_box
-from tests.support.cast import Cast
+from tests.support.cast import PEPPER, Cast
 from tests.support.clock import FakeClock
 from tests.support.factories import pending, posted
 from tests.support.ledgers import die, running_ledger, settle, until
@@ -110,6 +112,34 @@ async def test_what_is_recovered_from_a_checkpoint_is_told_by_the_next_start_and
     await watch.look()
     await (await start_again(alerts, tmp_path / "j")).sweep()
     assert await told(alerts) == both
+
+
+async def test_budgets_of_keys_and_models_are_told_of_by_the_next_start_too(
+    alerts: AlertBox, price: Price, clock: FakeClock, cast: Cast, tmp_path: Path
+) -> None:
+    """One request was settled in the journal alone, of the other there is a checkpoint."""
+    await alerts.webhooks.create(kind="webhook", target=TARGET, access=WHOLE_BOX)
+    of_key = KeyChanges(limits=Limits(monthly_budget=50_000_000))
+    await Keys(alerts.db, clock, PEPPER).update(cast.bob.key.id, of_key, access=WHOLE_BOX)
+    await ModelPolicies(alerts.db, clock).put("demo", Limits(tokens_per_day=100))
+    journal = Journal(tmp_path / "j")
+    ledger = Ledger(alerts.db, clock, cast.epoch_id, calendar=CALENDAR, journal=journal, checkpoint_interval_s=0.0)
+    await ledger.start()
+    settled, running = (pending(cast.bob, price=price, admitted_at=clock.now()) for _ in range(2))
+    for entry in (settled, running):
+        await ledger.open(entry)
+    ledger.checkpoint([Checkpoint(request_id=running.request_id, prompt_tokens=0, cached_tokens=0, completion_tokens=60)])
+    await until(lambda: not ledger._waiting._checkpoints and ledger._in_round_since_s is None)
+    await ledger.settle(posted(settled.request_id, prompt=0, completion=40))
+    await die(ledger)
+    await journal.close()
+
+    await start_again(alerts, tmp_path / "j")
+
+    data = [message.payload["data"] for message in await alerts.messages()]
+    told = sorted((each["scope"], each["percent"]) for each in data)
+    heard_by = {"tenant": 2, "key": 2, "model": 1}
+    assert told == sorted((scope, percent) for scope, count in heard_by.items() for percent in (80, 100) for _ in range(count))
 
 
 async def test_what_is_settled_after_the_next_start_adds_to_what_was_recovered(

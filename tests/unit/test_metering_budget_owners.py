@@ -12,6 +12,7 @@ from appliance.base.db import Database
 from appliance.metering.alerts.budgets import SWEPT_AT_ONCE
 from appliance.metering.alerts.outbox import Delivery
 from appliance.metering.alerts.webhooks import Webhook
+from appliance.tenancy.access import WHOLE_BOX
 from appliance.tenancy.keys import Keys
 from appliance.tenancy.model_policies import ModelPolicies
 from appliance.tenancy.principals import KeyChanges, Limits, TenantChanges
@@ -20,7 +21,6 @@ from tests.support.alerts import TARGET, alert_box
 from tests.support.cast import PEPPER, Cast, Person
 from tests.support.clock import FakeClock
 from tests.support.spending import PICOS, UNIT, Spender, budget, spending, statements_seen, told_by
-from appliance.tenancy.access import WHOLE_BOX
 
 OWNERS = ("tenant", "tenant for a model", "key", "key for a model", "model")
 _SAYS = {"scope", "tenant_id", "tenant_name", "key_id", "key_name", "model"}
@@ -75,7 +75,9 @@ async def box(database: Database, clock: FakeClock, cast: Cast) -> AsyncIterator
     """A running ledger, and three webhooks."""
     alerts = alert_box(database, clock)
     owners = (None, cast.bob.tenant.id, cast.charlie.tenant.id)
-    webhooks = [(await alerts.webhooks.create(kind="webhook", target=TARGET, tenant_id=owner, access=WHOLE_BOX))[0] for owner in owners]
+    webhooks = [
+        (await alerts.webhooks.create(kind="webhook", target=TARGET, tenant_id=owner, access=WHOLE_BOX))[0] for owner in owners
+    ]
     async with spending(alerts, cast.epoch_id) as spender:
         yield Box(database, clock, cast, spender, webhooks)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from datetime import date, datetime
 from typing import Any, Literal, NamedTuple
 
-from sqlalchemy import ColumnElement, Connection, RowMapping, Select, Table, or_, select
+from sqlalchemy import ColumnElement, Connection, RowMapping, Select, Table, bindparam, or_, select
 
 from appliance.base.money import PICOS_PER_MICRO
 from appliance.base.tables import api_keys, model_policies, tenants
@@ -59,44 +59,6 @@ class Plan:
         return -(-left[0] * self.limits[kind] // 100) if left else None
 
 
-def read_plans(connection: Connection, now: datetime, currency: str) -> dict[Owner, Plan]:
-    """Return the plans of all who have one: of tenants that are not archived, keys that work, and models over all tenants.
-
-    Budgets of models, and of tenants without a currency of their own, are in `currency`, as admission has them.
-    """
-    read: list[tuple[LimitScope, Select[Any]]] = [("tenant", _tenants()), ("key", _keys(now)), ("model", _models())]
-    return {
-        plan.owner: plan
-        for scope, query in read
-        for row in connection.execute(query).mappings()
-        for plan in _plans(scope, row, currency)
-    }
-
-
-def _tenants() -> Select[Any]:
-    return (
-        select(*_terms(), *_limits(tenants), tenants.c.model_limits)
-        .where(tenants.c.archived_at.is_(None))
-        .where(or_(_limited(tenants), tenants.c.model_limits.is_not(None)))
-    )
-
-
-def _keys(now: datetime) -> Select[Any]:
-    columns = api_keys.c
-    names = columns.id.label("key_id"), columns.name.label("key_name")
-    return (
-        select(*_terms(), *names, *_limits(api_keys), columns.model_limits)
-        .join_from(api_keys, tenants, tenants.c.id == columns.tenant_id)
-        .where(tenants.c.archived_at.is_(None), columns.revoked_at.is_(None))
-        .where(or_(columns.expires_at.is_(None), columns.expires_at > now))
-        .where(or_(_limited(api_keys), columns.model_limits.is_not(None)))
-    )
-
-
-def _models() -> Select[Any]:
-    return select(model_policies.c.model, *_limits(model_policies)).where(_limited(model_policies))
-
-
 def _terms() -> list[ColumnElement[Any]]:
     columns = tenants.c
     return [columns.id.label("tenant_id"), columns.name.label("tenant_name"), columns.currency, columns.alert_percents]
@@ -108,6 +70,41 @@ def _limits(table: Table) -> list[ColumnElement[Any]]:
 
 def _limited(table: Table) -> ColumnElement[bool]:
     return or_(table.c.monthly_budget_micros > 0, table.c.tokens_per_day > 0)
+
+
+_TENANTS = (
+    select(*_terms(), *_limits(tenants), tenants.c.model_limits)
+    .where(tenants.c.archived_at.is_(None))
+    .where(or_(_limited(tenants), tenants.c.model_limits.is_not(None)))
+)
+_KEYS = (
+    select(
+        *_terms(),
+        api_keys.c.id.label("key_id"),
+        api_keys.c.name.label("key_name"),
+        *_limits(api_keys),
+        api_keys.c.model_limits,
+    )
+    .join_from(api_keys, tenants, tenants.c.id == api_keys.c.tenant_id)
+    .where(tenants.c.archived_at.is_(None), api_keys.c.revoked_at.is_(None))
+    .where(or_(api_keys.c.expires_at.is_(None), api_keys.c.expires_at > bindparam("now")))
+    .where(or_(_limited(api_keys), api_keys.c.model_limits.is_not(None)))
+)
+_MODELS = select(model_policies.c.model, *_limits(model_policies)).where(_limited(model_policies))
+_READ: tuple[tuple[LimitScope, Select[Any]], ...] = (("tenant", _TENANTS), ("key", _KEYS), ("model", _MODELS))
+
+
+def read_plans(connection: Connection, now: datetime, currency: str) -> dict[Owner, Plan]:
+    """Return the plans of all who have one: of tenants that are not archived, keys that work, and models over all tenants.
+
+    Budgets of models, and of tenants without a currency of their own, are in `currency`, as admission has them.
+    """
+    return {
+        plan.owner: plan
+        for scope, query in _READ
+        for row in connection.execute(query, {"now": now}).mappings()
+        for plan in _plans(scope, row, currency)
+    }
 
 
 def _plans(scope: LimitScope, row: RowMapping, currency: str) -> Iterator[Plan]:
