@@ -79,7 +79,8 @@ def build_engine(options: EngineOptions, *, progress: Callable[[float], None] = 
     check_swap_space(options)
     forecast = _forecast(options, dtype=dtype, device=device)
     forecast.check(options)
-    model = _load(options.model, options, dtype=dtype, device=device, quantization=options.quantization, progress=progress)
+    formats = {"quantization": options.quantization, "head": options.head_quantization}
+    model = _load(options.model, options, dtype=dtype, device=device, **formats, progress=progress)
     draft = _load_draft(options, model.config, dtype=dtype, device=device)
     draft_config = None if draft is None else draft.config
     times.done("weights")
@@ -168,16 +169,17 @@ def _load(
     dtype: torch.dtype,
     device: torch.device,
     quantization: str | None = None,
+    head: str | None = None,
     progress: Callable[[float], None] = lambda _: None,
 ) -> LoadedModel:
     config = load_model_config(directory)
-    scheme = weight_scheme(directory, config, quantization, batch_invariant=options.batch_invariant)
+    scheme = weight_scheme(directory, config, quantization, head=head, batch_invariant=options.batch_invariant)
     decoder = Decoder(config, dtype=dtype, device=device)
     weights = decoder.weight_plan(scheme.storage)
     load_weights(directory, weights, progress=progress)
     size = WeightsSize.of(weights)
     del weights
-    decoder.pack(scheme.packer)
+    decoder.pack(scheme.packer, scheme.head_packer)
     return LoadedModel(config, decoder, size, scheme.name)
 
 
@@ -287,4 +289,7 @@ def _info(
 
 def _kernels(options: EngineOptions, quantization: str, dtype: torch.dtype, device: torch.device) -> str:
     words = ops.implementation(dtype, device, batch_invariant=options.batch_invariant)
-    return words if quantization == UNQUANTISED else f"{words}, {ops.quantised_words(quantization, device)}"
+    if quantization != UNQUANTISED:
+        words = f"{words}, {ops.quantised_words(quantization, device)}"
+    head = options.head_quantization
+    return words if head is None else f"{words}, output head {'not quantised' if head == UNQUANTISED else f'in {head}'}"

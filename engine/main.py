@@ -21,7 +21,7 @@ from engine.cpu_environment import prepare_cpu
 from engine.errors import EngineConfigError, EngineError
 from engine.gpu_environment import prepare_gpu
 from engine.memory_fit import told, underestimated
-from engine.options import DEVICES, DTYPES, KV_CACHE_DTYPES, POLICIES, QUANTIZATIONS, EngineOptions
+from engine.options import DEVICES, DTYPES, HEAD_QUANTIZATIONS, KV_CACHE_DTYPES, POLICIES, QUANTIZATIONS, EngineOptions
 from engine.protocol import EngineFrame, EngineInfo, TokenEvent
 from engine.speculation.options import SpeculativeOptions
 from engine.transport import FrameSocket, PeerClosed, TransportError, decode_gateway_frame
@@ -148,6 +148,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", choices=DEVICES, default="auto")
     parser.add_argument("--dtype", choices=DTYPES, default="auto")
     parser.add_argument("--quantization", choices=QUANTIZATIONS, help="int8 and fp8 are made of plain weights; or as stored")
+    parser.add_argument("--head-quantization", choices=HEAD_QUANTIZATIONS, help="of the output head; else like the rest")
     parser.add_argument("--kv-cache-dtype", choices=KV_CACHE_DTYPES, default="auto")
     parser.add_argument("--max-num-seqs", type=int, default=64)
     parser.add_argument("--max-num-batched-tokens", type=int)
@@ -191,6 +192,7 @@ def _engine_options(options: argparse.Namespace) -> EngineOptions:
         shared_prefixes=tuple(options.shared_prefix),
         quantization=options.quantization,
         kv_cache_dtype=options.kv_cache_dtype,
+        head_quantization=options.head_quantization,
     )
 
 

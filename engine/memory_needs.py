@@ -3,7 +3,8 @@
 Integers only; knows no torch and no device. With L layers of P_layer weights in matrices, V words of d numbers, b_w, b and
 b_kv bytes per weight, per number computed with and per stored key or value, T tokens and R sampled rows in a step:
 
-    weights      W = b_w·L·P_layer + b·V·d·(1 if tied, else 2) + norms and biases; groups of g add 2/g for their scales
+    weights      W = b_w·L·P_layer + b·V·d·(1 if tied, else 2) + norms and biases; groups of g add 2/g for their scales; a head
+                     in other bits than b stands beside the embedding, tied or not
     activations  A = max(T·w·b, R·V·4·2), w numbers of a token where a layer holds most: 3f + 6d behind gates of width f; of a
                      mixture of k experts (k + 2)·f + (k + 6)·d; 2(H + K)·D + 5d in attention
     graphs       G = A of the largest captured step, and a fixed price for each captured size
@@ -50,14 +51,14 @@ def num_splits(num_tokens: int, head_dim: int, kv_element_bytes: int, window: in
 
 
 class WeightFormat(NamedTuple):
-    """How the matrices of the layers are stored: `bits` each, and `group_bits` more for every `group` of them. `head`: so is
-    the output head where it is a matrix of its own."""
+    """How the matrices of the layers are stored: `bits` each, and `group_bits` more for every `group` of them. `head_bits`: of
+    the output head, 0 where it is kept as it is computed with."""
 
     name: str
     bits: int
     group: int = 1
     group_bits: int = 0
-    head: bool = False
+    head_bits: int = 0
 
     def num_bytes(self, num_weights: int) -> int:
         return -(-num_weights * self.bits // 8) + -(-num_weights // self.group) * self.group_bits // 8
@@ -68,15 +69,17 @@ def unquantised(element_bytes: int) -> WeightFormat:
     return WeightFormat(f"{8 * element_bytes} bits", 8 * element_bytes)
 
 
-EIGHT_BITS = WeightFormat("8 bits", 8, head=True)  # and one scale for each row: less than a thousandth
-EIGHT_BITS_STORED = EIGHT_BITS._replace(head=False)  # checkpoints leave the head as it was
+EIGHT_BITS = WeightFormat("8 bits", 8, head_bits=8)  # and one scale for each row: less than a thousandth
+EIGHT_BITS_STORED = EIGHT_BITS._replace(head_bits=0)  # checkpoints leave the head as it was
+HEAD_BITS = {"none": 0, "int8": 8}  # by what the option `head_quantization` asks for
 FOUR_BITS = WeightFormat("4 bits", 4, group=128, group_bits=20)  # a scale of 16 bits and a zero of 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryShape:
     """What of a model decides about memory, as numbers of numbers: weights in matrices of its layers, in the embedding, in
-    a head of its own, and in what is never quantised; keys and values of one token; what a layer computes of one; words."""
+    a head of its own, and in what is never quantised; keys and values of one token; what a layer computes of one; words; and
+    in an embedding that is the head as well."""
 
     matrices: int
     embedding: int
@@ -88,6 +91,7 @@ class MemoryShape:
     num_heads: int
     head_dim: int
     windows: tuple[int | None, ...] = (None,)
+    tied_head: int = 0
 
     @classmethod
     def of(cls, config: ModelConfig) -> MemoryShape:
@@ -96,7 +100,7 @@ class MemoryShape:
         biases = (qkv if config.qkv_bias else 0) + (d if config.o_bias else 0)
         norms = d * sum(name is not None for name in config.family.norms.value) + _qk_norm(config)
         feed_forward = [_feed_forward(config, is_sparse=layer.is_sparse) for layer in config.layers]
-        has_own_head = config.has_head and not config.tie_word_embeddings
+        has_own_head, is_tied = config.has_head and not config.tie_word_embeddings, config.tie_word_embeddings
         return cls(
             matrices=sum(d * qkv + config.num_heads * config.head_dim * d + matrices for matrices, _ in feed_forward),
             embedding=config.vocab_size * d,
@@ -114,6 +118,7 @@ class MemoryShape:
             num_heads=config.num_heads,
             head_dim=config.head_dim,
             windows=config.windows,
+            tied_head=config.vocab_size * d if config.has_head and is_tied else 0,
         )
 
     @classmethod
@@ -138,12 +143,15 @@ class MemoryShape:
             vocab_size=shape.vocab_size,
             num_heads=shape.num_heads,
             head_dim=shape.head_dim,
+            tied_head=shape.head_params if shape.tied else 0,
         )
 
     def weights_bytes(self, weights: WeightFormat, element_bytes: int) -> int:
-        """Embedding, norms, biases and routers keep `element_bytes` each."""
-        head = weights if weights.head else unquantised(element_bytes)
-        return weights.num_bytes(self.matrices) + head.num_bytes(self.head) + (self.embedding + self.others) * element_bytes
+        """Embedding, norms, biases and routers keep `element_bytes` each. Rows are looked up in a tied embedding as it is: a
+        head in fewer bits is kept beside it."""
+        head_bits, heads = weights.head_bits, self.head + self.tied_head
+        head_bytes = -(-heads * head_bits // 8) if head_bits else self.head * element_bytes
+        return weights.num_bytes(self.matrices) + head_bytes + (self.embedding + self.others) * element_bytes
 
     def activations_bytes(self, num_tokens: int, num_rows: int, element_bytes: int) -> int:
         """What a pass of `num_tokens`, of which `num_rows` are sampled, holds at a time besides weights and cache."""

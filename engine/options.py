@@ -16,6 +16,7 @@ DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 POLICIES = ("fair", "fcfs")
 QUANTIZATIONS = ("int8", "fp8", "awq", "gptq", "compressed-tensors")
+HEAD_QUANTIZATIONS = ("none", "int8")
 KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3")
 SWAP_SPACE_GIB_MAX = 4096.0
 INTER_TOKEN_TARGET_MS_MAX = 60_000.0
@@ -36,6 +37,7 @@ class EngineOptions:
     none is launched before the tokens of the one before it are known. `inter_token_target_ms`: how long a step may make running
     requests wait for their next token. `shared_prefixes`: text files with prompts that all tenants may share.
     `quantization`: int8 or fp8 quantises the weights while they are read, another one must be what the checkpoint is in.
+    `head_quantization`: of the output head, where it is not to be kept as `quantization` or the checkpoint says.
     `kv_cache_dtype`: auto keeps keys and values as they are computed, fp8 and fp8_e4m3 in 8 bits.
     """
 
@@ -61,6 +63,7 @@ class EngineOptions:
     shared_prefixes: tuple[Path, ...] = ()
     quantization: str | None = None
     kv_cache_dtype: str = "auto"
+    head_quantization: str | None = None
 
     def __post_init__(self) -> None:
         self._check_scheduling()
@@ -70,6 +73,9 @@ class EngineOptions:
             raise EngineConfigError("dtype", f"must be one of {', '.join(DTYPES)}, not {self.dtype!r}")
         if self.quantization is not None and self.quantization not in QUANTIZATIONS:
             raise EngineConfigError("quantization", f"must be one of {', '.join(QUANTIZATIONS)}, not {self.quantization!r}")
+        head = self.head_quantization
+        if head is not None and head not in HEAD_QUANTIZATIONS:
+            raise EngineConfigError("head_quantization", f"must be one of {', '.join(HEAD_QUANTIZATIONS)}, not {head!r}")
         if self.kv_cache_dtype not in KV_CACHE_DTYPES:
             raise EngineConfigError(
                 "kv_cache_dtype", f"must be one of {', '.join(KV_CACHE_DTYPES)}, not {self.kv_cache_dtype!r}"

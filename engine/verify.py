@@ -26,7 +26,7 @@ from engine.chat_template import ChatTemplate, ChatTemplateError, NoChatTemplate
 from engine.config.model import load_model_config  # noqa: E402
 from engine.errors import EngineConfigError, ModelError, NotAModelDirectory  # noqa: E402
 from engine.models.decoder import Decoder  # noqa: E402
-from engine.options import KV_CACHE_DTYPES, QUANTIZATIONS  # noqa: E402
+from engine.options import HEAD_QUANTIZATIONS, KV_CACHE_DTYPES, QUANTIZATIONS  # noqa: E402
 from engine.quantization.perplexity import Formats, compare  # noqa: E402
 from engine.quantization.scheme import UNQUANTISED, weight_scheme  # noqa: E402
 from engine.runner.weights import WeightsSize, load_weights, stored_names, weight_files  # noqa: E402
@@ -101,6 +101,8 @@ def _perplexities(directory: Path, formats: Formats, unquantised: Path | None, *
         "perplexity": round(found.perplexity, 4),
         "perplexity_unquantized": None if found.unquantised is None else round(found.unquantised, 4),
         "perplexity_ratio": None if found.ratio is None else round(found.ratio, 5),
+        "perplexity_as_stored": None if found.as_stored is None else round(found.as_stored, 4),
+        "perplexity_as_stored_ratio": None if found.stored_ratio is None else round(found.stored_ratio, 5),
         "perplexity_tokens": found.num_tokens,
     }
 
@@ -110,6 +112,7 @@ def _options(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("path", type=Path, metavar="PATH")
     parser.add_argument("--perplexity", action="store_true", help="of the model on a fixed text")
     parser.add_argument("--quantization", choices=QUANTIZATIONS, help="compare the model in this format with the plain one")
+    parser.add_argument("--head-quantization", choices=HEAD_QUANTIZATIONS, help="with the output head in this one")
     parser.add_argument("--kv-cache-dtype", choices=KV_CACHE_DTYPES, default="auto", help="with keys and values in this one")
     parser.add_argument("--unquantized", type=Path, metavar="PATH", help="compare with this model")
     return parser.parse_args(arguments)
@@ -118,7 +121,11 @@ def _options(arguments: list[str]) -> argparse.Namespace:
 def main(arguments: list[str]) -> int:
     """Verify one directory and return the exit status."""
     options = _options(arguments)
-    formats = Formats(quantization=options.quantization, kv_cache_dtype=options.kv_cache_dtype)
+    formats = Formats(
+        quantization=options.quantization,
+        kv_cache_dtype=options.kv_cache_dtype,
+        head_quantization=options.head_quantization,
+    )
     try:
         facts = verify_model(options.path, progress=_Report())
         if options.perplexity or options.unquantized or formats != Formats():

@@ -65,7 +65,7 @@ class Operations:
     count_tokens: Callable[[Tensor, Tensor, Tensor], None]
     token_logprobs: Callable[[Tensor, Tensor], Pair]
     reject_drafts: Callable[..., Tensor]
-    bind_greedy_head: Callable[[Tensor], Callable[[Tensor], Tensor] | None] | None
+    bind_greedy_head: Callable[..., Callable[[Tensor], Tensor] | None] | None
     copy_blocks: Callable[..., None]
     gather_blocks: Callable[..., None]
     scatter_blocks: Callable[..., None]

@@ -62,6 +62,7 @@ class Settings:
     kv_cache_bytes: int | None = None
     block_size: int = 16
     quantization: str | None = None
+    head_quantization: str | None = None
     kv_cache_dtype: str = "auto"
     swap_space_gib: float = 0.0
     speculative: str | None = None
@@ -194,6 +195,7 @@ _PARSERS: dict[str, Callable[[object], Any]] = {
     "kv_cache_bytes": values_of.size(values_of.MIB, 1024**5),
     "block_size": values_of.whole(1, 1024),
     "quantization": values_of.choice("int8", "fp8", "awq", "gptq", "compressed-tensors"),
+    "head_quantization": values_of.choice("none", "int8"),
     "kv_cache_dtype": values_of.choice("auto", "fp8", "fp8_e4m3"),
     "swap_space_gib": values_of.number(0, 1024 * 1024),
     "speculative": values_of.speculative,

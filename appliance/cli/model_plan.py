@@ -20,6 +20,9 @@ def plan(
         float | None, typer.Option(help="Memory of another GPU, instead of --gpu.", show_default=False)
     ] = None,
     quantization: Annotated[str, typer.Option(help="How the weights are kept: none, int8, fp8 or int4.")] = "none",
+    head_quantization: Annotated[
+        str | None, typer.Option(help="How the output head is kept: none or int8.", show_default=False)
+    ] = None,
     kv_cache_dtype: Annotated[str, typer.Option(help="How keys and values are kept: auto or fp8.")] = "auto",
     max_model_len: Annotated[
         int | None, typer.Option(help="The context that is wanted; default: the model's.", show_default=False)
@@ -41,6 +44,7 @@ def plan(
             known,
             memory_bytes,
             quantization=quantization,
+            head_quantization=head_quantization,
             kv_cache_dtype=kv_cache_dtype,
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,

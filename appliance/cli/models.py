@@ -66,6 +66,7 @@ def verify(
     model: ModelPath,
     perplexity: Annotated[bool, typer.Option("--perplexity", help="Load the model and let it read a fixed text.")] = False,
     quantization: Annotated[str | None, typer.Option(help="int8 or fp8: compare the model in 8 bits with itself.")] = None,
+    head_quantization: Annotated[str | None, typer.Option(help="int8 or none: with the output head so.")] = None,
     kv_cache_dtype: Annotated[str | None, typer.Option(help="fp8: compare with keys and values in 8 bits.")] = None,
     unquantized: Annotated[str | None, typer.Option(help="The model to compare a quantised checkpoint with.")] = None,
     as_json: AsJson = False,
@@ -76,11 +77,11 @@ def verify(
     and its perplexity on a fixed text told, beside the unquantised one and their ratio."""
     from appliance.cli.model_check import check_model
 
-    formats = {"quantization": quantization, "kv_cache_dtype": kv_cache_dtype}
+    formats = {"quantization": quantization, "head_quantization": head_quantization, "kv_cache_dtype": kv_cache_dtype}
     folder = settings_from(data_dir, database, **formats).data_dir
     path = model_store.locate(model, folder)
     plain = None if unquantized is None else str(model_store.locate(unquantized, folder))
-    named = {"--quantization": quantization, "--kv-cache-dtype": kv_cache_dtype, "--unquantized": plain}
+    named = {f"--{name.replace('_', '-')}": value for name, value in {**formats, "unquantized": plain}.items()}
     options = [part for option, value in named.items() if value is not None for part in (option, value)]
     with output.progress("Verifying", quiet=as_json) as report:
         facts = check_model(path, [*options, *(["--perplexity"] if perplexity else [])], progress=report)

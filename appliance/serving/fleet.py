@@ -88,6 +88,7 @@ def engine_command(folder: ModelFolder, settings: Settings, fd: int) -> list[str
         "--block-size": settings.block_size,
         "--kv-cache-bytes": settings.kv_cache_bytes,
         "--quantization": settings.quantization,
+        "--head-quantization": settings.head_quantization,
         "--kv-cache-dtype": settings.kv_cache_dtype if settings.kv_cache_dtype != "auto" else None,
         "--threads": settings.engine_threads,
         "--swap-space": settings.swap_space_gib or None,

@@ -170,19 +170,27 @@ class Decoder:
         self._head = torch.empty_like(self._embedding)
         plan.add("lm_head.weight", self._head)
 
-    def pack(self, packer: ops.LinearPacker = ops.pack_linear) -> None:
-        """Bind the loaded weights to kernels. A tied embedding is kept beside its packed twin: rows are looked up in it."""
+    def pack(self, packer: ops.LinearPacker = ops.pack_linear, head_packer: ops.LinearPacker | None = None) -> None:
+        """Bind the loaded weights to kernels. A tied embedding is kept beside its packed twin: rows are looked up in it.
+
+        `head_packer` is for an output head that is not packed yet, None is `packer`."""
         for layer in self._layers:
             layer.pack(packer)
         self._norm.pack()
         if self._stored_head is not None:
             self._head_kernel, self._stored_head = self._stored_head.pack(packer), None
         elif self._head is not None:
-            self._head_kernel = packer(self._head, None)
-            if self._ops.bind_greedy_head is not None and self._softcap is None and self._divisor == 1.0:
-                self.greedy_head = self._ops.bind_greedy_head(self._head)
+            self._head_kernel = (head_packer or packer)(self._head, None)
             self._head = None
+        self.greedy_head = self._bind_greedy_head()
         self._fused = self._fuse()
+
+    def _bind_greedy_head(self) -> Callable[[torch.Tensor], torch.Tensor] | None:
+        """Of the very weights that `logits` multiplies, where nothing follows their product."""
+        bind, head = self._ops.bind_greedy_head, self._head_kernel
+        if bind is None or not isinstance(head, ops.PlainWeights) or self._softcap is not None or self._divisor != 1.0:
+            return None
+        return bind(head.weight)
 
     @property
     def asks_host(self) -> bool:

@@ -60,6 +60,7 @@ class LLM:
         enable_chunked_prefill: bool = True,
         quantization: str | None = None,
         kv_cache_dtype: str = "auto",
+        head_quantization: str | None = None,
         speculative_config: Mapping[str, Any] | None = None,
         tensor_parallel_size: int = 1,
         enforce_eager: bool = False,
@@ -107,6 +108,7 @@ class LLM:
             shared_prefixes=tuple(_path("shared_prefixes", path) for path in shared_prefixes),
             quantization=quantization,
             kv_cache_dtype=kv_cache_dtype,
+            head_quantization=head_quantization,
         )
         self._text_model = load_text_model(options) if gives_embeddings_only(directory) else None
         self._engine = None if self._text_model else build_engine(options)

@@ -7,10 +7,13 @@ from collections.abc import Sequence
 import torch
 
 from engine.config.quantization import Activations
+from engine.errors import EngineConfigError
+from engine.quantization.checkpoint import JoinedParts
 from engine.quantization.products import fp8_product
-from engine.runner.weights import WeightPlan, copy_checked
+from engine.runner.weights import LinearStorage, StoredLinear, WeightPlan, copy_checked
 from kernels import ops
 
+HEAD = "lm_head"
 ROUTER = ".gate"
 """The last part of a router's name. It is small, and which experts it chooses may hang on a small difference."""
 
@@ -41,6 +44,26 @@ class OnTheFly:
         packer = self._plain if modules[0][0].endswith(ROUTER) else self._packer
         num_bytes = dtype.itemsize if packer is self._plain else 1
         return PackedWhenWhole(modules, columns, packer, bias=bias, dtype=dtype, device=device, element_bytes=num_bytes)
+
+
+class HeadOnTheFly:
+    """The `LinearStorage` that hands an output head of its own to `packer`, and leaves everything else to `others`."""
+
+    def __init__(self, others: LinearStorage | None, packer: ops.LinearPacker, *, is_plain: bool) -> None:
+        self._others, self._packer, self._is_plain = others, packer, is_plain
+
+    def linear(
+        self, modules: Sequence[tuple[str, int]], columns: int, *, bias: bool, dtype: torch.dtype, device: torch.device
+    ) -> StoredLinear | None:
+        """Raises `EngineConfigError` for a head that the checkpoint holds quantised."""
+        others = self._others
+        stored = None if others is None else others.linear(modules, columns, bias=bias, dtype=dtype, device=device)
+        if modules[0][0] != HEAD:
+            return stored
+        if isinstance(stored, JoinedParts):
+            raise EngineConfigError("head_quantization", "cannot be applied: the checkpoint's output head is quantised already")
+        num_bytes = dtype.itemsize if self._is_plain else 1
+        return PackedWhenWhole(modules, columns, self._packer, bias=bias, dtype=dtype, device=device, element_bytes=num_bytes)
 
 
 class PackedWhenWhole:

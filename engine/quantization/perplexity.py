@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from engine.config.model import load_model_config
@@ -28,23 +28,31 @@ class Formats:
 
     quantization: str | None = None
     kv_cache_dtype: str = "auto"
+    head_quantization: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """`unquantised` is None where no unquantised model was at hand."""
+    """`unquantised` is None where no unquantised model was at hand, `as_stored` unless a quantised checkpoint was loaded in
+    other formats than its own."""
 
     perplexity: float
     unquantised: float | None
     num_tokens: int
+    as_stored: float | None = None
 
     @property
     def ratio(self) -> float | None:
         return None if self.unquantised is None else self.perplexity / self.unquantised
 
+    @property
+    def stored_ratio(self) -> float | None:
+        return None if self.as_stored is None else self.perplexity / self.as_stored
+
 
 def compare(directory: Path, formats: Formats, *, is_plain: bool, unquantised: Path | None = None) -> Comparison:
-    """The perplexity of a model in `formats`, and that of `unquantised`, or of the same model where it `is_plain`.
+    """The perplexity of a model in `formats`, and that of `unquantised`, or of the same model where it `is_plain`; else that of
+    the same checkpoint as it is stored, where head or cache are to be other ones.
 
     Raises `EngineConfigError` when the two read the text as different tokens, and what building an engine raises.
     """
@@ -55,7 +63,8 @@ def compare(directory: Path, formats: Formats, *, is_plain: bool, unquantised: P
     size = min(window_tokens(each) for each in (directory, reference) if each is not None)
     found = perplexity(directory, tokens, formats, size)
     beside = None if reference is None else perplexity(reference, tokens, Formats(), size)
-    return Comparison(found, beside, len(tokens))
+    differs = not is_plain and replace(formats, quantization=None) != Formats()
+    return Comparison(found, beside, len(tokens), perplexity(directory, tokens, Formats(), size) if differs else None)
 
 
 def text_tokens(directory: Path) -> list[int]:
@@ -75,6 +84,7 @@ def perplexity(directory: Path, tokens: Sequence[int], formats: Formats, size: i
         max_model_len=size + 1,
         quantization=formats.quantization,
         kv_cache_dtype=formats.kv_cache_dtype,
+        head_quantization=formats.head_quantization,
         enable_prefix_caching=False,
         max_num_seqs=8,
     ) as llm:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -10,7 +10,7 @@ import torch
 from engine.config.model import ModelConfig
 from engine.errors import EngineConfigError
 from engine.quantization.checkpoint import CheckpointStorage
-from engine.quantization.on_the_fly import PACKERS, OnTheFly
+from engine.quantization.on_the_fly import PACKERS, HeadOnTheFly, OnTheFly
 from engine.runner.weights import LinearStorage, stored_names
 from kernels import ops
 
@@ -19,15 +19,32 @@ UNQUANTISED = "none"
 
 @dataclass(frozen=True, slots=True)
 class WeightScheme:
-    """`name` is for `EngineInfo`; `packer` is for what `storage` leaves plain, the output head among it."""
+    """`name` is for `EngineInfo`; `packer` is for what `storage` leaves plain, the output head among it unless there is a
+    `head_packer`."""
 
     name: str
     storage: LinearStorage | None
     packer: ops.LinearPacker
+    head_packer: ops.LinearPacker | None = None
 
 
-def weight_scheme(directory: Path, config: ModelConfig, wanted: str | None, *, batch_invariant: bool = False) -> WeightScheme:
-    """The scheme of a model directory. Raises `EngineConfigError` where checkpoint and option contradict each other."""
+def weight_scheme(
+    directory: Path, config: ModelConfig, wanted: str | None, *, head: str | None = None, batch_invariant: bool = False
+) -> WeightScheme:
+    """The scheme of a model directory with its output head as `head` says, None is like the rest. Raises `EngineConfigError`
+    where checkpoint and options contradict each other."""
+    scheme = _layers_scheme(directory, config, wanted, batch_invariant=batch_invariant)
+    if head is None:
+        return scheme
+    if not config.has_head:
+        raise EngineConfigError("head_quantization", f"= {head!r} cannot be applied: the model has no output head")
+    packer = ops.pack_linear if head == UNQUANTISED else PACKERS[head]
+    packer = _row_invariant(packer) if batch_invariant else packer
+    storage = HeadOnTheFly(scheme.storage, packer, is_plain=head == UNQUANTISED)
+    return replace(scheme, storage=storage, head_packer=packer)
+
+
+def _layers_scheme(directory: Path, config: ModelConfig, wanted: str | None, *, batch_invariant: bool) -> WeightScheme:
     plain = ops.pack_linear_row_invariant if batch_invariant else ops.pack_linear
     stored = config.quantization
     if stored is not None:

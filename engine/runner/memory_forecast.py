@@ -11,7 +11,17 @@ from engine.config.model import ModelConfig
 from engine.config.quantization import Int4Weights
 from engine.errors import EngineConfigError
 from engine.memory_fit import MemoryFit, gib
-from engine.memory_needs import EIGHT_BITS, EIGHT_BITS_STORED, FOUR_BITS, Formats, Load, MemoryShape, WeightFormat, unquantised
+from engine.memory_needs import (
+    EIGHT_BITS,
+    EIGHT_BITS_STORED,
+    FOUR_BITS,
+    HEAD_BITS,
+    Formats,
+    Load,
+    MemoryShape,
+    WeightFormat,
+    unquantised,
+)
 from engine.models.joined_layers import MAX_ROWS
 from engine.options import CPU_KV_CACHE_BYTES, EngineOptions
 from engine.protocol import MemoryPart
@@ -138,6 +148,11 @@ def formats_of(config: ModelConfig, options: EngineOptions, dtype: torch.dtype) 
 
 
 def _weight_format(config: ModelConfig, options: EngineOptions, element_bytes: int) -> WeightFormat:
+    layers, head = _layers_format(config, options, element_bytes), options.head_quantization
+    return layers if head is None else layers._replace(head_bits=HEAD_BITS[head])
+
+
+def _layers_format(config: ModelConfig, options: EngineOptions, element_bytes: int) -> WeightFormat:
     if config.quantization is None:
         return unquantised(element_bytes) if options.quantization is None else EIGHT_BITS
     weights = config.quantization.weights

@@ -36,8 +36,9 @@ def load_text_model(options: EngineOptions) -> TextModel:
 
 
 def _load_encoder(options: EngineOptions, device: torch.device) -> TextModel:
-    if options.quantization is not None:
-        raise EngineConfigError("quantization", "is not supported for encoders")
+    for option in ("quantization", "head_quantization"):
+        if getattr(options, option) is not None:
+            raise EngineConfigError(option, "is not supported for encoders")
     config = load_encoder_config(options.model)
     dtype = resolve_dtype(options.dtype, config.torch_dtype, device)
     max_len = _max_len(options, config.max_position_len)
@@ -61,7 +62,7 @@ def _load_decoder(options: EngineOptions, device: torch.device) -> TextModel:
     dtype = resolve_dtype(options.dtype, config.torch_dtype, device)
     max_len = _max_len(options, config.max_position_len)
     decoder = Decoder(config, dtype=dtype, device=device)
-    scheme = weight_scheme(options.model, config, options.quantization)
+    scheme = weight_scheme(options.model, config, options.quantization, head=options.head_quantization)
     load_weights(options.model, decoder.weight_plan(scheme.storage), progress=lambda _: None)
     decoder.pack(scheme.packer)
     return TextModel(

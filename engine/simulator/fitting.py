@@ -6,7 +6,7 @@ from typing import Any
 
 from engine.errors import EngineConfigError
 from engine.memory_fit import MemoryFit
-from engine.memory_needs import CONTEXT_BYTES, EIGHT_BITS, FOUR_BITS, Formats, Load, MemoryShape, unquantised
+from engine.memory_needs import CONTEXT_BYTES, EIGHT_BITS, FOUR_BITS, HEAD_BITS, Formats, Load, MemoryShape, unquantised
 from engine.simulator.models import BLOCK_SIZE, SimulatedModel
 
 ELEMENT_BYTES = 2
@@ -21,6 +21,7 @@ def memory_fit(
     memory_bytes: int,
     *,
     quantization: str,
+    head_quantization: str | None = None,
     kv_cache_dtype: str,
     max_model_len: int | None,
     max_num_seqs: int,
@@ -29,6 +30,8 @@ def memory_fit(
 ) -> MemoryFit:
     """What an engine with these options needs of `memory_bytes`. Raises `EngineConfigError`, naming the option."""
     _check("quantization", quantization, WEIGHTS)
+    if head_quantization is not None:
+        _check("head_quantization", head_quantization, HEAD_BITS)
     _check("kv_cache_dtype", kv_cache_dtype, KV_BYTES)
     wanted_len = model.max_model_len if max_model_len is None else max_model_len
     for option, number, highest in (
@@ -40,9 +43,11 @@ def memory_fit(
             raise EngineConfigError(option, f"must be between 1 and {highest}, not {number}")
     if not 0 < gpu_memory_utilization <= 1:
         raise EngineConfigError("gpu_memory_utilization", f"must be above 0 and at most 1, not {gpu_memory_utilization!r}")
+    weights = WEIGHTS[quantization]
+    weights = weights if head_quantization is None else weights._replace(head_bits=HEAD_BITS[head_quantization])
     return MemoryFit(
         model=MemoryShape.of_dimensions(model.shape),
-        formats=Formats(weights=WEIGHTS[quantization], element_bytes=ELEMENT_BYTES, kv_element_bytes=KV_BYTES[kv_cache_dtype]),
+        formats=Formats(weights=weights, element_bytes=ELEMENT_BYTES, kv_element_bytes=KV_BYTES[kv_cache_dtype]),
         load=Load(
             num_tokens=max_num_batched_tokens,
             num_seqs=max_num_seqs,

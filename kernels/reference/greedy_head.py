@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import torch
 
+from kernels.quantised_weights import Int8Weight
 from kernels.race import NO_TOKEN
+from kernels.reference.quantised import dequantise_int8
 
 
-def greedy_head(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def greedy_head(hidden: torch.Tensor, weight: torch.Tensor | Int8Weight) -> torch.Tensor:
     """As `kernels.triton.greedy_head.greedy_head`."""
-    logits = (hidden.float() @ weight.float().T).to(weight.dtype).float()
+    exact = dequantise_int8(weight) if isinstance(weight, Int8Weight) else weight.float()
+    logits = (hidden.float() @ exact.T).to(hidden.dtype).float()
     largest = logits.amax(dim=-1)
     first = (logits == largest[:, None]).int().argmax(dim=-1)
     return torch.where(largest.isfinite(), first, NO_TOKEN)

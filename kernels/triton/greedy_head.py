@@ -1,31 +1,36 @@
 """The output head and its argmax in one: the most likely token of a few rows without their logits ever being written.
 
-Formula. argmax_v round(Σ_k hidden[m, k] · weight[v, k]), the lowest id among equals, rounded to the type of the weights as the
-logits of a separate product would be; sums in float32, columns in the order of `kernels.triton.linear` without splits.
-Memory: 2·V·K bytes of weights once (1.05 GB for Llama-3.1-8B, 0.24 ms at 4.3 TB/s), 8 bytes a row for each of V / 64 parts,
-which `join` reads; a separate product writes and reads logits. 2·M·V·K operations on tensor cores, tiles of
-16 rows whatever M is. Rows beyond M and tokens beyond V are masked. A row with NaN or +inf, or with nothing above -inf, has
+Formula. argmax_v round(scale[v] · Σ_k hidden[m, k] · weight[v, k]), the lowest id among equals, rounded to the type of the rows
+as the logits of a separate product would be; only weights of 8 bits have a scale. Sums in float32, columns in the order of
+`kernels.triton.linear` without splits, or of `linear_int8`.
+Memory: 2·V·K bytes of weights once (1.05 GB for Llama-3.1-8B, 0.24 ms at 4.3 TB/s), V·K in 8 bits; 8 bytes a row for each of
+V / 64 parts, which `join` reads; a separate product writes and reads logits. 2·M·V·K operations on tensor cores, tiles of 16
+rows whatever M is. Rows beyond M and tokens beyond V are masked. A row with NaN or +inf, or with nothing above -inf, has
 NO_TOKEN.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import torch
 import triton
 import triton.language as tl
 
+from kernels.quantised_weights import Int4Weight, Int8Weight
 from kernels.race import NO_TOKEN
 from kernels.triton.compilation import Compilation
 from kernels.triton.early_launch import early_launch, fetch_rows, let_next_start, start_in_turn, wait_for_previous
 from kernels.triton.linear import skinny_tiles
+from kernels.triton.linear_tiles import Tiles, byte_tiles
+from kernels.triton.split_sum import empty_sums, step_columns, summed
 from kernels.triton.tuning import capability, multiprocessors, power_of_two
 
 ROWS_MAX = 16
-_TOKENS = 64
-_COLUMNS = 128
+TILES = Tiles(ROWS_MAX, 64, 128, num_warps=4, num_stages=6)
+TILES_INT8 = Tiles(ROWS_MAX, 64, 256, num_warps=4, num_stages=4, column_warps=4)
 _ROWS = tl.constexpr(ROWS_MAX)
 _NO_TOKEN = tl.constexpr(NO_TOKEN)
 _NOBODY = tl.constexpr(0x7FFFFFFF)
@@ -33,29 +38,32 @@ _NOBODY = tl.constexpr(0x7FFFFFFF)
 
 @triton.jit(do_not_specialize=["M", "V", "tiles"])
 def head_kernel(
-    hidden, weight, maxima, tokens, M, V, K, hidden_stride, weight_stride, tiles, TOKENS: tl.constexpr, COLUMNS: tl.constexpr,
-    EARLY: tl.constexpr,
+    hidden, weight, scales, maxima, tokens, M, V, K, hidden_stride, weight_stride, tiles,
+    TOKENS: tl.constexpr, COLUMNS: tl.constexpr, WARPS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Program (tile): the largest logit of TOKENS tokens in each row; +inf stands for one that is not finite above."""
     let_next_start(EARLY)
     tile = tl.program_id(0)
     row = tl.arange(0, _ROWS)
     token = tile * TOKENS + tl.arange(0, TOKENS)
-    column = tl.arange(0, COLUMNS)
-    weights = weight + token.to(tl.int64)[:, None] * weight_stride + column[None, :]
-    inputs = hidden + row[:, None] * hidden_stride + column[None, :]
+    column = step_columns(COLUMNS, WARPS)
+    x_column, w_column = tl.expand_dims(column, -2), tl.expand_dims(column, -1)
+    weights = weight + token.to(tl.int64)[None, :] * weight_stride + w_column
+    inputs = hidden + row[:, None] * hidden_stride + x_column
     if EARLY:
         rows = weight + tl.minimum(token, V - 1).to(tl.int64) * weight_stride
         for step in tl.static_range(4):
             fetch_rows(rows, step * COLUMNS, K, COLUMNS, EARLY)
     wait_for_previous(EARLY)
-    total = tl.zeros([_ROWS, TOKENS], tl.float32)
+    total = empty_sums(_ROWS, TOKENS, WARPS)
     for start in range(0, K, COLUMNS):
-        left = column < K - start
-        x = tl.load(inputs + start, mask=(row < M)[:, None] & left[None, :], other=0.0)
-        w = tl.load(weights + start, mask=(token < V)[:, None] & left[None, :], other=0.0)
-        total = tl.dot(x, tl.trans(w), total, input_precision="ieee")
-    logit = total.to(weight.dtype.element_ty).to(tl.float32)
+        x = tl.load(inputs + start, mask=(row < M)[:, None] & (x_column < K - start), other=0.0)
+        w = tl.load(weights + start, mask=(token < V)[None, :] & (w_column < K - start), other=0.0)
+        total = tl.dot(x, w.to(x.dtype), total, input_precision="ieee")
+    total = summed(total, WARPS)
+    if scales is not None:
+        total *= tl.load(scales + token, mask=token < V, other=0.0)[None, :]
+    logit = total.to(hidden.dtype.element_ty).to(tl.float32)
     logit = tl.where(logit == logit, logit, float("inf"))
     logit = tl.where((token < V)[None, :], logit, float("-inf"))
     best = tl.max(logit, 1)
@@ -77,37 +85,43 @@ def join_kernel(maxima, tokens, out, tiles, TILES: tl.constexpr, EARLY: tl.const
     tl.store(out + row, tl.where((top > float("-inf")) & (top < float("inf")), chosen, _NO_TOKEN))
 
 
-def _stages(capability: int) -> int:
-    return 4 if capability in (86, 89, 120) else 6
+def head_tiles(*, is_int8: bool, capability: int) -> Tiles:
+    """Cards with 100 KiB of shared memory hold fewer loads under way."""
+    tiles, stages = (TILES_INT8, 3) if is_int8 else (TILES, 4)
+    return replace(tiles, num_stages=stages) if capability in (86, 89, 120) else tiles
 
 
-def bind_greedy_head(weight: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor] | None:
-    """`greedy_head` with this head; None where `kernels.triton.linear` adds in another order, so that near a tie the two could
-    choose differently. weight: [V, K]"""
-    device = weight.device
-    tiles = skinny_tiles(weight.shape[0], weight.shape[1], capability(device), multiprocessors(device))
-    if (tiles.block_n, tiles.block_k, tiles.splits) != (_TOKENS, _COLUMNS, 1):
+def bind_greedy_head(weight: torch.Tensor | Int8Weight | Int4Weight) -> Callable[[torch.Tensor], torch.Tensor] | None:
+    """`greedy_head` with this head; None where its product adds in another order, so that near a tie the two could choose
+    differently, and for weights of 4 bits. weight: [V, K]"""
+    if isinstance(weight, Int4Weight):
         return None
-    return partial(greedy_head, weight=weight)
+    is_int8, values = isinstance(weight, Int8Weight), weight.values if isinstance(weight, Int8Weight) else weight
+    (num_tokens, num_columns), card = values.shape, (capability(values.device), multiprocessors(values.device))
+    product = byte_tiles(1, values.shape, *card) if is_int8 else skinny_tiles(num_tokens, num_columns, *card)
+    own = head_tiles(is_int8=is_int8, capability=card[0])
+    return partial(greedy_head, weight=weight) if replace(product, num_stages=own.num_stages) == own else None
 
 
-def greedy_head(hidden: torch.Tensor, weight: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
+def greedy_head(hidden: torch.Tensor, weight: torch.Tensor | Int8Weight, *, out: torch.Tensor | None = None) -> torch.Tensor:
     """Token of each row, or NO_TOKEN: [M] int64, or as `out` is.
 
-    hidden: [M, K], M ≤ 16, weight: [V, K], both of one type.
+    hidden: [M, K], M ≤ 16, weight: [V, K] of the same type, or of 8 bits with a scale for each token.
     """
-    (rows, num_columns), vocab_size = hidden.shape, weight.shape[0]
+    values, scales = (weight.values, weight.scales) if isinstance(weight, Int8Weight) else (weight, None)
+    (rows, num_columns), vocab_size = hidden.shape, values.shape[0]
     assert rows <= ROWS_MAX, f"{rows} rows, {ROWS_MAX} at most"
     out = torch.empty(rows, dtype=torch.int64, device=hidden.device) if out is None else out
     if rows == 0:
         return out
-    tiles = triton.cdiv(vocab_size, _TOKENS)
+    sizes = head_tiles(is_int8=scales is not None, capability=capability(hidden.device))
+    tiles = triton.cdiv(vocab_size, sizes.block_n)
     maxima = torch.empty(rows, tiles, dtype=torch.float32, device=hidden.device)
     tokens = torch.empty(rows, tiles, dtype=torch.int32, device=hidden.device)
     head_kernel[(tiles,)](
-        hidden, weight, maxima, tokens, rows, vocab_size, num_columns, hidden.stride(0), weight.stride(0), tiles,
-        TOKENS=_TOKENS, COLUMNS=_COLUMNS, num_warps=4, num_stages=_stages(capability(hidden.device)),
-        **early_launch(hidden.device),
+        hidden, values, scales, maxima, tokens, rows, vocab_size, num_columns, hidden.stride(0), values.stride(0), tiles,
+        TOKENS=sizes.block_n, COLUMNS=sizes.block_k, WARPS=sizes.column_warps, num_warps=sizes.num_warps,
+        num_stages=sizes.num_stages, **early_launch(hidden.device),
     )  # fmt: skip
     join_kernel[(rows,)](maxima, tokens, out, tiles, TILES=power_of_two(tiles), num_warps=4, **early_launch(hidden.device))
     return out
@@ -119,18 +133,20 @@ def compilations() -> list[Compilation]:
     numbers = dict.fromkeys(("M", "V", "K", "hidden_stride", "weight_stride", "tiles"), "i32")
     found = [
         Compilation(
-            f"greedy_head: {dtype}",
+            f"greedy_head: {dtype}" + (f" × {weight}" if weight != dtype else ""),
             head_kernel,
-            {"hidden": f"*{dtype}", "weight": f"*{dtype}", **parts, **numbers},
-            {"TOKENS": _TOKENS, "COLUMNS": _COLUMNS},
-            num_warps=4,
-            num_stages=4,
+            {"hidden": f"*{dtype}", "weight": f"*{weight}", **parts, **numbers}
+            | ({"scales": "*fp32"} if weight == "i8" else {}),
+            {"TOKENS": tiles.block_n, "COLUMNS": tiles.block_k, "WARPS": tiles.column_warps}
+            | ({} if weight == "i8" else {"scales": None}),
+            num_warps=tiles.num_warps,
+            num_stages=min(tiles.num_stages, 4),
             tensor_cores=True,
             small_tile=True,
             spill_bytes_max=16,  # kept from before the loop until behind it, for a third program on a multiprocessor
             divisible=("K", "hidden_stride", "weight_stride"),
         )
-        for dtype in ("bf16", "fp16")
+        for dtype, weight, tiles in (("bf16", "bf16", TILES), ("fp16", "fp16", TILES), ("bf16", "i8", TILES_INT8))
     ]
     join = {**parts, "out": "*i64", "tiles": "i32"}
     return [*found, Compilation("greedy_head: join", join_kernel, join, {"TILES": 2048}, num_warps=4)]

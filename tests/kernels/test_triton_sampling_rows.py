@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from kernels.cpu import bitmask as bitmask_cpu
 from kernels.cpu import drafts as drafts_cpu
 from kernels.cpu import logprobs as logprobs_cpu
 from kernels.cpu import token_counts as counts_cpu
+from kernels.quantised_weights import Int8Weight, pack_int4, pack_int8
 from kernels.reference import bitmask as reference_bitmask
 from kernels.reference import drafts as reference_drafts
 from kernels.reference import greedy_head as reference_head
@@ -20,6 +22,7 @@ from kernels.reference import logprobs as reference_logprobs
 from kernels.reference import token_counts as reference_counts
 from kernels.triton import bitmask, drafts, greedy_head, logprobs, token_counts
 from kernels.triton.linear import skinny_tiles
+from kernels.triton.linear_tiles import byte_tiles, launch
 from kernels.triton.tuning import capability, multiprocessors
 from tests.support.kernel_cases import FLOATS, Guarded, normal, padded_rows
 from tests.support.kernel_tolerances import assert_near, assert_same
@@ -127,6 +130,24 @@ def test_the_head_with_its_argmax_finds_the_most_likely_token(
     assert out.check().tolist() == reference_head.greedy_head(hidden, weight).tolist()
 
 
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize(("rows", "vocab_size", "hidden_size"), [(1, 1, 64), (3, 67, 96), (16, 200, 300)])
+def test_a_head_of_8_bits_finds_the_token_of_its_product(
+    rows: int, vocab_size: int, hidden_size: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Of whole numbers that of the reference, of any others that with the largest logit of `linear_int8`, to the last bit."""
+    values = padded_rows(normal(vocab_size, hidden_size, dtype=dtype, device=device, seed=1).round(), hidden_size + 16)
+    whole = Int8Weight(values.to(torch.int8), torch.full((vocab_size,), 0.5, device=device))
+    hidden = padded_rows(normal(rows, hidden_size, dtype=dtype, device=device).round(), hidden_size + 16)
+    out = Guarded((rows,), torch.int64, device)
+    greedy_head.greedy_head(hidden, whole, out=out.tensor)
+    assert out.check().tolist() == reference_head.greedy_head(hidden, whole).tolist()
+    packed = pack_int8(normal(vocab_size, hidden_size, dtype=torch.float32, device=device, seed=2))
+    x, logits = normal(rows, hidden_size, dtype=dtype, device=device), torch.empty(rows, vocab_size, dtype=dtype, device=device)
+    launch(x, packed.values, greedy_head.TILES_INT8, logits, weight_scales=packed.scales)
+    assert greedy_head.greedy_head(x, packed).tolist() == logits.argmax(-1).tolist()
+
+
 @pytest.mark.filterwarnings("ignore:invalid value encountered in matmul:RuntimeWarning")  # of the interpreter's product
 def test_a_row_whose_logits_are_not_finite_has_no_token(device: torch.device) -> None:
     hidden = normal(4, 64, dtype=torch.float32, device=device)
@@ -143,3 +164,15 @@ def test_a_head_is_fused_where_its_product_adds_in_the_same_order(device: torch.
         tiles = skinny_tiles(vocab_size, 64, capability(device), multiprocessors(device))
         head = greedy_head.bind_greedy_head(weight)
         assert ((tiles.block_n, tiles.block_k, tiles.splits) == (64, 128, 1)) == is_fused == (head is not None)
+
+
+def test_the_heads_of_models_are_fused_in_8_bits_too() -> None:
+    for tokens, columns in ((128_256, 4096), (128_256, 2048), (151_936, 1024), (151_936, 4096)):
+        for card in ((80, 108), (89, 142), (90, 132), (100, 148)):
+            tiles, own = byte_tiles(1, (tokens, columns), *card), greedy_head.head_tiles(is_int8=True, capability=card[0])
+            assert replace(tiles, num_stages=own.num_stages) == own
+
+
+def test_a_head_of_4_bits_is_not_fused(device: torch.device) -> None:
+    weight = pack_int4(normal(16, 128, dtype=torch.float32, device=device))
+    assert greedy_head.bind_greedy_head(weight) is None

@@ -317,10 +317,10 @@ def test_what_is_not_a_model_is_told_with_the_reason(typed: Any, tmp_path: Path)
     assert typed("models", "add", str(tmp_path / "model")).status == 1
 
 
-@pytest.mark.parametrize(("option", "name"), [("--quantization", "quantization"), ("--kv-cache-dtype", "kv_cache_dtype")])
-def test_a_format_that_is_none_is_told_with_those_that_are(typed: Any, tmp_path: Path, option: str, name: str) -> None:
+@pytest.mark.parametrize("name", ["quantization", "head_quantization", "kv_cache_dtype"])
+def test_a_format_that_is_none_is_told_with_those_that_are(typed: Any, tmp_path: Path, name: str) -> None:
     (tmp_path / "model").mkdir()
-    answer = typed("models", "verify", str(tmp_path / "model"), option, "int3")
+    answer = typed("models", "verify", str(tmp_path / "model"), f"--{name.replace('_', '-')}", "int3")
     assert answer.status == 1
     assert f"{name} must be one of " in answer.err
 

@@ -44,7 +44,15 @@ def test_perplexity_is_what_transformers_computes_on_the_same_windows(model: Pat
     assert perplexity(model, tokens, Formats(), size) == pytest.approx(expected, rel=1e-4)
 
 
-@pytest.mark.parametrize("formats", [Formats(quantization="int8"), Formats(quantization="fp8"), Formats(kv_cache_dtype="fp8")])
+@pytest.mark.parametrize(
+    "formats",
+    [
+        Formats(quantization="int8"),
+        Formats(quantization="fp8"),
+        Formats(kv_cache_dtype="fp8"),
+        Formats(head_quantization="int8"),
+    ],
+)
 def test_a_plain_model_is_compared_with_itself(formats: Formats, model: Path) -> None:
     found = compare(model, formats, is_plain=True)
     assert found.unquantised is not None
@@ -59,6 +67,16 @@ def test_a_quantised_checkpoint_is_compared_with_the_model_that_is_named(model: 
     beside = compare(written.directory, Formats(), is_plain=False, unquantised=written.twin)
     assert beside.perplexity == alone.perplexity
     assert beside.ratio == pytest.approx(1.0, abs=1e-5)
+
+
+def test_a_quantised_checkpoint_is_compared_with_itself_where_head_or_cache_are_other_ones(model: Path, tmp_path: Path) -> None:
+    written = layouts.write(model, tmp_path / "awq", layouts.awq())
+    for formats in (Formats(head_quantization="int8"), Formats(kv_cache_dtype="fp8")):
+        found = compare(written.directory, formats, is_plain=False)
+        assert found.ratio is None
+        assert found.stored_ratio == pytest.approx(1.0, abs=RATIO_TOLERANCE)
+        assert found.stored_ratio != 1.0
+    assert compare(written.directory, Formats(quantization="awq"), is_plain=False).as_stored is None
 
 
 def test_models_that_read_the_text_differently_are_not_compared(model: Path, tmp_path: Path) -> None:

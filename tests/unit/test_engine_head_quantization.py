@@ -1,0 +1,117 @@
+"""The option `head_quantization`: an output head in 8 bits beside layers of any kind, and one that stays as it was."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from engine import LLM, SamplingParams
+from engine.config.model import load_model_config
+from engine.errors import EngineConfigError
+from engine.options import EngineOptions
+from engine.runner.memory_forecast import formats_of
+from engine.runner.text_models import load_text_model
+from kernels.quantised_weights import pack_int8
+from kernels.reference.quantised import dequantise_int8
+from tests.support import quantised_checkpoints as layouts
+from tests.support.engines import small_engine
+from tests.support.tiny_models import make_encoder, make_model
+
+SMALL: dict[str, Any] = {"device": "cpu", "threads": 1, "kv_cache_bytes": 1_000_000}
+PROMPT = [[(11 * i * i + i) % 120 + 3 for i in range(40)]]
+SAME = 1e-4  # the same numbers in float32, added in another order
+
+
+@pytest.fixture(scope="module", params=["own head", "tied"])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("heads") / "model"
+    make_model("llama", directory, **layouts.SIZES, tie_word_embeddings=request.param == "tied")
+    return directory
+
+
+def logprobs(directory: Path, **options: Any) -> torch.Tensor:
+    with LLM(directory, **SMALL, **options) as llm:
+        output = llm.generate(PROMPT, SamplingParams(max_tokens=1, prompt_logprobs=0), use_tqdm=False)[0]
+    entries = (output.prompt_logprobs or [])[1:]
+    return torch.tensor([next(iter(entry.values())).logprob for entry in entries if entry is not None])
+
+
+def with_rounded_head(directory: Path, target: Path) -> Path:
+    """The same model with a head of its own, whose numbers are those of its 8 bits."""
+    shutil.copytree(directory, target)
+    tensors = load_file(target / "model.safetensors")
+    head = tensors.get("lm_head.weight", tensors["model.embed_tokens.weight"])
+    save_file({**tensors, "lm_head.weight": dequantise_int8(pack_int8(head))}, target / "model.safetensors", {"format": "pt"})
+    config = json.loads((target / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": False}))
+    return target
+
+
+@pytest.mark.parametrize("layout", [None, layouts.awq(), layouts.gptq(desc_act=True)], ids=["plain", "awq", "gptq"])
+def test_the_head_alone_is_kept_in_8_bits(layout: layouts.Layout | None, model: Path, tmp_path: Path) -> None:
+    directory = model if layout is None else layouts.write(model, tmp_path / "written", layout).directory
+    stored, rounded = logprobs(directory), logprobs(directory, head_quantization="int8")
+    expected = logprobs(with_rounded_head(directory, tmp_path / "rounded"))
+    assert float((rounded - expected).abs().max()) < SAME < float((rounded - stored).abs().max())
+
+
+def test_the_head_is_left_alone_where_the_layers_are_quantised(model: Path) -> None:
+    """Its numbers lie between those of the plain model and of one that is quantised as a whole."""
+    plain, whole = logprobs(model), logprobs(model, quantization="int8")
+    layers = logprobs(model, quantization="int8", head_quantization="none")
+    assert not torch.equal(layers, plain)
+    assert not torch.equal(layers, whole)
+    assert torch.equal(whole, logprobs(model, quantization="int8", head_quantization="int8"))
+
+
+def test_a_batch_invariant_engine_gives_the_same_in_any_chunks(model: Path) -> None:
+    options = {"head_quantization": "int8", "batch_invariant": True}
+    assert torch.equal(logprobs(model, **options), logprobs(model, **options, max_num_batched_tokens=7, max_num_seqs=4))
+
+
+def test_the_engine_says_so_and_weighs_what_was_predicted(model: Path) -> None:
+    stored, rounded = small_engine(model), small_engine(model, head_quantization="int8")
+    assert "output head in int8" in rounded.info.kernels
+    assert "output head" not in stored.info.kernels
+    assert "output head not quantised" in small_engine(model, quantization="int8", head_quantization="none").info.kernels
+    assert (rounded.info.quantization, rounded.info.num_parameters) == ("none", stored.info.num_parameters)
+    (weights,) = (part for part in rounded.info.memory if part.name == "weights")
+    config = load_model_config(model)
+    if config.tie_word_embeddings:
+        twin = config.vocab_size * config.hidden_size
+        assert weights.predicted_bytes == stored.info.weights_bytes + twin, "the embedding stays beside it"
+    else:
+        assert weights.predicted_bytes == rounded.info.weights_bytes < stored.info.weights_bytes
+
+
+@pytest.mark.parametrize(
+    ("quantization", "head", "bits"),
+    [(None, "int8", 8), ("int8", None, 8), ("int8", "none", 0), ("fp8", "int8", 8), (None, None, 0)],
+)
+def test_memory_is_planned_for_the_head_as_it_will_be(
+    quantization: str | None, head: str | None, bits: int, model: Path
+) -> None:
+    options = EngineOptions(model=model, quantization=quantization, head_quantization=head)
+    assert formats_of(load_model_config(model), options, torch.bfloat16).weights.head_bits == bits
+
+
+def test_a_head_that_the_checkpoint_holds_quantised_is_not_quantised_again(tmp_path: Path) -> None:
+    make_model("llama", tmp_path / "plain", **layouts.SIZES, tie_word_embeddings=False)
+    written = layouts.write(tmp_path / "plain", tmp_path / "gptq", layouts.gptq(), skipped=())
+    for head in ("int8", "none"):
+        with pytest.raises(EngineConfigError, match=r"head_quantization .*output head is quantised already"):
+            small_engine(written.directory, head_quantization=head)
+
+
+def test_what_has_no_head_and_what_is_no_format_are_refused(tmp_path: Path) -> None:
+    make_encoder("bert", tmp_path)
+    with pytest.raises(EngineConfigError, match="head_quantization is not supported for encoders"):
+        load_text_model(EngineOptions(model=tmp_path, head_quantization="int8"))
+    with pytest.raises(EngineConfigError, match="head_quantization must be one of none, int8, not 'fp8'"):
+        EngineOptions(model=tmp_path, head_quantization="fp8")
