@@ -226,3 +226,34 @@ def test_every_type_of_openais_is_one_that_its_client_knows() -> None:
 
     known = set(client.AuditLogListResponse.model_fields["type"].annotation.__args__)  # type: ignore[union-attr]
     assert set(TYPE_OF.values()) <= known
+
+
+async def test_a_page_has_whole_buckets_and_ends_before_its_results_are_too_many(
+    box: ApiBox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hours = [START - timedelta(hours=hour) for hour in range(6)]
+    for name in ("bob", "charlie", "dora"):
+        person = await make_person(box.services.db, box.services.clock, name)
+        await use(box, person, *hours[:4], model=f"of {name}")
+        await use(box, person, hours[2], model="for all")
+    asked: dict[str, Any] = {"bucket_width": "1h", "limit": 10, "start_time": int(hours[-1].timestamp())}
+    asked["group_by[]"] = ["project_id", "model"]
+    whole = await ask(box, "/usage/completions", **asked)
+    assert [len(bucket["results"]) for bucket in whole["data"]] == [0, 0, 3, 6, 3, 3]
+
+    async def pages(results_max: int) -> list[list[Any]]:
+        monkeypatch.setattr("appliance.api.organization.usage.RESULTS_MAX", results_max)
+        found: list[list[Any]] = []
+        position: dict[str, Any] = {}
+        while True:
+            page = await ask(box, "/usage/completions", **asked, **position)
+            found.append(page["data"])
+            assert page["has_more"] == (page["next_page"] is not None)
+            if not page["has_more"]:
+                return found
+            position = {"page": page["next_page"]}
+
+    for results_max, lengths in ((15, [6]), (14, [5, 1]), (6, [3, 1, 2]), (5, [3, 1, 1, 1]), (1, [2, 1, 1, 1, 1])):
+        found = await pages(results_max)
+        assert [bucket for data in found for bucket in data] == whole["data"]
+        assert [len(data) for data in found] == lengths

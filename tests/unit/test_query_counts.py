@@ -2,23 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import Engine, event
+from sqlalchemy import Engine, event, insert, select
 
+from appliance.base.tables import requests, usage_events
+from appliance.metering.ledger import rollups
 from appliance.tenancy.members import Member
-from tests.support.api_box import ApiBox, open_api_box
+from tests.support.api_box import ApiBox, open_api_box_on
 from tests.support.cast import quick_hasher
 from tests.support.strangers import Route, Tenancy, make_tenancy, routes_of, signed_in
 
 FEW, MANY = 1, 50
+EVENTS = 3000
+DAY = timedelta(days=1)
 STATEMENTS_MAX = 25
 """No page has more to say than this many questions to the database."""
+REPORTS = (
+    "/admin/v1/usage?bucket=hour&group_by=tenant,key,model&limit=1000&start={start}",
+    "/admin/v1/usage?bucket=minute&limit=3&start={start}",
+    "/admin/v1/usage?bucket=minute&group_by=tenant&model=demo&start={start}",
+    "/v1/organization/usage/completions?bucket_width=1m&limit=1440&start_time={unix}&group_by=api_key_id",
+    "/v1/organization/costs?start_time={unix}&group_by=line_item",
+    "/admin/v1/ledger?limit=1000&order=desc",
+    "/admin/v1/requests?limit=1000",
+    "/usage?group=key&period=today",
+)
+"""Questions that a route without its query does not ask."""
 STREAMS = ("/events", "/console/events")
 ELSEWHERE = ("/static", "/login/oidc")
 BOX_NAMES = {"name": "standard", "model": "demo"}
@@ -27,8 +43,8 @@ SENT: ContextVar[list[str] | None] = ContextVar("SENT", default=None)
 
 
 @pytest.fixture
-async def box(migrated_sqlite_file: Path, tmp_path: Path) -> AsyncIterator[ApiBox]:
-    async with open_api_box(migrated_sqlite_file, tmp_path) as opened:
+async def box(database_url: str, tmp_path: Path) -> AsyncIterator[ApiBox]:
+    async with open_api_box_on(database_url, tmp_path) as opened:
         await opened.services.sampler.sample()
         yield opened
 
@@ -72,7 +88,32 @@ async def counts(box: ApiBox, owner: Member, of: Tenancy) -> dict[str, int]:
             answer = await box.client.get(route.filled({**BOX_NAMES, **of.ids}), headers=headers)
         assert answer.status_code != 500, (route, answer.text)
         found[route.path] = len(sent)
+    start = box.services.clock.now() - timedelta(hours=12)
+    for report in REPORTS:
+        path = report.format(start=start.isoformat().replace("+00:00", "Z"), unix=int(start.timestamp()))
+        with statements() as sent:
+            answer = await box.client.get(path, headers=headers)
+        assert answer.status_code == 200, (path, answer.text)
+        found[report] = len(sent)
     return found
+
+
+async def use(box: ApiBox, people: Sequence[Tenancy]) -> None:
+    """Let the keys of these tenants have been used all day: EVENTS events with their requests and sums."""
+    now = box.services.clock.now()
+    async with box.services.db.writing() as connection:
+        one = dict(
+            (await connection.execute(select(usage_events).where(usage_events.c.kind == "usage").limit(1))).mappings().one()
+        )
+        past = dict((await connection.execute(select(requests).limit(1))).mappings().one())
+        for number in range(EVENTS):
+            person = people[number % len(people)].person
+            own = {"tenant_id": person.tenant.id, "key_id": person.key.id, "admitted_at": now - number * DAY / EVENTS}
+            name = f"req_more_{number}"
+            more = {column: value for column, value in one.items() if column not in ("id", "posting")}
+            await connection.execute(insert(usage_events), more | own | {"request_id": name})
+            await connection.execute(insert(requests), past | own | {"id": name})
+    await rollups.rebuild(box.services.db, box.services.reports.calendar)
 
 
 async def test_no_answer_asks_the_database_more_often_when_there_is_more_to_show(box: ApiBox) -> None:
@@ -80,8 +121,7 @@ async def test_no_answer_asks_the_database_more_often_when_there_is_more_to_show
     owner = await box.services.members.create("alice@example.com", "a password of tests", "owner")
     first = await make_tenancy(box.services, "tenant-0")
     few = await counts(box, owner, first)
-    for number in range(FEW, MANY):
-        await make_tenancy(box.services, f"tenant-{number}")
+    await use(box, [first, *[await make_tenancy(box.services, f"tenant-{number}") for number in range(FEW, MANY)]])
     many = await counts(box, owner, first)
 
     assert len(few) > 60
