@@ -70,12 +70,9 @@ def _drop_columns(name: str, columns: Sequence[str], *, constraints: Sequence[st
 
 
 def _shares_unless_needed() -> tuple[str, ...]:
-    """Return the column of the shares that were paid of prices, to be dropped; none where one of them was not all of it.
-
-    Then it stays, unread by the older version, and is found again on the way up: without it costs could not be explained.
-    """
-    discounted = "SELECT 1 FROM usage_events WHERE price_basis_points <> 10000 LIMIT 1"
-    return () if op.get_bind().execute(sa.text(discounted)).first() else ("price_basis_points",)
+    """Return the column to be dropped; where some share was not all of the price it stays, unread, to be found on the way up."""
+    discounted = sa.text("SELECT 1 FROM usage_events WHERE price_basis_points <> 10000 LIMIT 1")
+    return () if op.get_bind().execute(discounted).first() else ("price_basis_points",)
 
 
 def _keep_one_currency() -> None:
@@ -206,13 +203,8 @@ def _extend_usage_events() -> None:
 
 
 def _create_people() -> None:
-    op.create_table(
-        "tiers",
-        _text("name", 20),
-        sa.Column("admission_wait_ms", sa.Integer(), nullable=False),
-        _time("updated_at"),
-        _primary("tiers", "name"),
-    )
+    wait = sa.Column("admission_wait_ms", sa.Integer(), nullable=False)
+    op.create_table("tiers", _text("name", 20), wait, _time("updated_at"), _primary("tiers", "name"))
     op.create_table(
         "model_policies", _text("model", 200), *_limits(), _mode(), _time("updated_at"), _primary("model_policies", "model")
     )

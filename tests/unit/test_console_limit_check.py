@@ -31,8 +31,9 @@ async def test_a_request_above_a_limit_hears_what_its_client_would_hear(box: Box
 
 
 async def test_batch_work_is_asked_for_by_its_service_tier(box: Box) -> None:
-    terms = {"prompt": 1_000_000, "cached_prompt": 1_000_000, "completion": 1_000_000, "batch_percent": 50}
-    await box.services.prices.add(model="demo", currency="EUR", **terms)
+    await box.services.prices.add(
+        model="demo", currency="EUR", prompt=1_000_000, cached_prompt=1_000_000, completion=1_000_000, batch_percent=50
+    )
     path = await limited(box, monthly_budget=1000)
     alice = await box.alice()
     asked = f"{path}?model=demo&prompt_tokens=1000&max_tokens=1000&service_tier"
