@@ -70,7 +70,7 @@ def _drop_columns(name: str, columns: Sequence[str], *, constraints: Sequence[st
 
 
 def _shares_unless_needed() -> tuple[str, ...]:
-    """Return the column to be dropped; where some share was not all of the price it stays, unread, to be found on the way up."""
+    """Return the column to be dropped; where a share was not all of the price it stays, unread, to be found on the way up."""
     discounted = sa.text("SELECT 1 FROM usage_events WHERE price_basis_points <> 10000 LIMIT 1")
     return () if op.get_bind().execute(discounted).first() else ("price_basis_points",)
 
