@@ -1,18 +1,30 @@
-"""Which engines launch steps ahead, and the runner they do it with."""
+"""Which engines launch steps ahead, and the runner they do it with.
+
+`GATEHOUSE_GRAPHS=0` has an engine on a GPU launch its decode steps kernel by kernel, over slots and ahead as always: beside
+`enforce_eager`, which turns off all of it, it tells whether a fault is one of the graphs.
+"""
 
 from __future__ import annotations
 
+import logging
+import os
+
 import torch
 
+from engine.errors import EngineConfigError
 from engine.grammar.masks import GrammarMasks
 from engine.options import EngineOptions
-from engine.runner.cuda_graphs import CudaGraphs, DirectCalls
+from engine.runner.cuda_graphs import Calls, CudaGraphs, DirectCalls
 from engine.runner.model_runner import ModelRunner
 from engine.runner.paged_decoder import PagedDecoder
 from engine.runner.slot_runner import SlotRunner
 from engine.sampling.columns import ColumnSampler
 from engine.sampling.host_masks import HostMasks
 from engine.scheduling.limits import SchedulerLimits
+
+VARIABLE = "GATEHOUSE_GRAPHS"
+
+log = logging.getLogger("gatehouse.engine")
 
 
 def launches_ahead(options: EngineOptions, device: torch.device) -> bool:
@@ -49,10 +61,23 @@ def slot_runner(
         target,
         ColumnSampler(limits.max_num_seqs, target.vocab_size, device, dtype=target.dtype),
         HostMasks(masks),
-        CudaGraphs(device) if device.type == "cuda" and not asks_host else DirectCalls(),
+        _calls(device, asks_host=asks_host),
         max_num_seqs=limits.max_num_seqs,
         num_columns=-(-limits.max_model_len // limits.block_size),
         block_size=limits.block_size,
         device=device,
         lands_at_once=lands_at_once,
     )
+
+
+def _calls(device: torch.device, *, asks_host: bool) -> Calls:
+    """Graphs where there can be any, unless the environment says otherwise. Raises `EngineConfigError` if it says neither."""
+    said = os.environ.get(VARIABLE, "1")
+    if said not in ("0", "1"):
+        raise EngineConfigError(VARIABLE, f"is {said!r}, and can be 0 or 1")
+    if device.type != "cuda" or asks_host:
+        return DirectCalls()
+    if said == "0":
+        log.warning("%s=0: decode steps are launched kernel by kernel", VARIABLE)
+        return DirectCalls()
+    return CudaGraphs(device)

@@ -3,11 +3,13 @@ cannot run; its twin there calls the function.
 
 A replayed graph costs the host one call, whatever the number of kernels in it. A graph is made when its key is asked for the
 first time; all share one pool of memory, as only one runs at a time. Before a capture the function runs once outside of it, so
-that kernels are compiled and libraries have their workspaces: the caller sees to it that this run changes nothing.
+that kernels are compiled and libraries have their workspaces: the caller sees to it that this run changes nothing. A capture
+that failed is not tried again, as it would fail at every step: whoever asks for its key is told so at once.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Hashable
@@ -18,6 +20,10 @@ import torch
 log = logging.getLogger("gatehouse.engine")
 
 
+class CaptureFailed(RuntimeError):
+    """There is no graph of this key, now or before, and why."""
+
+
 class Calls(Protocol):
     """Runs a function by key."""
 
@@ -26,7 +32,7 @@ class Calls(Protocol):
         ...
 
     def make_ready(self, key: Hashable, function: Callable[[], None]) -> None:
-        """Do what has to be done once; `function` must change nothing meanwhile."""
+        """Do what has to be done once; `function` must change nothing meanwhile. Raises when it cannot be done."""
         ...
 
     def run(self, key: Hashable, function: Callable[[], None]) -> None:
@@ -53,6 +59,7 @@ class CudaGraphs:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
+        self._failed: dict[Hashable, str] = {}  # why there is no graph
         self._pool = torch.cuda.graph_pool_handle()
         self._beside = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
@@ -60,21 +67,36 @@ class CudaGraphs:
         return key in self._graphs
 
     def make_ready(self, key: Hashable, function: Callable[[], None]) -> None:
+        """Capture a graph. Raises `CaptureFailed` when that fails or has failed before."""
+        if key in self._failed:
+            raise CaptureFailed(self._failed[key])
         started_s = time.perf_counter()
+        try:
+            self._graphs[key] = self._captured(function)
+        except Exception as error:
+            self._failed[key] = f"the graph of {key} could not be captured: {type(error).__name__}: {error}"
+            raise CaptureFailed(self._failed[key]) from error
+        log.info("captured graph=%s s=%.3f", key, time.perf_counter() - started_s)
+
+    def _captured(self, function: Callable[[], None]) -> torch.cuda.CUDAGraph:
         current = torch.cuda.current_stream(self._device)
         self._beside.wait_stream(current)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.stream(self._beside):
-            function()
-            # Not `torch.cuda.graph`: it waits for the device and empties the allocator's cache, and steps may be under way.
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-            try:
+        try:
+            with torch.cuda.stream(self._beside):
                 function()
-            finally:
+                # Not `torch.cuda.graph`: it waits for the device and empties the allocator's cache, and steps may be under way.
+                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+                try:
+                    function()
+                except BaseException:
+                    with contextlib.suppress(RuntimeError):  # which would say no more than that the capture has failed
+                        graph.capture_end()
+                    raise
                 graph.capture_end()
-        current.wait_stream(self._beside)
-        self._graphs[key] = graph
-        log.info("captured graph=%s s=%.3f", key, time.perf_counter() - started_s)
+        finally:
+            current.wait_stream(self._beside)  # also for what was run before a capture that failed
+        return graph
 
     def run(self, key: Hashable, function: Callable[[], None]) -> None:  # noqa: ARG002 - it was captured
         self._graphs[key].replay()

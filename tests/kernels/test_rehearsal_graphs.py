@@ -1,0 +1,125 @@
+"""Graphs that cannot be captured, and engines without any, on a card that is rehearsed: the tokens stay, and it is told."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine.errors import EngineConfigError
+from engine.loop import Engine
+from engine.runner.ahead import VARIABLE
+from engine.runner.cuda_graphs import CaptureFailed, CudaGraphs
+from tests.support.engines import run_to_end, small_engine, tokens, wanted
+from tests.support.rehearsal import DEVICE, rehearsal
+from tests.support.rehearsal.graphs import Graph
+from tests.support.rehearsal.table import in_place_of_triton
+from tests.support.tiny_models import make_model
+
+pytest.importorskip("triton")
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU nothing is rehearsed")
+
+SEATS = 16
+PROMPTS = {str(number): [5, 6, 7 + number] for number in range(9)}
+"""More than the sizes that are captured before the first request."""
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / "llama"
+    make_model("llama", folder, num_hidden_layers=1, head_dim=16)
+    return folder
+
+
+def engine_of(model: Path, **options: Any) -> Engine:
+    return small_engine(model, dtype="float32", max_num_seqs=SEATS, max_model_len=32, num_kv_blocks=32, **options)
+
+
+def answers(engine: Engine) -> dict[str, list[int]]:
+    events = run_to_end(engine, [wanted(name, prompt, max_tokens=6) for name, prompt in PROMPTS.items()])
+    return {name: tokens(each) for name, each in events.items()}
+
+
+def test_a_step_that_cannot_be_captured_is_tried_once_and_computed_plainly_from_then_on(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = answers(engine_of(llama))
+    begun: list[Graph] = []
+
+    def refuse(graph: Graph, **_: Any) -> None:
+        begun.append(graph)
+        raise torch.cuda.OutOfMemoryError("no room for a graph")
+
+    with rehearsal(), in_place_of_triton():
+        engine = engine_of(llama, device="cuda")
+        monkeypatch.setattr(Graph, "capture_begin", refuse)
+        assert answers(engine) == expected
+        assert len(begun) == 1
+        status = engine.status()
+    assert status.fallback_steps_total == 5, "of 9 rows each"
+    assert status.fallback_reason is not None
+    assert "the graph of (16, Kind(" in status.fallback_reason
+    assert status.fallback_reason.endswith("OutOfMemoryError: no room for a graph")
+
+
+def test_what_breaks_within_a_capture_is_told_and_not_that_the_capture_ended_badly(monkeypatch: pytest.MonkeyPatch) -> None:
+    def end_badly(graph: Graph) -> None:
+        graph.card.capture = None
+        raise RuntimeError("operation failed due to a previous error during capture")
+
+    calls: list[int] = []
+
+    def function() -> None:
+        calls.append(1)
+        if len(calls) == 2:
+            raise ValueError("the culprit")
+
+    with rehearsal() as card:
+        graphs = CudaGraphs(DEVICE)
+        monkeypatch.setattr(Graph, "capture_end", end_badly)
+        with pytest.raises(CaptureFailed, match="ValueError: the culprit"):
+            graphs.make_ready((1, None), function)
+        assert card.capture is None
+        assert not graphs.is_ready((1, None))
+        with pytest.raises(CaptureFailed, match="ValueError: the culprit"):
+            graphs.make_ready((1, None), function)
+    assert len(calls) == 2, "not even called again"
+
+
+def test_work_behind_a_failed_capture_waits_for_what_was_run_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(graph: Graph, **_: Any) -> None:
+        raise RuntimeError("no capture here")
+
+    with rehearsal():
+        graphs = CudaGraphs(DEVICE)
+        monkeypatch.setattr(Graph, "capture_begin", refuse)
+        kept = torch.zeros(4, device=DEVICE)
+
+        def function() -> None:
+            kept.add_(1.0)
+
+        with pytest.raises(CaptureFailed):
+            graphs.make_ready(4, function)
+        assert (kept * 2).tolist() == [2.0] * 4
+
+
+@pytest.mark.parametrize("says", ["0", "1"])
+def test_without_graphs_steps_are_launched_ahead_all_the_same_with_the_same_tokens(
+    llama: Path, says: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    expected = answers(engine_of(llama))
+    monkeypatch.setenv(VARIABLE, says)
+    with rehearsal() as card, in_place_of_triton():
+        engine = engine_of(llama, device="cuda")
+        assert answers(engine) == expected
+        assert engine.status().fallback_steps_total == 0
+    assert bool(card.num_captures) is bool(card.num_replays) is (says == "1")
+    assert any(f"{VARIABLE}=0" in record.getMessage() for record in caplog.records) is (says == "0")
+
+
+def test_a_switch_that_is_neither_on_nor_off_stops_the_start(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "no")
+    with rehearsal(), in_place_of_triton(), pytest.raises(EngineConfigError, match=f"{VARIABLE} is 'no', and can be 0 or 1"):
+        engine_of(llama, device="cuda")
