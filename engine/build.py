@@ -57,6 +57,9 @@ from kernels import ops
 
 log = logging.getLogger("gatehouse.engine")
 
+NO_GRAPHS = "no graphs: experts chosen by the host"
+"""Said of a mixture whose weights no launch can read together: each of its layers waits for the host in every step."""
+
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
@@ -146,7 +149,10 @@ def build_engine(options: EngineOptions, *, progress: Callable[[float], None] = 
     ahead.warm_up()
     info = replace(info, memory=forecast.parts(meter.with_graphs(measured)))
     times.done("graphs")
-    log.info("started model=%s runner=%s %s", info.model, "recorded" if lands_at_once else "ahead", times)
+    words = "recorded" if lands_at_once else "ahead"
+    if asks_host and not lands_at_once:
+        words, info = f"{words} ({NO_GRAPHS})", replace(info, kernels=f"{info.kernels}, {NO_GRAPHS}")
+    log.info("started model=%s runner=%s %s", info.model, words, times)
     return Engine(scheduler, ahead, info, grammars=desk, step_budget=budget, overlap=ahead)
 
 
@@ -155,8 +161,7 @@ def _forecast(options: EngineOptions, *, dtype: torch.dtype, device: torch.devic
     draft = None if speculative is None or speculative.model is None else load_model_config(speculative.model)
     name = options.name or options.model.name
     ahead = launches_ahead(options, device)
-    asks_host = config.experts is not None and (config.quantization is not None or options.quantization is not None)
-    num_graphs = len(list(step_sizes(options.max_num_seqs))) if ahead and not asks_host else 0
+    num_graphs = len(list(step_sizes(options.max_num_seqs))) if ahead else 0
     return forecast_memory(
         name, config, options, dtype=dtype, device=device, draft=draft, num_graphs=num_graphs, has_slots=ahead
     )

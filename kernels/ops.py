@@ -27,7 +27,7 @@ from kernels.cpu.linear import LinearKernel, LinearPacker
 from kernels.cpu.row_tiles import in_agreeing_tiles
 from kernels.operations import FUSED_ROWS_MAX, Operations
 from kernels.paged_plan import PagedPlan, PagedPlanner, paged_plan_attention
-from kernels.plain_weights import PlainWeights
+from kernels.plain_weights import PlainWeights, ReadsWeight
 from kernels.quantised_linear import (
     Fp8Product,
     Fp8Rows,
@@ -66,6 +66,7 @@ __all__ = [
     "PagedPlan",
     "PagedPlanner",
     "PlainWeights",
+    "ReadsWeight",
     "RecordedOperations",
     "SamplingColumns",
     "Stream",

@@ -2,8 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any, Protocol, runtime_checkable
+
 import torch
 from torch.nn import functional
+
+
+@runtime_checkable
+class ReadsWeight(Protocol):
+    """A product that reads its weight as it was packed: a tensor, `Int8Weight`, `Fp8Weight` or `Int4Weight`; None where it
+    keeps a form of its own."""
+
+    weight: Any
+    bias: torch.Tensor | None
 
 
 class PlainWeights:

@@ -64,6 +64,8 @@ class Fp8Product:
 
     def __init__(self, weight: Fp8Weight, bias: torch.Tensor | None) -> None:
         self._multiply = bind_fp8(weight, bias)
+        self.weight: Fp8Weight | None = getattr(self._multiply, "weight", None)  # on CPUs it was packed anew
+        self.bias = bias
 
     def __call__(self, x: torch.Tensor | Fp8Rows) -> torch.Tensor:
         rows = x if isinstance(x, Fp8Rows) else Fp8Rows(*quantize_rows_fp8(x), x.dtype)

@@ -64,12 +64,11 @@ class SparseMLP:
         return self._mixture is None
 
     def _bound(self) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor] | None:
-        """All experts in one function, where there is such an operation and their weights are plain."""
-        products = [expert.products for expert in self._experts]
-        gate_ups = [gate_up.weight for gate_up, _ in products if gate_up is not None]
-        downs = [down.weight for _, down in products if down is not None]
-        if self._ops.bind_experts is None or not len(gate_ups) == len(downs) == len(products):
+        """All experts in one function, where there is such an operation and it can read their weights."""
+        weights = [expert.weights for expert in self._experts]
+        if self._ops.bind_experts is None or any(gate_up is None or down is None for gate_up, down in weights):
             return None
+        gate_ups, downs = zip(*weights, strict=True)
         return self._ops.bind_experts(gate_ups, downs, self._experts[0].gate)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:

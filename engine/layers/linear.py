@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -59,6 +60,15 @@ class FusedLinear:
     def plain(self) -> ops.PlainWeights | None:
         """The weights, where other operations may read them too."""
         return self._kernel if isinstance(self._kernel, ops.PlainWeights) else None
+
+    @property
+    def weight(self) -> Any:
+        """What the product reads, plain or in codes, where another kernel may read it in its place: it has no bias, or one of
+        zeros. None where the product keeps its weights in a form of its own."""
+        kernel: Any = self._kernel
+        if not isinstance(kernel, ops.ReadsWeight) or (kernel.bias is not None and bool(kernel.bias.any())):
+            return None
+        return kernel.weight
 
     @property
     def takes_fp8_rows(self) -> bool:

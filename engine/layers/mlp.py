@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -49,6 +50,11 @@ class GatedMLP:
     def products(self) -> tuple[ops.PlainWeights | None, ops.PlainWeights | None]:
         """The weights before and behind the activation, where they may be fused with what is around them."""
         return self._gate_up.plain, self._down.plain
+
+    @property
+    def weights(self) -> tuple[Any, Any]:
+        """What is multiplied with before and behind the activation, plain or in codes; None as `FusedLinear.weight` says."""
+        return self._gate_up.weight, self._down.weight
 
     @property
     def takes_fp8_rows(self) -> bool:

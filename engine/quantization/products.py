@@ -17,15 +17,24 @@ def fp8_product(
     if activations is Activations.DYNAMIC:
         product: ops.LinearKernel = ops.Fp8Product(weight, bias)
         return product
-    multiply = ops.bind_fp8(weight, bias)
     if activations is Activations.UNTOUCHED:
-        return multiply
+        return ops.bind_fp8(weight, bias)
+    assert input_scale is not None, "the checkpoint gives the scale"
+    return StaticFp8Product(weight, bias, input_scale)
 
-    def static(x: torch.Tensor) -> torch.Tensor:
-        assert input_scale is not None, "the checkpoint gives the scale"
-        return multiply(ops.to_fp8(x.float() / input_scale), x_scales=input_scale, out_dtype=x.dtype)
 
-    return static
+class StaticFp8Product:
+    """[T, K] → [T, N]; every input is divided by one scale, [1], and rounded to e4m3."""
+
+    def __init__(self, weight: ops.Fp8Weight, bias: torch.Tensor | None, input_scale: torch.Tensor) -> None:
+        self._multiply = ops.bind_fp8(weight, bias)
+        self._input_scale = input_scale
+        self.weight: ops.Fp8Weight | None = getattr(self._multiply, "weight", None)  # on CPUs it was packed anew
+        self.bias = bias
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        values = ops.to_fp8(x.float() / self._input_scale)
+        return self._multiply(values, x_scales=self._input_scale, out_dtype=x.dtype)
 
 
 def side_by_side(products: Sequence[ops.LinearKernel]) -> ops.LinearKernel:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 
 import torch
 
@@ -38,6 +37,17 @@ def bind_int4(weight: Int4Weight, bias: torch.Tensor | None) -> CodedProduct:
     return CodedProduct(linear_int4, weight, bias)
 
 
-def bind_fp8(weight: Fp8Weight, bias: torch.Tensor | None) -> partial[torch.Tensor]:
-    """→ a function as `kernels.quantised_linear.bind_fp8` says"""
-    return partial(linear_fp8, weight=weight, bias=bias)
+class Fp8Linear:
+    """What `kernels.quantised_linear.bind_fp8` says."""
+
+    def __init__(self, weight: Fp8Weight, bias: torch.Tensor | None) -> None:
+        self.weight = weight
+        self.bias = bias
+
+    def __call__(
+        self, x: torch.Tensor, *, x_scales: torch.Tensor | None = None, out_dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
+        return linear_fp8(x, self.weight, x_scales=x_scales, out_dtype=out_dtype, bias=self.bias)
+
+
+bind_fp8 = Fp8Linear

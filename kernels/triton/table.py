@@ -1,7 +1,8 @@
 """The operations as Triton kernels: what serves on NVIDIA GPUs. Imported by `kernels.ops` when a device of theirs is asked for.
 
-Of a whole model's operations, those stand on torch's own kernels that no decoder's decode step needs: layer normalisation and
-the plain GELUs of encoders, and the routing of experts.
+Torch's own kernels serve layer normalisation and the plain GELUs of encoders, the choice of experts (`route`, some rows of as
+many numbers as there are experts), and `mix_experts`: the way of mixtures that `bind_experts` cannot read, which waits for the
+host in each layer. An engine says so when it starts.
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ from engine.options import EngineOptions
 from engine.runner.embedder import Embedder
 from engine.runner.text_models import load_text_model
 from engine.speculation.options import SpeculativeOptions
+from tests.support import quantised_checkpoints as layouts
 from tests.support.engines import run_to_end, small_engine, tokens, wanted
 from tests.support.interpreted_fp8 import correct_e4m3
 from tests.support.rehearsal import Schedule, rehearsal
@@ -174,11 +175,35 @@ def test_what_needs_the_host_between_steps_is_not_captured(
     assert bool(card.num_replays) is is_captured
 
 
-def test_experts_are_captured_with_the_kernels_that_ask_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize("quantization", [None, "int8", "fp8"])
+def test_experts_are_captured_with_the_kernels_that_ask_nothing(quantization: str | None, tmp_path: Path) -> None:
     make_model("qwen3_moe", tmp_path / "moe")
     with rehearsal(runs_kernels=False) as card:
-        small_engine(tmp_path / "moe", device="cuda", dtype="float32", **SMALL)
+        engine = small_engine(tmp_path / "moe", device="cuda", dtype="float32", quantization=quantization, **SMALL)
     assert card.num_captures
+    assert "no graphs" not in engine.info.kernels
+
+
+EXPERT_LAYOUTS = {
+    "fp8": (layouts.fp8(per_row=False, activations="static", compressed=False), True),
+    "awq": (layouts.awq(), True),
+    "gptq": (layouts.gptq(), True),
+    "gptq, columns in an order of their own": (layouts.gptq(desc_act=True), False),
+}
+
+
+@pytest.mark.parametrize("name", EXPERT_LAYOUTS)
+def test_experts_of_a_quantised_checkpoint_are_captured_unless_their_columns_have_orders_of_their_own(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    make_model("mixtral", tmp_path / "moe", **layouts.SIZES)
+    layout, is_captured = EXPERT_LAYOUTS[name]
+    written = layouts.write(tmp_path / "moe", tmp_path / "quantised", layout)
+    with caplog.at_level("INFO"), rehearsal(runs_kernels=False) as card:
+        engine = small_engine(written.directory, device="cuda", dtype="float16", **SMALL)
+    assert bool(card.num_captures) == is_captured
+    reason = "no graphs: experts chosen by the host"
+    assert (reason in engine.info.kernels) == (reason in caplog.text) == (not is_captured)
 
 
 def test_embeddings_are_those_of_the_cpu(llama: Path) -> None:

@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from kernels import ops
+from kernels.quantised_weights import pack_fp8, pack_int4
 from kernels.reference import experts as reference
+from kernels.reference import quantised
 from kernels.triton import experts as kernel
-from kernels.triton.experts import (
-    SortedTokens,
-    bind_experts,
-    bind_weights,
-    group_tiles,
-    grouped_linear,
-    mix_gated_experts,
-    sort_by_expert,
-)
+from kernels.triton import experts_int4
+from kernels.triton.expert_tiles import SortedTokens, group_tiles, sort_by_expert
+from kernels.triton.expert_weights import bind_weights
+from kernels.triton.experts import bind_experts, grouped_linear, mix_gated_experts
 from tests.support.engines import run_to_end, small_engine, tokens, wanted
 from tests.support.kernel_cases import Guarded, normal, padded_rows
 from tests.support.kernel_tolerances import assert_near, assert_same
@@ -91,7 +92,9 @@ def test_every_tile_of_a_crowded_expert(rows_each: int, device: torch.device, mo
     gate_up = aligned(3, 18, 40, dtype=torch.float32, device=device, seed=1)
     down = aligned(3, 40, 9, dtype=torch.float32, device=device, seed=2)
     gate_up[0] = down[0] = float("nan")  # nobody chose it, so nobody may read it
-    mixed = bind_experts(gate_up.unbind(), down.unbind(), "silu")(x, weights, expert_ids)
+    mix = bind_experts(gate_up.unbind(), down.unbind(), "silu")
+    assert mix is not None
+    mixed = mix(x, weights, expert_ids)
     expected = reference.mix_gated_experts(x, weights, expert_ids, gate_up, down)
     assert_near(mixed, expected, "matmul", scale=float(expected.abs().max()))
 
@@ -102,16 +105,105 @@ def test_a_token_has_the_same_bits_whoever_else_is_in_the_batch(device: torch.de
     gate_up = normal(4, 32, 64, dtype=torch.float16, device=device, seed=1)
     down = normal(4, 64, 16, dtype=torch.float16, device=device, seed=2)
     mix = bind_experts(gate_up.unbind(), down.unbind(), "silu")
+    assert mix is not None
     together = mix(x, weights, expert_ids)
     for token in (0, 4, 8):
         part = slice(token, token + 1)
         assert_same(mix(x[part], weights[part], expert_ids[part]), together[part])
 
 
+PACKERS: dict[str, tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]] = {
+    "int8": (ops.pack_int8, quantised.dequantise_int8),
+    "fp8": (ops.pack_fp8, quantised.dequantise_fp8),
+    "fp8, one scale for all rows": (partial(pack_fp8, per_row=False), quantised.dequantise_fp8),
+    "int4": (partial(pack_int4, group_size=32), quantised.dequantise_int4),
+    "int4 with bfloat16 scales": (partial(pack_int4, group_size=64, scale_dtype=torch.bfloat16), quantised.dequantise_int4),
+}
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize("packer", PACKERS)
+@pytest.mark.parametrize(
+    ("num_tokens", "num_experts", "num_chosen", "hidden", "inner"),
+    [(1, 4, 2, 136, 32), (9, 3, 2, 64, 160), (120, 3, 1, 32, 96)],
+)
+def test_experts_in_codes_are_the_experts_that_their_codes_stand_for(
+    num_tokens: int,
+    num_experts: int,
+    num_chosen: int,
+    hidden: int,
+    inner: int,
+    packer: str,
+    activation: str,
+    device: torch.device,
+) -> None:
+    pack, dequantise = PACKERS[packer]
+    weights, expert_ids = chosen(num_tokens, num_experts, num_chosen, device)
+    x = padded_rows(normal(num_tokens, hidden, dtype=torch.float16, device=device), -(-hidden // 8) * 8 + 8)
+    shapes = (1, (num_experts, 2 * inner, hidden)), (2, (num_experts, hidden, inner))
+    gate_ups, downs = (
+        [pack(each) for each in (normal(*shape, dtype=torch.float32, device=device, seed=seed) * 0.3).unbind()]
+        for seed, shape in shapes
+    )
+    mix = bind_experts(gate_ups, downs, activation)
+    assert mix is not None
+    wide = (torch.stack([dequantise(each) for each in packed]) for packed in (gate_ups, downs))
+    expected = reference.mix_gated_experts(x, weights.half(), expert_ids, *wide, activation=activation)
+    assert_near(mix(x, weights.half(), expert_ids), expected, "matmul", scale=float(expected.abs().max()) * 2)
+
+
+@pytest.mark.parametrize("packer", ["int8", "int4"])
+@pytest.mark.parametrize("rows_each", [16, 32, 64, 128])
+def test_every_tile_of_a_crowded_expert_in_codes(
+    rows_each: int, packer: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As above, and the scales of the expert that nobody chose are poisoned."""
+    pack, dequantise = PACKERS[packer]
+    for module, name in ((kernel, "group_tiles"), (experts_int4, "group_int4_tiles")):
+        sized = {gated: getattr(module, name)(rows_each * 3, 3, 90, gated=gated) for gated in (False, True)}
+        monkeypatch.setattr(module, name, lambda *_, gated, sized=sized: sized[gated])
+    num_tokens = rows_each + 3
+    expert_ids = torch.tensor([[1]] * (num_tokens - 2) + [[2]] * 2, device=device)
+    weights = normal(num_tokens, 1, dtype=torch.float16, device=device, seed=5)
+    x = normal(num_tokens, 64, dtype=torch.float16, device=device)
+    gate_ups = [pack(each) for each in normal(3, 64, 64, dtype=torch.float32, device=device, seed=1) * 0.3]
+    downs = [pack(each) for each in normal(3, 64, 32, dtype=torch.float32, device=device, seed=2) * 0.3]
+    wide = [torch.stack([dequantise(each) for each in packed]) for packed in (gate_ups, downs)]
+    for packed in (gate_ups[0], downs[0]):
+        if packer == "int8":
+            packed.scales.fill_(float("nan"))
+        else:
+            packed.scales_zeros.fill_(0x7E00)
+    mix = bind_experts(gate_ups, downs, "silu")
+    assert mix is not None
+    expected = reference.mix_gated_experts(x, weights, expert_ids, *wide)
+    assert_near(mix(x, weights, expert_ids), expected, "matmul", scale=float(expected.abs().max()))
+
+
+def test_experts_of_different_formats_or_orders_are_not_read_by_one_launch(device: torch.device) -> None:
+    plain = [torch.zeros(64, 64, device=device)] * 2
+    int4 = pack_int4(plain[0], 32)
+    ordered = replace(int4, permutation=torch.arange(64, device=device))
+    assert bind_experts([ops.pack_int8(plain[0]), plain[0]], plain, "silu") is None
+    assert bind_experts([int4, pack_int4(plain[0], 64)], plain, "silu") is None
+    assert bind_experts([ordered, ordered], plain, "silu") is None
+    assert bind_experts(plain, [int4, plain[0]], "silu") is None
+    with pytest.raises(ValueError, match="differ in their format"):
+        bind_weights([int4, ordered])
+
+
+def test_weights_of_4_bits_are_multiplied_with_rows_of_16(device: torch.device) -> None:
+    tokens = sort_by_expert(torch.zeros(1, 1, dtype=torch.int64, device=device), 1)
+    weights = bind_weights([pack_int4(torch.zeros(64, 64, device=device), 32)])
+    with pytest.raises(ValueError, match="rows of 16 bits"):
+        grouped_linear(torch.zeros(1, 64, device=device), weights, tokens, activation="silu")
+
+
 def test_no_tokens_give_no_rows(device: torch.device) -> None:
     x = normal(1, 8, dtype=torch.float32, device=device)[:0]
     none = torch.empty(0, 2, device=device)
     mix = bind_experts(torch.zeros(2, 8, 8, device=device).unbind(), torch.zeros(2, 8, 4, device=device).unbind(), "silu")
+    assert mix is not None
     assert mix(x, none, none.long()).shape == (0, 8)
 
 
@@ -141,7 +233,7 @@ def test_a_model_of_experts_says_the_same_through_the_kernels_and_through_torch(
         pytest.skip("on a GPU the kernels serve, and bench/gpu.sh compares what they say")
     make_model("qwen3_moe", tmp_path / "model", num_hidden_layers=1, head_dim=16, vocab_size=128)
     mixed = []
-    sort = kernel.sort_by_expert
+    sort = sort_by_expert
 
     def counted(expert_ids: torch.Tensor, num_experts: int) -> SortedTokens:
         mixed.append(expert_ids.shape[0])

@@ -225,13 +225,13 @@ def test_the_parts_of_a_forecast_are_in_one_order(llama_8b: ModelConfig, card: l
     assert [part.measured_bytes for part in parts] == [1, None, None, None, None, 2]
 
 
-@pytest.mark.parametrize(("quantization", "captured"), [(None, True), ("int8", False)])
-def test_graphs_of_a_mixture_of_experts_are_predicted_where_its_steps_can_be_captured(
-    quantization: str | None, captured: bool, tmp_path: Path, card: list[int], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("quantization", [None, "int8"])
+def test_graphs_of_a_mixture_of_experts_are_predicted_whatever_its_weights_are(
+    quantization: str | None, tmp_path: Path, card: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make_model("qwen3_moe", tmp_path)
     monkeypatch.setattr("engine.build.launches_ahead", lambda *_: True)
     options = EngineOptions(model=tmp_path, quantization=quantization)
     needs = _forecast(options, dtype=torch.bfloat16, device=GPU).fit.needs
-    assert (needs.graphs_bytes > 0) == captured
+    assert needs.graphs_bytes > 0
     assert needs.slots_bytes > 0

@@ -1,0 +1,94 @@
+"""Which tokens are whose: places sorted by expert on the card, and the tile of an expert that a program computes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+SORT_BLOCK = 1024
+SMALL_CARDS = (86, 89, 120)  # with 100 KiB of shared memory
+
+
+@dataclass(frozen=True, slots=True)
+class SortedTokens:
+    """order: [T · chosen] int32, the places of `expert_ids` by expert, first come first; expert e has those from offsets[e]
+    to offsets[e + 1] - 1. offsets: [E + 1] int32. Place t · chosen + j is the j-th choice of token t."""
+
+    order: torch.Tensor
+    offsets: torch.Tensor
+    num_chosen: int
+
+
+@dataclass(frozen=True, slots=True)
+class GroupTiles:
+    """Sizes of one program's work; the gated kernel reads `block_n` rows of gate and as many of up."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+
+
+@triton.jit
+def sort_kernel(expert_ids_ptr, order_ptr, offsets_ptr, num_places, EXPERTS: tl.constexpr, BLOCK: tl.constexpr):
+    """Program e counts the places of lower experts, then writes down its own, in their order."""
+    expert = tl.program_id(0)
+    before = 0
+    for first in range(0, num_places, BLOCK):
+        places = first + tl.arange(0, BLOCK)
+        ids = tl.load(expert_ids_ptr + places, mask=places < num_places, other=EXPERTS)
+        before += tl.sum((ids < expert).to(tl.int32), axis=0)
+    tl.store(offsets_ptr + expert, before)
+    if expert == EXPERTS - 1:
+        tl.store(offsets_ptr + EXPERTS, num_places)
+    for first in range(0, num_places, BLOCK):
+        places = first + tl.arange(0, BLOCK)
+        ids = tl.load(expert_ids_ptr + places, mask=places < num_places, other=EXPERTS)
+        own = (ids == expert).to(tl.int32)
+        tl.store(order_ptr + before + tl.cumsum(own, axis=0) - 1, places, mask=own > 0)
+        before += tl.sum(own, axis=0)
+
+
+@triton.jit
+def own_tile(offsets_ptr, tile, EXPERTS: tl.constexpr, EXPERTS_BLOCK: tl.constexpr, BLOCK_M: tl.constexpr):
+    """→ the expert of a tile, EXPERTS where there are fewer; the first sorted place of the tile; where those of the expert end.
+
+    The experts' numbers of tiles are added up.
+    """
+    experts = tl.arange(0, EXPERTS_BLOCK)
+    begins = tl.load(offsets_ptr + experts, mask=experts < EXPERTS, other=0)
+    ends = tl.load(offsets_ptr + experts + 1, mask=experts < EXPERTS, other=0)
+    tiles = (ends - begins + BLOCK_M - 1) // BLOCK_M
+    until = tl.cumsum(tiles, axis=0)
+    expert = tl.sum((until <= tile).to(tl.int32), axis=0)
+    is_own = experts == expert
+    first = tl.sum(tl.where(is_own, begins + (tile - until + tiles) * BLOCK_M, 0), axis=0)
+    return expert, first, tl.sum(tl.where(is_own, ends, 0), axis=0)
+
+
+def sort_by_expert(expert_ids: torch.Tensor, num_experts: int) -> SortedTokens:
+    """expert_ids: [T, chosen] integers → the places of every expert, stable: a program an expert, each reads all ids twice.
+
+    Source: counting sort. Reads 2 · E · T · chosen ids, from the second-level cache but for the first; writes 4 bytes each.
+    """
+    num_places = expert_ids.numel()
+    order = torch.empty(num_places, dtype=torch.int32, device=expert_ids.device)
+    offsets = torch.empty(num_experts + 1, dtype=torch.int32, device=expert_ids.device)
+    sort_kernel[(num_experts,)](expert_ids.contiguous(), order, offsets, num_places, num_experts, SORT_BLOCK)
+    return SortedTokens(order, offsets, expert_ids.shape[1])
+
+
+def group_tiles(num_places: int, num_experts: int, capability: int, *, gated: bool) -> GroupTiles:
+    """By how many tokens an expert has if all have the same number."""
+    rows = num_places / num_experts
+    small = capability in SMALL_CARDS
+    if rows <= 32:
+        block_m = 16 if rows <= 16 else 32
+        return GroupTiles(block_m, 32 if gated else 64, 128, num_warps=4, num_stages=4 if small else 5)
+    if rows <= 96:
+        return GroupTiles(64, 64, 64, num_warps=4, num_stages=3 if small else 4)
+    return GroupTiles(128, 64 if gated else 128, 64, num_warps=8, num_stages=2 if small else 3)

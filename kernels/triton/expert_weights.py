@@ -1,0 +1,95 @@
+"""The matrices of all experts as tables of addresses: plain, or in codes of 8 or 4 bits beside their scales."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton.language as tl
+
+from kernels.quantised_weights import Fp8Weight, Int4Weight, Int8Weight
+
+Weight = torch.Tensor | Int8Weight | Fp8Weight | Int4Weight
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertWeights:
+    """One matrix [N, K] for each expert, wherever it lies.
+
+    table: [E] int64, where each expert's numbers or codes begin. scales: [E] int64, where its scales do: [N] float32 of codes
+    of 8 bits, `Int4Weight.scales_zeros` of 4, None of plain numbers. `first` is the first expert's, which all are
+    like; `kept` keeps what the tables name alive.
+    """
+
+    table: torch.Tensor
+    scales: torch.Tensor | None
+    first: Weight
+    kept: tuple[torch.Tensor, ...]
+
+    @property
+    def num_experts(self) -> int:
+        return self.table.numel()
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Outputs and columns."""
+        if isinstance(self.first, Int4Weight):
+            return self.first.num_rows, self.first.num_columns
+        num_outputs, num_columns = _numbers(self.first).shape
+        return num_outputs, num_columns
+
+    @property
+    def row_stride(self) -> int:
+        """Of numbers, or codes of 8 bits."""
+        return _numbers(self.first).stride(0)
+
+    @property
+    def codes(self) -> Any:
+        """What the kernel reads codes of 8 bits as, None of plain numbers."""
+        return {Int8Weight: tl.int8, Fp8Weight: tl.float8e4nv}.get(type(self.first))
+
+
+def are_alike(weights: Sequence[Weight]) -> bool:
+    """Whether one launch can read them all. Columns that an expert has in an order of its own ask for rows in that order."""
+    first = weights[0]
+    if isinstance(first, Int4Weight):
+        kinds = {
+            (each.group_size, each.scale_dtype, each.permutation is None) if isinstance(each, Int4Weight) else None
+            for each in weights
+        }
+        return kinds == {(first.group_size, first.scale_dtype, True)}
+    return all(type(each) is type(first) for each in weights)
+
+
+def bind_weights(weights: Sequence[Weight]) -> ExpertWeights:
+    """Matrices that are alike, 16-byte aligned, rows one distance apart. Raises ValueError where they differ."""
+    if not are_alike(weights):
+        raise ValueError("the experts' matrices differ in their format")
+    numbers = [_numbers(weight) for weight in weights]
+    first = numbers[0]
+    kind = first.shape, first.stride(), first.dtype, first.device
+    if any((other.shape, other.stride(), other.dtype, other.device) != kind for other in numbers):
+        raise ValueError("the experts' matrices differ in shape, layout or type")
+    if first.stride(-1) != 1 or any(other.data_ptr() % 16 for other in numbers):
+        raise ValueError("the experts' matrices must begin on 16 bytes and have contiguous rows")
+    scales = [_scales(weight) for weight in weights if not isinstance(weight, torch.Tensor)]
+    return ExpertWeights(_addresses(numbers), _addresses(scales) if scales else None, weights[0], (*numbers, *scales))
+
+
+def _addresses(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    return torch.tensor([tensor.data_ptr() for tensor in tensors], dtype=torch.int64).to(tensors[0].device)
+
+
+def _numbers(weight: Weight) -> torch.Tensor:
+    if isinstance(weight, torch.Tensor):
+        return weight
+    return weight.words if isinstance(weight, Int4Weight) else weight.values
+
+
+def _scales(weight: Int8Weight | Fp8Weight | Int4Weight) -> torch.Tensor:
+    """A scale for the whole of a matrix is the scale of each of its rows."""
+    if isinstance(weight, Int4Weight):
+        return weight.scales_zeros.contiguous()
+    return weight.scales.expand(weight.values.shape[0]).contiguous()

@@ -1,0 +1,129 @@
+"""Products of all experts with weights of 4 bits in one launch: the loop of linear_int4.py under the tiles of experts.py.
+
+A gated program takes as many outputs of either half side by side, so that it is one loop, and parts its sums behind it.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.quantised_weights import CHUNK_COLUMNS, Int4Weight
+from kernels.triton.activation import activated
+from kernels.triton.compilation import Compilation
+from kernels.triton.expert_tiles import SMALL_CARDS, SortedTokens, own_tile
+from kernels.triton.expert_weights import ExpertWeights
+from kernels.triton.int4_codes import int4_sums
+from kernels.triton.linear_int4 import DTYPES, Int4Tiles
+from kernels.triton.linear_tiles import SPILL_BYTES_MAX
+from kernels.triton.tuning import capability, power_of_two
+
+OUTPUTS = 128  # of a program, both halves of a gated one together
+
+
+@triton.jit
+def grouped_int4_kernel(
+    x_ptr, words_ptr, scales_zeros_ptr, order_ptr, offsets_ptr, factors_ptr, out_ptr,
+    N, K, stride_x, stride_out, num_chunks, row_tiles,
+    NUM_CHOSEN: tl.constexpr, ACTIVATION: tl.constexpr, EXPERTS: tl.constexpr, EXPERTS_BLOCK: tl.constexpr,
+    GROUP: tl.constexpr, BFLOAT_SCALES: tl.constexpr, EVEN_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """As `grouped_kernel` of experts.py. words_ptr and scales_zeros_ptr: tables of addresses; N counts the columns of out."""
+    HALVES: tl.constexpr = 1 if ACTIVATION == "" else 2
+    tile = tl.program_id(0) % row_tiles
+    first_column = (tl.program_id(0) // row_tiles) * BLOCK_N
+    expert, first, last = own_tile(offsets_ptr, tile, EXPERTS, EXPERTS_BLOCK, BLOCK_M)
+    if expert >= EXPERTS:
+        return
+    sorted_places = first + tl.arange(0, BLOCK_M)
+    row_mask = sorted_places < last
+    places = tl.load(order_ptr + sorted_places, mask=row_mask, other=0)
+    x_rows = sorted_places if ACTIVATION == "" else places // NUM_CHOSEN
+    lanes = tl.arange(0, HALVES * BLOCK_N)
+    within = first_column + lanes % BLOCK_N
+    words = tl.multiple_of(tl.load(words_ptr + expert).to(tl.pointer_type(tl.int16)), 16)
+    scales_zeros = tl.load(scales_zeros_ptr + expert).to(tl.pointer_type(tl.int32))
+    acc = int4_sums(
+        x_ptr, x_rows, row_mask, stride_x, words, scales_zeros, within + (lanes // BLOCK_N) * N, within < N, HALVES * N, K,
+        0, num_chunks, GROUP=GROUP, BFLOAT_SCALES=BFLOAT_SCALES, EVEN_K=EVEN_K, STAGES=STAGES,
+    )  # fmt: skip
+    if ACTIVATION == "":
+        acc *= tl.load(factors_ptr + places, mask=row_mask, other=0.0).to(tl.float32)[:, None]
+        out_rows = places
+    else:
+        gate, up = tl.split(tl.permute(tl.reshape(acc, (BLOCK_M, 2, BLOCK_N)), (0, 2, 1)))
+        acc = activated(gate, up, ACTIVATION == "gelu_tanh")
+        out_rows = sorted_places
+    columns = first_column + tl.arange(0, BLOCK_N)
+    out_places = out_ptr + out_rows.to(tl.int64)[:, None] * stride_out + columns[None, :]
+    tl.store(out_places, acc.to(out_ptr.dtype.element_ty), mask=row_mask[:, None] & (columns < N)[None, :])
+
+
+def launch(
+    x: torch.Tensor,
+    weights: ExpertWeights,
+    kind: Int4Weight,
+    tokens: SortedTokens,
+    activation: str,
+    factors: torch.Tensor | None,
+    out: torch.Tensor,
+) -> None:
+    """What `grouped_linear` of experts.py says. x: 16 bits, else ValueError. `kind` is one of the weights, as all are."""
+    if x.dtype not in DTYPES:
+        raise ValueError(f"weights of 4 bits are multiplied with rows of 16 bits, not {x.dtype}")
+    num_places, num_outputs = out.shape
+    num_experts, num_columns = weights.num_experts, kind.num_columns
+    tiles = group_int4_tiles(num_places, num_experts, capability(x.device), gated=activation != "")
+    row_tiles = num_places // tiles.block_m + min(num_experts, num_places)
+    grouped_int4_kernel[(row_tiles * triton.cdiv(num_outputs, tiles.block_n),)](
+        x, weights.table, weights.scales, tokens.order, tokens.offsets, factors, out,
+        num_outputs, num_columns, x.stride(0), out.stride(0), kind.words.shape[0], row_tiles,
+        NUM_CHOSEN=tokens.num_chosen, ACTIVATION=activation, EXPERTS=num_experts, EXPERTS_BLOCK=power_of_two(num_experts),
+        GROUP=kind.group_size, BFLOAT_SCALES=kind.scale_dtype is torch.bfloat16, EVEN_K=num_columns % CHUNK_COLUMNS == 0,
+        BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, STAGES=tiles.num_stages, num_warps=tiles.num_warps,
+    )  # fmt: skip
+
+
+def group_int4_tiles(num_places: int, num_experts: int, capability: int, *, gated: bool) -> Int4Tiles:
+    """By how many tokens an expert has if all have the same number; sizes as `int4_tiles` has them."""
+    rows, small = num_places / num_experts, capability in SMALL_CARDS
+    block_n = OUTPUTS // 2 if gated else OUTPUTS
+    if rows <= 32:
+        return Int4Tiles(16 if rows <= 16 else 32, block_n, num_warps=4, num_stages=4 if small else 6)
+    if rows <= 96 or capability != 90:
+        return Int4Tiles(64, block_n, num_warps=4 if rows <= 96 else 8, num_stages=3)
+    return Int4Tiles(128, block_n, num_warps=8, num_stages=3)
+
+
+def compilations() -> list[Compilation]:
+    """Qwen3-30B-A3B (128 experts, 8 chosen) in groups of 128, from a decode step to a prefill; smaller groups in the lowest."""
+    asked = [(80, 128, (16, 512)), (89, 128, (16, 512)), (90, 128, (16, 32, 64, 512)), (90, 32, (16,)), (100, 128, (16, 512))]
+    return [
+        _compilation(number, group, each, activation)
+        for number, group, tokens_each in asked
+        for each in tokens_each
+        for activation in ("silu", "")
+    ]
+
+
+def _compilation(number: int, group: int, each: int, activation: str) -> Compilation:
+    tiles = group_int4_tiles(each * 128, 128, number, gated=activation != "")
+    sizes = ("N", "K", "stride_x", "stride_out")
+    passed = {} if activation else {"factors_ptr": "*bf16"}
+    return Compilation(
+        f"grouped_{'gated' if activation else 'down'}_int4_group{group}_128experts_{each * 128}_sm{number}",
+        grouped_int4_kernel,
+        {
+            "x_ptr": "*bf16", "words_ptr": "*i64", "scales_zeros_ptr": "*i64", "order_ptr": "*i32", "offsets_ptr": "*i32",
+            "out_ptr": "*bf16", **passed, **dict.fromkeys((*sizes, "num_chunks", "row_tiles"), "i32"),
+        },
+        {
+            **({"factors_ptr": None} if activation else {}), "NUM_CHOSEN": 8, "ACTIVATION": activation, "EXPERTS": 128,
+            "EXPERTS_BLOCK": 128, "GROUP": group, "BFLOAT_SCALES": False, "EVEN_K": True, "BLOCK_M": tiles.block_m,
+            "BLOCK_N": tiles.block_n, "STAGES": tiles.num_stages,
+        },
+        tiles.num_warps, tiles.num_stages, (number,), tensor_cores=True, small_tile=tiles.block_m < 64, divisible=sizes,
+        spill_bytes_max=SPILL_BYTES_MAX,
+    )  # fmt: skip
