@@ -102,7 +102,7 @@ def _row(decision: LimitDecision, console: Console, tenant: Tenant) -> dict[str,
         "left": shown(max(decision.level, 0)),
         "limit": shown(decision.limit),
         "allowed": decision.allowed,
-        "wait": "never" if decision.wait_s is None else duration(decision.wait_s),
+        "wait": "never" if decision.wait_s is None else f"{'about ' * decision.estimated}{duration(decision.wait_s)}",
     }
 
 

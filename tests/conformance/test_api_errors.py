@@ -243,7 +243,8 @@ async def test_concurrent_requests(server: Server) -> None:
         await stream.close()
 
     assert error.code == "rate_limit_exceeded"
-    assert error.response.headers["retry-after"] == "1"
+    assert 1 <= int(error.response.headers["retry-after"]) <= 60, "an estimate of when the stream ends"
+    assert "about" in error.message
 
 
 async def test_the_monthly_budget(server: Server) -> None:

@@ -64,7 +64,7 @@ async def test_every_limit_says_what_it_thinks_and_nothing_is_taken(box: ApiBox)
     }
     assert decisions["model", "demo", "tokens"] == {
         "scope": "model", "model": "demo", "kind": "tokens", "mode": "enforce", "allowed": True,
-        "need": 20, "limit": 50, "level": 50, "wait_s": 0.0, "held": False, "ahead": 0,
+        "need": 20, "limit": 50, "level": 50, "wait_s": 0.0, "held": False, "estimated": False, "ahead": 0,
     }  # fmt: skip
     assert answers[0]["reserved_tokens"] == 20
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from appliance.metering.limits.rules import Asked
 from appliance.tenancy.access import WHOLE_BOX
-from appliance.tenancy.principals import Limits, TenantChanges
+from appliance.tenancy.principals import Limits, Principal, TenantChanges
 from tests.support.console_fixtures import Box
 
 
@@ -49,6 +50,19 @@ async def test_asking_takes_nothing(box: Box) -> None:
     alice = await box.alice()
     for _ in range(3):
         assert "It passes" in (await alice.fragment(f"{path}?model=demo&prompt_tokens=400&max_tokens=100")).text
+
+
+async def test_a_wait_for_running_requests_is_told_as_a_guess(box: Box) -> None:
+    path = await limited(box, concurrent_requests=1)
+    person = box.cast.bob
+    tenant = await box.services.tenants.get(person.tenant.id, access=WHOLE_BOX)
+    running = Asked(
+        principal=Principal(tenant=tenant, key=person.key), model="demo", prompt_tokens=1, max_output_tokens=1, price=None
+    )
+    await box.services.admission.admit(running)
+    page = (await (await box.alice()).fragment(f"{path}?model=demo")).text
+    assert "about 1" in page
+    assert "when running requests have probably ended" in page
 
 
 async def test_what_shadow_mode_would_refuse_passes_and_is_marked(box: Box) -> None:

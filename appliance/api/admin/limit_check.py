@@ -32,7 +32,10 @@ class LimitCheckBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class LimitDecisionShape(msgspec.Struct, kw_only=True):
-    """What one limit says. `need`, `limit` and `level` of a budget are in pico-units of money. `wait_s` null: never."""
+    """What one limit says. `need`, `limit` and `level` of a budget are in pico-units of money. `wait_s` null: never.
+
+    `estimated`: only running requests stand in the way, and `wait_s` is when they have probably ended.
+    """
 
     scope: str
     model: str | None
@@ -44,6 +47,7 @@ class LimitDecisionShape(msgspec.Struct, kw_only=True):
     level: int
     wait_s: float | None
     held: bool
+    estimated: bool
     ahead: int
 
 

@@ -24,7 +24,7 @@ from appliance.metering.limits.expectations import Expectations
 from appliance.metering.limits.levels import LevelRow, SavedLevel
 from appliance.metering.limits.queue import AdmissionQueue, Later, Refusals, Waiter, may_wait, on_the_loop
 from appliance.metering.limits.quotas import ALL_TENANTS, LimitDecision, LimitKind, Moment, Owner
-from appliance.metering.limits.refusals import refusal
+from appliance.metering.limits.remaining import Endings
 from appliance.metering.limits.reservations import Reservation, Work
 from appliance.metering.limits.rules import Asked, Rule, holds_for, owners_of, rules_for
 from appliance.metering.limits.sums import SumsReader
@@ -114,6 +114,7 @@ class Admission:
         self._allowances: dict[Owner, Allowance] = {}
         self._expectations = Expectations(sums)
         self._live: set[Reservation] = set()
+        self._endings = Endings(self._live, self._moment)
         self._unsaved: set[Allowance] = set()
         self._queue = AdmissionQueue(clock, later=later)
         self._waits = waits
@@ -136,7 +137,7 @@ class Admission:
         if isinstance(answer, Reservation):
             return answer
         if not may_wait(answer.decisions, patience.wait_s) or not self._queue.has_room(answer):
-            raise refusal(answer.decisions)
+            raise answer.told
         waiting = self._queue.wait(
             answer,
             allowances,
@@ -198,7 +199,7 @@ class Admission:
         needs = self._needs(asked, allowances)
         at = self._moment()
         decisions = [
-            decision
+            self._endings.estimate(allowance, decision)
             for allowance, need in zip(allowances, needs.each, strict=True)
             for decision in allowance.decisions(need, at, self._queue.ahead(allowance))
         ]
@@ -314,7 +315,7 @@ class Admission:
             elif refusals:
                 overlooked[allowance] = refusals
         if refused:
-            return Refusals(by=refused)
+            return Refusals(by=refused, estimate=self._endings.estimate)
         holds = [
             allowance.overlook(at) if allowance in overlooked else allowance.take(need, at)
             for allowance, need in zip(allowances, needs.each, strict=True)

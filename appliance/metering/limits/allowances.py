@@ -15,8 +15,7 @@ from appliance.metering.limits.sums import RECENT, PeriodSums
 from appliance.metering.limits.token_bucket import MICROS_PER_S, Take, TokenBucket, ceil_to_ms
 from appliance.tenancy.principals import Limits
 
-CONCURRENCY_RETRY_S = 1.0  # nobody knows when a running request ends
-HELD_RETRY_S = 1.0  # nor when it gives back what it holds and does not use
+RUNNING_RETRY_S = 1.0  # nobody knows when a running request ends and gives back what it does not use: the least to be told
 SHADOW = "shadow"
 WINDOWS_KEPT = 4
 
@@ -217,7 +216,7 @@ class Allowance:
 
     def _concurrency(self, limit: int, ahead: Ahead) -> LimitDecision:
         allowed = self.running + ahead.requests < limit
-        wait_s = None if limit < 1 else CONCURRENCY_RETRY_S
+        wait_s = None if limit < 1 else RUNNING_RETRY_S
         return self._decide("concurrency", allowed, 1, limit, limit - self.running, wait_s, ahead=ahead)
 
     def _bucket(
@@ -241,7 +240,7 @@ class Allowance:
         left = limit - used - window.reserved
         allowed = need <= left and not ahead.for_window
         held = not allowed and used + need <= limit
-        return self._decide(kind, allowed, need, limit, left, HELD_RETRY_S if held else wait_s, held=held, ahead=ahead)
+        return self._decide(kind, allowed, need, limit, left, RUNNING_RETRY_S if held else wait_s, held=held, ahead=ahead)
 
     def _decide(
         self,

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from appliance.base.clock import Clock
+from appliance.base.errors import Refused
 from appliance.metering.limits.allowances import NOBODY, Ahead, Allowance, Need
 from appliance.metering.limits.quotas import LimitDecision
 from appliance.metering.limits.refusals import refusal
@@ -28,7 +29,6 @@ WAITING_MAX = 1024
 LINE_MAX = 256
 ROUNDING_S = 0.001  # waits are told in whole milliseconds, rounded up
 WINDOWS = ("tokens_per_day", "budget")
-UNKNOWN_WAITS = ("concurrency",)  # they end when a running request does
 
 
 class Abandoned(Exception):
@@ -53,14 +53,21 @@ def on_the_loop(delay_s: float, call: Callable[[], None]) -> Alarm:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refusals:
-    """Why a request was not admitted: each refusing decision, with whose limit it is."""
+    """Why a request was not admitted: each refusing decision, with whose limit it is. `estimate` guesses when running requests
+    make room: that takes a while, so it is asked only for what is told to somebody."""
 
     by: Sequence[tuple[Allowance, LimitDecision]]
+    estimate: Callable[[Allowance, LimitDecision], LimitDecision] = lambda _allowance, decision: decision
 
     @property
     def decisions(self) -> list[LimitDecision]:
         """Return the decisions alone."""
         return [decision for _allowance, decision in self.by]
+
+    @property
+    def told(self) -> Refused:
+        """Return the error that tells of them."""
+        return refusal([self.estimate(allowance, decision) for allowance, decision in self.by])
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -172,7 +179,7 @@ class AdmissionQueue:
         left_s = waiter.deadline_s - self._clock.monotonic_s()
         if left_s <= 0 or not may_wait(answer.decisions, left_s + ROUNDING_S):
             left = self._leave(waiter)
-            waiter.answer.set_exception(refusal(answer.decisions))
+            waiter.answer.set_exception(answer.told)
             return left
         return self._stand_in_line(waiter, answer)
 
@@ -231,7 +238,7 @@ async def _never() -> None:
 
 def known_wait_s(decisions: Iterable[LimitDecision]) -> float:
     """Return after what time the refusing limits of which that is known have room: 0 when all depend on running requests."""
-    known = [decision.wait_s for decision in decisions if not (decision.held or decision.kind in UNKNOWN_WAITS)]
+    known = [decision.wait_s for decision in decisions if not decision.estimated]
     return max((wait_s for wait_s in known if wait_s is not None), default=0.0)
 
 

@@ -59,6 +59,8 @@ class LimitDecision:
     `wait_s` is None when waiting cannot help. Budgets are in pico-units of `currency`. `model` is None for a limit over all
     models. In the mode `shadow` it refuses nobody. `held`: it refuses only for what running requests hold, of which they may
     give something back when they end. `ahead` requests wait before this one for the same limit.
+
+    A wait is exact, but where only running requests stand in the way: nobody knows when they end, and it is `estimated`.
     """
 
     allowed: bool
@@ -73,3 +75,8 @@ class LimitDecision:
     held: bool = False
     ahead: int = 0
     currency: str = ""
+
+    @property
+    def estimated(self) -> bool:
+        """Return whether `wait_s` is a guess about when running requests end."""
+        return not self.allowed and self.wait_s is not None and (self.held or self.kind == "concurrency")

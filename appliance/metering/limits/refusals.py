@@ -28,7 +28,7 @@ def refusal(decisions: Sequence[LimitDecision]) -> Refused:
     longest = max(decisions, key=lambda decision: decision.wait_s or 0.0)
     wait_s = longest.wait_s or 0.0
     return RateLimitExceeded(
-        f"{_reason(longest)}; try again in {wait_s:.3f} s" + (", or ask for fewer max_tokens" if longest.held else ""),
+        f"{_reason(longest)}; try again in {_about(longest)}" + (", or ask for fewer max_tokens" if longest.held else ""),
         limit_type=_limit_type(longest),
         retry_after_s=wait_s,
     )
@@ -58,6 +58,11 @@ def _never_fits(decision: LimitDecision) -> RequestExceedsLimit:
 def _money(picos: int, currency: str) -> str:
     """Return an amount in units, never more than there is."""
     return f"{format_micros(picos // PICOS_PER_MICRO).rstrip('0').rstrip('.')} {currency}"
+
+
+def _about(decision: LimitDecision) -> str:
+    wait_s = decision.wait_s or 0.0
+    return f"about {wait_s:.0f} s, when running requests have probably ended" if decision.estimated else f"{wait_s:.3f} s"
 
 
 def _reason(decision: LimitDecision) -> str:

@@ -58,6 +58,8 @@ class Reservation:
         self._on_end = on_end
         self._cut_at_budget = cut_at_budget
         self._ended = False
+        self.output_tokens = 0
+        self._first: tuple[float, int] | None = None  # when output was first heard of, and how much
 
     @property
     def tokens_reserved(self) -> int:
@@ -71,12 +73,29 @@ class Reservation:
 
     def note(self, cached_tokens: int, completion_tokens: int, rejected_tokens: int = 0) -> LimitDecision | None:
         """Say how far the request is; return the refusal of a budget that is spent with it, if it is to end for that."""
+        self.output_tokens = completion_tokens
+        if self._first is None and completion_tokens:
+            self._first = (self._moment().monotonic_s, completion_tokens)
         if not self._cut_at_budget or self._ended:
             return None
         at = self._moment()
         cost_picos = self.work.cost(cached_tokens, completion_tokens, rejected_tokens=rejected_tokens)
         spent = [refusal for hold in self.holds if (refusal := hold.note(cost_picos, at)) is not None]
         return spent[0] if spent else None
+
+    def token_s(self, now_s: float) -> float | None:
+        """Return the seconds that a token of its answers takes together, None before the second time that it was heard of."""
+        if self._first is None or self.output_tokens <= self._first[1]:
+            return None
+        return (now_s - self._first[0]) / (self.output_tokens - self._first[1])
+
+    @property
+    def tokens_left(self) -> int:
+        """Return how many output tokens are probably still to come: up to what was expected, and beyond that as many again as
+        there were, within the longest that it may take."""
+        prompt, had = self.work.prompt_tokens, self.output_tokens
+        expected, longest = self.need.expected.tokens - prompt, self.need.worst.tokens - prompt
+        return expected - had if had < expected else max(min(had, longest - had), 0)
 
     def settle(self, tokens_used: int, *, cached_tokens: int = 0, rejected_tokens: int = 0) -> None:
         """Replace the reservation by the tokens that are billed, `cached_tokens` of them at the cached price.

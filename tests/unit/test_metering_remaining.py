@@ -1,0 +1,117 @@
+"""`retry-after` where only running requests stand in the way: an estimate from how far they are and how fast they go."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from appliance.base.errors import RateLimitExceeded
+from appliance.metering.limits.admission import Admission, Patience
+from appliance.metering.limits.remaining import WAIT_S_MAX, WAIT_S_MIN
+from appliance.metering.limits.reservations import Reservation
+from appliance.metering.limits.rules import Asked
+from appliance.tenancy.principals import Limits, Principal
+from tests.support.clock import FakeClock
+from tests.support.factories import principal
+from tests.support.sums import NothingYet
+
+
+def asked(who: Principal, output: int | None = 100, prompt: int = 10, room: int | None = None) -> Asked:
+    return Asked(principal=who, model="demo", prompt_tokens=prompt, max_output_tokens=output, price=None, output_room=room)
+
+
+def generate(clock: FakeClock, reservation: Reservation, tokens: int, token_s: float) -> None:
+    """Let a request get so many tokens more, in the time that they take."""
+    for _ in range(tokens):
+        clock.advance(token_s)
+        reservation.note(0, reservation.output_tokens + 1)
+
+
+async def told_s(admission: Admission, who: Principal, output: int | None = 100, prompt: int = 10) -> float:
+    """Return when a refused client is told to come back; the forecast says the same, and that it is an estimate."""
+    with pytest.raises(RateLimitExceeded) as refused:
+        await admission.admit(asked(who, output, prompt))
+    (decision,) = (await admission.forecast(asked(who, output, prompt))).refusals
+    assert decision.estimated
+    assert decision.wait_s == refused.value.retry_after_s
+    assert "about" in refused.value.message
+    assert refused.value.retry_after_s is not None
+    return refused.value.retry_after_s
+
+
+@pytest.fixture
+def admission(clock: FakeClock) -> Admission:
+    return Admission(clock, NothingYet())
+
+
+async def test_who_waits_for_a_place_is_told_when_the_first_of_those_who_run_has_probably_ended(
+    admission: Admission, clock: FakeClock
+) -> None:
+    bob = principal(Limits(concurrent_requests=2))
+    first, second = await admission.admit(asked(bob)), await admission.admit(asked(bob, 20))
+    generate(clock, first, 41, 0.1)
+    assert await told_s(admission, bob) == 2, "20 tokens at the pace of the other, as nothing is known of the second's own"
+    generate(clock, second, 10, 1.0)
+    assert await told_s(admission, bob) == 10
+    second.settle(30)
+    await admission.admit(asked(bob))
+
+
+async def test_nothing_is_told_that_nobody_knows(admission: Admission) -> None:
+    bob = principal(Limits(concurrent_requests=1))
+    await admission.admit(asked(bob))
+    assert await told_s(admission, bob) == WAIT_S_MIN
+
+
+async def test_a_long_answer_is_no_reason_to_stay_away_for_long(admission: Admission, clock: FakeClock) -> None:
+    bob = principal(Limits(concurrent_requests=1))
+    long = await admission.admit(asked(bob, 200))
+    generate(clock, long, 2, 5.0)
+    assert await told_s(admission, bob) == WAIT_S_MAX
+    generate(clock, long, 197, 0.01)
+    assert await told_s(admission, bob) == WAIT_S_MIN
+
+
+async def test_who_is_longer_than_expected_goes_on_for_as_long_again_within_what_he_may(
+    admission: Admission, clock: FakeClock
+) -> None:
+    bob = principal(Limits(concurrent_requests=1))
+    running = await admission.admit(asked(bob, None, room=1000))
+    generate(clock, running, 301, 0.1)
+    assert await told_s(admission, bob) == 31  # 301 more
+    generate(clock, running, 600, 0.1)
+    assert await told_s(admission, bob) == 10  # 99 are left
+
+
+async def test_who_waits_for_what_is_held_is_told_when_enough_of_it_is_probably_given_back(
+    admission: Admission, clock: FakeClock
+) -> None:
+    bob = principal(Limits(tokens_per_day=2200))
+    first = await admission.admit(asked(bob, None, room=990))  # holds 1000 and is expected to take 266
+    second = await admission.admit(asked(bob, None, room=990))
+    generate(clock, first, 156, 0.1)
+    generate(clock, second, 56, 0.1)
+    # 200 are left. The first gives 734 back after its last 100 tokens, the second as much after its last 200, 0.1 s each.
+    # (The first had 156 in 21.1 s, because it stood still while the second ran.)
+    assert await told_s(admission, bob, prompt=600) == 14
+    assert await told_s(admission, bob, prompt=1300) == 20
+
+
+async def test_those_who_wait_before_take_the_first_places(admission: Admission, clock: FakeClock) -> None:
+    bob = principal(Limits(concurrent_requests=2))
+    first, second = await admission.admit(asked(bob)), await admission.admit(asked(bob))
+    for _ in range(41):
+        generate(clock, first, 1, 0.1)
+        second.note(0, first.output_tokens // 2)
+    assert await told_s(admission, bob) == 6
+    waiting = asyncio.ensure_future(admission.admit(asked(bob), Patience(wait_s=60)))
+    await asyncio.sleep(0)
+    assert await told_s(admission, bob) > 15, "the first place is the other's"
+    first.settle(50)
+    (await waiting).void()
+
+
+async def test_what_never_comes_is_no_estimate(admission: Admission) -> None:
+    (decision,) = (await admission.forecast(asked(principal(Limits(concurrent_requests=0))))).refusals
+    assert (decision.wait_s, decision.estimated) == (None, False)
