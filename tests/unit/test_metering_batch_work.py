@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from pypdf import PdfReader
 from sqlalchemy import update
 
 from appliance.api.admin.invoice_shapes import invoice_shape
@@ -23,6 +24,7 @@ from appliance.metering.calendar import BillingCalendar
 from appliance.metering.invoicing.csv_file import render_csv
 from appliance.metering.invoicing.invoices import Invoices
 from appliance.metering.invoicing.lines import InvoiceLine
+from appliance.metering.invoicing.pdf import render_pdf
 from appliance.metering.invoicing.wording import ABORT_POLICY, line_name
 from appliance.metering.ledger.corrections import Correction, Corrections
 from appliance.metering.ledger.records import Checkpoint, UsageEvent
@@ -225,6 +227,9 @@ async def test_the_files_of_an_invoice_say_which_lines_are_batch_work_and_how_ab
     assert len(rows) == len(draft.lines), "a row is a line: nothing else stands in the file"
     assert [line.batch for line in shape.lines] == [line.batch for line in draft.lines]
     assert shape.abort_policy == ABORT_POLICY
+    (page,) = [page.extract_text() for page in PdfReader(io.BytesIO(render_pdf(draft))).pages]
+    assert page.count("Prompt tokens, batch") == 2
+    assert line_name(draft.lines[-1]) in page
 
 
 def test_the_name_of_a_line_says_that_it_is_batch_work() -> None:

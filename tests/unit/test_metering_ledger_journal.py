@@ -624,6 +624,13 @@ def test_a_later_version_reads_what_the_first_one_left() -> None:
     assert not entry.entry.batch, "nothing was batch work before there was any"
 
 
+def test_a_version_before_reads_what_a_later_one_left_but_for_what_it_has_no_word_for() -> None:
+    journaled = Journaled(epoch_id="epoch", currency="EUR", billing_day=START.date(), entry=pending_of_nobody(FakeClock()))
+    later = encode(journaled).replace(b'"batch":true', b'"batch":true,"from_later":{"x":[1]}')
+    assert b"from_later" in later
+    assert decode(later) == journaled
+
+
 async def test_what_stands_in_the_journal_alone_is_counted_without_touching_it(
     database: Database, database_url: str, clock: FakeClock, cast: Cast
 ) -> None:
