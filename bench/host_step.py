@@ -75,8 +75,9 @@ class NoSampler(ColumnSampler):
     """Everybody says token 0."""
 
     def choose(
-        self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, kind: Kind, masks: torch.Tensor | None = None
-    ) -> Chosen:
+        self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, kind: Kind, masks: torch.Tensor | None = None,
+        *, scores_out: torch.Tensor | None = None,
+    ) -> Chosen:  # fmt: skip
         return Chosen(torch.zeros(len(slots), dtype=torch.int64), None)
 
 

@@ -271,8 +271,6 @@ class Decoder:
         """hidden: [B, hidden] → [B, V] float32; unless `wide`, in the format of the product where nothing follows it"""
         assert self._head_kernel is not None, "the weights are not packed yet, or there is no head"
         logits = self._head_kernel(hidden)
-        if wide or self._divisor != 1.0 or self._softcap is not None:
-            logits = logits.float()
-        if self._divisor != 1.0:
-            logits.div_(self._divisor)
-        return logits if self._softcap is None else logits.div_(self._softcap).tanh_().mul_(self._softcap)
+        if self._divisor != 1.0 or self._softcap is not None:
+            return self._ops.cap_logits(logits.float(), divisor=self._divisor, softcap=self._softcap)
+        return logits.float() if wide else logits

@@ -124,10 +124,9 @@ class DecodeStep:
 
     def _choose(self, logits: torch.Tensor, size: int, kind: Kind, masks: torch.Tensor | None) -> None:
         rows = self.rows[:size]
-        chosen = self._sampler.choose(logits, rows, self._context_lens[:size], kind, masks)
+        out = self.scores[:size, : scores.width(kind.num_top)] if kind.num_top else None
+        chosen = self._sampler.choose(logits, rows, self._context_lens[:size], kind, masks, scores_out=out)
         self._state.advance(rows, chosen.tokens, out=self.sampled[:size])
-        if chosen.scores is not None:
-            self.scores[:size, : chosen.scores.shape[1]].copy_(chosen.scores)
 
     def _inputs(self, size: int) -> BatchInputs:
         positions, tables, lens = self._positions[:size], self._block_tables[:size], self._context_lens[:size]

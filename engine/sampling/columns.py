@@ -185,12 +185,17 @@ class ColumnSampler:
         positions: torch.Tensor,
         kind: Kind,
         masks: torch.Tensor | None = None,
+        *,
+        scores_out: torch.Tensor | None = None,
     ) -> Chosen:
         """logits: [R, V], left as they are; slots: [R] int32, below 0 is padding; positions: [R], index of the chosen token in
-        prompt plus output; masks: [R, ceil(V / 32)] int32, what may be chosen. Can be captured in a graph."""
+        prompt plus output; masks: [R, ceil(V / 32)] int32, what may be chosen; scores_out: [R, W] int64, for the scores. Can be
+        captured in a graph."""
         tokens: torch.Tensor = self._kernels.sample(
             logits, slots, positions, self.columns, masks=masks, workspace=self._workspace, weighs=kind.weighs
         )
         if kind.counts:
             self._ops.count_tokens(slots, tokens, self.columns.counts)
-        return Chosen(tokens, scores.packed(self._ops, logits, tokens, kind.num_top) if kind.num_top else None)
+        if not kind.num_top:
+            return Chosen(tokens, None)
+        return Chosen(tokens, scores.packed(self._ops, logits, tokens, kind.num_top, out=scores_out))

@@ -27,12 +27,19 @@ def width(num_top: int) -> int:
     return 1 + 2 * (1 + num_top)
 
 
-def packed(kernels: ops.Operations, logits: torch.Tensor, tokens: torch.Tensor, num_top: int) -> torch.Tensor:
-    """logits: [R, V] as the model has them; tokens: [R] int64, below 0 is none → [R, width(num_top)] int64"""
+def packed(
+    kernels: ops.Operations, logits: torch.Tensor, tokens: torch.Tensor, num_top: int, *, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """logits: [R, V] as the model has them; tokens: [R] int64, below 0 is none → [R, width(num_top)] int64, `out` if there is
+    one"""
+    if kernels.score_tokens is not None:
+        table = torch.empty(len(tokens), width(num_top), dtype=torch.int64) if out is None else out
+        kernels.score_tokens(logits, tokens, num_top, out=table)
+        return table
     likeliest = logits.float().topk(num_top, dim=-1).indices
     ids = torch.cat((tokens[:, None], likeliest), dim=1)
     logprobs, ranks = kernels.token_logprobs(logits, ids)
-    return torch.cat((ranks[:, None].long(), ids, logprobs.double().view(torch.int64)), dim=1)
+    return torch.cat((ranks[:, None].long(), ids, logprobs.double().view(torch.int64)), dim=1, out=out)
 
 
 def unpacked(row: torch.Tensor, count: int) -> TokenLogprob:

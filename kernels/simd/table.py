@@ -15,8 +15,10 @@ from kernels.simd.decode_inputs import advance_slots, prepare_decode
 from kernels.simd.embedding import embed, rotation_rows
 from kernels.simd.launching import OperationSequence
 from kernels.simd.linear import pack_linear
+from kernels.simd.logits import cap_logits
 from kernels.simd.norm import add_rms_norm, rms_norm
 from kernels.simd.rope_and_cache import rope_and_cache
+from kernels.simd.scores import score_tokens
 from kernels.simd.threads import pool
 from kernels.simd.token_counts import count_tokens
 from kernels.simd.vectors import LANES
@@ -73,4 +75,6 @@ OPERATIONS = replace(
     pages=_suits,
     is_row_invariant=True,
     sequence=OperationSequence,
+    score_tokens=score_tokens,
+    cap_logits=cap_logits,
 )

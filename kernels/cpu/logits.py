@@ -1,0 +1,12 @@
+"""What some models do to their logits behind the output head, in torch."""
+
+from __future__ import annotations
+
+import torch
+
+
+def cap_logits(logits: torch.Tensor, *, divisor: float = 1.0, softcap: float | None = None) -> torch.Tensor:
+    """logits: [R, V] float32, in place and returned: divided (Granite), then, with a cap c, c · tanh(logits / c) (Gemma 2)."""
+    if divisor != 1.0:
+        logits.div_(divisor)
+    return logits if softcap is None else logits.div_(softcap).tanh_().mul_(softcap)
