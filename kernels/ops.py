@@ -38,7 +38,16 @@ from kernels.quantised_linear import (
     quantize_rows_fp8,
     to_fp8,
 )
-from kernels.quantised_weights import Fp8Weight, Int4Weight, Int8Weight, pack_awq, pack_fp8, pack_gptq, pack_int8
+from kernels.quantised_weights import (
+    Fp8Weight,
+    Int4Weight,
+    Int8Weight,
+    int4_scale_dtype,
+    pack_awq,
+    pack_fp8,
+    pack_gptq,
+    pack_int8,
+)
 from kernels.recorded_operations import NotRecordable, RecordedOperations
 from kernels.residual_stream import Stream
 from kernels.sampling_columns import HELD_IDS_MAX, SamplingColumns
@@ -78,6 +87,7 @@ __all__ = [
     "gelu_tanh",
     "gelu_tanh_mul",
     "implementation",
+    "int4_scale_dtype",
     "invariant_planner",
     "layer_norm",
     "mix_experts",

@@ -180,13 +180,20 @@ def _words(codes: torch.Tensor) -> torch.Tensor:
     return words
 
 
+def int4_scale_dtype(scales: torch.Tensor) -> torch.dtype:
+    """The type of 16 bits that `Int4Weight` keeps these in. Raises ValueError where none holds them exactly."""
+    if scales.dtype in SCALE_DTYPES:
+        return scales.dtype
+    for dtype in SCALE_DTYPES:
+        if torch.equal(scales.to(dtype).to(scales.dtype), scales):
+            return dtype
+    raise ValueError(f"scales of {scales.dtype} that neither float16 nor bfloat16 holds exactly")
+
+
 def _scale_bits(scales: torch.Tensor) -> tuple[torch.Tensor, torch.dtype]:
     """The 16 bits of each scale as int32 without sign, and what they are the bits of."""
-    for dtype in (scales.dtype,) if scales.dtype in SCALE_DTYPES else SCALE_DTYPES:
-        narrow = scales.to(dtype)
-        if torch.equal(narrow.to(scales.dtype), scales):
-            return narrow.contiguous().view(torch.int16).to(torch.int32) & 0xFFFF, dtype
-    raise ValueError(f"scales of {scales.dtype} that neither float16 nor bfloat16 holds exactly")
+    dtype = int4_scale_dtype(scales)
+    return scales.to(dtype).contiguous().view(torch.int16).to(torch.int32) & 0xFFFF, dtype
 
 
 def _unpacked_columns(packed: torch.Tensor, order: tuple[int, ...]) -> torch.Tensor:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from engine.config.quantization import Activations
-from engine.quantization.places import ScalePlace
+from engine.quantization.places import Fp8CodesPlace, ScalePlace
 from engine.quantization.products import fp8_product
 from engine.runner.weights import WeightPlan
 from kernels import ops
@@ -26,7 +26,7 @@ class Fp8Part:
             self._input_scale = torch.empty(1, dtype=torch.float32, device=device)
 
     def plan(self, plan: WeightPlan, module: str) -> None:
-        plan.add(f"{module}.weight", self._values)
+        plan.add(f"{module}.weight", Fp8CodesPlace(self._values))
         plan.add(f"{module}.weight_scale", ScalePlace(self._scales))
         if self._input_scale is not None:
             plan.add(f"{module}.input_scale", ScalePlace(self._input_scale))

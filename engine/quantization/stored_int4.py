@@ -30,7 +30,7 @@ class Int4Part:
         self._codes = CodesPlace(words, device, counts=True)
         self._zeros = CodesPlace((num_groups, rows // CODES_PER_WORD), device, counts=False)
         self._scales = GroupScalesPlace((num_groups, rows), device)
-        self._order = OrderPlace(columns, num_groups, device)
+        self._order = OrderPlace(columns, stored.group_size or columns, device)
         self._packed: ops.Int4Weight | None = None
 
     def plan(self, plan: WeightPlan, module: str) -> None:

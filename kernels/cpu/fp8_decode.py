@@ -14,7 +14,7 @@ BIAS_FACTOR = 256.0
 def decode_fp8(codes: torch.Tensor, dtype: torch.dtype, scales: torch.Tensor | None = None) -> torch.Tensor:
     """codes: float8_e4m3fn of any shape → code · scale in `dtype`; `scales` must broadcast with `codes`, None is one.
 
-    NaN becomes 480: who reads codes that nobody wrote must mask them.
+    NaN becomes 480: who reads codes that nobody wrote must mask them, and weights that hold it are refused when they are read.
     """
     bits = codes.view(torch.int8).to(torch.int16)  # the sign fills the upper half
     bits.bitwise_left_shift_(7).bitwise_and_(SIGN_AND_SEVEN_BITS)

@@ -19,9 +19,11 @@ from engine.errors import EngineConfigError, UnsupportedModel, WeightsError
 from engine.options import EngineOptions
 from engine.quantization import on_the_fly
 from engine.quantization.card import check_card
+from engine.verify import verify_model
 from tests.support import quantised_checkpoints as layouts
 from tests.support.engines import small_engine
 from tests.support.tiny_models import make_encoder, make_model
+from tests.support.tiny_tokenizer import VOCAB_SIZE, write_tokenizer
 
 SMALL: dict[str, Any] = {"device": "cpu", "threads": 1, "kv_cache_bytes": 1_000_000}
 PROMPT = [[(11 * i * i + i) % 120 + 3 for i in range(40)]]
@@ -145,10 +147,17 @@ def damaged(source: layouts.Written, directory: Path, **changes: Any) -> Path:
     return directory
 
 
+def with_code(code: int) -> torch.Tensor:
+    """A matrix in e4m3 whose last number has these bits."""
+    codes = torch.zeros(64, 64, dtype=torch.uint8)
+    codes[-1, -1] = code
+    return codes.view(torch.float8_e4m3fn)
+
+
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, layouts.Written]:
     directory = tmp_path_factory.mktemp("damaged")
-    make_model("llama", directory / "plain", **layouts.SIZES)
+    make_model("llama", directory / "plain", vocab_size=VOCAB_SIZE, **layouts.SIZES)
     fp8 = layouts.fp8(per_row=True, activations="static", compressed=True)
     made = {"fp8": fp8, "awq": layouts.awq(), "gptq": layouts.gptq()}
     return {name: layouts.write(directory / "plain", directory / name, layout) for name, layout in made.items()}
@@ -181,14 +190,29 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, layouts.Writt
         ("awq", {"scales": torch.ones(4, 64)}, r"q_proj.scales has shape \(4, 64\), expected \(2, 64\): group_size says so"),
         ("gptq", {"g_idx": torch.zeros(64)}, "q_proj.g_idx is torch.float32"),
         ("gptq", {"g_idx": torch.full((64,), 2)}, "q_proj.g_idx names groups that do not exist: there are 2"),
-        ("gptq", {"g_idx": torch.zeros(64, dtype=torch.int32)}, "4-bit weights of .*q_proj cannot be used: g_idx does not"),
+        ("gptq", {"g_idx": torch.zeros(64, dtype=torch.int32)}, "q_proj.g_idx does not divide 64 columns into groups of 32"),
+        ("gptq", {"scales": torch.full((2, 64), 1 / 3)}, "q_proj.scales has scales of torch.float32 that neither float16 nor"),
+        ("fp8", {"weight": with_code(0x7F)}, "q_proj.weight holds codes that are no numbers"),
+        ("fp8", {"weight": with_code(0xFF)}, "q_proj.weight holds codes that are no numbers"),
     ],
 )
-def test_damaged_tensors_are_named(
+def test_damaged_tensors_are_named_by_the_engine_and_by_verification(
     name: str, changes: dict[str, Any], message: str, sources: dict[str, layouts.Written], tmp_path: Path
 ) -> None:
+    directory = damaged(sources[name], tmp_path / "damaged", **changes)
+    write_tokenizer(directory)
     with pytest.raises(WeightsError, match=message):
-        small_engine(damaged(sources[name], tmp_path / "damaged", **changes))
+        small_engine(directory)
+    with pytest.raises(WeightsError, match=message):
+        verify_model(directory)
+
+
+def test_every_code_that_is_a_number_is_taken(sources: dict[str, layouts.Written], tmp_path: Path) -> None:
+    codes = torch.arange(64 * 64) % 256
+    numbers = torch.where((codes & 0x7F) == 0x7F, 0, codes).to(torch.uint8).view(64, 64).view(torch.float8_e4m3fn)
+    directory = damaged(sources["fp8"], tmp_path / "all", weight=numbers)
+    write_tokenizer(directory)
+    verify_model(directory)
 
 
 def test_gptq_without_g_idx_counts_its_columns(sources: dict[str, layouts.Written], tmp_path: Path) -> None:
