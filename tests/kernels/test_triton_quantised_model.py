@@ -1,0 +1,134 @@
+"""Models with quantised weights through the table of Triton kernels: their tokens, their launches, what reads their heads."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from engine.loop import Engine
+from kernels import ops, quantised_linear
+from kernels.quantised_weights import Int8Weight
+from kernels.triton import fused_int4, greedy_head
+from kernels.triton.linear_tiles import Tiles
+from tests.support import quantised_checkpoints as layouts
+from tests.support.engines import overlapped_engine, run_to_end, small_engine, tokens, wanted
+from tests.support.interpreted_bf16 import correct_bf16
+from tests.support.tiny_models import make_model
+
+LAUNCHES_OF_A_LAYER = 7  # qkv, rotation and cache, attention and its merge, out, gate and up, down
+PROMPTS = {"a": [5, 6, 7], "b": list(range(3, 21)), "c": [8]}
+MAX_TOKENS = 3
+FUSED_PRODUCTS = 2 * 4 - 1  # of two layers in a step: the very first stands behind a norm of its own
+ROUNDED = 0.1  # of logits of about 10
+SMALL: dict[str, Any] = {"max_num_seqs": 4, "max_model_len": 32, "num_kv_blocks": 8, "max_num_batched_tokens": 16}
+
+
+@pytest.fixture(autouse=True)
+def on_triton(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> Iterator[None]:
+    """Weights on the CPU go to the Triton kernels, which the interpreter runs, in bfloat16 as a card computes with it."""
+    if device.type != "cpu":
+        pytest.skip("on a GPU the kernels serve, and bench/gpu.sh compares what they say")
+    correct_bf16(monkeypatch)
+    monkeypatch.setitem(quantised_linear._MODULES, "cpu", quantised_linear._MODULES["cuda"])
+    quantised_linear._found.cache_clear()
+    yield
+    quantised_linear._found.cache_clear()
+
+
+def answers(make: Callable[..., Engine], model: Path, **options: Any) -> dict[str, list[int]]:
+    with ops.replaced("cpu", "cuda"):
+        engine = make(model, **SMALL, **options)
+        events = run_to_end(engine, [wanted(name, prompt, max_tokens=MAX_TOKENS) for name, prompt in PROMPTS.items()])
+    return {name: tokens(each) for name, each in events.items()}
+
+
+def model_in(folder: Path, layout: layouts.Layout | None = None, *, num_layers: int = 2, tied: bool = False) -> layouts.Written:
+    settings = {**layouts.SIZES, "num_hidden_layers": num_layers, "head_dim": 16, "tie_word_embeddings": tied}
+    make_model("llama", folder / "plain", **settings)
+    if layout is None:
+        return layouts.Written(folder / "plain", folder / "plain", layouts.awq())
+    return layouts.write(folder / "plain", folder / "written", layout)
+
+
+@pytest.mark.parametrize("layout", [layouts.awq(), layouts.gptq(desc_act=True)], ids=["awq", "gptq in another order"])
+def test_fused_layers_of_4_bits_say_what_the_numbers_of_the_checkpoint_say(layout: layouts.Layout, tmp_path: Path) -> None:
+    """Each token is the most likely one of the float32 twin, or one that rounding to bfloat16 cannot tell from it."""
+    written = model_in(tmp_path, layout)
+    reference = written.reference()
+    with mock.patch.object(fused_int4, "launch", wraps=fused_int4.launch) as fused:
+        answered = answers(overlapped_engine, written.directory, dtype="bfloat16")
+    assert fused.call_count >= (MAX_TOKENS - 1) * FUSED_PRODUCTS
+    assert fused.call_count % FUSED_PRODUCTS == 0
+    for name, prompt in PROMPTS.items():
+        with torch.inference_mode():
+            logits = reference(torch.tensor([prompt + answered[name]])).logits[0, len(prompt) - 1 : -1]
+        lost = logits.amax(-1) - logits.gather(-1, torch.tensor(answered[name])[:, None])[:, 0]
+        assert float(lost.max()) < ROUNDED, (name, lost)
+
+
+def launches_of_a_step(model: Path, **options: Any) -> int:
+    """Of one decode step."""
+    interpreter = importlib.import_module("triton.runtime.interpreter")
+    execute = interpreter.GridExecutor.__call__
+    launches = 0
+
+    def counted(self: Any, *arguments: Any, **named: Any) -> Any:
+        nonlocal launches
+        launches += 1
+        return execute(self, *arguments, **named)
+
+    with ops.replaced("cpu", "cuda"), mock.patch.object(interpreter.GridExecutor, "__call__", counted):
+        engine = overlapped_engine(model, max_num_seqs=2, max_model_len=16, num_kv_blocks=2, **options)
+        engine.submit(wanted("a", [5, 6], max_tokens=4))
+        engine.step()
+        launches = 0
+        engine.step()
+    return launches
+
+
+def test_a_decode_step_of_4_bits_takes_seven_launches_for_a_layer(tmp_path: Path) -> None:
+    counts = {
+        num_layers: launches_of_a_step(
+            model_in(tmp_path / str(num_layers), layouts.awq(), num_layers=num_layers).directory, dtype="bfloat16"
+        )
+        for num_layers in (1, 3)
+    }
+    assert (counts[3] - counts[1]) / 2 == LAUNCHES_OF_A_LAYER
+
+
+@pytest.fixture
+def heads(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """The weights of greedy heads, whose tiles are those of a vocabulary that is not tiny."""
+    found: list[object] = []
+
+    def bound(weight: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+        def choose(hidden: torch.Tensor) -> torch.Tensor:
+            found.append(weight)
+            return greedy_head.greedy_head(hidden, weight)
+
+        return choose
+
+    table = replace(ops.operations(torch.device("cuda")), bind_greedy_head=bound)
+    monkeypatch.setattr(ops, "_table", lambda _: table)
+    monkeypatch.setattr("kernels.triton.linear_int8.byte_tiles", lambda *_: Tiles(16, 64, 256, 4, 4, column_warps=4))
+    return found
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("options", [{"quantization": "int8"}, {"head_quantization": "int8"}], ids=str)
+def test_greedy_steps_read_the_head_that_the_others_read(
+    options: dict[str, str], tied: bool, tmp_path: Path, heads: list[object]
+) -> None:
+    model = model_in(tmp_path, tied=tied).directory
+    plain = answers(small_engine, model, **options)
+    assert not heads, "the plain runner looks for the largest of the logits"
+    assert answers(overlapped_engine, model, **options) == plain
+    assert heads
+    assert all(isinstance(weight, Int8Weight) for weight in heads)
