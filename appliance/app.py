@@ -155,7 +155,7 @@ class Appliance:
         calendar = BillingCalendar(settings.time_zone)
         alerts = Alerts(settings, db, clock, calendar, pepper)
         epoch_id = await self._begin_epoch(db, clock, calendar, alerts.budgets.settled)
-        sums = LedgerSums(db, calendar=calendar)
+        sums = LedgerSums(db, calendar=calendar, request_deadline_s=settings.request_deadline_s)
         admission = Admission(clock, sums, currency=settings.currency, calendar=calendar, waits=metrics)
         keys, tiers, policies = Keys(db, clock, pepper), Tiers(db, clock), ModelPolicies(db, clock)
         await sealed.warn(db, pepper)
@@ -183,6 +183,7 @@ class Appliance:
             max_waiting_requests=settings.max_waiting_requests,
             max_num_seqs=settings.max_num_seqs,
             queue_deadline_s=settings.queue_deadline_s,
+            deadline_s=settings.request_deadline_s,
             refuse_unpriced=settings.unpriced == "refuse",
         )
         models = ModelRegistry()

@@ -73,6 +73,7 @@ class Settings:
     shared_prefixes: tuple[str, ...] = ()
     max_waiting_requests: int = 1024
     queue_deadline_s: float = 600.0
+    request_deadline_s: float = 3600.0
     stream_buffer_events: int = 256
     probe_interval_s: float = 30.0
     currency: str = "EUR"
@@ -206,6 +207,7 @@ _PARSERS: dict[str, Callable[[object], Any]] = {
     "shared_prefixes": values_of.files,
     "max_waiting_requests": values_of.whole(0, 1_000_000),
     "queue_deadline_s": values_of.seconds(0.1, 3600),
+    "request_deadline_s": values_of.seconds(1, 86_400),
     "stream_buffer_events": values_of.whole(1, 65536),
     "probe_interval_s": values_of.seconds(1, 3600),
     "currency": values_of.currency,

@@ -35,7 +35,6 @@ from engine.protocol import EngineFrame, GenerationRequest, Priority, RequestPro
 CHECKPOINT_INTERVAL_S = 1.0
 RETRY_AFTER_OVERLOADED_S = 1.0
 RETRY_AFTER_DRAINING_S = 5.0
-DEADLINE_S = 3600.0
 ABORT_WAIT_S = 5.0
 
 log = structlog.get_logger()
@@ -80,8 +79,8 @@ class Generations:
         buffer_chunks: int,
         max_waiting_requests: int,
         max_num_seqs: int,
+        deadline_s: float,
         queue_deadline_s: float | None = None,
-        deadline_s: float = DEADLINE_S,
         refuse_unpriced: bool = False,
     ) -> None:
         self.draining = False

@@ -114,17 +114,26 @@ class AuditLog:
         cursor: str | None = None,
         filters: AuditFilter | None = None,
         *,
+        before: int | None = None,
         access: Access,
     ) -> Page[AuditEntry]:
-        """Return entries that `access` may see, the newest first; those of the box have no tenant. Raises InvalidValue."""
-        query = select(audit_log).where(*_conditions(filters or AuditFilter())).order_by(audit_log.c.id.desc())
+        """Return entries that `access` may see, the newest first; those of the box have no tenant. Raises InvalidValue.
+
+        With `before`, the id of an entry, the page is the one that ends right before it: the next newer ones.
+        """
+        query = select(audit_log).where(*_conditions(filters or AuditFilter()))
+        if before is not None:
+            query = query.where(audit_log.c.id > before).order_by(audit_log.c.id)
+        else:
+            query = query.order_by(audit_log.c.id.desc())
         query = access.narrow(query, audit_log.c.tenant_id, Action.AUDIT)
         if cursor is not None:
             (last_id,) = decode_cursor("audit", cursor, [int])
             query = query.where(audit_log.c.id < last_id)
         async with self._db.reading() as connection:
             rows = (await connection.execute(query.limit(check_limit(limit) + 1))).mappings().all()
-        return page_of([_from_row(row) for row in rows], limit, "audit", lambda entry: [entry.id])
+        page = page_of([_from_row(row) for row in rows], limit, "audit", lambda entry: [entry.id])
+        return page if before is None else dataclasses.replace(page, data=page.data[::-1], next_cursor=None)
 
     async def verify(self, expect: str | None = None, on_progress: Callable[[float], None] = lambda _fraction: None) -> Verdict:
         """Return whether the chain is whole, reading it in batches while others append to it.

@@ -141,7 +141,7 @@ async def serving(
         prices=PriceBook(database, clock),
         clock=clock,
         metrics=metrics,
-        **{"buffer_chunks": 64, "max_waiting_requests": 8, "max_num_seqs": 8, **options},
+        **{"buffer_chunks": 64, "max_waiting_requests": 8, "max_num_seqs": 8, "deadline_s": 3600.0, **options},
     )
     client = EngineClient(ours, on_frame=generations.note_frame)
     engine = FakeEngine(*theirs, step_s=step_s)

@@ -15,6 +15,7 @@ from appliance.api.organization.admin import TYPE_OF, audit_log_shape
 from appliance.api.organization.usage import UsageQuestion
 from appliance.metering.calendar import BillingCalendar
 from appliance.metering.ledger.recovery import begin_epoch
+from appliance.tenancy.access import WHOLE_BOX
 from appliance.tenancy.audit_chain import AuditEntry
 from tests.support.api_box import ApiBox, open_api_box
 from tests.support.cast import Person, make_person
@@ -164,7 +165,8 @@ async def test_costs_of_two_currencies_are_never_added(box: ApiBox) -> None:
         ("/projects", {"limit": "101"}, "limit"),
         ("/projects", {"after": "x" * 600}, "cursor"),
         ("/audit_logs", {"after": "audit_log-x"}, "after"),
-        ("/audit_logs", {"before": "audit_log-1"}, "before"),
+        ("/audit_logs", {"before": "1"}, "before"),
+        ("/audit_logs", {"tenant_only": "true"}, "tenant_only"),
         ("/audit_logs", {"effective_at[gte]": "-1"}, "effective_at[gte]"),
         ("/admin_api_keys", {"order": "up"}, "order"),
     ],
@@ -177,6 +179,26 @@ async def test_a_far_future_or_a_distant_past_is_answered_page_by_page(box: ApiB
     assert (await ask(box, "/usage/completions", start_time=253_402_300_799))["data"] == []
     page = await ask(box, "/usage/completions", start_time=0, limit=31)
     assert (len(page["data"]), page["has_more"]) == (31, True)
+
+
+async def test_the_audit_log_is_walked_forth_and_back(box: ApiBox) -> None:
+    for number in range(5):
+        await box.services.tenants.create(name=f"tenant {number}", access=WHOLE_BOX)
+
+    async def ids(**query: Any) -> tuple[list[str], bool]:
+        chosen: dict[str, Any] = {"event_types[]": "project.created"}
+        page = await ask(box, "/audit_logs", limit=2, **chosen, **query)
+        assert [page["first_id"], page["last_id"]] == [page["data"][0]["id"], page["data"][-1]["id"]]
+        return [each["id"] for each in page["data"]], page["has_more"]
+
+    first, _ = await ids()
+    second, _ = await ids(after=first[-1])
+    third, more = await ids(after=second[-1])
+    assert not more
+
+    assert await ids(before=third[0]) == (second, True)
+    assert await ids(before=second[0]) == (first, False)
+    assert await ids(before=second[-1], after=first[0]) == ([first[-1], second[0]], False)
 
 
 @pytest.mark.parametrize(

@@ -54,6 +54,7 @@ def test_values_are_parsed_from_text_and_from_toml(tmp_path: Path) -> None:
         ("", {}, {"prot": 5}, "unknown setting: option prot"),
         ("port = 'many'", {}, {}, "port in .*gatehouse.toml must be a whole number from 0 to 65535"),
         ("port = true", {}, {}, "port .* whole number"),
+        ("request_deadline_s = 0.5", {}, {}, "request_deadline_s in .*gatehouse.toml must be .* from 1 to 86400"),
         ("", {"GATEHOUSE_PORT": "70000"}, {}, "GATEHOUSE_PORT must be a whole number"),
         ("", {"GATEHOUSE_DEVICE": "tpu"}, {}, "GATEHOUSE_DEVICE must be one of auto, cuda, cpu"),
         ("", {"GATEHOUSE_DATABASE_URL": "mysql://x"}, {}, "GATEHOUSE_DATABASE_URL must begin with"),

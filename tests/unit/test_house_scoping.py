@@ -99,13 +99,13 @@ def test_no_exception_is_kept_that_nobody_needs() -> None:
 def test_a_method_that_forgets_to_ask_is_caught() -> None:
     class Forgetful:
         async def get(self, key_id: str) -> ApiKey:
-            raise NotImplementedError
+            raise NotFound("nothing")
 
         async def list(self, *, access: Access | None = None) -> list[ApiKey]:
-            raise NotImplementedError
+            raise NotFound("nothing")
 
         def count(self) -> int:
-            raise NotImplementedError
+            raise NotFound("nothing")
 
     caught = [name for name, function in methods(Forgetful) if returns_a_row(function) and not asks_who(function)]
     assert caught == ["Forgetful.get", "Forgetful.list"]

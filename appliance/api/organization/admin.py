@@ -108,15 +108,21 @@ class NewAdminKeyShape(AdminKeyShape, kw_only=True):
 
 @get(paths("/audit_logs"), summary="Who changed what, as OpenAI tells it", tags=TAGS, opt={"query": AUDIT_QUERY})
 async def list_audit_logs(request: AdminRequest) -> ListShape[dict[str, Any]]:
-    """Return entries of the audit log, the newest first; details stand under the name of the event's type."""
+    """Return entries of the audit log, the newest first; details stand under the name of the event's type.
+
+    `after` goes on to older ones, `before` back to newer ones; both pages are in the same order.
+    """
     access = await authenticate_administrator(request, Action.AUDIT)
     check_query(request)
-    for name in ("before", "tenant_only"):
-        if name in request.query_params:
-            raise UnsupportedParameter(f"{name} is not supported: walk the list with after", param=name)
-    after = request.query_params.get("after")
+    if "tenant_only" in request.query_params:
+        raise UnsupportedParameter("tenant_only is not supported: choose with project_ids", param="tenant_only")
+    after, before = (_entry_id(request, name) for name in ("after", "before"))
     page = await services_of(request).audit.page(
-        count(request), None if after is None else encode_cursor("audit", [_entry_id(after)]), _filter(request), access=access
+        count(request),
+        None if after is None else encode_cursor("audit", [after]),
+        _filter(request),
+        before=before,
+        access=access,
     )
     return list_shape(page.data, audit_log_shape, lambda entry: str(entry["id"]), has_more=page.has_more)
 
@@ -229,13 +235,17 @@ def _period(request: AdminRequest) -> dict[str, datetime]:
     return period
 
 
-def _entry_id(text: str) -> int:
+def _entry_id(request: AdminRequest, name: str) -> int | None:
+    """Return the number of the entry that a cursor names, None when it was not given."""
+    text = request.query_params.get(name)
+    if text is None:
+        return None
     number = text.removeprefix(ENTRY_PREFIX)
     if (
         not (text.startswith(ENTRY_PREFIX) and number.isascii() and number.isdigit())
         or not 0 <= int(number[:20]) <= ENTRY_ID_MAX
     ):
-        raise InvalidValue("after is not an entry of this list", param="after")
+        raise InvalidValue(f"{name} is not an entry of this list", param=name)
     return int(number[:20])
 
 

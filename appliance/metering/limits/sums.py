@@ -24,7 +24,7 @@ RECENT = timedelta(minutes=1)
 """After this long a bucket is full again, whatever was taken from it."""
 RECENT_EVENTS_MAX = 20_000
 OUTPUTS_READ_MAX = 10 * OUTPUTS_KEPT
-RUNNING_MAX = timedelta(hours=2)  # no request runs for longer than its deadline of an hour, and the wait before it
+SETTLING = timedelta(hours=1)  # a request that its deadline has ended is settled long before
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,9 +64,10 @@ class SumsReader(Protocol):
 class LedgerSums:
     """Reads the sums by day, the latest usage events and the saved levels. Costs in other currencies do not count."""
 
-    def __init__(self, db: Database, *, calendar: BillingCalendar | None = None) -> None:
+    def __init__(self, db: Database, *, calendar: BillingCalendar | None = None, request_deadline_s: float = 3600.0) -> None:
         self._db = db
         self._calendar = calendar or BillingCalendar()
+        self._running_max = timedelta(seconds=request_deadline_s) + SETTLING
 
     async def read(self, owner: Owner, currency: str, at: Moment) -> PeriodSums:
         """Return the sums of settled events of `owner`. A request belongs to the time of its admission."""
@@ -74,8 +75,10 @@ class LedgerSums:
             saved = await limit_levels.find(connection, owner)
             row = (await connection.execute(self._periods(owner, currency, at))).one()
             through_posting = await counters.last_taken(connection, counters.POSTING)
-            levels = {kind: await _level(connection, owner, level) for kind, level in saved.items()}
-            recent = [] if len(levels) == len(BUCKET_KINDS) else await _last_minute(connection, owner, at.now - RECENT)
+            longest = self._running_max
+            levels = {kind: await _level(connection, owner, level, longest) for kind, level in saved.items()}
+            known = len(levels) == len(BUCKET_KINDS)
+            recent = [] if known else await _last_minute(connection, owner, at.now - RECENT, longest)
         return PeriodSums(
             tokens_today=int(row[0]),
             cost_month_picos=join_sum(row[1], row[2]),
@@ -116,18 +119,20 @@ def outputs_query(key_id: str, model: str) -> Select[Any]:
     return query.where(last.completion_tokens > 0).order_by(last.admitted_at.desc()).limit(OUTPUTS_KEPT)
 
 
-async def _last_minute(connection: AsyncConnection, owner: Owner, moment: datetime) -> list[tuple[datetime, int]]:
-    rows = (await connection.execute(_since(owner, moment))).all()
+async def _last_minute(
+    connection: AsyncConnection, owner: Owner, moment: datetime, longest: timedelta
+) -> list[tuple[datetime, int]]:
+    rows = (await connection.execute(_since(owner, moment, longest))).all()
     return sorted((admitted_at, tokens) for admitted_at, _settled_at, tokens, _reserved in rows if admitted_at >= moment)
 
 
-async def _level(connection: AsyncConnection, owner: Owner, saved: SavedLevel) -> LevelNow:
+async def _level(connection: AsyncConnection, owner: Owner, saved: SavedLevel, longest: timedelta) -> LevelNow:
     """Return a saved level with what it does not know of yet.
 
     What was admitted since counts whole. What ran when it was saved stands in it as reserved: if it took more, the rest counts;
     if it took less, the difference is not given back, because it may have been given back before the level was saved.
     """
-    rows = (await connection.execute(_since(owner, saved.saved_at))).all()
+    rows = (await connection.execute(_since(owner, saved.saved_at, longest))).all()
     charges = [
         (admitted_at, tokens) if admitted_at >= saved.saved_at else (settled_at, max(tokens - reserved, 0))
         for admitted_at, settled_at, tokens, reserved in rows
@@ -135,10 +140,13 @@ async def _level(connection: AsyncConnection, owner: Owner, saved: SavedLevel) -
     return LevelNow(capacity=saved.capacity, units=saved.units, saved_at=saved.saved_at, since=tuple(sorted(charges)))
 
 
-def _since(owner: Owner, moment: datetime) -> Select[Any]:
-    """Return what was admitted at or after `moment`, and what ran then: (admitted_at, settled_at, tokens, reserved)."""
+def _since(owner: Owner, moment: datetime, longest: timedelta) -> Select[Any]:
+    """Return what was admitted at or after `moment`, and what ran then: (admitted_at, settled_at, tokens, reserved).
+
+    No request runs for `longest`.
+    """
     events = usage_events.c
-    touched = or_(events.admitted_at >= moment, and_(events.admitted_at >= moment - RUNNING_MAX, events.settled_at >= moment))
+    touched = or_(events.admitted_at >= moment, and_(events.admitted_at >= moment - longest, events.settled_at >= moment))
     return (
         select(events.admitted_at, events.settled_at, events.prompt_tokens + events.completion_tokens, events.reserved_tokens)
         .where(_of(owner, usage_events), touched, events.kind == "usage", events.status.in_(SETTLED))
