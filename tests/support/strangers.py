@@ -155,9 +155,10 @@ async def _papers(services: Services, tenant_id: str, name: str) -> dict[str, st
     line |= {"month": "2026-01", "unit_price": 1, "tokens": 1, "requests": 1, "exact_picos": "1000000", "rounded_micros": 1}
     allowance = of_tenant | {"id": ids["allowance_id"], "first_month": "2026-01", "monthly_micros": 1}
     webhook = of_tenant | {"id": ids["webhook_id"], "kind": "webhook", "target": f"https://{name}.example/hook"}
-    webhook |= {"secret": None, "events": ["budget.reached"]}
+    webhook |= {"secret": None, "events": ["invoice.closed"]}
+    told = {"tenant_id": tenant_id, "tenant_name": name, "number": f"{name}-1", "month": "2026-01"}
     delivery: Values = {"id": ids["delivery_id"], "webhook_id": ids["webhook_id"], "dedupe_key": f"{name} once"}
-    delivery |= {"event": "budget.reached", "payload": {"tenant": name}, "attempts": 1, "delivered_at": now, "created_at": now}
+    delivery |= {"event": "invoice.closed", "payload": {"data": told}, "attempts": 1, "delivered_at": now, "created_at": now}
     rows: tuple[tuple[Table, Values], ...]
     rows = ((invoices, invoice), (invoice_lines, line), (free_allowances, allowance), (webhooks, webhook), (outbox, delivery))
     async with services.db.writing() as connection:
