@@ -184,7 +184,7 @@ async def _key_page(request: ConsoleRequest, console: Console, key: ApiKey, form
         status=422 if form else 200,
         key=key,
         tenant=tenant,
-        levels=key_levels(console.services, tenant, key),
+        levels=await key_levels(console.services, tenant, key),
         form=form,
         scopes_of=SCOPE_WORDS,
         last_day=_last_day(console, key),

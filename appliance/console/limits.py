@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from appliance.base.money import PICOS_PER_MICRO
 from appliance.console.formatting import budget, count, money_short
 from appliance.console.forms import Form
-from appliance.console.totals import Totals
 from appliance.tenancy.principals import ApiKey, Limits, Principal, Tenant
 
 if TYPE_CHECKING:
@@ -32,20 +32,38 @@ def read_limits(form: Form) -> Limits:
     return Limits(**limits, monthly_budget=form.amount_micros("monthly_budget"))
 
 
-def tenant_levels(services: Services, tenant: Tenant, key: ApiKey, today: Totals, month: Totals) -> list[Level]:
+async def tenant_levels(services: Services, tenant: Tenant, key: ApiKey) -> list[Level]:
     """Return the tenant's own limits that are set, with what of them is taken now; any of its keys serves as the other half."""
     alone = Principal(tenant=tenant, key=replace(key, limits=Limits()))
-    levels = _levels(services, alone, tenant.id, tenant.limits)
-    if tenant.limits.tokens_per_day is not None:
-        levels.append(_level("Tokens today", today.tokens, tenant.limits.tokens_per_day))
-    if tenant.limits.monthly_budget is not None:
-        levels.append(_budget_level(month.cost_picos, tenant.limits.monthly_budget, services.settings.currency))
+    periods = await _period_levels(services, tenant, tenant.limits)
+    return [*_levels(services, alone, tenant.id, tenant.limits), *periods]
+
+
+async def key_levels(services: Services, tenant: Tenant, key: ApiKey) -> list[Level]:
+    """Return the key's own limits that are set, with what of them is taken now."""
+    alone = Principal(tenant=replace(tenant, limits=Limits()), key=key)
+    periods = await _period_levels(services, tenant, key.limits, key_ids=[key.id])
+    return [*_levels(services, alone, key.id, key.limits), *periods]
+
+
+async def _period_levels(
+    services: Services, tenant: Tenant, limits: Limits, *, key_ids: Sequence[str] | None = None
+) -> list[Level]:
+    """Return the limits of the day and of the month, by what is settled: what budgets are alerted of, in their currency."""
+    if limits.tokens_per_day is None and limits.monthly_budget is None:
+        return []
+    calendar, now = services.reports.calendar, services.clock.now()
+    month, today, end = calendar.month_start(now), calendar.day_start(now), calendar.next_day_start(now)
+    days = await services.reports.usage(month, end, tenant_id=tenant.id, key_ids=key_ids)
+    currency = tenant.currency or services.settings.currency
+    levels = []
+    if limits.tokens_per_day is not None:
+        tokens = sum(day.prompt_tokens + day.completion_tokens for day in days if day.start == today)
+        levels.append(_level("Tokens today", tokens, limits.tokens_per_day))
+    if limits.monthly_budget is not None:
+        spent_picos = sum(day.cost_picos for day in days if day.currency == currency)
+        levels.append(_budget_level(spent_picos, limits.monthly_budget, currency))
     return levels
-
-
-def key_levels(services: Services, tenant: Tenant, key: ApiKey) -> list[Level]:
-    """Return the key's own limits that are counted in memory and set, with what of them is taken now."""
-    return _levels(services, Principal(tenant=replace(tenant, limits=Limits()), key=key), key.id, key.limits)
 
 
 def _levels(services: Services, principal: Principal, owner_id: str, limits: Limits) -> list[Level]:

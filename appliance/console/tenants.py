@@ -169,7 +169,7 @@ async def _tenant_page(request: ConsoleRequest, console: Console, tenant: Tenant
         may_keys=access_of(request).may(Action.KEYS, tenant.id),
         owners={tenant.id: tenant},
         keys=sorted(keys.data, key=lambda key: key.revoked_at is not None),
-        levels=tenant_levels(services, tenant, keys.data[0], today, month) if keys.data else [],
+        levels=await tenant_levels(services, tenant, keys.data[0]) if keys.data else [],
         model_lines=model_lines(tenant.model_limits),
         today=today,
         month=month,

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import re
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
 
 from appliance.base.errors import ExpiredApiKey, InvalidApiKey
 from appliance.tenancy.access import WHOLE_BOX
-from appliance.tenancy.principals import Limits, TenantChanges
+from appliance.tenancy.principals import KeyChanges, Limits, TenantChanges
 from tests.support.clock import FakeClock
 from tests.support.console_fixtures import Box, Browser, open_box
+from tests.support.factories import pending, posted
+from tests.support.spending import PICOS
 
 SECRET = re.compile(r"gh_[a-z0-9]{8}_[a-z0-9]{26}")
 
@@ -254,3 +256,25 @@ async def test_the_last_day_of_a_key_ends_at_midnight_of_the_billing_zone(
         page = (await alice.get(f"/keys/{key.id}")).text
         assert 'value="2027-03-31"' in page
         assert "Ends at midnight, Asia/Tokyo." in page
+
+
+async def test_key_and_tenant_show_what_of_the_day_and_of_the_month_is_taken_in_their_currency(
+    box: Box, clock: FakeClock
+) -> None:
+    alice, bob = await box.alice(), box.cast.bob
+    await box.services.tenants.update(
+        bob.tenant.id, TenantChanges(currency="CHF", limits=Limits(tokens_per_day=100)), access=WHOLE_BOX
+    )
+    budget = KeyChanges(limits=Limits(monthly_budget=20_000_000, tokens_per_day=50))
+    await box.services.keys.update(bob.key.id, budget, access=WHOLE_BOX)
+    price = await box.services.prices.add(model="demo", currency="CHF", prompt=0, cached_prompt=0, completion=PICOS)
+    for at, tokens in ((clock.now() - timedelta(days=1), 3), (clock.now(), 5)):
+        entry = pending(bob, price=price, admitted_at=at)
+        await box.services.ledger.open(entry)
+        await box.services.ledger.settle(posted(entry.request_id, prompt=0, completion=tokens))
+    of_key = (await alice.get(f"/keys/{bob.key.id}")).text
+    of_tenant = (await alice.get(f"/tenants/{bob.tenant.id}")).text
+    assert ("5 of 50" in of_key, "8.00 CHF of 20.00 CHF" in of_key) == (True, True)
+    assert "5 of 100" in of_tenant
+    for page in (of_key, of_tenant):
+        assert "Budget per month, CHF" in page
