@@ -196,7 +196,7 @@ async def test_a_bill_says_what_each_million_cost_after_discount_and_why_the_req
 
     for text in (
         "the key was revoked",
-        "billed at 25 % of the price book",
+        "25 % of the price book's, as above: batch work",
         "flex: batch work",
         "at 0.25 a million",
         "at 0.75 a million",
