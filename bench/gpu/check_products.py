@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from bench.gpu.context import Context
 from bench.gpu.errors import Outputs, compare, invariant
-from bench.gpu.inputs import normal
+from bench.gpu.inputs import Weight, normal
 from kernels.quantised_weights import Int4Weight, pack_fp8, pack_int4, pack_int8
 from kernels.reference import experts as exact_experts
 from kernels.reference import fused_linear as exact_fused
@@ -42,6 +42,7 @@ def check(context: Context) -> None:
     compare(context, "product int4", cases(_int4))
     few = [count for count in rows if count <= 16]
     compare(context, "product + residual + norm", [(f"{m} rows", partial(_fused, context, m)) for m in few])
+    compare(context, "product int4 + residual + norm", [(f"{m} rows", partial(_fused_int4, context, m)) for m in few])
     compare(
         context,
         "experts",
@@ -106,19 +107,42 @@ def _int4_weight(dtype: torch.dtype, device: torch.device, n: int, k: int) -> tu
     return packed, exact.dequantise_int4(packed)
 
 
+def _fused_sizes(context: Context) -> tuple[int, int, int]:
+    """Width of the stream, columns of the product that is added to it, gates."""
+    return (32, 48, 40) if context.rehearsal else (4096, 4096, 14336)
+
+
 def _fused(context: Context, m: int) -> Three:
     """A product added to the stream, its norm, a gated product: the tail of one layer and the head of the next."""
-    width, columns, inner = (32, 48, 40) if context.rehearsal else (4096, 4096, 14336)
+    width, columns, inner = _fused_sizes(context)
+    weight, gates = (
+        normal(n, k, dtype=context.dtype, device=context.device, scale=k**-0.5)
+        for n, k in ((width, columns), (2 * inner, width))
+    )
+    return _layer_tail(context, m, (weight, gates), (weight.float(), gates.float()))
+
+
+def _fused_int4(context: Context, m: int) -> Three:
+    width, columns, inner = _fused_sizes(context)
+    packed = [_int4_weight(context.dtype, context.device, n, k) for n, k in ((width, columns), (2 * inner, width))]
+    (weight, exact_weight), (gates, exact_gates) = packed
+    return _layer_tail(context, m, (weight, gates), (exact_weight, exact_gates))
+
+
+def _layer_tail(
+    context: Context, m: int, weights: tuple[Weight, Weight], exact_weights: tuple[torch.Tensor, torch.Tensor]
+) -> Three:
+    """With `weights` as they are served, with `exact_weights` in float32, and as torch does it in the type of the rows."""
+    width, columns, inner = _fused_sizes(context)
     dtype, device = context.dtype, context.device
-    x, weight = _pair(context, m, width, columns)
-    residual = normal(m, width, dtype=dtype, device=device)
+    x, residual = normal(m, columns, dtype=dtype, device=device), normal(m, width, dtype=dtype, device=device)
     norm_weight = 1 + normal(width, dtype=dtype, device=device, scale=0.1)
-    gates = normal(2 * inner, width, dtype=dtype, device=device, scale=width**-0.5)
-    stream = linear_add(x, weight, residual, norm_weight)
-    ours = [stream.total, normed_linear(stream, gates, EPS, gate="silu")]
-    true = exact_fused.linear_add(x.float(), weight.float(), residual.float(), norm_weight)
-    wide = [true.total, exact_fused.normed_linear(true, gates.float(), EPS, gate="silu")]
-    total = residual + functional.linear(x, weight)
+    stream = linear_add(x, weights[0], residual, norm_weight)
+    ours = [stream.total, normed_linear(stream, weights[1], EPS, gate="silu")]
+    true = exact_fused.linear_add(x.float(), exact_weights[0], residual.float(), norm_weight)
+    wide = [true.total, exact_fused.normed_linear(true, exact_weights[1], EPS, gate="silu")]
+    plain, gates = (weight.to(dtype) for weight in exact_weights)
+    total = residual + functional.linear(x, plain)
     both = functional.linear(functional.rms_norm(total, (width,), norm_weight, EPS), gates)
     return ours, wide, [total, functional.silu(both[:, :inner]) * both[:, inner:]]
 

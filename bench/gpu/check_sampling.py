@@ -11,10 +11,12 @@ import torch
 
 from bench.gpu.context import Context
 from bench.gpu.errors import Outputs, compare, equal, invariant
-from bench.gpu.inputs import normal
+from bench.gpu.inputs import coded, normal
+from kernels.quantised_weights import Int8Weight
 from kernels.reference import sampling as exact
 from kernels.sampling_columns import SamplingColumns
 from kernels.triton.linear import linear
+from kernels.triton.linear_int8 import linear_int8
 from kernels.triton.sampling import sample
 
 LOG2_E = 1.4426950408889634
@@ -35,7 +37,8 @@ def check(context: Context) -> None:
     equal(context, "grammar bitmask", [("rows", lambda: _masked(context))])
     compare(context, "log-probabilities", [("rows", lambda: _scored(context))])
     equal(context, "rejection sampling", [("drafts", lambda: _rejected(context))])
-    equal(context, "fused head + argmax", [("rows", lambda: _head(context)), ("product", lambda: _twice(context))])
+    equal(context, "fused head + argmax", [("rows", lambda: _head(context)), ("product", lambda: _twice(context, "bf16"))])
+    equal(context, "fused head in 8 bits + argmax", [("product", lambda: _twice(context, "int8"))])
 
 
 def columns_of(settings: Sequence[dict[str, float]], vocab: int, device: torch.device, num_rules: int = 1) -> SamplingColumns:
@@ -130,14 +133,15 @@ def _scored(context: Context) -> tuple[Outputs, Outputs, Outputs]:
     return ours(logits, ids)[0], wide, logits.log_softmax(-1).gather(1, ids)
 
 
-def _twice(context: Context) -> tuple[Outputs, Outputs]:
+def _twice(context: Context, kind: str) -> tuple[Outputs, Outputs]:
     """The fused head and the plain product of the same rows, which is what the plain runner does: ties included."""
     ours, _ = both("greedy_head", "greedy_head")
     width, vocab = (64, 300) if context.rehearsal else (4096, 128_256)
     hidden = normal(16, width, dtype=context.dtype, device=context.device)
-    weight = normal(vocab, width, dtype=context.dtype, device=context.device, scale=width**-0.5)
+    weight = coded(kind, normal(vocab, width, dtype=context.dtype, device=context.device, scale=width**-0.5))
     tokens = ours(hidden, weight)
-    return tokens, linear(hidden, weight).float().argmax(dim=1).to(tokens.dtype)
+    logits = linear_int8(hidden, weight) if isinstance(weight, Int8Weight) else linear(hidden, weight)
+    return tokens, logits.float().argmax(dim=1).to(tokens.dtype)
 
 
 def _head(context: Context) -> tuple[Outputs, Outputs]:

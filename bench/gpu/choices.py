@@ -2,7 +2,7 @@
 
 Nothing here is judged, and most of the time goes into compiling what is not served. A row's value is how many times as long the
 choice takes as the fastest of its candidates, 1 where it is the fastest; its facts have the microseconds of each. The
-candidates are those between which machine code did not decide.
+candidates are those between which machine code did not decide. One row is a model's rate with a choice that operators have.
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ from unittest import mock
 import torch
 
 from bench.gpu.context import Context
-from bench.gpu.inputs import make_pages, normal, queries
+from bench.gpu.inputs import Weight, coded, make_pages, normal, queries
 from bench.gpu.rows import Row
+from bench.gpu.serve import head_in_8_bits
 from bench.gpu.timing import Call, median, seconds
 from kernels.attention_rows import AttentionShape
-from kernels.quantised_weights import Int8Weight, pack_int8
-from kernels.triton import attention_decode, attention_prefill, attention_splits, fused_linear
+from kernels.quantised_weights import Int8Weight
+from kernels.triton import attention_decode, attention_prefill, attention_splits, fused_int4, fused_linear
 from kernels.triton.attention_splits import DecodeTiling
 from kernels.triton.early_launch import VARIABLE, early_launch
 from kernels.triton.fused_linear import BY_BYTES, linear_add, normed_linear
@@ -44,13 +45,15 @@ def measure(context: Context) -> None:
     for model in MODELS:
         name = f"layer of {model}, 1 row: early launches over others"
         context.guard(name, partial(_layer, context, name, model))
-    for kind in ("bf16", "int8"):
+    for kind in ("bf16", "int8", "int4"):
         name = f"fused products of Llama-8B, {kind}: chosen tiles over others"
         context.guard(name, partial(_products, context, name, kind))
     for lengths in ([1024] * 256, [1024]):
         name = f"decode {len(lengths)} × 1k: chosen splits over others"
         context.guard(name, partial(_decode, context, name, lengths))
     context.guard("prefill 8k: chosen tile over others", lambda: _prefill(context))
+    head = "Llama-3.1-8B int4, head in 8 bits, batch 1"
+    context.guard(head, lambda: head_in_8_bits(context, head))
 
 
 def _emit(context: Context, name: str, taken: dict[str, float]) -> None:
@@ -107,21 +110,21 @@ def _products(context: Context, name: str, kind: str) -> None:
     device, dtype = context.device, context.dtype
     sizes = {"qkv": (hidden * 3 // 2, hidden), "out": (hidden, hidden), "gate_up": (2 * inner, hidden), "down": (hidden, inner)}
 
-    def weight(rows: int, columns: int) -> torch.Tensor | Int8Weight:
-        values = normal(rows, columns, dtype=dtype, device=device, scale=columns**-0.5)
-        return pack_int8(values) if kind == "int8" else values
+    def weight(rows: int, columns: int) -> Weight:
+        return coded(kind, normal(rows, columns, dtype=dtype, device=device, scale=columns**-0.5))
 
     weights = {part: [weight(*size) for _ in range(layers)] for part, size in sizes.items()}
     norm_weight, residual = torch.ones(hidden, dtype=dtype, device=device), normal(1, hidden, dtype=dtype, device=device)
     stream = linear_add(residual, weights["out"][0], residual, norm_weight)
     gated = normed_linear(stream, weights["gate_up"][0], 1e-6, gate="silu")
-    calls: dict[str, Callable[[torch.Tensor | Int8Weight], object]] = {
+    calls: dict[str, Callable[[Weight], object]] = {
         "qkv": lambda each: normed_linear(stream, each, 1e-6),
         "out": lambda each: linear_add(residual, each, residual, norm_weight),
         "gate_up": lambda each: normed_linear(stream, each, 1e-6, gate="silu"),
         "down": lambda each: linear_add(gated, each, residual, norm_weight),
     }
-    taken = {part: _tile_times(context, part, sizes[part], weights[part], call) for part, call in calls.items()}
+    times = _int4_times if kind == "int4" else _tile_times
+    taken = {part: times(context, part, sizes[part], weights[part], call) for part, call in calls.items()}
     fastest = sum(min(times.values()) for times in taken.values())
     row = Row(name=name, value=sum(times[CHOSEN] for times in taken.values()) / fastest)
     row.facts = {"us": {part: {case: each * 1e6 for case, each in times.items()} for part, times in taken.items()}}
@@ -132,8 +135,8 @@ def _tile_times(
     context: Context,
     part: str,
     size: tuple[int, int],
-    weights: list[torch.Tensor | Int8Weight],
-    call: Callable[[torch.Tensor | Int8Weight], object],
+    weights: list[Weight],
+    call: Callable[[Weight], object],
 ) -> dict[str, float]:
     """Seconds of a product with what was chosen, with other candidates undivided, and with the choice divided by two more."""
     device, is_gated = context.device, part == "gate_up"
@@ -151,6 +154,32 @@ def _tile_times(
     for tiles in [*others, chosen.divided(2 * chosen.splits)]:
         if tiles != chosen:
             taken[_words(tiles)] = median(_with_tiles(tiles, calls, device))
+    return taken
+
+
+def _int4_times(
+    context: Context,
+    part: str,
+    size: tuple[int, int],
+    weights: list[Weight],
+    call: Callable[[Weight], object],
+) -> dict[str, float]:
+    """As `_tile_times`: divided by two more or less, one load less under way for a fourth program, half as many outputs."""
+    device, is_gated = context.device, part == "gate_up"
+    outputs = size[0] // 2 if is_gated else size[0]
+    chosen = fused_int4.fused_int4_tiles(outputs, size[1], capability(device), multiprocessors(device), gated=is_gated)
+    calls: list[Call] = [partial(call, weight) for weight in weights]
+    taken = {CHOSEN: median(seconds(calls, device))}
+    others = {
+        "split by two more": replace(chosen, splits=2 * chosen.splits),
+        "split by two less": replace(chosen, splits=max(1, chosen.splits // 2)),
+        "a stage less": replace(chosen, num_stages=chosen.num_stages - 1),
+        "half the outputs": replace(chosen, block_n=chosen.block_n // 2, num_warps=chosen.num_warps // 2),
+    }
+    for words, tiles in others.items():
+        if tiles != chosen:
+            with mock.patch.object(fused_int4, "fused_int4_tiles", mock.Mock(return_value=tiles)):
+                taken[words] = median(seconds(calls, device, samples=3))
     return taken
 
 

@@ -9,8 +9,10 @@ from dataclasses import dataclass
 import torch
 
 from kernels.attention_rows import AttentionShape
+from kernels.quantised_weights import Int4Weight, Int8Weight, pack_int4, pack_int8
 
 FP8 = torch.float8_e4m3fn
+Weight = torch.Tensor | Int8Weight | Int4Weight
 
 
 def normal(*shape: int, dtype: torch.dtype, device: torch.device, scale: float = 1.0) -> torch.Tensor:
@@ -60,6 +62,20 @@ def make_pages(
             cache[order[start + count - 1], used:].view(torch.uint8).fill_(0xFF)  # NaN in e4m3, fp16 and bf16
     lens = torch.tensor(list(lengths), dtype=torch.int32)
     return Pages(shape, cache, tables.to(device), lens.to(device), tuple(lengths))
+
+
+def coded(kind: str, weight: torch.Tensor) -> Weight:
+    """The weight as a layer keeps it: plain, "int8", or "int4" in groups of 128."""
+    if kind == "int8":
+        return pack_int8(weight)
+    return pack_int4(weight, 128) if kind == "int4" else weight
+
+
+def stored_bytes(weight: Weight) -> int:
+    """Of codes, scales and zero points."""
+    if isinstance(weight, Int8Weight):
+        return weight.values.nbytes + weight.scales.nbytes
+    return weight.words.nbytes + weight.scales_zeros.nbytes if isinstance(weight, Int4Weight) else weight.nbytes
 
 
 def queries(pages: Pages, num_rows: int, dtype: torch.dtype) -> torch.Tensor:

@@ -95,6 +95,12 @@ def formats(context: Context) -> None:
             context.guard(row, partial(_format, context, folder, row, name, options))
 
 
+def head_in_8_bits(context: Context, row: str) -> None:
+    """What an operator may choose beside what a checkpoint of 4 bits holds."""
+    with _folder() as folder:
+        _format(context, folder, row, "llama-3.1-8b", {"int4": True, "head_quantization": "int8"})
+
+
 def _format(context: Context, folder: Path, row: str, name: str, options: dict[str, Any]) -> None:
     options |= {"max_num_seqs": 8, "max_model_len": MODEL_LEN, "kv_cache_bytes": FEW_KV_BYTES}
     with random_engine(context, folder, name, **options) as engine:

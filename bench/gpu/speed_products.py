@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional
 
 from bench.gpu.context import Context
-from bench.gpu.inputs import normal
+from bench.gpu.inputs import Weight, coded, normal, stored_bytes
 from bench.gpu.rows import Row
 from bench.gpu.timing import Call, median, seconds
 from kernels.quantised_weights import pack_fp8, pack_int4, pack_int8
@@ -31,8 +31,9 @@ def measure(context: Context) -> None:
     for kind in ("bf16", "int8", "fp8", "int4"):
         names = [_name(kind, rows) for rows in (1, 16)]
         context.guard(names, partial(_layer, context, kind))
-    fused = "fused products of Llama-8B (norm, gate, residual), bf16, 1 row"
-    context.guard(fused, lambda: _fused(context, fused))
+    for kind in ("bf16", "int8", "int4"):
+        fused = f"fused products of Llama-8B (norm, gate, residual), {kind}, 1 row"
+        context.guard(fused, partial(_fused, context, fused, kind))
     context.guard("product fp8 rows, 4096 rows", lambda: _many_rows(context))
 
 
@@ -86,19 +87,20 @@ def _total(context: Context, calls: list[Call]) -> list[float]:
     return [taken_s * len(calls) for taken_s in seconds(calls, context.device)]
 
 
-def _fused(context: Context, name: str) -> None:
+def _fused(context: Context, name: str, kind: str) -> None:
     """Products with what stands around them: the bytes are those of the weights alone."""
     shapes = {"qkv": (24, 32), "out": (32, 32), "gate_up": (80, 32), "down": (32, 40)} if context.rehearsal else LAYER
     device, dtype = context.device, context.dtype
     hidden = shapes["qkv"][1]
-    layers = [
-        {part: normal(n, k, dtype=dtype, device=device, scale=k**-0.5) for part, (n, k) in shapes.items()}
-        for _ in range(1 if context.rehearsal else LAYERS)
-    ]
+
+    def made(rows: int, columns: int) -> Weight:
+        return coded(kind, normal(rows, columns, dtype=dtype, device=device, scale=columns**-0.5))
+
+    layers = [{part: made(*size) for part, size in shapes.items()} for _ in range(1 if context.rehearsal else LAYERS)]
     norm_weight = torch.ones(hidden, dtype=dtype, device=device)
     residual, attended = (normal(1, hidden, dtype=dtype, device=device) for _ in "ra")
 
-    def call(layer: dict[str, torch.Tensor]) -> Call:
+    def call(layer: dict[str, Weight]) -> Call:
         def run() -> None:
             stream = linear_add(attended, layer["out"], residual, norm_weight)
             gated = normed_linear(stream, layer["gate_up"], 1e-6, gate="silu")
@@ -106,7 +108,7 @@ def _fused(context: Context, name: str) -> None:
 
         return run
 
-    num_bytes = sum(weight.nbytes for weight in layers[0].values())
+    num_bytes = sum(stored_bytes(weight) for weight in layers[0].values())
     taken = seconds([call(layer) for layer in layers], device)
     rates = [num_bytes / taken_s / 1e9 for taken_s in taken]
     row = Row(name=name, value=median(rates), limit=context.bandwidth / 1e9, samples=rates)

@@ -10,7 +10,7 @@ import torch
 
 from bench.gpu.check_sampling import both, columns_of
 from bench.gpu.context import Context
-from bench.gpu.inputs import normal
+from bench.gpu.inputs import coded, normal, stored_bytes
 from bench.gpu.rows import Row
 from bench.gpu.timing import Call, median, seconds
 from kernels.triton.activation import silu_mul
@@ -29,7 +29,8 @@ def measure(context: Context) -> None:
         ("add + rms norm, 8k rows", _add_norm),
         ("rope and KV write, 8k rows", _rope),
         ("silu·mul, 8k rows", _silu),
-        ("fused head + argmax, 128k words, 1 row", _head),
+        ("fused head + argmax, 128k words, 1 row", partial(_head, kind="bf16")),
+        ("fused head in 8 bits + argmax, 128k words, 1 row", partial(_head, kind="int8")),
         ("experts of Qwen3-30B-A3B, 64 tokens", _experts),
         ("block copy, 4096 blocks", _copy),
     ):
@@ -83,13 +84,13 @@ def _copy(context: Context) -> tuple[Call, int]:
     return lambda: copy_blocks([cache], order[:count], order[count:]), 2 * count * cache[0].nbytes
 
 
-def _head(context: Context) -> tuple[Call, int]:
+def _head(context: Context, kind: str) -> tuple[Call, int]:
     head, _ = both("greedy_head", "greedy_head")
     vocab, width = context.size(128_256, 300), context.size(4096, 64)
     hidden = normal(1, width, dtype=context.dtype, device=context.device)
-    weight = normal(vocab, width, dtype=context.dtype, device=context.device, scale=width**-0.5)
+    weight = coded(kind, normal(vocab, width, dtype=context.dtype, device=context.device, scale=width**-0.5))
     out = torch.empty(1, dtype=torch.int64, device=context.device)
-    return lambda: head(hidden, weight, out=out), weight.nbytes
+    return lambda: head(hidden, weight, out=out), stored_bytes(weight)
 
 
 def _experts(context: Context) -> tuple[Call, int]:
