@@ -3,8 +3,12 @@
 #
 #   bench/gpu.sh                      everything; the result goes to bench/results/gpu-<time>.json
 #   bench/gpu.sh --rehearse           the same program on the CPU with tiny shapes and Triton's interpreter; no figures
-#   bench/gpu.sh --only kernels,peers some parts (calibration always runs)
-#   PYTHON=/path/to/python bench/gpu.sh --out /tmp/result.json
+#   bench/gpu.sh --only kernels,peers some parts (calibration always runs, and what warms them up)
+#   PYTHON=/path/to/python bench/gpu.sh --out result.json --logs logs
+#
+# With a card for longer, two commands of at most 8 minutes each, in which every part has time for all that it may take:
+#   bench/gpu.sh --only 'checks,invariant,kernels,choices'
+#   bench/gpu.sh --only 'llama 8b,small models,formats,latency,saturated,peers'
 #
 # Needs torch, triton, numpy, safetensors, tokenizers and jinja2; transformers for the peers, pytest to rehearse. Nothing of
 # the web half.

@@ -24,6 +24,7 @@ def main() -> int:
     parser.add_argument("--rehearse", action="store_true", help="on the CPU with tiny shapes; no figures")
     parser.add_argument("--only", default="", help=f"parts, divided by commas: {', '.join(known)}")
     parser.add_argument("--out", type=Path, help="where the JSON goes; else bench/results/, of a rehearsal nowhere")
+    parser.add_argument("--logs", type=Path, help="a folder for the whole log of each part; its end is in the JSON")
     parser.add_argument("--total", type=float, help=f"seconds for everything, {TOTAL_S:g} unless given")
     options = parser.parse_args()
     only = {name.strip() for name in options.only.split(",") if name.strip()} or None
@@ -32,14 +33,16 @@ def main() -> int:
     requirements.check(rehearse=options.rehearse)
     total_s = options.total or (REHEARSAL_S if options.rehearse else TOTAL_S)
     started_s = time.monotonic()
+    planned = stages(only, rehearse=options.rehearse)
     outcome = conduct(
-        stages(only, rehearse=options.rehearse),
+        planned,
         rehearse=options.rehearse,
         total_s=total_s,
         facts={},
         show=lambda line: print(line, flush=True),
+        logs=options.logs,
     )
-    rows = complete(outcome, None if only is None else only | {"calibrate"})
+    rows = complete(outcome, {part.target for stage in planned for job in stage for part in job.parts})
     report = document(rows, outcome, rehearsal=options.rehearse, taken_s=time.monotonic() - started_s)
     path = options.out
     if path is None and outcome.rows and not options.rehearse:  # without a GPU there is nothing to keep

@@ -16,11 +16,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
-from bench.gpu.plan import Job
+from bench.gpu.plan import Job, Stage, share_s
 from bench.gpu.rows import Row
 from engine.gpu_environment import FP_FUSION
 
-TAIL_CHARS = 1500
+TAIL_CHARS = 6000
+"""Of each part's log, in the result; `--logs` keeps all of it."""
 BASE_FACT = "bandwidth"
 """What every part after the first divides by."""
 PATIENCE = 8.0
@@ -45,9 +46,10 @@ class Process:
         self.job = job
         self.allowed_s = job.limit_s * (PATIENCE if rehearse else 1.0)
         self.limit_s = 0.0
+        self.grace_s = 0.0
         self.ended = False
         self._log = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115 - as long as the process
-        arguments = [sys.executable, "-m", "bench.gpu.part", *(part.name for part in job.parts), "--limit", str(self.allowed_s)]
+        arguments = [sys.executable, "-m", "bench.gpu.part", *(part.name for part in job.parts)]
         self._process = subprocess.Popen(
             arguments + (["--rehearse"] if rehearse else []),
             stdin=subprocess.PIPE,
@@ -64,7 +66,7 @@ class Process:
         stdin = self._process.stdin
         assert stdin is not None
         try:
-            stdin.write(json.dumps(facts) + "\n")
+            stdin.write(json.dumps({"facts": facts, "until_s": self._begun_s + limit_s}) + "\n")
             stdin.close()
         except BrokenPipeError:
             pass  # it ended while it imported; its log says why
@@ -80,7 +82,7 @@ class Process:
 
     @property
     def left_s(self) -> float:
-        return self._begun_s + self.limit_s - time.monotonic()
+        return self._begun_s + self.limit_s + self.grace_s - time.monotonic()
 
     @property
     def taken_s(self) -> float:
@@ -93,21 +95,28 @@ class Process:
         self._process.wait()
 
     def close(self) -> tuple[int, str]:
-        """Its exit status and its last words."""
+        """Its exit status and its log."""
         status = self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None and not pipe.closed and not self._begun_s:  # else its reader closes it
                 pipe.close()
         self._log.seek(0)
-        words = self._log.read()[-TAIL_CHARS:]
+        words = self._log.read()
         self._log.close()
         return status, words
 
 
 def conduct(
-    stages: Sequence[Sequence[Job]], *, rehearse: bool, total_s: float, facts: dict[str, Any], show: Callable[[str], None]
+    stages: Sequence[Stage],
+    *,
+    rehearse: bool,
+    total_s: float,
+    facts: dict[str, Any],
+    show: Callable[[str], None],
+    logs: Path | None = None,
 ) -> Outcome:
-    """Run all stages. The parts of the next one import while this one measures, where each is a single process."""
+    """Run all stages. The parts of the next one import while this one measures, where each is a single process. `logs`: a
+    folder for everything that they say beside their rows."""
     outcome = Outcome(facts=dict(facts))
     environment = _environment(rehearse)
     end_s = time.monotonic() + total_s
@@ -126,7 +135,7 @@ def conduct(
             if left_s < LEFT_MIN_S:
                 _skip(processes, outcome, "the time of the run was used up", show)
                 continue
-            _run(processes, left_s, outcome, show)
+            _run(processes, share_s(stages[index:], left_s), outcome, show, logs)
     finally:
         for process in waiting:
             process.kill()
@@ -150,10 +159,12 @@ def _skip(processes: Sequence[Process], outcome: Outcome, reason: str, show: Cal
         show(f"-- {process.job.name}: not begun, {reason}")
 
 
-def _run(processes: Sequence[Process], left_s: float, outcome: Outcome, show: Callable[[str], None]) -> None:
+def _run(
+    processes: Sequence[Process], share_s: float, outcome: Outcome, show: Callable[[str], None], logs: Path | None
+) -> None:
     lines: queue.Queue[tuple[Process, str | None]] = queue.Queue()
     for process in processes:
-        process.begin(outcome.facts, min(process.allowed_s, left_s), lines)
+        process.begin(outcome.facts, min(process.allowed_s, share_s), lines)
     running = list(processes)
     try:
         while running:
@@ -164,40 +175,43 @@ def _run(processes: Sequence[Process], left_s: float, outcome: Outcome, show: Ca
                 for late in [process for process in running if process.left_s <= 0]:
                     late.kill()  # its end follows as a line
                     late.ended = True
-                    late.limit_s += 30.0
+                    late.grace_s += 30.0
                 continue
             if line is None:
                 running.remove(process)
-                _close(process, outcome, show)
+                _close(process, outcome, show, logs)
             else:
-                _take(line, outcome, show)
+                _take(line, process, outcome, show)
     finally:
         for process in running:
             process.kill()
 
 
-def _take(line: str, outcome: Outcome, show: Callable[[str], None]) -> None:
+def _take(line: str, process: Process, outcome: Outcome, show: Callable[[str], None]) -> None:
     if not line.endswith("\n"):
         return  # cut off when it was ended
     said = json.loads(line)
     if "row" in said:
+        said["row"]["came_s"] = round(process.taken_s, 1)
         outcome.rows.append(Row(**said["row"]))
         show(json.dumps({key: value for key, value in said["row"].items() if value not in (None, "", [], {})}))
     elif "facts" in said:
         outcome.facts.update(said["facts"])
 
 
-def _close(process: Process, outcome: Outcome, show: Callable[[str], None]) -> None:
+def _close(process: Process, outcome: Outcome, show: Callable[[str], None], logs: Path | None) -> None:
     taken_s = round(process.taken_s, 2)
     status, words = process.close()
-    found: dict[str, Any] = {**_described(process.job), "s": taken_s}
+    found: dict[str, Any] = {**_described(process.job), "s": taken_s, "limit_s": round(process.limit_s, 1)}
     if process.ended:
-        found["error"] = f"ended after its limit of {process.allowed_s:g} s"
+        found["error"] = f"ended after its limit of {process.limit_s:g} s"
     elif status:
         found["error"] = f"exit status {status}: {_last_line(words)}"
-    if "error" in found:
-        found["log"] = words
+    found["log"] = words[-TAIL_CHARS:]
     outcome.parts.append(found)
+    if logs is not None:
+        logs.mkdir(parents=True, exist_ok=True)
+        (logs / f"{process.job.name.replace(' ', '-')}.txt").write_text(words, "utf-8")
     show(f"-- {process.job.name}: {taken_s} s{', ' + found['error'] if 'error' in found else ''}")
 
 

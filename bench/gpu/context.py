@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -14,6 +15,8 @@ import torch
 from bench.gpu.rows import Row
 
 WORDS_MAX = 1500
+
+log = logging.getLogger("gatehouse.bench")
 
 
 @dataclass(slots=True)
@@ -59,15 +62,25 @@ class Context:
         self.write({"facts": facts})
 
     def guard(self, names: str | Sequence[str], measure: Callable[[], object]) -> None:
-        """Measure; when that raises, the rows of these names say why and the part goes on."""
+        """Measure; when that raises, the rows of these names say why and the part goes on. Unless the device is broken: then
+        whatever follows would fail in ways that say nothing, and the part ends."""
         try:
             measure()
-        except Exception as error:  # noqa: BLE001 - the row tells it, and the others go on
+        except Exception as error:
             self.failures += 1
             words = "".join(traceback.format_exception(error))[-WORDS_MAX:]
             for name in [names] if isinstance(names, str) else names:
                 self.emit(Row(name=name, error=f"{type(error).__name__}: {str(error)[:300]}", note=words))
-        finally:
-            if self.device.type == "cuda":
-                gc.collect()  # engines have cycles, and the next one wants their memory
-                torch.cuda.empty_cache()
+            log.exception("failed rows=%s", names)
+            self._check_device(names)
+        if self.device.type == "cuda":
+            gc.collect()  # engines have cycles, and the next one wants their memory
+            torch.cuda.empty_cache()
+
+    def _check_device(self, names: str | Sequence[str]) -> None:
+        if self.device.type != "cuda":
+            return
+        try:
+            torch.cuda.synchronize(self.device)
+        except RuntimeError as error:
+            raise SystemExit(f"the device is broken since {names}: {str(error).splitlines()[0]}") from error

@@ -1,13 +1,16 @@
 """A process of the bench: `python -m bench.gpu.part NAME…`. Imports first, waits for a line of facts, then measures.
 
-Lines of JSON go to what was standard output; everything that libraries print goes to standard error.
+Lines of JSON go to what was standard output; everything that libraries print goes to standard error, with what the engine logs:
+starts, captures, fall-backs. A part that is about to be ended says where it stands: a card that hangs says nothing else.
 """
 
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import importlib
 import json
+import logging
 import os
 import sys
 import time
@@ -16,14 +19,20 @@ from typing import Any, TextIO
 from bench.gpu import requirements
 from bench.gpu.plan import BY_NAME
 
+log = logging.getLogger("gatehouse.bench")
+
+LAST_WORDS_S = 2.0
+"""So long before its end a part tells where each of its threads is."""
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="+", choices=sorted(BY_NAME))
     parser.add_argument("--rehearse", action="store_true")
-    parser.add_argument("--limit", type=float, required=True)
     options = parser.parse_args()
     answers = _own_output()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    faulthandler.enable()
     requirements.check()
     import torch
 
@@ -38,16 +47,20 @@ def main() -> None:
         answers.flush()
 
     write({"ready": options.names})
-    facts = json.loads(sys.stdin.readline() or "null")
-    if facts is None:
+    told = json.loads(sys.stdin.readline() or "null")
+    if told is None:
         return
+    facts, until_s = told["facts"], float(told["until_s"])  # by the clock that the processes of a machine share
+    faulthandler.dump_traceback_later(max(0.01, until_s - LAST_WORDS_S - time.monotonic()))
     if not options.rehearse and not torch.cuda.is_available():
         raise SystemExit("torch finds no NVIDIA GPU here; `bench/gpu.sh --rehearse` tries the program without one")
     device = torch.device("cpu" if options.rehearse else "cuda")
-    context = Context(device, options.rehearse, facts, write, time.monotonic() + options.limit)
-    for function in functions:
+    context = Context(device, options.rehearse, facts, write, until_s)
+    for name, function in zip(options.names, functions, strict=True):
+        log.info("begins part=%s left_s=%.0f", name, context.left_s)
         torch.manual_seed(0)
         function(context)
+    faulthandler.cancel_dump_traceback_later()
     write({"done": options.names})
 
 

@@ -1,13 +1,17 @@
 """The parts of a run, in order: what each measures, how long it may take, and which run side by side. Standard library only.
 
-    calibrate → checks, with every kernel of the engines compiled meanwhile → kernels → engines → peers → choices
+    calibrate → checks, with every kernel of the engines compiled meanwhile → kernels → engines → peers
 
 Checks are not timed, so several processes share the card and the compiler has all cores. Everything after them runs alone.
-Limits are for a cold cache of kernels; the usual sum is less, and no part begins that the rest of the time cannot hold.
+
+A part has two times, both for a cold cache of kernels. `usual_s` is kept for it whatever the parts before it do: all of a
+run's together fit its time, so that none is left out because another was slow. `limit_s` is the most it gets while there is
+time left; those of each of `CALLS` fit too. Both were set before there was a card, by the steps that a part takes.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 TOTAL_S = 470.0
@@ -17,38 +21,49 @@ TOTAL_S = 470.0
 @dataclass(frozen=True, slots=True)
 class Part:
     """`target` is the part of the targets whose rows it gives. A rehearsal computes a `family` in one process; a run does its
-    parts in processes of their own, one after the other, or at a time where they are `beside` each other."""
+    parts in processes of their own, one after the other, or at a time where they are `beside` each other. `needs` names parts
+    that come with it: without its warm-up it would compile while it measures. One that is `asked_for` is left out unless it is
+    named."""
 
     name: str
     target: str
     module: str
     function: str
+    usual_s: float
     limit_s: float
     family: str
     beside: bool = False
+    needs: tuple[str, ...] = ()
+    asked_for: bool = False
 
 
+LLAMA, SMALL, FORMATS = ("warm llama",), ("warm small",), ("warm formats",)
 PARTS: tuple[Part, ...] = (
-    Part("calibrate", "calibrate", "bench.gpu.calibration", "calibrate", 40, "calibrate"),
-    Part("check attention", "checks", "bench.gpu.check_attention", "check", 100, "checks", beside=True),
-    Part("check rows", "checks", "bench.gpu.check_rows", "check", 100, "checks", beside=True),
-    Part("check products", "checks", "bench.gpu.check_products", "check", 100, "checks", beside=True),
-    Part("check sampling", "checks", "bench.gpu.check_sampling", "check", 100, "checks", beside=True),
-    Part("check engine", "invariant", "bench.gpu.warm_up", "invariant", 100, "checks", beside=True),
-    Part("warm llama", "warm-up", "bench.gpu.warm_up", "warm_llama", 100, "checks", beside=True),
-    Part("warm small", "warm-up", "bench.gpu.warm_up", "warm_small", 100, "checks", beside=True),
-    Part("warm formats", "warm-up", "bench.gpu.warm_up", "warm_formats", 100, "checks", beside=True),
-    Part("kernel attention", "kernels", "bench.gpu.speed_attention", "measure", 60, "kernels"),
-    Part("kernel products", "kernels", "bench.gpu.speed_products", "measure", 60, "kernels"),
-    Part("kernel rows", "kernels", "bench.gpu.speed_rows", "measure", 45, "kernels"),
-    Part("llama 8b", "llama 8b", "bench.gpu.serve", "llama_8b", 90, "engines"),
-    Part("small models", "small models", "bench.gpu.serve", "small_models", 50, "engines"),
-    Part("formats", "formats", "bench.gpu.serve", "formats", 60, "engines"),
-    Part("latency", "latency", "bench.gpu.serve_latency", "latency", 55, "engines"),
-    Part("saturated", "saturated", "bench.gpu.serve", "saturated", 60, "engines"),
-    Part("peers", "peers", "bench.gpu.peers", "against_transformers", 110, "peers"),
-    Part("choices", "choices", "bench.gpu.choices", "measure", 100, "choices"),
+    Part("calibrate", "calibrate", "bench.gpu.calibration", "calibrate", 15, 25, "calibrate"),
+    Part("check attention", "checks", "bench.gpu.check_attention", "check", 75, 120, "checks", beside=True),
+    Part("check rows", "checks", "bench.gpu.check_rows", "check", 75, 120, "checks", beside=True),
+    Part("check products", "checks", "bench.gpu.check_products", "check", 75, 120, "checks", beside=True),
+    Part("check sampling", "checks", "bench.gpu.check_sampling", "check", 75, 120, "checks", beside=True),
+    Part("check engine", "invariant", "bench.gpu.warm_up", "invariant", 75, 120, "checks", beside=True),
+    Part("warm llama", "warm-up", "bench.gpu.warm_up", "warm_llama", 75, 90, "checks", beside=True),
+    Part("warm small", "warm-up", "bench.gpu.warm_up", "warm_small", 75, 90, "checks", beside=True),
+    Part("warm formats", "warm-up", "bench.gpu.warm_up", "warm_formats", 75, 90, "checks", beside=True),
+    Part("kernel attention", "kernels", "bench.gpu.speed_attention", "measure", 25, 60, "kernels"),
+    Part("kernel products", "kernels", "bench.gpu.speed_products", "measure", 25, 60, "kernels"),
+    Part("kernel rows", "kernels", "bench.gpu.speed_rows", "measure", 20, 45, "kernels"),
+    Part("llama 8b", "llama 8b", "bench.gpu.serve", "llama_8b", 62, 80, "engines", needs=LLAMA),
+    Part("small models", "small models", "bench.gpu.serve", "small_models", 30, 40, "engines", needs=SMALL),
+    Part("formats", "formats", "bench.gpu.serve", "formats", 42, 50, "engines", needs=FORMATS),
+    Part("latency", "latency", "bench.gpu.serve_latency", "latency", 36, 45, "engines", needs=LLAMA),
+    Part("saturated", "saturated", "bench.gpu.serve", "saturated", 48, 55, "engines", needs=LLAMA),
+    Part("peers", "peers", "bench.gpu.peers", "against_transformers", 72, 80, "peers", needs=("llama 8b",)),
+    Part("choices", "choices", "bench.gpu.choices", "measure", 60, 100, "choices", asked_for=True),
 )
+CALLS = (
+    ("checks", "invariant", "kernels", "choices"),
+    ("llama 8b", "small models", "formats", "latency", "saturated", "peers"),
+)
+"""All parts in two commands, for whoever has a card for longer: each has time for all that its parts may take."""
 BY_NAME = {part.name: part for part in PARTS}
 
 
@@ -63,13 +78,32 @@ class Job:
         return " + ".join(part.name for part in self.parts)
 
     @property
+    def usual_s(self) -> float:
+        return sum(part.usual_s for part in self.parts)
+
+    @property
     def limit_s(self) -> float:
         return sum(part.limit_s for part in self.parts)
 
 
+Stage = Sequence[Job]
+"""Jobs that run at a time."""
+
+
+def usual_s(stages: Sequence[Stage]) -> float:
+    """What these stages usually take, one after the other."""
+    return sum(max(job.usual_s for job in stage) for stage in stages)
+
+
+def share_s(stages: Sequence[Stage], left_s: float) -> float:
+    """How long the first of these stages may take when so much is left: all but what the others usually take, and no less than
+    what it takes itself."""
+    return min(left_s, max(left_s - usual_s(stages[1:]), usual_s(stages[:1])))
+
+
 def stages(only: set[str] | None = None, *, rehearse: bool = False) -> list[list[Job]]:
-    """Jobs that run at a time. `only` names targets' parts; what calibrates is always there."""
-    chosen = [part for part in PARTS if only is None or part.target == "calibrate" or part.target in only]
+    """The stages of a run. `only` names targets' parts; what calibrates is always there, and what the chosen need."""
+    chosen = _chosen(only, rehearse=rehearse)
     found: list[list[Job]] = []
     for part in chosen:
         same_family = bool(found) and found[-1][0].parts[0].family == part.family
@@ -80,3 +114,12 @@ def stages(only: set[str] | None = None, *, rehearse: bool = False) -> list[list
         else:
             found.append([Job((part,))])
     return found
+
+
+def _chosen(only: set[str] | None, *, rehearse: bool) -> list[Part]:
+    """In the order of the plan. A rehearsal has everything."""
+    wanted = {part.name for part in PARTS if (rehearse or not part.asked_for if only is None else part.target in only)}
+    for part in reversed(PARTS):  # what is needed comes before
+        if part.name in wanted:
+            wanted |= set(part.needs)
+    return [part for part in PARTS if part.target == "calibrate" or part.name in wanted]

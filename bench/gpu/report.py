@@ -17,6 +17,9 @@ from bench.gpu.targets import TARGETS
 
 PACKAGES = ("torch", "triton", "numpy", "transformers", "safetensors", "llguidance")
 HEAD = ("row", "value", "unit", "limit", "frac", "peer", "ratio", "must show", "verdict")
+SWITCHES = ("GATEHOUSE_EARLY_LAUNCH", "GATEHOUSE_GRAPHS", "CUDA_LAUNCH_BLOCKING", "PYTORCH_ALLOC_CONF", "OMP_NUM_THREADS")
+"""Of the environment: those that change what is measured."""
+LAST_LINES = 12
 WIDTHS = (58, 10, 16, 10, 5, 10, 7, 22, 0)
 
 
@@ -55,6 +58,7 @@ def document(rows: Sequence[Row], outcome: Outcome, *, rehearsal: bool, taken_s:
         "python": platform.python_version(),
         "versions": {name: _version(name) for name in PACKAGES},
         "cpu_cores": os.cpu_count(),
+        "switches": {name: os.environ[name] for name in SWITCHES if name in os.environ},
         "facts": outcome.facts,
         "parts": outcome.parts,
         "rows": described,
@@ -69,6 +73,8 @@ def table(report: dict[str, Any]) -> str:
     lines = [f"{title} · {report['revision']}{' +changes' if report['changed'] else ''} · {versions}"]
     if not rehearsal and "bandwidth" in facts:
         lines.append(f"calibrated: {facts['bandwidth'] / 1e9:.0f} GB/s, {facts['flops'] / 1e12:.0f} TFLOP/s bf16")
+    if report["switches"]:
+        lines.append("with " + ", ".join(f"{name}={value}" for name, value in report["switches"].items()))
     part = None
     for row in report["rows"]:
         if part != (part := row.get("part", "others")):
@@ -76,13 +82,22 @@ def table(report: dict[str, Any]) -> str:
         lines.append(_line(_cells(row, rehearsal)))
         if row["error"] or row["invalid"] or (row["note"] and not rehearsal and not row["error"]):
             lines.append(f"    {row['error'] or row['invalid'] or row['note']}"[:240])
-    for broken in (each for each in report["parts"] if "error" in each):
-        lines.append(f"\n{broken['part']}: {broken['error']}")
+    lines += _wrong(report)
     counts: dict[str, int] = {}
     for row in report["rows"]:
         counts[row["verdict"]] = counts.get(row["verdict"], 0) + 1
     lines += ["", ", ".join(f"{count} {name}" for name, count in sorted(counts.items())) + f"; {report['taken_s']} s"]
     return "\n".join(lines)
+
+
+def _wrong(report: dict[str, Any]) -> list[str]:
+    """What went wrong, behind everything else: a terminal, or whoever passes on the end of an output, shows that."""
+    reasons = {row["name"]: row["error"] or row["invalid"] for row in report["rows"]}
+    lines = [f"  {name}: {reason}"[:400] for name, reason in reasons.items() if reason]
+    for broken in (each for each in report["parts"] if "error" in each):
+        lines.append(f"  part {broken['part']}: {broken['error']}")
+        lines += [f"    | {line[:200]}" for line in broken.get("log", "").splitlines()[-LAST_LINES:]]
+    return ["", "what went wrong", *lines] if lines else []
 
 
 def _cells(row: dict[str, Any], rehearsal: bool) -> tuple[str, ...]:

@@ -42,7 +42,8 @@ class Target:
 class Row:
     """One line of the result. `limit` is the roofline in the row's unit; `ratio` says how many times better than the peer.
 
-    `counted` and `returned` are tokens by the engine's own count and as the caller got them: they must be equal.
+    `counted` and `returned` are tokens by the engine's own count and as the caller got them: they must be equal. `came_s` is
+    when the row came, since its part began.
     """
 
     name: str
@@ -57,6 +58,7 @@ class Row:
     returned: int | None = None
     note: str = ""
     error: str = ""
+    came_s: float | None = None
     facts: dict[str, Any] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:

@@ -104,22 +104,24 @@ def _gaps(engine: Engine, prompt: tuple[int, ...]) -> tuple[list[float], float]:
     last: dict[str, float] = {}
     gaps: list[float] = []
     came_s: float | None = None
-    for event in engine.step():
-        last[event.request_id] = time.perf_counter()
-    arrived_s = time.perf_counter()
-    traffic.submit(engine, "long", Asked(prompt, 2))
-    while engine.has_requests:
-        events, now_s = engine.step(), time.perf_counter()
-        for event in events:
-            if event.error is not None:
-                raise RuntimeError(f"request {event.request_id} failed: {event.error}")
-            if event.request_id == "long":
-                came_s = now_s - arrived_s if came_s is None and event.token_ids else came_s
-                if event.finish_reason is not None:
-                    assert came_s is not None, "the long prompt ended without a token"
-                    return gaps, came_s
-            elif event.token_ids:
-                if event.request_id in last:
-                    gaps.append(now_s - last[event.request_id])
-                last[event.request_id] = now_s
+    with traffic.watched(engine) as look:
+        for event in engine.step():
+            last[event.request_id] = time.perf_counter()
+        arrived_s = time.perf_counter()
+        traffic.submit(engine, "long", Asked(prompt, 2))
+        while engine.has_requests:
+            events, now_s = engine.step(), time.perf_counter()
+            look()
+            for event in events:
+                if event.error is not None:
+                    raise RuntimeError(f"request {event.request_id} failed: {event.error}")
+                if event.request_id == "long":
+                    came_s = now_s - arrived_s if came_s is None and event.token_ids else came_s
+                    if event.finish_reason is not None:
+                        assert came_s is not None, "the long prompt ended without a token"
+                        return gaps, came_s
+                elif event.token_ids:
+                    if event.request_id in last:
+                        gaps.append(now_s - last[event.request_id])
+                    last[event.request_id] = now_s
     raise RuntimeError("everything ended before the long prompt did")

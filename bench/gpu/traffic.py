@@ -5,7 +5,8 @@ from __future__ import annotations
 import random
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from engine.loop import Engine
@@ -74,19 +75,38 @@ def submit(engine: Engine, name: str, asked: Asked, *, temperature: float = 0.0)
         raise RuntimeError(f"request {name} was refused: {event.error}")
 
 
+@contextmanager
+def watched(engine: Engine) -> Iterator[Callable[[], None]]:
+    """Yields what to call behind every step: it raises when one fell back to the plain way, whose time is not the engine's.
+    Whatever raises inside leaves no request to those who come after."""
+    fallbacks, before = engine.fallbacks, engine.fallbacks.count
+
+    def look() -> None:
+        if fallbacks.count != before:
+            raise RuntimeError(f"{fallbacks.count - before} steps fell back to the plain way: {fallbacks.reason}")
+
+    try:
+        yield look
+    except BaseException:
+        engine.abort_all()
+        raise
+
+
 def run(engine: Engine, requests: Sequence[Asked], *, temperature: float = 0.0, label: str = "r") -> Came:
     """All at once, to the end."""
     came, before = Came(), engine.status().generation_tokens_total
     started_s = time.perf_counter()
     lengths: dict[str, int] = {}
-    for number, asked in enumerate(requests):
-        submit(engine, f"{label}{number}", asked, temperature=temperature)
-    while engine.has_requests:
-        for event in engine.step():
-            if event.error is not None:
-                raise RuntimeError(f"request {event.request_id} failed: {event.error}")
-            came.returned += len(event.token_ids)
-            lengths[event.request_id] = lengths.get(event.request_id, 0) + len(event.token_ids)
+    with watched(engine) as look:
+        for number, asked in enumerate(requests):
+            submit(engine, f"{label}{number}", asked, temperature=temperature)
+        while engine.has_requests:
+            for event in engine.step():
+                if event.error is not None:
+                    raise RuntimeError(f"request {event.request_id} failed: {event.error}")
+                came.returned += len(event.token_ids)
+                lengths[event.request_id] = lengths.get(event.request_id, 0) + len(event.token_ids)
+            look()
     came.wall_s = time.perf_counter() - started_s
     came.counted = engine.status().generation_tokens_total - before
     came.wrong = [f"{label}{n}" for n, asked in enumerate(requests) if lengths.get(f"{label}{n}") != asked.num_outputs]
@@ -111,15 +131,17 @@ class Window:
 def steps(engine: Engine, until: Callable[[Window], bool], *, ended: Callable[[str], None] | None = None) -> Window:
     """Step until told to stop; `ended` is called for every request that finishes."""
     window = Window()
-    while engine.has_requests and not until(window):
-        cpu_s, started_s = time.thread_time(), time.perf_counter()
-        events = engine.step()
-        window.cpu_s.append(time.thread_time() - cpu_s)
-        window.step_s.append(time.perf_counter() - started_s)
-        window.tokens.append(sum(len(event.token_ids) for event in events))
-        for event in events:
-            if event.error is not None:
-                raise RuntimeError(f"request {event.request_id} failed: {event.error}")
-            if event.finish_reason is not None and ended is not None:
-                ended(event.request_id)
+    with watched(engine) as look:
+        while engine.has_requests and not until(window):
+            cpu_s, started_s = time.thread_time(), time.perf_counter()
+            events = engine.step()
+            window.cpu_s.append(time.thread_time() - cpu_s)
+            window.step_s.append(time.perf_counter() - started_s)
+            window.tokens.append(sum(len(event.token_ids) for event in events))
+            for event in events:
+                if event.error is not None:
+                    raise RuntimeError(f"request {event.request_id} failed: {event.error}")
+                if event.finish_reason is not None and ended is not None:
+                    ended(event.request_id)
+            look()
     return window

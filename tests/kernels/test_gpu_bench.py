@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import tomllib
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,9 @@ import pytest
 from packaging.requirements import Requirement
 
 from bench.gpu import requirements
-from bench.gpu.conduct import conduct
+from bench.gpu.conduct import Outcome, conduct
 from bench.gpu.idle import WORK, idle_of
-from bench.gpu.plan import BY_NAME, PARTS, TOTAL_S, Job, stages
+from bench.gpu.plan import BY_NAME, CALLS, PARTS, TOTAL_S, Job, share_s, stages, usual_s
 from bench.gpu.report import complete, document, table
 from bench.gpu.rows import Row, Target, against, invalid, verdict
 from bench.gpu.targets import BY_NAME as TARGET_OF
@@ -105,6 +106,43 @@ def test_every_target_has_a_part_and_the_time_is_eight_minutes() -> None:
     assert [job.name for job in stages({"peers"})[0]] == ["calibrate"]
 
 
+def most_s(planned: Sequence[Sequence[Job]]) -> float:
+    return sum(max(job.limit_s for job in stage) for stage in planned)
+
+
+def test_what_the_parts_of_a_run_usually_take_fits_its_time() -> None:
+    assert usual_s(stages()) <= TOTAL_S
+    assert all(part.usual_s <= part.limit_s for part in PARTS)
+    assert {part.target for part in PARTS if part.asked_for} == {"choices"}
+    assert "choices" not in [job.name for stage in stages() for job in stage]
+
+
+def test_two_commands_give_all_parts_as_long_as_they_may_take_and_are_documented() -> None:
+    named = [target for call in CALLS for target in call]
+    assert sorted({*named, "calibrate", "warm-up"}) == sorted({part.target for part in PARTS})
+    for call in CALLS:
+        assert most_s(stages(set(call))) <= TOTAL_S, call
+        words = f"--only '{','.join(call)}'"
+        assert all(words in (REPO / path).read_text("utf-8") for path in ("bench/gpu.sh", "docs/benchmarks.md")), words
+
+
+def test_a_part_takes_its_limit_only_out_of_time_that_no_later_part_needs() -> None:
+    one, two, three = ([Job((replace(PARTS[0], usual_s=usual, limit_s=90.0),))] for usual in (10.0, 20.0, 30.0))
+    assert share_s([one, two, three], 100.0) == 50.0
+    assert share_s([two, three], 45.0) == 20.0, "its own usual time, though the one behind it has less then"
+    assert share_s([three], 25.0) == 25.0
+
+
+@pytest.mark.parametrize("target", sorted({part.target for part in PARTS if part.family in ("engines", "peers")}))
+def test_an_engine_that_is_measured_alone_is_warmed_up_before(target: str) -> None:
+    names = [[part.name for job in stage for part in job.parts] for stage in stages({target})]
+    assert names[0] == ["calibrate"]
+    assert names[1]
+    assert all(name.startswith("warm") for name in names[1])
+    assert len(names) == (4 if target == "peers" else 3), "peers are compared with what our own engine did"
+    assert all(len(stage) == 1 for stage in names[2:])
+
+
 @pytest.mark.parametrize(
     ("row", "expected"),
     [
@@ -137,12 +175,73 @@ def test_a_missing_peer_is_no_pass() -> None:
 def test_a_part_that_takes_too_long_is_ended_and_its_rows_say_so() -> None:
     late = Job((replace(BY_NAME["check rows"], limit_s=0.05),))
     outcome = conduct([[late]], rehearse=True, total_s=60, facts={}, show=lambda _: None)
-    assert "ended after its limit" in outcome.parts[0]["error"]
+    assert "ended after its limit of 0.4 s" in outcome.parts[0]["error"]
     rows = {row.name: row for row in complete(outcome, {"checks"})}
     assert "check rows: ended after its limit" in rows["numbers: rms norm"].error
     printed = table(document(list(rows.values()), outcome, rehearsal=False, taken_s=1.0))
     assert "failed" in printed
     assert not invalid(rows["numbers: rms norm"])
+
+
+def test_what_a_part_logs_is_kept_whether_it_fails_or_not(tmp_path: Path) -> None:
+    job = Job((replace(BY_NAME["check sampling"], limit_s=60.0),))
+    environment = oldest_triton().environment(tmp_path / "cache", interpret=True)
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in environment.items():
+            patch.setenv(name, value)
+        outcome = conduct([[job]], rehearse=True, total_s=LIMIT_S, facts={}, show=lambda _: None, logs=tmp_path / "logs")
+    (part,) = outcome.parts
+    assert "error" not in part
+    assert "INFO gatehouse.bench: begins part=check sampling" in part["log"]
+    assert part["limit_s"] == 480.0
+    assert (tmp_path / "logs" / "check-sampling.txt").read_text("utf-8").endswith(part["log"])
+    assert all(row.came_s is not None for row in outcome.rows)
+
+
+HANGS = """
+import sys, threading, types
+from bench.gpu import part, plan
+sys.modules["stands_still"] = types.SimpleNamespace(wait_for_ever=lambda context: threading.Event().wait())
+plan.BY_NAME["hangs"] = plan.Part("hangs", "checks", "stands_still", "wait_for_ever", 1, 1, "checks")
+sys.argv = ["part", "hangs", "--rehearse"]
+part.main()
+"""
+
+
+def test_a_part_that_hangs_says_where_before_it_is_ended() -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", HANGS], cwd=REPO, text=True,
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    with process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write('{"facts": {}, "until_s": 0}\n')
+        process.stdin.flush()
+        where = next(line for line in process.stdout if "in <lambda>" in line)
+        process.kill()
+    assert 'File "<string>"' in where
+
+
+def test_what_went_wrong_stands_behind_the_table() -> None:
+    rows = [Row(name="numbers: rms norm", error="RuntimeError: boom"), Row(name="numbers: embedding", value=1.0)]
+    parts = [{"part": "check rows", "targets": ["checks"], "error": "exit status 1: boom", "log": "first\nlast words\n"}]
+    report = document(rows, Outcome(parts=parts), rehearsal=False, taken_s=1.0)
+    printed = table({**report, "switches": {"GATEHOUSE_GRAPHS": "0"}})
+    assert "with GATEHOUSE_GRAPHS=0" in printed
+    wrong = printed[printed.index("what went wrong") :]
+    assert "numbers: rms norm: RuntimeError: boom" in wrong
+    assert "part check rows: exit status 1: boom" in wrong
+    assert "    | last words" in wrong
+    assert "what went wrong" not in table(document(rows[1:], Outcome(), rehearsal=False, taken_s=1.0))
+
+
+def test_switches_of_the_environment_are_in_the_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GATEHOUSE_EARLY_LAUNCH", "0")
+    monkeypatch.delenv("GATEHOUSE_GRAPHS", raising=False)
+    switches = document([], Outcome(), rehearsal=False, taken_s=1.0)["switches"]
+    assert switches["GATEHOUSE_EARLY_LAUNCH"] == "0"
+    assert "GATEHOUSE_GRAPHS" not in switches
 
 
 def test_without_a_gpu_it_says_so_and_begins_nothing_else(tmp_path: Path) -> None:

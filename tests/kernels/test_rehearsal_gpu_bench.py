@@ -15,10 +15,12 @@ from typing import Any
 import pytest
 import torch
 
+from bench.gpu import serve
 from bench.gpu.context import Context
 from bench.gpu.idle import Idle
 from bench.gpu.plan import PARTS, Part
 from bench.gpu.targets import TARGETS
+from engine.runner.slot_runner import SlotRunner
 from tests.support.rehearsal import DEVICE, Schedule, rehearsal
 from tests.support.rehearsal.table import in_place_of_triton
 
@@ -60,3 +62,38 @@ def test_a_part_runs_to_its_end_on_a_card(part: Part, monkeypatch: pytest.Monkey
     assert card.broken is None
     mine = {target.name for target in TARGETS if target.part == part.target}
     assert not rows or rows.keys() & mine
+
+
+def told_by(measure: Callable[[Context], None]) -> dict[str, dict[str, Any]]:
+    """Rows of a part on a card whose engines have torch's operations."""
+    told: list[dict[str, Any]] = []
+    with rehearsal(Schedule.EARLY, total_bytes=8 << 30), in_place_of_triton():
+        measure(Context(DEVICE, True, dict(FACTS), told.append, time.monotonic() + 600))
+    return {line["row"]["name"]: line["row"] for line in told if "row" in line}
+
+
+def test_a_row_whose_steps_fell_back_to_the_plain_way_fails_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise RuntimeError("no launch here")
+
+    monkeypatch.setattr(SlotRunner, "launch", refuse)
+    rows = told_by(serve.formats)
+    assert rows
+    for name, row in rows.items():
+        assert "1 steps fell back to the plain way: a step could not be launched: RuntimeError: no launch" in row["error"], name
+
+
+def test_a_broken_device_ends_its_part_at_the_row_that_broke_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered\nmore words")
+
+    def breaks() -> None:
+        monkeypatch.setattr(torch.cuda, "synchronize", broken)
+        raise ValueError("the first to see it")
+
+    told: list[dict[str, Any]] = []
+    with rehearsal():
+        context = Context(DEVICE, True, dict(FACTS), told.append, time.monotonic() + 600)
+        with pytest.raises(SystemExit, match="the device is broken since a row: CUDA error: an illegal memory access"):
+            context.guard("a row", breaks)
+    assert [line["row"]["error"] for line in told] == ["ValueError: the first to see it"]
