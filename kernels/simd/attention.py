@@ -30,45 +30,24 @@ def _clear(target, count):
 
 
 @part
-def _decodes(a):
-    """Rows of one query. The threads share key heads row by row: each has as many keys to read, mostly whole rows."""
-    q, q_stride, cache, tables, table_width = argument(a, 0), argument(a, 1), argument(a, 2), argument(a, 3), argument(a, 4)
-    lengths, num_rows, out = argument(a, 6), argument(a, 7), argument(a, 8)
-    num_heads, num_kv_heads, size, block = argument(a, 9), argument(a, 10), argument(a, 11), argument(a, 12)
-    window, scale, softcap = argument(a, 13), number(argument(a, 14)), number(argument(a, 15))
-    index, threads = member(a)
-    group = num_heads // num_kv_heads
-    heads = min(group, TILE_ROWS)
-    together = TILE_ROWS // heads if heads == group else 1
-    whole = 0
+def _num_keys(lengths, num_rows):
+    """Of all rows; one without any counts as one, since its output is written too."""
+    total = 0
     for row in range(num_rows):
-        whole += max(get_int32(lengths, row), 1)
-    begin, behind = whole * num_kv_heads * index // threads, whole * num_kv_heads * (index + 1) // threads
-    passed = 0
-    for row in range(num_rows):
-        context = get_int32(lengths, row)
-        keys = max(context, 1)
-        first = min(max((begin - passed + keys - 1) // keys, 0), num_kv_heads)
-        end = min(max((behind - passed + keys - 1) // keys, 0), num_kv_heads)
-        passed += keys * num_kv_heads
-        for kv_head in range(first, end, together):
-            kv_heads = min(together, end - kv_head)
-            for head in range(kv_head * group, (kv_head + kv_heads) * group, kv_heads * heads):
-                width = min(heads, (kv_head + kv_heads) * group - head)
-                target = out + (row * num_heads + head) * size * BYTES
-                if context == 0:
-                    _clear(target, kv_heads * width * size)
-                    continue
-                attend_tile(
-                    kv_heads, width, width, q + (row * q_stride + head * size) * BYTES, q_stride, size,
-                    cache + kv_head * size * BYTES, 2 * num_kv_heads * size, tables + row * table_width * BYTES, block,
-                    context - 1, window, scale, softcap, target, num_heads * size, head == kv_head * group,
-                )  # fmt: skip
+        total += max(get_int32(lengths, row), 1)
+    return total
 
 
 @part
-def _prompts(a):
-    """Rows of several queries: each thread has every so many tiles."""
+def _head_at(position, keys, num_kv_heads):
+    """The first key head of a row that begins at or behind a position, counted in keys, in what all its heads have to read."""
+    return min(max((position + keys - 1) // keys, 0), num_kv_heads)
+
+
+@task
+def _rows(a):
+    """Tiles of all rows. Of prompts each thread has every so many. Decodes are shared key head by key head, row by row: each
+    thread has as many keys to read, mostly whole rows, and neighbouring heads of a row are one tile."""
     q, q_stride, cache, tables, table_width = argument(a, 0), argument(a, 1), argument(a, 2), argument(a, 3), argument(a, 4)
     starts, lengths, num_rows, out = argument(a, 5), argument(a, 6), argument(a, 7), argument(a, 8)
     num_heads, num_kv_heads, size, block = argument(a, 9), argument(a, 10), argument(a, 11), argument(a, 12)
@@ -77,36 +56,39 @@ def _prompts(a):
     group = num_heads // num_kv_heads
     heads = min(group, TILE_ROWS)
     length = TILE_ROWS // heads
-    tile = 0
+    together = length if heads == group and not starts else 1
+    whole = 0 if starts else _num_keys(lengths, num_rows) * num_kv_heads
+    begin, behind = whole * index // threads, whole * (index + 1) // threads
+    passed = tile = 0
     for row in range(num_rows):
-        first, end, context = get_int32(starts, row), get_int32(starts, row + 1), get_int32(lengths, row)
+        context = get_int32(lengths, row)
+        first, end, kv_first, kv_end = row, row + 1, 0, num_kv_heads
+        if starts:
+            first, end = get_int32(starts, row), get_int32(starts, row + 1)
+        else:
+            keys = max(context, 1)
+            kv_first, kv_end = _head_at(begin - passed, keys, num_kv_heads), _head_at(behind - passed, keys, num_kv_heads)
+            passed += keys * num_kv_heads
         for query in range(first, end, length):
             count = min(length, end - query)
-            for kv_head in range(num_kv_heads):
+            for kv_head in range(kv_first, kv_end, together):
                 tile += 1
-                if tile % threads != index:
+                if starts and tile % threads != index:
                     continue
-                for head in range(kv_head * group, (kv_head + 1) * group, heads):
-                    width = min(heads, (kv_head + 1) * group - head)
+                kv_heads = min(together, kv_end - kv_head)
+                for head in range(kv_head * group, (kv_head + kv_heads) * group, kv_heads * heads):
+                    width = min(heads, (kv_head + kv_heads) * group - head)
                     target = out + (query * num_heads + head) * size * BYTES
                     if context == 0:
                         for each in range(count):
-                            _clear(target + each * num_heads * size * BYTES, width * size)
+                            _clear(target + each * num_heads * size * BYTES, kv_heads * width * size)
                         continue
                     attend_tile(
-                        1, width * count, width, q + (query * q_stride + head * size) * BYTES, q_stride, size,
+                        kv_heads, width * count, width, q + (query * q_stride + head * size) * BYTES, q_stride, size,
                         cache + kv_head * size * BYTES, 2 * num_kv_heads * size, tables + row * table_width * BYTES, block,
                         context - (end - query), window, scale, softcap, target, num_heads * size,
                         query == first and head == kv_head * group,
                     )  # fmt: skip
-
-
-@task
-def _rows(a):
-    if argument(a, 5):
-        _prompts(a)
-    else:
-        _decodes(a)
 
 
 @entry(17, 2)
