@@ -94,7 +94,7 @@ def random_engine(
         stack.enter_context(mock.patch("engine.build.load_weights", fill))
         stack.enter_context(mock.patch("engine.quantization.scheme.stored_names", return_value=set(shapes)))
         if context.rehearsal:  # all of what a GPU does but the graphs
-            stack.enter_context(mock.patch("engine.build.launches_ahead", return_value=not chosen.get("batch_invariant")))
+            stack.enter_context(mock.patch("engine.build.launches_ahead", return_value=_overlaps(chosen)))
             stack.enter_context(mock.patch("engine.build.records_steps", return_value=False))
             stack.enter_context(ops.replaced("cpu", "cuda" if chosen.pop("interpreted", False) else "cpu"))
         engine = build_engine(EngineOptions(model=directory, name=name, **chosen))
@@ -103,6 +103,10 @@ def random_engine(
         finally:
             engine.close()
     del engine
+
+
+def _overlaps(options: dict[str, Any]) -> bool:
+    return not options.get("batch_invariant") and not options.get("enforce_eager")
 
 
 def _rehearsed(options: dict[str, Any]) -> dict[str, Any]:

@@ -44,6 +44,7 @@ PARTS: tuple[Part, ...] = (
     Part("check rows", "checks", "bench.gpu.check_rows", "check", 75, 120, "checks", beside=True),
     Part("check products", "checks", "bench.gpu.check_products", "check", 75, 120, "checks", beside=True),
     Part("check sampling", "checks", "bench.gpu.check_sampling", "check", 75, 120, "checks", beside=True),
+    Part("check tokens", "checks", "bench.gpu.same_tokens", "check", 75, 120, "checks", beside=True),
     Part("check engine", "invariant", "bench.gpu.warm_up", "invariant", 75, 120, "checks", beside=True),
     Part("warm llama", "warm-up", "bench.gpu.warm_up", "warm_llama", 75, 90, "checks", beside=True),
     Part("warm small", "warm-up", "bench.gpu.warm_up", "warm_small", 75, 90, "checks", beside=True),

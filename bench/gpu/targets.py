@@ -24,6 +24,8 @@ EXACT = (
 )  # fmt: skip
 INVARIANT = ("paged decode", "product bf16", "product int4", "rms norm", "rope and KV write", "sampler")
 
+SAME_TOKENS = "same tokens: ahead against plain"
+
 
 def numbers(name: str) -> str:
     return f"numbers: {name}"
@@ -53,6 +55,7 @@ TARGETS: list[Target] = [
     *_rows("checks", "× torch's error", *[(numbers(name), ERROR_RATIO_MAX) for name in CHECKED], higher=False),
     *_rows("checks", "differences", *[(exactly(name), 0) for name in EXACT], higher=False),
     *_rows("checks", "differences", *[(same_bits(name), 0) for name in INVARIANT], higher=False),
+    *_rows("checks", "requests", (SAME_TOKENS, 0), higher=False),
     *_rows("invariant", "differences", (same_bits("engine, batch_invariant"), 0), higher=False),
     *_rows(
         "kernels", "GB/s",

@@ -8,19 +8,23 @@ from __future__ import annotations
 
 import importlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
 import pytest
 import torch
 
-from bench.gpu import serve
+from bench.gpu import same_tokens, serve
 from bench.gpu.context import Context
 from bench.gpu.idle import Idle
 from bench.gpu.plan import PARTS, Part
-from bench.gpu.targets import TARGETS
+from bench.gpu.targets import SAME_TOKENS, TARGETS
+from engine.runner.batch_inputs import BatchInputs, InputRow
+from engine.runner.cuda_graphs import CudaGraphs
+from engine.runner.paged_decoder import PagedDecoder
 from engine.runner.slot_runner import SlotRunner
+from engine.runner.slots import SlotState
 from tests.support.rehearsal import DEVICE, Schedule, rehearsal
 from tests.support.rehearsal.table import in_place_of_triton
 
@@ -70,6 +74,47 @@ def told_by(measure: Callable[[Context], None]) -> dict[str, dict[str, Any]]:
     with rehearsal(Schedule.EARLY, total_bytes=8 << 30), in_place_of_triton():
         measure(Context(DEVICE, True, dict(FACTS), told.append, time.monotonic() + 600))
     return {line["row"]["name"]: line["row"] for line in told if "row" in line}
+
+
+def test_tokens_out_of_graphs_are_those_of_the_twin_which_computes_as_many_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: set[int] = set()
+    prepare = PagedDecoder.prepare
+
+    def noted(decoder: PagedDecoder, rows: Sequence[InputRow]) -> BatchInputs:
+        if all(len(row.token_ids) == 1 for row in rows):
+            sizes.add(len(rows))
+        return prepare(decoder, rows)
+
+    monkeypatch.setattr(PagedDecoder, "prepare", noted)
+    row = told_by(same_tokens.check)[SAME_TOKENS]
+    assert (row["value"], row["error"]) == (0.0, "")
+    assert row["note"] == "of 16 requests; 0 more by a tie of less than 0.1 of a logit"
+    assert 4 in sizes
+    assert 3 not in sizes, "a step of three rows is one of four"
+
+
+@pytest.mark.parametrize("fault", ["graphs", "slots"])
+def test_wrong_tokens_are_counted_and_the_row_says_what_mends_them(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if fault == "graphs":
+        run = CudaGraphs.run
+
+        def twice(graphs: CudaGraphs, key: Hashable, function: Callable[[], None]) -> None:
+            run(graphs, key, function)
+            run(graphs, key, function)
+
+        monkeypatch.setattr(CudaGraphs, "run", twice)
+    else:
+        advance = SlotState.advance
+
+        def cut_off(state: SlotState, rows: torch.Tensor, tokens: torch.Tensor, **out: Any) -> None:
+            advance(state, rows, tokens.clamp(max=100), **out)
+
+        monkeypatch.setattr(SlotState, "advance", cut_off)
+    row = told_by(same_tokens.check)[SAME_TOKENS]
+    assert row["value"] > 0
+    assert "of a logit apart" in row["note"]
+    both = "GATEHOUSE_GRAPHS=0: 0 wrong, both: 0 wrong"
+    assert (both in row["note"]) is (fault == "graphs"), row["note"]
 
 
 def test_a_row_whose_steps_fell_back_to_the_plain_way_fails_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,238 @@
+"""Tokens of steps launched ahead, out of slots and graphs, beside those of the plain runner: without it a graph that computes
+something else would serve nonsense at full speed.
+
+The weights are random, so the two best tokens of a row are sometimes as close as rounding is. The twin therefore computes as
+many rows as the graph of a step has: torch's products of 21 and of 24 rows need not have the same bits. What differs then all
+the same is judged where a request first differs: by how much the twin prefers its own token there, noise included. Up to `TIE`
+it is rounding; beyond, the fast path is wrong, and the same requests without early launches and without graphs say where.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+
+from bench.gpu import traffic
+from bench.gpu.context import Context
+from bench.gpu.models import random_engine
+from bench.gpu.rows import Row
+from bench.gpu.targets import SAME_TOKENS
+from engine.loop import Engine
+from engine.protocol import GenerationRequest, SamplingParams
+from engine.runner.ahead import VARIABLE as GRAPHS
+from engine.runner.batch_inputs import BatchInputs, InputRow
+from engine.runner.decode_step import step_size
+from engine.runner.model_runner import ModelRunner
+from engine.runner.paged_decoder import PagedDecoder
+from engine.sampling.logits_filters import is_greedy, scale_of
+from engine.sampling.randomness import key, signed
+from kernels.ops import plain_sampling
+
+MODEL, LAYERS = "qwen3-0.6b", 4
+SIZES, SEATS = (1, 16, 17, 200), 200
+"""Requests at a time: a step of 17 rows is rounded up to 24, and as they end at different steps there are many between."""
+KV_BYTES = 3 << 30
+LATE_STEP = 5
+"""When the last quarter of the requests comes, so that their prompts stand among decodes."""
+TIE = 0.1
+"""Of a logit: three units of bfloat16 where these models have their largest."""
+
+
+@dataclass(slots=True)
+class Found:
+    """Of one case: requests that differ beyond a tie, with words about the first, and those whose tokens tie."""
+
+    requests: int = 0
+    ties: int = 0
+    wrong: list[str] = field(default_factory=list)
+
+
+class AsManyRows:
+    """The decoder of the plain runner, which computes decodes in the sizes of graphs: the last row stands in for padding, whose
+    keys are then written twice, the same both times. Keeps the logits that it gave last."""
+
+    def __init__(self, target: PagedDecoder, max_rows: int) -> None:
+        self._target = target
+        self._max_rows = max_rows
+        self._is_decode = False
+        self.logits_given = torch.empty(0)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._target, name)
+
+    def prepare(self, rows: Sequence[InputRow]) -> BatchInputs:
+        self._is_decode = all(len(row.token_ids) == 1 and len(row.outputs) == 1 for row in rows)
+        padding = self._size(len(rows)) - len(rows)
+        return self._target.prepare([*rows, *[rows[-1]] * padding])
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden: [R, hidden] of the rows that there are → [R, V] float32"""
+        num_rows = len(hidden)
+        padded = torch.cat([hidden, hidden[-1:].expand(self._size(num_rows) - num_rows, -1)])
+        self.logits_given = self._target.logits(padded)[:num_rows].clone()
+        return self.logits_given.clone()
+
+    def _size(self, num_rows: int) -> int:
+        return step_size(num_rows, self._max_rows) if self._is_decode else num_rows
+
+
+def check(context: Context) -> None:
+    context.guard(SAME_TOKENS, lambda: _check(context))
+
+
+def _check(context: Context) -> None:
+    with tempfile.TemporaryDirectory() as folder, _engine(context, Path(folder), enforce_eager=True) as twin:
+        runner = twin.runner
+        assert isinstance(runner, ModelRunner), "the twin launches nothing ahead"
+        decoder = AsManyRows(runner._target, context.size(SEATS, 4))
+        runner._target = decoder  # type: ignore[assignment]
+        cases = _cases(context, twin.info.vocab_size)
+        expected = {label: _tokens(twin, requests) for label, requests in cases.items()}
+
+        def compare(labels: Sequence[str]) -> dict[str, Found]:
+            with _engine(context, Path(folder)) as ahead:
+                return {label: _compare(twin, decoder, cases[label], expected[label], ahead) for label in labels}
+
+        found = compare(list(cases))
+        wrong = [label for label, each in found.items() if each.wrong]
+        row = Row(name=SAME_TOKENS, value=float(sum(len(each.wrong) for each in found.values())))
+        row.facts = {
+            label: {"requests": each.requests, "ties": each.ties, "wrong": each.wrong[:3]} for label, each in found.items()
+        }
+        num_requests, ties = (sum(getattr(each, name) for each in found.values()) for name in ("requests", "ties"))
+        row.note = f"of {num_requests} requests; {ties} more by a tie of less than {TIE:g} of a logit"
+        if wrong:
+            row.note = f"{found[wrong[0]].wrong[0]}; {_bisected(context, lambda: compare(wrong))}; {row.note}"
+        context.emit(row)
+
+
+def _bisected(context: Context, again: Callable[[], dict[str, Found]]) -> str:
+    """The same with parts of the fast path switched off: whatever mends it is at fault."""
+    switches: dict[str, tuple[AbstractContextManager[object], ...]] = {
+        "GATEHOUSE_EARLY_LAUNCH=0": (_in_turn(context),),
+        f"{GRAPHS}=0": (mock.patch.dict(os.environ, {GRAPHS: "0"}),),
+        "both": (_in_turn(context), mock.patch.dict(os.environ, {GRAPHS: "0"})),
+    }
+    words = []
+    for name, patches in switches.items():
+        with ExitStack() as stack:
+            for patch in patches:
+                stack.enter_context(patch)
+            words.append(f"{name}: {sum(len(each.wrong) for each in again().values())} wrong")
+    return "with " + ", ".join(words)
+
+
+def _in_turn(context: Context) -> AbstractContextManager[object]:
+    if context.device.type != "cuda":
+        return nullcontext()
+    from bench.gpu.choices import launched_in_turn
+
+    return launched_in_turn()
+
+
+@contextmanager
+def _engine(context: Context, folder: Path, **options: Any) -> Iterator[Engine]:
+    options = {"max_num_seqs": context.size(SEATS, 4), "max_model_len": 1024, "kv_cache_bytes": KV_BYTES, **options}
+    with random_engine(context, folder, MODEL, layers=context.size(LAYERS, 1), **options) as engine:
+        yield engine
+
+
+def _cases(context: Context, vocab_size: int) -> dict[str, list[GenerationRequest]]:
+    sizes = (1, 3, 4) if context.rehearsal else SIZES
+    return {
+        f"{size} {words}": _requests(context, size, temperature, vocab_size)
+        for size in sizes
+        for words, temperature in (("greedy", 0.0), ("drawn", 0.8))
+    }
+
+
+def _requests(context: Context, count: int, temperature: float, vocab_size: int) -> list[GenerationRequest]:
+    """Prompts of all lengths; nine lengths of answers, so that rows leave one after the other."""
+    numbers = random.Random(count)
+    longest, least = context.size(300, 9), context.size(16, 3)
+    return [
+        GenerationRequest(
+            request_id=str(number),
+            tenant_id="bench",
+            prompt_token_ids=list(traffic.prompt(numbers, numbers.randint(1, longest), vocab_size)),
+            sampling=SamplingParams(
+                temperature=temperature, seed=number, max_tokens=least + number % context.size(9, 3), ignore_eos=True
+            ),
+        )
+        for number in range(count)
+    ]
+
+
+def _tokens(engine: Engine, requests: Sequence[GenerationRequest]) -> list[list[int]]:
+    """Of each request all tokens; the last quarter comes later."""
+    told: dict[str, list[int]] = {request.request_id: [] for request in requests}
+    first = -(-3 * len(requests) // 4)
+
+    def step() -> None:
+        for event in engine.step():
+            if event.error is not None:
+                raise RuntimeError(f"request {event.request_id} failed: {event.error}")
+            told[event.request_id] += event.token_ids
+        look()
+
+    with traffic.watched(engine) as look:
+        _submit(engine, requests[:first])
+        for _ in range(LATE_STEP):
+            step()
+        _submit(engine, requests[first:])
+        while engine.has_requests:
+            step()
+    return list(told.values())
+
+
+def _submit(engine: Engine, requests: Sequence[GenerationRequest]) -> None:
+    for request in requests:
+        for event in engine.submit(request):
+            raise RuntimeError(f"request {request.request_id} was refused: {event.error}")
+
+
+def _compare(
+    twin: Engine, decoder: AsManyRows, requests: Sequence[GenerationRequest], expected: Sequence[list[int]], ahead: Engine
+) -> Found:
+    found = Found(len(requests))
+    for request, wanted, had in zip(requests, expected, _tokens(ahead, requests), strict=True):
+        if had == wanted:
+            continue
+        place = next((place for place, both in enumerate(zip(wanted, had, strict=False)) if both[0] != both[1]), None)
+        if place is None:
+            found.wrong.append(f"request {request.request_id} of {len(requests)} has {len(had)} tokens for {len(wanted)}")
+            continue
+        gap = _gap(twin, decoder, request, wanted[: place + 1], had[place])
+        if gap <= TIE:
+            found.ties += 1
+        else:
+            words = f"request {request.request_id} of {len(requests)}, token {place}: {had[place]} for {wanted[place]}"
+            found.wrong.append(f"{words}, {gap:.2f} of a logit apart")
+    return found
+
+
+def _gap(twin: Engine, decoder: AsManyRows, request: GenerationRequest, wanted: list[int], had: int) -> float:
+    """By how much of a logit the last of `wanted` goes before `had` where the twin chose it."""
+    prompt = [*request.prompt_token_ids, *wanted[:-1]]
+    sampling = SamplingParams(
+        temperature=request.sampling.temperature, seed=request.sampling.seed, max_tokens=1, ignore_eos=True
+    )
+    _tokens(twin, [GenerationRequest(request_id="gap", tenant_id="bench", prompt_token_ids=prompt, sampling=sampling)])
+    ids = torch.tensor([[wanted[-1]], [had]], device=decoder.logits_given.device)
+    values = decoder.logits_given[0][ids]
+    if is_greedy(sampling):
+        return float(values[0] - values[1])
+    assert sampling.seed is not None
+    scale = torch.full((2,), scale_of(sampling), device=ids.device)
+    keys = torch.full((2,), signed(key(sampling.seed, len(prompt))), dtype=torch.int64, device=ids.device)
+    _, scores = plain_sampling.winner(ids, values, torch.ones_like(values, dtype=torch.bool), scale, keys)
+    return float((scores[0] - scores[1]) / scale[0])
