@@ -17,6 +17,7 @@ from engine.grammar.desk import GrammarDesk, LateCompiler
 from engine.grammar.masks import GrammarMasks
 from engine.grammar.vocabulary import load_vocabulary
 from engine.loop import Engine
+from engine.memory_needs import GRAPHS_MAX
 from engine.models.decoder import Decoder
 from engine.options import EngineOptions
 from engine.protocol import EngineInfo
@@ -24,7 +25,6 @@ from engine.quantization.card import check_card
 from engine.quantization.scheme import UNQUANTISED, weight_scheme
 from engine.runner.ahead import launches_ahead, records_steps, slot_runner
 from engine.runner.calibration import MeasuredSpeed, measure_speed
-from engine.runner.decode_step import step_sizes
 from engine.runner.device import (
     check_swap_space,
     device_name,
@@ -161,7 +161,7 @@ def _forecast(options: EngineOptions, *, dtype: torch.dtype, device: torch.devic
     draft = None if speculative is None or speculative.model is None else load_model_config(speculative.model)
     name = options.name or options.model.name
     ahead = launches_ahead(options, device)
-    num_graphs = len(list(step_sizes(options.max_num_seqs))) if ahead else 0
+    num_graphs = GRAPHS_MAX if ahead else 0
     return forecast_memory(
         name, config, options, dtype=dtype, device=device, draft=draft, num_graphs=num_graphs, has_slots=ahead
     )

@@ -28,6 +28,10 @@ GIB = 1 << 30
 LOGITS_ELEMENTS_MAX = 1 << 25
 """Logits that stand in memory at a time, 128 MiB: those of a step's rows are computed in slices of so many."""
 
+GRAPHS_MAX = 48
+"""Captured decode steps that are kept at a time, of some 600 that there can be: more than the sizes of steps up to 256
+requests. Memory is planned for so many."""
+
 GRAPH_BYTES = 8 << 20
 """Of each captured size: nodes of some 300 kernels and their arguments. A guess until graphs are captured and measured."""
 

@@ -17,6 +17,8 @@ from typing import Protocol
 
 import torch
 
+from engine.memory_needs import GRAPHS_MAX
+
 log = logging.getLogger("gatehouse.engine")
 
 
@@ -54,11 +56,13 @@ class DirectCalls:
 
 
 class CudaGraphs:
-    """One graph per key."""
+    """One graph per key, at most `max_graphs`: the one that was used longest ago gives way. CUDA keeps a graph that still runs
+    until it has ended."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, max_graphs: int = GRAPHS_MAX) -> None:
         self._device = device
-        self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
+        self._max_graphs = max_graphs
+        self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}  # in the order of their last use
         self._failed: dict[Hashable, str] = {}  # why there is no graph
         self._pool = torch.cuda.graph_pool_handle()
         self._beside = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -71,6 +75,8 @@ class CudaGraphs:
         if key in self._failed:
             raise CaptureFailed(self._failed[key])
         started_s = time.perf_counter()
+        while len(self._graphs) >= self._max_graphs:
+            del self._graphs[next(iter(self._graphs))]
         try:
             self._graphs[key] = self._captured(function)
         except Exception as error:
@@ -99,4 +105,5 @@ class CudaGraphs:
         return graph
 
     def run(self, key: Hashable, function: Callable[[], None]) -> None:  # noqa: ARG002 - it was captured
-        self._graphs[key].replay()
+        graph = self._graphs[key] = self._graphs.pop(key)
+        graph.replay()

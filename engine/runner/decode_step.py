@@ -12,7 +12,7 @@ On a CPU the operations of a step are recorded instead (`runner.recorded_step`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 
@@ -28,15 +28,8 @@ from kernels import ops
 EVERY = 8
 
 
-def step_sizes(max_rows: int) -> Iterator[int]:
-    """Numbers of rows that steps are rounded up to: 1, 2, 4, every eighth, and the largest."""
-    yield from (size for size in (1, 2, 4) if size < max_rows)
-    yield from range(EVERY, max_rows, EVERY)
-    yield max_rows
-
-
 def step_size(num_rows: int, max_rows: int) -> int:
-    """The smallest of these that holds `num_rows`."""
+    """To how many rows a step is rounded up: 1, 2, 4, every eighth, and the largest."""
     rounded = -(-num_rows // EVERY) * EVERY if num_rows > 4 else 4 if num_rows > 2 else num_rows
     return min(rounded, max_rows)
 

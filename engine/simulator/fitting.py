@@ -6,14 +6,22 @@ from typing import Any
 
 from engine.errors import EngineConfigError
 from engine.memory_fit import MemoryFit
-from engine.memory_needs import CONTEXT_BYTES, EIGHT_BITS, FOUR_BITS, HEAD_BITS, Formats, Load, MemoryShape, unquantised
+from engine.memory_needs import (
+    CONTEXT_BYTES,
+    EIGHT_BITS,
+    FOUR_BITS,
+    GRAPHS_MAX,
+    HEAD_BITS,
+    Formats,
+    Load,
+    MemoryShape,
+    unquantised,
+)
 from engine.simulator.models import BLOCK_SIZE, SimulatedModel
 
 ELEMENT_BYTES = 2
 WEIGHTS = {"none": unquantised(ELEMENT_BYTES), "int8": EIGHT_BITS, "fp8": EIGHT_BITS, "int4": FOUR_BITS}
 KV_BYTES = {"auto": ELEMENT_BYTES, "fp8": 1}
-GRAPHS = 36
-"""Captured batch sizes: powers of two up to 8, then every eighth up to 256."""
 
 
 def memory_fit(
@@ -52,7 +60,7 @@ def memory_fit(
             num_tokens=max_num_batched_tokens,
             num_seqs=max_num_seqs,
             block_size=BLOCK_SIZE,
-            num_graphs=GRAPHS,
+            num_graphs=GRAPHS_MAX,
             on_gpu=True,
             has_slots=True,
         ),

@@ -126,7 +126,7 @@ def test_steps_of_few_rows_are_captured_before_the_first_request_and_larger_ones
 
 
 def test_a_start_measures_what_it_took_beside_what_was_predicted(llama: Path) -> None:
-    with rehearsal(Schedule.EARLY, total_bytes=300 << 20) as card, in_place_of_triton():
+    with rehearsal(Schedule.EARLY, total_bytes=700 << 20) as card, in_place_of_triton():
         options = EngineOptions(
             model=llama, device="cuda", dtype="float32", max_num_seqs=8, max_num_batched_tokens=32, max_model_len=256
         )

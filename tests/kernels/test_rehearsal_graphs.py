@@ -105,6 +105,29 @@ def test_work_behind_a_failed_capture_waits_for_what_was_run_before_it(monkeypat
         assert (kept * 2).tolist() == [2.0] * 4
 
 
+def test_the_graph_that_was_used_longest_ago_gives_way() -> None:
+    with rehearsal() as card:
+        graphs = CudaGraphs(DEVICE, max_graphs=2)
+        kept = torch.zeros(3, device=DEVICE)
+
+        def use(key: int) -> None:
+            def count() -> None:
+                kept[key].add_(1.0)
+
+            if not graphs.is_ready(key):
+                graphs.make_ready(key, count)
+                kept.zero_()
+            graphs.run(key, lambda: None)
+
+        for key in (0, 1, 0, 2):
+            use(key)
+        assert [graphs.is_ready(key) for key in range(3)] == [True, False, True]
+        assert card.num_captures == 3
+        use(1)
+        assert [graphs.is_ready(key) for key in range(3)] == [False, True, True]
+        assert kept.tolist() == [0.0, 1.0, 0.0]
+
+
 @pytest.mark.parametrize("says", ["0", "1"])
 def test_without_graphs_steps_are_launched_ahead_all_the_same_with_the_same_tokens(
     llama: Path, says: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
