@@ -1,7 +1,8 @@
 """transformers beside us in the same run: same model, same weights, its continuous batching and `generate`.
 
-Ours was measured on 512 conversations by the part before; a peer has as many as its time allows, in whole batches, and rates
-are compared. What is not installed is a row that says so, never a pass.
+A ratio is of the same conversations: those that the part `llama 8b` had all at once, after a warm-up, greedy. The peers get all
+of them at once too, after a warm-up of their own, with what they want to know of a workload; `generate` in one batch, or in the
+largest halves that fit. What is not installed, or was not done in time, is a row that says so, never a pass.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import importlib.util
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,6 +25,11 @@ from bench.gpu.traffic import Asked
 CONTINUOUS = "against transformers continuous batching"
 STATIC = "against transformers static generate"
 NAMES = (CONTINUOUS, STATIC)
+WARM_OUTPUTS = 2
+
+Came = tuple[int, float, str]
+"""Tokens returned, seconds, how it was done."""
+Run = Callable[[Context, Any, list[Asked]], Came]
 
 
 def against_transformers(context: Context) -> None:
@@ -36,10 +43,8 @@ def against_transformers(context: Context) -> None:
         return
     made: list[Any] = []
     context.guard(NAMES, lambda: made.append(_model(context)))
-    if made:
-        longest = context.size(traffic.CHAT_LEN_MAX, 6)
-        context.guard(STATIC, lambda: _row(context, STATIC, lambda: _static(context, made[0], longest)))
-        context.guard(CONTINUOUS, lambda: _row(context, CONTINUOUS, lambda: _continuous(context, made[0], longest)))
+    for name, run in ((STATIC, _static), (CONTINUOUS, _continuous)) if made else ():
+        context.guard(name, partial(_row, context, name, run, made[0]))
 
 
 def _model(context: Context) -> Any:
@@ -58,33 +63,46 @@ def _model(context: Context) -> Any:
     return model
 
 
-def _row(context: Context, name: str, run: Callable[[], tuple[int, int, float, str]]) -> None:
-    asked, returned, wall_s, note = run()
+def _row(context: Context, name: str, run: Run, model: Any) -> None:
+    work = traffic.conversations(context, model.config.vocab_size)
+    asked = sum(each.num_outputs for each in work)
+    had = context.facts.get("chats_tokens", asked)
+    if had != asked:
+        raise RuntimeError(f"we were asked for {had} tokens, the peer for {asked}: these are not the same conversations")
+    returned, wall_s, note = run(context, model, work)
     ours = float(context.facts.get("chats_rate", 1.0))
     row = Row(name=name, value=ours, peer=returned / wall_s, peer_name="transformers", counted=asked, returned=returned)
-    row.facts = {"peer_wall_s": wall_s, "peer_tokens": returned}
+    row.facts = {"peer_wall_s": wall_s, "peer_tokens": returned, "requests": len(work)}
     row.note = f"peer: {note}, {wall_s:.1f} s"
     context.emit(row)
 
 
 @torch.inference_mode()
-def _static(context: Context, model: Any, longest: int) -> tuple[int, int, float, str]:
+def _static(context: Context, model: Any, work: list[Asked]) -> Came:
     """`generate` over left-padded batches in order of arrival: each runs until its longest output is done."""
-    batch = context.size(64, 2)
-    vocab = model.config.vocab_size
-    work = traffic.chats(context.size(128, 4), longest, vocab)
-    _generate(model, [Asked(asked.prompt[:8], 2) for asked in work[:batch]], context)  # warms up
-    wall_s, returned, done = 0.0, 0, 0
-    limit_s = context.size(40, 20)
+    batch, failed = len(work), ""
+    while True:
+        try:
+            returned, wall_s = _batches(context, model, work, batch)
+        except torch.OutOfMemoryError:
+            if batch == 1:
+                raise
+            failed = f"; {batch} at once did not fit"
+        else:
+            return returned, wall_s, f"{len(work)} conversations in batches of {batch}{failed}"
+        batch = -(-batch // 2)
+        torch.cuda.empty_cache()
+
+
+def _batches(context: Context, model: Any, work: list[Asked], batch: int) -> tuple[int, float]:
+    """Tokens and seconds of all of them."""
+    _generate(model, [Asked(asked.prompt, WARM_OUTPUTS) for asked in work[:batch]], context)
+    returned, started_s = 0, time.perf_counter()
     for first in range(0, len(work), batch):
-        requests = work[first : first + batch]
-        started_s = time.perf_counter()
-        returned += _generate(model, requests, context)
-        wall_s += time.perf_counter() - started_s
-        done += len(requests)
-        if wall_s > limit_s:
-            break
-    return sum(asked.num_outputs for asked in work[:done]), returned, wall_s, f"{done} conversations in batches of {batch}"
+        if context.left_s < 2:
+            raise TimeoutError(f"no time left: {first} of {len(work)} conversations were done")
+        returned += _generate(model, work[first : first + batch], context)
+    return returned, time.perf_counter() - started_s
 
 
 def _generate(model: Any, requests: list[Asked], context: Context) -> int:
@@ -101,46 +119,56 @@ def _generate(model: Any, requests: list[Asked], context: Context) -> int:
     return sum(len(answer[: asked.num_outputs]) for answer, asked in zip(answers, requests, strict=True))
 
 
-def _continuous(context: Context, model: Any, longest: int) -> tuple[int, int, float, str]:
+def _continuous(context: Context, model: Any, work: list[Asked]) -> Came:
     """With its own choice of sizes; where that fails, with sizes that are smaller."""
-    work = traffic.chats(context.size(128, 4), longest, model.config.vocab_size)
     attempts: list[dict[str, int]] = [{}, {"max_batch_tokens": 4096, "num_blocks": 1024}]
     if context.rehearsal:
         attempts = [{"num_blocks": 16, "max_batch_tokens": 64, "max_requests_per_batch": 4}]
     failed = ""
     for sizes in attempts:
         try:
-            returned, wall_s = _managed(context, model, work, sizes)
+            returned, wall_s, how = _managed(context, model, work, sizes)
         except (RuntimeError, ValueError) as error:
             failed = f"{failed}with {sizes or 'its own sizes'}: {type(error).__name__}: {str(error)[:150]}; "
         else:
-            note = f"{len(work)} conversations at once, {sizes or 'its own sizes'}{failed and f'; failed {failed}'}"
-            return sum(asked.num_outputs for asked in work), returned, wall_s, note
+            note = f"{len(work)} conversations at once, {sizes or 'its own sizes'}, {how}{failed and f'; failed {failed}'}"
+            return returned, wall_s, note
     raise RuntimeError(f"continuous batching of transformers did not run {failed}")
 
 
-def _managed(context: Context, model: Any, work: list[Asked], sizes: dict[str, int]) -> tuple[int, float]:
+def _managed(context: Context, model: Any, work: list[Asked], sizes: dict[str, int]) -> tuple[int, float, str]:
+    """Tokens, seconds, and how it computes. `warmup` captures what graphs it uses before anything is timed."""
     from transformers import ContinuousBatchingConfig, GenerationConfig
+    from transformers.generation.continuous_batching.utils import WorkloadHints
 
-    generation = GenerationConfig(do_sample=False, max_new_tokens=1, eos_token_id=-1, pad_token_id=0)
+    hints = WorkloadHints(
+        max_prompt_length=max(len(asked.prompt) for asked in work),
+        max_generated_length=max(asked.num_outputs for asked in work),
+        num_requests=len(work),
+    )
     with model.continuous_batching_context_manager(
-        generation_config=generation, continuous_batching_config=ContinuousBatchingConfig(**sizes), warmup=False
+        generation_config=GenerationConfig(do_sample=False, max_new_tokens=1, eos_token_id=-1, pad_token_id=0),
+        continuous_batching_config=ContinuousBatchingConfig(**sizes),
+        workload_hints=hints,
+        warmup=True,
     ) as manager:
-        _through(manager, [Asked(asked.prompt[:8], 2) for asked in work[:4]], "w", context)
+        how = f"{model.config._attn_implementation}, graphs {manager.continuous_batching_config.use_cuda_graph}"
+        _through(manager, [Asked(asked.prompt, WARM_OUTPUTS) for asked in work], "w", context)
         started_s = time.perf_counter()
         returned = _through(manager, work, "r", context)
-        return returned, time.perf_counter() - started_s
+        return returned, time.perf_counter() - started_s, how
 
 
 def _through(manager: Any, work: list[Asked], label: str, context: Context) -> int:
+    names = [f"{label}{number}" for number in range(len(work))]
     answers: dict[str, int] = {}
-    for number, asked in enumerate(work):
-        manager.add_request(
-            list(asked.prompt), request_id=f"{label}{number}", max_new_tokens=asked.num_outputs, eos_token_id=-1
-        )
+    for name, asked in zip(names, work, strict=True):
+        manager.add_request(list(asked.prompt), request_id=name, max_new_tokens=asked.num_outputs, eos_token_id=-1)
     while len(answers) < len(work):
         if context.left_s < 2:
-            raise RuntimeError(f"no time left: {len(answers)} of {len(work)} conversations were done")
+            for name in names:
+                manager.cancel_request(name)  # else leaving it would wait for all of them
+            raise TimeoutError(f"no time left: {len(answers)} of {len(work)} conversations were done")
         result = manager.get_result(timeout=2)
         if result is None and not manager.is_running():
             raise RuntimeError("its loop has ended")

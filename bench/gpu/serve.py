@@ -234,13 +234,13 @@ def _mixed(context: Context, engine: Engine, directory: Path, name: str, *, plan
 
 
 def _chats(context: Context, engine: Engine) -> None:
-    """What the peers are compared with: lengths of conversations, more of them than seats."""
-    requests = traffic.chats(context.size(512, 6), context.size(traffic.CHAT_LEN_MAX, 10), engine.info.vocab_size)
-    came = traffic.run(engine, requests, temperature=MIXED_TEMPERATURE, label="c")
+    """What the peers are compared with, greedy like them."""
+    requests = traffic.conversations(context, engine.info.vocab_size)
+    came = traffic.run(engine, requests, label="c")
     row = Row(name="Llama-3.1-8B, conversations", value=came.rate, counted=came.counted, returned=came.returned)
     row.facts = {"wall_s": came.wall_s, "requests": len(requests)}
     context.emit(row)
-    context.tell(chats_rate=came.rate)
+    context.tell(chats_rate=came.rate, chats_tokens=came.returned)
 
 
 def _saturated(context: Context, engine: Engine, directory: Path, name: str, seats: int) -> None:

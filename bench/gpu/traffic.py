@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from bench.gpu.context import Context
 from engine.loop import Engine
 from engine.protocol import GenerationRequest, SamplingParams
 
@@ -18,6 +19,8 @@ PROMPT_LENS = (4, 9, 15, 36, 163, 842, 1800)
 OUTPUT_LENS = (8, 39, 134, 281, 450, 685, 860)
 CHAT_LEN_MAX = 512
 """Longer prompts and answers are cut: a peer that takes 40 ms a step is done in half a minute."""
+CONVERSATIONS = 128
+"""As many as a peer has done by then, and `generate` in one batch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +67,11 @@ def chats(count: int, longest: int, vocab: int, *, seed: int = 5) -> list[Asked]
         return max(2, min(longest, round(values[upper - 1] + (values[upper] - values[upper - 1]) * share)))
 
     return [Asked(prompt(numbers, length(PROMPT_LENS), vocab), length(OUTPUT_LENS)) for _ in range(count)]
+
+
+def conversations(context: Context, vocab: int) -> list[Asked]:
+    """What we and the peers are compared on: the same prompts and lengths, all at once, for everybody."""
+    return chats(context.size(CONVERSATIONS, 6), context.size(CHAT_LEN_MAX, 10), vocab)
 
 
 def submit(engine: Engine, name: str, asked: Asked, *, temperature: float = 0.0) -> None:

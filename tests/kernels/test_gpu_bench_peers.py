@@ -1,0 +1,115 @@
+"""What the peers of a GPU run get: the conversations that we had, all at once, and a warm-up like ours. Without a model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from bench.gpu import peers, traffic
+from bench.gpu.context import Context
+
+VOCAB = 256
+
+
+def context_with(told: list[dict[str, Any]], **facts: Any) -> Context:
+    return Context(torch.device("cpu"), True, facts, told.append, 1000.0, clock=lambda: 0.0)
+
+
+@dataclass
+class FakeManager:
+    """Answers whatever is asked, in order."""
+
+    asked: list[tuple[str, list[int], int]] = field(default_factory=list)
+    cancelled: list[str] = field(default_factory=list)
+    answers: bool = True
+    continuous_batching_config: Any = field(default_factory=lambda: SimpleNamespace(use_cuda_graph=(True, True)))
+
+    def add_request(self, prompt: list[int], *, request_id: str, max_new_tokens: int, eos_token_id: int) -> None:
+        assert eos_token_id == -1
+        self.asked.append((request_id, prompt, max_new_tokens))
+
+    def cancel_request(self, request_id: str) -> None:
+        self.cancelled.append(request_id)
+
+    def get_result(self, timeout: float) -> Any:
+        assert timeout
+        if not self.answers:
+            return None
+        name, _, length = self.asked.pop(0)
+        return SimpleNamespace(request_id=name, generated_tokens=[1] * length, is_finished=lambda: True)
+
+    def is_running(self) -> bool:
+        return True
+
+
+@dataclass
+class FakeModel:
+    manager: FakeManager = field(default_factory=FakeManager)
+    config: Any = field(default_factory=lambda: SimpleNamespace(vocab_size=VOCAB, _attn_implementation="paged|sdpa"))
+    begun: dict[str, Any] = field(default_factory=dict)
+    batches: list[tuple[int, int]] = field(default_factory=list)
+    fits: int = 1000
+
+    @contextmanager
+    def continuous_batching_context_manager(self, **options: Any) -> Iterator[FakeManager]:
+        self.begun = options
+        yield self.manager
+
+    def generate(self, tokens: torch.Tensor, *, max_new_tokens: int, **_: Any) -> torch.Tensor:
+        if len(tokens) > self.fits:
+            raise torch.OutOfMemoryError("no room")
+        self.batches.append((len(tokens), max_new_tokens))
+        return torch.cat([tokens, torch.ones(len(tokens), max_new_tokens, dtype=tokens.dtype)], dim=1)
+
+
+def test_the_peers_get_the_conversations_that_we_had() -> None:
+    context = context_with([])
+    ours = traffic.conversations(context, VOCAB)
+    model = FakeModel()
+    returned, _, note = peers._continuous(context, model, ours)
+    assert returned == sum(each.num_outputs for each in ours)
+    assert f"{len(ours)} conversations at once" in note
+    assert "paged|sdpa" in note
+    assert model.begun["warmup"] is True
+    hints = model.begun["workload_hints"]
+    assert (hints.num_requests, hints.max_prompt_length) == (len(ours), max(len(each.prompt) for each in ours))
+    assert hints.max_generated_length == max(each.num_outputs for each in ours)
+
+
+def test_generate_takes_all_conversations_in_one_batch_and_in_halves_where_memory_ends() -> None:
+    context = context_with([])
+    work = traffic.conversations(context, VOCAB)
+    longest = max(each.num_outputs for each in work)
+    for fits, batches in ((1000, [len(work)]), (len(work) - 1, [len(work) // 2] * 2)):
+        model = FakeModel(fits=fits)
+        returned, _, note = peers._static(context, model, work)
+        assert returned == sum(each.num_outputs for each in work)
+        timed = [size for size, length in model.batches if length > peers.WARM_OUTPUTS]
+        assert timed == batches
+        assert f"in batches of {batches[0]}" in note
+        assert max(length for _, length in model.batches) == longest
+
+
+def test_a_ratio_of_different_conversations_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[dict[str, Any]] = []
+    context = context_with(told, chats_rate=100.0, chats_tokens=7)
+    monkeypatch.setattr(peers, "_model", lambda _: FakeModel())
+    peers.against_transformers(context)
+    assert {line["row"]["name"] for line in told} == set(peers.NAMES)
+    assert all("7 tokens" in line["row"]["error"] for line in told)
+
+
+def test_a_peer_without_time_left_is_told_to_stop() -> None:
+    model = FakeModel(FakeManager(answers=False))
+    context = context_with([])
+    context.deadline_s = 1.0
+    work = traffic.conversations(context, VOCAB)
+    with pytest.raises(TimeoutError, match=f"0 of {len(work)} conversations were done"):
+        peers._continuous(context, model, work)
+    assert len(model.manager.cancelled) == len(work)
