@@ -39,6 +39,7 @@ from engine.runner.memory_forecast import MemoryForecast, MemoryMeter, forecast_
 from engine.runner.memory_plan import MemoryPlan, plan_memory
 from engine.runner.model_runner import ModelRunner
 from engine.runner.paged_decoder import PagedDecoder
+from engine.runner.warm_up import compile_steps, compiles_at_first_use, run_largest_step
 from engine.runner.weights import WeightsSize, load_weights
 from engine.sampling.sampler import Sampler
 from engine.scheduling.block_pool import PROTECTED_PERCENT, BlockPool
@@ -119,6 +120,16 @@ def build_engine(options: EngineOptions, *, progress: Callable[[float], None] = 
         max_seqs=options.max_num_seqs,
         for_speculation=options.speculative_config is not None,
     )
+    limits = _scheduler_limits(options, plan, device)
+    decoders = [target_decoder] if draft_decoder is None else [target_decoder, draft_decoder]
+    if compiles_at_first_use(device):
+        for decoder in decoders:
+            run_largest_step(decoder, limits)
+    num_bytes = model.size.num_bytes + (0 if draft is None else draft.size.num_bytes)
+    measured = meter.measured(num_bytes, plan.kv_bytes)
+    if compiles_at_first_use(device):
+        for decoder in decoders:
+            compile_steps(decoder, limits)
     times.done("kernels")  # compiled or found in Triton's cache on disk, and timed
     budget = _step_budget(options, speed.step_times)
     info = _info(
@@ -131,10 +142,8 @@ def build_engine(options: EngineOptions, *, progress: Callable[[float], None] = 
         device=device,
         load_s=times.total_s,
     )
-    num_bytes = model.size.num_bytes + (0 if draft is None else draft.size.num_bytes)
-    measured = meter.measured(num_bytes, plan.kv_bytes)
     info = replace(info, memory=forecast.parts(measured), memory_note=forecast.shortened())
-    scheduler = _scheduler(options, plan, device, speed, budget)
+    scheduler = _scheduler(options, plan, limits, speed, budget)
     desk = _grammar_desk(options, info, masks)
     lands_at_once = records_steps(options, target_decoder)
     if not lands_at_once and not launches_ahead(options, device):
@@ -230,15 +239,18 @@ def _grammar_desk(options: EngineOptions, info: EngineInfo, masks: GrammarMasks)
     return GrammarDesk(LateCompiler(compiler), masks)
 
 
-def _scheduler(
-    options: EngineOptions, plan: MemoryPlan, device: torch.device, speed: MeasuredSpeed, budget: StepBudget | None
-) -> Scheduler:
-    limits = SchedulerLimits(
+def _scheduler_limits(options: EngineOptions, plan: MemoryPlan, device: torch.device) -> SchedulerLimits:
+    return SchedulerLimits(
         max_num_seqs=options.max_num_seqs,
         max_num_batched_tokens=options.batched_tokens(device.type),
         max_model_len=plan.max_model_len,
         block_size=options.block_size,
     )
+
+
+def _scheduler(
+    options: EngineOptions, plan: MemoryPlan, limits: SchedulerLimits, speed: MeasuredSpeed, budget: StepBudget | None
+) -> Scheduler:
     pool = BlockPool(plan.num_blocks, protected_percent=PROTECTED_PERCENT)
     prefix_cache = None
     if options.enable_prefix_caching:

@@ -28,6 +28,7 @@ from engine.runner.paged_decoder import PagedDecoder
 from engine.runner.slots import NOTHING, SlotState, SlotTable
 from engine.runner.staging import Fetch, FetchedAtOnce, Staging, TokenReturn
 from engine.runner.step_rows import FIRST, NONE, scored_positions
+from engine.runner.warm_up import compiles_at_first_use
 from engine.sampling import scores
 from engine.sampling.columns import ColumnSampler, Kind, Wants
 from engine.sampling.host_masks import HostMasks
@@ -39,6 +40,9 @@ NO_ROWS: list[int] = []
 
 Begun = Callable[[], StepMasks]
 """Masks that are being filled."""
+
+KINDS = (Kind(), Kind(greedy=True), Kind(weighs=True), Kind(counts=True), Kind(num_top=1))
+"""What steps do in their own kernels, one way at a time: whatever else they do are these together."""
 
 WARM_ROWS = (1, 2, 4, 8)
 """Steps that are captured before the first request: what few requests need at once. The others take some tens of milliseconds
@@ -141,6 +145,25 @@ class SlotRunner:
                 for kind in (Kind(), Kind(greedy=True)):
                     self._step.make_ready(kind)
                     self.make_ready(num_rows, kind)
+        if compiles_at_first_use(self._device):
+            self._compile_choices()
+
+    @torch.inference_mode()
+    def _compile_choices(self) -> None:
+        """Choose a token in every way, after a decode and after a chunk, with and without masks: for a row of padding."""
+        self._write_rows(NO_ROWS, 1)
+        self._step(1, None)
+        logits = self._target.logits(
+            self._target.forward(self._target.prepare([InputRow(UNKNOWN, 0, (0,), FIRST)])), wide=False
+        )
+        masks = torch.full((1, -(-logits.shape[1] // 32)), -1, dtype=torch.int32, device=self._device)
+        where = self._staging.send([[NOTHING], [0]])
+        for kind in KINDS:
+            self._step(1, kind)
+            self._step.choose(1, kind, masks)
+            for filled in (None, masks):
+                slots = where[0].to(torch.int32)
+                self._state.advance(slots, self._sampler.choose(logits, slots, where[1], kind, filled).tokens)
 
     def _launch_decodes(self, items: Sequence[ScheduledRequest]) -> LaunchedStep:
         slots = self._slots.update(items)

@@ -18,12 +18,14 @@ from kernels.triton.attention_splits import (
     MERGE_CONSTANTS,
     MERGE_WARPS,
     SPILL_BYTES_MAX,
+    TABLES,
     DecodeTiling,
     DecodeWorkspace,
     decode_tiling,
     decode_workspace,
     merge_kernel,
     schedule,
+    scheduled_requests,
     shape_splits,
     shape_tiling,
     split_constants,
@@ -33,14 +35,14 @@ from kernels.triton.attention_splits import (
 from kernels.triton.compilation import CAPABILITIES, Compilation
 from kernels.triton.early_launch import early_launch, start_in_turn
 from kernels.triton.fp8_rows import FP8_CAPABILITIES
-from kernels.triton.tuning import LOG2_E, multiprocessors, power_of_two
+from kernels.triton.tuning import LOG2_E, multiprocessors
 
 __all__ = ["DecodeWorkspace", "check_attention", "compilations", "decode_workspace", "paged_decode", "score_factor"]
 
 H200 = (90,)
 
 
-@triton.jit(do_not_specialize=["num_requests", "table_stride", "max_splits"])
+@triton.jit(do_not_specialize=["num_requests", "table_stride", "max_splits"], do_not_specialize_on_alignment=TABLES)
 def _split_kernel(
     q,
     kv_cache,
@@ -277,7 +279,7 @@ def paged_decode(
         block_tables.stride(0),
         splits,
         **constants,
-        REQUESTS=max(32, power_of_two(num_requests)),
+        REQUESTS=scheduled_requests(num_requests),
         num_warps=tiling.num_warps,
         num_stages=tiling.num_stages,
         **early_launch(q.device),

@@ -10,13 +10,14 @@ import triton.language as tl
 
 from kernels.attention_rows import AttentionShape
 from kernels.triton.attention_decode import check_attention, paged_decode, score_factor
-from kernels.triton.attention_splits import workspace_bytes
+from kernels.triton.attention_splits import TABLES, scheduled_requests, workspace_bytes
 from kernels.triton.compilation import CAPABILITIES, Compilation
 from kernels.triton.fp8_rows import FP8_CAPABILITIES
 from kernels.triton.tuning import LOG2_E, capability, card, power_of_two
 
-DECODE_QUERIES_MAX = 8
-"""Rows of so few queries are not worth a tile of their own: the kernel of decodes splits their keys among programs."""
+SPLIT_QUERIES = (4, 8)
+"""Rows of so few queries are not worth a tile of their own: the kernel of decodes splits their keys among programs. It is made
+for these numbers alone; fewer queries take no more room in a tile of 16 rows."""
 H200 = (90,)
 SPILL_BYTES_MAX = 64
 """Of what stays the same through the loop, where the tile fills all registers: 100 with an fp8 cache."""
@@ -46,7 +47,7 @@ def prefill_tiling(head_dim: int, rows: int, windowed: bool, capability: int) ->
     return PrefillTiling(tile_rows, keys, 8 if tile_rows == 128 else 4, 3)
 
 
-@triton.jit(do_not_specialize=["num_requests", "num_tiles", "table_stride"])
+@triton.jit(do_not_specialize=["num_requests", "num_tiles", "table_stride"], do_not_specialize_on_alignment=TABLES)
 def _prefill_kernel(
     q,
     kv_cache,
@@ -235,10 +236,11 @@ def paged_prefill(
     """
     check_attention(q, kv_cache, shape)
     num_requests = block_tables.shape[0]
-    if _are_split(shape, kv_cache.dtype, block_tables, max_query_len, q.device):
+    few_queries = next((most for most in SPLIT_QUERIES if max_query_len <= most), 0)
+    if few_queries and _are_split(shape, kv_cache.dtype, block_tables, few_queries, q.device):
         return paged_decode(
             q, kv_cache, block_tables, context_lens, shape,
-            query_starts=query_starts, max_query_len=max_query_len, kv_scales=kv_scales, out=out,
+            query_starts=query_starts, max_query_len=few_queries, kv_scales=kv_scales, out=out,
         )  # fmt: skip
     if out is None:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -264,7 +266,7 @@ def paged_prefill(
         kv_cache.stride(0),
         block_tables.stride(0),
         **_constants(shape, tiling),
-        REQUESTS=max(32, power_of_two(num_requests)),
+        REQUESTS=scheduled_requests(num_requests),
         num_warps=tiling.num_warps,
         num_stages=tiling.num_stages,
     )
@@ -275,8 +277,6 @@ def _are_split(
     shape: AttentionShape, kv_dtype: torch.dtype, block_tables: torch.Tensor, max_query_len: int, device: torch.device
 ) -> bool:
     num_requests, max_blocks = block_tables.shape
-    if max_query_len > DECODE_QUERIES_MAX:
-        return False
     needed = workspace_bytes(shape, num_requests, max_blocks, kv_dtype, device, max_query_len=max_query_len)
     return needed <= SPLIT_BYTES_MAX
 
@@ -341,7 +341,7 @@ def _compilation(
             f"paged prefill {name}, tiles of {tiling.rows} by {tiling.keys}",
             _prefill_kernel,
             {**tensors, **numbers, "scale": "fp32"},
-            {**absent, **_constants(shape, tiling), "REQUESTS": 64},
+            {**absent, **_constants(shape, tiling), "REQUESTS": 256},
             num_warps=tiling.num_warps,
             num_stages=tiling.num_stages,
             capabilities=tuple(numbers_of),

@@ -23,6 +23,9 @@ MERGE_CHUNK, MERGE_WARPS = 16, 2
 """Splits that are added up at a time. Merging waits for memory and little else, so many small programs should be at it."""
 SPILL_BYTES_MAX = 32
 """The assembler prefers one more program on a multiprocessor to these few registers of the kernels of decodes."""
+TABLES = ["block_tables", "context_lens", "query_starts"]
+"""Pieces of one tensor, which begin wherever the piece before them ends. They are read word by word, so that nothing is gained
+by a variant of a kernel for those on 16 bytes; one for each way of lying takes seconds when it is met while serving."""
 MERGE_CONSTANTS = ("H", "D", "QUERIES", "WINDOW", "WIDTH", "TILE", "SPLIT")
 
 
@@ -125,6 +128,11 @@ def shape_tiling(shape: AttentionShape, kv_dtype: torch.dtype, max_query_len: in
     return decode_tiling(shape.head_dim, kv_dtype.itemsize, tile_rows(shape, max_query_len), capability(device))
 
 
+def scheduled_requests(num_requests: int) -> int:
+    """For how many requests the kernels that search among them are made: one variant for few, one for as many as are served."""
+    return 32 if num_requests <= 32 else max(256, power_of_two(num_requests))
+
+
 def tile_rows(shape: AttentionShape, max_query_len: int) -> int:
     """Rows of a tile: the queries of one key head; matrix instructions take 16 at least."""
     return max(16, power_of_two(max_query_len * (shape.num_heads // shape.num_kv_heads)))
@@ -193,7 +201,7 @@ def schedule(
     return first_request, first_split, tl.sum(until - before, 0)
 
 
-@triton.jit(do_not_specialize=["max_splits"])
+@triton.jit(do_not_specialize=["max_splits"], do_not_specialize_on_alignment=TABLES[1:])
 def merge_kernel(
     context_lens,
     query_starts,

@@ -160,7 +160,9 @@ def _source(compilation: Compilation, capability: int) -> Any:
     if "EARLY" in names:
         constants["EARLY"] = _is_early(compilation, capability)
     signature = {name: compilation.signature.get(name, "constexpr") for name in names}
-    aligned = {name for name, kind in compilation.signature.items() if kind.startswith("*")} | set(compilation.divisible)
+    anywhere = {param.name for param in compilation.kernel.params if param.do_not_specialize_on_alignment}
+    aligned = {name for name, kind in compilation.signature.items() if kind.startswith("*")} - anywhere
+    aligned |= set(compilation.divisible)
     attributes = {(index,): [["tt.divisibility", 16]] for index, name in enumerate(names) if name in aligned}
     return ASTSource(fn=compilation.kernel, signature=signature, constexprs=constants, attrs=attributes)
 

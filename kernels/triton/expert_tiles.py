@@ -33,7 +33,7 @@ class GroupTiles:
     num_stages: int
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_places"])
 def sort_kernel(expert_ids_ptr, order_ptr, offsets_ptr, num_places, EXPERTS: tl.constexpr, BLOCK: tl.constexpr):
     """Program e counts the places of lower experts, then writes down its own, in their order."""
     expert = tl.program_id(0)

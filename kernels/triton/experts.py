@@ -33,7 +33,7 @@ def _decoded(weight, DTYPE: tl.constexpr):
     return weight.to(DTYPE)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["row_tiles"])
 def grouped_kernel(
     x_ptr,
     weights_ptr,

@@ -22,7 +22,7 @@ from kernels.triton.tuning import capability, power_of_two
 OUTPUTS = 128  # of a program, both halves of a gated one together
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["row_tiles"])
 def grouped_int4_kernel(
     x_ptr, words_ptr, scales_zeros_ptr, order_ptr, offsets_ptr, factors_ptr, out_ptr,
     N, K, stride_x, stride_out, num_chunks, row_tiles,

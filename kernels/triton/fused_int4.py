@@ -24,7 +24,7 @@ ROWS = 16
 OUTPUTS = 128  # of a program, both halves of a gated one together
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def fused_int4_kernel(
     x, words, scales_zeros, bias, squares, residual, norm_weight, out, weighted, squares_out, partials, arrivals,
     M, N, K, x_stride, num_chunks, split_chunks, num_squares, eps, alpha,

@@ -61,7 +61,7 @@ def _as(weight, x):
     return weight.to(x.dtype)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def fused_linear_kernel(
     x, weight, weight_scales, bias, squares, residual, norm_weight, out, weighted, squares_out, partials, arrivals,
     M, N, K, x_stride, num_squares, eps, alpha, split_columns,

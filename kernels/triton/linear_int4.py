@@ -35,7 +35,7 @@ class Int4Tiles:
     splits: int = 1
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def linear_int4_kernel(
     x_ptr,
     words_ptr,

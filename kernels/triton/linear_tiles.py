@@ -61,7 +61,7 @@ def byte_tiles(num_rows: int, weight_shape: Sequence[int], capability: int, mult
     return Tiles(block_m, 64, block_k, num_warps=4, num_stages=4, splits=splits, column_warps=4 if block_m == 16 else 1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def linear_kernel(
     x_ptr,
     weight_ptr,

@@ -14,13 +14,15 @@ import triton.language as tl
 from kernels.triton.compilation import Compilation
 from kernels.triton.tuning import LOG2_E, multiprocessors, power_of_two
 
+IDS_MIN = 32
+"""Tokens of a row for which `join` is made where there is more than one, so that few variants serve all."""
 _BLOCK = 2048
 _WARPS = 8
 _LOG2_E = tl.constexpr(LOG2_E)
 _LN_2 = tl.constexpr(1.0 / LOG2_E)
 
 
-@triton.jit(do_not_specialize=["logits_stride", "ids_stride", "V", "blocks"])
+@triton.jit(do_not_specialize=["logits_stride", "ids_stride", "V", "blocks"], do_not_specialize_on_alignment=["sums"])
 def logprob_part_kernel(logits, ids, maxima, sums, larger, logits_stride, ids_stride, V, blocks, BLOCK: tl.constexpr):
     """Program (row, split): -inf as the largest and 0 as the sum where a part has nothing above -inf."""
     row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -46,7 +48,7 @@ def logprob_part_kernel(logits, ids, maxima, sums, larger, logits_stride, ids_st
     tl.store(larger + place, tl.sum(count, 0))
 
 
-@triton.jit(do_not_specialize=["logits_stride", "ids_stride", "num_ids", "splits"])
+@triton.jit(do_not_specialize=["logits_stride", "ids_stride", "num_ids", "splits"], do_not_specialize_on_alignment=["sums"])
 def logprob_join_kernel(
     logits, ids, maxima, sums, larger, logprobs, ranks,
     logits_stride, ids_stride, num_ids, splits, SPLITS: tl.constexpr, IDS: tl.constexpr,
@@ -88,7 +90,7 @@ def token_logprobs(logits: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tenso
         )
         logprob_join_kernel[(rows,)](
             logits, ids, maxima, sums, larger, logprobs, ranks, *strides, num_ids, splits,
-            SPLITS=power_of_two(splits), IDS=power_of_two(num_ids), num_warps=1,
+            SPLITS=power_of_two(blocks), IDS=1 if num_ids == 1 else max(IDS_MIN, power_of_two(num_ids)), num_warps=1,
         )  # fmt: skip
     return logprobs, ranks
 

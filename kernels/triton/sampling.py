@@ -62,7 +62,7 @@ def _largest(group_maxima_row, G, GROUPS_PADDED: tl.constexpr):
     return maxima, largest, (largest > float("-inf")) & (largest < float("inf"))
 
 
-@triton.jit(do_not_specialize=["masks_stride", "G", "tiles"])
+@triton.jit(do_not_specialize=["masks_stride", "G", "tiles"], do_not_specialize_on_alignment=["positions"])
 def scan_kernel(
     logits, slots, positions, masks, group_maxima, best_scores, best_tokens,
     scales, streams, top_ks, top_ps, reaches, repetition, frequency, presence, counts, held_until, held_ids, rules, bias,
@@ -100,7 +100,7 @@ def scan_kernel(
         tl.store(best_tokens + place, best_token)
 
 
-@triton.jit(do_not_specialize=["masks_stride", "G", "tiles"])
+@triton.jit(do_not_specialize=["masks_stride", "G", "tiles"], do_not_specialize_on_alignment=["positions"])
 def weigh_kernel(
     logits, slots, positions, masks, group_maxima, weights,
     scales, top_ks, top_ps, reaches, repetition, frequency, presence, counts, held_until, held_ids, rules, bias,
@@ -130,7 +130,7 @@ def weigh_kernel(
             tl.store(weights + row * tl.num_programs(1) + split, tl.sum(total, 0))
 
 
-@triton.jit(do_not_specialize=["masks_stride", "G", "num_splits"])
+@triton.jit(do_not_specialize=["masks_stride", "G", "num_splits"], do_not_specialize_on_alignment=["positions"])
 def choose_kernel(
     logits, slots, positions, masks, group_maxima, best_scores, best_tokens, weights, groups, listed_logits, listed_ids, out,
     scales, streams, top_ks, top_ps, reaches, repetition, frequency, presence, counts, held_until, held_ids, rules, bias,
@@ -208,10 +208,15 @@ def sampling_workspace(max_rows: int, vocab_size: int, device: torch.device) -> 
 
 def _splits(rows: int, vocab_size: int, device: torch.device) -> tuple[int, int]:
     """Parts of a row and tiles of a part: about eight programs for each multiprocessor, to keep its memory requests many."""
-    tiles = -(-vocab_size // (GROUP.value * GROUPS.value))
+    tiles = _num_tiles(vocab_size)
     wanted = max(1, min(tiles, -(-8 * multiprocessors(device) // rows)))
     of_part = -(-tiles // wanted)
     return -(-tiles // of_part), of_part
+
+
+def _num_tiles(vocab_size: int) -> int:
+    """Of a row, and the most parts that it has: the same for any number of rows."""
+    return -(-vocab_size // int(GROUP.value * GROUPS.value))
 
 
 def sample(
@@ -262,7 +267,7 @@ def sample(
     choose_kernel[(rows,)](
         *row_inputs, space.group_maxima, *best, space.weights, space.groups, space.listed_logits, space.listed_ids, out,
         c.scale, c.streams, *filters, *rules, *sizes, splits,
-        GROUPS_PADDED=padded, SPLITS=power_of_two(splits), LISTED=LISTED,
+        GROUPS_PADDED=padded, SPLITS=power_of_two(_num_tiles(vocab_size)), LISTED=LISTED,
         num_warps=_WARPS, num_stages=2, enable_fp_fusion=False,
     )  # fmt: skip
     return out

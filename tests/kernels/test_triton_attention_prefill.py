@@ -28,7 +28,7 @@ def tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
     """Both sizes of tiles for whatever chunks, and no splitting of short ones."""
     rows, keys = request.param
     monkeypatch.setattr(prefill, "prefill_tiling", lambda *_: prefill.PrefillTiling(rows, keys, num_warps=4, num_stages=2))
-    monkeypatch.setattr(prefill, "DECODE_QUERIES_MAX", 0)
+    monkeypatch.setattr(prefill, "SPLIT_QUERIES", ())
 
 
 class Chunks:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from unittest import mock
 
 from tests.support.rehearsal.card import DEFAULT_BYTES, Card, Schedule, Sync, begin, end
 from tests.support.rehearsal.cuda import in_place_of_cuda
@@ -35,6 +36,8 @@ def rehearsal(
             stack.enter_context(in_place_of_cuda(card))
             stack.enter_context(launched_by_triton(runs=runs_kernels))
             stack.enter_context(mode())
+            if runs_kernels:  # the interpreter compiles nothing, and takes its time
+                stack.enter_context(mock.patch("engine.build.compile_steps"))
             yield card
     finally:
         end(card)
