@@ -80,7 +80,7 @@ def build_engine(options: EngineOptions, *, progress: Callable[[float], None] = 
     stored = load_model_config(options.model)
     dtype = resolve_dtype(options.dtype, stored.torch_dtype, device)
     check_card(stored, options, dtype, device)
-    check_swap_space(options)
+    check_swap_space(options, device)
     forecast = _forecast(options, dtype=dtype, device=device)
     forecast.check(options)
     formats = {"quantization": options.quantization, "head": options.head_quantization}
@@ -223,6 +223,7 @@ def _paged(
         device=device,
         kv_dtype=kv_dtype,
         batch_invariant=options.batch_invariant,
+        text_tokens=options.batched_tokens(device.type) if device.type == "cuda" else None,
     )
 
 

@@ -66,11 +66,15 @@ def main_memory_bytes() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def check_swap_space(options: EngineOptions) -> None:
-    """Raise `EngineConfigError` for a host tier that main memory cannot hold."""
-    memory = main_memory_bytes()
-    if options.swap_space * GIB > memory * SWAP_SPACE_SHARE_MAX:
+def check_swap_space(options: EngineOptions, device: torch.device) -> None:
+    """Raise `EngineConfigError` for a host tier that main memory cannot hold. Beside a GPU it is page-locked, of which
+    torch takes the next power of two."""
+    memory, wanted = main_memory_bytes(), int(options.swap_space * GIB)
+    taken = 1 << (wanted - 1).bit_length() if wanted and device.type == "cuda" else wanted
+    if taken > memory * SWAP_SPACE_SHARE_MAX:
+        rounded = f", page-locked as {taken / GIB:g} GiB," if taken > wanted else ""
         raise EngineConfigError(
             "swap_space",
-            f"({options.swap_space:g} GiB) is more than {SWAP_SPACE_SHARE_MAX:.0%} of main memory ({memory / GIB:.1f} GiB)",
+            f"({options.swap_space:g} GiB){rounded} is more than {SWAP_SPACE_SHARE_MAX:.0%} of main memory "
+            f"({memory / GIB:.1f} GiB)",
         )

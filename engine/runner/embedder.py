@@ -31,7 +31,8 @@ class Forward(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextModel:
-    """A loaded model with what it needs for whole texts: its rotations and attention planners, and its limits."""
+    """A loaded model with what it needs for whole texts: its rotations and attention planners, and its limits. `batch_tokens`
+    are those of a pass that memory was planned for, None where nothing else wants the device's memory."""
 
     forward: Forward
     rotaries: Sequence[RotaryTable]
@@ -39,6 +40,7 @@ class TextModel:
     vocab_size: int
     max_len: int
     device: torch.device
+    batch_tokens: int | None = None
     default_pooling: str = "last"  # a token of a decoder knows only what stands before it
 
 
@@ -64,8 +66,9 @@ class Embedder:
     def __init__(self, model: TextModel, pooling: PoolingConfig) -> None:
         self._model = model
         self.pooling = pooling
-        self._max_len = min(model.max_len, pooling.max_len or model.max_len)
-        self._batch_tokens = CUDA_BATCH_TOKENS if model.device.type == "cuda" else CPU_BATCH_TOKENS
+        suitable = CUDA_BATCH_TOKENS if model.device.type == "cuda" else CPU_BATCH_TOKENS
+        self._batch_tokens = min(suitable, model.batch_tokens or suitable)
+        self._max_len = min(model.max_len, pooling.max_len or model.max_len, model.batch_tokens or model.max_len)
 
     def check(self, index: int, token_ids: Sequence[int]) -> None:
         """Raise `PromptError`, naming the text by its index and the limit, when it cannot be computed."""

@@ -35,6 +35,18 @@ def allocate_kv_cache(
         raise EngineConfigError("kv_cache_bytes", f"({num_bytes}) cannot be allocated; lower it: {reason}") from error
 
 
+def _host_tier(caches: Sequence[torch.Tensor], num_blocks: int) -> torch.Tensor:
+    """[num_blocks, layers, P, 2, K, D]. Raises `EngineConfigError` when there is no memory for it, or none to lock."""
+    shape = (num_blocks, len(caches), *caches[0].shape[1:])
+    try:
+        return torch.empty(shape, dtype=caches[0].dtype, pin_memory=caches[0].is_cuda)
+    except RuntimeError as error:
+        num_bytes = math.prod(shape) * caches[0].element_size()
+        locked = f" and locked (of locked memory torch takes {1 << (num_bytes - 1).bit_length()})" if caches[0].is_cuda else ""
+        reason = str(error).partition("\n")[0]
+        raise EngineConfigError("swap_space", f"({num_bytes} bytes) cannot be allocated{locked}; lower it: {reason}") from error
+
+
 class BlockMover:
     """Moves whole blocks of all `caches` at once: to and from a tier of `num_host_blocks` in main memory, and on the device.
 
@@ -51,10 +63,7 @@ class BlockMover:
         for cache in caches:
             kinds.setdefault((cache.shape, cache.dtype), []).append(cache)
         self._kinds = list(kinds.values())  # those of a draft model are unlike the others
-        self._host = [
-            torch.empty((num_host_blocks, len(kind), *kind[0].shape[1:]), dtype=kind[0].dtype, pin_memory=kind[0].is_cuda)
-            for kind in self._kinds
-        ]
+        self._host = [_host_tier(kind, num_host_blocks) for kind in self._kinds]
 
     def move(self, moves: BlockMoves) -> None:
         """First out, then in, then copies, behind every step launched before. A repeated call does no harm, because nothing

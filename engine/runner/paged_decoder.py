@@ -43,7 +43,9 @@ class PagedDecoder:
         device: torch.device,
         kv_dtype: torch.dtype | None = None,
         batch_invariant: bool = False,
+        text_tokens: int | None = None,
     ) -> None:
+        """`text_tokens`: of whole texts in a pass beside the steps, None where memory does not limit them."""
         self.vocab_size = config.vocab_size
         self.dtype = dtype
         kv_dtype = kv_dtype or dtype
@@ -68,6 +70,7 @@ class PagedDecoder:
             vocab_size=config.vocab_size,
             max_len=plan.max_model_len,
             device=device,
+            batch_tokens=text_tokens,
         )
 
     def keep_workspaces(self, num_rows: int, num_columns: int) -> list[Any]:

@@ -11,7 +11,7 @@ import torch
 
 from engine.build import build_engine
 from engine.config.pooling import PoolingConfig
-from engine.errors import EngineConfigError
+from engine.errors import EngineConfigError, PromptError
 from engine.loop import Engine
 from engine.options import EngineOptions
 from engine.runner.embedder import Embedder
@@ -210,6 +210,15 @@ def test_experts_of_a_quantised_checkpoint_are_captured_unless_their_columns_hav
     assert bool(card.num_captures) == is_captured
     reason = "no graphs: experts chosen by the host"
     assert (reason in engine.info.kernels) == (reason in caplog.text) == (not is_captured)
+
+
+def test_texts_beside_the_steps_take_no_more_memory_than_was_planned_for_a_step(llama: Path) -> None:
+    with rehearsal(), in_place_of_triton():
+        engine = small_engine(llama, device="cuda", dtype="float32", **SMALL)
+        embedder = Embedder(engine.runner.text_model, PoolingConfig(mode="last", normalised=True))  # type: ignore[attr-defined]
+        assert [len(batch) for batch in embedder._batches([[5] * 8] * 5)] == [2, 2, 1]
+        with pytest.raises(PromptError, match="text 0 has 17 tokens; at most 16 fit"):
+            embedder.check(0, [5] * 17)
 
 
 def test_embeddings_are_those_of_the_cpu(llama: Path) -> None:

@@ -14,6 +14,7 @@ from engine.config.model import load_model_config
 from engine.errors import EngineConfigError
 from engine.main import INTER_TOKEN_TARGET_MS, _engine_options, parse_arguments
 from engine.options import EngineOptions
+from engine.runner import device as device_module
 from engine.runner.device import check_swap_space
 from engine.runner.kv_cache import BlockMover, allocate_kv_cache
 from engine.runner.memory_plan import GIB, kv_block_bytes, plan_memory
@@ -62,7 +63,26 @@ def test_a_host_tier_smaller_than_a_block_or_larger_than_main_memory_is_refused(
     with pytest.raises(EngineConfigError, match=r"swap_space .* is less than one KV block"):
         plan_memory(config, EngineOptions(model=model, swap_space=1e-9), element_bytes=4, available_bytes=1 << 20)
     with pytest.raises(EngineConfigError, match=r"swap_space .* is more than 80% of main memory"):
-        check_swap_space(EngineOptions(model=model, swap_space=4096.0))
+        check_swap_space(EngineOptions(model=model, swap_space=4096.0), torch.device("cpu"))
+
+
+def test_locked_memory_counts_as_the_power_of_two_that_torch_takes(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_module, "main_memory_bytes", lambda: 100 << 30)
+    options = EngineOptions(model=model, swap_space=65.0)
+    check_swap_space(options, torch.device("cpu"))
+    check_swap_space(EngineOptions(model=model, swap_space=64.0), torch.device("cuda"))
+    with pytest.raises(EngineConfigError, match=r"swap_space \(65 GiB\), page-locked as 128 GiB, is more than 80% of main"):
+        check_swap_space(options, torch.device("cuda"))
+
+
+def test_a_host_tier_that_cannot_be_allocated_is_an_error_of_its_option(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> torch.Tensor:
+        raise RuntimeError("no memory\nand a long story")
+
+    caches = [torch.zeros(2, 16, 2, 1, 8)]
+    monkeypatch.setattr(torch, "empty", refuse)
+    with pytest.raises(EngineConfigError, match=r"swap_space \(5120 bytes\) cannot be allocated; lower it: no memory$"):
+        BlockMover(caches, 5)
 
 
 @pytest.mark.parametrize(
