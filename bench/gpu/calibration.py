@@ -17,6 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
+from bench.gpu import driver
 from bench.gpu.context import Context
 from bench.gpu.rows import Row
 from bench.gpu.timing import median, seconds
@@ -42,6 +43,8 @@ def calibrate(context: Context) -> None:
         context.tell(bandwidth=max(copies))
     context.guard("matmul bf16 8192³", lambda: _matmul(context))
     context.guard("matmul fp8 8192³", lambda: _matmul_fp8(context))
+    if context.device.type == "cuda":
+        context.tell(state_after_products=driver.state())
     context.guard("graph gap per kernel", lambda: _gap(context))
 
 
@@ -58,6 +61,7 @@ def _machine(context: Context) -> dict[str, Any]:
             "memory_free_bytes": free,
             "l2_bytes": getattr(properties, "L2_cache_size", None),
             "cuda": torch.version.cuda,
+            "state": driver.state(),
         }
     return found
 

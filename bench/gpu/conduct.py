@@ -20,8 +20,8 @@ from bench.gpu.plan import Job, Stage, share_s
 from bench.gpu.rows import Row
 from engine.gpu_environment import FP_FUSION
 
-TAIL_CHARS = 6000
-"""Of each part's log, in the result; `--logs` keeps all of it."""
+HEAD_CHARS, TAIL_CHARS = 2000, 6000
+"""Of each part's log, in the result: how engines started, and the end. `--logs` keeps all of it."""
 BASE_FACT = "bandwidth"
 """What every part after the first divides by."""
 PATIENCE = 8.0
@@ -207,12 +207,18 @@ def _close(process: Process, outcome: Outcome, show: Callable[[str], None], logs
         found["error"] = f"ended after its limit of {process.limit_s:g} s"
     elif status:
         found["error"] = f"exit status {status}: {_last_line(words)}"
-    found["log"] = words[-TAIL_CHARS:]
+    found["log"] = shortened(words)
     outcome.parts.append(found)
     if logs is not None:
         logs.mkdir(parents=True, exist_ok=True)
         (logs / f"{process.job.name.replace(' ', '-')}.txt").write_text(words, "utf-8")
     show(f"-- {process.job.name}: {taken_s} s{', ' + found['error'] if 'error' in found else ''}")
+
+
+def shortened(words: str) -> str:
+    """Head and tail of a log."""
+    left_out = len(words) - HEAD_CHARS - TAIL_CHARS
+    return words if left_out <= 0 else f"{words[:HEAD_CHARS]}\n… {left_out} characters …\n{words[-TAIL_CHARS:]}"
 
 
 def _described(job: Job) -> dict[str, Any]:

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 from packaging.requirements import Requirement
 
-from bench.gpu import requirements
-from bench.gpu.conduct import Outcome, conduct
+from bench.gpu import driver, requirements
+from bench.gpu.conduct import Outcome, conduct, shortened
 from bench.gpu.idle import WORK, idle_of
 from bench.gpu.plan import BY_NAME, CALLS, PARTS, TOTAL_S, Job, share_s, stages, usual_s
 from bench.gpu.report import complete, document, table
@@ -207,6 +207,23 @@ plan.BY_NAME["hangs"] = plan.Part("hangs", "checks", "stands_still", "wait_for_e
 sys.argv = ["part", "hangs", "--rehearse"]
 part.main()
 """
+
+
+def test_of_a_long_log_the_beginning_and_the_end_are_in_the_result() -> None:
+    assert shortened("a line\n") == "a line\n"
+    words = shortened("begin" + "." * 20_000 + "end")
+    assert words.startswith("begin")
+    assert words.endswith("end")
+    assert "… 12008 characters …" in words
+
+
+def test_what_the_driver_says_is_kept_and_so_is_that_it_says_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert driver.state().startswith("FileNotFoundError")
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\necho driver_version, clocks\necho 580.1, 1980 MHz\n", "utf-8")
+    program.chmod(0o755)
+    assert driver.state() == "driver_version, clocks | 580.1, 1980 MHz"
 
 
 def test_a_part_that_hangs_says_where_before_it_is_ended() -> None:
