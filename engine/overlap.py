@@ -61,8 +61,8 @@ class AheadRunner(Runner, Protocol):
 
 @dataclass(slots=True)
 class Fallbacks:
-    """How many steps were computed in the plain way because the fast one failed, and why the last one was. Requests that no
-    slot can hold, and those that fail in the plain way too, are none."""
+    """How many steps were computed in the plain way because the fast one failed, and why the last one was. Steps with a request
+    that no slot can hold are none, nor is a row that has no token in the plain way either."""
 
     count: int = 0
     reason: str | None = None
