@@ -97,10 +97,12 @@ def build_engine(options: EngineOptions, *, progress: Callable[[float], None] = 
     draft_decoder = None if draft is None else _paged(draft, options, plan, dtype=dtype, kv_dtype=kv_dtype, device=device)
     masks = GrammarMasks(model.config.vocab_size)
     sampler = Sampler(device)
+    caches = [*target_decoder.kv_caches, *(draft_decoder.kv_caches if draft_decoder else ())]
+    mover = BlockMover(caches, plan.num_host_blocks)
     runner = ModelRunner(
         target_decoder,
         sampler,
-        BlockMover([*target_decoder.kv_caches, *(draft_decoder.kv_caches if draft_decoder else ())], plan.num_host_blocks),
+        mover,
         masks,
         draft=draft_decoder,
         batch_invariant=options.batch_invariant,
@@ -130,6 +132,7 @@ def build_engine(options: EngineOptions, *, progress: Callable[[float], None] = 
     if compiles_at_first_use(device):
         for decoder in decoders:
             compile_steps(decoder, limits)
+        mover.compile()
     times.done("kernels")  # compiled or found in Triton's cache on disk, and timed
     budget = _step_budget(options, speed.step_times)
     info = _info(

@@ -72,6 +72,14 @@ class BlockMover:
         self.swap_in(moves.swap_in)
         self.copy(moves.copies)
 
+    def compile(self) -> None:
+        """Move one block to where it is, and into the host tier and back where there is one, before anything is in them: kernels
+        that are compiled at their first use are compiled then."""
+        self.copy([(0, 0)])
+        if len(self._host[0]):
+            self.swap_out([(0, 0)])
+            self.swap_in([(0, 0)])
+
     def swap_out(self, pairs: Sequence[tuple[int, int]]) -> None:
         """pairs: (device block, host block)"""
         if pairs:

@@ -28,7 +28,7 @@ def _words_of(addresses, layer):
     return tl.multiple_of(tl.load(addresses + layer).to(tl.pointer_type(tl.int64)), 16)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["sources", "targets"])
 def copy_blocks_kernel(addresses, sources, targets, block_words, block_stride, BLOCK: tl.constexpr):
     cache = _words_of(addresses, tl.program_id(1))
     source = tl.load(sources + tl.program_id(0)).to(tl.int64)
@@ -38,7 +38,7 @@ def copy_blocks_kernel(addresses, sources, targets, block_words, block_stride, B
     tl.store(cache + target * block_stride + word, tl.load(cache + source * block_stride + word, mask=inside), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["blocks", "rows"])
 def stage_blocks_kernel(
     addresses, blocks, staging, rows, block_words, block_stride, num_layers, BLOCK: tl.constexpr, TO_STAGING: tl.constexpr
 ):

@@ -29,6 +29,7 @@ from engine.loop import Engine
 from engine.options import EngineOptions
 from engine.runner.cuda_graphs import DirectCalls
 from engine.runner.weights import WeightPlan
+from engine.scheduling.scheduled_batch import BlockMoves
 from engine.speculation.options import SpeculativeOptions
 from kernels import ops, quantised_linear
 from kernels.triton import early_launch, tuning
@@ -121,6 +122,7 @@ def engine_of(folder: Path, changes: dict[str, Any], options: dict[str, Any]) ->
                 place.take(torch.ones(place._shape, dtype=torch.bfloat16))  # type: ignore[attr-defined]
 
     limits: dict[str, Any] = {"max_num_seqs": 256, "max_model_len": 4096, "num_kv_blocks": 4000, "max_num_batched_tokens": 4096}
+    limits["swap_space"] = 0.02
     with ExitStack() as stack:
         stack.enter_context(mock.patch("engine.build.load_weights", fill))
         stack.enter_context(mock.patch("engine.quantization.scheme.stored_names", return_value=set()))
@@ -147,6 +149,8 @@ def traffic(engine: Engine, steps: int, seed: int) -> None:
             engine.submit(wanted(str(number), prompt, max_tokens=rng.choice([1, 2, 9, 40]), **sampling(rng)))
             number += 1
         engine.step()
+        pairs = [(number, number) for number in range(rng.randrange(4))]
+        engine.runner.move(BlockMoves(swap_out=pairs, swap_in=pairs, copies=pairs))  # to where they are
 
 
 def sampling(rng: random.Random) -> dict[str, Any]:
