@@ -73,7 +73,7 @@ class BlockMover:
         self.copy(moves.copies)
 
     def compile(self) -> None:
-        """Move one block to where it is, and into the host tier and back where there is one, before anything is in them: kernels
+        """Move a block to where it is, and into the host tier and back where there is one, before anything is in them: kernels
         that are compiled at their first use are compiled then."""
         self.copy([(0, 0)])
         if len(self._host[0]):
