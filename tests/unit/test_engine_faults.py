@@ -144,10 +144,10 @@ def test_logits_that_are_not_finite_end_their_own_request(
         place(self, slots, requests)
 
     def poisoned_in_slots(
-        self: ColumnSampler, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, *more: Any
+        self: ColumnSampler, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, *more: Any, **named: Any
     ) -> Chosen:
         logits[[i for i, slot in enumerate(slots.tolist()) if slot in bad_slots and positions[i] == 5], 17] = poison
-        return choose(self, logits, slots, positions, *more)
+        return choose(self, logits, slots, positions, *more, **named)
 
     monkeypatch.setattr(Sampler, "sample", poisoned)
     monkeypatch.setattr(ColumnSampler, "place", watched)
