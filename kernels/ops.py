@@ -122,6 +122,9 @@ _TABLES = {"cpu": "kernels.cpu.table", "meta": "kernels.cpu.table", "cuda": "ker
 _FLOAT32_TABLES = {"kernels.cpu.table": "kernels.simd.table"}
 """The table that serves float32 on a CPU in the place of another one."""
 
+_INVARIANT_TABLES = {"kernels.triton.table": "kernels.triton.invariant_table"}
+"""The table of batch-invariant engines in the place of another one, beside `row_invariant`, which makes its products."""
+
 
 def operations(device: torch.device, dtype: torch.dtype | None = None) -> Operations:
     """The table of a device for tensors of `dtype`, None where operations know no dtype. Raises KeyError for a device that has
@@ -132,6 +135,12 @@ def operations(device: torch.device, dtype: torch.dtype | None = None) -> Operat
 def _module(device: torch.device, dtype: torch.dtype | None) -> str:
     name = _TABLES[device.type]
     return _FLOAT32_TABLES.get(name, name) if device.type == "cpu" and dtype is torch.float32 else name
+
+
+def _invariant_operations(device: torch.device, dtype: torch.dtype) -> Operations:
+    """The table of batch-invariant engines, which for some is that of all."""
+    name = _module(device, dtype)
+    return _table(_INVARIANT_TABLES.get(name, name))
 
 
 @cache
@@ -173,9 +182,9 @@ def invariant_planner(
     shape: AttentionShape, *, dtype: torch.dtype, device: torch.device, kv_dtype: torch.dtype | None = None
 ) -> InvariantPlanner | PagedPlanner:
     """The planner whose attention gives a query the same bits in any batch, however its prompt was cut."""
-    table = operations(device, dtype)
+    table = _invariant_operations(device, dtype)
     if table.is_row_invariant and table.pages(shape, kv_dtype or dtype):
-        return PagedPlanner(shape, dtype=dtype, device=device)
+        return PagedPlanner(shape, dtype=dtype, device=device, is_row_invariant=True)
     return InvariantPlanner(shape, dtype=dtype, device=device)
 
 
@@ -200,9 +209,14 @@ def pack_linear_row_invariant(weight: torch.Tensor, bias: torch.Tensor | None) -
 
 
 def row_invariant(multiply: LinearKernel, num_columns: int, *, dtype: torch.dtype, device: torch.device) -> LinearKernel:
-    """A product of plain or quantised weights, or, where it does not give a row the same bits in any batch, one that does."""
-    if operations(device, dtype).is_row_invariant:
+    """A product of plain or quantised weights, or, where it does not give a row the same bits in any batch, one that does.
+    Raises TypeError for a product of a GPU that shows no weight."""
+    name = _module(device, dtype)
+    if _table(name).is_row_invariant:
         return multiply
+    if name in _INVARIANT_TABLES:
+        product: LinearKernel = importlib.import_module(_INVARIANT_TABLES[name]).row_invariant(multiply)
+        return product
     return in_agreeing_tiles(multiply, num_columns, dtype=dtype, device=device)
 
 
@@ -217,10 +231,12 @@ def paged_attention(
         return planned_attention(qkv, kv_cache, plan, kv_scales)
     assert kv_cache is not None, "this attention reads the cache"
     if isinstance(plan, PagedPlan):
-        return paged_plan_attention(operations(qkv.device, qkv.dtype), qkv, kv_cache, plan, kv_scales)
+        table = (_invariant_operations if plan.is_row_invariant else operations)(qkv.device, qkv.dtype)
+        return paged_plan_attention(table, qkv, kv_cache, plan, kv_scales)
     return invariant_attention(qkv, kv_cache, plan, kv_scales)
 
 
 def implementation(dtype: torch.dtype, device: torch.device, *, batch_invariant: bool = False) -> str:
     """Which kernels run for tensors of this kind, in words."""
-    return f"{operations(device, dtype).words} ({device.type}{', batch-invariant' if batch_invariant else ''})"
+    table = (_invariant_operations if batch_invariant else operations)(device, dtype)
+    return f"{table.words} ({device.type}{', batch-invariant' if batch_invariant else ''})"

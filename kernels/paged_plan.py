@@ -28,13 +28,16 @@ class PagedPlan:
     query_starts: torch.Tensor | None = None  # [B - num_decodes + 1] int32, counted from the first longer row
     max_query_len: int = 1
     workspace: Any = None  # of `paged_decode`
+    is_row_invariant: bool = False  # whether the operations of batch-invariant engines are meant
 
 
 class PagedPlanner:
     """Makes plans for the rows of a step. Rows of one query come first."""
 
-    def __init__(self, shape: AttentionShape, *, dtype: torch.dtype, device: torch.device) -> None:
-        self._shape = shape
+    def __init__(
+        self, shape: AttentionShape, *, dtype: torch.dtype, device: torch.device, is_row_invariant: bool = False
+    ) -> None:
+        self._shape, self._is_row_invariant = shape, is_row_invariant
         self._dtype, self._device = dtype, device
         self.workspace: Any = None
         """Of `paged_decode`, for as many rows and blocks as a step ever has; where there is none, each call makes its own."""
@@ -59,6 +62,7 @@ class PagedPlanner:
             sent[tables.size + len(rows) :] if longer else None,
             max(longer, default=1),
             self.workspace,
+            self._is_row_invariant,
         )
 
     def _send(self, values: np.ndarray[Any, np.dtype[np.int32]]) -> torch.Tensor:

@@ -68,8 +68,12 @@ class Fp8Product:
         self.bias = bias
 
     def __call__(self, x: torch.Tensor | Fp8Rows) -> torch.Tensor:
-        rows = x if isinstance(x, Fp8Rows) else Fp8Rows(*quantize_rows_fp8(x), x.dtype)
+        rows = x if isinstance(x, Fp8Rows) else self.rounded(x)
         return self._multiply(rows.values, x_scales=rows.scales, out_dtype=rows.dtype)
+
+    def rounded(self, x: torch.Tensor) -> Fp8Rows:
+        """x: [T, K] → the rows that are multiplied in its place"""
+        return Fp8Rows(*quantize_rows_fp8(x), x.dtype)
 
 
 def bind_int8(weight: Int8Weight, bias: torch.Tensor | None) -> LinearKernel:

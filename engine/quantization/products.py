@@ -33,8 +33,12 @@ class StaticFp8Product:
         self.bias = bias
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        values = ops.to_fp8(x.float() / self._input_scale)
-        return self._multiply(values, x_scales=self._input_scale, out_dtype=x.dtype)
+        rows = self.rounded(x)
+        return self._multiply(rows.values, x_scales=rows.scales, out_dtype=rows.dtype)
+
+    def rounded(self, x: torch.Tensor) -> ops.Fp8Rows:
+        """x: [T, K] → the rows that are multiplied in its place, all with the one scale"""
+        return ops.Fp8Rows(ops.to_fp8(x.float() / self._input_scale), self._input_scale, x.dtype)
 
 
 def side_by_side(products: Sequence[ops.LinearKernel]) -> ops.LinearKernel:

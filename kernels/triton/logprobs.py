@@ -2,7 +2,8 @@
 
 Formula. logprob(t) = x_t − log Σ exp(x), and rank(t) = 1 + how many logits are larger than x_t. Rows are split over programs
 (`part`), each with its largest logit, its sum of exp2((x − largest) · log2(e)) and its count of larger logits; `join` puts the
-parts together, as in online softmax (arXiv 1805.02867). Every logit is read once; 12 bytes a part are written. float32 sums.
+parts together, as in online softmax (arXiv 1805.02867). Every logit is read once; 12 bytes a part are written. float32 sums,
+in an order that does not depend on the number of rows.
 """
 
 from __future__ import annotations
@@ -12,11 +13,12 @@ import triton
 import triton.language as tl
 
 from kernels.triton.compilation import Compilation
-from kernels.triton.tuning import LOG2_E, multiprocessors, power_of_two
+from kernels.triton.tuning import LOG2_E, power_of_two
 
 IDS_MIN = 32
 """Tokens of a row for which `join` is made where there is more than one, so that few variants serve all."""
 _BLOCK = 2048
+_PART_BLOCKS = 2  # of any number of rows, so that a row is summed in one order
 _WARPS = 8
 _LOG2_E = tl.constexpr(LOG2_E)
 _LN_2 = tl.constexpr(1.0 / LOG2_E)
@@ -76,9 +78,7 @@ def token_logprobs(logits: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tenso
     """
     (rows, vocab_size), num_ids = logits.shape, ids.shape[1]
     blocks = triton.cdiv(vocab_size, _BLOCK)
-    wanted = max(1, min(blocks, triton.cdiv(8 * multiprocessors(logits.device), max(1, rows))))
-    of_part = triton.cdiv(blocks, wanted)
-    splits = triton.cdiv(blocks, of_part)
+    splits = triton.cdiv(blocks, _PART_BLOCKS)
     maxima, sums = torch.empty(2, rows, splits, dtype=torch.float32, device=logits.device)
     larger = torch.empty(rows, splits, dtype=torch.int32, device=logits.device)
     logprobs = torch.empty(rows, num_ids, dtype=torch.float32, device=logits.device)
@@ -86,11 +86,13 @@ def token_logprobs(logits: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tenso
     if rows:
         strides = (logits.stride(0), ids.stride(0))
         logprob_part_kernel[(rows, splits)](
-            logits, ids, maxima, sums, larger, *strides, vocab_size, of_part, BLOCK=_BLOCK, num_warps=_WARPS
-        )
+            logits, ids, maxima, sums, larger, *strides, vocab_size, _PART_BLOCKS,
+            BLOCK=_BLOCK, num_warps=_WARPS, enable_fp_fusion=False,
+        )  # fmt: skip
         logprob_join_kernel[(rows,)](
             logits, ids, maxima, sums, larger, logprobs, ranks, *strides, num_ids, splits,
-            SPLITS=power_of_two(blocks), IDS=1 if num_ids == 1 else max(IDS_MIN, power_of_two(num_ids)), num_warps=1,
+            SPLITS=power_of_two(splits), IDS=1 if num_ids == 1 else max(IDS_MIN, power_of_two(num_ids)), num_warps=1,
+            enable_fp_fusion=False,
         )  # fmt: skip
     return logprobs, ranks
 
@@ -109,13 +111,15 @@ def compilations() -> list[Compilation]:
                 inputs | {"V": "i32", "blocks": "i32"},
                 {"BLOCK": _BLOCK},
                 num_warps=_WARPS,
+                fp_fusion=False,
             ),
             Compilation(
                 f"token_logprobs: join, {dtype}",
                 logprob_join_kernel,
                 inputs | {"logprobs": "*fp32", "ranks": "*i32", "num_ids": "i32", "splits": "i32"},
-                {"SPLITS": 64, "IDS": 32},
+                {"SPLITS": 32, "IDS": 32},
                 num_warps=1,
+                fp_fusion=False,
             ),
         ]
     return found

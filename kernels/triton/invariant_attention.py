@@ -1,0 +1,256 @@
+"""Paged attention whose rows do not depend on their batch: one kernel for decodes, for chunks of any length and for guesses.
+
+The keys of a request are cut at the multiples of SPLIT, whoever looks at them, and every query goes through the same tile of
+rows with the same instructions. What it found in each split is merged in the order of the splits: in registers where one
+program takes all splits of its queries, by a second kernel where programs share them. Both merge by the same function, and
+every rounding is as written (no product is fused with a sum), so that who merged makes no difference to a bit either.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, replace
+
+import torch
+
+from kernels.attention_rows import AttentionShape
+from kernels.triton.attention_decode import check_attention, score_factor
+from kernels.triton.attention_splits import scheduled_requests
+from kernels.triton.compilation import CAPABILITIES, Compilation
+from kernels.triton.early_launch import early_launch
+from kernels.triton.fp8_rows import FP8_CAPABILITIES
+from kernels.triton.invariant_rows import SIZES, merge_rows_kernel, rows_kernel
+from kernels.triton.tuning import LOG2_E, capability, card, multiprocessors, power_of_two
+
+SPLIT = 256
+"""Tokens: 128 KiB of keys and values of 128 numbers of 16 bits, of which a program writes and reads back a fiftieth."""
+MERGE_TOGETHER, MERGE_WARPS = 8, 1
+WORKSPACE_BYTES_MAX = 256 * 1024 * 1024
+"""Of what splits leave for the second kernel; more decodes are taken in turns, chunks not divided."""
+SPILL_BYTES_MAX = 64
+H200 = (90,)
+
+
+@dataclass(frozen=True, slots=True)
+class RowsTiling:
+    """`rows` queries, those of all heads of a key head counted, and `keys` at a time: by the heads and the card alone."""
+
+    rows: int
+    keys: int
+    num_warps: int
+    num_stages: int
+
+
+def rows_tiling(head_dim: int, group: int, capability: int) -> RowsTiling:
+    """64 rows are what Hopper's instruction takes at least. A decode fills a few of them, which costs a quarter of the time in
+    which the memory brings its keys; a prompt shares what 64 rows load."""
+    width, rows = power_of_two(head_dim), max(64, power_of_two(group))
+    small = card(capability).shared_bytes_max < 128 * 1024
+    if width >= 256:
+        return RowsTiling(rows, 32 if capability >= 90 and not small else 16, 8, 2)
+    keys = min(64, (4096 if capability < 90 or small else 8192) // width)
+    is_lean = rows == 64 and (width < 128 or 90 <= capability < 100)  # two programs of four warps fit a Hopper
+    return RowsTiling(rows, keys, 4 if is_lean else 8, 3)
+
+
+def paged_decode(
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    context_lens: torch.Tensor,
+    shape: AttentionShape,
+    *,
+    kv_scales: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    workspace: None = None,  # noqa: ARG001 - the other kernels of decodes have one
+) -> torch.Tensor:
+    """As `kernels.triton.attention_decode.paged_decode` of one query each, with the bits of `paged_prefill` here.
+
+    Bytes: all keys and values that are seen, once; 8 · D · H for each split of SPLIT tokens, written and read again.
+    Operations: 4 · D · 64 rows for each token and key head. Nothing of the batch has a part in the order of a row's sums.
+    """
+    num_requests, max_blocks = block_tables.shape
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
+    step = max(1, WORKSPACE_BYTES_MAX // (shape.num_heads * _max_splits(shape, max_blocks, 1) * _split_bytes(shape)))
+    for first in range(0, num_requests, step):
+        part = slice(first, first + step)
+        starts = _one_each(q.device, power_of_two(min(step, num_requests) + 1))
+        _attend_rows(
+            q[part], kv_cache, block_tables[part], starts[: len(q[part]) + 1], context_lens[part], shape,
+            max_query_len=1, kv_scales=kv_scales, out=out[part], is_divided=True,
+        )  # fmt: skip
+    return out
+
+
+def paged_prefill(
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    query_starts: torch.Tensor,
+    context_lens: torch.Tensor,
+    shape: AttentionShape,
+    *,
+    max_query_len: int,
+    kv_scales: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """As `kernels.triton.attention_prefill.paged_prefill`; a query has the same bits in a chunk of any length, at any place of
+    it and as a decode, as long as the keys and values of its request are finite.
+
+    Bytes: keys and values once for each tile of 64 rows, mostly from the second-level cache. Operations: 4 · D · 64 rows for
+    each key of each tile. Programs share the splits of a tile only where tiles alone would leave the card idle.
+    """
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
+    num_tiles = _num_tiles(q, block_tables, shape) * shape.num_kv_heads
+    needed = q.shape[0] * shape.num_heads * _max_splits(shape, block_tables.shape[1], max_query_len) * _split_bytes(shape)
+    is_divided = num_tiles < 2 * multiprocessors(q.device) and needed <= WORKSPACE_BYTES_MAX
+    return _attend_rows(
+        q, kv_cache, block_tables, query_starts, context_lens, shape,
+        max_query_len=max_query_len, kv_scales=kv_scales, out=out, is_divided=is_divided,
+    )  # fmt: skip
+
+
+def _attend_rows(
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    query_starts: torch.Tensor,
+    context_lens: torch.Tensor,
+    shape: AttentionShape,
+    *,
+    max_query_len: int,
+    kv_scales: torch.Tensor | None,
+    out: torch.Tensor,
+    is_divided: bool,
+) -> torch.Tensor:
+    check_attention(q, kv_cache, shape)
+    assert out.is_contiguous(), "outputs lie together"
+    num_requests, max_blocks = block_tables.shape
+    if not num_requests or not q.shape[0]:
+        return out
+    splits = _max_splits(shape, max_blocks, max_query_len) if is_divided else 1
+    size = (q.shape[0] if splits > 1 else 0, shape.num_heads, splits)
+    attended = torch.empty(*size, shape.head_dim, dtype=torch.float32, device=q.device)
+    sums = torch.empty(*size, 2, dtype=torch.float32, device=q.device)
+    tiling = _tiling(shape, q.device)
+    constants = {"EARLY": early_launch(q.device)["EARLY"], "REQUESTS": scheduled_requests(num_requests)}
+    launch = {"launch_pdl": early_launch(q.device)["launch_pdl"], "enable_fp_fusion": False}
+    num_tiles = _num_tiles(q, block_tables, shape)
+    rows_kernel[(num_tiles * shape.num_kv_heads, splits)](
+        q, kv_cache, block_tables, query_starts, context_lens, kv_scales, out, attended, sums,
+        num_requests, num_tiles, score_factor(shape), q.stride(0), kv_cache.stride(0), block_tables.stride(0), splits,
+        **_constants(shape, tiling), **constants, **launch, num_warps=tiling.num_warps, num_stages=tiling.num_stages,
+    )  # fmt: skip
+    if splits > 1:
+        merge_rows_kernel[(q.shape[0], shape.num_heads)](
+            query_starts, context_lens, kv_scales, out, attended, sums, num_requests, splits,
+            **_merge_constants(shape), TOGETHER=MERGE_TOGETHER, **constants, **launch, num_warps=MERGE_WARPS,
+        )  # fmt: skip
+    return out
+
+
+@functools.cache
+def _one_each(device: torch.device, size: int) -> torch.Tensor:
+    """Where rows begin that have one query each: [size] int32, kept for good."""
+    return torch.arange(size, dtype=torch.int32, device=device)
+
+
+def _num_tiles(q: torch.Tensor, block_tables: torch.Tensor, shape: AttentionShape) -> int:
+    queries = _tiling(shape, q.device).rows // (shape.num_heads // shape.num_kv_heads)
+    return q.shape[0] // queries + block_tables.shape[0]
+
+
+def _max_splits(shape: AttentionShape, max_blocks: int, max_query_len: int) -> int:
+    """The most splits that the queries of a tile look into, and with them the most of one query."""
+    splits = -(-max_blocks * shape.block_size // SPLIT)
+    if shape.sliding_window is not None:
+        splits = min(splits, (shape.sliding_window + min(max_query_len, 64) + 128) // SPLIT + 2)
+    return max(1, splits)
+
+
+def _split_bytes(shape: AttentionShape) -> int:
+    """Of what one split of one query and head leaves."""
+    return (shape.head_dim + 2) * torch.float32.itemsize
+
+
+def _tiling(shape: AttentionShape, device: torch.device) -> RowsTiling:
+    return rows_tiling(shape.head_dim, shape.num_heads // shape.num_kv_heads, capability(device))
+
+
+def _constants(shape: AttentionShape, tiling: RowsTiling) -> dict[str, object]:
+    return _merge_constants(shape) | {
+        "K": shape.num_kv_heads,
+        "P": shape.block_size,
+        "SOFTCAP": (shape.softcap or 0.0) * LOG2_E,
+        "ROWS": tiling.rows,
+        "KEYS": tiling.keys,
+    }
+
+
+def _merge_constants(shape: AttentionShape) -> dict[str, object]:
+    sizes = {"H": shape.num_heads, "D": shape.head_dim, "WIDTH": power_of_two(shape.head_dim)}
+    return {**sizes, "WINDOW": shape.sliding_window or 0, "SPLIT": SPLIT}
+
+
+def compilations() -> list[Compilation]:
+    """Llama-3.1-8B (and Qwen3-8B) and Llama-3.2-1B in bf16 and with an fp8 cache for every card, and what else there is of
+    heads, windows and caps for an H200; the second kernel."""
+    llama, small_llama = AttentionShape(16, 32, 8, 128), AttentionShape(16, 32, 8, 64)
+    gemma = AttentionShape(16, 8, 4, 256, sliding_window=4096, softcap=50.0)
+    found = []
+    for name, shape in {"llama-8b": llama, "llama-1b": small_llama}.items():
+        found += _compilations(f"{name} bf16", shape, "bf16", "bf16", CAPABILITIES)
+        found += _compilations(f"{name} fp8e4nv", shape, "bf16", "fp8e4nv", FP8_CAPABILITIES)
+    others = {
+        "qwen-0.6b": AttentionShape(16, 16, 8, 128),
+        "window": replace(llama, sliding_window=4096),
+        "head size 96": AttentionShape(16, 32, 32, 96),
+        "window and soft-cap": gemma,
+        "7 heads": AttentionShape(16, 28, 4, 128),
+    }
+    for name, shape in others.items():
+        found += _compilations(name, shape, "bf16", "bf16", H200)
+    found += [_merge_compilation(f"merge of rows, {name}", shape) for name, shape in {"llama-8b": llama, **others}.items()]
+    return found
+
+
+def _compilations(name: str, shape: AttentionShape, dtype: str, kv: str, capabilities: tuple[int, ...]) -> list[Compilation]:
+    tensors = {"q": f"*{dtype}", "kv_cache": f"*{kv}", "out": f"*{dtype}", "attended": "*fp32", "sums": "*fp32"}
+    tensors |= dict.fromkeys(("block_tables", "query_starts", "context_lens"), "*i32")
+    absent: dict[str, object] = {} if "fp8" in kv else {"kv_scales": None}
+    scales = {"kv_scales": "*fp32"} if "fp8" in kv else {}
+    numbers = dict.fromkeys((*SIZES, "num_tiles", "q_stride", "block_stride", "table_stride"), "i32")
+    group = shape.num_heads // shape.num_kv_heads
+    found = []
+    for number in capabilities:
+        tiling = rows_tiling(shape.head_dim, group, number)
+        found.append(
+            Compilation(
+                f"invariant rows {name}, {tiling.keys} keys by {tiling.num_warps} warps, sm{number}",
+                rows_kernel,
+                tensors | scales | numbers | {"scale": "fp32"},
+                {**absent, **_constants(shape, tiling), "REQUESTS": 256},
+                num_warps=tiling.num_warps,
+                num_stages=tiling.num_stages,
+                capabilities=(number,),
+                tensor_cores=True,
+                spill_bytes_max=SPILL_BYTES_MAX,
+                divisible=("q_stride", "block_stride"),
+                fp_fusion=False,
+            )
+        )
+    return found
+
+
+def _merge_compilation(name: str, shape: AttentionShape) -> Compilation:
+    tensors = {"out": "*bf16", "attended": "*fp32", "sums": "*fp32", "query_starts": "*i32", "context_lens": "*i32"}
+    return Compilation(
+        name,
+        merge_rows_kernel,
+        tensors | dict.fromkeys(SIZES, "i32"),
+        {"kv_scales": None, "TOGETHER": MERGE_TOGETHER, "REQUESTS": 256, **_merge_constants(shape)},
+        num_warps=MERGE_WARPS,
+        capabilities=(90, 100),
+        spill_bytes_max=SPILL_BYTES_MAX,
+        fp_fusion=False,
+    )

@@ -1,0 +1,112 @@
+"""Products with weights of 4 bits whose rows do not depend on their batch: invariant_linear.py's way for codes in groups."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.quantised_weights import CHUNK_COLUMNS, Int4Weight
+from kernels.triton.compilation import Compilation
+from kernels.triton.early_launch import early_launch, start_in_turn
+from kernels.triton.int4_codes import int4_sums
+from kernels.triton.invariant_linear import SPILL_BYTES_MAX, own_parts, parts_room, shares_parts, whole_sums
+from kernels.triton.linear_int4 import DTYPES, Int4Tiles
+from kernels.triton.split_sum import UNPACK, split_count
+from kernels.triton.tuning import multiprocessors
+
+
+def invariant_int4_tiles(num_outputs: int, num_columns: int, multiprocessors: int) -> Int4Tiles:
+    """By the weight alone; eight warps, because a program holds the sums of a group, of a part and of all parts."""
+    steps, step_bytes = -(-num_columns // CHUNK_COLUMNS), 128 * CHUNK_COLUMNS // 2
+    splits = split_count(-(-num_outputs // 128), steps, multiprocessors, step_bytes, pace=UNPACK)
+    return Int4Tiles(64, 128, num_warps=8, num_stages=3, splits=splits)
+
+
+@triton.jit(do_not_specialize=["M"])
+def invariant_int4_kernel(
+    x_ptr, words_ptr, scales_zeros_ptr, bias_ptr, out_ptr, partials_ptr, counters_ptr,
+    M, N, K, stride_x, stride_out, num_chunks, split_chunks,
+    GROUP: tl.constexpr, BFLOAT_SCALES: tl.constexpr, EVEN_K: tl.constexpr, SPLITS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """One tile of out, all of its parts or one of them. Row tiles of the same columns follow each other."""
+    start_in_turn(EARLY)
+    row_tiles = tl.cdiv(M, BLOCK_M)
+    tile = tl.program_id(0)
+    rows = (tile % row_tiles) * BLOCK_M + tl.arange(0, BLOCK_M)
+    columns = (tile // row_tiles) * BLOCK_N + tl.arange(0, BLOCK_N)
+    row_mask, column_mask = rows < M, columns < N
+    first, last = own_parts(SPLITS)
+    sums = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for part in tl.range(first, last, num_stages=1):
+        sums += int4_sums(
+            x_ptr, rows, row_mask, stride_x, words_ptr, scales_zeros_ptr, columns, column_mask, N, K,
+            part * split_chunks, min(part * split_chunks + split_chunks, num_chunks),
+            GROUP=GROUP, BFLOAT_SCALES=BFLOAT_SCALES, EVEN_K=EVEN_K, STAGES=STAGES,
+        )  # fmt: skip
+    mask = row_mask[:, None] & column_mask[None, :]
+    sums, is_last = whole_sums(sums, partials_ptr, counters_ptr, tile, mask, SPLITS, BLOCK_M, BLOCK_N)
+    if is_last:
+        if bias_ptr is not None:
+            sums += tl.load(bias_ptr + columns, mask=column_mask, other=0.0).to(tl.float32)[None, :]
+        out_places = out_ptr + rows.to(tl.int64)[:, None] * stride_out + columns[None, :]
+        tl.store(out_places, sums.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+def invariant_int4(
+    x: torch.Tensor, weight: Int4Weight, *, bias: torch.Tensor | None = None, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """As `kernels.triton.linear_int4.linear_int4`, a row's bits its own: x: [M, K] of 16 bits → [M, N]
+
+    Codes are multiplied as exact integers in every number of rows, never unpacked to x's type. Reads N·K / 2 + 4·N·K / group
+    bytes of weights for each 64 rows; 2·M·N·K operations. Raises ValueError for an x of 32 bits.
+    """
+    if x.dtype not in DTYPES:
+        raise ValueError(f"weights of 4 bits are multiplied with rows of 16 bits, not {x.dtype}")
+    if weight.permutation is not None:
+        x = x.index_select(1, weight.permutation)
+    out = x.new_empty(x.shape[0], weight.num_rows) if out is None else out
+    num_rows, num_columns = x.shape
+    if not num_rows:
+        return out
+    num_chunks, num_outputs, _ = weight.words.shape
+    tiles = invariant_int4_tiles(num_outputs, num_columns, multiprocessors(x.device))
+    num_tiles = -(-num_rows // tiles.block_m) * -(-num_outputs // tiles.block_n)
+    programs = tiles.splits if shares_parts(num_tiles, tiles.splits, x.device) else 1
+    invariant_int4_kernel[(num_tiles, programs)](
+        x, weight.words, weight.scales_zeros, bias, out,
+        *parts_room(num_tiles, programs, tiles.block_m * tiles.block_n, x.device),
+        num_rows, num_outputs, num_columns, x.stride(0), out.stride(0), num_chunks, -(-num_chunks // tiles.splits),
+        GROUP=weight.group_size, BFLOAT_SCALES=weight.scale_dtype is torch.bfloat16,
+        EVEN_K=num_columns % CHUNK_COLUMNS == 0, SPLITS=tiles.splits,
+        BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, STAGES=tiles.num_stages, num_warps=tiles.num_warps,
+        enable_fp_fusion=False, **early_launch(x.device),
+    )  # fmt: skip
+    return out
+
+
+def compilations() -> list[Compilation]:
+    """Groups of 128 and 32, divided."""
+    asked = ((80, "bf16", 128), (89, "bf16", 128), (90, "bf16", 128), (90, "fp16", 32), (100, "bf16", 128))
+    return [_compilation(*each) for each in asked]
+
+
+def _compilation(number: int, dtype: str, group: int) -> Compilation:
+    tiles = invariant_int4_tiles(4096, 4096, 132)
+    sizes = ("N", "K", "stride_x", "stride_out")
+    return Compilation(
+        f"invariant_int4_{dtype}_group{group}_sm{number}",
+        invariant_int4_kernel,
+        {
+            "x_ptr": f"*{dtype}", "words_ptr": "*i16", "scales_zeros_ptr": "*i32", "out_ptr": f"*{dtype}",
+            "partials_ptr": "*fp32", "counters_ptr": "*i32",
+            **dict.fromkeys(("M", *sizes, "num_chunks", "split_chunks"), "i32"),
+        },
+        {
+            "bias_ptr": None, "GROUP": group, "BFLOAT_SCALES": False, "EVEN_K": True, "SPLITS": 4,
+            "BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n, "STAGES": tiles.num_stages,
+        },
+        tiles.num_warps, tiles.num_stages, (number,), tensor_cores=True, divisible=sizes, spill_bytes_max=SPILL_BYTES_MAX,
+        fp_fusion=False,
+    )  # fmt: skip

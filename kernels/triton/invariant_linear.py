@@ -1,0 +1,214 @@
+"""Products whose rows do not depend on their batch: one tile for any number of rows, with weights of 32, 16 or 8 bits.
+
+A row's columns are cut into parts by the size of the weight alone, every part is summed from zero by the same instructions, and
+parts are added in their order: by one program where there are many tiles, by whoever comes last of several where there are few.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.quantised_weights import FP8, Fp8Weight, Int8Weight
+from kernels.triton.compilation import Compilation
+from kernels.triton.early_launch import early_launch, start_in_turn
+from kernels.triton.linear_fp8 import check_fp8
+from kernels.triton.linear_tiles import Tiles
+from kernels.triton.split_sum import CONVERT, COUNTERS, STREAM, counters, partial_sums, split_count
+from kernels.triton.tuning import capability, card, multiprocessors
+
+GROUP_ROWS = 8  # row tiles of the same weights that follow each other
+SPILL_BYTES_MAX = 64
+
+
+def invariant_tiles(
+    weight_shape: Sequence[int], dtype: torch.dtype, weight_bytes: int, number: int, multiprocessors: int
+) -> Tiles:
+    """By the weight [N, K], the type of the rows and the card. 64 rows are what Hopper's instruction takes at least; those that
+    a decode lacks cost a quarter of the time in which the memory brings the weights."""
+    num_outputs, num_columns = weight_shape
+    if dtype is torch.float32:  # no matrix instructions: what a thread holds is little
+        tiles = Tiles(32, 64, 32, num_warps=4, num_stages=2)
+    else:
+        small = card(number).shared_bytes_max < 128 * 1024
+        num_warps = 8 if dtype is FP8 and number < 90 else 4  # whose sums are carried into other registers
+        tiles = Tiles(64, 128, 64, num_warps=num_warps, num_stages=3 if small else 4)
+    steps, step_bytes = -(-num_columns // tiles.block_k), tiles.block_n * tiles.block_k * weight_bytes
+    pace = CONVERT if weight_bytes == 1 else STREAM
+    return tiles.divided(split_count(-(-num_outputs // tiles.block_n), steps, multiprocessors, step_bytes, pace=pace))
+
+
+def shares_parts(num_tiles: int, splits: int, device: torch.device) -> bool:
+    """Whether each part of a tile has a program of its own. A matter of time alone: the sums are the same."""
+    return splits > 1 and num_tiles <= COUNTERS and num_tiles < 2 * multiprocessors(device)
+
+
+@triton.jit
+def whole_sums(
+    sums, partials_ptr, counters_ptr, tile, mask, SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    """sums: [BLOCK_M, BLOCK_N] float32 of one part or of all → those of all, and whether this program has them. Parts are
+    stored and counted as in split_sum.py, and added from the first to the last, as a program adds those that are its own."""
+    is_last = tl.num_programs(1) == 1
+    if tl.num_programs(1) > 1:
+        inner = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+        first = partials_ptr + tile.to(tl.int64) * (SPLITS * BLOCK_M * BLOCK_N) + inner
+        tl.store(first + tl.program_id(1) * (BLOCK_M * BLOCK_N), sums, mask=mask)
+        # All threads' sums are stored before one of them says so, and read by the last one after it knows.
+        tl.debug_barrier()
+        is_last = tl.atomic_add(counters_ptr + tile, 1, sem="acq_rel") == SPLITS - 1
+        if is_last:
+            sums = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+            for part in range(SPLITS):
+                sums += tl.load(first + part * (BLOCK_M * BLOCK_N), mask=mask, other=0.0, cache_modifier=".cg")
+            tl.store(counters_ptr + tile, 0)
+    return sums, is_last
+
+
+def parts_room(num_tiles: int, programs: int, tile_size: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where the programs of a tile leave their sums, and their counters. Always of one type, so that the kernel is one."""
+    sums = partial_sums(num_tiles, programs, tile_size, device)
+    return counters(device).view(torch.float32) if sums is None else sums, counters(device)
+
+
+@triton.jit
+def own_parts(SPLITS: tl.constexpr):
+    """The first part of a program and the one behind its last: its own, or all where it has no others beside it."""
+    first, last = 0, SPLITS
+    if tl.num_programs(1) > 1:
+        first = tl.program_id(1)
+        last = first + 1
+    return first, last
+
+
+@triton.jit(do_not_specialize=["M"])
+def invariant_kernel(
+    x_ptr, weight_ptr, x_scales_ptr, weight_scales_ptr, bias_ptr, out_ptr, partials_ptr, counters_ptr,
+    M, N, K, stride_x, stride_weight, stride_out, split_columns,
+    ROW_SCALES: tl.constexpr, COLUMN_SCALES: tl.constexpr, EVEN_K: tl.constexpr, SPLITS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, STAGES: tl.constexpr,
+    EARLY: tl.constexpr,
+):  # fmt: skip
+    """One tile of out, all of its parts or one of them."""
+    start_in_turn(EARLY)
+    row_tiles = tl.cdiv(M, BLOCK_M)
+    tile = tl.program_id(0)
+    in_group = GROUP_M * tl.cdiv(N, BLOCK_N)
+    first_row_tile = (tile // in_group) * GROUP_M
+    group_rows = min(row_tiles - first_row_tile, GROUP_M)
+    rows = (first_row_tile + (tile % in_group) % group_rows) * BLOCK_M + tl.arange(0, BLOCK_M)
+    columns = ((tile % in_group) // group_rows) * BLOCK_N + tl.arange(0, BLOCK_N)
+    row_mask, column_mask = rows < M, columns < N
+    inner = tl.arange(0, BLOCK_K)
+    x_places = x_ptr + rows.to(tl.int64)[:, None] * stride_x + inner[None, :]
+    w_places = weight_ptr + columns.to(tl.int64)[None, :] * stride_weight + inner[:, None]
+    first, last = own_parts(SPLITS)
+    sums = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for part in tl.range(first, last, num_stages=1):
+        acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        for k in tl.range(part * split_columns, min(part * split_columns + split_columns, K), BLOCK_K, num_stages=STAGES):
+            x_mask, w_mask = row_mask[:, None], column_mask[None, :]
+            if not EVEN_K:
+                x_mask = x_mask & (inner < K - k)[None, :]
+                w_mask = w_mask & (inner < K - k)[:, None]
+            x = tl.load(x_places + k, mask=x_mask, other=0.0)
+            weight = tl.load(w_places + k, mask=w_mask, other=0.0)
+            if weight.dtype.is_fp8() and not x.dtype.is_fp8():
+                weight = weight.to(tl.float32)
+            acc = tl.dot(x, weight.to(x.dtype), acc, input_precision="ieee", max_num_imprecise_acc=BLOCK_K)
+        sums += acc
+    mask = row_mask[:, None] & column_mask[None, :]
+    sums, is_last = whole_sums(sums, partials_ptr, counters_ptr, tile, mask, SPLITS, BLOCK_M, BLOCK_N)
+    if is_last:
+        if weight_scales_ptr is not None:
+            if COLUMN_SCALES:
+                sums *= tl.load(weight_scales_ptr + columns, mask=column_mask, other=0.0)[None, :]
+            else:
+                sums *= tl.load(weight_scales_ptr)
+        if x_scales_ptr is not None:
+            if ROW_SCALES:
+                sums *= tl.load(x_scales_ptr + rows, mask=row_mask, other=0.0)[:, None]
+            else:
+                sums *= tl.load(x_scales_ptr)
+        if bias_ptr is not None:
+            sums += tl.load(bias_ptr + columns, mask=column_mask, other=0.0).to(tl.float32)[None, :]
+        out_places = out_ptr + rows.to(tl.int64)[:, None] * stride_out + columns[None, :]
+        tl.store(out_places, sums.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+def invariant_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor | Int8Weight | Fp8Weight,
+    *,
+    x_scales: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    bias: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """out[m, n] = x_scales[m] · scales[n] · Σ_k x[m, k] · values[n, k] + bias[n]; x: [M, K] → [M, N], a row's bits its own.
+
+    x: 16 or 32 bits, or e4m3 with x_scales [M, 1] or [1] float32 and an `out_dtype`; weight: [N, K] of x's type, or of 8
+    bits. Source: a fixed tile and a fixed division of the columns ("Defeating nondeterminism in LLM inference", Thinking
+    Machines Lab, 2025). Reads the weight once for each 64 rows, 2·M·N·K operations, of which a tile that is not full does all
+    the same. Rows beyond M and columns beyond N and K are masked. Accumulates in float32. Raises ValueError for e4m3 on a card
+    without it.
+    """
+    values, scales = (weight, None) if isinstance(weight, torch.Tensor) else (weight.values, weight.scales)
+    if values.dtype is FP8:
+        check_fp8(x.device)
+    (num_rows, num_columns), num_outputs = x.shape, values.shape[0]
+    out = torch.empty(num_rows, num_outputs, dtype=out_dtype or x.dtype, device=x.device) if out is None else out
+    if not num_rows:
+        return out
+    tiles = invariant_tiles(values.shape, x.dtype, values.element_size(), capability(x.device), multiprocessors(x.device))
+    num_tiles = -(-num_rows // tiles.block_m) * -(-num_outputs // tiles.block_n)
+    programs = tiles.splits if shares_parts(num_tiles, tiles.splits, x.device) else 1
+    invariant_kernel[(num_tiles, programs)](
+        x, values, x_scales, scales, bias, out,
+        *parts_room(num_tiles, programs, tiles.block_m * tiles.block_n, x.device),
+        num_rows, num_outputs, num_columns, x.stride(0), values.stride(0), out.stride(0),
+        triton.cdiv(triton.cdiv(num_columns, tiles.block_k), tiles.splits) * tiles.block_k,
+        ROW_SCALES=x_scales is not None and x_scales.numel() > 1,
+        COLUMN_SCALES=scales is not None and scales.numel() > 1, EVEN_K=num_columns % tiles.block_k == 0,
+        SPLITS=tiles.splits, BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, BLOCK_K=tiles.block_k, GROUP_M=GROUP_ROWS,
+        STAGES=tiles.num_stages, num_warps=tiles.num_warps, enable_fp_fusion=False, **early_launch(x.device),
+    )  # fmt: skip
+    return out
+
+
+def compilations() -> list[Compilation]:
+    """Every tile for which `invariant_tiles` decides, whole and divided, in the types that are served."""
+    bf16, every = torch.bfloat16, (80, 89, 90, 100)
+    kinds = [("bf16", "bf16", "bf16", bf16, every), ("fp16", "fp16", "fp16", torch.float16, (90,))]
+    kinds += [("bf16", "i8", "bf16", bf16, (80, 90, 100)), ("bf16", "fp8e4nv", "bf16", bf16, (89, 90))]
+    kinds += [("fp8e4nv", "fp8e4nv", "bf16", FP8, (89, 90, 100)), ("fp32", "fp32", "fp32", torch.float32, (80, 90))]
+    return [
+        _compilation(x, weight, out, invariant_tiles((4096, 4096), dtype, 1, number, 132), number, splits)
+        for x, weight, out, dtype, cards in kinds
+        for number in cards
+        for splits in ((1, 4) if number == 90 else (4,))
+    ]
+
+
+def _compilation(x: str, weight: str, out: str, tiles: Tiles, number: int, splits: int) -> Compilation:
+    scaled = {"x_scales_ptr": x == "fp8e4nv", "weight_scales_ptr": "8" in weight, "bias_ptr": False}
+    passed = {name: "*fp32" for name, given in scaled.items() if given}
+    passed |= {"partials_ptr": "*fp32", "counters_ptr": "*i32"}
+    absent = sorted(set(scaled) - set(passed))
+    sizes = ("N", "K", "stride_x", "stride_weight", "stride_out", "split_columns")
+    return Compilation(
+        f"invariant_linear_{x}_{weight}_split{splits}_sm{number}",
+        invariant_kernel,
+        passed | {"x_ptr": f"*{x}", "weight_ptr": f"*{weight}", "out_ptr": f"*{out}"} | dict.fromkeys(("M", *sizes), "i32"),
+        {
+            **dict.fromkeys(absent), "ROW_SCALES": x == "fp8e4nv", "COLUMN_SCALES": "8" in weight, "EVEN_K": True,
+            "SPLITS": splits,
+            "BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n, "BLOCK_K": tiles.block_k, "GROUP_M": GROUP_ROWS,
+            "STAGES": tiles.num_stages,
+        },
+        tiles.num_warps, tiles.num_stages, (number,), tensor_cores=x != "fp32", divisible=sizes,
+        spill_bytes_max=SPILL_BYTES_MAX, fp_fusion=False,
+    )  # fmt: skip

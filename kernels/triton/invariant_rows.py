@@ -1,0 +1,189 @@
+"""The kernels of invariant_attention.py: what a tile of 64 rows finds in splits of its keys, and how splits are merged."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from kernels.triton.attention_splits import TABLES
+from kernels.triton.early_launch import start_in_turn
+
+SIZES = ("num_requests", "max_splits")
+_NUMBERS = [*SIZES, "num_tiles", "table_stride"]
+
+
+@triton.jit
+def merged(found, total, largest, more_found, more_total, more_largest):
+    """What one split found, added to what those before it did: [R, WIDTH], [R], [R] float32. One without visible keys changes
+    nothing, and none is changed that stands alone."""
+    larger = tl.maximum(largest, more_largest)
+    base = tl.where(larger == float("-inf"), 0.0, larger)
+    kept, added = tl.exp2(largest - base), tl.exp2(more_largest - base)
+    return found * kept[:, None] + more_found * added[:, None], total * kept + more_total * added, larger
+
+
+@triton.jit
+def _averaged(found, total, value_scale):
+    return found * (value_scale / tl.where(total > 0.0, total, 1.0))[:, None]
+
+
+@triton.jit
+def _split_range(position, WINDOW: tl.constexpr, SPLIT: tl.constexpr):
+    """First split that a query looks into."""
+    return tl.maximum(position + 1 - WINDOW, 0) // SPLIT if WINDOW > 0 else position * 0
+
+
+@triton.jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=TABLES)
+def rows_kernel(
+    q, kv_cache, block_tables, query_starts, context_lens, kv_scales, out, attended, sums,
+    num_requests, num_tiles, scale, q_stride, block_stride, table_stride, max_splits,
+    H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, P: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr, KEYS: tl.constexpr, SPLIT: tl.constexpr, REQUESTS: tl.constexpr,
+    EARLY: tl.constexpr,
+):  # fmt: skip
+    """Program (tile and key head, split): one split where there are several programs for a tile, else all. Late tiles first."""
+    start_in_turn(EARLY)
+    GROUP: tl.constexpr = H // K
+    QUERIES: tl.constexpr = ROWS // GROUP
+    kv_head = tl.program_id(0) % K
+    tile = num_tiles - 1 - tl.program_id(0) // K
+    # Request b's tiles begin at query_starts[b] // QUERIES + b: room enough for a last tile that is not full.
+    request = tl.arange(0, REQUESTS)
+    first_tile = tl.load(query_starts + request, mask=request < num_requests, other=0) // QUERIES + request
+    request = tl.sum(((first_tile <= tile) & (request < num_requests)).to(tl.int32), 0) - 1
+    first_row = tl.load(query_starts + request)
+    num_queries = tl.load(query_starts + request + 1) - first_row
+    first = (tile - (first_row // QUERIES + request)) * QUERIES
+    if first >= num_queries:
+        return
+    row = tl.arange(0, ROWS)
+    query, head = first + row // GROUP, kv_head * GROUP + row % GROUP
+    live = (row < QUERIES * GROUP) & (query < num_queries)
+    lane = tl.arange(0, WIDTH)
+    inside = live[:, None] & (lane < D)[None, :]
+    token_row = (first_row + query).to(tl.int64)
+    DOT: tl.constexpr = tl.float16 if kv_cache.dtype.element_ty.primitive_bitwidth == 8 else kv_cache.dtype.element_ty
+    queries = tl.load(q + token_row[:, None] * q_stride + (head * D)[:, None] + lane[None, :], mask=inside, other=0.0).to(DOT)
+    value_scale = 1.0
+    if kv_scales is not None:
+        scale *= tl.load(kv_scales)
+        value_scale = tl.load(kv_scales + 1)
+    start = tl.load(context_lens + request) - num_queries
+    position = start + query
+    oldest = start + first
+    newest = start + tl.minimum(first + QUERIES, num_queries) - 1  # -1 for a request without tokens
+    begin = 0
+    if WINDOW > 0:
+        begin = tl.maximum(oldest + 1 - WINDOW, 0) // KEYS * KEYS
+    first_split, end_split = begin // SPLIT, (newest + SPLIT) // SPLIT
+    is_divided = tl.num_programs(1) > 1
+    if is_divided:
+        first_split += tl.program_id(1)
+        if first_split >= end_split:
+            return
+        end_split = first_split + 1
+    largest = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    found = tl.zeros([ROWS, WIDTH], tl.float32)
+    for split in tl.range(first_split, end_split, num_stages=1):
+        more_found, more_total, more_largest = _attend(
+            queries, kv_cache + kv_head * D, block_tables + request.to(tl.int64) * table_stride,
+            tl.maximum(split * SPLIT, begin), tl.minimum(split * SPLIT + SPLIT, newest + 1), position, oldest, newest,
+            scale, block_stride, 2 * K * D, K * D, D, P, WINDOW, SOFTCAP, KEYS,
+        )  # fmt: skip
+        found, total, largest = merged(found, total, largest, more_found, more_total, more_largest)
+    if is_divided:
+        # Numbered by the query's own first split, before which a neighbour may look.
+        own = first_split - _split_range(position, WINDOW, SPLIT)
+        place = (token_row * H + head) * max_splits + own
+        there = live & (own >= 0) & (first_split * SPLIT <= position)
+        tl.store(attended + (place * D)[:, None] + lane[None, :], found, mask=inside & there[:, None])
+        tl.store(sums + 2 * place, total, mask=there)
+        tl.store(sums + 2 * place + 1, largest, mask=there)
+    else:
+        place = (token_row * H + head) * D
+        averaged = _averaged(found, total, value_scale)
+        tl.store(out + place[:, None] + lane[None, :], averaged.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _attend(
+    queries, keys, table, begin, end, position, oldest, newest, scale, block_stride,
+    TOKEN_STRIDE: tl.constexpr, VALUE_OFFSET: tl.constexpr, D: tl.constexpr, P: tl.constexpr,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    """Tokens begin … end - 1 of one split: sums of weighted values and of weights, and the largest score. Every tile begins at
+    a multiple of KEYS and is masked, and one of which a row sees nothing leaves it as it was."""
+    ROWS: tl.constexpr = queries.shape[0]
+    WIDTH: tl.constexpr = queries.shape[1]
+    DOT: tl.constexpr = queries.dtype
+    column = tl.arange(0, KEYS)
+    lane = tl.arange(0, WIDTH)
+    largest = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    found = tl.zeros([ROWS, WIDTH], tl.float32)
+    # The blocks of a tile are asked for while the tile before is at work.
+    block = tl.load(table + (begin + column) // P, mask=begin + column < end, other=0)
+    for first in range(begin, end, KEYS):
+        token = first + column
+        place = block.to(tl.int64) * block_stride + (token % P) * TOKEN_STRIDE
+        block = tl.load(table + (token + KEYS) // P, mask=token + KEYS < end, other=0)
+        places = keys + place[:, None] + lane[None, :]
+        key = tl.load(places) if WIDTH == D else tl.load(places, mask=(lane < D)[None, :], other=0.0)
+        score = tl.dot(queries, tl.trans(key.to(DOT)), input_precision="ieee") * scale
+        if SOFTCAP > 0.0:
+            score = SOFTCAP - 2.0 * SOFTCAP / (tl.exp2(score) + 1.0)
+        seen = token[None, :] <= position[:, None]
+        held = token <= newest
+        if WINDOW > 0:
+            seen = seen & (token[None, :] > (position - WINDOW)[:, None])
+            held = held & (token > oldest - WINDOW)
+        score = tl.where(seen, score, float("-inf"))
+        larger = tl.maximum(largest, tl.max(score, 1))
+        # Nothing seen yet: any number in the place of -inf makes all weights zero instead of NaN.
+        base = tl.where(larger == float("-inf"), 0.0, larger)
+        weight = tl.exp2(score - base[:, None])
+        faded = tl.exp2(largest - base)
+        total = total * faded + tl.sum(weight, 1)
+        value = tl.load(places + VALUE_OFFSET, mask=held[:, None] & (lane < D)[None, :], other=0.0)
+        found = tl.dot(weight.to(DOT), value.to(DOT), found * faded[:, None], input_precision="ieee")
+        largest = larger
+    return found, total, largest
+
+
+@triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=TABLES[1:])
+def merge_rows_kernel(
+    query_starts, context_lens, kv_scales, out, attended, sums, num_requests, max_splits,
+    H: tl.constexpr, D: tl.constexpr, WINDOW: tl.constexpr, WIDTH: tl.constexpr, SPLIT: tl.constexpr,
+    TOGETHER: tl.constexpr, REQUESTS: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """Program (query, head): its splits in their order, as `rows_kernel` merges them. Those beyond its last change nothing."""
+    start_in_turn(EARLY)
+    token_row, head = tl.program_id(0), tl.program_id(1)
+    request = tl.arange(0, REQUESTS)
+    starts = tl.load(query_starts + request, mask=request < num_requests, other=0)
+    request = tl.sum(((starts <= token_row) & (request < num_requests)).to(tl.int32), 0) - 1
+    behind = tl.load(query_starts + request + 1) - token_row
+    position = tl.load(context_lens + request) - behind
+    num_splits = (position + SPLIT) // SPLIT - _split_range(position, WINDOW, SPLIT)
+    lane = tl.arange(0, WIDTH)
+    one = tl.arange(0, 1)
+    largest = tl.full([1], float("-inf"), tl.float32)
+    total = tl.zeros([1], tl.float32)
+    found = tl.zeros([1, WIDTH], tl.float32)
+    first = (token_row.to(tl.int64) * H + head) * max_splits
+    for begin in range(0, num_splits, TOGETHER):
+        for step in tl.static_range(TOGETHER):
+            there = begin + step + one < num_splits
+            place = first + begin + step + one
+            inside = there[:, None] & (lane < D)[None, :]
+            more_found = tl.load(attended + (place * D)[:, None] + lane[None, :], mask=inside, other=0.0)
+            more_total = tl.load(sums + 2 * place, mask=there, other=0.0)
+            more_largest = tl.load(sums + 2 * place + 1, mask=there, other=float("-inf"))
+            found, total, largest = merged(found, total, largest, more_found, more_total, more_largest)
+    value_scale = 1.0
+    if kv_scales is not None:
+        value_scale = tl.load(kv_scales + 1)
+    averaged = _averaged(found, total, value_scale).to(out.dtype.element_ty)
+    place = (token_row.to(tl.int64) * H + head) * D
+    tl.store(out + place + one[:, None] * 0 + lane[None, :], averaged, mask=(lane < D)[None, :])

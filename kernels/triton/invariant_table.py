@@ -1,0 +1,64 @@
+"""The operations of batch-invariant engines on NVIDIA GPUs: those of table.py, and in the place of the ones that choose by the
+batch (products, attention, fused products, the heads of greedy steps) others that do not.
+
+Norms, rotation, activations, embedding and log-probabilities are row by row as they are. A mixture's experts are multiplied one
+by one by `mix_experts`, which adds them up in the order of their numbers and waits for the host in each layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from kernels.cpu.linear import LinearKernel
+from kernels.cpu.paged_attention import no_workspace
+from kernels.plain_weights import ReadsWeight
+from kernels.quantised_linear import Fp8Rows
+from kernels.quantised_weights import Int4Weight
+from kernels.triton.invariant_attention import paged_decode, paged_prefill
+from kernels.triton.invariant_int4 import invariant_int4
+from kernels.triton.invariant_linear import invariant_linear
+from kernels.triton.table import OPERATIONS as BY_BATCH
+
+
+class InvariantProduct:
+    """[T, K] → [T, N], a row's bits its own. Shows its weight to nobody: what is fused with it would add in another order."""
+
+    def __init__(
+        self, weight: Any, bias: torch.Tensor | None, rounded: Callable[[torch.Tensor], Fp8Rows] | None = None
+    ) -> None:
+        self._weight, self._bias, self._rounded = weight, bias, rounded
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if isinstance(self._weight, Int4Weight):
+            return invariant_int4(x, self._weight, bias=self._bias)
+        if self._rounded is not None:
+            rows, scales, dtype = self._rounded(x)
+            return invariant_linear(rows, self._weight, x_scales=scales, out_dtype=dtype, bias=self._bias)
+        return invariant_linear(x, self._weight, bias=self._bias)
+
+
+def row_invariant(multiply: Any) -> LinearKernel:
+    """multiply: a product of table.py, [T, K] → [T, N] → the same with a row's bits its own. Raises TypeError for one that
+    shows no weight."""
+    if not isinstance(multiply, ReadsWeight) or multiply.weight is None:
+        raise TypeError(f"{type(multiply).__name__} shows no weight that rows could be multiplied with one like another")
+    return InvariantProduct(multiply.weight, multiply.bias, getattr(multiply, "rounded", None))
+
+
+OPERATIONS = replace(
+    BY_BATCH,
+    words="Triton kernels, every row in tiles of its own order",
+    bind_experts=None,
+    pack_linear=InvariantProduct,
+    linear_add=None,
+    normed_linear=None,
+    paged_decode=paged_decode,
+    paged_prefill=paged_prefill,
+    decode_workspace=no_workspace,
+    bind_greedy_head=None,
+    is_row_invariant=True,
+)
