@@ -85,8 +85,9 @@ def _invariant(context: Context, name: str) -> None:
         prompts = [traffic.prompt(numbers, length, vocab) for length in lens]
         together = _told(context, engine, prompts)
         alone = _told(context, engine, prompts[:1])
+        kernels = engine.info.kernels
     differing = sum(one != other for one, other in zip(alone[0], together[0], strict=True))
-    context.emit(Row(name=name, value=float(differing), note=f"{len(alone[0])} tokens and their log-probabilities"))
+    context.emit(Row(name=name, value=float(differing), note=f"{len(alone[0])} tokens and their log-probabilities, {kernels}"))
 
 
 def _told(context: Context, engine: Engine, prompts: list[tuple[int, ...]]) -> list[list[tuple[int, float]]]:

@@ -29,7 +29,7 @@ log = logging.getLogger("gatehouse.engine")
 
 def launches_ahead(options: EngineOptions, device: torch.device) -> bool:
     """On a GPU, unless the operator wants the plain runner or something that needs the host between two steps: guesses, whose
-    number a step decides by the last token, and results that do not depend on the batch, which graphs of rounded sizes do."""
+    number a step decides by the last token, and results that do not depend on the batch, as fused products do."""
     return (
         device.type == "cuda"
         and not options.enforce_eager
