@@ -27,8 +27,8 @@ class Operations:
 
     `decode_workspace` makes what `paged_decode` needs beside its output, None where it needs nothing. `linear_add` and
     `normed_linear` are the products of a decode step of at most FUSED_ROWS_MAX rows with the norms around them, None where
-    products stay apart. `bind_experts` makes one function of all experts' plain matrices, which asks the host nothing; where
-    it is None, or weights are not plain, `mix_experts` serves. `bind_greedy_head` makes a function of an output head: the most
+    products stay apart. `bind_experts` makes one function of all experts' weights, which asks the host nothing; where there
+    is none, or none for such weights, `mix_experts` serves. `bind_greedy_head` makes a function of an output head: the most
     likely tokens of at most FUSED_ROWS_MAX rows, None where its sums would differ from those of the head's product. Operations
     that end with `_fp8` leave e4m3 rows and their scales for a product with 8-bit weights.
     `pages` says of heads and of the format of a cache whether `paged_decode` and `paged_prefill` are the way to attend;
@@ -54,7 +54,7 @@ class Operations:
     gelu_tanh: Callable[[Tensor], Tensor]
     route: Callable[..., Pair]
     mix_experts: Callable[..., Tensor]
-    bind_experts: Callable[..., Callable[[Tensor, Tensor, Tensor], Tensor]] | None
+    bind_experts: Callable[..., Callable[[Tensor, Tensor, Tensor], Tensor] | None] | None
     pack_linear: Callable[[Tensor, Tensor | None], Callable[[Tensor], Tensor]]
     linear_add: Callable[..., Stream] | None
     normed_linear: Callable[..., Tensor] | None
