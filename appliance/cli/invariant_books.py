@@ -17,7 +17,7 @@ from appliance.metering.ledger import rollups
 from appliance.metering.ledger.rollups import split_sum
 
 _EVENTS = tables.usage_events
-_SHARED = ("tenant_id", "key_id", "model", "currency", "billing_day", "batch", "price_basis_points", "admitted_at")
+_SHARED = ("tenant_id", "key_id", "model", "currency", "billing_day", "price_basis_points", "admitted_at")
 _COUNTS = ("prompt_tokens", "cached_tokens", "completion_tokens", "rejected_tokens", "cost_picos")
 
 
@@ -45,6 +45,7 @@ async def _corrections(connection: AsyncConnection) -> Finding:
                 original.c.status.not_in(rollups.SETTLED),
                 original.c.request_id != _EVENTS.c.request_id,
                 *(original.c[name].is_distinct_from(_EVENTS.c[name]) for name in _SHARED),
+                _EVENTS.c.batch & ~original.c.batch,  # not the other way: a version without batch work corrects without a word
                 _EVENTS.c.price_id.is_not(None) & original.c.price_id.is_distinct_from(_EVENTS.c.price_id),
             ),
         )

@@ -99,8 +99,8 @@ def agrees_with_request(row: Any) -> bool:
         return True
     if (row.tenant_id, row.key_id, row.model) != (row.request_tenant, row.request_key, row.request_model):
         return False
-    if row.batch != row.request_batch:
-        return False
+    if row.kind == "usage" and row.batch != row.request_batch:
+        return False  # a correction is compared with what it corrects
     return bool(row.kind != "usage" or row.status == "pending" or row.finish_reason == row.request_finish)
 
 

@@ -418,6 +418,80 @@ async def test_a_closed_invoice_that_is_not_the_sum_of_its_events_is_found(
     assert await broken(database_url) == {"invoices"}
 
 
+async def batch_work_beside(database: Database, request_id: str) -> str:
+    """Write a request like this one that was batch work, at the same price; return its id."""
+    events, twin = tables.usage_events, f"{request_id}_batch"
+    async with database.writing() as connection:
+        query = select(events).where(events.c.request_id == request_id, events.c.kind == "usage")
+        row = dict((await connection.execute(query)).mappings().one())
+        row |= {"request_id": twin, "batch": True, "posting": await take(connection, POSTING)}
+        row.pop("id")
+        await connection.execute(insert(events).values(**row))
+        request = dict((await connection.execute(select(tables.requests))).mappings().one())
+        await connection.execute(insert(tables.requests).values(**request | {"id": twin, "batch": True}))
+    return twin
+
+
+async def close_by_a_version_before_batch_work(database: Database, clock: FakeClock, cast: Cast, batch_request: str) -> Invoice:
+    """Close the month with an event that nobody takes for batch work, as those versions do whose tables were brought back."""
+    await change(database, batch_request, batch=False)
+    closed = await close_month(database, clock, cast)
+    assert not any(line.batch for line in closed.lines)
+    await change(database, batch_request, batch=True)
+    return closed
+
+
+async def test_an_invoice_that_a_version_before_batch_work_closed_is_the_sum_of_its_events(
+    database: Database, database_url: str, ledger: str, clock: FakeClock, cast: Cast
+) -> None:
+    await FreeAllowances(database, clock).set(cast.bob.tenant.id, f"{clock.now():%Y-%m}", 20, access=WHOLE_BOX)
+    batch_request = await batch_work_beside(database, ledger)
+    closed = await close_by_a_version_before_batch_work(database, clock, cast, batch_request)
+    assert [(line.kind, line.batch, line.requests) for line in closed.lines[:3]] == [
+        ("prompt", False, 2), ("cached_prompt", False, 2), ("completion", False, 2),
+    ]  # fmt: skip
+    assert await broken(database_url) == set()
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "UPDATE invoice_lines SET tokens = tokens + 1 WHERE kind = 'prompt'",
+        "UPDATE invoice_lines SET requests = 1 WHERE kind = 'completion'",
+        "UPDATE invoice_lines SET batch = (1 = 1) WHERE kind = 'prompt'",
+        "DELETE FROM invoice_lines WHERE kind = 'cached_prompt'",
+    ],
+)
+async def test_such_an_invoice_that_is_off_is_found(
+    database: Database, database_url: str, ledger: str, clock: FakeClock, cast: Cast, statement: str
+) -> None:
+    batch_request = await batch_work_beside(database, ledger)
+    await close_by_a_version_before_batch_work(database, clock, cast, batch_request)
+    await tamper(database, statement)
+    assert await broken(database_url) == {"invoices"}
+
+
+async def test_an_invoice_that_lost_the_mark_of_one_of_its_batch_lines_is_found(
+    database: Database, database_url: str, ledger: str, clock: FakeClock, cast: Cast
+) -> None:
+    await batch_work_beside(database, ledger)
+    closed = await close_month(database, clock, cast)
+    assert [line.batch for line in closed.lines] == [False, False, False, True, True, True]
+    assert await broken(database_url) == set()
+    await tamper(database, "UPDATE invoice_lines SET batch = (1 = 0) WHERE kind = 'completion'")
+    assert await broken(database_url) == {"invoices"}
+
+
+async def test_a_correction_of_batch_work_by_a_version_before_it_is_one_of_the_same_event(
+    database: Database, database_url: str, ledger: str
+) -> None:
+    batch_request = await batch_work_beside(database, ledger)
+    await adjust_by_hand(database, batch_request, batch=False, completion_tokens=-1, cost_picos=-6_000_000)
+    assert await broken(database_url) == set()
+    await adjust_by_hand(database, ledger, batch=True, completion_tokens=-1, cost_picos=-6_000_000)
+    assert await broken(database_url) == {"corrections"}
+
+
 @pytest.mark.parametrize(
     "statement",
     [
