@@ -1,7 +1,9 @@
 """Panels of codes and the way through them: what the products with quantised weights have in common.
 
 A panel holds the codes of PANEL outputs, column after column, zeros where W ends. The threads share the panels; each is read
-once from memory, in order, for the first tile of rows, and from the cache for the others.
+once from memory, in order. Tiles of few rows decode it in registers, each for itself. Of many rows only the first tile does,
+and keeps what it has decoded, DEPTH columns of half a panel at a time, in the cache of its core: to the others these are
+float32 weights. A last panel that is not full is decoded by every tile.
 
 Moves |codes| + |x| + |out| bytes for 2 · T · |W| operations; sums in float32, each in the order of its columns.
 """
@@ -11,88 +13,195 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numba
 import torch
 from torch.nn import functional
 
-from kernels.simd.coded_tiles import PANEL, Format, tiles_of
+from kernels.simd.coded_tiles import PANEL, PANEL_VECTORS, Format, tiles_of
 from kernels.simd.compiling import entry, part
 from kernels.simd.large_pages import on_large_pages
 from kernels.simd.launching import Launch, new
+from kernels.simd.linear import COLUMNS, DEPTH
 from kernels.simd.threads import argument, run, share
-from kernels.simd.tiles import ROWS
-from kernels.simd.vectors import BYTES
+from kernels.simd.tiles import ROWS, WIDE, multiply
+from kernels.simd.vectors import BYTES, LANES, fma, load, splat, stack, store, store_part
+
+FEW_ROWS = ROWS // 2
+
+_sums = stack(ROWS * PANEL)
+_zeros = stack(PANEL)
+_decoded = stack(DEPTH * COLUMNS)
+
+
+@part
+def _cleared(address):
+    for index in range(0, PANEL, LANES):
+        store(address, index, splat(numba.float32(0.0)))
+
+
+@part
+def _finish(sums, sums_stride, factors, bias, out, out_stride, num_rows, width):
+    """out[r] = sums[r] · factors + bias for the first `width` outputs from a place on."""
+    for row in range(num_rows):
+        end = row * out_stride + width
+        for index in range(0, width, LANES):
+            total = fma(load(sums, row * sums_stride + index), load(factors, index), load(bias, index))
+            store_part(out, row * out_stride + index, end, total)
 
 
 def way_through(form: Format) -> Callable[[int], None]:
-    """The body of a format's task: the panels of one thread. Its arguments are those of `_multiply`."""
-    tiles, column_bytes = tiles_of(form), form.column_bytes
+    """The body of a format's task: the panels of one thread. Its arguments are those of `_run`."""
+    column_bytes, many_rows = form.column_bytes, form.many_rows
+    half_bytes = column_bytes // 2
+    few = tiles_of(form, PANEL_VECTORS, FEW_ROWS)
+    more = tiles_of(form, WIDE, ROWS, fewest_rows=FEW_ROWS + 1)
+    keeping = tiles_of(form, WIDE, ROWS, fewest_rows=ROWS, keeps=True)
+
+    @part
+    def in_registers(rows, x, num_columns, codes, groups, group_size, zeros, sums):
+        """sums[r] = Σ_k x[r, k] · decoded(codes[k]), 1 to ROWS rows of a panel; meanwhile the next panel is fetched."""
+        ahead = codes + num_columns * column_bytes
+        if rows <= FEW_ROWS:
+            few(rows, x, num_columns, codes, 0, num_columns, groups, group_size, zeros, 0, sums, PANEL, ahead, 0)
+            return
+        for half in range(2):
+            place = half * COLUMNS * BYTES
+            more(
+                rows,
+                x,
+                num_columns,
+                codes + half * half_bytes,
+                0,
+                num_columns,
+                groups + place,
+                group_size,
+                zeros,
+                0,
+                sums + place,
+                PANEL,
+                ahead + half * num_columns * half_bytes,
+                0,
+            )
+
+    @part
+    def through_cache(num_rows, x, num_columns, codes, groups, group_size, ahead, zeros, out, out_stride):
+        """out[r] = Σ_k x[r, k] · decoded(codes[k]), more than ROWS rows of half a panel; meanwhile as much is fetched."""
+        decoded = _decoded()
+        for first in range(0, num_columns, DEPTH):
+            end = min(first + DEPTH, num_columns)
+            start, start_stride = (out, out_stride) if first else (zeros, 0)
+            kept = decoded - first * COLUMNS * BYTES
+            keeping(
+                ROWS,
+                x,
+                num_columns,
+                codes,
+                first,
+                end,
+                groups,
+                group_size,
+                start,
+                start_stride,
+                out,
+                out_stride,
+                ahead,
+                kept,
+            )
+            for row in range(ROWS, num_rows, ROWS):
+                multiply(
+                    min(ROWS, num_rows - row),
+                    x + (row * num_columns + first) * BYTES,
+                    num_columns,
+                    decoded,
+                    COLUMNS,
+                    end - first,
+                    start + row * start_stride * BYTES,
+                    start_stride,
+                    out + row * out_stride * BYTES,
+                    out_stride,
+                    0,
+                )
 
     @part
     def panels(a):
-        x, codes, groups, bias, out = argument(a, 0), argument(a, 1), argument(a, 2), argument(a, 3), argument(a, 4)
-        num_rows, num_columns, num_outputs, group_size = argument(a, 5), argument(a, 6), argument(a, 7), argument(a, 8)
+        x, codes, groups, factors, bias, out = (
+            argument(a, 0), argument(a, 1), argument(a, 2), argument(a, 3), argument(a, 4), argument(a, 5)
+        )  # fmt: skip
+        num_rows, num_columns, num_outputs, group_size = argument(a, 6), argument(a, 7), argument(a, 8), argument(a, 9)
         num_groups = (num_columns + group_size - 1) // group_size
+        zeros, sums = _zeros(), _sums()
+        _cleared(zeros)
         first, end = share(a, (num_outputs + PANEL - 1) // PANEL)
         for index in range(first, end):
-            output = index * PANEL
+            place = index * PANEL * BYTES
+            width = min(PANEL, num_outputs - index * PANEL)
             panel = codes + index * num_columns * column_bytes
-            for row in range(0, num_rows, ROWS):
-                tiles(
-                    min(ROWS, num_rows - row),
-                    x + row * num_columns * BYTES,
-                    num_columns,
-                    num_columns,
-                    group_size,
-                    panel,
-                    panel + num_columns * column_bytes,
-                    groups + output * num_groups * BYTES,
-                    bias + output * BYTES,
-                    out + (row * num_outputs + output) * BYTES,
-                    num_outputs,
-                    num_outputs - output,
-                )
+            entries = groups + place * num_groups
+            if num_rows >= many_rows and width == PANEL:
+                for half in range(2):
+                    half_place = half * COLUMNS * BYTES
+                    through_cache(
+                        num_rows,
+                        x,
+                        num_columns,
+                        panel + half * half_bytes,
+                        entries + half_place,
+                        group_size,
+                        panel + num_columns * (column_bytes + half * half_bytes),
+                        zeros,
+                        out + place + half_place,
+                        num_outputs,
+                    )
+                _finish(out + place, num_outputs, factors + place, bias + place, out + place, num_outputs, num_rows, width)
+            else:
+                for row in range(0, num_rows, ROWS):
+                    rows = min(ROWS, num_rows - row)
+                    in_registers(rows, x + row * num_columns * BYTES, num_columns, panel, entries, group_size, zeros, sums)
+                    written = out + place + row * num_outputs * BYTES
+                    _finish(sums, PANEL, factors + place, bias + place, written, num_outputs, rows, width)
 
     function: Callable[[int], None] = panels
     return function
 
 
-@entry(12)
-def _run(pool, threads, task, x, codes, groups, bias, out, num_rows, num_columns, num_outputs, group_size):
-    run(pool, threads, task, (x, codes, groups, bias, out, num_rows, num_columns, num_outputs, group_size))
+@entry(13)
+def _run(pool, threads, task, x, codes, groups, factors, bias, out, num_rows, num_columns, num_outputs, group_size):
+    run(pool, threads, task, (x, codes, groups, factors, bias, out, num_rows, num_columns, num_outputs, group_size))
 
 
 def bind(
     task: Any,
     codes: torch.Tensor,
-    groups: torch.Tensor,
+    factors: torch.Tensor,
     bias: torch.Tensor | None,
     num_columns: int,
     *,
+    groups: torch.Tensor | None = None,
     group_size: int | None = None,
 ) -> Callable[[torch.Tensor], torch.Tensor]:
     """→ a function [T, num_columns] → [T, N], like its input, which may be of any float type.
 
-    codes: the panels as `task` reads them; groups: [N, groups] entries of 4 bytes, `group_size` None is one for all columns.
+    codes: the panels as `task` reads them; factors: [N] of the sums; groups: [N, groups] entries of 4 bytes, if the format has
+    such, for every `group_size` columns.
     """
-    num_outputs = groups.shape[0]
+    num_outputs = factors.shape[0]
     codes = on_large_pages(*codes.shape, dtype=codes.dtype).copy_(codes)
-    entries = in_panels(groups).transpose(1, 2).contiguous()
-    addends = torch.zeros(codes.shape[0] * PANEL)
+    entries = torch.empty(0) if groups is None else in_panels(groups).transpose(1, 2).contiguous()
+    of_outputs = torch.zeros(2, codes.shape[0] * PANEL)
+    of_outputs[0, :num_outputs] = factors
     if bias is not None:
-        addends[:num_outputs] = bias
-    codes_address, entries_address, addends_address = codes.data_ptr(), entries.data_ptr(), addends.data_ptr()
-    multiply, size, columns_of_group = Launch(_run, task, rows_at=5), num_outputs * num_columns, group_size or num_columns
+        of_outputs[1, :num_outputs] = bias
+    addresses = [each.data_ptr() for each in (codes, entries, *of_outputs)]
+    multiply, size, columns_of_group = Launch(_run, task, rows_at=6), num_outputs * num_columns, group_size or num_columns
 
-    def linear(x: torch.Tensor, _kept: tuple[torch.Tensor, ...] = (codes, entries, addends)) -> torch.Tensor:
+    def linear(x: torch.Tensor, _kept: tuple[torch.Tensor, ...] = (codes, entries, of_outputs)) -> torch.Tensor:
         rows = x.float().contiguous()
         num_rows = rows.shape[0]
         out = new(num_rows, num_outputs)
         multiply(
             num_rows * size,
             rows.data_ptr(),
-            codes_address,
-            entries_address,
-            addends_address,
+            *addresses,
             out.data_ptr(),
             num_rows,
             num_columns,

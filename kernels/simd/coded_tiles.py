@@ -1,16 +1,15 @@
-"""Tiles of products with weights that are codes of 8 or 4 bits, decoded in registers: x Wᵀ + bias.
+"""Tiles of products with weights that are codes of 8 or 4 bits, decoded in registers on their way to the sums.
 
-Columns come in groups, one or more, and each output has a scale in each of them. A format is how the codes of a column become
-vectors that are the weights but for these scales; the tile around it is the same for all. The sum of a group runs over its
-columns in order, one fused multiplication and addition after the other, and is added with its scale to the ones before,
-whatever other rows are computed beside it. So a row has the same bits in any batch.
+A format is how the codes of a column become vectors that are the weights, but for a factor of each output; the tile around it
+is the same for all. A sum runs over its columns in order, one fused multiplication and addition after the other, whatever other
+rows are computed beside it. A tile may keep what it has decoded: with that as its panel `tiles.multiply` gives other rows the
+same sums. So a row has the same bits in any batch.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from itertools import chain
 from typing import Any, NamedTuple
 
 from llvmlite import ir
@@ -26,11 +25,10 @@ from kernels.simd.vectors import (
     INTEGERS,
     LANES,
     VECTOR,
-    ZEROS,
     emit_fma,
     emit_load,
     emit_splat,
-    emit_store_part,
+    emit_store,
     place,
 )
 
@@ -39,24 +37,25 @@ PANEL_VECTORS = 2 * WIDE
 rows take one half after the other, as many as registers hold."""
 
 PANEL = PANEL_VECTORS * LANES
-FEW_ROWS = ROWS // 2
 
 BYTE = ir.IntType(8)
 CODES = ir.VectorType(BYTE, LANES)
 
 
 class Format(ABC):
-    """How codes lie in a panel: `column_bytes` for one column, those of each half together."""
+    """How codes lie in a panel, `column_bytes` for one column, those of each half together, and what they stand for."""
 
     column_bytes: int
+    many_rows: int = 4 * ROWS
+    """From how many rows on it is faster that the first tile keeps what it decodes, as measured."""
 
     @abstractmethod
     def decode(self, builder: Any, codes: Any, width: int, group: Sequence[Any]) -> list[Any]:
-        """The first `width` vectors of the column whose codes begin at the address `codes`, but for their scales."""
+        """The first `width` vectors of the column whose codes begin at the address `codes`."""
 
-    def group(self, builder: Any, entry: Any, width: int) -> tuple[list[Any], list[Any]]:
-        """The scales of a group whose entry, four bytes for each output, is at an address, and what `decode` is told of it."""
-        return [emit_load(builder, entry, INT64(LANES * i)) for i in range(width)], []
+    def group(self, builder: Any, entry: Any, width: int) -> Sequence[Any]:
+        """What `decode` is told of a group of columns, whose entry, four bytes for each output, is at an address."""
+        return ()
 
 
 def emit_codes(builder, address, index):
@@ -75,94 +74,86 @@ class _Operands(NamedTuple):
 
     a: Any
     a_stride: Any
-    length: Any
-    group_size: Any
-    panel: Any
-    ahead: Any
+    codes: Any
+    first: Any
+    end: Any
     groups: Any
-    bias: Any
-    out: Any
-    out_stride: Any
-    count: Any
-
-    def half(self, builder: Any, number: Any, column_bytes: int) -> _Operands:
-        """Those of a half of the panel, number 0 or 1."""
-
-        def behind(address: Any, num_bytes: int) -> Any:
-            return builder.add(address, builder.mul(number, INT64(num_bytes)))
-
-        outputs = WIDE * LANES
-        panel_bytes = builder.mul(self.length, INT64(column_bytes // 2))
-        return self._replace(
-            panel=behind(self.panel, column_bytes // 2),
-            ahead=builder.add(self.ahead, builder.mul(number, panel_bytes)),
-            groups=behind(self.groups, outputs * BYTES),
-            bias=behind(self.bias, outputs * BYTES),
-            out=behind(self.out, outputs * BYTES),
-            count=behind(self.count, -outputs),
-        )
+    group_size: Any
+    start: Any
+    start_stride: Any
+    c: Any
+    c_stride: Any
+    ahead: Any
+    kept: Any
 
 
-def _emit_tile(builder, form: Format, rows: int, width: int, operands: _Operands) -> None:
-    """out[r] = Σ_groups scales · Σ_k a[r, k] · decoded(panel[k]) + bias for `rows` rows of `width` vectors."""
-    row_places = [place(builder, operands.a, builder.mul(operands.a_stride, INT64(row))) for row in range(rows)]
-    addends = [emit_load(builder, operands.bias, INT64(LANES * i)) for i in range(width)]
-    totals = [[cgutils.alloca_once_value(builder, addend) for addend in addends] for _ in range(rows)]
-    sums = [[cgutils.alloca_once(builder, VECTOR) for _ in range(width)] for _ in range(rows)]
+def _emit_tile(builder, form: Format, rows: int, width: int, operands: _Operands, *, keeps: bool) -> None:
+    """c[r] = start[r] + Σ_k a[r, k] · decoded(codes[k]) for `rows` rows of `width` vectors."""
+    a, a_stride, codes, first, end, groups, group_size, start, start_stride, c, c_stride, ahead, kept = operands
+    row_places = [place(builder, a, builder.mul(a_stride, INT64(row))) for row in range(rows)]
+    sums: list[list[Any]] = []
+    for row in range(rows):
+        begin = builder.mul(start_stride, INT64(row))
+        values = [emit_load(builder, start, builder.add(begin, INT64(LANES * i))) for i in range(width)]
+        sums.append([cgutils.alloca_once_value(builder, value) for value in values])
     ahead_step = INT64(form.column_bytes * width // PANEL_VECTORS)
-    with cgutils.for_range_slice(builder, INT64(0), operands.length, operands.group_size, intp=INT64) as (first, number):
-        end = builder.add(first, operands.group_size)
-        end = builder.select(builder.icmp_signed("<", end, operands.length), end, operands.length)
-        entry = builder.add(operands.groups, builder.mul(number, INT64(PANEL * BYTES)))
-        scales, group = form.group(builder, entry, width)
-        for pointer in chain(*sums):
-            builder.store(ZEROS, pointer)
-        with cgutils.for_range_slice(builder, first, end, INT64(1), intp=INT64) as (column, _):
-            codes = builder.add(operands.panel, builder.mul(column, INT64(form.column_bytes)))
-            values = form.decode(builder, codes, width, group)
-            prefetch(builder, builder.add(operands.ahead, builder.mul(column, ahead_step)), 0)
+    first_group = builder.sdiv(first, group_size)
+    from_group = builder.mul(first_group, group_size)
+    with cgutils.for_range_slice(builder, from_group, end, group_size, intp=INT64) as (group_first, number):
+        group_end = _smaller(builder, builder.add(group_first, group_size), end)
+        group_first = builder.select(builder.icmp_signed("<", group_first, first), first, group_first)
+        entry = builder.mul(builder.add(first_group, number), INT64(PANEL * BYTES))
+        group = form.group(builder, builder.add(groups, entry), width)
+        with cgutils.for_range_slice(builder, group_first, group_end, _one(builder), intp=INT64) as (column, _):
+            values = form.decode(builder, builder.add(codes, builder.mul(column, INT64(form.column_bytes))), width, group)
+            prefetch(builder, builder.add(ahead, builder.mul(column, ahead_step)), 0)
+            for i, value in enumerate(values if keeps else ()):
+                emit_store(builder, kept, builder.add(builder.mul(column, INT64(width * LANES)), INT64(i * LANES)), value)
             for row in range(rows):
                 factor = emit_splat(builder, builder.load(builder.gep(row_places[row], [column]), align=BYTES))
                 for value, pointer in zip(values, sums[row], strict=True):
                     builder.store(emit_fma(builder, factor, value, builder.load(pointer)), pointer)
-        for total, pointer, scale in zip(chain(*totals), chain(*sums), scales * rows, strict=True):
-            builder.store(emit_fma(builder, builder.load(pointer), scale, builder.load(total)), total)
     for row in range(rows):
-        start = builder.mul(operands.out_stride, INT64(row))
-        end = builder.add(start, operands.count)
-        for i, total in enumerate(totals[row]):
-            emit_store_part(builder, operands.out, builder.add(start, INT64(LANES * i)), end, builder.load(total))
+        begin = builder.mul(c_stride, INT64(row))
+        for i, pointer in enumerate(sums[row]):
+            emit_store(builder, c, builder.add(begin, INT64(LANES * i)), builder.load(pointer))
 
 
-def tiles_of(form: Format) -> Callable[..., None]:
-    """Of a format, the function (rows, a, a_stride, length, group_size, panel, ahead, groups, bias, out, out_stride, count):
+def _one(builder):
+    """The step of a loop that LLVM cannot unroll, as it does not know it: two columns of a tile at once are more than registers
+    hold, and 8 rows in 4 bits take a quarter longer."""
+    return builder.asm(ir.FunctionType(INT64, [INT64]), "", "=r,0", [INT64(1)], True)
 
-    out[r] = Σ_groups scales · Σ_k a[r, k] · decoded(panel[k]) + bias for 1 to ROWS rows and k below `length`. Addresses are in
-    bytes, strides and sizes in elements; of a panel's outputs the first `count` are written. Meanwhile as much as a panel has
-    is fetched to the cache from `ahead` on.
+
+def _smaller(builder, x, y):
+    return builder.select(builder.icmp_signed("<", x, y), x, y)
+
+
+def tiles_of(form: Format, width: int, most_rows: int, *, fewest_rows: int = 1, keeps: bool = False) -> Callable[..., None]:
+    """Of a format, the function (rows, a, a_stride, codes, first, end, groups, group_size, start, start_stride, c, c_stride,
+    ahead, kept):
+
+    c[r] = start[r] + Σ_k a[r, k] · decoded(codes[k]) for `fewest_rows` to `most_rows` rows of `width` vectors, first ≤ k < end.
+    Addresses are in bytes, strides and sizes in elements; a, codes, groups, ahead and kept are the places of column 0, codes
+    and groups those of a panel or of half of it. As much as is read of codes is fetched to the cache from `ahead` on. With
+    `keeps` decoded(codes[k]) is written to `kept`, `width` vectors for each k.
     """
 
     @intrinsic
-    def tiles(typing, rows, a, a_stride, length, group_size, panel, ahead, groups, bias, out, out_stride, count):
+    def tiles(typing, rows, a, a_stride, codes, first, end, groups, group_size, start, start_stride, c, c_stride, ahead, kept):
         def emit(context, builder, sig, args):
             behind = builder.append_basic_block("behind")
             choice = builder.switch(args[0], behind)
-            operands = _Operands(*args[1:])
-            for rows in range(1, ROWS + 1):
+            for rows in range(fewest_rows, most_rows + 1):
                 block = builder.append_basic_block(f"rows_{rows}")
                 choice.add_case(INT64(rows), block)
                 builder.position_at_end(block)
-                if rows <= FEW_ROWS:
-                    _emit_tile(builder, form, rows, PANEL_VECTORS, operands)
-                else:
-                    with cgutils.for_range(builder, INT64(2)) as loop:
-                        half = operands.half(builder, loop.index, form.column_bytes)
-                        _emit_tile(builder, form, rows, WIDE, half)
+                _emit_tile(builder, form, rows, width, _Operands(*args[1:]), keeps=keeps)
                 builder.branch(behind)
             builder.position_at_end(behind)
             return context.get_dummy_value()
 
-        return types.void(*[types.int64] * 12), emit
+        return types.void(*[types.int64] * 14), emit
 
     function: Callable[..., None] = tiles
     return function

@@ -48,7 +48,7 @@ def bind_fp8(weight: Fp8Weight, bias: torch.Tensor | None) -> Callable[..., torc
     """→ a function as `kernels.quantised_linear.bind_fp8` says; it keeps no reference to `weight`."""
     num_outputs, num_columns = weight.values.shape
     codes = in_panels(weight.values.view(torch.int8)).transpose(1, 2).contiguous()
-    scales = weight.scales.expand(num_outputs)[:, None] * _SCALE_FACTOR
+    scales = weight.scales.expand(num_outputs) * _SCALE_FACTOR
     multiply = bind(_panels, codes, scales, bias, num_columns)
 
     def linear(x: torch.Tensor, *, x_scales: torch.Tensor | None = None, out_dtype: torch.dtype | None = None) -> torch.Tensor:

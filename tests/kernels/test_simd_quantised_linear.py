@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from itertools import product
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from kernels.simd.coded_tiles import PANEL
 from kernels.simd.fp8_linear import bind_fp8
 from kernels.simd.int4_linear import bind_int4
 from kernels.simd.int8_linear import bind_int8
+from kernels.simd.linear import DEPTH, pack_linear
 from kernels.simd.tiles import ROWS
 
 Kernel = Callable[[torch.Tensor], torch.Tensor]
@@ -61,7 +63,7 @@ def test_a_product_equals_its_reference(name: str, outputs: int, columns: int, t
     torch.manual_seed(outputs)
     for bias in (None, torch.randn(outputs)):
         multiply, expected = bound(name, torch.randn(outputs, columns), bias)
-        for count in (1, 2, ROWS // 2, ROWS // 2 + 1, ROWS - 1, ROWS, ROWS + 1, 4 * ROWS + 1):
+        for count in (1, 2, ROWS // 2, ROWS // 2 + 1, ROWS - 1, ROWS, ROWS + 1, 5 * ROWS + 1):
             x = rows_of(count, columns)
             assert_close(multiply(x), expected(x))
 
@@ -105,13 +107,27 @@ def test_inputs_in_e4m3_come_with_a_scale_of_each_row_or_of_all(num_scales: int)
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_a_row_has_the_same_bits_in_any_batch(name: str, threads: int) -> None:
+@pytest.mark.parametrize("columns", [300, DEPTH + 100])
+def test_a_row_has_the_same_bits_in_any_batch(name: str, columns: int, threads: int) -> None:
+    """Weights are decoded in registers for few rows, once and kept for many, DEPTH columns at a time."""
     torch.manual_seed(5)
-    multiply, _ = bound(name, torch.randn(PANEL + 9, 300), torch.randn(PANEL + 9))
-    x = rows_of(4 * ROWS + 1, 300)
-    together = multiply(x)
-    for count in (1, 3, ROWS - 1, ROWS):
-        assert torch.equal(torch.cat([multiply(x[first : first + count]) for first in range(0, len(x), count)]), together)
+    multiply, _ = bound(name, torch.randn(PANEL + 9, columns), torch.randn(PANEL + 9))
+    x = rows_of(512, columns)
+    one_by_one = torch.cat([multiply(row[None]) for row in x])
+    for count in (*range(2, 65), 128, 512):
+        assert torch.equal(multiply(x[:count]), one_by_one[:count]), count
+
+
+@pytest.mark.parametrize("group_size", [32, 128, 384, -1])
+@pytest.mark.parametrize("count", [1, ROWS, 5 * ROWS + 3])
+def test_weights_of_four_bits_have_the_bits_of_float32_ones_that_are_what_they_stand_for(group_size: int, count: int) -> None:
+    torch.manual_seed(7)
+    columns = DEPTH + 96
+    groups = 1 if group_size == -1 else -(-columns // group_size)
+    codes, zeros = torch.randint(0, 16, (PANEL, columns), dtype=torch.uint8), torch.randint(0, 17, (groups, PANEL))
+    weight = pack_int4_codes(codes, torch.rand(groups, PANEL).half() - 0.5, zeros, group_size)
+    x = rows_of(count, columns)
+    assert torch.equal(bind_int4(weight, None)(x), pack_linear(reference.dequantise_int4(weight), None)(x))
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -129,14 +145,15 @@ def test_results_have_the_type_of_the_inputs_which_are_left_alone(name: str, dty
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_what_is_not_finite_stays_in_its_row_and_no_rows_give_none(name: str) -> None:
-    multiply, _ = bound(name, torch.ones(16, 32), None)
-    for odd in (math.nan, math.inf):
-        x = torch.ones(2, 32)
-        x[1, 3] = odd
-        finite = multiply(x).isfinite()
-        assert bool(finite[0].all())
-        assert not bool(finite[1].any())
-    assert multiply(torch.ones(0, 32)).shape == (0, 16)
+    multiply, _ = bound(name, torch.ones(PANEL + 16, 32), None)
+    for odd, count in product((math.nan, math.inf), (2, 5 * ROWS)):
+        for row in {1, count - 1}:
+            x = torch.ones(count, 32)
+            x[row, 3] = odd
+            finite = multiply(x).isfinite()
+            assert bool(finite[torch.arange(count) != row].all())
+            assert not bool(finite[row].any())
+    assert multiply(torch.ones(0, 32)).shape == (0, PANEL + 16)
 
 
 def test_a_product_does_not_read_its_weight_again() -> None:
