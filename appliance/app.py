@@ -133,6 +133,7 @@ class Appliance:
         try:
             if self.engines:
                 await services.keys.flush_last_used()
+                await services.admission.expectations.stop()
                 await services.ledger.stop()
                 await services.limit_levels.stop()
                 await end_epoch(services.db, services.clock, services.epoch_id)
@@ -302,6 +303,7 @@ class Appliance:
         services.alerts.start(services.models, services.metrics, version=services.version)
         services.generations.start_watching()
         services.limit_levels.start()
+        services.admission.expectations.start()
         services.housekeeping.start()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from datetime import datetime
 
 import pytest
 
@@ -16,6 +17,17 @@ from tests.support.sums import NothingYet
 
 STEPS = 600
 CHEAP_MAX = OUTPUTS_KEPT // 9 + 1
+
+
+class History(NothingYet):
+    """A ledger with answers from before the start."""
+
+    def __init__(self, lengths: list[int]) -> None:
+        self.lengths = lengths
+
+    async def outputs(self, key_id: str, model: str, before: datetime) -> list[int]:
+        """Return them."""
+        return self.lengths[-OUTPUTS_KEPT:]
 
 
 class Seen:
@@ -50,9 +62,14 @@ def round_up(value: int, by: int) -> int:
 
 @pytest.mark.parametrize("seed", range(8))
 async def test_a_burst_is_never_cheap_whatever_came_before_it(clock: FakeClock, seed: int) -> None:
-    chance, admission, seen, bob = random.Random(seed), Admission(clock, NothingYet()), Seen(), principal()
+    chance, seen, bob = random.Random(seed), Seen(), principal()
+    history = [chance.choice([1, 30, 4000]) for _ in range(chance.choice([0, 15, 30, 150]))]
+    admission, arrives = Admission(clock, History(history)), chance.choice([1, 20, 60, 200])
     longest = chance.choice([5, 300, 3000])
     for step in range(STEPS):
+        if step == arrives:
+            await admission.expectations.read()
+            seen.ended = history + seen.ended
         if chance.random() < 0.1:
             longest = chance.choice([1, 5, 300, 3000])  # the game: a row of short ones, then long ones
         keeps = 1 if step % 100 < 50 else 60  # one at a time, then many at once

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from datetime import datetime
+
 from appliance.metering.limits.quotas import Moment, Owner
 from appliance.metering.limits.sums import PeriodSums
 
@@ -13,6 +15,6 @@ class NothingYet:
         """Return that nothing was used."""
         return PeriodSums(tokens_today=0, cost_month_picos=0)
 
-    async def outputs(self, key_id: str, model: str) -> list[int]:
+    async def outputs(self, key_id: str, model: str, before: datetime) -> list[int]:
         """Return that nobody ever got an answer."""
         return []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from datetime import timedelta
+from datetime import datetime, timedelta
 from typing import Any
 
 import pytest
@@ -209,7 +209,7 @@ async def test_a_correction_while_the_sums_are_read_is_counted_once(clock: FakeC
                 admission.correct(adjustment)
             return PeriodSums(tokens_today=0, cost_month_picos=(12 if seen else 15) * 10**6, through_posting=2 if seen else 1)
 
-        async def outputs(self, key_id: str, model: str) -> list[int]:
+        async def outputs(self, key_id: str, model: str, before: datetime) -> list[int]:
             return []
 
     admission = Admission(clock, Meanwhile())

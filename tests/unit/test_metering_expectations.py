@@ -1,21 +1,27 @@
-"""What a start knows of the answers that a key got before it: the last ones of the ledger, by an index."""
+"""What a start knows of the answers that a key got before it: the last ones of the ledger. No request waits for them."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from datetime import datetime, timedelta
 
 import pytest
+import structlog
 from sqlalchemy import text
 
 from appliance.base.db import Database
 from appliance.metering.ledger.writer import Ledger
 from appliance.metering.limits.admission import Admission
 from appliance.metering.limits.expectations import EXPECTED_OUTPUT_TOKENS, OUTPUTS_KEPT, OUTPUTS_MIN
+from appliance.metering.limits.reservations import Reservation
 from appliance.metering.limits.rules import Asked
 from appliance.metering.limits.sums import OUTPUTS_READ_MAX, LedgerSums, outputs_query
+from appliance.tenancy.principals import Principal
 from tests.support.cast import Cast, Person
 from tests.support.clock import FakeClock
-from tests.support.factories import pending, posted
+from tests.support.factories import pending, posted, principal
+from tests.support.sums import NothingYet
 
 
 @pytest.fixture
@@ -41,25 +47,118 @@ async def test_a_start_reads_the_last_answers_of_a_key_and_a_model(
     await answered(ledger, clock, cast.bob, list(range(1, OUTPUTS_KEPT + 11)))
     await answered(ledger, clock, cast.bob, [7000], model="other")
     await answered(ledger, clock, cast.charlie, [9000])
-    sums = LedgerSums(database)
+    sums, now, bob = LedgerSums(database), clock.now(), cast.bob.key.id
+    clock.advance(1)
+    await answered(ledger, clock, cast.bob, [8000])
 
-    assert await sums.outputs(cast.bob.key.id, "demo") == list(range(11, OUTPUTS_KEPT + 11))
-    assert await sums.outputs(cast.bob.key.id, "other") == [7000]
-    assert await sums.outputs(cast.bob.key.id, "third") == []
+    assert await sums.outputs(bob, "demo", now) == list(range(11, OUTPUTS_KEPT + 11)), "and none that this run has seen itself"
+    assert await sums.outputs(bob, "other", now + timedelta(seconds=1)) == [7000]
+    assert await sums.outputs(bob, "third", now) == []
 
 
-async def test_after_a_restart_a_request_holds_what_it_would_have_held_before(
+async def test_after_a_restart_a_request_soon_holds_what_it_would_have_held_before(
     database: Database, clock: FakeClock, cast: Cast, ledger: Ledger
 ) -> None:
     await answered(ledger, clock, cast.bob, [40] * OUTPUTS_MIN)
+    clock.advance(1)
     for person, expected in ((cast.bob, 40), (cast.charlie, EXPECTED_OUTPUT_TOKENS)):
-        asked = Asked(principal=person.principal, model="demo", prompt_tokens=5, max_output_tokens=None, price=None)
         started = Admission(clock, LedgerSums(database))
-        assert (await started.admit(asked)).tokens_reserved == 5 + expected
+        assert (await admit(started, person.principal)).tokens_reserved == 5 + EXPECTED_OUTPUT_TOKENS
+        await started.expectations.read()
+        assert (await admit(started, person.principal)).tokens_reserved == 5 + expected
 
 
-async def test_the_end_of_a_long_history_is_found_by_an_index(database: Database, cast: Cast) -> None:
-    query = outputs_query(cast.bob.key.id, "demo")
+async def admit(admission: Admission, who: Principal, model: str = "demo") -> Reservation:
+    return await admission.admit(Asked(principal=who, model=model, prompt_tokens=5, max_output_tokens=None, price=None))
+
+
+class SlowHistory(NothingYet):
+    """A ledger that gives the lengths of answers when it is told to, and an error instead of None."""
+
+    def __init__(self, *histories: Sequence[int] | None) -> None:
+        self.histories = list(histories)
+        self.go_on = asyncio.Event()
+        self.reading = self.reading_most = 0
+
+    async def outputs(self, key_id: str, model: str, before: datetime) -> list[int]:
+        """Return the next history."""
+        self.reading += 1
+        self.reading_most = max(self.reading, self.reading_most)
+        try:
+            await self.go_on.wait()
+        finally:
+            self.reading -= 1
+        history = self.histories.pop(0)
+        if history is None:
+            raise OSError("the disk is away")
+        return list(history)
+
+
+async def turns(count: int = 20) -> None:
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+async def test_no_first_request_waits_for_the_history_of_its_key(clock: FakeClock) -> None:
+    slow, keys = SlowHistory(*[[40] * OUTPUTS_MIN] * 50), [principal() for _ in range(50)]
+    admission = Admission(clock, slow)
+    admission.expectations.start()
+    for key in keys:
+        assert (await admit(admission, key)).tokens_reserved == 5 + EXPECTED_OUTPUT_TOKENS
+    await turns()
+    assert slow.reading == 1
+    slow.go_on.set()
+    await turns(200)
+    assert (slow.reading_most, slow.histories) == (1, [])
+    assert [(await admit(admission, key)).tokens_reserved for key in keys] == [45] * 50
+    await admission.expectations.stop()
+
+
+async def test_answers_that_ended_while_the_history_was_read_come_after_it(clock: FakeClock) -> None:
+    slow, bob = SlowHistory([3000] * 30 + [40] * (OUTPUTS_KEPT - 30)), principal()
+    admission = Admission(clock, slow)
+    for _ in range(10):
+        (await admit(admission, bob)).settle(5 + 10)
+    running = await admit(admission, bob)
+    slow.go_on.set()
+    await admission.expectations.read()
+    for _ in range(9):
+        (await admit(admission, bob)).settle(5 + 10)
+    assert (await admit(admission, bob)).tokens_reserved == 3005, "11 of the last 100 were as long"
+    running.settle(5 + 10)
+    assert (await admit(admission, bob)).tokens_reserved == 45, "those of this run have put 20 of the long ones out"
+
+
+async def test_a_history_that_cannot_be_read_leaves_a_key_as_a_new_one(clock: FakeClock) -> None:
+    broken, bob, charlie = SlowHistory(None, [40] * OUTPUTS_MIN), principal(), principal()
+    broken.go_on.set()
+    admission = Admission(clock, broken)
+    admission.expectations.start()
+    with structlog.testing.capture_logs() as logs:
+        for who in (bob, charlie):
+            await admit(admission, who)
+        await turns()
+    assert [(line["event"], line["key_id"]) for line in logs] == [("answer_lengths_not_read", bob.key.id)]
+    assert (await admit(admission, bob)).tokens_reserved == 5 + EXPECTED_OUTPUT_TOKENS
+    assert (await admit(admission, charlie)).tokens_reserved == 5 + 40
+    await admission.expectations.stop()
+
+
+async def test_a_shutdown_waits_for_no_history(clock: FakeClock) -> None:
+    slow = SlowHistory([])
+    admission = Admission(clock, slow)
+    admission.expectations.start()
+    await admit(admission, principal())
+    await turns()
+    assert slow.reading == 1
+    await admission.expectations.stop()
+    await admission.expectations.stop()
+    assert slow.reading == 0
+    assert not [task for task in asyncio.all_tasks() if task.get_name() == "answer lengths"]
+
+
+async def test_the_end_of_a_long_history_is_found_by_an_index(database: Database, clock: FakeClock, cast: Cast) -> None:
+    query = outputs_query(cast.bob.key.id, "demo", clock.now())
     async with database.reading() as connection:
         asked = str(query.compile(dialect=connection.dialect, compile_kwargs={"literal_binds": True}))
         if database.kind == "postgresql":

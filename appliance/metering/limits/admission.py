@@ -112,7 +112,7 @@ class Admission:
         self._calendar = calendar or BillingCalendar()
         self._sums = sums
         self._allowances: dict[Owner, Allowance] = {}
-        self._expectations = Expectations(sums)
+        self.expectations = Expectations(sums, clock)
         self._live: set[Reservation] = set()
         self._endings = Endings(self._live, self._moment)
         self._unsaved: set[Allowance] = set()
@@ -271,7 +271,7 @@ class Admission:
     async def _allowances_of(self, asked: Asked) -> list[Allowance]:
         """Return the allowances that hold for a request, as the limits are now. New ones read the ledger once."""
         rules = rules_for(asked.principal, asked.model, asked.policy, self._currency)
-        await self._expectations.meet(asked.principal.key.id, asked.model)
+        self.expectations.meet(asked.principal.key.id, asked.model)
         for rule in rules:
             if rule.owner not in self._allowances:
                 await self._meet(rule)
@@ -330,7 +330,7 @@ class Admission:
             cut_at_budget=asked.principal.tenant.cut_at_budget,
         )
         self._live.add(reservation)
-        self._expectations.began(needs.work)
+        self.expectations.began(needs.work)
         self._unsaved.update(allowances)
         return reservation
 
@@ -338,7 +338,7 @@ class Admission:
         self._live.discard(reservation)
         allowances = [hold.allowance for hold in reservation.holds]
         self._unsaved.update(allowances)
-        self._expectations.ended(reservation.work, output_tokens)
+        self.expectations.ended(reservation.work, output_tokens)
         self._queue.wake(allowances)
 
     def _needs(self, asked: Asked, allowances: Sequence[Allowance]) -> Needs:
@@ -358,7 +358,7 @@ class Admission:
 
     def _need(self, asked: Asked, work: Work, room: float) -> Need:
         room_each = (room - asked.prompt_tokens) / asked.answers
-        each = self._expectations.output(work, asked.max_output_tokens, room_each)
+        each = self.expectations.output(work, asked.max_output_tokens, room_each)
         expected = asked.answers * each
         longest = asked.answers * max(each, asked.max_output_tokens or 0, asked.output_room or 0)
         return Need(

@@ -5,7 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Iterable, Sequence
+from datetime import datetime
 from typing import TYPE_CHECKING, Protocol
+
+import structlog
+
+from appliance.base.clock import Clock
 
 if TYPE_CHECKING:
     from appliance.metering.limits.reservations import Work
@@ -18,21 +23,29 @@ KNOWN_PER_RUNNING = 9
 """For each running answer, of which nobody knows how long it will be, so many must be known: then, if it is a long one, nine in
 ten of the key's answers were still as short as expected. Else a row of short answers would make a burst of long ones cheap."""
 
+_log = structlog.get_logger()
+
 
 class OutputsReader(Protocol):
     """Where the lengths of answers come from that earlier processes gave."""
 
-    async def outputs(self, key_id: str, model: str) -> Sequence[int]:
-        """Return the output tokens of the last requests of a key with a model, at most OUTPUTS_KEPT, oldest first."""
+    async def outputs(self, key_id: str, model: str, before: datetime) -> Sequence[int]:
+        """Return the output tokens of the last requests of a key with a model, admitted `before`, at most OUTPUTS_KEPT, oldest
+        first."""
         ...
 
 
 class Lengths:
-    """What is known of the answers of one key with one model: how long the latest were, and how many run."""
+    """What is known of the answers of one key with one model, met at `since`: how long the latest were, and how many run."""
 
-    def __init__(self, ended: Iterable[int] = ()) -> None:
-        self.ended = deque(ended, maxlen=OUTPUTS_KEPT)
+    def __init__(self, since: datetime) -> None:
+        self.since = since
+        self.ended: deque[int] = deque(maxlen=OUTPUTS_KEPT)
         self.running = 0
+
+    def remember(self, earlier: Iterable[int]) -> None:
+        """Put the answers from before `since` before those that have ended meanwhile."""
+        self.ended = deque([*earlier, *self.ended], maxlen=OUTPUTS_KEPT)
 
     def guess(self, more: int = 0) -> int:
         """Return the length that nine in ten recent answers stayed within, when `more` begin beside those that run.
@@ -47,21 +60,53 @@ class Lengths:
 
 
 class Expectations:
-    """Lengths by key and model. Those of earlier processes are read at the first request of each. Belongs to one event loop."""
+    """Lengths by key and model. Belongs to one event loop.
 
-    def __init__(self, reader: OutputsReader) -> None:
+    Those of earlier processes are read after the first request of each, by one task and one after the other: no request waits
+    for them, and until they are here nothing is known of the key but what it does now.
+    """
+
+    def __init__(self, reader: OutputsReader, clock: Clock) -> None:
         self._reader = reader
+        self._clock = clock
         self._lengths: dict[tuple[str, str], Lengths] = {}
-        self._first_use = asyncio.Lock()
+        self._unread: dict[tuple[str, str], Lengths] = {}
+        self._met = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
 
-    async def meet(self, key_id: str, model: str) -> None:
-        """Read what is known of a key and a model, once."""
+    def start(self) -> None:
+        """Begin to read what earlier processes knew."""
+        self._task = asyncio.create_task(self._run(), name="answer lengths")
+
+    async def stop(self) -> None:
+        """End; what is not read yet is not needed any more."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait({self._task})
+            self._task = None
+
+    async def read(self) -> None:
+        """Read what the ledger knows of every key and model that was met since the last time."""
+        while self._unread:
+            key_id, model = whose = next(iter(self._unread))
+            lengths = self._unread.pop(whose)
+            try:
+                lengths.remember(await self._reader.outputs(key_id, model, lengths.since))
+            except Exception:  # noqa: BLE001 - without its history a key is one of which nothing is known
+                _log.exception("answer_lengths_not_read", key_id=key_id, model=model)
+
+    async def _run(self) -> None:
+        while True:
+            await self._met.wait()
+            self._met.clear()
+            await self.read()
+
+    def meet(self, key_id: str, model: str) -> None:
+        """Hear that a key asks for a model, so that what is known of it is read."""
         whose = (key_id, model)
-        if whose in self._lengths:
-            return
-        async with self._first_use:
-            if whose not in self._lengths:
-                self._lengths[whose] = Lengths(await self._reader.outputs(key_id, model))
+        if whose not in self._lengths:
+            self._lengths[whose] = self._unread[whose] = Lengths(self._clock.now())
+            self._met.set()
 
     def began(self, work: Work) -> None:
         """Hear that a request was admitted, of a key and a model that were met."""

@@ -23,7 +23,7 @@ from appliance.metering.limits.quotas import BUCKET_KINDS, LimitKind, Moment, Ow
 RECENT = timedelta(minutes=1)
 """After this long a bucket is full again, whatever was taken from it."""
 RECENT_EVENTS_MAX = 20_000
-OUTPUTS_READ_MAX = 10 * OUTPUTS_KEPT
+OUTPUTS_READ_MAX = 3 * OUTPUTS_KEPT
 SETTLING = timedelta(hours=1)  # a request that its deadline has ended is settled long before
 
 
@@ -56,8 +56,9 @@ class SumsReader(Protocol):
         """Return the sums of settled events of `owner`, and their cost in `currency`."""
         ...
 
-    async def outputs(self, key_id: str, model: str) -> Sequence[int]:
-        """Return the output tokens of the last requests of a key with a model, at most OUTPUTS_KEPT, oldest first."""
+    async def outputs(self, key_id: str, model: str, before: datetime) -> Sequence[int]:
+        """Return the output tokens of the last requests of a key with a model, admitted `before`, at most OUTPUTS_KEPT, oldest
+        first."""
         ...
 
 
@@ -87,13 +88,14 @@ class LedgerSums:
             levels=levels,
         )
 
-    async def outputs(self, key_id: str, model: str) -> Sequence[int]:
-        """Return the output tokens of the last requests of a key with a model, at most OUTPUTS_KEPT, oldest first.
+    async def outputs(self, key_id: str, model: str, before: datetime) -> Sequence[int]:
+        """Return the output tokens of the last requests of a key with a model, admitted `before`, at most OUTPUTS_KEPT, oldest
+        first.
 
         Of a request with several answers all of them count as one: how many there were is not in the ledger.
         """
         async with self._db.reading() as connection:
-            found = (await connection.execute(outputs_query(key_id, model))).scalars().all()
+            found = (await connection.execute(outputs_query(key_id, model, before))).scalars().all()
         return [int(tokens) for tokens in reversed(found)]
 
     def _periods(self, owner: Owner, currency: str, at: Moment) -> Select[Any]:
@@ -106,15 +108,16 @@ class LedgerSums:
         return query.where(_of(owner, usage_rollups), days.bucket == DAY, days.start_at >= month)
 
 
-def outputs_query(key_id: str, model: str) -> Select[Any]:
-    """Ask for the output of the last requests of a key with a model, newest first.
+def outputs_query(key_id: str, model: str, before: datetime) -> Select[Any]:
+    """Ask for the output of the last requests of a key with a model that were admitted `before`, newest first.
 
     However long its history is, only the last OUTPUTS_READ_MAX events of the key are looked at, by the index on key and
     admission.
     """
     events = usage_events.c
     latest = select(events.model, events.kind, events.status, events.completion_tokens, events.admitted_at)
-    last = latest.where(events.key_id == key_id).order_by(events.admitted_at.desc()).limit(OUTPUTS_READ_MAX).subquery().c
+    latest = latest.where(events.key_id == key_id, events.admitted_at < before)
+    last = latest.order_by(events.admitted_at.desc()).limit(OUTPUTS_READ_MAX).subquery().c
     query = select(last.completion_tokens).where(last.model == model, last.kind == "usage", last.status.in_(SETTLED))
     return query.where(last.completion_tokens > 0).order_by(last.admitted_at.desc()).limit(OUTPUTS_KEPT)
 
