@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -123,11 +125,12 @@ class UsageReports:
         """Return a part of the report of `usage`. Raises InvalidValue for a bad cursor, too.
 
         A page costs what it shows, not what stands before it. A cursor continues the report that it came from: in its period,
-        whatever `start` and `end` are now. What is settled between two pages changes no row that was shown: it is in the rows
-        that come, where it belongs to one of them, and no row comes twice.
+        whatever `start` and `end` are now; with another bucket, or of other owners, it is refused. What is settled between
+        two pages changes no row that was shown: it is in the rows that come, where it belongs to one of them, and no row comes
+        twice.
         """
         owners = _owners(group_by, [_only(tenant_id), access.within(Action.READ)], key_ids, models)
-        name = "/".join(["usage", bucket, *owners.columns])
+        name = _name(bucket, owners)
         after = None
         if cursor is not None:
             start, end, after = _position(name, cursor, owners)
@@ -299,9 +302,17 @@ def _only(value: str | None) -> Collection[str] | None:
     return None if value is None else {value}
 
 
+def _name(bucket: str, owners: Owners) -> str:
+    """Return the name of a report in its cursors: a digest of what was asked for, but for the period."""
+    asked = [bucket, owners.columns, {column: sorted(values) for column, values in sorted(owners.wanted.items())}]
+    return "usage/" + hashlib.sha256(json.dumps(asked).encode()).hexdigest()[:16]
+
+
 def _position(name: str, cursor: str, owners: Owners) -> tuple[datetime, datetime, Place]:
     """Return the period of the report that `cursor` is of, and the place behind which it continues."""
     start, end, bucket_at, *names = decode_cursor(name, cursor, [int, int, int, *(str for _ in owners.place), str])
+    if start >= end:
+        raise InvalidValue("cursor is not one of this list", param="cursor")
     return _from_micros(start), _from_micros(end), Place(_from_micros(bucket_at), tuple(names))
 
 

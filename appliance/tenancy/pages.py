@@ -13,7 +13,8 @@ from appliance.base.errors import InvalidValue
 
 PAGE_ROWS_DEFAULT = 50
 PAGE_ROWS_MAX = 1000
-_CURSOR_CHARS_MAX = 500
+CURSOR_CHARS_MAX = 4096
+"""More than the longest place needs: several names of 200 characters of four bytes, in base 64."""
 
 T = TypeVar("T")
 
@@ -36,13 +37,14 @@ def check_limit(limit: int) -> int:
 
 def encode_cursor(name: str, position: Sequence[str | int]) -> str:
     """Return the cursor after the row at `position` of the list `name`."""
-    return base64.urlsafe_b64encode(json.dumps([name, *position]).encode()).decode().rstrip("=")
+    text = json.dumps([name, *position], ensure_ascii=False, separators=(",", ":"))
+    return base64.urlsafe_b64encode(text.encode(errors="surrogatepass")).decode().rstrip("=")
 
 
 def decode_cursor(name: str, cursor: str, types: Sequence[type]) -> list[Any]:
     """Return the position in `cursor`. Raise InvalidValue unless it is a cursor of the list `name` with these types."""
     refusal = InvalidValue("cursor is not one of this list", param="cursor")
-    if not isinstance(cursor, str) or not 0 < len(cursor) <= _CURSOR_CHARS_MAX or not cursor.isascii():
+    if not isinstance(cursor, str) or not 0 < len(cursor) <= CURSOR_CHARS_MAX or not cursor.isascii():
         raise refusal
     try:
         padded = cursor + "=" * (-len(cursor) % 4)
@@ -53,9 +55,14 @@ def decode_cursor(name: str, cursor: str, types: Sequence[type]) -> list[Any]:
         raise refusal
     if any(isinstance(value, int) and abs(value) >= 2**63 for value in values):
         raise refusal
-    if any(isinstance(value, str) and not value.isprintable() for value in values):
+    if any(isinstance(value, str) and not _is_storable(value) for value in values):
         raise refusal
     return values[1:]
+
+
+def _is_storable(text: str) -> bool:
+    """Return whether a database takes the text: NUL and halves of surrogate pairs are in none."""
+    return not any(character == "\0" or "\ud800" <= character <= "\udfff" for character in text)
 
 
 def page_of(rows: Sequence[T], limit: int, name: str, position_of: Callable[[T], Sequence[str | int]]) -> Page[T]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import json
 import random
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
@@ -21,6 +23,7 @@ from appliance.metering.usage import BUCKETS, GROUPS, UsageReports, UsageRow
 from appliance.metering.usage_cover import bucket_start
 from appliance.tenancy.access import WHOLE_BOX
 from appliance.tenancy.keys import Keys
+from appliance.tenancy.pages import encode_cursor
 from tests.support.cast import PEPPER, Cast, make_person
 from tests.support.clock import FakeClock
 from tests.support.ledgers import all_events
@@ -29,7 +32,7 @@ ZONE = "Europe/Berlin"
 CLOCKS_GO_BACK = datetime(2026, 10, 25, 1, tzinfo=UTC)
 CLOCKS_GO_FORWARD = datetime(2026, 3, 29, 1, tzinfo=UTC)
 EVENTS, QUESTIONS = 400, 60
-MODELS = ("demo", "other", "qwen/größer")
+MODELS = ("demo", "other", "qwen/größer\u200b", "模" * 200)
 Place = tuple[Any, ...]
 
 
@@ -223,6 +226,35 @@ async def test_a_cursor_of_another_report_is_refused(story: Story) -> None:
     for bucket, groups in (("minute", ["tenant"]), ("hour", ["model"]), ("hour", ["tenant", "model"]), ("hour", [])):
         with pytest.raises(InvalidValue) as refused:
             await story.reports.usage_page(*period, bucket, groups, limit=1, cursor=page.next_cursor)
+        assert refused.value.param == "cursor"
+
+
+async def test_a_cursor_of_a_report_on_others_is_refused(story: Story) -> None:
+    period = (story.middle - timedelta(days=1), story.middle + timedelta(days=1))
+    tenant_id, key_id = story.owners[0]
+    asked: list[dict[str, Any]] = [{}, {"tenant_id": tenant_id}, {"key_ids": [key_id]}, {"models": MODELS[:2]}]
+    for question in asked:
+        page = await story.reports.usage_page(*period, "hour", ["key"], limit=1, **question)
+        for other in asked:
+            again = story.reports.usage_page(*period, "hour", ["key"], limit=1, **other, cursor=page.next_cursor)
+            if other == question:
+                assert (await again).data
+                continue
+            with pytest.raises(InvalidValue) as refused:
+                await again
+            assert refused.value.param == "cursor"
+
+
+async def test_a_cursor_is_blamed_for_a_period_that_is_none(story: Story) -> None:
+    period = (story.middle - timedelta(days=1), story.middle + timedelta(days=1))
+    cursor = (await story.reports.usage_page(*period, "hour", limit=1)).next_cursor
+    assert cursor is not None
+    padded = cursor + "=" * (-len(cursor) % 4)
+    name, start, end, *place = json.loads(base64.urlsafe_b64decode(padded))
+    for reversed_or_empty in ([end, start], [start, start]):
+        forged = encode_cursor(name, [*reversed_or_empty, *place])
+        with pytest.raises(InvalidValue) as refused:
+            await story.reports.usage_page(*period, "hour", limit=1, cursor=forged)
         assert refused.value.param == "cursor"
 
 

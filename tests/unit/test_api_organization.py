@@ -163,7 +163,7 @@ async def test_costs_of_two_currencies_are_never_added(box: ApiBox) -> None:
         ("/costs", {"start_time": "1", "models": "demo"}, "models"),
         ("/usage/embeddings", {"start_time": "5", "end_time": "5"}, "end_time"),
         ("/projects", {"limit": "101"}, "limit"),
-        ("/projects", {"after": "x" * 600}, "cursor"),
+        ("/projects", {"after": "x" * 4000}, "cursor"),
         ("/audit_logs", {"after": "audit_log-x"}, "after"),
         ("/audit_logs", {"before": "1"}, "before"),
         ("/audit_logs", {"tenant_only": "true"}, "tenant_only"),
