@@ -43,13 +43,18 @@ def downgrade(
     data_dir: DataDir = None,
     database: DatabaseUrl = None,
 ) -> None:
-    """Take the tables back to a revision. What only newer tables hold is lost, so it asks for --yes."""
+    """Take the tables back to a revision. What only newer tables hold is lost, so it asks for --yes.
+
+    It refuses while the journal of a killed appliance holds what the tables lack: the version that reads it next may not
+    know all of its words, or have no journal.
+    """
     from appliance.base import db
 
     settings = settings_from(data_dir, database)
     _refuse_while_running(settings)
     if not yes:
         raise CommandFailed("a downgrade loses what newer tables hold: make a backup, then add --yes", code="usage", status=2)
+    _migrate(lambda: _refuse_while_journal_is_ahead(settings.database_url))
     _migrate(lambda: db.downgrade(settings.database_url, revision))
     _tell(settings, as_json=as_json)
 
@@ -110,6 +115,27 @@ def _refuse_while_running(settings: Settings) -> None:
     control = read_control(settings.data_dir)
     if control is not None:
         raise CommandFailed(f"the appliance is running at {control.url} (pid {control.pid}): stop it first", code="running")
+
+
+def _refuse_while_journal_is_ahead(database_url: str) -> None:
+    from appliance.base.db import Database, current_revision
+    from appliance.metering.ledger.journaled import ahead_of_tables
+
+    async def count() -> int:
+        opened = Database.open(database_url)
+        try:
+            async with opened.reading() as connection:
+                return await ahead_of_tables(connection, database_url)
+        finally:
+            await opened.close()
+
+    ahead = asyncio.run(count()) if current_revision(database_url) is not None else 0
+    if ahead:
+        raise CommandFailed(
+            f"the journal of an appliance that was killed says of {ahead} requests what the tables do not, and an older version "
+            "would bill them wrongly: start this version once (gatehouse serve), stop it, then downgrade",
+            code="journal",
+        )
 
 
 def _migrate(step: object) -> None:

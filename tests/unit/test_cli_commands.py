@@ -21,6 +21,8 @@ from appliance.base.version import current_version
 from appliance.cli.main import main
 from appliance.metering.alerts.targets import Reach
 from appliance.metering.alerts.webhooks import SEALING_PURPOSE, Webhooks
+from appliance.metering.calendar import BillingCalendar
+from appliance.metering.ledger.journaled import Journaled, encode, journal_beside, replay
 from appliance.tenancy.access import WHOLE_BOX
 from appliance.tenancy.second_factor import SecondFactors
 from tests.support import factories
@@ -263,6 +265,49 @@ def test_the_database_is_checked_downgraded_and_upgraded(typed: Any) -> None:
     assert typed("db", "check").status == 1
     upgraded = typed("db", "upgrade", "--json").json()
     assert upgraded["revision"] == upgraded["head"]
+
+
+def test_a_downgrade_waits_until_the_journal_is_in_the_tables(typed: Any, data_dir: Path) -> None:
+    asyncio.run(leave_in_the_journal(data_dir / "gatehouse.db"))
+    refused = typed("db", "downgrade", "0003", "--yes", "--json")
+    assert (refused.status, refused.json()["error"]["code"]) == (1, "journal")
+    assert "says of 2 requests what the tables do not" in refused.json()["error"]["message"]
+    assert "gatehouse serve" in refused.json()["error"]["message"]
+    asyncio.run(replay_as_a_start_does(data_dir / "gatehouse.db"))
+    assert typed("db", "downgrade", "0003", "--yes", "--json").json()["revision"] == "0003"
+    assert typed("db", "downgrade", "0002", "--yes", "--json").json()["revision"] == "0002"
+    assert typed("db", "downgrade", "base", "--yes", "--json").json()["revision"] is None
+    assert typed("db", "downgrade", "base", "--yes", "--json").status == 0
+
+
+async def leave_in_the_journal(path: Path) -> None:
+    """Leave what a killed appliance can: a request that was admitted, and how one ended whose row is there."""
+    url, clock = f"sqlite:///{path}", SystemClock()
+    database = Database.open(url)
+    journal = journal_beside(url)
+    assert journal is not None
+    try:
+        cast = await make_cast(database, clock)
+        async with running_ledger(database, clock, cast.epoch_id) as ledger:
+            await ledger.open(served := factories.pending(cast.bob))
+        admitted = factories.pending(cast.bob, batch=True)
+        entry = Journaled(epoch_id=cast.epoch_id, currency="EUR", billing_day=clock.now().date(), entry=admitted)
+        for record in (entry, factories.posted(served.request_id)):
+            await journal.append(encode(record))
+    finally:
+        await journal.close()
+        await database.close()
+
+
+async def replay_as_a_start_does(path: Path) -> None:
+    url = f"sqlite:///{path}"
+    database, journal = Database.open(url), journal_beside(url)
+    assert journal is not None
+    try:
+        assert await replay(database, journal, SystemClock(), BillingCalendar()) == 2
+    finally:
+        await journal.close()
+        await database.close()
 
 
 def test_the_sums_are_built_again(typed: Any) -> None:

@@ -111,6 +111,21 @@ async def only_in_journal(connection: AsyncConnection, database_url: str) -> int
     return count
 
 
+async def ahead_of_tables(connection: AsyncConnection, database_url: str) -> int:
+    """Return of how many requests the journal of a stopped appliance says what the tables do not: that they were admitted, or
+    how they ended. Raises OSError."""
+    path = _path(database_url)
+    left = [] if path is None else [found for record in left_in(path) if (found := _read(record)) is not None]
+    admitted = {found.entry.request_id for found in left if isinstance(found, Journaled)}
+    settled = {found.request_id for found in left if isinstance(found, Settlement)}
+    missing: set[str] = set()
+    for request_ids, in_tables in ((sorted(admitted), rows.known), (sorted(settled), rows.ended)):
+        for first in range(0, len(request_ids), ENTRIES_PER_TRANSACTION):
+            some = request_ids[first : first + ENTRIES_PER_TRANSACTION]
+            missing |= set(some) - await connection.run_sync(in_tables, some)
+    return len(missing)
+
+
 def _read(record: bytes) -> Journaled | Settlement | None:
     try:
         return decode(record)
