@@ -132,8 +132,8 @@ def _refuse_while_journal_is_ahead(database_url: str) -> None:
     ahead = asyncio.run(count()) if current_revision(database_url) is not None else 0
     if ahead:
         raise CommandFailed(
-            f"the journal of an appliance that was killed says of {ahead} requests what the tables do not, and an older version "
-            "would bill them wrongly: start this version once (gatehouse serve), stop it, then downgrade",
+            f"the journal of an appliance that was killed says of {ahead} requests what the tables do not, and an older "
+            "version would bill them wrongly: start this version once (gatehouse serve), stop it, then downgrade",
             code="journal",
         )
 
