@@ -3,9 +3,10 @@
 Usage: python -m bench.compiled_kernels [--modules attention_decode …] [--processes 2] [--dry-run]
 
 Needs no GPU. Every version of Triton in the environment is used (the installer's test environment has the oldest and the
-newest that we allow). bench/results/compiled_kernels.jsonl is written anew, one row for each kernel, configuration, compute
-capability and version, with short names and without zeros: sm (capability), regs and spill (bytes) of a thread, shared (bytes)
-and tmem (columns of tensor memory) of a program, mma (matrix instructions), programs that one multiprocessor holds at a time.
+newest that we allow). The rows of what was compiled take the place of older ones in bench/results/compiled_kernels.jsonl, one
+for each kernel, configuration, compute capability and version, with short names and without zeros: sm (capability), regs and
+spill (bytes) of a thread, shared (bytes) and tmem (columns of tensor memory) of a program, mma (matrix instructions), programs
+that one multiprocessor holds at a time.
 Compile times are left out, so that a row changes only when the machine code does.
 """
 
@@ -71,10 +72,19 @@ def _cell(value: object) -> str:
     return "; ".join(str(part) for part in value) if isinstance(value, list) else str(value)
 
 
+def keep(rows: list[Row]) -> None:
+    """Put the rows of the compiled modules in the place of theirs; those of modules that are gone go."""
+    compiled, names = {row["module"] for row in rows}, [name.rpartition(".")[2] for name in gate.module_names()]
+    before = [json.loads(line) for line in RESULTS.read_text("utf-8").splitlines()] if RESULTS.exists() else []
+    others = [row for row in before if row["module"] in names and row["module"] not in compiled]
+    all_rows = sorted(rows + others, key=lambda row: names.index(row["module"]))
+    RESULTS.write_text("".join(json.dumps(row, separators=(",", ":")) + "\n" for row in all_rows), "utf-8")
+
+
 def main() -> None:
     """Compile, print the table, write the rows unless `--dry-run`."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--modules", nargs="*", help="names of files in kernels/triton; without it all, and the rows are kept")
+    parser.add_argument("--modules", nargs="*", help="names of files in kernels/triton; without it all")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--dry-run", action="store_true", help="print only")
     options = parser.parse_args()
@@ -83,8 +93,8 @@ def main() -> None:
     print(table(rows))
     broken = sum(bool(row["faults"]) for row in rows)
     print(f"{len(rows)} compilations, {broken} with faults")
-    if not options.dry_run and not options.modules:
-        RESULTS.write_text("".join(json.dumps(kept(row), separators=(",", ":")) + "\n" for row in rows), "utf-8")
+    if not options.dry_run:
+        keep([kept(row) for row in rows])
 
 
 if __name__ == "__main__":
