@@ -36,7 +36,8 @@ class Question:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
     """What would come of it. `error` is what its client would be told, at once when it would not wait. `wait_s` is after how
-    long the limits have room, None when no waiting helps. `admission_wait_ms` is the patience of its tier."""
+    long the limits have room, None when no waiting helps. `admission_wait_ms` is the patience of its tier. Of a model that is
+    not here no limit is asked."""
 
     forecast: Forecast
     error: GatehouseError | None
@@ -79,9 +80,14 @@ class Forecasts:
     async def ask(self, question: Question) -> Verdict:
         """Return what would come of the request now."""
         tenant, model = question.tenant, question.model
+        principal = Principal(tenant=tenant, key=question.key or _no_key(tenant))
         tier = await self._tiers.get(tenant.tier)
+        error = self._barred(principal, model)
+        if error is not None and not self._is_here(model):  # before anybody remembers a name that somebody made up
+            nothing = Forecast(decisions=(), tokens=0, would_wait=False)
+            return Verdict(forecast=nothing, error=error, wait_s=None, admission_wait_ms=tier.admission_wait_ms)
         asked = Asked(
-            principal=Principal(tenant=tenant, key=question.key or _no_key(tenant)),
+            principal=principal,
             model=model,
             prompt_tokens=question.prompt_tokens,
             max_output_tokens=question.max_tokens,
@@ -92,7 +98,6 @@ class Forecasts:
             policy=await self._policies.find(model),
         )
         forecast = await self._admission.forecast(asked, tier.admission_wait_ms / 1000)
-        error = self._barred(asked.principal, model)
         if error is None and asked.price is None and self._refuse_unpriced:
             error = not_priced(model, tenant.currency)
         if error is None and forecast.refusals and not forecast.would_wait:
@@ -104,6 +109,9 @@ class Forecasts:
         context_len = next((each.max_model_len for each in self._models.list() if each.name == model), None)
         return None if context_len is None else max(context_len - prompt_tokens, 0)
 
+    def _is_here(self, model: str) -> bool:
+        return any(each.name == model for each in self._models.list())
+
     def _barred(self, principal: Principal, model: str) -> GatehouseError | None:
         """Return why the request would not come as far as the limits."""
         why = why_ended(principal, self._clock.now())
@@ -111,7 +119,7 @@ class Forecasts:
             return early(why).error
         if not principal.may_use(model):
             return ModelNotAllowed(f"this key may not use the model {model}", param="model")
-        if all(each.name != model for each in self._models.list()):
+        if not self._is_here(model):
             return ModelNotFound(f"the model {model!r} does not exist here", param="model")
         return None
 

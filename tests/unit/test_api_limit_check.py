@@ -112,7 +112,21 @@ async def test_a_limit_in_shadow_mode_says_no_and_refuses_nobody(box: ApiBox) ->
 
 
 async def test_a_model_that_is_not_there_is_told(box: ApiBox) -> None:
-    assert (await check(box, await tenant(box), model="other"))["error"]["code"] == "model_not_found"
+    answer = await check(box, await tenant(box, limits={"tokens_per_minute": 5}), model="other")
+    assert answer["error"]["code"] == "model_not_found"
+    assert (answer["allowed"], answer["decisions"], answer["wait_s"], answer["reserved_tokens"]) == (False, [], None, 0)
+
+
+@pytest.mark.parametrize("changes", [{}, {"allowed_models": ["demo"]}, {"suspended": True}])
+async def test_a_name_that_somebody_makes_up_is_remembered_nowhere(
+    box: ApiBox, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bob = await tenant(box)
+    await box.call("PATCH", f"/tenants/{bob}", json=changes)
+    for part, question in ((box.services.admission, "forecast"), (box.services.prices, "current")):
+        monkeypatch.setattr(part, question, None)
+    for number in range(3):
+        assert (await check(box, bob, model=f"made-up-{number}"))["error"]
 
 
 @pytest.mark.parametrize(

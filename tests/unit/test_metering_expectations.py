@@ -12,12 +12,13 @@ from sqlalchemy import text
 
 from appliance.base.db import Database
 from appliance.metering.ledger.writer import Ledger
-from appliance.metering.limits.admission import Admission
+from appliance.metering.limits import expectations
+from appliance.metering.limits.admission import Admission, Patience
 from appliance.metering.limits.expectations import EXPECTED_OUTPUT_TOKENS, OUTPUTS_KEPT, OUTPUTS_MIN
 from appliance.metering.limits.reservations import Reservation
 from appliance.metering.limits.rules import Asked
 from appliance.metering.limits.sums import OUTPUTS_READ_MAX, LedgerSums, outputs_query
-from appliance.tenancy.principals import Principal
+from appliance.tenancy.principals import Limits, Principal
 from tests.support.cast import Cast, Person
 from tests.support.clock import FakeClock
 from tests.support.factories import pending, posted, principal
@@ -142,6 +143,40 @@ async def test_a_history_that_cannot_be_read_leaves_a_key_as_a_new_one(clock: Fa
     assert (await admit(admission, bob)).tokens_reserved == 5 + EXPECTED_OUTPUT_TOKENS
     assert (await admit(admission, charlie)).tokens_reserved == 5 + 40
     await admission.expectations.stop()
+
+
+async def test_of_many_keys_those_asked_for_last_are_remembered_and_those_that_run(
+    clock: FakeClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(expectations, "PAIRS_KEPT", 3)
+    admission, (bob, charlie, dora, eve) = Admission(clock, NothingYet()), [principal() for _ in range(4)]
+    running = await admit(admission, bob)
+    for who in (charlie, dora):
+        for _ in range(OUTPUTS_MIN):
+            (await admit(admission, who)).settle(5 + 40)
+    (await admit(admission, charlie)).settle(5 + 40)
+    (await admit(admission, eve)).void()  # bob is the oldest, but runs; then dora
+    assert admission.expectations.pairs == 3
+    assert (await admit(admission, charlie)).tokens_reserved == 5 + 40
+    assert (await admit(admission, dora)).tokens_reserved == 5 + EXPECTED_OUTPUT_TOKENS
+    running.settle(5 + 40)
+
+
+async def test_who_waited_for_room_until_his_key_was_forgotten_is_counted(
+    clock: FakeClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(expectations, "PAIRS_KEPT", 1)
+    admission = Admission(clock, NothingYet())
+    bob, others = principal(Limits(concurrent_requests=1)), [principal() for _ in range(3)]
+    first = await admit(admission, bob)
+    asked = Asked(principal=bob, model="other", prompt_tokens=5, max_output_tokens=None, price=None)
+    waiting = asyncio.ensure_future(admission.admit(asked, Patience(wait_s=60)))
+    await turns()
+    for who in others:
+        (await admit(admission, who)).void()
+    first.settle(5 + 40)
+    (await waiting).settle(5 + 40)
+    assert admission.expectations.pairs <= 2
 
 
 async def test_a_shutdown_waits_for_no_history(clock: FakeClock) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING, Protocol
@@ -19,6 +19,8 @@ EXPECTED_OUTPUT_TOKENS = 256
 """Output expected of a key of which fewer than OUTPUTS_MIN requests with this model are known."""
 OUTPUTS_MIN = 20
 OUTPUTS_KEPT = 100
+PAIRS_KEPT = 10_000
+"""Keys with a model of which the lengths are in memory; one that was forgotten is read from the ledger again."""
 KNOWN_PER_RUNNING = 9
 """For each running answer, of which nobody knows how long it will be, so many must be known: then, if it is a long one, nine in
 ten of the key's answers were still as short as expected. Else a row of short answers would make a burst of long ones cheap."""
@@ -69,7 +71,7 @@ class Expectations:
     def __init__(self, reader: OutputsReader, clock: Clock) -> None:
         self._reader = reader
         self._clock = clock
-        self._lengths: dict[tuple[str, str], Lengths] = {}
+        self._lengths: OrderedDict[tuple[str, str], Lengths] = OrderedDict()  # the one that was asked for last is the last
         self._unread: dict[tuple[str, str], Lengths] = {}
         self._met = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -95,22 +97,40 @@ class Expectations:
             except Exception:  # noqa: BLE001 - without its history a key is one of which nothing is known
                 _log.exception("answer_lengths_not_read", key_id=key_id, model=model)
 
+    @property
+    def pairs(self) -> int:
+        """Return of how many keys with a model something is known."""
+        return len(self._lengths)
+
     async def _run(self) -> None:
         while True:
             await self._met.wait()
             self._met.clear()
             await self.read()
 
-    def meet(self, key_id: str, model: str) -> None:
-        """Hear that a key asks for a model, so that what is known of it is read."""
+    def meet(self, key_id: str, model: str) -> Lengths:
+        """Return what is known of a key with a model. At their first meeting that is nothing: the ledger is read later."""
         whose = (key_id, model)
-        if whose not in self._lengths:
-            self._lengths[whose] = self._unread[whose] = Lengths(self._clock.now())
-            self._met.set()
+        known = self._lengths.get(whose)
+        if known is not None:
+            self._lengths.move_to_end(whose)
+            return known
+        if len(self._lengths) >= PAIRS_KEPT:
+            self._forget_one()
+        made = self._lengths[whose] = self._unread[whose] = Lengths(self._clock.now())
+        self._met.set()
+        return made
+
+    def _forget_one(self) -> None:
+        """Forget those that nobody asked for the longest, unless answers of theirs run: none of these is ever uncounted."""
+        whose = next((whose for whose, lengths in self._lengths.items() if not lengths.running), None)
+        if whose is not None:
+            del self._lengths[whose]
+            self._unread.pop(whose, None)
 
     def began(self, work: Work) -> None:
-        """Hear that a request was admitted, of a key and a model that were met."""
-        self._lengths[work.key_id, work.model].running += work.answers
+        """Hear that a request was admitted."""
+        self.meet(work.key_id, work.model).running += work.answers
 
     def ended(self, work: Work, output_tokens: int) -> None:
         """Hear how long each of its answers was; 0 when there was none."""
@@ -125,7 +145,7 @@ class Expectations:
         When nothing was asked for, a guess never makes a request larger than a limit: it is cut to the `room` that the limits
         leave beside the prompt.
         """
-        guess = self._lengths[work.key_id, work.model].guess(work.answers - 1)
+        guess = self.meet(work.key_id, work.model).guess(work.answers - 1)
         if max_output_tokens is not None:
             return min(max_output_tokens, guess)
         return int(max(0, min(guess, room)))
