@@ -14,7 +14,7 @@ from typing import Any
 
 from appliance.base.errors import InvalidValue
 from appliance.base.money import BASIS_POINTS, PRICE_MICROS_MAX, divide_half_up
-from appliance.tenancy.fields import LIMIT_MAX, check_currency, check_name, check_whole
+from appliance.tenancy.fields import LIMIT_MAX, check_currency, check_line, check_whole
 
 HOURS_PER_MONTH = 730
 MEASURED_DAYS = 30
@@ -36,7 +36,7 @@ class HostedPrice:
     cached_prompt: int | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "name", check_name(self.name, "hosted.name"))
+        object.__setattr__(self, "name", check_line(self.name, "hosted.name"))
         for param in ("prompt", "completion", "cached_prompt"):
             value = getattr(self, param)
             if value is not None:

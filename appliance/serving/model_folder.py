@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from appliance.base.errors import InvalidValue
+from appliance.tenancy.fields import check_name
+
 SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
@@ -29,6 +32,7 @@ class ModelFolder:
         path = path.expanduser().absolute()
         if not path.is_dir():
             raise NotAModel(f"{path} is not a model: there is no such folder")
+        _check_name(path)
         missing = [name for name in ("config.json", "tokenizer.json") if not (path / name).is_file()]
         missing += _missing_weights(path)
         if missing:
@@ -54,6 +58,16 @@ class ModelFolder:
         return {
             name: self.generation_config[name] for name in SAMPLING_DEFAULTS if self.generation_config.get(name) is not None
         }
+
+
+def _check_name(path: Path) -> None:
+    """Refuse what could not be typed, or shows as another name than it is. Raises NotAModel."""
+    try:
+        name = check_name(path.name)
+    except InvalidValue as error:
+        raise NotAModel(f"the folder {str(path)!r} cannot name a model: {error.message}") from error
+    if name != path.name:
+        raise NotAModel(f"the folder {str(path)!r} cannot name a model: its name begins or ends with a space")
 
 
 def _missing_weights(path: Path) -> list[str]:

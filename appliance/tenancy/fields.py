@@ -26,6 +26,7 @@ DEFAULT_SCOPES = ("inference",)
 LIMIT_MODES = ("enforce", "shadow")
 
 _REFUSED_CATEGORIES = {"Cc", "Cs", "Zl", "Zp"}  # controls, halves of surrogate pairs, line and paragraph separators
+_TURNS = frozenset(map(chr, (*range(0x202A, 0x202F), *range(0x2066, 0x206A))))  # embeddings, overrides, isolates and their ends
 
 
 class Unset(enum.Enum):
@@ -46,7 +47,17 @@ def pick(change: T | Unset, current: T) -> T:
 
 
 def check_name(value: object, param: str = "name") -> str:
-    """Return `value` without surrounding space: 1..200 characters, none of them a control character."""
+    """Return `value` without surrounding space: 1..200 characters, none of them a control character or one that turns the
+    direction in which the text around the name reads."""
+    name = check_line(value, param)
+    if not _TURNS.isdisjoint(name):
+        raise InvalidValue(f"{param} must not contain characters that turn the direction of text", param=param)
+    return name
+
+
+def check_line(value: object, param: str) -> str:
+    """Return `value` without surrounding space: 1..200 characters, none of them a control character. For what is checked again
+    when it is read: names were stored before any direction was refused."""
     if not isinstance(value, str):
         raise InvalidValue(f"{param} must be a text", param=param)
     name = value.strip()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from itertools import pairwise
 from pathlib import Path
 
@@ -19,6 +20,19 @@ from tests.support.served_model import make_hollow_model
 
 def test_the_name_is_the_directorys(tmp_path: Path) -> None:
     assert ModelFolder.check(make_hollow_model(tmp_path / "my-model")).name == "my-model"
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["m" * 201, "demo\n", "demo\x1b[31m", "demo\u202e4-tpg", "\u2066demo", "demo ", os.fsdecode(b"demo-\xff")],
+    ids=ascii,
+)
+def test_a_folder_whose_name_could_not_be_told_from_another_is_no_model(tmp_path: Path, name: str) -> None:
+    folder = tmp_path / name
+    folder.mkdir()
+    with pytest.raises(NotAModel, match="cannot name a model") as refused:
+        ModelFolder.check(folder)
+    assert str(refused.value).isprintable()
 
 
 def test_a_folder_that_is_not_there_says_so(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from appliance.base.errors import InvalidValue
 from appliance.base.money import BASIS_POINTS
-from appliance.tenancy.fields import check_name, check_whole
+from appliance.tenancy.fields import check_line, check_whole
 
 TERMS_DAYS_MAX = 365
 TERMS_DAYS_DEFAULT = 30
@@ -39,12 +39,12 @@ class Seller:
     tax_note: str | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "name", check_name(self.name))
+        object.__setattr__(self, "name", check_line(self.name, "name"))
         for param in ("address", "bank"):
             object.__setattr__(self, param, _check_lines(getattr(self, param), param))
         for param in _TEXTS:
             value = getattr(self, param)
-            object.__setattr__(self, param, None if value is None else check_name(value, param))
+            object.__setattr__(self, param, None if value is None else check_line(value, param))
         check_whole(self.payment_terms_days, "payment_terms_days", 0, TERMS_DAYS_MAX)
         check_whole(self.tax_basis_points, "tax_basis_points", 0, BASIS_POINTS)
 
@@ -63,4 +63,4 @@ def seller_from_record(record: Mapping[str, Any]) -> Seller:
 def _check_lines(value: object, param: str) -> tuple[str, ...]:
     if isinstance(value, str) or not isinstance(value, list | tuple) or len(value) > LINES_MAX:
         raise InvalidValue(f"{param} must be a list of at most {LINES_MAX} lines", param=param)
-    return tuple(check_name(line, param) for line in value)
+    return tuple(check_line(line, param) for line in value)

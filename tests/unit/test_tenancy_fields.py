@@ -1,0 +1,43 @@
+"""What may be a name: what people write, in any script, and nothing that changes how the text around it reads."""
+
+from __future__ import annotations
+
+import pytest
+
+from appliance.base.errors import InvalidValue
+from appliance.metering.economics import HostedPrice
+from appliance.metering.invoicing.seller import Seller
+from appliance.tenancy.fields import NAME_CHARS_MAX, check_billing, check_name, check_names
+
+TURNS = [chr(code) for code in (*range(0x202A, 0x202F), *range(0x2066, 0x206A))]
+
+
+@pytest.mark.parametrize(
+    "name", ["Zoë & Søn", "עֲנָן בע״מ", "شركة\u200f النور", "👩\u200d🔬 lab", "=1+1", "<b>bob</b>", "x" * NAME_CHARS_MAX]
+)
+def test_names_of_every_script_are_names(name: str) -> None:
+    assert check_name(f" {name} ") == name
+
+
+@pytest.mark.parametrize("character", ["\n", "\x00", "\x1b", "\x7f", "\x85", "\u2028", "\ud800"])
+def test_control_characters_are_refused_and_the_field_is_named(character: str) -> None:
+    with pytest.raises(InvalidValue, match="must not contain control characters") as refused:
+        check_name(f"a{character}b", "billing.name")
+    assert refused.value.param == "billing.name"
+
+
+@pytest.mark.parametrize("character", TURNS, ids=ascii)
+def test_what_turns_the_direction_of_the_text_around_it_is_refused(character: str) -> None:
+    with pytest.raises(InvalidValue, match="must not contain characters that turn the direction") as refused:
+        check_name(f"bob{character}gro.elpmaxe")
+    assert refused.value.param == "name"
+    with pytest.raises(InvalidValue):
+        check_names([f"demo{character}"], "allowed_models")
+    with pytest.raises(InvalidValue):
+        check_billing({"address": f"Lane 1\n{character}Town"})
+
+
+def test_what_was_stored_with_such_a_character_can_still_be_read() -> None:
+    name = "bob \u202e gro"
+    assert Seller(name=name, address=(name,)).name == name
+    assert HostedPrice(name=name, prompt=1, completion=1).name == name
