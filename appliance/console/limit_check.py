@@ -12,7 +12,7 @@ from appliance.console.forms import Form, sentence
 from appliance.console.rendering import Html
 from appliance.console.security import ConsoleRequest, access_of
 from appliance.metering.limits.quotas import LimitDecision
-from appliance.metering.limits.rules import is_batch_work
+from appliance.metering.limits.rules import SERVICE_TIERS, is_batch_work
 from appliance.serving.forecasts import Question, Verdict
 from appliance.tenancy.fields import LIMIT_MAX, check_name
 from appliance.tenancy.principals import ApiKey, Tenant
@@ -70,6 +70,8 @@ async def _ask(console: Console, form: Form, tenant: Tenant, keys: list[ApiKey])
     key = next((key for key in keys if key.id == form.raw("key")), None)
     if not form.raw("model"):
         form.fail("model", "Fill this in.")
+    if form.raw("service_tier"):
+        form.choice("service_tier", SERVICE_TIERS)
     if form.errors:
         return None
     try:
