@@ -27,7 +27,7 @@ _STORED = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\
 @example([], ["\u200b", "\u6a21" * 200, "\U0001f9ee" * 200, "\u2028"])
 @example([2**63 - 1] * 3, ["\x01" * 200])
 def test_every_place_that_can_stand_in_the_tables_has_a_cursor(numbers: list[int], names: list[str]) -> None:
-    position = [*numbers, *names]
+    position: list[str | int] = [*numbers, *names]
     assert decode_cursor("list", encode_cursor("list", position), [type(value) for value in position]) == position
 
 

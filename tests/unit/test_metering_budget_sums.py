@@ -1,0 +1,54 @@
+"""What a look at budgets reads: the sums of the owners that it looks at, and no others. What it finds, others test."""
+
+from __future__ import annotations
+
+from datetime import date
+
+import pytest
+from sqlalchemy import text
+from sqlalchemy.dialects import sqlite
+
+from appliance.base.db import Database
+from appliance.metering.alerts.budget_sums import used_query
+from appliance.metering.alerts.plans import Period, Plan
+from appliance.metering.calendar import BillingCalendar
+from appliance.metering.limits.quotas import ALL_TENANTS, LimitScope, Owner
+
+MONTH, DAY = Period("budget", date(2026, 10, 1)), Period("tokens_per_day", date(2026, 10, 25))
+_DAY_OF = "USING PRIMARY KEY (bucket=? AND start_at=? AND"
+READ: dict[LimitScope, str] = {
+    "tenant": f"SEARCH usage_rollups {_DAY_OF} tenant_id=?)",
+    "key": f"SEARCH usage_rollups {_DAY_OF} tenant_id=? AND key_id=?)",
+    "model": f"SEARCH usage_box_rollups {_DAY_OF} model=?)",
+}
+
+
+def plans(*scopes: LimitScope) -> dict[Owner, Plan]:
+    """Return plans of three owners of each scope."""
+    owners = [
+        Owner(scope, ALL_TENANTS, f"m{n}") if scope == "model" else Owner(scope, f"{n}") for scope in scopes for n in "abc"
+    ]
+    terms = {"whose": {}, "currency": "EUR", "limits": {"budget": 1, "tokens_per_day": 1}, "percents": (80,)}
+    return {owner: Plan(owner=owner, **terms) for owner in owners}  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
+@pytest.mark.parametrize("period", [MONTH, DAY], ids=lambda period: period.kind)
+@pytest.mark.parametrize("scopes", [("tenant",), ("key",), ("model",), ("tenant", "key", "model")], ids="+".join)
+async def test_a_look_goes_to_the_sums_of_its_owners_alone(
+    database: Database, scopes: tuple[LimitScope, ...], period: Period
+) -> None:
+    query = used_query(BillingCalendar("Europe/Berlin"), period, plans(*scopes))
+    asked = str(query.compile(dialect=sqlite.dialect(), compile_kwargs={"literal_binds": True})).replace(":", r"\:")
+    async with database.reading() as connection:
+        lines = [str(row[3]) for row in (await connection.execute(text(f"EXPLAIN QUERY PLAN {asked}"))).all()]
+    read = [line.removesuffix(" LEFT-JOIN") for line in lines if "usage_" in line]
+    assert read == [READ[scope] for scope in scopes], lines
+
+
+def test_the_days_of_a_month_are_those_of_the_billing_zone() -> None:
+    query = used_query(BillingCalendar("Europe/Berlin"), MONTH, plans("model"))
+    asked = str(query.compile(compile_kwargs={"literal_binds": True}))
+    assert asked.count("2026-") == 31
+    assert "2026-10-25 22" not in asked
+    assert "2026-10-25 23" in asked
