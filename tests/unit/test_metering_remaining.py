@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 
 import pytest
 
@@ -115,3 +116,73 @@ async def test_those_who_wait_before_take_the_first_places(admission: Admission,
 async def test_what_never_comes_is_no_estimate(admission: Admission) -> None:
     (decision,) = (await admission.forecast(asked(principal(Limits(concurrent_requests=0))))).refusals
     assert (decision.wait_s, decision.estimated) == (None, False)
+
+
+class Looks:
+    """Counts how often a running request was looked at."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.at: list[Reservation] = []
+        plain = Reservation.token_s
+
+        def token_s(reservation: Reservation, now_s: float) -> float | None:
+            self.at.append(reservation)
+            return plain(reservation, now_s)
+
+        monkeypatch.setattr(Reservation, "token_s", token_s)
+
+
+@pytest.mark.parametrize("limits", [Limits(concurrent_requests=30), Limits(tokens_per_day=30 * 110)])
+async def test_a_flood_of_refusals_looks_at_those_who_run_four_times_a_second_at_most(
+    admission: Admission, clock: FakeClock, monkeypatch: pytest.MonkeyPatch, limits: Limits
+) -> None:
+    bob, looks = principal(limits), Looks(monkeypatch)
+    running = [await admission.admit(asked(bob)) for _ in range(30)]
+    for _ in range(100):
+        with pytest.raises(RateLimitExceeded):
+            await admission.admit(asked(bob))
+        clock.advance(0.01)
+    assert len(looks.at) == 4 * 30
+    assert set(looks.at) == set(running)
+
+
+async def test_what_is_told_between_two_looks_ages(admission: Admission, clock: FakeClock) -> None:
+    bob = principal(Limits(concurrent_requests=1))
+    running = await admission.admit(asked(bob, 200))
+    generate(clock, running, 98, 0.1)  # 102 are left
+    assert await told_s(admission, bob) == 11
+    clock.advance(0.24)
+    assert await told_s(admission, bob) == 10
+    running.note(0, 195)
+    assert await told_s(admission, bob) == 10
+    clock.advance(0.01)
+    assert await told_s(admission, bob) == WAIT_S_MIN
+
+
+async def test_only_those_who_hold_something_of_the_refusing_limit_are_looked_at(
+    admission: Admission, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bob, others = principal(Limits(concurrent_requests=1)), principal()
+    for _ in range(20):
+        await admission.admit(asked(others))
+    running, looks = await admission.admit(asked(bob)), Looks(monkeypatch)
+    await told_s(admission, bob)
+    assert looks.at == [running]
+
+
+async def test_who_runs_before_a_limit_is_set_is_looked_at_and_who_has_ended_is_not(
+    admission: Admission, clock: FakeClock
+) -> None:
+    bob = principal()
+    first, second = await admission.admit(asked(bob)), await admission.admit(asked(bob))
+    generate(clock, first, 51, 0.1)
+    limited = dataclasses.replace(
+        bob, tenant=dataclasses.replace(bob.tenant, model_limits={"demo": Limits(concurrent_requests=1)})
+    )
+    assert await told_s(admission, limited) == 10, "the second of both to end, of which no pace is known but the other's"
+    first.settle(61)
+    clock.advance(0.25)
+    generate(clock, second, 90, 0.5)
+    assert await told_s(admission, limited) == 5
+    second.settle(110)
+    (await admission.admit(asked(limited))).void()

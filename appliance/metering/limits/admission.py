@@ -24,7 +24,7 @@ from appliance.metering.limits.expectations import Expectations
 from appliance.metering.limits.levels import LevelRow, SavedLevel
 from appliance.metering.limits.queue import AdmissionQueue, Later, Refusals, Waiter, may_wait, on_the_loop
 from appliance.metering.limits.quotas import ALL_TENANTS, LimitDecision, LimitKind, Moment, Owner
-from appliance.metering.limits.remaining import Endings
+from appliance.metering.limits.remaining import Running
 from appliance.metering.limits.reservations import Reservation, Work
 from appliance.metering.limits.rules import Asked, Rule, holds_for, owners_of, rules_for
 from appliance.metering.limits.sums import SumsReader
@@ -113,8 +113,7 @@ class Admission:
         self._sums = sums
         self._allowances: dict[Owner, Allowance] = {}
         self.expectations = Expectations(sums, clock)
-        self._live: set[Reservation] = set()
-        self._endings = Endings(self._live, self._moment)
+        self._live = Running(self._moment)
         self._unsaved: set[Allowance] = set()
         self._queue = AdmissionQueue(clock, later=later)
         self._waits = waits
@@ -199,7 +198,7 @@ class Admission:
         needs = self._needs(asked, allowances)
         at = self._moment()
         decisions = [
-            self._endings.estimate(allowance, decision)
+            self._live.estimate(allowance, decision)
             for allowance, need in zip(allowances, needs.each, strict=True)
             for decision in allowance.decisions(need, at, self._queue.ahead(allowance))
         ]
@@ -293,7 +292,7 @@ class Admission:
             allowance = Allowance(rule.owner, rule.currency, at)
             for reservation in self._live:
                 if holds_for(rule.owner, reservation.work):
-                    reservation.holds.append(allowance.take(reservation.need, at, buckets=False))
+                    self._live.hold(reservation, allowance.take(reservation.need, at, buckets=False))
             self._heard.clear()
             allowance.remember(await self._sums.read(rule.owner, rule.currency, at), at)
             for correction in self._heard:
@@ -315,7 +314,7 @@ class Admission:
             elif refusals:
                 overlooked[allowance] = refusals
         if refused:
-            return Refusals(by=refused, estimate=self._endings.estimate)
+            return Refusals(by=refused, estimate=self._live.estimate)
         holds = [
             allowance.overlook(at) if allowance in overlooked else allowance.take(need, at)
             for allowance, need in zip(allowances, needs.each, strict=True)

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Collection, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from statistics import median
 
 from appliance.metering.limits.allowances import Allowance, Hold
@@ -17,63 +19,99 @@ from appliance.metering.limits.reservations import Reservation
 
 WAIT_S_MIN = 1.0
 WAIT_S_MAX = 60.0
+OUTLOOK_S = 0.25
+"""So long an outlook serves everybody who is refused, less the time gone by: whoever floods a limit makes no work by it."""
 
 
-@dataclass(frozen=True, slots=True)
-class Ending:
-    """When a running request will probably end, from now, and the share of what it holds that it will then give back."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outlook:
+    """After `made_s`, when those who hold something of an allowance will probably end, the first one first, and what all up to
+    each of them will then have given back."""
 
-    wait_s: float
-    share: float
-    hold: Hold
+    made_s: float
+    waits_s: Sequence[float]
+    tokens: Sequence[int]
+    cost_picos: Sequence[int]
+
+    def wait_s(self, decision: LimitDecision) -> float:
+        """Return when there is room for who was refused; the last end if there is none even then."""
+        if not self.waits_s:
+            return 0.0
+        missing = decision.need - decision.level
+        if decision.kind == "concurrency":  # also for those who wait before
+            place = max(missing + decision.ahead, 1) - 1
+        else:
+            place = bisect_left(self.tokens if decision.kind == "tokens_per_day" else self.cost_picos, missing)
+        return self.waits_s[min(place, len(self.waits_s) - 1)]
 
 
-class Endings:
-    """Predicts the ends of `live` requests. Looks at all of them, so ask it only when a refusal is told to somebody."""
+class Running:
+    """The requests that run, and of which allowances they hold something. Predicts when they end."""
 
-    def __init__(self, live: Collection[Reservation], moment: Callable[[], Moment]) -> None:
-        self._live = live
+    def __init__(self, moment: Callable[[], Moment]) -> None:
         self._moment = moment
+        self._live: set[Reservation] = set()
+        self._holders: dict[Allowance, dict[Reservation, Hold]] = {}
+        self._outlooks: dict[Allowance, Outlook] = {}
+
+    def __iter__(self) -> Iterator[Reservation]:
+        return iter(self._live)
+
+    def add(self, reservation: Reservation) -> None:
+        """Hear that a request was admitted."""
+        self._live.add(reservation)
+        for hold in reservation.holds:
+            self._note(reservation, hold)
+
+    def hold(self, reservation: Reservation, hold: Hold) -> None:
+        """Let a request that runs hold something of one more allowance."""
+        reservation.holds.append(hold)
+        self._note(reservation, hold)
+
+    def discard(self, reservation: Reservation) -> None:
+        """Hear that it has ended."""
+        self._live.discard(reservation)
+        for hold in reservation.holds:
+            holders = self._holders.get(hold.allowance, {})
+            holders.pop(reservation, None)
+            if not holders:
+                self._holders.pop(hold.allowance, None)
+                self._outlooks.pop(hold.allowance, None)
 
     def estimate(self, allowance: Allowance, decision: LimitDecision) -> LimitDecision:
         """Return `decision` with the time after which the running requests in its way have probably given back enough."""
         if not decision.estimated:
             return decision
-        endings = self._of(allowance)
-        wait_s = _concurrent(endings, decision) if decision.kind == "concurrency" else _held(endings, decision)
+        now_s = self._moment().monotonic_s
+        outlook = self._outlooks.get(allowance)
+        if outlook is None or now_s - outlook.made_s >= OUTLOOK_S:
+            outlook = self._outlooks[allowance] = _outlook(self._holders.get(allowance, {}), now_s)
+        wait_s = outlook.wait_s(decision) - (now_s - outlook.made_s)
         return dataclasses.replace(decision, wait_s=float(math.ceil(min(max(wait_s, WAIT_S_MIN), WAIT_S_MAX))))
 
-    def _of(self, allowance: Allowance) -> Sequence[Ending]:
-        """Return the ends of those who hold something of `allowance`, the first one first.
-
-        Whoever has no pace of his own yet is taken to go at the pace that is usual now; where there is none, nothing is known
-        and he may end at once.
-        """
-        now_s = self._moment().monotonic_s
-        running = [(each, hold) for each in self._live for hold in each.holds if hold.allowance is allowance]
-        paces = {each: each.token_s(now_s) for each, _hold in running}
-        usual_s = median([pace for pace in paces.values() if pace is not None] or [0.0])
-        endings = []
-        for each, hold in running:
-            pace_s, left = paces[each], each.tokens_left
-            share = 1 - (each.work.prompt_tokens + each.output_tokens + left) / max(each.need.worst.tokens, 1)
-            endings.append(Ending(left * (usual_s if pace_s is None else pace_s), max(share, 0.0), hold))
-        return sorted(endings, key=lambda ending: ending.wait_s)
+    def _note(self, reservation: Reservation, hold: Hold) -> None:
+        if not hold.overlooked:
+            self._holders.setdefault(hold.allowance, {})[reservation] = hold
 
 
-def _concurrent(endings: Sequence[Ending], decision: LimitDecision) -> float:
-    """Return when so many have ended that there is a place, also for those who wait before."""
-    ends = [ending.wait_s for ending in endings if not ending.hold.overlooked]
-    missing = decision.ahead + decision.need - decision.level
-    return ends[min(max(missing, 1), len(ends)) - 1] if ends else 0.0
+def _outlook(holders: Mapping[Reservation, Hold], now_s: float) -> Outlook:
+    """Look at everybody who holds something of an allowance.
 
-
-def _held(endings: Sequence[Ending], decision: LimitDecision) -> float:
-    """Return when those who have ended have given back what is missing; the last end if all of them together do not."""
-    missing, wait_s = decision.need - decision.level, 0.0
-    for ending in endings:
-        held = ending.hold.held.tokens if decision.kind == "tokens_per_day" else ending.hold.held.cost_picos
-        wait_s, missing = ending.wait_s, missing - int(held * ending.share)
-        if missing <= 0:
-            break
-    return wait_s
+    Whoever has no pace of his own yet is taken to go at the pace that is usual now; where there is none, nothing is known and
+    he may end at once.
+    """
+    paces = {each: each.token_s(now_s) for each in holders}
+    usual_s = median([pace for pace in paces.values() if pace is not None] or [0.0])
+    ends: list[tuple[float, int, int]] = []
+    for each, hold in holders.items():
+        pace_s, left = paces[each], each.tokens_left
+        share = max(1 - (each.work.prompt_tokens + each.output_tokens + left) / max(each.need.worst.tokens, 1), 0.0)
+        given_back = int(hold.held.tokens * share), int(hold.held.cost_picos * share)
+        ends.append((left * (usual_s if pace_s is None else pace_s), *given_back))
+    ends.sort()
+    return Outlook(
+        made_s=now_s,
+        waits_s=[wait_s for wait_s, _tokens, _cost in ends],
+        tokens=list(accumulate(tokens for _wait_s, tokens, _cost in ends)),
+        cost_picos=list(accumulate(cost for _wait_s, _tokens, cost in ends)),
+    )
