@@ -119,13 +119,14 @@ class AuditLog:
     ) -> Page[AuditEntry]:
         """Return entries that `access` may see, the newest first; those of the box have no tenant. Raises InvalidValue.
 
-        With `before`, the id of an entry, the page is the one that ends right before it: the next newer ones.
+        With `before`, the id of an entry, only newer ones count. With it alone the page is the one that ends right before that
+        entry, so nothing follows it: its own first entry leads further back. With a cursor, too, the page begins there.
         """
+        ends_there = before is not None and cursor is None
         query = select(audit_log).where(*_conditions(filters or AuditFilter()))
         if before is not None:
-            query = query.where(audit_log.c.id > before).order_by(audit_log.c.id)
-        else:
-            query = query.order_by(audit_log.c.id.desc())
+            query = query.where(audit_log.c.id > before)
+        query = query.order_by(audit_log.c.id if ends_there else audit_log.c.id.desc())
         query = access.narrow(query, audit_log.c.tenant_id, Action.AUDIT)
         if cursor is not None:
             (last_id,) = decode_cursor("audit", cursor, [int])
@@ -133,7 +134,7 @@ class AuditLog:
         async with self._db.reading() as connection:
             rows = (await connection.execute(query.limit(check_limit(limit) + 1))).mappings().all()
         page = page_of([_from_row(row) for row in rows], limit, "audit", lambda entry: [entry.id])
-        return page if before is None else dataclasses.replace(page, data=page.data[::-1], next_cursor=None)
+        return Page(data=page.data[::-1], has_more=False, next_cursor=None) if ends_there else page
 
     async def verify(self, expect: str | None = None, on_progress: Callable[[float], None] = lambda _fraction: None) -> Verdict:
         """Return whether the chain is whole, reading it in batches while others append to it.

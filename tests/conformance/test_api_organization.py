@@ -222,6 +222,25 @@ async def test_the_audit_log_tells_who_did_it_under_openais_names(server: Server
     assert [entry async for entry in admin.audit_logs.list(effective_at={"lt": 1000})] == []
 
 
+async def test_the_audit_log_is_walked_back_page_by_page_and_between_two_entries_in_one_walk(
+    server: Server, admin: Any
+) -> None:
+    project = await admin.projects.create(name="walked")
+    for number in range(5):
+        await admin.projects.update(project.id, name=f"walked {number}")
+    listed = [entry.id async for entry in admin.audit_logs.list(project_ids=[project.id])]
+    oldest = listed[-1]
+
+    page = await admin.audit_logs.list(project_ids=[project.id], limit=3, before=oldest)
+    assert [entry.id for entry in page.data] == listed[-4:-1]
+    assert not page.has_next_page()  # what follows it is the entry itself
+    page = await admin.audit_logs.list(project_ids=[project.id], limit=3, before=page.data[0].id)
+    assert [entry.id for entry in page.data] == listed[:-4]
+
+    between = admin.audit_logs.list(project_ids=[project.id], limit=3, after=listed[0], before=oldest)
+    assert [entry.id async for entry in between] == listed[1:-1]
+
+
 async def test_an_admin_key_is_made_used_and_deleted(server: Server, admin: Any) -> None:
     made = await admin.admin_api_keys.create(name="second")
     assert made.value.startswith("gha_")

@@ -196,9 +196,12 @@ async def test_the_audit_log_is_walked_forth_and_back(box: ApiBox) -> None:
     third, more = await ids(after=second[-1])
     assert not more
 
-    assert await ids(before=third[0]) == (second, True)
+    # A page right before an entry is the previous one; clients ask for what follows it, up to that entry: nothing.
+    assert await ids(before=third[0]) == (second, False)
     assert await ids(before=second[0]) == (first, False)
     assert await ids(before=second[-1], after=first[0]) == ([first[-1], second[0]], False)
+    assert await ids(before=third[-1], after=first[0]) == ([first[-1], second[0]], True)
+    assert await ids(before=third[-1], after=second[0]) == ([second[-1]], False)
 
 
 @pytest.mark.parametrize(

@@ -110,7 +110,9 @@ class NewAdminKeyShape(AdminKeyShape, kw_only=True):
 async def list_audit_logs(request: AdminRequest) -> ListShape[dict[str, Any]]:
     """Return entries of the audit log, the newest first; details stand under the name of the event's type.
 
-    `after` goes on to older ones, `before` back to newer ones; both pages are in the same order.
+    `after` goes on to older ones. `before` alone is the page right before that entry, the next newer ones; the first of them
+    is the next `before`, until a page is empty. With both, pages go from `after` to `before`. `has_more` tells of entries
+    that follow the page up to `before`.
     """
     access = await authenticate_administrator(request, Action.AUDIT)
     check_query(request)
