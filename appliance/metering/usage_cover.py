@@ -19,6 +19,7 @@ from appliance.metering.ledger.rollups import DAY, HOUR, MINUTE
 EVENT = "event"
 EARLIEST = datetime(1970, 1, 2, tzinfo=UTC)
 LATEST = datetime(9990, 1, 1, tzinfo=UTC)
+STARTS_MAX = 100  # days of three months, hours of four days: a statement names so many
 _FINER = {DAY: HOUR, HOUR: MINUTE, MINUTE: EVENT}
 _SIZES = {HOUR: timedelta(hours=1), MINUTE: timedelta(minutes=1)}
 _TICK = timedelta(microseconds=1)
@@ -28,12 +29,13 @@ _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
     """A part of a period, covered by sums of one `level`, or by events. `within` is the bucket of the report that it lies in;
-    None where its sums are buckets of the report themselves."""
+    None where its sums are buckets of the report themselves. `starts` are where the sums begin, unless they are too many."""
 
     level: str
     start: datetime
     end: datetime
     within: datetime | None
+    starts: tuple[datetime, ...] = ()
 
 
 def cover(start: datetime, end: datetime, bucket: str, calendar: BillingCalendar) -> list[Segment]:
@@ -41,7 +43,13 @@ def cover(start: datetime, end: datetime, bucket: str, calendar: BillingCalendar
     start, end = max(start, EARLIEST), min(end, LATEST)
     segments = _cover(start, end, bucket, calendar)
     return [
-        Segment(level=level, start=a, end=b, within=None if level == bucket else bucket_start(a, bucket, calendar))
+        Segment(
+            level=level,
+            start=a,
+            end=b,
+            within=None if level == bucket else bucket_start(a, bucket, calendar),
+            starts=_starts(level, a, b, calendar),
+        )
         for level, a, b in segments
     ]
 
@@ -50,6 +58,16 @@ def reaching(segments: Iterable[Segment], bucket_at: datetime) -> list[Segment]:
     """Return the segments in which something of the bucket that begins at `bucket_at` may lie, or of a later one."""
     last = [(segment, segment.end - _TICK if segment.within is None else segment.within) for segment in segments]
     return [segment for segment, latest in last if latest >= bucket_at]
+
+
+def _starts(level: str, start: datetime, end: datetime, calendar: BillingCalendar) -> tuple[datetime, ...]:
+    if level == EVENT or end - start > STARTS_MAX * _SIZES.get(level, timedelta(days=1)):
+        return ()
+    starts = []
+    while start < end:
+        starts.append(start)
+        start = bucket_end(start, level, calendar)
+    return tuple(starts)
 
 
 def bucket_start(moment: datetime, bucket: str, calendar: BillingCalendar) -> datetime:

@@ -12,6 +12,7 @@ What was asked for neither by tenant nor by key is read from the sums of the box
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -40,6 +41,7 @@ from appliance.metering.usage_cover import EVENT, Segment
 
 OWNER = ("tenant_id", "key_id", "model")
 _BOX_OWNER = ("model",)
+PROBES_MAX = 20_000  # of more places than that in an index the sums of a period are read one after the other
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,16 +58,24 @@ class Owners:
         return tuple(name for name in OWNER if name in told_apart)
 
     @property
+    def probes(self) -> float:
+        """In how many places of a bucket a database looks for the rows: of each tenant, and there of each key."""
+        tenants, keys = (len(self.wanted[name]) if name in self.wanted else None for name in ("tenant_id", "key_id"))
+        if tenants is None:
+            return math.inf if keys is None else keys * keys
+        return tenants * (keys or 1)
+
+    @property
     def table(self) -> Table:
         """The sums that are read."""
         return usage_box_rollups if {*self.columns, *self.wanted} <= set(_BOX_OWNER) else usage_rollups
 
     def conditions(self, table: Table) -> list[ColumnElement[bool]]:
-        """Return what rows of `table` have to meet. The tenant of a single key is looked up, for sums lie by tenant."""
+        """Return what rows of `table` have to meet. The tenants of keys are looked up, for sums lie by tenant."""
         met = [_is_one_of(table.c[name], values) for name, values in self.wanted.items()]
         keys = self.wanted.get("key_id", ())
-        if len(keys) == 1 and "tenant_id" not in self.wanted:
-            met.append(table.c.tenant_id == tenant_of_key(next(iter(keys))))
+        if keys and "tenant_id" not in self.wanted:
+            met.append(table.c.tenant_id.in_(_tenants_of_keys(keys)))
         return met
 
 
@@ -80,6 +90,10 @@ class Place:
 def tenant_of_key(key_id: str) -> ScalarSelect[str]:
     """Return the tenant of a key, for a query of rows that lie by tenant."""
     return select(api_keys.c.tenant_id).where(api_keys.c.id == key_id).scalar_subquery()
+
+
+def _tenants_of_keys(key_ids: Collection[str]) -> Select[Any]:
+    return select(api_keys.c.tenant_id).where(_is_one_of(api_keys.c.id, key_ids))
 
 
 def report_query(segments: Sequence[Segment], owners: Owners) -> Select[Any]:
@@ -127,16 +141,27 @@ def _part(segment: Segment, owners: Owners) -> Select[Any]:
         moment, belongs, counts = table.c.start_at, table.c.bucket == segment.level, _sums(table)
     start = moment if segment.within is None else literal(segment.within, UtcDateTime())
     names = [table.c[name] for name in (*owners.place, "currency")]
-    inside = [belongs, moment >= segment.start, moment < segment.end, *owners.conditions(table)]
+    inside = [belongs, *_moments(moment, segment, segment.start, owners), *owners.conditions(table)]
     query = select(start.label("start_at"), *names, *counts).where(*inside)
     return query.group_by(*([moment] if segment.within is None else []), *names)
+
+
+def _moments(moment: ColumnElement[Any], segment: Segment, begin: datetime, owners: Owners) -> list[ColumnElement[bool]]:
+    """Return what says that `moment` lies in the segment, from `begin` on.
+
+    Of a few tenants, or keys, the beginnings are named one by one: so SQLite, which keeps no statistics, goes from one tenant's
+    sums to the next by the primary key, where it would read everybody's sums of the period.
+    """
+    if segment.starts and owners.probes * len(segment.starts) <= PROBES_MAX:
+        return [moment.in_([start for start in segment.starts if start >= begin])]
+    return [moment >= begin, moment < segment.end]
 
 
 def _page_part(segment: Segment, owners: Owners, rows_max: int, after: Place | None) -> Select[Any]:
     """Return the sums of at least the first `rows_max` places of a segment of whole buckets, behind `after`."""
     table = owners.table
     begin = segment.start if after is None else max(segment.start, after.start_at)
-    inside = [table.c.bucket == segment.level, table.c.start_at >= begin, table.c.start_at < segment.end]
+    inside = [table.c.bucket == segment.level, *_moments(table.c.start_at, segment, begin, owners)]
     inside += owners.conditions(table)
     owner = _BOX_OWNER if table is usage_box_rollups else OWNER
     place = [table.c[name] for name in ("start_at", *owners.place, "currency")]
