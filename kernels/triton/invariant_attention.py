@@ -133,18 +133,19 @@ def _attend_rows(
     attended = torch.empty(*size, shape.head_dim, dtype=torch.float32, device=q.device)
     sums = torch.empty(*size, 2, dtype=torch.float32, device=q.device)
     tiling = _tiling(shape, q.device)
-    constants = {"EARLY": early_launch(q.device)["EARLY"], "REQUESTS": scheduled_requests(num_requests)}
-    launch = {"launch_pdl": early_launch(q.device)["launch_pdl"], "enable_fp_fusion": False}
+    early, requests = early_launch(q.device), scheduled_requests(num_requests)
     num_tiles = _num_tiles(q, block_tables, shape)
     rows_kernel[(num_tiles * shape.num_kv_heads, splits)](
         q, kv_cache, block_tables, query_starts, context_lens, kv_scales, out, attended, sums,
         num_requests, num_tiles, score_factor(shape), q.stride(0), kv_cache.stride(0), block_tables.stride(0), splits,
-        **_constants(shape, tiling), **constants, **launch, num_warps=tiling.num_warps, num_stages=tiling.num_stages,
+        **_constants(shape, tiling), REQUESTS=requests, **early,
+        num_warps=tiling.num_warps, num_stages=tiling.num_stages, enable_fp_fusion=False,
     )  # fmt: skip
     if splits > 1:
         merge_rows_kernel[(q.shape[0], shape.num_heads)](
             query_starts, context_lens, kv_scales, out, attended, sums, num_requests, splits,
-            **_merge_constants(shape), TOGETHER=MERGE_TOGETHER, **constants, **launch, num_warps=MERGE_WARPS,
+            **_merge_constants(shape), REQUESTS=requests, TOGETHER=MERGE_TOGETHER, **early,
+            num_warps=MERGE_WARPS, enable_fp_fusion=False,
         )  # fmt: skip
     return out
 
