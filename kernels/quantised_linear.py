@@ -60,16 +60,18 @@ class Fp8Rows(NamedTuple):
 
 
 class Fp8Product:
-    """[T, K] → [T, N] with e4m3 weights and rows, which are rounded here unless they come as `Fp8Rows`."""
+    """[T, K] → [T, N] with e4m3 weights and rows, which are rounded here unless they come as `Fp8Rows`.
+
+    `unrounded` multiplies rows as they are: for whoever reads the weights in steps of few rows, which wait for nothing else."""
 
     def __init__(self, weight: Fp8Weight, bias: torch.Tensor | None) -> None:
-        self._multiply = bind_fp8(weight, bias)
-        self.weight: Fp8Weight | None = getattr(self._multiply, "weight", None)  # on CPUs it was packed anew
+        self.unrounded = bind_fp8(weight, bias)
+        self.weight: Fp8Weight | None = getattr(self.unrounded, "weight", None)  # on CPUs it was packed anew
         self.bias = bias
 
     def __call__(self, x: torch.Tensor | Fp8Rows) -> torch.Tensor:
         rows = x if isinstance(x, Fp8Rows) else self.rounded(x)
-        return self._multiply(rows.values, x_scales=rows.scales, out_dtype=rows.dtype)
+        return self.unrounded(rows.values, x_scales=rows.scales, out_dtype=rows.dtype)
 
     def rounded(self, x: torch.Tensor) -> Fp8Rows:
         """x: [T, K] → the rows that are multiplied in its place"""

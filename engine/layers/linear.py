@@ -58,8 +58,9 @@ class FusedLinear:
 
     @property
     def plain(self) -> ops.PlainWeights | None:
-        """The weights, where other operations may read them too."""
-        return self._kernel if isinstance(self._kernel, ops.PlainWeights) else None
+        """The product of inputs as they are, where other operations may read its weights too."""
+        kernel = getattr(self._kernel, "unrounded", self._kernel)
+        return kernel if isinstance(kernel, ops.PlainWeights) else None
 
     @property
     def weight(self) -> Any:

@@ -24,17 +24,17 @@ def fp8_product(
 
 
 class StaticFp8Product:
-    """[T, K] → [T, N]; every input is divided by one scale, [1], and rounded to e4m3."""
+    """[T, K] → [T, N]; every input is divided by one scale, [1], and rounded to e4m3. Else as `ops.Fp8Product`."""
 
     def __init__(self, weight: ops.Fp8Weight, bias: torch.Tensor | None, input_scale: torch.Tensor) -> None:
-        self._multiply = ops.bind_fp8(weight, bias)
+        self.unrounded = ops.bind_fp8(weight, bias)
         self._input_scale = input_scale
-        self.weight: ops.Fp8Weight | None = getattr(self._multiply, "weight", None)  # on CPUs it was packed anew
+        self.weight: ops.Fp8Weight | None = getattr(self.unrounded, "weight", None)  # on CPUs it was packed anew
         self.bias = bias
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         rows = self.rounded(x)
-        return self._multiply(rows.values, x_scales=rows.scales, out_dtype=rows.dtype)
+        return self.unrounded(rows.values, x_scales=rows.scales, out_dtype=rows.dtype)
 
     def rounded(self, x: torch.Tensor) -> ops.Fp8Rows:
         """x: [T, K] → the rows that are multiplied in its place, all with the one scale"""

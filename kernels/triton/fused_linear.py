@@ -43,12 +43,8 @@ CANDIDATES = ((32, 256, 5), (64, 128, 6), (16, 256, 6))
 CANDIDATES_GATED = ((32, 128, 6), (16, 256, 5))
 CANDIDATES_BYTES = ((64, 256, 4), (32, 256, 6))
 CANDIDATES_BYTES_GATED = ((32, 256, 4), (16, 256, 6))
-CANDIDATES_FLOAT32 = CANDIDATES_FLOAT32_GATED = ((16, 64, 4),)  # no tensor core multiplies it: registers are the limit
-BY_BYTES = {
-    1: (CANDIDATES_BYTES, CANDIDATES_BYTES_GATED),
-    2: (CANDIDATES, CANDIDATES_GATED),
-    4: (CANDIDATES_FLOAT32, CANDIDATES_FLOAT32_GATED),
-}
+BY_BYTES = {1: (CANDIDATES_BYTES, CANDIDATES_BYTES_GATED), 2: (CANDIDATES, CANDIDATES_GATED)}
+CANDIDATES_FLOAT32 = ((16, 64, 4),)  # no tensor core multiplies such rows: registers are the limit, whatever the weights are
 
 Weight = torch.Tensor | Int8Weight | Fp8Weight | Int4Weight
 
@@ -152,29 +148,37 @@ def normed_linear(
 
 
 def fused_tiles(
-    num_outputs: int, num_columns: int, capability: int, multiprocessors: int, *, gated: bool, weight_bytes: int = 2
+    num_outputs: int,
+    num_columns: int,
+    capability: int,
+    multiprocessors: int,
+    *,
+    gated: bool,
+    weight_bytes: int = 2,
+    row_bytes: int = 2,
 ) -> Tiles:
-    """The candidate with which the card is done soonest; the same for any number of rows."""
+    """The candidate with which the card is done soonest; the same for any number of rows. `row_bytes`: of an element of x"""
     matrices = 2 if gated else 1
     pace = CONVERT if weight_bytes == 1 else STREAM
+    candidates = CANDIDATES_FLOAT32 if row_bytes == 4 else BY_BYTES[weight_bytes][gated]
 
     def choice(block_n: int, block_k: int, stages: int) -> tuple[float, Tiles]:
         step_bytes = matrices * block_n * block_k * weight_bytes
         work = -(-num_outputs // block_n), -(-num_columns // block_k), multiprocessors, step_bytes
         splits = split_count(*work, pace=pace)
-        column_warps = 1 if weight_bytes == 4 else 4  # see split_sum.step_columns
+        column_warps = 1 if row_bytes == 4 else 4  # see split_sum.step_columns
         stages = _stages(stages, capability)
         tiles = Tiles(BLOCK_M, block_n, block_k, num_warps=4, num_stages=stages, splits=splits, column_warps=column_warps)
         return split_cost(*work, splits, pace=pace), tiles
 
-    return min((choice(*candidate) for candidate in BY_BYTES[weight_bytes][gated]), key=lambda pair: pair[0])[1]
+    return min((choice(*candidate) for candidate in candidates), key=lambda pair: pair[0])[1]
 
 
 def _tiles_on(x: torch.Tensor, weight: Weight, num_outputs: int, *, gated: bool) -> Tiles | Int4Tiles:
     sizes = num_outputs, x.shape[1], capability(x.device), multiprocessors(x.device)
     if isinstance(weight, Int4Weight):
         return fused_int4.fused_int4_tiles(*sizes, gated=gated)
-    return fused_tiles(*sizes, gated=gated, weight_bytes=_values(weight).element_size())
+    return fused_tiles(*sizes, gated=gated, weight_bytes=_values(weight).element_size(), row_bytes=x.element_size())
 
 
 def _values(weight: torch.Tensor | Int8Weight | Fp8Weight) -> torch.Tensor:

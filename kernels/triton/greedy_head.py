@@ -19,7 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.quantised_weights import Int4Weight, Int8Weight
+from kernels.quantised_weights import Fp8Weight, Int4Weight, Int8Weight
 from kernels.race import NO_TOKEN
 from kernels.triton.compilation import Compilation
 from kernels.triton.early_launch import early_launch, fetch_rows, let_next_start, start_in_turn, wait_for_previous
@@ -91,10 +91,12 @@ def head_tiles(*, is_int8: bool, capability: int) -> Tiles:
     return replace(tiles, num_stages=stages) if capability in (86, 89, 120) else tiles
 
 
-def bind_greedy_head(weight: torch.Tensor | Int8Weight | Int4Weight) -> Callable[[torch.Tensor], torch.Tensor] | None:
+def bind_greedy_head(
+    weight: torch.Tensor | Int8Weight | Fp8Weight | Int4Weight,
+) -> Callable[[torch.Tensor], torch.Tensor] | None:
     """`greedy_head` with this head; None where its product adds in another order, so that near a tie the two could choose
-    differently, and for weights of 4 bits. weight: [V, K]"""
-    if isinstance(weight, Int4Weight):
+    differently, and for weights of 4 bits and e4m3. weight: [V, K]"""
+    if isinstance(weight, Int4Weight | Fp8Weight):
         return None
     is_int8, values = isinstance(weight, Int8Weight), weight.values if isinstance(weight, Int8Weight) else weight
     (num_tokens, num_columns), card = values.shape, (capability(values.device), multiprocessors(values.device))

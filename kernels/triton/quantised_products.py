@@ -37,11 +37,11 @@ def bind_int4(weight: Int4Weight, bias: torch.Tensor | None) -> CodedProduct:
     return CodedProduct(linear_int4, weight, bias)
 
 
-class Fp8Linear:
-    """What `kernels.quantised_linear.bind_fp8` says."""
+class Fp8Linear(PlainWeights):
+    """What `kernels.quantised_linear.bind_fp8` says. Without scales inputs stay as they are, so that it may be fused too."""
 
     def __init__(self, weight: Fp8Weight, bias: torch.Tensor | None) -> None:
-        self.weight = weight
+        self.weight = weight  # type: ignore[assignment]
         self.bias = bias
 
     def __call__(

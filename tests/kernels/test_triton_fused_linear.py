@@ -120,6 +120,14 @@ def test_no_rows_are_no_work_and_many_are_refused(device: torch.device) -> None:
         fused_linear.linear_add(**inputs(17, 32, 64, torch.float16, device))
 
 
+@pytest.mark.parametrize("gated", [False, True])
+def test_rows_of_32_bits_have_tiles_of_their_own_whatever_the_weights_are(gated: bool) -> None:
+    """No tensor core multiplies them: with the tiles for bytes a thread kept thousands of bytes on its stack."""
+    for weight_bytes in (1, 4):
+        tiles = fused_linear.fused_tiles(4096, 1024, 90, 132, gated=gated, weight_bytes=weight_bytes, row_bytes=4)
+        assert (tiles.block_n, tiles.block_k, tiles.column_warps) == (16, 64, 1)
+
+
 def test_tiles_depend_on_the_matrix_alone_and_keep_every_multiprocessor_reading() -> None:
     for outputs, columns, gated in ((6144, 4096, False), (4096, 4096, False), (14336, 4096, True), (4096, 14336, False)):
         tiles = fused_linear.fused_tiles(outputs, columns, 90, 132, gated=gated)

@@ -15,11 +15,12 @@ import torch
 from engine.loop import Engine
 from kernels import ops, quantised_linear
 from kernels.quantised_weights import Int8Weight
-from kernels.triton import fused_int4, greedy_head
+from kernels.triton import fused_linear, greedy_head
 from kernels.triton.linear_tiles import Tiles
 from tests.support import quantised_checkpoints as layouts
 from tests.support.engines import overlapped_engine, run_to_end, small_engine, tokens, wanted
 from tests.support.interpreted_bf16 import correct_bf16
+from tests.support.interpreted_fp8 import correct_e4m3
 from tests.support.tiny_models import make_model
 
 LAUNCHES_OF_A_LAYER = 7  # qkv, rotation and cache, attention and its merge, out, gate and up, down
@@ -57,12 +58,25 @@ def model_in(folder: Path, layout: layouts.Layout | None = None, *, num_layers: 
     return layouts.write(folder / "plain", folder / "written", layout)
 
 
-@pytest.mark.parametrize("layout", [layouts.awq(), layouts.gptq(desc_act=True)], ids=["awq", "gptq in another order"])
-def test_fused_layers_of_4_bits_say_what_the_numbers_of_the_checkpoint_say(layout: layouts.Layout, tmp_path: Path) -> None:
-    """Each token is the most likely one of the float32 twin, or one that rounding to bfloat16 cannot tell from it."""
-    written = model_in(tmp_path, layout)
+FP8_BY_TOKEN = layouts.fp8(per_row=True, activations="dynamic", compressed=True)
+FUSED = {
+    "awq": layouts.awq(),
+    "gptq in another order": layouts.gptq(desc_act=True),
+    "fp8, a stored scale for rows": layouts.fp8(per_row=False, activations="static", compressed=False),
+    "fp8, rows as they are": layouts.fp8(per_row=True, activations="none", compressed=True),
+}
+
+
+@pytest.mark.parametrize("layout", FUSED.values(), ids=FUSED)
+def test_fused_layers_say_what_the_numbers_of_the_checkpoint_say(
+    layout: layouts.Layout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each token is the most likely one of the float32 twin, or one that rounding to bfloat16 cannot tell from it. Few rows
+    are never rounded to 8 bits, whatever the checkpoint does to many: no step here has more than 16."""
+    monkeypatch.setattr(layouts, "input_scale", lambda _: 0.008)
+    written = model_in(tmp_path, replace(layout, rounds_input=None))
     reference = written.reference()
-    with mock.patch.object(fused_int4, "launch", wraps=fused_int4.launch) as fused:
+    with mock.patch.object(fused_linear, "_launch", wraps=fused_linear._launch) as fused:
         answered = answers(overlapped_engine, written.directory, dtype="bfloat16")
     assert fused.call_count >= (MAX_TOKENS - 1) * FUSED_PRODUCTS
     assert fused.call_count % FUSED_PRODUCTS == 0
@@ -93,14 +107,25 @@ def launches_of_a_step(model: Path, **options: Any) -> int:
     return launches
 
 
-def test_a_decode_step_of_4_bits_takes_seven_launches_for_a_layer(tmp_path: Path) -> None:
+@pytest.mark.parametrize("layout", [layouts.awq(), FP8_BY_TOKEN], ids=["awq", "fp8"])
+def test_a_decode_step_takes_seven_launches_for_a_layer(layout: layouts.Layout, tmp_path: Path) -> None:
     counts = {
         num_layers: launches_of_a_step(
-            model_in(tmp_path / str(num_layers), layouts.awq(), num_layers=num_layers).directory, dtype="bfloat16"
+            model_in(tmp_path / str(num_layers), layout, num_layers=num_layers).directory, dtype="bfloat16"
         )
         for num_layers in (1, 3)
     }
     assert (counts[3] - counts[1]) / 2 == LAUNCHES_OF_A_LAYER
+
+
+def test_fp8_made_while_reading_gives_the_tokens_of_the_plain_runner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of few rows leave them as they are in both; the head, which stands for itself, rounds them."""
+    correct_e4m3(monkeypatch)
+    model = model_in(tmp_path, num_layers=1).directory
+    with mock.patch.object(fused_linear, "_launch", wraps=fused_linear._launch) as fused:
+        plain = answers(small_engine, model, quantization="fp8")
+        assert fused.call_count, "the plain runner fuses as well"
+        assert answers(overlapped_engine, model, quantization="fp8") == plain
 
 
 @pytest.fixture
