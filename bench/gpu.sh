@@ -10,8 +10,8 @@
 #   bench/gpu.sh --only 'checks,invariant,kernels,choices'
 #   bench/gpu.sh --only 'llama 8b,small models,formats,latency,saturated,peers'
 #
-# Needs torch, triton, numpy, safetensors, tokenizers and jinja2; transformers for the peers, pytest to rehearse. Nothing of
-# the web half.
+# Needs torch, triton, numpy, safetensors, tokenizers and jinja2, and a C compiler with Python's headers for Triton;
+# transformers for the peers, pytest to rehearse. Nothing of the web half.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 export PYTHONUNBUFFERED=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 PYTHONDONTWRITEBYTECODE=1

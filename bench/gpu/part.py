@@ -33,7 +33,7 @@ def main() -> None:
     answers = _own_output()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     faulthandler.enable()
-    requirements.check()
+    requirements.check(rehearse=options.rehearse)
     import torch
 
     from bench.gpu.context import Context

@@ -266,7 +266,7 @@ def test_without_a_gpu_it_says_so_and_begins_nothing_else(tmp_path: Path) -> Non
     answer = subprocess.run(
         [sys.executable, "-m", "bench.gpu", "--only", "formats", "--out", str(tmp_path / "result.json")],
         cwd=REPO,
-        env={**oldest_triton().environment(tmp_path / "cache", interpret=False), "CUDA_VISIBLE_DEVICES": ""},
+        env={**oldest_triton().environment(tmp_path / "cache", interpret=False), "CUDA_VISIBLE_DEVICES": "", "CC": "true"},
         capture_output=True,
         text=True,
         check=False,
@@ -284,6 +284,18 @@ def test_what_is_missing_is_named_in_one_message() -> None:
     stand_in = requirements.StandIn("grammars")
     with pytest.raises(RuntimeError, match="grammars is not installed"):
         stand_in.LLMatcher()
+
+
+def test_a_machine_where_no_kernel_can_be_launched_is_told_what_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CC", "true")
+    assert requirements.no_launcher() == []
+    monkeypatch.setenv("CC", "false")
+    (line,) = requirements.no_launcher()
+    assert line.startswith("  false cannot use Python.h")
+    monkeypatch.delenv("CC")
+    monkeypatch.setenv("PATH", "")
+    (line,) = requirements.no_launcher()
+    assert line.startswith("  a C compiler is missing")
 
 
 @pytest.mark.parametrize(
