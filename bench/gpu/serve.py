@@ -48,16 +48,16 @@ def llama_8b(context: Context) -> None:
             context.guard("sizes", lambda: warm_sizes(context, engine))
             steady = [f"Llama-3.1-8B bf16, batch {size}, 1k context" for size in (64, 256)]
             context.guard(steady[0], lambda: _steady(context, engine, directory, 64, steady[0]))
-            profiled = ["GPU idle in steady decode, batch 256", "host critical path per step, batch 256"]
-            context.guard(
-                [steady[1], *profiled], lambda: _steady(context, engine, directory, 256, steady[1], profiled=profiled)
-            )
             row_mixed = "Llama-3.1-8B, 256 requests of 100–1024 in and out"
             context.guard(
                 [row_mixed, "planner: 256 mixed"],
                 lambda: _mixed(context, engine, directory, row_mixed, planned="planner: 256 mixed"),
             )
             context.guard("conversations", lambda: _chats(context, engine))
+            profiled = ["GPU idle in steady decode, batch 256", "host critical path per step, batch 256"]
+            context.guard(  # last: a profiler may slow down whatever comes after it, or end the process
+                [steady[1], *profiled], lambda: _steady(context, engine, directory, 256, steady[1], profiled=profiled)
+            )
 
 
 def small_models(context: Context) -> None:
@@ -123,13 +123,17 @@ def _folder() -> Iterator[Path]:
 
 
 def warm_sizes(context: Context, engine: Engine) -> None:
-    """Every size of a decode step once: requests end eight at a time, so that no timed run captures a graph."""
-    numbers = random.Random(1)
-    seats = context.size(SEATS, 4)
-    requests = [Asked(traffic.prompt(numbers, 8, engine.info.vocab_size), 2 + place // 8) for place in range(seats)]
-    traffic.run(engine, requests, temperature=MIXED_TEMPERATURE, label="w")
+    """Every size of a decode step that draws, and prompts of every length, so that no timed run captures or compiles."""
+    _each_size(engine, context.size(SEATS, 4), temperature=MIXED_TEMPERATURE)
     mixed = traffic.uniform(context.size(24, 2), 3, context.size(1024, 8), engine.info.vocab_size, seed=9)
     traffic.run(engine, [Asked(asked.prompt, 3) for asked in mixed], temperature=MIXED_TEMPERATURE, label="v")
+
+
+def _each_size(engine: Engine, seats: int, *, temperature: float) -> None:
+    """Every size of a decode step once: requests end eight at a time."""
+    numbers = random.Random(1)
+    requests = [Asked(traffic.prompt(numbers, 8, engine.info.vocab_size), 2 + place // 8) for place in range(seats)]
+    traffic.run(engine, requests, temperature=temperature, label="w")
 
 
 def _batch_one(context: Context, engine: Engine, directory: Path, name: str, *, planned: str | None = None) -> None:
@@ -234,8 +238,9 @@ def _mixed(context: Context, engine: Engine, directory: Path, name: str, *, plan
 
 
 def _chats(context: Context, engine: Engine) -> None:
-    """What the peers are compared with, greedy like them."""
+    """What the peers are compared with: greedy like them and, like them, warm. Greedy steps have graphs of their own."""
     requests = traffic.conversations(context, engine.info.vocab_size)
+    _each_size(engine, len(requests), temperature=0.0)
     came = traffic.run(engine, requests, label="c")
     row = Row(name="Llama-3.1-8B, conversations", value=came.rate, counted=came.counted, returned=came.returned)
     row.facts = {"wall_s": came.wall_s, "requests": len(requests)}
