@@ -160,10 +160,10 @@ class UsageReports:
     def _rows(self, found: Sequence[Any], owners: Owners, bucket: str) -> list[tuple[UsageRow, Place]]:
         """Return the rows of a report and their places."""
         ends = {start: bucket_end(start, bucket, self.calendar) for start in {row[0] for row in found}}
-        names = 1 + len(owners.place) + 1
+        columns = (*owners.place, "currency")
+        names = 1 + len(columns)
         return [
-            (_usage_row(row[0], ends[row[0]], row[1:names], row[names:], owners), Place(row[0], tuple(row[1:names])))
-            for row in found
+            (_usage_row(row[0], ends[row[0]], owners, columns, row[1:]), Place(row[0], tuple(row[1:names]))) for row in found
         ]
 
     async def totals(
@@ -180,8 +180,8 @@ class UsageReports:
         owners = _owners(group_by, [_only(tenant_id), access.within(Action.READ)], None, None)
         segments = self._segments(start, end, "day")
         found = await self._read(totals_query(segments, owners).limit(rows_max)) if segments else []
-        names = len(owners.place) + 1
-        return [_usage_row(start, end, row[:names], row[names:], owners) for row in found]
+        columns = (*owners.columns, "currency")
+        return [_usage_row(start, end, owners, columns, row) for row in found]
 
     async def ledger_page(
         self,
@@ -316,24 +316,24 @@ def _position(name: str, cursor: str, owners: Owners) -> tuple[datetime, datetim
     return _from_micros(start), _from_micros(end), Place(_from_micros(bucket_at), tuple(names))
 
 
-def _usage_row(start: datetime, end: datetime, names: Sequence[str], counts: Sequence[int], owners: Owners) -> UsageRow:
-    """Return the row of the owner's columns and the currency `names`, and of COUNTS, which PostgreSQL adds up to decimals."""
-    *owner, currency = names
-    named = dict(zip(owners.place, owner, strict=True))
-    requests, prompt, cached, completion, rejected, cost_high, cost_low = map(int, counts)
+def _usage_row(start: datetime, end: datetime, owners: Owners, columns: Sequence[str], values: Sequence[Any]) -> UsageRow:
+    """Return the row of `values`: those of the `columns`, then of COUNTS, which PostgreSQL adds up to decimals."""
+    named = dict(zip(columns, values[: len(columns)], strict=True))
+    requests, prompt, cached, completion, rejected, cost_high, cost_low = map(int, values[len(columns) :])
+    shown = {name: named[name] for name in owners.columns}
     return UsageRow(
         start=start,
         end=end,
-        tenant_id=named.get("tenant_id") if "tenant_id" in owners.columns else None,
-        key_id=named.get("key_id"),
-        model=named.get("model"),
+        tenant_id=shown.get("tenant_id"),
+        key_id=shown.get("key_id"),
+        model=shown.get("model"),
         requests=requests,
         prompt_tokens=prompt,
         cached_tokens=cached,
         completion_tokens=completion,
         rejected_tokens=rejected,
         cost_picos=cost_high * SPLIT + cost_low,
-        currency=currency,
+        currency=named["currency"],
     )
 
 
