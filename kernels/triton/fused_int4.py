@@ -11,10 +11,9 @@ import triton
 import triton.language as tl
 
 from kernels.quantised_weights import CHUNK_COLUMNS, Int4Weight
-from kernels.residual_stream import Gate
 from kernels.triton.compilation import Compilation
 from kernels.triton.early_launch import early_launch, let_next_start, wait_for_previous
-from kernels.triton.fused_sums import asked_squares, finish
+from kernels.triton.fused_sums import LLAMA_8B, Around, around_types, asked_squares, finish
 from kernels.triton.int4_codes import fetch_chunks, int4_sums
 from kernels.triton.linear_int4 import DTYPES, SMALL_CARDS, Int4Tiles
 from kernels.triton.split_sum import UNPACK, counters, partial_sums, split_count
@@ -67,42 +66,24 @@ def fused_int4_tiles(num_outputs: int, num_columns: int, capability: int, multip
     return Int4Tiles(ROWS, block_n, num_warps=4, num_stages=4 if capability in SMALL_CARDS else 6, splits=splits)
 
 
-def launch(
-    x: torch.Tensor,
-    weight: Int4Weight,
-    bias: torch.Tensor | None,
-    squares: torch.Tensor | None,
-    residual: torch.Tensor | None,
-    norm_weight: torch.Tensor | None,
-    out: torch.Tensor,
-    weighted: torch.Tensor | None,
-    squares_out: torch.Tensor | None,
-    tiles: Int4Tiles,
-    *,
-    eps: float = 0.0,
-    alpha: float = 1.0,
-    gate: Gate | None = None,
-) -> None:
-    """x: [M, K] of 16 bits, columns as the checkpoint has them; the others as `fused_linear_kernel` takes them."""
+def launch(x: torch.Tensor, weight: Int4Weight, around: Around, tiles: Int4Tiles) -> None:
+    """x: [M, K] of 16 bits, columns as the checkpoint has them."""
     assert x.dtype in DTYPES, f"weights of 4 bits are multiplied with rows of 16 bits, not {x.dtype}"
     if weight.permutation is not None:
         x = x.index_select(1, weight.permutation)
-    (num_rows, num_columns), outputs = x.shape, out.shape[1]
+    (num_rows, num_columns), outputs = x.shape, around.out.shape[1]
     num_tiles, num_chunks = triton.cdiv(outputs, tiles.block_n), weight.words.shape[0]
-    size = tiles.block_m * tiles.block_n * (1 if gate is None else 2)
-    num_squares = 0 if squares is None else squares.shape[0]
+    size = tiles.block_m * tiles.block_n * (1 if around.gate is None else 2)
     fused_int4_kernel[(num_tiles, tiles.splits)](
-        x, weight.words, weight.scales_zeros, bias, squares, residual, norm_weight, out, weighted, squares_out,
+        x, weight.words, weight.scales_zeros, *around.tensors,
         partial_sums(num_tiles, tiles.splits, size, x.device), counters(x.device) if tiles.splits > 1 else None,
-        num_rows, outputs, num_columns, x.stride(0), num_chunks, triton.cdiv(num_chunks, tiles.splits), num_squares, eps, alpha,
-        GATE=gate, GROUP=weight.group_size, BFLOAT_SCALES=weight.scale_dtype is torch.bfloat16,
-        EVEN_K=num_columns % CHUNK_COLUMNS == 0, SQUARES_BLOCK=power_of_two(max(1, num_squares)), SPLITS=tiles.splits,
+        num_rows, outputs, num_columns, x.stride(0), num_chunks, triton.cdiv(num_chunks, tiles.splits), around.num_squares,
+        around.eps, around.alpha,
+        GATE=around.gate, GROUP=weight.group_size, BFLOAT_SCALES=weight.scale_dtype is torch.bfloat16,
+        EVEN_K=num_columns % CHUNK_COLUMNS == 0, SQUARES_BLOCK=power_of_two(around.num_squares), SPLITS=tiles.splits,
         BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, STAGES=tiles.num_stages, num_warps=tiles.num_warps,
         **early_launch(x.device),
     )  # fmt: skip
-
-
-LLAMA_8B = {"qkv": (6144, 4096), "out": (4096, 4096), "gate_up": (14336, 4096), "down": (4096, 14336)}
 
 
 def compilations() -> list[Compilation]:
@@ -116,21 +97,13 @@ def _compilation(name: str, dtype: str, group: int, card: int) -> Compilation:
     outputs, columns = LLAMA_8B[name]
     gated, own = name == "gate_up", f"*{dtype}"
     tiles = fused_int4_tiles(outputs, columns, card, 132, gated=gated)
-    optional = {
-        "residual": own, "norm_weight": own, "weighted": own, "squares_out": "*fp32", "squares": "*fp32", "bias": own,
-        "partials": "*fp32", "arrivals": "*i32",
-    }  # fmt: skip
-    present = {"residual", "norm_weight", "weighted", "squares_out"} if name in ("out", "down") else {"squares"}
-    present |= {"partials", "arrivals"} if tiles.splits > 1 else set()
-    numbers = ("M", "N", "K", "x_stride", "num_chunks", "split_chunks", "num_squares")
+    around, absent = around_types(name, own, tiles.splits)
+    numbers = dict.fromkeys(("M", "N", "K", "x_stride", "num_chunks", "split_chunks", "num_squares"), "i32")
     return Compilation(
         f"fused_int4_llama_8b_{name}_{dtype}_group{group}_sm{card}",
         fused_int4_kernel,
-        {"x": own, "words": "*i16", "scales_zeros": "*i32", "out": own}
-        | {key: optional[key] for key in sorted(present)}
-        | dict.fromkeys(numbers, "i32")
-        | {"eps": "fp32", "alpha": "fp32"},
-        dict.fromkeys(sorted(set(optional) - present))
+        {"x": own, "words": "*i16", "scales_zeros": "*i32", **around, **numbers, "eps": "fp32", "alpha": "fp32"},
+        absent
         | {
             "GATE": "silu" if gated else None, "GROUP": group, "BFLOAT_SCALES": False, "EVEN_K": True,
             "SQUARES_BLOCK": power_of_two(4096 // OUTPUTS), "SPLITS": tiles.splits, "BLOCK_M": tiles.block_m,

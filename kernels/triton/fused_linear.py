@@ -20,7 +20,8 @@ from kernels.residual_stream import Gate, Stream
 from kernels.triton import fused_int4
 from kernels.triton.compilation import CAPABILITIES, Compilation
 from kernels.triton.early_launch import early_launch, fetch_rows, let_next_start, wait_for_previous
-from kernels.triton.fused_sums import asked_squares, finish
+from kernels.triton.fp8_rows import FP8_CAPABILITIES
+from kernels.triton.fused_sums import LLAMA_8B, Around, around_types, asked_squares, finish
 from kernels.triton.linear_int4 import Int4Tiles
 from kernels.triton.linear_tiles import Tiles
 from kernels.triton.split_sum import (
@@ -126,7 +127,10 @@ def linear_add(
     tiles = _tiles_on(x, weight, width, gated=False)
     total, weighted = torch.empty_like(residual), torch.empty_like(residual)
     squares = torch.empty(triton.cdiv(width, tiles.block_n), num_rows, dtype=torch.float32, device=x.device)
-    _launch(x, weight, bias, None, residual, norm_weight, total, weighted, squares, tiles, alpha=alpha)
+    around = Around(
+        out=total, bias=bias, residual=residual, norm_weight=norm_weight, weighted=weighted, squares_out=squares, alpha=alpha
+    )
+    _launch(x, weight, around, tiles)
     return Stream(total, weighted, squares)
 
 
@@ -143,7 +147,7 @@ def normed_linear(
     outputs = num_rows if gate is None else num_rows // 2
     tiles = _tiles_on(x, weight, outputs, gated=gate is not None)
     out = torch.empty(x.shape[0], outputs, dtype=x.dtype, device=x.device)
-    _launch(x, weight, bias, stream.squares, None, None, out, None, None, tiles, eps=eps, gate=gate)
+    _launch(x, weight, Around(out=out, bias=bias, squares=stream.squares, eps=eps, gate=gate), tiles)
     return out
 
 
@@ -190,85 +194,65 @@ def _stages(stages: int, capability: int) -> int:
     return min(stages, 3) if capability in (86, 89, 120) else stages
 
 
-def _launch(
-    x: torch.Tensor,
-    weight: Weight,
-    bias: torch.Tensor | None,
-    squares: torch.Tensor | None,
-    residual: torch.Tensor | None,
-    norm_weight: torch.Tensor | None,
-    out: torch.Tensor,
-    weighted: torch.Tensor | None,
-    squares_out: torch.Tensor | None,
-    tiles: Tiles | Int4Tiles,
-    *,
-    eps: float = 0.0,
-    alpha: float = 1.0,
-    gate: Gate | None = None,
-) -> None:
+def _launch(x: torch.Tensor, weight: Weight, around: Around, tiles: Tiles | Int4Tiles) -> None:
     num_rows, num_columns = x.shape
     assert num_rows <= ROWS_MAX, f"{num_rows} rows are for other kernels"
     assert x.stride(1) == 1, "a row of x is one piece of memory"
     if not num_rows:
         return
     if isinstance(weight, Int4Weight):
-        around = bias, squares, residual, norm_weight, out, weighted, squares_out
         assert isinstance(tiles, Int4Tiles)
-        fused_int4.launch(x, weight, *around, tiles, eps=eps, alpha=alpha, gate=gate)
+        fused_int4.launch(x, weight, around, tiles)
         return
     assert isinstance(tiles, Tiles)
     values, scales = _values(weight), None if isinstance(weight, torch.Tensor) else weight.scales
     assert values.is_contiguous(), "rows of the weight lie one behind the other"
-    outputs = out.shape[1]
+    outputs = around.out.shape[1]
     num_tiles = triton.cdiv(outputs, tiles.block_n)
-    parts = 1 if gate is None else 2
-    partials = partial_sums(num_tiles, tiles.splits, parts * tiles.block_m * tiles.block_n, x.device)
+    size = tiles.block_m * tiles.block_n * (1 if around.gate is None else 2)
     split_columns = triton.cdiv(triton.cdiv(num_columns, tiles.block_k), tiles.splits) * tiles.block_k
-    num_squares = 0 if squares is None else squares.shape[0]
     fused_linear_kernel[(num_tiles, tiles.splits)](
-        x, values, scales, bias, squares, residual, norm_weight, out, weighted, squares_out,
-        partials, counters(x.device) if tiles.splits > 1 else None,
-        num_rows, outputs, num_columns, x.stride(0), num_squares, eps, alpha, split_columns,
-        GATE=gate, COLUMN_SCALES=scales is not None and scales.numel() > 1,
-        EVEN_K=num_columns % tiles.block_k == 0, SQUARES_BLOCK=power_of_two(max(1, num_squares)),
+        x, values, scales, *around.tensors,
+        partial_sums(num_tiles, tiles.splits, size, x.device), counters(x.device) if tiles.splits > 1 else None,
+        num_rows, outputs, num_columns, x.stride(0), around.num_squares, around.eps, around.alpha, split_columns,
+        GATE=around.gate, COLUMN_SCALES=scales is not None and scales.numel() > 1,
+        EVEN_K=num_columns % tiles.block_k == 0, SQUARES_BLOCK=power_of_two(around.num_squares),
         SPLITS=tiles.splits, BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, BLOCK_K=tiles.block_k,
         WARPS=tiles.column_warps, STAGES=tiles.num_stages, num_warps=tiles.num_warps, **early_launch(x.device),
     )  # fmt: skip
 
 
-LLAMA_8B = {"qkv": (6144, 4096), "out": (4096, 4096), "gate_up": (14336, 4096), "down": (4096, 14336)}
 QWEN_600M = {"qkv": (4096, 1024), "out": (1024, 2048), "gate_up": (3072, 1024), "down": (1024, 3072)}
 
 
 def compilations() -> list[Compilation]:
-    """Products of a layer of Llama-3.1-8B, also with weights of 8 bits, and of Qwen3-0.6B, also in float32, on 132
+    """Products of a layer of Llama-3.1-8B, also with weights of 8 bits, and of Qwen3-0.6B, also with rows of 32 bits, on 132
     multiprocessors."""
-    kinds = [("llama_8b", LLAMA_8B, "bf16", CAPABILITIES), ("qwen_600m", QWEN_600M, "bf16", (90,))]
-    kinds += [("llama_8b", LLAMA_8B, "i8", (80, 90)), ("llama_8b", LLAMA_8B, "fp8e4nv", (89, 90))]
-    kinds += [("qwen_600m", QWEN_600M, "fp32", (80, 89, 90))]
+    kinds = [("llama_8b", LLAMA_8B, "bf16", "bf16", CAPABILITIES), ("qwen_600m", QWEN_600M, "bf16", "bf16", (90,))]
+    kinds += [("llama_8b", LLAMA_8B, "bf16", "i8", (80, 90)), ("llama_8b", LLAMA_8B, "bf16", "fp8e4nv", FP8_CAPABILITIES)]
+    kinds += [
+        ("qwen_600m", QWEN_600M, "fp32", "fp32", (80, 89, 90)),
+        ("qwen_600m_rows_of_fp32", QWEN_600M, "fp32", "i8", (90,)),
+    ]
     return [
-        _compilation(f"{model}_{name}_{kind}_sm{card}", name, sizes, kind, card)
-        for model, shapes, kind, cards in kinds
+        _compilation(f"{model}_{name}_{kind}_sm{card}", name, sizes, rows, kind, card)
+        for model, shapes, rows, kind, cards in kinds
         for card in cards
         for name, sizes in shapes.items()
     ]
 
 
-def _compilation(label: str, name: str, sizes: tuple[int, int], kind: str, card: int) -> Compilation:
-    outputs, columns = sizes
-    weight_bytes = {"fp32": 4, "bf16": 2}.get(kind, 1)
-    own = "*fp32" if kind == "fp32" else "*bf16"
-    tiles = fused_tiles(outputs, columns, card, 132, gated=name == "gate_up", weight_bytes=weight_bytes)
-    optional = {
-        "residual": own, "norm_weight": own, "weighted": own, "squares_out": "*fp32", "squares": "*fp32",
-        "bias": own, "weight_scales": "*fp32", "partials": "*fp32", "arrivals": "*i32",
-    }  # fmt: skip
-    present = {"residual", "norm_weight", "weighted", "squares_out"} if name in ("out", "down") else {"squares"}
-    present |= {"partials", "arrivals"} if tiles.splits > 1 else set()
-    present |= {"weight_scales"} if weight_bytes == 1 else set()
-    before = fused_tiles(columns, columns, card, 132, gated=False, weight_bytes=weight_bytes).block_n
+def _compilation(label: str, name: str, sizes: tuple[int, int], rows: str, kind: str, card: int) -> Compilation:
+    """`rows` and `kind` are the types of x and of the weight."""
+    (outputs, columns), bytes_ = sizes, {"fp32": 4, "bf16": 2, "i8": 1, "fp8e4nv": 1}
+    of_tiles = {"weight_bytes": bytes_[kind], "row_bytes": bytes_[rows]}
+    tiles = fused_tiles(outputs, columns, card, 132, gated=name == "gate_up", **of_tiles)
+    before = fused_tiles(columns, columns, card, 132, gated=False, **of_tiles).block_n
+    around, absent = around_types(name, f"*{rows}", tiles.splits)
+    scales = {"weight_scales": "*fp32"} if bytes_[kind] == 1 else {}
+    numbers = dict.fromkeys(("M", "N", "K", "x_stride", "num_squares", "split_columns"), "i32")
     constants = {
-        "GATE": "silu" if name == "gate_up" else None, "COLUMN_SCALES": weight_bytes == 1, "EVEN_K": True,
+        "GATE": "silu" if name == "gate_up" else None, "COLUMN_SCALES": bool(scales), "EVEN_K": True,
         "SQUARES_BLOCK": power_of_two(-(-columns // before)), "SPLITS": tiles.splits, "STAGES": tiles.num_stages,
         "WARPS": tiles.column_warps,
         "BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n, "BLOCK_K": tiles.block_k,
@@ -276,15 +260,12 @@ def _compilation(label: str, name: str, sizes: tuple[int, int], kind: str, card:
     return Compilation(
         f"fused_linear_{label}",
         fused_linear_kernel,
-        {"x": own, "weight": f"*{kind}", "out": own}
-        | {key: optional[key] for key in sorted(present)}
-        | dict.fromkeys(("M", "N", "K", "x_stride", "num_squares", "split_columns"), "i32")
-        | {"eps": "fp32", "alpha": "fp32"},
-        dict.fromkeys(sorted(set(optional) - present)) | constants,
+        {"x": f"*{rows}", "weight": f"*{kind}", **scales, **around, **numbers, "eps": "fp32", "alpha": "fp32"},
+        {**({} if scales else {"weight_scales": None}), **absent, **constants},
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
         capabilities=(card,),
-        tensor_cores=kind != "fp32",
+        tensor_cores=rows != "fp32",
         small_tile=True,
         divisible=("N", "K", "x_stride", "split_columns"),
     )

@@ -1,12 +1,60 @@
-"""What stands behind the sums of a fused product, whatever its weights are: partial sums, scales, the norm's root, bias, gate,
-and the residual sum with what the next norm needs."""
+"""What stands around a fused product, whatever its weights are: the norm's root, bias, gate, and the residual sum with what the
+next norm needs; and behind its sums, those of other programs and scales."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+import torch
 import triton
 import triton.language as tl
 
+from kernels.residual_stream import Gate
 from kernels.triton.activation import activated
+
+LLAMA_8B = {"qkv": (6144, 4096), "out": (4096, 4096), "gate_up": (14336, 4096), "down": (4096, 14336)}
+"""Of each product of a layer of Llama-3.1-8B the columns of out, half the weight's rows where it is gated, and those of x."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Around:
+    """What is computed together with a product of M rows; None where there is none of it.
+
+    out: [M, N], bias: [N], or [2·N] with a gate; squares: [C, M] float32 of the rows that are multiplied, by whose norm the
+    product is divided; residual: [M, N], to which alpha · product is added; and of that sum weighted: [M, N], it times
+    norm_weight: [N], and squares_out: [tiles, M] float32.
+    """
+
+    out: torch.Tensor
+    bias: torch.Tensor | None = None
+    squares: torch.Tensor | None = None
+    residual: torch.Tensor | None = None
+    norm_weight: torch.Tensor | None = None
+    weighted: torch.Tensor | None = None
+    squares_out: torch.Tensor | None = None
+    eps: float = 0.0
+    alpha: float = 1.0
+    gate: Gate | None = None
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor | None, ...]:
+        """In the order in which the kernels take them."""
+        return self.bias, self.squares, self.residual, self.norm_weight, self.out, self.weighted, self.squares_out
+
+    @property
+    def num_squares(self) -> int:
+        return 0 if self.squares is None else self.squares.shape[0]
+
+
+def around_types(name: str, own: str, splits: int) -> tuple[dict[str, str], dict[str, None]]:
+    """For `Compilation`, of a layer's product by its name: the types of what it has around it, and None for what it has not.
+    `own` is that of its rows."""
+    of_sum = {"residual": own, "norm_weight": own, "weighted": own, "squares_out": "*fp32"}
+    of_norm = {"squares": "*fp32"}
+    of_splits = {"partials": "*fp32", "arrivals": "*i32"}
+    present = (of_sum if name in ("out", "down") else of_norm) | (of_splits if splits > 1 else {})
+    absent = {"bias", *of_sum, *of_norm, *of_splits} - set(present)
+    return {"out": own, **present}, dict.fromkeys(sorted(absent))
 
 
 @triton.jit

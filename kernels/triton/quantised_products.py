@@ -40,8 +40,10 @@ def bind_int4(weight: Int4Weight, bias: torch.Tensor | None) -> CodedProduct:
 class Fp8Linear(PlainWeights):
     """What `kernels.quantised_linear.bind_fp8` says. Without scales inputs stay as they are, so that it may be fused too."""
 
+    weight: Fp8Weight  # type: ignore[assignment]
+
     def __init__(self, weight: Fp8Weight, bias: torch.Tensor | None) -> None:
-        self.weight = weight  # type: ignore[assignment]
+        self.weight = weight
         self.bias = bias
 
     def __call__(

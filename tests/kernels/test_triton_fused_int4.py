@@ -14,6 +14,7 @@ from kernels.reference import fused_linear as reference
 from kernels.reference import quantised as exact
 from kernels.residual_stream import Gate, Stream
 from kernels.triton import fused_int4, fused_linear
+from kernels.triton.fused_sums import LLAMA_8B, Around
 from kernels.triton.int4_codes import unpacking
 from kernels.triton.linear_int4 import Int4Tiles, linear_int4
 from kernels.triton.split_sum import counters
@@ -108,16 +109,19 @@ def test_nothing_but_the_outputs_is_written(columns: int, device: torch.device) 
     given = inputs(rows, width, columns, device, 64)
     total, weighted = (Guarded((rows, width), HALF, device) for _ in range(2))
     squares = Guarded((3, rows), torch.float32, device)
-    summed = None, None, given["residual"], given["norm_weight"], total.tensor, weighted.tensor, squares.tensor
-    fused_int4.launch(given["x"], given["weight"], *summed, tiles)
+    summed = Around(
+        out=total.tensor, weighted=weighted.tensor, squares_out=squares.tensor,
+        residual=given["residual"], norm_weight=given["norm_weight"],
+    )  # fmt: skip
+    fused_int4.launch(given["x"], given["weight"], summed, tiles)
     expected = reference.linear_add(**given)
     assert_near(total.check(), expected.total, "matmul", scale=2)
     assert_near(weighted.check(), expected.weighted, "matmul", scale=8)
     assert_near(squares.check().sum(0), total.tensor.float().square().sum(-1), "matmul")
     stream, gated = stream_of(rows, columns, device), Guarded((rows, width), HALF, device)
     weight = four_bits(2 * width, columns, device, 64)
-    around = None, stream.squares, None, None, gated.tensor, None, None
-    fused_int4.launch(stream.weighted, weight, *around, tiles, eps=EPS, gate="silu")
+    around = Around(out=gated.tensor, squares=stream.squares, eps=EPS, gate="silu")
+    fused_int4.launch(stream.weighted, weight, around, tiles)
     assert_near(gated.check(), reference.normed_linear(stream, weight, EPS, gate="silu"), "matmul", scale=8)
 
 
@@ -224,7 +228,7 @@ def test_the_instructions_of_a_card_unpack_every_word_in_either_half_of_a_regist
 
 
 def test_tiles_depend_on_the_matrix_alone_and_keep_every_multiprocessor_reading() -> None:
-    for outputs, columns in fused_int4.LLAMA_8B.values():
+    for outputs, columns in LLAMA_8B.values():
         gated = outputs == 14336
         tiles = fused_int4.fused_int4_tiles(outputs, columns, 90, 132, gated=gated)
         assert tiles.block_m == 16
