@@ -38,7 +38,7 @@ from sqlalchemy import (
 )
 
 from appliance.base.tables import UtcDateTime, api_keys, usage_box_rollups, usage_events, usage_rollups
-from appliance.metering.ledger.rollups import COUNTS, SETTLED, event_counts
+from appliance.metering.ledger.rollups import COUNTS, SETTLED, SPLIT, event_counts
 from appliance.metering.usage_cover import EVENT, Segment
 
 OWNER = ("tenant_id", "key_id", "model")
@@ -133,7 +133,9 @@ def totals_query(segments: Sequence[Segment], owners: Owners) -> Select[Any]:
     parts = union_all(*(_part(segment, owners, owners.columns) for segment in whole)).subquery("parts")
     keys = [*(parts.c[name] for name in owners.columns), parts.c.currency]
     sums = {name: func.sum(parts.c[name]).label(name) for name in COUNTS}
-    order = [sums["cost_high"].desc(), sums["completion_tokens"].desc(), *keys]
+    # Beyond 64 bits SQLite goes on with a float, near enough to sort by.
+    cost = func.sum(parts.c.cost_high) * SPLIT + func.sum(parts.c.cost_low)
+    order = [cost.desc(), sums["completion_tokens"].desc(), *keys]
     return select(*keys, *sums.values()).group_by(*keys).order_by(*order)
 
 

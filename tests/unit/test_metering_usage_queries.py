@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 from sqlalchemy import Select, insert, text
-from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy.dialects import sqlite
 
 from appliance.base.db import Database
 from appliance.base.tables import usage_rollups
 from appliance.metering.calendar import BillingCalendar
-from appliance.metering.ledger.rollups import COUNTS
+from appliance.metering.ledger.rollups import COUNTS, SPLIT
 from appliance.metering.usage_cover import STARTS_MAX, Segment, bucket_end, bucket_start, cover, reaching
 from appliance.metering.usage_queries import OWNER, PROBES_MAX, Owners, Place, page_query, report_query, totals_query
 from tests.support.cast import Cast
@@ -104,7 +104,7 @@ async def test_postgresql_reads_for_a_page_of_a_few_tenants_or_keys_hardly_any_s
                 owners = Owners(columns=columns, wanted=wanted)
                 after = Place(FIRST_HOUR + timedelta(hours=3), (*("" for _ in owners.place), "EUR"))
                 for query in (page(segments, owners, None), page(segments, owners, after)):
-                    compiled = query.compile(dialect=postgresql.dialect(), compile_kwargs={"literal_binds": True})
+                    compiled = query.compile(dialect=connection.dialect, compile_kwargs={"literal_binds": True})
                     explained = text("EXPLAIN (ANALYZE, FORMAT JSON) " + str(compiled).replace(":", r"\:"))
                     (told,) = (await connection.execute(explained)).scalar_one()
                     assert 0 < rows_read(told["Plan"]) <= 8 * OWN_SUMS, (columns, wanted)
@@ -141,6 +141,27 @@ def test_totals_are_sorted_by_what_was_asked_for_alone() -> None:
         assert len(grouped) == len(segments) + 1
         for names in grouped:
             assert [name.partition(".")[2] for name in names.split(", ")] == [*columns, "currency"]
+
+
+async def test_totals_begin_with_the_dearest_be_it_one_dear_request_or_many_cheap_ones(database: Database) -> None:
+    costs = {
+        "tn_dear": [(1, SPLIT // 10)],
+        "tn_cheap": [(0, SPLIT - 1)] * 3,
+        "tn_huge": [(SPLIT * 20, 0)],
+        "tn_paid_back": [(0, -1)],
+    }
+    used = {"bucket": "hour", "key_id": "key_1", "model": "demo", "currency": "EUR", **dict.fromkeys(COUNTS, 1)}
+    rows = [
+        {**used, "tenant_id": tenant, "start_at": FIRST_HOUR + timedelta(hours=hour), "cost_high": high, "cost_low": low}
+        for tenant, parts in costs.items()
+        for hour, (high, low) in enumerate(parts)
+    ]
+    segments = cover(FIRST_HOUR, FIRST_HOUR + timedelta(hours=5), "hour", BillingCalendar())
+    async with database.writing() as connection:
+        await connection.execute(insert(usage_rollups), rows)
+    async with database.reading() as connection:
+        found = (await connection.execute(totals_query(segments, Owners(columns=("tenant_id",), wanted={})))).all()
+    assert [row.tenant_id for row in found] == ["tn_huge", "tn_cheap", "tn_dear", "tn_paid_back"]
 
 
 def test_segments_name_where_their_sums_begin_unless_they_are_too_many() -> None:
