@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 
 FIELDS = (
     "driver_version,clocks.sm,clocks.max.sm,clocks.mem,power.draw,power.limit,temperature.gpu,clocks_throttle_reasons.active,"
     "memory.used,mig.mode.current"
 )
+UNKNOWN = re.compile(r'Field "([^"]+)" is not a valid field')
+"""A driver renames a field from time to time, and then says nothing of the others either."""
 WAIT_S = 10.0
 CHARS_MAX = 600
 
 
 def state() -> str:
-    """Names and values in one line, or why there are none."""
-    command = ["nvidia-smi", f"--query-gpu={FIELDS}", "--format=csv"]
-    try:
-        answer = subprocess.run(command, capture_output=True, text=True, check=False, timeout=WAIT_S)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return f"{type(error).__name__}: {error}"
-    return " | ".join((answer.stdout or answer.stderr).strip().splitlines())[:CHARS_MAX]
+    """Names and values in one line, without those that this driver does not know; or why there are none."""
+    fields = FIELDS.split(",")
+    while True:
+        command = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv"]
+        try:
+            answer = subprocess.run(command, capture_output=True, text=True, check=False, timeout=WAIT_S)
+        except (OSError, subprocess.TimeoutExpired) as error:
+            return f"{type(error).__name__}: {error}"
+        words = (answer.stdout or answer.stderr).strip()
+        unknown = set(UNKNOWN.findall(words)).intersection(fields)
+        if not unknown:
+            return " | ".join(words.splitlines())[:CHARS_MAX]
+        fields = [field for field in fields if field not in unknown]

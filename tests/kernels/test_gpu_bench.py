@@ -224,6 +224,9 @@ def test_what_the_driver_says_is_kept_and_so_is_that_it_says_nothing(tmp_path: P
     program.write_text("#!/bin/sh\necho driver_version, clocks\necho 580.1, 1980 MHz\n", "utf-8")
     program.chmod(0o755)
     assert driver.state() == "driver_version, clocks | 580.1, 1980 MHz"
+    refusal = 'Field "clocks_throttle_reasons.active" is not a valid field to query.'
+    program.write_text(f"#!/bin/sh\ncase $1 in *throttle*) echo '{refusal}';; *) echo 580.1;; esac\n", "utf-8")
+    assert driver.state() == "580.1"
 
 
 def test_a_part_that_hangs_says_where_before_it_is_ended() -> None:
