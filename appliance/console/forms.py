@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from appliance.base.errors import GatehouseError
 from appliance.base.money import MICROS_PER_UNIT
+from appliance.tenancy.fields import UNSET, Unset
 
 if TYPE_CHECKING:
     from appliance.metering.calendar import BillingCalendar
@@ -17,11 +18,18 @@ NAME_CHARS_MAX = 200
 COUNT_MAX = 2**53  # exact in every client that reads our JSON
 _AMOUNT = re.compile(r"(\d{1,9})(?:[.,](\d{1,6}))?")
 FORM_ERROR = "form"
+NO_NAME = "none"
+"""What a list that allows nothing reads in its field, whose empty text allows everything."""
 
 
 def sentence(message: str) -> str:
     """Return an error message as a sentence: `limit is 5` reads `Limit is 5.`"""
     return message[:1].upper() + message[1:] + ("" if message.endswith((".", "?")) else ".")
+
+
+def names_text(names: Sequence[str] | None) -> str:
+    """Return a list as its field shows it, for `Form.names` to read: empty is no restriction, `none` allows nothing."""
+    return "" if names is None else ", ".join(names) or NO_NAME
 
 
 class Form:
@@ -117,6 +125,14 @@ class Form:
             return None
 
     def names(self, field: str) -> tuple[str, ...] | None:
-        """Return the names of a list typed with commas or line breaks, or None for an empty field (no restriction)."""
+        """Return the names of a list typed with commas or line breaks, none for `none`; None for an empty field (no
+        restriction)."""
+        if self.raw(field).casefold() == NO_NAME:
+            return ()
         found = tuple(dict.fromkeys(name.strip() for name in re.split(r"[,\n]", self.raw(field)) if name.strip()))
         return found or None
+
+    def changed_names(self, field: str, stored: Sequence[str] | None) -> tuple[str, ...] | Unset | None:
+        """Return what `names` does, or UNSET for a field that shows `stored` still or is not in the form."""
+        untouched = field not in self.values or self.raw(field) == names_text(stored)
+        return UNSET if untouched else self.names(field)

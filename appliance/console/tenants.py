@@ -81,14 +81,15 @@ async def show_tenant(request: ConsoleRequest, console: ConsoleDependency, tenan
 async def save_tenant(request: ConsoleRequest, console: ConsoleDependency, tenant_id: FromPath[str]) -> Html:
     """Save name, tier, weight, limits and models, or show the page again with what is wrong."""
     form = await console.form(request)
-    changes = _read(form)
+    tenant = await console.services.tenants.get(tenant_id, access=access_of(request))
+    changes = _read(form) | {"allowed_models": form.changed_names("allowed_models", tenant.allowed_models)}
     if not form.errors:
         try:
             await console.services.tenants.update(tenant_id, TenantChanges(**changes), access=access_of(request))
             return console.pages.redirect(request, f"/tenants/{tenant_id}", done="tenant-saved")
         except (BadRequest, Conflict) as error:
             form.fail_with(error, FIELDS)
-    return await _tenant_page(request, console, await console.services.tenants.get(tenant_id, access=access_of(request)), form)
+    return await _tenant_page(request, console, tenant, form)
 
 
 @post("/tenants/{tenant_id:str}/suspend", guards=[needs(Action.WRITE)], status_code=200)

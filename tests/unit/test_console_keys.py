@@ -96,6 +96,19 @@ async def test_a_key_is_saved(box: Box) -> None:
     assert (saved.name, saved.limits) == ("renamed", Limits(tokens_per_minute=1000))
 
 
+async def test_lists_that_allow_nothing_stay_so_when_a_key_is_renamed(box: Box) -> None:
+    alice, key = await box.alice(), box.cast.bob.key
+    nothing = KeyChanges(allowed_models=[], allowed_networks=[])
+    await box.services.keys.update(key.id, nothing, access=WHOLE_BOX)
+    page = (await alice.get(f"/keys/{key.id}")).text
+
+    await alice.post(f"/keys/{key.id}", name="renamed", allowed_models="none", allowed_networks="none")
+
+    saved = await box.services.keys.get(key.id, access=WHOLE_BOX)
+    assert page.count('type="text" value="none"') == 2
+    assert (saved.name, saved.allowed_models, saved.allowed_networks) == ("renamed", (), ())
+
+
 async def test_a_last_day_that_was_not_touched_stays_the_exact_time(box: Box) -> None:
     moment = datetime(2026, 12, 24, 18, 30, tzinfo=UTC)
     key, _ = await box.services.keys.create(box.cast.bob.tenant.id, name="until Christmas", expires_at=moment, access=WHOLE_BOX)

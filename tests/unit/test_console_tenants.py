@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from appliance.metering.limits.rules import Asked
 from appliance.tenancy.access import WHOLE_BOX
-from appliance.tenancy.principals import Limits
+from appliance.tenancy.principals import Limits, TenantChanges
 from tests.support.console_fixtures import Box
 
 NEW = {"name": "Acme", "tier": "standard", "weight": "2"}
@@ -109,6 +111,29 @@ async def test_limits_are_saved_and_an_empty_field_takes_a_limit_away(box: Box) 
     saved = await box.services.tenants.get(tenant.id, access=WHOLE_BOX)
     assert answer.headers["location"] == path
     assert (saved.tier, saved.weight, saved.limits) == ("interactive", 3, Limits(concurrent_requests=4))
+
+
+@pytest.mark.parametrize(
+    ("stored", "shown", "typed", "saved"),
+    [
+        ((), "none", "none", ()),
+        (("a, b",), "a, b", "a, b", ("a, b",)),
+        (("demo",), "demo", "None", ()),
+        ((), "none", "", None),
+        (None, "", "none", ()),
+    ],
+)
+async def test_models_are_what_the_field_says_and_one_that_was_not_touched_stays(
+    box: Box, stored: tuple[str, ...] | None, shown: str, typed: str, saved: tuple[str, ...] | None
+) -> None:
+    alice, path = await box.alice(), f"/tenants/{box.cast.bob.tenant.id}"
+    await box.services.tenants.update(box.cast.bob.tenant.id, TenantChanges(allowed_models=stored), access=WHOLE_BOX)
+    (value,) = re.findall(r'name="allowed_models" type="text" value="([^"]*)"', (await alice.get(path)).text)
+
+    await alice.post(path, name="bob", tier="standard", weight="7", allowed_models=typed)
+
+    tenant = await box.services.tenants.get(box.cast.bob.tenant.id, access=WHOLE_BOX)
+    assert (value, tenant.weight, tenant.allowed_models) == (shown, 7, saved)
 
 
 async def test_a_name_that_is_taken_is_said_on_the_tenant_s_page(box: Box) -> None:
