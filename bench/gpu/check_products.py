@@ -42,6 +42,7 @@ def check(context: Context) -> None:
     compare(context, "product int4", cases(_int4))
     few = [count for count in rows if count <= 16]
     compare(context, "product + residual + norm", [(f"{m} rows", partial(_fused, context, m)) for m in few])
+    compare(context, "product fp8 + residual + norm", [(f"{m} rows", partial(_fused_fp8, context, m)) for m in few])
     compare(context, "product int4 + residual + norm", [(f"{m} rows", partial(_fused_int4, context, m)) for m in few])
     compare(
         context,
@@ -114,12 +115,21 @@ def _fused_sizes(context: Context) -> tuple[int, int, int]:
 
 def _fused(context: Context, m: int) -> Three:
     """A product added to the stream, its norm, a gated product: the tail of one layer and the head of the next."""
-    width, columns, inner = _fused_sizes(context)
-    weight, gates = (
-        normal(n, k, dtype=context.dtype, device=context.device, scale=k**-0.5)
-        for n, k in ((width, columns), (2 * inner, width))
-    )
+    weight, gates = _fused_weights(context)
     return _layer_tail(context, m, (weight, gates), (weight.float(), gates.float()))
+
+
+def _fused_fp8(context: Context, m: int) -> Three:
+    """The first with a scale for each row, the second with one for all."""
+    weight, gates = _fused_weights(context)
+    coded = pack_fp8(weight), pack_fp8(gates, per_row=False)
+    return _layer_tail(context, m, coded, (exact.dequantise_fp8(coded[0]), exact.dequantise_fp8(coded[1])))
+
+
+def _fused_weights(context: Context) -> tuple[torch.Tensor, torch.Tensor]:
+    width, columns, inner = _fused_sizes(context)
+    made = partial(normal, dtype=context.dtype, device=context.device)
+    return made(width, columns, scale=columns**-0.5), made(2 * inner, width, scale=width**-0.5)
 
 
 def _fused_int4(context: Context, m: int) -> Three:

@@ -22,7 +22,7 @@ from bench.gpu.rows import Row
 from bench.gpu.serve import head_in_8_bits
 from bench.gpu.timing import Call, median, seconds
 from kernels.attention_rows import AttentionShape
-from kernels.quantised_weights import Int8Weight
+from kernels.quantised_weights import Fp8Weight, Int8Weight
 from kernels.triton import attention_decode, attention_prefill, attention_splits, fused_int4, fused_linear
 from kernels.triton.attention_splits import DecodeTiling
 from kernels.triton.early_launch import VARIABLE, early_launch
@@ -45,7 +45,7 @@ def measure(context: Context) -> None:
     for model in MODELS:
         name = f"layer of {model}, 1 row: early launches over others"
         context.guard(name, partial(_layer, context, name, model))
-    for kind in ("bf16", "int8", "int4"):
+    for kind in ("bf16", "int8", "fp8", "int4"):
         name = f"fused products of Llama-8B, {kind}: chosen tiles over others"
         context.guard(name, partial(_products, context, name, kind))
     for lengths in ([1024] * 256, [1024]):
@@ -140,7 +140,7 @@ def _tile_times(
 ) -> dict[str, float]:
     """Seconds of a product with what was chosen, with other candidates undivided, and with the choice divided by two more."""
     device, is_gated = context.device, part == "gate_up"
-    weight_bytes = 1 if isinstance(weights[0], Int8Weight) else 2
+    weight_bytes = 1 if isinstance(weights[0], Int8Weight | Fp8Weight) else 2
     outputs = size[0] // 2 if is_gated else size[0]
     chosen = fused_linear.fused_tiles(
         outputs, size[1], capability(device), multiprocessors(device), gated=is_gated, weight_bytes=weight_bytes

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import torch
 
 from kernels.attention_rows import AttentionShape
-from kernels.quantised_weights import Int4Weight, Int8Weight, pack_int4, pack_int8
+from kernels.quantised_weights import Fp8Weight, Int4Weight, Int8Weight, pack_fp8, pack_int4, pack_int8
 
 FP8 = torch.float8_e4m3fn
-Weight = torch.Tensor | Int8Weight | Int4Weight
+Weight = torch.Tensor | Int8Weight | Fp8Weight | Int4Weight
 
 
 def normal(*shape: int, dtype: torch.dtype, device: torch.device, scale: float = 1.0) -> torch.Tensor:
@@ -65,15 +65,20 @@ def make_pages(
 
 
 def coded(kind: str, weight: torch.Tensor) -> Weight:
-    """The weight as a layer keeps it: plain, "int8", or "int4" in groups of 128."""
-    if kind == "int8":
-        return pack_int8(weight)
-    return pack_int4(weight, 128) if kind == "int4" else weight
+    """The weight as a layer keeps it: plain, "int8", "fp8" by rows, or "int4" in groups of 128."""
+    match kind:
+        case "int8":
+            return pack_int8(weight)
+        case "fp8":
+            return pack_fp8(weight)
+        case "int4":
+            return pack_int4(weight, 128)
+    return weight
 
 
 def stored_bytes(weight: Weight) -> int:
     """Of codes, scales and zero points."""
-    if isinstance(weight, Int8Weight):
+    if isinstance(weight, Int8Weight | Fp8Weight):
         return weight.values.nbytes + weight.scales.nbytes
     return weight.words.nbytes + weight.scales_zeros.nbytes if isinstance(weight, Int4Weight) else weight.nbytes
 

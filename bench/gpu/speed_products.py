@@ -31,7 +31,7 @@ def measure(context: Context) -> None:
     for kind in ("bf16", "int8", "fp8", "int4"):
         names = [_name(kind, rows) for rows in (1, 16)]
         context.guard(names, partial(_layer, context, kind))
-    for kind in ("bf16", "int8", "int4"):
+    for kind in ("bf16", "int8", "fp8", "int4"):
         fused = f"fused products of Llama-8B (norm, gate, residual), {kind}, 1 row"
         context.guard(fused, partial(_fused, context, fused, kind))
     context.guard("product fp8 rows, 4096 rows", lambda: _many_rows(context))

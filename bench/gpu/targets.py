@@ -16,7 +16,7 @@ CHECKED = (
     "paged prefill", "paged prefill, small chunks", "rope, QK-norm and KV write", "rope and KV write, fp8 KV",
     "rms norm", "add + rms norm", "add + rms norm to fp8", "silu·mul", "silu·mul to fp8", "gelu·mul", "quantise rows to fp8",
     "embedding", "log-probabilities", "product bf16", "product int8", "product fp8 weights", "product fp8 rows", "product int4",
-    "product + residual + norm", "product int4 + residual + norm", "experts",
+    "product + residual + norm", "product fp8 + residual + norm", "product int4 + residual + norm", "experts",
 )  # fmt: skip
 EXACT = (
     "sampler, greedy", "sampler, top-k top-p min-p", "sampler, penalties and bitmask", "grammar bitmask", "step inputs",
@@ -75,7 +75,7 @@ TARGETS: list[Target] = [
           for kind, limits in (("bf16", (0.85, 0.92)), ("int8", (0.75, 0.85)), ("fp8", (0.75, 0.85)), ("int4", (0.65, 0.78)))
           for rows in (1, 16)],
         *[(f"fused products of Llama-8B (norm, gate, residual), {kind}, 1 row", *limits)
-          for kind, limits in (("bf16", (0.85, 0.92)), ("int8", (0.75, 0.85)), ("int4", (0.65, 0.78)))],
+          for kind, limits in (("bf16", (0.85, 0.92)), ("int8", (0.75, 0.85)), ("fp8", (0.75, 0.85)), ("int4", (0.65, 0.78)))],
         ("add + rms norm, 8k rows", 0.85, 0.92),
         ("rope and KV write, 8k rows", 0.85, 0.92),
         ("silu·mul, 8k rows", 0.85, 0.92),
@@ -123,7 +123,7 @@ TARGETS: list[Target] = [
     *_rows(
         "choices", "× the fastest",
         *[(f"layer of {model}, 1 row: early launches over others",) for model in ("Llama-8B", "Qwen3-0.6B")],
-        *[(f"fused products of Llama-8B, {kind}: chosen tiles over others",) for kind in ("bf16", "int8", "int4")],
+        *[(f"fused products of Llama-8B, {kind}: chosen tiles over others",) for kind in ("bf16", "int8", "fp8", "int4")],
         *[(f"decode {size} × 1k: chosen splits over others",) for size in (256, 1)],
         ("prefill 8k: chosen tile over others",),
         higher=False,
