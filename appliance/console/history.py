@@ -8,6 +8,7 @@ from urllib.parse import urlencode
 
 from appliance.console.request_lines import RequestLine, past_line
 from appliance.console.security import ConsoleRequest
+from appliance.metering.request_search import SEARCHED_MAX
 
 if TYPE_CHECKING:
     from appliance.serving.services import Services
@@ -69,10 +70,18 @@ async def tenant_names(services: Services, access: Access) -> dict[str, str]:
     return {tenant.id: tenant.name for tenant in await tenants_by_name(services, access)}
 
 
-async def history_page(
-    services: Services, filters: Filters, names: dict[str, str], access: Access
-) -> tuple[list[RequestLine], str | None]:
-    """Return the rows that match and the address of the page after them."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HistoryPage:
+    """The rows that match and the address of the page after them. `searched` is how many requests were looked through, where
+    that ended a search before the page was full."""
+
+    rows: list[RequestLine]
+    next_page: str | None
+    searched: int | None
+
+
+async def history_page(services: Services, filters: Filters, names: dict[str, str], access: Access) -> HistoryPage:
+    """Return a page of the history."""
     page = await services.reports.requests_page(
         PAGE_ROWS,
         filters.cursor or None,
@@ -83,4 +92,8 @@ async def history_page(
     )
     live = services.generations.live(access=access)
     rows = [past_line(row, names) for row in page.data if row.id not in live]
-    return rows, filters.page(page.next_cursor) if page.next_cursor else None
+    return HistoryPage(
+        rows=rows,
+        next_page=filters.page(page.next_cursor) if page.next_cursor else None,
+        searched=SEARCHED_MAX if page.has_more and len(page.data) < PAGE_ROWS else None,
+    )

@@ -26,18 +26,17 @@ async def list_requests(request: ConsoleRequest, console: ConsoleDependency) -> 
     filters, access = Filters.of(request), access_of(request)
     tenants = await tenants_by_name(console.services, access)
     names = {tenant.id: tenant.name for tenant in tenants}
-    past, next_page = await history_page(console.services, filters, names, access)
+    history = await history_page(console.services, filters, names, access)
     if is_fragment(request):
         template = "fragments/request_history.html"
-        return console.pages.page(request, template, rows=past, next_page=next_page, filters=filters, **console.example())
+        return console.pages.page(request, template, history=history, filters=filters, **console.example())
     return console.pages.page(
         request,
         "pages/requests.html",
         **live_rows(console, access),
         may_abort=access.may_somewhere(Action.ABORT),
         at=console.services.clock.now(),
-        rows=past,
-        next_page=next_page,
+        history=history,
         filters=filters,
         tenants=tenants,
         ends=ENDS,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from typing import Any, Literal
 
@@ -13,16 +13,17 @@ from sqlalchemy import ColumnElement, Select, and_, literal, or_, select
 
 from appliance.base.db import Database
 from appliance.base.errors import InvalidValue, NotFound
-from appliance.base.tables import api_keys, requests, usage_events
+from appliance.base.tables import requests, usage_events
 from appliance.metering.calendar import BillingCalendar
 from appliance.metering.ledger.records import RequestRow, Status, UsageEvent
 from appliance.metering.ledger.rollups import SPLIT
 from appliance.metering.ledger.rows import event_from_row, request_from_row
+from appliance.metering.request_search import beyond, is_whole_id, mentions
 from appliance.metering.usage_cover import Segment, bucket_end, cover, reaching
 from appliance.metering.usage_queries import Owners, Place, page_query, report_query, tenant_of_key, totals_query
 from appliance.tenancy.access import WHOLE_BOX, Access
 from appliance.tenancy.fields import check_choice
-from appliance.tenancy.pages import PAGE_ROWS_DEFAULT, Page, check_limit, decode_cursor, page_of
+from appliance.tenancy.pages import PAGE_ROWS_DEFAULT, Page, check_limit, decode_cursor, encode_cursor, page_of
 from appliance.tenancy.roles import Action
 
 Bucket = Literal["minute", "hour", "day"]
@@ -231,34 +232,40 @@ class UsageReports:
     ) -> Page[RequestRow]:
         """Return past requests, the newest first. Raises InvalidValue for a bad cursor.
 
-        `text` is looked for, in any case, in the request's id, its model, and its key's name and prefix.
+        `text` is looked for, in any case, in the request's id, its model, and its key's name and prefix; a page looks through
+        SEARCHED_MAX requests and may have fewer rows than `limit` although there is more. A whole id is found at once.
         """
         columns = requests.c
-        query = access.narrow(select(requests), columns.tenant_id)
-        query = query.order_by(columns.admitted_at.desc(), columns.id.desc())
-        wanted = {
-            columns.tenant_id: tenant_id,
-            columns.key_id: key_id,
-            columns.model: model,
-            columns.finish_reason: finish_reason,
-        }
-        query = query.where(*(column == value for column, value in wanted.items() if value is not None))
+        wanted = {columns.key_id: key_id, columns.model: model, columns.finish_reason: finish_reason}
+        behind = [] if tenant_id is None else [columns.tenant_id == tenant_id]
         if key_id is not None and tenant_id is None:
             # Requests are found by tenant: those of a key that is hardly used would be looked for among everybody's.
-            query = query.where(columns.tenant_id == tenant_of_key(key_id))
-        if text:
-            query = query.where(_mentions(text))
-        if finished_only:
-            query = query.where(columns.finished_at.is_not(None))
+            behind.append(columns.tenant_id == tenant_of_key(key_id))
         if cursor is not None:
             micros, last_id = decode_cursor("requests", cursor, [int, str])
             moment = _from_micros(micros)
             earlier = or_(columns.admitted_at < moment, and_(columns.admitted_at == moment, columns.id < last_id))
-            query = query.where(columns.admitted_at <= moment, earlier)
+            behind += [columns.admitted_at <= moment, earlier]
+        query = access.narrow(select(requests), columns.tenant_id).where(*behind)
+        query = query.where(*(column == value for column, value in wanted.items() if value is not None))
+        query = query.order_by(columns.admitted_at.desc(), columns.id.desc())
+        if finished_only:
+            query = query.where(columns.finished_at.is_not(None))
+        if text:
+            query = query.where(mentions(text))
+        unseen_at = None
         async with self._db.reading() as connection:
+            if text and not is_whole_id(text):
+                admitted = access.narrow(select(columns.admitted_at), columns.tenant_id).where(*behind)
+                unseen_at = (await connection.execute(beyond(admitted))).scalar_one_or_none()
+            if unseen_at is not None:
+                query = query.where(columns.admitted_at > unseen_at)
             rows = (await connection.execute(query.limit(check_limit(limit) + 1))).mappings().all()
         found = [request_from_row(row) for row in rows]
-        return page_of(found, limit, "requests", lambda row: [_to_micros(row.admitted_at), row.id])
+        page = page_of(found, limit, "requests", lambda row: [_to_micros(row.admitted_at), row.id])
+        if unseen_at is None or page.has_more:
+            return page
+        return replace(page, has_more=True, next_cursor=encode_cursor("requests", [_to_micros(unseen_at) + 1, ""]))
 
     async def request(self, request_id: str, tenant_id: str | None = None, *, access: Access) -> RequestRow:
         """Return a request. Raises NotFound, also for another tenant's."""
@@ -365,15 +372,6 @@ def _ledger_conditions(filters: LedgerFilter) -> list[ColumnElement[bool]]:
 
 def _is_kind(kind: str) -> ColumnElement[bool]:
     return usage_events.c.kind == literal(kind, literal_execute=True)
-
-
-def _mentions(text: str) -> ColumnElement[bool]:
-    """Return the condition that a request has `text` somewhere in what names it."""
-    columns = (requests.c.id, requests.c.model)
-    keys = select(api_keys.c.id).where(
-        or_(*(column.icontains(text, autoescape=True) for column in (api_keys.c.name, api_keys.c.prefix)))
-    )
-    return or_(*(column.icontains(text, autoescape=True) for column in columns), requests.c.key_id.in_(keys))
 
 
 def _to_micros(moment: datetime) -> int:

@@ -90,13 +90,41 @@ async def test_the_history_is_paged_and_keeps_its_filters(box: Box, monkeypatch:
     alice = await box.alice()
 
     first = (await alice.fragment("/requests?state=stop")).text
-    older = first.partition('rel="next"')[0].rpartition('href="')[2].partition('"')[0].replace("&amp;", "&")
+    older = next_address(first)
     second = (await alice.fragment(older)).text
 
     assert [request_id in first for request_id in ids] == [True, True, False]
     assert "state=stop" in older
     assert [request_id in second for request_id in ids] == [False, False, True]
     assert 'href="/requests?state=stop">Newest' in second
+
+
+async def test_a_search_looks_so_far_back_says_so_and_goes_on(box: Box, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("metering.request_search", "console.history"):
+        monkeypatch.setattr(f"appliance.{module}.SEARCHED_MAX", 2)
+    models = ["demo", "rare", "demo", "demo", "rare"]
+    ids = [await settle(box, box.cast.bob, age_s=age, model=model) for age, model in enumerate(models)]
+    alice, address, pages = await box.alice(), "/requests?q=rare", []
+
+    while address:
+        pages.append((await alice.fragment(address)).text)
+        address = next_address(pages[-1])
+
+    assert [[request_id in page for request_id in ids] for page in pages] == [
+        [False, True, False, False, False],
+        [False, False, False, False, False],
+        [False, False, False, False, True],
+    ]
+    assert ["2 requests were looked through." in page for page in pages] == [True, True, False]
+    assert ["No match among the requests" in page for page in pages] == [False, True, False]
+    whole_id = (await alice.fragment(f"/requests?q={ids[4]}")).text
+    assert ids[4] in whole_id
+    assert next_address(whole_id) == ""
+
+
+def next_address(page: str) -> str:
+    """Return the address of the next page of the history; empty on the last one."""
+    return page.partition('" rel="next"')[0].rpartition('href="')[2].replace("&amp;", "&") if 'rel="next"' in page else ""
 
 
 async def test_htmx_gets_the_history_alone_and_a_restored_page_is_whole(box: Box) -> None:
