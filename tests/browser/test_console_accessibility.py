@@ -30,10 +30,10 @@ async def pages(site: Site) -> list[str]:
         tenant.id, TenantChanges(weight=7, limits={"tokens_per_minute": 10**12}), access=WHOLE_BOX
     )
     person = Person(tenant=tenant, key=key, secret=secret)
-    entry = pending(person)
+    entry = pending(person, batch=True)
     await box.services.ledger.open(entry)
     await box.services.ledger.settle(posted(entry.request_id))
-    box.engine_side.add(person, "req_live_and_kicking", completion_tokens=7, ttft_s=0.2, decode_s=1.0)
+    box.engine_side.add(person, "req_live_and_kicking", batch=True, completion_tokens=7, ttft_s=0.2, decode_s=1.0)
     box.engine_side.add(person, "req_waiting_in_line", state="queued", queue_position=0)
     box.engine_side.tenants = [tenant_load(LONG_NAME, waiting=3, blocks=200), *(tenant_load(f"team {n}") for n in range(9))]
     await box.services.sampler.sample()

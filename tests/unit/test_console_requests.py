@@ -19,11 +19,13 @@ from tests.support.factories import pending, posted
 RECORD = RequestRecord(queue_s=0.2, ttft_s=0.5, decode_s=4.0, inter_token_p50_s=0.02, kv_blocks=9, preemptions=1)
 
 
-async def settle(box: Box, person: Person, *, reason: str = "stop", age_s: float = 0, model: str = "demo") -> str:
+async def settle(
+    box: Box, person: Person, *, reason: str = "stop", age_s: float = 0, model: str = "demo", batch: bool = False
+) -> str:
     """Return the id of a request of `person` that ended 4.5 seconds after it was admitted."""
     admitted_at = START - timedelta(seconds=age_s)
     price = await box.services.prices.current("demo", START)
-    entry = pending(person, request_id=new_id("req"), admitted_at=admitted_at, model=model, price=price)
+    entry = pending(person, request_id=new_id("req"), admitted_at=admitted_at, model=model, price=price, batch=batch)
     await box.services.ledger.open(entry)
     record = msgspec.structs.replace(
         RECORD, first_token_at=admitted_at + timedelta(seconds=0.5), finished_at=admitted_at + timedelta(seconds=4.5)
@@ -43,6 +45,19 @@ async def test_requests_in_flight_show_state_place_and_figures(box: Box, clock: 
 
     for text in ("queued, 2 of its tenant ahead", "decode", "321", "250 ms", "40.0", ">23<", "1 m 05 s", bob.key.prefix):
         assert text in page
+
+
+async def test_batch_work_has_a_badge_in_flight_and_in_the_history(box: Box) -> None:
+    bob = box.cast.bob
+    box.engine_side.add(bob, "req_flex", batch=True)
+    box.engine_side.add(bob, "req_plain")
+    rows = {"live-req_flex": True, "live-req_plain": False}
+    rows |= {f"row-{await settle(box, bob, batch=batch)}": batch for batch in (True, False)}
+
+    page = (await (await box.alice()).get("/requests")).text
+
+    marked = {row: ">batch</span>" in page.partition(f'<tr id="{row}">')[2].partition("</tr>")[0] for row in rows}
+    assert marked == rows
 
 
 async def test_a_first_visit_says_how_to_send_a_request(box: Box) -> None:
