@@ -175,6 +175,20 @@ async def test_bad_input_names_its_parameter(box: ApiBox, path: str, query: dict
     assert (await ask(box, path, 400, **query))["error"]["param"] == param
 
 
+@pytest.mark.parametrize("name", ["batch", "service_tier", "user_id"])
+async def test_a_grouping_that_sums_are_not_kept_by_is_refused_with_those_that_they_are(box: ApiBox, name: str) -> None:
+    error = (await ask(box, "/usage/completions", 400, start_time=1, group_by=name))["error"]
+    assert (error["param"], error["code"]) == ("group_by", "unsupported_parameter")
+    assert error["message"] == f"usage is not kept apart by {name}; group_by takes project_id, api_key_id, model"
+
+
+@pytest.mark.parametrize("name", ["batch", "user_ids"])
+async def test_a_filter_that_sums_are_not_kept_by_is_refused_with_those_that_they_are(box: ApiBox, name: str) -> None:
+    error = (await ask(box, "/usage/completions", 400, **{"start_time": 1, name: "true"}))["error"]
+    assert (error["param"], error["code"]) == (name, "unsupported_parameter")
+    assert error["message"] == f"usage is not kept apart by {name}; project_ids, api_key_ids, models narrow it"
+
+
 async def test_a_far_future_or_a_distant_past_is_answered_page_by_page(box: ApiBox) -> None:
     assert (await ask(box, "/usage/completions", start_time=253_402_300_799))["data"] == []
     page = await ask(box, "/usage/completions", start_time=0, limit=31)

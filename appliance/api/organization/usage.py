@@ -1,7 +1,8 @@
 """OpenAI's organization API, usage and costs: the same sums as `/admin/v1/usage`, in buckets that may be empty.
 
-Days are days of the billing time zone. What OpenAI groups by and this appliance does not count (users, batch, service tiers) is
-refused by name. Knows nothing of how the sums are made.
+Days are days of the billing time zone. What OpenAI groups by and our sums are not kept by (users, batch, service tiers) is
+refused by name: events know batch work, but a report over events would read every one of them. Knows nothing of how the sums
+are made.
 """
 
 from __future__ import annotations
@@ -134,7 +135,8 @@ class UsageQuestion:
         check_query(request)
         for name in NOT_COUNTED:
             if many(request, name) is not None:
-                raise UnsupportedParameter(f"{name} is not counted by this appliance", param=name)
+                narrowing = ", ".join((*FILTERS, models_name))
+                raise UnsupportedParameter(f"usage is not kept apart by {name}; {narrowing} narrow it", param=name)
         width = choice(request, "bucket_width", tuple(limits), "1d") or "1d"
         bucket, start = BUCKET_OF_WIDTH[width], seconds(request, "start_time")
         if start is None:
@@ -276,7 +278,7 @@ def _end_of_now(request: AdminRequest, bucket: str) -> datetime:
 def _groups(request: AdminRequest, allowed: tuple[str, ...]) -> tuple[str, ...]:
     given = many(request, "group_by") or frozenset()
     for name in sorted(given - set(allowed)):
-        raise UnsupportedParameter(f"group_by {name!r} is not counted: {', '.join(allowed)} are", param="group_by")
+        raise UnsupportedParameter(f"usage is not kept apart by {name}; group_by takes {', '.join(allowed)}", param="group_by")
     return tuple(name for name in allowed if name in given)
 
 
