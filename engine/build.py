@@ -39,7 +39,7 @@ from engine.runner.memory_forecast import MemoryForecast, MemoryMeter, forecast_
 from engine.runner.memory_plan import MemoryPlan, plan_memory
 from engine.runner.model_runner import ModelRunner
 from engine.runner.paged_decoder import PagedDecoder
-from engine.runner.warm_up import compile_steps, compiles_at_first_use, run_largest_step
+from engine.runner.warm_up import compile_steps, compile_verification, compiles_at_first_use, compiling, run_largest_step
 from engine.runner.weights import WeightsSize, load_weights
 from engine.sampling.sampler import Sampler
 from engine.scheduling.block_pool import PROTECTED_PERCENT, BlockPool
@@ -110,6 +110,17 @@ def build_engine(options: EngineOptions, *, progress: Callable[[float], None] = 
     times.done("cache")
     meter = MemoryMeter(device)
     meter.begin_run()
+    limits = _scheduler_limits(options, plan, device)
+    decoders = [target_decoder] if draft_decoder is None else [target_decoder, draft_decoder]
+    if compiles_at_first_use(device):
+        with compiling("steps"):
+            for decoder in decoders:
+                compile_steps(decoder, limits)
+            mover.compile()
+            if draft_decoder is not None and options.speculative_config is not None:
+                guesses = options.speculative_config.num_speculative_tokens
+                compile_verification(model.config.vocab_size, guesses, device)
+        times.done("kernels")  # compiled or found in Triton's cache on disk
     speed = measure_speed(
         model.config,
         target_decoder,
@@ -122,18 +133,12 @@ def build_engine(options: EngineOptions, *, progress: Callable[[float], None] = 
         max_seqs=options.max_num_seqs,
         for_speculation=options.speculative_config is not None,
     )
-    limits = _scheduler_limits(options, plan, device)
-    decoders = [target_decoder] if draft_decoder is None else [target_decoder, draft_decoder]
     if compiles_at_first_use(device):
         for decoder in decoders:
             run_largest_step(decoder, limits)
     num_bytes = model.size.num_bytes + (0 if draft is None else draft.size.num_bytes)
     measured = meter.measured(num_bytes, plan.kv_bytes)
-    if compiles_at_first_use(device):
-        for decoder in decoders:
-            compile_steps(decoder, limits)
-        mover.compile()
-    times.done("kernels")  # compiled or found in Triton's cache on disk, and timed
+    times.done("speed")
     budget = _step_budget(options, speed.step_times)
     info = _info(
         options,

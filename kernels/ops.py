@@ -10,8 +10,8 @@ up by their first tensor.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from types import ModuleType
 
@@ -51,6 +51,7 @@ from kernels.quantised_weights import (
 from kernels.recorded_operations import NotRecordable, RecordedOperations
 from kernels.residual_stream import Stream
 from kernels.sampling_columns import HELD_IDS_MAX, SamplingColumns
+from kernels.variants import CompilationFailed, Variants
 
 __all__ = [
     "FUSED_ROWS_MAX",
@@ -61,6 +62,7 @@ __all__ = [
     "AttentionPlanner",
     "AttentionRow",
     "AttentionShape",
+    "CompilationFailed",
     "Fp8Product",
     "Fp8Rows",
     "Fp8Weight",
@@ -79,10 +81,12 @@ __all__ = [
     "RecordedOperations",
     "SamplingColumns",
     "Stream",
+    "Variants",
     "attention_planner",
     "bind_fp8",
     "bind_int4",
     "bind_int8",
+    "compiled_together",
     "gelu",
     "gelu_tanh",
     "gelu_tanh_mul",
@@ -234,6 +238,13 @@ def paged_attention(
         table = (_invariant_operations if plan.is_row_invariant else operations)(qkv.device, qkv.dtype)
         return paged_plan_attention(table, qkv, kv_cache, plan, kv_scales)
     return invariant_attention(qkv, kv_cache, plan, kv_scales)
+
+
+def compiled_together(report: Callable[[Variants], None]) -> AbstractContextManager[None]:
+    """For GPUs, whose kernels are compiled when they are first called: launches of this thread in the block only ask for theirs
+    and run nothing, and behind it all of them are ready. `report` is told how many are. Raises `CompilationFailed`."""
+    block: AbstractContextManager[None] = importlib.import_module("kernels.triton.compiled_together").compiled_together(report)
+    return block
 
 
 def implementation(dtype: torch.dtype, device: torch.device, *, batch_invariant: bool = False) -> str:

@@ -28,7 +28,7 @@ from engine.runner.paged_decoder import PagedDecoder
 from engine.runner.slots import NOTHING, SlotState, SlotTable
 from engine.runner.staging import Fetch, FetchedAtOnce, Staging, TokenReturn
 from engine.runner.step_rows import FIRST, NONE, scored_positions
-from engine.runner.warm_up import compiles_at_first_use
+from engine.runner.warm_up import compiles_at_first_use, compiling
 from engine.sampling import scores
 from engine.sampling.columns import ColumnSampler, Kind, Wants
 from engine.sampling.host_masks import HostMasks
@@ -140,13 +140,14 @@ class SlotRunner:
 
     def warm_up(self) -> None:
         """Have the steps of the fewest rows ready; larger ones are captured when they are first needed."""
+        if compiles_at_first_use(self._device):
+            with compiling("choices"):
+                self._compile_choices()
         for num_rows in WARM_ROWS:
             if num_rows <= self._max_rows:
                 for kind in (Kind(), Kind(greedy=True)):
                     self._step.make_ready(kind)
                     self.make_ready(num_rows, kind)
-        if compiles_at_first_use(self._device):
-            self._compile_choices()
 
     @torch.inference_mode()
     def _compile_choices(self) -> None:

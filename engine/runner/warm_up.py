@@ -1,17 +1,30 @@
-"""Passes before the first request, where kernels are compiled when they are first called: the largest step, which shows what
-memory a step takes, and one step of each kind, so that no request waits seconds for a compiler.
+"""Passes before the first request, where kernels are compiled when they are first called: one step of each kind, so that no
+request waits seconds for a compiler, and the largest step, which shows what memory a step takes.
 
-Which variants of kernels there are follows from the launchers in `kernels.triton`: by requests of a step (few, many), by rows
-of a product and of a norm, by tokens of the longest chunk. A test asks for those of random traffic and finds no other ones.
+The steps of each kind only ask for their kernels, which are then compiled several at a time (`kernels.ops.compiled_together`).
+Which variants there are follows from the launchers in `kernels.triton`: by requests of a step (few, many), by rows of a product
+and of a norm, by tokens of the longest chunk. A test asks for those of random traffic and finds no other ones.
 """
 
 from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
 from engine.runner.batch_inputs import InputRow
 from engine.runner.paged_decoder import PagedDecoder
+from engine.sampling.acceptance import accept_by_rejection
 from engine.scheduling.limits import SchedulerLimits
+from kernels import ops
+
+log = logging.getLogger("gatehouse.engine")
+
+REPORT_S = 2.0
+"""Between two lines of the log while kernels are compiled."""
 
 DECODES = (1, 2, 8, 16, 24, 40, 72, 136)
 """Numbers of requests that decode: one on each side of where a launcher takes another tile."""
@@ -26,6 +39,26 @@ FEW, MANY = 1, 40
 def compiles_at_first_use(device: torch.device) -> bool:
     """Whether a kernel's first call takes seconds, unless it is found in the cache on disk."""
     return device.type == "cuda"
+
+
+@contextmanager
+def compiling(what: str) -> Iterator[None]:
+    """Launches in the block ask for their kernels and run nothing, so that tensors hold anything; behind it all are compiled
+    and loaded. The log tells how far that is. Raises `kernels.ops.CompilationFailed`, which names the kernel."""
+    started_s = told_s = time.monotonic()
+    variants = ops.Variants()
+
+    def report(now: ops.Variants) -> None:
+        nonlocal told_s, variants
+        variants = now
+        if time.monotonic() - told_s >= REPORT_S:
+            told_s = time.monotonic()
+            log.info("compiling kernels of=%s ready=%d asked=%d", what, now.num_ready, now.num_asked)
+
+    with ops.compiled_together(report):
+        yield
+    seconds = time.monotonic() - started_s
+    log.info("kernels of=%s compiled=%d found=%d s=%.3f", what, variants.num_compiled, variants.num_found, seconds)
 
 
 @torch.inference_mode()
@@ -50,6 +83,14 @@ def compile_steps(decoder: PagedDecoder, limits: SchedulerLimits) -> None:
     for number, longest in sorted(steps):
         rows = [_row(longest, block_size)] + [_row(min(longest, 2), block_size)] * (number - 1)
         decoder.logits(decoder.forward(decoder.prepare(rows)), wide=False)
+
+
+@torch.inference_mode()
+def compile_verification(vocab_size: int, max_guesses: int, device: torch.device) -> None:
+    """Guesses of a draft model judged, once for each of their numbers."""
+    probabilities = torch.zeros(max_guesses + 1, vocab_size, device=device)
+    for number in range(1, max_guesses + 1):
+        accept_by_rejection(probabilities[: number + 1], probabilities[:number], [0] * number, seed=0, position=0)
 
 
 def _row(num_tokens: int, block_size: int) -> InputRow:

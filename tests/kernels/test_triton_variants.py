@@ -3,29 +3,39 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
+from typing import Any
 
 import pytest
 
-from tests.support.triton_versions import REPO
+from tests.support.triton_versions import compiling_process
 
-LIMIT_S = 1800
-
-
-def variants(case: str) -> dict[str, dict[str, list[str]]]:
-    """In a process of its own: this one has its kernels interpreted."""
-    environment = {**os.environ, "TRITON_INTERPRET": "0", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-W", "ignore", "-m", "tests.support.triton_variants", case]
-    answer = subprocess.run(command, cwd=REPO, env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=False)
-    assert answer.returncode == 0, answer.stderr[-3000:]
-    found: dict[str, dict[str, list[str]]] = json.loads(answer.stdout)
-    return found
+CASES = (
+    "plain", "window-fp8", "fp8-static", "int8-head", "awq", "gptq", "experts-int8", "experts-awq", "guesses", "draft",
+    "invariant", "invariant-fp8", "invariant-awq", "invariant-experts",
+)  # fmt: skip
 
 
-@pytest.mark.parametrize("case", ["plain", "window-fp8", "experts-int8", "guesses"])
-def test_every_variant_of_a_kernel_that_serving_asks_for_was_asked_for_at_the_start(case: str) -> None:
-    found = variants(case)
-    assert found["at_start"], "kernels are launched through Triton"
-    assert found["while_serving"] == {}
+@pytest.fixture(scope="module")
+def variants() -> dict[str, dict[str, Any]]:
+    """What each case asked for."""
+    answers = map(json.loads, compiling_process("tests.support.triton_variants", *CASES).splitlines())
+    return {answer["case"]: answer for answer in answers}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_variant_of_a_kernel_that_serving_asks_for_was_asked_for_at_the_start(
+    variants: dict[str, dict[str, Any]], case: str
+) -> None:
+    assert variants[case]["asked"], "kernels are launched through Triton"
+    assert variants[case]["while_serving"] == {}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_variant_is_asked_for_before_the_first_launch_so_that_all_are_compiled_together(
+    variants: dict[str, dict[str, Any]], case: str
+) -> None:
+    assert variants[case]["launched_first"] == {}
+
+
+def test_guesses_of_a_draft_model_are_judged_by_kernels_that_were_compiled(variants: dict[str, dict[str, Any]]) -> None:
+    assert {"judge_kernel", "race_kernel", "settle_kernel"} <= set(variants["draft"]["asked"])

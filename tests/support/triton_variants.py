@@ -1,9 +1,10 @@
 """Which variants of Triton's kernels an engine asks for, at its start and while it serves, on a machine without a GPU.
 
-Run as a script: `python -m tests.support.triton_variants CASE`. Launches go through Triton's own binder, which decides by its
+Run as a script: `python -m tests.support.triton_variants CASE …`. Launches go through Triton's own binder, which decides by its
 arguments (types, alignment of pointers, numbers that are 1 or divisible by 16, constants) which variant is meant; nothing is
-compiled and no kernel runs, so that what serves are zeros. Prints a JSON object: for each kernel its variants `at_start`, and
-those that came `while_serving`, with what they were asked for.
+compiled and no kernel runs. What they would have written is garbage at the start, where nobody may read it, and zeros while
+serving, as tokens come from it. Prints one JSON object a line, for each case and kernel: how many variants were `asked` for by
+launches that run nothing, and which ones came otherwise, `launched_first` at the start or `while_serving`.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -27,16 +29,21 @@ from triton.runtime.jit import JITFunction
 from engine.build import build_engine
 from engine.loop import Engine
 from engine.options import EngineOptions
+from engine.quantization.places import Fp8CodesPlace
+from engine.runner.ahead import launches_ahead
 from engine.runner.cuda_graphs import DirectCalls
 from engine.runner.weights import WeightPlan
 from engine.scheduling.scheduled_batch import BlockMoves
 from engine.speculation.options import SpeculativeOptions
+from engine.speculation.prompt_lookup import AdaptiveDrafter
 from kernels import ops, quantised_linear
 from kernels.triton import early_launch, tuning
-from tests.support.engines import wanted
+from tests.support.engines import FREE_ROWS, wanted
 
+GPU = torch.device("cuda")
+LAYERS = 2
 MODEL: dict[str, Any] = {
-    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "num_hidden_layers": 2, "hidden_size": 256,
+    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "num_hidden_layers": LAYERS, "hidden_size": 256,
     "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64, "intermediate_size": 512, "vocab_size": 32_000,
     "tie_word_embeddings": True, "rms_norm_eps": 1e-5, "max_position_embeddings": 4096, "hidden_act": "silu",
     "bos_token_id": 1, "eos_token_id": 2, "dtype": "bfloat16",
@@ -45,20 +52,61 @@ EXPERTS = {
     "model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 8, "num_experts_per_tok": 2,
     "moe_intermediate_size": 256, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [],
 }  # fmt: skip
-CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "plain": ({}, {}),
-    "window-fp8": (
-        {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": 300},
-        {"quantization": "fp8", "kv_cache_dtype": "fp8"},
-    ),
-    "experts-int8": (EXPERTS, {"quantization": "int8"}),
-    "guesses": ({}, {"speculative_config": SpeculativeOptions(method="ngram")}),
+LIMITS: dict[str, Any] = {
+    "max_num_seqs": 256, "max_model_len": 4096, "num_kv_blocks": 4000, "max_num_batched_tokens": 4096, "swap_space": 0.02,
+}  # fmt: skip
+DRAFT = SpeculativeOptions(method="draft_model", model=Path("draft"), num_speculative_tokens=8)
+ATTENTION, MLP = (
+    ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"),
+    ("gate_proj", "up_proj", "down_proj"),
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model by what of its configuration is other than `MODEL`'s, and the options it is served with. `stored`: the linear
+    modules of the checkpoint are quantised, by the name of the tensor that says so."""
+
+    model: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
+    stored: str = ""
+
+
+def stored_in(
+    method: str, mark: str, model: dict[str, Any] | None = None, options: dict[str, Any] | None = None, **settings: Any
+) -> Case:
+    return Case({**(model or {}), "quantization_config": {"quant_method": method, **settings}}, options or {}, mark)
+
+
+AWQ: dict[str, Any] = {"bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
+GPTQ: dict[str, Any] = {"bits": 4, "group_size": 128, "sym": True, "desc_act": False, "checkpoint_format": "gptq"}
+WINDOW = {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": 300}
+INVARIANT = {"batch_invariant": True}
+FEW_TOKENS = {"vocab_size": 4000}  # the host's sampler takes long, and asks for no kernels
+CASES: dict[str, Case] = {
+    "plain": Case(),
+    "window-fp8": Case(WINDOW, {"quantization": "fp8", "kv_cache_dtype": "fp8"}),
+    "fp8-static": stored_in("fp8", "weight_scale", activation_scheme="static"),
+    "int8-head": Case({}, {"quantization": "int8", "head_quantization": "int8"}),
+    "awq": stored_in("awq", "qweight", **AWQ),
+    "gptq": stored_in("gptq", "qweight", **GPTQ),
+    "experts-int8": Case(EXPERTS, {"quantization": "int8"}),
+    "experts-awq": stored_in("awq", "qweight", EXPERTS, **AWQ),
+    "guesses": Case(FEW_TOKENS, {"speculative_config": SpeculativeOptions(method="ngram")}),
+    "draft": Case(FEW_TOKENS, {"speculative_config": DRAFT}),
+    "invariant": Case({}, INVARIANT),
+    "invariant-fp8": Case({}, {**INVARIANT, "quantization": "fp8", "kv_cache_dtype": "fp8"}),
+    "invariant-awq": stored_in("awq", "qweight", None, INVARIANT, **AWQ),
+    "invariant-experts": Case(EXPERTS, INVARIANT),
 }
 CROWDS = ((0, 0, 0, 0, 0, 0, 1), (0, 1, 1, 2), (0, 0, 0, 0), (0, 0, 5, 40, 100), (0, 0, 0, 0, 1, 2))
-"""New requests of a step, in phases of 60 steps: alone, some, none, many, some beside those that are left."""
+"""New requests of a step, in phases: alone, some, none, many, some beside those that are left."""
 
-STEPS = 300
-SEEN: dict[str, dict[str, None]] = defaultdict(dict)
+PHASE_STEPS = 16
+STEPS = PHASE_STEPS * len(CROWDS)
+
+GARBAGE = 0x5A
+"""Every byte of what nobody has written: 1.5e16 in float32, and out of every range as an index."""
 
 
 class Driver:
@@ -88,52 +136,132 @@ class Captured(DirectCalls):
         self._keys.add(key)
 
 
-def noted(kernel: Any, key: Any, *_: Any, **__: Any) -> None:
-    """In the place of compiling: remember what was asked for; without a kernel nothing is launched."""
-    SEEN[kernel.__name__][str(key)] = None
+class Stub:
+    """In the place of a compiled kernel: launched, it does nothing."""
+
+    function = packed_metadata = None
+
+    def launch_metadata(self, *_: Any) -> None:
+        return None
+
+    def run(self, *_: Any) -> None:
+        return None
 
 
-def prepare() -> None:
-    """Everything that a machine without a GPU does otherwise. Memory that nobody writes is zeros, as tokens come from it."""
+class Recorder:
+    """Which variants were asked for, by kernel: in the place of compiling them."""
+
+    def __init__(self) -> None:
+        self.seen: dict[str, dict[str, bool]] = defaultdict(dict)  # whether a launch did no more than ask
+        self._kernels: set[Any] = set()
+
+    def note(self, kernel: Any, key: Any, *arguments: Any) -> Stub:
+        """As `JITFunction._do_compile`, whose last argument says that nothing is launched."""
+        self.seen[kernel.__name__][str(key)] = bool(arguments[-1])
+        self._kernels.add(kernel)
+        stub = kernel.device_caches[0][0][key] = Stub()
+        return stub
+
+    def begin(self) -> None:
+        """Another engine asks, in a process of its own as it were."""
+        for kernel in self._kernels:
+            kernel.device_caches.clear()
+        self.seen.clear()
+        self._kernels.clear()
+
+
+class Memory:
+    """What nobody has written holds garbage, or zeros."""
+
+    def __init__(self) -> None:
+        self.is_garbage = True
+
+    def filled(self, make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def made(*arguments: Any, **options: Any) -> torch.Tensor:
+            tensor = make(*arguments, **options)
+            if self.is_garbage and tensor.device.type == "cpu" and tensor.is_contiguous():
+                tensor.view(-1).view(torch.uint8).fill_(GARBAGE)
+                return tensor
+            return tensor.zero_()
+
+        return made
+
+
+def prepare(recorder: Recorder, memory: Memory) -> None:
+    """Everything that a machine without a GPU does otherwise."""
     driver.set_active(Driver())
+
+    def compile_nothing(kernel: Any, *arguments: Any) -> Stub:
+        return recorder.note(kernel, *arguments)
+
     replaced: tuple[tuple[Any, str, Any], ...] = (
-        (JITFunction, "_do_compile", noted),
+        (JITFunction, "_do_compile", compile_nothing),
         (tuning, "capability", lambda _: 90),
         (early_launch, "capability", lambda _: 90),
         (tuning, "multiprocessors", lambda _: 132),
         (early_launch, "early_launch", lambda _: {"EARLY": True, "launch_pdl": True}),
-        (torch, "empty", torch.zeros),
-        (torch, "empty_like", torch.zeros_like),
-        (torch.Tensor, "new_empty", torch.Tensor.new_zeros),
+        (torch, "empty", memory.filled(torch.empty)),
+        (torch, "empty_like", memory.filled(torch.empty_like)),
+        (torch.Tensor, "new_empty", memory.filled(torch.Tensor.new_empty)),
+        (torch.nn.functional, "linear", lambda x, weight, *_: x.new_zeros(*x.shape[:-1], weight.shape[0])),  # takes longest
     )
     for owner, name, value in replaced:
         setattr(owner, name, value)
 
 
+def write_weights(_: Path, plan: WeightPlan, **__: Any) -> None:
+    """In the place of reading them: what of every format is allowed."""
+    for name, place in plan.places.items():
+        if isinstance(place, torch.Tensor):
+            place.zero_()
+        elif name not in plan.optional:
+            place.take(weights_for(name.rpartition(".")[2], place))
+
+
+def weights_for(kind: str, place: Any) -> torch.Tensor:
+    if kind in ("qweight", "qzeros"):
+        return torch.zeros(place.tensor.shape, dtype=torch.int32)
+    if kind == "scales":
+        return torch.ones(place._shape, dtype=torch.float16)
+    if kind in ("weight_scale", "input_scale"):
+        return torch.ones(1)
+    if isinstance(place, Fp8CodesPlace):
+        return torch.zeros(place._target.shape, dtype=torch.float8_e4m3fn)
+    return torch.ones(place._shape, dtype=torch.bfloat16)
+
+
+def stored_names(case: Case) -> set[str]:
+    """Of the tensors that say that a module is quantised."""
+    if not case.stored:
+        return set()
+    experts = case.model.get("num_experts", 0)
+    folders = [f"mlp.experts.{expert}" for expert in range(experts)] or ["mlp"]
+    modules = [*ATTENTION, *(f"{folder}.{name}" for folder in folders for name in MLP)]
+    return {f"model.layers.{layer}.{module}.{case.stored}" for layer in range(LAYERS) for module in modules}
+
+
 @contextmanager
-def engine_of(folder: Path, changes: dict[str, Any], options: dict[str, Any]) -> Iterator[Engine]:
-    (folder / "config.json").write_text(json.dumps(MODEL | changes), "utf-8")
-
-    def fill(_: Path, plan: WeightPlan, **__: Any) -> None:
-        for name, place in plan.places.items():
-            if isinstance(place, torch.Tensor):
-                place.zero_()
-            elif name not in plan.optional:
-                place.take(torch.ones(place._shape, dtype=torch.bfloat16))  # type: ignore[attr-defined]
-
-    limits: dict[str, Any] = {"max_num_seqs": 256, "max_model_len": 4096, "num_kv_blocks": 4000, "max_num_batched_tokens": 4096}
-    limits["swap_space"] = 0.02
+def engine_of(folder: Path, case: Case) -> Iterator[Engine]:
+    (folder / "config.json").write_text(json.dumps(MODEL | case.model), "utf-8")
+    speculative = case.options.get("speculative_config")
+    options: dict[str, Any] = {**LIMITS, **case.options}
+    if speculative is not None and speculative.model is not None:
+        (folder / "draft").mkdir()
+        (folder / "draft" / "config.json").write_text(json.dumps(MODEL | case.model | {"num_hidden_layers": 1}), "utf-8")
+        options["speculative_config"] = speculative = replace(speculative, model=folder / "draft")
     with ExitStack() as stack:
-        stack.enter_context(mock.patch("engine.build.load_weights", fill))
-        stack.enter_context(mock.patch("engine.quantization.scheme.stored_names", return_value=set()))
-        stack.enter_context(mock.patch("engine.build.launches_ahead", lambda options, _: options.speculative_config is None))
+        stack.enter_context(mock.patch("engine.build.load_weights", write_weights))
+        stack.enter_context(mock.patch("engine.quantization.scheme.stored_names", return_value=stored_names(case)))
+        stack.enter_context(mock.patch("engine.build.launches_ahead", lambda options, _: launches_ahead(options, GPU)))
         stack.enter_context(mock.patch("engine.build.records_steps", return_value=False))
         stack.enter_context(mock.patch("engine.runner.ahead.DirectCalls", Captured))
         for module in ("build", "runner.slot_runner"):
             stack.enter_context(mock.patch(f"engine.{module}.compiles_at_first_use", return_value=True))
         stack.enter_context(mock.patch.dict(quantised_linear._MODULES, cpu=quantised_linear._MODULES["cuda"]))
         stack.enter_context(ops.replaced("cpu", "cuda"))
-        engine = build_engine(EngineOptions(model=folder, device="cpu", dtype="bfloat16", threads=1, **limits, **options))
+        engine = build_engine(EngineOptions(model=folder, device="cpu", dtype="bfloat16", threads=1, **options))
+        if speculative is not None:  # however deep this machine would have it guess
+            engine._scheduler._drafting._drafter = AdaptiveDrafter(speculative, FREE_ROWS)  # type: ignore[union-attr]
         yield engine
         engine.close()
 
@@ -142,10 +270,11 @@ def traffic(engine: Engine, steps: int, seed: int) -> None:
     """Requests of all sizes, alone, some and many at once, sampled in every way."""
     rng, number = random.Random(seed), 0
     for step in range(steps):
-        crowd = rng.choice(CROWDS[step // 60 % len(CROWDS)])
+        crowd = rng.choice(CROWDS[step // PHASE_STEPS % len(CROWDS)])
         for _ in range(crowd):
             length = rng.choice([1, 2, 3, 5, 8, 9, 17, 33, 100, 255, 500, 1500])
-            prompt = [rng.randrange(3, 500) for _ in range(length)]
+            first = rng.randrange(3, 500)
+            prompt = range(first, first + length)
             engine.submit(wanted(str(number), prompt, max_tokens=rng.choice([1, 2, 9, 40]), **sampling(rng)))
             number += 1
         engine.step()
@@ -164,17 +293,31 @@ def sampling(rng: random.Random) -> dict[str, Any]:
     )  # fmt: skip
 
 
-def main(case: str, steps: int) -> dict[str, Any]:
-    prepare()
-    with tempfile.TemporaryDirectory() as folder, engine_of(Path(folder), *CASES[case]) as engine:
-        at_start = {name: set(keys) for name, keys in SEEN.items()}
+def variants(case: Case, recorder: Recorder, memory: Memory, steps: int) -> dict[str, Any]:
+    """What `case` asks for."""
+    recorder.begin()
+    memory.is_garbage = True
+    with tempfile.TemporaryDirectory() as folder, engine_of(Path(folder), case) as engine:
+        memory.is_garbage = False
+        at_start = {name: dict(keys) for name, keys in recorder.seen.items()}
         traffic(engine, steps, seed=0)
-    late = {name: sorted(set(keys) - at_start.get(name, set())) for name, keys in SEEN.items()}
-    return {
-        "at_start": {name: len(keys) for name, keys in at_start.items()},
-        "while_serving": {name: keys for name, keys in late.items() if keys},
-    }
+    asked = {name: sum(keys.values()) for name, keys in at_start.items()}
+    launched = {name: [key for key, only_asked in keys.items() if not only_asked] for name, keys in at_start.items()}
+    late = {name: sorted(set(keys) - set(at_start.get(name, ()))) for name, keys in recorder.seen.items()}
+    return {"asked": _filled(asked), "launched_first": _filled(launched), "while_serving": _filled(late)}
+
+
+def _filled(table: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in table.items() if value}
+
+
+def main(names: list[str]) -> None:
+    recorder, memory = Recorder(), Memory()
+    prepare(recorder, memory)
+    for name in names:
+        sys.stdout.write(json.dumps({"case": name, **variants(CASES[name], recorder, memory, STEPS)}) + "\n")
+        sys.stdout.flush()
 
 
 if __name__ == "__main__":
-    sys.stdout.write(json.dumps(main(sys.argv[1], int(sys.argv[2]) if len(sys.argv) > 2 else STEPS)))
+    main(sys.argv[1:])

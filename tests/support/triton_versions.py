@@ -18,6 +18,7 @@ from typing import Any
 
 REPO = Path(__file__).resolve().parents[2]
 ENVIRONMENT = Path(sys.prefix)
+LIMIT_S = 900
 
 
 @dataclass(frozen=True)
@@ -69,3 +70,14 @@ def installed() -> list[TritonVersion]:
 def find(version: str) -> TritonVersion | None:
     """The version of that name, None when this machine does not have it."""
     return next((found for found in installed() if found.version == version), None)
+
+
+def compiling_process(module: str, *arguments: str, cache: Path | None = None) -> str:
+    """What `python -m module` prints in a process of its own, in which this process' Triton compiles into `cache`: here it
+    interprets. Raises CalledProcessError, behind what that wrote to standard error."""
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "OMP_NUM_THREADS": "1"}
+    if cache is not None:
+        environment["TRITON_CACHE_DIR"] = str(cache)
+    command = [sys.executable, "-W", "ignore", "-m", module, *arguments]
+    answer = subprocess.run(command, cwd=REPO, env=environment, stdout=subprocess.PIPE, text=True, check=True, timeout=LIMIT_S)
+    return answer.stdout

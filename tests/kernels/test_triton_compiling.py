@@ -1,0 +1,54 @@
+"""Kernels are compiled several at a time before the first launch, and one that cannot be is named."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.triton_versions import compiling_process
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """By what was tried, in this order."""
+    cache: Path = tmp_path_factory.mktemp("cache")
+    answer: dict[str, dict[str, Any]] = json.loads(compiling_process("tests.support.triton_compiling", cache=cache))
+    return answer
+
+
+def test_launches_that_ask_run_nothing_and_each_variant_is_told_once(found: dict[str, dict[str, Any]]) -> None:
+    asked = found["when_asked"]
+    assert asked["launched"] == 0
+    assert asked["reports"] == [[3, 1, 0], [3, 2, 0], [3, 3, 0]]
+
+
+def test_what_was_asked_for_is_loaded_and_launched_without_another_word(found: dict[str, dict[str, Any]]) -> None:
+    assert found["when_asked"]["loaded"] == 3
+    assert found["when_launched_afterwards"] == {"launched": ["fill_kernel"] * 3, "loaded": 3}
+
+
+def test_variants_found_on_disk_are_counted(found: dict[str, dict[str, Any]]) -> None:
+    assert found["when_found_on_disk"]["last"] == [3, 3, 3]
+
+
+def test_a_variant_that_cannot_be_compiled_is_named_each_time(found: dict[str, dict[str, Any]]) -> None:
+    for message in found["when_one_is_wrong"].values():
+        assert message.startswith("wrong_kernel(out=*i32, BLOCK=")
+        assert "num_warps=4" in message
+        assert "incompatible dimensions" in message
+
+
+def test_a_variant_that_cannot_be_loaded_is_named(found: dict[str, dict[str, Any]]) -> None:
+    message = found["when_it_cannot_be_loaded"]["error"]
+    assert message == "fill_kernel(out=*i32, BLOCK=16, num_warps=4, num_stages=3): RuntimeError: no memory"
+
+
+def test_launches_of_other_threads_run_meanwhile_and_are_not_counted(found: dict[str, dict[str, Any]]) -> None:
+    assert found["when_another_thread_launches"] == {"launched": ["fill_kernel"], "last": [2, 2, 2]}
+
+
+def test_two_are_compiled_at_a_time(found: dict[str, dict[str, Any]]) -> None:
+    assert found["when_two_wait_for_each_other"]["last"] == [2, 2, 2]

@@ -1,0 +1,164 @@
+"""Small kernels compiled together for an H200 that is not there: `python -m tests.support.triton_compiling` tells how it went.
+
+Triton's compiler is the real one; the card loads whatever it is given and notes what it is to run. One JSON object, an entry
+for each of the functions below that is named `when_…`.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+
+from engine.gpu_environment import prepare_gpu
+from kernels.triton.compiled_together import compiled_together
+from kernels.variants import CompilationFailed, Variants
+
+SIZES = (16, 32, 64)
+BARRIER_S = 60
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def fill_kernel(out: tl.tensor, BLOCK: tl.constexpr) -> None:
+    tl.store(out + tl.arange(0, BLOCK), BLOCK)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def wrong_kernel(out: tl.tensor, BLOCK: tl.constexpr) -> None:
+    tl.store(out + tl.arange(0, BLOCK), tl.arange(0, 2 * BLOCK))
+
+
+class Card:
+    """Asked what it is, and for a launch."""
+
+    def __init__(self) -> None:
+        self.utils = self
+        self.fault = ""
+        self.num_loaded = 0
+        self.launched: list[str] = []
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int | None = None) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_device_properties(self, device: int) -> dict[str, int]:
+        return {"max_shared_mem": 232_448}
+
+    def load_binary(self, *_: Any) -> tuple[int, int, int, int, int]:
+        if self.fault:
+            raise RuntimeError(self.fault)
+        self.num_loaded += 1
+        return 0, 0, 8, 0, 1024
+
+    def unload_module(self, module: Any) -> None:
+        """There is none."""
+
+    def launcher_cls(self, source: Any, metadata: Any) -> Callable[..., None]:
+        return lambda *_: self.launched.append(metadata.name)
+
+
+CARD = Card()
+REPORTS: list[Variants] = []
+
+
+def ask(kernel: Any, sizes: tuple[int, ...] = SIZES) -> None:
+    out = torch.empty(64, dtype=torch.int32)
+    for size in sizes:
+        kernel[(1,)](out, BLOCK=size)
+
+
+def failure(kernel: Any) -> str:
+    try:
+        with compiled_together(REPORTS.append):
+            ask(kernel)
+    except CompilationFailed as error:
+        return str(error)
+    return "nothing failed"
+
+
+def when_asked() -> dict[str, Any]:
+    with compiled_together(REPORTS.append):
+        ask(fill_kernel)
+        ask(fill_kernel)
+        launched = len(CARD.launched)
+    return {"reports": list(REPORTS), "launched": launched, "loaded": CARD.num_loaded}
+
+
+def when_launched_afterwards() -> dict[str, Any]:
+    ask(fill_kernel)
+    return {"launched": list(CARD.launched), "loaded": CARD.num_loaded}
+
+
+def when_found_on_disk() -> dict[str, Any]:
+    fill_kernel.device_caches.clear()
+    with compiled_together(REPORTS.append):
+        ask(fill_kernel)
+    return {"last": REPORTS[-1]}
+
+
+def when_one_is_wrong() -> dict[str, Any]:
+    return {"error": failure(wrong_kernel), "again": failure(wrong_kernel)}
+
+
+def when_it_cannot_be_loaded() -> dict[str, Any]:
+    fill_kernel.device_caches.clear()
+    CARD.fault = "no memory"
+    try:
+        return {"error": failure(fill_kernel)}
+    finally:
+        CARD.fault = ""
+
+
+def when_another_thread_launches() -> dict[str, Any]:
+    CARD.launched.clear()
+    fill_kernel.device_caches.clear()
+    with compiled_together(REPORTS.append):
+        thread = threading.Thread(target=ask, args=(fill_kernel, SIZES[:1]))
+        thread.start()
+        thread.join()
+        ask(fill_kernel, SIZES[1:])
+    return {"launched": list(CARD.launched), "last": REPORTS[-1]}
+
+
+def when_two_wait_for_each_other() -> dict[str, Any]:
+    both = threading.Barrier(2, timeout=BARRIER_S)
+    fill_kernel.device_caches.clear()
+    ask(fill_kernel, SIZES[2:])  # which sets what compiles
+    compiled = fill_kernel.compile
+
+    def compile_beside(*arguments: Any, **options: Any) -> Any:
+        both.wait()
+        return compiled(*arguments, **options)
+
+    fill_kernel.compile = compile_beside
+    with compiled_together(REPORTS.append):
+        ask(fill_kernel, SIZES[:2])
+    return {"last": REPORTS[-1]}
+
+
+def main() -> None:
+    prepare_gpu()
+    driver.set_active(CARD)
+    found = {}
+    for name, function in list(globals().items()):
+        if name.startswith("when_"):
+            REPORTS.clear()
+            found[name] = function()
+    sys.stdout.write(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
