@@ -133,7 +133,7 @@ class Appliance:
         try:
             if self.engines:
                 await services.keys.flush_last_used()
-                await services.admission.expectations.stop()
+                await services.admission.stop()
                 await services.ledger.stop()
                 await services.limit_levels.stop()
                 await end_epoch(services.db, services.clock, services.epoch_id)

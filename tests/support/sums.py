@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from datetime import datetime
 
 from appliance.metering.limits.quotas import Moment, Owner
@@ -11,9 +12,9 @@ from appliance.metering.limits.sums import PeriodSums
 class NothingYet:
     """A ledger without events."""
 
-    async def read(self, owner: Owner, currency: str, at: Moment) -> PeriodSums:
+    async def read(self, currencies: Mapping[Owner, str], at: Moment) -> dict[Owner, PeriodSums]:
         """Return that nothing was used."""
-        return PeriodSums(tokens_today=0, cost_month_picos=0)
+        return {owner: PeriodSums(tokens_today=0, cost_month_picos=0) for owner in currencies}
 
     async def outputs(self, key_id: str, model: str, before: datetime) -> list[int]:
         """Return that nobody ever got an answer."""

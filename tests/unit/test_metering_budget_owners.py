@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from appliance.base.db import Database
-from appliance.metering.alerts import budget_sums
 from appliance.metering.alerts.budgets import SWEPT_AT_ONCE
 from appliance.metering.alerts.outbox import Delivery
 from appliance.metering.alerts.webhooks import Webhook
+from appliance.metering.limits import owner_sums
 from appliance.tenancy.access import WHOLE_BOX
 from appliance.tenancy.keys import Keys
 from appliance.tenancy.model_policies import ModelPolicies
@@ -346,7 +346,7 @@ async def test_a_sweep_tells_of_more_than_it_writes_at_once_and_the_next_writes_
 
 
 async def test_more_owners_than_a_statement_names_are_summed_all_the_same(box: Box, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(budget_sums, "NAMED_MAX", 0)
+    monkeypatch.setattr(owner_sums, "NAMED_MAX", 0)
     await box.limit("key", monthly_budget=10 * UNIT)
     await box.spender.spend(box.charlie, 100)
     await box.spender.spend(box.bob, 7)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+from collections.abc import Mapping
 from datetime import datetime, timedelta
 from typing import Any
 
@@ -204,10 +205,11 @@ async def test_a_correction_while_the_sums_are_read_is_counted_once(clock: FakeC
     class Meanwhile:
         """Sums of a snapshot from before the correction, or after; it is told of before they are here."""
 
-        async def read(self, owner: Owner, currency: str, at: Moment) -> PeriodSums:
-            if owner.scope == "tenant":
-                admission.correct(adjustment)
-            return PeriodSums(tokens_today=0, cost_month_picos=(12 if seen else 15) * 10**6, through_posting=2 if seen else 1)
+        async def read(self, currencies: Mapping[Owner, str], at: Moment) -> dict[Owner, PeriodSums]:
+            admission.correct(adjustment)
+            picos, through = (12, 2) if seen else (15, 1)
+            sums = PeriodSums(tokens_today=0, cost_month_picos=picos * 10**6, through_posting=through)
+            return dict.fromkeys(currencies, sums)
 
         async def outputs(self, key_id: str, model: str, before: datetime) -> list[int]:
             return []

@@ -144,9 +144,9 @@ async def test_recovered_tokens_count_in_the_sums_of_day_and_month(database: Dat
     await recover(database, clock, await begin_epoch(database, clock, "next"))
     for owner in (Owner("tenant", cast.bob.tenant.id), Owner("key", cast.bob.key.id), Owner("key", cast.bob.key.id, "demo")):
         at = Moment(clock.now(), clock.monotonic_s(), clock.now().date(), clock.now())
-        sums = await LedgerSums(database).read(owner, "EUR", at)
+        sums = (await LedgerSums(database).read({owner: "EUR"}, at))[owner]
         assert (sums.tokens_today, sums.cost_month_picos) == (15, 1015 * 5)
-        abroad = await LedgerSums(database).read(owner, "CHF", at)
+        abroad = (await LedgerSums(database).read({owner: "CHF"}, at))[owner]
         assert (abroad.tokens_today, abroad.cost_month_picos) == (15, 0), "a sum over two currencies"
 
 

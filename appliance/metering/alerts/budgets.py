@@ -28,8 +28,7 @@ from appliance.metering.alerts.plans import Period, Plan, read_plans
 from appliance.metering.calendar import BillingCalendar
 from appliance.metering.ledger.records import UsageEvent
 from appliance.metering.ledger.rollups import SETTLED
-from appliance.metering.limits.quotas import Owner
-from appliance.metering.limits.rules import owners_of
+from appliance.metering.limits.quotas import Owner, owners_of
 
 PERIODS_MAX = 64  # of one owner: late events may be of other months and days than today's
 SWEEP_INTERVAL_S = 3600.0

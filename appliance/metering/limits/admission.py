@@ -6,7 +6,6 @@ prompt, which is known exactly, and the output that is to be expected; the expec
 
 from __future__ import annotations
 
-import asyncio
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -22,11 +21,12 @@ from appliance.metering.ledger.records import UsageEvent
 from appliance.metering.limits.allowances import SHADOW, Allowance, Amount, Need
 from appliance.metering.limits.expectations import Expectations
 from appliance.metering.limits.levels import LevelRow, SavedLevel
+from appliance.metering.limits.meetings import Meetings
 from appliance.metering.limits.queue import AdmissionQueue, Later, Refusals, Waiter, may_wait, on_the_loop
-from appliance.metering.limits.quotas import ALL_TENANTS, LimitDecision, LimitKind, Moment, Owner
+from appliance.metering.limits.quotas import ALL_TENANTS, LimitDecision, LimitKind, Moment, Owner, owners_of
 from appliance.metering.limits.remaining import Running
 from appliance.metering.limits.reservations import Reservation, Work
-from appliance.metering.limits.rules import Asked, Rule, holds_for, owners_of, rules_for
+from appliance.metering.limits.rules import Asked, Rule, rules_for
 from appliance.metering.limits.sums import SumsReader
 from appliance.metering.limits.token_bucket import TokenBucket
 from appliance.tenancy.model_policies import ModelPolicy
@@ -117,9 +117,8 @@ class Admission:
         self._unsaved: set[Allowance] = set()
         self._queue = AdmissionQueue(clock, later=later)
         self._waits = waits
-        self._first_use = asyncio.Lock()
+        self._meetings = Meetings(sums, self._allowances, self._live, self._moment)
         self._asking: dict[int, Asked] = {}  # of those who wait, by what no two of them share
-        self._heard: list[UsageEvent] = []  # corrections while an allowance is being made
         self._today: Moment | None = None
 
     async def admit(self, asked: Asked, patience: Patience = NO_PATIENCE) -> Reservation:
@@ -207,13 +206,17 @@ class Admission:
 
     def correct(self, correction: UsageEvent) -> None:
         """Count a correction that has just been committed, and let those try again who wait for what it gives back."""
-        if self._first_use.locked():
-            self._heard.append(correction)
+        self._meetings.hear(correction)
         owners = owners_of(correction.tenant_id, correction.key_id, correction.model)
         known = [self._allowances[owner] for owner in owners if owner in self._allowances]
         for allowance in known:
             allowance.correct(correction)
         self._queue.wake(known)
+
+    async def stop(self) -> None:
+        """End what reads the ledger."""
+        await self.expectations.stop()
+        await self._meetings.stop()
 
     def refuse_waiting(self, error: Exception) -> None:
         """Tell every request that waits for room that nothing will come."""
@@ -268,12 +271,13 @@ class Admission:
         self._unsaved |= {self._allowances[row.owner] for row in rows}
 
     async def _allowances_of(self, asked: Asked) -> list[Allowance]:
-        """Return the allowances that hold for a request, as the limits are now. New ones read the ledger once."""
+        """Return the allowances that hold for a request, as the limits are now. Of new ones the ledger is read once."""
         rules = rules_for(asked.principal, asked.model, asked.policy, self._currency)
         self.expectations.meet(asked.principal.key.id, asked.model)
         for rule in rules:
             if rule.owner not in self._allowances:
-                await self._meet(rule)
+                await self._meetings.meet(rules)
+                break
         at = self._moment()
         if asked.policy is None and (shared := self._allowances.get(Owner("model", ALL_TENANTS, asked.model))) is not None:
             shared.configure(NO_LIMITS, shared.mode, at)  # the model had limits of its own
@@ -282,23 +286,6 @@ class Admission:
             allowance.currency = rule.currency
             allowance.configure(rule.limits, rule.mode, at)
         return allowances
-
-    async def _meet(self, rule: Rule) -> None:
-        """Make an allowance at its first use. What runs already, from before it had limits, counts with it from now on."""
-        async with self._first_use:
-            if rule.owner in self._allowances:
-                return
-            at = self._moment()
-            allowance = Allowance(rule.owner, rule.currency, at)
-            for reservation in self._live:
-                if holds_for(rule.owner, reservation.work):
-                    self._live.hold(reservation, allowance.take(reservation.need, at, buckets=False))
-            self._heard.clear()
-            allowance.remember(await self._sums.read(rule.owner, rule.currency, at), at)
-            for correction in self._heard:
-                if rule.owner in owners_of(correction.tenant_id, correction.key_id, correction.model):
-                    allowance.correct(correction)
-            self._allowances[rule.owner] = allowance
 
     def _try(
         self, asked: Asked, allowances: Sequence[Allowance], needs: Needs, waiter: Waiter | None = None

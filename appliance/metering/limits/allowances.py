@@ -76,14 +76,15 @@ class Allowance:
 
     def remember(self, sums: PeriodSums, at: Moment) -> None:
         """Take over what earlier processes have counted. Called once, before the first request."""
-        self._day.used += sums.tokens_today
-        self._month.used += sums.cost_month_picos
+        day, month = self._windows(at)
+        day.used += sums.tokens_today
+        month.used += sums.cost_month_picos
         self._through_posting = sums.through_posting
         self._recent = [(_age(moment, at), tokens) for moment, tokens in sums.recent]
         for kind, saved in sums.levels.items():
             bucket = self.buckets[kind] = TokenBucket(saved.capacity, _age(saved.saved_at, at), units=saved.units)
-            for moment, tokens in saved.since:
-                bucket.charge(tokens if kind == "tokens" else 1, _age(moment, at))
+            for moment, units in saved.since:
+                bucket.charge(units, _age(moment, at))
 
     def correct(self, correction: UsageEvent) -> None:
         """Count a correction in the day and the month that it is of. One that the sums have that we began with is not counted

@@ -7,7 +7,7 @@ is read from the usage events, so nothing is given twice. Knows no rules of limi
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, Protocol
@@ -107,15 +107,17 @@ class LimitLevels:
                 _log.exception("limit_levels_not_saved")
 
 
-async def find(connection: AsyncConnection, owner: Owner) -> dict[LimitKind, SavedLevel]:
-    """Return the saved levels of `owner` by the kind of limit."""
-    columns = limit_levels.c
-    query = select(limit_levels).where(columns.owner == owner.id, columns.model == (owner.model or ""))
-    rows = (await connection.execute(query)).mappings().all()
-    return {
-        row["kind"]: SavedLevel(capacity=row["capacity"], units=int(row["level_units"]), saved_at=row["saved_at"])
-        for row in rows
-    }
+async def find(connection: AsyncConnection, owners: Iterable[Owner]) -> dict[Owner, dict[LimitKind, SavedLevel]]:
+    """Return the saved levels of each of `owners` by the kind of limit."""
+    places = {(owner.id, owner.model or ""): owner for owner in owners}
+    ids, models = ({place[column] for place in places} for column in (0, 1))
+    query = select(limit_levels).where(limit_levels.c.owner.in_(ids), limit_levels.c.model.in_(models))
+    found: dict[Owner, dict[LimitKind, SavedLevel]] = {owner: {} for owner in places.values()}
+    for row in (await connection.execute(query)).all():
+        owner = places.get((row.owner, row.model))
+        if owner is not None:
+            found[owner][row.kind] = SavedLevel(capacity=row.capacity, units=int(row.level_units), saved_at=row.saved_at)
+    return found
 
 
 def _columns(row: LevelRow) -> dict[str, Any]:

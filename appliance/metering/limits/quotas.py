@@ -23,6 +23,17 @@ class Owner(msgspec.Struct, frozen=True):
     model: str | None = None
 
 
+def owners_of(tenant_id: str, key_id: str, model: str) -> tuple[Owner, ...]:
+    """Return everybody whose limits the use of a model counts against, if he has any."""
+    return (
+        Owner("tenant", tenant_id),
+        Owner("tenant", tenant_id, model),
+        Owner("key", key_id),
+        Owner("key", key_id, model),
+        Owner("model", ALL_TENANTS, model),
+    )
+
+
 class Moment(msgspec.Struct, frozen=True):
     """One reading of both clocks, so that all limits of a decision see the same time, and the day it lies in."""
 

@@ -85,20 +85,3 @@ def rules_for(principal: Principal, model: str | None, policy: ModelPolicy | Non
     if model in key.model_limits:
         rules.append(Rule(Owner("key", key.id, model), key.model_limits[model], key.limit_mode, billed_in))
     return rules
-
-
-def owners_of(tenant_id: str, key_id: str, model: str) -> tuple[Owner, ...]:
-    """Return everybody whose limits the use of a model counts against, if he has any."""
-    return (
-        Owner("tenant", tenant_id),
-        Owner("tenant", tenant_id, model),
-        Owner("key", key_id),
-        Owner("key", key_id, model),
-        Owner("model", ALL_TENANTS, model),
-    )
-
-
-def holds_for(owner: Owner, work: Work) -> bool:
-    """Return whether the limits of `owner` hold for `work`."""
-    whose = {"tenant": work.tenant_id, "key": work.key_id, "model": ALL_TENANTS}
-    return whose[owner.scope] == owner.id and owner.model in (None, work.model)

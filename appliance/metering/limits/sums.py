@@ -1,24 +1,25 @@
-"""What an owner of limits has used today, this month and in the last minute, read once from the ledger; admission counts on."""
+"""What owners of limits have used today, this month and in the last minute, read once from the ledger; admission counts on."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
-from sqlalchemy import ColumnElement, Select, Table, and_, case, func, or_, select
+from sqlalchemy import ColumnElement, Row, Select, and_, or_, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from appliance.base import counters
 from appliance.base.db import Database
-from appliance.base.tables import usage_events, usage_rollups
+from appliance.base.tables import usage_events
 from appliance.metering.calendar import BillingCalendar
-from appliance.metering.ledger.rollups import DAY, SETTLED, join_sum
+from appliance.metering.ledger.rollups import SETTLED, join_sum
 from appliance.metering.limits import levels as limit_levels
 from appliance.metering.limits.expectations import OUTPUTS_KEPT
 from appliance.metering.limits.levels import SavedLevel
-from appliance.metering.limits.quotas import BUCKET_KINDS, LimitKind, Moment, Owner
+from appliance.metering.limits.owner_sums import days_of_month, sums_query
+from appliance.metering.limits.quotas import BUCKET_KINDS, LimitKind, Moment, Owner, owners_of
 
 RECENT = timedelta(minutes=1)
 """After this long a bucket is full again, whatever was taken from it."""
@@ -29,7 +30,8 @@ SETTLING = timedelta(hours=1)  # a request that its deadline has ended is settle
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LevelNow:
-    """How full a bucket was when it was last saved, and what was admitted or settled `since`, as (moment, tokens)."""
+    """How full a bucket was when it was last saved, and what it does not know of `since` then, as (moment, units of the limit):
+    tokens or requests."""
 
     capacity: int
     units: int
@@ -50,10 +52,10 @@ class PeriodSums:
 
 
 class SumsReader(Protocol):
-    """Where admission gets the sums from when it meets an owner for the first time."""
+    """Where admission gets the sums from when it meets owners for the first time."""
 
-    async def read(self, owner: Owner, currency: str, at: Moment) -> PeriodSums:
-        """Return the sums of settled events of `owner`, and their cost in `currency`."""
+    async def read(self, currencies: Mapping[Owner, str], at: Moment) -> Mapping[Owner, PeriodSums]:
+        """Return the sums of settled events of each owner, and their cost in its currency."""
         ...
 
     async def outputs(self, key_id: str, model: str, before: datetime) -> Sequence[int]:
@@ -70,23 +72,33 @@ class LedgerSums:
         self._calendar = calendar or BillingCalendar()
         self._running_max = timedelta(seconds=request_deadline_s) + SETTLING
 
-    async def read(self, owner: Owner, currency: str, at: Moment) -> PeriodSums:
-        """Return the sums of settled events of `owner`. A request belongs to the time of its admission."""
+    async def read(self, currencies: Mapping[Owner, str], at: Moment) -> Mapping[Owner, PeriodSums]:
+        """Return the sums of settled events of each owner, of many with as many statements as of one.
+
+        A request belongs to the time of its admission.
+        """
         async with self._db.reading() as connection:
-            saved = await limit_levels.find(connection, owner)
-            row = (await connection.execute(self._periods(owner, currency, at))).one()
+            saved = await limit_levels.find(connection, currencies)
+            days, today = days_of_month(self._calendar, at.month), self._calendar.day_start(at.day)
+            sums = (await connection.execute(sums_query(currencies, days, tokens_since=today))).all()
             through_posting = await counters.last_taken(connection, counters.POSTING)
-            longest = self._running_max
-            levels = {kind: await _level(connection, owner, level, longest) for kind, level in saved.items()}
-            known = len(levels) == len(BUCKET_KINDS)
-            recent = [] if known else await _last_minute(connection, owner, at.now - RECENT, longest)
-        return PeriodSums(
-            tokens_today=int(row[0]),
-            cost_month_picos=join_sum(row[1], row[2]),
-            through_posting=through_posting,
-            recent=tuple(recent),
-            levels=levels,
-        )
+            events = await _events(connection, {owner: self._needed(saved[owner], at) for owner in currencies})
+        tokens, costs = dict.fromkeys(currencies, 0), dict.fromkeys(currencies, 0)
+        for row in sums:
+            for owner in owners_of(row.tenant_id, row.key_id, row.model):
+                if owner in currencies and owner.scope == row.scope:
+                    tokens[owner] += int(row.tokens)
+                    costs[owner] += join_sum(row.high, row.low) if row.currency == currencies[owner] else 0
+        return {
+            owner: PeriodSums(
+                tokens_today=tokens[owner],
+                cost_month_picos=costs[owner],
+                through_posting=through_posting,
+                recent=() if _all_known(saved[owner]) else _last_minute(events[owner], at),
+                levels={kind: _level(kind, level, events[owner]) for kind, level in saved[owner].items()},
+            )
+            for owner in currencies
+        }
 
     async def outputs(self, key_id: str, model: str, before: datetime) -> Sequence[int]:
         """Return the output tokens of the last requests of a key with a model, admitted `before`, at most OUTPUTS_KEPT, oldest
@@ -98,14 +110,21 @@ class LedgerSums:
             found = (await connection.execute(outputs_query(key_id, model, before))).scalars().all()
         return [int(tokens) for tokens in reversed(found)]
 
-    def _periods(self, owner: Owner, currency: str, at: Moment) -> Select[Any]:
-        """Ask the sums by day: they are few, however many events the month has."""
-        days = usage_rollups.c
-        today, month = self._calendar.day_start(at.day), self._calendar.day_start(at.month)
-        tokens = case((days.start_at >= today, days.prompt_tokens + days.completion_tokens), else_=0)
-        cost = [case((days.currency == currency, half), else_=0) for half in (days.cost_high, days.cost_low)]
-        query = select(*(func.coalesce(func.sum(each), 0) for each in (tokens, *cost)))
-        return query.where(_of(owner, usage_rollups), days.bucket == DAY, days.start_at >= month)
+    def _needed(self, saved: Mapping[LimitKind, SavedLevel], at: Moment) -> Span:
+        """Return what levels that were saved then do not know of, and the last minute where a level was never saved."""
+        moments = [level.saved_at for level in saved.values()]
+        admitted = [moment - self._running_max for moment in moments]
+        if not _all_known(saved):
+            moments.append(at.now - RECENT)
+            admitted.append(at.now - RECENT)
+        return Span(min(moments), min(admitted))
+
+
+class Span(NamedTuple):
+    """Events that were admitted or settled at or after `moment`. All of them were admitted at or after `admitted`."""
+
+    moment: datetime
+    admitted: datetime
 
 
 def outputs_query(key_id: str, model: str, before: datetime) -> Select[Any]:
@@ -122,46 +141,75 @@ def outputs_query(key_id: str, model: str, before: datetime) -> Select[Any]:
     return query.where(last.completion_tokens > 0).order_by(last.admitted_at.desc()).limit(OUTPUTS_KEPT)
 
 
-async def _last_minute(
-    connection: AsyncConnection, owner: Owner, moment: datetime, longest: timedelta
-) -> list[tuple[datetime, int]]:
-    rows = (await connection.execute(_since(owner, moment, longest))).all()
-    return sorted((admitted_at, tokens) for admitted_at, _settled_at, tokens, _reserved in rows if admitted_at >= moment)
+def _all_known(saved: Mapping[LimitKind, SavedLevel]) -> bool:
+    return len(saved) == len(BUCKET_KINDS)
 
 
-async def _level(connection: AsyncConnection, owner: Owner, saved: SavedLevel, longest: timedelta) -> LevelNow:
-    """Return a saved level with what it does not know of yet.
+def _last_minute(events: Sequence[Row[Any]], at: Moment) -> tuple[tuple[datetime, int], ...]:
+    return tuple(sorted((event.admitted_at, event.tokens) for event in events if event.admitted_at >= at.now - RECENT))
+
+
+def _level(kind: LimitKind, saved: SavedLevel, events: Sequence[Row[Any]]) -> LevelNow:
+    """Return a saved level with what it does not know of yet."""
+    since = tuple(sorted(_charges(kind, saved.saved_at, events)))
+    return LevelNow(capacity=saved.capacity, units=saved.units, saved_at=saved.saved_at, since=since)
+
+
+def _charges(kind: LimitKind, saved_at: datetime, events: Sequence[Row[Any]]) -> Iterator[tuple[datetime, int]]:
+    """Yield what was used since a level was saved.
 
     What was admitted since counts whole. What ran when it was saved stands in it as reserved: if it took more, the rest counts;
     if it took less, the difference is not given back, because it may have been given back before the level was saved.
     """
-    rows = (await connection.execute(_since(owner, saved.saved_at, longest))).all()
-    charges = [
-        (admitted_at, tokens) if admitted_at >= saved.saved_at else (settled_at, max(tokens - reserved, 0))
-        for admitted_at, settled_at, tokens, reserved in rows
-    ]
-    return LevelNow(capacity=saved.capacity, units=saved.units, saved_at=saved.saved_at, since=tuple(sorted(charges)))
+    for event in events:
+        if event.admitted_at >= saved_at:
+            yield event.admitted_at, event.tokens if kind == "tokens" else 1
+        elif event.settled_at >= saved_at and kind == "tokens":
+            yield event.settled_at, max(event.tokens - event.reserved_tokens, 0)
 
 
-def _since(owner: Owner, moment: datetime, longest: timedelta) -> Select[Any]:
-    """Return what was admitted at or after `moment`, and what ran then: (admitted_at, settled_at, tokens, reserved).
+async def _events(connection: AsyncConnection, spans: Mapping[Owner, Span]) -> dict[Owner, list[Row[Any]]]:
+    """Return the settled requests of each owner in its span: of one with very many the latest RECENT_EVENTS_MAX."""
+    rows = (await connection.execute(events_query(spans))).all()
+    if len(rows) == RECENT_EVENTS_MAX and len(spans) > 1:
+        alone = [await _events(connection, {owner: span}) for owner, span in spans.items()]
+        return {owner: found for each in alone for owner, found in each.items()}
+    events: dict[Owner, list[Row[Any]]] = {owner: [] for owner in spans}
+    for row in rows:
+        for owner in owners_of(row.tenant_id, row.key_id, row.model):
+            if owner in events:
+                events[owner].append(row)
+    return events
 
-    No request runs for `longest`.
-    """
+
+def events_query(spans: Mapping[Owner, Span]) -> Select[Any]:
+    """Ask for settled requests of owners, who are some, in their spans: RECENT_EVENTS_MAX at most, of one owner the latest."""
     events = usage_events.c
-    touched = or_(events.admitted_at >= moment, and_(events.admitted_at >= moment - longest, events.settled_at >= moment))
-    return (
-        select(events.admitted_at, events.settled_at, events.prompt_tokens + events.completion_tokens, events.reserved_tokens)
-        .where(_of(owner, usage_events), touched, events.kind == "usage", events.status.in_(SETTLED))
-        .order_by(events.admitted_at.desc())
-        .limit(RECENT_EVENTS_MAX)
+    whose = [
+        and_(
+            _of(owner),
+            events.admitted_at >= span.admitted,  # beside what follows, so that an index on admission begins there
+            or_(events.admitted_at >= span.moment, events.settled_at >= span.moment),
+        )
+        for owner, span in spans.items()
+    ]
+    query = select(
+        events.tenant_id,
+        events.key_id,
+        events.model,
+        events.admitted_at,
+        events.settled_at,
+        (events.prompt_tokens + events.completion_tokens).label("tokens"),
+        events.reserved_tokens,
     )
+    query = query.where(or_(*whose), events.kind == "usage", events.status.in_(SETTLED)).limit(RECENT_EVENTS_MAX)
+    return query.order_by(events.admitted_at.desc()) if len(spans) == 1 else query
 
 
-def _of(owner: Owner, table: Table) -> ColumnElement[bool]:
-    """Return the condition on rows of `owner`."""
-    columns = table.c
-    whose = {"tenant": columns.tenant_id == owner.id, "key": columns.key_id == owner.id, "model": columns.model == owner.model}
-    if owner.scope == "model" or owner.model is None:
-        return whose[owner.scope]
-    return and_(whose[owner.scope], whose["model"])
+def _of(owner: Owner) -> ColumnElement[bool]:
+    """Return the condition on events of `owner`."""
+    events = usage_events.c
+    if owner.scope == "model":
+        return events.model == owner.model
+    whose = (events.tenant_id if owner.scope == "tenant" else events.key_id) == owner.id
+    return whose if owner.model is None else and_(whose, events.model == owner.model)

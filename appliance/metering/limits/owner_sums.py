@@ -1,0 +1,71 @@
+"""What owners of limits have used on some days: one statement over the ledger's sums by day. Knows no limits.
+
+Sums by day begin with days of the billing calendar, so the days are named one by one: then both databases go from one owner's
+sums of a day to the next, and read nothing of anybody else.
+"""
+
+from __future__ import annotations
+
+from calendar import monthrange
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from datetime import date, datetime, timedelta
+from typing import Any
+
+from sqlalchemy import Select, String, Table, and_, case, func, literal, select, union_all
+from sqlalchemy.sql.selectable import CompoundSelect
+
+from appliance.base.tables import api_keys, usage_box_rollups, usage_rollups
+from appliance.metering.calendar import BillingCalendar
+from appliance.metering.ledger.rollups import DAY
+from appliance.metering.limits.quotas import LimitScope, Owner
+
+NAMED_MAX = 500  # of more owners of a scope than that the sums of all are read: a statement takes so many names
+
+
+def days_of_month(calendar: BillingCalendar, month: date) -> list[datetime]:
+    """Return where the days of the month that begins with the day `month` begin."""
+    count = monthrange(month.year, month.month)[1]
+    return [calendar.day_start(month + timedelta(days=number)) for number in range(count)]
+
+
+def sums_query(
+    owners: Iterable[Owner], days: Sequence[datetime], *, tokens_since: datetime | None = None
+) -> CompoundSelect[Any]:
+    """Ask for the sums of `owners`, who are some: of each `scope` by what tells its owners apart, by model and currency.
+
+    A row has `tokens`, of the days from `tokens_since` on if it is given, and the cost as `high` and `low`.
+    """
+    named: defaultdict[LimitScope, set[str]] = defaultdict(set)
+    for owner in owners:
+        named[owner.scope].add((owner.model or "") if owner.scope == "model" else owner.id)
+    return union_all(*(_sums(scope, sorted(names), days, tokens_since) for scope, names in named.items()))
+
+
+def _sums(scope: LimitScope, names: list[str], days: Sequence[datetime], tokens_since: datetime | None) -> Select[Any]:
+    """Ask for the sums of the owners of one scope: of all of them, where they are too many to be named."""
+    table: Table = usage_box_rollups if scope == "model" else usage_rollups
+    columns, nobody = table.c, literal("", String())
+    tokens = columns.prompt_tokens + columns.completion_tokens
+    place = [
+        nobody.label("tenant_id") if scope == "model" else columns.tenant_id,
+        columns.key_id if scope == "key" else nobody.label("key_id"),
+        columns.model,
+        columns.currency,
+    ]
+    query = select(
+        literal(scope, String()).label("scope"),
+        *place,
+        func.sum(tokens if tokens_since is None else case((columns.start_at >= tokens_since, tokens), else_=0)).label("tokens"),
+        func.sum(columns.cost_high).label("high"),
+        func.sum(columns.cost_low).label("low"),
+    ).group_by(*(column for column in place if column in set(columns)))
+    inside = and_(columns.bucket == DAY, columns.start_at.in_(days))
+    if len(names) > NAMED_MAX:
+        return query.where(inside)
+    if scope != "key":
+        return query.where(inside, (columns.tenant_id if scope == "tenant" else columns.model).in_(names))
+    # Sums lie by tenant, and a key says whose it is. The join is an outer one to say which side comes first.
+    own = and_(inside, columns.tenant_id == api_keys.c.tenant_id, columns.key_id == api_keys.c.id)
+    rows = query.select_from(api_keys).outerjoin(table, own).where(api_keys.c.id.in_(names))
+    return rows.having(func.count(columns.bucket) > 0)

@@ -1,0 +1,178 @@
+"""First requests of many owners at once, in any order: reads that take their time and fail, clients that go, corrections
+meanwhile. Every owner is read once, and from then on everything counts exactly once."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import random
+from collections import Counter
+from collections.abc import Mapping
+
+import msgspec
+import pytest
+
+from appliance.base.errors import Refused
+from appliance.metering.limits.admission import Admission
+from appliance.metering.limits.quotas import ALL_TENANTS, Moment, Owner, owners_of
+from appliance.metering.limits.reservations import Reservation
+from appliance.metering.limits.rules import Asked
+from appliance.metering.limits.sums import LevelNow, PeriodSums
+from appliance.metering.limits.token_bucket import UNITS_PER_TOKEN
+from appliance.tenancy.model_policies import ModelPolicy
+from appliance.tenancy.principals import Limits, Principal
+from tests.support.cast import Person
+from tests.support.clock import START, FakeClock
+from tests.support.factories import adjustment, principal
+from tests.support.sums import NothingYet
+
+TENANTS, KEYS, REQUESTS = 4, 5, 150
+PER_MINUTE, LEVEL, USED, AT_ONCE = 1000, 700, 4000, 6
+MODEL = Owner("model", ALL_TENANTS, "demo")
+
+
+class Books(NothingYet):
+    """A ledger in which every owner has used something before. It may fail, and answers in any order."""
+
+    def __init__(self, chance: random.Random) -> None:
+        self.chance = chance
+        self.corrected: Counter[Owner] = Counter()
+        self.posting = 1
+        self.failures = 0
+        self.times_read: Counter[Owner] = Counter()
+
+    async def read(self, currencies: Mapping[Owner, str], at: Moment) -> dict[Owner, PeriodSums]:
+        """Return what was committed at some moment of the read."""
+        await self.pause()
+        level = LevelNow(capacity=PER_MINUTE, units=LEVEL * UNITS_PER_TOKEN, saved_at=at.now)
+        found = {
+            owner: PeriodSums(
+                tokens_today=USED + self.corrected[owner],
+                cost_month_picos=0,
+                through_posting=self.posting,
+                levels={"tokens": level},
+            )
+            for owner in currencies
+        }
+        await self.pause()
+        if self.chance.random() < 0.4:
+            self.failures += 1
+            raise OSError("the disk is away")
+        self.times_read.update(list(currencies))
+        return found
+
+    async def pause(self) -> None:
+        """Let others go on for a while."""
+        for _ in range(self.chance.randrange(8)):
+            await asyncio.sleep(0)
+
+
+class Box:
+    """Clients of a process that has just started, and what they were given."""
+
+    def __init__(self, seed: int) -> None:
+        self.chance = random.Random(seed)
+        self.books = Books(self.chance)
+        self.admission = Admission(FakeClock(), self.books)
+        limits = Limits(tokens_per_minute=PER_MINUTE, concurrent_requests=AT_ONCE)
+        self.people = [principal(limits, limits) for _ in range(TENANTS)]
+        self.policy = ModelPolicy(model="demo", limits=Limits(concurrent_requests=50), limit_mode="enforce", updated_at=START)
+        self.live: dict[Reservation, bool] = {}
+        """Whether each that runs counts against the model: the others began without its limits, when these were known."""
+        self.settled: Counter[Owner] = Counter()
+
+    def somebody(self) -> Principal:
+        """Return one of the keys."""
+        person = self.chance.choice(self.people)
+        key_id = f"{person.key.id} {self.chance.randrange(KEYS)}"
+        return dataclasses.replace(person, key=dataclasses.replace(person.key, id=key_id))
+
+    async def request(self, *, limited: bool) -> None:
+        """Ask once, run for a while and settle or not, unless it is refused, or cancelled wherever it is."""
+        await self.books.pause()
+        asked = Asked(
+            principal=self.somebody(),
+            model="demo",
+            prompt_tokens=self.chance.randrange(1, 90),
+            max_output_tokens=0,
+            price=None,
+            policy=self.policy if limited else None,
+        )
+        try:
+            reservation = await self.admission.admit(asked)
+        except (Refused, OSError):
+            return
+        self.live[reservation] = limited or MODEL not in self.admission._allowances
+        self.check()
+        used = 0
+        try:
+            await self.books.pause()
+            used = self.chance.choice([0, reservation.tokens_reserved, reservation.tokens_reserved // 2])
+        finally:
+            self.end(reservation, used)
+
+    def end(self, reservation: Reservation, used: int) -> None:
+        """Close it."""
+        del self.live[reservation]
+        if not used:
+            reservation.void()
+            return
+        reservation.settle(used)
+        self.settled.update(dict.fromkeys(owners(reservation), used))
+
+    async def correct(self) -> None:
+        """Commit a correction, of which admission hears a little later."""
+        await self.books.pause()
+        who, tokens = self.somebody(), self.chance.randrange(-50, 50)
+        self.books.posting += 1
+        made = adjustment(Person(tenant=who.tenant, key=who.key, secret=""), posting=self.books.posting, cost_picos=0)
+        for owner in owners_of(made.tenant_id, made.key_id, made.model):
+            self.books.corrected[owner] += tokens
+        await self.books.pause()
+        self.admission.correct(msgspec.structs.replace(made, completion_tokens=tokens))
+
+    def check(self) -> None:
+        """What runs stands at each of its owners, once, and no limit is passed."""
+        for owner, allowance in self.admission._allowances.items():
+            live = [each for each in self.live if owner in owners(each) and (owner != MODEL or self.live[each])]
+            assert self.books.times_read[owner] == 1
+            assert allowance.running == len(live)
+            if allowance.tokens is not None:
+                held = sum(each.tokens_reserved for each in live)
+                assert allowance.tokens.level(1000.0) == LEVEL - held - self.settled[owner] >= 0
+                assert allowance.running <= AT_ONCE
+
+
+def owners(reservation: Reservation) -> tuple[Owner, ...]:
+    """Return whose limits the request counts against, if they have any."""
+    work = reservation.work
+    return owners_of(work.tenant_id, work.key_id, work.model)
+
+
+@pytest.mark.parametrize("seed", range(20))
+async def test_every_owner_is_read_once_and_everything_counts_once(seed: int) -> None:
+    box = Box(seed)
+    limited_from = box.chance.randrange(REQUESTS)
+    requests, corrections = [], []
+    for number in range(REQUESTS):
+        requests.append(asyncio.create_task(box.request(limited=number >= limited_from)))
+        if box.chance.random() < 0.1:
+            corrections.append(asyncio.create_task(box.correct()))
+        if box.chance.random() < 0.2:
+            box.chance.choice(requests[-10:]).cancel()
+        for _ in range(box.chance.randrange(3)):
+            await asyncio.sleep(0)
+    for answer in await asyncio.gather(*requests, *corrections, return_exceptions=True):
+        assert answer is None or isinstance(answer, asyncio.CancelledError), answer
+    await box.admission.stop()
+
+    box.check()
+    assert len(box.admission._allowances) > TENANTS
+    assert box.books.failures > 0
+    for owner, allowance in box.admission._allowances.items():
+        assert (allowance.running, allowance._day.reserved) == (0, 0)
+        if owner != MODEL:
+            assert allowance._day.used == USED + box.settled[owner] + box.books.corrected[owner]
+    meetings = box.admission._meetings
+    assert (meetings._task, list(meetings._line), meetings._met, meetings._heard) == (None, [], {}, [])
+    assert not [task for task in asyncio.all_tasks() if task.get_name() == "first meetings"]

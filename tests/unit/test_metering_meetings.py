@@ -1,0 +1,308 @@
+"""The first request of an owner of limits since the start: one read for all owners of all who come at once, and no trace of a
+read that fails or that nobody waits for any more."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import AsyncIterator, Mapping
+from datetime import timedelta
+
+import pytest
+from sqlalchemy import text
+from sqlalchemy.dialects import sqlite
+
+from appliance.base.db import Database
+from appliance.metering.ledger.writer import Ledger
+from appliance.metering.limits import sums as limit_sums
+from appliance.metering.limits.admission import Admission
+from appliance.metering.limits.allowances import Allowance
+from appliance.metering.limits.levels import LimitLevels
+from appliance.metering.limits.meetings import OWNERS_AT_ONCE
+from appliance.metering.limits.quotas import ALL_TENANTS, Moment, Owner
+from appliance.metering.limits.reservations import Reservation
+from appliance.metering.limits.rules import Asked
+from appliance.metering.limits.sums import RECENT_EVENTS_MAX, LedgerSums, PeriodSums, Span, events_query
+from appliance.tenancy.model_policies import ModelPolicy
+from appliance.tenancy.principals import Limits, Principal
+from tests.support.cast import Cast
+from tests.support.clock import START, FakeClock
+from tests.support.factories import pending, posted, principal
+from tests.support.spending import statements_seen
+from tests.support.sums import NothingYet
+
+STATEMENTS_MAX = 5
+"""Of one read: levels, sums by day, the last posting, events; PostgreSQL is told first that nothing will be written."""
+LIMITED = Limits(tokens_per_minute=1000, requests_per_minute=10)
+
+
+class SlowSums(NothingYet):
+    """A ledger that answers when it is told to. `broken` are those who cannot be read."""
+
+    def __init__(self) -> None:
+        self.reads: list[list[Owner]] = []
+        self.broken: set[Owner] = set()
+        self.go_on = asyncio.Event()
+
+    async def read(self, currencies: Mapping[Owner, str], at: Moment) -> dict[Owner, PeriodSums]:
+        """Return that nothing was used, later."""
+        self.reads.append(list(currencies))
+        await self.go_on.wait()
+        if self.broken & set(currencies):
+            raise OSError("the disk is away")
+        return await super().read(currencies, at)
+
+
+@pytest.fixture
+def slow() -> SlowSums:
+    return SlowSums()
+
+
+@pytest.fixture
+async def admission(clock: FakeClock, slow: SlowSums) -> AsyncIterator[Admission]:
+    opened = Admission(clock, slow)
+    yield opened
+    slow.go_on.set()
+    await opened.stop()
+    meetings = opened._meetings
+    assert (meetings._task, list(meetings._line), meetings._met, meetings._heard) == (None, [], {}, [])
+
+
+def asking(who: Principal, policy: ModelPolicy | None = None, tokens: int = 10) -> Asked:
+    return Asked(principal=who, model="demo", prompt_tokens=tokens, max_output_tokens=0, price=None, policy=policy)
+
+
+def everywhere(who: Principal) -> Asked:
+    """Return a request for which limits of every kind of owner hold."""
+    both = {"limits": LIMITED, "model_limits": {"demo": LIMITED}}
+    limited = Principal(tenant=dataclasses.replace(who.tenant, **both), key=dataclasses.replace(who.key, **both))  # type: ignore[arg-type]
+    return asking(limited, ModelPolicy(model="demo", limits=LIMITED, limit_mode="enforce", updated_at=START))
+
+
+def key_of(who: Principal, name: str) -> Principal:
+    """Return another key of the same tenant."""
+    return dataclasses.replace(who, key=dataclasses.replace(who.key, id=name))
+
+
+async def begin(admission: Admission, *requests: Asked) -> list[asyncio.Task[Reservation]]:
+    """Let these ask and come to where they wait."""
+    tasks = [asyncio.create_task(admission.admit(asked)) for asked in requests]
+    await turns()
+    return tasks
+
+
+async def turns() -> None:
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+async def test_all_owners_of_a_request_are_one_read(admission: Admission, slow: SlowSums) -> None:
+    (first,) = await begin(admission, everywhere(principal()))
+    slow.go_on.set()
+    await first
+    assert [[(owner.scope, owner.model) for owner in read] for read in slow.reads] == [
+        [("tenant", None), ("key", None), ("model", "demo"), ("tenant", "demo"), ("key", "demo")]
+    ]
+
+
+async def test_who_comes_while_owners_are_read_shares_the_next_read(admission: Admission, slow: SlowSums) -> None:
+    bob = principal()
+    tasks = await begin(admission, *(asking(key_of(bob, f"key {number}")) for number in range(20)))
+    slow.go_on.set()
+    await asyncio.gather(*tasks)
+    assert [len(read) for read in slow.reads] == [21]
+
+    slow.go_on.clear()
+    first = await begin(admission, asking(principal()))
+    others = await begin(admission, *(asking(principal()) for _ in range(3)))
+    slow.go_on.set()
+    await asyncio.gather(*first, *others)
+    assert [len(read) for read in slow.reads] == [21, 2, 6]
+
+
+async def test_a_read_has_a_size(admission: Admission, slow: SlowSums) -> None:
+    tasks = await begin(admission, *(asking(principal()) for _ in range(OWNERS_AT_ONCE)))
+    slow.go_on.set()
+    await asyncio.gather(*tasks)
+    assert [len(read) for read in slow.reads] == [OWNERS_AT_ONCE] * 2
+
+
+async def test_who_is_known_waits_for_nobody(admission: Admission, slow: SlowSums) -> None:
+    bob, charlie = principal(), principal()
+    slow.go_on.set()
+    await admission.admit(asking(bob))
+    slow.go_on.clear()
+    await begin(admission, asking(charlie))
+    assert (await begin(admission, asking(bob)))[0].done()
+
+
+async def test_a_failed_read_admits_nothing_and_is_tried_again(admission: Admission, slow: SlowSums) -> None:
+    bob = principal(Limits(concurrent_requests=1))
+    slow.broken = {Owner("tenant", bob.tenant.id)}
+    slow.go_on.set()
+    for _ in range(2):
+        with pytest.raises(OSError, match="disk"):
+            await admission.admit(asking(bob))
+    slow.broken.clear()
+    await admission.admit(asking(bob))
+
+
+async def test_one_owner_that_cannot_be_read_keeps_nobody_else_out(admission: Admission, slow: SlowSums) -> None:
+    bob, charlie = principal(), principal()
+    first = await begin(admission, asking(principal()))
+    slow.broken = {Owner("key", bob.key.id)}
+    tasks = await begin(admission, asking(bob), asking(charlie), asking(key_of(bob, "another key of his")))
+    slow.go_on.set()
+    answers = await asyncio.gather(*first, *tasks, return_exceptions=True)
+    assert [isinstance(answer, Reservation) for answer in answers] == [True, False, True, True]
+
+
+async def test_who_is_cancelled_while_it_waits_takes_nothing_and_the_others_go_on(admission: Admission, slow: SlowSums) -> None:
+    bob = principal(Limits(concurrent_requests=1))
+    gone, stays = await begin(admission, asking(bob), asking(bob))
+    gone.cancel()
+    await turns()
+    assert gone.cancelled()
+    slow.go_on.set()
+    await stays
+    assert admission.running(bob.tenant.id) == 1
+    assert len(slow.reads) == 1
+
+
+async def test_when_all_who_waited_have_gone_a_failure_is_told_to_nobody(admission: Admission, slow: SlowSums) -> None:
+    bob = principal()
+    slow.broken = {Owner("tenant", bob.tenant.id)}
+    (gone,) = await begin(admission, asking(bob))
+    gone.cancel()
+    slow.go_on.set()
+    await turns()
+    slow.broken.clear()
+    await admission.admit(asking(bob))
+
+
+@pytest.mark.parametrize("fails", [False, True])
+async def test_what_runs_counts_with_limits_that_are_new_whether_it_began_before_the_read_or_meanwhile(
+    admission: Admission, slow: SlowSums, fails: bool
+) -> None:
+    bob, model = principal(), Owner("model", ALL_TENANTS, "demo")
+    policy = ModelPolicy(model="demo", limits=Limits(concurrent_requests=4), limit_mode="enforce", updated_at=START)
+    slow.go_on.set()
+    before = await admission.admit(asking(bob))
+    slow.go_on.clear()
+    slow.broken = {model} if fails else set()
+    (limited,) = await begin(admission, asking(bob, policy))
+    meanwhile = await admission.admit(asking(bob))
+    slow.go_on.set()
+    if fails:
+        with pytest.raises(OSError, match="disk"):
+            await limited
+        assert {hold.allowance.owner.scope for each in (before, meanwhile) for hold in each.holds} == {"tenant", "key"}
+        slow.broken.clear()
+        await admission.admit(asking(bob, policy))
+    else:
+        await limited
+    assert admission._allowances[model].running == 3
+    for reservation in (before, meanwhile):
+        assert len(reservation.holds) == 3
+        reservation.settle(10)
+    assert admission._allowances[model].running == 1
+
+
+def test_sums_that_are_read_over_midnight_are_of_the_day_before(clock: FakeClock) -> None:
+    calendar = Admission(clock, NothingYet())
+    clock.advance(12 * 3600 - 1)
+    evening = calendar._moment()
+    allowance = Allowance(Owner("tenant", "bob"), "EUR", evening)
+    clock.advance(2)
+    morning = calendar._moment()
+    allowance._windows(morning)
+    allowance.remember(PeriodSums(tokens_today=90, cost_month_picos=5), evening)
+    today, month = allowance._windows(morning)
+    assert (today.used, month.used) == (0, 5)
+
+
+@pytest.fixture
+async def ledger(database: Database, clock: FakeClock, cast: Cast) -> AsyncIterator[Ledger]:
+    ledger = Ledger(database, clock, cast.epoch_id)
+    await ledger.start()
+    yield ledger
+    await ledger.stop()
+
+
+async def test_a_first_request_costs_as_many_statements_whatever_limits_it_has_and_whoever_comes_with_it(
+    database: Database, clock: FakeClock, cast: Cast
+) -> None:
+    counts = []
+    for requests in (
+        [asking(cast.bob.principal)],
+        [everywhere(cast.bob.principal)],
+        [everywhere(person.principal) for person in (cast.bob, cast.charlie)] + [asking(principal()) for _ in range(20)],
+    ):
+        admission = Admission(clock, LedgerSums(database))
+        with statements_seen() as statements:
+            await asyncio.gather(*(admission.admit(asked) for asked in requests))
+        counts.append(len(statements))
+    assert counts == [counts[0]] * 3
+    assert counts[0] <= STATEMENTS_MAX
+
+
+async def test_many_are_read_as_each_of_them_alone_also_when_there_are_more_events_than_are_read_at_once(
+    database: Database, clock: FakeClock, cast: Cast, ledger: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(12):
+        entry = pending((cast.bob, cast.charlie)[number % 3 == 0], model=("demo", "other")[number % 2], admitted_at=clock.now())
+        await ledger.open(entry)
+        await ledger.settle(posted(entry.request_id, completion=number))
+        clock.advance(1)
+    owners = {Owner("tenant", cast.bob.tenant.id, model): "EUR" for model in (None, "demo", "other")}
+    owners |= {Owner("key", cast.charlie.key.id): "EUR", Owner("model", ALL_TENANTS, "demo"): "EUR"}
+    sums, at = LedgerSums(database), Admission(clock, NothingYet())._moment()
+    alone = {owner: (await sums.read({owner: currency}, at))[owner] for owner, currency in owners.items()}
+    assert await sums.read(owners, at) == alone
+    assert [len(found.recent) for found in alone.values()] == [8, 4, 4, 4, 6]
+
+    monkeypatch.setattr(limit_sums, "RECENT_EVENTS_MAX", 5)
+    cut = await sums.read(owners, at)
+    assert {owner: found.recent for owner, found in cut.items()} == {owner: found.recent[-5:] for owner, found in alone.items()}
+
+
+async def test_what_ran_when_levels_were_saved_is_one_request_and_the_rest_of_its_tokens(
+    database: Database, clock: FakeClock, cast: Cast, ledger: Ledger
+) -> None:
+    bob = dataclasses.replace(cast.bob.principal, tenant=dataclasses.replace(cast.bob.tenant, limits=LIMITED))
+    before = Admission(clock, LedgerSums(database))
+    reservation = await before.admit(asking(bob, tokens=100))
+    entry = pending(cast.bob, admitted_at=clock.now(), reserved_tokens=100)
+    await ledger.open(entry)
+    clock.advance(0.001)
+    await LimitLevels(database, before).save()
+    clock.advance(0.001)
+    reservation.settle(700)
+    await ledger.settle(posted(entry.request_id, prompt=100, completion=600))
+
+    after = Admission(clock, LedgerSums(database))
+    await after.forecast(asking(bob))
+    assert after.snapshot(bob) == before.snapshot(bob)
+
+
+SPANS = {
+    Owner("tenant", "a"): Span(START, START - timedelta(hours=2)),
+    Owner("tenant", "b", "demo"): Span(START - timedelta(days=1), START - timedelta(days=1, hours=2)),
+    Owner("key", "c"): Span(START, START),
+    Owner("model", ALL_TENANTS, "demo"): Span(START - timedelta(hours=1), START - timedelta(hours=3)),
+}
+
+
+@pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
+@pytest.mark.parametrize("owners", [*([owner] for owner in SPANS), list(SPANS)[:3]], ids=lambda owners: owners[0].scope)
+async def test_events_are_found_by_an_index_from_the_time_on_that_they_are_needed(
+    database: Database, owners: list[Owner]
+) -> None:
+    query = events_query({owner: SPANS[owner] for owner in owners})
+    asked = str(query.compile(dialect=sqlite.dialect(), compile_kwargs={"literal_binds": True}))
+    async with database.reading() as connection:
+        plan = (await connection.execute(text("EXPLAIN QUERY PLAN " + asked.replace(":", r"\:")))).all()
+    read = [row[3].removeprefix("SEARCH usage_events USING INDEX ix_usage_events_") for row in plan if "usage_events" in row[3]]
+    whose = {"tenant": ("tenant_id_", "tenant_id=? AND "), "key": ("key_id_", "key_id=? AND "), "model": ("", "")}
+    assert read == ["{}admitted_at ({}admitted_at>?)".format(*whose[owner.scope]) for owner in owners]
+    assert f"LIMIT {RECENT_EVENTS_MAX}" in " ".join(asked.split())
