@@ -32,7 +32,7 @@ from appliance.tenancy.roles import Action
 from appliance.tenancy.tiers import Tiers
 from engine.protocol import EngineFrame, GenerationRequest, Priority, RequestProgress, SamplingParams
 
-CHECKPOINT_INTERVAL_S = 1.0
+CHECKPOINT_INTERVAL_S = 0.75  # a death leaves at most a second unbilled: the rest of it is for writing them
 RETRY_AFTER_OVERLOADED_S = 1.0
 RETRY_AFTER_DRAINING_S = 5.0
 ABORT_WAIT_S = 5.0

@@ -47,7 +47,7 @@ RANDOM = "at random"
 OLDEST = "0001"  # the migration that is cut short begins with a filled database of this version
 FIRST_STARTS = 2  # of each database end before anything is there
 ORDERLY_S = 0.3
-CHECKPOINT_INTERVALS_S = (0.2, 0.2, 0.2, 1.0)  # the last is the product's; the others make a life short
+CHECKPOINT_INTERVALS_S = (0.2, 0.2, 0.2, 0.75)  # the last is the product's; the others make a life short
 NTH_MAX = {
     "bootstrap": 3,
     "recovery": 1,

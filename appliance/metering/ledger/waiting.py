@@ -22,7 +22,7 @@ ROUND_OPERATIONS_MAX = 256
 TOGETHER_FROM = 24
 SETTLE_PAUSE_S = 0.001  # what a settlement waits for others; longer, and answers end together and come back together
 ROWS_PAUSE_S = 0.025  # what rows wait for others of which the journal has the line
-CHECKPOINT_INTERVAL_S = 0.5  # at least; requests say how far they are once a second, and that is to be written as it comes
+CHECKPOINT_INTERVAL_S = 0.5  # at least; what requests say of how far they are is to be written as it comes
 
 
 class Waiting:
