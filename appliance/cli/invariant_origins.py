@@ -25,6 +25,10 @@ KEPT_TABLES = ("audit_log", "free_allowances", "invoice_lines", "invoices", "pri
 
 _EVENTS = tables.usage_events
 _REQUESTS = tables.requests
+_KEEPING = {
+    "sqlite": ("update", "delete", "insert_over", "update_over"),
+    "postgresql": ("update", "delete", "truncate"),
+}
 _TRIGGERS = {
     "sqlite": "SELECT name FROM sqlite_master WHERE type = 'trigger'",
     "postgresql": "SELECT tgname FROM pg_trigger WHERE NOT tgisinternal AND tgenabled IN ('O', 'A')",
@@ -128,9 +132,8 @@ async def strays(connection: AsyncConnection) -> list[str]:
 
 async def kept(connection: AsyncConnection, kind: str) -> Finding:
     """Find the triggers that are not there, or are switched off."""
-    events = ("update", "delete") if kind == "sqlite" else ("update", "delete", "truncate")
     there = set((await connection.execute(text(_TRIGGERS[kind]))).scalars().all())
-    missing = [name for table in KEPT_TABLES for event in events if (name := f"{table}_no_{event}") not in there]
+    missing = [name for table in KEPT_TABLES for event in _KEEPING[kind] if (name := f"{table}_no_{event}") not in there]
     if missing:
         return Finding("kept", "broken", named(missing, "triggers that keep rows are missing or off"))
     return Finding("kept", "holds", "what was written for good is kept by the database")

@@ -6,6 +6,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from appliance.base.db import Database
 
+EVENTS = ("update", "delete", "insert_over", "update_over")
 KEPT_TABLES = ("audit_log", "usage_events", "invoices", "invoice_lines", "prices", "free_allowances")
 
 
@@ -20,7 +21,7 @@ async def tamper(database: Database, *statements: str) -> None:
 async def unkeep(connection: AsyncConnection) -> None:
     """Let this transaction change what is kept. On SQLite the triggers do not come back."""
     if connection.dialect.name == "sqlite":
-        disable = [f"DROP TRIGGER IF EXISTS {table}_no_{event}" for table in KEPT_TABLES for event in ("update", "delete")]
+        disable = [f"DROP TRIGGER IF EXISTS {table}_no_{event}" for table in KEPT_TABLES for event in EVENTS]
     else:
         disable = ["SET LOCAL session_replication_role = replica"]
     for statement in disable:

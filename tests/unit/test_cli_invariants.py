@@ -226,6 +226,13 @@ async def test_triggers_that_are_gone_are_found(database: Database, database_url
     assert (await states(database_url))["kept"] == "broken"
 
 
+@pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
+async def test_one_trigger_that_is_gone_is_found(database: Database, database_url: str, ledger: str) -> None:
+    async with database.writing() as connection:
+        await connection.exec_driver_sql("DROP TRIGGER usage_events_no_insert_over")
+    assert (await states(database_url))["kept"] == "broken"
+
+
 @pytest.mark.parametrize("database_url", ["postgresql"], indirect=True)
 async def test_triggers_that_are_off_are_found(database: Database, database_url: str, ledger: str) -> None:
     await tamper(database, "ALTER TABLE prices DISABLE TRIGGER prices_no_update")

@@ -161,11 +161,18 @@ def fill_fourth(url: str) -> None:
         connection.execute(text("UPDATE usage_events SET batch = true WHERE status = 'pending'"))
 
 
+def fill_fifth(url: str) -> None:
+    """Make a database of the fifth version, which has sums of the box."""
+    fill_fourth(url)
+    db.upgrade(url, "0005")
+
+
 FILLED: dict[str, Callable[[str], None]] = {
     "0001": fill_first,
     "0002": fill_second,
     "0003": fill_third,
     "0004": fill_fourth,
+    "0005": fill_fifth,
 }
 
 

@@ -83,6 +83,63 @@ async def test_what_was_written_for_good_stays(written: Database, statement: str
             await connection.execute(text(statement))
 
 
+def _copied(table: str, where: str, **changes: str) -> str:
+    """Return the statement that writes a row of `table` once more, with `changes`, in place of whatever is in its way."""
+    names = [column.name for column in tables.metadata.tables[table].columns]
+    values = ", ".join(changes.get(name, name) for name in names)
+    more = [name for name in changes if name not in names]
+    into, given = ", ".join([*names, *more]), ", ".join([values, *(changes[name] for name in more)])
+    return f"INSERT OR REPLACE INTO {table} ({into}) SELECT {given} FROM {table} WHERE {where}"
+
+
+@pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)  # PostgreSQL has no OR REPLACE
+@pytest.mark.parametrize(
+    "statement",
+    [
+        _copied("usage_events", "status = 'posted'", cost_picos="9"),
+        _copied("usage_events", "status = 'posted'", id="NULL", posting="NULL", cost_picos="9"),
+        _copied("usage_events", "status = 'posted'", id="NULL", request_id="'other'"),
+        _copied("usage_events", "status = 'pending'", cost_picos="9"),
+        "UPDATE OR REPLACE usage_events SET posting = 7 WHERE status = 'pending'",
+        "UPDATE OR REPLACE usage_events SET rowid = 1 WHERE status = 'pending'",
+        "UPDATE OR REPLACE usage_events SET request_id = 'req_posted' WHERE status = 'pending'",
+        _copied("invoices", "id = 'inv_empty'", total_micros="9"),
+        _copied("invoices", "id = 'inv_empty'", id="'inv_other'", state="'draft'"),
+        _copied("invoices", "id = 'inv_empty'", id="'inv_other'", month="'2026-01'", rowid="rowid"),
+        "UPDATE OR REPLACE invoices SET month = '2026-08' WHERE state = 'draft'",
+        _copied("invoice_lines", "invoice_id = 'inv_closed'", tokens="9"),
+        "UPDATE OR REPLACE invoice_lines SET invoice_id = 'inv_closed' WHERE invoice_id = 'inv_draft'",
+        _copied("prices", "id = 'begun'", prompt="9"),
+        _copied("prices", "id = 'begun'", id="'other'", prompt="9"),
+        _copied("free_allowances", "id = '2026-09'", monthly_micros="9"),
+        "UPDATE OR REPLACE free_allowances SET first_month = '2026-09' WHERE first_month = '2026-10'",
+        _copied("audit_log", "id = 1", action="'other'"),
+        _copied("audit_log", "id = 1", id="NULL"),
+    ],
+)
+async def test_nothing_takes_the_place_of_what_was_written_for_good(written: Database, statement: str) -> None:
+    async with written.writing() as connection:
+        await connection.execute(text("DROP TRIGGER usage_events_no_update"))
+        await connection.execute(text("UPDATE usage_events SET posting = 7 WHERE status = 'posted'"))
+    with pytest.raises(DatabaseError, match=REFUSED):
+        async with written.writing() as connection:
+            await connection.execute(text(statement))
+
+
+@pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
+@pytest.mark.parametrize(
+    "statement",
+    [
+        _copied("invoices", "id = 'inv_draft'", total_micros="9"),
+        _copied("prices", "id = 'to_come'", prompt="9"),
+        _copied("free_allowances", "id = '2026-10'", monthly_micros="9"),
+    ],
+)
+async def test_what_is_not_final_may_be_replaced(written: Database, statement: str) -> None:
+    async with written.writing() as connection:
+        assert (await connection.execute(text(statement))).rowcount == 1
+
+
 @pytest.mark.parametrize("database_url", ["postgresql"], indirect=True)  # SQLite has no TRUNCATE
 async def test_emptying_a_table_at_once_is_refused_too(written: Database) -> None:
     with pytest.raises(DatabaseError, match=REFUSED):
