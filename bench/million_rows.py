@@ -1,13 +1,13 @@
 """How fast the usage API and the console answer over a ledger of a million events, on SQLite and on PostgreSQL.
 
-The events are of TENANTS tenants with KEYS keys each and the models MODELS, over the last DAYS days; few owners use much, and
-many use little. Requests of the same number stand beside them. They are written past the ledger's writer, in its form, and
+The events are of TENANTS tenants with `--keys` keys each and the models MODELS, over the last DAYS days; few owners use much,
+and many use little. Requests of the same number stand beside them. They are written past the ledger's writer, in its form, and
 their sums are built by `rollups.rebuild`, which is timed, too. Then the whole application answers in this process, without
 engines: each question QUESTIONS times, after one that is not counted; reports of many pages are then walked from the first
 page to the last, each page once (`walks`). Nothing else of the machine is kept still: the load stands in the row, and beside
 the time of an answer what this process worked for it (SQLite's work is in it, PostgreSQL's is not).
 
-    python -m bench.million_rows [--events 1000000] [--database sqlite]
+    python -m bench.million_rows [--events 1000000] [--keys 4] [--database sqlite]
                              prints one row per database and adds it to bench/results/
 """
 
@@ -48,7 +48,7 @@ from bench.million_rows_questions import Filled, questions, walks
 from tests.support.databases import postgresql_binaries, running_cluster
 
 RESULTS = Path(__file__).parent / "results" / "million_rows.jsonl"
-TENANTS, KEYS, DAYS = 100, 4, 30
+TENANTS, DAYS = 100, 30
 MODELS = {"small": 7000, "medium": 2499, "large": 500, "rare": 1}
 """Of ten thousand events, how many are of each model."""
 QUESTIONS = 15
@@ -56,12 +56,12 @@ GOAL_MS = 200
 _BATCH = 20_000
 
 
-async def fill(services: Services, count: int) -> Filled:
-    """Write `count` events and their requests."""
+async def fill(services: Services, count: int, keys: int) -> Filled:
+    """Write `count` events and their requests, of tenants with `keys` keys each."""
     owners = []
     for number in range(TENANTS):
         tenant = await services.tenants.create(name=f"tenant {number}", access=WHOLE_BOX)
-        for _ in range(KEYS):
+        for _ in range(keys):
             key, _secret = await services.keys.create(tenant.id, name="key", access=WHOLE_BOX)
             owners.append((tenant.id, key.id))
     quiet = await services.tenants.create(name="a tenant that used nothing", access=WHOLE_BOX)
@@ -82,7 +82,13 @@ async def fill(services: Services, count: int) -> Filled:
             await connection.execute(insert(requests), [_request(row) for row in rows])
     async with services.db.writing() as connection:
         await counters.take(connection, counters.POSTING, count)
-    return Filled(tenant_id=owners[0][0], key_id=owners[0][1], quiet_tenant_id=quiet.id, request_id=_request_id(count // 2))
+    return Filled(
+        tenant_id=owners[0][0],
+        key_id=owners[0][1],
+        quiet_tenant_id=quiet.id,
+        quiet_key_ids=tuple(key_id for _tenant_id, key_id in owners[-3:]),
+        request_id=_request_id(count // 2),
+    )
 
 
 def _request_id(number: int) -> str:
@@ -170,7 +176,7 @@ async def ask(client: httpx.AsyncClient, path: str) -> list[tuple[float, float]]
     return samples[1:]
 
 
-async def measure(url: str, folder: Path, count: int) -> dict[str, Any]:
+async def measure(url: str, folder: Path, count: int, keys: int) -> dict[str, Any]:
     """Fill the database at `url`, ask everything, and return the row."""
     settings = load_settings(options={"data_dir": folder, "database_url": url, "log_level": "error"}, environ={})
     configure_logging("error", json=False)
@@ -180,7 +186,7 @@ async def measure(url: str, folder: Path, count: int) -> dict[str, Any]:
     try:
         await services.sampler.sample()
         began_s = time.perf_counter()
-        filled = await fill(services, count)
+        filled = await fill(services, count, keys)
         filled_s, began_s = time.perf_counter() - began_s, time.perf_counter()
         num_sums = await rollups.rebuild(services.db, BillingCalendar())
         rebuilt_s = time.perf_counter() - began_s
@@ -202,6 +208,7 @@ async def measure(url: str, folder: Path, count: int) -> dict[str, Any]:
         "machine": {"cores": os.cpu_count(), "load": round(os.getloadavg()[0], 2), "python": platform.python_version()},
         "database": services.db.kind,
         "events": count,
+        "keys": TENANTS * keys,
         "sums": num_sums,
         "fill_s": round(filled_s, 1),
         "rebuild_s": round(rebuilt_s, 1),
@@ -242,12 +249,13 @@ def main() -> None:
     """Measure and write the rows."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--events", type=int, default=1_000_000)
+    parser.add_argument("--keys", type=int, default=4, help="of each of the tenants")
     parser.add_argument("--database", choices=("sqlite", "postgresql"), action="append")
     parser.add_argument("--dry-run", action="store_true", help="print the row and keep it out of bench/results/")
     given = parser.parse_args()
     for kind in given.database or ("sqlite", "postgresql"):
         with tempfile.TemporaryDirectory() as name, fresh_database(kind, Path(name)) as url:
-            row = asyncio.run(measure(url, Path(name), given.events))
+            row = asyncio.run(measure(url, Path(name), given.events, given.keys))
         print(json.dumps(row))
         if not given.dry_run:
             with RESULTS.open("a", encoding="utf-8") as results:

@@ -10,18 +10,20 @@ GROUPINGS = ("model", "tenant", "key", "tenant,model", "tenant,key,model")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Filled:
-    """Whom questions can ask about: a tenant and a key that use most, a tenant that used nothing, and one request."""
+    """Whom questions can ask about: a tenant and a key that use most, a tenant that used nothing, keys that use little, and one
+    request."""
 
     tenant_id: str
     key_id: str
     quiet_tenant_id: str
+    quiet_key_ids: tuple[str, ...]
     request_id: str
 
 
 def questions(now: datetime, filled: Filled) -> dict[str, str]:
     """Return what is asked, by name."""
     usage = _usage_questions(now, filled)
-    return usage | _organization_questions(now) | _row_questions(now, filled) | _console_questions(filled)
+    return usage | _organization_questions(now, filled) | _row_questions(now, filled) | _console_questions(filled)
 
 
 def _usage_questions(now: datetime, filled: Filled) -> dict[str, str]:
@@ -57,7 +59,8 @@ def _usage_questions(now: datetime, filled: Filled) -> dict[str, str]:
     return asked
 
 
-def _organization_questions(now: datetime) -> dict[str, str]:
+def _organization_questions(now: datetime, filled: Filled) -> dict[str, str]:
+    quiet = "".join(f"&api_key_ids[]={key_id}" for key_id in filled.quiet_key_ids)
     usage, costs = "/v1/organization/usage/completions?", "/v1/organization/costs?"
     asked = {"organization costs of 180 days": f"{costs}limit=180&start_time={_unix(now, 180)}"}
     asked["organization costs of 30 days by project and line item"] = (
@@ -67,6 +70,7 @@ def _organization_questions(now: datetime) -> dict[str, str]:
         of_month = f"{usage}bucket_width={width}&limit={limit}&start_time={_unix(now, 30)}"
         asked[f"organization usage, {limit} of {width}"] = of_month
         asked[f"organization usage, {limit} of {width} by model"] = f"{of_month}&group_by[]=model"
+        asked[f"organization usage, {limit} of {width} of quiet keys by key"] = f"{of_month}{quiet}&group_by[]=api_key_id"
         asked[f"organization usage, {limit} of {width} by project, key and model"] = (
             f"{of_month}&group_by[]=project_id&group_by[]=api_key_id&group_by[]=model"
         )
@@ -117,6 +121,7 @@ def _console_questions(filled: Filled) -> dict[str, str]:
         "console requests": "/requests",
         "console requests that mention a model": "/requests?q=rare",
         "console requests that mention nothing known": "/requests?q=nothing-like-it",
+        "console request by its whole id": f"/requests?q={filled.request_id}",
         "console requests that failed": "/requests?state=error",
         "console request": f"/requests/{filled.request_id}",
         "console invoices": "/invoices",
