@@ -22,13 +22,12 @@ from appliance.api.services_of import services_of
 from appliance.base.acting import Actor, ActorKind, act_as, current_actor
 from appliance.base.errors import InvalidApiKey, PasswordChangeNeeded, RoleNotAllowed
 from appliance.tenancy.access import Access, access_of_key
+from appliance.tenancy.fields import INFERENCE_SCOPE, USAGE_SCOPE
 from appliance.tenancy.principals import Principal
 from appliance.tenancy.roles import Action, Role
 from appliance.tenancy.secrets import api_key_prefix
 from appliance.tenancy.sessions import Session
 
-INFERENCE_SCOPE = "inference"
-USAGE_SCOPE = "usage"
 SESSION_COOKIES = ("__Host-gatehouse", "gatehouse_session")  # the console sets them: the first over HTTPS, else the second
 PROXY_HEADERS = ("x-forwarded-for", "x-forwarded-proto", "x-real-ip", "forwarded")
 OPERATOR_HEADER = "x-gatehouse-operator"  # the command line sends it

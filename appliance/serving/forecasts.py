@@ -5,17 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from appliance.base.clock import Clock
-from appliance.base.errors import GatehouseError, ModelNotAllowed, ModelNotFound
+from appliance.base.errors import GatehouseError, ModelNotFound
 from appliance.metering.limits.admission import Admission, Forecast
 from appliance.metering.limits.queue import known_wait_s
 from appliance.metering.limits.refusals import not_priced, refusal
 from appliance.metering.limits.rules import Asked
 from appliance.metering.prices import PriceBook
-from appliance.serving.endings import early
-from appliance.serving.model_registry import ModelRegistry
+from appliance.serving.model_registry import ModelRegistry, ServedModel
+from appliance.serving.prompting import output_room
+from appliance.tenancy.fields import DEFAULT_SCOPES, INFERENCE_SCOPE
 from appliance.tenancy.model_policies import ModelPolicies
 from appliance.tenancy.principals import ApiKey, Limits, Principal, Tenant
-from appliance.tenancy.standing import why_ended
 from appliance.tenancy.tiers import Tiers
 
 
@@ -82,8 +82,8 @@ class Forecasts:
         tenant, model = question.tenant, question.model
         principal = Principal(tenant=tenant, key=question.key or _no_key(tenant))
         tier = await self._tiers.get(tenant.tier)
-        error = self._barred(principal, model)
-        if error is not None and not self._is_here(model):  # before anybody remembers a name that somebody made up
+        error = self._barred(principal, question)
+        if error is not None and self._served(model) is None:  # before anybody remembers a name that somebody made up
             nothing = Forecast(decisions=(), tokens=0, would_wait=False)
             return Verdict(forecast=nothing, error=error, wait_s=None, admission_wait_ms=tier.admission_wait_ms)
         asked = Asked(
@@ -106,21 +106,27 @@ class Forecasts:
 
     def _room(self, model: str, prompt_tokens: int) -> int | None:
         """Return how long an answer may get for which nobody asked a length."""
-        context_len = next((each.max_model_len for each in self._models.list() if each.name == model), None)
-        return None if context_len is None else max(context_len - prompt_tokens, 0)
+        served = self._served(model)
+        return None if served is None or served.max_model_len is None else max(served.max_model_len - prompt_tokens, 0)
 
-    def _is_here(self, model: str) -> bool:
-        return any(each.name == model for each in self._models.list())
+    def _served(self, model: str) -> ServedModel | None:
+        return next((each for each in self._models.list() if each.name == model), None)
 
-    def _barred(self, principal: Principal, model: str) -> GatehouseError | None:
-        """Return why the request would not come as far as the limits."""
-        why = why_ended(principal, self._clock.now())
-        if why is not None:
-            return early(why).error
-        if not principal.may_use(model):
-            return ModelNotAllowed(f"this key may not use the model {model}", param="model")
-        if not self._is_here(model):
-            return ModelNotFound(f"the model {model!r} does not exist here", param="model")
+    def _barred(self, principal: Principal, question: Question) -> GatehouseError | None:
+        """Return why the request would not come as far as the limits, by the checks of those who would refuse it."""
+        try:
+            principal.check_usable(self._clock.now())
+            principal.check_scope(INFERENCE_SCOPE)
+            served = self._served(question.model)
+            if served is None:
+                return ModelNotFound(f"the model {question.model!r} does not exist here", param="model")
+            principal.check_model(question.model)
+            if served.max_model_len is not None:
+                output_room(
+                    prompt_tokens=question.prompt_tokens, max_tokens=question.max_tokens, max_model_len=served.max_model_len
+                )
+        except GatehouseError as error:
+            return error
         return None
 
 
@@ -138,7 +144,7 @@ def _no_key(tenant: Tenant) -> ApiKey:
         tenant_id=tenant.id,
         name="",
         prefix="",
-        scopes=(),
+        scopes=DEFAULT_SCOPES,
         limits=Limits(),
         allowed_models=None,
         allowed_networks=None,

@@ -20,9 +20,9 @@ ADDRESS_CHARS_MAX = 1000
 BILLING_FIELDS = ("name", "address", "country", "email", "tax_id", "reference")
 """Who is billed: the name and address on invoices; `address` may have several lines."""
 TIERS = ("interactive", "standard", "batch")
-SCOPES = ("inference", "usage")
+INFERENCE_SCOPE, USAGE_SCOPE = SCOPES = ("inference", "usage")
 """`inference`: every path that runs a model, and the list of models. `usage`: read the usage of the key's own tenant."""
-DEFAULT_SCOPES = ("inference",)
+DEFAULT_SCOPES = (INFERENCE_SCOPE,)
 LIMIT_MODES = ("enforce", "shadow")
 
 _REFUSED_CATEGORIES = {"Cc", "Cs", "Zl", "Zp"}  # controls, halves of surrogate pairs, line and paragraph separators

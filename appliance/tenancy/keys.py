@@ -17,7 +17,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from appliance.base.clock import Clock
 from appliance.base.db import Database
-from appliance.base.errors import AddressNotAllowed, ExpiredApiKey, InvalidApiKey, InvalidValue, NotFound, TenantSuspended
+from appliance.base.errors import AddressNotAllowed, InvalidValue, NotFound
 from appliance.base.ids import new_id
 from appliance.base.tables import api_keys, tenants
 from appliance.tenancy.access import Access
@@ -34,7 +34,7 @@ from appliance.tenancy.fields import (
 )
 from appliance.tenancy.networks import Network, check_networks, lies_in
 from appliance.tenancy.pages import PAGE_ROWS_DEFAULT, Page, check_limit, decode_cursor, page_of
-from appliance.tenancy.principals import ApiKey, KeyChanges, Limits, ModelLimitChanges, Principal, Tenant
+from appliance.tenancy.principals import ApiKey, KeyChanges, Limits, ModelLimitChanges, Principal, Tenant, unknown_key
 from appliance.tenancy.roles import Action
 from appliance.tenancy.rows import (
     changed_limits_to_row,
@@ -209,7 +209,7 @@ class Keys:
         """
         prefix = api_key_prefix(secret)
         if prefix is None:
-            raise _unknown_key()
+            raise unknown_key()
         # Not the digest that is stored: that one takes ten times as long, and lets the interpreter's lock go meanwhile.
         place = hashlib.blake2b(secret.encode(), key=self._cache_secret).digest()
         known = self._cache.get(place)
@@ -240,7 +240,7 @@ class Keys:
         change_count = self._db.principals.value
         found = await self._find(prefix)
         if found is None or not hmac.compare_digest(found[0], digest) or found[2].revoked_at is not None:
-            raise _unknown_key()
+            raise unknown_key()
         _, tenant, key = found
         networks = None if key.allowed_networks is None else tuple(map(ipaddress.ip_network, key.allowed_networks))
         return _CachedKey(Principal(tenant=tenant, key=key), networks, change_count)
@@ -313,16 +313,8 @@ class Keys:
         return columns
 
 
-def _unknown_key() -> InvalidApiKey:
-    return InvalidApiKey("the API key is not known or was revoked")
-
-
 def _check_usable(known: _CachedKey, now: datetime, address: str) -> None:
-    tenant, key = known.principal.tenant, known.principal.key
-    if key.expires_at is not None and key.expires_at <= now:
-        raise ExpiredApiKey("the API key has expired")
-    if tenant.suspended or tenant.archived:
-        raise TenantSuspended("the tenant of this key is " + ("archived" if tenant.archived else "suspended"))
+    known.principal.check_usable(now)
     if known.networks is not None and not lies_in(address, known.networks):
         raise AddressNotAllowed("this key may not be used from this address")
 

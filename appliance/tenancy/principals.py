@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 
-from appliance.base.errors import ModelNotAllowed, ScopeNotAllowed
+from appliance.base.errors import ExpiredApiKey, InvalidApiKey, ModelNotAllowed, ScopeNotAllowed, TenantSuspended
 from appliance.tenancy.fields import LIMIT_MAX, UNSET, Unset, check_whole
 
 
@@ -94,6 +94,15 @@ class Principal:
     tenant: Tenant
     key: ApiKey
 
+    def check_usable(self, now: datetime) -> None:
+        """Raise InvalidApiKey, ExpiredApiKey or TenantSuspended where no request may begin, whatever it asks for."""
+        if self.key.revoked_at is not None:
+            raise unknown_key()
+        if self.key.expires_at is not None and self.key.expires_at <= now:
+            raise ExpiredApiKey("the API key has expired")
+        if self.tenant.suspended or self.tenant.archived:
+            raise TenantSuspended("the tenant of this key is " + ("archived" if self.tenant.archived else "suspended"))
+
     def may_use(self, model: str) -> bool:
         """Return whether tenant and key both allow `model`."""
         return all(allowed is None or model in allowed for allowed in (self.tenant.allowed_models, self.key.allowed_models))
@@ -107,6 +116,11 @@ class Principal:
         """Raise ScopeNotAllowed unless the key has `scope`."""
         if scope not in self.key.scopes:
             raise ScopeNotAllowed(f"this key lacks the scope {scope}")
+
+
+def unknown_key() -> InvalidApiKey:
+    """Return what is said of a key that is not here or no longer: strangers do not learn which of both."""
+    return InvalidApiKey("the API key is not known or was revoked")
 
 
 LimitChanges = Limits | Mapping[str, int | None]

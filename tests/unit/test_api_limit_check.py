@@ -140,6 +140,30 @@ async def test_what_stops_a_request_before_its_limits_is_told_too(box: ApiBox, c
     assert (await check(box, bob))["error"]["code"] == code
 
 
+async def test_what_a_request_would_be_refused_with_is_what_is_told(box: ApiBox) -> None:
+    bob = await tenant(box)
+    key, reader = [
+        await box.call("POST", f"/tenants/{bob}/keys", status=201, json={"name": "k", "scopes": [scope]})
+        for scope in ("inference", "usage")
+    ]
+
+    async def told(**fields: Any) -> tuple[int, str, str]:
+        error = (await check(box, bob, **fields))["error"]
+        return error["status"], error["code"], error["message"]
+
+    assert await told(key_id=reader["id"]) == (403, "scope_not_allowed", "this key lacks the scope inference")
+    assert (await told(prompt_tokens=5000))[:2] == (400, "context_length_exceeded")
+    assert (await told(prompt_tokens=1020, max_tokens=100))[:2] == (400, "context_length_exceeded")
+    assert (await check(box, bob, key_id=key["id"], prompt_tokens=1020, max_tokens=4))["allowed"]
+
+    await box.call("PATCH", f"/tenants/{bob}", json={"suspended": True})
+    assert await told(key_id=key["id"]) == (403, "tenant_suspended", "the tenant of this key is suspended")
+    await box.call("DELETE", f"/keys/{key['id']}")
+    assert await told(key_id=key["id"]) == (401, "invalid_api_key", "the API key is not known or was revoked")
+    await box.call("DELETE", f"/tenants/{bob}")
+    assert await told() == (403, "tenant_suspended", "the tenant of this key is archived")
+
+
 @pytest.mark.parametrize(
     ("field", "value"),
     [("prompt_tokens", -1), ("max_tokens", 0), ("n", 0), ("prompt_tokens", 10**16), ("n", 1000), ("model", "")],
