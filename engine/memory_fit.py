@@ -97,7 +97,7 @@ class MemoryFit:
             ("weights", needs.weights_bytes),
             ("activations", needs.activations_bytes),
             ("graphs", needs.graphs_bytes),
-            ("slots", needs.slots_bytes),
+            ("slots and batch-invariant attention" if self.load.batch_invariant else "slots", needs.slots_bytes),
             ("device context", needs.context_bytes),
             (f"keys and values of {self.wanted_len} tokens", needs.kv_bytes(self.wanted_len)),
         ]

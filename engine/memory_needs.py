@@ -9,7 +9,8 @@ b_kv bytes per weight, per number computed with and per stored key or value, T t
                      mixture of k experts (k + 2)·f + (k + 6)·d; 2(H + K)·D + 5d in attention
     graphs       G = A of the largest captured step, and a fixed price for each captured size
     slots        S = R·(splits of the context·H·(D + 1)·4 for each window + V·(4 + b)) + 16·V·4, on a GPU: what decodes leave
-                     between two kernels, counts of tokens, logits that wait for masks, biases
+                     between two kernels, counts of tokens, logits that wait for masks, biases. Batch-invariant decodes leave
+                     max(R, 64)·(context / 256)·H·(D + 2)·4 for each window, at most 256 MiB, and b is 4
     context      C = the driver's context, the libraries' workspaces, the kernels' code
     KV blocks      = floor((share·memory − W − A − G − S − C) / (block_size·2·L·K·D·b_kv))
 
@@ -52,6 +53,25 @@ def num_splits(num_tokens: int, head_dim: int, kv_element_bytes: int, window: in
         num_tokens = min(num_tokens, window + split)
     few, some, many = (-(-num_tokens // (times * split)) for times in (1, 2, 4))
     return max(1, min(4, few), min(8, some) if few > 4 else 1, many if few > 16 else 1)
+
+
+INVARIANT_SPLIT = 256
+INVARIANT_QUERIES_MIN = 64
+INVARIANT_BYTES_MAX = 256 << 20
+"""Of batch-invariant attention (`kernels.triton.invariant_attention`): tokens of a part, queries for whose parts there is room
+at least, and the most that all parts of a step may take."""
+
+
+def invariant_bytes(num_seqs: int, num_tokens: int, num_heads: int, head_dim: int, window: int | None) -> int:
+    """What the parts of `num_seqs` decodes of up to `num_tokens` tokens take; nothing where keys are not divided."""
+    splits = -(-num_tokens // INVARIANT_SPLIT)
+    if window is not None:
+        splits = min(splits, (window + 129) // INVARIANT_SPLIT + 2)
+    if splits <= 1:
+        return 0
+    place_bytes = (head_dim + 2) * 4
+    places = min(max(num_seqs, INVARIANT_QUERIES_MIN) * num_heads * splits, INVARIANT_BYTES_MAX // place_bytes)
+    return max(num_heads * splits, places) * place_bytes
 
 
 class WeightFormat(NamedTuple):
@@ -166,9 +186,12 @@ class MemoryShape:
         """What `num_graphs` captured steps of up to `num_seqs` requests hold; they share one pool of activations."""
         return num_graphs * GRAPH_BYTES + self.activations_bytes(num_seqs, num_seqs, element_bytes) if num_graphs else 0
 
-    def splits_bytes(self, num_seqs: int, context_len: int, kv_element_bytes: int) -> int:
+    def splits_bytes(self, num_seqs: int, context_len: int, kv_element_bytes: int, *, batch_invariant: bool = False) -> int:
         """What `num_seqs` decodes of up to `context_len` tokens leave for the kernel that puts their parts together, which are
         as many as the request's own length says, so that results depend on no batch."""
+        if batch_invariant:
+            sizes = num_seqs, context_len, self.num_heads, self.head_dim
+            return sum(invariant_bytes(*sizes, window) for window in self.windows)
         splits = sum(num_splits(context_len, self.head_dim, kv_element_bytes, window) for window in self.windows)
         return num_seqs * splits * self.num_heads * (self.head_dim + 1) * 4
 
@@ -212,7 +235,7 @@ class Formats:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
     """What an engine is to hold: steps of `num_tokens`, `num_seqs` requests, blocks of `block_size`, captured sizes. `on_gpu`:
-    decodes are cut into splits. `has_slots`: steps are launched ahead over slots."""
+    decodes are cut into splits, `batch_invariant` ones by position. `has_slots`: steps are launched ahead over slots."""
 
     num_tokens: int
     num_seqs: int
@@ -220,6 +243,7 @@ class Load:
     num_graphs: int = 0
     on_gpu: bool = False
     has_slots: bool = False
+    batch_invariant: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -250,12 +274,14 @@ class MemoryNeeds:
         both = [model] if draft is None else [model, draft]
         size = formats.element_bytes
         drafts_bytes = 0 if draft is None else draft.weights_bytes(unquantised(size), size)
-        splits = [each.splits_bytes(load.num_seqs, context_len, formats.kv_element_bytes) for each in both if load.on_gpu]
+        logits_bytes = 4 if load.batch_invariant else size
+        asked = load.num_seqs, context_len, formats.kv_element_bytes
+        splits = [each.splits_bytes(*asked, batch_invariant=load.batch_invariant) for each in both if load.on_gpu]
         return cls(
             weights_bytes=model.weights_bytes(formats.weights, size) + drafts_bytes,
             activations_bytes=max(each.activations_bytes(load.num_tokens, load.num_seqs, size) for each in both),
             graphs_bytes=model.graphs_bytes(load.num_graphs, load.num_seqs, size),
-            slots_bytes=max(splits, default=0) + (model.columns_bytes(load.num_seqs, size) if load.has_slots else 0),
+            slots_bytes=max(splits, default=0) + (model.columns_bytes(load.num_seqs, logits_bytes) if load.has_slots else 0),
             context_bytes=context_bytes,
             block_bytes=sum(each.kv_token for each in both) * formats.kv_element_bytes * load.block_size,
             block_size=load.block_size,

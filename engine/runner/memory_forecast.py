@@ -121,6 +121,7 @@ def forecast_memory(
         num_graphs=num_graphs,
         on_gpu=device.type == "cuda",
         has_slots=has_slots,
+        batch_invariant=options.batch_invariant,
     )
     usable, taken = _memory(options, device)
     fit = MemoryFit(

@@ -18,7 +18,7 @@ from engine.build import _forecast, build_engine
 from engine.config.model import ModelConfig, load_model_config
 from engine.errors import EngineConfigError
 from engine.memory_fit import told, underestimated
-from engine.memory_needs import GIB, MemoryShape
+from engine.memory_needs import GIB, MemoryShape, invariant_bytes
 from engine.models.decoder import Decoder
 from engine.options import CPU_KV_CACHE_BYTES, EngineOptions
 from engine.protocol import MemoryPart
@@ -144,6 +144,11 @@ def test_on_a_gpu_the_cache_is_what_is_left(llama_8b: ModelConfig, card: list[in
     assert needs.context_bytes > GIB, "what others hold is not there for this engine"
     assert found.predicted_kv_bytes == left // needs.block_bytes * needs.block_bytes
     assert found.shortened() is None
+
+
+def test_batch_invariant_mode_is_in_the_forecast_of_a_gpu(llama_8b: ModelConfig, card: list[int]) -> None:
+    found = forecast(llama_8b, max_num_seqs=64, batch_invariant=True).fit
+    assert found.needs.slots_bytes == invariant_bytes(64, 131_072, 32, 128, None)
 
 
 @pytest.mark.parametrize("option", [{"kv_cache_dtype": "fp8"}, {"quantization": "fp8"}, {"quantization": "int8"}])

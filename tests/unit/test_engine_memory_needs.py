@@ -7,7 +7,17 @@ from dataclasses import replace
 import pytest
 
 from engine.memory_fit import KV_8, WEIGHTS_4, WEIGHTS_8, MemoryFit, gib
-from engine.memory_needs import EIGHT_BITS, FOUR_BITS, GIB, Formats, Load, MemoryNeeds, MemoryShape, unquantised
+from engine.memory_needs import (
+    EIGHT_BITS,
+    FOUR_BITS,
+    GIB,
+    Formats,
+    Load,
+    MemoryNeeds,
+    MemoryShape,
+    invariant_bytes,
+    unquantised,
+)
 from engine.simulator.models import MODELS
 
 H200 = int(139 * GIB * 0.90)
@@ -80,6 +90,25 @@ def test_slots_hold_what_decodes_and_sampling_keep_for_each_of_them() -> None:
     slots = MemoryNeeds.of(LLAMA_8B, BF16, ahead, context_bytes=0, context_len=32_768)
     assert slots.fixed_bytes - eager.fixed_bytes == LLAMA_8B.columns_bytes(256, 2)
     assert MemoryNeeds.of(LLAMA_8B, BF16, LOAD, context_bytes=0, context_len=32_768).slots_bytes == 0, "a CPU has neither"
+
+
+def test_batch_invariant_decodes_leave_as_much_as_their_positions_say_up_to_a_limit() -> None:
+    assert invariant_bytes(256, 8192, 32, 128, None) == 256 * 32 * 32 * 130 * 4
+    assert invariant_bytes(4, 8192, 32, 128, None) == 64 * 32 * 32 * 130 * 4, "there is room for the queries of a chunk"
+    assert 0.99 < invariant_bytes(256, 131_072, 32, 128, None) / (256 << 20) <= 1
+    assert invariant_bytes(256, 256, 32, 128, None) == 0, "keys of one part are not put together"
+    assert invariant_bytes(256, 131_072, 32, 128, 1024) == invariant_bytes(256, 6 * 256, 32, 128, None)
+    load = replace(LOAD, on_gpu=True, has_slots=True, batch_invariant=True)
+    needs = MemoryNeeds.of(LLAMA_8B, BF16, load, context_bytes=0, context_len=8192)
+    assert needs.slots_bytes == invariant_bytes(256, 8192, 32, 128, None) + LLAMA_8B.columns_bytes(256, 4)
+
+
+def test_a_model_that_does_not_fit_in_batch_invariant_mode_says_what_that_takes() -> None:
+    invariant = replace(fit(24), load=replace(LOAD, on_gpu=True, has_slots=True, batch_invariant=True))
+    assert f"slots and batch-invariant attention {gib(invariant._needs(131_072).slots_bytes)}" in invariant.explain()
+    assert 0 < invariant.context_len < 131_072
+    assert replace(invariant, wanted_len=invariant.context_len).fits
+    assert not replace(invariant, wanted_len=invariant.context_len + 16).fits
 
 
 def test_a_shorter_context_leaves_more_for_itself_where_splits_take_less() -> None:
