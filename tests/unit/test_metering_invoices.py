@@ -168,6 +168,7 @@ async def test_who_listens_hears_once_that_an_invoice_was_closed(books: Books) -
         "month": "2026-10",
         "total_micros": closed.head.total_micros,
         "tax_micros": closed.head.tax_micros,
+        "due_micros": closed.totals.due_micros,
         "currency": "EUR",
     }
 

@@ -169,6 +169,16 @@ def test_a_threshold_says_whose_limit_was_reached(whose: dict[str, str], who: st
     assert [value for name, value in money.facts if name == "model"] == ([whose["model"]] if "model" in whose else [])
 
 
+def test_money_has_no_unit_in_its_name_and_as_many_decimals_as_it_needs() -> None:
+    small = text_of("budget.threshold", {**TENANT, **BUDGET, "monthly_budget": 100, "spent_picos": 52_000_000})
+    assert small.sentence.endswith("0.000052 EUR of 0.000100 EUR.")
+    assert dict(small.facts)["monthly budget"] == "0.000100 EUR"
+    assert dict(small.facts)["spent"] == "0.000052 EUR"
+    bill = {**DATA["invoice.closed"], "tax_micros": 962_390, "due_micros": 6_030_000, "currency": "EUR"}
+    facts = dict(text_of("invoice.closed", {**bill, "total_micros": 6_027_602}).facts)
+    assert (facts["total with tax"], facts["tax"], facts["amount due"]) == ("6.03 EUR", "0.96 EUR", "6.03 EUR")
+
+
 @pytest.mark.parametrize("event", [*EVENTS, TEST_EVENT])
 def test_every_event_has_words(event: str) -> None:
     text = text_of(event, DATA[event])

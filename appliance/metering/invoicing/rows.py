@@ -83,6 +83,7 @@ class Invoice:
             "month": self.head.month,
             "total_micros": self.head.total_micros,
             "tax_micros": self.head.tax_micros,
+            "due_micros": self.totals.due_micros,
             "currency": self.head.currency,
         }
 

@@ -11,6 +11,8 @@ from appliance.base.money import PICOS_PER_MICRO, format_picos
 from appliance.metering.alerts.outbox import TEST_EVENT
 
 SUBJECT_CHARS_MAX = 300
+MICROS_PER_CENT = 10_000
+_LABELS = {"due_micros": "amount due", "total_micros": "total with tax", "down_s": "down for seconds"}
 Data = Mapping[str, Any]
 Headline = tuple[str, str]  # what has happened, and the figures or nothing
 
@@ -48,7 +50,7 @@ class Text:
 def text_of(event: str, data: Data) -> Text:
     """Return what the alert `event` says."""
     headline, details = _HEADLINES[event](data)
-    facts = tuple((name.replace("_", " "), _fact(name, value, data)) for name, value in data.items() if value is not None)
+    facts = tuple((_label(name), _fact(name, value, data)) for name, value in data.items() if value is not None)
     sentence = f"{headline}: {details}." if details else f"{headline}."
     line = " ".join(headline.split())  # whatever a name has that ends a line, a header has not
     return Text(headline=line, sentence=sentence, facts=facts)
@@ -59,8 +61,9 @@ def _sender(address: str | None) -> str:
 
 
 def _budget(data: Data) -> Headline:
-    limit = format_picos(data["monthly_budget"] * PICOS_PER_MICRO, data["currency"], 2)
-    spent = format_picos(data["spent_picos"], data["currency"], 2)
+    decimals = _decimals(data["monthly_budget"])
+    limit = format_picos(data["monthly_budget"] * PICOS_PER_MICRO, data["currency"], decimals)
+    spent = format_picos(data["spent_picos"], data["currency"], decimals)
     return _reached(data, f"the budget of {data['month']}"), f"{spent} of {limit}"
 
 
@@ -107,11 +110,23 @@ _HEADLINES: dict[str, Callable[[Data], Headline]] = {
 }
 
 
+def _decimals(micros: int) -> int:
+    """Return with how many decimals an amount is read: cents, unless it has smaller parts."""
+    return 6 if micros % MICROS_PER_CENT else 2
+
+
+def _label(name: str) -> str:
+    """Return what a fact is called; its value says its unit, so that the name does not."""
+    return _LABELS.get(name, name.removesuffix("_micros").removesuffix("_picos").replace("_", " "))
+
+
 def _fact(name: str, value: object, data: Data) -> str:
     """Return a value as a person reads it; money by the ending of its name."""
     currency = str(data.get("currency", ""))
     if isinstance(value, int) and name.endswith("_picos"):
         return format_picos(value, currency)
-    if isinstance(value, int) and (name.endswith("_micros") or name == "monthly_budget"):
+    if isinstance(value, int) and name == "monthly_budget":
+        return format_picos(value * PICOS_PER_MICRO, currency, _decimals(value))
+    if isinstance(value, int) and name.endswith("_micros"):
         return format_picos(value * PICOS_PER_MICRO, currency, 2)
     return str(value)
