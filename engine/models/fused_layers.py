@@ -2,7 +2,8 @@
 
 The residual stream goes from product to product as `ops.Stream`: its rows, already times the weight of the coming norm, and the
 squares from which the next product takes the root. Only for layers that are normalised before attention and before the
-feed-forward part, whose weights are plain, and in formats that do not overflow when a row is multiplied before it is divided.
+feed-forward part, whose products can multiply rows as they are, and in formats that do not overflow when a row is multiplied
+before it is divided.
 """
 
 from __future__ import annotations
