@@ -13,6 +13,7 @@ import httpx
 import pytest
 
 from tests.crash.truth import Truth, Work
+from tests.support.fake_engine import ENDLESS_SEED
 from tests.support.served_model import make_hollow_model
 from tests.support.server import Server, running_server, wait_until
 
@@ -211,7 +212,7 @@ async def test_a_stream_whose_key_or_tenant_may_not_go_on_ends_with_an_error_eve
     tenant_id, secret = box.new_key()
     key_id = box.everything(f"/tenants/{tenant_id}/keys")[0]["id"]
     begun = asyncio.Event()
-    reading = asyncio.create_task(clients.read(secret, max_tokens=900, begun=begun))
+    reading = asyncio.create_task(clients.read(secret, max_tokens=900, seed=ENDLESS_SEED, begun=begun))
     await begun.wait()
     match change:
         case "revoke":

@@ -35,6 +35,7 @@ LATE = 304  # the request ends as if it had waited in the queue for too long
 BLAME = 305  # the request ends with an error for which its schema is to blame
 HALF = 306  # the first answer ends with an error, the others go on
 BUSY = 307  # the engine cannot take the request on now
+ENDLESS_SEED = 308  # an answer with this seed never gets its last token: it ends when it is aborted
 STATUS_INTERVAL_S = 0.05
 MAX_MODEL_LEN = 1024
 
@@ -134,7 +135,8 @@ class FakeEngine:
     def _advance(self, live: _Live) -> TokenEvent | None:
         prompt = live.request.prompt_token_ids
         asked = BLAME if "impossible" in str(live.request.sampling.guided_json) else prompt[0]
-        if asked == STALL:
+        sampling = live.request.sampling
+        if asked == STALL or (sampling.seed == ENDLESS_SEED and live.num_output_tokens + 1 >= (sampling.max_tokens or 1)):
             return None
         if asked in _REFUSALS and (asked != HALF or live.index == 0):
             del self._live[live.request.request_id, live.index]
