@@ -13,14 +13,14 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor, as_completed
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
 from triton import AsyncCompileMode, knobs
 from triton.errors import TritonError
 from triton.runtime import driver
-from triton.runtime.jit import JITFunction
+from triton.runtime.jit import JITCallable, JITFunction
 
 from kernels.triton.tuning import interpreted
 from kernels.variants import CompilationFailed, Variants
@@ -40,6 +40,7 @@ def compiled_together(report: Callable[[Variants], None]) -> Iterator[None]:
         yield
         return
     with ExitStack() as stack:
+        stack.enter_context(_parsing_in_turn())
         asked = _Asked(stack.enter_context(ThreadPoolExecutor(min(THREADS_MAX, os.cpu_count() or 1), "compiler")))
         stack.enter_context(AsyncCompileMode(asked, ignore_errors=True))  # `asked` raises them, with names
         stack.callback(asked.cancel)
@@ -51,18 +52,34 @@ def compiled_together(report: Callable[[Variants], None]) -> Iterator[None]:
 
 
 @contextmanager
-def _only_asking() -> Iterator[None]:
-    """Triton's own way to compile without a launch, for all launches of this thread."""
-    owner, launcher = threading.get_ident(), JITFunction.__getitem__
-
-    def of(kernel: Any, grid: Any) -> Any:
-        return partial(kernel.warmup, grid=grid) if threading.get_ident() == owner else launcher(kernel, grid)
-
-    JITFunction.__getitem__ = of
+def _replaced(owner: type, name: str, value: Any) -> Iterator[None]:
+    before = getattr(owner, name)
+    setattr(owner, name, value)
     try:
         yield
     finally:
-        JITFunction.__getitem__ = launcher
+        setattr(owner, name, before)
+
+
+def _only_asking() -> AbstractContextManager[None]:
+    """Triton's own way to compile without a launch, for all launches of this thread."""
+    owner, launcher = threading.get_ident(), JITFunction.__getitem__
+
+    def launcher_of(kernel: Any, grid: Any) -> Any:
+        return partial(kernel.warmup, grid=grid) if threading.get_ident() == owner else launcher(kernel, grid)
+
+    return _replaced(JITFunction, "__getitem__", launcher_of)
+
+
+def _parsing_in_turn() -> AbstractContextManager[None]:
+    """CPython 3.11 counts how deep syntax trees are for all threads together: of two that parse at a time one may fail."""
+    turn, parse = threading.Lock(), JITCallable.parse
+
+    def parse_in_turn(function: Any) -> Any:
+        with turn:
+            return parse(function)
+
+    return _replaced(JITCallable, "parse", parse_in_turn)
 
 
 class _Asked(Executor):

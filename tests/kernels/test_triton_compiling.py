@@ -52,3 +52,7 @@ def test_launches_of_other_threads_run_meanwhile_and_are_not_counted(found: dict
 
 def test_two_are_compiled_at_a_time(found: dict[str, dict[str, Any]]) -> None:
     assert found["when_two_wait_for_each_other"]["last"] == [2, 2, 2]
+
+
+def test_threads_parse_in_turn(found: dict[str, dict[str, Any]]) -> None:
+    assert found["when_all_parse_at_once"]["last"] == [2, 2, 2]

@@ -6,9 +6,11 @@ for each of the functions below that is named `when_…`.
 
 from __future__ import annotations
 
+import gc
 import json
 import sys
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -24,6 +26,7 @@ from kernels.variants import CompilationFailed, Variants
 
 SIZES = (16, 32, 64)
 BARRIER_S = 60
+PARSES = 100
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -146,6 +149,33 @@ def when_two_wait_for_each_other() -> dict[str, Any]:
     fill_kernel.compile = compile_beside
     with compiled_together(REPORTS.append):
         ask(fill_kernel, SIZES[:2])
+    return {"last": REPORTS[-1]}
+
+
+def when_all_parse_at_once() -> dict[str, Any]:
+    """While a tree is made garbage is collected, and others run meanwhile: two that parse at a time fail within a few turns."""
+    fill_kernel.device_caches.clear()
+    ask(fill_kernel, SIZES[2:])
+    compiled = fill_kernel.compile
+
+    def parse_and_compile(*arguments: Any, **options: Any) -> Any:
+        for _ in range(PARSES):
+            fill_kernel.parse()
+        return compiled(*arguments, **options)
+
+    def let_others_run(*_: Any) -> None:
+        time.sleep(0)
+
+    fill_kernel.compile = parse_and_compile
+    thresholds = gc.get_threshold()
+    gc.set_threshold(5)
+    gc.callbacks.append(let_others_run)
+    try:
+        with compiled_together(REPORTS.append):
+            ask(fill_kernel, SIZES[:2])
+    finally:
+        gc.callbacks.remove(let_others_run)
+        gc.set_threshold(*thresholds)
     return {"last": REPORTS[-1]}
 
 
