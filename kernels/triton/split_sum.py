@@ -35,6 +35,7 @@ CONVERT = Pace(resident=2, alone=1.5)  # bytes become floats
 UNPACK = Pace(resident=3, alone=1.5)  # so do codes of four bits
 
 
+@functools.cache
 def split_count(
     tiles: int, steps: int, multiprocessors: int, step_bytes: int, *, pace: Pace = STREAM, splits_max: int = SPLITS_MAX
 ) -> int:
