@@ -27,7 +27,7 @@ class PagedPlan:
     context_lens: torch.Tensor  # [B] int32, 0 for a row that is padding
     query_starts: torch.Tensor | None = None  # [B - num_decodes + 1] int32, counted from the first longer row
     max_query_len: int = 1
-    workspace: Any = None  # of `paged_decode`
+    workspace: Any = None  # of `paged_decode`, and of `paged_prefill` where it has one
     is_row_invariant: bool = False  # whether the operations of batch-invariant engines are meant
 
 
@@ -114,5 +114,6 @@ def paged_plan_attention(
         max_query_len=plan.max_query_len,
         kv_scales=kv_scales,
         out=out[num_decodes:],
+        workspace=plan.workspace,
     )
     return out

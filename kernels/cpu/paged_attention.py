@@ -44,6 +44,7 @@ def paged_prefill(
     max_query_len: int,
     kv_scales: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
+    workspace: None = None,  # noqa: ARG001 - the kernels' signature
 ) -> torch.Tensor:
     """q: [T, H, D], query_starts: [B + 1]; the last query of a row sees context_lens[b] tokens, each one before it a token
     less → [T, H, D]"""

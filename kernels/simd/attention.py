@@ -133,6 +133,7 @@ def paged_prefill(
     max_query_len: int,
     kv_scales: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
+    workspace: None = None,  # the signature of those that have one
 ) -> torch.Tensor:
     """q: [T, H, D], query_starts: [B + 1] int32; the last query of a row sees context_lens[b] tokens, each one before it one
     less → [T, H, D]"""

@@ -13,6 +13,7 @@ from kernels.triton.attention_decode import check_attention, paged_decode, score
 from kernels.triton.attention_splits import TABLES, scheduled_requests, workspace_bytes
 from kernels.triton.compilation import CAPABILITIES, Compilation
 from kernels.triton.fp8_rows import FP8_CAPABILITIES
+from kernels.triton.query_tiles import tile_owner, tile_queries, tile_rows
 from kernels.triton.tuning import LOG2_E, capability, card, power_of_two
 
 SPLIT_QUERIES = (4, 8)
@@ -73,28 +74,15 @@ def _prefill_kernel(
     KEYS: tl.constexpr,
     REQUESTS: tl.constexpr,
 ):
-    """Late tiles, which see most, come first. Neighbouring programs read neighbouring heads of the same tokens."""
+    """One tile of queries, for one key head."""
     GROUP: tl.constexpr = H // K
     QUERIES: tl.constexpr = ROWS // GROUP
-    kv_head = tl.program_id(0) % K
-    tile = num_tiles - 1 - tl.program_id(0) // K
-    # Request b's tiles begin at query_starts[b] // QUERIES + b: room enough for a last tile that is not full.
-    request = tl.arange(0, REQUESTS)
-    first_tile = tl.load(query_starts + request, mask=request < num_requests, other=0) // QUERIES + request
-    request = tl.sum(((first_tile <= tile) & (request < num_requests)).to(tl.int32), 0) - 1
-    first_row = tl.load(query_starts + request)
-    num_queries = tl.load(query_starts + request + 1) - first_row
-    first = (tile - (first_row // QUERIES + request)) * QUERIES
+    kv_head, request, first_row, num_queries, first = tile_owner(query_starts, num_requests, num_tiles, K, QUERIES, REQUESTS)
     if first >= num_queries:
         return
-    row = tl.arange(0, ROWS)
-    query, head = first + row // GROUP, kv_head * GROUP + row % GROUP
-    live = (row < QUERIES * GROUP) & (query < num_queries)
+    query, token_row, head, _live, inside = tile_rows(kv_head, first_row, num_queries, first, GROUP, D, ROWS, WIDTH)
+    queries = tile_queries(q, q_stride, token_row, head, inside, D, WIDTH, kv_cache.dtype.element_ty)
     lane = tl.arange(0, WIDTH)
-    inside = live[:, None] & (lane < D)[None, :]
-    token_row = (first_row + query).to(tl.int64)
-    DOT: tl.constexpr = tl.float16 if kv_cache.dtype.element_ty.primitive_bitwidth == 8 else kv_cache.dtype.element_ty
-    queries = tl.load(q + token_row[:, None] * q_stride + (head * D)[:, None] + lane[None, :], mask=inside, other=0.0).to(DOT)
     value_scale = 1.0
     if kv_scales is not None:
         scale *= tl.load(kv_scales)
@@ -216,6 +204,7 @@ def paged_prefill(
     max_query_len: int,
     kv_scales: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
+    workspace: object = None,  # noqa: ARG001 - batch-invariant chunks share that of decodes
 ) -> torch.Tensor:
     """out[i, h] = Σ softmax(scale · q[i, h] · k[t]) · v[t] over the tokens t of its request, up to i's own, in its window.
 

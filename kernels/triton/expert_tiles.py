@@ -82,9 +82,8 @@ def sort_by_expert(expert_ids: torch.Tensor, num_experts: int) -> SortedTokens:
     return SortedTokens(order, offsets, expert_ids.shape[1])
 
 
-def group_tiles(num_places: int, num_experts: int, capability: int, *, gated: bool) -> GroupTiles:
-    """By how many tokens an expert has if all have the same number."""
-    rows = num_places / num_experts
+def group_tiles(rows: float, capability: int, *, gated: bool) -> GroupTiles:
+    """rows: how many tokens an expert has if all have the same number."""
     small = capability in SMALL_CARDS
     if rows <= 32:
         block_m = 16 if rows <= 16 else 32

@@ -126,6 +126,7 @@ def grouped_linear(
     activation: str = "",
     factors: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
+    rows_each: float | None = None,
 ) -> torch.Tensor:
     """Each expert's product over its own tokens, for all experts in one launch. Weights are plain or of 8 or 4 bits.
 
@@ -137,7 +138,8 @@ def grouped_linear(
     have no tile end at once. Reads each chosen expert's weights once per tile of its tokens, 2 · 2·N·K or 2·N·K bytes, and
     its rows; 2 · rows · N · K operations a matrix. Rows of other experts, columns beyond N and K are masked. Codes of 8 and 4
     bits are decoded to x's type in registers, which holds them exactly, and read half and a quarter of the bytes; x is never
-    rounded to 8 bits. Accumulates in float32, activation and factor in float32 before one rounding.
+    rounded to 8 bits. Accumulates in float32, activation and factor in float32 before one rounding. A tile sums all columns in
+    their order: with `rows_each`, the tokens of an expert that tiles are made for, a row has the same bits in any batch.
     """
     num_experts = weights.num_experts
     num_outputs, num_columns = weights.shape
@@ -150,10 +152,11 @@ def grouped_linear(
     if not num_places:
         return out
     factors = None if factors is None else factors.contiguous()
+    rows_each = num_places / num_experts if rows_each is None else rows_each
     if isinstance(weights.first, Int4Weight):
-        experts_int4.launch(x, weights, weights.first, tokens, activation, factors, out)
+        experts_int4.launch(x, weights, weights.first, tokens, activation, factors, out, rows_each)
         return out
-    tiles = group_tiles(num_places, num_experts, capability(x.device), gated=activation != "")
+    tiles = group_tiles(rows_each, capability(x.device), gated=activation != "")
     row_tiles = num_places // tiles.block_m + min(num_experts, num_places)
     grouped_kernel[(row_tiles * triton.cdiv(num_outputs, tiles.block_n),)](
         x, weights.table, weights.scales, tokens.order, tokens.offsets, factors, out,
@@ -175,6 +178,7 @@ def mix_gated_experts(
     *,
     activation: str = "silu",
     out: torch.Tensor | None = None,
+    rows_each: float | None = None,
 ) -> torch.Tensor:
     """out[t] = Σ_j weights[t, j] · down_e(act(gate_e(x[t])) · up_e(x[t])), e = expert_ids[t, j] (arXiv 2401.04088)
 
@@ -188,8 +192,8 @@ def mix_gated_experts(
     if not num_tokens:
         return out
     tokens = sort_by_expert(expert_ids, gate_up.num_experts)
-    inner = grouped_linear(x, gate_up, tokens, activation=activation)
-    parts = grouped_linear(inner, down, tokens, factors=weights)
+    inner = grouped_linear(x, gate_up, tokens, activation=activation, rows_each=rows_each)
+    parts = grouped_linear(inner, down, tokens, factors=weights, rows_each=rows_each)
     combine_kernel[(num_tokens, triton.cdiv(hidden, COMBINE_BLOCK))](
         parts, out, hidden, out.stride(0), NUM_CHOSEN=expert_ids.shape[1], BLOCK=COMBINE_BLOCK
     )
@@ -197,35 +201,36 @@ def mix_gated_experts(
 
 
 def bind_experts(
-    gate_ups: Sequence[Weight], downs: Sequence[Weight], activation: str
+    gate_ups: Sequence[Weight], downs: Sequence[Weight], activation: str, *, rows_each: float | None = None
 ) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor] | None:
     """The experts' matrices where they lie → a function (x, weights, expert ids) → mixture, which a graph may capture.
 
-    None where experts differ in their format, or have columns in an order of their own.
+    None where experts differ in their format, or have columns in an order of their own. `rows_each` as of `grouped_linear`.
     """
     if not are_alike(gate_ups) or not are_alike(downs):
         return None
     gate_up, down = bind_weights(gate_ups), bind_weights(downs)
 
     def mix(x: torch.Tensor, weights: torch.Tensor, expert_ids: torch.Tensor) -> torch.Tensor:
-        return mix_gated_experts(x, weights, expert_ids, gate_up, down, activation=activation)
+        return mix_gated_experts(x, weights, expert_ids, gate_up, down, activation=activation, rows_each=rows_each)
 
     return mix
 
 
 def compilations() -> list[Compilation]:
-    """Qwen3-30B-A3B (128 experts, 8 chosen) and Mixtral 8x7B (8, 2), from a decode step to a prefill."""
+    """Qwen3-30B-A3B (128 experts, 8 chosen) and Mixtral 8x7B (8, 2), from a decode step to a prefill; 64 tokens an expert are
+    also what batch-invariant engines take for any number."""
     asked: list[tuple[str, int, int, int, tuple[int, ...], Any]] = [
-        ("bf16", 80, 128, 8, (16, 512), None),
-        ("bf16", 89, 128, 8, (16, 512), None),
+        ("bf16", 80, 128, 8, (16, 64, 512), None),
+        ("bf16", 89, 128, 8, (16, 64, 512), None),
         ("bf16", 90, 128, 8, (16, 32, 64, 512), None),
         ("fp16", 90, 8, 2, (16, 512), None),
-        ("bf16", 100, 128, 8, (16, 512), None),
-        ("bf16", 80, 128, 8, (16, 512), tl.int8),
+        ("bf16", 100, 128, 8, (16, 64, 512), None),
+        ("bf16", 80, 128, 8, (16, 64, 512), tl.int8),
         ("bf16", 90, 128, 8, (16, 32, 64, 512), tl.int8),
-        ("bf16", 89, 128, 8, (16, 512), tl.float8e4nv),
+        ("bf16", 89, 128, 8, (16, 64, 512), tl.float8e4nv),
         ("bf16", 90, 128, 8, (16, 32, 64, 512), tl.float8e4nv),
-        ("bf16", 100, 128, 8, (16, 512), tl.float8e4nv),
+        ("bf16", 100, 128, 8, (16, 64, 512), tl.float8e4nv),
     ]
     launches = [
         _compilation(dtype, number, experts, chosen, each * experts, activation, codes)
@@ -253,7 +258,7 @@ def compilations() -> list[Compilation]:
 
 
 def _compilation(dtype: str, number: int, experts: int, chosen: int, places: int, activation: str, codes: Any) -> Compilation:
-    tiles = group_tiles(places, experts, number, gated=activation != "")
+    tiles = group_tiles(places / experts, number, gated=activation != "")
     sizes = ("N", "K", "stride_x", "stride_weight", "stride_out")
     passed = {} if activation else {"factors_ptr": f"*{dtype}"}
     passed |= {} if codes is None else {"scales_ptr": "*i64"}

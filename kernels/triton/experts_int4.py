@@ -69,13 +69,14 @@ def launch(
     activation: str,
     factors: torch.Tensor | None,
     out: torch.Tensor,
+    rows_each: float,
 ) -> None:
     """What `grouped_linear` of experts.py says. x: 16 bits, else ValueError. `kind` is one of the weights, as all are."""
     if x.dtype not in DTYPES:
         raise ValueError(f"weights of 4 bits are multiplied with rows of 16 bits, not {x.dtype}")
     num_places, num_outputs = out.shape
     num_experts, num_columns = weights.num_experts, kind.num_columns
-    tiles = group_int4_tiles(num_places, num_experts, capability(x.device), gated=activation != "")
+    tiles = group_int4_tiles(rows_each, capability(x.device), gated=activation != "")
     row_tiles = num_places // tiles.block_m + min(num_experts, num_places)
     grouped_int4_kernel[(row_tiles * triton.cdiv(num_outputs, tiles.block_n),)](
         x, weights.table, weights.scales, tokens.order, tokens.offsets, factors, out,
@@ -86,9 +87,9 @@ def launch(
     )  # fmt: skip
 
 
-def group_int4_tiles(num_places: int, num_experts: int, capability: int, *, gated: bool) -> Int4Tiles:
-    """By how many tokens an expert has if all have the same number; sizes as `int4_tiles` has them."""
-    rows, small = num_places / num_experts, capability in SMALL_CARDS
+def group_int4_tiles(rows: float, capability: int, *, gated: bool) -> Int4Tiles:
+    """rows: how many tokens an expert has if all have the same number; sizes as `int4_tiles` has them."""
+    small = capability in SMALL_CARDS
     block_n = OUTPUTS // 2 if gated else OUTPUTS
     if rows <= 32:
         return Int4Tiles(16 if rows <= 16 else 32, block_n, num_warps=4, num_stages=4 if small else 6)
@@ -99,7 +100,8 @@ def group_int4_tiles(num_places: int, num_experts: int, capability: int, *, gate
 
 def compilations() -> list[Compilation]:
     """Qwen3-30B-A3B (128 experts, 8 chosen) in groups of 128, from a decode step to a prefill; smaller groups in the lowest."""
-    asked = [(80, 128, (16, 512)), (89, 128, (16, 512)), (90, 128, (16, 32, 64, 512)), (90, 32, (16,)), (100, 128, (16, 512))]
+    all_cards, h200 = (16, 64, 512), (16, 32, 64, 512)
+    asked = [(80, 128, all_cards), (89, 128, all_cards), (90, 128, h200), (90, 32, (16,)), (100, 128, all_cards)]
     return [
         _compilation(number, group, each, activation)
         for number, group, tokens_each in asked
@@ -109,7 +111,7 @@ def compilations() -> list[Compilation]:
 
 
 def _compilation(number: int, group: int, each: int, activation: str) -> Compilation:
-    tiles = group_int4_tiles(each * 128, 128, number, gated=activation != "")
+    tiles = group_int4_tiles(each, number, gated=activation != "")
     sizes = ("N", "K", "stride_x", "stride_out")
     passed = {} if activation else {"factors_ptr": "*bf16"}
     return Compilation(

@@ -3,13 +3,15 @@
 The keys of a request are cut at the multiples of SPLIT, whoever looks at them, and every query goes through the same tile of
 rows with the same instructions. What it found in each split is merged in the order of the splits: in registers where one
 program takes all splits of its queries, by a second kernel where programs share them. Both merge by the same function, and
-every rounding is as written (no product is fused with a sum), so that who merged makes no difference to a bit either.
+every rounding is as written (no product is fused with a sum), so that who merged makes no difference to a bit either. How many
+programs share them follows from the number of requests and from what there may be of splits, so that a graph may keep it.
 """
 
 from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 
@@ -25,8 +27,14 @@ from kernels.triton.tuning import LOG2_E, capability, card, multiprocessors, pow
 SPLIT = 256
 """Tokens: 128 KiB of keys and values of 128 numbers of 16 bits, of which a program writes and reads back a fiftieth."""
 MERGE_TOGETHER, MERGE_WARPS = 8, 1
+PROGRAMS_MIN, PROGRAMS_MULTIPROCESSOR = 8, 4
+"""Programs that share the splits of a tile at least, for one long request among many short ones, and of a multiprocessor, twice
+as many as it holds, where there are few tiles. Those that find no split end at once."""
 WORKSPACE_BYTES_MAX = 256 * 1024 * 1024
-"""Of what splits leave for the second kernel; more decodes are taken in turns, chunks not divided."""
+"""Of what splits leave for the second kernel (`engine.memory_needs` plans for it); more decodes are taken in turns, chunks are
+not divided."""
+WORKSPACE_QUERIES_MIN = 64
+"""Queries with room for all of their splits, where a chunk has more of them than there are requests."""
 SPILL_BYTES_MAX = 64
 H200 = (90,)
 
@@ -53,6 +61,34 @@ def rows_tiling(head_dim: int, group: int, capability: int) -> RowsTiling:
     return RowsTiling(rows, keys, 4 if is_lean else 8, 3)
 
 
+class RowsWorkspace(NamedTuple):
+    """Where splits leave what they found: C places, one for each query, head and split. One serves all layers and steps."""
+
+    attended: torch.Tensor  # [C · D] float32: sums of weighted values
+    sums: torch.Tensor  # [C · 2] float32: sums of weights, and largest scores
+
+    @property
+    def num_places(self) -> int:
+        return self.sums.numel() // 2
+
+
+def decode_workspace(
+    shape: AttentionShape,
+    max_requests: int,
+    max_blocks: int,
+    kv_dtype: torch.dtype,  # noqa: ARG001 - the other kernels of decodes look at it
+    device: torch.device,
+) -> RowsWorkspace | None:
+    """Room for decodes of `max_requests` requests of up to `max_blocks` blocks, and for chunks; None where nothing is divided.
+
+    All of them at once within WORKSPACE_BYTES_MAX: Llama-3.1-8B, 256 requests of 8k tokens: 130 MiB.
+    """
+    splits = _max_splits(shape, max_blocks, 1)
+    if splits == 1:
+        return None
+    return _workspace(shape, _num_places(shape, max(max_requests, WORKSPACE_QUERIES_MIN), splits), device)
+
+
 def paged_decode(
     q: torch.Tensor,
     kv_cache: torch.Tensor,
@@ -62,22 +98,26 @@ def paged_decode(
     *,
     kv_scales: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
-    workspace: None = None,  # noqa: ARG001 - the other kernels of decodes have one
+    workspace: RowsWorkspace | None = None,
 ) -> torch.Tensor:
     """As `kernels.triton.attention_decode.paged_decode` of one query each, with the bits of `paged_prefill` here.
 
     Bytes: all keys and values that are seen, once; 8 · D · H for each split of SPLIT tokens, written and read again.
-    Operations: 4 · D · 64 rows for each token and key head. Nothing of the batch has a part in the order of a row's sums.
+    Operations: 4 · D · 64 rows for each token and key head. Nothing of the batch has a part in the order of a row's sums, and
+    nothing of the lengths in what is launched; without `workspace` it is allocated.
     """
     num_requests, max_blocks = block_tables.shape
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
-    step = max(1, WORKSPACE_BYTES_MAX // (shape.num_heads * _max_splits(shape, max_blocks, 1) * _split_bytes(shape)))
+    splits = _max_splits(shape, max_blocks, 1)
+    if workspace is None:
+        workspace = _workspace(shape, _num_places(shape, num_requests, splits) if splits > 1 else 0, q.device)
+    step = max(1, workspace.num_places // (shape.num_heads * splits) if splits > 1 else num_requests)
     for first in range(0, num_requests, step):
         part = slice(first, first + step)
         starts = _one_each(q.device, power_of_two(min(step, num_requests) + 1))
         _attend_rows(
             q[part], kv_cache, block_tables[part], starts[: len(q[part]) + 1], context_lens[part], shape,
-            max_query_len=1, kv_scales=kv_scales, out=out[part], is_divided=True,
+            splits=splits, kv_scales=kv_scales, out=out[part], workspace=workspace,
         )  # fmt: skip
     return out
 
@@ -93,20 +133,26 @@ def paged_prefill(
     max_query_len: int,
     kv_scales: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
+    workspace: RowsWorkspace | None = None,
 ) -> torch.Tensor:
     """As `kernels.triton.attention_prefill.paged_prefill`; a query has the same bits in a chunk of any length, at any place of
     it and as a decode, as long as the keys and values of its request are finite.
 
     Bytes: keys and values once for each tile of 64 rows, mostly from the second-level cache. Operations: 4 · D · 64 rows for
-    each key of each tile. Programs share the splits of a tile only where tiles alone would leave the card idle.
+    each key of each tile. Programs share the splits of a tile only where tiles alone would leave the card idle, and where what
+    splits leave fits the `workspace` of decodes, or may be allocated.
     """
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
-    num_tiles = _num_tiles(q, block_tables, shape) * shape.num_kv_heads
-    needed = q.shape[0] * shape.num_heads * _max_splits(shape, block_tables.shape[1], max_query_len) * _split_bytes(shape)
-    is_divided = num_tiles < 2 * multiprocessors(q.device) and needed <= WORKSPACE_BYTES_MAX
+    splits = _max_splits(shape, block_tables.shape[1], max_query_len)
+    needed = q.shape[0] * shape.num_heads * splits
+    room = _num_places(shape, q.shape[0], splits) if workspace is None else workspace.num_places
+    if _num_tiles(q, block_tables, shape) * shape.num_kv_heads >= 2 * multiprocessors(q.device) or needed > room:
+        splits = 1
+    if workspace is None:
+        workspace = _workspace(shape, needed if splits > 1 else 0, q.device)
     return _attend_rows(
         q, kv_cache, block_tables, query_starts, context_lens, shape,
-        max_query_len=max_query_len, kv_scales=kv_scales, out=out, is_divided=is_divided,
+        splits=splits, kv_scales=kv_scales, out=out, workspace=workspace,
     )  # fmt: skip
 
 
@@ -118,36 +164,49 @@ def _attend_rows(
     context_lens: torch.Tensor,
     shape: AttentionShape,
     *,
-    max_query_len: int,
+    splits: int,
     kv_scales: torch.Tensor | None,
     out: torch.Tensor,
-    is_divided: bool,
+    workspace: RowsWorkspace,
 ) -> torch.Tensor:
+    """splits: what a query may have of them where programs share them, else 1."""
     check_attention(q, kv_cache, shape)
     assert out.is_contiguous(), "outputs lie together"
-    num_requests, max_blocks = block_tables.shape
+    num_requests = block_tables.shape[0]
     if not num_requests or not q.shape[0]:
         return out
-    splits = _max_splits(shape, max_blocks, max_query_len) if is_divided else 1
-    size = (q.shape[0] if splits > 1 else 0, shape.num_heads, splits)
-    attended = torch.empty(*size, shape.head_dim, dtype=torch.float32, device=q.device)
-    sums = torch.empty(*size, 2, dtype=torch.float32, device=q.device)
     tiling = _tiling(shape, q.device)
     early, requests = early_launch(q.device), scheduled_requests(num_requests)
     num_tiles = _num_tiles(q, block_tables, shape)
-    rows_kernel[(num_tiles * shape.num_kv_heads, splits)](
-        q, kv_cache, block_tables, query_starts, context_lens, kv_scales, out, attended, sums,
+    rows_kernel[(num_tiles * shape.num_kv_heads, _num_programs(num_tiles * shape.num_kv_heads, splits, q.device))](
+        q, kv_cache, block_tables, query_starts, context_lens, kv_scales, out, *workspace,
         num_requests, num_tiles, score_factor(shape), q.stride(0), kv_cache.stride(0), block_tables.stride(0), splits,
         **_constants(shape, tiling), REQUESTS=requests, **early,
         num_warps=tiling.num_warps, num_stages=tiling.num_stages, enable_fp_fusion=False,
     )  # fmt: skip
     if splits > 1:
         merge_rows_kernel[(q.shape[0], shape.num_heads)](
-            query_starts, context_lens, kv_scales, out, attended, sums, num_requests, splits,
+            query_starts, context_lens, kv_scales, out, *workspace, num_requests, splits,
             **_merge_constants(shape), REQUESTS=requests, TOGETHER=MERGE_TOGETHER, **early,
             num_warps=MERGE_WARPS, enable_fp_fusion=False,
         )  # fmt: skip
     return out
+
+
+def _num_programs(num_tiles: int, splits: int, device: torch.device) -> int:
+    """Who share the splits of a tile and key head. A matter of time alone, but for one, who merges them itself."""
+    return min(splits, max(PROGRAMS_MIN, -(-PROGRAMS_MULTIPROCESSOR * multiprocessors(device) // num_tiles)))
+
+
+def _num_places(shape: AttentionShape, num_queries: int, splits: int) -> int:
+    """Of a workspace for so many queries, or as many as there may be; of one query at least."""
+    most = WORKSPACE_BYTES_MAX // ((shape.head_dim + 2) * torch.float32.itemsize)
+    return max(shape.num_heads * splits, min(num_queries * shape.num_heads * splits, most))
+
+
+def _workspace(shape: AttentionShape, num_places: int, device: torch.device) -> RowsWorkspace:
+    attended = torch.empty(num_places * shape.head_dim, dtype=torch.float32, device=device)
+    return RowsWorkspace(attended, torch.empty(num_places * 2, dtype=torch.float32, device=device))
 
 
 @functools.cache
@@ -167,11 +226,6 @@ def _max_splits(shape: AttentionShape, max_blocks: int, max_query_len: int) -> i
     if shape.sliding_window is not None:
         splits = min(splits, (shape.sliding_window + min(max_query_len, 64) + 128) // SPLIT + 2)
     return max(1, splits)
-
-
-def _split_bytes(shape: AttentionShape) -> int:
-    """Of what one split of one query and head leaves."""
-    return (shape.head_dim + 2) * torch.float32.itemsize
 
 
 def _tiling(shape: AttentionShape, device: torch.device) -> RowsTiling:

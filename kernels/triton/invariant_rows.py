@@ -7,6 +7,7 @@ import triton.language as tl
 
 from kernels.triton.attention_splits import TABLES
 from kernels.triton.early_launch import start_in_turn
+from kernels.triton.query_tiles import tile_owner, tile_queries, tile_rows
 
 SIZES = ("num_requests", "max_splits")
 _NUMBERS = [*SIZES, "num_tiles", "table_stride"]
@@ -41,29 +42,16 @@ def rows_kernel(
     ROWS: tl.constexpr, WIDTH: tl.constexpr, KEYS: tl.constexpr, SPLIT: tl.constexpr, REQUESTS: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Program (tile and key head, split): one split where there are several programs for a tile, else all. Late tiles first."""
+    """Program (tile and key head, share): every split of a tile, or, where programs share them, each so manieth of them."""
     start_in_turn(EARLY)
     GROUP: tl.constexpr = H // K
     QUERIES: tl.constexpr = ROWS // GROUP
-    kv_head = tl.program_id(0) % K
-    tile = num_tiles - 1 - tl.program_id(0) // K
-    # Request b's tiles begin at query_starts[b] // QUERIES + b: room enough for a last tile that is not full.
-    request = tl.arange(0, REQUESTS)
-    first_tile = tl.load(query_starts + request, mask=request < num_requests, other=0) // QUERIES + request
-    request = tl.sum(((first_tile <= tile) & (request < num_requests)).to(tl.int32), 0) - 1
-    first_row = tl.load(query_starts + request)
-    num_queries = tl.load(query_starts + request + 1) - first_row
-    first = (tile - (first_row // QUERIES + request)) * QUERIES
+    kv_head, request, first_row, num_queries, first = tile_owner(query_starts, num_requests, num_tiles, K, QUERIES, REQUESTS)
     if first >= num_queries:
         return
-    row = tl.arange(0, ROWS)
-    query, head = first + row // GROUP, kv_head * GROUP + row % GROUP
-    live = (row < QUERIES * GROUP) & (query < num_queries)
+    query, token_row, head, _live, inside = tile_rows(kv_head, first_row, num_queries, first, GROUP, D, ROWS, WIDTH)
+    queries = tile_queries(q, q_stride, token_row, head, inside, D, WIDTH, kv_cache.dtype.element_ty)
     lane = tl.arange(0, WIDTH)
-    inside = live[:, None] & (lane < D)[None, :]
-    token_row = (first_row + query).to(tl.int64)
-    DOT: tl.constexpr = tl.float16 if kv_cache.dtype.element_ty.primitive_bitwidth == 8 else kv_cache.dtype.element_ty
-    queries = tl.load(q + token_row[:, None] * q_stride + (head * D)[:, None] + lane[None, :], mask=inside, other=0.0).to(DOT)
     value_scale = 1.0
     if kv_scales is not None:
         scale *= tl.load(kv_scales)
@@ -76,34 +64,38 @@ def rows_kernel(
     if WINDOW > 0:
         begin = tl.maximum(oldest + 1 - WINDOW, 0) // KEYS * KEYS
     first_split, end_split = begin // SPLIT, (newest + SPLIT) // SPLIT
-    is_divided = tl.num_programs(1) > 1
-    if is_divided:
-        first_split += tl.program_id(1)
-        if first_split >= end_split:
-            return
-        end_split = first_split + 1
-    largest = tl.full([ROWS], float("-inf"), tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    found = tl.zeros([ROWS, WIDTH], tl.float32)
-    for split in tl.range(first_split, end_split, num_stages=1):
-        more_found, more_total, more_largest = _attend(
-            queries, kv_cache + kv_head * D, block_tables + request.to(tl.int64) * table_stride,
-            tl.maximum(split * SPLIT, begin), tl.minimum(split * SPLIT + SPLIT, newest + 1), position, oldest, newest,
-            scale, block_stride, 2 * K * D, K * D, D, P, WINDOW, SOFTCAP, KEYS,
-        )  # fmt: skip
-        found, total, largest = merged(found, total, largest, more_found, more_total, more_largest)
-    if is_divided:
-        # Numbered by the query's own first split, before which a neighbour may look.
-        own = first_split - _split_range(position, WINDOW, SPLIT)
-        place = (token_row * H + head) * max_splits + own
-        there = live & (own >= 0) & (first_split * SPLIT <= position)
-        tl.store(attended + (place * D)[:, None] + lane[None, :], found, mask=inside & there[:, None])
-        tl.store(sums + 2 * place, total, mask=there)
-        tl.store(sums + 2 * place + 1, largest, mask=there)
-    else:
-        place = (token_row * H + head) * D
-        averaged = _averaged(found, total, value_scale)
-        tl.store(out + place[:, None] + lane[None, :], averaged.to(out.dtype.element_ty), mask=inside)
+    is_shared = tl.num_programs(1) > 1
+    together = tl.where(is_shared, 1, end_split)
+    last_run, step = tl.maximum(end_split, first_split + 1), tl.maximum(together, tl.num_programs(1))
+    for run in tl.range(first_split + tl.program_id(1), last_run, step, num_stages=1, disable_licm=True):
+        largest = tl.full([ROWS], float("-inf"), tl.float32)
+        total = tl.zeros([ROWS], tl.float32)
+        found = tl.zeros([ROWS, WIDTH], tl.float32)
+        for split in tl.range(run, tl.minimum(run + together, end_split), num_stages=1):
+            more_found, more_total, more_largest = _attend(
+                queries, kv_cache + kv_head * D, block_tables + request.to(tl.int64) * table_stride,
+                tl.maximum(split * SPLIT, begin), tl.minimum(split * SPLIT + SPLIT, newest + 1), position, oldest, newest,
+                scale, block_stride, 2 * K * D, K * D, D, P, WINDOW, SOFTCAP, KEYS,
+            )  # fmt: skip
+            found, total, largest = merged(found, total, largest, more_found, more_total, more_largest)
+        # The rows anew, by a number that is read anew: kept from before the loop they would take the registers of its sums.
+        again = tl.load(query_starts + request, volatile=True)
+        own_query, own_row, own_head, there, stored = tile_rows(
+            kv_head, again, num_queries, first + first_row - again, GROUP, D, ROWS, WIDTH
+        )
+        place = own_row * H + own_head
+        if is_shared:
+            # Numbered by the query's own first split, before which a neighbour may look.
+            own_position = oldest - first + own_query
+            number = run - _split_range(own_position, WINDOW, SPLIT)
+            there = there & (number >= 0) & (run * SPLIT <= own_position)
+            place = place * max_splits + number
+            tl.store(attended + (place * D)[:, None] + lane[None, :], found, mask=stored & there[:, None])
+            tl.store(sums + 2 * place, total, mask=there)
+            tl.store(sums + 2 * place + 1, largest, mask=there)
+        else:
+            averaged = _averaged(found, total, value_scale)
+            tl.store(out + (place * D)[:, None] + lane[None, :], averaged.to(out.dtype.element_ty), mask=stored)
 
 
 @triton.jit

@@ -1,44 +1,46 @@
 """The operations of batch-invariant engines on NVIDIA GPUs: those of table.py, and in the place of the ones that choose by the
 batch (products, attention, fused products, the heads of greedy steps) others that do not.
 
-Norms, rotation, activations, embedding and log-probabilities are row by row as they are. A mixture's experts are multiplied one
-by one by `mix_experts`, which adds them up in the order of their numbers and waits for the host in each layer.
+Norms, rotation, activations, embedding and log-probabilities are row by row as they are. A mixture's experts are multiplied
+together in tiles of one size; those that `bind_experts` cannot read one by one, as in any engine.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 
 from kernels.cpu.linear import LinearKernel
-from kernels.cpu.paged_attention import no_workspace
 from kernels.plain_weights import ReadsWeight
 from kernels.quantised_linear import Fp8Rows
 from kernels.quantised_weights import Int4Weight
-from kernels.triton.invariant_attention import paged_decode, paged_prefill
+from kernels.triton.experts import bind_experts
+from kernels.triton.invariant_attention import decode_workspace, paged_decode, paged_prefill
 from kernels.triton.invariant_int4 import invariant_int4
 from kernels.triton.invariant_linear import invariant_linear
 from kernels.triton.table import OPERATIONS as BY_BATCH
 
 
 class InvariantProduct:
-    """[T, K] → [T, N], a row's bits its own. Shows its weight to nobody: what is fused with it would add in another order."""
+    """[T, K] → [T, N], a row's bits its own. Its weight is there for the experts of a mixture; it is not one of `PlainWeights`,
+    as what is fused with those adds in another order."""
 
     def __init__(
         self, weight: Any, bias: torch.Tensor | None, rounded: Callable[[torch.Tensor], Fp8Rows] | None = None
     ) -> None:
-        self._weight, self._bias, self._rounded = weight, bias, rounded
+        self.weight, self.bias, self._rounded = weight, bias, rounded
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        if isinstance(self._weight, Int4Weight):
-            return invariant_int4(x, self._weight, bias=self._bias)
+        if isinstance(self.weight, Int4Weight):
+            return invariant_int4(x, self.weight, bias=self.bias)
         if self._rounded is not None:
             rows, scales, dtype = self._rounded(x)
-            return invariant_linear(rows, self._weight, x_scales=scales, out_dtype=dtype, bias=self._bias)
-        return invariant_linear(x, self._weight, bias=self._bias)
+            return invariant_linear(rows, self.weight, x_scales=scales, out_dtype=dtype, bias=self.bias)
+        return invariant_linear(x, self.weight, bias=self.bias)
 
 
 def row_invariant(multiply: Any) -> LinearKernel:
@@ -49,16 +51,19 @@ def row_invariant(multiply: Any) -> LinearKernel:
     return InvariantProduct(multiply.weight, multiply.bias, getattr(multiply, "rounded", None))
 
 
+ROWS = 64
+"""Of the tile that an expert's tokens go through, however many they are: as of all products here."""
+
 OPERATIONS = replace(
     BY_BATCH,
     words="Triton kernels, every row in tiles of its own order",
-    bind_experts=None,
+    bind_experts=partial(bind_experts, rows_each=ROWS),
     pack_linear=InvariantProduct,
     linear_add=None,
     normed_linear=None,
     paged_decode=paged_decode,
     paged_prefill=paged_prefill,
-    decode_workspace=no_workspace,
+    decode_workspace=decode_workspace,
     bind_greedy_head=None,
     is_row_invariant=True,
 )

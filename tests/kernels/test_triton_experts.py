@@ -83,7 +83,7 @@ def test_the_mixture_of_a_few_tokens(
 @pytest.mark.parametrize("rows_each", [16, 32, 64, 128])
 def test_every_tile_of_a_crowded_expert(rows_each: int, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiles for `rows_each` tokens an expert, with all tokens at one expert and then none at another."""
-    sized = group_tiles(rows_each * 3, 3, 90, gated=True)
+    sized = group_tiles(rows_each, 90, gated=True)
     monkeypatch.setattr(kernel, "group_tiles", lambda *_, **__: sized)
     num_tokens = sized.block_m + 3
     expert_ids = torch.tensor([[1]] * (num_tokens - 2) + [[2]] * 2, device=device)
@@ -160,7 +160,7 @@ def test_every_tile_of_a_crowded_expert_in_codes(
     """As above, and the scales of the expert that nobody chose are poisoned."""
     pack, dequantise = PACKERS[packer]
     for module, name in ((kernel, "group_tiles"), (experts_int4, "group_int4_tiles")):
-        sized = {gated: getattr(module, name)(rows_each * 3, 3, 90, gated=gated) for gated in (False, True)}
+        sized = {gated: getattr(module, name)(rows_each, 90, gated=gated) for gated in (False, True)}
         monkeypatch.setattr(module, name, lambda *_, gated, sized=sized: sized[gated])
     num_tokens = rows_each + 3
     expert_ids = torch.tensor([[1]] * (num_tokens - 2) + [[2]] * 2, device=device)

@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 import torch
 
+from engine.memory_needs import invariant_bytes
 from kernels.attention_rows import AttentionShape
 from kernels.quantised_weights import Fp8Weight, Int4Weight, Int8Weight, pack_fp8, pack_int4, pack_int8
 from kernels.reference import attention_prefill as reference
 from kernels.reference import quantised as exact
+from kernels.reference.experts import route
 from kernels.reference.fp8_rows import quantize_rows_fp8
 from tests.support.interpreted_rows import rows_alike
 from tests.support.kernel_cases import Guarded, filled_cache, normal, padded_rows, poisoned, scattered_tables, table_tensor
@@ -44,8 +46,10 @@ def _rows_are_alike(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.fixture
 def small_splits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Splits of 32 keys in tiles of 16, queries in tiles of 16 rows, so that short requests have many of each."""
+    """Splits of 32 keys in tiles of 16, queries in tiles of 16 rows, so that short requests have many of each, and two programs
+    for up to three splits."""
     monkeypatch.setattr(attention, "SPLIT", 32)
+    monkeypatch.setattr(attention, "_num_programs", lambda _, splits, __: min(splits, 2))
     monkeypatch.setattr(attention, "rows_tiling", lambda *_: attention.RowsTiling(16, 16, 4, 2))
 
 
@@ -237,6 +241,26 @@ def test_a_row_that_is_rounded_to_8_bits_has_the_same_product_in_any_number_of_r
         assert_near(whole, seen @ exact.dequantise_fp8(weight).T, "matmul", scale=20.0)
 
 
+@pytest.mark.parametrize("name", ["float16", "fp8", "int4"])
+def test_a_token_has_the_same_mixture_of_experts_in_any_number_of_tokens(name: str, device: torch.device) -> None:
+    """70 tokens are enough for another tile in engines that choose it by the batch."""
+    pack: Any = {"float16": lambda weight: weight, "fp8": pack_fp8, "int4": lambda weight: pack_int4(weight, 32)}[name]
+    x = normal(70, 192, dtype=torch.float16, device=device)
+    gate_ups = [pack(each) for each in normal(4, 64, 192, dtype=torch.float16, device=device, seed=1) * 0.3]
+    downs = [pack(each) for each in normal(4, 192, 32, dtype=torch.float16, device=device, seed=2) * 0.3]
+    weights, ids = route(normal(70, 4, dtype=torch.float32, device=device, seed=4), 2, normalised=True)
+    bind = invariant_table.OPERATIONS.bind_experts
+    assert bind is not None
+    mix = bind(gate_ups, downs, "silu")
+    assert mix is not None
+    whole = mix(x, weights, ids)
+    for part in (slice(0, 1), slice(33, 34), slice(4, 21), slice(60, 70)):
+        assert_same(mix(x[part], weights[part], ids[part]), whole[part])
+    spoiled = x.clone()
+    spoiled[::2] = math.nan
+    assert_same(mix(spoiled, weights, ids)[1::2], whole[1::2])
+
+
 def test_norms_and_log_probabilities_are_row_by_row(device: torch.device) -> None:
     x, weight = normal(33, 320, dtype=torch.float32, device=device), normal(320, dtype=torch.float32, device=device)
     ids = torch.arange(66, device=device).view(33, 2)
@@ -252,3 +276,12 @@ def test_norms_and_log_probabilities_are_row_by_row(device: torch.device) -> Non
 def test_a_product_that_shows_no_weight_is_refused() -> None:
     with pytest.raises(TypeError, match="shows no weight"):
         invariant_table.row_invariant(lambda x: x)
+
+
+@pytest.mark.parametrize("window", [None, 512])
+def test_the_memory_plan_knows_the_workspace(window: int | None) -> None:
+    for blocks, requests, head_dim in ((16, 256, 128), (17, 5, 96), (512, 256, 128), (8192, 256, 64), (8192, 1, 256)):
+        shape = AttentionShape(BLOCK, 32, 8, head_dim, sliding_window=window)
+        kept = attention.decode_workspace(shape, requests, blocks, torch.float16, torch.device("meta"))
+        taken = 0 if kept is None else kept.attended.nbytes + kept.sums.nbytes
+        assert taken == invariant_bytes(requests, BLOCK * blocks, 32, head_dim, window)
