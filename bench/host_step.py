@@ -48,6 +48,7 @@ class NoDecoder:
     """A decoder of no layers."""
 
     greedy_head = None
+    batch_invariant = False
     kv_caches = [torch.empty(1)]
     attention_shapes: tuple[()] = ()
     rotaries: tuple[()] = ()

@@ -26,9 +26,10 @@ class SparseMLP:
         activation: str,
         dtype: torch.dtype,
         device: torch.device,
+        batch_invariant: bool = False,
     ) -> None:
         self._config = config
-        self._ops = ops.operations(device)
+        self._ops = ops.operations(device, batch_invariant=batch_invariant)
         self._block = names.block
         self._router = FusedLinear([("gate", config.num_experts)], hidden_size, bias=False, dtype=dtype, device=device)
         self._experts = [

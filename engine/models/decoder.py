@@ -21,10 +21,14 @@ from kernels import ops
 class DecoderLayer:
     """Attention and feed-forward part, each normalised before, after or both, and added to the residual stream."""
 
-    def __init__(self, config: ModelConfig, index: int, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, config: ModelConfig, index: int, *, dtype: torch.dtype, device: torch.device, batch_invariant: bool
+    ) -> None:
         layer = config.layers[index]
         self._attention = Attention(config, layer, dtype=dtype, device=device)
-        self._mlp = _feed_forward(config, is_sparse=layer.is_sparse, dtype=dtype, device=device)
+        self._mlp = _feed_forward(
+            config, is_sparse=layer.is_sparse, dtype=dtype, device=device, batch_invariant=batch_invariant
+        )
         self._norms = {
             name: RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype, device=device, offset=config.family.norm_offset)
             for name in config.family.norms.value
@@ -96,7 +100,9 @@ def _plain(x: torch.Tensor | ops.Fp8Rows) -> torch.Tensor:
     return x
 
 
-def _feed_forward(config: ModelConfig, *, is_sparse: bool, dtype: torch.dtype, device: torch.device) -> GatedMLP | SparseMLP:
+def _feed_forward(
+    config: ModelConfig, *, is_sparse: bool, dtype: torch.dtype, device: torch.device, batch_invariant: bool
+) -> GatedMLP | SparseMLP:
     if is_sparse:
         assert config.experts is not None
         assert config.family.experts is not None
@@ -107,6 +113,7 @@ def _feed_forward(config: ModelConfig, *, is_sparse: bool, dtype: torch.dtype, d
             activation=config.activation,
             dtype=dtype,
             device=device,
+            batch_invariant=batch_invariant,
         )
     return GatedMLP(
         config.hidden_size,
@@ -125,9 +132,15 @@ class Decoder:
     Weights are uninitialised until `runner.weights` fills the plan.
     """
 
-    def __init__(self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device, batch_invariant: bool = False
+    ) -> None:
+        """`batch_invariant`: what is packed gives a row the same bits in any batch, and so do the operations around it."""
         self._embedding = torch.empty(config.vocab_size, config.hidden_size, dtype=dtype, device=device)
-        self._layers = [DecoderLayer(config, index, dtype=dtype, device=device) for index in range(config.num_layers)]
+        self._layers = [
+            DecoderLayer(config, index, dtype=dtype, device=device, batch_invariant=batch_invariant)
+            for index in range(config.num_layers)
+        ]
         self._later_norms = tuple(layer.norm for layer in self._layers[1:])
         offset = config.family.norm_offset
         self._norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype, device=device, offset=offset)
@@ -137,7 +150,7 @@ class Decoder:
         self._head_kernel: ops.LinearKernel | None = None
         self.greedy_head: Callable[[torch.Tensor], torch.Tensor] | None = None
         """Of a few rows [B, hidden] the tokens with the largest `logits`: [B] int64. None where no kernel does it."""
-        self._ops = ops.operations(device, dtype)
+        self._ops = ops.operations(device, dtype, batch_invariant=batch_invariant)
         # The multiplier is rounded to the format of the embeddings, as the reference implementations do.
         self._multiplier = torch.tensor(config.embedding_multiplier, dtype=dtype).item()
         self._branch_multiplier = config.residual_multiplier

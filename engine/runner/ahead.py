@@ -21,6 +21,7 @@ from engine.runner.slot_runner import SlotRunner
 from engine.sampling.columns import ColumnSampler
 from engine.sampling.host_masks import HostMasks
 from engine.scheduling.limits import SchedulerLimits
+from kernels import ops
 
 VARIABLE = "GATEHOUSE_GRAPHS"
 
@@ -29,13 +30,11 @@ log = logging.getLogger("gatehouse.engine")
 
 def launches_ahead(options: EngineOptions, device: torch.device) -> bool:
     """On a GPU, unless the operator wants the plain runner or something that needs the host between two steps: guesses, whose
-    number a step decides by the last token, and results that do not depend on the batch, as fused products do."""
-    return (
-        device.type == "cuda"
-        and not options.enforce_eager
-        and not options.batch_invariant
-        and options.speculative_config is None
-    )
+    number a step decides by the last token, and batch-invariant attention that is not a kernel over pages."""
+    needs_host = options.enforce_eager or options.speculative_config is not None
+    if device.type != "cuda" or needs_host:
+        return False
+    return not options.batch_invariant or ops.operations(device, batch_invariant=True).is_row_invariant
 
 
 def records_steps(options: EngineOptions, target: PagedDecoder) -> bool:

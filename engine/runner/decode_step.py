@@ -123,6 +123,7 @@ class DecodeStep:
 
     def _inputs(self, size: int) -> BatchInputs:
         positions, tables, lens = self._positions[:size], self._block_tables[:size], self._context_lens[:size]
+        invariant = self._decoder.batch_invariant
         return BatchInputs(
             token_ids=self._token_ids[:size],
             positions=positions,
@@ -130,7 +131,7 @@ class DecodeStep:
             slot_mapping=self._slot_mapping[:size],
             sampled_rows=None,
             attention=tuple(
-                ops.PagedPlan(shape, size, tables, lens, workspace=workspace)
+                ops.PagedPlan(shape, size, tables, lens, workspace=workspace, is_row_invariant=invariant)
                 for shape, workspace in zip(self._decoder.attention_shapes, self._workspaces, strict=True)
             ),
         )

@@ -57,6 +57,7 @@ class PagedDecoder:
         self._decoder = decoder
         self._block_size = block_size
         self._device = device
+        self.batch_invariant = batch_invariant
         self.rotaries = [RotaryTable(rope, plan.max_model_len, dtype=dtype, device=device) for rope in config.ropes]
         self.attention_shapes = shapes = attention_shapes(config, block_size)
         self._planners: list[AnyPlanner] = [
@@ -76,7 +77,7 @@ class PagedDecoder:
     def keep_workspaces(self, num_rows: int, num_columns: int) -> list[Any]:
         """What the attention of decodes leaves between two kernels, one for each of `attention_shapes`, in steps of so many
         rows and blocks. Steps follow one another: those of `prepare` use the same from now on instead of making their own."""
-        make, dtype = operations(self._device).decode_workspace, self.kv_caches[0].dtype
+        make, dtype = operations(self._device, batch_invariant=self.batch_invariant).decode_workspace, self.kv_caches[0].dtype
         workspaces = [make(shape, num_rows, num_columns, dtype, self._device) for shape in self.attention_shapes]
         for planner, workspace in zip(self._planners, workspaces, strict=True):
             if isinstance(planner, PagedPlanner):
@@ -103,5 +104,6 @@ class PagedDecoder:
         return self._decoder(inputs, self.kv_caches, before_layer)
 
     def logits(self, hidden: torch.Tensor, *, wide: bool = True) -> torch.Tensor:
-        """hidden: [R, hidden] → [R, V] float32, or, unless `wide`, perhaps narrower with the same values"""
-        return self._decoder.logits(hidden, wide=wide)
+        """hidden: [R, hidden] → [R, V] float32, or, unless `wide`, perhaps narrower with the same values. Of batch-invariant
+        engines always float32: log-probabilities of narrower ones are summed by another kernel, perhaps in another order."""
+        return self._decoder.logits(hidden, wide=wide or self.batch_invariant)

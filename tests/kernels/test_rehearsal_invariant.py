@@ -1,0 +1,75 @@
+"""Batch-invariant steps over slots on a rehearsed card: captured, launched ahead, and with the bits of the plain runner."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine.loop import Engine
+from engine.runner import slot_runner
+from tests.support.engines import run_to_end, small_engine, wanted
+from tests.support.interpreted_rows import rows_alike
+from tests.support.rehearsal import rehearsal
+from tests.support.tiny_models import make_model
+
+pytest.importorskip("triton")
+
+from kernels.triton import invariant_attention, invariant_linear
+from kernels.triton.linear_tiles import Tiles
+
+# The interpreter of Triton 3.6 turns the bounds of a loop into integers in a way that numpy will refuse one day.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Conversion of an array with ndim:DeprecationWarning"),
+    pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU nothing is rehearsed"),
+]
+
+SMALL: dict[str, Any] = {
+    "max_num_seqs": 4, "max_model_len": 32, "num_kv_blocks": 16, "max_num_batched_tokens": 16, "enable_prefix_caching": False,
+}  # fmt: skip
+PROMPTS = {"a": list(range(3, 20)), "b": [5, 6], "c": [8]}
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys and columns in parts that programs share, as large models have them, and no more graphs than are asked for."""
+    rows_alike(monkeypatch)
+    monkeypatch.setattr(invariant_attention, "SPLIT", 16)
+    monkeypatch.setattr(invariant_attention, "rows_tiling", lambda *_: invariant_attention.RowsTiling(16, 16, 4, 2))
+    monkeypatch.setattr(invariant_attention, "_num_programs", lambda _, splits, __: min(splits, 2))
+    tiles = Tiles(16, 64, 32, num_warps=4, num_stages=2, splits=2)
+    monkeypatch.setattr(invariant_linear, "invariant_tiles", lambda *_: tiles)
+    monkeypatch.setattr(slot_runner, "WARM_ROWS", ())
+    monkeypatch.setattr(slot_runner, "compiles_at_first_use", lambda _: False)
+
+
+def engine_of(model: Path, **options: Any) -> Engine:
+    return small_engine(model, device="cuda", dtype="float32", batch_invariant=True, **SMALL, **options)
+
+
+def bits(engine: Engine, names: str) -> dict[str, list[tuple[int, float]]]:
+    """Tokens and their log-probabilities; one request draws."""
+    asked = [wanted(name, PROMPTS[name], max_tokens=3, logprobs=1, seed=1, temperature=float(name == "b")) for name in names]
+    scored = {
+        name: [pair for event in events for pair in zip(event.token_ids, event.logprobs or [], strict=True)]
+        for name, events in run_to_end(engine, asked).items()
+    }
+    assert all(len(pairs) == 3 for pairs in scored.values())
+    return {name: [(token, entry.logprob) for token, entry in pairs] for name, pairs in scored.items()}
+
+
+def test_captured_steps_of_experts_give_the_bits_of_the_plain_runner_alone_and_beside_padding(tmp_path: Path) -> None:
+    """In steps of one row, and of four with three requests. Nobody waits for more than tokens."""
+    make_model("qwen3_moe", tmp_path / "model", num_hidden_layers=1, head_dim=16, vocab_size=64)
+    with rehearsal() as card:
+        plain = bits(engine_of(tmp_path / "model", enforce_eager=True), "abc")
+    assert not card.num_captures
+    with rehearsal() as card:
+        engine = engine_of(tmp_path / "model")
+        card.syncs.clear()
+        assert bits(engine, "a")["a"] == plain["a"]
+        assert bits(engine, "abc") == plain
+    assert card.num_replays
+    assert {sync.kind for sync in card.syncs} == {"event"}
