@@ -7,6 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from appliance.cli import output
+from appliance.cli.failure import CommandFailed
 from appliance.cli.options import AsJson, DatabaseUrl, DataDir, settings_from
 
 app = typer.Typer(help="The usage events: one per request, and corrections of them.", no_args_is_help=True)
@@ -56,7 +57,7 @@ def list_events(
 @app.command("correct")
 def correct(
     event: Annotated[str, typer.Argument(metavar="EVENT", help="The id of a settled event.")],
-    note: Annotated[str, typer.Option(help="Why: it stands on the invoice.")],
+    note: Annotated[str, typer.Option(help="Why: it stays in the ledger beside the correction; invoices do not show it.")],
     prompt_tokens: Tokens = 0,
     cached_tokens: Tokens = 0,
     completion_tokens: Tokens = 0,
@@ -84,7 +85,10 @@ def correct(
     }
 
     async def work(client: AdminClient) -> dict[str, Any]:
-        adjustment: dict[str, Any] = await client.call("POST", f"/ledger/{event}/corrections", body=body)
+        try:
+            adjustment: dict[str, Any] = await client.call("POST", f"/ledger/{event}/corrections", body=body)
+        except CommandFailed as error:  # it names the field of the interface, and here that is an option
+            raise CommandFailed(error.message.replace("`confirm`", "`--yes`"), code=error.code, status=error.status) from error
         return adjustment
 
     made = run(settings_from(data_dir, database), work)
