@@ -10,6 +10,7 @@ from appliance.cli import output
 from appliance.cli.failure import CommandFailed
 from appliance.cli.options import AsJson, DatabaseUrl, DataDir, settings_from
 from appliance.cli.tenants import (
+    BudgetOption,
     LimitOption,
     ModelLimitOption,
     ModelOption,
@@ -20,6 +21,7 @@ from appliance.cli.tenants import (
     limits_body,
     model_limits_body,
     models_body,
+    with_money,
 )
 
 app = typer.Typer(help="The API keys of tenants.", no_args_is_help=True)
@@ -79,7 +81,7 @@ def create(
     requests_per_minute: LimitOption = None,
     concurrent_requests: LimitOption = None,
     tokens_per_day: LimitOption = None,
-    monthly_budget: LimitOption = None,
+    monthly_budget: BudgetOption = None,
     model: ModelOption = None,
     model_limit: ModelLimitOption = None,
     limit_mode: ModeOption = None,
@@ -114,7 +116,7 @@ def update(
     requests_per_minute: LimitOption = None,
     concurrent_requests: LimitOption = None,
     tokens_per_day: LimitOption = None,
-    monthly_budget: LimitOption = None,
+    monthly_budget: BudgetOption = None,
     model: ModelOption = None,
     model_limit: ModelLimitOption = None,
     limit_mode: ModeOption = None,
@@ -138,9 +140,13 @@ def update(
 
     async def work(client: AdminClient) -> dict[str, Any]:
         changed: dict[str, Any] = await client.call("PATCH", f"/keys/{(await find_key(client, key))['id']}", body=body)
-        return changed
+        if as_json:
+            return changed
+        tenant = await client.call("GET", f"/tenants/{changed['tenant_id']}")
+        return with_money(changed, tenant["currency"] or settings.currency)
 
-    output.thing(run(settings_from(data_dir, database), work), as_json=as_json)
+    settings = settings_from(data_dir, database)
+    output.thing(run(settings, work), as_json=as_json)
 
 
 @app.command("rotate")

@@ -9,7 +9,7 @@ import typer
 
 from appliance.cli import output
 from appliance.cli.options import AsJson, DatabaseUrl, DataDir, settings_from
-from appliance.cli.tenants import LimitOption, ModeOption, limits_body
+from appliance.cli.tenants import BudgetOption, LimitOption, ModeOption, limits_body, with_money
 
 app = typer.Typer(help="Limits that belong to no tenant: of tiers and of models.", no_args_is_help=True)
 
@@ -51,7 +51,7 @@ def limit_model(
     requests_per_minute: LimitOption = None,
     concurrent_requests: LimitOption = None,
     tokens_per_day: LimitOption = None,
-    monthly_budget: LimitOption = None,
+    monthly_budget: BudgetOption = None,
     mode: ModeOption = None,
     as_json: AsJson = False,
     data_dir: DataDir = None,
@@ -74,14 +74,21 @@ def _list(
 ) -> None:
     from appliance.cli.connection import run
 
-    rows = run(settings_from(data_dir, database), lambda client: client.call("GET", path))["data"]
+    settings = settings_from(data_dir, database)
+    rows = run(settings, lambda client: client.call("GET", path))["data"]
     if as_json:
         output.data({"data": rows})
     else:
-        output.table(rows, columns, empty=empty)
+        output.table([_readable(row, settings.currency) for row in rows], columns, empty=empty)
 
 
 def _call(method: str, path: str, body: object = None, *, as_json: bool, data_dir: str | None, database: str | None) -> None:
     from appliance.cli.connection import run
 
-    output.thing(run(settings_from(data_dir, database), lambda client: client.call(method, path, body=body)), as_json=as_json)
+    settings = settings_from(data_dir, database)
+    answer = run(settings, lambda client: client.call(method, path, body=body))
+    output.thing(answer if as_json else _readable(answer, settings.currency), as_json=as_json)
+
+
+def _readable(row: dict[str, Any], currency: str) -> dict[str, Any]:
+    return with_money(row, currency) if "limits" in row else row

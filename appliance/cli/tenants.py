@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from appliance.base.money import PICOS_PER_MICRO, format_exactly
 from appliance.cli import output
 from appliance.cli.failure import CommandFailed
 from appliance.cli.options import AsJson, DatabaseUrl, DataDir, settings_from
 from appliance.tenancy.fields import LIMIT_MAX
 
 if TYPE_CHECKING:
+    from appliance.base.settings import Settings
     from appliance.cli.connection import AdminClient
 
 app = typer.Typer(help="The tenants of the appliance.", no_args_is_help=True)
@@ -24,6 +26,12 @@ Which = Annotated[str, typer.Argument(metavar="TENANT", help="A tenant's id or n
 LimitOption = Annotated[
     str | None, typer.Option(metavar="N", help="A whole number, or `none` for no limit.", show_default=False)
 ]
+BudgetOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="MICROS", help="In millionths of the currency: 5000000 is 5.00 EUR; or `none` for no limit.", show_default=False
+    ),
+]
 ModelOption = Annotated[
     list[str] | None,
     typer.Option("--model", metavar="NAME", help="A model it may use; repeatable; `all` for every model.", show_default=False),
@@ -33,7 +41,8 @@ ModelLimitOption = Annotated[
     typer.Option(
         "--model-limit",
         metavar="MODEL:LIMIT=N",
-        help="A limit for one model alone, as in large:tokens_per_minute=1000; repeatable; `none` lifts all of them.",
+        help="A limit for one model alone, as in large:tokens_per_minute=1000, a budget in millionths of the currency; "
+        "repeatable; `none` lifts all of them.",
         show_default=False,
     ),
 ]
@@ -81,11 +90,13 @@ def list_tenants(
     from appliance.cli.connection import run
 
     query = {"include_archived": "true"} if archived else {}
-    rows = run(settings_from(data_dir, database), lambda client: client.every("/tenants", query=query))
+    settings = settings_from(data_dir, database)
+    rows = run(settings, lambda client: client.every("/tenants", query=query))
     if as_json:
         output.data({"data": rows})
     else:
-        output.table(rows, COLUMNS, empty="There are no tenants. Make one: gatehouse tenants create NAME")
+        readable = [with_money(row, settings.currency) for row in rows]
+        output.table(readable, COLUMNS, empty="There are no tenants. Make one: gatehouse tenants create NAME")
 
 
 @app.command("create")
@@ -97,7 +108,7 @@ def create(
     requests_per_minute: LimitOption = None,
     concurrent_requests: LimitOption = None,
     tokens_per_day: LimitOption = None,
-    monthly_budget: LimitOption = None,
+    monthly_budget: BudgetOption = None,
     model: ModelOption = None,
     model_limit: ModelLimitOption = None,
     limit_mode: ModeOption = None,
@@ -121,8 +132,8 @@ def show(which: Which, as_json: AsJson = False, data_dir: DataDir = None, databa
     """Show one tenant."""
     from appliance.cli.connection import run
 
-    tenant = run(settings_from(data_dir, database), lambda client: find(client, which))
-    output.thing(tenant, as_json=as_json)
+    settings = settings_from(data_dir, database)
+    _print(run(settings, lambda client: find(client, which)), settings, as_json=as_json)
 
 
 @app.command("update")
@@ -135,7 +146,7 @@ def update(
     requests_per_minute: LimitOption = None,
     concurrent_requests: LimitOption = None,
     tokens_per_day: LimitOption = None,
-    monthly_budget: LimitOption = None,
+    monthly_budget: BudgetOption = None,
     model: ModelOption = None,
     model_limit: ModelLimitOption = None,
     limit_mode: ModeOption = None,
@@ -163,8 +174,8 @@ def update(
             "nothing to change: name at least one option (gatehouse tenants update --help)", code="usage", status=2
         )
 
-    changed = run(settings_from(data_dir, database), at_tenant(which, "PATCH", body=body))
-    output.thing(changed, as_json=as_json)
+    settings = settings_from(data_dir, database)
+    _print(run(settings, at_tenant(which, "PATCH", body=body)), settings, as_json=as_json)
 
 
 @app.command("archive")
@@ -178,7 +189,8 @@ def archive(which: Which, as_json: AsJson = False, data_dir: DataDir = None, dat
         archived: dict[str, Any] = await client.call("GET", f"/tenants/{tenant['id']}")
         return archived
 
-    output.thing(run(settings_from(data_dir, database), work), as_json=as_json)
+    settings = settings_from(data_dir, database)
+    _print(run(settings, work), settings, as_json=as_json)
 
 
 def limits_body(*values: str | None) -> dict[str, Any]:
@@ -272,7 +284,25 @@ async def find(client: Any, which: str) -> dict[str, Any]:
     raise CommandFailed(f"there is no tenant {which!r}", code="not_found")
 
 
-def _change(settings: Any, method: str, path: str, body: object, *, as_json: bool) -> None:
+def with_money(owner: Mapping[str, Any], currency: str) -> dict[str, Any]:
+    """Return what has limits as a person reads it: budgets as money, in its own currency or else in `currency`."""
+    money = owner.get("currency") or currency
+    readable = {**owner, "limits": _with_money(owner["limits"], money)}
+    if owner.get("model_limits"):
+        readable["model_limits"] = {model: _with_money(limits, money) for model, limits in owner["model_limits"].items()}
+    return readable
+
+
+def _with_money(limits: Mapping[str, Any], currency: str) -> dict[str, Any]:
+    budget = limits.get("monthly_budget")
+    return dict(limits) if budget is None else {**limits, "monthly_budget": format_exactly(budget * PICOS_PER_MICRO, currency)}
+
+
+def _print(tenant: Mapping[str, Any], settings: Settings, *, as_json: bool) -> None:
+    output.thing(tenant if as_json else with_money(tenant, settings.currency), as_json=as_json)
+
+
+def _change(settings: Settings, method: str, path: str, body: object, *, as_json: bool) -> None:
     from appliance.cli.connection import run
 
-    output.thing(run(settings, lambda client: client.call(method, path, body=body)), as_json=as_json)
+    _print(run(settings, lambda client: client.call(method, path, body=body)), settings, as_json=as_json)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -336,6 +337,21 @@ def test_a_price_to_come_is_withdrawn_and_one_in_force_is_not(typed: Any) -> Non
     assert typed("prices", "list", "--json").json()["data"] == [now]
 
 
+def test_a_budget_says_its_unit_before_and_after(typed: Any) -> None:
+    for command in (["tenants", "create"], ["tenants", "update"], ["keys", "create"], ["keys", "update"], ["limits", "model"]):
+        assert "5000000 is 5.00 EUR" in " ".join(re.sub(r"[^\w.]+", " ", typed(*command, "--help").out).split())
+    budget = ("--monthly-budget", "2500000")
+    assert "monthly_budget=2.500000 CHF" in typed("tenants", "create", "bob", "--currency", "CHF", *budget).out
+    assert "monthly_budget=0.000100 CHF" in typed("tenants", "update", "bob", "--monthly-budget", "100").out
+    key = typed("keys", "create", "bob", "--json").json()
+    assert "monthly_budget=2.500000 CHF" in typed("keys", "update", key["id"], *budget).out
+    assert "monthly_budget=2.500000 EUR" in typed("limits", "model", "demo", *budget).out
+    assert "monthly_budget=2.500000 EUR" in typed("limits", "models").out
+    limited = typed("tenants", "update", "bob", "--model-limit", "demo:monthly_budget=100").out
+    assert "demo=monthly_budget=0.000100 CHF" in limited
+    assert typed("tenants", "show", "bob", "--json").json()["limits"]["monthly_budget"] == 100
+
+
 def test_an_empty_ledger_is_listed_and_what_is_not_there_is_not_corrected(typed: Any) -> None:
     assert typed("ledger", "list", "--json").json() == {"data": []}
     assert typed("ledger", "correct", "7", "--note", "why", "--completion-tokens", "-5").status == 1
@@ -408,12 +424,14 @@ def test_doctor_and_db_check_say_when_secret_key_is_another_one_or_gone(typed: A
     assert not (data_dir / "secret.key").exists(), "a look makes none"
 
 
-def test_doctor_names_what_is_served_without_a_price(typed: Any, data_dir: Path) -> None:
+def serve_one(data_dir: Path, **fields: Any) -> None:
+    """Let Bob have one request served and settled."""
+
     async def use() -> None:
         clock, database = SystemClock(), Database.open(f"sqlite:///{data_dir / 'gatehouse.db'}")
         try:
             cast = await make_cast(database, clock)
-            entry = factories.pending(cast.bob, admitted_at=clock.now(), currency="USD")
+            entry = factories.pending(cast.bob, admitted_at=clock.now(), **fields)
             async with running_ledger(database, clock, cast.epoch_id) as ledger:
                 await ledger.open(entry)
                 await ledger.settle(factories.posted(entry.request_id))
@@ -421,6 +439,19 @@ def test_doctor_names_what_is_served_without_a_price(typed: Any, data_dir: Path)
             await database.close()
 
     asyncio.run(use())
+
+
+def test_a_correction_that_is_too_large_names_the_option_that_confirms_it(typed: Any, data_dir: Path) -> None:
+    serve_one(data_dir)
+    asked = ("ledger", "correct", "1", "--note", "why", "--completion-tokens", "20000000")
+    refused = typed(*asked)
+    assert refused.status == 1
+    assert "need `--yes`" in refused.err
+    assert typed(*asked, "--yes").status == 0
+
+
+def test_doctor_names_what_is_served_without_a_price(typed: Any, data_dir: Path) -> None:
+    serve_one(data_dir, currency="USD")
     rows = typed("doctor", "--json").json()["data"]
     (price,) = [row for row in rows if row["check"] == "prices"]
     assert (price["state"], price["found"]) == ("note", "demo has no price in USD: its requests cost nothing")
