@@ -151,6 +151,7 @@ def build_engine(options: EngineOptions, *, progress: Callable[[float], None] = 
         load_s=times.total_s,
     )
     info = replace(info, memory=forecast.parts(measured), memory_note=forecast.shortened())
+    log.info("operations %s", ops.listed(dtype, device, batch_invariant=options.batch_invariant))
     scheduler = _scheduler(options, plan, limits, speed, budget)
     desk = _grammar_desk(options, info, masks)
     lands_at_once = records_steps(options, target_decoder)
@@ -196,7 +197,7 @@ def _load(
 ) -> LoadedModel:
     config = load_model_config(directory)
     scheme = weight_scheme(directory, config, quantization, head=head, batch_invariant=options.batch_invariant)
-    decoder = Decoder(config, dtype=dtype, device=device, batch_invariant=options.batch_invariant)
+    decoder = Decoder(config, dtype=dtype, device=device)
     weights = decoder.weight_plan(scheme.storage)
     load_weights(directory, weights, progress=progress)
     size = WeightsSize.of(weights)

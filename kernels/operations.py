@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -18,6 +18,8 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 FUSED_ROWS_MAX = 16
+PACKAGES = {"kernels.triton": "triton", "kernels.simd": "simd", "kernels.cpu": "torch"}
+FACTS = ("words", "decode_workspace", "pages", "is_row_invariant")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,3 +78,14 @@ class Operations:
     sequence: Callable[[int], RecordedOperations] | None = None
     score_tokens: Callable[..., None] | None = None
     cap_logits: Callable[..., Tensor] = cap_logits
+
+    def by_package(self) -> dict[str, list[str]]:
+        """Names of operations by who computes them: triton, simd or torch; under none those that do not exist here, whose work
+        others do."""
+        found: dict[str, list[str]] = {}
+        for name in (field.name for field in fields(self) if field.name not in FACTS):
+            operation = getattr(self, name)
+            function = getattr(operation, "func", operation)  # of a partial
+            package = "none" if operation is None else PACKAGES[".".join(function.__module__.split(".")[:2])]
+            found.setdefault(package, []).append(name)
+        return found
