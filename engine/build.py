@@ -197,7 +197,7 @@ def _load(
 ) -> LoadedModel:
     config = load_model_config(directory)
     scheme = weight_scheme(directory, config, quantization, head=head, batch_invariant=options.batch_invariant)
-    decoder = Decoder(config, dtype=dtype, device=device)
+    decoder = Decoder(config, dtype=dtype, device=device, batch_invariant=options.batch_invariant)
     weights = decoder.weight_plan(scheme.storage)
     load_weights(directory, weights, progress=progress)
     size = WeightsSize.of(weights)

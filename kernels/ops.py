@@ -131,21 +131,16 @@ _INVARIANT_TABLES = {"kernels.triton.table": "kernels.triton.invariant_table"}
 """The table of batch-invariant engines in the place of another one, beside `row_invariant`, which makes its products."""
 
 
-def operations(device: torch.device, dtype: torch.dtype | None = None) -> Operations:
-    """The table of a device for tensors of `dtype`, None where operations know no dtype. Raises KeyError for a device that has
-    none, ImportError where its kernels cannot be loaded."""
-    return _table(_module(device, dtype))
+def operations(device: torch.device, dtype: torch.dtype | None = None, *, batch_invariant: bool = False) -> Operations:
+    """The table of a device for tensors of `dtype`, None where operations know no dtype; of batch-invariant engines, which for
+    some is that of all. Raises KeyError for a device that has none, ImportError where its kernels cannot be loaded."""
+    name = _module(device, dtype)
+    return _table(_INVARIANT_TABLES.get(name, name) if batch_invariant else name)
 
 
 def _module(device: torch.device, dtype: torch.dtype | None) -> str:
     name = _TABLES[device.type]
     return _FLOAT32_TABLES.get(name, name) if device.type == "cpu" and dtype is torch.float32 else name
-
-
-def _invariant_operations(device: torch.device, dtype: torch.dtype) -> Operations:
-    """The table of batch-invariant engines, which for some is that of all."""
-    name = _module(device, dtype)
-    return _table(_INVARIANT_TABLES.get(name, name))
 
 
 @cache
@@ -187,7 +182,7 @@ def invariant_planner(
     shape: AttentionShape, *, dtype: torch.dtype, device: torch.device, kv_dtype: torch.dtype | None = None
 ) -> InvariantPlanner | PagedPlanner:
     """The planner whose attention gives a query the same bits in any batch, however its prompt was cut."""
-    table = _invariant_operations(device, dtype)
+    table = operations(device, dtype, batch_invariant=True)
     if table.is_row_invariant and table.pages(shape, kv_dtype or dtype):
         return PagedPlanner(shape, dtype=dtype, device=device, is_row_invariant=True)
     return InvariantPlanner(shape, dtype=dtype, device=device)
@@ -236,7 +231,7 @@ def paged_attention(
         return planned_attention(qkv, kv_cache, plan, kv_scales)
     assert kv_cache is not None, "this attention reads the cache"
     if isinstance(plan, PagedPlan):
-        table = (_invariant_operations if plan.is_row_invariant else operations)(qkv.device, qkv.dtype)
+        table = operations(qkv.device, qkv.dtype, batch_invariant=plan.is_row_invariant)
         return paged_plan_attention(table, qkv, kv_cache, plan, kv_scales)
     return invariant_attention(qkv, kv_cache, plan, kv_scales)
 
@@ -250,11 +245,11 @@ def compiled_together(report: Callable[[Variants], None]) -> AbstractContextMana
 
 def listed(dtype: torch.dtype, device: torch.device, *, batch_invariant: bool = False) -> str:
     """Who computes each operation on tensors of this kind, for the log: `triton=embed,rms_norm,… torch=route,… none=…`"""
-    by_package = (_invariant_operations if batch_invariant else operations)(device, dtype).by_package()
+    by_package = operations(device, dtype, batch_invariant=batch_invariant).by_package()
     return " ".join(f"{package}={','.join(names)}" for package, names in by_package.items())
 
 
 def implementation(dtype: torch.dtype, device: torch.device, *, batch_invariant: bool = False) -> str:
     """Which kernels run for tensors of this kind, in words."""
-    table = (_invariant_operations if batch_invariant else operations)(device, dtype)
+    table = operations(device, dtype, batch_invariant=batch_invariant)
     return f"{table.words} ({device.type}{', batch-invariant' if batch_invariant else ''})"
