@@ -5,6 +5,7 @@ Every role on the box reads the list; in a tenant only who manages its webhooks 
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 from urllib.parse import urlencode
 
@@ -47,10 +48,11 @@ async def list_alerts(request: ConsoleRequest, console: ConsoleDependency) -> Ht
     access.require_somewhere(reading(access))
     page = await console.services.alerts.webhooks.list(PAGE_ROWS, request.query_params.get("cursor"), access=access)
     names = {tenant.id: tenant.name for tenant in await tenants_by_name(console.services, access)}
+    failing = await console.services.alerts.webhooks.failing([webhook.id for webhook in page.data])
     return console.pages.page(
         request,
         "pages/alerts.html",
-        webhooks=[_line(access, webhook, names) for webhook in page.data],
+        webhooks=[_line(access, webhook, names, failing) for webhook in page.data],
         may_webhooks=access.may_somewhere(Action.WEBHOOKS),
         next_page=f"/alerts?{urlencode({'cursor': page.next_cursor or ''})}" if page.has_more else None,
     )
@@ -191,11 +193,12 @@ def _read_events(form: Form, tenant_id: str | None) -> list[str]:
     return events
 
 
-def _line(access: Access, webhook: Webhook, names: dict[str, str]) -> dict[str, Any]:
+def _line(access: Access, webhook: Webhook, names: dict[str, str], failing: Collection[str]) -> dict[str, Any]:
     """Return what the list shows of a webhook; the whole address stands there for those alone who manage it."""
     whole = access.may(Action.WEBHOOKS, webhook.tenant_id)
     return {
         "webhook": webhook,
+        "failing": webhook.id in failing,
         "target": webhook.target if whole else shown_target(webhook.kind, webhook.target),
         "tenant": names.get(webhook.tenant_id, webhook.tenant_id) if webhook.tenant_id is not None else None,
         "events": [EVENT_WORDS.get(event, event) for event in webhook.events],
@@ -265,7 +268,7 @@ async def _alert_page(
         request,
         "pages/alert.html",
         status=422 if form or notice else 200,
-        **_line(access, webhook, names),
+        **_line(access, webhook, names, await console.services.alerts.webhooks.failing([webhook.id])),
         may_webhooks=access.may(Action.WEBHOOKS, webhook.tenant_id),
         deliveries=[(delivery, text_of(delivery.event, delivery.payload["data"]).sentence) for delivery in deliveries.data],
         deliveries_more=deliveries.has_more,

@@ -117,9 +117,19 @@ async def test_what_failed_says_why_and_is_sent_again(box: Box) -> None:
     page = (await alice.get(f"/alerts/{webhook.id}")).text
     for text in ("failed", "answered 503", "Retry"):
         assert text in page
+    for path in ("/alerts", f"/alerts/{webhook.id}"):
+        assert (
+            'class="badge bad" title="The last message was not taken; its page says why.">failing'
+            in (await alice.get(path)).text
+        )
     answer = await alice.post(f"/alerts/{webhook.id}/deliveries/{delivery.id}/retry")
     assert answer.headers["location"] == f"/alerts/{webhook.id}"
     assert (await box.services.alerts.outbox.get(webhook.id, delivery.id, access=WHOLE_BOX)).state == "pending"
+    newer = await box.services.alerts.outbox.test(webhook.id, access=WHOLE_BOX)
+    async with box.services.db.writing() as connection:
+        taken = {"next_attempt_at": None, "attempts": 1, "delivered_at": newer.created_at}
+        await connection.execute(update(outbox).where(outbox.c.id == newer.id).values(**taken))
+    assert '<span class="badge ok">active' in (await alice.get("/alerts")).text
 
 
 async def test_address_and_events_are_changed_or_named(box: Box) -> None:

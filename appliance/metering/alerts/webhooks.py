@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any
 
-from sqlalchemy import RowMapping, func, insert, select, update
+from sqlalchemy import RowMapping, func, insert, or_, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from appliance.base.clock import Clock
@@ -20,7 +20,7 @@ from appliance.base.db import Database, after_commit
 from appliance.base.errors import InvalidValue, NotFound
 from appliance.base.ids import new_id
 from appliance.base.sealing import Sealer
-from appliance.base.tables import tenants, webhooks
+from appliance.base.tables import outbox, tenants, webhooks
 from appliance.metering.alerts.outbox import EVENTS, TENANT_EVENTS, abandon, reading
 from appliance.metering.alerts.signature import new_signing_secret
 from appliance.metering.alerts.targets import Reach, check_mailbox, check_web_target, shown_target
@@ -144,6 +144,15 @@ class Webhooks:
         async with self._db.reading() as connection:
             rows = (await connection.execute(query.limit(check_limit(limit) + 1))).mappings().all()
         return page_of([_from_row(row) for row in rows], limit, "webhooks", lambda webhook: [webhook.id])
+
+    async def failing(self, webhook_ids: Collection[str]) -> frozenset[str]:
+        """Return those of the webhooks whose newest message that an attempt has ended for was not taken."""
+        tried = or_(outbox.c.delivered_at.is_not(None), outbox.c.last_error.is_not(None))
+        newest = select(outbox.c.id).where(outbox.c.webhook_id == webhooks.c.id, tried).order_by(outbox.c.id.desc()).limit(1)
+        query = select(webhooks.c.id).join(outbox, outbox.c.id == newest.correlate(webhooks).scalar_subquery())
+        async with self._db.reading() as connection:
+            found = await connection.execute(query.where(webhooks.c.id.in_(webhook_ids), outbox.c.delivered_at.is_(None)))
+            return frozenset(found.scalars())
 
     async def update(self, webhook_id: str, changes: WebhookChanges, *, access: Access) -> Webhook:
         """Return the webhook after `changes`. What is pending waits while it is disabled.
