@@ -1,6 +1,6 @@
 """Kills the appliance, its engine or both, again and again over the same books, and checks the books after each start.
 
-    python -m tests.crash.lives --times 200 --database sqlite [--seed N] [--json FILE]
+    python -m tests.crash.lives --times 200 --database sqlite [--seed N] [--save FILE]
 
 A life is one process of the gateway: it starts over what the last one left, serves clients of several tenants, and is ended by
 SIGKILL at a named point (`points.py`) or at a random moment. Every LIVES_PER_DATABASE lives begin with an empty database.
