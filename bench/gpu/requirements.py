@@ -1,4 +1,4 @@
-"""What the bench needs of the machine, checked before anything is started. Imports nothing but the standard library.
+"""What the bench needs of the machine, checked before anything is started. Imports no package that it looks for.
 
 The engine half stands on few packages. A GPU machine without the web half's packages must do, so one that is only needed for
 grammars, which are not measured here, is replaced by a stand-in that says so when it is used.
@@ -7,15 +7,13 @@ grammars, which are not measured here, is replaced by a stand-in that says so wh
 from __future__ import annotations
 
 import importlib.util
-import os
 import re
-import shutil
-import subprocess
 import sys
-import sysconfig
 from importlib import metadata
 from types import ModuleType
 from typing import Any
+
+from kernels.launchers import launchers_problem
 
 NEEDED = {
     "torch": "tensors and CUDA",
@@ -54,28 +52,11 @@ def unfit(versions: dict[str, tuple[int, ...]], *, rehearse: bool) -> list[str]:
     return lines
 
 
-def no_launcher() -> list[str]:
-    """One line where Triton cannot build what launches its kernels on a card: a piece of C against Python's headers. It looks
-    for the compiler as this does."""
-    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
-    if compiler is None:
-        return ["  a C compiler is missing: Triton builds what launches its kernels with gcc, clang or what CC names"]
-    scheme = sysconfig.get_default_scheme()
-    headers = sysconfig.get_paths("posix_prefix" if scheme == "posix_local" else scheme)["include"]
-    command = [compiler, "-fsyntax-only", f"-I{headers}", "-x", "c", "-"]
-    try:
-        subprocess.run(command, input="#include <Python.h>\n", capture_output=True, text=True, check=True)
-    except (OSError, subprocess.CalledProcessError) as error:
-        said = (getattr(error, "stderr", "") or str(error)).strip().partition("\n")[0]
-        return [f"  {compiler} cannot use Python.h (a package python3-dev or the like has it): {said}"]
-    return []
-
-
 def check(*, rehearse: bool = False) -> None:
     """Exit with one message that names everything that is missing or will not do; replace what only grammars need."""
     lines = missing(NEEDED | NEEDED_TO_REHEARSE if rehearse else NEEDED) or unfit(_installed(), rehearse=rehearse)
-    if not rehearse:
-        lines += no_launcher()
+    if not rehearse and (problem := launchers_problem()):
+        lines.append(f"  {problem}")
     if lines:
         raise SystemExit("bench/gpu.sh cannot run here:\n" + "\n".join(lines))
     if importlib.util.find_spec(GRAMMARS) is None:

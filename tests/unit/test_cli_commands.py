@@ -24,6 +24,7 @@ from appliance.metering.alerts.targets import Reach
 from appliance.metering.alerts.webhooks import SEALING_PURPOSE, Webhooks
 from appliance.metering.calendar import BillingCalendar
 from appliance.metering.ledger.journaled import Journaled, encode, journal_beside, replay
+from appliance.telemetry.gpu import GpuProbe, GpuReading
 from appliance.tenancy.access import WHOLE_BOX
 from appliance.tenancy.second_factor import SecondFactors
 from tests.support import factories
@@ -455,3 +456,22 @@ def test_doctor_names_what_is_served_without_a_price(typed: Any, data_dir: Path)
     rows = typed("doctor", "--json").json()["data"]
     (price,) = [row for row in rows if row["check"] == "prices"]
     assert (price["state"], price["found"]) == ("note", "demo has no price in USD: its requests cost nothing")
+
+
+def test_doctor_says_with_a_gpu_what_is_missing_to_launch_kernels(
+    typed: Any, data_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    card = GpuReading(
+        index=0,
+        name="Card",
+        memory_total_bytes=2**30,
+        memory_used_bytes=0,
+        utilization=None,
+        power_w=None,
+        temperature_c=None,
+    )
+    monkeypatch.setattr(GpuProbe, "read", lambda _: [card])
+    for compiler, state in (("false", "wrong"), ("true", "ok")):
+        monkeypatch.setenv("CC", compiler)
+        rows = typed("doctor", "--json").json()["data"]
+        assert [row["state"] for row in rows if row["check"] == "compiler"] == [state]
