@@ -269,7 +269,7 @@ def _gpu(settings: Settings) -> list[Finding]:
 
 
 def _launchers() -> list[Finding]:
-    from kernels.launchers import launchers_problem
+    from engine.launchers import launchers_problem
 
     problem = launchers_problem()
     if problem is None:

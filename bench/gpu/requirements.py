@@ -13,7 +13,7 @@ from importlib import metadata
 from types import ModuleType
 from typing import Any
 
-from kernels.launchers import launchers_problem
+from engine.launchers import launchers_problem
 
 NEEDED = {
     "torch": "tensors and CUDA",

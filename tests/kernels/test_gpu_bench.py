@@ -23,7 +23,7 @@ from bench.gpu.report import complete, document, table
 from bench.gpu.rows import Row, Target, against, invalid, verdict
 from bench.gpu.targets import BY_NAME as TARGET_OF
 from bench.gpu.targets import TARGETS
-from kernels.launchers import launchers_problem
+from engine.launchers import launchers_problem
 from tests.support.databases import required
 from tests.support.triton_versions import REPO, TritonVersion, installed
 

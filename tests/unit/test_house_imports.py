@@ -37,7 +37,7 @@ ALLOWED: dict[str, set[str]] = {
     "appliance.console": {
         "appliance.base", "appliance.tenancy", "appliance.metering", "appliance.telemetry", "appliance.serving", *PROTOCOL,
     },
-    "appliance.cli": {"appliance", "engine.simulator", "engine.errors"},
+    "appliance.cli": {"appliance", "engine.simulator", "engine.errors", "engine.launchers"},
     "appliance.app": {"appliance", *PROTOCOL},
     "engine": {"kernels.ops"},
     "kernels": set(),
