@@ -85,6 +85,8 @@ async def save_key(request: ConsoleRequest, console: ConsoleDependency, key_id: 
     # A day that was not touched stays the exact time it stands for, also when it is over.
     same_day = key.expires_at is not None and form.raw("expires_on") == _last_day(console, key)
     values = _read(form, console, expires_at=UNSET if same_day else None)
+    if values["name"] == key.name:  # what is there may stay, whatever a new name may be
+        values["name"] = UNSET
     values |= {name: form.changed_names(name, getattr(key, name)) for name in ("allowed_models", "allowed_networks")}
     if not form.errors:
         try:

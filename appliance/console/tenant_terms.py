@@ -23,7 +23,7 @@ from appliance.tenancy.roles import Action
 LABELS = {
     "name": "Name on invoices",
     "address": "Address",
-    "country": "Country",
+    "country": "Country code, like DE",
     "email": "E-mail for invoices",
     "tax_id": "Tax number",
     "reference": "Their reference",

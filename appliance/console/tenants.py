@@ -18,7 +18,7 @@ from appliance.console.security import ConsoleRequest, access_of, needs
 from appliance.console.tenant_terms import model_lines
 from appliance.console.totals import totals_this_month, totals_today
 from appliance.metering.unpriced import unpriced
-from appliance.tenancy.fields import TIERS, WEIGHT_MAX
+from appliance.tenancy.fields import TIERS, UNSET, WEIGHT_MAX
 from appliance.tenancy.principals import LIMIT_NAMES, Tenant, TenantChanges
 from appliance.tenancy.roles import Action
 
@@ -83,6 +83,8 @@ async def save_tenant(request: ConsoleRequest, console: ConsoleDependency, tenan
     form = await console.form(request)
     tenant = await console.services.tenants.get(tenant_id, access=access_of(request))
     changes = _read(form) | {"allowed_models": form.changed_names("allowed_models", tenant.allowed_models)}
+    if changes["name"] == tenant.name:  # what is there may stay, whatever a new name may be
+        changes["name"] = UNSET
     if not form.errors:
         try:
             await console.services.tenants.update(tenant_id, TenantChanges(**changes), access=access_of(request))

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Final, TypeVar
 
 from appliance.base.errors import InvalidValue
+from appliance.tenancy.countries import COUNTRIES
 
 NAME_CHARS_MAX = 200
 LIMIT_MAX = 10**15
@@ -27,6 +28,15 @@ LIMIT_MODES = ("enforce", "shadow")
 
 _REFUSED_CATEGORIES = {"Cc", "Cs", "Zl", "Zp"}  # controls, halves of surrogate pairs, line and paragraph separators
 _TURNS = frozenset(map(chr, (*range(0x202A, 0x202F), *range(0x2066, 0x206A))))  # embeddings, overrides, isolates and their ends
+_UNSEEN = frozenset(  # nothing is drawn for them; joiners and marks of direction stay, which scripts and emoji need
+    map(
+        chr,
+        (
+            *(0x00AD, 0x115F, 0x1160, 0x180E, 0x200B, 0x3164, 0xFEFF, 0xFFA0),
+            *(*range(0x2060, 0x2065), *range(0xFFF9, 0xFFFC), *range(0xE0000, 0xE0080)),
+        ),
+    )
+)
 
 
 class Unset(enum.Enum):
@@ -47,12 +57,20 @@ def pick(change: T | Unset, current: T) -> T:
 
 
 def check_name(value: object, param: str = "name") -> str:
-    """Return `value` without surrounding space: 1..200 characters, none of them a control character or one that turns the
-    direction in which the text around the name reads."""
+    """Return `value` without surrounding space: 1..200 characters, none of them a control character, one that nothing is drawn
+    for or one that turns the direction in which the text around the name reads."""
     name = check_line(value, param)
     if not _TURNS.isdisjoint(name):
         raise InvalidValue(f"{param} must not contain characters that turn the direction of text", param=param)
+    if not _UNSEEN.isdisjoint(name):
+        raise InvalidValue(f"{param} must not contain characters that nobody sees", param=param)
     return name
+
+
+def look_of(name: str) -> str:
+    """Return what is the same for names that look alike: without case, compatibility forms and format characters."""
+    folded = unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", name).casefold())
+    return "".join(character for character in folded if unicodedata.category(character) != "Cf")
 
 
 def check_line(value: object, param: str) -> str:
@@ -122,7 +140,19 @@ def check_billing(value: object) -> dict[str, str] | None:
     checked = {
         name: _check_lines(text) if name == "address" else check_name(text, f"billing.{name}") for name, text in given.items()
     }
+    if "country" in checked and checked["country"] not in COUNTRIES:
+        raise InvalidValue(
+            "billing.country must be a code of ISO 3166 in two capital letters, like DE", param="billing.country"
+        )
+    if "email" in checked and not is_email(checked["email"]):
+        raise InvalidValue("billing.email must be an e-mail address", param="billing.email")
     return checked or None
+
+
+def is_email(text: str) -> bool:
+    """Return whether `text` is something@somewhere, without spaces or control characters."""
+    local, at, domain = text.partition("@")
+    return bool(local and at and domain) and "@" not in domain and text.isprintable() and " " not in text
 
 
 def _check_lines(value: object) -> str:

@@ -20,7 +20,7 @@ from appliance.base.errors import InvalidCredentials, InvalidValue, LastOwner, N
 from appliance.base.ids import new_id
 from appliance.base.tables import members, sessions
 from appliance.tenancy import audit
-from appliance.tenancy.fields import check_flag
+from appliance.tenancy.fields import check_flag, is_email
 from appliance.tenancy.pages import PAGE_ROWS_DEFAULT, Page, check_limit, decode_cursor, page_of
 from appliance.tenancy.roles import Role, check_role
 
@@ -238,8 +238,7 @@ def check_email(value: object) -> str:
     """Return `value` in lower case: something@somewhere, without spaces or control characters."""
     if isinstance(value, str) and len(value) <= EMAIL_CHARS_MAX:
         email = value.strip().lower()
-        local, at, domain = email.partition("@")
-        if local and at and domain and "@" not in domain and email.isprintable() and " " not in email:
+        if is_email(email):
             return email
     raise InvalidValue(f"email must be an e-mail address of at most {EMAIL_CHARS_MAX} characters", param="email")
 

@@ -31,6 +31,7 @@ from appliance.tenancy.fields import (
     check_name,
     check_names,
     check_whole,
+    look_of,
 )
 from appliance.tenancy.pages import PAGE_ROWS_DEFAULT, Page, check_limit, decode_cursor, page_of
 from appliance.tenancy.principals import Limits, ModelLimitChanges, Tenant, TenantChanges
@@ -90,9 +91,10 @@ class Tenants:
         )
         try:
             async with self._db.writing() as connection:
+                await _check_unlike(connection, tenant.name)
                 await connection.execute(insert(tenants).values(id=tenant.id, created_at=tenant.created_at, **_columns(tenant)))
                 await self._record(connection, "tenant.create", None, tenant)
-        except IntegrityError as error:
+        except IntegrityError as error:  # somebody else took it since we looked
             raise NameTaken(f"there is a tenant named {tenant.name!r} already", param="name") from error
         self._db.principals.bump()
         return tenant
@@ -145,13 +147,15 @@ class Tenants:
         try:
             async with self._db.writing() as connection:
                 before = await _get(connection, tenant_id, access, Action.WRITE, lock=True)
+                if columns.get("name", before.name) != before.name:
+                    await _check_unlike(connection, columns["name"], but=tenant_id)
                 if columns:
                     statement = update(tenants).where(_unarchived(tenant_id), *_unbilled(tenant_id, columns))
                     await connection.execute(statement.values(**columns))
                 tenant = await _get(connection, tenant_id, access, Action.WRITE)
                 await self._record(connection, "tenant.update", before, tenant)
         except IntegrityError as error:
-            raise NameTaken("another tenant has this name", param="name") from error
+            raise NameTaken(f"there is a tenant named {columns.get('name')!r} already", param="name") from error
         self._db.principals.bump()
         if tenant.archived:
             raise InvalidValue("an archived tenant cannot be changed", param="id")
@@ -201,6 +205,15 @@ def _unbilled(tenant_id: str, columns: Mapping[str, Any]) -> list[ColumnElement[
         return []
     recorded = exists(select(usage_events.c.id).where(usage_events.c.tenant_id == tenant_id))
     return [or_(tenants.c.currency.is_not_distinct_from(columns["currency"]), ~recorded)]
+
+
+async def _check_unlike(connection: AsyncConnection, name: str, *, but: str | None = None) -> None:
+    """Raise NameTaken where a tenant, archived or not, has a name that looks like `name`; `but` is whose name it is to be."""
+    look = look_of(name)
+    for row in await connection.execute(select(tenants.c.id, tenants.c.name, tenants.c.archived_at)):
+        if row.id != but and look_of(row.name) == look:
+            what = "a tenant" if row.archived_at is None else "an archived tenant, whose invoices keep its name,"
+            raise NameTaken(f"there is {what} named {row.name!r} already", param="name")
 
 
 async def _get(connection: AsyncConnection, tenant_id: str, access: Access, action: Action, *, lock: bool = False) -> Tenant:

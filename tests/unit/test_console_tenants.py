@@ -142,7 +142,7 @@ async def test_a_name_that_is_taken_is_said_on_the_tenant_s_page(box: Box) -> No
     answer = await (await box.alice()).post(f"/tenants/{tenant.id}", name="charlie", tier="standard", weight="1")
 
     assert answer.status_code == 422
-    assert "Another tenant has this name." in answer.text
+    assert "There is a tenant named &#39;charlie&#39; already." in answer.text
 
 
 async def test_the_page_shows_how_full_each_limit_is(box: Box) -> None:

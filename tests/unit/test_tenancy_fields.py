@@ -37,6 +37,22 @@ def test_what_turns_the_direction_of_the_text_around_it_is_refused(character: st
         check_billing({"address": f"Lane 1\n{character}Town"})
 
 
+@pytest.mark.parametrize("character", ["\u200b", "\u2060", "\ufeff", "\u00ad", "\u3164", "\U000e0041"], ids=ascii)
+def test_what_nobody_sees_is_refused(character: str) -> None:
+    with pytest.raises(InvalidValue, match="must not contain characters that nobody sees"):
+        check_name(f"a{character}lice")
+
+
+@pytest.mark.parametrize(
+    ("field", "wrong", "right"), [("country", "xx", "DE"), ("country", "de", "AT"), ("email", "no", "bills@example.com")]
+)
+def test_a_country_is_a_code_and_an_email_an_address(field: str, wrong: str, right: str) -> None:
+    with pytest.raises(InvalidValue) as refused:
+        check_billing({field: wrong})
+    assert refused.value.param == f"billing.{field}"
+    assert check_billing({field: right}) == {field: right}
+
+
 def test_what_was_stored_with_such_a_character_can_still_be_read() -> None:
     name = "bob \u202e gro"
     assert Seller(name=name, address=(name,)).name == name

@@ -96,6 +96,19 @@ async def test_two_changes_at_once_do_not_undo_each_other(tenants: Tenants) -> N
     assert (await tenants.get(bob.id, access=WHOLE_BOX)).limits == Limits(**dict.fromkeys(LIMIT_NAMES, 7))
 
 
+@pytest.mark.parametrize("twin", ["BOB", "\uff42ob", "b\u200dob", "bo\u200eb"], ids=ascii)
+async def test_a_name_that_looks_like_another_is_taken_and_one_that_was_there_may_stay(tenants: Tenants, twin: str) -> None:
+    bob, charlie = await tenants.create(name="bob", access=WHOLE_BOX), await tenants.create(name="charlie", access=WHOLE_BOX)
+    with pytest.raises(NameTaken, match="there is a tenant named 'bob' already"):
+        await tenants.create(name=twin, access=WHOLE_BOX)
+    with pytest.raises(NameTaken):
+        await tenants.update(charlie.id, TenantChanges(name=twin), access=WHOLE_BOX)
+    assert (await tenants.update(bob.id, TenantChanges(name="Bob"), access=WHOLE_BOX)).name == "Bob"
+    await tenants.archive(bob.id, access=WHOLE_BOX)
+    with pytest.raises(NameTaken, match="there is an archived tenant, whose invoices keep its name, named 'Bob' already"):
+        await tenants.create(name="bob", access=WHOLE_BOX)
+
+
 async def test_a_name_belongs_to_one_tenant(tenants: Tenants) -> None:
     bob, charlie = await tenants.create(name="bob", access=WHOLE_BOX), await tenants.create(name="charlie", access=WHOLE_BOX)
     with pytest.raises(NameTaken):
