@@ -71,16 +71,16 @@ class BillingCalendar:
         return high
 
 
-def first_day(month: str) -> date:
-    """Return the first day of `YYYY-MM`. Raises InvalidValue, naming `month`."""
+def first_day(month: str, param: str = "month") -> date:
+    """Return the first day of `YYYY-MM`. Raises InvalidValue, naming `param`."""
     year, dash, number = month.partition("-")
     digits = year + number
     if not (len(year) == 4 and dash and len(number) == 2 and digits.isascii() and digits.isdigit()):
-        raise InvalidValue("month must be YYYY-MM", param="month")
+        raise InvalidValue(f"{param} must be YYYY-MM", param=param)
     try:
         return date(int(year), int(number), 1)
     except ValueError:
-        raise InvalidValue("month must be YYYY-MM", param="month") from None
+        raise InvalidValue(f"{param} must be YYYY-MM", param=param) from None
 
 
 def last_day(month: str) -> date:

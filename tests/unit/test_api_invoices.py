@@ -134,7 +134,7 @@ async def test_what_cannot_be_done_is_a_conflict_that_says_why(box: ApiBox, bob:
         ("POST", "/invoices/inv_x/close", None, 404, "invoice_id"),
         ("GET", "/invoices?month=x", None, 400, "month"),
         ("GET", "/invoices?state=paid", None, 400, "state"),
-        ("POST", "/tenants/{bob}/allowances", {"first_month": "x", "monthly_micros": 1}, 400, "month"),
+        ("POST", "/tenants/{bob}/allowances", {"first_month": "2020-13", "monthly_micros": 1}, 400, "first_month"),
         ("POST", "/tenants/{bob}/allowances", {"first_month": "2026-01", "monthly_micros": -1}, 400, "monthly_micros"),
         ("PUT", "/seller", {"name": "x", "colour": "red"}, 400, "colour"),
         ("PUT", "/seller", {"name": "x", "tax_basis_points": -1}, 400, "tax_basis_points"),

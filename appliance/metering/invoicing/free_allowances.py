@@ -49,7 +49,7 @@ class FreeAllowances:
         Raises NotFound, RoleNotAllowed, InvalidValue, and InvoiceClosed for a month that was closed already.
         """
         access.require(Action.BILLING, tenant_id)
-        first_day(first_month)
+        first_day(first_month, "first_month")
         check_whole(monthly_micros, "monthly_micros", 0, LIMIT_MAX)
         async with self._db.writing() as connection:
             await locked(connection, POSTING)  # no month is closed while this one is checked
