@@ -58,4 +58,7 @@ async def test_a_spent_budget_is_told_in_money(clock: FakeClock) -> None:
     asked = Asked(principal=bob, model="demo", prompt_tokens=301, max_output_tokens=0, price=factories.price())
     with pytest.raises(BudgetExceeded) as refused:
         await admission.admit(asked)
-    assert "budget of this month (0.0003 EUR) does not cover the request: 0.0003 EUR are left" in refused.value.message
+    assert (
+        "budget of this month (0.0003 EUR) does not cover the request: 0.0003 EUR are left, it may cost 0.000301 EUR"
+        in refused.value.message
+    )

@@ -37,7 +37,11 @@ def refusal(decisions: Sequence[LimitDecision]) -> Refused:
 def budget_exceeded(decision: LimitDecision) -> BudgetExceeded:
     """Return the error that tells of a spent budget."""
     limit, left = (_money(picos, decision.currency) for picos in (decision.limit, max(decision.level, 0)))
-    return BudgetExceeded(f"{_whose(decision)} budget of this month ({limit}) does not cover the request: {left} are left")
+    need = _money(decision.need + PICOS_PER_MICRO - 1, decision.currency)
+    message = (
+        f"{_whose(decision)} budget of this month ({limit}) does not cover the request: {left} are left, it may cost {need}"
+    )
+    return BudgetExceeded(message)
 
 
 def not_priced(model: str, currency: str | None) -> ModelNotPriced:
@@ -56,7 +60,7 @@ def _never_fits(decision: LimitDecision) -> RequestExceedsLimit:
 
 
 def _money(picos: int, currency: str) -> str:
-    """Return an amount in units, never more than there is."""
+    """Return an amount in units, never more than there is: micro-units are its smallest part."""
     return f"{format_micros(picos // PICOS_PER_MICRO).rstrip('0').rstrip('.')} {currency}"
 
 
