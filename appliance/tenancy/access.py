@@ -15,7 +15,7 @@ from sqlalchemy import ColumnElement, Select
 from appliance.base.acting import SYSTEM, Actor
 from appliance.base.errors import NotFound, RoleNotAllowed
 from appliance.tenancy.principals import Principal
-from appliance.tenancy.roles import ALLOWED, ALLOWED_IN_TENANT, Action, Role, TenantRole
+from appliance.tenancy.roles import ALLOWED, ALLOWED_IN_TENANT, Action, Role, TenantRole, not_allowed
 
 Row = TypeVar("Row", bound=tuple[Any, ...])
 
@@ -112,7 +112,7 @@ class Access:
     def _refusal(self, action: Action, tenant_id: str | None) -> RoleNotAllowed:
         held = self.tenants.get(tenant_id) if tenant_id is not None else None
         role = f"{held} of this tenant" if held is not None and not self.sees_all else f"{self.role}"
-        return RoleNotAllowed(f"the role {role} does not cover this ({action.value})")
+        return not_allowed(role, action)
 
 
 WHOLE_BOX = Access(role=Role.OWNER, actor=SYSTEM)

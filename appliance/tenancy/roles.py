@@ -54,6 +54,20 @@ class Action(StrEnum):
     """Who signs in, box roles, administrator tokens, other people's sessions."""
 
 
+WORDS = {
+    Action.READ: "read tenants and what they use",
+    Action.INVOICES: "read invoices",
+    Action.AUDIT: "read the audit log",
+    Action.KEYS: "change keys",
+    Action.ABORT: "end requests",
+    Action.TENANT_MEMBERS: "change who belongs to a tenant",
+    Action.WEBHOOKS: "change where alerts go",
+    Action.READ_BOX: "read what belongs to the whole appliance",
+    Action.WRITE: "change tenants, limits and engines",
+    Action.BILLING: "change prices, corrections and invoices",
+    Action.MEMBERS: "change members, tokens and sessions",
+}
+"""Each action as a refusal says it: the role may not …"""
 _READS = frozenset({Action.READ, Action.INVOICES, Action.AUDIT, Action.READ_BOX})
 _TENANT_WRITES = frozenset({Action.KEYS, Action.ABORT, Action.TENANT_MEMBERS, Action.WEBHOOKS})
 
@@ -95,4 +109,9 @@ def may(role: str, action: Action) -> bool:
 def require(role: str, action: Action) -> None:
     """Raise RoleNotAllowed unless the box role `role` covers `action`."""
     if not may(role, action):
-        raise RoleNotAllowed(f"the role {role} does not cover this ({action.value})")
+        raise not_allowed(role, action)
+
+
+def not_allowed(role: str, action: Action) -> RoleNotAllowed:
+    """Return the error that tells of an action that `role` does not cover."""
+    return RoleNotAllowed(f"the role {role} may not {WORDS[action]}")

@@ -12,7 +12,7 @@ from appliance.base.errors import InvalidApiKey, InvalidCredentials, InvalidValu
 from appliance.base.tables import admin_tokens, members, sessions
 from appliance.tenancy.admin_tokens import AdminTokens
 from appliance.tenancy.members import Members
-from appliance.tenancy.roles import ALLOWED, ALLOWED_IN_TENANT, Action, Role, TenantRole, may, require
+from appliance.tenancy.roles import ALLOWED, ALLOWED_IN_TENANT, Action, Role, TenantRole, may, not_allowed, require
 from appliance.tenancy.sessions import Sessions
 from tests.support.cast import ALICE_PASSWORD, Cast, quick_hasher
 from tests.support.clock import FakeClock
@@ -229,3 +229,10 @@ def test_the_roles_form_a_table() -> None:
     assert may("billing", Action.BILLING)
     with pytest.raises(RoleNotAllowed, match="viewer"):
         require("viewer", Action.WRITE)
+
+
+@pytest.mark.parametrize("action", Action)
+def test_a_refusal_says_in_words_what_a_role_may_not_do(action: Action) -> None:
+    refused = not_allowed("member", action).message
+    assert refused.startswith("the role member may not ")
+    assert "_" not in refused
