@@ -69,6 +69,8 @@ def check_name(value: object, param: str = "name") -> str:
 
 def look_of(name: str) -> str:
     """Return what is the same for names that look alike: without case, compatibility forms and format characters."""
+    if name.isascii():  # 0.06 us, not 4: a new name is compared with every other
+        return name.lower()
     folded = unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", name).casefold())
     return "".join(character for character in folded if unicodedata.category(character) != "Cf")
 
