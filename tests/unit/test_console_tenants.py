@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 
 import pytest
+from sqlalchemy import update
 
+from appliance.base.tables import tenants
 from appliance.metering.limits.rules import Asked
 from appliance.tenancy.access import WHOLE_BOX
 from appliance.tenancy.principals import Limits, TenantChanges
@@ -134,6 +136,17 @@ async def test_models_are_what_the_field_says_and_one_that_was_not_touched_stays
 
     tenant = await box.services.tenants.get(box.cast.bob.tenant.id, access=WHOLE_BOX)
     assert (value, tenant.weight, tenant.allowed_models) == (shown, 7, saved)
+
+
+async def test_a_name_from_before_it_was_refused_stays_when_something_else_is_saved(box: Box) -> None:
+    bob, old = box.cast.bob.tenant.id, "b\u200bob"
+    async with box.services.db.writing() as connection:
+        await connection.execute(update(tenants).where(tenants.c.id == bob).values(name=old))
+
+    answer = await (await box.alice()).post(f"/tenants/{bob}", name=old, tier="standard", weight="7")
+
+    saved = await box.services.tenants.get(bob, access=WHOLE_BOX)
+    assert (answer.status_code, saved.name, saved.weight) == (303, old, 7)
 
 
 async def test_a_name_that_is_taken_is_said_on_the_tenant_s_page(box: Box) -> None:
