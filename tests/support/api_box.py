@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import httpx
@@ -37,25 +38,54 @@ class ApiBox:
         return {"authorization": f"Bearer {secret}"}
 
 
+class Standing:
+    """An application and what stands for services in it: those of one box after another, all with the same settings. To
+    register all routes takes longer than most tests of them."""
+
+    def __init__(self, services: Services) -> None:
+        self.services = services
+        self.app = create_app(cast(Appliance, SimpleNamespace(services=self)))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.services, name)
+
+
+_IDLE: list[Standing] = []
+
+
 @asynccontextmanager
 async def open_api_box(migrated_sqlite_file: Path, folder: Path) -> AsyncIterator[ApiBox]:
-    """Yield the application over a migrated database of its own."""
+    """Yield an application that may have served before, over a migrated database of its own."""
     path = shutil.copyfile(migrated_sqlite_file, folder / "gatehouse.db")
-    async with open_api_box_on(f"sqlite:///{path}", folder) as box:
-        yield box
+    async with _started(f"sqlite:///{path}", folder) as appliance:
+        standing = _IDLE.pop() if _IDLE else Standing(appliance.services)
+        standing.services = appliance.services
+        async with _spoken_to(standing.app, appliance.services) as box:
+            yield box
+        _IDLE.append(standing)
 
 
 @asynccontextmanager
 async def open_api_box_on(database_url: str, folder: Path) -> AsyncIterator[ApiBox]:
-    """Yield the application over the migrated database of this URL, with its other data in `folder`."""
+    """Yield a new application over the migrated database of this URL, with its other data in `folder`."""
+    async with _started(database_url, folder) as appliance, _spoken_to(create_app(appliance), appliance.services) as box:
+        yield box
+
+
+@asynccontextmanager
+async def _started(database_url: str, folder: Path) -> AsyncIterator[Appliance]:
     settings = load_settings(options={"data_dir": folder, "database_url": database_url}, environ={})
     appliance = Appliance(settings, engines=False)
     await appliance.start()
     try:
-        app = create_app(appliance)
-        headers = {"authorization": f"Bearer {appliance.services.control_token}"}
-        transport = httpx.ASGITransport(app=cast(Any, app))
-        async with httpx.AsyncClient(transport=transport, base_url="http://box", headers=headers) as client:
-            yield ApiBox(app, appliance.services, client)
+        yield appliance
     finally:
         await appliance.stop()
+
+
+@asynccontextmanager
+async def _spoken_to(app: Litestar, services: Services) -> AsyncIterator[ApiBox]:
+    headers = {"authorization": f"Bearer {services.control_token}"}
+    transport = httpx.ASGITransport(app=cast(Any, app))
+    async with httpx.AsyncClient(transport=transport, base_url="http://box", headers=headers) as client:
+        yield ApiBox(app, services, client)
