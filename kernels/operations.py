@@ -80,12 +80,17 @@ class Operations:
     cap_logits: Callable[..., Tensor] = cap_logits
 
     def by_package(self) -> dict[str, list[str]]:
-        """Names of operations by who computes them: triton, simd or torch; under none those that do not exist here, whose work
-        others do."""
+        """Names of operations by who computes them: triton, simd or torch, else a module; under none those that do not exist
+        here, whose work others do."""
         found: dict[str, list[str]] = {}
         for name in (field.name for field in fields(self) if field.name not in FACTS):
-            operation = getattr(self, name)
-            function = getattr(operation, "func", operation)  # of a partial
-            package = "none" if operation is None else PACKAGES[".".join(function.__module__.split(".")[:2])]
-            found.setdefault(package, []).append(name)
+            found.setdefault(_package(getattr(self, name)), []).append(name)
         return found
+
+
+def _package(operation: Callable[..., Any] | None) -> str:
+    if operation is None:
+        return "none"
+    function = getattr(operation, "func", operation)  # of a partial
+    module = ".".join(function.__module__.split(".")[:2])
+    return PACKAGES.get(module, module)
