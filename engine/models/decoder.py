@@ -132,9 +132,7 @@ class Decoder:
     Weights are uninitialised until `runner.weights` fills the plan.
     """
 
-    def __init__(
-        self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device, batch_invariant: bool = False
-    ) -> None:
+    def __init__(self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device, batch_invariant: bool = False) -> None:
         """`batch_invariant`: what is packed gives a row the same bits in any batch, and so do the operations around it."""
         self._embedding = torch.empty(config.vocab_size, config.hidden_size, dtype=dtype, device=device)
         self._layers = [
