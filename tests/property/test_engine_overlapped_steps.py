@@ -166,7 +166,7 @@ def test_steps_with_prompts_attend_in_the_workspaces_of_decode_steps(folder: Pat
     decoder = overlapped_engine(folder / "gemma2").runner._target  # type: ignore[attr-defined]
     found = ops.operations(CPU)
     table = replace(found, decode_workspace=lambda shape, rows, columns, *_: (shape, rows, columns))
-    monkeypatch.setattr("engine.runner.paged_decoder.operations", lambda _: table)
+    monkeypatch.setattr("engine.runner.paged_decoder.operations", lambda _device, **_: table)
     shapes = decoder.attention_shapes
     assert len(shapes) == 2, "a window and none"
     decoder._planners = [ops.PagedPlanner(shape, dtype=torch.float32, device=CPU) for shape in shapes]
