@@ -17,12 +17,12 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 from engine.gpu_environment import prepare_gpu
 from kernels.triton.compiled_together import compiled_together
 from kernels.variants import CompilationFailed, Variants
+from tests.support.absent_card import AbsentCard
 
 SIZES = (16, 32, 64)
 BARRIER_S = 60
@@ -39,7 +39,7 @@ def wrong_kernel(out: tl.tensor, BLOCK: tl.constexpr) -> None:
     tl.store(out + tl.arange(0, BLOCK), tl.arange(0, 2 * BLOCK))
 
 
-class Card:
+class Card(AbsentCard):
     """Asked what it is, and for a launch."""
 
     def __init__(self) -> None:
@@ -47,15 +47,6 @@ class Card:
         self.fault = ""
         self.num_loaded = 0
         self.launched: list[str] = []
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int | None = None) -> int:
-        return 0
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
 
     def get_device_properties(self, device: int) -> dict[str, int]:
         return {"max_shared_mem": 232_448}

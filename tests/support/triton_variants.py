@@ -22,7 +22,6 @@ from typing import Any
 from unittest import mock
 
 import torch
-from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
@@ -38,6 +37,7 @@ from engine.speculation.options import SpeculativeOptions
 from engine.speculation.prompt_lookup import AdaptiveDrafter
 from kernels import ops, quantised_linear
 from kernels.triton import early_launch, tuning
+from tests.support.absent_card import AbsentCard
 from tests.support.engines import FREE_ROWS, wanted
 
 GPU = torch.device("cuda")
@@ -109,19 +109,6 @@ GARBAGE = 0x5A
 """Every byte of what nobody has written: 1.5e16 in float32, and out of every range as an index."""
 
 
-class Driver:
-    """An H200 that is asked what it is, and nothing else."""
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int | None = None) -> int:
-        return 0
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
-
-
 class Captured(DirectCalls):
     """Runs what is asked for once before its first use, as whoever captures it does."""
 
@@ -189,7 +176,7 @@ class Memory:
 
 def prepare(recorder: Recorder, memory: Memory) -> None:
     """Everything that a machine without a GPU does otherwise."""
-    driver.set_active(Driver())
+    driver.set_active(AbsentCard())
 
     def compile_nothing(kernel: Any, *arguments: Any) -> Stub:
         return recorder.note(kernel, *arguments)
