@@ -10,7 +10,6 @@ from typing import Any
 
 import msgspec
 
-from appliance.api.structured_output import ResponseFormat
 from appliance.base.errors import InvalidValue, UnsupportedParameter
 from appliance.metering.limits.rules import is_batch_work
 
@@ -40,6 +39,22 @@ class Message(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     tool_call_id: str | None = None
     function_call: Any = None
     audio: Any = None
+
+
+class JsonSchema(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """A schema under a name. It is always enforced, so `strict` changes nothing; the name and `description` do neither."""
+
+    name: str
+    description: str | None = None
+    schema: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """`type` is text, json_object or json_schema; the last one needs `json_schema`."""
+
+    type: str
+    json_schema: JsonSchema | None = None
 
 
 class ChatCompletionRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):

@@ -7,35 +7,15 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import msgspec
-
+from appliance.api.schemas import ChatCompletionRequest, ResponseFormat
 from appliance.base.errors import InvalidValue
-
-if TYPE_CHECKING:
-    from appliance.api.schemas import ChatCompletionRequest
 
 GUIDED_FIELDS = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
 FORMATS = ("text", "json_object", "json_schema")
 ANY_OBJECT: dict[str, Any] = {"type": "object"}
 _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
-
-
-class JsonSchema(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """A schema under a name. It is always enforced, so `strict` changes nothing; the name and `description` do neither."""
-
-    name: str
-    description: str | None = None
-    schema: dict[str, Any] | None = None
-    strict: bool | None = None
-
-
-class ResponseFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """`type` is text, json_object or json_schema; the last one needs `json_schema`."""
-
-    type: str
-    json_schema: JsonSchema | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,19 +6,17 @@ import asyncio
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
 from datetime import datetime
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import structlog
 
 from appliance.base.clock import Clock
-
-if TYPE_CHECKING:
-    from appliance.metering.limits.reservations import Work
+from appliance.metering.limits.reservations import Work
+from appliance.metering.limits.sums import OUTPUTS_KEPT
 
 EXPECTED_OUTPUT_TOKENS = 256
 """Output expected of a key of which fewer than OUTPUTS_MIN requests with this model are known."""
 OUTPUTS_MIN = 20
-OUTPUTS_KEPT = 100
 PAIRS_KEPT = 10_000
 """Keys with a model of which the lengths are in memory; one that was forgotten is read from the ledger again."""
 KNOWN_PER_RUNNING = 9

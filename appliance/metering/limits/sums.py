@@ -16,7 +16,6 @@ from appliance.base.tables import usage_events
 from appliance.metering.calendar import BillingCalendar
 from appliance.metering.ledger.rollups import SETTLED, join_sum
 from appliance.metering.limits import levels as limit_levels
-from appliance.metering.limits.expectations import OUTPUTS_KEPT
 from appliance.metering.limits.levels import SavedLevel
 from appliance.metering.limits.owner_sums import days_of_month, sums_query
 from appliance.metering.limits.quotas import BUCKET_KINDS, LimitKind, Moment, Owner, owners_of
@@ -24,6 +23,8 @@ from appliance.metering.limits.quotas import BUCKET_KINDS, LimitKind, Moment, Ow
 RECENT = timedelta(minutes=1)
 """After this long a bucket is full again, whatever was taken from it."""
 RECENT_EVENTS_MAX = 20_000
+OUTPUTS_KEPT = 100
+"""Answers of a key with a model by which the length of the next one is guessed."""
 OUTPUTS_READ_MAX = 3 * OUTPUTS_KEPT
 SETTLING = timedelta(hours=1)  # a request that its deadline has ended is settled long before
 
