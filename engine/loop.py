@@ -11,6 +11,9 @@ With `overlap` the next step is launched before this one's tokens are known (`en
 
     expire → schedule → move blocks → launch ── wait for the step before → accept grammars → settle → complete the launch
 
+How far a guess of speculative decoding gets is not known beforehand, and guessing needs the tokens before it: a step that looks
+for guesses is planned when the one before it is settled, and one that verifies some is computed and applied at once.
+
 Moves of blocks belong to no single request. When they raise they are repeated once, which is harmless; when they raise again,
 nobody can tell what the blocks hold, and `EngineBroken` follows.
 """
@@ -60,7 +63,7 @@ class Engine:
         overlap: AheadRunner | None = None,
     ) -> None:
         """`step_budget` is told how long steps took; it should be the scheduler's. Without `grammars` no request may ask for
-        a form of its answer. `overlap` is `runner` again, if steps are to overlap; the scheduler must then not guess tokens."""
+        a form of its answer. `overlap` is `runner` again, if steps are to overlap."""
         self.info = info
         self._scheduler = scheduler
         self._runner = runner
@@ -135,10 +138,12 @@ class Engine:
         """Schedule, run, apply. Does next to nothing when no request is live."""
         started_s = self._clock()
         events = self._admit_parked() + self._scheduler.expire()
+        if self._overlapped is not None and self._under_way is not None and self._scheduler.looks_for_guesses():
+            events += self._land(self._overlapped, None)
         batch = self._scheduler.schedule()
         if batch.moves:
             self._move(batch.moves)
-        if self._overlapped is not None:
+        if self._overlapped is not None and not batch.num_draft_tokens:
             events += self._overlap(self._overlapped, batch, started_s)
         elif not batch.is_empty:
             events += self._compute(batch, started_s)

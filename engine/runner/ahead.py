@@ -29,18 +29,22 @@ log = logging.getLogger("gatehouse.engine")
 
 
 def launches_ahead(options: EngineOptions, device: torch.device) -> bool:
-    """On a GPU, unless the operator wants the plain runner or something that needs the host between two steps: guesses, whose
-    number a step decides by the last token, and batch-invariant attention that is not a kernel over pages."""
-    needs_host = options.enforce_eager or options.speculative_config is not None
-    if device.type != "cuda" or needs_host:
+    """On a GPU, unless the operator wants the plain runner or something that needs the host between two steps: a draft model,
+    and batch-invariant attention that is not a kernel over pages."""
+    if device.type != "cuda" or options.enforce_eager or _has_draft_model(options):
         return False
     return not options.batch_invariant or ops.operations(device, batch_invariant=True).is_row_invariant
 
 
 def records_steps(options: EngineOptions, target: PagedDecoder) -> bool:
     """Whether decode steps on this CPU are one recorded call, over slots too, though none is ahead of another."""
-    needs_host = options.enforce_eager or options.batch_invariant or options.speculative_config is not None
+    needs_host = options.enforce_eager or options.batch_invariant or _has_draft_model(options)
     return target.sequence is not None and not needs_host
+
+
+def _has_draft_model(options: EngineOptions) -> bool:
+    """It computes whatever the large model does, in each step."""
+    return options.speculative_config is not None and options.speculative_config.model is not None
 
 
 def slot_runner(

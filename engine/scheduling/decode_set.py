@@ -75,11 +75,12 @@ class DecodeSet:
         self._due.setdefault(step, []).extend(requests)
 
     def take_due(self) -> list[Request]:
-        """The requests that cannot compute a token in the next step without one more block."""
+        """The requests that cannot compute a token in the next step without one more block, each once: a rejected draft enters
+        the same step again."""
         step = self._accounts.step + 1
         size, items = self._block_size, self.items
         full: list[Request] = []
-        for request in self._due.pop(step, ()):
+        for request in dict.fromkeys(self._due.pop(step, ())):
             if request.growth_step == step and request in items:
                 if request.num_computed_tokens == len(request.block_table) * size:
                     full.append(request)

@@ -163,8 +163,8 @@ class Outcomes:
 
     def advance(self, batch: ScheduledBatch) -> Flight:
         """See `Scheduler.advance`."""
+        assert not batch.num_draft_tokens, "how far a guess gets is not known beforehand"
         self.num_under_way += 1
-        assert self._drafting is None, "how far a guess gets is not known beforehand"
         flight = Flight.of(batch)
         last: list[Request] = []
         for item in batch.decodes:

@@ -51,6 +51,7 @@ class ScheduledBatch:
     prefills: list[ScheduledRequest] = field(default_factory=list)
     moves: BlockMoves = field(default_factory=BlockMoves)
     num_tokens: int = 0
+    num_draft_tokens: int = 0
 
     @property
     def items(self) -> list[ScheduledRequest]:

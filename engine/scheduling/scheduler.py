@@ -163,6 +163,10 @@ class Scheduler:
         """End the requests that were not scheduled before their `queue_deadline_s`."""
         return [self._end(request, FinishReason.DEADLINE) for request in self._deadlines.expired(self._clock())]
 
+    def looks_for_guesses(self) -> bool:
+        """Asked before `schedule` while a step is under way: whether to settle it first, because guesses need its tokens."""
+        return self._drafting is not None and self._drafting.looks()
+
     def schedule(self) -> ScheduledBatch:
         """Plan one step. An empty batch means that no request is live, or that all of them wait for a step under way."""
         batch = self._plan()
@@ -184,7 +188,7 @@ class Scheduler:
         self.accounts.step += 1
         batch = ScheduledBatch(decodes=list(self._decodes.items.values()))
         batch.num_tokens = len(batch.decodes)
-        if self._drafting is not None:
+        if self._drafting is not None and not self._outcomes.num_under_way:
             left = self.limits.max_num_batched_tokens - batch.num_tokens
             self._drafting.plan(batch, left // 2 if self._waiting or self.accounts.prefilling else left)
         self._deal_prefills(batch)

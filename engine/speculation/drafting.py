@@ -2,6 +2,10 @@
 
 A guess is verified as one more row of its request. Guesses use spare blocks and spare budget only: nobody is preempted or
 delayed for one.
+
+Who guesses must know the last token. Where steps are launched ahead it is under way when the next one is planned, and to wait
+for it costs what launching ahead gains. So after a look that found nothing worth guessing some steps are planned without one
+(1, 3, 7, 15), and launched ahead as ever; as soon as something is found, each step looks again.
 """
 
 from __future__ import annotations
@@ -15,6 +19,9 @@ from engine.scheduling.limits import SchedulerTotals
 from engine.scheduling.request import Request
 from engine.scheduling.scheduled_batch import ScheduledBatch, ScheduledRequest
 from engine.speculation.prompt_lookup import Drafter
+
+REST_STEPS_MAX = 15
+"""Steps without a look after several in vain: what repeats itself is noticed after as many tokens."""
 
 
 class Drafting:
@@ -38,9 +45,20 @@ class Drafting:
         self._decodes = decodes
         self._totals = totals
         self._block_size = block_size
+        self._rest = self._rest_left = 0
+
+    def looks(self) -> bool:
+        """Asked before a step that can be planned without the tokens under way: whether to wait for them and look."""
+        num_decodes = len(self._decodes.items)
+        if not num_decodes or not self._drafter.pays(num_decodes):
+            return False
+        if self._rest_left:
+            self._rest_left -= 1
+            return False
+        return True
 
     def plan(self, batch: ScheduledBatch, limit: int) -> None:
-        """Let the decodes of `batch` verify guesses, at most `limit` between them."""
+        """Let the decodes of `batch` verify guesses, at most `limit` between them. All of their tokens are known."""
         for item in batch.decodes:
             request = item.request
             slots = (len(request.block_table) + self._kv.num_spare) * self._block_size
@@ -53,9 +71,13 @@ class Drafting:
                 item.num_tokens = 1 + draft.num_tokens
                 limit -= draft.num_tokens
                 batch.num_tokens += draft.num_tokens
+                batch.num_draft_tokens += draft.num_tokens
                 self._kv.extend(request, item.start + item.num_tokens)
                 self._charge(request, self._accounts.costs.prefill_ps(item.start + 1, draft.num_tokens))
                 self._totals.draft_tokens += draft.num_tokens
+        if batch.decodes:
+            self._rest = 0 if batch.num_draft_tokens else min(2 * self._rest + 1, REST_STEPS_MAX)
+            self._rest_left = self._rest
 
     def settle(self, request: Request, item: ScheduledRequest, num_accepted: int) -> None:
         """The step is done: the item is a plain decode again, and the request is further than one token."""

@@ -29,7 +29,7 @@ PRIOR_ACCEPTED, PRIOR_TRIED = 1.4, 2.0
 """Acceptance of a request that has not been measured, as that many guesses."""
 
 PROBE_INTERVAL = 16
-"""Steps without a guess after which one is made all the same: the text may have begun to repeat itself."""
+"""Tokens without a guess after which one is made all the same: the text may have begun to repeat itself."""
 
 GOOD_ACCEPTANCE = 0.9
 """Where guesses of this quality are not worth it, none are looked for at all."""
@@ -58,6 +58,10 @@ NO_DRAFT = Draft(0, [])
 
 class Drafter(Protocol):
     """What the scheduler asks for every decoding request, and tells of every step with guesses."""
+
+    def pays(self, num_running: int) -> bool:
+        """Whether a good guess is worth its row beside so many requests."""
+        ...
 
     def draft(self, request: Request, *, limit: int, num_running: int) -> Draft: ...
 
@@ -110,11 +114,10 @@ class AcceptanceRecord:
     A step tells of its accepted guesses and of the first wrong one; those behind it were never tried.
     """
 
-    __slots__ = ("_accepted", "_idle_steps", "_tried")
+    __slots__ = ("_accepted", "_tried")
 
     def __init__(self) -> None:
         self._accepted, self._tried = PRIOR_ACCEPTED, PRIOR_TRIED
-        self._idle_steps = 0
 
     @property
     def acceptance(self) -> float:
@@ -123,11 +126,6 @@ class AcceptanceRecord:
     def observe(self, num_drafted: int, num_accepted: int) -> None:
         self._accepted = self._accepted * MEMORY + num_accepted
         self._tried = self._tried * MEMORY + num_accepted + (num_accepted < num_drafted)
-
-    def is_probe(self) -> bool:
-        """Asked in a step in which no guess is worth it: whether to make one all the same, to notice when that changes."""
-        self._idle_steps += 1
-        return self._idle_steps % PROBE_INTERVAL == 0
 
 
 class NgramIndex:
@@ -176,8 +174,11 @@ class NgramIndex:
 
 @dataclass(slots=True)
 class _Guesses:
+    """`guessed_at`: how many tokens there were when a guess was last made."""
+
     record: AcceptanceRecord
     index: NgramIndex | None
+    guessed_at: int
 
 
 class AdaptiveDrafter:
@@ -191,30 +192,38 @@ class AdaptiveDrafter:
         self._depths: dict[tuple[int, int, int], int] = {}
         self._states: WeakKeyDictionary[Request, _Guesses] = WeakKeyDictionary()
 
+    def pays(self, num_running: int) -> bool:
+        return num_running <= self._num_running_max
+
     def draft(self, request: Request, *, limit: int, num_running: int) -> Draft:
         """At most `limit` guesses for what follows `request.token_ids`; none while the choice depends on what was chosen."""
-        if limit < 1 or num_running > self._num_running_max or not can_draft(request):
+        if limit < 1 or not self.pays(num_running) or not can_draft(request):
             return NO_DRAFT
         state = self._states.get(request)
         if state is None:
             index = NgramIndex(self._sizes) if self._sizes else None
-            state = self._states[request] = _Guesses(AcceptanceRecord(), index)
+            state = self._states[request] = _Guesses(AcceptanceRecord(), index, request.num_tokens)
         limit = min(limit, self._depth_max)
         if state.index is None:
-            return Draft(self._depth(state.record, num_running, limit), [])
+            return Draft(self._depth(request, state, num_running, limit), [])
         if not state.index.follow(request.token_ids, max(1, INDEX_TOKENS_PER_STEP // num_running)):
             return NO_DRAFT
         found = state.index.continuation(request.token_ids, limit)
-        depth = self._depth(state.record, num_running, len(found)) if found else 0
+        depth = self._depth(request, state, num_running, len(found)) if found else 0
         return Draft(depth, found[:depth])
 
-    def _depth(self, record: AcceptanceRecord, num_running: int, limit: int) -> int:
-        acceptance = round(record.acceptance * ACCEPTANCE_STEPS)
+    def _depth(self, request: Request, state: _Guesses, num_running: int, limit: int) -> int:
+        """What pays best, or now and then one guess where none does, to notice when that changes."""
+        acceptance = round(state.record.acceptance * ACCEPTANCE_STEPS)
         key = (acceptance, num_running, limit)
         depth = self._depths.get(key)
         if depth is None:
             depth = self._depths[key] = self._costs.best_depth(acceptance / ACCEPTANCE_STEPS, num_running, limit)
-        return depth or int(record.is_probe())
+        if not depth and request.num_tokens - state.guessed_at >= PROBE_INTERVAL:
+            depth = 1
+        if depth:
+            state.guessed_at = request.num_tokens
+        return depth
 
     def observe(self, request: Request, num_drafted: int, num_accepted: int) -> None:
         """Take note of a step that verified guesses."""

@@ -165,7 +165,7 @@ GUESSING = SpeculativeOptions.parse({"method": "ngram", "num_speculative_tokens"
     [
         ("mistral-window", {}, True),
         ("qwen3_moe", {}, False),
-        ("llama", {"speculative_config": GUESSING}, False),
+        ("llama", {"speculative_config": GUESSING}, True),
         ("llama", {"batch_invariant": True}, False),
     ],
 )

@@ -103,6 +103,21 @@ asked = st.builds(
 )
 
 
+repeating = st.builds(
+    Asked,
+    prompt=st.builds(
+        lambda first, period, times: tuple(range(first, first + period)) * times,
+        *(st.sampled_from(values) for values in ((3, 50), (1, 2, 5), (2, 7))),
+    ),
+    wish=st.sampled_from(sorted(WISHES)) | st.sampled_from(("greedy", "sampled", "stops")),
+    max_tokens=st.integers(1, 28),
+    seed=st.integers(0, 3),
+    arrives=st.integers(0, 12),
+    aborted_after=st.none() | st.none() | st.integers(0, 12),
+)
+"""Prompts that say the same again and again, as do the answers of small models."""
+
+
 @cache
 def alone(folder: Path, family: str, prompt: tuple[int, ...], wish: str, max_tokens: int, seed: int) -> dict[int, Any]:
     """Tokens and end of each answer from the plain runner, with nobody beside it."""

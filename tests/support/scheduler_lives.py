@@ -123,6 +123,9 @@ class RandomDrafter:
         self._numbers = numbers
         self.num_drafted = self.num_accepted = 0
 
+    def pays(self, num_running: int) -> bool:
+        return True
+
     def draft(self, request: Request, *, limit: int, num_running: int) -> Draft:
         depth = self._numbers.randint(0, min(limit, 3))
         return Draft(depth, [self._numbers.randrange(1, 3) for _ in range(depth)]) if depth else NO_DRAFT

@@ -17,8 +17,10 @@ from engine.runner.decode_step import step_size
 from engine.runner.staging import Rotation
 from engine.scheduling.block_pool import BlockPool
 from engine.scheduling.prefix_cache import PrefixCache
+from engine.scheduling.request import Request
 from engine.scheduling.scheduled_batch import BlockMoves, RowResult, ScheduledRequest, StepOutput
 from engine.scheduling.scheduler import Scheduler, SchedulerLimits
+from engine.speculation.prompt_lookup import Draft
 from tests.support.engines import run_to_end, tokens, wanted
 
 MAX_MODEL_LEN = 64
@@ -94,7 +96,35 @@ class FakeAheadRunner:
         return [token_of(i.request.request_id, i.start + i.num_tokens) if i.samples else StepOutput() for i in items]
 
 
-def make_engine(runner: FakeAheadRunner, *, num_blocks: int = 32, caches: bool = False, **limits: Any) -> Engine:
+class Oracle:
+    """Guesses as many tokens as it is told to beforehand, request by request, and knows what `token_of` will say."""
+
+    def __init__(self, depths: dict[str, list[int]], *, pays: bool = True) -> None:
+        self.depths = depths
+        self._pays = pays
+        self.looked = 0
+
+    def pays(self, num_running: int) -> bool:
+        return self._pays
+
+    def draft(self, request: Request, *, limit: int, num_running: int) -> Draft:
+        self.looked += 1
+        depths, first = self.depths.get(request.request_id, []), request.num_tokens
+        depth = min(depths.pop(0), limit) if depths else 0
+        return Draft(depth, [token_of(request.request_id, position) for position in range(first, first + depth)])
+
+    def observe(self, request: Request, num_drafted: int, num_accepted: int) -> None:
+        """It knows."""
+
+
+def make_engine(
+    runner: FakeAheadRunner,
+    *,
+    num_blocks: int = 32,
+    caches: bool = False,
+    drafter: Oracle | None = None,
+    **limits: Any,
+) -> Engine:
     chosen = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "max_model_len": MAX_MODEL_LEN, "block_size": 4, **limits}
     info = EngineInfo(
         model="fake", architecture="Fake", max_model_len=MAX_MODEL_LEN, vocab_size=10, eos_token_ids=[9], block_size=4,
@@ -103,7 +133,7 @@ def make_engine(runner: FakeAheadRunner, *, num_blocks: int = 32, caches: bool =
     )  # fmt: skip
     pool = BlockPool(num_blocks)
     cache = PrefixCache(pool, 4) if caches else None
-    scheduler = Scheduler(SchedulerLimits(**chosen), pool, clock=lambda: 0.0, prefix_cache=cache)
+    scheduler = Scheduler(SchedulerLimits(**chosen), pool, clock=lambda: 0.0, prefix_cache=cache, drafter=drafter)
     return Engine(scheduler, runner, info, clock=lambda: 0.0, overlap=runner)
 
 
@@ -300,6 +330,21 @@ def test_a_request_that_is_aborted_under_way_leaves_nothing_behind() -> None:
         events += [event for each in run_to_end(engine, []).values() for event in each]
         assert [t for e in events if e.request_id == "b" for t in e.token_ids] == expected("b", 9, 9, stops=False)
         assert engine.status().kv_blocks_used == 0
+
+
+def test_after_looks_for_guesses_that_found_nothing_more_and_more_steps_are_launched_without_one() -> None:
+    runner = FakeAheadRunner()
+    run_to_end(make_engine(runner, drafter=Oracle({})), [wanted("a", [1, 2], max_tokens=12)])
+    looked, ahead = ["land", "launch 1"], ["launch 1", "land"]
+    assert runner.log == ["launch 1", *looked, *ahead, *looked, *ahead * 3, *looked, *ahead * 4, "land"]
+
+
+@pytest.mark.parametrize("lands_at_once", [False, True])
+def test_nobody_waits_for_tokens_when_no_guess_is_worth_its_row(lands_at_once: bool) -> None:
+    runner = FakeAheadRunner(lands_at_once=lands_at_once)
+    run_to_end(make_engine(runner, drafter=Oracle({}, pays=False)), [wanted("a", [1, 2], max_tokens=4)])
+    ahead = ["launch 1", *["launch 1", "land"] * 3, "land"]
+    assert runner.log == (["launch 1", "land"] * 4 if lands_at_once else ahead)
 
 
 @dataclass

@@ -7,9 +7,10 @@ import pytest
 from engine.errors import EngineConfigError
 from engine.scheduling.block_pool import BlockPool, OutOfBlocks
 from engine.scheduling.policy import LOOK_REQUESTS, SKIPS_MAX
-from engine.scheduling.request import IllegalTransition, RequestStatus
+from engine.scheduling.request import IllegalTransition, Request, RequestStatus
 from engine.scheduling.scheduler import Scheduler, SchedulerLimits
-from tests.support.scheduling import make_request, make_scheduler, plan, step
+from engine.speculation.prompt_lookup import NO_DRAFT, Draft
+from tests.support.scheduling import BLOCK_SIZE, make_request, make_scheduler, plan, step
 
 
 def test_decodes_come_first_then_chunks_under_way_then_new_requests() -> None:
@@ -167,3 +168,25 @@ def test_a_finished_request_cannot_move_again() -> None:
     step(scheduler)
     with pytest.raises(IllegalTransition):
         request.move_to(RequestStatus.DECODE)
+
+
+class WrongGuesses:
+    """One for every request, as long as it fits into the last block."""
+
+    def pays(self, num_running: int) -> bool:
+        return True
+
+    def draft(self, request: Request, *, limit: int, num_running: int) -> Draft:
+        return Draft(1, [1]) if limit and request.num_tokens % BLOCK_SIZE else NO_DRAFT
+
+    def observe(self, request: Request, num_drafted: int, num_accepted: int) -> None:
+        """None is right."""
+
+
+def test_guesses_that_are_rejected_leave_no_request_with_blocks_it_does_not_need() -> None:
+    scheduler = make_scheduler(drafter=WrongGuesses())
+    request = make_request("a", 5, max_tokens=30)
+    scheduler.add(request)
+    while not request.is_finished:
+        assert len(request.block_table) <= -(-request.num_tokens // BLOCK_SIZE)
+        step(scheduler)

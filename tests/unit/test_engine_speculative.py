@@ -146,12 +146,14 @@ def test_guesses_that_are_wrong_become_fewer_until_only_a_probe_is_left() -> Non
         depths.append(draft.num_tokens)
         if draft.num_tokens:
             guesser.observe(request, draft.num_tokens, 0)
+        request.token_ids.append(1 + request.num_tokens % 3)
     assert depths[0] > 1
     assert depths[-2 * PROBE_INTERVAL :].count(1) == 2
     assert sum(depths[-2 * PROBE_INTERVAL :]) == 2
     for _ in range(3 * PROBE_INTERVAL):
         draft = guesser.draft(request, limit=8, num_running=2)
         guesser.observe(request, draft.num_tokens, draft.num_tokens)
+        request.token_ids.append(1 + request.num_tokens % 3)
     assert draft.num_tokens > 1, "a text that repeats itself again is guessed again"
 
 
