@@ -27,7 +27,7 @@ from kernels.cpu.linear import LinearKernel, LinearPacker
 from kernels.cpu.row_tiles import in_agreeing_tiles
 from kernels.operations import FUSED_ROWS_MAX, Operations
 from kernels.paged_plan import PagedPlan, PagedPlanner, paged_plan_attention
-from kernels.plain_weights import PlainWeights, ReadsWeight
+from kernels.plain_weights import PlainWeights, ReadsWeight, plain_product
 from kernels.quantised_linear import (
     Fp8Product,
     Fp8Rows,
@@ -104,6 +104,7 @@ __all__ = [
     "pack_linear",
     "pack_linear_row_invariant",
     "paged_attention",
+    "plain_product",
     "plain_sampling",
     "quantised_words",
     "quantize_rows_fp8",

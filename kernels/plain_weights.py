@@ -17,6 +17,12 @@ class ReadsWeight(Protocol):
     bias: torch.Tensor | None
 
 
+def plain_product(product: object) -> PlainWeights | None:
+    """The product of rows as they are, where other operations may read its weights too."""
+    unrounded = getattr(product, "unrounded", product)
+    return unrounded if isinstance(unrounded, PlainWeights) else None
+
+
 class PlainWeights:
     """weight: [out, in], bias: [out]"""
 

@@ -15,6 +15,8 @@ import torch
 
 from kernels.cpu.fp8_rows import to_fp8
 from kernels.cpu.linear import LinearKernel
+from kernels.operations import FUSED_ROWS_MAX
+from kernels.plain_weights import PlainWeights
 from kernels.quantised_weights import Fp8Weight, Int4Weight, Int8Weight
 
 __all__ = [
@@ -62,7 +64,11 @@ class Fp8Rows(NamedTuple):
 class Fp8Product:
     """[T, K] → [T, N] with e4m3 weights and rows, which are rounded here unless they come as `Fp8Rows`.
 
-    `unrounded` multiplies rows as they are: for whoever reads the weights in steps of few rows, which wait for nothing else."""
+    `unrounded` multiplies rows as they are. On a GPU it multiplies up to FUSED_ROWS_MAX of them here too: such a step waits for
+    nothing but the weights."""
+
+    takes_rows = True
+    """Whether what stands before it may round them: by a scale of each."""
 
     def __init__(self, weight: Fp8Weight, bias: torch.Tensor | None) -> None:
         self.unrounded = bind_fp8(weight, bias)
@@ -70,8 +76,11 @@ class Fp8Product:
         self.bias = bias
 
     def __call__(self, x: torch.Tensor | Fp8Rows) -> torch.Tensor:
-        rows = x if isinstance(x, Fp8Rows) else self.rounded(x)
-        return self.unrounded(rows.values, x_scales=rows.scales, out_dtype=rows.dtype)
+        if not isinstance(x, Fp8Rows):
+            if x.shape[0] <= FUSED_ROWS_MAX and isinstance(self.unrounded, PlainWeights):
+                return self.unrounded(x)
+            x = self.rounded(x)
+        return self.unrounded(x.values, x_scales=x.scales, out_dtype=x.dtype)
 
     def rounded(self, x: torch.Tensor) -> Fp8Rows:
         """x: [T, K] → the rows that are multiplied in its place"""

@@ -59,8 +59,7 @@ class FusedLinear:
     @property
     def plain(self) -> ops.PlainWeights | None:
         """The product of inputs as they are, where other operations may read its weights too."""
-        kernel = getattr(self._kernel, "unrounded", self._kernel)
-        return kernel if isinstance(kernel, ops.PlainWeights) else None
+        return ops.plain_product(self._kernel)
 
     @property
     def weight(self) -> Any:
@@ -74,7 +73,7 @@ class FusedLinear:
     @property
     def takes_fp8_rows(self) -> bool:
         """Whether what stands before it may make the rows that it multiplies."""
-        return isinstance(self._kernel, ops.Fp8Product)
+        return isinstance(self._kernel, ops.Fp8Product) and self._kernel.takes_rows
 
     def __call__(self, x: torch.Tensor | ops.Fp8Rows) -> torch.Tensor:
         """`Fp8Rows` only where it takes them."""

@@ -62,6 +62,6 @@ class GatedMLP:
 
     def __call__(self, x: torch.Tensor | ops.Fp8Rows) -> torch.Tensor:
         gate_up = self._gate_up(x)
-        if self._activate_fp8 is not None and self._down.takes_fp8_rows:
+        if self._activate_fp8 is not None and self._down.takes_fp8_rows and gate_up.shape[0] > ops.FUSED_ROWS_MAX:
             return self._down(ops.Fp8Rows(*self._activate_fp8(gate_up), gate_up.dtype))
         return self._down(self._activate(gate_up))

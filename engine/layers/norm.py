@@ -32,7 +32,7 @@ class RMSNorm:
 
     def feed(self, *, takes_fp8_rows: bool) -> None:
         """Nothing but one product reads what comes out; whether that takes rows in 8 bits, which are made here where there is a
-        kernel that does."""
+        kernel that does and where there are more than the product leaves as they are."""
         self._feeds_fp8 = takes_fp8_rows and self._ops.rms_norm_fp8 is not None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -40,7 +40,7 @@ class RMSNorm:
 
     def rows(self, x: torch.Tensor) -> torch.Tensor | ops.Fp8Rows:
         """What it feeds the product behind it with. x: [T, hidden]"""
-        if self._feeds_fp8 and self._ops.rms_norm_fp8 is not None:
+        if self._feeds_fp8 and x.shape[0] > ops.FUSED_ROWS_MAX and self._ops.rms_norm_fp8 is not None:
             return ops.Fp8Rows(*self._ops.rms_norm_fp8(x, self.weight, self.eps), x.dtype)
         return self(x)
 
@@ -48,7 +48,7 @@ class RMSNorm:
         self, branch: torch.Tensor, residual: torch.Tensor, *, alpha: float, branch_weight: torch.Tensor | None
     ) -> tuple[torch.Tensor | ops.Fp8Rows, torch.Tensor]:
         """`rows` of the sum residual + alpha · branch, and the sum itself; `branch_weight` normalises the branch before."""
-        if self._feeds_fp8 and self._ops.add_rms_norm_fp8 is not None:
+        if self._feeds_fp8 and residual.shape[0] > ops.FUSED_ROWS_MAX and self._ops.add_rms_norm_fp8 is not None:
             values, scales, total = self._ops.add_rms_norm_fp8(
                 branch, residual, self.weight, self.eps, alpha=alpha, branch_weight=branch_weight
             )

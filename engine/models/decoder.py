@@ -198,8 +198,8 @@ class Decoder:
 
     def _bind_greedy_head(self) -> Callable[[torch.Tensor], torch.Tensor] | None:
         """Of the very weights that `logits` multiplies, where nothing follows their product."""
-        bind, head = self._ops.bind_greedy_head, self._head_kernel
-        if bind is None or not isinstance(head, ops.PlainWeights) or self._softcap is not None or self._divisor != 1.0:
+        bind, head = self._ops.bind_greedy_head, ops.plain_product(self._head_kernel)
+        if bind is None or head is None or self._softcap is not None or self._divisor != 1.0:
             return None
         return bind(head.weight)
 

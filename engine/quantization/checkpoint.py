@@ -7,6 +7,7 @@ neighbours are joined when they are stored in the same way and do the same to th
 from __future__ import annotations
 
 from collections.abc import Sequence, Set
+from functools import partial
 from itertools import groupby
 from typing import Any, Protocol
 
@@ -114,7 +115,8 @@ class JoinedParts:
         kernel = first.join(others, bias)
         if not self._row_invariant:
             return kernel
-        return ops.row_invariant(kernel, self._columns, dtype=self._dtype, device=self._device)
+        invariant = partial(ops.row_invariant, num_columns=self._columns, dtype=self._dtype, device=self._device)
+        return side_by_side([invariant(part) for part in getattr(kernel, "parts", [kernel])])
 
 
 def _key(part: Part | torch.Tensor) -> object:

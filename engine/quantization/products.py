@@ -11,34 +11,58 @@ from kernels import ops
 
 
 def fp8_product(
-    weight: ops.Fp8Weight, bias: torch.Tensor | None, activations: Activations, input_scale: torch.Tensor | None = None
+    weight: ops.Fp8Weight,
+    bias: torch.Tensor | None,
+    activations: Activations,
+    input_scales: Sequence[tuple[int, torch.Tensor]] = (),
 ) -> ops.LinearKernel:
-    """Weights in 8-bit floats. Inputs are rounded to them by a scale of each row or by `input_scale`, [1], or not at all."""
+    """Weights in 8-bit floats. Inputs are rounded to them by a scale of each row, or not at all, or by `input_scales`: a number
+    of rows of the weight, and the [1] that its inputs are divided by."""
     if activations is Activations.DYNAMIC:
         product: ops.LinearKernel = ops.Fp8Product(weight, bias)
         return product
     if activations is Activations.UNTOUCHED:
         return ops.bind_fp8(weight, bias)
-    assert input_scale is not None, "the checkpoint gives the scale"
-    return StaticFp8Product(weight, bias, input_scale)
+    if len(input_scales) == 1:
+        return StaticFp8Product(weight, bias, input_scales[0][1])
+    return StaticFp8Products(weight, bias, input_scales)
 
 
-class StaticFp8Product:
+class StaticFp8Product(ops.Fp8Product):
     """[T, K] → [T, N]; every input is divided by one scale, [1], and rounded to e4m3. Else as `ops.Fp8Product`."""
 
-    def __init__(self, weight: ops.Fp8Weight, bias: torch.Tensor | None, input_scale: torch.Tensor) -> None:
-        self.unrounded = ops.bind_fp8(weight, bias)
-        self._input_scale = input_scale
-        self.weight: ops.Fp8Weight | None = getattr(self.unrounded, "weight", None)  # on CPUs it was packed anew
-        self.bias = bias
+    takes_rows = False
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        rows = self.rounded(x)
-        return self.unrounded(rows.values, x_scales=rows.scales, out_dtype=rows.dtype)
+    def __init__(self, weight: ops.Fp8Weight, bias: torch.Tensor | None, input_scale: torch.Tensor) -> None:
+        super().__init__(weight, bias)
+        self._input_scale = input_scale
 
     def rounded(self, x: torch.Tensor) -> ops.Fp8Rows:
         """x: [T, K] → the rows that are multiplied in its place, all with the one scale"""
         return ops.Fp8Rows(ops.to_fp8(x.float() / self._input_scale), self._input_scale, x.dtype)
+
+
+class StaticFp8Products:
+    """[T, K] → [T, N]: `parts` of one weight, for each of which the same inputs are rounded by a scale of its own. Inputs that
+    are not rounded are multiplied with all of it at once."""
+
+    def __init__(
+        self, weight: ops.Fp8Weight, bias: torch.Tensor | None, input_scales: Sequence[tuple[int, torch.Tensor]]
+    ) -> None:
+        sizes = [num_rows for num_rows, _ in input_scales]
+        pieces = zip(weight.values.split(sizes), weight.scales.split(sizes), strict=True)
+        weights = [ops.Fp8Weight(values, scales) for values, scales in pieces]
+        biases = [None] * len(sizes) if bias is None else bias.split(sizes)
+        scales = [scale for _, scale in input_scales]
+        self.parts = [StaticFp8Product(*part) for part in zip(weights, biases, scales, strict=True)]
+        # On CPUs, which round every row, each part is packed anew, and nothing would read the whole.
+        self.unrounded = None if self.parts[0].weight is None else ops.bind_fp8(weight, bias)
+        self.weight, self.bias = None if self.unrounded is None else weight, bias
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if self.unrounded is not None and x.shape[0] <= ops.FUSED_ROWS_MAX:
+            return self.unrounded(x)
+        return torch.cat([multiply(x) for multiply in self.parts], dim=-1)
 
 
 def side_by_side(products: Sequence[ops.LinearKernel]) -> ops.LinearKernel:

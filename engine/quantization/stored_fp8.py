@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -32,12 +33,19 @@ class Fp8Part:
             plan.add(f"{module}.input_scale", ScalePlace(self._input_scale))
 
     def key(self) -> object:
-        """Static scales that differ round the same input in different ways."""
-        return None if self._input_scale is None else self._input_scale.item()
+        """All are joined: a scale of each row of the weight stays what it is, and static ones of inputs are kept by rows."""
+        return None
 
     def join(self, others: Sequence[Any], bias: torch.Tensor | None) -> ops.LinearKernel:
         parts = [self, *others]
         scales = torch.cat([part._scales for part in parts]).squeeze(1)
         values = self._values if not others else torch.cat([part._values.view(torch.uint8) for part in parts])
         weight = ops.Fp8Weight(values.view(torch.float8_e4m3fn), scales)
-        return fp8_product(weight, bias, self._activations, self._input_scale)
+        return fp8_product(weight, bias, self._activations, _by_rows(parts))
+
+
+def _by_rows(parts: Sequence[Fp8Part]) -> list[tuple[int, torch.Tensor]]:
+    """Static scales of inputs, each with the number of rows of its weight: one for neighbours whose scales are equal."""
+    scaled = [(part._values.shape[0], part._input_scale) for part in parts if part._input_scale is not None]
+    runs = [list(run) for _, run in groupby(scaled, key=lambda each: each[1].item())]
+    return [(sum(num_rows for num_rows, _ in run), run[0][1]) for run in runs]

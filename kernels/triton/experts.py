@@ -18,19 +18,11 @@ from kernels.triton.activation import activated
 from kernels.triton.compilation import Compilation
 from kernels.triton.expert_tiles import SORT_BLOCK, SortedTokens, group_tiles, own_tile, sort_by_expert, sort_kernel
 from kernels.triton.expert_weights import ExpertWeights, Weight, are_alike, bind_weights
-from kernels.triton.linear_tiles import SPILL_BYTES_MAX
+from kernels.triton.linear_tiles import SPILL_BYTES_MAX, decoded
 from kernels.triton.tuning import capability, power_of_two
 
 COMBINE_BLOCK = 1024
 ACTIVATIONS = ("silu", "gelu_tanh")
-
-
-@triton.jit
-def _decoded(weight, DTYPE: tl.constexpr):
-    """Plain weights as they are; every code of 8 bits is exact in 16."""
-    if weight.dtype.is_fp8():
-        weight = weight.to(tl.float32)
-    return weight.to(DTYPE)
 
 
 @triton.jit(do_not_specialize=["row_tiles"])
@@ -86,10 +78,10 @@ def grouped_kernel(
             x_mask = x_mask & (inner < K - k)[None, :]
             w_mask = w_mask & (inner < K - k)[:, None]
         x = tl.load(x_places + k, mask=x_mask, other=0.0)
-        w = _decoded(tl.load(w_places + k, mask=w_mask, other=0.0), x.dtype)
+        w = decoded(tl.load(w_places + k, mask=w_mask, other=0.0), x.dtype)
         acc = tl.dot(x, w, acc, input_precision="ieee")
         if GATED:
-            w = _decoded(tl.load(w_places + (N * stride_weight + k), mask=w_mask, other=0.0), x.dtype)
+            w = decoded(tl.load(w_places + (N * stride_weight + k), mask=w_mask, other=0.0), x.dtype)
             up = tl.dot(x, w, up, input_precision="ieee")
     if scales_ptr is not None:
         scales = tl.load(scales_ptr + expert).to(tl.pointer_type(tl.float32))

@@ -23,7 +23,7 @@ from kernels.triton.early_launch import early_launch, fetch_rows, let_next_start
 from kernels.triton.fp8_rows import FP8_CAPABILITIES
 from kernels.triton.fused_sums import LLAMA_8B, Around, around_types, asked_squares, finish
 from kernels.triton.linear_int4 import Int4Tiles
-from kernels.triton.linear_tiles import Tiles
+from kernels.triton.linear_tiles import Tiles, decoded
 from kernels.triton.split_sum import (
     CONVERT,
     STREAM,
@@ -48,14 +48,6 @@ BY_BYTES = {1: (CANDIDATES_BYTES, CANDIDATES_BYTES_GATED), 2: (CANDIDATES, CANDI
 CANDIDATES_FLOAT32 = ((16, 64, 4),)  # no tensor core multiplies such rows: registers are the limit, whatever the weights are
 
 Weight = torch.Tensor | Int8Weight | Fp8Weight | Int4Weight
-
-
-@triton.jit
-def _as(weight, x):
-    """Integers and e4m3 in x's type, in which both are exact."""
-    if weight.dtype.is_fp8():
-        weight = weight.to(tl.float32)
-    return weight.to(x.dtype)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -95,10 +87,10 @@ def fused_linear_kernel(
             x_mask, w_mask = x_mask & (x_inner < K - k), w_mask & (w_inner < K - k)
         x_tile = tl.load(x_places + k, mask=x_mask, other=0.0)
         w_tile = tl.load(w_places + k, mask=w_mask, other=0.0, eviction_policy="evict_first")
-        product = tl.dot(x_tile, _as(w_tile, x_tile), product, input_precision="ieee")
+        product = tl.dot(x_tile, decoded(w_tile, x_tile.dtype), product, input_precision="ieee")
         if GATE is not None:
             up_tile = tl.load(up_places + k, mask=w_mask, other=0.0, eviction_policy="evict_first")
-            up = tl.dot(x_tile, _as(up_tile, x_tile), up, input_precision="ieee")
+            up = tl.dot(x_tile, decoded(up_tile, x_tile.dtype), up, input_precision="ieee")
     product, up = summed(product, WARPS), summed(up, WARPS)
     finish(
         product, up, weight_scales, bias, squares, row_squares, residual, norm_weight, out, weighted, squares_out,

@@ -2,7 +2,7 @@
 
 Formula. argmax_v round(scale[v] · Σ_k hidden[m, k] · weight[v, k]), the lowest id among equals, rounded to the type of the rows
 as the logits of a separate product would be; only weights of 8 bits have a scale. Sums in float32, columns in the order of
-`kernels.triton.linear` without splits, or of `linear_int8`.
+`kernels.triton.linear` without splits, or of `linear_int8` and `linear_fp8`.
 Memory: 2·V·K bytes of weights once (1.05 GB for Llama-3.1-8B, 0.24 ms at 4.3 TB/s), V·K in 8 bits; 8 bytes a row for each of
 V / 64 parts, which `join` reads; a separate product writes and reads logits. 2·M·V·K operations on tensor cores, tiles of 16
 rows whatever M is. Rows beyond M and tokens beyond V are masked. A row with NaN or +inf, or with nothing above -inf, has
@@ -21,16 +21,17 @@ import triton.language as tl
 
 from kernels.quantised_weights import Fp8Weight, Int4Weight, Int8Weight
 from kernels.race import NO_TOKEN
-from kernels.triton.compilation import Compilation
+from kernels.triton.compilation import CAPABILITIES, Compilation
 from kernels.triton.early_launch import early_launch, fetch_rows, let_next_start, start_in_turn, wait_for_previous
+from kernels.triton.fp8_rows import FP8_CAPABILITIES
 from kernels.triton.linear import skinny_tiles
-from kernels.triton.linear_tiles import Tiles, byte_tiles
+from kernels.triton.linear_tiles import Tiles, byte_tiles, decoded
 from kernels.triton.split_sum import empty_sums, step_columns, summed
 from kernels.triton.tuning import capability, multiprocessors, power_of_two
 
 ROWS_MAX = 16
 TILES = Tiles(ROWS_MAX, 64, 128, num_warps=4, num_stages=6)
-TILES_INT8 = Tiles(ROWS_MAX, 64, 256, num_warps=4, num_stages=4, column_warps=4)
+TILES_BYTES = Tiles(ROWS_MAX, 64, 256, num_warps=4, num_stages=4, column_warps=4)
 _ROWS = tl.constexpr(ROWS_MAX)
 _NO_TOKEN = tl.constexpr(NO_TOKEN)
 _NOBODY = tl.constexpr(0x7FFFFFFF)
@@ -59,7 +60,7 @@ def head_kernel(
     for start in range(0, K, COLUMNS):
         x = tl.load(inputs + start, mask=(row < M)[:, None] & (x_column < K - start), other=0.0)
         w = tl.load(weights + start, mask=(token < V)[None, :] & (w_column < K - start), other=0.0)
-        total = tl.dot(x, w.to(x.dtype), total, input_precision="ieee")
+        total = tl.dot(x, decoded(w, x.dtype), total, input_precision="ieee")
     total = summed(total, WARPS)
     if scales is not None:
         total *= tl.load(scales + token, mask=token < V, other=0.0)[None, :]
@@ -85,9 +86,9 @@ def join_kernel(maxima, tokens, out, tiles, TILES: tl.constexpr, EARLY: tl.const
     tl.store(out + row, tl.where((top > float("-inf")) & (top < float("inf")), chosen, _NO_TOKEN))
 
 
-def head_tiles(*, is_int8: bool, capability: int) -> Tiles:
+def head_tiles(*, weight_bytes: int, capability: int) -> Tiles:
     """Cards with 100 KiB of shared memory hold fewer loads under way."""
-    tiles, stages = (TILES_INT8, 3) if is_int8 else (TILES, 4)
+    tiles, stages = (TILES_BYTES, 3) if weight_bytes == 1 else (TILES, 4)
     return replace(tiles, num_stages=stages) if capability in (86, 89, 120) else tiles
 
 
@@ -95,28 +96,31 @@ def bind_greedy_head(
     weight: torch.Tensor | Int8Weight | Fp8Weight | Int4Weight,
 ) -> Callable[[torch.Tensor], torch.Tensor] | None:
     """`greedy_head` with this head; None where its product adds in another order, so that near a tie the two could choose
-    differently, and for weights of 4 bits and e4m3. weight: [V, K]"""
-    if isinstance(weight, Int4Weight | Fp8Weight):
+    differently, and for weights of 4 bits. weight: [V, K], of 8 bits with a scale for each token"""
+    if isinstance(weight, Int4Weight):
         return None
-    is_int8, values = isinstance(weight, Int8Weight), weight.values if isinstance(weight, Int8Weight) else weight
+    is_plain = isinstance(weight, torch.Tensor)
+    values = weight if isinstance(weight, torch.Tensor) else weight.values
     (num_tokens, num_columns), card = values.shape, (capability(values.device), multiprocessors(values.device))
-    product = byte_tiles(1, values.shape, *card) if is_int8 else skinny_tiles(num_tokens, num_columns, *card)
-    own = head_tiles(is_int8=is_int8, capability=card[0])
+    product = skinny_tiles(num_tokens, num_columns, *card) if is_plain else byte_tiles(1, values.shape, *card)
+    own = head_tiles(weight_bytes=values.element_size(), capability=card[0])
     return partial(greedy_head, weight=weight) if replace(product, num_stages=own.num_stages) == own else None
 
 
-def greedy_head(hidden: torch.Tensor, weight: torch.Tensor | Int8Weight, *, out: torch.Tensor | None = None) -> torch.Tensor:
+def greedy_head(
+    hidden: torch.Tensor, weight: torch.Tensor | Int8Weight | Fp8Weight, *, out: torch.Tensor | None = None
+) -> torch.Tensor:
     """Token of each row, or NO_TOKEN: [M] int64, or as `out` is.
 
     hidden: [M, K], M ≤ 16, weight: [V, K] of the same type, or of 8 bits with a scale for each token.
     """
-    values, scales = (weight.values, weight.scales) if isinstance(weight, Int8Weight) else (weight, None)
+    values, scales = (weight, None) if isinstance(weight, torch.Tensor) else (weight.values, weight.scales)
     (rows, num_columns), vocab_size = hidden.shape, values.shape[0]
     assert rows <= ROWS_MAX, f"{rows} rows, {ROWS_MAX} at most"
     out = torch.empty(rows, dtype=torch.int64, device=hidden.device) if out is None else out
     if rows == 0:
         return out
-    sizes = head_tiles(is_int8=scales is not None, capability=capability(hidden.device))
+    sizes = head_tiles(weight_bytes=values.element_size(), capability=capability(hidden.device))
     tiles = triton.cdiv(vocab_size, sizes.block_n)
     maxima = torch.empty(rows, tiles, dtype=torch.float32, device=hidden.device)
     tokens = torch.empty(rows, tiles, dtype=torch.int32, device=hidden.device)
@@ -129,26 +133,32 @@ def greedy_head(hidden: torch.Tensor, weight: torch.Tensor | Int8Weight, *, out:
     return out
 
 
+PARTS = {"maxima": "*fp32", "tokens": "*i32"}
+
+
 def compilations() -> list[Compilation]:
     """Llama-3 and Qwen3 vocabularies."""
-    parts = {"maxima": "*fp32", "tokens": "*i32"}
+    kinds = [("bf16", "bf16", CAPABILITIES), ("fp16", "fp16", (90,))]
+    kinds += [("bf16", "i8", CAPABILITIES), ("bf16", "fp8e4nv", FP8_CAPABILITIES)]
+    heads = [_compilation(rows, weight, card) for rows, weight, cards in kinds for card in cards]
+    join = {**PARTS, "out": "*i64", "tiles": "i32"}
+    return [*heads, Compilation("greedy_head: join", join_kernel, join, {"TILES": 2048}, num_warps=4)]
+
+
+def _compilation(rows: str, weight: str, card: int) -> Compilation:
+    """`rows` and `weight` are types."""
+    tiles = head_tiles(weight_bytes=2 if weight == rows else 1, capability=card)
+    scales, absent = ({}, {"scales": None}) if weight == rows else ({"scales": "*fp32"}, {})
     numbers = dict.fromkeys(("M", "V", "K", "hidden_stride", "weight_stride", "tiles"), "i32")
-    found = [
-        Compilation(
-            f"greedy_head: {dtype}" + (f" × {weight}" if weight != dtype else ""),
-            head_kernel,
-            {"hidden": f"*{dtype}", "weight": f"*{weight}", **parts, **numbers}
-            | ({"scales": "*fp32"} if weight == "i8" else {}),
-            {"TOKENS": tiles.block_n, "COLUMNS": tiles.block_k, "WARPS": tiles.column_warps}
-            | ({} if weight == "i8" else {"scales": None}),
-            num_warps=tiles.num_warps,
-            num_stages=min(tiles.num_stages, 4),
-            tensor_cores=True,
-            small_tile=True,
-            spill_bytes_max=16,  # kept from before the loop until behind it, for a third program on a multiprocessor
-            divisible=("K", "hidden_stride", "weight_stride"),
-        )
-        for dtype, weight, tiles in (("bf16", "bf16", TILES), ("fp16", "fp16", TILES), ("bf16", "i8", TILES_INT8))
-    ]
-    join = {**parts, "out": "*i64", "tiles": "i32"}
-    return [*found, Compilation("greedy_head: join", join_kernel, join, {"TILES": 2048}, num_warps=4)]
+    return Compilation(
+        f"greedy_head_{rows}_{weight}_sm{card}",
+        head_kernel,
+        {"hidden": f"*{rows}", "weight": f"*{weight}", **scales, **PARTS, **numbers},
+        {"TOKENS": tiles.block_n, "COLUMNS": tiles.block_k, "WARPS": tiles.column_warps, **absent},
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+        capabilities=(card,),
+        tensor_cores=True,
+        small_tile=True,
+        divisible=("K", "hidden_stride", "weight_stride"),
+    )

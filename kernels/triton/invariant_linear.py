@@ -16,7 +16,7 @@ from kernels.quantised_weights import FP8, Fp8Weight, Int8Weight
 from kernels.triton.compilation import Compilation
 from kernels.triton.early_launch import early_launch, start_in_turn
 from kernels.triton.linear_fp8 import check_fp8
-from kernels.triton.linear_tiles import Tiles
+from kernels.triton.linear_tiles import Tiles, decoded
 from kernels.triton.split_sum import CONVERT, COUNTERS, STREAM, counters, partial_sums, split_count
 from kernels.triton.tuning import capability, card, multiprocessors
 
@@ -116,9 +116,7 @@ def invariant_kernel(
                 w_mask = w_mask & (inner < K - k)[:, None]
             x = tl.load(x_places + k, mask=x_mask, other=0.0)
             weight = tl.load(w_places + k, mask=w_mask, other=0.0)
-            if weight.dtype.is_fp8() and not x.dtype.is_fp8():
-                weight = weight.to(tl.float32)
-            acc = tl.dot(x, weight.to(x.dtype), acc, input_precision="ieee", max_num_imprecise_acc=BLOCK_K)
+            acc = tl.dot(x, decoded(weight, x.dtype), acc, input_precision="ieee", max_num_imprecise_acc=BLOCK_K)
         sums += acc
     mask = row_mask[:, None] & column_mask[None, :]
     sums, is_last = whole_sums(sums, partials_ptr, counters_ptr, tile, mask, SPLITS, BLOCK_M, BLOCK_N)

@@ -61,6 +61,14 @@ def byte_tiles(num_rows: int, weight_shape: Sequence[int], capability: int, mult
     return Tiles(block_m, 64, block_k, num_warps=4, num_stages=4, splits=splits, column_warps=4 if block_m == 16 else 1)
 
 
+@triton.jit
+def decoded(weight, DTYPE: tl.constexpr):
+    """Weights of 8 bits in the type of the rows, which holds every code exactly; what has that type stays as it is."""
+    if weight.dtype.is_fp8() and not DTYPE.is_fp8():
+        weight = weight.to(tl.float32)
+    return weight.to(DTYPE)
+
+
 @triton.jit(do_not_specialize=["M"])
 def linear_kernel(
     x_ptr,
@@ -127,12 +135,10 @@ def linear_kernel(
             w_mask = column_mask[None, :] & (w_inner < K - k)
             weight = tl.load(w_places + k, mask=w_mask, other=0.0, eviction_policy="evict_first")
         if x.dtype == tl.float32:
-            acc = tl.dot(x, weight.to(tl.float32), acc, input_precision="ieee")
+            acc = tl.dot(x, decoded(weight, x.dtype), acc, input_precision="ieee")
         else:
             # Hopper adds products of fp8 with about 14 bits: its sums are carried over into float32 after each tile.
-            if weight.dtype.is_fp8() and not x.dtype.is_fp8():
-                weight = weight.to(tl.float32)
-            acc = tl.dot(x, weight.to(x.dtype), acc, max_num_imprecise_acc=BLOCK_K // WARPS)
+            acc = tl.dot(x, decoded(weight, x.dtype), acc, max_num_imprecise_acc=BLOCK_K // WARPS)
     acc = summed(acc, WARPS)
     if weight_scales_ptr is not None:
         if COLUMN_SCALES:

@@ -77,8 +77,15 @@ def test_its_tokens_are_those_of_torch(tmp_path: Path) -> None:
     }
 
 
-@pytest.mark.parametrize("layout", [layouts.awq(), layouts.gptq(desc_act=True)], ids=["awq", "gptq in an order"])
-def test_weights_of_4_bits_serve_it_too(layout: layouts.Layout, tmp_path: Path) -> None:
+STORED = {
+    "awq": layouts.awq(),
+    "gptq in an order": layouts.gptq(desc_act=True),
+    "fp8, inputs of values by another scale": layouts.fp8(per_row=False, activations="static", compressed=False),
+}
+
+
+@pytest.mark.parametrize("layout", STORED.values(), ids=STORED)
+def test_weights_of_a_checkpoint_serve_it_too(layout: layouts.Layout, tmp_path: Path) -> None:
     make_model("llama", tmp_path / "model", **layouts.SIZES)
     model = layouts.write(tmp_path / "model", tmp_path / "quantised", layout).directory
     alone = answers(model, ["b"], dtype="float16", **ALONE)

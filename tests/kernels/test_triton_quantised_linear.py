@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,10 +16,12 @@ from engine.runner.model_runner import ModelRunner
 from kernels import ops, quantised_linear
 from kernels.quantised_weights import pack_int4
 from kernels.reference import quantised as reference
+from kernels.triton import quantised_products
 from tests.support.engines import run_to_end, small_engine, tokens, wanted
 from tests.support.tiny_models import make_model
 
 ROUNDED = 0.01  # float16 results of 64 products near one
+FEW, MANY = 3, 17  # up to 16 rows are multiplied as they are
 OUTPUTS, COLUMNS = 32, 64
 CPU_MODULES = quantised_linear._MODULES["cpu"]
 
@@ -35,7 +38,7 @@ def on_triton(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.fixture
 def x() -> torch.Tensor:
     torch.manual_seed(1)
-    rows: torch.Tensor = torch.randn(3, COLUMNS) / float(COLUMNS) ** 0.5
+    rows: torch.Tensor = torch.randn(MANY, COLUMNS) / float(COLUMNS) ** 0.5
     return rows.half()
 
 
@@ -65,7 +68,9 @@ def test_4_bits(x: torch.Tensor, bias: torch.Tensor) -> None:
 @pytest.mark.parametrize("activations", Activations)
 def test_8_bit_floats_with_inputs_rounded_or_not(activations: Activations, x: torch.Tensor, bias: torch.Tensor) -> None:
     packed, scale = ops.pack_fp8(weight()), torch.tensor([0.01])
-    found = fp8_product(packed, bias, activations, scale)(x)
+    product = fp8_product(packed, bias, activations, [(OUTPUTS, scale)])
+    found = product(x)
+    assert_close(product(x[:FEW]), reference.linear_fp8(x[:FEW], packed, bias=bias))
     values: torch.Tensor
     scales: torch.Tensor | None
     values, scales = ops.quantize_rows_fp8(x)  # the interpreter does not round to the nearest
@@ -75,6 +80,24 @@ def test_8_bit_floats_with_inputs_rounded_or_not(activations: Activations, x: to
         values, scales = x, None
     expected = reference.linear_fp8(values, packed, x_scales=scales, out_dtype=torch.float16, bias=bias)
     assert_close(found, expected)
+
+
+@pytest.mark.usefixtures("on_triton")
+def test_rows_of_one_weight_have_inputs_rounded_by_scales_of_their_own(x: torch.Tensor, bias: torch.Tensor) -> None:
+    """A few rows of inputs are multiplied with all of it at once, as they are."""
+    packed = ops.pack_fp8(weight())
+    product = fp8_product(packed, bias, Activations.STATIC, [(16, torch.tensor([0.01])), (16, torch.tensor([0.002]))])
+    found = product(x)
+    for first, scale in ((0, 0.01), (16, 0.002)):
+        part = slice(first, first + 16)
+        values = (x.float() / scale).clamp(-448, 448).to(torch.float8_e4m3fn)
+        own = ops.Fp8Weight(packed.values[part], packed.scales[part])
+        x_scales = torch.tensor([scale])
+        expected = reference.linear_fp8(values, own, x_scales=x_scales, out_dtype=torch.float16, bias=bias[part])
+        assert_close(found[:, part], expected)
+    with mock.patch.object(quantised_products, "linear_fp8", wraps=quantised_products.linear_fp8) as launched:
+        assert_close(product(x[:FEW]), reference.linear_fp8(x[:FEW], packed, bias=bias))
+    assert launched.call_count == 1
 
 
 def assert_close(found: torch.Tensor, expected: torch.Tensor, tolerance: float = ROUNDED) -> None:

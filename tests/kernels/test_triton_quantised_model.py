@@ -14,13 +14,12 @@ import torch
 
 from engine.loop import Engine
 from kernels import ops, quantised_linear
-from kernels.quantised_weights import Int8Weight
+from kernels.quantised_weights import Fp8Weight, Int8Weight
 from kernels.triton import fused_linear, greedy_head
 from kernels.triton.linear_tiles import Tiles
 from tests.support import quantised_checkpoints as layouts
 from tests.support.engines import overlapped_engine, run_to_end, small_engine, tokens, wanted
 from tests.support.interpreted_bf16 import correct_bf16
-from tests.support.interpreted_fp8 import correct_e4m3
 from tests.support.tiny_models import make_model
 
 LAUNCHES_OF_A_LAYER = 7  # qkv, rotation and cache, attention and its merge, out, gate and up, down
@@ -58,22 +57,20 @@ def model_in(folder: Path, layout: layouts.Layout | None = None, *, num_layers: 
     return layouts.write(folder / "plain", folder / "written", layout)
 
 
+FP8_STATIC = layouts.fp8(per_row=False, activations="static", compressed=False)
 FP8_BY_TOKEN = layouts.fp8(per_row=True, activations="dynamic", compressed=True)
 FUSED = {
     "awq": layouts.awq(),
     "gptq in another order": layouts.gptq(desc_act=True),
-    "fp8, a stored scale for rows": layouts.fp8(per_row=False, activations="static", compressed=False),
+    "fp8, a stored scale for the inputs of values and another for those of queries": FP8_STATIC,
     "fp8, rows as they are": layouts.fp8(per_row=True, activations="none", compressed=True),
 }
 
 
 @pytest.mark.parametrize("layout", FUSED.values(), ids=FUSED)
-def test_fused_layers_say_what_the_numbers_of_the_checkpoint_say(
-    layout: layouts.Layout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_fused_layers_say_what_the_numbers_of_the_checkpoint_say(layout: layouts.Layout, tmp_path: Path) -> None:
     """Each token is the most likely one of the float32 twin, or one that rounding to bfloat16 cannot tell from it. Few rows
     are never rounded to 8 bits, whatever the checkpoint does to many: no step here has more than 16."""
-    monkeypatch.setattr(layouts, "input_scale", lambda _: 0.008)
     written = model_in(tmp_path, replace(layout, rounds_input=None))
     reference = written.reference()
     with mock.patch.object(fused_linear, "_launch", wraps=fused_linear._launch) as fused:
@@ -107,7 +104,7 @@ def launches_of_a_step(model: Path, **options: Any) -> int:
     return launches
 
 
-@pytest.mark.parametrize("layout", [layouts.awq(), FP8_BY_TOKEN], ids=["awq", "fp8"])
+@pytest.mark.parametrize("layout", [layouts.awq(), FP8_BY_TOKEN, FP8_STATIC], ids=["awq", "fp8", "fp8-static"])
 def test_a_decode_step_takes_seven_launches_for_a_layer(layout: layouts.Layout, tmp_path: Path) -> None:
     counts = {
         num_layers: launches_of_a_step(
@@ -118,9 +115,22 @@ def test_a_decode_step_takes_seven_launches_for_a_layer(layout: layouts.Layout, 
     assert (counts[3] - counts[1]) / 2 == LAUNCHES_OF_A_LAYER
 
 
-def test_fp8_made_while_reading_gives_the_tokens_of_the_plain_runner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps of few rows leave them as they are in both; the head, which stands for itself, rounds them."""
-    correct_e4m3(monkeypatch)
+ALONE: dict[str, dict[str, Any]] = {"gemma2": {}, "qwen3_moe": {"moe_intermediate_size": 32}, "llama": {"tie_word_embeddings": True}}
+"""Norms on both sides of a branch and mixtures of experts keep their launches; a head that is quantised stands for itself."""
+
+
+@pytest.mark.parametrize("family", ALONE)
+def test_few_rows_are_rounded_nowhere(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_model(family, tmp_path, **{**layouts.SIZES, "num_hidden_layers": 2, "head_dim": 16, **ALONE[family]})
+    rounded = mock.Mock()
+    for module in ("norm", "activation", "fp8_rows"):
+        monkeypatch.setattr(f"kernels.triton.{module}.fp8_outputs", rounded)
+    answers(overlapped_engine, tmp_path, quantization="fp8", dtype="bfloat16")
+    assert not rounded.called
+
+
+def test_fp8_made_while_reading_gives_the_tokens_of_the_plain_runner(tmp_path: Path) -> None:
+    """Steps of few rows leave them as they are in both."""
     model = model_in(tmp_path, num_layers=1).directory
     with mock.patch.object(fused_linear, "_launch", wraps=fused_linear._launch) as fused:
         plain = answers(small_engine, model, quantization="fp8")
@@ -142,12 +152,21 @@ def heads(monkeypatch: pytest.MonkeyPatch) -> list[object]:
 
     table = replace(ops.operations(torch.device("cuda")), bind_greedy_head=bound)
     monkeypatch.setattr(ops, "_table", lambda _: table)
-    monkeypatch.setattr("kernels.triton.linear_int8.byte_tiles", lambda *_: Tiles(16, 64, 256, 4, 4, column_warps=4))
+    for module in ("linear_int8", "linear_fp8"):
+        monkeypatch.setattr(f"kernels.triton.{module}.byte_tiles", lambda *_: Tiles(16, 64, 256, 4, 4, column_warps=4))
     return found
 
 
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("options", [{"quantization": "int8"}, {"head_quantization": "int8"}], ids=str)
+@pytest.mark.parametrize(
+    ("options", "tied"),
+    [
+        ({"quantization": "int8"}, True),
+        ({"head_quantization": "int8"}, True),
+        ({"head_quantization": "int8"}, False),
+        ({"quantization": "fp8"}, False),
+    ],
+    ids=str,
+)
 def test_greedy_steps_read_the_head_that_the_others_read(
     options: dict[str, str], tied: bool, tmp_path: Path, heads: list[object]
 ) -> None:
@@ -156,4 +175,5 @@ def test_greedy_steps_read_the_head_that_the_others_read(
     assert not heads, "the plain runner looks for the largest of the logits"
     assert answers(overlapped_engine, model, **options) == plain
     assert heads
-    assert all(isinstance(weight, Int8Weight) for weight in heads)
+    kind = Fp8Weight if options.get("quantization") == "fp8" else Int8Weight
+    assert all(isinstance(weight, kind) for weight in heads)

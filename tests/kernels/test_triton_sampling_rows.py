@@ -14,7 +14,7 @@ from kernels.cpu import bitmask as bitmask_cpu
 from kernels.cpu import drafts as drafts_cpu
 from kernels.cpu import logprobs as logprobs_cpu
 from kernels.cpu import token_counts as counts_cpu
-from kernels.quantised_weights import Int8Weight, pack_int4, pack_int8
+from kernels.quantised_weights import Fp8Weight, Int8Weight, pack_fp8, pack_int4, pack_int8
 from kernels.reference import bitmask as reference_bitmask
 from kernels.reference import drafts as reference_drafts
 from kernels.reference import greedy_head as reference_head
@@ -132,19 +132,27 @@ def test_the_head_with_its_argmax_finds_the_most_likely_token(
 
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize(("rows", "vocab_size", "hidden_size"), [(1, 1, 64), (3, 67, 96), (16, 200, 300)])
+@pytest.mark.parametrize("kind", [Int8Weight, Fp8Weight])
 def test_a_head_of_8_bits_finds_the_token_of_its_product(
-    rows: int, vocab_size: int, hidden_size: int, dtype: torch.dtype, device: torch.device
+    kind: type[Int8Weight | Fp8Weight],
+    rows: int,
+    vocab_size: int,
+    hidden_size: int,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> None:
-    """Of whole numbers that of the reference, of any others that with the largest logit of `linear_int8`, to the last bit."""
+    """Of whole numbers that of the reference, of any others that with the largest logit of the product of 8-bit weights, to the
+    last bit."""
+    codes, pack = (torch.int8, pack_int8) if kind is Int8Weight else (torch.float8_e4m3fn, pack_fp8)
     values = padded_rows(normal(vocab_size, hidden_size, dtype=dtype, device=device, seed=1).round(), hidden_size + 16)
-    whole = Int8Weight(values.to(torch.int8), torch.full((vocab_size,), 0.5, device=device))
+    whole = kind(values.to(codes), torch.full((vocab_size,), 0.5, device=device))
     hidden = padded_rows(normal(rows, hidden_size, dtype=dtype, device=device).round(), hidden_size + 16)
     out = Guarded((rows,), torch.int64, device)
     greedy_head.greedy_head(hidden, whole, out=out.tensor)
     assert out.check().tolist() == reference_head.greedy_head(hidden, whole).tolist()
-    packed = pack_int8(normal(vocab_size, hidden_size, dtype=torch.float32, device=device, seed=2))
+    packed = pack(normal(vocab_size, hidden_size, dtype=torch.float32, device=device, seed=2))
     x, logits = normal(rows, hidden_size, dtype=dtype, device=device), torch.empty(rows, vocab_size, dtype=dtype, device=device)
-    launch(x, packed.values, greedy_head.TILES_INT8, logits, weight_scales=packed.scales)
+    launch(x, packed.values, greedy_head.TILES_BYTES, logits, weight_scales=packed.scales)
     assert greedy_head.greedy_head(x, packed).tolist() == logits.argmax(-1).tolist()
 
 
@@ -169,7 +177,7 @@ def test_a_head_is_fused_where_its_product_adds_in_the_same_order(device: torch.
 def test_the_heads_of_models_are_fused_in_8_bits_too() -> None:
     for tokens, columns in ((128_256, 4096), (128_256, 2048), (151_936, 1024), (151_936, 4096)):
         for card in ((80, 108), (89, 142), (90, 132), (100, 148)):
-            tiles, own = byte_tiles(1, (tokens, columns), *card), greedy_head.head_tiles(is_int8=True, capability=card[0])
+            tiles, own = byte_tiles(1, (tokens, columns), *card), greedy_head.head_tiles(weight_bytes=1, capability=card[0])
             assert replace(tiles, num_stages=own.num_stages) == own
 
 

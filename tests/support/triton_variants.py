@@ -202,16 +202,18 @@ def write_weights(_: Path, plan: WeightPlan, **__: Any) -> None:
         if isinstance(place, torch.Tensor):
             place.zero_()
         elif name not in plan.optional:
-            place.take(weights_for(name.rpartition(".")[2], place))
+            place.take(weights_for(name, place))
 
 
-def weights_for(kind: str, place: Any) -> torch.Tensor:
+def weights_for(name: str, place: Any) -> torch.Tensor:
+    """Inputs of values are rounded by another scale than those of queries and keys."""
+    kind = name.rpartition(".")[2]
     if kind in ("qweight", "qzeros"):
         return torch.zeros(place.tensor.shape, dtype=torch.int32)
     if kind == "scales":
         return torch.ones(place._shape, dtype=torch.float16)
     if kind in ("weight_scale", "input_scale"):
-        return torch.ones(1)
+        return torch.full((1,), 2.0 if name.endswith("v_proj.input_scale") else 1.0)
     if isinstance(place, Fp8CodesPlace):
         return torch.zeros(place._target.shape, dtype=torch.float8_e4m3fn)
     return torch.ones(place._shape, dtype=torch.bfloat16)
