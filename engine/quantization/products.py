@@ -50,9 +50,9 @@ class StaticFp8Products:
         self, weight: ops.Fp8Weight, bias: torch.Tensor | None, input_scales: Sequence[tuple[int, torch.Tensor]]
     ) -> None:
         sizes = [num_rows for num_rows, _ in input_scales]
-        pieces = zip(weight.values.split(sizes), weight.scales.split(sizes), strict=True)
+        pieces = zip(torch.split(weight.values, sizes), torch.split(weight.scales, sizes), strict=True)
         weights = [ops.Fp8Weight(values, scales) for values, scales in pieces]
-        biases = [None] * len(sizes) if bias is None else bias.split(sizes)
+        biases = [None] * len(sizes) if bias is None else torch.split(bias, sizes)
         scales = [scale for _, scale in input_scales]
         self.parts = [StaticFp8Product(*part) for part in zip(weights, biases, scales, strict=True)]
         # On CPUs, which round every row, each part is packed anew, and nothing would read the whole.

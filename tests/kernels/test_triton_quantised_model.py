@@ -115,7 +115,11 @@ def test_a_decode_step_takes_seven_launches_for_a_layer(layout: layouts.Layout, 
     assert (counts[3] - counts[1]) / 2 == LAUNCHES_OF_A_LAYER
 
 
-ALONE: dict[str, dict[str, Any]] = {"gemma2": {}, "qwen3_moe": {"moe_intermediate_size": 32}, "llama": {"tie_word_embeddings": True}}
+ALONE: dict[str, dict[str, Any]] = {
+    "gemma2": {},
+    "qwen3_moe": {"moe_intermediate_size": 32},
+    "llama": {"tie_word_embeddings": True},
+}
 """Norms on both sides of a branch and mixtures of experts keep their launches; a head that is quantised stands for itself."""
 
 
