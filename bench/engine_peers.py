@@ -107,7 +107,7 @@ def rows_of(model: str, places: Places, options: argparse.Namespace) -> list[tup
     with working(OURS, options.folder, places.model, options.threads, places.logs) as ours:
         for peer, group in groupby(wanted, key=lambda each: each.peer):
             rows += beside(ours, peer, list(group), model, places, options)
-    beaten = slower({each: row.peer for each, row in zip(wanted, rows, strict=True)})
+    beaten = slower({each: row.ratio for each, row in zip(wanted, rows, strict=True)})
     return [(row, each.target(model, judged=each not in beaten)) for each, row in zip(wanted, rows, strict=True)]
 
 

@@ -136,5 +136,5 @@ def revision() -> dict[str, Any]:
             return ""
         return answer.stdout.strip() if answer.returncode == 0 else ""
 
-    changed = git("status", "--porcelain", "--untracked-files=no", "--", "kernels", "engine", "bench")
+    changed = git("status", "--porcelain", "--untracked-files=no", "--", "kernels", "engine", "bench", ":!bench/results")
     return {"revision": git("rev-parse", "HEAD") or os.environ.get("GATEHOUSE_REVISION", "unknown"), "changed": bool(changed)}

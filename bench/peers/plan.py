@@ -65,13 +65,14 @@ def comparisons(model: str) -> list[Comparison]:
     ]
 
 
-def slower(speeds: Mapping[Comparison, float | None]) -> set[Comparison]:
-    """Of vLLM's two settings on the same requests, the one that need not be beaten. Keys are comparisons of one model, values
-    the peer's tokens per second, or None where it was not measured."""
+def slower(ratios: Mapping[Comparison, float | None]) -> set[Comparison]:
+    """Of vLLM's two settings on the same requests, the one that need not be beaten: which we are further ahead of, each beside its
+    own runs of ours, as rates of different minutes cannot be compared. Keys are comparisons of one model, values our rate
+    over the peer's, or None where it was not measured."""
     beaten = set()
-    for one, speed in speeds.items():
-        rivals = [other for each, other in speeds.items() if each.peer in VLLM_SETTINGS and each.count == one.count]
-        if one.peer in VLLM_SETTINGS and any(other is not None and (speed is None or other > speed) for other in rivals):
+    for one, ratio in ratios.items():
+        rivals = [other for each, other in ratios.items() if each.peer in VLLM_SETTINGS and each.count == one.count]
+        if one.peer in VLLM_SETTINGS and any(other is not None and (ratio is None or other < ratio) for other in rivals):
             beaten.add(one)
     return beaten
 

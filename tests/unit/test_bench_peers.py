@@ -137,9 +137,9 @@ def test_of_vllm_settings_the_faster_one_on_the_same_requests_counts() -> None:
     rows = {(each.peer.name, each.count): each for each in comparisons("8M")}
     fast, slow = rows[COMPILED.name, 16], rows[EAGER.name, 16]
     alone, other = rows[EAGER.name, 48], rows[LLAMA.name, 1]
-    assert slower({fast: 300.0, slow: 200.0, alone: 100.0, other: 1.0}) == {slow}
-    assert slower({fast: 100.0, slow: 200.0}) == {fast}
-    assert slower({fast: 100.0, slow: None}) == {slow}
+    assert slower({fast: 1.2, slow: 1.6, alone: 2.0, other: 0.1}) == {slow}
+    assert slower({fast: 2.0, slow: 1.5}) == {fast}
+    assert slower({fast: 1.5, slow: None}) == {slow}
     assert fast.target("8M", judged=True).words == "≥ 1 / 1.5 × peer"
     assert fast.target("8M", judged=False).pass_at is None
 
