@@ -73,10 +73,11 @@ def test_a_greedy_step_of_few_rows_takes_its_tokens_from_the_head(
 
 
 def widths_rounded_alone(make: Callable[..., Engine], model: Path, table: str) -> Counter[int]:
-    """How often which, of the rows that are rounded to 8 bits by themselves, in an engine whose weights have 8 bits."""
+    """How often which, where many rows are rounded to 8 bits by themselves, in an engine whose weights have 8 bits."""
     with mock.patch("kernels.quantised_linear.quantize_rows_fp8", side_effect=fp8_rows.quantize_rows_fp8) as rounded:
-        answers(make, model, table, block_size=16, max_num_batched_tokens=16, quantization="fp8")
-    return Counter(call.args[0].shape[1] for call in rounded.call_args_list)
+        answers(make, model, table, block_size=16, max_num_batched_tokens=32, quantization="fp8")
+    shapes = [call.args[0].shape for call in rounded.call_args_list]
+    return Counter(width for num_rows, width in shapes if num_rows > ops.FUSED_ROWS_MAX)
 
 
 def test_norms_and_activations_make_the_rows_of_products_with_weights_in_8_bits(folder: Path, device: torch.device) -> None:
@@ -86,12 +87,9 @@ def test_norms_and_activations_make_the_rows_of_products_with_weights_in_8_bits(
     make_model("llama", folder / "fp8", num_hidden_layers=2, hidden_size=hidden, num_attention_heads=8, head_dim=16,
                intermediate_size=inner)  # fmt: skip
     plain = widths_rounded_alone(small_engine, folder / "fp8", "cpu")
-    assert plain[inner] == plain[attended]
     tried = 1  # to join the layers into one call, which ends at the first product that cannot be
-    assert 2 * (plain[hidden] - tried) == 5 * plain[attended], "twice in each layer, and for the head"
-    fused = widths_rounded_alone(overlapped_engine, folder / "fp8", "cuda")
-    assert fused[inner] == 0
-    assert 2 * fused[hidden] == fused[attended], "for the head alone"
+    assert plain == {inner: 2, attended: 2, hidden: 4 + tried}
+    assert widths_rounded_alone(overlapped_engine, folder / "fp8", "cuda") == {attended: 2}
 
 
 def test_a_decode_step_of_few_rows_takes_seven_launches_for_a_layer(
