@@ -7,7 +7,7 @@ step from slots); the kernels cannot tell.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -64,6 +64,10 @@ class PagedPlanner:
             self.workspace,
             self._is_row_invariant,
         )
+
+    def plan_like(self, plan: PagedPlan) -> PagedPlan:
+        """For the rows of a plan of another shape: on the device they are the same."""
+        return replace(plan, shape=self._shape, workspace=self.workspace, is_row_invariant=self._is_row_invariant)
 
     def _send(self, values: np.ndarray[Any, np.dtype[np.int32]]) -> torch.Tensor:
         """To the device in one copy. From page-locked memory, which torch reuses only when the copy is over, so that the host

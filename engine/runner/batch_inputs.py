@@ -6,7 +6,7 @@ in the order given. `sampled_rows` leads back to the order of the rows.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from engine.layers.rotary import RotaryTable, Rotation
-from kernels.ops import AnyPlan, AnyPlanner, AttentionRow
+from kernels.ops import AnyPlan, AnyPlanner, AttentionRow, PagedPlan, PagedPlanner
 
 
 class InputRow(NamedTuple):
@@ -81,7 +81,7 @@ def make_batch_inputs(
         rotations=tuple(rotary.at(on_device) for rotary in rotaries),
         slot_mapping=sent[2 * num_tokens : 3 * num_tokens],
         sampled_rows=None if len(wanted) == num_tokens and wanted == list(range(num_tokens)) else sent[3 * num_tokens :],
-        attention=tuple(planner.plan(attention_rows) for planner in planners),
+        attention=tuple(_plans(attention_rows, planners)),
     )
 
 
@@ -91,6 +91,17 @@ def to_device(values: list[int], device: torch.device) -> torch.Tensor:
     if device.type != "cuda":
         return torch.tensor(values, dtype=torch.int64)
     return torch.tensor(values, dtype=torch.int64, pin_memory=True).to(device, non_blocking=True)
+
+
+def _plans(rows: Sequence[AttentionRow], planners: Sequence[AnyPlanner]) -> Iterator[AnyPlan]:
+    """Tables are sent once for all planners that read them on the device."""
+    paged: PagedPlan | None = None
+    for planner in planners:
+        if not isinstance(planner, PagedPlanner):
+            yield planner.plan(rows)
+        else:
+            paged = planner.plan(rows) if paged is None else planner.plan_like(paged)
+            yield paged
 
 
 def _slots(block_table: Sequence[int], start: int, end: int, block_size: int) -> list[int]:

@@ -21,7 +21,7 @@ class Flight:
 
     requests: list[Request]
     starts: list[int]
-    tables: list[list[int]]
+    tables: list[Sequence[int]]
     chunks: list[tuple[int, bool]]
 
     @classmethod

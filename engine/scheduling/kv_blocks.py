@@ -8,13 +8,14 @@ A prefix is continued from device blocks into host blocks when copying them in c
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from engine.scheduling.block_pool import BlockPool
 from engine.scheduling.costs import TokenCosts
 from engine.scheduling.host_tier import HostTier
 from engine.scheduling.prefix_cache import PrefixCache
-from engine.scheduling.request import Request
+from engine.scheduling.request import Request, table_of
 from engine.scheduling.scheduled_batch import BlockMoves
 
 
@@ -139,7 +140,7 @@ class KvBlocks:
         table = parent.block_table[: self.blocks_for(request.num_prompt_tokens)]
         for block_id in table:
             self.pool.share(block_id)
-        self._hold(request, list(table))
+        self._hold(request, table)
         request.num_computed_tokens = request.num_prompt_tokens - 1
         self.make_writable(request, request.num_computed_tokens)
 
@@ -182,10 +183,10 @@ class KvBlocks:
         self.pool.release(request.block_table, is_wanted=is_preempted if request.num_preemptions else None)
         if request.account is not None:
             request.account.num_blocks -= len(request.block_table)
-        request.block_table = []
+        request.block_table = table_of()
 
-    def _hold(self, request: Request, blocks: list[int]) -> None:
-        request.block_table += blocks
+    def _hold(self, request: Request, blocks: Sequence[int]) -> None:
+        request.block_table.extend(blocks)
         if request.account is not None:
             request.account.num_blocks += len(blocks)
 

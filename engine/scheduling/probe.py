@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from engine.protocol import SamplingParams
-from engine.scheduling.request import Request
+from engine.scheduling.request import Request, table_of
 from engine.scheduling.scheduled_batch import ScheduledRequest
 
 
@@ -18,6 +18,6 @@ def probe_item(block_id: int) -> ScheduledRequest:
         max_total_tokens=2,
         stop_ids=frozenset(),
         arrived_s=0.0,
-        block_table=[block_id],
+        block_table=table_of([block_id]),
     )
     return ScheduledRequest(request, 0, 1, samples=True)

@@ -17,6 +17,8 @@ While a step is under way (`scheduling.outcomes`), its tokens stand at the end o
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
@@ -29,6 +31,11 @@ if TYPE_CHECKING:
 
 UNKNOWN_TOKEN = -1
 """In the place of a token that a step under way will yield. Hashing it or sending it to a device fails."""
+
+
+def table_of(block_ids: Iterable[int] = ()) -> array[int]:
+    """Block ids side by side in 32 bits each, as the device reads them: steps copy whole tables."""
+    return array("i", block_ids)
 
 
 class RequestStatus(StrEnum):
@@ -85,7 +92,7 @@ class Request:
     queue_deadline_s: float | None = None
     forked_from: Request | None = None
     status: RequestStatus = RequestStatus.QUEUED
-    block_table: list[int] = field(default_factory=list)
+    block_table: array[int] = field(default_factory=table_of)
     num_computed_tokens: int = 0
     num_prompt_tokens_computed: int = 0
     num_cached_tokens: int = 0

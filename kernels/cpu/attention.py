@@ -156,7 +156,7 @@ class AttentionPlanner:
         blocks, offset = None, 0
         if from_cache:
             first, end = self._visible_blocks(row)
-            blocks = torch.tensor(row.block_table[first:end], dtype=torch.int64).to(self._device)
+            blocks = torch.from_numpy(np.array(row.block_table[first:end], dtype=np.int64)).to(self._device)
             offset = first * shape.block_size
         narrow = shape.sliding_window is not None and row.context_len > shape.sliding_window
         mask = self._mask(row, offset) if shape.causal and (row.start or narrow or shape.softcap is not None) else None

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch.nn import functional
 
@@ -86,7 +87,7 @@ class InvariantPlanner:
                     mask=self._mask(tile),
                 )
             )
-        blocks = torch.tensor(row.block_table[first_block : -(-row.context_len // size)], dtype=torch.int64)
+        blocks = torch.from_numpy(np.array(row.block_table[first_block : -(-row.context_len // size)], dtype=np.int64))
         return TiledRow(blocks.to(self._device), row.context_len - offset, end_tile * QUERY_TILE - offset, tiles)
 
     def _first_key(self, tile: int) -> int:
