@@ -6,12 +6,13 @@ lines, in a virtual machine through two tables.
 A large page is made when a number of it is first written, and only if all of it was asked for before. Memory that a tensor had
 before, or tensors that each ask for themselves and end in the middle of a page, stay on small ones, which the system puts
 together at its leisure: 16 MB in ten seconds, so a model was at its full speed after some minutes. So tensors are laid one
-behind another in pieces of fresh memory, each of which is asked for at once. What the C library keeps of tensors that were freed, as
-those whose numbers have been packed, is given back before each piece: there are never two of a model.
+behind another in pieces of fresh memory, each of which is asked for at once. What the C library keeps of tensors that were freed,
+as those whose numbers have been packed, is given back before each piece: there are never two of a model.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 import threading
@@ -53,10 +54,8 @@ def _piece(size: int) -> torch.Tensor:
         give_back(0)
     whole = -(-size // PAGE_BYTES) * PAGE_BYTES
     memory = mmap.mmap(-1, whole + PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    try:
+    with contextlib.suppress(OSError):  # of a system built without large pages
         memory.madvise(_ADVICE)
-    except OSError:  # a system built without large pages
-        pass
     piece = torch.frombuffer(memory, dtype=torch.uint8)  # keeps the memory
     return piece[-piece.data_ptr() % PAGE_BYTES :][:whole]
 
@@ -65,6 +64,6 @@ _pieces = Pieces()
 
 
 def on_large_pages(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """An uninitialised tensor on the CPU, for as long as the model lives: its piece is not used again before all of it is free."""
+    """An uninitialised tensor on the CPU, for what lives as long as its neighbours: a piece is given back as a whole."""
     size = torch.Size(shape).numel() * dtype.itemsize
     return _pieces.take(size).view(dtype).view(shape)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import mmap
 from pathlib import Path
 
@@ -29,7 +30,7 @@ def test_tensors_lie_one_behind_another_and_never_on_each_other() -> None:
     places = sorted((each.data_ptr(), each.data_ptr() + each.numel()) for each in made)
     assert [each.numel() for each in made] == sizes
     assert all(each.data_ptr() % LINE_BYTES == 0 for each in made)
-    assert all(end <= begin for (_, end), (begin, _) in zip(places, places[1:], strict=False))
+    assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(places))
     assert made[1].data_ptr() == made[0].data_ptr() + LINE_BYTES
     assert made[2].data_ptr() == made[1].data_ptr() + (5 << 20), "a piece is filled before the next is begun"
     assert made[8].data_ptr() == made[5].data_ptr() + (30 << 20), "one that has a piece of its own leaves the others alone"
