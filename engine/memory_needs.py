@@ -23,7 +23,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from engine.config.model import ModelConfig
-from engine.scheduling.step_time import ModelShape
 
 GIB = 1 << 30
 LOGITS_ELEMENTS_MAX = 1 << 25
@@ -143,31 +142,6 @@ class MemoryShape:
             head_dim=config.head_dim,
             windows=config.windows,
             tied_head=config.vocab_size * d if config.has_head and is_tied else 0,
-        )
-
-    @classmethod
-    def of_dimensions(cls, shape: ModelShape) -> MemoryShape:
-        """From dimensions alone: norms and biases, less than a thousandth, are left out."""
-        head = 0 if shape.tied else shape.head_params
-        is_sparse = shape.num_experts > 1
-        qkv = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
-        return cls(
-            matrices=shape.num_params - shape.head_params - head,
-            embedding=shape.head_params,
-            head=head,
-            others=0,
-            kv_token=shape.kv_token_bytes(1),
-            layer_width=_layer_width(
-                shape.hidden_size,
-                qkv + shape.num_heads * shape.head_dim,
-                dense=0 if is_sparse else shape.intermediate_size,
-                chosen=shape.num_chosen_experts if is_sparse else 0,
-                expert=shape.intermediate_size,
-            ),
-            vocab_size=shape.vocab_size,
-            num_heads=shape.num_heads,
-            head_dim=shape.head_dim,
-            tied_head=shape.head_params if shape.tied else 0,
         )
 
     def weights_bytes(self, weights: WeightFormat, element_bytes: int) -> int:

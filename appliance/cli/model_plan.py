@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -17,9 +19,16 @@ def plan(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="A known model, or a folder with a config.json.")],
     gpu: Annotated[str, typer.Option(help="h200, h100, a100 or h20.")] = "h200",
     memory_gib: Annotated[
-        float | None, typer.Option(help="Memory of another GPU, instead of --gpu.", show_default=False)
+        float | None, typer.Option(help="Memory of a card that is otherwise like --gpu.", show_default=False)
     ] = None,
-    quantization: Annotated[str, typer.Option(help="How the weights are kept: none, int8, fp8 or int4.")] = "none",
+    dtype: Annotated[str, typer.Option(help="Numbers computed with: auto, bfloat16, float16 or float32.")] = "auto",
+    quantization: Annotated[
+        str | None,
+        typer.Option(
+            help="Of a folder: what `serve` takes (int8 or fp8 of a plain one). Of a known model: none, int8, fp8, int4.",
+            show_default=False,
+        ),
+    ] = None,
     head_quantization: Annotated[
         str | None, typer.Option(help="How the output head is kept: none or int8.", show_default=False)
     ] = None,
@@ -28,31 +37,34 @@ def plan(
         int | None, typer.Option(help="The context that is wanted; default: the model's.", show_default=False)
     ] = None,
     max_num_seqs: Annotated[int, typer.Option(help="Requests that run at a time.")] = 256,
-    max_num_batched_tokens: Annotated[int, typer.Option(help="Tokens of one step.")] = 8192,
+    max_num_batched_tokens: Annotated[int | None, typer.Option(help="Tokens of one step.", show_default="8192")] = None,
+    enforce_eager: Annotated[bool, typer.Option("--enforce-eager", help="Without graphs and without slots.")] = False,
     gpu_memory_utilization: Annotated[float, typer.Option(help="Share of the memory that may be used.")] = 0.9,
     as_json: AsJson = False,
 ) -> None:
     """Predict the memory that a model takes on a GPU. Fails when it does not fit, with what would help."""
     from engine.errors import EngineError
     from engine.simulator.fitting import facts, memory_fit
-    from engine.simulator.models import find_gpu, find_model
+    from engine.simulator.models import find_gpu
 
     try:
-        known = find_model(model)
-        memory_bytes = find_gpu(gpu).memory_bytes if memory_gib is None else int(memory_gib * GIB)
+        card = find_gpu(gpu)
         fit = memory_fit(
-            known,
-            memory_bytes,
+            model,
+            card if memory_gib is None else replace(card, memory_bytes=int(memory_gib * GIB)),
+            dtype=dtype,
             quantization=quantization,
             head_quantization=head_quantization,
             kv_cache_dtype=kv_cache_dtype,
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
+            enforce_eager=enforce_eager,
             gpu_memory_utilization=gpu_memory_utilization,
         )
     except EngineError as error:
         raise CommandFailed(str(error), code="invalid_option", status=2) from error
+    name = Path(model).expanduser().resolve().name
     if not fit.context_len or (max_model_len is not None and not fit.fits):
-        raise CommandFailed(f"{known.name} does not fit: it {fit.explain()}", code="does_not_fit")
-    output.thing({"model": known.name, **facts(fit)}, as_json=as_json)
+        raise CommandFailed(f"{name} does not fit: it {fit.explain()}", code="does_not_fit")
+    output.thing({"model": name, **facts(fit)}, as_json=as_json)

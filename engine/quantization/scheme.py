@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from engine.config.model import ModelConfig
-from engine.errors import EngineConfigError
+from engine.formats import check_quantization
 from engine.quantization.checkpoint import CheckpointStorage
 from engine.quantization.on_the_fly import PACKERS, HeadOnTheFly, OnTheFly
 from engine.runner.weights import LinearStorage, stored_names
@@ -33,11 +33,10 @@ def weight_scheme(
 ) -> WeightScheme:
     """The scheme of a model directory with its output head as `head` says, None is like the rest. Raises `EngineConfigError`
     where checkpoint and options contradict each other."""
+    check_quantization(config, wanted, head)
     scheme = _layers_scheme(directory, config, wanted, batch_invariant=batch_invariant)
     if head is None:
         return scheme
-    if not config.has_head:
-        raise EngineConfigError("head_quantization", f"= {head!r} cannot be applied: the model has no output head")
     packer = ops.pack_linear if head == UNQUANTISED else PACKERS[head]
     packer = _row_invariant(packer) if batch_invariant else packer
     storage = HeadOnTheFly(scheme.storage, packer, is_plain=head == UNQUANTISED)
@@ -48,19 +47,10 @@ def _layers_scheme(directory: Path, config: ModelConfig, wanted: str | None, *, 
     plain = ops.pack_linear_row_invariant if batch_invariant else ops.pack_linear
     stored = config.quantization
     if stored is not None:
-        if wanted not in (None, stored.method):
-            raise EngineConfigError(
-                "quantization", f"= {wanted!r} cannot be applied: the checkpoint is quantised already ({stored.method})"
-            )
         storage = CheckpointStorage(stored, stored_names(directory), row_invariant=batch_invariant)
         return WeightScheme(stored.method, storage, plain)
     if wanted is None:
         return WeightScheme(UNQUANTISED, None, plain)
-    if wanted not in PACKERS:
-        raise EngineConfigError(
-            "quantization",
-            f"= {wanted!r} is a format of checkpoints, and this one is not quantised; supported here: {', '.join(PACKERS)}",
-        )
     packer = _row_invariant(PACKERS[wanted]) if batch_invariant else PACKERS[wanted]
     return WeightScheme(wanted, OnTheFly(packer, plain), packer)
 

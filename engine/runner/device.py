@@ -7,6 +7,7 @@ import os
 import torch
 
 from engine.errors import EngineConfigError
+from engine.formats import computed_dtype
 from engine.memory_needs import GIB, MemoryNeeds
 from engine.options import CPU_KV_CACHE_BYTES, EngineOptions
 
@@ -27,10 +28,8 @@ def resolve_device(name: str) -> torch.device:
 
 
 def resolve_dtype(name: str, checkpoint_dtype: str, device: torch.device) -> torch.dtype:
-    """`auto` computes in float32 on CPUs (16-bit products are many times slower there), else in the checkpoint's format."""
-    if name != "auto":
-        return DTYPES[name]
-    return torch.float32 if device.type == "cpu" else DTYPES.get(checkpoint_dtype, torch.float32)
+    """The format that is computed in, for the option `dtype` of this name."""
+    return DTYPES[computed_dtype(name, checkpoint_dtype, device.type)]
 
 
 def resolve_kv_dtype(name: str, dtype: torch.dtype) -> torch.dtype:

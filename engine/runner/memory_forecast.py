@@ -8,24 +8,13 @@ from dataclasses import dataclass, replace
 import torch
 
 from engine.config.model import ModelConfig
-from engine.config.quantization import Int4Weights
 from engine.errors import EngineConfigError
+from engine.memory_asked import DeviceMemory, fit_of
 from engine.memory_fit import MemoryFit, gib
-from engine.memory_needs import (
-    EIGHT_BITS,
-    EIGHT_BITS_STORED,
-    FOUR_BITS,
-    HEAD_BITS,
-    Formats,
-    Load,
-    MemoryShape,
-    WeightFormat,
-    unquantised,
-)
 from engine.models.joined_layers import MAX_ROWS
 from engine.options import CPU_KV_CACHE_BYTES, EngineOptions
 from engine.protocol import MemoryPart
-from engine.runner.device import WORKSPACE_BYTES, main_memory_bytes
+from engine.runner.device import WORKSPACE_BYTES, format_name, main_memory_bytes
 from kernels import ops
 
 KEPT_ROWS = 2 * MAX_ROWS
@@ -110,64 +99,33 @@ def forecast_memory(
     has_slots: bool = False,
 ) -> MemoryForecast:
     """Predict from the configuration and what the device says now; the driver's context is there afterwards."""
-    formats = formats_of(config, options, dtype)
     on_cpu = device.type == "cpu"
     if on_cpu:
         ops.operations(device, dtype)  # loads what it compiles for this processor, and the compiler: a part of what is taken
-    load = Load(
-        num_tokens=options.batched_tokens(device.type) + (KEPT_ROWS if on_cpu else 0),
-        num_seqs=options.max_num_seqs,
-        block_size=options.block_size,
+    fit = fit_of(
+        config,
+        options,
+        format_name(dtype),
+        _memory(options, device),
+        draft=draft,
+        kept_rows=KEPT_ROWS if on_cpu else 0,
         num_graphs=num_graphs,
-        on_gpu=device.type == "cuda",
         has_slots=has_slots,
-        batch_invariant=options.batch_invariant,
-    )
-    usable, taken = _memory(options, device)
-    fit = MemoryFit(
-        model=MemoryShape.of(config),
-        formats=formats,
-        load=load,
-        usable_bytes=usable,
-        context_bytes=taken,
-        wanted_len=options.max_model_len or config.max_position_len,
-        draft=None if draft is None else MemoryShape.of(draft),
     )
     kv_bytes = _fixed_kv_bytes(options, device, fit.needs.block_bytes)
     if kv_bytes is not None:
-        fit = replace(fit, wanted_len=min(fit.wanted_len, kv_bytes // fit.needs.block_bytes * load.block_size))
+        fit = replace(fit, wanted_len=min(fit.wanted_len, kv_bytes // fit.needs.block_bytes * options.block_size))
     return MemoryForecast(fit, kv_bytes, name)
 
 
-def formats_of(config: ModelConfig, options: EngineOptions, dtype: torch.dtype) -> Formats:
-    """How weights, keys and values will be kept."""
-    return Formats(
-        weights=_weight_format(config, options, dtype.itemsize),
-        element_bytes=dtype.itemsize,
-        kv_element_bytes=dtype.itemsize if options.kv_cache_dtype == "auto" else 1,
-    )
-
-
-def _weight_format(config: ModelConfig, options: EngineOptions, element_bytes: int) -> WeightFormat:
-    layers, head = _layers_format(config, options, element_bytes), options.head_quantization
-    return layers if head is None else layers._replace(head_bits=HEAD_BITS[head])
-
-
-def _layers_format(config: ModelConfig, options: EngineOptions, element_bytes: int) -> WeightFormat:
-    if config.quantization is None:
-        return unquantised(element_bytes) if options.quantization is None else EIGHT_BITS
-    weights = config.quantization.weights
-    if isinstance(weights, Int4Weights):
-        return FOUR_BITS._replace(group=weights.group_size or config.hidden_size)
-    return EIGHT_BITS_STORED
-
-
-def _memory(options: EngineOptions, device: torch.device) -> tuple[int, int]:
-    """Bytes that this process may reach on the device, others' included, and bytes that are taken already."""
+def _memory(options: EngineOptions, device: torch.device) -> DeviceMemory:
+    """What this process may reach on the device, and what is taken already, by others included."""
     if device.type == "cpu":
-        return main_memory_bytes(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        taken = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        return DeviceMemory(device_type="cpu", usable_bytes=main_memory_bytes(), context_bytes=taken)
     free, total = torch.cuda.mem_get_info(device)
-    return int(total * options.gpu_memory_utilization), total - free + WORKSPACE_BYTES
+    usable = int(total * options.gpu_memory_utilization)
+    return DeviceMemory(device_type="cuda", usable_bytes=usable, context_bytes=total - free + WORKSPACE_BYTES)
 
 
 def _fixed_kv_bytes(options: EngineOptions, device: torch.device, block_bytes: int) -> int | None:

@@ -1,73 +1,70 @@
-"""Would this model fit into that GPU: the engine's own prediction of memory, for a card that is not here. Knows no torch."""
+"""Would this model fit into that GPU: the engine's own prediction of memory, for a card that is not here. Knows no torch.
+
+A folder is read and judged by the code that an engine asks before it loads (`engine.formats`, `engine.memory_asked`). A model
+that is known by name stands for its checkpoint in bfloat16, or in 4 bits where that is asked about.
+"""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+from engine.config.model import load_model_config, parse_model_config
+from engine.config.quantization import KEY
 from engine.errors import EngineConfigError
+from engine.formats import check_formats, computed_dtype
+from engine.memory_asked import DeviceMemory, fit_of
 from engine.memory_fit import MemoryFit
-from engine.memory_needs import (
-    CONTEXT_BYTES,
-    EIGHT_BITS,
-    FOUR_BITS,
-    GRAPHS_MAX,
-    HEAD_BITS,
-    Formats,
-    Load,
-    MemoryShape,
-    unquantised,
-)
-from engine.simulator.models import BLOCK_SIZE, SimulatedModel
+from engine.memory_needs import CONTEXT_BYTES, GRAPHS_MAX
+from engine.options import EngineOptions
+from engine.simulator.models import MODELS, SimulatedGpu, config_of, find_model
 
-ELEMENT_BYTES = 2
-WEIGHTS = {"none": unquantised(ELEMENT_BYTES), "int8": EIGHT_BITS, "fp8": EIGHT_BITS, "int4": FOUR_BITS}
-KV_BYTES = {"auto": ELEMENT_BYTES, "fp8": 1}
+NAMED = ("none", "int8", "fp8", "int4")
+"""How the weights of a known model may be kept; a folder's are asked for as an engine's are."""
+
+FOUR_BITS = {"quant_method": "awq", "bits": 4, "group_size": 128}
 
 
-def memory_fit(
-    model: SimulatedModel,
-    memory_bytes: int,
-    *,
-    quantization: str,
-    head_quantization: str | None = None,
-    kv_cache_dtype: str,
-    max_model_len: int | None,
-    max_num_seqs: int,
-    max_num_batched_tokens: int,
-    gpu_memory_utilization: float,
-) -> MemoryFit:
-    """What an engine with these options needs of `memory_bytes`. Raises `EngineConfigError`, naming the option."""
-    _check("quantization", quantization, WEIGHTS)
-    if head_quantization is not None:
-        _check("head_quantization", head_quantization, HEAD_BITS)
-    _check("kv_cache_dtype", kv_cache_dtype, KV_BYTES)
-    wanted_len = model.max_model_len if max_model_len is None else max_model_len
-    for option, number, highest in (
-        ("max_model_len", wanted_len, model.max_model_len),
-        ("max_num_seqs", max_num_seqs, max_num_batched_tokens),
-        ("max_num_batched_tokens", max_num_batched_tokens, 1 << 24),
-    ):
-        if not 1 <= number <= highest:
-            raise EngineConfigError(option, f"must be between 1 and {highest}, not {number}")
-    if not 0 < gpu_memory_utilization <= 1:
-        raise EngineConfigError("gpu_memory_utilization", f"must be above 0 and at most 1, not {gpu_memory_utilization!r}")
-    weights = WEIGHTS[quantization]
-    weights = weights if head_quantization is None else weights._replace(head_bits=HEAD_BITS[head_quantization])
-    return MemoryFit(
-        model=MemoryShape.of_dimensions(model.shape),
-        formats=Formats(weights=weights, element_bytes=ELEMENT_BYTES, kv_element_bytes=KV_BYTES[kv_cache_dtype]),
-        load=Load(
-            num_tokens=max_num_batched_tokens,
-            num_seqs=max_num_seqs,
-            block_size=BLOCK_SIZE,
-            num_graphs=GRAPHS_MAX,
-            on_gpu=True,
-            has_slots=True,
-        ),
-        usable_bytes=int(memory_bytes * gpu_memory_utilization),
+def memory_fit(model: str, gpu: SimulatedGpu, *, quantization: str | None = None, **asked: Any) -> MemoryFit:
+    """What an engine needs of `gpu` that serves `model`, a folder or a known name, with what is `asked` of `EngineOptions`.
+
+    Raises `EngineConfigError`, naming the option, `NotAModelDirectory` or `UnsupportedModel`, as that engine would.
+    """
+    known = MODELS.get(model.lower())
+    if known is None:
+        folder = _folder(model)
+        config = load_model_config(folder)
+    else:
+        folder, quantized = Path(model), _of_name(quantization or "none")
+        quantization = quantization if quantization in ("int8", "fp8") else None
+        config = parse_model_config({**config_of(known), **quantized}, {})
+    options = EngineOptions(model=folder, device="cuda", quantization=quantization, **asked)
+    dtype = computed_dtype(options.dtype, config.torch_dtype, options.device)
+    check_formats(config, options, dtype, gpu.capability)
+    if options.max_model_len is not None and options.max_model_len > config.max_position_len:
+        longest = config.max_position_len
+        raise EngineConfigError("max_model_len", f"({options.max_model_len}) is longer than the model's context ({longest})")
+    memory = DeviceMemory(
+        device_type=options.device,
+        usable_bytes=int(gpu.memory_bytes * options.gpu_memory_utilization),
         context_bytes=CONTEXT_BYTES,
-        wanted_len=wanted_len,
     )
+    ahead = not options.enforce_eager
+    return fit_of(config, options, dtype, memory, num_graphs=GRAPHS_MAX if ahead else 0, has_slots=ahead)
+
+
+def _folder(model: str) -> Path:
+    """The folder of a model, or of its config.json. Raises `EngineConfigError` with the names that are known."""
+    path = Path(model).expanduser()
+    if not path.exists():
+        find_model(model)
+    return path.parent if path.name == "config.json" else path
+
+
+def _of_name(quantization: str) -> dict[str, Any]:
+    if quantization not in NAMED:
+        raise EngineConfigError("quantization", f"must be one of {', '.join(NAMED)}, not {quantization!r}")
+    return {KEY: FOUR_BITS} if quantization == "int4" else {}
 
 
 def facts(fit: MemoryFit) -> dict[str, Any]:
@@ -88,8 +85,3 @@ def facts(fit: MemoryFit) -> dict[str, Any]:
         "requests_of_that_length": tokens // fit.context_len,
         "note": None if fit.fits else f"the context is shorter than the model's: {fit.explain()}",
     }
-
-
-def _check(option: str, value: str, known: dict[str, Any]) -> None:
-    if value not in known:
-        raise EngineConfigError(option, f"must be one of {', '.join(known)}, not {value!r}")

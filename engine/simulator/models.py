@@ -37,16 +37,18 @@ class SimulatedModel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedGpu:
-    """A GPU by name. `memory_bytes` is what a process sees."""
+    """A GPU by name. `memory_bytes` is what a process sees; `capability` is its compute capability."""
 
     name: str
     speed: DeviceSpeed
     memory_bytes: int
+    capability: tuple[int, int] = (9, 0)
 
 
 def _gpu(name: str, memory_gib: float, bandwidth: float, flops: float, link_bandwidth: float) -> SimulatedGpu:
     speed = DeviceSpeed(bandwidth=bandwidth, flops=flops, link_bandwidth=link_bandwidth)
-    return SimulatedGpu(name=name, speed=speed, memory_bytes=int(memory_gib * GIB))
+    capability = (8, 0) if name == "a100" else (9, 0)
+    return SimulatedGpu(name=name, speed=speed, memory_bytes=int(memory_gib * GIB), capability=capability)
 
 
 GPUS: dict[str, SimulatedGpu] = {
@@ -86,6 +88,9 @@ MODELS: dict[str, SimulatedModel] = {
     )
 }
 
+ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+"""By the first word of a known name."""
+
 
 def find_gpu(name: str) -> SimulatedGpu:
     """The GPU of this name. Raises `EngineConfigError` with those that are known."""
@@ -107,6 +112,24 @@ def find_model(name: str) -> SimulatedModel:
     if not path.is_file():
         raise NotAModelDirectory(f"{path.parent} has no config.json; give the folder of a Hugging Face model")
     return _from_config(path.parent.name, read_json(path))
+
+
+def config_of(model: SimulatedModel) -> dict[str, Any]:
+    """What `config.json` of a known model says about its size."""
+    shape = model.shape
+    return {
+        "architectures": [ARCHITECTURES[model.name.split("-")[0]]],
+        "num_hidden_layers": shape.num_layers,
+        "hidden_size": shape.hidden_size,
+        "num_attention_heads": shape.num_heads,
+        "num_key_value_heads": shape.num_kv_heads,
+        "head_dim": shape.head_dim,
+        "intermediate_size": shape.intermediate_size,
+        "vocab_size": shape.vocab_size,
+        "tie_word_embeddings": shape.tied,
+        "max_position_embeddings": model.max_model_len,
+        "torch_dtype": "bfloat16",
+    }
 
 
 def _from_config(name: str, config: Mapping[str, Any]) -> SimulatedModel:

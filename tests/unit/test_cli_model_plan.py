@@ -79,7 +79,6 @@ def test_four_bits_fit_where_sixteen_do_not(typed: Any) -> None:
         ("--max-model-len", "131073"),
         ("--max-model-len", "0"),
         ("--max-num-seqs", "0"),
-        ("--max-num-seqs", "9000"),
         ("--gpu-memory-utilization", "1.5"),
     ],
 )

@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 from engine import LLM, SamplingParams
 from engine.config.model import load_model_config
 from engine.errors import EngineConfigError
+from engine.formats import formats_of
 from engine.options import EngineOptions
-from engine.runner.memory_forecast import formats_of
 from engine.runner.text_models import load_text_model
 from kernels.quantised_weights import pack_int8
 from kernels.reference.quantised import dequantise_int8
@@ -98,7 +98,7 @@ def test_memory_is_planned_for_the_head_as_it_will_be(
     quantization: str | None, head: str | None, bits: int, model: Path
 ) -> None:
     options = EngineOptions(model=model, quantization=quantization, head_quantization=head)
-    assert formats_of(load_model_config(model), options, torch.bfloat16).weights.head_bits == bits
+    assert formats_of(load_model_config(model), options, "bfloat16").weights.head_bits == bits
 
 
 def test_a_head_that_the_checkpoint_holds_quantised_is_not_quantised_again(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from torch.profiler import ProfilerActivity, profile
 from engine.build import _forecast, build_engine
 from engine.config.model import ModelConfig, load_model_config
 from engine.errors import EngineConfigError
+from engine.memory_asked import DeviceMemory
 from engine.memory_fit import told, underestimated
 from engine.memory_needs import GIB, MemoryShape, invariant_bytes
 from engine.models.decoder import Decoder
@@ -28,6 +29,7 @@ from engine.runner.memory_forecast import KEPT_ROWS, MeasuredMemory, MemoryForec
 from engine.runner.weights import WeightsSize
 from engine.speculation.options import SpeculativeOptions
 from kernels import ops
+from tests.support import quantised_checkpoints as layouts
 from tests.support.engines import small_engine
 from tests.support.tiny_models import FAMILY_SETTINGS, make_model
 from tests.support.tiny_tokenizer import write_tokenizer
@@ -99,6 +101,16 @@ def test_weights_in_eight_bits_are_predicted_but_for_the_scales_of_their_rows(mo
     assert weights.predicted_bytes == pytest.approx(weights.measured_bytes, rel=0.02)
 
 
+@pytest.mark.parametrize(
+    "layout", [layouts.awq(), layouts.gptq(), layouts.fp8(per_row=True, activations="none", compressed=True)]
+)
+def test_weights_of_a_quantised_checkpoint_are_predicted(layout: layouts.Layout, tmp_path: Path) -> None:
+    make_model("llama", tmp_path / "plain", **layouts.SIZES)
+    directory = layouts.write(tmp_path / "plain", tmp_path / "written", layout).directory
+    (weights,) = (part for part in small_engine(directory, num_kv_blocks=8).info.memory if part.name == "weights")
+    assert weights.predicted_bytes == pytest.approx(weights.measured_bytes, rel=0.05)
+
+
 def test_keys_and_values_in_eight_bits_are_predicted(model: Path) -> None:
     engine = build_engine(EngineOptions(model=model, device="cpu", num_kv_blocks=8, kv_cache_dtype="fp8"))
     (cache,) = (part for part in engine.info.memory if part.name == "kv_cache")
@@ -124,7 +136,11 @@ def test_what_a_cpu_has_taken_is_asked_when_its_compiled_kernels_are_loaded(
 ) -> None:
     loaded: list[tuple[object, ...]] = []
     monkeypatch.setattr(ops, "operations", lambda *of: loaded.append(of))
-    monkeypatch.setattr(memory_forecast, "_memory", lambda *_: (64 * GIB, len(loaded) * GIB))
+    monkeypatch.setattr(
+        memory_forecast,
+        "_memory",
+        lambda *_: DeviceMemory(device_type="cpu", usable_bytes=64 * GIB, context_bytes=len(loaded) * GIB),
+    )
     assert forecast(llama_8b, CPU).fit.needs.context_bytes == GIB
     assert loaded == [(CPU, torch.bfloat16)]
 

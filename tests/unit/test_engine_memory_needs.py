@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from engine.config.model import parse_model_config
 from engine.memory_fit import KV_8, WEIGHTS_4, WEIGHTS_8, MemoryFit, gib
 from engine.memory_needs import (
     EIGHT_BITS,
@@ -18,13 +19,19 @@ from engine.memory_needs import (
     invariant_bytes,
     unquantised,
 )
-from engine.simulator.models import MODELS
+from engine.simulator.models import MODELS, config_of
 
 H200 = int(139 * GIB * 0.90)
 RESERVED = 3_000_000_000  # activations, graphs and context in the published figures
 BF16 = Formats(weights=unquantised(2), element_bytes=2, kv_element_bytes=2)
 LOAD = Load(num_tokens=8192, num_seqs=256, block_size=16, num_graphs=20)
-LLAMA_8B = MemoryShape.of_dimensions(MODELS["llama-3.1-8b"].shape)
+
+
+def shape_of(name: str) -> MemoryShape:
+    return MemoryShape.of(parse_model_config(config_of(MODELS[name]), {}))
+
+
+LLAMA_8B = shape_of("llama-3.1-8b")
 
 
 def fit(usable_gib: float, wanted_len: int = 131_072, formats: Formats = BF16, model: MemoryShape = LLAMA_8B) -> MemoryFit:
@@ -42,7 +49,7 @@ def fit(usable_gib: float, wanted_len: int = 131_072, formats: Formats = BF16, m
     ("name", "blocks"), [("llama-3.1-8b", 54_962), ("qwen3-8b", 48_719), ("qwen3-0.6b", 70_916), ("llama-3.2-1b", 245_768)]
 )
 def test_the_blocks_of_an_h200_are_those_of_the_published_figures(name: str, blocks: int) -> None:
-    model = MemoryShape.of_dimensions(MODELS[name].shape)
+    model = shape_of(name)
     needs = MemoryNeeds.of(model, BF16, LOAD, context_bytes=0)
     needs = replace(needs, activations_bytes=0, graphs_bytes=0, slots_bytes=0, context_bytes=RESERVED)
     assert needs.num_blocks(H200) == pytest.approx(blocks, rel=0.005)
@@ -63,7 +70,7 @@ def test_the_blocks_of_an_h200_are_those_of_the_published_figures(name: str, blo
 def test_weights_and_keys_are_those_of_the_published_models(
     name: str, billions: float, kv_bytes: int, four_bit_gb: float
 ) -> None:
-    model = MemoryShape.of_dimensions(MODELS[name].shape)
+    model = shape_of(name)
     assert (model.matrices + model.embedding + model.head) / 1e9 == pytest.approx(billions, rel=1e-3)
     assert model.kv_token * 2 == kv_bytes
     head = MODELS[name].shape.head_params
@@ -120,7 +127,7 @@ def test_a_shorter_context_leaves_more_for_itself_where_splits_take_less() -> No
 
 
 def test_a_draft_model_takes_weights_and_a_part_of_every_block() -> None:
-    draft = MemoryShape.of_dimensions(MODELS["llama-3.2-1b"].shape)
+    draft = shape_of("llama-3.2-1b")
     alone = MemoryNeeds.of(LLAMA_8B, BF16, LOAD, context_bytes=0)
     paired = MemoryNeeds.of(LLAMA_8B, BF16, LOAD, context_bytes=0, draft=draft)
     assert paired.block_bytes == alone.block_bytes + 16 * 32_768

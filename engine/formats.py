@@ -1,0 +1,81 @@
+"""In which formats an engine computes and keeps its numbers, as its checkpoint, its options and its card decide.
+
+What contradicts itself is refused here, before anything is loaded. Knows no torch: `models plan` asks on any machine what an
+engine asks on its own.
+"""
+
+from __future__ import annotations
+
+from engine.config.model import ModelConfig
+from engine.config.quantization import Fp8Weights, Int4Weights
+from engine.errors import EngineConfigError
+from engine.memory_needs import EIGHT_BITS, EIGHT_BITS_STORED, FOUR_BITS, HEAD_BITS, Formats, WeightFormat, unquantised
+from engine.options import EngineOptions
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+ON_THE_FLY = ("int8", "fp8")
+"""Formats that weights are brought into while they are read."""
+
+FP8_CAPABILITY = (8, 9)
+"""The first compute capability with products of fp8 numbers."""
+
+
+def computed_dtype(wanted: str, stored: str, device_type: str) -> str:
+    """`auto` computes in float32 on CPUs (16-bit products are many times slower there), else in the checkpoint's format."""
+    if wanted != "auto":
+        return wanted
+    return stored if device_type != "cpu" and stored in DTYPE_BYTES else "float32"
+
+
+def check_quantization(config: ModelConfig, wanted: str | None, head: str | None) -> None:
+    """Raise `EngineConfigError`, naming the option, where the options of these names contradict the checkpoint."""
+    stored = config.quantization
+    if stored is not None and wanted not in (None, stored.method):
+        raise EngineConfigError(
+            "quantization", f"= {wanted!r} cannot be applied: the checkpoint is quantised already ({stored.method})"
+        )
+    if stored is None and wanted not in (None, *ON_THE_FLY):
+        raise EngineConfigError(
+            "quantization",
+            f"= {wanted!r} is a format of checkpoints, and this one is not quantised; supported here: {', '.join(ON_THE_FLY)}",
+        )
+    if head is not None and not config.has_head:
+        raise EngineConfigError("head_quantization", f"= {head!r} cannot be applied: the model has no output head")
+
+
+def check_formats(config: ModelConfig, options: EngineOptions, dtype: str, capability: tuple[int, int] | None) -> None:
+    """Raise `EngineConfigError`, naming the option, for formats that contradict the checkpoint, or that a GPU of this compute
+    capability has no instructions or no kernel for; None is a CPU."""
+    check_quantization(config, options.quantization, options.head_quantization)
+    if capability is None:
+        return
+    weights = None if config.quantization is None else config.quantization.weights
+    if isinstance(weights, Int4Weights) and DTYPE_BYTES[dtype] > 2:
+        raise EngineConfigError("dtype", "must be bfloat16 or float16 on a GPU for weights of 4 bits")
+    if capability >= FP8_CAPABILITY:
+        return
+    found = f"needs a GPU of compute capability 8.9 or newer, this one has {capability[0]}.{capability[1]}"
+    if options.quantization == "fp8" or isinstance(weights, Fp8Weights):
+        raise EngineConfigError("quantization", f"fp8 {found}; use int8 on a checkpoint that is not quantised")
+    if options.kv_cache_dtype != "auto":
+        raise EngineConfigError("kv_cache_dtype", f"{options.kv_cache_dtype} {found}; use auto")
+
+
+def formats_of(config: ModelConfig, options: EngineOptions, dtype: str) -> Formats:
+    """How weights, keys and values will be kept."""
+    element_bytes = DTYPE_BYTES[dtype]
+    layers, head = _layers_format(config, options, element_bytes), options.head_quantization
+    return Formats(
+        weights=layers if head is None else layers._replace(head_bits=HEAD_BITS[head]),
+        element_bytes=element_bytes,
+        kv_element_bytes=element_bytes if options.kv_cache_dtype == "auto" else 1,
+    )
+
+
+def _layers_format(config: ModelConfig, options: EngineOptions, element_bytes: int) -> WeightFormat:
+    if config.quantization is None:
+        return unquantised(element_bytes) if options.quantization is None else EIGHT_BITS
+    weights = config.quantization.weights
+    if isinstance(weights, Int4Weights):
+        return FOUR_BITS._replace(group=weights.group_size or config.hidden_size)
+    return EIGHT_BITS_STORED

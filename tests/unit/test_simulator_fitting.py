@@ -1,0 +1,140 @@
+"""`models plan` of a folder against the forecast of the engine that would serve it: one prediction, not two."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine.build import _forecast
+from engine.config.model import load_model_config
+from engine.errors import EngineConfigError, NotAModelDirectory, UnsupportedModel
+from engine.memory_fit import MemoryFit
+from engine.memory_needs import CONTEXT_BYTES, GIB
+from engine.options import EngineOptions
+from engine.quantization.card import check_card
+from engine.runner.device import WORKSPACE_BYTES, resolve_dtype
+from engine.simulator.fitting import memory_fit
+from engine.simulator.models import MODELS, SimulatedGpu, find_gpu
+from tests.support import quantised_checkpoints as layouts
+
+GPU = torch.device("cuda", 0)
+LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "max_position_embeddings": 131072,
+    "torch_dtype": "bfloat16",
+}
+FP8 = layouts.fp8(per_row=True, activations="dynamic", compressed=True).settings
+FOLDERS: dict[str, dict[str, Any]] = {
+    "plain": LLAMA,
+    "tied": {**LLAMA, "tie_word_embeddings": True},
+    "float32": {**LLAMA, "torch_dtype": "float32"},
+    "without a dtype": {key: value for key, value in LLAMA.items() if key != "torch_dtype"},
+    "awq": {**LLAMA, "torch_dtype": "float16", "quantization_config": layouts.awq(group_size=128).settings},
+    "awq in one group": {**LLAMA, "quantization_config": layouts.awq(group_size=-1).settings},
+    "gptq": {**LLAMA, "quantization_config": layouts.gptq(group_size=64).settings},
+    "fp8": {**LLAMA, "quantization_config": FP8},
+    "windowed": {**LLAMA, "architectures": ["MistralForCausalLM"], "sliding_window": 4096},
+    "alternating": {**LLAMA, "architectures": ["Gemma2ForCausalLM"], "head_dim": 256, "sliding_window": 4096},
+    "mixture": {
+        **LLAMA,
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+        "mlp_only_layers": [0],
+    },
+}
+
+
+@pytest.fixture(params=FOLDERS)
+def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    return written(tmp_path, FOLDERS[request.param])
+
+
+def written(folder: Path, config: dict[str, Any]) -> Path:
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def engines_own(folder: Path, gpu: SimulatedGpu, monkeypatch: pytest.MonkeyPatch, **asked: Any) -> MemoryFit:
+    """What the engine asks for on a card on which nothing runs but its own context."""
+    free = gpu.memory_bytes - CONTEXT_BYTES + WORKSPACE_BYTES
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free, gpu.memory_bytes))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: gpu.capability)
+    options, config = EngineOptions(model=folder, **asked), load_model_config(folder)
+    dtype = resolve_dtype(options.dtype, config.torch_dtype, GPU)
+    check_card(config, options, dtype, GPU)
+    return _forecast(options, dtype=dtype, device=GPU).fit
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {},
+        {"kv_cache_dtype": "fp8", "head_quantization": "int8", "gpu_memory_utilization": 0.8},
+        {"max_num_seqs": 40, "max_num_batched_tokens": 640, "max_model_len": 2048, "enforce_eager": True},
+    ],
+    ids=["open", "formats", "load"],
+)
+def test_a_folder_is_planned_as_its_engine_forecasts_it(
+    asked: dict[str, Any], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu = replace(find_gpu("h100"), memory_bytes=24 * GIB)
+    planned, forecast = memory_fit(str(folder), gpu, **asked), engines_own(folder, gpu, monkeypatch, **asked)
+    assert planned == forecast
+    assert planned.explain() == forecast.explain()
+
+
+@pytest.mark.parametrize("quantization", ["int8", "fp8", "awq", "gptq", "compressed-tensors", "int4", "none"])
+@pytest.mark.parametrize("name", ["plain", "awq", "gptq", "fp8", "float32"])
+@pytest.mark.parametrize("gpu", ["h200", "a100"])
+def test_what_an_engine_refuses_a_plan_refuses_with_its_words(
+    quantization: str, name: str, gpu: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, card = written(tmp_path, FOLDERS[name]), find_gpu(gpu)
+
+    def said(ask: Callable[[], MemoryFit]) -> MemoryFit | str:
+        try:
+            return ask()
+        except EngineConfigError as error:
+            return str(error)
+
+    expected = said(lambda: engines_own(folder, card, monkeypatch, quantization=quantization))
+    assert said(lambda: memory_fit(str(folder), card, quantization=quantization)) == expected
+
+
+def test_four_bits_of_a_checkpoint_are_what_is_planned_for(tmp_path: Path) -> None:
+    fit = memory_fit(str(written(tmp_path, FOLDERS["awq"])), replace(find_gpu("a100"), memory_bytes=12 * GIB))
+    assert fit.context_len > 0
+    assert fit.needs.weights_bytes / 1e9 == pytest.approx(5.7, rel=0.01)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_known_name_is_planned_as_its_checkpoint(name: str) -> None:
+    fits = {kind: memory_fit(name, find_gpu("h200"), quantization=kind) for kind in (None, "none", "int8", "fp8", "int4")}
+    assert fits[None] == fits["none"]
+    assert fits["none"].needs.weights_bytes == pytest.approx(2 * MODELS[name].shape.num_params, rel=1e-3)
+    assert fits["int8"] == fits["fp8"]
+    assert fits["int4"].needs.weights_bytes < fits["int8"].needs.weights_bytes < fits["none"].needs.weights_bytes
+
+
+def test_a_folder_that_no_engine_would_read_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(NotAModelDirectory, match=r"has no config\.json"):
+        memory_fit(str(tmp_path), find_gpu("h200"))
+    written(tmp_path, {**LLAMA, "architectures": ["BloomForCausalLM"]})
+    with pytest.raises(UnsupportedModel, match="BloomForCausalLM is not supported"):
+        memory_fit(str(tmp_path / "config.json"), find_gpu("h200"))
+    with pytest.raises(EngineConfigError, match=r"must be one of llama-3\.1-8b, .* or a folder"):
+        memory_fit("gpt-9", find_gpu("h200"))
