@@ -157,9 +157,10 @@ class ColumnSampler:
         self.columns.counts[slot].zero_().index_copy_(0, sent[0], sent[1].int())
 
     def _send(self, values: Any, dtype: torch.dtype) -> torch.Tensor:
-        """From page-locked memory, which torch reuses only when the copy is over: the host waits for no step under way."""
-        kept = torch.tensor(values, dtype=dtype, pin_memory=self._device.type == "cuda")
-        return kept.to(self._device, non_blocking=True)
+        """From page-locked memory, which torch reuses only when the copy is over: the host waits for no step under way. Torch
+        locks no tensor that it makes of an array, but a copy of it."""
+        kept = torch.tensor(values, dtype=dtype)
+        return kept.pin_memory().to(self._device, non_blocking=True) if self._device.type == "cuda" else kept
 
     def _write_bias(self, rule: int, sampling: SamplingParams) -> None:
         row = torch.zeros(self._vocab_size, pin_memory=self._device.type == "cuda")

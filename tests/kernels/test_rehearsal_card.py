@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+import numpy as np
 import pytest
 import torch
 
@@ -164,6 +165,8 @@ def test_what_cuda_refuses_is_refused(card: Card) -> None:
         x.index_select(0, here)
     with pytest.raises(TypeError, match="numpy"):
         x.numpy()
+    with pytest.raises(RuntimeError, match="Can't pin tensor constructed from numpy"):
+        torch.tensor(np.arange(3), pin_memory=True)
     assert (x + torch.tensor(1)).tolist() == [2, 3, 4], "a number may come from the host"
     assert x[here].tolist() == [1, 2, 3], "torch copies indices"
     with pytest.raises(RuntimeError, match="non-default stream"):

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import torch
 
 from tests.support.rehearsal.card import CONTEXT_BYTES, SEGMENT_BYTES, Card, Event, Stream
@@ -85,10 +86,13 @@ def in_place_of_cuda(card: Card) -> Iterator[None]:
 
 
 def _made_of_numbers(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """torch makes these in main memory, page-locked where that is asked for, and copies them from there."""
+    """torch makes these in main memory, page-locked where that is asked for, and copies them from there. It locks none that it
+    makes of an array (`internal_new_from_data` in torch/csrc/utils/tensor_new.cpp)."""
 
     def made(data: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         device, is_locked = kwargs.pop("device", None), kwargs.pop("pin_memory", False)
+        if is_locked and isinstance(data, np.ndarray):
+            raise RuntimeError("Can't pin tensor constructed from numpy")
         found = make(data, *args, **kwargs)
         if is_locked:
             found = locked(found)
