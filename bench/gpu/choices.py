@@ -230,7 +230,8 @@ def _prefill(context: Context) -> None:
     q = queries(pages, length, context.dtype)
     starts = torch.tensor([0, length], dtype=torch.int32, device=context.device)
     group = shape.num_heads // shape.num_kv_heads
-    chosen = attention_prefill.prefill_tiling(shape.head_dim, length * group, False, capability(context.device))
+    sizes = (shape.head_dim, pages.cache.element_size(), length * group)
+    chosen = attention_prefill.prefill_tiling(*sizes, False, capability(context.device))
     cases = {
         CHOSEN: chosen,
         "128 × 64": replace(chosen, rows=128, keys=64, num_warps=8),

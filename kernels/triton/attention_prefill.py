@@ -36,9 +36,12 @@ class PrefillTiling:
     num_stages: int
 
 
-def prefill_tiling(head_dim: int, rows: int, windowed: bool, capability: int) -> PrefillTiling:
+def prefill_tiling(head_dim: int, kv_bytes: int, rows: int, windowed: bool, capability: int) -> PrefillTiling:
     """rows: of the longest chunk. 128 rows share what they load of keys and values, which is what the second-level cache of
-    an H200 can deliver; two groups of four warps hold 64 of them each. Shorter chunks have smaller tiles."""
+    an H200 can deliver; two groups of four warps hold 64 of them each. Shorter chunks have smaller tiles. Products of float32
+    have no matrix instructions: their operands lie in registers, which small tiles alone leave room for."""
+    if kv_bytes == 4:
+        return PrefillTiling(min(max(16, power_of_two(rows)), 32), 16, 8, 2)
     width = power_of_two(head_dim)
     small = card(capability).shared_bytes_max < 128 * 1024
     tile_rows = 16 if rows <= 16 else 64 if rows <= 64 or small else 128
@@ -237,7 +240,8 @@ def paged_prefill(
         return out
     assert out.is_contiguous(), "outputs lie together"
     group = shape.num_heads // shape.num_kv_heads
-    tiling = prefill_tiling(shape.head_dim, max_query_len * group, shape.sliding_window is not None, capability(q.device))
+    kv_bytes, rows, windowed = kv_cache.element_size(), max_query_len * group, shape.sliding_window is not None
+    tiling = prefill_tiling(shape.head_dim, kv_bytes, rows, windowed, capability(q.device))
     assert group <= tiling.rows, "a tile holds the heads of at least one query"
     num_tiles = q.shape[0] // (tiling.rows // group) + num_requests
     _prefill_kernel[(num_tiles * shape.num_kv_heads,)](
@@ -301,6 +305,8 @@ def compilations() -> list[Compilation]:
         _compilation("head size 96", AttentionShape(16, 32, 32, 96), "bf16", "bf16", only=H200),
         _compilation("window and soft-cap", gemma, "bf16", "bf16", only=H200),
         _compilation("7 heads", AttentionShape(16, 28, 4, 128), "bf16", "bf16", only=H200),
+        _compilation("float32", llama, "fp32", "fp32", only=H200),
+        _compilation("float32, window and soft-cap", gemma, "fp32", "fp32", only=H200),
         _compilation("short chunks", llama, "bf16", "bf16", max_query_len=16, only=H200),
         _compilation("short chunks fp8e4nv", llama, "bf16", "fp8e4nv", max_query_len=16, only=H200),
         _compilation("short chunks of one head", AttentionShape(16, 32, 32, 128), "bf16", "bf16", max_query_len=16, only=H200),
@@ -321,9 +327,10 @@ def _compilation(
         absent["kv_scales"] = None
     numbers = dict.fromkeys(("num_requests", "num_tiles", "q_stride", "block_stride", "table_stride"), "i32")
     rows = max_query_len * (shape.num_heads // shape.num_kv_heads)
+    kv_bytes = {"fp32": 4, "fp8e4nv": 1}.get(kv_dtype, 2)
     tilings: dict[PrefillTiling, list[int]] = {}
     for number in only or (FP8_CAPABILITIES if "fp8" in kv_dtype else CAPABILITIES):
-        tiling = prefill_tiling(shape.head_dim, rows, shape.sliding_window is not None, number)
+        tiling = prefill_tiling(shape.head_dim, kv_bytes, rows, shape.sliding_window is not None, number)
         tilings.setdefault(tiling, []).append(number)
     return [
         Compilation(
@@ -334,7 +341,7 @@ def _compilation(
             num_warps=tiling.num_warps,
             num_stages=tiling.num_stages,
             capabilities=tuple(numbers_of),
-            tensor_cores=True,
+            tensor_cores=kv_bytes < 4,
             small_tile=tiling.rows < 64,
             spill_bytes_max=SPILL_BYTES_MAX,
             divisible=("q_stride", "block_stride"),

@@ -16,6 +16,7 @@ from tests.support.kernel_tolerances import assert_near, assert_same
 
 interpret_without_gpu()
 from kernels.triton import attention_prefill as prefill  # noqa: E402
+from kernels.triton.tuning import CARDS  # noqa: E402
 
 BLOCK = 16
 SHAPE = AttentionShape(BLOCK, 4, 2, 64)
@@ -130,7 +131,17 @@ def test_short_chunks_over_long_contexts_are_split_like_decodes_where_there_is_r
 def test_the_tiles_of_an_h200_and_of_an_l40_equal_the_loops(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     for number in (90, 89):
         monkeypatch.setattr(prefill, "capability", lambda _, number=number: number)
-        Chunks([(70, 200)], SHAPE, device).compare()
+        Chunks([(70, 200)], SHAPE, device, dtype=torch.float16).compare()
+
+
+@pytest.mark.parametrize("rows", [1, 16, 20, 4096])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_tiles_of_float32_fit_the_smallest_card(head_dim: int, rows: int) -> None:
+    """Queries and a weight for each pair, and two tiles of keys and of values on their way."""
+    for number in CARDS:
+        tiling = prefill.prefill_tiling(head_dim, 4, rows, windowed=False, capability=number)
+        held = 4 * (tiling.rows * (head_dim + tiling.keys) + 2 * tiling.num_stages * tiling.keys * head_dim)
+        assert held <= CARDS[number].shared_bytes_max
 
 
 @pytest.mark.usefixtures("tiles")
