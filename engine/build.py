@@ -115,7 +115,7 @@ def build_engine(options: EngineOptions, *, progress: Callable[[float], None] = 
     if compiles_at_first_use(device):
         with compiling("steps"):
             for decoder in decoders:
-                compile_steps(decoder, limits)
+                compile_steps(decoder, limits, max_guesses=options.max_guesses)
             mover.compile()
             if draft_decoder is not None and options.speculative_config is not None:
                 guesses = options.speculative_config.num_speculative_tokens
@@ -135,7 +135,7 @@ def build_engine(options: EngineOptions, *, progress: Callable[[float], None] = 
     )
     if compiles_at_first_use(device):
         for decoder in decoders:
-            run_largest_step(decoder, limits)
+            run_largest_step(decoder, limits, max_guesses=options.max_guesses)
     num_bytes = model.size.num_bytes + (0 if draft is None else draft.size.num_bytes)
     measured = meter.measured(num_bytes, plan.kv_bytes)
     times.done("speed")
@@ -161,7 +161,14 @@ def build_engine(options: EngineOptions, *, progress: Callable[[float], None] = 
     asks_host = model.decoder.asks_host
     meter.begin_slots()
     ahead = slot_runner(
-        runner, target_decoder, masks, scheduler.limits, device, asks_host=asks_host, lands_at_once=lands_at_once
+        runner,
+        target_decoder,
+        masks,
+        scheduler.limits,
+        device,
+        max_guesses=options.max_guesses,
+        asks_host=asks_host,
+        lands_at_once=lands_at_once,
     )
     meter.begin_graphs()
     ahead.warm_up()

@@ -183,7 +183,7 @@ class Engine:
 
     def _compute(self, batch: ScheduledBatch, started_s: float) -> list[TokenEvent]:
         items = batch.items
-        outputs = run_isolated(self._runner, items)
+        outputs = run_isolated(self._runner, items) if self._overlapped is None else self._overlapped.verify(items)
         self._follow_grammars([item.request for item in items], outputs)
         predicted_s = self._predict(batch)
         events = self._scheduler.apply(batch, outputs)

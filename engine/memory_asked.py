@@ -38,6 +38,7 @@ def fit_of(
     load = Load(
         num_tokens=options.batched_tokens(memory.device_type) + kept_rows,
         num_seqs=options.max_num_seqs,
+        num_guesses=options.max_guesses,
         block_size=options.block_size,
         num_graphs=num_graphs,
         on_gpu=memory.device_type == "cuda",

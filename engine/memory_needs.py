@@ -9,7 +9,8 @@ b_kv bytes per weight, per number computed with and per stored key or value, T t
                      mixture of k experts (k + 2)·f + (k + 6)·d; 2(H + K)·D + 5d in attention
     graphs       G = A of the largest captured step, and a fixed price for each captured size
     slots        S = R·(splits of the context·H·(D + 1)·4 for each window + V·(4 + b)) + 16·V·4, on a GPU: what decodes leave
-                     between two kernels, counts of tokens, logits that wait for masks, biases. Batch-invariant decodes leave
+                     between two kernels, counts of tokens, logits that wait for masks, biases. Rows of guesses add to R,
+                     though not to the counts. Batch-invariant decodes leave
                      max(R, 64)·(context / 256)·H·(D + 2)·4 for each window, at most 256 MiB, and b is 4
     context      C = the driver's context, the libraries' workspaces, the kernels' code
     KV blocks      = floor((share·memory − W − A − G − S − C) / (block_size·2·L·K·D·b_kv))
@@ -156,9 +157,9 @@ class MemoryShape:
         logits = min(num_rows * self.vocab_size, LOGITS_ELEMENTS_MAX) * 4 * 2
         return max(num_tokens * self.layer_width * element_bytes, logits)
 
-    def graphs_bytes(self, num_graphs: int, num_seqs: int, element_bytes: int) -> int:
-        """What `num_graphs` captured steps of up to `num_seqs` requests hold; they share one pool of activations."""
-        return num_graphs * GRAPH_BYTES + self.activations_bytes(num_seqs, num_seqs, element_bytes) if num_graphs else 0
+    def graphs_bytes(self, num_graphs: int, num_rows: int, element_bytes: int) -> int:
+        """What `num_graphs` captured steps of up to `num_rows` rows hold; they share one pool of activations."""
+        return num_graphs * GRAPH_BYTES + self.activations_bytes(num_rows, num_rows, element_bytes) if num_graphs else 0
 
     def splits_bytes(self, num_seqs: int, context_len: int, kv_element_bytes: int, *, batch_invariant: bool = False) -> int:
         """What `num_seqs` decodes of up to `context_len` tokens leave for the kernel that puts their parts together, which are
@@ -169,9 +170,9 @@ class MemoryShape:
         splits = sum(num_splits(context_len, self.head_dim, kv_element_bytes, window) for window in self.windows)
         return num_seqs * splits * self.num_heads * (self.head_dim + 1) * 4
 
-    def columns_bytes(self, num_seqs: int, element_bytes: int) -> int:
-        """What sampling keeps for `num_seqs` slots."""
-        return self.vocab_size * (num_seqs * (4 + element_bytes) + BIAS_ROWS * 4)
+    def columns_bytes(self, num_seqs: int, element_bytes: int, *, num_guesses: int = 0) -> int:
+        """What sampling keeps for `num_seqs` slots and as many rows, or `num_guesses` more."""
+        return self.vocab_size * (num_seqs * (4 + element_bytes) + num_guesses * element_bytes + BIAS_ROWS * 4)
 
 
 def _layer_width(hidden: int, attended: int, *, dense: int, chosen: int = 0, expert: int = 0) -> int:
@@ -208,12 +209,14 @@ class Formats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """What an engine is to hold: steps of `num_tokens`, `num_seqs` requests, blocks of `block_size`, captured sizes. `on_gpu`:
-    decodes are cut into splits, `batch_invariant` ones by position. `has_slots`: steps are launched ahead over slots."""
+    """What an engine is to hold: steps of `num_tokens`, `num_seqs` requests with `num_guesses` rows beyond one for each, blocks
+    of `block_size`, captured sizes. `on_gpu`: decodes are cut into splits, `batch_invariant` ones by position. `has_slots`:
+    steps are launched ahead over slots."""
 
     num_tokens: int
     num_seqs: int
     block_size: int
+    num_guesses: int = 0
     num_graphs: int = 0
     on_gpu: bool = False
     has_slots: bool = False
@@ -249,13 +252,15 @@ class MemoryNeeds:
         size = formats.element_bytes
         drafts_bytes = 0 if draft is None else draft.weights_bytes(unquantised(size), size)
         logits_bytes = 4 if load.batch_invariant else size
-        asked = load.num_seqs, context_len, formats.kv_element_bytes
+        rows = load.num_seqs + load.num_guesses
+        asked = rows, context_len, formats.kv_element_bytes
+        columns = model.columns_bytes(load.num_seqs, logits_bytes, num_guesses=load.num_guesses)
         splits = [each.splits_bytes(*asked, batch_invariant=load.batch_invariant) for each in both if load.on_gpu]
         return cls(
             weights_bytes=model.weights_bytes(formats.weights, size) + drafts_bytes,
-            activations_bytes=max(each.activations_bytes(load.num_tokens, load.num_seqs, size) for each in both),
-            graphs_bytes=model.graphs_bytes(load.num_graphs, load.num_seqs, size),
-            slots_bytes=max(splits, default=0) + (model.columns_bytes(load.num_seqs, logits_bytes) if load.has_slots else 0),
+            activations_bytes=max(each.activations_bytes(load.num_tokens, rows, size) for each in both),
+            graphs_bytes=model.graphs_bytes(load.num_graphs, rows, size),
+            slots_bytes=max(splits, default=0) + (columns if load.has_slots else 0),
             context_bytes=context_bytes,
             block_bytes=sum(each.kv_token for each in both) * formats.kv_element_bytes * load.block_size,
             block_size=load.block_size,

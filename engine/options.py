@@ -10,7 +10,7 @@ from pathlib import Path
 
 from engine.cpu_environment import num_cores
 from engine.errors import EngineConfigError
-from engine.speculation.options import SpeculativeOptions
+from engine.speculation.options import STEP_GUESSES_MAX, SpeculativeOptions
 
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -125,6 +125,12 @@ class EngineOptions:
             raise EngineConfigError("shared_prefixes", f"must be a list of files, not {prefixes!r}")
         if len(prefixes) > SHARED_PREFIXES_MAX:
             raise EngineConfigError("shared_prefixes", f"takes at most {SHARED_PREFIXES_MAX} files")
+
+    @property
+    def max_guesses(self) -> int:
+        """Rows of a step over slots beyond one for each request; a draft model's guesses never stand in one."""
+        speculative = self.speculative_config
+        return 0 if speculative is None or speculative.model is not None else STEP_GUESSES_MAX
 
     def batched_tokens(self, device_type: str) -> int:
         """The token budget of a step: as asked, else what suits the device and lets every seat decode."""

@@ -54,6 +54,10 @@ class AheadRunner(Runner, Protocol):
         """Begin a step, behind those begun before it. Raises when it cannot."""
         ...
 
+    def launch_guesses(self, items: Sequence[ScheduledRequest]) -> Landing:
+        """As `launch`, a step in which some rows verify guesses; everything before it is settled."""
+        ...
+
     def forget(self) -> None:
         """What the device holds of requests is in doubt: send it again with the next step."""
         ...
@@ -135,6 +139,31 @@ class OverlappedSteps:
                 self.fallbacks.note("a step gave no token where the plain way has one")
                 self._distrust(behind)
         return outputs
+
+    def verify(self, items: Sequence[ScheduledRequest]) -> list[StepOutput]:
+        """Results of a step in which some rows verify guesses: how far those get is not known beforehand, so nothing is under
+        way before it or launched behind it."""
+        found = self._verified(items) if self._runner.launches(items) else None
+        if found is None:
+            return run_isolated(self._runner, items)
+        failed = [row for row, output in enumerate(found) if output is None]
+        if failed:
+            again = run_isolated(self._runner, [items[row] for row in failed])
+            for row, output in zip(failed, again, strict=True):
+                found[row] = output
+            if any(output.error is None for output in again):
+                self.fallbacks.note("a step gave no token where the plain way has one")
+        return [StepOutput([output]) if isinstance(output, int) else output for output in found if output is not None]
+
+    def _verified(self, items: Sequence[ScheduledRequest]) -> list[RowResult] | None:
+        try:
+            landing = self._runner.launch_guesses(items)
+            landing.complete()
+            return landing.outputs()
+        except Exception as error:  # noqa: BLE001 - noted, with its traceback
+            self.fallbacks.note("a step with guesses failed", error)
+            self._runner.forget()
+            return None
 
     def _wait(self, step: StepUnderWay) -> list[RowResult] | None:
         if step.landing is None:

@@ -54,18 +54,20 @@ def slot_runner(
     limits: SchedulerLimits,
     device: torch.device,
     *,
+    max_guesses: int = 0,
     asks_host: bool = False,
     lands_at_once: bool = False,
 ) -> SlotRunner:
-    """A runner over slots for all seats of the engine. `asks_host`: the decoder does, so its steps are not captured;
-    `lands_at_once`: as a CPU's, whose steps are over when they were launched."""
+    """A runner over slots for all seats of the engine. `max_guesses`: of a step. `asks_host`: the decoder does, so its steps
+    are not captured; `lands_at_once`: as a CPU's, whose steps are over when they were launched."""
     return SlotRunner(
         plain,
         target,
-        ColumnSampler(limits.max_num_seqs, target.vocab_size, device, dtype=target.dtype),
+        ColumnSampler(limits.max_num_seqs, target.vocab_size, device, max_guesses=max_guesses, dtype=target.dtype),
         HostMasks(masks),
         _calls(device, asks_host=asks_host),
         max_num_seqs=limits.max_num_seqs,
+        max_guesses=max_guesses,
         num_columns=-(-limits.max_model_len // limits.block_size),
         block_size=limits.block_size,
         device=device,

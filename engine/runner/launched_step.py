@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from engine.grammar.spec import GrammarError
 from engine.runner.staging import Fetch
 from engine.sampling import scores
-from engine.sampling.sampler import NO_TOKEN
+from engine.sampling.acceptance import accept_equal
+from engine.sampling.sampler import NO_TOKEN, SampledToken
 from engine.scheduling.scheduled_batch import RowResult, StepOutput
 
 Choosing = tuple[Fetch, dict[int, GrammarError]]
@@ -20,13 +21,15 @@ class LaunchedStep:
     """Where the tokens of a step will arrive.
 
     `rows[i]` is the item that token i belongs to, all of them in order if None. `scored`: (token, number of likeliest ones) of
-    those with log-probabilities. `choice` is what still has to be begun, `errors` what came of it.
+    those with log-probabilities. `guesses`: what a request had guessed, by the first of its tokens, of which there is one more.
+    `choice` is what still has to be begun, `errors` what came of it.
     """
 
     num_items: int
     num_sampled: int
     rows: list[int] | None = None
     scored: list[tuple[int, int]] = field(default_factory=list)
+    guesses: dict[int, list[int]] = field(default_factory=dict)
     fetch: Fetch | None = None
     choice: Callable[[], Choosing] | None = None
     errors: dict[int, GrammarError] = field(default_factory=dict)
@@ -40,12 +43,26 @@ class LaunchedStep:
         """One per item, None where no token could be drawn."""
         assert self.choice is None, "the step was not completed"
         results = self._results()
+        if self.guesses:
+            results = self._accepted(results)
         if self.rows is None:
             return results
         outputs: list[RowResult] = [StepOutput() for _ in range(self.num_items)]
         for row, result in zip(self.rows, results, strict=True):
             outputs[row] = result
         return outputs
+
+    def _accepted(self, results: Sequence[RowResult]) -> list[RowResult]:
+        """One per request; None where the first token could not be drawn."""
+        kept: list[RowResult] = []
+        row = 0
+        while row < len(results):
+            guesses = self.guesses.get(row, ())
+            drawn = results[row : row + 1 + len(guesses)]
+            is_alone = not guesses or drawn[0] is None
+            kept.append(drawn[0] if is_alone else accept_equal([_sampled(result) for result in drawn], guesses))
+            row += len(drawn)
+        return kept
 
     def _results(self) -> list[RowResult]:
         """One per token."""
@@ -61,3 +78,9 @@ class LaunchedStep:
         for index, error in self.errors.items():
             results[index] = StepOutput(error=str(error), error_param=error.param)
         return results
+
+
+def _sampled(result: RowResult) -> SampledToken:
+    if isinstance(result, StepOutput):
+        return SampledToken(result.token_ids[0], None if result.logprobs is None else result.logprobs[0])
+    return SampledToken(result)

@@ -4,6 +4,9 @@ A step in which every row is one token that yields another is `DecodeStep`, repl
 of prompts is the plain forward pass over rows made on the host, with the tokens put in that only the device knows. Either way
 tokens go from slot to slot on the device, and a copy of them reaches the host while the next step runs.
 
+A step in which requests verify guesses (`choosing_rows`) is one or the other, with a row for each guess. Nothing is launched
+behind it before it is settled.
+
 Rows that need a mask from the host (a grammar) wait for the token before theirs. The others of their step do not wait for more
 than that: the step is launched ahead as far as its logits, and `LaunchedStep.complete` begins the choice of all tokens, when
 the step before it has been settled and while the device still computes.
@@ -19,6 +22,7 @@ import torch
 from engine.grammar.masks import StepMasks
 from engine.grammar.spec import GrammarError
 from engine.runner.batch_inputs import InputRow, forward_order
+from engine.runner.choosing_rows import ChoosingRows
 from engine.runner.cuda_graphs import Calls
 from engine.runner.decode_step import DecodeStep, step_size
 from engine.runner.embedder import TextModel
@@ -37,6 +41,7 @@ from engine.sampling_params import TOP_LOGPROBS_MAX
 from engine.scheduling.scheduled_batch import BlockMoves, ScheduledRequest, StepOutput
 
 NO_ROWS: list[int] = []
+NO_INPUTS: list[list[int]] = [[]] * 5
 
 Begun = Callable[[], StepMasks]
 """Masks that are being filled."""
@@ -61,26 +66,38 @@ class SlotRunner:
         calls: Calls,
         *,
         max_num_seqs: int,
+        max_guesses: int,
         num_columns: int,
         block_size: int,
         device: torch.device,
         lands_at_once: bool = False,
     ) -> None:
-        """`num_columns`: blocks of the longest request. `lands_at_once`: a step is over when it was launched, and is recorded
-        instead of rounded up to one of the sizes of graphs."""
+        """`max_guesses`: of all requests of a step, 0 if none are made. `num_columns`: blocks of the longest request.
+        `lands_at_once`: a step is over when it was launched, and is recorded instead of rounded up to one of the sizes of
+        graphs."""
         self.plain = plain
         self._target = target
         self._sampler = sampler
         self._masks = masks
         self._calls = calls
         self._max_rows = max_num_seqs
+        self._max_guesses = max_guesses
+        self._block_size = block_size
         self.lands_at_once = lands_at_once
         self._device = device
         self._state = SlotState(max_num_seqs, num_columns, device=device, dtype=target.dtype)
         self._slots = SlotTable(self._state, sampler)
-        self._step = DecodeStep(target, self._state, sampler, block_size=block_size, device=device, is_recorded=lands_at_once)
+        self._step = DecodeStep(
+            target,
+            self._state,
+            sampler,
+            max_rows=max_num_seqs + max_guesses,
+            block_size=block_size,
+            device=device,
+            is_recorded=lands_at_once,
+        )
         self._staging = Staging(device)
-        self._return = TokenReturn(max_num_seqs, scores.width(TOP_LOGPROBS_MAX), device=device)
+        self._return = TokenReturn(max_num_seqs + max_guesses, scores.width(TOP_LOGPROBS_MAX), device=device)
         self._rows: list[int] = []  # what stands in `DecodeStep.rows`
         self._wants = Wants(Kind(), [], [])
         self._decodes: Sequence[ScheduledRequest] = []  # of the last step of one token each: mostly those of the next one
@@ -126,16 +143,27 @@ class SlotRunner:
         return self._launch_rows(items)
 
     @torch.inference_mode()
-    def make_ready(self, num_rows: int, kind: Kind | None) -> int:
-        """Have the decode step of so many rows captured, None as far as its logits; the size that it is rounded up to."""
-        return self._ready(num_rows, kind)
+    def launch_guesses(self, items: Sequence[ScheduledRequest]) -> LaunchedStep:
+        """Begin a step in which some rows verify guesses; all before it is settled."""
+        if all(item.samples and item.num_tokens == 1 + item.num_draft_tokens for item in items):
+            return self._launch_guesses(items)
+        return self._launch_rows(items, has_guesses=True)
 
-    def _ready(self, num_rows: int, kind: Kind | None) -> int:
-        size = num_rows if self.lands_at_once else step_size(num_rows, self._max_rows)
-        key = size, kind
-        if not self._calls.is_ready(key):
-            self._write_rows(NO_ROWS, size)  # of nothing but padding: the step changes nothing
-            self._calls.make_ready(key, lambda: self._step(size, kind))
+    @torch.inference_mode()
+    def make_ready(self, num_rows: int, kind: Kind | None, *, has_guesses: bool = False) -> int:
+        """Have the decode step of so many rows captured, None as far as its logits; the size that it is rounded up to."""
+        return self._ready(num_rows, kind, has_guesses=has_guesses)
+
+    def _ready(self, num_rows: int, kind: Kind | None, *, has_guesses: bool = False) -> int:
+        max_rows = self._max_rows + (self._max_guesses if has_guesses else 0)
+        size = num_rows if self.lands_at_once else step_size(num_rows, max_rows)
+        key = size, kind, has_guesses
+        if not self._calls.is_ready(key):  # captured with nothing but padding: the step changes nothing
+            if has_guesses:
+                self._write_inputs(NO_INPUTS, size)
+            else:
+                self._write_rows(NO_ROWS, size)
+            self._calls.make_ready(key, lambda: self._step(size, kind, has_guesses=has_guesses))
         return size
 
     def warm_up(self) -> None:
@@ -143,11 +171,15 @@ class SlotRunner:
         if compiles_at_first_use(self._device):
             with compiling("choices"):
                 self._compile_choices()
-        for num_rows in WARM_ROWS:
-            if num_rows <= self._max_rows:
-                for kind in (Kind(), Kind(greedy=True)):
-                    self._step.make_ready(kind)
-                    self.make_ready(num_rows, kind)
+        self._warm_up([num_rows for num_rows in WARM_ROWS if num_rows <= self._max_rows], has_guesses=False)
+        if self._max_guesses:
+            self._warm_up(WARM_ROWS[1:], has_guesses=True)
+
+    def _warm_up(self, sizes: Sequence[int], *, has_guesses: bool) -> None:
+        for kind in (Kind(), Kind(greedy=True)):
+            self._step.make_ready(kind, has_guesses=has_guesses)
+            for num_rows in sizes:
+                self.make_ready(num_rows, kind, has_guesses=has_guesses)
 
     @torch.inference_mode()
     def _compile_choices(self) -> None:
@@ -175,15 +207,32 @@ class SlotRunner:
         size = self._ready(len(slots), kind)
         if slots is not self._rows:
             self._write_rows(slots, size)
-        masked = _masked_rows(items, wants) if wants.masked else []
+        return self._run_step(items, size, wants, LaunchedStep(len(items), len(items)))
+
+    def _launch_guesses(self, items: Sequence[ScheduledRequest]) -> LaunchedStep:
+        rows = ChoosingRows.of(items, self._slots.update_beside_guesses(items))
+        wants = self._sampler.wants(rows.slots)
+        size = self._ready(len(rows.slots), None if wants.masked else wants.kind, has_guesses=True)
+        self._write_inputs(rows.inputs(self._block_size), size)
+        launched = LaunchedStep(len(items), len(rows.slots), guesses=rows.guesses)
+        return self._run_step(rows.items, size, wants, launched)
+
+    def _run_step(self, rows: Sequence[ScheduledRequest], size: int, wants: Wants, launched: LaunchedStep) -> LaunchedStep:
+        """A decode step whose buffers are written; `rows`: whose they are."""
+        kind, has_guesses = None if wants.masked else wants.kind, bool(launched.guesses)
+        masked = _masked_rows(rows, wants) if wants.masked else []
         begun = self._begin_masks(masked)
-        self._calls.run((size, kind), lambda: self._step(size, kind))
-        launched = LaunchedStep(len(items), len(items), scored=wants.scored)
+        self._calls.run((size, kind, has_guesses), lambda: self._step(size, kind, has_guesses=has_guesses))
+        launched.scored = wants.scored
         if wants.masked:
-            launched.choice = partial(self._choose_decodes, len(slots), size, wants, masked, begun)
+            launched.choice = partial(self._choose_decodes, len(rows), size, wants, masked, begun)
         else:
-            launched.fetch = self._fetch(len(slots), wants.kind)
+            launched.fetch = self._fetch(len(rows), wants.kind)
         return launched
+
+    def _write_inputs(self, inputs: Sequence[Sequence[int]], size: int) -> None:
+        self._step.write_inputs(inputs, size)
+        self._rows = NO_ROWS
 
     def _write_rows(self, slots: list[int], size: int) -> None:
         padded = slots + [NOTHING] * (size - len(slots))
@@ -206,26 +255,28 @@ class SlotRunner:
         table = self._step.scores[:num_rows, : scores.width(kind.num_top)] if kind.num_top else None
         return self._return.send(self._step.sampled[:num_rows], table)
 
-    def _launch_rows(self, items: Sequence[ScheduledRequest]) -> LaunchedStep:
+    def _launch_rows(self, items: Sequence[ScheduledRequest], *, has_guesses: bool = False) -> LaunchedStep:
         """A step with chunks of prompts, computed by the plain forward pass."""
         sampling = [row for row, item in enumerate(items) if item.samples]
         chosen = [items[row] for row in sampling]
-        slots = self._slots.update(chosen) if chosen else NO_ROWS
-        wants = self._sampler.wants(slots)
-        masked = _masked_rows(chosen, wants) if wants.masked else []
+        update = self._slots.update_beside_guesses if has_guesses else self._slots.update
+        slots = update(chosen) if chosen else NO_ROWS
+        choosing = ChoosingRows.of(chosen, slots)
+        wants = self._sampler.wants(choosing.slots)
+        masked = _masked_rows(choosing.items, wants) if wants.masked else []
         begun = self._begin_masks(masked)
         rows = [_input_row(item) for item in items]
         inputs = self._target.prepare(rows)
         self._put_in(rows, dict(zip(sampling, slots, strict=True)), inputs.token_ids)
         hidden = self._target.forward(inputs)
-        launched = LaunchedStep(len(items), len(sampling), sampling)
+        launched = LaunchedStep(len(items), len(choosing.slots), sampling, guesses=choosing.guesses)
         if not sampling:
             return launched
-        where = self._staging.send([slots, [item.start + item.num_tokens for item in chosen]])
+        where = self._staging.send([choosing.slots, choosing.positions])
         choose = partial(self._choose_rows, self._target.logits(hidden, wide=False), where, wants.kind)
         launched.scored = wants.scored
         if masked:
-            launched.choice = partial(self._choose_masked, choose, len(slots), wants.masked, masked, begun)
+            launched.choice = partial(self._choose_masked, choose, len(choosing.slots), wants.masked, masked, begun)
         else:
             launched.fetch = choose(None)
         return launched
@@ -292,5 +343,7 @@ def _input_row(item: ScheduledRequest) -> InputRow:
     if item.samples:
         if item.num_tokens == 1:
             return InputRow(UNKNOWN if token_ids[0] < 0 else token_ids, start, request.block_table, FIRST)
-        outputs = range(item.num_tokens - 1, item.num_tokens)
+        if item.num_draft_tokens:
+            token_ids = [*token_ids, *item.draft_token_ids]
+        outputs = range(item.num_tokens - item.num_draft_tokens - 1, item.num_tokens)
     return InputRow(token_ids, start, request.block_table, outputs)

@@ -90,12 +90,12 @@ class SlotTable:
         self._of: dict[Request, int] = {}
         self._free = list(range(num_slots - 1, -1, -1))
         self._lens = np.full(num_slots, NOTHING, dtype=np.int64)
-        self._tables: list[list[int] | None] = [None] * num_slots
+        self._tables: list[Sequence[int] | None] = [None] * num_slots
         self._num_blocks = [0] * num_slots
         self._requests: list[Request] = []  # of the last step
         self._slots: list[int] = []
         self._step_slots = np.zeros(0, dtype=np.int64)
-        self._step_tables: list[list[int]] = []
+        self._step_tables: list[Sequence[int]] = []
         self._step_sizes: list[int] = []
 
     def holds(self, request: Request) -> bool:
@@ -121,16 +121,7 @@ class SlotTable:
         requests = [item.request for item in items]
         if requests == self._requests and self._go_on(requests):
             return self._slots
-        slots = self._seats(requests)
-        self._requests = []  # until the step is as it says below
-        stale = [
-            i
-            for i, (item, slot) in enumerate(zip(items, slots, strict=True))
-            if self._lens[slot] != item.start + item.num_tokens or self._tables[slot] is not item.request.block_table
-        ]
-        if stale:
-            self._send([items[i] for i in stale], [slots[i] for i in stale])
-        self._grow(requests, slots)
+        slots = self._bring_up(items, requests)
         for item, slot in zip(items, slots, strict=True):
             self._lens[slot] = item.start + item.num_tokens + 1
         self._requests, self._slots = requests, slots
@@ -138,6 +129,27 @@ class SlotTable:
         self._step_tables = [request.block_table for request in requests]
         self._step_sizes = [*map(len, self._step_tables)]
         return slots
+
+    def update_beside_guesses(self, items: Sequence[ScheduledRequest]) -> list[int]:
+        """As `update`, for a step in which some verify guesses. Of those the host sends the tokens with the step, which leaves
+        something in their slots that is sent again."""
+        slots = self._bring_up(items, [item.request for item in items])
+        for item, slot in zip(items, slots, strict=True):
+            self._lens[slot] = NOTHING if item.num_draft_tokens else item.start + item.num_tokens + 1
+        return slots
+
+    def _bring_up(self, items: Sequence[ScheduledRequest], requests: list[Request]) -> list[int]:
+        slots = self._seats(requests)
+        self._requests = []  # until the step is as `update` says
+        stale = [i for i, (item, slot) in enumerate(zip(items, slots, strict=True)) if not self._is_current(item, slot)]
+        if stale:
+            self._send([items[i] for i in stale], [slots[i] for i in stale])
+        self._grow(requests, slots)
+        return slots
+
+    def _is_current(self, item: ScheduledRequest, slot: int) -> bool:
+        is_known = item.num_draft_tokens > 0 or self._lens[slot] == item.start + item.num_tokens
+        return bool(is_known) and self._tables[slot] is item.request.block_table
 
     def _go_on(self, requests: list[Request]) -> bool:
         """The next step of those that were in the last one; False, and nothing done, if one was preempted in between, which
@@ -155,7 +167,7 @@ class SlotTable:
     def _send(self, items: Sequence[ScheduledRequest], slots: Sequence[int]) -> None:
         tokens: list[int] = []
         for item, slot in zip(items, slots, strict=True):
-            request, last = item.request, item.start + item.num_tokens - 1
+            request, last = item.request, item.start + item.num_tokens - item.num_draft_tokens - 1
             is_current = self._lens[slot] == last + 1
             token_id = request.token_ids[last]
             assert is_current or token_id >= 0, f"neither host nor device knows the last token of {request.request_id}"
@@ -163,7 +175,8 @@ class SlotTable:
             if not is_current:
                 self._listener.restart(slot, request, last + 1)
             self._tables[slot], self._num_blocks[slot] = request.block_table, 0
-        self._state.write_lengths(slots, tokens, [item.start + item.num_tokens for item in items])
+        lens = [item.start + item.num_tokens - item.num_draft_tokens for item in items]
+        self._state.write_lengths(slots, tokens, lens)
 
     def _grow(self, requests: Sequence[Request], slots: Sequence[int]) -> None:
         """Send the blocks that were added to tables."""

@@ -62,22 +62,23 @@ def compiling(what: str) -> Iterator[None]:
 
 
 @torch.inference_mode()
-def run_largest_step(decoder: PagedDecoder, limits: SchedulerLimits) -> None:
+def run_largest_step(decoder: PagedDecoder, limits: SchedulerLimits, *, max_guesses: int = 0) -> None:
     """One pass over as many rows as a step may have, and the logits of as many as may sample: what memory was planned for. The
     cache must be empty; what is left there is nobody's."""
     max_tokens, max_len = limits.max_num_batched_tokens, limits.max_model_len
     lengths = [min(max_len, max_tokens - first) for first in range(0, max_tokens, max_len)]
     hidden = decoder.forward(decoder.prepare([_row(length, limits.block_size) for length in lengths]))
-    sampled = torch.arange(min(max_tokens, limits.max_num_seqs), device=hidden.device) % len(lengths)
+    sampled = torch.arange(min(max_tokens, limits.max_num_seqs + max_guesses), device=hidden.device) % len(lengths)
     decoder.logits(hidden.index_select(0, sampled))
 
 
 @torch.inference_mode()
-def compile_steps(decoder: PagedDecoder, limits: SchedulerLimits) -> None:
-    """One step of each kind, as far as its logits, in an empty cache."""
+def compile_steps(decoder: PagedDecoder, limits: SchedulerLimits, *, max_guesses: int = 0) -> None:
+    """One step of each kind, as far as its logits, in an empty cache. `max_guesses`: rows beyond one for each request."""
     max_tokens, max_seqs, block_size = limits.max_num_batched_tokens, limits.max_num_seqs, limits.block_size
     room = min(max_tokens, limits.max_model_len)
-    steps = {(size, 1) for size in {min(size, max_seqs, max_tokens) for size in (*DECODES, max_seqs)}}
+    max_rows = min(max_seqs + max_guesses, max_tokens)
+    steps = {(size, 1) for size in {min(size, max_rows) for size in (*DECODES, max_rows)}}
     for longest in {min(length, room) for length in (*CHUNKS, room)}:
         steps |= {(min(number, max_seqs, 1 + (max_tokens - longest) // 2), longest) for number in (FEW, MANY)}
     for number, longest in sorted(steps):

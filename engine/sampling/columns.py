@@ -75,15 +75,16 @@ class ColumnSampler:
         vocab_size: int,
         device: torch.device,
         *,
+        max_guesses: int = 0,
         num_rules: int = NUM_RULES,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """`dtype`: of all logits, None if it is not known."""
+        """`max_guesses`: rows of a step beyond one for each slot. `dtype`: of all logits, None if it is not known."""
         self.columns = ops.SamplingColumns.empty(num_slots, vocab_size, num_rules, device)
         self._device = device
         self._ops = ops.operations(device, dtype)
         self._kernels = ops.sampling_kernels(device, dtype)
-        self._workspace = self._kernels.sampling_workspace(num_slots, vocab_size, device)
+        self._workspace = self._kernels.sampling_workspace(num_slots + max_guesses, vocab_size, device)
         self._vocab_size = vocab_size
         self._rules: dict[Request, int] = {}
         self._num_rules = num_rules

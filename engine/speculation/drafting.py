@@ -18,6 +18,7 @@ from engine.scheduling.kv_blocks import KvBlocks
 from engine.scheduling.limits import SchedulerTotals
 from engine.scheduling.request import Request
 from engine.scheduling.scheduled_batch import ScheduledBatch, ScheduledRequest
+from engine.speculation.options import STEP_GUESSES_MAX
 from engine.speculation.prompt_lookup import Drafter
 
 REST_STEPS_MAX = 15
@@ -59,6 +60,7 @@ class Drafting:
 
     def plan(self, batch: ScheduledBatch, limit: int) -> None:
         """Let the decodes of `batch` verify guesses, at most `limit` between them. All of their tokens are known."""
+        limit = min(limit, STEP_GUESSES_MAX)
         for item in batch.decodes:
             request = item.request
             slots = (len(request.block_table) + self._kv.num_spare) * self._block_size

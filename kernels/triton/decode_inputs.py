@@ -100,8 +100,9 @@ def advance_slots(
 ) -> None:
     """last_tokens[slots[i]] = max(0, sampled[i]); num_tokens[slots[i]] += 1; out[i] = sampled[i], padding included
 
-    slots: [B] int32, distinct, below 0 for padding; sampled: [B], below 0 where no token could be drawn; in place. sampled,
-    last_tokens, num_tokens and out (a copy that stays while the next step runs) are int32 or int64. Moves some 30 bytes a row.
+    slots: [B] int32, below 0 for padding, distinct but for those whose state does not matter any more; sampled: [B], below 0
+    where no token could be drawn; in place. sampled, last_tokens, num_tokens and out (a copy that stays while the next step
+    runs) are int32 or int64. Moves some 30 bytes a row.
     """
     rows = slots.shape[0]
     if rows:

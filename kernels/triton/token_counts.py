@@ -24,8 +24,8 @@ def count_tokens_kernel(slots, tokens, counts, num_rows, V, ROWS: tl.constexpr):
 def count_tokens(slots: torch.Tensor, tokens: torch.Tensor, counts: torch.Tensor) -> None:
     """counts[slots[i], tokens[i]] = (counts[slots[i], tokens[i]] | 1) + 2: one more in the output
 
-    slots: [R] int32 or int64, distinct, below 0 is padding; tokens: [R] int64 or int32, below 0 is none; counts: [S, V] int32
-    contiguous, as of `SamplingColumns`, in place. Moves 20 bytes a row.
+    slots: [R] int32 or int64, below 0 is padding, distinct but for those whose counts do not matter; tokens: [R] int64 or
+    int32, below 0 is none; counts: [S, V] int32 contiguous, as of `SamplingColumns`, in place. Moves 20 bytes a row.
     """
     rows = slots.shape[0]
     if rows:

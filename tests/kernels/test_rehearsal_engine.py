@@ -19,6 +19,7 @@ from engine.runner.text_models import load_text_model
 from engine.speculation.options import SpeculativeOptions
 from tests.support import quantised_checkpoints as layouts
 from tests.support.engines import run_to_end, small_engine, tokens, wanted
+from tests.support.guessing import foresee
 from tests.support.interpreted_fp8 import correct_e4m3
 from tests.support.rehearsal import Schedule, rehearsal
 from tests.support.rehearsal.table import in_place_of_triton
@@ -179,6 +180,27 @@ def test_what_needs_the_host_between_steps_is_not_captured(
         assert answers(tmp_path / family, device="cuda", **options) == expected
     assert bool(card.num_captures) is is_captured
     assert bool(card.num_replays) is is_captured
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8"])
+def test_guesses_are_verified_by_captured_steps_of_which_only_the_tokens_are_waited_for(
+    kv_cache_dtype: str, llama: Path
+) -> None:
+    options = {**SMALL, "device": "cuda", "dtype": "float32", "kv_cache_dtype": kv_cache_dtype}
+    requests = [wanted(name, [5, 6, 7], max_tokens=20, logprobs=scored) for name, scored in (("a", None), ("b", 2))]
+    with rehearsal(), in_place_of_triton():
+        expected = run_to_end(small_engine(llama, enforce_eager=True, **options), requests)
+    with rehearsal() as card, in_place_of_triton():
+        engine = small_engine(llama, speculative_config=GUESSING, **options)
+        assert card.num_captures == 2 * len((1, 2, 4)) + 2 * len((2, 4, 8)), "guesses are rows beside those of requests"
+        foresee(engine, tokens(expected["a"]), 4)
+        card.syncs.clear()
+        found = run_to_end(engine, requests)
+    assert [tokens(found[name]) for name in "ab"] == [tokens(expected["a"])] * 2
+    assert engine.status().accepted_draft_tokens_total > 20
+    assert engine.status().steps_total < 12
+    assert engine.fallbacks.count == 0
+    assert {sync.kind for sync in card.syncs} == {"event"}
 
 
 @pytest.mark.parametrize("quantization", [None, "int8", "fp8"])

@@ -12,7 +12,8 @@ import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from tests.support.engine_histories import MAX_LEN, Asked, asked, assert_as_alone, run, with_grammars
+from engine.speculation.options import SpeculativeOptions
+from tests.support.engine_histories import MAX_LEN, Asked, asked, assert_as_alone, repeating, run, with_grammars
 from tests.support.engines import small_engine
 from tests.support.rehearsal import Schedule, rehearsal
 from tests.support.rehearsal.table import in_place_of_triton
@@ -35,7 +36,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @settings(max_examples=16, deadline=None, derandomize=True, phases=(Phase.generate,))
 @given(
     family=st.sampled_from(FAMILIES),
-    requests=st.lists(asked, min_size=1, max_size=9),
+    requests=st.lists(asked | repeating, min_size=1, max_size=9),
+    guesses=st.sampled_from((None, 3, 8)),
     budget=st.sampled_from((7, 16, 512)),
     block_size=st.sampled_from((4, 16)),
     seats=st.sampled_from((2, 5, 16)),
@@ -50,6 +52,7 @@ def test_tokens_are_those_of_the_plain_runner(
     folder: Path,
     family: str,
     requests: list[Asked],
+    guesses: int | None,
     budget: int,
     block_size: int,
     seats: int,
@@ -72,7 +75,9 @@ def test_tokens_are_those_of_the_plain_runner(
             num_kv_blocks=MAX_LEN // block_size + spare_blocks * 16 // block_size,
             enable_prefix_caching=caches,
             swap_space=swap_space,
+            speculative_config=guesses and SpeculativeOptions(method="ngram", num_speculative_tokens=guesses),
         )
         found = run(with_grammars(engine), requests, preempt_at=preempt_at)
     assert card.broken is None
+    assert engine.fallbacks.count == 0
     assert_as_alone(folder, family, requests, found)

@@ -5,16 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.loop import Engine
+from engine.runner.slots import SlotState, SlotTable
+from engine.scheduling.scheduled_batch import ScheduledRequest
 from engine.speculation.options import SpeculativeOptions
 from kernels.simd.vectors import LANES
 from tests.support.engine_histories import MAX_LEN, Asked, asked, assert_as_alone, repeating, run, with_grammars
-from tests.support.engines import overlapped_engine, recorded_engine
+from tests.support.engines import overlapped_engine, recorded_engine, run_to_end, small_engine, tokens, wanted
+from tests.support.guessing import foresee
+from tests.support.scheduling import make_request
 from tests.support.tiny_models import make_model
 
 FAMILIES = ("llama", "mistral-window", "gemma2")
@@ -34,7 +40,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@settings(max_examples=50, deadline=None, derandomize=True)
+@settings(max_examples=40, deadline=None, derandomize=True)
 @given(
     loop=st.sampled_from(sorted(LOOPS)),
     family=st.sampled_from(FAMILIES),
@@ -75,3 +81,62 @@ def test_tokens_are_those_of_the_plain_runner_without_guesses(
     )
     assert_as_alone(folder, family, requests, run(with_grammars(engine), requests, preempt_at=preempt_at))
     assert engine.fallbacks.count == 0
+
+
+@pytest.mark.parametrize("loop", sorted(LOOPS))
+def test_guesses_are_verified_over_slots_beside_chunks_of_prompts_and_beside_rows_that_wait_for_masks(
+    loop: str, folder: Path
+) -> None:
+    engine = with_grammars(LOOPS[loop](folder / "llama", speculative_config=guessing(), max_num_batched_tokens=16))
+    requests = [
+        Asked((5, 6, 7) * 4, "greedy", 24, 1, 0, None),
+        Asked(tuple(range(3, 40)), "guided", 8, 1, 2, None),
+        Asked((9, 8), "penalised", 20, 1, 3, None),
+        Asked((5, 6, 7) * 3, "scored", 20, 1, 4, None),
+    ]
+    plain: Any = engine.runner.plain  # type: ignore[attr-defined]
+    with mock.patch.object(plain, "run", side_effect=plain.run) as spy:
+        assert_as_alone(folder, "llama", requests, run(engine, requests, preempt_at=None))
+    assert spy.call_count == 0
+    assert engine.status().accepted_draft_tokens_total > 5
+
+
+@pytest.mark.parametrize("loop", sorted(LOOPS))
+@pytest.mark.parametrize("ends", ["by length", "by a token"])
+def test_an_answer_ends_within_its_accepted_guesses_where_it_would_have_ended_without(
+    loop: str, ends: str, folder: Path
+) -> None:
+    engine = LOOPS[loop](folder / "llama", speculative_config=guessing(8))
+    asked: dict[str, Any] = {"temperature": 0.9, "max_tokens": 12}
+    (plain,) = run_to_end(small_engine(folder / "llama"), [wanted("a", [5, 6, 7], **asked)]).values()
+    answer = tokens(plain)
+    foresee(engine, answer, 8)
+    for number in range(1, 12):
+        stop: dict[str, Any] = {"max_tokens": number} if ends == "by length" else {"stop_token_ids": [answer[number - 1]]}
+        (events,) = run_to_end(engine, [wanted("a", [5, 6, 7], **{**asked, **stop})]).values()
+        expected = answer[:number] if ends == "by length" else answer[: answer.index(answer[number - 1]) + 1]
+        assert tokens(events) == expected
+    assert engine.status().accepted_draft_tokens_total > 30
+
+
+def test_more_guesses_than_a_step_has_rows_for_are_not_made(folder: Path) -> None:
+    engine = recorded_engine(folder / "llama", speculative_config=guessing(32), max_num_seqs=4)
+    foresee(engine, [7] * 40, 32)
+    for name in "abcd":
+        engine.submit(wanted(name, [5, 6, 7], max_tokens=40))
+    engine.step()
+    batch = engine._scheduler.schedule()
+    assert [item.num_draft_tokens for item in batch.decodes] == [32, 32, 0, 0]
+
+
+def test_a_slot_whose_request_verified_guesses_is_sent_again_even_when_all_of_them_were_right() -> None:
+    """What the step left there is of one of its rows, of which the device chooses one."""
+    state = SlotState(2, 4, device=torch.device("cpu"))
+    table, request = SlotTable(state, mock.Mock()), make_request("a", 5)
+    request.block_table.extend([3, 1])
+    (slot,) = table.update_beside_guesses([ScheduledRequest(request, 4, 3, True, 2, [8, 9])])
+    state.last_tokens[slot], state.num_tokens[slot] = 99, 99
+    request.token_ids += [8, 9, 6]
+    assert table.update([ScheduledRequest(request, 7, 1, True)]) == [slot]
+    assert (int(state.last_tokens[slot]), int(state.num_tokens[slot])) == (6, 8)
+    assert state.tables[slot].tolist() == [3, 1, 0, 0]

@@ -15,6 +15,7 @@ from engine.protocol import GenerationRequest, SamplingParams, TokenEvent
 from engine.runner.ahead import slot_runner
 from engine.runner.model_runner import ModelRunner
 from engine.runner.slot_runner import SlotRunner
+from engine.speculation.options import STEP_GUESSES_MAX
 from engine.speculation.prompt_lookup import AdaptiveDrafter, SpeculationCosts
 
 KV_CACHE_BYTES = 1_000_000
@@ -42,7 +43,8 @@ def overlapped_engine(model: Path, **changes: Any) -> Engine:
     plain = small_engine(model, **changes)
     runner, scheduler = plain.runner, plain._scheduler
     assert isinstance(runner, ModelRunner)
-    ahead = slot_runner(runner, runner._target, runner._masks, scheduler.limits, torch.device("cpu"))
+    guesses = STEP_GUESSES_MAX if changes.get("speculative_config") else 0
+    ahead = slot_runner(runner, runner._target, runner._masks, scheduler.limits, torch.device("cpu"), max_guesses=guesses)
     ahead.warm_up()
     return Engine(scheduler, ahead, plain.info, grammars=plain._grammars, step_budget=plain._step_budget, overlap=ahead)
 

@@ -96,6 +96,9 @@ def test_slots_hold_what_decodes_and_sampling_keep_for_each_of_them() -> None:
     ahead = replace(LOAD, on_gpu=True, has_slots=True)
     slots = MemoryNeeds.of(LLAMA_8B, BF16, ahead, context_bytes=0, context_len=32_768)
     assert slots.fixed_bytes - eager.fixed_bytes == LLAMA_8B.columns_bytes(256, 2)
+    guesses = MemoryNeeds.of(LLAMA_8B, BF16, replace(ahead, num_guesses=64), context_bytes=0, context_len=32_768)
+    assert guesses.slots_bytes - slots.slots_bytes == LLAMA_8B.splits_bytes(64, 32_768, 2) + 64 * 128_256 * 2
+    assert guesses.graphs_bytes > slots.graphs_bytes
     assert MemoryNeeds.of(LLAMA_8B, BF16, LOAD, context_bytes=0, context_len=32_768).slots_bytes == 0, "a CPU has neither"
 
 

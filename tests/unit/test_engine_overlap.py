@@ -75,7 +75,9 @@ class FakeAheadRunner:
         self.log.append(f"run {len(items)}")
         if self.fails_plainly & {item.request.request_id for item in items}:
             raise RuntimeError("boom")
-        return [StepOutput([output]) if isinstance(output, int) else StepOutput() for output in self._answer(items)]
+        return [
+            StepOutput([output]) if isinstance(output, int) else output for output in self._answer(items) if output is not None
+        ]
 
     def launches(self, items: Sequence[ScheduledRequest]) -> bool:
         return not self.not_launched & {item.request.request_id for item in items}
@@ -89,11 +91,25 @@ class FakeAheadRunner:
                  zip(items, self._answer(items), strict=True)]  # fmt: skip
         return FakeLanding(self, found, names)
 
+    def launch_guesses(self, items: Sequence[ScheduledRequest]) -> FakeLanding:
+        self.log.append(f"verify {[item.num_draft_tokens for item in items]}")
+        names = frozenset(item.request.request_id for item in items)
+        if names & self.fails_at_launch:
+            raise RuntimeError("it cannot be launched")
+        return FakeLanding(self, self._answer(items) if not names & self.yields_nothing else [None for _ in items], names)
+
     def forget(self) -> None:
         self.log.append("forget")
 
     def _answer(self, items: Sequence[ScheduledRequest]) -> list[RowResult]:
-        return [token_of(i.request.request_id, i.start + i.num_tokens) if i.samples else StepOutput() for i in items]
+        return [self._answer_to(item) for item in items]
+
+    def _answer_to(self, item: ScheduledRequest) -> RowResult:
+        if not item.samples:
+            return StepOutput()
+        end = item.start + item.num_tokens
+        said = [token_of(item.request.request_id, position) for position in range(end - item.num_draft_tokens, end + 1)]
+        return StepOutput(said) if item.num_draft_tokens else said[0]
 
 
 class Oracle:
@@ -337,6 +353,32 @@ def test_after_looks_for_guesses_that_found_nothing_more_and_more_steps_are_laun
     run_to_end(make_engine(runner, drafter=Oracle({})), [wanted("a", [1, 2], max_tokens=12)])
     looked, ahead = ["land", "launch 1"], ["launch 1", "land"]
     assert runner.log == ["launch 1", *looked, *ahead, *looked, *ahead * 3, *looked, *ahead * 4, "land"]
+
+
+@pytest.mark.parametrize("lands_at_once", [False, True])
+def test_a_step_with_guesses_has_nothing_under_way_before_it_or_behind_it(lands_at_once: bool) -> None:
+    runner = FakeAheadRunner(lands_at_once=lands_at_once)
+    requests = [wanted("a", [1, 2], max_tokens=9), wanted("b", [1, 2], max_tokens=3)]
+    events = run_to_end(make_engine(runner, drafter=Oracle({"a": [3, 2]})), requests)
+    assert [tokens(events["a"]), tokens(events["b"])] == [expected("a", 2, 9, stops=False), expected("b", 2, 3)]
+    assert runner.log[:5] == ["launch 2", "land", "verify [3, 0]", "land", "verify [2, 0]"]
+    assert runner.log[5:] == ["land", "launch 1", "land"], "a has one token left, of which none is guessed"
+
+
+@pytest.mark.parametrize("place", ["fails_at_launch", "fails_at_completion", "fails_under_way", "yields_nothing"])
+def test_a_step_with_guesses_that_fails_is_computed_in_the_plain_way_and_counted(place: str) -> None:
+    runner = FakeAheadRunner(lands_at_once=True)
+    engine = make_engine(runner, drafter=Oracle({"a": [3]}))
+    engine.submit(wanted("a", [1, 2], max_tokens=9))
+    events = engine.step()
+    runner.waits = {"a"}
+    getattr(runner, place).add("a")
+    events += engine.step()
+    assert engine.fallbacks.count == 1
+    assert [entry for entry in runner.log if entry[0] in "rv"] == ["verify [3]", "run 1"]
+    getattr(runner, place).clear()
+    events += run_to_end(engine, [])["a"]
+    assert tokens(events) == expected("a", 2, 9, stops=False)
 
 
 @pytest.mark.parametrize("lands_at_once", [False, True])

@@ -1,0 +1,47 @@
+"""Rows of a step that choose a token: of each request the one behind its last token, and one behind each of its guesses.
+
+request a, no guesses      last │ → token                       one row
+request b, guesses x, y    last │ → token   x │ → token   y │ → token      three rows, one slot
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from engine.scheduling.scheduled_batch import ScheduledRequest
+
+
+@dataclass(slots=True)
+class ChoosingRows:
+    """In columns: whose row it is, the slot of that, the input token, and the index of the chosen one in prompt plus output.
+    `guesses`: of requests that have some, by their first row."""
+
+    items: list[ScheduledRequest] = field(default_factory=list)
+    slots: list[int] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    positions: list[int] = field(default_factory=list)
+    guesses: dict[int, list[int]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, items: Sequence[ScheduledRequest], slots: Sequence[int]) -> ChoosingRows:
+        """`items`, all of which sample, in `slots`."""
+        rows = cls()
+        for item, slot in zip(items, slots, strict=True):
+            end, num_rows = item.start + item.num_tokens, 1 + item.num_draft_tokens
+            if item.num_draft_tokens:
+                rows.guesses[len(rows.items)] = item.draft_token_ids
+            rows.items += [item] * num_rows
+            rows.slots += [slot] * num_rows
+            rows.tokens += [item.request.token_ids[end - num_rows], *item.draft_token_ids]
+            rows.positions += range(end - num_rows + 1, end + 1)
+        return rows
+
+    def inputs(self, block_size: int) -> list[list[int]]:
+        """Of decodes with guesses, in columns: slots, tokens, their positions, their places in the cache, lengths of contexts.
+        Each row is a decode that sees the rows before it, whose keys and values are in the cache when it attends."""
+        places = []
+        for item, end in zip(self.items, self.positions, strict=True):
+            column, offset = divmod(end - 1, block_size)
+            places.append(item.request.block_table[column] * block_size + offset)
+        return [self.slots, self.tokens, [end - 1 for end in self.positions], places, self.positions]

@@ -1,0 +1,38 @@
+"""Guesses that are right for as long as a test wants them to be."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from engine.loop import Engine
+from engine.scheduling.request import Request
+from engine.speculation.prompt_lookup import Draft
+from tests.support.tiny_models import VOCAB_SIZE
+
+UNLIKELY = VOCAB_SIZE - 1
+
+
+class Foresight:
+    """Guesses what every request is going to say, but for the last of `depth` tokens."""
+
+    def __init__(self, answer: Sequence[int], depth: int) -> None:
+        self._answer = answer
+        self._depth = depth
+
+    def pays(self, num_running: int) -> bool:
+        return True
+
+    def draft(self, request: Request, *, limit: int, num_running: int) -> Draft:
+        said = request.num_output_tokens
+        guesses = [*self._answer[said : said + self._depth - 1], UNLIKELY][:limit]
+        return Draft(len(guesses), guesses)
+
+    def observe(self, request: Request, num_drafted: int, num_accepted: int) -> None:
+        """It will not learn."""
+
+
+def foresee(engine: Engine, answer: Sequence[int], depth: int) -> None:
+    """Have the engine guess by `Foresight`."""
+    drafting = engine._scheduler._drafting
+    assert drafting is not None
+    drafting._drafter = Foresight(answer, depth)
