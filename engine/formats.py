@@ -27,6 +27,11 @@ def computed_dtype(wanted: str, stored: str, device_type: str) -> str:
     return stored if device_type != "cpu" and stored in DTYPE_BYTES else "float32"
 
 
+def has_fp8(capability: tuple[int, int] | None) -> bool:
+    """None is a CPU: it decodes fp8 in its registers."""
+    return capability is None or capability >= FP8_CAPABILITY
+
+
 def check_quantization(config: ModelConfig, wanted: str | None, head: str | None) -> None:
     """Raise `EngineConfigError`, naming the option, where the options of these names contradict the checkpoint."""
     stored = config.quantization
@@ -52,7 +57,7 @@ def check_formats(config: ModelConfig, options: EngineOptions, dtype: str, capab
     weights = None if config.quantization is None else config.quantization.weights
     if isinstance(weights, Int4Weights) and DTYPE_BYTES[dtype] > 2:
         raise EngineConfigError("dtype", "must be bfloat16 or float16 on a GPU for weights of 4 bits")
-    if capability >= FP8_CAPABILITY:
+    if has_fp8(capability):
         return
     found = f"needs a GPU of compute capability 8.9 or newer, this one has {capability[0]}.{capability[1]}"
     if options.quantization == "fp8" or isinstance(weights, Fp8Weights):

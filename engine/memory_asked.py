@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from engine.config.model import ModelConfig
-from engine.formats import formats_of
+from engine.formats import formats_of, has_fp8
 from engine.memory_fit import MemoryFit
 from engine.memory_needs import Load, MemoryShape
 from engine.options import EngineOptions
@@ -16,11 +16,13 @@ from engine.options import EngineOptions
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceMemory:
-    """`usable_bytes` is what this engine may reach, with what is taken already: `context_bytes`."""
+    """`usable_bytes` is what this engine may reach, with the `context_bytes` that are taken already; `capability` is the compute
+    capability of a GPU."""
 
     device_type: str
     usable_bytes: int
     context_bytes: int
+    capability: tuple[int, int] | None = None
 
 
 def fit_of(
@@ -53,4 +55,5 @@ def fit_of(
         context_bytes=memory.context_bytes,
         wanted_len=options.max_model_len or config.max_position_len,
         draft=None if draft is None else MemoryShape.of(draft),
+        has_fp8=has_fp8(memory.capability),
     )

@@ -1,7 +1,6 @@
 """Why a model does not fit into a device's memory, and which changes would make it fit, in words. Knows no torch.
 
-The changes are tried in the order of what they cost in quality: keys and values in 8 bits, weights in 8, both, weights in 4,
-both. A shorter context is offered beside them wherever the fixed parts leave room for any.
+What helps is told in the order of what it costs (`memory_changes`), each change with the context that it leaves.
 """
 
 from __future__ import annotations
@@ -9,14 +8,16 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import NamedTuple
 
-from engine.memory_needs import EIGHT_BITS, FOUR_BITS, GIB, Formats, Load, MemoryNeeds, MemoryShape
+from engine.memory_changes import Held, changes_in_order
+from engine.memory_needs import GIB, Formats, Load, MemoryNeeds, MemoryShape
 from engine.protocol import MemoryPart
 
-KV_8 = "keys and values in 8 bits (kv_cache_dtype=fp8)"
-WEIGHTS_8 = "weights in 8 bits (quantization=int8 or fp8)"
-WEIGHTS_4 = "weights in 4 bits (an AWQ or GPTQ checkpoint)"
+REMEDIES_MAX = 6
+GAIN_MIN = 1.1
+"""By which a change must lengthen the context over what costs less, to be worth a line."""
 
 TOLERANCE = 0.05
 """By which a part may be larger than predicted before the log warns of it."""
@@ -28,10 +29,13 @@ class Remedy(NamedTuple):
     words: str
     context_len: int
 
+    def __str__(self) -> str:
+        return f"{self.words}: max_model_len={self.context_len}"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryFit:
-    """A model that is to have `wanted_len` tokens of context in `usable_bytes`."""
+    """A model that is to have `wanted_len` tokens of context in `usable_bytes` of a device that computes with fp8, or not."""
 
     model: MemoryShape
     formats: Formats
@@ -40,6 +44,7 @@ class MemoryFit:
     context_bytes: int
     wanted_len: int
     draft: MemoryShape | None = None
+    has_fp8: bool = True
 
     @property
     def needs(self) -> MemoryNeeds:
@@ -76,19 +81,29 @@ class MemoryFit:
         )
 
     def remedies(self) -> list[Remedy]:
-        """Everything that helps: changes of formats that keep the wanted context, else with the context they leave."""
+        """What helps, in the order of what it costs, with the context that it leaves: every single change that keeps the
+        wanted one; else what leaves more than all before it, two changes only where neither of them is enough."""
         if self.fits:
             return []
-        shorter = (
-            [Remedy(f"a shorter context (max_model_len={self.context_len})", self.context_len)] if self.context_len else []
-        )
-        changed = [(words, replace(self, formats=formats)) for words, formats in self._changes()]
-        whole = [words for words, fit in changed if fit.fits]
-        if whole:
-            enough = [words for words in whole if not any(set(fewer) < set(words) for fewer in whole)]
-            return [*(Remedy(" with ".join(words), self.wanted_len) for words in enough), *shorter]
-        less = [(" with ".join(words), fit.context_len) for words, fit in changed if fit.context_len > self.context_len]
-        return [*shorter, *(Remedy(f"{words} and max_model_len={length}", length) for words, length in less)]
+        found = [Remedy("a shorter context", self.context_len)] if self.context_len else []
+        for words, held in changes_in_order(self._held):
+            best = max((remedy.context_len for remedy in found), default=0)
+            if best == self.wanted_len and len(words) > 1:
+                continue
+            length = self._with(held).context_len
+            if length == self.wanted_len or length > best * GAIN_MIN:
+                found.append(Remedy((" with " if len(words) == 2 else ", ").join(words), length))
+        while len(found) > REMEDIES_MAX:
+            gains = [after.context_len / before.context_len for before, after in pairwise(found[:-1])]
+            del found[1 + gains.index(min(gains))]
+        return found
+
+    @property
+    def _held(self) -> Held:
+        return Held(self.formats, self.load, self.has_fp8)
+
+    def _with(self, held: Held) -> MemoryFit:
+        return replace(self, formats=held.formats, load=held.load)
 
     def explain(self) -> str:
         """What it needs, what there is, and what would make it fit."""
@@ -105,26 +120,14 @@ class MemoryFit:
         said = f"needs {gib(self.needed_bytes)} ({said}), and {gib(self.usable_bytes)} may be used"
         if self.fits:
             return said
-        helping = "; ".join(remedy.words for remedy in self.remedies())
+        helping = "; ".join(map(str, self.remedies()))
         return f"{said}; " + (f"what makes it fit: {helping}" if helping else self._smallest())
 
-    def _changes(self) -> list[tuple[tuple[str, ...], Formats]]:
-        """Smaller formats, one or two changes at a time."""
-        now = self.formats
-        kv_8 = replace(now, kv_element_bytes=1)
-        has_kv = now.kv_element_bytes > 1
-        found: list[tuple[tuple[str, ...], Formats]] = [((KV_8,), kv_8)] if has_kv else []
-        for words, weights in ((WEIGHTS_8, EIGHT_BITS), (WEIGHTS_4, FOUR_BITS)):
-            if weights.bits < now.weights.bits:
-                found.append(((words,), replace(now, weights=weights)))
-                found += [((words, KV_8), replace(kv_8, weights=weights))] if has_kv else []
-        return found
-
     def _smallest(self) -> str:
-        """What the smallest formats need with room for one block."""
-        tried = [self, *(replace(self, formats=formats) for _, formats in self._changes())]
+        """What is needed after all changes, with room for one block."""
+        tried = [self, *(self._with(held) for _, held in changes_in_order(self._held))]
         least = min(fit.needs.fixed_bytes + fit.needs.block_bytes for fit in tried)
-        return f"no change here makes it fit: the smallest formats need {gib(least)} without a context to speak of"
+        return f"no change here makes it fit: after all of them it needs {gib(least)} without a context to speak of"
 
 
 def gib(num_bytes: int) -> str:

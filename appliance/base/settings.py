@@ -48,6 +48,7 @@ class Settings:
     port: int = 8000
     models: tuple[str, ...] = ()
     device: str = "auto"
+    dtype: str = "auto"
     admin_email: str | None = None
     admin_password: str | None = field(default=None, repr=False)
     admin_token: str | None = field(default=None, repr=False)
@@ -182,6 +183,7 @@ _PARSERS: dict[str, Callable[[object], Any]] = {
     "database_url": values_of.database_url,
     "models": values_of.models,
     "device": values_of.choice("auto", "cuda", "cpu"),
+    "dtype": values_of.choice("auto", "float32", "bfloat16", "float16"),
     "admin_email": values_of.email,
     "admin_password": values_of.secret,
     "admin_token": values_of.secret,

@@ -82,6 +82,7 @@ def engine_command(folder: ModelFolder, settings: Settings, fd: int) -> list[str
         "--model": folder.path,
         "--name": folder.name,
         "--device": settings.device,
+        "--dtype": settings.dtype if settings.dtype != "auto" else None,
         "--max-num-seqs": settings.max_num_seqs,
         "--max-num-batched-tokens": settings.max_num_batched_tokens,
         "--max-model-len": settings.max_model_len,

@@ -124,8 +124,12 @@ def _memory(options: EngineOptions, device: torch.device) -> DeviceMemory:
         taken = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         return DeviceMemory(device_type="cpu", usable_bytes=main_memory_bytes(), context_bytes=taken)
     free, total = torch.cuda.mem_get_info(device)
-    usable = int(total * options.gpu_memory_utilization)
-    return DeviceMemory(device_type="cuda", usable_bytes=usable, context_bytes=total - free + WORKSPACE_BYTES)
+    return DeviceMemory(
+        device_type="cuda",
+        usable_bytes=int(total * options.gpu_memory_utilization),
+        context_bytes=total - free + WORKSPACE_BYTES,
+        capability=torch.cuda.get_device_capability(device),
+    )
 
 
 def _fixed_kv_bytes(options: EngineOptions, device: torch.device, block_bytes: int) -> int | None:

@@ -48,6 +48,7 @@ def memory_fit(model: str, gpu: SimulatedGpu, *, quantization: str | None = None
         device_type=options.device,
         usable_bytes=int(gpu.memory_bytes * options.gpu_memory_utilization),
         context_bytes=CONTEXT_BYTES,
+        capability=gpu.capability,
     )
     ahead = not options.enforce_eager
     return fit_of(config, options, dtype, memory, num_graphs=GRAPHS_MAX if ahead else 0, has_slots=ahead)

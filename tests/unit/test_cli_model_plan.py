@@ -92,3 +92,13 @@ def test_a_model_that_nobody_knows_is_told_which_are_known(typed: Any) -> None:
     answer = typed("gpt-9")
     assert answer.status == 2
     assert "qwen3-8b" in answer.err
+
+
+@pytest.mark.parametrize("asked", [("--kv-cache-dtype", "fp8"), ("--quantization", "fp8")])
+def test_a_card_without_fp8_refuses_it_and_is_not_offered_it(typed: Any, asked: tuple[str, str]) -> None:
+    refused = typed("llama-3.1-8b", "--gpu", "a100", *asked)
+    assert refused.status == 2
+    assert "fp8 needs a GPU of compute capability 8.9 or newer, this one has 8.0" in refused.err
+    offered = typed("llama-3.1-8b", "--gpu", "a100", "--memory-gib", "12")
+    assert "quantization=int8)" in offered.err
+    assert "fp8" not in offered.err

@@ -68,6 +68,7 @@ def card(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """A GPU's free and total memory in GiB, to be changed."""
     memory = [139, 140]
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (memory[0] * GIB, memory[1] * GIB))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     return memory
 
 

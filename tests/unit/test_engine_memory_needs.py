@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
 
 from engine.config.model import parse_model_config
-from engine.memory_fit import KV_8, WEIGHTS_4, WEIGHTS_8, MemoryFit, gib
+from engine.memory_changes import Held, changes_in_order
+from engine.memory_fit import GAIN_MIN, REMEDIES_MAX, MemoryFit, gib
 from engine.memory_needs import (
     EIGHT_BITS,
     FOUR_BITS,
@@ -21,6 +23,7 @@ from engine.memory_needs import (
 )
 from engine.simulator.models import MODELS, config_of
 
+KV_8, WEIGHTS_8, WEIGHTS_4 = "keys and values in 8 bits", "weights in 8 bits", "weights in 4 bits"
 H200 = int(139 * GIB * 0.90)
 RESERVED = 3_000_000_000  # activations, graphs and context in the published figures
 BF16 = Formats(weights=unquantised(2), element_bytes=2, kv_element_bytes=2)
@@ -153,37 +156,88 @@ def test_a_context_that_is_too_long_is_cut_to_whole_blocks_of_what_is_left() -> 
     assert not replace(short, wanted_len=short.context_len + 16).fits
 
 
-def test_the_remedies_keep_the_context_where_they_can_and_each_of_them_is_true() -> None:
-    words = [remedy.words for remedy in fit(26.2).remedies()]
-    assert words[:-1] == [KV_8, WEIGHTS_8, WEIGHTS_4], "two changes are not offered where one of them is enough"
-    assert words[-1].startswith("a shorter context")
-    for formats in (replace(BF16, kv_element_bytes=1), replace(BF16, weights=EIGHT_BITS), replace(BF16, weights=FOUR_BITS)):
-        assert replace(fit(26.2), formats=formats).fits
+def words_of(fit: MemoryFit) -> list[str]:
+    """What is offered, without what stands in brackets."""
+    return [re.sub(r" \([^)]*\)", "", remedy.words) for remedy in fit.remedies()]
 
 
-def test_where_one_change_is_not_enough_two_are_offered() -> None:
-    remedies = fit(18.5).remedies()
-    assert [remedy.words for remedy in remedies][:2] == [f"{WEIGHTS_8} with {KV_8}", f"{WEIGHTS_4} with {KV_8}"]
-    assert all(remedy.context_len == 131_072 for remedy in remedies[:2])
+def test_every_single_change_that_keeps_the_context_is_offered_behind_what_costs_less() -> None:
+    assert words_of(fit(26.4)) == ["a shorter context", "fewer at a time", KV_8, WEIGHTS_8, WEIGHTS_4]
+    lengths = [remedy.context_len for remedy in fit(26.4).remedies()]
+    assert lengths[2:] == [131_072] * 3, "two changes are not offered where one of them is enough"
+    assert 0 < lengths[0] < lengths[1] < 131_072
+
+
+def test_where_one_change_is_not_enough_singles_are_told_with_what_they_leave_and_two_are_offered() -> None:
+    found = fit(21.6)
+    assert words_of(found) == ["a shorter context", "fewer at a time", KV_8, WEIGHTS_8, f"{WEIGHTS_8} with {KV_8}"]
+    assert found.remedies()[2].context_len == pytest.approx(2 * found.context_len, rel=0.01)
+    assert found.remedies()[-1].context_len == 131_072
 
 
 def test_where_no_change_keeps_the_context_each_names_the_one_that_it_leaves() -> None:
     remedies = fit(12).remedies()
     assert remedies
     assert all(0 < remedy.context_len < 131_072 for remedy in remedies)
-    assert all(f"max_model_len={remedy.context_len}" in remedy.words for remedy in remedies)
+    assert f"{WEIGHTS_8} (quantization=int8 or fp8): max_model_len={remedies[0].context_len}" in fit(12).explain()
+
+
+def test_a_card_without_fp8_is_offered_none() -> None:
+    older = replace(fit(24), has_fp8=False)
+    assert words_of(older)[-2:] == [WEIGHTS_8, WEIGHTS_4]
+    assert "fp8" not in older.explain()
+    assert "(quantization=int8)" in older.explain()
+
+
+def test_what_is_held_at_a_time_is_offered_where_it_is_what_does_not_fit() -> None:
+    small = shape_of("qwen3-0.6b")
+    load = replace(LOAD, num_graphs=48, has_slots=True, on_gpu=True)
+    crowded = replace(fit(2.2, model=small, wanted_len=4096), load=load)
+    assert crowded.context_len == 0
+    assert words_of(crowded)[0] == "fewer at a time"
+    assert "fewer at a time (max_num_seqs=32, max_num_batched_tokens=2048): max_model_len=" in crowded.explain()
+    assert "no captured steps (enforce_eager)" in replace(crowded, usable_bytes=int(1.7 * GIB)).explain()
+    few = replace(load, num_seqs=8, num_tokens=512, num_graphs=0)
+    assert not any("fewer" in words or "captured" in words for words in words_of(replace(crowded, load=few)))
+
+
+def test_numbers_of_32_bits_are_halved_before_anything_is_quantised() -> None:
+    wide = Formats(weights=unquantised(4), element_bytes=4, kv_element_bytes=4)
+    on_gpu = replace(fit(40, formats=wide), load=replace(LOAD, on_gpu=True))
+    assert words_of(on_gpu)[2] == "numbers in 16 bits"
+    assert on_gpu.remedies()[2].context_len == 131_072
+    assert "numbers in 16 bits" not in words_of(fit(40, formats=wide)), "16 bits are slow on a CPU"
 
 
 def test_what_is_in_small_formats_already_is_not_offered_them() -> None:
     small = Formats(weights=FOUR_BITS, element_bytes=2, kv_element_bytes=1)
-    assert [remedy.words.split(" (")[0] for remedy in fit(9, formats=small).remedies()] == ["a shorter context"]
+    assert words_of(fit(8, formats=small))[0] == "a shorter context"
+    assert not {KV_8, WEIGHTS_8, WEIGHTS_4} & set(words_of(fit(8, formats=small)))
     eight = Formats(weights=EIGHT_BITS, element_bytes=2, kv_element_bytes=2)
-    assert not any(WEIGHTS_8 in remedy.words for remedy in fit(12, formats=eight).remedies())
+    assert not any(WEIGHTS_8 in words for words in words_of(fit(12, formats=eight)))
+
+
+@pytest.mark.parametrize("eighths", range(16, 280, 6))
+@pytest.mark.parametrize("formats", [BF16, Formats(weights=FOUR_BITS, element_bytes=2, kv_element_bytes=2)])
+def test_whatever_there_is_the_remedies_are_few_and_each_costs_more_and_leaves_more(eighths: int, formats: Formats) -> None:
+    asked = replace(fit(eighths / 8, formats=formats), load=replace(LOAD, on_gpu=True, has_slots=True))
+    remedies = asked.remedies()
+    assert len(remedies) <= REMEDIES_MAX
+    lengths = [remedy.context_len for remedy in remedies]
+    assert lengths == sorted(lengths)
+    assert all(length > asked.context_len for length in lengths[1:])
+    assert not asked.fits or not remedies
+    best = max((fit_after(asked, held).context_len for _, held in changes_in_order(asked._held)), default=0)
+    assert asked.fits or max(lengths, default=0) * GAIN_MIN >= best, "the longest context is among them"
+
+
+def fit_after(asked: MemoryFit, held: Held) -> MemoryFit:
+    return replace(asked, formats=held.formats, load=held.load)
 
 
 def test_a_device_that_is_hopelessly_small_is_told_what_the_least_would_be() -> None:
     assert fit(2).remedies() == []
-    assert "no change here makes it fit: the smallest formats need" in fit(2).explain()
+    assert "no change here makes it fit: after all of them it needs" in fit(2).explain()
 
 
 def test_the_explanation_names_the_parts_the_sum_and_the_remedies() -> None:

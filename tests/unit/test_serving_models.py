@@ -102,12 +102,14 @@ def test_an_engine_is_told_what_the_settings_say_and_nothing_else(tmp_path: Path
     assert "--scheduling-policy" not in command
     assert "--quantization" not in command
     assert "--kv-cache-dtype" not in command
+    assert "--dtype" not in command
 
 
 def test_an_engine_is_told_every_setting_that_is_its_own(tmp_path: Path) -> None:
     folder = ModelFolder.check(make_hollow_model(tmp_path / "model"))
     (tmp_path / "prefix.txt").write_text("You are helpful.")
     values = {
+        "dtype": "bfloat16",
         "swap_space_gib": 1.5,
         "quantization": "int8",
         "kv_cache_dtype": "fp8",
@@ -120,6 +122,7 @@ def test_an_engine_is_told_every_setting_that_is_its_own(tmp_path: Path) -> None
     command = engine_command(folder, load_settings(options={"data_dir": tmp_path, **values}, environ={}), 7)
     given = dict(pairwise(command))
 
+    assert given["--dtype"] == "bfloat16"
     assert given["--swap-space"] == "1.5"
     assert given["--speculative-config"] == '{"method": "ngram"}'
     assert given["--quantization"] == "int8"

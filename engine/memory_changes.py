@@ -1,0 +1,131 @@
+"""Changes that make a model take less memory, in the order of what they cost. Knows no torch.
+
+First what costs speed alone: fewer requests and tokens at a time, no captured steps. Then what costs quality: numbers in 16
+bits, the head in 8, keys and values in 8, weights in 8, both, weights in 4, both; all of it at last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from engine.memory_needs import EIGHT_BITS, FOUR_BITS, Formats, Load, unquantised
+
+FEW_SEATS = 32
+FEW_TOKENS = 2048
+"""Of a step: so many that prompts still read the weights seldom, so few that activations are no more than a few hundred MB."""
+
+
+class Held(NamedTuple):
+    """What changes are made to: how numbers are kept, what is held at a time, and whether the device computes with fp8."""
+
+    formats: Formats
+    load: Load
+    has_fp8: bool
+
+
+class Changed(NamedTuple):
+    """What was done, in words, and what came of it."""
+
+    words: str
+    held: Held
+
+
+Change = Callable[[Held], Changed | None]
+"""None where there is nothing to change."""
+
+
+def fewer_at_a_time(held: Held) -> Changed | None:
+    load = held.load
+    few = replace(load, num_seqs=min(load.num_seqs, FEW_SEATS), num_tokens=min(load.num_tokens, FEW_TOKENS))
+    options = [
+        *([f"max_num_seqs={few.num_seqs}"] if few.num_seqs < load.num_seqs else []),
+        *([f"max_num_batched_tokens={few.num_tokens}"] if few.num_tokens < load.num_tokens else []),
+    ]
+    return Changed(f"fewer at a time ({', '.join(options)})", held._replace(load=few)) if options else None
+
+
+def no_captured_steps(held: Held) -> Changed | None:
+    if not held.load.num_graphs:
+        return None
+    return Changed("no captured steps (enforce_eager)", held._replace(load=replace(held.load, num_graphs=0, has_slots=False)))
+
+
+def numbers_16(held: Held) -> Changed | None:
+    if not held.load.on_gpu or held.formats.element_bytes <= 2:
+        return None
+    return Changed("numbers in 16 bits (dtype=bfloat16)", held._replace(formats=_in_16_bits(held.formats)))
+
+
+def head_8(held: Held) -> Changed | None:
+    weights = held.formats.weights
+    if weights.bits > 8 or weights.head_bits:
+        return None
+    formats = replace(held.formats, weights=weights._replace(head_bits=8))
+    return Changed("the output head in 8 bits (head_quantization=int8)", held._replace(formats=formats))
+
+
+def kv_8(held: Held) -> Changed | None:
+    if not held.has_fp8 or held.formats.kv_element_bytes == 1:
+        return None
+    formats = replace(held.formats, kv_element_bytes=1)
+    return Changed("keys and values in 8 bits (kv_cache_dtype=fp8)", held._replace(formats=formats))
+
+
+def weights_8(held: Held) -> Changed | None:
+    if held.formats.weights.bits <= 8:
+        return None
+    formats = replace(held.formats, weights=EIGHT_BITS)
+    named = "int8 or fp8" if held.has_fp8 else "int8"
+    return Changed(f"weights in 8 bits (quantization={named})", held._replace(formats=formats))
+
+
+def weights_4(held: Held) -> Changed | None:
+    """A GPU has kernels for 4 bits where it computes in 16."""
+    if held.formats.weights.bits <= 4:
+        return None
+    formats = _in_16_bits(held.formats) if held.load.on_gpu else held.formats
+    return Changed("weights in 4 bits (an AWQ or GPTQ checkpoint)", held._replace(formats=replace(formats, weights=FOUR_BITS)))
+
+
+IN_ORDER: tuple[tuple[Change, ...], ...] = (
+    (fewer_at_a_time,),
+    (no_captured_steps,),
+    (fewer_at_a_time, no_captured_steps),
+    (numbers_16,),
+    (head_8,),
+    (kv_8,),
+    (numbers_16, kv_8),
+    (weights_8,),
+    (weights_8, kv_8),
+    (weights_4,),
+    (weights_4, kv_8),
+)
+EVERYTHING: tuple[tuple[Change, ...], ...] = (
+    (fewer_at_a_time, no_captured_steps, weights_8, kv_8),
+    (fewer_at_a_time, no_captured_steps, weights_4, kv_8),
+)
+
+
+def changes_in_order(held: Held) -> list[tuple[list[str], Held]]:
+    """What can be changed, alone or two at a time; at the end all at once, without what is done already."""
+    found = [made for changes in IN_ORDER if len((made := _make(changes, held))[0]) == len(changes)]
+    return found + [made for changes in EVERYTHING if len((made := _make(changes, held))[0]) > 1]
+
+
+def _make(changes: Sequence[Change], held: Held) -> tuple[list[str], Held]:
+    words = []
+    for change in changes:
+        changed = change(held)
+        if changed is not None:
+            words.append(changed.words)
+            held = changed.held
+    return words, held
+
+
+def _in_16_bits(formats: Formats) -> Formats:
+    """Weights too, where they are kept as they are computed with."""
+    size = min(2, formats.element_bytes)
+    weights = unquantised(size) if formats.weights.bits > 8 else formats.weights
+    return Formats(weights=weights, element_bytes=size, kv_element_bytes=min(size, formats.kv_element_bytes))
