@@ -210,10 +210,12 @@ class Decoder:
 
     def _fuse(self) -> FusedLayers | None:
         linear_add, normed_linear = self._ops.linear_add, self._ops.normed_linear
-        layers = [layer.fused(self._embedding.dtype) for layer in self._layers]
-        if linear_add is None or normed_linear is None or any(layer is None for layer in layers):
+        if linear_add is None or normed_linear is None:
             return None
+        layers = [layer.fused(self._embedding.dtype) for layer in self._layers]
         fused = [layer for layer in layers if layer is not None]
+        if len(fused) < len(layers):
+            return None
         return FusedLayers(fused, linear_add, normed_linear, multiplier=self._branch_multiplier, eps=self._norm.eps)
 
     def scale_kv(self) -> bool:

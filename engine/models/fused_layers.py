@@ -2,8 +2,10 @@
 
 The residual stream goes from product to product as `ops.Stream`: its rows, already times the weight of the coming norm, and the
 squares from which the next product takes the root. Only for layers that are normalised before attention and before the
-feed-forward part, whose products can multiply rows as they are, and in formats that do not overflow when a row is multiplied
-before it is divided.
+feed-forward part, and whose products can multiply rows as they are.
+
+A row of float16 that is multiplied before it is divided may overflow. There a norm's weight is divided by a power of two that
+leaves none above one, so that a row times it is finite wherever the row is, and the product behind it is multiplied by that.
 """
 
 from __future__ import annotations
@@ -20,7 +22,23 @@ from engine.layers.norm import RMSNorm
 from engine.runner.batch_inputs import BatchInputs
 from kernels import ops
 
-DTYPES = (torch.bfloat16, torch.float32)
+
+@dataclass(frozen=True, slots=True)
+class FusedNorm:
+    """A norm whose division is done by the product behind it. weight: [hidden], `factor` times less than the norm's."""
+
+    norm: RMSNorm
+    weight: torch.Tensor
+    factor: float
+
+    @classmethod
+    def of(cls, norm: RMSNorm, dtype: torch.dtype) -> FusedNorm:
+        """For rows of `dtype`."""
+        if dtype is not torch.float16:
+            return cls(norm, norm.weight, 1.0)
+        exponent = int(torch.frexp(norm.weight.float().abs().amax()).exponent)
+        factor = 2.0 ** max(exponent, 0)
+        return cls(norm, norm.weight / factor, factor)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +51,7 @@ class FusedLayer:
     gate_up: ops.PlainWeights
     down: ops.PlainWeights
     gate: str
-    norms: tuple[RMSNorm, RMSNorm]
+    norms: tuple[FusedNorm, FusedNorm]
 
     @classmethod
     def of(
@@ -41,12 +59,13 @@ class FusedLayer:
     ) -> FusedLayer | None:
         """None where something stands in the way. `norms`: before and after attention, before and after the other part."""
         before_attention, after_attention, before_mlp, after_mlp = norms
-        if isinstance(mlp, SparseMLP) or dtype not in DTYPES or after_attention is not None or after_mlp is not None:
+        if isinstance(mlp, SparseMLP) or after_attention is not None or after_mlp is not None:
             return None
         (qkv, out), (gate_up, down) = attention.products, mlp.products
         if before_attention is None or before_mlp is None or qkv is None or out is None or gate_up is None or down is None:
             return None
-        return cls(attention, qkv, out, gate_up, down, mlp.gate, (before_attention, before_mlp))
+        norms_of_products = FusedNorm.of(before_attention, dtype), FusedNorm.of(before_mlp, dtype)
+        return cls(attention, qkv, out, gate_up, down, mlp.gate, norms_of_products)
 
 
 class FusedLayers:
@@ -71,21 +90,23 @@ class FusedLayers:
     ) -> torch.Tensor:
         """residual: [T, hidden], as it was embedded → [T, hidden], the stream behind the last layer; `last_norm` comes next"""
         stream: ops.Stream | None = None
-        nexts = [layer.norms[0] for layer in self._layers[1:]] + [last_norm]
+        nexts = [layer.norms[0] for layer in self._layers[1:]] + [FusedNorm(last_norm, last_norm.weight, 1.0)]
         for layer, kv_cache, next_norm in zip(self._layers, kv_caches, nexts, strict=True):
             if stream is None:
-                qkv = layer.qkv(layer.norms[0](residual))
+                qkv = layer.qkv(layer.norms[0].norm(residual))
             else:
-                qkv, residual = self._product(stream, layer.qkv), stream.total
+                qkv, residual = self._product(stream, layer.qkv, layer.norms[0]), stream.total
             attended = layer.attention.attend(qkv, inputs, kv_cache)
             stream = self._add(attended, layer.out, residual, layer.norms[1])
-            gated = self._product(stream, layer.gate_up, gate=layer.gate)
+            gated = self._product(stream, layer.gate_up, layer.norms[1], gate=layer.gate)
             stream = self._add(gated, layer.down, stream.total, next_norm)
         assert stream is not None, "a decoder has layers"
         return stream.total
 
-    def _product(self, stream: ops.Stream, weights: ops.PlainWeights, *, gate: str | None = None) -> torch.Tensor:
-        return self._normed_linear(stream, weights.weight, self._eps, bias=weights.bias, gate=gate)
+    def _product(
+        self, stream: ops.Stream, weights: ops.PlainWeights, norm: FusedNorm, *, gate: str | None = None
+    ) -> torch.Tensor:
+        return self._normed_linear(stream, weights.weight, self._eps, bias=weights.bias, gate=gate, factor=norm.factor)
 
-    def _add(self, x: torch.Tensor, weights: ops.PlainWeights, residual: torch.Tensor, norm: RMSNorm) -> ops.Stream:
+    def _add(self, x: torch.Tensor, weights: ops.PlainWeights, residual: torch.Tensor, norm: FusedNorm) -> ops.Stream:
         return self._linear_add(x, weights.weight, residual, norm.weight, alpha=self._multiplier, bias=weights.bias)

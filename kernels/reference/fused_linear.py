@@ -36,11 +36,14 @@ def normed_linear(
     *,
     bias: torch.Tensor | None = None,
     gate: Gate | None = None,
+    factor: float = 1.0,
 ) -> torch.Tensor:
-    """weight: [N, d] → rms_norm(total) Wᵀ + bias: [M, N]; with `gate`, N = 2·inner, act(first half) · second: [M, inner]"""
+    """weight: [N, d] → rms_norm(total) Wᵀ + bias: [M, N]; with `gate`, N = 2·inner, act(first half) · second: [M, inner]
+
+    `weighted` is `factor` times less than what is meant."""
     width = stream.weighted.shape[1]
     inverse_rms = torch.rsqrt(stream.squares.sum(dim=0) / width + eps)
-    product = inverse_rms[:, None] * (stream.weighted.float() @ _plain(weight).T)
+    product = factor * inverse_rms[:, None] * (stream.weighted.float() @ _plain(weight).T)
     product = product + (0.0 if bias is None else bias.float())
     if gate is not None:
         product = silu_mul(product) if gate == "silu" else gelu_tanh_mul(product)

@@ -23,7 +23,7 @@ from kernels.triton.early_launch import early_launch, fetch_rows, let_next_start
 from kernels.triton.fp8_rows import FP8_CAPABILITIES
 from kernels.triton.fused_sums import LLAMA_8B, Around, around_types, asked_squares, finish
 from kernels.triton.linear_int4 import Int4Tiles
-from kernels.triton.linear_tiles import Tiles, decoded
+from kernels.triton.linear_tiles import SPILL_BYTES_MAX, Tiles, decoded
 from kernels.triton.split_sum import (
     CONVERT,
     STREAM,
@@ -127,19 +127,26 @@ def linear_add(
 
 
 def normed_linear(
-    stream: Stream, weight: Weight, eps: float, *, bias: torch.Tensor | None = None, gate: Gate | None = None
+    stream: Stream,
+    weight: Weight,
+    eps: float,
+    *,
+    bias: torch.Tensor | None = None,
+    gate: Gate | None = None,
+    factor: float = 1.0,
 ) -> torch.Tensor:
-    """(weighted Wᵀ) / √(Σ squares / d + eps) + bias, which is rms_norm(total) Wᵀ + bias; weight: [N, d] → [M, N]
+    """factor · (weighted Wᵀ) / √(Σ squares / d + eps) + bias, which is rms_norm(total) Wᵀ + bias where `weighted` was made with
+    a norm's weight divided by `factor`; weight: [N, d] → [M, N]
 
     With `gate` N = 2·inner (gates first) and the result is act(gate) · up: [M, inner] (arXiv 2002.05202): each program holds
-    the same columns of both halves. Reads the weight once. Else as `linear_add`; x · norm_weight must be finite,
-    which fp16 does not promise for a residual stream beyond its range.
+    the same columns of both halves. Reads the weight once. Else as `linear_add`; `weighted` must be finite, which it is in fp16
+    wherever total is, if `factor` leaves no weight of the norm above one.
     """
     x, num_rows = stream.weighted, weight.num_rows if isinstance(weight, Int4Weight) else _values(weight).shape[0]
     outputs = num_rows if gate is None else num_rows // 2
     tiles = _tiles_on(x, weight, outputs, gated=gate is not None)
     out = torch.empty(x.shape[0], outputs, dtype=x.dtype, device=x.device)
-    _launch(x, weight, Around(out=out, bias=bias, squares=stream.squares, eps=eps, gate=gate), tiles)
+    _launch(x, weight, Around(out=out, bias=bias, squares=stream.squares, eps=eps, alpha=factor, gate=gate), tiles)
     return out
 
 
@@ -219,12 +226,16 @@ QWEN_600M = {"qkv": (4096, 1024), "out": (1024, 2048), "gate_up": (3072, 1024), 
 
 def compilations() -> list[Compilation]:
     """Products of a layer of Llama-3.1-8B, also with weights of 8 bits, and of Qwen3-0.6B, also with rows of 32 bits, on 132
-    multiprocessors."""
+    multiprocessors; rows of fp16 where it is gated."""
     kinds = [("llama_8b", LLAMA_8B, "bf16", "bf16", CAPABILITIES), ("qwen_600m", QWEN_600M, "bf16", "bf16", (90,))]
     kinds += [("llama_8b", LLAMA_8B, "bf16", "i8", (80, 90)), ("llama_8b", LLAMA_8B, "bf16", "fp8e4nv", FP8_CAPABILITIES)]
     kinds += [
         ("qwen_600m", QWEN_600M, "fp32", "fp32", (80, 89, 90)),
         ("qwen_600m_rows_of_fp32", {"gate_up": QWEN_600M["gate_up"]}, "fp32", "i8", (90,)),
+    ]
+    kinds += [
+        ("llama_8b_rows_of_fp16", {"gate_up": LLAMA_8B["gate_up"]}, "fp16", weight, (90,))
+        for weight in ("fp16", "i8", "fp8e4nv")
     ]
     return [
         _compilation(f"{model}_{name}_{kind}_sm{card}", name, sizes, rows, kind, card)
@@ -236,7 +247,7 @@ def compilations() -> list[Compilation]:
 
 def _compilation(label: str, name: str, sizes: tuple[int, int], rows: str, kind: str, card: int) -> Compilation:
     """`rows` and `kind` are the types of x and of the weight."""
-    (outputs, columns), bytes_ = sizes, {"fp32": 4, "bf16": 2, "i8": 1, "fp8e4nv": 1}
+    (outputs, columns), bytes_ = sizes, {"fp32": 4, "bf16": 2, "fp16": 2, "i8": 1, "fp8e4nv": 1}
     of_tiles = {"weight_bytes": bytes_[kind], "row_bytes": bytes_[rows]}
     tiles = fused_tiles(outputs, columns, card, 132, gated=name == "gate_up", **of_tiles)
     before = fused_tiles(columns, columns, card, 132, gated=False, **of_tiles).block_n
@@ -259,5 +270,6 @@ def _compilation(label: str, name: str, sizes: tuple[int, int], rows: str, kind:
         capabilities=(card,),
         tensor_cores=rows != "fp32",
         small_tile=True,
+        spill_bytes_max=SPILL_BYTES_MAX if rows == "fp16" else 0,
         divisible=("N", "K", "x_stride", "split_columns"),
     )

@@ -20,9 +20,9 @@ LLAMA_8B = {"qkv": (6144, 4096), "out": (4096, 4096), "gate_up": (14336, 4096), 
 class Around:
     """What is computed together with a product of M rows; None where there is none of it.
 
-    out: [M, N], bias: [N], or [2·N] with a gate; squares: [C, M] float32 of the rows that are multiplied, by whose norm the
-    product is divided; residual: [M, N], to which alpha · product is added; and of that sum weighted: [M, N], it times
-    norm_weight: [N], and squares_out: [tiles, M] float32.
+    out: [M, N], bias: [N], or [2·N] with a gate; squares: [C, M] float32 of the rows that are multiplied, by whose norm
+    alpha · product is divided; or residual: [M, N], to which alpha · product is added; and of that sum weighted: [M, N], which
+    is it times norm_weight: [N], and squares_out: [tiles, M] float32.
     """
 
     out: torch.Tensor
@@ -112,9 +112,9 @@ def finish(
             if GATE is not None:
                 up *= _scales(weight_scales, N + columns, column_mask, COLUMN_SCALES)
         if squares is not None:
-            inverse_rms = tl.rsqrt(tl.sum(row_squares, axis=1) / K + eps)[:, None]
-            product *= inverse_rms
-            up *= inverse_rms
+            over_rms = alpha * tl.rsqrt(tl.sum(row_squares, axis=1) / K + eps)[:, None]
+            product *= over_rms
+            up *= over_rms
         if bias is not None:
             product += tl.load(bias + columns, mask=column_mask, other=0.0).to(tl.float32)[None, :]
             if GATE is not None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
-from kernels.quantised_weights import Fp8Weight, Int8Weight, pack_fp8, pack_int8
+from kernels.quantised_weights import Fp8Weight, Int8Weight, pack_fp8, pack_int4, pack_int8
 from kernels.reference import fused_linear as reference
 from kernels.reference.elementwise import rms_norm
 from kernels.residual_stream import Gate, Stream
@@ -93,6 +94,25 @@ def test_weights_of_8_bits_are_scaled_behind_the_sum(
     for gate in GATES:
         product = fused_linear.normed_linear(expected, weight, EPS, gate=gate)
         assert_near(product, reference.normed_linear(expected, weight, EPS, gate=gate), "matmul", scale=64)
+
+
+@pytest.mark.parametrize("gate", GATES)
+@pytest.mark.parametrize("pack", [lambda weight: weight, partial(pack_int4, group_size=32)], ids=["plain", "int4"])
+def test_rows_that_were_divided_by_a_power_of_two_are_multiplied_by_it_behind_the_sum(
+    pack: Callable[[torch.Tensor], Any], gate: Gate | None, device: torch.device
+) -> None:
+    """So that float16 holds them: these would overflow."""
+    total = normal(3, 128, dtype=torch.float16, device=device) * 3000
+    norm_weight = normal(128, dtype=torch.float16, device=device, seed=1) * 16
+    assert not (total * norm_weight).isfinite().all()
+    weight = pack((normal(48, 128, dtype=torch.float32, device=device, seed=2) / math.sqrt(128)).half())
+    squares = total.float().square().sum(-1)[None]
+    bias = normal(48, dtype=torch.float16, device=device, seed=3)
+    divided = Stream(total, total * (norm_weight / 64), squares)
+    made = fused_linear.normed_linear(divided, weight, EPS, bias=bias, gate=gate, factor=64.0)
+    wide = Stream(total, total.float() * norm_weight.float(), squares)
+    expected = reference.normed_linear(wide, weight, EPS, bias=bias, gate=gate)
+    assert_near(made, expected.half(), "matmul", scale=16 if gate is None else 256)
 
 
 @SPLITS
