@@ -18,6 +18,7 @@ LONGEST_FIRST = (
     "compiled kernels",
     "other Tritons",
     "kernels",
+    "ptx",
     "unit",
     "unit cli",
     "property",

@@ -1,0 +1,63 @@
+"""Kernels as machine-level code, executed without a GPU: one Triton for the process, compiled for an H200 that is emulated.
+
+The oldest Triton that is promised is the one of the machine with a GPU; `GATEHOUSE_PTX_TRITON` names another. In a process
+whose kernels are interpreted there is nothing to execute: run this folder by itself.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.support import triton_versions
+from tests.support.databases import required
+from tests.support.triton_jobs import promised
+
+if TYPE_CHECKING:
+    from tests.support.ptx.card import EmulatedCard
+
+VERSION = os.environ.get("GATEHOUSE_PTX_TRITON", promised()[0])
+FOUND = triton_versions.find(VERSION)
+IS_LATE = "triton" in sys.modules or os.environ.get("TRITON_INTERPRET") == "1"
+CARDS: list[EmulatedCard] = []
+
+if FOUND is None:
+    assert not required("triton"), f"Triton {VERSION} is not on this machine; `python3 installer test` installs it"
+    collect_ignore_glob = ["test_*.py"]
+elif not IS_LATE:
+    if FOUND.folder is not None:
+        sys.path.insert(0, str(FOUND.folder))
+    CACHE = tempfile.TemporaryDirectory(prefix="gatehouse-ptx-")  # what is in there is for no card
+    os.environ["TRITON_CACHE_DIR"] = CACHE.name
+    from engine.gpu_environment import prepare_gpu
+    from kernels.triton import early_launch, tuning
+    from tests.support.ptx.block import LOCKSTEP
+    from tests.support.ptx.card import MULTIPROCESSORS, put_in_place
+
+    prepare_gpu()
+    CARDS.append(put_in_place())
+    replaced: tuple[tuple[Any, str, Any], ...] = (  # as on an H200; whoever imports these finds them so
+        (tuning, "multiprocessors", lambda _: MULTIPROCESSORS),
+        (early_launch, "early_launch", lambda _: {"EARLY": True, "launch_pdl": True}),
+    )
+    for owner, name, value in replaced:
+        setattr(owner, name, value)
+
+
+@pytest.fixture(autouse=True)
+def card() -> Iterator[EmulatedCard]:
+    """The card that everything in this folder is launched on."""
+    if not CARDS:
+        pytest.skip("kernels are interpreted in this process: run tests/ptx by itself")
+    yield CARDS[0]
+    CARDS[0].order, CARDS[0].edit, CARDS[0].adds_waits = LOCKSTEP, str, False
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What looks back on all other tests comes last."""
+    items.sort(key=lambda item: item.path.name == "test_every_kernel.py")

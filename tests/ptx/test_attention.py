@@ -1,0 +1,111 @@
+"""Paged attention as machine-level code: decode steps, verification of guesses, chunks of prompts, batch-invariant kernels."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kernels.attention_rows import AttentionShape
+from kernels.reference import attention_decode as reference_decode
+from kernels.reference import attention_prefill as reference_prefill
+from kernels.triton import attention_decode, attention_prefill, invariant_attention
+from tests.support.kernel_cases import Guarded, filled_cache, normal, padded_rows, scattered_tables, table_tensor
+from tests.support.kernel_tolerances import assert_near, assert_same
+
+CPU = torch.device("cpu")
+BLOCK = 16
+BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
+SCALES = torch.tensor([0.5, 2.0])
+
+
+class Batch:
+    """Requests of `lengths` tokens in a cache that is NaN elsewhere, the last `counts` of each as queries among NaN."""
+
+    def __init__(self, shape: AttentionShape, lengths: list[int], counts: list[int], kv_dtype: torch.dtype = BF16) -> None:
+        self.shape = shape
+        tables, num_blocks = scattered_tables(lengths, shape.block_size)
+        size = (num_blocks, shape.block_size, shape.num_kv_heads, shape.head_dim)
+        self.cache = filled_cache(tables, lengths, size, dtype=kv_dtype, device=CPU)
+        self.tables = table_tensor(tables, CPU)
+        self.lens = torch.tensor(lengths, dtype=torch.int32)
+        self.starts = torch.tensor([sum(counts[:place]) for place in range(len(counts) + 1)], dtype=torch.int32)
+        self.max_query_len = max(counts)
+        queries = normal(sum(counts), shape.num_heads * shape.head_dim, dtype=BF16, device=CPU)
+        wide = padded_rows(queries, (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim)
+        self.q = wide.view(-1, shape.num_heads, shape.head_dim)
+        self.scales = SCALES if kv_dtype == FP8 else None
+
+    def out(self) -> Guarded:
+        return Guarded(tuple(self.q.shape), BF16, CPU)
+
+    def decoded(self) -> None:
+        out = self.out()
+        arguments = (self.q, self.cache, self.tables, self.lens, self.shape)
+        attention_decode.paged_decode(*arguments, kv_scales=self.scales, out=out.tensor)
+        assert_near(out.check(), reference_decode.paged_decode(*arguments, kv_scales=self.scales), "attention")
+
+    def expected(self) -> torch.Tensor:
+        return reference_prefill.paged_prefill(
+            self.q, self.cache, self.tables, self.starts, self.lens, self.shape,
+            max_query_len=self.max_query_len, kv_scales=self.scales,
+        )  # fmt: skip
+
+    def prefilled(self) -> None:
+        out = self.out()
+        attention_prefill.paged_prefill(
+            self.q, self.cache, self.tables, self.starts, self.lens, self.shape,
+            max_query_len=self.max_query_len, kv_scales=self.scales, out=out.tensor,
+        )  # fmt: skip
+        assert_near(out.check(), self.expected(), "attention")
+
+
+@pytest.mark.parametrize(
+    ("shape", "lengths", "kv_dtype"),
+    [
+        (AttentionShape(BLOCK, 4, 1, 128), [1, 15, 0, 257], BF16),
+        (AttentionShape(BLOCK, 4, 1, 128), [17, 300], FP8),
+        (AttentionShape(BLOCK, 2, 2, 64), [16, 130], BF16),
+        (AttentionShape(64, 4, 1, 128), [65, 3], BF16),
+        (AttentionShape(BLOCK, 4, 1, 256, sliding_window=100, softcap=50.0), [140, 33], BF16),
+    ],
+)
+def test_decode_steps(shape: AttentionShape, lengths: list[int], kv_dtype: torch.dtype) -> None:
+    Batch(shape, lengths, [1] * len(lengths), kv_dtype).decoded()
+
+
+def test_guesses_are_verified_by_the_decode_kernel() -> None:
+    Batch(AttentionShape(BLOCK, 4, 1, 128), [17, 2, 150], [3, 2, 4]).prefilled()
+
+
+@pytest.mark.parametrize(
+    ("shape", "lengths", "counts", "kv_dtype"),
+    [
+        (AttentionShape(BLOCK, 2, 1, 128), [40, 17], [12, 9], BF16),
+        (AttentionShape(BLOCK, 4, 1, 128), [150, 40], [40, 12], BF16),
+        (AttentionShape(BLOCK, 4, 1, 64), [90, 70], [33, 70], BF16),
+        (AttentionShape(BLOCK, 4, 1, 128), [100], [40], FP8),
+        (AttentionShape(BLOCK, 2, 1, 256, sliding_window=60, softcap=50.0), [110], [40], BF16),
+    ],
+)
+def test_chunks_of_prompts(shape: AttentionShape, lengths: list[int], counts: list[int], kv_dtype: torch.dtype) -> None:
+    Batch(shape, lengths, counts, kv_dtype).prefilled()
+
+
+@pytest.mark.parametrize("kv_dtype", [BF16, FP8])
+def test_a_query_has_the_same_bits_in_any_chunk_and_in_a_decode_step(kv_dtype: torch.dtype) -> None:
+    batch = Batch(AttentionShape(BLOCK, 4, 1, 128), [330, 40], [20, 12], kv_dtype)
+    given = (batch.cache, batch.tables)
+    whole = invariant_attention.paged_prefill(
+        batch.q, *given, batch.starts, batch.lens, batch.shape, max_query_len=20, kv_scales=batch.scales
+    )
+    assert_near(whole, batch.expected(), "attention")
+    last = batch.starts[1:].long() - 1
+    decoded = invariant_attention.paged_decode(
+        batch.q[last].contiguous(), *given, batch.lens, batch.shape, kv_scales=batch.scales
+    )
+    assert_same(decoded, whole[last])
+    starts, lens = torch.tensor([0, 9], dtype=torch.int32), torch.tensor([330 - 11], dtype=torch.int32)
+    chunk = invariant_attention.paged_prefill(
+        batch.q[:9], batch.cache, batch.tables[:1], starts, lens, batch.shape, max_query_len=9, kv_scales=batch.scales
+    )
+    assert_same(chunk, whole[:9])

@@ -1,0 +1,292 @@
+"""The emulator itself: it refuses what a card would fault on or leave to chance, and computes what the PTX ISA says."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from kernels.attention_rows import AttentionShape
+from kernels.triton.linear import linear
+from tests.ptx.test_attention import Batch
+from tests.support.kernel_cases import normal
+from tests.support.kernel_tolerances import assert_near
+from tests.support.ptx.block import FORWARD, LOCKSTEP, REVERSE
+from tests.support.ptx.card import EmulatedCard
+from tests.support.ptx.memory import Fault
+from tests.support.ptx.program import UnknownPtx
+
+ORDERS = pytest.mark.parametrize("order", [LOCKSTEP, FORWARD, REVERSE])
+KERNEL = """
+.version 8.7
+.target sm_90a
+.extern .shared .align 16 .b8 global_smem[];
+.visible .entry k(.param .u64 k_param_0, .param .u64 k_param_1)
+.reqntid {threads}
+{{
+    .reg .pred %p<9>; .reg .b16 %rs<9>; .reg .b32 %r<99>; .reg .b64 %rd<9>;
+    ld.param.b64 %rd1, [k_param_0];
+    ld.param.b64 %rd2, [k_param_1];
+    mov.u32 %r1, %tid.x;
+    mul.wide.u32 %rd3, %r1, 4;
+    add.s64 %rd4, %rd1, %rd3;
+    add.s64 %rd5, %rd2, %rd3;
+    shl.b32 %r2, %r1, 2;
+    {body}
+    ret;
+}}
+"""
+"""%rd4 and %rd5: a thread's own words of 4 bytes in the first and in the second tensor; %r2: its own in shared memory."""
+
+
+def executed(card: EmulatedCard, body: str, given: torch.Tensor, *, threads: int = 64, early: bool = False) -> torch.Tensor:
+    """What `body` writes as 32-bit integers into the second tensor."""
+    out = torch.full((threads,), -1, dtype=torch.int32)
+    card.execute(KERNEL.format(threads=threads, body=body), [given, out], (1, 1, 1), early=early)
+    return out
+
+
+def numbers(count: int = 64) -> torch.Tensor:
+    return torch.arange(100, 100 + count, dtype=torch.int32)
+
+
+@pytest.mark.parametrize(
+    ("body", "named"),
+    [
+        ("brev.b32 %r3, %r1;", "the instruction brev in: brev.b32"),
+        ("tex.1d.v4.f32.s32 {%r1, %r2, %r3, %r4}, [%rd1, {%r1}];", "in: tex.1d"),
+        ("add.sat.s32 %r3, %r1, %r2;", ".sat of add"),
+        ("bar.sync 1, 32;", "barrier 0"),
+        ("mov.u32 %r3, %clock;", "%clock"),
+    ],
+)
+def test_what_is_not_known_is_refused_by_name(card: EmulatedCard, body: str, named: str) -> None:
+    with pytest.raises(UnknownPtx, match=named):
+        executed(card, body, numbers())
+
+
+@pytest.mark.parametrize(
+    ("body", "fault"),
+    [
+        ("ld.global.b32 %r3, [%rd4+4];", "4 bytes that end 4 behind a tensor of 256"),
+        ("ld.global.b32 %r3, [%rd4+-4];", "4 bytes that begin 4 before a tensor"),
+        ("st.global.b32 [%rd5+4], %r1;", "behind a tensor"),
+        ("prefetch.global.L2 [%rd4+4];", "behind a tensor"),
+        ("ld.global.v2.b32 {%r3, %r4}, [%rd4];", "misaligned"),
+        ("st.global.b32 [%rd5+2], %r1;", "misaligned"),
+        ("add.s32 %r3, %r2, 232448; ld.shared.b32 %r4, [%r3];", "out of bounds of shared memory"),
+        ("st.shared.v2.b32 [%r2], {%r1, %r1};", "misaligned in shared memory"),
+        ("mov.u64 %rd6, 0; ld.global.b32 %r3, [%rd6];", "before a tensor"),
+        ("cp.async.ca.shared.global [%r2], [%rd4+4], 0x4;", "behind a tensor"),
+        ("add.f32 %r3, %rd4, %rd4;", "has 64 bits, 32 are read"),
+        ("and.b32 %r3, %r2, 0; st.shared.b32 [%r3], %r1;", "different values at one place"),
+    ],
+)
+def test_accesses_that_a_card_would_refuse(card: EmulatedCard, body: str, fault: str) -> None:
+    with pytest.raises(Fault, match=fault):
+        executed(card, body, numbers())
+
+
+def test_a_guard_and_a_size_of_nothing_keep_an_access_from_being_made(card: EmulatedCard) -> None:
+    body = """
+        setp.lt.u32 %p1, %r1, 63;
+        @%p1 ld.global.b32 %r3, [%rd4+4];
+        selp.b32 %r4, 4, 0, %p1;
+        cp.async.ca.shared.global [%r2], [%rd4+4], 0x4, %r4;
+        cp.async.wait_all;
+        ld.shared.b32 %r5, [%r2];
+        st.global.b32 [%rd5], %r5;
+    """
+    assert executed(card, body, numbers()).tolist() == [*range(101, 164), 0]
+
+
+COPY = """
+    cp.async.ca.shared.global [%r2], [%rd4], 0x4;
+    cp.async.commit_group;
+    cp.async.wait_group 0;
+    bar.sync 0;
+    xor.b32 %r3, %r2, 252;
+    ld.shared.b32 %r4, [%r3];
+    bar.sync 0;
+    st.shared.b32 [%r2], %r4;
+    st.global.b32 [%rd5], %r4;
+"""
+"""Each thread reads what the one opposite has copied, and writes over what that one reads."""
+
+
+@ORDERS
+def test_copies_and_barriers_in_every_order(card: EmulatedCard, order: str) -> None:
+    card.order = order
+    assert executed(card, COPY, numbers()).tolist() == numbers().flip(0).tolist()
+
+
+@ORDERS
+@pytest.mark.parametrize(
+    ("removed", "fault"),
+    [
+        ("cp.async.wait_group 0;", "reads what a copy is still under way to"),
+        ("cp.async.commit_group;", "reads what a copy is still under way to"),
+        ("wait_group 0;\n    bar.sync 0;", "what another warp (wrote|reads), without a barrier"),
+        ("[%r3];\n    bar.sync 0;", "what another warp (wrote|reads), without a barrier"),
+    ],
+)
+def test_a_missing_wait_or_barrier_is_seen(card: EmulatedCard, order: str, removed: str, fault: str) -> None:
+    card.order = order
+    assert removed in COPY
+    kept = removed.replace("bar.sync 0;", "") if "\n" in removed else ""
+    with pytest.raises(Fault, match=fault):
+        executed(card, COPY.replace(removed, kept), numbers())
+
+
+def test_a_copy_lands_no_sooner_than_somebody_waits(card: EmulatedCard) -> None:
+    """Its source is read as late as its target is written: here it was overwritten meanwhile."""
+    body = COPY.replace("cp.async.wait_group", "st.global.b32 [%rd4], %r1; cp.async.wait_group")
+    assert executed(card, body, numbers()).tolist() == list(range(63, -1, -1))
+
+
+@ORDERS
+def test_a_barrier_that_not_all_come_to(card: EmulatedCard, order: str) -> None:
+    card.order = order
+    with pytest.raises(Fault, match="not all threads come to"):
+        executed(card, "setp.lt.u32 %p1, %r1, 32; @%p1 bar.sync 0;", numbers())
+
+
+def test_a_kernel_that_starts_early_waits_before_it_touches_memory(card: EmulatedCard) -> None:
+    store, wait = "st.global.b32 [%rd5], %r1;", "griddepcontrol.wait;"
+    assert executed(card, "prefetch.global.L2 [%rd4];" + wait + store, numbers(), early=True).tolist() == [*range(64)]
+    for body in (store + wait, "ld.global.b32 %r3, [%rd4];" + wait):
+        with pytest.raises(Fault, match=r"before griddepcontrol.wait"):
+            executed(card, body, numbers(), early=True)
+    with pytest.raises(Fault, match="never waits"):
+        executed(card, "", numbers(), early=True)
+
+
+def test_threads_go_their_own_ways_and_meet_again(card: EmulatedCard) -> None:
+    """Thread t counts t mod 5 rounds, then a whole warp sums."""
+    body = """
+        rem.u32 %r3, %r1, 5;
+        mov.b32 %r4, 0;
+        $L: setp.ge.u32 %p1, %r4, %r3;
+        @%p1 bra $END;
+        add.s32 %r4, %r4, 1;
+        bra.uni $L;
+        $END: redux.sync.add.s32 %r5, %r4, -1;
+        st.global.b32 [%rd5], %r5;
+    """
+    warps = [sum(thread % 5 for thread in range(first, first + 32)) for first in (0, 32)]
+    assert executed(card, body, numbers()).tolist() == [warps[0]] * 32 + [warps[1]] * 32
+
+
+def bits(value: Any, dtype: torch.dtype) -> int:
+    """As a signed integer of 32 bits."""
+    return int(torch.tensor([value], dtype=dtype).view(torch.int32 if dtype.itemsize == 4 else torch.int16)[0])
+
+
+RESULTS: list[tuple[str, int]] = [
+    ("lop3.b32 %r9, 0x0F0F0F0F, 0x00FF00FF, 0x33333333, 0xEA;", (0x0F0F0F0F & 0x00FF00FF) | 0x33333333),
+    ("prmt.b32 %r9, 0x33221180, 0x77665544, 0x8710;", 0xFF771180 - 2**32),
+    ("bfe.s32 %r9, 0x000000F0, 4, 4;", -1),
+    ("bfe.u32 %r9, -1, 28, 4;", 15),
+    ("bfi.b32 %r9, 0xFF, 0x11111111, 8, 4;", 0x11111F11),
+    ("shf.l.wrap.b32 %r9, 0x80000001, 0x00000002, 33;", 5),
+    ("shl.b32 %r9, 1, 32;", 0),
+    ("shr.s32 %r9, -8, 40;", -1),
+    ("popc.b32 %r9, 0xF0F0;", 8),
+    ("clz.b32 %r9, 0x00010000;", 15),
+    ("mul.hi.s32 %r9, -3, 0x40000000;", -1),
+    ("mad.lo.s32 %r9, 0x10000, 0x10000, 7;", 7),
+    ("div.s32 %r9, -7, 2;", -3),
+    ("rem.s32 %r9, -7, 2;", -1),
+    ("min.u32 %r9, -1, 5;", 5),
+    ("cvt.rn.f32.s32 %r9, -3;", bits(-3.0, torch.float32)),
+    ("cvt.rzi.s32.f32 %r9, 0fC0600000;", -3),
+    ("cvt.rzi.s32.f32 %r9, 0f7F800000;", 2**31 - 1),
+    ("cvt.rn.bf16x2.f32 %r9, 0f3F808000, 0f3F818000;", (0x3F80 << 16) | 0x3F82),
+    ("cvt.rn.satfinite.e4m3x2.f32 %rs1, 0f7F800000, 0f3F800000; cvt.u32.u16 %r9, %rs1;", 0x7E38),
+    ("mov.b16 %rs1, 0x7E38; cvt.rn.f16x2.e4m3x2 %r9, %rs1;", (0x5F00 << 16) | 0x3C00),
+    ("max.f32 %r9, 0f7FC00000, 0f3F800000;", bits(1.0, torch.float32)),
+    ("add.f32 %r9, 0f3F800000, 0f33800000;", bits(1.0, torch.float32)),
+    ("fma.rn.f32 %r9, 0f3F800001, 0f3F800001, 0fBF800002;", bits(2.0**-46, torch.float32)),
+    ("mul.ftz.f32 %r9, 0f00000001, 0f4B000000;", 0),
+    ("ex2.approx.ftz.f32 %r9, 0fC0000000;", bits(0.25, torch.float32)),
+    ("sub.bf16x2 %r9, 0x43004380, 0x43004300;", bits(128.0, torch.bfloat16)),
+    ("setp.lt.f32 %p1, 0f7FC00000, 0f3F800000; selp.b32 %r9, 1, 2, %p1;", 2),
+    ("setp.ltu.f32 %p1, 0f7FC00000, 0f3F800000; selp.b32 %r9, 1, 2, %p1;", 1),
+    ("setp.gt.and.u32 %p1, -1, 1, 0; selp.b32 %r9, 1, 2, %p1;", 2),
+    ("mov.b32 {%rs1, %rs2}, 0x00070009; mov.b32 %r9, {%rs2, %rs1};", 0x00090007),
+    ("shfl.sync.bfly.b32 %r8, %r1, 3, 31, -1; shfl.sync.idx.b32 %r9, %r8, 4, 31, -1;", 7),
+    ("shfl.sync.up.b32 %r8, %r1, 1, 0, -1; redux.sync.min.s32 %r9, %r8, -1;", 0),
+]
+
+
+@pytest.mark.parametrize(("body", "expected"), RESULTS)
+def test_instructions_compute_what_the_isa_says(card: EmulatedCard, body: str, expected: int) -> None:
+    made = executed(card, body + " st.global.b32 [%rd5], %r9;", numbers(32), threads=32)
+    assert int(made[0]) == expected
+
+
+def test_an_atomic_sum_sees_every_thread(card: EmulatedCard) -> None:
+    given = torch.zeros(64, dtype=torch.int32)
+    made = executed(card, "atom.global.gpu.acq_rel.add.u32 %r3, [%rd1], 2; st.global.b32 [%rd5], %r3;", given)
+    assert given[0] == 128
+    assert sorted(made.tolist()) == [*range(0, 128, 2)]
+
+
+class Mutated:
+    """A kernel of the product of which one line at a time is taken away."""
+
+    def __init__(self, card: EmulatedCard, launched: Callable[[], None]) -> None:
+        self.card, self.launched = card, launched
+        self.text = ""
+        card.edit = self._noted
+        launched()
+
+    def faults(self, line: str) -> list[str]:
+        """One for each place of the line that is executed, "" where nothing was seen."""
+        places = [found.span() for found in re.finditer(line, self.text)]
+        return [self._fault_with("", *place) for place in places if self._fault_with("trap;", *place)]
+
+    def _noted(self, ptx: str) -> str:
+        self.text = self.text or ptx
+        return ptx
+
+    def _fault_with(self, other: str, begin: int, end: int) -> str:
+        changed = self.text[:begin] + other + self.text[end:]
+        self.card.edit = lambda ptx: changed if ptx == self.text else ptx
+        try:
+            self.launched()
+        except (Fault, AssertionError) as fault:
+            return str(fault) or "wrong"
+        return ""
+
+
+@pytest.mark.parametrize(
+    ("line", "seen"),
+    [(r"cp\.async\.wait_group[^;]*;", "copy is still under way"), (r"griddepcontrol\.wait[^;]*;", r"griddepcontrol\.wait")],
+)
+def test_no_wait_of_a_product_can_be_taken_away(card: EmulatedCard, line: str, seen: str) -> None:
+    x, weight = (normal(count, 1040, dtype=torch.bfloat16, device=torch.device("cpu"), seed=count) for count in (3, 16))
+
+    def product() -> None:
+        assert_near(linear(x, weight), x.float() @ weight.float().T, "matmul", scale=32)
+
+    faults = Mutated(card, product).faults(line)
+    assert faults
+    assert all(re.search(seen, fault) for fault in faults), faults
+
+
+@pytest.mark.parametrize(
+    ("line", "seen"),
+    [
+        (r"wgmma\.wait_group[^;]*;", "wgmma is still"),
+        (r"fence\.proxy\.async[^;]*;", r"fence\.proxy\.async"),
+        (r"bar\.sync\s+0;", "another warp"),
+    ],
+)
+def test_waits_fences_and_barriers_of_a_prompt_are_missed(card: EmulatedCard, line: str, seen: str) -> None:
+    batch = Batch(AttentionShape(16, 4, 1, 64), [80], [33])
+    faults = Mutated(card, batch.prefilled).faults(line)
+    assert any(re.search(seen, fault) for fault in faults), faults

@@ -1,0 +1,137 @@
+"""Products with weights of 16, 8 and 4 bits as machine-level code: plain, with what is fused to them, batch-invariant."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from kernels.quantised_weights import Int4Weight, pack_fp8, pack_int4, pack_int8
+from kernels.reference import fused_linear as reference
+from kernels.reference import quantised as exact
+from kernels.residual_stream import Gate
+from kernels.triton.fp8_rows import quantize_rows_fp8
+from kernels.triton.fused_linear import linear_add, normed_linear
+from kernels.triton.invariant_int4 import invariant_int4
+from kernels.triton.invariant_linear import invariant_linear
+from kernels.triton.linear import linear
+from kernels.triton.linear_fp8 import linear_fp8
+from kernels.triton.linear_int4 import dequantise_rows, linear_int4
+from kernels.triton.linear_int8 import linear_int8
+from tests.support.kernel_cases import normal, padded_rows
+from tests.support.kernel_tolerances import assert_near, assert_same
+from tests.support.ptx.block import FORWARD, REVERSE
+from tests.support.ptx.card import EmulatedCard
+
+CPU = torch.device("cpu")
+BF16 = torch.bfloat16
+EPS = 1e-6
+Kernel = Callable[..., torch.Tensor]
+Pack = Callable[[torch.Tensor], Any]
+pack_groups = partial(pack_int4, group_size=128)
+EXACT: dict[str, tuple[Pack, Callable[[Any], torch.Tensor]]] = {
+    "bf16": (lambda weight: weight, torch.Tensor.float),
+    "int8": (pack_int8, exact.dequantise_int8),
+    "fp8": (pack_fp8, exact.dequantise_fp8),
+    "int4": (pack_groups, exact.dequantise_int4),
+}
+
+
+def rows(count: int, width: int, *, seed: int = 0) -> torch.Tensor:
+    """[count, width] bfloat16 among NaN."""
+    return padded_rows(normal(count, width, dtype=BF16, device=CPU, seed=seed), width + 16)
+
+
+def weights(outputs: int, columns: int, *, seed: int = 1) -> torch.Tensor:
+    """[outputs, columns] bfloat16 whose products are of order one."""
+    return (normal(outputs, columns, dtype=torch.float32, device=CPU, seed=seed) / math.sqrt(columns)).to(BF16)
+
+
+@pytest.mark.parametrize(
+    ("kind", "kernel", "sizes"),
+    [
+        ("bf16", linear, (3, 80, 1040)),  # rows, outputs, columns
+        ("bf16", linear, (1, 48, 8192)),
+        ("int8", linear_int8, (3, 80, 528)),
+        ("int8", linear_int8, (40, 80, 528)),
+        ("int8", linear_int8, (130, 144, 272)),
+        ("fp8", linear_fp8, (3, 80, 512)),
+        ("fp8", linear_fp8, (40, 64, 256)),
+        ("int4", linear_int4, (2, 80, 384)),
+        ("int4", linear_int4, (40, 144, 384)),
+        ("int4", linear_int4, (130, 144, 384)),
+    ],
+)
+def test_products(kind: str, kernel: Kernel, sizes: tuple[int, int, int]) -> None:
+    count, outputs, columns = sizes
+    pack, dequantised = EXACT[kind]
+    x, weight = rows(count, columns), pack(weights(outputs, columns))
+    assert_near(kernel(x, weight), x.float() @ dequantised(weight).T, "matmul")
+
+
+@pytest.mark.parametrize("count", [3, 64])
+def test_rows_of_8_bits_meet_weights_of_8_bits(card: EmulatedCard, count: int) -> None:
+    """For 64 rows Triton (3.6 and 3.9) adds a product to its sum before it waits for it: the assembler puts a wait there."""
+    card.adds_waits = count >= 64
+    codes, scales = quantize_rows_fp8(rows(count, 512))
+    weight = pack_fp8(weights(80, 512))
+    made = linear_fp8(codes, weight, x_scales=scales, out_dtype=BF16)
+    assert_near(made, codes.float() * scales @ exact.dequantise_fp8(weight).T, "matmul")
+
+
+def test_weights_of_4_bits_are_written_out() -> None:
+    weight = pack_groups(weights(80, 384))
+    out = torch.empty(48, 384, dtype=BF16)
+    dequantise_rows(weight, 16, out)
+    assert_near(out, exact.dequantise_int4(weight)[16:64], "pointwise")
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes", "gate"),
+    [
+        ("bf16", (3, 96, 272, 80), "silu"),  # rows, width of the stream, columns before it, columns behind the gate
+        ("bf16", (1, 64, 8192, 48), None),
+        ("int8", (3, 96, 272, 80), "gelu_tanh"),
+        ("fp8", (16, 96, 272, 80), "silu"),
+        ("int4", (5, 256, 384, 160), "silu"),
+    ],
+)
+def test_products_with_what_stands_around_them(kind: str, sizes: tuple[int, int, int, int], gate: Gate | None) -> None:
+    count, width, columns, inner = sizes
+    pack, _ = EXACT[kind]
+    before, behind = pack(weights(width, columns)), pack(weights(inner * (2 if gate else 1), width, seed=2))
+    given = rows(count, columns), before, normal(count, width, dtype=BF16, device=CPU, seed=3)
+    norm_weight = normal(width, dtype=BF16, device=CPU, seed=4)
+    made, expected = linear_add(*given, norm_weight, alpha=0.5), reference.linear_add(*given, norm_weight, alpha=0.5)
+    assert_near(made.total, expected.total, "matmul")
+    assert_near(made.weighted, expected.weighted, "matmul", scale=4)
+    assert_near(made.squares.sum(0), made.total.float().square().sum(-1), "matmul")
+    product = normed_linear(made, behind, EPS, gate=gate)
+    assert_near(product, reference.normed_linear(made, behind, EPS, gate=gate), "matmul", scale=8)
+
+
+def test_the_parts_of_a_sum_may_arrive_in_any_order(card: EmulatedCard) -> None:
+    """Whichever program comes last adds all parts, in their order."""
+    x, weight = rows(1, 4096), weights(48, 4096)
+    before = card.launched["linear_kernel"]
+    made = linear(x, weight)
+    assert card.launched["linear_kernel"] - before > 48 // 16, "more programs than tiles: the sums have parts"
+    for order in (FORWARD, REVERSE):
+        card.order = order
+        assert_same(linear(x, weight), made)
+
+
+@pytest.mark.parametrize("kind", EXACT)
+@pytest.mark.parametrize("count", [5, 70])
+def test_a_row_has_the_same_bits_in_any_batch(kind: str, count: int) -> None:
+    pack, dequantised = EXACT[kind]
+    weight = pack(weights(80, 384))
+    kernel: Kernel = invariant_int4 if isinstance(weight, Int4Weight) else invariant_linear
+    x = rows(count, 384)
+    made = kernel(x, weight)
+    assert_near(made, x.float() @ dequantised(weight).T, "matmul")
+    assert_same(kernel(x[2:3], weight), made[2:3])

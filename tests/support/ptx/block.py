@@ -1,0 +1,246 @@
+"""One block of threads at work: registers, who runs when, branches and barriers (PTX ISA 6, operands; 9.7.12 and 9.7.13).
+
+Threads that run together are a crew: the whole block (`LOCKSTEP`, the quickest), or each warp by itself up to the next barrier,
+from the first warp on (`FORWARD`) or from the last (`REVERSE`). In a crew those at the lowest instruction run first, so that
+branches meet again behind them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from tests.support.ptx.memory import Fault, GlobalMemory, SharedMemory
+from tests.support.ptx.program import (
+    Address,
+    Constant,
+    Instruction,
+    Operand,
+    Program,
+    Register,
+    Special,
+    Symbol,
+    Vector,
+)
+from tests.support.ptx.types import POISON, RAW, Array, Type
+
+if TYPE_CHECKING:
+    from tests.support.ptx.copies import Copies
+    from tests.support.ptx.warpgroups import Products
+
+LOCKSTEP, FORWARD, REVERSE = "lockstep", "forward", "reverse"
+WARP = 32
+ENDS = ("ret", "exit")
+Action = Callable[["Block", Instruction, Array], None]
+
+
+@dataclass(frozen=True)
+class Launch:
+    """arguments: a number for each parameter of the program. `early`: before the wait of griddepcontrol no memory is touched.
+    `adds_waits`: the result of a product that is read too early is waited for."""
+
+    program: Program
+    actions: list[Action | None]
+    arguments: list[int | float]
+    memory: GlobalMemory
+    grid: tuple[int, int, int]
+    early: bool = False
+    adds_waits: bool = False
+
+
+@dataclass
+class Block:
+    launch: Launch
+    place: tuple[int, int, int]
+    order: str = LOCKSTEP
+    shared: SharedMemory = field(default_factory=SharedMemory)
+    registers: dict[str, Array] = field(default_factory=dict)
+    copies: dict[int, Copies] = field(default_factory=dict)  # by crew
+    products: dict[int, Products] = field(default_factory=dict)
+    crew: int = 0
+
+    def __post_init__(self) -> None:
+        self.num_threads = self.launch.program.num_threads
+        self.everyone = np.ones(self.num_threads, bool)
+        self.threads = np.arange(self.num_threads)
+        self.lanes, self.warps = self.threads % WARP, self.threads // WARP
+        self.members = self.everyone  # of the crew that runs
+        self.waited = np.full(self.num_threads, not self.launch.early)
+        self._constants: dict[tuple[object, int], Array] = {}
+
+    def run(self) -> None:
+        """To the end of all threads. Raises Fault."""
+        crews = [self._work(number, members) for number, members in enumerate(self._crews())]
+        while crews:
+            stops = {next(crew, None) for crew in crews}
+            if len(stops) > 1:
+                raise Fault(f"{self.launch.program.name}: the warps of a block wait at different barriers, or some have ended")
+            if stops == {None}:
+                break
+            self.shared.pass_barrier()
+        if not self.waited.all():
+            raise Fault(f"{self.launch.program.name} was launched early and never waits")
+
+    def _crews(self) -> list[Array]:
+        if self.order == LOCKSTEP:
+            return [self.everyone]
+        warps = [self.warps == warp for warp in range(self.num_threads // WARP)]
+        return warps if self.order == FORWARD else warps[::-1]
+
+    def _work(self, crew: int, members: Array) -> Iterator[int]:
+        """Runs one crew; yields the instruction of each barrier that it comes to."""
+        program, actions = self.launch.program, self.launch.actions
+        standing = {0: members}  # who is at which instruction
+        while standing:
+            place = min(standing)
+            active = standing.pop(place)
+            code = program.instructions[place]
+            self.crew, self.members = crew, members
+            taking = active if code.guard is None else active & self.read_predicate(code.guard)
+            action = actions[place]
+            if action is not None:
+                if code.guard is None or taking.any():
+                    self._perform(action, code, taking)
+                self._stand(standing, place + 1, active)
+            elif code.opcode == "bra":
+                assert isinstance(code.operands[0], Symbol)
+                self._divide(standing, program.labels[code.operands[0].name], taking)
+                self._divide(standing, place + 1, active & ~taking)
+            elif code.opcode in ENDS:
+                self._divide(standing, place + 1, active & ~taking)
+            else:
+                if standing or not np.array_equal(taking, members):
+                    raise Fault(f"{program.name}: not all threads come to {code.text}")
+                yield place
+                self._stand(standing, place + 1, active)
+
+    def _stand(self, standing: dict[int, Array], place: int, threads: Array) -> None:
+        there = standing.get(place)
+        standing[place] = threads if there is None else self._named(there | threads)
+
+    def _divide(self, standing: dict[int, Array], place: int, threads: Array) -> None:
+        if threads.any():
+            self._stand(standing, place, self._named(threads))
+
+    def _named(self, threads: Array) -> Array:
+        """Everyone is known by being `everyone`, which saves a selection at each instruction."""
+        return self.everyone if threads.all() else threads
+
+    def _perform(self, action: Action, code: Instruction, active: Array) -> None:
+        try:
+            action(self, code, active)
+        except Fault as fault:
+            raise Fault(f"{self.launch.program.name}, block {self.place}: {code.text}: {fault}") from fault
+        except Exception as error:
+            error.add_note(f"in {self.launch.program.name}: {code.text}")
+            raise
+
+    def read(self, operand: Operand, kind: Type) -> Array:
+        """[T], or [2, T] of a packed type: what is computed with."""
+        return kind.unpack(self.raw(operand, kind.width))
+
+    def raw(self, operand: Operand, width: int) -> Array:
+        """[T] raw bits. A register must be as wide as the instruction says."""
+        if isinstance(operand, Register):
+            bits = self.registers.get(operand.name)
+            if bits is None:
+                bits = self._unwritten(operand)
+            if operand.width != width:
+                raise Fault(f"{operand.name} has {8 * operand.width} bits, {8 * width} are read")
+            return bits
+        key = (operand, width)
+        known = self._constants.get(key)
+        if known is None:
+            known = self._constants[key] = self._constant(operand, width)
+        return known
+
+    def raw_as(self, operand: Operand, width: int) -> Array:
+        """As `raw`, the lower bits of a register that is wider, as `st` and `cvt` read (PTX ISA 9.4.1)."""
+        if isinstance(operand, Register) and operand.width > width:
+            return self.raw(operand, operand.width).astype(RAW[width])
+        return self.raw(operand, width)
+
+    def read_predicate(self, operand: Operand) -> Array:
+        """[T] bool."""
+        if isinstance(operand, Constant):
+            return np.full(self.num_threads, operand.bits != 0)
+        assert isinstance(operand, Register), operand
+        held = self.registers.get(operand.name)
+        if held is None:
+            raise Fault(f"{operand.name} is read before it is written")
+        return ~held if operand.negated else held
+
+    def write(self, operand: Operand, bits: Array, active: Array) -> None:
+        """bits: [T], raw and as wide as the register, for those threads that are active."""
+        if not isinstance(operand, Register):
+            assert operand == Symbol("_"), operand
+            return
+        if bits.dtype != RAW[operand.width]:
+            raise Fault(f"{bits.dtype} is written to {operand.name} of {operand.width} bytes")
+        if active is not self.everyone:
+            before = self.registers.get(operand.name)
+            bits = np.where(active, bits, self._poison(operand) if before is None else before)
+        self.registers[operand.name] = bits
+
+    def write_wider(self, operand: Operand, values: Array, active: Array) -> None:
+        """Integers [T] extended by their sign, or zeros, to a register that may be wider, as `ld` and `cvt` write."""
+        if isinstance(operand, Register) and operand.width > values.dtype.itemsize:
+            wide = np.dtype(f"{values.dtype.kind}{operand.width}")
+            values = values.astype(wide)
+        self.write(operand, values.view(RAW[values.dtype.itemsize]), active)
+
+    def addresses(self, operand: Operand, active: Array) -> Array:
+        """[n] int64, of those threads that are active."""
+        assert isinstance(operand, Address), operand
+        width = operand.base.width if isinstance(operand.base, Register) else 8
+        base = self.raw(operand.base, width)
+        chosen = base if active is self.everyone else base[active]
+        return chosen.astype(np.int64) + operand.offset
+
+    def whole_warps(self, active: Array) -> Array:
+        """[W]: which warps are active. Raises Fault where a part of one is."""
+        warps = active.reshape(-1, WARP)
+        if (warps.any(1) != warps.all(1)).any():
+            raise Fault("a part of a warp comes to what a whole warp must do together")
+        every: Array = warps[:, 0]
+        return every
+
+    def _unwritten(self, operand: Register) -> Array:
+        products = self.products.get(self.crew)
+        if products is None or operand.name not in products.accumulators:
+            return self._poison(operand)
+        if not self.launch.adds_waits:
+            raise Fault(f"{operand.name} is read while wgmma is still writing it")
+        products.finish(self)
+        return self.registers[operand.name]
+
+    def _poison(self, operand: Register) -> Array:
+        filled = np.full(self.num_threads * max(1, operand.width), POISON, np.uint8)
+        return filled.view(RAW[operand.width]) if operand.width else np.zeros(self.num_threads, bool)
+
+    def _constant(self, operand: Operand, width: int) -> Array:
+        if isinstance(operand, Constant):
+            return np.full(self.num_threads, operand.bits & ((1 << 8 * width) - 1), RAW[width])
+        assert isinstance(operand, Special), operand
+        return self._special(operand.name).astype(RAW[width])
+
+    def _special(self, name: str) -> Array:
+        """Threads of these kernels have one dimension."""
+        register, _, axis = name.lstrip("%").partition(".")
+        number = "xyz".index(axis or "x")
+        if register == "tid":
+            return self.threads if number == 0 else np.zeros(self.num_threads)
+        if register == "laneid":
+            return self.lanes
+        if register == "warpid":
+            return self.warps
+        of_all = {"ctaid": self.place, "nctaid": self.launch.grid, "ntid": (self.num_threads, 1, 1)}[register]
+        return np.full(self.num_threads, of_all[number])
+
+
+def parts_of(operand: Operand) -> tuple[Operand, ...]:
+    """Those of a vector; anything else is its own only part."""
+    return operand.parts if isinstance(operand, Vector) else (operand,)

@@ -1,0 +1,89 @@
+"""Copies that arrive later, fences, and kernels that start before the one in front has ended (PTX ISA 9.7.9.25: cp.async;
+9.7.13: membar, fence, griddepcontrol).
+
+A copy reads and writes at its `wait_group`, as late as a card may; until then nobody reads or writes where it goes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from tests.support.ptx.block import Block
+from tests.support.ptx.memory import Fault
+from tests.support.ptx.operations import instruction
+from tests.support.ptx.program import Instruction, UnknownPtx
+from tests.support.ptx.types import Array
+
+
+@dataclass(frozen=True)
+class Copy:
+    """sources: [n] in global memory where `taken` [n], zeros elsewhere; targets: [n] in shared memory."""
+
+    sources: Array
+    taken: Array
+    targets: Array
+    size: int
+    warps: Array
+    granules: Array
+
+    def arrive(self, block: Block) -> None:
+        values = np.zeros((self.sources.size, self.size), np.uint8)
+        values[self.taken] = block.launch.memory.load(self.sources[self.taken], 4, self.size // 4).view(np.uint8)
+        block.shared.end_copy(self.targets, self.granules, values, self.warps)
+
+
+@dataclass
+class Copies:
+    """Of one crew: those that were begun since the last commit, and those that were committed."""
+
+    begun: list[Copy] = field(default_factory=list)
+    groups: list[list[Copy]] = field(default_factory=list)
+
+
+@instruction("cp", "async ca cg shared global L2 commit_group wait_group wait_all")
+def copy(block: Block, code: Instruction, active: Array) -> None:
+    """The threads of a crew commit and wait together."""
+    copies = block.copies.setdefault(block.crew, Copies())
+    if "shared" in code.modifiers:
+        return copies.begun.append(_begun(block, code, active))
+    if not np.array_equal(active, block.members):
+        raise UnknownPtx("threads that wait for copies by themselves")
+    if "commit_group" in code.modifiers or "wait_all" in code.modifiers:
+        copies.groups.append(copies.begun)
+        copies.begun = []
+    if "commit_group" not in code.modifiers:
+        left = int(block.raw(code.operands[0], 4)[0]) if code.operands else 0
+        while len(copies.groups) > left:
+            for each in copies.groups.pop(0):
+                each.arrive(block)
+    return None
+
+
+def _begun(block: Block, code: Instruction, active: Array) -> Copy:
+    """A number behind the size says how many bytes count: all, or none for a place that is filled with zeros."""
+    if block.launch.early and not block.waited[active].all():
+        raise Fault("memory is touched before griddepcontrol.wait")
+    target, source, size = code.operands[:3]
+    length = int(block.raw(size, 4)[0])
+    counted = block.raw(code.operands[3] if len(code.operands) > 3 else size, 4)[active]
+    if not ((counted == 0) | (counted == length)).all():
+        raise UnknownPtx("copies of which a part counts")
+    targets, sources, warps = block.addresses(target, active), block.addresses(source, active), block.warps[active]
+    block.launch.memory.check(sources[counted > 0], length, length)
+    return Copy(sources, counted > 0, targets, length, warps, block.shared.begin_copy(targets, length, warps))
+
+
+@instruction("fence membar", "proxy async shared acq_rel sc gpu sys cta gl")
+def fence(block: Block, code: Instruction, active: Array) -> None:
+    """Blocks run one after another, so that each sees what those before it did; wgmma reads what was stored before a fence."""
+    if "proxy" in code.modifiers:
+        block.shared.fence_proxies()
+
+
+@instruction("griddepcontrol", "wait launch_dependents")
+def depend(block: Block, code: Instruction, active: Array) -> None:
+    """What comes next waits by itself, so that letting it start changes nothing here."""
+    if "wait" in code.modifiers:
+        block.waited |= active

@@ -1,0 +1,104 @@
+"""Matrices in the registers of a warp (PTX ISA 9.7.14.5: mma with .m16n8k16 and .m16n8k32, ldmatrix, stmatrix).
+
+Lane l of a warp is in group g = l / 4 and has place t = l % 4 there. An accumulator of 16 rows and 8 columns holds rows g and
+g + 8, columns 2t and 2t + 1; of what is multiplied a register holds 4 bytes that are neighbours along the summed dimension.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from tests.support.ptx.block import WARP, Block, parts_of
+from tests.support.ptx.memory import Fault
+from tests.support.ptx.operations import instruction
+from tests.support.ptx.program import Instruction, Operand, UnknownPtx
+from tests.support.ptx.types import MATRIX_WIDENED, RAW, TYPES, Array
+
+_GROUP, _PLACE = np.arange(WARP) // 4, np.arange(WARP) % 4
+ROW_BYTES = 16  # of the 8 x 8 matrices that ldmatrix moves
+
+
+def elements(block: Block, registers: tuple[Operand, ...], kind: str) -> Array:
+    """[registers, W, 32, e] float32: the elements of each register of each lane."""
+    width, widen = MATRIX_WIDENED[kind]
+    raw = np.stack([block.raw(register, 4) for register in registers])
+    return widen(raw.reshape(len(registers), -1, WARP, 1).view(RAW[width]))
+
+
+def left(block: Block, registers: tuple[Operand, ...], kind: str) -> Array:
+    """[W, 16, k]: four registers, rows g and g + 8 of the first half of the columns, then of the second."""
+    held = elements(block, registers, kind)
+    each = held.shape[-1]
+    made = np.zeros((held.shape[1], 16, 8 * each), np.float32)
+    columns = _PLACE[:, None] * each + np.arange(each)
+    for number, (row, column) in enumerate(((0, 0), (8, 0), (0, 4 * each), (8, 4 * each))):
+        made[:, _GROUP[:, None] + row, columns + column] = held[number]
+    return made
+
+
+def right(block: Block, registers: tuple[Operand, ...], kind: str) -> Array:
+    """[W, k, 8]: two registers, column g of the first half of the rows, then of the second."""
+    held = elements(block, registers, kind)
+    each = held.shape[-1]
+    made = np.zeros((held.shape[1], 8 * each, 8), np.float32)
+    rows = _PLACE[:, None] * each + np.arange(each)
+    for number, row in enumerate((0, 4 * each)):
+        made[:, rows + row, _GROUP[:, None]] = held[number]
+    return made
+
+
+def accumulated(raws: list[Array]) -> Array:
+    """[W, 16, 2n] float32 from the registers of n / 2 tiles of 8 columns, each [T] raw."""
+    values = np.stack(raws).view(np.float32).reshape(-1, 2, 2, raws[0].size // WARP, 8, 4)
+    return np.ascontiguousarray(values.transpose(3, 1, 4, 0, 5, 2)).reshape(raws[0].size // WARP, 16, -1)
+
+
+def accumulators(matrix: Array) -> Array:
+    """The reverse of `accumulated`: [W, 16, c] float32 → [c / 2, T] raw."""
+    warps = matrix.shape[0]
+    values = matrix.reshape(warps, 2, 8, -1, 4, 2).transpose(3, 1, 5, 0, 2, 4)
+    return np.ascontiguousarray(values, np.float32).view(np.uint32).reshape(-1, warps * WARP)
+
+
+@instruction("mma", "sync aligned m16n8k16 m16n8k32 row col e4m3")
+def multiply(block: Block, code: Instruction, active: Array) -> None:
+    """D = A · B + C, summed in float64 and rounded to float32: a card sums in an order of its own."""
+    result, kinds, addend = code.modifiers[-4], code.modifiers[-3:-1], code.modifiers[-1]
+    if (result, addend) != ("f32", "f32") or kinds[0] != kinds[1]:
+        raise UnknownPtx(code.text)
+    block.whole_warps(active)
+    targets, a, b, c = (parts_of(operand) for operand in code.operands)
+    product = left(block, a, kinds[0]).astype(np.float64) @ right(block, b, kinds[1])
+    summed = accumulated([block.raw(register, TYPES["f32"].width) for register in c]) + product
+    for target, bits in zip(targets, accumulators(summed), strict=True):
+        block.write(target, bits, active)
+
+
+@instruction("ldmatrix stmatrix", "sync aligned m8n8 x1 x2 x4 trans shared")
+def move_matrices(block: Block, code: Instruction, active: Array) -> None:
+    """Lanes 8i to 8i + 7 name the rows of matrix i; lane l holds two neighbours of row l / 4, with .trans of column l / 4."""
+    block.whole_warps(active)
+    is_load = code.opcode == "ldmatrix"
+    operand, address = code.operands if is_load else code.operands[::-1]
+    registers = parts_of(operand)
+    named = np.flatnonzero(active & (block.lanes < 8 * len(registers)))
+    rows = np.zeros(block.num_threads, np.int64)
+    rows[active] = block.addresses(address, active)
+    warps = active.sum() // WARP
+    if is_load:
+        found = block.shared.load(rows[named], 2, 8, block.warps[named]).reshape(warps, len(registers), 8, 8)
+        if "trans" in code.modifiers:
+            found = found.swapaxes(2, 3)
+        pairs = np.ascontiguousarray(found).view(np.uint32).reshape(warps, len(registers), WARP)
+        for number, register in enumerate(registers):
+            bits = np.zeros(block.num_threads, np.uint32)
+            bits[active] = pairs[:, number].reshape(-1)
+            block.write(register, bits, active)
+        return
+    held = np.stack([block.raw(register, 4)[active].reshape(-1, WARP) for register in registers], axis=1)
+    matrices = np.ascontiguousarray(held).view(np.uint16).reshape(warps, len(registers), 8, 8)
+    if "trans" in code.modifiers:
+        matrices = matrices.swapaxes(2, 3)
+    if (rows[named] % ROW_BYTES).any():
+        raise Fault("misaligned rows of a matrix")
+    block.shared.store(rows[named], np.ascontiguousarray(matrices).reshape(-1, 8), block.warps[named])

@@ -1,0 +1,130 @@
+"""Between registers and memory (PTX ISA 9.7.9: mov, ld, st, prefetch, createpolicy; 9.7.13.5: atom)."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from tests.support.ptx.block import Block, parts_of
+from tests.support.ptx.memory import Fault
+from tests.support.ptx.operations import instruction
+from tests.support.ptx.program import Instruction, Symbol, UnknownPtx, Vector
+from tests.support.ptx.types import RAW, Array
+
+CACHES = "L1 L2 ca cg cs wt nc v2 v4 v8"
+ORDERS = "volatile weak relaxed acquire release acq_rel gpu sys cta"
+
+
+@instruction("mov")
+def move(block: Block, code: Instruction, active: Array) -> None:
+    target, source = code.operands
+    width = code.type.width
+    if code.type.kind == "b":
+        return block.write(target, block.read_predicate(source), active)
+    if isinstance(source, Vector):
+        parts = [block.raw(part, width // len(source.parts)) for part in source.parts]
+        return block.write(target, np.stack(parts, axis=1).view(RAW[width])[:, 0], active)
+    if not isinstance(target, Vector):
+        return block.write(target, block.raw(source, width), active)
+    pieces = block.raw(source, width)[:, None].view(RAW[width // len(target.parts)])
+    for number, part in enumerate(target.parts):
+        block.write(part, np.ascontiguousarray(pieces[:, number]), active)
+    return None
+
+
+@instruction("ld", f"param global shared const {CACHES} {ORDERS}")
+def load(block: Block, code: Instruction, active: Array) -> None:
+    kind, space = code.type, code.modifiers
+    if "param" in space:
+        return _load_parameter(block, code, active)
+    targets, addresses = parts_of(code.operands[0]), block.addresses(code.operands[1], active)
+    if "shared" in space:
+        found = block.shared.load(addresses, kind.width, len(targets), block.warps[active])
+    elif "global" in space:
+        _check_waited(block, active)
+        found = block.launch.memory.load(addresses, kind.width, len(targets))
+    else:
+        raise UnknownPtx("another space of addresses")
+    for number, target in enumerate(targets):
+        values = np.zeros(block.num_threads, kind.raw)
+        values[active] = found[:, number]
+        block.write_wider(target, values.view(f"{kind.kind}{kind.width}"), active)
+    return None
+
+
+def _load_parameter(block: Block, code: Instruction, active: Array) -> None:
+    symbol = code.operands[1].base  # type: ignore[union-attr]
+    assert isinstance(symbol, Symbol), code.text
+    program = block.launch.program
+    place = program.place_of_parameter(symbol.name)
+    value, kind = block.launch.arguments[place], code.type
+    if program.parameters[place].kind == "f":
+        bits = np.array([value], program.parameters[place].name.replace("f", "float"))
+    else:
+        bits = np.array([int(value) & ((1 << 8 * kind.width) - 1)], kind.raw)
+    values = np.repeat(bits.view(kind.raw), block.num_threads)
+    block.write_wider(code.operands[0], values.view(f"{kind.kind}{kind.width}"), active)
+
+
+@instruction("st", f"global shared {CACHES} {ORDERS}")
+def store(block: Block, code: Instruction, active: Array) -> None:
+    addresses = block.addresses(code.operands[0], active)
+    sources = parts_of(code.operands[1])
+    values = np.stack([block.raw_as(part, code.type.width)[active] for part in sources], axis=1)
+    if "shared" in code.modifiers:
+        block.shared.store(addresses, values, block.warps[active])
+    elif "global" in code.modifiers:
+        _check_waited(block, active)
+        block.launch.memory.store(addresses, values)
+    else:
+        raise UnknownPtx("another space of addresses")
+
+
+@instruction("prefetch", "global L2")
+def prefetch(block: Block, code: Instruction, active: Array) -> None:
+    """Nothing is read, but what would be read is there. Allowed before the wait for the kernel in front."""
+    block.launch.memory.check(block.addresses(code.operands[0], active), 1, 1)
+
+
+@instruction("createpolicy", "fractional L2")
+def create_policy(block: Block, code: Instruction, active: Array) -> None:
+    """A hint for the cache, which holds no numbers of its own here."""
+    block.write(code.operands[0], np.zeros(block.num_threads, np.uint64), active)
+
+
+_ATOMIC = {"add": np.add, "min": np.minimum, "max": np.maximum, "and": np.bitwise_and, "or": np.bitwise_or}
+
+
+@instruction("atom red", f"global add min max exch and or cas {ORDERS}")
+def atomic(block: Block, code: Instruction, active: Array) -> None:
+    """One thread after another."""
+    kind, has_result = code.type, code.opcode == "atom"
+    address, *sources = code.operands[1:] if has_result else code.operands
+    _check_waited(block, active)
+    memory, addresses = block.launch.memory, block.addresses(address, active)
+    values = [block.raw(source, kind.width)[active] for source in sources]
+    before = np.zeros(block.num_threads, kind.raw)
+    for number, thread in enumerate(np.flatnonzero(active)):
+        place = addresses[number : number + 1]
+        old = memory.load(place, kind.width, 1)
+        before[thread] = old[0, 0]
+        given = [value[number : number + 1, None] for value in values]
+        memory.store(place, _exchanged(code, old, given))
+    if has_result:
+        block.write(code.operands[0], before, active)
+
+
+def _exchanged(code: Instruction, old: Array, given: list[Array]) -> Array:
+    """What stands there afterwards. [1, 1] raw, all."""
+    if "cas" in code.modifiers:
+        return np.where(old == given[0], given[1], old)
+    if "exch" in code.modifiers:
+        return given[0]
+    function = next(_ATOMIC[name] for name in code.modifiers if name in _ATOMIC)
+    unpack, pack = code.type.unpack, code.type.pack
+    made: Array = pack(np.asarray(function(unpack(old), unpack(given[0]))))
+    return made
+
+
+def _check_waited(block: Block, active: Array) -> None:
+    if block.launch.early and not block.waited[active].all():
+        raise Fault("memory is touched before griddepcontrol.wait")

@@ -1,0 +1,168 @@
+"""Products of four warps that read shared memory by themselves (PTX ISA 9.7.15, asynchronous warpgroup level instructions).
+
+From `mma_async` to the `wait_group` of its group the accumulators belong to the product: whoever reads one gets a fault, and
+so does whoever stores where it reads. Matrices lie in shared memory as 9.7.15.5 says: in units of 8 rows whose pieces of 16
+bytes are exchanged by bits of their address (the swizzle), which a descriptor of 64 bits tells of.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from tests.support.ptx.block import Block, parts_of
+from tests.support.ptx.matrices import accumulated, accumulators, left
+from tests.support.ptx.memory import Fault
+from tests.support.ptx.operations import instruction
+from tests.support.ptx.program import Constant, Instruction, Operand, Register, UnknownPtx, Vector
+from tests.support.ptx.types import MATRIX_WIDENED, Array
+
+_SHAPE = re.compile(r"m64n(\d+)k\d+$")
+_SHAPES = " ".join(f"m64n{columns}k{depth}" for columns in range(8, 257, 8) for depth in (16, 32))
+_SPANS = {0: 16, 1: 128, 2: 64, 3: 32}  # bytes of a row of a unit, by the mode of the swizzle
+_PIECES = {0: 0, 1: 7, 2: 3, 3: 1}  # how many pieces of 16 bytes change places, less one
+DEPTH_BYTES = 32  # of the summed dimension of one instruction
+
+
+@dataclass
+class Products:
+    """Of one crew, under way: what they will have written, by the name of a register, and by group what they read and write."""
+
+    accumulators: dict[str, tuple[Register, Array, Array]] = field(default_factory=dict)
+    begun: list[Array] = field(default_factory=list)
+    written: set[str] = field(default_factory=set)
+    groups: list[tuple[list[Array], set[str]]] = field(default_factory=list)
+
+    def commit(self) -> None:
+        self.groups.append((self.begun, self.written))
+        self.begun, self.written = [], set()
+
+    def wait(self, block: Block, left_under_way: int) -> None:
+        """Until no more groups than that are under way; an accumulator is free when no later product adds to it."""
+        while len(self.groups) > left_under_way:
+            read, written = self.groups.pop(0)
+            for granules in read:
+                block.shared.end_product(granules)
+            for name in written.difference(self.written, *(names for _, names in self.groups)):
+                if name in block.registers:
+                    raise Fault(f"{name} was written while wgmma was still writing it")
+                block.write(*self.accumulators.pop(name))
+
+    def finish(self, block: Block) -> None:
+        self.commit()
+        self.wait(block, 0)
+
+
+@dataclass(frozen=True)
+class Descriptor:
+    """Where a matrix begins, and bytes between units along the contiguous dimension (leading) and across it (stride)."""
+
+    begin: int
+    leading: int
+    stride: int
+    mode: int
+
+    @classmethod
+    def read(cls, bits: int) -> Descriptor:
+        if (bits >> 49) & 7:
+            raise UnknownPtx("a unit that begins in the middle of its pattern")
+        begin, leading, stride = (((bits >> place) & 0x3FFF) << 4 for place in (0, 16, 32))
+        return cls(begin, leading, stride, bits >> 62)
+
+    def addresses(self, rows: Array, depth: int, width: int, *, transposed: bool) -> Array:
+        """[rows, depth] int64: of elements of `width` bytes; rows is the dimension that is not summed, which lies contiguous
+        where the matrix is transposed."""
+        span = _SPANS[self.mode]
+        row, column = rows[:, None], np.arange(depth)[None, :]
+        if transposed:
+            each = span // width
+            place = (row // each) * self.leading + (column // 8) * self.stride + (column % 8) * span + (row % each) * width
+        else:
+            offset = column * width
+            place = (row // 8) * self.stride + (row % 8) * span + (offset // span) * self.leading + offset % span
+        place = place + self.begin
+        exchanged: Array = place ^ (((place >> 7) & _PIECES[self.mode]) << 4)
+        return exchanged
+
+
+@instruction("wgmma", f"fence commit_group wait_group mma_async sync aligned e4m3 {_SHAPES}")
+def warpgroup(block: Block, code: Instruction, active: Array) -> None:
+    products = block.products.setdefault(block.crew, Products())
+    if "commit_group" in code.modifiers:
+        products.commit()
+    elif "wait_group" in code.modifiers:
+        products.wait(block, int(block.raw(code.operands[0], 4)[0]))
+    elif "mma_async" in code.modifiers:
+        _multiply(block, products, code, active)
+
+
+def _multiply(block: Block, products: Products, code: Instruction, active: Array) -> None:
+    """D = A · B + D, or A · B where a predicate says so; A in registers or in shared memory, B in shared memory."""
+    block.whole_warps(active)
+    target, a, b, keeps, *options = code.operands
+    shape = _SHAPE.match(next(name for name in code.modifiers if _SHAPE.match(name)))
+    assert shape is not None
+    if code.modifiers[-2] != code.modifiers[-1] or options[:2] != [Constant(1), Constant(1)]:
+        raise UnknownPtx(code.text)
+    transposed = [option != Constant(0) for option in options[2:]]
+    width, _ = MATRIX_WIDENED[code.modifiers[-1]]
+    depth = DEPTH_BYTES // width
+    of_a, of_b = transposed if len(transposed) == 2 else (False, *(transposed or [False]))
+    reader = _Reader(block, products, active, code.modifiers[-1], depth)
+    rows = left(block, a.parts, code.modifiers[-1]) if isinstance(a, Vector) else reader.rows_of_warps(a, transposed=of_a)
+    product = np.matmul(rows.astype(np.float64), reader.columns(b, int(shape[1]), transposed=of_b))
+    registers = parts_of(target)
+    before = accumulated([_standing(block, products, register) for register in registers])
+    kept = block.read_predicate(keeps).reshape(-1, 32)[:, :1, None]
+    for register, bits in zip(registers, accumulators(np.where(kept, before, 0) + product), strict=True):
+        assert isinstance(register, Register)
+        block.registers.pop(register.name, None)
+        products.accumulators[register.name] = (register, bits, active)
+        products.written.add(register.name)
+
+
+def _standing(block: Block, products: Products, register: Operand) -> Array:
+    """What an accumulator holds for the next product: those of a crew are summed in their order."""
+    assert isinstance(register, Register)
+    held = products.accumulators.get(register.name)
+    return block.raw(register, 4) if held is None else held[1]
+
+
+@dataclass
+class _Reader:
+    """Of the matrices in shared memory that one instruction names."""
+
+    block: Block
+    products: Products
+    active: Array
+    kind: str
+    depth: int
+
+    def rows_of_warps(self, operand: Operand, *, transposed: bool) -> Array:
+        """[W, 16, depth]: warp w of each four has rows 16w to 16w + 15 of the 64."""
+        descriptors = self.block.raw(operand, 8).reshape(-1, 32)[:, 0]
+        made = np.zeros((descriptors.size, 16, self.depth), np.float32)
+        for warp in np.flatnonzero(self.block.whole_warps(self.active)):
+            rows = (warp % 4) * 16 + np.arange(16)
+            made[warp] = self._matrix(int(descriptors[warp]), rows, np.array([warp]), transposed=transposed)
+        return made
+
+    def columns(self, operand: Operand, count: int, *, transposed: bool) -> Array:
+        """[W, depth, count]."""
+        descriptors = self.block.raw(operand, 8).reshape(-1, 32)[:, 0]
+        made = np.zeros((descriptors.size, self.depth, count), np.float32)
+        active = self.block.whole_warps(self.active)
+        for bits in set(descriptors[active].tolist()):
+            warps = np.flatnonzero(active & (descriptors == bits))
+            matrix = self._matrix(bits, np.arange(count), warps, transposed=transposed)
+            made[warps] = matrix.T
+        return made
+
+    def _matrix(self, bits: int, rows: Array, warps: Array, *, transposed: bool) -> Array:
+        width, widen = MATRIX_WIDENED[self.kind]
+        places = Descriptor.read(bits).addresses(rows, self.depth, width, transposed=transposed)
+        raw, granules = self.block.shared.begin_product(places.reshape(-1), width, warps)
+        self.products.begun.append(granules)
+        return widen(raw).reshape(places.shape)
