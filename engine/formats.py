@@ -42,7 +42,7 @@ def check_quantization(config: ModelConfig, wanted: str | None, head: str | None
     if stored is None and wanted not in (None, *ON_THE_FLY):
         raise EngineConfigError(
             "quantization",
-            f"= {wanted!r} is a format of checkpoints, and this one is not quantised; supported here: {', '.join(ON_THE_FLY)}",
+            f"= {wanted!r} cannot be made of a checkpoint that is not quantised; supported here: {', '.join(ON_THE_FLY)}",
         )
     if head is not None and not config.has_head:
         raise EngineConfigError("head_quantization", f"= {head!r} cannot be applied: the model has no output head")

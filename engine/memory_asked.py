@@ -16,7 +16,7 @@ from engine.options import EngineOptions
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceMemory:
-    """`usable_bytes` is what this engine may reach, with the `context_bytes` that are taken already; `capability` is the compute
+    """`usable_bytes` is what this engine may reach, of which `context_bytes` are taken already; `capability` is the compute
     capability of a GPU."""
 
     device_type: str

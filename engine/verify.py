@@ -2,7 +2,7 @@
 
 With `--perplexity`, or with a format to try, it is loaded as well and reads a fixed text, beside the unquantised model where
 there is one. Prints JSON lines: `{"fraction": …}` while it reads, at the end `{"ok": true, …}` with the facts or
-`{"ok": false, "error": …}`. Exit status 0 when it would load, 1 when not, 2 for a wrong command line.
+`{"ok": false, "error": …, "code": …}`. Exit status 0 when it would load, 1 when not, 2 for options that cannot be.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +26,19 @@ import torch  # noqa: E402 - torch must see the environment set above
 from engine.chat_template import ChatTemplate, ChatTemplateError, NoChatTemplate  # noqa: E402
 from engine.config.model import load_model_config  # noqa: E402
 from engine.errors import EngineConfigError, ModelError, NotAModelDirectory  # noqa: E402
+from engine.formats import check_quantization  # noqa: E402
 from engine.models.decoder import Decoder  # noqa: E402
-from engine.options import HEAD_QUANTIZATIONS, KV_CACHE_DTYPES, QUANTIZATIONS  # noqa: E402
-from engine.quantization.perplexity import Formats, compare  # noqa: E402
+from engine.options import HEAD_QUANTIZATIONS, KV_CACHE_DTYPES, QUANTIZATIONS, EngineOptions  # noqa: E402
+from engine.quantization.perplexity import Comparison, Formats, compare  # noqa: E402
 from engine.quantization.scheme import UNQUANTISED, weight_scheme  # noqa: E402
 from engine.runner.weights import WeightsSize, load_weights, stored_names, weight_files  # noqa: E402
 from engine.text import Tokenizer  # noqa: E402
 
 REPORT_FRACTION = 0.05
+RATIO_WARNED = 1.1
+"""Of two perplexities. Formats that are fit for serving stay within a few hundredths of one; a broken one is far beyond."""
+
+OPTIONS = ("quantization", "head_quantization", "kv_cache_dtype", "unquantized")
 
 
 def verify_model(directory: Path, *, progress: Callable[[float], None] = lambda _: None) -> dict[str, Any]:
@@ -94,26 +100,52 @@ def _print(values: dict[str, Any]) -> None:
     sys.stdout.flush()
 
 
-def _perplexities(directory: Path, formats: Formats, unquantised: Path | None, *, is_plain: bool) -> dict[str, Any]:
-    """Facts of the model with its weights loaded, twice where there is something to compare with."""
-    found = compare(directory, formats, is_plain=is_plain, unquantised=unquantised)
+def _check_options(directory: Path, formats: Formats) -> None:
+    """Raises `EngineConfigError`, naming the option, for formats that do not exist or contradict the checkpoint."""
+    check_quantization(load_model_config(directory), formats.quantization, formats.head_quantization)
+    EngineOptions(model=directory, **asdict(formats))
+
+
+def _perplexities(directory: Path, formats: Formats, unquantised: Path | None, *, stored: str) -> dict[str, Any]:
+    """Facts of the model with its weights loaded, twice where there is something to compare with. `stored` is the format of
+    the checkpoint."""
+    found = compare(directory, formats, is_plain=stored == UNQUANTISED, unquantised=unquantised)
     return {
+        "perplexity_format": {**asdict(formats), "quantization": formats.quantization or stored},
+        "perplexity_unquantized_format": None if found.unquantised is None else _as_stored(UNQUANTISED),
+        "perplexity_as_stored_format": None if found.as_stored is None else _as_stored(stored),
         "perplexity": round(found.perplexity, 4),
         "perplexity_unquantized": None if found.unquantised is None else round(found.unquantised, 4),
         "perplexity_ratio": None if found.ratio is None else round(found.ratio, 5),
         "perplexity_as_stored": None if found.as_stored is None else round(found.as_stored, 4),
         "perplexity_as_stored_ratio": None if found.stored_ratio is None else round(found.stored_ratio, 5),
         "perplexity_tokens": found.num_tokens,
+        "warning": _warning(found),
     }
+
+
+def _as_stored(quantization: str) -> dict[str, str | None]:
+    return {**asdict(Formats()), "quantization": quantization}
+
+
+def _warning(found: Comparison) -> str | None:
+    for ratio, than in ((found.ratio, "of the unquantised model"), (found.stored_ratio, "of the model as stored")):
+        if ratio is not None and not ratio <= RATIO_WARNED:  # which no number is that is none
+            return f"its perplexity is {ratio:.2f} times that {than}, more than {RATIO_WARNED}: answers suffer"
+    return None
+
+
+def _or(words: Sequence[str]) -> str:
+    return f"{', '.join(words[:-1])} or {words[-1]}"
 
 
 def _options(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="engine.verify", description="Would a model directory load?", allow_abbrev=False)
     parser.add_argument("path", type=Path, metavar="PATH")
     parser.add_argument("--perplexity", action="store_true", help="of the model on a fixed text")
-    parser.add_argument("--quantization", choices=QUANTIZATIONS, help="compare the model in this format with the plain one")
-    parser.add_argument("--head-quantization", choices=HEAD_QUANTIZATIONS, help="with the output head in this one")
-    parser.add_argument("--kv-cache-dtype", choices=KV_CACHE_DTYPES, default="auto", help="with keys and values in this one")
+    parser.add_argument("--quantization", help=f"compare the model in this format with the plain one: {_or(QUANTIZATIONS)}")
+    parser.add_argument("--head-quantization", help=f"with the output head in this one: {_or(HEAD_QUANTIZATIONS)}")
+    parser.add_argument("--kv-cache-dtype", default="auto", help=f"with keys and values in this one: {_or(KV_CACHE_DTYPES)}")
     parser.add_argument("--unquantized", type=Path, metavar="PATH", help="compare with this model")
     return parser.parse_args(arguments)
 
@@ -127,11 +159,16 @@ def main(arguments: list[str]) -> int:
         head_quantization=options.head_quantization,
     )
     try:
+        _check_options(options.path, formats)
         facts = verify_model(options.path, progress=_Report())
         if options.perplexity or options.unquantized or formats != Formats():
-            facts |= _perplexities(options.path, formats, options.unquantized, is_plain=facts["quantization"] == UNQUANTISED)
-    except (ModelError, EngineConfigError) as error:
-        _print({"ok": False, "error": str(error)})
+            facts |= _perplexities(options.path, formats, options.unquantized, stored=facts["quantization"])
+    except EngineConfigError as error:
+        is_usage = error.option in OPTIONS
+        _print({"ok": False, "error": str(error), "code": "invalid_option" if is_usage else "not_a_model"})
+        return 2 if is_usage else 1
+    except ModelError as error:
+        _print({"ok": False, "error": str(error), "code": "not_a_model"})
         return 1
     _print({"ok": True, **facts})
     return 0

@@ -45,7 +45,8 @@ def check_model(
     if verdict is None:
         raise CommandFailed(f"{path} cannot be checked: {last[-_WORDS_MAX:] or process.returncode}", code="not_a_model")
     if not verdict.pop("ok"):
-        raise CommandFailed(str(verdict["error"]), code="not_a_model")
+        code = str(verdict["code"])
+        raise CommandFailed(str(verdict["error"]), code=code, status=2 if code == "invalid_option" else 1)
     return verdict
 
 

@@ -78,7 +78,7 @@ def verify(
     from appliance.cli.model_check import check_model
 
     formats = {"quantization": quantization, "head_quantization": head_quantization, "kv_cache_dtype": kv_cache_dtype}
-    folder = settings_from(data_dir, database, **formats).data_dir
+    folder = settings_from(data_dir, database).data_dir
     path = model_store.locate(model, folder)
     plain = None if unquantized is None else str(model_store.locate(unquantized, folder))
     named = {f"--{name.replace('_', '-')}": value for name, value in {**formats, "unquantized": plain}.items()}

@@ -34,7 +34,7 @@ class Formats:
 @dataclass(frozen=True, slots=True)
 class Comparison:
     """`unquantised` is None where no unquantised model was at hand, `as_stored` unless a quantised checkpoint was loaded in
-    other formats than its own."""
+    other formats than its own. `num_tokens` have been foretold: all but the first of each window."""
 
     perplexity: float
     unquantised: float | None
@@ -61,10 +61,11 @@ def compare(directory: Path, formats: Formats, *, is_plain: bool, unquantised: P
     if reference is not None and text_tokens(reference) != tokens:
         raise EngineConfigError("unquantized", f"({reference}) has another tokenizer: the perplexities cannot be compared")
     size = min(window_tokens(each) for each in (directory, reference) if each is not None)
+    num_scored = sum(len(window) - 1 for window in windows_of(tokens, size))
     found = perplexity(directory, tokens, formats, size)
     beside = None if reference is None else perplexity(reference, tokens, Formats(), size)
     differs = not is_plain and replace(formats, quantization=None) != Formats()
-    return Comparison(found, beside, len(tokens), perplexity(directory, tokens, Formats(), size) if differs else None)
+    return Comparison(found, beside, num_scored, perplexity(directory, tokens, Formats(), size) if differs else None)
 
 
 def text_tokens(directory: Path) -> list[int]:
@@ -75,6 +76,12 @@ def text_tokens(directory: Path) -> list[int]:
 def window_tokens(directory: Path) -> int:
     """One position of the context is left for the token that the engine generates."""
     return min(WINDOW_TOKENS, load_model_config(directory).max_position_len - 1)
+
+
+def windows_of(tokens: Sequence[int], size: int) -> list[list[int]]:
+    """One after the other; a last one of a single token would foretell nothing."""
+    windows = [list(tokens[first : first + size]) for first in range(0, len(tokens), size)]
+    return [window for window in windows if len(window) > 1]
 
 
 def perplexity(directory: Path, tokens: Sequence[int], formats: Formats, size: int) -> float:
@@ -88,9 +95,8 @@ def perplexity(directory: Path, tokens: Sequence[int], formats: Formats, size: i
         enable_prefix_caching=False,
         max_num_seqs=8,
     ) as llm:
-        windows = [list(tokens[first : first + size]) for first in range(0, len(tokens), size)]
         scored = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
-        outputs = llm.generate([window for window in windows if len(window) > 1], scored, use_tqdm=False)
+        outputs = llm.generate(windows_of(tokens, size), scored, use_tqdm=False)
     logprobs = [
         entry[token_id].logprob
         for output in outputs

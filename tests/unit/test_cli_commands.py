@@ -24,6 +24,7 @@ from appliance.metering.alerts.targets import Reach
 from appliance.metering.alerts.webhooks import SEALING_PURPOSE, Webhooks
 from appliance.metering.calendar import BillingCalendar
 from appliance.metering.ledger.journaled import Journaled, encode, journal_beside, replay
+from appliance.serving.fleet import DEMO_MODEL
 from appliance.telemetry.gpu import GpuProbe, GpuReading
 from appliance.tenancy.access import WHOLE_BOX
 from appliance.tenancy.second_factor import SecondFactors
@@ -379,12 +380,11 @@ def test_what_is_not_a_model_is_told_with_the_reason(typed: Any, tmp_path: Path)
     assert typed("models", "add", str(tmp_path / "model")).status == 1
 
 
-@pytest.mark.parametrize("name", ["quantization", "head_quantization", "kv_cache_dtype"])
-def test_a_format_that_is_none_is_told_with_those_that_are(typed: Any, tmp_path: Path, name: str) -> None:
-    (tmp_path / "model").mkdir()
-    answer = typed("models", "verify", str(tmp_path / "model"), f"--{name.replace('_', '-')}", "int3")
-    assert answer.status == 1
-    assert f"{name} must be one of " in answer.err
+def test_a_format_that_is_none_is_told_with_those_that_are(typed: Any) -> None:
+    answer = typed("models", "verify", str(DEMO_MODEL), "--quantization", "int3", "--json")
+    assert answer.status == 2
+    assert answer.json()["error"]["code"] == "invalid_option"
+    assert "supported here: int8, fp8" in answer.json()["error"]["message"]
 
 
 def test_only_added_models_can_be_removed(typed: Any) -> None:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from engine import verify
 from engine.errors import EngineConfigError
-from engine.quantization.perplexity import Formats, compare, perplexity, text_tokens, window_tokens
+from engine.quantization.perplexity import Comparison, Formats, compare, perplexity, text_tokens, window_tokens
 from engine.verify import main
 from tests.support import quantised_checkpoints as layouts
 from tests.support.tiny_models import make_model
@@ -100,7 +102,26 @@ def test_the_checker_tells_both_and_their_ratio(model: Path, capsys: pytest.Capt
     facts = said(capsys)
     assert facts["ok"]
     assert facts["perplexity_ratio"] == pytest.approx(facts["perplexity"] / facts["perplexity_unquantized"], abs=1e-4)
-    assert facts["perplexity_tokens"] == len(text_tokens(model))
+    windows = -(-len(text_tokens(model)) // window_tokens(model))
+    assert facts["perplexity_tokens"] == len(text_tokens(model)) - windows, "the first of a window has nothing before it"
+    assert facts["quantization"] == "none"
+    assert facts["perplexity_format"] == {"quantization": "int8", "head_quantization": None, "kv_cache_dtype": "auto"}
+    assert facts["perplexity_unquantized_format"] == {**facts["perplexity_format"], "quantization": "none"}
+    assert facts["perplexity_as_stored_format"] is None
+    assert facts["warning"] is None
+
+
+def test_the_checker_warns_of_a_format_that_costs_too_much(
+    model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(verify, "compare", lambda *_, **__: Comparison(62.0, 1.0, 988))
+    assert main([str(model), "--kv-cache-dtype", "fp8"]) == 0
+    assert (
+        said(capsys)["warning"] == "its perplexity is 62.00 times that of the unquantised model, more than 1.1: answers suffer"
+    )
+    monkeypatch.setattr(verify, "compare", lambda *_, **__: Comparison(1.1, 1.0, 988, as_stored=0.9))
+    assert main([str(model), "--kv-cache-dtype", "fp8"]) == 0
+    assert said(capsys)["warning"] == "its perplexity is 1.22 times that of the model as stored, more than 1.1: answers suffer"
 
 
 def test_the_checker_reads_quantised_checkpoints_without_loading_them(
@@ -124,5 +145,29 @@ def test_the_checker_names_an_option_that_contradicts_the_checkpoint(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     written = layouts.write(model, tmp_path / "gptq", layouts.gptq())
-    assert main([str(written.directory), "--quantization", "int8"]) == 1
+    assert main([str(written.directory), "--quantization", "int8"]) == 2
     assert "already (gptq)" in said(capsys)["error"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            ("--quantization", "int4"),
+            "quantization = 'int4' cannot be made of a checkpoint that is not quantised; .*: int8, fp8$",
+        ),
+        (
+            ("--quantization", "awq"),
+            "quantization = 'awq' cannot be made of a checkpoint that is not quantised; .*: int8, fp8$",
+        ),
+        (("--head-quantization", "int3"), "head_quantization must be one of none, int8, not 'int3'"),
+        (("--kv-cache-dtype", "int8"), "kv_cache_dtype must be one of auto, fp8, fp8_e4m3, not 'int8'"),
+    ],
+)
+def test_the_checker_refuses_a_format_that_cannot_be_with_those_that_can(
+    options: tuple[str, str], message: str, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([str(model), *options]) == 2
+    answer = said(capsys)
+    assert re.search(message, answer["error"])
+    assert answer["code"] == "invalid_option"

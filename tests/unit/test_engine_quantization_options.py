@@ -104,7 +104,9 @@ def test_a_quantised_checkpoint_takes_its_own_name_and_no_other(model: Path, tmp
     for other in ("int8", "fp8", "gptq"):
         with pytest.raises(EngineConfigError, match=rf"quantization = '{other}' cannot be applied: .* already \(awq\)"):
             small_engine(written.directory, quantization=other)
-    with pytest.raises(EngineConfigError, match=r"quantization = 'awq' is a format of checkpoints.* supported here: int8, fp8"):
+    with pytest.raises(
+        EngineConfigError, match=r"quantization = 'awq' cannot be made of a checkpoint .* supported here: int8, fp8"
+    ):
         small_engine(model, quantization="awq")
 
 
