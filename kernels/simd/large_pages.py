@@ -3,11 +3,11 @@
 A step reads every weight once. In pages of 4 kB the processor looks up where the next one lies as often as it has read 64
 lines, in a virtual machine through two tables.
 
-A large page is made when a number of it is first written, and only if all of it was asked for before. Memory that a tensor had
-before, or tensors that each ask for themselves and end in the middle of a page, stay on small ones, which the system puts
-together at its leisure: 16 MB in ten seconds, so a model was at its full speed after some minutes. So tensors are laid one
-behind another in pieces of fresh memory, each of which is asked for at once. What the C library keeps of freed tensors, as those
-whose numbers have been packed, is given back before each piece: there are never two of a model.
+A large page is made when a number of it is first written, and only if all of it was asked for before. Memory that a tensor
+had before, or tensors that each ask for themselves and end in the middle of a page, stay on small ones, which the system
+puts together at its leisure: 16 MB in ten seconds, so a model was at its full speed after some minutes. So tensors are laid
+one behind another in pieces of fresh memory, each of which is asked for at once. What the C library keeps of freed tensors,
+as those whose numbers have been packed, is given back before each piece: there are never two of a model.
 """
 
 from __future__ import annotations
