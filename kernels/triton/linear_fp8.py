@@ -40,7 +40,9 @@ def linear_fp8(
     out = torch.empty(x.shape[0], weight.values.shape[0], dtype=dtype, device=x.device) if out is None else out
     if not x.shape[0]:
         return out
-    tiles = byte_tiles(x.shape[0], weight.values.shape, capability(x.device), multiprocessors(x.device))
+    tiles = byte_tiles(
+        x.shape[0], weight.values.shape, capability(x.device), multiprocessors(x.device), row_bytes=x.element_size()
+    )
     return launch(x, weight.values, tiles, out, x_scales=x_scales, weight_scales=weight.scales, bias=bias)
 
 
@@ -73,12 +75,19 @@ def _library(x: torch.Tensor, weight: Fp8Weight, x_scales: torch.Tensor, out: to
     return product if out is None else out
 
 
+BYTES = {"fp8e4nv": 1, "bf16": 2, "fp16": 2, "fp32": 4}
+KINDS = (
+    ("fp8e4nv", "bf16", (89, 90, 100)), ("bf16", "bf16", (89, 90, 100)), ("fp16", "fp16", (90,)), ("fp32", "fp32", (90,)),
+)  # fmt: skip
+"""Types of rows and of results, and cards."""
+
+
 def compilations() -> list[Compilation]:
-    """e4m3 and bfloat16 rows, every tile for which `byte_tiles` decides, whole and divided."""
+    """e4m3 and float rows, every tile for which `byte_tiles` decides, whole and divided."""
     return [
         compilation(
             f"linear_fp8_{x}_{rows}rows_split{splits}_sm{number}",
-            byte_tiles(rows, (4096, 4096), number, 132).divided(splits),
+            byte_tiles(rows, (4096, 4096), number, 132, row_bytes=BYTES[x]).divided(splits),
             x=f"*{x}",
             weight="*fp8e4nv",
             out=f"*{out}",
@@ -86,8 +95,8 @@ def compilations() -> list[Compilation]:
             weight_scales=True,
             capabilities=(number,),
         )
-        for x, out, cards in (("fp8e4nv", "bf16", (89, 90, 100)), ("bf16", "bf16", (89, 90, 100)), ("fp16", "fp16", (90,)))
+        for x, out, cards in KINDS
         for number in cards
-        for rows in (16, 32, 64, 128)
+        for rows in ((16, 32, 64, 128) if x != "fp32" else (16, 64, 128))
         for splits in ((8,) if rows <= ROWS_FEW else (1,))
     ]

@@ -24,7 +24,9 @@ def linear_int8(
     out = x.new_empty(x.shape[0], weight.values.shape[0]) if out is None else out
     if not x.shape[0]:
         return out
-    tiles = byte_tiles(x.shape[0], weight.values.shape, capability(x.device), multiprocessors(x.device))
+    tiles = byte_tiles(
+        x.shape[0], weight.values.shape, capability(x.device), multiprocessors(x.device), row_bytes=x.element_size()
+    )
     return launch(x, weight.values, tiles, out, weight_scales=weight.scales, bias=bias)
 
 
@@ -33,14 +35,14 @@ def compilations() -> list[Compilation]:
     return [
         compilation(
             f"linear_int8_{dtype}_{rows}rows_split{splits}_sm{card}",
-            byte_tiles(rows, (4096, 4096), card, 132).divided(splits),
+            byte_tiles(rows, (4096, 4096), card, 132, row_bytes=4 if dtype == "fp32" else 2).divided(splits),
             x=f"*{dtype}",
             weight="*i8",
             weight_scales=True,
             capabilities=(card,),
         )
-        for dtype, cards in (("bf16", (80, 89, 90, 100)), ("fp16", (90,)))
+        for dtype, cards in (("bf16", (80, 89, 90, 100)), ("fp16", (90,)), ("fp32", (80, 90, 100)))
         for card in cards
-        for rows in (16, 32, 64, 128)
+        for rows in ((16, 32, 64, 128) if dtype != "fp32" else (16, 64, 128))
         for splits in ((8,) if rows <= ROWS_FEW else (1,))
     ]

@@ -12,12 +12,14 @@ from kernels.quantised_weights import Fp8Weight, Int8Weight, pack_fp8, pack_int8
 from kernels.reference import quantised as reference
 from kernels.reference.fp8_rows import quantize_rows_fp8
 from kernels.triton import linear_tiles, split_sum
+from kernels.triton.greedy_head import head_tiles
 from kernels.triton.linear import ROWS_MAX, linear, skinny_tiles
 from kernels.triton.linear_fp8 import _library as library_fp8
 from kernels.triton.linear_fp8 import check_fp8, linear_fp8
 from kernels.triton.linear_int8 import linear_int8
 from kernels.triton.linear_tiles import Tiles, byte_tiles, launch
 from kernels.triton.split_sum import counters, split_cost, split_count
+from kernels.triton.tuning import CARDS
 from tests.support.interpreted_bf16 import correct_bf16
 from tests.support.kernel_cases import Guarded, normal, padded_rows, poisoned
 from tests.support.kernel_tolerances import assert_near, assert_same
@@ -235,7 +237,24 @@ def test_bytes_under_way_cover_the_memorys_latency(num_outputs: int, num_columns
     assert programs * steps * tiles.block_n * tiles.block_k * 2 >= needed
 
 
+@pytest.mark.parametrize("capability", CARDS)
+def test_loads_of_float32_under_way_fit_any_card(capability: int) -> None:
+    for num_outputs in (1024, 4096, 151_936):
+        tiles, head = skinny_tiles(num_outputs, 4096, capability, 132, 4), head_tiles(weight_bytes=4, capability=capability)
+        assert head.num_stages == tiles.num_stages
+        held = (tiles.num_stages - 1) * (tiles.block_m + tiles.block_n) * tiles.block_k * 4
+        assert held <= CARDS[capability].shared_bytes_max
+
+
 @pytest.mark.parametrize("capability", [80, 89, 90, 100])
 def test_rows_up_to_64_have_the_lowest_tile_that_holds_them(capability: int) -> None:
     lows = [byte_tiles(num_rows, (4096, 4096), capability, 132).block_m for num_rows in (1, 16, 17, 32, 33, 64, 65)]
     assert lows == [16, 16, 32, 32, 64, 64, 128]
+
+
+@pytest.mark.parametrize("num_rows", [1, 16, 17, 64, 65])
+def test_rows_of_32_bits_times_bytes_have_tiles_that_registers_hold(num_rows: int) -> None:
+    """No tensor core multiplies them: with the tiles for rows of 16 bits a thread kept thousands of bytes on its stack."""
+    tiles = byte_tiles(num_rows, (4096, 4096), 90, 132, row_bytes=4)
+    assert tiles.column_warps == 1
+    assert tiles.block_m * tiles.block_n <= 32 * 64
