@@ -57,6 +57,8 @@ def check_formats(config: ModelConfig, options: EngineOptions, dtype: str, capab
     weights = None if config.quantization is None else config.quantization.weights
     if isinstance(weights, Int4Weights) and DTYPE_BYTES[dtype] > 2:
         raise EngineConfigError("dtype", "must be bfloat16 or float16 on a GPU for weights of 4 bits")
+    if config.experts is not None and DTYPE_BYTES[dtype] > 2:  # their tiles are for matrix instructions, which have no float32
+        raise EngineConfigError("dtype", "must be bfloat16 or float16 on a GPU for a mixture of experts")
     if has_fp8(capability):
         return
     found = f"needs a GPU of compute capability 8.9 or newer, this one has {capability[0]}.{capability[1]}"

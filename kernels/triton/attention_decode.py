@@ -325,6 +325,9 @@ def compilations() -> list[Compilation]:
         _compilation("qwen-0.6b bf16", qwen, "bf16", "bf16", only=H200),
         _compilation("qwen-0.6b fp8e4nv", qwen, "bf16", "fp8e4nv", only=H200),
         _compilation("llama-8b fp16", llama, "fp16", "fp16", only=H200),
+        _compilation("llama-8b fp32", llama, "fp32", "fp32", only=(80, 90)),
+        _compilation("verifies 4 tokens fp32", llama, "fp32", "fp32", max_query_len=4, only=H200),
+        _compilation("window and soft-cap fp32", gemma, "fp32", "fp32", only=(80,)),
         _compilation("blocks of 64", replace(llama, block_size=64), "bf16", "bf16", only=H200),
         _compilation("head size 96", AttentionShape(16, 32, 32, 96), "bf16", "bf16", only=H200),
         _compilation("window and soft-cap", gemma, "bf16", "bf16", only=H200),
@@ -349,10 +352,11 @@ def _compilation(
             absent[tensor] = None
     passed |= {"out": f"*{dtype}", "attended": "*fp32", "log_weights": "*fp32", "num_requests": "i32", "scale": "fp32"}
     passed |= dict.fromkeys(("q_stride", "block_stride", "table_stride", "max_splits"), "i32")
+    kv_bytes = {"fp32": 4, "fp8e4nv": 1}.get(kv_dtype, 2)
     tilings: dict[DecodeTiling, list[int]] = {}
     for number in only or (FP8_CAPABILITIES if "fp8" in kv_dtype else CAPABILITIES):
         rows = tile_rows(shape, max_query_len)
-        tiling = decode_tiling(shape.head_dim, 1 if "fp8" in kv_dtype else 2, rows, number)
+        tiling = decode_tiling(shape.head_dim, kv_bytes, rows, number)
         tilings.setdefault(replace(tiling, programs=0), []).append(number)
     return [
         Compilation(
@@ -363,7 +367,7 @@ def _compilation(
             num_warps=tiling.num_warps,
             num_stages=tiling.num_stages,
             capabilities=tuple(numbers),
-            tensor_cores=True,
+            tensor_cores=kv_bytes < 4,
             small_tile=True,
             spill_bytes_max=SPILL_BYTES_MAX,
             divisible=("q_stride", "block_stride"),

@@ -51,17 +51,19 @@ def decode_tiling(head_dim: int, kv_bytes: int, rows: int, capability: int) -> D
     """Two tiles of 16 KiB of keys and as much of values are on their way while one is at work, in each of the programs of a
     multiprocessor: 4.3 TB/s at 0.8 µs of latency want 26 KiB of each of an H200's 132. A split is 64 KiB to 256 KiB of keys
     and values: two tiles for a short request, so that a lone one keeps many programs busy, eight for a long one, whose parts
-    would otherwise be a large share of what is read."""
-    row_bytes = power_of_two(head_dim) * kv_bytes
+    would otherwise be a large share of what is read. Products of float32 have no matrix instructions: their operands lie in
+    registers, for which eight warps and short tiles leave room."""
+    row_bytes, is_float32 = power_of_two(head_dim) * kv_bytes, kv_bytes == 4
     small = card(capability).shared_bytes_max < 128 * 1024
-    tile = max(32, min(128, (8192 if small else 16384) // row_bytes))
+    tile = max(16 if is_float32 else 32, min(128, (8192 if small else 16384) // row_bytes))
     programs = 3 if capability >= 90 and not small else 2
+    is_wide = rows > 16 or is_float32
     return DecodeTiling(
         tile=tile,
-        split=max(2 * tile, 32768 // row_bytes),
-        num_warps=4 if rows == 16 else 8,
+        split=max(64, 32768 // row_bytes),
+        num_warps=8 if is_wide else 4,
         num_stages=3,
-        programs=programs if rows == 16 else programs - 1,
+        programs=programs - 1 if is_wide else programs,
     )
 
 

@@ -87,9 +87,9 @@ def join_kernel(maxima, tokens, out, tiles, TILES: tl.constexpr, EARLY: tl.const
 
 
 def head_tiles(*, weight_bytes: int, capability: int) -> Tiles:
-    """Cards with 100 KiB of shared memory hold fewer loads under way."""
-    tiles, stages = (TILES_BYTES, 3) if weight_bytes == 1 else (TILES, 4)
-    return replace(tiles, num_stages=stages) if capability in (86, 89, 120) else tiles
+    """Cards with 100 KiB of shared memory hold fewer loads under way, and of float32 any card."""
+    tiles, stages = (TILES_BYTES, 3) if weight_bytes == 1 else (TILES, 3 if weight_bytes == 4 else 4)
+    return replace(tiles, num_stages=stages) if capability in (86, 89, 120) or weight_bytes == 4 else tiles
 
 
 def bind_greedy_head(
@@ -102,8 +102,10 @@ def bind_greedy_head(
     is_plain = isinstance(weight, torch.Tensor)
     values = weight if isinstance(weight, torch.Tensor) else weight.values
     (num_tokens, num_columns), card = values.shape, (capability(values.device), multiprocessors(values.device))
-    product = skinny_tiles(num_tokens, num_columns, *card) if is_plain else byte_tiles(1, values.shape, *card)
-    own = head_tiles(weight_bytes=values.element_size(), capability=card[0])
+    weight_bytes = values.element_size()
+    sizes = (num_tokens, num_columns, *card, weight_bytes)
+    product = skinny_tiles(*sizes) if is_plain else byte_tiles(1, values.shape, *card)
+    own = head_tiles(weight_bytes=weight_bytes, capability=card[0])
     return partial(greedy_head, weight=weight) if replace(product, num_stages=own.num_stages) == own else None
 
 

@@ -49,9 +49,12 @@ class RowsTiling:
     num_stages: int
 
 
-def rows_tiling(head_dim: int, group: int, capability: int) -> RowsTiling:
+def rows_tiling(head_dim: int, kv_bytes: int, group: int, capability: int) -> RowsTiling:
     """64 rows are what Hopper's instruction takes at least. A decode fills a few of them, which costs a quarter of the time in
-    which the memory brings its keys; a prompt shares what 64 rows load."""
+    which the memory brings its keys; a prompt shares what 64 rows load. Float32 has no such instruction: operands lie in
+    registers, which small tiles alone leave room for."""
+    if kv_bytes == 4:
+        return RowsTiling(max(32, power_of_two(group)), 16, 8, 2)
     width, rows = power_of_two(head_dim), max(64, power_of_two(group))
     small = card(capability).shared_bytes_max < 128 * 1024
     if width >= 256:
@@ -146,7 +149,7 @@ def paged_prefill(
     splits = _max_splits(shape, block_tables.shape[1], max_query_len)
     needed = q.shape[0] * shape.num_heads * splits
     room = _num_places(shape, q.shape[0], splits) if workspace is None else workspace.num_places
-    if _num_tiles(q, block_tables, shape) * shape.num_kv_heads >= 2 * multiprocessors(q.device) or needed > room:
+    if _num_tiles(q, kv_cache, block_tables, shape) * shape.num_kv_heads >= 2 * multiprocessors(q.device) or needed > room:
         splits = 1
     if workspace is None:
         workspace = _workspace(shape, needed if splits > 1 else 0, q.device)
@@ -175,9 +178,9 @@ def _attend_rows(
     num_requests = block_tables.shape[0]
     if not num_requests or not q.shape[0]:
         return out
-    tiling = _tiling(shape, q.device)
+    tiling = _tiling(shape, kv_cache)
     early, requests = early_launch(q.device), scheduled_requests(num_requests)
-    num_tiles = _num_tiles(q, block_tables, shape)
+    num_tiles = _num_tiles(q, kv_cache, block_tables, shape)
     rows_kernel[(num_tiles * shape.num_kv_heads, _num_programs(num_tiles * shape.num_kv_heads, splits, q.device))](
         q, kv_cache, block_tables, query_starts, context_lens, kv_scales, out, *workspace,
         num_requests, num_tiles, score_factor(shape), q.stride(0), kv_cache.stride(0), block_tables.stride(0), splits,
@@ -215,8 +218,8 @@ def _one_each(device: torch.device, size: int) -> torch.Tensor:
     return torch.arange(size, dtype=torch.int32, device=device)
 
 
-def _num_tiles(q: torch.Tensor, block_tables: torch.Tensor, shape: AttentionShape) -> int:
-    queries = _tiling(shape, q.device).rows // (shape.num_heads // shape.num_kv_heads)
+def _num_tiles(q: torch.Tensor, kv_cache: torch.Tensor, block_tables: torch.Tensor, shape: AttentionShape) -> int:
+    queries = _tiling(shape, kv_cache).rows // (shape.num_heads // shape.num_kv_heads)
     return q.shape[0] // queries + block_tables.shape[0]
 
 
@@ -228,8 +231,9 @@ def _max_splits(shape: AttentionShape, max_blocks: int, max_query_len: int) -> i
     return max(1, splits)
 
 
-def _tiling(shape: AttentionShape, device: torch.device) -> RowsTiling:
-    return rows_tiling(shape.head_dim, shape.num_heads // shape.num_kv_heads, capability(device))
+def _tiling(shape: AttentionShape, kv_cache: torch.Tensor) -> RowsTiling:
+    group = shape.num_heads // shape.num_kv_heads
+    return rows_tiling(shape.head_dim, kv_cache.element_size(), group, capability(kv_cache.device))
 
 
 def _constants(shape: AttentionShape, tiling: RowsTiling) -> dict[str, object]:
@@ -265,6 +269,7 @@ def compilations() -> list[Compilation]:
     }
     for name, shape in others.items():
         found += _compilations(name, shape, "bf16", "bf16", H200)
+    found += _compilations("float32, window and soft-cap", gemma, "fp32", "fp32", H200)
     found += [_merge_compilation(f"merge of rows, {name}", shape) for name, shape in {"llama-8b": llama, **others}.items()]
     return found
 
@@ -278,7 +283,7 @@ def _compilations(name: str, shape: AttentionShape, dtype: str, kv: str, capabil
     group = shape.num_heads // shape.num_kv_heads
     found = []
     for number in capabilities:
-        tiling = rows_tiling(shape.head_dim, group, number)
+        tiling = rows_tiling(shape.head_dim, 4 if kv == "fp32" else 2, group, number)
         found.append(
             Compilation(
                 f"invariant rows {name}, {tiling.keys} keys by {tiling.num_warps} warps, sm{number}",
@@ -288,7 +293,7 @@ def _compilations(name: str, shape: AttentionShape, dtype: str, kv: str, capabil
                 num_warps=tiling.num_warps,
                 num_stages=tiling.num_stages,
                 capabilities=(number,),
-                tensor_cores=True,
+                tensor_cores=kv != "fp32",
                 spill_bytes_max=SPILL_BYTES_MAX,
                 divisible=("q_stride", "block_stride"),
                 fp_fusion=False,

@@ -31,7 +31,7 @@ def linear(
     out = x.new_empty(x.shape[0], weight.shape[0]) if out is None else out
     if not x.shape[0]:
         return out
-    tiles = skinny_tiles(weight.shape[0], x.shape[1], capability(x.device), multiprocessors(x.device))
+    tiles = skinny_tiles(*weight.shape, capability(x.device), multiprocessors(x.device), weight.element_size())
     return launch(x, weight, tiles, out, bias=bias)
 
 
@@ -41,13 +41,13 @@ def _library(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, o
     return torch.mm(x, weight.T, out=out) if bias is None else torch.addmm(bias, x, weight.T, out=out)
 
 
-def skinny_tiles(num_outputs: int, num_columns: int, capability: int, multiprocessors: int) -> Tiles:
+def skinny_tiles(num_outputs: int, num_columns: int, capability: int, multiprocessors: int, weight_bytes: int = 2) -> Tiles:
     """The candidate with which the card is done soonest; the same for any number of rows."""
 
     def choice(block_n: int, block_k: int, stages: int) -> tuple[float, Tiles]:
         work = -(-num_outputs // block_n), -(-num_columns // block_k), multiprocessors, block_n * block_k * 2
         splits = split_count(*work)
-        return split_cost(*work, splits), _tiles(block_n, block_k, _stages(stages, capability), splits)
+        return split_cost(*work, splits), _tiles(block_n, block_k, _stages(stages, capability, weight_bytes), splits)
 
     return min((choice(*candidate) for candidate in CANDIDATES), key=lambda pair: pair[0])[1]
 
@@ -57,8 +57,10 @@ def _tiles(block_n: int, block_k: int, stages: int, splits: int) -> Tiles:
     return Tiles(16, block_n, block_k, num_warps=4, num_stages=stages, splits=splits, column_warps=1 if block_n == 64 else 4)
 
 
-def _stages(stages: int, capability: int) -> int:
-    """Cards with 100 KiB of shared memory hold fewer loads under way."""
+def _stages(stages: int, capability: int, weight_bytes: int) -> int:
+    """Cards with 100 KiB of shared memory hold fewer loads under way, and of float32 any card."""
+    if weight_bytes == 4:
+        return 3
     return min(stages, 4) if capability in (86, 89, 120) else stages
 
 
@@ -67,13 +69,13 @@ def compilations() -> list[Compilation]:
     return [
         compilation(
             f"linear_{dtype}_{block_n}x{block_k}_split{splits}_sm{card}",
-            _tiles(block_n, block_k, _stages(stages, card), splits),
+            _tiles(block_n, block_k, _stages(stages, card, 4 if dtype == "fp32" else 2), splits),
             x=f"*{dtype}",
             weight=f"*{dtype}",
             capabilities=(card,),
         )
-        for dtype, cards in (("bf16", (80, 89, 90, 100)), ("fp16", (90,)))
+        for dtype, cards in (("bf16", (80, 89, 90, 100)), ("fp16", (90,)), ("fp32", (89,)))
         for card in cards
         for block_n, block_k, stages in CANDIDATES
-        for splits in (1, 8)
+        for splits in ((1, 8) if dtype != "fp32" else (8,))
     ]

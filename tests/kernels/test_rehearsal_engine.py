@@ -207,7 +207,7 @@ def test_guesses_are_verified_by_captured_steps_of_which_only_the_tokens_are_wai
 def test_experts_are_captured_with_the_kernels_that_ask_nothing(quantization: str | None, tmp_path: Path) -> None:
     make_model("qwen3_moe", tmp_path / "moe")
     with rehearsal(runs_kernels=False) as card:
-        engine = small_engine(tmp_path / "moe", device="cuda", dtype="float32", quantization=quantization, **SMALL)
+        engine = small_engine(tmp_path / "moe", device="cuda", dtype="float16", quantization=quantization, **SMALL)
     assert card.num_captures
     assert "no graphs" not in engine.info.kernels
 

@@ -137,12 +137,13 @@ def test_an_fp8_cache_with_and_without_scales(scales: tuple[float, float] | None
 
 
 @pytest.mark.parametrize("number", [80, 89, 90])
-@pytest.mark.parametrize("kv_dtype", [torch.float16, FP8])
+@pytest.mark.parametrize("kv_dtype", [torch.float32, torch.float16, FP8])
 def test_the_tiles_of_every_card(
     number: int, kv_dtype: torch.dtype, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(splits, "capability", lambda _: number)
-    Batch([700, 65], AttentionShape(BLOCK, 4, 1, 128), device, dtype=torch.float16, kv_dtype=kv_dtype).compare()
+    dtype = torch.float16 if kv_dtype is FP8 else kv_dtype
+    Batch([700, 65], AttentionShape(BLOCK, 4, 1, 128), device, dtype=dtype, kv_dtype=kv_dtype).compare()
 
 
 @pytest.mark.usefixtures("small_tiles")

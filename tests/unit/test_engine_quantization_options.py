@@ -226,6 +226,7 @@ def test_gptq_without_g_idx_counts_its_columns(sources: dict[str, layouts.Writte
     ("stored", "options", "dtype", "message"),
     [
         (layouts.gptq(), {}, torch.float32, "dtype must be bfloat16 or float16 on a GPU for weights of 4 bits"),
+        (None, {}, torch.float32, "dtype must be bfloat16 or float16 on a GPU for a mixture of experts"),
         (layouts.fp8(per_row=True, activations="dynamic", compressed=True), {}, torch.bfloat16, "quantization fp8 needs"),
         (None, {"quantization": "fp8"}, torch.bfloat16, r"quantization fp8 needs .* 8.9 or newer, this one has 8.0; use int8"),
         (None, {"kv_cache_dtype": "fp8"}, torch.bfloat16, "kv_cache_dtype fp8 needs a GPU of compute capability 8.9"),
