@@ -50,15 +50,28 @@ class Tiles:
         return replace(self, splits=splits)
 
 
-def byte_tiles(num_rows: int, weight_shape: Sequence[int], capability: int, multiprocessors: int) -> Tiles:
-    """For weights [N, K] of one byte. Up to 64 rows tiles are as low as they can be, with 8 or 16 KiB of weights a step."""
+FLOAT32_FEW = Tiles(16, 32, 64, num_warps=4, num_stages=4)
+FLOAT32_MANY = Tiles(32, 64, 32, num_warps=4, num_stages=2)
+
+
+def byte_tiles(
+    num_rows: int, weight_shape: Sequence[int], capability: int, multiprocessors: int, *, row_bytes: int = 2
+) -> Tiles:
+    """For weights [N, K] of one byte. Up to 64 rows tiles are as low as they can be, with 8 or 16 KiB of weights a step.
+    `row_bytes`: of an element of x. No matrix instruction multiplies rows of 32 bits: there registers are the limit."""
     num_outputs, num_columns = weight_shape
+    if row_bytes == 4:
+        tiles = FLOAT32_FEW if num_rows <= FLOAT32_FEW.block_m else FLOAT32_MANY
+    elif num_rows > ROWS_FEW:
+        tiles = Tiles(128, 128, 64, num_warps=8, num_stages=3 if capability < 90 else 4)
+    else:
+        block_m = max(16, power_of_two(num_rows))
+        tiles = Tiles(block_m, 64, 256 if block_m < ROWS_FEW else 128, num_warps=4, num_stages=4)
+        tiles = replace(tiles, column_warps=4 if block_m == 16 else 1)
     if num_rows > ROWS_FEW:
-        return Tiles(128, 128, 64, num_warps=8, num_stages=3 if capability < 90 else 4)
-    block_m = max(16, power_of_two(num_rows))
-    block_k = 256 if block_m < ROWS_FEW else 128
-    splits = split_count(-(-num_outputs // 64), -(-num_columns // block_k), multiprocessors, 64 * block_k, pace=CONVERT)
-    return Tiles(block_m, 64, block_k, num_warps=4, num_stages=4, splits=splits, column_warps=4 if block_m == 16 else 1)
+        return tiles
+    work = -(-num_outputs // tiles.block_n), -(-num_columns // tiles.block_k), multiprocessors, tiles.block_n * tiles.block_k
+    return tiles.divided(split_count(*work, pace=CONVERT))
 
 
 @triton.jit

@@ -250,3 +250,11 @@ def test_loads_of_float32_under_way_fit_any_card(capability: int) -> None:
 def test_rows_up_to_64_have_the_lowest_tile_that_holds_them(capability: int) -> None:
     lows = [byte_tiles(num_rows, (4096, 4096), capability, 132).block_m for num_rows in (1, 16, 17, 32, 33, 64, 65)]
     assert lows == [16, 16, 32, 32, 64, 64, 128]
+
+
+@pytest.mark.parametrize("num_rows", [1, 16, 17, 64, 65])
+def test_rows_of_32_bits_times_bytes_have_tiles_that_registers_hold(num_rows: int) -> None:
+    """No tensor core multiplies them: with the tiles for rows of 16 bits a thread kept thousands of bytes on its stack."""
+    tiles = byte_tiles(num_rows, (4096, 4096), 90, 132, row_bytes=4)
+    assert tiles.column_warps == 1
+    assert tiles.block_m * tiles.block_n <= 32 * 64
