@@ -105,8 +105,8 @@ class MemoryFit:
     def _with(self, held: Held) -> MemoryFit:
         return replace(self, formats=held.formats, load=held.load)
 
-    def explain(self) -> str:
-        """What it needs, what there is, and what would make it fit."""
+    def explain(self, *, in_lines: bool = False) -> str:
+        """What it needs, what there is, and what would make it fit: in one line, or each change in its own."""
         needs = self._needs(self.wanted_len)
         parts = [
             ("weights", needs.weights_bytes),
@@ -117,11 +117,14 @@ class MemoryFit:
             (f"keys and values of {self.wanted_len} tokens", needs.kv_bytes(self.wanted_len)),
         ]
         said = ", ".join(f"{name} {gib(num_bytes)}" for name, num_bytes in parts if num_bytes)
-        said = f"needs {gib(self.needed_bytes)} ({said}), and {gib(self.usable_bytes)} may be used"
+        needed, usable = told_apart(self.needed_bytes, self.usable_bytes)
+        said = f"needs {needed} ({said}), and {usable} may be used"
         if self.fits:
             return said
-        helping = "; ".join(map(str, self.remedies()))
-        return f"{said}; " + (f"what makes it fit: {helping}" if helping else self._smallest())
+        remedies = [str(remedy) for remedy in self.remedies()]
+        if not remedies:
+            return f"{said}; {self._smallest()}"
+        return f"{said}; what makes it fit:" + ("\n  " + "\n  ".join(remedies) if in_lines else f" {'; '.join(remedies)}")
 
     def _smallest(self) -> str:
         """What is needed after all changes, with room for one block."""
@@ -130,9 +133,18 @@ class MemoryFit:
         return f"no change here makes it fit: after all of them it needs {gib(least)} without a context to speak of"
 
 
-def gib(num_bytes: int) -> str:
+def gib(num_bytes: int, digits: int = 1) -> str:
     """In GiB, as memory of devices is told; small amounts in MiB."""
-    return f"{num_bytes / GIB:.1f} GiB" if num_bytes >= GIB // 2 else f"{num_bytes / (1 << 20):.1f} MiB"
+    return f"{num_bytes / GIB:.{digits}f} GiB" if num_bytes >= GIB // 2 else f"{num_bytes / (1 << 20):.{digits}f} MiB"
+
+
+def told_apart(one: int, other: int) -> tuple[str, str]:
+    """Two amounts with as many digits as it takes to see which is larger."""
+    for digits in (1, 2, 3):
+        words = gib(one, digits), gib(other, digits)
+        if words[0] != words[1]:
+            return words
+    return f"{one} bytes", f"{other} bytes"
 
 
 def told(parts: Sequence[MemoryPart]) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -11,8 +10,6 @@ import typer
 from appliance.cli import output
 from appliance.cli.failure import CommandFailed
 from appliance.cli.options import AsJson
-
-GIB = 1 << 30
 
 
 def plan(
@@ -44,14 +41,13 @@ def plan(
 ) -> None:
     """Predict the memory that a model takes on a GPU. Fails when it does not fit, with what would help."""
     from engine.errors import EngineError
-    from engine.simulator.fitting import facts, memory_fit
+    from engine.simulator.fitting import card_with, facts, facts_in_words, memory_fit
     from engine.simulator.models import find_gpu
 
     try:
-        card = find_gpu(gpu)
         fit = memory_fit(
             model,
-            card if memory_gib is None else replace(card, memory_bytes=int(memory_gib * GIB)),
+            card_with(find_gpu(gpu), memory_gib),
             dtype=dtype,
             quantization=quantization,
             head_quantization=head_quantization,
@@ -66,5 +62,10 @@ def plan(
         raise CommandFailed(str(error), code="invalid_option", status=2) from error
     name = Path(model).expanduser().resolve().name
     if not fit.context_len or (max_model_len is not None and not fit.fits):
-        raise CommandFailed(f"{name} does not fit: it {fit.explain()}", code="does_not_fit")
-    output.thing({"model": name, **facts(fit)}, as_json=as_json)
+        raise CommandFailed(f"{name} does not fit: it {fit.explain(in_lines=not as_json)}", code="does_not_fit")
+    if as_json:
+        output.data({"model": name, **facts(fit)})
+        return
+    output.facts({"model": name, **facts_in_words(fit)})
+    for remedy in fit.remedies():
+        output.say(f"  {remedy}")

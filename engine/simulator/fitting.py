@@ -6,6 +6,7 @@ that is known by name stands for its checkpoint in bfloat16, or in 4 bits where 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +15,16 @@ from engine.config.quantization import KEY
 from engine.errors import EngineConfigError
 from engine.formats import check_formats, computed_dtype
 from engine.memory_asked import DeviceMemory, fit_of
-from engine.memory_fit import MemoryFit
-from engine.memory_needs import CONTEXT_BYTES, GRAPHS_MAX
+from engine.memory_fit import MemoryFit, gib
+from engine.memory_needs import CONTEXT_BYTES, GIB, GRAPHS_MAX
 from engine.options import EngineOptions
 from engine.simulator.models import MODELS, SimulatedGpu, config_of, find_model
 
 NAMED = ("none", "int8", "fp8", "int4")
 """How the weights of a known model may be kept; a folder's are asked for as an engine's are."""
 
+MEMORY_GIB_MAX = 65536
+SHORTER = "the context is shorter than the model's"
 FOUR_BITS = {"quant_method": "awq", "bits": 4, "group_size": 128}
 
 
@@ -54,6 +57,15 @@ def memory_fit(model: str, gpu: SimulatedGpu, *, quantization: str | None = None
     return fit_of(config, options, dtype, memory, num_graphs=GRAPHS_MAX if ahead else 0, has_slots=ahead)
 
 
+def card_with(gpu: SimulatedGpu, memory_gib: float | None) -> SimulatedGpu:
+    """`gpu` with so much memory, None leaves it its own. Raises `EngineConfigError`."""
+    if memory_gib is None:
+        return gpu
+    if not 0 < memory_gib <= MEMORY_GIB_MAX:
+        raise EngineConfigError("memory_gib", f"must be above 0 and at most {MEMORY_GIB_MAX}, not {memory_gib:g}")
+    return replace(gpu, memory_bytes=int(memory_gib * GIB))
+
+
 def _folder(model: str) -> Path:
     """The folder of a model, or of its config.json. Raises `EngineConfigError` with the names that are known."""
     path = Path(model).expanduser()
@@ -84,5 +96,13 @@ def facts(fit: MemoryFit) -> dict[str, Any]:
         "kv_tokens": tokens,
         "max_model_len": fit.context_len,
         "requests_of_that_length": tokens // fit.context_len,
-        "note": None if fit.fits else f"the context is shorter than the model's: {fit.explain()}",
+        "note": None if fit.fits else f"{SHORTER}: {fit.explain()}",
+        "remedies": [{"change": remedy.words, "max_model_len": remedy.context_len} for remedy in fit.remedies()],
     }
+
+
+def facts_in_words(fit: MemoryFit) -> dict[str, Any]:
+    """The same for a person: memory in GiB, and a note that leaves the remedies to the lines behind it."""
+    found = {name: value for name, value in facts(fit).items() if name not in ("note", "remedies")}
+    words = {name.removesuffix("_bytes"): gib(value) if name.endswith("_bytes") else value for name, value in found.items()}
+    return {**words, "note": None if fit.fits else f"{SHORTER}: {fit.explain(in_lines=True).splitlines()[0]}"}

@@ -52,12 +52,42 @@ def test_a_context_that_is_cut_says_why_and_what_would_keep_it(typed: Any) -> No
     assert "kv_cache_dtype=fp8" in plan["note"]
 
 
+def test_a_person_reads_gib_and_one_change_a_line(typed: Any) -> None:
+    lines = typed("llama-3.1-8b", "--memory-gib", "24").out.splitlines()
+    said = dict(line.split("\t") for line in lines if "\t" in line)
+    assert said["weights"] == "15.0 GiB"
+    assert said["usable"] == "21.6 GiB"
+    assert not any(key.endswith("_bytes") for key in said)
+    assert said["note"].startswith("the context is shorter than the model's: needs 34.4 GiB")
+    assert said["note"].endswith("; what makes it fit:")
+    plan = json.loads(typed("llama-3.1-8b", "--memory-gib", "24", "--json").out)
+    changes = [f"  {remedy['change']}: max_model_len={remedy['max_model_len']}" for remedy in plan["remedies"]]
+    assert lines[-len(changes) :] == changes
+    assert f"  a shorter context: max_model_len={plan['max_model_len']}" in changes
+
+
+def test_what_fits_has_no_remedies(typed: Any) -> None:
+    assert json.loads(typed("llama-3.1-8b", "--json").out)["remedies"] == []
+    assert typed("llama-3.1-8b").out.splitlines()[-1] == "note\t-"
+
+
+@pytest.mark.parametrize("memory", ["-3", "0", "nan", "inf", "1e9"])
+def test_memory_that_no_card_has_is_refused(typed: Any, memory: str) -> None:
+    answer = typed("llama-3.1-8b", "--memory-gib", memory, "--json")
+    assert answer.status == 2
+    assert json.loads(answer.out)["error"]["code"] == "invalid_option"
+    assert "memory_gib must be above 0 and at most 65536" in json.loads(answer.out)["error"]["message"]
+
+
 def test_a_model_that_does_not_fit_fails_with_its_parts_and_the_remedies(typed: Any) -> None:
     answer = typed("llama-3.1-8b", "--memory-gib", "12")
     assert answer.status == 1
     assert answer.out == ""
     assert "llama-3.1-8b does not fit: it needs" in answer.err
-    assert "weights in 8 bits" in answer.err
+    assert "\n  weights in 8 bits (quantization=int8 or fp8): max_model_len=" in answer.err
+    as_json = json.loads(typed("llama-3.1-8b", "--memory-gib", "12", "--json").out)["error"]
+    assert as_json["code"] == "does_not_fit"
+    assert "; what makes it fit: weights in 8 bits" in as_json["message"]
 
 
 def test_a_context_that_was_asked_for_is_not_cut(typed: Any) -> None:

@@ -254,6 +254,19 @@ def test_the_explanation_names_the_parts_the_sum_and_the_remedies() -> None:
 
 
 @pytest.mark.parametrize(
+    ("lacking", "words"),
+    [
+        (GIB, "needs 34.0 GiB (.*), and 33.0 GiB may"),
+        (GIB // 50, "needs 34.00 GiB .* and 33.98 GiB may"),
+        (1, "needs 3650[0-9]* bytes .* and 3650[0-9]* bytes may"),
+    ],
+)
+def test_what_is_needed_and_what_there_is_never_read_alike(lacking: int, words: str) -> None:
+    whole = replace(fit(1), context_bytes=34 * GIB - fit(1).needed_bytes + GIB // 2)
+    assert re.search(words, replace(whole, usable_bytes=34 * GIB - lacking).explain())
+
+
+@pytest.mark.parametrize(
     ("num_bytes", "words"), [(0, "0.0 MiB"), (3 << 20, "3.0 MiB"), (GIB, "1.0 GiB"), (GIB // 2, "0.5 GiB")]
 )
 def test_bytes_are_told_as_devices_tell_them(num_bytes: int, words: str) -> None:
