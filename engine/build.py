@@ -24,7 +24,7 @@ from engine.protocol import EngineInfo
 from engine.quantization.card import check_card
 from engine.quantization.scheme import UNQUANTISED, weight_scheme
 from engine.runner.ahead import launches_ahead, records_steps, slot_runner
-from engine.runner.calibration import MeasuredSpeed, measure_speed
+from engine.runner.calibration import MeasuredSpeed, measure_guesses, measure_speed
 from engine.runner.device import (
     check_swap_space,
     device_name,
@@ -121,6 +121,8 @@ def build_engine(options: EngineOptions, *, progress: Callable[[float], None] = 
                 guesses = options.speculative_config.num_speculative_tokens
                 compile_verification(model.config.vocab_size, guesses, device)
         times.done("kernels")  # compiled or found in Triton's cache on disk
+    lands_at_once = records_steps(options, target_decoder)
+    is_plain = not lands_at_once and not launches_ahead(options, device)
     speed = measure_speed(
         model.config,
         target_decoder,
@@ -131,7 +133,7 @@ def build_engine(options: EngineOptions, *, progress: Callable[[float], None] = 
         block_size=options.block_size,
         max_tokens=options.batched_tokens(device.type),
         max_seqs=options.max_num_seqs,
-        for_speculation=options.speculative_config is not None,
+        for_speculation=options.speculative_config is not None and is_plain,
     )
     if compiles_at_first_use(device):
         for decoder in decoders:
@@ -152,11 +154,10 @@ def build_engine(options: EngineOptions, *, progress: Callable[[float], None] = 
     )
     info = replace(info, memory=forecast.parts(measured), memory_note=forecast.shortened())
     log.info("operations %s", ops.listed(dtype, device, batch_invariant=options.batch_invariant))
-    scheduler = _scheduler(options, plan, limits, speed, budget)
     desk = _grammar_desk(options, info, masks)
-    lands_at_once = records_steps(options, target_decoder)
-    if not lands_at_once and not launches_ahead(options, device):
+    if is_plain:
         log.info("started model=%s runner=plain %s", info.model, times)
+        scheduler = _scheduler(options, plan, limits, speed, budget)
         return Engine(scheduler, runner, info, grammars=desk, step_budget=budget)
     asks_host = model.decoder.asks_host
     meter.begin_slots()
@@ -164,7 +165,7 @@ def build_engine(options: EngineOptions, *, progress: Callable[[float], None] = 
         runner,
         target_decoder,
         masks,
-        scheduler.limits,
+        limits,
         device,
         max_guesses=options.max_guesses,
         asks_host=asks_host,
@@ -172,8 +173,12 @@ def build_engine(options: EngineOptions, *, progress: Callable[[float], None] = 
     )
     meter.begin_graphs()
     ahead.warm_up()
+    if options.max_guesses:
+        costs = measure_guesses(ahead.run_padding, limits.max_num_seqs + options.max_guesses, device)
+        speed = replace(speed, speculation=costs)
     info = replace(info, memory=forecast.parts(meter.with_graphs(measured)))
     times.done("graphs")
+    scheduler = _scheduler(options, plan, limits, speed, budget)
     words = "recorded" if lands_at_once else "ahead"
     if asks_host and not lands_at_once:
         words, info = f"{words} ({NO_GRAPHS})", replace(info, kernels=f"{info.kernels}, {NO_GRAPHS}")

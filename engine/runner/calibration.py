@@ -8,7 +8,9 @@ what lies between decides when guessing tokens is worth its rows.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 
 import torch
@@ -24,13 +26,16 @@ ROWS = {"cpu": (1, 64), "cuda": (1, 256)}
 """Numbers of rows that are timed; the last one is more than reading the weights leaves time for."""
 
 ROWS_BETWEEN = (4, 16)
-"""Timed as well when the engine is to guess tokens."""
+"""Timed as well when the engine is to guess tokens, in the passes or in the steps that will verify them."""
 
 PASSES = 3
 PASSES_S = 0.25
 """Passes of each kind while this time lasts, at least one; the fastest counts, because a neighbour can only slow a pass down.
 Before them comes one that counts for nothing: it compiles kernels or loads them, which takes seconds where a pass takes less
 than a millisecond."""
+
+STEPS = 20
+"""As many steps of each size, of which small ones take less than a millisecond."""
 
 LINK_BANDWIDTH = {"cuda": 25e9, "cpu": 5e9}
 """Bytes per second between device and host tier: PCIe with page-locked memory, and copying within main memory."""
@@ -83,19 +88,34 @@ def measure_speed(
     return MeasuredSpeed(step_times, speculation)
 
 
+def measure_guesses(run: Callable[[int], None], max_rows: int, device: torch.device) -> SpeculationCosts:
+    """What guesses cost where they are verified over slots. `run` computes a step of so many rows, up to `max_rows`, and waits
+    for its tokens; one row is a step without guesses."""
+    rows = sorted({1, 2, *ROWS_BETWEEN, max_rows if device.type == "cuda" else min(ROWS["cpu"][-1], max_rows)})
+    times = list(accumulate((_fastest_s(partial(run, num_rows), STEPS) for num_rows in rows), max))
+    return SpeculationCosts(rows=tuple(rows), times=tuple(time_s / times[0] for time_s in times))
+
+
 def _pass_s(decoder: PagedDecoder, num_rows: int, num_sampled: int, block_size: int) -> float:
     row = InputRow([0] * num_rows, 0, range(-(-num_rows // block_size)), range(num_rows - num_sampled, num_rows))
 
-    def timed_s() -> float:
-        started_s = time.perf_counter()
+    def run() -> None:
         decoder.logits(decoder.forward(decoder.prepare([row])))
         if decoder.kv_caches[0].is_cuda:
             torch.cuda.synchronize()
+
+    return _fastest_s(run)
+
+
+def _fastest_s(run: Callable[[], None], most: int = PASSES) -> float:
+    def timed_s() -> float:
+        started_s = time.perf_counter()
+        run()
         return time.perf_counter() - started_s
 
     timed_s()
     times = [timed_s()]
-    while len(times) < PASSES and sum(times) < PASSES_S:
+    while len(times) < most and sum(times) < PASSES_S:
         times.append(timed_s())
     return min(times)
 

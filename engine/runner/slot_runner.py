@@ -166,6 +166,16 @@ class SlotRunner:
             self._calls.make_ready(key, lambda: self._step(size, kind, has_guesses=has_guesses))
         return size
 
+    @torch.inference_mode()
+    def run_padding(self, num_rows: int) -> None:
+        """A step in which nobody takes part, from its inputs to its tokens: a decode if of one row, else one with guesses."""
+        has_guesses = num_rows > 1
+        size = self._ready(num_rows, Kind(), has_guesses=has_guesses)
+        if has_guesses:
+            self._write_inputs(NO_INPUTS, size)
+        self._calls.run((size, Kind(), has_guesses), lambda: self._step(size, Kind(), has_guesses=has_guesses))
+        self._fetch(size, Kind()).tokens()
+
     def warm_up(self) -> None:
         """Have the steps of the fewest rows ready; larger ones are captured when they are first needed."""
         if compiles_at_first_use(self._device):

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import torch
 
 from engine.runner import calibration
 from engine.runner.calibration import PASSES, PASSES_S
@@ -45,3 +46,19 @@ def test_a_slow_model_is_timed_once_after_it_has_warmed_up(monkeypatch: pytest.M
     passes = Passes(40.0, 2 * PASSES_S)
     assert passes.measured_s(monkeypatch) == pytest.approx(2 * PASSES_S)
     assert passes.count == 2
+
+
+@pytest.mark.parametrize(("device", "rows"), [("cpu", (1, 2, 4, 16, 64)), ("cuda", (1, 2, 4, 16, 80))])
+def test_guesses_cost_what_the_steps_take_that_verify_them(
+    device: str, rows: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s = 0.0
+
+    def run(num_rows: int) -> None:
+        nonlocal now_s
+        now_s += 0.5 + (num_rows > 1) + num_rows / 2
+
+    monkeypatch.setattr(calibration, "time", SimpleNamespace(perf_counter=lambda: now_s))
+    costs = calibration.measure_guesses(run, 80, torch.device(device))
+    assert costs.rows == rows
+    assert costs.times == tuple(1.0 if number == 1 else 1.5 + number / 2 for number in rows)
