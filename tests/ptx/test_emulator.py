@@ -45,7 +45,7 @@ KERNEL = """
 def executed(card: EmulatedCard, body: str, given: torch.Tensor, *, threads: int = 64, early: bool = False) -> torch.Tensor:
     """What `body` writes as 32-bit integers into the second tensor."""
     out = torch.full((threads,), -1, dtype=torch.int32)
-    card.execute(KERNEL.format(threads=threads, body=body), [given, out], (1, 1, 1), early=early)
+    card.execute(KERNEL.format(threads=threads, body=body), [given, out], (1, 1, 1), 4 * threads, early=early)
     return out
 
 
@@ -77,7 +77,7 @@ def test_what_is_not_known_is_refused_by_name(card: EmulatedCard, body: str, nam
         ("prefetch.global.L2 [%rd4+4];", "behind a tensor"),
         ("ld.global.v2.b32 {%r3, %r4}, [%rd4];", "misaligned"),
         ("st.global.b32 [%rd5+2], %r1;", "misaligned"),
-        ("add.s32 %r3, %r2, 232448; ld.shared.b32 %r4, [%r3];", "out of bounds of shared memory"),
+        ("ld.shared.b32 %r4, [%r2+4];", "out of bounds of shared memory, which has 256 bytes"),
         ("st.shared.v2.b32 [%r2], {%r1, %r1};", "misaligned in shared memory"),
         ("mov.u64 %rd6, 0; ld.global.b32 %r3, [%rd6];", "before a tensor"),
         ("cp.async.ca.shared.global [%r2], [%rd4+4], 0x4;", "behind a tensor"),

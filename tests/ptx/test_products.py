@@ -73,13 +73,15 @@ def test_products(kind: str, kernel: Kernel, sizes: tuple[int, int, int]) -> Non
     assert_near(kernel(x, weight), x.float() @ dequantised(weight).T, "matmul")
 
 
-@pytest.mark.parametrize("count", [3, 64])
-def test_rows_of_8_bits_meet_weights_of_8_bits(card: EmulatedCard, count: int) -> None:
-    """For 64 rows Triton (3.6 and 3.9) adds a product to its sum before it waits for it: the assembler puts a wait there."""
-    card.adds_waits = count >= 64
+@pytest.mark.parametrize(
+    ("kernel", "count", "adds_waits"), [(linear_fp8, 3, False), (linear_fp8, 64, True), (invariant_linear, 3, True)]
+)
+def test_rows_of_8_bits_meet_weights_of_8_bits(card: EmulatedCard, kernel: Kernel, count: int, adds_waits: bool) -> None:
+    """In tiles of 64 rows Triton (3.6 and 3.9) adds a product to its sum before it waits for it: the assembler waits there."""
+    card.adds_waits = adds_waits
     codes, scales = quantize_rows_fp8(rows(count, 512))
     weight = pack_fp8(weights(80, 512))
-    made = linear_fp8(codes, weight, x_scales=scales, out_dtype=BF16)
+    made = kernel(codes, weight, x_scales=scales, out_dtype=BF16)
     assert_near(made, codes.float() * scales @ exact.dequantise_fp8(weight).T, "matmul")
 
 

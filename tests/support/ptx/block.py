@@ -47,6 +47,7 @@ class Launch:
     arguments: list[int | float]
     memory: GlobalMemory
     grid: tuple[int, int, int]
+    shared_bytes: int
     early: bool = False
     adds_waits: bool = False
 
@@ -56,13 +57,13 @@ class Block:
     launch: Launch
     place: tuple[int, int, int]
     order: str = LOCKSTEP
-    shared: SharedMemory = field(default_factory=SharedMemory)
     registers: dict[str, Array] = field(default_factory=dict)
     copies: dict[int, Copies] = field(default_factory=dict)  # by crew
     products: dict[int, Products] = field(default_factory=dict)
     crew: int = 0
 
     def __post_init__(self) -> None:
+        self.shared = SharedMemory(self.launch.shared_bytes)
         self.num_threads = self.launch.program.num_threads
         self.everyone = np.ones(self.num_threads, bool)
         self.threads = np.arange(self.num_threads)

@@ -18,13 +18,14 @@ import torch
 from tests.support.absent_card import AbsentCard
 from tests.support.ptx import arithmetic, bits, conversions, copies, matrices, moves, warpgroups, warps
 from tests.support.ptx.block import LOCKSTEP, REVERSE, Action, Block, Launch
-from tests.support.ptx.memory import SHARED_BYTES, GlobalMemory
+from tests.support.ptx.memory import GlobalMemory
 from tests.support.ptx.operations import actions_of
 from tests.support.ptx.program import Program, read_program
 
 GROUPS = (arithmetic, bits, conversions, copies, matrices, moves, warpgroups, warps)  # entered by being imported
 THREADS_MAX = 1024
 MULTIPROCESSORS = 132
+SHARED_BYTES_MAX = 227 * 1024
 
 
 class EmulatedCard(AbsentCard):
@@ -50,7 +51,7 @@ class EmulatedCard(AbsentCard):
             del self._reachable[len(self._reachable) - len(tensors) :]
 
     def get_device_properties(self, device: int) -> dict[str, int]:
-        return {"max_shared_mem": SHARED_BYTES, "multiprocessor_count": MULTIPROCESSORS}
+        return {"max_shared_mem": SHARED_BYTES_MAX, "multiprocessor_count": MULTIPROCESSORS}
 
     def load_binary(self, name: str, binary: bytes, *_: Any) -> tuple[None, str, int, int, int]:
         """Triton calls this for each variant of a kernel."""
@@ -65,18 +66,20 @@ class EmulatedCard(AbsentCard):
 
         def launch(x: int, y: int, z: int, stream: int, ptx: str, *rest: Any) -> None:
             arguments = [value for value, is_passed in zip(rest[-len(passed) :], passed, strict=True) if is_passed]
-            self.execute(ptx, arguments, (x, y, z), early=bool(metadata.launch_pdl))
+            self.execute(ptx, arguments, (x, y, z), int(metadata.shared), early=bool(metadata.launch_pdl))
 
         return launch
 
-    def execute(self, ptx: str, arguments: list[Any], grid: tuple[int, int, int], *, early: bool = False) -> None:
+    def execute(
+        self, ptx: str, arguments: list[Any], grid: tuple[int, int, int], shared_bytes: int, *, early: bool = False
+    ) -> None:
         """arguments: numbers and tensors. Raises UnknownPtx, and Fault."""
         program, actions = _loaded(self.edit(ptx))
         tensors = [value for value in arguments if isinstance(value, torch.Tensor)]
         numbers = [value.data_ptr() if isinstance(value, torch.Tensor) else value for value in arguments]
         scratch = [0] * (len(program.parameters) - len(numbers))  # of a profiler and of Triton: these kernels have none
         memory = GlobalMemory([*tensors, *self._reachable])
-        launch = Launch(program, actions, numbers + scratch, memory, grid, early, self.adds_waits)
+        launch = Launch(program, actions, numbers + scratch, memory, grid, shared_bytes, early, self.adds_waits)
         places = [(x, y, z) for z, y, x in itertools.product(*(range(size) for size in reversed(grid)))]
         for place in reversed(places) if self.order == REVERSE else places:
             Block(launch, place, self.order).run()

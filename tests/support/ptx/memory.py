@@ -16,7 +16,6 @@ import torch
 from tests.support.ptx.types import POISON, RAW, Array
 
 GRANULE = 2  # bytes of shared memory that have one owner: nothing narrower is written there by two warps
-SHARED_BYTES = 227 * 1024
 _WARPS_MAX = 64  # of a block, one more than there can be: the last number stands for several
 _SEVERAL = _WARPS_MAX - 1
 
@@ -79,11 +78,12 @@ class GlobalMemory:
 
 
 class SharedMemory:
-    """Of one block. `warps` below: [n], the warp that each address belongs to."""
+    """Of one block, so many bytes as its launch asks for. `warps` below: [n], the warp that each address belongs to."""
 
-    def __init__(self, size: int = SHARED_BYTES) -> None:
-        self.bytes = np.full(size, POISON, np.uint8)
-        granules = size // GRANULE
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self.bytes = np.full(size + -size % 16, POISON, np.uint8)
+        granules = self.bytes.size // GRANULE
         self._barriers = 1
         self._writers = np.zeros(granules, np.int32)  # barriers · 64 + warp
         self._readers = np.zeros(granules, np.int32)
@@ -147,10 +147,10 @@ class SharedMemory:
 
     def _granules(self, addresses: Array, size: int, alignment: int) -> Array:
         """[n] addresses → [n, granules] of `size` bytes each. Raises Fault as `GlobalMemory.check` does."""
-        if addresses.size and (addresses.min() < 0 or addresses.max() + size > self.bytes.size):
-            raise Fault("out of bounds of shared memory")
         if (addresses % alignment).any():
             raise Fault(f"misaligned in shared memory for {alignment} bytes")
+        if addresses.size and (addresses.min() < 0 or addresses.max() + size > self._size):
+            raise Fault(f"out of bounds of shared memory, which has {self._size} bytes")
         granules: Array = (addresses // GRANULE)[:, None] + np.arange(max(1, size // GRANULE))
         return granules
 
