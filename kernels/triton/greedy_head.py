@@ -25,7 +25,7 @@ from kernels.triton.compilation import CAPABILITIES, Compilation
 from kernels.triton.early_launch import early_launch, fetch_rows, let_next_start, start_in_turn, wait_for_previous
 from kernels.triton.fp8_rows import FP8_CAPABILITIES
 from kernels.triton.linear import skinny_tiles
-from kernels.triton.linear_tiles import Tiles, byte_tiles, decoded
+from kernels.triton.linear_tiles import FLOAT32_FEW, Tiles, byte_tiles, decoded
 from kernels.triton.split_sum import empty_sums, step_columns, summed
 from kernels.triton.tuning import capability, multiprocessors, power_of_two
 
@@ -86,8 +86,11 @@ def join_kernel(maxima, tokens, out, tiles, TILES: tl.constexpr, EARLY: tl.const
     tl.store(out + row, tl.where((top > float("-inf")) & (top < float("inf")), chosen, _NO_TOKEN))
 
 
-def head_tiles(*, weight_bytes: int, capability: int) -> Tiles:
-    """Cards with 100 KiB of shared memory hold fewer loads under way, and of float32 any card."""
+def head_tiles(*, weight_bytes: int, capability: int, row_bytes: int = 2) -> Tiles:
+    """Cards with 100 KiB of shared memory hold fewer loads under way, and of float32 any card. `row_bytes`: of an element of
+    rows that are multiplied with weights of 8 bits."""
+    if weight_bytes == 1 and row_bytes == 4:
+        return FLOAT32_FEW
     tiles, stages = (TILES_BYTES, 3) if weight_bytes == 1 else (TILES, 3 if weight_bytes == 4 else 4)
     return replace(tiles, num_stages=stages) if capability in (86, 89, 120) or weight_bytes == 4 else tiles
 
@@ -101,12 +104,15 @@ def bind_greedy_head(
         return None
     is_plain = isinstance(weight, torch.Tensor)
     values = weight if isinstance(weight, torch.Tensor) else weight.values
-    (num_tokens, num_columns), card = values.shape, (capability(values.device), multiprocessors(values.device))
-    weight_bytes = values.element_size()
-    sizes = (num_tokens, num_columns, *card, weight_bytes)
-    product = skinny_tiles(*sizes) if is_plain else byte_tiles(1, values.shape, *card)
-    own = head_tiles(weight_bytes=weight_bytes, capability=card[0])
-    return partial(greedy_head, weight=weight) if replace(product, num_stages=own.num_stages) == own else None
+    weight_bytes, card = values.element_size(), (capability(values.device), multiprocessors(values.device))
+
+    def is_in_order(row_bytes: int) -> bool:
+        by_bytes = partial(byte_tiles, 1, values.shape, *card, row_bytes=row_bytes)
+        product = skinny_tiles(*values.shape, *card, weight_bytes) if is_plain else by_bytes()
+        own = head_tiles(weight_bytes=weight_bytes, capability=card[0], row_bytes=row_bytes)
+        return replace(product, num_stages=own.num_stages) == own
+
+    return partial(greedy_head, weight=weight) if all(map(is_in_order, (2, 4))) else None
 
 
 def greedy_head(
@@ -122,7 +128,8 @@ def greedy_head(
     out = torch.empty(rows, dtype=torch.int64, device=hidden.device) if out is None else out
     if rows == 0:
         return out
-    sizes = head_tiles(weight_bytes=values.element_size(), capability=capability(hidden.device))
+    row_bytes, number = hidden.element_size(), capability(hidden.device)
+    sizes = head_tiles(weight_bytes=values.element_size(), capability=number, row_bytes=row_bytes)
     tiles = triton.cdiv(vocab_size, sizes.block_n)
     maxima = torch.empty(rows, tiles, dtype=torch.float32, device=hidden.device)
     tokens = torch.empty(rows, tiles, dtype=torch.int32, device=hidden.device)
@@ -140,8 +147,8 @@ PARTS = {"maxima": "*fp32", "tokens": "*i32"}
 
 def compilations() -> list[Compilation]:
     """Llama-3 and Qwen3 vocabularies."""
-    kinds = [("bf16", "bf16", CAPABILITIES), ("fp16", "fp16", (90,))]
-    kinds += [("bf16", "i8", CAPABILITIES), ("bf16", "fp8e4nv", FP8_CAPABILITIES)]
+    kinds = [("bf16", "bf16", CAPABILITIES), ("fp16", "fp16", (90,)), ("fp32", "fp32", (89,))]
+    kinds += [("bf16", "i8", CAPABILITIES), ("bf16", "fp8e4nv", FP8_CAPABILITIES), ("fp32", "i8", (80, 90))]
     heads = [_compilation(rows, weight, card) for rows, weight, cards in kinds for card in cards]
     join = {**PARTS, "out": "*i64", "tiles": "i32"}
     return [*heads, Compilation("greedy_head: join", join_kernel, join, {"TILES": 2048}, num_warps=4)]
@@ -149,7 +156,8 @@ def compilations() -> list[Compilation]:
 
 def _compilation(rows: str, weight: str, card: int) -> Compilation:
     """`rows` and `weight` are types."""
-    tiles = head_tiles(weight_bytes=2 if weight == rows else 1, capability=card)
+    row_bytes = 4 if rows == "fp32" else 2
+    tiles = head_tiles(weight_bytes=row_bytes if weight == rows else 1, capability=card, row_bytes=row_bytes)
     scales, absent = ({}, {"scales": None}) if weight == rows else ({"scales": "*fp32"}, {})
     numbers = dict.fromkeys(("M", "V", "K", "hidden_stride", "weight_stride", "tiles"), "i32")
     return Compilation(
@@ -160,7 +168,7 @@ def _compilation(rows: str, weight: str, card: int) -> Compilation:
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
         capabilities=(card,),
-        tensor_cores=True,
+        tensor_cores=rows != "fp32",
         small_tile=True,
         divisible=("K", "hidden_stride", "weight_stride"),
     )

@@ -17,7 +17,7 @@ from engine.loop import Engine
 from kernels import ops, quantised_linear
 from kernels.quantised_weights import Fp8Weight, Int8Weight
 from kernels.triton import fused_linear, greedy_head
-from kernels.triton.linear_tiles import Tiles
+from kernels.triton.linear_tiles import FLOAT32_FEW
 from tests.support import quantised_checkpoints as layouts
 from tests.support.engines import overlapped_engine, run_to_end, small_engine, tokens, wanted
 from tests.support.interpreted_bf16 import correct_bf16
@@ -183,7 +183,7 @@ def heads(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     table = replace(ops.operations(torch.device("cuda")), bind_greedy_head=bound)
     monkeypatch.setattr(ops, "_table", lambda _: table)
     for module in ("linear_int8", "linear_fp8"):
-        monkeypatch.setattr(f"kernels.triton.{module}.byte_tiles", lambda *_: Tiles(16, 64, 256, 4, 4, column_warps=4))
+        monkeypatch.setattr(f"kernels.triton.{module}.byte_tiles", lambda *_, **__: FLOAT32_FEW)
     return found
 
 

@@ -152,7 +152,8 @@ def test_a_head_of_8_bits_finds_the_token_of_its_product(
     assert out.check().tolist() == reference_head.greedy_head(hidden, whole).tolist()
     packed = pack(normal(vocab_size, hidden_size, dtype=torch.float32, device=device, seed=2))
     x, logits = normal(rows, hidden_size, dtype=dtype, device=device), torch.empty(rows, vocab_size, dtype=dtype, device=device)
-    launch(x, packed.values, greedy_head.TILES_BYTES, logits, weight_scales=packed.scales)
+    tiles = greedy_head.head_tiles(weight_bytes=1, capability=90, row_bytes=x.element_size())
+    launch(x, packed.values, tiles, logits, weight_scales=packed.scales)
     assert greedy_head.greedy_head(x, packed).tolist() == logits.argmax(-1).tolist()
 
 
@@ -177,8 +178,10 @@ def test_a_head_is_fused_where_its_product_adds_in_the_same_order(device: torch.
 def test_the_heads_of_models_are_fused_in_8_bits_too() -> None:
     for tokens, columns in ((128_256, 4096), (128_256, 2048), (151_936, 1024), (151_936, 4096)):
         for card in ((80, 108), (89, 142), (90, 132), (100, 148)):
-            tiles, own = byte_tiles(1, (tokens, columns), *card), greedy_head.head_tiles(weight_bytes=1, capability=card[0])
-            assert replace(tiles, num_stages=own.num_stages) == own
+            for row_bytes in (2, 4):
+                tiles = byte_tiles(1, (tokens, columns), *card, row_bytes=row_bytes)
+                own = greedy_head.head_tiles(weight_bytes=1, capability=card[0], row_bytes=row_bytes)
+                assert replace(tiles, num_stages=own.num_stages) == own
 
 
 def test_a_head_of_4_bits_is_not_fused(device: torch.device) -> None:
