@@ -17,6 +17,7 @@ from engine.grammar.desk import GrammarDesk, LateCompiler
 from engine.grammar.masks import GrammarMasks
 from engine.grammar.vocabulary import load_vocabulary
 from engine.loop import Engine
+from engine.memory_fit import told, underestimated
 from engine.memory_needs import GRAPHS_MAX
 from engine.models.decoder import Decoder
 from engine.options import EngineOptions
@@ -156,7 +157,7 @@ def build_engine(options: EngineOptions, *, progress: Callable[[float], None] = 
     log.info("operations %s", ops.listed(dtype, device, batch_invariant=options.batch_invariant))
     desk = _grammar_desk(options, info, masks)
     if is_plain:
-        log.info("started model=%s runner=plain %s", info.model, times)
+        _tell_start(info, "plain", times)
         scheduler = _scheduler(options, plan, limits, speed, budget)
         return Engine(scheduler, runner, info, grammars=desk, step_budget=budget)
     asks_host = model.decoder.asks_host
@@ -182,8 +183,18 @@ def build_engine(options: EngineOptions, *, progress: Callable[[float], None] = 
     words = "recorded" if lands_at_once else "ahead"
     if asks_host and not lands_at_once:
         words, info = f"{words} ({NO_GRAPHS})", replace(info, kernels=f"{info.kernels}, {NO_GRAPHS}")
-    log.info("started model=%s runner=%s %s", info.model, words, times)
+    _tell_start(info, words, times)
     return Engine(scheduler, ahead, info, grammars=desk, step_budget=budget, overlap=ahead)
+
+
+def _tell_start(info: EngineInfo, runner: str, times: StartTimes) -> None:
+    """In the log, which those who build an engine in their own process read too."""
+    log.info("started model=%s runner=%s %s", info.model, runner, times)
+    log.info("memory: %s", told(info.memory))
+    if info.memory_note is not None:
+        log.warning("memory: %s", info.memory_note)
+    for part in underestimated(info.memory):
+        log.warning("memory: %s took %s, %s were predicted", part.name, part.measured_bytes, part.predicted_bytes)
 
 
 def _forecast(options: EngineOptions, *, dtype: torch.dtype, device: torch.device) -> MemoryForecast:

@@ -20,9 +20,8 @@ from pathlib import Path
 from engine.cpu_environment import prepare_cpu
 from engine.errors import EngineConfigError, EngineError
 from engine.gpu_environment import prepare_gpu
-from engine.memory_fit import told, underestimated
 from engine.options import DEVICES, DTYPES, HEAD_QUANTIZATIONS, KV_CACHE_DTYPES, POLICIES, QUANTIZATIONS, EngineOptions
-from engine.protocol import EngineFrame, EngineInfo, TokenEvent
+from engine.protocol import EngineFrame, TokenEvent
 from engine.speculation.options import SpeculativeOptions
 from engine.transport import FrameSocket, PeerClosed, TransportError, decode_gateway_frame
 
@@ -65,7 +64,6 @@ def run(connection: FrameSocket, options: argparse.Namespace) -> int:
     try:
         engine = build_engine(_engine_options(options), progress=LoadReport(connection))
         log.info("ready model=%s kernels=%s kv_blocks=%d", engine.info.model, engine.info.kernels, engine.info.num_kv_blocks)
-        _tell_memory(engine.info)
         connection.send(EngineFrame(ready=engine.info, status=engine.status()))
         serve(engine, connection)
         return 0
@@ -77,14 +75,6 @@ def run(connection: FrameSocket, options: argparse.Namespace) -> int:
     except Exception as error:
         log.exception("the engine stops because of a bug or a broken device")
         return _die(connection, f"{type(error).__name__}: {error}"[:FATAL_CHARS_MAX])
-
-
-def _tell_memory(info: EngineInfo) -> None:
-    log.info("memory: %s", told(info.memory))
-    if info.memory_note is not None:
-        log.warning("memory: %s", info.memory_note)
-    for part in underestimated(info.memory):
-        log.warning("memory: %s took %s, %s were predicted", part.name, part.measured_bytes, part.predicted_bytes)
 
 
 def _die(connection: FrameSocket, reason: str) -> int:

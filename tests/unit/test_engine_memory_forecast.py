@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import statistics
 from collections.abc import Callable
 from dataclasses import replace
@@ -93,6 +94,18 @@ def test_an_engine_tells_what_was_predicted_and_what_was_taken(model: Path) -> N
     assert parts["context"].predicted_bytes > 0
     assert parts["graphs"].predicted_bytes == 0
     assert engine.info.memory_note is None
+
+
+@pytest.mark.parametrize("enforce_eager", [False, True])
+def test_whoever_builds_an_engine_reads_of_its_memory_and_of_a_context_that_is_cut(
+    model: Path, enforce_eager: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(MemoryForecast, "shortened", lambda _: "the context is 64 tokens: llama needs more")
+    with caplog.at_level(logging.INFO, logger="gatehouse.engine"):
+        engine = build_engine(EngineOptions(model=model, device="cpu", num_kv_blocks=8, enforce_eager=enforce_eager))
+    said = [(record.levelname, record.getMessage()) for record in caplog.records if record.getMessage().startswith("memory: ")]
+    assert said[0] == ("INFO", f"memory: {told(engine.info.memory)}")
+    assert said[1] == ("WARNING", "memory: the context is 64 tokens: llama needs more")
 
 
 @pytest.mark.parametrize("quantization", ["int8", "fp8"])
