@@ -10,6 +10,7 @@ import triton.language as tl
 
 from kernels.attention_rows import AttentionShape
 from kernels.triton.attention_decode import check_attention, paged_decode, score_factor
+from kernels.triton.attention_prefill_hopper import NUM_WARPS, is_overlapped, overlapped_constants, overlapped_kernel
 from kernels.triton.attention_splits import TABLES, scheduled_requests, workspace_bytes
 from kernels.triton.compilation import CAPABILITIES, Compilation
 from kernels.triton.fp8_rows import FP8_CAPABILITIES
@@ -225,6 +226,7 @@ def paged_prefill(
     rounded to the cache's dtype (float16 for an fp8 cache) for the second product.
 
     The grid depends on T and B alone. A query's result does not depend on its neighbours as long as the tiling is the same.
+    On Hopper the long chunks of most models go through `attention_prefill_hopper`.
     """
     check_attention(q, kv_cache, shape)
     num_requests = block_tables.shape[0]
@@ -244,6 +246,13 @@ def paged_prefill(
     tiling = prefill_tiling(shape.head_dim, kv_bytes, rows, windowed, capability(q.device))
     assert group <= tiling.rows, "a tile holds the heads of at least one query"
     num_tiles = q.shape[0] // (tiling.rows // group) + num_requests
+    if is_overlapped(shape, kv_bytes, tiling.rows, capability(q.device)):
+        overlapped_kernel[(num_tiles * shape.num_kv_heads,)](
+            q, kv_cache, block_tables, query_starts, context_lens, out,
+            num_requests, num_tiles, score_factor(shape), q.stride(0), kv_cache.stride(0), block_tables.stride(0),
+            **overlapped_constants(shape), REQUESTS=scheduled_requests(num_requests), num_warps=NUM_WARPS,
+        )  # fmt: skip
+        return out
     _prefill_kernel[(num_tiles * shape.num_kv_heads,)](
         q,
         kv_cache,
@@ -289,22 +298,18 @@ def _constants(shape: AttentionShape, tiling: PrefillTiling) -> dict[str, object
 
 
 def compilations() -> list[Compilation]:
-    """Llama-3.1-8B (and Qwen3-8B), Llama-3.2-1B and Qwen3-0.6B in bf16 and with an fp8 cache for every card; for an H200 what
-    else there is: short chunks, windows, other head sizes and groups."""
+    """Llama-3.1-8B (and Qwen3-8B) and Llama-3.2-1B in bf16 and with an fp8 cache for every card; for an H200 what else there is
+    and `attention_prefill_hopper` does not serve: short chunks, windows, other head sizes."""
     llama, small_llama, qwen = (AttentionShape(16, 32, 8, 128), AttentionShape(16, 32, 8, 64), AttentionShape(16, 16, 8, 128))
     gemma = AttentionShape(16, 8, 4, 256, sliding_window=4096, softcap=50.0)
     found = []
     for name, shape in {"llama-8b": llama, "llama-1b": small_llama}.items():
         found += [_compilation(f"{name} {kv}", shape, "bf16", kv) for kv in ("bf16", "fp8e4nv")]
     found += [
-        _compilation("qwen-0.6b bf16", qwen, "bf16", "bf16", only=H200),
         _compilation("qwen-0.6b fp8e4nv", qwen, "bf16", "fp8e4nv", only=H200),
-        _compilation("llama-8b fp16", llama, "fp16", "fp16", only=H200),
-        _compilation("blocks of 64", replace(llama, block_size=64), "bf16", "bf16", only=H200),
         _compilation("window", replace(llama, sliding_window=4096), "bf16", "bf16", only=H200),
         _compilation("head size 96", AttentionShape(16, 32, 32, 96), "bf16", "bf16", only=H200),
         _compilation("window and soft-cap", gemma, "bf16", "bf16", only=H200),
-        _compilation("7 heads", AttentionShape(16, 28, 4, 128), "bf16", "bf16", only=H200),
         _compilation("float32", llama, "fp32", "fp32", only=H200),
         _compilation("float32, window and soft-cap", gemma, "fp32", "fp32", only=H200),
         _compilation("short chunks", llama, "bf16", "bf16", max_query_len=16, only=H200),
@@ -317,7 +322,7 @@ def compilations() -> list[Compilation]:
 def _compilation(
     name: str, shape: AttentionShape, dtype: str, kv_dtype: str, *, max_query_len: int = 2048, only: tuple[int, ...] = ()
 ) -> list[Compilation]:
-    """One for each tiling: cards differ in what they hold."""
+    """One for each tiling: cards differ in what they hold, and for Hopper there is another kernel."""
     tensors = {"q": f"*{dtype}", "kv_cache": f"*{kv_dtype}", "out": f"*{dtype}"}
     tensors |= dict.fromkeys(("block_tables", "query_starts", "context_lens"), "*i32")
     absent: dict[str, object] = {}
@@ -331,7 +336,8 @@ def _compilation(
     tilings: dict[PrefillTiling, list[int]] = {}
     for number in only or (FP8_CAPABILITIES if "fp8" in kv_dtype else CAPABILITIES):
         tiling = prefill_tiling(shape.head_dim, kv_bytes, rows, shape.sliding_window is not None, number)
-        tilings.setdefault(tiling, []).append(number)
+        if not is_overlapped(shape, kv_bytes, tiling.rows, number):
+            tilings.setdefault(tiling, []).append(number)
     return [
         Compilation(
             f"paged prefill {name}, tiles of {tiling.rows} by {tiling.keys}",

@@ -17,6 +17,7 @@ import triton
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 
 from kernels.triton.early_launch import CAPABILITY_MIN as EARLY_CAPABILITY
 from kernels.triton.tuning import TENSOR_MEMORY_COLUMNS, card
@@ -164,7 +165,8 @@ def _source(compilation: Compilation, capability: int) -> Any:
     aligned = {name for name, kind in compilation.signature.items() if kind.startswith("*")} - anywhere
     aligned |= set(compilation.divisible)
     attributes = {(index,): [["tt.divisibility", 16]] for index, name in enumerate(names) if name in aligned}
-    return ASTSource(fn=compilation.kernel, signature=signature, constexprs=constants, attrs=attributes)
+    language = GluonASTSource if isinstance(compilation.kernel, GluonJITFunction) else ASTSource
+    return language(fn=compilation.kernel, signature=signature, constexprs=constants, attrs=attributes)
 
 
 def _resources(cubin: bytes) -> tuple[int, int]:

@@ -1,0 +1,217 @@
+"""Paged causal attention of long chunks on Hopper: exponentials of one tile of keys beside the products of the tile before.
+
+In Triton's language a product that a loop computes with is waited for where it stands, so that the exponentials run beside no
+product. This kernel is in Gluon, Triton's lower level (`triton.experimental`), where waits are written down; no interpreter
+runs it, the executed PTX does (`tests/ptx`). It serves what most prompts are: 16 bits, heads of 64 or 128, no window, no cap.
+`attention_prefill` serves everything else and is its twin.
+
+    tensor cores │ Q·Kᵀ of tile j   │ weights·V of tile j-1        │ Q·Kᵀ of tile j+1 …
+    registers    │                  │ exponentials of tile j  │ ×  │
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared, warpgroup_mma, warpgroup_mma_wait
+
+from kernels.attention_rows import AttentionShape
+from kernels.triton.attention_splits import TABLES
+from kernels.triton.compilation import Compilation
+from kernels.triton.tuning import interpreted
+
+H200 = 90
+ROWS, KEYS, NUM_WARPS = 128, 128, 8
+"""Two groups of four warps hold 64 rows each, in registers of a thread: 64 of scores, 64 of what was found, 64 of weights.
+Queries and three tiles take 224 KiB: one tile is on its way, one is multiplied with queries, one with weights."""
+HEAD_SIZES = (64, 128)
+
+# Triton 3.8 gave it another name.
+copy_async = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
+
+
+@gluon.jit(do_not_specialize=["num_requests", "num_tiles", "table_stride"], do_not_specialize_on_alignment=TABLES)
+def overlapped_kernel(
+    q,
+    kv_cache,
+    block_tables,
+    query_starts,
+    context_lens,
+    out,
+    num_requests,
+    num_tiles,
+    scale,
+    q_stride,
+    block_stride,
+    table_stride,
+    H: gl.constexpr,
+    K: gl.constexpr,
+    D: gl.constexpr,
+    P: gl.constexpr,
+    ROWS: gl.constexpr,
+    KEYS: gl.constexpr,
+    REQUESTS: gl.constexpr,
+):
+    """One tile of queries, for one key head. Whose it is: as `query_tiles.tile_owner`."""
+    GROUP: gl.constexpr = H // K
+    QUERIES: gl.constexpr = ROWS // GROUP
+    DTYPE: gl.constexpr = kv_cache.dtype.element_ty
+    EACH: gl.constexpr = gl.BlockedLayout([1], [32], [8], [0])
+    LOADED: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [8, 1], [1, 0])
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, KEYS, 16])
+    FOUND: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, D, 16])
+    WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, FOUND, 2)
+    SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, D], DTYPE)
+
+    kv_head = gl.program_id(0) % K
+    query_tile = num_tiles - 1 - gl.program_id(0) // K
+    each = gl.arange(0, REQUESTS, layout=EACH)
+    first_tile = gl.load(query_starts + each, mask=each < num_requests, other=0) // QUERIES + each
+    request = gl.sum(((first_tile <= query_tile) & (each < num_requests)).to(gl.int32), 0) - 1
+    first_row = gl.load(query_starts + request)
+    num_queries = gl.load(query_starts + request + 1) - first_row
+    first = (query_tile - (first_row // QUERIES + request)) * QUERIES
+    if first >= num_queries:
+        return
+    places, live = _row_places(kv_head, first_row, num_queries, first, q_stride, D, GROUP, ROWS, gl.SliceLayout(1, LOADED))
+    lane = gl.arange(0, D, layout=gl.SliceLayout(0, LOADED))
+    rows = gl.load(q + places[:, None] + lane[None, :], mask=live[:, None], other=0.0)
+    queries = gl.allocate_shared_memory(DTYPE, [ROWS, D], gl.NVMMASharedLayout.get_default_for([ROWS, D], DTYPE), rows)
+    key_tiles = gl.allocate_shared_memory(DTYPE, [3, KEYS, D], SHARED)
+    value_tiles = gl.allocate_shared_memory(DTYPE, [3, KEYS, D], SHARED)
+    # Positions of the queries: every key up to the first one's is seen by all of them, none behind `newest` by any.
+    start = gl.load(context_lens + request) - num_queries
+    newest = start + gl.minimum(first + QUERIES, num_queries) - 1
+    position = start + first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, SCORES)) // GROUP
+    num_whole = (start + first + 1) // KEYS
+    keys = kv_cache + kv_head * D
+    table = block_tables + request.to(gl.int64) * table_stride
+
+    # In front of the first tile stands one that weighs nothing.
+    value_tiles.index(2).store(gl.zeros([KEYS, D], DTYPE, LOADED))
+    weight = gl.zeros([ROWS, KEYS], DTYPE, WEIGHTS)
+    largest = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
+    total = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, SCORES))
+    found = gl.zeros([ROWS, D], gl.float32, FOUND)
+    nothing = gl.zeros([ROWS, KEYS], gl.float32, SCORES)
+    column = gl.arange(0, KEYS, layout=gl.SliceLayout(0, SCORES))
+    _load_tile(key_tiles.index(0), value_tiles.index(0), keys, table, 0, newest, block_stride, K, D, P, KEYS, LOADED)
+    for MASKED in gl.static_range(2):
+        begin = num_whole if MASKED else 0
+        end = newest // KEYS + 1 if MASKED else num_whole
+        for tile in range(begin, end):
+            async_copy.wait_group(0)
+            fence_async_shared()
+            key_tile, value_tile = key_tiles.index(tile % 3), value_tiles.index((tile + 2) % 3)
+            score = warpgroup_mma(queries, key_tile.permute((1, 0)), nothing, use_acc=False, is_async=True)
+            found = warpgroup_mma(weight, value_tile, found, is_async=True)
+            # All warps have passed the barrier behind the wait: nobody reads any more what is loaded over.
+            key_tile, value_tile = key_tiles.index((tile + 1) % 3), value_tiles.index((tile + 1) % 3)
+            _load_tile(key_tile, value_tile, keys, table, (tile + 1) * KEYS, newest, block_stride, K, D, P, KEYS, LOADED)
+            score = warpgroup_mma_wait(1, deps=[score])
+            if MASKED:
+                score = gl.where((tile * KEYS + column)[None, :] <= position[:, None], score, float("-inf"))
+            larger = gl.maximum(largest, gl.max(score, 1) * scale)
+            power = gl.exp2(score * scale - larger[:, None])
+            faded = gl.exp2(largest - larger)
+            total = total * faded + gl.sum(power, 1)
+            largest = larger
+            rounded = gl.convert_layout(power.to(DTYPE), WEIGHTS)
+            found, _ = warpgroup_mma_wait(0, deps=[found, weight])
+            found = found * gl.convert_layout(faded, gl.SliceLayout(1, FOUND))[:, None]
+            weight = rounded
+    found = warpgroup_mma(weight, value_tiles.index(newest // KEYS % 3), found)
+    async_copy.wait_group(0)
+
+    found = found / gl.convert_layout(total, gl.SliceLayout(1, FOUND))[:, None]
+    places, live = _row_places(kv_head, first_row, num_queries, first, H * D, D, GROUP, ROWS, gl.SliceLayout(1, FOUND))
+    lane = gl.arange(0, D, layout=gl.SliceLayout(0, FOUND))
+    gl.store(out + places[:, None] + lane[None, :], found.to(DTYPE), mask=live[:, None])
+
+
+@gluon.jit
+def _row_places(
+    kv_head,
+    first_row,
+    num_queries,
+    first,
+    stride,
+    D: gl.constexpr,
+    GROUP: gl.constexpr,
+    ROWS: gl.constexpr,
+    LAYOUT: gl.constexpr,
+):
+    """→ where each row of a tile begins, and whether there is one: [ROWS], as `query_tiles.tile_rows`."""
+    row = gl.arange(0, ROWS, layout=LAYOUT)
+    query, head = first + row // GROUP, kv_head * GROUP + row % GROUP
+    live = (row < ROWS // GROUP * GROUP) & (query < num_queries)
+    return (first_row + query).to(gl.int64) * stride + head * D, live
+
+
+@gluon.jit
+def _load_tile(
+    key_tile,
+    value_tile,
+    keys,
+    table,
+    first,
+    newest,
+    block_stride,
+    K: gl.constexpr,
+    D: gl.constexpr,
+    P: gl.constexpr,
+    KEYS: gl.constexpr,
+    LAYOUT: gl.constexpr,
+):
+    """Begins to load the keys and values of the tokens from `first`, a multiple of KEYS, to `newest`; zeros behind it."""
+    column = gl.arange(0, KEYS, layout=gl.SliceLayout(1, LAYOUT))
+    lane = gl.arange(0, D, layout=gl.SliceLayout(0, LAYOUT))
+    held = first + column <= newest
+    block = gl.load(table + first // P + column // P, mask=held, other=0)
+    place = block.to(gl.int64) * block_stride + column % P * (2 * K * D)
+    places = keys + place[:, None] + lane[None, :]
+    copy_async(key_tile, places, mask=held[:, None])
+    copy_async(value_tile, places + K * D, mask=held[:, None])
+    async_copy.commit_group()
+
+
+def is_overlapped(shape: AttentionShape, kv_bytes: int, rows: int, capability: int) -> bool:
+    """Whether chunks in tiles of `rows` go through this kernel on such a card. The interpreter knows no Gluon."""
+    is_plain = shape.sliding_window is None and shape.softcap is None
+    is_held = shape.head_dim in HEAD_SIZES and shape.block_size <= KEYS and kv_bytes == 2 and rows == ROWS
+    return capability == H200 and is_plain and is_held and not interpreted()
+
+
+def overlapped_constants(shape: AttentionShape) -> dict[str, object]:
+    sizes = {"H": shape.num_heads, "K": shape.num_kv_heads, "D": shape.head_dim, "P": shape.block_size}
+    return {**sizes, "ROWS": ROWS, "KEYS": KEYS}
+
+
+def compilations() -> list[Compilation]:
+    """Llama-3.1-8B (and Qwen3-8B), Llama-3.2-1B and Qwen3-0.6B; fp16, larger blocks, a group of heads that fills no tile."""
+    llama = AttentionShape(16, 32, 8, 128)
+    shapes = {
+        "llama-8b bf16": llama,
+        "llama-8b fp16": llama,
+        "llama-1b bf16": AttentionShape(16, 32, 8, 64),
+        "qwen-0.6b bf16": AttentionShape(16, 16, 8, 128),
+        "blocks of 64 bf16": AttentionShape(64, 32, 8, 128),
+        "7 heads bf16": AttentionShape(16, 28, 4, 128),
+    }
+    return [_compilation(name, shape) for name, shape in shapes.items()]
+
+
+def _compilation(name: str, shape: AttentionShape) -> Compilation:
+    tensors = dict.fromkeys(("q", "kv_cache", "out"), f"*{name.rpartition(' ')[2]}")
+    tensors |= dict.fromkeys(("block_tables", "query_starts", "context_lens"), "*i32")
+    numbers = dict.fromkeys(("num_requests", "num_tiles", "q_stride", "block_stride", "table_stride"), "i32")
+    return Compilation(
+        f"overlapped prefill {name}",
+        overlapped_kernel,
+        tensors | numbers | {"scale": "fp32"},
+        {**overlapped_constants(shape), "REQUESTS": 256},
+        num_warps=NUM_WARPS,
+        capabilities=(H200,),
+        tensor_cores=True,
+        divisible=("q_stride", "block_stride"),
+    )

@@ -1,0 +1,70 @@
+"""Long chunks of prompts on Hopper as machine-level code, which alone can run them here: awkward lengths, groups and blocks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from kernels.attention_rows import AttentionShape
+from kernels.triton.attention_prefill import paged_prefill
+from kernels.triton.attention_prefill_hopper import KEYS, ROWS, is_overlapped
+from tests.ptx.test_attention import Batch
+from tests.support.kernel_tolerances import assert_same
+from tests.support.ptx.card import EmulatedCard
+
+SHAPE = AttentionShape(16, 4, 1, 128)
+KERNEL = "overlapped_kernel"
+
+
+def test_it_serves_what_most_prompts_are() -> None:
+    assert is_overlapped(SHAPE, 2, ROWS, 90)
+    assert is_overlapped(replace(SHAPE, head_dim=64, block_size=KEYS), 2, ROWS, 90)
+
+
+@pytest.mark.parametrize(
+    ("shape", "kv_bytes", "rows", "capability"),
+    [
+        (replace(SHAPE, sliding_window=100), 2, ROWS, 90),
+        (replace(SHAPE, softcap=30.0), 2, ROWS, 90),
+        (replace(SHAPE, head_dim=96), 2, ROWS, 90),
+        (replace(SHAPE, head_dim=256), 2, ROWS, 90),
+        (replace(SHAPE, block_size=2 * KEYS), 2, ROWS, 90),
+        (SHAPE, 1, ROWS, 90),
+        (SHAPE, 4, ROWS, 90),
+        (SHAPE, 2, 64, 90),
+        (SHAPE, 2, ROWS, 89),
+        (SHAPE, 2, ROWS, 100),
+    ],
+)
+def test_everything_else_goes_another_way(shape: AttentionShape, kv_bytes: int, rows: int, capability: int) -> None:
+    assert not is_overlapped(shape, kv_bytes, rows, capability)
+
+
+@pytest.mark.parametrize(
+    ("shape", "lengths", "counts"),
+    [
+        (SHAPE, [128, 127], [128, 33]),
+        (SHAPE, [129, 40, 1], [33, 12, 1]),
+        (SHAPE, [390], [17]),
+        (replace(SHAPE, head_dim=64), [300, 256], [33, 20]),
+        (replace(SHAPE, num_heads=7), [170, 3], [40, 2]),
+        (replace(SHAPE, num_heads=2, num_kv_heads=2), [140], [70]),
+        (replace(SHAPE, block_size=64), [200], [20]),
+        (replace(SHAPE, block_size=KEYS), [257], [33]),
+    ],
+)
+def test_chunks_of_prompts(card: EmulatedCard, shape: AttentionShape, lengths: list[int], counts: list[int]) -> None:
+    before = card.launched.get(KERNEL, 0)
+    Batch(shape, lengths, counts).prefilled()
+    assert card.launched[KERNEL] > before
+
+
+def test_a_request_has_the_same_bits_alone_as_beside_others() -> None:
+    batch = Batch(SHAPE, [40, 300, 17], [30, 37, 17])
+    given = (batch.cache, batch.tables)
+    together = paged_prefill(batch.q, *given, batch.starts, batch.lens, SHAPE, max_query_len=37)
+    starts = torch.tensor([0, 37], dtype=torch.int32)
+    alone = paged_prefill(batch.q[30:67], batch.cache, batch.tables[1:2], starts, batch.lens[1:2], SHAPE, max_query_len=37)
+    assert_same(alone, together[30:67])
