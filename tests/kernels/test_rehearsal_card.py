@@ -179,6 +179,31 @@ def test_what_cuda_refuses_is_refused(card: Card) -> None:
         torch.empty(1 << 30, device="cuda")
 
 
+@pytest.mark.parametrize(
+    ("kernel", "dtype", "compute"),
+    [
+        ("addmm_cuda", torch.int32, lambda x: x @ x), ("addmm_cuda", torch.int64, lambda x: torch.nn.functional.linear(x, x)),
+        ("addmm_cuda", torch.float8_e4m3fn, lambda x: x.mm(x)), ("baddbmm_cuda", torch.int8, lambda x: x[None].bmm(x[None])),
+        ("mul_cuda", torch.float8_e4m3fn, lambda x: x * x), ("mul_cuda", torch.uint32, lambda x: x.mul_(x)),
+        ("abs_cuda", torch.float8_e5m2, lambda x: x.abs()), ("or_cuda", torch.float8_e4m3fn, lambda x: x.any()),
+        ("index_cuda", torch.uint32, lambda x: x[[1, 0]]), ("where_cuda", torch.uint16, lambda x: torch.where(x > 0, x, x)),
+        ("sortKeyValueInplace", torch.uint16, lambda x: x.sort()),
+    ],
+)  # fmt: skip
+def test_what_torch_has_for_cpus_and_not_for_cuda_is_refused(
+    card: Card, kernel: str, dtype: torch.dtype, compute: Callable[..., object]
+) -> None:
+    x = torch.zeros(2, 2 * dtype.itemsize, dtype=torch.uint8, device=DEVICE).view(dtype)
+    with pytest.raises(RuntimeError, match=f'"{kernel}" not implemented for {dtype}'):
+        compute(x)
+
+
+def test_8_bit_floats_on_the_card_are_moved_and_converted(card: Card) -> None:
+    x = torch.tensor([[1.0, 2.0], [3.0, 4.0]], device=DEVICE).to(torch.float8_e4m3fn)
+    moved = torch.cat((x[numbers(1)], x.clone(), torch.zeros_like(x)))
+    assert moved.float().tolist() == [[3.0, 4.0], [1.0, 2.0], [3.0, 4.0], [0.0, 0.0], [0.0, 0.0]]
+
+
 def test_an_error_on_the_card_comes_when_somebody_waits_and_stays(card: Card) -> None:
     found = numbers(1, 2, 3).index_select(0, numbers(7))
     with pytest.raises(IndexError):

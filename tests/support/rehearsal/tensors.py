@@ -24,6 +24,7 @@ from tests.support.rehearsal.card import current_card
 from tests.support.rehearsal.indexing import at, is_mask, taken_apart
 from tests.support.rehearsal.leaves import leaves_of, mapped
 from tests.support.rehearsal.memory import Memory, empty_on_card, is_locked, locked, spoil
+from tests.support.rehearsal.missing import refuse_missing
 from tests.support.rehearsal.shapes import Geometry, shapes_of
 
 aten = torch.ops.aten
@@ -173,6 +174,7 @@ def dispatch(func: Any, args: Sequence[Any], kwargs: dict[str, Any], mode: Torch
                 spoil(found)
             return locked(found)
         return func(*args, **kwargs)
+    refuse_missing(name, (args, kwargs))
     if name not in WHOLE and func._can_decompose():
         args, kwargs = mapped(_with_index, (args, kwargs))
         with mode:
