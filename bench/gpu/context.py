@@ -21,7 +21,8 @@ log = logging.getLogger("gatehouse.bench")
 
 @dataclass(slots=True)
 class Context:
-    """One part under way. `facts` are figures of earlier parts and of this one: bandwidth and flops, tokens per second."""
+    """One part under way. `facts` are figures of earlier parts and of this one: bandwidth and flops, tokens per second.
+    `engines`: how many are open."""
 
     device: torch.device
     rehearsal: bool
@@ -30,6 +31,7 @@ class Context:
     deadline_s: float
     clock: Callable[[], float] = time.monotonic
     failures: int = field(default=0)
+    engines: int = field(default=0)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -63,7 +65,11 @@ class Context:
 
     def guard(self, names: str | Sequence[str], measure: Callable[[], object]) -> None:
         """Measure; when that raises, the rows of these names say why and the part goes on. Unless the device is broken: then
-        whatever follows would fail in ways that say nothing, and the part ends."""
+        whatever follows would fail in ways that say nothing, and the part ends.
+
+        What torch keeps of a GPU's memory is given back then, but between two rows of an engine that is open: its steps would
+        ask the driver for all of it again, piece by piece, while they are timed."""
+        failures = self.failures
         try:
             measure()
         except Exception as error:
@@ -73,7 +79,7 @@ class Context:
                 self.emit(Row(name=name, error=f"{type(error).__name__}: {str(error)[:300]}", note=words))
             log.exception("failed rows=%s", names)
             self._check_device(names)
-        if self.device.type == "cuda":
+        if self.device.type == "cuda" and (not self.engines or self.failures > failures):
             gc.collect()  # engines have cycles, and the next one wants their memory
             torch.cuda.empty_cache()
 

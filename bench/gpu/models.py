@@ -98,9 +98,11 @@ def random_engine(
             stack.enter_context(mock.patch("engine.build.records_steps", return_value=False))
             stack.enter_context(ops.replaced("cpu", "cuda" if chosen.pop("interpreted", False) else "cpu"))
         engine = build_engine(EngineOptions(model=directory, name=name, **chosen))
+        context.engines += 1
         try:
             yield engine
         finally:
+            context.engines -= 1
             engine.close()
     del engine
 

@@ -10,16 +10,19 @@ import importlib
 import time
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from bench.gpu import same_tokens, serve
+from bench.gpu import same_tokens, serve, traffic
 from bench.gpu.context import Context
 from bench.gpu.idle import Idle
+from bench.gpu.models import random_engine
 from bench.gpu.plan import PARTS, Part
 from bench.gpu.targets import SAME_TOKENS, TARGETS
+from bench.gpu.traffic import Asked
 from engine.runner.batch_inputs import BatchInputs, InputRow
 from engine.runner.cuda_graphs import CudaGraphs
 from engine.runner.paged_decoder import PagedDecoder
@@ -126,6 +129,25 @@ def test_a_row_whose_steps_fell_back_to_the_plain_way_fails_and_says_why(monkeyp
     assert rows
     for name, row in rows.items():
         assert "1 steps fell back to the plain way: a step could not be launched: RuntimeError: no launch" in row["error"], name
+
+
+def test_memory_is_given_back_behind_a_row_unless_its_engine_is_open_and_it_went_well(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail() -> None:
+        raise ValueError("no figure")
+
+    given_back: list[int] = []
+    with rehearsal(Schedule.EARLY), in_place_of_triton():
+        context = Context(DEVICE, True, dict(FACTS), lambda _: None, time.monotonic() + 600)
+        with random_engine(context, tmp_path, "qwen3-0.6b", layers=1, max_num_seqs=4) as engine:
+            monkeypatch.setattr(torch.cuda, "empty_cache", lambda: given_back.append(1))
+            context.guard("a row", lambda: traffic.run(engine, [Asked((3, 4, 5), 4)]))
+            assert not given_back
+            context.guard("a row", fail)
+            assert len(given_back) == 1
+        context.guard("a row", lambda: None)
+        assert len(given_back) == 2
 
 
 def test_a_broken_device_ends_its_part_at_the_row_that_broke_it(monkeypatch: pytest.MonkeyPatch) -> None:
