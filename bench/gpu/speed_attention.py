@@ -41,7 +41,9 @@ def measure(context: Context) -> None:
         row = f"decode {label}, 256 × 1k"
         context.guard(row, partial(_decode_row, context, row, shape, [1024] * 256, copies=2))
     context.guard("decode 1 × 128k + 31 × 4k", lambda: _skewed(context))
-    context.guard("decode with fp8 KV, 256 × 1k", lambda: _fp8(context))
+    for label, lengths in (("256 × 1k", [1024] * 256), ("16 × 8k", [8192] * 16)):
+        row = f"decode with fp8 KV, {label}"
+        context.guard(row, partial(_fp8, context, row, lengths))
     context.guard("prefill 8k, head 128, against the best SDPA", lambda: _prefill(context))
 
 
@@ -116,12 +118,13 @@ def _skewed(context: Context) -> None:
     context.emit(row)
 
 
-def _fp8(context: Context) -> None:
-    shape, lengths = _shape(context, LLAMA), _batch(context, [1024] * 256)
+def _fp8(context: Context, name: str, lengths: Sequence[int]) -> None:
+    """Up to 32 requests another variant of the kernel searches among them."""
+    shape, lengths = _shape(context, LLAMA), _batch(context, lengths)
     whole, pages = decode_seconds(context, shape, lengths, copies=8)
     del pages
     halved, pages = decode_seconds(context, shape, lengths, copies=8, fp8=True)
-    row = Row(name="decode with fp8 KV, 256 × 1k", value=median(whole) / median(halved))
+    row = Row(name=name, value=median(whole) / median(halved))
     row.samples = [one / other for one, other in zip(whole, halved, strict=True)]
     rate = pages.kv_bytes / median(halved) / 1e9
     row.facts = {"us_bf16": median(whole) * 1e6, "us_fp8": median(halved) * 1e6, "gb_per_s": rate}

@@ -282,6 +282,7 @@ def paged_decode(
         REQUESTS=scheduled_requests(num_requests),
         num_warps=tiling.num_warps,
         num_stages=tiling.num_stages,
+        maxnreg=tiling.registers_max,
         **early_launch(q.device),
     )
     merge_kernel[(num_requests, max_query_len * shape.num_heads)](
@@ -322,6 +323,10 @@ def compilations() -> list[Compilation]:
     for name, shape in {"llama-8b": llama, "llama-1b": small_llama}.items():
         found += [_compilation(f"{name} {kv}", shape, "bf16", kv) for kv in ("bf16", "fp8e4nv")]
     found += [
+        _compilation("llama-8b fp8e4nv, few requests", llama, "bf16", "fp8e4nv", requests=32),
+        _compilation("qwen-0.6b fp8e4nv, few requests", qwen, "bf16", "fp8e4nv", requests=32, only=H200),
+        _compilation("7 heads fp8e4nv, few requests", AttentionShape(16, 28, 4, 128), "bf16", "fp8e4nv", requests=32, only=H200),
+        _compilation("16 key heads of 256", AttentionShape(16, 16, 16, 256), "bf16", "bf16", requests=32, only=H200),
         _compilation("qwen-0.6b bf16", qwen, "bf16", "bf16", only=H200),
         _compilation("qwen-0.6b fp8e4nv", qwen, "bf16", "fp8e4nv", only=H200),
         _compilation("llama-8b fp16", llama, "fp16", "fp16", only=H200),
@@ -340,7 +345,14 @@ def compilations() -> list[Compilation]:
 
 
 def _compilation(
-    name: str, shape: AttentionShape, dtype: str, kv_dtype: str, *, max_query_len: int = 1, only: tuple[int, ...] = ()
+    name: str,
+    shape: AttentionShape,
+    dtype: str,
+    kv_dtype: str,
+    *,
+    max_query_len: int = 1,
+    requests: int = 256,
+    only: tuple[int, ...] = (),
 ) -> list[Compilation]:
     """One for each tiling: cards differ in what they hold."""
     passed = {"q": f"*{dtype}", "kv_cache": f"*{kv_dtype}", "block_tables": "*i32", "context_lens": "*i32"}
@@ -357,13 +369,13 @@ def _compilation(
     for number in only or (FP8_CAPABILITIES if "fp8" in kv_dtype else CAPABILITIES):
         rows = tile_rows(shape, max_query_len)
         tiling = decode_tiling(shape.head_dim, kv_bytes, rows, number)
-        tilings.setdefault(replace(tiling, programs=0), []).append(number)
+        tilings.setdefault(tiling, []).append(number)
     return [
         Compilation(
-            f"paged decode {name}, tiles of {tiling.tile}",
+            f"paged decode {name}, tiles of {tiling.tile}, {tiling.programs} at a time",
             _split_kernel,
             passed,
-            {**absent, **split_constants(shape, max_query_len, tiling), "REQUESTS": 256},
+            {**absent, **split_constants(shape, max_query_len, tiling), "REQUESTS": requests},
             num_warps=tiling.num_warps,
             num_stages=tiling.num_stages,
             capabilities=tuple(numbers),
@@ -371,6 +383,8 @@ def _compilation(
             small_tile=True,
             spill_bytes_max=SPILL_BYTES_MAX,
             divisible=("q_stride", "block_stride"),
+            registers_max=tiling.registers_max,
+            programs=tiling.programs,
         )
         for tiling, numbers in tilings.items()
     ]

@@ -17,7 +17,7 @@ import triton.language as tl
 from kernels.attention_rows import AttentionShape
 from kernels.triton.compilation import Compilation
 from kernels.triton.early_launch import start_in_turn
-from kernels.triton.tuning import LOG2_E, capability, card, power_of_two
+from kernels.triton.tuning import LOG2_E, REGISTERS_MULTIPROCESSOR, capability, card, power_of_two
 
 MERGE_CHUNK, MERGE_WARPS = 16, 2
 """Splits that are added up at a time. Merging waits for memory and little else, so many small programs should be at it."""
@@ -45,6 +45,7 @@ class DecodeTiling:
     num_warps: int
     num_stages: int
     programs: int  # of one multiprocessor
+    registers_max: int | None = None  # of a thread; None leaves their number to the assembler
 
 
 def decode_tiling(head_dim: int, kv_bytes: int, rows: int, capability: int) -> DecodeTiling:
@@ -58,13 +59,23 @@ def decode_tiling(head_dim: int, kv_bytes: int, rows: int, capability: int) -> D
     tile = max(16 if is_float32 else 32, min(128, (8192 if small else 16384) // row_bytes))
     programs = 3 if capability >= 90 and not small else 2
     is_wide = rows > 16 or is_float32
+    if is_wide:  # with many rows over an fp8 cache a thread takes 250 registers
+        programs = 1 if kv_bytes == 1 else programs - 1
+    num_warps = 8 if is_wide else 4
     return DecodeTiling(
         tile=tile,
         split=max(64, 32768 // row_bytes),
-        num_warps=8 if is_wide else 4,
+        num_warps=num_warps,
         num_stages=3,
-        programs=programs - 1 if is_wide else programs,
+        programs=programs,
+        registers_max=registers_for(programs, num_warps) if kv_bytes == 1 or head_dim > 128 else None,
     )
+
+
+def registers_for(programs: int, num_warps: int) -> int:
+    """Of a thread at most, so that a multiprocessor holds so many programs. The assembler aims at a number of its own: at 188
+    where 170 are left for three programs over an fp8 cache, so that a third of the grid would wait for the others."""
+    return min(255, REGISTERS_MULTIPROCESSOR // (32 * num_warps * programs) // 8 * 8)
 
 
 def max_splits(num_tokens: int, split: int) -> int:

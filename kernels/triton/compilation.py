@@ -42,7 +42,8 @@ class Compilation:
 
     `tensor_cores`: matrix instructions of the card's own kind must be there: mma.sync on 80 and 89, wgmma on 90, tcgen05 on
     100. `small_tile` says that the tile has fewer than 64 rows, for which only mma.sync exists on any card. `fp_fusion` is what
-    the launch says of products that are added to: fused, unless every rounding counts.
+    the launch says of products that are added to: fused, unless every rounding counts. `registers_max` is what it grants a thread
+    (`maxnreg`), None as many as there are; `programs` how many its grid has for each multiprocessor to hold at a time.
     """
 
     name: str
@@ -57,6 +58,8 @@ class Compilation:
     divisible: tuple[str, ...] = ()
     small_tile: bool = False
     fp_fusion: bool = True
+    registers_max: int | None = None
+    programs: int = 1
 
     def __post_init__(self) -> None:
         names = set(self.kernel.arg_names) - {"EARLY"}
@@ -96,6 +99,7 @@ def compile_kernel(compilation: Compilation, capability: int) -> Compiled:
             "num_warps": compilation.num_warps,
             "num_stages": compilation.num_stages,
             "enable_fp_fusion": compilation.fp_fusion,
+            "maxnreg": compilation.registers_max,
         },
     )
     registers, spill_bytes = _resources(kernel.asm["cubin"])
@@ -145,6 +149,8 @@ def faults(compilation: Compilation, compiled: Compiled) -> list[str]:
         found.append("reads or writes memory before it waits for the kernel in front of it")
     if compiled.programs == 0:
         found.append("does not fit a multiprocessor")
+    elif compiled.programs < compilation.programs:
+        found.append(f"a multiprocessor holds {compiled.programs} programs, the grid is made for {compilation.programs}")
     return found
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -65,6 +66,11 @@ def test_what_does_not_fit_is_refused_in_words(wrong: dict[str, Any], word: str)
     assert word in found
 
 
+def test_a_multiprocessor_holds_the_programs_that_the_grid_is_made_for() -> None:
+    assert faults(asked(programs=3), replace(GOOD, programs=3)) == []
+    assert faults(asked(programs=3), replace(GOOD, programs=2)) == ["a multiprocessor holds 2 programs, the grid is made for 3"]
+
+
 def test_a_tile_of_few_rows_needs_the_instruction_that_every_card_has() -> None:
     small = asked(tensor_cores=True, small_tile=True)
     assert faults(small, replace(GOOD, tensor_instructions=("mma.sync",))) == []
@@ -99,6 +105,46 @@ def test_a_kernel_with_an_early_form_is_told_at_every_launch_which_one_it_is() -
 def _has_early(function: ast.FunctionDef) -> bool:
     is_kernel = any("jit" in ast.unparse(decorator) for decorator in function.decorator_list)
     return is_kernel and any(argument.arg == "EARLY" for argument in function.args.args)
+
+
+@pytest.mark.parametrize("path", sorted(gate.FOLDER.glob("*.py")), ids=lambda path: path.stem)
+def test_a_sum_that_a_loop_carries_has_one_product_in_each_turn(path: Path) -> None:
+    """Of two, Triton 3.6 to 3.8 begins the first of a turn before the second of the turn before has ended, on Blackwell and in
+    tiles of 64 rows and more (triton-lang/triton, issue 10821). Sums that begin at zero in each turn are not carried."""
+    for loop in ast.walk(ast.parse(path.read_text("utf-8"))):
+        if isinstance(loop, ast.For) and not _is_unrolled(loop):
+            begun = {name for statement in loop.body for name in _begun_at_zero(statement)}
+            assert all(number == 1 or name in begun for name, number in _products(loop.body).items()), ast.unparse(loop)
+
+
+def test_chained_products_are_seen_in_loops_that_are_unrolled_and_in_one_branch() -> None:
+    in_turn = "s = tl.dot(a, b, s)\ns = tl.dot(c, d, s)"
+    unrolled = "for run in tl.static_range(4):\n    s = tl.dot(a, b, s)"
+    branches = "if x:\n    s = tl.dot(a, b, s)\nelse:\n    s = tl.dot(c, d, s)"
+    assert [_products(ast.parse(text).body) for text in (in_turn, unrolled, branches)] == [{"s": 2}, {"s": 2}, {"s": 1}]
+
+
+def _products(statements: list[ast.stmt]) -> Counter[str]:
+    """How many products one turn of a loop adds to which sum; in a loop that is unrolled several, counted twice."""
+    found: Counter[str] = Counter()
+    for statement in statements:
+        match statement:
+            case ast.Assign(targets=[ast.Name(id=name)], value=ast.Call(func=ast.Attribute(attr="dot"), args=[_, _, before])):
+                found[name] += name in ast.unparse(before)
+            case ast.For() if _is_unrolled(statement):
+                found += _products(statement.body * 2)
+            case ast.If():
+                found += _products(statement.body) | _products(statement.orelse)
+    return found
+
+
+def _begun_at_zero(statement: ast.stmt) -> list[str]:
+    is_zeros = isinstance(statement, ast.Assign) and ast.unparse(statement.value).startswith("tl.zeros(")
+    return [ast.unparse(target) for target in statement.targets] if is_zeros else []
+
+
+def _is_unrolled(loop: ast.For) -> bool:
+    return ast.unparse(loop.iter).startswith("tl.static_range(")
 
 
 def test_spills_up_to_the_stated_number_are_let_through() -> None:

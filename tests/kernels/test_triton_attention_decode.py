@@ -20,6 +20,7 @@ import triton.language as tl  # noqa: E402
 
 from kernels.triton import attention_decode as decode  # noqa: E402
 from kernels.triton import attention_splits as splits  # noqa: E402
+from kernels.triton.tuning import CARDS, card  # noqa: E402
 
 BLOCK = 16
 SHAPE = AttentionShape(BLOCK, 4, 2, 64)
@@ -144,6 +145,14 @@ def test_the_tiles_of_every_card(
     monkeypatch.setattr(splits, "capability", lambda _: number)
     dtype = torch.float16 if kv_dtype is FP8 else kv_dtype
     Batch([700, 65], AttentionShape(BLOCK, 4, 1, 128), device, dtype=dtype, kv_dtype=kv_dtype).compare()
+
+
+@pytest.mark.parametrize("number", CARDS)
+@pytest.mark.parametrize("rows", [16, 32])
+def test_registers_are_left_for_all_programs_over_an_fp8_cache(number: int, rows: int) -> None:
+    tiling = splits.decode_tiling(128, 1, rows, number)
+    assert tiling.registers_max is not None
+    assert card(number).programs(tiling.registers_max, 0, tiling.num_warps) >= tiling.programs >= 1
 
 
 @pytest.mark.usefixtures("small_tiles")
