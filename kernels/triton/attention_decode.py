@@ -318,14 +318,14 @@ def compilations() -> list[Compilation]:
     """Llama-3.1-8B (and Qwen3-8B), Llama-3.2-1B and Qwen3-0.6B in bf16 and with an fp8 cache for every card; for an H200 what
     else there is: other head sizes and groups, windows, guesses."""
     llama, small_llama, qwen = (AttentionShape(16, 32, 8, 128), AttentionShape(16, 32, 8, 64), AttentionShape(16, 16, 8, 128))
-    gemma = AttentionShape(16, 8, 4, 256, sliding_window=4096, softcap=50.0)
+    gemma, seven = AttentionShape(16, 8, 4, 256, sliding_window=4096, softcap=50.0), AttentionShape(16, 28, 4, 128)
     found = []
     for name, shape in {"llama-8b": llama, "llama-1b": small_llama}.items():
         found += [_compilation(f"{name} {kv}", shape, "bf16", kv) for kv in ("bf16", "fp8e4nv")]
     found += [
         _compilation("llama-8b fp8e4nv, few requests", llama, "bf16", "fp8e4nv", requests=32),
         _compilation("qwen-0.6b fp8e4nv, few requests", qwen, "bf16", "fp8e4nv", requests=32, only=H200),
-        _compilation("7 heads fp8e4nv, few requests", AttentionShape(16, 28, 4, 128), "bf16", "fp8e4nv", requests=32, only=H200),
+        _compilation("7 heads fp8e4nv, few requests", seven, "bf16", "fp8e4nv", requests=32, only=H200),
         _compilation("16 key heads of 256", AttentionShape(16, 16, 16, 256), "bf16", "bf16", requests=32, only=H200),
         _compilation("qwen-0.6b bf16", qwen, "bf16", "bf16", only=H200),
         _compilation("qwen-0.6b fp8e4nv", qwen, "bf16", "fp8e4nv", only=H200),
@@ -336,7 +336,7 @@ def compilations() -> list[Compilation]:
         _compilation("blocks of 64", replace(llama, block_size=64), "bf16", "bf16", only=H200),
         _compilation("head size 96", AttentionShape(16, 32, 32, 96), "bf16", "bf16", only=H200),
         _compilation("window and soft-cap", gemma, "bf16", "bf16", only=H200),
-        _compilation("7 heads", AttentionShape(16, 28, 4, 128), "bf16", "bf16", only=H200),
+        _compilation("7 heads", seven, "bf16", "bf16", only=H200),
         _compilation("verifies 4 tokens", llama, "bf16", "bf16", max_query_len=4, only=H200),
         _compilation("verifies 8 tokens", llama, "bf16", "bf16", max_query_len=8, only=H200),
         _compilation("verifies 8 tokens fp8e4nv", llama, "bf16", "fp8e4nv", max_query_len=8, only=H200),

@@ -42,8 +42,8 @@ class Compilation:
 
     `tensor_cores`: matrix instructions of the card's own kind must be there: mma.sync on 80 and 89, wgmma on 90, tcgen05 on
     100. `small_tile` says that the tile has fewer than 64 rows, for which only mma.sync exists on any card. `fp_fusion` is what
-    the launch says of products that are added to: fused, unless every rounding counts. `registers_max` is what it grants a thread
-    (`maxnreg`), None as many as there are; `programs` how many its grid has for each multiprocessor to hold at a time.
+    the launch says of products that are added to: fused, unless every rounding counts. `registers_max` is what it grants a
+    thread (`maxnreg`), None as many as there are; `programs` how many its grid has for each multiprocessor to hold at a time.
     """
 
     name: str
