@@ -44,6 +44,12 @@ def step_size(num_rows: int, max_rows: int) -> int:
     return min(rounded, max_rows)
 
 
+def guesses_size(num_rows: int, max_rows: int) -> int:
+    """To how many rows a step with guesses is rounded up. Powers of two, because the number is another one in each step, and
+    for few different sizes there are graphs at a time."""
+    return min(1 << (num_rows - 1).bit_length(), max_rows)
+
+
 class DecodeStep:
     """The step of one model for up to `max_rows` rows."""
 

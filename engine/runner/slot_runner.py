@@ -24,7 +24,7 @@ from engine.grammar.spec import GrammarError
 from engine.runner.batch_inputs import InputRow, forward_order
 from engine.runner.choosing_rows import ChoosingRows
 from engine.runner.cuda_graphs import Calls
-from engine.runner.decode_step import DecodeStep, step_size
+from engine.runner.decode_step import DecodeStep, guesses_size, step_size
 from engine.runner.embedder import TextModel
 from engine.runner.launched_step import Choosing, LaunchedStep
 from engine.runner.model_runner import ModelRunner
@@ -155,8 +155,11 @@ class SlotRunner:
         return self._ready(num_rows, kind, has_guesses=has_guesses)
 
     def _ready(self, num_rows: int, kind: Kind | None, *, has_guesses: bool = False) -> int:
-        max_rows = self._max_rows + (self._max_guesses if has_guesses else 0)
-        size = num_rows if self.lands_at_once else step_size(num_rows, max_rows)
+        size = num_rows
+        if not self.lands_at_once and has_guesses:
+            size = guesses_size(num_rows, self._max_rows + self._max_guesses)
+        elif not self.lands_at_once:
+            size = step_size(num_rows, self._max_rows)
         key = size, kind, has_guesses
         if not self._calls.is_ready(key):  # captured with nothing but padding: the step changes nothing
             if has_guesses:
