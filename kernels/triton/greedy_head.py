@@ -104,11 +104,12 @@ def bind_greedy_head(
         return None
     is_plain = isinstance(weight, torch.Tensor)
     values = weight if isinstance(weight, torch.Tensor) else weight.values
-    weight_bytes, card = values.element_size(), (capability(values.device), multiprocessors(values.device))
+    weight_bytes, (num_tokens, num_columns) = values.element_size(), values.shape
+    card = capability(values.device), multiprocessors(values.device)
 
     def is_in_order(row_bytes: int) -> bool:
         by_bytes = partial(byte_tiles, 1, values.shape, *card, row_bytes=row_bytes)
-        product = skinny_tiles(*values.shape, *card, weight_bytes) if is_plain else by_bytes()
+        product = skinny_tiles(num_tokens, num_columns, *card, weight_bytes) if is_plain else by_bytes()
         own = head_tiles(weight_bytes=weight_bytes, capability=card[0], row_bytes=row_bytes)
         return replace(product, num_stages=own.num_stages) == own
 

@@ -72,6 +72,9 @@ def int4_sums(
     """Σ x[rows, k] · w[outputs, k] over the columns of chunks `first` to `last`: [rows, outputs] float32
 
     `num_outputs` are those of the whole weight, behind which the next chunk begins. The scale of a group comes behind its sum.
+
+    Each chunk's sum begins at zero: of several products that add to one which the loop carries, Triton up to 3.8 begins the
+    first before the last of the turn before has ended (Blackwell, 64 rows and more; triton-lang/triton, issue 10821).
     """
     DTYPE: tl.constexpr = x.dtype.element_ty
     inner = tl.arange(0, RUN)

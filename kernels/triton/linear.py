@@ -31,7 +31,8 @@ def linear(
     out = x.new_empty(x.shape[0], weight.shape[0]) if out is None else out
     if not x.shape[0]:
         return out
-    tiles = skinny_tiles(*weight.shape, capability(x.device), multiprocessors(x.device), weight.element_size())
+    shape = weight.shape[0], weight.shape[1]
+    tiles = skinny_tiles(*shape, capability(x.device), multiprocessors(x.device), weight.element_size())
     return launch(x, weight, tiles, out, bias=bias)
 
 
