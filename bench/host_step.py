@@ -88,6 +88,9 @@ class NoCalls:
     def is_ready(self, key: Hashable) -> bool:
         return True
 
+    def admits(self, key: Hashable) -> bool:
+        return True
+
     def make_ready(self, key: Hashable, function: Callable[[], None]) -> None: ...
 
     def run(self, key: Hashable, function: Callable[[], None]) -> None: ...

@@ -22,6 +22,11 @@ from engine.memory_needs import GRAPHS_MAX
 log = logging.getLogger("gatehouse.engine")
 
 
+REPEATS = 256
+"""Steps of one key, none of another missing in between, for which it has a graph captured in the place of another one: what a
+step costs without it is a few launches, and a capture some hundred times that."""
+
+
 class CaptureFailed(RuntimeError):
     """There is no graph of this key, now or before, and why."""
 
@@ -31,6 +36,10 @@ class Calls(Protocol):
 
     def is_ready(self, key: Hashable) -> bool:
         """Whether `run` will do no more than what it is asked to."""
+        ...
+
+    def admits(self, key: Hashable) -> bool:
+        """Asked once a step where there is another way to compute it: whether to `run` it by this key."""
         ...
 
     def make_ready(self, key: Hashable, function: Callable[[], None]) -> None:
@@ -46,6 +55,9 @@ class DirectCalls:
     """The plain twin: every run is a call."""
 
     def is_ready(self, key: Hashable) -> bool:  # noqa: ARG002 - all of them
+        return True
+
+    def admits(self, key: Hashable) -> bool:  # noqa: ARG002 - all of them
         return True
 
     def make_ready(self, key: Hashable, function: Callable[[], None]) -> None:
@@ -64,11 +76,21 @@ class CudaGraphs:
         self._max_graphs = max_graphs
         self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}  # in the order of their last use
         self._failed: dict[Hashable, str] = {}  # why there is no graph
+        self._missed: Hashable = None  # the last key that was not admitted at once, and how many times in a row it was that
+        self._num_missed = 0
         self._pool = torch.cuda.graph_pool_handle()
         self._beside = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def is_ready(self, key: Hashable) -> bool:
         return key in self._graphs
+
+    def admits(self, key: Hashable) -> bool:
+        """Where all places are taken, those that come and go would drive each other out, each at the price of a capture."""
+        if key in self._graphs or len(self._graphs) < self._max_graphs:
+            return True
+        self._num_missed = self._num_missed + 1 if key == self._missed else 1
+        self._missed = key
+        return self._num_missed == REPEATS
 
     def make_ready(self, key: Hashable, function: Callable[[], None]) -> None:
         """Capture a graph. Raises `CaptureFailed` when that fails or has failed before."""

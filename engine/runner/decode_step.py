@@ -10,7 +10,8 @@ A step in which requests verify guesses of speculative decoding (`choosing_rows`
 slot. The host, which knows all of their tokens, writes the inputs (`write_inputs`), and what the step leaves in such a slot is
 worth nothing: how far the guesses got is seen on the host, and sent with a later step.
 
-Where a row waits for a mask that depends on the token before, the graph ends with the logits, and `choose` follows by itself.
+Where a row waits for a mask that depends on the token before, or the step's kind has no graph of its own, the graph ends with
+the logits, and `choose` follows by itself.
 On a CPU the operations of a step are recorded instead (`runner.recorded_step`).
 """
 
@@ -118,8 +119,8 @@ class DecodeStep:
             target[:size].copy_(column)
         self._block_tables[:size].copy_(self._state.tables.index_select(0, sent[0].clamp_min(0)))
 
-    def choose(self, size: int, kind: Kind, masks: torch.Tensor) -> None:
-        """The rest of a step that was computed as far as its logits. masks: [size, ceil(V / 32)] int32"""
+    def choose(self, size: int, kind: Kind, masks: torch.Tensor | None = None) -> None:
+        """The rest of a step that was computed as far as its logits. masks: [size, ceil(V / 32)] int32, where rows have some"""
         assert self._logits is not None, "no step ended with its logits"
         self._choose(self._logits[:size], size, kind, masks)
 

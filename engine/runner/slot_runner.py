@@ -155,11 +155,7 @@ class SlotRunner:
         return self._ready(num_rows, kind, has_guesses=has_guesses)
 
     def _ready(self, num_rows: int, kind: Kind | None, *, has_guesses: bool = False) -> int:
-        size = num_rows
-        if not self.lands_at_once and has_guesses:
-            size = guesses_size(num_rows, self._max_rows + self._max_guesses)
-        elif not self.lands_at_once:
-            size = step_size(num_rows, self._max_rows)
+        size = self._size(num_rows, has_guesses=has_guesses)
         key = size, kind, has_guesses
         if not self._calls.is_ready(key):  # captured with nothing but padding: the step changes nothing
             if has_guesses:
@@ -168,6 +164,13 @@ class SlotRunner:
                 self._write_rows(NO_ROWS, size)
             self._calls.make_ready(key, lambda: self._step(size, kind, has_guesses=has_guesses))
         return size
+
+    def _size(self, num_rows: int, *, has_guesses: bool) -> int:
+        if self.lands_at_once:
+            return num_rows
+        if has_guesses:
+            return guesses_size(num_rows, self._max_rows + self._max_guesses)
+        return step_size(num_rows, self._max_rows)
 
     @torch.inference_mode()
     def run_padding(self, num_rows: int) -> None:
@@ -215,24 +218,31 @@ class SlotRunner:
         slots = self._slots.update(items)
         if slots is not self._rows:
             self._wants = self._sampler.wants(slots)
-        wants = self._wants
-        kind = None if wants.masked else wants.kind
-        size = self._ready(len(slots), kind)
+        size, kind = self._graph(len(slots), self._wants)
         if slots is not self._rows:
             self._write_rows(slots, size)
-        return self._run_step(items, size, wants, LaunchedStep(len(items), len(items)))
+        return self._run_step(items, size, kind, self._wants, LaunchedStep(len(items), len(items)))
 
     def _launch_guesses(self, items: Sequence[ScheduledRequest]) -> LaunchedStep:
         rows = ChoosingRows.of(items, self._slots.update_beside_guesses(items))
         wants = self._sampler.wants(rows.slots)
-        size = self._ready(len(rows.slots), None if wants.masked else wants.kind, has_guesses=True)
+        size, kind = self._graph(len(rows.slots), wants, has_guesses=True)
         self._write_inputs(rows.inputs(self._block_size), size)
         launched = LaunchedStep(len(items), len(rows.slots), guesses=rows.guesses)
-        return self._run_step(rows.items, size, wants, launched)
+        return self._run_step(rows.items, size, kind, wants, launched)
 
-    def _run_step(self, rows: Sequence[ScheduledRequest], size: int, wants: Wants, launched: LaunchedStep) -> LaunchedStep:
+    def _graph(self, num_rows: int, wants: Wants, *, has_guesses: bool = False) -> tuple[int, Kind | None]:
+        """Of a step: the size that it is rounded up to, and its kind, None if it is computed as far as its logits, which all
+        kinds of a size have in common."""
+        size = self._size(num_rows, has_guesses=has_guesses)
+        kind = None if wants.masked or not self._calls.admits((size, wants.kind, has_guesses)) else wants.kind
+        return self._ready(num_rows, kind, has_guesses=has_guesses), kind
+
+    def _run_step(
+        self, rows: Sequence[ScheduledRequest], size: int, kind: Kind | None, wants: Wants, launched: LaunchedStep
+    ) -> LaunchedStep:
         """A decode step whose buffers are written; `rows`: whose they are."""
-        kind, has_guesses = None if wants.masked else wants.kind, bool(launched.guesses)
+        has_guesses = bool(launched.guesses)
         masked = _masked_rows(rows, wants) if wants.masked else []
         begun = self._begin_masks(masked)
         self._calls.run((size, kind, has_guesses), lambda: self._step(size, kind, has_guesses=has_guesses))
@@ -240,6 +250,8 @@ class SlotRunner:
         if wants.masked:
             launched.choice = partial(self._choose_decodes, len(rows), size, wants, masked, begun)
         else:
+            if kind is None:
+                self._step.choose(size, wants.kind)
             launched.fetch = self._fetch(len(rows), wants.kind)
         return launched
 

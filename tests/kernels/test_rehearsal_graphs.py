@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from engine.loop import Engine
 from engine.runner.ahead import VARIABLE
 from engine.runner.cuda_graphs import CaptureFailed, CudaGraphs
 from tests.support.engines import run_to_end, small_engine, tokens, wanted
-from tests.support.rehearsal import DEVICE, rehearsal
+from tests.support.rehearsal import DEVICE, Schedule, rehearsal
 from tests.support.rehearsal.graphs import Graph
 from tests.support.rehearsal.table import in_place_of_triton
 from tests.support.tiny_models import make_model
@@ -126,6 +127,45 @@ def test_the_graph_that_was_used_longest_ago_gives_way() -> None:
         use(1)
         assert [graphs.is_ready(key) for key in range(3)] == [False, True, True]
         assert kept.tolist() == [0.0, 1.0, 0.0]
+
+
+MIXED: list[dict[str, Any]] = [{"top_p": 0.9}, {"presence_penalty": 1.0}, {"logprobs": 1}, {"logprobs": 5}]
+
+
+def mixed_history(engine: Engine) -> None:
+    """Up to 240 decodes, eight fewer after each three steps, and beside them one with other wishes for two of these."""
+    for number in range(240):
+        engine.submit(wanted(f"{number}", [5], max_tokens=4 + 3 * (number // 8)))
+    for number in range(32):
+        engine.submit(wanted(f"mixed {number}", [6], max_tokens=3, temperature=1.0, **MIXED[number % len(MIXED)]))
+        for _ in range(3):
+            engine.step()
+    run_to_end(engine, [])
+
+
+def test_kinds_of_steps_that_come_and_go_do_not_drive_each_others_graphs_out_for_long(llama: Path) -> None:
+    with rehearsal(Schedule.EARLY) as card, in_place_of_triton():
+        engine = small_engine(llama, device="cuda", dtype="float32", max_num_seqs=256, max_model_len=128, num_kv_blocks=2048)
+        mixed_history(engine)
+        captures = card.num_captures
+        mixed_history(engine)
+        assert card.num_captures <= captures + 4, "the same steps once more: sizes have a graph that serves all of their kinds"
+        assert engine.status().fallback_steps_total == 0
+
+
+def test_where_there_is_no_place_for_a_graph_a_kind_of_steps_takes_the_one_that_ends_with_logits(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine.runner.cuda_graphs.REPEATS", 3)
+    monkeypatch.setattr("engine.runner.ahead.CudaGraphs", partial(CudaGraphs, max_graphs=8))
+    requests = [wanted(name, prompt, max_tokens=9, temperature=1.0, top_p=0.9) for name, prompt in PROMPTS.items()]
+    expected = run_to_end(engine_of(llama), requests)
+    with rehearsal() as card, in_place_of_triton():
+        engine = engine_of(llama, device="cuda")
+        found = run_to_end(engine, requests)
+    assert {name: tokens(each) for name, each in found.items()} == {name: tokens(each) for name, each in expected.items()}
+    assert card.num_captures == 8 + 2, "of 16 rows: as far as the logits, and from the third step on of this kind"
+    assert card.num_replays == 8, "one for each token but the first"
 
 
 @pytest.mark.parametrize("says", ["0", "1"])

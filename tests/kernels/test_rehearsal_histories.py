@@ -5,13 +5,16 @@ Operations are torch's (`tests.support.rehearsal.table`): the kernels' own numbe
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
+from engine.runner.cuda_graphs import CudaGraphs
 from engine.speculation.options import SpeculativeOptions
 from tests.support.engine_histories import MAX_LEN, Asked, asked, assert_as_alone, repeating, run, with_grammars
 from tests.support.engines import small_engine
@@ -45,6 +48,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     caches=st.booleans(),
     preempt_at=st.none() | st.integers(1, 12),
     swap_space=st.sampled_from((0.0, 0.002)),
+    max_graphs=st.sampled_from((8, 48)),
     schedule=st.sampled_from(Schedule),
     seed=st.integers(0, 99),
 )
@@ -60,10 +64,12 @@ def test_tokens_are_those_of_the_plain_runner(
     caches: bool,
     preempt_at: int | None,
     swap_space: float,
+    max_graphs: int,
     schedule: Schedule,
     seed: int,
 ) -> None:
-    with rehearsal(schedule, seed=seed) as card, in_place_of_triton():
+    few_graphs = mock.patch("engine.runner.ahead.CudaGraphs", partial(CudaGraphs, max_graphs=max_graphs))
+    with rehearsal(schedule, seed=seed) as card, in_place_of_triton(), few_graphs:
         engine = small_engine(
             folder / family,
             device="cuda",
