@@ -10,10 +10,12 @@ compilation (Triton 3.6 and 3.9).
 from __future__ import annotations
 
 import os
+import queue
 import threading
+import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Executor, Future, ThreadPoolExecutor, as_completed
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from concurrent.futures import FIRST_COMPLETED, Executor, Future, InvalidStateError, wait
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -28,20 +30,27 @@ from kernels.variants import CompilationFailed, Variants
 THREADS_MAX = 8
 """More have to take turns in Python."""
 
+KERNEL_S_MAX = 300.0
+"""That one kernel may take; the slowest takes seconds. Whoever waits for the start gives up later, and would name none."""
+
+LOOK_S = 0.5
+"""Between two looks at how long those under way have taken."""
+
 
 @contextmanager
 def compiled_together(report: Callable[[Variants], None]) -> Iterator[None]:
     """Launches of this thread in the block ask for their variants and run nothing; behind it all of these can be launched.
 
-    `report` is told whenever one more is ready. Raises `CompilationFailed` for the first that cannot be compiled or loaded.
-    In the interpreter nothing is compiled, and launches run.
+    `report` is told whenever one more is ready. Raises `CompilationFailed` for the first that cannot be compiled or loaded, or
+    is not compiled after KERNEL_S_MAX. In the interpreter nothing is compiled, and launches run.
     """
     if interpreted():
         yield
         return
     with ExitStack() as stack:
         stack.enter_context(_parsing_in_turn())
-        asked = _Asked(stack.enter_context(ThreadPoolExecutor(min(THREADS_MAX, os.cpu_count() or 1), "compiler")))
+        asked = _Asked(min(THREADS_MAX, os.cpu_count() or 1))
+        stack.callback(asked.close)
         stack.enter_context(AsyncCompileMode(asked, ignore_errors=True))  # `asked` raises them, with names
         stack.callback(asked.cancel)
         stack.enter_context(asked.listening())
@@ -85,9 +94,14 @@ def _parsing_in_turn() -> AbstractContextManager[None]:
 class _Asked(Executor):
     """The variants that `AsyncCompileMode` wants compiled: Triton tells the name of each right before it submits it."""
 
-    def __init__(self, threads: ThreadPoolExecutor) -> None:
-        self._threads = threads
+    def __init__(self, num_threads: int) -> None:
+        """A process may end while a thread hangs, as it may not with those of `ThreadPoolExecutor`."""
+        self._waiting: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
+        self._threads = [threading.Thread(target=self._work, name="compiler", daemon=True) for _ in range(num_threads)]
+        for thread in self._threads:
+            thread.start()
         self._owner = threading.get_ident()
+        self._begun_s: dict[Future[Any], float] = {}
         self._compilers: set[int] = set()
         self._name = ""
         self._names: dict[Future[Any], str] = {}
@@ -95,9 +109,27 @@ class _Asked(Executor):
 
     def submit(self, compiled: Callable[[], Any], /, *_: Any, **__: Any) -> Future[Any]:
         """Called once for each variant."""
-        future = self._threads.submit(self._compile, compiled)
+        future: Future[Any] = Future()
         self._names[future] = self._name
+        self._waiting.put((future, compiled))
         return future
+
+    def close(self) -> None:
+        """Threads end when nothing waits any more."""
+        for _ in self._threads:
+            self._waiting.put(None)
+
+    def _work(self) -> None:
+        while (asked := self._waiting.get()) is not None:
+            future, compiled = asked
+            if not future.set_running_or_notify_cancel():
+                continue
+            self._begun_s[future] = time.monotonic()
+            with suppress(InvalidStateError):  # nobody waits for it any more
+                try:
+                    future.set_result(self._compile(compiled))
+                except Exception as error:  # noqa: BLE001 - whoever waits for it raises it
+                    future.set_exception(error)
 
     def _compile(self, compiled: Callable[[], Any]) -> Any:
         """Triton 3.6 compiles the host's half of a launch, too, and keeps it on disk."""
@@ -127,11 +159,29 @@ class _Asked(Executor):
 
     def wait(self, report: Callable[[Variants], None]) -> None:
         """Until all are compiled, or one cannot be."""
-        for num_ready, future in enumerate(as_completed(self._names), 1):
-            error = future.exception()
-            if error is not None:
-                raise self._failed(future, error) from error
-            report(Variants(len(self._names), num_ready, len(self._found)))
+        missing, num_ready = set(self._names), 0
+        while missing:
+            ready, missing = wait(missing, timeout=LOOK_S, return_when=FIRST_COMPLETED)
+            for future in ready:
+                error = future.exception()
+                if error is not None:
+                    raise self._failed(future, error) from error
+                num_ready += 1
+                report(Variants(len(self._names), num_ready, len(self._found)))
+            self._give_up_late(missing)
+
+    def _give_up_late(self, missing: set[Future[Any]]) -> None:
+        """Nobody waits any more for those that are being compiled when one of them takes too long."""
+        begun_s = {future: self._begun_s[future] for future in missing if future in self._begun_s}
+        if not begun_s or time.monotonic() - min(begun_s.values()) <= KERNEL_S_MAX:
+            return
+        oldest = self._names[min(begun_s, key=begun_s.__getitem__)]
+        error = CompilationFailed(f"{oldest}: its compiler has not ended after {KERNEL_S_MAX:.0f} s")
+        self.cancel()
+        for future in missing:
+            with suppress(InvalidStateError):
+                future.set_exception(error)
+        raise error
 
     def cancel(self) -> None:
         """Those that no thread has begun."""

@@ -46,6 +46,14 @@ def test_a_variant_that_cannot_be_loaded_is_named(found: dict[str, dict[str, Any
     assert message == "fill_kernel(out=*i32, BLOCK=16, num_warps=4, num_stages=3): RuntimeError: no memory"
 
 
+def test_a_variant_whose_compiler_does_not_end_is_named_and_ends_neither_the_start_nor_the_process_late(
+    found: dict[str, dict[str, Any]],
+) -> None:
+    message = found["when_one_never_ends"]["error"]
+    assert message == "fill_kernel(out=*i32, BLOCK=16, num_warps=4, num_stages=3): its compiler has not ended after 1 s"
+    assert found["when_one_never_ends"]["compiled_then"] == [1, 1]
+
+
 def test_launches_of_other_threads_run_meanwhile_and_are_not_counted(found: dict[str, dict[str, Any]]) -> None:
     assert found["when_another_thread_launches"] == {"launched": ["fill_kernel"], "last": [2, 2, 2]}
 

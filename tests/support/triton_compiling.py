@@ -20,6 +20,7 @@ import triton.language as tl
 from triton.runtime import driver
 
 from engine.gpu_environment import prepare_gpu
+from kernels.triton import compiled_together as compiled_together_module
 from kernels.triton.compiled_together import compiled_together
 from kernels.variants import CompilationFailed, Variants
 from tests.support.absent_card import AbsentCard
@@ -114,6 +115,27 @@ def when_it_cannot_be_loaded() -> dict[str, Any]:
         return {"error": failure(fill_kernel)}
     finally:
         CARD.fault = ""
+
+
+def when_one_never_ends() -> dict[str, Any]:
+    """The thread is left to itself: the process ends all the same."""
+    fill_kernel.device_caches.clear()
+    ask(fill_kernel, SIZES[2:])  # which sets what compiles
+    compiled = fill_kernel.compile
+
+    def hang(*_: Any, **__: Any) -> Any:
+        threading.Event().wait()
+
+    fill_kernel.compile = hang
+    limit, compiled_together_module.KERNEL_S_MAX = compiled_together_module.KERNEL_S_MAX, 1.0
+    try:
+        error = failure(fill_kernel)
+    finally:
+        fill_kernel.compile, compiled_together_module.KERNEL_S_MAX = compiled, limit
+    fill_kernel.device_caches.clear()
+    with compiled_together(REPORTS.append):
+        ask(fill_kernel, SIZES[:1])
+    return {"error": error, "compiled_then": REPORTS[-1][:2]}
 
 
 def when_another_thread_launches() -> dict[str, Any]:
