@@ -21,8 +21,15 @@ SCALES = torch.tensor([0.5, 2.0])
 class Batch:
     """Requests of `lengths` tokens in a cache that is NaN elsewhere, the last `counts` of each as queries among NaN."""
 
-    def __init__(self, shape: AttentionShape, lengths: list[int], counts: list[int], kv_dtype: torch.dtype = BF16) -> None:
-        self.shape = shape
+    def __init__(
+        self,
+        shape: AttentionShape,
+        lengths: list[int],
+        counts: list[int],
+        kv_dtype: torch.dtype = BF16,
+        dtype: torch.dtype = BF16,
+    ) -> None:
+        self.shape, self.dtype = shape, dtype
         tables, num_blocks = scattered_tables(lengths, shape.block_size)
         size = (num_blocks, shape.block_size, shape.num_kv_heads, shape.head_dim)
         self.cache = filled_cache(tables, lengths, size, dtype=kv_dtype, device=CPU)
@@ -30,13 +37,13 @@ class Batch:
         self.lens = torch.tensor(lengths, dtype=torch.int32)
         self.starts = torch.tensor([sum(counts[:place]) for place in range(len(counts) + 1)], dtype=torch.int32)
         self.max_query_len = max(counts)
-        queries = normal(sum(counts), shape.num_heads * shape.head_dim, dtype=BF16, device=CPU)
+        queries = normal(sum(counts), shape.num_heads * shape.head_dim, dtype=dtype, device=CPU)
         wide = padded_rows(queries, (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim)
         self.q = wide.view(-1, shape.num_heads, shape.head_dim)
         self.scales = SCALES if kv_dtype == FP8 else None
 
     def out(self) -> Guarded:
-        return Guarded(tuple(self.q.shape), BF16, CPU)
+        return Guarded(tuple(self.q.shape), self.dtype, CPU)
 
     def decoded(self) -> None:
         out = self.out()
@@ -71,6 +78,11 @@ class Batch:
 )
 def test_decode_steps(shape: AttentionShape, lengths: list[int], kv_dtype: torch.dtype) -> None:
     Batch(shape, lengths, [1] * len(lengths), kv_dtype).decoded()
+
+
+def test_half_precision() -> None:
+    Batch(AttentionShape(BLOCK, 2, 1, 64), [40, 17], [1, 1], torch.float16, torch.float16).decoded()
+    Batch(AttentionShape(BLOCK, 4, 1, 64), [60], [33], torch.float16, torch.float16).prefilled()
 
 
 def test_guesses_are_verified_by_the_decode_kernel() -> None:

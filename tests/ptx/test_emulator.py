@@ -164,6 +164,43 @@ def test_a_kernel_that_starts_early_waits_before_it_touches_memory(card: Emulate
         executed(card, "", numbers(), early=True)
 
 
+PRODUCT = """
+    mov.b32 %r20, 0; mov.b32 %r21, 0; mov.b32 %r22, 0; mov.b32 %r23, 0;
+    mov.b64 %rd6, 0x0000000800080000;
+    {before}
+    wgmma.fence.sync.aligned;
+    wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16
+        {{%r10, %r11, %r12, %r13}}, {{%r20, %r21, %r22, %r23}}, %rd6, 0, 1, 1, 0;
+    wgmma.commit_group.sync.aligned;
+    {behind}
+    wgmma.wait_group.sync.aligned 0;
+    st.global.b32 [%rd5], %r13;
+"""
+"""Zeros in registers times what lies at the begin of shared memory."""
+
+
+def test_a_product_of_zeros_is_zero(card: EmulatedCard) -> None:
+    before = "st.shared.b32 [%r2], %r1; fence.proxy.async.shared::cta; bar.sync 0;"
+    assert not executed(card, PRODUCT.format(before=before, behind=""), numbers(), threads=128).any()
+
+
+@pytest.mark.parametrize(
+    ("before", "behind", "fault"),
+    [
+        ("st.shared.b32 [%r2], %r1; bar.sync 0;", "", "stored behind the last fence"),
+        ("st.shared.b32 [%r2], %r1; fence.proxy.async.shared::cta;", "", "what another warp wrote"),
+        ("", "st.shared.b32 [%r2], %r1;", "writes what wgmma is still reading"),
+        ("", "cp.async.ca.shared.global [%r2], [%rd4], 0x4;", "writes what wgmma is still reading"),
+        ("", "mov.b32 %r20, 1;", "%r20 is written while wgmma is still using it"),
+        ("", "mov.b32 %r10, 1;", "%r10 is written while wgmma is still using it"),
+        ("", "add.f32 %r30, %r13, %r13;", "%r13 is read while wgmma is still writing it"),
+    ],
+)
+def test_what_a_product_under_way_uses_is_its_own(card: EmulatedCard, before: str, behind: str, fault: str) -> None:
+    with pytest.raises(Fault, match=fault):
+        executed(card, PRODUCT.format(before=before, behind=behind), numbers(128), threads=128)
+
+
 def test_threads_go_their_own_ways_and_meet_again(card: EmulatedCard) -> None:
     """Thread t counts t mod 5 rounds, then a whole warp sums."""
     body = """

@@ -85,6 +85,13 @@ def test_rows_of_8_bits_meet_weights_of_8_bits(card: EmulatedCard, kernel: Kerne
     assert_near(made, codes.float() * scales @ exact.dequantise_fp8(weight).T, "matmul")
 
 
+@pytest.mark.parametrize(("kind", "kernel"), [("bf16", linear), ("fp8", linear_fp8), ("int4", linear_int4)])
+def test_products_in_half_precision(kind: str, kernel: Kernel) -> None:
+    pack, dequantised = EXACT[kind]
+    x, weight = rows(3, 384).half(), pack(weights(80, 384).half())
+    assert_near(kernel(x, weight), x.float() @ dequantised(weight).T, "matmul")
+
+
 def test_weights_of_4_bits_are_written_out() -> None:
     weight = pack_groups(weights(80, 384))
     out = torch.empty(48, 384, dtype=BF16)

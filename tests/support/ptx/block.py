@@ -179,6 +179,8 @@ class Block:
         if not isinstance(operand, Register):
             assert operand == Symbol("_"), operand
             return
+        for products in self.products.values():
+            products.check_written(operand.name)
         if bits.dtype != RAW[operand.width]:
             raise Fault(f"{bits.dtype} is written to {operand.name} of {operand.width} bytes")
         if active is not self.everyone:

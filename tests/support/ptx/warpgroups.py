@@ -27,32 +27,45 @@ DEPTH_BYTES = 32  # of the summed dimension of one instruction
 
 
 @dataclass
+class Group:
+    """What products read, in shared memory by granules and in registers by name, and the registers that they write."""
+
+    granules: list[Array] = field(default_factory=list)
+    sources: set[str] = field(default_factory=set)
+    written: set[str] = field(default_factory=set)
+
+
+@dataclass
 class Products:
-    """Of one crew, under way: what they will have written, by the name of a register, and by group what they read and write."""
+    """Of one crew, under way: what they will have written, by the name of a register, and their groups, the last still open."""
 
     accumulators: dict[str, tuple[Register, Array, Array]] = field(default_factory=dict)
-    begun: list[Array] = field(default_factory=list)
-    written: set[str] = field(default_factory=set)
-    groups: list[tuple[list[Array], set[str]]] = field(default_factory=list)
+    groups: list[Group] = field(default_factory=lambda: [Group()])
+
+    @property
+    def begun(self) -> Group:
+        return self.groups[-1]
 
     def commit(self) -> None:
-        self.groups.append((self.begun, self.written))
-        self.begun, self.written = [], set()
+        self.groups.append(Group())
 
     def wait(self, block: Block, left_under_way: int) -> None:
-        """Until no more groups than that are under way; an accumulator is free when no later product adds to it."""
-        while len(self.groups) > left_under_way:
-            read, written = self.groups.pop(0)
-            for granules in read:
+        """Until no more committed groups than that are under way; an accumulator is free when no later product adds to it."""
+        while len(self.groups) - 1 > left_under_way:
+            group = self.groups.pop(0)
+            for granules in group.granules:
                 block.shared.end_product(granules)
-            for name in written.difference(self.written, *(names for _, names in self.groups)):
-                if name in block.registers:
-                    raise Fault(f"{name} was written while wgmma was still writing it")
+            for name in group.written.difference(*(later.written for later in self.groups)):
                 block.write(*self.accumulators.pop(name))
 
     def finish(self, block: Block) -> None:
         self.commit()
         self.wait(block, 0)
+
+    def check_written(self, name: str) -> None:
+        """Raises Fault for a register that products under way read or write."""
+        if name in self.accumulators or any(name in group.sources for group in self.groups):
+            raise Fault(f"{name} is written while wgmma is still using it")
 
 
 @dataclass(frozen=True)
@@ -111,7 +124,11 @@ def _multiply(block: Block, products: Products, code: Instruction, active: Array
     depth = DEPTH_BYTES // width
     of_a, of_b = transposed if len(transposed) == 2 else (False, *(transposed or [False]))
     reader = _Reader(block, products, active, code.modifiers[-1], depth)
-    rows = left(block, a.parts, code.modifiers[-1]) if isinstance(a, Vector) else reader.rows_of_warps(a, transposed=of_a)
+    if isinstance(a, Vector):
+        rows = left(block, a.parts, code.modifiers[-1])
+        products.begun.sources |= {part.name for part in a.parts if isinstance(part, Register)}
+    else:
+        rows = reader.rows_of_warps(a, transposed=of_a)
     product = np.matmul(rows.astype(np.float64), reader.columns(b, int(shape[1]), transposed=of_b))
     registers = parts_of(target)
     before = accumulated([_standing(block, products, register) for register in registers])
@@ -120,7 +137,7 @@ def _multiply(block: Block, products: Products, code: Instruction, active: Array
         assert isinstance(register, Register)
         block.registers.pop(register.name, None)
         products.accumulators[register.name] = (register, bits, active)
-        products.written.add(register.name)
+        products.begun.written.add(register.name)
 
 
 def _standing(block: Block, products: Products, register: Operand) -> Array:
@@ -164,5 +181,5 @@ class _Reader:
         width, widen = MATRIX_WIDENED[self.kind]
         places = Descriptor.read(bits).addresses(rows, self.depth, width, transposed=transposed)
         raw, granules = self.block.shared.begin_product(places.reshape(-1), width, warps)
-        self.products.begun.append(granules)
+        self.products.begun.granules.append(granules)
         return widen(raw).reshape(places.shape)
