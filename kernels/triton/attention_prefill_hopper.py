@@ -213,5 +213,6 @@ def _compilation(name: str, shape: AttentionShape) -> Compilation:
         num_warps=NUM_WARPS,
         capabilities=(H200,),
         tensor_cores=True,
+        exponentials_min=ROWS * KEYS // (32 * NUM_WARPS),
         divisible=("q_stride", "block_stride"),
     )

@@ -26,6 +26,7 @@ CAPABILITIES = (80, 89, 90, 100)
 # PTX names of the matrix instructions of Ampere and Ada, of Hopper, of Blackwell.
 TENSOR_INSTRUCTIONS = ("mma.sync", "wgmma.mma_async", "tcgen05.mma")
 WAIT = "griddepcontrol.wait"
+PRODUCTS_WAIT, EXPONENTIAL = "WARPGROUP.DEPBAR", "MUFU.EX2"  # of Hopper's machine code
 _MEMORY = re.compile(r"\b(?:ld\.global|st\.global|cp\.async|atom\.|red\.global)")
 _USAGE = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)")
 
@@ -43,7 +44,8 @@ class Compilation:
     `tensor_cores`: matrix instructions of the card's own kind must be there: mma.sync on 80 and 89, wgmma on 90, tcgen05 on
     100. `small_tile` says that the tile has fewer than 64 rows, for which only mma.sync exists on any card. `fp_fusion` is what
     the launch says of products that are added to: fused, unless every rounding counts. `registers_max` is what it grants a
-    thread (`maxnreg`), None as many as there are; `programs` how many its grid has for each multiprocessor to hold at a time.
+    thread (`maxnreg`), None as many as there are; `programs` how many its grid has for each multiprocessor to hold at a time;
+    `exponentials_min` how many a thread takes at least while products of its loop are under way.
     """
 
     name: str
@@ -60,6 +62,7 @@ class Compilation:
     fp_fusion: bool = True
     registers_max: int | None = None
     programs: int = 1
+    exponentials_min: int = 0
 
     def __post_init__(self) -> None:
         names = set(self.kernel.arg_names) - {"EARLY"}
@@ -72,7 +75,8 @@ class Compilation:
 @dataclass(frozen=True)
 class Compiled:
     """What the assembler made of it. `spill_bytes` of each thread; `programs` that one multiprocessor holds at a time;
-    `touches_early`: reads or writes memory before it waits for the kernel in front of it."""
+    `touches_early`: reads or writes memory before it waits for the kernel in front of it; `exponentials` beside products,
+    counted where a configuration asks for some."""
 
     name: str
     capability: int
@@ -87,6 +91,7 @@ class Compiled:
     programs: int
     touches_early: bool
     compile_s: float
+    exponentials: int = 0
 
 
 def compile_kernel(compilation: Compilation, capability: int) -> Compiled:
@@ -118,6 +123,7 @@ def compile_kernel(compilation: Compilation, capability: int) -> Compiled:
         programs=card(capability).programs(registers, int(kernel.metadata.shared), num_warps),
         touches_early=_is_early(compilation, capability) and touches_early(kernel.asm["ptx"]),
         compile_s=round(time.perf_counter() - started, 3),
+        exponentials=exponentials_beside_products(_dumped(kernel.asm["cubin"], "-sass")) if compilation.exponentials_min else 0,
     )
 
 
@@ -126,6 +132,13 @@ def touches_early(ptx: str) -> bool:
     the second-level cache is neither: what is fetched is read again behind the wait."""
     before, wait, _ = ptx.partition(WAIT)
     return not wait or _MEMORY.search(before) is not None
+
+
+def exponentials_beside_products(sass: str) -> int:
+    """How many stand between a kernel's first wait for products and its second, which the assembler may have moved in front of
+    them: what it waits for is not written in PTX."""
+    parts = sass.split(PRODUCTS_WAIT)
+    return parts[1].count(EXPONENTIAL) if len(parts) > 2 else 0
 
 
 def _is_early(compilation: Compilation, capability: int) -> bool:
@@ -147,6 +160,8 @@ def faults(compilation: Compilation, compiled: Compiled) -> list[str]:
         found.append(f"lacks {_wanted(compilation, compiled.capability)} (matrix instructions: {present})")
     if compiled.touches_early:
         found.append("reads or writes memory before it waits for the kernel in front of it")
+    if compiled.exponentials < compilation.exponentials_min:
+        found.append(f"takes {compiled.exponentials} exponentials beside products, not {compilation.exponentials_min}")
     if compiled.programs == 0:
         found.append("does not fit a multiprocessor")
     elif compiled.programs < compilation.programs:
@@ -177,12 +192,16 @@ def _source(compilation: Compilation, capability: int) -> Any:
 
 def _resources(cubin: bytes) -> tuple[int, int]:
     """Registers and spilled bytes of each thread."""
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        command = [knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
-        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    text = _dumped(cubin, "-res-usage")
     match = _USAGE.search(text)
     assert match is not None, f"cuobjdump says nothing of registers:\n{text}"
     registers, stack, _, local = (int(number) for number in match.groups())
     return registers, max(stack, local)
+
+
+def _dumped(cubin: bytes, option: str) -> str:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [knobs.nvidia.cuobjdump.path, option, file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from kernels.triton import gate
-from kernels.triton.compilation import Compilation, Compiled, faults, touches_early
+from kernels.triton.compilation import Compilation, Compiled, exponentials_beside_products, faults, touches_early
 from kernels.triton.tuning import CARDS, card, power_of_two
 
 
@@ -69,6 +69,16 @@ def test_what_does_not_fit_is_refused_in_words(wrong: dict[str, Any], word: str)
 def test_a_multiprocessor_holds_the_programs_that_the_grid_is_made_for() -> None:
     assert faults(asked(programs=3), replace(GOOD, programs=3)) == []
     assert faults(asked(programs=3), replace(GOOD, programs=2)) == ["a multiprocessor holds 2 programs, the grid is made for 3"]
+
+
+def test_exponentials_stand_where_products_are_under_way() -> None:
+    begun = "HGMMA.64x128x16 ; HGMMA.64x128x16 gsb0 ; WARPGROUP.DEPBAR.LE gsb0, 0x1 ; FMNMX ; "
+    kept = exponentials_beside_products(begun + "MUFU.EX2 ; MUFU.EX2 ; WARPGROUP.DEPBAR.LE gsb0, 0x0 ; FMUL ; MUFU.EX2 ;")
+    moved = exponentials_beside_products(begun + "WARPGROUP.DEPBAR.LE gsb0, 0x0 ; FMNMX ; MUFU.EX2 ; MUFU.EX2 ; MUFU.EX2 ;")
+    assert (kept, moved, exponentials_beside_products("MUFU.EX2 ;")) == (2, 0, 0)
+    assert faults(asked(exponentials_min=2), replace(GOOD, exponentials=kept)) == []
+    (found,) = faults(asked(exponentials_min=2), replace(GOOD, exponentials=moved))
+    assert found == "takes 0 exponentials beside products, not 2"
 
 
 def test_a_tile_of_few_rows_needs_the_instruction_that_every_card_has() -> None:

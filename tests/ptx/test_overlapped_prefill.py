@@ -45,14 +45,12 @@ def test_everything_else_goes_another_way(shape: AttentionShape, kv_bytes: int, 
 @pytest.mark.parametrize(
     ("shape", "lengths", "counts"),
     [
-        (SHAPE, [128, 127], [128, 33]),
+        (SHAPE, [128, 127], [40, 33]),
         (SHAPE, [129, 40, 1], [33, 12, 1]),
         (SHAPE, [390], [17]),
-        (replace(SHAPE, head_dim=64), [300, 256], [33, 20]),
-        (replace(SHAPE, num_heads=7), [170, 3], [40, 2]),
+        (replace(SHAPE, head_dim=64, block_size=64), [300, 256], [33, 20]),
+        (replace(SHAPE, num_heads=7, block_size=KEYS), [257, 3], [40, 2]),
         (replace(SHAPE, num_heads=2, num_kv_heads=2), [140], [70]),
-        (replace(SHAPE, block_size=64), [200], [20]),
-        (replace(SHAPE, block_size=KEYS), [257], [33]),
     ],
 )
 def test_chunks_of_prompts(card: EmulatedCard, shape: AttentionShape, lengths: list[int], counts: list[int]) -> None:
