@@ -8,9 +8,10 @@ from datetime import datetime
 import pytest
 
 from appliance.metering.limits.admission import Admission
-from appliance.metering.limits.expectations import EXPECTED_OUTPUT_TOKENS, OUTPUTS_KEPT, OUTPUTS_MIN
+from appliance.metering.limits.expectations import EXPECTED_OUTPUT_TOKENS, OUTPUTS_MIN
 from appliance.metering.limits.reservations import Reservation
 from appliance.metering.limits.rules import Asked
+from appliance.metering.limits.sums import OUTPUTS_KEPT
 from tests.support.clock import FakeClock
 from tests.support.factories import principal
 from tests.support.sums import NothingYet
