@@ -141,6 +141,22 @@ def test_a_missing_wait_or_barrier_is_seen(card: EmulatedCard, order: str, remov
         executed(card, COPY.replace(removed, kept), numbers())
 
 
+@ORDERS
+def test_threads_of_a_warp_meet_too_before_one_reads_what_another_wrote(card: EmulatedCard, order: str) -> None:
+    card.order = order
+    write, wait = "st.shared.b32 [%r2], %r1;", "bar.warp.sync -1;"
+    read = "xor.b32 %r3, %r2, 124; ld.shared.b32 %r4, [%r3];"
+    given = executed(card, write + wait + read + "st.global.b32 [%rd5], %r4;", numbers())
+    assert given.tolist() == [*range(31, -1, -1), *range(63, 31, -1)]
+    for body in (
+        write + read,
+        read + "add.s32 %r5, %r1, 1; st.shared.b32 [%r2], %r5;",
+        write + wait + read + write.replace("%r1", "%r4"),
+    ):
+        with pytest.raises(Fault, match=r"what another thread of its warp (wrote|reads), without a barrier"):
+            executed(card, body, numbers())
+
+
 def test_a_copy_lands_no_sooner_than_somebody_waits(card: EmulatedCard) -> None:
     """Its source is read as late as its target is written: here it was overwritten meanwhile."""
     body = COPY.replace("cp.async.wait_group", "st.global.b32 [%rd4], %r1; cp.async.wait_group")

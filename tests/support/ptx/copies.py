@@ -25,13 +25,13 @@ class Copy:
     taken: Array
     targets: Array
     size: int
-    warps: Array
+    threads: Array
     granules: Array
 
     def arrive(self, block: Block) -> None:
         values = np.zeros((self.sources.size, self.size), np.uint8)
         values[self.taken] = block.launch.memory.load(self.sources[self.taken], 4, self.size // 4).view(np.uint8)
-        block.shared.end_copy(self.targets, self.granules, values, self.warps)
+        block.shared.end_copy(self.targets, self.granules, values, self.threads)
 
 
 @dataclass
@@ -70,9 +70,9 @@ def _begun(block: Block, code: Instruction, active: Array) -> Copy:
     counted = block.raw(code.operands[3] if len(code.operands) > 3 else size, 4)[active]
     if not ((counted == 0) | (counted == length)).all():
         raise UnknownPtx("copies of which a part counts")
-    targets, sources, warps = block.addresses(target, active), block.addresses(source, active), block.warps[active]
+    targets, sources, threads = block.addresses(target, active), block.addresses(source, active), block.threads[active]
     block.launch.memory.check(sources[counted > 0], length, length)
-    return Copy(sources, counted > 0, targets, length, warps, block.shared.begin_copy(targets, length, warps))
+    return Copy(sources, counted > 0, targets, length, threads, block.shared.begin_copy(targets, length, threads))
 
 
 @instruction("fence membar", "proxy async shared acq_rel sc gpu sys cta gl")

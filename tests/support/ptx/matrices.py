@@ -86,7 +86,7 @@ def move_matrices(block: Block, code: Instruction, active: Array) -> None:
     rows[active] = block.addresses(address, active)
     warps = active.sum() // WARP
     if is_load:
-        found = block.shared.load(rows[named], 2, 8, block.warps[named]).reshape(warps, len(registers), 8, 8)
+        found = block.shared.load(rows[named], 2, 8, block.threads[named]).reshape(warps, len(registers), 8, 8)
         if "trans" in code.modifiers:
             found = found.swapaxes(2, 3)
         pairs = np.ascontiguousarray(found).view(np.uint32).reshape(warps, len(registers), WARP)
@@ -101,4 +101,4 @@ def move_matrices(block: Block, code: Instruction, active: Array) -> None:
         matrices = matrices.swapaxes(2, 3)
     if (rows[named] % ROW_BYTES).any():
         raise Fault("misaligned rows of a matrix")
-    block.shared.store(rows[named], np.ascontiguousarray(matrices).reshape(-1, 8), block.warps[named])
+    block.shared.store(rows[named], np.ascontiguousarray(matrices).reshape(-1, 8), block.threads[named])

@@ -1,8 +1,8 @@
 """Memory that refuses what a card would fault on or answer with chance (PTX ISA 5.1, state spaces; 8, memory consistency).
 
 Global memory is that of tensors of the CPU at their own addresses, tables of addresses among them hold what is meant; nothing
-outside of what a launch may reach is touched. Shared memory begins as poison, and remembers for each of its granules which warp
-wrote and read it last: an access that no barrier orders behind another warp's is a fault, in whatever order the warps ran here.
+outside of what a launch may reach is touched. Shared memory begins as poison, and remembers for each granule which thread wrote
+and read it last: an access that no barrier orders behind another's is a fault, in whatever order the threads ran here.
 """
 
 from __future__ import annotations
@@ -15,9 +15,12 @@ import torch
 
 from tests.support.ptx.types import POISON, RAW, Array
 
-GRANULE = 2  # bytes of shared memory that have one owner: nothing narrower is written there by two warps
-_WARPS_MAX = 64  # of a block, one more than there can be: the last number stands for several
-_SEVERAL = _WARPS_MAX - 1
+WARPS_MAX = 32  # of a block
+GRANULE = 2  # bytes of shared memory that have one owner: nothing narrower is written there by two threads
+_WHO_BITS = 11  # of an owner: a thread below 1024, or one of these
+_OF_WARP = 1024  # several threads of this warp or a later one, each for itself
+_AS_WARP = 1056  # this warp or a later one, as one
+_SEVERAL = 2047  # several warps
 
 
 class Fault(Exception):
@@ -78,55 +81,65 @@ class GlobalMemory:
 
 
 class SharedMemory:
-    """Of one block, so many bytes as its launch asks for. `warps` below: [n], the warp that each address belongs to."""
+    """Of one block, so many bytes as its launch asks for. `threads` below: [n], whom each address belongs to. An owner says who
+    did something, and when, in barriers passed by anybody."""
 
     def __init__(self, size: int) -> None:
         self._size = size
         self.bytes = np.full(size + -size % 16, POISON, np.uint8)
         granules = self.bytes.size // GRANULE
-        self._barriers = 1
-        self._writers = np.zeros(granules, np.int32)  # barriers · 64 + warp
-        self._readers = np.zeros(granules, np.int32)
+        self._time = 1
+        self._block_met = 1
+        self._warps_met = np.ones(WARPS_MAX, np.int64)
+        self._writers = np.zeros(granules, np.int64)
+        self._readers = np.zeros(granules, np.int64)
         self._arriving = np.zeros(granules, np.uint8)  # copies under way to here
         self._multiplied = np.zeros(granules, np.uint8)  # products under way that read this
         self._unfenced = np.zeros(granules, bool)  # written since the last fence between the proxies
 
     def pass_barrier(self) -> None:
-        """Every warp sees now what every other did."""
-        self._barriers += 1
+        """Every thread sees now what every other did."""
+        self._time += 1
+        self._block_met = self._time
+        self._warps_met[:] = self._time
 
-    def load(self, addresses: Array, width: int, count: int, warps: Array) -> Array:
+    def pass_warp_barrier(self, warps: Array) -> None:
+        """In each of these warps every thread does."""
+        self._time += 1
+        self._warps_met[warps] = self._time
+
+    def load(self, addresses: Array, width: int, count: int, threads: Array) -> Array:
         """[n] addresses → [n, count] raw numbers of `width` bytes each."""
         granules = self._granules(addresses, width * count, width * count)
-        self._note_reads(granules, warps)
+        self._note_reads(granules, threads)
         found: Array = self.bytes.view(RAW[width])[(addresses // width)[:, None] + np.arange(count)]
         return found
 
-    def store(self, addresses: Array, values: Array, warps: Array) -> None:
+    def store(self, addresses: Array, values: Array, threads: Array) -> None:
         """values: [n, count], raw. Several may store the same at one place."""
         width, count = values.dtype.itemsize, values.shape[1]
         granules = self._granules(addresses, width * count, width * count)
         places = (addresses // width)[:, None] + np.arange(count)
         words = self.bytes.view(RAW[width])
         changed = (words[places] != values).any(1)
-        self._note_writes(granules, warps, changed)
+        self._note_writes(granules, threads, changed)
         self._unfenced[granules] = True
         words[places] = values
         if (words[places] != values).any():
             raise Fault("two threads store different values at one place")
 
-    def begin_copy(self, addresses: Array, size: int, warps: Array) -> Array:
+    def begin_copy(self, addresses: Array, size: int, threads: Array) -> Array:
         """A copy of `size` bytes to each of `addresses` may arrive from now on. Returns its granules for `end_copy`."""
         granules = self._granules(addresses, size, size)
-        self._note_writes(granules, warps, np.ones(addresses.size, bool))
+        self._note_writes(granules, threads, np.ones(addresses.size, bool))
         self._arriving[granules] += 1
         return granules
 
-    def end_copy(self, addresses: Array, granules: Array, values: Array, warps: Array) -> None:
+    def end_copy(self, addresses: Array, granules: Array, values: Array, threads: Array) -> None:
         """values: [n, size] bytes."""
         self._arriving[granules] -= 1
         self.bytes[addresses[:, None] + np.arange(values.shape[1])] = values
-        self._writers[granules] = self._owners(warps)
+        self._writers[granules] = self._owners(threads)
 
     def begin_product(self, addresses: Array, width: int, warps: Array) -> tuple[Array, Array]:
         """A product of `warps` reads elements of `width` bytes from now on: their raw values, granules for `end_product`."""
@@ -134,7 +147,7 @@ class SharedMemory:
         if self._unfenced[granules].any():
             raise Fault("wgmma reads what was stored behind the last fence.proxy.async")
         for warp in warps:
-            self._note_reads(granules, np.full(addresses.size, warp))
+            self._note_reads(granules, np.full(addresses.size, warp * 32), _AS_WARP + warp)
         self._multiplied[granules] += 1  # by one for each granule, however often it is named
         return self.bytes.view(RAW[width])[addresses // width], granules
 
@@ -154,32 +167,52 @@ class SharedMemory:
         granules: Array = (addresses // GRANULE)[:, None] + np.arange(max(1, size // GRANULE))
         return granules
 
-    def _owners(self, warps: Array) -> Array:
-        return (self._barriers * _WARPS_MAX + warps).astype(np.int32)[:, None]
+    def _owners(self, threads: Array) -> Array:
+        owners: Array = (self._time << _WHO_BITS) + threads.astype(np.int64)[:, None]
+        return owners
 
-    def _note_reads(self, granules: Array, warps: Array) -> None:
+    def _races(self, earlier: Array, threads: Array) -> tuple[Array, Array]:
+        """[n, granules]: what no barrier orders before those threads, and what their own warp did."""
+        who, warps = earlier & _SEVERAL, (threads // 32)[:, None]
+        in_warp = _warp_of(who) == warps
+        met = np.where(in_warp, self._warps_met[warps], self._block_met)
+        is_own = (who == threads[:, None]) | (in_warp & (who >= _AS_WARP))
+        return ~is_own & (earlier >> _WHO_BITS >= met), in_warp
+
+    def _refuse(self, earlier: Array, threads: Array, what: str) -> None:
+        racing, in_warp = self._races(earlier, threads)
+        if racing.any():
+            other = "another thread of its warp" if in_warp[racing].all() else "another warp"
+            raise Fault(what.format(other=other) + ", without a barrier in between")
+
+    def _note_reads(self, granules: Array, threads: Array, as_warp: int | None = None) -> None:
+        """as_warp: the owner, where a warp reads as one."""
         if self._arriving[granules].any():
             raise Fault("reads what a copy is still under way to")
-        owners, since = self._owners(warps), self._barriers * _WARPS_MAX
-        writers = self._writers[granules]
-        if ((writers >= since) & (writers != owners)).any():
-            raise Fault("reads what another warp wrote, without a barrier in between")
-        readers = self._readers[granules]
-        several = since + _SEVERAL
-        noted = np.where((readers >= since) & (readers != owners), several, owners)
+        self._refuse(self._writers[granules], threads, "reads what {other} wrote")
+        racing, in_warp = self._races(self._readers[granules], threads)
+        time, of_warp = self._time << _WHO_BITS, _OF_WARP + (threads // 32)[:, None]
+        own = self._owners(threads) if as_warp is None else time + as_warp
+        noted = np.where(racing, time + np.where(in_warp, of_warp, _SEVERAL), own)
         self._readers[granules] = noted
-        lost = self._readers[granules] != noted
-        if lost.any():  # of several warps in this very instruction, one was noted
-            self._readers[granules[lost]] = several
+        kept = self._readers[granules]
+        lost = kept != noted
+        if lost.any():  # of several threads in this very instruction, one was noted
+            in_warp = _warp_of(kept & _SEVERAL) == of_warp - _OF_WARP
+            self._readers[granules[lost & in_warp]] = (time + np.broadcast_to(of_warp, kept.shape))[lost & in_warp]
+            self._readers[granules[lost & ~in_warp]] = time + _SEVERAL
 
-    def _note_writes(self, granules: Array, warps: Array, changed: Array) -> None:
+    def _note_writes(self, granules: Array, threads: Array, changed: Array) -> None:
         """changed: [n], what is stored differs from what is there."""
         if self._arriving[granules].any():
             raise Fault("writes where a copy is still under way to")
         if self._multiplied[granules].any():
             raise Fault("writes what wgmma is still reading")
-        owners, since = self._owners(warps), self._barriers * _WARPS_MAX
-        for earlier, did in ((self._readers[granules], "reads"), (self._writers[granules], "wrote")):
-            if ((earlier >= since) & (earlier != owners) & changed[:, None]).any():
-                raise Fault(f"writes what another warp {did}, without a barrier in between")
-        self._writers[granules] = owners
+        self._refuse(self._readers[granules[changed]], threads[changed], "writes what {other} reads")
+        self._refuse(self._writers[granules[changed]], threads[changed], "writes what {other} wrote")
+        self._writers[granules] = self._owners(threads)
+
+
+def _warp_of(who: Array) -> Array:
+    """Of an owner; what no warp is for several."""
+    return np.where(who < _OF_WARP, who // 32, np.where(who < _SEVERAL, who % 32, _SEVERAL))

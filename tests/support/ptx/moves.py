@@ -38,7 +38,7 @@ def load(block: Block, code: Instruction, active: Array) -> None:
         return _load_parameter(block, code, active)
     targets, addresses = parts_of(code.operands[0]), block.addresses(code.operands[1], active)
     if "shared" in space:
-        found = block.shared.load(addresses, kind.width, len(targets), block.warps[active])
+        found = block.shared.load(addresses, kind.width, len(targets), block.threads[active])
     elif "global" in space:
         _check_waited(block, active)
         found = block.launch.memory.load(addresses, kind.width, len(targets))
@@ -71,7 +71,7 @@ def store(block: Block, code: Instruction, active: Array) -> None:
     sources = parts_of(code.operands[1])
     values = np.stack([block.raw_as(part, code.type.width)[active] for part in sources], axis=1)
     if "shared" in code.modifiers:
-        block.shared.store(addresses, values, block.warps[active])
+        block.shared.store(addresses, values, block.threads[active])
     elif "global" in code.modifiers:
         _check_waited(block, active)
         block.launch.memory.store(addresses, values)

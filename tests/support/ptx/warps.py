@@ -50,8 +50,8 @@ def vote(block: Block, code: Instruction, active: Array) -> None:
 
 @instruction("bar", "warp sync")
 def wait_for_warp(block: Block, code: Instruction, active: Array) -> None:
-    """The threads of a warp run together here anyway."""
-    block.whole_warps(active)
+    """The threads of a warp run together here, but see by right what another did only behind this."""
+    block.shared.pass_warp_barrier(np.flatnonzero(block.whole_warps(active)))
 
 
 @instruction("trap")
