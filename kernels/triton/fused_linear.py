@@ -11,6 +11,8 @@ to be complete but the launch that needs it, and a row's bits are the same whate
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
@@ -150,6 +152,7 @@ def normed_linear(
     return out
 
 
+@functools.cache
 def fused_tiles(
     num_outputs: int,
     num_columns: int,

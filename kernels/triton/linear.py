@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch.nn import functional
 
@@ -42,6 +44,7 @@ def _library(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, o
     return torch.mm(x, weight.T, out=out) if bias is None else torch.addmm(bias, x, weight.T, out=out)
 
 
+@functools.cache
 def skinny_tiles(num_outputs: int, num_columns: int, capability: int, multiprocessors: int, weight_bytes: int = 2) -> Tiles:
     """The candidate with which the card is done soonest; the same for any number of rows."""
 

@@ -6,7 +6,7 @@ scales the sum, so that a scale costs nothing per weight. Which tiles it uses is
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
 from dataclasses import dataclass, replace
 
 import torch
@@ -54,8 +54,9 @@ FLOAT32_FEW = Tiles(16, 32, 64, num_warps=4, num_stages=4)
 FLOAT32_MANY = Tiles(32, 64, 32, num_warps=4, num_stages=2)
 
 
+@functools.lru_cache(maxsize=1024)
 def byte_tiles(
-    num_rows: int, weight_shape: Sequence[int], capability: int, multiprocessors: int, *, row_bytes: int = 2
+    num_rows: int, weight_shape: tuple[int, ...], capability: int, multiprocessors: int, *, row_bytes: int = 2
 ) -> Tiles:
     """For weights [N, K] of one byte. Up to 64 rows tiles are as low as they can be, with 8 or 16 KiB of weights a step.
     `row_bytes`: of an element of x. No matrix instruction multiplies rows of 32 bits: there registers are the limit."""
