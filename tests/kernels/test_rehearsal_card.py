@@ -58,7 +58,7 @@ def test_tensors_say_that_they_are_on_the_card_and_are_computed_when_somebody_wa
         lambda x: x[0].item(), lambda x: int(x[0]), lambda x: x.cpu(), lambda x: x.nonzero(), lambda x: x[x > 1],
         lambda x: bool((x > 1).any()), lambda x: torch.equal(x, x), lambda x: f"{x[0]}", torch.unique,
         lambda _: torch.cuda.synchronize(), lambda x: x.to("cpu", torch.float32), lambda x: torch.empty(3).copy_(x),
-        lambda x: x.repeat_interleave(x), lambda x: x.masked_select(x > 1), lambda x: 2 in x,
+        lambda x: x.repeat_interleave(x), lambda x: x.masked_select(x > 1), lambda x: 2 in x, lambda x: x.__setitem__(0, 7),
     ],
 )  # fmt: skip
 def test_whoever_wants_a_value_on_the_host_waits_and_no_capture_may(card: Card, look: object) -> None:

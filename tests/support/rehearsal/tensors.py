@@ -125,8 +125,8 @@ class CardTensor(torch.Tensor):
         if isinstance(value, torch.Tensor) and not indices:
             value = value.view(value.shape[max(0, value.dim() - place.dim()) :])  # dimensions of 1 in front do not count
         if not isinstance(value, torch.Tensor):
-            if not indices:
-                place.fill_(value)
+            if not indices:  # a number comes from main memory, for which the host waits (THPVariable_setitem)
+                place.copy_(torch.tensor(value, dtype=self.dtype))
                 return
             value = torch.full((), value, dtype=self.dtype)
         if indices:
