@@ -134,7 +134,7 @@ def make_engine(batch: int) -> tuple[Engine, Parts]:
     info = EngineInfo(
         model="none", architecture="None", max_model_len=MAX_MODEL_LEN, vocab_size=1 << 17, eos_token_ids=[1],
         block_size=BLOCK_SIZE, num_kv_blocks=pool.num_blocks, dtype="none", device="none", device_name="none", kernels="none",
-        num_parameters=0, weights_bytes=0, kv_bytes=0, load_s=0.0,
+        max_num_seqs=batch, num_parameters=0, weights_bytes=0, kv_bytes=0, load_s=0.0,
     )  # fmt: skip
     runner: Any = SlotRunner(
         NoPlainRunner(),  # type: ignore[arg-type]

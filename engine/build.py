@@ -84,6 +84,7 @@ def build_engine(options: EngineOptions, *, progress: Callable[[float], None] = 
     check_swap_space(options, device)
     forecast = _forecast(options, dtype=dtype, device=device)
     forecast.check(options)
+    options = replace(options, max_num_seqs=forecast.fit.load.num_seqs)
     formats = {"quantization": options.quantization, "head": options.head_quantization}
     model = _load(options.model, options, dtype=dtype, device=device, **formats, progress=progress)
     draft = _load_draft(options, model.config, dtype=dtype, device=device)
@@ -133,7 +134,7 @@ def build_engine(options: EngineOptions, *, progress: Callable[[float], None] = 
         kv_bytes=kv_dtype.itemsize,
         block_size=options.block_size,
         max_tokens=options.batched_tokens(device.type),
-        max_seqs=options.max_num_seqs,
+        max_seqs=options.seats(device.type),
         for_speculation=options.speculative_config is not None and is_plain,
     )
     if compiles_at_first_use(device):
@@ -189,7 +190,7 @@ def build_engine(options: EngineOptions, *, progress: Callable[[float], None] = 
 
 def _tell_start(info: EngineInfo, runner: str, times: StartTimes) -> None:
     """In the log, which those who build an engine in their own process read too."""
-    log.info("started model=%s runner=%s %s", info.model, runner, times)
+    log.info("started model=%s runner=%s seats=%d %s", info.model, runner, info.max_num_seqs, times)
     log.info("memory: %s", told(info.memory))
     if info.memory_note is not None:
         log.warning("memory: %s", info.memory_note)
@@ -274,7 +275,7 @@ def _grammar_desk(options: EngineOptions, info: EngineInfo, masks: GrammarMasks)
 
 def _scheduler_limits(options: EngineOptions, plan: MemoryPlan, device: torch.device) -> SchedulerLimits:
     return SchedulerLimits(
-        max_num_seqs=options.max_num_seqs,
+        max_num_seqs=options.seats(device.type),
         max_num_batched_tokens=options.batched_tokens(device.type),
         max_model_len=plan.max_model_len,
         block_size=options.block_size,
@@ -323,6 +324,7 @@ def _info(
         eos_token_ids=list(model.config.eos_token_ids),
         block_size=options.block_size,
         num_kv_blocks=plan.num_blocks,
+        max_num_seqs=options.seats(device.type),
         dtype=format_name(dtype),
         device=device.type,
         device_name=device_name(device),

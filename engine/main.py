@@ -140,7 +140,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--quantization", choices=QUANTIZATIONS, help="int8 and fp8 are made of plain weights; or as stored")
     parser.add_argument("--head-quantization", choices=HEAD_QUANTIZATIONS, help="of the output head; else like the rest")
     parser.add_argument("--kv-cache-dtype", choices=KV_CACHE_DTYPES, default="auto")
-    parser.add_argument("--max-num-seqs", type=int, default=64)
+    parser.add_argument("--max-num-seqs", type=int)
     parser.add_argument("--max-num-batched-tokens", type=int)
     parser.add_argument("--max-model-len", type=int)
     parser.add_argument("--block-size", type=int, default=16)

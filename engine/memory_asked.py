@@ -5,13 +5,18 @@ An engine asks before it loads, `models plan` wherever it is: both answers are t
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from engine.config.model import ModelConfig
 from engine.formats import formats_of, has_fp8
 from engine.memory_fit import MemoryFit
 from engine.memory_needs import Load, MemoryShape
 from engine.options import EngineOptions
+
+SEAT_TOKENS = 256
+SEATS_LEAST = 32
+"""On a GPU, where nobody says how many requests run at a time: the default is halved, at most to so few, while the wanted
+context does not fit beside the slots of so many, or the cache holds less than so many tokens for each of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +44,7 @@ def fit_of(
     """`dtype` is computed in; `kept_rows` of a layer's activations stay beside those of a step."""
     load = Load(
         num_tokens=options.batched_tokens(memory.device_type) + kept_rows,
-        num_seqs=options.max_num_seqs,
+        num_seqs=options.seats(memory.device_type),
         num_guesses=options.max_guesses,
         block_size=options.block_size,
         num_graphs=num_graphs,
@@ -47,7 +52,7 @@ def fit_of(
         has_slots=has_slots,
         batch_invariant=options.batch_invariant,
     )
-    return MemoryFit(
+    fit = MemoryFit(
         model=MemoryShape.of(config),
         formats=formats_of(config, options, dtype),
         load=load,
@@ -57,3 +62,14 @@ def fit_of(
         draft=None if draft is None else MemoryShape.of(draft),
         has_fp8=has_fp8(memory.capability),
     )
+    return _seated(fit) if load.on_gpu and options.max_num_seqs is None else fit
+
+
+def _seated(fit: MemoryFit) -> MemoryFit:
+    """With as many seats, by halves of the default, as leave room for the wanted context and find tokens in the cache."""
+    seats = [fit.load.num_seqs]
+    while seats[-1] > SEATS_LEAST:
+        seats.append(max(SEATS_LEAST, seats[-1] // 2))
+    choices = [replace(fit, load=replace(fit.load, num_seqs=number)) for number in seats]
+    fitting = [choice for choice in choices if choice.fits] or choices
+    return next((choice for choice in fitting if choice.kv_tokens >= choice.load.num_seqs * SEAT_TOKENS), fitting[-1])

@@ -80,6 +80,11 @@ class MemoryFit:
             range(1, self.wanted_len // size + 1), self.usable_bytes, key=lambda n: self._needed_bytes(n * size)
         )
 
+    @property
+    def kv_tokens(self) -> int:
+        """For whose keys and values there is room beside the rest."""
+        return self.needs.num_blocks(self.usable_bytes) * self.load.block_size
+
     def remedies(self) -> list[Remedy]:
         """What helps, in the order of what it costs, with the context that it leaves: every single change that keeps the
         wanted one; else what leaves more than all before it, two changes only where neither of them is enough."""

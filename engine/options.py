@@ -26,6 +26,11 @@ THREADS_PER_CORE_MAX = 16
 CPU_KV_CACHE_BYTES = 256 * 1024 * 1024
 CPU_BATCHED_TOKENS = 512
 CUDA_BATCHED_TOKENS = 8192
+SEATS = {"cpu": 64, "cuda": 256}
+"""Requests that run at a time where nobody says how many. A GPU reads the weights once for all of a step, so that 256 requests
+cost little more time than 64; a CPU of 64 rows multiplies and waits for no weights, and more seats only share its speed out."""
+
+SEATS_MAX = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +51,7 @@ class EngineOptions:
     device: str = "auto"
     dtype: str = "auto"
     max_model_len: int | None = None
-    max_num_seqs: int = 64
+    max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
     block_size: int = 16
     kv_cache_bytes: int | None = None
@@ -85,10 +90,12 @@ class EngineOptions:
             raise EngineConfigError("gpu_memory_utilization", f"must be above 0 and at most 1, not {share!r}")
         if not isinstance(self.enable_prefix_caching, bool):
             raise EngineConfigError("enable_prefix_caching", f"must be True or False, not {self.enable_prefix_caching!r}")
-        for option in ("max_model_len", "max_num_batched_tokens", "kv_cache_bytes", "num_kv_blocks", "threads"):
+        counts = "max_model_len", "max_num_seqs", "max_num_batched_tokens", "kv_cache_bytes", "num_kv_blocks", "threads"
+        for option in counts:
             self._check_count(option, optional=True)
-        for option in ("max_num_seqs", "block_size"):
-            self._check_count(option, optional=False)
+        self._check_count("block_size", optional=False)
+        if self.max_num_seqs is not None and self.max_num_seqs > SEATS_MAX:
+            raise EngineConfigError("max_num_seqs", f"must be at most {SEATS_MAX}, not {self.max_num_seqs}")
         threads_max = THREADS_PER_CORE_MAX * num_cores()
         if self.threads is not None and self.threads > threads_max:
             raise EngineConfigError(
@@ -132,11 +139,17 @@ class EngineOptions:
         speculative = self.speculative_config
         return 0 if speculative is None or speculative.model is not None else STEP_GUESSES_MAX
 
+    def seats(self, device_type: str) -> int:
+        """Requests that run at a time: as asked, else what suits the device, one for each token of a step at most."""
+        if self.max_num_seqs is not None:
+            return self.max_num_seqs
+        return min(SEATS[device_type], self.max_num_batched_tokens or SEATS[device_type])
+
     def batched_tokens(self, device_type: str) -> int:
         """The token budget of a step: as asked, else what suits the device and lets every seat decode."""
         if self.max_num_batched_tokens is not None:
             return self.max_num_batched_tokens
-        return max(self.max_num_seqs, CUDA_BATCHED_TOKENS if device_type == "cuda" else CPU_BATCHED_TOKENS)
+        return max(self.seats(device_type), CUDA_BATCHED_TOKENS if device_type == "cuda" else CPU_BATCHED_TOKENS)
 
 
 def _is_number(value: object) -> bool:

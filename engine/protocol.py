@@ -182,6 +182,7 @@ class EngineInfo:
     eos_token_ids: list[int]
     block_size: int
     num_kv_blocks: int
+    max_num_seqs: int
     dtype: str
     device: str
     device_name: str

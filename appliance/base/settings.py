@@ -57,7 +57,7 @@ class Settings:
     max_body_bytes: int = 10 * values_of.MIB
     drain_timeout_s: float = 30.0
     engine_threads: int | None = None
-    max_num_seqs: int = 64
+    max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
     max_model_len: int | None = None
     kv_cache_bytes: int | None = None

@@ -33,7 +33,9 @@ def plan(
     max_model_len: Annotated[
         int | None, typer.Option(help="The context that is wanted; default: the model's.", show_default=False)
     ] = None,
-    max_num_seqs: Annotated[int, typer.Option(help="Requests that run at a time.")] = 256,
+    max_num_seqs: Annotated[
+        int | None, typer.Option(help="Requests that run at a time; default: as the engine chooses.", show_default=False)
+    ] = None,
     max_num_batched_tokens: Annotated[int | None, typer.Option(help="Tokens of one step.", show_default="8192")] = None,
     enforce_eager: Annotated[bool, typer.Option("--enforce-eager", help="Without graphs and without slots.")] = False,
     gpu_memory_utilization: Annotated[float, typer.Option(help="Share of the memory that may be used.")] = 0.9,

@@ -61,7 +61,9 @@ def simulate(
     model: Annotated[str, typer.Option(help="A known model or a folder with a config.json.")] = "llama-3.1-8b",
     gpu: Annotated[str, typer.Option(help="h200, h100, a100 or h20.")] = "h200",
     policy: Annotated[str, typer.Option(help="fair, fcfs, vtc or static.")] = "fair",
-    max_num_seqs: Annotated[int, typer.Option(help="Requests that run at a time.")] = 256,
+    max_num_seqs: Annotated[
+        int | None, typer.Option(help="Requests that run at a time; default: a GPU's.", show_default=False)
+    ] = None,
     token_budget: Annotated[
         int | None,
         typer.Option(
@@ -85,7 +87,7 @@ def simulate(
     """
     from engine.errors import EngineError
     from engine.simulator.models import find_gpu, find_model
-    from engine.simulator.replay import Replay, Setup
+    from engine.simulator.replay import SEATS_DEFAULT, Replay, Setup
     from engine.simulator.report import Objective, make_report
     from engine.simulator.workload import WorkloadOptions
 
@@ -95,7 +97,7 @@ def simulate(
             model=find_model(model),
             gpu=find_gpu(gpu),
             policy=policy,
-            max_num_seqs=max_num_seqs,
+            max_num_seqs=SEATS_DEFAULT if max_num_seqs is None else max_num_seqs,
             token_budget=token_budget,
             inter_token_target_s=slo_tpot_ms / 1000,
             kv_cache_dtype=kv_cache_dtype,

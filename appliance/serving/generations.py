@@ -78,7 +78,7 @@ class Generations:
         metrics: Metrics,
         buffer_chunks: int,
         max_waiting_requests: int,
-        max_num_seqs: int,
+        max_num_seqs: int | None,
         deadline_s: float,
         queue_deadline_s: float | None = None,
         refuse_unpriced: bool = False,
@@ -92,7 +92,8 @@ class Generations:
         self._clock = clock
         self._metrics = metrics
         self._buffer_chunks = buffer_chunks
-        self._open_requests_max = max_waiting_requests + max_num_seqs
+        self._max_waiting_requests = max_waiting_requests
+        self._max_num_seqs = max_num_seqs
         self._queue_deadline_s = queue_deadline_s
         self._deadline_s = deadline_s
         self._refuse_unpriced = refuse_unpriced
@@ -130,8 +131,14 @@ class Generations:
         if not self._ledger.healthy:
             raise Overloaded("the usage ledger cannot be written now", retry_after_s=RETRY_AFTER_OVERLOADED_S)
         model.client.check_ready()
-        if self._open_requests[model.name] >= self._open_requests_max:
+        if self._open_requests[model.name] >= self._max_waiting_requests + self._seats(model):
             raise Overloaded("the waiting queue is full", retry_after_s=RETRY_AFTER_OVERLOADED_S)
+
+    def _seats(self, model: ServedModel) -> int:
+        """Requests that run at a time: as the settings say, else as the engine of `model` chose."""
+        if self._max_num_seqs is not None or model.client.info is None:
+            return self._max_num_seqs or 0
+        return model.client.info.max_num_seqs
 
     async def start(self, order: Order, gone: Callable[[], Awaitable[None]] | None = None) -> Generation:
         """Admit `order`, commit its pending record and hand it to the engine. Refusals raise and consume nothing.

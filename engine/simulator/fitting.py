@@ -83,7 +83,6 @@ def _of_name(quantization: str) -> dict[str, Any]:
 def facts(fit: MemoryFit) -> dict[str, Any]:
     """The parts of a model that fits, and what is left for keys and values."""
     needs, num_blocks = fit.needs, fit.needs.num_blocks(fit.usable_bytes)
-    tokens = num_blocks * fit.load.block_size
     return {
         "usable_bytes": fit.usable_bytes,
         "weights_bytes": needs.weights_bytes,
@@ -93,9 +92,10 @@ def facts(fit: MemoryFit) -> dict[str, Any]:
         "context_bytes": needs.context_bytes,
         "kv_cache_bytes": num_blocks * needs.block_bytes,
         "num_kv_blocks": num_blocks,
-        "kv_tokens": tokens,
+        "kv_tokens": fit.kv_tokens,
+        "max_num_seqs": fit.load.num_seqs,
         "max_model_len": fit.context_len,
-        "requests_of_that_length": tokens // fit.context_len,
+        "requests_of_that_length": fit.kv_tokens // fit.context_len,
         "note": None if fit.fits else f"{SHORTER}: {fit.explain()}",
         "remedies": [{"change": remedy.words, "max_model_len": remedy.context_len} for remedy in fit.remedies()],
     }

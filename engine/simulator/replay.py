@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 
 from engine.errors import EngineConfigError
+from engine.options import SEATS, SEATS_MAX
 from engine.protocol import SamplingParams
 from engine.scheduling.block_pool import PROTECTED_PERCENT, BlockPool
 from engine.scheduling.fair_policy import FairPolicy
@@ -39,8 +40,7 @@ POLICIES: dict[str, Callable[[PolicyContext], Policy]] = {
 """`static`: first come, first served, in batches of which each begins when the last one has ended."""
 
 KV_BYTES = {"auto": 2, "bf16": 2, "fp8": 1}
-SEATS_DEFAULT = 256
-SEATS_MAX = 100_000
+SEATS_DEFAULT = SEATS["cuda"]
 BUDGET_MAX = 8192
 PROGRESS_STEPS = 2048
 BLOCKS_PER_HASH = HASH_BLOCK_TOKENS // BLOCK_SIZE

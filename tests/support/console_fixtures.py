@@ -72,6 +72,7 @@ def engine_info(*, device: str = "cpu") -> EngineInfo:
         eos_token_ids=[1],
         block_size=16,
         num_kv_blocks=1000,
+        max_num_seqs=64,
         dtype="float32",
         device=device,
         device_name="A processor",

@@ -236,6 +236,7 @@ def engine_info() -> EngineInfo:
         eos_token_ids=[0],
         block_size=16,
         num_kv_blocks=64,
+        max_num_seqs=64,
         dtype="float32",
         device="cpu",
         device_name="none",

@@ -27,6 +27,7 @@ GRAMMAR: Any = object()
 INFO = EngineInfo(
     model="fake", architecture="Fake", max_model_len=64, vocab_size=10, eos_token_ids=[EOS], block_size=4, num_kv_blocks=32,
     dtype="none", device="none", device_name="none", kernels="none", num_parameters=0, weights_bytes=0, kv_bytes=0, load_s=0.0,
+    max_num_seqs=4,
 )  # fmt: skip
 
 

@@ -145,7 +145,7 @@ def make_engine(
     info = EngineInfo(
         model="fake", architecture="Fake", max_model_len=MAX_MODEL_LEN, vocab_size=10, eos_token_ids=[9], block_size=4,
         num_kv_blocks=num_blocks, dtype="none", device="none", device_name="none", kernels="none", num_parameters=0,
-        weights_bytes=0, kv_bytes=0, load_s=0.0,
+        max_num_seqs=4, weights_bytes=0, kv_bytes=0, load_s=0.0,
     )  # fmt: skip
     pool = BlockPool(num_blocks)
     cache = PrefixCache(pool, 4) if caches else None

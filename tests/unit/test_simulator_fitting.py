@@ -11,16 +11,19 @@ from typing import Any
 import pytest
 import torch
 
+from appliance.base.settings import SettingsError, load_settings
+from engine import LLM
 from engine.build import _forecast
 from engine.config.model import load_model_config
 from engine.errors import EngineConfigError, NotAModelDirectory, UnsupportedModel
 from engine.memory_fit import MemoryFit
 from engine.memory_needs import CONTEXT_BYTES, GIB
-from engine.options import EngineOptions
+from engine.options import SEATS_MAX, EngineOptions
 from engine.quantization.card import check_card
 from engine.runner.device import WORKSPACE_BYTES, resolve_dtype
 from engine.simulator.fitting import memory_fit
-from engine.simulator.models import MODELS, SimulatedGpu, find_gpu
+from engine.simulator.models import MODELS, SimulatedGpu, find_gpu, find_model
+from engine.simulator.replay import Setup
 from tests.support import quantised_checkpoints as layouts
 
 GPU = torch.device("cuda", 0)
@@ -113,6 +116,58 @@ def test_what_an_engine_refuses_a_plan_refuses_with_its_words(
 
     expected = said(lambda: engines_own(folder, card, monkeypatch, quantization=quantization))
     assert said(lambda: memory_fit(str(folder), card, quantization=quantization)) == expected
+
+
+@pytest.mark.parametrize(("memory_gib", "seats"), [(141, 256), (37.2, 64), (24, 128), (20, 32), (4, 32)])
+def test_seats_that_nobody_asked_for_are_as_many_as_find_keys_and_values(
+    memory_gib: float, seats: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, card = written(tmp_path, LLAMA), replace(find_gpu("h200"), memory_bytes=int(memory_gib * GIB))
+    left_open = memory_fit(str(folder), card)
+    assert left_open.load.num_seqs == seats
+    assert left_open == engines_own(folder, card, monkeypatch)
+    assert memory_fit(str(folder), card, max_num_seqs=300).load.num_seqs == 300, "what was asked for is not changed"
+    assert left_open.kv_tokens >= 256 * seats or seats == 32
+
+
+@pytest.mark.parametrize("memory_gib", [19, 21, 24, 29, 36])
+def test_a_context_that_a_hint_names_is_served_with_the_seats_that_are_chosen_then(memory_gib: int, tmp_path: Path) -> None:
+    folder, card = str(written(tmp_path, LLAMA)), replace(find_gpu("h200"), memory_bytes=memory_gib * GIB)
+    asked = {
+        "a shorter context": {},
+        "keys and values in 8 bits (kv_cache_dtype=fp8)": {"kv_cache_dtype": "fp8"},
+        "weights in 8 bits (quantization=int8 or fp8)": {"quantization": "int8"},
+    }
+    for words, context_len in memory_fit(folder, card).remedies():
+        if words in asked:
+            assert memory_fit(folder, card, max_model_len=context_len, **asked[words]).fits
+
+
+def test_a_small_card_serves_what_it_served_with_few_seats(tmp_path: Path) -> None:
+    folder, card = written(tmp_path, LLAMA), replace(find_gpu("h200"), memory_bytes=int(19.3 * GIB))
+    assert memory_fit(str(folder), card, max_num_seqs=256).context_len == 0
+    assert memory_fit(str(folder), card).context_len > 0
+
+
+def test_a_device_has_no_more_seats_than_a_step_has_tokens() -> None:
+    assert [EngineOptions(model=Path("m")).seats(device) for device in ("cpu", "cuda")] == [64, 256]
+    assert EngineOptions(model=Path("m"), max_num_batched_tokens=16).seats("cuda") == 16
+    assert EngineOptions(model=Path("m"), max_num_seqs=40).seats("cpu") == 40
+
+
+def test_the_same_bound_holds_for_the_box_for_plans_for_simulations_and_for_libraries(tmp_path: Path) -> None:
+    folder, gpu = str(written(tmp_path, LLAMA)), find_gpu("h200")
+    refused = f"max_num_seqs must be at most {SEATS_MAX}, not {SEATS_MAX + 1}"
+    with pytest.raises(EngineConfigError, match=refused):
+        memory_fit(folder, gpu, max_num_seqs=SEATS_MAX + 1)
+    with pytest.raises(EngineConfigError, match=refused):
+        LLM(folder, max_num_seqs=SEATS_MAX + 1)
+    with pytest.raises(EngineConfigError, match=f"max_num_seqs must be between 1 and {SEATS_MAX}"):
+        Setup(model=find_model("qwen3-8b"), gpu=gpu, max_num_seqs=SEATS_MAX + 1)
+    data = {"data_dir": tmp_path}
+    with pytest.raises(SettingsError, match=f"max_num_seqs must be a whole number from 1 to {SEATS_MAX}"):
+        load_settings(options={**data, "max_num_seqs": SEATS_MAX + 1}, environ={})
+    assert load_settings(options={**data, "max_num_seqs": SEATS_MAX}, environ={}).max_num_seqs == SEATS_MAX
 
 
 def test_four_bits_of_a_checkpoint_are_what_is_planned_for(tmp_path: Path) -> None:
