@@ -59,6 +59,9 @@ from kernels import ops
 
 log = logging.getLogger("gatehouse.engine")
 
+WEIGHTS_SHARE = 0.5
+"""Of the progress of a start, where kernels are compiled behind them: a first start takes about as long for them."""
+
 NO_GRAPHS = "no graphs: experts chosen by the host"
 """Said of a mixture whose weights no launch can read together: each of its layers waits for the host in every step."""
 
@@ -74,7 +77,8 @@ class LoadedModel:
 
 
 def build_engine(options: EngineOptions, *, progress: Callable[[float], None] = lambda _: None) -> Engine:
-    """Load the model and allocate its cache. Raises `ModelError` or `EngineConfigError`; `progress` gets 0 … 1."""
+    """Load the model and allocate its cache. Raises `ModelError` or `EngineConfigError`; `progress` gets 0 … 1, of which a
+    device that compiles its kernels gets the last part for them."""
     times = StartTimes()
     torch.set_num_threads(options.threads or default_threads())
     device = resolve_device(options.device)
@@ -85,8 +89,11 @@ def build_engine(options: EngineOptions, *, progress: Callable[[float], None] = 
     forecast = _forecast(options, dtype=dtype, device=device)
     forecast.check(options)
     options = replace(options, max_num_seqs=forecast.fit.load.num_seqs)
+    share = WEIGHTS_SHARE if compiles_at_first_use(device) else 1.0
     formats = {"quantization": options.quantization, "head": options.head_quantization}
-    model = _load(options.model, options, dtype=dtype, device=device, **formats, progress=progress)
+    model = _load(
+        options.model, options, dtype=dtype, device=device, **formats, progress=lambda loaded: progress(share * loaded)
+    )
     draft = _load_draft(options, model.config, dtype=dtype, device=device)
     draft_config = None if draft is None else draft.config
     times.done("weights")
@@ -115,7 +122,7 @@ def build_engine(options: EngineOptions, *, progress: Callable[[float], None] = 
     limits = _scheduler_limits(options, plan, device)
     decoders = [target_decoder] if draft_decoder is None else [target_decoder, draft_decoder]
     if compiles_at_first_use(device):
-        with compiling("steps"):
+        with compiling("steps", lambda ready: progress(share + (1 - share) * ready)):
             for decoder in decoders:
                 compile_steps(decoder, limits, max_guesses=options.max_guesses)
             mover.compile()

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -42,21 +42,24 @@ def compiles_at_first_use(device: torch.device) -> bool:
 
 
 @contextmanager
-def compiling(what: str) -> Iterator[None]:
+def compiling(what: str, progress: Callable[[float], None] = lambda _: None) -> Iterator[None]:
     """Launches in the block ask for their kernels and run nothing, so that tensors hold anything; behind it all are compiled
-    and loaded. The log tells how far that is. Raises `kernels.ops.CompilationFailed`, which names the kernel."""
+    and loaded. The log tells how far that is, and `progress` gets … 1. Raises `kernels.ops.CompilationFailed`, which names the
+    kernel."""
     started_s = told_s = time.monotonic()
     variants = ops.Variants()
 
     def report(now: ops.Variants) -> None:
         nonlocal told_s, variants
         variants = now
+        progress(now.num_ready / now.num_asked)
         if time.monotonic() - told_s >= REPORT_S:
             told_s = time.monotonic()
             log.info("compiling kernels of=%s ready=%d asked=%d", what, now.num_ready, now.num_asked)
 
     with ops.compiled_together(report):
         yield
+    progress(1.0)
     seconds = time.monotonic() - started_s
     log.info("kernels of=%s compiled=%d found=%d s=%.3f", what, variants.num_compiled, variants.num_found, seconds)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from engine.options import EngineOptions
 from engine.runner.embedder import Embedder
 from engine.runner.text_models import load_text_model
 from engine.speculation.options import SpeculativeOptions
+from kernels import ops
 from tests.support import quantised_checkpoints as layouts
 from tests.support.engines import run_to_end, small_engine, tokens, wanted
 from tests.support.guessing import foresee
@@ -147,6 +150,22 @@ def test_a_start_measures_what_it_took_beside_what_was_predicted(num_tokens: int
             assert taken == pytest.approx(predicted, rel=0.2), f"{name}: the largest pass of the start is a step"
         with pytest.raises(EngineConfigError, match="does not fit"):
             build_engine(replace(options, gpu_memory_utilization=0.3))
+
+
+def test_kernels_are_part_of_the_progress_of_a_start(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    @contextmanager
+    def four_are_compiled(report: Callable[[ops.Variants], None]) -> Iterator[None]:
+        yield
+        for num_ready in range(1, 5):
+            report(ops.Variants(4, num_ready))
+
+    monkeypatch.setattr(ops, "compiled_together", four_are_compiled)
+    told: list[float] = []
+    with rehearsal(runs_kernels=False):
+        build_engine(EngineOptions(model=llama, device="cuda", dtype="float32", kv_cache_bytes=1 << 20), progress=told.append)
+    assert told == sorted(told)
+    assert told[-5:] == [0.625, 0.75, 0.875, 1.0, 1.0]
+    assert max(told[:-5]) <= 0.5
 
 
 @pytest.mark.parametrize("options", [{"kv_cache_dtype": "fp8"}, {"quantization": "int8"}, {"quantization": "fp8"}])
