@@ -6,6 +6,7 @@ whose kernels are interpreted there is nothing to execute: run this folder by it
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
 import tempfile
@@ -33,6 +34,7 @@ elif not IS_LATE:
     if FOUND.folder is not None:
         sys.path.insert(0, str(FOUND.folder))
     CACHE = tempfile.TemporaryDirectory(prefix="gatehouse-ptx-")  # what is in there is for no card
+    atexit.register(CACHE.cleanup)
     os.environ["TRITON_CACHE_DIR"] = CACHE.name
     from engine.gpu_environment import prepare_gpu
     from kernels.triton import early_launch, tuning

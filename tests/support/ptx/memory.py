@@ -20,7 +20,7 @@ GRANULE = 2  # bytes of shared memory that have one owner: nothing narrower is w
 _WHO_BITS = 11  # of an owner: a thread below 1024, or one of these
 _OF_WARP = 1024  # several threads of this warp or a later one, each for itself
 _AS_WARP = 1056  # this warp or a later one, as one
-_SEVERAL = 2047  # several warps
+_SEVERAL = _WHO = 2**_WHO_BITS - 1  # several warps; all bits of an owner
 
 
 class Fault(Exception):
@@ -173,7 +173,7 @@ class SharedMemory:
 
     def _races(self, earlier: Array, threads: Array) -> tuple[Array, Array]:
         """[n, granules]: what no barrier orders before those threads, and what their own warp did."""
-        who, warps = earlier & _SEVERAL, (threads // 32)[:, None]
+        who, warps = earlier & _WHO, (threads // 32)[:, None]
         in_warp = _warp_of(who) == warps
         met = np.where(in_warp, self._warps_met[warps], self._block_met)
         is_own = (who == threads[:, None]) | (in_warp & (who >= _AS_WARP))
@@ -193,12 +193,12 @@ class SharedMemory:
         racing, in_warp = self._races(self._readers[granules], threads)
         time, of_warp = self._time << _WHO_BITS, _OF_WARP + (threads // 32)[:, None]
         own = self._owners(threads) if as_warp is None else time + as_warp
-        noted = np.where(racing, time + np.where(in_warp, of_warp, _SEVERAL), own)
+        noted = np.where(racing, time + np.where(in_warp, of_warp, _SEVERAL), own)  # reads do not race, they are several
         self._readers[granules] = noted
         kept = self._readers[granules]
         lost = kept != noted
         if lost.any():  # of several threads in this very instruction, one was noted
-            in_warp = _warp_of(kept & _SEVERAL) == of_warp - _OF_WARP
+            in_warp = _warp_of(kept & _WHO) == of_warp - _OF_WARP
             self._readers[granules[lost & in_warp]] = (time + np.broadcast_to(of_warp, kept.shape))[lost & in_warp]
             self._readers[granules[lost & ~in_warp]] = time + _SEVERAL
 
