@@ -17,7 +17,10 @@ from bench.gpu.targets import TARGETS
 
 PACKAGES = ("torch", "triton", "numpy", "transformers", "safetensors", "llguidance")
 HEAD = ("row", "value", "unit", "limit", "frac", "peer", "ratio", "must show", "verdict")
-SWITCHES = ("GATEHOUSE_EARLY_LAUNCH", "GATEHOUSE_GRAPHS", "CUDA_LAUNCH_BLOCKING", "PYTORCH_ALLOC_CONF", "OMP_NUM_THREADS")
+SWITCHES = (
+    *("GATEHOUSE_EARLY_LAUNCH", "GATEHOUSE_GRAPHS", "GATEHOUSE_OVERLAPPED_PREFILL"),
+    *("CUDA_LAUNCH_BLOCKING", "PYTORCH_ALLOC_CONF", "OMP_NUM_THREADS"),
+)
 """Of the environment: those that change what is measured."""
 LAST_LINES = 12
 WIDTHS = (58, 10, 16, 10, 5, 10, 7, 22, 0)

@@ -66,9 +66,9 @@ def comparisons(model: str) -> list[Comparison]:
 
 
 def slower(ratios: Mapping[Comparison, float | None]) -> set[Comparison]:
-    """Of vLLM's two settings on the same requests, the one that need not be beaten: which we are further ahead of, each beside its
-    own runs of ours, as rates of different minutes cannot be compared. Keys are comparisons of one model, values our rate
-    over the peer's, or None where it was not measured."""
+    """Of vLLM's two settings on the same requests, the one that need not be beaten: which we are further ahead of, each beside
+    our own runs of the same minutes, as rates of different minutes cannot be compared. Keys are comparisons of one model,
+    values our rate over the peer's, or None where it was not measured."""
     beaten = set()
     for one, ratio in ratios.items():
         rivals = [other for each, other in ratios.items() if each.peer in VLLM_SETTINGS and each.count == one.count]

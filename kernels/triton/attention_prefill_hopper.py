@@ -3,13 +3,16 @@
 In Triton's language a product that a loop computes with is waited for where it stands, so that the exponentials run beside no
 product. This kernel is in Gluon, Triton's lower level (`triton.experimental`), where waits are written down; no interpreter
 runs it, the executed PTX does (`tests/ptx`). It serves what most prompts are: 16 bits, heads of 64 or 128, no window, no cap.
-`attention_prefill` serves everything else and is its twin.
+`attention_prefill` serves everything else and is its twin; `GATEHOUSE_OVERLAPPED_PREFILL=0` has it serve all.
 
     tensor cores │ Q·Kᵀ of tile j   │ weights·V of tile j-1        │ Q·Kᵀ of tile j+1 …
     registers    │                  │ exponentials of tile j  │ ×  │
 """
 
 from __future__ import annotations
+
+import functools
+import os
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -20,6 +23,7 @@ from kernels.triton.attention_splits import TABLES
 from kernels.triton.compilation import Compilation
 from kernels.triton.tuning import interpreted
 
+VARIABLE = "GATEHOUSE_OVERLAPPED_PREFILL"
 H200 = 90
 ROWS, KEYS, NUM_WARPS = 128, 128, 8
 """Two groups of four warps hold 64 rows each, in registers of a thread: 64 of scores, 64 of what was found, 64 of weights.
@@ -28,6 +32,11 @@ HEAD_SIZES = (64, 128)
 
 # Triton 3.8 gave it another name.
 copy_async = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
+
+
+@functools.cache
+def _is_wanted() -> bool:
+    return os.environ.get(VARIABLE, "1") != "0"
 
 
 @gluon.jit(do_not_specialize=["num_requests", "num_tiles", "table_stride"], do_not_specialize_on_alignment=TABLES)
@@ -179,7 +188,7 @@ def is_overlapped(shape: AttentionShape, kv_bytes: int, rows: int, capability: i
     """Whether chunks in tiles of `rows` go through this kernel on such a card. The interpreter knows no Gluon."""
     is_plain = shape.sliding_window is None and shape.softcap is None
     is_held = shape.head_dim in HEAD_SIZES and shape.block_size <= KEYS and kv_bytes == 2 and rows == ROWS
-    return capability == H200 and is_plain and is_held and not interpreted()
+    return capability == H200 and is_plain and is_held and _is_wanted() and not interpreted()
 
 
 def overlapped_constants(shape: AttentionShape) -> dict[str, object]:

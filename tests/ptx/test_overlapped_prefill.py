@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from kernels.attention_rows import AttentionShape
+from kernels.triton import attention_prefill_hopper
 from kernels.triton.attention_prefill import paged_prefill
-from kernels.triton.attention_prefill_hopper import KEYS, ROWS, is_overlapped
+from kernels.triton.attention_prefill_hopper import KEYS, ROWS, VARIABLE, is_overlapped
 from tests.ptx.test_attention import Batch
 from tests.support.kernel_tolerances import assert_same
 from tests.support.ptx.card import EmulatedCard
@@ -21,6 +22,12 @@ KERNEL = "overlapped_kernel"
 def test_it_serves_what_most_prompts_are() -> None:
     assert is_overlapped(SHAPE, 2, ROWS, 90)
     assert is_overlapped(replace(SHAPE, head_dim=64, block_size=KEYS), 2, ROWS, 90)
+
+
+def test_the_operator_can_have_none_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "0")
+    monkeypatch.setattr(attention_prefill_hopper, "_is_wanted", attention_prefill_hopper._is_wanted.__wrapped__)
+    assert not is_overlapped(SHAPE, 2, ROWS, 90)
 
 
 @pytest.mark.parametrize(
