@@ -40,6 +40,7 @@ from kernels.triton.tuning import LOG2_E, multiprocessors
 __all__ = ["DecodeWorkspace", "check_attention", "compilations", "decode_workspace", "paged_decode", "score_factor"]
 
 H200 = (90,)
+SPILL_BYTES_WIDE = 80  # heads of 256 over an fp8 cache: what stays the same through the loop
 
 
 @triton.jit(do_not_specialize=["num_requests", "table_stride", "max_splits"], do_not_specialize_on_alignment=TABLES)
@@ -316,7 +317,8 @@ def check_attention(q: torch.Tensor, kv_cache: torch.Tensor, shape: AttentionSha
 
 def compilations() -> list[Compilation]:
     """Llama-3.1-8B (and Qwen3-8B), Llama-3.2-1B and Qwen3-0.6B in bf16 and with an fp8 cache for every card; for an H200 what
-    else there is: other head sizes and groups, windows, guesses."""
+    else there is: other head sizes and groups, windows, guesses. `tests/kernels/test_triton_gate_covers.py` holds it to what
+    models ask for, in which the number of heads counts as far as it makes tiles."""
     llama, small_llama, qwen = (AttentionShape(16, 32, 8, 128), AttentionShape(16, 32, 8, 64), AttentionShape(16, 16, 8, 128))
     gemma, seven = AttentionShape(16, 8, 4, 256, sliding_window=4096, softcap=50.0), AttentionShape(16, 28, 4, 128)
     found = []
@@ -327,9 +329,8 @@ def compilations() -> list[Compilation]:
         _compilation("qwen-0.6b fp8e4nv, few requests", qwen, "bf16", "fp8e4nv", requests=32, only=H200),
         _compilation("7 heads fp8e4nv, few requests", seven, "bf16", "fp8e4nv", requests=32, only=H200),
         _compilation("16 key heads of 256", AttentionShape(16, 16, 16, 256), "bf16", "bf16", requests=32, only=H200),
-        _compilation("qwen-0.6b bf16", qwen, "bf16", "bf16", only=H200),
         _compilation("qwen-0.6b fp8e4nv", qwen, "bf16", "fp8e4nv", only=H200),
-        _compilation("llama-8b fp16", llama, "fp16", "fp16", only=H200),
+        _compilation("llama-8b bf16, few requests", llama, "bf16", "bf16", requests=32, only=H200),
         _compilation("llama-8b fp32", llama, "fp32", "fp32", only=(80, 90)),
         _compilation("verifies 4 tokens fp32", llama, "fp32", "fp32", max_query_len=4, only=H200),
         _compilation("window and soft-cap fp32", gemma, "fp32", "fp32", only=(80,)),
@@ -337,10 +338,19 @@ def compilations() -> list[Compilation]:
         _compilation("head size 96", AttentionShape(16, 32, 32, 96), "bf16", "bf16", only=H200),
         _compilation("window and soft-cap", gemma, "bf16", "bf16", only=H200),
         _compilation("7 heads", seven, "bf16", "bf16", only=H200),
-        _compilation("verifies 4 tokens", llama, "bf16", "bf16", max_query_len=4, only=H200),
-        _compilation("verifies 8 tokens", llama, "bf16", "bf16", max_query_len=8, only=H200),
         _compilation("verifies 8 tokens fp8e4nv", llama, "bf16", "fp8e4nv", max_query_len=8, only=H200),
     ]
+    guessing = [("llama-8b", llama, 4), ("llama-8b", llama, 8), ("qwen-0.6b", qwen, 8)]
+    guessing += [("qwen-30b-a3b", AttentionShape(16, 32, 4, 128), queries) for queries in (4, 8)]
+    for requests in (32, 256):
+        for name, shape, queries in guessing:
+            what = f"{name} verifies {queries} tokens, {requests} requests"
+            found.append(_compilation(what, shape, "bf16", "bf16", max_query_len=queries, requests=requests, only=H200))
+        for window in (None, 1024):
+            shape = AttentionShape(16, 8, 4, 256, sliding_window=window)
+            for queries in (1, 4, 8):
+                what = f"gemma-3 fp8e4nv, window {window}, {queries} tokens, {requests} requests"
+                found.append(_compilation(what, shape, "bf16", "fp8e4nv", max_query_len=queries, requests=requests, only=H200))
     return [compilation for several in found for compilation in several]
 
 
@@ -366,9 +376,9 @@ def _compilation(
     passed |= dict.fromkeys(("q_stride", "block_stride", "table_stride", "max_splits"), "i32")
     kv_bytes = {"fp32": 4, "fp8e4nv": 1}.get(kv_dtype, 2)
     tilings: dict[DecodeTiling, list[int]] = {}
+    rows = tile_rows(shape, max_query_len)
     for number in only or (FP8_CAPABILITIES if "fp8" in kv_dtype else CAPABILITIES):
-        rows = tile_rows(shape, max_query_len)
-        tiling = decode_tiling(shape.head_dim, kv_bytes, rows, number)
+        tiling = decode_tiling(shape.head_dim, kv_bytes, rows, number, max_query_len)
         tilings.setdefault(tiling, []).append(number)
     return [
         Compilation(
@@ -380,8 +390,8 @@ def _compilation(
             num_stages=tiling.num_stages,
             capabilities=tuple(numbers),
             tensor_cores=kv_bytes < 4,
-            small_tile=True,
-            spill_bytes_max=SPILL_BYTES_MAX,
+            small_tile=rows < 64,
+            spill_bytes_max=SPILL_BYTES_MAX if shape.head_dim <= 128 else SPILL_BYTES_WIDE,
             divisible=("q_stride", "block_stride"),
             registers_max=tiling.registers_max,
             programs=tiling.programs,

@@ -21,7 +21,7 @@ SPLIT_QUERIES = (4, 8)
 """Rows of so few queries are not worth a tile of their own: the kernel of decodes splits their keys among programs. It is made
 for these numbers alone; fewer queries take no more room in a tile of 16 rows."""
 H200 = (90,)
-SPILL_BYTES_MAX = 64
+SPILL_BYTES_MAX = 80
 """Of what stays the same through the loop, where the tile fills all registers: 100 with an fp8 cache."""
 SPLIT_BYTES_MAX = 256 * 1024 * 1024
 """What splitting them may need of memory at most; many of them beside one very long request are tiled after all."""
@@ -313,14 +313,27 @@ def compilations() -> list[Compilation]:
         _compilation("float32", llama, "fp32", "fp32", only=H200),
         _compilation("float32, window and soft-cap", gemma, "fp32", "fp32", only=H200),
         _compilation("short chunks", llama, "bf16", "bf16", max_query_len=16, only=H200),
+        _compilation("short chunks, few requests", llama, "bf16", "bf16", max_query_len=16, requests=32, only=H200),
         _compilation("short chunks fp8e4nv", llama, "bf16", "fp8e4nv", max_query_len=16, only=H200),
         _compilation("short chunks of one head", AttentionShape(16, 32, 32, 128), "bf16", "bf16", max_query_len=16, only=H200),
     ]
+    for window in (None, 1024):
+        shape = AttentionShape(16, 8, 4, 256, sliding_window=window)
+        for requests in (32, 256):
+            what = f"gemma-3 fp8e4nv, window {window}, {requests} requests"
+            found.append(_compilation(what, shape, "bf16", "fp8e4nv", requests=requests, only=H200))
     return [compilation for several in found for compilation in several]
 
 
 def _compilation(
-    name: str, shape: AttentionShape, dtype: str, kv_dtype: str, *, max_query_len: int = 2048, only: tuple[int, ...] = ()
+    name: str,
+    shape: AttentionShape,
+    dtype: str,
+    kv_dtype: str,
+    *,
+    max_query_len: int = 2048,
+    requests: int = 256,
+    only: tuple[int, ...] = (),
 ) -> list[Compilation]:
     """One for each tiling: cards differ in what they hold, and for Hopper there is another kernel."""
     tensors = {"q": f"*{dtype}", "kv_cache": f"*{kv_dtype}", "out": f"*{dtype}"}
@@ -343,7 +356,7 @@ def _compilation(
             f"paged prefill {name}, tiles of {tiling.rows} by {tiling.keys}",
             _prefill_kernel,
             {**tensors, **numbers, "scale": "fp32"},
-            {**absent, **_constants(shape, tiling), "REQUESTS": 256},
+            {**absent, **_constants(shape, tiling), "REQUESTS": requests},
             num_warps=tiling.num_warps,
             num_stages=tiling.num_stages,
             capabilities=tuple(numbers_of),

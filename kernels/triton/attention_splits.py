@@ -48,7 +48,7 @@ class DecodeTiling:
     registers_max: int | None = None  # of a thread; None leaves their number to the assembler
 
 
-def decode_tiling(head_dim: int, kv_bytes: int, rows: int, capability: int) -> DecodeTiling:
+def decode_tiling(head_dim: int, kv_bytes: int, rows: int, capability: int, queries: int = 1) -> DecodeTiling:
     """Two tiles of 16 KiB of keys and as much of values are on their way while one is at work, in each of the programs of a
     multiprocessor: 4.3 TB/s at 0.8 µs of latency want 26 KiB of each of an H200's 132. A split is 64 KiB to 256 KiB of keys
     and values: two tiles for a short request, so that a lone one keeps many programs busy, eight for a long one, whose parts
@@ -59,8 +59,8 @@ def decode_tiling(head_dim: int, kv_bytes: int, rows: int, capability: int) -> D
     tile = max(16 if is_float32 else 32, min(128, (8192 if small else 16384) // row_bytes))
     programs = 3 if capability >= 90 and not small else 2
     is_wide = rows > 16 or is_float32
-    if is_wide:  # with many rows over an fp8 cache a thread takes 250 registers
-        programs = 1 if kv_bytes == 1 else programs - 1
+    if is_wide:  # with many rows over an fp8 cache a thread takes 250 registers, and 64 rows half of the shared memory
+        programs = 1 if kv_bytes == 1 or rows > 32 else programs - 1
     num_warps = 8 if is_wide else 4
     return DecodeTiling(
         tile=tile,
@@ -68,7 +68,7 @@ def decode_tiling(head_dim: int, kv_bytes: int, rows: int, capability: int) -> D
         num_warps=num_warps,
         num_stages=3,
         programs=programs,
-        registers_max=registers_for(programs, num_warps) if kv_bytes == 1 or head_dim > 128 else None,
+        registers_max=registers_for(programs, num_warps) if kv_bytes == 1 or head_dim > 128 or queries > 1 else None,
     )
 
 
@@ -138,7 +138,8 @@ def shape_splits(shape: AttentionShape, max_blocks: int, max_query_len: int, til
 
 
 def shape_tiling(shape: AttentionShape, kv_dtype: torch.dtype, max_query_len: int, device: torch.device) -> DecodeTiling:
-    return decode_tiling(shape.head_dim, kv_dtype.itemsize, tile_rows(shape, max_query_len), capability(device))
+    rows = tile_rows(shape, max_query_len)
+    return decode_tiling(shape.head_dim, kv_dtype.itemsize, rows, capability(device), max_query_len)
 
 
 def scheduled_requests(num_requests: int) -> int:
@@ -266,18 +267,27 @@ def merge_kernel(
 
 
 def compilations() -> list[Compilation]:
-    """Of the merge, for each head size; the cutting is part of the kernel of decodes."""
-    return [_compilation(head_dim, heads) for head_dim, heads in ((128, 32), (64, 32), (96, 32), (256, 8))]
+    """Of the merge, for each head size, and for guesses and the windows of an fp8 cache; the cutting is part of the kernel of
+    decodes."""
+    sizes: list[tuple[tuple[int, int], int | None, int, int]]
+    sizes = [((128, 32), None, 2, 1), ((64, 32), None, 2, 1), ((96, 32), None, 2, 1), ((256, 8), None, 2, 1)]
+    sizes += [((128, 32), None, 2, queries) for queries in (4, 8)]
+    sizes += [((256, 8), window, 1, queries) for window in (None, 1024) for queries in (1, 4, 8)]
+    return [_compilation(*size) for size in sizes]
 
 
-def _compilation(head_dim: int, heads: int) -> Compilation:
-    constants = split_constants(AttentionShape(16, heads, 8, head_dim), 1, decode_tiling(head_dim, 2, 16, 90))
+def _compilation(heads: tuple[int, int], window: int | None, kv_bytes: int, queries: int) -> Compilation:
+    """heads: their size, and how many; kv_bytes: of an element of the cache."""
+    shape = AttentionShape(16, heads[1], heads[1], heads[0], sliding_window=window)
+    constants = split_constants(shape, queries, decode_tiling(heads[0], kv_bytes, 16, 90))
+    types = {"context_lens": "*i32", "out": "*bf16", "attended": "*fp32", "log_weights": "*fp32", "max_splits": "i32"}
+    absent: dict[str, object] = {"query_starts": None} if queries == 1 else {}
     return Compilation(
-        f"merge of splits, head size {head_dim}",
+        f"merge of splits of {constants['SPLIT']}, head size {heads[0]}, window {window}, {queries} tokens",
         merge_kernel,
-        {"context_lens": "*i32", "out": "*bf16", "attended": "*fp32", "log_weights": "*fp32", "max_splits": "i32"},
-        {"query_starts": None, "CHUNK": MERGE_CHUNK, **{name: constants[name] for name in MERGE_CONSTANTS}},
+        types if queries == 1 else types | {"query_starts": "*i32"},
+        {**absent, "CHUNK": MERGE_CHUNK, **{name: constants[name] for name in MERGE_CONSTANTS}},
         num_warps=MERGE_WARPS,
-        capabilities=(90, 100),
+        capabilities=(90, 100) if queries == 1 and window is None else (90,),
         spill_bytes_max=SPILL_BYTES_MAX,
     )

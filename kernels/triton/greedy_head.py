@@ -147,12 +147,16 @@ PARTS = {"maxima": "*fp32", "tokens": "*i32"}
 
 
 def compilations() -> list[Compilation]:
-    """Llama-3 and Qwen3 vocabularies."""
+    """Vocabularies of Llama 3, Qwen3 and Gemma 3."""
     kinds = [("bf16", "bf16", CAPABILITIES), ("fp16", "fp16", (90,)), ("fp32", "fp32", (89,))]
     kinds += [("bf16", "i8", CAPABILITIES), ("bf16", "fp8e4nv", FP8_CAPABILITIES), ("fp32", "i8", (80, 90))]
     heads = [_compilation(rows, weight, card) for rows, weight, cards in kinds for card in cards]
     join = {**PARTS, "out": "*i64", "tiles": "i32"}
-    return [*heads, Compilation("greedy_head: join", join_kernel, join, {"TILES": 2048}, num_warps=4)]
+    joins = [
+        Compilation(f"greedy_head: join of {tiles}", join_kernel, join, {"TILES": tiles}, num_warps=4, capabilities=cards)
+        for tiles, cards in ((2048, CAPABILITIES), (4096, (90,)), (8192, (90,)))
+    ]
+    return [*heads, *joins]
 
 
 def _compilation(rows: str, weight: str, card: int) -> Compilation:

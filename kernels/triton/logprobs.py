@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.triton.compilation import Compilation
+from kernels.triton.compilation import CAPABILITIES, Compilation
 from kernels.triton.tuning import LOG2_E, power_of_two
 
 IDS_MIN = 32
@@ -98,13 +98,13 @@ def token_logprobs(logits: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tenso
 
 
 def compilations() -> list[Compilation]:
-    """Chosen token and up to 20 likeliest ones."""
+    """Chosen token and up to 20 likeliest ones, of vocabularies of Llama 3, Qwen3 and Gemma 3."""
     parts = {"maxima": "*fp32", "sums": "*fp32", "larger": "*i32"}
     strides = {"logits_stride": "i32", "ids_stride": "i32"}
     found = []
     for dtype in ("fp32", "bf16"):
         inputs = {"logits": f"*{dtype}", "ids": "*i64", **parts, **strides}
-        found += [
+        found.append(
             Compilation(
                 f"token_logprobs: part, {dtype}",
                 logprob_part_kernel,
@@ -112,14 +112,18 @@ def compilations() -> list[Compilation]:
                 {"BLOCK": _BLOCK},
                 num_warps=_WARPS,
                 fp_fusion=False,
-            ),
+            )
+        )
+        found += [
             Compilation(
-                f"token_logprobs: join, {dtype}",
+                f"token_logprobs: join of {splits}, {dtype}",
                 logprob_join_kernel,
                 inputs | {"logprobs": "*fp32", "ranks": "*i32", "num_ids": "i32", "splits": "i32"},
-                {"SPLITS": 32, "IDS": 32},
+                {"SPLITS": splits, "IDS": IDS_MIN},
                 num_warps=1,
+                capabilities=CAPABILITIES if splits == 32 else (90,),
                 fp_fusion=False,
-            ),
+            )
+            for splits in (32, 64, 128)
         ]
     return found

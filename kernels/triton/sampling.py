@@ -30,7 +30,7 @@ import triton.language as tl
 
 from kernels.race import NO_TOKEN
 from kernels.sampling_columns import SamplingColumns
-from kernels.triton.compilation import Compilation
+from kernels.triton.compilation import CAPABILITIES, Compilation
 from kernels.triton.race import race_key, race_weight
 from kernels.triton.sampling_filters import filtered_winner, group_bound
 from kernels.triton.sampling_rows import GROUP, GROUPS, NOBODY, distance_bits, load_tile, loaded_tile, race_tile
@@ -219,6 +219,11 @@ def _num_tiles(vocab_size: int) -> int:
     return -(-vocab_size // int(GROUP.value * GROUPS.value))
 
 
+def _padded(vocab_size: int) -> tuple[int, int]:
+    """Groups and parts of a row as the kernels are compiled for them."""
+    return power_of_two(-(-vocab_size // GROUP.value)), power_of_two(_num_tiles(vocab_size))
+
+
 def sample(
     logits: torch.Tensor,
     slots: torch.Tensor,
@@ -245,8 +250,7 @@ def sample(
         return out
     space = sampling_workspace(rows, vocab_size, device) if workspace is None else workspace
     splits, tiles = _splits(rows, vocab_size, device)
-    num_groups = -(-vocab_size // GROUP.value)
-    padded = power_of_two(num_groups)
+    num_groups, (padded, most_splits) = -(-vocab_size // GROUP.value), _padded(vocab_size)
     c = columns
     filters = (c.top_k, c.top_p, c.reach)
     rules = (c.repetition, c.frequency, c.presence, c.counts, c.held_until, c.held_ids, c.rules, c.bias)
@@ -267,7 +271,7 @@ def sample(
     choose_kernel[(rows,)](
         *row_inputs, space.group_maxima, *best, space.weights, space.groups, space.listed_logits, space.listed_ids, out,
         c.scale, c.streams, *filters, *rules, *sizes, splits,
-        GROUPS_PADDED=padded, SPLITS=power_of_two(_num_tiles(vocab_size)), LISTED=LISTED,
+        GROUPS_PADDED=padded, SPLITS=most_splits, LISTED=LISTED,
         num_warps=_WARPS, num_stages=2, enable_fp_fusion=False,
     )  # fmt: skip
     return out
@@ -282,17 +286,29 @@ _TYPES = {
 }  # fmt: skip
 
 
+H200 = (90,)
+KINDS = (
+    ("bf16", 128_256, False, CAPABILITIES), ("bf16", 262_208, True, CAPABILITIES),
+    ("bf16", 128_256, True, H200), ("bf16", 262_208, False, H200), ("fp32", 128_256, False, H200),
+    ("bf16", 151_936, False, H200), ("bf16", 151_936, True, H200),
+)  # fmt: skip
+"""Type of the logits, of which float32 are those of batch-invariant steps; vocabularies of Llama 3, Qwen3 and Gemma 3; whether
+there is a grammar; cards."""
+
+
 def compilations() -> list[Compilation]:
-    """Vocabularies of 128k and 152k; float32 logits, and bf16 ones with a grammar."""
-    return [
-        _compilation(kernel, dtype, groups, is_guided)
-        for kernel in (scan_kernel, weigh_kernel, choose_kernel)
-        for dtype, groups, is_guided in (("fp32", 2048, False), ("bf16", 1024, True))
-    ]
+    """Of each of KINDS; a kernel that knows no sizes once, for the cards of the first."""
+    found: dict[str, Compilation] = {}
+    for kernel in (scan_kernel, weigh_kernel, choose_kernel):
+        for kind in KINDS:
+            compilation = _compilation(kernel, *kind)
+            found.setdefault(compilation.name, compilation)
+    return list(found.values())
 
 
-def _compilation(kernel: Any, dtype: str, groups: int, is_guided: bool) -> Compilation:
-    sizes: dict[str, object] = {"GROUPS_PADDED": groups, "SPLITS": 32, "LISTED": LISTED}
+def _compilation(kernel: Any, dtype: str, vocab_size: int, is_guided: bool, cards: tuple[int, ...]) -> Compilation:
+    groups, splits = _padded(vocab_size)
+    sizes: dict[str, object] = {"GROUPS_PADDED": groups, "SPLITS": splits, "LISTED": LISTED}
     signature = {name: _TYPES[name] for name in kernel.arg_names if name in _TYPES} | {"logits": f"*{dtype}"}
     constexprs = {name: size for name, size in sizes.items() if name in kernel.arg_names}
     if is_guided:
@@ -300,7 +316,8 @@ def _compilation(kernel: Any, dtype: str, groups: int, is_guided: bool) -> Compi
     else:
         constexprs["masks"] = None
     step = kernel.__name__.removesuffix("_kernel")
-    name = f"sample: {step}, {dtype}, {groups} groups{', grammar' if is_guided else ''}"
+    padded = f", {groups} groups" if "GROUPS_PADDED" in constexprs else ""
+    name = f"sample: {step}, {dtype}{padded}{', grammar' if is_guided else ''}"
     # The assembler gives up a few bytes outside the loops to fit one more program into a multiprocessor.
     return Compilation(
         name,
@@ -309,6 +326,7 @@ def _compilation(kernel: Any, dtype: str, groups: int, is_guided: bool) -> Compi
         constexprs,
         num_warps=_WARPS,
         num_stages=2,
+        capabilities=cards,
         spill_bytes_max=128,
         fp_fusion=False,
         divisible=("logits_stride", "V"),

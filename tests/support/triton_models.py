@@ -1,0 +1,132 @@
+"""Which variants of Triton's kernels models of real sizes ask for on an H200, and which of them the compile gate lacks.
+
+Run as a script: `python -m tests.support.triton_models MODEL …`. As `triton_variants`, whose machinery it is, at the start
+alone, where an engine asks for all that it will launch; nobody reads or writes a weight: only what is touched takes memory.
+Prints one JSON object a line, for each model: how many variants were `asked` for, and the `missing` ones by kernel.
+
+A variant is there when the gate has one of the same kernel with the same types, constants, warps, stages and registers. What
+makes no difference to an assembler counts as the same: the number of heads beyond those of a tile, float16 and bfloat16,
+indices of 32 and 64 bits. The stages of a kernel that gets them as a constant are those.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+import tempfile
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+
+from kernels.triton import gate
+from tests.support import triton_variants
+from tests.support.triton_variants import Case, Memory, Recorder, Stub
+
+ONE_LAYER: dict[str, Any] = {"num_hidden_layers": 1, "tie_word_embeddings": False}
+QWEN3 = {"vocab_size": 151_936, "head_dim": 128}
+SMALL = {"num_kv_blocks": 600, "swap_space": 0.0}
+MODELS: dict[str, Case] = {
+    "llama-8b": Case({
+        **ONE_LAYER, "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
+        "intermediate_size": 14_336, "vocab_size": 128_256,
+    }, SMALL),
+    "qwen3-0.6b": Case({
+        **QWEN3, "num_hidden_layers": 1, "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "hidden_size": 1024,
+        "num_attention_heads": 16, "num_key_value_heads": 8, "intermediate_size": 3072,
+    }, SMALL),
+    "qwen3-30b-a3b": Case({
+        **triton_variants.EXPERTS, **QWEN3, **ONE_LAYER, "hidden_size": 2048, "num_attention_heads": 32,
+        "num_key_value_heads": 4, "intermediate_size": 6144, "num_experts": 128, "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+    }, SMALL),
+    "gemma-3-4b": Case({
+        "model_type": "gemma3_text", "architectures": ["Gemma3ForCausalLM"], "num_hidden_layers": 6, "hidden_size": 2560,
+        "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "intermediate_size": 10_240,
+        "vocab_size": 262_208, "hidden_activation": "gelu_pytorch_tanh", "sliding_window": 1024,
+        "layer_types": ["sliding_attention"] * 5 + ["full_attention"], "query_pre_attn_scalar": 256,
+        "rope_local_base_freq": 10_000.0, "rope_theta": 1_000_000.0,
+    }, {**SMALL, "kv_cache_dtype": "fp8"}),
+}  # fmt: skip
+Key = tuple[str, ...]
+
+
+class Untouched(Memory):
+    """What nobody has written is left to the system."""
+
+    def filled(self, make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        return make
+
+
+class Keys(Recorder):
+    """The variants that were asked for, as the gate would name them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.keys: set[Key] = set()
+
+    def note(self, kernel: Any, key: Any, *arguments: Any) -> Stub:
+        signature, _, constants, options, *_ = arguments
+        named = {kernel.arg_names[path[0]]: value for path, value in constants.items()}
+        # A launch makes a constant of a number that is 1, in which the gate sees one like others.
+        ones = {param.name for param in kernel.params if not param.is_constexpr and named.get(param.name) == 1}
+        passed = {name: kind for name, kind in signature.items() if kind != "constexpr"} | dict.fromkeys(ones, "i32")
+        named = {name: value for name, value in named.items() if name not in ones}
+        launch = (options.num_warps, options.num_stages, options.enable_fp_fusion, options.maxnreg)
+        self.keys.add(key_of(kernel.__name__, passed, named, *launch))
+        return super().note(kernel, key, *arguments)
+
+
+def key_of(kernel: str, passed: Mapping[str, str], constants: Mapping[str, object], *launch: object) -> Key:
+    """What tells variants of a kernel apart."""
+    same = {"*fp16": "*bf16", "*i64": "*i32", "i64": "i32"}
+    types = {name: same.get(kind, kind) for name, kind in passed.items()}
+    kept = {name: value for name, value in constants.items() if name not in ("EARLY", "H", "K")}
+    num_warps, num_stages, *others = launch
+    return (
+        kernel,
+        *(json.dumps(each, sort_keys=True, default=str) for each in (types, kept)),
+        str((num_warps, kept.get("STAGES", num_stages), *others)),
+    )
+
+
+def compiled_keys() -> set[Key]:
+    """Of all that the gate compiles for an H200."""
+    modules = map(importlib.import_module, gate.module_names())
+    return {
+        key_of(c.kernel.__name__, c.signature, c.constexprs, c.num_warps, c.num_stages, c.fp_fusion, c.registers_max)
+        for module in modules
+        for c in module.compilations()
+        if 90 in c.capabilities
+    }
+
+
+def by_kernel(keys: Iterable[Key]) -> dict[str, list[str]]:
+    found = defaultdict(list)
+    for kernel, *rest in sorted(keys):
+        found[kernel].append(" ".join(rest))
+    return found
+
+
+def main(names: list[str]) -> None:
+    compiled, recorder = compiled_keys(), Keys()
+    triton_variants.prepare(recorder, Untouched())
+    for name in names:
+        recorder.begin()
+        recorder.keys.clear()
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            mock.patch.object(triton_variants, "write_weights"),
+            triton_variants.engine_of(Path(folder), MODELS[name]),
+        ):
+            pass
+        answer = {"model": name, "asked": len(recorder.keys), "missing": by_kernel(recorder.keys - compiled)}
+        sys.stdout.write(json.dumps(answer) + "\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
