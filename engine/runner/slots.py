@@ -103,8 +103,9 @@ class SlotTable:
         return request in self._of
 
     def forget(self) -> None:
-        """What the device holds is in doubt; the owners stay."""
-        self._lens[:] = NOTHING
+        """What the device holds is in doubt, blocks and parameters too: no slot has an owner."""
+        self._of.clear()
+        self._free = list(range(len(self._lens) - 1, -1, -1))
         self._requests = []
 
     def leave_out(self, requests: Sequence[Request]) -> None:

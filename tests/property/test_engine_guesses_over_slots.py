@@ -119,6 +119,30 @@ def test_an_answer_ends_within_its_accepted_guesses_where_it_would_have_ended_wi
     assert engine.status().accepted_draft_tokens_total > 30
 
 
+@pytest.mark.parametrize("loop", sorted(LOOPS))
+@pytest.mark.parametrize(("what", "number"), [("blocks", 1), ("blocks", 2), ("blocks", 3), ("parameters", 1)])
+def test_what_did_not_reach_a_slot_is_sent_again(what: str, number: int, loop: str, folder: Path) -> None:
+    """After a step that failed, also when the plain way computed it and the next one verifies guesses again."""
+    asked: dict[str, Any] = {"temperature": 0.8, "top_k": 5, "max_tokens": 20}
+    (plain,) = run_to_end(small_engine(folder / "llama"), [wanted("a", [5, 6, 7], **asked)]).values()
+    engine = LOOPS[loop](folder / "llama", speculative_config=guessing(), block_size=4)
+    run_to_end(engine, [wanted("b", [8, 6, 7], max_tokens=3)])  # whose slot a has next
+    foresee(engine, tokens(plain), 3)
+    runner: Any = engine.runner
+    owner, name = (runner._state, "write_blocks") if what == "blocks" else (runner._sampler, "place")
+    right, calls = getattr(owner, name), iter([None] * (number - 1) + [RuntimeError("out of memory")])
+
+    def fails_once(*values: Any) -> None:
+        error = next(calls, None)
+        if error is not None:
+            raise error
+        right(*values)
+
+    with mock.patch.object(owner, name, fails_once):
+        (events,) = run_to_end(engine, [wanted("a", [5, 6, 7], **asked)]).values()
+    assert tokens(events) == tokens(plain)
+
+
 def test_more_guesses_than_a_step_has_rows_for_are_not_made(folder: Path) -> None:
     engine = recorded_engine(folder / "llama", speculative_config=guessing(32), max_num_seqs=4)
     foresee(engine, [7] * 40, 32)
