@@ -187,7 +187,7 @@ class Engine:
         self._follow_grammars([item.request for item in items], outputs)
         predicted_s = self._predict(batch)
         events = self._scheduler.apply(batch, outputs)
-        self._observe(batch, predicted_s, self._clock() - started_s)
+        self._observe(batch, predicted_s, self._clock() - max(started_s, self._landed_s))
         self._judge(outputs)
         return events
 

@@ -46,6 +46,7 @@ class FakeLanding:
 
     def outputs(self) -> list[RowResult]:
         self.runner.log.append("land")
+        self.runner.now_s += 1.0
         if self.culprits & self.runner.fails_under_way:
             raise RuntimeError("the device failed")
         return self.found
@@ -57,6 +58,8 @@ class FakeAheadRunner:
     def __init__(self, *, lands_at_once: bool = False) -> None:
         self.stage = "run"
         self.lands_at_once = lands_at_once
+        self.now_s = 0.0
+        """The time, which goes on by a second for each step that is waited for."""
         self.log: list[str] = []
         self.fails_at_launch: set[str] = set()
         self.waits: set[str] = set()
@@ -150,7 +153,7 @@ def make_engine(
     pool = BlockPool(num_blocks)
     cache = PrefixCache(pool, 4) if caches else None
     scheduler = Scheduler(SchedulerLimits(**chosen), pool, clock=lambda: 0.0, prefix_cache=cache, drafter=drafter)
-    return Engine(scheduler, runner, info, clock=lambda: 0.0, overlap=runner)
+    return Engine(scheduler, runner, info, clock=lambda: runner.now_s, overlap=runner)
 
 
 def expected(request_id: str, num_prompt: int, max_tokens: int, *, stops: bool = True) -> list[int]:
@@ -363,6 +366,16 @@ def test_a_step_with_guesses_has_nothing_under_way_before_it_or_behind_it(lands_
     assert [tokens(events["a"]), tokens(events["b"])] == [expected("a", 2, 9, stops=False), expected("b", 2, 3)]
     assert runner.log[:5] == ["launch 2", "land", "verify [3, 0]", "land", "verify [2, 0]"]
     assert runner.log[5:] == ["land", "launch 1", "land"], "a has one token left, of which none is guessed"
+
+
+def test_the_time_of_a_step_with_guesses_begins_when_the_step_that_it_waited_for_has_ended() -> None:
+    runner = FakeAheadRunner()
+    engine = make_engine(runner, drafter=Oracle({"a": [3]}))
+    engine.submit(wanted("a", [1, 2], max_tokens=9))
+    engine.step()
+    engine.step()
+    assert runner.log == ["launch 1", "land", "verify [3]", "land"]
+    assert engine.status().step_ms == 1000
 
 
 @pytest.mark.parametrize("place", ["fails_at_launch", "fails_at_completion", "fails_under_way", "yields_nothing"])
