@@ -32,9 +32,14 @@ def check(context: Context) -> None:
     compare(context, "paged decode", [_decode(context, shape, lengths) for shape in shapes] + _long(context, llama))
     compare(context, "paged decode, head size 64", [_decode(context, slim, lengths)])
     compare(context, "paged decode, window and soft-cap", [_decode(context, gemma, lengths)])
-    compare(context, "paged decode, fp8 KV", [_decode(context, llama, lengths, fp8=True)])
+    over_fp8 = [llama] if small else [llama, slim, gemma, groups[0], groups[-1]]
+    compare(context, "paged decode, fp8 KV", [_decode(context, shape, lengths, fp8=True) for shape in over_fp8])
     chunks = [(9, 9), (5, 20)] if small else [(100, 100), (37, 300), (1, 16)]
-    compare(context, "paged prefill", [_prefill(context, shape, chunks) for shape in (llama, slim)])
+    long = [] if small else [_prefill(context, llama, [(129, 8192)], label="129 tokens of 8k")]
+    compare(context, "paged prefill", [_prefill(context, shape, chunks) for shape in (llama, slim, *groups[-1:])] + long)
+    compare(context, "paged prefill, window and soft-cap", [_prefill(context, gemma, chunks)])
+    over_fp8 = [llama] if small else [llama, gemma]
+    compare(context, "paged prefill, fp8 KV", [_prefill(context, shape, chunks, fp8=True) for shape in over_fp8])
     compare(context, "paged prefill, small chunks", [_prefill(context, llama, [(3, 17), (2, 2), (1, 33)])])
     shapes = [llama] if small else [llama, slim, gemma]
     invariant(context, "paged decode", [(_name(shape), partial(_alone, context, shape, lengths)) for shape in shapes])
@@ -88,22 +93,26 @@ def _torch(q: torch.Tensor, pages: Pages, request: int, scales: torch.Tensor | N
     return (torch.softmax(scores.masked_fill(~seen, float("-inf")), dim=-1) @ values)[0].transpose(0, 1)
 
 
-def _prefill(context: Context, shape: AttentionShape, chunks: list[tuple[int, int]]) -> Case:
+def _prefill(
+    context: Context, shape: AttentionShape, chunks: list[tuple[int, int]], *, fp8: bool = False, label: str = ""
+) -> Case:
     """chunks: (queries, tokens of the request)"""
 
     def make() -> tuple[Outputs, Outputs, Outputs]:
-        pages = make_pages([length for _, length in chunks], shape, dtype=context.dtype, device=context.device)
+        lengths = [length for _, length in chunks]
+        pages = make_pages(lengths, shape, dtype=FP8 if fp8 else context.dtype, device=context.device)
+        scales = torch.tensor([0.5, 2.0], device=context.device) if fp8 else None
         counts = [count for count, _ in chunks]
         starts = [sum(counts[:row]) for row in range(len(counts) + 1)]
         q = queries(pages, starts[-1], context.dtype)
         at = torch.tensor(starts, dtype=torch.int32, device=context.device)
         given = (pages.cache, pages.tables, at, pages.context_lens, shape)
-        ours = paged_prefill(q, *given, max_query_len=max(counts))
-        exact = exact_prefill(q.double(), *given, max_query_len=max(counts))
-        theirs = [_torch(q[starts[row] : starts[row + 1]], pages, row, None) for row in range(len(chunks))]
+        ours = paged_prefill(q, *given, max_query_len=max(counts), kv_scales=scales)
+        exact = exact_prefill(q.double(), *given, max_query_len=max(counts), kv_scales=scales)
+        theirs = [_torch(q[starts[row] : starts[row + 1]], pages, row, scales) for row in range(len(chunks))]
         return ours, exact, torch.cat(theirs)
 
-    return _name(shape), make
+    return label or _name(shape), make
 
 
 def _alone(context: Context, shape: AttentionShape, lengths: list[int]) -> tuple[Outputs, Outputs]:

@@ -13,7 +13,8 @@ ERROR_RATIO_MAX = 2.0
 
 CHECKED = (
     "paged decode", "paged decode, head size 64", "paged decode, window and soft-cap", "paged decode, fp8 KV",
-    "paged prefill", "paged prefill, small chunks", "rope, QK-norm and KV write", "rope and KV write, fp8 KV",
+    "paged prefill", "paged prefill, small chunks", "paged prefill, window and soft-cap", "paged prefill, fp8 KV",
+    "rope, QK-norm and KV write", "rope and KV write, fp8 KV",
     "rms norm", "add + rms norm", "add + rms norm to fp8", "silu·mul", "silu·mul to fp8", "gelu·mul", "quantise rows to fp8",
     "embedding", "log-probabilities", "product bf16", "product int8", "product fp8 weights", "product fp8 rows", "product int4",
     "product + residual + norm", "product fp8 + residual + norm", "product int4 + residual + norm", "experts",
