@@ -50,7 +50,7 @@ class LLM:
         dtype: str = "auto",
         device: str = "auto",
         max_model_len: int | None = None,
-        max_num_seqs: int | None = None,
+        max_num_seqs: int | None = 256,
         max_num_batched_tokens: int | None = None,
         block_size: int = 16,
         num_gpu_blocks_override: int | None = None,
@@ -73,9 +73,9 @@ class LLM:
         shared_prefixes: Sequence[str | Path] = (),
         **unknown: Any,
     ) -> None:
-        """`num_gpu_blocks_override` and `kv_cache_bytes` size the cache on any device; `enforce_eager` chooses the plain
-        runner. The last four and `speculative_config` are described in `engine.options` and
-        `speculation.options`. Raises `ModelError` or `EngineConfigError`."""
+        """`max_num_seqs` of None leaves the number to the engine, as the box does. `num_gpu_blocks_override` and `kv_cache_bytes`
+        size the cache on any device; `enforce_eager` chooses the plain runner. The last four and `speculative_config` are
+        described in `engine.options` and `speculation.options`. Raises `ModelError` or `EngineConfigError`."""
         for option in unknown:
             raise EngineConfigError(option, "is not an option of this engine")
         if not isinstance(seed, int) or isinstance(seed, bool):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 import subprocess
@@ -17,6 +18,26 @@ from tests.support.tiny_models import greedy, make_model
 from tests.support.tiny_tokenizer import VOCAB_SIZE, write_tokenizer
 
 SMALL: dict[str, Any] = {"device": "cpu", "kv_cache_bytes": 1_000_000, "threads": 1}
+PROMISED: dict[str, Any] = {
+    "dtype": "auto",
+    "device": "auto",
+    "max_model_len": None,
+    "max_num_seqs": 256,
+    "max_num_batched_tokens": None,
+    "block_size": 16,
+    "num_gpu_blocks_override": None,
+    "gpu_memory_utilization": 0.9,
+    "swap_space": 0,
+    "enable_prefix_caching": True,
+    "enable_chunked_prefill": True,
+    "quantization": None,
+    "kv_cache_dtype": "auto",
+    "speculative_config": None,
+    "tensor_parallel_size": 1,
+    "enforce_eager": False,
+    "seed": 0,
+}
+"""Options of the offline entry that scripts rely on, with their defaults."""
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 
 
@@ -31,6 +52,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def llm(model: Path) -> LLM:
     return LLM(model, **SMALL)
+
+
+def test_options_have_the_defaults_that_scripts_rely_on() -> None:
+    parameters = inspect.signature(LLM).parameters
+    assert {name: parameters[name].default for name in PROMISED} == PROMISED
 
 
 def test_token_ids_in_give_the_tokens_of_transformers(tmp_path: Path) -> None:
