@@ -61,7 +61,8 @@ def copy_blocks(caches: Sequence[torch.Tensor], sources: torch.Tensor, targets: 
 
     caches: one [N, ...] per layer, of any dtype, a block in one piece of a multiple of 16 bytes, all alike; sources and
     targets: [n] int64 or int32 on the device; no target is a source of another pair (copy on write: arXiv 2309.06180,
-    section 4.4). Reads and writes n · layers blocks. The last program of a block masks what lies beyond it.
+    section 4.4). Reads and writes n · layers blocks, 2 · n · layers · block bytes, and computes nothing. The last program of a
+    block masks what lies beyond it.
     """
     if sources.shape[0] == 0:
         return

@@ -77,7 +77,8 @@ def prepare_decode(
     slots: [B] int32, below 0 for padding, which gets token 0, position 0, slot -1, length 0. State: last_tokens, num_tokens:
     [S] int32 or int64, slot_tables: [S, M] int32. Outputs: token_ids, positions: [B] int64 or int32, slot_mapping: [B] int64
     (-1 where the table has no column for p), context_lens: [B] int32, block_tables: [B, M] int32, whose rows keep what they
-    held beyond the reach of their contexts. No number is checked. Reads and writes 4 · Σ⌈n / P⌉ bytes and some 40 a row.
+    held beyond the reach of their contexts. No number is checked. Source: block tables of arXiv 2309.06180. Reads
+    and writes 4 · Σ⌈n / P⌉ bytes and some 40 a row; integers alone. Columns beyond a context are masked.
     """
     rows, columns = slots.shape[0], slot_tables.shape[1]
     assert block_tables.shape[1] >= columns, "a row's table is as wide as a slot's"
@@ -102,7 +103,7 @@ def advance_slots(
 
     slots: [B] int32, below 0 for padding, distinct but for those whose state does not matter any more; sampled: [B], below 0
     where no token could be drawn; in place. sampled, last_tokens, num_tokens and out (a copy that stays while the next step
-    runs) are int32 or int64. Moves some 30 bytes a row.
+    runs) are int32 or int64. Moves some 30 bytes a row, integers alone. Rows beyond B and the state of padding are masked.
     """
     rows = slots.shape[0]
     if rows:

@@ -122,6 +122,9 @@ def reject_drafts(
 
     target: [B, k + 1, V], draft: [B, k, V] float32 contiguous, rows that sum to 1; guesses: [B, k] int64, num_guesses: [B]
     int32, up to k ≥ 1; streams: [B] int64 of the seeds; positions: [B], index of the first token in prompt plus output.
+
+    Formula, source and memory stand above. A hash and a logarithm for each element of the rows that are read. Tokens beyond V
+    and guesses beyond num_guesses are masked.
     """
     requests, max_guesses, vocab_size = draft.shape
     device = target.device

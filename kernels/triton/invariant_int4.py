@@ -60,7 +60,8 @@ def invariant_int4(
     """As `kernels.triton.linear_int4.linear_int4`, a row's bits its own: x: [M, K] of 16 bits → [M, N]
 
     Codes are multiplied as exact integers in every number of rows, never unpacked to x's type. Reads N·K / 2 + 4·N·K / group
-    bytes of weights for each 64 rows; 2·M·N·K operations. Raises ValueError for an x of 32 bits.
+    bytes of weights for each 64 rows; 2·M·N·K operations. Rows beyond M, columns beyond N and K are masked. The sum of a group
+    is scaled and added in float32, groups in their order, then parts in theirs. Raises ValueError for an x of 32 bits.
     """
     if x.dtype not in DTYPES:
         raise ValueError(f"weights of 4 bits are multiplied with rows of 16 bits, not {x.dtype}")

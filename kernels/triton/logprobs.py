@@ -72,9 +72,11 @@ def logprob_join_kernel(
 
 
 def token_logprobs(logits: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probabilities of `ids` and the rank of the first of them: [R, N] float32, [R] int32
+    """logits[r, ids[r, n]] - log Σ_t exp(logits[r, t]): [R, N] float32, and 1 + how many logits are above the first: [R] int32
 
     logits: [R, V] float32, bf16 or fp16, left as they are; ids: [R, N] int64 or int32, below 0 is none: NaN, and rank 1.
+
+    Source, memory and the order of sums stand above. Some 12 operations a logit. Tokens beyond V and ids beyond N are masked.
     """
     (rows, vocab_size), num_ids = logits.shape, ids.shape[1]
     blocks = triton.cdiv(vocab_size, _BLOCK)
