@@ -73,8 +73,8 @@ def launch(
 ) -> None:
     """What `grouped_linear` of experts.py says, formula and source with it. x: 16 bits, else ValueError. `kind` is one of the
     weights, as all are. Reads N·K / 2 + 4·N·K / group bytes of each expert that is chosen, for each tile of its tokens;
-    2 · N · K operations a place. Places beyond an expert's, outputs beyond N and columns beyond K are masked. Sums of a group are
-    scaled and added in float32.
+    2 · N · K operations a place. Places beyond an expert's, outputs beyond N and columns beyond K are masked. Sums of a group
+    are scaled and added in float32.
     """
     if x.dtype not in DTYPES:
         raise ValueError(f"weights of 4 bits are multiplied with rows of 16 bits, not {x.dtype}")

@@ -69,8 +69,8 @@ def fused_int4_tiles(num_outputs: int, num_columns: int, capability: int, multip
 def launch(x: torch.Tensor, weight: Int4Weight, around: Around, tiles: Int4Tiles) -> None:
     """What fused_linear.py says, formula and source with it. x: [M, K] of 16 bits, columns as the checkpoint has them.
 
-    2 · M · N · K operations on tensor cores. Rows beyond M, outputs beyond N and columns beyond K are masked. Sums of a group are
-    scaled and added in float32, parts in their order.
+    2 · M · N · K operations on tensor cores. Rows beyond M, outputs beyond N and columns beyond K are masked. Sums of a group
+    are scaled and added in float32, parts in their order.
     """
     assert x.dtype in DTYPES, f"weights of 4 bits are multiplied with rows of 16 bits, not {x.dtype}"
     if weight.permutation is not None:
