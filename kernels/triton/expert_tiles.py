@@ -74,8 +74,8 @@ def sort_by_expert(expert_ids: torch.Tensor, num_experts: int) -> SortedTokens:
     """expert_ids: [T, chosen] integers → the places of every expert, stable: a program an expert, each reads all ids twice.
 
     order is the stable permutation with expert_ids[order] ascending, offsets[e] the number of ids below e. Source: counting
-    sort (Knuth, volume 3, section 5.2, algorithm D). Reads 2 · E · T · chosen ids, from the second-level cache but for the first;
-    writes 4 bytes each; two integer additions an id. Ids beyond T · chosen are masked; sums in int32.
+    sort (Knuth, volume 3, section 5.2, algorithm D). Reads 2 · E · T · chosen ids, from the second-level cache but for the
+    first; writes 4 bytes each; two integer additions an id. Ids beyond T · chosen are masked; sums in int32.
     """
     num_places = expert_ids.numel()
     order = torch.empty(num_places, dtype=torch.int32, device=expert_ids.device)
