@@ -5,7 +5,8 @@ delayed for one.
 
 Who guesses must know the last token. Where steps are launched ahead it is under way when the next one is planned, and to wait
 for it costs what launching ahead gains. So after a look that found nothing worth guessing some steps are planned without one
-(1, 3, 7, 15), and launched ahead as ever; as soon as something is found, each step looks again.
+(1, 3, 7, 15), and launched ahead as ever; as soon as something is found, each step looks again. Long prompts are read in all
+steps, or most of a short answer would be over before the first guess.
 """
 
 from __future__ import annotations
@@ -55,6 +56,8 @@ class Drafting:
             return False
         if self._rest_left:
             self._rest_left -= 1
+            for request in self._decodes.items:
+                self._drafter.read(request, num_running=num_decodes)
             return False
         return True
 

@@ -65,6 +65,10 @@ class Drafter(Protocol):
 
     def draft(self, request: Request, *, limit: int, num_running: int) -> Draft: ...
 
+    def read(self, request: Request, *, num_running: int) -> None:
+        """Go on with what `draft` would first have to do, in a step without guesses; the last tokens may not be known yet."""
+        ...
+
     def observe(self, request: Request, num_drafted: int, num_accepted: int) -> None: ...
 
 
@@ -143,10 +147,12 @@ class NgramIndex:
         self._older: dict[int, int] = {}
         self._num_indexed = 0
 
-    def follow(self, token_ids: Sequence[int], num_tokens: int) -> bool:
-        """Take in at most `num_tokens` more positions; whether the index is up to date. What is out of reach is passed over."""
-        first = max(self._num_indexed, len(token_ids) - 2 * INDEX_TOKENS_MAX, 1)
-        last = min(len(token_ids), first + num_tokens)
+    def follow(self, token_ids: Sequence[int], num_tokens: int, *, num_unknown: int = 0) -> bool:
+        """Take in at most `num_tokens` more positions, none of the `num_unknown` last ones; whether the index is up to date.
+        What is out of reach is passed over."""
+        num_known = len(token_ids) - num_unknown
+        first = max(self._num_indexed, num_known - 2 * INDEX_TOKENS_MAX, 1)
+        last = min(num_known, first + num_tokens)
         if len(self._recent) > INDEX_TOKENS_MAX * len(self._sizes):
             self._older, self._recent = self._recent, {}
         recent = self._recent
@@ -154,7 +160,7 @@ class NgramIndex:
             for end in range(max(first, size), last):
                 recent[hash((size, *token_ids[end - size : end]))] = end
         self._num_indexed = last
-        return last == len(token_ids)
+        return last == num_known
 
     def continuation(self, token_ids: Sequence[int], num_tokens: int) -> list[int]:
         """What followed the longest indexed n-gram that ends the list, where it stood last; [] when it never stood before.
@@ -199,18 +205,32 @@ class AdaptiveDrafter:
         """At most `limit` guesses for what follows `request.token_ids`; none while the choice depends on what was chosen."""
         if limit < 1 or not self.pays(num_running) or not can_draft(request):
             return NO_DRAFT
-        state = self._states.get(request)
-        if state is None:
-            index = NgramIndex(self._sizes) if self._sizes else None
-            state = self._states[request] = _Guesses(AcceptanceRecord(), index, request.num_tokens)
+        state = self._state(request)
         limit = min(limit, self._depth_max)
         if state.index is None:
             return Draft(self._depth(request, state, num_running, limit), [])
-        if not state.index.follow(request.token_ids, max(1, INDEX_TOKENS_PER_STEP // num_running)):
+        if not self._follow(request, state.index, num_running):
             return NO_DRAFT
         found = state.index.continuation(request.token_ids, limit)
         depth = self._depth(request, state, num_running, len(found)) if found else 0
         return Draft(depth, found[:depth])
+
+    def read(self, request: Request, *, num_running: int) -> None:
+        """Take in more of the text, as much as in a step that guesses."""
+        index = self._state(request).index if can_draft(request) else None
+        if index is not None:
+            self._follow(request, index, num_running)
+
+    def _state(self, request: Request) -> _Guesses:
+        state = self._states.get(request)
+        if state is None:
+            index = NgramIndex(self._sizes) if self._sizes else None
+            state = self._states[request] = _Guesses(AcceptanceRecord(), index, request.num_tokens)
+        return state
+
+    def _follow(self, request: Request, index: NgramIndex, num_running: int) -> bool:
+        num_tokens = max(1, INDEX_TOKENS_PER_STEP // num_running)
+        return index.follow(request.token_ids, num_tokens, num_unknown=request.num_unknown_tokens)
 
     def _depth(self, request: Request, state: _Guesses, num_running: int, limit: int) -> int:
         """What pays best, or now and then one guess where none does, to notice when that changes."""

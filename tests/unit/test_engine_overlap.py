@@ -20,8 +20,10 @@ from engine.scheduling.prefix_cache import PrefixCache
 from engine.scheduling.request import Request
 from engine.scheduling.scheduled_batch import BlockMoves, RowResult, ScheduledRequest, StepOutput
 from engine.scheduling.scheduler import Scheduler, SchedulerLimits
-from engine.speculation.prompt_lookup import Draft
-from tests.support.engines import run_to_end, tokens, wanted
+from engine.speculation import prompt_lookup
+from engine.speculation.options import SpeculativeOptions
+from engine.speculation.prompt_lookup import AdaptiveDrafter, Draft, Drafter
+from tests.support.engines import FREE_ROWS, run_to_end, tokens, wanted
 
 MAX_MODEL_LEN = 64
 STOP = 7
@@ -132,6 +134,9 @@ class Oracle:
         depth = min(depths.pop(0), limit) if depths else 0
         return Draft(depth, [token_of(request.request_id, position) for position in range(first, first + depth)])
 
+    def read(self, request: Request, *, num_running: int) -> None:
+        """It has no text to read."""
+
     def observe(self, request: Request, num_drafted: int, num_accepted: int) -> None:
         """It knows."""
 
@@ -141,7 +146,7 @@ def make_engine(
     *,
     num_blocks: int = 32,
     caches: bool = False,
-    drafter: Oracle | None = None,
+    drafter: Drafter | None = None,
     **limits: Any,
 ) -> Engine:
     chosen = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "max_model_len": MAX_MODEL_LEN, "block_size": 4, **limits}
@@ -356,6 +361,16 @@ def test_after_looks_for_guesses_that_found_nothing_more_and_more_steps_are_laun
     run_to_end(make_engine(runner, drafter=Oracle({})), [wanted("a", [1, 2], max_tokens=12)])
     looked, ahead = ["land", "launch 1"], ["launch 1", "land"]
     assert runner.log == ["launch 1", *looked, *ahead, *looked, *ahead * 3, *looked, *ahead * 4, "land"]
+
+
+def test_a_long_prompt_is_read_on_while_nobody_looks_for_guesses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four tokens a step: by the fourth look, in the 16th step, all is read."""
+    monkeypatch.setattr(prompt_lookup, "INDEX_TOKENS_PER_STEP", 4)
+    options = SpeculativeOptions(method="ngram", num_speculative_tokens=2)
+    runner = FakeAheadRunner()
+    run_to_end(make_engine(runner, drafter=AdaptiveDrafter(options, FREE_ROWS)), [wanted("a", [1, 2] * 12, max_tokens=30)])
+    launched = [entry for entry in runner.log if entry != "land"]
+    assert launched[:17] == ["launch 1"] * 16 + ["verify [2]"]
 
 
 @pytest.mark.parametrize("lands_at_once", [False, True])
