@@ -342,15 +342,14 @@ def compilations() -> list[Compilation]:
     ]
     guessing = [("llama-8b", llama, 4), ("llama-8b", llama, 8), ("qwen-0.6b", qwen, 8)]
     guessing += [("qwen-30b-a3b", AttentionShape(16, 32, 4, 128), queries) for queries in (4, 8)]
-    for requests in (32, 256):
-        for name, shape, queries in guessing:
-            what = f"{name} verifies {queries} tokens, {requests} requests"
-            found.append(_compilation(what, shape, "bf16", "bf16", max_query_len=queries, requests=requests, only=H200))
-        for window in (None, 1024):
-            shape = AttentionShape(16, 8, 4, 256, sliding_window=window)
-            for queries in (1, 4, 8):
-                what = f"gemma-3 fp8e4nv, window {window}, {queries} tokens, {requests} requests"
-                found.append(_compilation(what, shape, "bf16", "fp8e4nv", max_query_len=queries, requests=requests, only=H200))
+    for name, shape, queries in guessing:
+        what = f"{name} verifies {queries} tokens"
+        found.append(_compilation(what, shape, "bf16", "bf16", max_query_len=queries, only=H200))
+    for window in (None, 1024):
+        shape = AttentionShape(16, 8, 4, 256, sliding_window=window)
+        for queries, requests in ((1, 32), (1, 256), (4, 256), (8, 256)):
+            what = f"gemma-3 fp8e4nv, window {window}, {queries} tokens, {requests} requests"
+            found.append(_compilation(what, shape, "bf16", "fp8e4nv", max_query_len=queries, requests=requests, only=H200))
     return [compilation for several in found for compilation in several]
 
 

@@ -6,7 +6,8 @@ Prints one JSON object a line, for each model: how many variants were `asked` fo
 
 A variant is there when the gate has one of the same kernel with the same types, constants, warps, stages and registers. What
 makes no difference to an assembler counts as the same: the number of heads beyond those of a tile, float16 and bfloat16,
-indices of 32 and 64 bits. The stages of a kernel that gets them as a constant are those.
+indices of 32 and 64 bits, and for guesses, whose registers are granted, among how many requests is searched. The stages of a
+kernel that gets them as a constant are those.
 """
 
 from __future__ import annotations
@@ -85,7 +86,8 @@ def key_of(kernel: str, passed: Mapping[str, str], constants: Mapping[str, objec
     """What tells variants of a kernel apart."""
     same = {"*fp16": "*bf16", "*i64": "*i32", "i64": "i32"}
     types = {name: same.get(kind, kind) for name, kind in passed.items()}
-    kept = {name: value for name, value in constants.items() if name not in ("EARLY", "H", "K")}
+    left_out = {"EARLY", "H", "K", *(("REQUESTS",) if constants.get("QUERIES", 1) != 1 else ())}
+    kept = {name: value for name, value in constants.items() if name not in left_out}
     num_warps, num_stages, *others = launch
     return (
         kernel,
