@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from engine.runner.cuda_graphs import CudaGraphs
 from engine.speculation.options import SpeculativeOptions
-from tests.support.engine_histories import MAX_LEN, Asked, asked, assert_as_alone, repeating, run, with_grammars
+from tests.support.engine_histories import Asked, Room, asked, assert_as_alone, repeating, rooms, run, with_grammars
 from tests.support.engines import small_engine
 from tests.support.rehearsal import Schedule, rehearsal
 from tests.support.rehearsal.table import in_place_of_triton
@@ -41,13 +41,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     family=st.sampled_from(FAMILIES),
     requests=st.lists(asked | repeating, min_size=1, max_size=9),
     guesses=st.sampled_from((None, 3, 8)),
-    budget=st.sampled_from((7, 16, 512)),
-    block_size=st.sampled_from((4, 16)),
-    seats=st.sampled_from((2, 5, 16)),
-    spare_blocks=st.sampled_from((0, 8, 1000)),
-    caches=st.booleans(),
+    room=rooms,
     preempt_at=st.none() | st.integers(1, 12),
-    swap_space=st.sampled_from((0.0, 0.002)),
     max_graphs=st.sampled_from((8, 48)),
     schedule=st.sampled_from(Schedule),
     seed=st.integers(0, 99),
@@ -57,13 +52,8 @@ def test_tokens_are_those_of_the_plain_runner(
     family: str,
     requests: list[Asked],
     guesses: int | None,
-    budget: int,
-    block_size: int,
-    seats: int,
-    spare_blocks: int,
-    caches: bool,
+    room: Room,
     preempt_at: int | None,
-    swap_space: float,
     max_graphs: int,
     schedule: Schedule,
     seed: int,
@@ -74,13 +64,7 @@ def test_tokens_are_those_of_the_plain_runner(
             folder / family,
             device="cuda",
             dtype="float32",
-            max_num_batched_tokens=max(budget, seats),
-            block_size=block_size,
-            max_num_seqs=seats,
-            max_model_len=MAX_LEN,
-            num_kv_blocks=MAX_LEN // block_size + spare_blocks * 16 // block_size,
-            enable_prefix_caching=caches,
-            swap_space=swap_space,
+            **room.options,
             speculative_config=guesses and SpeculativeOptions(method="ngram", num_speculative_tokens=guesses),
         )
         found = run(with_grammars(engine), requests, preempt_at=preempt_at)

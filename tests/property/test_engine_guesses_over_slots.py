@@ -17,7 +17,7 @@ from engine.runner.slots import SlotState, SlotTable
 from engine.scheduling.scheduled_batch import ScheduledRequest
 from engine.speculation.options import SpeculativeOptions
 from kernels.simd.vectors import LANES
-from tests.support.engine_histories import MAX_LEN, Asked, asked, assert_as_alone, repeating, run, with_grammars
+from tests.support.engine_histories import Asked, Room, asked, assert_as_alone, repeating, rooms, run, with_grammars
 from tests.support.engines import overlapped_engine, recorded_engine, run_to_end, small_engine, tokens, wanted
 from tests.support.guessing import foresee
 from tests.support.scheduling import make_request
@@ -46,13 +46,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     family=st.sampled_from(FAMILIES),
     requests=st.lists(repeating | asked, min_size=1, max_size=7),
     depth=st.sampled_from((1, 3, 8)),
-    budget=st.sampled_from((7, 16, 512)),
-    block_size=st.sampled_from((4, 16)),
-    seats=st.sampled_from((2, 5, 16)),
-    spare_blocks=st.sampled_from((0, 8, 1000)),
-    caches=st.booleans(),
+    room=rooms,
     preempt_at=st.none() | st.integers(1, 12),
-    swap_space=st.sampled_from((0.0, 0.002)),
 )
 def test_tokens_are_those_of_the_plain_runner_without_guesses(
     folder: Path,
@@ -60,24 +55,13 @@ def test_tokens_are_those_of_the_plain_runner_without_guesses(
     family: str,
     requests: list[Asked],
     depth: int,
-    budget: int,
-    block_size: int,
-    seats: int,
-    spare_blocks: int,
-    caches: bool,
+    room: Room,
     preempt_at: int | None,
-    swap_space: float,
 ) -> None:
     engine = LOOPS[loop](
         folder / family,
         speculative_config=guessing(depth),
-        max_num_batched_tokens=max(budget, seats),
-        block_size=block_size,
-        max_num_seqs=seats,
-        max_model_len=MAX_LEN,
-        num_kv_blocks=MAX_LEN // block_size + spare_blocks * 16 // block_size,
-        enable_prefix_caching=caches,
-        swap_space=swap_space,
+        **room.options,
     )
     assert_as_alone(folder, family, requests, run(with_grammars(engine), requests, preempt_at=preempt_at))
     assert engine.fallbacks.count == 0

@@ -18,7 +18,7 @@ from engine.runner.step_rows import FIRST, NONE
 from engine.sampling.columns import Kind
 from kernels import ops
 from kernels.simd.vectors import LANES
-from tests.support.engine_histories import MAX_LEN, WISHES, Asked, asked, assert_as_alone, run, with_grammars
+from tests.support.engine_histories import MAX_LEN, WISHES, Asked, Room, asked, assert_as_alone, rooms, run, with_grammars
 from tests.support.engines import overlapped_engine, recorded_engine, run_to_end, wanted
 from tests.support.tiny_models import EOS, VOCAB_SIZE, make_model
 
@@ -46,35 +46,19 @@ def wide_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @given(
     family=st.sampled_from(FAMILIES),
     requests=st.lists(asked, min_size=1, max_size=9),
-    budget=st.sampled_from((7, 16, 512)),
-    block_size=st.sampled_from((1, 4, 16)),
-    seats=st.sampled_from((2, 5, 16)),
-    spare_blocks=st.sampled_from((0, 8, 1000)),
-    caches=st.booleans(),
+    room=rooms,
     preempt_at=st.none() | st.integers(1, 12),
-    swap_space=st.sampled_from((0.0, 0.002)),
 )
 def test_tokens_are_those_of_the_plain_runner(
     folder: Path,
     family: str,
     requests: list[Asked],
-    budget: int,
-    block_size: int,
-    seats: int,
-    spare_blocks: int,
-    caches: bool,
+    room: Room,
     preempt_at: int | None,
-    swap_space: float,
 ) -> None:
     engine = overlapped_engine(
         folder / family,
-        max_num_batched_tokens=max(budget, seats),
-        block_size=block_size,
-        max_num_seqs=seats,
-        max_model_len=MAX_LEN,
-        num_kv_blocks=MAX_LEN // block_size + spare_blocks * 16 // block_size,
-        enable_prefix_caching=caches,
-        swap_space=swap_space,
+        **room.options,
     )
     assert_as_alone(folder, family, requests, run(with_grammars(engine), requests, preempt_at=preempt_at))
 
@@ -87,32 +71,19 @@ RECORDED = ("llama", "mistral-window", "gemma2", "qwen3_moe")
 @given(
     family=st.sampled_from(RECORDED[:2]) | st.sampled_from(RECORDED),
     requests=st.lists(asked, min_size=1, max_size=9),
-    budget=st.sampled_from((7, 16, 512)),
-    block_size=st.sampled_from((4, 16)),
-    seats=st.sampled_from((2, 5, 16)),
-    spare_blocks=st.sampled_from((0, 8, 1000)),
-    caches=st.booleans(),
+    room=rooms,
     preempt_at=st.none() | st.integers(1, 12),
 )
 def test_tokens_of_recorded_steps_are_those_of_the_plain_runner(
     wide_folder: Path,
     family: str,
     requests: list[Asked],
-    budget: int,
-    block_size: int,
-    seats: int,
-    spare_blocks: int,
-    caches: bool,
+    room: Room,
     preempt_at: int | None,
 ) -> None:
     engine = recorded_engine(
         wide_folder / family,
-        max_num_batched_tokens=max(budget, seats),
-        block_size=block_size,
-        max_num_seqs=seats,
-        max_model_len=MAX_LEN,
-        num_kv_blocks=MAX_LEN // block_size + spare_blocks * 16 // block_size,
-        enable_prefix_caching=caches,
+        **room.options,
     )
     assert_as_alone(wide_folder, family, requests, run(with_grammars(engine), requests, preempt_at=preempt_at))
 

@@ -118,6 +118,40 @@ repeating = st.builds(
 """Prompts that say the same again and again, as do the answers of small models."""
 
 
+class Room(NamedTuple):
+    """What an engine has for its requests: where it is little they wait, come in chunks, are preempted and swapped."""
+
+    budget: int
+    block_size: int
+    seats: int
+    spare_tokens: int
+    caches: bool
+    swap_space: float
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {
+            "max_num_batched_tokens": max(self.budget, self.seats),
+            "block_size": self.block_size,
+            "max_num_seqs": self.seats,
+            "max_model_len": MAX_LEN,
+            "num_kv_blocks": (MAX_LEN + self.spare_tokens) // self.block_size,
+            "enable_prefix_caching": self.caches,
+            "swap_space": self.swap_space,
+        }
+
+
+rooms = st.builds(
+    Room,
+    budget=st.sampled_from((7, 16, 512)),
+    block_size=st.sampled_from((4, 16, 1)),
+    seats=st.sampled_from((2, 5, 16)),
+    spare_tokens=st.sampled_from((0, 128, 16_000)),
+    caches=st.booleans(),
+    swap_space=st.sampled_from((0.0, 0.002)),
+)
+
+
 @cache
 def alone(folder: Path, family: str, prompt: tuple[int, ...], wish: str, max_tokens: int, seed: int) -> dict[int, Any]:
     """Tokens and end of each answer from the plain runner, with nobody beside it."""
