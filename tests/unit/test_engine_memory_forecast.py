@@ -32,21 +32,11 @@ from engine.speculation.options import SpeculativeOptions
 from kernels import ops
 from tests.support import quantised_checkpoints as layouts
 from tests.support.engines import small_engine
+from tests.support.published_configs import LLAMA_8B
 from tests.support.tiny_models import FAMILY_SETTINGS, make_model
 from tests.support.tiny_tokenizer import write_tokenizer
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
-LLAMA_8B: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"],
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "vocab_size": 128256,
-    "max_position_embeddings": 131072,
-    "torch_dtype": "bfloat16",
-}
 
 
 @pytest.fixture(scope="module")

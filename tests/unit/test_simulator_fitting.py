@@ -25,33 +25,23 @@ from engine.simulator.fitting import memory_fit
 from engine.simulator.models import MODELS, SimulatedGpu, find_gpu, find_model
 from engine.simulator.replay import Setup
 from tests.support import quantised_checkpoints as layouts
+from tests.support.published_configs import LLAMA_8B
 
 GPU = torch.device("cuda", 0)
-LLAMA: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"],
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "vocab_size": 128256,
-    "max_position_embeddings": 131072,
-    "torch_dtype": "bfloat16",
-}
 FP8 = layouts.fp8(per_row=True, activations="dynamic", compressed=True).settings
 FOLDERS: dict[str, dict[str, Any]] = {
-    "plain": LLAMA,
-    "tied": {**LLAMA, "tie_word_embeddings": True},
-    "float32": {**LLAMA, "torch_dtype": "float32"},
-    "without a dtype": {key: value for key, value in LLAMA.items() if key != "torch_dtype"},
-    "awq": {**LLAMA, "torch_dtype": "float16", "quantization_config": layouts.awq(group_size=128).settings},
-    "awq in one group": {**LLAMA, "quantization_config": layouts.awq(group_size=-1).settings},
-    "gptq": {**LLAMA, "quantization_config": layouts.gptq(group_size=64).settings},
-    "fp8": {**LLAMA, "quantization_config": FP8},
-    "windowed": {**LLAMA, "architectures": ["MistralForCausalLM"], "sliding_window": 4096},
-    "alternating": {**LLAMA, "architectures": ["Gemma2ForCausalLM"], "head_dim": 256, "sliding_window": 4096},
+    "plain": LLAMA_8B,
+    "tied": {**LLAMA_8B, "tie_word_embeddings": True},
+    "float32": {**LLAMA_8B, "torch_dtype": "float32"},
+    "without a dtype": {key: value for key, value in LLAMA_8B.items() if key != "torch_dtype"},
+    "awq": {**LLAMA_8B, "torch_dtype": "float16", "quantization_config": layouts.awq(group_size=128).settings},
+    "awq in one group": {**LLAMA_8B, "quantization_config": layouts.awq(group_size=-1).settings},
+    "gptq": {**LLAMA_8B, "quantization_config": layouts.gptq(group_size=64).settings},
+    "fp8": {**LLAMA_8B, "quantization_config": FP8},
+    "windowed": {**LLAMA_8B, "architectures": ["MistralForCausalLM"], "sliding_window": 4096},
+    "alternating": {**LLAMA_8B, "architectures": ["Gemma2ForCausalLM"], "head_dim": 256, "sliding_window": 4096},
     "mixture": {
-        **LLAMA,
+        **LLAMA_8B,
         "architectures": ["Qwen3MoeForCausalLM"],
         "num_experts": 128,
         "num_experts_per_tok": 8,
@@ -122,7 +112,7 @@ def test_what_an_engine_refuses_a_plan_refuses_with_its_words(
 def test_seats_that_nobody_asked_for_are_as_many_as_find_keys_and_values(
     memory_gib: float, seats: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder, card = written(tmp_path, LLAMA), replace(find_gpu("h200"), memory_bytes=int(memory_gib * GIB))
+    folder, card = written(tmp_path, LLAMA_8B), replace(find_gpu("h200"), memory_bytes=int(memory_gib * GIB))
     left_open = memory_fit(str(folder), card)
     assert left_open.load.num_seqs == seats
     assert left_open == engines_own(folder, card, monkeypatch)
@@ -132,7 +122,7 @@ def test_seats_that_nobody_asked_for_are_as_many_as_find_keys_and_values(
 
 @pytest.mark.parametrize("memory_gib", [19, 21, 24, 29, 36])
 def test_a_context_that_a_hint_names_is_served_with_the_seats_that_are_chosen_then(memory_gib: int, tmp_path: Path) -> None:
-    folder, card = str(written(tmp_path, LLAMA)), replace(find_gpu("h200"), memory_bytes=memory_gib * GIB)
+    folder, card = str(written(tmp_path, LLAMA_8B)), replace(find_gpu("h200"), memory_bytes=memory_gib * GIB)
     asked = {
         "a shorter context": {},
         "keys and values in 8 bits (kv_cache_dtype=fp8)": {"kv_cache_dtype": "fp8"},
@@ -144,7 +134,7 @@ def test_a_context_that_a_hint_names_is_served_with_the_seats_that_are_chosen_th
 
 
 def test_a_small_card_serves_what_it_served_with_few_seats(tmp_path: Path) -> None:
-    folder, card = written(tmp_path, LLAMA), replace(find_gpu("h200"), memory_bytes=int(19.3 * GIB))
+    folder, card = written(tmp_path, LLAMA_8B), replace(find_gpu("h200"), memory_bytes=int(19.3 * GIB))
     assert memory_fit(str(folder), card, max_num_seqs=256).context_len == 0
     assert memory_fit(str(folder), card).context_len > 0
 
@@ -156,7 +146,7 @@ def test_a_device_has_no_more_seats_than_a_step_has_tokens() -> None:
 
 
 def test_the_same_bound_holds_for_the_box_for_plans_for_simulations_and_for_libraries(tmp_path: Path) -> None:
-    folder, gpu = str(written(tmp_path, LLAMA)), find_gpu("h200")
+    folder, gpu = str(written(tmp_path, LLAMA_8B)), find_gpu("h200")
     refused = f"max_num_seqs must be at most {SEATS_MAX}, not {SEATS_MAX + 1}"
     with pytest.raises(EngineConfigError, match=refused):
         memory_fit(folder, gpu, max_num_seqs=SEATS_MAX + 1)
@@ -188,7 +178,7 @@ def test_a_known_name_is_planned_as_its_checkpoint(name: str) -> None:
 def test_a_folder_that_no_engine_would_read_is_refused(tmp_path: Path) -> None:
     with pytest.raises(NotAModelDirectory, match=r"has no config\.json"):
         memory_fit(str(tmp_path), find_gpu("h200"))
-    written(tmp_path, {**LLAMA, "architectures": ["BloomForCausalLM"]})
+    written(tmp_path, {**LLAMA_8B, "architectures": ["BloomForCausalLM"]})
     with pytest.raises(UnsupportedModel, match="BloomForCausalLM is not supported"):
         memory_fit(str(tmp_path / "config.json"), find_gpu("h200"))
     with pytest.raises(EngineConfigError, match=r"must be one of llama-3\.1-8b, .* or a folder"):
