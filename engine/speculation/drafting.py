@@ -56,8 +56,7 @@ class Drafting:
             return False
         if self._rest_left:
             self._rest_left -= 1
-            for request in self._decodes.items:
-                self._drafter.read(request, num_running=num_decodes)
+            self._drafter.read(num_decodes)
             return False
         return True
 

@@ -17,7 +17,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 from engine.scheduling.request import Request
 from engine.speculation.options import SpeculativeOptions
@@ -65,8 +65,8 @@ class Drafter(Protocol):
 
     def draft(self, request: Request, *, limit: int, num_running: int) -> Draft: ...
 
-    def read(self, request: Request, *, num_running: int) -> None:
-        """Go on with what `draft` would first have to do, in a step without guesses; the last tokens may not be known yet."""
+    def read(self, num_running: int) -> None:
+        """Go on with what kept `draft` from guessing, in a step without guesses; the last tokens may not be known yet."""
         ...
 
     def observe(self, request: Request, num_drafted: int, num_accepted: int) -> None: ...
@@ -197,6 +197,7 @@ class AdaptiveDrafter:
         self._num_running_max = options.disable_by_batch_size or costs.crossover(GOOD_ACCEPTANCE)
         self._depths: dict[tuple[int, int, int], int] = {}
         self._states: WeakKeyDictionary[Request, _Guesses] = WeakKeyDictionary()
+        self._unread: WeakSet[Request] = WeakSet()
 
     def pays(self, num_running: int) -> bool:
         return num_running <= self._num_running_max
@@ -205,7 +206,10 @@ class AdaptiveDrafter:
         """At most `limit` guesses for what follows `request.token_ids`; none while the choice depends on what was chosen."""
         if limit < 1 or not self.pays(num_running) or not can_draft(request):
             return NO_DRAFT
-        state = self._state(request)
+        state = self._states.get(request)
+        if state is None:
+            index = NgramIndex(self._sizes) if self._sizes else None
+            state = self._states[request] = _Guesses(AcceptanceRecord(), index, request.num_tokens)
         limit = min(limit, self._depth_max)
         if state.index is None:
             return Draft(self._depth(request, state, num_running, limit), [])
@@ -215,22 +219,21 @@ class AdaptiveDrafter:
         depth = self._depth(request, state, num_running, len(found)) if found else 0
         return Draft(depth, found[:depth])
 
-    def read(self, request: Request, *, num_running: int) -> None:
-        """Take in more of the text, as much as in a step that guesses."""
-        index = self._state(request).index if can_draft(request) else None
-        if index is not None:
-            self._follow(request, index, num_running)
-
-    def _state(self, request: Request) -> _Guesses:
-        state = self._states.get(request)
-        if state is None:
-            index = NgramIndex(self._sizes) if self._sizes else None
-            state = self._states[request] = _Guesses(AcceptanceRecord(), index, request.num_tokens)
-        return state
+    def read(self, num_running: int) -> None:
+        """Take in more of the texts that are not all read, as much as in a step that guesses."""
+        for request in [*self._unread]:
+            index = self._states[request].index
+            if index is not None:
+                self._follow(request, index, num_running)
 
     def _follow(self, request: Request, index: NgramIndex, num_running: int) -> bool:
         num_tokens = max(1, INDEX_TOKENS_PER_STEP // num_running)
-        return index.follow(request.token_ids, num_tokens, num_unknown=request.num_unknown_tokens)
+        is_read = index.follow(request.token_ids, num_tokens, num_unknown=request.num_unknown_tokens)
+        if is_read:
+            self._unread.discard(request)
+        else:
+            self._unread.add(request)
+        return is_read
 
     def _depth(self, request: Request, state: _Guesses, num_running: int, limit: int) -> int:
         """What pays best, or now and then one guess where none does, to notice when that changes."""

@@ -27,7 +27,7 @@ class Foresight:
         guesses = [*self._answer[said : said + self._depth - 1], UNLIKELY][:limit]
         return Draft(len(guesses), guesses)
 
-    def read(self, request: Request, *, num_running: int) -> None:
+    def read(self, num_running: int) -> None:
         """It has no text to read."""
 
     def observe(self, request: Request, num_drafted: int, num_accepted: int) -> None:

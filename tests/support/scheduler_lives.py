@@ -130,7 +130,7 @@ class RandomDrafter:
         depth = self._numbers.randint(0, min(limit, 3))
         return Draft(depth, [self._numbers.randrange(1, 3) for _ in range(depth)]) if depth else NO_DRAFT
 
-    def read(self, request: Request, *, num_running: int) -> None:
+    def read(self, num_running: int) -> None:
         """It has no text to read."""
 
     def observe(self, request: Request, num_drafted: int, num_accepted: int) -> None:

@@ -134,7 +134,7 @@ class Oracle:
         depth = min(depths.pop(0), limit) if depths else 0
         return Draft(depth, [token_of(request.request_id, position) for position in range(first, first + depth)])
 
-    def read(self, request: Request, *, num_running: int) -> None:
+    def read(self, num_running: int) -> None:
         """It has no text to read."""
 
     def observe(self, request: Request, num_drafted: int, num_accepted: int) -> None:
@@ -364,13 +364,13 @@ def test_after_looks_for_guesses_that_found_nothing_more_and_more_steps_are_laun
 
 
 def test_a_long_prompt_is_read_on_while_nobody_looks_for_guesses(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Four tokens a step: by the fourth look, in the 16th step, all is read."""
-    monkeypatch.setattr(prompt_lookup, "INDEX_TOKENS_PER_STEP", 4)
+    """Eight tokens a step: by the third look, for the seventh step behind three chunks of the prompt, all is read."""
+    monkeypatch.setattr(prompt_lookup, "INDEX_TOKENS_PER_STEP", 8)
     options = SpeculativeOptions(method="ngram", num_speculative_tokens=2)
-    runner = FakeAheadRunner()
-    run_to_end(make_engine(runner, drafter=AdaptiveDrafter(options, FREE_ROWS)), [wanted("a", [1, 2] * 12, max_tokens=30)])
+    runner, prompt = FakeAheadRunner(), [token_of("a", position) for position in range(44)]
+    run_to_end(make_engine(runner, drafter=AdaptiveDrafter(options, FREE_ROWS)), [wanted("a", prompt, max_tokens=20)])
     launched = [entry for entry in runner.log if entry != "land"]
-    assert launched[:17] == ["launch 1"] * 16 + ["verify [2]"]
+    assert launched[:10] == ["launch 1"] * 9 + ["verify [2]"]
 
 
 @pytest.mark.parametrize("lands_at_once", [False, True])

@@ -179,7 +179,7 @@ class WrongGuesses:
     def draft(self, request: Request, *, limit: int, num_running: int) -> Draft:
         return Draft(1, [1]) if limit and request.num_tokens % BLOCK_SIZE else NO_DRAFT
 
-    def read(self, request: Request, *, num_running: int) -> None:
+    def read(self, num_running: int) -> None:
         """It has no text to read."""
 
     def observe(self, request: Request, num_drafted: int, num_accepted: int) -> None:
