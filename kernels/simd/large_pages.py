@@ -5,9 +5,9 @@ lines, in a virtual machine through two tables.
 
 A large page is made when a number of it is first written, and only if all of it was asked for before. Memory that a tensor
 had before, or tensors that each ask for themselves and end in the middle of a page, stay on small ones, which the system
-puts together at its leisure: 16 MB in ten seconds, so a model was at its full speed after some minutes. So tensors are laid
-one behind another in pieces of fresh memory, each of which is asked for at once. What the C library keeps of freed tensors,
-as those whose numbers have been packed, is given back before each piece: there are never two of a model.
+puts together at its leisure: two thirds of a 100M model, at 16 MB in ten seconds. So tensors are laid one behind another in
+pieces of fresh memory, each of which is asked for at once. What the C library keeps of freed tensors, as those whose numbers
+have been packed, is given back before each piece: there are never two of a model.
 """
 
 from __future__ import annotations
