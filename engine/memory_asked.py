@@ -9,13 +9,13 @@ from dataclasses import dataclass, replace
 
 from engine.config.model import ModelConfig
 from engine.formats import formats_of, has_fp8
+from engine.memory_changes import FEW_SEATS
 from engine.memory_fit import MemoryFit
 from engine.memory_needs import Load, MemoryShape
 from engine.options import EngineOptions
 
 SEAT_TOKENS = 256
-SEATS_LEAST = 32
-"""On a GPU, where nobody says how many requests run at a time: the default is halved, at most to so few, while the wanted
+"""On a GPU, where nobody says how many requests run at a time: the default is halved, at most to FEW_SEATS, while the wanted
 context does not fit beside the slots of so many, or the cache holds less than so many tokens for each of them."""
 
 
@@ -68,8 +68,8 @@ def fit_of(
 def _seated(fit: MemoryFit) -> MemoryFit:
     """With as many seats, by halves of the default, as leave room for the wanted context and find tokens in the cache."""
     seats = [fit.load.num_seqs]
-    while seats[-1] > SEATS_LEAST:
-        seats.append(max(SEATS_LEAST, seats[-1] // 2))
+    while seats[-1] > FEW_SEATS:
+        seats.append(max(FEW_SEATS, seats[-1] // 2))
     choices = [replace(fit, load=replace(fit.load, num_seqs=number)) for number in seats]
     fitting = [choice for choice in choices if choice.fits] or choices
     return next((choice for choice in fitting if choice.kv_tokens >= choice.load.num_seqs * SEAT_TOKENS), fitting[-1])
