@@ -19,7 +19,7 @@ Number = TypeVar("Number", int, float)
 _SIZE_UNITS = {"kib": 1024, "mib": MIB, "gib": 1024 * MIB}
 _SPECULATIVE_METHODS = ("ngram", "draft_model")
 _SPECULATIVE_NUMBERS = ("num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min", "disable_by_batch_size")
-_SHARED_PREFIXES_MAX = 1000
+_SHARED_PREFIXES_MAX = 256
 _NETWORKS_MAX = 100
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 

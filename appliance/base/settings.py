@@ -61,6 +61,8 @@ class Settings:
     max_num_batched_tokens: int | None = None
     max_model_len: int | None = None
     kv_cache_bytes: int | None = None
+    gpu_memory_utilization: float = 0.9
+    enable_prefix_caching: bool = True
     block_size: int = 16
     quantization: str | None = None
     head_quantization: str | None = None
@@ -196,11 +198,13 @@ _PARSERS: dict[str, Callable[[object], Any]] = {
     "max_num_batched_tokens": values_of.whole(1, 1_000_000),
     "max_model_len": values_of.whole(1, 10_000_000),
     "kv_cache_bytes": values_of.size(values_of.MIB, 1024**5),
+    "gpu_memory_utilization": values_of.number(0.01, 1),
+    "enable_prefix_caching": values_of.flag,
     "block_size": values_of.whole(1, 1024),
     "quantization": values_of.choice("int8", "fp8", "awq", "gptq", "compressed-tensors"),
     "head_quantization": values_of.choice("none", "int8"),
     "kv_cache_dtype": values_of.choice("auto", "fp8", "fp8_e4m3"),
-    "swap_space_gib": values_of.number(0, 1024 * 1024),
+    "swap_space_gib": values_of.number(0, 4096),
     "speculative": values_of.speculative,
     "batch_invariant": values_of.flag,
     "enforce_eager": values_of.flag,

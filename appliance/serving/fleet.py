@@ -88,6 +88,7 @@ def engine_command(folder: ModelFolder, settings: Settings, fd: int) -> list[str
         "--max-model-len": settings.max_model_len,
         "--block-size": settings.block_size,
         "--kv-cache-bytes": settings.kv_cache_bytes,
+        "--gpu-memory-utilization": settings.gpu_memory_utilization,
         "--quantization": settings.quantization,
         "--head-quantization": settings.head_quantization,
         "--kv-cache-dtype": settings.kv_cache_dtype if settings.kv_cache_dtype != "auto" else None,
@@ -101,6 +102,7 @@ def engine_command(folder: ModelFolder, settings: Settings, fd: int) -> list[str
     given += [("--shared-prefix", path) for path in settings.shared_prefixes]
     flags = ["--batch-invariant"] if settings.batch_invariant else []
     flags += ["--enforce-eager"] if settings.enforce_eager else []
+    flags += [] if settings.enable_prefix_caching else ["--no-prefix-caching"]
     return [sys.executable, "-m", "engine.main", *(part for pair in given for part in pair), *flags]
 
 

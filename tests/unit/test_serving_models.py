@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from appliance.base.errors import ModelNotFound
-from appliance.base.settings import load_settings
+from appliance.base.settings import SettingsError, load_settings
 from appliance.serving.fleet import engine_command, tenant_readings
 from appliance.serving.model_folder import ModelFolder, NotAModel
 from appliance.serving.model_registry import ModelRegistry
+from engine.main import _engine_options, parse_arguments
+from engine.options import EngineOptions
 from engine.protocol import TenantProgress
 from tests.support.served_model import make_hollow_model
 
@@ -103,6 +107,7 @@ def test_an_engine_is_told_what_the_settings_say_and_nothing_else(tmp_path: Path
     assert "--quantization" not in command
     assert "--kv-cache-dtype" not in command
     assert "--dtype" not in command
+    assert "--no-prefix-caching" not in command
 
 
 def test_an_engine_is_told_every_setting_that_is_its_own(tmp_path: Path) -> None:
@@ -113,6 +118,8 @@ def test_an_engine_is_told_every_setting_that_is_its_own(tmp_path: Path) -> None
         "swap_space_gib": 1.5,
         "quantization": "int8",
         "kv_cache_dtype": "fp8",
+        "gpu_memory_utilization": 0.75,
+        "enable_prefix_caching": False,
         "speculative": {"method": "ngram"},
         "batch_invariant": True,
         "scheduling_policy": "fcfs",
@@ -127,10 +134,56 @@ def test_an_engine_is_told_every_setting_that_is_its_own(tmp_path: Path) -> None
     assert given["--speculative-config"] == '{"method": "ngram"}'
     assert given["--quantization"] == "int8"
     assert given["--kv-cache-dtype"] == "fp8"
+    assert given["--gpu-memory-utilization"] == "0.75"
     assert given["--scheduling-policy"] == "fcfs"
     assert given["--inter-token-target-ms"] == "25.0"
     assert given["--shared-prefix"] == str(tmp_path / "prefix.txt")
-    assert command[-1] == "--batch-invariant"
+    assert command[-2:] == ["--batch-invariant", "--no-prefix-caching"]
+
+
+def options_of(folder: Path, **values: Any) -> EngineOptions:
+    """What an engine process makes of settings."""
+    settings = load_settings(options={"data_dir": folder.parent, **values}, environ={})
+    return _engine_options(parse_arguments(engine_command(ModelFolder.check(folder), settings, 7)[3:]))
+
+
+def test_all_options_of_an_engine_are_settings_but_the_number_of_blocks(tmp_path: Path) -> None:
+    folder = make_hollow_model(tmp_path / "model")
+    (tmp_path / "prefix.txt").write_text("You are helpful.")
+    set_all = options_of(
+        folder,
+        device="cpu", dtype="bfloat16", max_model_len=64, max_num_seqs=2, max_num_batched_tokens=32, block_size=8,
+        kv_cache_bytes=1 << 20, gpu_memory_utilization=0.5, enable_prefix_caching=False, engine_threads=1, swap_space_gib=1,
+        speculative={"method": "ngram"}, batch_invariant=True, enforce_eager=True, scheduling_policy="fcfs",
+        inter_token_target_ms=25, shared_prefixes=[str(tmp_path / "prefix.txt")], quantization="int8", kv_cache_dtype="fp8",
+        head_quantization="none",
+    )  # fmt: skip
+    plain = EngineOptions(model=folder)
+    names = [field.name for field in dataclasses.fields(EngineOptions)]
+    assert [name for name in names if getattr(set_all, name) == getattr(plain, name)] == ["model", "num_kv_blocks"]
+
+
+@pytest.mark.parametrize(
+    ("setting", "least", "most"),
+    [("gpu_memory_utilization", 0.01, 1), ("swap_space_gib", 0, 4096), ("inter_token_target_ms", 0.1, 60_000)],
+)
+def test_what_is_a_setting_within_its_limits_is_one_for_the_engine(
+    setting: str, least: float, most: float, tmp_path: Path
+) -> None:
+    folder = make_hollow_model(tmp_path / "model")
+    for value in (least, most):
+        options_of(folder, **{setting: value})
+    with pytest.raises(SettingsError, match=f"{setting} must be a number from {least:g} to"):
+        options_of(folder, **{setting: most * 1.01})
+
+
+def test_as_many_shared_prefixes_as_a_setting_takes_an_engine_takes(tmp_path: Path) -> None:
+    folder = make_hollow_model(tmp_path / "model")
+    (tmp_path / "prefix.txt").write_text("You are helpful.")
+    prefixes = [str(tmp_path / "prefix.txt")] * 256
+    assert len(options_of(folder, shared_prefixes=prefixes).shared_prefixes) == 256
+    with pytest.raises(SettingsError, match="shared_prefixes must name at most 256 files"):
+        options_of(folder, shared_prefixes=[*prefixes, prefixes[0]])
 
 
 def test_tenants_of_an_engine_are_named_the_largest_first_and_the_probe_is_none() -> None:
