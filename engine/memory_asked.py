@@ -21,13 +21,14 @@ context does not fit beside the slots of so many, or the cache holds less than s
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceMemory:
-    """`usable_bytes` is what this engine may reach, of which `context_bytes` are taken already; `capability` is the compute
-    capability of a GPU."""
+    """`usable_bytes` is what this engine may reach, of which `context_bytes` are taken already; of a GPU `capability` is the
+    compute capability, and `memory_bytes` all that it has."""
 
     device_type: str
     usable_bytes: int
     context_bytes: int
     capability: tuple[int, int] | None = None
+    memory_bytes: int | None = None
 
 
 def fit_of(
@@ -61,6 +62,7 @@ def fit_of(
         wanted_len=options.max_model_len or config.max_position_len,
         draft=None if draft is None else MemoryShape.of(draft),
         has_fp8=has_fp8(memory.capability),
+        memory_bytes=memory.memory_bytes,
     )
     return _seated(fit) if load.on_gpu and options.max_num_seqs is None else fit
 

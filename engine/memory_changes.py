@@ -1,7 +1,8 @@
 """Changes that make a model take less memory, in the order of what they cost. Knows no torch.
 
-First what costs speed alone: fewer requests and tokens at a time, no captured steps. Then what costs quality: numbers in 16
-bits, the head in 8, keys and values in 8, weights in 8, both, weights in 4, both; all of it at last.
+First what costs other programs: a larger share of a card. Then what costs speed alone: fewer requests and tokens at a time, no
+captured steps. Then what costs quality: numbers in 16 bits, the head in 8, keys and values in 8, weights in 8, both, weights in
+4, both; all of it at last.
 """
 
 from __future__ import annotations
@@ -16,13 +17,19 @@ FEW_SEATS = 32
 FEW_TOKENS = 2048
 """Of a step: so many that prompts still read the weights seldom, so few that activations are no more than a few hundred MB."""
 
+LARGER_SHARE = 0.95
+"""Of a card's memory: the rest is for what nobody foretold."""
+
 
 class Held(NamedTuple):
-    """What changes are made to: how numbers are kept, what is held at a time, and whether the device computes with fp8."""
+    """What changes are made to: how numbers are kept, what is held at a time, whether the device computes with fp8, and what
+    may be used of how much memory it has, None where it is no card."""
 
     formats: Formats
     load: Load
     has_fp8: bool
+    usable_bytes: int
+    memory_bytes: int | None
 
 
 class Changed(NamedTuple):
@@ -34,6 +41,14 @@ class Changed(NamedTuple):
 
 Change = Callable[[Held], Changed | None]
 """None where there is nothing to change."""
+
+
+def larger_share(held: Held) -> Changed | None:
+    usable_bytes = int((held.memory_bytes or 0) * LARGER_SHARE)
+    if usable_bytes <= held.usable_bytes:
+        return None
+    words = f"a larger share of the card (gpu_memory_utilization={LARGER_SHARE:g})"
+    return Changed(words, held._replace(usable_bytes=usable_bytes))
 
 
 def fewer_at_a_time(held: Held) -> Changed | None:
@@ -90,6 +105,7 @@ def weights_4(held: Held) -> Changed | None:
 
 
 IN_ORDER: tuple[tuple[Change, ...], ...] = (
+    (larger_share,),
     (fewer_at_a_time,),
     (no_captured_steps,),
     (fewer_at_a_time, no_captured_steps),
@@ -103,8 +119,8 @@ IN_ORDER: tuple[tuple[Change, ...], ...] = (
     (weights_4, kv_8),
 )
 EVERYTHING: tuple[tuple[Change, ...], ...] = (
-    (fewer_at_a_time, no_captured_steps, weights_8, kv_8),
-    (fewer_at_a_time, no_captured_steps, weights_4, kv_8),
+    (larger_share, fewer_at_a_time, no_captured_steps, weights_8, kv_8),
+    (larger_share, fewer_at_a_time, no_captured_steps, weights_4, kv_8),
 )
 
 

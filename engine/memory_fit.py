@@ -35,7 +35,8 @@ class Remedy(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryFit:
-    """A model that is to have `wanted_len` tokens of context in `usable_bytes` of a device that computes with fp8, or not."""
+    """A model that is to have `wanted_len` tokens of context in `usable_bytes` of a device that computes with fp8, or not.
+    `memory_bytes`: all of a GPU's, of which an option says the share that is usable."""
 
     model: MemoryShape
     formats: Formats
@@ -45,6 +46,7 @@ class MemoryFit:
     wanted_len: int
     draft: MemoryShape | None = None
     has_fp8: bool = True
+    memory_bytes: int | None = None
 
     @property
     def needs(self) -> MemoryNeeds:
@@ -105,10 +107,15 @@ class MemoryFit:
 
     @property
     def _held(self) -> Held:
-        return Held(self.formats, self.load, self.has_fp8)
+        return Held(self.formats, self.load, self.has_fp8, self.usable_bytes, self.memory_bytes)
 
     def _with(self, held: Held) -> MemoryFit:
-        return replace(self, formats=held.formats, load=held.load)
+        return replace(self, formats=held.formats, load=held.load, usable_bytes=held.usable_bytes)
+
+    @property
+    def share(self) -> float | None:
+        """Of a GPU's memory, as the option `gpu_memory_utilization` says it; None on a CPU."""
+        return None if self.memory_bytes is None else round(self.usable_bytes / self.memory_bytes, 4)
 
     def explain(self, *, in_lines: bool = False) -> str:
         """What it needs, what there is, and what would make it fit: in one line, or each change in its own."""
@@ -124,6 +131,8 @@ class MemoryFit:
         said = ", ".join(f"{name} {gib(num_bytes)}" for name, num_bytes in parts if num_bytes)
         needed, usable = told_apart(self.needed_bytes, self.usable_bytes)
         said = f"needs {needed} ({said}), and {usable} may be used"
+        if self.memory_bytes is not None:
+            said += f" (gpu_memory_utilization={self.share:g} of {gib(self.memory_bytes)})"
         if self.fits:
             return said
         remedies = [str(remedy) for remedy in self.remedies()]

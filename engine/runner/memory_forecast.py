@@ -129,6 +129,7 @@ def _memory(options: EngineOptions, device: torch.device) -> DeviceMemory:
         usable_bytes=int(total * options.gpu_memory_utilization),
         context_bytes=total - free + WORKSPACE_BYTES,
         capability=torch.cuda.get_device_capability(device),
+        memory_bytes=total,
     )
 
 

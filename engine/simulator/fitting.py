@@ -52,6 +52,7 @@ def memory_fit(model: str, gpu: SimulatedGpu, *, quantization: str | None = None
         usable_bytes=int(gpu.memory_bytes * options.gpu_memory_utilization),
         context_bytes=CONTEXT_BYTES,
         capability=gpu.capability,
+        memory_bytes=gpu.memory_bytes,
     )
     ahead = not options.enforce_eager
     return fit_of(config, options, dtype, memory, num_graphs=GRAPHS_MAX if ahead else 0, has_slots=ahead)
@@ -84,6 +85,8 @@ def facts(fit: MemoryFit) -> dict[str, Any]:
     """The parts of a model that fits, and what is left for keys and values."""
     needs, num_blocks = fit.needs, fit.needs.num_blocks(fit.usable_bytes)
     return {
+        "memory_bytes": fit.memory_bytes,
+        "gpu_memory_utilization": fit.share,
         "usable_bytes": fit.usable_bytes,
         "weights_bytes": needs.weights_bytes,
         "activations_bytes": needs.activations_bytes,

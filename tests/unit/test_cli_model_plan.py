@@ -66,6 +66,16 @@ def test_a_person_reads_gib_and_one_change_a_line(typed: Any) -> None:
     assert f"  a shorter context: max_model_len={plan['max_model_len']}" in changes
 
 
+def test_a_plan_says_what_share_of_the_card_it_is_for(typed: Any) -> None:
+    asked = "llama-3.1-8b", "--memory-gib", "24", "--gpu-memory-utilization", "0.75"
+    plan = json.loads(typed(*asked, "--json").out)
+    assert (plan["gpu_memory_utilization"], plan["memory_bytes"], plan["usable_bytes"]) == (0.75, 24 << 30, 18 << 30)
+    assert plan["remedies"][1]["change"] == "a larger share of the card (gpu_memory_utilization=0.95)"
+    said = dict(line.split("\t") for line in typed(*asked).out.splitlines() if "\t" in line)
+    assert (said["memory"], said["gpu_memory_utilization"], said["usable"]) == ("24.0 GiB", "0.75", "18.0 GiB")
+    assert "and 18.0 GiB may be used (gpu_memory_utilization=0.75 of 24.0 GiB)" in said["note"]
+
+
 def test_what_fits_has_no_remedies(typed: Any) -> None:
     assert json.loads(typed("llama-3.1-8b", "--json").out)["remedies"] == []
     assert typed("llama-3.1-8b").out.splitlines()[-1] == "note\t-"

@@ -189,6 +189,19 @@ def test_a_card_without_fp8_is_offered_none() -> None:
     assert "(quantization=int8)" in older.explain()
 
 
+def test_a_larger_share_of_a_card_is_offered_first_and_a_full_one_is_not() -> None:
+    half = replace(fit(12), memory_bytes=24 * GIB)
+    assert half.remedies()[0].words == "a larger share of the card (gpu_memory_utilization=0.95)"
+    assert half.remedies()[0].context_len == replace(half, usable_bytes=int(24 * GIB * 0.95)).context_len
+    assert "and 12.0 GiB may be used (gpu_memory_utilization=0.5 of 24.0 GiB);" in half.explain()
+    asked = replace(half, wanted_len=half.remedies()[0].context_len)
+    assert words_of(asked)[0] == "a larger share of the card"
+    assert asked.remedies()[0].context_len == asked.wanted_len
+    full = replace(fit(24), usable_bytes=int(24 * GIB * 0.95), memory_bytes=24 * GIB)
+    assert "share" not in "".join(words_of(full))
+    assert "gpu_memory_utilization" not in fit(12).explain(), "a CPU has no such share"
+
+
 def test_what_is_held_at_a_time_is_offered_where_it_is_what_does_not_fit() -> None:
     small = shape_of("qwen3-0.6b")
     load = replace(LOAD, num_graphs=48, has_slots=True, on_gpu=True)
@@ -219,8 +232,13 @@ def test_what_is_in_small_formats_already_is_not_offered_them() -> None:
 
 @pytest.mark.parametrize("eighths", range(16, 280, 6))
 @pytest.mark.parametrize("formats", [BF16, Formats(weights=FOUR_BITS, element_bytes=2, kv_element_bytes=2)])
-def test_whatever_there_is_the_remedies_are_few_and_each_costs_more_and_leaves_more(eighths: int, formats: Formats) -> None:
-    asked = replace(fit(eighths / 8, formats=formats), load=replace(LOAD, on_gpu=True, has_slots=True))
+@pytest.mark.parametrize("share", [None, 0.6, 0.9])
+def test_whatever_there_is_the_remedies_are_few_and_each_costs_more_and_leaves_more(
+    eighths: int, formats: Formats, share: float | None
+) -> None:
+    memory_bytes = None if share is None else int(eighths * GIB / 8 / share)
+    loaded = replace(fit(eighths / 8, formats=formats), load=replace(LOAD, on_gpu=True, has_slots=True))
+    asked = replace(loaded, memory_bytes=memory_bytes)
     remedies = asked.remedies()
     assert len(remedies) <= REMEDIES_MAX
     lengths = [remedy.context_len for remedy in remedies]
@@ -232,7 +250,7 @@ def test_whatever_there_is_the_remedies_are_few_and_each_costs_more_and_leaves_m
 
 
 def fit_after(asked: MemoryFit, held: Held) -> MemoryFit:
-    return replace(asked, formats=held.formats, load=held.load)
+    return replace(asked, formats=held.formats, load=held.load, usable_bytes=held.usable_bytes)
 
 
 def test_a_device_that_is_hopelessly_small_is_told_what_the_least_would_be() -> None:

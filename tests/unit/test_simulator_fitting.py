@@ -123,8 +123,9 @@ def test_seats_that_nobody_asked_for_are_as_many_as_find_keys_and_values(
 @pytest.mark.parametrize("memory_gib", [19, 21, 24, 29, 36])
 def test_a_context_that_a_hint_names_is_served_with_the_seats_that_are_chosen_then(memory_gib: int, tmp_path: Path) -> None:
     folder, card = str(written(tmp_path, LLAMA_8B)), replace(find_gpu("h200"), memory_bytes=memory_gib * GIB)
-    asked = {
+    asked: dict[str, dict[str, Any]] = {
         "a shorter context": {},
+        "a larger share of the card (gpu_memory_utilization=0.95)": {"gpu_memory_utilization": 0.95},
         "keys and values in 8 bits (kv_cache_dtype=fp8)": {"kv_cache_dtype": "fp8"},
         "weights in 8 bits (quantization=int8 or fp8)": {"quantization": "int8"},
     }
