@@ -143,6 +143,7 @@ def make_engine(batch: int) -> tuple[Engine, Parts]:
         None,  # type: ignore[arg-type]
         NoCalls(),
         max_num_seqs=batch,
+        max_guesses=0,
         num_columns=MAX_MODEL_LEN // BLOCK_SIZE,
         block_size=BLOCK_SIZE,
         device=DEVICE,

@@ -108,7 +108,12 @@ def build_engine(options: EngineOptions, *, progress: Callable[[float], None] = 
     sampler = Sampler(device)
     caches = [*target_decoder.kv_caches, *(draft_decoder.kv_caches if draft_decoder else ())]
     mover = BlockMover(caches, plan.num_host_blocks)
-    runner = ModelRunner(target_decoder, sampler, mover, masks, draft=draft_decoder, batch_invariant=options.batch_invariant)
+    lands_at_once = records_steps(options, target_decoder)
+    is_plain = not lands_at_once and not launches_ahead(options, device)
+    runner = ModelRunner(
+        target_decoder, sampler, mover, masks,
+        draft=draft_decoder, batch_invariant=options.batch_invariant, guesses_are_equal=not is_plain,
+    )  # fmt: skip
     times.done("cache")
     meter = MemoryMeter(device)
     meter.begin_run()
@@ -116,10 +121,10 @@ def build_engine(options: EngineOptions, *, progress: Callable[[float], None] = 
     decoders = [target_decoder] if draft_decoder is None else [target_decoder, draft_decoder]
     if compiles_at_first_use(device):
         with compiling("steps", lambda ready: progress(share + (1 - share) * ready)):
-            _ask_for_kernels(decoders, mover, limits, options, device)
+            _ask_for_kernels(decoders, mover, limits, options)
+            if is_plain and draft is not None and options.speculative_config is not None:
+                compile_verification(model.config.vocab_size, options.speculative_config.num_speculative_tokens, device)
         times.done("kernels")  # compiled or found in Triton's cache on disk
-    lands_at_once = records_steps(options, target_decoder)
-    is_plain = not lands_at_once and not launches_ahead(options, device)
     speed = measure_speed(
         model.config,
         target_decoder,
@@ -156,16 +161,18 @@ def build_engine(options: EngineOptions, *, progress: Callable[[float], None] = 
         _tell_start(info, "plain", times)
         scheduler = _scheduler(options, plan, limits, speed, budget)
         return Engine(scheduler, runner, info, grammars=desk, step_budget=budget)
-    asks_host, max_guesses = model.decoder.asks_host, options.max_guesses
+    asks_host, max_guesses = any(each.decoder.asks_host for each in (model, draft) if each), options.max_guesses
     meter.begin_slots()
     ahead = slot_runner(
         runner, target_decoder, masks, limits, device,
-        max_guesses=max_guesses, asks_host=asks_host, lands_at_once=lands_at_once,
+        draft=draft_decoder, max_guesses=max_guesses, asks_host=asks_host, lands_at_once=lands_at_once,
     )  # fmt: skip
     meter.begin_graphs()
     ahead.warm_up()
     if max_guesses:
-        speed = replace(speed, speculation=measure_guesses(ahead.run_padding, limits.max_num_seqs + max_guesses, device))
+        guess = None if draft is None else ahead.run_draft_padding
+        costs = measure_guesses(ahead.run_padding, limits.max_num_seqs + max_guesses, device, guess=guess)
+        speed = replace(speed, speculation=costs)
     info = replace(info, memory=forecast.parts(meter.with_graphs(measured)))
     times.done("graphs")
     scheduler = _scheduler(options, plan, limits, speed, budget)
@@ -177,14 +184,12 @@ def build_engine(options: EngineOptions, *, progress: Callable[[float], None] = 
 
 
 def _ask_for_kernels(
-    decoders: Sequence[PagedDecoder], mover: BlockMover, limits: SchedulerLimits, options: EngineOptions, device: torch.device
+    decoders: Sequence[PagedDecoder], mover: BlockMover, limits: SchedulerLimits, options: EngineOptions
 ) -> None:
-    """Those of all steps and of the verification of guesses; a second decoder is the draft model's."""
+    """Those of all steps; a second decoder is the draft model's."""
     for decoder in decoders:
         compile_steps(decoder, limits, max_guesses=options.max_guesses)
     mover.compile()
-    if len(decoders) > 1 and options.speculative_config is not None:
-        compile_verification(decoders[0].vocab_size, options.speculative_config.num_speculative_tokens, device)
 
 
 def _tell_start(info: EngineInfo, runner: str, times: StartTimes) -> None:

@@ -260,7 +260,7 @@ class MemoryNeeds:
             weights_bytes=model.weights_bytes(formats.weights, size) + drafts_bytes,
             activations_bytes=max(each.activations_bytes(load.num_tokens, rows, size) for each in both),
             graphs_bytes=model.graphs_bytes(load.num_graphs, rows, size),
-            slots_bytes=max(splits, default=0) + (columns if load.has_slots else 0),
+            slots_bytes=(sum(splits) + columns) if load.has_slots else max(splits, default=0),
             context_bytes=context_bytes,
             block_bytes=sum(each.kv_token for each in both) * formats.kv_element_bytes * load.block_size,
             block_size=load.block_size,

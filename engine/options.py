@@ -135,9 +135,8 @@ class EngineOptions:
 
     @property
     def max_guesses(self) -> int:
-        """Rows of a step over slots beyond one for each request; a draft model's guesses never stand in one."""
-        speculative = self.speculative_config
-        return 0 if speculative is None or speculative.model is not None else STEP_GUESSES_MAX
+        """Rows of a step over slots beyond one for each request."""
+        return 0 if self.speculative_config is None else STEP_GUESSES_MAX
 
     def seats(self, device_type: str) -> int:
         """Requests that run at a time: as asked, else what suits the device, one for each token of a step at most."""

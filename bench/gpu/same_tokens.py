@@ -30,7 +30,7 @@ from engine.loop import Engine
 from engine.protocol import GenerationRequest, SamplingParams
 from engine.runner.ahead import VARIABLE as GRAPHS
 from engine.runner.batch_inputs import BatchInputs, InputRow
-from engine.runner.decode_step import step_size
+from engine.runner.ready_steps import step_size
 from engine.runner.model_runner import ModelRunner
 from engine.runner.paged_decoder import PagedDecoder
 from engine.sampling.logits_filters import is_greedy, scale_of

@@ -29,22 +29,16 @@ log = logging.getLogger("gatehouse.engine")
 
 
 def launches_ahead(options: EngineOptions, device: torch.device) -> bool:
-    """On a GPU, unless the operator wants the plain runner or something that needs the host between two steps: a draft model,
-    and batch-invariant attention that is not a kernel over pages."""
-    if device.type != "cuda" or options.enforce_eager or _has_draft_model(options):
+    """On a GPU, unless the operator wants the plain runner or something that needs the host between two steps: batch-invariant
+    attention that is not a kernel over pages."""
+    if device.type != "cuda" or options.enforce_eager:
         return False
     return not options.batch_invariant or ops.operations(device, batch_invariant=True).is_row_invariant
 
 
 def records_steps(options: EngineOptions, target: PagedDecoder) -> bool:
     """Whether decode steps on this CPU are one recorded call, over slots too, though none is ahead of another."""
-    needs_host = options.enforce_eager or options.batch_invariant or _has_draft_model(options)
-    return target.sequence is not None and not needs_host
-
-
-def _has_draft_model(options: EngineOptions) -> bool:
-    """It computes whatever the large model does, in each step."""
-    return options.speculative_config is not None and options.speculative_config.model is not None
+    return target.sequence is not None and not (options.enforce_eager or options.batch_invariant)
 
 
 def slot_runner(
@@ -54,12 +48,14 @@ def slot_runner(
     limits: SchedulerLimits,
     device: torch.device,
     *,
+    draft: PagedDecoder | None = None,
     max_guesses: int = 0,
     asks_host: bool = False,
     lands_at_once: bool = False,
 ) -> SlotRunner:
-    """A runner over slots for all seats of the engine. `max_guesses`: of a step. `asks_host`: the decoder does, so its steps
-    are not captured; `lands_at_once`: as a CPU's, whose steps are over when they were launched."""
+    """A runner over slots for all seats of the engine. `draft`: the model that guesses, if one does. `max_guesses`: of a step.
+    `asks_host`: a decoder does, so that steps are not captured; `lands_at_once`: as a CPU's, whose steps are over when they
+    were launched."""
     return SlotRunner(
         plain,
         target,
@@ -72,6 +68,7 @@ def slot_runner(
         block_size=limits.block_size,
         device=device,
         lands_at_once=lands_at_once,
+        draft=draft,
     )
 
 

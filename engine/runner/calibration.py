@@ -8,7 +8,7 @@ what lies between decides when guessing tokens is worth its rows.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
@@ -73,8 +73,8 @@ def measure_speed(
     times = list(accumulate((_pass_s(target, num_rows, min(num_rows, max_sampled), block_size) for num_rows in rows), max))
     if len(rows) == 1:
         rows, times = [1, 2], [times[0], 2 * times[0]]
-    draft_step = 0.0 if draft is None else _pass_s(draft, 1, 1, block_size) / times[0]
-    speculation = SpeculationCosts(rows=tuple(rows), times=tuple(time_s / times[0] for time_s in times), draft_step=draft_step)
+    draft_s = 0.0 if draft is None else _pass_s(draft, 1, 1, block_size)
+    speculation = _costs(rows, [time_s + draft_s for time_s in times], draft_s)
     step_times = step_time_model(
         config,
         times[0],
@@ -88,12 +88,20 @@ def measure_speed(
     return MeasuredSpeed(step_times, speculation)
 
 
-def measure_guesses(run: Callable[[int], None], max_rows: int, device: torch.device) -> SpeculationCosts:
+def measure_guesses(
+    run: Callable[[int], None], max_rows: int, device: torch.device, *, guess: Callable[[], None] | None = None
+) -> SpeculationCosts:
     """What guesses cost where they are verified over slots. `run` computes a step of so many rows, up to `max_rows`, and waits
-    for its tokens; one row is a step without guesses."""
+    for its tokens; one row is a step without guesses. `guess` has a draft model guess once."""
     rows = sorted({1, 2, *ROWS_BETWEEN, max_rows if device.type == "cuda" else min(ROWS["cpu"][-1], max_rows)})
     times = list(accumulate((_fastest_s(partial(run, num_rows), STEPS) for num_rows in rows), max))
-    return SpeculationCosts(rows=tuple(rows), times=tuple(time_s / times[0] for time_s in times))
+    return _costs(rows, times, 0.0 if guess is None else _fastest_s(guess, STEPS))
+
+
+def _costs(rows: Sequence[int], times: Sequence[float], draft_s: float) -> SpeculationCosts:
+    """times: seconds of steps with so many rows; draft_s: of one guess of a draft model"""
+    one_s = times[0]
+    return SpeculationCosts(rows=tuple(rows), times=tuple(time_s / one_s for time_s in times), draft_step=draft_s / one_s)
 
 
 def _pass_s(decoder: PagedDecoder, num_rows: int, num_sampled: int, block_size: int) -> float:

@@ -14,14 +14,14 @@ from engine.scheduling.scheduled_batch import ScheduledRequest
 
 @dataclass(slots=True)
 class ChoosingRows:
-    """In columns: whose row it is, the slot of that, the input token, and the index of the chosen one in prompt plus output.
-    `guesses`: of requests that have some, by their first row."""
+    """In columns: whose row it is, the slot of that, the input token (0 for a guess that only the device knows), and the index
+    of the chosen one in prompt plus output. `depths`: numbers of guesses, by the first row of a request that has some."""
 
     items: list[ScheduledRequest] = field(default_factory=list)
     slots: list[int] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     positions: list[int] = field(default_factory=list)
-    guesses: dict[int, list[int]] = field(default_factory=dict)
+    depths: dict[int, int] = field(default_factory=dict)
 
     @classmethod
     def of(cls, items: Sequence[ScheduledRequest], slots: Sequence[int]) -> ChoosingRows:
@@ -30,12 +30,17 @@ class ChoosingRows:
         for item, slot in zip(items, slots, strict=True):
             end, num_rows = item.start + item.num_tokens, 1 + item.num_draft_tokens
             if item.num_draft_tokens:
-                rows.guesses[len(rows.items)] = item.draft_token_ids
+                rows.depths[len(rows.items)] = item.num_draft_tokens
             rows.items += [item] * num_rows
             rows.slots += [slot] * num_rows
-            rows.tokens += [item.request.token_ids[end - num_rows], *item.draft_token_ids]
+            rows.tokens += [item.request.token_ids[end - num_rows], *item.draft_inputs]
             rows.positions += range(end - num_rows + 1, end + 1)
         return rows
+
+    @property
+    def guessing(self) -> list[int]:
+        """The rows of guesses, in order."""
+        return [first + index for first, depth in self.depths.items() for index in range(1, depth + 1)]
 
     def inputs(self, block_size: int) -> list[list[int]]:
         """Of decodes with guesses, in columns: slots, tokens, their positions, their places in the cache, lengths of contexts.

@@ -21,7 +21,8 @@ class LaunchedStep:
     """Where the tokens of a step will arrive.
 
     `rows[i]` is the item that token i belongs to, all of them in order if None. `scored`: (token, number of likeliest ones) of
-    those with log-probabilities. `guesses`: what a request had guessed, by the first of its tokens, of which there is one more.
+    those with log-probabilities. `depths`: how many guesses a request had, by the first of its tokens, of which there is one
+    more; `inputs`: what each token was chosen behind, guesses among them, None where only the device knows.
     `choice` is what still has to be begun, `errors` what came of it.
     """
 
@@ -29,7 +30,8 @@ class LaunchedStep:
     num_sampled: int
     rows: list[int] | None = None
     scored: list[tuple[int, int]] = field(default_factory=list)
-    guesses: dict[int, list[int]] = field(default_factory=dict)
+    depths: dict[int, int] = field(default_factory=dict)
+    inputs: Sequence[int] | None = None
     fetch: Fetch | None = None
     choice: Callable[[], Choosing] | None = None
     errors: dict[int, GrammarError] = field(default_factory=dict)
@@ -43,7 +45,7 @@ class LaunchedStep:
         """One per item, None where no token could be drawn."""
         assert self.choice is None, "the step was not completed"
         results = self._results()
-        if self.guesses:
+        if self.depths:
             results = self._accepted(results)
         if self.rows is None:
             return results
@@ -54,14 +56,16 @@ class LaunchedStep:
 
     def _accepted(self, results: Sequence[RowResult]) -> list[RowResult]:
         """One per request; None where the first token could not be drawn."""
+        assert self.fetch is not None, "nobody guesses in a step that chooses nothing"
+        inputs = self.fetch.inputs() if self.inputs is None else self.inputs
         kept: list[RowResult] = []
         row = 0
         while row < len(results):
-            guesses = self.guesses.get(row, ())
-            drawn = results[row : row + 1 + len(guesses)]
+            end = row + 1 + self.depths.get(row, 0)
+            drawn, guesses = results[row:end], inputs[row + 1 : end]
             is_alone = not guesses or drawn[0] is None
             kept.append(drawn[0] if is_alone else accept_equal([_sampled(result) for result in drawn], guesses))
-            row += len(drawn)
+            row = end
         return kept
 
     def _results(self) -> list[RowResult]:

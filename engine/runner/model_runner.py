@@ -36,7 +36,9 @@ class ModelRunner:
         *,
         draft: PagedDecoder | None = None,
         batch_invariant: bool = False,
+        guesses_are_equal: bool = False,
     ) -> None:
+        """`guesses_are_equal`: guesses become tokens by equality alone, as in the steps over slots beside these."""
         self.stage = "prepare"
         self.text_model = target.text_model
         self._target = target
@@ -44,6 +46,7 @@ class ModelRunner:
         self._mover = mover
         self._masks = masks
         self._batch_invariant = batch_invariant
+        self._guesses_are_equal = guesses_are_equal or batch_invariant
         self._draft = None if draft is None else DraftModel(draft, sampler, self._by_rejection)
         self._slice_rows = max(1, LOGITS_ELEMENTS_MAX // target.vocab_size)
 
@@ -138,7 +141,7 @@ class ModelRunner:
         """Equality also serves where log-probabilities are asked for, and where tokens must not depend on the batch: how deep
         a request guesses does depend on it."""
         sampling = request.sampling
-        return not (self._batch_invariant or is_greedy(sampling) or sampling.logprobs is not None)
+        return not (self._guesses_are_equal or is_greedy(sampling) or sampling.logprobs is not None)
 
     def _score(self, request: Request, hidden: torch.Tensor, scored: range, scored_from: int) -> list[TokenLogprob]:
         """Log-probabilities of prompt tokens from position `scored_from` on, one per row of `scored`."""

@@ -5,7 +5,8 @@ of prompts is the plain forward pass over rows made on the host, with the tokens
 tokens go from slot to slot on the device, and a copy of them reaches the host while the next step runs.
 
 A step in which requests verify guesses (`choosing_rows`) is one or the other, with a row for each guess. Nothing is launched
-behind it before it is settled.
+behind it before it is settled. A draft model writes its guesses just before, over the same slots (`draft_steps`), and goes
+along with every step, as it has keys and values of its own.
 
 Rows that need a mask from the host (a grammar) wait for the token before theirs. The others of their step do not wait for more
 than that: the step is launched ahead as far as its logits, and `LaunchedStep.complete` begins the choice of all tokens, when
@@ -21,17 +22,21 @@ import torch
 
 from engine.grammar.masks import StepMasks
 from engine.grammar.spec import GrammarError
-from engine.runner.batch_inputs import InputRow, forward_order
+from engine.runner.batch_inputs import InputRow
 from engine.runner.choosing_rows import ChoosingRows
 from engine.runner.cuda_graphs import Calls
-from engine.runner.decode_step import DecodeStep, guesses_size, step_size
+from engine.runner.decode_step import DecodeStep
+from engine.runner.draft_steps import DraftSteps
 from engine.runner.embedder import TextModel
 from engine.runner.launched_step import Choosing, LaunchedStep
 from engine.runner.model_runner import ModelRunner
 from engine.runner.paged_decoder import PagedDecoder
+from engine.runner.pass_rows import UNKNOWN, guess_places, input_row, unknown_places
+from engine.runner.ready_steps import NO_INPUTS, NO_ROWS, ReadySteps
 from engine.runner.slots import NOTHING, SlotState, SlotTable
 from engine.runner.staging import Fetch, FetchedAtOnce, Staging, TokenReturn
-from engine.runner.step_rows import FIRST, NONE, scored_positions
+from engine.runner.step_inputs import StepInputs
+from engine.runner.step_rows import FIRST, scored_positions
 from engine.runner.warm_up import compiles_at_first_use, compiling
 from engine.sampling import scores
 from engine.sampling.columns import ColumnSampler, Kind, Wants
@@ -40,11 +45,11 @@ from engine.sampling.logits_rules import SampledRow
 from engine.sampling_params import TOP_LOGPROBS_MAX
 from engine.scheduling.scheduled_batch import BlockMoves, ScheduledRequest, StepOutput
 
-NO_ROWS: list[int] = []
-NO_INPUTS: list[list[int]] = [[]] * 5
-
 Begun = Callable[[], StepMasks]
 """Masks that are being filled."""
+
+Known = tuple[torch.Tensor, torch.Tensor]
+"""Places among the tokens of a pass, and the tokens that stand there: [N] int64 each."""
 
 KINDS = (Kind(), Kind(greedy=True), Kind(weighs=True), Kind(counts=True), Kind(num_top=1))
 """What steps do in their own kernels, one way at a time: whatever else they do are these together."""
@@ -71,34 +76,40 @@ class SlotRunner:
         block_size: int,
         device: torch.device,
         lands_at_once: bool = False,
+        draft: PagedDecoder | None = None,
     ) -> None:
         """`max_guesses`: of all requests of a step, 0 if none are made. `num_columns`: blocks of the longest request.
         `lands_at_once`: a step is over when it was launched, and is recorded instead of rounded up to one of the sizes of
-        graphs."""
+        graphs. `draft`: the model that guesses; without one the host does."""
         self.plain = plain
         self._target = target
+        self._draft = draft
         self._sampler = sampler
         self._masks = masks
-        self._calls = calls
-        self._max_rows = max_num_seqs
-        self._max_guesses = max_guesses
+        self._max_num_seqs = max_num_seqs
+        self._has_guesses = max_guesses > 0
         self._block_size = block_size
         self.lands_at_once = lands_at_once
         self._device = device
         self._state = SlotState(max_num_seqs, num_columns, device=device, dtype=target.dtype)
         self._slots = SlotTable(self._state, sampler)
-        self._step = DecodeStep(
-            target,
-            self._state,
-            sampler,
-            max_rows=max_num_seqs + max_guesses,
-            block_size=block_size,
-            device=device,
-            is_recorded=lands_at_once,
+        max_rows = max_num_seqs + max_guesses
+        self._inputs = StepInputs(self._state, max_rows=max_rows, block_size=block_size, device=device, dtype=target.dtype)
+        over_slots = self._inputs, self._state, sampler
+        make_step = partial(DecodeStep, device=device, is_recorded=lands_at_once)
+        make_ready = partial(
+            ReadySteps, inputs=self._inputs, calls=calls, max_num_seqs=max_num_seqs, lands_at_once=lands_at_once
         )
+        self._drafts: DraftSteps | None = None
+        draft_step = None
+        if draft is not None:
+            draft_step = make_step(draft, *over_slots)
+            self._drafts = DraftSteps(make_ready("draft", draft_step), self._inputs, sampler, device)
+        self._step = make_step(target, *over_slots, draft=draft_step)
+        self._steps = make_ready("decode", self._step)
         self._staging = Staging(device)
-        self._return = TokenReturn(max_num_seqs + max_guesses, scores.width(TOP_LOGPROBS_MAX), device=device)
-        self._rows: list[int] = []  # what stands in `DecodeStep.rows`
+        self._return = TokenReturn(max_rows, scores.width(TOP_LOGPROBS_MAX), device=device)
+        self._wanting: list[int] = []  # the slots that want this:
         self._wants = Wants(Kind(), [], [])
         self._decodes: Sequence[ScheduledRequest] = []  # of the last step of one token each: mostly those of the next one
 
@@ -152,55 +163,48 @@ class SlotRunner:
     @torch.inference_mode()
     def make_ready(self, num_rows: int, kind: Kind | None, *, has_guesses: bool = False) -> int:
         """Have the decode step of so many rows captured, None as far as its logits; the size that it is rounded up to."""
-        return self._ready(num_rows, kind, has_guesses=has_guesses)
-
-    def _ready(self, num_rows: int, kind: Kind | None, *, has_guesses: bool = False) -> int:
-        size = self._size(num_rows, has_guesses=has_guesses)
-        key = size, kind, has_guesses
-        if not self._calls.is_ready(key):  # captured with nothing but padding: the step changes nothing
-            if has_guesses:
-                self._write_inputs(NO_INPUTS, size)
-            else:
-                self._write_rows(NO_ROWS, size)
-            self._calls.make_ready(key, lambda: self._step(size, kind, has_guesses=has_guesses))
-        return size
-
-    def _size(self, num_rows: int, *, has_guesses: bool) -> int:
-        if self.lands_at_once:
-            return num_rows
-        if has_guesses:
-            return guesses_size(num_rows, self._max_rows + self._max_guesses)
-        return step_size(num_rows, self._max_rows)
+        return self._steps.make_ready(num_rows, kind, has_guesses=has_guesses)
 
     @torch.inference_mode()
     def run_padding(self, num_rows: int) -> None:
         """A step in which nobody takes part, from its inputs to its tokens: a decode if of one row, else one with guesses."""
         has_guesses = num_rows > 1
-        size = self._ready(num_rows, Kind(), has_guesses=has_guesses)
+        size = self.make_ready(num_rows, Kind(), has_guesses=has_guesses)
         if has_guesses:
-            self._write_inputs(NO_INPUTS, size)
-        self._calls.run((size, Kind(), has_guesses), lambda: self._step(size, Kind(), has_guesses=has_guesses))
+            self._inputs.write(NO_INPUTS, size)
+        self._steps.run(size, Kind(), has_guesses=has_guesses)
         self._fetch(size, Kind()).tokens()
+
+    @torch.inference_mode()
+    def run_draft_padding(self) -> None:
+        """A step of the draft model in which nobody takes part."""
+        assert self._drafts is not None, "there is no draft model"
+        self._drafts.steps.run(self._drafts.steps.make_ready(1, Kind()), Kind())
+        self._return.send(self._drafts.steps.step.sampled[:1]).tokens()
 
     def warm_up(self) -> None:
         """Have the steps of the fewest rows ready; larger ones are captured when they are first needed."""
         if compiles_at_first_use(self._device):
             with compiling("choices"):
                 self._compile_choices()
-        self._warm_up([num_rows for num_rows in WARM_ROWS if num_rows <= self._max_rows], has_guesses=False)
-        if self._max_guesses:
-            self._warm_up(WARM_ROWS[1:], has_guesses=True)
+        sizes = [num_rows for num_rows in WARM_ROWS if num_rows <= self._max_num_seqs]
+        self._warm_up(self._steps, sizes)
+        if self._drafts is not None:
+            self._warm_up(self._drafts.steps, sizes)
+        if self._has_guesses:
+            self._warm_up(self._steps, WARM_ROWS[1:], has_guesses=True)
 
-    def _warm_up(self, sizes: Sequence[int], *, has_guesses: bool) -> None:
+    @torch.inference_mode()
+    def _warm_up(self, steps: ReadySteps, sizes: Sequence[int], *, has_guesses: bool = False) -> None:
         for kind in (Kind(), Kind(greedy=True)):
-            self._step.make_ready(kind, has_guesses=has_guesses)
+            steps.step.make_ready(kind, has_guesses=has_guesses)
             for num_rows in sizes:
-                self.make_ready(num_rows, kind, has_guesses=has_guesses)
+                steps.make_ready(num_rows, kind, has_guesses=has_guesses)
 
     @torch.inference_mode()
     def _compile_choices(self) -> None:
         """Choose a token in every way, after a decode and after a chunk, with and without masks: for a row of padding."""
-        self._write_rows(NO_ROWS, 1)
+        self._inputs.write_rows(NO_ROWS, 1)
         self._step(1, None)
         logits = self._target.logits(
             self._target.forward(self._target.prepare([InputRow(UNKNOWN, 0, (0,), FIRST)])), wide=False
@@ -216,89 +220,98 @@ class SlotRunner:
 
     def _launch_decodes(self, items: Sequence[ScheduledRequest]) -> LaunchedStep:
         slots = self._slots.update(items)
-        if slots is not self._rows:
-            self._wants = self._sampler.wants(slots)
-        size, kind = self._graph(len(slots), self._wants)
-        if slots is not self._rows:
-            self._write_rows(slots, size)
+        if slots is not self._wanting:
+            self._wanting, self._wants = slots, self._sampler.wants(slots)
+        size, kind = self._steps.choose_graph(len(slots), self._wants)
+        self._inputs.write_rows(slots, size)
         return self._run_step(items, size, kind, self._wants, LaunchedStep(len(items), len(items)))
 
     def _launch_guesses(self, items: Sequence[ScheduledRequest]) -> LaunchedStep:
-        rows = ChoosingRows.of(items, self._slots.update_beside_guesses(items))
+        rows = ChoosingRows.of(items, self._slots.update_beside_guesses(items, sends_tokens=self._drafts is None))
+        launched = LaunchedStep(len(items), len(rows.slots), depths=rows.depths)
+        guesses = None
+        if self._drafts is None:
+            launched.inputs = rows.tokens
+        else:
+            guesses = self._guess(rows)
         wants = self._sampler.wants(rows.slots)
-        size, kind = self._graph(len(rows.slots), wants, has_guesses=True)
-        self._write_inputs(rows.inputs(self._block_size), size)
-        launched = LaunchedStep(len(items), len(rows.slots), guesses=rows.guesses)
+        size, kind = self._steps.choose_graph(len(rows.slots), wants, has_guesses=True)
+        self._inputs.write(rows.inputs(self._block_size), size)
+        if guesses is not None:
+            self._inputs.put_in(rows.guessing, guesses)
         return self._run_step(rows.items, size, kind, wants, launched)
-
-    def _graph(self, num_rows: int, wants: Wants, *, has_guesses: bool = False) -> tuple[int, Kind | None]:
-        """Of a step: the size that it is rounded up to, and its kind, None if it is computed as far as its logits, which all
-        kinds of a size have in common."""
-        size = self._size(num_rows, has_guesses=has_guesses)
-        kind = None if wants.masked or not self._calls.admits((size, wants.kind, has_guesses)) else wants.kind
-        return self._ready(num_rows, kind, has_guesses=has_guesses), kind
 
     def _run_step(
         self, rows: Sequence[ScheduledRequest], size: int, kind: Kind | None, wants: Wants, launched: LaunchedStep
     ) -> LaunchedStep:
-        """A decode step whose buffers are written; `rows`: whose they are."""
-        has_guesses = bool(launched.guesses)
+        """A decode step whose inputs are written; `rows`: whose they are."""
         masked = _masked_rows(rows, wants) if wants.masked else []
         begun = self._begin_masks(masked)
-        self._calls.run((size, kind, has_guesses), lambda: self._step(size, kind, has_guesses=has_guesses))
+        self._steps.run(size, kind, has_guesses=bool(launched.depths))
         launched.scored = wants.scored
+        sends_inputs = bool(launched.depths) and launched.inputs is None
         if wants.masked:
-            launched.choice = partial(self._choose_decodes, len(rows), size, wants, masked, begun)
+            launched.choice = partial(self._choose_decodes, len(rows), size, wants, masked, begun, sends_inputs=sends_inputs)
         else:
             if kind is None:
                 self._step.choose(size, wants.kind)
-            launched.fetch = self._fetch(len(rows), wants.kind)
+            launched.fetch = self._fetch(len(rows), wants.kind, sends_inputs=sends_inputs)
         return launched
-
-    def _write_inputs(self, inputs: Sequence[Sequence[int]], size: int) -> None:
-        self._step.write_inputs(inputs, size)
-        self._rows = NO_ROWS
-
-    def _write_rows(self, slots: list[int], size: int) -> None:
-        padded = slots + [NOTHING] * (size - len(slots))
-        self._step.rows[:size].copy_(self._staging.send(padded))
-        self._rows = slots
 
     @torch.inference_mode()
     def _choose_decodes(
-        self, num_rows: int, size: int, wants: Wants, rows: Sequence[SampledRow], begun: Begun | None
+        self,
+        num_rows: int,
+        size: int,
+        wants: Wants,
+        rows: Sequence[SampledRow],
+        begun: Begun | None,
+        *,
+        sends_inputs: bool,
     ) -> Choosing:
         """The rest of a step that ends with its logits."""
         masks, errors = self._fill(size, wants.masked, rows, begun)
         self._step.choose(size, wants.kind, masks)
-        return self._fetch(num_rows, wants.kind), errors
+        return self._fetch(num_rows, wants.kind, sends_inputs=sends_inputs), errors
 
-    def _fetch(self, num_rows: int, kind: Kind) -> Fetch:
-        """What the decode step leaves."""
-        if self._step.host_sampled is not None and not kind.num_top:
+    def _fetch(self, num_rows: int, kind: Kind, *, sends_inputs: bool = False) -> Fetch:
+        """What the decode step leaves, and what it began with where the host does not know that."""
+        if self._step.host_sampled is not None and not kind.num_top and not sends_inputs:
             return FetchedAtOnce(self._step.host_sampled[:num_rows].tolist())
         table = self._step.scores[:num_rows, : scores.width(kind.num_top)] if kind.num_top else None
-        return self._return.send(self._step.sampled[:num_rows], table)
+        inputs = self._inputs.token_ids[:num_rows] if sends_inputs else None
+        return self._return.send(self._step.sampled[:num_rows], table, inputs=inputs)
 
     def _launch_rows(self, items: Sequence[ScheduledRequest], *, has_guesses: bool = False) -> LaunchedStep:
         """A step with chunks of prompts, computed by the plain forward pass."""
         sampling = [row for row, item in enumerate(items) if item.samples]
         chosen = [items[row] for row in sampling]
-        update = self._slots.update_beside_guesses if has_guesses else self._slots.update
-        slots = update(chosen) if chosen else NO_ROWS
+        slots = NO_ROWS
+        if chosen and has_guesses:
+            slots = self._slots.update_beside_guesses(chosen, sends_tokens=self._drafts is None)
+        elif chosen:
+            slots = self._slots.update(chosen)
         choosing = ChoosingRows.of(chosen, slots)
         wants = self._sampler.wants(choosing.slots)
         masked = _masked_rows(choosing.items, wants) if wants.masked else []
         begun = self._begin_masks(masked)
-        rows = [_input_row(item) for item in items]
-        inputs = self._target.prepare(rows)
-        self._put_in(rows, dict(zip(sampling, slots, strict=True)), inputs.token_ids)
-        hidden = self._target.forward(inputs)
-        launched = LaunchedStep(len(items), len(choosing.slots), sampling, guesses=choosing.guesses)
+        rows = [input_row(item) for item in items]
+        unknown = self._last_tokens(rows, dict(zip(sampling, slots, strict=True)))
+        launched = LaunchedStep(len(items), len(choosing.slots), sampling, depths=choosing.depths, inputs=choosing.tokens)
+        inputs: torch.Tensor | None = None
+        if has_guesses and self._drafts is not None:
+            guesses = self._guess(choosing)
+            unknown.append((self._staging.send(guess_places(items, rows)), guesses))
+            inputs = self._staging.send(choosing.tokens)
+            inputs.index_copy_(0, self._staging.send(choosing.guessing), guesses)
+            launched.inputs = None
+        if self._draft is not None:
+            _forward(self._draft, rows, unknown)
+        hidden = _forward(self._target, rows, unknown)
         if not sampling:
             return launched
         where = self._staging.send([choosing.slots, choosing.positions])
-        choose = partial(self._choose_rows, self._target.logits(hidden, wide=False), where, wants.kind)
+        choose = partial(self._choose_rows, self._target.logits(hidden, wide=False), where, inputs, wants.kind)
         launched.scored = wants.scored
         if masked:
             launched.choice = partial(self._choose_masked, choose, len(choosing.slots), wants.masked, masked, begun)
@@ -306,12 +319,27 @@ class SlotRunner:
             launched.fetch = choose(None)
         return launched
 
-    def _choose_rows(self, logits: torch.Tensor, where: torch.Tensor, kind: Kind, masks: torch.Tensor | None) -> Fetch:
-        """logits: [R, V]; where: [2, R], slots and positions"""
+    def _guess(self, rows: ChoosingRows) -> torch.Tensor:
+        """The guesses of a draft model for requests whose slots are current: [Σ depths] int64"""
+        assert self._drafts is not None, "there is no draft model"
+        return self._drafts.guess([rows.slots[first] for first in rows.depths], [*rows.depths.values()])
+
+    def _last_tokens(self, rows: Sequence[InputRow], slots: dict[int, int]) -> list[Known]:
+        """Tokens of rows that only the device knows, from their slots."""
+        places = unknown_places(rows)
+        if not places:
+            return []
+        sent = self._staging.send([[*places], [slots[row] for row in places.values()]])
+        return [(sent[0], self._state.last_tokens.index_select(0, sent[1]))]
+
+    def _choose_rows(
+        self, logits: torch.Tensor, where: torch.Tensor, inputs: torch.Tensor | None, kind: Kind, masks: torch.Tensor | None
+    ) -> Fetch:
+        """logits: [R, V]; where: [2, R], slots and positions; inputs: [R], if the host does not know them"""
         slots = where[0].to(torch.int32)
         chosen = self._sampler.choose(logits, slots, where[1], kind, masks)
         self._state.advance(slots, chosen.tokens)
-        return self._return.send(chosen.tokens, chosen.scores)
+        return self._return.send(chosen.tokens, chosen.scores, inputs=inputs)
 
     @torch.inference_mode()
     def _choose_masked(
@@ -343,32 +371,15 @@ class SlotRunner:
             masks.index_copy_(0, places, pinned.to(self._device, non_blocking=True))
         return masks, {masked[live[index]]: error for index, error in filled.errors.items()}
 
-    def _put_in(self, rows: Sequence[InputRow], slots: dict[int, int], token_ids: torch.Tensor) -> None:
-        """Write the tokens that only the device knows to their places in the pass, which is ordered by `forward_order`."""
-        order = forward_order(rows)
-        places = [place for place, row in enumerate(order) if rows[row].token_ids == UNKNOWN]
-        if places:
-            sent = self._staging.send([places, [slots[order[place]] for place in places]])
-            token_ids.index_copy_(0, sent[0], self._state.last_tokens.index_select(0, sent[1]))
-
 
 def _masked_rows(items: Sequence[ScheduledRequest], wants: Wants) -> list[SampledRow]:
     """The rows that wait for masks, as the step was planned: its items move on."""
     return [SampledRow(items[row].request, items[row].start + items[row].num_tokens) for row in wants.masked]
 
 
-UNKNOWN = (0,)
-"""Stands for one token that the device puts in: token 0, which every vocabulary has. A known token 0 is a list."""
-
-
-def _input_row(item: ScheduledRequest) -> InputRow:
-    request, start, end = item.request, item.start, item.start + item.num_tokens
-    token_ids: Sequence[int] = request.token_ids[start:end]
-    outputs = NONE
-    if item.samples:
-        if item.num_tokens == 1:
-            return InputRow(UNKNOWN if token_ids[0] < 0 else token_ids, start, request.block_table, FIRST)
-        if item.num_draft_tokens:
-            token_ids = [*token_ids, *item.draft_token_ids]
-        outputs = range(item.num_tokens - item.num_draft_tokens - 1, item.num_tokens)
-    return InputRow(token_ids, start, request.block_table, outputs)
+def _forward(decoder: PagedDecoder, rows: Sequence[InputRow], unknown: Sequence[Known]) -> torch.Tensor:
+    """Hidden states of a pass over `rows`, into whose tokens the unknown ones are put."""
+    inputs = decoder.prepare(rows)
+    for places, token_ids in unknown:
+        inputs.token_ids.index_copy_(0, places, token_ids)
+    return decoder.forward(inputs)

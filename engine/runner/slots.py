@@ -131,25 +131,27 @@ class SlotTable:
         self._step_sizes = [*map(len, self._step_tables)]
         return slots
 
-    def update_beside_guesses(self, items: Sequence[ScheduledRequest]) -> list[int]:
-        """As `update`, for a step in which some verify guesses. Of those the host sends the tokens with the step, which leaves
-        something in their slots that is sent again."""
-        slots = self._bring_up(items, [item.request for item in items])
+    def update_beside_guesses(self, items: Sequence[ScheduledRequest], *, sends_tokens: bool = True) -> list[int]:
+        """As `update`, for a step in which some verify guesses. What it leaves in their slots is sent again. `sends_tokens`:
+        those of these requests come from the host with the step, and not from their slots."""
+        slots = self._bring_up(items, [item.request for item in items], sends_tokens=sends_tokens)
         for item, slot in zip(items, slots, strict=True):
             self._lens[slot] = NOTHING if item.num_draft_tokens else item.start + item.num_tokens + 1
         return slots
 
-    def _bring_up(self, items: Sequence[ScheduledRequest], requests: list[Request]) -> list[int]:
+    def _bring_up(self, items: Sequence[ScheduledRequest], requests: list[Request], *, sends_tokens: bool = False) -> list[int]:
         slots = self._seats(requests)
         self._requests = []  # until the step is as `update` says
-        stale = [i for i, (item, slot) in enumerate(zip(items, slots, strict=True)) if not self._is_current(item, slot)]
+        pairs = enumerate(zip(items, slots, strict=True))
+        stale = [i for i, (item, slot) in pairs if not self._is_current(item, slot, sends_tokens=sends_tokens)]
         if stale:
             self._send([items[i] for i in stale], [slots[i] for i in stale])
         self._grow(requests, slots)
         return slots
 
-    def _is_current(self, item: ScheduledRequest, slot: int) -> bool:
-        is_known = item.num_draft_tokens > 0 or self._lens[slot] == item.start + item.num_tokens
+    def _is_current(self, item: ScheduledRequest, slot: int, *, sends_tokens: bool) -> bool:
+        num_known = item.start + item.num_tokens - item.num_draft_tokens
+        is_known = (sends_tokens and item.num_draft_tokens > 0) or self._lens[slot] == num_known
         return bool(is_known) and self._tables[slot] is item.request.block_table
 
     def _go_on(self, requests: list[Request]) -> bool:

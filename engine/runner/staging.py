@@ -89,13 +89,18 @@ class Fetch(Protocol):
         """[R, W] int64, what was sent with the tokens, when these are there; good until a few steps later"""
         ...
 
+    def inputs(self) -> list[int]:
+        """The tokens behind which those were chosen, where they were sent with them, when these are there."""
+        ...
+
 
 class FetchedAtOnce:
     """Tokens of a device that is the host."""
 
-    def __init__(self, tokens: list[int], scores: torch.Tensor | None = None) -> None:
+    def __init__(self, tokens: list[int], scores: torch.Tensor | None = None, inputs: list[int] | None = None) -> None:
         self._tokens = tokens
         self._scores = scores
+        self._inputs = inputs
 
     def tokens(self) -> list[int]:
         return self._tokens
@@ -104,13 +109,18 @@ class FetchedAtOnce:
         assert self._scores is not None, "nothing was sent with the tokens"
         return self._scores
 
+    def inputs(self) -> list[int]:
+        assert self._inputs is not None, "they were not sent"
+        return self._inputs
+
 
 class CudaFetch:
     """Tokens in a page-locked buffer; the wait sleeps instead of spinning, and ends with the copy, not with later steps."""
 
-    def __init__(self, pinned: torch.Tensor, event: torch.cuda.Event) -> None:
+    def __init__(self, pinned: torch.Tensor, event: torch.cuda.Event, *, has_inputs: bool) -> None:
         self._pinned = pinned
         self._event = event
+        self._has_inputs = has_inputs
 
     def tokens(self) -> list[int]:
         self._event.synchronize()
@@ -118,7 +128,12 @@ class CudaFetch:
         return found
 
     def scores(self) -> torch.Tensor:
-        return self._pinned[:, 1:]
+        return self._pinned[:, 1 + self._has_inputs :]
+
+    def inputs(self) -> list[int]:
+        assert self._has_inputs, "they were not sent"
+        found: list[int] = self._pinned[:, 1].tolist()
+        return found
 
 
 class TokenReturn:
@@ -130,7 +145,7 @@ class TokenReturn:
         self._rotation: Rotation[tuple[torch.Tensor, torch.Tensor]] | None = None
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-            size = max_rows * (1 + max_scores)
+            size = max_rows * (2 + max_scores)
             self._rotation = Rotation(
                 lambda: (
                     torch.empty(size, dtype=torch.int64, device=device),
@@ -138,11 +153,13 @@ class TokenReturn:
                 )
             )
 
-    def send(self, tokens: torch.Tensor, scores: torch.Tensor | None = None) -> Fetch:
-        """tokens: [R] int64, scores: [R, W] int64, on the device, free to be overwritten by the next step"""
+    def send(self, tokens: torch.Tensor, scores: torch.Tensor | None = None, *, inputs: torch.Tensor | None = None) -> Fetch:
+        """tokens: [R] int64, scores: [R, W] int64, inputs: [R] int64, on the device, free to be overwritten by the next step"""
         if self._rotation is None:
-            return FetchedAtOnce(tokens.tolist(), None if scores is None else scores.clone())
-        parts = (tokens[:, None],) if scores is None else (tokens[:, None], scores)
+            kept_inputs = None if inputs is None else inputs.tolist()
+            return FetchedAtOnce(tokens.tolist(), None if scores is None else scores.clone(), kept_inputs)
+        numbers = (tokens[:, None],) if inputs is None else (tokens[:, None], inputs[:, None])
+        parts = numbers if scores is None else (*numbers, scores)
         shape = tokens.shape[0], sum(part.shape[1] for part in parts)
         place, buffers = self._rotation.take()
         kept, pinned = (buffer[: shape[0] * shape[1]].view(shape) for buffer in buffers)
@@ -155,4 +172,4 @@ class TokenReturn:
             pinned.copy_(kept, non_blocking=True)
             done.record(self._stream)
         self._rotation.used(place, done)
-        return CudaFetch(pinned, done)
+        return CudaFetch(pinned, done, has_inputs=inputs is not None)

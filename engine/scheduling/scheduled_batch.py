@@ -16,7 +16,7 @@ class ScheduledRequest:
     `apply()` and no longer.
 
     The last `num_draft_tokens` of them are drafts of speculative decoding: tokens behind the end of `request.token_ids`,
-    which the step verifies. `draft_token_ids` holds them; a draft model fills the list on the device just before.
+    which the step verifies. `draft_token_ids` holds them, but for those of a draft model that stay on the device.
     """
 
     request: Request
@@ -25,6 +25,11 @@ class ScheduledRequest:
     samples: bool
     num_draft_tokens: int = 0
     draft_token_ids: list[int] = field(default_factory=list)
+
+    @property
+    def draft_inputs(self) -> list[int]:
+        """What stands for the guesses among the step's inputs: themselves, or token 0 where only the device knows them."""
+        return self.draft_token_ids or [0] * self.num_draft_tokens
 
 
 @dataclass(slots=True)

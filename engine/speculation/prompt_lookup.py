@@ -74,8 +74,9 @@ class Drafter(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculationCosts:
-    """Time of a step, measured for some numbers of rows, `rows` ascending from 1, and of each step of the draft model (0 for
-    prompt lookup), all in units of a step with one row."""
+    """Time of a step, measured for some numbers of rows, `rows` ascending from 1, and of each guess of a draft model (0 for
+    prompt lookup), all in units of a step with one row. In each step the draft model takes part once, guesses or not, to have
+    keys and values of its own of every token."""
 
     rows: tuple[int, ...]
     times: tuple[float, ...]
@@ -89,16 +90,13 @@ class SpeculationCosts:
         return times[upper - 1] + slope * (num_rows - rows[upper - 1]) + self.draft_step * num_draft_steps
 
     def best_depth(self, acceptance: float, num_running: int, limit: int) -> int:
-        """The depth at most `limit` with the most expected tokens per time, when all that run guess as deep.
-
-        A draft model runs once in any case, to have its own keys and values of every token, and once more after its last guess.
-        """
-        best, best_rate = 0, 1.0 / self.of(num_running, 1)
+        """The depth at most `limit` with the most expected tokens per time, when all that run guess as deep."""
+        best, best_rate = 0, 1.0 / self.of(num_running)
         expected = term = 1.0
         for depth in range(1, limit + 1):
             term *= acceptance
             expected += term
-            rate = expected / self.of(num_running * (1 + depth), depth + 1)
+            rate = expected / self.of(num_running * (1 + depth), depth)
             if rate > best_rate:
                 best, best_rate = depth, rate
         return best

@@ -20,7 +20,7 @@ from tests.support.engine_histories import Asked, Room, asked, assert_as_alone, 
 from tests.support.engines import small_engine
 from tests.support.rehearsal import Schedule, rehearsal
 from tests.support.rehearsal.table import in_place_of_triton
-from tests.support.tiny_models import make_model
+from tests.support.tiny_models import make_first_layers, make_model
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU nothing is rehearsed")
@@ -32,15 +32,22 @@ FAMILIES = ("llama", "gemma2", "qwen3")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models")
     for family in FAMILIES:
-        make_model(family, folder / family)
+        make_first_layers(make_model(family, folder / family), folder / f"{family} draft", 1)
     return folder
 
 
-@settings(max_examples=16, deadline=None, derandomize=True, phases=(Phase.generate,))
+def guessing(draft: Path | None, num_tokens: int) -> SpeculativeOptions:
+    """By prompt lookup if there is no draft model."""
+    method = "ngram" if draft is None else "draft_model"
+    return SpeculativeOptions(method=method, model=draft, num_speculative_tokens=num_tokens)
+
+
+@settings(max_examples=20, deadline=None, derandomize=True, phases=(Phase.generate,))
 @given(
     family=st.sampled_from(FAMILIES),
     requests=st.lists(asked | repeating, min_size=1, max_size=9),
     guesses=st.sampled_from((None, 3, 8)),
+    drafts=st.booleans(),
     room=rooms,
     preempt_at=st.none() | st.integers(1, 12),
     max_graphs=st.sampled_from((8, 48)),
@@ -52,6 +59,7 @@ def test_tokens_are_those_of_the_plain_runner(
     family: str,
     requests: list[Asked],
     guesses: int | None,
+    drafts: bool,
     room: Room,
     preempt_at: int | None,
     max_graphs: int,
@@ -65,7 +73,7 @@ def test_tokens_are_those_of_the_plain_runner(
             device="cuda",
             dtype="float32",
             **room.options,
-            speculative_config=guesses and SpeculativeOptions(method="ngram", num_speculative_tokens=guesses),
+            speculative_config=guesses and guessing(folder / f"{family} draft" if drafts else None, guesses),
         )
         found = run(with_grammars(engine), requests, preempt_at=preempt_at)
     assert card.broken is None

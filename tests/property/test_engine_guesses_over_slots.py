@@ -1,4 +1,5 @@
-"""Engines that guess by prompt lookup over slots say what the plain runner says without guesses, whatever happens meanwhile."""
+"""Engines that guess over slots, by prompt lookup or with a draft model, say what the plain runner says without guesses,
+whatever happens meanwhile."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ from tests.support.engine_histories import Asked, Room, asked, assert_as_alone, 
 from tests.support.engines import overlapped_engine, recorded_engine, run_to_end, small_engine, tokens, wanted
 from tests.support.guessing import foresee
 from tests.support.scheduling import make_request
-from tests.support.tiny_models import make_model
+from tests.support.tiny_models import make_first_layers, make_model
 
 FAMILIES = ("llama", "mistral-window", "gemma2")
 LOOPS = {"launched ahead": overlapped_engine, "recorded": recorded_engine}
@@ -32,11 +33,17 @@ def guessing(num_tokens: int = 3, **options: Any) -> SpeculativeOptions:
     return SpeculativeOptions.parse({"method": "ngram", "num_speculative_tokens": num_tokens, **options})
 
 
+def drafting(model: Path, num_tokens: int = 3) -> SpeculativeOptions:
+    return SpeculativeOptions(method="draft_model", model=model, num_speculative_tokens=num_tokens)
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Families by name, and the first layer of each as a draft model that often thinks as it does."""
     folder = tmp_path_factory.mktemp("models")
     for family in FAMILIES:
-        make_model(family, folder / family, head_dim=LANES, hidden_size=4 * LANES)
+        model = make_model(family, folder / family, head_dim=LANES, hidden_size=4 * LANES)
+        make_first_layers(model, folder / f"{family} draft", 1)
     return folder
 
 
@@ -65,6 +72,70 @@ def test_tokens_are_those_of_the_plain_runner_without_guesses(
     )
     assert_as_alone(folder, family, requests, run(with_grammars(engine), requests, preempt_at=preempt_at))
     assert engine.fallbacks.count == 0
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(
+    loop=st.sampled_from(sorted(LOOPS)),
+    family=st.sampled_from(FAMILIES),
+    draft=st.sampled_from((" draft", "")),
+    requests=st.lists(repeating | asked, min_size=1, max_size=7),
+    depth=st.sampled_from((1, 3, 8)),
+    room=rooms,
+    preempt_at=st.none() | st.integers(1, 12),
+)
+def test_tokens_that_a_draft_model_guessed_are_those_of_the_plain_runner_without_guesses(
+    folder: Path,
+    loop: str,
+    family: str,
+    draft: str,
+    requests: list[Asked],
+    depth: int,
+    room: Room,
+    preempt_at: int | None,
+) -> None:
+    engine = LOOPS[loop](
+        folder / family,
+        speculative_config=drafting(folder / f"{family}{draft}", depth),
+        **room.options,
+    )
+    assert_as_alone(folder, family, requests, run(with_grammars(engine), requests, preempt_at=preempt_at))
+    assert engine.fallbacks.count == 0
+
+
+@pytest.mark.parametrize("loop", sorted(LOOPS))
+@pytest.mark.parametrize("wish", [{}, {"temperature": 1.0}, {"temperature": 0.8, "top_p": 0.9}, {"logprobs": 2}])
+def test_a_model_that_guesses_for_itself_is_always_right(loop: str, wish: dict[str, Any], folder: Path) -> None:
+    """Its own keys and values are then those of the large one, also behind chunks and steps without guesses."""
+    engine = LOOPS[loop](folder / "llama", speculative_config=drafting(folder / "llama", 4), max_num_batched_tokens=16)
+    plain: Any = engine.runner.plain  # type: ignore[attr-defined]
+    submitted = [wanted(name, range(3, 3 + length), max_tokens=30, **wish) for name, length in (("a", 4), ("b", 40))]
+    with mock.patch.object(plain, "run", side_effect=plain.run) as spy:
+        run_to_end(engine, submitted)
+    status = engine.status()
+    assert spy.call_count == 0
+    assert status.accepted_draft_tokens_total == status.draft_tokens_total > 30
+
+
+@pytest.mark.parametrize("loop", sorted(LOOPS))
+def test_a_draft_model_that_fails_costs_a_step_and_no_answer(loop: str, folder: Path) -> None:
+    asked: dict[str, Any] = {"temperature": 0.8, "max_tokens": 20}
+    (plain,) = run_to_end(small_engine(folder / "llama"), [wanted("a", [5, 6, 7], **asked)]).values()
+    engine = LOOPS[loop](folder / "llama", speculative_config=drafting(folder / "llama"))
+    drafts: Any = engine.runner._drafts  # type: ignore[attr-defined]
+    right, calls = drafts.guess, iter((None, None, RuntimeError("out of memory")))
+
+    def fails_once(*values: Any) -> Any:
+        if (error := next(calls, None)) is not None:
+            raise error
+        return right(*values)
+
+    with mock.patch.object(drafts, "guess", fails_once):
+        (events,) = run_to_end(engine, [wanted("a", [5, 6, 7], **asked)]).values()
+    assert tokens(events) == tokens(plain)
+    assert engine.fallbacks.count == 1
+    status = engine.status()
+    assert status.accepted_draft_tokens_total == status.draft_tokens_total, "its keys and values are right all the same"
 
 
 @pytest.mark.parametrize("loop", sorted(LOOPS))

@@ -44,7 +44,11 @@ def overlapped_engine(model: Path, **changes: Any) -> Engine:
     runner, scheduler = plain.runner, plain._scheduler
     assert isinstance(runner, ModelRunner)
     guesses = STEP_GUESSES_MAX if changes.get("speculative_config") else 0
-    ahead = slot_runner(runner, runner._target, runner._masks, scheduler.limits, torch.device("cpu"), max_guesses=guesses)
+    runner._guesses_are_equal = True
+    draft = None if runner._draft is None else runner._draft.decoder
+    ahead = slot_runner(
+        runner, runner._target, runner._masks, scheduler.limits, torch.device("cpu"), draft=draft, max_guesses=guesses
+    )
     ahead.warm_up()
     return Engine(scheduler, ahead, plain.info, grammars=plain._grammars, step_budget=plain._step_budget, overlap=ahead)
 

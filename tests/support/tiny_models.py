@@ -6,6 +6,7 @@ are as small as the scores they cap, scaled rotations are used beyond their orig
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -139,6 +140,17 @@ def make_model(family: str, directory: Path, *, sharded: bool = False, **changes
     _randomise(model)
     model.save_pretrained(directory, **({"max_shard_size": "60KB"} if sharded else {}))
     return model
+
+
+def make_first_layers(model: Any, directory: Path, num_layers: int) -> None:
+    """Save the first layers of a model, with its embedding and head, as a model of their own."""
+    config = copy.deepcopy(model.config)
+    config.num_hidden_layers = num_layers
+    if getattr(config, "layer_types", None):
+        config.layer_types = config.layer_types[:num_layers]
+    short = transformers.AutoModelForCausalLM.from_config(config).eval()
+    short.load_state_dict(model.state_dict(), strict=False)
+    short.save_pretrained(directory)
 
 
 def make_encoder(architecture: str, directory: Path, **changes: Any) -> Any:

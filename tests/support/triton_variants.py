@@ -94,6 +94,7 @@ CASES: dict[str, Case] = {
     "experts-awq": stored_in("awq", "qweight", EXPERTS, **AWQ),
     "guesses": Case(FEW_TOKENS, {"speculative_config": SpeculativeOptions(method="ngram")}),
     "draft": Case(FEW_TOKENS, {"speculative_config": DRAFT}),
+    "draft-eager": Case(FEW_TOKENS, {"speculative_config": DRAFT, "enforce_eager": True}),
     "invariant": Case({}, INVARIANT),
     "invariant-fp8": Case({}, {**INVARIANT, "quantization": "fp8", "kv_cache_dtype": "fp8"}),
     "invariant-awq": stored_in("awq", "qweight", None, INVARIANT, **AWQ),

@@ -13,7 +13,7 @@ from engine.errors import EngineBroken
 from engine.loop import Engine
 from engine.memory_needs import GRAPHS_MAX
 from engine.protocol import EngineInfo, FinishReason
-from engine.runner.decode_step import guesses_size, step_size
+from engine.runner.ready_steps import guesses_size, step_size
 from engine.runner.staging import Rotation
 from engine.scheduling.block_pool import BlockPool
 from engine.scheduling.prefix_cache import PrefixCache

@@ -1,0 +1,53 @@
+"""Guesses of a draft model over slots: as many small decode steps as tokens are guessed, and nothing of them on the host.
+
+    slots ─► small step ─► guess 1 ─► slots ─► small step ─► guess 2 ─► …      the step that verifies: last token │ 1 │ 2 │ …
+
+A guess is drawn from the small model's logits as the large one's token will be, by the same rules and with the noise of the
+same position, so that both draw alike wherever they think alike. The small steps move the slots on as decodes do; the host
+sends these slots again when it knows how far the guesses got.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from engine.runner.ready_steps import ReadySteps
+from engine.runner.staging import Staging
+from engine.runner.step_inputs import StepInputs
+from engine.sampling.columns import ColumnSampler, Wants
+from engine.speculation.options import SPECULATIVE_TOKENS_MAX
+
+
+class DraftSteps:
+    """Guesses tokens for requests in slots."""
+
+    def __init__(self, steps: ReadySteps, inputs: StepInputs, sampler: ColumnSampler, device: torch.device) -> None:
+        self.steps = steps
+        self._inputs = inputs
+        self._sampler = sampler
+        self._staging = Staging(device)
+        self._guesses = torch.zeros(SPECULATIVE_TOKENS_MAX, inputs.max_rows, dtype=torch.int64, device=device)
+
+    def guess(self, slots: Sequence[int], depths: Sequence[int]) -> torch.Tensor:
+        """`depths[i]` guesses, at least one, for the request in `slots[i]`, which is current → [Σ depths] int64, request by
+        request; where nothing can be drawn, token 0."""
+        order = sorted(range(len(slots)), key=lambda i: -depths[i])
+        for depth in range(depths[order[0]]):
+            going = [slots[i] for i in order if depths[i] > depth]
+            self._step(going)
+            self._guesses[depth, : len(going)].copy_(self.steps.step.sampled[: len(going)])
+        column = {index: place for place, index in enumerate(order)}
+        width = self._guesses.shape[1]
+        places = [depth * width + column[index] for index, number in enumerate(depths) for depth in range(number)]
+        return self._guesses.view(-1).index_select(0, self._staging.send(places)).clamp_min(0)
+
+    def _step(self, slots: Sequence[int]) -> None:
+        """One more token in each of these slots. Of a guess nobody asks for scores, and what a mask forbids is not accepted."""
+        wants = Wants(self._sampler.wants(slots).kind._replace(num_top=0), [], [])
+        size, kind = self.steps.choose_graph(len(slots), wants)
+        self._inputs.write_rows(slots, size)
+        self.steps.run(size, kind)
+        if kind is None:
+            self.steps.step.choose(size, wants.kind)

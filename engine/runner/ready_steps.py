@@ -1,0 +1,74 @@
+"""A decode step in the sizes and kinds that are asked for, each captured before it first runs."""
+
+from __future__ import annotations
+
+from engine.runner.cuda_graphs import Calls
+from engine.runner.decode_step import DecodeStep
+from engine.runner.step_inputs import StepInputs
+from engine.sampling.columns import Kind, Wants
+
+EVERY = 8
+NO_ROWS: list[int] = []
+NO_INPUTS: list[list[int]] = [[]] * 5
+
+
+def step_size(num_rows: int, max_rows: int) -> int:
+    """To how many rows a step is rounded up: 1, 2, 4, every eighth, and the largest."""
+    rounded = -(-num_rows // EVERY) * EVERY if num_rows > 4 else 4 if num_rows > 2 else num_rows
+    return min(rounded, max_rows)
+
+
+def guesses_size(num_rows: int, max_rows: int) -> int:
+    """To how many rows a step with guesses is rounded up. Powers of two, because the number is another one in each step, and
+    for few different sizes there are graphs at a time."""
+    return min(1 << (num_rows - 1).bit_length(), max_rows)
+
+
+class ReadySteps:
+    """Runs the step of one model by size and kind."""
+
+    def __init__(
+        self, name: str, step: DecodeStep, inputs: StepInputs, calls: Calls, *, max_num_seqs: int, lands_at_once: bool
+    ) -> None:
+        """`name`: of the model's graphs among those of `calls`. `max_num_seqs`: rows of a step without guesses.
+        `lands_at_once`: a step is recorded instead of rounded up to one of the sizes of graphs."""
+        self.step = step
+        self._name = name
+        self._inputs = inputs
+        self._calls = calls
+        self._max_num_seqs = max_num_seqs
+        self._lands_at_once = lands_at_once
+
+    def choose_graph(self, num_rows: int, wants: Wants, *, has_guesses: bool = False) -> tuple[int, Kind | None]:
+        """Of a step: the size that it is rounded up to, and its kind, None if it is computed as far as its logits, which all
+        kinds of a size have in common. The inputs are written behind this call."""
+        key = self._key(self._size(num_rows, has_guesses=has_guesses), wants.kind, has_guesses=has_guesses)
+        kind = None if wants.masked or not self._calls.admits(key) else wants.kind
+        return self.make_ready(num_rows, kind, has_guesses=has_guesses), kind
+
+    def make_ready(self, num_rows: int, kind: Kind | None, *, has_guesses: bool = False) -> int:
+        """Have the step of so many rows captured, None as far as its logits; the size that it is rounded up to."""
+        size = self._size(num_rows, has_guesses=has_guesses)
+        key = self._key(size, kind, has_guesses=has_guesses)
+        if not self._calls.is_ready(key):  # captured with nothing but padding: the step changes nothing
+            if has_guesses:
+                self._inputs.write(NO_INPUTS, size)
+            else:
+                self._inputs.write_rows(NO_ROWS, size)
+            self._calls.make_ready(key, lambda: self.step(size, kind, has_guesses=has_guesses))
+        return size
+
+    def run(self, size: int, kind: Kind | None, *, has_guesses: bool = False) -> None:
+        """Compute a step that is ready and whose inputs are written."""
+        key = self._key(size, kind, has_guesses=has_guesses)
+        self._calls.run(key, lambda: self.step(size, kind, has_guesses=has_guesses))
+
+    def _key(self, size: int, kind: Kind | None, *, has_guesses: bool) -> tuple[str, int, Kind | None, bool]:
+        return self._name, size, kind, has_guesses
+
+    def _size(self, num_rows: int, *, has_guesses: bool) -> int:
+        if self._lands_at_once:
+            return num_rows
+        if has_guesses:
+            return guesses_size(num_rows, self._inputs.max_rows)
+        return step_size(num_rows, self._max_num_seqs)

@@ -1,0 +1,102 @@
+"""What a decode step reads of its rows: buffers that stay where they are, for all models that compute the step.
+
+Mostly the device fills them itself, from slots. Of steps in which requests verify guesses the host writes them, as it knows
+how far each request is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from engine.runner.batch_inputs import BatchInputs
+from engine.runner.paged_decoder import PagedDecoder
+from engine.runner.slots import NOTHING, SlotState
+from engine.runner.staging import Staging
+from kernels import ops
+
+PADDING = (NOTHING, 0, 0, NOTHING, 0)
+"""Slot, token, position, place in the cache and length of context of a row that changes nothing."""
+
+
+class StepInputs:
+    """Of up to `max_rows` rows. A row whose slot is below 0 is padding: it reads no context and writes no key."""
+
+    def __init__(self, state: SlotState, *, max_rows: int, block_size: int, device: torch.device, dtype: torch.dtype) -> None:
+        num_columns = state.tables.shape[1]
+        self.rows = torch.full((max_rows,), NOTHING, dtype=torch.int32, device=device)  # the slot of each
+        self.token_ids = torch.zeros(max_rows, dtype=torch.int64, device=device)
+        self.positions = torch.zeros(max_rows, dtype=torch.int64, device=device)
+        self.slot_mapping = torch.full((max_rows,), NOTHING, dtype=torch.int64, device=device)
+        self.context_lens = torch.zeros(max_rows, dtype=torch.int32, device=device)
+        self.block_tables = torch.zeros(max_rows, num_columns, dtype=torch.int32, device=device)
+        self._written: tuple[Sequence[int], int] = (), 0  # the last slots of `write_rows`, while they stand in `rows`
+        self._state = state
+        self._block_size = block_size
+        self._staging = Staging(device)
+        self._ops = ops.operations(device, dtype)
+
+    @property
+    def max_rows(self) -> int:
+        return self.rows.shape[0]
+
+    def write_rows(self, slots: Sequence[int], size: int) -> None:
+        """Whose the first `size` rows are, up to which there is padding; the rest `prepare` makes of them."""
+        written, written_size = self._written
+        if slots is not written or size != written_size:
+            self.rows[:size].copy_(self._staging.send([*slots, *[NOTHING] * (size - len(slots))]))
+            self._written = slots, size
+
+    def write(self, columns: Sequence[Sequence[int]], size: int) -> None:
+        """columns: slots, tokens, positions, places in the cache and lengths of contexts of up to `size` rows; what is left
+        of them is padding."""
+        self._written = (), 0
+        num_padded = size - len(columns[0])
+        table = np.array([[*column, *[value] * num_padded] for column, value in zip(columns, PADDING, strict=True)])
+        inputs = self.rows, self.token_ids, self.positions, self.slot_mapping, self.context_lens
+        if self._state.host_tables is not None:
+            for target, values in zip(inputs, table, strict=True):
+                target.numpy()[:size] = values
+            self.block_tables.numpy()[:size] = self._state.host_tables[table[0]]
+            return
+        sent = self._staging.send(table)
+        for target, column in zip(inputs, sent, strict=True):
+            target[:size].copy_(column)
+        self.block_tables[:size].copy_(self._state.tables.index_select(0, sent[0].clamp_min(0)))
+
+    def put_in(self, rows: Sequence[int], token_ids: torch.Tensor) -> None:
+        """Give `rows` tokens that only the device knows: [len(rows)] int64"""
+        self.token_ids.index_copy_(0, self._staging.send(rows), token_ids)
+
+    def prepare(self, size: int) -> None:
+        """Have the device make the inputs of the first `size` of `rows` from their slots."""
+        self._ops.prepare_decode(
+            self.rows[:size],
+            self._state.last_tokens,
+            self._state.num_tokens,
+            self._state.tables,
+            block_size=self._block_size,
+            token_ids=self.token_ids[:size],
+            positions=self.positions[:size],
+            slot_mapping=self.slot_mapping[:size],
+            context_lens=self.context_lens[:size],
+            block_tables=self.block_tables[:size],
+        )
+
+    def of(self, decoder: PagedDecoder, workspaces: Sequence[Any], size: int) -> BatchInputs:
+        """The first `size` rows for one of the models. workspaces: of its attention, for as many rows as there may be."""
+        positions, tables, lens = self.positions[:size], self.block_tables[:size], self.context_lens[:size]
+        return BatchInputs(
+            token_ids=self.token_ids[:size],
+            positions=positions,
+            rotations=tuple(rotary.at(positions) for rotary in decoder.rotaries),
+            slot_mapping=self.slot_mapping[:size],
+            sampled_rows=None,
+            attention=tuple(
+                ops.PagedPlan(shape, size, tables, lens, workspace=workspace, is_row_invariant=decoder.batch_invariant)
+                for shape, workspace in zip(decoder.attention_shapes, workspaces, strict=True)
+            ),
+        )
