@@ -1,11 +1,10 @@
-"""RMS normalisation together with what stands around it in a layer: the residual sum before it, the quantisation behind it."""
+"""RMS normalisation with the residual sum before it."""
 
 from __future__ import annotations
 
 import torch
 
 from kernels.cpu.elementwise import rms_norm
-from kernels.cpu.fp8_rows import quantize_rows_fp8
 
 
 def add_rms_norm(
@@ -25,22 +24,3 @@ def add_rms_norm(
     # A sum without a multiplier costs a quarter less on one row.
     total = residual + branch if alpha == 1.0 else torch.add(residual, branch, alpha=alpha)
     return (total if weight is None else rms_norm(total, weight, eps)), total
-
-
-def rms_norm_fp8(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """x: [T, hidden] → e4m3 [T, hidden] and its row scales [T, 1] float32"""
-    return quantize_rows_fp8(rms_norm(x.float(), weight.float(), eps))
-
-
-def add_rms_norm_fp8(
-    x: torch.Tensor,
-    residual: torch.Tensor,
-    weight: torch.Tensor,
-    eps: float,
-    *,
-    alpha: float = 1.0,
-    branch_weight: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """As `add_rms_norm` → e4m3 [T, hidden], row scales [T, 1] float32, sum [T, hidden] in x's dtype"""
-    _, total = add_rms_norm(x, residual, None, eps, alpha=alpha, branch_weight=branch_weight)
-    return *rms_norm_fp8(total, weight, eps), total
