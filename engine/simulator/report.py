@@ -198,8 +198,7 @@ def _throughput(replay: Replay) -> dict[str, Any]:
         "output_tokens_per_s": _rounded(totals.generation_tokens / end_s),
         "total_tokens_per_s": _rounded((totals.prompt_tokens + totals.generation_tokens) / end_s),
         "steps": recorder.num_steps,
-        "step_ms": _histogram_percentiles(recorder.steps_s),
-        "step_ms_max": _rounded(recorder.step_max_s * 1000),
+        "step_ms": _histogram_percentiles(recorder.steps_s, recorder.step_max_s),
         "tokens_per_step": _ratio(recorder.num_tokens, recorder.num_steps),
         "running_mean": _ratio(recorder.running_seconds, recorder.busy_s),
         "running_max": recorder.running_max,
@@ -220,12 +219,11 @@ def _gap_percentiles(tenants: Sequence[TenantRecord]) -> dict[str, float | None]
     counts: Counter[int] = Counter()
     for tenant in tenants:
         counts.update(tenant.gaps)
-    largest = max((tenant.gap_max_s for tenant in tenants), default=0.0)
-    return {**_histogram_percentiles(counts), "max": _milliseconds(largest)}
+    return _histogram_percentiles(counts, max((tenant.gap_max_s for tenant in tenants), default=0.0))
 
 
-def _histogram_percentiles(counts: Mapping[int, int]) -> dict[str, float | None]:
-    """Upper edges of the buckets in which the percentiles lie: at most one per cent too much."""
+def _histogram_percentiles(counts: Mapping[int, int], max_s: float) -> dict[str, float | None]:
+    """Upper edges of the buckets in which the percentiles lie: at most one per cent too much, and never above `max_s`."""
     total, named = sum(counts.values()), dict[str, float | None]()
     for percent in PERCENTILES:
         rank, seen, found = -(-total * percent // 100), 0, 0
@@ -233,8 +231,8 @@ def _histogram_percentiles(counts: Mapping[int, int]) -> dict[str, float | None]
             found, seen = bucket, seen + counts[bucket]
             if seen >= rank:
                 break
-        named[f"p{percent}"] = _milliseconds(gap_of_bucket(found)) if total else None
-    return named
+        named[f"p{percent}"] = _milliseconds(min(gap_of_bucket(found), max_s)) if total else None
+    return {**named, "max": _milliseconds(max_s)}
 
 
 def _mean(values: Sequence[float]) -> float | None:

@@ -128,6 +128,13 @@ def test_the_report_is_plain_json_with_every_part() -> None:
     assert flat(report)["setup.policy"] == "fair"
 
 
+@pytest.mark.parametrize("prompt_tokens", range(512, 4608, 512))
+def test_no_percentile_is_above_the_maximum(prompt_tokens: int) -> None:
+    report = report_of([TracedRequest(0.0, "alice", prompt_tokens, 20)])
+    for figures in (report["gap_ms"], report["tenants"][0]["gap_ms"], report["throughput"]["step_ms"]):
+        assert 0 < figures["p50"] <= figures["p90"] <= figures["p99"] <= figures["max"]
+
+
 def test_only_the_fair_policy_promises_a_bound() -> None:
     assert report_of(asking((1,)))["fairness"]["service_gap_bound_s"] > 0
     assert report_of(asking((1,)), policy="vtc")["fairness"]["service_gap_bound_s"] is None
