@@ -31,12 +31,14 @@ SEATS = {"cpu": 64, "cuda": 256}
 cost little more time than 64; a CPU of 64 rows multiplies and waits for no weights, and more seats only share its speed out."""
 
 SEATS_MAX = 4096
+BLOCK_SIZE_MAX = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineOptions:
     """Options of one engine process. Raises `EngineConfigError`, naming the option.
 
+    `block_size` is a power of two: kernels of GPUs read the cache in tiles that hold whole blocks, or lie within one.
     `swap_space` is the size in GiB of the tier in main memory that evicted KV blocks move to. `batch_invariant`: a request
     gives the same logits alone and in any batch, at the cost of speed. `enforce_eager`: no step is captured or recorded, and
     none is launched before the tokens of the one before it are known. `inter_token_target_ms`: how long a step may make running
@@ -92,8 +94,8 @@ class EngineOptions:
             raise EngineConfigError("enable_prefix_caching", f"must be True or False, not {self.enable_prefix_caching!r}")
         counts = "max_model_len", "max_num_seqs", "max_num_batched_tokens", "kv_cache_bytes", "num_kv_blocks", "threads"
         for option in counts:
-            self._check_count(option, optional=True)
-        self._check_count("block_size", optional=False)
+            self._check_count(option)
+        self._check_block_size()
         if self.max_num_seqs is not None and self.max_num_seqs > SEATS_MAX:
             raise EngineConfigError("max_num_seqs", f"must be at most {SEATS_MAX}, not {self.max_num_seqs}")
         threads_max = THREADS_PER_CORE_MAX * num_cores()
@@ -102,12 +104,15 @@ class EngineOptions:
                 "threads", f"must be at most {threads_max}, {THREADS_PER_CORE_MAX} for each usable core, not {self.threads}"
             )
 
-    def _check_count(self, option: str, *, optional: bool) -> None:
+    def _check_count(self, option: str) -> None:
         value = getattr(self, option)
-        if optional and value is None:
-            return
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        if value is not None and not _is_count(value):
             raise EngineConfigError(option, f"must be at least 1, and an integer, not {value!r}")
+
+    def _check_block_size(self) -> None:
+        size = self.block_size
+        if not _is_count(size) or size > BLOCK_SIZE_MAX or size & (size - 1):
+            raise EngineConfigError("block_size", f"must be a power of two from 1 to {BLOCK_SIZE_MAX}, not {size!r}")
 
     def _check_scheduling(self) -> None:
         if self.scheduling_policy not in POLICIES:
@@ -149,6 +154,10 @@ class EngineOptions:
         if self.max_num_batched_tokens is not None:
             return self.max_num_batched_tokens
         return max(self.seats(device_type), CUDA_BATCHED_TOKENS if device_type == "cuda" else CPU_BATCHED_TOKENS)
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
 def _is_number(value: object) -> bool:

@@ -54,6 +54,21 @@ def whole(low: int, high: int) -> Callable[[object], int]:
     return bounded(int, (int,), low, high, "a whole number")
 
 
+def power_of_two(high: int) -> Callable[[object], int]:
+    message = f"must be a power of two from 1 to {high}"
+
+    def parse(value: object) -> int:
+        try:
+            number = whole(1, high)(value)
+        except (TypeError, ValueError):
+            raise ValueError(message) from None
+        if number & (number - 1):
+            raise ValueError(message)
+        return number
+
+    return parse
+
+
 def size(low: int, high: int) -> Callable[[object], int]:
     """Return a parser for bytes: a whole number, or one with the unit KiB, MiB or GiB."""
     parse_number = whole(0, high)

@@ -200,7 +200,7 @@ _PARSERS: dict[str, Callable[[object], Any]] = {
     "kv_cache_bytes": values_of.size(values_of.MIB, 1024**5),
     "gpu_memory_utilization": values_of.number(0.01, 1),
     "enable_prefix_caching": values_of.flag,
-    "block_size": values_of.whole(1, 1024),
+    "block_size": values_of.power_of_two(1024),
     "quantization": values_of.choice("int8", "fp8", "awq", "gptq", "compressed-tensors"),
     "head_quantization": values_of.choice("none", "int8"),
     "kv_cache_dtype": values_of.choice("auto", "fp8", "fp8_e4m3"),

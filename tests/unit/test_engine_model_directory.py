@@ -167,7 +167,9 @@ def test_sixteen_bit_weights_are_computed_in_float32_on_the_cpu(model: Path) -> 
         ({"max_num_seqs": 8, "max_num_batched_tokens": 4}, "max_num_batched_tokens must be at least max_num_seqs"),
         ({"device": "tpu"}, "device must be one of"),
         ({"dtype": "int4"}, "dtype must be one of"),
-        ({"block_size": 0}, "block_size must be at least 1"),
+        ({"block_size": 0}, "block_size must be a power of two from 1 to 1024, not 0"),
+        ({"block_size": 24}, "block_size must be a power of two from 1 to 1024, not 24"),
+        ({"block_size": 2048}, "block_size must be a power of two from 1 to 1024, not 2048"),
         ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization"),
     ],
 )
