@@ -85,21 +85,17 @@ def gelu_tanh_mul(gate_up: torch.Tensor, *, out: torch.Tensor | None = None) -> 
     return _launch(gate_up, out, gelu=True)
 
 
-def silu_mul_fp8(
-    gate_up: torch.Tensor, *, out: tuple[torch.Tensor, torch.Tensor] | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
+def silu_mul_fp8(gate_up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """`silu_mul` as e4m3 [T, inner] with row scales [T, 1] float32, quantised before it is ever rounded.
 
     A row is held by one program, because its scale needs all of it. Writes one byte an element and 4 a row.
     """
-    return _launch_fp8(gate_up, out, gelu=False)
+    return _launch_fp8(gate_up, gelu=False)
 
 
-def gelu_tanh_mul_fp8(
-    gate_up: torch.Tensor, *, out: tuple[torch.Tensor, torch.Tensor] | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
+def gelu_tanh_mul_fp8(gate_up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """`gelu_tanh_mul` as e4m3 rows, as in `silu_mul_fp8`."""
-    return _launch_fp8(gate_up, out, gelu=True)
+    return _launch_fp8(gate_up, gelu=True)
 
 
 def _launch(gate_up: torch.Tensor, out: torch.Tensor | None, *, gelu: bool) -> torch.Tensor:
@@ -115,11 +111,9 @@ def _launch(gate_up: torch.Tensor, out: torch.Tensor | None, *, gelu: bool) -> t
     return result
 
 
-def _launch_fp8(
-    gate_up: torch.Tensor, out: tuple[torch.Tensor, torch.Tensor] | None, *, gelu: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _launch_fp8(gate_up: torch.Tensor, *, gelu: bool) -> tuple[torch.Tensor, torch.Tensor]:
     num_rows, inner = gate_up.shape[0], gate_up.shape[1] // 2
-    quantised, scales = fp8_outputs(num_rows, inner, gate_up.device) if out is None else out
+    quantised, scales = fp8_outputs(num_rows, inner, gate_up.device)
     tile = row_tile(inner)
     if num_rows:
         gated_fp8_kernel[(triton.cdiv(num_rows, tile.rows),)](

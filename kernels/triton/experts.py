@@ -117,7 +117,6 @@ def grouped_linear(
     *,
     activation: str = "",
     factors: torch.Tensor | None = None,
-    out: torch.Tensor | None = None,
     rows_each: float | None = None,
 ) -> torch.Tensor:
     """Each expert's product over its own tokens, for all experts in one launch. Weights are plain or of 8 or 4 bits.
@@ -140,7 +139,7 @@ def grouped_linear(
         raise ValueError(f"either an activation ({', '.join(ACTIVATIONS)}) or factors: not {activation!r} {given} factors")
     num_outputs = num_outputs // 2 if activation else num_outputs
     num_places = tokens.order.numel()
-    out = x.new_empty(num_places, num_outputs) if out is None else out
+    out = x.new_empty(num_places, num_outputs)
     if not num_places:
         return out
     factors = None if factors is None else factors.contiguous()

@@ -39,9 +39,7 @@ def quantize_rows_kernel(
     e4m3_rows(value, quantised, scales, rows, columns, inside, WIDTH, num_rows)
 
 
-def quantize_rows_fp8(
-    x: torch.Tensor, *, out: tuple[torch.Tensor, torch.Tensor] | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize_rows_fp8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """scale = max|x| / 448, e4m3 = round(x / scale): x: [T, width], rows may lie apart → [T, width] and scales [T, 1] float32
 
     Source: arXiv 2209.05433; one scale for each row as the products of `torch._scaled_mm` take them. Reads T · width
@@ -49,7 +47,7 @@ def quantize_rows_fp8(
     `width` and rows beyond T are masked. A row below 1e-12 is scaled as if that were its largest element.
     """
     num_rows, width = x.shape
-    quantised, scales = fp8_outputs(num_rows, width, x.device) if out is None else out
+    quantised, scales = fp8_outputs(num_rows, width, x.device)
     tile = row_tile(width)
     if num_rows:
         quantize_rows_kernel[(triton.cdiv(num_rows, tile.rows),)](

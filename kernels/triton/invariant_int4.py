@@ -54,9 +54,7 @@ def invariant_int4_kernel(
         tl.store(out_places, sums.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-def invariant_int4(
-    x: torch.Tensor, weight: Int4Weight, *, bias: torch.Tensor | None = None, out: torch.Tensor | None = None
-) -> torch.Tensor:
+def invariant_int4(x: torch.Tensor, weight: Int4Weight, *, bias: torch.Tensor | None = None) -> torch.Tensor:
     """As `kernels.triton.linear_int4.linear_int4`, a row's bits its own: x: [M, K] of 16 bits → [M, N]
 
     Codes are multiplied as exact integers in every number of rows, never unpacked to x's type. Reads N·K / 2 + 4·N·K / group
@@ -67,7 +65,7 @@ def invariant_int4(
         raise ValueError(f"weights of 4 bits are multiplied with rows of 16 bits, not {x.dtype}")
     if weight.permutation is not None:
         x = x.index_select(1, weight.permutation)
-    out = x.new_empty(x.shape[0], weight.num_rows) if out is None else out
+    out = x.new_empty(x.shape[0], weight.num_rows)
     num_rows, num_columns = x.shape
     if not num_rows:
         return out

@@ -144,7 +144,6 @@ def invariant_linear(
     x_scales: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     bias: torch.Tensor | None = None,
-    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """out[m, n] = x_scales[m] · scales[n] · Σ_k x[m, k] · values[n, k] + bias[n]; x: [M, K] → [M, N], a row's bits its own.
 
@@ -158,7 +157,7 @@ def invariant_linear(
     if values.dtype is FP8:
         check_fp8(x.device)
     (num_rows, num_columns), num_outputs = x.shape, values.shape[0]
-    out = torch.empty(num_rows, num_outputs, dtype=out_dtype or x.dtype, device=x.device) if out is None else out
+    out = torch.empty(num_rows, num_outputs, dtype=out_dtype or x.dtype, device=x.device)
     if not num_rows:
         return out
     tiles = invariant_tiles(values.shape, x.dtype, values.element_size(), capability(x.device), multiprocessors(x.device))

@@ -71,14 +71,12 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, *, out: torch.Te
     return normed
 
 
-def rms_norm_fp8(
-    x: torch.Tensor, weight: torch.Tensor, eps: float, *, out: tuple[torch.Tensor, torch.Tensor] | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
+def rms_norm_fp8(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
     """`rms_norm` of x: [T, hidden] as e4m3 [T, hidden] with row scales [T, 1] float32, quantised before it is ever rounded.
 
     Writes one byte an element and 4 a row. Scales as in `fp8_rows`.
     """
-    quantised, scales = fp8_outputs(x.shape[0], x.shape[1], x.device) if out is None else out
+    quantised, scales = fp8_outputs(x.shape[0], x.shape[1], x.device)
     _launch(x, None, weight, None, quantised, None, scales, eps, 1.0)
     return quantised, scales
 
@@ -113,10 +111,10 @@ def add_rms_norm_fp8(
     *,
     alpha: float = 1.0,
     branch_weight: torch.Tensor | None = None,
-    out: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """`add_rms_norm` with the norm as e4m3 [T, hidden] and row scales [T, 1] float32, then the sum [T, hidden] in x's dtype."""
-    quantised, scales, total = (*fp8_outputs(x.shape[0], x.shape[1], x.device), _like(x)) if out is None else out
+    quantised, scales = fp8_outputs(x.shape[0], x.shape[1], x.device)
+    total = _like(x)
     _launch(x, residual, weight, branch_weight, quantised, total, scales, eps, alpha)
     return quantised, scales, total
 
