@@ -10,6 +10,7 @@ from typing import Any
 from appliance.api.schemas import STOP_CHARS_MAX, ChatCompletionRequest
 from appliance.api.structured_output import constraint
 from appliance.base.errors import ContextLengthExceeded, InvalidValue, UnsupportedParameter
+from appliance.serving.endings import as_written
 from appliance.serving.model_registry import ServedModel
 from appliance.serving.prompting import output_room
 from engine.protocol import InvalidOption, SamplingParams, UnsupportedOption
@@ -92,7 +93,8 @@ def _build(fields: Mapping[str, Any], body: ChatCompletionRequest, model: Served
         )
     except InvalidOption as error:
         kind = UnsupportedParameter if isinstance(error, UnsupportedOption) else InvalidValue
-        raise kind(str(error), param=field_names(body).get(error.param, error.param)) from error
+        message, param = as_written(str(error), error.param, field_names(body))
+        raise kind(message, param=param) from error
 
 
 def _stop(stop: str | list[str] | None) -> list[str]:

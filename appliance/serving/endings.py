@@ -44,6 +44,12 @@ def early(why: str) -> Ended:
     return Ended(finish_reason=finish_reason, cause=cause, error=_told(why))
 
 
+def as_written(message: str, param: str, field_names: Mapping[str, str]) -> tuple[str, str]:
+    """Return the engine's refusal of its field `param`, and that field, both in the name that the client used for it."""
+    name = field_names.get(param, param)
+    return (f"{name}{message.removeprefix(param)}" if message.startswith(f"{param} ") else message), name
+
+
 _ENDS: Mapping[str, tuple[str, str]] = {
     "disconnected": ("disconnected", "client"),
     "aborted": ("aborted", "administrator"),

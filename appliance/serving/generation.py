@@ -26,7 +26,7 @@ from appliance.metering.ledger.writer import Ledger, LedgerBroken
 from appliance.metering.limits.reservations import Reservation
 from appliance.serving.answers import SERVED, Answer, reason_of_all
 from appliance.serving.chunk_queue import ChunkQueue
-from appliance.serving.endings import Ended, Outcome, early
+from appliance.serving.endings import Ended, Outcome, as_written, early
 from appliance.serving.live_requests import LiveRequest
 from appliance.serving.model_registry import ServedModel
 from appliance.serving.text_output import TextOutput
@@ -268,9 +268,10 @@ class Generation:
             answer.end("error")
             return _failed("engine_error", InternalError(f"the engine could not go on: {event.error}"))
         answer.end("error" if self._billable else "refused")
-        param = self._field_names.get(event.error_param, event.error_param)
-        invalid = InvalidValue(event.error or f"{param} cannot be honoured", param=param)
-        return _failed("invalid_request", invalid, str(answer.finish_reason))
+        message, param = as_written(
+            event.error or f"{event.error_param} cannot be honoured", event.error_param, self._field_names
+        )
+        return _failed("invalid_request", InvalidValue(message, param=param), str(answer.finish_reason))
 
     def _end_without_engine(self, error: EngineUnavailable) -> Ended:
         """No final event comes: an answer that is complete stays one, and who asked for the end hears of that end."""

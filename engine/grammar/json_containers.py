@@ -76,7 +76,7 @@ class ObjectWriter:
         if key not in self._rules.shared:
             self._num_states += 1
             if self._num_states > STATES_MAX:
-                raise GrammarError(PARAM, f"guided_json has an object whose limits need more than {STATES_MAX} states")
+                raise GrammarError(PARAM, f"the schema has an object whose limits need more than {STATES_MAX} states")
             self._rules.shared[key] = self._rules.rule([])
             self._waiting.append((self._rules.shared[key], kind, state))
         return self._rules.shared[key]
@@ -182,7 +182,7 @@ class ArrayWriter:
     def _state(self, state: tuple[int, ...]) -> str:
         if state not in self._known:
             if len(self._known) > STATES_MAX:
-                raise GrammarError(PARAM, f"guided_json has an array whose limits need more than {STATES_MAX} states")
+                raise GrammarError(PARAM, f"the schema has an array whose limits need more than {STATES_MAX} states")
             self._known[state] = self._rules.rule([])
             self._waiting.append(state)
         return self._known[state]

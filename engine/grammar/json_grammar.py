@@ -55,7 +55,7 @@ class JsonGrammar:
             self._rules.rules[name] = [self._shape(shape) for shape in self._shapes.of(each)]
         self._rules.drop_unproductive()
         if not self._rules.rules.get(start):
-            raise GrammarError(PARAM, "guided_json cannot be satisfied by any text")
+            raise GrammarError(PARAM, "the schema cannot be satisfied by any text")
         return self._rules.text(start, _PUNCTUATION)
 
     def _value(self, wanted: Term) -> str:
@@ -103,7 +103,7 @@ class JsonGrammar:
         try:
             found = automaton(numbers)
         except NumberError as error:
-            raise GrammarError(PARAM, f"guided_json cannot be enforced: {error}") from error
+            raise GrammarError(PARAM, f"the schema cannot be enforced: {error}") from error
         return self._automaton(found)
 
     def _automaton(self, found: Automaton) -> str:
@@ -135,7 +135,7 @@ class JsonGrammar:
         low = max(0, shape.low - place)
         high = None if shape.high is None else shape.high - place
         if max(low, high or 0) > REPEATED_MAX:
-            raise GrammarError(PARAM, f"guided_json has minItems or maxItems above {REPEATED_MAX}")
+            raise GrammarError(PARAM, f"the schema has minItems or maxItems above {REPEATED_MAX}")
         if high == 0:
             return self._rules.rule([()])
         item = self._value(shape.others)

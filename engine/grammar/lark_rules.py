@@ -48,7 +48,7 @@ class Rules:
         name = f"r{next(self._count)}"
         self.rules[name] = bodies
         if len(self.rules) > RULES_MAX:
-            raise GrammarError(PARAM, f"guided_json needs more than {RULES_MAX} rules")
+            raise GrammarError(PARAM, f"the schema needs more than {RULES_MAX} rules")
         return name
 
     def number_of(self, part: Any) -> int:

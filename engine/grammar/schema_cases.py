@@ -131,7 +131,7 @@ class Cases:
         for literals in self._one_of(choice.nodes, path) if isinstance(choice, OneOf) else choice:
             self._num_splits += 1
             if self._num_splits > SPLITS_MAX:
-                raise GrammarError(PARAM, f"guided_json has alternatives that combine in more than {SPLITS_MAX} ways")
+                raise GrammarError(PARAM, f"the schema has alternatives that combine in more than {SPLITS_MAX} ways")
             yield from self._open(path.taking(index, literals))
 
     def _all_hold(self, literals: list[Literal], value: Any) -> bool:

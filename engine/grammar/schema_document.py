@@ -41,7 +41,7 @@ class Document:
             raise refusal(path, f"a schema must be an object or a boolean, not {json_type(value)}")
         if id(value) not in self._nodes:
             if len(self._nodes) >= NODES_MAX:
-                raise GrammarError(PARAM, f"guided_json has more than {NODES_MAX} schemas")
+                raise GrammarError(PARAM, f"the schema has more than {NODES_MAX} schemas")
             self._nodes[id(value)] = Node(value, self._base_of(value, base), path, len(self._nodes) + len(self._booleans))
         return self._nodes[id(value)]
 

@@ -148,8 +148,10 @@ _Read = Callable[[KeywordReader, str, Any], Iterator[Constraint]]
 def _type(reader: KeywordReader, keyword: str, value: Any) -> Iterator[Constraint]:
     names = value if isinstance(value, list) else [value]
     unknown = [name for name in names if not isinstance(name, str) or name not in TYPES | {"integer"}]
-    if unknown or not names:
-        raise reader.refuse(keyword, f"the type {json.dumps(unknown[0] if unknown else names, default=str)}")
+    if not names:
+        raise reader.refuse(keyword, "type must name at least one type")
+    if unknown:
+        raise reader.refuse(keyword, f"unknown type {json.dumps(unknown[0], default=str)}")
     yield reader.made(keyword, "type", frozenset(names))
 
 

@@ -16,7 +16,7 @@ NUMBER_EXPONENT_MAX = 400
 
 
 def refusal(path: str, what: str) -> GrammarError:
-    return GrammarError(PARAM, f"guided_json cannot be enforced at {path or '#'}: {what}")
+    return GrammarError(PARAM, f"the schema cannot be enforced at {path or '#'}: {what}")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -73,16 +73,16 @@ def parse(text: str) -> Any:
     try:
         return json.loads(text, parse_float=_fraction)
     except ValueError as error:
-        raise GrammarError(PARAM, f"guided_json is not JSON: {error}") from error
+        raise GrammarError(PARAM, f"the schema is not JSON: {error}") from error
 
 
 def _fraction(digits: str) -> int | Fraction:
     try:
         value = Decimal(digits)
     except InvalidOperation as error:
-        raise GrammarError(PARAM, f"guided_json holds the number {digits[:40]}, which is beyond every limit") from error
+        raise GrammarError(PARAM, f"the schema holds the number {digits[:40]}, which is beyond every limit") from error
     if value and abs(value.adjusted()) > NUMBER_EXPONENT_MAX:
-        raise GrammarError(PARAM, f"guided_json holds the number {digits[:40]}: exponents go to {NUMBER_EXPONENT_MAX}")
+        raise GrammarError(PARAM, f"the schema holds the number {digits[:40]}: exponents go to {NUMBER_EXPONENT_MAX}")
     return Fraction(value)
 
 

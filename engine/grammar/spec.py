@@ -77,15 +77,15 @@ def check_schema_text(text: str) -> dict[str, object] | bool:
     try:
         schema = json.loads(text, parse_constant=_refuse_constant)
     except RecursionError:
-        raise GrammarError(param, f"guided_json is nested more than {SCHEMA_DEPTH_MAX} levels deep") from None
+        raise GrammarError(param, f"the schema is nested more than {SCHEMA_DEPTH_MAX} levels deep") from None
     except ValueError as error:
-        raise GrammarError(param, f"guided_json is not JSON: {error}") from error
+        raise GrammarError(param, f"the schema is not JSON: {error}") from error
     if not isinstance(schema, dict | bool):
-        raise GrammarError(param, f"guided_json must be a JSON object or boolean, not {type(schema).__name__}")
+        raise GrammarError(param, f"the schema must be a JSON object or boolean, not {type(schema).__name__}")
     if schema is False:
-        raise GrammarError(param, "guided_json is false, which no text satisfies")
+        raise GrammarError(param, "the schema is false, which no text satisfies")
     if _depth(schema) > SCHEMA_DEPTH_MAX:
-        raise GrammarError(param, f"guided_json is nested more than {SCHEMA_DEPTH_MAX} levels deep")
+        raise GrammarError(param, f"the schema is nested more than {SCHEMA_DEPTH_MAX} levels deep")
     return schema
 
 

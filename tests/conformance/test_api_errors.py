@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -177,7 +178,9 @@ def test_known_fields_that_cannot_be_honoured(server: Server, fields: dict[str, 
 def test_values_outside_their_limits(server: Server, fields: dict[str, Any], param: str) -> None:
     answer = raw(server, "POST", CHAT, json={"model": MODEL, "messages": HELLO, **fields})
 
-    assert check_shape(answer, 400, "invalid_value")["param"] == param
+    error = check_shape(answer, 400, "invalid_value")
+    assert error["param"] == param
+    assert re.search(rf"\b{re.escape(param)}\b", error["message"]), error["message"]
 
 
 @pytest.mark.parametrize(

@@ -190,7 +190,7 @@ def test_a_script_gets_an_error_that_names_the_field_and_can_go_on(llm: LLM, sam
     with pytest.raises(InvalidOption) as refused:
         llm.generate(["a", "b"], [greedy, SamplingParams(**sampling)], use_tqdm=False)
     assert refused.value.param == param
-    assert param in str(refused.value)
+    assert {"guided_json": "the schema"}.get(param, param) in str(refused.value)
     after = [output.outputs[0].token_ids for output in llm.generate(list(NEIGHBOURS.values()), greedy, use_tqdm=False)]
     assert after == before
 
@@ -206,7 +206,7 @@ def test_a_script_gets_an_error_that_names_the_prompt(llm: LLM, prompts: Any, me
 def test_what_is_found_out_late_comes_with_the_outputs_of_the_others(llm: LLM) -> None:
     greedy = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
     bad = SamplingParams(guided_json=IMPOSSIBLE)
-    with pytest.raises(GenerationFailed, match=r"prompt 1: .*guided_json") as failed:
+    with pytest.raises(GenerationFailed, match="prompt 1: the schema cannot be satisfied") as failed:
         llm.generate([[5], [6], [7]], [greedy, bad, greedy], use_tqdm=False)
     first, second, third = (output.outputs[0] for output in failed.value.outputs)
     assert (len(first.token_ids), second.finish_reason, len(third.token_ids)) == (6, "error", 6)

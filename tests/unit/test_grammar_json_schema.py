@@ -140,7 +140,8 @@ REFUSED = {
     "word boundary": {"pattern": r"\bfoo"},
     "format regex": {"format": "regex"},
     "$dynamicRef": {"$dynamicRef": "#x"},
-    "the type": {"type": "any"},
+    'unknown type "any"': {"type": "any"},
+    "type must name at least one type": {"type": []},
     "required must": {"required": "a"},
     "multipleOf must be above 0": {"multipleOf": 0},
     "unevaluatedProperties": {"anyOf": [{"properties": {"a": True}}], "unevaluatedProperties": False},
@@ -199,3 +200,9 @@ def test_white_space_ends_somewhere() -> None:
 
 def test_a_property_comes_once() -> None:
     assert not accepts(compiled("json", json.dumps({"properties": {"a": WHOLE}})), '{"a":1,"a":2}')
+
+
+def test_a_refusal_calls_the_schema_a_schema() -> None:
+    with pytest.raises(GrammarError) as refused:
+        compiled("json", '{"type": "strin"}')
+    assert str(refused.value) == 'the schema cannot be enforced at #/type: unknown type "strin"'
