@@ -19,7 +19,7 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 
 FUSED_ROWS_MAX = 16
 PACKAGES = {"kernels.triton": "triton", "kernels.simd": "simd", "kernels.cpu": "torch"}
-FACTS = ("words", "decode_workspace", "pages", "is_row_invariant")
+FACTS = ("words", "decode_workspace", "queries_together", "pages", "is_row_invariant")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +27,9 @@ class Operations:
     """One callable per operation, with the signature of its twin in `kernels.reference` (and, where no layer of the serving
     path has a kernel of its own for it, torch's fused one). `words` name the implementation for the log.
 
-    `decode_workspace` makes what `paged_decode` needs beside its output, None where it needs nothing. `linear_add` and
+    `decode_workspace` makes what `paged_decode`, and `paged_prefill` of few queries, need beside their output, for so many
+    queries; None where they need nothing. `queries_together` says how many decodes of one request at most, token by token
+    behind each other, `paged_prefill` should attend as one; 1 where each stays by itself. `linear_add` and
     `normed_linear` are the products of a decode step of at most FUSED_ROWS_MAX rows with the norms around them, None where
     products stay apart. `bind_experts` makes one function of all experts' weights, which asks the host nothing; where there
     is none, or none for such weights, `mix_experts` serves. `bind_greedy_head` makes a function of an output head: the most
@@ -74,6 +76,7 @@ class Operations:
     gather_blocks: Callable[..., None]
     scatter_blocks: Callable[..., None]
     pages: Callable[[AttentionShape, torch.dtype], bool] = lambda _shape, _kv_dtype: True
+    queries_together: Callable[[AttentionShape, torch.dtype, torch.device], int] = lambda *_: 1
     is_row_invariant: bool = False
     sequence: Callable[[int], RecordedOperations] | None = None
     score_tokens: Callable[..., None] | None = None

@@ -18,6 +18,7 @@ from kernels.triton.attention_splits import (
     MERGE_CONSTANTS,
     MERGE_WARPS,
     SPILL_BYTES_MAX,
+    SPLIT_QUERIES,
     TABLES,
     DecodeTiling,
     DecodeWorkspace,
@@ -78,8 +79,9 @@ def _split_kernel(
     start_in_turn(EARLY)
     kv_head = tl.program_id(0) % K
     request, split, num_items = schedule(
-        context_lens, num_requests, tl.program_id(0) // K, tl.num_programs(0) // K, WINDOW, QUERIES, TILE, SPLIT, REQUESTS
-    )
+        context_lens, query_starts, num_requests, tl.program_id(0) // K, tl.num_programs(0) // K,
+        WINDOW, QUERIES, TILE, SPLIT, REQUESTS,
+    )  # fmt: skip
     GROUP: tl.constexpr = H // K
     row = tl.arange(0, ROWS)
     query, head = row // GROUP, kv_head * GROUP + row % GROUP
@@ -125,7 +127,7 @@ def _split_kernel(
             place = (token_row * H + head) * D
             tl.store(out + place[:, None] + lane[None, :], found.to(out.dtype.element_ty), mask=inside)
         else:
-            place = ((request.to(tl.int64) * max_splits + split) * QUERIES + query) * H + head
+            place = (token_row * max_splits + split) * H + head
             tl.store(attended + (place * D)[:, None] + lane[None, :], found, mask=inside)
             tl.store(log_weights + place, largest + tl.log2(positive), mask=live)
         split += 1
@@ -237,11 +239,13 @@ def paged_decode(
     kv_scales [2] float32 (of keys, of values; None is 1); block_tables: [B, M] int32; context_lens: [B] int32, 0 reads nothing
     and gives zeros. Without `query_starts` T is B and row b is request b's newest token. With it ([B + 1] int32), rows
     query_starts[b] … query_starts[b + 1] - 1, at most `max_query_len`, are the newest tokens of request b, each seeing itself
-    and what is before it (guesses that are verified).
+    and what is before it (guesses that are verified); all T rows are somebody's, and requests without any are the last. Context
+    0 gives zeros to however many queries.
 
-    Bytes: all keys and values that are seen, once; 4 · D · H for each split written and read again. Operations: 4 · D · H for
-    each token seen. Tokens beyond a request's length or before its window are neither read nor counted. Scores, weights' sums
-    and outputs in float32; weights are rounded to the cache's dtype (float16 for an fp8 cache) for the second product.
+    Bytes: all keys and values that are seen, once for each request; 4 · D · H for each split and query written and read again.
+    Operations: 4 · D · H for each token that a query sees. Tokens beyond a request's length or before its window are neither
+    read nor counted. Scores, weights' sums and outputs in float32; weights are rounded to the cache's dtype (float16 for an
+    fp8 cache) for the second product.
 
     A split's size is a function of its request's length alone and splits are merged in their order, so a row's result has
     the same bits in any batch. No lengths are read on the host; with `out` and `workspace` nothing is allocated.
@@ -253,51 +257,28 @@ def paged_decode(
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if num_requests == 0:
         return out
+    assert (max_query_len == 1) == (query_starts is None), "rows of several queries have beginnings"
+    assert max_query_len <= SPLIT_QUERIES[-1], "the splits of a window have no room for so many queries"
     if workspace is None:
-        workspace = decode_workspace(shape, num_requests, max_blocks, kv_cache.dtype, q.device, max_query_len=max_query_len)
+        workspace = decode_workspace(shape, q.shape[0], max_blocks, kv_cache.dtype, q.device)
     assert out.is_contiguous(), "outputs of decodes lie together"
-    splits = workspace.attended.shape[1]
-    assert splits >= shape_splits(shape, max_blocks, max_query_len, tiling), "the workspace has too few splits"
-    assert workspace.attended.shape[0] >= num_requests, "the workspace has too few requests"
-    assert workspace.attended.shape[2] == max_query_len, "the workspace was made for another number of queries"
+    rows, splits, *_ = workspace.attended.shape
+    assert rows >= q.shape[0], "the workspace has too few rows"
+    assert splits >= shape_splits(shape, max_blocks, tiling), "the workspace has too few splits"
     kv_heads = shape.num_kv_heads
     groups = max(1, multiprocessors(q.device) * tiling.programs // kv_heads)
-    constants = split_constants(shape, max_query_len, tiling)
+    constants, requests = split_constants(shape, max_query_len, tiling), scheduled_requests(num_requests)
     _split_kernel[(min(groups, num_requests * splits) * kv_heads,)](
-        q,
-        kv_cache,
-        block_tables,
-        context_lens,
-        query_starts,
-        kv_scales,
-        out,
-        workspace.attended,
-        workspace.log_weights,
-        num_requests,
-        score_factor(shape),
-        q.stride(0),
-        kv_cache.stride(0),
-        block_tables.stride(0),
-        splits,
-        **constants,
-        REQUESTS=scheduled_requests(num_requests),
-        num_warps=tiling.num_warps,
-        num_stages=tiling.num_stages,
-        maxnreg=tiling.registers_max,
-        **early_launch(q.device),
-    )
-    merge_kernel[(num_requests, max_query_len * shape.num_heads)](
-        context_lens,
-        query_starts,
-        out,
-        workspace.attended,
-        workspace.log_weights,
-        splits,
-        **{name: constants[name] for name in MERGE_CONSTANTS},
-        CHUNK=MERGE_CHUNK,
-        num_warps=MERGE_WARPS,
-        **early_launch(q.device),
-    )
+        q, kv_cache, block_tables, context_lens, query_starts, kv_scales, out, *workspace,
+        num_requests, score_factor(shape), q.stride(0), kv_cache.stride(0), block_tables.stride(0), splits,
+        **constants, REQUESTS=requests, **early_launch(q.device),
+        num_warps=tiling.num_warps, num_stages=tiling.num_stages, maxnreg=tiling.registers_max,
+    )  # fmt: skip
+    merge_kernel[(q.shape[0], shape.num_heads)](
+        context_lens, query_starts, out, *workspace, num_requests, splits,
+        **{name: constants[name] for name in MERGE_CONSTANTS}, REQUESTS=1 if query_starts is None else requests,
+        CHUNK=MERGE_CHUNK, num_warps=MERGE_WARPS, **early_launch(q.device),
+    )  # fmt: skip
     return out
 
 
@@ -338,13 +319,12 @@ def compilations() -> list[Compilation]:
         _compilation("head size 96", AttentionShape(16, 32, 32, 96), "bf16", "bf16", only=H200),
         _compilation("window and soft-cap", gemma, "bf16", "bf16", only=H200),
         _compilation("7 heads", seven, "bf16", "bf16", only=H200),
-        _compilation("verifies 8 tokens fp8e4nv", llama, "bf16", "fp8e4nv", max_query_len=8, only=H200),
     ]
-    guessing = [("llama-8b", llama, 4), ("llama-8b", llama, 8), ("qwen-0.6b", qwen, 8)]
-    guessing += [("qwen-30b-a3b", AttentionShape(16, 32, 4, 128), queries) for queries in (4, 8)]
-    for name, shape, queries in guessing:
-        what = f"{name} verifies {queries} tokens"
-        found.append(_compilation(what, shape, "bf16", "bf16", max_query_len=queries, only=H200))
+    verifying = [("llama-8b", llama, kv, queries) for kv in ("bf16", "fp8e4nv") for queries in SPLIT_QUERIES]
+    verifying += [("qwen-30b-a3b", AttentionShape(16, 32, 4, 128), "bf16", queries) for queries in SPLIT_QUERIES]
+    for name, shape, kv, queries in [*verifying, ("qwen-0.6b", qwen, "bf16", 8)]:
+        what = f"{name} {kv} verifies {queries} tokens"
+        found.append(_compilation(what, shape, "bf16", kv, max_query_len=queries, only=H200))
     for window in (None, 1024):
         shape = AttentionShape(16, 8, 4, 256, sliding_window=window)
         for queries, requests in ((1, 32), (1, 256), (4, 256), (8, 256)):

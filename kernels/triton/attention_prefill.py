@@ -11,20 +11,18 @@ import triton.language as tl
 from kernels.attention_rows import AttentionShape
 from kernels.triton.attention_decode import check_attention, paged_decode, score_factor
 from kernels.triton.attention_prefill_hopper import NUM_WARPS, is_overlapped, overlapped_constants, overlapped_kernel
-from kernels.triton.attention_splits import TABLES, scheduled_requests, workspace_bytes
+from kernels.triton.attention_splits import SPLIT_QUERIES, TABLES, DecodeWorkspace, scheduled_requests, workspace_bytes
 from kernels.triton.compilation import CAPABILITIES, Compilation
 from kernels.triton.fp8_rows import FP8_CAPABILITIES
 from kernels.triton.query_tiles import tile_owner, tile_queries, tile_rows
 from kernels.triton.tuning import LOG2_E, capability, card, power_of_two
 
-SPLIT_QUERIES = (4, 8)
-"""Rows of so few queries are not worth a tile of their own: the kernel of decodes splits their keys among programs. It is made
-for these numbers alone; fewer queries take no more room in a tile of 16 rows."""
 H200 = (90,)
 SPILL_BYTES_MAX = 80
 """Of what stays the same through the loop, where the tile fills all registers: 100 with an fp8 cache."""
 SPLIT_BYTES_MAX = 256 * 1024 * 1024
-"""What splitting them may need of memory at most; many of them beside one very long request are tiled after all."""
+"""What splitting the keys of short chunks may need of memory beyond the workspace of decodes; many of them beside one very long
+request are tiled after all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,7 +206,7 @@ def paged_prefill(
     max_query_len: int,
     kv_scales: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
-    workspace: object = None,  # noqa: ARG001 - batch-invariant chunks share that of decodes
+    workspace: DecodeWorkspace | None = None,
 ) -> torch.Tensor:
     """out[i, h] = Σ softmax(scale · q[i, h] · k[t]) · v[t] over the tokens t of its request, up to i's own, in its window.
 
@@ -225,16 +223,20 @@ def paged_prefill(
     window's edge are masked; tiles that no query sees are not loaded. Scores, sums and outputs in float32; weights are
     rounded to the cache's dtype (float16 for an fp8 cache) for the second product.
 
+    Chunks of few queries are not worth a tile of their own: the kernel of decodes splits their keys among programs, in the
+    `workspace` of decodes if that has room for T rows. On Hopper the long chunks of most models go through
+    `attention_prefill_hopper`.
+
     The grid depends on T and B alone. A query's result does not depend on its neighbours as long as the tiling is the same.
-    On Hopper the long chunks of most models go through `attention_prefill_hopper`.
     """
     check_attention(q, kv_cache, shape)
     num_requests = block_tables.shape[0]
     few_queries = next((most for most in SPLIT_QUERIES if max_query_len <= most), 0)
-    if few_queries and _are_split(shape, kv_cache.dtype, block_tables, few_queries, q.device):
+    has_room = workspace is not None and workspace.attended.shape[0] >= q.shape[0]
+    if few_queries and (has_room or _may_be_split(shape, kv_cache.dtype, q.shape[0], block_tables.shape[1], q.device)):
         return paged_decode(
-            q, kv_cache, block_tables, context_lens, shape,
-            query_starts=query_starts, max_query_len=few_queries, kv_scales=kv_scales, out=out,
+            q, kv_cache, block_tables, context_lens, shape, query_starts=query_starts, max_query_len=few_queries,
+            kv_scales=kv_scales, out=out, workspace=workspace if has_room else None,
         )  # fmt: skip
     if out is None:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -275,12 +277,8 @@ def paged_prefill(
     return out
 
 
-def _are_split(
-    shape: AttentionShape, kv_dtype: torch.dtype, block_tables: torch.Tensor, max_query_len: int, device: torch.device
-) -> bool:
-    num_requests, max_blocks = block_tables.shape
-    needed = workspace_bytes(shape, num_requests, max_blocks, kv_dtype, device, max_query_len=max_query_len)
-    return needed <= SPLIT_BYTES_MAX
+def _may_be_split(shape: AttentionShape, kv_dtype: torch.dtype, num_rows: int, max_blocks: int, device: torch.device) -> bool:
+    return workspace_bytes(shape, num_rows, max_blocks, kv_dtype, device) <= SPLIT_BYTES_MAX
 
 
 def _constants(shape: AttentionShape, tiling: PrefillTiling) -> dict[str, object]:

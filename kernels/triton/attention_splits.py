@@ -27,13 +27,16 @@ TABLES = ["block_tables", "context_lens", "query_starts"]
 """Pieces of one tensor, which begin wherever the piece before them ends. They are read word by word, so that nothing is gained
 by a variant of a kernel for those on 16 bytes; one for each way of lying takes seconds when it is met while serving."""
 MERGE_CONSTANTS = ("H", "D", "QUERIES", "WINDOW", "WIDTH", "TILE", "SPLIT")
+SPLIT_QUERIES = (4, 8)
+"""Queries that are attended together over the splits of their request: numbers that the kernel is made for, besides one. Fewer
+take no more room in a tile of 16 rows."""
 
 
 class DecodeWorkspace(NamedTuple):
-    """Where splits leave what they found: B requests, S splits, Q queries each. One serves all layers and batch sizes."""
+    """Where splits leave what they found: T rows of queries, S splits. One serves all layers and batch sizes."""
 
-    attended: torch.Tensor  # [B, S, Q, H, D] float32: values averaged over the split
-    log_weights: torch.Tensor  # [B, S, Q, H] float32: base-2 logarithm of the sum of weights, -inf where nothing was seen
+    attended: torch.Tensor  # [T, S, H, D] float32: values averaged over the split
+    log_weights: torch.Tensor  # [T, S, H] float32: base-2 logarithm of the sum of weights, -inf where nothing was seen
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,54 +90,44 @@ def max_splits(num_tokens: int, split: int) -> int:
 
 
 def decode_workspace(
-    shape: AttentionShape,
-    max_requests: int,
-    max_blocks: int,
-    kv_dtype: torch.dtype,
-    device: torch.device,
-    *,
-    max_query_len: int = 1,
+    shape: AttentionShape, max_rows: int, max_blocks: int, kv_dtype: torch.dtype, device: torch.device
 ) -> DecodeWorkspace:
-    """Room for `max_requests` requests of `max_blocks` blocks each. Llama-3.1-8B, 256 requests of 32k tokens: 260 MiB."""
-    size = _workspace_size(shape, max_requests, max_blocks, kv_dtype, device, max_query_len)
+    """Room for `max_rows` queries, whatever requests of up to `max_blocks` blocks they are of. Llama-3.1-8B, 256 queries over
+    32k tokens: 258 MiB."""
+    size = _workspace_size(shape, max_rows, max_blocks, kv_dtype, device)
     return DecodeWorkspace(
         torch.empty(*size, shape.head_dim, dtype=torch.float32, device=device),
         torch.empty(size, dtype=torch.float32, device=device),
     )
 
 
-def workspace_bytes(
-    shape: AttentionShape,
-    max_requests: int,
-    max_blocks: int,
-    kv_dtype: torch.dtype,
-    device: torch.device,
-    *,
-    max_query_len: int = 1,
-) -> int:
+def workspace_bytes(shape: AttentionShape, max_rows: int, max_blocks: int, kv_dtype: torch.dtype, device: torch.device) -> int:
     """Bytes of what `decode_workspace` makes of these."""
-    size = _workspace_size(shape, max_requests, max_blocks, kv_dtype, device, max_query_len)
+    size = _workspace_size(shape, max_rows, max_blocks, kv_dtype, device)
     return math.prod(size) * (shape.head_dim + 1) * torch.float32.itemsize
 
 
 def _workspace_size(
-    shape: AttentionShape,
-    max_requests: int,
-    max_blocks: int,
-    kv_dtype: torch.dtype,
-    device: torch.device,
-    max_query_len: int,
-) -> tuple[int, int, int, int]:
-    tiling = shape_tiling(shape, kv_dtype, max_query_len, device)
-    return max_requests, shape_splits(shape, max_blocks, max_query_len, tiling), max_query_len, shape.num_heads
+    shape: AttentionShape, max_rows: int, max_blocks: int, kv_dtype: torch.dtype, device: torch.device
+) -> tuple[int, int, int]:
+    return max_rows, shape_splits(shape, max_blocks, shape_tiling(shape, kv_dtype, 1, device)), shape.num_heads
 
 
-def shape_splits(shape: AttentionShape, max_blocks: int, max_query_len: int, tiling: DecodeTiling) -> int:
-    """The most splits of a request of `max_blocks` blocks, of which a window sees no more than itself and a part of a tile."""
+def shape_splits(shape: AttentionShape, max_blocks: int, tiling: DecodeTiling) -> int:
+    """The most splits of a request of `max_blocks` blocks. Of one with a window the newest queries, as many as are attended
+    together, see the window, a few tokens more and a part of a tile: less than a split beyond the window."""
     num_tokens = max_blocks * shape.block_size
     if shape.sliding_window is not None:
-        num_tokens = min(num_tokens, shape.sliding_window + max_query_len - 1 + tiling.split)
+        num_tokens = min(num_tokens, shape.sliding_window + tiling.split)
     return max_splits(num_tokens, tiling.split)
+
+
+def queries_together(shape: AttentionShape, kv_dtype: torch.dtype, device: torch.device) -> int:
+    """How many consecutive queries of a request are best attended together, where each could be a decode of its own: as many as
+    leave a multiprocessor two programs, one of which computes while the other waits; the fewest at least, as each tile of
+    queries reads all of their context."""
+    few, *more = SPLIT_QUERIES
+    return max((most for most in more if shape_tiling(shape, kv_dtype, most, device).programs > 1), default=few)
 
 
 def shape_tiling(shape: AttentionShape, kv_dtype: torch.dtype, max_query_len: int, device: torch.device) -> DecodeTiling:
@@ -185,6 +178,7 @@ def splits_of(context_len, WINDOW: tl.constexpr, QUERIES: tl.constexpr, TILE: tl
 @triton.jit
 def schedule(
     context_lens,
+    query_starts,
     num_requests,
     group,
     num_groups,
@@ -194,12 +188,17 @@ def schedule(
     SPLIT: tl.constexpr,
     REQUESTS: tl.constexpr,
 ):
-    """The group's share of all splits, by cost: first request, its first split, and how many splits from there on."""
+    """The group's share of all splits, by cost: first request, its first split, and how many splits from there on. Requests
+    without a query have none; they are the last."""
     request = tl.arange(0, REQUESTS)
-    context_len = tl.load(context_lens + request, mask=request < num_requests, other=0)
+    there = request < num_requests
+    context_len = tl.load(context_lens + request, mask=there, other=0)
+    if query_starts is not None:
+        first_query = tl.load(query_starts + request, mask=there, other=0)
+        there = tl.load(query_starts + request + 1, mask=there, other=0) > first_query
     _, tiles, num_splits = splits_of(context_len, WINDOW, QUERIES, TILE, SPLIT)
     cost = tiles + 1  # a split begins and ends with the work of about one tile
-    num_splits = tl.where(request < num_requests, num_splits, 0)
+    num_splits = tl.where(there, num_splits, 0)
     end = tl.cumsum(num_splits * cost, 0)
     start = end - num_splits * cost
     # ⌊total · group / num_groups⌋ and the next, without a product that is too large for 32 bits.
@@ -215,13 +214,14 @@ def schedule(
     return first_request, first_split, tl.sum(until - before, 0)
 
 
-@triton.jit(do_not_specialize=["max_splits"], do_not_specialize_on_alignment=TABLES[1:])
+@triton.jit(do_not_specialize=["num_requests", "max_splits"], do_not_specialize_on_alignment=TABLES[1:])
 def merge_kernel(
     context_lens,
     query_starts,
     out,
     attended,
     log_weights,
+    num_requests,
     max_splits,
     H: tl.constexpr,
     D: tl.constexpr,
@@ -230,20 +230,20 @@ def merge_kernel(
     WIDTH: tl.constexpr,
     TILE: tl.constexpr,
     SPLIT: tl.constexpr,
+    REQUESTS: tl.constexpr,
     CHUNK: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """One query and head of one request: the average of its splits by weight, always added up in the same order."""
+    """One query and head: the average of its splits by weight, always added up in the same order."""
     start_in_turn(EARLY)
-    request = tl.program_id(0)
-    query, head = tl.program_id(1) // H, tl.program_id(1) % H
-    _, _, num_splits = splits_of(tl.load(context_lens + request), WINDOW, QUERIES, TILE, SPLIT)
-    token_row, num_queries = request, 1
+    token_row, head = tl.program_id(0), tl.program_id(1)
+    request = token_row
     if query_starts is not None:
-        first_query = tl.load(query_starts + request)
-        num_queries = tl.load(query_starts + request + 1) - first_query
-        token_row = first_query + query
-    if (num_splits > 1) & (query < num_queries):
+        index = tl.arange(0, REQUESTS)
+        end = tl.load(query_starts + index + 1, mask=index < num_requests, other=token_row + 1)
+        request = tl.sum((end <= token_row).to(tl.int32), 0)
+    _, _, num_splits = splits_of(tl.load(context_lens + request), WINDOW, QUERIES, TILE, SPLIT)
+    if num_splits > 1:
         lane = tl.arange(0, WIDTH)
         largest = float("-inf")
         total = 0.0
@@ -251,7 +251,7 @@ def merge_kernel(
         for start in range(0, num_splits, CHUNK):
             split = start + tl.arange(0, CHUNK)
             there = split < num_splits
-            place = ((request.to(tl.int64) * max_splits + split) * QUERIES + query) * H + head
+            place = (token_row.to(tl.int64) * max_splits + split) * H + head
             log_weight = tl.load(log_weights + place, mask=there, other=float("-inf"))
             inside = there[:, None] & (lane < D)[None, :]
             part = tl.load(attended + (place * D)[:, None] + lane[None, :], mask=inside, other=0.0)
@@ -280,13 +280,19 @@ def _compilation(heads: tuple[int, int], window: int | None, kv_bytes: int, quer
     """heads: their size, and how many; kv_bytes: of an element of the cache."""
     shape = AttentionShape(16, heads[1], heads[1], heads[0], sliding_window=window)
     constants = split_constants(shape, queries, decode_tiling(heads[0], kv_bytes, 16, 90))
-    types = {"context_lens": "*i32", "out": "*bf16", "attended": "*fp32", "log_weights": "*fp32", "max_splits": "i32"}
+    types = {"context_lens": "*i32", "out": "*bf16", "attended": "*fp32", "log_weights": "*fp32"}
+    types |= {"num_requests": "i32", "max_splits": "i32"}
     absent: dict[str, object] = {"query_starts": None} if queries == 1 else {}
     return Compilation(
         f"merge of splits of {constants['SPLIT']}, head size {heads[0]}, window {window}, {queries} tokens",
         merge_kernel,
         types if queries == 1 else types | {"query_starts": "*i32"},
-        {**absent, "CHUNK": MERGE_CHUNK, **{name: constants[name] for name in MERGE_CONSTANTS}},
+        {
+            **absent,
+            "REQUESTS": 1 if queries == 1 else 256,
+            "CHUNK": MERGE_CHUNK,
+            **{name: constants[name] for name in MERGE_CONSTANTS},
+        },
         num_warps=MERGE_WARPS,
         capabilities=(90, 100) if queries == 1 and window is None else (90,),
         spill_bytes_max=SPILL_BYTES_MAX,

@@ -64,6 +64,7 @@ OPERATIONS = replace(
     paged_decode=paged_decode,
     paged_prefill=paged_prefill,
     decode_workspace=decode_workspace,
+    queries_together=lambda *_: 1,
     bind_greedy_head=None,
     is_row_invariant=True,
 )

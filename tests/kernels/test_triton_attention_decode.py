@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import accumulate
 
 import pytest
 import torch
@@ -162,6 +163,67 @@ def test_guesses_see_what_is_before_them_and_no_more(window: int | None, device:
     Batch([4, 70, 17, 130], shape, device, query_lens=[4, 1, 3, 4]).compare()
 
 
+def grouped(rows: list[tuple[int, int]], together: int) -> list[tuple[int, int, int]]:
+    """rows: (rows, length of the context of the last one) of each request → (request, rows, length) of its groups"""
+    groups = []
+    for request, (count, length) in enumerate(rows):
+        for first in range(0, count, together):
+            last = min(first + together, count)
+            groups.append((request, last - first, length and length - (count - last)))
+    return groups
+
+
+@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.parametrize("together", [4, 8])
+@pytest.mark.parametrize("window", [None, 21])
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [(9, 300), (1, 70), (4, 4), (5, 33), (1, 1)],
+        [(17, 130), (3, 0)],
+        [(1, 40), (8, 513), (11, 0)],
+    ],
+    ids=["with and without guesses", "padding", "more padding"],
+)
+def test_rows_in_groups_have_what_each_has_alone(
+    rows: list[tuple[int, int]], window: int | None, together: int, device: torch.device
+) -> None:
+    """Groups of one request read its blocks; padding sees nothing; two groups of the launch have no rows."""
+    shape, num_rows = replace(SHAPE, sliding_window=window), sum(count for count, _ in rows)
+    batch = Batch([length for _, length in rows], shape, device, query_lens=[count for count, _ in rows])
+    groups = grouped(rows, together)
+    tables = batch.tables[[request for request, _, _ in groups] + [0, 0]]
+    lens = torch.tensor([length for _, _, length in groups] + [0, 0], dtype=torch.int32, device=device)
+    ends = [*accumulate(count for _, count, _ in groups), num_rows, num_rows]
+    starts = torch.tensor([0, *ends], dtype=torch.int32, device=device)
+    workspace = splits.decode_workspace(shape, num_rows, tables.shape[1], torch.float32, device)
+    for tensor in workspace:
+        tensor.fill_(float("nan"))
+    out = Guarded(tuple(batch.q.shape), torch.float32, device)
+    decode.paged_decode(
+        batch.q, batch.cache, tables, lens, shape,
+        query_starts=starts, max_query_len=together, out=out.tensor, workspace=workspace,
+    )  # fmt: skip
+    owners = [request for request, (count, _) in enumerate(rows) for _ in range(count)]
+    seen = [max(0, length - behind) for count, length in rows for behind in reversed(range(count))]
+    own_lens = torch.tensor(seen, dtype=torch.int32, device=device)
+    assert_near(out.check(), reference.paged_decode(batch.q, batch.cache, batch.tables[owners], own_lens, shape), "attention")
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_dtype", "number", "together"),
+    [
+        ((32, 8), torch.bfloat16, 90, 8), ((16, 8), FP8, 90, 8), ((8, 8), FP8, 90, 8), ((64, 8), torch.bfloat16, 90, 4),
+        ((28, 4), torch.bfloat16, 90, 4), ((32, 8), FP8, 90, 4), ((32, 8), torch.bfloat16, 80, 4), ((64, 4), FP8, 90, 4),
+    ],
+)  # fmt: skip
+def test_as_many_queries_are_attended_together_as_leave_room_for_a_second_program(
+    heads: tuple[int, int], kv_dtype: torch.dtype, number: int, together: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(splits, "capability", lambda _: number)
+    assert splits.queries_together(AttentionShape(BLOCK, *heads, 128), kv_dtype, torch.device("cpu")) == together
+
+
 @pytest.mark.usefixtures("small_tiles")
 def test_a_row_has_the_same_bits_in_any_batch(device: torch.device) -> None:
     lengths = [130, 1, 70, 257, 33]
@@ -186,10 +248,12 @@ def test_a_workspace_is_used_again_by_shorter_batches(device: torch.device) -> N
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def shares_kernel(context_lens, shares, num_requests, REQUESTS: tl.constexpr):  # type: ignore[no-untyped-def]
+def shares_kernel(context_lens, query_starts, shares, num_requests, REQUESTS: tl.constexpr):  # type: ignore[no-untyped-def]
     """What each group of programs would do: first request, first split, number of splits."""
-    group = tl.program_id(0)
-    request, split, count = splits.schedule(context_lens, num_requests, group, tl.num_programs(0), 0, 1, 64, 128, REQUESTS)
+    group, num_groups = tl.program_id(0), tl.num_programs(0)
+    request, split, count = splits.schedule(
+        context_lens, query_starts, num_requests, group, num_groups, 0, 1, 64, 128, REQUESTS
+    )
     tl.store(shares + group * 3, request)
     tl.store(shares + group * 3 + 1, split)
     tl.store(shares + group * 3 + 2, count)
@@ -203,18 +267,22 @@ def cut(length: int) -> list[int]:
     return [tiles] * max(1, -(-length // (64 * tiles)))
 
 
+@pytest.mark.parametrize("num_absent", [0, 20])
 @pytest.mark.parametrize(
     "lengths",
     [[131072, *[4096] * 31], [4096] * 64, [1025] * 50, [1] * 40, [0, 0, 700, 0], list(range(1, 3000, 97)), [1000]],
     ids=["one long", "uniform", "odd", "ones", "padding", "all sorts", "alone"],
 )
 def test_every_split_is_done_once_and_no_program_does_much_more_than_its_share(
-    lengths: list[int], device: torch.device
+    lengths: list[int], num_absent: int, device: torch.device
 ) -> None:
+    """Requests without a query have no part in it."""
     num_groups = 49
-    lens = torch.tensor(lengths, dtype=torch.int32, device=device)
+    lens = torch.tensor(lengths + [0] * num_absent, dtype=torch.int32, device=device)
+    ends = [*range(1, len(lengths) + 1), *[len(lengths)] * num_absent]
+    starts = torch.tensor([0, *ends], dtype=torch.int32, device=device) if num_absent else None
     shares = torch.full((num_groups, 3), -1, dtype=torch.int32, device=device)
-    shares_kernel[(num_groups,)](lens, shares, len(lengths), REQUESTS=64)
+    shares_kernel[(num_groups,)](lens, starts, shares, len(lens), REQUESTS=128)
     every = [(request, split, tiles + 1) for request, length in enumerate(lengths) for split, tiles in enumerate(cut(length))]
     place, costs = 0, []
     for request, split, count in shares.tolist():
@@ -227,9 +295,9 @@ def test_every_split_is_done_once_and_no_program_does_much_more_than_its_share(
 
 
 def test_the_bytes_of_a_workspace_are_those_it_takes(device: torch.device) -> None:
-    workspace = splits.decode_workspace(SHAPE, 3, 70, torch.float16, device, max_query_len=2)
+    workspace = splits.decode_workspace(SHAPE, 3, 70, torch.float16, device)
     taken = sum(tensor.numel() * tensor.element_size() for tensor in workspace)
-    assert taken == splits.workspace_bytes(SHAPE, 3, 70, torch.float16, device, max_query_len=2)
+    assert taken == splits.workspace_bytes(SHAPE, 3, 70, torch.float16, device)
 
 
 def test_no_request_has_more_splits_than_the_workspace_holds() -> None:
@@ -238,6 +306,17 @@ def test_no_request_has_more_splits_than_the_workspace_holds() -> None:
         wanted = split if length <= 4 * split else 2 * split if length <= 16 * split else 4 * split
         assert -(-length // wanted) <= splits.max_splits(length, split)
         assert splits.max_splits(length, split) <= splits.max_splits(length + 1, split)
+
+
+@pytest.mark.parametrize("number", CARDS)
+@pytest.mark.parametrize("kv_bytes", [1, 2, 4])
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
+def test_beyond_a_window_a_split_has_room_for_the_queries_that_are_attended_together(
+    head_dim: int, kv_bytes: int, number: int
+) -> None:
+    """The first token that any of them sees begins in the middle of a tile."""
+    tiling = splits.decode_tiling(head_dim, kv_bytes, 16, number)
+    assert (tiling.tile - 1) + (splits.SPLIT_QUERIES[-1] - 1) <= tiling.split
 
 
 def test_an_empty_batch_gives_nothing(device: torch.device) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import accumulate
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +18,8 @@ from tests.support.kernel_tolerances import assert_near, assert_same
 
 interpret_without_gpu()
 from kernels.triton import attention_prefill as prefill  # noqa: E402
+from kernels.triton.attention_decode import paged_decode  # noqa: E402
+from kernels.triton.attention_splits import DecodeWorkspace, decode_workspace  # noqa: E402
 from kernels.triton.tuning import CARDS  # noqa: E402
 
 BLOCK = 16
@@ -58,11 +62,12 @@ class Chunks:
         wide = padded_rows(queries, (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim)
         self.q = wide.view(-1, shape.num_heads, shape.head_dim)
 
-    def compare(self, kv_scales: torch.Tensor | None = None) -> None:
+    def compare(self, kv_scales: torch.Tensor | None = None, *, workspace: DecodeWorkspace | None = None) -> None:
         out = Guarded(tuple(self.q.shape), self.dtype, self.q.device)
         given = (self.q, self.cache, self.tables, self.query_starts, self.context_lens, self.shape)
-        prefill.paged_prefill(*given, max_query_len=self.max_query_len, kv_scales=kv_scales, out=out.tensor)
-        expected = reference.paged_prefill(*given, max_query_len=self.max_query_len, kv_scales=kv_scales)
+        sizes: dict[str, Any] = {"max_query_len": self.max_query_len, "kv_scales": kv_scales}
+        prefill.paged_prefill(*given, **sizes, out=out.tensor, workspace=workspace)
+        expected = reference.paged_prefill(*given, **sizes)
         assert_near(out.check(), expected, "attention")
 
 
@@ -121,11 +126,21 @@ def test_an_fp8_cache_with_and_without_scales(scales: tuple[float, float] | None
 
 
 @pytest.mark.parametrize("bytes_max", [0, prefill.SPLIT_BYTES_MAX])
+@pytest.mark.parametrize("room", [None, 12, 13])
 def test_short_chunks_over_long_contexts_are_split_like_decodes_where_there_is_room(
-    bytes_max: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+    room: int | None, bytes_max: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """room: rows of the workspace, for 13"""
     monkeypatch.setattr(prefill, "SPLIT_BYTES_MAX", bytes_max)
-    Chunks([(4, 300), (1, 45), (8, 8)], replace(SHAPE, sliding_window=100), device).compare()
+    split = mock.Mock(wraps=paged_decode)
+    monkeypatch.setattr(prefill, "paged_decode", split)
+    shape = replace(SHAPE, sliding_window=100)
+    workspace = None if room is None else decode_workspace(shape, room, 20, torch.float32, device)
+    Chunks([(4, 300), (1, 45), (8, 8)], shape, device).compare(workspace=workspace)
+    is_held = room == 13
+    assert split.called is (is_held or bytes_max > 0)
+    if split.called:
+        assert split.call_args.kwargs["workspace"] is (workspace if is_held else None)
 
 
 def test_the_tiles_of_an_h200_and_of_an_l40_equal_the_loops(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ import torch
 from kernels.attention_rows import AttentionShape
 from kernels.reference import attention_decode as reference_decode
 from kernels.reference import attention_prefill as reference_prefill
-from kernels.triton import attention_decode, attention_prefill, invariant_attention
+from kernels.triton import attention_decode, attention_prefill, attention_splits, invariant_attention
 from tests.support.kernel_cases import Guarded, filled_cache, normal, padded_rows, scattered_tables, table_tensor
 from tests.support.kernel_tolerances import assert_near, assert_same
 
@@ -87,6 +87,38 @@ def test_half_precision() -> None:
 
 def test_guesses_are_verified_by_the_decode_kernel() -> None:
     Batch(AttentionShape(BLOCK, 4, 1, 128), [17, 2, 150], [3, 2, 4]).prefilled()
+
+
+@pytest.mark.parametrize(
+    ("shape", "kv_dtype", "dtype"),
+    [
+        (AttentionShape(BLOCK, 4, 1, 128), BF16, BF16),
+        (AttentionShape(BLOCK, 4, 1, 128), FP8, BF16),
+        (AttentionShape(BLOCK, 8, 1, 64, sliding_window=90), torch.float16, torch.float16),
+    ],
+)
+def test_guesses_of_one_request_are_verified_in_groups(
+    shape: AttentionShape, kv_dtype: torch.dtype, dtype: torch.dtype
+) -> None:
+    """1 + 10 rows of one request, one of another, padding, and groups without rows."""
+    batch = Batch(shape, [310, 17, 0], [11, 1, 3], kv_dtype, dtype)
+    together = attention_splits.queries_together(shape, kv_dtype, CPU)
+    ends = [*range(together, 11, together), 11]
+    tables = batch.tables[[0] * len(ends) + [1, 2, 0, 0]]
+    lens = torch.tensor([310 - 11 + end for end in ends] + [17, 0, 0, 0], dtype=torch.int32)
+    starts = torch.tensor([0, *ends, 12, 15, 15, 15], dtype=torch.int32)
+    workspace = attention_splits.decode_workspace(shape, 15, tables.shape[1], kv_dtype, CPU)
+    for tensor in workspace:
+        tensor.fill_(float("nan"))
+    out = batch.out()
+    attention_prefill.paged_prefill(
+        batch.q, batch.cache, tables, starts, lens, shape,
+        max_query_len=together, kv_scales=batch.scales, out=out.tensor, workspace=workspace,
+    )  # fmt: skip
+    own_tables = batch.tables[[0] * 11 + [1, 2, 2, 2]]
+    own_lens = torch.tensor([*range(300, 311), 17, 0, 0, 0], dtype=torch.int32)
+    alone = (batch.q, batch.cache, own_tables, own_lens, shape)
+    assert_near(out.check(), reference_decode.paged_decode(*alone, kv_scales=batch.scales), "attention")
 
 
 @pytest.mark.parametrize(
