@@ -93,11 +93,11 @@ def run_ours(llm: LLM, work: Workload) -> list[list[int]]:
     return [output.outputs[0].token_ids for output in outputs]
 
 
-def run_static(model: Any, work: Workload, seats: int = SEATS) -> list[list[int]]:
+def run_static(model: Any, work: Workload) -> list[list[int]]:
     """`generate` over left-padded batches in order of arrival: each runs until its longest output is done."""
     answers: list[list[int]] = []
-    for first in range(0, len(work.prompts), seats):
-        prompts, lengths = work.prompts[first : first + seats], work.output_lens[first : first + seats]
+    for first in range(0, len(work.prompts), SEATS):
+        prompts, lengths = work.prompts[first : first + SEATS], work.output_lens[first : first + SEATS]
         width = max(map(len, prompts))
         ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts])
         mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])

@@ -87,12 +87,6 @@ class ModelConfig:
     def num_layers(self) -> int:
         return len(self.layers)
 
-    @property
-    def active_intermediate_size(self) -> int:
-        """Width of the feed-forward part that one token passes."""
-        sparse = self.experts.num_chosen * self.experts.intermediate_size if self.experts else 0
-        return max(sparse, self.intermediate_size)
-
 
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from a file of the model directory; `NotAModelDirectory` names the file when it is not one."""

@@ -5,7 +5,7 @@
                    GrammarError(param, message), an InvalidOption
     vocabulary.py  load_vocabulary(directory, vocab_size, eos_token_ids) -> Vocabulary
                    Vocabulary(tokens, eos_token_ids, strips_first_space); .mask_words int32 words of a mask row
-    compiler.py    GrammarCompiler(vocabulary, deadline_s=, cached_max=, workers=)
+    compiler.py    GrammarCompiler(vocabulary, deadline_s=, workers=)
                    .submit(spec) -> Future[CompiledGrammar]            raises GrammarError through the future
                    .close()
     matcher.py     CompiledGrammar.start() -> GrammarState             one per answer, microseconds

@@ -6,7 +6,7 @@ import functools
 import re
 import sys
 import unicodedata
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 CharSet = tuple[tuple[int, int], ...]
 """Inclusive ranges, sorted, disjoint and not adjacent. Surrogates (U+D800 … U+DFFF) are in none: they are no characters."""
@@ -99,7 +99,3 @@ def category(name: str) -> CharSet | None:
         return None
     found = _where(lambda character: unicodedata.category(character).startswith(name))
     return found or None
-
-
-def any_of(characters: Iterable[str]) -> CharSet:
-    return of("".join(characters))

@@ -98,12 +98,10 @@ class GrammarCompiler:
         vocabulary: Vocabulary,
         *,
         deadline_s: float = DEADLINE_S,
-        cached_max: int = CACHED_GRAMMARS_MAX,
         workers: int = WORKERS,
     ) -> None:
         self._vocabulary = vocabulary
         self._deadline_s = deadline_s
-        self._cached_max = cached_max
         self._workers = workers
         self._trie = token_trie(vocabulary) if vocabulary.eos_token_ids else None
         self._known: OrderedDict[GrammarSpec, Future[CompiledGrammar]] = OrderedDict()
@@ -158,8 +156,8 @@ class GrammarCompiler:
         return None
 
     def _forget_oldest(self) -> None:
-        """Keep the newest `cached_max`; a compile that is under way is never forgotten."""
-        for spec in list(self._known)[: max(0, len(self._known) - self._cached_max)]:
+        """Keep the newest CACHED_GRAMMARS_MAX; a compile that is under way is never forgotten."""
+        for spec in list(self._known)[: max(0, len(self._known) - CACHED_GRAMMARS_MAX)]:
             if self._known[spec].done():
                 del self._known[spec]
 

@@ -13,7 +13,7 @@ from typing import TypeAlias
 
 from engine.grammar import char_sets
 from engine.grammar.char_sets import CharSet
-from engine.grammar.regex import ANYTHING, EMPTY, NOTHING, Chars, Regex, alt, both, cat, literal, no, one_of, repeat
+from engine.grammar.regex import ANYTHING, EMPTY, Chars, Regex, alt, both, cat, literal, no, one_of, repeat
 
 REPEAT_MAX = 100_000
 GROUPS_DEEP_MAX = 60
@@ -387,6 +387,3 @@ class _Parser:
         if character != "\\":
             return char_sets.of(character)
         return char_sets.of("\b") if self._take("b") else self._escaped_set()
-
-
-UNSATISFIABLE = NOTHING

@@ -46,10 +46,6 @@ class Terminals:
         """A definition of the JSON strings, quotes included, whose values are in the language."""
         return f'/"/ {self._expression(language, in_json=True)} /"/'
 
-    def json_values(self, values: list[str]) -> str:
-        """A definition of exactly these strings as JSON."""
-        return " | ".join('/"' + "".join(_spelt(char_sets.of(c)) for c in value) + '"/' for value in values)
-
     def _expression(self, node: Regex, in_json: bool) -> str:
         if isinstance(node, Chars):
             spelling = _spelt(node.members) if in_json else _class(node.members)

@@ -58,7 +58,6 @@ class TenantRecord:
     gap_max_s: float = 0.0
     gaps: Histogram = field(default_factory=new_histogram)
     ttfts_s: list[float] = field(default_factory=list)
-    tpots_s: list[float] = field(default_factory=list)
     outcomes: list[tuple[float, float | None]] = field(default_factory=list)
 
     def queue(self, now_s: float) -> None:

@@ -15,7 +15,6 @@ from engine.simulator.recorder import TenantRecord, gap_of_bucket
 from engine.simulator.replay import Replay
 
 PERCENTILES = (50, 90, 99)
-STARVED_S = 5.0
 Outcome = tuple[float, float | None]
 
 
