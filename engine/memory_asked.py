@@ -38,13 +38,13 @@ def fit_of(
     memory: DeviceMemory,
     *,
     draft: ModelConfig | None = None,
-    kept_rows: int = 0,
+    recorded_rows: int = 0,
     num_graphs: int = 0,
     has_slots: bool = False,
 ) -> MemoryFit:
-    """`dtype` is computed in; `kept_rows` of a layer's activations stay beside those of a step."""
+    """`dtype` is computed in; `recorded_rows`: of layers, and of steps unless an option has each operation called anew."""
     load = Load(
-        num_tokens=options.batched_tokens(memory.device_type) + kept_rows,
+        num_tokens=options.batched_tokens(memory.device_type),
         num_seqs=options.seats(memory.device_type),
         num_guesses=options.max_guesses,
         block_size=options.block_size,
@@ -52,6 +52,8 @@ def fit_of(
         on_gpu=memory.device_type == "cuda",
         has_slots=has_slots,
         batch_invariant=options.batch_invariant,
+        recorded_rows=recorded_rows,
+        records_steps=recorded_rows > 0 and not (options.enforce_eager or options.batch_invariant),
     )
     fit = MemoryFit(
         model=MemoryShape.of(config),

@@ -102,8 +102,8 @@ FOUR_BITS = WeightFormat("4 bits", 4, group=128, group_bits=20)  # a scale of 16
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryShape:
     """What of a model decides about memory, as numbers of numbers: weights in matrices of its layers, in the embedding, in
-    a head of its own, and in what is never quantised; keys and values of one token; what a layer computes of one; words; and
-    in an embedding that is the head as well."""
+    a head of its own, and in what is never quantised; keys and values of one token; what a layer computes of one; words; in an
+    embedding that is the head as well; and all that a layer makes of one token where its operations can be recorded."""
 
     matrices: int
     embedding: int
@@ -116,11 +116,13 @@ class MemoryShape:
     head_dim: int
     windows: tuple[int | None, ...] = (None,)
     tied_head: int = 0
+    recorded_width: int = 0
 
     @classmethod
     def of(cls, config: ModelConfig) -> MemoryShape:
         """Every tensor of the checkpoint is counted once."""
         d, qkv = config.hidden_size, (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+        attended = qkv + config.num_heads * config.head_dim
         biases = (qkv if config.qkv_bias else 0) + (d if config.o_bias else 0)
         norms = d * sum(name is not None for name in config.family.norms.value) + _qk_norm(config)
         feed_forward = [_feed_forward(config, is_sparse=layer.is_sparse) for layer in config.layers]
@@ -133,7 +135,7 @@ class MemoryShape:
             kv_token=2 * config.num_layers * config.num_kv_heads * config.head_dim,
             layer_width=_layer_width(
                 d,
-                qkv + config.num_heads * config.head_dim,
+                attended,
                 dense=0 if all(layer.is_sparse for layer in config.layers) else config.intermediate_size,
                 chosen=0 if config.experts is None else config.experts.num_chosen,
                 expert=0 if config.experts is None else config.experts.intermediate_size,
@@ -143,6 +145,7 @@ class MemoryShape:
             head_dim=config.head_dim,
             windows=config.windows,
             tied_head=config.vocab_size * d if config.has_head and is_tied else 0,
+            recorded_width=attended + 6 * d + 3 * config.intermediate_size if config.experts is None else 0,
         )
 
     def weights_bytes(self, weights: WeightFormat, element_bytes: int) -> int:
@@ -156,6 +159,14 @@ class MemoryShape:
         """What a pass of `num_tokens`, of which `num_rows` are sampled, holds at a time besides weights and cache."""
         logits = min(num_rows * self.vocab_size, LOGITS_ELEMENTS_MAX) * 4 * 2
         return max(num_tokens * self.layer_width * element_bytes, logits)
+
+    def recorded_bytes(self, num_rows: int, element_bytes: int, *, has_steps: bool) -> int:
+        """What recorded layers of `num_rows` rows keep: two of them, which take turns. `has_steps`: whole steps, of whatever
+        kinds, keep as much beside them, and logits."""
+        if not self.recorded_width:
+            return 0
+        layers = 2 * self.recorded_width
+        return num_rows * (2 * layers + self.vocab_size if has_steps else layers) * element_bytes
 
     def graphs_bytes(self, num_graphs: int, num_rows: int, element_bytes: int) -> int:
         """What `num_graphs` captured steps of up to `num_rows` rows hold; they share one pool of activations."""
@@ -211,13 +222,15 @@ class Formats:
 class Load:
     """What an engine is to hold: steps of `num_tokens`, `num_seqs` requests with `num_guesses` rows beyond one for each, blocks
     of `block_size`, captured sizes. `on_gpu`: decodes are cut into splits, `batch_invariant` ones by position. `has_slots`:
-    steps are launched ahead over slots."""
+    steps are launched ahead over slots. `recorded_rows`: of layers that are recorded on a CPU, `records_steps` whole steps."""
 
     num_tokens: int
     num_seqs: int
     block_size: int
     num_guesses: int = 0
     num_graphs: int = 0
+    recorded_rows: int = 0
+    records_steps: bool = False
     on_gpu: bool = False
     has_slots: bool = False
     batch_invariant: bool = False
@@ -255,10 +268,11 @@ class MemoryNeeds:
         rows = load.num_seqs + load.num_guesses
         asked = rows, context_len, formats.kv_element_bytes
         columns = model.columns_bytes(load.num_seqs, logits_bytes, num_guesses=load.num_guesses)
+        recorded = [each.recorded_bytes(load.recorded_rows, size, has_steps=load.records_steps) for each in both]
         splits = [each.splits_bytes(*asked, batch_invariant=load.batch_invariant) for each in both if load.on_gpu]
         return cls(
             weights_bytes=model.weights_bytes(formats.weights, size) + drafts_bytes,
-            activations_bytes=max(each.activations_bytes(load.num_tokens, rows, size) for each in both),
+            activations_bytes=max(each.activations_bytes(load.num_tokens, rows, size) for each in both) + sum(recorded),
             graphs_bytes=model.graphs_bytes(load.num_graphs, rows, size),
             slots_bytes=(sum(splits) + columns) if load.has_slots else max(splits, default=0),
             context_bytes=context_bytes,

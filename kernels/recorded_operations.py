@@ -19,6 +19,10 @@ class RecordedOperations(Protocol):
         """What is called meanwhile, with tensors of `max_rows` rows, is put down and not run. Raises `NotRecordable`."""
         ...
 
+    def beside(self, max_rows: int) -> RecordedOperations:
+        """Room for other operations in the places of these: what the ones leave is gone when the others have run."""
+        ...
+
     def turn(self) -> None:
         """Tensors made from here on take the places of those that were made before the last turn: of these only what was
         made since then may still be read."""

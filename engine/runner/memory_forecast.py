@@ -17,9 +17,6 @@ from engine.protocol import MemoryPart
 from engine.runner.device import WORKSPACE_BYTES, format_name, main_memory_bytes
 from kernels import ops
 
-KEPT_ROWS = 2 * MAX_ROWS
-"""Of a layer's activations on a CPU: what two layers compute of a decode step stays where it is (`joined_layers`)."""
-
 
 @dataclass(frozen=True, slots=True)
 class MemoryForecast:
@@ -99,16 +96,14 @@ def forecast_memory(
     has_slots: bool = False,
 ) -> MemoryForecast:
     """Predict from the configuration and what the device says now; the driver's context is there afterwards."""
-    on_cpu = device.type == "cpu"
-    if on_cpu:
-        ops.operations(device, dtype)  # loads what it compiles for this processor, and the compiler: a part of what is taken
+    table = ops.operations(device, dtype)  # loads what is compiled for a CPU, and the compiler: a part of what is taken
     fit = fit_of(
         config,
         options,
         format_name(dtype),
         _memory(options, device),
         draft=draft,
-        kept_rows=KEPT_ROWS if on_cpu else 0,
+        recorded_rows=MAX_ROWS if table.sequence is not None else 0,
         num_graphs=num_graphs,
         has_slots=has_slots,
     )

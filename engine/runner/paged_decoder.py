@@ -54,6 +54,7 @@ class PagedDecoder:
         if kv_dtype is not dtype:
             self.kv_scales = "checkpoint" if decoder.scale_kv() else "unit"
         self.greedy_head = decoder.greedy_head
+        self._recorded: RecordedOperations | None = None
         self._decoder = decoder
         self._block_size = block_size
         self._device = device
@@ -92,10 +93,18 @@ class PagedDecoder:
 
     @property
     def sequence(self) -> Callable[[int], RecordedOperations] | None:
-        """Makes room for operations that are recorded, None where the way to attend is not among them."""
+        """Makes room for operations that are recorded, None where the way to attend is not among them. All take the same
+        memory: of two records one is over when the other runs."""
         table = operations(self._device, self.dtype)
         pages = all(table.pages(shape, self.kv_caches[0].dtype) for shape in self.attention_shapes)
-        return table.sequence if pages else None
+        return self._beside if pages and table.sequence is not None else None
+
+    def _beside(self, max_rows: int) -> RecordedOperations:
+        make = operations(self._device, self.dtype).sequence
+        assert make is not None, "operations of this device are not recorded"
+        recorded = make(max_rows) if self._recorded is None else self._recorded.beside(max_rows)
+        self._recorded = recorded
+        return recorded
 
     def forward(self, inputs: BatchInputs, before_layer: Callable[[], None] | None = None) -> torch.Tensor:
         """Hidden states of the outputs that the rows asked for: [R, hidden]; all keys and values go to the cache.

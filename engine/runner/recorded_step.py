@@ -2,7 +2,8 @@
 
 A step is computed once over tensors of as many rows as there may be, and every operation on the way is written down instead of
 run. It works on buffers that stay where they are, so that from then on only the number of its rows is said. There is a record
-for each kind of step. What torch has a part in cannot be recorded, and is computed operation by operation.
+for each kind of step, all in the same memory. What torch has a part in cannot be recorded, and is computed operation by
+operation.
 """
 
 from __future__ import annotations

@@ -64,19 +64,26 @@ def new(*shape: int) -> torch.Tensor:
     return torch.empty(shape) if sequence is None else sequence.new(shape)
 
 
+class Places:
+    """Where tensors of sequences are that run one at a time, by turns and in order, and what has to stay where it is."""
+
+    def __init__(self) -> None:
+        self.pages: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
+        self.kept: list[torch.Tensor] = []
+
+
 class OperationSequence:
     """Operations over up to `max_rows` rows, one after the other."""
 
-    def __init__(self, max_rows: int) -> None:
+    def __init__(self, max_rows: int, places: Places | None = None) -> None:
         self.max_rows = max_rows
+        self._places = places or Places()
         self._lines: list[list[int]] = []
         self._row_cells: list[int] = []
         self._cells = np.zeros(0, dtype=np.int64)
         self._table = np.zeros((0, LINE), dtype=np.int64)
         self._address = 0
-        self._pages: list[list[torch.Tensor]] = [[], []]
         self._page, self._place = 0, 0
-        self._kept: list[torch.Tensor] = []
         self._team, self._threads, self._num_rows = pool(), 0, 0
 
     @contextmanager
@@ -84,7 +91,7 @@ class OperationSequence:
         """What is called meanwhile, with tensors of `max_rows` rows, is put down and not run. Raises `NotRecordable`."""
         _recording.sequence = self
         try:
-            with _NothingComputed(self._kept):
+            with _NothingComputed(self._places.kept):
                 yield
         finally:
             _recording.sequence = None
@@ -92,13 +99,17 @@ class OperationSequence:
         self._cells = np.array(self._row_cells, dtype=np.int64)
         self._address = self._table.ctypes.data
 
+    def beside(self, max_rows: int) -> OperationSequence:
+        """Room for other operations in the places of these: what the ones leave is gone when the others have run."""
+        return OperationSequence(max_rows, self._places)
+
     def turn(self) -> None:
         """Tensors made from here on take the places of those that were made before the last turn but this one."""
         self._page, self._place = 1 - self._page, 0
 
     def new(self, shape: Sequence[int]) -> torch.Tensor:
         """A tensor of this page: what stood in its place before, where that is large enough."""
-        page, size = self._pages[self._page], math.prod(shape)
+        page, size = self._places.pages[self._page], math.prod(shape)
         if self._place == len(page):
             page.append(torch.empty(size))
         elif page[self._place].numel() < size:

@@ -119,3 +119,25 @@ def test_layers_take_the_memory_of_those_before_the_last_one() -> None:
             x = OPERATIONS.rms_norm(x, weight, 1e-5)
             places.append(x.data_ptr())
     assert places[0] == places[2] != places[1] == places[3]
+
+
+def test_sequences_beside_each_other_take_the_same_memory_and_each_gives_its_own_results() -> None:
+    x, weight = torch.randn(4, 32), torch.ones(32)
+    first = OperationSequence(4)
+    with first.recording():
+        found = OPERATIONS.rms_norm(x, weight, 1e-5)
+    wider, weights = torch.randn(4, 64), torch.ones(64)
+    second = first.beside(4)
+    with second.recording():
+        inner = OPERATIONS.rms_norm(wider, weights, 1e-5)  # larger than what stood in its place
+        found_wider = OPERATIONS.rms_norm(inner, weights, 1e-5)
+    third = second.beside(4)
+    with third.recording():
+        again = OPERATIONS.rms_norm(x, weight, 1e-5)
+    assert again.data_ptr() == inner.data_ptr()
+    for _ in range(2):
+        for sequence, result, rows, ones in ((first, found, x, weight), (third, again, x, weight)):
+            sequence.run(4)
+            assert torch.equal(result, OPERATIONS.rms_norm(rows, ones, 1e-5))
+        second.run(4)
+        assert torch.equal(found_wider, OPERATIONS.rms_norm(OPERATIONS.rms_norm(wider, weights, 1e-5), weights, 1e-5))

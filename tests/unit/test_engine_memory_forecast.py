@@ -20,13 +20,14 @@ from engine.config.model import ModelConfig, load_model_config
 from engine.errors import EngineConfigError
 from engine.memory_asked import DeviceMemory
 from engine.memory_fit import told, underestimated
-from engine.memory_needs import GIB, MemoryShape, invariant_bytes
+from engine.memory_needs import GIB, MemoryNeeds, MemoryShape, invariant_bytes
 from engine.models.decoder import Decoder
 from engine.options import CPU_KV_CACHE_BYTES, EngineOptions
 from engine.protocol import MemoryPart
 from engine.runner import memory_forecast
 from engine.runner.batch_inputs import InputRow
-from engine.runner.memory_forecast import KEPT_ROWS, MeasuredMemory, MemoryForecast, forecast_memory
+from engine.runner.memory_forecast import MeasuredMemory, MemoryForecast, forecast_memory
+from engine.runner.slot_runner import KINDS, SlotRunner
 from engine.runner.weights import WeightsSize
 from engine.speculation.options import SpeculativeOptions
 from kernels import ops
@@ -139,7 +140,13 @@ def test_what_a_cpu_has_taken_is_asked_when_its_compiled_kernels_are_loaded(
     llama_8b: ModelConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loaded: list[tuple[object, ...]] = []
-    monkeypatch.setattr(ops, "operations", lambda *of: loaded.append(of))
+    operations = ops.operations
+
+    def load(device: torch.device, dtype: torch.dtype) -> ops.Operations:
+        loaded.append((device, dtype))
+        return operations(device, dtype)
+
+    monkeypatch.setattr(ops, "operations", load)
     monkeypatch.setattr(
         memory_forecast,
         "_memory",
@@ -149,11 +156,41 @@ def test_what_a_cpu_has_taken_is_asked_when_its_compiled_kernels_are_loaded(
     assert loaded == [(CPU, torch.bfloat16)]
 
 
+def on_cpu(config: ModelConfig, **options: Any) -> MemoryNeeds:
+    """What an engine in float32 is told."""
+    asked = EngineOptions(model=Path("m"), device="cpu", **options)
+    return forecast_memory("llama", config, asked, dtype=torch.float32, device=CPU).fit.needs
+
+
 def test_on_a_cpu_what_decode_steps_keep_is_a_part_of_the_activations(llama_8b: ModelConfig) -> None:
     shape = MemoryShape.of(llama_8b)
+    layers = 64 * 2 * (3 * 14336 + 6 * 4096 + 80 * 128) * 4
     for tokens in (512, 4096):
-        needs = forecast(llama_8b, CPU, max_num_batched_tokens=tokens, max_num_seqs=8).fit.needs
-        assert needs.activations_bytes == shape.activations_bytes(tokens + KEPT_ROWS, 8, 2)
+        asked = {"max_num_batched_tokens": tokens, "max_num_seqs": 8}
+        step = shape.activations_bytes(tokens, 8, 4)
+        assert on_cpu(llama_8b, **asked).activations_bytes == step + 2 * layers + 64 * 128_256 * 4
+        assert on_cpu(llama_8b, enforce_eager=True, **asked).activations_bytes == step + layers
+        assert on_cpu(llama_8b, batch_invariant=True, **asked).activations_bytes == step + layers
+        in_16_bits = forecast(llama_8b, CPU, **asked).fit.needs
+        assert in_16_bits.activations_bytes == shape.activations_bytes(tokens, 8, 2), "torch's operations are not recorded"
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "olmo2", "granite", "qwen3"])
+def test_steps_of_all_kinds_keep_no_more_than_is_foretold_with_and_without_guesses(family: str, tmp_path: Path) -> None:
+    sizes: dict[str, Any] = {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
+    make_model(family, tmp_path, intermediate_size=512, num_hidden_layers=3, **sizes)
+    guesses = SpeculativeOptions.parse({"method": "ngram"})
+    engine = build_engine(EngineOptions(model=tmp_path, device="cpu", num_kv_blocks=8, speculative_config=guesses))
+    assert isinstance(engine.runner, SlotRunner)
+    for kind in (*KINDS, None):
+        for has_guesses in (False, True):
+            engine.runner.make_ready(4, kind, has_guesses=has_guesses)
+            engine.runner._step.make_ready(kind, has_guesses=has_guesses)
+    places = engine.runner._target._recorded._places  # type: ignore[union-attr]
+    kept = sum(tensor.numel() for page in places.pages for tensor in page)
+    shape = MemoryShape.of(load_model_config(tmp_path))
+    foretold = shape.recorded_bytes(64, 4, has_steps=True) - shape.recorded_bytes(64, 4, has_steps=False)
+    assert 0.8 * foretold < 4 * kept <= foretold
 
 
 def test_on_a_gpu_the_cache_is_what_is_left(llama_8b: ModelConfig, card: list[int]) -> None:
