@@ -8,8 +8,9 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.triton.tuning import SMALL_CARDS
+
 SORT_BLOCK = 1024
-SMALL_CARDS = (86, 89, 120)  # with 100 KiB of shared memory
 
 
 @dataclass(frozen=True, slots=True)

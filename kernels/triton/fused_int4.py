@@ -15,9 +15,9 @@ from kernels.triton.compilation import Compilation
 from kernels.triton.early_launch import early_launch, let_next_start, wait_for_previous
 from kernels.triton.fused_sums import LLAMA_8B, Around, around_types, asked_squares, finish
 from kernels.triton.int4_codes import fetch_chunks, int4_sums
-from kernels.triton.linear_int4 import DTYPES, SMALL_CARDS, Int4Tiles
+from kernels.triton.linear_int4 import DTYPES, Int4Tiles
 from kernels.triton.split_sum import UNPACK, counters, partial_sums, split_count
-from kernels.triton.tuning import power_of_two
+from kernels.triton.tuning import SMALL_CARDS, power_of_two
 
 ROWS = 16
 OUTPUTS = 128  # of a program, both halves of a gated one together

@@ -17,6 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.operations import FUSED_ROWS_MAX
 from kernels.quantised_weights import Fp8Weight, Int4Weight, Int8Weight
 from kernels.residual_stream import Gate, Stream
 from kernels.triton import fused_int4
@@ -24,6 +25,7 @@ from kernels.triton.compilation import CAPABILITIES, Compilation
 from kernels.triton.early_launch import early_launch, fetch_rows, let_next_start, wait_for_previous
 from kernels.triton.fp8_rows import FP8_CAPABILITIES
 from kernels.triton.fused_sums import LLAMA_8B, Around, around_types, asked_squares, finish
+from kernels.triton.linear import CANDIDATES
 from kernels.triton.linear_int4 import Int4Tiles
 from kernels.triton.linear_tiles import SPILL_BYTES_MAX, Tiles, decoded
 from kernels.triton.split_sum import (
@@ -37,12 +39,10 @@ from kernels.triton.split_sum import (
     step_columns,
     summed,
 )
-from kernels.triton.tuning import capability, multiprocessors, power_of_two
+from kernels.triton.tuning import SMALL_CARDS, capability, multiprocessors, power_of_two
 
-ROWS_MAX = 16
 BLOCK_M = 16
-# Columns of out, of x, and loads under way, as in linear.py; a gated step reads two such tiles.
-CANDIDATES = ((32, 256, 5), (64, 128, 6), (16, 256, 6))
+# As CANDIDATES: columns of out, of x, and loads under way. A gated step reads two such tiles.
 CANDIDATES_GATED = ((32, 128, 6), (16, 256, 5))
 CANDIDATES_BYTES = ((64, 256, 4), (32, 256, 6))
 CANDIDATES_BYTES_GATED = ((32, 256, 4), (16, 256, 6))
@@ -193,12 +193,12 @@ def _values(weight: torch.Tensor | Int8Weight | Fp8Weight) -> torch.Tensor:
 
 def _stages(stages: int, capability: int) -> int:
     """Cards with 100 KiB of shared memory hold fewer loads under way."""
-    return min(stages, 3) if capability in (86, 89, 120) else stages
+    return min(stages, 3) if capability in SMALL_CARDS else stages
 
 
 def _launch(x: torch.Tensor, weight: Weight, around: Around, tiles: Tiles | Int4Tiles) -> None:
     num_rows, num_columns = x.shape
-    assert num_rows <= ROWS_MAX, f"{num_rows} rows are for other kernels"
+    assert num_rows <= FUSED_ROWS_MAX, f"{num_rows} rows are for other kernels"
     assert x.stride(1) == 1, "a row of x is one piece of memory"
     if not num_rows:
         return

@@ -19,6 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.operations import FUSED_ROWS_MAX
 from kernels.quantised_weights import Fp8Weight, Int4Weight, Int8Weight
 from kernels.race import NO_TOKEN
 from kernels.triton.compilation import CAPABILITIES, Compilation
@@ -27,12 +28,11 @@ from kernels.triton.fp8_rows import FP8_CAPABILITIES
 from kernels.triton.linear import skinny_tiles
 from kernels.triton.linear_tiles import FLOAT32_FEW, Tiles, byte_tiles, decoded
 from kernels.triton.split_sum import empty_sums, step_columns, summed
-from kernels.triton.tuning import capability, multiprocessors, power_of_two
+from kernels.triton.tuning import SMALL_CARDS, capability, multiprocessors, power_of_two
 
-ROWS_MAX = 16
-TILES = Tiles(ROWS_MAX, 64, 128, num_warps=4, num_stages=6)
-TILES_BYTES = Tiles(ROWS_MAX, 64, 256, num_warps=4, num_stages=4, column_warps=4)
-_ROWS = tl.constexpr(ROWS_MAX)
+TILES = Tiles(FUSED_ROWS_MAX, 64, 128, num_warps=4, num_stages=6)
+TILES_BYTES = Tiles(FUSED_ROWS_MAX, 64, 256, num_warps=4, num_stages=4, column_warps=4)
+_ROWS = tl.constexpr(FUSED_ROWS_MAX)
 _NO_TOKEN = tl.constexpr(NO_TOKEN)
 _NOBODY = tl.constexpr(0x7FFFFFFF)
 
@@ -92,7 +92,7 @@ def head_tiles(*, weight_bytes: int, capability: int, row_bytes: int = 2) -> Til
     if weight_bytes == 1 and row_bytes == 4:
         return FLOAT32_FEW
     tiles, stages = (TILES_BYTES, 3) if weight_bytes == 1 else (TILES, 3 if weight_bytes == 4 else 4)
-    return replace(tiles, num_stages=stages) if capability in (86, 89, 120) or weight_bytes == 4 else tiles
+    return replace(tiles, num_stages=stages) if capability in SMALL_CARDS or weight_bytes == 4 else tiles
 
 
 def bind_greedy_head(
@@ -125,7 +125,7 @@ def greedy_head(
     """
     values, scales = (weight, None) if isinstance(weight, torch.Tensor) else (weight.values, weight.scales)
     (rows, num_columns), vocab_size = hidden.shape, values.shape[0]
-    assert rows <= ROWS_MAX, f"{rows} rows, {ROWS_MAX} at most"
+    assert rows <= FUSED_ROWS_MAX, f"{rows} rows, {FUSED_ROWS_MAX} at most"
     out = torch.empty(rows, dtype=torch.int64, device=hidden.device) if out is None else out
     if rows == 0:
         return out

@@ -7,12 +7,12 @@ import functools
 import torch
 from torch.nn import functional
 
+from kernels.operations import FUSED_ROWS_MAX
 from kernels.triton.compilation import Compilation
 from kernels.triton.linear_tiles import Tiles, compilation, launch
 from kernels.triton.split_sum import split_cost, split_count
-from kernels.triton.tuning import capability, multiprocessors
+from kernels.triton.tuning import SMALL_CARDS, capability, multiprocessors
 
-ROWS_MAX = 16  # more rows are left to cuBLAS
 # Columns of out and of x that one step of a program reads: 16 KiB of weights, or 8 where the matrix has few rows.
 CANDIDATES = ((32, 256, 5), (64, 128, 6), (16, 256, 6))
 
@@ -28,7 +28,7 @@ def linear(
     not depend on timing). Above, cuBLAS. Reads 2·N·K bytes once and x from the second-level cache, writes 2·M·N;
     2·M·N·K operations. Rows beyond M, columns beyond N and K are masked. Accumulates in float32.
     """
-    if x.shape[0] > ROWS_MAX:
+    if x.shape[0] > FUSED_ROWS_MAX:
         return _library(x, weight, bias, out)
     out = x.new_empty(x.shape[0], weight.shape[0]) if out is None else out
     if not x.shape[0]:
@@ -65,7 +65,7 @@ def _stages(stages: int, capability: int, weight_bytes: int) -> int:
     """Cards with 100 KiB of shared memory hold fewer loads under way, and of float32 any card."""
     if weight_bytes == 4:
         return 3
-    return min(stages, 4) if capability in (86, 89, 120) else stages
+    return min(stages, 4) if capability in SMALL_CARDS else stages
 
 
 def compilations() -> list[Compilation]:

@@ -15,12 +15,11 @@ from kernels.triton.early_launch import early_launch, let_next_start, wait_for_p
 from kernels.triton.int4_codes import COLUMNS, RUN, RUNS, fetch_chunks, group_scales, int4_sums
 from kernels.triton.linear_tiles import SPILL_BYTES_MAX
 from kernels.triton.split_sum import UNPACK, counters, partial_sums, split_count, store_product
-from kernels.triton.tuning import capability, multiprocessors, power_of_two
+from kernels.triton.tuning import SMALL_CARDS, capability, multiprocessors, power_of_two
 
 ROWS_FEW = 64
 ROWS_TILED = 512  # more rows: unpacking to 16 bits once costs less than in every tile
 SLAB_ELEMENTS = 1 << 23  # unpacked at a time: 16 MiB, so that the product reads them from the second-level cache
-SMALL_CARDS = (86, 89, 120)  # with 100 KiB of shared memory
 DTYPES = (torch.float16, torch.bfloat16)
 
 

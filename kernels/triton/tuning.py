@@ -51,6 +51,10 @@ CARDS: dict[int, Card] = {
 }
 
 
+SMALL_CARDS = tuple(number for number, known in CARDS.items() if known.shared_bytes_multiprocessor == 100 * _KIB)
+"""Capabilities of the cards with the least shared memory, which hold fewer loads under way."""
+
+
 def card(capability: int) -> Card:
     """The newest known card that is not newer than `capability`. Raises ValueError below 80."""
     known = [number for number in CARDS if number <= capability]

@@ -8,12 +8,13 @@ from functools import partial
 import pytest
 import torch
 
+from kernels.operations import FUSED_ROWS_MAX
 from kernels.quantised_weights import Fp8Weight, Int8Weight, pack_fp8, pack_int8
 from kernels.reference import quantised as reference
 from kernels.reference.fp8_rows import quantize_rows_fp8
 from kernels.triton import linear_tiles, split_sum
 from kernels.triton.greedy_head import head_tiles
-from kernels.triton.linear import ROWS_MAX, linear, skinny_tiles
+from kernels.triton.linear import linear, skinny_tiles
 from kernels.triton.linear_fp8 import _library as library_fp8
 from kernels.triton.linear_fp8 import check_fp8, linear_fp8
 from kernels.triton.linear_int8 import linear_int8
@@ -74,10 +75,10 @@ def test_few_rows_times_a_weight(sizes: tuple[int, int, int], dtype: torch.dtype
 
 
 def test_more_rows_are_left_to_the_library(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    x, weight = rows(ROWS_MAX + 1, 40, torch.float32, device), rows(9, 40, torch.float32, device)
+    x, weight = rows(FUSED_ROWS_MAX + 1, 40, torch.float32, device), rows(9, 40, torch.float32, device)
     bias = normal(9, dtype=torch.float32, device=device)
     monkeypatch.setattr("kernels.triton.linear.launch", None)
-    for out in (None, torch.empty(ROWS_MAX + 1, 9, device=device)):
+    for out in (None, torch.empty(FUSED_ROWS_MAX + 1, 9, device=device)):
         assert_near(linear(x, weight, out=out), exact(x, weight), "matmul", scale=6.0)
         assert_near(linear(x, weight, bias=bias, out=out), exact(x, weight, bias), "matmul", scale=6.0)
 
