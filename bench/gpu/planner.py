@@ -80,6 +80,9 @@ class Planner:
 
     def saturated_rate(self, in_len: int, out_len: int, seats: int) -> float:
         """Output tokens per second when each seat's next request follows at once: prefill and decode one after the other."""
-        prefill_s = self.model.token_s * in_len + self.model.pair_s * in_len * in_len / 2
         decode_s = out_len / self.decode_rate(seats, in_len + out_len / 2)
-        return out_len / (prefill_s + decode_s)
+        return out_len / (self.prefill_s(in_len) + decode_s)
+
+    def prefill_s(self, in_len: int) -> float:
+        """Seconds of the products and the attention of one prompt."""
+        return self.model.token_s * in_len + self.model.pair_s * in_len * in_len / 2

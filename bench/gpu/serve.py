@@ -26,6 +26,9 @@ MIXED_TEMPERATURE = 0.6  # as in nano-vllm's bench
 SEATS = 256
 MODEL_LEN = 4096
 GB = 1_000_000_000
+MANY_SEATS = 512
+KV_FILLED = 0.95
+"""Of the cache, by a closed loop of as many requests as it holds: their sum goes up and down."""
 FEW_KV_BYTES = 6 * GB
 """For one request at a time; what several engines of a process hold in turn then fits side by side."""
 
@@ -110,10 +113,15 @@ def _format(context: Context, folder: Path, row: str, name: str, options: dict[s
 def saturated(context: Context) -> None:
     """1000 in, 1000 out, and for each that ends the next one: counted over a window of the steady state."""
     row = "Llama-3.1-8B, 1000/1000 saturated"
-    with _folder() as folder:
-        seats = context.size(512, 4)
-        with random_engine(context, folder, "llama-3.1-8b", max_num_seqs=512, max_model_len=2048) as engine:
-            context.guard(row, lambda: _saturated(context, engine, folder / "llama-3.1-8b-all", row, seats))
+    options: dict[str, Any] = {"max_num_seqs": MANY_SEATS, "max_model_len": 2048}
+    with _folder() as folder, random_engine(context, folder, "llama-3.1-8b", **options) as engine:
+        context.guard(row, lambda: _saturated(context, engine, folder / "llama-3.1-8b-all", row))
+
+
+def seats_of(kv_tokens: int, in_len: int, out_len: int, block_size: int, most: int) -> int:
+    """Requests that the cache holds at a time when their ages are spread evenly, at most `most`: all of an H200's seats, and
+    of a card with 80 GB some 270. More would be preempted and computed again."""
+    return min(most, int(KV_FILLED * kv_tokens / (in_len + out_len / 2 + block_size)))
 
 
 @contextmanager
@@ -183,6 +191,7 @@ def _steady(
     in_len, num_steps = context.size(960, 6), context.size(64, 3)
     numbers, vocab = random.Random(2), engine.info.vocab_size
     out_len = (5 if profiled else 2) * num_steps + 20 + num_requests // 4
+    traffic.check_room(engine, num_requests, in_len + out_len)
     for number in range(num_requests):
         asked = Asked(traffic.prompt(numbers, in_len, vocab), out_len)
         traffic.submit(engine, f"s{number}", asked, temperature=MIXED_TEMPERATURE)
@@ -248,9 +257,11 @@ def _chats(context: Context, engine: Engine) -> None:
     context.tell(chats_rate=came.rate, chats_tokens=came.returned)
 
 
-def _saturated(context: Context, engine: Engine, directory: Path, name: str, seats: int) -> None:
+def _saturated(context: Context, engine: Engine, directory: Path, name: str) -> None:
     """The first requests have outputs of every length up to the whole, so that they end as if it had always been so."""
     in_len, out_len = (8, 12) if context.rehearsal else (1000, 1000)
+    most = context.size(MANY_SEATS, 4)
+    seats = seats_of(traffic.kv_tokens(engine), in_len, out_len, engine.info.block_size, most)
     window_s = 0.3 if context.rehearsal else 22.0
     numbers, vocab, fresh = random.Random(3), engine.info.vocab_size, count()
 
@@ -281,6 +292,7 @@ def _saturated(context: Context, engine: Engine, directory: Path, name: str, sea
         "preemptions": after.preemptions_total - before.preemptions_total,
         "kv_used_percent": 100 * after.kv_blocks_used / after.kv_blocks_total, "running": after.num_running,
     }  # fmt: skip
-    row.note = f"{seats} seats, window of {sum(window.step_s):.0f} s; the limit is serial: prefill, then decode"
+    held = "" if seats == most else f", as many as the cache of {traffic.kv_tokens(engine)} tokens holds"
+    row.note = f"{seats} seats{held}; window of {sum(window.step_s):.0f} s; the limit is serial: prefill, then decode"
     context.emit(row)
     engine.abort_all()

@@ -83,6 +83,18 @@ def submit(engine: Engine, name: str, asked: Asked, *, temperature: float = 0.0)
         raise RuntimeError(f"request {name} was refused: {event.error}")
 
 
+def kv_tokens(engine: Engine) -> int:
+    """For whose keys and values the cache has room."""
+    return engine.info.num_kv_blocks * engine.info.block_size
+
+
+def check_room(engine: Engine, num_requests: int, num_tokens: int) -> None:
+    """Raise RuntimeError where so many requests of so many tokens are never in the cache at a time."""
+    if num_requests * (num_tokens + engine.info.block_size) > kv_tokens(engine):
+        wanted = f"{num_requests} requests of {num_tokens} tokens at a time"
+        raise RuntimeError(f"this card has no room for {wanted}: its KV cache holds {kv_tokens(engine)}")
+
+
 @contextmanager
 def watched(engine: Engine) -> Iterator[Callable[[], None]]:
     """Yields what to call behind every step: it raises when one fell back to the plain way, whose time is not the engine's.
