@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
 # All figures that need a GPU, in one command: at most 8 minutes on one card, nothing downloaded. See docs/benchmarks.md.
+# Rates and times are judged on an NVIDIA H200 alone, everything else on any card.
 #
 #   bench/gpu.sh                      everything; the result goes to bench/results/gpu-<time>.json
 #   bench/gpu.sh --rehearse           the same program on the CPU with tiny shapes and Triton's interpreter; no figures

@@ -49,20 +49,20 @@ def calibrate(context: Context) -> None:
 
 
 def _machine(context: Context) -> dict[str, Any]:
-    found: dict[str, Any] = {"cpu": platform.processor() or platform.machine(), "gpu": "none"}
+    found: dict[str, Any] = {"cpu": platform.processor() or platform.machine()}
     if context.device.type == "cuda":
         properties = torch.cuda.get_device_properties(context.device)
         free, total = torch.cuda.mem_get_info()
-        found |= {
-            "gpu": properties.name,
-            "multiprocessors": properties.multi_processor_count,
-            "capability": properties.major * 10 + properties.minor,
+        state = driver.state()
+        card = {
+            "name": properties.name,
             "memory_bytes": total,
-            "memory_free_bytes": free,
-            "l2_bytes": getattr(properties, "L2_cache_size", None),
-            "cuda": torch.version.cuda,
-            "state": driver.state(),
+            "multiprocessors": properties.multi_processor_count,
+            "l2_bytes": properties.L2_cache_size,
+            "capability": f"{properties.major}.{properties.minor}",
+            "driver": driver.version(state),
         }
+        found |= {"card": card, "memory_free_bytes": free, "cuda": torch.version.cuda, "state": state}
     return found
 
 

@@ -29,3 +29,10 @@ def state() -> str:
         if not unknown:
             return " | ".join(words.splitlines())[:CHARS_MAX]
         fields = [field for field in fields if field not in unknown]
+
+
+def version(state: str) -> str | None:
+    """Of the driver, out of what `state` said; None where it said nothing."""
+    lines = [line.split(", ") for line in state.split(" | ")]
+    found = dict(zip(lines[0], lines[-1], strict=False)) if len(lines) > 1 else {}
+    return found.get("driver_version")

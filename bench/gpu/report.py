@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.gpu.conduct import Outcome
-from bench.gpu.rows import Row, against, invalid, verdict
+from bench.gpu.rows import CARD_SHORT, GOALS_CARD, Row, against, invalid, verdict
 from bench.gpu.targets import TARGETS
 
 PACKAGES = ("torch", "triton", "numpy", "transformers", "safetensors", "llguidance")
@@ -23,7 +23,7 @@ SWITCHES = (
 )
 """Of the environment: those that change what is measured."""
 LAST_LINES = 12
-WIDTHS = (58, 10, 16, 10, 5, 10, 7, 22, 0)
+WIDTHS = (58, 10, 16, 10, 5, 10, 7, 23, 0)
 
 
 def complete(outcome: Outcome, parts: set[str] | None = None) -> list[Row]:
@@ -46,15 +46,20 @@ def complete(outcome: Outcome, parts: set[str] | None = None) -> list[Row]:
 
 def document(rows: Sequence[Row], outcome: Outcome, *, rehearsal: bool, taken_s: float) -> dict[str, Any]:
     targets = {target.name: target for target in TARGETS}
+    facts = dict(outcome.facts)
+    card = facts.pop("card", {})
     described = []
     for row in rows:
         target = targets.get(row.name)
-        judged = "REHEARSAL" if rehearsal else verdict(row, target) if target else "told"
+        judged = "REHEARSAL" if rehearsal else verdict(row, target, card=card.get("name", "")) if target else "told"
         must_show = {} if target is None else {"unit": target.unit, "part": target.part, "must_show": target.words}
         described.append({**row.as_dict(), **must_show, "verdict": judged, "invalid": invalid(row, has_figures=not rehearsal)})
     return {
         "bench": "gpu",
         "rehearsal": rehearsal,
+        "card": card,
+        "goals_of": GOALS_CARD,
+        "goals_are_judged": card.get("name") == GOALS_CARD and not rehearsal,
         "at": datetime.now(UTC).isoformat(timespec="seconds"),
         **revision(),
         "taken_s": round(taken_s, 1),
@@ -62,7 +67,7 @@ def document(rows: Sequence[Row], outcome: Outcome, *, rehearsal: bool, taken_s:
         "versions": {name: _version(name) for name in PACKAGES},
         "cpu_cores": os.cpu_count(),
         "switches": {name: os.environ[name] for name in SWITCHES if name in os.environ},
-        "facts": outcome.facts,
+        "facts": facts,
         "parts": outcome.parts,
         "rows": described,
     }
@@ -71,11 +76,13 @@ def document(rows: Sequence[Row], outcome: Outcome, *, rehearsal: bool, taken_s:
 def table(report: dict[str, Any]) -> str:
     """The rows for people. A rehearsal shows which rows came, and no figures."""
     facts, rehearsal = report["facts"], report["rehearsal"]
-    title = "REHEARSAL on the CPU: shapes are tiny and no figure means anything" if rehearsal else facts.get("gpu", "no GPU")
+    title = "REHEARSAL on the CPU: shapes are tiny and no figure means anything" if rehearsal else _card(report["card"])
     versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items() if version)
     lines = [f"{title} · {report['revision']}{' +changes' if report['changed'] else ''} · {versions}"]
     if not rehearsal and "bandwidth" in facts:
         lines.append(f"calibrated: {facts['bandwidth'] / 1e9:.0f} GB/s, {facts['flops'] / 1e12:.0f} TFLOP/s bf16")
+    if not rehearsal and report["card"]:
+        lines.append(_goals(report))
     if report["switches"]:
         lines.append("with " + ", ".join(f"{name}={value}" for name, value in report["switches"].items()))
     part = None
@@ -91,6 +98,23 @@ def table(report: dict[str, Any]) -> str:
         counts[row["verdict"]] = counts.get(row["verdict"], 0) + 1
     lines += ["", ", ".join(f"{count} {name}" for name, count in sorted(counts.items())) + f"; {report['taken_s']} s"]
     return "\n".join(lines)
+
+
+def _card(card: dict[str, Any]) -> str:
+    """`NVIDIA H200, 139.8 GiB, 132 multiprocessors, 60 MiB of second-level cache, capability 9.0, driver 580.95.05`"""
+    if not card:
+        return "no GPU"
+    sizes = f"{card['memory_bytes'] / (1 << 30):.1f} GiB, {card['multiprocessors']} multiprocessors"
+    cache = f"{card['l2_bytes'] / (1 << 20):.0f} MiB of second-level cache"
+    return f"{card['name']}, {sizes}, {cache}, capability {card['capability']}, driver {card['driver'] or 'unknown'}"
+
+
+def _goals(report: dict[str, Any]) -> str:
+    """For which card they are, in one line."""
+    marked = f"goals marked ({CARD_SHORT}) are for an {GOALS_CARD}"
+    if report["goals_are_judged"]:
+        return f"{marked}, which this is"
+    return f"{marked} and not judged on this card: `frac` is of this card's own limit; all other goals are judged as always"
 
 
 def _wrong(report: dict[str, Any]) -> list[str]:

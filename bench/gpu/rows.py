@@ -1,7 +1,7 @@
 """Rows of the result: what was measured, against which limit and peer, and whether it passes. Knows no torch.
 
 A row is judged by its target: by its value, by its fraction of the calibrated limit, or by its ratio to the peer. What looks
-too good, or does not add up, is marked invalid and never passes.
+too good, or does not add up, is marked invalid and never passes. A value that a goal asks of one card is not judged on another.
 """
 
 from __future__ import annotations
@@ -10,13 +10,17 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 Judged = Literal["value", "fraction", "ratio"]
+GOALS_CARD, CARD_SHORT = "NVIDIA H200", "H200"
+"""The card, by the name that its driver gives it, of which goals ask for rates and times. An H200 NVL, a slice of an H200 and a
+GH200 have other names and other limits."""
 FRACTION_MAX = 1.10
 """Beyond what a read-only stream can gain over the calibrating copy: more means that bytes or time were counted wrongly."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """What a row must show; without `pass_at` it is told and not judged."""
+    """What a row must show; without `pass_at` it is told and not judged. `of_card`: the goal is a time or a rate that one card
+    is to reach, and says nothing of others."""
 
     name: str
     part: str
@@ -25,17 +29,19 @@ class Target:
     pass_at: float | None = None
     stretch_at: float | None = None
     higher: bool = True
+    of_card: bool = False
 
     def reached(self, value: float, limit: float | None) -> bool:
         return limit is not None and (value >= limit if self.higher else value <= limit)
 
     @property
     def words(self) -> str:
-        """`≥ 0.85 / 0.92 of limit`"""
+        """`≥ 0.85 / 0.92 of limit`, `≥ 230 / 255 (H200)`"""
         if self.pass_at is None:
             return "-"
         both = f"{self.pass_at:g}" + ("" if self.stretch_at is None else f" / {self.stretch_at:g}")
-        return f"{'≥' if self.higher else '≤'} {both}" + {"value": "", "fraction": " of limit", "ratio": " × peer"}[self.judged]
+        of = {"value": f" ({CARD_SHORT})" if self.of_card else "", "fraction": " of limit", "ratio": " × peer"}[self.judged]
+        return f"{'≥' if self.higher else '≤'} {both}{of}"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -83,8 +89,8 @@ def invalid(row: Row, *, has_figures: bool = True) -> str:
     return ""
 
 
-def verdict(row: Row, target: Target) -> str:
-    """failed, INVALID, not measured, told, below, pass or stretch."""
+def verdict(row: Row, target: Target, *, card: str) -> str:
+    """failed, INVALID, not measured, told, other card, below, pass or stretch. `card` is what was measured on, by its name."""
     if row.error:
         return "failed"
     if invalid(row):
@@ -94,6 +100,8 @@ def verdict(row: Row, target: Target) -> str:
         return "not measured"
     if target.pass_at is None:
         return "told"
+    if target.of_card and card != GOALS_CARD:
+        return "other card"
     if target.reached(value, target.stretch_at):
         return "stretch"
     return "pass" if target.reached(value, target.pass_at) else "below"

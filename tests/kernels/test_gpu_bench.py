@@ -20,7 +20,7 @@ from bench.gpu.conduct import Outcome, conduct, shortened
 from bench.gpu.idle import WORK, idle_of
 from bench.gpu.plan import BY_NAME, CALLS, PARTS, TOTAL_S, Job, share_s, stages, usual_s
 from bench.gpu.report import complete, document, table
-from bench.gpu.rows import Row, Target, against, invalid, verdict
+from bench.gpu.rows import GOALS_CARD, Row, Target, against, invalid, verdict
 from bench.gpu.targets import BY_NAME as TARGET_OF
 from bench.gpu.targets import TARGETS
 from engine.launchers import launchers_problem
@@ -159,19 +159,20 @@ def test_an_engine_that_is_measured_alone_is_warmed_up_before(target: str) -> No
 )
 def test_a_row_passes_by_its_limits_and_never_when_it_cannot_be_right(row: Row, expected: str) -> None:
     target = Target(name="x", part="kernels", unit="GB/s", judged="fraction", pass_at=0.85, stretch_at=0.92)
-    assert verdict(row, target) == expected
+    assert verdict(row, target, card=GOALS_CARD) == expected
 
 
 def test_less_is_better_where_the_target_says_so() -> None:
     target = Target(name="x", part="kernels", unit="µs", pass_at=150, stretch_at=80, higher=False)
-    assert [verdict(Row(name="x", value=value), target) for value in (79.0, 149.0, 151.0)] == ["stretch", "pass", "below"]
+    rows = [Row(name="x", value=value) for value in (79.0, 149.0, 151.0)]
+    assert [verdict(row, target, card=GOALS_CARD) for row in rows] == ["stretch", "pass", "below"]
     assert against(Row(name="x", value=50.0, limit=40.0, peer=100.0), higher=False).fraction == 0.8
     assert against(Row(name="x", value=50.0, peer=100.0), higher=False).ratio == 2.0
 
 
 def test_a_missing_peer_is_no_pass() -> None:
     target = TARGET_OF["against transformers static generate"]
-    assert verdict(Row(name=target.name, value=1000.0), target) == "not measured"
+    assert verdict(Row(name=target.name, value=1000.0), target, card=GOALS_CARD) == "not measured"
 
 
 def test_a_part_that_takes_too_long_is_ended_and_its_rows_say_so() -> None:

@@ -16,11 +16,14 @@ from typing import Any
 import pytest
 import torch
 
-from bench.gpu import same_tokens, serve, traffic
+from bench.gpu import calibration, models, same_tokens, serve, traffic
+from bench.gpu.conduct import Outcome
 from bench.gpu.context import Context
 from bench.gpu.idle import Idle
 from bench.gpu.models import random_engine
 from bench.gpu.plan import PARTS, Part
+from bench.gpu.report import document
+from bench.gpu.rows import Row
 from bench.gpu.targets import SAME_TOKENS, TARGETS
 from bench.gpu.traffic import Asked
 from engine.runner.batch_inputs import BatchInputs, InputRow
@@ -28,7 +31,7 @@ from engine.runner.cuda_graphs import CudaGraphs
 from engine.runner.paged_decoder import PagedDecoder
 from engine.runner.slot_runner import SlotRunner
 from engine.runner.slots import SlotState
-from tests.support.rehearsal import DEVICE, Schedule, rehearsal
+from tests.support.rehearsal import DEVICE, H100, H200, Kind, Schedule, rehearsal
 from tests.support.rehearsal.table import in_place_of_triton
 
 pytest.importorskip("triton")
@@ -69,6 +72,40 @@ def test_a_part_runs_to_its_end_on_a_card(part: Part, monkeypatch: pytest.Monkey
     assert card.broken is None
     mine = {target.name for target in TARGETS if target.part == part.target}
     assert not rows or rows.keys() & mine
+
+
+@pytest.mark.parametrize(("kind", "judged"), [(H200, "below"), (H100, "other card")])
+def test_a_card_tells_what_it_is_and_a_result_whose_goals_it_is_held_to(
+    kind: Kind, judged: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("bench.gpu.driver.state", lambda: "driver_version, clocks | 580.95.05, 1980 MHz")
+    told: list[dict[str, Any]] = []
+    with rehearsal(Schedule.EARLY, kind=kind, total_bytes=1 << 30):
+        calibration.calibrate(Context(DEVICE, True, {}, told.append, time.monotonic() + 600))
+    facts = {name: fact for line in told for name, fact in line.get("facts", {}).items()}
+    report = document([Row(name="Llama-3.1-8B bf16, batch 1", value=180.0)], Outcome(facts=facts), rehearsal=False, taken_s=1.0)
+    assert report["card"] == {
+        "name": kind.name, "memory_bytes": 1 << 30, "multiprocessors": 4, "l2_bytes": kind.l2_bytes, "capability": "9.0",
+        "driver": "580.95.05",
+    }  # fmt: skip
+    assert [row["verdict"] for row in report["rows"]] == [judged]
+
+
+def with_blocks(num_blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines of a rehearsal get so many KV blocks."""
+    rehearsed = models._rehearsed
+    monkeypatch.setattr(models, "_rehearsed", lambda options: {**rehearsed(options), "num_kv_blocks": num_blocks})
+
+
+def test_a_small_card_is_saturated_with_what_it_holds_and_refuses_what_it_never_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_blocks(6, monkeypatch)
+    row = told_by(serve.saturated)["Llama-3.1-8B, 1000/1000 saturated"]
+    assert row["error"] == ""
+    assert row["note"].startswith("3 seats, as many as the cache of 96 tokens holds")
+    assert row["facts"]["preemptions"] == 0
+    rows = told_by(serve.llama_8b)
+    assert "this card has no room for 3 requests of" in rows["Llama-3.1-8B bf16, batch 256, 1k context"]["error"]
+    assert rows["Llama-3.1-8B bf16, batch 1"]["error"] == ""
 
 
 def told_by(measure: Callable[[Context], None]) -> dict[str, dict[str, Any]]:

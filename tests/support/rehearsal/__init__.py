@@ -15,21 +15,26 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from unittest import mock
 
-from tests.support.rehearsal.card import DEFAULT_BYTES, Card, Schedule, Sync, begin, end
+from tests.support.rehearsal.card import DEFAULT_BYTES, H100, H200, Card, Kind, Schedule, Sync, begin, end
 from tests.support.rehearsal.cuda import in_place_of_cuda
 from tests.support.rehearsal.interpreted import launched_by_triton
 from tests.support.rehearsal.tensors import DEVICE, mode
 
-__all__ = ["DEVICE", "Card", "Schedule", "Sync", "rehearsal"]
+__all__ = ["DEVICE", "H100", "H200", "Card", "Kind", "Schedule", "Sync", "rehearsal"]
 
 
 @contextmanager
 def rehearsal(
-    schedule: Schedule = Schedule.LATE, *, seed: int = 0, total_bytes: int = DEFAULT_BYTES, runs_kernels: bool = True
+    schedule: Schedule = Schedule.LATE,
+    *,
+    seed: int = 0,
+    total_bytes: int = DEFAULT_BYTES,
+    kind: Kind = H200,
+    runs_kernels: bool = True,
 ) -> Iterator[Card]:
     """A card for as long as the context lasts. Its tensors are of no use afterwards. Without `runs_kernels` those of Triton are
     launched, captured and replayed as always, but compute nothing: for what looks at no result and would take minutes."""
-    card = Card(schedule=schedule, seed=seed, total_bytes=total_bytes)
+    card = Card(schedule=schedule, seed=seed, total_bytes=total_bytes, kind=kind)
     begin(card)
     try:
         with ExitStack() as stack:

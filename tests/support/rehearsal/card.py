@@ -33,6 +33,18 @@ ALLOCATION_BYTES = 512
 SEGMENT_BYTES = 2 << 20
 
 
+@dataclass(frozen=True)
+class Kind:
+    """What a card says of itself: its name and the bytes of its second-level cache. Both are Hopper's, of capability 9.0."""
+
+    name: str
+    l2_bytes: int
+
+
+H200 = Kind("NVIDIA H200", 60 << 20)
+H100 = Kind("NVIDIA H100 80GB HBM3", 50 << 20)
+
+
 class Schedule(Enum):
     """When launched work runs: only when somebody waits for it, at once, or at times that a seed decides."""
 
@@ -169,6 +181,7 @@ class Card:
     schedule: Schedule = Schedule.LATE
     seed: int = 0
     total_bytes: int = DEFAULT_BYTES
+    kind: Kind = H200
     streams: list[Stream] = field(default_factory=list)
     capture: Graph | None = None
     syncs: list[Sync] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""What stands in for `torch.cuda` while a card is rehearsed: an H200 by name, with a gigabyte of memory."""
+"""What stands in for `torch.cuda` while a card is rehearsed: an H200 or an H100 by name, with a gigabyte of memory."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class HostGenerator(torch.Generator):
 def stand_ins(card: Card) -> dict[str, Any]:
     """By name in `torch.cuda`."""
     properties = SimpleNamespace(
-        name="NVIDIA H200 (rehearsed)", major=9, minor=0, multi_processor_count=MULTIPROCESSORS, total_memory=card.total_bytes,
-        L2_cache_size=50 << 20, shared_memory_per_block_optin=227 << 10, warp_size=32,
+        name=card.kind.name, major=9, minor=0, multi_processor_count=MULTIPROCESSORS, total_memory=card.total_bytes,
+        L2_cache_size=card.kind.l2_bytes, shared_memory_per_block_optin=227 << 10, warp_size=32,
     )  # fmt: skip
 
     def reset_peak(*_: object) -> None:
