@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from appliance.cli import output
+from appliance.cli import model_store, output
 from appliance.cli.failure import CommandFailed
-from appliance.cli.options import AsJson
+from appliance.cli.options import AsJson, DataDir, settings_from
 
 
 def plan(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="A known model, or a folder with a config.json.")],
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A folder, an added model, or a known one.")],
     gpu: Annotated[str, typer.Option(help="h200, h100, a100 or h20.")] = "h200",
     memory_gib: Annotated[
         float | None, typer.Option(help="Memory of a card that is otherwise like --gpu.", show_default=False)
@@ -40,15 +41,17 @@ def plan(
     enforce_eager: Annotated[bool, typer.Option("--enforce-eager", help="Without graphs and without slots.")] = False,
     gpu_memory_utilization: Annotated[float, typer.Option(help="Share of the memory that may be used.")] = 0.9,
     as_json: AsJson = False,
+    data_dir: DataDir = None,
 ) -> None:
     """Predict the memory that a model takes on a GPU. Fails when it does not fit, with what would help."""
     from engine.errors import EngineError
     from engine.simulator.fitting import card_with, facts, facts_in_words, memory_fit
     from engine.simulator.models import find_gpu
 
+    found = model_store.locate(model, settings_from(data_dir, None).data_dir)
     try:
         fit = memory_fit(
-            model,
+            str(found) if found.exists() else model,
             card_with(find_gpu(gpu), memory_gib),
             dtype=dtype,
             quantization=quantization,
@@ -62,7 +65,7 @@ def plan(
         )
     except EngineError as error:
         raise CommandFailed(str(error), code="invalid_option", status=2) from error
-    name = Path(model).expanduser().resolve().name
+    name = Path(os.path.normpath(found)).name
     if not fit.context_len or (max_model_len is not None and not fit.fits):
         raise CommandFailed(f"{name} does not fit: it {fit.explain(in_lines=not as_json)}", code="does_not_fit")
     if as_json:

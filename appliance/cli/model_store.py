@@ -22,10 +22,16 @@ def added_models(data_dir: Path) -> list[Path]:
 
 
 def locate(model: str, data_dir: Path) -> Path:
-    """Return the folder that `model` names: a path, else an added model. It may not exist."""
+    """Return the folder that `model` names: a path, else an added model, else the demo model. It may not exist."""
+    from appliance.serving.fleet import DEMO_MODEL
+
     path = Path(model).expanduser()
+    if path.exists() or not _NAME.match(model):
+        return path.absolute()
     added = data_dir / FOLDER / model
-    return added if not path.exists() and _NAME.match(model) and added.exists() else path.absolute()
+    if added.exists():
+        return added
+    return DEMO_MODEL if model == DEMO_MODEL.name else path.absolute()
 
 
 def place_for(name: str, data_dir: Path) -> Path:

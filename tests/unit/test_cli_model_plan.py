@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from appliance.cli import model_store
 from appliance.cli.main import main
+from appliance.serving.fleet import DEMO_MODEL
 
 
 class Typed:
@@ -133,6 +137,20 @@ def test_a_model_that_nobody_knows_is_told_which_are_known(typed: Any) -> None:
     answer = typed("gpt-9")
     assert answer.status == 2
     assert "qwen3-8b" in answer.err
+
+
+def test_an_added_model_and_the_demo_are_planned_by_their_names(typed: Any, tmp_path: Path) -> None:
+    model_store.link(DEMO_MODEL, model_store.place_for("tiny", tmp_path))
+    for name in ("tiny", DEMO_MODEL.name):
+        plan = json.loads(typed(name, "--data-dir", str(tmp_path), "--json").out)
+        assert (plan["model"], plan["max_model_len"]) == (name, 1024)
+
+
+def test_a_folder_comes_before_a_known_name(typed: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "qwen3-8b").mkdir()
+    shutil.copy(DEMO_MODEL / "config.json", tmp_path / "qwen3-8b")
+    monkeypatch.chdir(tmp_path)
+    assert json.loads(typed("qwen3-8b", "--json").out)["max_model_len"] == 1024
 
 
 @pytest.mark.parametrize("asked", [("--kv-cache-dtype", "fp8"), ("--quantization", "fp8")])

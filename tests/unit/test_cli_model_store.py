@@ -8,6 +8,7 @@ import pytest
 
 from appliance.cli import model_store
 from appliance.cli.failure import CommandFailed
+from appliance.serving.fleet import DEMO_MODEL
 
 
 @pytest.fixture
@@ -29,6 +30,15 @@ def test_a_path_comes_before_a_name(model: Path, tmp_path: Path, monkeypatch: py
     model_store.link(tmp_path, model_store.place_for("tiny", tmp_path))
     monkeypatch.chdir(model.parent)
     assert model_store.locate("tiny", tmp_path) == model
+
+
+def test_the_demo_is_found_by_the_name_that_the_list_shows(tmp_path: Path) -> None:
+    assert model_store.locate("gatehouse-demo", tmp_path) == DEMO_MODEL
+
+
+def test_an_added_model_comes_before_the_demo(model: Path, tmp_path: Path) -> None:
+    model_store.link(model, model_store.place_for("gatehouse-demo", tmp_path))
+    assert model_store.locate("gatehouse-demo", tmp_path).resolve() == model
 
 
 def test_a_copy_is_whole_and_reports_its_progress(model: Path, tmp_path: Path) -> None:
