@@ -18,6 +18,7 @@ STOP_CHARS_MAX = 1000
 TEXT_ROLES = ("developer", "system", "user", "assistant")
 OPENAI_ROLES = (*TEXT_ROLES, "tool", "function")
 CONTENT_PARTS = ("text", "refusal")
+NEVER_SUPPORTED = ("tools", "functions", "audio", "prediction", "web_search_options", "moderation", "prompt_logprobs")
 
 
 class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -119,17 +120,16 @@ def check_supported(body: ChatCompletionRequest) -> None:
     """
     if body.stream_options is not None and not body.stream:
         raise InvalidValue("stream_options needs stream to be true", param="stream_options")
+    for name in NEVER_SUPPORTED:
+        if getattr(body, name) not in (None, []):
+            raise UnsupportedParameter(f"{name} is not supported by this version", param=name)
     asked = {
         "best_of": body.best_of not in (None, 1),
-        "tools": bool(body.tools),
         "tool_choice": body.tool_choice not in (None, "none", "auto"),
-        "functions": bool(body.functions),
         "function_call": body.function_call not in (None, "none", "auto"),
         "modalities": body.modalities not in (None, ["text"]),
         "reasoning_effort": body.reasoning_effort not in (None, "none"),
     }
-    for name in ("audio", "prediction", "web_search_options", "moderation", "prompt_logprobs"):
-        asked[name] = getattr(body, name) is not None
     for name, unsupported in asked.items():
         if unsupported:
             raise UnsupportedParameter(f"{name} with this value is not supported by this version", param=name)

@@ -6,8 +6,8 @@ import pytest
 
 from appliance.api.admin.usage import NewPriceBody
 from appliance.api.bodies import decode_body
-from appliance.api.schemas import ChatCompletionRequest
-from appliance.base.errors import InvalidValue
+from appliance.api.schemas import ChatCompletionRequest, check_supported
+from appliance.base.errors import InvalidValue, UnsupportedParameter
 
 
 @pytest.mark.parametrize(
@@ -41,3 +41,32 @@ def test_what_is_no_whole_number_is_refused_in_the_words_for_one_out_of_range(fi
         decode_body(body.encode(), NewPriceBody)
 
     assert (refused.value.message, refused.value.param) == (message, field)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("tools", '[{"type": "function"}]', "tools is not supported by this version"),
+        ("functions", "[{}]", "functions is not supported by this version"),
+        ("audio", "{}", "audio is not supported by this version"),
+        ("prediction", "{}", "prediction is not supported by this version"),
+        ("prompt_logprobs", "0", "prompt_logprobs is not supported by this version"),
+        ("tool_choice", '"required"', "tool_choice with this value is not supported by this version"),
+        ("best_of", "2", "best_of with this value is not supported by this version"),
+    ],
+)
+def test_a_field_of_which_no_value_is_supported_is_refused_without_a_word_on_its_value(
+    field: str, value: str, message: str
+) -> None:
+    body = decode_body(f'{{"model": "m", "messages": [], "{field}": {value}}}'.encode(), ChatCompletionRequest)
+    with pytest.raises(UnsupportedParameter) as refused:
+        check_supported(body)
+
+    assert (refused.value.message, refused.value.param) == (message, field)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("tools", "[]"), ("functions", "[]"), ("tools", "null"), ("tool_choice", '"auto"')]
+)
+def test_a_field_that_asks_for_nothing_is_taken(field: str, value: str) -> None:
+    check_supported(decode_body(f'{{"model": "m", "messages": [], "{field}": {value}}}'.encode(), ChatCompletionRequest))
