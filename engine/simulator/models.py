@@ -1,7 +1,9 @@
 """Models and GPUs that can be simulated: their shapes and speeds, and how many KV blocks fit. Knows no torch.
 
-The H200's bandwidth and compute were measured (device copy; bf16 product of 8192³). Of the others only data sheets were at
-hand: they are taken to reach the same shares of theirs as the H200 of its own, 4.30 of 4.80 TB/s and 790 of 989 TFLOP/s.
+Bandwidth and compute of the H200 (4.30 TB/s, 790 TFLOP/s) and of the H100 80GB HBM3 (3.0 TB/s, 798 TFLOP/s) were measured:
+a copy on the device, bytes read and written, and a bf16 product of 8192³. Of the A100 and the H20 only data sheets were at
+hand: they are taken to reach the same shares of theirs as the H200 of its own, 4.30 of 4.80 TB/s and 790 of 989 TFLOP/s. Memory
+is what a process sees of a card, less than its driver tells.
 """
 
 from __future__ import annotations
@@ -55,7 +57,7 @@ GPUS: dict[str, SimulatedGpu] = {
     gpu.name: gpu
     for gpu in (
         _gpu("h200", 139.0, 4.30e12, 790e12, 50e9),
-        _gpu("h100", 79.1, 3.35e12 * BANDWIDTH_REACHED, 989e12 * FLOPS_REACHED, 50e9),
+        _gpu("h100", 79.1, 3.0e12, 798e12, 50e9),
         _gpu("a100", 79.1, 2.04e12 * BANDWIDTH_REACHED, 312e12 * FLOPS_REACHED, 22e9),
         _gpu("h20", 95.0, 4.00e12 * BANDWIDTH_REACHED, 148e12 * FLOPS_REACHED, 50e9),
     )
