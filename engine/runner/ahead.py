@@ -21,6 +21,7 @@ from engine.runner.slot_runner import SlotRunner
 from engine.sampling.columns import ColumnSampler
 from engine.sampling.host_masks import HostMasks
 from engine.scheduling.limits import SchedulerLimits
+from engine.step_sizes import graphs_kept
 from kernels import ops
 
 VARIABLE = "GATEHOUSE_GRAPHS"
@@ -56,12 +57,13 @@ def slot_runner(
     """A runner over slots for all seats of the engine. `draft`: the model that guesses, if one does. `max_guesses`: of a step.
     `asks_host`: a decoder does, so that steps are not captured; `lands_at_once`: as a CPU's, whose steps are over when they
     were launched."""
+    max_graphs = graphs_kept(limits.max_num_seqs, max_guesses=max_guesses, has_draft=draft is not None)
     return SlotRunner(
         plain,
         target,
         ColumnSampler(limits.max_num_seqs, target.vocab_size, device, max_guesses=max_guesses, dtype=target.dtype),
         HostMasks(masks),
-        _calls(device, asks_host=asks_host),
+        _calls(device, max_graphs, asks_host=asks_host),
         max_num_seqs=limits.max_num_seqs,
         max_guesses=max_guesses,
         num_columns=-(-limits.max_model_len // limits.block_size),
@@ -72,7 +74,7 @@ def slot_runner(
     )
 
 
-def _calls(device: torch.device, *, asks_host: bool) -> Calls:
+def _calls(device: torch.device, max_graphs: int, *, asks_host: bool) -> Calls:
     """Graphs where there can be any, unless the environment says otherwise. Raises `EngineConfigError` if it says neither."""
     said = os.environ.get(VARIABLE, "1")
     if said not in ("0", "1"):
@@ -82,4 +84,4 @@ def _calls(device: torch.device, *, asks_host: bool) -> Calls:
     if said == "0":
         log.warning("%s=0: decode steps are launched kernel by kernel", VARIABLE)
         return DirectCalls()
-    return CudaGraphs(device)
+    return CudaGraphs(device, max_graphs=max_graphs)

@@ -17,14 +17,9 @@ from typing import Protocol
 
 import torch
 
-from engine.memory_needs import GRAPHS_MAX
+from engine.runner.graph_places import GraphPlaces
 
 log = logging.getLogger("gatehouse.engine")
-
-
-REPEATS = 256
-"""Steps of one key, none of another missing in between, for which it has a graph captured in the place of another one: what a
-step costs without it is a few launches, and a capture some hundred times that."""
 
 
 class CaptureFailed(RuntimeError):
@@ -68,16 +63,14 @@ class DirectCalls:
 
 
 class CudaGraphs:
-    """One graph per key, at most `max_graphs`: the one that was used longest ago gives way. CUDA keeps a graph that still runs
-    until it has ended."""
+    """One graph per key, at most `max_graphs`, of what is met most (`graph_places`). CUDA keeps a graph that still runs until
+    it has ended."""
 
-    def __init__(self, device: torch.device, *, max_graphs: int = GRAPHS_MAX) -> None:
+    def __init__(self, device: torch.device, *, max_graphs: int) -> None:
         self._device = device
-        self._max_graphs = max_graphs
-        self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}  # in the order of their last use
+        self._places = GraphPlaces(max_graphs)
+        self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
         self._failed: dict[Hashable, str] = {}  # why there is no graph
-        self._missed: Hashable = None  # the last key that was not admitted at once, and how many times in a row it was that
-        self._num_missed = 0
         self._pool = torch.cuda.graph_pool_handle()
         self._beside = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
@@ -86,24 +79,21 @@ class CudaGraphs:
 
     def admits(self, key: Hashable) -> bool:
         """Where all places are taken, those that come and go would drive each other out, each at the price of a capture."""
-        if key in self._graphs or len(self._graphs) < self._max_graphs:
-            return True
-        self._num_missed = self._num_missed + 1 if key == self._missed else 1
-        self._missed = key
-        return self._num_missed == REPEATS
+        return self._places.admits(key)
 
     def make_ready(self, key: Hashable, function: Callable[[], None]) -> None:
         """Capture a graph. Raises `CaptureFailed` when that fails or has failed before."""
         if key in self._failed:
             raise CaptureFailed(self._failed[key])
         started_s = time.perf_counter()
-        while len(self._graphs) >= self._max_graphs:
-            del self._graphs[next(iter(self._graphs))]
+        given_up = self._places.make_room()
+        self._graphs.pop(given_up, None)
         try:
             self._graphs[key] = self._captured(function)
         except Exception as error:
             self._failed[key] = f"the graph of {key} could not be captured: {type(error).__name__}: {error}"
             raise CaptureFailed(self._failed[key]) from error
+        self._places.hold(key, instead_of=given_up)
         log.info("captured graph=%s s=%.3f", key, time.perf_counter() - started_s)
 
     def _captured(self, function: Callable[[], None]) -> torch.cuda.CUDAGraph:
@@ -127,5 +117,5 @@ class CudaGraphs:
         return graph
 
     def run(self, key: Hashable, function: Callable[[], None]) -> None:  # noqa: ARG002 - it was captured
-        graph = self._graphs[key] = self._graphs.pop(key)
-        graph.replay()
+        self._places.use(key)
+        self._graphs[key].replay()

@@ -6,22 +6,10 @@ from engine.runner.cuda_graphs import Calls
 from engine.runner.decode_step import DecodeStep
 from engine.runner.step_inputs import StepInputs
 from engine.sampling.columns import Kind, Wants
+from engine.step_sizes import guesses_size, logits_size, step_size
 
-EVERY = 8
 NO_ROWS: list[int] = []
 NO_INPUTS: list[list[int]] = [[]] * 5
-
-
-def step_size(num_rows: int, max_rows: int) -> int:
-    """To how many rows a step is rounded up: 1, 2, 4, every eighth, and the largest."""
-    rounded = -(-num_rows // EVERY) * EVERY if num_rows > 4 else 4 if num_rows > 2 else num_rows
-    return min(rounded, max_rows)
-
-
-def guesses_size(num_rows: int, max_rows: int) -> int:
-    """To how many rows a step with guesses is rounded up. Powers of two, because the number is another one in each step, and
-    for few different sizes there are graphs at a time."""
-    return min(1 << (num_rows - 1).bit_length(), max_rows)
 
 
 class ReadySteps:
@@ -42,13 +30,15 @@ class ReadySteps:
     def choose_graph(self, num_rows: int, wants: Wants, *, has_guesses: bool = False) -> tuple[int, Kind | None]:
         """Of a step: the size that it is rounded up to, and its kind, None if it is computed as far as its logits, which all
         kinds of a size have in common. The inputs are written behind this call."""
-        key = self._key(self._size(num_rows, has_guesses=has_guesses), wants.kind, has_guesses=has_guesses)
-        kind = None if wants.masked or not self._calls.admits(key) else wants.kind
+        kind: Kind | None = wants.kind
+        size = self._size(num_rows, kind, has_guesses=has_guesses)
+        if wants.masked or not self._calls.admits(self._key(size, kind, has_guesses=has_guesses)):
+            kind = None
         return self.make_ready(num_rows, kind, has_guesses=has_guesses), kind
 
     def make_ready(self, num_rows: int, kind: Kind | None, *, has_guesses: bool = False) -> int:
         """Have the step of so many rows captured, None as far as its logits; the size that it is rounded up to."""
-        size = self._size(num_rows, has_guesses=has_guesses)
+        size = self._size(num_rows, kind, has_guesses=has_guesses)
         key = self._key(size, kind, has_guesses=has_guesses)
         if not self._calls.is_ready(key):  # captured with nothing but padding: the step changes nothing
             if has_guesses:
@@ -66,9 +56,9 @@ class ReadySteps:
     def _key(self, size: int, kind: Kind | None, *, has_guesses: bool) -> tuple[str, int, Kind | None, bool]:
         return self._name, size, kind, has_guesses
 
-    def _size(self, num_rows: int, *, has_guesses: bool) -> int:
+    def _size(self, num_rows: int, kind: Kind | None, *, has_guesses: bool) -> int:
         if self._lands_at_once:
             return num_rows
         if has_guesses:
             return guesses_size(num_rows, self._inputs.max_rows)
-        return step_size(num_rows, self._max_num_seqs)
+        return (logits_size if kind is None else step_size)(num_rows, self._max_num_seqs)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +60,7 @@ def test_a_step_that_cannot_be_captured_is_tried_once_and_computed_plainly_from_
         status = engine.status()
     assert status.fallback_steps_total == 5, "of 9 rows each"
     assert status.fallback_reason is not None
-    assert "the graph of (16, Kind(" in status.fallback_reason
+    assert "the graph of ('decode', 16, Kind(" in status.fallback_reason
     assert status.fallback_reason.endswith("OutOfMemoryError: no room for a graph")
 
 
@@ -78,7 +77,7 @@ def test_what_breaks_within_a_capture_is_told_and_not_that_the_capture_ended_bad
             raise ValueError("the culprit")
 
     with rehearsal() as card:
-        graphs = CudaGraphs(DEVICE)
+        graphs = CudaGraphs(DEVICE, max_graphs=1)
         monkeypatch.setattr(Graph, "capture_end", end_badly)
         with pytest.raises(CaptureFailed, match="ValueError: the culprit"):
             graphs.make_ready((1, None), function)
@@ -94,7 +93,7 @@ def test_work_behind_a_failed_capture_waits_for_what_was_run_before_it(monkeypat
         raise RuntimeError("no capture here")
 
     with rehearsal():
-        graphs = CudaGraphs(DEVICE)
+        graphs = CudaGraphs(DEVICE, max_graphs=1)
         monkeypatch.setattr(Graph, "capture_begin", refuse)
         kept = torch.zeros(4, device=DEVICE)
 
@@ -156,8 +155,8 @@ def test_kinds_of_steps_that_come_and_go_do_not_drive_each_others_graphs_out_for
 def test_where_there_is_no_place_for_a_graph_a_kind_of_steps_takes_the_one_that_ends_with_logits(
     llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("engine.runner.cuda_graphs.REPEATS", 3)
-    monkeypatch.setattr("engine.runner.ahead.CudaGraphs", partial(CudaGraphs, max_graphs=8))
+    monkeypatch.setattr("engine.runner.graph_places.WORTH", 3)
+    monkeypatch.setattr("engine.runner.ahead.graphs_kept", lambda *_, **__: 8)
     requests = [wanted(name, prompt, max_tokens=9, temperature=1.0, top_p=0.9) for name, prompt in PROMPTS.items()]
     expected = run_to_end(engine_of(llama), requests)
     with rehearsal() as card, in_place_of_triton():

@@ -11,9 +11,7 @@ import torch
 
 from engine.errors import EngineBroken
 from engine.loop import Engine
-from engine.memory_needs import GRAPHS_MAX
 from engine.protocol import EngineInfo, FinishReason
-from engine.runner.ready_steps import guesses_size, step_size
 from engine.runner.staging import Rotation
 from engine.scheduling.block_pool import BlockPool
 from engine.scheduling.prefix_cache import PrefixCache
@@ -23,6 +21,7 @@ from engine.scheduling.scheduler import Scheduler, SchedulerLimits
 from engine.speculation import prompt_lookup
 from engine.speculation.options import SpeculativeOptions
 from engine.speculation.prompt_lookup import AdaptiveDrafter, Draft, Drafter
+from engine.step_sizes import graphs_kept, guesses_size, step_size
 from tests.support.engines import FREE_ROWS, run_to_end, tokens, wanted
 
 MAX_MODEL_LEN = 64
@@ -446,11 +445,12 @@ def test_steps_are_rounded_up_to_the_next_size_that_is_captured(max_rows: int) -
     for num_rows in range(1, max_rows + 1):
         assert step_size(num_rows, max_rows) == next(size for size in sizes if size >= num_rows)
     assert max_rows < 256 or sizes[:5] == [1, 2, 4, 8, 16]
-    assert len(sizes) < GRAPHS_MAX, "steps of one kind do not drive each other out"
 
 
 def test_graphs_are_kept_for_every_size_of_steps_with_guesses_beside_those_without() -> None:
     steps = {step_size(num_rows, 64) for num_rows in range(1, 65)}
     guesses = {guesses_size(num_rows, 128) for num_rows in range(2, 129)}
     assert guesses == {2, 4, 8, 16, 32, 64, 128}
-    assert 2 * (len(steps) + len(guesses)) <= GRAPHS_MAX, "greedy or not"
+    assert graphs_kept(64) >= 2 * len(steps), "greedy or not"
+    assert graphs_kept(64, max_guesses=64) == graphs_kept(64) + 2 * len(guesses)
+    assert graphs_kept(64, max_guesses=64, has_draft=True) == graphs_kept(64) + 2 * (len(guesses) + len(steps))

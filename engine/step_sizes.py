@@ -1,0 +1,57 @@
+"""To how many rows steps over slots are rounded up, and how many captured ones are kept for that. Knows no torch.
+
+    usual kinds   1, 2, 4, 8, 16, 24 … 256 │ 272, 288 … 512 │ 544, 576 … 1024 │ …
+    all others    1, 2, 4, 8, 16, 32, 64, 96 … 256 │ 320, 384 … 512 │ 640, 768 … 1024 │ …
+    guesses       2, 4, 8, 16, 32, 64 …
+
+Padding costs products and nothing else. Steps of the usual kinds, greedy ones and drawn ones, are at most a sixteenth longer
+for it from 128 rows on. Steps without a graph of their own take one that ends with the logits, of which there are few sizes,
+so that all of these have a place.
+"""
+
+from __future__ import annotations
+
+EVERY = 8
+COARSE_EVERY = 32
+FINE_ROWS = 256
+
+USUAL_KINDS = 2
+RARE_KEPT = 8
+"""Captured steps of other kinds that are met often: those that weigh the vocabulary, count penalties or score tokens."""
+
+
+def step_size(num_rows: int, max_rows: int, *, every: int = EVERY) -> int:
+    """To how many rows a step is rounded up, at most `max_rows`: powers of two up to `every`, its multiples up to 256, and
+    from there on as many sizes for each doubling as there are between 128 and 256."""
+    if num_rows <= every:
+        size = _power_of_two(num_rows)
+    else:
+        if num_rows > FINE_ROWS:
+            every <<= ((num_rows - 1) // FINE_ROWS).bit_length()
+        size = -(-num_rows // every) * every
+    return min(size, max_rows)
+
+
+def logits_size(num_rows: int, max_rows: int) -> int:
+    """To how many rows a step is rounded up that ends with its logits."""
+    return step_size(num_rows, max_rows, every=COARSE_EVERY)
+
+
+def guesses_size(num_rows: int, max_rows: int) -> int:
+    """To how many rows a step with guesses is rounded up. Powers of two, because the number is another one in each step."""
+    return min(_power_of_two(num_rows), max_rows)
+
+
+def graphs_kept(max_num_seqs: int, *, max_guesses: int = 0, has_draft: bool = False) -> int:
+    """Captured steps that are kept at a time: every size of the usual kinds, every size of those that end with the logits, and
+    some more. `max_guesses`: rows of a step beyond one for each request; `has_draft`: a draft model has steps of its own."""
+    rows = range(1, max_num_seqs + 1)
+    usual = len({step_size(number, max_num_seqs) for number in rows})
+    logits = len({logits_size(number, max_num_seqs) for number in rows})
+    max_rows = max_num_seqs + max_guesses
+    guesses = len({guesses_size(number, max_rows) for number in range(2, max_rows + 1)}) if max_guesses else 0
+    return USUAL_KINDS * (usual * (2 if has_draft else 1) + guesses) + logits + RARE_KEPT
+
+
+def _power_of_two(number: int) -> int:
+    return 1 << (number - 1).bit_length()
